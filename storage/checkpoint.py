@@ -1,0 +1,377 @@
+"""The checkpoints of one run: their layout, the commit protocol, and the search for a whole one.
+
+    runs/<run_id>/fence.json                                       who may publish
+    runs/<run_id>/checkpoints/step-00001200/p0002-a0001-rank00003.safetensors
+    runs/<run_id>/checkpoints/step-00001200/manifest.json          the commit marker, written last
+    runs/<run_id>/checkpoints/step-00001200/set-aside.json         found damaged: never offered
+
+Invariant: a step is offered if and only if it has a manifest and was not set aside. Sizes are
+bytes, times seconds since the epoch, steps completed optimizer steps.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, TypeAdapter, ValidationError
+
+from storage.errors import (
+    Corrupt,
+    NotFound,
+    PermanentError,
+    PreconditionFailed,
+    StaleAttempt,
+)
+from storage.manifest import (
+    Chunk,
+    Manifest,
+    RunId,
+    ShardRecord,
+    TensorRecord,
+    parse_manifest,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from storage.objects import ObjectInfo, ObjectStore
+
+__all__ = [
+    "CheckpointStore",
+    "Chunk",
+    "Damage",
+    "DamageKind",
+    "Manifest",
+    "Recovered",
+    "SetAside",
+    "ShardRecord",
+    "StepState",
+    "TensorRecord",
+    "digest",
+    "shard_name",
+]
+
+MANIFEST_NAME = "manifest.json"
+SET_ASIDE_NAME = "set-aside.json"
+FENCE_NAME = "fence.json"
+VERIFY_BLOCK_BYTES = 16 * 2**20
+_STEP_FOLDER = re.compile(r"^step-(\d{8,})$")
+_RUN_ID: TypeAdapter[str] = TypeAdapter(Annotated[str, RunId])
+
+
+class StepState(StrEnum):
+    """What the objects of a step amount to."""
+
+    COMMITTED = "committed"
+    SET_ASIDE = "set_aside"
+    UNCOMMITTED = "uncommitted"  # being written, or its writer died
+
+
+class DamageKind(StrEnum):
+    """How an object differs from what was published."""
+
+    MISSING = "missing"
+    TRUNCATED = "truncated"
+    HASH_DIFFERS = "hash_differs"
+    UNREADABLE = "unreadable"  # the manifest itself
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One object of a checkpoint that is not as published."""
+
+    file: str
+    kind: DamageKind
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetAside:
+    """A step that was found damaged and taken out of the choice."""
+
+    step: int
+    damages: tuple[Damage, ...]
+
+    @property
+    def reason(self) -> str:
+        """One line for records."""
+        return "; ".join(f"{damage.file} {damage.kind}: {damage.detail}" for damage in self.damages)
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """The newest whole checkpoint (None: there is none) and what was set aside on the way."""
+
+    manifest: Manifest | None
+    set_aside: tuple[SetAside, ...]
+
+
+class _Fence(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    placement: NonNegativeInt
+    attempt: NonNegativeInt
+
+
+class CheckpointStore:
+    """The checkpoints of `run_id` in `store`.
+
+    Args:
+        store: where.
+        run_id: letters, digits, '.', '_' and '-'.
+        clock: wall time in seconds, for records.
+
+    Raises:
+        ValueError: `run_id` cannot be part of a key.
+    """
+
+    def __init__(
+        self, store: ObjectStore, run_id: str, *, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.store = store
+        self.run_id = _RUN_ID.validate_python(run_id)
+        self.clock = clock
+
+    def commit(self, manifest: Manifest) -> None:
+        """Publish a checkpoint whose shards are all written.
+
+        Raises:
+            StaleAttempt: a newer attempt owns the run.
+            PreconditionFailed: that step is committed already.
+            ValueError: the manifest is of another run.
+        """
+        if manifest.run_id != self.run_id:
+            raise ValueError(f"manifest of run {manifest.run_id!r} in store of {self.run_id!r}")
+        self.check_may_commit(manifest.step, manifest.placement, manifest.attempt)
+        self._clear_set_aside(manifest.step)
+        # The check above guards stores that ignore if_absent, this one against racing writers.
+        self.store.put(self.key(manifest.step, MANIFEST_NAME), manifest.to_bytes(), if_absent=True)
+
+    def check_may_commit(self, step: int, placement: int, attempt: int) -> None:
+        """Raise what `commit` would raise, before any shard is written.
+
+        A second save of a committed step must not begin: the same attempt uses the same shard
+        names, and would overwrite what the manifest vouches for.
+        """
+        fence = self.read_fence()
+        if fence is not None and (placement, attempt) < fence:
+            raise StaleAttempt(
+                f"run {self.run_id}: placement {placement} attempt {attempt} is older than "
+                f"placement {fence[0]} attempt {fence[1]}, which owns the run"
+            )
+        if self._exists(step, MANIFEST_NAME) and not self._exists(step, SET_ASIDE_NAME):
+            raise PreconditionFailed(f"{self.url(step)}: committed already")
+
+    def fence(self, placement: int, attempt: int) -> None:
+        """Let nothing older than (placement, attempt) publish from now on.
+
+        A commit that passed its check a moment before can still land. It is whole and of this
+        run, so it does no harm; the new attempt meets PreconditionFailed if it saves that step.
+
+        Raises:
+            StaleAttempt: the fence is already beyond (placement, attempt).
+        """
+        held = self.read_fence()
+        if held is not None and held > (placement, attempt):
+            raise StaleAttempt(
+                f"run {self.run_id}: cannot fence for placement {placement} attempt {attempt}: "
+                f"placement {held[0]} attempt {held[1]} owns the run"
+            )
+        if held != (placement, attempt):
+            fence = _Fence(placement=placement, attempt=attempt)
+            self.store.put(self._fence_key(), fence.model_dump_json().encode())
+
+    def read_fence(self) -> tuple[int, int] | None:
+        """(placement, attempt) that may publish; None before the first `fence`.
+
+        Raises:
+            Corrupt: the object is not what `fence` writes.
+        """
+        try:
+            data = self.store.get(self._fence_key())
+        except NotFound:
+            return None
+        try:
+            fence = _Fence.model_validate_json(data)
+        except ValidationError as exc:
+            raise Corrupt(f"{self.store.url(self._fence_key())}: not a fence") from exc
+        return fence.placement, fence.attempt
+
+    def states(self) -> dict[int, StepState]:
+        """All steps that have any object, ascending."""
+        names: dict[int, set[str]] = {}
+        for step, name, _info in self._objects(""):
+            names.setdefault(step, set()).add(name)
+        return {step: _state(names[step]) for step in sorted(names)}
+
+    def steps(self) -> list[int]:
+        """Steps that may be restored, ascending."""
+        return [step for step, state in self.states().items() if state is StepState.COMMITTED]
+
+    def latest(self, *, before: int | None = None) -> int | None:
+        """The newest step that may be restored, below `before` if given."""
+        return max((s for s in self.steps() if before is None or s < before), default=None)
+
+    def manifest(self, step: int) -> Manifest:
+        """The manifest of a committed step.
+
+        Raises:
+            NotFound: not committed, or set aside.
+            Corrupt: the object is not a manifest of this run and step.
+        """
+        if self._exists(step, SET_ASIDE_NAME):
+            raise NotFound(f"{self.url(step)}: was set aside")
+        key = self.key(step, MANIFEST_NAME)
+        manifest = parse_manifest(self.store.get(key), url=self.store.url(key))
+        if (manifest.run_id, manifest.step) != (self.run_id, step):
+            raise Corrupt(
+                f"{self.store.url(key)}: is of run {manifest.run_id!r} step {manifest.step}"
+            )
+        return manifest
+
+    def verify(self, step: int) -> list[Damage]:
+        """Read every shard of a committed step and compare; empty when it is whole.
+
+        Raises:
+            TransientError: the store does not answer; says nothing about the checkpoint.
+        """
+        try:
+            manifest = self.manifest(step)
+        except NotFound as exc:
+            return [Damage(MANIFEST_NAME, DamageKind.MISSING, str(exc))]
+        except Corrupt as exc:
+            return [Damage(MANIFEST_NAME, DamageKind.UNREADABLE, str(exc))]
+        return self._verify_shards(step, manifest.shards)
+
+    def set_aside(self, step: int, reason: str) -> None:
+        """Stop offering a step, but keep its objects for a look at them."""
+        record = {"step": step, "reason": reason, "set_aside_at_s": self.clock()}
+        self.store.put(self.key(step, SET_ASIDE_NAME), json.dumps(record).encode())
+
+    def newest_intact(self) -> Recovered:
+        """Walk from the newest step, set damaged ones aside, stop at the first whole one.
+
+        To be called by one process; the others take its answer.
+
+        Raises:
+            TransientError: the store does not answer; nothing is set aside for that.
+        """
+        set_aside: list[SetAside] = []
+        for step in reversed(self.steps()):
+            damages = self.verify(step)
+            if not damages:
+                return Recovered(self.manifest(step), tuple(set_aside))
+            found = SetAside(step, tuple(damages))
+            self.set_aside(step, found.reason)
+            set_aside.append(found)
+        return Recovered(None, tuple(set_aside))
+
+    def delete(self, step: int) -> None:
+        """Remove a step: its manifest first, so that no half of it is ever offered."""
+        self.store.delete(self.key(step, MANIFEST_NAME))
+        for _step, name, _info in list(self._objects(f"{_folder(step)}/")):
+            self.store.delete(self.key(step, name))
+
+    def put_shard(self, step: int, name: str, data: bytes | memoryview) -> ShardRecord:
+        """Write one shard of a step that is not committed yet; returns its size and hash."""
+        self.store.put(self.key(step, name), data)
+        return ShardRecord(size_bytes=memoryview(data).nbytes, xxh3_128=digest(data))
+
+    def key(self, step: int, name: str) -> str:
+        """Key of an object of `step`."""
+        return f"runs/{self.run_id}/checkpoints/{_folder(step)}/{name}"
+
+    def url(self, step: int) -> str:
+        """Address of the step's manifest, for records."""
+        return self.store.url(self.key(step, MANIFEST_NAME))
+
+    def _fence_key(self) -> str:
+        return f"runs/{self.run_id}/{FENCE_NAME}"
+
+    def _objects(self, below: str) -> list[tuple[int, str, ObjectInfo]]:
+        root = f"runs/{self.run_id}/checkpoints/"
+        found: list[tuple[int, str, ObjectInfo]] = []
+        for info in self.store.list(root + below):
+            folder, _, name = info.key.removeprefix(root).partition("/")
+            match = _STEP_FOLDER.match(folder)
+            if match and name:
+                found.append((int(match[1]), name, info))
+        return found
+
+    def _exists(self, step: int, name: str) -> bool:
+        try:
+            self.store.stat(self.key(step, name))
+        except NotFound:
+            return False
+        return True
+
+    def _clear_set_aside(self, step: int) -> None:
+        """Make room for a step that is saved anew; a crash between leaves no offered checkpoint."""
+        try:
+            record = self.store.get(self.key(step, SET_ASIDE_NAME))
+        except NotFound:
+            return
+        self.store.delete(self.key(step, MANIFEST_NAME))
+        self.store.put(self.key(step, f"set-aside-{digest(record)[:8]}.json"), record)
+        self.store.delete(self.key(step, SET_ASIDE_NAME))
+
+    def _verify_shards(self, step: int, shards: Mapping[str, ShardRecord]) -> list[Damage]:
+        sizes = {name: info.size_bytes for _, name, info in self._objects(f"{_folder(step)}/")}
+        found = (self._verify_shard(step, name, shards[name], sizes) for name in sorted(shards))
+        return [damage for damage in found if damage is not None]
+
+    def _verify_shard(
+        self, step: int, name: str, wanted: ShardRecord, sizes: Mapping[str, int]
+    ) -> Damage | None:
+        size_bytes = sizes.get(name)
+        if size_bytes is None:
+            return Damage(name, DamageKind.MISSING, "no such object")
+        if size_bytes < wanted.size_bytes:
+            detail = f"{size_bytes} bytes of {wanted.size_bytes}"
+            return Damage(name, DamageKind.TRUNCATED, detail)
+        if size_bytes > wanted.size_bytes:
+            detail = f"{size_bytes} bytes instead of {wanted.size_bytes}"
+            return Damage(name, DamageKind.HASH_DIFFERS, detail)
+        try:
+            found = self._digest_object(self.key(step, name), size_bytes)
+        except PermanentError as exc:
+            return Damage(name, DamageKind.UNREADABLE, str(exc))
+        if found != wanted.xxh3_128:
+            detail = f"xxh3_128 {found} instead of {wanted.xxh3_128}"
+            return Damage(name, DamageKind.HASH_DIFFERS, detail)
+        return None
+
+    def _digest_object(self, key: str, size_bytes: int) -> str:
+        hasher = xxhash.xxh3_128()
+        block = memoryview(bytearray(min(size_bytes, VERIFY_BLOCK_BYTES)))
+        for start in range(0, size_bytes, VERIFY_BLOCK_BYTES):
+            part = block[: min(VERIFY_BLOCK_BYTES, size_bytes - start)]
+            self.store.get_into(key, part, start=start)
+            hasher.update(part)
+        return hasher.hexdigest()
+
+
+def shard_name(placement: int, attempt: int, rank: int) -> str:
+    """File name of one rank's shard; names of different attempts never meet."""
+    return f"p{placement:04d}-a{attempt:04d}-rank{rank:05d}.safetensors"
+
+
+def digest(data: bytes | memoryview) -> str:
+    """xxh3_128 as manifests hold it: 32 hex digits."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def _folder(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def _state(names: set[str]) -> StepState:
+    if SET_ASIDE_NAME in names:
+        return StepState.SET_ASIDE
+    return StepState.COMMITTED if MANIFEST_NAME in names else StepState.UNCOMMITTED

@@ -1,0 +1,63 @@
+"""Errors raised by storage.
+
+StorageError
+  + TransientError          retry with back-off
+      - Throttled           the store asks for fewer requests
+      - ServerError         the store failed (5xx)
+      - TimedOut            no answer: time-out, refused or broken connection
+  + PermanentError          do not retry
+      - NotFound            no object of that key
+      - PreconditionFailed  someone else published first
+      - AccessDenied        credentials are missing, wrong or not enough
+      - Corrupt             size, hash or format differ from what was published
+      - StaleAttempt        a newer attempt owns the run; this one must stop
+
+Each takes one message, so that it can be pickled between ranks and raised again with more context.
+"""
+# ruff: noqa: N818 the names are states of affairs, as they are shown
+
+from __future__ import annotations
+
+
+class StorageError(Exception):
+    """Root of the errors of this layer; the text is one line and holds no secrets."""
+
+
+class TransientError(StorageError):
+    """May pass by itself: retry with back-off."""
+
+
+class Throttled(TransientError):
+    """The store asks for fewer requests."""
+
+
+class ServerError(TransientError):
+    """The store failed while it handled the request."""
+
+
+class TimedOut(TransientError):
+    """No answer: time-out, refused or broken connection."""
+
+
+class PermanentError(StorageError):
+    """The same request would fail again."""
+
+
+class NotFound(PermanentError):
+    """No object of that key."""
+
+
+class PreconditionFailed(PermanentError):
+    """Someone else published first."""
+
+
+class AccessDenied(PermanentError):
+    """Credentials are missing, wrong or not enough."""
+
+
+class Corrupt(PermanentError):
+    """Size, hash or format differ from what was published: never fall back silently."""
+
+
+class StaleAttempt(PermanentError):
+    """A newer attempt owns the run; this one must stop."""

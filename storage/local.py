@@ -1,0 +1,246 @@
+"""Objects as files below one folder, with the guarantees of an object store.
+
+A write goes to a temporary name, is synced, renamed, and its folder synced: a reader or a crash
+sees the old object or the new one. Temporaries live in `.tmp` of the same root, hence on the same
+file system, and are never listed. Sizes are bytes, times seconds.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+import uuid
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from storage.errors import (
+    AccessDenied,
+    Corrupt,
+    NotFound,
+    PermanentError,
+    PreconditionFailed,
+    StorageError,
+    TimedOut,
+    TransientError,
+)
+from storage.objects import ObjectInfo, check_key
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+TEMPORARY_FOLDER = ".tmp"
+# A live writer touches its temporary at least this often: every write moves the mtime.
+ABANDONED_AFTER_S = 3600.0
+MAX_PUBLISH_TRIES = 5
+
+# errno -> (class, what to tell); anything else is a PermanentError with the system's words
+OS_ERRORS: Mapping[int, tuple[type[StorageError], str]] = {
+    errno.ENOENT: (NotFound, "no such object"),
+    errno.ENOTDIR: (NotFound, "no such object: a part of the key is a file"),
+    errno.EISDIR: (NotFound, "no such object: the key is a folder"),
+    errno.EACCES: (AccessDenied, "permission denied"),
+    errno.EPERM: (AccessDenied, "operation not permitted"),
+    errno.EROFS: (AccessDenied, "the file system is read-only"),
+    errno.ENOSPC: (PermanentError, "the disk is full"),
+    errno.EDQUOT: (PermanentError, "the disk quota is used up"),
+    errno.ENAMETOOLONG: (PermanentError, "the key is too long for this file system"),
+    errno.ESTALE: (TransientError, "stale file handle of a network file system"),
+    errno.EAGAIN: (TransientError, "resource busy"),
+    errno.EBUSY: (TransientError, "resource busy"),
+    errno.ETIMEDOUT: (TimedOut, "the network file system does not answer"),
+}
+
+
+class LocalStore:
+    """An `ObjectStore` below `root`, which is created when the first object is.
+
+    Args:
+        root: absolute folder.
+        clock: wall time in seconds, to tell abandoned temporaries from live ones.
+
+    Raises:
+        ValueError: `root` is relative.
+    """
+
+    def __init__(self, root: Path, *, clock: Callable[[], float] = time.time) -> None:
+        if not root.is_absolute():
+            raise ValueError(f"root={str(root)!r} is not an absolute path")
+        self._root = root
+        self._clock = clock
+        self._swept = False
+
+    def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
+        """See `ObjectStore.put`."""
+        path = self._path(key)
+        with _folded(self.url(key)):
+            temporary = self._write_temporary(memoryview(data).cast("B"))
+            try:
+                _publish(temporary, path, if_absent=if_absent)
+            except FileExistsError as exc:
+                raise PreconditionFailed(f"{self.url(key)}: exists already") from exc
+            finally:
+                with suppress(FileNotFoundError):
+                    temporary.unlink()
+
+    def get(self, key: str, *, start: int = 0, length: int | None = None) -> bytes:
+        """See `ObjectStore.get`."""
+        with _folded(self.url(key)), self._path(key).open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            wanted = max(0, size - start) if length is None else min(length, max(0, size - start))
+            out = bytearray(wanted)
+            filled = _fill(file.fileno(), memoryview(out), start)
+        return bytes(memoryview(out)[:filled])
+
+    def get_into(self, key: str, out: memoryview, *, start: int = 0) -> None:
+        """See `ObjectStore.get_into`."""
+        view = out.cast("B")
+        with _folded(self.url(key)), self._path(key).open("rb", buffering=0) as file:
+            filled = _fill(file.fileno(), view, start)
+        if filled < view.nbytes:
+            raise Corrupt(
+                f"{self.url(key)}: ends {view.nbytes - filled} bytes before {start + view.nbytes}"
+            )
+
+    def stat(self, key: str) -> ObjectInfo:
+        """See `ObjectStore.stat`."""
+        path = self._path(key)
+        with _folded(self.url(key)):
+            if path.is_dir():
+                raise NotFound(f"{self.url(key)}: no such object: the key is a folder")
+            return _info(key, path.stat())
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """See `ObjectStore.list`."""
+        folder = self._root / prefix.rpartition("/")[0]
+        if prefix:
+            check_key(prefix.rstrip("/"))
+        found: list[ObjectInfo] = []
+        with _folded(self.url(prefix)):
+            for parent, folders, names in os.walk(folder):
+                if Path(parent) == self._root and TEMPORARY_FOLDER in folders:
+                    folders.remove(TEMPORARY_FOLDER)
+                for name in names:
+                    path = Path(parent, name)
+                    key = path.relative_to(self._root).as_posix()
+                    if key.startswith(prefix):
+                        # deleted by someone else while we walk
+                        with suppress(FileNotFoundError):
+                            found.append(_info(key, path.stat()))
+        return iter(sorted(found, key=lambda info: info.key))
+
+    def delete(self, key: str) -> None:
+        """See `ObjectStore.delete`."""
+        path = self._path(key)
+        with suppress(NotFound), _folded(self.url(key)):
+            path.unlink()
+            _sync_folder(path.parent)
+            self._prune(path.parent)
+
+    def url(self, key: str) -> str:
+        """See `ObjectStore.url`."""
+        return f"file://{self._root / key}"
+
+    def local_path(self, key: str) -> Path | None:
+        """See `ObjectStore.local_path`."""
+        return self._path(key)
+
+    def _path(self, key: str) -> Path:
+        if check_key(key).split("/")[0] == TEMPORARY_FOLDER:
+            raise ValueError(f"not a key: {key!r}; {TEMPORARY_FOLDER!r} is the store's own")
+        return self._root / key
+
+    def _write_temporary(self, data: memoryview) -> Path:
+        folder = self._root / TEMPORARY_FOLDER
+        _make_folder(folder)
+        if not self._swept:
+            self._swept = True
+            self._sweep(folder)
+        path = folder / f"{os.getpid()}-{uuid.uuid4().hex}"
+        try:
+            with path.open("xb", buffering=0) as file:
+                written = 0
+                while written < data.nbytes:
+                    written += file.write(data[written:])
+                os.fsync(file.fileno())
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        return path
+
+    def _sweep(self, folder: Path) -> None:
+        """Remove what killed writers left, or a node's disk fills up with halves of shards."""
+        for path in folder.iterdir():
+            with suppress(FileNotFoundError):
+                if self._clock() - path.stat().st_mtime > ABANDONED_AFTER_S:
+                    path.unlink()
+
+    def _prune(self, folder: Path) -> None:
+        """Remove folders that became empty; an object store has none."""
+        with suppress(OSError):  # not empty, or someone else was faster
+            while folder != self._root:
+                folder.rmdir()
+                folder = folder.parent
+
+
+def _publish(temporary: Path, path: Path, *, if_absent: bool) -> None:
+    for tries in range(1, MAX_PUBLISH_TRIES + 1):
+        try:
+            _make_folder(path.parent)
+            if if_absent:
+                os.link(temporary, path)  # fails if the name is taken, where rename would replace
+            else:
+                temporary.replace(path)
+        except FileNotFoundError:
+            # A concurrent delete pruned the folder between the two calls.
+            if tries == MAX_PUBLISH_TRIES:
+                raise
+        else:
+            _sync_folder(path.parent)
+            return
+
+
+def _make_folder(folder: Path) -> None:
+    if folder.is_dir():
+        return
+    if folder.parent != folder:
+        _make_folder(folder.parent)
+    with suppress(FileExistsError):
+        folder.mkdir()
+    _sync_folder(folder.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        return  # pruned meanwhile: nothing in it to keep
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _fill(descriptor: int, out: memoryview, start: int) -> int:
+    filled = 0
+    while filled < out.nbytes:
+        count = os.preadv(descriptor, [out[filled:]], start + filled)
+        if count == 0:
+            break
+        filled += count
+    return filled
+
+
+def _info(key: str, status: os.stat_result) -> ObjectInfo:
+    etag = f"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"
+    return ObjectInfo(key, status.st_size, etag, status.st_mtime)
+
+
+@contextmanager
+def _folded(url: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as exc:
+        kind, meaning = OS_ERRORS.get(exc.errno or 0, (PermanentError, exc.strerror or str(exc)))
+        raise kind(f"{url}: {meaning}") from exc

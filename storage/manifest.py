@@ -1,0 +1,119 @@
+"""The manifest of a checkpoint: what was saved, where its bytes are, how to tell they are whole.
+
+Readers trust it alone. dtypes are the codes of the safetensors format ("BF16"); offsets, lengths
+and shapes count elements, sizes bytes; `written_at_s` is wall time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Annotated, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    NonNegativeInt,
+    ValidationError,
+    model_validator,
+)
+
+from storage.errors import Corrupt
+
+FORMAT_VERSION: Literal[1] = 1
+
+RunId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+ShardName = Annotated[str, Field(pattern=r"^p\d{4,}-a\d{4,}-rank\d{5,}\.safetensors$")]
+
+
+class _Record(BaseModel):
+    # Constants, or pydantic would write a NaN of the extra state as null.
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+
+
+class Chunk(_Record):
+    """A box of a tensor: `lengths` elements from `offsets`, stored as `key` in file `shard`."""
+
+    offsets: tuple[NonNegativeInt, ...]
+    lengths: tuple[NonNegativeInt, ...]
+    shard: ShardName
+    key: str
+
+
+class TensorRecord(_Record):
+    """One tensor of the state; its chunks do not overlap and cover it."""
+
+    dtype: str
+    shape: tuple[NonNegativeInt, ...]
+    chunks: tuple[Chunk, ...]
+
+    @model_validator(mode="after")
+    def _chunks_cover_the_tensor(self) -> Self:
+        for chunk in self.chunks:
+            if not len(chunk.offsets) == len(chunk.lengths) == len(self.shape):
+                raise ValueError(f"chunk {chunk.key!r} and shape {self.shape} differ in dims")
+            ends = zip(chunk.offsets, chunk.lengths, self.shape, strict=True)
+            if any(offset + length > size for offset, length, size in ends):
+                raise ValueError(f"chunk {chunk.key!r} reaches beyond shape {self.shape}")
+        covered = sum(math.prod(chunk.lengths) for chunk in self.chunks)
+        if covered != math.prod(self.shape):
+            raise ValueError(f"chunks hold {covered} elements of {math.prod(self.shape)}")
+        return self
+
+
+class ShardRecord(_Record):
+    """Size and hash of one file."""
+
+    size_bytes: NonNegativeInt
+    xxh3_128: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+
+
+class Manifest(_Record):
+    """The commit marker of one checkpoint."""
+
+    format_version: Literal[1] = FORMAT_VERSION
+    run_id: RunId
+    placement: NonNegativeInt
+    attempt: NonNegativeInt
+    step: NonNegativeInt
+    world_size: int = Field(ge=1)
+    written_at_s: float
+    tensors: dict[str, TensorRecord]
+    shards: dict[ShardName, ShardRecord]
+    extra: dict[str, JsonValue] = {}
+
+    @model_validator(mode="after")
+    def _chunks_lie_in_known_shards(self) -> Self:
+        for name, tensor in self.tensors.items():
+            for chunk in tensor.chunks:
+                if chunk.shard not in self.shards:
+                    raise ValueError(f"tensor {name!r} lies in unknown shard {chunk.shard!r}")
+        return self
+
+    @property
+    def size_bytes(self) -> int:
+        """All shards together."""
+        return sum(shard.size_bytes for shard in self.shards.values())
+
+    def to_bytes(self) -> bytes:
+        """JSON, UTF-8."""
+        return self.model_dump_json().encode()
+
+
+def parse_manifest(data: bytes, *, url: str) -> Manifest:
+    """Read back `Manifest.to_bytes`.
+
+    Raises:
+        Corrupt: not a manifest, or of a format that this version does not know.
+    """
+    try:
+        document = json.loads(data)
+        return Manifest.model_validate(document)
+    except ValidationError as exc:
+        first = exc.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise Corrupt(f"{url}: not a manifest: {place}: {first['msg']}") from exc
+    except ValueError as exc:
+        raise Corrupt(f"{url}: not JSON: {exc}") from exc

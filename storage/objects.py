@@ -1,0 +1,98 @@
+"""What the rest of the package asks of an object store.
+
+Keys are '/'-separated strings relative to the store's address. An object appears whole or not at
+all; `put` replaces. Sizes are bytes, times seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """One object as a listing shows it."""
+
+    key: str
+    size_bytes: int
+    etag: str  # changes when the object does; opaque otherwise
+    modified_s: float
+
+
+class ObjectStore(Protocol):
+    """Whole objects by key; safe for use from several threads.
+
+    Every method raises `StorageError`; transient ones only after the store's own retries.
+    """
+
+    def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
+        """Publish `data` under `key`, whole or not at all.
+
+        Args:
+            key: where.
+            data: contiguous bytes; not copied, so leave them alone until this returns.
+            if_absent: publish only when nothing is there.
+
+        Raises:
+            PreconditionFailed: `if_absent` was asked and the object exists.
+            ValueError: `if_absent` with more than one part's worth of bytes (s3).
+        """
+        ...
+
+    def get(self, key: str, *, start: int = 0, length: int | None = None) -> bytes:
+        """Read bytes as a slice does: fewer come back when the object ends before.
+
+        Raises:
+            NotFound: no such object.
+        """
+        ...
+
+    def get_into(self, key: str, out: memoryview, *, start: int = 0) -> None:
+        """Fill `out` from offset `start`.
+
+        Raises:
+            NotFound: no such object.
+            Corrupt: the object ends before `out` is full.
+        """
+        ...
+
+    def stat(self, key: str) -> ObjectInfo:
+        """Size and version of one object.
+
+        Raises:
+            NotFound: no such object.
+        """
+        ...
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Objects whose key starts with `prefix`, in key order; unfinished writes never show."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove the object; removing what is not there is no error."""
+        ...
+
+    def url(self, key: str) -> str:
+        """Address of the object for people and records; holds no credentials."""
+        ...
+
+    def local_path(self, key: str) -> Path | None:
+        """Path that may be memory-mapped, or None where there is no such path."""
+        ...
+
+
+def check_key(key: str) -> str:
+    """Return `key` if no store could read it as a place outside its address.
+
+    Raises:
+        ValueError: the key is empty, absolute, or has an empty, '.' or '..' component.
+    """
+    parts = key.split("/")
+    if any(part in ("", ".", "..") for part in parts) or "\0" in key:
+        raise ValueError(f"not a key: {key!r}; keys are names joined by '/', without '.' or '..'")
+    return key

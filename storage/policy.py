@@ -1,0 +1,156 @@
+"""When to save and what to keep: small frozen policies, combined by `AnyOf` and `KeepAnyOf`.
+
+Policies are pure: step and times are passed in. Times are seconds of one monotonic clock, steps
+completed optimizer steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from storage.checkpoint import CheckpointStore
+
+
+@dataclass(frozen=True, slots=True)
+class SaveContext:
+    """What a save policy may look at beside the step."""
+
+    now_s: float
+    last_save_s: float  # of the newest save; the start of the attempt before the first
+    last_save_step: int | None = None
+
+
+class SavePolicy(Protocol):
+    """Decides at every step boundary."""
+
+    def should_save(self, step: int, *, context: SaveContext) -> bool:
+        """Whether `step`, just completed, is to be saved."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EveryNSteps:
+    """Save when `interval_steps` divides the step."""
+
+    interval_steps: int
+
+    def __post_init__(self) -> None:
+        _require_positive("interval_steps", self.interval_steps)
+
+    def should_save(self, step: int, *, context: SaveContext) -> bool:
+        """See `SavePolicy`."""
+        return step > 0 and step % self.interval_steps == 0 and step != context.last_save_step
+
+
+@dataclass(frozen=True, slots=True)
+class EverySeconds:
+    """Save when `interval_s` have passed since the newest save."""
+
+    interval_s: float
+
+    def __post_init__(self) -> None:
+        _require_positive("interval_s", self.interval_s)
+
+    def should_save(self, step: int, *, context: SaveContext) -> bool:
+        """See `SavePolicy`."""
+        late = context.now_s - context.last_save_s >= self.interval_s
+        return late and step != context.last_save_step
+
+
+@dataclass(frozen=True, slots=True)
+class AtSteps:
+    """Save at these steps."""
+
+    steps: frozenset[int]
+
+    def should_save(self, step: int, *, context: SaveContext) -> bool:
+        """See `SavePolicy`."""
+        return step in self.steps and step != context.last_save_step
+
+
+@dataclass(frozen=True, slots=True)
+class AnyOf:
+    """Save when one of the policies says so."""
+
+    policies: tuple[SavePolicy, ...]
+
+    def should_save(self, step: int, *, context: SaveContext) -> bool:
+        """See `SavePolicy`."""
+        return any(policy.should_save(step, context=context) for policy in self.policies)
+
+
+class RetentionPolicy(Protocol):
+    """Chooses among the committed steps."""
+
+    def keep(self, steps: Sequence[int]) -> set[int]:
+        """The subset of `steps` (ascending) to keep."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class KeepLast:
+    """Keep the newest `num_steps` checkpoints."""
+
+    num_steps: int
+
+    def __post_init__(self) -> None:
+        _require_positive("num_steps", self.num_steps)
+
+    def keep(self, steps: Sequence[int]) -> set[int]:
+        """See `RetentionPolicy`."""
+        return set(sorted(steps)[-self.num_steps :])
+
+
+@dataclass(frozen=True, slots=True)
+class KeepEvery:
+    """Keep the steps that `interval_steps` divides."""
+
+    interval_steps: int
+
+    def __post_init__(self) -> None:
+        _require_positive("interval_steps", self.interval_steps)
+
+    def keep(self, steps: Sequence[int]) -> set[int]:
+        """See `RetentionPolicy`."""
+        return {step for step in steps if step % self.interval_steps == 0}
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAnyOf:
+    """Keep what one of the policies keeps."""
+
+    policies: tuple[RetentionPolicy, ...]
+
+    def keep(self, steps: Sequence[int]) -> set[int]:
+        """See `RetentionPolicy`."""
+        return set().union(*(policy.keep(steps) for policy in self.policies))
+
+
+def apply_retention(
+    checkpoints: CheckpointStore, policy: RetentionPolicy, *, protect: Collection[int]
+) -> list[int]:
+    """Delete the committed steps that the policy gives up, oldest first.
+
+    Args:
+        checkpoints: of the run.
+        policy: chooses what to keep.
+        protect: steps that are being read or are needed otherwise.
+
+    Returns:
+        The deleted steps. The newest is never among them, nor are steps set aside.
+    """
+    steps = checkpoints.steps()
+    kept = policy.keep(steps) | set(protect) | set(steps[-1:])
+    given_up = [step for step in steps if step not in kept]
+    for step in given_up:
+        checkpoints.delete(step)
+    return given_up
+
+
+def _require_positive(name: str, value: float) -> None:
+    if value <= 0:
+        raise ValueError(f"{name}={value} must be above 0")

@@ -1,0 +1,59 @@
+"""How a store repeats what failed for a passing reason: exponential back-off with full jitter.
+
+Times are seconds. Clock, sleep and random numbers are passed in.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+from storage.errors import TransientError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """Repeat an operation while it raises `TransientError`.
+
+    The n-th pause is drawn from [d/2, d] with d = min(cap_s, base_s * 2**(n-1)): never so short
+    that a throttled store is hammered, never the same on a thousand ranks.
+    """
+
+    max_tries: int = 6
+    base_s: float = 0.25
+    cap_s: float = 15.0
+    give_up_after_s: float = 180.0
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    rng: random.Random = field(default_factory=random.Random)
+
+    def run(self, operation: Callable[[int], T]) -> T:
+        """Call `operation(tries_before)` until it returns.
+
+        Raises:
+            TransientError: the last one, when tries or time are used up.
+        """
+        started_s = self.clock()
+        tries = 0
+        while True:
+            try:
+                return operation(tries)
+            except TransientError:
+                tries += 1
+                pause_s = self.pause_s(tries)
+                late = self.clock() - started_s + pause_s > self.give_up_after_s
+                if tries >= self.max_tries or late:
+                    raise
+            self.sleep(pause_s)
+
+    def pause_s(self, tries: int) -> float:
+        """Seconds to wait after the `tries`-th failure."""
+        longest_s: float = min(self.cap_s, self.base_s * 2 ** (tries - 1))
+        return longest_s * (0.5 + self.rng.random() / 2)

@@ -1,0 +1,92 @@
+"""Processes of a container, found and ended whatever they did to their sessions and parents.
+
+Every process of a container inherits a marker variable; together with the subreaper flag it
+lets nothing get away: not a data loader, not a torchrun child in a session of its own.
+Times are seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Collection, Iterable
+
+import psutil
+
+MARKER = "PERDURE_CONTAINER"
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def become_subreaper() -> None:
+    """Have orphaned descendants re-parented to this process instead of to init."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def reap_adopted(own: Collection[int]) -> None:
+    """Collect the exit status of ended children that were not started by us (`own` pids)."""
+    for child in psutil.Process().children():
+        if child.pid in own:
+            continue
+        with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):
+            if child.status() == psutil.STATUS_ZOMBIE:
+                os.waitpid(child.pid, os.WNOHANG)
+
+
+def container_processes(marker: str) -> list[psutil.Process]:
+    """All living processes that carry the marker of this container, except the caller."""
+    me = os.getpid()
+    entry = f"{MARKER}={marker}".encode()
+    return [p for p in psutil.process_iter() if p.pid != me and _carries(p, entry)]
+
+
+def _carries(process: psutil.Process, entry: bytes) -> bool:
+    # Read as bytes: psutil's environ() decodes, and a process may hold any bytes.
+    try:
+        with open(f"/proc/{process.pid}/environ", "rb") as file:  # noqa: PTH123 procfs
+            return entry in file.read().split(b"\0") and _lives(process)
+    except OSError:
+        return False
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def signal_all(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
+    """Send a signal to each that still lives."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+def kill_container(marker: str, *, timeout_s: float = 10.0) -> bool:
+    """SIGKILL everything in a container, until nothing is left.
+
+    Returns:
+        Whether nothing is left; a process in uninterruptible sleep cannot be killed.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while processes := container_processes(marker):
+        if time.monotonic() > deadline_s:
+            return False
+        signal_all(processes, signal.SIGKILL)
+        psutil.wait_procs(processes, timeout=0.2)
+    return True
+
+
+def is_alive(pid: int, process_started_s: float) -> bool:
+    """Whether this very process lives; a reused pid does not count."""
+    try:
+        process = psutil.Process(pid)
+        same = abs(process.create_time() - process_started_s) < 1.0
+    except psutil.NoSuchProcess:
+        return False
+    return same and _lives(process)

@@ -1,0 +1,215 @@
+"""What a supervisor and a node agent say to each other, and what an agent is started with.
+
+One JSON object per line over TCP, request then reply. Every request carries the agent's token
+and the supervisor's epoch; an agent that has heard a higher epoch refuses a lower one, so a
+superseded supervisor cannot start or stop anything. Times are seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, TypeAdapter
+
+
+class Message(BaseModel):
+    """Immutable, and an unknown field is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class AgentConfig(Message):
+    """What the engine writes into a container for its agent; holds the token, mode 0600."""
+
+    run_id: str
+    node: str
+    member: int
+    schedule_cnt: int
+    token: str
+    host: str = "127.0.0.1"
+    orphan_timeout_s: float
+    start_timeout_s: float
+    hang_timeout_s: float | None
+    detect_hangs: bool
+
+
+class AgentAddress(Message):
+    """Where a living agent listens, and which process it is."""
+
+    pid: int
+    process_started_s: float
+    host: str
+    port: int
+
+
+class StartOrder(Message):
+    """Start the processes of an attempt."""
+
+    op: Literal["start"] = "start"
+    placement: int
+    attempt: int
+    num_nodes: int
+    slots_per_node: int
+    hosts: tuple[str, ...]
+    master_addr: str
+    master_port: int
+    command: tuple[str, ...]
+    is_command: bool
+    cwd: str
+    grace_s: float
+    log_path: str | None
+    variables: dict[str, str]
+    job: str = Field(description="the job as JSON, without secrets")
+    data_manifest_key: str | None
+
+
+class StopOrder(Message):
+    """Stop the processes: SIGTERM, and SIGKILL after the grace period."""
+
+    op: Literal["stop"] = "stop"
+    grace_s: float
+
+
+class RendezvousOrder(Message):
+    """Open the rendezvous of the next attempt on this node (node rank 0 only)."""
+
+    op: Literal["rendezvous"] = "rendezvous"
+    port: int
+    host_store: bool
+
+
+class StatusQuery(Message):
+    """Ask how things stand."""
+
+    op: Literal["status"] = "status"
+
+
+class MetricsQuery(Message):
+    """Ask for the step records written after `offset` bytes."""
+
+    op: Literal["metrics"] = "metrics"
+    offset: int
+
+
+class LogsQuery(Message):
+    """Ask for the end of each local worker's output."""
+
+    op: Literal["logs"] = "logs"
+    tail_bytes: int = Field(ge=1, le=1 << 20)
+
+
+class ShutdownOrder(Message):
+    """Stop the processes and end the agent: the container goes away."""
+
+    op: Literal["shutdown"] = "shutdown"
+    grace_s: float
+
+
+Order = Annotated[
+    StartOrder
+    | StopOrder
+    | RendezvousOrder
+    | StatusQuery
+    | MetricsQuery
+    | LogsQuery
+    | ShutdownOrder,
+    Field(discriminator="op"),
+]
+
+
+class Request(Message):
+    """One line from a supervisor."""
+
+    token: SecretStr
+    epoch: int
+    order: Order
+
+
+class AgentState(StrEnum):
+    """What an agent is doing."""
+
+    IDLE = "idle"
+    STAGING = "staging"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    ENDED = "ended"
+
+
+class WorkerStatus(Message):
+    """One worker process.
+
+    Attributes:
+        rank: global rank; for commands the node rank.
+        exit_code: None while it runs; negative for a signal, as subprocess has it.
+        ended_s: when its end was noticed.
+        error: last line of the exception it recorded.
+        error_s: when it recorded it.
+        step: completed steps by its heartbeat, -1 before the restore, None without heartbeat.
+        phase: name of the heartbeat's phase.
+        stopped_by_agent: whether the agent had asked it to stop before it ended.
+    """
+
+    rank: int
+    local_rank: int
+    pid: int
+    exit_code: int | None = None
+    ended_s: float | None = None
+    error: str | None = None
+    error_s: float | None = None
+    step: int | None = None
+    phase: str | None = None
+    stopped_by_agent: bool = False
+
+
+class HangReport(Message):
+    """A local rank that has been silent beyond its limit."""
+
+    rank: int
+    silent_s: float
+    limit_s: float
+    phase: str
+    step: int
+
+
+class AgentStatus(Message):
+    """How a node stands."""
+
+    node: str
+    member: int
+    state: AgentState
+    schedule_cnt: int
+    proc_start_cnt: int
+    placement: int
+    attempt: int
+    workers: tuple[WorkerStatus, ...] = ()
+    hang: HangReport | None = None
+    staging_error: str | None = None
+    oom_kills: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the attempt's processes on this node are gone."""
+        return self.state in (AgentState.ENDED, AgentState.IDLE)
+
+
+class WorkerLog(Message):
+    """The end of one worker's output."""
+
+    rank: int
+    path: str
+    text: str
+
+
+class Reply(Message):
+    """One line back; `error` is set when the request was refused."""
+
+    error: str | None = None
+    status: AgentStatus | None = None
+    port: int | None = None
+    text: str | None = None
+    offset: int | None = None
+    logs: tuple[WorkerLog, ...] = ()
+
+
+REQUEST: TypeAdapter[Request] = TypeAdapter(Request)

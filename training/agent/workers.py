@@ -1,0 +1,243 @@
+"""The worker processes of one attempt on one node: start, watch, stop.
+
+Workers are leaders of sessions of their own and write to log files of their own. Stopping is
+SIGTERM to every process of the container, then SIGKILL after the grace period; it is driven by
+`poll`, so that the agent goes on answering meanwhile. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import string
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from training.agent.processes import container_processes, reap_adopted, signal_all
+from training.agent.protocol import AgentConfig, StartOrder, WorkerStatus
+from training.monitor.heartbeat import Heartbeat, HeartbeatReader
+
+# After the first failure the others get this long to record what they saw before they are
+# stopped: the diagnosis tells the first cause from the echoes.
+SETTLE_S = 1.0
+
+
+@dataclass(slots=True)
+class _Worker:
+    rank: int
+    local_rank: int
+    process: subprocess.Popen[bytes]
+    error_file: Path
+    heartbeat: HeartbeatReader
+    ended_s: float | None = None
+    stopped_by_agent: bool = False
+
+
+@dataclass(slots=True)
+class WorkerGroup:
+    """The processes of one attempt on this node.
+
+    Attributes:
+        folder: where heartbeats, error files and, unless the job says otherwise, logs lie.
+        started_s: CLOCK_MONOTONIC when they were started.
+    """
+
+    config: AgentConfig
+    order: StartOrder
+    marker: str
+    folder: Path
+    log_folder: Path
+    started_s: float = 0.0
+    _workers: list[_Worker] = field(default_factory=list)
+    _first_failure_s: float | None = None
+    _kill_at_s: float | None = None
+
+    def start(self, environment: dict[str, str], *, proc_start_cnt: int) -> None:
+        """Start one process per slot, or one per node for a command."""
+        self.started_s = time.monotonic()
+        count = 1 if self.order.is_command else self.order.slots_per_node
+        for local_rank in range(count):
+            rank = self.config.member * count + local_rank
+            error_file = self.folder / f"error-{local_rank}.json"
+            variables = {
+                **environment,
+                **self.order.variables,
+                **platform_variables(self.config, self.order, self.folder, proc_start_cnt),
+                **self._rank_variables(rank, local_rank, count),
+                "TORCHELASTIC_ERROR_FILE": str(error_file),
+                "PERDURE_HEARTBEAT": str(self.folder / f"heartbeat-{local_rank}"),
+            }
+            process = self._spawn(local_rank, rank, variables)
+            reader = HeartbeatReader.of(self.folder, local_rank)
+            self._workers.append(_Worker(rank, local_rank, process, error_file, reader))
+
+    def _rank_variables(self, rank: int, local_rank: int, count: int) -> dict[str, str]:
+        if self.order.is_command:
+            # torchrun sets these itself, and a plain script must not mistake itself for a rank.
+            return {"NODE_RANK": str(self.config.member)}
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(count * self.order.num_nodes),
+            "LOCAL_WORLD_SIZE": str(count),
+            "NODE_RANK": str(self.config.member),
+            "GROUP_RANK": str(self.config.member),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RUN_ID": self.config.run_id,
+        }
+
+    def _spawn(
+        self, local_rank: int, rank: int, variables: dict[str, str]
+    ) -> subprocess.Popen[bytes]:
+        command = [string.Template(part).safe_substitute(variables) for part in self.order.command]
+        self.log_folder.mkdir(parents=True, exist_ok=True)
+        with self._open_log(rank, "stdout") as out, self._open_log(rank, "stderr") as err:
+            try:
+                return subprocess.Popen(
+                    command,
+                    cwd=self.order.cwd,
+                    env=variables,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=err,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                err.write(f"perdure: cannot start {command[0]!r}: {error.strerror}\n".encode())
+                # A process that says so and exits as a shell would keeps one path for failures.
+                return subprocess.Popen(["/bin/sh", "-c", "exit 127"], stdout=out, stderr=err)
+
+    def _open_log(self, rank: int, stream: str) -> IO[bytes]:
+        return self.log_path(rank, stream).open("ab")
+
+    def log_path(self, rank: int, stream: str) -> Path:
+        """Where a rank's stdout or stderr goes."""
+        return self.log_folder / f"rank-{rank:05d}.{stream}.log"
+
+    @property
+    def ranks(self) -> list[int]:
+        """Global ranks on this node."""
+        return [worker.rank for worker in self._workers]
+
+    def rank_of(self, local_rank: int) -> int:
+        """Global rank of a local one."""
+        return self._workers[local_rank].rank
+
+    def poll(self) -> bool:
+        """Notice ends, go on with stopping. Returns whether nothing of the attempt is left."""
+        now_s = time.monotonic()
+        for worker in self._workers:
+            if worker.ended_s is None and worker.process.poll() is not None:
+                worker.ended_s = time.time()
+                if worker.process.returncode != 0 and self._first_failure_s is None:
+                    self._first_failure_s = now_s
+        reap_adopted({worker.process.pid for worker in self._workers})
+        running = [w for w in self._workers if w.ended_s is None]
+        if self._kill_at_s is None:
+            settled = (
+                self._first_failure_s is not None and now_s - self._first_failure_s > SETTLE_S
+            )
+            if settled or not running:
+                self.stop(self.order.grace_s)
+            return False
+        left = container_processes(self.marker)
+        if now_s >= self._kill_at_s:
+            signal_all(left, signal.SIGKILL)
+        return not running and not left
+
+    def stop(self, grace_s: float) -> None:
+        """Ask everything to end, once; `poll` kills what is left after `grace_s`."""
+        deadline_s = time.monotonic() + grace_s
+        if self._kill_at_s is not None:
+            self._kill_at_s = min(self._kill_at_s, deadline_s)
+            return
+        self._kill_at_s = deadline_s
+        leaders = [w for w in self._workers if w.ended_s is None]
+        # Only the leaders: torchrun forwards the signal, and a data loader that got it would
+        # end under a trainer that is just saving. What outlives its leader is swept up next.
+        for worker in leaders:
+            worker.stopped_by_agent = True
+            worker.process.send_signal(signal.SIGTERM)
+        if not leaders:
+            signal_all(container_processes(self.marker), signal.SIGTERM)
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the processes were asked to end, or have ended."""
+        return self._kill_at_s is not None
+
+    def heartbeats(self) -> dict[int, Heartbeat]:
+        """Newest heartbeat of each local rank that still runs and writes one."""
+        found = ((w.local_rank, w.heartbeat.read()) for w in self._workers if w.ended_s is None)
+        return {local_rank: beat for local_rank, beat in found if beat is not None}
+
+    def statuses(self) -> tuple[WorkerStatus, ...]:
+        """How each worker stands."""
+        return tuple(_status(worker) for worker in self._workers)
+
+
+def _status(worker: _Worker) -> WorkerStatus:
+    beat = worker.heartbeat.read()
+    error = _read_error(worker.error_file)
+    return WorkerStatus(
+        rank=worker.rank,
+        local_rank=worker.local_rank,
+        pid=worker.process.pid,
+        exit_code=worker.process.returncode,
+        ended_s=worker.ended_s,
+        error=error.get("message"),
+        error_s=error.get("at_s"),
+        step=beat.step if beat is not None else None,
+        phase=beat.phase.name.lower() if beat is not None else None,
+        stopped_by_agent=worker.stopped_by_agent,
+    )
+
+
+def _read_error(path: Path) -> dict[str, Any]:
+    """What torch elastic's `record` wrote: the last line of the exception, and when."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))["message"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    if isinstance(document, str):
+        return {"message": document.strip().splitlines()[-1:][0] if document.strip() else ""}
+    message = str(document.get("message", ""))
+    at_s = document.get("extraInfo", {}).get("timestamp")
+    return {"message": message, "at_s": float(at_s) if at_s is not None else None}
+
+
+def platform_variables(
+    config: AgentConfig, order: StartOrder, folder: Path, proc_start_cnt: int
+) -> dict[str, str]:
+    """The variables that ModelArts and Volcano set in a training container, and our own.
+
+    Names follow ModelArts' list of container environment variables; MA_SCHEDULE_CNT and
+    MA_PROC_START_CNT tell a re-entrant script which kind of restart it is in.
+    """
+    mount = str(folder)
+    return {
+        "MASTER_ADDR": order.master_addr,
+        "MASTER_PORT": str(order.master_port),
+        "MA_CURRENT_IP": order.hosts[config.member],
+        "MA_NUM_GPUS": str(order.slots_per_node),
+        "MA_NUM_HOSTS": str(order.num_nodes),
+        "MA_TASK_NAME": "worker",
+        "MA_HOME": os.environ.get("HOME", mount),
+        "MA_JOB_DIR": order.cwd,
+        "MA_MOUNT_PATH": mount,
+        "MA_LOG_DIR": order.log_path or mount,
+        "MA_SCHEDULE_CNT": str(config.schedule_cnt),
+        "MA_PROC_START_CNT": str(proc_start_cnt),
+        "MA_FAILOVER_TERMINATION_GRACE_PERIOD_SECONDS": str(round(order.grace_s)),
+        "VC_TASK_INDEX": str(config.member),
+        "VC_WORKER_NUM": str(order.num_nodes),
+        "VC_WORKER_HOSTS": ",".join(order.hosts),
+        "PERDURE_RUN_ID": config.run_id,
+        "PERDURE_NODE": config.node,
+        "PERDURE_PLACEMENT": str(order.placement),
+        "PERDURE_ATTEMPT": str(order.attempt),
+    }

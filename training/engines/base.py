@@ -1,0 +1,155 @@
+"""The seam between a run and whatever gives it containers.
+
+An engine starts, replaces and ends containers, each with a node agent as its first process,
+and passes orders on to the agents. It decides nothing: which rung to take is the ladder's
+business. Times are seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from training.agent.protocol import AgentStatus, StartOrder, WorkerLog
+from training.errors import NoCapacity
+from training.policy.ladder import Rung
+from training.policy.records import Member
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The gang of containers a run stands on; members in order of their index."""
+
+    number: int
+    members: tuple[Member, ...]
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Names of the nodes, in order of the members."""
+        return tuple(member.node for member in self.members)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """How every member stands at one moment.
+
+    Attributes:
+        agents: status by member index, of the members that answered.
+        lost: names of nodes whose container is gone.
+    """
+
+    agents: dict[int, AgentStatus] = field(default_factory=dict)
+    lost: tuple[str, ...] = ()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no process of the attempt is left anywhere."""
+        return all(status.is_over for status in self.agents.values())
+
+
+class Engine(Protocol):
+    """Where containers come from.
+
+    Calls may raise EngineError; `place` raises NoCapacity.
+    """
+
+    @property
+    def capabilities(self) -> frozenset[Rung]:
+        """Rungs this engine can carry out."""
+        ...
+
+    def nodes(self) -> Sequence[str]:
+        """Names of all nodes, in order of preference."""
+        ...
+
+    def submit(self, placement: Placement) -> None:
+        """Start a container for every member; whatever the run had before is ended first."""
+        ...
+
+    def replace(self, placement: Placement, members: Collection[int]) -> None:
+        """Start new containers for these members; the others keep theirs."""
+        ...
+
+    def adopt(self, placement: Placement) -> bool:
+        """Find the containers of a placement made earlier. Whether any of them lives."""
+        ...
+
+    def start(self, order: StartOrder) -> None:
+        """Start the processes of an attempt in every container; rendezvous is filled in."""
+        ...
+
+    def poll(self) -> Snapshot:
+        """How the members stand; a member that does not answer is tried for a while first."""
+        ...
+
+    def stop(self, grace_s: float) -> None:
+        """Stop the processes in every container that answers; returns at once."""
+        ...
+
+    def metrics(self, offset: int) -> tuple[str, int]:
+        """Step records that the first rank wrote after `offset` bytes, and the new offset."""
+        ...
+
+    def logs(self, tail_bytes: int) -> Sequence[tuple[str, WorkerLog]]:
+        """The end of each worker's output, with the name of its node."""
+        ...
+
+    def cancel(self, grace_s: float) -> None:
+        """Stop the processes, end the containers, wait until nothing is left."""
+        ...
+
+
+def plan(
+    nodes: Sequence[str], needed: int, *, previous: Placement | None, avoid: Collection[str]
+) -> Placement:
+    """A new job-level placement: former nodes where allowed, others in their order.
+
+    Raises:
+        NoCapacity: fewer than `needed` nodes remain.
+    """
+    before = previous.members if previous is not None else ()
+    free = [node for node in nodes if node not in avoid and node not in _nodes_of(before)]
+    members = []
+    for index in range(needed):
+        old = before[index] if index < len(before) else None
+        node = old.node if old is not None and old.node not in avoid else _next(free, nodes, avoid)
+        count = old.schedule_cnt + 1 if old is not None else 1
+        members.append(Member(index=index, node=node, schedule_cnt=count))
+    return Placement(previous.number + 1 if previous is not None else 1, tuple(members))
+
+
+def plan_replacement(
+    nodes: Sequence[str], *, previous: Placement, avoid: Collection[str], lost: Collection[str]
+) -> tuple[Placement, tuple[int, ...]]:
+    """A pod-level placement: members on `avoid` or `lost` nodes move, the others stay.
+
+    Returns:
+        The placement, and the indices of the members that get new containers.
+
+    Raises:
+        NoCapacity: no spare node for one of them.
+    """
+    free = [node for node in nodes if node not in avoid and node not in previous.nodes]
+    members, moved = [], []
+    for member in previous.members:
+        if member.node not in avoid and member.node not in lost:
+            members.append(member)
+            continue
+        node = member.node if member.node not in avoid else _next(free, nodes, avoid)
+        moved.append(member.index)
+        members.append(
+            Member(index=member.index, node=node, schedule_cnt=member.schedule_cnt + 1)
+        )
+    return Placement(previous.number + 1, tuple(members)), tuple(moved)
+
+
+def _nodes_of(members: Sequence[Member]) -> set[str]:
+    return {member.node for member in members}
+
+
+def _next(free: list[str], nodes: Sequence[str], avoid: Collection[str]) -> str:
+    if not free:
+        isolated = ", ".join(node for node in nodes if node in avoid) or "none"
+        raise NoCapacity(f"no healthy spare among {len(nodes)} nodes; isolated: {isolated}")
+    return free.pop(0)

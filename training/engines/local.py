@@ -1,0 +1,334 @@
+"""The embedded engine: nodes of this machine, each container an agent in its own session.
+
+A node is a name and a scratch folder; a container is an agent process with a folder of its own
+below it, so that losing a node, replacing a container and restarting in place differ really.
+The list of containers is on disk before they start: a supervisor that takes over finds them.
+Times are seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from training.agent.agent import ADDRESS_FILE, CONFIG_FILE
+from training.agent.control import AgentClient
+from training.agent.processes import MARKER, is_alive, kill_container
+from training.agent.protocol import (
+    AgentAddress,
+    AgentConfig,
+    AgentStatus,
+    LogsQuery,
+    MetricsQuery,
+    RendezvousOrder,
+    ShutdownOrder,
+    StartOrder,
+    StatusQuery,
+    StopOrder,
+    WorkerLog,
+)
+from training.engines.base import Placement, Snapshot
+from training.errors import AgentUnreachable, EngineError
+from training.job import Job
+from training.policy.ladder import Rung
+
+LOOPBACK = "127.0.0.1"
+AGENT_START_TIMEOUT_S = 60.0
+SILENT_AGENT_S = 15.0  # an agent that lives but does not answer for this long is lost
+SHUTDOWN_MARGIN_S = 10.0
+_CONTAINERS_FILE = "containers.json"
+_NOT_INHERITED = ("PREFECT_", "PREFECT__", "MA_", "VC_", "TORCHELASTIC_")
+
+
+class _Container(BaseModel):
+    """One container as it is remembered on disk."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    member: int
+    node: str
+    schedule_cnt: int
+    folder: str
+    token: str
+
+    @property
+    def path(self) -> Path:
+        return Path(self.folder)
+
+    def address(self) -> AgentAddress | None:
+        """Where its agent listens, None when there is none or it is dead."""
+        try:
+            text = (self.path / ADDRESS_FILE).read_text(encoding="utf-8")
+            address = AgentAddress.model_validate_json(text)
+        except (OSError, ValidationError):
+            return None
+        return address if is_alive(address.pid, address.process_started_s) else None
+
+
+class _Containers(BaseModel):
+    """The containers of a placement, as remembered on disk."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    placement: int
+    containers: tuple[_Container, ...]
+
+
+class LocalEngine:
+    """Containers as processes of this machine.
+
+    Args:
+        job: the run's job.
+        home: Perdure's folder on this machine.
+        epoch: the supervisor's epoch; agents obey the highest they have heard.
+        secrets_env: storage credentials for the agents' environment.
+    """
+
+    def __init__(
+        self, job: Job, *, home: Path, epoch: int, secrets_env: Mapping[str, str] | None = None
+    ) -> None:
+        self._job = job
+        self._root = home / "runs" / job.run_id
+        self._epoch = epoch
+        self._secrets_env = dict(secrets_env or {})
+        self._containers: dict[int, _Container] = {}
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._answered_s: dict[int, float] = {}
+
+    @property
+    def capabilities(self) -> frozenset[Rung]:
+        """Every rung of the ladder; hang restarts only where heartbeats exist."""
+        if self._job.worker.is_command:
+            return frozenset(Rung) - {Rung.HANG_RESTART}
+        return frozenset(Rung)
+
+    def nodes(self) -> Sequence[str]:
+        """node-0 up to the last spare."""
+        spec = self._job.engine
+        return [f"node-{index}" for index in range(spec.nodes + spec.spares)]
+
+    def submit(self, placement: Placement) -> None:
+        """Start a container for every member; the run's former containers are ended first."""
+        self._load()
+        self._end(self._containers.values())
+        self._containers = {}
+        self._launch(placement, [member.index for member in placement.members])
+
+    def replace(self, placement: Placement, members: Collection[int]) -> None:
+        """Start new containers for these members; the others keep theirs."""
+        self._end([c for i, c in self._containers.items() if i in members])
+        self._launch(placement, members)
+
+    def adopt(self, placement: Placement) -> bool:
+        """Find the containers of a placement made earlier. Whether any of them lives."""
+        if self._load() != placement.number:
+            return False
+        now_s = time.monotonic()
+        self._answered_s = dict.fromkeys(self._containers, now_s)
+        return any(c.address() is not None for c in self._containers.values())
+
+    def start(self, order: StartOrder) -> None:
+        """Start the processes of an attempt in every container."""
+        hosts = tuple(LOOPBACK for _ in self._containers)
+        rendezvous = RendezvousOrder(
+            port=self._job.comm.master_port, host_store=not order.is_command
+        )
+        port = self._client(self._containers[0]).call(rendezvous).port
+        assert port is not None  # noqa: S101 the agent's reply to a rendezvous order
+        filled = order.model_copy(
+            update={"hosts": hosts, "master_addr": LOOPBACK, "master_port": port}
+        )
+        for container in self._containers.values():
+            self._client(container).call(filled)
+
+    def poll(self) -> Snapshot:
+        """How the members stand."""
+        agents: dict[int, AgentStatus] = {}
+        lost: list[str] = []
+        for index, container in sorted(self._containers.items()):
+            status = self._status(index, container)
+            if status is not None:
+                agents[index] = status
+            elif container.address() is None or self._is_silent(index):
+                lost.append(container.node)
+        return Snapshot(agents, tuple(lost))
+
+    def stop(self, grace_s: float) -> None:
+        """Stop the processes in every container that answers."""
+        for container in self._containers.values():
+            self._try(container, StopOrder(grace_s=grace_s))
+
+    def metrics(self, offset: int) -> tuple[str, int]:
+        """Step records that the first rank wrote after `offset` bytes, and the new offset."""
+        try:
+            reply = self._client(self._containers[0]).call(MetricsQuery(offset=offset))
+        except (AgentUnreachable, EngineError):
+            return "", offset
+        return reply.text or "", reply.offset if reply.offset is not None else offset
+
+    def logs(self, tail_bytes: int) -> Sequence[tuple[str, WorkerLog]]:
+        """The end of each worker's output, of the containers that answer."""
+        found: list[tuple[str, WorkerLog]] = []
+        for container in self._containers.values():
+            try:
+                reply = self._client(container).call(LogsQuery(tail_bytes=tail_bytes))
+            except (AgentUnreachable, EngineError):
+                continue
+            found += [(container.node, log) for log in reply.logs]
+        return found
+
+    def cancel(self, grace_s: float) -> None:
+        """Stop the processes, end the containers, wait until nothing is left."""
+        self._load()
+        for container in self._containers.values():
+            self._try(container, ShutdownOrder(grace_s=grace_s))
+        deadline_s = time.monotonic() + grace_s + SHUTDOWN_MARGIN_S
+        while time.monotonic() < deadline_s and self._any_alive():
+            self._reap()
+            time.sleep(0.1)
+        self._end(self._containers.values())
+
+    def _any_alive(self) -> bool:
+        return any(container.address() is not None for container in self._containers.values())
+
+    def _status(self, index: int, container: _Container) -> AgentStatus | None:
+        try:
+            reply = self._client(container).call(StatusQuery())
+        except AgentUnreachable:
+            return None
+        self._answered_s[index] = time.monotonic()
+        return reply.status
+
+    def _is_silent(self, index: int) -> bool:
+        return time.monotonic() - self._answered_s.get(index, 0.0) > SILENT_AGENT_S
+
+    def _try(self, container: _Container, order: StopOrder | ShutdownOrder) -> None:
+        try:
+            self._client(container).call(order)
+        except AgentUnreachable:
+            return  # nobody there: the caller ends what is left by force, or it is lost already
+
+    def _client(self, container: _Container) -> AgentClient:
+        address = container.address()
+        if address is None:
+            raise AgentUnreachable(f"the agent of {container.node} is gone")
+        return AgentClient(address, token=container.token, epoch=self._epoch)
+
+    def _launch(self, placement: Placement, members: Collection[int]) -> None:
+        for member in placement.members:
+            if member.index in members:
+                self._containers[member.index] = self._create(placement, member.index)
+        self._save(placement.number)
+        fresh = [self._containers[index] for index in sorted(members)]
+        self._await_agents(fresh, [self._spawn(container) for container in fresh])
+
+    def _create(self, placement: Placement, index: int) -> _Container:
+        member = placement.members[index]
+        name = f"p{placement.number:04d}-m{index}-s{member.schedule_cnt}"
+        folder = self._root / "nodes" / member.node / name
+        # Left by a supervisor that died between this line and the save below.
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        token = secrets.token_hex(16)
+        config = AgentConfig(
+            run_id=self._job.run_id,
+            node=member.node,
+            member=index,
+            schedule_cnt=member.schedule_cnt,
+            token=token,
+            orphan_timeout_s=self._job.engine.orphan_timeout_s,
+            start_timeout_s=self._job.restart.start_timeout_s,
+            hang_timeout_s=self._job.restart.hang_timeout_s,
+            detect_hangs=self._job.restart.hang,
+        )
+        _write_private(folder / CONFIG_FILE, config.model_dump_json())
+        return _Container(
+            member=index,
+            node=member.node,
+            schedule_cnt=member.schedule_cnt,
+            folder=str(folder),
+            token=token,
+        )
+
+    def _spawn(self, container: _Container) -> subprocess.Popen[bytes]:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_INHERITED)}
+        environment = {**kept, **self._secrets_env, MARKER: container.folder}
+        with (container.path / "agent.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "training.agent", container.folder],
+                cwd=container.path,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # lives on when the supervisor's session ends
+            )
+        self._processes.append(process)
+        return process
+
+    def _await_agents(
+        self, containers: Sequence[_Container], processes: Sequence[subprocess.Popen[bytes]]
+    ) -> None:
+        deadline_s = time.monotonic() + AGENT_START_TIMEOUT_S
+        waiting = list(containers)
+        while waiting := [c for c in waiting if c.address() is None]:
+            ended = any(process.poll() is not None for process in processes)
+            if ended or time.monotonic() > deadline_s:
+                names = ", ".join(c.node for c in waiting)
+                log = _last_line(waiting[0].path / "agent.log")
+                raise EngineError(f"the agents of {names} did not start: {log}")
+            time.sleep(0.05)
+        for container in containers:
+            self._answered_s[container.member] = time.monotonic()
+
+    def _end(self, containers: Collection[_Container]) -> None:
+        for container in containers:
+            if not kill_container(container.folder):
+                raise EngineError(f"processes on {container.node} cannot be killed")
+        self._reap()
+
+    def _reap(self) -> None:
+        self._processes = [process for process in self._processes if process.poll() is None]
+
+    def _save(self, placement: int) -> None:
+        containers = tuple(c for _, c in sorted(self._containers.items()))
+        document = _Containers(placement=placement, containers=containers)
+        self._root.mkdir(parents=True, exist_ok=True)
+        _write_private(self._root / _CONTAINERS_FILE, document.model_dump_json())
+
+    def _load(self) -> int | None:
+        """Read the containers from disk. Returns their placement's number."""
+        try:
+            text = (self._root / _CONTAINERS_FILE).read_text(encoding="utf-8")
+            document = _Containers.model_validate_json(text)
+        except FileNotFoundError:
+            return None
+        except ValidationError as error:
+            raise EngineError(f"{self._root / _CONTAINERS_FILE} is damaged: {error}") from error
+        self._containers = {c.member: c for c in document.containers}
+        return document.placement
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Write atomically, readable by the owner alone: the text holds a token."""
+    temporary = path.with_suffix(".tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+    temporary.replace(path)
+
+
+def _last_line(path: Path) -> str:
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    except OSError as error:
+        return str(error)
+    return lines[-1] if lines else "its log is empty"

@@ -1,0 +1,168 @@
+"""The environment of the workers: HCCL and torch variables of a job, each with its reason.
+
+Facts follow the HCCL environment variable reference (CANN) and torch_npu's documentation.
+Units differ per variable and are part of the reason text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from training.errors import InputError
+from training.job import Job
+
+# Added on top of HCCL_EXEC_TIMEOUT: the event wait must outlast the execution limit
+# (torch_npu: HCCL_EVENT_TIMEOUT default 1868 against HCCL_EXEC_TIMEOUT default 1836).
+EVENT_MARGIN_S = 32
+DEFAULT_MASTER_PORT = 29500
+HOST_PORTS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One environment variable: its value, and why it is set."""
+
+    name: str
+    value: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    low: int
+    high: int
+    unit: str
+
+
+_RANGES: Mapping[str, _Range] = {
+    "HCCL_BUFFSIZE": _Range(1, 4096, "MB, not bytes"),
+    "HCCL_CONNECT_TIMEOUT": _Range(120, 7200, "seconds"),
+    "HCCL_EXEC_TIMEOUT": _Range(0, 2_147_483_647, "seconds"),
+    "HCCL_EVENT_TIMEOUT": _Range(0, 2_147_483_647, "seconds"),
+    "HCCL_IF_BASE_PORT": _Range(1024, 65_520, "a port"),
+    "HCCL_WHITELIST_DISABLE": _Range(0, 1, "0 or 1"),
+    "ASCEND_GLOBAL_LOG_LEVEL": _Range(0, 4, "0 debug to 4 none"),
+    "TORCH_HCCL_ASYNC_ERROR_HANDLING": _Range(0, 3, "a mode"),
+    "MASTER_PORT": _Range(1, 65_535, "a port"),
+    "OMP_NUM_THREADS": _Range(1, 4096, "threads"),
+}
+_OP_RETRY = re.compile(r"L[01]:[01](,\s*L[012]:[01])*")
+
+
+def worker_variables(job: Job, *, log_folder: str = "$HOME/ascend/log") -> list[Variable]:
+    """The variables of every worker of `job`, in the order they are printed.
+
+    Args:
+        job: the validated job.
+        log_folder: where CANN writes its process logs.
+    """
+    variables = [*_hccl(job), *_op_retry(job), *_torch(job), *_logs(log_folder)]
+    own = {name: Variable(name, value, "set by the job") for name, value in job.env.items()}
+    return [own.pop(v.name, v) for v in variables] + list(own.values())
+
+
+def check_environment(job: Job) -> None:
+    """Check the job's own variables for wrong units and excluded pairs.
+
+    Raises:
+        InputError: names the variable, its value and what is allowed.
+    """
+    for name, value in job.env.items():
+        limits = _RANGES.get(name)
+        if limits is None:
+            continue
+        if not re.fullmatch(r"-?\d+", value) or not limits.low <= int(value) <= limits.high:
+            raise InputError(
+                f"env.{name}", f"{value!r} must be {limits.low} to {limits.high} ({limits.unit})"
+            )
+    _check_pairs({v.name: v.value for v in worker_variables(job)}, job)
+
+
+def _check_pairs(values: Mapping[str, str], job: Job) -> None:
+    execution_s, event_s = int(values["HCCL_EXEC_TIMEOUT"]), int(values["HCCL_EVENT_TIMEOUT"])
+    if event_s and event_s <= execution_s:
+        raise InputError(
+            "env.HCCL_EVENT_TIMEOUT", f"{event_s} must exceed HCCL_EXEC_TIMEOUT={execution_s}"
+        )
+    base = int(values["HCCL_IF_BASE_PORT"])
+    master = int(job.env.get("MASTER_PORT", job.comm.master_port))
+    if base <= master < base + HOST_PORTS:
+        raise InputError(
+            "env.HCCL_IF_BASE_PORT",
+            f"ports {base} to {base + HOST_PORTS - 1} contain MASTER_PORT={master}",
+        )
+    retry = values["HCCL_OP_RETRY_ENABLE"]
+    if not _OP_RETRY.fullmatch(retry):
+        raise InputError("env.HCCL_OP_RETRY_ENABLE", f'{retry!r} must look like "L0:0,L1:1,L2:0"')
+    if ":1" in retry and not job.comm.op_retry.enabled:
+        raise InputError(
+            "env.HCCL_OP_RETRY_ENABLE", f"{retry!r}: use comm.op_retry.enabled, it checks the pairs"
+        )
+
+
+def _hccl(job: Job) -> Iterator[Variable]:
+    comm = job.comm
+    yield Variable(
+        "HCCL_CONNECT_TIMEOUT", str(comm.connect_timeout_s),
+        "seconds to wait for all ranks at link setup; a rescheduled node pulls its image meanwhile",
+    )  # fmt: skip
+    yield Variable(
+        "HCCL_EXEC_TIMEOUT", str(comm.exec_timeout_s),
+        "seconds until a collective that waits for a dead rank fails (older series round down "
+        "to a multiple of 68)",
+    )  # fmt: skip
+    yield Variable(
+        "HCCL_EVENT_TIMEOUT", str(comm.exec_timeout_s + EVENT_MARGIN_S),
+        "seconds; must exceed HCCL_EXEC_TIMEOUT or the cause is masked",
+    )  # fmt: skip
+    yield Variable(
+        "HCCL_BUFFSIZE", str(comm.buffsize_mb), "MB per buffer, two for each communicator"
+    )
+    yield Variable(
+        "HCCL_IF_BASE_PORT", str(comm.if_base_port),
+        f"first of {HOST_PORTS} host ports; reserve them with net.ipv4.ip_local_reserved_ports, "
+        "and keep MASTER_PORT out of them",
+    )  # fmt: skip
+
+
+def _op_retry(job: Job) -> Iterator[Variable]:
+    retry = job.comm.op_retry
+    flag = int(retry.enabled)
+    yield Variable(
+        "HCCL_OP_RETRY_ENABLE", f"L1:{flag},L2:{flag}",
+        "operator retry between servers (L1) and super nodes (L2); Atlas A3 only, excludes MC2 "
+        "and the watchdog",
+    )  # fmt: skip
+    if not retry.enabled:
+        return
+    yield Variable(
+        "HCCL_OP_RETRY_PARAMS",
+        f"MaxCnt:{retry.max_count},HoldTime:{retry.hold_time_ms},IntervalTime:{retry.interval_ms}",
+        "retries, then milliseconds before the first and between them",
+    )
+    yield Variable("HCCL_OP_EXPANSION_MODE", "AI_CPU", "operator retry works in this mode only")
+
+
+def _torch(job: Job) -> Iterator[Variable]:
+    yield Variable(
+        "TORCH_HCCL_ASYNC_ERROR_HANDLING", str(int(job.comm.watchdog)),
+        "1: the watchdog ends a process whose peer is gone, so that the fault surfaces",
+    )  # fmt: skip
+    yield Variable(
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING", str(int(job.comm.watchdog)), "the same on cuda"
+    )
+    yield Variable("OMP_NUM_THREADS", "1", "ranks of a node share its cores; also bit-exact sums")
+    yield Variable(
+        "PYTHONUNBUFFERED", "1", "the last lines before a death are in the log, not in a buffer"
+    )
+
+
+def _logs(log_folder: str) -> Iterator[Variable]:
+    yield Variable(
+        "ASCEND_PROCESS_LOG_PATH", log_folder, "CANN's plog files are collected with the attempt"
+    )
+    yield Variable(
+        "ASCEND_GLOBAL_LOG_LEVEL", "3", "errors only; info costs step time and fills the disk"
+    )

@@ -1,0 +1,43 @@
+"""Errors of the training layer.
+
+PerdureError
+  + InputError          a value given by the user is wrong: field, value, what is allowed; exit 2
+  + RunConflict         another supervisor or another job owns this run
+  + EngineError         the engine could not do what was asked
+      - NoCapacity      fewer healthy nodes than the job needs
+  + AgentUnreachable    the agent of a node does not answer
+"""
+
+from __future__ import annotations
+
+
+class PerdureError(Exception):
+    """Root of the errors that a caller may show as one line."""
+
+
+class InputError(PerdureError, ValueError):
+    """A value given by the user is wrong.
+
+    Attributes:
+        field: dotted path of the field, "" when the whole document is meant.
+    """
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}" if field else message)
+        self.field = field
+
+
+class RunConflict(PerdureError):  # noqa: N818 a state of affairs, named as it is shown
+    """Another supervisor owns the run, or the run_id belongs to a different job."""
+
+
+class EngineError(PerdureError):
+    """The engine could not do what was asked."""
+
+
+class NoCapacity(EngineError):  # noqa: N818 a state of affairs, named as it is shown
+    """Fewer healthy nodes than the job needs."""
+
+
+class AgentUnreachable(PerdureError):  # noqa: N818 a state of affairs, named as it is shown
+    """The agent of a node does not answer."""

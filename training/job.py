@@ -1,0 +1,230 @@
+"""The job: the pydantic specification of a run, and how a job file becomes one.
+
+Everything a user may set is here and in `training.specs`; the JSON schema of `Job` is the
+parameter form of the Prefect deployments. Times are seconds, sizes bytes, steps completed
+optimizer steps.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from storage.address import StorageSpec
+from training.errors import InputError
+from training.specs.data import DataSpec, TokenizerSpec
+from training.specs.engine import DEFAULT_RECIPE, LocalEngineSpec, WorkerSpec
+from training.specs.model import (
+    BatchSpec,
+    ModelSpec,
+    OptimizerSpec,
+    ParallelKind,
+    ParallelSpec,
+    Precision,
+    Section,
+)
+from training.specs.recovery import (
+    PLATFORM_HANG_TIMEOUT_S,
+    RECOMMENDED_KEEP_LAST,
+    CheckpointSpec,
+    CommSpec,
+    RestartSpec,
+    recommended_interval,
+)
+
+MAX_USER_VARIABLES = 100  # ModelArts' limit for own environment variables of a training job
+RESERVED_PREFIXES = ("MA_", "VC_", "PERDURE_")
+RESERVED_NAMES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK"})
+
+
+class Job(Section):
+    """One pretraining run from step 0 to its target step."""
+
+    run_id: str = Field(
+        description="name of the run: 1 to 63 of a-z, 0-9 and -, starting with a letter or digit",
+        pattern=r"^[a-z0-9][a-z0-9-]{0,62}$",
+    )
+    storage: StorageSpec = Field(description="where checkpoints, data and the ledger are kept")
+    steps: int = Field(1000, ge=1, description="target step")
+    seed: int = Field(0, ge=0, lt=2**63, description="of weights, data order and dropout")
+    worker: WorkerSpec = Field(WorkerSpec(), description="the training program")
+    model: ModelSpec = Field(ModelSpec(), description="sizes of the reference decoder")
+    data: DataSpec | None = Field(None, description="the corpus; session jobs need it")
+    tokenizer: TokenizerSpec = Field(TokenizerSpec(), description="bytes, or a tokenizers file")
+    batch: BatchSpec = Field(BatchSpec(), description="samples per step")
+    parallelism: ParallelSpec = Field(ParallelSpec(), description="wrapping of the model")
+    precision: Precision = Field(Precision.FP32, description="fp32, bf16 or fp16")
+    optimizer: OptimizerSpec = Field(OptimizerSpec(), description="AdamW and its schedule")
+    checkpoint: CheckpointSpec = Field(CheckpointSpec(), description="save and retention policy")
+    restart: RestartSpec = Field(RestartSpec(), description="restart policy")
+    comm: CommSpec = Field(CommSpec(), description="limits and ports of the collectives")
+    engine: LocalEngineSpec = Field(LocalEngineSpec(), description="where the nodes come from")
+    env: dict[str, str] = Field({}, description="further environment variables of the workers")
+    log_path: str | None = Field(
+        None, description="folder for the workers' logs; default: the node's scratch folder"
+    )
+    peak_tflops: float | None = Field(
+        None, gt=0, description="peak of one device for MFU; default: table, else measured matmul"
+    )
+
+    @field_validator("env")
+    @classmethod
+    def _check_env(cls, value: dict[str, str]) -> dict[str, str]:
+        if len(value) > MAX_USER_VARIABLES:
+            raise ValueError(f"{len(value)} variables, at most {MAX_USER_VARIABLES} are allowed")
+        for name in value:
+            if name.startswith(RESERVED_PREFIXES) or name in RESERVED_NAMES:
+                raise ValueError(f"{name} is set by the node agent, choose another name")
+        return value
+
+    @model_validator(mode="after")
+    def _check_session_job(self) -> Self:
+        if self.worker.is_command:
+            return self
+        if self.data is None:
+            raise ValueError("data is missing: a job without worker.command needs data.sources")
+        _check_world(self)
+        return self
+
+    @property
+    def recipe(self) -> str:
+        """The session recipe in effect, as module:function."""
+        return self.worker.recipe or DEFAULT_RECIPE
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks: one per slot, for commands one per node."""
+        return self.engine.nodes if self.worker.is_command else self.engine.world_size
+
+
+def _check_world(job: Job) -> None:
+    """Divisibility of batches and replica groups by the world size."""
+    world, batch = job.engine.world_size, job.batch
+    if job.parallelism.kind is ParallelKind.DATA_PARALLEL and world != 1:
+        raise ValueError(
+            f"parallelism.kind=data_parallel is one process: engine.nodes x slots_per_node = "
+            f"{world} must be 1"
+        )
+    if batch.global_batch_size % (world * batch.micro_batch_size):
+        raise ValueError(
+            f"batch.global_batch_size={batch.global_batch_size} must be divisible by world size "
+            f"x micro_batch_size = {world} x {batch.micro_batch_size}"
+        )
+    if job.parallelism.replicas and world % job.parallelism.replicas:
+        raise ValueError(
+            f"parallelism.replicas={job.parallelism.replicas} must divide the world size {world}"
+        )
+    if job.optimizer.warmup_steps > job.steps:
+        raise ValueError(
+            f"optimizer.warmup_steps={job.optimizer.warmup_steps} must not exceed steps={job.steps}"
+        )
+
+
+def departures(job: Job, num_parameters: int) -> Iterator[str]:
+    """Where a session job departs from the recommended settings, one line each."""
+    if job.worker.is_command:
+        return
+    recommended = recommended_interval(num_parameters)
+    if job.checkpoint.has_interval:
+        for field, value in recommended.items():
+            if not _within(getattr(job.checkpoint, field), value):
+                yield (
+                    f"checkpoint: {_interval_text(job.checkpoint)}; recommended for "
+                    f"{num_parameters / 1e6:,.1f} M parameters: {field}={value}"
+                )
+    if job.checkpoint.keep_last < RECOMMENDED_KEEP_LAST:
+        yield f"checkpoint.keep_last={job.checkpoint.keep_last}; recommended: 5"
+    if not job.restart.hang:
+        yield "restart.hang=false: a hang will not be noticed; recommended: true"
+    limit_s = job.restart.hang_timeout_s
+    if limit_s is not None and limit_s > PLATFORM_HANG_TIMEOUT_S:
+        yield f"restart.hang_timeout_s={limit_s:g} is longer than the platform's 30 minutes"
+    if job.log_path is not None and Path(job.log_path).is_relative_to("/tmp"):  # noqa: S108
+        yield f"log_path={job.log_path} is temporary: logs are gone after a reboot"
+    if job.parallelism.kind is ParallelKind.DATA_PARALLEL:
+        yield "parallelism.kind=data_parallel: one process drives all cards; ddp is faster"
+
+
+def _within(chosen: int | None, recommended: int) -> bool:
+    # Over 10B parameters the recommendation is a range, 100 to 200 steps.
+    low = 100 if recommended == 200 else recommended
+    return chosen is not None and low <= chosen <= recommended
+
+
+def _interval_text(spec: CheckpointSpec) -> str:
+    fields = ("every_steps", "every_epochs", "every_s")
+    return ", ".join(f"{f}={getattr(spec, f)}" for f in fields if getattr(spec, f) is not None)
+
+
+def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
+    """Read a YAML or JSON job file; `overrides` are `dotted.key=value` (value is YAML).
+
+    Raises:
+        InputError: the first problem found, naming field, value and what is allowed.
+    """
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(str(path), f"cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(str(path), f"is not YAML: {_first_line(error)}") from error
+    if not isinstance(document, dict):
+        raise InputError(str(path), "must be a mapping of job fields")
+    for override in overrides:
+        _set_override(document, override)
+    return parse_job(document)
+
+
+def parse_job(document: Mapping[str, Any]) -> Job:
+    """Validate a job given as a mapping.
+
+    Raises:
+        InputError: the first problem found, naming field, value and what is allowed.
+    """
+    try:
+        return Job.model_validate(document)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise InputError(_field_of(first["loc"]), _message_of(first)) from None
+
+
+def _set_override(document: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise InputError("--set", f"{override!r} is not of the form key=value")
+    *parents, leaf = key.split(".")
+    target = document
+    for parent in parents:
+        child = target.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise InputError("--set", f"{key}: {parent} is not a section")
+        target = child
+    try:
+        target[leaf] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise InputError("--set", f"{override!r} is not YAML: {_first_line(error)}") from error
+
+
+def _field_of(location: tuple[int | str, ...]) -> str:
+    return ".".join(str(part) for part in location)
+
+
+def _message_of(error: Mapping[str, Any]) -> str:
+    """One line: the value that was given and what is allowed instead."""
+    message = str(error["msg"]).removeprefix("Value error, ")
+    if error["type"] == "extra_forbidden":
+        return "no such field; `perdure schema` lists the fields of a job"
+    if error["type"] == "missing":
+        return "is missing"
+    if error["type"] == "value_error":
+        return message
+    return f"{json.dumps(error['input'], default=str)[:120]}: {message}"
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

@@ -1,0 +1,190 @@
+"""A run as its ledger tells it: a pure fold over the records.
+
+Everything a supervisor knows about the past comes from here, so that a supervisor that takes
+over knows what the one before knew. Times are seconds, steps completed optimizer steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from training.policy.faults import Fault
+from training.policy.ladder import Recovery, Rung
+from training.policy.records import (
+    AnyRecord,
+    AttemptEnded,
+    AttemptStarted,
+    CheckpointSeen,
+    DataReady,
+    Decided,
+    FaultRecord,
+    Placed,
+    RungFailed,
+    RunCreated,
+    RunEnded,
+    SupervisorTook,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptView:
+    """One attempt, from its start to the decision about its end."""
+
+    started: AttemptStarted
+    members: Sequence[Any]
+    ended: AttemptEnded | None = None
+    decided: Decided | None = None
+    failed_rungs: tuple[Rung, ...] = ()
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """(placement, attempt)."""
+        return self.started.placement, self.started.attempt
+
+
+@dataclass(slots=True)
+class RunHistory:
+    """What has happened so far.
+
+    Attributes:
+        epoch: reign of the newest supervisor, 0 before the first.
+        job: the job document the run was created with, None for an empty ledger.
+        placements: every placement, oldest first.
+        attempts: every attempt, oldest first.
+        ended: how the run ended, None while it goes on.
+        budgets_from: attempts before this index count no more: whoever starts an ended run
+            again has looked at it.
+    """
+
+    epoch: int = 0
+    job: dict[str, Any] | None = None
+    created_s: float = 0.0
+    supervisor: SupervisorTook | None = None
+    data: list[DataReady] = field(default_factory=list)
+    placements: list[Placed] = field(default_factory=list)
+    attempts: list[AttemptView] = field(default_factory=list)
+    checkpoints: list[CheckpointSeen] = field(default_factory=list)
+    ended: RunEnded | None = None
+    budgets_from: int = 0
+
+    @property
+    def committed_step(self) -> int:
+        """Newest committed step seen, 0 for none."""
+        return max((seen.step for seen in self.checkpoints), default=0)
+
+    @property
+    def placement(self) -> Placed | None:
+        """The placement in effect."""
+        return self.placements[-1] if self.placements else None
+
+    @property
+    def open_attempt(self) -> AttemptView | None:
+        """The attempt that was started and has not ended, if any."""
+        last = self.attempts[-1] if self.attempts else None
+        return last if last is not None and last.ended is None else None
+
+    @property
+    def pending_decision(self) -> Decided | None:
+        """The newest decision when nothing was started after it."""
+        return self.attempts[-1].decided if self.attempts else None
+
+    @property
+    def isolated(self) -> tuple[str, ...]:
+        """Nodes that decisions keep out of placements, in order of isolation."""
+        nodes = (a.decided.isolate for a in self.attempts if a.decided is not None)
+        return tuple(dict.fromkeys(node for node in nodes if node is not None))
+
+    def attempts_in(self, placement: int) -> list[AttemptView]:
+        """Attempts of one placement, oldest first."""
+        return [a for a in self.attempts if a.started.placement == placement]
+
+    def recoveries(self, *, progress_after_s: float | None = None) -> list[Recovery]:
+        """Every past recovery, with whether progress followed.
+
+        Args:
+            progress_after_s: for programs whose steps are unknown, an attempt that lasted this
+                long counts as progress; None when committed steps tell.
+        """
+        found: list[Recovery] = []
+        for index, view in enumerate(self.attempts):
+            if index < self.budgets_from or view.decided is None or view.ended is None or view.ended.fault is None:
+                continue
+            fault = fault_of(view.ended.fault)
+            progressed = self._progress_after(index, progress_after_s)
+            found += [Recovery(fault, r, progressed=False, failed=True) for r in view.failed_rungs]
+            found.append(Recovery(fault, view.decided.rung, progressed=progressed))
+        return found
+
+    def _progress_after(self, index: int, progress_after_s: float | None) -> bool:
+        later = self.attempts[index + 1 :]
+        if progress_after_s is not None:
+            return any(a.ended is not None and a.ended.duration_s >= progress_after_s for a in later)
+        keys = {a.key for a in later}
+        return any((seen.placement, seen.attempt) in keys for seen in self.checkpoints)
+
+
+def replay(records: Sequence[AnyRecord]) -> RunHistory:
+    """Fold the records of a ledger, in order, into the run's history."""
+    history = RunHistory()
+    for record in records:
+        history.epoch = max(history.epoch, record.epoch)
+        _apply(history, record)
+    return history
+
+
+def _apply(history: RunHistory, record: AnyRecord) -> None:
+    match record:
+        case RunCreated():
+            history.job, history.created_s = record.job, record.at_s
+        case SupervisorTook():
+            history.supervisor, history.ended = record, None
+        case DataReady():
+            history.data.append(record)
+        case Placed():
+            history.placements.append(record)
+        case AttemptStarted():
+            history.attempts.append(AttemptView(record, history.placements[-1].members))
+        case AttemptEnded() | Decided() | RungFailed():
+            _update_attempt(history, record)
+        case CheckpointSeen():
+            history.checkpoints.append(record)
+        case RunEnded():
+            history.ended, history.budgets_from = record, len(history.attempts)
+
+
+def _update_attempt(history: RunHistory, record: AttemptEnded | Decided | RungFailed) -> None:
+    key = (record.placement, record.attempt)
+    for index, view in enumerate(history.attempts):
+        if view.key != key:
+            continue
+        ended, decided, failed = view.ended, view.decided, view.failed_rungs
+        match record:
+            case AttemptEnded():
+                ended = record
+            case Decided():
+                decided = record
+            case RungFailed():
+                failed = (*failed, record.rung)
+        history.attempts[index] = AttemptView(view.started, view.members, ended, decided, failed)
+
+
+def fault_of(record: FaultRecord) -> Fault:
+    """The fault a record stands for."""
+    return Fault(**record.model_dump())
+
+
+def record_of(fault: Fault) -> FaultRecord:
+    """The record of a fault."""
+    return FaultRecord(
+        fault_class=fault.fault_class,
+        at_s=fault.at_s,
+        evidence=fault.evidence,
+        node=fault.node,
+        rank=fault.rank,
+        device=fault.device,
+        code=fault.code,
+        step=fault.step,
+        explanation=fault.explanation,
+    )

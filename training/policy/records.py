@@ -1,0 +1,170 @@
+"""What the ledger holds: one frozen record per event in the life of a run.
+
+The ledger is read by other processes and later versions, so every record is a pydantic model
+with a `kind` and refuses fields it does not know. Times are seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from training.policy.faults import FaultClass
+from training.policy.ladder import Rung
+
+
+class Record(BaseModel):
+    """Common part: when it was written, and under which supervisor's reign."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    at_s: float
+    epoch: int = Field(ge=1, description="reign of the supervisor that wrote it, from 1")
+
+
+class RunCreated(Record):
+    """First record of a run."""
+
+    kind: Literal["run_created"] = "run_created"
+    job: dict[str, Any]
+
+
+class SupervisorTook(Record):
+    """A supervisor took the run; its epoch is higher than every one before."""
+
+    kind: Literal["supervisor_took"] = "supervisor_took"
+    supervisor: str
+    host: str
+    pid: int
+
+
+class DataReady(Record):
+    """Token shards and their manifest are committed."""
+
+    kind: Literal["data_ready"] = "data_ready"
+    manifest_key: str
+    num_tokens: int
+    skipped: bool
+    written_shards: int
+    damaged_shards: int
+    duration_s: float
+
+
+class Member(BaseModel):
+    """One container of a placement.
+
+    Attributes:
+        index: node rank in the gang (VC_TASK_INDEX).
+        node: name of the node it stands on.
+        schedule_cnt: how many times this member has been scheduled (MA_SCHEDULE_CNT).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    index: int
+    node: str
+    schedule_cnt: int
+
+
+class Placed(Record):
+    """A new placement: the gang of containers the next attempts stand on."""
+
+    kind: Literal["placed"] = "placed"
+    placement: int
+    members: tuple[Member, ...]
+    avoid: tuple[str, ...]
+
+
+class AttemptStarted(Record):
+    """The processes of an attempt were told to start."""
+
+    kind: Literal["attempt_started"] = "attempt_started"
+    placement: int
+    attempt: int
+    from_step: int
+
+
+class FaultRecord(BaseModel):
+    """A `Fault` as it is stored."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    fault_class: FaultClass
+    at_s: float
+    evidence: str
+    node: str | None = None
+    rank: int | None = None
+    device: int | None = None
+    code: str | None = None
+    step: int | None = None
+    explanation: str = ""
+
+
+class AttemptEnded(Record):
+    """How an attempt ended: completed, failed with a fault, or stopped on request."""
+
+    kind: Literal["attempt_ended"] = "attempt_ended"
+    placement: int
+    attempt: int
+    outcome: Literal["completed", "failed", "stopped"]
+    to_step: int | None
+    proc_start_cnt: dict[str, int]
+    fault: FaultRecord | None = None
+    duration_s: float
+
+
+class Decided(Record):
+    """The decision about a fault; written before the action starts."""
+
+    kind: Literal["decided"] = "decided"
+    placement: int
+    attempt: int
+    rung: Rung
+    isolate: str | None
+    reason: str
+    skipped: tuple[str, ...] = ()
+
+
+class RungFailed(Record):
+    """The chosen rung could not be carried out; the ladder is asked again."""
+
+    kind: Literal["rung_failed"] = "rung_failed"
+    placement: int
+    attempt: int
+    rung: Rung
+    why: str
+
+
+class CheckpointSeen(Record):
+    """A checkpoint that an attempt committed."""
+
+    kind: Literal["checkpoint"] = "checkpoint"
+    placement: int
+    attempt: int
+    step: int
+
+
+class RunEnded(Record):
+    """The run reached its end; a run that was cancelled or failed may be taken up again."""
+
+    kind: Literal["run_ended"] = "run_ended"
+    outcome: Literal["completed", "failed", "cancelled"]
+    message: str
+
+
+AnyRecord = Annotated[
+    RunCreated
+    | SupervisorTook
+    | DataReady
+    | Placed
+    | AttemptStarted
+    | AttemptEnded
+    | Decided
+    | RungFailed
+    | CheckpointSeen
+    | RunEnded,
+    Field(discriminator="kind"),
+]
+
+RECORD: TypeAdapter[AnyRecord] = TypeAdapter(AnyRecord)

@@ -1,0 +1,77 @@
+"""Who a worker process is: read once from the environment that the node agent set."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from training.errors import InputError
+from training.job import Job
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerContext:
+    """The place of this process in its run.
+
+    Attributes:
+        rank: global rank.
+        local_rank: index among the ranks of this node.
+        world_size: number of ranks.
+        placement: number of the placement, from 1.
+        attempt: number of the attempt in this placement, from 1.
+        schedule_cnt: MA_SCHEDULE_CNT of this container.
+        proc_start_cnt: MA_PROC_START_CNT of this container.
+        data_folder: where staged token shards lie on this node.
+        data_manifest_key: key of the data manifest in the store.
+        metrics_path: file the first rank writes its step records to.
+        heartbeat_path: file of this process's heartbeat.
+    """
+
+    job: Job
+    rank: int
+    local_rank: int
+    world_size: int
+    placement: int
+    attempt: int
+    schedule_cnt: int
+    proc_start_cnt: int
+    node: str
+    data_folder: Path
+    data_manifest_key: str
+    metrics_path: Path
+    heartbeat_path: Path
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
+        """Read the context of this process.
+
+        Raises:
+            InputError: a variable is missing: the program was not started by a node agent.
+        """
+        try:
+            job = Job.model_validate_json(
+                Path(environment["PERDURE_JOB"]).read_text(encoding="utf-8")
+            )
+            return cls(
+                job=job,
+                rank=int(environment["RANK"]),
+                local_rank=int(environment["LOCAL_RANK"]),
+                world_size=int(environment["WORLD_SIZE"]),
+                placement=int(environment["PERDURE_PLACEMENT"]),
+                attempt=int(environment["PERDURE_ATTEMPT"]),
+                schedule_cnt=int(environment["MA_SCHEDULE_CNT"]),
+                proc_start_cnt=int(environment["MA_PROC_START_CNT"]),
+                node=environment["PERDURE_NODE"],
+                data_folder=Path(environment["PERDURE_DATA_FOLDER"]),
+                data_manifest_key=environment["PERDURE_DATA_MANIFEST"],
+                metrics_path=Path(environment["PERDURE_METRICS"]),
+                heartbeat_path=Path(environment["PERDURE_HEARTBEAT"]),
+            )
+        except KeyError as error:
+            raise InputError(
+                str(error.args[0]),
+                "is not in the environment: session programs are started by `perdure run`",
+            ) from error

@@ -1,0 +1,53 @@
+"""The worker process of a session job: `python -m training.runtime.worker`.
+
+Runs the job's recipe under torch elastic's error recorder, which leaves the exception and its
+time for the node agent. Exit codes: 0 done, 75 restart me, 76 needs a rung above the process,
+2 the user must mend it; anything else is classified from log and code.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from training.diagnosis.classify import EXIT_USER
+from training.errors import InputError
+from training.job import Job
+from training.runtime.context import WorkerContext
+
+
+def load_recipe(name: str) -> Callable[[Job], None]:
+    """The function that `module:function` names.
+
+    Raises:
+        InputError: no such module or function.
+    """
+    module_name, _, function_name = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise InputError("worker.recipe", f"{name}: no module named {error.name}") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise InputError("worker.recipe", f"{name}: {module_name} has no such function")
+    recipe: Callable[[Job], None] = function
+    return recipe
+
+
+@record
+def main() -> None:
+    """Run this rank's recipe."""
+    job = WorkerContext.from_environment().job
+    load_recipe(job.recipe)(job)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, "")
+    try:
+        main()
+    except InputError as error:
+        print(f"perdure: {error}", file=sys.stderr)  # noqa: T201 the rank's own log
+        sys.exit(EXIT_USER)

@@ -1,0 +1,1 @@
+from training.trainer.data.spec import DataSpec, TokenizerSpec

@@ -1,0 +1,64 @@
+"""Where a run stands and what its worker processes are. Times are seconds."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from training.specs.model import Section
+
+DEFAULT_RECIPE = "training.trainer.pretrain:main"
+
+
+class LocalEngineSpec(Section):
+    """Nodes as agent processes on this machine."""
+
+    kind: Literal["local"] = Field("local", description="engine")
+    nodes: int = Field(2, ge=1, le=64, description="nodes the job needs")
+    spares: int = Field(1, ge=0, le=64, description="further nodes to reschedule onto")
+    slots_per_node: int = Field(2, ge=1, le=64, description="ranks (devices) of a node")
+    grace_s: float = Field(
+        20.0, ge=0.1, le=900, description="seconds from SIGTERM to SIGKILL when stopping workers"
+    )
+    orphan_timeout_s: float = Field(
+        86_400.0, ge=10, description="agents stop by themselves after this long without supervisor"
+    )
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job."""
+        return self.nodes * self.slots_per_node
+
+
+class WorkerSpec(Section):
+    """How deep the training program takes part: a recipe of ours or yours, or any command."""
+
+    recipe: str | None = Field(
+        None, description="session depth: module:function called in each rank with the job"
+    )
+    command: tuple[str, ...] | None = Field(
+        None, min_length=1,
+        description="command depth: started once per node; ${MA_NUM_HOSTS}, ${VC_TASK_INDEX}, "
+        "${MASTER_ADDR}, ${MASTER_PORT} and the like are filled in",
+    )  # fmt: skip
+    cwd: str | None = Field(None, description="folder the workers start in; default: this one")
+
+    @field_validator("recipe")
+    @classmethod
+    def _check_recipe(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[\w.]+:\w+", value):
+            raise ValueError(f"{value!r} is not of the form module:function")
+        return value
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Self:
+        if self.recipe is not None and self.command is not None:
+            raise ValueError("recipe and command exclude each other, give one")
+        return self
+
+    @property
+    def is_command(self) -> bool:
+        """Whether the program is an unchanged command (command depth)."""
+        return self.command is not None

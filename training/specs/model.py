@@ -1,0 +1,138 @@
+"""What is trained and how: the sections of a job file that the reference trainer reads.
+
+Sizes are counts of elements, steps are completed optimizer steps.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    """A part of a job file: immutable, and a field nobody knows is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelSpec(Section):
+    """Sizes of the reference decoder (RoPE, RMSNorm, SwiGLU, tied embeddings)."""
+
+    num_layers: int = Field(4, ge=1, le=1024, description="decoder blocks")
+    hidden_size: int = Field(128, ge=8, description="width of the residual stream")
+    num_heads: int = Field(4, ge=1, description="attention heads; divides hidden_size")
+    num_kv_heads: int | None = Field(
+        None, ge=1, description="key/value heads (grouped-query attention); default: num_heads"
+    )
+    ffn_size: int | None = Field(
+        None, ge=8, description="width inside the SwiGLU block; default: 8/3 of hidden_size"
+    )
+    seq_len: int = Field(256, ge=2, description="tokens in one sample")
+    rope_theta: float = Field(10_000.0, gt=0, description="base of the rotary frequencies")
+    norm_eps: float = Field(1e-5, gt=0, description="epsilon of RMSNorm")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout after attention and SwiGLU")
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> Self:
+        if self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} must be divisible by num_heads={self.num_heads}"
+            )
+        if (self.hidden_size // self.num_heads) % 2:
+            raise ValueError(
+                f"hidden_size/num_heads={self.hidden_size // self.num_heads} must be even, "
+                "rotary embeddings turn pairs"
+            )
+        if self.num_heads % self.kv_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} must be divisible by num_kv_heads={self.kv_heads}"
+            )
+        return self
+
+    @property
+    def kv_heads(self) -> int:
+        """Key/value heads in effect."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def ffn(self) -> int:
+        """SwiGLU width in effect: 8/3 of hidden_size, up to a multiple of 32.
+
+        8/3 keeps the parameter count of a 4x GELU block (Shazeer, arXiv 2002.05202).
+        """
+        return self.ffn_size or -(-self.hidden_size * 8 // 3 // 32) * 32
+
+    def num_parameters(self, vocab_size: int) -> int:
+        """Trainable parameters with `vocab_size` tied embedding rows."""
+        d = self.hidden_size
+        kv = d // self.num_heads * self.kv_heads
+        block = 2 * d * d + 2 * d * kv + 3 * d * self.ffn + 2 * d
+        return vocab_size * d + self.num_layers * block + d
+
+
+class BatchSpec(Section):
+    """Samples per optimizer step; the global batch does not depend on the world size."""
+
+    global_batch_size: int = Field(8, ge=1, description="samples in one optimizer step, all ranks")
+    micro_batch_size: int = Field(
+        2, ge=1, description="samples in one forward pass of one rank; the rest is accumulated"
+    )
+
+
+class Precision(StrEnum):
+    """Arithmetic of forward and backward; weights and optimizer state stay fp32."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+
+class ParallelKind(StrEnum):
+    """How the model is spread over the ranks."""
+
+    DDP = "ddp"
+    FSDP2 = "fsdp2"
+    HSDP = "hsdp"
+    DATA_PARALLEL = "data_parallel"
+
+
+class ParallelSpec(Section):
+    """Wrapping of the model."""
+
+    kind: ParallelKind = Field(
+        ParallelKind.DDP,
+        description="ddp, fsdp2 (fully_shard), hsdp (sharded inside, replicated across), or "
+        "data_parallel (one process, several cards; ddp is better)",
+    )
+    replicas: int | None = Field(
+        None, ge=2, description="hsdp: number of replica groups; divides the world size"
+    )
+
+    @model_validator(mode="after")
+    def _check_replicas(self) -> Self:
+        if (self.kind is ParallelKind.HSDP) != (self.replicas is not None):
+            raise ValueError(
+                f"replicas={self.replicas} with kind={self.kind}: hsdp needs replicas, "
+                "the other kinds must not have it"
+            )
+        return self
+
+
+class OptimizerSpec(Section):
+    """AdamW with a cosine schedule after a linear warm-up."""
+
+    lr: float = Field(3e-4, gt=0, description="peak learning rate")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW betas, each in [0, 1)")
+    eps: float = Field(1e-8, gt=0, description="AdamW epsilon")
+    weight_decay: float = Field(0.1, ge=0, description="on matrices only, not on norms")
+    grad_clip_norm: float = Field(1.0, gt=0, description="largest global gradient norm")
+    warmup_steps: int = Field(0, ge=0, description="steps of linear warm-up")
+    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="last learning rate / lr")
+
+    @model_validator(mode="after")
+    def _check_betas(self) -> Self:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas={self.betas}: each must be in [0, 1)")
+        return self

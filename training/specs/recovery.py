@@ -1,0 +1,137 @@
+"""How a run is kept alive: checkpoints, restarts, communication limits.
+
+Times are seconds, steps are completed optimizer steps.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from training.specs.model import Section
+
+# Recommended save intervals by model size: every epoch, every 500 steps, every 100 to 200 steps.
+EPOCH_BELOW_PARAMETERS = 1_000_000_000
+STEPS_500_UP_TO_PARAMETERS = 10_000_000_000
+RECOMMENDED_KEEP_LAST = 5
+PLATFORM_HANG_TIMEOUT_S = 1800.0
+
+
+class CheckpointSpec(Section):
+    """When to save and what to keep. No interval given: the recommended one for the size."""
+
+    every_steps: int | None = Field(None, ge=1, description="save every N steps")
+    every_epochs: int | None = Field(None, ge=1, description="save at the end of every Nth epoch")
+    every_s: float | None = Field(None, gt=0, description="save after this many seconds")
+    keep_last: int = Field(RECOMMENDED_KEEP_LAST, ge=1, description="newest checkpoints to keep")
+    keep_every_steps: int | None = Field(
+        None, ge=1, description="also keep every checkpoint whose step is a multiple of this"
+    )
+
+    @property
+    def has_interval(self) -> bool:
+        """Whether the job chose an interval of its own."""
+        return not (self.every_steps is None and self.every_epochs is None and self.every_s is None)
+
+    def resolved(self, num_parameters: int) -> CheckpointSpec:
+        """This policy with the recommended interval filled in where the job gave none."""
+        if self.has_interval:
+            return self
+        return self.model_copy(update=recommended_interval(num_parameters))
+
+
+def recommended_interval(num_parameters: int) -> dict[str, int]:
+    """The recommended save interval for a model of this many parameters, as a field."""
+    if num_parameters < EPOCH_BELOW_PARAMETERS:
+        return {"every_epochs": 1}
+    if num_parameters <= STEPS_500_UP_TO_PARAMETERS:
+        return {"every_steps": 500}
+    return {"every_steps": 200}
+
+
+class RestartSpec(Section):
+    """Restart policy, with the ranges of ModelArts' fault-tolerance annotations."""
+
+    max_restarts: int = Field(
+        3, ge=1, le=128, description="reschedulings without progress in between (job-retry-num)"
+    )
+    in_place: bool = Field(True, description="restart processes in their containers when enough")
+    in_place_retries: int = Field(
+        3, ge=1, le=128, description="in-place restarts in a row without a new checkpoint"
+    )
+    unconditional: bool = Field(
+        True, description="reschedule on any non-zero exit (job-unconditional-retry)"
+    )
+    hang: bool = Field(True, description="restart when no rank makes progress (hang-retry)")
+    hang_timeout_s: float | None = Field(
+        None, gt=0, description="seconds without a step that are a hang; default: learned, "
+        "max(60, 10 x median step)"
+    )  # fmt: skip
+    start_timeout_s: float = Field(
+        600.0, gt=0, description="seconds from process start to the first step"
+    )
+    pod_retries: int = Field(
+        0, ge=0, le=128, description="replace only the broken node this often (pod-retry-num)"
+    )
+    spare_wait_s: float = Field(
+        60.0, ge=0, description="seconds to wait for a healthy spare node"
+    )
+    allow_without_isolation: bool = Field(
+        True, description="no spare: may the job go back to nodes that were to be isolated"
+    )
+    delay_s: float = Field(0.0, ge=0, le=3600, description="pause before a restart")
+    progress_after_s: float = Field(
+        600.0, gt=0, description="command jobs: an attempt this long counts as progress"
+    )
+
+
+class OpRetrySpec(Section):
+    """HCCL's own re-execution of a broken collective (Atlas A3 only)."""
+
+    enabled: bool = Field(False, description="HCCL_OP_RETRY_ENABLE for both levels")
+    max_count: int = Field(1, ge=1, le=10, description="retries of one operator")
+    hold_time_ms: int = Field(5000, ge=0, le=60_000, description="wait before the first retry")
+    interval_ms: int = Field(1000, ge=0, le=60_000, description="wait between retries")
+
+
+class CommSpec(Section):
+    """Limits and ports of the collectives; becomes HCCL_* and torch variables."""
+
+    master_port: int = Field(
+        0, ge=0, le=65_535, description="rendezvous port on the first node; 0: any free one"
+    )
+    timeout_s: float = Field(600.0, gt=0, description="limit of one collective in torch")
+    connect_timeout_s: int = Field(600, ge=120, le=7200, description="HCCL_CONNECT_TIMEOUT")
+    exec_timeout_s: int = Field(1836, ge=1, le=2_147_483_647, description="HCCL_EXEC_TIMEOUT")
+    buffsize_mb: int = Field(
+        200, ge=1, le=4096,
+        description="HCCL_BUFFSIZE in MB, allocated twice for every communicator",
+    )  # fmt: skip
+    if_base_port: int = Field(
+        60_000, ge=1024, le=65_520, description="HCCL_IF_BASE_PORT, first of 32 host ports"
+    )
+    op_retry: OpRetrySpec = Field(OpRetrySpec(), description="operator-level retry")
+    chip: Literal["a2", "a3", "950"] | None = Field(
+        None, description="Atlas series of the NPUs; operator retry and network recovery need a3"
+    )
+    mc2: bool = Field(False, description="the program uses MC2 fused operators")
+    watchdog: bool = Field(True, description="HCCL/NCCL watchdog ends a process whose peer is gone")
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> Self:
+        last_port = self.if_base_port + 31
+        if self.if_base_port <= self.master_port <= last_port:
+            raise ValueError(
+                f"master_port={self.master_port} lies inside the 32 ports from "
+                f"if_base_port={self.if_base_port} to {last_port}"
+            )
+        if self.op_retry.enabled and self.chip != "a3":
+            raise ValueError(
+                f"op_retry.enabled=true and chip={self.chip}: operator retry needs chip a3"
+            )
+        if self.op_retry.enabled and self.mc2:
+            raise ValueError("op_retry.enabled=true and mc2=true exclude each other")
+        if self.op_retry.enabled and self.watchdog:
+            raise ValueError("op_retry.enabled=true and watchdog=true exclude each other")
+        return self

@@ -1,0 +1,415 @@
+"""A run under supervision: what happens next, done in the order the ledger can resume from.
+
+Every record is appended before the action it announces, and every action is idempotent, so a
+supervisor that is killed anywhere is followed by one that goes on at the same place. Knows
+nothing of Prefect: tasks call these methods one by one. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from storage.address import open_store, without_secrets, worker_environment
+from storage.checkpoint import CheckpointStore
+from training.agent.protocol import AgentState, StartOrder
+from training.diagnosis.classify import diagnose
+from training.engines.base import Engine, Placement, plan, plan_replacement
+from training.engines.local import LocalEngine
+from training.environment import worker_variables
+from training.errors import EngineError, NoCapacity, RunConflict
+from training.job import Job
+from training.ledger import Identity, Ledger
+from training.policy.faults import Fault, FaultClass
+from training.policy.history import AttemptView, RunHistory, record_of
+from training.policy.ladder import RESTARTS_IN_PLACE, Decision, Policy, Rung, decide
+from training.policy.records import (
+    AttemptEnded,
+    AttemptStarted,
+    CheckpointSeen,
+    DataReady,
+    Decided,
+    Placed,
+    RunCreated,
+    RunEnded,
+    RungFailed,
+)
+from training.supervisor.watch import AttemptEnd, AttemptWatch, EndKind, Progress
+from training.trainer.data.prepare import PrepareResult
+
+SPARE_POLL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How an attempt ended and, if it failed, what is to be done."""
+
+    kind: EndKind
+    placement: int
+    attempt: int
+    step: int | None
+    fault: Fault | None = None
+    decision: Decision | None = None
+
+    @property
+    def restarts_in_place(self) -> bool:
+        """Whether the same containers start the processes again."""
+        return self.decision is not None and self.decision.rung in RESTARTS_IN_PLACE
+
+
+def job_document(job: Job) -> Job:
+    """The job without secrets, as it may be written to disk and shown."""
+    return job.model_copy(update={"storage": without_secrets(job.storage)})
+
+
+class Run:
+    """One run, supervised by this process."""
+
+    def __init__(self, job: Job, *, home: Path, cwd: Path | None = None) -> None:
+        self.job = job
+        self.store = open_store(job.storage)
+        self.checkpoints = CheckpointStore(self.store, job.run_id)
+        self.ledger = Ledger(self.store, job.run_id)
+        self._home = home
+        self._cwd = str((Path(job.worker.cwd) if job.worker.cwd else cwd or Path.cwd()).resolve())
+        self._engine: Engine | None = None
+        self.history = RunHistory()
+
+    def take(self) -> RunHistory:
+        """Become the run's supervisor, creating the run when it is new.
+
+        Raises:
+            RunConflict: another supervisor lives, or the run belongs to a different job.
+        """
+        before = self.ledger.read()
+        document = job_document(self.job).model_dump(mode="json")
+        if before.job is not None:
+            _refuse_other_job(self.job, Job.model_validate(before.job))
+        history = self.ledger.take(Identity.of_this_process())
+        if history.job is None:
+            self.ledger.append(RunCreated, job=document)
+        self._engine = LocalEngine(
+            self.job,
+            home=self._home,
+            epoch=self.ledger.epoch,
+            secrets_env=worker_environment(self.job.storage),
+        )
+        return self.refresh()
+
+    def refresh(self) -> RunHistory:
+        """Re-read the ledger."""
+        self.history = self.ledger.read()
+        return self.history
+
+    @property
+    def engine(self) -> Engine:
+        """The engine; take() comes first."""
+        assert self._engine is not None, "take() first"  # noqa: S101 our own bug
+        return self._engine
+
+    @property
+    def policy(self) -> Policy:
+        """The job's restart policy as the ladder reads it."""
+        restart = self.job.restart
+        return Policy(
+            max_restarts=restart.max_restarts,
+            in_place=restart.in_place,
+            in_place_retries=restart.in_place_retries,
+            unconditional=restart.unconditional,
+            hang=restart.hang,
+            pod_retries=restart.pod_retries,
+            allow_without_isolation=restart.allow_without_isolation,
+        )
+
+    def record_data(self, result: PrepareResult) -> None:
+        """Put the outcome of data preparation on record."""
+        self.ledger.append(
+            DataReady,
+            manifest_key=result.manifest_key,
+            num_tokens=result.manifest.num_tokens,
+            skipped=result.skipped,
+            written_shards=result.written_shards,
+            damaged_shards=result.damaged_shards,
+            duration_s=result.duration_s,
+        )
+
+    def place(self, *, stop_wanted: Callable[[], bool] = lambda: False) -> Placement:
+        """The placement the next attempt stands on: the living one, or a new one.
+
+        Raises:
+            EngineError: no placement is possible, and the ladder says stop.
+        """
+        history = self.refresh()
+        current = _placement_of(history)
+        if current is not None and self._keeps(history, current):
+            return current
+        while True:
+            rung = self._rung_of(self.refresh())
+            if rung is Rung.STOP:
+                raise EngineError(self._decision_text())
+            try:
+                return self._carry_out(rung, current, stop_wanted)
+            except NoCapacity as error:
+                self._record_failed_rung(rung, str(error))
+
+    def attempt(
+        self,
+        placement: Placement,
+        *,
+        data_manifest_key: str | None,
+        stop_wanted: Callable[[], bool],
+        on_progress: Callable[[Progress], None],
+    ) -> Verdict:
+        """Start the next attempt, or adopt the living one, and watch it to its end."""
+        history = self.refresh()
+        view = history.open_attempt
+        if view is None:
+            view = self._begin(placement)
+        order = self._order(view, placement, data_manifest_key)
+        if not self._already_started(view):
+            self.checkpoints.fence(*view.key)
+            self.engine.start(order)
+        watch = AttemptWatch(
+            self.engine,
+            grace_s=self.job.engine.grace_s,
+            stop_wanted=stop_wanted,
+            on_progress=lambda progress: self._on_progress(view, progress, on_progress),
+        )
+        return self._conclude(view, watch.run())
+
+    def end(self, outcome: str, message: str) -> None:
+        """Put the end of the run on record and take its containers down."""
+        self.engine.cancel(self.job.engine.grace_s)
+        self.ledger.append(RunEnded, outcome=outcome, message=message)
+        self.ledger.release()
+
+    def _keeps(self, history: RunHistory, current: Placement) -> bool:
+        """Whether the next attempt stands on the placement that is there."""
+        if history.open_attempt is not None:
+            if self.engine.adopt(current):
+                return True
+            self._record_vanished(history.open_attempt)
+            return False
+        if not history.attempts_in(current.number):
+            # Placed, but the supervisor before us died before it started anything.
+            if not self.engine.adopt(current):
+                self.engine.submit(current)
+            return True
+        decided = history.pending_decision
+        in_place = decided is not None and decided.rung in RESTARTS_IN_PLACE
+        return in_place and history.ended is None and self.engine.adopt(current)
+
+    def _rung_of(self, history: RunHistory) -> Rung:
+        decided = history.pending_decision
+        if decided is None or len(history.attempts) <= history.budgets_from:
+            return Rung.JOB_RESCHEDULE  # a first placement, or somebody started an ended run again
+        # The containers of an in-place restart are gone: only new ones are left.
+        return Rung.JOB_RESCHEDULE if decided.rung in RESTARTS_IN_PLACE else decided.rung
+
+    def _carry_out(
+        self, rung: Rung, current: Placement | None, stop_wanted: Callable[[], bool]
+    ) -> Placement:
+        deadline_s = time.monotonic() + self.job.restart.spare_wait_s
+        while True:
+            try:
+                return self._new_placement(rung, current)
+            except NoCapacity:
+                if current is None or stop_wanted() or time.monotonic() > deadline_s:
+                    raise
+                time.sleep(SPARE_POLL_S)
+
+    def _new_placement(self, rung: Rung, current: Placement | None) -> Placement:
+        history, nodes = self.history, self.engine.nodes()
+        avoid = history.isolated
+        if rung is Rung.JOB_RESCHEDULE and self._may_go_back(nodes, avoid):
+            avoid = ()
+        if rung is Rung.POD_RESCHEDULE and current is not None:
+            self.engine.adopt(current)
+            lost = self.engine.poll().lost
+            placement, moved = plan_replacement(nodes, previous=current, avoid=avoid, lost=lost)
+            self._record_placed(placement, avoid)
+            self.engine.replace(placement, moved)
+            return placement
+        placement = plan(nodes, self.job.engine.nodes, previous=current, avoid=avoid)
+        self._record_placed(placement, avoid)
+        self.engine.submit(placement)
+        return placement
+
+    def _may_go_back(self, nodes: object, avoid: tuple[str, ...]) -> bool:
+        """Whether too few healthy nodes are left and the policy lets the job use isolated ones."""
+        left = len(self.engine.nodes()) - len(avoid)
+        return left < self.job.engine.nodes and self.job.restart.allow_without_isolation
+
+    def _record_placed(self, placement: Placement, avoid: tuple[str, ...]) -> None:
+        self.ledger.append(
+            Placed, placement=placement.number, members=placement.members, avoid=avoid
+        )
+
+    def _begin(self, placement: Placement) -> AttemptView:
+        number = len(self.history.attempts_in(placement.number)) + 1
+        newest = self.checkpoints.latest()
+        self.ledger.append(
+            AttemptStarted,
+            placement=placement.number,
+            attempt=number,
+            from_step=newest.step if newest is not None else 0,
+        )
+        view = self.refresh().open_attempt
+        assert view is not None  # noqa: S101 just appended
+        return view
+
+    def _already_started(self, view: AttemptView) -> bool:
+        """Whether every agent has begun this attempt: it is adopted, not started again."""
+        agents = self.engine.poll().agents.values()
+        return bool(agents) and all(
+            (status.placement, status.attempt) == view.key and status.state is not AgentState.IDLE
+            for status in agents
+        )
+
+    def _order(
+        self, view: AttemptView, placement: Placement, data_manifest_key: str | None
+    ) -> StartOrder:
+        job = self.job
+        command = job.worker.command or (sys.executable, "-m", "training.runtime.worker")
+        return StartOrder(
+            placement=view.started.placement,
+            attempt=view.started.attempt,
+            num_nodes=len(placement.members),
+            slots_per_node=job.engine.slots_per_node,
+            hosts=(),
+            master_addr="",
+            master_port=0,
+            command=command,
+            is_command=job.worker.is_command,
+            cwd=self._cwd,
+            grace_s=job.engine.grace_s,
+            log_path=job.log_path,
+            variables={v.name: v.value for v in worker_variables(job)},
+            job=job_document(job).model_dump_json(),
+            data_manifest_key=data_manifest_key,
+        )
+
+    def _on_progress(
+        self, view: AttemptView, progress: Progress, then: Callable[[Progress], None]
+    ) -> None:
+        for step in progress.checkpoints:
+            self._record_checkpoint(view, step)
+        then(progress)
+
+    def _record_checkpoint(self, view: AttemptView, step: int) -> None:
+        known = {(seen.placement, seen.attempt, seen.step) for seen in self.history.checkpoints}
+        if (*view.key, step) not in known:
+            placement, attempt = view.key
+            self.ledger.append(CheckpointSeen, placement=placement, attempt=attempt, step=step)
+            self.refresh()
+
+    def _conclude(self, view: AttemptView, end: AttemptEnd) -> Verdict:
+        """Diagnose, decide, and put both on record."""
+        placement, attempt = view.key
+        self._record_missed_checkpoints(view)
+        fault = diagnose(end.evidence) if end.kind is EndKind.FAILED else None
+        self.ledger.append(
+            AttemptEnded,
+            placement=placement,
+            attempt=attempt,
+            outcome=end.kind.value,
+            to_step=end.last_step,
+            proc_start_cnt=end.proc_start_cnt,
+            fault=record_of(fault) if fault is not None else None,
+            duration_s=time.time() - view.started.at_s,
+        )
+        if fault is None:
+            return Verdict(end.kind, placement, attempt, end.last_step)
+        decision = self._decide(view, fault)
+        return Verdict(end.kind, placement, attempt, end.last_step, fault, decision)
+
+    def _record_missed_checkpoints(self, view: AttemptView) -> None:
+        """Commits whose line was lost with the first node: the store knows them."""
+        for step in self.checkpoints.steps():
+            if step > self.history.committed_step:
+                manifest = self.checkpoints.manifest(step)
+                if (manifest.placement, manifest.attempt) == view.key:
+                    self._record_checkpoint(view, step)
+
+    def _decide(self, view: AttemptView, fault: Fault) -> Decision:
+        history = self.refresh()
+        unknown_steps = self.job.worker.is_command
+        decision = decide(
+            fault,
+            now_s=time.time(),
+            history=history.recoveries(
+                progress_after_s=self.job.restart.progress_after_s if unknown_steps else None
+            ),
+            supported=self.engine.capabilities,
+            policy=self.policy,
+        )
+        placement, attempt = view.key
+        self.ledger.append(
+            Decided,
+            placement=placement,
+            attempt=attempt,
+            rung=decision.rung,
+            isolate=decision.isolate,
+            reason=decision.reason,
+            skipped=decision.skipped,
+        )
+        self.refresh()
+        return decision
+
+    def _record_failed_rung(self, rung: Rung, why: str) -> None:
+        """A rung could not be carried out: put it on record and ask the ladder again."""
+        view = self.refresh().attempts[-1] if self.history.attempts else None
+        if view is None or view.ended is None or view.ended.fault is None:
+            raise EngineError(why)
+        placement, attempt = view.key
+        self.ledger.append(RungFailed, placement=placement, attempt=attempt, rung=rung, why=why)
+        fault = Fault(**view.ended.fault.model_dump())
+        self._decide(view, fault)
+
+    def _record_vanished(self, view: AttemptView) -> None:
+        """The attempt ended while nobody watched, and its containers with it."""
+        placement, attempt = view.key
+        fault = Fault(
+            FaultClass.NODE_LOST,
+            time.time(),
+            "no agent of the placement is left",
+            explanation="All containers are gone: the machine was restarted, or everything "
+            "was taken down at once.",
+        )
+        self.ledger.append(
+            AttemptEnded,
+            placement=placement,
+            attempt=attempt,
+            outcome="failed",
+            to_step=None,
+            proc_start_cnt={},
+            fault=record_of(fault),
+            duration_s=time.time() - view.started.at_s,
+        )
+        self._decide(view, fault)
+
+    def _decision_text(self) -> str:
+        decided = self.history.pending_decision
+        return decided.reason if decided is not None else "no placement is possible"
+
+
+def _placement_of(history: RunHistory) -> Placement | None:
+    placed = history.placement
+    return Placement(placed.placement, placed.members) if placed is not None else None
+
+
+def _refuse_other_job(job: Job, before: Job) -> None:
+    """A run keeps its identity: what the weights depend on must not change under its name."""
+    for field in ("model", "tokenizer", "seed", "batch", "worker"):
+        new, old = getattr(job, field), getattr(before, field)
+        if new != old:
+            raise RunConflict(
+                f"run_id={job.run_id} belongs to a job with another {field} ({old!r}); "
+                "choose another run_id"
+            )
+
+
+__all__ = ["Run", "RunConflict", "Verdict", "job_document"]

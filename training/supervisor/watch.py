@@ -1,0 +1,217 @@
+"""Watching one attempt from outside, until no process of it is left.
+
+The watcher decides nothing about recovery: it notices the first trouble, lets the others
+report theirs, has everything stopped, and hands the evidence on. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from training.agent.protocol import AgentStatus, WorkerStatus
+from training.diagnosis.classify import EXIT_DONE, Evidence, SilentRank, WorkerEnd
+from training.engines.base import Engine, Snapshot
+from training.runtime.metrics import StepRecord, parse_live
+
+POLL_S = 0.2
+SETTLE_S = 1.0
+FAULT_GRACE_S = 3.0  # peers of a dead rank cannot save; they only need time to print
+STOP_MARGIN_S = 20.0
+LOG_TAIL_BYTES = 64 * 1024
+
+
+class EndKind(StrEnum):
+    """How an attempt ended."""
+
+    COMPLETED = "completed"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptEnd:
+    """The end of an attempt, with what a diagnosis needs."""
+
+    kind: EndKind
+    evidence: Evidence
+    proc_start_cnt: dict[str, int]
+    last_step: int | None
+
+
+@dataclass(slots=True)
+class Progress:
+    """What the watcher has seen so far; handed to `on_progress` at every poll."""
+
+    snapshot: Snapshot = field(default_factory=Snapshot)
+    steps: list[StepRecord] = field(default_factory=list)
+    checkpoints: list[int] = field(default_factory=list)
+    last: StepRecord | None = None
+
+
+class AttemptWatch:
+    """Watches the attempt that `engine` is running.
+
+    Args:
+        engine: where the attempt runs.
+        grace_s: time the workers get to save when the run is stopped on request.
+        stop_wanted: asked at every poll.
+        on_progress: called at every poll with what is new.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        grace_s: float,
+        stop_wanted: Callable[[], bool],
+        on_progress: Callable[[Progress], None],
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._engine = engine
+        self._grace_s = grace_s
+        self._stop_wanted = stop_wanted
+        self._on_progress = on_progress
+        self._sleep = sleep
+        self._offset = 0
+        self._progress = Progress()
+
+    def run(self) -> AttemptEnd:
+        """Watch to the end; every process of the attempt is gone when this returns."""
+        while True:
+            snapshot = self._observe()
+            if self._stop_wanted():
+                self._engine.stop(self._grace_s)
+                final = self._await_end(self._grace_s)
+                kind = EndKind.COMPLETED if _all_done(final) else EndKind.STOPPED
+                return self._end(kind, final)
+            if _all_done(snapshot):
+                return self._end(EndKind.COMPLETED, snapshot)
+            if _in_trouble(snapshot) or (snapshot.is_over and not _starting(snapshot)):
+                return self._wind_up()
+            self._sleep(POLL_S)
+
+    def _wind_up(self) -> AttemptEnd:
+        """After the first trouble: let the others report, stop them, look once more."""
+        at_s = time.time()
+        self._sleep(SETTLE_S)
+        troubled = self._observe()
+        self._engine.stop(FAULT_GRACE_S)
+        final = self._await_end(FAULT_GRACE_S)
+        lost = tuple(dict.fromkeys((*troubled.lost, *final.lost)))
+        return self._end(EndKind.FAILED, Snapshot(final.agents, lost), hung=troubled, at_s=at_s)
+
+    def _await_end(self, grace_s: float) -> Snapshot:
+        deadline_s = time.monotonic() + grace_s + STOP_MARGIN_S
+        snapshot = self._observe()
+        while not snapshot.is_over and time.monotonic() < deadline_s:
+            self._sleep(POLL_S)
+            snapshot = self._observe()
+        return snapshot
+
+    def _observe(self) -> Snapshot:
+        text, self._offset = self._engine.metrics(self._offset)
+        progress = self._progress
+        progress.steps, progress.checkpoints = parse_live(text)
+        progress.last = progress.steps[-1] if progress.steps else progress.last
+        progress.snapshot = self._engine.poll()
+        self._on_progress(progress)
+        return progress.snapshot
+
+    def _end(
+        self,
+        kind: EndKind,
+        snapshot: Snapshot,
+        *,
+        hung: Snapshot | None = None,
+        at_s: float | None = None,
+    ) -> AttemptEnd:
+        logs = _logs_by_rank(self._engine) if kind is EndKind.FAILED else {}
+        step = _step_of(snapshot, self._progress.last)
+        statuses = list(snapshot.agents.values())
+        evidence = Evidence(
+            at_s=at_s if at_s is not None else time.time(),
+            step=step,
+            workers=tuple(_ends(statuses, logs)),
+            lost_nodes=snapshot.lost,
+            silent=tuple(_silent((hung or snapshot).agents.values())),
+            staging_errors={s.node: s.staging_error for s in statuses if s.staging_error},
+            oom_nodes=tuple(s.node for s in statuses if s.oom_kills),
+        )
+        counts = {status.node: status.proc_start_cnt for status in statuses}
+        return AttemptEnd(kind, evidence, counts, step)
+
+
+def _all_done(snapshot: Snapshot) -> bool:
+    if snapshot.lost or not snapshot.agents:
+        return False
+    return all(
+        status.is_over
+        and status.workers
+        and all(worker.exit_code == EXIT_DONE for worker in status.workers)
+        for status in snapshot.agents.values()
+    )
+
+
+def _starting(snapshot: Snapshot) -> bool:
+    """Whether a member has not begun, so that `over` does not mean the end yet."""
+    return any(not s.workers and s.staging_error is None for s in snapshot.agents.values())
+
+
+def _in_trouble(snapshot: Snapshot) -> bool:
+    return bool(snapshot.lost) or any(
+        status.hang is not None
+        or status.staging_error is not None
+        or any(_failed(worker) for worker in status.workers)
+        for status in snapshot.agents.values()
+    )
+
+
+def _failed(worker: WorkerStatus) -> bool:
+    return worker.exit_code not in (None, EXIT_DONE)
+
+
+def _logs_by_rank(engine: Engine) -> dict[int, str]:
+    texts: dict[int, str] = {}
+    for _, log in engine.logs(LOG_TAIL_BYTES):
+        texts[log.rank] = texts.get(log.rank, "") + log.text
+    return texts
+
+
+def _ends(statuses: Sequence[AgentStatus], logs: dict[int, str]) -> Iterator[WorkerEnd]:
+    for status in statuses:
+        for worker in status.workers:
+            if worker.exit_code is None or worker.ended_s is None:
+                continue
+            yield WorkerEnd(
+                rank=worker.rank,
+                node=status.node,
+                device=worker.local_rank,
+                exit_code=worker.exit_code,
+                ended_s=worker.error_s or worker.ended_s,
+                error=worker.error,
+                log=logs.get(worker.rank, ""),
+                stopped=worker.stopped_by_agent,
+            )
+
+
+def _silent(statuses: Iterable[AgentStatus]) -> Iterator[SilentRank]:
+    for status in statuses:
+        if status.hang is not None:
+            hang = status.hang
+            yield SilentRank(hang.rank, status.node, hang.silent_s, hang.limit_s, hang.phase)
+
+
+def _step_of(snapshot: Snapshot, last: StepRecord | None) -> int | None:
+    """The last step that every rank is known to have completed, by heartbeats or records."""
+    beats = [
+        worker.step
+        for status in snapshot.agents.values()
+        for worker in status.workers
+        if worker.step is not None and worker.step >= 0
+    ]
+    if beats:
+        return max(beats)
+    return last.step if last is not None else None

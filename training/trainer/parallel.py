@@ -1,0 +1,55 @@
+"""Wrapping of the model: DDP, FSDP2, HSDP, or single-process DataParallel."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from training.specs.model import ParallelKind, ParallelSpec, Precision
+from training.trainer.model import Decoder
+
+DTYPES = {
+    Precision.FP32: torch.float32,
+    Precision.BF16: torch.bfloat16,
+    Precision.FP16: torch.float16,
+}
+
+
+def wrap(
+    model: Decoder,
+    spec: ParallelSpec,
+    *,
+    precision: Precision,
+    device: torch.device,
+    world_size: int,
+) -> nn.Module:
+    """Spread the model over the ranks; collective, every rank calls it."""
+    model.to(device)
+    match spec.kind:
+        case ParallelKind.DDP:
+            ids = None if device.type == "cpu" else [device.index]
+            return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+        case ParallelKind.DATA_PARALLEL:
+            return model if device.type == "cpu" else DataParallel(model)
+        case ParallelKind.FSDP2 | ParallelKind.HSDP:
+            return _shard(model, spec, precision, device, world_size)
+
+
+def _shard(
+    model: Decoder,
+    spec: ParallelSpec,
+    precision: Precision,
+    device: torch.device,
+    world_size: int,
+) -> FSDPModule:
+    replicas = spec.replicas or 1
+    shape = (replicas, world_size // replicas) if spec.replicas else (world_size,)
+    names = ("replicate", "shard") if spec.replicas else ("shard",)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    policy = MixedPrecisionPolicy(param_dtype=DTYPES[precision], reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
