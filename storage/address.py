@@ -67,7 +67,17 @@ class StorageSpec(BaseModel):
     def _endpoint_is_url(cls, endpoint: str | None) -> str | None:
         if endpoint is not None and not endpoint.startswith(("http://", "https://")):
             raise ValueError(f"{endpoint!r} must start with https:// or http://")
+        if endpoint is not None and "@" in endpoint:  # not shown: it may hold a password
+            raise ValueError("endpoint must not hold credentials: use access_key and secret_key")
         return endpoint
+
+    @field_validator("access_key", "secret_key", "session_token")
+    @classmethod
+    def _fits_a_header(cls, secret: SecretStr | None) -> SecretStr | None:
+        # A file's trailing newline, mostly; HTTP clients quote such a header in their errors.
+        if secret is not None and not secret.get_secret_value().isprintable():
+            raise ValueError("holds a line break or another unprintable character")
+        return secret
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:

@@ -14,9 +14,10 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, TypeAdapter, ValidationError
@@ -24,7 +25,6 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, TypeAdapter, Validat
 from storage.errors import (
     Corrupt,
     NotFound,
-    PermanentError,
     PreconditionFailed,
     StaleAttempt,
 )
@@ -36,11 +36,7 @@ from storage.manifest import (
     TensorRecord,
     parse_manifest,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from storage.objects import ObjectInfo, ObjectStore
+from storage.objects import ObjectInfo, ObjectStore
 
 __all__ = [
     "CheckpointStore",
@@ -79,7 +75,7 @@ class DamageKind(StrEnum):
     MISSING = "missing"
     TRUNCATED = "truncated"
     HASH_DIFFERS = "hash_differs"
-    UNREADABLE = "unreadable"  # the manifest itself
+    UNREADABLE = "unreadable"  # no manifest, or the medium fails
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +235,7 @@ class CheckpointStore:
         """Read every shard of a committed step and compare; empty when it is whole.
 
         Raises:
-            TransientError: the store does not answer; says nothing about the checkpoint.
+            StorageError: the store does not answer or lets us in; says nothing of the checkpoint.
         """
         try:
             manifest = self.manifest(step)
@@ -260,7 +256,7 @@ class CheckpointStore:
         To be called by one process; the others take its answer.
 
         Raises:
-            TransientError: the store does not answer; nothing is set aside for that.
+            StorageError: the store does not answer or lets us in; nothing is set aside for that.
         """
         set_aside: list[SetAside] = []
         for step in reversed(self.steps()):
@@ -340,7 +336,7 @@ class CheckpointStore:
             return Damage(name, DamageKind.HASH_DIFFERS, detail)
         try:
             found = self._digest_object(self.key(step, name), size_bytes)
-        except PermanentError as exc:
+        except (NotFound, Corrupt) as exc:  # others, as AccessDenied, say nothing of the shard
             return Damage(name, DamageKind.UNREADABLE, str(exc))
         if found != wanted.xxh3_128:
             detail = f"xxh3_128 {found} instead of {wanted.xxh3_128}"

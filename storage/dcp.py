@@ -1,29 +1,393 @@
 """Sharded save and load through torch.distributed.checkpoint planners.
 
-Each rank writes one safetensors file; the coordinator writes the manifest. torch's planners do the
-de-duplication of replicas and the resharding. Only tensors: everything else belongs into `extra`,
-which is JSON. Nothing read from storage is unpickled. Sizes are bytes.
+Each rank writes one safetensors file; the coordinator writes the manifest. torch's planners do
+the de-duplication of replicas and the resharding. Only tensors: everything else belongs into
+`extra`, which is JSON. Nothing read from storage is unpickled. Sizes are bytes.
 
-`save` and `load` are collective: with a process group every rank of it must call them. The group
-must carry CPU objects (gloo); without an initialised group they work in one process.
+`save` and `load` are collective: with a process group every rank of it must call them. Without
+an initialised group they work in one process.
 """
 
 from __future__ import annotations
 
-import warnings
+import math
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, override
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import checkpoint as dcp
+from pydantic import JsonValue
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.state_dict_loader import load as torch_load
+from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from storage import safetensors_file
+from storage.checkpoint import CheckpointStore, shard_name
+from storage.errors import Corrupt, StorageError
+from storage.manifest import Chunk, Manifest, ShardRecord, TensorRecord
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "I64": torch.int64,
+    "F64": torch.float64,
+}
+DTYPE_CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """Where one chunk went, and the file it is part of."""
+
+    chunk: Chunk
+    size_bytes: int
+    xxh3_128: str
+
+
+class ManifestWriter(StorageWriter):
+    """Writes one save of one attempt; good for one save."""
+
+    def __init__(
+        self,
+        checkpoints: CheckpointStore,
+        *,
+        step: int,
+        placement: int,
+        attempt: int,
+        extra: dict[str, JsonValue],
+    ) -> None:
+        self._checkpoints = checkpoints
+        self._step = step
+        self._placement = placement
+        self._attempt = attempt
+        self._extra = extra
+        self._rank = 0
+        self._world_size = 1
+        self.manifest: Manifest | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing is kept between saves."""
+
+    def set_up_storage_writer(
+        self,
+        is_coordinator: bool,  # noqa: FBT001, ARG002 torch's signature
+        *args: Any,  # noqa: ARG002
+        **kwargs: Any,
+    ) -> None:
+        """Learn the rank, which names this rank's file."""
+        self._rank = kwargs.get("rank") or 0
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Refuse what is not a tensor, and a save that could not be committed anyway."""
+        for item in plan.items:
+            if item.type is WriteItemType.BYTE_IO:
+                raise ValueError(f"{item.index.fqn} is not a tensor: put it into extra")
+        self._checkpoints.check_may_commit(self._step, self._placement, self._attempt)
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Only the number of ranks is of interest."""
+        self._world_size = len(plans)
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's file."""
+        results = self._write(plan.items, planner) if plan.items else []
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit the manifest; runs on the coordinator, after every rank has written."""
+        chunks: dict[str, list[Chunk]] = {}
+        shards: dict[str, ShardRecord] = {}
+        for result in (one for rank_results in results for one in rank_results):
+            written: _Written = result.storage_data
+            chunks.setdefault(result.index.fqn, []).append(written.chunk)
+            shards[written.chunk.shard] = ShardRecord(
+                size_bytes=written.size_bytes, xxh3_128=written.xxh3_128
+            )
+        tensors = {
+            name: _tensor_record(entry, chunks[name])
+            for name, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        manifest = Manifest(
+            run_id=self._checkpoints.run_id,
+            placement=self._placement,
+            attempt=self._attempt,
+            step=self._step,
+            world_size=self._world_size,
+            written_at_s=self._checkpoints.clock(),
+            tensors=tensors,
+            shards=shards,
+            extra=self._extra,
+        )
+        self._checkpoints.commit(manifest)
+        self.manifest = manifest
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003
+        """Never chosen by an id."""
+        return False
+
+    def _write(self, items: Iterable[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+        name = shard_name(self._placement, self._attempt, self._rank)
+        named = [(item, _chunk_of(item, name), _resolved(item, planner)) for item in items]
+        layout = safetensors_file.plan_layout(
+            [(c.key, DTYPE_CODES[tensor.dtype], tuple(tensor.shape)) for _, c, tensor in named]
+        )
+        file = bytearray(layout.size_bytes)
+        file[: len(layout.header)] = layout.header
+        for _, chunk, tensor in named:
+            entry = layout.entries[chunk.key]
+            file[entry.begin : entry.end] = _raw(tensor)
+        record = self._checkpoints.put_shard(self._step, name, memoryview(file))
+        return [
+            WriteResult(
+                index=item.index,
+                size_in_bytes=layout.entries[chunk.key].size_bytes,
+                storage_data=_Written(chunk, record.size_bytes, record.xxh3_128),
+            )
+            for item, chunk, _ in named
+        ]
+
+
+class ManifestReader(StorageReader):
+    """Reads what a manifest vouches for."""
+
+    def __init__(self, checkpoints: CheckpointStore, manifest: Manifest) -> None:
+        self._checkpoints = checkpoints
+        self._manifest = manifest
+        self._headers: dict[str, dict[str, safetensors_file.Entry]] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing is kept between loads."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002 torch's signature
+        """The manifest in torch's terms."""
+        return Metadata(
+            {name: _storage_metadata(name, t) for name, t in self._manifest.tensors.items()}
+        )
+
+    def set_up_storage_reader(
+        self,
+        metadata: Metadata,
+        is_coordinator: bool,  # noqa: FBT001 torch's signature
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """The manifest is all that is needed."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Nothing to add."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Nothing to add."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read every item into the tensor that the planner gives for it."""
+        for item in plan.items:
+            self._read(item, planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003
+        """Never chosen by an id."""
+        return False
+
+    def _read(self, item: ReadItem, planner: LoadPlanner) -> None:
+        record = self._manifest.tensors[item.storage_index.fqn]
+        offsets = tuple(item.storage_index.offset or (0,) * len(record.shape))
+        chunk = next((c for c in record.chunks if c.offsets == offsets), None)
+        if chunk is None:
+            raise Corrupt(f"{item.storage_index.fqn}: no chunk at {offsets}")
+        source = self._chunk(chunk, record.dtype)
+        for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            source = source.narrow(dim, start, length)
+        target = planner.resolve_tensor(item).detach()
+        target.copy_(source)
+        planner.commit_tensor(item, target)
+
+    def _chunk(self, chunk: Chunk, dtype: str) -> Tensor:
+        """One chunk, read by its range of the file."""
+        key = self._checkpoints.key(self._manifest.step, chunk.shard)
+        entry = self._header(chunk.shard, key).get(chunk.key)
+        if entry is None or (entry.dtype, entry.shape) != (dtype, chunk.lengths):
+            url = self._checkpoints.store.url(key)
+            raise Corrupt(f"{url}: {chunk.key} is not as the manifest says")
+        raw = torch.empty(entry.size_bytes, dtype=torch.uint8)
+        if entry.size_bytes:
+            self._checkpoints.store.get_into(key, _raw(raw), start=entry.begin)
+        return raw.view(DTYPES[dtype]).reshape(chunk.lengths)
+
+    def _header(self, shard: str, key: str) -> dict[str, safetensors_file.Entry]:
+        if shard not in self._headers:
+            store = self._checkpoints.store
+            url = store.url(key)
+            prefix = store.get(key, length=safetensors_file.LENGTH.size)
+            header = store.get(key, length=safetensors_file.header_size_bytes(prefix, url=url))
+            size_bytes = self._manifest.shards[shard].size_bytes
+            self._headers[shard] = safetensors_file.parse_header(
+                header, size_bytes=size_bytes, url=url
+            )
+        return self._headers[shard]
+
+
+def save(
+    state: Mapping[str, Tensor],
+    *,
+    checkpoints: CheckpointStore,
+    step: int,
+    placement: int,
+    attempt: int,
+    extra: dict[str, JsonValue],
+    process_group: dist.ProcessGroup | None = None,
+) -> Manifest | None:
+    """Save `state` and commit it; collective.
+
+    Args:
+        state: tensors by name; replicated ones are written once, spread over the ranks, and a
+            name that only one rank has is written by that one.
+        checkpoints: where.
+        step: completed optimizer steps.
+        placement: of the attempt that saves.
+        attempt: that saves; a newer one's fence makes the save fail.
+        extra: JSON; the first rank's counts.
+        process_group: default: all ranks.
+
+    Returns:
+        The committed manifest on the first rank, None on the others.
+
+    Raises:
+        StorageError: on every rank, when one of them failed; nothing is committed.
+        ValueError: something in `state` is not a tensor.
+    """
+    writer = ManifestWriter(
+        checkpoints, step=step, placement=placement, attempt=attempt, extra=extra
+    )
+    planner = DefaultSavePlanner(
+        flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=False
+    )
+    try:
+        torch_save(
+            dict(state),
+            storage_writer=writer,
+            planner=planner,
+            process_group=process_group,
+            no_dist=not dist.is_initialized(),
+        )
+    except CheckpointException as error:
+        _raise_cause(error)
+    return writer.manifest
+
+
+def load(
+    state: Mapping[str, Tensor],
+    manifest: Manifest,
+    *,
+    checkpoints: CheckpointStore,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Fill the tensors of `state` in place; collective. Another world size is resharded.
+
+    Raises:
+        StorageError: on every rank, when one of them failed; `state` is then undefined.
+        ValueError: a tensor is missing from the checkpoint or has another shape.
+    """
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        torch_load(
+            dict(state),
+            storage_reader=ManifestReader(checkpoints, manifest),
+            planner=planner,
+            process_group=process_group,
+            no_dist=not dist.is_initialized(),
+        )
+    except CheckpointException as error:
+        _raise_cause(error)
+
+
+def _raise_cause(error: CheckpointException) -> NoReturn:
+    """Raise the failure of the lowest rank: torch's wrapper hides what is wrong."""
+    rank = min(error.failures)
+    cause = error.failures[rank][0]
+    if isinstance(cause, StorageError):
+        raise type(cause)(f"rank {rank}: {cause}") from error
+    if not isinstance(cause, (KeyError, RuntimeError, ValueError)):
+        raise error
+    raise ValueError(f"rank {rank}: {cause}") from error
+
+
+def _tensor_record(entry: TensorStorageMetadata, chunks: list[Chunk]) -> TensorRecord:
+    dtype = entry.properties.dtype
+    return TensorRecord(dtype=DTYPE_CODES[dtype], shape=tuple(entry.size), chunks=tuple(chunks))
+
+
+def _storage_metadata(name: str, record: TensorRecord) -> TensorStorageMetadata:
+    if record.dtype not in DTYPES:
+        raise Corrupt(f"{name}: dtype {record.dtype} is unknown here")
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=DTYPES[record.dtype]),
+        size=torch.Size(record.shape),
+        chunks=[
+            ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.lengths))
+            for c in record.chunks
+        ],
+    )
+
+
+def _chunk_of(item: WriteItem, shard: str) -> Chunk:
+    assert item.tensor_data is not None  # noqa: S101 BYTE_IO items are refused before
+    box, size = item.tensor_data.chunk, item.tensor_data.size
+    name = item.index.fqn
+    if math.prod(box.sizes) != math.prod(size):
+        name = f"{name}@{','.join(map(str, box.offsets))}"
+    return Chunk(offsets=tuple(box.offsets), lengths=tuple(box.sizes), shard=shard, key=name)
+
+
+def _resolved(item: WriteItem, planner: SavePlanner) -> Tensor:
+    tensor = planner.resolve_data(item)
+    assert isinstance(tensor, Tensor)  # noqa: S101 BYTE_IO items are refused before
+    if tensor.dtype not in DTYPE_CODES:
+        raise ValueError(f"{item.index.fqn}: {tensor.dtype} cannot be saved")
+    return tensor.detach().cpu().contiguous()
+
+
+def _raw(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, without a copy."""
+    flat = tensor.reshape(-1).view(torch.uint8)
+    return flat.numpy().data if flat.numel() else memoryview(b"")

@@ -11,9 +11,9 @@ import errno
 import os
 import time
 import uuid
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from storage.errors import (
     AccessDenied,
@@ -26,9 +26,6 @@ from storage.errors import (
     TransientError,
 )
 from storage.objects import ObjectInfo, check_key
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
 
 TEMPORARY_FOLDER = ".tmp"
 # A live writer touches its temporary at least this often: every write moves the mtime.
@@ -46,6 +43,7 @@ OS_ERRORS: Mapping[int, tuple[type[StorageError], str]] = {
     errno.ENOSPC: (PermanentError, "the disk is full"),
     errno.EDQUOT: (PermanentError, "the disk quota is used up"),
     errno.ENAMETOOLONG: (PermanentError, "the key is too long for this file system"),
+    errno.EIO: (Corrupt, "the medium cannot be read or written"),
     errno.ESTALE: (TransientError, "stale file handle of a network file system"),
     errno.EAGAIN: (TransientError, "resource busy"),
     errno.EBUSY: (TransientError, "resource busy"),
@@ -113,12 +111,14 @@ class LocalStore:
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """See `ObjectStore.list`."""
-        folder = self._root / prefix.rpartition("/")[0]
         if prefix:
             check_key(prefix.rstrip("/"))
+        if prefix.startswith(f"{TEMPORARY_FOLDER}/"):
+            return iter(())
+        folder = self._root / prefix.rpartition("/")[0]
         found: list[ObjectInfo] = []
         with _folded(self.url(prefix)):
-            for parent, folders, names in os.walk(folder):
+            for parent, folders, names in os.walk(folder, onerror=_unless_gone):
                 if Path(parent) == self._root and TEMPORARY_FOLDER in folders:
                     folders.remove(TEMPORARY_FOLDER)
                 for name in names:
@@ -189,7 +189,7 @@ def _publish(temporary: Path, path: Path, *, if_absent: bool) -> None:
         try:
             _make_folder(path.parent)
             if if_absent:
-                os.link(temporary, path)  # fails if the name is taken, where rename would replace
+                _link(temporary, path)
             else:
                 temporary.replace(path)
         except FileNotFoundError:
@@ -199,6 +199,22 @@ def _publish(temporary: Path, path: Path, *, if_absent: bool) -> None:
         else:
             _sync_folder(path.parent)
             return
+
+
+def _link(temporary: Path, path: Path) -> None:
+    """Give the file its name, or fail if the name is taken, where a rename would replace."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        # NFS repeats a call whose answer was lost, and then fails to do it twice.
+        if not path.samefile(temporary):
+            raise
+
+
+def _unless_gone(error: OSError) -> None:
+    """For os.walk, which by default takes a folder that it cannot read for an empty one."""
+    if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        raise error
 
 
 def _make_folder(folder: Path) -> None:

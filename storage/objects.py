@@ -6,12 +6,10 @@ all; `put` replaces. Sizes are bytes, times seconds since the epoch.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+from pathlib import Path
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)

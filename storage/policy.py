@@ -6,13 +6,11 @@ completed optimizer steps.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
-    from storage.checkpoint import CheckpointStore
+from storage.checkpoint import CheckpointStore
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,25 +10,29 @@ from __future__ import annotations
 import io
 import os
 import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
+from typing_extensions import Buffer
 
-from storage.errors import Corrupt, NotFound, PermanentError, PreconditionFailed, StorageError
+from storage.errors import (
+    AccessDenied,
+    Corrupt,
+    NotFound,
+    PermanentError,
+    PreconditionFailed,
+    StorageError,
+)
 from storage.objects import ObjectInfo, check_key
 from storage.retry import Retry
 from storage.s3_errors import fold
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-    from pathlib import Path
-
-    from typing_extensions import Buffer
 
 T = TypeVar("T")
 Item = TypeVar("Item")
@@ -262,7 +266,9 @@ class S3Store:
         try:
             return request()
         except (ClientError, BotoCoreError) as exc:
-            raise fold(exc, self.url(key)) from exc
+            error = fold(exc, self.url(key))
+            # A cause that quotes keys must not reach a log by way of the traceback.
+            raise error from (None if isinstance(error, AccessDenied) else exc)
 
     def _at(self, key: str) -> dict[str, Any]:
         return {"Bucket": self._bucket, "Key": self._prefix + check_key(key)}

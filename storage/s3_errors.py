@@ -5,7 +5,7 @@ The code decides; stores that send none (HEAD answers, gateways in front) are ju
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from botocore import exceptions as boto
 
@@ -19,9 +19,6 @@ from storage.errors import (
     Throttled,
     TimedOut,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 CODES: Mapping[str, type[StorageError]] = {
     "SlowDown": Throttled,
@@ -41,7 +38,7 @@ CODES: Mapping[str, type[StorageError]] = {
     "NoSuchBucket": PermanentError,  # not NotFound: a reader would take it for an empty run
     "NoSuchUpload": NotFound,
     "PreconditionFailed": PreconditionFailed,
-    "ConditionalRequestConflict": PreconditionFailed,
+    "ConditionalRequestConflict": ServerError,  # another write is under way: who wins is open
     "AccessDenied": AccessDenied,
     "InvalidAccessKeyId": AccessDenied,
     "SignatureDoesNotMatch": AccessDenied,
@@ -72,21 +69,29 @@ NO_CREDENTIALS = (
     boto.TokenRetrievalError,
     boto.ProfileNotFound,
 )
-NO_ANSWER = (boto.HTTPClientError, boto.IncompleteReadError)
+NO_ANSWER = (  # boto.ConnectionError and boto.HTTPClientError have no common root of their own
+    boto.ConnectionError,
+    boto.HTTPClientError,
+    boto.IncompleteReadError,
+)
 
 
 def fold(error: boto.ClientError | boto.BotoCoreError, url: str) -> StorageError:
     """Our error for boto's, with a one-line message that names the object."""
     if isinstance(error, boto.ClientError):
         return _fold_answer(error, url)
+    cause = getattr(error, "kwargs", {}).get("error")
+    if isinstance(cause, ValueError):
+        # Its text quotes the header, which may be the session token.
+        return AccessDenied(f"{url}: a key holds a character that no HTTP header may have")
     text = str(error).replace("\n", " ")
     if isinstance(error, boto.SSLError) and "CERTIFICATE_VERIFY_FAILED" in text:
         return PermanentError(f"{url}: the server's certificate is not trusted; set ca_bundle")
-    if isinstance(error, NO_ANSWER):
-        return TimedOut(f"{url}: no answer: {text}")
     if isinstance(error, NO_CREDENTIALS):
         return AccessDenied(f"{url}: {text}")
-    return PermanentError(f"{url}: {text}")
+    if isinstance(error, NO_ANSWER) and not isinstance(cause, FileNotFoundError):
+        return TimedOut(f"{url}: no answer: {text}")
+    return PermanentError(f"{url}: {text}")  # so is a ca_bundle that does not exist
 
 
 def _fold_answer(error: boto.ClientError, url: str) -> StorageError:

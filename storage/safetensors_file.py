@@ -9,13 +9,11 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from storage.errors import Corrupt
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 LENGTH = struct.Struct("<Q")
 ALIGNMENT_BYTES = 8
@@ -112,7 +110,14 @@ def parse_header(header: bytes, *, size_bytes: int, url: str) -> dict[str, Entry
         document.pop("__metadata__", None)
         entries = {name: _entry(fields, len(header)) for name, fields in document.items()}
         whole = all(_is_whole(entry, len(header), size_bytes) for entry in entries.values())
-    except (ValueError, TypeError, KeyError, AttributeError) as exc:
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as exc:
         raise Corrupt(f"{url}: not a safetensors header: {exc}") from exc
     if not whole:
         raise Corrupt(f"{url}: header and file of {size_bytes} bytes do not fit")

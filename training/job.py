@@ -82,6 +82,16 @@ class Job(Section):
                 raise ValueError(f"{name} is set by the node agent, choose another name")
         return value
 
+    @field_validator("storage")
+    @classmethod
+    def _check_storage(cls, value: StorageSpec) -> StorageSpec:
+        if value.access_key or value.secret_key or value.session_token:
+            raise ValueError(
+                "keys do not belong into a job: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY "
+                "in the environment, or name a Prefect block in credentials_block"
+            )
+        return value
+
     @model_validator(mode="after")
     def _check_session_job(self) -> Self:
         if self.worker.is_command:
@@ -118,6 +128,11 @@ def _check_world(job: Job) -> None:
     if job.parallelism.replicas and world % job.parallelism.replicas:
         raise ValueError(
             f"parallelism.replicas={job.parallelism.replicas} must divide the world size {world}"
+        )
+    sharded = job.parallelism.kind in (ParallelKind.FSDP2, ParallelKind.HSDP)
+    if sharded and job.precision is Precision.FP16:
+        raise ValueError(
+            f"precision=fp16 with parallelism.kind={job.parallelism.kind}: use bf16 or fp32"
         )
     if job.optimizer.warmup_steps > job.steps:
         raise ValueError(

@@ -152,11 +152,12 @@ class Ledger:
         Raises:
             RunConflict: somebody took the run.
         """
+        who = self._identity
+        if who is None:
+            return  # given up a moment ago
         with self._lock:
             self._catch_up()
             self.ensure_reigning()
-        who = self._identity
-        assert who is not None, "take() first"  # noqa: S101 our own bug, not an input
         lease = SupervisorLease(
             supervisor=who.supervisor,
             epoch=self._epoch,

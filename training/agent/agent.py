@@ -31,6 +31,7 @@ from training.agent.protocol import (
     HangReport,
     LogsQuery,
     MetricsQuery,
+    Order,
     RendezvousOrder,
     Reply,
     Request,
@@ -102,25 +103,7 @@ class Agent:
                 return Reply(error=f"epoch {request.epoch} is superseded by {self._epoch}")
             self._epoch = request.epoch
             self._heard_s = time.monotonic()
-            order = request.order
-            match order:
-                case StartOrder():
-                    return self._start(order)
-                case StopOrder():
-                    self._stop(order.grace_s)
-                    return Reply()
-                case ShutdownOrder():
-                    self._stop(order.grace_s)
-                    self._ending = True
-                    return Reply()
-                case RendezvousOrder():
-                    return self._open_rendezvous(order)
-                case StatusQuery():
-                    return Reply(status=self.status())
-                case MetricsQuery():
-                    return self._metrics(order.offset)
-                case LogsQuery():
-                    return Reply(logs=self._logs(order.tail_bytes))
+            return self._obey(request.order)
 
     def status(self) -> AgentStatus:
         """How this node stands."""
@@ -137,6 +120,26 @@ class Agent:
             staging_error=self._staging_error,
             oom_kills=_oom_kills() - self._oom_kills_before,
         )
+
+    def _obey(self, order: Order) -> Reply:
+        reply = Reply()
+        match order:
+            case StartOrder():
+                reply = self._start(order)
+            case StopOrder():
+                self._stop(order.grace_s)
+            case ShutdownOrder():
+                self._stop(order.grace_s)
+                self._ending = True
+            case RendezvousOrder():
+                reply = self._open_rendezvous(order)
+            case StatusQuery():
+                reply = Reply(status=self.status())
+            case MetricsQuery():
+                reply = self._metrics(order.offset)
+            case LogsQuery():
+                reply = Reply(logs=self._logs(order.tail_bytes))
+        return reply
 
     def _start(self, order: StartOrder) -> Reply:
         if self._ending:
@@ -299,7 +302,7 @@ def _report(verdict: Hang, rank: int) -> HangReport:
 def _tcp_store(host: str, port: int) -> Any:
     """The rendezvous of an attempt, owned by the agent so that any rank may die."""
     # Only the first node's agent needs torch, and only for this.
-    from torch.distributed import TCPStore  # noqa: PLC0415
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415
 
     return TCPStore(host, port, is_master=True, wait_for_workers=False)
 

@@ -71,7 +71,7 @@ class WorkerGroup:
                 "TORCHELASTIC_ERROR_FILE": str(error_file),
                 "PERDURE_HEARTBEAT": str(self.folder / f"heartbeat-{local_rank}"),
             }
-            process = self._spawn(local_rank, rank, variables)
+            process = self._spawn(rank, variables)
             reader = HeartbeatReader.of(self.folder, local_rank)
             self._workers.append(_Worker(rank, local_rank, process, error_file, reader))
 
@@ -90,9 +90,7 @@ class WorkerGroup:
             "TORCHELASTIC_RUN_ID": self.config.run_id,
         }
 
-    def _spawn(
-        self, local_rank: int, rank: int, variables: dict[str, str]
-    ) -> subprocess.Popen[bytes]:
+    def _spawn(self, rank: int, variables: dict[str, str]) -> subprocess.Popen[bytes]:
         command = [string.Template(part).safe_substitute(variables) for part in self.order.command]
         self.log_folder.mkdir(parents=True, exist_ok=True)
         with self._open_log(rank, "stdout") as out, self._open_log(rank, "stderr") as err:
@@ -138,9 +136,7 @@ class WorkerGroup:
         reap_adopted({worker.process.pid for worker in self._workers})
         running = [w for w in self._workers if w.ended_s is None]
         if self._kill_at_s is None:
-            settled = (
-                self._first_failure_s is not None and now_s - self._first_failure_s > SETTLE_S
-            )
+            settled = self._first_failure_s is not None and now_s - self._first_failure_s > SETTLE_S
             if settled or not running:
                 self.stop(self.order.grace_s)
             return False

@@ -138,9 +138,7 @@ def plan_replacement(
             continue
         node = member.node if member.node not in avoid else _next(free, nodes, avoid)
         moved.append(member.index)
-        members.append(
-            Member(index=member.index, node=node, schedule_cnt=member.schedule_cnt + 1)
-        )
+        members.append(Member(index=member.index, node=node, schedule_cnt=member.schedule_cnt + 1))
     return Placement(previous.number + 1, tuple(members)), tuple(moved)
 
 

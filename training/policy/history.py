@@ -7,7 +7,7 @@ over knows what the one before knew. Times are seconds, steps completed optimize
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from training.policy.faults import Fault
@@ -20,10 +20,12 @@ from training.policy.records import (
     DataReady,
     Decided,
     FaultRecord,
+    FirstStep,
+    Member,
     Placed,
-    RungFailed,
     RunCreated,
     RunEnded,
+    RungFailed,
     SupervisorTook,
 )
 
@@ -33,7 +35,8 @@ class AttemptView:
     """One attempt, from its start to the decision about its end."""
 
     started: AttemptStarted
-    members: Sequence[Any]
+    members: Sequence[Member]
+    first_step: FirstStep | None = None
     ended: AttemptEnded | None = None
     decided: Decided | None = None
     failed_rungs: tuple[Rung, ...] = ()
@@ -86,6 +89,11 @@ class RunHistory:
         return last if last is not None and last.ended is None else None
 
     @property
+    def ended_well(self) -> bool:
+        """Whether the run reached its target."""
+        return self.ended is not None and self.ended.outcome == "completed"
+
+    @property
     def pending_decision(self) -> Decided | None:
         """The newest decision when nothing was started after it."""
         return self.attempts[-1].decided if self.attempts else None
@@ -109,7 +117,12 @@ class RunHistory:
         """
         found: list[Recovery] = []
         for index, view in enumerate(self.attempts):
-            if index < self.budgets_from or view.decided is None or view.ended is None or view.ended.fault is None:
+            if (
+                index < self.budgets_from
+                or view.decided is None
+                or view.ended is None
+                or view.ended.fault is None
+            ):
                 continue
             fault = fault_of(view.ended.fault)
             progressed = self._progress_after(index, progress_after_s)
@@ -120,7 +133,9 @@ class RunHistory:
     def _progress_after(self, index: int, progress_after_s: float | None) -> bool:
         later = self.attempts[index + 1 :]
         if progress_after_s is not None:
-            return any(a.ended is not None and a.ended.duration_s >= progress_after_s for a in later)
+            return any(
+                a.ended is not None and a.ended.duration_s >= progress_after_s for a in later
+            )
         keys = {a.key for a in later}
         return any((seen.placement, seen.attempt) in keys for seen in self.checkpoints)
 
@@ -139,14 +154,16 @@ def _apply(history: RunHistory, record: AnyRecord) -> None:
         case RunCreated():
             history.job, history.created_s = record.job, record.at_s
         case SupervisorTook():
-            history.supervisor, history.ended = record, None
+            history.supervisor = record
+            if not history.ended_well:
+                history.ended = None
         case DataReady():
             history.data.append(record)
         case Placed():
             history.placements.append(record)
         case AttemptStarted():
             history.attempts.append(AttemptView(record, history.placements[-1].members))
-        case AttemptEnded() | Decided() | RungFailed():
+        case FirstStep() | AttemptEnded() | Decided() | RungFailed():
             _update_attempt(history, record)
         case CheckpointSeen():
             history.checkpoints.append(record)
@@ -154,20 +171,23 @@ def _apply(history: RunHistory, record: AnyRecord) -> None:
             history.ended, history.budgets_from = record, len(history.attempts)
 
 
-def _update_attempt(history: RunHistory, record: AttemptEnded | Decided | RungFailed) -> None:
+def _update_attempt(
+    history: RunHistory, record: FirstStep | AttemptEnded | Decided | RungFailed
+) -> None:
     key = (record.placement, record.attempt)
     for index, view in enumerate(history.attempts):
         if view.key != key:
             continue
-        ended, decided, failed = view.ended, view.decided, view.failed_rungs
         match record:
+            case FirstStep():
+                history.attempts[index] = replace(view, first_step=record)
             case AttemptEnded():
-                ended = record
+                history.attempts[index] = replace(view, ended=record)
             case Decided():
-                decided = record
+                history.attempts[index] = replace(view, decided=record)
             case RungFailed():
-                failed = (*failed, record.rung)
-        history.attempts[index] = AttemptView(view.started, view.members, ended, decided, failed)
+                failed = (*view.failed_rungs, record.rung)
+                history.attempts[index] = replace(view, failed_rungs=failed)
 
 
 def fault_of(record: FaultRecord) -> Fault:

@@ -228,7 +228,10 @@ def _job_refusal(case: _Case) -> str | None:
     if no_spare and not case.policy.allow_without_isolation:
         return "no healthy spare was found and the policy forbids going back"
     unexplained = _unexplained_in_a_row(case.row)
-    if case.fault.fault_class not in NODE_OR_CHIP and unexplained >= UNCONDITIONAL_RESCHEDULES_IN_A_ROW:
+    if (
+        case.fault.fault_class not in NODE_OR_CHIP
+        and unexplained >= UNCONDITIONAL_RESCHEDULES_IN_A_ROW
+    ):
         return (
             f"the same problem came back after {unexplained} reschedulings with no node or chip "
             "at fault: the program is to be mended"
@@ -344,7 +347,10 @@ def _reason(rung: Rung, case: _Case, skipped: Sequence[str]) -> str:
 
 def ladder_markdown() -> str:
     """The ladder as two Markdown tables: the rungs, and the classes with their rungs."""
-    lines = ["| rung | source name | what is lost | who acts | Prefect sees |", "|---|---|---|---|---|"]
+    lines = [
+        "| rung | source name | what is lost | who acts | Prefect sees |",
+        "|---|---|---|---|---|",
+    ]
     for rung, facts in RUNGS.items():
         lines.append(
             f"| `{rung}` | {facts.source_name} | {facts.lost} | {facts.who_acts} "

@@ -85,6 +85,16 @@ class AttemptStarted(Record):
     from_step: int
 
 
+class FirstStep(Record):
+    """An attempt completed its first step: the recovery before it is over."""
+
+    kind: Literal["first_step"] = "first_step"
+    placement: int
+    attempt: int
+    step: int
+    stepped_s: float
+
+
 class FaultRecord(BaseModel):
     """A `Fault` as it is stored."""
 
@@ -159,6 +169,7 @@ AnyRecord = Annotated[
     | DataReady
     | Placed
     | AttemptStarted
+    | FirstStep
     | AttemptEnded
     | Decided
     | RungFailed

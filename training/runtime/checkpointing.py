@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.state_dict import (
 
 from storage import dcp
 from storage.checkpoint import CheckpointStore, Manifest
-from storage.errors import PreconditionFailed
 from training.device import device_rng_state, set_device_rng_state
 from training.runtime.context import WorkerContext
 from training.runtime.step import Training
@@ -72,7 +71,7 @@ class Checkpointer:
             StorageError: the save failed, on every rank; nothing was committed.
         """
         tensors, settings = self._state()
-        extra = {
+        extra: dict[str, Any] = {
             "data": self._data.state_dict(),
             "optimizer": settings,
             "scheduler": _state_of(self._training.scheduler),
@@ -101,10 +100,13 @@ class Checkpointer:
         return step
 
     def _choose(self) -> int:
-        manifest, set_aside = self._checkpoints.newest_intact()
-        for damaged in set_aside:
-            print(f"perdure: checkpoint set aside: {damaged}", flush=True)  # noqa: T201 rank log
-        return manifest.step if manifest is not None else _NOT_FOUND
+        found = self._checkpoints.newest_intact()
+        for damaged in found.set_aside:
+            print(  # noqa: T201 the rank's own log
+                f"perdure: checkpoint of step {damaged.step} set aside: {damaged.reason}",
+                flush=True,
+            )
+        return found.manifest.step if found.manifest is not None else _NOT_FOUND
 
     def _load(self, manifest: Manifest) -> None:
         tensors, _ = self._state()
@@ -115,14 +117,12 @@ class Checkpointer:
         }
         wanted: dict[str, Tensor] = {**tensors, **random_states}
         dcp.load(wanted, manifest, checkpoints=self._checkpoints)
-        extra = manifest.extra
-        model = {k.removeprefix("model/"): v for k, v in wanted.items() if k.startswith("model/")}
-        optimizer = {k.removeprefix("optim/"): v for k, v in wanted.items() if k[:6] == "optim/"}
-        set_model_state_dict(self._training.model, model)
+        extra: dict[str, Any] = dict(manifest.extra)
+        set_model_state_dict(self._training.model, _below("model/", wanted))
         set_optimizer_state_dict(
             self._training.model,
             self._training.optimizer,
-            {**optimizer, **_revived(extra["optimizer"])},
+            {**_below("optim/", wanted), **_revived(extra["optimizer"])},
             options=_OPTIONS,
         )
         if self._training.scheduler is not None:
@@ -138,7 +138,7 @@ class Checkpointer:
         optimizer = get_optimizer_state_dict(
             self._training.model, self._training.optimizer, options=_OPTIONS
         )
-        tensors: dict[str, Tensor] = {f"model/{k}": v for k, v in model.items()}
+        tensors = {f"model/{k}": v for k, v in model.items() if isinstance(v, Tensor)}
         settings: dict[str, Any] = {}
         for name, value in optimizer.items():
             if isinstance(value, Tensor):
@@ -169,6 +169,10 @@ class Checkpointer:
                     set_device_rng_state(self._device, state)
                 case "python":
                     _set_python_states(json.loads(bytes(state.tolist())))
+
+
+def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
 
 
 def _state_of(part: Any) -> dict[str, Any] | None:
@@ -205,6 +209,3 @@ def _broadcast_int(value: int, device: torch.device) -> int:
     tensor = torch.tensor([value], dtype=torch.int64, device=device)
     dist.broadcast(tensor, src=0)
     return int(tensor.item())
-
-
-__all__ = ["Checkpointer", "DataPosition", "PreconditionFailed"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,6 +31,33 @@ class EveryEpochs:
             return False
         self._saved_epoch = epoch
         return True
+
+
+class SaveClock:
+    """When the last save was, and whether the next one is due. Seconds of one monotonic clock."""
+
+    def __init__(
+        self,
+        policy: policy.SavePolicy,
+        step: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.step = step
+        self._policy = policy
+        self._clock = clock
+        self._saved_s = clock()
+
+    def is_due(self, step: int) -> bool:
+        """Whether the policy wants `step` saved."""
+        context = policy.SaveContext(
+            now_s=self._clock(), last_save_s=self._saved_s, last_save_step=self.step
+        )
+        return self._policy.should_save(step, context=context)
+
+    def saved(self, step: int) -> None:
+        """Note a save."""
+        self.step, self._saved_s = step, self._clock()
 
 
 def save_policy(spec: CheckpointSpec, loader: _Epochs) -> policy.SavePolicy:

@@ -14,7 +14,7 @@ node agent asks for it. Times are seconds, steps completed optimizer steps.
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import signal
 import sys
 import time
@@ -27,14 +27,14 @@ from torch import nn
 
 from storage.address import open_store
 from storage.checkpoint import CheckpointStore
-from storage.policy import SaveContext, apply_retention
+from storage.policy import apply_retention
 from training.device import backend_of, pick_device
 from training.diagnosis.classify import EXIT_RESTART_ME
 from training.monitor.heartbeat import HeartbeatWriter, Phase
 from training.runtime.checkpointing import Checkpointer
 from training.runtime.context import WorkerContext
 from training.runtime.metrics import MetricsLog, StepRecord, metrics_prefix
-from training.runtime.policies import retention_policy, save_policy
+from training.runtime.policies import SaveClock, retention_policy, save_policy
 from training.runtime.step import MicroBatch, Scheduler, Step, Training, Wishes
 
 
@@ -83,6 +83,7 @@ class Session:
         self._checkpoints = CheckpointStore(self._store, self.job.run_id)
         self._training: Training | None = None
         self._loader: Loader | None = None
+        self._saves: SaveClock | None = None
         self._tokens_per_step = 0
         self._flops_per_step = 0.0
         self._peak_flops: float | None = None
@@ -94,7 +95,7 @@ class Session:
             backend_of(self.device),
             rank=context.rank,
             world_size=context.world_size,
-            timeout=datetime.timedelta(seconds=self.job.comm.timeout_s),
+            timeout=dt.timedelta(seconds=self.job.comm.timeout_s),
         )
 
     @property
@@ -147,52 +148,52 @@ class Session:
             raise ValueError("session.register(model=..., optimizer=..., data=...) comes first")
         checkpointer = Checkpointer(self.context, self._checkpoints, training, loader, self.device)
         self._heartbeat.beat(phase=Phase.RESTORE)
-        done = saved = checkpointer.restore()
-        policy = save_policy(self.job.checkpoint, loader)
+        self._saves = SaveClock(save_policy(self.job.checkpoint, loader), checkpointer.restore())
+        done = self._saves.step
         self._heartbeat.beat(phase=Phase.DATA, step=done)
         self._looping = True
-        saved_s = time.monotonic()
-
-        def wishes(number: int) -> Wishes:
-            # Only the first rank's clock and policy count, or the ranks would disagree.
-            context = SaveContext(seconds_since_save=time.monotonic() - saved_s)
-            save = self.rank == 0 and policy.should_save(number, context=context)
-            return Wishes(stop=self._stop_wanted, save=save)
-
         while done < until:
+            step = self._next_step(done + 1, training, loader)
             started_s = time.perf_counter()
-            self._heartbeat.beat(phase=Phase.DATA)
-            batch = loader.next_step()
-            self._heartbeat.beat(phase=Phase.STEP)
-            step = Step(
-                done + 1,
-                batch=batch,
-                training=training,
-                device=self.device,
-                wishes=wishes,
-                on_collective=self._on_collective,
-            )
             yield step
             agreement = step.agreement
             if agreement is None:
                 raise ValueError(f"step {step.number}: use it as `with step:`")
             done = step.number
-            self._record(step, time.perf_counter() - started_s)
+            self._record(step, agreement.loss, time.perf_counter() - started_s)
             self._heartbeat.beat(step=done)
             if agreement.save or agreement.stop or done == until:
                 self._save(checkpointer, done)
-                saved, saved_s = done, time.monotonic()
             if agreement.stop and done < until:
                 self._leave(loader)
                 sys.exit(EXIT_RESTART_ME)
-        assert saved == done  # noqa: S101 the last step is always saved, by now or before
         self._leave(loader)
+
+    def _next_step(self, number: int, training: Training, loader: Loader) -> Step:
+        self._heartbeat.beat(phase=Phase.DATA)
+        batch = loader.next_step()
+        self._heartbeat.beat(phase=Phase.STEP)
+        return Step(
+            number,
+            batch=batch,
+            training=training,
+            device=self.device,
+            wishes=self._wishes,
+            heartbeat=self._heartbeat,
+        )
+
+    def _wishes(self, number: int) -> Wishes:
+        # Only the first rank's clock and policy count, or the ranks would disagree.
+        save = self.rank == 0 and self._saves is not None and self._saves.is_due(number)
+        return Wishes(stop=self._stop_wanted, save=save)
 
     def _save(self, checkpointer: Checkpointer, step: int) -> None:
         self._heartbeat.beat(phase=Phase.SAVE)
         if self._metrics is not None:
             self._metrics.flush()
         fresh = checkpointer.save(step)
+        assert self._saves is not None  # noqa: S101 set before the first step
+        self._saves.saved(step)
         if self._metrics is not None:
             self._metrics.checkpoint(step)
         if fresh and self.rank == 0:
@@ -200,18 +201,19 @@ class Session:
                 self._checkpoints, retention_policy(self.job.checkpoint), protect={step}
             )
 
-    def _record(self, step: Step, step_s: float) -> None:
-        if self._metrics is None or step.agreement is None:
+    def _record(self, step: Step, loss: float, step_s: float) -> None:
+        if self._metrics is None:
             return
         assert self._training is not None  # noqa: S101 checked by steps()
         assert self._loader is not None  # noqa: S101 checked by steps()
         scheduler = self._training.scheduler
+        lr = scheduler.get_last_lr()[0] if scheduler is not None else self.job.optimizer.lr
         self._metrics.step(
             StepRecord(
                 step=step.number,
-                loss=step.agreement.loss,
+                loss=loss,
                 grad_norm=step.grad_norm,
-                lr=scheduler.get_last_lr()[0] if scheduler is not None else self.job.optimizer.lr,
+                lr=float(lr),
                 tokens_per_s=self._tokens_per_step / step_s,
                 mfu=self._mfu(step_s),
                 at_s=time.time(),
@@ -237,12 +239,6 @@ class Session:
             self._metrics.close()
         dist.barrier()
         dist.destroy_process_group()
-
-    def _on_collective(self, entering: bool) -> None:  # noqa: FBT001 a pair of events
-        if entering:
-            self._heartbeat.enter_collective()
-        else:
-            self._heartbeat.leave_collective()
 
     def _on_terminate(self, _number: int, _frame: object) -> None:
         """Inside the loop the step boundary answers; before it there is nothing to save."""

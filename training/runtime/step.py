@@ -15,9 +15,11 @@ from typing import Any, Protocol, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from training.monitor.heartbeat import HeartbeatWriter
 from training.runtime.errors import NotApplied, NumericAnomaly
 
 MicroBatch = tuple[Tensor, Tensor]
@@ -30,7 +32,7 @@ class Scheduler(Protocol):
         """Advance by one optimizer step."""
         ...
 
-    def get_last_lr(self) -> list[float]:
+    def get_last_lr(self) -> Sequence[float | Tensor]:
         """Learning rate per parameter group."""
         ...
 
@@ -88,7 +90,7 @@ class Step:
         training: Training,
         device: torch.device,
         wishes: Callable[[int], Wishes],
-        on_collective: Callable[[bool], None],
+        heartbeat: HeartbeatWriter,
     ) -> None:
         self.number = number
         self.agreement: Agreement | None = None
@@ -97,7 +99,7 @@ class Step:
         self._training = training
         self._device = device
         self._wishes = wishes
-        self._on_collective = on_collective
+        self._heartbeat = heartbeat
         self._loss_sum = torch.zeros((), device=device)
 
     def __enter__(self) -> Self:
@@ -138,7 +140,7 @@ class Step:
         share = loss / len(self._batch)
         self._loss_sum += share.detach()
         scaler = self._training.scaler
-        (scaler.scale(share) if scaler is not None else share).backward()
+        (scaler.scale(share) if scaler is not None else share).backward()  # type: ignore[no-untyped-call]
 
     def apply(self) -> None:
         """Clip, agree, and let the optimizer run.
@@ -161,7 +163,7 @@ class Step:
         if training.scheduler is not None:
             training.scheduler.step()
         training.optimizer.zero_grad(set_to_none=True)
-        self.grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        self.grad_norm = _norm_value(norm)
         self.agreement = agreement
 
     def _agree(self) -> Agreement:
@@ -173,16 +175,20 @@ class Step:
                 torch.tensor(float(wishes.save), device=self._device),
             ]
         )
-        self._on_collective(True)  # noqa: FBT003 entering
+        self._heartbeat.enter_collective()
         dist.all_reduce(vote)
         loss_sum, stop, save = vote.tolist()
-        self._on_collective(False)  # noqa: FBT003 leaving
+        self._heartbeat.leave_collective()
         return Agreement(loss_sum / dist.get_world_size(), stop > 0, save > 0)
+
+
+def _norm_value(norm: Tensor) -> float:
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def _reduce_gradients(model: nn.Module, *, when: bool) -> None:
     """Switch the gradient reduction of the coming backward on or off."""
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = when
-    elif hasattr(model, "set_requires_gradient_sync"):
+    elif isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(when)

@@ -74,9 +74,7 @@ class RestartSpec(Section):
     pod_retries: int = Field(
         0, ge=0, le=128, description="replace only the broken node this often (pod-retry-num)"
     )
-    spare_wait_s: float = Field(
-        60.0, ge=0, description="seconds to wait for a healthy spare node"
-    )
+    spare_wait_s: float = Field(60.0, ge=0, description="seconds to wait for a healthy spare node")
     allow_without_isolation: bool = Field(
         True, description="no spare: may the job go back to nodes that were to be isolated"
     )

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from storage.address import open_store, without_secrets, worker_environment
+from storage.address import StorageSpec, open_store, worker_environment
 from storage.checkpoint import CheckpointStore
 from training.agent.protocol import AgentState, StartOrder
 from training.diagnosis.classify import diagnose
@@ -32,11 +32,13 @@ from training.policy.records import (
     CheckpointSeen,
     DataReady,
     Decided,
+    FirstStep,
     Placed,
     RunCreated,
     RunEnded,
     RungFailed,
 )
+from training.runtime.metrics import StepRecord
 from training.supervisor.watch import AttemptEnd, AttemptWatch, EndKind, Progress
 from training.trainer.data.prepare import PrepareResult
 
@@ -60,23 +62,41 @@ class Verdict:
         return self.decision is not None and self.decision.rung in RESTARTS_IN_PLACE
 
 
-def job_document(job: Job) -> Job:
-    """The job without secrets, as it may be written to disk and shown."""
-    return job.model_copy(update={"storage": without_secrets(job.storage)})
+def remember_job(home: Path, job: Job) -> None:
+    """Note on this machine where a run's storage is, for commands that get its name alone."""
+    path = job_path(home, job.run_id)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(job.model_dump_json(indent=1), encoding="utf-8")
+
+
+def job_path(home: Path, run_id: str) -> Path:
+    """Where `remember_job` keeps the job of a run."""
+    return home / "runs" / run_id / "job.json"
 
 
 class Run:
-    """One run, supervised by this process."""
+    """One run, supervised by this process.
 
-    def __init__(self, job: Job, *, home: Path, cwd: Path | None = None) -> None:
+    Args:
+        job: what is run.
+        home: Perdure's folder on this machine.
+        storage: the job's storage with credentials filled in; default: as the job has it.
+        cwd: folder the workers start in when the job names none; default: the caller's.
+    """
+
+    def __init__(
+        self, job: Job, *, home: Path, storage: StorageSpec | None = None, cwd: Path | None = None
+    ) -> None:
         self.job = job
-        self.store = open_store(job.storage)
+        self._storage = storage or job.storage
+        self.store = open_store(self._storage)
         self.checkpoints = CheckpointStore(self.store, job.run_id)
         self.ledger = Ledger(self.store, job.run_id)
         self._home = home
         self._cwd = str((Path(job.worker.cwd) if job.worker.cwd else cwd or Path.cwd()).resolve())
         self._engine: Engine | None = None
         self.history = RunHistory()
+        self._first_steps: set[tuple[int, int]] = set()
 
     def take(self) -> RunHistory:
         """Become the run's supervisor, creating the run when it is new.
@@ -85,23 +105,25 @@ class Run:
             RunConflict: another supervisor lives, or the run belongs to a different job.
         """
         before = self.ledger.read()
-        document = job_document(self.job).model_dump(mode="json")
+        document = self.job.model_dump(mode="json")
         if before.job is not None:
             _refuse_other_job(self.job, Job.model_validate(before.job))
         history = self.ledger.take(Identity.of_this_process())
         if history.job is None:
             self.ledger.append(RunCreated, job=document)
+        remember_job(self._home, self.job)
         self._engine = LocalEngine(
             self.job,
             home=self._home,
             epoch=self.ledger.epoch,
-            secrets_env=worker_environment(self.job.storage),
+            secrets_env=worker_environment(self._storage),
         )
         return self.refresh()
 
     def refresh(self) -> RunHistory:
         """Re-read the ledger."""
         self.history = self.ledger.read()
+        self._first_steps = {a.key for a in self.history.attempts if a.first_step is not None}
         return self.history
 
     @property
@@ -224,7 +246,7 @@ class Run:
     def _new_placement(self, rung: Rung, current: Placement | None) -> Placement:
         history, nodes = self.history, self.engine.nodes()
         avoid = history.isolated
-        if rung is Rung.JOB_RESCHEDULE and self._may_go_back(nodes, avoid):
+        if rung is Rung.JOB_RESCHEDULE and self._may_go_back(avoid):
             avoid = ()
         if rung is Rung.POD_RESCHEDULE and current is not None:
             self.engine.adopt(current)
@@ -238,7 +260,7 @@ class Run:
         self.engine.submit(placement)
         return placement
 
-    def _may_go_back(self, nodes: object, avoid: tuple[str, ...]) -> bool:
+    def _may_go_back(self, avoid: tuple[str, ...]) -> bool:
         """Whether too few healthy nodes are left and the policy lets the job use isolated ones."""
         left = len(self.engine.nodes()) - len(avoid)
         return left < self.job.engine.nodes and self.job.restart.allow_without_isolation
@@ -250,12 +272,11 @@ class Run:
 
     def _begin(self, placement: Placement) -> AttemptView:
         number = len(self.history.attempts_in(placement.number)) + 1
-        newest = self.checkpoints.latest()
         self.ledger.append(
             AttemptStarted,
             placement=placement.number,
             attempt=number,
-            from_step=newest.step if newest is not None else 0,
+            from_step=self.checkpoints.latest() or 0,
         )
         view = self.refresh().open_attempt
         assert view is not None  # noqa: S101 just appended
@@ -288,16 +309,29 @@ class Run:
             grace_s=job.engine.grace_s,
             log_path=job.log_path,
             variables={v.name: v.value for v in worker_variables(job)},
-            job=job_document(job).model_dump_json(),
+            job=job.model_dump_json(),
             data_manifest_key=data_manifest_key,
         )
 
     def _on_progress(
         self, view: AttemptView, progress: Progress, then: Callable[[Progress], None]
     ) -> None:
+        if view.key not in self._first_steps and progress.steps:
+            self._record_first_step(view, progress.steps[0])
         for step in progress.checkpoints:
             self._record_checkpoint(view, step)
         then(progress)
+
+    def _record_first_step(self, view: AttemptView, record: StepRecord) -> None:
+        self._first_steps.add(view.key)
+        placement, attempt = view.key
+        self.ledger.append(
+            FirstStep,
+            placement=placement,
+            attempt=attempt,
+            step=record.step,
+            stepped_s=record.at_s,
+        )
 
     def _record_checkpoint(self, view: AttemptView, step: int) -> None:
         known = {(seen.placement, seen.attempt, seen.step) for seen in self.history.checkpoints}
@@ -412,4 +446,4 @@ def _refuse_other_job(job: Job, before: Job) -> None:
             )
 
 
-__all__ = ["Run", "RunConflict", "Verdict", "job_document"]
+__all__ = ["Run", "Verdict", "job_path"]

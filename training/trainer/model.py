@@ -39,7 +39,7 @@ class Attention(nn.Module):
         return self.output(y_BHSN.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def _heads(self, x: Tensor, count: int) -> Tensor:
-        return x.unflatten(-1, (count, self.head_size)).transpose(1, 2)
+        return x.view(*x.shape[:-1], count, self.head_size).transpose(1, 2)
 
 
 class SwiGLU(nn.Module):
@@ -70,8 +70,8 @@ class Block(nn.Module):
     def forward(self, x_BSD: Tensor, cos_SN: Tensor, sin_SN: Tensor) -> Tensor:
         """[B, S, D] to [B, S, D]."""
         attended_BSD = self.attention(self.attention_norm(x_BSD), cos_SN, sin_SN)
-        x_BSD = x_BSD + self.dropout(attended_BSD)  # noqa: N806 shape suffix
-        out_BSD: Tensor = x_BSD + self.dropout(self.ffn(self.ffn_norm(x_BSD)))  # noqa: N806
+        x_BSD = x_BSD + self.dropout(attended_BSD)
+        out_BSD: Tensor = x_BSD + self.dropout(self.ffn(self.ffn_norm(x_BSD)))
         return out_BSD
 
 
@@ -86,7 +86,7 @@ class Decoder(nn.Module):
         self.embedding = nn.Embedding(vocab_size, spec.hidden_size)
         self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.num_layers))
         self.norm = nn.RMSNorm(spec.hidden_size, eps=spec.norm_eps)
-        cos_SN, sin_SN = rotary_tables(spec)  # noqa: N806 shape suffix
+        cos_SN, sin_SN = rotary_tables(spec)
         # Computed from the sizes, so not part of a checkpoint.
         self.register_buffer("cos_SN", cos_SN, persistent=False)
         self.register_buffer("sin_SN", sin_SN, persistent=False)
@@ -99,10 +99,10 @@ class Decoder(nn.Module):
     def logits(self, inputs_BS: Tensor) -> Tensor:
         """Next-token scores, [B, S, V]."""
         seq_len = inputs_BS.shape[1]
-        cos_SN, sin_SN = self.cos_SN[:seq_len], self.sin_SN[:seq_len]  # noqa: N806 shape suffix
-        x_BSD = self.embedding(inputs_BS)  # noqa: N806 shape suffix
+        cos_SN, sin_SN = self.cos_SN[:seq_len], self.sin_SN[:seq_len]
+        x_BSD = self.embedding(inputs_BS)
         for block in self.blocks:
-            x_BSD = block(x_BSD, cos_SN, sin_SN)  # noqa: N806 shape suffix
+            x_BSD = block(x_BSD, cos_SN, sin_SN)
         return F.linear(self.norm(x_BSD), self.embedding.weight)
 
     def _init_weights(self, spec: ModelSpec) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from training.specs.model import ParallelKind, ParallelSpec, Precision
@@ -44,7 +44,7 @@ def _shard(
     precision: Precision,
     device: torch.device,
     world_size: int,
-) -> FSDPModule:
+) -> nn.Module:
     replicas = spec.replicas or 1
     shape = (replicas, world_size // replicas) if spec.replicas else (world_size,)
     names = ("replicate", "shard") if spec.replicas else ("shard",)
@@ -52,4 +52,5 @@ def _shard(
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[precision], reduce_dtype=torch.float32)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)  # in place: the model is an FSDPModule now
+    return model

@@ -1,0 +1,281 @@
+"""The `perdure` command.
+
+Exit codes: 0 fine, 1 the run failed, 2 the input is wrong. Prefect reads its settings when it
+is imported, so whatever imports it does so inside the command, after the server is known.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from perdure import server
+from perdure.demo import demo_faults, demo_job
+from storage.address import open_store
+from storage.errors import StorageError
+from training.environment import check_environment, worker_variables
+from training.errors import InputError, PerdureError
+from training.home import home_folder
+from training.inject import Injector
+from training.job import Job, departures, load_job, parse_job
+from training.ledger import Ledger
+from training.policy.history import RunHistory
+from training.policy.ladder import ladder_markdown
+from training.preflight import check_job
+from training.runtime.metrics import kept_steps
+from training.supervisor.report import AttemptRow, attempt_rows, effective_ratio
+from training.supervisor.run import job_path
+from training.trainer.data.tokenizer import open_tokenizer
+
+EXIT_FAILED = 1
+EXIT_INPUT = 2
+
+app = typer.Typer(
+    help="Pretraining that outlasts its faults.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+server_app = typer.Typer(help="The Prefect server of this machine.", no_args_is_help=True)
+app.add_typer(server_app, name="server")
+
+JobFile = Annotated[Path, typer.Argument(help="job file (YAML or JSON)", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a field")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="for scripts")]
+RunId = Annotated[str, typer.Argument(help="run_id of the job", show_default=False)]
+
+
+@app.command()
+def run(job_file: JobFile, overrides: Overrides = None) -> None:
+    """Run the pretrain flow in this process; start it again to adopt a living run."""
+    job = load_job(job_file, overrides or ())
+    _check(job)
+    _warn_of_departures(job)
+    raise typer.Exit(_supervise(job))
+
+
+@app.command()
+def demo() -> None:
+    """Run the main job on this machine, kill a worker and a node, and watch it go on."""
+    home = home_folder()
+    job = demo_job(home)
+    _check(job)
+    injector = demo_faults(home, job.run_id)
+    code = _supervise(job, injector)
+    console = Console()
+    for name, pids in injector.fired.items():
+        console.print(f"injected: {name}, {len(pids)} processes", highlight=False)
+    missing = [i.name for i in injector.injections if not injector.fired.get(i.name)]
+    if missing:
+        raise PerdureError(f"did not fire: {', '.join(missing)}")
+    raise typer.Exit(code)
+
+
+@app.command()
+def preflight(job_file: JobFile, overrides: Overrides = None, *, as_json: AsJson = False) -> None:
+    """Check a job against this machine without starting anything."""
+    job = load_job(job_file, overrides or ())
+    _check(job)
+    lines = _departures(job)
+    if as_json:
+        print(json.dumps({"ok": True, "warnings": lines}))
+        return
+    _warn_of_departures(job)
+    Console().print(f"{job.run_id}: world size {job.world_size}, everything found", highlight=False)
+
+
+@app.command()
+def env(job_file: JobFile, overrides: Overrides = None, *, as_json: AsJson = False) -> None:
+    """Print the HCCL and torch environment of a job's workers, with the reasons."""
+    job = load_job(job_file, overrides or ())
+    check_environment(job)
+    variables = worker_variables(job)
+    if as_json:
+        print(json.dumps([asdict(variable) for variable in variables], indent=1))
+        return
+    table = Table(header_style="bold")
+    for name in ("variable", "value", "why"):
+        table.add_column(name, overflow="fold")
+    for variable in variables:
+        table.add_row(variable.name, variable.value, variable.why)
+    Console().print(table)
+
+
+@app.command()
+def ladder(*, markdown: Annotated[bool, typer.Option("--markdown")] = False) -> None:
+    """Print the recovery ladder from the tables that drive it."""
+    text = ladder_markdown()
+    if markdown or not sys.stdout.isatty():
+        print(text)
+        return
+    from rich.markdown import Markdown  # noqa: PLC0415 only for a person
+
+    Console().print(Markdown(text))
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of a job file."""
+    print(json.dumps(Job.model_json_schema(), indent=1))
+
+
+@app.command()
+def show(job_file: JobFile, overrides: Overrides = None) -> None:
+    """Print a job as JSON, for `prefect deployment run 'pretrain/local' -p job=...`."""
+    print(load_job(job_file, overrides or ()).model_dump_json())
+
+
+@app.command()
+def status(run_id: RunId, *, as_json: AsJson = False) -> None:
+    """Show how a run stands, from its ledger alone."""
+    job, history = _known_run(run_id)
+    rows = attempt_rows(history)
+    kept = kept_steps(open_store(job.storage), run_id)
+    document = {
+        "run_id": run_id,
+        "state": history.ended.outcome if history.ended else "running",
+        "committed_step": history.committed_step,
+        "target_step": None if job.worker.is_command else job.steps,
+        "ettr": _ettr(history, kept),
+        "isolated": list(history.isolated),
+        "attempts": [asdict(row) for row in rows],
+    }
+    if as_json:
+        print(json.dumps(document, indent=1))
+        return
+    console = Console()
+    for name in ("run_id", "state", "committed_step", "target_step", "ettr", "isolated"):
+        console.print(f"{name}: {document[name]}", highlight=False)
+    _print_attempts(console, rows)
+
+
+@app.command()
+def cancel(run_id: RunId) -> None:
+    """Stop a run: its workers save and end, its containers go away."""
+    job, _ = _known_run(run_id)
+    server.use_server()
+    from tasks.cancel import cancel_run  # noqa: PLC0415 imports Prefect
+
+    print(cancel_run(job))
+
+
+@server_app.command("start")
+def server_start() -> None:
+    """Start the server unless one runs."""
+    record = server.find_server() or server.start_server()
+    print(f"Prefect UI: {record.ui_url}\nexport PREFECT_API_URL={record.api_url}")
+
+
+@server_app.command("stop")
+def server_stop() -> None:
+    """Stop it."""
+    print("stopped" if server.stop_server() else "no server was running")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point: one line on stderr and the right exit code for every expected error."""
+    try:
+        app(arguments)
+    except InputError as error:
+        _fail(str(error), EXIT_INPUT)
+    except (PerdureError, StorageError) as error:
+        _fail(str(error), EXIT_FAILED)
+
+
+def _fail(message: str, code: int) -> None:
+    print(f"perdure: {' '.join(message.split())}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def _check(job: Job) -> None:
+    # A credentials block lives in the Prefect server; the flow's preflight checks with it.
+    storage = job.storage if job.storage.credentials_block is None else None
+    check_job(job, storage=storage)
+
+
+def _departures(job: Job) -> list[str]:
+    if job.worker.is_command:
+        return []
+    vocab_size = open_tokenizer(job.tokenizer).vocab_size
+    return list(departures(job, job.model.num_parameters(vocab_size)))
+
+
+def _warn_of_departures(job: Job) -> None:
+    for line in _departures(job):
+        print(f"perdure: recommended otherwise: {line}", file=sys.stderr)
+
+
+def _supervise(job: Job, injector: Injector | None = None) -> int:
+    """Run the flow under a live view, then print the table. Returns the exit code."""
+    console = Console()
+    with console.status("starting the Prefect server"):
+        ui_url = server.use_server()
+        os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
+        from flows.pretrain import pretrain  # noqa: PLC0415 see the module's first lines
+        from perdure.live import LiveView  # noqa: PLC0415 imports Prefect
+        from tasks.observe import Observation, observed_by  # noqa: PLC0415 imports Prefect
+
+    def inject(observation: Observation) -> None:
+        if injector is not None and observation.steps:
+            injector.on_step(observation.steps[-1].step)
+
+    view = LiveView(console, ui_url=ui_url)
+    with view, observed_by(view.observe), observed_by(inject):
+        state = _run_flow(lambda: pretrain(job, return_state=True))
+    _print_outcome(console, job, ui_url)
+    message = state.message or state.name
+    console.print(f"{state.type.value.lower()}: {message}", highlight=False, soft_wrap=True)
+    return 0 if state.is_completed() else EXIT_FAILED
+
+
+def _run_flow(flow: Callable[[], Any]) -> Any:
+    try:
+        return flow()
+    except KeyboardInterrupt:
+        raise PerdureError("cancelled: the processes of the run are stopped") from None
+
+
+def _print_outcome(console: Console, job: Job, ui_url: str) -> None:
+    store = open_store(job.storage)
+    history = Ledger(store, job.run_id).read()
+    _print_attempts(console, attempt_rows(history))
+    kept = kept_steps(store, job.run_id)
+    if kept:
+        picture = home_folder() / "runs" / job.run_id / "loss.png"
+        picture.write_bytes(store.get(f"runs/{job.run_id}/loss.png"))
+        console.print(f"steps kept: {len(kept)}, ETTR {_ettr(history, kept):.1%}", highlight=False)
+        console.print(f"loss picture: {picture}", highlight=False, soft_wrap=True)
+    console.print(f"Prefect UI: {ui_url}", highlight=False, soft_wrap=True)
+
+
+def _print_attempts(console: Console, rows: Sequence[AttemptRow]) -> None:
+    from perdure.live import attempts_table  # noqa: PLC0415 imports Prefect
+
+    if rows:
+        console.print(attempts_table(rows))
+
+
+def _ettr(history: RunHistory, kept: Any) -> float:
+    import time  # noqa: PLC0415
+
+    return round(effective_ratio(history, kept, now_s=time.time()), 4)
+
+
+def _known_run(run_id: str) -> tuple[Job, RunHistory]:
+    path = job_path(home_folder(), run_id)
+    try:
+        job = parse_job(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise InputError("RUN", f"{run_id!r}: no such run on this machine") from None
+    return job, Ledger(open_store(job.storage), run_id).read()

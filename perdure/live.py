@@ -1,0 +1,169 @@
+"""What a person sees on the terminal while a run goes on, and the table after it.
+
+On a terminal a live panel, otherwise one line per event. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from tasks.observe import Observation
+from training.policy.history import AttemptView, RunHistory
+from training.runtime.metrics import StepRecord
+from training.supervisor.report import AttemptRow
+
+PLAIN_EVERY_S = 5.0
+_SPARKS = "▁▂▃▄▅▆▇█"
+_SPARK_WIDTH = 60
+_NUM_EVENTS = 8
+
+
+class LiveView:
+    """Shows observations of one run; give its `observe` to the run."""
+
+    def __init__(self, console: Console, *, ui_url: str) -> None:
+        self._console = console
+        self._ui_url = ui_url
+        self._lock = threading.Lock()
+        self._seen: Observation | None = None
+        self._losses: deque[float] = deque(maxlen=4096)
+        self._events: deque[str] = deque(maxlen=_NUM_EVENTS)
+        self._known_events: set[str] = set()
+        self._printed_s = 0.0
+        self._live = Live(
+            console=console, get_renderable=self._render, refresh_per_second=4, transient=True
+        )
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._console.is_terminal:
+            self._live.stop()
+
+    def observe(self, observation: Observation) -> None:
+        """Take in what the run says; called from the flow's thread."""
+        with self._lock:
+            fresh = [e for e in _events(observation.history) if e not in self._known_events]
+            self._known_events.update(fresh)
+            self._events.extend(fresh)
+            changed = self._seen is None or self._seen.activity != observation.activity
+            self._seen = observation
+            self._losses.extend(record.loss for record in observation.steps)
+        if not self._console.is_terminal:
+            self._print(observation, fresh, changed=changed)
+
+    def _print(self, seen: Observation, fresh: Sequence[str], *, changed: bool) -> None:
+        for event in fresh:
+            self._console.print(event, highlight=False, soft_wrap=True, markup=False)
+        due = bool(seen.steps) and time.monotonic() - self._printed_s > PLAIN_EVERY_S
+        if changed or due:
+            self._printed_s = time.monotonic()
+            line = f"{_attempt_of(seen.history)}: {_step_line(seen)} {seen.activity}"
+            self._console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+    def _render(self) -> RenderableType:
+        with self._lock:
+            seen, losses, events = self._seen, list(self._losses), list(self._events)
+        if seen is None:
+            return Panel("starting", title="perdure", border_style="blue")
+        recovering = "recover" in seen.activity
+        style = "bold yellow" if recovering else "bold green"
+        rows: list[RenderableType] = [Text(seen.activity, style=style)]
+        done = seen.last.step if seen.last is not None else 0
+        if seen.target_step is not None:
+            rows.append(ProgressBar(total=seen.target_step, completed=done, width=_SPARK_WIDTH))
+        rows.append(Text(_step_line(seen)))
+        if losses:
+            rows.append(Text(f"loss {sparkline(losses, _SPARK_WIDTH)}", style="cyan"))
+        rows += [Text(event, style="yellow", overflow="ellipsis", no_wrap=True) for event in events]
+        rows.append(Text(f"Prefect UI: {self._ui_url}", style="dim"))
+        title = f"perdure: {seen.run_id}, {_attempt_of(seen.history)}"
+        return Panel(Group(*rows), title=title, border_style="yellow" if recovering else "blue")
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The values as a line of block characters, averaged down to `width` of them."""
+    size = max(1, -(-len(values) // width))
+    means = [
+        sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)
+    ]
+    low, high = min(means), max(means)
+    span = (high - low) or 1.0
+    return "".join(_SPARKS[round((mean - low) / span * (len(_SPARKS) - 1))] for mean in means)
+
+
+def attempts_table(rows: Sequence[AttemptRow]) -> Table:
+    """The table of attempts for a terminal."""
+    table = Table(title="Attempts", title_justify="left", header_style="bold")
+    for name in (
+        "placement", "attempt", "nodes", "MA_SCHEDULE_CNT", "MA_PROC_START_CNT", "from step",
+        "to step", "fault", "rung", "s to next step",
+    ):  # fmt: skip
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(
+            str(row.placement),
+            str(row.attempt),
+            row.nodes,
+            row.schedule_cnt,
+            row.proc_start_cnt,
+            str(row.from_step),
+            _text(row.to_step),
+            row.fault or row.outcome,
+            row.rung,
+            _text(row.seconds_to_next_step),
+        )
+    return table
+
+
+def _text(value: float | None) -> str:
+    return "" if value is None else str(value)
+
+
+def _attempt_of(history: RunHistory) -> str:
+    return "attempt {}.{}".format(*history.attempts[-1].key) if history.attempts else "no attempt"
+
+
+def _step_line(seen: Observation) -> str:
+    record: StepRecord | None = seen.last
+    if record is None:
+        return ""
+    mfu = f", MFU {record.mfu:.1%}" if record.mfu is not None else ""
+    return (
+        f"step {record.step}/{seen.target_step or '?'} loss {record.loss:.4f} "
+        f"{record.tokens_per_s:,.0f} tokens/s{mfu}"
+    )
+
+
+def _events(history: RunHistory) -> list[str]:
+    """One line per fault and decision of the run so far."""
+    return [_event(view) for view in history.attempts if view.decided is not None]
+
+
+def _event(view: AttemptView) -> str:
+    assert view.decided is not None  # noqa: S101 filtered by the caller
+    fault = view.ended.fault if view.ended is not None else None
+    what = f"{fault.fault_class}: {fault.evidence}" if fault is not None else "?"
+    isolated = f", {view.decided.isolate} isolated" if view.decided.isolate else ""
+    placement, attempt = view.key
+    return f"fault in attempt {placement}.{attempt}: {what} -> {view.decided.rung}{isolated}"

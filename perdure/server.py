@@ -1,0 +1,172 @@
+"""The Prefect server of this machine, for those who have none configured.
+
+SQLite, loopback, in `$PERDURE_HOME/prefect`; it outlives the command that started it, so that
+the UI can be looked at after a run. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from training.errors import PerdureError
+from training.home import home_folder
+
+PORTS = range(4200, 4300)
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 20.0
+
+# Long runs need more patience with a server that is down than the client's default minute, and
+# a heartbeat that the resurrecting automations can rely on.
+CLIENT_SETTINGS = {
+    "PREFECT_CLIENT_MAX_RETRIES": "10",
+    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
+}
+SERVER_SETTINGS = {
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "DO_NOT_TRACK": "1",
+    # In memory, the default, a restarted server ends runs that hold a concurrency slot (3.8.8).
+    "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": (
+        "prefect.server.concurrency.lease_storage.filesystem"
+    ),
+}
+
+
+class ServerRecord(BaseModel):
+    """The server that runs on this machine."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    pid: int
+    process_started_s: float
+    port: int
+
+    @property
+    def api_url(self) -> str:
+        """What PREFECT_API_URL is set to."""
+        return f"http://127.0.0.1:{self.port}/api"
+
+    @property
+    def ui_url(self) -> str:
+        """What a person opens."""
+        return f"http://127.0.0.1:{self.port}"
+
+
+def configured_api() -> str | None:
+    """The API address that environment or profile give, None when there is none."""
+    # Reading settings imports Prefect: a second that a mistyped job should not cost.
+    from prefect.settings import PREFECT_API_URL  # noqa: PLC0415
+
+    url: str | None = PREFECT_API_URL.value()
+    return url
+
+
+def use_server() -> str:
+    """Make sure that a Prefect server answers; call before Prefect is imported.
+
+    Returns:
+        Address of the UI.
+
+    Raises:
+        PerdureError: the server did not start.
+    """
+    for name, value in CLIENT_SETTINGS.items():
+        os.environ.setdefault(name, value)
+    given = os.environ.get("PREFECT_API_URL") or configured_api()
+    if given:
+        return given.removesuffix("/api")
+    record = find_server() or start_server()
+    os.environ["PREFECT_API_URL"] = record.api_url
+    return record.ui_url
+
+
+def find_server() -> ServerRecord | None:
+    """The server started before, when it is alive and answers."""
+    try:
+        record = ServerRecord.model_validate_json(_record_path().read_text(encoding="utf-8"))
+        process = psutil.Process(record.pid)
+        if abs(process.create_time() - record.process_started_s) > 1.0:
+            return None
+    except (OSError, ValidationError, psutil.NoSuchProcess):
+        return None
+    return record if _answers(record) else None
+
+
+def start_server() -> ServerRecord:
+    """Start a server of its own session and wait until it answers.
+
+    Raises:
+        PerdureError: it ended, or did not answer in time.
+    """
+    folder = _record_path().parent
+    folder.mkdir(parents=True, exist_ok=True)
+    port = _free_port()
+    log_path = folder / "server.log"
+    with log_path.open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "prefect", "server", "start", "--port", str(port)],
+            env={**os.environ, **SERVER_SETTINGS, "PREFECT_HOME": str(folder)},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    started_s = psutil.Process(process.pid).create_time()
+    record = ServerRecord(pid=process.pid, process_started_s=started_s, port=port)
+    _record_path().write_text(record.model_dump_json(), encoding="utf-8")
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while not _answers(record):
+        if process.poll() is not None or time.monotonic() > deadline_s:
+            raise PerdureError(f"the Prefect server did not start; see {log_path}")
+        time.sleep(0.3)
+    return record
+
+
+def stop_server() -> bool:
+    """End the server of this machine. Whether there was one."""
+    record = find_server()
+    _record_path().unlink(missing_ok=True)
+    if record is None:
+        return False
+    process = psutil.Process(record.pid)
+    family = [process, *process.children(recursive=True)]
+    process.send_signal(signal.SIGTERM)
+    _, alive = psutil.wait_procs(family, timeout=STOP_TIMEOUT_S)
+    for straggler in alive:
+        straggler.kill()
+    return True
+
+
+def _answers(record: ServerRecord) -> bool:
+    try:
+        return httpx.get(f"{record.api_url}/health", timeout=2.0).status_code == httpx.codes.OK
+    except httpx.HTTPError:
+        return False
+
+
+def _record_path() -> Path:
+    return home_folder() / "prefect" / "server.json"
+
+
+def _free_port() -> int:
+    for port in PORTS:
+        with socket.socket() as probe:
+            # As the server itself binds, or a port in TIME_WAIT would look taken.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise PerdureError(
+        f"no free port from {PORTS.start} to {PORTS.stop - 1} for the Prefect server"
+    )

@@ -1,0 +1,45 @@
+"""Storage credentials kept in Prefect: a block whose secrets are encrypted in its database."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from prefect.blocks.core import Block
+from pydantic import Field, SecretStr
+
+from storage.address import StorageSpec
+from training.errors import InputError
+
+
+class ObjectStoreCredentials(Block):
+    """Keys of an OBS or S3 store; a job names the block in storage.credentials_block."""
+
+    _block_type_name: ClassVar[str] = "Perdure Object Store Credentials"
+    _block_type_slug: ClassVar[str] = "perdure-object-store-credentials"
+
+    access_key: SecretStr = Field(description="access key id")
+    secret_key: SecretStr = Field(description="secret access key")
+    session_token: SecretStr | None = Field(None, description="token of temporary keys")
+
+
+def resolve_storage(spec: StorageSpec) -> StorageSpec:
+    """The storage of a job with the keys of its block filled in, if it names one.
+
+    Raises:
+        InputError: no such block.
+    """
+    if spec.credentials_block is None:
+        return spec
+    try:
+        block: Any = ObjectStoreCredentials.load(spec.credentials_block)
+    except ValueError as error:
+        raise InputError(
+            "storage.credentials_block", f"{spec.credentials_block!r}: no such Prefect block"
+        ) from error
+    return spec.model_copy(
+        update={
+            "access_key": block.access_key,
+            "secret_key": block.secret_key,
+            "session_token": block.session_token,
+        }
+    )

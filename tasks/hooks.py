@@ -1,0 +1,56 @@
+"""Flow hooks: what is left to do when the flow run is over but its process may be gone.
+
+`on_cancellation`, and `on_crashed` after a kill, run in a new process of the worker: they
+rely on the ledger and the engine alone and may run a second time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import Flow
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.logging.loggers import flow_run_logger
+
+from tasks.credentials import resolve_storage
+from training.errors import RunConflict
+from training.home import home_folder
+from training.job import Job
+from training.supervisor.run import Run
+
+
+def take_down(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:  # noqa: ARG001
+    """After a cancellation: no process of the run is left, and the ledger says why."""
+    logger = flow_run_logger(flow_run, flow)
+    run = _run_of(flow_run)
+    history = run.ledger.read()
+    if history.job is None or history.ended is not None:
+        return
+    try:
+        run.take()
+    except RunConflict as error:
+        logger.warning("not taken down: %s", error)
+        return
+    run.end("cancelled", "cancelled")
+    logger.info("run %s is taken down", run.job.run_id)
+
+
+def leave_adoptable(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:  # noqa: ARG001
+    """After a crash: a living attempt goes on until it is adopted, idle containers end."""
+    logger = flow_run_logger(flow_run, flow)
+    run = _run_of(flow_run)
+    history = run.ledger.read()
+    if history.job is None or history.ended is not None:
+        return
+    if history.open_attempt is not None:
+        logger.warning(
+            "the supervisor is gone; attempt %d.%d goes on and waits to be adopted",
+            *history.open_attempt.key,
+        )
+        return
+    logger.warning("the supervisor is gone between two attempts; start the run again")
+
+
+def _run_of(flow_run: FlowRun) -> Run:
+    job = Job.model_validate(flow_run.parameters["job"])
+    return Run(job, home=home_folder(), storage=resolve_storage(job.storage))

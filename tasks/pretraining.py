@@ -1,0 +1,185 @@
+"""The tasks of a pretraining run: one side effect each, idempotent.
+
+`train` stands for a placement and its Prefect retries are the in-place restarts; `attempt`,
+nested in it, is one start of the processes with a bar of its own in the timeline. The ladder
+has decided, and the decision is in the ledger, before a state is returned; the retry condition
+only carries it out. States that come from another run lose name and data in Prefect 3.8.8, so
+every task returns a fresh one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import get_run_logger, task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State, TaskRun
+from prefect.tasks import Task
+
+from storage.address import StorageSpec, open_store
+from tasks.credentials import resolve_storage
+from tasks.states import completed, failed
+from tasks.supervision import Supervision
+from training.engines.base import Placement
+from training.errors import InputError
+from training.job import Job, departures
+from training.policy.ladder import Rung
+from training.preflight import check_job
+from training.supervisor.run import Verdict
+from training.supervisor.watch import EndKind
+from training.trainer.data.prepare import PrepareResult, prepare
+from training.trainer.data.tokenizer import open_tokenizer
+
+# A task's name and message are what the UI shows of a recovery.
+STATE_NAMES = {
+    Rung.IN_PLACE_RESTART: "RestartInPlace",
+    Rung.HANG_RESTART: "RestartAfterHang",
+    Rung.POD_RESCHEDULE: "ReschedulePod",
+    Rung.JOB_RESCHEDULE_ISOLATED: "RescheduleIsolated",
+    Rung.JOB_RESCHEDULE: "RescheduleJob",
+    Rung.STOP: "Stopped",
+}
+# More than any ladder allows in a row; progress makes restarts free, so a run of weeks needs
+# room. When they run out the flow starts a further task on the same placement.
+IN_PLACE_RETRIES = 100
+
+
+@task(name="preflight", task_run_name="preflight", cache_policy=NO_CACHE)
+def preflight(job: Job) -> None:
+    """Check everything that can be checked before something is started.
+
+    Raises:
+        InputError: names field, value and what is allowed.
+    """
+    check_job(job, storage=resolve_storage(job.storage))
+    logger = get_run_logger()
+    if job.worker.is_command:
+        return
+    num_parameters = job.model.num_parameters(open_tokenizer(job.tokenizer).vocab_size)
+    for line in departures(job, num_parameters):
+        logger.warning("recommended otherwise: %s", line)
+
+
+@task(name="prepare_data", task_run_name="prepare_data", cache_policy=NO_CACHE)
+def prepare_data(job: Job, storage: StorageSpec) -> PrepareResult:
+    """Token shards and their manifest; skipped when they are there and whole."""
+    if job.data is None:
+        raise InputError("data", "is missing")
+    logger = get_run_logger()
+    result = prepare(job.data, open_tokenizer(job.tokenizer), open_store(storage), log=logger.info)
+    shards = len(result.manifest.shards)
+    counts = f"{shards} shards, {result.manifest.num_tokens:,} tokens"
+    if result.skipped:
+        message = f"manifest holds: {counts}, checked in {result.duration_s * 1e3:.0f} ms"
+        return completed(result, message, name="Cached")
+    message = (
+        f"{counts}: {result.written_shards} written, {result.reused_shards} reused, "
+        f"{result.damaged_shards} damaged ones redone, in {result.duration_s:.1f} s"
+    )
+    return completed(result, message)
+
+
+@task(name="place", cache_policy=NO_CACHE)
+def place(supervision: Supervision) -> Placement:
+    """Nodes and containers for the next attempt: the living ones, or new ones."""
+    placement = supervision.run.place(stop_wanted=supervision.stop_wanted)
+    avoid = supervision.run.refresh().isolated
+    supervision.tell_attempts()
+    kept_out = f"; isolated: {', '.join(avoid)}" if avoid else ""
+    message = f"placement {placement.number} on {', '.join(placement.nodes)}{kept_out}"
+    return completed(placement, message)
+
+
+def may_restart_in_place(_task: Task[..., Any], _task_run: TaskRun, state: State[Any]) -> bool:
+    """Whether the decision in the failed state is one that the same containers carry out.
+
+    Must be a plain function: Prefect 3.8.8 takes anything else for "never retry".
+    """
+    return isinstance(state.data, Verdict) and state.data.restarts_in_place
+
+
+def tell_reschedule(_task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> None:
+    """Post-mortem of a placement: the retries are over, the flow reschedules or stops."""
+    get_run_logger().warning("%s ends: %s: %s", task_run.name, state.name, state.message)
+
+
+@task(
+    name="train",
+    cache_policy=NO_CACHE,
+    retries=IN_PLACE_RETRIES,
+    retry_condition_fn=may_restart_in_place,
+    on_failure=[tell_reschedule],
+)
+def train(supervision: Supervision, placement: Placement, data_manifest_key: str | None) -> Verdict:
+    """Train on one placement; a retry of this task is an in-place restart."""
+    history = supervision.run.refresh()
+    number = len(history.attempts_in(placement.number))
+    adopted = history.open_attempt is not None
+    name = f"attempt {placement.number}.{number if adopted else number + 1}"
+    step = f" from step {history.committed_step}"
+    named = attempt.with_options(task_run_name=name + (" (adopted)" if adopted else step))
+    state = named(supervision, placement, data_manifest_key, return_state=True)
+    return _state_of(verdict_of(state))
+
+
+@task(name="attempt", cache_policy=NO_CACHE)
+def attempt(
+    supervision: Supervision, placement: Placement, data_manifest_key: str | None
+) -> Verdict:
+    """One start of the training processes, or the living one adopted, watched to its end."""
+    adopted = supervision.run.refresh().open_attempt is not None
+    supervision.says("watching an adopted attempt" if adopted else "starting processes")
+    verdict = supervision.run.attempt(
+        placement,
+        data_manifest_key=data_manifest_key,
+        stop_wanted=supervision.stop_wanted,
+        on_progress=supervision.on_progress,
+    )
+    if verdict.fault is not None and verdict.decision is not None:
+        supervision.reporter.fault(
+            verdict.placement, verdict.attempt, verdict.fault, verdict.decision
+        )
+        supervision.says(f"recovering: {_state_text(verdict)}")
+    supervision.tell_attempts()
+    return _state_of(verdict)
+
+
+def verdict_of(state: State[Verdict]) -> Verdict:
+    """The verdict in a state.
+
+    Raises:
+        Exception: the attempt could not be watched at all, which is no fault of the training.
+    """
+    verdict: Verdict | BaseException = state.result(raise_on_failure=False)
+    if isinstance(verdict, BaseException):
+        raise verdict
+    return verdict
+
+
+def _state_of(verdict: Verdict) -> Verdict:
+    if verdict.kind is EndKind.COMPLETED:
+        return completed(verdict, f"trained to step {verdict.step}")
+    if verdict.decision is None:
+        return completed(verdict, "stopped on request", name="StoppedOnRequest")
+    return failed(verdict, _state_text(verdict), name=STATE_NAMES[verdict.decision.rung])
+
+
+def _state_text(verdict: Verdict) -> str:
+    assert verdict.fault is not None  # noqa: S101 a decision answers a fault
+    assert verdict.decision is not None  # noqa: S101 likewise
+    step = f" at step {verdict.step}" if verdict.step is not None else ""
+    return (
+        f"{verdict.fault.fault_class} on {verdict.fault.where}{step}: "
+        f"{verdict.decision.rung} ({verdict.fault.evidence[:160]})"
+    )
+
+
+@task(name="report", task_run_name="report", cache_policy=NO_CACHE)
+def report(supervision: Supervision) -> None:
+    """The table of attempts, the checkpoints and the loss picture, in the UI and the store."""
+    supervision.run.refresh()
+    supervision.tell_attempts()
+    supervision.reporter.checkpoints(supervision.run.history)
+    supervision.tell_progress()
+    if not supervision.job.worker.is_command:
+        supervision.tell_picture()

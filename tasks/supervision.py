@@ -1,0 +1,216 @@
+"""The flow process as supervisor of a run: its threads, and what its end means.
+
+The supervisor is not the owner: when this process dies, the attempt goes on and the next
+supervisor adopts it. Only a cancellation takes the containers down. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import TracebackType
+from typing import Self
+from uuid import UUID
+
+import httpx
+from prefect.client.orchestration import get_client
+from prefect.exceptions import PrefectException
+from prefect.runtime import flow_run as flow_run_runtime
+
+from storage.errors import StorageError
+from tasks.credentials import resolve_storage
+from tasks.observe import Observation, publish
+from tasks.reporting import PROGRESS_PERIOD_S, Log, Reporter, progress_text
+from training.errors import RunConflict
+from training.home import home_folder
+from training.job import Job
+from training.ledger import RENEW_S
+from training.runtime.metrics import StepRecord, kept_steps
+from training.supervisor.report import attempt_rows, loss_picture
+from training.supervisor.run import Run
+from training.supervisor.watch import Progress
+
+CONTROL_PERIOD_S = 3.0
+
+
+class _Periodic(threading.Thread):
+    """Calls a function every so often until closed."""
+
+    def __init__(self, name: str, period_s: float) -> None:
+        super().__init__(name=name, daemon=True)
+        self._period_s = period_s
+        self._closed = threading.Event()
+
+    def run(self) -> None:
+        while not self._closed.wait(self._period_s):
+            self.tick()
+
+    def tick(self) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self._closed.set()
+
+
+class LeaseKeeper(_Periodic):
+    """Says in the store that this supervisor lives; notices when it has been superseded."""
+
+    def __init__(self, run: Run, logger: Log) -> None:
+        super().__init__("perdure-lease", RENEW_S)
+        self._run = run
+        self._logger = logger
+        self.superseded: RunConflict | None = None
+
+    def tick(self) -> None:
+        """Renew once."""
+        try:
+            self._run.ledger.renew()
+        except RunConflict as error:
+            self.superseded = error
+            self.close()
+        except StorageError as error:
+            self._logger.warning("supervisor lease not renewed: %s", error)
+
+
+class Control(_Periodic):
+    """Asks the server whether the run is to be cancelled.
+
+    A worker's own observer gives up for good after a server outage of half a minute (3.8.8),
+    and nobody watches a flow that was started in the foreground.
+    """
+
+    def __init__(self, flow_run_id: UUID) -> None:
+        super().__init__("perdure-control", CONTROL_PERIOD_S)
+        self._flow_run_id = flow_run_id
+        self.cancel_wanted = False
+
+    def tick(self) -> None:
+        """Ask once; no answer means no wish."""
+        self.cancel_wanted = self.cancel_wanted or is_cancelling(self._flow_run_id)
+
+
+def is_cancelling(flow_run_id: UUID) -> bool:
+    """Whether the server says that this flow run is (being) cancelled; False without answer."""
+    try:
+        with get_client(sync_client=True) as client:
+            state = client.read_flow_run(flow_run_id).state
+    except (httpx.HTTPError, PrefectException, OSError):
+        return False
+    return state is not None and (state.is_cancelling() or state.is_cancelled())
+
+
+class Supervision:
+    """A run taken by this flow run: use as a context around everything that touches it."""
+
+    def __init__(self, job: Job, logger: Log) -> None:
+        self.job = job
+        self.logger = logger
+        self.run = Run(job, home=home_folder(), storage=resolve_storage(job.storage))
+        self.flow_run_id = _flow_run_id()
+        self.reporter = Reporter(job.run_id, self.flow_run_id, logger)
+        self.activity = "starting"
+        self._lease = LeaseKeeper(self.run, logger)
+        self._control = Control(self.flow_run_id) if self.flow_run_id is not None else None
+        self._told_s = 0.0
+        self._last: StepRecord | None = None
+
+    def __enter__(self) -> Self:
+        history = self.run.take()
+        if history.attempts:
+            self.logger.info(
+                "run %s is taken up again: %d attempts so far, committed step %d",
+                self.job.run_id, len(history.attempts), history.committed_step,
+            )  # fmt: skip
+        self.reporter.start()
+        self._lease.start()
+        if self._control is not None:
+            self._control.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._lease.close()
+        if self._control is not None:
+            self._control.close()
+        if kind is not None and not issubclass(kind, Exception):
+            self._interrupted(kind)
+        self.reporter.close()
+
+    @property
+    def target_step(self) -> int | None:
+        """The step the run ends at; None when the program decides."""
+        return None if self.job.worker.is_command else self.job.steps
+
+    def stop_wanted(self) -> bool:
+        """Whether the run is to be cancelled.
+
+        Raises:
+            RunConflict: another supervisor has taken the run.
+        """
+        if self._lease.superseded is not None:
+            raise self._lease.superseded
+        return self._control is not None and self._control.cancel_wanted
+
+    def says(self, activity: str) -> None:
+        """What is being done now, for the terminal and the UI."""
+        self.activity = activity
+        self._publish(())
+
+    def on_progress(self, progress: Progress) -> None:
+        """Pass on what a watcher sees."""
+        self._last = progress.last or self._last
+        if progress.steps and self.activity != "training":
+            self.activity = "training"
+        self._publish(tuple(progress.steps))
+        if progress.checkpoints:
+            self.reporter.checkpoints(self.run.history)
+            self.reporter.event("checkpoint", {"step": progress.checkpoints[-1]})
+        if time.monotonic() - self._told_s > PROGRESS_PERIOD_S:
+            self._told_s = time.monotonic()
+            self.tell_progress()
+
+    def tell_progress(self) -> None:
+        """Update the progress bar and the table of attempts."""
+        step = self._last.step if self._last is not None else self.run.history.committed_step
+        text = progress_text(self._last, self.target_step, self.activity)
+        self.reporter.progress(step, self.target_step, text)
+
+    def tell_attempts(self) -> None:
+        """Update the table of attempts and the picture."""
+        self.reporter.attempts(attempt_rows(self.run.history))
+
+    def tell_picture(self) -> bytes:
+        """Draw the loss picture, put it into the UI and the store; returns the PNG."""
+        png = loss_picture(self.run.history, kept_steps(self.run.store, self.job.run_id))
+        self.run.store.put(f"runs/{self.job.run_id}/loss.png", png)
+        self.reporter.picture(png)
+        return png
+
+    def _publish(self, steps: tuple[StepRecord, ...]) -> None:
+        history = self.run.history
+        publish(
+            Observation(
+                self.job.run_id, self.target_step, self.activity, history, self._last, steps
+            )
+        )
+
+    def _interrupted(self, kind: type[BaseException]) -> None:
+        """This process is told to end: a cancellation takes all down, anything else nothing."""
+        asked = self.flow_run_id is not None and is_cancelling(self.flow_run_id)
+        if asked or issubclass(kind, KeyboardInterrupt):
+            self.logger.info("cancelled: stopping the processes of the run")
+            self.run.end("cancelled", f"cancelled ({kind.__name__})")
+        else:
+            self.logger.warning(
+                "%s: this supervisor ends, the attempt goes on; start the run again to adopt it",
+                kind.__name__,
+            )
+
+
+def _flow_run_id() -> UUID | None:
+    value = flow_run_runtime.id
+    return UUID(str(value)) if value else None

@@ -1,0 +1,322 @@
+"""Batches of token samples from a global position, and the processes that fetch them.
+
+One step takes the next `global_batch_size` positions of the sample order; rank r takes the r-th of
+`world_size` equal runs of them, cut into micro-batches. The position counts samples of all ranks
+and only steps handed out, so a resumed run continues with the very next batch on any number of
+ranks and workers. Shapes: B micro-batch, S sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import Dataset, Sampler
+
+from training.trainer.data.order import SampleOrder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from training.trainer.data.manifest import Manifest
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+START_METHOD = "forkserver"
+STOP_TIMEOUT_S = 5.0
+
+
+class TokenDataset(Dataset[Pair]):
+    """Samples over the concatenation of all shards; files are mapped, never read whole.
+
+    Args:
+        paths: one file per shard, in manifest order.
+        manifest: what they hold.
+        seq_len: S; sample i covers tokens i*S .. i*S + S inclusive, so targets are shifted by one.
+
+    Raises:
+        ValueError: a file is not there or has another size, or not even one sample fits.
+    """
+
+    def __init__(self, paths: Sequence[Path], manifest: Manifest, seq_len: int) -> None:
+        if len(paths) != len(manifest.shards):
+            raise ValueError(f"{len(paths)} paths for {len(manifest.shards)} shards")
+        for path, shard in zip(paths, manifest.shards, strict=True):
+            size_bytes = path.stat().st_size if path.is_file() else None
+            if size_bytes != shard.size_bytes:
+                raise ValueError(f"{path}: size_bytes={size_bytes}, must be {shard.size_bytes}")
+        if seq_len < 1 or manifest.num_tokens < seq_len + 1:
+            raise ValueError(
+                f"seq_len={seq_len} needs at least {seq_len + 1} tokens, "
+                f"the corpus has {manifest.num_tokens}: more text or a shorter sequence"
+            )
+        self.seq_len = seq_len
+        self.num_samples = (manifest.num_tokens - 1) // seq_len
+        self.content_fingerprint = manifest.content_fingerprint
+        self._paths = tuple(str(path) for path in paths)
+        self._dtype = manifest.numpy_dtype
+        counts = [shard.num_tokens for shard in manifest.shards]
+        self._ends = np.cumsum(counts, dtype=np.int64)
+        self._maps: dict[int, npt.NDArray[Any]] = {}
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> Pair:
+        """Inputs and targets of one sample, int64 [S] each."""
+        start = int(index) * self.seq_len
+        tokens = torch.from_numpy(self._tokens(start, start + self.seq_len + 1))
+        return tokens[:-1], tokens[1:]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A pickled memmap is a copy of the whole file: worker processes map anew.
+        return {**self.__dict__, "_maps": {}}
+
+    def _tokens(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        out = np.empty(stop - start, dtype=np.int64)
+        filled = 0
+        shard = int(np.searchsorted(self._ends, start, side="right"))
+        while filled < out.size:
+            tokens = self._shard(shard)
+            offset = start + filled - (int(self._ends[shard]) - tokens.size)
+            taken = min(out.size - filled, tokens.size - offset)
+            out[filled : filled + taken] = tokens[offset : offset + taken]
+            filled += taken
+            shard += 1
+        return out
+
+    def _shard(self, number: int) -> npt.NDArray[Any]:
+        if number not in self._maps:
+            self._maps[number] = np.memmap(self._paths[number], dtype=self._dtype, mode="r")
+        return self._maps[number]
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """One rank's part of a global batch.
+
+    Raises:
+        ValueError: the sizes do not divide, or the rank is not one of the world.
+    """
+
+    global_batch_size: int
+    micro_batch_size: int
+    rank: int
+    world_size: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank={self.rank} is not in a world of {self.world_size}")
+        unit = self.micro_batch_size * self.world_size
+        if unit < 1 or self.global_batch_size < 1 or self.global_batch_size % unit:
+            raise ValueError(
+                f"global_batch_size={self.global_batch_size} must be a multiple of "
+                f"micro_batch_size={self.micro_batch_size} x world_size={self.world_size}"
+            )
+
+    @property
+    def per_rank(self) -> int:
+        return self.global_batch_size // self.world_size
+
+    def micro_batches(self, order: SampleOrder, position: int) -> Iterator[list[int]]:
+        indices = order.indices(position + self.rank * self.per_rank, self.per_rank).tolist()
+        for start in range(0, self.per_rank, self.micro_batch_size):
+            yield indices[start : start + self.micro_batch_size]
+
+
+@dataclass(frozen=True, slots=True)
+class _MicroBatches:
+    """Sample indices of one rank's micro-batches from a position on, without end."""
+
+    order: SampleOrder
+    position: int
+    cut: _Cut
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for start in itertools.count(self.position, self.cut.global_batch_size):
+            yield from self.cut.micro_batches(self.order, start)
+
+
+class ResumableLoader:
+    """Hands out one rank's micro-batches step by step, from any position.
+
+    Worker processes start at the first step, so that a restored position is theirs; they die with
+    this process and ignore SIGTERM and SIGINT, which are for the trainer to act on.
+
+    Args:
+        dataset: the samples.
+        global_batch_size: samples per step over all ranks.
+        micro_batch_size: B; global_batch_size is a multiple of B x world_size.
+        rank: this process among those that share the global batch.
+        world_size: number of them.
+        seed: of the order of samples.
+        shuffle: a new order each epoch, or always the order of the corpus.
+        num_workers: worker processes; 0 fetches in line.
+        prefetch_factor: micro-batches each worker keeps ready.
+        pin_memory: hand out page-locked tensors; only with an accelerator.
+
+    Raises:
+        ValueError: the batch sizes and the world do not fit.
+    """
+
+    def __init__(  # noqa: PLR0913 the loader's settings, all by name
+        self,
+        dataset: TokenDataset,
+        *,
+        global_batch_size: int,
+        micro_batch_size: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        shuffle: bool = True,
+        num_workers: int = 0,
+        prefetch_factor: int = 2,
+        pin_memory: bool = False,
+    ) -> None:
+        self._dataset = dataset
+        self._cut = _Cut(global_batch_size, micro_batch_size, rank, world_size)
+        self._order = SampleOrder(dataset.num_samples, seed, shuffle)
+        self._num_workers = num_workers
+        self._prefetch_factor = prefetch_factor
+        self._pin_memory = pin_memory
+        self._position = 0
+        self._batches: Iterator[Pair] | None = None
+        self._workers: set[BaseProcess] = set()
+        self._at_exit = functools.partial(_close_if_alive, weakref.ref(self))
+        if num_workers:
+            _warm_fork_server()
+
+    @property
+    def position(self) -> int:
+        """Samples that all ranks together were handed so far."""
+        return self._position
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the next sample, from 0."""
+        return self._position // self._order.num_samples
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps until every sample was seen once; the last may reach into the next epoch."""
+        return -(-self._order.num_samples // self._cut.global_batch_size)
+
+    def next_step(self) -> list[Pair]:
+        """This rank's micro-batches of the next step: (inputs, targets), int64 [B, S] each.
+
+        Raises:
+            RuntimeError: a worker process died, or failed to read.
+        """
+        if self._batches is None:
+            self._batches = self._start()
+        count = self._cut.per_rank // self._cut.micro_batch_size
+        step = [next(self._batches) for _ in range(count)]
+        self._position += self._cut.global_batch_size
+        return step
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` needs, as JSON values; the same on every rank."""
+        return {"position": self._position, **self._identity()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue at a saved position, before or after the first step.
+
+        Raises:
+            ValueError: the order of samples or the corpus is not the one of the state.
+        """
+        for name, value in self._identity().items():
+            if state.get(name) != value:
+                raise ValueError(
+                    f"cannot resume the data position: {name} was {state.get(name)!r} when it "
+                    f"was saved, and is {value!r} now"
+                )
+        position = state.get("position")
+        if not isinstance(position, int) or position < 0:
+            raise ValueError(f"cannot resume the data position: position={position!r}")
+        self.close()
+        self._position = position
+
+    def close(self) -> None:
+        """End the worker processes; a later step starts new ones."""
+        self._batches = None  # the iterator's end stops its workers
+        for worker in self._workers:
+            worker.join(STOP_TIMEOUT_S)
+            if worker.is_alive():
+                worker.kill()
+                worker.join()
+        self._workers = set()
+        atexit.unregister(self._at_exit)
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "seed": self._order.seed,
+            "shuffle": self._order.shuffle,
+            "num_samples": self._order.num_samples,
+            "seq_len": self._dataset.seq_len,
+            "corpus": self._dataset.content_fingerprint,
+        }
+
+    def _start(self) -> Iterator[Pair]:
+        batches = _MicroBatches(self._order, self._position, self._cut)
+        loader = DataLoader(
+            self._dataset,
+            batch_sampler=batches,
+            num_workers=self._num_workers,
+            collate_fn=_stack,
+            pin_memory=self._pin_memory,
+            worker_init_fn=_settle_worker,
+            multiprocessing_context=START_METHOD if self._num_workers else None,
+            prefetch_factor=self._prefetch_factor if self._num_workers else None,
+            # Without one of its own the iterator would draw from the trainer's random state.
+            generator=torch.Generator(),
+        )
+        before = set(multiprocessing.active_children())
+        iterator: Iterator[Pair] = iter(loader)
+        if self._num_workers:
+            self._workers = set(multiprocessing.active_children()) - before
+            # multiprocessing joins its children at exit after a SIGTERM that ours ignore; what is
+            # registered last runs first.
+            atexit.register(self._at_exit)
+        return iterator
+
+
+def _stack(samples: list[Pair]) -> Pair:
+    return (
+        torch.stack([inputs for inputs, _ in samples]),
+        torch.stack([targets for _, targets in samples]),
+    )
+
+
+def _close_if_alive(reference: weakref.ref[ResumableLoader]) -> None:
+    loader = reference()
+    if loader is not None:
+        loader.close()
+
+
+def _warm_fork_server() -> None:
+    """Have torch imported by the fork server while the trainer still builds its model.
+
+    Plain fork is no option: by the first step the trainer has device contexts, communication
+    threads and registered memory, none of which survives a fork.
+    """
+    multiprocessing.set_forkserver_preload(["torch", "training.trainer.data.loader"])
+    multiprocessing.forkserver.ensure_running()
+
+
+def _settle_worker(worker_id: int) -> None:
+    del worker_id
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_die_with_parent, name="die-with-parent", daemon=True).start()
+
+
+def _die_with_parent() -> None:
+    # PDEATHSIG would watch the fork server, which outlives the trainer as long as we live.
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+    os._exit(1)

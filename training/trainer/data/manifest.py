@@ -1,0 +1,110 @@
+"""The record of a prepared corpus: token shards, their hashes, and what they were made of.
+
+A corpus is prepared when its manifest is there; shards without one mean nothing. Shards hold
+little-endian ids of one dtype and nothing else, in manifest order. Sizes are bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, Self
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from storage.errors import Corrupt
+from storage.objects import ObjectStore
+from training.trainer.data.hashing import hash_bytes
+
+FORMAT_VERSION = 1
+MAX_UINT16_VOCAB = 65536
+
+DtypeName = Literal["uint16", "uint32"]
+DTYPES: Mapping[DtypeName, np.dtype[np.unsignedinteger]] = {
+    "uint16": np.dtype("<u2"),
+    "uint32": np.dtype("<u4"),
+}
+
+
+class Source(BaseModel):
+    """A file as it was when its text went into a shard."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    path: str
+    size_bytes: int = Field(ge=0)
+    mtime_ns: int
+    xxh3_128: str | None = None
+
+
+class Shard(BaseModel):
+    """One object of token ids."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    key: str
+    num_tokens: int = Field(gt=0)
+    size_bytes: int = Field(gt=0)
+    xxh3_128: str
+    num_documents: int = Field(gt=0)
+    sources: tuple[Source, ...]  # of the whole group; a large source has several shards
+
+
+class Manifest(BaseModel):
+    """Everything a reader needs to know about a prepared corpus."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format_version: Literal[1] = FORMAT_VERSION
+    fingerprint: str  # of the inputs: sources, tokenizer, settings
+    tokenizer_fingerprint: str
+    vocab_size: int = Field(gt=0)
+    dtype: DtypeName
+    num_tokens: int = Field(gt=0)
+    num_documents: int = Field(gt=0)
+    shards: tuple[Shard, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _check_totals(self) -> Self:
+        for name in ("num_tokens", "num_documents"):
+            total = sum(getattr(shard, name) for shard in self.shards)
+            if getattr(self, name) != total:
+                raise ValueError(f"{name}={getattr(self, name)}, but the shards' sum is {total}")
+        for shard in self.shards:
+            if shard.size_bytes != shard.num_tokens * self.numpy_dtype.itemsize:
+                raise ValueError(
+                    f"shard {shard.key}: size_bytes={shard.size_bytes} does not fit "
+                    f"num_tokens={shard.num_tokens} of {self.dtype}"
+                )
+        return self
+
+    @property
+    def numpy_dtype(self) -> np.dtype[np.unsignedinteger]:
+        """How ids lie in a shard."""
+        return DTYPES[self.dtype]
+
+    @property
+    def content_fingerprint(self) -> str:
+        """Same for the same token sequence, whatever the shards are called and made of."""
+        return hash_bytes("\n".join((self.dtype, *(s.xxh3_128 for s in self.shards))).encode())
+
+
+def dtype_name(vocab_size: int) -> DtypeName:
+    """Smallest dtype that holds every id of a vocabulary."""
+    return "uint16" if vocab_size <= MAX_UINT16_VOCAB else "uint32"
+
+
+def load_manifest(store: ObjectStore, key: str) -> Manifest:
+    """Read and check a manifest.
+
+    Raises:
+        NotFound: none of that key.
+        Corrupt: not a manifest of this format version, or it contradicts itself.
+        StorageError: the store failed.
+    """
+    try:
+        return Manifest.model_validate_json(store.get(key))
+    except ValidationError as exc:
+        first = exc.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"])) or "manifest"
+        raise Corrupt(f"{store.url(key)}: {place}: {first['msg']}") from exc
