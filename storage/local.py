@@ -25,7 +25,7 @@ from storage.errors import (
     TimedOut,
     TransientError,
 )
-from storage.objects import ObjectInfo, check_key
+from storage.objects import ObjectInfo, check_key, check_prefix
 
 TEMPORARY_FOLDER = ".tmp"
 # A live writer touches its temporary at least this often: every write moves the mtime.
@@ -111,9 +111,7 @@ class LocalStore:
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """See `ObjectStore.list`."""
-        if prefix:
-            check_key(prefix.rstrip("/"))
-        if prefix.startswith(f"{TEMPORARY_FOLDER}/"):
+        if check_prefix(prefix).startswith(f"{TEMPORARY_FOLDER}/"):
             return iter(())
         folder = self._root / prefix.rpartition("/")[0]
         found: list[ObjectInfo] = []

@@ -94,3 +94,14 @@ def check_key(key: str) -> str:
     if any(part in ("", ".", "..") for part in parts) or "\0" in key:
         raise ValueError(f"not a key: {key!r}; keys are names joined by '/', without '.' or '..'")
     return key
+
+
+def check_prefix(prefix: str) -> str:
+    """Return `prefix` if it is empty or the beginning of a key; it may end with '/'.
+
+    Raises:
+        ValueError: no key begins like this.
+    """
+    if prefix:
+        check_key(prefix.removesuffix("/"))
+    return prefix

@@ -30,7 +30,7 @@ from storage.errors import (
     PreconditionFailed,
     StorageError,
 )
-from storage.objects import ObjectInfo, check_key
+from storage.objects import ObjectInfo, check_key, check_prefix
 from storage.retry import Retry
 from storage.s3_errors import fold
 
@@ -129,7 +129,10 @@ class S3Store:
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """See `ObjectStore.list`."""
-        wanted: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
+        wanted: dict[str, Any] = {
+            "Bucket": self._bucket,
+            "Prefix": self._prefix + check_prefix(prefix),
+        }
         while True:
             page = self._call(prefix, lambda _tries: self._client().list_objects_v2(**wanted))
             for entry in page.get("Contents", []):

@@ -89,9 +89,9 @@ def fold(error: boto.ClientError | boto.BotoCoreError, url: str) -> StorageError
         return PermanentError(f"{url}: the server's certificate is not trusted; set ca_bundle")
     if isinstance(error, NO_CREDENTIALS):
         return AccessDenied(f"{url}: {text}")
-    if isinstance(error, NO_ANSWER) and not isinstance(cause, FileNotFoundError):
+    if isinstance(error, NO_ANSWER) and "No such file" not in text:  # that is the ca_bundle
         return TimedOut(f"{url}: no answer: {text}")
-    return PermanentError(f"{url}: {text}")  # so is a ca_bundle that does not exist
+    return PermanentError(f"{url}: {text}")
 
 
 def _fold_answer(error: boto.ClientError, url: str) -> StorageError:

@@ -8,18 +8,28 @@ ranks and workers. Shapes: B micro-batch, S sequence.
 
 from __future__ import annotations
 
+import atexit
+import functools
+import itertools
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import signal
+import threading
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from training.trainer.data.order import SampleOrder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+    from multiprocessing.process import BaseProcess
     from pathlib import Path
 
     from training.trainer.data.manifest import Manifest
@@ -319,4 +329,4 @@ def _die_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
-    os._exit(1)
+    os._exit(1)  # noqa: SLF001 sys.exit would end this thread only

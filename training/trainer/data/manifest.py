@@ -16,7 +16,7 @@ from storage.errors import Corrupt
 from storage.objects import ObjectStore
 from training.trainer.data.hashing import hash_bytes
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 1  # also part of every fingerprint
 MAX_UINT16_VOCAB = 65536
 
 DtypeName = Literal["uint16", "uint32"]
@@ -55,7 +55,7 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format_version: Literal[1] = FORMAT_VERSION
+    format_version: Literal[1] = 1
     fingerprint: str  # of the inputs: sources, tokenizer, settings
     tokenizer_fingerprint: str
     vocab_size: int = Field(gt=0)

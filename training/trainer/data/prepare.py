@@ -1,47 +1,60 @@
-"""Data preparation: corpus files become token shards and a manifest, once.
+"""Corpus to token shards and a manifest, doing only what is not done yet.
 
-The manifest is the commit: it is written last, under a key that depends on the inputs. Running
-again with the same inputs looks at the shards and changes nothing; a damaged or missing shard is
-redone alone; other inputs reuse the shards of the files that are the same. Times are seconds,
-sizes bytes.
+Below the prefix: `shards/` hold ids, `groups/` a receipt per finished group of sources,
+`manifests/` one manifest per state of the inputs, `verified.json` which shards were checked. The
+manifest is written last and is the commit; a preparation that was killed before goes on behind
+its last receipt. Every document ends with the tokenizer's end of document. Sizes are bytes,
+times seconds.
 """
 
 from __future__ import annotations
 
-import logging
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from storage.errors import Corrupt, NotFound
-from storage.objects import ObjectStore
-from training.trainer.data.corpus import expand_sources
-from training.trainer.data.groups import (
-    KnownHashes,
-    identify,
-    inputs_fingerprint,
-    plan_groups,
+from storage.objects import ObjectStore, check_key
+from training.trainer.data.corpus import CorpusError, find_sources, iterate_documents
+from training.trainer.data.grouping import (
+    Group,
+    Receipt,
+    describe_sources,
+    fingerprint,
+    group_sources,
+    load_receipt,
+    settings_fingerprint,
 )
-from training.trainer.data.manifest import FORMAT_VERSION, Manifest, dtype_for, load_manifest
-from training.trainer.data.shards import ShardWriter
-from training.trainer.data.source import CorpusError, Source
+from training.trainer.data.hashing import hash_bytes
+from training.trainer.data.manifest import (
+    DTYPES,
+    Manifest,
+    Shard,
+    Source,
+    dtype_name,
+    load_manifest,
+)
+from training.trainer.data.shelf import Shelf
 from training.trainer.data.spec import DataSpec
 from training.trainer.data.tokenizer import Tokenizer
-from training.trainer.data.verified import StoreVerifier
 
-_LOGGER = logging.getLogger(__name__)
+ENCODE_BATCH_CHARS = 2 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class PrepareResult:
-    """What preparation found and did."""
+    """The manifest and what it took."""
 
     manifest: Manifest
     manifest_key: str
-    skipped: bool  # everything was there already
+    skipped: bool  # everything was there and intact
     written_shards: int
     reused_shards: int
-    damaged_shards: int  # promised, but missing or different; among the written
+    damaged_shards: int  # recorded, but missing or different: redone
     duration_s: float
 
 
@@ -51,101 +64,201 @@ def prepare(
     store: ObjectStore,
     *,
     prefix: str = "data",
-    log: Callable[[str], None] = _LOGGER.info,
+    log: Callable[[str], None] | None = None,
 ) -> PrepareResult:
-    """Make sure that the store holds the corpus as token shards and their manifest.
+    """Bring shards and manifest of these inputs into the store.
 
     Args:
-        spec: the corpus.
-        tokenizer: makes the ids.
-        store: where the shards and the manifest go.
-        prefix: below which they go.
-        log: takes one line per shard written, and warnings.
+        spec: sources and shard size.
+        tokenizer: text to ids.
+        store: where to.
+        prefix: key prefix of everything written.
+        log: takes progress, one line per shard written or found damaged.
 
     Raises:
-        CorpusError: the corpus is missing, unreadable, empty, or changes while it is read.
-        StorageError: the store fails.
+        CorpusError: the sources cannot be used, or changed while they were read.
+        StorageError: the store failed.
+        ValueError: the prefix is not a key, or the tokenizer gives ids beyond its vocabulary.
     """
-    started_s = time.perf_counter()
-    sources = expand_sources(spec.sources)
-    fingerprint = inputs_fingerprint(sources, spec, tokenizer.fingerprint)
-    key = f"{prefix}/manifests/{fingerprint}.json"
-    verifier = StoreVerifier(store, prefix)
-    committed = _manifest_at(store, key)
-    if committed is not None and all(map(verifier.is_intact, committed.shards)):
-        verifier.save()
+    return _Preparation(spec, tokenizer, store, check_key(prefix), log or _ignore).run()
+
+
+class _Preparation:
+    def __init__(
+        self,
+        spec: DataSpec,
+        tokenizer: Tokenizer,
+        store: ObjectStore,
+        prefix: str,
+        log: Callable[[str], None],
+    ) -> None:
+        self._spec = spec
+        self._tokenizer = tokenizer
+        self._store = store
+        self._prefix = prefix
+        self._log = log
+        self._settings = settings_fingerprint(spec, tokenizer)
+        self._shelf = Shelf(store, prefix)
+        self._written = 0
+        self._damaged: set[str] = set()
+
+    def run(self) -> PrepareResult:
+        started_s = time.monotonic()
+        sources = find_sources(self._spec)
+        inputs = fingerprint(self._settings, sources)
+        key = f"{self._prefix}/manifests/{inputs}.json"
+        manifest = self._committed(key)
+        skipped = manifest is not None
+        if manifest is None:
+            groups = group_sources(sources, shard_size_bytes=self._spec.shard_size_bytes)
+            shards = [shard for group in groups for shard in self._settle(group)]
+            manifest = self._manifest(inputs, shards)
+        self._shelf.save()
+        if not skipped:
+            self._store.put(key, manifest.model_dump_json().encode())
         return PrepareResult(
-            manifest=committed,
+            manifest=manifest,
             manifest_key=key,
-            skipped=True,
-            written_shards=0,
-            reused_shards=len(committed.shards),
-            damaged_shards=0,
-            duration_s=time.perf_counter() - started_s,
+            skipped=skipped,
+            written_shards=self._written,
+            reused_shards=len(manifest.shards) - self._written,
+            damaged_shards=len(self._damaged),
+            duration_s=time.monotonic() - started_s,
         )
-    writer = ShardWriter(spec, tokenizer, store, prefix=prefix, verifier=verifier, log=log)
-    earlier = committed or _newest_manifest(store, prefix)
-    manifest = _write_shards(
-        writer, sources, spec, tokenizer, fingerprint=fingerprint, earlier=earlier
-    )
-    verifier.save()
-    if manifest != committed:
-        store.put(key, manifest.model_dump_json().encode())
-    if manifest.num_undecodable:
-        log(f"{manifest.num_undecodable} documents are not UTF-8: what cannot be read is replaced")
-    return PrepareResult(
-        manifest=manifest,
-        manifest_key=key,
-        skipped=False,
-        written_shards=writer.tally.written,
-        reused_shards=writer.tally.reused,
-        damaged_shards=writer.tally.damaged,
-        duration_s=time.perf_counter() - started_s,
-    )
 
+    def _committed(self, key: str) -> Manifest | None:
+        """The manifest of these inputs, if there is one and all its shards are intact."""
+        try:
+            manifest = load_manifest(self._store, key)
+        except NotFound:
+            return None
+        except Corrupt as exc:
+            self._log(f"manifest is damaged and will be made again: {exc}")
+            return None
+        return manifest if all(map(self._shelf.is_intact, manifest.shards)) else None
 
-def _write_shards(
-    writer: ShardWriter,
-    sources: tuple[Source, ...],
-    spec: DataSpec,
-    tokenizer: Tokenizer,
-    *,
-    fingerprint: str,
-    earlier: Manifest | None,
-) -> Manifest:
-    known = KnownHashes(earlier)
-    promised: frozenset[str] = frozenset()
-    if earlier is not None and earlier.fingerprint == fingerprint:
-        promised = frozenset(shard.key for shard in earlier.shards)
-    shards = tuple(
-        entry
-        for files in plan_groups(sources, spec.shard_size_bytes)
-        for entry in writer.entries_of(
-            identify(files, spec, tokenizer.fingerprint, known), promised
+    def _manifest(self, inputs: str, shards: list[Shard]) -> Manifest:
+        if not shards:
+            raise CorpusError(f"data.sources={list(self._spec.sources)}: no text in any file")
+        return Manifest(
+            fingerprint=inputs,
+            tokenizer_fingerprint=self._tokenizer.fingerprint,
+            vocab_size=self._tokenizer.vocab_size,
+            dtype=dtype_name(self._tokenizer.vocab_size),
+            num_tokens=sum(shard.num_tokens for shard in shards),
+            num_documents=sum(shard.num_documents for shard in shards),
+            shards=tuple(shards),
         )
-    )
-    if not shards:
-        raise CorpusError(", ".join(spec.sources), "the corpus is empty: no file holds any text")
-    return Manifest(
-        format_version=FORMAT_VERSION,
-        fingerprint=fingerprint,
-        tokenizer_fingerprint=tokenizer.fingerprint,
-        vocab_size=tokenizer.vocab_size,
-        dtype=dtype_for(tokenizer.vocab_size),
-        num_tokens=sum(shard.num_tokens for shard in shards),
-        num_documents=sum(shard.num_documents for shard in shards),
-        shards=shards,
-    )
+
+    def _settle(self, group: Group) -> tuple[Shard, ...]:
+        """The group's shards, made or reused."""
+        key = f"{self._prefix}/groups/{group.name(self._settings)}.json"
+        try:
+            receipt, touched = load_receipt(self._store, key, group)
+            if receipt is None or not self._mend(group, receipt):
+                receipt, touched = self._make(group), True
+        except OSError as exc:
+            raise CorpusError(f"{exc.filename}: cannot be read: {exc.strerror}") from exc
+        if touched:
+            self._store.put(key, receipt.model_dump_json().encode())
+        return receipt.shards
+
+    def _make(self, group: Group) -> Receipt:
+        stem = f"{self._prefix}/shards/{group.fingerprint(self._settings)}"
+        sources = describe_sources(group)
+        shards = tuple(self._write_parts(group, stem=stem, sources=sources))
+        return Receipt(stem=stem, sources=sources, shards=shards)
+
+    def _mend(self, group: Group, receipt: Receipt) -> bool:
+        """Redo the shards that are not intact; False if they come out different."""
+        damaged = {s.key: s for s in receipt.shards if not self._shelf.is_intact(s)}
+        for key in damaged:
+            self._log(f"shard {key} is missing or damaged and will be made again")
+        self._damaged |= damaged.keys()
+        if not damaged:
+            return True
+        redone = self._write_parts(
+            group, stem=receipt.stem, sources=receipt.sources, wanted=damaged.keys()
+        )
+        return {shard.key: shard for shard in redone} == damaged
+
+    def _write_parts(
+        self,
+        group: Group,
+        *,
+        stem: str,
+        sources: tuple[Source, ...],
+        wanted: Iterable[str] | None = None,
+    ) -> Iterator[Shard]:
+        parts = _split(self._documents(group), self._spec.shard_size_bytes)
+        keep = None if wanted is None else set(wanted)
+        for part, items in itertools.groupby(parts, key=lambda item: item[0]):
+            key = f"{stem}-{part:05d}.tokens"
+            if keep is not None and key not in keep:
+                continue  # read, to find the parts behind it, but not tokenized
+            yield self._write(key, (text for _, text in items), sources)
+        for source in group.sources:
+            if source.changed():
+                raise CorpusError(
+                    f"{source.path}: changed while it was read; sources must keep still meanwhile"
+                )
+
+    def _documents(self, group: Group) -> Iterator[str]:
+        for source in group.sources:
+            yield from iterate_documents(source.path, text_field=self._spec.text_field)
+
+    def _write(self, key: str, texts: Iterator[str], sources: tuple[Source, ...]) -> Shard:
+        tokens, num_documents = self._encode(texts)
+        data = memoryview(tokens.view(np.uint8))
+        self._shelf.put(key, data)
+        self._written += 1
+        self._log(f"shard {key}: {num_documents} documents, {tokens.size} tokens")
+        return Shard(
+            key=key,
+            num_tokens=tokens.size,
+            size_bytes=data.nbytes,
+            xxh3_128=hash_bytes(data),
+            num_documents=num_documents,
+            sources=sources,
+        )
+
+    def _encode(self, texts: Iterator[str]) -> tuple[npt.NDArray[np.unsignedinteger], int]:
+        """Ids of all documents one after the other, each with its end."""
+        vocab_size = self._tokenizer.vocab_size
+        dtype = DTYPES[dtype_name(vocab_size)]
+        end = np.array([self._tokenizer.eos_id], dtype=dtype)
+        pieces: list[npt.NDArray[np.unsignedinteger]] = []
+        for batch in _batches(texts):
+            for ids in self._tokenizer.encode_batch(batch):
+                if ids.size and int(ids.max()) >= vocab_size:
+                    raise ValueError(f"id {ids.max()} is beyond vocab_size={vocab_size}")
+                pieces += (ids.astype(dtype), end)
+        return np.concatenate(pieces, dtype=dtype), len(pieces) // 2
 
 
-def _manifest_at(store: ObjectStore, key: str) -> Manifest | None:
-    try:
-        return load_manifest(store, key)
-    except (NotFound, Corrupt):
-        return None  # made again from the shards, which are still there
+def _split(texts: Iterable[str], limit_bytes: int) -> Iterator[tuple[int, str]]:
+    """Number each text with its part; a part ends before the text that would overfill it."""
+    part, filled_bytes = 0, 0
+    for text in texts:
+        size_bytes = len(text) if text.isascii() else len(text.encode())
+        if filled_bytes and filled_bytes + size_bytes > limit_bytes:
+            part, filled_bytes = part + 1, 0
+        filled_bytes += size_bytes
+        yield part, text
 
 
-def _newest_manifest(store: ObjectStore, prefix: str) -> Manifest | None:
-    """The manifest of inputs that are most likely close to these ones."""
-    found = sorted(store.list(f"{prefix}/manifests/"), key=lambda info: info.modified_s)
-    return _manifest_at(store, found[-1].key) if found else None
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= ENCODE_BATCH_CHARS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _ignore(line: str) -> None:
+    del line

@@ -1,0 +1,85 @@
+"""The two automations that bring a lost supervisor back; shipped with the deployments.
+
+Prefect's open-source server notices nothing by itself when a flow's process and its worker die
+together, and does not retry what has crashed. Heartbeat lost -> Crashed, Crashed -> scheduled
+again: the same flow run is picked up by a worker and adopts the attempt, which never stopped.
+
+`ensure` is a build step of prefect.yaml: `prefect deploy --all` creates or updates both.
+Facts about triggers and states: Prefect 3.8.8.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from prefect.automations import Automation
+from prefect.events.actions import ChangeFlowRunState
+from prefect.events.schemas.automations import EventTrigger, Posture
+from prefect.events.schemas.events import ResourceSpecification
+from prefect.states import StateType
+
+TAG = "auto-resume"
+# Two and a half heartbeats of 30 s, the shortest that Prefect allows.
+HEARTBEAT_LOST_AFTER = timedelta(seconds=75)
+TERMINAL_EVENTS = frozenset(
+    f"prefect.flow-run.{name}" for name in ("Completed", "Failed", "Cancelled", "Crashed")
+)
+
+
+def automations() -> list[Automation]:
+    """Both automations, as they should be on the server."""
+    tagged = ResourceSpecification.model_validate(
+        {"prefect.resource.id": [f"prefect.tag.{TAG}"], "prefect.resource.role": "tag"}
+    )
+    runs = ResourceSpecification.model_validate({"prefect.resource.id": ["prefect.flow-run.*"]})
+    lost = Automation(
+        name="perdure: heartbeat lost -> Crashed",
+        description="A supervisor that sends no heartbeat any more is taken for dead.",
+        trigger=EventTrigger(
+            after={"prefect.flow-run.heartbeat"},
+            expect={"prefect.flow-run.heartbeat", *TERMINAL_EVENTS},
+            match=runs,
+            match_related=tagged,
+            for_each={"prefect.resource.id"},
+            posture=Posture.Proactive,
+            threshold=1,
+            within=HEARTBEAT_LOST_AFTER,
+        ),
+        # Without force: a false alarm about a finished run bounces off its final state.
+        actions=[ChangeFlowRunState(state=StateType.CRASHED, message="heartbeat lost")],
+    )
+    again = Automation(
+        name="perdure: Crashed -> run again",
+        description="A crashed supervisor is started again and adopts the living attempt.",
+        trigger=EventTrigger(
+            expect={"prefect.flow-run.Crashed"},
+            match=runs,
+            match_related=tagged,
+            for_each={"prefect.resource.id"},
+            posture=Posture.Reactive,
+            threshold=1,
+            within=timedelta(0),
+        ),
+        actions=[
+            ChangeFlowRunState(state=StateType.SCHEDULED, name="AwaitingRetry", force=True)
+        ],
+    )
+    return [lost, again]
+
+
+def ensure() -> dict[str, Any]:
+    """Create or update the automations; as often as one likes.
+
+    Returns:
+        Names, for the log of the deployment step.
+    """
+    wanted = automations()
+    for automation in wanted:
+        try:
+            automation.id = Automation.read(name=automation.name).id
+        except ValueError:
+            automation.create()
+        else:
+            automation.update()
+    return {"automations": ", ".join(automation.name for automation in wanted)}

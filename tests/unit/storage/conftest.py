@@ -1,0 +1,201 @@
+"""Stores to test against: a folder, a moto S3 server, and a tiny S3 server that fails on demand."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import boto3
+import pytest
+from moto.server import ThreadedMotoServer
+
+from storage.checkpoint import CheckpointStore, shard_name
+from storage.local import LocalStore
+from storage.manifest import Chunk, Manifest, ShardRecord, TensorRecord
+from storage.objects import ObjectStore
+from storage.retry import Retry
+from storage.s3 import S3Options, S3Store
+
+RUN_ID = "run-1"
+PART_SIZE_BYTES = 5 * 2**20  # the smallest part that S3 takes
+
+
+REFUSALS = {  # fault -> answer; nothing is done
+    "slow_down": (503, "SlowDown"),
+    "denied": (403, "AccessDenied"),
+    "conflict": (409, "ConditionalRequestConflict"),
+}
+ANSWER_LOST = "answer_lost"  # done, then the connection is closed
+HALF_A_BODY = "half_a_body"  # the answer breaks off
+
+
+class FaultyS3(ThreadingHTTPServer):
+    """PUT (also If-None-Match), GET and HEAD of whole objects; `faults` strike in order."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.objects: dict[str, bytes] = {}
+        self.faults: list[str] = []
+        self.requests: list[str] = []
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: FaultyS3
+
+    def do_PUT(self) -> None:
+        data = self.rfile.read(int(self.headers["Content-Length"]))
+        fault = self._next_fault()
+        if fault in REFUSALS:
+            self._refuse(*REFUSALS[fault])
+        elif "If-None-Match" in self.headers and self.path in self.server.objects:
+            self._refuse(412, "PreconditionFailed")
+        else:
+            self.server.objects[self.path] = data
+            if fault == ANSWER_LOST:
+                self.close_connection = True
+            else:
+                self._answer(200, b"")
+
+    def do_GET(self) -> None:
+        fault = self._next_fault()
+        if fault in REFUSALS:
+            self._refuse(*REFUSALS[fault])
+        elif self.path not in self.server.objects:
+            self._refuse(404, "NoSuchKey")
+        else:
+            self._answer(200, self.server.objects[self.path], half=fault == HALF_A_BODY)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def _next_fault(self) -> str | None:
+        self.server.requests.append(self.command)
+        return self.server.faults.pop(0) if self.server.faults else None
+
+    def _refuse(self, status: int, code: str) -> None:
+        self._answer(status, f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode())
+
+    def _answer(self, status: int, body: bytes, *, half: bool = False) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("ETag", '"0"')
+        self.end_headers()
+        self.wfile.write(body[: len(body) // 2] if half else body)
+        self.close_connection = half
+
+
+@pytest.fixture(autouse=True)
+def _no_credentials_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/dev/null")
+
+
+@pytest.fixture(scope="session")
+def moto_endpoint() -> Iterator[str]:
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def s3(moto_endpoint: str) -> S3Store:
+    """An empty bucket of the moto server."""
+    bucket = f"bucket-{uuid.uuid4().hex}"
+    session = boto3.session.Session("key", "secret", region_name="us-east-1")
+    session.client("s3", endpoint_url=moto_endpoint).create_bucket(Bucket=bucket)
+    return S3Store(bucket, "team/runs", options=_options(moto_endpoint))
+
+
+@pytest.fixture
+def faulty() -> Iterator[FaultyS3]:
+    server = FaultyS3()
+    thread = Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def pauses_s() -> list[float]:
+    """What `faulty_store` slept between its tries, if sleeping were real."""
+    return []
+
+
+@pytest.fixture
+def faulty_store(faulty: FaultyS3, pauses_s: list[float]) -> S3Store:
+    retry = Retry(clock=lambda: 0.0, sleep=pauses_s.append)
+    return S3Store("bucket", options=_options(faulty.endpoint), retry=retry)
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+@pytest.fixture(params=["local", "s3"])
+def store(request: pytest.FixtureRequest) -> ObjectStore:
+    """Every kind of store."""
+    opened: ObjectStore = request.getfixturevalue(request.param)
+    return opened
+
+
+@pytest.fixture
+def checkpoints(local: LocalStore) -> CheckpointStore:
+    return CheckpointStore(local, RUN_ID, clock=lambda: 1000.0)
+
+
+Committer = Callable[..., Manifest]
+
+
+@pytest.fixture
+def commit() -> Committer:
+    """Write two shards and publish them."""
+
+    def publish(
+        checkpoints: CheckpointStore, step: int, *, placement: int = 0, attempt: int = 0
+    ) -> Manifest:
+        shards: dict[str, ShardRecord] = {}
+        for rank in range(2):
+            name = shard_name(placement, attempt, rank)
+            shards[name] = checkpoints.put_shard(step, name, bytes([rank, step % 256]) * 500)
+        chunk = Chunk(offsets=(0,), lengths=(1,), shard=name, key="weight")
+        manifest = Manifest(
+            run_id=checkpoints.run_id,
+            placement=placement,
+            attempt=attempt,
+            step=step,
+            world_size=2,
+            written_at_s=checkpoints.clock(),
+            tensors={"weight": TensorRecord(dtype="U8", shape=(1,), chunks=(chunk,))},
+            shards=shards,
+        )
+        checkpoints.commit(manifest)
+        return manifest
+
+    return publish
+
+
+def _options(endpoint: str) -> S3Options:
+    return S3Options(
+        endpoint=endpoint,
+        region="us-east-1",
+        addressing_style="path",
+        access_key="key",
+        secret_key="secret",
+        part_size_bytes=PART_SIZE_BYTES,
+    )

@@ -1,0 +1,280 @@
+"""S3Store: parts, ranges, retries, and which answers are worth a retry."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from botocore.exceptions import ClientError, ReadTimeoutError
+
+from storage.errors import (
+    AccessDenied,
+    NotFound,
+    PermanentError,
+    PreconditionFailed,
+    StorageError,
+    Throttled,
+    TimedOut,
+    TransientError,
+)
+from storage.retry import Retry
+from storage.s3 import S3Options, S3Store
+
+MIB = 2**20
+
+
+def random_bytes(size_bytes: int) -> bytes:
+    return os.urandom(1024) * (size_bytes // 1024) + os.urandom(size_bytes % 1024)
+
+
+def refused(operation: str, status: int, code: str) -> ClientError:
+    response: Any = {
+        "Error": {"Code": code, "Message": "no"},
+        "ResponseMetadata": {"HTTPStatusCode": status},
+    }
+    return ClientError(response, operation)
+
+
+def watch_calls(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the requests that `store` sends from now on."""
+    sent: list[str] = []
+    client = store._client()
+    send = client._make_api_call
+
+    def watched(operation: str, arguments: dict[str, Any]) -> Any:
+        sent.append(operation)
+        return send(operation, arguments)
+
+    monkeypatch.setattr(client, "_make_api_call", watched)
+    return sent
+
+
+@pytest.mark.parametrize("size_bytes", [5 * MIB, 5 * MIB + 1, 16 * MIB + 3])
+def test_parts_and_ranges_bring_back_the_same_bytes(
+    s3: S3Store, monkeypatch: pytest.MonkeyPatch, size_bytes: int
+) -> None:
+    data = random_bytes(size_bytes)
+    sent = watch_calls(s3, monkeypatch)
+    s3.put("shard", memoryview(data))
+    num_parts = -(-size_bytes // (5 * MIB)) if size_bytes > 5 * MIB else 0
+    assert sent.count("UploadPart") == num_parts
+    out = bytearray(size_bytes)
+    s3.get_into("shard", memoryview(out))
+    assert out == data
+    assert sent.count("GetObject") == max(1, num_parts)
+    middle = bytearray(6 * MIB if size_bytes > 7 * MIB else 1000)
+    s3.get_into("shard", memoryview(middle), start=777)
+    assert middle == data[777 : 777 + len(middle)]
+
+
+def test_a_failed_part_aborts_the_upload_and_nothing_appears(
+    s3: S3Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = s3._client()
+    upload_part = client.upload_part
+
+    def failing(**arguments: Any) -> Any:
+        if arguments["PartNumber"] == 2:
+            raise refused("UploadPart", 403, "AccessDenied")
+        return upload_part(**arguments)
+
+    monkeypatch.setattr(client, "upload_part", failing)
+    with pytest.raises(AccessDenied, match="UploadPart"):
+        s3.put("shard", bytes(11 * MIB))
+    assert list(s3.list("")) == []
+    assert "Uploads" not in client.list_multipart_uploads(Bucket=s3._bucket)
+
+
+def test_a_completed_upload_whose_answer_was_lost_is_a_success(
+    s3: S3Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3, "_retry", Retry(sleep=lambda _: None))
+    client = s3._client()
+    complete = client.complete_multipart_upload
+    num_calls = 0
+
+    def losing(**arguments: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls > 1:  # moto forgives a second completion; real stores forget the upload
+            raise refused("CompleteMultipartUpload", 404, "NoSuchUpload")
+        complete(**arguments)
+        raise ReadTimeoutError(endpoint_url="http://s3")
+
+    monkeypatch.setattr(client, "complete_multipart_upload", losing)
+    data = random_bytes(6 * MIB)
+    s3.put("shard", data)
+    assert num_calls == 2
+    assert s3.get("shard") == data
+
+
+def test_a_conditional_put_is_never_sent_in_parts(s3: S3Store) -> None:
+    with pytest.raises(ValueError, match="part_size_bytes=5242880"):
+        s3.put("shard", bytes(6 * MIB), if_absent=True)
+
+
+def test_listing_goes_through_all_pages(s3: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [f"many/{number:02d}" for number in range(7)]
+    for key in keys:
+        s3.put(key, b"")
+    client = s3._client()
+    list_page = client.list_objects_v2
+    monkeypatch.setattr(client, "list_objects_v2", lambda **a: list_page(MaxKeys=3, **a))
+    assert [info.key for info in s3.list("many/")] == keys
+
+
+def test_stores_of_other_prefixes_are_apart(s3: S3Store) -> None:
+    other = S3Store(s3._bucket, "team/run", options=s3._options)
+    s3.put("a", b"1")
+    assert list(other.list("")) == []
+    assert s3.url("a") == f"s3://{s3._bucket}/team/runs/a"
+
+
+def test_a_store_that_honours_conditions_is_recognised(
+    s3: S3Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert s3.probe_conditional_put("probes")
+    assert list(s3.list("")) == [], "the probe is removed"
+    put = s3.put
+    monkeypatch.setattr(s3, "put", lambda key, data, **_: put(key, data))
+    assert not s3.probe_conditional_put("probes")
+
+
+def test_a_forked_child_makes_its_own_connections(
+    s3: S3Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = s3._client()
+    assert s3._client() is ours
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    assert s3._client() is not ours
+
+
+def test_a_missing_bucket_is_not_an_empty_one(s3: S3Store) -> None:
+    missing = S3Store("no-such-bucket", options=s3._options)
+    with pytest.raises(PermanentError, match="NoSuchBucket") as raised:
+        missing.get("a")
+    assert not isinstance(raised.value, NotFound)
+    with pytest.raises(PermanentError, match="NoSuchBucket"):
+        list(missing.list(""))
+
+
+def test_throttling_is_waited_out(
+    faulty: Any, faulty_store: S3Store, pauses_s: list[float]
+) -> None:
+    faulty.faults[:] = ["slow_down"] * 3
+    faulty_store.put("a", b"data")
+    assert faulty.objects == {"/bucket/a": b"data"}
+    assert faulty.requests == ["PUT"] * 4
+    assert len(pauses_s) == 3
+    assert all(later > earlier / 2 for earlier, later in zip(pauses_s, pauses_s[1:], strict=False))
+
+
+def test_throttling_without_end_is_given_up(
+    faulty: Any, faulty_store: S3Store, pauses_s: list[float]
+) -> None:
+    faulty.faults[:] = ["slow_down"] * 100
+    with pytest.raises(Throttled, match="s3://bucket/a: PutObject answered 503 SlowDown"):
+        faulty_store.put("a", b"data")
+    assert len(faulty.requests) == Retry().max_tries
+    assert len(pauses_s) == Retry().max_tries - 1
+
+
+def test_a_refusal_is_not_repeated(
+    faulty: Any, faulty_store: S3Store, pauses_s: list[float]
+) -> None:
+    faulty.faults[:] = ["denied"]
+    with pytest.raises(AccessDenied, match="403 AccessDenied"):
+        faulty_store.put("a", b"data")
+    assert faulty.requests == ["PUT"]
+    assert pauses_s == []
+
+
+def test_a_conditional_put_whose_answer_was_lost_is_a_success(
+    faulty: Any, faulty_store: S3Store
+) -> None:
+    faulty.faults[:] = ["answer_lost"]
+    faulty_store.put("a", b"ours", if_absent=True)
+    assert faulty.objects == {"/bucket/a": b"ours"}
+    assert faulty.requests == ["PUT", "PUT", "GET"]
+
+
+def test_a_conditional_put_that_lost_to_another_during_its_retry_fails(
+    faulty: Any, faulty_store: S3Store
+) -> None:
+    faulty.objects["/bucket/a"] = b"theirs"
+    faulty.faults[:] = ["slow_down"]
+    with pytest.raises(PreconditionFailed):
+        faulty_store.put("a", b"ours", if_absent=True)
+    assert faulty.objects == {"/bucket/a": b"theirs"}
+
+
+def test_a_conflict_of_two_conditional_puts_is_asked_again(
+    faulty: Any, faulty_store: S3Store
+) -> None:
+    faulty.faults[:] = ["conflict"]
+    faulty_store.put("a", b"ours", if_absent=True)
+    assert faulty.objects == {"/bucket/a": b"ours"}
+
+
+def test_an_answer_that_breaks_off_is_read_again(faulty: Any, faulty_store: S3Store) -> None:
+    faulty.objects["/bucket/a"] = b"0123456789"
+    faulty.faults[:] = ["half_a_body"]
+    assert faulty_store.get("a") == b"0123456789"
+    faulty.faults[:] = ["half_a_body"]
+    out = bytearray(10)
+    faulty_store.get_into("a", memoryview(out))
+    assert out == b"0123456789"
+    assert len(faulty.requests) == 4
+
+
+@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:1", "http://no-such-host.invalid"])
+def test_a_store_that_cannot_be_reached_is_tried_again(
+    endpoint: str, faulty_store: S3Store, pauses_s: list[float]
+) -> None:
+    options = replace(faulty_store._options, endpoint=endpoint)
+    unreachable = S3Store("bucket", options=options, retry=faulty_store._retry)
+    with pytest.raises(TimedOut, match="Could not connect"):
+        unreachable.get("a")
+    assert len(pauses_s) == Retry().max_tries - 1
+
+
+def test_missing_keys_are_told_at_once(faulty: Any, pauses_s: list[float]) -> None:
+    options = S3Options(endpoint=faulty.endpoint, region="us-east-1")
+    store = S3Store("bucket", options=options, retry=Retry(sleep=pauses_s.append))
+    with pytest.raises(AccessDenied, match="Unable to locate credentials"):
+        store.get("a")
+    assert pauses_s == []
+
+
+def test_a_missing_ca_bundle_is_told_at_once(faulty: Any, faulty_store: S3Store) -> None:
+    endpoint = faulty.endpoint.replace("http", "https")
+    options = replace(faulty_store._options, endpoint=endpoint, ca_bundle="/no/such/bundle.pem")
+    store = S3Store("bucket", options=options, retry=faulty_store._retry)
+    with pytest.raises(PermanentError) as raised:
+        store.get("a")
+    assert not isinstance(raised.value, TransientError)
+
+
+def test_keys_never_reach_an_error_or_its_traceback(
+    faulty: Any, faulty_store: S3Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDSECRET\n")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "KEYSECRET\n")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "TOKENSECRET\n")
+    options = S3Options(endpoint=faulty.endpoint, region="us-east-1")
+    store = S3Store("bucket", options=options, retry=faulty_store._retry)
+    with pytest.raises(AccessDenied, match="a key holds a character") as raised:
+        store.get("a")
+    text = "".join(traceback.format_exception(raised.value))
+    assert "SECRET" not in text
+    assert "SECRET" not in repr(S3Options(access_key="SECRET", secret_key="SECRET"))
+
+
+def test_every_error_is_one_line(faulty: Any, faulty_store: S3Store) -> None:
+    faulty.faults[:] = ["denied"]
+    with pytest.raises(StorageError) as raised:
+        faulty_store.get("a")
+    assert "\n" not in str(raised.value)

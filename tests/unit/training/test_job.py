@@ -1,0 +1,279 @@
+"""Job files: what is accepted, what is refused and in which words."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+import yaml
+
+from perdure.cli import main
+from training.job import Job, departures, load_job, parse_job
+
+
+@pytest.fixture
+def good(tmp_path) -> dict:
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("a line of text\n" * 200)
+    return {
+        "run_id": "good",
+        "storage": {"address": f"file://{tmp_path}/store"},
+        "steps": 10,
+        "data": {"sources": [str(corpus)]},
+        "model": {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "seq_len": 16},
+        "batch": {"global_batch_size": 8, "micro_batch_size": 2},
+    }
+
+
+def write(tmp_path, document) -> str:
+    path = tmp_path / "job.yaml"
+    path.write_text(document if isinstance(document, str) else yaml.safe_dump(document))
+    return str(path)
+
+
+def changed(document: dict, key: str, value) -> dict:
+    copy = json.loads(json.dumps(document))
+    *parents, leaf = key.split(".")
+    target = copy
+    for parent in parents:
+        target = target.setdefault(parent, {})
+    if value is ...:
+        del target[leaf]
+    else:
+        target[leaf] = value
+    return copy
+
+
+# (field, value, words that the one line must hold: the field, and what is allowed)
+WRONG = [
+    ("run_id", ..., ["run_id", "missing"]),
+    ("run_id", "Has Spaces", ["run_id", "Has Spaces", "pattern"]),
+    ("run_id", "x" * 64, ["run_id", "pattern"]),
+    ("colour", "red", ["colour", "no such field"]),
+    ("model.depth", 4, ["model.depth", "no such field"]),
+    ("steps", -5, ["steps", "-5", "greater than or equal to 1"]),
+    ("steps", "many", ["steps", "many", "integer"]),
+    ("steps", 0, ["steps", "0", "greater than or equal to 1"]),
+    ("seed", -1, ["seed", "-1"]),
+    ("storage", ..., ["storage", "missing"]),
+    ("storage.address", "ftp://host/x", ["storage.address", "ftp", "file://", "s3://"]),
+    ("storage.address", "file://relative", ["storage.address", "file://"]),
+    ("storage.address", "s3://", ["storage.address", "bucket"]),
+    ("storage.endpoint", "http://127.0.0.1:1", ["storage", "endpoint"]),
+    ("storage.secret_key", "hunter2", ["storage", "key"]),
+    ("data", ..., ["data", "missing"]),
+    ("data.sources", [], ["data.sources", "at least 1"]),
+    ("data.sources", ["/no/such/corpus.txt"], ["data.sources", "/no/such/corpus.txt"]),
+    ("data.num_workers", -1, ["data.num_workers", "-1"]),
+    ("data.shard_size_bytes", 10, ["data.shard_size_bytes", "10", "4096"]),
+    ("tokenizer.kind", "bpe", ["tokenizer.kind", "bpe", "byte"]),
+    ("tokenizer.kind", "file", ["tokenizer", "path"]),
+    ("model.num_heads", 3, ["hidden_size=32", "num_heads=3", "divisible"]),
+    ("model.num_kv_heads", 3, ["num_heads=2", "num_kv_heads=3"]),
+    ("model.dropout", 1.5, ["model.dropout", "1.5", "less than 1"]),
+    ("batch.global_batch_size", 6, ["global_batch_size=6", "divisible", "4 x 2"]),
+    ("batch.micro_batch_size", 3, ["global_batch_size=8", "divisible", "4 x 3"]),
+    ("engine.nodes", 3, ["divisible", "6 x 2"]),
+    ("engine.nodes", 0, ["engine.nodes", "0"]),
+    ("engine.kind", "magic", ["engine.kind", "magic", "local"]),
+    ("parallelism.kind", "zero3", ["parallelism.kind", "zero3", "fsdp2"]),
+    ("parallelism", {"kind": "hsdp"}, ["hsdp", "replicas"]),
+    ("parallelism", {"kind": "hsdp", "replicas": 3}, ["replicas=3", "world size 4"]),
+    ("parallelism.kind", "data_parallel", ["data_parallel", "must be 1"]),
+    ("precision", "fp8", ["precision", "fp8", "bf16"]),
+    ("optimizer.lr", 0, ["optimizer.lr", "0", "greater than 0"]),
+    ("optimizer.betas", [0.9, 1.5], ["betas", "1.5", "[0, 1)"]),
+    ("optimizer.warmup_steps", 11, ["warmup_steps=11", "steps=10"]),
+    ("checkpoint.every_steps", 0, ["checkpoint.every_steps", "0"]),
+    ("checkpoint.keep_last", 0, ["checkpoint.keep_last", "0"]),
+    ("restart.max_restarts", 0, ["restart.max_restarts", "0", "1"]),
+    ("restart.max_restarts", 129, ["restart.max_restarts", "129", "128"]),
+    ("restart.pod_retries", 200, ["restart.pod_retries", "200", "128"]),
+    ("restart.hang_timeout_s", -3, ["restart.hang_timeout_s", "-3"]),
+    ("worker.recipe", "not a recipe", ["worker.recipe", "module:function"]),
+    ("worker.recipe", "nowhere.to.find:main", ["worker.recipe", "nowhere.to.find"]),
+    ("worker", {"recipe": "a:b", "command": ["x"]}, ["recipe", "command", "exclude"]),
+    ("worker.command", ["no-such-program"], ["worker.command", "no-such-program"]),
+    ("worker.cwd", "/no/such/folder", ["worker.cwd", "/no/such/folder"]),
+    ("comm.buffsize_mb", 209715200, ["comm.buffsize_mb", "209715200", "4096"]),
+    ("comm.connect_timeout_s", 10, ["comm.connect_timeout_s", "10", "120"]),
+    ("comm.master_port", 60_010, ["master_port=60010", "60000", "60031"]),
+    ("comm.op_retry", {"enabled": True}, ["op_retry", "chip", "a3"]),
+    (
+        "comm",
+        {"op_retry": {"enabled": True}, "chip": "a3", "mc2": True, "watchdog": False},
+        ["op_retry", "mc2", "exclude"],
+    ),
+    (
+        "comm",
+        {"op_retry": {"enabled": True}, "chip": "a3"},
+        ["op_retry", "watchdog", "exclude"],
+    ),
+    ("env", {"MA_JOB_DIR": "/x"}, ["env", "MA_JOB_DIR", "another name"]),
+    ("env", {"RANK": "0"}, ["env", "RANK"]),
+    ("env", {f"V{i}": "1" for i in range(101)}, ["env", "101", "100"]),
+    ("env", {"HCCL_BUFFSIZE": "209715200"}, ["HCCL_BUFFSIZE", "209715200", "MB, not bytes"]),
+    ("env", {"HCCL_CONNECT_TIMEOUT": "2m"}, ["HCCL_CONNECT_TIMEOUT", "2m", "seconds"]),
+    ("env", {"HCCL_EVENT_TIMEOUT": "100"}, ["HCCL_EVENT_TIMEOUT", "100", "1836"]),
+    (
+        "env",
+        {"HCCL_IF_BASE_PORT": "29500", "MASTER_PORT": "29510"},
+        ["HCCL_IF_BASE_PORT", "29500", "29510"],
+    ),
+    ("env", {"HCCL_OP_RETRY_ENABLE": "L1:1"}, ["HCCL_OP_RETRY_ENABLE", "comm.op_retry"]),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "words"), WRONG, ids=[f"{w[0]}-{i}" for i, w in enumerate(WRONG)])
+def test_a_wrong_job_gives_one_line_and_exit_code_2_and_starts_nothing(
+    key, value, words, good, tmp_path, capsys, perdure_home
+):
+    path = write(tmp_path, changed(good, key, value))
+    with pytest.raises(SystemExit) as exit_:
+        main(["run", path])
+    assert exit_.value.code == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1, err
+    assert [word for word in words if word not in err] == [], err
+    assert "hunter2" not in err
+    assert not perdure_home.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("[1, 2]", ["mapping"]),
+        ("a: [unclosed", ["not YAML"]),
+        ("", ["mapping"]),
+    ],
+)
+def test_a_file_that_is_no_job_gives_one_line_and_exit_code_2(content, words, tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["run", write(tmp_path, content)])
+    assert exit_.value.code == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert all(word in err for word in words)
+
+
+def test_a_job_file_that_is_not_there_gives_one_line_and_exit_code_2(tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["run", str(tmp_path / "none.yaml")])
+    assert exit_.value.code == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
+def test_an_empty_corpus_is_refused_before_anything_starts(good, tmp_path, capsys):
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    with pytest.raises(SystemExit) as exit_:
+        main(["run", write(tmp_path, changed(good, "data.sources", [str(empty)]))])
+    assert exit_.value.code == 2
+    assert "empty" in capsys.readouterr().err
+
+
+def test_storage_that_cannot_be_written_is_refused_before_anything_starts(good, tmp_path, capsys):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    address = f"file://{blocked}/store"
+    with pytest.raises(SystemExit) as exit_:
+        main(["run", write(tmp_path, changed(good, "storage.address", address))])
+    assert exit_.value.code == 2
+    assert "storage.address" in capsys.readouterr().err
+
+
+def test_an_s3_store_that_nobody_serves_is_refused_in_one_line(good, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "very-secret")
+    storage = {
+        "address": "s3://bucket/x",
+        "endpoint": "http://127.0.0.1:9",
+        "region": "r",
+        "connect_timeout_s": 0.2,
+        "read_timeout_s": 0.2,
+    }
+    with pytest.raises(SystemExit) as exit_:
+        main(["run", write(tmp_path, changed(good, "storage", storage))])
+    assert exit_.value.code == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "storage.address" in err
+    assert "very-secret" not in err
+
+
+@pytest.mark.parametrize("override", ["steps", "=3", "model=3"])
+def test_a_wrong_override_is_refused(override, good, tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["preflight", write(tmp_path, good), "--set", override])
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_good_job_passes_preflight(good, tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["preflight", write(tmp_path, good)])
+    assert exit_.value.code == 0
+    assert "world size 4" in capsys.readouterr().out
+
+
+def test_overrides_reach_nested_fields(good, tmp_path):
+    job = load_job(
+        __import__("pathlib").Path(write(tmp_path, good)),
+        ["steps=77", "model.num_layers=3", "checkpoint.every_steps=5"],
+    )
+    assert (job.steps, job.model.num_layers, job.checkpoint.every_steps) == (77, 3, 5)
+
+
+def test_a_command_job_needs_neither_corpus_nor_model(tmp_path):
+    job = parse_job(
+        {
+            "run_id": "c",
+            "storage": {"address": f"file://{tmp_path}"},
+            "worker": {"command": ["python", "train.py"]},
+        }
+    )
+    assert job.world_size == 2
+
+
+def test_the_schema_describes_every_field_for_a_form(capsys):
+    with pytest.raises(SystemExit):
+        main(["schema"])
+    schema = json.loads(capsys.readouterr().out)
+    assert set(schema["properties"]) == set(Job.model_fields)
+    sections = [schema, *schema["$defs"].values()]
+    undescribed = [
+        name
+        for section in sections
+        for name, field in section.get("properties", {}).items()
+        if "description" not in field
+    ]
+    assert undescribed == []
+
+
+@pytest.mark.parametrize(
+    ("num_parameters", "checkpoint", "departs"),
+    [
+        (10**6, {}, False),
+        (10**6, {"every_epochs": 1}, False),
+        (10**6, {"every_steps": 500}, True),
+        (5 * 10**9, {"every_steps": 500}, False),
+        (5 * 10**9, {"every_steps": 1000}, True),
+        (2 * 10**10, {"every_steps": 150}, False),
+        (2 * 10**10, {"every_steps": 250}, True),
+        (10**6, {"keep_last": 2}, True),
+    ],
+)
+def test_departures_from_the_recommended_settings_are_named(
+    num_parameters, checkpoint, departs, good
+):
+    job = parse_job(changed(good, "checkpoint", checkpoint))
+    assert bool(list(departures(job, num_parameters))) is departs
+
+
+def test_compressed_corpora_pass_preflight(good, tmp_path, capsys):
+    path = tmp_path / "c.txt.gz"
+    path.write_bytes(gzip.compress(b"text " * 1000))
+    with pytest.raises(SystemExit) as exit_:
+        main(["preflight", write(tmp_path, changed(good, "data.sources", [str(path)]))])
+    assert exit_.value.code == 0, capsys.readouterr().err
