@@ -14,10 +14,10 @@ from datetime import timedelta
 from typing import Any
 
 from prefect.automations import Automation
+from prefect.client.schemas.objects import StateType
 from prefect.events.actions import ChangeFlowRunState
 from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
-from prefect.states import StateType
 
 TAG = "auto-resume"
 # Two and a half heartbeats of 30 s, the shortest that Prefect allows.
@@ -61,9 +61,7 @@ def automations() -> list[Automation]:
             threshold=1,
             within=timedelta(0),
         ),
-        actions=[
-            ChangeFlowRunState(state=StateType.SCHEDULED, name="AwaitingRetry", force=True)
-        ],
+        actions=[ChangeFlowRunState(state=StateType.SCHEDULED, name="AwaitingRetry", force=True)],
     )
     return [lost, again]
 
@@ -77,7 +75,8 @@ def ensure() -> dict[str, Any]:
     wanted = automations()
     for automation in wanted:
         try:
-            automation.id = Automation.read(name=automation.name).id
+            found: Any = Automation.read(name=automation.name)
+            automation.id = found.id
         except ValueError:
             automation.create()
         else:

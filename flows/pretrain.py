@@ -15,7 +15,8 @@ from prefect.states import Cancelled, Completed, Failed
 from storage.address import StorageSpec
 from tasks.credentials import resolve_storage
 from tasks.hooks import leave_adoptable, take_down
-from tasks.pretraining import place, preflight, prepare_data, report, train, verdict_of
+from tasks.pretraining import place, preflight, prepare_data, report, train
+from tasks.states import data_of
 from tasks.supervision import Supervision
 from training.errors import EngineError
 from training.job import Job
@@ -39,14 +40,14 @@ def pretrain(job: Job) -> State[Any]:
         while True:
             named_place = place.with_options(task_run_name=_place_name(supervision))
             try:
-                placement = named_place(supervision)
+                placement = data_of(named_place(supervision, return_state=True))
             except EngineError as error:
                 return _end(supervision, "failed", f"no placement: {error}")
             state = train.with_options(
                 task_run_name=f"placement {placement.number} on {','.join(placement.nodes)}",
                 retry_delay_seconds=job.restart.delay_s,
             )(supervision, placement, manifest_key, return_state=True)
-            verdict = verdict_of(state)
+            verdict = data_of(state)
             if verdict.kind is EndKind.COMPLETED:
                 return _end(supervision, "completed", f"step {verdict.step} reached")
             if verdict.kind is EndKind.STOPPED:
@@ -59,7 +60,7 @@ def pretrain(job: Job) -> State[Any]:
 def prepare(job: Job) -> None:
     """Prepare the corpus of a job, so that its run finds everything there."""
     preflight(job)
-    prepare_data(job, resolve_storage(job.storage))
+    prepare_data(job, resolve_storage(job.storage), return_state=True).result()
 
 
 def _data_of(job: Job, supervision: Supervision) -> str | None:
@@ -67,7 +68,7 @@ def _data_of(job: Job, supervision: Supervision) -> str | None:
         return None
     supervision.says("preparing data")
     storage: StorageSpec = resolve_storage(job.storage)
-    result = prepare_data(job, storage)
+    result = data_of(prepare_data(job, storage, return_state=True))
     supervision.run.record_data(result)
     return result.manifest_key
 

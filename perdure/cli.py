@@ -38,6 +38,7 @@ from training.trainer.data.tokenizer import open_tokenizer
 
 EXIT_FAILED = 1
 EXIT_INPUT = 2
+PIPED_WIDTH = 180
 
 app = typer.Typer(
     help="Pretraining that outlasts its faults.",
@@ -73,7 +74,7 @@ def demo() -> None:
     _check(job)
     injector = demo_faults(home, job.run_id)
     code = _supervise(job, injector)
-    console = Console()
+    console = _console()
     for name, pids in injector.fired.items():
         console.print(f"injected: {name}, {len(pids)} processes", highlight=False)
     missing = [i.name for i in injector.injections if not injector.fired.get(i.name)]
@@ -92,7 +93,9 @@ def preflight(job_file: JobFile, overrides: Overrides = None, *, as_json: AsJson
         print(json.dumps({"ok": True, "warnings": lines}))
         return
     _warn_of_departures(job)
-    Console().print(f"{job.run_id}: world size {job.world_size}, everything found", highlight=False)
+    _console().print(
+        f"{job.run_id}: world size {job.world_size}, everything found", highlight=False
+    )
 
 
 @app.command()
@@ -109,7 +112,7 @@ def env(job_file: JobFile, overrides: Overrides = None, *, as_json: AsJson = Fal
         table.add_column(name, overflow="fold")
     for variable in variables:
         table.add_row(variable.name, variable.value, variable.why)
-    Console().print(table)
+    _console().print(table)
 
 
 @app.command()
@@ -121,7 +124,7 @@ def ladder(*, markdown: Annotated[bool, typer.Option("--markdown")] = False) -> 
         return
     from rich.markdown import Markdown  # noqa: PLC0415 only for a person
 
-    Console().print(Markdown(text))
+    _console().print(Markdown(text))
 
 
 @app.command()
@@ -154,7 +157,7 @@ def status(run_id: RunId, *, as_json: AsJson = False) -> None:
     if as_json:
         print(json.dumps(document, indent=1))
         return
-    console = Console()
+    console = _console()
     for name in ("run_id", "state", "committed_step", "target_step", "ettr", "isolated"):
         console.print(f"{name}: {document[name]}", highlight=False)
     _print_attempts(console, rows)
@@ -193,6 +196,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _fail(str(error), EXIT_FAILED)
 
 
+def _console() -> Console:
+    """The terminal; piped output is not folded to the width of one that is not there."""
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPED_WIDTH)
+
+
 def _fail(message: str, code: int) -> None:
     print(f"perdure: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(code)
@@ -218,7 +227,7 @@ def _warn_of_departures(job: Job) -> None:
 
 def _supervise(job: Job, injector: Injector | None = None) -> int:
     """Run the flow under a live view, then print the table. Returns the exit code."""
-    console = Console()
+    console = _console()
     with console.status("starting the Prefect server"):
         ui_url = server.use_server()
         os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")

@@ -18,7 +18,7 @@ from prefect.tasks import Task
 
 from storage.address import StorageSpec, open_store
 from tasks.credentials import resolve_storage
-from tasks.states import completed, failed
+from tasks.states import completed, data_of, failed
 from tasks.supervision import Supervision
 from training.engines.base import Placement
 from training.errors import InputError
@@ -119,7 +119,7 @@ def train(supervision: Supervision, placement: Placement, data_manifest_key: str
     step = f" from step {history.committed_step}"
     named = attempt.with_options(task_run_name=name + (" (adopted)" if adopted else step))
     state = named(supervision, placement, data_manifest_key, return_state=True)
-    return _state_of(verdict_of(state))
+    return _state_of(data_of(state))
 
 
 @task(name="attempt", cache_policy=NO_CACHE)
@@ -142,18 +142,6 @@ def attempt(
         supervision.says(f"recovering: {_state_text(verdict)}")
     supervision.tell_attempts()
     return _state_of(verdict)
-
-
-def verdict_of(state: State[Verdict]) -> Verdict:
-    """The verdict in a state.
-
-    Raises:
-        Exception: the attempt could not be watched at all, which is no fault of the training.
-    """
-    verdict: Verdict | BaseException = state.result(raise_on_failure=False)
-    if isinstance(verdict, BaseException):
-        raise verdict
-    return verdict
 
 
 def _state_of(verdict: Verdict) -> Verdict:

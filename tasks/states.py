@@ -1,13 +1,15 @@
-"""States that tasks return, typed as what their callers get.
+"""States that tasks return, typed as the data they carry.
 
-Prefect unwraps a state that a task returns: the caller sees its data, the UI its name and
-message. A state must be fresh each time; one that came from another run loses both (3.8.8).
+The UI shows a state's name and message, the caller wants its data: call the task with
+`return_state=True` and take `data_of` what comes back. A state must be fresh each time; one
+that came from another run loses name and data (Prefect 3.8.8).
 """
 
 from __future__ import annotations
 
 from typing import TypeVar, cast
 
+from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 
 T = TypeVar("T")
@@ -21,3 +23,15 @@ def completed(data: T, message: str, *, name: str = "Completed") -> T:
 def failed(data: T, message: str, *, name: str) -> T:
     """A task whose failure the flow knows how to answer from `data`."""
     return cast("T", Failed(name=name, message=message, data=data))
+
+
+def data_of(state: State[T]) -> T:
+    """What a task put into its state.
+
+    Raises:
+        Exception: the task raised instead of returning a state.
+    """
+    data: T | BaseException = state.result(raise_on_failure=False)
+    if isinstance(data, BaseException):
+        raise data
+    return data

@@ -194,14 +194,15 @@ def _status(worker: _Worker) -> WorkerStatus:
 
 
 def _read_error(path: Path) -> dict[str, Any]:
-    """What torch elastic's `record` wrote: the last line of the exception, and when."""
+    """What torch elastic's `record` wrote: the exception's first line, and when."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))["message"]
     except (OSError, ValueError, KeyError, TypeError):
         return {}
     if isinstance(document, str):
-        return {"message": document.strip().splitlines()[-1:][0] if document.strip() else ""}
-    message = str(document.get("message", ""))
+        document = {"message": document}
+    lines = str(document.get("message", "")).strip().splitlines()
+    message = lines[0] if lines else ""
     at_s = document.get("extraInfo", {}).get("timestamp")
     return {"message": message, "at_s": float(at_s) if at_s is not None else None}
 

@@ -86,7 +86,8 @@ class Checkpointer:
             step=step,
             placement=self._context.placement,
             attempt=self._context.attempt,
-            extra=extra,
+            # JSON has no tuples: say so here and not in the manifest's validation.
+            extra=json.loads(json.dumps(extra)),
         )
         return True
 

@@ -54,10 +54,15 @@ def _row(view: AttemptView, later: Sequence[AttemptView]) -> AttemptRow:
         from_step=view.started.from_step,
         to_step=ended.to_step if ended is not None else None,
         outcome=ended.outcome if ended is not None else "running",
-        fault=f"{fault.fault_class} ({fault.evidence})" if fault is not None else "",
+        fault=f"{fault.fault_class}: {_short(fault.evidence)}" if fault is not None else "",
         rung=view.decided.rung.value if view.decided is not None else "",
         seconds_to_next_step=_seconds_to_next_step(view, later),
     )
+
+
+def _short(text: str, width: int = 60) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= width else line[: width - 3] + "..."
 
 
 def _seconds_to_next_step(view: AttemptView, later: Sequence[AttemptView]) -> float | None:

@@ -167,7 +167,7 @@ def test_operating_system_errors_become_ours_and_name_the_object(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "fsync", failing)
-    with pytest.raises(expected, match="file://.*/a/b: "):
+    with pytest.raises(expected, match=r"file://.*/a/b: "):
         local.put("a/b", b"1")
     assert temporaries(local) == []
 

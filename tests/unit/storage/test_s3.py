@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import traceback
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
+from botocore import exceptions as boto
 from botocore.exceptions import ClientError, ReadTimeoutError
 
 from storage.errors import (
@@ -15,6 +17,7 @@ from storage.errors import (
     NotFound,
     PermanentError,
     PreconditionFailed,
+    ServerError,
     StorageError,
     Throttled,
     TimedOut,
@@ -22,6 +25,7 @@ from storage.errors import (
 )
 from storage.retry import Retry
 from storage.s3 import S3Options, S3Store
+from storage.s3_errors import fold
 
 MIB = 2**20
 
@@ -169,7 +173,7 @@ def test_throttling_is_waited_out(
     assert faulty.objects == {"/bucket/a": b"data"}
     assert faulty.requests == ["PUT"] * 4
     assert len(pauses_s) == 3
-    assert all(later > earlier / 2 for earlier, later in zip(pauses_s, pauses_s[1:], strict=False))
+    assert all(later > earlier / 2 for earlier, later in pairwise(pauses_s))
 
 
 def test_throttling_without_end_is_given_up(
@@ -230,15 +234,47 @@ def test_an_answer_that_breaks_off_is_read_again(faulty: Any, faulty_store: S3St
     assert len(faulty.requests) == 4
 
 
-@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:1", "http://no-such-host.invalid"])
 def test_a_store_that_cannot_be_reached_is_tried_again(
-    endpoint: str, faulty_store: S3Store, pauses_s: list[float]
+    faulty_store: S3Store, pauses_s: list[float]
 ) -> None:
-    options = replace(faulty_store._options, endpoint=endpoint)
+    options = replace(faulty_store._options, endpoint="http://127.0.0.1:1")
     unreachable = S3Store("bucket", options=options, retry=faulty_store._retry)
     with pytest.raises(TimedOut, match="Could not connect"):
         unreachable.get("a")
     assert len(pauses_s) == Retry().max_tries - 1
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (boto.ConnectTimeoutError(endpoint_url="u"), TimedOut),
+        (boto.EndpointConnectionError(endpoint_url="u"), TimedOut),
+        (boto.ProxyConnectionError(proxy_url="u"), TimedOut),
+        (boto.ReadTimeoutError(endpoint_url="u"), TimedOut),
+        (boto.ConnectionClosedError(endpoint_url="u"), TimedOut),
+        (boto.ResponseStreamingError(error="broken"), TimedOut),
+        (boto.IncompleteReadError(actual_bytes=1, expected_bytes=2), TimedOut),
+        (boto.SSLError(endpoint_url="u", error="EOF occurred"), TimedOut),
+        (boto.SSLError(endpoint_url="u", error="CERTIFICATE_VERIFY_FAILED"), PermanentError),
+        (boto.NoCredentialsError(), AccessDenied),
+        (boto.NoRegionError(), PermanentError),
+        (refused("PutObject", 500, "InternalError"), ServerError),
+        (refused("PutObject", 502, ""), ServerError),
+        (refused("PutObject", 599, "Unheard"), ServerError),
+        (refused("PutObject", 503, ""), Throttled),
+        (refused("PutObject", 429, "Unheard"), Throttled),
+        (refused("HeadObject", 404, "404"), NotFound),
+        (refused("PutObject", 404, "NoSuchBucket"), PermanentError),
+        (refused("PutObject", 400, "ExpiredToken"), AccessDenied),
+        (refused("PutObject", 418, "Unheard"), PermanentError),
+    ],
+)
+def test_every_error_of_boto_has_its_class(
+    error: boto.BotoCoreError | ClientError, expected: type[StorageError]
+) -> None:
+    folded = fold(error, "s3://bucket/a")
+    assert type(folded) is expected
+    assert str(folded).startswith("s3://bucket/a: ")
 
 
 def test_missing_keys_are_told_at_once(faulty: Any, pauses_s: list[float]) -> None:

@@ -1,0 +1,314 @@
+"""CheckpointStore: what is offered, who may publish, and what damage does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from storage.checkpoint import CheckpointStore, DamageKind, StepState, digest
+from storage.errors import (
+    AccessDenied,
+    Corrupt,
+    NotFound,
+    PreconditionFailed,
+    StaleAttempt,
+    Throttled,
+)
+from storage.local import LocalStore
+from storage.manifest import Manifest, parse_manifest
+from storage.s3 import S3Store
+
+Commit = Callable[..., Manifest]
+ROOT = Path(__file__).parents[3]
+SHARD = "p0000-a0000-rank00001.safetensors"
+
+WRITER = """
+    import os, sys
+    from pathlib import Path
+    from storage.checkpoint import CheckpointStore, shard_name
+    from storage.local import LocalStore
+
+    checkpoints = CheckpointStore(LocalStore(Path(sys.argv[1])), "run-1")
+    checkpoints.check_may_commit(20, 0, 0)
+    for rank in range(2):
+        checkpoints.put_shard(20, shard_name(0, 0, rank), bytes(1000))
+    os._exit(9)
+"""
+
+
+def damage(checkpoints: CheckpointStore, step: int, data: bytes | None) -> None:
+    """Replace a shard behind the store's back; None deletes it."""
+    path = checkpoints.store.local_path(checkpoints.key(step, SHARD))
+    assert path is not None
+    if data is None:
+        path.unlink()
+    else:
+        path.write_bytes(data)
+
+
+def flipped(data: bytes) -> bytes:
+    return data[:700] + bytes([data[700] ^ 1]) + data[701:]
+
+
+def test_a_committed_step_is_offered_with_what_was_published(
+    checkpoints: CheckpointStore, commit: Commit
+) -> None:
+    published = commit(checkpoints, 10)
+    assert checkpoints.steps() == [10]
+    assert checkpoints.latest() == 10
+    assert checkpoints.manifest(10) == published
+    assert checkpoints.verify(10) == []
+    assert checkpoints.newest_intact().manifest == published
+    assert published.size_bytes == 2000
+    assert published.written_at_s == 1000.0
+
+
+def test_a_run_without_checkpoints_has_no_latest(checkpoints: CheckpointStore) -> None:
+    assert checkpoints.latest() is None
+    assert checkpoints.steps() == []
+    assert checkpoints.newest_intact().manifest is None
+    with pytest.raises(NotFound):
+        checkpoints.manifest(10)
+
+
+def test_latest_can_be_asked_below_a_step(checkpoints: CheckpointStore, commit: Commit) -> None:
+    for step in (5, 10, 123456789):
+        commit(checkpoints, step)
+    assert checkpoints.latest() == 123456789
+    assert checkpoints.latest(before=10) == 5
+    assert checkpoints.latest(before=5) is None
+
+
+def test_a_writer_killed_before_the_manifest_leaves_the_older_step_latest(
+    local: LocalStore, checkpoints: CheckpointStore, commit: Commit
+) -> None:
+    commit(checkpoints, 10)
+    command = [sys.executable, "-c", textwrap.dedent(WRITER), str(local._root)]
+    killed = subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, check=False)
+    assert killed.returncode == 9
+    assert checkpoints.states() == {10: StepState.COMMITTED, 20: StepState.UNCOMMITTED}
+    assert checkpoints.latest() == 10
+    recovered = checkpoints.newest_intact()
+    assert recovered.manifest is not None
+    assert recovered.manifest.step == 10
+    assert recovered.set_aside == ()
+    commit(checkpoints, 20, attempt=1)  # the next attempt is not in the dead one's way
+    assert checkpoints.latest() == 20
+    assert checkpoints.verify(20) == []
+
+
+def test_committing_a_step_twice_fails(checkpoints: CheckpointStore, commit: Commit) -> None:
+    published = commit(checkpoints, 10)
+    with pytest.raises(PreconditionFailed, match="committed already"):
+        checkpoints.commit(published)
+    with pytest.raises(PreconditionFailed, match="committed already"):
+        checkpoints.check_may_commit(10, 5, 5)
+    assert checkpoints.manifest(10) == published
+
+
+def test_of_two_committers_that_passed_the_check_one_fails(
+    checkpoints: CheckpointStore, commit: Commit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published = commit(checkpoints, 10)
+    monkeypatch.setattr(checkpoints, "check_may_commit", lambda *_: None)
+    with pytest.raises(PreconditionFailed, match="exists already"):
+        checkpoints.commit(published)
+
+
+@pytest.mark.parametrize("stale", [(1, 1), (0, 9)])
+def test_a_stale_attempt_cannot_commit(
+    checkpoints: CheckpointStore, commit: Commit, stale: tuple[int, int]
+) -> None:
+    checkpoints.fence(1, 2)
+    with pytest.raises(StaleAttempt, match="placement 1 attempt 2, which owns the run"):
+        commit(checkpoints, 10, placement=stale[0], attempt=stale[1])
+    assert checkpoints.steps() == []
+    commit(checkpoints, 10, placement=1, attempt=2)
+
+
+def test_the_fence_only_moves_forward(checkpoints: CheckpointStore) -> None:
+    assert checkpoints.read_fence() is None
+    checkpoints.fence(1, 2)
+    checkpoints.fence(1, 2)
+    checkpoints.fence(2, 0)
+    with pytest.raises(StaleAttempt, match="cannot fence"):
+        checkpoints.fence(1, 9)
+    assert checkpoints.read_fence() == (2, 0)
+
+
+def test_a_damaged_fence_lets_nobody_publish(checkpoints: CheckpointStore, commit: Commit) -> None:
+    checkpoints.store.put("runs/run-1/fence.json", b'{"placement": -1}')
+    with pytest.raises(Corrupt, match="not a fence"):
+        commit(checkpoints, 10)
+
+
+def test_manifests_of_another_run_are_refused(
+    local: LocalStore, checkpoints: CheckpointStore, commit: Commit
+) -> None:
+    published = commit(checkpoints, 10)
+    other = CheckpointStore(local, "run-2")
+    with pytest.raises(ValueError, match="'run-1'.*'run-2'"):
+        other.commit(published)
+    local.put(other.key(10, "manifest.json"), published.to_bytes())
+    with pytest.raises(Corrupt, match="is of run 'run-1' step 10"):
+        other.manifest(10)
+
+
+@pytest.mark.parametrize("run_id", ["", "../x", "a/b", ".hidden", "a b"])
+def test_run_ids_cannot_leave_their_folder(local: LocalStore, run_id: str) -> None:
+    with pytest.raises(ValueError, match="run_id|pattern"):
+        CheckpointStore(local, run_id)
+
+
+@pytest.mark.parametrize(
+    ("harm", "kind"),
+    [
+        (flipped, DamageKind.HASH_DIFFERS),
+        (lambda data: data[:-1], DamageKind.TRUNCATED),
+        (lambda data: data + b"x", DamageKind.HASH_DIFFERS),
+        (lambda _data: b"", DamageKind.TRUNCATED),
+        (lambda _data: None, DamageKind.MISSING),
+    ],
+    ids=["flipped bit", "truncated", "too long", "emptied", "deleted"],
+)
+def test_a_damaged_shard_is_set_aside_and_the_step_before_taken(
+    checkpoints: CheckpointStore,
+    commit: Commit,
+    harm: Callable[[bytes], bytes | None],
+    kind: DamageKind,
+) -> None:
+    commit(checkpoints, 10)
+    commit(checkpoints, 20)
+    damage(checkpoints, 20, harm(checkpoints.store.get(checkpoints.key(20, SHARD))))
+    (found,) = checkpoints.verify(20)
+    assert (found.file, found.kind) == (SHARD, kind)
+    assert checkpoints.latest() == 20, "verify only looks"
+
+    recovered = checkpoints.newest_intact()
+    assert recovered.manifest is not None
+    assert recovered.manifest.step == 10
+    (set_aside,) = recovered.set_aside
+    assert set_aside.step == 20
+    assert f"{SHARD} {kind}: " in set_aside.reason
+    assert checkpoints.states() == {10: StepState.COMMITTED, 20: StepState.SET_ASIDE}
+    assert checkpoints.latest() == 10
+    with pytest.raises(NotFound, match="set aside"):
+        checkpoints.manifest(20)
+    assert checkpoints.newest_intact().set_aside == (), "told once"
+
+
+def test_a_set_aside_step_may_be_saved_anew(checkpoints: CheckpointStore, commit: Commit) -> None:
+    commit(checkpoints, 10)
+    checkpoints.set_aside(10, "test")
+    anew = commit(checkpoints, 10, attempt=1)
+    assert checkpoints.steps() == [10]
+    assert checkpoints.manifest(10) == anew
+    assert checkpoints.verify(10) == []
+    checkpoints.set_aside(10, "again")
+    commit(checkpoints, 10, attempt=2)
+    assert checkpoints.steps() == [10]
+
+
+def test_an_unreadable_manifest_is_damage(checkpoints: CheckpointStore, commit: Commit) -> None:
+    commit(checkpoints, 10)
+    commit(checkpoints, 20)
+    checkpoints.store.put(checkpoints.key(20, "manifest.json"), b'{"half')
+    recovered = checkpoints.newest_intact()
+    assert recovered.manifest is not None
+    assert recovered.manifest.step == 10
+    assert recovered.set_aside[0].damages[0].kind is DamageKind.UNREADABLE
+
+
+@pytest.mark.parametrize("error", [Throttled, AccessDenied])
+def test_a_store_that_does_not_let_us_read_sets_nothing_aside(
+    checkpoints: CheckpointStore,
+    commit: Commit,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[Exception],
+) -> None:
+    commit(checkpoints, 10)
+
+    def failing(*_: object, **__: object) -> None:
+        raise error("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints.store, "get_into", failing)
+        with pytest.raises(error):
+            checkpoints.newest_intact()
+    assert checkpoints.steps() == [10]
+
+
+def test_a_medium_that_fails_is_damage(
+    checkpoints: CheckpointStore, commit: Commit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(checkpoints, 10)
+
+    def failing(*_: object, **__: object) -> None:
+        raise Corrupt("the medium cannot be read")
+
+    monkeypatch.setattr(checkpoints.store, "get_into", failing)
+    assert {found.kind for found in checkpoints.verify(10)} == {DamageKind.UNREADABLE}
+
+
+def test_deleting_a_step_removes_its_manifest_first(
+    checkpoints: CheckpointStore, commit: Commit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(checkpoints, 10)
+    commit(checkpoints, 100)
+    deleted: list[str] = []
+    delete = checkpoints.store.delete
+
+    def watched(key: str) -> None:
+        deleted.append(key)
+        delete(key)
+
+    monkeypatch.setattr(checkpoints.store, "delete", watched)
+    checkpoints.delete(10)
+    assert deleted[0].endswith("step-00000010/manifest.json")
+    assert checkpoints.states() == {100: StepState.COMMITTED}
+    assert checkpoints.verify(100) == []
+
+
+def test_the_protocol_holds_on_s3(s3: S3Store, commit: Commit) -> None:
+    checkpoints = CheckpointStore(s3, "run-1")
+    checkpoints.fence(0, 0)
+    commit(checkpoints, 10)
+    commit(checkpoints, 20)
+    shard = checkpoints.key(20, SHARD)
+    s3.put(shard, flipped(s3.get(shard)))
+    recovered = checkpoints.newest_intact()
+    assert recovered.manifest is not None
+    assert recovered.manifest.step == 10
+    assert checkpoints.steps() == [10]
+    with pytest.raises(PreconditionFailed):
+        commit(checkpoints, 10)
+
+
+def test_manifests_survive_their_bytes(checkpoints: CheckpointStore, commit: Commit) -> None:
+    published = commit(checkpoints, 10)
+    with_extra = published.model_copy(update={"extra": {"loss": 1e-300, "names": ["a", None]}})
+    assert parse_manifest(with_extra.to_bytes(), url="u") == with_extra
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"format_version": 2}', b"\xff"])
+def test_what_is_no_manifest_is_told_on_one_line(data: bytes) -> None:
+    with pytest.raises(Corrupt, match="^u: not ") as raised:
+        parse_manifest(data, url="u")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_manifest_whose_chunks_do_not_cover_is_refused(
+    checkpoints: CheckpointStore, commit: Commit
+) -> None:
+    text = commit(checkpoints, 10).to_bytes().replace(b'"shape":[1]', b'"shape":[2]')
+    with pytest.raises(Corrupt, match="1 elements of 2"):
+        parse_manifest(text, url="u")
+
+
+def test_the_hash_is_xxh3_128() -> None:
+    assert digest(b"") == "99aa06d3014798d86001c324468d497f"
