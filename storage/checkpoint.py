@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, TypeAdapter, ValidationError
@@ -58,7 +57,7 @@ SET_ASIDE_NAME = "set-aside.json"
 FENCE_NAME = "fence.json"
 VERIFY_BLOCK_BYTES = 16 * 2**20
 _STEP_FOLDER = re.compile(r"^step-(\d{8,})$")
-_RUN_ID: TypeAdapter[str] = TypeAdapter(Annotated[str, RunId])
+_RUN_ID: TypeAdapter[str] = TypeAdapter(RunId)
 
 
 class StepState(StrEnum):

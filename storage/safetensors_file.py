@@ -132,4 +132,6 @@ def _entry(fields: Mapping[str, Any], data_begin: int) -> Entry:
 
 def _is_whole(entry: Entry, data_begin: int, size_bytes: int) -> bool:
     wanted = math.prod(entry.shape) * ITEM_SIZE_BYTES[entry.dtype]
+    if min(entry.shape, default=0) < 0:
+        return False
     return data_begin <= entry.begin <= entry.end <= size_bytes and entry.size_bytes == wanted

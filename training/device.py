@@ -63,7 +63,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 def _measured_flops(device: torch.device, dtype: torch.dtype, *, size: int = 512) -> float:
     a_MM = torch.ones(size, size, device=device, dtype=dtype)  # noqa: N806 shape suffix
     best_s = float("inf")
-    for _ in range(4):
+    for _ in range(10):
         synchronize(device)
         before_s = time.perf_counter()
         a_MM @ a_MM

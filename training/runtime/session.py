@@ -31,6 +31,7 @@ from storage.policy import apply_retention
 from training.device import backend_of, pick_device
 from training.diagnosis.classify import EXIT_RESTART_ME
 from training.monitor.heartbeat import HeartbeatWriter, Phase
+from training.runtime.buckets import settle_buckets
 from training.runtime.checkpointing import Checkpointer
 from training.runtime.context import WorkerContext
 from training.runtime.metrics import MetricsLog, StepRecord, metrics_prefix
@@ -117,10 +118,11 @@ class Session:
         scheduler: Scheduler | None = None,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        """Say what is trained; it is what checkpoints hold."""
+        """Say what is trained; it is what checkpoints hold. Collective: every rank calls it."""
         clip = self.job.optimizer.grad_clip_norm
         self._training = Training(model, optimizer, scheduler, scaler, clip)
         self._loader = data
+        settle_buckets(model)
 
     def measure(
         self, *, tokens_per_step: int, flops_per_step: float = 0.0, peak_flops: float | None = None

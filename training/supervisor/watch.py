@@ -77,6 +77,7 @@ class AttemptWatch:
         self._sleep = sleep
         self._offset = 0
         self._progress = Progress()
+        self._proc_start_cnt: dict[str, int] = {}
 
     def run(self) -> AttemptEnd:
         """Watch to the end; every process of the attempt is gone when this returns."""
@@ -117,6 +118,8 @@ class AttemptWatch:
         progress.steps, progress.checkpoints = parse_live(text)
         progress.last = progress.steps[-1] if progress.steps else progress.last
         progress.snapshot = self._engine.poll()
+        for status in progress.snapshot.agents.values():
+            self._proc_start_cnt[status.node] = status.proc_start_cnt
         self._on_progress(progress)
         return progress.snapshot
 
@@ -140,8 +143,7 @@ class AttemptWatch:
             staging_errors={s.node: s.staging_error for s in statuses if s.staging_error},
             oom_nodes=tuple(s.node for s in statuses if s.oom_kills),
         )
-        counts = {status.node: status.proc_start_cnt for status in statuses}
-        return AttemptEnd(kind, evidence, counts, step)
+        return AttemptEnd(kind, evidence, dict(self._proc_start_cnt), step)
 
 
 def _all_done(snapshot: Snapshot) -> bool:

@@ -6,9 +6,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Lock, Thread
 
-import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
@@ -33,13 +32,16 @@ HALF_A_BODY = "half_a_body"  # the answer breaks off
 
 
 class FaultyS3(ThreadingHTTPServer):
-    """PUT (also If-None-Match), GET and HEAD of whole objects; `faults` strike in order."""
+    """PUT (also If-None-Match) and GET of whole objects; `faults` strike in order."""
+
+    request_queue_size = 64
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.objects: dict[str, bytes] = {}
         self.faults: list[str] = []
         self.requests: list[str] = []
+        self.lock = Lock()
 
     @property
     def endpoint(self) -> str:
@@ -55,14 +57,12 @@ class _Handler(BaseHTTPRequestHandler):
         fault = self._next_fault()
         if fault in REFUSALS:
             self._refuse(*REFUSALS[fault])
-        elif "If-None-Match" in self.headers and self.path in self.server.objects:
+        elif not self._published(data):
             self._refuse(412, "PreconditionFailed")
+        elif fault == ANSWER_LOST:
+            self.close_connection = True
         else:
-            self.server.objects[self.path] = data
-            if fault == ANSWER_LOST:
-                self.close_connection = True
-            else:
-                self._answer(200, b"")
+            self._answer(200, b"")
 
     def do_GET(self) -> None:
         fault = self._next_fault()
@@ -75,6 +75,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *args: object) -> None:
         pass
+
+    def _published(self, data: bytes) -> bool:
+        with self.server.lock:
+            if "If-None-Match" in self.headers and self.path in self.server.objects:
+                return False
+            self.server.objects[self.path] = data
+            return True
 
     def _next_fault(self) -> str | None:
         self.server.requests.append(self.command)
@@ -113,10 +120,9 @@ def moto_endpoint() -> Iterator[str]:
 @pytest.fixture
 def s3(moto_endpoint: str) -> S3Store:
     """An empty bucket of the moto server."""
-    bucket = f"bucket-{uuid.uuid4().hex}"
-    session = boto3.session.Session("key", "secret", region_name="us-east-1")
-    session.client("s3", endpoint_url=moto_endpoint).create_bucket(Bucket=bucket)
-    return S3Store(bucket, "team/runs", options=_options(moto_endpoint))
+    store = S3Store(f"bucket-{uuid.uuid4().hex}", "team/runs", options=_options(moto_endpoint))
+    store._client().create_bucket(Bucket=store._bucket)
+    return store
 
 
 @pytest.fixture

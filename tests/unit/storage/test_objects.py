@@ -46,11 +46,11 @@ def test_get_into_fills_the_callers_memory(store: ObjectStore) -> None:
     assert bytes(out) == bytes(range(50, 70))
 
 
-@pytest.mark.parametrize("start", [90, 100, 200])
-def test_get_into_refuses_an_object_that_ends_before(store: ObjectStore, start: int) -> None:
+def test_get_into_refuses_an_object_that_ends_before(store: ObjectStore) -> None:
     store.put("a", bytes(100))
-    with pytest.raises(Corrupt, match="ends"):
-        store.get_into("a", memoryview(bytearray(20)), start=start)
+    for start in (90, 100, 200):
+        with pytest.raises(Corrupt, match="ends"):
+            store.get_into("a", memoryview(bytearray(20)), start=start)
 
 
 def test_what_is_not_there_is_not_found(store: ObjectStore) -> None:
@@ -89,7 +89,9 @@ def test_if_absent_publishes_once(store: ObjectStore) -> None:
     assert store.get("a") == b"first"
 
 
-def test_exactly_one_of_racing_writers_wins(store: ObjectStore) -> None:
+@pytest.mark.parametrize("kind", ["local", "faulty_store"])  # moto's condition is not atomic
+def test_exactly_one_of_racing_writers_wins(request: pytest.FixtureRequest, kind: str) -> None:
+    store: ObjectStore = request.getfixturevalue(kind)
     num_writers = 8
     barrier = Barrier(num_writers)
 
@@ -107,20 +109,17 @@ def test_exactly_one_of_racing_writers_wins(store: ObjectStore) -> None:
     assert store.get("folder/claim") == str(won.index(True)).encode() * 1000
 
 
-@pytest.mark.parametrize("key", ESCAPES)
-def test_keys_that_leave_the_address_are_refused(store: ObjectStore, key: str) -> None:
-    with pytest.raises(ValueError, match="not a key"):
-        store.put(key, b"")
-    with pytest.raises(ValueError, match="not a key"):
-        store.get(key)
-    with pytest.raises(ValueError, match="not a key"):
-        store.delete(key)
+def test_keys_that_leave_the_address_are_refused(store: ObjectStore) -> None:
+    for key in ESCAPES:
+        for use in (lambda key: store.put(key, b""), store.get, store.stat, store.delete):
+            with pytest.raises(ValueError, match="not a key"):
+                use(key)
 
 
-@pytest.mark.parametrize("prefix", ["../", "/", "a/../../"])
-def test_prefixes_that_leave_the_address_are_refused(store: ObjectStore, prefix: str) -> None:
-    with pytest.raises(ValueError, match="not a key"):
-        list(store.list(prefix))
+def test_prefixes_that_leave_the_address_are_refused(store: ObjectStore) -> None:
+    for prefix in ("../", "/", "a/../../"):
+        with pytest.raises(ValueError, match="not a key"):
+            list(store.list(prefix))
 
 
 def test_dots_inside_names_are_fine() -> None:

@@ -254,8 +254,11 @@ def test_a_store_that_cannot_be_reached_is_tried_again(
         (boto.ConnectionClosedError(endpoint_url="u"), TimedOut),
         (boto.ResponseStreamingError(error="broken"), TimedOut),
         (boto.IncompleteReadError(actual_bytes=1, expected_bytes=2), TimedOut),
-        (boto.SSLError(endpoint_url="u", error="EOF occurred"), TimedOut),
-        (boto.SSLError(endpoint_url="u", error="CERTIFICATE_VERIFY_FAILED"), PermanentError),
+        (boto.SSLError(endpoint_url="u", error=OSError("EOF occurred")), TimedOut),
+        (
+            boto.SSLError(endpoint_url="u", error=OSError("CERTIFICATE_VERIFY_FAILED")),
+            PermanentError,
+        ),
         (boto.NoCredentialsError(), AccessDenied),
         (boto.NoRegionError(), PermanentError),
         (refused("PutObject", 500, "InternalError"), ServerError),

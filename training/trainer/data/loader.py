@@ -329,4 +329,4 @@ def _die_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
-    os._exit(1)  # noqa: SLF001 sys.exit would end this thread only
+    os._exit(1)  # sys.exit would end this thread only

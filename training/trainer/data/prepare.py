@@ -209,7 +209,7 @@ class _Preparation:
 
     def _write(self, key: str, texts: Iterator[str], sources: tuple[Source, ...]) -> Shard:
         tokens, num_documents = self._encode(texts)
-        data = memoryview(tokens.view(np.uint8))
+        data = tokens.view(np.uint8).data
         self._shelf.put(key, data)
         self._written += 1
         self._log(f"shard {key}: {num_documents} documents, {tokens.size} tokens")

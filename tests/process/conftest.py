@@ -1,0 +1,52 @@
+"""One Prefect server and one undisturbed run for all process tests of a session."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from perdure import server
+from tests.process.harness import TEXT, Running, Workbench
+
+
+@pytest.fixture(scope="session")
+def session_home(tmp_path_factory):
+    return tmp_path_factory.mktemp("perdure")
+
+
+@pytest.fixture(scope="session")
+def prefect_server(session_home):
+    """A real server on SQLite, as `perdure run` starts one."""
+    before = {name: os.environ.get(name) for name in ("PERDURE_HOME",)}
+    os.environ["PERDURE_HOME"] = str(session_home)
+    # The scheduler looks once a minute by default; tests should not wait for that.
+    os.environ["PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS"] = "3"
+    try:
+        yield server.start_server()
+    finally:
+        os.environ["PERDURE_HOME"] = str(session_home)
+        server.stop_server()
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@pytest.fixture(scope="session")
+def bench(session_home, prefect_server) -> Workbench:
+    """Where runs are made."""
+    corpus = session_home / "corpus"
+    corpus.mkdir()
+    for index in range(6):
+        (corpus / f"{index}.txt").write_text((f"{index} " + TEXT) * 80)
+    return Workbench(session_home, prefect_server.api_url, corpus)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(bench) -> Running:
+    """The small job without a fault: what every curve is compared with."""
+    running = bench.start(bench.job("undisturbed", env={"PACE_S": "0"}))
+    assert running.finish() == 0, running.out
+    return running

@@ -1,0 +1,196 @@
+"""Real runs in real processes, for tests: start them, watch them, read what they left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from storage.address import open_store
+from training.inject import LocalRun
+from training.job import Job, parse_job
+from training.ledger import Ledger
+from training.policy.history import RunHistory
+from training.runtime.metrics import kept_steps
+
+REPO = Path(__file__).resolve().parents[2]
+RECIPES = REPO / "tests" / "recipes"
+TEXT = "the quick brown fox jumps over the lazy dog, again and again and again\n"
+
+
+def wait_for(
+    condition: Callable[[], Any], *, timeout_s: float, what: str, period_s: float = 0.1
+) -> Any:
+    """Poll until `condition` gives something true."""
+    deadline_s = time.monotonic() + timeout_s
+    while not (value := condition()):
+        if time.monotonic() > deadline_s:
+            raise AssertionError(f"not within {timeout_s:.0f} s: {what}")
+        time.sleep(period_s)
+    return value
+
+
+@dataclass
+class Workbench:
+    """A Perdure home, a store and a server, and the runs made with them."""
+
+    home: Path
+    api_url: str
+    corpus: Path
+    env: dict[str, str] = field(default_factory=dict)
+
+    def job(self, run_id: str, **changes: Any) -> dict[str, Any]:
+        """The small job that most tests run: four ranks, two nodes, one spare."""
+        document: dict[str, Any] = {
+            "run_id": run_id,
+            "storage": {"address": f"file://{self.home}/store"},
+            "steps": 60,
+            "seed": 11,
+            "worker": {"recipe": "paced:main", "cwd": str(RECIPES)},
+            "data": {"sources": [str(self.corpus)], "shard_size_bytes": 8192},
+            "model": {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "seq_len": 16},
+            "batch": {"global_batch_size": 8, "micro_batch_size": 2},
+            "checkpoint": {"every_steps": 10},
+            "restart": {"pod_retries": 1},
+            "engine": {"nodes": 2, "slots_per_node": 2, "spares": 1, "grace_s": 10},
+            "env": {"PACE_S": "0.1"},
+        }
+        for key, value in changes.items():
+            document[key] = value
+        return document
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a user's shell would have."""
+        return {
+            **os.environ,
+            "PERDURE_HOME": str(self.home),
+            "PREFECT_API_URL": self.api_url,
+            **self.env,
+        }
+
+    def start(self, document: dict[str, Any]) -> Running:
+        """`perdure run` in a process of its own."""
+        path = self.home / f"{document['run_id']}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(yaml.safe_dump(document))
+        log = (self.home / f"{document['run_id']}.out").open("ab")
+        process = subprocess.Popen(
+            [sys.executable, "-m", "perdure", "run", str(path)],
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        log.close()
+        return Running(self, parse_job(document), process)
+
+    def look(self, document: dict[str, Any]) -> Running:
+        """A run that somebody else started."""
+        return Running(self, parse_job(document), None)
+
+    def prefect(self, *arguments: str) -> str:
+        """The `prefect` command."""
+        done = subprocess.run(
+            [sys.executable, "-m", "prefect", *arguments],
+            env=self.environment, cwd=REPO, capture_output=True, text=True, timeout=120, check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+
+@dataclass
+class Running:
+    """One run, from outside."""
+
+    bench: Workbench
+    job: Job
+    process: subprocess.Popen[bytes] | None
+
+    @property
+    def out(self) -> str:
+        """What `perdure run` printed."""
+        path = self.bench.home / f"{self.job.run_id}.out"
+        return path.read_text() if path.exists() else ""
+
+    @property
+    def history(self) -> RunHistory:
+        """The ledger, as it stands."""
+        return Ledger(open_store(self.job.storage), self.job.run_id).read()
+
+    @property
+    def local(self) -> LocalRun:
+        """The processes of the run."""
+        return LocalRun(self.bench.home, self.job.run_id)
+
+    @property
+    def folder(self) -> Path:
+        """Where the engine keeps the run's nodes."""
+        return self.bench.home / "runs" / self.job.run_id
+
+    def step(self) -> int:
+        """Newest step that the first rank has written down, in any attempt."""
+        newest = 0
+        for path in self.folder.glob("nodes/*/*/attempts/*/metrics.jsonl"):
+            lines = path.read_text().rpartition("\n")[0].splitlines()
+            newest = max([newest, *(json.loads(line)["step"] for line in lines[-3:])])
+        return newest
+
+    def reach(self, step: int, *, timeout_s: float = 120) -> None:
+        """Wait until the run has completed `step`."""
+
+        def there() -> bool:
+            if self.process is not None:
+                assert self.process.poll() is None, self.out
+            return self.step() >= step
+
+        wait_for(there, timeout_s=timeout_s, what=f"step {step} of {self.job.run_id}: {self.out}")
+
+    def kill_supervisor(self) -> None:
+        """SIGKILL the flow's process."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+    def finish(self, *, timeout_s: float = 180) -> int:
+        """Wait for the end of `perdure run`. Returns its exit code."""
+        assert self.process is not None
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.job.run_id} did not end:\n{self.out}") from None
+
+    def curve(self) -> dict[int, float]:
+        """Loss of every kept step, all digits."""
+        kept = kept_steps(open_store(self.job.storage), self.job.run_id)
+        return {step: record.loss for step, record in kept.items()}
+
+    def rungs(self) -> list[str]:
+        """Every decision's rung."""
+        return [a.decided.rung.value for a in self.history.attempts if a.decided is not None]
+
+    def worker_lines(self) -> list[str]:
+        """What the first rank of each node said at its start, in every attempt."""
+        return [
+            line
+            for path in sorted(self.folder.glob("nodes/*/*/attempts/*/rank-*.stdout.log"))
+            for line in path.read_text().splitlines()
+            if "MA_SCHEDULE_CNT" in line
+        ]
+
+    def leave_nothing(self) -> None:
+        """Assert that no process of the run is left, killing what is."""
+        left = self.local.processes()
+        for process in left:
+            process.kill()
+        assert left == []

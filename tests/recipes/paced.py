@@ -1,0 +1,52 @@
+"""A user's own session program: a small recurrent model, paced so that faults find it at work.
+
+`PACE_S` in the environment is a pause per step; it changes no number.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import training
+from training.trainer.pretrain import make_loader, open_data, seed_all
+
+
+class Guesser(nn.Module):
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, 16)
+        self.memory = nn.GRU(16, 16, batch_first=True)
+        self.head = nn.Linear(16, vocab_size)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, inputs, targets):
+        hidden, _ = self.memory(self.embedding(inputs))
+        logits = self.head(self.dropout(hidden))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def main(job) -> None:
+    seed_all(job.seed)
+    session = training.join()
+    dataset, manifest = open_data(job, session)
+    model = DistributedDataParallel(Guesser(manifest.vocab_size))
+    torch.manual_seed(session.rank)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    session.register(model=model, optimizer=optimizer, data=make_loader(job, session, dataset))
+    for step in session.steps(until=job.steps):
+        with step:
+            time.sleep(float(os.environ.get("PACE_S", "0")))
+            inputs, targets = step.batch()
+            step.backward(model(inputs, targets))
+            step.apply()
+
+
+def broken(job) -> None:
+    seed_all(job.seed)
+    session = training.join()
+    raise TypeError(f"forward() got an unexpected argument on rank {session.rank}")

@@ -1,0 +1,118 @@
+"""One rank of a gloo world: `python ranks.py SCENARIO RANK WORLD_SIZE FOLDER`.
+
+Exits with 0 when everything that the scenario asserts held on this rank.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from storage import dcp
+from storage.checkpoint import CheckpointStore
+from storage.errors import PermanentError, PreconditionFailed, StaleAttempt
+from storage.local import LocalStore
+
+REPLICATED, SHARDED, FAILED = 10, 20, 30
+
+
+class FullDisk(LocalStore):
+    """Takes no shard of rank 2."""
+
+    def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
+        if "rank00002" in key:
+            raise PermanentError(f"{key}: the disk is full")
+        super().put(key, data, if_absent=if_absent)
+
+
+def replicated_state() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return {f"weight/{n}": torch.randn(8, 8, generator=generator).bfloat16() for n in range(8)}
+
+
+def rank_state(rank: int) -> dict[str, Tensor]:
+    return {f"random/rank{rank:05d}": torch.full((rank + 1,), rank, dtype=torch.uint8)}
+
+
+def model(seed: int) -> nn.Module:
+    """Its layers have 6, 3 and 1 rows: on 4 ranks some hold nothing of a parameter."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3), nn.Linear(3, 1))
+
+
+def sharded_model(seed: int, world_size: int) -> nn.Module:
+    sharded = model(seed)
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (world_size,)))
+    return sharded
+
+
+def save(rank: int, world_size: int, folder: Path) -> None:
+    checkpoints = CheckpointStore(LocalStore(folder), "run")
+    saved = partial(dcp.save, placement=0, attempt=1, extra={"rank": rank})
+    state = replicated_state() | rank_state(rank)
+    manifest = saved(state, checkpoints=checkpoints, step=REPLICATED)
+    assert (manifest is not None) == (rank == 0)
+
+    sharded = sharded_model(0, world_size)
+    saved(sharded.state_dict(), checkpoints=checkpoints, step=SHARDED)
+
+    full = CheckpointStore(FullDisk(folder), "run")
+    with pytest.raises(PermanentError, match=r"^rank 2: .*the disk is full$"):
+        saved(state, checkpoints=full, step=FAILED)
+    no_json: Any = {1, 2}
+    with pytest.raises(ValueError, match=r"^rank 0: (?s:.*)extra"):  # only the coordinator fails
+        saved(state, checkpoints=checkpoints, step=FAILED, extra={"bad": no_json})
+    assert checkpoints.steps() == [REPLICATED, SHARDED]
+
+    with pytest.raises(PreconditionFailed):
+        saved(state, checkpoints=checkpoints, step=SHARDED)
+    if rank == 0:
+        checkpoints.fence(0, 2)
+    dist.barrier()
+    with pytest.raises(StaleAttempt):
+        saved(state, checkpoints=checkpoints, step=FAILED)
+
+
+def load(rank: int, world_size: int, folder: Path) -> None:
+    checkpoints = CheckpointStore(LocalStore(folder), "run")
+    expected = replicated_state() | rank_state(rank)
+    state = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    dcp.load(state, checkpoints.manifest(REPLICATED), checkpoints=checkpoints)
+    for name, tensor in expected.items():
+        assert torch.equal(state[name], tensor), name
+
+    sharded = sharded_model(1, world_size)
+    parameters = sharded.state_dict()
+    dcp.load(parameters, checkpoints.manifest(SHARDED), checkpoints=checkpoints)
+    original = model(0).state_dict()
+    for name, parameter in sharded.named_parameters():
+        assert isinstance(parameter, DTensor)
+        assert torch.equal(parameter.full_tensor(), original[name]), name
+
+
+def main() -> None:
+    scenario, rank, world_size, folder = (
+        sys.argv[1],
+        int(sys.argv[2]),
+        int(sys.argv[3]),
+        sys.argv[4],
+    )
+    torch.set_num_threads(1)
+    rendezvous = f"file://{folder}-{scenario}-rendezvous"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
+    {"save": save, "load": load}[scenario](rank, world_size, Path(folder))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""StorageSpec: one clear message per mistake, and keys that show nowhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from storage.address import (
+    StorageSpec,
+    check_reachable,
+    open_store,
+    without_secrets,
+    worker_environment,
+)
+from storage.errors import AccessDenied, Corrupt
+from storage.local import LocalStore
+from storage.s3 import S3Store
+
+KEYS: dict[str, Any] = {
+    "access_key": "AKID-SECRET",
+    "secret_key": "KEY-SECRET",
+    "session_token": "TOKEN-SECRET",
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"address": "file://relative/folder"}, "is a relative path; write file:///absolute"),
+        ({"address": "file://"}, "is a relative path"),
+        ({"address": "/folder"}, "is neither file:///folder nor s3://bucket/prefix"),
+        ({"address": "gs://bucket/x"}, "'gs://bucket/x' is neither"),
+        ({"address": "s3://"}, "names no bucket"),
+        ({"address": "s3:///prefix"}, "names no bucket"),
+        ({"address": "s3://bucket/a/../b"}, "without '.' or '..'"),
+        ({"address": "file:///a", "endpoint": "https://obs"}, "needs an s3:// address"),
+        ({"address": "s3://b", "endpoint": "obs.example"}, "must start with https://"),
+        ({"address": "s3://b", "access_key": "k"}, "secret_key is missing"),
+        ({"address": "s3://b", "secret_key": "k"}, "access_key is missing"),
+        ({"address": "s3://b", "session_token": "k"}, "session_token needs access_key"),
+        ({"address": "s3://b", **KEYS, "credentials_block": "x"}, "exclude each other"),
+        ({"address": "s3://b", "read_timeout_s": 0}, "greater than 0"),
+        ({"address": "s3://b", "adress": 0}, "Extra inputs"),
+    ],
+)
+def test_each_mistake_has_one_clear_message(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError) as raised:
+        StorageSpec(**fields)
+    assert raised.value.error_count() == 1
+    assert message in raised.value.errors()[0]["msg"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        KEYS | {"secret_key": None},
+        KEYS | {"secret_kye": "KEY-SECRET"},
+        KEYS | {"session_token": "TOKEN-SECRET\n"},
+        KEYS | {"secret_key": ["KEY-SECRET"]},
+        KEYS | {"endpoint": "https://AKID-SECRET:KEY-SECRET@obs.example"},
+        KEYS | {"credentials_block": "x"},
+    ],
+)
+def test_error_texts_hold_no_keys(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as raised:
+        StorageSpec(address="s3://bucket", **fields)
+    assert "SECRET" not in str(raised.value)
+
+
+def test_keys_appear_in_no_text_of_a_spec() -> None:
+    spec = StorageSpec(address="s3://bucket/x", **KEYS)
+    texts = [repr(spec), str(spec), spec.model_dump_json(), str(spec.model_dump())]
+    assert all("SECRET" not in text for text in texts)
+
+
+def test_keys_reach_children_by_environment_only() -> None:
+    spec = StorageSpec(address="s3://bucket/x", **KEYS)
+    assert worker_environment(spec) == {
+        "AWS_ACCESS_KEY_ID": "AKID-SECRET",
+        "AWS_SECRET_ACCESS_KEY": "KEY-SECRET",
+        "AWS_SESSION_TOKEN": "TOKEN-SECRET",
+    }
+    bare = without_secrets(spec)
+    assert worker_environment(bare) == {}
+    assert StorageSpec.model_validate_json(bare.model_dump_json()) == bare
+    assert bare.address == spec.address
+
+
+def test_addresses_open_their_store(tmp_path: Path) -> None:
+    local = open_store(StorageSpec(address=f"file://{tmp_path}/store"))
+    assert isinstance(local, LocalStore)
+    assert local.url("a") == f"file://{tmp_path}/store/a"
+    assert local.local_path("a") == tmp_path / "store" / "a"
+    s3 = open_store(StorageSpec(address="s3://bucket/a/b/", region="r", **KEYS))
+    assert isinstance(s3, S3Store)
+    assert s3.url("c") == "s3://bucket/a/b/c"
+    assert s3.local_path("c") is None
+    assert s3._options.secret_key == "KEY-SECRET"
+
+
+def test_the_keys_of_a_spec_open_a_real_bucket(s3: S3Store, moto_endpoint: str) -> None:
+    spec = StorageSpec(
+        address=f"s3://{s3._bucket}/team",
+        endpoint=moto_endpoint,
+        region="us-east-1",
+        addressing_style="path",
+        **KEYS,
+    )
+    store = open_store(spec)
+    check_reachable(store, "run")
+    assert list(store.list("")) == [], "the probe is removed"
+
+
+def test_a_reachable_store_is_left_as_it_was(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    check_reachable(store, "")
+    check_reachable(store, "runs/")
+    assert list(store.list("")) == []
+
+
+def test_an_unreachable_store_says_what_failed(
+    local: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(local, "get", lambda _key: b"other")
+        with pytest.raises(Corrupt, match=r"storage check: cannot read: .*other bytes"):
+            check_reachable(local, "x")
+
+    def denied(*_: object) -> None:
+        raise AccessDenied("no")
+
+    monkeypatch.setattr(local, "put", denied)
+    with pytest.raises(AccessDenied, match="storage check: cannot write: no"):
+        check_reachable(local, "x")

@@ -1,0 +1,289 @@
+"""storage.dcp: bit-exact, resharded, all or nothing, and nothing executed."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load as load_with_the_library
+from torch import Tensor, nn
+
+from storage import dcp
+from storage.checkpoint import CheckpointStore, StepState
+from storage.errors import Corrupt, PreconditionFailed
+from storage.local import LocalStore
+from storage.manifest import Manifest
+from storage.s3 import S3Store
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+ROOT = Path(__file__).parents[3]
+REPLICATED, SHARDED, FAILED = 10, 20, 30
+SHARD = "p0000-a0000-rank00000.safetensors"
+
+
+def every_kind() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    wide = torch.randn(7, 5, generator=generator)
+    return {
+        "fp32": torch.tensor([0.0, -0.0, float("nan"), float("inf"), 1e-45, 3.4e38]),
+        "fp32/wide": wide,
+        "fp32/transposed": wide.t(),
+        "fp32/slice": wide[1:6:2, 1:4],
+        "bf16": torch.randn(3, 1, 2, generator=generator).bfloat16(),
+        "fp16": torch.randn(9, generator=generator).half(),
+        "fp8": torch.randn(5, generator=generator).to(torch.float8_e4m3fn),
+        "fp64": torch.randn(3, dtype=torch.float64, generator=generator),
+        "int64": torch.tensor([-(2**63), 2**63 - 1, 0]),
+        "int32": torch.tensor([-(2**31)], dtype=torch.int32),
+        "uint8": torch.arange(256, dtype=torch.uint8),
+        "bool": torch.tensor([True, False, True]),
+        "0-dim/fp32": torch.tensor(3.25),
+        "0-dim/int64": torch.tensor(12),
+        "empty": torch.empty(0),
+        "empty/2-dim": torch.empty(0, 4, dtype=torch.bfloat16),
+        "empty/other": torch.empty(3, 0, dtype=torch.int64),
+        "parameter": nn.Parameter(torch.randn(2, 2, generator=generator)),
+        "name with spaces, umlaut \u00fc and @0,0": torch.tensor([1.0]),
+    }
+
+
+def zeros_like(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+
+
+def bits(tensor: Tensor) -> bytes:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def save(checkpoints: CheckpointStore, state: dict[str, Tensor], *, step: int = 10) -> Manifest:
+    manifest = dcp.save(
+        state, checkpoints=checkpoints, step=step, placement=0, attempt=0, extra={"seen": 3}
+    )
+    assert manifest is not None
+    return manifest
+
+
+def run_ranks(scenario: str, *, num_ranks: int, folder: Path) -> None:
+    script = str(Path(__file__).with_name("ranks.py"))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, scenario, str(rank), str(num_ranks), str(folder)],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(num_ranks)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0] * num_ranks, "\n".join(outputs)
+
+
+@pytest.fixture(scope="module")
+def saved_on_four(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("four") / "store"
+    run_ranks("save", num_ranks=4, folder=folder)
+    return folder
+
+
+@pytest.fixture
+def of_four(saved_on_four: Path) -> CheckpointStore:
+    return CheckpointStore(LocalStore(saved_on_four), "run")
+
+
+def test_every_kind_of_tensor_comes_back_bit_by_bit(checkpoints: CheckpointStore) -> None:
+    state = every_kind()
+    manifest = save(checkpoints, state)
+    assert manifest == checkpoints.manifest(10)
+    assert manifest.extra == {"seen": 3}
+    assert checkpoints.verify(10) == []
+    loaded = zeros_like(state)
+    dcp.load(loaded, manifest, checkpoints=checkpoints)
+    for name, tensor in state.items():
+        assert loaded[name].shape == tensor.shape
+        assert bits(loaded[name]) == bits(tensor), name
+
+
+def test_tensors_come_back_from_s3(s3: S3Store) -> None:
+    checkpoints = CheckpointStore(s3, "run-1")
+    state = {"a": torch.arange(10), "b": torch.tensor(1.5)}
+    manifest = save(checkpoints, state)
+    loaded = zeros_like(state)
+    dcp.load(loaded, manifest, checkpoints=checkpoints)
+    assert torch.equal(loaded["a"], state["a"])
+    assert torch.equal(loaded["b"], state["b"])
+
+
+def test_the_safetensors_library_opens_our_shards(checkpoints: CheckpointStore) -> None:
+    state = every_kind()
+    save(checkpoints, state)
+    opened = load_with_the_library(checkpoints.store.get(checkpoints.key(10, SHARD)))
+    assert set(opened) == set(state)
+    for name, tensor in state.items():
+        assert opened[name].dtype == tensor.dtype
+        assert bits(opened[name]) == bits(tensor), name
+
+
+def test_loading_fills_the_callers_tensors_in_place(checkpoints: CheckpointStore) -> None:
+    model = nn.Linear(3, 2)
+    saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    manifest = save(checkpoints, saved)
+    weight = model.weight
+    with torch.no_grad():
+        weight.zero_()
+    dcp.load(model.state_dict(), manifest, checkpoints=checkpoints)
+    assert model.weight is weight
+    assert torch.equal(weight, saved["weight"])
+
+
+def test_part_of_a_checkpoint_may_be_loaded(checkpoints: CheckpointStore) -> None:
+    manifest = save(checkpoints, {"a": torch.ones(2), "b": torch.ones(2)})
+    loaded = {"b": torch.zeros(2)}
+    dcp.load(loaded, manifest, checkpoints=checkpoints)
+    assert torch.equal(loaded["b"], torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [({"c": torch.zeros(2)}, "Missing key.*c"), ({"a": torch.zeros(3)}, "rank 0: .*a")],
+)
+def test_what_the_checkpoint_does_not_hold_is_an_error(
+    checkpoints: CheckpointStore, wanted: dict[str, Tensor], message: str
+) -> None:
+    manifest = save(checkpoints, {"a": torch.ones(2)})
+    with pytest.raises(ValueError, match=message):
+        dcp.load(wanted, manifest, checkpoints=checkpoints)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"nested": 1}, "'?bad'? is not a tensor: put it into extra"),
+        (3, "bad is not a tensor: put it into extra"),
+        (torch.zeros(1, dtype=torch.complex64), "bad: torch.complex64 cannot be saved"),
+    ],
+)
+def test_what_cannot_be_saved_is_an_error_and_nothing_is_committed(
+    checkpoints: CheckpointStore, value: Tensor, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        save(checkpoints, {"good": torch.zeros(1), "bad": value})
+    assert checkpoints.steps() == []
+
+
+def test_a_second_save_of_a_step_leaves_the_first_untouched(checkpoints: CheckpointStore) -> None:
+    manifest = save(checkpoints, {"a": torch.ones(2)})
+    with pytest.raises(PreconditionFailed):
+        save(checkpoints, {"a": torch.zeros(2)})
+    assert checkpoints.manifest(10) == manifest
+    assert checkpoints.verify(10) == []
+
+
+class Bomb:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (Path.touch, (self.path,))
+
+
+def test_a_pickle_in_place_of_a_shard_is_rejected_without_executing_it(
+    checkpoints: CheckpointStore, tmp_path: Path
+) -> None:
+    manifest = save(checkpoints, {"a": torch.ones(200)})
+    marker = tmp_path / "executed"
+    payload = pickle.dumps(Bomb(marker))
+    size_bytes = manifest.shards[SHARD].size_bytes
+    payload += bytes(size_bytes - len(payload))
+    disguised = struct.pack("<Q", size_bytes - 8) + payload[:-8]
+    for data in (payload, disguised):
+        checkpoints.store.put(checkpoints.key(10, SHARD), data)
+        assert len(checkpoints.verify(10)) == 1
+        with pytest.raises(Corrupt, match=r"rank 0: .*not a safetensors"):
+            dcp.load({"a": torch.zeros(200)}, manifest, checkpoints=checkpoints)
+    assert not marker.exists()
+    pickle.loads(payload)  # noqa: S301 proves that the payload would have worked
+    assert marker.exists()
+
+
+def test_a_shard_that_ends_before_its_data_is_corrupt(checkpoints: CheckpointStore) -> None:
+    manifest = save(checkpoints, {"a": torch.ones(200)})
+    key = checkpoints.key(10, SHARD)
+    checkpoints.store.put(key, checkpoints.store.get(key)[:-1])
+    with pytest.raises(Corrupt, match="ends"):
+        dcp.load({"a": torch.zeros(200)}, manifest, checkpoints=checkpoints)
+
+
+def test_a_replicated_state_is_written_once_and_spread_over_the_ranks(
+    of_four: CheckpointStore,
+) -> None:
+    manifest = of_four.manifest(REPLICATED)
+    assert manifest.world_size == 4
+    assert manifest.extra == {"rank": 0}
+    weights = {name: t for name, t in manifest.tensors.items() if name.startswith("weight/")}
+    assert len(weights) == 8
+    assert all(len(tensor.chunks) == 1 for tensor in weights.values())
+    shards = [f"p0000-a0001-rank{rank:05d}.safetensors" for rank in range(4)]
+    assert sorted(manifest.shards) == shards
+    spread = [tensor.chunks[0].shard for tensor in weights.values()]
+    assert [spread.count(shard) for shard in shards] == [2, 2, 2, 2]
+    for shard in shards:
+        stored = load_with_the_library(of_four.store.get(of_four.key(REPLICATED, shard)))
+        assert sum(name.startswith("weight/") for name in stored) == 2
+    assert of_four.verify(REPLICATED) == []
+
+
+def test_names_that_one_rank_has_survive(of_four: CheckpointStore) -> None:
+    manifest = of_four.manifest(REPLICATED)
+    loaded = {f"random/rank{r:05d}": torch.zeros(r + 1, dtype=torch.uint8) for r in range(4)}
+    dcp.load(loaded, manifest, checkpoints=of_four)
+    for rank in range(4):
+        name = f"random/rank{rank:05d}"
+        assert manifest.tensors[name].chunks[0].shard.endswith(f"{name[7:]}.safetensors")
+        assert loaded[name].tolist() == [rank] * (rank + 1)
+
+
+def test_a_state_of_four_ranks_loads_on_two(saved_on_four: Path) -> None:
+    run_ranks("load", num_ranks=2, folder=saved_on_four)
+
+
+def test_a_state_of_four_ranks_loads_in_one_process(of_four: CheckpointStore) -> None:
+    generator = torch.Generator().manual_seed(7)
+    original = [torch.randn(8, 8, generator=generator).bfloat16() for _ in range(8)]
+    loaded = {f"weight/{n}": torch.zeros(8, 8, dtype=torch.bfloat16) for n in range(8)}
+    dcp.load(loaded, of_four.manifest(REPLICATED), checkpoints=of_four)
+    for number, tensor in enumerate(original):
+        assert torch.equal(loaded[f"weight/{number}"], tensor)
+
+
+def test_fsdp_shards_of_four_ranks_load_into_a_plain_model(of_four: CheckpointStore) -> None:
+    manifest = of_four.manifest(SHARDED)
+    assert len(manifest.tensors["0.weight"].chunks) >= 3
+    assert of_four.verify(SHARDED) == []
+    torch.manual_seed(0)
+    original = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3), nn.Linear(3, 1))
+    model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3), nn.Linear(3, 1))
+    dcp.load(model.state_dict(), manifest, checkpoints=of_four)
+    for loaded, expected in zip(model.parameters(), original.parameters(), strict=True):
+        assert torch.equal(loaded, expected)
+
+
+def test_a_rank_whose_write_failed_left_nothing_committed(of_four: CheckpointStore) -> None:
+    assert of_four.states() == {
+        REPLICATED: StepState.COMMITTED,
+        SHARDED: StepState.COMMITTED,
+        FAILED: StepState.UNCOMMITTED,
+    }

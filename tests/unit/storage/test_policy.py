@@ -1,0 +1,116 @@
+"""When to save and what to keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from storage.checkpoint import CheckpointStore
+from storage.manifest import Manifest
+from storage.policy import (
+    AnyOf,
+    AtSteps,
+    EveryNSteps,
+    EverySeconds,
+    KeepAnyOf,
+    KeepEvery,
+    KeepLast,
+    RetentionPolicy,
+    SaveContext,
+    SavePolicy,
+    apply_retention,
+)
+
+STEPS = [5, 10, 15, 20, 25]
+
+
+def chosen(policy: SavePolicy, *, last_save_step: int | None = None) -> list[int]:
+    """Which of the steps 0..10 are saved, one second each, without any save in between."""
+    return [
+        step
+        for step in range(11)
+        if policy.should_save(
+            step,
+            context=SaveContext(now_s=float(step), last_save_s=0.0, last_save_step=last_save_step),
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("policy", "steps"),
+    [
+        (EveryNSteps(4), [4, 8]),
+        (EverySeconds(8), [8, 9, 10]),
+        (AtSteps(frozenset({0, 3})), [0, 3]),
+        (AnyOf((EveryNSteps(4), AtSteps(frozenset({3})))), [3, 4, 8]),
+        (AnyOf(()), []),
+    ],
+)
+def test_save_policies_choose_their_steps(policy: SavePolicy, steps: list[int]) -> None:
+    assert chosen(policy) == steps
+
+
+@pytest.mark.parametrize(
+    "policy", [EveryNSteps(8), EverySeconds(8), AtSteps(frozenset({8})), AnyOf((EveryNSteps(8),))]
+)
+def test_no_policy_saves_a_step_twice(policy: SavePolicy) -> None:
+    assert 8 in chosen(policy)
+    assert 8 not in chosen(policy, last_save_step=8)
+
+
+@pytest.mark.parametrize(
+    ("policy", "kept"),
+    [
+        (KeepLast(2), {20, 25}),
+        (KeepLast(99), set(STEPS)),
+        (KeepEvery(10), {10, 20}),
+        (KeepAnyOf((KeepLast(1), KeepEvery(10))), {10, 20, 25}),
+        (KeepAnyOf(()), set()),
+    ],
+)
+def test_retention_policies_keep_their_steps(policy: RetentionPolicy, kept: set[int]) -> None:
+    assert policy.keep(STEPS) == kept
+    assert policy.keep([]) == set()
+
+
+@pytest.mark.parametrize("make", [EveryNSteps, EverySeconds, KeepLast, KeepEvery])
+@pytest.mark.parametrize("value", [0, -1])
+def test_intervals_and_numbers_are_positive(make: Callable[[int], object], value: int) -> None:
+    with pytest.raises(ValueError, match=f"={value} must be above 0"):
+        make(value)
+
+
+def test_retention_deletes_the_rest_oldest_first(
+    checkpoints: CheckpointStore, commit: Callable[..., Manifest]
+) -> None:
+    for step in STEPS:
+        commit(checkpoints, step)
+    assert apply_retention(checkpoints, KeepLast(2), protect={10}) == [5, 15]
+    assert checkpoints.steps() == [10, 20, 25]
+    assert apply_retention(checkpoints, KeepLast(2), protect=()) == [10]
+
+
+def test_the_newest_is_never_deleted(
+    checkpoints: CheckpointStore, commit: Callable[..., Manifest]
+) -> None:
+    for step in STEPS:
+        commit(checkpoints, step)
+    assert apply_retention(checkpoints, KeepAnyOf(()), protect=()) == STEPS[:-1]
+    assert apply_retention(checkpoints, KeepEvery(1000), protect=()) == []
+    assert checkpoints.steps() == [25]
+    assert checkpoints.verify(25) == []
+
+
+def test_a_newer_damaged_step_does_not_count_as_the_newest(
+    checkpoints: CheckpointStore, commit: Callable[..., Manifest]
+) -> None:
+    for step in STEPS:
+        commit(checkpoints, step)
+    checkpoints.set_aside(25, "test")
+    apply_retention(checkpoints, KeepAnyOf(()), protect=())
+    assert checkpoints.steps() == [20]
+
+
+def test_retention_of_an_empty_run_does_nothing(checkpoints: CheckpointStore) -> None:
+    assert apply_retention(checkpoints, KeepLast(1), protect=()) == []
