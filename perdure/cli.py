@@ -32,7 +32,7 @@ from training.policy.history import RunHistory
 from training.policy.ladder import ladder_markdown
 from training.preflight import check_job
 from training.runtime.metrics import kept_steps
-from training.supervisor.report import AttemptRow, attempt_rows, effective_ratio
+from training.supervisor.report import AttemptRow, attempt_rows, effective_ratio, loss_picture
 from training.supervisor.run import job_path
 from training.trainer.data.tokenizer import open_tokenizer
 
@@ -243,8 +243,8 @@ def _supervise(job: Job, injector: Injector | None = None) -> int:
     with view, observed_by(view.observe), observed_by(inject):
         state = _run_flow(lambda: pretrain(job, return_state=True))
     _print_outcome(console, job, ui_url)
-    message = state.message or state.name
-    console.print(f"{state.type.value.lower()}: {message}", highlight=False, soft_wrap=True)
+    text = f"{state.type.value.lower()}: {state.message or state.name}"
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
     return 0 if state.is_completed() else EXIT_FAILED
 
 
@@ -262,7 +262,7 @@ def _print_outcome(console: Console, job: Job, ui_url: str) -> None:
     kept = kept_steps(store, job.run_id)
     if kept:
         picture = home_folder() / "runs" / job.run_id / "loss.png"
-        picture.write_bytes(store.get(f"runs/{job.run_id}/loss.png"))
+        picture.write_bytes(loss_picture(history, kept))
         console.print(f"steps kept: {len(kept)}, ETTR {_ettr(history, kept):.1%}", highlight=False)
         console.print(f"loss picture: {picture}", highlight=False, soft_wrap=True)
     console.print(f"Prefect UI: {ui_url}", highlight=False, soft_wrap=True)

@@ -18,6 +18,7 @@ import httpx
 import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from training.agent.processes import is_alive
 from training.errors import PerdureError
 from training.home import home_folder
 
@@ -91,25 +92,22 @@ def use_server() -> str:
 
 def find_server() -> ServerRecord | None:
     """The server started before, when it is alive and answers."""
-    try:
-        record = ServerRecord.model_validate_json(_record_path().read_text(encoding="utf-8"))
-        process = psutil.Process(record.pid)
-        if abs(process.create_time() - record.process_started_s) > 1.0:
-            return None
-    except (OSError, ValidationError, psutil.NoSuchProcess):
-        return None
-    return record if _answers(record) else None
+    record = _living()
+    return record if record is not None and _answers(record) else None
 
 
-def start_server() -> ServerRecord:
-    """Start a server of its own session and wait until it answers.
+def start_server(*, port: int | None = None) -> ServerRecord:
+    """Start a server in a session of its own and wait until it answers.
+
+    Args:
+        port: default: the first free one from 4200.
 
     Raises:
         PerdureError: it ended, or did not answer in time.
     """
     folder = _record_path().parent
     folder.mkdir(parents=True, exist_ok=True)
-    port = _free_port()
+    port = port or _free_port()
     log_path = folder / "server.log"
     with log_path.open("ab") as log:
         process = subprocess.Popen(
@@ -133,7 +131,7 @@ def start_server() -> ServerRecord:
 
 def stop_server() -> bool:
     """End the server of this machine. Whether there was one."""
-    record = find_server()
+    record = _living()
     _record_path().unlink(missing_ok=True)
     if record is None:
         return False
@@ -146,9 +144,18 @@ def stop_server() -> bool:
     return True
 
 
+def _living() -> ServerRecord | None:
+    """The server started before, when its process lives; it may be too busy to answer."""
+    try:
+        record = ServerRecord.model_validate_json(_record_path().read_text(encoding="utf-8"))
+    except (OSError, ValidationError):
+        return None
+    return record if is_alive(record.pid, record.process_started_s) else None
+
+
 def _answers(record: ServerRecord) -> bool:
     try:
-        return httpx.get(f"{record.api_url}/health", timeout=2.0).status_code == httpx.codes.OK
+        return httpx.get(f"{record.api_url}/health", timeout=5.0).status_code == httpx.codes.OK
     except httpx.HTTPError:
         return False
 

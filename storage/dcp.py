@@ -347,9 +347,10 @@ def _raise_cause(error: CheckpointException) -> NoReturn:
     cause = error.failures[rank][0]
     if isinstance(cause, StorageError):
         raise type(cause)(f"rank {rank}: {cause}") from error
-    if not isinstance(cause, (KeyError, RuntimeError, ValueError)):
-        raise error
-    raise ValueError(f"rank {rank}: {cause}") from error
+    if isinstance(cause, (KeyError, RuntimeError, ValueError)):
+        raise ValueError(f"rank {rank}: {cause}") from error
+    # torch's own is a BaseException and would pass by every `except Exception`.
+    raise StorageError(f"rank {rank}: {cause!r}") from error
 
 
 def _tensor_record(entry: TensorStorageMetadata, chunks: list[Chunk]) -> TensorRecord:

@@ -38,6 +38,7 @@ from training.specs.recovery import (
 )
 
 MAX_USER_VARIABLES = 100  # ModelArts' limit for own environment variables of a training job
+SECRET_FIELDS = frozenset({"access_key", "secret_key", "session_token"})
 RESERVED_PREFIXES = ("MA_", "VC_", "PERDURE_")
 RESERVED_NAMES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK"})
 
@@ -237,6 +238,8 @@ def _message_of(error: Mapping[str, Any]) -> str:
     if error["type"] == "missing":
         return "is missing"
     if error["type"] == "value_error":
+        return message
+    if SECRET_FIELDS.intersection(error["loc"]):
         return message
     return f"{json.dumps(error['input'], default=str)[:120]}: {message}"
 

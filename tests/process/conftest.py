@@ -45,6 +45,14 @@ def bench(session_home, prefect_server) -> Workbench:
 
 
 @pytest.fixture(scope="session")
+def undisturbed_pair(bench) -> Running:
+    """The two-rank job without a fault."""
+    running = bench.start(bench.pair("undisturbed-pair", env={"PACE_S": "0"}))
+    assert running.finish() == 0, running.out
+    return running
+
+
+@pytest.fixture(scope="session")
 def undisturbed(bench) -> Running:
     """The small job without a fault: what every curve is compared with."""
     running = bench.start(bench.job("undisturbed", env={"PACE_S": "0"}))

@@ -10,7 +10,9 @@ pytestmark = pytest.mark.process
 
 
 def test_a_killed_worker_and_a_lost_node_leave_the_loss_curve_bit_for_bit(bench, undisturbed):
-    running = bench.start(bench.job("faults"))
+    job = bench.job("faults")
+    job["data"] = {**job["data"], "num_workers": 1}
+    running = bench.start(job)
     running.reach(13)
     killed = running.local.kill_rank(1)
     running.reach(33)
@@ -28,7 +30,9 @@ def test_a_killed_worker_and_a_lost_node_leave_the_loss_curve_bit_for_bit(bench,
     ]
     assert running.history.isolated == ("node-1",)
 
-    counts = [re.search(r"rank (\d) .*CNT=(\d+) .*CNT=(\d+)", line) for line in running.worker_lines()]
+    counts = [
+        re.search(r"rank (\d) .*CNT=(\d+) .*CNT=(\d+)", line) for line in running.worker_lines()
+    ]
     assert sorted(tuple(map(int, m.groups())) for m in counts if m) == [
         (0, 1, 1), (0, 1, 2), (0, 1, 3),  # node-0: one container, three process starts
         (2, 1, 1), (2, 1, 2), (2, 2, 1),  # node-1 twice, then a new container on node-2
@@ -51,31 +55,31 @@ def test_the_first_rank_may_die_as_well_as_any_other(bench, undisturbed):
     running.leave_nothing()
 
 
-def test_without_pod_retries_a_lost_node_reschedules_the_whole_job(bench, undisturbed):
-    running = bench.start(bench.job("job-level", restart={"pod_retries": 0}))
+def test_without_pod_retries_a_lost_node_reschedules_the_whole_job(bench, undisturbed_pair):
+    running = bench.start(bench.pair("job-level", restart={"pod_retries": 0}))
     running.reach(12)
     assert running.local.kill_node("node-0")
     assert running.finish() == 0, running.out
-    assert running.curve() == undisturbed.curve()
+    assert running.curve() == undisturbed_pair.curve()
     assert running.rungs() == ["job_reschedule_isolated"]
     members = [[(m.node, m.schedule_cnt) for m in p.members] for p in running.history.placements]
     assert members == [[("node-0", 1), ("node-1", 1)], [("node-2", 2), ("node-1", 2)]]
     running.leave_nothing()
 
 
-def test_a_silent_rank_is_noticed_and_the_processes_are_restarted(bench, undisturbed):
-    running = bench.start(bench.job("silent", restart={"hang_timeout_s": 4}))
+def test_a_silent_rank_is_noticed_and_the_processes_are_restarted(bench, undisturbed_pair):
+    running = bench.start(bench.pair("silent", restart={"hang_timeout_s": 4}))
     running.reach(12)
-    (victim,) = running.local.rank(2)
+    (victim,) = running.local.rank(1)
     victim.suspend()
     assert running.finish() == 0, running.out
-    assert running.curve() == undisturbed.curve()
+    assert running.curve() == undisturbed_pair.curve()
     assert running.rungs() == ["hang_restart"]
     running.leave_nothing()
 
 
 def test_an_error_in_the_users_program_stops_at_once_with_the_diagnosis(bench):
-    job = bench.job("broken")
+    job = bench.pair("broken")
     job["worker"] = {**job["worker"], "recipe": "paced:broken"}
     running = bench.start(job)
     assert running.finish() == 1
@@ -88,7 +92,7 @@ def test_an_error_in_the_users_program_stops_at_once_with_the_diagnosis(bench):
 
 
 def test_without_a_healthy_spare_the_run_says_so_and_follows_its_policy(bench):
-    job = bench.job("no-spare", restart={"spare_wait_s": 1, "allow_without_isolation": False})
+    job = bench.pair("no-spare", restart={"spare_wait_s": 1, "allow_without_isolation": False})
     job["engine"] = {**job["engine"], "spares": 0}
     running = bench.start(job)
     running.reach(3)

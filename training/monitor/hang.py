@@ -65,7 +65,7 @@ class HangDetector:
         worst: Hang | None = None
         for local_rank, beat in beats.items():
             self._learn(local_rank, beat)
-            if beat.phase is Phase.DONE:
+            if beat.phase in (Phase.DONE, Phase.STOPPED):
                 continue
             # The beat, not the step: a worker that saves beats when the phase changes.
             last_s = max(since_s, beat.stepped_ns / 1e9, beat.beat_ns / 1e9)

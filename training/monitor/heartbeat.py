@@ -30,6 +30,7 @@ class Phase(IntEnum):
     STEP = 3
     SAVE = 4
     DONE = 5
+    STOPPED = 6
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,9 +167,9 @@ class Session:
             if agreement.save or agreement.stop or done == until:
                 self._save(checkpointer, done)
             if agreement.stop and done < until:
-                self._leave(loader)
+                self._leave(loader, Phase.STOPPED)
                 sys.exit(EXIT_RESTART_ME)
-        self._leave(loader)
+        self._leave(loader, Phase.DONE)
 
     def _next_step(self, number: int, training: Training, loader: Loader) -> Step:
         self._heartbeat.beat(phase=Phase.DATA)
@@ -232,14 +232,14 @@ class Session:
             return None
         return self._flops_per_step / step_s / (self._peak_flops * self.world_size)
 
-    def _leave(self, loader: Loader) -> None:
+    def _leave(self, loader: Loader, phase: Phase) -> None:
         """End together: a rank that left early would look like a failure to the others."""
         self._looping = False
-        self._heartbeat.beat(phase=Phase.DONE)
         loader.close()
         if self._metrics is not None:
             self._metrics.close()
         dist.barrier()
+        self._heartbeat.beat(phase=phase)
         dist.destroy_process_group()
 
     def _on_terminate(self, _number: int, _frame: object) -> None:

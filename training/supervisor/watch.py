@@ -14,6 +14,7 @@ from enum import StrEnum
 from training.agent.protocol import AgentStatus, WorkerStatus
 from training.diagnosis.classify import EXIT_DONE, Evidence, SilentRank, WorkerEnd
 from training.engines.base import Engine, Snapshot
+from training.monitor.heartbeat import Phase
 from training.runtime.metrics import StepRecord, parse_live
 
 POLL_S = 0.2
@@ -150,9 +151,7 @@ def _all_done(snapshot: Snapshot) -> bool:
     if snapshot.lost or not snapshot.agents:
         return False
     return all(
-        status.is_over
-        and status.workers
-        and all(worker.exit_code == EXIT_DONE for worker in status.workers)
+        status.is_over and status.workers and all(_done(worker) for worker in status.workers)
         for status in snapshot.agents.values()
     )
 
@@ -172,7 +171,20 @@ def _in_trouble(snapshot: Snapshot) -> bool:
 
 
 def _failed(worker: WorkerStatus) -> bool:
-    return worker.exit_code not in (None, EXIT_DONE)
+    return worker.exit_code is not None and not _done(worker)
+
+
+def _done(worker: WorkerStatus) -> bool:
+    """Whether the worker did all its work.
+
+    torch 2.13 aborts one process in about fifty while it exits, after collectives of DTensors
+    over gloo ("terminate called without an active exception"). Once the worker has said that
+    it is done, how the interpreter ends is no fault.
+    """
+    if worker.exit_code is None:
+        return False
+    ended_badly = worker.exit_code < 0 and worker.phase == Phase.DONE.name.lower()
+    return worker.exit_code == EXIT_DONE or ended_badly
 
 
 def _logs_by_rank(engine: Engine) -> dict[int, str]:

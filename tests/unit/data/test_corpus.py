@@ -3,179 +3,157 @@ from __future__ import annotations
 import gzip
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from hypothesis import given
-from hypothesis import strategies as st
 
-from training.trainer.data.corpus import CorpusError, check_sources, expand_sources
-from training.trainer.data.documents import ReadStats, documents_of
-from training.trainer.data.source import describe
-from training.trainer.data.spec import DataSpec
+from training.specs.data import DataSpec
+from training.trainer.data.corpus import (
+    BLOCK_CHARS,
+    CorpusError,
+    check_sources,
+    find_sources,
+    iterate_documents,
+)
 
-PACKERS = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
+Write = Callable[[str, str | bytes], Path]
+
+PACKERS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".zst": zstandard.compress,
+}
 
 
-def read(path: Path, *, block_bytes: int = 1024, stats: ReadStats | None = None) -> list[str]:
-    stats = stats or ReadStats()
-    return list(documents_of(describe(path), "text", block_bytes=block_bytes, stats=stats))
+def read(path: Path) -> list[str]:
+    return list(iterate_documents(path, text_field="text"))
 
 
-def names(*sources: object) -> list[str]:
-    return [Path(source.path).name for source in expand_sources(tuple(map(str, sources)))]
+def found(*sources: Path | str) -> list[str]:
+    return [s.path.name for s in find_sources(DataSpec(sources=tuple(map(str, sources))))]
 
 
 @pytest.mark.parametrize("packing", PACKERS)
-@pytest.mark.parametrize("suffix", [".txt", ".md", ".rst", ".py"])
-def test_a_text_file_is_one_document(write, suffix, packing):
-    path = write(f"a{suffix}{packing}", PACKERS[packing]("Grüße\nan alle\n".encode()))
-    assert read(path) == ["Grüße\nan alle\n"]
+@pytest.mark.parametrize("suffix", [".txt", ".md", ".py", ".rst"])
+def test_text_is_one_document_as_it_is(write: Write, suffix: str, packing: str) -> None:
+    text = "first\r\nsecond \u00e9\n"
+    assert read(write(f"a{suffix}{packing}", PACKERS[packing](text.encode()))) == [text]
 
 
 @pytest.mark.parametrize("packing", PACKERS)
-def test_a_jsonl_row_is_one_document_and_blank_ones_are_left_out(write, packing):
-    rows = b'{"text": "one", "id": 1}\n\n{"text": ""}\n{"text": "two\\nlines"}'
-    assert read(write(f"a.jsonl{packing}", PACKERS[packing](rows))) == ["one", "two\nlines"]
+def test_each_jsonl_row_is_a_document(write: Write, packing: str) -> None:
+    rows = "\n".join(json.dumps({"text": text}) for text in ("one", "", "two\nlines")) + "\n\n"
+    assert read(write(f"a.jsonl{packing}", PACKERS[packing](rows.encode()))) == [
+        "one",
+        "two\nlines",
+    ]
 
 
-@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary("int32", "string")])
-def test_a_parquet_row_is_one_document(tmp_path, kind):
-    texts = [f"row {number % 7}" for number in range(1000)]
-    column = pa.array(texts).cast(kind)
-    pq.write_table(pa.table({"id": range(1000), "text": column}), tmp_path / "a.parquet")
-    assert read(tmp_path / "a.parquet") == texts
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string()])
+def test_each_parquet_row_is_a_document(tmp_path: Path, kind: pa.DataType) -> None:
+    path = tmp_path / "a.parquet"
+    texts = [f"text {number}" for number in range(600)]
+    pq.write_table(pa.table({"id": range(600), "text": pa.array(texts, kind)}), path)
+    assert read(path) == texts
 
 
 @pytest.mark.parametrize("packing", [".gz", ".zst"])
-def test_a_truncated_file_is_an_error_and_not_a_shorter_corpus(write, packing):
-    data = PACKERS[packing](os.urandom(5000).hex().encode())
-    path = write(f"a.txt{packing}", data[:-100])
-    with pytest.raises(CorpusError, match=r"a\.txt.*cannot be read as text\..*[Tt]runcated"):
-        read(path)
+def test_concatenated_members_are_read_to_the_end(write: Write, packing: str) -> None:
+    pack = PACKERS[packing]
+    assert read(write(f"a.txt{packing}", pack(b"one ") + pack(b"two"))) == ["one two"]
 
 
-def test_a_large_text_file_is_cut_at_line_ends_and_loses_nothing(write):
-    text = "".join(f"line {number} Ü\n" for number in range(2000))
-    documents = read(write("a.txt", text), block_bytes=1000)
-    assert "".join(documents) == text
-    assert all(len(document.encode()) <= 1000 for document in documents)
-    assert all(document.endswith("\n") for document in documents)
+def test_large_text_is_cut_at_line_ends(write: Write) -> None:
+    text = "".join(f"line {number}\n" for number in range(250_000))
+    blocks = read(write("a.txt", text))
+    assert len(blocks) == len(text) // BLOCK_CHARS + 1
+    assert all(block.endswith("\n") for block in blocks)
+    assert "".join(blocks) == text
 
 
-@given(text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1), block=st.integers(8, 64))
-def test_blocks_never_cut_a_character(tmp_path_factory, text, block):
-    path = tmp_path_factory.mktemp("blocks") / "a.txt"
-    path.write_bytes(text.encode())
-    stats = ReadStats()
-    assert "".join(read(path, block_bytes=block, stats=stats)) == text.removeprefix("\ufeff")
-    assert stats.num_undecodable == 0
+def test_a_line_without_end_is_cut_too(write: Write) -> None:
+    text = "x" * (3 * BLOCK_CHARS)
+    blocks = read(write("a.txt", text))
+    assert "".join(blocks) == text
+    assert max(map(len, blocks)) <= 2 * BLOCK_CHARS
 
 
-def test_what_is_not_utf8_is_replaced_and_counted(write, tmp_path):
-    stats = ReadStats()
-    assert read(write("a.txt", b"caf\xe9"), stats=stats) == ["caf\ufffd"]
-    assert read(write("b.jsonl", b'{"text": "\\ud800 half"}'), stats=stats) == ["? half"]
-    column = pa.array([b"\xff!"], pa.binary()).view(pa.string())
-    pq.write_table(pa.table({"text": column}), tmp_path / "c.parquet")
-    assert read(tmp_path / "c.parquet", stats=stats) == ["\ufffd!"]
-    assert stats.num_undecodable == 3
+def test_what_is_not_utf8_is_replaced(write: Write) -> None:
+    assert read(write("a.txt", b"caf\xe9\n")) == ["caf\ufffd\n"]
+    assert read(write("a.jsonl", b'{"text": "caf\xe9"}\n')) == ["caf\ufffd"]
+    assert read(write("b.jsonl", b'{"text": "half \\ud800"}\n')) == ["half ?"]
 
 
 @pytest.mark.parametrize(
-    ("row", "complaint"),
+    ("row", "said"),
     [
-        ('{"text": "cut', "is not JSON"),
-        ('["text"]', "is a JSON list; allowed is one object per line"),
-        ('{"body": "x", "id": 1}', "no field 'text'.*it has: body, id"),
-        ('{"text": 7}', "'text' is 7; allowed is a string"),
+        ("{broken", "broken JSON"),
+        ('{"body": "x"}', "no field 'text'; fields are 'body'"),
+        ("[1]", "must be an object"),
+        ('{"text": null}', "must be a string"),
+        ("[" * 100_000, "broken JSON"),
     ],
 )
-def test_a_bad_row_is_named_by_file_and_line(write, row, complaint):
-    path = write("a.jsonl", f'{{"text": "fine"}}\n{row}\n')
-    with pytest.raises(CorpusError, match=rf"a\.jsonl:2: .*{complaint}"):
+def test_a_bad_row_is_named_with_file_and_line(write: Write, row: str, said: str) -> None:
+    path = write("a.jsonl", '{"text": "fine"}\n' + row + "\n")
+    with pytest.raises(CorpusError, match="line 2") as caught:
+        read(path)
+    assert said in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_parquet_without_the_text_names_what_there_is(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"body": ["x"]}), path)
+    with pytest.raises(CorpusError, match="no column 'text'; columns are 'body'"):
+        read(path)
+    pq.write_table(pa.table({"text": [1]}), path)
+    with pytest.raises(CorpusError, match="type int64, must be string"):
+        read(path)
+    pq.write_table(pa.table({"text": ["x", None]}), path)
+    with pytest.raises(CorpusError, match="row 2"):
         read(path)
 
 
-def test_a_missing_parquet_column_is_named_with_those_there_are(tmp_path):
-    pq.write_table(pa.table({"body": ["x"], "id": [1]}), tmp_path / "a.parquet")
-    with pytest.raises(CorpusError, match="no column 'text'.*it has: body, id"):
-        read(tmp_path / "a.parquet")
+@pytest.mark.parametrize("packing", [".gz", ".zst"])
+def test_a_cut_off_file_is_not_taken_for_a_short_one(write: Write, packing: str) -> None:
+    data = PACKERS[packing](os.urandom(400_000).hex().encode())
+    with pytest.raises(CorpusError, match=f"a.txt{packing}: cannot be read"):
+        read(write(f"a.txt{packing}", data[: len(data) // 2]))
 
 
-@pytest.mark.parametrize(
-    ("values", "complaint"), [([1, 2], "is int64; allowed is string"), (["x", None], "row 1.*null")]
-)
-def test_a_parquet_column_that_is_not_text_is_an_error(tmp_path, values, complaint):
-    pq.write_table(pa.table({"text": values}), tmp_path / "a.parquet")
-    with pytest.raises(CorpusError, match=complaint):
-        read(tmp_path / "a.parquet")
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.zst", "a.parquet"])
+def test_a_file_of_another_format_is_named(write: Write, name: str) -> None:
+    with pytest.raises(CorpusError, match=name):
+        read(write(name, b"neither of these at all"))
 
 
-def test_a_file_that_is_not_parquet_is_an_error(write):
-    with pytest.raises(CorpusError, match="cannot be read as parquet"):
-        read(write("a.parquet", "no"))
+def test_files_come_in_path_order_and_once(write: Write, tmp_path: Path) -> None:
+    for name in ("b/2.txt", "b/1.md", "a.txt", "b/skip.csv", "b/.hidden.txt", "b/empty.txt"):
+        write(name, "" if "empty" in name else "x")
+    corpus = tmp_path / "corpus"
+    assert found(corpus / "b", corpus / "*.txt", corpus / "b/1.md") == ["a.txt", "1.md", "2.txt"]
+    assert found(corpus / "**/*.txt") == ["a.txt", "2.txt"]
 
 
-def test_folders_are_searched_recursively_in_order_without_hidden_and_unknown_files(write):
-    for name in ("b/z.txt", "b/a.md", "a.jsonl.gz", ".git/c.txt", "x.csv", "b/.d.txt"):
-        write(name, "x")
-    folder = write("c.py", "x").parent
-    assert names(folder) == ["a.jsonl.gz", "a.md", "z.txt", "c.py"]
-
-
-def test_overlapping_sources_give_each_file_once_in_any_order(write):
-    path = write("a.txt", "x")
-    write("b.txt", "x")
-    assert names(path.parent, path, path.parent / "*.txt") == ["a.txt", "b.txt"]
-    assert names(path.parent / "*.txt", path) == names(path, path.parent / "*.txt")
-
-
-def test_globs_may_span_folders(write):
-    write("a/deep/x.txt", "x")
-    folder = write("b/y.txt", "x").parent.parent
-    assert names(folder / "**" / "*.txt") == ["x.txt", "y.txt"]
-
-
-def test_linked_folders_are_followed_once(write):
-    folder = write("a/x.txt", "x").parent
-    (folder / "loop").symlink_to(folder)
-    (folder.parent / "b").symlink_to(folder)
-    assert names(folder.parent) == ["x.txt"]
-
-
-def test_empty_files_are_left_out(write):
-    write("a.txt", "")
-    assert names(write("b.txt", "x").parent) == ["b.txt"]
-
-
-def test_a_source_that_does_not_exist_is_named(tmp_path):
-    with pytest.raises(CorpusError, match=r"nowhere/\*\.txt: nothing found"):
-        check_sources(DataSpec(sources=(f"{tmp_path}/nowhere/*.txt",)))
-
-
-@pytest.mark.parametrize("name", ["a.csv", "a.gz", "a.parquet.gz", "noext"])
-def test_an_unknown_suffix_is_named_with_those_allowed(write, name):
-    with pytest.raises(CorpusError, match=r"unknown suffix; allowed are \.txt.*\.parquet"):
-        check_sources(DataSpec(sources=(str(write(name, "x")),)))
-
-
-def test_a_folder_without_a_usable_file_is_an_error(write):
-    folder = write("a.csv", "x").parent
-    with pytest.raises(CorpusError, match="no file with a known suffix"):
-        check_sources(DataSpec(sources=(str(folder),)))
-
-
-def test_a_corpus_of_empty_files_is_an_error(write):
-    with pytest.raises(CorpusError, match="the corpus is empty"):
-        check_sources(DataSpec(sources=(str(write("a.txt", "")),)))
-
-
-def test_a_wrong_text_field_shows_before_anything_is_prepared(write):
-    path = write("a.jsonl", json.dumps({"body": "x"}))
-    with pytest.raises(CorpusError, match=r"a\.jsonl:1: has no field 'text'.*it has: body"):
-        check_sources(DataSpec(sources=(str(path),)))
-    check_sources(DataSpec(sources=(str(path),), text_field="body"))
+def test_unusable_sources_are_named_in_one_line(write: Write, tmp_path: Path) -> None:
+    write("a.csv", "x")
+    write("empty.txt", "")
+    corpus = tmp_path / "corpus"
+    for source, said in {
+        corpus / "none": "no such file or folder",
+        corpus / "a.csv": "unknown suffix; known are .txt",
+        corpus / "*.pdf": "nothing usable among 0 files",
+        corpus / "*.csv": "nothing usable among 1 files",
+        corpus / "empty.txt": "files are empty",
+        "s3://bucket/corpus": "paths of mounted files",
+    }.items():
+        with pytest.raises(CorpusError) as caught:
+            check_sources(DataSpec(sources=(str(source),)))
+        assert said in str(caught.value)
+        assert str(source) in str(caught.value)

@@ -80,7 +80,7 @@ def test_when_in_place_restarts_do_not_heal_the_node_is_isolated():
 
 
 def test_pod_reschedule_comes_before_the_job_level_when_it_is_enabled():
-    assert choose(NODE, pod_retries=1) .rung is Rung.POD_RESCHEDULE
+    assert choose(NODE, pod_retries=1).rung is Rung.POD_RESCHEDULE
     assert choose(NODE, pod_retries=1).isolate == "node-1"
     assert choose(NODE).rung is Rung.JOB_RESCHEDULE_ISOLATED
 

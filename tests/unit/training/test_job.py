@@ -125,7 +125,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("key", "value", "words"), WRONG, ids=[f"{w[0]}-{i}" for i, w in enumerate(WRONG)])
+@pytest.mark.parametrize(
+    ("key", "value", "words"), WRONG, ids=[f"{w[0]}-{i}" for i, w in enumerate(WRONG)]
+)
 def test_a_wrong_job_gives_one_line_and_exit_code_2_and_starts_nothing(
     key, value, words, good, tmp_path, capsys, perdure_home
 ):

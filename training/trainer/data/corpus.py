@@ -2,8 +2,9 @@
 
 Files come in the order of their absolute paths, each once, however many sources name it; empty
 files and, below folders and globs, files of other kinds and hidden ones are passed over. Every
-read is streamed: memory is bounded by one document, and plain text is cut into documents of about
-`BLOCK_CHARS` at line ends. Bytes that are not UTF-8 become U+FFFD. Sizes are bytes.
+read is streamed: memory is bounded by one document, and plain text is cut at line ends into
+documents of about `BLOCK_CHARS`, or of a shard where shards are smaller. Bytes that are not UTF-8
+become U+FFFD. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import pyarrow.parquet as pq
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from training.trainer.data.spec import DataSpec
+    from training.specs.data import DataSpec
 
 BLOCK_CHARS = 1024 * 1024
 MAX_ROW_BYTES = 1024 * 1024 * 1024
@@ -77,12 +78,15 @@ def check_sources(spec: DataSpec) -> None:
     find_sources(spec)
 
 
-def iterate_documents(path: Path, *, text_field: str) -> Iterator[str]:
+def iterate_documents(
+    path: Path, *, text_field: str, block_chars: int = BLOCK_CHARS
+) -> Iterator[str]:
     """The documents of one file in order, none of them empty; always encodable as UTF-8.
 
     Args:
         path: a file of a known kind.
         text_field: field of a jsonl row, or parquet column.
+        block_chars: longer text is cut at the first line end behind so many characters.
 
     Raises:
         CorpusError: the file is damaged, or a row has no text; names the file and the row.
@@ -96,7 +100,7 @@ def iterate_documents(path: Path, *, text_field: str) -> Iterator[str]:
             if kind == ".jsonl":
                 yield from _jsonl_documents(path, stream, text_field)
             else:
-                yield from _text_documents(stream)
+                yield from _text_documents(stream, block_chars)
 
 
 def _kind(name: str) -> tuple[str | None, str | None]:
@@ -175,11 +179,11 @@ def _open(path: Path, compression: str | None) -> IO[bytes]:
     return io.BufferedReader(stream, buffer_size=BLOCK_CHARS)
 
 
-def _text_documents(stream: IO[bytes]) -> Iterator[str]:
+def _text_documents(stream: IO[bytes], block_chars: int) -> Iterator[str]:
     with io.TextIOWrapper(stream, encoding="utf-8-sig", errors="replace", newline="") as text:
-        while block := text.read(BLOCK_CHARS):
+        while block := text.read(block_chars):
             # A line may have no end: the limit bounds memory.
-            yield block + text.readline(BLOCK_CHARS)
+            yield block + text.readline(block_chars)
 
 
 def _jsonl_documents(path: Path, stream: IO[bytes], text_field: str) -> Iterator[str]:

@@ -23,7 +23,7 @@ from training.trainer.data.manifest import FORMAT_VERSION, Shard, Source
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from training.trainer.data.spec import DataSpec
+    from training.specs.data import DataSpec
     from training.trainer.data.tokenizer import Tokenizer
 
 HASH_RANGE = 1 << 64

@@ -16,7 +16,6 @@ import multiprocessing.forkserver
 import os
 import signal
 import threading
-import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from training.trainer.data.order import SampleOrder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from multiprocessing.process import BaseProcess
     from pathlib import Path
 
@@ -195,8 +194,7 @@ class ResumableLoader:
         self._pin_memory = pin_memory
         self._position = 0
         self._batches: Iterator[Pair] | None = None
-        self._workers: set[BaseProcess] = set()
-        self._at_exit = functools.partial(_close_if_alive, weakref.ref(self))
+        self._end_workers: Callable[[], None] | None = None
         if num_workers:
             _warm_fork_server()
 
@@ -252,14 +250,16 @@ class ResumableLoader:
 
     def close(self) -> None:
         """End the worker processes; a later step starts new ones."""
-        self._batches = None  # the iterator's end stops its workers
-        for worker in self._workers:
-            worker.join(STOP_TIMEOUT_S)
-            if worker.is_alive():
-                worker.kill()
-                worker.join()
-        self._workers = set()
-        atexit.unregister(self._at_exit)
+        # torch's shutdown waits without limit for locks that a stopped or killed worker holds.
+        holder = [self._batches]
+        self._batches = None
+        if self._end_workers is not None:
+            ending = threading.Thread(target=holder.clear, daemon=True)
+            ending.start()
+            ending.join(STOP_TIMEOUT_S)
+            self._end_workers()
+            atexit.unregister(self._end_workers)
+            self._end_workers = None
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -287,10 +287,11 @@ class ResumableLoader:
         before = set(multiprocessing.active_children())
         iterator: Iterator[Pair] = iter(loader)
         if self._num_workers:
-            self._workers = set(multiprocessing.active_children()) - before
-            # multiprocessing joins its children at exit after a SIGTERM that ours ignore; what is
+            workers = set(multiprocessing.active_children()) - before
+            self._end_workers = functools.partial(_kill, workers)
+            # At exit multiprocessing sends SIGTERM, which ours ignore, and waits for them; what is
             # registered last runs first.
-            atexit.register(self._at_exit)
+            atexit.register(self._end_workers)
         return iterator
 
 
@@ -301,10 +302,11 @@ def _stack(samples: list[Pair]) -> Pair:
     )
 
 
-def _close_if_alive(reference: weakref.ref[ResumableLoader]) -> None:
-    loader = reference()
-    if loader is not None:
-        loader.close()
+def _kill(workers: set[BaseProcess]) -> None:
+    for worker in workers:
+        worker.kill()
+    for worker in workers:
+        worker.join(STOP_TIMEOUT_S)
 
 
 def _warm_fork_server() -> None:

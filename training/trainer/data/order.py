@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-NUM_ROUNDS = 6
+NUM_ROUNDS = 12  # small corpora mix slowly; for large ones 6 would do
 MASK_64 = (1 << 64) - 1
 
 

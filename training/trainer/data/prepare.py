@@ -19,7 +19,8 @@ import numpy.typing as npt
 
 from storage.errors import Corrupt, NotFound
 from storage.objects import ObjectStore, check_key
-from training.trainer.data.corpus import CorpusError, find_sources, iterate_documents
+from training.specs.data import DataSpec
+from training.trainer.data.corpus import BLOCK_CHARS, CorpusError, find_sources, iterate_documents
 from training.trainer.data.grouping import (
     Group,
     Receipt,
@@ -39,7 +40,6 @@ from training.trainer.data.manifest import (
     load_manifest,
 )
 from training.trainer.data.shelf import Shelf
-from training.trainer.data.spec import DataSpec
 from training.trainer.data.tokenizer import Tokenizer
 
 ENCODE_BATCH_CHARS = 2 * 1024 * 1024
@@ -204,8 +204,12 @@ class _Preparation:
                 )
 
     def _documents(self, group: Group) -> Iterator[str]:
+        # Text has no documents of its own: without smaller blocks it could not fill small shards.
+        block_chars = min(BLOCK_CHARS, self._spec.shard_size_bytes)
         for source in group.sources:
-            yield from iterate_documents(source.path, text_field=self._spec.text_field)
+            yield from iterate_documents(
+                source.path, text_field=self._spec.text_field, block_chars=block_chars
+            )
 
     def _write(self, key: str, texts: Iterator[str], sources: tuple[Source, ...]) -> Shard:
         tokens, num_documents = self._encode(texts)

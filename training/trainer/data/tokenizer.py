@@ -18,7 +18,7 @@ from training.trainer.data.hashing import hash_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from training.trainer.data.spec import TokenizerSpec
+    from training.specs.data import TokenizerSpec
 
 NUM_BYTES = 256
 EOS_NAMES = ("<|endoftext|>", "</s>", "<eos>", "[SEP]", "<|eos|>", "<|im_end|>")

@@ -1,0 +1,221 @@
+"""Deployments, schedules, cancellation and outages, with a real server and a real worker."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import httpx
+import psutil
+import pytest
+
+from perdure import server
+from tests.process.harness import REPO, wait_for
+
+pytestmark = [pytest.mark.process, pytest.mark.prefect]
+
+POOL = "perdure"
+
+
+class Api:
+    """The server's REST API, as the UI uses it."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def flow_runs(self, name: str) -> list[dict]:
+        body = {"flow_runs": {"name": {"any_": [name]}}, "sort": "EXPECTED_START_TIME_DESC"}
+        return httpx.post(f"{self.url}/flow_runs/filter", json=body, timeout=30).json()
+
+    def state(self, name: str) -> str:
+        found = self.flow_runs(name)
+        return found[0]["state"]["name"] if found else "none"
+
+    def task_runs(self, name: str) -> dict[str, str]:
+        run_id = self.flow_runs(name)[0]["id"]
+        body = {"flow_runs": {"id": {"any_": [run_id]}}, "limit": 200}
+        found = httpx.post(f"{self.url}/task_runs/filter", json=body, timeout=30).json()
+        return {task["name"]: task["state"]["name"] for task in found}
+
+    def artifacts(self, prefix: str) -> dict[str, dict]:
+        body = {"artifacts": {"key": {"like_": prefix}}, "limit": 200}
+        found = httpx.post(f"{self.url}/artifacts/latest/filter", json=body, timeout=30).json()
+        return {artifact["key"]: artifact for artifact in found}
+
+    def cancel(self, name: str) -> None:
+        run_id = self.flow_runs(name)[0]["id"]
+        body = {"state": {"type": "CANCELLING", "name": "Cancelling"}}
+        httpx.post(f"{self.url}/flow_runs/{run_id}/set_state", json=body, timeout=30)
+
+
+@pytest.fixture(scope="module")
+def api(prefect_server) -> Api:
+    return Api(prefect_server.api_url)
+
+
+def start_worker(bench) -> subprocess.Popen[bytes]:
+    log = (bench.home / "worker.out").open("ab")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL],
+        env={**bench.environment, "PREFECT_WORKER_QUERY_SECONDS": "2"},
+        cwd=REPO, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+    )  # fmt: skip
+    log.close()
+    return process
+
+
+@pytest.fixture(scope="module")
+def deployed(bench):
+    """The deployments of prefect.yaml on the server, and a worker that serves them."""
+    bench.prefect("work-pool", "create", POOL, "--type", "process")
+    bench.prefect("--no-prompt", "deploy", "--all")
+    workers = [start_worker(bench)]
+    yield workers
+    for worker in workers:
+        if worker.poll() is None:
+            os.killpg(worker.pid, signal.SIGKILL)
+        worker.wait()
+
+
+def run_deployment(bench, job: dict, name: str = "pretrain/local") -> None:
+    bench.prefect("deployment", "run", name, "-p", f"job={json.dumps(job)}")
+
+
+def engine_processes(run_id: str) -> list[psutil.Process]:
+    """Processes of a worker's children that execute a flow run."""
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if any(
+            "prefect.flow_engine" in p or "prefect.engine" in p
+            for p in process.info["cmdline"] or []
+        )
+    ]
+
+
+def test_a_deployment_run_completes_and_the_ui_tells_its_story(
+    bench, deployed, api, undisturbed_pair
+):
+    job = bench.pair("deployed")
+    run_deployment(bench, job)
+    running = bench.look(job)
+    running.reach(12)
+    assert running.local.kill_rank(1)
+    wait_for(
+        lambda: api.state("deployed") == "Completed", timeout_s=120, what=api.state("deployed")
+    )
+    assert running.curve() == undisturbed_pair.curve()
+    tasks = api.task_runs("deployed")
+    assert tasks["attempt 1.1 from step 0"] == "RestartInPlace"
+    assert tasks["attempt 1.2 from step 10"] == "Completed"
+    assert tasks["placement 1 on node-0,node-1"] == "Completed"
+    keys = api.artifacts("deployed-")
+    assert {
+        "deployed-progress", "deployed-attempts", "deployed-checkpoints", "deployed-loss",
+        "deployed-fault-p1-a1",
+    } <= set(keys)  # fmt: skip
+    assert "SIGKILL" in keys["deployed-fault-p1-a1"]["data"]
+    assert "100" in str(keys["deployed-progress"]["data"])
+    assert len(json.loads(keys["deployed-attempts"]["data"])) == 2
+    running.leave_nothing()
+
+
+def test_a_schedule_starts_the_run_and_prepare_data_is_a_deployment(bench, deployed, api):
+    job = bench.pair("scheduled", steps=10, env={"PACE_S": "0"})
+    run_deployment(bench, {**job, "run_id": "prepared"}, "prepare-data/local")
+    wait_for(lambda: api.state("prepared") == "Completed", timeout_s=60, what="prepare-data")
+    soon = (dt.datetime.now(dt.UTC) + dt.timedelta(seconds=12)).isoformat()
+    url = f"{api.url}/deployments/name/pretrain/local"
+    deployment = httpx.get(url, timeout=30).json()
+    schedule = {
+        "schedule": {"interval": 86_400, "anchor_date": soon},
+        "active": True,
+        "parameters": {"job": job},
+    }
+    made = httpx.post(
+        f"{api.url}/deployments/{deployment['id']}/schedules", json=[schedule], timeout=30
+    )
+    assert made.status_code in (200, 201), made.text
+    wait_for(lambda: api.state("scheduled") == "Completed", timeout_s=90, what="the scheduled run")
+    httpx.delete(
+        f"{api.url}/deployments/{deployment['id']}/schedules/{made.json()[0]['id']}", timeout=30
+    )
+    # The corpus had been prepared by the other deployment: nothing was left to do.
+    assert [data.skipped for data in bench.look(job).history.data] == [True]
+
+
+def test_cancelling_stops_every_process_within_the_grace_period(bench, deployed, api):
+    job = bench.pair("cancelled", steps=2000, env={"PACE_S": "0.2"})
+    run_deployment(bench, job)
+    running = bench.look(job)
+    running.reach(4)
+    api.cancel("cancelled")
+    asked_s = time.monotonic()
+    wait_for(lambda: not running.local.processes(), timeout_s=45, what="the end of all processes")
+    took_s = time.monotonic() - asked_s
+    wait_for(
+        lambda: api.state("cancelled") == "Cancelled", timeout_s=60, what=api.state("cancelled")
+    )
+    assert running.history.ended is not None
+    assert running.history.ended.outcome == "cancelled"
+    # Saved at the step boundary where it was stopped: nothing that was trained is lost.
+    assert max(running.curve()) >= 4
+    assert running.step() == max(running.curve())
+    assert took_s < 10 + 20, "grace period plus the worker's polling"
+    running.leave_nothing()
+
+
+def test_a_run_in_the_foreground_can_be_cancelled_too(bench, api):
+    running = bench.start(bench.pair("foreground", steps=2000, env={"PACE_S": "0.2"}))
+    running.reach(4)
+    api.cancel("foreground")
+    assert running.finish(timeout_s=60) == 1
+    assert "cancelled" in running.out
+    running.leave_nothing()
+
+
+def test_the_death_of_flow_server_and_worker_costs_no_step(
+    bench, deployed, api, prefect_server, undisturbed_long
+):
+    """All three are killed, one after the other, in one run."""
+    job = bench.pair("outages", steps=LONG_STEPS, env={"PACE_S": "0.35"})
+    run_deployment(bench, job)
+    running = bench.look(job)
+    running.reach(5)
+    workers = {p.pid for rank in (0, 1) for p in running.local.rank(rank)}
+
+    (engine,) = engine_processes("outages")
+    engine.kill()
+    # The worker says Crashed, the automation schedules the same flow run again.
+    wait_for(lambda: running.history.epoch == 2, timeout_s=90, what="the flow to come back")
+    wait_for(lambda: api.state("outages") == "Running", timeout_s=30, what="Running")
+
+    before = running.step()
+    assert server.stop_server()
+    down_s = time.monotonic()
+    wait_for(lambda: time.monotonic() - down_s > 60, timeout_s=70, what="a minute without server")
+    assert running.step() > before + 30, "training went on without the server"
+    server.start_server(port=prefect_server.port)
+
+    os.kill(deployed[0].pid, signal.SIGKILL)
+    assert {p.pid for rank in (0, 1) for p in running.local.rank(rank)} == workers
+    wait_for(lambda: api.state("outages") == "Completed", timeout_s=240, what=api.state("outages"))
+    assert len(running.history.attempts) == 1, "nothing was started twice"
+    assert running.curve() == undisturbed_long.curve()
+    assert list(running.curve()) == list(range(1, LONG_STEPS + 1))
+    running.leave_nothing()
+
+
+LONG_STEPS = 330
+
+
+@pytest.fixture(scope="module")
+def undisturbed_long(bench):
+    running = bench.start(bench.pair("undisturbed-long", steps=LONG_STEPS, env={"PACE_S": "0"}))
+    assert running.finish() == 0, running.out
+    return running

@@ -1,0 +1,83 @@
+"""The supervisor is not the owner: its death stops nothing, and it comes back to the same run."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.process.harness import wait_for
+
+pytestmark = pytest.mark.process
+
+
+def test_a_second_start_adopts_the_living_attempt_and_training_never_stopped(
+    bench, undisturbed_pair
+):
+    job = bench.pair("adopted", env={"PACE_S": "0.3"})
+    first = bench.start(job)
+    first.reach(5)
+    workers = {p.pid for rank in (0, 1) for p in first.local.rank(rank)}
+    first.kill_supervisor()
+    at_death = first.step()
+    wait_for(lambda: first.step() > at_death + 3, timeout_s=30, what="steps without a supervisor")
+
+    second = bench.start(job)
+    wait_for(lambda: "adopted" in second.out, timeout_s=60, what="adoption")
+    assert {p.pid for rank in (0, 1) for p in second.local.rank(rank)} == workers
+
+    third = bench.start(job)
+    assert third.finish() == 1
+    assert "is supervised by process" in third.out
+
+    assert second.finish() == 0, second.out
+    assert len(second.history.attempts) == 1
+    assert second.history.epoch == 2
+    assert [data.skipped for data in second.history.data] == [False, True]
+    assert second.history.data[1].duration_s < 1.0
+    assert second.curve() == undisturbed_pair.curve()
+    second.leave_nothing()
+
+
+def test_a_fault_while_nobody_supervises_is_mended_by_the_next_supervisor(bench, undisturbed_pair):
+    job = bench.pair("unwatched")
+    first = bench.start(job)
+    first.reach(12)
+    first.kill_supervisor()
+    assert first.local.kill_rank(1)
+    wait_for(
+        lambda: not any(first.local.rank(rank) for rank in (0, 1)),
+        timeout_s=60,
+        what="the peers of the dead rank to end",
+    )
+    second = bench.start(job)
+    assert second.finish() == 0, second.out
+    assert second.rungs() == ["in_place_restart"]
+    assert second.curve() == undisturbed_pair.curve()
+    second.leave_nothing()
+
+
+def test_a_run_whose_containers_are_all_gone_is_placed_anew(bench, undisturbed_pair):
+    job = bench.pair("vanished")
+    first = bench.start(job)
+    first.reach(12)
+    first.kill_supervisor()
+    for process in first.local.processes():
+        process.kill()
+    second = bench.start(job)
+    assert second.finish() == 0, second.out
+    assert second.rungs() == ["job_reschedule"]
+    assert second.history.isolated == ()
+    assert second.curve() == undisturbed_pair.curve()
+    second.leave_nothing()
+
+
+def test_a_completed_run_is_not_run_again_and_another_job_may_not_take_its_name(
+    bench, undisturbed_pair
+):
+    again = bench.start(bench.pair("undisturbed-pair", env={"PACE_S": "0"}))
+    assert again.finish() == 0
+    assert "was completed before" in again.out
+    assert len(again.history.attempts) == 1
+
+    other = bench.start(bench.pair("undisturbed-pair", seed=12))
+    assert other.finish() == 1
+    assert "another seed" in other.out

@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from training.trainer.data.loader import ResumableLoader, TokenDataset
+from training.trainer.data.manifest import Manifest
+from training.trainer.data.order import SampleOrder
+
+MakeDataset = Callable[..., tuple[tuple[Path, ...], Manifest]]
+
+SEQ_LEN = 32
+BATCH = 8
+# Given a manifest, its fate and the shards: prints its workers' ids and meets its fate.
+TRAINER = """
+import multiprocessing, os, signal, sys
+from pathlib import Path
+from training.trainer.data.loader import ResumableLoader, TokenDataset
+from training.trainer.data.manifest import Manifest
+
+def main():
+    manifest = Manifest.model_validate_json(Path(sys.argv[1]).read_bytes())
+    dataset = TokenDataset([Path(path) for path in sys.argv[3:]], manifest, 32)
+    loader = ResumableLoader(dataset, global_batch_size=4, micro_batch_size=2, rank=0,
+                             world_size=1, seed=1, num_workers=2)
+    loader.next_step()
+    pids = [worker.pid for worker in multiprocessing.active_children()]
+    print(*pids, flush=True)
+    if sys.argv[2] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if sys.argv[2] == "stuck workers":
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        loader.keep = loader  # not collected before exit
+    if sys.argv[2] == "terminated":
+        for pid in pids:
+            os.kill(pid, signal.SIGTERM)
+            os.kill(pid, signal.SIGINT)
+        for _ in range(50):
+            loader.next_step()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.fixture
+def dataset(make_dataset: MakeDataset) -> TokenDataset:
+    paths, manifest = make_dataset()
+    return TokenDataset(paths, manifest, SEQ_LEN)
+
+
+def make(
+    dataset: TokenDataset,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    seed: int = 5,
+    num_workers: int = 0,
+    shuffle: bool = True,
+    prefetch_factor: int = 2,
+) -> ResumableLoader:
+    return ResumableLoader(
+        dataset,
+        global_batch_size=BATCH,
+        micro_batch_size=2,
+        rank=rank,
+        world_size=world_size,
+        seed=seed,
+        num_workers=num_workers,
+        shuffle=shuffle,
+        prefetch_factor=prefetch_factor,
+    )
+
+
+def take(loader: ResumableLoader, num_steps: int) -> torch.Tensor:
+    """Inputs and last targets of steps, [steps, samples, S + 1]."""
+    steps = []
+    for _ in range(num_steps):
+        micro = loader.next_step()
+        whole = [torch.cat((inputs, targets[:, -1:]), dim=1) for inputs, targets in micro]
+        steps.append(torch.cat(whole))
+    return torch.stack(steps)
+
+
+def test_samples_span_shard_borders(make_dataset: MakeDataset) -> None:
+    paths, manifest = make_dataset()
+    assert len(paths) > 3
+    flat = np.concatenate([np.fromfile(path, manifest.numpy_dtype) for path in paths])
+    for seq_len in (1, 31, 5000):
+        dataset = TokenDataset(paths, manifest, seq_len)
+        assert len(dataset) == dataset.num_samples == (flat.size - 1) // seq_len
+        for index in {0, len(dataset) // 2, len(dataset) - 1}:
+            inputs, targets = dataset[index]
+            wanted = flat[index * seq_len : (index + 1) * seq_len + 1]
+            assert inputs.tolist() == wanted[:-1].tolist()
+            assert targets.tolist() == wanted[1:].tolist()
+            assert inputs.dtype == targets.dtype == torch.int64
+
+
+def test_a_corpus_shorter_than_a_sample_is_an_error(make_dataset: MakeDataset) -> None:
+    paths, manifest = make_dataset()
+    with pytest.raises(ValueError, match=f"the corpus has {manifest.num_tokens}"):
+        TokenDataset(paths, manifest, manifest.num_tokens)
+    assert len(TokenDataset(paths, manifest, manifest.num_tokens - 1)) == 1
+
+
+def test_a_file_of_another_size_is_named(make_dataset: MakeDataset) -> None:
+    paths, manifest = make_dataset()
+    paths[1].write_bytes(b"xx")
+    with pytest.raises(ValueError, match=f"{paths[1].name}: size_bytes=2"):
+        TokenDataset(paths, manifest, 8)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_steps_follow_the_global_order(dataset: TokenDataset, *, shuffle: bool) -> None:
+    loader = make(dataset, shuffle=shuffle)
+    order = SampleOrder(len(dataset), 5, shuffle)
+    for step in range(3):
+        micro = loader.next_step()
+        assert [tuple(inputs.shape) for inputs, _ in micro] == [(2, SEQ_LEN)] * 4
+        wanted = [dataset[index] for index in order.indices(step * BATCH, BATCH).tolist()]
+        assert torch.equal(torch.cat([i for i, _ in micro]), torch.stack([i for i, _ in wanted]))
+        assert torch.equal(torch.cat([t for _, t in micro]), torch.stack([t for _, t in wanted]))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_together_take_what_one_takes(dataset: TokenDataset, world_size: int) -> None:
+    ranks = [make(dataset, rank=rank, world_size=world_size) for rank in range(world_size)]
+    together = torch.cat([take(loader, 5) for loader in ranks], dim=1)
+    assert torch.equal(together, take(make(dataset), 5))
+    assert {loader.position for loader in ranks} == {5 * BATCH}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_resuming_anywhere_gives_the_batches_of_an_undisturbed_run(
+    dataset: TokenDataset, num_workers: int
+) -> None:
+    num_steps = dataset.num_samples // BATCH + 4
+    undisturbed = take(make(dataset), num_steps)
+    loader = make(dataset, num_workers=num_workers)
+    for stop in (1, num_steps // 2, num_steps - 2, num_steps):
+        state = json.loads(json.dumps(loader.state_dict()))
+        loader.close()
+        loader = make(dataset, num_workers=num_workers)
+        loader.load_state_dict(state)
+        done = state["position"] // BATCH
+        assert torch.equal(take(loader, stop - done), undisturbed[done:stop])
+    loader.load_state_dict({**state, "position": 3 * BATCH})
+    assert torch.equal(take(loader, 2), undisturbed[3:5])
+    loader.close()
+    assert loader.epoch == 0
+
+
+def test_position_counts_steps_handed_out_not_prefetched(dataset: TokenDataset) -> None:
+    loader = make(dataset, num_workers=2, prefetch_factor=4)
+    assert (loader.position, loader.epoch) == (0, 0)
+    loader.next_step()
+    assert loader.position == BATCH
+    assert loader.steps_per_epoch == -(-len(dataset) // BATCH)
+    loader.load_state_dict({**loader.state_dict(), "position": len(dataset)})
+    assert loader.epoch == 1
+    loader.close()
+
+
+def test_another_order_or_corpus_is_not_resumed(
+    dataset: TokenDataset, make_dataset: MakeDataset
+) -> None:
+    state = make(dataset).state_dict()
+    with pytest.raises(ValueError, match="seed was 5 when it was saved, and is 6 now"):
+        make(dataset, seed=6).load_state_dict(state)
+    with pytest.raises(ValueError, match="shuffle was True"):
+        make(dataset, shuffle=False).load_state_dict(state)
+    paths, manifest = make_dataset(900)
+    with pytest.raises(ValueError, match=f"num_samples was {len(dataset)}"):
+        make(TokenDataset(paths, manifest, SEQ_LEN)).load_state_dict(state)
+    with pytest.raises(ValueError, match="position=-1"):
+        make(dataset).load_state_dict({**state, "position": -1})
+
+
+def test_sizes_that_do_not_divide_are_named(dataset: TokenDataset) -> None:
+    with pytest.raises(ValueError, match="global_batch_size=8 must be a multiple"):
+        make(dataset, world_size=3)
+    with pytest.raises(ValueError, match="rank=2"):
+        make(dataset, rank=2, world_size=2)
+
+
+def test_the_trainers_random_state_is_left_alone(dataset: TokenDataset) -> None:
+    before = torch.random.get_rng_state()
+    take(make(dataset), 2)
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_workers_start_at_the_first_step_and_end_with_close(dataset: TokenDataset) -> None:
+    before = set(multiprocessing.active_children())
+    loader = make(dataset, num_workers=2)
+    assert set(multiprocessing.active_children()) == before
+    loader.next_step()
+    assert len(set(multiprocessing.active_children()) - before) == 2
+    loader.close()
+    loader.close()
+    assert set(multiprocessing.active_children()) == before
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("fate", ["killed", "not closed", "stuck workers", "terminated"])
+def test_workers_never_outlive_the_trainer_nor_hold_it(
+    make_dataset: MakeDataset, tmp_path: Path, fate: str
+) -> None:
+    paths, manifest = make_dataset()
+    (tmp_path / "manifest.json").write_text(manifest.model_dump_json())
+    program = tmp_path / "trainer.py"
+    program.write_text(TRAINER)
+    arguments = [str(tmp_path / "manifest.json"), fate, *map(str, paths)]
+    done = subprocess.run(
+        [sys.executable, str(program), *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == (-signal.SIGKILL if fate == "killed" else 0), done.stderr
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 2
+    workers = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    assert alive == []
