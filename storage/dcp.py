@@ -348,7 +348,7 @@ def _raise_cause(error: CheckpointException) -> NoReturn:
     if isinstance(cause, StorageError):
         raise type(cause)(f"rank {rank}: {cause}") from error
     if isinstance(cause, (KeyError, RuntimeError, ValueError)):
-        raise ValueError(f"rank {rank}: {cause}") from error
+        raise ValueError(f"rank {rank}: {cause}") from error  # noqa: TRY004 not about types
     # torch's own is a BaseException and would pass by every `except Exception`.
     raise StorageError(f"rank {rank}: {cause!r}") from error
 

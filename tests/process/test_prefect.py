@@ -86,7 +86,7 @@ def run_deployment(bench, job: dict, name: str = "pretrain/local") -> None:
     bench.prefect("deployment", "run", name, "-p", f"job={json.dumps(job)}")
 
 
-def engine_processes(run_id: str) -> list[psutil.Process]:
+def engine_processes() -> list[psutil.Process]:
     """Processes of a worker's children that execute a flow run."""
     return [
         process
@@ -189,7 +189,7 @@ def test_the_death_of_flow_server_and_worker_costs_no_step(
     running.reach(5)
     workers = {p.pid for rank in (0, 1) for p in running.local.rank(rank)}
 
-    (engine,) = engine_processes("outages")
+    (engine,) = engine_processes()
     engine.kill()
     # The worker says Crashed, the automation schedules the same flow run again.
     wait_for(lambda: running.history.epoch == 2, timeout_s=90, what="the flow to come back")
