@@ -24,7 +24,7 @@ from training.home import home_folder
 
 PORTS = range(4200, 4300)
 START_TIMEOUT_S = 120.0
-STOP_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 8.0
 
 # Long runs need more patience with a server that is down than the client's default minute, and
 # a heartbeat that the resurrecting automations can rely on.

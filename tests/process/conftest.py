@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
+import psutil
 import pytest
 
 from perdure import server
 from tests.process.harness import TEXT, Running, Workbench
+
+
+def kill_leftovers(home: Path) -> None:
+    """End what a failed test left: flows and workers would report to the next session's server."""
+    entry = f"PERDURE_HOME={home}".encode()
+    for process in psutil.process_iter():
+        try:
+            carries = entry in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+            if carries and process.pid != os.getpid():
+                process.kill()
+        except (OSError, psutil.NoSuchProcess):
+            continue
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +41,7 @@ def prefect_server(session_home):
     finally:
         os.environ["PERDURE_HOME"] = str(session_home)
         server.stop_server()
+        kill_leftovers(session_home)
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)

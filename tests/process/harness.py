@@ -64,9 +64,7 @@ class Workbench:
             "engine": {"nodes": 2, "slots_per_node": 2, "spares": 1, "grace_s": 10},
             "env": {"PACE_S": "0.1"},
         }
-        for key, value in changes.items():
-            document[key] = value
-        return document
+        return {**document, **changes}
 
     def pair(self, run_id: str, **changes: Any) -> dict[str, Any]:
         """A job of two ranks on two nodes, for what does not need four: it starts faster."""

@@ -11,7 +11,6 @@ import sys
 import time
 
 import httpx
-import psutil
 import pytest
 
 from perdure import server
@@ -84,18 +83,6 @@ def deployed(bench):
 
 def run_deployment(bench, job: dict, name: str = "pretrain/local") -> None:
     bench.prefect("deployment", "run", name, "-p", f"job={json.dumps(job)}")
-
-
-def engine_processes() -> list[psutil.Process]:
-    """Processes of a worker's children that execute a flow run."""
-    return [
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if any(
-            "prefect.flow_engine" in p or "prefect.engine" in p
-            for p in process.info["cmdline"] or []
-        )
-    ]
 
 
 def test_a_deployment_run_completes_and_the_ui_tells_its_story(
@@ -180,17 +167,19 @@ def test_a_run_in_the_foreground_can_be_cancelled_too(bench, api):
 
 
 def test_the_death_of_flow_server_and_worker_costs_no_step(
-    bench, deployed, api, prefect_server, undisturbed_long
+    bench, deployed, api, prefect_server, undisturbed_long, monkeypatch
 ):
     """All three are killed, one after the other, in one run."""
+    monkeypatch.setenv("PERDURE_HOME", str(bench.home))
     job = bench.pair("outages", steps=LONG_STEPS, env={"PACE_S": "0.35"})
     run_deployment(bench, job)
     running = bench.look(job)
     running.reach(5)
     workers = {p.pid for rank in (0, 1) for p in running.local.rank(rank)}
 
-    (engine,) = engine_processes()
-    engine.kill()
+    supervisor = running.history.supervisor
+    assert supervisor is not None
+    os.kill(supervisor.pid, signal.SIGKILL)
     # The worker says Crashed, the automation schedules the same flow run again.
     wait_for(lambda: running.history.epoch == 2, timeout_s=90, what="the flow to come back")
     wait_for(lambda: api.state("outages") == "Running", timeout_s=30, what="Running")

@@ -11,7 +11,7 @@ import re
 import signal
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cache
 from importlib import resources
@@ -22,6 +22,8 @@ EXIT_DONE = 0
 EXIT_USER = 2
 EXIT_RESTART_ME = 75
 EXIT_ABOVE_PROCESS = 76
+SHELL_SIGNAL_BASE = 128  # a shell whose child was ended by signal n exits with 128 + n
+_ABORT_RULE = "torchrun-abort"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,7 @@ class _Role(IntEnum):
     ROOT = 0
     CASCADE = 1
     UNEXPLAINED = 2
+    STOPPED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +178,7 @@ def _silence(evidence: Evidence) -> Iterator[_Candidate]:
 
 def _worker(end: WorkerEnd, evidence: Evidence) -> _Candidate:
     if end.stopped:
-        return _candidate(_Role.UNEXPLAINED, FaultClass.UNKNOWN, "stopped", end, evidence)
+        return _candidate(_Role.STOPPED, FaultClass.UNKNOWN, "stopped", end, evidence)
     if end.exit_code < 0:
         return _signalled(end, evidence)
     if end.exit_code in _EXIT_CLASSES:
@@ -184,6 +187,8 @@ def _worker(end: WorkerEnd, evidence: Evidence) -> _Candidate:
         line = found[1] if found else f"exit code {end.exit_code}: {meaning}"
         return _candidate(_Role.ROOT, fault_class, line, end, evidence, explanation=meaning)
     found = _explained(end)
+    if found is None and _signal_name(end.exit_code - SHELL_SIGNAL_BASE) is not None:
+        return _signalled(replace(end, exit_code=SHELL_SIGNAL_BASE - end.exit_code), evidence)
     if found is None:
         line = end.error or _last_line(end.log) or f"exit code {end.exit_code}"
         return _candidate(_Role.UNEXPLAINED, FaultClass.UNKNOWN, line, end, evidence)
@@ -201,7 +206,7 @@ _EXIT_CLASSES: Mapping[int, tuple[FaultClass, str]] = {
 
 
 def _signalled(end: WorkerEnd, evidence: Evidence) -> _Candidate:
-    name = signal.Signals(-end.exit_code).name
+    name = _signal_name(-end.exit_code) or f"SIG{-end.exit_code}"
     line = f"rank {end.rank} ended by {name}"
     if name == "SIGTERM":
         why = "Something outside asked the process to end."
@@ -217,6 +222,11 @@ def _signalled(end: WorkerEnd, evidence: Evidence) -> _Candidate:
     return _candidate(_Role.ROOT, FaultClass.NATIVE_CRASH, line, end, evidence, name, why)
 
 
+def _signal_name(number: int) -> str | None:
+    # Real-time signals have numbers without names.
+    return signal.Signals(number).name if number in set(signal.Signals) else None
+
+
 def _explained(end: WorkerEnd) -> tuple[Rule, str] | None:
     """The rule and line that explain an exit: the recorded exception, else the output.
 
@@ -226,14 +236,19 @@ def _explained(end: WorkerEnd) -> tuple[Rule, str] | None:
     if end.error and (rule := match_line(end.error)):
         return rule, end.error
     echo: tuple[Rule, str] | None = None
+    abort: tuple[Rule, str] | None = None
     for line in reversed(end.log.splitlines()):
         rule = match_line(line)
         if rule is None:
             continue
-        if rule.is_root:
+        if rule.id == _ABORT_RULE:
+            # Communication libraries abort the process when a peer is gone: they say so before.
+            abort = abort or (rule, line.strip())
+        elif rule.is_root:
             return rule, line.strip()
-        echo = echo or (rule, line.strip())
-    return echo
+        else:
+            echo = echo or (rule, line.strip())
+    return echo or abort
 
 
 def _candidate(

@@ -45,7 +45,7 @@ class Heartbeat:
         entered: collectives entered since the process started.
         left: collectives left.
         beat_ns: when it was last written.
-        stepped_ns: when the step last changed, 0 before the first one.
+        stepped_ns: when a step was last completed, 0 before this process's first one.
     """
 
     pid: int
@@ -82,8 +82,10 @@ class HeartbeatWriter:
         if phase is not None:
             self._phase = phase
         if step is not None and step != self._step:
+            # The first one is the restored step: none has been completed here yet.
+            if self._step >= 0:
+                self._stepped_ns = time.monotonic_ns()
             self._step = step
-            self._stepped_ns = time.monotonic_ns()
         self._write()
 
     def enter_collective(self) -> None:

@@ -1,0 +1,177 @@
+"""Real agents in real containers of this machine, as the local engine starts them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from training.agent.agent import ADDRESS_FILE, CONFIG_FILE
+from training.agent.control import AgentClient
+from training.agent.processes import MARKER, container_processes, kill_container
+from training.agent.protocol import (
+    AgentAddress,
+    AgentConfig,
+    AgentStatus,
+    LogsQuery,
+    Order,
+    Reply,
+    StartOrder,
+    StatusQuery,
+)
+
+TOKEN = "a-token"
+
+
+def wait_for(condition: Callable[[], Any], *, timeout_s: float = 10.0) -> Any:
+    """Poll until `condition` gives something true."""
+    deadline_s = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline_s, f"not within {timeout_s:g} s"
+        time.sleep(0.05)
+    return value
+
+
+@dataclass
+class Container:
+    """A scratch folder and the agent that lives in it."""
+
+    folder: Path
+    process: subprocess.Popen[bytes]
+    attempts: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    @property
+    def marker(self) -> str:
+        return str(self.folder)
+
+    @property
+    def address(self) -> AgentAddress:
+        text = wait_for(
+            lambda: (self.folder / ADDRESS_FILE).exists()
+            and (self.folder / ADDRESS_FILE).read_text()
+        )
+        return AgentAddress.model_validate_json(text)
+
+    def client(self, *, token: str = TOKEN, epoch: int = 1) -> AgentClient:
+        return AgentClient(self.address, token=token, epoch=epoch)
+
+    def call(self, order: Order) -> Reply:
+        return self.client().call(order)
+
+    def status(self) -> AgentStatus:
+        status = self.call(StatusQuery()).status
+        assert status is not None
+        return status
+
+    def order(self, *command: str, **changes: Any) -> StartOrder:
+        """A start order of a command, on two nodes, with a number of its own."""
+        fields: dict[str, Any] = {
+            "placement": 3,
+            "attempt": next(self.attempts),
+            "num_nodes": 2,
+            "slots_per_node": 2,
+            "hosts": ("127.0.0.1", "127.0.0.2"),
+            "master_addr": "127.0.0.1",
+            "master_port": 29511,
+            "command": command,
+            "is_command": True,
+            "cwd": str(self.folder),
+            "grace_s": 0.5,
+            "log_path": None,
+            "variables": {"OMP_NUM_THREADS": "1"},
+            "job": "{}",
+            "data_manifest_key": None,
+        }
+        return StartOrder(**{**fields, **changes})
+
+    def start(self, *command: str, **changes: Any) -> StartOrder:
+        """Start a command. Returns the order."""
+        order = self.order(*command, **changes)
+        self.call(order)
+        return order
+
+    def until(self, *states: str) -> AgentStatus:
+        """Wait until the agent is in one of these states."""
+        status: AgentStatus = wait_for(lambda: (s := self.status()).state in states and s)
+        return status
+
+    def finish(self, *command: str, **changes: Any) -> AgentStatus:
+        """Run a command to its end."""
+        self.start(*command, **changes)
+        return self.until("ended")
+
+    def logs(self) -> dict[str, str]:
+        """Text of every log file, by the file's name."""
+        logs = self.call(LogsQuery(tail_bytes=1 << 20)).logs
+        return {Path(log.path).name: log.text for log in logs}
+
+    def processes(self) -> list[psutil.Process]:
+        """Living processes of the container, the agent included."""
+        return container_processes(self.marker)
+
+
+def start_container(folder: Path, environment: dict[str, str], **changes: Any) -> Container:
+    """Start an agent that is member 1 of its gang and was scheduled for the third time."""
+    fields: dict[str, Any] = {
+        "run_id": "run-1",
+        "node": "node-1",
+        "member": 1,
+        "schedule_cnt": 3,
+        "token": TOKEN,
+        "orphan_timeout_s": 600.0,
+        "start_timeout_s": 600.0,
+        "hang_timeout_s": None,
+        "detect_hangs": True,
+    }
+    config = AgentConfig(**{**fields, **changes})
+    folder.mkdir(parents=True)
+    (folder / CONFIG_FILE).write_text(config.model_dump_json())
+    with (folder / "agent.log").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "training.agent", str(folder)],
+            cwd=folder,
+            env={**os.environ, **environment, MARKER: str(folder)},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    return Container(folder, process)
+
+
+def end_container(container: Container) -> None:
+    assert kill_container(container.marker)
+    container.process.wait()
+
+
+@pytest.fixture
+def new_container(tmp_path):
+    """Starts agents with settings of their own; none outlives the test."""
+    containers: list[Container] = []
+
+    def start(environment: dict[str, str] | None = None, **changes: Any) -> Container:
+        folder = tmp_path / f"container-{len(containers)}"
+        containers.append(start_container(folder, environment or {}, **changes))
+        return containers[-1]
+
+    yield start
+    for container in containers:
+        end_container(container)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """One agent for the tests that leave it as they found it; it was started as a rank's child."""
+    folder = tmp_path_factory.mktemp("agent") / "container"
+    container = start_container(folder, {"RANK": "7", "WORLD_SIZE": "8", "LOCAL_RANK": "7"})
+    yield container
+    end_container(container)

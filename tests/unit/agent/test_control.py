@@ -1,0 +1,135 @@
+"""The control socket: who is answered, who is refused, and what is survived."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from threading import Thread
+
+import psutil
+import pytest
+
+from training.agent.control import AgentClient, ControlServer
+from training.agent.protocol import (
+    AgentAddress,
+    MetricsQuery,
+    Reply,
+    Request,
+    StatusQuery,
+    StopOrder,
+)
+from training.errors import AgentUnreachable, EngineError
+
+TOKEN = "the-token"
+HOST = "127.0.0.1"
+
+
+@pytest.fixture
+def heard() -> list[Request]:
+    return []
+
+
+@pytest.fixture
+def server(heard):
+    def handle(request: Request) -> Reply:
+        heard.append(request)
+        return Reply(text="heard", offset=5)
+
+    server = ControlServer(HOST, TOKEN, handle)
+    server.start()
+    yield server
+    server.close()
+
+
+def client(port: int, *, token: str = TOKEN, epoch: int = 1) -> AgentClient:
+    me = psutil.Process()
+    address = AgentAddress(
+        pid=os.getpid(), process_started_s=me.create_time(), host=HOST, port=port
+    )
+    return AgentClient(address, token=token, epoch=epoch, timeout_s=5.0)
+
+
+def say(port: int, line: bytes) -> Reply:
+    with socket.create_connection((HOST, port), timeout=5) as connection:
+        connection.sendall(line)
+        connection.shutdown(socket.SHUT_WR)
+        with connection.makefile("rb") as lines:
+            return Reply.model_validate_json(lines.readline())
+
+
+def test_an_order_reaches_the_handler_and_its_reply_the_caller(server, heard):
+    reply = client(server.port, epoch=4).call(MetricsQuery(offset=17))
+    assert (reply.text, reply.offset) == ("heard", 5)
+    assert [(r.epoch, r.order) for r in heard] == [(4, MetricsQuery(offset=17))]
+
+
+@pytest.mark.parametrize("token", ["wrong", "", "the-token ", "schlüssel"])
+def test_a_wrong_token_is_refused(server, heard, token):
+    with pytest.raises(EngineError, match="refused stop: wrong token"):
+        client(server.port, token=token).call(StopOrder(grace_s=1))
+    assert heard == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"garbage\n",
+        b"\n",
+        b"\xff\xfe\x00\n",
+        b"[]\n",
+        b'{"token": "the-token"}\n',
+        b'{"token": "\\ud800", "epoch": 1, "order": {"op": "status"}}\n',
+        b'{"token": "the-token", "epoch": 1, "order": {"op": "explode"}}\n',
+        b'{"token": "the-token", "epoch": 1, "order": {"op": "status", "further": 1}}\n',
+        b'{"token": "the-token", "epoch": 1, "order": {"op": "sta',
+    ],
+)
+def test_a_garbage_line_gets_an_error_and_the_next_caller_an_answer(server, heard, line):
+    error = say(server.port, line).error
+    assert error is not None
+    assert error.startswith("not a request")
+    assert heard == []
+    assert client(server.port).call(StatusQuery()).text == "heard"
+
+
+def test_a_refusal_does_not_repeat_the_token(server):
+    line = json.dumps({"token": TOKEN, "epoch": "x", "order": {"op": "status"}}).encode()
+    assert TOKEN not in str(say(server.port, line + b"\n").error)
+
+
+def test_a_caller_that_says_nothing_holds_up_nobody(server):
+    with socket.create_connection((HOST, server.port)):
+        assert client(server.port).call(StatusQuery()).text == "heard"
+
+
+def test_nobody_at_the_address_is_unreachable(server):
+    port = server.port
+    server.close()
+    with pytest.raises(AgentUnreachable, match=f"agent at {HOST}:{port}"):
+        client(port).call(StatusQuery())
+
+
+@pytest.mark.parametrize("answer", [b"", b"hello\n", b'{"unknown": 1}\n'])
+def test_somebody_else_at_the_address_is_unreachable(answer):
+    with socket.create_server((HOST, 0)) as other:
+        other.settimeout(5)
+        caller = client(other.getsockname()[1])
+        def reply() -> None:
+            connection, _ = other.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(answer)
+
+        thread = Thread(target=reply)
+        thread.start()
+        with pytest.raises(AgentUnreachable):
+            caller.call(StatusQuery())
+        thread.join()
+
+
+def test_the_server_listens_on_loopback_alone(server):
+    ports = {
+        c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.laddr.port == server.port
+    }
+    assert ports == {HOST}

@@ -1,0 +1,318 @@
+"""From evidence to the first cause."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from training.diagnosis.classify import (
+    EXIT_ABOVE_PROCESS,
+    EXIT_RESTART_ME,
+    EXIT_USER,
+    Evidence,
+    SilentRank,
+    WorkerEnd,
+    diagnose,
+    load_rules,
+    match_line,
+)
+from training.policy.faults import Fault, FaultClass
+
+PEER_CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:538] Connection closed by peer [::1]:4123"
+WATCHDOG = "[rank1]:[E] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12)"
+ABORT_NOTE = "terminate called without an active exception"
+DEVICE_OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+TYPE_ERROR = "TypeError: forward() missing 1 required positional argument: 'targets'"
+UCE = "RuntimeError: UCE ERROR"
+
+
+def end(exit_code: int, *, rank: int = 0, ended_s: float = 10.0, **seen) -> WorkerEnd:
+    return WorkerEnd(
+        rank=rank,
+        node=f"node-{rank // 2}",
+        device=rank % 2,
+        exit_code=exit_code,
+        ended_s=ended_s,
+        **seen,
+    )
+
+
+def cause(*workers: WorkerEnd, **further) -> Fault:
+    return diagnose(Evidence(at_s=100.0, step=40, workers=workers, **further))
+
+
+def torchrun_summary(**exit_codes: int) -> str:
+    """What torchrun prints when processes of its node have failed, first one first."""
+    failures = {
+        local_rank: ProcessFailure(local_rank, 4000 + local_rank, exit_code, "")
+        for local_rank, exit_code in enumerate(exit_codes.values())
+    }
+    for number, failure in enumerate(failures.values()):
+        failure.timestamp = 1_700_000_000 + number
+    return f"E0101 api.py:874] failed\nTraceback\n{ChildFailedError('train.py', failures)}"
+
+
+@pytest.mark.parametrize("rule", load_rules(), ids=lambda rule: rule.id)
+def test_a_rule_catches_its_own_example_before_any_other(rule):
+    assert match_line(rule.example) is rule
+
+
+def test_rule_ids_are_unique_and_every_rule_names_its_source():
+    rules = load_rules()
+    assert len({rule.id for rule in rules}) == len(rules)
+    assert all(rule.source for rule in rules)
+
+
+@pytest.mark.parametrize(
+    "line", ["", "step 12 loss 3.4", "INFO saved checkpoint", "warning: no errors were found"]
+)
+def test_ordinary_output_is_caught_by_no_rule(line):
+    assert match_line(line) is None
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations([1.0, 2.0, 3.0])))
+def test_a_cause_beats_its_echoes_whatever_the_order_in_time(order):
+    fault = cause(
+        end(1, rank=0, ended_s=order[0], error=PEER_CLOSED),
+        end(1, rank=1, ended_s=order[1], error=UCE),
+        end(1, rank=2, ended_s=order[2], log=WATCHDOG),
+    )
+    assert fault.fault_class is FaultClass.DEVICE_MEMORY_ERROR
+    assert (fault.rank, fault.node, fault.device) == (1, "node-0", 1)
+    assert (fault.at_s, fault.step, fault.evidence) == (order[1], 40, UCE)
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_the_earliest_of_several_causes_wins(first):
+    fault = cause(
+        end(1, rank=1, ended_s=1.0 if first == 1 else 3.0, error=UCE),
+        end(1, rank=2, ended_s=2.0, error=DEVICE_OOM),
+    )
+    assert fault.rank == first
+
+
+def test_an_echo_is_named_when_nothing_else_is_known():
+    fault = cause(
+        end(1, rank=1, ended_s=2.0, error=PEER_CLOSED), end(1, rank=0, ended_s=1.0, log=WATCHDOG)
+    )
+    assert (fault.fault_class, fault.rank) == (FaultClass.COLLECTIVE_TIMEOUT, 0)
+
+
+def test_an_echo_beats_an_end_that_nothing_explains():
+    fault = cause(
+        end(1, rank=0, ended_s=1.0, error="Oops"), end(1, rank=1, ended_s=2.0, error=PEER_CLOSED)
+    )
+    assert fault.fault_class is FaultClass.COLLECTIVE_TIMEOUT
+
+
+def test_a_killed_process_is_a_native_crash():
+    fault = cause(
+        end(-signal.SIGKILL, rank=3, ended_s=5.0), end(1, rank=0, ended_s=4.9, error=PEER_CLOSED)
+    )
+    assert fault.fault_class is FaultClass.NATIVE_CRASH
+    assert (fault.code, fault.rank, fault.evidence) == ("SIGKILL", 3, "rank 3 ended by SIGKILL")
+    assert fault.chip_code is None
+
+
+def test_a_killed_process_on_a_node_that_ran_out_of_memory_was_killed_for_it():
+    fault = cause(end(-signal.SIGKILL, rank=3), oom_nodes=["node-1"])
+    assert (fault.fault_class, fault.code) == (FaultClass.HOST_OOM, "SIGKILL")
+
+
+def test_memory_pressure_on_another_node_does_not_explain_a_killed_process():
+    fault = cause(end(-signal.SIGKILL, rank=3), oom_nodes=["node-0"])
+    assert fault.fault_class is FaultClass.NATIVE_CRASH
+
+
+def test_a_terminated_process_that_we_did_not_terminate_was_preempted():
+    fault = cause(end(-signal.SIGTERM))
+    assert (fault.fault_class, fault.code) == (FaultClass.PREEMPTED, "SIGTERM")
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT])
+def test_a_process_ended_by_its_own_fault_is_a_native_crash(number):
+    fault = cause(end(-number, log=ABORT_NOTE))
+    assert (fault.fault_class, fault.code) == (FaultClass.NATIVE_CRASH, number.name)
+
+
+def test_an_abort_with_a_communication_message_is_an_echo():
+    fault = cause(
+        end(-signal.SIGABRT, rank=1, ended_s=1.0, log=f"{WATCHDOG}\n{ABORT_NOTE}"),
+        end(-signal.SIGKILL, rank=3, ended_s=2.0),
+    )
+    assert (fault.rank, fault.code) == (3, "SIGKILL")
+    alone = cause(end(-signal.SIGABRT, rank=1, log=WATCHDOG))
+    assert (alone.fault_class, alone.code) == (FaultClass.COLLECTIVE_TIMEOUT, "SIGABRT")
+
+
+def test_a_signal_without_a_name_is_a_native_crash_all_the_same():
+    fault = cause(end(-40))
+    assert (fault.fault_class, fault.code) == (FaultClass.NATIVE_CRASH, "SIG40")
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "fault_class"),
+    [
+        (EXIT_USER, FaultClass.USER_CODE_ERROR),
+        (EXIT_RESTART_ME, FaultClass.UNKNOWN),
+        (EXIT_ABOVE_PROCESS, FaultClass.DEVICE_LOST),
+        (127, FaultClass.LAUNCH_MISCONFIGURED),
+    ],
+)
+def test_an_agreed_exit_code_is_a_cause(exit_code, fault_class):
+    fault = cause(
+        end(exit_code, rank=1, ended_s=2.0), end(1, rank=0, ended_s=1.0, error=PEER_CLOSED)
+    )
+    assert (fault.fault_class, fault.rank) == (fault_class, 1)
+    assert str(exit_code) in fault.evidence
+    assert fault.explanation
+
+
+def test_an_agreed_exit_code_quotes_the_line_that_explains_it():
+    line = "perdure: cannot start 'trian': No such file or directory"
+    fault = cause(end(127, log=f"starting\n{line}\n"))
+    assert (fault.fault_class, fault.evidence) == (FaultClass.LAUNCH_MISCONFIGURED, line)
+
+
+@pytest.mark.parametrize("exit_code", [1, EXIT_RESTART_ME, -signal.SIGTERM, -signal.SIGKILL])
+def test_a_worker_stopped_by_the_agent_is_never_the_cause(exit_code):
+    stopped = end(exit_code, rank=0, ended_s=1.0, error=TYPE_ERROR, stopped=True)
+    assert cause(stopped, end(1, rank=1, ended_s=9.0, error=PEER_CLOSED)).rank == 1
+    assert cause(stopped, end(3, rank=1, ended_s=9.0)).rank == 1
+    silent = SilentRank(2, "node-1", 61.0, 60.0, "step")
+    assert cause(stopped, silent=[silent]).fault_class is FaultClass.HANG
+    assert cause(stopped).fault_class is FaultClass.UNKNOWN
+
+
+def test_a_worker_that_ended_well_is_never_the_cause():
+    assert cause(end(0, log=UCE), end(1, rank=1, error="Oops")).rank == 1
+    assert cause(end(0, log=UCE)).evidence == "no evidence"
+
+
+def test_a_lost_node_beats_what_its_peers_print():
+    fault = cause(end(1, rank=0, ended_s=1.0, error=PEER_CLOSED), lost_nodes=["node-1"])
+    assert fault.fault_class is FaultClass.NODE_LOST
+    assert (fault.node, fault.rank, fault.code) == ("node-1", None, "NODE_LOST")
+    assert fault.at_s == 100.0
+
+
+def test_data_that_could_not_be_staged_is_a_storage_error_of_its_node():
+    fault = cause(staging_errors={"node-1": "Corrupt: tokens-00001.bin: hash differs"})
+    assert (fault.fault_class, fault.node) == (FaultClass.STORAGE_ERROR, "node-1")
+    assert "tokens-00001.bin" in fault.evidence
+
+
+def test_silence_beyond_the_limit_is_a_hang():
+    fault = cause(silent=[SilentRank(5, "node-2", 75.2, 60.0, "step")])
+    assert (fault.fault_class, fault.rank, fault.node) == (FaultClass.HANG, 5, "node-2")
+    assert fault.evidence == "rank 5: no progress for 75 s in phase step, limit 60 s"
+
+
+def test_no_evidence_gives_unknown():
+    fault = cause()
+    assert (fault.fault_class, fault.node, fault.step) == (FaultClass.UNKNOWN, None, 40)
+
+
+def test_an_end_without_a_word_quotes_its_exit_code():
+    assert cause(end(3)).evidence == "exit code 3"
+    assert cause(end(3, log="\n last words \n\n")).evidence == "last words"
+    assert cause(end(3, error="MyError: no", log="later noise")).evidence == "MyError: no"
+
+
+def test_evidence_is_cut_to_a_readable_length():
+    assert len(cause(end(1, error="x" * 5000)).evidence) == 500
+
+
+def test_the_recorded_exception_beats_the_output():
+    assert cause(end(1, error=TYPE_ERROR, log=UCE)).fault_class is FaultClass.USER_CODE_ERROR
+
+
+def test_a_cause_earlier_in_the_output_beats_an_echo_after_it():
+    fault = cause(end(1, error="Oops", log=f"{UCE}\nretrying\n{PEER_CLOSED}\nbye"))
+    assert (fault.fault_class, fault.evidence) == (FaultClass.DEVICE_MEMORY_ERROR, UCE)
+
+
+def test_a_traceback_in_the_output_of_a_command_is_found_without_a_recorded_error():
+    log = (
+        "step 17 loss 3.2\n"
+        "Traceback (most recent call last):\n"
+        '  File "/work/train.py", line 5, in <module>\n'
+        "    main()\n"
+        f"{TYPE_ERROR}\n"
+    )
+    fault = cause(end(1, log=log))
+    assert (fault.fault_class, fault.evidence) == (FaultClass.USER_CODE_ERROR, TYPE_ERROR)
+
+
+def test_the_last_exception_of_a_chained_traceback_names_the_fault():
+    log = (
+        "Traceback (most recent call last):\nKeyError: 'lr'\n\n"
+        "During handling of the above exception, another exception occurred:\n\n"
+        f"Traceback (most recent call last):\n{DEVICE_OOM}\n"
+    )
+    assert cause(end(1, log=log)).fault_class is FaultClass.DEVICE_OOM
+
+
+def test_torchruns_summary_of_a_killed_child_is_a_native_crash():
+    fault = cause(end(1, log=torchrun_summary(first=-9)))
+    assert fault.fault_class is FaultClass.NATIVE_CRASH
+    assert "Signal 9 (SIGKILL) received by PID 4000" in fault.evidence
+
+
+def test_torchruns_summary_of_a_failed_child_leaves_the_word_to_the_childs_traceback():
+    fault = cause(end(1, log=f"[rank0]: {TYPE_ERROR}\n{torchrun_summary(first=1)}"))
+    assert fault.fault_class is FaultClass.USER_CODE_ERROR
+
+
+def test_torchruns_summary_of_the_peer_of_a_dead_rank_is_an_echo():
+    there = end(1, rank=2, ended_s=2.0, log=torchrun_summary(first=-9))
+    here = end(1, rank=0, ended_s=1.0, log=f"{PEER_CLOSED}\n{torchrun_summary(first=1)}")
+    assert cause(here, there).rank == 2
+
+
+def test_torchruns_summary_of_a_child_aborted_by_its_communication_library_is_an_echo():
+    there = end(1, rank=2, ended_s=2.0, log=torchrun_summary(first=-9))
+    here = end(1, rank=0, ended_s=1.0, log=f"{WATCHDOG}\n{torchrun_summary(first=-6)}")
+    assert cause(here, there).rank == 2
+    assert cause(here).fault_class is FaultClass.COLLECTIVE_TIMEOUT
+
+
+def test_torchruns_summary_of_an_aborted_child_is_a_native_crash_when_no_peer_is_gone():
+    fault = cause(end(1, log=f"{ABORT_NOTE}\n{torchrun_summary(first=-6)}"))
+    assert fault.fault_class is FaultClass.NATIVE_CRASH
+    assert "SIGABRT" in fault.evidence
+
+
+@pytest.mark.parametrize("number", [9, 6])
+def test_a_shell_that_reports_the_signal_of_its_child_counts_as_ended_by_it(number):
+    fault = cause(end(128 + number))
+    assert fault.fault_class is FaultClass.NATIVE_CRASH
+    assert fault.code == signal.Signals(number).name
+
+
+LINES = st.sampled_from([*(rule.example for rule in load_rules()), "", "noise", "Oops: no"])
+ENDS = st.builds(
+    WorkerEnd,
+    rank=st.integers(0, 7),
+    node=st.sampled_from(["node-0", "node-1"]),
+    device=st.integers(0, 3),
+    exit_code=st.integers(-64, 255),
+    ended_s=st.floats(0, 99),
+    error=st.none() | LINES,
+    log=st.lists(LINES).map("\n".join),
+    stopped=st.booleans(),
+)
+
+
+@given(
+    st.lists(ENDS, max_size=4, unique_by=lambda end: end.ended_s),
+    st.lists(st.sampled_from(["node-0", "node-1"]), max_size=1),
+)
+def test_diagnosis_is_total_and_does_not_depend_on_the_order_of_reports(ends, lost):
+    fault = cause(*ends, lost_nodes=lost)
+    assert fault == cause(*reversed(ends), lost_nodes=lost)

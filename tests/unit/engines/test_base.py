@@ -1,0 +1,144 @@
+"""Which nodes a placement stands on."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from training.agent.protocol import AgentState, AgentStatus
+from training.engines.base import Placement, Snapshot, plan, plan_replacement
+from training.errors import NoCapacity
+from training.policy.records import Member
+
+NODES = [f"node-{index}" for index in range(5)]
+
+
+def placement(number: int, *members: tuple[str, int]) -> Placement:
+    """Members in order, each as its node and schedule count."""
+    return Placement(
+        number,
+        tuple(
+            Member(index=index, node=node, schedule_cnt=count)
+            for index, (node, count) in enumerate(members)
+        ),
+    )
+
+
+def status(state: AgentState) -> AgentStatus:
+    return AgentStatus(
+        node="node-0",
+        member=0,
+        state=state,
+        schedule_cnt=1,
+        proc_start_cnt=1,
+        placement=1,
+        attempt=1,
+    )
+
+
+def test_a_first_placement_takes_the_nodes_in_their_order():
+    first = plan(NODES, 3, previous=None, avoid=())
+    assert first == placement(1, ("node-0", 1), ("node-1", 1), ("node-2", 1))
+    assert first.nodes == ("node-0", "node-1", "node-2")
+
+
+def test_a_first_placement_passes_over_nodes_to_be_avoided():
+    assert plan(NODES, 2, previous=None, avoid={"node-0"}).nodes == ("node-1", "node-2")
+
+
+def test_a_new_placement_keeps_the_former_nodes_and_counts_every_member_up():
+    before = placement(4, ("node-3", 2), ("node-0", 1))
+    assert plan(NODES, 2, previous=before, avoid=()) == placement(5, ("node-3", 3), ("node-0", 2))
+
+
+def test_avoided_nodes_are_replaced_by_spares_in_order_where_they_stood():
+    before = placement(1, ("node-0", 1), ("node-1", 1), ("node-2", 3))
+    after = plan(NODES, 3, previous=before, avoid={"node-0", "node-2"})
+    assert after == placement(2, ("node-3", 2), ("node-1", 2), ("node-4", 4))
+
+
+def test_a_node_that_is_to_be_avoided_is_no_spare():
+    before = placement(1, ("node-0", 1), ("node-1", 1))
+    assert plan(NODES, 2, previous=before, avoid={"node-1", "node-2"}).nodes == ("node-0", "node-3")
+
+
+def test_a_node_is_taken_back_once_it_is_no_longer_avoided():
+    before = placement(2, ("node-2", 2), ("node-1", 2))
+    assert plan(NODES[:3], 2, previous=before, avoid={"node-2"}).nodes == ("node-0", "node-1")
+
+
+def test_too_few_nodes_are_no_capacity_and_the_isolated_ones_are_named():
+    before = placement(1, ("node-0", 1), ("node-1", 1))
+    with pytest.raises(NoCapacity, match=r"among 3 nodes; isolated: node-1, node-2$"):
+        plan(NODES[:3], 2, previous=before, avoid={"node-2", "node-1"})
+    with pytest.raises(NoCapacity, match=r"among 1 nodes; isolated: none$"):
+        plan(NODES[:1], 2, previous=None, avoid=())
+
+
+def test_a_replacement_moves_only_the_members_on_avoided_nodes():
+    before = placement(1, ("node-0", 1), ("node-1", 1), ("node-2", 1))
+    after, moved = plan_replacement(NODES, previous=before, avoid={"node-1"}, lost=())
+    assert after == placement(2, ("node-0", 1), ("node-3", 2), ("node-2", 1))
+    assert moved == (1,)
+
+
+def test_a_lost_container_on_a_node_that_is_not_avoided_comes_back_there():
+    before = placement(1, ("node-0", 1), ("node-1", 2))
+    after, moved = plan_replacement(NODES, previous=before, avoid=(), lost={"node-1"})
+    assert after == placement(2, ("node-0", 1), ("node-1", 3))
+    assert moved == (1,)
+
+
+def test_a_lost_node_that_is_avoided_is_replaced_by_a_spare():
+    before = placement(1, ("node-0", 1), ("node-1", 1))
+    after, moved = plan_replacement(NODES, previous=before, avoid=["node-0"], lost=["node-0"])
+    assert (after.nodes, moved) == (("node-2", "node-1"), (0,))
+
+
+def test_a_replacement_without_a_spare_is_no_capacity():
+    before = placement(1, ("node-0", 1), ("node-1", 1))
+    with pytest.raises(NoCapacity, match="isolated: node-1"):
+        plan_replacement(NODES[:2], previous=before, avoid={"node-1"}, lost={"node-1"})
+
+
+def test_a_replacement_of_nothing_moves_nobody():
+    before = placement(1, ("node-0", 1), ("node-1", 1))
+    after, moved = plan_replacement(NODES, previous=before, avoid={"node-4"}, lost=())
+    assert (after.members, moved) == (before.members, ())
+
+
+@pytest.mark.parametrize(
+    ("states", "is_over"),
+    [
+        ([AgentState.ENDED, AgentState.IDLE], True),
+        ([AgentState.ENDED, AgentState.STOPPING], False),
+        ([AgentState.STAGING], False),
+        ([AgentState.RUNNING], False),
+    ],
+)
+def test_an_attempt_is_over_when_no_agent_runs_anything(states, is_over):
+    assert Snapshot(dict(enumerate(map(status, states)))).is_over is is_over
+
+
+@given(
+    st.integers(1, 4),
+    st.lists(st.sets(st.sampled_from(NODES)), min_size=1, max_size=5),
+    st.booleans(),
+)
+def test_a_placement_never_uses_a_node_twice_nor_one_to_be_avoided(needed, avoided, replacing):
+    current = plan(NODES, needed, previous=None, avoid=())
+    for avoid in avoided:
+        try:
+            if replacing:
+                after, _ = plan_replacement(NODES, previous=current, avoid=avoid, lost=())
+            else:
+                after = plan(NODES, needed, previous=current, avoid=avoid)
+        except NoCapacity:
+            assert len(set(NODES) - avoid) < needed
+            continue
+        assert len(set(after.nodes)) == needed
+        assert not avoid.intersection(after.nodes)
+        assert after.number == current.number + 1
+        assert [member.index for member in after.members] == list(range(needed))
+        current = after
