@@ -1,0 +1,350 @@
+"""A real agent: what its workers get, and what is left when it is told to stop."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.unit.agent.conftest import Container, wait_for
+from training.agent.agent import ADDRESS_FILE
+from training.agent.processes import is_alive, kill_container
+from training.agent.protocol import (
+    MetricsQuery,
+    RendezvousOrder,
+    ShutdownOrder,
+    StatusQuery,
+    StopOrder,
+)
+from training.errors import AgentUnreachable, EngineError
+
+# A grandchild that left the session of its parent and does not listen to SIGTERM.
+STUBBORN = """
+import os, signal, subprocess, sys, time
+child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+subprocess.Popen([sys.executable, "-c", child], start_new_session=True)
+time.sleep(600)
+"""  # noqa: E501
+# A worker that ends on SIGTERM, and a helper of it that notes SIGTERM and ends then, not before.
+HELPED = """
+(trap 'echo swept; exit 0' TERM; echo up; while :; do sleep 0.02; done) &
+trap 'exit 75' TERM
+while :; do sleep 0.02; done
+"""
+BEATING = """
+import pathlib, os, time
+from training.monitor.heartbeat import HeartbeatWriter, Phase
+writer = HeartbeatWriter(pathlib.Path(os.environ["PERDURE_HEARTBEAT"]))
+for step in range(5, 8):
+    writer.beat(phase=Phase.STEP, step=step)
+time.sleep(600)
+"""
+STDOUT = "rank-00001.stdout.log"
+STDERR = "rank-00001.stderr.log"
+
+
+def variables(container: Container, name: str = STDOUT) -> dict[str, str]:
+    lines = container.logs()[name].splitlines()
+    return {key: value for key, _, value in (line.partition("=") for line in lines)}
+
+
+def until_logged(container: Container, text: str, name: str = STDOUT) -> None:
+    wait_for(lambda: text in container.logs().get(name, ""))
+
+
+def test_a_command_gets_the_platforms_variables_and_is_no_rank(shared):
+    shared.finish("env", variables={"HCCL_BUFFSIZE": "200", "MY_OWN": "x y"})
+    seen = variables(shared)
+    expected = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29511",
+        "MA_NUM_HOSTS": "2",
+        "MA_NUM_GPUS": "2",
+        "MA_CURRENT_IP": "127.0.0.2",
+        "MA_SCHEDULE_CNT": "3",
+        "MA_FAILOVER_TERMINATION_GRACE_PERIOD_SECONDS": "0",
+        "VC_TASK_INDEX": "1",
+        "VC_WORKER_NUM": "2",
+        "VC_WORKER_HOSTS": "127.0.0.1,127.0.0.2",
+        "NODE_RANK": "1",
+        "PERDURE_RUN_ID": "run-1",
+        "PERDURE_NODE": "node-1",
+        "PERDURE_PLACEMENT": "3",
+        "PERDURE_CONTAINER": shared.marker,
+        "HCCL_BUFFSIZE": "200",
+        "MY_OWN": "x y",
+    }
+    assert {name: seen.get(name) for name in expected} == expected
+    # The agent itself was started with these: they belong to somebody else.
+    assert seen.keys().isdisjoint({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"})
+
+
+def test_every_start_of_processes_is_counted_and_the_schedule_count_stays(shared):
+    first = int(shared.status().proc_start_cnt)
+    for count in (first + 1, first + 2):
+        assert shared.finish("env").proc_start_cnt == count
+        seen = variables(shared)
+        assert (seen["MA_PROC_START_CNT"], seen["MA_SCHEDULE_CNT"]) == (str(count), "3")
+
+
+def test_the_ranks_of_a_session_job_know_their_place_and_have_logs_of_their_own(shared):
+    status = shared.finish("env", is_command=False)
+    assert [(w.rank, w.local_rank, w.exit_code) for w in status.workers] == [(2, 0, 0), (3, 1, 0)]
+    for rank in (2, 3):
+        seen = variables(shared, f"rank-{rank:05d}.stdout.log")
+        assert (seen["RANK"], seen["LOCAL_RANK"]) == (str(rank), str(rank - 2))
+        assert (seen["WORLD_SIZE"], seen["LOCAL_WORLD_SIZE"]) == ("4", "2")
+        assert (seen["NODE_RANK"], seen["GROUP_RANK"]) == ("1", "1")
+        assert seen["PERDURE_HEARTBEAT"].endswith(f"heartbeat-{rank - 2}")
+
+
+def test_output_goes_to_a_log_for_each_stream(shared):
+    shared.finish("sh", "-c", "echo to-out; echo to-err >&2")
+    assert shared.logs() == {STDOUT: "to-out\n", STDERR: "to-err\n"}
+
+
+def test_logs_go_where_the_job_says(shared, tmp_path):
+    order = shared.order("echo", "hello", log_path=str(tmp_path / "logs"))
+    shared.call(order)
+    shared.until("ended")
+    path = tmp_path / "logs" / f"p0003-a{order.attempt:04d}" / STDOUT
+    assert path.read_text() == "hello\n"
+
+
+def test_variables_in_the_command_are_filled_in_and_others_left_alone(shared):
+    shared.finish("echo", "--nnodes=${MA_NUM_HOSTS}", "$VC_TASK_INDEX", "${NO_SUCH}", "$(date)")
+    assert shared.logs()[STDOUT] == "--nnodes=2 1 ${NO_SUCH} $(date)\n"
+
+
+def test_home_in_a_variable_of_the_job_is_the_nodes_own(shared):
+    shared.finish("env", variables={"ASCEND_PROCESS_LOG_PATH": "$HOME/ascend/log"})
+    seen = variables(shared)
+    assert seen["ASCEND_PROCESS_LOG_PATH"] == f"{seen['HOME']}/ascend/log"
+
+
+def test_the_end_of_a_worker_is_reported_with_its_exit_code(shared):
+    before_s = time.time()
+    (worker,) = shared.finish("sh", "-c", "exit 3").workers
+    assert (worker.rank, worker.exit_code, worker.stopped_by_agent) == (1, 3, False)
+    assert worker.ended_s is not None
+    assert before_s < worker.ended_s <= time.time()
+
+
+def test_a_command_that_is_not_there_ends_as_a_shell_would_say(shared):
+    (worker,) = shared.finish("no-such-program").workers
+    assert worker.exit_code == 127
+    assert "perdure: cannot start 'no-such-program'" in shared.logs()[STDERR]
+
+
+def test_a_folder_that_is_not_there_is_reported_as_a_failed_start(shared, tmp_path):
+    (worker,) = shared.finish("true", cwd=str(tmp_path / "gone")).workers
+    assert worker.exit_code == 127
+
+
+def test_logs_that_cannot_be_written_end_the_attempt_with_an_error(shared, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    status = shared.finish("true", log_path=str(tmp_path / "file"))
+    assert status.staging_error is not None
+    assert "file" in status.staging_error
+    assert shared.processes() == [psutil.Process(shared.process.pid)]
+    assert shared.finish("true").staging_error is None
+
+
+def test_what_a_worker_recorded_as_its_error_is_reported(shared):
+    document = '{"message": {"message": "ValueError: bad\\\\nmore", "extraInfo": {"timestamp": "9"}}}'
+    script = f"echo '{document}' > $TORCHELASTIC_ERROR_FILE; exit 1"
+    (worker,) = shared.finish("sh", "-c", script).workers
+    assert (worker.error, worker.error_s) == ("ValueError: bad", 9.0)
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        "",
+        "no json",
+        "[1]",
+        '{"message": [1]}',
+        '{"message": {"message": "x", "extraInfo": null}}',
+        '{"message": {"message": "x", "extraInfo": {"timestamp": "soon"}}}',
+    ],
+)
+def test_an_error_file_that_makes_no_sense_does_not_silence_the_agent(shared, document):
+    script = f"echo '{document}' > $TORCHELASTIC_ERROR_FILE"
+    (worker,) = shared.finish("sh", "-c", script).workers
+    assert worker.exit_code == 0
+    assert worker.error_s is None
+
+
+def test_a_repeated_start_order_starts_nothing(shared):
+    order = shared.start("sleep", "600")
+    running = shared.until("running")
+    shared.call(order)
+    again = shared.status()
+    assert again.proc_start_cnt == running.proc_start_cnt
+    assert [w.pid for w in again.workers] == [w.pid for w in running.workers]
+    with pytest.raises(EngineError, match=f"attempt {order.attempt} is still running"):
+        shared.call(shared.order("true"))
+    shared.call(StopOrder(grace_s=5))
+    shared.until("ended")
+    shared.call(order)
+    assert shared.status().state == "ended"
+
+
+def test_a_stopped_worker_is_marked_as_stopped(shared):
+    shared.start("sleep", "600")
+    shared.until("running")
+    shared.call(StopOrder(grace_s=5))
+    (worker,) = shared.until("ended").workers
+    assert (worker.exit_code, worker.stopped_by_agent) == (-signal.SIGTERM, True)
+
+
+def test_a_worker_that_ignores_the_order_to_stop_is_killed_after_the_grace_period(shared):
+    shared.start("sh", "-c", "trap '' TERM; echo up; while :; do sleep 0.02; done")
+    until_logged(shared, "up")
+    shared.call(StopOrder(grace_s=0.3))
+    assert shared.status().state == "stopping"
+    (worker,) = shared.until("ended").workers
+    assert worker.exit_code == -signal.SIGKILL
+
+
+def test_a_second_order_to_stop_may_shorten_the_grace_period_but_not_lengthen_it(shared):
+    shared.start("sh", "-c", "trap '' TERM; echo up; while :; do sleep 0.02; done")
+    until_logged(shared, "up")
+    shared.call(StopOrder(grace_s=600))
+    shared.call(StopOrder(grace_s=0.1))
+    shared.call(StopOrder(grace_s=600))
+    assert shared.until("ended").workers[0].exit_code == -signal.SIGKILL
+
+
+def test_a_stubborn_grandchild_in_a_session_of_its_own_is_gone_after_stop(shared):
+    shared.start(sys.executable, "-c", STUBBORN)
+    until_logged(shared, "up")
+    assert len(shared.processes()) == 3
+    shared.call(StopOrder(grace_s=0.3))
+    shared.until("ended")
+    assert [process.pid for process in shared.processes()] == [shared.process.pid]
+
+
+def test_what_outlives_a_stopped_worker_is_asked_to_end_before_the_grace_period_is_over(shared):
+    shared.start("sh", "-c", HELPED)
+    until_logged(shared, "up")
+    before_s = time.monotonic()
+    shared.call(StopOrder(grace_s=60))
+    (worker,) = shared.until("ended").workers
+    assert time.monotonic() - before_s < 5
+    assert worker.exit_code == 75
+    assert "swept" in shared.logs()[STDOUT]
+
+
+def test_what_a_worker_leaves_behind_is_gone_when_the_attempt_is_over(shared):
+    shared.finish("sh", "-c", "setsid sleep 600 & exit 0")
+    assert [process.pid for process in shared.processes()] == [shared.process.pid]
+
+
+def test_the_peers_of_a_failed_worker_are_stopped_and_not_blamed(shared):
+    script = 'if [ "$LOCAL_RANK" = 0 ]; then exit 9; fi; sleep 600'
+    first, second = shared.finish("sh", "-c", script, is_command=False).workers
+    assert (first.exit_code, first.stopped_by_agent) == (9, False)
+    assert (second.exit_code, second.stopped_by_agent) == (-signal.SIGTERM, True)
+
+
+def test_step_records_are_handed_out_in_whole_lines(shared):
+    script = r"printf 'one\ntwo\nhal' >> $PERDURE_METRICS; sleep 600"
+    assert shared.call(MetricsQuery(offset=0)).text == ""
+    shared.start("sh", "-c", script)
+    reply = wait_for(lambda: (r := shared.call(MetricsQuery(offset=0))).text and r)
+    assert (reply.text, reply.offset) == ("one\ntwo\n", 8)
+    again = shared.call(MetricsQuery(offset=4))
+    assert (again.text, again.offset) == ("two\n", 8)
+    assert shared.call(MetricsQuery(offset=8)).text == ""
+    shared.call(StopOrder(grace_s=1))
+    shared.until("ended")
+
+
+def test_a_rendezvous_without_a_store_is_a_free_port_or_the_one_asked_for(shared):
+    port = shared.call(RendezvousOrder(port=0, host_store=False)).port
+    assert port is not None
+    assert port > 1023
+    assert shared.call(RendezvousOrder(port=29000, host_store=False)).port == 29000
+
+
+def test_a_silent_rank_is_reported_as_a_hang(new_container):
+    container = new_container(hang_timeout_s=0.2)
+    container.start(sys.executable, "-c", BEATING)
+    hang = wait_for(lambda: container.status().hang)
+    assert (hang.rank, hang.phase, hang.step, hang.limit_s) == (1, "step", 7, 0.2)
+    assert hang.silent_s > 0.2
+    (worker,) = container.status().workers
+    assert (worker.step, worker.phase, worker.exit_code) == (7, "step", None)
+
+
+def test_a_superseded_supervisor_is_refused(new_container):
+    container = new_container()
+    container.client(epoch=5).call(StatusQuery())
+    for order in (container.order("true"), StopOrder(grace_s=0), StatusQuery()):
+        with pytest.raises(EngineError, match="epoch 4 is superseded by 5"):
+            container.client(epoch=4).call(order)
+    with pytest.raises(EngineError, match="wrong token"):
+        container.client(token="other", epoch=9).call(StatusQuery())
+    assert container.client(epoch=5).call(StatusQuery()).status is not None
+    assert container.client(epoch=6).call(StatusQuery()).status is not None
+
+
+def test_a_shutdown_ends_the_workers_and_the_agent(new_container):
+    container = new_container()
+    address = container.address
+    container.start("sleep", "600")
+    container.until("running")
+    container.call(ShutdownOrder(grace_s=1))
+    assert container.process.wait(5) == 0
+    assert container.processes() == []
+    assert not (container.folder / ADDRESS_FILE).exists()
+    assert not is_alive(address.pid, address.process_started_s)
+
+
+def test_an_agent_without_a_supervisor_stops_its_workers_and_ends(new_container):
+    container = new_container(orphan_timeout_s=0.5)
+    container.start(sys.executable, "-c", STUBBORN, grace_s=0.2)
+    assert container.process.wait(10) == 0
+    assert container.processes() == []
+
+
+def test_an_agent_that_is_asked_to_end_stops_its_workers_first(new_container):
+    container = new_container()
+    container.start("sh", "-c", "trap 'echo saved; exit 75' TERM; echo up; while :; do sleep 0.02; done")
+    until_logged(container, "up")
+    (log,) = container.folder.glob(f"attempts/*/{STDOUT}")
+    container.process.send_signal(signal.SIGTERM)
+    assert container.process.wait(5) == 0
+    assert container.processes() == []
+    assert log.read_text() == "up\nsaved\n"
+
+
+def test_killing_a_container_leaves_nothing_of_it_and_everything_else(new_container):
+    container, other = new_container(), new_container()
+    address = container.address
+    container.start(sys.executable, "-c", STUBBORN)
+    until_logged(container, "up")
+    assert kill_container(container.marker)
+    assert container.processes() == []
+    assert not is_alive(address.pid, address.process_started_s)
+    assert kill_container(container.marker)
+    with pytest.raises(AgentUnreachable):
+        container.client().call(StatusQuery())
+    assert other.status().state == "idle"
+
+
+def test_a_reused_pid_is_not_the_process_that_had_it(shared):
+    address = shared.address
+    assert is_alive(address.pid, address.process_started_s)
+    assert not is_alive(address.pid, address.process_started_s - 60)
+
+
+def test_the_address_of_an_agent_is_published_whole(shared):
+    assert Path(shared.folder / ADDRESS_FILE).is_file()
+    assert not (shared.folder / f"{ADDRESS_FILE}.tmp").exists()
+    assert shared.address.pid == shared.process.pid
