@@ -229,8 +229,8 @@ def _supervise(job: Job, injector: Injector | None = None) -> int:
     """Run the flow under a live view, then print the table. Returns the exit code."""
     console = _console()
     with console.status("starting the Prefect server"):
-        ui_url = server.use_server()
         os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
+        ui_url = server.use_server()
         from flows.pretrain import pretrain  # noqa: PLC0415 see the module's first lines
         from perdure.live import LiveView  # noqa: PLC0415 imports Prefect
         from tasks.observe import Observation, observed_by  # noqa: PLC0415 imports Prefect

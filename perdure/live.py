@@ -91,7 +91,9 @@ class LiveView:
         rows: list[RenderableType] = [Text(seen.activity, style=style)]
         done = seen.last.step if seen.last is not None else 0
         if seen.target_step is not None:
-            rows.append(ProgressBar(total=seen.target_step, completed=done, width=_SPARK_WIDTH))
+            bar = Table.grid()  # a bar alone would not end its line
+            bar.add_row(ProgressBar(total=seen.target_step, completed=done, width=_SPARK_WIDTH))
+            rows.append(bar)
         rows.append(Text(_step_line(seen)))
         if losses:
             rows.append(Text(f"loss {sparkline(losses, _SPARK_WIDTH)}", style="cyan"))

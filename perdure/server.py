@@ -31,10 +31,12 @@ STOP_TIMEOUT_S = 8.0
 CLIENT_SETTINGS = {
     "PREFECT_CLIENT_MAX_RETRIES": "10",
     "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
-}
-SERVER_SETTINGS = {
+    # Rather no server than one inside the flow's process that ends with it.
+    "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
+}
+SERVER_SETTINGS = {
     # In memory, the default, a restarted server ends runs that hold a concurrency slot (3.8.8).
     "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": (
         "prefect.server.concurrency.lease_storage.filesystem"
@@ -72,7 +74,7 @@ def configured_api() -> str | None:
 
 
 def use_server() -> str:
-    """Make sure that a Prefect server answers; call before Prefect is imported.
+    """Make sure that a Prefect server answers, and have Prefect use it.
 
     Returns:
         Address of the UI.
@@ -87,6 +89,7 @@ def use_server() -> str:
         return given.removesuffix("/api")
     record = find_server() or start_server()
     os.environ["PREFECT_API_URL"] = record.api_url
+    _reload_settings()
     return record.ui_url
 
 
@@ -112,7 +115,7 @@ def start_server(*, port: int | None = None) -> ServerRecord:
     with log_path.open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "prefect", "server", "start", "--port", str(port)],
-            env={**os.environ, **SERVER_SETTINGS, "PREFECT_HOME": str(folder)},
+            env={**os.environ, **CLIENT_SETTINGS, **SERVER_SETTINGS, "PREFECT_HOME": str(folder)},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -142,6 +145,13 @@ def stop_server() -> bool:
     for straggler in alive:
         straggler.kill()
     return True
+
+
+def _reload_settings() -> None:
+    """Have Prefect read the environment again: it did so when it was imported, too early."""
+    from prefect.context import refresh_global_settings_context  # noqa: PLC0415 costs a second
+
+    refresh_global_settings_context()
 
 
 def _living() -> ServerRecord | None:

@@ -167,12 +167,26 @@ class Agent:
                 _stage_data(order, self._folder)
         except (StorageError, OSError, ValueError) as error:
             with self._lock:
-                self._staging_error = f"{type(error).__name__}: {error}"
-                self._state = AgentState.ENDED
+                self._give_up(order, error)
             return
         with self._lock:
-            if self._state is AgentState.STAGING:
+            if not self._is_staging(order):
+                return
+            try:
                 self._launch(order)
+            except (OSError, ValueError) as error:
+                kill_container(self._marker)
+                self._give_up(order, error)
+
+    def _is_staging(self, order: StartOrder) -> bool:
+        """Whether this order still waits for its start: it may have been stopped meanwhile."""
+        return self._state is AgentState.STAGING and self._order is order
+
+    def _give_up(self, order: StartOrder, error: Exception) -> None:
+        if self._is_staging(order):
+            self._staging_error = f"{type(error).__name__}: {error}"
+            self._group = None
+            self._state = AgentState.ENDED
 
     def _launch(self, order: StartOrder) -> None:
         name = f"p{order.placement:04d}-a{order.attempt:04d}"

@@ -1,8 +1,8 @@
 """The worker processes of one attempt on one node: start, watch, stop.
 
 Workers are leaders of sessions of their own and write to log files of their own. Stopping is
-SIGTERM to every process of the container, then SIGKILL after the grace period; it is driven by
-`poll`, so that the agent goes on answering meanwhile. Times are seconds.
+SIGTERM to the workers, then to what outlives them, then SIGKILL after the grace period; it is
+driven by `poll`, so that the agent goes on answering meanwhile. Times are seconds.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import IO, Any
 
 from training.agent.processes import container_processes, reap_adopted, signal_all
 from training.agent.protocol import AgentConfig, StartOrder, WorkerStatus
+from training.job import RESERVED_NAMES
 from training.monitor.heartbeat import Heartbeat, HeartbeatReader
 
 # After the first failure the others get this long to record what they saw before they are
@@ -55,17 +56,21 @@ class WorkerGroup:
     _workers: list[_Worker] = field(default_factory=list)
     _first_failure_s: float | None = None
     _kill_at_s: float | None = None
+    _is_swept: bool = False
 
     def start(self, environment: dict[str, str], *, proc_start_cnt: int) -> None:
         """Start one process per slot, or one per node for a command."""
         self.started_s = time.monotonic()
         count = 1 if self.order.is_command else self.order.slots_per_node
+        # The supervisor may itself run as somebody's rank.
+        inherited = {k: v for k, v in environment.items() if k not in RESERVED_NAMES}
+        home = environment.get("HOME", str(self.folder))
         for local_rank in range(count):
             rank = self.config.member * count + local_rank
             error_file = self.folder / f"error-{local_rank}.json"
             variables = {
-                **environment,
-                **self.order.variables,
+                **inherited,
+                **{name: v.replace("$HOME", home) for name, v in self.order.variables.items()},
                 **platform_variables(self.config, self.order, self.folder, proc_start_cnt),
                 **self._rank_variables(rank, local_rank, count),
                 "TORCHELASTIC_ERROR_FILE": str(error_file),
@@ -143,6 +148,9 @@ class WorkerGroup:
         left = container_processes(self.marker)
         if now_s >= self._kill_at_s:
             signal_all(left, signal.SIGKILL)
+        elif not running and not self._is_swept:
+            self._is_swept = True
+            signal_all(left, signal.SIGTERM)
         return not running and not left
 
     def stop(self, grace_s: float) -> None:
@@ -152,14 +160,13 @@ class WorkerGroup:
             self._kill_at_s = min(self._kill_at_s, deadline_s)
             return
         self._kill_at_s = deadline_s
-        leaders = [w for w in self._workers if w.ended_s is None]
+        # Asked now: one that ended by itself since the last poll was not stopped by us.
+        leaders = [w for w in self._workers if w.process.poll() is None]
         # Only the leaders: torchrun forwards the signal, and a data loader that got it would
         # end under a trainer that is just saving. What outlives its leader is swept up next.
         for worker in leaders:
             worker.stopped_by_agent = True
             worker.process.send_signal(signal.SIGTERM)
-        if not leaders:
-            signal_all(container_processes(self.marker), signal.SIGTERM)
 
     @property
     def is_stopping(self) -> bool:
@@ -197,14 +204,19 @@ def _read_error(path: Path) -> dict[str, Any]:
     """What torch elastic's `record` wrote: the exception's first line, and when."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))["message"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-    if isinstance(document, str):
-        document = {"message": document}
-    lines = str(document.get("message", "")).strip().splitlines()
-    message = lines[0] if lines else ""
-    at_s = document.get("extraInfo", {}).get("timestamp")
-    return {"message": message, "at_s": float(at_s) if at_s is not None else None}
+        if isinstance(document, str):
+            return {"message": _first_line(document)}
+        at_s = document.get("extraInfo", {}).get("timestamp")
+        return {
+            "message": _first_line(str(document.get("message", ""))),
+            "at_s": float(at_s) if at_s is not None else None,
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}  # the program may have written anything there
+
+
+def _first_line(text: str) -> str:
+    return next(iter(text.strip().splitlines()), "")
 
 
 def platform_variables(

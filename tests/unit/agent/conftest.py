@@ -56,8 +56,9 @@ class Container:
     @property
     def address(self) -> AgentAddress:
         text = wait_for(
-            lambda: (self.folder / ADDRESS_FILE).exists()
-            and (self.folder / ADDRESS_FILE).read_text()
+            lambda: (
+                (self.folder / ADDRESS_FILE).exists() and (self.folder / ADDRESS_FILE).read_text()
+            )
         )
         return AgentAddress.model_validate_json(text)
 

@@ -25,15 +25,21 @@ TOKEN = "the-token"
 HOST = "127.0.0.1"
 
 
-@pytest.fixture
-def heard() -> list[Request]:
+@pytest.fixture(scope="module")
+def all_heard() -> list[Request]:
     return []
 
 
 @pytest.fixture
-def server(heard):
+def heard(all_heard):
+    all_heard.clear()
+    return all_heard
+
+
+@pytest.fixture(scope="module")
+def server(all_heard):
     def handle(request: Request) -> Reply:
-        heard.append(request)
+        all_heard.append(request)
         return Reply(text="heard", offset=5)
 
     server = ControlServer(HOST, TOKEN, handle)
@@ -98,14 +104,29 @@ def test_a_refusal_does_not_repeat_the_token(server):
     assert TOKEN not in str(say(server.port, line + b"\n").error)
 
 
+def test_a_handler_that_fails_costs_its_caller_the_answer_and_nobody_else(capfd):
+    def handle(request: Request) -> Reply:
+        if isinstance(request.order, StopOrder):
+            raise OSError("disk full")
+        return Reply()
+
+    failing = ControlServer(HOST, TOKEN, handle)
+    failing.start()
+    with pytest.raises(AgentUnreachable):
+        client(failing.port).call(StopOrder(grace_s=0))
+    assert client(failing.port).call(StatusQuery()) == Reply()
+    failing.close()
+    assert "disk full" in capfd.readouterr().err
+
+
 def test_a_caller_that_says_nothing_holds_up_nobody(server):
     with socket.create_connection((HOST, server.port)):
         assert client(server.port).call(StatusQuery()).text == "heard"
 
 
-def test_nobody_at_the_address_is_unreachable(server):
-    port = server.port
-    server.close()
+def test_nobody_at_the_address_is_unreachable():
+    with socket.create_server((HOST, 0)) as gone:
+        port = gone.getsockname()[1]
     with pytest.raises(AgentUnreachable, match=f"agent at {HOST}:{port}"):
         client(port).call(StatusQuery())
 
@@ -115,6 +136,7 @@ def test_somebody_else_at_the_address_is_unreachable(answer):
     with socket.create_server((HOST, 0)) as other:
         other.settimeout(5)
         caller = client(other.getsockname()[1])
+
         def reply() -> None:
             connection, _ = other.accept()
             with connection:

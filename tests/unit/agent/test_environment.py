@@ -1,0 +1,149 @@
+"""The variables that the workers of a job get, and the reasons for them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+from perdure.cli import main
+from training.environment import HOST_PORTS, check_environment, worker_variables
+from training.errors import InputError
+from training.job import Job, parse_job
+
+
+def document(**changes) -> dict:
+    return {
+        "run_id": "env",
+        "storage": {"address": "file:///nowhere"},
+        "worker": {"command": ["true"]},
+        **changes,
+    }
+
+
+def values(**changes) -> dict[str, str]:
+    job = parse_job(document(**changes))
+    check_environment(job)
+    return {variable.name: variable.value for variable in worker_variables(job)}
+
+
+OP_RETRY = {"chip": "a3", "watchdog": False, "op_retry": {"enabled": True, "hold_time_ms": 700}}
+
+
+def test_the_limits_of_the_collectives_are_the_jobs_in_the_units_of_hccl():
+    comm = {
+        "connect_timeout_s": 240,
+        "exec_timeout_s": 900,
+        "buffsize_mb": 64,
+        "if_base_port": 50_000,
+    }
+    seen = values(comm=comm)
+    assert seen["HCCL_CONNECT_TIMEOUT"] == "240"
+    assert seen["HCCL_EXEC_TIMEOUT"] == "900"
+    assert seen["HCCL_BUFFSIZE"] == "64"
+    assert seen["HCCL_IF_BASE_PORT"] == "50000"
+
+
+@pytest.mark.parametrize("exec_timeout_s", [1, 68, 1836, 7200])
+def test_the_event_wait_outlasts_the_execution_limit(exec_timeout_s):
+    seen = values(comm={"exec_timeout_s": exec_timeout_s})
+    assert int(seen["HCCL_EVENT_TIMEOUT"]) > int(seen["HCCL_EXEC_TIMEOUT"]) == exec_timeout_s
+
+
+def test_operator_retry_is_off_and_has_no_parameters_unless_enabled():
+    seen = values()
+    assert seen["HCCL_OP_RETRY_ENABLE"] == "L1:0,L2:0"
+    assert seen.keys().isdisjoint({"HCCL_OP_RETRY_PARAMS", "HCCL_OP_EXPANSION_MODE"})
+
+
+def test_operator_retry_brings_its_parameters_and_its_mode():
+    seen = values(comm=OP_RETRY)
+    assert seen["HCCL_OP_RETRY_ENABLE"] == "L1:1,L2:1"
+    assert seen["HCCL_OP_RETRY_PARAMS"] == "MaxCnt:1,HoldTime:700,IntervalTime:1000"
+    assert seen["HCCL_OP_EXPANSION_MODE"] == "AI_CPU"
+
+
+@pytest.mark.parametrize("watchdog", [True, False])
+def test_the_watchdog_is_the_jobs_choice_on_both_kinds_of_device(watchdog):
+    seen = values(comm={"watchdog": watchdog})
+    for name in ("TORCH_HCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
+        assert seen[name] == str(int(watchdog))
+
+
+def test_own_variables_replace_ours_in_place_and_others_follow_at_the_end():
+    before = list(values())
+    job = parse_job(document(env={"MY_OWN": "1", "HCCL_BUFFSIZE": "300"}))
+    variables = worker_variables(job)
+    assert [variable.name for variable in variables] == [*before, "MY_OWN"]
+    own = {v.name: (v.value, v.why) for v in variables if v.why == "set by the job"}
+    assert own == {
+        "MY_OWN": ("1", "set by the job"),
+        "HCCL_BUFFSIZE": ("300", "set by the job"),
+    }
+
+
+def test_every_variable_is_there_once_and_has_a_reason():
+    variables = worker_variables(parse_job(document(comm=OP_RETRY)))
+    assert len({variable.name for variable in variables}) == len(variables)
+    assert all(variable.why.strip() for variable in variables)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("HCCL_BUFFSIZE", "209715200", "MB, not bytes"),
+        ("HCCL_BUFFSIZE", "200MB", "MB, not bytes"),
+        ("HCCL_CONNECT_TIMEOUT", "119", "120 to 7200"),
+        ("HCCL_EXEC_TIMEOUT", "5000", "must exceed HCCL_EXEC_TIMEOUT=5000"),
+        ("HCCL_EVENT_TIMEOUT", "1836", "must exceed HCCL_EXEC_TIMEOUT=1836"),
+        ("HCCL_IF_BASE_PORT", "80", "1024 to 65520"),
+        ("HCCL_OP_RETRY_ENABLE", "1", "must look like"),
+        ("HCCL_OP_RETRY_ENABLE", "L1:1", "comm.op_retry.enabled"),
+        ("MASTER_PORT", str(60_000 + HOST_PORTS - 1), "contain MASTER_PORT"),
+        ("OMP_NUM_THREADS", "", "1 to 4096"),
+    ],
+)
+def test_a_wrong_unit_or_an_excluded_pair_is_refused(name, value, words):
+    with pytest.raises(InputError, match=words):
+        values(env={name: value})
+
+
+def test_a_port_next_to_the_reserved_ones_and_an_endless_event_wait_are_accepted():
+    seen = values(env={"MASTER_PORT": str(60_000 + HOST_PORTS), "HCCL_EVENT_TIMEOUT": "0"})
+    assert seen["HCCL_EVENT_TIMEOUT"] == "0"
+
+
+@pytest.fixture
+def job_file(tmp_path) -> str:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(document(env={"MY_OWN": "1"})))
+    return str(path)
+
+
+def run_cli(*arguments: str) -> int | str | None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    return ended.value.code
+
+
+def test_perdure_env_prints_the_variables_as_json(job_file, capsys):
+    assert run_cli("env", job_file, "--json", "--set", "comm.exec_timeout_s=900") == 0
+    printed = json.loads(capsys.readouterr().out)
+    job: Job = parse_job(document(env={"MY_OWN": "1"}, comm={"exec_timeout_s": 900}))
+    assert printed == [
+        {"name": v.name, "value": v.value, "why": v.why} for v in worker_variables(job)
+    ]
+
+
+def test_perdure_env_prints_a_table_for_people(job_file, capsys):
+    assert run_cli("env", job_file) == 0
+    printed = capsys.readouterr().out
+    assert all(v.name in printed for v in worker_variables(parse_job(document())))
+
+
+def test_perdure_env_refuses_a_wrong_unit_in_one_line(job_file, capsys):
+    assert run_cli("env", job_file, "--set", "env.HCCL_BUFFSIZE='0'") == 2
+    assert capsys.readouterr().err == (
+        "perdure: env.HCCL_BUFFSIZE: '0' must be 1 to 4096 (MB, not bytes)\n"
+    )

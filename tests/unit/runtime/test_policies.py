@@ -1,0 +1,77 @@
+"""The save and retention policies of a job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from training.runtime.policies import SaveClock, retention_policy, save_policy
+from training.specs.recovery import CheckpointSpec
+
+
+@dataclass
+class Loader:
+    """A loader of epochs of a few steps, each taking a second."""
+
+    steps_per_epoch: int
+    step: int = 0
+
+    @property
+    def epoch(self) -> int:
+        return self.step // self.steps_per_epoch
+
+
+def saves(spec: CheckpointSpec, *, steps: int, start: int = 0, steps_per_epoch: int = 7):
+    """Steps after which the job is saved, one step a second."""
+    loader = Loader(steps_per_epoch, start)
+    clock = SaveClock(save_policy(spec, loader), start, clock=lambda: float(loader.step))
+    saved = []
+    for number in range(start + 1, steps + 1):
+        loader.step = number
+        if clock.is_due(number):
+            clock.saved(number)
+            saved.append(number)
+    return saved
+
+
+def test_every_n_steps():
+    assert saves(CheckpointSpec(every_steps=5), steps=17) == [5, 10, 15]
+
+
+def test_every_epoch_saves_with_its_last_sample():
+    assert saves(CheckpointSpec(every_epochs=1), steps=22) == [7, 14, 21]
+
+
+def test_every_second_epoch():
+    assert saves(CheckpointSpec(every_epochs=2), steps=30) == [14, 28]
+
+
+def test_epochs_are_counted_from_the_start_of_the_run_not_of_the_attempt():
+    assert saves(CheckpointSpec(every_epochs=2), start=9, steps=30) == [14, 28]
+
+
+def test_seconds_are_counted_from_the_last_save():
+    assert saves(CheckpointSpec(every_s=4), steps=13) == [4, 8, 12]
+
+
+def test_several_intervals_save_when_either_is_due():
+    assert saves(CheckpointSpec(every_steps=5, every_epochs=1), steps=16) == [5, 7, 10, 14, 15]
+
+
+@pytest.mark.parametrize("every_steps", [7, 14, 1])
+def test_an_epoch_that_ends_with_a_due_step_is_saved_once(every_steps):
+    spec = CheckpointSpec(every_steps=every_steps, every_epochs=1)
+    due = {n for n in range(1, 31) if n % every_steps == 0 or n % 7 == 0}
+    assert saves(spec, steps=30) == sorted(due)
+
+
+def test_without_an_interval_nothing_is_due():
+    assert saves(CheckpointSpec(), steps=30) == []
+
+
+def test_the_newest_checkpoints_are_kept_and_the_marked_ones():
+    steps = list(range(10, 110, 10))
+    assert retention_policy(CheckpointSpec(keep_last=2)).keep(steps) == {90, 100}
+    spec = CheckpointSpec(keep_last=2, keep_every_steps=40)
+    assert retention_policy(spec).keep(steps) == {40, 80, 90, 100}

@@ -1,0 +1,228 @@
+"""One optimizer step: all of it or nothing."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from training.monitor.heartbeat import HeartbeatReader, HeartbeatWriter
+from training.runtime.errors import NotApplied, NumericAnomaly
+from training.runtime.step import Agreement, Step, Training, Wishes
+from training.specs.model import ModelSpec, OptimizerSpec
+from training.trainer.model import Decoder
+from training.trainer.optimize import make_optimizer, make_scheduler
+
+pytestmark = pytest.mark.usefixtures("group")
+
+VOCAB = 32
+SPEC = ModelSpec(num_layers=1, hidden_size=16, num_heads=2, seq_len=8)
+OPTIMIZER = OptimizerSpec(lr=0.01, warmup_steps=4)
+CLIP_NORM = 0.5
+INPUTS = torch.randint(0, VOCAB, (8, 8), generator=torch.Generator().manual_seed(1))
+TARGETS = INPUTS.roll(-1, dims=1)
+
+
+@dataclass
+class Trainee:
+    """A model in training, and steps over it."""
+
+    training: Training
+    heartbeat: HeartbeatWriter
+    wishes: Wishes = field(default_factory=lambda: Wishes(stop=False, save=False))
+    asked: list[int] = field(default_factory=list)
+
+    def _wish(self, number: int) -> Wishes:
+        self.asked.append(number)
+        return self.wishes
+
+    def step(self, number: int = 1, *, micro_batches: int = 1) -> Step:
+        return Step(
+            number,
+            batch=list(zip(INPUTS.chunk(micro_batches), TARGETS.chunk(micro_batches), strict=True)),
+            training=self.training,
+            device=torch.device("cpu"),
+            wishes=self._wish,
+            heartbeat=self.heartbeat,
+        )
+
+    def take(self, step: Step) -> Step:
+        with step:
+            for inputs, targets in step.micro_batches():
+                step.backward(self.training.model(inputs, targets))
+            step.apply()
+        return step
+
+    def state(self) -> dict[str, Any]:
+        """Everything that a step may change."""
+        scheduler, scaler = self.training.scheduler, self.training.scaler
+        return copy.deepcopy(
+            {
+                "model": {n: p.tolist() for n, p in self.training.model.named_parameters()},
+                "optimizer": self.training.optimizer.state_dict(),
+                "scheduler": scheduler.state_dict() if scheduler is not None else None,
+                "scaler": scaler.state_dict() if scaler is not None else None,
+            }
+        )
+
+
+@pytest.fixture
+def make(tmp_path):
+    def make(*, ddp: bool = True, scaler: torch.amp.GradScaler | None = None) -> Trainee:
+        torch.manual_seed(0)
+        plain = Decoder(SPEC, VOCAB)
+        model: nn.Module = DistributedDataParallel(plain) if ddp else plain
+        optimizer = make_optimizer(model, OPTIMIZER)
+        scheduler = make_scheduler(optimizer, OPTIMIZER, steps=20)
+        training = Training(model, optimizer, scheduler, scaler, CLIP_NORM)
+        return Trainee(training, HeartbeatWriter(tmp_path / "heartbeat-0"))
+
+    return make
+
+
+def weights(trainee: Trainee) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in trainee.training.model.parameters()])
+
+
+def test_a_step_is_one_of_plain_pytorch(make):
+    trainee, plain = make(), make(ddp=False)
+    step = trainee.take(trainee.step())
+    model, optimizer = plain.training.model, plain.training.optimizer
+    loss = model(INPUTS, TARGETS)
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+    optimizer.step()
+    assert step.agreement == Agreement(loss.item(), stop=False, save=False)
+    assert step.grad_norm == norm.item() > CLIP_NORM
+    assert torch.equal(weights(trainee), weights(plain))
+
+
+@pytest.mark.parametrize("ddp", [True, False])
+@pytest.mark.parametrize("micro_batches", [2, 4, 8])
+def test_accumulated_micro_batches_are_one_big_batch(make, micro_batches, ddp):
+    whole, parts = make(ddp=ddp), make(ddp=ddp)
+    for number in (1, 2, 3):
+        big = whole.take(whole.step(number))
+        small = parts.take(parts.step(number, micro_batches=micro_batches))
+        assert big.agreement is not None
+        assert small.agreement is not None
+        assert small.agreement.loss == pytest.approx(big.agreement.loss, rel=1e-5)
+        assert small.grad_norm == pytest.approx(big.grad_norm, rel=1e-4)
+    torch.testing.assert_close(weights(parts), weights(whole), rtol=1e-3, atol=1e-5)
+
+
+def test_gradients_are_reduced_with_the_last_micro_batch_only(make):
+    trainee = make()
+    step = trainee.step(micro_batches=3)
+    flags = [trainee.training.model.require_backward_grad_sync for _ in step.micro_batches()]
+    assert flags == [False, False, True]
+
+
+def test_batch_is_for_a_step_of_one_micro_batch(make):
+    trainee = make()
+    inputs, targets = trainee.step().batch()
+    assert torch.equal(inputs, INPUTS)
+    assert torch.equal(targets, TARGETS)
+    with pytest.raises(ValueError, match=r"2 micro-batches, loop over step\.micro_batches"):
+        trainee.step(micro_batches=2).batch()
+
+
+def test_an_applied_step_advances_the_schedule_and_leaves_no_gradients(make):
+    trainee = make()
+    trainee.take(trainee.step())
+    assert trainee.training.scheduler.get_last_lr()[0] == pytest.approx(0.01 * 2 / 4)
+    assert all(p.grad is None for p in trainee.training.model.parameters())
+
+
+def test_a_body_that_ends_without_apply_is_an_error(make):
+    trainee = make()
+    before = trainee.state()
+    with pytest.raises(NotApplied, match=r"step 7: .*step\.apply"), trainee.step(7) as step:
+        step.backward(trainee.training.model(*step.batch()))
+    assert trainee.state() == before
+
+
+def test_an_error_in_the_body_is_not_hidden(make):
+    trainee = make()
+    with pytest.raises(ZeroDivisionError), trainee.step():
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("when", [0, 1])
+def test_a_loss_that_is_no_number_is_an_anomaly_and_applies_nothing(make, value, when):
+    trainee = make()
+    trainee.take(trainee.step(1))
+    before = trainee.state()
+    step = trainee.step(2, micro_batches=2)
+    with pytest.raises(NumericAnomaly, match=r"^loss is -?(nan|inf) at step 2$"), step:
+        for index, (inputs, targets) in enumerate(step.micro_batches()):
+            loss = trainee.training.model(inputs, targets)
+            step.backward(loss + value if index == when else loss)
+        step.apply()
+    assert trainee.state() == before
+    assert step.agreement is None
+
+
+def test_gradients_that_are_no_numbers_are_an_anomaly_though_the_loss_is_fine(make):
+    trainee = make()
+    before = trainee.state()
+    step = trainee.step(3)
+    with pytest.raises(NumericAnomaly, match="gradient norm is (nan|inf) at step 3"), step:
+        loss = trainee.training.model(*step.batch())
+        step.backward(loss + (loss - loss.detach()).sqrt())  # 0, with an infinite slope
+        step.apply()
+    assert trainee.state() == before
+
+
+def test_a_scaler_skips_the_update_of_gradients_that_overflow(make):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
+    trainee = make(scaler=scaler)
+    before = weights(trainee)
+    step = trainee.step()
+    with step:
+        loss = trainee.training.model(*step.batch())
+        step.backward(loss * 1e4)
+        step.apply()
+    assert step.agreement is not None
+    assert torch.equal(weights(trainee), before)
+    assert scaler.get_scale() == 2.0**119
+
+
+def test_a_scaled_step_is_the_unscaled_one(make):
+    scaled, plain = make(scaler=torch.amp.GradScaler("cpu", init_scale=1024.0)), make()
+    first = scaled.take(scaled.step())
+    second = plain.take(plain.step())
+    assert first.agreement == second.agreement
+    assert first.grad_norm == pytest.approx(second.grad_norm)
+    torch.testing.assert_close(weights(scaled), weights(plain))
+
+
+@pytest.mark.parametrize(("stop", "save"), [(True, False), (False, True), (True, True)])
+def test_the_wishes_of_the_step_boundary_are_part_of_the_agreement(make, stop, save):
+    trainee = make()
+    trainee.wishes = Wishes(stop=stop, save=save)
+    step = trainee.take(trainee.step(9))
+    assert step.agreement is not None
+    assert (step.agreement.stop, step.agreement.save) == (stop, save)
+    assert trainee.asked == [9]
+
+
+def test_the_heartbeat_tells_that_the_collective_was_entered_and_left(make, tmp_path):
+    trainee = make()
+    trainee.take(trainee.step())
+    beat = HeartbeatReader.of(tmp_path, 0).read()
+    assert beat is not None
+    assert (beat.entered, beat.left) == (1, 1)
+
+
+def test_a_program_without_a_scheduler_is_fine(make):
+    trainee = make()
+    trainee.training.scheduler = None
+    trainee.take(trainee.step())
+    assert trainee.training.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 / 4)
