@@ -63,12 +63,13 @@ class SaveClock:
 def save_policy(spec: CheckpointSpec, loader: _Epochs) -> policy.SavePolicy:
     """The save policy of a job whose interval has been resolved."""
     policies: list[policy.SavePolicy] = []
+    # First, because AnyOf asks no further once one says yes, and this one must see every step.
+    if spec.every_epochs is not None:
+        policies.append(EveryEpochs(spec.every_epochs, loader, loader.epoch))
     if spec.every_steps is not None:
         policies.append(policy.EveryNSteps(spec.every_steps))
     if spec.every_s is not None:
         policies.append(policy.EverySeconds(spec.every_s))
-    if spec.every_epochs is not None:
-        policies.append(EveryEpochs(spec.every_epochs, loader, loader.epoch))
     return policy.AnyOf(tuple(policies))
 
 

@@ -7,6 +7,7 @@ carries the loss and every wish of the step boundary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -146,15 +147,20 @@ class Step:
         """Clip, agree, and let the optimizer run.
 
         Raises:
-            NumericAnomaly: the loss is not a number; nothing has been applied.
+            NumericAnomaly: the loss or the gradients are not numbers; nothing has been applied.
         """
         training = self._training
         if training.scaler is not None:
             training.scaler.unscale_(training.optimizer)
-        norm = nn.utils.clip_grad_norm_(training.model.parameters(), training.grad_clip_norm)
+        norm = _norm_value(
+            nn.utils.clip_grad_norm_(training.model.parameters(), training.grad_clip_norm)
+        )
         agreement = self._agree()
-        if not agreement.loss - agreement.loss == 0.0:
+        if not math.isfinite(agreement.loss):
             raise NumericAnomaly(f"loss is {agreement.loss} at step {self.number}")
+        # Reduced gradients: every rank sees the same norm. A scaler skips such a step by itself.
+        if training.scaler is None and not math.isfinite(norm):
+            raise NumericAnomaly(f"gradient norm is {norm} at step {self.number}")
         if training.scaler is not None:
             training.scaler.step(training.optimizer)
             training.scaler.update()
@@ -163,7 +169,7 @@ class Step:
         if training.scheduler is not None:
             training.scheduler.step()
         training.optimizer.zero_grad(set_to_none=True)
-        self.grad_norm = _norm_value(norm)
+        self.grad_norm = norm
         self.agreement = agreement
 
     def _agree(self) -> Agreement:

@@ -30,6 +30,7 @@ from training.agent.protocol import (
 )
 
 TOKEN = "a-token"
+EPOCH = 10
 
 
 def wait_for(condition: Callable[[], Any], *, timeout_s: float = 10.0) -> Any:
@@ -62,7 +63,7 @@ class Container:
         )
         return AgentAddress.model_validate_json(text)
 
-    def client(self, *, token: str = TOKEN, epoch: int = 1) -> AgentClient:
+    def client(self, *, token: str = TOKEN, epoch: int = EPOCH) -> AgentClient:
         return AgentClient(self.address, token=token, epoch=epoch)
 
     def call(self, order: Order) -> Reply:

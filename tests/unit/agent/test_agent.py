@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.agent.conftest import Container, wait_for
+from tests.unit.agent.conftest import EPOCH, Container, wait_for
 from training.agent.agent import ADDRESS_FILE
 from training.agent.processes import is_alive, kill_container
 from training.agent.protocol import (
@@ -302,16 +302,18 @@ def test_a_silent_rank_is_reported_as_a_hang(new_container):
     assert (worker.step, worker.phase, worker.exit_code) == (7, "step", None)
 
 
-def test_a_superseded_supervisor_is_refused(new_container):
-    container = new_container()
-    container.client(epoch=5).call(StatusQuery())
-    for order in (container.order("true"), StopOrder(grace_s=0), StatusQuery()):
-        with pytest.raises(EngineError, match="epoch 4 is superseded by 5"):
-            container.client(epoch=4).call(order)
+def test_a_superseded_supervisor_is_refused(shared):
+    before = shared.status()
+    for order in (shared.order("true"), StopOrder(grace_s=0), StatusQuery()):
+        with pytest.raises(EngineError, match=f"epoch {EPOCH - 1} is superseded by {EPOCH}"):
+            shared.client(epoch=EPOCH - 1).call(order)
+    assert shared.status() == before
+
+
+def test_a_stranger_cannot_supersede_the_supervisor(shared):
     with pytest.raises(EngineError, match="wrong token"):
-        container.client(token="other", epoch=9).call(StatusQuery())
-    assert container.client(epoch=5).call(StatusQuery()).status is not None
-    assert container.client(epoch=6).call(StatusQuery()).status is not None
+        shared.client(token="other", epoch=EPOCH + 1).call(StatusQuery())
+    assert shared.client(epoch=EPOCH).call(StatusQuery()).status is not None
 
 
 def test_a_shutdown_ends_the_workers_and_the_agent(new_container):
@@ -344,8 +346,8 @@ def test_an_agent_that_is_asked_to_end_stops_its_workers_first(new_container):
     assert log.read_text() == "up\nsaved\n"
 
 
-def test_killing_a_container_leaves_nothing_of_it_and_everything_else(new_container):
-    container, other = new_container(), new_container()
+def test_killing_a_container_leaves_nothing_of_it_and_everything_else(new_container, shared):
+    container = new_container()
     address = container.address
     container.start(sys.executable, "-c", STUBBORN)
     until_logged(container, "up")
@@ -355,7 +357,7 @@ def test_killing_a_container_leaves_nothing_of_it_and_everything_else(new_contai
     assert kill_container(container.marker)
     with pytest.raises(AgentUnreachable):
         container.client().call(StatusQuery())
-    assert other.status().state == "idle"
+    assert shared.status().node == "node-1"
 
 
 def test_a_reused_pid_is_not_the_process_that_had_it(shared):
