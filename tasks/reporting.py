@@ -2,7 +2,7 @@
 
 With the server down one artifact call blocks for over a minute (3.8.8: five client retries
 with back-off), so nothing here may run in the flow's thread, and nothing here may fail a run:
-what cannot be told is logged and dropped. Of updates to the same thing only the newest waits.
+what cannot be told waits and is tried again. Of updates to the same thing only the newest waits.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from prefect.artifacts import (
     create_table_artifact,
     update_progress_artifact,
 )
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.events import emit_event
 
 from training.policy.faults import Fault
@@ -32,6 +34,7 @@ from training.runtime.metrics import StepRecord
 from training.supervisor.report import AttemptRow
 
 CLOSE_TIMEOUT_S = 15.0
+RETRY_S = 5.0
 PROGRESS_PERIOD_S = 2.0
 
 Tell = Callable[[], None]
@@ -51,7 +54,8 @@ class Reporter:
         self._waiting: dict[str, Tell] = {}
         self._wake = threading.Condition()
         self._closing = False
-        self._progress_id: UUID | None = None
+        self._is_deaf = False
+        self._artifact_ids: dict[str, UUID] = {}
         context = contextvars.copy_context()
         self._thread = threading.Thread(
             target=context.run, args=(self._loop,), name="perdure-reporter", daemon=True
@@ -145,26 +149,56 @@ class Reporter:
                 tell = self._waiting.pop(name)
             try:
                 tell()
+                self._is_deaf = False
             except Exception as error:  # noqa: BLE001 a dead server must never end a run
-                self._logger.warning("not told to the Prefect server: %s: %s", name, error)
+                self._retry_later(name, tell, error)
+
+    def _retry_later(self, name: str, tell: Tell, error: Exception) -> None:
+        """Keep what could not be told, unless something newer of its name is waiting."""
+        if not self._is_deaf:
+            self._is_deaf = True
+            self._logger.warning("the Prefect server does not take %s, retrying: %s", name, error)
+        with self._wake:
+            if self._closing:
+                return
+            self._waiting.setdefault(name, tell)
+            self._wake.wait_for(lambda: self._closing, RETRY_S)
 
     def _key(self, name: str) -> str:
         return f"{self._run_id}-{name}"
 
     def _tell_progress(self, percent: float, text: str) -> None:
-        if self._progress_id is None:
+        known = self._artifact_ids.get("progress")
+        if known is None:
             created: Any = create_progress_artifact(
                 percent, key=self._key("progress"), description=text
             )
-            self._progress_id = created
+            self._artifact_ids["progress"] = created
         else:
-            update_progress_artifact(self._progress_id, percent, description=text)
+            update_progress_artifact(known, percent, description=text)
 
     def _tell_table(self, name: str, table: list[dict[str, Any]], description: str) -> None:
-        create_table_artifact(table, key=self._key(name), description=description)
+        if not self._update(name, json.dumps(table)):
+            created: Any = create_table_artifact(
+                table, key=self._key(name), description=description
+            )
+            self._artifact_ids[name] = created
 
     def _tell_markdown(self, name: str, text: str, description: str) -> None:
-        create_markdown_artifact(text, key=self._key(name), description=description)
+        if not self._update(name, text):
+            created: Any = create_markdown_artifact(
+                text, key=self._key(name), description=description
+            )
+            self._artifact_ids[name] = created
+
+    def _update(self, name: str, data: str) -> bool:
+        """Change an artifact in place; a new version each time would be thousands in a run."""
+        known = self._artifact_ids.get(name)
+        if known is None:
+            return False
+        with get_client(sync_client=True) as client:
+            client.update_artifact(known, ArtifactUpdate(data=data))
+        return True
 
 
 def fault_report(placement: int, attempt: int, fault: Fault, decision: Decision) -> str:
