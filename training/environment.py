@@ -51,14 +51,13 @@ _RANGES: Mapping[str, _Range] = {
 _OP_RETRY = re.compile(r"L[01]:[01](,\s*L[012]:[01])*")
 
 
-def worker_variables(job: Job, *, log_folder: str = "$HOME/ascend/log") -> list[Variable]:
+def worker_variables(job: Job) -> list[Variable]:
     """The variables of every worker of `job`, in the order they are printed.
 
-    Args:
-        job: the validated job.
-        log_folder: where CANN writes its process logs.
+    The node agent adds what differs from rank to rank: the rendezvous, the ranks, and
+    ASCEND_PROCESS_LOG_PATH, a folder beside the rank's own output.
     """
-    variables = [*_hccl(job), *_op_retry(job), *_torch(job), *_logs(log_folder)]
+    variables = [*_hccl(job), *_op_retry(job), *_torch(job), *_logs()]
     own = {name: Variable(name, value, "set by the job") for name, value in job.env.items()}
     return [own.pop(v.name, v) for v in variables] + list(own.values())
 
@@ -159,10 +158,7 @@ def _torch(job: Job) -> Iterator[Variable]:
     )
 
 
-def _logs(log_folder: str) -> Iterator[Variable]:
-    yield Variable(
-        "ASCEND_PROCESS_LOG_PATH", log_folder, "CANN's plog files are collected with the attempt"
-    )
+def _logs() -> Iterator[Variable]:
     yield Variable(
         "ASCEND_GLOBAL_LOG_LEVEL", "3", "errors only; info costs step time and fills the disk"
     )

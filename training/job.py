@@ -173,7 +173,7 @@ def _within(chosen: int | None, recommended: int) -> bool:
 
 
 def _interval_text(spec: CheckpointSpec) -> str:
-    fields = ("every_steps", "every_epochs", "every_s")
+    fields = ("every_steps", "every_epochs", "every_s", "mtbf_s")
     return ", ".join(f"{f}={getattr(spec, f)}" for f in fields if getattr(spec, f) is not None)
 
 

@@ -194,7 +194,7 @@ class Agent:
         folder.mkdir(parents=True, exist_ok=True)
         job_file = folder / "job.json"
         job_file.write_text(order.job, encoding="utf-8")
-        logs = Path(order.log_path) / name if order.log_path else folder
+        logs = Path(order.log_path) / self._config.run_id / name if order.log_path else folder
         self._group = WorkerGroup(self._config, order, self._marker, folder, logs)
         environment = {
             **os.environ,

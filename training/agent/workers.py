@@ -64,13 +64,13 @@ class WorkerGroup:
         count = 1 if self.order.is_command else self.order.slots_per_node
         # The supervisor may itself run as somebody's rank.
         inherited = {k: v for k, v in environment.items() if k not in RESERVED_NAMES}
-        home = environment.get("HOME", str(self.folder))
         for local_rank in range(count):
             rank = self.config.member * count + local_rank
             error_file = self.folder / f"error-{local_rank}.json"
             variables = {
                 **inherited,
-                **{name: v.replace("$HOME", home) for name, v in self.order.variables.items()},
+                "ASCEND_PROCESS_LOG_PATH": str(self.log_folder / f"rank-{rank:05d}.ascend"),
+                **self.order.variables,
                 **platform_variables(self.config, self.order, self.folder, proc_start_cnt),
                 **self._rank_variables(rank, local_rank, count),
                 "TORCHELASTIC_ERROR_FILE": str(error_file),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,18 +34,44 @@ class EveryEpochs:
         return True
 
 
+@dataclass(slots=True)
+class YoungDaly:
+    """Save after sqrt(2 x cost of a save x mean time between failures).
+
+    Source: J. W. Young, CACM 17(9), 1974; J. T. Daly, FGCS 22(3), 2006 (first order). The cost
+    is measured; until there is a first save, one is due at once.
+    """
+
+    mtbf_s: float
+    cost_s: float | None = None
+
+    def should_save(self, step: int, *, context: policy.SaveContext) -> bool:  # noqa: ARG002 protocol
+        """Whether the interval that the last save's cost gives has passed."""
+        if self.cost_s is None:
+            return True
+        interval_s = math.sqrt(2.0 * self.cost_s * self.mtbf_s)
+        return context.now_s - context.last_save_s >= interval_s
+
+    def measured(self, cost_s: float) -> None:
+        """Take in what a save has cost."""
+        self.cost_s = cost_s
+
+
 class SaveClock:
     """When the last save was, and whether the next one is due. Seconds of one monotonic clock."""
 
     def __init__(
         self,
-        policy: policy.SavePolicy,
+        spec: CheckpointSpec,
+        loader: _Epochs,
         step: int,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.step = step
-        self._policy = policy
+        self._young_daly = YoungDaly(spec.mtbf_s) if spec.mtbf_s is not None else None
+        chosen = [save_policy(spec, loader), self._young_daly]
+        self._policy = policy.AnyOf(tuple(one for one in chosen if one is not None))
         self._clock = clock
         self._saved_s = clock()
 
@@ -55,9 +82,15 @@ class SaveClock:
         )
         return self._policy.should_save(step, context=context)
 
-    def saved(self, step: int) -> None:
-        """Note a save."""
+    def saved(self, step: int, *, started_s: float) -> None:
+        """Note a save that began at `started_s` of the same clock."""
         self.step, self._saved_s = step, self._clock()
+        if self._young_daly is not None:
+            self._young_daly.measured(self._saved_s - started_s)
+
+    def now_s(self) -> float:
+        """The clock."""
+        return self._clock()
 
 
 def save_policy(spec: CheckpointSpec, loader: _Epochs) -> policy.SavePolicy:

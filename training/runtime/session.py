@@ -35,8 +35,9 @@ from training.runtime.buckets import settle_buckets
 from training.runtime.checkpointing import Checkpointer
 from training.runtime.context import WorkerContext
 from training.runtime.metrics import MetricsLog, StepRecord, metrics_prefix
-from training.runtime.policies import SaveClock, retention_policy, save_policy
+from training.runtime.policies import SaveClock, retention_policy
 from training.runtime.step import MicroBatch, Scheduler, Step, Training, Wishes
+from training.specs.recovery import CheckpointSpec
 
 
 class Loader(Protocol):
@@ -150,7 +151,8 @@ class Session:
             raise ValueError("session.register(model=..., optimizer=..., data=...) comes first")
         checkpointer = Checkpointer(self.context, self._checkpoints, training, loader, self.device)
         self._heartbeat.beat(phase=Phase.RESTORE)
-        self._saves = SaveClock(save_policy(self.job.checkpoint, loader), checkpointer.restore())
+        restored = checkpointer.restore()
+        self._saves = SaveClock(self._checkpoint_spec(training.model), loader, restored)
         done = self._saves.step
         self._heartbeat.beat(phase=Phase.DATA, step=done)
         self._looping = True
@@ -170,6 +172,10 @@ class Session:
                 self._leave(loader, Phase.STOPPED)
                 sys.exit(EXIT_RESTART_ME)
         self._leave(loader, Phase.DONE)
+
+    def _checkpoint_spec(self, model: nn.Module) -> CheckpointSpec:
+        """The job's policy, with the recommended interval for the model's size if it has none."""
+        return self.job.checkpoint.resolved(sum(p.numel() for p in model.parameters()))
 
     def _next_step(self, number: int, training: Training, loader: Loader) -> Step:
         self._heartbeat.beat(phase=Phase.DATA)
@@ -191,11 +197,12 @@ class Session:
 
     def _save(self, checkpointer: Checkpointer, step: int) -> None:
         self._heartbeat.beat(phase=Phase.SAVE)
+        assert self._saves is not None  # noqa: S101 set before the first step
+        started_s = self._saves.now_s()
         if self._metrics is not None:
             self._metrics.flush()
         fresh = checkpointer.save(step)
-        assert self._saves is not None  # noqa: S101 set before the first step
-        self._saves.saved(step)
+        self._saves.saved(step, started_s=started_s)
         if self._metrics is not None:
             self._metrics.checkpoint(step)
         if fresh and self.rank == 0:

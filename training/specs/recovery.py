@@ -24,6 +24,10 @@ class CheckpointSpec(Section):
     every_steps: int | None = Field(None, ge=1, description="save every N steps")
     every_epochs: int | None = Field(None, ge=1, description="save at the end of every Nth epoch")
     every_s: float | None = Field(None, gt=0, description="save after this many seconds")
+    mtbf_s: float | None = Field(
+        None, gt=0, description="mean seconds between failures: save at the Young/Daly interval, "
+        "from the measured cost of a save"
+    )  # fmt: skip
     keep_last: int = Field(RECOMMENDED_KEEP_LAST, ge=1, description="newest checkpoints to keep")
     keep_every_steps: int | None = Field(
         None, ge=1, description="also keep every checkpoint whose step is a multiple of this"
@@ -32,7 +36,8 @@ class CheckpointSpec(Section):
     @property
     def has_interval(self) -> bool:
         """Whether the job chose an interval of its own."""
-        return not (self.every_steps is None and self.every_epochs is None and self.every_s is None)
+        chosen = (self.every_steps, self.every_epochs, self.every_s, self.mtbf_s)
+        return any(value is not None for value in chosen)
 
     def resolved(self, num_parameters: int) -> CheckpointSpec:
         """This policy with the recommended interval filled in where the job gave none."""
