@@ -12,8 +12,6 @@ from prefect import flow, get_run_logger
 from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, Completed, Failed
 
-from storage.address import StorageSpec
-from tasks.credentials import resolve_storage
 from tasks.hooks import leave_adoptable, take_down
 from tasks.pretraining import place, preflight, prepare_data, report, train
 from tasks.states import data_of
@@ -60,15 +58,14 @@ def pretrain(job: Job) -> State[Any]:
 def prepare(job: Job) -> None:
     """Prepare the corpus of a job, so that its run finds everything there."""
     preflight(job)
-    prepare_data(job, resolve_storage(job.storage), return_state=True).result()
+    prepare_data(job, return_state=True).result()
 
 
 def _data_of(job: Job, supervision: Supervision) -> str | None:
     if job.worker.is_command:
         return None
     supervision.says("preparing data")
-    storage: StorageSpec = resolve_storage(job.storage)
-    result = data_of(prepare_data(job, storage, return_state=True))
+    result = data_of(prepare_data(job, return_state=True))
     supervision.run.record_data(result)
     return result.manifest_key
 

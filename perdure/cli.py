@@ -209,8 +209,7 @@ def _fail(message: str, code: int) -> None:
 
 def _check(job: Job) -> None:
     # A credentials block lives in the Prefect server; the flow's preflight checks with it.
-    storage = job.storage if job.storage.credentials_block is None else None
-    check_job(job, storage=storage)
+    check_job(job, with_storage=job.storage.credentials_block is None)
 
 
 def _departures(job: Job) -> list[str]:

@@ -1,6 +1,7 @@
-"""Where bytes are kept: the storage section of a job, and the store it opens.
+"""Where bytes are kept: the storage section of a job, its keys apart, and the store they open.
 
-Secrets are `SecretStr`: they appear in no repr, dump or error text. Times are seconds.
+A spec holds no secret and may be written anywhere; keys are `SecretStr` and appear in no repr,
+dump or error text. Times are seconds.
 """
 
 from __future__ import annotations
@@ -20,10 +21,29 @@ FILE_SCHEME = "file://"
 S3_SCHEME = "s3://"
 
 
-class StorageSpec(BaseModel):
-    """Where checkpoints, data and the ledger are kept, and with whose keys."""
+class Credentials(BaseModel):
+    """Keys of a store, where they do not come from boto3's default chain."""
 
     # hide_input_in_errors: pydantic would print the keys as given, before they are SecretStr.
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    access_key: SecretStr = Field(description="access key id")
+    secret_key: SecretStr = Field(description="secret of access_key")
+    session_token: SecretStr | None = Field(None, description="token of temporary keys")
+
+    @field_validator("access_key", "secret_key", "session_token")
+    @classmethod
+    def _fits_a_header(cls, secret: SecretStr | None) -> SecretStr | None:
+        # A file's trailing newline, mostly; HTTP clients quote such a header in their errors.
+        if secret is not None and not secret.get_secret_value().isprintable():
+            raise ValueError("holds a line break or another unprintable character")
+        return secret
+
+
+class StorageSpec(BaseModel):
+    """Where checkpoints, data and the ledger are kept; keys are not part of it."""
+
+    # hide_input_in_errors: a key given here by mistake must not be printed.
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     address: str = Field(description="file:///absolute/folder or s3://bucket/prefix")
@@ -34,16 +54,13 @@ class StorageSpec(BaseModel):
     addressing_style: AddressingStyle = Field(
         "auto", description="bucket in the host name (virtual), in the path (path), or auto"
     )
-    access_key: SecretStr | None = Field(
-        None, description="access key id; none: environment, profile or instance role"
-    )
-    secret_key: SecretStr | None = Field(None, description="secret of access_key")
-    session_token: SecretStr | None = Field(None, description="token of temporary keys")
     ca_bundle: str | None = Field(None, description="file with the certificates to trust")
     connect_timeout_s: float = Field(10.0, gt=0, description="to open a connection")
     read_timeout_s: float = Field(60.0, gt=0, description="between two bytes of an answer")
     credentials_block: str | None = Field(
-        None, description="name of a Prefect block that holds the keys"
+        None,
+        description="name of a Prefect block that holds the keys; none: AWS_ACCESS_KEY_ID and "
+        "AWS_SECRET_ACCESS_KEY, profile or instance role",
     )
 
     @field_validator("address")
@@ -68,33 +85,23 @@ class StorageSpec(BaseModel):
         if endpoint is not None and not endpoint.startswith(("http://", "https://")):
             raise ValueError(f"{endpoint!r} must start with https:// or http://")
         if endpoint is not None and "@" in endpoint:  # not shown: it may hold a password
-            raise ValueError("endpoint must not hold credentials: use access_key and secret_key")
+            raise ValueError("endpoint must not hold credentials")
         return endpoint
-
-    @field_validator("access_key", "secret_key", "session_token")
-    @classmethod
-    def _fits_a_header(cls, secret: SecretStr | None) -> SecretStr | None:
-        # A file's trailing newline, mostly; HTTP clients quote such a header in their errors.
-        if secret is not None and not secret.get_secret_value().isprintable():
-            raise ValueError("holds a line break or another unprintable character")
-        return secret
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
         if self.endpoint is not None and self.address.startswith(FILE_SCHEME):
             raise ValueError(f"endpoint={self.endpoint!r} needs an s3:// address")
-        if (self.access_key is None) != (self.secret_key is None):
-            missing = "access_key" if self.access_key is None else "secret_key"
-            raise ValueError(f"{missing} is missing: access_key and secret_key go together")
-        if self.session_token is not None and self.access_key is None:
-            raise ValueError("session_token needs access_key and secret_key")
-        if self.credentials_block is not None and self.access_key is not None:
-            raise ValueError("credentials_block and access_key exclude each other")
         return self
 
 
-def open_store(spec: StorageSpec) -> ObjectStore:
-    """The store of `spec`; nothing is read or written yet."""
+def open_store(spec: StorageSpec, credentials: Credentials | None = None) -> ObjectStore:
+    """The store of `spec`; nothing is read or written yet.
+
+    Args:
+        spec: where.
+        credentials: keys; None: boto3's default chain (environment, profile, instance role).
+    """
     if spec.address.startswith(FILE_SCHEME):
         return LocalStore(Path(spec.address.removeprefix(FILE_SCHEME)))
     bucket, _, prefix = spec.address.removeprefix(S3_SCHEME).partition("/")
@@ -102,9 +109,9 @@ def open_store(spec: StorageSpec) -> ObjectStore:
         endpoint=spec.endpoint,
         region=spec.region,
         addressing_style=spec.addressing_style,
-        access_key=_revealed(spec.access_key),
-        secret_key=_revealed(spec.secret_key),
-        session_token=_revealed(spec.session_token),
+        access_key=_revealed(credentials.access_key if credentials else None),
+        secret_key=_revealed(credentials.secret_key if credentials else None),
+        session_token=_revealed(credentials.session_token if credentials else None),
         ca_bundle=spec.ca_bundle,
         connect_timeout_s=spec.connect_timeout_s,
         read_timeout_s=spec.read_timeout_s,
@@ -112,22 +119,16 @@ def open_store(spec: StorageSpec) -> ObjectStore:
     return S3Store(bucket, prefix, options=options)
 
 
-def worker_environment(spec: StorageSpec) -> dict[str, str]:
-    """The given keys as the variables of boto3's default chain, for a child process.
-
-    The child gets `without_secrets(spec)` beside it; empty when the keys come from the chain.
-    """
+def worker_environment(credentials: Credentials | None) -> dict[str, str]:
+    """The keys as the variables of boto3's default chain, for a child process."""
+    if credentials is None:
+        return {}
     keys = {
-        "AWS_ACCESS_KEY_ID": _revealed(spec.access_key),
-        "AWS_SECRET_ACCESS_KEY": _revealed(spec.secret_key),
-        "AWS_SESSION_TOKEN": _revealed(spec.session_token),
+        "AWS_ACCESS_KEY_ID": _revealed(credentials.access_key),
+        "AWS_SECRET_ACCESS_KEY": _revealed(credentials.secret_key),
+        "AWS_SESSION_TOKEN": _revealed(credentials.session_token),
     }
     return {name: value for name, value in keys.items() if value is not None}
-
-
-def without_secrets(spec: StorageSpec) -> StorageSpec:
-    """A copy that may be written to disk: no keys, no token."""
-    return spec.model_copy(update={"access_key": None, "secret_key": None, "session_token": None})
 
 
 def check_reachable(store: ObjectStore, prefix: str) -> None:

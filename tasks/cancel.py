@@ -13,7 +13,7 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.states import Cancelling
 
-from tasks.credentials import resolve_storage
+from tasks.credentials import credentials_of
 from training.errors import RunConflict
 from training.home import home_folder
 from training.job import Job
@@ -26,7 +26,7 @@ def cancel_run(job: Job) -> str:
     Returns:
         What was done, for a person.
     """
-    run = Run(job, home=home_folder(), storage=resolve_storage(job.storage))
+    run = Run(job, home=home_folder(), credentials=credentials_of(job.storage))
     try:
         run.take()
     except RunConflict:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from prefect.blocks.core import Block
 from pydantic import Field, SecretStr
 
-from storage.address import StorageSpec
+from storage.address import Credentials, StorageSpec
 from training.errors import InputError
 
 
@@ -22,24 +22,22 @@ class ObjectStoreCredentials(Block):
     session_token: SecretStr | None = Field(None, description="token of temporary keys")
 
 
-def resolve_storage(spec: StorageSpec) -> StorageSpec:
-    """The storage of a job with the keys of its block filled in, if it names one.
+def credentials_of(spec: StorageSpec) -> Credentials | None:
+    """The keys in the block that a job's storage names; None when it names none.
 
     Raises:
         InputError: no such block.
     """
     if spec.credentials_block is None:
-        return spec
+        return None
     try:
         block: Any = ObjectStoreCredentials.load(spec.credentials_block)
     except ValueError as error:
         raise InputError(
             "storage.credentials_block", f"{spec.credentials_block!r}: no such Prefect block"
         ) from error
-    return spec.model_copy(
-        update={
-            "access_key": block.access_key,
-            "secret_key": block.secret_key,
-            "session_token": block.session_token,
-        }
+    return Credentials(
+        access_key=block.access_key,
+        secret_key=block.secret_key,
+        session_token=block.session_token,
     )

@@ -12,7 +12,7 @@ from prefect import Flow
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.logging.loggers import flow_run_logger
 
-from tasks.credentials import resolve_storage
+from tasks.credentials import credentials_of
 from training.errors import RunConflict
 from training.home import home_folder
 from training.job import Job
@@ -53,4 +53,4 @@ def leave_adoptable(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) 
 
 def _run_of(flow_run: FlowRun) -> Run:
     job = Job.model_validate(flow_run.parameters["job"])
-    return Run(job, home=home_folder(), storage=resolve_storage(job.storage))
+    return Run(job, home=home_folder(), credentials=credentials_of(job.storage))

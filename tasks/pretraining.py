@@ -16,8 +16,8 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.tasks import Task
 
-from storage.address import StorageSpec, open_store
-from tasks.credentials import resolve_storage
+from storage.address import open_store
+from tasks.credentials import credentials_of
 from tasks.states import completed, data_of, failed
 from tasks.supervision import Supervision
 from training.engines.base import Placement
@@ -51,7 +51,7 @@ def preflight(job: Job) -> None:
     Raises:
         InputError: names field, value and what is allowed.
     """
-    check_job(job, storage=resolve_storage(job.storage))
+    check_job(job, credentials=credentials_of(job.storage))
     logger = get_run_logger()
     if job.worker.is_command:
         return
@@ -61,12 +61,13 @@ def preflight(job: Job) -> None:
 
 
 @task(name="prepare_data", task_run_name="prepare_data", cache_policy=NO_CACHE)
-def prepare_data(job: Job, storage: StorageSpec) -> PrepareResult:
+def prepare_data(job: Job) -> PrepareResult:
     """Token shards and their manifest; skipped when they are there and whole."""
     if job.data is None:
         raise InputError("data", "is missing")
     logger = get_run_logger()
-    result = prepare(job.data, open_tokenizer(job.tokenizer), open_store(storage), log=logger.info)
+    store = open_store(job.storage, credentials_of(job.storage))
+    result = prepare(job.data, open_tokenizer(job.tokenizer), store, log=logger.info)
     shards = len(result.manifest.shards)
     counts = f"{shards} shards, {result.manifest.num_tokens:,} tokens"
     if result.skipped:

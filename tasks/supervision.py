@@ -18,7 +18,7 @@ from prefect.exceptions import PrefectException
 from prefect.runtime import flow_run as flow_run_runtime
 
 from storage.errors import StorageError
-from tasks.credentials import resolve_storage
+from tasks.credentials import credentials_of
 from tasks.observe import Observation, publish
 from tasks.reporting import PROGRESS_PERIOD_S, Log, Reporter, progress_text
 from training.errors import RunConflict
@@ -105,7 +105,7 @@ class Supervision:
     def __init__(self, job: Job, logger: Log) -> None:
         self.job = job
         self.logger = logger
-        self.run = Run(job, home=home_folder(), storage=resolve_storage(job.storage))
+        self.run = Run(job, home=home_folder(), credentials=credentials_of(job.storage))
         self.flow_run_id = _flow_run_id()
         self.reporter = Reporter(job.run_id, self.flow_run_id, logger)
         self.activity = "starting"

@@ -15,7 +15,7 @@ from typing import Any, Self
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from storage.address import StorageSpec
+from storage.address import Credentials, StorageSpec
 from training.errors import InputError
 from training.specs.data import DataSpec, TokenizerSpec
 from training.specs.engine import DEFAULT_RECIPE, LocalEngineSpec, WorkerSpec
@@ -38,7 +38,7 @@ from training.specs.recovery import (
 )
 
 MAX_USER_VARIABLES = 100  # ModelArts' limit for own environment variables of a training job
-SECRET_FIELDS = frozenset({"access_key", "secret_key", "session_token"})
+SECRET_FIELDS = frozenset(Credentials.model_fields)
 RESERVED_PREFIXES = ("MA_", "VC_", "PERDURE_")
 RESERVED_NAMES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK"})
 
@@ -81,16 +81,6 @@ class Job(Section):
         for name in value:
             if name.startswith(RESERVED_PREFIXES) or name in RESERVED_NAMES:
                 raise ValueError(f"{name} is set by the node agent, choose another name")
-        return value
-
-    @field_validator("storage")
-    @classmethod
-    def _check_storage(cls, value: StorageSpec) -> StorageSpec:
-        if value.access_key or value.secret_key or value.session_token:
-            raise ValueError(
-                "keys do not belong into a job: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY "
-                "in the environment, or name a Prefect block in credentials_block"
-            )
         return value
 
     @model_validator(mode="after")
@@ -233,13 +223,16 @@ def _field_of(location: tuple[int | str, ...]) -> str:
 def _message_of(error: Mapping[str, Any]) -> str:
     """One line: the value that was given and what is allowed instead."""
     message = str(error["msg"]).removeprefix("Value error, ")
+    if SECRET_FIELDS.intersection(error["loc"]):
+        return (
+            "keys do not belong into a job: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in "
+            "the environment, or name a Prefect block in credentials_block"
+        )
     if error["type"] == "extra_forbidden":
         return "no such field; `perdure schema` lists the fields of a job"
     if error["type"] == "missing":
         return "is missing"
     if error["type"] == "value_error":
-        return message
-    if SECRET_FIELDS.intersection(error["loc"]):
         return message
     return f"{json.dumps(error['input'], default=str)[:120]}: {message}"
 

@@ -10,7 +10,7 @@ import importlib.util
 import shutil
 from pathlib import Path
 
-from storage.address import StorageSpec, check_reachable, open_store
+from storage.address import Credentials, StorageSpec, check_reachable, open_store
 from storage.errors import StorageError
 from training.environment import check_environment
 from training.errors import InputError
@@ -19,12 +19,15 @@ from training.trainer.data.corpus import CorpusError, check_sources
 from training.trainer.data.tokenizer import open_tokenizer
 
 
-def check_job(job: Job, *, storage: StorageSpec | None) -> None:
+def check_job(
+    job: Job, *, credentials: Credentials | None = None, with_storage: bool = True
+) -> None:
     """Check a job against this machine.
 
     Args:
         job: validated by itself already.
-        storage: the job's storage with credentials filled in; None to leave it unchecked.
+        credentials: keys of the job's store; None: boto3's default chain.
+        with_storage: whether to write and read a probe object.
 
     Raises:
         InputError: the first problem.
@@ -33,8 +36,8 @@ def check_job(job: Job, *, storage: StorageSpec | None) -> None:
     _check_program(job)
     if not job.worker.is_command:
         _check_data(job)
-    if storage is not None:
-        _check_storage(storage, job.run_id)
+    if with_storage:
+        _check_storage(job.storage, credentials, job.run_id)
 
 
 def _check_program(job: Job) -> None:
@@ -71,8 +74,8 @@ def _check_data(job: Job) -> None:
         raise InputError("tokenizer.path", str(error)) from error
 
 
-def _check_storage(spec: StorageSpec, run_id: str) -> None:
+def _check_storage(spec: StorageSpec, credentials: Credentials | None, run_id: str) -> None:
     try:
-        check_reachable(open_store(spec), f"runs/{run_id}/")
+        check_reachable(open_store(spec, credentials), f"runs/{run_id}/")
     except (StorageError, ValueError) as error:
         raise InputError("storage.address", f"{spec.address!r}: {error}") from error

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from storage.address import StorageSpec, open_store, worker_environment
+from storage.address import Credentials, open_store, worker_environment
 from storage.checkpoint import CheckpointStore
 from training.agent.protocol import AgentState, StartOrder
 from training.diagnosis.classify import diagnose
@@ -80,16 +80,21 @@ class Run:
     Args:
         job: what is run.
         home: Perdure's folder on this machine.
-        storage: the job's storage with credentials filled in; default: as the job has it.
+        credentials: keys of the job's store; None: boto3's default chain.
         cwd: folder the workers start in when the job names none; default: the caller's.
     """
 
     def __init__(
-        self, job: Job, *, home: Path, storage: StorageSpec | None = None, cwd: Path | None = None
+        self,
+        job: Job,
+        *,
+        home: Path,
+        credentials: Credentials | None = None,
+        cwd: Path | None = None,
     ) -> None:
         self.job = job
-        self._storage = storage or job.storage
-        self.store = open_store(self._storage)
+        self._credentials = credentials
+        self.store = open_store(job.storage, credentials)
         self.checkpoints = CheckpointStore(self.store, job.run_id)
         self.ledger = Ledger(self.store, job.run_id)
         self._home = home
@@ -116,7 +121,7 @@ class Run:
             self.job,
             home=self._home,
             epoch=self.ledger.epoch,
-            secrets_env=worker_environment(self._storage),
+            secrets_env=worker_environment(self._credentials),
         )
         return self.refresh()
 

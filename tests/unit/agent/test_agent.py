@@ -113,7 +113,7 @@ def test_logs_go_where_the_job_says(shared, tmp_path):
     order = shared.order("echo", "hello", log_path=str(tmp_path / "logs"))
     shared.call(order)
     shared.until("ended")
-    path = tmp_path / "logs" / f"p0003-a{order.attempt:04d}" / STDOUT
+    path = tmp_path / "logs" / "run-1" / f"p0003-a{order.attempt:04d}" / STDOUT
     assert path.read_text() == "hello\n"
 
 
@@ -122,10 +122,13 @@ def test_variables_in_the_command_are_filled_in_and_others_left_alone(shared):
     assert shared.logs()[STDOUT] == "--nnodes=2 1 ${NO_SUCH} $(date)\n"
 
 
-def test_home_in_a_variable_of_the_job_is_the_nodes_own(shared):
-    shared.finish("env", variables={"ASCEND_PROCESS_LOG_PATH": "$HOME/ascend/log"})
+def test_cann_writes_its_log_beside_the_ranks_own_unless_the_job_says_otherwise(shared):
+    shared.finish("env")
     seen = variables(shared)
-    assert seen["ASCEND_PROCESS_LOG_PATH"] == f"{seen['HOME']}/ascend/log"
+    folder = Path(seen["TORCHELASTIC_ERROR_FILE"]).parent
+    assert seen["ASCEND_PROCESS_LOG_PATH"] == f"{folder}/rank-00001.ascend"
+    shared.finish("env", variables={"ASCEND_PROCESS_LOG_PATH": "/own"})
+    assert variables(shared)["ASCEND_PROCESS_LOG_PATH"] == "/own"
 
 
 def test_the_end_of_a_worker_is_reported_with_its_exit_code(shared):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from training.runtime.policies import SaveClock, retention_policy, save_policy
+from training.runtime.policies import SaveClock, retention_policy
 from training.specs.recovery import CheckpointSpec
 
 
@@ -25,12 +25,12 @@ class Loader:
 def saves(spec: CheckpointSpec, *, steps: int, start: int = 0, steps_per_epoch: int = 7):
     """Steps after which the job is saved, one step a second."""
     loader = Loader(steps_per_epoch, start)
-    clock = SaveClock(save_policy(spec, loader), start, clock=lambda: float(loader.step))
+    clock = SaveClock(spec, loader, start, clock=lambda: float(loader.step))
     saved = []
     for number in range(start + 1, steps + 1):
         loader.step = number
         if clock.is_due(number):
-            clock.saved(number)
+            clock.saved(number, started_s=float(number))
             saved.append(number)
     return saved
 
