@@ -22,6 +22,7 @@ from perdure import server
 from perdure.demo import demo_faults, demo_job
 from storage.address import open_store
 from storage.errors import StorageError
+from storage.objects import ObjectStore
 from training.environment import check_environment, worker_variables
 from training.errors import InputError, PerdureError
 from training.home import home_folder
@@ -142,9 +143,10 @@ def show(job_file: JobFile, overrides: Overrides = None) -> None:
 @app.command()
 def status(run_id: RunId, *, as_json: AsJson = False) -> None:
     """Show how a run stands, from its ledger alone."""
-    job, history = _known_run(run_id)
+    job, store = _known_run(run_id)
+    history = Ledger(store, run_id).read()
     rows = attempt_rows(history)
-    kept = kept_steps(open_store(job.storage), run_id)
+    kept = kept_steps(store, run_id)
     document = {
         "run_id": run_id,
         "state": history.ended.outcome if history.ended else "running",
@@ -208,7 +210,7 @@ def _fail(message: str, code: int) -> None:
 
 
 def _check(job: Job) -> None:
-    # A credentials block lives in the Prefect server; the flow's preflight checks with it.
+    # A credentials block lives in the Prefect server; the storage is checked once that runs.
     check_job(job, with_storage=job.storage.credentials_block is None)
 
 
@@ -232,7 +234,11 @@ def _supervise(job: Job, injector: Injector | None = None) -> int:
         ui_url = server.use_server()
         from flows.pretrain import pretrain  # noqa: PLC0415 see the module's first lines
         from perdure.live import LiveView  # noqa: PLC0415 imports Prefect
+        from tasks.credentials import credentials_of  # noqa: PLC0415 imports Prefect
         from tasks.observe import Observation, observed_by  # noqa: PLC0415 imports Prefect
+
+        if job.storage.credentials_block is not None:
+            check_job(job, credentials=credentials_of(job.storage))
 
     def inject(observation: Observation) -> None:
         if injector is not None and observation.steps:
@@ -255,7 +261,7 @@ def _run_flow(flow: Callable[[], Any]) -> Any:
 
 
 def _print_outcome(console: Console, job: Job, ui_url: str) -> None:
-    store = open_store(job.storage)
+    store = _store_of(job)
     history = Ledger(store, job.run_id).read()
     _print_attempts(console, attempt_rows(history))
     kept = kept_steps(store, job.run_id)
@@ -280,10 +286,20 @@ def _ettr(history: RunHistory, kept: Any) -> float:
     return round(effective_ratio(history, kept, now_s=time.time()), 4)
 
 
-def _known_run(run_id: str) -> tuple[Job, RunHistory]:
+def _store_of(job: Job) -> ObjectStore:
+    """The job's store, with the keys of its Prefect block if it names one."""
+    if job.storage.credentials_block is None:
+        return open_store(job.storage)
+    server.use_server()
+    from tasks.credentials import credentials_of  # noqa: PLC0415 imports Prefect
+
+    return open_store(job.storage, credentials_of(job.storage))
+
+
+def _known_run(run_id: str) -> tuple[Job, ObjectStore]:
     path = job_path(home_folder(), run_id)
     try:
         job = parse_job(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise InputError("RUN", f"{run_id!r}: no such run on this machine") from None
-    return job, Ledger(open_store(job.storage), run_id).read()
+    return job, _store_of(job)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import signal
+import subprocess
 import sys
 
 import psutil
@@ -197,3 +198,35 @@ def test_a_run_on_an_object_store_survives_a_killed_worker(
     running.leave_nothing()
     kept = [p for p in bench.home.rglob("*") if p.is_file() and "object-store" in str(p)]
     assert [p for p in kept if b"very-secret-key" in p.read_bytes()] == []
+
+
+def test_keys_may_come_from_a_prefect_block(bench, s3, monkeypatch):
+    import boto3
+
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    keys = {"aws_access_key_id": "a", "aws_secret_access_key": "b"}
+    client = boto3.client("s3", endpoint_url=s3, region_name="us-east-1", **keys)
+    client.create_bucket(Bucket="with-block")
+    save = (
+        "from tasks.credentials import ObjectStoreCredentials\n"
+        "ObjectStoreCredentials(access_key='block-id', secret_key='block-secret').save('obs')\n"
+    )
+    subprocess.run([sys.executable, "-c", save], env=bench.environment, check=True, timeout=60)
+    storage = {
+        "address": "s3://with-block/x", "endpoint": s3, "region": "us-east-1",
+        "addressing_style": "path", "credentials_block": "obs",
+    }  # fmt: skip
+    job = bench.pair("with-block", steps=4, storage=storage, env={"PACE_S": "0"})
+    running = bench.start(job)
+    assert running.finish() == 0, running.out
+    found = client.list_objects_v2(Bucket="with-block", Prefix="x/runs/with-block/checkpoints/")
+    assert found["KeyCount"] == 3, "two shards and their manifest"
+    stored = [p for p in running.folder.rglob("*") if p.is_file()]
+    assert [p for p in stored if b"block-secret" in p.read_bytes()] == []
+
+    missing = bench.start(
+        {**job, "run_id": "no-block", "storage": {**storage, "credentials_block": "nope"}}
+    )
+    assert missing.finish() == 2
+    assert "no such Prefect block" in missing.out

@@ -27,6 +27,7 @@ from training.agent.protocol import (
     Reply,
     StartOrder,
     StatusQuery,
+    StopOrder,
 )
 
 TOKEN = "a-token"
@@ -171,9 +172,18 @@ def new_container(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory):
-    """One agent for the tests that leave it as they found it; it was started as a rank's child."""
+def long_lived(tmp_path_factory):
+    """An agent that was started by somebody's rank 7."""
     folder = tmp_path_factory.mktemp("agent") / "container"
     container = start_container(folder, {"RANK": "7", "WORLD_SIZE": "8", "LOCAL_RANK": "7"})
     yield container
     end_container(container)
+
+
+@pytest.fixture
+def shared(long_lived):
+    """One agent for the tests that leave it alive; nothing runs in it when they begin."""
+    yield long_lived
+    if not long_lived.status().is_over:
+        long_lived.call(StopOrder(grace_s=0))
+        long_lived.until("ended")
