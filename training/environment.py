@@ -113,7 +113,7 @@ def _hccl(job: Job) -> Iterator[Variable]:
         "to a multiple of 68)",
     )  # fmt: skip
     yield Variable(
-        "HCCL_EVENT_TIMEOUT", str(comm.exec_timeout_s + EVENT_MARGIN_S),
+        "HCCL_EVENT_TIMEOUT", str(_execution_s(job) + EVENT_MARGIN_S),
         "seconds; must exceed HCCL_EXEC_TIMEOUT or the cause is masked",
     )  # fmt: skip
     yield Variable(
@@ -124,6 +124,12 @@ def _hccl(job: Job) -> Iterator[Variable]:
         f"first of {HOST_PORTS} host ports; reserve them with net.ipv4.ip_local_reserved_ports, "
         "and keep MASTER_PORT out of them",
     )  # fmt: skip
+
+
+def _execution_s(job: Job) -> int:
+    """HCCL_EXEC_TIMEOUT in effect; a value of the job's own that is no number is refused later."""
+    own = job.env.get("HCCL_EXEC_TIMEOUT", "")
+    return int(own) if own.isdecimal() else job.comm.exec_timeout_s
 
 
 def _op_retry(job: Job) -> Iterator[Variable]:

@@ -205,8 +205,13 @@ def test_keys_may_come_from_a_prefect_block(bench, s3, monkeypatch):
 
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name, raising=False)
-    keys = {"aws_access_key_id": "a", "aws_secret_access_key": "b"}
-    client = boto3.client("s3", endpoint_url=s3, region_name="us-east-1", **keys)
+    client = boto3.client(
+        "s3",
+        endpoint_url=s3,
+        region_name="us-east-1",
+        aws_access_key_id="a",
+        aws_secret_access_key="b",
+    )
     client.create_bucket(Bucket="with-block")
     save = (
         "from tasks.credentials import ObjectStoreCredentials\n"

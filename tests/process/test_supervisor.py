@@ -12,7 +12,8 @@ pytestmark = pytest.mark.process
 def test_a_second_start_adopts_the_living_attempt_and_training_never_stopped(
     bench, undisturbed_pair
 ):
-    job = bench.pair("adopted", env={"PACE_S": "0.3"})
+    store = {"address": f"file://{bench.home}/store-adopted"}  # with no corpus prepared yet
+    job = bench.pair("adopted", storage=store, env={"PACE_S": "0.3"})
     first = bench.start(job)
     first.reach(5)
     workers = {p.pid for rank in (0, 1) for p in first.local.rank(rank)}
