@@ -1,4 +1,4 @@
-"""When a checkpoint is due: the job's fields as policies."""
+"""The intervals that follow from measurement and from the model's size."""
 
 from __future__ import annotations
 
@@ -21,34 +21,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now_s
-
-
-def test_every_n_steps_counts_steps():
-    saves = SaveClock(CheckpointSpec(every_steps=10), Loader(), 0)
-    assert [step for step in range(1, 31) if saves.is_due(step)] == [10, 20, 30]
-
-
-def test_every_t_seconds_counts_from_the_end_of_the_last_save():
-    clock = Clock()
-    saves = SaveClock(CheckpointSpec(every_s=60), Loader(), 0, clock=clock)
-    clock.now_s = 59
-    assert not saves.is_due(1)
-    clock.now_s = 60
-    assert saves.is_due(2)
-    saves.saved(2, started_s=60)
-    clock.now_s = 119
-    assert not saves.is_due(3)
-
-
-def test_every_n_epochs_saves_with_the_last_step_of_the_epoch():
-    loader = Loader()
-    saves = SaveClock(CheckpointSpec(every_epochs=2), loader, 0)
-    due = []
-    for step, epoch in enumerate([0, 1, 1, 2, 2, 3, 4], start=1):
-        loader.epoch = epoch
-        if saves.is_due(step):
-            due.append(step)
-    assert due == [4, 7]
 
 
 def test_the_young_daly_interval_follows_from_the_measured_cost_of_a_save():
