@@ -15,10 +15,12 @@ from prefect.states import Cancelled, Completed, Failed
 from tasks.hooks import leave_adoptable, take_down
 from tasks.pretraining import place, preflight, prepare_data, report, train
 from tasks.states import data_of
-from tasks.supervision import Supervision
+from tasks.supervision import Supervision, has_open_attempt
 from training.errors import EngineError
 from training.job import Job
+from training.policy.faults import FaultClass
 from training.policy.ladder import Rung
+from training.supervisor.run import Verdict
 from training.supervisor.watch import EndKind
 
 
@@ -30,28 +32,31 @@ from training.supervisor.watch import EndKind
 )
 def pretrain(job: Job) -> State[Any]:
     """Pretrain until the target step is reached, whatever breaks on the way."""
-    preflight(job)
+    if not has_open_attempt(job):
+        preflight(job)
     with Supervision(job, get_run_logger()) as supervision:
         if supervision.run.history.ended_well:
             return Completed(message=f"run {job.run_id} was completed before")
+        pending = supervision.run.pending_end()
+        if pending is not None:
+            return _end_with(supervision, pending)
         manifest_key = _data_of(job, supervision)
         while True:
             named_place = place.with_options(task_run_name=_place_name(supervision))
             try:
                 placement = data_of(named_place(supervision, return_state=True))
             except EngineError as error:
-                return _end(supervision, "failed", f"no placement: {error}")
+                outcome = "cancelled" if supervision.stop_wanted() else "failed"
+                return _end(supervision, outcome, f"no placement: {error}")
             state = train.with_options(
-                task_run_name=f"placement {placement.number} on {','.join(placement.nodes)}",
-                retry_delay_seconds=job.restart.delay_s,
+                task_run_name=f"placement {placement.number} on {','.join(placement.nodes)}"
             )(supervision, placement, manifest_key, return_state=True)
             verdict = data_of(state)
-            if verdict.kind is EndKind.COMPLETED:
-                return _end(supervision, "completed", f"step {verdict.step} reached")
-            if verdict.kind is EndKind.STOPPED:
-                return _end(supervision, "cancelled", "stopped on request")
-            if verdict.decision is not None and verdict.decision.rung is Rung.STOP:
-                return _end(supervision, "failed", verdict.decision.reason)
+            stops = verdict.decision is not None and verdict.decision.rung is Rung.STOP
+            if verdict.kind is not EndKind.FAILED or stops:
+                return _end_with(supervision, verdict)
+            if verdict.fault is not None and verdict.fault.fault_class is FaultClass.STORAGE_ERROR:
+                manifest_key = _data_of(job, supervision)  # a shard may be damaged: redo it
 
 
 @flow(name="prepare-data", flow_run_name="{job.run_id}")
@@ -61,11 +66,28 @@ def prepare(job: Job) -> None:
     prepare_data(job, return_state=True).result()
 
 
+def _end_with(supervision: Supervision, verdict: Verdict) -> State[Any]:
+    match verdict.kind:
+        case EndKind.COMPLETED:
+            return _end(supervision, "completed", f"step {verdict.step} reached")
+        case EndKind.STOPPED:
+            return _end(supervision, "cancelled", "stopped on request")
+        case EndKind.FAILED:
+            reason = verdict.decision.reason if verdict.decision is not None else "failed"
+            return _end(supervision, "failed", reason)
+
+
 def _data_of(job: Job, supervision: Supervision) -> str | None:
     if job.worker.is_command:
         return None
     supervision.says("preparing data")
-    result = data_of(prepare_data(job, return_state=True))
+    state = prepare_data(job, return_state=True)
+    history = supervision.run.history
+    if state.is_failed() and history.open_attempt is not None and history.data:
+        # The corpus is not needed to go on watching an attempt that has read its shards.
+        supervision.logger.warning("data not checked: %s", state.message)
+        return history.data[-1].manifest_key
+    result = data_of(state)
     supervision.run.record_data(result)
     return result.manifest_key
 
@@ -80,7 +102,7 @@ def _end(supervision: Supervision, outcome: str, message: str) -> State[Any]:
     run = supervision.run
     run.end(outcome, message)
     supervision.says(outcome)
-    report(supervision)
+    report(supervision, return_state=True)  # a picture that fails changes no outcome
     attempts = len(run.history.attempts)
     text = f"{message}; {attempts} attempts on {len(run.history.placements)} placements"
     match outcome:

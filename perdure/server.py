@@ -87,10 +87,20 @@ def use_server() -> str:
     given = os.environ.get("PREFECT_API_URL") or configured_api()
     if given:
         return given.removesuffix("/api")
-    record = find_server() or start_server()
+    record = _started() or start_server()
     os.environ["PREFECT_API_URL"] = record.api_url
     _reload_settings()
     return record.ui_url
+
+
+def _started() -> ServerRecord | None:
+    """The server that lives on this machine, once it answers: a busy one gets its time."""
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while (record := _living()) is not None and time.monotonic() < deadline_s:
+        if _answers(record):
+            return record
+        time.sleep(0.5)
+    return None
 
 
 def find_server() -> ServerRecord | None:
@@ -127,6 +137,8 @@ def start_server(*, port: int | None = None) -> ServerRecord:
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while not _answers(record):
         if process.poll() is not None or time.monotonic() > deadline_s:
+            process.kill()
+            _record_path().unlink(missing_ok=True)
             raise PerdureError(f"the Prefect server did not start; see {log_path}")
         time.sleep(0.3)
     return record

@@ -36,7 +36,7 @@ def take_down(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> Non
 
 
 def leave_adoptable(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:  # noqa: ARG001
-    """After a crash: a living attempt goes on until it is adopted, idle containers end."""
+    """After a crash: say in the flow run's log that a living attempt waits to be adopted."""
     logger = flow_run_logger(flow_run, flow)
     run = _run_of(flow_run)
     history = run.ledger.read()

@@ -16,12 +16,13 @@ import httpx
 from prefect.client.orchestration import get_client
 from prefect.exceptions import PrefectException
 from prefect.runtime import flow_run as flow_run_runtime
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from storage.errors import StorageError
 from tasks.credentials import credentials_of
 from tasks.observe import Observation, publish
 from tasks.reporting import PROGRESS_PERIOD_S, Log, Reporter, progress_text
-from training.errors import RunConflict
+from training.errors import InputError, RunConflict
 from training.home import home_folder
 from training.job import Job
 from training.ledger import RENEW_S
@@ -89,10 +90,23 @@ class Control(_Periodic):
         self.cancel_wanted = self.cancel_wanted or is_cancelling(self._flow_run_id)
 
 
+def has_open_attempt(job: Job) -> bool:
+    """Whether an attempt of the run may be alive: it is adopted whatever preflight would say."""
+    try:
+        run = Run(job, home=home_folder(), credentials=credentials_of(job.storage))
+        return run.refresh().open_attempt is not None
+    except (StorageError, InputError):
+        return False  # preflight will say what is wrong
+
+
 def is_cancelling(flow_run_id: UUID) -> bool:
     """Whether the server says that this flow run is (being) cancelled; False without answer."""
     try:
-        with get_client(sync_client=True) as client:
+        # One try: with the patience that a run has, a cancellation would wait for half an hour.
+        with (
+            temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
+            get_client(sync_client=True, httpx_settings={"timeout": 5.0}) as client,
+        ):
             state = client.read_flow_run(flow_run_id).state
     except (httpx.HTTPError, PrefectException, OSError):
         return False
@@ -134,6 +148,7 @@ class Supervision:
         trace: TracebackType | None,
     ) -> None:
         self._lease.close()
+        self._lease.join(RENEW_S)  # a late renewal would bring back a lease that was given up
         if self._control is not None:
             self._control.close()
         if kind is not None and not issubclass(kind, Exception):

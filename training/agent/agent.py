@@ -63,7 +63,7 @@ class Agent:
         self._marker = os.environ[MARKER]
         self._lock = threading.Lock()
         self._server = ControlServer(config.host, config.token, self.handle)
-        self._epoch = 0
+        self._epoch = config.epoch
         self._heard_s = time.monotonic()
         self._proc_start_cnt = 0
         self._order: StartOrder | None = None
@@ -73,6 +73,7 @@ class Agent:
         self._hang: HangReport | None = None
         self._staging_error: str | None = None
         self._rendezvous: Any = None  # keeps the TCPStore server of the attempt alive
+        self._rendezvous_of: tuple[int, int, int] | None = None  # placement, attempt, port
         self._ending = False
         self._oom_kills_before = _oom_kills()
 
@@ -98,6 +99,8 @@ class Agent:
 
     def handle(self, request: Request) -> Reply:
         """Answer one request of a supervisor."""
+        if isinstance(request.order, RendezvousOrder) and request.order.host_store:
+            _tcp_store_class()  # imports torch: not under the lock, it takes seconds
         with self._lock:
             if request.epoch < self._epoch:
                 return Reply(error=f"epoch {request.epoch} is superseded by {self._epoch}")
@@ -155,7 +158,6 @@ class Agent:
         self._hang, self._staging_error = None, None
         self._detector = self._new_detector()
         self._oom_kills_before = _oom_kills()
-        self._proc_start_cnt += 1
         self._state = AgentState.STAGING
         threading.Thread(target=self._stage_and_launch, args=(order,), daemon=True).start()
         return Reply()
@@ -203,7 +205,8 @@ class Agent:
             "PERDURE_DATA_MANIFEST": order.data_manifest_key or "",
             "PERDURE_METRICS": str(folder / "metrics.jsonl"),
         }
-        self._group.start(environment, proc_start_cnt=self._proc_start_cnt)
+        self._group.start(environment, proc_start_cnt=self._proc_start_cnt + 1)
+        self._proc_start_cnt += 1
         self._state = AgentState.RUNNING
 
     def _stop(self, grace_s: float) -> None:
@@ -227,7 +230,10 @@ class Agent:
         group = self._group
         assert group is not None  # noqa: S101 RUNNING implies a group
         verdict = self._detector.judge(
-            group.heartbeats(), now_s=time.monotonic(), since_s=group.started_s
+            group.heartbeats(),
+            mute=group.mute_ranks(),
+            now_s=time.monotonic(),
+            since_s=group.started_s,
         )
         if verdict is not None:
             self._hang = _report(verdict, group.rank_of(verdict.local_rank))
@@ -238,14 +244,21 @@ class Agent:
             self._ending = True
 
     def _open_rendezvous(self, order: RendezvousOrder) -> Reply:
+        key = (order.placement, order.attempt)
+        if self._rendezvous_of is not None and self._rendezvous_of[:2] == key:
+            return Reply(port=self._rendezvous_of[2])
         self._rendezvous = None  # the port of the attempt before must be free again
-        if not order.host_store:
-            return Reply(port=order.port or _free_port(self._config.host))
-        try:
-            self._rendezvous = _tcp_store(self._config.host, order.port)
-        except (OSError, RuntimeError) as error:
-            return Reply(error=f"rendezvous port {order.port}: {error}")
-        return Reply(port=self._rendezvous.port)
+        port = order.port or _free_port(self._config.host)
+        if order.host_store:
+            try:
+                self._rendezvous = _tcp_store_class()(
+                    self._config.host, order.port, is_master=True, wait_for_workers=False
+                )
+            except (OSError, RuntimeError) as error:
+                return Reply(error=f"rendezvous port {order.port}: {error}")
+            port = self._rendezvous.port
+        self._rendezvous_of = (*key, port)
+        return Reply(port=port)
 
     def _metrics(self, offset: int) -> Reply:
         path = self._group.folder / "metrics.jsonl" if self._group else None
@@ -313,12 +326,12 @@ def _report(verdict: Hang, rank: int) -> HangReport:
     )
 
 
-def _tcp_store(host: str, port: int) -> Any:
-    """The rendezvous of an attempt, owned by the agent so that any rank may die."""
+def _tcp_store_class() -> Any:
+    """What hosts a rendezvous; the agent owns it, so that any rank may die."""
     # Only the first node's agent needs torch, and only for this.
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415
 
-    return TCPStore(host, port, is_master=True, wait_for_workers=False)
+    return TCPStore
 
 
 def _free_port(host: str) -> int:

@@ -38,10 +38,27 @@ def reap_adopted(own: Collection[int]) -> None:
 
 
 def container_processes(marker: str) -> list[psutil.Process]:
-    """All living processes that carry the marker of this container, except the caller."""
-    me = os.getpid()
+    """All living processes of a container, except the caller.
+
+    Those that carry the marker, and whatever descends from them or from the caller's own
+    children: a program may start others with an environment of its own.
+    """
     entry = f"{MARKER}={marker}".encode()
-    return [p for p in psutil.process_iter() if p.pid != me and _carries(p, entry)]
+    found: dict[int, psutil.Process] = {}
+    for process in psutil.process_iter():
+        if process.pid not in found and _carries(process, entry):
+            for one in (process, *_descendants(process)):
+                found[one.pid] = one
+    found.pop(os.getpid(), None)
+    return list(found.values())
+
+
+def _descendants(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        children = process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    return [child for child in children if _lives(child)]
 
 
 def _carries(process: psutil.Process, entry: bytes) -> bool:

@@ -27,6 +27,9 @@ class AgentConfig(Message):
     member: int
     schedule_cnt: int
     token: str
+    epoch: int = Field(
+        description="of the supervisor that made the container; lower ones are refused"
+    )
     host: str = "127.0.0.1"
     orphan_timeout_s: float
     start_timeout_s: float
@@ -72,9 +75,14 @@ class StopOrder(Message):
 
 
 class RendezvousOrder(Message):
-    """Open the rendezvous of the next attempt on this node (node rank 0 only)."""
+    """Open the rendezvous of an attempt on this node (node rank 0 only).
+
+    Repeated for the same attempt it gives the same port: workers may be using it already.
+    """
 
     op: Literal["rendezvous"] = "rendezvous"
+    placement: int
+    attempt: int
     port: int
     host_store: bool
 

@@ -178,6 +178,13 @@ class WorkerGroup:
         found = ((w.local_rank, w.heartbeat.read()) for w in self._workers if w.ended_s is None)
         return {local_rank: beat for local_rank, beat in found if beat is not None}
 
+    def mute_ranks(self) -> list[int]:
+        """Local ranks that run but have written no heartbeat yet; none for commands."""
+        if self.order.is_command:
+            return []
+        running = (w for w in self._workers if w.ended_s is None)
+        return [w.local_rank for w in running if w.heartbeat.read() is None]
+
     def statuses(self) -> tuple[WorkerStatus, ...]:
         """How each worker stands."""
         return tuple(_status(worker) for worker in self._workers)

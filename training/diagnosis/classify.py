@@ -81,13 +81,15 @@ class Evidence:
     silent: Sequence[SilentRank] = ()
     staging_errors: Mapping[str, str] | None = None
     oom_nodes: Sequence[str] = ()
+    refusal: str | None = None
 
 
 class _Role(IntEnum):
-    ROOT = 0
-    CASCADE = 1
-    UNEXPLAINED = 2
-    STOPPED = 3
+    NODE = 0  # a container that is gone explains whatever its peers printed or died of
+    ROOT = 1
+    CASCADE = 2
+    UNEXPLAINED = 3
+    STOPPED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,7 @@ def diagnose(evidence: Evidence) -> Fault:
         *_staging(evidence),
         *(_worker(end, evidence) for end in evidence.workers if end.exit_code != 0),
         *_silence(evidence),
+        *_refusal(evidence),
     ]
     if not candidates:
         return Fault(FaultClass.UNKNOWN, evidence.at_s, "no evidence", step=evidence.step)
@@ -134,7 +137,7 @@ def diagnose(evidence: Evidence) -> Fault:
 def _lost_nodes(evidence: Evidence) -> Iterator[_Candidate]:
     for node in evidence.lost_nodes:
         yield _Candidate(
-            _Role.ROOT,
+            _Role.NODE,
             Fault(
                 FaultClass.NODE_LOST,
                 evidence.at_s,
@@ -156,9 +159,22 @@ def _staging(evidence: Evidence) -> Iterator[_Candidate]:
             error,
             node=node,
             step=evidence.step,
-            explanation="The token shards could not be brought to the node.",
+            explanation="The processes could not be started: the token shards were not to be "
+            "had, or the node's folders not to be written.",
         )
         yield _Candidate(_Role.ROOT, fault)
+
+
+def _refusal(evidence: Evidence) -> Iterator[_Candidate]:
+    if evidence.refusal is not None:
+        fault = Fault(
+            FaultClass.UNKNOWN,
+            evidence.at_s,
+            evidence.refusal,
+            step=evidence.step,
+            explanation="The engine could not start the processes.",
+        )
+        yield _Candidate(_Role.UNEXPLAINED, fault)
 
 
 def _silence(evidence: Evidence) -> Iterator[_Candidate]:

@@ -37,21 +37,23 @@ class Snapshot:
     Attributes:
         agents: status by member index, of the members that answered.
         lost: names of nodes whose container is gone.
+        unanswered: names of nodes that live but did not answer this time.
     """
 
     agents: dict[int, AgentStatus] = field(default_factory=dict)
     lost: tuple[str, ...] = ()
+    unanswered: tuple[str, ...] = ()
 
     @property
     def is_over(self) -> bool:
-        """Whether no process of the attempt is left anywhere."""
-        return all(status.is_over for status in self.agents.values())
+        """Whether no process of the attempt is left anywhere, as far as can be known."""
+        return not self.unanswered and all(status.is_over for status in self.agents.values())
 
 
 class Engine(Protocol):
     """Where containers come from.
 
-    Calls may raise EngineError; `place` raises NoCapacity.
+    Calls may raise EngineError, and AgentUnreachable where they speak to an agent.
     """
 
     @property
@@ -71,8 +73,8 @@ class Engine(Protocol):
         """Start new containers for these members; the others keep theirs."""
         ...
 
-    def adopt(self, placement: Placement) -> bool:
-        """Find the containers of a placement made earlier. Whether any of them lives."""
+    def adopt(self, placement: Placement) -> frozenset[int]:
+        """Find the containers of a placement made earlier. Indices of the members that live."""
         ...
 
     def start(self, order: StartOrder) -> None:

@@ -42,10 +42,11 @@ from training.policy.ladder import Rung
 
 LOOPBACK = "127.0.0.1"
 AGENT_START_TIMEOUT_S = 60.0
+RENDEZVOUS_TIMEOUT_S = 120.0  # the first one imports torch, which a cold disk makes slow
 SILENT_AGENT_S = 15.0  # an agent that lives but does not answer for this long is lost
 SHUTDOWN_MARGIN_S = 10.0
 _CONTAINERS_FILE = "containers.json"
-_NOT_INHERITED = ("PREFECT_", "PREFECT__", "MA_", "VC_", "TORCHELASTIC_")
+_NOT_INHERITED = ("PREFECT_", "MA_", "VC_", "TORCHELASTIC_")
 
 
 class _Container(BaseModel):
@@ -127,21 +128,24 @@ class LocalEngine:
         self._end([c for i, c in self._containers.items() if i in members])
         self._launch(placement, members)
 
-    def adopt(self, placement: Placement) -> bool:
-        """Find the containers of a placement made earlier. Whether any of them lives."""
+    def adopt(self, placement: Placement) -> frozenset[int]:
+        """Find the containers of a placement made earlier. Indices of the members that live."""
         if self._load() != placement.number:
-            return False
-        now_s = time.monotonic()
-        self._answered_s = dict.fromkeys(self._containers, now_s)
-        return any(c.address() is not None for c in self._containers.values())
+            return frozenset()
+        self._answered_s = dict.fromkeys(self._containers, time.monotonic())
+        return frozenset(i for i, c in self._containers.items() if c.address() is not None)
 
     def start(self, order: StartOrder) -> None:
         """Start the processes of an attempt in every container."""
         hosts = tuple(LOOPBACK for _ in self._containers)
         rendezvous = RendezvousOrder(
-            port=self._job.comm.master_port, host_store=not order.is_command
+            placement=order.placement,
+            attempt=order.attempt,
+            port=self._job.comm.master_port,
+            host_store=not order.is_command,
         )
-        port = self._client(self._containers[0]).call(rendezvous).port
+        first = self._client(self._containers[0], timeout_s=RENDEZVOUS_TIMEOUT_S)
+        port = first.call(rendezvous).port
         assert port is not None  # noqa: S101 the agent's reply to a rendezvous order
         filled = order.model_copy(
             update={"hosts": hosts, "master_addr": LOOPBACK, "master_port": port}
@@ -153,13 +157,16 @@ class LocalEngine:
         """How the members stand."""
         agents: dict[int, AgentStatus] = {}
         lost: list[str] = []
+        unanswered: list[str] = []
         for index, container in sorted(self._containers.items()):
             status = self._status(index, container)
             if status is not None:
                 agents[index] = status
             elif container.address() is None or self._is_silent(index):
                 lost.append(container.node)
-        return Snapshot(agents, tuple(lost))
+            else:
+                unanswered.append(container.node)
+        return Snapshot(agents, tuple(lost), tuple(unanswered))
 
     def stop(self, grace_s: float) -> None:
         """Stop the processes in every container that answers."""
@@ -216,11 +223,11 @@ class LocalEngine:
         except AgentUnreachable:
             return  # nobody there: the caller ends what is left by force, or it is lost already
 
-    def _client(self, container: _Container) -> AgentClient:
+    def _client(self, container: _Container, *, timeout_s: float = 10.0) -> AgentClient:
         address = container.address()
         if address is None:
             raise AgentUnreachable(f"the agent of {container.node} is gone")
-        return AgentClient(address, token=container.token, epoch=self._epoch)
+        return AgentClient(address, token=container.token, epoch=self._epoch, timeout_s=timeout_s)
 
     def _launch(self, placement: Placement, members: Collection[int]) -> None:
         for member in placement.members:
@@ -244,6 +251,7 @@ class LocalEngine:
             member=index,
             schedule_cnt=member.schedule_cnt,
             token=token,
+            epoch=self._epoch,
             orphan_timeout_s=self._job.engine.orphan_timeout_s,
             start_timeout_s=self._job.restart.start_timeout_s,
             hang_timeout_s=self._job.restart.hang_timeout_s,

@@ -6,7 +6,7 @@ Pure: heartbeats in, verdict out. Times are seconds of CLOCK_MONOTONIC.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -54,15 +54,25 @@ class HangDetector:
             return self.start_timeout_s
         return max(MIN_LIMIT_S, MEDIANS * median(self._steps_s))
 
-    def judge(self, beats: Mapping[int, Heartbeat], *, now_s: float, since_s: float) -> Hang | None:
+    def judge(
+        self,
+        beats: Mapping[int, Heartbeat],
+        *,
+        now_s: float,
+        since_s: float,
+        mute: Collection[int] = (),
+    ) -> Hang | None:
         """The rank that has been silent longest beyond its limit, or None.
 
         Args:
             beats: newest heartbeat of every local rank that still runs and takes part.
             now_s: the time.
             since_s: when the processes were started.
+            mute: local ranks that run but have never written a heartbeat.
         """
         worst: Hang | None = None
+        if mute and now_s - since_s > self.start_timeout_s:
+            worst = Hang(min(mute), now_s - since_s, self.start_timeout_s, Phase.START, -1)
         for local_rank, beat in beats.items():
             self._learn(local_rank, beat)
             if beat.phase in (Phase.DONE, Phase.STOPPED):

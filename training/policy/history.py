@@ -71,6 +71,8 @@ class RunHistory:
     checkpoints: list[CheckpointSeen] = field(default_factory=list)
     ended: RunEnded | None = None
     budgets_from: int = 0
+    cwd: str | None = None
+    isolations: list[str] = field(default_factory=list)
 
     @property
     def committed_step(self) -> int:
@@ -101,8 +103,23 @@ class RunHistory:
     @property
     def isolated(self) -> tuple[str, ...]:
         """Nodes that decisions keep out of placements, in order of isolation."""
-        nodes = (a.decided.isolate for a in self.attempts if a.decided is not None)
-        return tuple(dict.fromkeys(node for node in nodes if node is not None))
+        return tuple(dict.fromkeys(self.isolations))
+
+    @property
+    def undecided(self) -> AttemptView | None:
+        """The newest attempt when it failed and the ladder has not been asked, or not again."""
+        last = self.attempts[-1] if len(self.attempts) > self.budgets_from else None
+        if last is None or last.ended is None or last.ended.fault is None:
+            return None
+        return last if last.decided is None else None
+
+    @property
+    def unended(self) -> AttemptView | None:
+        """The newest attempt when it ended the run but the run's end is not on record."""
+        last = self.attempts[-1] if len(self.attempts) > self.budgets_from else None
+        if last is None or last.ended is None or last.ended.outcome == "failed":
+            return None
+        return last
 
     def attempts_in(self, placement: int) -> list[AttemptView]:
         """Attempts of one placement, oldest first."""
@@ -117,17 +134,13 @@ class RunHistory:
         """
         found: list[Recovery] = []
         for index, view in enumerate(self.attempts):
-            if (
-                index < self.budgets_from
-                or view.decided is None
-                or view.ended is None
-                or view.ended.fault is None
-            ):
+            if index < self.budgets_from or view.ended is None or view.ended.fault is None:
                 continue
             fault = fault_of(view.ended.fault)
             progressed = self._progress_after(index, progress_after_s)
             found += [Recovery(fault, r, progressed=False, failed=True) for r in view.failed_rungs]
-            found.append(Recovery(fault, view.decided.rung, progressed=progressed))
+            if view.decided is not None:
+                found.append(Recovery(fault, view.decided.rung, progressed=progressed))
         return found
 
     def _progress_after(self, index: int, progress_after_s: float | None) -> bool:
@@ -153,6 +166,7 @@ def _apply(history: RunHistory, record: AnyRecord) -> None:
     match record:
         case RunCreated():
             history.job, history.created_s = record.job, record.at_s
+            history.cwd = record.cwd
         case SupervisorTook():
             history.supervisor = record
             if not history.ended_well:
@@ -185,9 +199,11 @@ def _update_attempt(
                 history.attempts[index] = replace(view, ended=record)
             case Decided():
                 history.attempts[index] = replace(view, decided=record)
+                history.isolations += [record.isolate] if record.isolate is not None else []
             case RungFailed():
+                # The decision is superseded: the ladder is asked again.
                 failed = (*view.failed_rungs, record.rung)
-                history.attempts[index] = replace(view, failed_rungs=failed)
+                history.attempts[index] = replace(view, failed_rungs=failed, decided=None)
 
 
 def fault_of(record: FaultRecord) -> Fault:

@@ -164,7 +164,11 @@ class _Case:
     isolation_due: bool
 
     def used(self, *rungs: Rung) -> int:
-        return sum(past.rung in rungs for past in self.row)
+        """Recoveries of the row that were carried out; a last resort that failed counts too."""
+        return sum(
+            past.rung in rungs and (not past.failed or past.rung is Rung.JOB_RESCHEDULE)
+            for past in self.row
+        )
 
 
 def _in_place_refusal(case: _Case) -> str | None:
@@ -242,11 +246,9 @@ def _job_refusal(case: _Case) -> str | None:
 def _unexplained_in_a_row(row: Sequence[Recovery]) -> int:
     count = 0
     for past in reversed(row):
-        if past.rung is not Rung.JOB_RESCHEDULE:
-            continue
         if past.fault.fault_class in NODE_OR_CHIP:
             break
-        count += 1
+        count += past.rung is Rung.JOB_RESCHEDULE
     return count
 
 
@@ -322,6 +324,8 @@ def _isolation_due(fault: Fault, *, now_s: float, history: Sequence[Recovery]) -
         return False
     same = 1
     for past in reversed(history):
+        if past.failed:
+            continue  # a second answer to a fault that is counted already
         if not _same_fault(past.fault, fault) or now_s - past.fault.at_s > SAME_CODE_WINDOW_S:
             break
         same += 1

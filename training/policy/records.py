@@ -28,6 +28,7 @@ class RunCreated(Record):
 
     kind: Literal["run_created"] = "run_created"
     job: dict[str, Any]
+    cwd: str | None = None
 
 
 class SupervisorTook(Record):
@@ -68,12 +69,21 @@ class Member(BaseModel):
 
 
 class Placed(Record):
-    """A new placement: the gang of containers the next attempts stand on."""
+    """A new placement: the gang of containers the next attempts stand on.
+
+    Attributes:
+        host: of the supervisor that made it; an engine of this machine is bound to it.
+        boot_id: of that host; after a reboot nothing of the placement is left.
+        home: Perdure's folder there.
+    """
 
     kind: Literal["placed"] = "placed"
     placement: int
     members: tuple[Member, ...]
     avoid: tuple[str, ...]
+    host: str = ""
+    boot_id: str = ""
+    home: str = ""
 
 
 class AttemptStarted(Record):

@@ -76,8 +76,8 @@ class Session:
     def __init__(self, context: WorkerContext) -> None:
         self.context = context
         self.job = context.job
-        self.device = pick_device(context.local_rank)
         self._heartbeat = HeartbeatWriter(context.heartbeat_path)
+        self.device = pick_device(context.local_rank)
         self._stop_wanted = False
         self._looping = False
         signal.signal(signal.SIGTERM, self._on_terminate)

@@ -12,19 +12,21 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from storage.address import Credentials, open_store, worker_environment
 from storage.checkpoint import CheckpointStore
+from storage.errors import PermanentError
 from training.agent.protocol import AgentState, StartOrder
 from training.diagnosis.classify import diagnose
 from training.engines.base import Engine, Placement, plan, plan_replacement
 from training.engines.local import LocalEngine
 from training.environment import worker_variables
-from training.errors import EngineError, NoCapacity, RunConflict
+from training.errors import AgentUnreachable, EngineError, NoCapacity, RunConflict
 from training.job import Job
 from training.ledger import Identity, Ledger
 from training.policy.faults import Fault, FaultClass
-from training.policy.history import AttemptView, RunHistory, record_of
+from training.policy.history import AttemptView, RunHistory, fault_of, record_of
 from training.policy.ladder import RESTARTS_IN_PLACE, Decision, Policy, Rung, decide
 from training.policy.records import (
     AttemptEnded,
@@ -99,6 +101,7 @@ class Run:
         self.ledger = Ledger(self.store, job.run_id)
         self._home = home
         self._cwd = str((Path(job.worker.cwd) if job.worker.cwd else cwd or Path.cwd()).resolve())
+        self._identity = Identity.of_this_process()
         self._engine: Engine | None = None
         self.history = RunHistory()
         self._first_steps: set[tuple[int, int]] = set()
@@ -107,22 +110,20 @@ class Run:
         """Become the run's supervisor, creating the run when it is new.
 
         Raises:
-            RunConflict: another supervisor lives, or the run belongs to a different job.
+            RunConflict: another supervisor lives, or the run belongs to a different job, or its
+                containers are another machine's or another home folder's.
         """
         before = self.ledger.read()
-        document = self.job.model_dump(mode="json")
         if before.job is not None:
-            _refuse_other_job(self.job, Job.model_validate(before.job))
-        history = self.ledger.take(Identity.of_this_process())
+            _refuse_other_job(self.job, before.job)
+            _refuse_elsewhere(before, self._identity, self._home)
+        history = self.ledger.take(self._identity)
         if history.job is None:
-            self.ledger.append(RunCreated, job=document)
+            document = self.job.model_dump(mode="json")
+            self.ledger.append(RunCreated, job=document, cwd=self._cwd)
+        self._cwd = history.cwd or self._cwd
         remember_job(self._home, self.job)
-        self._engine = LocalEngine(
-            self.job,
-            home=self._home,
-            epoch=self.ledger.epoch,
-            secrets_env=worker_environment(self._credentials),
-        )
+        self._engine = self._make_engine(self.ledger.epoch)
         return self.refresh()
 
     def refresh(self) -> RunHistory:
@@ -130,6 +131,10 @@ class Run:
         self.history = self.ledger.read()
         self._first_steps = {a.key for a in self.history.attempts if a.first_step is not None}
         return self.history
+
+    def _make_engine(self, epoch: int) -> Engine:
+        secrets_env = worker_environment(self._credentials)
+        return LocalEngine(self.job, home=self._home, epoch=epoch, secrets_env=secrets_env)
 
     @property
     def engine(self) -> Engine:
@@ -163,15 +168,24 @@ class Run:
             duration_s=result.duration_s,
         )
 
+    def pending_end(self) -> Verdict | None:
+        """The verdict of an attempt that ended the run, when its end is not on record yet."""
+        view = self.refresh().unended
+        if view is None or view.ended is None:
+            return None
+        return Verdict(EndKind(view.ended.outcome), *view.key, view.ended.to_step)
+
     def place(self, *, stop_wanted: Callable[[], bool] = lambda: False) -> Placement:
         """The placement the next attempt stands on: the living one, or a new one.
 
         Raises:
             EngineError: no placement is possible, and the ladder says stop.
         """
-        history = self.refresh()
-        current = _placement_of(history)
-        if current is not None and self._keeps(history, current):
+        undecided = self.refresh().undecided
+        if undecided is not None:
+            self._decide(undecided, _fault_of(undecided))
+        current = _placement_of(self.history)
+        if current is not None and self._keeps(self.history, current):
             return current
         while True:
             rung = self._rung_of(self.refresh())
@@ -179,7 +193,9 @@ class Run:
                 raise EngineError(self._decision_text())
             try:
                 return self._carry_out(rung, current, stop_wanted)
-            except NoCapacity as error:
+            except (EngineError, AgentUnreachable) as error:
+                if stop_wanted():
+                    raise EngineError("stopped on request") from error
                 self._record_failed_rung(rung, str(error))
 
     def attempt(
@@ -191,50 +207,95 @@ class Run:
         on_progress: Callable[[Progress], None],
     ) -> Verdict:
         """Start the next attempt, or adopt the living one, and watch it to its end."""
-        history = self.refresh()
-        view = history.open_attempt
+        view = self.refresh().open_attempt
         if view is None:
+            self._pause(placement, stop_wanted)
             view = self._begin(placement)
-        order = self._order(view, placement, data_manifest_key)
-        if not self._already_started(view):
-            self.checkpoints.fence(*view.key)
-            self.engine.start(order)
         watch = AttemptWatch(
             self.engine,
             grace_s=self.job.engine.grace_s,
+            start_timeout_s=self.job.restart.start_timeout_s,
             stop_wanted=stop_wanted,
             on_progress=lambda progress: self._on_progress(view, progress, on_progress),
         )
+        if not self._already_started(view):
+            self.checkpoints.fence(*view.key)
+            try:
+                self.engine.start(self._order(view, placement, data_manifest_key))
+            except (EngineError, AgentUnreachable) as error:
+                return self._conclude(view, watch.wind_up(refusal=str(error)))
         return self._conclude(view, watch.run())
 
     def end(self, outcome: str, message: str) -> None:
-        """Put the end of the run on record and take its containers down."""
+        """Put the end of the run on record and take its containers down.
+
+        Raises:
+            RunConflict: another supervisor has taken the run; nothing was done.
+        """
+        self.ledger.renew()
         self.engine.cancel(self.job.engine.grace_s)
+        view = self.refresh().open_attempt
+        if view is not None:
+            self._record_missed_checkpoints(view)
+            self._record_end(view, "stopped", to_step=self.checkpoints.latest())
         self.ledger.append(RunEnded, outcome=outcome, message=message)
         self.ledger.release()
 
+    def _pause(self, placement: Placement, stop_wanted: Callable[[], bool]) -> None:
+        """Wait before a restart, as the policy has it; a wish to stop ends the wait."""
+        if not self.history.attempts_in(placement.number):
+            return
+        until_s = time.monotonic() + self.job.restart.delay_s
+        while time.monotonic() < until_s and not stop_wanted():
+            time.sleep(min(1.0, until_s - time.monotonic()))
+
     def _keeps(self, history: RunHistory, current: Placement) -> bool:
-        """Whether the next attempt stands on the placement that is there."""
-        if history.open_attempt is not None:
-            if self.engine.adopt(current):
-                return True
-            self._record_vanished(history.open_attempt)
-            return False
+        """Whether the next attempt stands on the placement that is there.
+
+        With some of its members gone it is still kept when processes were started on it: the
+        attempt then ends with the loss, and the ladder is asked.
+        """
         if not history.attempts_in(current.number):
-            # Placed, but the supervisor before us died before it started anything.
-            if not self.engine.adopt(current):
-                self.engine.submit(current)
-            return True
+            return self._completes(history, current)
+        alive = self.engine.adopt(current)
+        if history.open_attempt is not None:
+            if not alive:
+                self._record_vanished(history.open_attempt)
+            return bool(alive)
         decided = history.pending_decision
         in_place = decided is not None and decided.rung in RESTARTS_IN_PLACE
-        return in_place and history.ended is None and self.engine.adopt(current)
+        return in_place and len(history.attempts) > history.budgets_from and bool(alive)
+
+    def _completes(self, history: RunHistory, current: Placement) -> bool:
+        """Finish a placement whose supervisor died between its record and its first attempt.
+
+        Returns:
+            False when it cannot stand as recorded: members that were to stay are gone.
+        """
+        members = {member.index for member in current.members}
+        before = history.placements[-2].members if len(history.placements) > 1 else ()
+        stay = {m.index for m in current.members if m in before}
+        alive = self.engine.adopt(current)
+        if alive == members:
+            return True
+        if not stay:
+            self.engine.submit(current)
+            return True
+        if not alive:
+            placed = history.placements[-2]
+            alive = self.engine.adopt(Placement(placed.placement, placed.members)) & stay
+        if not stay <= alive:
+            return False
+        self.engine.replace(current, members - alive)
+        return True
 
     def _rung_of(self, history: RunHistory) -> Rung:
         decided = history.pending_decision
         if decided is None or len(history.attempts) <= history.budgets_from:
             return Rung.JOB_RESCHEDULE  # a first placement, or somebody started an ended run again
-        # The containers of an in-place restart are gone: only new ones are left.
-        return Rung.JOB_RESCHEDULE if decided.rung in RESTARTS_IN_PLACE else decided.rung
+        done = history.placement is not None and history.placement.placement > decided.placement
+        # Carried out already, or in place where nothing is left: only new containers help.
+        return Rung.JOB_RESCHEDULE if done or decided.rung in RESTARTS_IN_PLACE else decided.rung
 
     def _carry_out(
         self, rung: Rung, current: Placement | None, stop_wanted: Callable[[], bool]
@@ -254,8 +315,8 @@ class Run:
         if rung is Rung.JOB_RESCHEDULE and self._may_go_back(avoid):
             avoid = ()
         if rung is Rung.POD_RESCHEDULE and current is not None:
-            self.engine.adopt(current)
-            lost = self.engine.poll().lost
+            alive = self.engine.adopt(current)
+            lost = [m.node for m in current.members if m.index not in alive]
             placement, moved = plan_replacement(nodes, previous=current, avoid=avoid, lost=lost)
             self._record_placed(placement, avoid)
             self.engine.replace(placement, moved)
@@ -272,7 +333,13 @@ class Run:
 
     def _record_placed(self, placement: Placement, avoid: tuple[str, ...]) -> None:
         self.ledger.append(
-            Placed, placement=placement.number, members=placement.members, avoid=avoid
+            Placed,
+            placement=placement.number,
+            members=placement.members,
+            avoid=avoid,
+            host=self._identity.host,
+            boot_id=self._identity.boot_id,
+            home=str(self._home),
         )
 
     def _begin(self, placement: Placement) -> AttemptView:
@@ -350,28 +417,50 @@ class Run:
         placement, attempt = view.key
         self._record_missed_checkpoints(view)
         fault = diagnose(end.evidence) if end.kind is EndKind.FAILED else None
-        self.ledger.append(
-            AttemptEnded,
-            placement=placement,
-            attempt=attempt,
-            outcome=end.kind.value,
+        self._record_end(
+            view,
+            end.kind.value,
             to_step=end.last_step,
             proc_start_cnt=end.proc_start_cnt,
-            fault=record_of(fault) if fault is not None else None,
-            duration_s=time.time() - view.started.at_s,
+            fault=fault,
         )
         if fault is None:
             return Verdict(end.kind, placement, attempt, end.last_step)
         decision = self._decide(view, fault)
         return Verdict(end.kind, placement, attempt, end.last_step, fault, decision)
 
+    def _record_end(
+        self,
+        view: AttemptView,
+        outcome: str,
+        *,
+        to_step: int | None,
+        proc_start_cnt: dict[str, int] | None = None,
+        fault: Fault | None = None,
+    ) -> None:
+        placement, attempt = view.key
+        self.ledger.append(
+            AttemptEnded,
+            placement=placement,
+            attempt=attempt,
+            outcome=outcome,
+            to_step=to_step,
+            proc_start_cnt=proc_start_cnt or {},
+            fault=record_of(fault) if fault is not None else None,
+            duration_s=time.time() - view.started.at_s,
+        )
+
     def _record_missed_checkpoints(self, view: AttemptView) -> None:
         """Commits whose line was lost with the first node: the store knows them."""
         for step in self.checkpoints.steps():
-            if step > self.history.committed_step:
+            if step <= self.history.committed_step:
+                continue
+            try:
                 manifest = self.checkpoints.manifest(step)
-                if (manifest.placement, manifest.attempt) == view.key:
-                    self._record_checkpoint(view, step)
+            except PermanentError:
+                continue  # the next restore finds it damaged and sets it aside
+            if (manifest.placement, manifest.attempt) == view.key:
+                self._record_checkpoint(view, step)
 
     def _decide(self, view: AttemptView, fault: Fault) -> Decision:
         history = self.refresh()
@@ -401,16 +490,14 @@ class Run:
     def _record_failed_rung(self, rung: Rung, why: str) -> None:
         """A rung could not be carried out: put it on record and ask the ladder again."""
         view = self.refresh().attempts[-1] if self.history.attempts else None
-        if view is None or view.ended is None or view.ended.fault is None:
+        if view is None or len(self.history.attempts) <= self.history.budgets_from:
             raise EngineError(why)
         placement, attempt = view.key
         self.ledger.append(RungFailed, placement=placement, attempt=attempt, rung=rung, why=why)
-        fault = Fault(**view.ended.fault.model_dump())
-        self._decide(view, fault)
+        self._decide(view, _fault_of(view))
 
     def _record_vanished(self, view: AttemptView) -> None:
         """The attempt ended while nobody watched, and its containers with it."""
-        placement, attempt = view.key
         fault = Fault(
             FaultClass.NODE_LOST,
             time.time(),
@@ -418,16 +505,8 @@ class Run:
             explanation="All containers are gone: the machine was restarted, or everything "
             "was taken down at once.",
         )
-        self.ledger.append(
-            AttemptEnded,
-            placement=placement,
-            attempt=attempt,
-            outcome="failed",
-            to_step=None,
-            proc_start_cnt={},
-            fault=record_of(fault),
-            duration_s=time.time() - view.started.at_s,
-        )
+        self._record_missed_checkpoints(view)
+        self._record_end(view, "failed", to_step=None, fault=fault)
         self._decide(view, fault)
 
     def _decision_text(self) -> str:
@@ -440,15 +519,38 @@ def _placement_of(history: RunHistory) -> Placement | None:
     return Placement(placed.placement, placed.members) if placed is not None else None
 
 
-def _refuse_other_job(job: Job, before: Job) -> None:
-    """A run keeps its identity: what the weights depend on must not change under its name."""
-    for field in ("model", "tokenizer", "seed", "batch", "worker"):
-        new, old = getattr(job, field), getattr(before, field)
-        if new != old:
+def _fault_of(view: AttemptView) -> Fault:
+    assert view.ended is not None  # noqa: S101 asked for failed attempts alone
+    assert view.ended.fault is not None  # noqa: S101 likewise
+    return fault_of(view.ended.fault)
+
+
+# What the weights depend on must not change under a run's name.
+_IDENTITY = ("model", "tokenizer", "seed", "batch", "optimizer", "precision", "worker")
+
+
+def _refuse_other_job(job: Job, before: dict[str, Any]) -> None:
+    now = job.model_dump(mode="json")
+    for field in _IDENTITY:
+        if field in before and now[field] != before[field]:
             raise RunConflict(
-                f"run_id={job.run_id} belongs to a job with another {field} ({old!r}); "
-                "choose another run_id"
+                f"run_id={job.run_id} belongs to a job with another {field}; "
+                "choose another run_id, or go back to the former job"
             )
+
+
+def _refuse_elsewhere(history: RunHistory, identity: Identity, home: Path) -> None:
+    """A run with an open attempt is adopted where its containers are, or not at all."""
+    placed = history.placement
+    if placed is None or history.open_attempt is None or not placed.host:
+        return
+    if placed.host == identity.host and placed.boot_id != identity.boot_id:
+        return  # rebooted: nothing is left of it
+    if (placed.host, placed.home) != (identity.host, str(home)):
+        raise RunConflict(
+            f"an attempt of run {history.job and history.job.get('run_id')} may be alive on "
+            f"{placed.host} with PERDURE_HOME={placed.home}; start it there"
+        )
 
 
 __all__ = ["Run", "Verdict", "job_path"]

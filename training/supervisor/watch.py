@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from training.agent.protocol import AgentStatus, WorkerStatus
+from training.agent.protocol import AgentState, AgentStatus, WorkerStatus
 from training.diagnosis.classify import EXIT_DONE, Evidence, SilentRank, WorkerEnd
 from training.engines.base import Engine, Snapshot
 from training.monitor.heartbeat import Phase
@@ -58,6 +58,7 @@ class AttemptWatch:
     Args:
         engine: where the attempt runs.
         grace_s: time the workers get to save when the run is stopped on request.
+        start_timeout_s: limit for bringing the data to a node and starting its processes.
         stop_wanted: asked at every poll.
         on_progress: called at every poll with what is new.
     """
@@ -67,12 +68,14 @@ class AttemptWatch:
         engine: Engine,
         *,
         grace_s: float,
+        start_timeout_s: float,
         stop_wanted: Callable[[], bool],
         on_progress: Callable[[Progress], None],
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._engine = engine
         self._grace_s = grace_s
+        self._start_timeout_s = start_timeout_s
         self._stop_wanted = stop_wanted
         self._on_progress = on_progress
         self._sleep = sleep
@@ -82,6 +85,7 @@ class AttemptWatch:
 
     def run(self) -> AttemptEnd:
         """Watch to the end; every process of the attempt is gone when this returns."""
+        began_s = time.monotonic()
         while True:
             snapshot = self._observe()
             if self._stop_wanted():
@@ -91,19 +95,33 @@ class AttemptWatch:
                 return self._end(kind, final)
             if _all_done(snapshot):
                 return self._end(EndKind.COMPLETED, snapshot)
-            if _in_trouble(snapshot) or (snapshot.is_over and not _starting(snapshot)):
-                return self._wind_up()
+            starting = _starting(snapshot)
+            if starting and time.monotonic() - began_s > self._start_timeout_s:
+                text = f"{', '.join(starting)} did not start within {self._start_timeout_s:g} s"
+                return self.wind_up(refusal=text)
+            if _in_trouble(snapshot) or (snapshot.is_over and not starting):
+                return self.wind_up()
             self._sleep(POLL_S)
 
-    def _wind_up(self) -> AttemptEnd:
-        """After the first trouble: let the others report, stop them, look once more."""
+    def wind_up(self, *, refusal: str | None = None) -> AttemptEnd:
+        """After the first trouble: let the others report, stop them, look once more.
+
+        Args:
+            refusal: why processes could not be started, when that is the trouble.
+        """
         at_s = time.time()
         self._sleep(SETTLE_S)
         troubled = self._observe()
         self._engine.stop(FAULT_GRACE_S)
         final = self._await_end(FAULT_GRACE_S)
-        lost = tuple(dict.fromkeys((*troubled.lost, *final.lost)))
-        return self._end(EndKind.FAILED, Snapshot(final.agents, lost), hung=troubled, at_s=at_s)
+        lost = tuple(dict.fromkeys((*troubled.lost, *final.lost, *_not_over(final))))
+        return self._end(
+            EndKind.FAILED,
+            Snapshot(final.agents, lost),
+            hung=troubled,
+            at_s=at_s,
+            refusal=refusal,
+        )
 
     def _await_end(self, grace_s: float) -> Snapshot:
         deadline_s = time.monotonic() + grace_s + STOP_MARGIN_S
@@ -131,6 +149,7 @@ class AttemptWatch:
         *,
         hung: Snapshot | None = None,
         at_s: float | None = None,
+        refusal: str | None = None,
     ) -> AttemptEnd:
         logs = _logs_by_rank(self._engine) if kind is EndKind.FAILED else {}
         step = _step_of(snapshot, self._progress.last)
@@ -143,12 +162,13 @@ class AttemptWatch:
             silent=tuple(_silent((hung or snapshot).agents.values())),
             staging_errors={s.node: s.staging_error for s in statuses if s.staging_error},
             oom_nodes=tuple(s.node for s in statuses if s.oom_kills),
+            refusal=refusal,
         )
         return AttemptEnd(kind, evidence, dict(self._proc_start_cnt), step)
 
 
 def _all_done(snapshot: Snapshot) -> bool:
-    if snapshot.lost or not snapshot.agents:
+    if snapshot.lost or snapshot.unanswered or not snapshot.agents:
         return False
     return all(
         status.is_over and status.workers and all(_done(worker) for worker in status.workers)
@@ -156,9 +176,16 @@ def _all_done(snapshot: Snapshot) -> bool:
     )
 
 
-def _starting(snapshot: Snapshot) -> bool:
-    """Whether a member has not begun, so that `over` does not mean the end yet."""
-    return any(not s.workers and s.staging_error is None for s in snapshot.agents.values())
+def _starting(snapshot: Snapshot) -> list[str]:
+    """Nodes that have not begun, so that `over` does not mean the end yet."""
+    waiting = (AgentState.IDLE, AgentState.STAGING)
+    return [status.node for status in snapshot.agents.values() if status.state in waiting]
+
+
+def _not_over(snapshot: Snapshot) -> list[str]:
+    """Nodes whose processes did not end when told: they are as good as lost."""
+    alive = [status.node for status in snapshot.agents.values() if not status.is_over]
+    return [*alive, *snapshot.unanswered]
 
 
 def _in_trouble(snapshot: Snapshot) -> bool:

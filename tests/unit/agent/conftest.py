@@ -130,6 +130,7 @@ def start_container(folder: Path, environment: dict[str, str], **changes: Any) -
         "member": 1,
         "schedule_cnt": 3,
         "token": TOKEN,
+        "epoch": 0,
         "orphan_timeout_s": 600.0,
         "start_timeout_s": 600.0,
         "hang_timeout_s": None,

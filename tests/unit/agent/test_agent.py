@@ -287,10 +287,13 @@ def test_data_that_cannot_be_staged_ends_the_attempt_with_an_error(shared, tmp_p
 
 
 def test_a_rendezvous_without_a_store_is_a_free_port_or_the_one_asked_for(shared):
-    port = shared.call(RendezvousOrder(port=0, host_store=False)).port
+    port = shared.call(RendezvousOrder(placement=1, attempt=1, port=0, host_store=False)).port
     assert port is not None
     assert port > 1023
-    assert shared.call(RendezvousOrder(port=29000, host_store=False)).port == 29000
+    again = RendezvousOrder(placement=1, attempt=1, port=0, host_store=False)
+    assert shared.call(again).port == port, "repeated for the same attempt"
+    other = RendezvousOrder(placement=1, attempt=2, port=29000, host_store=False)
+    assert shared.call(other).port == 29000
 
 
 def test_a_silent_rank_is_reported_as_a_hang(new_container):

@@ -19,6 +19,7 @@ def group(tmp_path):
         member=0,
         schedule_cnt=1,
         token=TOKEN,
+        epoch=1,
         orphan_timeout_s=60,
         start_timeout_s=60,
         hang_timeout_s=None,

@@ -91,6 +91,21 @@ def test_where_steps_are_unknown_a_long_attempt_is_progress():
     assert [r.progressed for r in history.recoveries(progress_after_s=6.0)] == [False, False]
 
 
+def test_a_node_stays_isolated_when_its_rescheduling_failed_and_another_was_decided():
+    records = [*beginning(), *attempt(1, Rung.POD_RESCHEDULE, isolate="node-1")]
+    key = {"placement": 1, "attempt": 1}
+    records.append(RungFailed(**told(), **key, rung=Rung.POD_RESCHEDULE, why="no agent started"))
+    records.append(
+        Decided(**told(), **key, rung=Rung.JOB_RESCHEDULE, isolate=None, reason="because")
+    )
+    history = replay(records)
+    assert history.isolated == ("node-1",)
+    assert [(r.rung, r.failed) for r in history.recoveries()] == [
+        (Rung.POD_RESCHEDULE, True),
+        (Rung.JOB_RESCHEDULE, False),
+    ]
+
+
 def test_isolated_nodes_stay_on_record_in_their_order():
     history = replay(
         [*beginning(), *attempt(1, Rung.JOB_RESCHEDULE_ISOLATED, isolate="node-1"), *attempt(2)]
@@ -103,10 +118,9 @@ def test_a_rung_that_could_not_be_carried_out_is_a_failed_recovery():
     records.append(
         RungFailed(**told(), placement=1, attempt=1, rung=Rung.POD_RESCHEDULE, why="no spare")
     )
-    assert [(r.rung, r.failed) for r in replay(records).recoveries()] == [
-        (Rung.POD_RESCHEDULE, True),
-        (Rung.POD_RESCHEDULE, False),
-    ]
+    history = replay(records)
+    assert [(r.rung, r.failed) for r in history.recoveries()] == [(Rung.POD_RESCHEDULE, True)]
+    assert history.undecided is not None, "the ladder is to be asked again"
 
 
 def test_budgets_start_anew_when_somebody_starts_a_failed_run_again():

@@ -151,6 +151,20 @@ def test_a_node_fault_in_between_starts_the_count_of_unconditional_reschedules_a
     assert choose(UNKNOWN, *history, max_restarts=100).rung is Rung.JOB_RESCHEDULE
 
 
+def test_a_node_fault_answered_by_pod_rescheduling_starts_the_count_anew_as_well():
+    history = (
+        *after(UNKNOWN, *[Rung.IN_PLACE_RESTART] * 3, *[Rung.JOB_RESCHEDULE] * 2),
+        *after(NODE, Rung.POD_RESCHEDULE),
+        *after(UNKNOWN, Rung.JOB_RESCHEDULE),
+    )
+    assert choose(UNKNOWN, *history, max_restarts=100).rung is Rung.JOB_RESCHEDULE
+
+
+def test_a_rung_that_could_not_be_carried_out_uses_up_no_restart():
+    failed = Recovery(NODE, Rung.JOB_RESCHEDULE_ISOLATED, progressed=False, failed=True)
+    assert choose(NODE, failed, max_restarts=1).rung is Rung.JOB_RESCHEDULE
+
+
 def test_without_unconditional_restart_an_unknown_exit_stops_after_the_in_place_restarts():
     history = after(UNKNOWN, *[Rung.IN_PLACE_RESTART] * 3)
     assert choose(UNKNOWN, *history, unconditional=False).rung is Rung.STOP
