@@ -29,13 +29,14 @@ from training.supervisor.watch import EndKind
     flow_run_name="{job.run_id}",
     on_cancellation=[take_down],
     on_crashed=[leave_adoptable],
+    persist_result=False,
 )
 def pretrain(job: Job) -> State[Any]:
     """Pretrain until the target step is reached, whatever breaks on the way."""
     if not has_open_attempt(job):
         preflight(job)
     with Supervision(job, get_run_logger()) as supervision:
-        if supervision.run.history.ended_well:
+        if supervision.run.is_complete:
             return Completed(message=f"run {job.run_id} was completed before")
         pending = supervision.run.pending_end()
         if pending is not None:
@@ -78,7 +79,7 @@ def _end_with(supervision: Supervision, verdict: Verdict) -> State[Any]:
 
 
 def _data_of(job: Job, supervision: Supervision) -> str | None:
-    if job.worker.is_command:
+    if job.worker.is_command or job.data is None:
         return None
     supervision.says("preparing data")
     state = prepare_data(job, return_state=True)

@@ -248,7 +248,8 @@ def _supervise(job: Job, injector: Injector | None = None) -> int:
     with view, observed_by(view.observe), observed_by(inject):
         state = _run_flow(lambda: pretrain(job, return_state=True))
     _print_outcome(console, job, ui_url)
-    text = f"{state.type.value.lower()}: {state.message or state.name}"
+    message = (state.message or state.name).removeprefix("Flow run encountered an exception: ")
+    text = f"{state.type.value.lower()}: {message}"
     console.print(text, highlight=False, markup=False, soft_wrap=True)
     return 0 if state.is_completed() else EXIT_FAILED
 
@@ -264,20 +265,25 @@ def _print_outcome(console: Console, job: Job, ui_url: str) -> None:
     store = _store_of(job)
     history = Ledger(store, job.run_id).read()
     _print_attempts(console, attempt_rows(history))
+    last = history.attempts[-1].ended if history.attempts else None
+    if last is not None and last.fault is not None:
+        console.print(f"fault: {last.fault.evidence}", markup=False, highlight=False)
+        console.print(f"       {last.fault.explanation}", markup=False, highlight=False)
     kept = kept_steps(store, job.run_id)
     if kept:
         picture = home_folder() / "runs" / job.run_id / "loss.png"
         picture.write_bytes(loss_picture(history, kept))
-        console.print(f"steps kept: {len(kept)}, ETTR {_ettr(history, kept):.1%}", highlight=False)
+        ratio = f"ETTR {_ettr(history, kept):.1%} (time on kept steps / wall time)"
+        console.print(f"steps kept: {len(kept)}, {ratio}", highlight=False)
         console.print(f"loss picture: {picture}", highlight=False, soft_wrap=True)
     console.print(f"Prefect UI: {ui_url}", highlight=False, soft_wrap=True)
 
 
 def _print_attempts(console: Console, rows: Sequence[AttemptRow]) -> None:
-    from perdure.live import attempts_table  # noqa: PLC0415 imports Prefect
+    from perdure.live import attempts_view  # noqa: PLC0415 imports Prefect
 
     if rows:
-        console.print(attempts_table(rows))
+        console.print(attempts_view(rows, console.width))
 
 
 def _ettr(history: RunHistory, kept: Any) -> float:
@@ -301,5 +307,9 @@ def _known_run(run_id: str) -> tuple[Job, ObjectStore]:
     try:
         job = parse_job(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
-        raise InputError("RUN", f"{run_id!r}: no such run on this machine") from None
+        known = sorted(p.parent.name for p in (home_folder() / "runs").glob("*/job.json"))
+        listed = ", ".join(known[-10:]) or "none"
+        raise InputError(
+            "run_id", f"{run_id!r}: no such run on this machine; known: {listed}"
+        ) from None
     return job, _store_of(job)

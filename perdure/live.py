@@ -28,6 +28,7 @@ PLAIN_EVERY_S = 5.0
 _SPARKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 60
 _NUM_EVENTS = 8
+TABLE_WIDTH = 130
 
 
 class LiveView:
@@ -78,7 +79,8 @@ class LiveView:
         due = bool(seen.steps) and time.monotonic() - self._printed_s > PLAIN_EVERY_S
         if changed or due:
             self._printed_s = time.monotonic()
-            line = f"{_attempt_of(seen.history)}: {_step_line(seen)} {seen.activity}"
+            parts = (_attempt_of(seen.history) + ":", _step_line(seen), seen.activity)
+            line = " ".join(part for part in parts if part)
             self._console.print(line, highlight=False, soft_wrap=True, markup=False)
 
     def _render(self) -> RenderableType:
@@ -97,7 +99,7 @@ class LiveView:
         rows.append(Text(_step_line(seen)))
         if losses:
             rows.append(Text(f"loss {sparkline(losses, _SPARK_WIDTH)}", style="cyan"))
-        rows += [Text(event, style="yellow", overflow="ellipsis", no_wrap=True) for event in events]
+        rows += [Text(event, style="yellow") for event in events]
         rows.append(Text(f"Prefect UI: {self._ui_url}", style="dim"))
         title = f"perdure: {seen.run_id}, {_attempt_of(seen.history)}"
         return Panel(Group(*rows), title=title, border_style="yellow" if recovering else "blue")
@@ -114,12 +116,32 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(_SPARKS[round((mean - low) / span * (len(_SPARKS) - 1))] for mean in means)
 
 
+def attempts_view(rows: Sequence[AttemptRow], width: int) -> RenderableType:
+    """The attempts as a table, or line by line where a table would be folded letter by letter."""
+    if width >= TABLE_WIDTH:
+        return attempts_table(rows)
+    return Group(*(Text(_attempt_text(row)) for row in rows))
+
+
+def _attempt_text(row: AttemptRow) -> str:
+    text = (
+        f"attempt {row.placement}.{row.attempt} on {row.nodes} "
+        f"(MA_SCHEDULE_CNT {row.schedule_cnt}, MA_PROC_START_CNT {row.proc_start_cnt or '-'}): "
+        f"steps {row.from_step} to {_text(row.to_step) or '?'}, {row.fault or row.outcome}"
+    )
+    if row.rung:
+        text += f" -> {row.rung}"
+    if row.seconds_to_next_step is not None:
+        text += f", {row.seconds_to_next_step} s to the next step"
+    return text
+
+
 def attempts_table(rows: Sequence[AttemptRow]) -> Table:
-    """The table of attempts for a terminal."""
+    """The table of attempts for a wide terminal."""
     table = Table(title="Attempts", title_justify="left", header_style="bold")
     for name in (
         "placement", "attempt", "nodes", "MA_SCHEDULE_CNT", "MA_PROC_START_CNT", "from step",
-        "to step", "fault", "rung", "s to next step",
+        "to step", "outcome", "rung", "s to next step",
     ):  # fmt: skip
         table.add_column(name, overflow="fold")
     for row in rows:
@@ -143,7 +165,7 @@ def _text(value: float | None) -> str:
 
 
 def _attempt_of(history: RunHistory) -> str:
-    return "attempt {}.{}".format(*history.attempts[-1].key) if history.attempts else "no attempt"
+    return "attempt {}.{}".format(*history.attempts[-1].key) if history.attempts else "start"
 
 
 def _step_line(seen: Observation) -> str:

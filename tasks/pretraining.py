@@ -140,7 +140,8 @@ def attempt(
         supervision.reporter.fault(
             verdict.placement, verdict.attempt, verdict.fault, verdict.decision
         )
-        supervision.says(f"recovering: {_state_text(verdict)}")
+        stops = verdict.decision.rung is Rung.STOP
+        supervision.says(f"{'stopping' if stops else 'recovering'}: {_state_text(verdict)}")
     supervision.tell_attempts()
     return _state_of(verdict)
 

@@ -178,8 +178,8 @@ class Supervision:
     def on_progress(self, progress: Progress) -> None:
         """Pass on what a watcher sees."""
         self._last = progress.last or self._last
-        if progress.steps and self.activity != "training":
-            self.activity = "training"
+        if progress.steps or (self.target_step is None and progress.is_running):
+            self.activity = "training" if progress.steps else "the command is running"
         self._publish(tuple(progress.steps))
         if progress.checkpoints:
             self.reporter.checkpoints(self.run.history)

@@ -6,9 +6,12 @@ Units differ per variable and are part of the reason text.
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from training.errors import InputError
 from training.job import Job
@@ -60,6 +63,11 @@ def worker_variables(job: Job) -> list[Variable]:
     variables = [*_hccl(job), *_op_retry(job), *_torch(job), *_logs()]
     own = {name: Variable(name, value, "set by the job") for name, value in job.env.items()}
     return [own.pop(v.name, v) for v in variables] + list(own.values())
+
+
+def worker_path() -> str:
+    """PATH of the workers: this Python's programs first, so that `torchrun` is its own."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
 def check_environment(job: Job) -> None:

@@ -7,6 +7,7 @@ optimizer steps.
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -87,8 +88,11 @@ class Job(Section):
     def _check_session_job(self) -> Self:
         if self.worker.is_command:
             return self
-        if self.data is None:
-            raise ValueError("data is missing: a job without worker.command needs data.sources")
+        if self.data is None and self.worker.recipe is None:
+            raise ValueError(
+                "data is missing: without worker.command or a worker.recipe of your own, "
+                "data.sources names the corpus"
+            )
         _check_world(self)
         return self
 
@@ -220,21 +224,39 @@ def _field_of(location: tuple[int | str, ...]) -> str:
     return ".".join(str(part) for part in location)
 
 
+# What to say instead of pydantic's words for a value of the wrong shape.
+_SHAPES = {
+    "tuple_type": "must be a list, [a, b, ...]",
+    "model_type": "must be a section with fields of its own",
+}
+
+
 def _message_of(error: Mapping[str, Any]) -> str:
     """One line: the value that was given and what is allowed instead."""
-    message = str(error["msg"]).removeprefix("Value error, ")
     if SECRET_FIELDS.intersection(error["loc"]):
         return (
             "keys do not belong into a job: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in "
             "the environment, or name a Prefect block in credentials_block"
         )
-    if error["type"] == "extra_forbidden":
-        return "no such field; `perdure schema` lists the fields of a job"
-    if error["type"] == "missing":
-        return "is missing"
-    if error["type"] == "value_error":
-        return message
-    return f"{json.dumps(error['input'], default=str)[:120]}: {message}"
+    match error["type"]:
+        case "extra_forbidden":
+            close = difflib.get_close_matches(str(error["loc"][-1]), _field_names(), n=1)
+            hint = f"did you mean {close[0]}?" if close else "`perdure schema` lists the fields"
+            message = f"no such field; {hint}"
+        case "missing":
+            message = "is missing"
+        case "value_error":
+            message = str(error["msg"]).removeprefix("Value error, ")
+        case kind:
+            given = json.dumps(error["input"], default=str)[:120]
+            message = f"{given}: {_SHAPES.get(kind, error['msg'])}"
+    return message
+
+
+def _field_names() -> set[str]:
+    schema = Job.model_json_schema()
+    sections = [schema, *schema.get("$defs", {}).values()]
+    return {name for section in sections for name in section.get("properties", {})}
 
 
 def _first_line(error: Exception) -> str:

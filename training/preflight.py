@@ -6,13 +6,14 @@ allowed.
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import shutil
 from pathlib import Path
 
 from storage.address import Credentials, StorageSpec, check_reachable, open_store
 from storage.errors import StorageError
-from training.environment import check_environment
+from training.environment import check_environment, worker_path
 from training.errors import InputError
 from training.job import Job
 from training.trainer.data.corpus import CorpusError, check_sources
@@ -34,7 +35,7 @@ def check_job(
     """
     check_environment(job)
     _check_program(job)
-    if not job.worker.is_command:
+    if job.data is not None and not job.worker.is_command:
         _check_data(job)
     if with_storage:
         _check_storage(job.storage, credentials, job.run_id)
@@ -46,13 +47,30 @@ def _check_program(job: Job) -> None:
         raise InputError("worker.cwd", f"{str(cwd)!r} is not a folder")
     if job.worker.command is not None:
         program = job.worker.command[0]
-        if "$" not in program and shutil.which(program) is None and not (cwd / program).exists():
+        known = shutil.which(program, path=worker_path()) is not None
+        if "$" not in program and not known and not (cwd / program).exists():
             raise InputError("worker.command", f"{program!r} is no program on this machine")
         return
     module = job.recipe.partition(":")[0]
-    in_cwd = (cwd / (module.replace(".", "/") + ".py")).exists()
-    if not in_cwd and not _is_importable(module):
+    path = cwd / (module.replace(".", "/") + ".py")
+    if path.exists():
+        _check_function(path, job.recipe)
+    elif not _is_importable(module):
         raise InputError("worker.recipe", f"{job.recipe!r}: no module named {module!r}")
+
+
+def _check_function(path: Path, recipe: str) -> None:
+    """Look for the recipe's function without running the module, which may need a device."""
+    name = recipe.partition(":")[2]
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (SyntaxError, ValueError, OSError) as error:
+        raise InputError("worker.recipe", f"{recipe!r}: {path}: {error}") from error
+    defined = {getattr(node, "name", None) for node in tree.body}
+    opaque = (ast.Assign, ast.AnnAssign, ast.Import, ast.ImportFrom, ast.If, ast.Try)
+    bound = any(isinstance(node, opaque) and name in ast.unparse(node) for node in tree.body)
+    if name not in defined and not bound:
+        raise InputError("worker.recipe", f"{recipe!r}: {path} defines no {name!r}")
 
 
 def _is_importable(module: str) -> bool:
@@ -63,7 +81,7 @@ def _is_importable(module: str) -> bool:
 
 
 def _check_data(job: Job) -> None:
-    assert job.data is not None  # noqa: S101 the job's validation asks for it
+    assert job.data is not None  # noqa: S101 checked by the caller
     try:
         check_sources(job.data)
     except CorpusError as error:

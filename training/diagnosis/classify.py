@@ -47,6 +47,7 @@ class WorkerEnd:
         error: last line of the exception it recorded, if it did.
         log: the end of its output.
         stopped: whether it was asked to stop before it ended.
+        log_path: where its output is, on its node.
     """
 
     rank: int
@@ -57,6 +58,7 @@ class WorkerEnd:
     error: str | None = None
     log: str = ""
     stopped: bool = False
+    log_path: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +278,8 @@ def _candidate(
     code: str | None = None,
     explanation: str = "",
 ) -> _Candidate:
+    if end.log_path is not None:
+        explanation = f"{explanation} Output of the rank: {end.log_path}".strip()
     fault = Fault(
         fault_class,
         end.ended_s,

@@ -36,6 +36,7 @@ from training.agent.protocol import (
     WorkerLog,
 )
 from training.engines.base import Placement, Snapshot
+from training.environment import worker_path
 from training.errors import AgentUnreachable, EngineError
 from training.job import Job
 from training.policy.ladder import Rung
@@ -268,7 +269,12 @@ class LocalEngine:
 
     def _spawn(self, container: _Container) -> subprocess.Popen[bytes]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_INHERITED)}
-        environment = {**kept, **self._secrets_env, MARKER: container.folder}
+        environment = {
+            **kept,
+            **self._secrets_env,
+            "PATH": worker_path(),
+            MARKER: container.folder,
+        }
         with (container.path / "agent.log").open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "training.agent", container.folder],

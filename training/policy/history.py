@@ -176,6 +176,7 @@ def _apply(history: RunHistory, record: AnyRecord) -> None:
         case Placed():
             history.placements.append(record)
         case AttemptStarted():
+            history.ended = None  # a completed run may be given a larger target
             history.attempts.append(AttemptView(record, history.placements[-1].members))
         case FirstStep() | AttemptEnded() | Decided() | RungFailed():
             _update_attempt(history, record)

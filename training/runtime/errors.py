@@ -3,6 +3,7 @@
 WorkerError
   + NumericAnomaly    the loss is not a number
   + NotApplied        a step was left without step.apply()
+  + RecipeEndedEarly  the program returned before the target step
 """
 
 from __future__ import annotations
@@ -20,3 +21,7 @@ class NumericAnomaly(WorkerError):  # noqa: N818 a state of affairs, named as it
 
 class NotApplied(WorkerError):  # noqa: N818 a state of affairs, named as it is shown
     """The body of `with step:` ended without step.apply()."""
+
+
+class RecipeEndedEarly(WorkerError):  # noqa: N818 a state of affairs, named as it is shown
+    """The recipe returned before the job's target step."""

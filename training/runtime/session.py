@@ -19,7 +19,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from storage.checkpoint import CheckpointStore
 from storage.policy import apply_retention
 from training.device import backend_of, pick_device
 from training.diagnosis.classify import EXIT_RESTART_ME
+from training.errors import InputError
 from training.monitor.heartbeat import HeartbeatWriter, Phase
 from training.runtime.buckets import settle_buckets
 from training.runtime.checkpointing import Checkpointer
@@ -71,7 +72,13 @@ class Loader(Protocol):
 
 
 class Session:
-    """This process's part in the run. Made by `training.join()`."""
+    """This process's part in the run. Made by `training.join()`.
+
+    Attributes:
+        newest_step: last step of a loop that came to its end in this process, 0 before.
+    """
+
+    newest_step: ClassVar[int] = 0
 
     def __init__(self, context: WorkerContext) -> None:
         self.context = context
@@ -121,6 +128,7 @@ class Session:
     ) -> None:
         """Say what is trained; it is what checkpoints hold. Collective: every rank calls it."""
         clip = self.job.optimizer.grad_clip_norm
+        _require_loader(data)
         self._training = Training(model, optimizer, scheduler, scaler, clip)
         self._loader = data
         settle_buckets(model)
@@ -157,8 +165,8 @@ class Session:
         self._heartbeat.beat(phase=Phase.DATA, step=done)
         self._looping = True
         while done < until:
+            started_s = time.perf_counter()  # waiting for data is part of a step
             step = self._next_step(done + 1, training, loader)
-            started_s = time.perf_counter()
             yield step
             agreement = step.agreement
             if agreement is None:
@@ -172,6 +180,7 @@ class Session:
                 self._leave(loader, Phase.STOPPED)
                 sys.exit(EXIT_RESTART_ME)
         self._leave(loader, Phase.DONE)
+        Session.newest_step = done
 
     def _checkpoint_spec(self, model: nn.Module) -> CheckpointSpec:
         """The job's policy, with the recommended interval for the model's size if it has none."""
@@ -254,6 +263,17 @@ class Session:
         if not self._looping:
             sys.exit(EXIT_RESTART_ME)
         self._stop_wanted = True
+
+
+def _require_loader(data: object) -> None:
+    needed = ("next_step", "position", "epoch", "state_dict", "load_state_dict", "close")
+    missing = [name for name in needed if not hasattr(data, name)]
+    if missing:
+        raise InputError(
+            "session.register(data=...)",
+            f"{type(data).__name__} lacks {', '.join(missing)}; "
+            "training.runtime.session.Loader says what they are",
+        )
 
 
 def join() -> Session:

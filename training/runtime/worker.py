@@ -17,6 +17,8 @@ from training.diagnosis.classify import EXIT_USER
 from training.errors import InputError
 from training.job import Job
 from training.runtime.context import WorkerContext
+from training.runtime.errors import RecipeEndedEarly
+from training.runtime.session import Session
 
 
 def load_recipe(name: str) -> Callable[[Job], None]:
@@ -42,6 +44,11 @@ def main() -> None:
     """Run this rank's recipe."""
     job = WorkerContext.from_environment().job
     load_recipe(job.recipe)(job)
+    if Session.newest_step < job.steps:
+        raise RecipeEndedEarly(
+            f"the recipe returned at step {Session.newest_step} of {job.steps}: it loops over "
+            "session.steps(until=job.steps)"
+        )
 
 
 if __name__ == "__main__":

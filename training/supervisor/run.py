@@ -114,8 +114,9 @@ class Run:
                 containers are another machine's or another home folder's.
         """
         before = self.ledger.read()
-        if before.job is not None:
+        if before.job is not None and (before.checkpoints or before.open_attempt):
             _refuse_other_job(self.job, before.job)
+        if before.job is not None:
             _refuse_elsewhere(before, self._identity, self._home)
         history = self.ledger.take(self._identity)
         if history.job is None:
@@ -141,6 +142,13 @@ class Run:
         """The engine; take() comes first."""
         assert self._engine is not None, "take() first"  # noqa: S101 our own bug
         return self._engine
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the run reached its target; a larger target than before is not reached yet."""
+        if not self.history.ended_well:
+            return False
+        return self.job.worker.is_command or self.history.committed_step >= self.job.steps
 
     @property
     def policy(self) -> Policy:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from training.agent.protocol import AgentState, AgentStatus, WorkerStatus
+from training.agent.protocol import AgentState, AgentStatus, WorkerLog, WorkerStatus
 from training.diagnosis.classify import EXIT_DONE, Evidence, SilentRank, WorkerEnd
 from training.engines.base import Engine, Snapshot
 from training.monitor.heartbeat import Phase
@@ -50,6 +50,12 @@ class Progress:
     steps: list[StepRecord] = field(default_factory=list)
     checkpoints: list[int] = field(default_factory=list)
     last: StepRecord | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether processes run on every member."""
+        agents = self.snapshot.agents.values()
+        return bool(agents) and all(status.state is AgentState.RUNNING for status in agents)
 
 
 class AttemptWatch:
@@ -214,14 +220,14 @@ def _done(worker: WorkerStatus) -> bool:
     return worker.exit_code == EXIT_DONE or ended_badly
 
 
-def _logs_by_rank(engine: Engine) -> dict[int, str]:
-    texts: dict[int, str] = {}
+def _logs_by_rank(engine: Engine) -> dict[int, list[WorkerLog]]:
+    found: dict[int, list[WorkerLog]] = {}
     for _, log in engine.logs(LOG_TAIL_BYTES):
-        texts[log.rank] = texts.get(log.rank, "") + log.text
-    return texts
+        found.setdefault(log.rank, []).append(log)
+    return found
 
 
-def _ends(statuses: Sequence[AgentStatus], logs: dict[int, str]) -> Iterator[WorkerEnd]:
+def _ends(statuses: Sequence[AgentStatus], logs: dict[int, list[WorkerLog]]) -> Iterator[WorkerEnd]:
     for status in statuses:
         for worker in status.workers:
             if worker.exit_code is None or worker.ended_s is None:
@@ -233,7 +239,8 @@ def _ends(statuses: Sequence[AgentStatus], logs: dict[int, str]) -> Iterator[Wor
                 exit_code=worker.exit_code,
                 ended_s=worker.error_s or worker.ended_s,
                 error=worker.error,
-                log=logs.get(worker.rank, ""),
+                log="".join(log.text for log in logs.get(worker.rank, [])),
+                log_path=next((log.path for log in logs.get(worker.rank, [])), None),
                 stopped=worker.stopped_by_agent,
             )
 
