@@ -91,6 +91,20 @@ def test_an_error_in_the_users_program_stops_at_once_with_the_diagnosis(bench):
     running.leave_nothing()
 
 
+def test_a_recipe_that_returns_without_training_is_a_fault_and_not_a_success(bench):
+    job = bench.pair("lazy")
+    del job["data"]  # a recipe of one's own may do without a corpus
+    job["worker"] = {**job["worker"], "recipe": "paced:lazy"}
+    running = bench.start(job)
+    assert running.finish() == 1
+    (attempt,) = running.history.attempts
+    assert attempt.ended is not None
+    assert attempt.ended.fault is not None
+    assert "returned at step 0 of 60" in attempt.ended.fault.evidence
+    assert "rank-0000" in running.out, "where the output of the rank is"
+    running.leave_nothing()
+
+
 def test_without_a_healthy_spare_the_run_says_so_and_follows_its_policy(bench):
     job = bench.pair("no-spare", restart={"spare_wait_s": 1, "allow_without_isolation": False})
     job["engine"] = {**job["engine"], "spares": 0}

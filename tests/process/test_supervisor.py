@@ -71,14 +71,18 @@ def test_a_run_whose_containers_are_all_gone_is_placed_anew(bench, undisturbed_p
     second.leave_nothing()
 
 
-def test_a_completed_run_is_not_run_again_and_another_job_may_not_take_its_name(
-    bench, undisturbed_pair
-):
-    again = bench.start(bench.pair("undisturbed-pair", env={"PACE_S": "0"}))
+def test_a_completed_run_is_not_run_again_and_another_job_may_not_take_its_name(bench):
+    first = bench.start(bench.pair("once", steps=20, env={"PACE_S": "0"}))
+    assert first.finish() == 0, first.out
+    again = bench.start(bench.pair("once", steps=20, env={"PACE_S": "0"}))
     assert again.finish() == 0
     assert "was completed before" in again.out
     assert len(again.history.attempts) == 1
 
-    other = bench.start(bench.pair("undisturbed-pair", seed=12))
+    other = bench.start(bench.pair("once", steps=20, seed=12))
     assert other.finish() == 1
     assert "another seed" in other.out
+
+    longer = bench.start(bench.pair("once", steps=24, env={"PACE_S": "0"}))
+    assert longer.finish() == 0, longer.out
+    assert list(longer.curve()) == list(range(1, 25)), "a larger target goes on where it ended"

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.unit.agent.conftest import EPOCH, Container, wait_for
@@ -231,6 +232,11 @@ def test_what_outlives_a_stopped_worker_is_asked_to_end_before_the_grace_period_
 def test_what_a_worker_leaves_behind_is_gone_when_the_attempt_is_over(shared):
     shared.finish("sh", "-c", "setsid sleep 600 & exit 0")
     assert [process.pid for process in shared.processes()] == [shared.process.pid]
+
+
+def test_a_grandchild_with_an_environment_of_its_own_is_gone_as_well(shared):
+    shared.finish("sh", "-c", "env -i setsid sleep 600 & sleep 0.2; exit 0")
+    assert psutil.Process(shared.process.pid).children(recursive=True) == []
 
 
 def test_the_peers_of_a_failed_worker_are_stopped_and_not_blamed(shared):

@@ -157,3 +157,12 @@ def test_steps_that_advance_are_never_taken_for_a_hang(steps_s):
         now_s, step = now_s + step_s, step + 1
         reading = beat(step, now_s)
         assert judge(detector, now_s, rank0=reading) is None
+
+
+def test_a_rank_that_never_wrote_a_heartbeat_is_a_hang_after_the_start_limit():
+    detector = HangDetector(START_LIMIT_S)
+    soon_s, late_s = START_S + START_LIMIT_S - 1, START_S + START_LIMIT_S + 1
+    assert detector.judge({}, mute=[1], now_s=soon_s, since_s=START_S) is None
+    found = detector.judge({}, mute=[1], now_s=late_s, since_s=START_S)
+    assert found is not None
+    assert (found.local_rank, found.phase, found.step) == (1, Phase.START, -1)
