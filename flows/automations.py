@@ -14,12 +14,14 @@ from datetime import timedelta
 from typing import Any
 
 from prefect.automations import Automation
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import StateType
 from prefect.events.actions import ChangeFlowRunState
-from prefect.events.schemas.automations import EventTrigger, Posture
+from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 
 TAG = "auto-resume"
+REQUEST_TIMEOUT_S = 20.0
 # Two and a half heartbeats of 30 s, the shortest that Prefect allows.
 HEARTBEAT_LOST_AFTER = timedelta(seconds=75)
 TERMINAL_EVENTS = frozenset(
@@ -73,12 +75,13 @@ def ensure() -> dict[str, Any]:
         Names, for the log of the deployment step.
     """
     wanted = automations()
-    for automation in wanted:
-        try:
-            found: Any = Automation.read(name=automation.name)
-            automation.id = found.id
-        except ValueError:
-            automation.create()
-        else:
-            automation.update()
+    # A limit of its own: a deployment must not hang on a server that does not answer.
+    with get_client(sync_client=True, httpx_settings={"timeout": REQUEST_TIMEOUT_S}) as client:
+        for automation in wanted:
+            known = client.read_automations_by_name(automation.name)
+            core = AutomationCore.model_validate(automation.model_dump(exclude={"id", "owner_resource"}))
+            if known:
+                client.update_automation(known[0].id, core)
+            else:
+                client.create_automation(core)
     return {"automations": ", ".join(automation.name for automation in wanted)}

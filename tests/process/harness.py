@@ -105,17 +105,23 @@ class Workbench:
         """A run that somebody else started."""
         return Running(self, parse_job(document), None)
 
-    def prefect(self, *arguments: str) -> str:
-        """The `prefect` command."""
-        done = subprocess.run(
-            [sys.executable, "-m", "prefect", *arguments],
-            env=self.environment,
-            cwd=REPO,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+    def prefect(self, *arguments: str, tries: int = 3) -> str:
+        """The `prefect` command; repeated when it hangs, which 3.8.8's `deploy` does at times."""
+        try:
+            done = subprocess.run(
+                [sys.executable, "-X", "faulthandler", "-m", "prefect", *arguments],
+                env=self.environment,
+                cwd=REPO,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            if tries == 1:
+                raise AssertionError(f"prefect {arguments}: hangs: {error.output}") from error
+            return self.prefect(*arguments, tries=tries - 1)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
