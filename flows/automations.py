@@ -79,7 +79,9 @@ def ensure() -> dict[str, Any]:
     with get_client(sync_client=True, httpx_settings={"timeout": REQUEST_TIMEOUT_S}) as client:
         for automation in wanted:
             known = client.read_automations_by_name(automation.name)
-            core = AutomationCore.model_validate(automation.model_dump(exclude={"id", "owner_resource"}))
+            core = AutomationCore.model_validate(
+                automation.model_dump(exclude={"id", "owner_resource"})
+            )
             if known:
                 client.update_automation(known[0].id, core)
             else:

@@ -105,6 +105,7 @@ class Ledger:
         """
         history = self.read()
         self._refuse_if_alive(identity)
+        self._refuse_if_just_taken(history, identity)
         epoch = history.epoch + 1
         record = SupervisorTook(
             at_s=self._clock(),
@@ -187,6 +188,25 @@ class Ledger:
                 f"run {self._run_id} is supervised by process {lease.pid} on {lease.host}; "
                 "one supervisor at a time"
             )
+
+    def _refuse_if_just_taken(self, history: RunHistory, identity: Identity) -> None:
+        """A supervisor that has put its record may not have put its lease yet."""
+        newest = history.supervisor
+        if newest is None or history.ended is not None or newest.supervisor == identity.supervisor:
+            return
+        age_s = self._clock() - newest.at_s
+        here = newest.host == identity.host
+        alive = not here or (newest.pid != identity.pid and psutil.pid_exists(newest.pid))
+        if alive and 0 <= age_s < RENEW_S and not self._has_lease_of(newest.epoch):
+            holder = f"process {newest.pid} on {newest.host}"
+            raise RunConflict(f"run {self._run_id} was taken by {holder} a moment ago")
+
+    def _has_lease_of(self, epoch: int) -> bool:
+        try:
+            lease = SupervisorLease.model_validate_json(self._store.get(self._lease_key))
+        except NotFound:
+            return False
+        return lease.epoch >= epoch
 
     def _catch_up(self) -> None:
         start = f"{self._prefix}{len(self._records):08d}"

@@ -106,7 +106,7 @@ class Workbench:
         return Running(self, parse_job(document), None)
 
     def prefect(self, *arguments: str, tries: int = 3) -> str:
-        """The `prefect` command; repeated when it hangs, which 3.8.8's `deploy` does at times."""
+        """The `prefect` command; a busy machine gets a second and a third try."""
         try:
             done = subprocess.run(
                 [sys.executable, "-X", "faulthandler", "-m", "prefect", *arguments],

@@ -71,7 +71,7 @@ def start_worker(bench) -> subprocess.Popen[bytes]:
 @pytest.fixture(scope="module")
 def deployed(bench):
     """The deployments of prefect.yaml on the server, and a worker that serves them."""
-    bench.prefect("work-pool", "create", POOL, "--type", "process")
+    bench.prefect("work-pool", "create", POOL, "--type", "process", "--overwrite")
     bench.prefect("--no-prompt", "deploy", "--all")
     workers = [start_worker(bench)]
     yield workers

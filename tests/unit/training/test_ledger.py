@@ -72,6 +72,16 @@ def test_a_superseded_supervisor_cannot_append_and_is_told_by_whom(store):
         old.renew()
 
 
+def test_a_run_taken_a_moment_ago_is_not_taken_again_before_its_lease_is_there(store):
+    clock = Clock()
+    Ledger(store, "run", clock=clock).take(ELSEWHERE)
+    store.delete("runs/run/supervisor.json")
+    with pytest.raises(RunConflict, match="a moment ago"):
+        Ledger(store, "run", clock=clock).take(Identity.of_this_process())
+    clock.now_s += LEASE_S
+    assert Ledger(store, "run", clock=clock).take(Identity.of_this_process()).epoch == 2
+
+
 def test_of_many_that_take_a_run_at_once_exactly_one_wins(store):
     barrier = threading.Barrier(8)
     won: list[int] = []
