@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import time
 from collections.abc import Mapping
 
@@ -89,8 +88,3 @@ def device_rng_state(device: torch.device) -> torch.Tensor | None:
 def set_device_rng_state(device: torch.device, state: torch.Tensor) -> None:
     """Set what `device_rng_state` returned."""
     torch.get_device_module(device).set_rng_state(state, device)
-
-
-def use_deterministic_cublas() -> None:
-    """Ask for reproducible matmuls before the first one; a later call has no effect."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

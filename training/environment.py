@@ -19,7 +19,6 @@ from training.job import Job
 # Added on top of HCCL_EXEC_TIMEOUT: the event wait must outlast the execution limit
 # (torch_npu: HCCL_EVENT_TIMEOUT default 1868 against HCCL_EXEC_TIMEOUT default 1836).
 EVENT_MARGIN_S = 32
-DEFAULT_MASTER_PORT = 29500
 HOST_PORTS = 32
 
 
