@@ -7,6 +7,7 @@ never share a field. Times are seconds since the epoch, steps completed optimize
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -34,6 +35,131 @@ class FaultClass(StrEnum):
     VERSION_MISMATCH = "version_mismatch"
     UNKNOWN = "unknown"
 
+
+class RecoverableBy(StrEnum):
+    """The cheapest kind of answer that can help."""
+
+    RETRY = "retry"
+    RESCHEDULE = "reschedule"
+    ISOLATE = "isolate"
+    USER_FIX = "user-fix"
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What holds for a class as long as the evidence says nothing else.
+
+    Attributes:
+        meaning: one sentence for a person.
+        action: what that person should do.
+        recoverable_by: the cheapest kind of answer that can help.
+        user_fault: whether the user's program, configuration or sizes cause it.
+        hardware_fault: whether a machine, chip or link is broken.
+    """
+
+    meaning: str
+    action: str
+    recoverable_by: RecoverableBy = RecoverableBy.RETRY
+    user_fault: bool = False
+    hardware_fault: bool = False
+
+
+TRAITS: Mapping[FaultClass, Traits] = {
+    FaultClass.DEVICE_MEMORY_ERROR: Traits(
+        "The device's memory returned data that its error correction could not mend.",
+        "Read the device's ECC counters; replace the device when the error comes back.",
+        RecoverableBy.ISOLATE,
+        hardware_fault=True,
+    ),
+    FaultClass.DEVICE_LOST: Traits(
+        "The device does not answer any more, or could not be opened.",
+        "Keep the node out of the job and have the device reset or replaced.",
+        RecoverableBy.RESCHEDULE,
+        hardware_fault=True,
+    ),
+    FaultClass.OPERATOR_ERROR: Traits(
+        "A kernel failed while it ran on the device.",
+        "If it comes back on another device, look at the operator and its inputs.",
+    ),
+    FaultClass.DEVICE_OOM: Traits(
+        "The device has no memory left for what the program asked for.",
+        "Make the micro batch, sequence or model share of a rank smaller, or recompute more.",
+        RecoverableBy.USER_FIX,
+        user_fault=True,
+    ),
+    FaultClass.HOST_OOM: Traits(
+        "The host ran out of memory and a process was ended or refused memory.",
+        "Give the container more memory, or use fewer loader workers and less offloading.",
+        RecoverableBy.USER_FIX,
+        user_fault=True,
+    ),
+    FaultClass.COLLECTIVE_TIMEOUT: Traits(
+        "Ranks waited for a peer in a collective, or could not connect to it.",
+        "Look for the rank that is missing from the collective: it failed, left, or is slow.",
+    ),
+    FaultClass.LINK_DOWN: Traits(
+        "A network port or link between devices failed.",
+        "Have the port, the optical module and the switch side checked.",
+        RecoverableBy.RESCHEDULE,
+        hardware_fault=True,
+    ),
+    FaultClass.HANG: Traits(
+        "The processes live but make no progress.",
+        "Compare the stacks of the ranks: the one outside the collective holds the others up.",
+    ),
+    FaultClass.NODE_LOST: Traits(
+        "A node, or the container on it, is gone.",
+        "Look at the node's own log before it takes part again.",
+        RecoverableBy.RESCHEDULE,
+        hardware_fault=True,
+    ),
+    FaultClass.STORAGE_ERROR: Traits(
+        "A file system or object store refused or failed a request.",
+        "Check that the storage is up and not throttled; a retry may do.",
+    ),
+    FaultClass.CHECKPOINT_CORRUPT: Traits(
+        "A checkpoint is damaged or incomplete.",
+        "Go back to the checkpoint before it, or fetch the file again.",
+    ),
+    FaultClass.DATALOADER_ERROR: Traits(
+        "A process that loads the training data died or failed.",
+        "Look at the loader's own error, its memory and its shared memory.",
+    ),
+    FaultClass.NUMERIC_ANOMALY: Traits(
+        "Loss or gradient norm is not finite, or jumped.",
+        "Go back to a checkpoint before it; if it comes back, change data order or step size.",
+    ),
+    FaultClass.NATIVE_CRASH: Traits(
+        "The process was ended by the operating system, not by an exception.",
+        "Read the native stack or core file; compare library versions if it comes back.",
+    ),
+    FaultClass.PREEMPTED: Traits(
+        "Something outside asked the process to end.",
+        "None, if the scheduler took the node back; else find who sent the signal.",
+        RecoverableBy.RESCHEDULE,
+    ),
+    FaultClass.USER_CODE_ERROR: Traits(
+        "The training program raised an error that it will raise again.",
+        "Mend the program at the line shown.",
+        RecoverableBy.USER_FIX,
+        user_fault=True,
+    ),
+    FaultClass.LAUNCH_MISCONFIGURED: Traits(
+        "The job was started with settings that cannot work.",
+        "Correct the setting that the line names.",
+        RecoverableBy.USER_FIX,
+        user_fault=True,
+    ),
+    FaultClass.VERSION_MISMATCH: Traits(
+        "Installed libraries, driver or firmware do not fit together.",
+        "Install versions that belong together; the line names the odd one.",
+        RecoverableBy.USER_FIX,
+    ),
+    FaultClass.UNKNOWN: Traits(
+        "Nothing that was left explains the failure.",
+        "Read the last lines of the rank that ended first.",
+    ),
+}
 
 USER_MUST_MEND = frozenset(
     {FaultClass.USER_CODE_ERROR, FaultClass.LAUNCH_MISCONFIGURED, FaultClass.VERSION_MISMATCH}
@@ -67,7 +193,11 @@ class Fault:
         device: local device index.
         code: chip fault code such as "80E01801", or a symptom code such as "SIGKILL".
         step: last completed step when it happened; None when unknown.
-        explanation: one sentence for a person.
+        explanation: one paragraph for a person.
+        action: what a person should do about it.
+        recoverable_by: the cheapest kind of answer that can help; None: as its class has it.
+        user_fault: whether the user's program or settings cause it; None: as its class has it.
+        hardware_fault: whether hardware is broken; None: as its class has it.
     """
 
     fault_class: FaultClass
@@ -79,6 +209,10 @@ class Fault:
     code: str | None = None
     step: int | None = None
     explanation: str = ""
+    action: str = ""
+    recoverable_by: RecoverableBy | None = None
+    user_fault: bool | None = None
+    hardware_fault: bool | None = None
 
     @property
     def chip_code(self) -> str | None:

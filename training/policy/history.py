@@ -7,7 +7,7 @@ over knows what the one before knew. Times are seconds, steps completed optimize
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from training.policy.faults import Fault
@@ -214,14 +214,4 @@ def fault_of(record: FaultRecord) -> Fault:
 
 def record_of(fault: Fault) -> FaultRecord:
     """The record of a fault."""
-    return FaultRecord(
-        fault_class=fault.fault_class,
-        at_s=fault.at_s,
-        evidence=fault.evidence,
-        node=fault.node,
-        rank=fault.rank,
-        device=fault.device,
-        code=fault.code,
-        step=fault.step,
-        explanation=fault.explanation,
-    )
+    return FaultRecord(**asdict(fault))

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from training.policy.faults import FaultClass
+from training.policy.faults import FaultClass, RecoverableBy
 from training.policy.ladder import Rung
 
 
@@ -119,10 +119,18 @@ class FaultRecord(BaseModel):
     code: str | None = None
     step: int | None = None
     explanation: str = ""
+    action: str = ""
+    recoverable_by: RecoverableBy | None = None
+    user_fault: bool | None = None
+    hardware_fault: bool | None = None
 
 
 class AttemptEnded(Record):
-    """How an attempt ended: completed, failed with a fault, or stopped on request."""
+    """How an attempt ended: completed, failed with a fault, or stopped on request.
+
+    Attributes:
+        runners_up: what else the evidence would have allowed, most likely first.
+    """
 
     kind: Literal["attempt_ended"] = "attempt_ended"
     placement: int
@@ -131,6 +139,7 @@ class AttemptEnded(Record):
     to_step: int | None
     proc_start_cnt: dict[str, int]
     fault: FaultRecord | None = None
+    runners_up: tuple[FaultRecord, ...] = ()
     duration_s: float
 
 
