@@ -20,6 +20,7 @@ from rich.table import Table
 
 from perdure import server
 from perdure.demo import demo_faults, demo_job
+from perdure.diagnosis import as_object, cases_of, show_case
 from storage.address import open_store
 from storage.errors import StorageError
 from storage.objects import ObjectStore
@@ -31,7 +32,7 @@ from training.job import Job, departures, load_job, parse_job
 from training.ledger import Ledger
 from training.policy.history import RunHistory
 from training.policy.ladder import ladder_markdown
-from training.preflight import check_job
+from training.preflight import check_job, recovery_notes
 from training.runtime.metrics import kept_steps
 from training.supervisor.report import AttemptRow, attempt_rows, effective_ratio, loss_picture
 from training.supervisor.run import job_path
@@ -89,14 +90,20 @@ def preflight(job_file: JobFile, overrides: Overrides = None, *, as_json: AsJson
     """Check a job against this machine without starting anything."""
     job = load_job(job_file, overrides or ())
     _check(job)
-    lines = _departures(job)
+    notes = recovery_notes(job)
     if as_json:
-        print(json.dumps({"ok": True, "warnings": lines}))
+        warnings = [*_departures(job), *(note.line for note in notes if note.is_warning)]
+        recovery = [note.line for note in notes if not note.is_warning]
+        print(json.dumps({"ok": True, "warnings": warnings, "recovery": recovery}))
         return
     _warn_of_departures(job)
-    _console().print(
-        f"{job.run_id}: world size {job.world_size}, everything found", highlight=False
-    )
+    console = _console()
+    console.print(f"{job.run_id}: world size {job.world_size}, everything found", highlight=False)
+    for note in notes:
+        if note.is_warning:
+            print(f"perdure: {note.line}", file=sys.stderr)
+        else:
+            console.print(note.line, markup=False, highlight=False)
 
 
 @app.command()
@@ -173,6 +180,27 @@ def cancel(run_id: RunId) -> None:
     from tasks.cancel import cancel_run  # noqa: PLC0415 imports Prefect
 
     print(cancel_run(job))
+
+
+@app.command()
+def diagnose(
+    paths: Annotated[
+        list[str], typer.Argument(metavar="PATH...", help='log, folder of logs, or "-"')
+    ],
+    *,
+    as_json: AsJson = False,
+    each: Annotated[
+        bool, typer.Option("--each", help="every file of a folder is a case of its own")
+    ] = False,
+) -> None:
+    """Say what broke, from any logs: a folder is one attempt with the logs of its ranks."""
+    cases = cases_of(paths, each=each)
+    if as_json:
+        print(json.dumps([as_object(case) for case in cases], indent=1, ensure_ascii=False))
+        return
+    console = _console()
+    for case in cases:
+        show_case(console, case)
 
 
 @server_app.command("start")

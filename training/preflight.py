@@ -1,7 +1,8 @@
 """What can be checked before anything is started: storage, corpus, tokenizer, environment.
 
 Cheap: seconds at most. Every problem is an InputError that names field, value and what is
-allowed.
+allowed. What the job's layout allows of recovery inside the processes is a note, not a problem:
+the ladder passes over a rung that cannot be.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 from storage.address import Credentials, StorageSpec, check_reachable, open_store
@@ -16,6 +18,9 @@ from storage.errors import StorageError
 from training.environment import check_environment, worker_path
 from training.errors import InputError
 from training.job import Job
+from training.policy.platforms.settings import shown
+from training.policy.replicas import Layout, Mechanism, feasibility
+from training.specs.model import ParallelKind
 from training.trainer.data.corpus import CorpusError, check_sources
 from training.trainer.data.tokenizer import open_tokenizer
 
@@ -34,11 +39,76 @@ def check_job(
         InputError: the first problem.
     """
     check_environment(job)
+    _check_platform(job)
     _check_program(job)
     if job.data is not None and not job.worker.is_command:
         _check_data(job)
     if with_storage:
         _check_storage(job.storage, credentials, job.run_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """One line about the job's recovery.
+
+    Attributes:
+        line: for a person.
+        is_warning: whether the job asked for something that will not be.
+    """
+
+    line: str
+    is_warning: bool = False
+
+
+def recovery_notes(job: Job) -> tuple[Note, ...]:
+    """What the layout allows of recovery inside the processes, and what platform entries became."""
+    reading = job.restart.read_platform()
+    became = [
+        Note(f"{name}={shown(value)}: from {reading.sources[name]}")
+        for name, value in reading.fields.items()
+        if getattr(job.restart, name, value) == value  # what a list leaves out gives way
+    ]
+    return (
+        *(_mechanism_note(job, mechanism) for mechanism in Mechanism),
+        *became,
+        *(Note(f"from_platform: {line}", is_warning=True) for line in reading.warnings),
+    )
+
+
+def layout_of(job: Job) -> Layout:
+    """The parallel layout of a session job."""
+    world = job.engine.world_size
+    match job.parallelism.kind:
+        case ParallelKind.DDP:
+            shards = 1
+        case ParallelKind.FSDP2:
+            shards = world
+        case ParallelKind.HSDP:
+            shards = world // (job.parallelism.replicas or 1)
+        case ParallelKind.DATA_PARALLEL:
+            shards = 1  # one process, whatever it drives
+    return Layout(dp=world, weight_shards=shards, optimizer_shards=shards)
+
+
+def _mechanism_note(job: Job, mechanism: Mechanism) -> Note:
+    if not getattr(job.restart, mechanism):
+        return Note(f"{mechanism}: off (restart.{mechanism}=false)")
+    asked = mechanism in job.restart.model_fields_set
+    if job.worker.is_command:
+        why = "worker.command is not part of the recovery, a session recipe is"
+        return Note(f"{mechanism}: not possible: {why}", is_warning=asked)
+    per_node = job.engine.slots_per_node
+    can = feasibility(mechanism, layout_of(job), ranks_per_node=per_node)
+    if can.is_possible:
+        return Note(f"{mechanism}: possible, {can.reason}")
+    return Note(f"{mechanism}: not possible: {can.reason}", is_warning=asked)
+
+
+def _check_platform(job: Job) -> None:
+    try:
+        job.restart.read_platform(job.comm.settings())
+    except InputError as error:
+        raise InputError("restart.from_platform", str(error)) from error
 
 
 def _check_program(job: Job) -> None:

@@ -1,41 +1,26 @@
 """From what is left of an attempt to one fault: the first cause, not the loudest symptom.
 
 A rank that dies makes every other rank print errors within milliseconds. Causes are therefore
-ordered by role (a cause before an echo), then by time. Pure: evidence in, `Fault` out; times
+ordered by role (a cause before an echo), then by time. Pure: evidence in, `Diagnosis` out; times
 are seconds since the epoch.
 """
 
 from __future__ import annotations
 
-import re
-import signal
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from enum import IntEnum
-from functools import cache
-from importlib import resources
 
-from training.policy.faults import Fault, FaultClass
+from training.diagnosis.cause import Candidate, Diagnosis, Source, fault_of, rank_candidates
+from training.diagnosis.exits import AGREED, EXIT_DONE, signal_name, signal_of
+from training.diagnosis.peers import compare
+from training.diagnosis.rules import Role
+from training.diagnosis.scan import Finding, recognise, scan_text
+from training.policy.faults import TRAITS, Fault, FaultClass
 
-EXIT_DONE = 0
-EXIT_USER = 2
-EXIT_RESTART_ME = 75
-EXIT_ABOVE_PROCESS = 76
-SHELL_SIGNAL_BASE = 128  # a shell whose child was ended by signal n exits with 128 + n
-_ABORT_RULE = "torchrun-abort"
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """One line of the rule table."""
-
-    id: str
-    pattern: re.Pattern[str]
-    fault_class: FaultClass
-    is_root: bool
-    source: str
-    example: str
+MAX_RUNNERS_UP = 5
+MAX_EVIDENCE_CHARS = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +58,15 @@ class SilentRank:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeOutput:
+    """Text of a node that is no worker's output: a device log, or what a health command says."""
+
+    node: str
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Evidence:
     """Everything known about the end of an attempt."""
 
@@ -84,216 +78,248 @@ class Evidence:
     staging_errors: Mapping[str, str] | None = None
     oom_nodes: Sequence[str] = ()
     refusal: str | None = None
+    outputs: Sequence[NodeOutput] = ()
 
 
-class _Role(IntEnum):
+class _Tier(IntEnum):
     NODE = 0  # a container that is gone explains whatever its peers printed or died of
     ROOT = 1
-    CASCADE = 2
-    UNEXPLAINED = 3
-    STOPPED = 4
+    SYMPTOM = 2
+    CASCADE = 3
+    UNEXPLAINED = 4
+    STOPPED = 5
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    role: _Role
-    fault: Fault
-
-
-@cache
-def load_rules() -> tuple[Rule, ...]:
-    """The rule table, in order of precedence."""
-    text = resources.files("training.diagnosis").joinpath("rules.toml").read_text("utf-8")
-    return tuple(
-        Rule(
-            id=row["id"],
-            pattern=re.compile(row["pattern"]),
-            fault_class=FaultClass(row["class"]),
-            is_root=row["role"] == "root",
-            source=row["source"],
-            example=row["example"],
-        )
-        for row in tomllib.loads(text)["rule"]
-    )
-
-
-def match_line(line: str) -> Rule | None:
-    """The first rule that recognises a line."""
-    return next((rule for rule in load_rules() if rule.pattern.search(line)), None)
-
-
-def diagnose(evidence: Evidence) -> Fault:
-    """Name the first cause. Total: evidence that says nothing gives `unknown`."""
-    candidates = [
-        *_lost_nodes(evidence),
-        *_staging(evidence),
-        *(_worker(end, evidence) for end in evidence.workers if end.exit_code != 0),
-        *_silence(evidence),
-        *_refusal(evidence),
-    ]
-    if not candidates:
-        return Fault(FaultClass.UNKNOWN, evidence.at_s, "no evidence", step=evidence.step)
-    return min(candidates, key=lambda c: (c.role, c.fault.at_s)).fault
-
-
-def _lost_nodes(evidence: Evidence) -> Iterator[_Candidate]:
-    for node in evidence.lost_nodes:
-        yield _Candidate(
-            _Role.NODE,
-            Fault(
-                FaultClass.NODE_LOST,
-                evidence.at_s,
-                f"the agent of {node} is gone",
-                node=node,
-                code="NODE_LOST",
-                step=evidence.step,
-                explanation="The first process of the container does not exist any more: the "
-                "node went down, or the container was taken away.",
-            ),
-        )
-
-
-def _staging(evidence: Evidence) -> Iterator[_Candidate]:
-    for node, error in (evidence.staging_errors or {}).items():
-        fault = Fault(
-            FaultClass.STORAGE_ERROR,
-            evidence.at_s,
-            error,
-            node=node,
-            step=evidence.step,
-            explanation="The processes could not be started: the token shards were not to be "
-            "had, or the node's folders not to be written.",
-        )
-        yield _Candidate(_Role.ROOT, fault)
-
-
-def _refusal(evidence: Evidence) -> Iterator[_Candidate]:
-    if evidence.refusal is not None:
-        fault = Fault(
-            FaultClass.UNKNOWN,
-            evidence.at_s,
-            evidence.refusal,
-            step=evidence.step,
-            explanation="The engine could not start the processes.",
-        )
-        yield _Candidate(_Role.UNEXPLAINED, fault)
-
-
-def _silence(evidence: Evidence) -> Iterator[_Candidate]:
-    for rank in evidence.silent:
-        fault = Fault(
-            FaultClass.HANG,
-            evidence.at_s,
-            f"rank {rank.rank}: no progress for {rank.silent_s:.0f} s in phase {rank.phase}, "
-            f"limit {rank.limit_s:.0f} s",
-            node=rank.node,
-            rank=rank.rank,
-            step=evidence.step,
-            explanation="The processes live but none of their heartbeats advances.",
-        )
-        yield _Candidate(_Role.ROOT, fault)
-
-
-def _worker(end: WorkerEnd, evidence: Evidence) -> _Candidate:
-    if end.stopped:
-        return _candidate(_Role.STOPPED, FaultClass.UNKNOWN, "stopped", end, evidence)
-    if end.exit_code < 0:
-        return _signalled(end, evidence)
-    if end.exit_code in _EXIT_CLASSES:
-        fault_class, meaning = _EXIT_CLASSES[end.exit_code]
-        found = _explained(end)
-        line = found[1] if found else f"exit code {end.exit_code}: {meaning}"
-        return _candidate(_Role.ROOT, fault_class, line, end, evidence, explanation=meaning)
-    found = _explained(end)
-    if found is None and _signal_name(end.exit_code - SHELL_SIGNAL_BASE) is not None:
-        return _signalled(replace(end, exit_code=SHELL_SIGNAL_BASE - end.exit_code), evidence)
-    if found is None:
-        line = end.error or _last_line(end.log) or f"exit code {end.exit_code}"
-        return _candidate(_Role.UNEXPLAINED, FaultClass.UNKNOWN, line, end, evidence)
-    rule, line = found
-    role = _Role.ROOT if rule.is_root else _Role.CASCADE
-    return _candidate(role, rule.fault_class, line, end, evidence, explanation=rule.source)
-
-
-_EXIT_CLASSES: Mapping[int, tuple[FaultClass, str]] = {
-    EXIT_USER: (FaultClass.USER_CODE_ERROR, "the program says that its user must mend it"),
-    EXIT_RESTART_ME: (FaultClass.UNKNOWN, "the worker saved its state and asks for a restart"),
-    EXIT_ABOVE_PROCESS: (FaultClass.DEVICE_LOST, "the worker cannot go on in this container"),
-    127: (FaultClass.LAUNCH_MISCONFIGURED, "the command was not found"),
+_TIER_OF = {
+    Role.ROOT: _Tier.ROOT,
+    Role.SYMPTOM: _Tier.SYMPTOM,
+    Role.CASCADE: _Tier.CASCADE,
+    Role.HINT: _Tier.UNEXPLAINED,
 }
 
 
-def _signalled(end: WorkerEnd, evidence: Evidence) -> _Candidate:
-    name = _signal_name(-end.exit_code) or f"SIG{-end.exit_code}"
+@dataclass(frozen=True, slots=True)
+class _Cause:
+    tier: _Tier
+    fault: Fault
+
+
+def diagnose(evidence: Evidence) -> Diagnosis:
+    """Name the first cause. Total: evidence that says nothing gives `unknown`."""
+    causes = [
+        *_lost_nodes(evidence),
+        *_staging(evidence),
+        *_workers(evidence),
+        *_silence(evidence),
+        *_outputs(evidence),
+        *_refusal(evidence),
+    ]
+    if not causes:
+        return Diagnosis(_fault(FaultClass.UNKNOWN, evidence, "no evidence"))
+    causes.sort(key=lambda cause: (cause.tier, cause.fault.at_s))
+    best, further = causes[0].fault, []
+    seen = {best.fault_class}
+    for cause in causes[1:]:
+        if cause.tier is not _Tier.STOPPED and cause.fault.fault_class not in seen:
+            seen.add(cause.fault.fault_class)
+            further.append(cause.fault)
+    return Diagnosis(best, tuple(further[:MAX_RUNNERS_UP]))
+
+
+def _fault(
+    fault_class: FaultClass,
+    evidence: Evidence,
+    line: str,
+    *,
+    node: str | None = None,
+    rank: int | None = None,
+    code: str | None = None,
+    why: str = "",
+) -> Fault:
+    """A fault that no line of output names, with its class's traits."""
+    traits = TRAITS[fault_class]
+    return Fault(
+        fault_class,
+        evidence.at_s,
+        line[:MAX_EVIDENCE_CHARS],
+        node=node,
+        rank=rank,
+        code=code,
+        step=evidence.step,
+        explanation=why or traits.meaning,
+        action=traits.action,
+        recoverable_by=traits.recoverable_by,
+        user_fault=traits.user_fault,
+        hardware_fault=traits.hardware_fault,
+    )
+
+
+def _lost_nodes(evidence: Evidence) -> Iterator[_Cause]:
+    for node in evidence.lost_nodes:
+        why = (
+            "The first process of the container does not exist any more: the node went down, or "
+            "the container was taken away."
+        )
+        line = f"the agent of {node} is gone"
+        fault = _fault(
+            FaultClass.NODE_LOST, evidence, line, node=node, code="NODE_LOST", why=why
+        )
+        yield _Cause(_Tier.NODE, fault)
+
+
+def _staging(evidence: Evidence) -> Iterator[_Cause]:
+    for node, error in (evidence.staging_errors or {}).items():
+        why = (
+            "The processes could not be started: the token shards were not to be had, or the "
+            "node's folders not to be written."
+        )
+        fault = _fault(FaultClass.STORAGE_ERROR, evidence, error, node=node, why=why)
+        yield _Cause(_Tier.ROOT, fault)
+
+
+def _refusal(evidence: Evidence) -> Iterator[_Cause]:
+    if evidence.refusal is not None:
+        why = "The engine could not start the processes."
+        fault = _fault(FaultClass.UNKNOWN, evidence, evidence.refusal, why=why)
+        yield _Cause(_Tier.UNEXPLAINED, fault)
+
+
+def _silence(evidence: Evidence) -> Iterator[_Cause]:
+    for rank in evidence.silent:
+        line = (
+            f"rank {rank.rank}: no progress for {rank.silent_s:.0f} s in phase {rank.phase}, "
+            f"limit {rank.limit_s:.0f} s"
+        )
+        why = "The processes live but none of their heartbeats advances."
+        fault = _fault(
+            FaultClass.HANG, evidence, line, node=rank.node, rank=rank.rank, why=why
+        )
+        yield _Cause(_Tier.ROOT, fault)
+
+
+def _outputs(evidence: Evidence) -> Iterator[_Cause]:
+    """What device logs and health commands say; their clocks are not the agents'."""
+    year = _year(evidence)
+    sources = [
+        Source(output.name, scan_text(output.text, year=year).findings, order, node=output.node)
+        for order, output in enumerate(evidence.outputs)
+    ]
+    for candidate in rank_candidates(sources):
+        fault = fault_of(candidate, at_s=evidence.at_s, step=evidence.step)
+        named = replace(fault, at_s=evidence.at_s, node=candidate.source.node)
+        yield _Cause(_TIER_OF[candidate.finding.role], named)
+
+
+def _workers(evidence: Evidence) -> Iterator[_Cause]:
+    failed = [end for end in evidence.workers if end.exit_code != EXIT_DONE]
+    year = _year(evidence)
+    logs = compare(
+        [
+            Source(str(end.rank), scan_text(end.log, year=year).findings, order, end.rank)
+            for order, end in enumerate(failed)
+        ]
+    )
+    for end, log in zip(failed, logs, strict=True):
+        yield _worker(end, _explained(end, log), evidence)
+
+
+def _year(evidence: Evidence) -> int:
+    return datetime.fromtimestamp(evidence.at_s, UTC).year
+
+
+def _explained(end: WorkerEnd, log: Source) -> Finding | None:
+    """The finding that explains an exit: the recorded exception, else the output."""
+    if end.error and (told := recognise(end.error, "Traceback (most recent call last)")):
+        return told
+    ranked = rank_candidates([log])
+    return ranked[0].finding if ranked else None
+
+
+def _worker(end: WorkerEnd, found: Finding | None, evidence: Evidence) -> _Cause:
+    if end.stopped:
+        return _ended(_Tier.STOPPED, FaultClass.UNKNOWN, "stopped", end, evidence)
+    if end.exit_code in AGREED:
+        fault_class, meaning = AGREED[end.exit_code]
+        line = found.line if found else f"exit code {end.exit_code}: {meaning}"
+        return _ended(_Tier.ROOT, fault_class, line, end, evidence, why=meaning)
+    number = signal_of(end.exit_code)
+    if number is not None and (end.exit_code < 0 or found is None or _only_guesses(found)):
+        return _signalled(number, end, found, evidence)
+    if found is None or found.role is Role.HINT:
+        line = end.error or (found.line if found else _last_line(end.log))
+        line = line or f"exit code {end.exit_code}"
+        return _ended(_Tier.UNEXPLAINED, FaultClass.UNKNOWN, line, end, evidence)
+    return _told(end, found, evidence)
+
+
+def _only_guesses(found: Finding) -> bool:
+    """Whether a finding infers from an exit what the exit code itself says."""
+    return found.role is not Role.ROOT and found.fault_class is FaultClass.HOST_OOM
+
+
+def _told(end: WorkerEnd, found: Finding, evidence: Evidence) -> _Cause:
+    """A worker whose end its output explains."""
+    killed = found.fault_class is FaultClass.HOST_OOM and found.role is not Role.ROOT
+    if killed and end.node not in evidence.oom_nodes:
+        # Elsewhere a killed process means memory; here the node says that none was killed for it.
+        why = "A process was killed, and not by the kernel's OOM killer."
+        return _ended(_Tier.ROOT, FaultClass.NATIVE_CRASH, found.line, end, evidence, why=why)
+    crashed = found.fault_class is FaultClass.NATIVE_CRASH
+    tier = _Tier.ROOT if killed or crashed else _TIER_OF[found.role]
+    candidate = Candidate(Source(str(end.rank), (found,), rank=end.rank, node=end.node), found)
+    fault = fault_of(candidate, at_s=end.ended_s, step=evidence.step)
+    return _Cause(tier, _placed(fault, end))
+
+
+def _signalled(
+    number: int, end: WorkerEnd, found: Finding | None, evidence: Evidence
+) -> _Cause:
+    name = signal_name(number) or f"SIG{number}"
     line = f"rank {end.rank} ended by {name}"
     if name == "SIGTERM":
         why = "Something outside asked the process to end."
-        return _candidate(_Role.ROOT, FaultClass.PREEMPTED, line, end, evidence, name, why)
+        return _ended(_Tier.ROOT, FaultClass.PREEMPTED, line, end, evidence, name, why)
     if name == "SIGKILL" and end.node in evidence.oom_nodes:
         why = "The kernel's OOM killer was active on the node."
-        return _candidate(_Role.ROOT, FaultClass.HOST_OOM, line, end, evidence, name, why)
-    if name == "SIGABRT" and (found := _explained(end)) and not found[0].is_root:
+        return _ended(_Tier.ROOT, FaultClass.HOST_OOM, line, end, evidence, name, why)
+    echo = (FaultClass.COLLECTIVE_TIMEOUT, FaultClass.LINK_DOWN)
+    if name == "SIGABRT" and found and found.role is not Role.ROOT and found.fault_class in echo:
         # Communication libraries abort the process when a peer is gone.
-        rule, line = found
-        return _candidate(_Role.CASCADE, rule.fault_class, line, end, evidence, name)
+        return _ended(_Tier.CASCADE, found.fault_class, found.line, end, evidence, name, found.why)
     why = "The process was ended by the operating system, not by an exception."
-    return _candidate(_Role.ROOT, FaultClass.NATIVE_CRASH, line, end, evidence, name, why)
+    return _ended(_Tier.ROOT, FaultClass.NATIVE_CRASH, line, end, evidence, name, why)
 
 
-def _signal_name(number: int) -> str | None:
-    # Real-time signals have numbers without names.
-    return signal.Signals(number).name if number in set(signal.Signals) else None
-
-
-def _explained(end: WorkerEnd) -> tuple[Rule, str] | None:
-    """The rule and line that explain an exit: the recorded exception, else the output.
-
-    The last lines of the output are nearest to the death, but a root cause anywhere in the
-    output beats an echo after it.
-    """
-    if end.error and (rule := match_line(end.error)):
-        return rule, end.error
-    echo: tuple[Rule, str] | None = None
-    abort: tuple[Rule, str] | None = None
-    for line in reversed(end.log.splitlines()):
-        rule = match_line(line)
-        if rule is None:
-            continue
-        if rule.id == _ABORT_RULE:
-            # Communication libraries abort the process when a peer is gone: they say so before.
-            abort = abort or (rule, line.strip())
-        elif rule.is_root:
-            return rule, line.strip()
-        else:
-            echo = echo or (rule, line.strip())
-    return echo or abort
-
-
-def _candidate(
-    role: _Role,
+def _ended(
+    tier: _Tier,
     fault_class: FaultClass,
     line: str,
     end: WorkerEnd,
     evidence: Evidence,
     code: str | None = None,
-    explanation: str = "",
-) -> _Candidate:
-    if end.log_path is not None:
-        explanation = f"{explanation} Output of the rank: {end.log_path}".strip()
-    fault = Fault(
-        fault_class,
-        end.ended_s,
-        line[:500],
+    why: str = "",
+) -> _Cause:
+    fault = _fault(fault_class, evidence, line, code=code, why=why)
+    return _Cause(tier, _placed(fault, end))
+
+
+def _placed(fault: Fault, end: WorkerEnd) -> Fault:
+    """A fault where and when its worker ended, with the way to the whole output."""
+    more = f" Output of the rank: {end.log_path}" if end.log_path is not None else ""
+    return replace(
+        fault,
+        at_s=end.ended_s,
+        evidence=fault.evidence[:MAX_EVIDENCE_CHARS],
         node=end.node,
         rank=end.rank,
         device=end.device,
-        code=code,
-        step=evidence.step,
-        explanation=explanation,
+        explanation=f"{fault.explanation}{more}".strip(),
     )
-    return _Candidate(role, fault)
 
 
 def _last_line(text: str) -> str:
     lines = [line for line in text.splitlines() if line.strip()]
     return lines[-1].strip() if lines else ""
+
+
+__all__ = ["Diagnosis", "Evidence", "NodeOutput", "SilentRank", "WorkerEnd", "diagnose"]

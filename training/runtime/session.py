@@ -29,7 +29,7 @@ from storage.address import open_store
 from storage.checkpoint import CheckpointStore
 from storage.policy import apply_retention
 from training.device import backend_of, pick_device
-from training.diagnosis.classify import EXIT_RESTART_ME
+from training.diagnosis.exits import EXIT_RESTART_ME
 from training.errors import InputError
 from training.monitor.heartbeat import HeartbeatWriter, Phase
 from training.runtime.buckets import settle_buckets

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from training.diagnosis.classify import EXIT_USER
+from training.diagnosis.exits import EXIT_USER
 from training.errors import InputError
 from training.job import Job
 from training.runtime.context import WorkerContext

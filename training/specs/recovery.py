@@ -5,10 +5,14 @@ Times are seconds, steps are completed optimizer steps.
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Sequence
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from training.policy.ladder import Policy
+from training.policy.platforms.reading import read_platform
+from training.policy.platforms.settings import POLICY_FIELDS, Fact, Reading, Setting, shown
 from training.specs.model import Section
 
 # Recommended save intervals by model size: every epoch, every 500 steps, every 100 to 200 steps.
@@ -87,6 +91,53 @@ class RestartSpec(Section):
     progress_after_s: float = Field(
         600.0, gt=0, description="command jobs: an attempt this long counts as progress"
     )
+    step_retry: bool = Field(
+        True, description="re-execute one step after a memory or collective fault (UCE, HCCE)"
+    )
+    process_replace: bool = Field(
+        True, description="a new process for one lost rank, the others live on (ARF)"
+    )
+    end_of_life_checkpoint: bool = Field(
+        True, description="save the last completed step before processes are ended (TTP)"
+    )
+    numeric_retry: bool = Field(
+        False, description="re-execute a step whose loss or gradient norm is abnormal (TRE)"
+    )
+    data_skipping: bool = Field(
+        False, description="skip batches with an abnormal loss; excludes numeric_retry"
+    )
+    from_platform: dict[str, str] = Field(
+        {}, description="ModelArts annotations, MindCluster labels, MS_ENABLE_TFT or "
+        "HIGH_AVAILABILITY, as name: text; they set the fields above"
+    )  # fmt: skip
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_platform(cls, document: Any) -> Any:
+        entries = document.get("from_platform") if isinstance(document, dict) else None
+        if not isinstance(entries, dict) or not all(
+            isinstance(text, str) for item in entries.items() for text in item
+        ):
+            return document  # the field's own type says what is wrong
+        fields = read_platform(entries).fields
+        return {n: v for n, v in fields.items() if n in cls.model_fields} | document
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> Self:
+        chosen = {name: getattr(self, name) for name in self.model_fields_set & POLICY_FIELDS}
+        self.read_platform([Setting(n, v, f"{n}={shown(v)}") for n, v in chosen.items()])
+        return self
+
+    def policy(self, *, operator_retry: bool) -> Policy:
+        """The restart policy as the ladder reads it; the job's comm.op_retry has the switch."""
+        own: dict[str, Any] = {
+            n: getattr(self, n) for n in POLICY_FIELDS & type(self).model_fields.keys()
+        }
+        return Policy(**own, operator_retry=operator_retry)
+
+    def read_platform(self, given: Sequence[Setting] = ()) -> Reading:
+        """What from_platform says, beside what the job says elsewhere."""
+        return read_platform(self.from_platform, given=given)
 
 
 class OpRetrySpec(Section):
@@ -138,3 +189,13 @@ class CommSpec(Section):
         if self.op_retry.enabled and self.watchdog:
             raise ValueError("op_retry.enabled=true and watchdog=true exclude each other")
         return self
+
+    def settings(self) -> tuple[Setting, ...]:
+        """What stands beside the entries of a platform, for its contradictions."""
+        enabled = self.op_retry.enabled
+        return (
+            Setting("operator_retry", enabled, f"comm.op_retry.enabled={shown(enabled)}"),
+            Setting(Fact.CHIP, self.chip or "unknown", f"comm.chip={self.chip or 'unknown'}"),
+            Setting(Fact.MC2, self.mc2, f"comm.mc2={shown(self.mc2)}"),
+            Setting(Fact.WATCHDOG, self.watchdog, f"comm.watchdog={shown(self.watchdog)}"),
+        )

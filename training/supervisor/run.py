@@ -18,6 +18,7 @@ from storage.address import Credentials, open_store, worker_environment
 from storage.checkpoint import CheckpointStore
 from storage.errors import PermanentError
 from training.agent.protocol import AgentState, StartOrder
+from training.diagnosis.cause import Diagnosis
 from training.diagnosis.classify import diagnose
 from training.engines.base import Engine, Placement, plan, plan_replacement
 from training.engines.local import LocalEngine
@@ -153,16 +154,7 @@ class Run:
     @property
     def policy(self) -> Policy:
         """The job's restart policy as the ladder reads it."""
-        restart = self.job.restart
-        return Policy(
-            max_restarts=restart.max_restarts,
-            in_place=restart.in_place,
-            in_place_retries=restart.in_place_retries,
-            unconditional=restart.unconditional,
-            hang=restart.hang,
-            pod_retries=restart.pod_retries,
-            allow_without_isolation=restart.allow_without_isolation,
-        )
+        return self.job.restart.policy(operator_retry=self.job.comm.op_retry.enabled)
 
     def record_data(self, result: PrepareResult) -> None:
         """Put the outcome of data preparation on record."""
@@ -424,16 +416,17 @@ class Run:
         """Diagnose, decide, and put both on record."""
         placement, attempt = view.key
         self._record_missed_checkpoints(view)
-        fault = diagnose(end.evidence) if end.kind is EndKind.FAILED else None
+        diagnosis = diagnose(end.evidence) if end.kind is EndKind.FAILED else None
         self._record_end(
             view,
             end.kind.value,
             to_step=end.last_step,
             proc_start_cnt=end.proc_start_cnt,
-            fault=fault,
+            diagnosis=diagnosis,
         )
-        if fault is None:
+        if diagnosis is None:
             return Verdict(end.kind, placement, attempt, end.last_step)
+        fault = diagnosis.fault
         decision = self._decide(view, fault)
         return Verdict(end.kind, placement, attempt, end.last_step, fault, decision)
 
@@ -444,7 +437,7 @@ class Run:
         *,
         to_step: int | None,
         proc_start_cnt: dict[str, int] | None = None,
-        fault: Fault | None = None,
+        diagnosis: Diagnosis | None = None,
     ) -> None:
         placement, attempt = view.key
         self.ledger.append(
@@ -454,7 +447,8 @@ class Run:
             outcome=outcome,
             to_step=to_step,
             proc_start_cnt=proc_start_cnt or {},
-            fault=record_of(fault) if fault is not None else None,
+            fault=record_of(diagnosis.fault) if diagnosis is not None else None,
+            runners_up=tuple(map(record_of, diagnosis.runners_up)) if diagnosis else (),
             duration_s=time.time() - view.started.at_s,
         )
 
@@ -514,7 +508,7 @@ class Run:
             "was taken down at once.",
         )
         self._record_missed_checkpoints(view)
-        self._record_end(view, "failed", to_step=None, fault=fault)
+        self._record_end(view, "failed", to_step=None, diagnosis=Diagnosis(fault))
         self._decide(view, fault)
 
     def _decision_text(self) -> str:

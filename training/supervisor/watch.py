@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from training.agent.protocol import AgentState, AgentStatus, WorkerLog, WorkerStatus
-from training.diagnosis.classify import EXIT_DONE, Evidence, SilentRank, WorkerEnd
+from training.diagnosis.classify import Evidence, SilentRank, WorkerEnd
+from training.diagnosis.exits import EXIT_DONE
 from training.engines.base import Engine, Snapshot
 from training.monitor.heartbeat import Phase
 from training.runtime.metrics import StepRecord, parse_live

@@ -10,17 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from training.diagnosis.classify import (
-    EXIT_ABOVE_PROCESS,
-    EXIT_RESTART_ME,
-    EXIT_USER,
-    Evidence,
-    SilentRank,
-    WorkerEnd,
-    diagnose,
-    load_rules,
-    match_line,
-)
+from training.diagnosis.classify import Evidence, SilentRank, WorkerEnd, diagnose
+from training.diagnosis.exits import EXIT_ABOVE_PROCESS, EXIT_RESTART_ME, EXIT_USER
+from training.diagnosis.rules import load_rules
 from training.policy.faults import Fault, FaultClass
 
 PEER_CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:538] Connection closed by peer [::1]:4123"
@@ -43,7 +35,7 @@ def end(exit_code: int, *, rank: int = 0, ended_s: float = 10.0, **seen) -> Work
 
 
 def cause(*workers: WorkerEnd, **further) -> Fault:
-    return diagnose(Evidence(at_s=100.0, step=40, workers=workers, **further))
+    return diagnose(Evidence(at_s=100.0, step=40, workers=workers, **further)).fault
 
 
 def torchrun_summary(**exit_codes: int) -> str:
@@ -55,24 +47,6 @@ def torchrun_summary(**exit_codes: int) -> str:
     for number, failure in enumerate(failures.values()):
         failure.timestamp = 1_700_000_000 + number
     return f"E0101 api.py:874] failed\nTraceback\n{ChildFailedError('train.py', failures)}"
-
-
-@pytest.mark.parametrize("rule", load_rules(), ids=lambda rule: rule.id)
-def test_a_rule_catches_its_own_example_before_any_other(rule):
-    assert match_line(rule.example) is rule
-
-
-def test_rule_ids_are_unique_and_every_rule_names_its_source():
-    rules = load_rules()
-    assert len({rule.id for rule in rules}) == len(rules)
-    assert all(rule.source for rule in rules)
-
-
-@pytest.mark.parametrize(
-    "line", ["", "step 12 loss 3.4", "INFO saved checkpoint", "warning: no errors were found"]
-)
-def test_ordinary_output_is_caught_by_no_rule(line):
-    assert match_line(line) is None
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations([1.0, 2.0, 3.0])))
@@ -261,7 +235,7 @@ def test_the_last_exception_of_a_chained_traceback_names_the_fault():
 def test_torchruns_summary_of_a_killed_child_is_a_native_crash():
     fault = cause(end(1, log=torchrun_summary(first=-9)))
     assert fault.fault_class is FaultClass.NATIVE_CRASH
-    assert "Signal 9 (SIGKILL) received by PID 4000" in fault.evidence
+    assert "(SIGKILL)" in fault.evidence
 
 
 def test_torchruns_summary_of_a_failed_child_leaves_the_word_to_the_childs_traceback():
@@ -285,7 +259,7 @@ def test_torchruns_summary_of_a_child_aborted_by_its_communication_library_is_an
 def test_torchruns_summary_of_an_aborted_child_is_a_native_crash_when_no_peer_is_gone():
     fault = cause(end(1, log=f"{ABORT_NOTE}\n{torchrun_summary(first=-6)}"))
     assert fault.fault_class is FaultClass.NATIVE_CRASH
-    assert "SIGABRT" in fault.evidence
+    assert fault.evidence == ABORT_NOTE
 
 
 @pytest.mark.parametrize("number", [9, 6])
@@ -295,7 +269,7 @@ def test_a_shell_that_reports_the_signal_of_its_child_counts_as_ended_by_it(numb
     assert fault.code == signal.Signals(number).name
 
 
-LINES = st.sampled_from([*(rule.example for rule in load_rules()), "", "noise", "Oops: no"])
+LINES = st.sampled_from([*(rule.spec.example for rule in load_rules()), "", "noise", "Oops: no"])
 ENDS = st.builds(
     WorkerEnd,
     rank=st.integers(0, 7),

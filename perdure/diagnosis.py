@@ -1,0 +1,176 @@
+"""`perdure diagnose`: what broke, for a person or for a script."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from training.diagnosis.sources import (
+    STANDARD_INPUT,
+    Case,
+    context_of,
+    diagnose_files,
+    files_of,
+)
+from training.policy.faults import Fault
+from training.policy.ladder import Decision, Policy, Rung, decide
+
+CONTEXT_LINES = 3
+LINE_WIDTH = 400
+NOTHING = "No failure was found"
+
+
+def cases_of(paths: Sequence[str], *, each: bool) -> Iterator[Case]:
+    """Diagnose what a person named, in the order given.
+
+    Args:
+        paths: files, folders, or "-" for standard input.
+        each: every file below a folder is a case of its own, not a part of one attempt.
+
+    Raises:
+        InputError: a path does not exist, cannot be read, or holds no logs.
+    """
+    found = [(path, files_of(Path(path))) for path in paths]
+    now_s = time.time()
+    year = datetime.fromtimestamp(now_s, UTC).year
+    for path, files in found:
+        if each:
+            for file in files:
+                yield diagnose_files(str(file), [file], at_s=now_s, year=year)
+        else:
+            yield diagnose_files(path, files, at_s=now_s, year=year)
+
+
+def as_object(case: Case) -> dict[str, Any]:
+    """One element of the list that `--json` prints."""
+    if case.diagnosis is None:
+        return {
+            "path": case.path,
+            "fault_class": None,
+            "key_line": None,
+            **dict.fromkeys(("file", "node", "rank", "device", "code")),
+            "user_fault": False,
+            "hardware_fault": False,
+            "recoverable_by": None,
+            "explanation": _nothing(case),
+            "action": "",
+            "rung": None,
+            "runners_up": [],
+        }
+    fault = case.diagnosis.fault
+    return {
+        "path": case.path,
+        **_words(fault),
+        "file": case.diagnosis.source,
+        "node": fault.node,
+        "rank": fault.rank,
+        "device": fault.device,
+        "code": fault.code,
+        "user_fault": fault.user_fault,
+        "hardware_fault": fault.hardware_fault,
+        "recoverable_by": fault.recoverable_by,
+        "explanation": fault.explanation,
+        "action": fault.action,
+        "rung": first_answer(fault).rung,
+        "runners_up": [_words(other) for other in case.diagnosis.runners_up],
+    }
+
+
+def _words(fault: Fault) -> dict[str, Any]:
+    return {"fault_class": fault.fault_class, "key_line": fault.evidence}
+
+
+def _nothing(case: Case) -> str:
+    size_bytes = sum(reading.size_bytes for reading in case.readings)
+    files = f"{len(case.readings)} files, " if len(case.readings) > 1 else ""
+    garbled = [r.source.name for r in case.readings if not r.is_text]
+    more = f"; {', '.join(garbled[:3])} is no text" if garbled else ""
+    return f"{NOTHING} ({files}{size_bytes} bytes read{more})."
+
+
+def first_answer(fault: Fault) -> Decision:
+    """What the ladder says to a first fault when every rung can be done."""
+    return decide(
+        fault, now_s=fault.at_s, history=(), supported=frozenset(Rung), policy=Policy()
+    )
+
+
+def show_case(console: Console, case: Case) -> None:
+    """Print one case for a person."""
+    if case.diagnosis is None:
+        console.print(f"{case.path}: {_nothing(case)}", markup=False, highlight=False)
+        return
+    fault = case.diagnosis.fault
+    title = f"{fault.fault_class} at {fault.where}" if _placed(fault) else str(fault.fault_class)
+    body: list[RenderableType] = [*_context(case), Text(), _facts(fault)]
+    if case.diagnosis.runners_up:
+        body += [Text(), Text("Less likely:", style="dim")]
+        body += [
+            Text(f"  {other.fault_class}: {other.evidence[:160]}", style="dim")
+            for other in case.diagnosis.runners_up
+        ]
+    panel = Panel(
+        Group(*body),
+        title=Text(title, style="bold red"),
+        subtitle=Text(_label(case), style="dim"),
+        title_align="left",
+        subtitle_align="right",
+    )
+    console.print(panel)
+
+
+def _label(case: Case) -> str:
+    source = case.diagnosis.source if case.diagnosis is not None else None
+    own = Path(case.path).name
+    return case.path if source in {None, own} else f"{case.path}: {source}"
+
+
+def _placed(fault: Fault) -> bool:
+    return fault.node is not None or fault.rank is not None
+
+
+def _context(case: Case) -> Iterator[Text]:
+    assert case.diagnosis is not None  # noqa: S101 checked by the caller
+    line = case.diagnosis.fault.evidence
+    around = [line]
+    if case.path != STANDARD_INPUT and case.diagnosis.source is not None:
+        base = Path(case.path)
+        file = base if base.is_file() else base / case.diagnosis.source
+        around = context_of(file, line, radius=CONTEXT_LINES) or around
+    for text in around:
+        is_key = text.strip() == line.strip()
+        shown = text.strip("\r\n")[:LINE_WIDTH]
+        yield Text(f"{'>' if is_key else ' '} {shown}", style="bold" if is_key else "dim")
+
+
+def _facts(fault: Fault) -> Table:
+    decision = first_answer(fault)
+    blame = [
+        word
+        for word, holds in (("the program", fault.user_fault), ("hardware", fault.hardware_fault))
+        if holds
+    ]
+    rows = [
+        ("what it means", fault.explanation),
+        ("code", fault.code or ""),
+        ("device", "" if fault.device is None else str(fault.device)),
+        ("cause lies in", " and ".join(blame)),
+        ("mended by", str(fault.recoverable_by)),
+        ("Perdure would", f"{decision.rung}: {decision.reason}"),
+        ("you should", fault.action),
+    ]
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        if value:
+            table.add_row(name, Text(value))
+    return table

@@ -1,0 +1,169 @@
+"""What preflight says about recovery: platform entries, and what the layout allows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from training.errors import InputError
+from training.job import Job, parse_job
+from training.policy.ladder import Policy
+from training.policy.platforms.forms import Platform
+from training.policy.platforms.printing import print_platform
+from training.preflight import check_job, layout_of, recovery_notes
+
+
+@pytest.fixture
+def job(tmp_path):
+    def build(**sections) -> Job:
+        return parse_job(
+            {
+                "run_id": "r",
+                "storage": {"address": f"file://{tmp_path}/store"},
+                "worker": {"recipe": "mine:main"},
+                "batch": {"global_batch_size": 16},
+                **sections,
+            }
+        )
+
+    return build
+
+
+def lines(job: Job, *, warnings: bool = False) -> list[str]:
+    return [note.line for note in recovery_notes(job) if note.is_warning is warnings]
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "groups"),
+    [
+        ({"kind": "ddp"}, ((0, 1, 2, 3),)),
+        ({"kind": "fsdp2"}, ((0,), (1,), (2,), (3,))),
+        ({"kind": "hsdp", "replicas": 2}, ((0, 2), (1, 3))),
+    ],
+)
+def test_the_layout_follows_from_the_wrapping(job, parallelism, groups):
+    assert layout_of(job(parallelism=parallelism)).replica_groups() == groups
+
+
+def test_one_process_has_no_replicas(job):
+    alone = job(parallelism={"kind": "data_parallel"}, engine={"nodes": 1, "slots_per_node": 1})
+    assert layout_of(alone).copies == 1
+
+
+def test_each_mechanism_has_a_line_with_the_copies(job):
+    found = lines(job(parallelism={"kind": "hsdp", "replicas": 2}))
+    assert "process_replace: possible, 2 copies of every shard: [0, 2] [1, 3]" in found
+    assert [line.partition(":")[0] for line in found] == [
+        "step_retry",
+        "process_replace",
+        "end_of_life_checkpoint",
+    ]
+
+
+def test_without_replicas_a_default_is_a_note_and_a_wish_a_warning(job):
+    sharded = {"kind": "fsdp2"}
+    assert lines(job(parallelism=sharded), warnings=True) == []
+    wished = job(parallelism=sharded, restart={"process_replace": True, "step_retry": False})
+    (line,) = lines(wished, warnings=True)
+    assert line.startswith("process_replace: not possible: ")
+    assert "optimizer_weight_shard_size = 4 / 4 = 1, needs >= 2" in line
+    assert "step_retry: off (restart.step_retry=false)" in lines(wished)
+
+
+def test_a_wish_in_a_platform_s_words_is_a_wish(job):
+    wished = job(
+        parallelism={"kind": "fsdp2"}, restart={"from_platform": {"HIGH_AVAILABILITY": "recover"}}
+    )
+    assert any(line.startswith("process_replace: not") for line in lines(wished, warnings=True))
+
+
+def test_a_command_takes_no_part(job):
+    found = lines(job(worker={"command": ["true"]}))
+    assert all("not possible" in line for line in found)
+
+
+def test_platform_entries_set_the_fields_of_the_restart_policy(job):
+    entries = {"fault-tolerance/job-retry-num": "8", "MS_ENABLE_TFT": "{TTP:1,UCE:1,HCCE:1}"}
+    moved = job(restart={"from_platform": entries, "delay_s": 1})
+    assert (moved.restart.max_restarts, moved.restart.process_replace) == (8, False)
+    assert "max_restarts=8: from fault-tolerance/job-retry-num='8'" in lines(moved)
+
+
+def test_a_field_that_is_written_beats_what_a_list_leaves_out(job):
+    entries = {"HIGH_AVAILABILITY": "retry"}
+    moved = job(restart={"from_platform": entries, "process_replace": True})
+    assert moved.restart.process_replace
+    assert not any(line.startswith("process_replace=") for line in lines(moved))
+
+
+def test_a_job_with_platform_entries_is_the_same_after_a_round_trip(job):
+    entries = {"pod-rescheduling": "on", "recover-strategy": "dump,exit", "tor-affinity": "null"}
+    moved = job(restart={"from_platform": entries})
+    assert parse_job(moved.model_dump(mode="json")) == moved
+    assert any("tor-affinity" in line for line in lines(moved, warnings=True))
+
+
+# (restart section, words of the one line)
+WRONG = [
+    (
+        {"max_restarts": 5, "from_platform": {"fault-tolerance/job-retry-num": "8"}},
+        ["restart", "job-retry-num='8'", "max_restarts=5", "8 or 5"],
+    ),
+    (
+        {"max_restarts": "5", "from_platform": {"fault-tolerance/job-retry-num": "8"}},
+        ["job-retry-num='8'", "max_restarts=5"],
+    ),
+    (
+        {"data_skipping": True, "from_platform": {"MS_ENABLE_TFT": "{TRE:1}"}},
+        ["MS_ENABLE_TFT TRE:1", "data_skipping=true", "exclude"],
+    ),
+    (
+        {"data_skipping": True, "numeric_retry": True},
+        ["numeric_retry=true", "data_skipping=true", "exclude"],
+    ),
+    ({"from_platform": {"hang-retry": "true"}}, ["did you mean fault-tolerance/hang-retry?"]),
+    ({"from_platform": {"fault-retry-times": 3}}, ["fault-retry-times", "3", "string"]),
+    ({"from_platform": {3: "x"}}, ["from_platform", "3", "string"]),
+    ({"from_platform": "x"}, ["from_platform", "x"]),
+]
+
+
+@pytest.mark.parametrize(("restart", "words"), WRONG)
+def test_a_wrong_restart_section_is_refused_in_one_line(job, restart, words):
+    with pytest.raises(InputError) as caught:
+        job(restart=restart)
+    assert [word for word in words if word not in str(caught.value)] == []
+    assert "\n" not in str(caught.value)
+
+
+def test_operator_retry_is_asked_for_in_both_places_or_in_none(job):
+    restart = {"from_platform": {"fault-tolerance/hccl_op_retry": "true"}}
+    worker = {"command": ["true"]}
+    with pytest.raises(InputError) as caught:
+        check_job(job(worker=worker, restart=restart), with_storage=False)
+    text = str(caught.value)
+    assert all(w in text for w in ("hccl_op_retry='true'", "comm.op_retry.enabled=false"))
+    comm = {"op_retry": {"enabled": True}, "chip": "a3", "watchdog": False}
+    check_job(job(worker=worker, restart=restart, comm=comm), with_storage=False)
+
+
+def test_the_ladder_s_policy_holds_every_switch_of_the_section(job):
+    switches: dict[str, Any] = {
+        "max_restarts": 9,
+        "pod_retries": 2,
+        "hang": False,
+        "step_retry": False,
+        "process_replace": False,
+        "end_of_life_checkpoint": False,
+        "numeric_retry": True,
+    }
+    expected = Policy(**switches, operator_retry=True)
+    assert job(restart=switches).restart.policy(operator_retry=True) == expected
+    assert job().restart.policy(operator_retry=False) == Policy()
+
+
+@pytest.mark.parametrize("platform", Platform)
+def test_what_a_platform_prints_a_job_accepts(job, platform):
+    printed = print_platform(Policy(max_restarts=7), platform)
+    assert job(restart={"from_platform": dict(printed.entries)}).restart.max_restarts in (3, 7)

@@ -1,0 +1,179 @@
+"""Which of many findings is the first cause: by role, then by time, then by place.
+
+One rank fails and a thousand others print timeouts. A cause beats a symptom, a symptom an echo;
+among equals the earliest in time wins, across ranks whose clocks have been merged. What training
+survived is no cause. Times are seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from training.diagnosis.rules import Role
+from training.diagnosis.scan import CODE_RULE, Finding
+from training.policy.faults import TRAITS, Fault, FaultClass, RecoverableBy
+
+MAX_RUNNERS_UP = 5
+MAX_EVIDENCE_CHARS = 2000
+# Fewer marks of progress after a line may be other ranks' last words.
+SURVIVED_AFTER = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Findings of one file or process, with what is known about where it ran.
+
+    Attributes:
+        name: path or other label.
+        order: position among the sources, for findings without a time.
+        clock_offset_s: to be added to its times to get those of the first source.
+    """
+
+    name: str
+    findings: Sequence[Finding]
+    order: int = 0
+    rank: int | None = None
+    node: str | None = None
+    device: int | None = None
+    clock_offset_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One possible cause."""
+
+    source: Source
+    finding: Finding
+
+    @property
+    def at_s(self) -> float | None:
+        """When, on the merged clock."""
+        seen_s = self.finding.seen_s
+        return None if seen_s is None else seen_s + self.source.clock_offset_s
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """The first cause and what else the evidence would have allowed, most likely first.
+
+    Attributes:
+        source: the file that holds the key line, when files were read.
+    """
+
+    fault: Fault
+    runners_up: tuple[Fault, ...] = ()
+    source: str | None = None
+
+
+def counts_as_failure(finding: Finding) -> bool:
+    """Whether a finding stands for a failure: not logged as harmless, not survived by training."""
+    if finding.is_low_level:
+        return False
+    survives = finding.progress_after >= SURVIVED_AFTER
+    lasting = finding.hardware_fault or TRAITS[finding.fault_class].hardware_fault
+    return not survives or bool(lasting) or finding.fault_class is FaultClass.NUMERIC_ANOMALY
+
+
+def rank_candidates(sources: Sequence[Source]) -> list[Candidate]:
+    """Every finding that counts, first cause first."""
+    candidates = [
+        Candidate(source, finding)
+        for source in sources
+        for finding in source.findings
+        if counts_as_failure(finding)
+    ]
+    leaders: dict[tuple[int, Role], Candidate] = {}
+    for candidate in candidates:
+        group = (candidate.source.order, candidate.finding.role)
+        if group not in leaders or _local(candidate) < _local(leaders[group]):
+            leaders[group] = candidate
+    latest_s = max((c.at_s for c in candidates if c.at_s is not None), default=0.0)
+
+    def key(candidate: Candidate) -> tuple[int, float, int, tuple[int, int]]:
+        source, role = candidate.source, candidate.finding.role
+        at_s = leaders[source.order, role].at_s
+        return (role, latest_s if at_s is None else at_s, source.order, _local(candidate))
+
+    return sorted(candidates, key=key)
+
+
+# CANN collects what its modules logged into a summary; the module's own line says more.
+_SUMMARY = re.compile(r"^\s*\[PID: ?\d+\]|^\s*E[A-Z]\d{4}: |^\s*\w[\w ]*\(E[A-Z]\d{4}\): ")
+_GENERAL_RULES = frozenset({CODE_RULE})
+
+
+def _local(candidate: Candidate) -> tuple[int, int]:
+    """Order within one source: the telling line before the summary, then as it was written."""
+    finding = candidate.finding
+    if finding.rule in _GENERAL_RULES:
+        return 2, finding.offset
+    return int(bool(_SUMMARY.match(finding.line))), finding.offset
+
+
+def choose(sources: Sequence[Source], *, at_s: float, step: int | None = None) -> Diagnosis | None:
+    """The first cause with its runners-up; None when nothing counts as a failure.
+
+    Args:
+        sources: findings by file or process.
+        at_s: taken for a cause without a time of its own.
+        step: last completed step, when known.
+    """
+    ranked = rank_candidates(sources)
+    if not ranked:
+        return None
+    best, runners_up = ranked[0], []
+    seen = {_kind(best)}
+    for candidate in ranked[1:]:
+        if _kind(candidate) not in seen:
+            seen.add(_kind(candidate))
+            runners_up.append(fault_of(candidate, at_s=at_s, step=step))
+    fault = fault_of(best, at_s=at_s, step=step)
+    return Diagnosis(fault, tuple(runners_up[:MAX_RUNNERS_UP]), best.source.name)
+
+
+def _kind(candidate: Candidate) -> tuple[str, FaultClass]:
+    return candidate.finding.rule, candidate.finding.fault_class
+
+
+def fault_of(candidate: Candidate, *, at_s: float, step: int | None) -> Fault:
+    """The fault that a candidate stands for, with its class's traits filled in."""
+    finding, source, origin = candidate.finding, candidate.source, candidate.finding.origin
+    traits = TRAITS[finding.fault_class]
+    answer = finding.recoverable_by or traits.recoverable_by
+    user = _either(finding.user_fault, traits.user_fault)
+    return Fault(
+        fault_class=finding.fault_class,
+        at_s=candidate.at_s if candidate.at_s is not None else at_s,
+        evidence=finding.line.strip()[:MAX_EVIDENCE_CHARS],
+        node=origin.node or source.node,
+        rank=origin.rank if origin.rank is not None else source.rank,
+        device=origin.device if origin.device is not None else source.device,
+        code=finding.code,
+        step=step,
+        explanation=f"{traits.meaning} {finding.why}".strip(),
+        action=finding.action or _action(finding.fault_class, answer),
+        recoverable_by=answer,
+        user_fault=user if finding.recoverable_by is not RecoverableBy.RETRY else
+        _either(finding.user_fault, False),
+        hardware_fault=_either(finding.hardware_fault, traits.hardware_fault),
+    )
+
+
+def _either(told: bool | None, default: bool) -> bool:  # noqa: FBT001 a value, not a switch
+    return default if told is None else told
+
+
+_ACTIONS = {
+    RecoverableBy.RETRY: "Start again; if it comes back, look further.",
+    RecoverableBy.RESCHEDULE: "Let the job go on elsewhere, and look at the node before it is used again.",
+    RecoverableBy.ISOLATE: "Keep the node out until its hardware has been checked.",
+    RecoverableBy.USER_FIX: "Correct what the line names; a restart alone will fail again.",
+}
+
+
+def _action(fault_class: FaultClass, answer: RecoverableBy) -> str:
+    """The class's own advice where its usual answer holds, else the answer's."""
+    traits = TRAITS[fault_class]
+    return traits.action if answer is traits.recoverable_by else _ACTIONS[answer]

@@ -1,0 +1,103 @@
+"""Numbers in error messages, looked up: what a code means when the text says nothing more.
+
+The tables are in `codes.toml`. A code is a symptom unless its table says that it names a cause.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from training.diagnosis.rules import Role
+from training.policy.faults import FaultClass, RecoverableBy
+
+_NUMBER = r"\b[eE]rror ?[cC]ode(?: is|:|=)? ?\(?(?P<{0}>{1})\b"
+_LOOK_UPS: Mapping[str, tuple[str, ...]] = {
+    # torch_npu: "HCCL function error: HcclAllReduce(...), error code is 9"
+    "hccl": (r"(?i:hccl).{0,400}?[eE]rror ?[cC]ode(?: is|:|=) ?(?P<hccl>\d{1,2})\b",),
+    "acl": (
+        _NUMBER.format("acl", r"\d{6}"),
+        r"\b(?:ErrCode|errCode|errno|result|ret|failed|code)[ =:]{1,3}(?P<acl2>[1235]\d{5})\b",
+    ),
+    "chip": (
+        r"\b(?:event_id|[fF]ault ?[cC]ode|Error Code|errorCode|fault_code)"
+        r"\s*[:=]\s*\[?\"?(?:0x)?(?P<chip>[0-9a-fA-F]{8})\b",
+    ),
+    "family": (
+        r"(?:^|[\s(\[])(?P<family>E[A-Z]\d{4}|E[1-9]\d{4})(?=[:)\]]|\[PID|: )",
+    ),
+}
+
+# One pattern per table, so that a scanner can look for lines worth reading.
+PATTERNS: Mapping[str, str] = {name: "|".join(rows) for name, rows in _LOOK_UPS.items()}
+_COMPILED = {name: re.compile(pattern) for name, pattern in PATTERNS.items()}
+
+
+class CodeSpec(BaseModel):
+    """One row of `codes.toml`: codes, or the first characters of codes, that mean the same."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    codes: tuple[str, ...]
+    fault_class: FaultClass
+    role: Literal["root", "symptom", "cascade"]
+    means: str
+    recoverable_by: RecoverableBy | None = None
+    user_fault: bool | None = None
+    hardware_fault: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CodeFact:
+    """A code that was found in a line and looked up."""
+
+    code: str
+    table: str
+    spec: CodeSpec
+
+    @property
+    def role(self) -> Role:
+        """How near the code is to the cause."""
+        return Role[self.spec.role.upper()]
+
+
+@cache
+def load_codes() -> Mapping[str, Mapping[str, CodeSpec]]:
+    """Table name to code (or first characters of codes) to meaning."""
+    text = resources.files("training.diagnosis").joinpath("codes.toml").read_text("utf-8")
+    return {
+        table: {code: spec for row in rows for spec in [_spec(row)] for code in spec.codes}
+        for table, rows in tomllib.loads(text).items()
+    }
+
+
+def _spec(row: dict[str, object]) -> CodeSpec:
+    return CodeSpec.model_validate({("fault_class" if k == "class" else k): row[k] for k in row})
+
+
+def look_up(line: str) -> CodeFact | None:
+    """The most telling code of a line, looked up; None when it carries none that is known."""
+    for table, pattern in _COMPILED.items():
+        for found in pattern.finditer(line):
+            code = next(group for group in found.groups() if group is not None).upper()
+            spec = _find(table, code)
+            if spec is not None:
+                return CodeFact(code, table, spec)
+    return None
+
+
+def _find(table: str, code: str) -> CodeSpec | None:
+    known = load_codes()[table]
+    if table in {"acl", "hccl"}:
+        return known.get(code)
+    for length in range(len(code), -1, -1):
+        if code[:length] in known:
+            return known[code[:length]]
+    return None

@@ -1,0 +1,120 @@
+"""Python exceptions that no rule knows: judged by their type and by the files they came through.
+
+What they have in common lets a message never seen before land right: the same program raises the
+same exception again on the same input, so it is the user's to mend, unless its type speaks of
+storage, peers, memory or versions.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from training.diagnosis.rules import Role
+from training.policy.faults import FaultClass, RecoverableBy
+
+_NAMES = (
+    r"[A-Z]\w*(?:Error|Exception|Interrupt|Timeout|Failure|Failed|Exit|Conflict|Disconnected"
+    r"|NotFound|TooLarge|Unsupported|Expired|BadZipFile)|Unsupported|BadZipFile"
+)
+PATTERN = rf"(?:^|[\s\]:|>)])(?:[A-Za-z_]\w*\.){{0,8}}(?P<type>{_NAMES})(?::\s|:?\s*$)"
+_PATTERN = re.compile(PATTERN)
+_FRAME = re.compile(r'File "([^"\n]{1,300})", line \d+')
+_TRACEBACK = re.compile(r"Traceback \(most recent call last\)|^\s*File \"|\bFile \"[^\"]+\", line")
+_QUOTED = re.compile(r"Caught exception|[Rr]etry|[Ii]gnor|[Ff]all(?:ing|s)? back|handled")
+_HANDLING = "During handling of the above exception, another exception occurred"
+_ERRNO_USER = {"1", "2", "13", "17", "20", "21", "22", "28", "30", "122"}
+
+
+class ExceptionSpec(BaseModel):
+    """One row of `exceptions.toml`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    types: tuple[str, ...]
+    fault_class: FaultClass
+    role: Literal["root", "symptom", "cascade"]
+    frames: str | None = None
+    recoverable_by: RecoverableBy | None = None
+    user_fault: bool | None = None
+    hardware_fault: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """An exception's last line, judged.
+
+    Attributes:
+        type: last part of the exception's name.
+        frame: file that raised it, when a traceback came before.
+    """
+
+    type: str
+    spec: ExceptionSpec
+    role: Role
+    frame: str | None
+    recoverable_by: RecoverableBy | None
+
+
+@cache
+def load_exceptions() -> tuple[ExceptionSpec, ...]:
+    """The table, in order of precedence."""
+    text = resources.files("training.diagnosis").joinpath("exceptions.toml").read_text("utf-8")
+    rows = tomllib.loads(text)["exception"]
+    return tuple(
+        ExceptionSpec.model_validate({("fault_class" if k == "class" else k): row[k] for k in row})
+        for row in rows
+    )
+
+
+def judge(line: str, before: str) -> Raised | None:
+    """Judge a line as the last one of a traceback.
+
+    Args:
+        line: one line of output.
+        before: text shortly before the line, where its traceback would be.
+
+    Returns:
+        None when the line names no exception.
+    """
+    found = _PATTERN.search(line)
+    if found is None:
+        return None
+    name = found["type"]
+    traced = bool(_TRACEBACK.search(before))
+    frames = [path for path in _FRAME.findall(before[before.rfind("Traceback") :])][-12:]
+    spec = next(row for row in load_exceptions() if _applies(row, name, frames))
+    role = Role[spec.role.upper()]
+    stands_alone = found.start() == 0 or not line[: found.start()].strip(" \t")
+    if not traced and not stands_alone and role is Role.ROOT:
+        role = Role.SYMPTOM  # a message that mentions an exception, not an exception
+    if _QUOTED.search(line[: found.start()]):
+        role = Role.CASCADE
+    return Raised(name, spec, role, frames[-1] if frames else None, _answer(spec, line))
+
+
+def _applies(row: ExceptionSpec, name: str, frames: list[str]) -> bool:
+    if name not in row.types and row.types != ("*",):
+        return False
+    return row.frames is None or any(re.search(row.frames, path) for path in frames[-4:])
+
+
+def _answer(spec: ExceptionSpec, line: str) -> RecoverableBy | None:
+    errno = re.search(r"\[Errno (\d+)\]", line)
+    if errno and spec.fault_class is FaultClass.STORAGE_ERROR and errno[1] in _ERRNO_USER:
+        return RecoverableBy.USER_FIX
+    return spec.recoverable_by
+
+
+def was_raised_in_handling(line: str, before: str) -> bool:
+    """Whether an exception's last line belongs to a traceback that began in another's handling."""
+    return (
+        _PATTERN.search(line) is not None
+        and _HANDLING in before[max(0, before.rfind("Traceback (most recent") - 200) :]
+    )

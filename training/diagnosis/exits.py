@@ -1,0 +1,35 @@
+"""What the exit code of a worker says: the codes agreed with the runtime, and signals."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+
+from training.policy.faults import FaultClass
+
+EXIT_DONE = 0
+EXIT_USER = 2
+EXIT_RESTART_ME = 75
+EXIT_ABOVE_PROCESS = 76
+EXIT_NO_COMMAND = 127
+SHELL_SIGNAL_BASE = 128  # a shell whose child was ended by signal n exits with 128 + n
+
+AGREED: Mapping[int, tuple[FaultClass, str]] = {
+    EXIT_USER: (FaultClass.USER_CODE_ERROR, "The program says that its user must mend it."),
+    EXIT_RESTART_ME: (FaultClass.UNKNOWN, "The worker saved its state and asks for a restart."),
+    EXIT_ABOVE_PROCESS: (FaultClass.DEVICE_LOST, "The worker cannot go on in this container."),
+    EXIT_NO_COMMAND: (FaultClass.LAUNCH_MISCONFIGURED, "The command was not found."),
+}
+
+
+def signal_name(number: int) -> str | None:
+    """Name of a signal; real-time signals have numbers without names."""
+    return signal.Signals(number).name if number in set(signal.Signals) else None
+
+
+def signal_of(exit_code: int) -> int | None:
+    """The signal that ended a process, or the child of a shell that reports it; None for none."""
+    if exit_code < 0:
+        return -exit_code
+    number = exit_code - SHELL_SIGNAL_BASE
+    return number if signal_name(number) is not None else None

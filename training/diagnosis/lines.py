@@ -1,0 +1,165 @@
+"""Where and when a line of output was written: its time, rank, node, device, code and level.
+
+Every stack has a prefix of its own; each is one row of a table below. Times are seconds since
+the epoch with the log's own wall clock read as UTC: they order lines, nothing else.
+"""
+
+from __future__ import annotations
+
+import calendar
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_MONTHS = {name: number for number, name in enumerate(calendar.month_abbr) if name}
+
+_CLOCK = r"(?P<hour>[01]\d|2[0-3]):(?P<minute>[0-5]\d):(?P<second>[0-5]\d)(?:[.,](?P<fraction>[\d.]+))?"
+_ANY_CLOCK = re.compile(r"\d:[0-5]\d:[0-5]\d")
+_TIMES: Sequence[re.Pattern[str]] = (
+    # CANN plog 2025-11-21-13:18:47.639.860, ISO 8601, Python logging
+    re.compile(r"(?P<year>20\d\d)[-/](?P<month>\d\d)[-/](?P<day>\d\d)[-T _]" + _CLOCK),
+    # dmesg -T: [Mon Aug  1 08:38:31 2022]
+    re.compile(
+        r"\b(?P<name>[A-Z][a-z]{2})\s+(?P<day>\d{1,2}) " + _CLOCK + r" (?P<year>20\d\d)"
+    ),
+    # syslog: Aug  1 08:38:31 host
+    re.compile(r"^\W{0,2}(?P<name>[A-Z][a-z]{2})\s+(?P<day>\d{1,2}) " + _CLOCK),
+    # glog and torch's c10 logger: E0321 02:07:08.408, [E321 02:07:08.408 (the month unpadded)
+    re.compile(r"\b[EWIFD](?P<month>\d{1,2})(?P<day>\d\d) " + _CLOCK),
+    # Ray and vLLM: ERROR 06-09 06:57:48
+    re.compile(r"\b(?P<month>\d\d)[-/](?P<day>\d\d) " + _CLOCK),
+)
+
+_RANKS: Sequence[re.Pattern[str]] = (
+    re.compile(r"\[rank:?\s?(\d+)\]"),
+    re.compile(r"\bRankID:\s?(\d+)"),
+    re.compile(r"\[[^\]]{0,40}\bRank (\d+)\]"),
+    re.compile(r"\brank(?:Id|_id)?\[(\d+)\]"),
+    re.compile(r"^\s*\[1,(\d+)\]<std(?:err|out)>"),  # mpirun --tag-output
+    re.compile(r"\b[rR]ank[ =:]{1,2}(\d+)\b"),
+)
+
+_DEVICES: Sequence[re.Pattern[str]] = (
+    re.compile(r"\bDevice:\s?(\d+)\b"),
+    re.compile(r"\bdev(?:ice)?_?[iI]d[=:\[(]\s?(\d+)"),
+    re.compile(r"\bdevice\[(\d+)\]"),
+    re.compile(r"\bdevice ID (\d+)"),
+    re.compile(r"\bdevice=(\d+)\b"),
+    re.compile(r"\bchipId:\s?(\d+)"),
+    re.compile(r"\b(?:NPU|GPU) (\d+)\b"),
+    re.compile(r"\b(?:npu|cuda):(\d+)\b"),
+    re.compile(r"\[default(\d+)\]:"),  # torchrun --tee: role and local rank
+    re.compile(r"\blocal_rank[=: ]{1,2}(\d+)\b"),
+    re.compile(r"^[\w.-]+:\d+:\d+ \[(\d+)\]"),  # NCCL: host:pid:tid [device]
+)
+
+_NODES: Sequence[re.Pattern[str]] = (
+    re.compile(r"^([A-Za-z][\w.-]*):\d+:\d+ \[\d+\]"),  # NCCL
+    re.compile(r"^[A-Z][a-z]{2}\s+\d{1,2} [\d:]{8} ([\w.-]+) [\w\[\]/.-]+:"),  # syslog
+    re.compile(r"^\s*\[([A-Za-z][\w.-]*):\d+\]"),  # pdsh-like host:rank
+    re.compile(r"\bon node '?([A-Za-z][\w.-]*\d[\w.-]*)"),
+    re.compile(r"\bhost\s+: ([A-Za-z][\w.-]*)"),  # torchrun's summary
+)
+
+_CODES: Sequence[re.Pattern[str]] = (
+    re.compile(r"(?<![A-Za-z0-9])(E[A-Z]\d{4}|E[1-9]\d{4})(?![A-Za-z0-9])"),
+    re.compile(r"\b[eE]rror ?[cC]ode(?: is|:|=)? ?\(?(\d{6})\b"),
+    re.compile(r"\b(?:ErrCode|errCode|result|failed)[ =:]{1,3}(\d{6})\b"),
+    re.compile(r"\bXid \(.{1,40}?\): (\d+)"),
+    re.compile(r"\b(?:event_id|[fF]ault ?[cC]ode|Error Code)\s*[:=]\s*(?:0x)?([0-9a-fA-F]{8})\b"),
+    re.compile(r"\[Errno (\d+)\]"),
+    re.compile(r"\b(ERR\d{5})\b"),
+)
+
+# Lines below error level do not announce a failure unless their rule says so.
+_LOW_LEVEL = re.compile(
+    r"\[(?:W|I|D|WARN(?:ING)?|INFO|DEBUG|EVENT)\b"
+    r"|(?:^|[\s:|])(?:WARN(?:ING)?|INFO|DEBUG)\s?[:\]|\s-]"
+    r"|^\W{0,2}[WI]\d{4} \d\d:"
+    r"|\[[WI]\d{3,4} \d\d:"
+    r"|\blevel=(?:info|warn(?:ing)?|debug)\b"
+    r"|\b\w*Warning: ",
+)
+_HIGH_LEVEL = re.compile(r"\b(?:ERROR|FATAL|CRITICAL)\b")
+
+# A line that a run prints because it goes on.
+PROGRESS = (
+    r"\biteration\s{1,8}\d+/",
+    r"\b[sS]tep\s?[=:]?\s?\[?\d+\b.{0,120}\bloss\b",
+    r"'loss': ?-?\d",
+    r"\d(?:it/s|s/it)\b",
+    r"\bloss(?: |=|: ?)-?\d+\.\d+.{0,120}\b(?:lr|step|tok|grad)",
+)
+_PROGRESS = re.compile("|".join(PROGRESS))
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a line tells about where it comes from; None where it tells nothing."""
+
+    at_s: float | None = None
+    rank: int | None = None
+    node: str | None = None
+    device: int | None = None
+    code: str | None = None
+
+
+def origin_of(line: str, *, year: int) -> Origin:
+    """Read the prefix and the well-known fields of a line.
+
+    Args:
+        line: one line of output.
+        year: taken where the line's own time has none.
+    """
+    device, rank = _first(_DEVICES, line), _first(_RANKS, line)
+    return Origin(
+        at_s=time_of(line, year=year),
+        rank=int(rank) if rank is not None else None,
+        node=_first(_NODES, line),
+        device=int(device) if device is not None else None,
+        code=code_of(line),
+    )
+
+
+def code_of(line: str) -> str | None:
+    """The error code that a line carries, as the stack prints it; hexadecimal in capitals."""
+    found = _first(_CODES, line)
+    return found.upper() if found is not None else None
+
+
+def time_of(line: str, *, year: int) -> float | None:
+    """Seconds since the epoch, the line's wall clock read as UTC; None without a time."""
+    if not _ANY_CLOCK.search(line):
+        return None
+    for pattern in _TIMES:
+        found = pattern.search(line)
+        if found is None:
+            continue
+        parts = found.groupdict()
+        month = _MONTHS.get(parts["name"], 0) if parts.get("name") else int(parts["month"])
+        day = int(parts["day"])
+        if not (1 <= month <= 12 and 1 <= day <= 31):
+            continue
+        clock = (int(parts["hour"]), int(parts["minute"]), int(parts["second"]))
+        whole = calendar.timegm((int(parts.get("year") or year), month, day, *clock))
+        digits = (parts["fraction"] or "").replace(".", "")
+        return whole + (float(f"0.{digits}") if digits else 0.0)
+    return None
+
+
+def is_low_level(line: str) -> bool:
+    """Whether a line is logged as information or a warning."""
+    head = line[:160]
+    return bool(_LOW_LEVEL.search(head)) and not _HIGH_LEVEL.search(head)
+
+
+def is_progress(line: str) -> bool:
+    """Whether a line shows that training went on."""
+    return bool(_PROGRESS.search(line))
+
+
+def _first(patterns: Sequence[re.Pattern[str]], line: str) -> str | None:
+    for pattern in patterns:
+        if found := pattern.search(line):
+            return found.group(1)
+    return None

@@ -1,0 +1,97 @@
+"""Who held the collective up: compared over the ranks that report it.
+
+When every rank prints the same timeout, the reports differ in what matters: the operator a rank
+was in, how far it had come, and which rank wrote nothing at all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from training.diagnosis.cause import Source
+from training.diagnosis.rules import Role
+from training.diagnosis.scan import Finding
+from training.policy.faults import FaultClass, RecoverableBy
+
+# HCCL: tag[AllReduce_<group>], then on a later line of the same report rankId[0], index[21]
+_HCCL_OP = re.compile(r"\[TaskExecStage\].{0,80}base information is .{0,80}tag\[([A-Za-z]+)_([^\]]+)\]")
+_NCCL_OP = re.compile(
+    r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(\d+), OpType=(\w+)"
+)
+_NCCL_LAST = re.compile(r"last enqueued NCCL work: (-?\d+), last completed NCCL work: (-?\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """One rank's word about the collective it was stuck in."""
+
+    source: int
+    finding: Finding
+    op: str
+    group: str
+
+
+def compare(sources: Sequence[Source]) -> list[Source]:
+    """The sources with what only their comparison shows put on record as findings."""
+    reports = list(_reports(sources))
+    extra: dict[int, list[Finding]] = {}
+    if odd := _other_operator(reports):
+        first = reports[0]
+        extra.setdefault(odd.source, []).append(
+            replace(
+                odd.finding,
+                rule="peers-in-different-collectives",
+                fault_class=FaultClass.LAUNCH_MISCONFIGURED,
+                role=Role.ROOT,
+                recoverable_by=RecoverableBy.USER_FIX,
+                why=f"The ranks of one group were in different collectives: {first.op} and "
+                f"{odd.op}. The program's ranks do not take the same path.",
+                action="Make every rank of the group call the same collectives in the same order.",
+            )
+        )
+    return [
+        replace(source, findings=[*source.findings, *extra.get(index, ())])
+        for index, source in enumerate(sources)
+    ]
+
+
+def _reports(sources: Sequence[Source]) -> Iterable[_Report]:
+    for index, source in enumerate(sources):
+        for finding in source.findings:
+            if found := _HCCL_OP.search(finding.line):
+                yield _Report(index, finding, found[1], found[2])
+            elif found := _NCCL_OP.search(finding.line):
+                yield _Report(index, finding, found[2], found[1])
+
+
+def _other_operator(reports: Sequence[_Report]) -> _Report | None:
+    """The first report whose operator differs from an earlier one's of the same group or number."""
+    seen: dict[str, str] = {}
+    for report in reports:
+        if seen.setdefault(report.group, report.op) != report.op:
+            return report
+    return None
+
+
+def missing_ranks(sources: Sequence[Source], world_size: int) -> tuple[int, ...]:
+    """Ranks that did not report a timeout while at least half of the others did."""
+    heard = {
+        rank
+        for source in sources
+        for finding in source.findings
+        if finding.fault_class is FaultClass.COLLECTIVE_TIMEOUT
+        for rank in [finding.origin.rank if finding.origin.rank is not None else source.rank]
+        if rank is not None
+    }
+    missing = tuple(sorted(set(range(world_size)) - heard))
+    return missing if 0 < len(missing) <= world_size // 2 else ()
+
+
+def laggard(findings: Iterable[Finding]) -> Finding | None:
+    """The report of the rank that had enqueued the fewest NCCL collectives, when they differ."""
+    heard = [(int(m[1]), f) for f in findings if (m := _NCCL_LAST.search(f.line))]
+    if len({number for number, _ in heard}) < 2:
+        return None
+    return min(heard, key=lambda pair: pair[0])[1]

@@ -1,0 +1,122 @@
+"""The rule table: what one line of output says about a fault.
+
+A rule names the class of a line and its role. `root` is a cause in itself; `symptom` says what
+failed but not why; `cascade` is an echo of another rank's or process's end. A better role wins
+over a worse one wherever it stands, so an echo that was printed first hides nothing.
+
+The files are read in the order of `FILES` and the first rule that matches a line names it, so
+special messages stand before general ones.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+from importlib import resources
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from training.policy.faults import FaultClass, RecoverableBy
+
+# Special before general: ourselves, platforms, then what they share, then the language.
+FILES = (
+    "perdure.toml",
+    "ascend.toml",
+    "cuda.toml",
+    "collectives.toml",
+    "storage.toml",
+    "data.toml",
+    "host.toml",
+    "cluster.toml",
+    "python.toml",
+)
+
+
+class Role(IntEnum):
+    """How near a line is to the cause; the smallest wins."""
+
+    ROOT = 1
+    SYMPTOM = 2
+    CASCADE = 3
+    HINT = 4  # an error that nothing explains
+
+
+class RuleSpec(BaseModel):
+    """One rule as its file has it.
+
+    Attributes:
+        pattern: searched in one line; groups named code, rank, device and node are taken over.
+        after: must be found in the text shortly before the line, too.
+        any_level: the line counts even when it is logged as information or a warning.
+        why: what the line means, where the class's own sentence says too little.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: str
+    pattern: str
+    fault_class: FaultClass
+    role: Literal["root", "symptom", "cascade"]
+    platform: str
+    source: str
+    example: str
+    code: str | None = None
+    recoverable_by: RecoverableBy | None = None
+    user_fault: bool | None = None
+    hardware_fault: bool | None = None
+    any_level: bool = False
+    after: str | None = None
+    why: str = ""
+    action: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A rule ready for use; see `RuleSpec` for the fields."""
+
+    spec: RuleSpec
+    pattern: re.Pattern[str]
+    after: re.Pattern[str] | None
+    role: Role
+
+    @property
+    def id(self) -> str:
+        """Name of the rule."""
+        return self.spec.id
+
+    @property
+    def fault_class(self) -> FaultClass:
+        """What the line says is broken."""
+        return self.spec.fault_class
+
+
+@cache
+def load_rules() -> tuple[Rule, ...]:
+    """Every rule, in order of precedence."""
+    folder = resources.files("training.diagnosis").joinpath("rules")
+    tables = [tomllib.loads(folder.joinpath(name).read_text("utf-8")) for name in FILES]
+    return tuple(_rule(row) for table in tables for row in table.get("rule", []))
+
+
+def _rule(row: dict[str, object]) -> Rule:
+    spec = RuleSpec.model_validate({("fault_class" if k == "class" else k): row[k] for k in row})
+    after = re.compile(spec.after) if spec.after else None
+    return Rule(spec, re.compile(spec.pattern), after, Role[spec.role.upper()])
+
+
+def match_line(line: str, before: str = "") -> tuple[Rule, re.Match[str]] | None:
+    """The first rule that recognises a line, with its match.
+
+    Args:
+        line: one line of output.
+        before: text shortly before the line, for rules that look at it.
+    """
+    for rule in load_rules():
+        found = rule.pattern.search(line)
+        if found and (rule.after is None or rule.after.search(before)):
+            return rule, found
+    return None

@@ -1,0 +1,140 @@
+"""Faults that no single line shows: a loss that jumped, a run that prints but does not train.
+
+Read from the end of a source. Losses and norms are what the program prints, times are seconds.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from training.diagnosis.lines import Origin, is_progress, origin_of, time_of
+from training.diagnosis.rules import Role
+from training.diagnosis.scan import Finding
+from training.policy.faults import FaultClass, RecoverableBy
+
+_NUMBER = r"(nan|[-+]?inf|[-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)"
+_LOSS = re.compile(rf"\b(?:lm |train[_ ])?loss['\"]?\s*[:=]\s*{_NUMBER}", re.IGNORECASE)
+_NORM = re.compile(rf"\bgrad(?:ient)?[ _]?norm['\"]?\s*[:=]\s*{_NUMBER}", re.IGNORECASE)
+_STEP_S = re.compile(r"elapsed time per iteration \((m?)s\):\s*([\d.]+)")
+
+MIN_HISTORY = 3
+HISTORY = 50
+LOSS_JUMP_RATIO = 1.5
+LOSS_JUMP = 0.5
+NORM_JUMP_RATIO = 10.0
+RECOVERED_RATIO = 1.15
+STALL_S = 1800.0
+STALL_STEPS = 10
+MAX_LINES = 40_000
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One line of metrics; norm is None where the program prints none."""
+
+    line: str
+    loss: float
+    norm: float | None
+
+
+def find_jump(text: str, *, year: int) -> Finding | None:
+    """The line at which the loss left its course, if it did.
+
+    The loss must exceed `LOSS_JUMP_RATIO` times the median before it. The gradient norm, where
+    it is printed, must confirm that; otherwise the loss must stay up.
+    """
+    series = _measurements(text)
+    for index in range(MIN_HISTORY, len(series)):
+        history = series[max(0, index - HISTORY) : index]
+        if not _jumps(series[index], history) or not _confirmed(series, index, history):
+            continue
+        usual = median(m.loss for m in history)
+        last = series[-1].loss
+        recovered = math.isfinite(last) and last <= usual * RECOVERED_RATIO
+        return Finding(
+            rule="loss-jump",
+            fault_class=FaultClass.NUMERIC_ANOMALY,
+            role=Role.ROOT,
+            line=series[index].line,
+            offset=text.find(series[index].line),
+            origin=origin_of(series[index].line, year=year),
+            recoverable_by=RecoverableBy.RETRY if recovered else RecoverableBy.USER_FIX,
+            why=f"The loss jumped from about {usual:.3g} to {series[index].loss:.3g}"
+            + (" and came back by itself." if recovered else " and did not come back."),
+            action="" if recovered else "Go back to a checkpoint before it; then change the data "
+            "order, the learning rate or the clipping.",
+        )
+    return None
+
+
+def _measurements(text: str) -> list[Measurement]:
+    found = []
+    for line in text.splitlines()[-MAX_LINES:]:
+        loss = _LOSS.search(line)
+        if loss is None:
+            continue
+        norm = _NORM.search(line)
+        found.append(
+            Measurement(line.rstrip(), float(loss[1]), float(norm[1]) if norm else None)
+        )
+    return found
+
+
+def _jumps(now: Measurement, history: Sequence[Measurement]) -> bool:
+    usual = median(m.loss for m in history)
+    if not math.isfinite(usual) or usual <= 0 or not math.isfinite(now.loss):
+        return False
+    spread = median(abs(m.loss - usual) for m in history)
+    return now.loss > usual * LOSS_JUMP_RATIO and now.loss > usual + max(LOSS_JUMP, 8 * spread)
+
+
+def _confirmed(series: Sequence[Measurement], index: int, history: Sequence[Measurement]) -> bool:
+    now = series[index]
+    norms = [m.norm for m in history if m.norm is not None and math.isfinite(m.norm)]
+    if now.norm is not None and norms:
+        return not math.isfinite(now.norm) or now.norm > NORM_JUMP_RATIO * median(norms)
+    following = series[index + 1 : index + 4]
+    usual = median(m.loss for m in history)
+    return len(following) == 3 and all(m.loss > usual * LOSS_JUMP_RATIO for m in following)
+
+
+def find_stall(text: str, *, year: int) -> Finding | None:
+    """The last line of a source that goes on printing long after the last step.
+
+    Half an hour without a step, and ten steps' time, is a stall; a log that just ends is none.
+    """
+    lines = [line for line in text.splitlines()[-MAX_LINES:] if line.strip()]
+    steps = [index for index, line in enumerate(lines) if is_progress(line)]
+    if not steps:
+        return None
+    after = lines[steps[-1] + 1 :]
+    times = [(stamp, line) for line in after if (stamp := time_of(line, year=year)) is not None]
+    began_s = time_of(lines[steps[-1]], year=year)
+    if not times:
+        return None
+    silent_s = times[-1][0] - (began_s if began_s is not None else times[0][0])
+    if silent_s < max(STALL_S, STALL_STEPS * _step_duration_s(lines[steps[-1]])):
+        return None
+    return Finding(
+        rule="stall",
+        fault_class=FaultClass.HANG,
+        role=Role.SYMPTOM,
+        line=times[-1][1],
+        offset=text.rfind(times[-1][1]),
+        origin=origin_of(times[-1][1], year=year),
+        why=f"Lines go on for {silent_s:.0f} s after the last step, but no step follows.",
+    )
+
+
+def _step_duration_s(line: str) -> float:
+    found = _STEP_S.search(line)
+    if found is None:
+        return 0.0
+    return float(found[2]) / (1000.0 if found[1] else 1.0)
+
+
+__all__ = ["Origin", "find_jump", "find_stall"]

@@ -1,0 +1,196 @@
+"""Files and folders of output, read into sources for a diagnosis.
+
+A folder is one attempt: every file in it is the output of some rank, node or tool, named by its
+path. Nothing is decompressed into memory and nothing is held but a bounded number of lines.
+"""
+
+from __future__ import annotations
+
+import gzip
+import re
+import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO
+
+from training.diagnosis.cause import Diagnosis, Source, choose
+from training.diagnosis.clocks import anchors, offsets
+from training.diagnosis.peers import compare
+from training.diagnosis.scan import (
+    BLOCK_SIZE_BYTES,
+    MAX_LINE_CHARS,
+    MAX_LINE_SIZE_BYTES,
+    Scan,
+    scan,
+)
+from training.diagnosis.series import find_jump, find_stall
+from training.diagnosis.stacks import find_stacks
+from training.errors import InputError
+
+STANDARD_INPUT = "-"
+_GZIP_MAGIC = b"\x1f\x8b"
+# Files that lie beside logs but are none; a file that is named itself is always read.
+NOT_LOGS = frozenset(
+    ".json .jsonl .yaml .yml .toml .py .md .csv .html .png .svg .pt .pth .bin .npy .npz .idx"
+    " .safetensors .distcp .parquet .arrow .zip .tar .so .pyc .sqlite .db".split()
+)
+
+_PATH_RANK = re.compile(r"(?:^|[/_.-])(?:rank|worker|task|proc)[-_]?(\d+)(?=[/_.-]|$)")
+_PATH_NODE = re.compile(r"(?:^|/)((?:node|host|server|pod)[-_]?[\w-]*\d)(?=[/._]|$)")
+_PATH_DEVICE = re.compile(r"(?:^|/)(?:device|local_rank|npu)[-_](\d+)(?=[/_.-]|$)")
+_TORCHRUN_LOCAL_RANK = re.compile(r"(?:^|/)attempt_\d+/(\d+)/std(?:out|err)\.log$")
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One file, read.
+
+    Attributes:
+        steps: step to the time it was printed, to compare clocks by.
+    """
+
+    source: Source
+    steps: dict[int, float]
+    size_bytes: int
+    is_text: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What was asked about, and what was found.
+
+    Attributes:
+        diagnosis: None when nothing failed.
+        readings: the files, in the order they were read.
+    """
+
+    path: str
+    diagnosis: Diagnosis | None
+    readings: Sequence[Reading]
+
+
+def files_of(path: Path) -> list[Path]:
+    """The logs below a folder, sorted; a file stands for itself.
+
+    Raises:
+        InputError: there is no such file or folder, or no log in it.
+    """
+    if path.is_file() or str(path) == STANDARD_INPUT:
+        return [path]
+    if not path.exists():
+        raise InputError("PATH", f"{str(path)!r}: no such file or folder")
+    if not path.is_dir():
+        raise InputError("PATH", f"{str(path)!r} is neither a file nor a folder")
+    found = sorted(
+        file
+        for file in path.rglob("*")
+        if file.is_file() and not file.name.startswith(".") and file.suffix not in NOT_LOGS
+    )
+    if not found:
+        raise InputError("PATH", f"{str(path)!r} holds no logs")
+    return found
+
+
+def diagnose_files(path: str, files: Sequence[Path], *, at_s: float, year: int) -> Case:
+    """Diagnose files that belong to one attempt.
+
+    Args:
+        path: what the person asked about.
+        files: logs of ranks, nodes and tools.
+        at_s: taken for a fault whose line has no time.
+        year: taken for times without one.
+
+    Raises:
+        InputError: a file cannot be read.
+    """
+    base = files[0] if len(files) == 1 else Path(path)
+    readings = [read_file(file, base=base, order=i, year=year) for i, file in enumerate(files)]
+    shifts = offsets([reading.steps for reading in readings])
+    merged = [
+        replace(reading.source, clock_offset_s=shift)
+        for reading, shift in zip(readings, shifts, strict=True)
+    ]
+    return Case(path, choose(compare(merged), at_s=at_s), readings)
+
+
+def read_file(file: Path, *, base: Path, order: int, year: int) -> Reading:
+    """Read one file into a source.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    name = file.name if file == base else str(file.relative_to(base))
+    try:
+        with _open(file) as stream:
+            seen = scan(_chunks(stream), year=year)
+    except (OSError, EOFError) as error:
+        raise InputError("PATH", f"{str(file)!r}: {error}") from error
+    return read_scan(name, seen, order=order, year=year)
+
+
+def read_scan(name: str, seen: Scan, *, order: int, year: int) -> Reading:
+    """A scan with the faults that only several lines show, placed by its name."""
+    further = [
+        find(seen.tail, year=year)
+        for find in (find_jump, find_stall, find_stacks)
+        if seen.is_text
+    ]
+    shift = max(0, seen.size_bytes - len(seen.tail))
+    findings = [
+        *seen.findings,
+        *(replace(f, offset=f.offset + shift) for f in further if f is not None),
+    ]
+    rank, device = _PATH_RANK.search(name), _PATH_DEVICE.search(name)
+    device = device or _TORCHRUN_LOCAL_RANK.search(name)
+    node = _PATH_NODE.search(name)
+    source = Source(
+        name=name,
+        findings=findings,
+        order=order,
+        rank=int(rank[1]) if rank else None,
+        node=node[1] if node else None,
+        device=int(device[1]) if device else None,
+    )
+    return Reading(source, anchors(seen.tail, year=year), seen.size_bytes, seen.is_text)
+
+
+def context_of(file: Path, line: str, *, radius: int) -> list[str]:
+    """The lines around the first one that is `line`; empty when it is not found.
+
+    Raises:
+        InputError: the file cannot be read.
+    """
+    before: deque[str] = deque(maxlen=radius)
+    try:
+        with _open(file) as stream:
+            for raw in _lines(stream):
+                text = raw.decode("utf-8", "replace").rstrip()
+                if text.strip() == line.strip():
+                    after = islice(_lines(stream), radius)
+                    return [*before, text, *(a.decode("utf-8", "replace").rstrip() for a in after)]
+                before.append(text[:MAX_LINE_CHARS])
+    except (OSError, EOFError) as error:
+        raise InputError("PATH", f"{str(file)!r}: {error}") from error
+    return []
+
+
+def _lines(stream: BinaryIO) -> Iterator[bytes]:
+    while line := stream.readline(MAX_LINE_SIZE_BYTES):
+        yield line
+
+
+def _open(file: Path) -> BinaryIO:
+    if str(file) == STANDARD_INPUT:
+        return sys.stdin.buffer
+    stream = file.open("rb")
+    magic = stream.read(2)
+    stream.seek(0)
+    return gzip.GzipFile(fileobj=stream) if magic == _GZIP_MAGIC else stream  # type: ignore[return-value]
+
+
+def _chunks(stream: BinaryIO) -> Iterator[bytes]:
+    while chunk := stream.read(BLOCK_SIZE_BYTES):
+        yield chunk
