@@ -51,6 +51,7 @@ class RuleSpec(BaseModel):
     Attributes:
         pattern: searched in one line; groups named code, rank, device and node are taken over.
         after: must be found in the text shortly before the line, too.
+        after_example: such text, for a rule that has `after`.
         any_level: the line counts even when it is logged as information or a warning.
         why: what the line means, where the class's own sentence says too little.
     """
@@ -70,6 +71,7 @@ class RuleSpec(BaseModel):
     hardware_fault: bool | None = None
     any_level: bool = False
     after: str | None = None
+    after_example: str = ""
     why: str = ""
     action: str = ""
 

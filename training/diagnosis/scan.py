@@ -202,7 +202,7 @@ class _Automaton:
 def _automaton() -> _Automaton:
     rules = load_rules()
     general = [*codes.PATTERNS.values(), exceptions.PATTERN, _UNEXPLAINED_PATTERN]
-    patterns = [_portable(text) for text in (*(rule.spec.pattern for rule in rules), *general)]
+    patterns = [portable(text) for text in (*(rule.spec.pattern for rule in rules), *general)]
     flags = hyperscan.HS_FLAG_MULTILINE | hyperscan.HS_FLAG_PREFILTER
     databases = []
     for more in (0, hyperscan.HS_FLAG_SINGLEMATCH):
@@ -217,7 +217,7 @@ def _automaton() -> _Automaton:
     return _Automaton(databases[0], databases[1], rules)
 
 
-def _portable(pattern: str) -> bytes:
+def portable(pattern: str) -> bytes:
     """A rule's pattern for the automaton: nothing may run past the end of a line."""
     without_names = re.sub(r"\(\?P<\w+>", "(", pattern)
     return re.sub(r"(?<!\\)\[\^", r"[^\\n", without_names).encode()

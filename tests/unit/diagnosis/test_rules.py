@@ -1,0 +1,102 @@
+"""The rule table: every rule catches its own example, and ordinary output is left alone."""
+
+from __future__ import annotations
+
+import hyperscan
+import pytest
+
+from training.diagnosis.codes import load_codes, look_up
+from training.diagnosis.rules import Role, load_rules, match_line
+from training.diagnosis.scan import portable, recognise, scan_text
+from training.policy.faults import FaultClass
+
+RULES = load_rules()
+
+ORDINARY = [
+    "",
+    "step 12 loss 3.4",
+    "INFO saved checkpoint step-00000100 in 3.2 s",
+    "warning: no errors were found",
+    " iteration      100/    1000 | consumed samples: 25600 | lm loss: 2.345E+00 | grad norm: 0.9 |"
+    " number of skipped iterations:   0 | number of nan iterations:   0 |",
+    "[rank0]:[I1121 02:07:08.408271257 ProcessGroupNCCL.cpp:905] NCCL_DEBUG: N/A, timeout(ms): 600",
+    "HCCL_EXEC_TIMEOUT=1836 HCCL_CONNECT_TIMEOUT=600",
+    "{'loss': 1.42, 'grad_norm': 0.53, 'learning_rate': 4.5e-06, 'epoch': 0.66}",
+    "| 0     910B3               | OK            | 92.6        38                0    / 0             |",
+    "Health Status                  : OK",
+    "HBM Double Bit Error Count               : 0",
+    "link status: UP",
+    "net health status: Success",
+    "  Uncorrectable Error               : 0",
+    "Loading checkpoint shards: 100%|##########| 8/8 [00:12<00:00,  1.51s/it]",
+    "node-1:5776:5902 [0] NCCL INFO comm 0x5581 rank 3 nranks 8 cudaDev 3 - Init COMPLETE",
+    "Setting OMP_NUM_THREADS environment variable for each process to be 1 in default",
+    "2025-11-21 13:18:47,639 INFO retries=3 timeout=1800 error_code=0",
+    "FutureWarning: `torch.cuda.amp.autocast(args...)` is deprecated.",
+    "total fault count: 0, failed: 0, errors: 0",
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
+def test_a_rule_catches_its_own_example_before_any_other(rule):
+    found = match_line(rule.spec.example, before=rule.spec.after_example)
+    assert found is not None
+    assert found[0] is rule
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
+def test_a_rule_finds_its_example_in_a_log(rule):
+    text = f"{rule.spec.after_example}\nnoise before\n{rule.spec.example}\nnoise after\n"
+    found = [f for f in scan_text(text, year=2026).findings if f.rule == rule.id]
+    assert [f.line for f in found] == [rule.spec.example.rstrip()]
+    assert found[0].fault_class is rule.fault_class
+
+
+def test_rule_ids_are_unique_and_every_rule_names_its_source():
+    assert len({rule.id for rule in RULES}) == len(RULES)
+    assert all(rule.spec.source.strip() for rule in RULES)
+
+
+def test_every_class_but_unknown_has_rules_and_a_cause_among_them():
+    causes = {rule.fault_class for rule in RULES if rule.role is Role.ROOT}
+    assert causes >= set(FaultClass) - {FaultClass.UNKNOWN, FaultClass.HANG}
+
+
+@pytest.mark.parametrize("line", ORDINARY)
+def test_ordinary_output_is_caught_by_no_rule(line):
+    found = recognise(line, "")
+    assert found is None or found.is_low_level, found
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
+def test_a_rule_compiles_for_the_automaton(rule):
+    database = hyperscan.Database()
+    flags = hyperscan.HS_FLAG_MULTILINE | hyperscan.HS_FLAG_PREFILTER
+    database.compile(expressions=[portable(rule.spec.pattern)], ids=[0], elements=1, flags=[flags])
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "fault_class"),
+    [
+        ("RuntimeError: x, error code is 507054", "507054", FaultClass.DEVICE_MEMORY_ERROR),
+        ("call f failed, error code:507010.", "507010", FaultClass.DEVICE_LOST),
+        ("HCCL function error: HcclAllReduce(a), error code is 9", "9", FaultClass.COLLECTIVE_TIMEOUT),
+        ("Error Code                     : 80E18402", "80E18402", FaultClass.DEVICE_MEMORY_ERROR),
+        ("event_id:0x81078603", "81078603", FaultClass.LINK_DOWN),
+        ("EJ9999: [PID: 1] something new", "EJ9999", FaultClass.LINK_DOWN),
+    ],
+)
+def test_a_number_after_error_code_is_looked_up(line, code, fault_class):
+    fact = look_up(line)
+    assert fact is not None
+    assert (fact.code, fact.spec.fault_class) == (code, fault_class)
+
+
+def test_a_number_that_no_table_knows_says_nothing():
+    assert look_up("error code is 507999") is None
+    assert look_up("error code is 0") is None
+
+
+def test_no_code_stands_twice_in_a_table():
+    rows = [code for table in load_codes().values() for code in table]
+    assert len(rows) > 150
