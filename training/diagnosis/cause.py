@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import IntEnum
 
 from training.diagnosis.rules import Role
-from training.diagnosis.scan import CODE_RULE, Finding
+from training.diagnosis.scan import CODE_RULE, EXCEPTION_RULE, Finding
 from training.policy.faults import TRAITS, Fault, FaultClass, RecoverableBy
 
 MAX_RUNNERS_UP = 5
@@ -73,7 +74,8 @@ def counts_as_failure(finding: Finding) -> bool:
         return False
     survives = finding.progress_after >= SURVIVED_AFTER
     lasting = finding.hardware_fault or TRAITS[finding.fault_class].hardware_fault
-    return not survives or bool(lasting) or finding.fault_class is FaultClass.NUMERIC_ANOMALY
+    diverged = finding.fault_class is FaultClass.NUMERIC_ANOMALY and finding.role <= Role.SYMPTOM
+    return not survives or bool(lasting) or diverged
 
 
 def rank_candidates(sources: Sequence[Source]) -> list[Candidate]:
@@ -99,17 +101,69 @@ def rank_candidates(sources: Sequence[Source]) -> list[Candidate]:
     return sorted(candidates, key=key)
 
 
-# CANN collects what its modules logged into a summary; the module's own line says more.
-_SUMMARY = re.compile(r"^\s*\[PID: ?\d+\]|^\s*E[A-Z]\d{4}: |^\s*\w[\w ]*\(E[A-Z]\d{4}\): ")
-_GENERAL_RULES = frozenset({CODE_RULE})
+# torch_npu wraps what CANN says, CANN collects what its modules logged and adds the calls that
+# led there: what stands nearest to the device says most.
+_PLOG = re.compile(r"\[ERROR\] ?[A-Z]+\(\d+,|\bThe error from device\b")
+_CALLER = re.compile(r"\[FUNC:\w+\] ?\[FILE:")
+_CANN_CODE = re.compile(r"\bE[A-Z0-9]\d{4}(?::|\[PID|\))")
+_WRAPPER = re.compile(
+    r"\bfunction error: |Error: .{0,300}\berror code is \d{6}\b|\bcall aclnn\w+ failed\b(?!.*detail)"
+)
+_SAYS_LITTLE = re.compile(r"\b(?:RuntimeError|Exception|OSError): ")
+_BEHIND_PROGRESS_BAR = re.compile(r"\d(?:it/s|s/it)\b")
+
+
+class _Detail(IntEnum):
+    """How much a line says, compared with lines of the same role in its source."""
+
+    NEAREST = 0
+    OWN_WORDS = 1
+    CALLER = 2
+    CODE = 3
+    GENERAL = 4
+    WRAPPER = 5
+
+
+def _detail(finding: Finding) -> _Detail:
+    line = finding.line
+    if _WRAPPER.search(line):
+        return _Detail.WRAPPER
+    if _PLOG.search(line):
+        return _Detail.NEAREST
+    if finding.rule == EXCEPTION_RULE and _SAYS_LITTLE.search(line):
+        return _Detail.GENERAL
+    if finding.rule.startswith(CODE_RULE) and not _CANN_CODE.search(line):
+        return _Detail.CODE
+    if _BEHIND_PROGRESS_BAR.search(line) or (_CALLER.search(line) and not _CANN_CODE.search(line)):
+        return _Detail.CALLER
+    return _Detail.OWN_WORDS
 
 
 def _local(candidate: Candidate) -> tuple[int, int]:
-    """Order within one source: the telling line before the summary, then as it was written."""
-    finding = candidate.finding
-    if finding.rule in _GENERAL_RULES:
-        return 2, finding.offset
-    return int(bool(_SUMMARY.match(finding.line))), finding.offset
+    """Order within one source: the telling line before its summary, then as it was written."""
+    return _detail(candidate.finding), candidate.finding.offset
+
+
+def _informed(best: Candidate, ranked: Sequence[Candidate]) -> Candidate:
+    """A line that names a failed kernel, with what the code in its wrapper says about it.
+
+    "EZ9999: <what failed>" has the telling words, the exception around it the telling number.
+    """
+    finding = best.finding
+    if finding.fault_class is not FaultClass.OPERATOR_ERROR or finding.role is Role.ROOT:
+        return best
+    for other in ranked:
+        told = other.finding
+        if other.source is best.source and _detail(told) is _Detail.WRAPPER:
+            informed = replace(
+                finding,
+                fault_class=told.fault_class,
+                code=finding.code or told.code,
+                recoverable_by=finding.recoverable_by or told.recoverable_by,
+                why=finding.why or told.why,
+            )
+            return replace(best, finding=informed)
+    return best
 
 
 def choose(sources: Sequence[Source], *, at_s: float, step: int | None = None) -> Diagnosis | None:
@@ -123,8 +177,8 @@ def choose(sources: Sequence[Source], *, at_s: float, step: int | None = None) -
     ranked = rank_candidates(sources)
     if not ranked:
         return None
-    best, runners_up = ranked[0], []
-    seen = {_kind(best)}
+    best, runners_up = _informed(ranked[0], ranked), []
+    seen = {_kind(ranked[0])}
     for candidate in ranked[1:]:
         if _kind(candidate) not in seen:
             seen.add(_kind(candidate))

@@ -35,6 +35,9 @@ _LOOK_UPS: Mapping[str, tuple[str, ...]] = {
     ),
 }
 
+# "EZ9999: Inner Error!" announces the line that says what happened.
+_HEADER = re.compile(r"\bE\w\d{4}: Inner Error!\s*$")
+
 # One pattern per table, so that a scanner can look for lines worth reading.
 PATTERNS: Mapping[str, str] = {name: "|".join(rows) for name, rows in _LOOK_UPS.items()}
 _COMPILED = {name: re.compile(pattern) for name, pattern in PATTERNS.items()}
@@ -84,6 +87,8 @@ def _spec(row: dict[str, object]) -> CodeSpec:
 
 def look_up(line: str) -> CodeFact | None:
     """The most telling code of a line, looked up; None when it carries none that is known."""
+    if _HEADER.search(line):
+        return None
     for table, pattern in _COMPILED.items():
         for found in pattern.finditer(line):
             code = next(group for group in found.groups() if group is not None).upper()

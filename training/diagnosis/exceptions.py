@@ -23,7 +23,11 @@ _NAMES = (
     r"[A-Z]\w*(?:Error|Exception|Interrupt|Timeout|Failure|Failed|Exit|Conflict|Disconnected"
     r"|NotFound|TooLarge|Unsupported|Expired|BadZipFile)|Unsupported|BadZipFile"
 )
-PATTERN = rf"(?:^|[\s\]:|>)])(?:[A-Za-z_]\w*\.){{0,8}}(?P<type>{_NAMES})(?::\s|:?\s*$)"
+# A name with its module needs no telling ending: "pyarrow.lib.ArrowInvalid: ...".
+_WITH_MODULE = r"^\s*(?:[a-z_]\w*\.){1,8}(?P<dotted>[A-Z]\w+): "
+PATTERN = (
+    rf"(?:^|[\s\]:|>)])(?:[A-Za-z_]\w*\.){{0,8}}(?P<type>{_NAMES})(?::\s|:?\s*$)|{_WITH_MODULE}"
+)
 _PATTERN = re.compile(PATTERN)
 _FRAME = re.compile(r'File "([^"\n]{1,300})", line \d+')
 _TRACEBACK = re.compile(r"Traceback \(most recent call last\)|^\s*File \"|\bFile \"[^\"]+\", line")
@@ -39,7 +43,7 @@ class ExceptionSpec(BaseModel):
 
     types: tuple[str, ...]
     fault_class: FaultClass
-    role: Literal["root", "symptom", "cascade"]
+    role: Literal["root", "symptom", "cascade", "hint"]
     frames: str | None = None
     recoverable_by: RecoverableBy | None = None
     user_fault: bool | None = None
@@ -84,10 +88,12 @@ def judge(line: str, before: str) -> Raised | None:
         None when the line names no exception.
     """
     found = _PATTERN.search(line)
-    if found is None:
+    if found is None or line.rstrip().endswith("Traceback (most recent call last):"):
         return None
-    name = found["type"]
+    name = found["type"] or found["dotted"]
     traced = bool(_TRACEBACK.search(before))
+    if found["type"] is None and not traced:
+        return None
     frames = [path for path in _FRAME.findall(before[before.rfind("Traceback") :])][-12:]
     spec = next(row for row in load_exceptions() if _applies(row, name, frames))
     role = Role[spec.role.upper()]
@@ -110,6 +116,11 @@ def _answer(spec: ExceptionSpec, line: str) -> RecoverableBy | None:
     if errno and spec.fault_class is FaultClass.STORAGE_ERROR and errno[1] in _ERRNO_USER:
         return RecoverableBy.USER_FIX
     return spec.recoverable_by
+
+
+def names_exception(line: str) -> bool:
+    """Whether a line has the form of an exception's last line."""
+    return _PATTERN.search(line) is not None
 
 
 def was_raised_in_handling(line: str, before: str) -> bool:

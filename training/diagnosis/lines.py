@@ -80,7 +80,8 @@ _LOW_LEVEL = re.compile(
     r"|\blevel=(?:info|warn(?:ing)?|debug)\b"
     r"|\b\w*Warning: ",
 )
-_HIGH_LEVEL = re.compile(r"\b(?:ERROR|FATAL|CRITICAL)\b")
+# NCCL has no level above its WARN.
+_HIGH_LEVEL = re.compile(r"\b(?:ERROR|FATAL|CRITICAL)\b|\bNCCL WARN\b")
 
 # A line that a run prints because it goes on.
 PROGRESS = (
@@ -150,7 +151,7 @@ def time_of(line: str, *, year: int) -> float | None:
 def is_low_level(line: str) -> bool:
     """Whether a line is logged as information or a warning."""
     head = line[:160]
-    return bool(_LOW_LEVEL.search(head)) and not _HIGH_LEVEL.search(head)
+    return bool(_LOW_LEVEL.search(head)) and not _HIGH_LEVEL.search(line[:240])
 
 
 def is_progress(line: str) -> bool:

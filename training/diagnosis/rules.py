@@ -61,7 +61,7 @@ class RuleSpec(BaseModel):
     id: str
     pattern: str
     fault_class: FaultClass
-    role: Literal["root", "symptom", "cascade"]
+    role: Literal["root", "symptom", "cascade", "hint"]
     platform: str
     source: str
     example: str

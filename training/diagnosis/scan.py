@@ -32,12 +32,14 @@ KEPT_AT_EACH_END = 32
 
 # What training prints because it goes on; counted, not read.
 _PROGRESS_MARK = b"loss"
+_SCALE_MARKS = (b"loss scal", b"loss_scal")
 _ANSI = re.compile(rb"\x1b\[[0-9;]*[A-Za-z]")
-CODE_RULE = "code"
-_EXCEPTION_RULE = "exception"
+CODE_RULE = "code-"
+EXCEPTION_RULE = "exception"
 _LEVEL_RULE = "error-line"
 # An error that no rule, code or exception type explains is still worth showing.
 _UNEXPLAINED_PATTERN = r"\b(?:ERROR|FATAL|CRITICAL)\b|[Ff]atal [Ee]rror\b|^[Ee]rror: |^panic: "
+_PART_OF_TRACEBACK = re.compile(r'File "|\^\^\^|~~~|Trace[Bb]ack \(most recent')
 _UNEXPLAINED = re.compile(_UNEXPLAINED_PATTERN)
 
 
@@ -46,7 +48,8 @@ class Finding:
     """A line that says something about a fault.
 
     Attributes:
-        rule: id of the rule that recognised it, "code" or "exception" for the general ones.
+        rule: id of the rule that recognised it; "code-" with a table's name, "exception" and
+            "error-line" for the general ones.
         offset: where the line begins in its source.
         origin: what the line itself tells about time and place.
         seen_s: time of the line, or of the nearest line before it that has one.
@@ -101,11 +104,26 @@ def recognise(line: str, before: str, candidates: Iterable[Rule] | None = None) 
         before: text shortly before it.
         candidates: rules to try, in order; None: all.
     """
+    if _says_nothing(line, before):
+        return None
     for rule in load_rules() if candidates is None else candidates:
         found = rule.pattern.search(line)
         if found and (rule.after is None or rule.after.search(before)):
             return _by_rule(rule, found, line)
     return _by_code(line) or _by_exception(line, before) or _by_level(line)
+
+
+# CANN's own guesses at causes, and the box that rich draws around a traceback.
+_ADVICE = re.compile(r"^\s*(?:Possible [Cc]ause|Solution|Suggestion|Rectify|\u2502|\u2503)")
+_FRAME_END = re.compile(r'File "[^"\n]+", line \d+(?:, in [^\n]+)?$')
+
+
+def _says_nothing(line: str, before: str) -> bool:
+    """Whether a line is advice, or source code quoted in a traceback."""
+    if _ADVICE.match(line):
+        return True
+    quoted = _FRAME_END.search(before.rstrip()) is not None
+    return quoted and not exceptions.names_exception(line)
 
 
 def _by_rule(rule: Rule, found: re.Match[str], line: str) -> Finding:
@@ -138,7 +156,7 @@ def _by_code(line: str) -> Finding | None:
         return None
     spec = fact.spec
     return Finding(
-        rule=CODE_RULE,
+        rule=f"{CODE_RULE}{fact.table}",
         fault_class=spec.fault_class,
         role=fact.role,
         line=line,
@@ -159,7 +177,7 @@ def _by_exception(line: str, before: str) -> Finding | None:
         return None
     spec = raised.spec
     return Finding(
-        rule=_EXCEPTION_RULE,
+        rule=EXCEPTION_RULE,
         fault_class=spec.fault_class,
         role=raised.role,
         line=line,
@@ -176,7 +194,7 @@ def _by_exception(line: str, before: str) -> Finding | None:
 
 
 def _by_level(line: str) -> Finding | None:
-    if _UNEXPLAINED.search(line) is None:
+    if _UNEXPLAINED.search(line) is None or _PART_OF_TRACEBACK.search(line):
         return None
     return Finding(
         rule=_LEVEL_RULE,
@@ -329,10 +347,10 @@ def _read(region: bytes, context: bytes, base: int, state: _State) -> None:
         done_to = stop
         finding = _finding(region, context, begin, stop, end, ids, state)
         if finding is not None:
-            state.progress += region.count(_PROGRESS_MARK, counted_to, begin)
+            state.progress += _count_progress(region, counted_to, begin)
             counted_to = begin
             state.keep(replace(finding, offset=base + begin, progress_after=state.progress))
-    state.progress += region.count(_PROGRESS_MARK, counted_to)
+    state.progress += _count_progress(region, counted_to, len(region))
     stamp = _last_time(region, len(region), state)
     state.seen_s = stamp if stamp is not None else state.seen_s
 
@@ -407,6 +425,12 @@ def _last_time(region: bytes, until: int, state: _State) -> float | None:
         if (stamp := time_of(line[:200], year=state.year)) is not None:
             return stamp
     return state.seen_s
+
+
+def _count_progress(region: bytes, begin: int, end: int) -> int:
+    """Losses mentioned, without what is said about scaling them."""
+    mentioned = region.count(_PROGRESS_MARK, begin, end)
+    return mentioned - sum(region.count(mark, begin, end) for mark in _SCALE_MARKS)
 
 
 def findings_by_rule(findings: Iterable[Finding]) -> Mapping[str, int]:

@@ -128,6 +128,7 @@ TRAITS: Mapping[FaultClass, Traits] = {
     FaultClass.NUMERIC_ANOMALY: Traits(
         "Loss or gradient norm is not finite, or jumped.",
         "Go back to a checkpoint before it; if it comes back, change data order or step size.",
+        RecoverableBy.USER_FIX,
     ),
     FaultClass.NATIVE_CRASH: Traits(
         "The process was ended by the operating system, not by an exception.",

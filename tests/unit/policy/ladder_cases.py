@@ -70,9 +70,10 @@ UCE = fault(
 )
 ABNORMAL = fault(FaultClass.NUMERIC_ANOMALY, node="node-0", rank=2, step=40)
 
+# The classes with the most rules come more often.
 FAULTS = st.builds(
     Fault,
-    st.sampled_from(FaultClass),
+    st.sampled_from([*FaultClass, *[FaultClass.NUMERIC_ANOMALY, FaultClass.UNKNOWN] * 4]),
     st.just(0.0),
     st.just("evidence"),
     node=st.sampled_from(["node-0", "node-1", None]),

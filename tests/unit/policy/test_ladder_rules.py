@@ -266,6 +266,7 @@ def test_the_same_step_abnormal_again_is_accepted_and_never_retried_a_third_time
     elsewhere = after(replace(ABNORMAL, step=39), Rung.STEP_RETRY)
     assert not asked(*elsewhere).accept_abnormal
     assert asked(failing(ABNORMAL, Rung.STEP_RETRY)).rung is Rung.IN_PLACE_RESTART
+    assert choose(ABNORMAL, *once, survivors=True).rung is Rung.IN_PLACE_RESTART, "switched off"
 
 
 def test_re_execution_of_abnormal_steps_and_data_skipping_exclude_each_other():
@@ -276,7 +277,8 @@ def test_re_execution_of_abnormal_steps_and_data_skipping_exclude_each_other():
 def test_an_operator_retry_that_fails_becomes_a_step_retry():
     assert choose(LINK, survivors=True, operator_retry=True).rung is Rung.OPERATOR_RETRY
     assert choose(LINK, survivors=True).rung is Rung.STEP_RETRY
-    for answered in (failing(LINK, Rung.OPERATOR_RETRY), *after(LINK, Rung.OPERATOR_RETRY)):
+    elsewhere = failing(replace(LINK, step=39), Rung.OPERATOR_RETRY)
+    for answered in (elsewhere, *after(LINK, Rung.OPERATOR_RETRY)):
         decision = choose(LINK, answered, survivors=True, operator_retry=True)
         assert decision.rung is Rung.STEP_RETRY
 
@@ -322,6 +324,11 @@ def test_an_unsupported_rung_is_skipped_and_the_decision_says_so():
     assert decision.rung is Rung.JOB_RESCHEDULE_ISOLATED
     assert "in_place_restart: unsupported" in decision.skipped
     assert "in_place_restart: unsupported" in decision.reason
+    once = after(ABNORMAL, Rung.STEP_RETRY)
+    outside = choose(
+        ABNORMAL, *once, supported=ALL - IN_PROCESS, survivors=True, numeric_retry=True
+    )
+    assert outside.rung is Rung.IN_PLACE_RESTART, "nobody there could accept the step either"
 
 
 def test_rungs_inside_the_processes_that_are_not_there_stay_out_of_the_reason():
