@@ -336,7 +336,7 @@ def _read(region: bytes, context: bytes, base: int, state: _State) -> None:
     budget: dict[int, int] = defaultdict(lambda: MAX_LINES_PER_RULE_AND_BLOCK)
     done_to = -1
     for end, rule_id in hits:
-        if end <= done_to or budget[rule_id] <= 0:
+        if end - 1 <= done_to or budget[rule_id] <= 0:
             continue
         begin = region.rfind(b"\n", 0, end - 1) + 1 if end else 0
         stop = region.find(b"\n", max(begin, end - 1))
