@@ -107,9 +107,9 @@ _PLOG = re.compile(r"\[ERROR\] ?[A-Z]+\(\d+,|\bThe error from device\b")
 _CALLER = re.compile(r"\[FUNC:\w+\] ?\[FILE:")
 _CANN_CODE = re.compile(r"\bE[A-Z0-9]\d{4}(?::|\[PID|\))")
 _WRAPPER = re.compile(
-    r"\bfunction error: |Error: .{0,300}\berror code is \d{6}\b|\bcall aclnn\w+ failed\b(?!.*detail)"
+    r"\bfunction error: |Error: .{0,300}\berror code is \d{6}\b|\bcall aclnn\w+ failed\b(?!.*detail:E\w+: \[)"
 )
-_SAYS_LITTLE = re.compile(r"\b(?:RuntimeError|Exception|OSError): ")
+_SAYS_LITTLE = re.compile(r"\b(?:RuntimeError|Exception|OSError): |Error:?\s*$")
 _BEHIND_PROGRESS_BAR = re.compile(r"\d(?:it/s|s/it)\b")
 
 
@@ -195,7 +195,7 @@ def fault_of(candidate: Candidate, *, at_s: float, step: int | None) -> Fault:
     """The fault that a candidate stands for, with its class's traits filled in."""
     finding, source, origin = candidate.finding, candidate.source, candidate.finding.origin
     traits = TRAITS[finding.fault_class]
-    answer = finding.recoverable_by or traits.recoverable_by
+    answer = finding.recoverable_by or _usual_answer(finding)
     user = _either(finding.user_fault, traits.user_fault)
     return Fault(
         fault_class=finding.fault_class,
@@ -213,6 +213,13 @@ def fault_of(candidate: Candidate, *, at_s: float, step: int | None) -> Fault:
         _either(finding.user_fault, False),
         hardware_fault=_either(finding.hardware_fault, traits.hardware_fault),
     )
+
+
+def _usual_answer(finding: Finding) -> RecoverableBy:
+    """The class's own answer; a crash before any step is the program's, and comes again."""
+    if finding.fault_class is FaultClass.NATIVE_CRASH and not finding.progress_before:
+        return RecoverableBy.USER_FIX
+    return TRAITS[finding.fault_class].recoverable_by
 
 
 def _either(told: bool | None, default: bool) -> bool:  # noqa: FBT001 a value, not a switch

@@ -38,7 +38,7 @@ CODE_RULE = "code-"
 EXCEPTION_RULE = "exception"
 _LEVEL_RULE = "error-line"
 # An error that no rule, code or exception type explains is still worth showing.
-_UNEXPLAINED_PATTERN = r"\b(?:ERROR|FATAL|CRITICAL)\b|[Ff]atal [Ee]rror\b|^[Ee]rror: |^panic: "
+_UNEXPLAINED_PATTERN = r"\b(?:ERROR|FATAL|CRITICAL)\b|[Ff]atal [Ee]rror\b|^[Ee]rror: |^panic: |\[[EF]\d{0,4} "
 _PART_OF_TRACEBACK = re.compile(r'File "|\^\^\^|~~~|Trace[Bb]ack \(most recent')
 _UNEXPLAINED = re.compile(_UNEXPLAINED_PATTERN)
 
@@ -54,7 +54,8 @@ class Finding:
         origin: what the line itself tells about time and place.
         seen_s: time of the line, or of the nearest line before it that has one.
         is_low_level: logged as information or a warning, and its rule does not count those.
-        progress_after: lines of training progress after it in the same source, roughly.
+        progress_before: lines of training progress before it in the same source, roughly.
+        progress_after: the same after it.
         frame: file that raised the exception, for exceptions.
         replaces: raised while the exception before it was being handled, so that one was not
             the end.
@@ -74,6 +75,7 @@ class Finding:
     why: str = ""
     action: str = ""
     is_low_level: bool = False
+    progress_before: int = 0
     progress_after: int = 0
     frame: str | None = None
     replaces: bool = False
@@ -114,13 +116,15 @@ def recognise(line: str, before: str, candidates: Iterable[Rule] | None = None) 
 
 
 # CANN's own guesses at causes, and the box that rich draws around a traceback.
-_ADVICE = re.compile(r"^\s*(?:Possible [Cc]ause|Solution|Suggestion|Rectify|\u2502|\u2503)")
+_ADVICE = re.compile(
+    r"^\s*(?:Possible [Cc]ause|Solution|Suggestion|Rectify|\u2502|\u2503)|\braise [\w.]+\("
+)
 _FRAME_END = re.compile(r'File "[^"\n]+", line \d+(?:, in [^\n]+)?$')
 
 
 def _says_nothing(line: str, before: str) -> bool:
     """Whether a line is advice, or source code quoted in a traceback."""
-    if _ADVICE.match(line):
+    if _ADVICE.search(line):
         return True
     quoted = _FRAME_END.search(before.rstrip()) is not None
     return quoted and not exceptions.names_exception(line)
@@ -265,7 +269,7 @@ class _State:
         every.sort(key=lambda finding: finding.offset)
         following = [*every[1:], None]
         every = [_replaced(f, after) for f, after in zip(every, following, strict=False)]
-        return [replace(f, progress_after=self.progress - f.progress_after) for f in every]
+        return [replace(f, progress_after=self.progress - f.progress_before) for f in every]
 
 
 def _replaced(finding: Finding, after: Finding | None) -> Finding:
@@ -349,7 +353,7 @@ def _read(region: bytes, context: bytes, base: int, state: _State) -> None:
         if finding is not None:
             state.progress += _count_progress(region, counted_to, begin)
             counted_to = begin
-            state.keep(replace(finding, offset=base + begin, progress_after=state.progress))
+            state.keep(replace(finding, offset=base + begin, progress_before=state.progress))
     state.progress += _count_progress(region, counted_to, len(region))
     stamp = _last_time(region, len(region), state)
     state.seen_s = stamp if stamp is not None else state.seen_s
