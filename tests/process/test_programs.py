@@ -235,3 +235,38 @@ def test_keys_may_come_from_a_prefect_block(bench, s3, monkeypatch):
     )
     assert missing.finish() == 2
     assert "no such Prefect block" in missing.out
+
+
+DEVICE_LOG = """\
+import os, pathlib
+folder = pathlib.Path(os.environ["ASCEND_PROCESS_LOG_PATH"]) / "debug" / "plog"
+if os.environ["MA_SCHEDULE_CNT"] == "1" and os.environ["VC_TASK_INDEX"] == "1":
+    folder.mkdir(parents=True)
+    (folder / "plog-1_20261121.log").write_text(
+        "[ERROR] RUNTIME(1,python):2026-11-21-10:00:00.000.000 [engine.cc:1]1 Report:"
+        "Device[0] lost heartbeat.\\n"
+    )
+    raise SystemExit("RuntimeError: NPU function error: synchronize, error code is 507011")
+"""
+
+
+def test_a_device_log_says_why_and_its_node_is_left(bench, tmp_path):
+    program = tmp_path / "on_a_bad_device.py"
+    program.write_text(DEVICE_LOG)
+    job = {
+        "run_id": "device-log",
+        "storage": {"address": f"file://{bench.home}/store"},
+        "worker": {"command": [sys.executable, str(program)]},
+        "engine": {"nodes": 2, "slots_per_node": 1, "spares": 1, "grace_s": 2},
+    }
+    running = bench.start(job)
+    assert running.finish() == 0, running.out
+    (ended, _) = running.history.attempts
+    fault = ended.ended.fault
+    assert (fault.fault_class, fault.node, fault.rank) == ("device_lost", "node-1", 1)
+    assert "Device[0] lost heartbeat" in fault.evidence
+    assert fault.recoverable_by == "isolate"
+    assert any("507011" in other.evidence for other in ended.ended.runners_up)
+    assert running.rungs() == ["job_reschedule_isolated"]
+    assert running.history.isolated == ("node-1",)
+    running.leave_nothing()

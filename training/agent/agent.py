@@ -22,12 +22,14 @@ import psutil
 from storage.address import open_store
 from storage.errors import StorageError
 from training.agent.control import ControlServer
+from training.agent.evidence import device_health, device_logs, tail
 from training.agent.processes import MARKER, become_subreaper, kill_container
 from training.agent.protocol import (
     AgentAddress,
     AgentConfig,
     AgentState,
     AgentStatus,
+    EvidenceQuery,
     HangReport,
     LogsQuery,
     MetricsQuery,
@@ -101,6 +103,8 @@ class Agent:
         """Answer one request of a supervisor."""
         if isinstance(request.order, RendezvousOrder) and request.order.host_store:
             _tcp_store_class()  # imports torch: not under the lock, it takes seconds
+        if isinstance(request.order, EvidenceQuery):
+            return self._evidence(request.epoch, request.order.tail_bytes)
         with self._lock:
             if request.epoch < self._epoch:
                 return Reply(error=f"epoch {request.epoch} is superseded by {self._epoch}")
@@ -275,10 +279,23 @@ class Agent:
             return ()
         paths = [(r, self._group.log_path(r, s)) for r in self._group.ranks for s in _STREAMS]
         return tuple(
-            WorkerLog(rank=rank, path=str(path), text=_tail(path, tail_bytes))
+            WorkerLog(rank=rank, path=str(path), text=tail(path, tail_bytes))
             for rank, path in paths
             if path.exists()
         )
+
+    def _evidence(self, epoch: int, tail_bytes: int) -> Reply:
+        """Runs the driver's tools, which take their time: not under the lock."""
+        with self._lock:
+            if epoch < self._epoch:
+                return Reply(error=f"epoch {epoch} is superseded by {self._epoch}")
+            self._heard_s = time.monotonic()
+            group = self._group
+        if group is None:
+            return Reply()
+        devices = range(self._order.slots_per_node if self._order else 0)
+        logs = device_logs(group.log_folder, group.ranks, tail_bytes)
+        return Reply(texts=(*logs, *device_health(devices)))
 
     def _is_quiet(self) -> bool:
         return self._state in (AgentState.IDLE, AgentState.ENDED)
@@ -338,12 +355,6 @@ def _free_port(host: str) -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
-
-
-def _tail(path: Path, tail_bytes: int) -> str:
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - tail_bytes))
-        return file.read().decode(errors="replace")
 
 
 def _oom_kills(

@@ -107,6 +107,13 @@ class LogsQuery(Message):
     tail_bytes: int = Field(ge=1, le=1 << 20)
 
 
+class EvidenceQuery(Message):
+    """Ask for device logs and for what the driver's tools say; takes seconds."""
+
+    op: Literal["evidence"] = "evidence"
+    tail_bytes: int = Field(ge=1, le=1 << 20)
+
+
 class ShutdownOrder(Message):
     """Stop the processes and end the agent: the container goes away."""
 
@@ -121,6 +128,7 @@ Order = Annotated[
     | StatusQuery
     | MetricsQuery
     | LogsQuery
+    | EvidenceQuery
     | ShutdownOrder,
     Field(discriminator="op"),
 ]
@@ -209,6 +217,21 @@ class WorkerLog(Message):
     text: str
 
 
+class NodeText(Message):
+    """Text of a node that is no worker's output.
+
+    Attributes:
+        name: file, or command that printed it.
+        rank: global rank that it is about, when known.
+        device: local device index that it is about, when known.
+    """
+
+    name: str
+    rank: int | None = None
+    device: int | None = None
+    text: str
+
+
 class Reply(Message):
     """One line back; `error` is set when the request was refused."""
 
@@ -218,6 +241,7 @@ class Reply(Message):
     text: str | None = None
     offset: int | None = None
     logs: tuple[WorkerLog, ...] = ()
+    texts: tuple[NodeText, ...] = ()
 
 
 REQUEST: TypeAdapter[Request] = TypeAdapter(Request)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from training.agent.evidence import ascend_folder
 from training.agent.processes import container_processes, reap_adopted, signal_all
 from training.agent.protocol import AgentConfig, StartOrder, WorkerStatus
 from training.job import RESERVED_NAMES
@@ -69,7 +70,7 @@ class WorkerGroup:
             error_file = self.folder / f"error-{local_rank}.json"
             variables = {
                 **inherited,
-                "ASCEND_PROCESS_LOG_PATH": str(self.log_folder / f"rank-{rank:05d}.ascend"),
+                "ASCEND_PROCESS_LOG_PATH": str(ascend_folder(self.log_folder, rank)),
                 **self.order.variables,
                 **platform_variables(self.config, self.order, self.folder, proc_start_cnt),
                 **self._rank_variables(rank, local_rank, count),

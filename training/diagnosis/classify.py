@@ -64,6 +64,8 @@ class NodeOutput:
     node: str
     name: str
     text: str
+    rank: int | None = None
+    device: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,12 +203,20 @@ def _outputs(evidence: Evidence) -> Iterator[_Cause]:
     """What device logs and health commands say; their clocks are not the agents'."""
     year = _year(evidence)
     sources = [
-        Source(output.name, scan_text(output.text, year=year).findings, order, node=output.node)
+        Source(
+            output.name,
+            scan_text(output.text, year=year).findings,
+            order,
+            rank=output.rank,
+            node=output.node,
+            device=output.device,
+        )
         for order, output in enumerate(evidence.outputs)
     ]
     for candidate in rank_candidates(sources):
         fault = fault_of(candidate, at_s=evidence.at_s, step=evidence.step)
-        named = replace(fault, at_s=evidence.at_s, node=candidate.source.node)
+        rank = candidate.source.rank
+        named = replace(fault, at_s=evidence.at_s, node=candidate.source.node, rank=rank)
         yield _Cause(_TIER_OF[candidate.finding.role], named)
 
 

@@ -16,7 +16,7 @@ MIN_COMMON_STEPS = 2
 MAX_ANCHORS = 500
 # Ranks of one node print the same step this far apart without any clock being wrong.
 TOLERATED_S = 1.0
-_STEP = re.compile(r"\b(?:iteration|[sS]tep|global_step)['\"]?[\s=:\[]{1,4}(\d+)")
+_STEP = re.compile(r"\b(?:iteration|[sS]tep|global_step)['\"]?[\s=:\[]{1,4}(\d{1,15})\b")
 
 
 def anchors(text: str, *, year: int) -> dict[int, float]:

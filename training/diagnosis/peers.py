@@ -20,6 +20,8 @@ _HCCL_OP = re.compile(r"\[TaskExecStage\].{0,80}base information is .{0,80}tag\[
 _NCCL_OP = re.compile(
     r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(\d+), OpType=(\w+)"
 )
+# Ranks number the collectives of each of their groups: [PG ID 1 PG GUID 3(TP) Rank 5], [PG 3 Rank 5]
+_NCCL_GROUP = re.compile(r"\[PG (?:ID \d+ PG GUID )?(.{1,80}?) Rank \d+\]")
 _NCCL_LAST = re.compile(r"last enqueued NCCL work: (-?\d+), last completed NCCL work: (-?\d+)")
 
 
@@ -32,13 +34,18 @@ class _Report:
     op: str
     group: str
 
+    @property
+    def who(self) -> tuple[int, int | None]:
+        """The source, and the rank within it that reports."""
+        return self.source, self.finding.origin.rank
+
 
 def compare(sources: Sequence[Source]) -> list[Source]:
     """The sources with what only their comparison shows put on record as findings."""
     reports = list(_reports(sources))
     extra: dict[int, list[Finding]] = {}
-    if odd := _other_operator(reports):
-        first = reports[0]
+    if pair := _other_operator(reports):
+        first, odd = pair
         extra.setdefault(odd.source, []).append(
             replace(
                 odd.finding,
@@ -63,15 +70,18 @@ def _reports(sources: Sequence[Source]) -> Iterable[_Report]:
             if found := _HCCL_OP.search(finding.line):
                 yield _Report(index, finding, found[1], found[2])
             elif found := _NCCL_OP.search(finding.line):
-                yield _Report(index, finding, found[2], found[1])
+                group = _NCCL_GROUP.search(finding.line)
+                number = f"{group[1] if group else ''} {found[1]}"
+                yield _Report(index, finding, found[2], number)
 
 
-def _other_operator(reports: Sequence[_Report]) -> _Report | None:
-    """The first report whose operator differs from an earlier one's of the same group or number."""
-    seen: dict[str, str] = {}
+def _other_operator(reports: Sequence[_Report]) -> tuple[_Report, _Report] | None:
+    """The first report whose operator differs from that of another rank of the same group."""
+    seen: dict[str, _Report] = {}
     for report in reports:
-        if seen.setdefault(report.group, report.op) != report.op:
-            return report
+        first = seen.setdefault(report.group, report)
+        if first.op != report.op and first.who != report.who:
+            return first, report
     return None
 
 

@@ -19,7 +19,7 @@ from training.policy.faults import FaultClass, RecoverableBy
 _NUMBER = r"(nan|[-+]?inf|[-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)"
 _LOSS = re.compile(rf"\b(?:lm |train[_ ])?loss['\"]?\s*[:=]\s*{_NUMBER}", re.IGNORECASE)
 _NORM = re.compile(rf"\bgrad(?:ient)?[ _]?norm['\"]?\s*[:=]\s*{_NUMBER}", re.IGNORECASE)
-_STEP_S = re.compile(r"elapsed time per iteration \((m?)s\):\s*([\d.]+)")
+_STEP_S = re.compile(r"elapsed time per iteration \((m?)s\):\s*(\d+(?:\.\d+)?)")
 
 MIN_HISTORY = 3
 HISTORY = 50
@@ -55,13 +55,15 @@ def find_jump(text: str, *, year: int) -> Finding | None:
         usual = median(m.loss for m in history)
         last = series[-1].loss
         recovered = math.isfinite(last) and last <= usual * RECOVERED_RATIO
+        origin = origin_of(series[index].line, year=year)
         return Finding(
             rule="loss-jump",
             fault_class=FaultClass.NUMERIC_ANOMALY,
             role=Role.ROOT,
             line=series[index].line,
             offset=text.find(series[index].line),
-            origin=origin_of(series[index].line, year=year),
+            origin=origin,
+            seen_s=origin.at_s,
             recoverable_by=RecoverableBy.RETRY if recovered else RecoverableBy.USER_FIX,
             why=f"The loss jumped from about {usual:.3g} to {series[index].loss:.3g}"
             + (" and came back by itself." if recovered else " and did not come back."),
@@ -126,6 +128,7 @@ def find_stall(text: str, *, year: int) -> Finding | None:
         line=times[-1][1],
         offset=text.rfind(times[-1][1]),
         origin=origin_of(times[-1][1], year=year),
+        seen_s=times[-1][0],
         why=f"Lines go on for {silent_s:.0f} s after the last step, but no step follows.",
     )
 

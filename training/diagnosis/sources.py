@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import re
 import sys
+import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -32,14 +33,16 @@ from training.errors import InputError
 
 STANDARD_INPUT = "-"
 _GZIP_MAGIC = b"\x1f\x8b"
+_UNREADABLE = (OSError, EOFError, zlib.error)  # the last two: a compressed file that is damaged
 # Files that lie beside logs but are none; a file that is named itself is always read.
 NOT_LOGS = frozenset(
     ".json .jsonl .yaml .yml .toml .py .md .csv .html .png .svg .pt .pth .bin .npy .npz .idx"
     " .safetensors .distcp .parquet .arrow .zip .tar .so .pyc .sqlite .db".split()
 )
 
-_PATH_RANK = re.compile(r"(?:^|[/_.-])(?:rank|worker|task|proc)[-_]?(\d+)(?=[/_.-]|$)")
-_PATH_NODE = re.compile(r"(?:^|/)((?:node|host|server|pod)[-_]?[\w-]*\d)(?=[/._]|$)")
+_PATH_RANK = re.compile(r"(?:^|(?<!local)[/_.-])rank[-_]?(\d+)(?=[/_.-]|$)")
+_PATH_WORKER = re.compile(r"(?:^|[/_.-])(?:worker|task|proc)[-_]?(\d+)(?=[/_.-]|$)")
+_PATH_NODE = re.compile(r"(?:^|/)((?:node|host|server|pod)[\w-]*?\d)(?=[/.]|$|[_-]+[a-z])")
 _PATH_DEVICE = re.compile(r"(?:^|/)(?:device|local_rank|npu)[-_](\d+)(?=[/_.-]|$)")
 _TORCHRUN_LOCAL_RANK = re.compile(r"(?:^|/)attempt_\d+/(\d+)/std(?:out|err)\.log$")
 
@@ -106,8 +109,7 @@ def diagnose_files(path: str, files: Sequence[Path], *, at_s: float, year: int) 
     Raises:
         InputError: a file cannot be read.
     """
-    base = files[0] if len(files) == 1 else Path(path)
-    readings = [read_file(file, base=base, order=i, year=year) for i, file in enumerate(files)]
+    readings = [read_file(file, base=Path(path), order=i, year=year) for i, file in enumerate(files)]
     shifts = offsets([reading.steps for reading in readings])
     merged = [
         replace(reading.source, clock_offset_s=shift)
@@ -126,7 +128,7 @@ def read_file(file: Path, *, base: Path, order: int, year: int) -> Reading:
     try:
         with _open(file) as stream:
             seen = scan(_chunks(stream), year=year)
-    except (OSError, EOFError) as error:
+    except _UNREADABLE as error:
         raise InputError("PATH", f"{str(file)!r}: {error}") from error
     return read_scan(name, seen, order=order, year=year)
 
@@ -143,8 +145,8 @@ def read_scan(name: str, seen: Scan, *, order: int, year: int) -> Reading:
         *seen.findings,
         *(replace(f, offset=f.offset + shift) for f in further if f is not None),
     ]
-    rank, device = _PATH_RANK.search(name), _PATH_DEVICE.search(name)
-    device = device or _TORCHRUN_LOCAL_RANK.search(name)
+    rank = _PATH_RANK.search(name) or _PATH_WORKER.search(name)
+    device = _PATH_DEVICE.search(name) or _TORCHRUN_LOCAL_RANK.search(name)
     node = _PATH_NODE.search(name)
     source = Source(
         name=name,
@@ -172,7 +174,7 @@ def context_of(file: Path, line: str, *, radius: int) -> list[str]:
                     after = islice(_lines(stream), radius)
                     return [*before, text, *(a.decode("utf-8", "replace").rstrip() for a in after)]
                 before.append(text[:MAX_LINE_CHARS])
-    except (OSError, EOFError) as error:
+    except _UNREADABLE as error:
         raise InputError("PATH", f"{str(file)!r}: {error}") from error
     return []
 

@@ -18,7 +18,7 @@ _PY_SPY_THREAD = re.compile(r'^\s*Thread (?:0x)?[0-9A-Fa-f]+ \((?:idle|active)[^
 _PY_SPY_FRAME = re.compile(r"^\s+[\w<>.]+ \(([^():\n]+\.pyx?):\d+\)")
 # faulthandler: `Current thread 0x00007f (most recent call first):` and `  File "x.py", line 3 in f`
 _FAULTHANDLER_THREAD = re.compile(r"^(?:Current t|T)hread 0x[0-9a-f]+.*\(most recent call first\)")
-_FAULTHANDLER_FRAME = re.compile(r'^\s+File "([^"\n]+)", line \d+ in \w')
+_FAULTHANDLER_FRAME = re.compile(r'^\s+File "([^"\n]+)", line \d+ in [\w<]')
 
 _STANDARD = re.compile(
     r"(?:^|/lib/python3\.\d+/)(?:threading|queue|selectors|socket|ssl|subprocess|signal|concurrent"
@@ -44,10 +44,10 @@ def _finding(
 ) -> Finding | None:
     frames = []
     for line in lines[head + 1 :]:
-        found = frame.match(line)
-        if found is None:
+        if not line[:1].isspace() or _PY_SPY_THREAD.match(line):
             break
-        frames.append((line, found[1]))
+        if found := frame.match(line):  # else a native frame, or variables
+            frames.append((line, found[1]))
     if not frames:
         return None
     inner = next((line for line, path in frames if not _STANDARD.search(path)), frames[0][0])

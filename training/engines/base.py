@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from training.agent.protocol import AgentStatus, StartOrder, WorkerLog
+from training.agent.protocol import AgentStatus, NodeText, StartOrder, WorkerLog
 from training.errors import NoCapacity
 from training.policy.ladder import Rung
 from training.policy.records import Member
@@ -95,6 +95,10 @@ class Engine(Protocol):
 
     def logs(self, tail_bytes: int) -> Sequence[tuple[str, WorkerLog]]:
         """The end of each worker's output, with the name of its node."""
+        ...
+
+    def texts(self, tail_bytes: int) -> Sequence[tuple[str, NodeText]]:
+        """Device logs and what the driver's tools say, with the name of the node."""
         ...
 
     def cancel(self, grace_s: float) -> None:

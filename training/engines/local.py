@@ -26,8 +26,10 @@ from training.agent.protocol import (
     AgentAddress,
     AgentConfig,
     AgentStatus,
+    EvidenceQuery,
     LogsQuery,
     MetricsQuery,
+    NodeText,
     RendezvousOrder,
     ShutdownOrder,
     StartOrder,
@@ -46,6 +48,7 @@ AGENT_START_TIMEOUT_S = 60.0
 RENDEZVOUS_TIMEOUT_S = 120.0  # the first one imports torch, which a cold disk makes slow
 SILENT_AGENT_S = 15.0  # an agent that lives but does not answer for this long is lost
 SHUTDOWN_MARGIN_S = 10.0
+EVIDENCE_TIMEOUT_S = 60.0  # the driver's tools are asked one by one for every device
 _CONTAINERS_FILE = "containers.json"
 _NOT_INHERITED = ("PREFECT_", "MA_", "VC_", "TORCHELASTIC_")
 
@@ -191,6 +194,18 @@ class LocalEngine:
             except (AgentUnreachable, EngineError):
                 continue
             found += [(container.node, log) for log in reply.logs]
+        return found
+
+    def texts(self, tail_bytes: int) -> Sequence[tuple[str, NodeText]]:
+        """Device logs and what the driver's tools say, of the containers that answer."""
+        query = EvidenceQuery(tail_bytes=tail_bytes)
+        found: list[tuple[str, NodeText]] = []
+        for container in self._containers.values():
+            try:
+                reply = self._client(container, timeout_s=EVIDENCE_TIMEOUT_S).call(query)
+            except (AgentUnreachable, EngineError):
+                continue  # the diagnosis does without; what is gone is named already
+            found += [(container.node, text) for text in reply.texts]
         return found
 
     def cancel(self, grace_s: float) -> None:

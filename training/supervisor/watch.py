@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from training.agent.protocol import AgentState, AgentStatus, WorkerLog, WorkerStatus
-from training.diagnosis.classify import Evidence, SilentRank, WorkerEnd
+from training.diagnosis.classify import Evidence, NodeOutput, SilentRank, WorkerEnd
 from training.diagnosis.exits import EXIT_DONE
 from training.engines.base import Engine, Snapshot
 from training.monitor.heartbeat import Phase
@@ -23,6 +23,7 @@ SETTLE_S = 1.0
 FAULT_GRACE_S = 3.0  # peers of a dead rank cannot save; they only need time to print
 STOP_MARGIN_S = 20.0
 LOG_TAIL_BYTES = 64 * 1024
+DEVICE_LOG_TAIL_BYTES = 64 * 1024
 
 
 class EndKind(StrEnum):
@@ -170,6 +171,7 @@ class AttemptWatch:
             staging_errors={s.node: s.staging_error for s in statuses if s.staging_error},
             oom_nodes=tuple(s.node for s in statuses if s.oom_kills),
             refusal=refusal,
+            outputs=tuple(_outputs(self._engine)) if kind is EndKind.FAILED else (),
         )
         return AttemptEnd(kind, evidence, dict(self._proc_start_cnt), step)
 
@@ -226,6 +228,11 @@ def _logs_by_rank(engine: Engine) -> dict[int, list[WorkerLog]]:
     for _, log in engine.logs(LOG_TAIL_BYTES):
         found.setdefault(log.rank, []).append(log)
     return found
+
+
+def _outputs(engine: Engine) -> Iterator[NodeOutput]:
+    for node, said in engine.texts(DEVICE_LOG_TAIL_BYTES):
+        yield NodeOutput(node, said.name, said.text, rank=said.rank, device=said.device)
 
 
 def _ends(statuses: Sequence[AgentStatus], logs: dict[int, list[WorkerLog]]) -> Iterator[WorkerEnd]:

@@ -12,7 +12,14 @@ from typing import Any
 
 import pytest
 
-from training.agent.protocol import AgentState, AgentStatus, StartOrder, WorkerLog, WorkerStatus
+from training.agent.protocol import (
+    AgentState,
+    AgentStatus,
+    NodeText,
+    StartOrder,
+    WorkerLog,
+    WorkerStatus,
+)
 from training.engines.base import Placement, Snapshot
 from training.errors import AgentUnreachable, EngineError
 from training.job import Job, parse_job
@@ -127,6 +134,9 @@ class FakeEngine:
         return "", offset
 
     def logs(self, tail_bytes: int) -> Sequence[tuple[str, WorkerLog]]:
+        return []
+
+    def texts(self, tail_bytes: int) -> Sequence[tuple[str, NodeText]]:
         return []
 
     def cancel(self, grace_s: float) -> None:

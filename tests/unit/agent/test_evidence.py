@@ -1,0 +1,84 @@
+"""What an agent collects about a failure beside its workers' output."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+import pytest
+
+from training.agent import evidence
+from training.agent.evidence import NO_ANSWER, ascend_folder, device_health, device_logs
+from training.agent.protocol import EvidenceQuery
+
+
+def install(folder, name, script):
+    """A program that stands where the driver's would be."""
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+@pytest.fixture
+def tools(tmp_path, monkeypatch):
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}/usr/bin:/bin")
+    return folder
+
+
+def test_device_logs_of_every_rank_are_read_from_their_ends(tmp_path):
+    for rank in (2, 3):
+        plog = ascend_folder(tmp_path, rank) / "debug" / "plog"
+        plog.mkdir(parents=True)
+        (plog / f"plog-{rank}.log").write_text(f"{'x' * 100}end of {rank}")
+    texts = list(device_logs(tmp_path, [2, 3], 8))
+    assert [(text.rank, text.text) for text in texts] == [(2, "end of 2"), (3, "end of 3")]
+
+
+def test_only_the_newest_device_logs_of_a_rank_are_read(tmp_path):
+    plog = ascend_folder(tmp_path, 0)
+    plog.mkdir()
+    for number in range(9):
+        (plog / f"{number}.log").write_text(str(number))
+        os.utime(plog / f"{number}.log", (number, number))
+    assert [text.text for text in device_logs(tmp_path, [0], 100)] == ["5", "6", "7", "8"]
+
+
+def test_a_rank_without_device_logs_has_none(tmp_path):
+    assert list(device_logs(tmp_path, [0, 1], 100)) == []
+
+
+def test_no_driver_tool_no_word_about_health(tools):
+    assert list(device_health([0, 1])) == []
+
+
+def test_every_device_is_asked_about(tools):
+    install(tools, "npu-smi", 'echo "asked: $*"')
+    texts = list(device_health([0, 1]))
+    assert [(text.device, text.text) for text in texts] == [
+        (None, "asked: info\n"),
+        (0, "asked: info -t health -i 0\n"),
+        (1, "asked: info -t health -i 1\n"),
+    ]
+
+
+def test_what_a_tool_says_before_it_fails_is_kept(tools):
+    install(tools, "npu-smi", 'echo "Invalid card id." >&2; exit 3')
+    assert [text.text for text in device_health([])] == ["Invalid card id.\n"]
+
+
+def test_a_driver_that_does_not_answer_is_asked_no_more(tools, monkeypatch):
+    monkeypatch.setattr(evidence, "COMMAND_TIMEOUT_S", 0.2)
+    install(tools, "npu-smi", "exec sleep 60")
+    (text,) = device_health([0, 1, 2])
+    assert text.text.startswith(NO_ANSWER)
+
+
+def test_the_agent_hands_over_what_its_workers_left(shared):
+    program = 'mkdir -p "$ASCEND_PROCESS_LOG_PATH/plog" && echo told > $ASCEND_PROCESS_LOG_PATH/plog/a.log'
+    shared.finish("sh", "-c", program)
+    texts = shared.call(EvidenceQuery(tail_bytes=1000)).texts
+    assert [(text.rank, text.text) for text in texts if text.name.endswith("a.log")] == [
+        (1, "told\n")
+    ]
