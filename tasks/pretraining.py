@@ -138,7 +138,11 @@ def attempt(
     )
     if verdict.fault is not None and verdict.decision is not None:
         supervision.reporter.fault(
-            verdict.placement, verdict.attempt, verdict.fault, verdict.decision
+            verdict.placement,
+            verdict.attempt,
+            verdict.fault,
+            verdict.decision,
+            verdict.runners_up,
         )
         stops = verdict.decision.rung is Rung.STOP
         supervision.says(f"{'stopping' if stops else 'recovering'}: {_state_text(verdict)}")

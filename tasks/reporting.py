@@ -95,14 +95,24 @@ class Reporter:
             "checkpoints", lambda: self._tell_table("checkpoints", table, "Committed checkpoints")
         )
 
-    def fault(self, placement: int, attempt: int, fault: Fault, decision: Decision) -> None:
+    def fault(
+        self,
+        placement: int,
+        attempt: int,
+        fault: Fault,
+        decision: Decision,
+        runners_up: Sequence[Fault] = (),
+    ) -> None:
         """The report and the events of one fault and what is done about it."""
         name = f"fault-p{placement}-a{attempt}"
-        text = fault_report(placement, attempt, fault, decision)
+        text = fault_report(placement, attempt, fault, decision, runners_up)
         self._submit(name, lambda: self._tell_markdown(name, text, f"Fault: {fault.fault_class}"))
         self.event("fault", {"fault_class": fault.fault_class, "evidence": fault.evidence,
                              "node": fault.node, "rank": fault.rank, "code": fault.code,
-                             "step": fault.step})  # fmt: skip
+                             "step": fault.step, "device": fault.device,
+                             "recoverable_by": fault.recoverable_by,
+                             "user_fault": fault.user_fault,
+                             "hardware_fault": fault.hardware_fault})  # fmt: skip
         self.event("recovery", {"rung": decision.rung, "reason": decision.reason,
                                 "isolate": decision.isolate, "placement": placement,
                                 "attempt": attempt})  # fmt: skip
@@ -201,7 +211,13 @@ class Reporter:
         return True
 
 
-def fault_report(placement: int, attempt: int, fault: Fault, decision: Decision) -> str:
+def fault_report(
+    placement: int,
+    attempt: int,
+    fault: Fault,
+    decision: Decision,
+    runners_up: Sequence[Fault] = (),
+) -> str:
     """What a person reads about a fault, as Markdown."""
     skipped = "".join(f"\n- not `{text}`" for text in decision.skipped)
     isolate = f"\n\nNode **{decision.isolate}** is isolated." if decision.isolate else ""
@@ -209,8 +225,30 @@ def fault_report(placement: int, attempt: int, fault: Fault, decision: Decision)
         f"## {fault.fault_class} at {fault.where}\n\n"
         f"Attempt {placement}.{attempt}, after step {fault.step}.\n\n"
         f"```\n{fault.evidence}\n```\n\n{fault.explanation}\n\n"
+        f"{_facts(fault)}"
         f"**Decision: `{decision.rung}`.** {decision.reason}{isolate}\n{skipped}\n"
+        f"{_less_likely(runners_up)}"
     )
+
+
+def _facts(fault: Fault) -> str:
+    blame = (("the program", fault.user_fault), ("hardware", fault.hardware_fault))
+    rows = (
+        ("code", fault.code),
+        ("device", fault.device),
+        ("cause lies in", " and ".join(who for who, holds in blame if holds)),
+        ("mended by", fault.recoverable_by),
+        ("you should", fault.action),
+    )
+    told = "".join(f"| {name} | {value} |\n" for name, value in rows if value not in {None, ""})
+    return f"| | |\n|---|---|\n{told}\n" if told else ""
+
+
+def _less_likely(runners_up: Sequence[Fault]) -> str:
+    if not runners_up:
+        return ""
+    rows = "".join(f"- {fault.fault_class}: `{fault.evidence[:200]}`\n" for fault in runners_up)
+    return f"\nLess likely:\n\n{rows}"
 
 
 def progress_text(last: StepRecord | None, target: int | None, activity: str) -> str:

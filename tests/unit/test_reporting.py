@@ -9,7 +9,7 @@ import pytest
 
 from tasks import reporting
 from tasks.reporting import Reporter, fault_report
-from training.policy.faults import Fault, FaultClass
+from training.policy.faults import Fault, FaultClass, RecoverableBy
 from training.policy.ladder import Decision, Rung
 
 
@@ -79,3 +79,29 @@ def test_a_fault_report_names_class_evidence_place_decision_and_isolation():
     text = fault_report(1, 2, fault, decision)
     for word in ("node_lost", "node-1", "after step 77", "is gone", "pod_reschedule", "isolated"):
         assert word in text
+
+
+def test_a_fault_report_says_whose_fault_it_is_what_to_do_and_what_else_it_may_be():
+    fault = Fault(
+        FaultClass.DEVICE_MEMORY_ERROR,
+        0.0,
+        "UCE ERROR",
+        node="node-1",
+        device=3,
+        code="507053",
+        action="Have the device tested.",
+        recoverable_by=RecoverableBy.ISOLATE,
+        user_fault=False,
+        hardware_fault=True,
+    )
+    other = Fault(FaultClass.COLLECTIVE_TIMEOUT, 0.0, "EI0002: waited too long")
+    text = fault_report(1, 1, fault, Decision(Rung.STOP, None, "over"), [other])
+    for row in (
+        "| code | 507053 |",
+        "| device | 3 |",
+        "| cause lies in | hardware |",
+        "| mended by | isolate |",
+        "| you should | Have the device tested. |",
+        "- collective_timeout: `EI0002: waited too long`",
+    ):
+        assert row in text

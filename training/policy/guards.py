@@ -265,11 +265,11 @@ def _isolation_refusal(case: Case) -> str | None:
 
 
 def _job_refusal(case: Case) -> str | None:
-    follows_isolation = any(
-        past.failed and past.rung in ISOLATES and same_fault(past.fault, case.fault)
+    follows_pod = any(
+        past.failed and past.rung is Rung.POD_RESCHEDULE and same_fault(past.fault, case.fault)
         for past in case.row
     )
-    if not (case.policy.unconditional or follows_isolation or case.is_user_caused):
+    if not (case.policy.unconditional or follows_pod or case.is_user_caused):
         return "unconditional restart is off"
     # After a failed pod_reschedule the node is isolated: the job may be placed once without it.
     no_spare = case.failed(Rung.JOB_RESCHEDULE_ISOLATED) or (

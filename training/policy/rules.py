@@ -62,8 +62,8 @@ RULES: Mapping[str, Rule] = {
         _MODELARTS,
     ),
     "any_non_zero_exit_reschedules_when_unconditional_restart_is_on": Rule(
-        "`job_reschedule` answers any exit when `unconditional` is on. Off, it only follows an "
-        "isolation that failed, or a code that the program caused.",
+        "`job_reschedule` answers any exit when `unconditional` is on. Off, it only follows a "
+        "`pod_reschedule` that failed, or a code that the program caused.",
         _MODELARTS,
     ),
     "the_fourth_time_the_same_problem_comes_the_program_is_at_fault": Rule(
@@ -82,7 +82,8 @@ RULES: Mapping[str, Rule] = {
         _OURS,
     ),
     "without_a_spare_the_job_goes_back_only_if_the_policy_allows": Rule(
-        "After the wait: `job_reschedule` when `allow_without_isolation` is on, else `stop`.",
+        "After the wait: `job_reschedule` when `allow_without_isolation` and `unconditional` are "
+        "on, else `stop`.",
         _OURS,
     ),
     "a_device_memory_error_climbs_from_step_to_process_to_the_last_checkpoint": Rule(

@@ -58,6 +58,7 @@ class Verdict:
     step: int | None
     fault: Fault | None = None
     decision: Decision | None = None
+    runners_up: tuple[Fault, ...] = ()
 
     @property
     def restarts_in_place(self) -> bool:
@@ -428,7 +429,8 @@ class Run:
             return Verdict(end.kind, placement, attempt, end.last_step)
         fault = diagnosis.fault
         decision = self._decide(view, fault)
-        return Verdict(end.kind, placement, attempt, end.last_step, fault, decision)
+        told = diagnosis.runners_up
+        return Verdict(end.kind, placement, attempt, end.last_step, fault, decision, told)
 
     def _record_end(
         self,

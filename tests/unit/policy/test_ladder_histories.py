@@ -144,7 +144,7 @@ def reschedules_only_with_a_right(asked: Asked) -> bool:
         or asked.policy.unconditional
         or asked.fault.code == USER_CODE
         or any(
-            p.failed and p.rung in ISOLATING and place(p.fault) == place(asked.fault)
+            p.failed and p.rung is Rung.POD_RESCHEDULE and place(p.fault) == place(asked.fault)
             for p in asked.row
         )
     )

@@ -212,7 +212,7 @@ def test_an_isolation_without_a_healthy_spare_says_so():
 def test_without_a_spare_the_job_goes_back_only_if_the_policy_allows():
     failed = failing(NODE, Rung.JOB_RESCHEDULE_ISOLATED)
     assert choose(NODE, failed).rung is Rung.JOB_RESCHEDULE
-    assert choose(NODE, failed, unconditional=False).rung is Rung.JOB_RESCHEDULE
+    assert choose(NODE, failed, unconditional=False).rung is Rung.STOP
     assert choose(NODE, failed, allow_without_isolation=False).rung is Rung.STOP
     pod_then_job = (failing(NODE, Rung.POD_RESCHEDULE), failing(NODE, Rung.JOB_RESCHEDULE))
     assert choose(NODE, *pod_then_job, allow_without_isolation=False).rung is Rung.STOP
