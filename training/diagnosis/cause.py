@@ -209,8 +209,9 @@ def fault_of(candidate: Candidate, *, at_s: float, step: int | None) -> Fault:
         explanation=f"{traits.meaning} {finding.why}".strip(),
         action=finding.action or _action(finding.fault_class, answer),
         recoverable_by=answer,
-        user_fault=user if finding.recoverable_by is not RecoverableBy.RETRY else
-        _either(finding.user_fault, False),
+        user_fault=user
+        if finding.recoverable_by is not RecoverableBy.RETRY
+        else _either(finding.user_fault, False),
         hardware_fault=_either(finding.hardware_fault, traits.hardware_fault),
     )
 

@@ -163,9 +163,7 @@ def _lost_nodes(evidence: Evidence) -> Iterator[_Cause]:
             "the container was taken away."
         )
         line = f"the agent of {node} is gone"
-        fault = _fault(
-            FaultClass.NODE_LOST, evidence, line, node=node, code="NODE_LOST", why=why
-        )
+        fault = _fault(FaultClass.NODE_LOST, evidence, line, node=node, code="NODE_LOST", why=why)
         yield _Cause(_Tier.NODE, fault)
 
 
@@ -193,9 +191,7 @@ def _silence(evidence: Evidence) -> Iterator[_Cause]:
             f"limit {rank.limit_s:.0f} s"
         )
         why = "The processes live but none of their heartbeats advances."
-        fault = _fault(
-            FaultClass.HANG, evidence, line, node=rank.node, rank=rank.rank, why=why
-        )
+        fault = _fault(FaultClass.HANG, evidence, line, node=rank.node, rank=rank.rank, why=why)
         yield _Cause(_Tier.ROOT, fault)
 
 
@@ -281,9 +277,7 @@ def _told(end: WorkerEnd, found: Finding, evidence: Evidence) -> _Cause:
     return _Cause(tier, _placed(fault, end))
 
 
-def _signalled(
-    number: int, end: WorkerEnd, found: Finding | None, evidence: Evidence
-) -> _Cause:
+def _signalled(number: int, end: WorkerEnd, found: Finding | None, evidence: Evidence) -> _Cause:
     name = signal_name(number) or f"SIG{number}"
     line = f"rank {end.rank} ended by {name}"
     if name == "SIGTERM":

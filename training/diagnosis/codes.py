@@ -30,9 +30,7 @@ _LOOK_UPS: Mapping[str, tuple[str, ...]] = {
         r"\b(?:event_id|[fF]ault ?[cC]ode|Error Code|errorCode|fault_code)"
         r"\s*[:=]\s*\[?\"?(?:0x)?(?P<chip>[0-9a-fA-F]{8})\b",
     ),
-    "family": (
-        r"(?:^|[\s(\[])(?P<family>E[A-Z]\d{4}|E[1-9]\d{4})(?=[:)\]]|\[PID|: )",
-    ),
+    "family": (r"(?:^|[\s(\[])(?P<family>E[A-Z]\d{4}|E[1-9]\d{4})(?=[:)\]]|\[PID|: )",),
 }
 
 # "EZ9999: Inner Error!" announces the line that says what happened.

@@ -29,6 +29,11 @@ PATTERN = (
     rf"(?:^|[\s\]:|>)])(?:[A-Za-z_]\w*\.){{0,8}}(?P<type>{_NAMES})(?::\s|:?\s*$)|{_WITH_MODULE}"
 )
 _PATTERN = re.compile(PATTERN)
+# The same without what comes before the name: cheap to look for in every line.
+PREFILTER = (
+    r"(?:Error|Exception|Interrupt|Timeout|Failure|Failed|Exit|Conflict|Disconnected|NotFound"
+    r"|TooLarge|Unsupported|Expired|BadZipFile)(?::\s|:?\s*$)|\w\.[A-Z]\w{2,60}: "
+)
 _FRAME = re.compile(r'File "([^"\n]{1,300})", line \d+')
 _TRACEBACK = re.compile(r"Traceback \(most recent call last\)|^\s*File \"|\bFile \"[^\"]+\", line")
 _QUOTED = re.compile(r"Caught exception|[Rr]etry|[Ii]gnor|[Ff]all(?:ing|s)? back|handled")

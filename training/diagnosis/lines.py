@@ -13,15 +13,15 @@ from dataclasses import dataclass
 
 _MONTHS = {name: number for number, name in enumerate(calendar.month_abbr) if name}
 
-_CLOCK = r"(?P<hour>[01]\d|2[0-3]):(?P<minute>[0-5]\d):(?P<second>[0-5]\d)(?:[.,](?P<fraction>[\d.]+))?"
+_CLOCK = (
+    r"(?P<hour>[01]\d|2[0-3]):(?P<minute>[0-5]\d):(?P<second>[0-5]\d)(?:[.,](?P<fraction>[\d.]+))?"
+)
 _ANY_CLOCK = re.compile(r"\d:[0-5]\d:[0-5]\d")
 _TIMES: Sequence[re.Pattern[str]] = (
     # CANN plog 2025-11-21-13:18:47.639.860, ISO 8601, Python logging
     re.compile(r"(?P<year>20\d\d)[-/](?P<month>\d\d)[-/](?P<day>\d\d)[-T _]" + _CLOCK),
     # dmesg -T: [Mon Aug  1 08:38:31 2022]
-    re.compile(
-        r"\b(?P<name>[A-Z][a-z]{2})\s+(?P<day>\d{1,2}) " + _CLOCK + r" (?P<year>20\d\d)"
-    ),
+    re.compile(r"\b(?P<name>[A-Z][a-z]{2})\s+(?P<day>\d{1,2}) " + _CLOCK + r" (?P<year>20\d\d)"),
     # syslog: Aug  1 08:38:31 host
     re.compile(r"^\W{0,2}(?P<name>[A-Z][a-z]{2})\s+(?P<day>\d{1,2}) " + _CLOCK),
     # glog and torch's c10 logger: E0321 02:07:08.408, [E321 02:07:08.408 (the month unpadded)

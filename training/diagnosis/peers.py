@@ -16,11 +16,13 @@ from training.diagnosis.scan import Finding
 from training.policy.faults import FaultClass, RecoverableBy
 
 # HCCL: tag[AllReduce_<group>], then on a later line of the same report rankId[0], index[21]
-_HCCL_OP = re.compile(r"\[TaskExecStage\].{0,80}base information is .{0,80}tag\[([A-Za-z]+)_([^\]]+)\]")
+_HCCL_OP = re.compile(
+    r"\[TaskExecStage\].{0,80}base information is .{0,80}tag\[([A-Za-z]+)_([^\]]+)\]"
+)
 _NCCL_OP = re.compile(
     r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(\d+), OpType=(\w+)"
 )
-# Ranks number the collectives of each of their groups: [PG ID 1 PG GUID 3(TP) Rank 5], [PG 3 Rank 5]
+# Ranks number the collectives of each group: [PG ID 1 PG GUID 3(TP) Rank 5], [PG 3 Rank 5]
 _NCCL_GROUP = re.compile(r"\[PG (?:ID \d+ PG GUID )?(.{1,80}?) Rank \d+\]")
 _NCCL_LAST = re.compile(r"last enqueued NCCL work: (-?\d+), last completed NCCL work: (-?\d+)")
 

@@ -10,21 +10,19 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 
 import hyperscan
 
-from training.diagnosis import codes, exceptions
+from training.diagnosis import automaton, codes, exceptions
 from training.diagnosis.lines import Origin, is_low_level, origin_of, time_of
+from training.diagnosis.pages import BLOCK_SIZE_BYTES, Page, distinct, looks_like_text, regions
 from training.diagnosis.rules import Role, Rule, load_rules
 from training.policy.faults import FaultClass, RecoverableBy
 
-BLOCK_SIZE_BYTES = 1 << 20
 CONTEXT_SIZE_BYTES = 8 << 10
 TAIL_SIZE_BYTES = 2 << 20
-MAX_LINE_SIZE_BYTES = 256 << 10
 MAX_LINE_CHARS = 4000
 MAX_HITS_PER_BLOCK = 2000
 MAX_LINES_PER_RULE_AND_BLOCK = 64
@@ -32,15 +30,12 @@ KEPT_AT_EACH_END = 32
 
 # What training prints because it goes on; counted, not read.
 _PROGRESS_MARK = b"loss"
-_SCALE_MARKS = (b"loss scal", b"loss_scal")
-_ANSI = re.compile(rb"\x1b\[[0-9;]*[A-Za-z]")
+_SCALE_MARK = b"loss scal"
 CODE_RULE = "code-"
 EXCEPTION_RULE = "exception"
 _LEVEL_RULE = "error-line"
-# An error that no rule, code or exception type explains is still worth showing.
-_UNEXPLAINED_PATTERN = r"\b(?:ERROR|FATAL|CRITICAL)\b|[Ff]atal [Ee]rror\b|^[Ee]rror: |^panic: |\[[EF]\d{0,4} "
+_UNEXPLAINED = re.compile(automaton.UNEXPLAINED)
 _PART_OF_TRACEBACK = re.compile(r'File "|\^\^\^|~~~|Trace[Bb]ack \(most recent')
-_UNEXPLAINED = re.compile(_UNEXPLAINED_PATTERN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,40 +206,6 @@ def _by_level(line: str) -> Finding | None:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Automaton:
-    """All patterns compiled together; ids up to the number of rules are rules."""
-
-    every_match: hyperscan.Database
-    first_match: hyperscan.Database
-    rules: Sequence[Rule]
-
-
-@cache
-def _automaton() -> _Automaton:
-    rules = load_rules()
-    general = [*codes.PATTERNS.values(), exceptions.PATTERN, _UNEXPLAINED_PATTERN]
-    patterns = [portable(text) for text in (*(rule.spec.pattern for rule in rules), *general)]
-    flags = hyperscan.HS_FLAG_MULTILINE | hyperscan.HS_FLAG_PREFILTER
-    databases = []
-    for more in (0, hyperscan.HS_FLAG_SINGLEMATCH):
-        database = hyperscan.Database()
-        database.compile(
-            expressions=patterns,
-            ids=list(range(len(patterns))),
-            elements=len(patterns),
-            flags=[flags | more] * len(patterns),
-        )
-        databases.append(database)
-    return _Automaton(databases[0], databases[1], rules)
-
-
-def portable(pattern: str) -> bytes:
-    """A rule's pattern for the automaton: nothing may run past the end of a line."""
-    without_names = re.sub(r"\(\?P<\w+>", "(", pattern)
-    return re.sub(r"(?<!\\)\[\^", r"[^\\n", without_names).encode()
-
-
 @dataclass(slots=True)
 class _State:
     """What a pass remembers between blocks."""
@@ -256,13 +217,37 @@ class _State:
     )
     progress: int = 0
     seen_s: float | None = None
+    is_flooded: bool = False
+    _region: bytes = b""
+    _base: int = 0
+    _counted_to: int = 0
 
-    def keep(self, finding: Finding) -> None:
+    def begin(self, region: bytes, base: int) -> None:
+        """Progress is counted as far as findings are kept."""
+        self._region, self._base, self._counted_to = region, base, 0
+
+    def keep(self, finding: Finding, offset: int) -> None:
+        """Keep a finding, unless its rule has enough of them."""
+        self._count_to(offset - self._base)
+        placed = replace(finding, offset=offset, progress_before=self.progress)
         kept = self.first[finding.rule]
         if len(kept) < KEPT_AT_EACH_END:
-            kept.append(finding)
+            kept.append(placed)
         else:
-            self.last[finding.rule].append(finding)
+            self.last[finding.rule].append(placed)
+
+    def end(self, seen_s: float | None) -> None:
+        """The region is read."""
+        self._count_to(len(self._region))
+        self.seen_s = seen_s if seen_s is not None else self.seen_s
+
+    def _count_to(self, position: int) -> None:
+        begin = self._counted_to
+        mentioned = self._region.count(_PROGRESS_MARK, begin, position)
+        if mentioned:
+            mentioned -= self._region.count(_SCALE_MARK, begin, position)
+        self.progress += mentioned
+        self._counted_to = max(begin, position)
 
     def findings(self) -> list[Finding]:
         every = [f for kept in (*self.first.values(), *self.last.values()) for f in kept]
@@ -289,9 +274,9 @@ def scan(chunks: Iterable[bytes], *, year: int) -> Scan:
     state = _State(year)
     tail: deque[bytes] = deque(maxlen=max(1, TAIL_SIZE_BYTES // BLOCK_SIZE_BYTES) + 1)
     context, size_bytes, is_text = b"", 0, True
-    for region in _regions(chunks):
+    for region in regions(chunks):
         if not size_bytes:
-            is_text = _looks_like_text(region)
+            is_text = looks_like_text(region)
         _read(region, context, size_bytes, state)
         context = (context + region)[-CONTEXT_SIZE_BYTES:]
         size_bytes += len(region)
@@ -305,95 +290,71 @@ def scan_text(text: str, *, year: int) -> Scan:
     return scan((text.encode("utf-8", "replace"),), year=year)
 
 
-def _regions(chunks: Iterable[bytes]) -> Iterable[bytes]:
-    """Pieces that end at the end of a line, with plain newlines and without colours."""
-    rest = b""
-    for chunk in chunks:
-        for begin in range(0, len(chunk), BLOCK_SIZE_BYTES):
-            data = rest + chunk[begin : begin + BLOCK_SIZE_BYTES]
-            cut = data.rfind(b"\n") + 1 or data.rfind(b"\r") + 1
-            if not cut and len(data) < MAX_LINE_SIZE_BYTES:
-                rest = data
-                continue
-            cut = cut or len(data)
-            rest = data[cut:]
-            yield _clean(data[:cut])
-    if rest:
-        yield _clean(rest)
-
-
-def _clean(region: bytes) -> bytes:
-    if b"\r" in region:
-        region = region.replace(b"\r\n", b" \n").replace(b"\r", b"\n")
-    return _ANSI.sub(b"", region) if b"\x1b[" in region else region
-
-
-def _looks_like_text(region: bytes) -> bool:
-    sample = region[:65536]
-    control = sum(sample.count(bytes([code])) for code in (*range(9), *range(14, 27)))
-    return control <= len(sample) // 20
-
-
 def _read(region: bytes, context: bytes, base: int, state: _State) -> None:
-    hits = _hits(region)
-    counted_to = 0
+    state.begin(region, base)
+    page = distinct(region, base) if state.is_flooded else Page(region, base)
+    limit = None if state.is_flooded else MAX_HITS_PER_BLOCK
+    reached = _read_page(page, context, state, limit)
+    if reached is not None:
+        rest = distinct(region[reached:], base + reached)
+        _read_page(rest, region[:reached], state, None)
+    state.is_flooded = reached is not None or (
+        state.is_flooded and len(page.text) < len(region) // 2
+    )
+    state.end(_last_time(region, len(region), state))
+
+
+def _read_page(page: Page, context: bytes, state: _State, limit: int | None) -> int | None:
+    """Read what matches in a page. Returns where it stopped when there was too much."""
+    text = page.text
+    hits, reached = _hits(text, limit)
     budget: dict[int, int] = defaultdict(lambda: MAX_LINES_PER_RULE_AND_BLOCK)
     done_to = -1
     for end, rule_id in hits:
         if end - 1 <= done_to or budget[rule_id] <= 0:
             continue
-        begin = region.rfind(b"\n", 0, end - 1) + 1 if end else 0
-        stop = region.find(b"\n", max(begin, end - 1))
-        stop = len(region) if stop < 0 else stop
-        ids = {i for _, i in hits[bisect_left(hits, (begin + 1, -1)) : bisect_right(hits, (stop, 1 << 30))]}
+        begin = text.rfind(b"\n", 0, end - 1) + 1 if end else 0
+        stop = text.find(b"\n", max(begin, end - 1))
+        done_to = stop = len(text) if stop < 0 else stop
+        last = bisect_right(hits, (stop, len(hits) + 1_000_000))
+        ids = {one for _, one in hits[bisect_left(hits, (begin + 1, -1)) : last]}
         for one in ids:
             budget[one] -= 1
-        done_to = stop
-        finding = _finding(region, context, begin, stop, end, ids, state)
+        finding = _finding(text, context, (begin, stop, end), ids, state)
         if finding is not None:
-            state.progress += _count_progress(region, counted_to, begin)
-            counted_to = begin
-            state.keep(replace(finding, offset=base + begin, progress_before=state.progress))
-    state.progress += _count_progress(region, counted_to, len(region))
-    stamp = _last_time(region, len(region), state)
-    state.seen_s = stamp if stamp is not None else state.seen_s
+            state.keep(finding, page.offset_of(begin))
+    return reached
 
 
-def _hits(region: bytes) -> list[tuple[int, int]]:
-    """(end, pattern) of matches, sorted; after a flood only the first of each pattern."""
-    automaton = _automaton()
+def _hits(text: bytes, limit: int | None) -> tuple[list[tuple[int, int]], int | None]:
+    """(end, pattern) of matches, sorted, and where the search stopped at the limit."""
     hits: list[tuple[int, int]] = []
 
-    def every(pattern: int, _start: int, end: int, _flags: int, _context: object) -> bool | None:
+    def note(pattern: int, _start: int, end: int, _flags: int, _context: object) -> bool | None:
         hits.append((end, pattern))
-        return len(hits) >= MAX_HITS_PER_BLOCK or None
+        return (limit is not None and len(hits) >= limit) or None
 
     try:
-        automaton.every_match.scan(region, match_event_handler=every)
+        automaton.every_match().scan(text, match_event_handler=note)
     except hyperscan.ScanTerminated:
-        begin = hits[-1][0]
-        more: list[tuple[int, int]] = []
-
-        def first(pattern: int, _s: int, end: int, _f: int, _c: object) -> None:
-            more.append((begin + end, pattern))
-
-        automaton.first_match.scan(region[begin:], match_event_handler=first)
-        hits += more
-    return sorted(set(hits))
+        # The last line may have more matches; it is read again with the rest.
+        reached = text.rfind(b"\n", 0, hits[-1][0] - 1) + 1
+        if reached > 0:
+            return sorted({hit for hit in hits if hit[0] <= reached}), reached
+    return sorted(set(hits)), None
 
 
 def _finding(
-    region: bytes,
-    context: bytes,
-    begin: int,
-    stop: int,
-    end: int,
-    ids: set[int],
-    state: _State,
+    region: bytes, context: bytes, where: tuple[int, int, int], ids: set[int], state: _State
 ) -> Finding | None:
-    rules = _automaton().rules
+    """What a line says; `where` is its begin and end, and the end of the first match in it."""
+    rules = automaton.rules()
+    begin, stop, end = where
     if stop - begin > MAX_LINE_CHARS:
-        begin, stop = max(begin, end - 3 * MAX_LINE_CHARS // 4), min(stop, end + MAX_LINE_CHARS // 4)
+        begin, stop = (
+            max(begin, end - 3 * MAX_LINE_CHARS // 4),
+            min(stop, end + MAX_LINE_CHARS // 4),
+        )
     line = region[begin:stop].decode("utf-8", "replace").rstrip()
     earlier = region[max(0, begin - CONTEXT_SIZE_BYTES) : begin]
     if len(earlier) < CONTEXT_SIZE_BYTES:
@@ -429,17 +390,3 @@ def _last_time(region: bytes, until: int, state: _State) -> float | None:
         if (stamp := time_of(line[:200], year=state.year)) is not None:
             return stamp
     return state.seen_s
-
-
-def _count_progress(region: bytes, begin: int, end: int) -> int:
-    """Losses mentioned, without what is said about scaling them."""
-    mentioned = region.count(_PROGRESS_MARK, begin, end)
-    return mentioned - sum(region.count(mark, begin, end) for mark in _SCALE_MARKS)
-
-
-def findings_by_rule(findings: Iterable[Finding]) -> Mapping[str, int]:
-    """How often each rule recognised a line."""
-    counts: dict[str, int] = defaultdict(int)
-    for finding in findings:
-        counts[finding.rule] += 1
-    return counts

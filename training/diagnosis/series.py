@@ -67,7 +67,9 @@ def find_jump(text: str, *, year: int) -> Finding | None:
             recoverable_by=RecoverableBy.RETRY if recovered else RecoverableBy.USER_FIX,
             why=f"The loss jumped from about {usual:.3g} to {series[index].loss:.3g}"
             + (" and came back by itself." if recovered else " and did not come back."),
-            action="" if recovered else "Go back to a checkpoint before it; then change the data "
+            action=""
+            if recovered
+            else "Go back to a checkpoint before it; then change the data "
             "order, the learning rate or the clipping.",
         )
     return None
@@ -80,9 +82,7 @@ def _measurements(text: str) -> list[Measurement]:
         if loss is None:
             continue
         norm = _NORM.search(line)
-        found.append(
-            Measurement(line.rstrip(), float(loss[1]), float(norm[1]) if norm else None)
-        )
+        found.append(Measurement(line.rstrip(), float(loss[1]), float(norm[1]) if norm else None))
     return found
 
 

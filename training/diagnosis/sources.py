@@ -12,6 +12,7 @@ import sys
 import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -19,11 +20,10 @@ from typing import BinaryIO
 
 from training.diagnosis.cause import Diagnosis, Source, choose
 from training.diagnosis.clocks import anchors, offsets
+from training.diagnosis.pages import BLOCK_SIZE_BYTES, MAX_LINE_SIZE_BYTES
 from training.diagnosis.peers import compare
 from training.diagnosis.scan import (
-    BLOCK_SIZE_BYTES,
     MAX_LINE_CHARS,
-    MAX_LINE_SIZE_BYTES,
     Scan,
     scan,
 )
@@ -33,10 +33,11 @@ from training.errors import InputError
 
 STANDARD_INPUT = "-"
 _GZIP_MAGIC = b"\x1f\x8b"
+_COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _UNREADABLE = (OSError, EOFError, zlib.error)  # the last two: a compressed file that is damaged
 # Files that lie beside logs but are none; a file that is named itself is always read.
 NOT_LOGS = frozenset(
-    ".json .jsonl .yaml .yml .toml .py .md .csv .html .png .svg .pt .pth .bin .npy .npz .idx"
+    ".json .jsonl .yaml .yml .toml .py .md .csv .html .png .svg .pt .pth .bin .npy .npz .idx"  # noqa: SIM905 short
     " .safetensors .distcp .parquet .arrow .zip .tar .so .pyc .sqlite .db".split()
 )
 
@@ -109,7 +110,9 @@ def diagnose_files(path: str, files: Sequence[Path], *, at_s: float, year: int) 
     Raises:
         InputError: a file cannot be read.
     """
-    readings = [read_file(file, base=Path(path), order=i, year=year) for i, file in enumerate(files)]
+    readings = [
+        read_file(file, base=Path(path), order=i, year=year) for i, file in enumerate(files)
+    ]
     shifts = offsets([reading.steps for reading in readings])
     merged = [
         replace(reading.source, clock_offset_s=shift)
@@ -136,9 +139,7 @@ def read_file(file: Path, *, base: Path, order: int, year: int) -> Reading:
 def read_scan(name: str, seen: Scan, *, order: int, year: int) -> Reading:
     """A scan with the faults that only several lines show, placed by its name."""
     further = [
-        find(seen.tail, year=year)
-        for find in (find_jump, find_stall, find_stacks)
-        if seen.is_text
+        find(seen.tail, year=year) for find in (find_jump, find_stall, find_stacks) if seen.is_text
     ]
     shift = max(0, seen.size_bytes - len(seen.tail))
     findings = [
@@ -168,29 +169,29 @@ def context_of(file: Path, line: str, *, radius: int) -> list[str]:
     before: deque[str] = deque(maxlen=radius)
     try:
         with _open(file) as stream:
-            for raw in _lines(stream):
-                text = raw.decode("utf-8", "replace").rstrip()
+            lines = _lines(stream)
+            for text in lines:
                 if text.strip() == line.strip():
-                    after = islice(_lines(stream), radius)
-                    return [*before, text, *(a.decode("utf-8", "replace").rstrip() for a in after)]
+                    return [*before, text, *islice(lines, radius)]
                 before.append(text[:MAX_LINE_CHARS])
     except _UNREADABLE as error:
         raise InputError("PATH", f"{str(file)!r}: {error}") from error
     return []
 
 
-def _lines(stream: BinaryIO) -> Iterator[bytes]:
+def _lines(stream: BinaryIO) -> Iterator[str]:
+    """Lines as the scan saw them: without colours, each state of a progress bar by itself."""
     while line := stream.readline(MAX_LINE_SIZE_BYTES):
-        yield line
+        text = _COLOURS.sub("", line.decode("utf-8", "replace")).rstrip()
+        yield from (part.rstrip() for part in text.split("\r"))
 
 
-def _open(file: Path) -> BinaryIO:
+def _open(file: Path) -> AbstractContextManager[BinaryIO]:
     if str(file) == STANDARD_INPUT:
-        return sys.stdin.buffer
-    stream = file.open("rb")
-    magic = stream.read(2)
-    stream.seek(0)
-    return gzip.GzipFile(fileobj=stream) if magic == _GZIP_MAGIC else stream  # type: ignore[return-value]
+        return nullcontext(sys.stdin.buffer)
+    with file.open("rb") as stream:
+        is_compressed = stream.read(2) == _GZIP_MAGIC
+    return gzip.open(file) if is_compressed else file.open("rb")  # type: ignore[return-value]
 
 
 def _chunks(stream: BinaryIO) -> Iterator[bytes]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hyperscan
 import pytest
 
+from training.diagnosis.automaton import portable
 from training.diagnosis.codes import load_codes, look_up
 from training.diagnosis.rules import Role, load_rules, match_line
-from training.diagnosis.scan import portable, recognise, scan_text
+from training.diagnosis.scan import recognise, scan_text
 from training.policy.faults import FaultClass
 
 RULES = load_rules()
