@@ -69,7 +69,9 @@ def grep_patterns() -> list[str]:
 def _grep(patterns: Sequence[str], path: str | Path) -> int:
     options = [word for pattern in patterns for word in ("-e", pattern)]
     command = ["grep", "-E", "-c", "-a", *options, str(path)]
-    done = subprocess.run(command, env={**os.environ, "LC_ALL": "C"}, capture_output=True, check=False)
+    done = subprocess.run(
+        command, env={**os.environ, "LC_ALL": "C"}, capture_output=True, check=False
+    )
     return done.returncode
 
 
@@ -94,10 +96,14 @@ def main() -> int:
             size_mb = path.stat().st_size / MEGABYTE
             ours, greps = [], []
             for _ in range(arguments.rounds):
-                ours.append(size_mb / timed(lambda p=path: diagnose_files(str(p), [p], at_s=0.0, year=2026)))
+                ours.append(
+                    size_mb / timed(lambda p=path: diagnose_files(str(p), [p], at_s=0.0, year=2026))
+                )
                 greps.append(size_mb / timed(lambda p=path: _grep(patterns, p)))
             ratio = median(ours) / median(greps)
-            print(f"{log:8s} {size_mb:5.0f} MB  {_spread(ours)}  {_spread(greps)}  ratio {ratio:5.2f}")
+            print(
+                f"{log:8s} {size_mb:5.0f} MB  {_spread(ours)}  {_spread(greps)}  ratio {ratio:5.2f}"
+            )
             is_fast = is_fast and (log == "flood" or median(ours) >= TARGET_MB_PER_S)
     print(f"target {TARGET_MB_PER_S:.0f} MB/s: {'met' if is_fast else 'MISSED'}")
     return 0 if is_fast else 1

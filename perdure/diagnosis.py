@@ -98,9 +98,7 @@ def _nothing(case: Case) -> str:
 
 def first_answer(fault: Fault) -> Decision:
     """What the ladder says to a first fault when every rung can be done."""
-    return decide(
-        fault, now_s=fault.at_s, history=(), supported=frozenset(Rung), policy=Policy()
-    )
+    return decide(fault, now_s=fault.at_s, history=(), supported=frozenset(Rung), policy=Policy())
 
 
 def show_case(console: Console, case: Case) -> None:

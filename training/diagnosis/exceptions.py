@@ -29,11 +29,14 @@ PATTERN = (
     rf"(?:^|[\s\]:|>)])(?:[A-Za-z_]\w*\.){{0,8}}(?P<type>{_NAMES})(?::\s|:?\s*$)|{_WITH_MODULE}"
 )
 _PATTERN = re.compile(PATTERN)
-# The same without what comes before the name: cheap to look for in every line.
+# The same without what comes before the name: cheap to look for in every line. A name that only
+# its module tells is looked for after a traceback alone.
 PREFILTER = (
     r"(?:Error|Exception|Interrupt|Timeout|Failure|Failed|Exit|Conflict|Disconnected|NotFound"
-    r"|TooLarge|Unsupported|Expired|BadZipFile)(?::\s|:?\s*$)|\w\.[A-Z]\w{2,60}: "
+    r"|TooLarge|Unsupported|Expired|BadZipFile)(?::\s|:?\s*$)"
 )
+TRACEBACK_MARK = b"Traceback (most recent"
+DOTTED = re.compile(_WITH_MODULE.encode(), re.MULTILINE)
 _FRAME = re.compile(r'File "([^"\n]{1,300})", line \d+')
 _TRACEBACK = re.compile(r"Traceback \(most recent call last\)|^\s*File \"|\bFile \"[^\"]+\", line")
 _QUOTED = re.compile(r"Caught exception|[Rr]etry|[Ii]gnor|[Ff]all(?:ing|s)? back|handled")

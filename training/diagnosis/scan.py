@@ -24,6 +24,7 @@ from training.policy.faults import FaultClass, RecoverableBy
 CONTEXT_SIZE_BYTES = 8 << 10
 TAIL_SIZE_BYTES = 2 << 20
 MAX_LINE_CHARS = 4000
+_NO_PATTERN = 1 << 20  # a line to be read though no pattern of the automaton matches
 MAX_HITS_PER_BLOCK = 2000
 MAX_LINES_PER_RULE_AND_BLOCK = 64
 KEPT_AT_EACH_END = 32
@@ -341,6 +342,8 @@ def _hits(text: bytes, limit: int | None) -> tuple[list[tuple[int, int]], int | 
         reached = text.rfind(b"\n", 0, hits[-1][0] - 1) + 1
         if reached > 0:
             return sorted({hit for hit in hits if hit[0] <= reached}), reached
+    if exceptions.TRACEBACK_MARK in text:
+        hits += [(found.end(), _NO_PATTERN) for found in exceptions.DOTTED.finditer(text)]
     return sorted(set(hits)), None
 
 

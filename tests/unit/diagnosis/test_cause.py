@@ -1,0 +1,223 @@
+"""Which of many findings is the first cause."""
+
+from __future__ import annotations
+
+import itertools
+from datetime import UTC, datetime
+
+import pytest
+
+from training.diagnosis.cause import MAX_RUNNERS_UP, Diagnosis, Source, choose
+from training.diagnosis.scan import scan_text
+from training.policy.faults import TRAITS, Fault, FaultClass, RecoverableBy
+
+YEAR = 2026
+STARTED_S = datetime(2026, 3, 21, 2, tzinfo=UTC).timestamp()
+
+TYPE_ERROR = "TypeError: forward() missing 1 required positional argument: 'targets'"
+DEVICE_OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+UCE = "RuntimeError: UCE ERROR"
+PEER_CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:538] Connection closed by peer [::1]:4123"
+UNEXPLAINED = "ERROR something odd"
+STEP = " iteration      100/    1000 | lm loss: 2.345E+00 | grad norm: 0.9 |"
+
+
+def clock(at_s: float) -> str:
+    return f"{datetime.fromtimestamp(STARTED_S + at_s, UTC):%Y-%m-%d %H:%M:%S}"
+
+
+def traceback(line: str, *, at_s: float | None = None) -> str:
+    """An exception as a program prints it, after a line with a time."""
+    head = f"{clock(at_s)} forward\n" if at_s is not None else ""
+    frame = '  File "/w/train.py", line 3, in f'
+    return f"{head}Traceback (most recent call last):\n{frame}\n    f()\n{line}\n"
+
+
+def watchdog(rank: int, *, at_s: float) -> str:
+    moment = datetime.fromtimestamp(STARTED_S + at_s, UTC)
+    return (
+        f"[rank{rank}]:[E{moment:%-m%d %H:%M:%S}.408271257 ProcessGroupNCCL.cpp:629] [PG ID 0 PG "
+        f"GUID 0(default_pg) Rank {rank}] Watchdog caught collective operation timeout: "
+        "WorkNCCL(SeqNum=12, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for "
+        "600020 milliseconds before timing out.\n"
+    )
+
+
+def notify_timeout(*, at_s: float) -> str:
+    moment = datetime.fromtimestamp(STARTED_S + at_s, UTC)
+    return (
+        f"EI0002: [PID: 4711] {moment:%Y-%m-%d-%H:%M:%S}.639.860 Notify timeout: The wait "
+        "execution of the Notify register times out.\n"
+    )
+
+
+def source(text: str, order: int = 0, **place) -> Source:
+    return Source(f"rank_{order}.log", scan_text(text, year=YEAR).findings, order, **place)
+
+
+def diagnosis(*texts: str) -> Diagnosis:
+    found = choose([source(text, order) for order, text in enumerate(texts)], at_s=99.0, step=40)
+    assert found is not None
+    return found
+
+
+def cause(*texts: str) -> Fault:
+    return diagnosis(*texts).fault
+
+
+PARTS = (traceback(TYPE_ERROR), notify_timeout(at_s=5), f"{PEER_CLOSED}\n", f"{UNEXPLAINED}\n")
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
+def test_a_cause_beats_a_symptom_beats_an_echo_wherever_they_stand(order):
+    parts = [PARTS[i] for i in order]
+    assert cause("".join(parts)).evidence == TYPE_ERROR
+    assert cause(*parts).evidence == TYPE_ERROR
+    symptoms = [PARTS[i] for i in order if i]
+    assert cause(*symptoms).code == cause("".join(symptoms)).code == "EI0002"
+    echoes = [PARTS[i] for i in order if i > 1]
+    assert cause(*echoes).evidence == cause("".join(echoes)).evidence == PEER_CLOSED
+
+
+def test_a_cause_beats_a_symptom_and_an_echo_that_were_printed_long_before():
+    echo, symptom = f"{clock(50)} x\n{PEER_CLOSED}\n", watchdog(1, at_s=100)
+    assert cause(echo, symptom, traceback(TYPE_ERROR, at_s=700)).evidence == TYPE_ERROR
+    assert cause(echo, symptom).rank == 1
+
+
+def test_nothing_that_counts_is_no_failure():
+    assert choose([], at_s=99.0) is None
+    assert choose([source("step 12 loss 3.4\n"), Source("b", ())], at_s=99.0) is None
+    assert choose([source(f"[INFO] {TYPE_ERROR}\n")], at_s=99.0) is None
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_earliest_of_several_causes_wins_across_sources(first):
+    times = (100, 200) if first == 0 else (200, 100)
+    found = diagnosis(traceback(DEVICE_OOM, at_s=times[0]), traceback(TYPE_ERROR, at_s=times[1]))
+    assert found.source == f"rank_{first}.log"
+    assert found.fault.at_s == STARTED_S + 100
+
+
+def test_a_clock_that_is_off_does_not_decide_which_cause_was_first():
+    late = source(traceback(DEVICE_OOM, at_s=100), 0)
+    ahead = source(traceback(TYPE_ERROR, at_s=150), 1, clock_offset_s=-60.0)
+    found = choose([late, ahead], at_s=99.0)
+    assert found is not None
+    assert (found.source, found.fault.at_s) == ("rank_1.log", STARTED_S + 90)
+
+
+def test_a_cause_without_a_time_comes_after_those_with_one():
+    untimed, timed = traceback(DEVICE_OOM), traceback(TYPE_ERROR, at_s=500)
+    assert diagnosis(untimed, timed, notify_timeout(at_s=700)).source == "rank_1.log"
+    alone = diagnosis(traceback(DEVICE_OOM), traceback(TYPE_ERROR))
+    assert (alone.source, alone.fault.at_s) == ("rank_0.log", 99.0)
+
+
+def test_what_training_survived_is_no_failure():
+    assert choose([source(traceback(TYPE_ERROR) + f"{STEP}\n" * 8)], at_s=99.0) is None
+
+
+def test_the_last_words_of_other_ranks_do_not_mean_that_training_survived():
+    assert cause(traceback(TYPE_ERROR) + f"{STEP}\n" * 7).evidence == TYPE_ERROR
+
+
+def test_broken_hardware_that_training_survived_is_a_fault_all_the_same():
+    fault = cause(f"{UCE}\n" + f"{STEP}\n" * 20)
+    assert (fault.fault_class, fault.hardware_fault) == (FaultClass.DEVICE_MEMORY_ERROR, True)
+
+
+def test_what_training_survived_before_does_not_hide_what_ended_it():
+    text = traceback(TYPE_ERROR) + f"{STEP}\n" * 20 + traceback(DEVICE_OOM)
+    found = diagnosis(text)
+    assert (found.fault.evidence, found.runners_up) == (DEVICE_OOM, ())
+
+
+def test_runners_up_are_distinct_and_few():
+    text = (
+        traceback(TYPE_ERROR) * 3 + traceback(DEVICE_OOM) * 3 + traceback(UCE)
+        + notify_timeout(at_s=5) * 3 + f"{PEER_CLOSED}\n{UNEXPLAINED}\n" * 3
+        + traceback("KeyError: 'a'") + traceback("FileNotFoundError: a") + "Killed\n"
+    )  # fmt: skip
+    found = diagnosis(text, text)
+    kinds = [(fault.fault_class, fault.evidence) for fault in found.runners_up]
+    assert len(kinds) == len(set(kinds)) == MAX_RUNNERS_UP
+    assert found.fault.evidence not in {evidence for _, evidence in kinds}
+    assert found.runners_up[0].fault_class is FaultClass.DEVICE_OOM
+
+
+DETAIL = "EZ9999: [PID: 4711] 2026-03-21-02:07:08.639.860 The aicore execution is abnormal"
+WRAPPER = (
+    "RuntimeError: npuSynchronizeDevice:build/CMakeFiles/torch_npu.cpp:416 NPU function error: "
+    "AclrtSynchronizeDeviceWithTimeout, error code is {}"
+)
+
+
+@pytest.mark.parametrize("is_detail_first", [True, False])
+def test_what_cann_says_in_detail_is_shown_before_the_exception_around_it(is_detail_first):
+    lines = [DETAIL, WRAPPER.format("507015")]
+    fault = cause("\n".join(lines if is_detail_first else lines[::-1]))
+    assert fault.fault_class is FaultClass.OPERATOR_ERROR
+    assert fault.evidence == DETAIL
+
+
+LOST = "RuntimeError: ACL stream synchronize failed, error code is 507899"
+
+
+@pytest.mark.parametrize("lines", [(LOST, DETAIL), (DETAIL, LOST)])
+def test_the_code_in_the_wrapper_gives_the_detail_its_class(lines):
+    fault = cause("\n".join(lines))
+    assert (fault.fault_class, fault.evidence) == (FaultClass.DEVICE_LOST, DETAIL)
+    assert fault.code == "EZ9999"
+
+
+def test_the_wrapper_of_another_rank_says_nothing_about_the_detail():
+    fault = cause(DETAIL, LOST)
+    assert (fault.fault_class, fault.evidence) == (FaultClass.OPERATOR_ERROR, DETAIL)
+
+
+def test_a_crash_before_any_step_is_the_users_to_mend_and_later_a_matter_of_a_retry():
+    crash = "Segmentation fault (core dumped)\n"
+    assert cause(f"loading\n{crash}").recoverable_by is RecoverableBy.USER_FIX
+    assert cause(f"{STEP}\n{crash}").recoverable_by is RecoverableBy.RETRY
+
+
+def test_a_fault_carries_the_traits_of_its_class_and_what_is_known_of_its_place():
+    found = choose(
+        [source(traceback(TYPE_ERROR), rank=3, node="node-1", device=2)], at_s=99.0, step=40
+    )
+    assert found is not None
+    fault, traits = found.fault, TRAITS[FaultClass.USER_CODE_ERROR]
+    assert (fault.rank, fault.node, fault.device, fault.step) == (3, "node-1", 2, 40)
+    assert (fault.user_fault, fault.hardware_fault) == (True, False)
+    assert (fault.recoverable_by, fault.action) == (RecoverableBy.USER_FIX, traits.action)
+    assert fault.explanation.startswith(traits.meaning)
+
+
+def test_what_a_line_says_of_its_place_beats_the_name_of_its_file():
+    found = choose([source(f"[rank7]: {UCE} on npu:4\n", rank=3, device=2)], at_s=99.0)
+    assert found is not None
+    assert (found.fault.rank, found.fault.device) == (7, 4)
+
+
+@pytest.mark.parametrize("cause_at", [0, 17, 63])
+@pytest.mark.parametrize("echo", ["nccl", "hccl"])
+def test_one_rank_with_a_type_error_outweighs_63_that_wait_for_it(cause_at, echo):
+    texts = [
+        watchdog(rank, at_s=700) if echo == "nccl" else notify_timeout(at_s=700)
+        for rank in range(64)
+    ]
+    texts[cause_at] = traceback(TYPE_ERROR, at_s=100)
+    sources = [source(text, order, rank=order) for order, text in enumerate(texts)]
+    found = choose(sources, at_s=9999.0)
+    assert found is not None
+    assert (found.fault.evidence, found.fault.rank) == (TYPE_ERROR, cause_at)
+    assert (found.source, found.fault.at_s) == (f"rank_{cause_at}.log", STARTED_S + 100)
+    assert [fault.fault_class for fault in found.runners_up] == [FaultClass.COLLECTIVE_TIMEOUT]
+
+
+def test_in_one_log_of_all_ranks_the_type_error_names_its_rank():
+    lines = "".join(watchdog(rank, at_s=700) for rank in range(64) if rank != 5)
+    failed = "".join(f"[rank5]: {line}\n" for line in traceback(TYPE_ERROR).splitlines())
+    fault = cause(lines + failed)
+    assert (fault.fault_class, fault.rank) == (FaultClass.USER_CODE_ERROR, 5)

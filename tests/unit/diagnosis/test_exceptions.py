@@ -1,0 +1,155 @@
+"""Exceptions that no rule knows: judged by type, by the files they came through, by errno."""
+
+from __future__ import annotations
+
+import pytest
+
+from training.diagnosis.exceptions import (
+    judge,
+    load_exceptions,
+    names_exception,
+    was_raised_in_handling,
+)
+from training.diagnosis.rules import Role
+from training.policy.faults import FaultClass, RecoverableBy
+
+
+def traceback(*files: str) -> str:
+    frames = "".join(f'  File "{file}", line 3, in f\n    f()\n' for file in files)
+    return f"Traceback (most recent call last):\n{frames}"
+
+
+def raised(line: str, before: str = ""):
+    found = judge(line, before)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("line", "fault_class", "role"),
+    [
+        ("ModuleNotFoundError: No module named 'x'", FaultClass.VERSION_MISMATCH, Role.ROOT),
+        ("MemoryError", FaultClass.HOST_OOM, Role.ROOT),
+        ("KeyboardInterrupt", FaultClass.PREEMPTED, Role.SYMPTOM),
+        ("FileNotFoundError: x", FaultClass.LAUNCH_MISCONFIGURED, Role.ROOT),
+        ("PermissionError: x", FaultClass.STORAGE_ERROR, Role.ROOT),
+        ("_pickle.UnpicklingError: x", FaultClass.CHECKPOINT_CORRUPT, Role.ROOT),
+        ("ConnectionResetError: x", FaultClass.COLLECTIVE_TIMEOUT, Role.CASCADE),
+        ("TimeoutError: x", FaultClass.COLLECTIVE_TIMEOUT, Role.SYMPTOM),
+        ("botocore.exceptions.ClientError: x", FaultClass.STORAGE_ERROR, Role.ROOT),
+        ("OSError: x", FaultClass.STORAGE_ERROR, Role.ROOT),
+        ("subprocess.CalledProcessError: x", FaultClass.UNKNOWN, Role.HINT),
+        ("pydantic_core._pydantic_core.ValidationError: x", FaultClass.LAUNCH_MISCONFIGURED,
+         Role.ROOT),
+        ("ValueError: x", FaultClass.USER_CODE_ERROR, Role.ROOT),
+        ("zipfile.BadZipFile: x", FaultClass.CHECKPOINT_CORRUPT, Role.ROOT),
+        ("FloatingPointError: x", FaultClass.NUMERIC_ANOMALY, Role.ROOT),
+    ],
+)  # fmt: skip
+def test_the_type_of_an_exception_says_its_class(line, fault_class, role):
+    found = raised(line)
+    assert (found.spec.fault_class, found.role) == (fault_class, role)
+
+
+def test_a_type_that_the_table_does_not_know_is_the_users_code():
+    found = raised("my_project.errors.FrobnicationError: x", traceback("/w/train.py"))
+    assert found.type == "FrobnicationError"
+    assert (found.spec.fault_class, found.role) == (FaultClass.USER_CODE_ERROR, Role.ROOT)
+
+
+def test_the_last_row_takes_every_type_and_no_type_is_unreachable():
+    rows = load_exceptions()
+    assert rows[-1].types == ("*",)
+    general: set[str] = set()
+    for row in rows:
+        assert not general & set(row.types), row
+        general |= set(row.types) if row.frames is None else set()
+
+
+@pytest.mark.parametrize(
+    ("line", "files", "fault_class"),
+    [
+        ("ValueError: x", ["/w/train.py", "/w/megatron/arguments.py"],
+         FaultClass.LAUNCH_MISCONFIGURED),
+        ("AssertionError: x", ["/w/train.py", "/lib/transformers/training_args.py"],
+         FaultClass.LAUNCH_MISCONFIGURED),
+        ("ValueError: x", ["/w/train.py", "/w/model.py"], FaultClass.USER_CODE_ERROR),
+        ("ValueError: x", ["/w/arguments.py", *["/w/model.py"] * 4], FaultClass.USER_CODE_ERROR),
+        ("EOFError: Ran out of input", ["/lib/torch/serialization.py"],
+         FaultClass.CHECKPOINT_CORRUPT),
+        ("EOFError", ["/lib/python3.11/multiprocessing/connection.py"],
+         FaultClass.DATALOADER_ERROR),
+        ("ConnectionError: x", ["/lib/requests/adapters.py"], FaultClass.STORAGE_ERROR),
+        ("ConnectionError: x", ["/w/train.py"], FaultClass.COLLECTIVE_TIMEOUT),
+    ],
+)  # fmt: skip
+def test_the_files_of_the_traceback_narrow_a_type_down(line, files, fault_class):
+    assert raised(line, traceback(*files)).spec.fault_class is fault_class
+
+
+def test_the_frame_is_the_innermost_file_of_the_last_traceback():
+    before = traceback("/w/old.py") + "KeyError: 'a'\n" + traceback("/w/train.py", "/w/model.py")
+    assert raised("ValueError: x", before).frame == "/w/model.py"
+    assert raised("ValueError: x").frame is None
+
+
+@pytest.mark.parametrize(
+    ("line", "answer"),
+    [
+        ("OSError: [Errno 28] No space left on device", RecoverableBy.USER_FIX),
+        ("OSError: [Errno 30] Read-only file system", RecoverableBy.USER_FIX),
+        ("OSError: [Errno 5] Input/output error", None),
+        ("OSError: no number", None),
+        ("ValueError: [Errno 28] not storage", None),
+    ],
+)
+def test_the_number_of_an_os_error_says_whether_a_retry_can_help(line, answer):
+    assert raised(line).recoverable_by is answer
+
+
+def test_a_dotted_name_without_a_telling_ending_counts_only_after_a_traceback():
+    line = "pyarrow.lib.ArrowInvalid: Not an Arrow file"
+    assert judge(line, "reading a.parquet\n") is None
+    found = raised(line, traceback("/w/data.py"))
+    assert (found.type, found.spec.fault_class) == ("ArrowInvalid", FaultClass.DATALOADER_ERROR)
+
+
+def test_an_exception_mentioned_within_a_log_message_is_no_cause():
+    assert raised("12:00:01 worker 3 said ValueError: x").role is Role.SYMPTOM
+    assert raised("[rank3]: ValueError: x", traceback("/w/train.py")).role is Role.ROOT
+    assert raised("    ValueError: x").role is Role.ROOT
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["Caught exception OSError: x", "Retrying after OSError: x", "falling back, OSError: x"],
+)
+def test_an_exception_that_somebody_dealt_with_is_an_echo(line):
+    assert raised(line, traceback("/w/train.py")).role is Role.CASCADE
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["", "step 12 loss 3.4", "Traceback (most recent call last):", "no errors were found",
+     "errors: 0", "Error: x", "class MyError(Exception):"],
+)  # fmt: skip
+def test_a_line_without_an_exceptions_name_is_none(line):
+    assert judge(line, "") is None
+    assert not names_exception(line)
+
+
+HANDLING = "During handling of the above exception, another exception occurred:"
+DIRECT = "The above exception was the direct cause of the following exception:"
+
+
+def test_an_exception_raised_in_the_handling_of_another_is_known_as_such():
+    before = f"{traceback('/w/a.py')}KeyError: 'a'\n\n{HANDLING}\n\n{traceback('/w/b.py')}"
+    assert was_raised_in_handling("ValueError: x", before)
+    assert not was_raised_in_handling("step 12", before)
+
+
+def test_a_direct_cause_and_an_older_chain_are_no_handling():
+    first = f"{traceback('/w/a.py')}KeyError: 'a'\n\n"
+    assert not was_raised_in_handling("ValueError: x", f"{first}{DIRECT}\n\n{traceback('b.py')}")
+    old = f"{first}{HANDLING}\n\n{traceback('/w/b.py')}KeyError: 'b'\n" + "noise\n" * 60
+    assert not was_raised_in_handling("ValueError: x", old + traceback("/w/c.py"))

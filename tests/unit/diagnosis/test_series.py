@@ -1,0 +1,162 @@
+"""Faults that no single line shows: a loss that jumps, a run that prints but does not train."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from training.diagnosis.rules import Role
+from training.diagnosis.series import find_jump, find_stall
+from training.policy.faults import FaultClass, RecoverableBy
+
+YEAR = 2026
+STARTED_S = datetime(2026, 8, 1, 10, tzinfo=UTC).timestamp()
+
+
+def stamped(at_s: float, text: str) -> str:
+    return f"{datetime.fromtimestamp(STARTED_S + at_s, UTC):%Y-%m-%d %H:%M:%S} {text}\n"
+
+
+def log(losses: Sequence[float], norms: Sequence[float] = ()) -> str:
+    tails = [f" | grad norm: {norm}" for norm in norms] or [""] * len(losses)
+    return "".join(
+        stamped(10 * step, f"iteration {step}/ 1000 | lm loss: {loss:.4E}{tail} |")
+        for step, (loss, tail) in enumerate(zip(losses, tails, strict=True))
+    )
+
+
+def test_a_loss_that_jumps_and_stays_up_is_a_fault_for_the_user():
+    found = find_jump(log([2.0] * 20 + [6.0] * 10), year=YEAR)
+    assert found is not None
+    assert (found.fault_class, found.role) == (FaultClass.NUMERIC_ANOMALY, Role.ROOT)
+    assert found.recoverable_by is RecoverableBy.USER_FIX
+    assert "iteration 20/" in found.line
+    assert "from about 2 to 6 and did not come back" in found.why
+
+
+def test_a_jump_that_recovers_can_be_answered_by_a_retry():
+    found = find_jump(log([2.0] * 20 + [6.0] * 4 + [2.1] * 10), year=YEAR)
+    assert found is not None
+    assert found.recoverable_by is RecoverableBy.RETRY
+    assert "iteration 20/" in found.line
+
+
+def test_a_jump_has_the_time_and_the_place_of_its_line():
+    text = log([2.0] * 20 + [6.0] * 10)
+    found = find_jump(text, year=YEAR)
+    assert found is not None
+    assert found.seen_s == STARTED_S + 200
+    assert text[found.offset :].startswith(found.line)
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        pytest.param([], id="no-steps"),
+        pytest.param([2.0, 2.0, 9.0, 9.0, 9.0, 9.0], id="too-little-before"),
+        pytest.param([2.0, 2.2, 1.9, 2.1] * 10, id="noise"),
+        pytest.param([11.0, 9.0, 7.5, 6.0, 5.0, 4.0, 3.5, 3.2], id="falling-at-the-start"),
+        pytest.param([2.0 + 0.05 * step for step in range(60)], id="slow-rise"),
+        pytest.param([2.0] * 20 + [9.0] + [2.0] * 20, id="one-step-alone"),
+        pytest.param([2.0] * 20 + [9.0], id="last-step-alone"),
+        pytest.param([0.01] * 20 + [0.2] * 10, id="small-numbers"),
+        pytest.param([0.0] * 20 + [0.9] * 10, id="zeros"),
+        pytest.param([2.0] * 20 + [float("nan")] * 10, id="not-a-number"),
+    ],
+)
+def test_an_ordinary_loss_does_not_jump(losses):
+    assert find_jump(log(losses), year=YEAR) is None
+
+
+def test_a_norm_that_is_printed_must_confirm_the_jump():
+    losses = [2.0] * 20 + [6.0] * 10
+    assert find_jump(log(losses, [0.9] * 30), year=YEAR) is None
+    found = find_jump(log(losses, [0.9] * 20 + [45.0] * 10), year=YEAR)
+    assert found is not None
+    assert "iteration 20/" in found.line
+
+
+def test_a_norm_confirms_a_jump_of_one_step():
+    losses = [2.0] * 20 + [6.0] + [2.0] * 5
+    found = find_jump(log(losses, [0.9] * 20 + [float("inf")] + [0.9] * 5), year=YEAR)
+    assert found is not None
+    assert found.recoverable_by is RecoverableBy.RETRY
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["{{'loss': {:.2f}, 'grad_norm': 0.5}}", "step 3 train_loss={:.3f} lr=0.1", "Loss: {:e}"],
+)
+def test_losses_are_read_in_each_trainers_format(line):
+    text = "\n".join(line.format(loss) for loss in [2.0] * 20 + [6.0] * 10)
+    found = find_jump(text.replace("'grad_norm': 0.5", "'x': 1"), year=YEAR)
+    assert found is not None
+    assert found.line == text.replace("'grad_norm': 0.5", "'x': 1").splitlines()[20]
+
+
+def test_a_loss_scale_is_no_loss():
+    lines = [f"step {n} loss scale: {scale}" for n, scale in enumerate([2.0] * 20 + [65536.0] * 9)]
+    assert find_jump("\n".join(lines), year=YEAR) is None
+
+
+def steps(count: int = 5, *, every_s: float = 10, more: str = "") -> str:
+    return "".join(
+        stamped(every_s * n, f"iteration {n}/ 1000 | lm loss: 2.0 |{more}") for n in range(count)
+    )
+
+
+def test_a_run_that_prints_for_half_an_hour_without_a_step_stalls():
+    text = steps() + "".join(stamped(60 * n, "heartbeat sent") for n in range(1, 41))
+    found = find_stall(text, year=YEAR)
+    assert found is not None
+    assert (found.fault_class, found.role) == (FaultClass.HANG, Role.SYMPTOM)
+    assert found.seen_s == STARTED_S + 2400
+    assert found.line.endswith("heartbeat sent")
+    assert text[found.offset :].startswith(found.line)
+    assert "2360 s" in found.why
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        pytest.param("", id="just-ends"),
+        pytest.param("saving\nno time here\n", id="no-times"),
+        pytest.param(stamped(1000, "saving a checkpoint"), id="too-short"),
+        pytest.param(
+            stamped(7000, "validation") + stamped(7010, "iteration 5/ 1000 | lm loss: 2 |"),
+            id="steps-follow",
+        ),
+    ],
+)
+def test_a_log_that_ends_or_goes_on_training_does_not_stall(after):
+    assert find_stall(steps() + after, year=YEAR) is None
+
+
+def test_a_run_that_never_made_a_step_does_not_stall():
+    text = stamped(0, "loading") + stamped(9000, "still loading")
+    assert find_stall(text, year=YEAR) is None
+
+
+def test_long_steps_are_given_ten_steps_of_time():
+    slow = steps(every_s=600, more=" elapsed time per iteration (ms): 600000.0 |")
+    waiting = stamped(2400 + 4000, "waiting")
+    assert find_stall(slow + waiting, year=YEAR) is None
+    assert find_stall(slow + waiting + stamped(2400 + 6100, "waiting"), year=YEAR) is not None
+
+
+@pytest.mark.parametrize("number", ["812.4.", "...", "1.2.3", "", "9" * 400])
+def test_a_garbled_step_time_is_no_obstacle(number):
+    text = steps(more=f" elapsed time per iteration (s): {number}") + stamped(9000, "waiting")
+    find_stall(text, year=YEAR)
+
+
+@given(st.lists(st.sampled_from(["loss: 2", "loss: 9", "loss: nan", "loss: -inf", "x", "12:00:00",
+                                 "iteration 3/ 4", "2026-08-01 10:00:00 a",
+                                 "grad norm: nan loss: 7"])))  # fmt: skip
+def test_any_lines_can_be_read(lines):
+    find_jump("\n".join(lines), year=YEAR)
+    find_stall("\n".join(lines), year=YEAR)

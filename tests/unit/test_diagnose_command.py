@@ -1,0 +1,216 @@
+"""`perdure diagnose`: what a script and what a person are told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from perdure.cli import app, main
+from training.policy.faults import FaultClass, RecoverableBy
+from training.policy.ladder import Rung
+
+TYPE_ERROR = "TypeError: forward() missing 1 required positional argument: 'targets'"
+FRAME = '  File "/w/train.py", line 3, in f'
+FAILED = f"Traceback (most recent call last):\n{FRAME}\n    f()\n{TYPE_ERROR}\n"
+WAITED = (
+    "EI0002: [PID: 4711] 2026-03-21-02:07:08.639.860 Notify timeout: The wait execution of the "
+    "Notify register times out.\n"
+)
+HEALTHY = "step 12 loss 3.4\n"
+KEYS = {
+    "path", "fault_class", "key_line", "file", "node", "rank", "device", "code", "user_fault",
+    "hardware_fault", "recoverable_by", "explanation", "action", "rung", "runners_up",
+}  # fmt: skip
+
+
+@pytest.fixture
+def logs(tmp_path):
+    """An attempt of three ranks, a healthy log, and a folder that holds nothing."""
+    attempt = tmp_path / "attempt"
+    for rank, text in enumerate((WAITED, FAILED, WAITED)):
+        file = attempt / f"node-{rank}" / f"rank_{rank}.log"
+        file.parent.mkdir(parents=True)
+        file.write_text(text)
+    (tmp_path / "healthy.log").write_text(HEALTHY)
+    (tmp_path / "empty").mkdir()
+    return tmp_path
+
+
+def perdure(*arguments: str | Path, given: str | bytes = "") -> str:
+    """What the command prints when all is well."""
+    done = CliRunner().invoke(app, ["diagnose", *map(str, arguments)], input=given)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def objects(*arguments: str | Path, given: str | bytes = "") -> list[dict]:
+    return json.loads(perdure("--json", *arguments, given=given))
+
+
+def refused(capsys, *arguments: str | Path) -> str:
+    """The one line with which the command refuses its input."""
+    with pytest.raises(SystemExit) as ended:
+        main(["diagnose", *map(str, arguments)])
+    said = capsys.readouterr()
+    assert (ended.value.code, said.out) == (2, "")
+    assert said.err.count("\n") == 1
+    return said.err.strip()
+
+
+def test_json_is_a_list_with_one_object_per_path_in_the_order_given(logs):
+    paths = [logs / "healthy.log", logs / "attempt", logs / "attempt" / "node-0"]
+    found = objects(*paths, logs / "healthy.log")
+    assert [case["path"] for case in found] == [*map(str, paths), str(logs / "healthy.log")]
+    classes = [case["fault_class"] for case in found]
+    assert classes == [None, "user_code_error", "collective_timeout", None]
+    assert all(set(case) == KEYS for case in found)
+
+
+def test_json_says_what_failed_where_and_what_can_be_done(logs):
+    (case,) = objects(logs / "attempt")
+    assert case == {
+        "path": str(logs / "attempt"),
+        "fault_class": FaultClass.USER_CODE_ERROR,
+        "key_line": TYPE_ERROR,
+        "file": "node-1/rank_1.log",
+        "node": "node-1",
+        "rank": 1,
+        "device": None,
+        "code": None,
+        "user_fault": True,
+        "hardware_fault": False,
+        "recoverable_by": RecoverableBy.USER_FIX,
+        "explanation": case["explanation"],
+        "action": case["action"],
+        "rung": Rung.STOP,
+        "runners_up": [{"fault_class": FaultClass.COLLECTIVE_TIMEOUT, "key_line": WAITED.strip()}],
+    }
+    assert case["explanation"]
+    assert case["action"]
+
+
+def test_json_of_a_healthy_log_says_that_nothing_failed(logs):
+    (case,) = objects(logs / "healthy.log")
+    assert case["fault_class"] is None
+    assert case["key_line"] is None
+    assert case["explanation"] == f"No failure was found ({len(HEALTHY)} bytes read)."
+    assert (case["user_fault"], case["hardware_fault"], case["runners_up"]) == (False, False, [])
+
+
+def test_each_makes_every_file_of_a_folder_a_case_of_its_own(logs):
+    found = objects(logs / "attempt", logs / "healthy.log", "--each")
+    files = [logs / "attempt" / f"node-{rank}" / f"rank_{rank}.log" for rank in range(3)]
+    assert [case["path"] for case in found] == [*map(str, files), str(logs / "healthy.log")]
+    classes = [case["fault_class"] for case in found]
+    assert classes == ["collective_timeout", "user_code_error", "collective_timeout", None]
+    assert [case["rank"] for case in found] == [0, 1, 2, None]
+
+
+def test_a_dash_is_the_standard_input():
+    (case,) = objects("-", given=FAILED)
+    assert (case["path"], case["key_line"]) == ("-", TYPE_ERROR)
+    assert f"> {TYPE_ERROR}" in perdure("-", given=FAILED)
+
+
+def test_text_that_is_no_ascii_is_printed_as_it_is(logs):
+    (logs / "a.log").write_text("ValueError: \u4e2d\u6587\n", encoding="utf-8")
+    assert "\u4e2d\u6587" in perdure("--json", logs / "a.log")
+
+
+def test_a_file_that_is_no_text_is_said_to_be_none(logs):
+    (logs / "weights").write_bytes(bytes(range(7)) * 9999)
+    (case,) = objects(logs / "weights")
+    assert case["fault_class"] is None
+    assert "weights is no text" in case["explanation"]
+
+
+def test_a_person_sees_the_key_line_in_its_surroundings(logs):
+    said = perdure(logs / "attempt" / "node-1" / "rank_1.log")
+    lines = [line.strip("\u2502 ") for line in said.splitlines()]
+    key = lines.index(f"> {TYPE_ERROR}")
+    assert lines[key - 2 : key] == ['File "/w/train.py", line 3, in f', "f()"]
+    assert sum(line.startswith(">") for line in lines) == 1
+
+
+def test_a_person_is_told_where_it_failed_and_what_perdure_would_do(logs):
+    said = perdure(logs / "attempt")
+    assert "user_code_error at rank 1 on node-1" in said
+    assert f"> {TYPE_ERROR}" in said
+    assert "node-1/rank_1.log" in said
+    assert "Perdure would  stop: " in said
+    assert "mended by      user-fix" in said
+    assert "cause lies in  the program" in said
+    assert "Less likely:" in said
+    assert "collective_timeout: EI0002" in said
+
+
+def test_a_person_sees_the_surroundings_in_a_folder_with_one_log(logs):
+    (logs / "attempt" / "node-0" / "rank_0.log").unlink()
+    (logs / "attempt" / "node-2" / "rank_2.log").unlink()
+    assert 'File "/w/train.py", line 3, in f' in perdure(logs / "attempt")
+
+
+def test_a_line_with_colours_is_shown_in_its_surroundings(logs):
+    (logs / "a.log").write_text(f"before\n\x1b[31m{TYPE_ERROR}\x1b[0m\nafter\n")
+    said = perdure(logs / "a.log")
+    assert f"> {TYPE_ERROR}" in said
+    assert "before" in said
+    assert "after" in said
+
+
+def test_markup_in_a_log_is_shown_as_it_stands(logs):
+    (logs / "a.log").write_text("[bold]before[/]\nValueError: [red]odd[/red] [/]\n")
+    said = perdure(logs / "a.log")
+    assert "[bold]before[/]" in said
+    assert "> ValueError: [red]odd[/red] [/]" in said
+
+
+def test_a_line_too_long_to_be_shown_whole_is_shown_in_part(logs):
+    (logs / "a.log").write_text(f"before\nValueError: odd {'x' * 3000}\nafter\n")
+    said = perdure(logs / "a.log")
+    assert "> ValueError: odd" in said
+    assert 300 < said.count("x") < 500
+
+
+def test_markup_in_a_path_is_shown_as_it_stands(logs):
+    (logs / "[red]a[").write_text(HEALTHY)
+    assert perdure(logs / "[red]a[").startswith(f"{logs}/[red]a[: No failure")
+
+
+def test_a_person_is_told_when_nothing_failed(logs):
+    said = perdure(logs / "healthy.log", logs / "healthy.log")
+    assert said == f"{logs}/healthy.log: No failure was found ({len(HEALTHY)} bytes read).\n" * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("missing", "no such file or folder"), ("empty", "holds no logs")],
+)
+@pytest.mark.parametrize("more", [[], ["--json"], ["--each"]])
+def test_input_that_cannot_be_read_is_refused_in_one_line_before_anything_is_said(
+    logs, capsys, name, message, more
+):
+    said = refused(capsys, logs / "healthy.log", logs / name, *more)
+    assert said.startswith("perdure: ")
+    assert str(logs / name) in said
+    assert message in said
+
+
+def test_a_damaged_compressed_log_is_refused_in_one_line(logs, capsys):
+    (logs / "a.log.gz").write_bytes(b"\x1f\x8b\x08\x00" + b"\xff" * 50)
+    assert "a.log.gz" in refused(capsys, logs / "a.log.gz", "--json")
+
+
+def test_the_standard_input_named_again_is_empty():
+    first, again = objects("-", "-", given=FAILED)
+    assert (first["key_line"], again["fault_class"]) == (TYPE_ERROR, None)
+
+
+def test_without_a_path_the_use_is_explained(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["diagnose"])
+    assert ended.value.code == 2
+    assert "PATH" in capsys.readouterr().err
