@@ -194,13 +194,17 @@ def diagnose(
     ] = False,
 ) -> None:
     """Say what broke, from any logs: a folder is one attempt with the logs of its ranks."""
-    cases = cases_of(paths, each=each)
-    if as_json:
-        print(json.dumps([as_object(case) for case in cases], indent=1, ensure_ascii=False))
-        return
+    told = []
     console = _console()
-    for case in cases:
-        show_case(console, case)
+    for case in cases_of(paths, each=each):
+        for line in case.unreadable:
+            print(f"perdure: not read: {line}", file=sys.stderr)
+        if as_json:
+            told.append(as_object(case))
+        else:
+            show_case(console, case)
+    if as_json:
+        print(json.dumps(told, indent=1, ensure_ascii=False))
 
 
 @server_app.command("start")

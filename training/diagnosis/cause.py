@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from math import inf
 
 from training.diagnosis.rules import Role
 from training.diagnosis.scan import CODE_RULE, EXCEPTION_RULE, Finding
@@ -18,6 +19,7 @@ from training.policy.faults import TRAITS, Fault, FaultClass, RecoverableBy
 
 MAX_RUNNERS_UP = 5
 MAX_EVIDENCE_CHARS = 2000
+ONE_EVENT_S = 60.0  # what a source says within this time is about one event
 # Fewer marks of progress after a line may be other ranks' last words.
 SURVIVED_AFTER = 8
 
@@ -86,19 +88,26 @@ def rank_candidates(sources: Sequence[Source]) -> list[Candidate]:
         for finding in source.findings
         if counts_as_failure(finding)
     ]
-    leaders: dict[tuple[int, Role], Candidate] = {}
-    for candidate in candidates:
-        group = (candidate.source.order, candidate.finding.role)
-        if group not in leaders or _local(candidate) < _local(leaders[group]):
-            leaders[group] = candidate
-    latest_s = max((c.at_s for c in candidates if c.at_s is not None), default=0.0)
+    first: dict[tuple[int, Role], Candidate] = {}
+    for candidate in sorted(candidates, key=lambda c: c.finding.offset):
+        first.setdefault((candidate.source.order, candidate.finding.role), candidate)
 
-    def key(candidate: Candidate) -> tuple[int, float, int, tuple[int, int]]:
-        source, role = candidate.source, candidate.finding.role
-        at_s = leaders[source.order, role].at_s
-        return (role, latest_s if at_s is None else at_s, source.order, _local(candidate))
+    def key(candidate: Candidate) -> tuple[int, float, int, int, int, int]:
+        """A source is as early as its first line of the role; then comes its telling line."""
+        source, finding = candidate.source, candidate.finding
+        began = first[source.order, finding.role]
+        began_s = inf if began.at_s is None else began.at_s
+        later = int(_is_later(candidate, began))
+        return (finding.role, began_s, source.order, later, _detail(finding), finding.offset)
 
     return sorted(candidates, key=key)
+
+
+def _is_later(candidate: Candidate, began: Candidate) -> bool:
+    """Whether a line belongs to another event than the first one of its role in the source."""
+    if candidate.at_s is None or began.at_s is None:
+        return False
+    return abs(candidate.at_s - began.at_s) > ONE_EVENT_S
 
 
 # torch_npu wraps what CANN says, CANN collects what its modules logged and adds the calls that
@@ -137,11 +146,6 @@ def _detail(finding: Finding) -> _Detail:
     if _BEHIND_PROGRESS_BAR.search(line) or (_CALLER.search(line) and not _CANN_CODE.search(line)):
         return _Detail.CALLER
     return _Detail.OWN_WORDS
-
-
-def _local(candidate: Candidate) -> tuple[int, int]:
-    """Order within one source: the telling line before its summary, then as it was written."""
-    return _detail(candidate.finding), candidate.finding.offset
 
 
 def _informed(best: Candidate, ranked: Sequence[Candidate]) -> Candidate:

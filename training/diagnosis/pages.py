@@ -72,13 +72,18 @@ def looks_like_text(region: bytes) -> bool:
     return control <= len(sample) // 20
 
 
+def shape_of(line: bytes) -> bytes:
+    """A line with every digit made the same: equal for lines that differ in digits alone."""
+    return line.translate(_ONE_DIGIT)
+
+
 def distinct(region: bytes, base: int) -> Page:
     """The lines of a region without those that differ from an earlier one in digits alone.
 
     A flood of one message, from a thousand ranks at slightly different times, becomes one line.
     """
     lines = region.split(b"\n")
-    firsts = dict(zip(reversed(region.translate(_ONE_DIGIT).split(b"\n")),
+    firsts = dict(zip(reversed(shape_of(region).split(b"\n")),
                       range(len(lines) - 1, -1, -1), strict=True))  # fmt: skip
     kept = sorted(firsts.values())
     begins = list(accumulate((len(line) + 1 for line in lines), initial=0))

@@ -19,6 +19,7 @@ from training.policy.faults import FaultClass, RecoverableBy
 _HCCL_OP = re.compile(
     r"\[TaskExecStage\].{0,80}base information is .{0,80}tag\[([A-Za-z]+)_([^\]]+)\]"
 )
+_HCCL_PROCESS = re.compile(r"\bHCCL\((\d+),")
 _NCCL_OP = re.compile(
     r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(\d+), OpType=(\w+)"
 )
@@ -37,9 +38,10 @@ class _Report:
     group: str
 
     @property
-    def who(self) -> tuple[int, int | None]:
-        """The source, and the rank within it that reports."""
-        return self.source, self.finding.origin.rank
+    def who(self) -> tuple[int, int | None, str | None]:
+        """The source, and the rank or process within it that reports."""
+        process = _HCCL_PROCESS.search(self.finding.line)
+        return self.source, self.finding.origin.rank, process[1] if process else None
 
 
 def compare(sources: Sequence[Source]) -> list[Source]:
@@ -60,10 +62,43 @@ def compare(sources: Sequence[Source]) -> list[Source]:
                 action="Make every rank of the group call the same collectives in the same order.",
             )
         )
-    return [
+    compared = [
         replace(source, findings=[*source.findings, *extra.get(index, ())])
         for index, source in enumerate(sources)
     ]
+    return _name_the_missing(compared)
+
+
+def _name_the_missing(sources: Sequence[Source]) -> list[Source]:
+    """Timeouts, with the rank that wrote none or that had come least far, where one shows."""
+    waits = [f for s in sources for f in s.findings if _is_wait(f)]
+    ranks = {s.rank for s in sources if s.rank is not None} | {
+        f.origin.rank for f in waits if f.origin.rank is not None
+    }
+    missing = missing_ranks(sources, max(ranks) + 1) if ranks else ()
+    slow = laggard(f for s in sources for f in s.findings)
+    if missing:
+        listed = ", ".join(map(str, missing[:8]))
+        told = f"All but rank {listed} report the wait: look there first."
+    elif slow is not None and slow.origin.rank is not None:
+        missing = (slow.origin.rank,)
+        told = f"Rank {slow.origin.rank} had begun the fewest collectives: look there first."
+    else:
+        return list(sources)
+    rank = missing[0] if len(missing) == 1 else None
+    return [
+        replace(s, findings=[_waited_for(f, rank, told) if _is_wait(f) else f for f in s.findings])
+        for s in sources
+    ]
+
+
+def _is_wait(finding: Finding) -> bool:
+    return finding.fault_class is FaultClass.COLLECTIVE_TIMEOUT and finding.role is not Role.ROOT
+
+
+def _waited_for(finding: Finding, rank: int | None, told: str) -> Finding:
+    origin = finding.origin if rank is None else replace(finding.origin, rank=rank)
+    return replace(finding, origin=origin, why=f"{finding.why} {told}".strip())
 
 
 def _reports(sources: Sequence[Source]) -> Iterable[_Report]:

@@ -17,7 +17,7 @@ import hyperscan
 
 from training.diagnosis import automaton, codes, exceptions
 from training.diagnosis.lines import Origin, is_low_level, origin_of, time_of
-from training.diagnosis.pages import BLOCK_SIZE_BYTES, Page, distinct, looks_like_text, regions
+from training.diagnosis.pages import Page, distinct, looks_like_text, regions, shape_of
 from training.diagnosis.rules import Role, Rule, load_rules
 from training.policy.faults import FaultClass, RecoverableBy
 
@@ -26,12 +26,14 @@ TAIL_SIZE_BYTES = 2 << 20
 MAX_LINE_CHARS = 4000
 _NO_PATTERN = 1 << 20  # a line to be read though no pattern of the automaton matches
 MAX_HITS_PER_BLOCK = 2000
-MAX_LINES_PER_RULE_AND_BLOCK = 64
+MAX_LINES_PER_RULE_AND_BLOCK = 256  # that differ in more than digits
+MAX_LINES_ALIKE_AND_BLOCK = 64
+MAX_SHAPE_BYTES = 300
 KEPT_AT_EACH_END = 32
 
 # What training prints because it goes on; counted, not read.
 _PROGRESS_MARK = b"loss"
-_SCALE_MARK = b"loss scal"
+_SCALE_MARK = b"scal"  # of the loss: no progress
 CODE_RULE = "code-"
 EXCEPTION_RULE = "exception"
 _LEVEL_RULE = "error-line"
@@ -107,7 +109,9 @@ def recognise(line: str, before: str, candidates: Iterable[Rule] | None = None) 
     for rule in load_rules() if candidates is None else candidates:
         found = rule.pattern.search(line)
         if found and (rule.after is None or rule.after.search(before)):
-            return _by_rule(rule, found, line)
+            told = _by_code(line) if rule.role is not Role.ROOT else None
+            names_cause = told is not None and told.role is Role.ROOT
+            return told if names_cause else _by_rule(rule, found, line)
     return _by_code(line) or _by_exception(line, before) or _by_level(line)
 
 
@@ -222,32 +226,49 @@ class _State:
     _region: bytes = b""
     _base: int = 0
     _counted_to: int = 0
+    _timed_to: int = 0
 
     def begin(self, region: bytes, base: int) -> None:
         """Progress is counted as far as findings are kept."""
-        self._region, self._base, self._counted_to = region, base, 0
+        self._region, self._base = region, base
+        self._counted_to = self._timed_to = 0
 
     def keep(self, finding: Finding, offset: int) -> None:
         """Keep a finding, unless its rule has enough of them."""
         self._count_to(offset - self._base)
-        placed = replace(finding, offset=offset, progress_before=self.progress)
+        own_s = finding.origin.at_s
+        seen_s = own_s if own_s is not None else self.time_at(offset)
+        before = self.progress
+        placed = replace(finding, offset=offset, seen_s=seen_s, progress_before=before)
         kept = self.first[finding.rule]
         if len(kept) < KEPT_AT_EACH_END:
             kept.append(placed)
         else:
             self.last[finding.rule].append(placed)
 
-    def end(self, seen_s: float | None) -> None:
+    def time_at(self, offset: int) -> float | None:
+        """Time of the nearest line before an offset that has one; offsets ascend."""
+        position = offset - self._base
+        lines = self._region[self._timed_to : position].split(b"\n")
+        self._timed_to = max(self._timed_to, position)
+        for line in reversed(lines):
+            stamp = time_of(line[:200].decode("utf-8", "replace"), year=self.year)
+            if stamp is not None:
+                self.seen_s = stamp
+                break
+        return self.seen_s
+
+    def end(self) -> None:
         """The region is read."""
         self._count_to(len(self._region))
-        self.seen_s = seen_s if seen_s is not None else self.seen_s
+        self.time_at(self._base + len(self._region))
 
     def _count_to(self, position: int) -> None:
         begin = self._counted_to
         mentioned = self._region.count(_PROGRESS_MARK, begin, position)
         if mentioned:
             mentioned -= self._region.count(_SCALE_MARK, begin, position)
-        self.progress += mentioned
+        self.progress += max(0, mentioned)
         self._counted_to = max(begin, position)
 
     def findings(self) -> list[Finding]:
@@ -273,7 +294,8 @@ def scan(chunks: Iterable[bytes], *, year: int) -> Scan:
         year: taken where a line's own time has none.
     """
     state = _State(year)
-    tail: deque[bytes] = deque(maxlen=max(1, TAIL_SIZE_BYTES // BLOCK_SIZE_BYTES) + 1)
+    tail: deque[bytes] = deque()
+    kept_bytes = 0
     context, size_bytes, is_text = b"", 0, True
     for region in regions(chunks):
         if not size_bytes:
@@ -282,6 +304,9 @@ def scan(chunks: Iterable[bytes], *, year: int) -> Scan:
         context = (context + region)[-CONTEXT_SIZE_BYTES:]
         size_bytes += len(region)
         tail.append(region)
+        kept_bytes += len(region)
+        while kept_bytes - len(tail[0]) >= TAIL_SIZE_BYTES:
+            kept_bytes -= len(tail.popleft())
     text = b"".join(tail)[-TAIL_SIZE_BYTES:].decode("utf-8", "replace")
     return Scan(state.findings(), text, size_bytes, is_text)
 
@@ -302,7 +327,7 @@ def _read(region: bytes, context: bytes, base: int, state: _State) -> None:
     state.is_flooded = reached is not None or (
         state.is_flooded and len(page.text) < len(region) // 2
     )
-    state.end(_last_time(region, len(region), state))
+    state.end()
 
 
 def _read_page(page: Page, context: bytes, state: _State, limit: int | None) -> int | None:
@@ -310,6 +335,7 @@ def _read_page(page: Page, context: bytes, state: _State, limit: int | None) -> 
     text = page.text
     hits, reached = _hits(text, limit)
     budget: dict[int, int] = defaultdict(lambda: MAX_LINES_PER_RULE_AND_BLOCK)
+    alike: dict[bytes, int] = defaultdict(int)
     done_to = -1
     for end, rule_id in hits:
         if end - 1 <= done_to or budget[rule_id] <= 0:
@@ -319,9 +345,14 @@ def _read_page(page: Page, context: bytes, state: _State, limit: int | None) -> 
         done_to = stop = len(text) if stop < 0 else stop
         last = bisect_right(hits, (stop, len(hits) + 1_000_000))
         ids = {one for _, one in hits[bisect_left(hits, (begin + 1, -1)) : last]}
-        for one in ids:
-            budget[one] -= 1
-        finding = _finding(text, context, (begin, stop, end), ids, state)
+        kind = shape_of(text[begin : min(stop, begin + MAX_SHAPE_BYTES)])
+        alike[kind] += 1
+        if alike[kind] > MAX_LINES_ALIKE_AND_BLOCK:
+            continue
+        if alike[kind] == 1:
+            for one in ids:
+                budget[one] -= 1
+        finding = _finding(text, context, (begin, stop, end), ids, state.year)
         if finding is not None:
             state.keep(finding, page.offset_of(begin))
     return reached
@@ -348,7 +379,7 @@ def _hits(text: bytes, limit: int | None) -> tuple[list[tuple[int, int]], int | 
 
 
 def _finding(
-    region: bytes, context: bytes, where: tuple[int, int, int], ids: set[int], state: _State
+    region: bytes, context: bytes, where: tuple[int, int, int], ids: set[int], year: int
 ) -> Finding | None:
     """What a line says; `where` is its begin and end, and the end of the first match in it."""
     rules = automaton.rules()
@@ -367,7 +398,7 @@ def _finding(
     finding = recognise(line, before, named)
     if finding is None:
         return None
-    origin = origin_of(line, year=state.year)
+    origin = origin_of(line, year=year)
     told = finding.origin
     origin = Origin(
         at_s=origin.at_s,
@@ -376,20 +407,9 @@ def _finding(
         device=told.device if told.device is not None else origin.device,
         code=finding.code or origin.code,
     )
-    seen_s = origin.at_s if origin.at_s is not None else _last_time(region, begin, state)
     return replace(
         finding,
         origin=origin,
         code=origin.code,
-        seen_s=seen_s,
         replaces=exceptions.was_raised_in_handling(line, before),
     )
-
-
-def _last_time(region: bytes, until: int, state: _State) -> float | None:
-    """Time of the nearest line before `until` that has one."""
-    text = region[max(0, until - CONTEXT_SIZE_BYTES) : until].decode("utf-8", "replace")
-    for line in reversed(text.splitlines()[-60:]):
-        if (stamp := time_of(line[:200], year=state.year)) is not None:
-            return stamp
-    return state.seen_s

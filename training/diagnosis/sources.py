@@ -69,11 +69,13 @@ class Case:
     Attributes:
         diagnosis: None when nothing failed.
         readings: the files, in the order they were read.
+        unreadable: files of a folder that could not be read, with why.
     """
 
     path: str
     diagnosis: Diagnosis | None
     readings: Sequence[Reading]
+    unreadable: Sequence[str] = ()
 
 
 def files_of(path: Path) -> list[Path]:
@@ -108,17 +110,24 @@ def diagnose_files(path: str, files: Sequence[Path], *, at_s: float, year: int) 
         year: taken for times without one.
 
     Raises:
-        InputError: a file cannot be read.
+        InputError: none of the files can be read.
     """
-    readings = [
-        read_file(file, base=Path(path), order=i, year=year) for i, file in enumerate(files)
-    ]
+    readings: list[Reading] = []
+    unreadable: list[InputError] = []
+    for order, file in enumerate(files):
+        try:
+            readings.append(read_file(file, base=Path(path), order=order, year=year))
+        except InputError as error:
+            unreadable.append(error)
+    if not readings:
+        raise unreadable[0]
     shifts = offsets([reading.steps for reading in readings])
     merged = [
         replace(reading.source, clock_offset_s=shift)
         for reading, shift in zip(readings, shifts, strict=True)
     ]
-    return Case(path, choose(compare(merged), at_s=at_s), readings)
+    skipped = [str(error) for error in unreadable]
+    return Case(path, choose(compare(merged), at_s=at_s), readings, skipped)
 
 
 def read_file(file: Path, *, base: Path, order: int, year: int) -> Reading:

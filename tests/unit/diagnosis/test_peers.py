@@ -134,3 +134,10 @@ def test_the_rank_that_enqueued_the_fewest_collectives_lags():
     assert found.origin.rank == 1
     assert laggard(findings[::2]) is None
     assert laggard([]) is None
+
+
+def test_the_one_rank_without_a_timeout_is_named_in_every_others():
+    sources = [source(rank, nccl(rank, "ALLREDUCE"), rank=rank) for rank in (0, 1, 3)]
+    found = [f for s in compare(sources) for f in s.findings]
+    assert {f.origin.rank for f in found} == {2}
+    assert all("All but rank 2" in f.why for f in found)

@@ -81,7 +81,11 @@ def test_a_rule_compiles_for_the_automaton(rule):
     [
         ("RuntimeError: x, error code is 507054", "507054", FaultClass.DEVICE_MEMORY_ERROR),
         ("call f failed, error code:507010.", "507010", FaultClass.DEVICE_LOST),
-        ("HCCL function error: HcclAllReduce(a), error code is 9", "9", FaultClass.COLLECTIVE_TIMEOUT),
+        (
+            "HCCL function error: HcclAllReduce(a), error code is 9",
+            "9",
+            FaultClass.COLLECTIVE_TIMEOUT,
+        ),
         ("Error Code                     : 80E18402", "80E18402", FaultClass.DEVICE_MEMORY_ERROR),
         ("event_id:0x81078603", "81078603", FaultClass.LINK_DOWN),
         ("EJ9999: [PID: 1] something new", "EJ9999", FaultClass.LINK_DOWN),
