@@ -8,12 +8,13 @@ export PERDURE_HOME ?= $(CURDIR)/.perdure
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: help demo demo-stop test check format clean
+.PHONY: help demo demo-stop test bench check format clean
 
 help:
 	@echo "make demo       set everything up and run the main job with two faults"
 	@echo "make demo-stop  end the demo's Prefect server"
 	@echo "make test       set everything up and pass the tests"
+	@echo "make bench      speed beside other programs, printed as ratios"
 	@echo "make check      format, lint, types, layers, spelling"
 
 $(VENV)/.installed: pyproject.toml
@@ -30,6 +31,9 @@ demo-stop: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest
+
+bench: $(VENV)/.installed
+	$(BIN)/python -m benchmarks.diagnose
 
 check: $(VENV)/.installed
 	$(BIN)/ruff format --check

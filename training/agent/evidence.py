@@ -44,9 +44,9 @@ def device_logs(log_folder: Path, ranks: Sequence[int], tail_bytes: int) -> Iter
 def device_health(devices: Sequence[int]) -> Iterator[NodeText]:
     """What the driver's tools say, where they are installed; one that hangs ends the asking."""
     commands: list[tuple[Sequence[str], int | None]] = [(c, None) for c in TABLE_COMMANDS]
-    for device in devices:
-        filled = [[part.format(device=device) for part in c] for c in DEVICE_COMMANDS]
-        commands += [(command, device) for command in filled]
+    for number in devices:
+        filled = [[part.format(device=number) for part in c] for c in DEVICE_COMMANDS]
+        commands += [(command, number) for command in filled]
     for command, device in commands:
         if shutil.which(command[0]) is None:
             continue

@@ -107,7 +107,7 @@ def _is_later(candidate: Candidate, began: Candidate) -> bool:
     """Whether a line belongs to another event than the first one of its role in the source."""
     if candidate.at_s is None or began.at_s is None:
         return False
-    return abs(candidate.at_s - began.at_s) > ONE_EVENT_S
+    return candidate.at_s - began.at_s > ONE_EVENT_S
 
 
 # torch_npu wraps what CANN says, CANN collects what its modules logged and adds the calls that
@@ -119,6 +119,7 @@ _WRAPPER = re.compile(
     r"\bfunction error: |Error: .{0,300}\berror code is \d{6}\b|\bcall aclnn\w+ failed\b(?!.*detail:E\w+: \[)"
 )
 _SAYS_LITTLE = re.compile(r"\b(?:RuntimeError|Exception|OSError): |Error:?\s*$")
+_SUMMARY_OF_EXIT = re.compile(r"^\s*exitcode\s*: ")
 _BEHIND_PROGRESS_BAR = re.compile(r"\d(?:it/s|s/it)\b")
 
 
@@ -143,6 +144,8 @@ def _detail(finding: Finding) -> _Detail:
         return _Detail.GENERAL
     if finding.rule.startswith(CODE_RULE) and not _CANN_CODE.search(line):
         return _Detail.CODE
+    if _SUMMARY_OF_EXIT.search(line):
+        return _Detail.CALLER
     if _BEHIND_PROGRESS_BAR.search(line) or (_CALLER.search(line) and not _CANN_CODE.search(line)):
         return _Detail.CALLER
     return _Detail.OWN_WORDS

@@ -14,6 +14,7 @@ from training.diagnosis.lines import time_of
 
 MIN_COMMON_STEPS = 2
 MAX_ANCHORS = 500
+MAX_LINES = 2000
 # Ranks of one node print the same step this far apart without any clock being wrong.
 TOLERATED_S = 1.0
 _STEP = re.compile(r"\b(?:iteration|[sS]tep|global_step)['\"]?[\s=:\[]{1,4}(\d{1,15})\b")
@@ -22,12 +23,10 @@ _STEP = re.compile(r"\b(?:iteration|[sS]tep|global_step)['\"]?[\s=:\[]{1,4}(\d{1
 def anchors(text: str, *, year: int) -> dict[int, float]:
     """Step to the first time it is mentioned, for the newest steps of a text."""
     found: dict[int, float] = {}
-    for line in text.splitlines():
+    for line in text.splitlines()[-MAX_LINES:]:
         step = _STEP.search(line)
-        if step is None:
-            continue
-        stamp = time_of(line, year=year)
-        if stamp is not None:
+        stamp = time_of(line, year=year) if step is not None else None
+        if step is not None and stamp is not None:
             found.setdefault(int(step[1]), stamp)
     newest = sorted(found)[-MAX_ANCHORS:]
     return {step: found[step] for step in newest}

@@ -21,10 +21,15 @@ from training.policy.faults import FaultClass, RecoverableBy
 _NUMBER = r"\b[eE]rror ?[cC]ode(?: is|:|=)? ?\(?(?P<{0}>{1})\b"
 _LOOK_UPS: Mapping[str, tuple[str, ...]] = {
     # torch_npu: "HCCL function error: HcclAllReduce(...), error code is 9"
-    "hccl": (r"(?i:hccl).{0,400}?[eE]rror ?[cC]ode(?: is|:|=) ?(?P<hccl>\d{1,2})\b",),
+    "hccl": (
+        r"(?i:hccl).{0,400}?[eE]rror ?[cC]ode(?: is|:|=) ?(?P<hccl>\d{1,2})\b",
+        # HCCL's own logs: errNo[0x0000000005010009], module, place and result in two digits each
+        r"errNo\[0x0{8}05\w{2}00(?P<errno>[0-9a-f]{2})\]",
+    ),
     "acl": (
         _NUMBER.format("acl", r"\d{6}"),
-        r"\b(?:ErrCode|errCode|errno|result|ret|failed|code)[ =:]{1,3}(?P<acl2>[1235]\d{5})\b",
+        r"\b(?:[eE]rr(?:or)?_?[cC]ode|[rR]et_?[cC]ode|errno|result|ret|failed|code|status)"
+        r"[ =:]{1,3}(?P<acl2>[1235]\d{5})\b",
     ),
     "chip": (
         r"\b(?:event_id|[fF]ault ?[cC]ode|Error Code|errorCode|fault_code)"
@@ -90,6 +95,8 @@ def look_up(line: str) -> CodeFact | None:
     for table, pattern in _COMPILED.items():
         for found in pattern.finditer(line):
             code = next(group for group in found.groups() if group is not None).upper()
+            if found.groupdict().get("errno"):
+                code = str(int(code, 16))
             spec = _find(table, code)
             if spec is not None:
                 return CodeFact(code, table, spec)

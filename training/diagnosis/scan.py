@@ -22,8 +22,10 @@ from training.diagnosis.rules import Role, Rule, load_rules
 from training.policy.faults import FaultClass, RecoverableBy
 
 CONTEXT_SIZE_BYTES = 8 << 10
-TAIL_SIZE_BYTES = 2 << 20
+TAIL_SIZE_BYTES = 1 << 20
 MAX_LINE_CHARS = 4000
+MAX_TIME_CHARS = 200  # of a line are searched for its time
+TIME_LOOK_BACK_BYTES = 128 << 10
 _NO_PATTERN = 1 << 20  # a line to be read though no pattern of the automaton matches
 MAX_HITS_PER_BLOCK = 2000
 MAX_LINES_PER_RULE_AND_BLOCK = 256  # that differ in more than digits
@@ -249,13 +251,17 @@ class _State:
     def time_at(self, offset: int) -> float | None:
         """Time of the nearest line before an offset that has one; offsets ascend."""
         position = offset - self._base
-        lines = self._region[self._timed_to : position].split(b"\n")
-        self._timed_to = max(self._timed_to, position)
-        for line in reversed(lines):
-            stamp = time_of(line[:200].decode("utf-8", "replace"), year=self.year)
+        region, stop = self._region, position
+        earliest = max(self._timed_to, position - TIME_LOOK_BACK_BYTES)
+        while stop > earliest:
+            begin = region.rfind(b"\n", earliest, stop - 1) + 1 or earliest
+            head = region[begin : min(stop, begin + MAX_TIME_CHARS)].decode("utf-8", "replace")
+            stamp = time_of(head, year=self.year)
             if stamp is not None:
                 self.seen_s = stamp
                 break
+            stop = begin
+        self._timed_to = max(self._timed_to, position)
         return self.seen_s
 
     def end(self) -> None:
@@ -301,7 +307,8 @@ def scan(chunks: Iterable[bytes], *, year: int) -> Scan:
         if not size_bytes:
             is_text = looks_like_text(region)
         _read(region, context, size_bytes, state)
-        context = (context + region)[-CONTEXT_SIZE_BYTES:]
+        short = len(region) < CONTEXT_SIZE_BYTES
+        context = (context + region if short else region)[-CONTEXT_SIZE_BYTES:]
         size_bytes += len(region)
         tail.append(region)
         kept_bytes += len(region)

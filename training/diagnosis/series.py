@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from training.diagnosis.lines import Origin, is_progress, origin_of, time_of
+from training.diagnosis.lines import is_progress, origin_of, time_of
 from training.diagnosis.rules import Role
 from training.diagnosis.scan import Finding
 from training.policy.faults import FaultClass, RecoverableBy
@@ -21,6 +21,10 @@ _LOSS = re.compile(rf"\b(?:lm |train[_ ])?loss['\"]?\s*[:=]\s*{_NUMBER}", re.IGN
 _NORM = re.compile(rf"\bgrad(?:ient)?[ _]?norm['\"]?\s*[:=]\s*{_NUMBER}", re.IGNORECASE)
 _STEP_S = re.compile(r"elapsed time per iteration \((m?)s\):\s*(\d+(?:\.\d+)?)")
 
+_DIVERGED = (
+    "Go back to a checkpoint before it; then change the data order, the learning rate or the "
+    "clipping."
+)
 MIN_HISTORY = 3
 HISTORY = 50
 LOSS_JUMP_RATIO = 1.5
@@ -67,10 +71,7 @@ def find_jump(text: str, *, year: int) -> Finding | None:
             recoverable_by=RecoverableBy.RETRY if recovered else RecoverableBy.USER_FIX,
             why=f"The loss jumped from about {usual:.3g} to {series[index].loss:.3g}"
             + (" and came back by itself." if recovered else " and did not come back."),
-            action=""
-            if recovered
-            else "Go back to a checkpoint before it; then change the data "
-            "order, the learning rate or the clipping.",
+            action="" if recovered else _DIVERGED,
         )
     return None
 
@@ -78,7 +79,7 @@ def find_jump(text: str, *, year: int) -> Finding | None:
 def _measurements(text: str) -> list[Measurement]:
     found = []
     for line in text.splitlines()[-MAX_LINES:]:
-        loss = _LOSS.search(line)
+        loss = _LOSS.search(line) if "oss" in line else None
         if loss is None:
             continue
         norm = _NORM.search(line)
@@ -87,6 +88,8 @@ def _measurements(text: str) -> list[Measurement]:
 
 
 def _jumps(now: Measurement, history: Sequence[Measurement]) -> bool:
+    if now.loss <= LOSS_JUMP_RATIO * min(m.loss for m in history):
+        return False  # not above any median of them either
     usual = median(m.loss for m in history)
     if not math.isfinite(usual) or usual <= 0 or not math.isfinite(now.loss):
         return False
@@ -110,16 +113,16 @@ def find_stall(text: str, *, year: int) -> Finding | None:
     Half an hour without a step, and ten steps' time, is a stall; a log that just ends is none.
     """
     lines = [line for line in text.splitlines()[-MAX_LINES:] if line.strip()]
-    steps = [index for index, line in enumerate(lines) if is_progress(line)]
-    if not steps:
+    last = next((i for i in range(len(lines) - 1, -1, -1) if is_progress(lines[i])), None)
+    if last is None:
         return None
-    after = lines[steps[-1] + 1 :]
+    after = lines[last + 1 :]
     times = [(stamp, line) for line in after if (stamp := time_of(line, year=year)) is not None]
-    began_s = time_of(lines[steps[-1]], year=year)
+    began_s = time_of(lines[last], year=year)
     if not times:
         return None
     silent_s = times[-1][0] - (began_s if began_s is not None else times[0][0])
-    if silent_s < max(STALL_S, STALL_STEPS * _step_duration_s(lines[steps[-1]])):
+    if silent_s < max(STALL_S, STALL_STEPS * _step_duration_s(lines[last])):
         return None
     return Finding(
         rule="stall",
@@ -138,6 +141,3 @@ def _step_duration_s(line: str) -> float:
     if found is None:
         return 0.0
     return float(found[2]) / (1000.0 if found[1] else 1.0)
-
-
-__all__ = ["Origin", "find_jump", "find_stall"]

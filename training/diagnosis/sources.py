@@ -24,12 +24,14 @@ from training.diagnosis.pages import BLOCK_SIZE_BYTES, MAX_LINE_SIZE_BYTES
 from training.diagnosis.peers import compare
 from training.diagnosis.scan import (
     MAX_LINE_CHARS,
+    Finding,
     Scan,
     scan,
 )
 from training.diagnosis.series import find_jump, find_stall
 from training.diagnosis.stacks import find_stacks
 from training.errors import InputError
+from training.policy.faults import FaultClass, RecoverableBy
 
 STANDARD_INPUT = "-"
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -41,6 +43,11 @@ NOT_LOGS = frozenset(
     " .safetensors .distcp .parquet .arrow .zip .tar .so .pyc .sqlite .db".split()
 )
 
+# Words of a program that goes on from what it saved itself.
+_OWN_CHECKPOINT = re.compile(
+    r"history checkpoint|[Rr]esum(?:e|ing) (?:from|training)|[Rr]estor(?:e|ing)|load_checkpoint"
+    r"|latest(?:_checkpoint|[ _]iteration)|iter_\d{5,}|global_step\d+|checkpoint-\d+"
+)
 _PATH_RANK = re.compile(r"(?:^|(?<!local)[/_.-])rank[-_]?(\d+)(?=[/_.-]|$)")
 _PATH_WORKER = re.compile(r"(?:^|[/_.-])(?:worker|task|proc)[-_]?(\d+)(?=[/_.-]|$)")
 _PATH_NODE = re.compile(r"(?:^|/)((?:node|host|server|pod)[\w-]*?\d)(?=[/.]|$|[_-]+[a-z])")
@@ -155,6 +162,7 @@ def read_scan(name: str, seen: Scan, *, order: int, year: int) -> Reading:
         *seen.findings,
         *(replace(f, offset=f.offset + shift) for f in further if f is not None),
     ]
+    findings = [_resumed(f, seen.tail) for f in findings]
     rank = _PATH_RANK.search(name) or _PATH_WORKER.search(name)
     device = _PATH_DEVICE.search(name) or _TORCHRUN_LOCAL_RANK.search(name)
     node = _PATH_NODE.search(name)
@@ -167,6 +175,16 @@ def read_scan(name: str, seen: Scan, *, order: int, year: int) -> Reading:
         device=int(device[1]) if device else None,
     )
     return Reading(source, anchors(seen.tail, year=year), seen.size_bytes, seen.is_text)
+
+
+def _resumed(finding: Finding, text: str) -> Finding:
+    """A damaged file is a checkpoint of the run, with one before it, or was brought by the user."""
+    if finding.fault_class is not FaultClass.CHECKPOINT_CORRUPT or finding.recoverable_by:
+        return finding
+    is_own = _OWN_CHECKPOINT.search(text) is not None
+    return replace(
+        finding, recoverable_by=RecoverableBy.RETRY if is_own else RecoverableBy.USER_FIX
+    )
 
 
 def context_of(file: Path, line: str, *, radius: int) -> list[str]:

@@ -1,0 +1,1 @@
+"""Speed, measured beside other programs in one run."""
