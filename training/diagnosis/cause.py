@@ -8,7 +8,7 @@ survived is no cause. Times are seconds since the epoch.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from math import inf
@@ -116,7 +116,8 @@ _PLOG = re.compile(r"\[ERROR\] ?[A-Z]+\(\d+,|\bThe error from device\b")
 _CALLER = re.compile(r"\[FUNC:\w+\] ?\[FILE:")
 _CANN_CODE = re.compile(r"\bE[A-Z0-9]\d{4}(?::|\[PID|\))")
 _WRAPPER = re.compile(
-    r"\bfunction error: |Error: .{0,300}\berror code is \d{6}\b|\bcall aclnn\w+ failed\b(?!.*detail:E\w+: \[)"
+    r"\bfunction error: |Error: .{0,300}\berror code is \d{6}\b"
+    r"|\bcall aclnn\w+ failed\b(?!.*detail:E\w+: \[)"
 )
 _SAYS_LITTLE = re.compile(r"\b(?:RuntimeError|Exception|OSError): |Error:?\s*$")
 _SUMMARY_OF_EXIT = re.compile(r"^\s*exitcode\s*: ")
@@ -134,21 +135,19 @@ class _Detail(IntEnum):
     WRAPPER = 5
 
 
+_DETAILS: Sequence[tuple[_Detail, Callable[[Finding], object]]] = (
+    (_Detail.WRAPPER, lambda f: _WRAPPER.search(f.line)),
+    (_Detail.NEAREST, lambda f: _PLOG.search(f.line)),
+    (_Detail.GENERAL, lambda f: f.rule == EXCEPTION_RULE and _SAYS_LITTLE.search(f.line)),
+    (_Detail.CODE, lambda f: f.rule.startswith(CODE_RULE) and not _CANN_CODE.search(f.line)),
+    (_Detail.CALLER, lambda f: _SUMMARY_OF_EXIT.search(f.line)),
+    (_Detail.CALLER, lambda f: _BEHIND_PROGRESS_BAR.search(f.line)),
+    (_Detail.CALLER, lambda f: _CALLER.search(f.line) and not _CANN_CODE.search(f.line)),
+)
+
+
 def _detail(finding: Finding) -> _Detail:
-    line = finding.line
-    if _WRAPPER.search(line):
-        return _Detail.WRAPPER
-    if _PLOG.search(line):
-        return _Detail.NEAREST
-    if finding.rule == EXCEPTION_RULE and _SAYS_LITTLE.search(line):
-        return _Detail.GENERAL
-    if finding.rule.startswith(CODE_RULE) and not _CANN_CODE.search(line):
-        return _Detail.CODE
-    if _SUMMARY_OF_EXIT.search(line):
-        return _Detail.CALLER
-    if _BEHIND_PROGRESS_BAR.search(line) or (_CALLER.search(line) and not _CANN_CODE.search(line)):
-        return _Detail.CALLER
-    return _Detail.OWN_WORDS
+    return next((d for d, holds in _DETAILS if holds(finding)), _Detail.OWN_WORDS)
 
 
 def _informed(best: Candidate, ranked: Sequence[Candidate]) -> Candidate:
@@ -236,7 +235,7 @@ def _either(told: bool | None, default: bool) -> bool:  # noqa: FBT001 a value, 
 
 _ACTIONS = {
     RecoverableBy.RETRY: "Start again; if it comes back, look further.",
-    RecoverableBy.RESCHEDULE: "Let the job go on elsewhere, and look at the node before it is used again.",
+    RecoverableBy.RESCHEDULE: "Let the job go on elsewhere; look at the node before its next use.",
     RecoverableBy.ISOLATE: "Keep the node out until its hardware has been checked.",
     RecoverableBy.USER_FIX: "Correct what the line names; a restart alone will fail again.",
 }

@@ -16,11 +16,14 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from training.diagnosis.rules import Role
+from training.policy.chips import ChipLevel, Kind, chip_fact
 from training.policy.faults import FaultClass, RecoverableBy
 
 _NUMBER = r"\b[eE]rror ?[cC]ode(?: is|:|=)? ?\(?(?P<{0}>{1})\b"
+_AFTER = r"[ =:]{1,3}(?P<acl2>[1235]\d{5})\b"
+_CHIP = r"\s*[:=]\s*\[?\"?(?:0x)?(?P<chip>[0-9a-fA-F]{8})\b"
 _LOOK_UPS: Mapping[str, tuple[str, ...]] = {
-    # torch_npu: "HCCL function error: HcclAllReduce(...), error code is 9"
+    # torch_npu puts HcclResult behind the name of the call, two digits at most.
     "hccl": (
         r"(?i:hccl).{0,400}?[eE]rror ?[cC]ode(?: is|:|=) ?(?P<hccl>\d{1,2})\b",
         # HCCL's own logs: errNo[0x0000000005010009], module, place and result in two digits each
@@ -29,12 +32,9 @@ _LOOK_UPS: Mapping[str, tuple[str, ...]] = {
     "acl": (
         _NUMBER.format("acl", r"\d{6}"),
         r"\b(?:[eE]rr(?:or)?_?[cC]ode|[rR]et_?[cC]ode|errno|result|ret|failed|code|status)"
-        r"[ =:]{1,3}(?P<acl2>[1235]\d{5})\b",
+        + _AFTER,
     ),
-    "chip": (
-        r"\b(?:event_id|[fF]ault ?[cC]ode|Error Code|errorCode|fault_code)"
-        r"\s*[:=]\s*\[?\"?(?:0x)?(?P<chip>[0-9a-fA-F]{8})\b",
-    ),
+    "chip": (r"\b(?:event_id|[fF]ault ?[cC]ode|Error Code|errorCode|fault_code)" + _CHIP,),
     "family": (r"(?:^|[\s(\[])(?P<family>E[A-Z]\d{4}|E[1-9]\d{4})(?=[:)\]]|\[PID|: )",),
 }
 
@@ -88,6 +88,41 @@ def _spec(row: dict[str, object]) -> CodeSpec:
     return CodeSpec.model_validate({("fault_class" if k == "class" else k): row[k] for k in row})
 
 
+# What the level that MindCluster gives a chip fault code comes down to.
+ANSWERS: Mapping[ChipLevel, RecoverableBy] = {
+    ChipLevel.NOT_HANDLED: RecoverableBy.RETRY,
+    ChipLevel.SUB_HEALTHY: RecoverableBy.RETRY,
+    ChipLevel.RESTART_REQUEST: RecoverableBy.RETRY,
+    ChipLevel.RESTART_JOB: RecoverableBy.RETRY,
+    ChipLevel.RESET_WHEN_IDLE: RecoverableBy.RESCHEDULE,
+    ChipLevel.RESET_NOW: RecoverableBy.RESCHEDULE,
+    ChipLevel.NO_NEW_JOBS: RecoverableBy.RESCHEDULE,
+    ChipLevel.SEPARATE: RecoverableBy.ISOLATE,
+    ChipLevel.SEPARATE_BY_HAND: RecoverableBy.ISOLATE,
+}
+
+
+def _of_chip(code: str, spec: CodeSpec) -> CodeSpec:
+    """A chip's code with what the table of chip fault codes knows about it."""
+    fact = chip_fact(code)
+    if fact is None:
+        return spec
+    told: dict[str, object] = {}
+    if fact.level is not None:
+        told["recoverable_by"] = ANSWERS[fact.level]
+    if fact.cause:
+        told["means"] = f"{spec.means} ({fact.cause})"
+    if fact.kind is Kind.USER:
+        told |= {
+            "recoverable_by": RecoverableBy.USER_FIX,
+            "user_fault": True,
+            "hardware_fault": False,
+        }
+    elif fact.kind is Kind.HARDWARE:
+        told["hardware_fault"] = True
+    return spec.model_copy(update=told)
+
+
 def look_up(line: str) -> CodeFact | None:
     """The most telling code of a line, looked up; None when it carries none that is known."""
     if _HEADER.search(line):
@@ -98,6 +133,8 @@ def look_up(line: str) -> CodeFact | None:
             if found.groupdict().get("errno"):
                 code = str(int(code, 16))
             spec = _find(table, code)
+            if spec is not None and table == "chip":
+                spec = _of_chip(code, spec)
             if spec is not None:
                 return CodeFact(code, table, spec)
     return None

@@ -102,7 +102,7 @@ def judge(line: str, before: str) -> Raised | None:
     traced = bool(_TRACEBACK.search(before))
     if found["type"] is None and not traced:
         return None
-    frames = [path for path in _FRAME.findall(before[before.rfind("Traceback") :])][-12:]
+    frames: list[str] = _FRAME.findall(before[before.rfind("Traceback") :])[-12:]
     spec = next(row for row in load_exceptions() if _applies(row, name, frames))
     role = Role[spec.role.upper()]
     stands_alone = found.start() == 0 or not line[: found.start()].strip(" \t")

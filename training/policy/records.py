@@ -153,6 +153,9 @@ class Decided(Record):
     isolate: str | None
     reason: str
     skipped: tuple[str, ...] = ()
+    end_of_life_checkpoint: bool = False
+    accept_abnormal: bool = False
+    sub_healthy: bool = False
 
 
 class RungFailed(Record):

@@ -28,7 +28,7 @@ from training.job import Job
 from training.ledger import Identity, Ledger
 from training.policy.faults import Fault, FaultClass
 from training.policy.history import AttemptView, RunHistory, fault_of, record_of
-from training.policy.ladder import RESTARTS_IN_PLACE, Decision, Policy, Rung, decide
+from training.policy.ladder import RESTARTS_IN_PLACE, Capacity, Decision, Policy, Rung, decide
 from training.policy.records import (
     AttemptEnded,
     AttemptStarted,
@@ -477,6 +477,7 @@ class Run:
             ),
             supported=self.engine.capabilities,
             policy=self.policy,
+            capacity=self._capacity(history),
         )
         placement, attempt = view.key
         self.ledger.append(
@@ -487,9 +488,16 @@ class Run:
             isolate=decision.isolate,
             reason=decision.reason,
             skipped=decision.skipped,
+            end_of_life_checkpoint=decision.end_of_life_checkpoint,
+            accept_abnormal=decision.accept_abnormal,
+            sub_healthy=decision.sub_healthy,
         )
         self.refresh()
         return decision
+
+    def _capacity(self, history: RunHistory) -> Capacity:
+        healthy = set(self.engine.nodes()) - set(history.isolated)
+        return Capacity(healthy=len(healthy), needed=self.job.engine.nodes)
 
     def _record_failed_rung(self, rung: Rung, why: str) -> None:
         """A rung could not be carried out: put it on record and ask the ladder again."""

@@ -76,7 +76,8 @@ def test_a_driver_that_does_not_answer_is_asked_no_more(tools, monkeypatch):
 
 
 def test_the_agent_hands_over_what_its_workers_left(shared):
-    program = 'mkdir -p "$ASCEND_PROCESS_LOG_PATH/plog" && echo told > $ASCEND_PROCESS_LOG_PATH/plog/a.log'
+    folder = "$ASCEND_PROCESS_LOG_PATH/plog"
+    program = f'mkdir -p "{folder}" && echo told > "{folder}/a.log"'
     shared.finish("sh", "-c", program)
     texts = shared.call(EvidenceQuery(tail_bytes=1000)).texts
     assert [(text.rank, text.text) for text in texts if text.name.endswith("a.log")] == [

@@ -18,12 +18,11 @@ ORDINARY = [
     "step 12 loss 3.4",
     "INFO saved checkpoint step-00000100 in 3.2 s",
     "warning: no errors were found",
-    " iteration      100/    1000 | consumed samples: 25600 | lm loss: 2.345E+00 | grad norm: 0.9 |"
-    " number of skipped iterations:   0 | number of nan iterations:   0 |",
+    " iteration   100/  1000 | lm loss: 2.345E+00 | grad norm: 0.9 | number of nan iterations: 0 |",
     "[rank0]:[I1121 02:07:08.408271257 ProcessGroupNCCL.cpp:905] NCCL_DEBUG: N/A, timeout(ms): 600",
     "HCCL_EXEC_TIMEOUT=1836 HCCL_CONNECT_TIMEOUT=600",
     "{'loss': 1.42, 'grad_norm': 0.53, 'learning_rate': 4.5e-06, 'epoch': 0.66}",
-    "| 0     910B3               | OK            | 92.6        38                0    / 0             |",
+    "| 0     910B3               | OK            | 92.6        38            0    / 0         |",
     "Health Status                  : OK",
     "HBM Double Bit Error Count               : 0",
     "link status: UP",
@@ -95,6 +94,23 @@ def test_a_number_after_error_code_is_looked_up(line, code, fault_class):
     fact = look_up(line)
     assert fact is not None
     assert (fact.code, fact.spec.fault_class) == (code, fault_class)
+
+
+@pytest.mark.parametrize(
+    ("code", "answer", "user_fault"),
+    [
+        ("80E18402", "isolate", None),  # SeparateNPU
+        ("80E18400", "retry", None),  # NotHandleFault
+        ("80C98001", "reschedule", None),  # RestartNPU
+        ("80C98002", "user-fix", True),  # class User of the knowledge graph
+    ],
+)
+def test_a_chips_code_is_answered_by_its_level_and_by_who_caused_it(code, answer, user_fault):
+    fact = look_up(f"Fault RAS occurs in the system: [event_id:0x{code.lower()}]")
+    assert fact is not None
+    assert (fact.code, fact.spec.recoverable_by) == (code, answer)
+    assert fact.spec.user_fault is user_fault
+    assert fact.spec.means.endswith(")")
 
 
 def test_a_number_that_no_table_knows_says_nothing():
