@@ -154,6 +154,7 @@ def status(run_id: RunId, *, as_json: AsJson = False) -> None:
     history = Ledger(store, run_id).read()
     rows = attempt_rows(history)
     kept = kept_steps(store, run_id)
+    fault = _last_fault(history)
     document = {
         "run_id": run_id,
         "state": history.ended.outcome if history.ended else "running",
@@ -162,6 +163,7 @@ def status(run_id: RunId, *, as_json: AsJson = False) -> None:
         "ettr": _ettr(history, kept),
         "isolated": list(history.isolated),
         "attempts": [asdict(row) for row in rows],
+        "fault": fault,
     }
     if as_json:
         print(json.dumps(document, indent=1))
@@ -170,6 +172,8 @@ def status(run_id: RunId, *, as_json: AsJson = False) -> None:
     for name in ("run_id", "state", "committed_step", "target_step", "ettr", "isolated"):
         console.print(f"{name}: {document[name]}", highlight=False)
     _print_attempts(console, rows)
+    for name, value in (fault or {}).items():
+        console.print(f"{name}: {value}", markup=False, highlight=False)
 
 
 @app.command()
@@ -309,6 +313,12 @@ def _print_outcome(console: Console, job: Job, ui_url: str) -> None:
         console.print(f"steps kept: {len(kept)}, {ratio}", highlight=False)
         console.print(f"loss picture: {picture}", highlight=False, soft_wrap=True)
     console.print(f"Prefect UI: {ui_url}", highlight=False, soft_wrap=True)
+
+
+def _last_fault(history: RunHistory) -> dict[str, Any] | None:
+    """The newest fault on record, without the fields that say nothing."""
+    faults = [a.ended.fault for a in history.attempts if a.ended is not None and a.ended.fault]
+    return faults[-1].model_dump(mode="json", exclude_defaults=True) if faults else None
 
 
 def _print_attempts(console: Console, rows: Sequence[AttemptRow]) -> None:
