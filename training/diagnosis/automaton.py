@@ -19,13 +19,10 @@ from pathlib import Path
 import hyperscan
 
 from training.diagnosis import codes, exceptions
+from training.diagnosis.recognise import UNEXPLAINED
 from training.diagnosis.rules import Rule, load_rules
 from training.home import home_folder
 
-# An error that no rule, code or exception type explains is still worth showing.
-UNEXPLAINED = (
-    r"\b(?:ERROR|FATAL|CRITICAL)\b|[Ff]atal [Ee]rror\b|^[Ee]rror: |^panic: |\[[EF]\d{0,4} "
-)
 _FLAGS = hyperscan.HS_FLAG_MULTILINE | hyperscan.HS_FLAG_PREFILTER
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from math import inf
 
+from training.diagnosis.recognise import CODE_RULE, EXCEPTION_RULE, Finding
 from training.diagnosis.rules import Role
-from training.diagnosis.scan import CODE_RULE, EXCEPTION_RULE, Finding
 from training.policy.faults import TRAITS, Fault, FaultClass, RecoverableBy
 
 MAX_RUNNERS_UP = 5

@@ -15,8 +15,9 @@ from enum import IntEnum
 from training.diagnosis.cause import Candidate, Diagnosis, Source, fault_of, rank_candidates
 from training.diagnosis.exits import AGREED, EXIT_DONE, signal_name, signal_of
 from training.diagnosis.peers import compare
+from training.diagnosis.recognise import Finding, recognise
 from training.diagnosis.rules import Role
-from training.diagnosis.scan import Finding, recognise, scan_text
+from training.diagnosis.scan import scan_text
 from training.policy.faults import TRAITS, Fault, FaultClass
 
 MAX_RUNNERS_UP = 5

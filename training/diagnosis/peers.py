@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from training.diagnosis.cause import Source
+from training.diagnosis.recognise import Finding
 from training.diagnosis.rules import Role
-from training.diagnosis.scan import Finding
 from training.policy.faults import FaultClass, RecoverableBy
 
 # HCCL: tag[AllReduce_<group>], then on a later line of the same report rankId[0], index[21]

@@ -7,7 +7,6 @@ of lines is read, per rule the first and the last ones of a source are kept. Siz
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
@@ -15,11 +14,11 @@ from dataclasses import dataclass, field, replace
 
 import hyperscan
 
-from training.diagnosis import automaton, codes, exceptions
-from training.diagnosis.lines import Origin, is_low_level, origin_of, time_of
+from training.diagnosis import automaton, exceptions
+from training.diagnosis.lines import Origin, origin_of, time_of
 from training.diagnosis.pages import Page, distinct, looks_like_text, regions, shape_of
-from training.diagnosis.rules import Role, Rule, load_rules
-from training.policy.faults import FaultClass, RecoverableBy
+from training.diagnosis.recognise import Finding, recognise
+from training.diagnosis.rules import Role
 
 CONTEXT_SIZE_BYTES = 8 << 10
 TAIL_SIZE_BYTES = 1 << 20
@@ -36,49 +35,6 @@ KEPT_AT_EACH_END = 32
 # What training prints because it goes on; counted, not read.
 _PROGRESS_MARK = b"loss"
 _SCALE_MARK = b"scal"  # of the loss: no progress
-CODE_RULE = "code-"
-EXCEPTION_RULE = "exception"
-_LEVEL_RULE = "error-line"
-_UNEXPLAINED = re.compile(automaton.UNEXPLAINED)
-_PART_OF_TRACEBACK = re.compile(r'File "|\^\^\^|~~~|Trace[Bb]ack \(most recent')
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """A line that says something about a fault.
-
-    Attributes:
-        rule: id of the rule that recognised it; "code-" with a table's name, "exception" and
-            "error-line" for the general ones.
-        offset: where the line begins in its source.
-        origin: what the line itself tells about time and place.
-        seen_s: time of the line, or of the nearest line before it that has one.
-        is_low_level: logged as information or a warning, and its rule does not count those.
-        progress_before: lines of training progress before it in the same source, roughly.
-        progress_after: the same after it.
-        frame: file that raised the exception, for exceptions.
-        replaces: raised while the exception before it was being handled, so that one was not
-            the end.
-    """
-
-    rule: str
-    fault_class: FaultClass
-    role: Role
-    line: str
-    offset: int
-    origin: Origin
-    seen_s: float | None = None
-    code: str | None = None
-    recoverable_by: RecoverableBy | None = None
-    user_fault: bool | None = None
-    hardware_fault: bool | None = None
-    why: str = ""
-    action: str = ""
-    is_low_level: bool = False
-    progress_before: int = 0
-    progress_after: int = 0
-    frame: str | None = None
-    replaces: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,121 +52,6 @@ class Scan:
     tail: str
     size_bytes: int
     is_text: bool
-
-
-def recognise(line: str, before: str, candidates: Iterable[Rule] | None = None) -> Finding | None:
-    """What a line says: by the first rule that matches, else by a code, else as an exception.
-
-    Args:
-        line: one line of output.
-        before: text shortly before it.
-        candidates: rules to try, in order; None: all.
-    """
-    if _says_nothing(line, before):
-        return None
-    for rule in load_rules() if candidates is None else candidates:
-        found = rule.pattern.search(line)
-        if found and (rule.after is None or rule.after.search(before)):
-            told = _by_code(line) if rule.role is not Role.ROOT else None
-            names_cause = told is not None and told.role is Role.ROOT
-            return told if names_cause else _by_rule(rule, found, line)
-    return _by_code(line) or _by_exception(line, before) or _by_level(line)
-
-
-# CANN's own guesses at causes, and the box that rich draws around a traceback.
-_ADVICE = re.compile(
-    r"^\s*(?:Possible [Cc]ause|Solution|Suggestion|Rectify|\u2502|\u2503)|\braise [\w.]+\("
-)
-_FRAME_END = re.compile(r'File "[^"\n]+", line \d+(?:, in [^\n]+)?$')
-
-
-def _says_nothing(line: str, before: str) -> bool:
-    """Whether a line is advice, or source code quoted in a traceback."""
-    if _ADVICE.search(line):
-        return True
-    quoted = _FRAME_END.search(before.rstrip()) is not None
-    return quoted and not exceptions.names_exception(line)
-
-
-def _by_rule(rule: Rule, found: re.Match[str], line: str) -> Finding:
-    spec, groups = rule.spec, found.groupdict()
-    rank, device = groups.get("rank"), groups.get("device")
-    return Finding(
-        rule=rule.id,
-        fault_class=rule.fault_class,
-        role=rule.role,
-        line=line,
-        offset=0,
-        origin=Origin(
-            rank=int(rank) if rank and rank.isdigit() else None,
-            node=groups.get("node"),
-            device=int(device) if device and device.isdigit() else None,
-        ),
-        code=groups.get("code") or spec.code,
-        recoverable_by=spec.recoverable_by,
-        user_fault=spec.user_fault,
-        hardware_fault=spec.hardware_fault,
-        why=spec.why,
-        action=spec.action,
-        is_low_level=not spec.any_level and is_low_level(line),
-    )
-
-
-def _by_code(line: str) -> Finding | None:
-    fact = codes.look_up(line)
-    if fact is None:
-        return None
-    spec = fact.spec
-    return Finding(
-        rule=f"{CODE_RULE}{fact.table}",
-        fault_class=spec.fault_class,
-        role=fact.role,
-        line=line,
-        offset=0,
-        origin=Origin(),
-        code=fact.code,
-        recoverable_by=spec.recoverable_by,
-        user_fault=spec.user_fault,
-        hardware_fault=spec.hardware_fault,
-        why=f"Code {fact.code}: {spec.means}.",
-        is_low_level=is_low_level(line),
-    )
-
-
-def _by_exception(line: str, before: str) -> Finding | None:
-    raised = exceptions.judge(line, before)
-    if raised is None:
-        return None
-    spec = raised.spec
-    return Finding(
-        rule=EXCEPTION_RULE,
-        fault_class=spec.fault_class,
-        role=raised.role,
-        line=line,
-        offset=0,
-        origin=Origin(),
-        recoverable_by=raised.recoverable_by,
-        user_fault=spec.user_fault,
-        hardware_fault=spec.hardware_fault,
-        why=f"Python raised {raised.type}"
-        + (f" in {raised.frame}." if raised.frame is not None else "."),
-        is_low_level=is_low_level(line),
-        frame=raised.frame,
-    )
-
-
-def _by_level(line: str) -> Finding | None:
-    if _UNEXPLAINED.search(line) is None or _PART_OF_TRACEBACK.search(line):
-        return None
-    return Finding(
-        rule=_LEVEL_RULE,
-        fault_class=FaultClass.UNKNOWN,
-        role=Role.HINT,
-        line=line,
-        offset=0,
-        origin=Origin(),
-        is_low_level=is_low_level(line),
-    )
 
 
 @dataclass(slots=True)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from training.diagnosis.lines import is_progress, origin_of, time_of
+from training.diagnosis.recognise import Finding
 from training.diagnosis.rules import Role
-from training.diagnosis.scan import Finding
 from training.policy.faults import FaultClass, RecoverableBy
 
 _NUMBER = r"(nan|[-+]?inf|[-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)"

@@ -22,12 +22,8 @@ from training.diagnosis.cause import Diagnosis, Source, choose
 from training.diagnosis.clocks import anchors, offsets
 from training.diagnosis.pages import BLOCK_SIZE_BYTES, MAX_LINE_SIZE_BYTES
 from training.diagnosis.peers import compare
-from training.diagnosis.scan import (
-    MAX_LINE_CHARS,
-    Finding,
-    Scan,
-    scan,
-)
+from training.diagnosis.recognise import Finding
+from training.diagnosis.scan import MAX_LINE_CHARS, Scan, scan
 from training.diagnosis.series import find_jump, find_stall
 from training.diagnosis.stacks import find_stacks
 from training.errors import InputError

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 
 from training.diagnosis.lines import origin_of
+from training.diagnosis.recognise import Finding
 from training.diagnosis.rules import Role
-from training.diagnosis.scan import Finding
 from training.policy.faults import FaultClass
 
 # py-spy: `Thread 1439102 (idle): "MainThread"` and `    wait (threading.py:306)`

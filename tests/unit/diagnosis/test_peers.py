@@ -6,8 +6,9 @@ import pytest
 
 from training.diagnosis.cause import Source
 from training.diagnosis.peers import compare, laggard, missing_ranks
+from training.diagnosis.recognise import Finding
 from training.diagnosis.rules import Role
-from training.diagnosis.scan import Finding, scan_text
+from training.diagnosis.scan import scan_text
 from training.policy.faults import FaultClass, RecoverableBy
 
 

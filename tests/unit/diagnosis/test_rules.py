@@ -7,8 +7,9 @@ import pytest
 
 from training.diagnosis.automaton import portable
 from training.diagnosis.codes import load_codes, look_up
+from training.diagnosis.recognise import recognise
 from training.diagnosis.rules import Role, load_rules, match_line
-from training.diagnosis.scan import recognise, scan_text
+from training.diagnosis.scan import scan_text
 from training.policy.faults import FaultClass
 
 RULES = load_rules()

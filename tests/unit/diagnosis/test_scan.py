@@ -12,14 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from training.diagnosis.pages import BLOCK_SIZE_BYTES
+from training.diagnosis.recognise import Finding, recognise
 from training.diagnosis.rules import Role
 from training.diagnosis.scan import (
     KEPT_AT_EACH_END,
     MAX_LINE_CHARS,
     TAIL_SIZE_BYTES,
-    Finding,
     Scan,
-    recognise,
     scan,
     scan_text,
 )
