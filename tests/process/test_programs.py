@@ -91,7 +91,7 @@ def test_torchrun_as_the_command_is_stopped_with_everything_it_started(bench, tm
     assert running.finish() == 1
     (attempt,) = running.history.attempts
     assert attempt.ended.fault.fault_class == "native_crash"
-    assert "SIGKILL" in attempt.ended.fault.evidence
+    assert "(exitcode: -9) local_rank: 1" in attempt.ended.fault.evidence
     running.leave_nothing()
 
 

@@ -19,7 +19,7 @@ from training.diagnosis.rules import Role
 from training.policy.chips import ChipLevel, Kind, chip_fact
 from training.policy.faults import FaultClass, RecoverableBy
 
-_NUMBER = r"\b[eE]rror ?[cC]ode(?: is|:|=)? ?\(?(?P<{0}>{1})\b"
+_NUMBER = r"\b[eE]rror ?[cC]ode(?: is)?[:=]? ?\(?(?P<{0}>{1})\b"
 _AFTER = r"[ =:]{1,3}(?P<acl2>[1235]\d{5})\b"
 _CHIP = r"\s*[:=]\s*\[?\"?(?:0x)?(?P<chip>[0-9a-fA-F]{8})\b"
 _LOOK_UPS: Mapping[str, tuple[str, ...]] = {

@@ -77,8 +77,8 @@ def recognise(line: str, before: str, candidates: Iterable[Rule] | None = None) 
         found = rule.pattern.search(line)
         if found and (rule.after is None or rule.after.search(before)):
             told = _by_code(line) if rule.role is not Role.ROOT else None
-            names_cause = told is not None and told.role is Role.ROOT
-            return told if names_cause else _by_rule(rule, found, line)
+            says_more = told and (told.role is Role.ROOT or rule.spec.yields_to_code)
+            return told if says_more else _by_rule(rule, found, line)
     return _by_code(line) or _by_exception(line, before) or _by_level(line)
 
 

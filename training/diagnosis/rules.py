@@ -50,6 +50,7 @@ class RuleSpec(BaseModel):
 
     Attributes:
         pattern: searched in one line; groups named code, rank, device and node are taken over.
+        yields_to_code: a code in the line that the tables know says more than the rule.
         after: must be found in the text shortly before the line, too.
         after_example: such text, for a rule that has `after`.
         any_level: the line counts even when it is logged as information or a warning.
@@ -70,6 +71,7 @@ class RuleSpec(BaseModel):
     user_fault: bool | None = None
     hardware_fault: bool | None = None
     any_level: bool = False
+    yields_to_code: bool = False
     after: str | None = None
     after_example: str = ""
     why: str = ""
