@@ -198,9 +198,10 @@ def diagnose(
     ] = False,
 ) -> None:
     """Say what broke, from any logs: a folder is one attempt with the logs of its ranks."""
-    told = []
+    told, is_whole = [], True
     console = _console()
     for case in cases_of(paths, each=each):
+        is_whole = is_whole and bool(case.readings)
         for line in case.unreadable:
             print(f"perdure: not read: {line}", file=sys.stderr)
         if as_json:
@@ -209,6 +210,8 @@ def diagnose(
             show_case(console, case)
     if as_json:
         print(json.dumps(told, indent=1, ensure_ascii=False))
+    if not is_whole:
+        raise typer.Exit(EXIT_INPUT)
 
 
 @server_app.command("start")

@@ -20,6 +20,7 @@ from training.diagnosis.sources import (
     diagnose_files,
     files_of,
 )
+from training.errors import InputError
 from training.policy.faults import Fault
 from training.policy.ladder import Decision, Policy, Rung, decide
 
@@ -36,17 +37,21 @@ def cases_of(paths: Sequence[str], *, each: bool) -> Iterator[Case]:
         each: every file below a folder is a case of its own, not a part of one attempt.
 
     Raises:
-        InputError: a path does not exist, cannot be read, or holds no logs.
+        InputError: a path does not exist or holds no logs. What cannot be read is a case that
+            says so, so that the others are not lost.
     """
+    if paths.count(STANDARD_INPUT) > 1:
+        raise InputError("PATH", "'-' can be read once")
     found = [(path, files_of(Path(path))) for path in paths]
     now_s = time.time()
     year = datetime.fromtimestamp(now_s, UTC).year
     for path, files in found:
-        if each:
-            for file in files:
-                yield diagnose_files(str(file), [file], at_s=now_s, year=year)
-        else:
-            yield diagnose_files(path, files, at_s=now_s, year=year)
+        groups = [(str(file), [file]) for file in files] if each else [(path, files)]
+        for name, group in groups:
+            try:
+                yield diagnose_files(name, group, at_s=now_s, year=year)
+            except InputError as error:
+                yield Case(name, None, (), [str(error)])
 
 
 def as_object(case: Case) -> dict[str, Any]:
@@ -89,6 +94,8 @@ def _words(fault: Fault) -> dict[str, Any]:
 
 
 def _nothing(case: Case) -> str:
+    if not case.readings:
+        return f"It could not be read: {'; '.join(case.unreadable)}."
     size_bytes = sum(reading.size_bytes for reading in case.readings)
     files = f"{len(case.readings)} files, " if len(case.readings) > 1 else ""
     garbled = [r.source.name for r in case.readings if not r.is_text]

@@ -7,8 +7,13 @@ evidence for the diagnosis, which does not depend on them. Sizes are bytes, time
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import stat
 import subprocess
+import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,6 +21,8 @@ from training.agent.protocol import NodeText
 
 MAX_DEVICE_LOGS = 4
 COMMAND_TIMEOUT_S = 10.0
+HEALTH_DEADLINE_S = 20.0
+MAX_TOOL_OUTPUT_BYTES = 64 << 10
 NO_ANSWER = "the driver's tool gives no answer"
 # Words of npu-smi's reference: the table with the health of every chip, then each chip's own
 # error codes. hccn_tool tells about the RoCE port of a device.
@@ -33,47 +40,73 @@ def ascend_folder(log_folder: Path, rank: int) -> Path:
 
 
 def device_logs(log_folder: Path, ranks: Sequence[int], tail_bytes: int) -> Iterator[NodeText]:
-    """The ends of the newest device logs of each rank."""
+    """The ends of the newest device logs of each rank; links are not followed."""
     for rank in ranks:
-        files = [p for p in ascend_folder(log_folder, rank).rglob("*.log") if p.is_file()]
-        files.sort(key=lambda path: path.stat().st_mtime, reverse=True)
-        for path in sorted(files[:MAX_DEVICE_LOGS]):
-            yield NodeText(name=str(path), rank=rank, text=tail(path, tail_bytes))
+        newest = sorted(_dated(ascend_folder(log_folder, rank)), reverse=True)[:MAX_DEVICE_LOGS]
+        for path in sorted(path for _, path in newest):
+            try:
+                text = tail(path, tail_bytes)
+            except OSError:
+                continue  # rotated away meanwhile
+            yield NodeText(name=str(path), rank=rank, text=text)
+
+
+def _dated(folder: Path) -> Iterator[tuple[float, Path]]:
+    for path in folder.rglob("*.log"):
+        try:
+            status = path.lstat()
+        except OSError:
+            continue  # rotated away meanwhile
+        if stat.S_ISREG(status.st_mode):
+            yield status.st_mtime, path
 
 
 def device_health(devices: Sequence[int]) -> Iterator[NodeText]:
-    """What the driver's tools say, where they are installed; one that hangs ends the asking."""
+    """What the driver's tools say, where they are installed.
+
+    One that hangs ends the asking, and so does `HEALTH_DEADLINE_S` for all of them together.
+    """
     commands: list[tuple[Sequence[str], int | None]] = [(c, None) for c in TABLE_COMMANDS]
     for number in devices:
         filled = [[part.format(device=number) for part in c] for c in DEVICE_COMMANDS]
         commands += [(command, number) for command in filled]
+    deadline_s = time.monotonic() + HEALTH_DEADLINE_S
     for command, device in commands:
         if shutil.which(command[0]) is None:
             continue
         said = _ask(command, device)
         yield said
-        if said.text.startswith(NO_ANSWER):
+        if said.text.startswith(NO_ANSWER) or time.monotonic() > deadline_s:
             return
 
 
 def _ask(command: Sequence[str], device: int | None) -> NodeText:
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=COMMAND_TIMEOUT_S,
-            check=False,
-        )
-        text = done.stdout.decode(errors="replace")
-    except (OSError, subprocess.TimeoutExpired) as error:
-        text = f"{NO_ANSWER}: {error}"
-    return NodeText(name=" ".join(command), device=device, text=text)
+    name = " ".join(command)
+    with tempfile.TemporaryFile() as output:
+        try:
+            # A session of its own, so that what the tool starts ends with it.
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            return NodeText(name=name, device=device, text=f"{NO_ANSWER}: {error}")
+        try:
+            process.wait(COMMAND_TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return NodeText(name=name, device=device, text=f"{NO_ANSWER}: {error}")
+        output.seek(0)
+        text = output.read(MAX_TOOL_OUTPUT_BYTES).decode(errors="replace")
+    return NodeText(name=name, device=device, text=text)
 
 
 def tail(path: Path, tail_bytes: int) -> str:
     """The end of a file, bytes that are no text replaced."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - tail_bytes))
-        return file.read().decode(errors="replace")
+        return file.read(tail_bytes).decode(errors="replace")

@@ -20,8 +20,6 @@ from training.policy.faults import TRAITS, Fault, FaultClass, RecoverableBy
 MAX_RUNNERS_UP = 5
 MAX_EVIDENCE_CHARS = 2000
 ONE_EVENT_S = 60.0  # what a source says within this time is about one event
-# Fewer marks of progress after a line may be other ranks' last words.
-SURVIVED_AFTER = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +72,32 @@ def counts_as_failure(finding: Finding) -> bool:
     """Whether a finding stands for a failure: not logged as harmless, not survived by training."""
     if finding.is_low_level:
         return False
-    survives = finding.progress_after >= SURVIVED_AFTER
     lasting = finding.hardware_fault or TRAITS[finding.fault_class].hardware_fault
     diverged = finding.fault_class is FaultClass.NUMERIC_ANOMALY and finding.role <= Role.SYMPTOM
-    return not survives or bool(lasting) or diverged
+    return not finding.is_survived or bool(lasting) or diverged
 
 
-def rank_candidates(sources: Sequence[Source]) -> list[Candidate]:
-    """Every finding that counts, first cause first."""
+def rank_candidates(sources: Sequence[Source], *, has_failed: bool = False) -> list[Candidate]:
+    """Every finding that counts, first cause first.
+
+    Args:
+        sources: findings by file or process.
+        has_failed: it is known that something failed, so that what seems to have been survived
+            counts when nothing else explains it.
+    """
     candidates = [
         Candidate(source, finding)
         for source in sources
         for finding in source.findings
         if counts_as_failure(finding)
     ]
+    if has_failed and all(c.finding.role is Role.HINT for c in candidates):
+        candidates += [
+            Candidate(source, finding)
+            for source in sources
+            for finding in source.findings
+            if not finding.is_low_level and finding.is_survived
+        ]
     first: dict[tuple[int, Role], Candidate] = {}
     for candidate in sorted(candidates, key=lambda c: c.finding.offset):
         first.setdefault((candidate.source.order, candidate.finding.role), candidate)
@@ -224,7 +234,7 @@ def fault_of(candidate: Candidate, *, at_s: float, step: int | None) -> Fault:
 
 def _usual_answer(finding: Finding) -> RecoverableBy:
     """The class's own answer; a crash before any step is the program's, and comes again."""
-    if finding.fault_class is FaultClass.NATIVE_CRASH and not finding.progress_before:
+    if finding.fault_class is FaultClass.NATIVE_CRASH and not finding.is_after_steps:
         return RecoverableBy.USER_FIX
     return TRAITS[finding.fault_class].recoverable_by
 

@@ -238,7 +238,7 @@ def _explained(end: WorkerEnd, log: Source) -> Finding | None:
     """The finding that explains an exit: the recorded exception, else the output."""
     if end.error and (told := recognise(end.error, "Traceback (most recent call last)")):
         return told
-    ranked = rank_candidates([log])
+    ranked = rank_candidates([log], has_failed=True)
     return ranked[0].finding if ranked else None
 
 

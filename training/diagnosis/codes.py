@@ -134,7 +134,7 @@ def look_up(line: str) -> CodeFact | None:
                 code = str(int(code, 16))
             spec = _find(table, code)
             if spec is not None and table == "chip":
-                spec = _of_chip(code, spec)
+                spec = _of_chip(code, spec) if chip_fact(code) is not None else None
             if spec is not None:
                 return CodeFact(code, table, spec)
     return None

@@ -26,7 +26,7 @@ _NAMES = (
 # A name with its module needs no telling ending: "pyarrow.lib.ArrowInvalid: ...".
 _WITH_MODULE = r"^\s*(?:[a-z_]\w*\.){1,8}(?P<dotted>[A-Z]\w+): "
 PATTERN = (
-    rf"(?:^|[\s\]:|>)])(?:[A-Za-z_]\w*\.){{0,8}}(?P<type>{_NAMES})(?::\s|:?\s*$)|{_WITH_MODULE}"
+    rf"(?:^|[\s\]:|>)\"])(?:[A-Za-z_]\w*\.){{0,8}}(?P<type>{_NAMES})(?::\s|:?\s*$)|{_WITH_MODULE}"
 )
 _PATTERN = re.compile(PATTERN)
 # The same without what comes before the name: cheap to look for in every line. A name that only

@@ -60,6 +60,9 @@ def regions(chunks: Iterable[bytes]) -> Iterable[bytes]:
 
 
 def _clean(region: bytes) -> bytes:
+    if region.startswith(b'{"') or b'\n{"' in region:
+        # A line of JSON: the newlines inside its texts, of the same length as they were.
+        region = region.replace(b"\\n", b" \n")
     if b"\r" in region:
         region = region.replace(b"\r\n", b" \n").replace(b"\r", b"\n")
     return _ANSI.sub(b"", region) if b"\x1b" in region else region

@@ -36,8 +36,8 @@ class Finding:
         origin: what the line itself tells about time and place.
         seen_s: time of the line, or of the nearest line before it that has one.
         is_low_level: logged as information or a warning, and its rule does not count those.
-        progress_before: lines of training progress before it in the same source, roughly.
-        progress_after: the same after it.
+        is_survived: training went on after it in the same source.
+        is_after_steps: training had counted steps before it.
         frame: file that raised the exception, for exceptions.
         replaces: raised while the exception before it was being handled, so that one was not
             the end.
@@ -57,8 +57,8 @@ class Finding:
     why: str = ""
     action: str = ""
     is_low_level: bool = False
-    progress_before: int = 0
-    progress_after: int = 0
+    is_survived: bool = False
+    is_after_steps: bool = False
     frame: str | None = None
     replaces: bool = False
 

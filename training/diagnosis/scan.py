@@ -17,6 +17,7 @@ import hyperscan
 from training.diagnosis import automaton, exceptions
 from training.diagnosis.lines import Origin, origin_of, time_of
 from training.diagnosis.pages import Page, distinct, looks_like_text, regions, shape_of
+from training.diagnosis.progress import Progress
 from training.diagnosis.recognise import Finding, recognise
 from training.diagnosis.rules import Role
 
@@ -32,9 +33,9 @@ MAX_LINES_ALIKE_AND_BLOCK = 64
 MAX_SHAPE_BYTES = 300
 KEPT_AT_EACH_END = 32
 
-# What training prints because it goes on; counted, not read.
-_PROGRESS_MARK = b"loss"
-_SCALE_MARK = b"scal"  # of the loss: no progress
+# Counts of steps are sampled in the first region at both ends, then at the end of each.
+FIRST_SAMPLE_BYTES = 32 << 10
+SAMPLE_BYTES = 4 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,26 +64,34 @@ class _State:
     last: dict[str, deque[Finding]] = field(
         default_factory=lambda: defaultdict(lambda: deque(maxlen=KEPT_AT_EACH_END))
     )
-    progress: int = 0
+    num_read: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    progress: Progress = field(default_factory=Progress)
     seen_s: float | None = None
     is_flooded: bool = False
     _region: bytes = b""
     _base: int = 0
-    _counted_to: int = 0
     _timed_to: int = 0
 
     def begin(self, region: bytes, base: int) -> None:
-        """Progress is counted as far as findings are kept."""
-        self._region, self._base = region, base
-        self._counted_to = self._timed_to = 0
+        """A region is next; its counts of steps are sampled."""
+        self._region, self._base, self._timed_to = region, base, 0
+        size = SAMPLE_BYTES if base else FIRST_SAMPLE_BYTES
+        if not base:
+            self.progress.read(region[:size].decode("utf-8", "replace"), 0)
+        begin = max(size if not base else 0, len(region) - size)
+        begin = region.rfind(b"\n", 0, begin) + 1 if begin else 0
+        self.progress.read(region[begin:].decode("utf-8", "replace"), base + begin)
+
+    def budget_of(self, rule_id: int) -> int:
+        """How many different lines of a rule are read in the next block: few after many."""
+        many = self.num_read[rule_id] > 4 * MAX_LINES_PER_RULE_AND_BLOCK
+        return MAX_LINES_PER_RULE_AND_BLOCK // 32 if many else MAX_LINES_PER_RULE_AND_BLOCK
 
     def keep(self, finding: Finding, offset: int) -> None:
         """Keep a finding, unless its rule has enough of them."""
-        self._count_to(offset - self._base)
         own_s = finding.origin.at_s
         seen_s = own_s if own_s is not None else self.time_at(offset)
-        before = self.progress
-        placed = replace(finding, offset=offset, seen_s=seen_s, progress_before=before)
+        placed = replace(finding, offset=offset, seen_s=seen_s)
         kept = self.first[finding.rule]
         if len(kept) < KEPT_AT_EACH_END:
             kept.append(placed)
@@ -107,23 +116,21 @@ class _State:
 
     def end(self) -> None:
         """The region is read."""
-        self._count_to(len(self._region))
         self.time_at(self._base + len(self._region))
-
-    def _count_to(self, position: int) -> None:
-        begin = self._counted_to
-        mentioned = self._region.count(_PROGRESS_MARK, begin, position)
-        if mentioned:
-            mentioned -= self._region.count(_SCALE_MARK, begin, position)
-        self.progress += max(0, mentioned)
-        self._counted_to = max(begin, position)
 
     def findings(self) -> list[Finding]:
         every = [f for kept in (*self.first.values(), *self.last.values()) for f in kept]
         every.sort(key=lambda finding: finding.offset)
         following = [*every[1:], None]
         every = [_replaced(f, after) for f, after in zip(every, following, strict=False)]
-        return [replace(f, progress_after=self.progress - f.progress_before) for f in every]
+        return [
+            replace(
+                f,
+                is_survived=self.progress.goes_on_after(f.offset),
+                is_after_steps=self.progress.began_before(f.offset),
+            )
+            for f in every
+        ]
 
 
 def _replaced(finding: Finding, after: Finding | None) -> Finding:
@@ -182,11 +189,11 @@ def _read_page(page: Page, context: bytes, state: _State, limit: int | None) -> 
     """Read what matches in a page. Returns where it stopped when there was too much."""
     text = page.text
     hits, reached = _hits(text, limit)
-    budget: dict[int, int] = defaultdict(lambda: MAX_LINES_PER_RULE_AND_BLOCK)
+    budget: dict[int, int] = {}
     alike: dict[bytes, int] = defaultdict(int)
     done_to = -1
     for end, rule_id in hits:
-        if end - 1 <= done_to or budget[rule_id] <= 0:
+        if end - 1 <= done_to or budget.setdefault(rule_id, state.budget_of(rule_id)) <= 0:
             continue
         begin = text.rfind(b"\n", 0, end - 1) + 1 if end else 0
         stop = text.find(b"\n", max(begin, end - 1))
@@ -199,7 +206,8 @@ def _read_page(page: Page, context: bytes, state: _State, limit: int | None) -> 
             continue
         if alike[kind] == 1:
             for one in ids:
-                budget[one] -= 1
+                budget[one] = budget.setdefault(one, state.budget_of(one)) - 1
+                state.num_read[one] += 1
         finding = _finding(text, context, (begin, stop, end), ids, state.year)
         if finding is not None:
             state.keep(finding, page.offset_of(begin))

@@ -155,7 +155,7 @@ def read_scan(name: str, seen: Scan, *, order: int, year: int) -> Reading:
     ]
     shift = max(0, seen.size_bytes - len(seen.tail))
     findings = [
-        *seen.findings,
+        *(seen.findings if seen.is_text else ()),
         *(replace(f, offset=f.offset + shift) for f in further if f is not None),
     ]
     findings = [_resumed(f, seen.tail) for f in findings]

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -199,14 +200,16 @@ class LocalEngine:
     def texts(self, tail_bytes: int) -> Sequence[tuple[str, NodeText]]:
         """Device logs and what the driver's tools say, of the containers that answer."""
         query = EvidenceQuery(tail_bytes=tail_bytes)
-        found: list[tuple[str, NodeText]] = []
-        for container in self._containers.values():
+
+        def ask(container: _Container) -> Sequence[tuple[str, NodeText]]:
             try:
                 reply = self._client(container, timeout_s=EVIDENCE_TIMEOUT_S).call(query)
             except (AgentUnreachable, EngineError):
-                continue  # the diagnosis does without; what is gone is named already
-            found += [(container.node, text) for text in reply.texts]
-        return found
+                return ()  # the diagnosis does without; what is gone is named already
+            return [(container.node, text) for text in reply.texts]
+
+        with ThreadPoolExecutor(max_workers=16) as pool:
+            return [told for answer in pool.map(ask, self._containers.values()) for told in answer]
 
     def cancel(self, grace_s: float) -> None:
         """Stop the processes, end the containers, wait until nothing is left."""

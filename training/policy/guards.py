@@ -137,8 +137,10 @@ def is_oom_again(case: Case) -> bool:
     It will a third time: the program's sizes are to be changed.
     """
     oom, step = FaultClass.DEVICE_OOM, case.fault.step
-    return case.fault.fault_class is oom and any(
-        past.fault.fault_class is oom and past.fault.step == step for past in case.row
+    return (
+        case.fault.fault_class is oom
+        and step is not None
+        and any(past.fault.fault_class is oom and past.fault.step == step for past in case.row)
     )
 
 
@@ -289,7 +291,7 @@ def _job_refusal(case: Case) -> str | None:
 def _unexplained_in_a_row(case: Case) -> int:
     """Reschedulings for the same problem since a node or a chip was last at fault."""
     fault, count = case.fault, 0
-    if points_at_hardware(fault):
+    if points_at_hardware(fault) or fault.fault_class is FaultClass.PREEMPTED:
         return 0
     for past in reversed(case.row):
         if points_at_hardware(past.fault):

@@ -22,6 +22,11 @@ UNEXPLAINED = "ERROR something odd"
 STEP = " iteration      100/    1000 | lm loss: 2.345E+00 | grad norm: 0.9 |"
 
 
+def steps(count: int) -> str:
+    """Lines of a training that goes on."""
+    return "".join(f"step {number} loss 3.4\n" for number in range(1, count + 1))
+
+
 def clock(at_s: float) -> str:
     return f"{datetime.fromtimestamp(STARTED_S + at_s, UTC):%Y-%m-%d %H:%M:%S}"
 
@@ -115,7 +120,32 @@ def test_a_cause_without_a_time_comes_after_those_with_one():
 
 
 def test_what_training_survived_is_no_failure():
-    assert choose([source(traceback(TYPE_ERROR) + f"{STEP}\n" * 8)], at_s=99.0) is None
+    assert choose([source(traceback(TYPE_ERROR) + steps(8))], at_s=99.0) is None
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        "Epoch 3 acc 0.71 ppl 12\nEpoch 4 acc 0.72 ppl 11\n",
+        '{"step": 10, "loss": 2.1}\n{"step": 20, "loss": 2.0}\n',
+        " 12%|# | 120/1000 [01:00<07:20,  2.0it/s]\n 99%|##| 990/1000 [08:00<00:04,  2.0it/s]\n",
+        "Training completed. Model saved to out/\n",
+        "\u635f\u5931: 2.31\n" * 50,
+    ],
+)
+def test_an_exception_that_was_caught_before_the_work_went_on_is_no_failure(later):
+    assert choose([source(traceback(TYPE_ERROR) + later)], at_s=99.0) is None
+
+
+def test_one_step_more_of_many_ranks_hides_no_cause():
+    before = "".join(f"[rank{r}]: step 100 loss 2.1\n" for r in range(64))
+    after = "".join(f"[rank{r}]: step 101 loss 2.0\n" for r in range(64) if r != 17)
+    assert cause(before + traceback(TYPE_ERROR) + after).evidence == TYPE_ERROR
+
+
+def test_the_summary_of_a_tracker_is_no_progress():
+    summary = "wandb: train/loss 2.1\nwandb: train/global_step 9000\n" * 20
+    assert cause(steps(20) + traceback(TYPE_ERROR) + summary).evidence == TYPE_ERROR
 
 
 def test_the_last_words_of_other_ranks_do_not_mean_that_training_survived():
@@ -128,7 +158,7 @@ def test_broken_hardware_that_training_survived_is_a_fault_all_the_same():
 
 
 def test_what_training_survived_before_does_not_hide_what_ended_it():
-    text = traceback(TYPE_ERROR) + f"{STEP}\n" * 20 + traceback(DEVICE_OOM)
+    text = traceback(TYPE_ERROR) + steps(20) + traceback(DEVICE_OOM)
     found = diagnosis(text)
     assert (found.fault.evidence, found.runners_up) == (DEVICE_OOM, ())
 

@@ -324,14 +324,16 @@ def test_an_exception_of_another_rank_replaces_nothing():
     assert roles(text)["KeyError: 1"] is Role.ROOT
 
 
-def test_training_that_goes_on_is_counted_after_each_finding():
-    seen = read(f"{TYPE_ERROR}\n" + f"{STEP}\n" * 30 + f"{DEVICE_OOM}\n" + f"{STEP}\n" * 5)
-    assert [(f.progress_before, f.progress_after) for f in seen.findings] == [(0, 35), (30, 5)]
+def test_steps_are_counted_before_and_after_each_finding():
+    steps = [f"step {number} loss 3.4\n" for number in range(1, 36)]
+    text = "".join([f"{TYPE_ERROR}\n", *steps[:30], f"{DEVICE_OOM}\n", steps[30]])
+    found = [(f.is_after_steps, f.is_survived) for f in read(text).findings]
+    assert found == [(False, True), (True, False)]
 
 
 def test_changes_of_the_loss_scale_are_no_progress():
     seen = read(f"{TYPE_ERROR}\n" + "reducing loss scale to 1024, loss_scale: 1024\n" * 30)
-    assert [f.progress_after for f in seen.findings] == [0]
+    assert [f.is_survived for f in seen.findings] == [False]
 
 
 def test_a_rule_wins_over_a_code_and_a_code_over_an_exception():

@@ -250,7 +250,7 @@ def stops_for_the_user(asked: Asked) -> bool:
 def stops_when_out_of_memory_again(asked: Asked) -> bool:
     again = any(
         p.fault.fault_class == asked.fault.fault_class == "device_oom"
-        and p.fault.step == asked.fault.step
+        and p.fault.step == asked.fault.step is not None
         for p in asked.row
     )
     return not again or asked.decision.rung is Rung.STOP
