@@ -149,7 +149,7 @@ def _context(case: Case) -> Iterator[Text]:
     if case.path != STANDARD_INPUT and case.diagnosis.source is not None:
         base = Path(case.path)
         file = base if base.is_file() else base / case.diagnosis.source
-        around = context_of(file, line, radius=CONTEXT_LINES) or around
+        around = context_of(file, line, radius=CONTEXT_LINES, near=case.diagnosis.offset) or around
     for text in around:
         is_key = text.strip() == line.strip()
         shown = text.strip("\r\n")[:LINE_WIDTH]

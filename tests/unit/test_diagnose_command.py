@@ -199,14 +199,21 @@ def test_input_that_cannot_be_read_is_refused_in_one_line_before_anything_is_sai
     assert message in said
 
 
-def test_a_damaged_compressed_log_is_refused_in_one_line(logs, capsys):
-    (logs / "a.log.gz").write_bytes(b"\x1f\x8b\x08\x00" + b"\xff" * 50)
-    assert "a.log.gz" in refused(capsys, logs / "a.log.gz", "--json")
+def test_a_damaged_log_is_said_and_the_others_are_diagnosed(logs):
+    damaged = logs / "a.log.gz"
+    damaged.write_bytes(b"\x1f\x8b\x08\x00" + b"\xff" * 50)
+    cause = logs / "attempt" / "node-1" / "rank_1.log"
+    done = CliRunner().invoke(app, ["diagnose", "--json", str(damaged), str(cause)])
+    assert done.exit_code == 2
+    assert f"perdure: not read: PATH: '{damaged}'" in done.stderr
+    unread, told = json.loads(done.stdout)
+    assert (unread["fault_class"], unread["path"]) == (None, str(damaged))
+    assert "could not be read" in unread["explanation"]
+    assert told["key_line"] == TYPE_ERROR
 
 
-def test_the_standard_input_named_again_is_empty():
-    first, again = objects("-", "-", given=FAILED)
-    assert (first["key_line"], again["fault_class"]) == (TYPE_ERROR, None)
+def test_the_standard_input_can_be_named_once(capsys):
+    assert "'-'" in refused(capsys, "-", "-")
 
 
 def test_without_a_path_the_use_is_explained(capsys):

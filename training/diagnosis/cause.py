@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from math import inf
 
+from training.diagnosis.lines import severity_of
 from training.diagnosis.recognise import CODE_RULE, EXCEPTION_RULE, Finding
 from training.diagnosis.rules import Role
 from training.policy.faults import TRAITS, Fault, FaultClass, RecoverableBy
@@ -61,11 +62,13 @@ class Diagnosis:
 
     Attributes:
         source: the file that holds the key line, when files were read.
+        offset: where the line begins in it, roughly.
     """
 
     fault: Fault
     runners_up: tuple[Fault, ...] = ()
     source: str | None = None
+    offset: int = 0
 
 
 def counts_as_failure(finding: Finding) -> bool:
@@ -200,7 +203,9 @@ def choose(sources: Sequence[Source], *, at_s: float, step: int | None = None) -
             seen.add(_kind(candidate))
             runners_up.append(fault_of(candidate, at_s=at_s, step=step))
     fault = fault_of(best, at_s=at_s, step=step)
-    return Diagnosis(fault, tuple(runners_up[:MAX_RUNNERS_UP]), best.source.name)
+    return Diagnosis(
+        fault, tuple(runners_up[:MAX_RUNNERS_UP]), best.source.name, best.finding.offset
+    )
 
 
 def _kind(candidate: Candidate) -> tuple[str, FaultClass]:
@@ -229,6 +234,7 @@ def fault_of(candidate: Candidate, *, at_s: float, step: int | None) -> Fault:
         if finding.recoverable_by is not RecoverableBy.RETRY
         else _either(finding.user_fault, False),
         hardware_fault=_either(finding.hardware_fault, traits.hardware_fault),
+        severity=severity_of(finding.line),
     )
 
 

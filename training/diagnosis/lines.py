@@ -83,6 +83,20 @@ _LOW_LEVEL = re.compile(
 # NCCL has no level above its WARN.
 _HIGH_LEVEL = re.compile(r"\b(?:ERROR|FATAL|CRITICAL)\b|\bNCCL WARN\b")
 
+# Driver severities: the numbers and names of dcmi's fault events, and the names in Chinese.
+_SEVERITIES = {
+    "hint": 0, "suggestion": 0, "\u63d0\u793a": 0,
+    "minor": 1, "\u6b21\u8981": 1,
+    "major": 2, "\u91cd\u8981": 2,
+    "critical": 3, "\u7d27\u6025": 3,
+}  # fmt: skip
+_SEVERITY = re.compile(
+    r"\b(?i:severity|alarm[ _]?level|fault[ _]?severity)\W{1,4}("
+    + "|".join([*_SEVERITIES, "[0-3]"])
+    + r")\b",
+    re.IGNORECASE,
+)
+
 # A line that a run prints because it goes on.
 PROGRESS = (
     r"\biteration\s{1,8}\d+/",
@@ -146,6 +160,15 @@ def time_of(line: str, *, year: int) -> float | None:
         digits = (parts["fraction"] or "").replace(".", "")
         return whole + (float(f"0.{digits}") if digits else 0.0)
     return None
+
+
+def severity_of(line: str) -> int | None:
+    """What the driver says about an event, 0 hint to 3 critical; None when it says nothing."""
+    found = _SEVERITY.search(line)
+    if found is None:
+        return None
+    word = found[1].lower()
+    return int(word) if word.isdigit() else _SEVERITIES[word]
 
 
 def is_low_level(line: str) -> bool:

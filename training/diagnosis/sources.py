@@ -183,8 +183,14 @@ def _resumed(finding: Finding, text: str) -> Finding:
     )
 
 
-def context_of(file: Path, line: str, *, radius: int) -> list[str]:
+def context_of(file: Path, line: str, *, radius: int, near: int = 0) -> list[str]:
     """The lines around the first one that is `line`; empty when it is not found.
+
+    Args:
+        file: where it is.
+        line: the line, as the scan saw it.
+        radius: lines before and after it.
+        near: offset of the line in the cleaned output, which is never behind that in the file.
 
     Raises:
         InputError: the file cannot be read.
@@ -192,6 +198,7 @@ def context_of(file: Path, line: str, *, radius: int) -> list[str]:
     before: deque[str] = deque(maxlen=radius)
     try:
         with _open(file) as stream:
+            stream.seek(max(0, near - BLOCK_SIZE_BYTES))
             lines = _lines(stream)
             for text in lines:
                 if text.strip() == line.strip():

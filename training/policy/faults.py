@@ -199,6 +199,7 @@ class Fault:
         recoverable_by: the cheapest kind of answer that can help; None: as its class has it.
         user_fault: whether the user's program or settings cause it; None: as its class has it.
         hardware_fault: whether hardware is broken; None: as its class has it.
+        severity: what the driver says, 0 hint to 3 critical; None: it says nothing.
     """
 
     fault_class: FaultClass
@@ -214,6 +215,7 @@ class Fault:
     recoverable_by: RecoverableBy | None = None
     user_fault: bool | None = None
     hardware_fault: bool | None = None
+    severity: int | None = None
 
     @property
     def chip_code(self) -> str | None:

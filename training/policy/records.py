@@ -123,6 +123,7 @@ class FaultRecord(BaseModel):
     recoverable_by: RecoverableBy | None = None
     user_fault: bool | None = None
     hardware_fault: bool | None = None
+    severity: int | None = Field(None, ge=0, le=3)
 
 
 class AttemptEnded(Record):

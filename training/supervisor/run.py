@@ -28,7 +28,15 @@ from training.job import Job
 from training.ledger import Identity, Ledger
 from training.policy.faults import Fault, FaultClass
 from training.policy.history import AttemptView, RunHistory, fault_of, record_of
-from training.policy.ladder import RESTARTS_IN_PLACE, Capacity, Decision, Policy, Rung, decide
+from training.policy.ladder import (
+    RESTARTS_IN_PLACE,
+    Capacity,
+    Decision,
+    Policy,
+    Rung,
+    Severity,
+    decide,
+)
 from training.policy.records import (
     AttemptEnded,
     AttemptStarted,
@@ -478,6 +486,7 @@ class Run:
             supported=self.engine.capabilities,
             policy=self.policy,
             capacity=self._capacity(history),
+            severity=Severity(fault.severity) if fault.severity is not None else None,
         )
         placement, attempt = view.key
         self.ledger.append(

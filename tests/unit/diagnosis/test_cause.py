@@ -251,3 +251,8 @@ def test_in_one_log_of_all_ranks_the_type_error_names_its_rank():
     failed = "".join(f"[rank5]: {line}\n" for line in traceback(TYPE_ERROR).splitlines())
     fault = cause(lines + failed)
     assert (fault.fault_class, fault.rank) == (FaultClass.USER_CODE_ERROR, 5)
+
+
+def test_the_drivers_severity_goes_with_the_fault():
+    fault = cause("Fault RAS occurs: [event_id:0x80e01801] severity: critical\n")
+    assert (fault.code, fault.severity) == ("80E01801", 3)

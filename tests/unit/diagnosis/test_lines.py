@@ -13,6 +13,7 @@ from training.diagnosis.lines import (
     is_low_level,
     is_progress,
     origin_of,
+    severity_of,
     time_of,
 )
 
@@ -222,3 +223,18 @@ def test_errors_and_plain_lines_are_not_low_level(line):
 )
 def test_lines_that_training_prints_because_it_goes_on_are_progress(line, progress):
     assert is_progress(line) is progress
+
+
+@pytest.mark.parametrize(
+    ("line", "severity"),
+    [
+        ("event_id:0x80e01801 severity: 3 assertion: occur", 3),
+        ("EventID=80C98000, Severity=Minor", 1),
+        ("alarm level: major", 2),
+        ("fault severity: \u63d0\u793a", 0),
+        ("severity: 7", None),
+        ("no word about it", None),
+    ],
+)
+def test_the_drivers_severity_is_read_as_number_or_name(line, severity):
+    assert severity_of(line) == severity

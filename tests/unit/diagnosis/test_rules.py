@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hyperscan
 import pytest
 
-from training.diagnosis.automaton import portable
 from training.diagnosis.codes import load_codes, look_up
 from training.diagnosis.recognise import recognise
 from training.diagnosis.rules import Role, load_rules, match_line
@@ -67,13 +65,6 @@ def test_every_class_but_unknown_has_rules_and_a_cause_among_them():
 def test_ordinary_output_is_caught_by_no_rule(line):
     found = recognise(line, "")
     assert found is None or found.is_low_level, found
-
-
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
-def test_a_rule_compiles_for_the_automaton(rule):
-    database = hyperscan.Database()
-    flags = hyperscan.HS_FLAG_MULTILINE | hyperscan.HS_FLAG_PREFILTER
-    database.compile(expressions=[portable(rule.spec.pattern)], ids=[0], elements=1, flags=[flags])
 
 
 @pytest.mark.parametrize(
