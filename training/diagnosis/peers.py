@@ -19,6 +19,7 @@ from training.policy.faults import FaultClass, RecoverableBy
 _HCCL_OP = re.compile(
     r"\[TaskExecStage\].{0,80}base information is .{0,80}tag\[([A-Za-z]+)_([^\]]+)\]"
 )
+MIN_HEARD = 2  # one rank's log says nothing about the others
 _HCCL_PROCESS = re.compile(r"\bHCCL\((\d+),")
 _NCCL_OP = re.compile(
     r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(\d+), OpType=(\w+)"
@@ -133,7 +134,8 @@ def missing_ranks(sources: Sequence[Source], world_size: int) -> tuple[int, ...]
         if rank is not None
     }
     missing = tuple(sorted(set(range(world_size)) - heard))
-    return missing if 0 < len(missing) <= world_size // 2 else ()
+    is_telling = len(heard) >= MIN_HEARD and 0 < len(missing) <= world_size // 2
+    return missing if is_telling else ()
 
 
 def laggard(findings: Iterable[Finding]) -> Finding | None:

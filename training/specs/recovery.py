@@ -193,8 +193,9 @@ class CommSpec(Section):
     def settings(self) -> tuple[Setting, ...]:
         """What stands beside the entries of a platform, for its contradictions."""
         enabled = self.op_retry.enabled
+        unset = "" if "op_retry" in self.model_fields_set else " (its default)"
         return (
-            Setting("operator_retry", enabled, f"comm.op_retry.enabled={shown(enabled)}"),
+            Setting("operator_retry", enabled, f"comm.op_retry.enabled={shown(enabled)}{unset}"),
             Setting(Fact.CHIP, self.chip or "unknown", f"comm.chip={self.chip or 'unknown'}"),
             Setting(Fact.MC2, self.mc2, f"comm.mc2={shown(self.mc2)}"),
             Setting(Fact.WATCHDOG, self.watchdog, f"comm.watchdog={shown(self.watchdog)}"),

@@ -142,3 +142,8 @@ def test_the_one_rank_without_a_timeout_is_named_in_every_others():
     found = [f for s in compare(sources) for f in s.findings]
     assert {f.origin.rank for f in found} == {2}
     assert all("All but rank 2" in f.why for f in found)
+
+
+def test_the_log_of_one_rank_says_nothing_about_the_others():
+    alone = [source(1, nccl(1, "ALLREDUCE"), rank=1)]
+    assert compare(alone) == alone
