@@ -20,7 +20,7 @@ import hyperscan
 
 from training.diagnosis import codes, exceptions
 from training.diagnosis.recognise import UNEXPLAINED
-from training.diagnosis.rules import Rule, load_rules
+from training.diagnosis.rules import load_rules
 from training.home import home_folder
 
 _FLAGS = hyperscan.HS_FLAG_MULTILINE | hyperscan.HS_FLAG_PREFILTER
@@ -30,11 +30,6 @@ def patterns() -> list[bytes]:
     """One pattern per rule, in their order, then those of the general recognisers."""
     general = (*codes.PATTERNS.values(), exceptions.PREFILTER, UNEXPLAINED)
     return [portable(text) for text in (*(rule.spec.pattern for rule in load_rules()), *general)]
-
-
-def rules() -> Sequence[Rule]:
-    """What the ids below its length stand for."""
-    return load_rules()
 
 
 @cache

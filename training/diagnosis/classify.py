@@ -12,7 +12,14 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import IntEnum
 
-from training.diagnosis.cause import Candidate, Diagnosis, Source, fault_of, rank_candidates
+from training.diagnosis.cause import (
+    MAX_RUNNERS_UP,
+    Candidate,
+    Diagnosis,
+    Source,
+    fault_of,
+    rank_candidates,
+)
 from training.diagnosis.exits import AGREED, EXIT_DONE, signal_name, signal_of
 from training.diagnosis.peers import compare
 from training.diagnosis.recognise import Finding, recognise
@@ -20,7 +27,6 @@ from training.diagnosis.rules import Role
 from training.diagnosis.scan import scan_text
 from training.policy.faults import TRAITS, Fault, FaultClass
 
-MAX_RUNNERS_UP = 5
 MAX_EVIDENCE_CHARS = 500
 
 
@@ -266,7 +272,7 @@ def _only_guesses(found: Finding) -> bool:
 
 def _told(end: WorkerEnd, found: Finding, evidence: Evidence) -> _Cause:
     """A worker whose end its output explains."""
-    killed = found.fault_class is FaultClass.HOST_OOM and found.role is not Role.ROOT
+    killed = _only_guesses(found)
     if killed and end.node not in evidence.oom_nodes:
         # Elsewhere a killed process means memory; here the node says that none was killed for it.
         why = "A process was killed, and not by the kernel's OOM killer."

@@ -11,13 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
-from training.diagnosis.rules import Role
+from training.diagnosis.rules import Judgement, Role
 from training.policy.chips import ChipLevel, Kind, chip_fact
-from training.policy.faults import FaultClass, RecoverableBy
+from training.policy.faults import RecoverableBy
 
 _NUMBER = r"\b[eE]rror ?[cC]ode(?: is)?[:=]? ?\(?(?P<{0}>{1})\b"
 _AFTER = r"[ =:]{1,3}(?P<acl2>[1235]\d{5})\b"
@@ -46,18 +43,11 @@ PATTERNS: Mapping[str, str] = {name: "|".join(rows) for name, rows in _LOOK_UPS.
 _COMPILED = {name: re.compile(pattern) for name, pattern in PATTERNS.items()}
 
 
-class CodeSpec(BaseModel):
+class CodeSpec(Judgement):
     """One row of `codes.toml`: codes, or the first characters of codes, that mean the same."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     codes: tuple[str, ...]
-    fault_class: FaultClass
-    role: Literal["root", "symptom", "cascade"]
     means: str
-    recoverable_by: RecoverableBy | None = None
-    user_fault: bool | None = None
-    hardware_fault: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +61,7 @@ class CodeFact:
     @property
     def role(self) -> Role:
         """How near the code is to the cause."""
-        return Role[self.spec.role.upper()]
+        return self.spec.role
 
 
 @cache
@@ -79,13 +69,14 @@ def load_codes() -> Mapping[str, Mapping[str, CodeSpec]]:
     """Table name to code (or first characters of codes) to meaning."""
     text = resources.files("training.diagnosis").joinpath("codes.toml").read_text("utf-8")
     return {
-        table: {code: spec for row in rows for spec in [_spec(row)] for code in spec.codes}
+        table: {
+            code: spec
+            for row in rows
+            for spec in [CodeSpec.model_validate(row)]
+            for code in spec.codes
+        }
         for table, rows in tomllib.loads(text).items()
     }
-
-
-def _spec(row: dict[str, object]) -> CodeSpec:
-    return CodeSpec.model_validate({("fault_class" if k == "class" else k): row[k] for k in row})
 
 
 # What the level that MindCluster gives a chip fault code comes down to.

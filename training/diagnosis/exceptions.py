@@ -12,11 +12,8 @@ import tomllib
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
-from training.diagnosis.rules import Role
+from training.diagnosis.rules import Judgement, Role
 from training.policy.faults import FaultClass, RecoverableBy
 
 _NAMES = (
@@ -44,18 +41,11 @@ _HANDLING = "During handling of the above exception, another exception occurred"
 _ERRNO_USER = {"1", "2", "13", "17", "20", "21", "22", "28", "30", "122"}
 
 
-class ExceptionSpec(BaseModel):
+class ExceptionSpec(Judgement):
     """One row of `exceptions.toml`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     types: tuple[str, ...]
-    fault_class: FaultClass
-    role: Literal["root", "symptom", "cascade", "hint"]
     frames: str | None = None
-    recoverable_by: RecoverableBy | None = None
-    user_fault: bool | None = None
-    hardware_fault: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +69,7 @@ def load_exceptions() -> tuple[ExceptionSpec, ...]:
     """The table, in order of precedence."""
     text = resources.files("training.diagnosis").joinpath("exceptions.toml").read_text("utf-8")
     rows = tomllib.loads(text)["exception"]
-    return tuple(
-        ExceptionSpec.model_validate({("fault_class" if k == "class" else k): row[k] for k in row})
-        for row in rows
-    )
+    return tuple(ExceptionSpec.model_validate(row) for row in rows)
 
 
 def judge(line: str, before: str) -> Raised | None:
@@ -104,7 +91,7 @@ def judge(line: str, before: str) -> Raised | None:
         return None
     frames: list[str] = _FRAME.findall(before[before.rfind("Traceback") :])[-12:]
     spec = next(row for row in load_exceptions() if _applies(row, name, frames))
-    role = Role[spec.role.upper()]
+    role = spec.role
     stands_alone = found.start() == 0 or not line[: found.start()].strip(" \t")
     if not traced and not stands_alone and role is Role.ROOT:
         role = Role.SYMPTOM  # a message that mentions an exception, not an exception

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from training.diagnosis import codes, exceptions
 from training.diagnosis.lines import Origin, is_low_level
-from training.diagnosis.rules import Role, Rule, load_rules
+from training.diagnosis.rules import Role, Rule, match_line
 from training.policy.faults import FaultClass, RecoverableBy
 
 CODE_RULE = "code-"
@@ -73,12 +73,11 @@ def recognise(line: str, before: str, candidates: Iterable[Rule] | None = None) 
     """
     if _says_nothing(line, before):
         return None
-    for rule in load_rules() if candidates is None else candidates:
-        found = rule.pattern.search(line)
-        if found and (rule.after is None or rule.after.search(before)):
-            told = _by_code(line) if rule.role is not Role.ROOT else None
-            says_more = told and (told.role is Role.ROOT or rule.spec.yields_to_code)
-            return told if says_more else _by_rule(rule, found, line)
+    if matched := match_line(line, before, candidates):
+        rule, found = matched
+        told = _by_code(line) if rule.role is not Role.ROOT else None
+        says_more = told and (told.role is Role.ROOT or rule.spec.yields_to_code)
+        return told if says_more else _by_rule(rule, found, line)
     return _by_code(line) or _by_exception(line, before) or _by_level(line)
 
 

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
 from importlib import resources
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from training.policy.faults import FaultClass, RecoverableBy
 
@@ -45,7 +46,24 @@ class Role(IntEnum):
     HINT = 4  # an error that nothing explains
 
 
-class RuleSpec(BaseModel):
+class Judgement(BaseModel):
+    """What a row of any table says: the class, how near to the cause, and what differs from it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    fault_class: FaultClass = Field(alias="class")
+    role_name: Literal["root", "symptom", "cascade", "hint"] = Field(alias="role")
+    recoverable_by: RecoverableBy | None = None
+    user_fault: bool | None = None
+    hardware_fault: bool | None = None
+
+    @property
+    def role(self) -> Role:
+        """How near it is to the cause."""
+        return Role[self.role_name.upper()]
+
+
+class RuleSpec(Judgement):
     """One rule as its file has it.
 
     Attributes:
@@ -57,19 +75,12 @@ class RuleSpec(BaseModel):
         why: what the line means, where the class's own sentence says too little.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     id: str
     pattern: str
-    fault_class: FaultClass
-    role: Literal["root", "symptom", "cascade", "hint"]
     platform: str
     source: str
     example: str
     code: str | None = None
-    recoverable_by: RecoverableBy | None = None
-    user_fault: bool | None = None
-    hardware_fault: bool | None = None
     any_level: bool = False
     yields_to_code: bool = False
     after: str | None = None
@@ -85,12 +96,16 @@ class Rule:
     spec: RuleSpec
     pattern: re.Pattern[str]
     after: re.Pattern[str] | None
-    role: Role
 
     @property
     def id(self) -> str:
         """Name of the rule."""
         return self.spec.id
+
+    @property
+    def role(self) -> Role:
+        """How near the line is to the cause."""
+        return self.spec.role
 
     @property
     def fault_class(self) -> FaultClass:
@@ -107,19 +122,22 @@ def load_rules() -> tuple[Rule, ...]:
 
 
 def _rule(row: dict[str, object]) -> Rule:
-    spec = RuleSpec.model_validate({("fault_class" if k == "class" else k): row[k] for k in row})
+    spec = RuleSpec.model_validate(row)
     after = re.compile(spec.after) if spec.after else None
-    return Rule(spec, re.compile(spec.pattern), after, Role[spec.role.upper()])
+    return Rule(spec, re.compile(spec.pattern), after)
 
 
-def match_line(line: str, before: str = "") -> tuple[Rule, re.Match[str]] | None:
+def match_line(
+    line: str, before: str = "", candidates: Iterable[Rule] | None = None
+) -> tuple[Rule, re.Match[str]] | None:
     """The first rule that recognises a line, with its match.
 
     Args:
         line: one line of output.
         before: text shortly before the line, for rules that look at it.
+        candidates: rules to try, in order; None: all.
     """
-    for rule in load_rules():
+    for rule in load_rules() if candidates is None else candidates:
         found = rule.pattern.search(line)
         if found and (rule.after is None or rule.after.search(before)):
             return rule, found

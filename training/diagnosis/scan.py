@@ -19,7 +19,7 @@ from training.diagnosis.lines import Origin, origin_of, time_of
 from training.diagnosis.pages import Page, distinct, looks_like_text, regions, shape_of
 from training.diagnosis.progress import Progress
 from training.diagnosis.recognise import Finding, recognise
-from training.diagnosis.rules import Role
+from training.diagnosis.rules import Role, load_rules
 
 CONTEXT_SIZE_BYTES = 8 << 10
 TAIL_SIZE_BYTES = 1 << 20
@@ -238,7 +238,7 @@ def _finding(
     region: bytes, context: bytes, where: tuple[int, int, int], ids: set[int], year: int
 ) -> Finding | None:
     """What a line says; `where` is its begin and end, and the end of the first match in it."""
-    rules = automaton.rules()
+    rules = load_rules()
     begin, stop, end = where
     if stop - begin > MAX_LINE_CHARS:
         begin, stop = (
