@@ -8,13 +8,16 @@ export PERDURE_HOME ?= $(CURDIR)/.perdure
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: help demo demo-stop test bench check format clean
+.PHONY: help demo demo-stop test chaos bench bench-storage bench-recovery check format clean
 
 help:
 	@echo "make demo       set everything up and run the main job with two faults"
 	@echo "make demo-stop  end the demo's Prefect server"
 	@echo "make test       set everything up and pass the tests"
+	@echo "make chaos      break runs at random; SEEDS=\"1 2 3\""
 	@echo "make bench      speed beside other programs, printed as ratios"
+	@echo "make bench-storage  likewise of saves and restores; takes about five minutes a section"
+	@echo "make bench-recovery  likewise of recovery and its cost; about twenty minutes a section"
 	@echo "make check      format, lint, types, layers, spelling"
 
 $(VENV)/.installed: pyproject.toml
@@ -29,11 +32,48 @@ demo: $(VENV)/.installed
 demo-stop: $(VENV)/.installed
 	$(BIN)/perdure server stop
 
-test: $(VENV)/.installed
-	$(BIN)/python -m pytest
+# Ceph's S3 gateway, on which the S3 store is tested; without it those tests are skipped.
+RGW_PACKAGES := radosgw ceph-mon ceph-osd ceph-common
+RGW_PROGRAMS := radosgw radosgw-admin ceph-mon ceph-osd ceph monmaptool
+
+$(VENV)/.s3-servers: | $(VENV)/.installed
+	@missing() { for name in $(RGW_PROGRAMS); do command -v $$name >/dev/null || return 0; done; return 1; }; \
+	if missing && test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
+		echo "make: installing $(RGW_PACKAGES) with apt-get"; \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y \
+			--no-install-recommends $(RGW_PACKAGES) >$@.log 2>&1; \
+	fi; \
+	if missing; then \
+		echo "make: no Ceph RGW, so tests of tests/s3 are skipped: apt-get install --no-install-recommends $(RGW_PACKAGES)"; \
+	else \
+		touch $@; \
+	fi
+
+# Unit tests side by side; the others start clusters of processes and have the machine for themselves.
+test: $(VENV)/.installed $(VENV)/.s3-servers
+	$(BIN)/python -m pytest tests/unit --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest tests/s3 tests/process
+
+# Each seed is a run that is broken fifty times; shrink one that fails with CHAOS_OPTIONS=--shrink.
+SEEDS ?= 1 2 3
+chaos: $(VENV)/.installed
+	$(BIN)/python -m training.drill.chaos --seed $(SEEDS) $(CHAOS_OPTIONS)
+	$(BIN)/python -m training.drill.chaos --seed $(SEEDS) --parallelism hsdp $(CHAOS_OPTIONS)
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.diagnose
+
+# Apart from .venv: the programs beside ours allow only older libraries than it has.
+.venv-bench/.installed: pyproject.toml
+	test -x .venv-bench/bin/python || $(PYTHON) -m venv .venv-bench
+	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[bench]'
+	touch $@
+
+bench-storage: .venv-bench/.installed
+	.venv-bench/bin/python -m benchmarks.storage $(BENCH_OPTIONS)
+
+bench-recovery: .venv-bench/.installed
+	.venv-bench/bin/python -m benchmarks.recovery $(BENCH_OPTIONS)
 
 check: $(VENV)/.installed
 	$(BIN)/ruff format --check
@@ -47,4 +87,4 @@ format: $(VENV)/.installed
 	$(BIN)/ruff check --fix
 
 clean:
-	rm -rf $(VENV) .perdure .mypy_cache .ruff_cache .pytest_cache .import_linter_cache *.egg-info
+	rm -rf $(VENV) .venv-bench .perdure .mypy_cache .ruff_cache .pytest_cache .import_linter_cache *.egg-info

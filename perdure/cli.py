@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,29 +19,29 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from perdure import server
+from perdure import checkpoints, server
 from perdure.demo import demo_faults, demo_job
 from perdure.diagnosis import as_object, cases_of, show_case
-from storage.address import open_store
+from perdure.drills import run_drills
+from perdure.pausing import Pausing
+from perdure.runs import known_run, make_console, run_to_look_at, store_of
+from perdure.status import person_lines, status_of
 from storage.errors import StorageError
-from storage.objects import ObjectStore
+from training.control import is_pause_wanted
 from training.environment import check_environment, worker_variables
 from training.errors import InputError, PerdureError
 from training.home import home_folder
 from training.inject import Injector
-from training.job import Job, departures, load_job, parse_job
+from training.job import Job, departures, load_job
 from training.ledger import Ledger
-from training.policy.history import RunHistory
 from training.policy.ladder import ladder_markdown
 from training.preflight import check_job, recovery_notes
 from training.runtime.metrics import kept_steps
-from training.supervisor.report import AttemptRow, attempt_rows, effective_ratio, loss_picture
-from training.supervisor.run import job_path
+from training.supervisor.report import AttemptRow, effective_ratio, loss_picture, story_rows
 from training.trainer.data.tokenizer import open_tokenizer
 
 EXIT_FAILED = 1
 EXIT_INPUT = 2
-PIPED_WIDTH = 180
 
 app = typer.Typer(
     help="Pretraining that outlasts its faults.",
@@ -50,18 +51,25 @@ app = typer.Typer(
 )
 server_app = typer.Typer(help="The Prefect server of this machine.", no_args_is_help=True)
 app.add_typer(server_app, name="server")
+app.add_typer(checkpoints.app, name="checkpoints")
 
 JobFile = Annotated[Path, typer.Argument(help="job file (YAML or JSON)", show_default=False)]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a field")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="for scripts")]
+WaitS = Annotated[
+    float, typer.Option("--wait-s", min=0, help="seconds to wait until the ranks have heeded it")
+]
 RunId = Annotated[str, typer.Argument(help="run_id of the job", show_default=False)]
 
 
 @app.command()
 def run(job_file: JobFile, overrides: Overrides = None) -> None:
-    """Run the pretrain flow in this process; start it again to adopt a living run."""
+    """Run the pretrain flow in this process; start it again to adopt a living run.
+
+    A run that was paused stays paused until `perdure resume`.
+    """
     job = load_job(job_file, overrides or ())
     _check(job)
     _warn_of_departures(job)
@@ -76,13 +84,29 @@ def demo() -> None:
     _check(job)
     injector = demo_faults(home, job.run_id)
     code = _supervise(job, injector)
-    console = _console()
+    console = make_console()
     for name, pids in injector.fired.items():
         console.print(f"injected: {name}, {len(pids)} processes", highlight=False)
     missing = [i.name for i in injector.injections if not injector.fired.get(i.name)]
     if missing:
         raise PerdureError(f"did not fire: {', '.join(missing)}")
     raise typer.Exit(code)
+
+
+@app.command()
+def drill(
+    name: Annotated[str, typer.Argument(help="a drill, or all of them", show_default=False)],
+    *,
+    as_json: AsJson = False,
+    parallelism: Annotated[str, typer.Option(help="ddp, hsdp or fsdp2")] = "ddp",
+    home: Annotated[
+        Path | None, typer.Option(help="keep the drills' folder below this one")
+    ] = None,
+) -> None:
+    """Break a small run on this machine on purpose, and compare it with an undisturbed one."""
+    console = make_console()
+    is_fine = run_drills(name, parallelism=parallelism, home=home, as_json=as_json, console=console)
+    raise typer.Exit(0 if is_fine else EXIT_FAILED)
 
 
 @app.command()
@@ -97,7 +121,7 @@ def preflight(job_file: JobFile, overrides: Overrides = None, *, as_json: AsJson
         print(json.dumps({"ok": True, "warnings": warnings, "recovery": recovery}))
         return
     _warn_of_departures(job)
-    console = _console()
+    console = make_console()
     console.print(f"{job.run_id}: world size {job.world_size}, everything found", highlight=False)
     for note in notes:
         if note.is_warning:
@@ -120,7 +144,7 @@ def env(job_file: JobFile, overrides: Overrides = None, *, as_json: AsJson = Fal
         table.add_column(name, overflow="fold")
     for variable in variables:
         table.add_row(variable.name, variable.value, variable.why)
-    _console().print(table)
+    make_console().print(table)
 
 
 @app.command()
@@ -132,7 +156,7 @@ def ladder(*, markdown: Annotated[bool, typer.Option("--markdown")] = False) -> 
         return
     from rich.markdown import Markdown  # noqa: PLC0415 only for a person
 
-    _console().print(Markdown(text))
+    make_console().print(Markdown(text))
 
 
 @app.command()
@@ -150,36 +174,40 @@ def show(job_file: JobFile, overrides: Overrides = None) -> None:
 @app.command()
 def status(run_id: RunId, *, as_json: AsJson = False) -> None:
     """Show how a run stands, from its ledger alone."""
-    job, store = _known_run(run_id)
-    history = Ledger(store, run_id).read()
-    rows = attempt_rows(history)
-    kept = kept_steps(store, run_id)
-    fault = _last_fault(history)
-    document = {
-        "run_id": run_id,
-        "state": history.ended.outcome if history.ended else "running",
-        "committed_step": history.committed_step,
-        "target_step": None if job.worker.is_command else job.steps,
-        "ettr": _ettr(history, kept),
-        "isolated": list(history.isolated),
-        "attempts": [asdict(row) for row in rows],
-        "fault": fault,
-    }
+    history, document = status_of(*known_run(run_id))
     if as_json:
         print(json.dumps(document, indent=1))
         return
-    console = _console()
-    for name in ("run_id", "state", "committed_step", "target_step", "ettr", "isolated"):
-        console.print(f"{name}: {document[name]}", highlight=False)
-    _print_attempts(console, rows)
-    for name, value in (fault or {}).items():
+    console = make_console()
+    for line in person_lines(document):
+        console.print(line, markup=False, highlight=False)
+    _print_attempts(console, story_rows(history))
+    for name, value in (document["fault"] or {}).items():
         console.print(f"{name}: {value}", markup=False, highlight=False)
+
+
+@app.command()
+def pause(run_id: RunId, *, wait_s: WaitS = 60.0) -> None:
+    """Have every rank of a run stand at one step boundary until it is resumed.
+
+    The state stays in memory, nothing is saved for it. The run stays paused whatever happens to
+    its processes: a new attempt stands at its first step boundary, and `perdure run` adopts a
+    paused run without resuming it. Only `perdure resume`, the Resume button of Prefect, or the
+    end of the run, as by `perdure cancel`, ends the pause.
+    """
+    Pausing(run_to_look_at(run_id), wait_s=wait_s, say=print).pause()
+
+
+@app.command()
+def resume(run_id: RunId, *, wait_s: WaitS = 60.0) -> None:
+    """Have a paused run go on from where it stands."""
+    Pausing(run_to_look_at(run_id), wait_s=wait_s, say=print).resume()
 
 
 @app.command()
 def cancel(run_id: RunId) -> None:
     """Stop a run: its workers save and end, its containers go away."""
-    job, _ = _known_run(run_id)
+    job, _ = known_run(run_id)
     server.use_server()
     from tasks.cancel import cancel_run  # noqa: PLC0415 imports Prefect
 
@@ -199,7 +227,7 @@ def diagnose(
 ) -> None:
     """Say what broke, from any logs: a folder is one attempt with the logs of its ranks."""
     told, is_whole = [], True
-    console = _console()
+    console = make_console()
     for case in cases_of(paths, each=each):
         is_whole = is_whole and bool(case.readings)
         for line in case.unreadable:
@@ -237,12 +265,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _fail(str(error), EXIT_FAILED)
 
 
-def _console() -> Console:
-    """The terminal; piped output is not folded to the width of one that is not there."""
-    console = Console()
-    return console if console.is_terminal else Console(width=PIPED_WIDTH)
-
-
 def _fail(message: str, code: int) -> None:
     print(f"perdure: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(code)
@@ -267,7 +289,7 @@ def _warn_of_departures(job: Job) -> None:
 
 def _supervise(job: Job, injector: Injector | None = None) -> int:
     """Run the flow under a live view, then print the table. Returns the exit code."""
-    console = _console()
+    console = make_console()
     with console.status("starting the Prefect server"):
         os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
         ui_url = server.use_server()
@@ -283,6 +305,9 @@ def _supervise(job: Job, injector: Injector | None = None) -> int:
         if injector is not None and observation.steps:
             injector.on_step(observation.steps[-1].step)
 
+    if is_pause_wanted(store_of(job), job.run_id):
+        on = f"`perdure resume {job.run_id}` has it go on"
+        print(f"perdure: {job.run_id} is asked to pause; {on}", file=sys.stderr)
     view = LiveView(console, ui_url=ui_url)
     with view, observed_by(view.observe), observed_by(inject):
         state = _run_flow(lambda: pretrain(job, return_state=True))
@@ -301,9 +326,9 @@ def _run_flow(flow: Callable[[], Any]) -> Any:
 
 
 def _print_outcome(console: Console, job: Job, ui_url: str) -> None:
-    store = _store_of(job)
+    store = store_of(job)
     history = Ledger(store, job.run_id).read()
-    _print_attempts(console, attempt_rows(history))
+    _print_attempts(console, story_rows(history))
     last = history.attempts[-1].ended if history.attempts else None
     if last is not None and last.fault is not None:
         console.print(f"fault: {last.fault.evidence}", markup=False, highlight=False)
@@ -312,16 +337,11 @@ def _print_outcome(console: Console, job: Job, ui_url: str) -> None:
     if kept:
         picture = home_folder() / "runs" / job.run_id / "loss.png"
         picture.write_bytes(loss_picture(history, kept))
-        ratio = f"ETTR {_ettr(history, kept):.1%} (time on kept steps / wall time)"
+        ettr = effective_ratio(history, kept, now_s=time.time())
+        ratio = f"ETTR {ettr:.1%} (time on kept steps / wall time)"
         console.print(f"steps kept: {len(kept)}, {ratio}", highlight=False)
         console.print(f"loss picture: {picture}", highlight=False, soft_wrap=True)
     console.print(f"Prefect UI: {ui_url}", highlight=False, soft_wrap=True)
-
-
-def _last_fault(history: RunHistory) -> dict[str, Any] | None:
-    """The newest fault on record, without the fields that say nothing."""
-    faults = [a.ended.fault for a in history.attempts if a.ended is not None and a.ended.fault]
-    return faults[-1].model_dump(mode="json", exclude_defaults=True) if faults else None
 
 
 def _print_attempts(console: Console, rows: Sequence[AttemptRow]) -> None:
@@ -329,32 +349,3 @@ def _print_attempts(console: Console, rows: Sequence[AttemptRow]) -> None:
 
     if rows:
         console.print(attempts_view(rows, console.width))
-
-
-def _ettr(history: RunHistory, kept: Any) -> float:
-    import time  # noqa: PLC0415
-
-    return round(effective_ratio(history, kept, now_s=time.time()), 4)
-
-
-def _store_of(job: Job) -> ObjectStore:
-    """The job's store, with the keys of its Prefect block if it names one."""
-    if job.storage.credentials_block is None:
-        return open_store(job.storage)
-    server.use_server()
-    from tasks.credentials import credentials_of  # noqa: PLC0415 imports Prefect
-
-    return open_store(job.storage, credentials_of(job.storage))
-
-
-def _known_run(run_id: str) -> tuple[Job, ObjectStore]:
-    path = job_path(home_folder(), run_id)
-    try:
-        job = parse_job(json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        known = sorted(p.parent.name for p in (home_folder() / "runs").glob("*/job.json"))
-        listed = ", ".join(known[-10:]) or "none"
-        raise InputError(
-            "run_id", f"{run_id!r}: no such run on this machine; known: {listed}"
-        ) from None
-    return job, _store_of(job)

@@ -20,9 +20,10 @@ from rich.table import Table
 from rich.text import Text
 
 from tasks.observe import Observation
+from tasks.reports import note_text
 from training.policy.history import AttemptView, RunHistory
 from training.runtime.metrics import StepRecord
-from training.supervisor.report import AttemptRow
+from training.supervisor.report import NOT_MENDED, AttemptRow
 
 PLAIN_EVERY_S = 5.0
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -88,9 +89,8 @@ class LiveView:
             seen, losses, events = self._seen, list(self._losses), list(self._events)
         if seen is None:
             return Panel("starting", title="perdure", border_style="blue")
-        recovering = "recover" in seen.activity
-        style = "bold yellow" if recovering else "bold green"
-        rows: list[RenderableType] = [Text(seen.activity, style=style)]
+        colour = _colour_of(seen.activity)
+        rows: list[RenderableType] = [Text(seen.activity, style=f"bold {colour or 'green'}")]
         done = seen.last.step if seen.last is not None else 0
         if seen.target_step is not None:
             bar = Table.grid()  # a bar alone would not end its line
@@ -102,7 +102,14 @@ class LiveView:
         rows += [Text(event, style="yellow") for event in events]
         rows.append(Text(f"Prefect UI: {self._ui_url}", style="dim"))
         title = f"perdure: {seen.run_id}, {_attempt_of(seen.history)}"
-        return Panel(Group(*rows), title=title, border_style="yellow" if recovering else "blue")
+        return Panel(Group(*rows), title=title, border_style=colour or "blue")
+
+
+def _colour_of(activity: str) -> str | None:
+    """What sets an activity off from training."""
+    if "recover" in activity:
+        return "yellow"
+    return "cyan" if activity.startswith("paused") else None
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -124,6 +131,8 @@ def attempts_view(rows: Sequence[AttemptRow], width: int) -> RenderableType:
 
 
 def _attempt_text(row: AttemptRow) -> str:
+    if row.generation is not None:
+        return f"  {_mending_text(row)}"
     text = (
         f"attempt {row.placement}.{row.attempt} on {row.nodes} "
         f"(MA_SCHEDULE_CNT {row.schedule_cnt}, MA_PROC_START_CNT {row.proc_start_cnt or '-'}): "
@@ -136,6 +145,14 @@ def _attempt_text(row: AttemptRow) -> str:
     return text
 
 
+def _mending_text(row: AttemptRow) -> str:
+    place = f" on {row.nodes}" if row.nodes else ""
+    reached = f" at step {row.to_step}" if row.to_step is not None else ""
+    took = f" in {row.seconds_to_next_step} s" if row.seconds_to_next_step is not None else ""
+    what = f"generation {row.generation}{place}{reached}, {row.fault}"
+    return f"{what} -> {row.rung}: {row.outcome}{took}"
+
+
 def attempts_table(rows: Sequence[AttemptRow]) -> Table:
     """The table of attempts for a wide terminal."""
     table = Table(title="Attempts", title_justify="left", header_style="bold")
@@ -145,16 +162,18 @@ def attempts_table(rows: Sequence[AttemptRow]) -> Table:
     ):  # fmt: skip
         table.add_column(name, overflow="fold")
     for row in rows:
+        inside = f", generation {row.generation}" if row.generation is not None else ""
+        failed = f" ({row.outcome})" if row.outcome == NOT_MENDED else ""
         table.add_row(
             str(row.placement),
-            str(row.attempt),
+            f"{row.attempt}{inside}",
             row.nodes,
             row.schedule_cnt,
             row.proc_start_cnt,
             str(row.from_step),
             _text(row.to_step),
             row.fault or row.outcome,
-            row.rung,
+            f"{row.rung}{failed}",
             _text(row.seconds_to_next_step),
         )
     return table
@@ -180,8 +199,14 @@ def _step_line(seen: Observation) -> str:
 
 
 def _events(history: RunHistory) -> list[str]:
-    """One line per fault and decision of the run so far."""
-    return [_event(view) for view in history.attempts if view.decided is not None]
+    """One line per fault, decision, recovery and pause of the run so far."""
+    return [line for view in history.attempts for line in _events_of(view)]
+
+
+def _events_of(view: AttemptView) -> list[str]:
+    placement, attempt = view.key
+    lines = [f"attempt {placement}.{attempt}: {note_text(note)}" for note in view.notes]
+    return [*lines, _event(view)] if view.decided is not None else lines
 
 
 def _event(view: AttemptView) -> str:

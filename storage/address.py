@@ -15,7 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, m
 from storage.errors import Corrupt, StorageError
 from storage.local import LocalStore
 from storage.objects import ObjectStore, check_key
-from storage.s3 import AddressingStyle, S3Options, S3Store
+from storage.retry import Retry
+from storage.s3_options import AddressingStyle, S3Options
 
 FILE_SCHEME = "file://"
 S3_SCHEME = "s3://"
@@ -95,15 +96,20 @@ class StorageSpec(BaseModel):
         return self
 
 
-def open_store(spec: StorageSpec, credentials: Credentials | None = None) -> ObjectStore:
+def open_store(
+    spec: StorageSpec, credentials: Credentials | None = None, *, retry: Retry | None = None
+) -> ObjectStore:
     """The store of `spec`; nothing is read or written yet.
 
     Args:
         spec: where.
         credentials: keys; None: boto3's default chain (environment, profile, instance role).
+        retry: how long an object store's passing failures are waited for; None: `Retry()`.
     """
     if spec.address.startswith(FILE_SCHEME):
         return LocalStore(Path(spec.address.removeprefix(FILE_SCHEME)))
+    from storage.s3 import S3Store  # noqa: PLC0415 boto3 takes a quarter of a second to import
+
     bucket, _, prefix = spec.address.removeprefix(S3_SCHEME).partition("/")
     options = S3Options(
         endpoint=spec.endpoint,
@@ -116,7 +122,7 @@ def open_store(spec: StorageSpec, credentials: Credentials | None = None) -> Obj
         connect_timeout_s=spec.connect_timeout_s,
         read_timeout_s=spec.read_timeout_s,
     )
-    return S3Store(bucket, prefix, options=options)
+    return S3Store(bucket, prefix, options=options, retry=retry)
 
 
 def worker_environment(credentials: Credentials | None) -> dict[str, str]:

@@ -242,7 +242,7 @@ class CheckpointStore:
             return [Damage(MANIFEST_NAME, DamageKind.MISSING, str(exc))]
         except Corrupt as exc:
             return [Damage(MANIFEST_NAME, DamageKind.UNREADABLE, str(exc))]
-        return self._verify_shards(step, manifest.shards)
+        return self.verify_shards(step, manifest.shards)
 
     def set_aside(self, step: int, reason: str) -> None:
         """Stop offering a step, but keep its objects for a look at them."""
@@ -316,7 +316,12 @@ class CheckpointStore:
         self.store.put(self.key(step, f"set-aside-{digest(record)[:8]}.json"), record)
         self.store.delete(self.key(step, SET_ASIDE_NAME))
 
-    def _verify_shards(self, step: int, shards: Mapping[str, ShardRecord]) -> list[Damage]:
+    def verify_shards(self, step: int, shards: Mapping[str, ShardRecord]) -> list[Damage]:
+        """Read these shards of a step and compare; empty when they are whole.
+
+        Raises:
+            StorageError: the store does not answer or lets us in; says nothing of the checkpoint.
+        """
         sizes = {name: info.size_bytes for _, name, info in self._objects(f"{_folder(step)}/")}
         found = (self._verify_shard(step, name, shards[name], sizes) for name in sorted(shards))
         return [damage for damage in found if damage is not None]

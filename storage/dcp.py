@@ -10,9 +10,8 @@ an initialised group they work in one process.
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from pydantic import JsonValue
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -31,37 +30,20 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     LoadPlanner,
-    ReadItem,
     SavePlan,
     SavePlanner,
     WriteItem,
-    WriteItemType,
 )
 from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from storage import safetensors_file
 from storage.checkpoint import CheckpointStore, shard_name
 from storage.errors import Corrupt, StorageError
 from storage.manifest import Chunk, Manifest, ShardRecord, TensorRecord
-
-DTYPES: Mapping[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I16": torch.int16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I32": torch.int32,
-    "F32": torch.float32,
-    "I64": torch.int64,
-    "F64": torch.float64,
-}
-DTYPE_CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
+from storage.reading import ShardReads
+from storage.staging import DTYPE_CODES, DTYPES, Staging, raw, refuse_objects, save_planner
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +90,7 @@ class ManifestWriter(StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Refuse what is not a tensor, and a save that could not be committed anyway."""
-        for item in plan.items:
-            if item.type is WriteItemType.BYTE_IO:
-                raise ValueError(f"{item.index.fqn} is not a tensor: put it into extra")
+        refuse_objects(plan)
         self._checkpoints.check_may_commit(self._step, self._placement, self._attempt)
         return plan
 
@@ -160,35 +140,27 @@ class ManifestWriter(StorageWriter):
         """Never chosen by an id."""
         return False
 
-    def _write(self, items: Iterable[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+    def _write(self, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
         name = shard_name(self._placement, self._attempt, self._rank)
-        named = [(item, _chunk_of(item, name), _resolved(item, planner)) for item in items]
-        layout = safetensors_file.plan_layout(
-            [(c.key, DTYPE_CODES[tensor.dtype], tuple(tensor.shape)) for _, c, tensor in named]
-        )
-        file = bytearray(layout.size_bytes)
-        file[: len(layout.header)] = layout.header
-        for _, chunk, tensor in named:
-            entry = layout.entries[chunk.key]
-            file[entry.begin : entry.end] = _raw(tensor)
-        record = self._checkpoints.put_shard(self._step, name, memoryview(file))
+        staging = Staging.of(items, planner, name)
+        file = torch.empty(staging.size_bytes, dtype=torch.uint8)
+        staging.copy_into(file)
+        record = self._checkpoints.put_shard(self._step, name, raw(file))
         return [
             WriteResult(
-                index=item.index,
-                size_in_bytes=layout.entries[chunk.key].size_bytes,
-                storage_data=_Written(chunk, record.size_bytes, record.xxh3_128),
+                index=staged.item.index,
+                size_in_bytes=staging.layout.entries[staged.chunk.key].size_bytes,
+                storage_data=_Written(staged.chunk, record.size_bytes, record.xxh3_128),
             )
-            for item, chunk, _ in named
+            for staged in staging.items
         ]
 
 
 class ManifestReader(StorageReader):
     """Reads what a manifest vouches for."""
 
-    def __init__(self, checkpoints: CheckpointStore, manifest: Manifest) -> None:
-        self._checkpoints = checkpoints
-        self._manifest = manifest
-        self._headers: dict[str, dict[str, safetensors_file.Entry]] = {}
+    def __init__(self, reads: ShardReads) -> None:
+        self._reads = reads
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing is kept between loads."""
@@ -196,7 +168,7 @@ class ManifestReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002 torch's signature
         """The manifest in torch's terms."""
         return Metadata(
-            {name: _storage_metadata(name, t) for name, t in self._manifest.tensors.items()}
+            {name: _storage_metadata(name, t) for name, t in self._reads.manifest.tensors.items()}
         )
 
     def set_up_storage_reader(
@@ -218,8 +190,7 @@ class ManifestReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read every item into the tensor that the planner gives for it."""
-        for item in plan.items:
-            self._read(item, planner)
+        self._reads.read(plan.items, planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -228,43 +199,6 @@ class ManifestReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003
         """Never chosen by an id."""
         return False
-
-    def _read(self, item: ReadItem, planner: LoadPlanner) -> None:
-        record = self._manifest.tensors[item.storage_index.fqn]
-        offsets = tuple(item.storage_index.offset or (0,) * len(record.shape))
-        chunk = next((c for c in record.chunks if c.offsets == offsets), None)
-        if chunk is None:
-            raise Corrupt(f"{item.storage_index.fqn}: no chunk at {offsets}")
-        source = self._chunk(chunk, record.dtype)
-        for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-            source = source.narrow(dim, start, length)
-        target = planner.resolve_tensor(item).detach()
-        target.copy_(source)
-        planner.commit_tensor(item, target)
-
-    def _chunk(self, chunk: Chunk, dtype: str) -> Tensor:
-        """One chunk, read by its range of the file."""
-        key = self._checkpoints.key(self._manifest.step, chunk.shard)
-        entry = self._header(chunk.shard, key).get(chunk.key)
-        if entry is None or (entry.dtype, entry.shape) != (dtype, chunk.lengths):
-            url = self._checkpoints.store.url(key)
-            raise Corrupt(f"{url}: {chunk.key} is not as the manifest says")
-        raw = torch.empty(entry.size_bytes, dtype=torch.uint8)
-        if entry.size_bytes:
-            self._checkpoints.store.get_into(key, _raw(raw), start=entry.begin)
-        return raw.view(DTYPES[dtype]).reshape(chunk.lengths)
-
-    def _header(self, shard: str, key: str) -> dict[str, safetensors_file.Entry]:
-        if shard not in self._headers:
-            store = self._checkpoints.store
-            url = store.url(key)
-            prefix = store.get(key, length=safetensors_file.LENGTH.size)
-            header = store.get(key, length=safetensors_file.header_size_bytes(prefix, url=url))
-            size_bytes = self._manifest.shards[shard].size_bytes
-            self._headers[shard] = safetensors_file.parse_header(
-                header, size_bytes=size_bytes, url=url
-            )
-        return self._headers[shard]
 
 
 def save(
@@ -276,6 +210,7 @@ def save(
     attempt: int,
     extra: dict[str, JsonValue],
     process_group: dist.ProcessGroup | None = None,
+    is_alone: bool = False,
 ) -> Manifest | None:
     """Save `state` and commit it; collective.
 
@@ -288,6 +223,7 @@ def save(
         attempt: that saves; a newer one's fence makes the save fail.
         extra: JSON; the first rank's counts.
         process_group: default: all ranks.
+        is_alone: this rank saves everything, and no other takes part.
 
     Returns:
         The committed manifest on the first rank, None on the others.
@@ -299,16 +235,13 @@ def save(
     writer = ManifestWriter(
         checkpoints, step=step, placement=placement, attempt=attempt, extra=extra
     )
-    planner = DefaultSavePlanner(
-        flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=False
-    )
     try:
         torch_save(
             dict(state),
             storage_writer=writer,
-            planner=planner,
+            planner=save_planner(),
             process_group=process_group,
-            no_dist=not dist.is_initialized(),
+            no_dist=is_alone or not dist.is_initialized(),
         )
     except CheckpointException as error:
         _raise_cause(error)
@@ -320,19 +253,30 @@ def load(
     manifest: Manifest,
     *,
     checkpoints: CheckpointStore,
+    held: Mapping[str, Tensor] | None = None,
+    verify: frozenset[str] = frozenset(),
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Fill the tensors of `state` in place; collective. Another world size is resharded.
+
+    Args:
+        state: tensors by name.
+        manifest: of the checkpoint.
+        checkpoints: where it is.
+        held: whole shards that this rank has at hand, uint8, by name.
+        verify: shards whose hash this rank compares; it reads them whole.
+        process_group: default: all ranks.
 
     Raises:
         StorageError: on every rank, when one of them failed; `state` is then undefined.
         ValueError: a tensor is missing from the checkpoint or has another shape.
     """
+    reads = ShardReads(checkpoints, manifest, held or {}, verify)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         torch_load(
             dict(state),
-            storage_reader=ManifestReader(checkpoints, manifest),
+            storage_reader=ManifestReader(reads),
             planner=planner,
             process_group=process_group,
             no_dist=not dist.is_initialized(),
@@ -369,26 +313,3 @@ def _storage_metadata(name: str, record: TensorRecord) -> TensorStorageMetadata:
             for c in record.chunks
         ],
     )
-
-
-def _chunk_of(item: WriteItem, shard: str) -> Chunk:
-    assert item.tensor_data is not None  # noqa: S101 BYTE_IO items are refused before
-    box, size = item.tensor_data.chunk, item.tensor_data.size
-    name = item.index.fqn
-    if math.prod(box.sizes) != math.prod(size):
-        name = f"{name}@{','.join(map(str, box.offsets))}"
-    return Chunk(offsets=tuple(box.offsets), lengths=tuple(box.sizes), shard=shard, key=name)
-
-
-def _resolved(item: WriteItem, planner: SavePlanner) -> Tensor:
-    tensor = planner.resolve_data(item)
-    assert isinstance(tensor, Tensor)  # noqa: S101 BYTE_IO items are refused before
-    if tensor.dtype not in DTYPE_CODES:
-        raise ValueError(f"{item.index.fqn}: {tensor.dtype} cannot be saved")
-    return tensor.detach().cpu().contiguous()
-
-
-def _raw(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy."""
-    flat = tensor.reshape(-1).view(torch.uint8)
-    return flat.numpy().data if flat.numel() else memoryview(b"")

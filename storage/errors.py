@@ -26,6 +26,8 @@ class StorageError(Exception):
 class TransientError(StorageError):
     """May pass by itself: retry with back-off."""
 
+    retry_after_s: float | None = None  # how long the store asks to wait, where it does
+
 
 class Throttled(TransientError):
     """The store asks for fewer requests."""

@@ -11,7 +11,7 @@ import errno
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -93,13 +93,19 @@ class LocalStore:
 
     def get_into(self, key: str, out: memoryview, *, start: int = 0) -> None:
         """See `ObjectStore.get_into`."""
-        view = out.cast("B")
+        self.get_scattered(key, [out], start=start)
+
+    def get_scattered(self, key: str, outs: Sequence[memoryview], *, start: int = 0) -> None:
+        """See `Scattering.get_scattered`."""
+        at = start
         with _folded(self.url(key)), self._path(key).open("rb", buffering=0) as file:
-            filled = _fill(file.fileno(), view, start)
-        if filled < view.nbytes:
-            raise Corrupt(
-                f"{self.url(key)}: ends {view.nbytes - filled} bytes before {start + view.nbytes}"
-            )
+            for out in outs:
+                view = out.cast("B")
+                filled = _fill(file.fileno(), view, at)
+                at += view.nbytes
+                if filled < view.nbytes:
+                    missing = view.nbytes - filled
+                    raise Corrupt(f"{self.url(key)}: ends {missing} bytes before {at}")
 
     def stat(self, key: str) -> ObjectInfo:
         """See `ObjectStore.stat`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from typing import Annotated, Literal, Self
 
 from pydantic import (
@@ -28,12 +29,14 @@ RunId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 ShardName = Annotated[str, Field(pattern=r"^p\d{4,}-a\d{4,}-rank\d{5,}\.safetensors$")]
 
 
-class _Record(BaseModel):
+class Record(BaseModel):
+    """Frozen, and an unknown field is an error."""
+
     # Constants, or pydantic would write a NaN of the extra state as null.
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
 
-class Chunk(_Record):
+class Chunk(Record):
     """A box of a tensor: `lengths` elements from `offsets`, stored as `key` in file `shard`."""
 
     offsets: tuple[NonNegativeInt, ...]
@@ -42,7 +45,7 @@ class Chunk(_Record):
     key: str
 
 
-class TensorRecord(_Record):
+class TensorRecord(Record):
     """One tensor of the state; its chunks do not overlap and cover it."""
 
     dtype: str
@@ -60,17 +63,44 @@ class TensorRecord(_Record):
         covered = sum(math.prod(chunk.lengths) for chunk in self.chunks)
         if covered != math.prod(self.shape):
             raise ValueError(f"chunks hold {covered} elements of {math.prod(self.shape)}")
+        _refuse_overlaps(self.chunks)
         return self
 
 
-class ShardRecord(_Record):
+def _refuse_overlaps(chunks: Sequence[Chunk]) -> None:
+    """Raise where two boxes have an element in common: as many are then in none.
+
+    Raises:
+        ValueError: naming them.
+    """
+    if len(chunks) < 2:
+        return
+    # Along the dimension that is cut most, few boxes lie beside each other: not all pairs.
+    dims = range(len(chunks[0].offsets))
+    along = max(dims, key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}))
+    beside: list[Chunk] = []
+    for chunk in sorted(chunks, key=lambda one: one.offsets[along]):
+        start = chunk.offsets[along]
+        beside = [one for one in beside if one.offsets[along] + one.lengths[along] > start]
+        for one in beside:
+            if _overlap(one, chunk):
+                raise ValueError(f"chunks {one.key!r} and {chunk.key!r} overlap")
+        beside.append(chunk)
+
+
+def _overlap(one: Chunk, other: Chunk) -> bool:
+    ends = zip(one.offsets, one.lengths, other.offsets, other.lengths, strict=True)
+    return all(max(a, b) < min(a + m, b + n) for a, m, b, n in ends)
+
+
+class ShardRecord(Record):
     """Size and hash of one file."""
 
     size_bytes: NonNegativeInt
     xxh3_128: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
-class Manifest(_Record):
+class Manifest(Record):
     """The commit marker of one checkpoint."""
 
     format_version: Literal[1] = FORMAT_VERSION

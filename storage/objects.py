@@ -6,10 +6,10 @@ all; `put` replaces. Sizes are bytes, times seconds since the epoch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,37 @@ class ObjectStore(Protocol):
     def local_path(self, key: str) -> Path | None:
         """Path that may be memory-mapped, or None where there is no such path."""
         ...
+
+
+@runtime_checkable
+class Scattering(Protocol):
+    """A store that reads straight into several pieces of memory."""
+
+    def get_scattered(self, key: str, outs: Sequence[memoryview], *, start: int = 0) -> None:
+        """Fill `outs`, one after the other, from offset `start`; raises as `get_into` does."""
+        ...
+
+
+def get_scattered(
+    store: ObjectStore, key: str, outs: Sequence[memoryview], *, start: int = 0
+) -> None:
+    """Fill `outs`, one after the other, from offset `start`; by one read of any store.
+
+    Raises:
+        NotFound: no such object.
+        Corrupt: the object ends before all are full.
+    """
+    if len(outs) == 1:
+        store.get_into(key, outs[0], start=start)
+    elif isinstance(store, Scattering):
+        store.get_scattered(key, outs, start=start)
+    else:
+        block = memoryview(bytearray(sum(out.nbytes for out in outs)))
+        store.get_into(key, block, start=start)
+        at = 0
+        for out in outs:
+            out.cast("B")[:] = block[at : at + out.nbytes]
+            at += out.nbytes
 
 
 def check_key(key: str) -> str:

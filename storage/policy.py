@@ -6,7 +6,8 @@ completed optimizer steps.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -115,6 +116,33 @@ class KeepEvery:
     def keep(self, steps: Sequence[int]) -> set[int]:
         """See `RetentionPolicy`."""
         return {step for step in steps if step % self.interval_steps == 0}
+
+
+@dataclass(frozen=True, slots=True)
+class KeepBest:
+    """Keep the `num_steps` checkpoints of the lowest loss.
+
+    A step whose loss is not known is kept too: what cannot be compared is not given up. Among
+    equals the newer counts as the better, and a loss that is no number as the worst.
+
+    Attributes:
+        losses: loss by step.
+    """
+
+    num_steps: int
+    losses: Mapping[int, float]
+
+    def __post_init__(self) -> None:
+        _require_positive("num_steps", self.num_steps)
+
+    def keep(self, steps: Sequence[int]) -> set[int]:
+        """See `RetentionPolicy`."""
+        ranked = sorted((s for s in steps if s in self.losses), key=self._rank)
+        return set(ranked[: self.num_steps]) | {s for s in steps if s not in self.losses}
+
+    def _rank(self, step: int) -> tuple[bool, float, int]:
+        loss = self.losses[step]
+        return (True, 0.0, -step) if math.isnan(loss) else (False, loss, -step)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@ class Retry:
     """Repeat an operation while it raises `TransientError`.
 
     The n-th pause is drawn from [d/2, d] with d = min(cap_s, base_s * 2**(n-1)): never so short
-    that a throttled store is hammered, never the same on a thousand ranks.
+    that a throttled store is hammered, never the same on a thousand ranks. What the store asks
+    for comes on top, or the thousand would come back at the same moment.
     """
 
     max_tries: int = 6
@@ -43,9 +44,9 @@ class Retry:
         while True:
             try:
                 return operation(tries)
-            except TransientError:
+            except TransientError as exc:
                 tries += 1
-                pause_s = self.pause_s(tries)
+                pause_s = self.pause_s(tries) + (exc.retry_after_s or 0.0)
                 late = self.clock() - started_s + pause_s > self.give_up_after_s
                 if tries >= self.max_tries or late:
                     raise

@@ -7,21 +7,17 @@ times seconds.
 
 from __future__ import annotations
 
-import io
+import hashlib
 import os
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-import boto3
-from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
-from typing_extensions import Buffer
+from botocore.parsers import ResponseParserError
 
+from storage.conditional import CLAIMS_FOLDER, ClaimRoom, Claims, Target, publish_once
 from storage.errors import (
     AccessDenied,
     Corrupt,
@@ -32,37 +28,25 @@ from storage.errors import (
 )
 from storage.objects import ObjectInfo, check_key, check_prefix
 from storage.retry import Retry
-from storage.s3_errors import fold
+from storage.s3_client import S3Client, connect, read_into
+from storage.s3_errors import code_of, fold, server_time_s
+from storage.s3_options import AddressingStyle, S3Options
+from storage.transfer import Body, in_parallel
+
+__all__ = ["AddressingStyle", "S3Options", "S3Store"]
 
 T = TypeVar("T")
-Item = TypeVar("Item")
-S3Client = Any  # boto3 generates its clients at run time
 
-AddressingStyle = Literal["auto", "virtual", "path"]
-PART_SIZE_BYTES = 64 * 2**20
 MAX_PARTS = 10_000  # S3's limit for one multipart upload
-COPY_SIZE_BYTES = 2**20  # of a response body; stays in the CPU's cache
-
-
-@dataclass(frozen=True, slots=True)
-class S3Options:
-    """How to reach the store; None means boto3's own default chain."""
-
-    endpoint: str | None = None
-    region: str | None = None
-    addressing_style: AddressingStyle = "auto"
-    access_key: str | None = field(default=None, repr=False)
-    secret_key: str | None = field(default=None, repr=False)
-    session_token: str | None = field(default=None, repr=False)
-    ca_bundle: str | None = None
-    connect_timeout_s: float = 10.0
-    read_timeout_s: float = 60.0
-    part_size_bytes: int = PART_SIZE_BYTES
-    num_threads: int = 4
+CLAIM_LIFETIME_REQUESTS = 2.5  # half of it must be longer than one request can take
 
 
 class S3Store:
-    """An `ObjectStore` below `prefix` of `bucket`; may be used from threads and after a fork."""
+    """An `ObjectStore` below `prefix` of `bucket`; may be used from threads and after a fork.
+
+    Where the store has no conditional put, `if_absent` is kept by claims in `.claims` below
+    `prefix`, which no listing shows: all writers of a key must use the same `prefix`.
+    """
 
     def __init__(
         self, bucket: str, prefix: str = "", *, options: S3Options, retry: Retry | None = None
@@ -72,12 +56,19 @@ class S3Store:
         self._options = options
         self._retry = retry or Retry()
         self._connection: tuple[int, S3Client] | None = None
+        self._has_conditional_put: bool | None = None
 
     def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
         """See `ObjectStore.put`."""
         view = memoryview(data).cast("B")
         if view.nbytes <= self._options.part_size_bytes:
-            self._put_whole(key, view, if_absent=if_absent)
+            at = self._at(key)
+            if not if_absent:
+                self._call(key, lambda _tries: self._client().put_object(**at, Body=Body(view)))
+            elif self.has_conditional_put():
+                self._put_if_absent(key, view)
+            else:
+                self._put_claimed(key, view)
         elif if_absent:
             # Ceph RGW, among others, ignores If-None-Match on CompleteMultipartUpload.
             raise ValueError(
@@ -111,11 +102,17 @@ class S3Store:
         view = out.cast("B")
         size = self._options.part_size_bytes
         pieces = [(at, view[at : at + size]) for at in range(0, view.nbytes, size)]
-        _parallel(
-            lambda piece: self._get_range(key, piece[1], start + piece[0]),
+        in_parallel(
+            lambda piece: self._get_range(key, [piece[1]], start + piece[0]),
             pieces,
             num_threads=self._options.num_threads,
         )
+
+    def get_scattered(self, key: str, outs: Sequence[memoryview], *, start: int = 0) -> None:
+        """See `Scattering.get_scattered`; one request."""
+        views = [out.cast("B") for out in outs if out.nbytes]
+        if views:
+            self._get_range(key, views, start)
 
     def stat(self, key: str) -> ObjectInfo:
         """See `ObjectStore.stat`."""
@@ -129,25 +126,16 @@ class S3Store:
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """See `ObjectStore.list`."""
-        wanted: dict[str, Any] = {
-            "Bucket": self._bucket,
-            "Prefix": self._prefix + check_prefix(prefix),
-        }
-        while True:
-            page = self._call(prefix, lambda _tries: self._client().list_objects_v2(**wanted))
+        for page in self._pages(check_prefix(prefix)):
             for entry in page.get("Contents", []):
                 key = entry["Key"].removeprefix(self._prefix)
-                yield ObjectInfo(
-                    key, entry["Size"], entry["ETag"].strip('"'), entry["LastModified"].timestamp()
-                )
-            if not page.get("IsTruncated"):
-                return
-            wanted["ContinuationToken"] = page["NextContinuationToken"]
+                if CLAIMS_FOLDER not in key.split("/"):  # also those of stores further down
+                    etag, modified = entry["ETag"].strip('"'), entry["LastModified"]
+                    yield ObjectInfo(key, entry["Size"], etag, modified.timestamp())
 
     def delete(self, key: str) -> None:
         """See `ObjectStore.delete`."""
-        with suppress(NotFound):
-            self._call(key, lambda _tries: self._client().delete_object(**self._at(key)))
+        self._remove(key, self._at(key))
 
     def url(self, key: str) -> str:
         """See `ObjectStore.url`."""
@@ -157,43 +145,145 @@ class S3Store:
         """None: nothing here can be memory-mapped."""
         return None
 
-    def probe_conditional_put(self, prefix: str) -> bool:
-        """Find out whether the store honours `if_absent`, by publishing one key twice.
+    def has_conditional_put(self) -> bool:
+        """Whether the store keeps `If-None-Match`; found out once, by publishing one key twice.
 
         Some stores (rclone serve s3) accept the header and replace the object all the same.
         """
-        key = f"{prefix.rstrip('/')}/probe-{uuid.uuid4().hex}"
+        if self._has_conditional_put is None:
+            self._has_conditional_put = self._probe_conditional_put()
+        return self._has_conditional_put
+
+    def abort_uploads(self, prefix: str, older_than_s: float) -> int:
+        """Drop the parts of uploads that nobody will finish; stores keep them for ever.
+
+        Args:
+            prefix: of the keys that were to be published.
+            older_than_s: age by the server's clock that no upload under way has.
+
+        Returns:
+            Number of uploads aborted.
+        """
+        request = {"Bucket": self._bucket, "Prefix": self._prefix + check_prefix(prefix)}
+        aborted, now_s = 0, None
+        while True:
+            try:
+                page = self._call(
+                    prefix, lambda _tries: self._client().list_multipart_uploads(**request)
+                )
+            except NotFound:  # so does rclone say that there are none
+                return aborted
+            now_s = now_s or server_time_s(page)  # one time for all pages
+            for upload in page.get("Uploads", []):
+                if now_s - upload["Initiated"].timestamp() > older_than_s:
+                    aborted += self._abort(upload["Key"], upload["UploadId"])
+            if not page.get("IsTruncated"):
+                return aborted
+            request["KeyMarker"] = page["NextKeyMarker"]
+            request["UploadIdMarker"] = page["NextUploadIdMarker"]
+
+    def _pages(self, prefix: str) -> Iterator[dict[str, Any]]:
+        request = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
+        while True:
+            page = self._call(prefix, lambda _tries: self._client().list_objects_v2(**request))
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            request["ContinuationToken"] = page["NextContinuationToken"]
+
+    def _abort(self, full_key: str, upload_id: str) -> bool:
+        at = {"Bucket": self._bucket, "Key": full_key}
         try:
-            self.put(key, b"first", if_absent=True)
-            self.put(key, b"second", if_absent=True)
+            self._call(
+                full_key.removeprefix(self._prefix),
+                lambda _tries: self._client().abort_multipart_upload(**at, UploadId=upload_id),
+            )
+        except NotFound:  # finished or aborted meanwhile
+            return False
+        return True
+
+    def _probe_conditional_put(self) -> bool:
+        key = f"{CLAIMS_FOLDER}/probe"
+        at = {"Bucket": self._bucket, "Key": self._prefix + key}
+        try:
+            for _ in range(2):  # the probe of an earlier process answers the first time
+                self._call(
+                    key, lambda _tries: self._client().put_object(**at, Body=b"", IfNoneMatch="*")
+                )
         except PreconditionFailed:
             return True
         except PermanentError as exc:
-            if "NotImplemented" in str(exc):
+            if code_of(exc) in ("NotImplemented", "501"):
                 return False
             raise
-        else:
-            return False
-        finally:
-            self.delete(key)
+        return False
 
-    def _put_whole(self, key: str, view: memoryview, *, if_absent: bool) -> None:
-        condition: dict[str, Any] = {"IfNoneMatch": "*"} if if_absent else {}
-
+    def _put_if_absent(self, key: str, view: memoryview) -> None:
         def send(tries: int) -> None:
             try:
-                self._folded(
-                    key,
-                    lambda: self._client().put_object(
-                        **self._at(key), Body=_Body(view), **condition
-                    ),
-                )
+                self._send(key, view, IfNoneMatch="*")
             except PreconditionFailed:
                 # An earlier try that timed out may have been the one that published.
                 if tries == 0 or self.get(key) != view:
                     raise
 
         self._retry.run(send)
+
+    def _put_claimed(self, key: str, view: memoryview) -> None:
+        options = self._options
+        target = Target(
+            exists=lambda: self._exists(key),
+            is_ours=lambda: self.get(key) == view,
+            publish=lambda: self._send(key, view),
+        )
+        published = publish_once(
+            target,
+            self._claim_room(key),
+            lifetime_s=CLAIM_LIFETIME_REQUESTS
+            * (options.connect_timeout_s + options.read_timeout_s),
+            retry=self._retry,
+        )
+        if not published:
+            raise PreconditionFailed(f"{self.url(key)}: exists already")
+
+    def _claim_room(self, key: str) -> ClaimRoom:
+        # One folder per key, of a length that any file system takes.
+        folder = f"{CLAIMS_FOLDER}/{hashlib.sha256(key.encode()).hexdigest()[:32]}/"
+
+        def at(name: str) -> dict[str, str]:
+            return {"Bucket": self._bucket, "Key": self._prefix + folder + name}
+
+        def read() -> Claims:
+            pages = list(self._pages(folder))
+            entries = [entry for page in pages for entry in page.get("Contents", [])]
+            written_s = {
+                entry["Key"].rpartition("/")[2]: entry["LastModified"].timestamp()
+                for entry in entries
+            }
+            return Claims(server_time_s(pages[0]), written_s)
+
+        return ClaimRoom(
+            write=lambda name: self._call(
+                key, lambda _tries: self._client().put_object(**at(name), Body=key.encode())
+            ),
+            read=read,
+            remove=lambda name: self._remove(key, at(name)),
+        )
+
+    def _send(self, key: str, view: memoryview, **condition: str) -> None:
+        at = self._at(key)
+        self._folded(key, lambda: self._client().put_object(**at, Body=Body(view), **condition))
+
+    def _remove(self, key: str, at: dict[str, str]) -> None:
+        with suppress(NotFound):
+            self._call(key, lambda _tries: self._client().delete_object(**at))
+
+    def _exists(self, key: str) -> bool:
+        try:
+            self.stat(key)
+        except NotFound:
+            return False
+        return True
 
     def _put_parts(self, key: str, view: memoryview) -> None:
         size = max(self._options.part_size_bytes, -(-view.nbytes // MAX_PARTS))
@@ -206,14 +296,14 @@ class S3Store:
             answer = self._call(
                 key,
                 lambda _tries: self._client().upload_part(
-                    **at, UploadId=upload_id, PartNumber=number, Body=_Body(part)
+                    **at, UploadId=upload_id, PartNumber=number, Body=Body(part)
                 ),
             )
             return {"ETag": answer["ETag"], "PartNumber": number}
 
         numbers = range(1, -(-view.nbytes // size) + 1)
         try:
-            parts = _parallel(send, numbers, num_threads=self._options.num_threads)
+            parts = in_parallel(send, numbers, num_threads=self._options.num_threads)
             self._complete(key, upload_id, parts, view.nbytes)
         except BaseException:
             # Best effort: the first failure is the one to tell about.
@@ -242,24 +332,21 @@ class S3Store:
 
         self._retry.run(complete)
 
-    def _get_range(self, key: str, out: memoryview, start: int) -> None:
-        wanted = f"bytes={start}-{start + out.nbytes - 1}"
+    def _get_range(self, key: str, outs: Sequence[memoryview], start: int) -> None:
+        size_bytes = sum(out.nbytes for out in outs)
+        ends = f"{self.url(key)}: ends before {start + size_bytes}"
+        wanted = f"bytes={start}-{start + size_bytes - 1}"
 
         def read(_tries: int) -> None:
             answer = self._client().get_object(**self._at(key), Range=wanted)
-            body, filled = answer["Body"], 0
-            while filled < out.nbytes:
-                chunk = body.read(min(COPY_SIZE_BYTES, out.nbytes - filled))
-                if not chunk:
-                    raise Corrupt(f"{self.url(key)}: ends before {start + out.nbytes}")
-                out[filled : filled + len(chunk)] = chunk
-                filled += len(chunk)
+            if read_into(answer["Body"], outs) < size_bytes:
+                raise Corrupt(ends)
 
         try:
             self._call(key, read)
         except PermanentError as exc:
-            if "InvalidRange" in str(exc):
-                raise Corrupt(f"{self.url(key)}: ends before {start + out.nbytes}") from exc
+            if code_of(exc) == "InvalidRange":
+                raise Corrupt(ends) from exc
             raise
 
     def _call(self, key: str, request: Callable[[int], T]) -> T:
@@ -268,89 +355,21 @@ class S3Store:
     def _folded(self, key: str, request: Callable[[], T]) -> T:
         try:
             return request()
-        except (ClientError, BotoCoreError) as exc:
+        except (ClientError, BotoCoreError, ResponseParserError) as exc:
             error = fold(exc, self.url(key))
             # A cause that quotes keys must not reach a log by way of the traceback.
             raise error from (None if isinstance(error, AccessDenied) else exc)
 
     def _at(self, key: str) -> dict[str, Any]:
-        return {"Bucket": self._bucket, "Key": self._prefix + check_key(key)}
+        if CLAIMS_FOLDER in check_key(key).split("/"):
+            raise ValueError(f"not a key: {key!r}; {CLAIMS_FOLDER!r} is the store's own")
+        return {"Bucket": self._bucket, "Key": self._prefix + key}
 
     def _client(self) -> S3Client:
         # No lock: one could be held by another thread while we are forked. Two threads that
         # connect at once make two clients, and one of them is dropped.
         held = self._connection
         if held is None or held[0] != os.getpid():
-            held = (os.getpid(), _connect(self._options))
+            held = (os.getpid(), connect(self._options))
             self._connection = held
         return held[1]
-
-
-class _Body(io.RawIOBase):
-    """A seekable reader of memory: botocore takes no memoryview. Copies only what is sent."""
-
-    def __init__(self, view: memoryview) -> None:
-        self._view = view
-        self._at = 0
-
-    def __len__(self) -> int:
-        return self._view.nbytes
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._view.nbytes}[whence]
-        self._at = base + offset
-        return self._at
-
-    def readinto(self, buffer: Buffer) -> int:
-        out = memoryview(buffer).cast("B")
-        chunk = self._view[self._at : self._at + out.nbytes]
-        out[: chunk.nbytes] = chunk
-        self._at += chunk.nbytes
-        return chunk.nbytes
-
-
-def _parallel(work: Callable[[Item], T], items: Iterable[Item], *, num_threads: int) -> list[T]:
-    todo = list(items)
-    if len(todo) < 2:
-        return [work(item) for item in todo]
-    # A pool per transfer survives a fork, and threads cost nothing beside 64 MiB parts.
-    with ThreadPoolExecutor(min(num_threads, len(todo))) as pool:
-        futures = [pool.submit(work, item) for item in todo]
-        try:
-            return [future.result() for future in futures]
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-
-
-def _connect(options: S3Options) -> S3Client:
-    # A session of its own: boto3's default session must not be shared between threads.
-    return boto3.session.Session().client(
-        "s3",
-        endpoint_url=options.endpoint,
-        region_name=options.region,
-        aws_access_key_id=options.access_key,
-        aws_secret_access_key=options.secret_key,
-        aws_session_token=options.session_token,
-        verify=options.ca_bundle,
-        config=Config(
-            s3={"addressing_style": options.addressing_style},
-            signature_version="s3v4",
-            connect_timeout=options.connect_timeout_s,
-            read_timeout=options.read_timeout_s,
-            retries={"total_max_attempts": 1},
-            # RGW 16 and OBS reject aws-chunked bodies with trailing checksums.
-            request_checksum_calculation="when_required",
-            response_checksum_validation="when_required",
-            max_pool_connections=4 * options.num_threads,
-        ),
-    )

@@ -63,8 +63,16 @@ class Layout:
     size_bytes: int
 
 
-def plan_layout(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> Layout:
+def plan_layout(
+    tensors: Sequence[tuple[str, str, tuple[int, ...]]],
+    *,
+    metadata: Mapping[str, str] | None = None,
+) -> Layout:
     """Lay out (name, dtype, shape) triples; wide dtypes first, so that each is aligned.
+
+    Args:
+        tensors: what the file holds.
+        metadata: free text by name, for the programs that ask for it.
 
     Raises:
         ValueError: a name occurs twice.
@@ -78,7 +86,8 @@ def plan_layout(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> Layout:
         end = at + math.prod(shape) * ITEM_SIZE_BYTES[dtype]
         document[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
         at = end
-    text = json.dumps(document, separators=(",", ":")).encode()
+    noted = {"__metadata__": dict(metadata), **document} if metadata else document
+    text = json.dumps(noted, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT_BYTES)
     header = LENGTH.pack(len(text)) + text
     entries = {name: _entry(fields, len(header)) for name, fields in document.items()}

@@ -136,13 +136,15 @@ def attempt(
         stop_wanted=supervision.stop_wanted,
         on_progress=supervision.on_progress,
     )
+    supervision.tell_cut_off()
     if verdict.fault is not None and verdict.decision is not None:
         supervision.reporter.fault(
             verdict.placement,
             verdict.attempt,
             verdict.fault,
             verdict.decision,
-            verdict.runners_up,
+            runners_up=verdict.runners_up,
+            last_save=supervision.run.history.attempts[-1].last_save,
         )
         stops = verdict.decision.rung is Rung.STOP
         supervision.says(f"{'stopping' if stops else 'recovering'}: {_state_text(verdict)}")

@@ -27,11 +27,13 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.events import emit_event
 
+from tasks.reports import fault_report, recovery_report
 from training.policy.faults import Fault
-from training.policy.history import RunHistory
+from training.policy.history import AttemptView, RunHistory, fault_of
 from training.policy.ladder import Decision
-from training.runtime.metrics import StepRecord
-from training.supervisor.report import AttemptRow
+from training.policy.mending import Mending
+from training.policy.notes import LastSave
+from training.supervisor.report import AttemptRow, recovery_facts
 
 CLOSE_TIMEOUT_S = 15.0
 RETRY_S = 5.0
@@ -101,21 +103,44 @@ class Reporter:
         attempt: int,
         fault: Fault,
         decision: Decision,
+        *,
         runners_up: Sequence[Fault] = (),
+        last_save: LastSave | None = None,
     ) -> None:
-        """The report and the events of one fault and what is done about it."""
+        """The report and the events of a fault that ended an attempt, and what is done about it."""
         name = f"fault-p{placement}-a{attempt}"
-        text = fault_report(placement, attempt, fault, decision, runners_up)
+        text = fault_report(
+            placement, attempt, fault, decision, runners_up=runners_up, last_save=last_save
+        )
         self._submit(name, lambda: self._tell_markdown(name, text, f"Fault: {fault.fault_class}"))
+        self._fault_event(fault)
+        self.event("recovery", {"rung": decision.rung, "reason": decision.reason,
+                                "isolate": decision.isolate, "placement": placement,
+                                "attempt": attempt})  # fmt: skip
+
+    def recovery_began(self, view: AttemptView, mending: Mending) -> None:
+        """The report and the event of a fault that processes of the attempt outlived."""
+        self._recovery_report(view, mending)
+        self._fault_event(fault_of(mending.began.fault))
+
+    def recovery_over(self, view: AttemptView, mending: Mending) -> None:
+        """The report and the event of a recovery inside the processes that came to its end."""
+        self._recovery_report(view, mending)
+        self.event("recovery", recovery_facts(view, mending))
+
+    def _recovery_report(self, view: AttemptView, mending: Mending) -> None:
+        placement, attempt = view.key
+        name = f"fault-p{placement}-a{attempt}-r{mending.began.number}"
+        text, title = recovery_report(view, mending), f"Fault: {mending.began.fault.fault_class}"
+        self._submit(name, lambda: self._tell_markdown(name, text, title))
+
+    def _fault_event(self, fault: Fault) -> None:
         self.event("fault", {"fault_class": fault.fault_class, "evidence": fault.evidence,
                              "node": fault.node, "rank": fault.rank, "code": fault.code,
                              "step": fault.step, "device": fault.device,
                              "recoverable_by": fault.recoverable_by,
                              "user_fault": fault.user_fault,
                              "hardware_fault": fault.hardware_fault})  # fmt: skip
-        self.event("recovery", {"rung": decision.rung, "reason": decision.reason,
-                                "isolate": decision.isolate, "placement": placement,
-                                "attempt": attempt})  # fmt: skip
 
     def picture(self, png: bytes) -> None:
         """The loss picture; inline, so that the UI needs no file server."""
@@ -209,53 +234,3 @@ class Reporter:
         with get_client(sync_client=True) as client:
             client.update_artifact(known, ArtifactUpdate(data=data))
         return True
-
-
-def fault_report(
-    placement: int,
-    attempt: int,
-    fault: Fault,
-    decision: Decision,
-    runners_up: Sequence[Fault] = (),
-) -> str:
-    """What a person reads about a fault, as Markdown."""
-    skipped = "".join(f"\n- not `{text}`" for text in decision.skipped)
-    isolate = f"\n\nNode **{decision.isolate}** is isolated." if decision.isolate else ""
-    return (
-        f"## {fault.fault_class} at {fault.where}\n\n"
-        f"Attempt {placement}.{attempt}, after step {fault.step}.\n\n"
-        f"```\n{fault.evidence}\n```\n\n{fault.explanation}\n\n"
-        f"{_facts(fault)}"
-        f"**Decision: `{decision.rung}`.** {decision.reason}{isolate}\n{skipped}\n"
-        f"{_less_likely(runners_up)}"
-    )
-
-
-def _facts(fault: Fault) -> str:
-    blame = (("the program", fault.user_fault), ("hardware", fault.hardware_fault))
-    rows = (
-        ("code", fault.code),
-        ("device", fault.device),
-        ("cause lies in", " and ".join(who for who, holds in blame if holds)),
-        ("mended by", fault.recoverable_by),
-        ("you should", fault.action),
-    )
-    told = "".join(f"| {name} | {value} |\n" for name, value in rows if value not in {None, ""})
-    return f"| | |\n|---|---|\n{told}\n" if told else ""
-
-
-def _less_likely(runners_up: Sequence[Fault]) -> str:
-    if not runners_up:
-        return ""
-    rows = "".join(f"- {fault.fault_class}: `{fault.evidence[:200]}`\n" for fault in runners_up)
-    return f"\nLess likely:\n\n{rows}"
-
-
-def progress_text(last: StepRecord | None, target: int | None, activity: str) -> str:
-    """One line under the progress bar."""
-    if last is None:
-        return activity
-    return (
-        f"step {last.step} / {target or '?'}, loss {last.loss:.4f}, "
-        f"{last.tokens_per_s:,.0f} tokens/s: {activity}"
-    )

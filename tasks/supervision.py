@@ -8,30 +8,41 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 from uuid import UUID
 
 import httpx
-from prefect.client.orchestration import get_client
-from prefect.exceptions import PrefectException
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import State
+from prefect.exceptions import Abort, PrefectException
 from prefect.runtime import flow_run as flow_run_runtime
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from storage.errors import StorageError
 from tasks.credentials import credentials_of
 from tasks.observe import Observation, publish
-from tasks.reporting import PROGRESS_PERIOD_S, Log, Reporter, progress_text
+from tasks.pausing import PauseLink, ServedFlowRun, was_resumed
+from tasks.reporting import PROGRESS_PERIOD_S, Log, Reporter
+from tasks.reports import note_text, progress_text, standing
+from training.control import is_pause_wanted, take_back
 from training.errors import InputError, RunConflict
 from training.home import home_folder
 from training.job import Job
 from training.ledger import RENEW_S
+from training.policy.history import RunHistory
+from training.policy.notes import AnyNote, PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
 from training.runtime.metrics import StepRecord, kept_steps
-from training.supervisor.report import attempt_rows, loss_picture
+from training.supervisor.report import loss_picture, story_rows
 from training.supervisor.run import Run
 from training.supervisor.watch import Progress
 
 CONTROL_PERIOD_S = 3.0
+HANDOVER_S = 30.0  # for the supervisor before to notice, and to leave
+HANDOVER_POLL_S = 1.0
+HANDED_OVER = "resumed: another process supervises the run from now on"
 
 
 class _Periodic(threading.Thread):
@@ -74,20 +85,43 @@ class LeaseKeeper(_Periodic):
 
 
 class Control(_Periodic):
-    """Asks the server whether the run is to be cancelled.
+    """Asks the server what is wanted of the run: to be cancelled, to pause, to go on.
 
     A worker's own observer gives up for good after a server outage of half a minute (3.8.8),
     and nobody watches a flow that was started in the foreground.
     """
 
-    def __init__(self, flow_run_id: UUID) -> None:
+    def __init__(self, flow_run_id: UUID, run: Run) -> None:
         super().__init__("perdure-control", CONTROL_PERIOD_S)
         self._flow_run_id = flow_run_id
+        self._run = run
+        self._link = PauseLink(run.store, run.job.run_id)
         self.cancel_wanted = False
+
+    @property
+    def is_handed_over(self) -> bool:
+        """Whether Prefect has another process supervise the run from now on."""
+        return self._link.is_handed_over
 
     def tick(self) -> None:
         """Ask once; no answer means no wish."""
-        self.cancel_wanted = self.cancel_wanted or is_cancelling(self._flow_run_id)
+        try:
+            with _impatient_client() as client:
+                self._look(client)
+        except (httpx.HTTPError, PrefectException, OSError, StorageError):
+            return  # the next look tells
+
+    def _look(self, client: SyncPrefectClient) -> None:
+        state = client.read_flow_run(self._flow_run_id).state
+        if state is None:
+            return
+        self.cancel_wanted = self.cancel_wanted or _is_cancelled(state)
+        pause = self._run.history.pause
+        self._link.look(
+            state,
+            ServedFlowRun(client, self._flow_run_id),
+            stands_at=pause.began.step if pause is not None else None,
+        )
 
 
 def has_open_attempt(job: Job) -> bool:
@@ -102,15 +136,34 @@ def has_open_attempt(job: Job) -> bool:
 def is_cancelling(flow_run_id: UUID) -> bool:
     """Whether the server says that this flow run is (being) cancelled; False without answer."""
     try:
-        # One try: with the patience that a run has, a cancellation would wait for half an hour.
-        with (
-            temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
-            get_client(sync_client=True, httpx_settings={"timeout": 5.0}) as client,
-        ):
+        with _impatient_client() as client:
             state = client.read_flow_run(flow_run_id).state
     except (httpx.HTTPError, PrefectException, OSError):
         return False
-    return state is not None and (state.is_cancelling() or state.is_cancelled())
+    return state is not None and _is_cancelled(state)
+
+
+@contextmanager
+def _impatient_client() -> Iterator[SyncPrefectClient]:
+    """One try: with the patience that a run has, a cancellation would wait for half an hour."""
+    with (
+        temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
+        get_client(sync_client=True, httpx_settings={"timeout": 5.0}) as client,
+    ):
+        yield client
+
+
+def _is_cancelled(state: State[Any]) -> bool:
+    return state.is_cancelling() or state.is_cancelled()
+
+
+def _is_resumed(flow_run_id: UUID) -> bool:
+    """Whether somebody resumed the flow run that begins here; False without answer."""
+    try:
+        with _impatient_client() as client:
+            return was_resumed(client.read_flow_run_states(flow_run_id))
+    except (httpx.HTTPError, PrefectException, OSError):
+        return False
 
 
 class Supervision:
@@ -124,12 +177,13 @@ class Supervision:
         self.reporter = Reporter(job.run_id, self.flow_run_id, logger)
         self.activity = "starting"
         self._lease = LeaseKeeper(self.run, logger)
-        self._control = Control(self.flow_run_id) if self.flow_run_id is not None else None
+        self._control = Control(self.flow_run_id, self.run) if self.flow_run_id else None
         self._told_s = 0.0
         self._last: StepRecord | None = None
+        self._stood = False  # at the last look, for a pause or a recovery
 
     def __enter__(self) -> Self:
-        history = self.run.take()
+        history = self._take()
         if history.attempts:
             self.logger.info(
                 "run %s is taken up again: %d attempts so far, committed step %d",
@@ -165,9 +219,13 @@ class Supervision:
 
         Raises:
             RunConflict: another supervisor has taken the run.
+            Abort: somebody resumed the flow run, and a worker starts another process for it.
         """
         if self._lease.superseded is not None:
             raise self._lease.superseded
+        if self._control is not None and self._control.is_handed_over:
+            # The one way out that leaves the state of the flow run to that process (3.8.8).
+            raise Abort(HANDED_OVER)
         return self._control is not None and self._control.cancel_wanted
 
     def says(self, activity: str) -> None:
@@ -178,15 +236,47 @@ class Supervision:
     def on_progress(self, progress: Progress) -> None:
         """Pass on what a watcher sees."""
         self._last = progress.last or self._last
-        if progress.steps or (self.target_step is None and progress.is_running):
-            self.activity = "training" if progress.steps else "the command is running"
+        stands = standing(self.run.history)
+        if stands is not None:
+            self.activity = stands
+        elif progress.steps or self._stood:
+            self.activity = "training"
+        elif self.target_step is None and progress.is_running:
+            self.activity = "the command is running"
+        self._stood = stands is not None
         self._publish(tuple(progress.steps))
+        self._tell_notes(progress.notes)
         if progress.checkpoints:
             self.reporter.checkpoints(self.run.history)
             self.reporter.event("checkpoint", {"step": progress.checkpoints[-1]})
         if time.monotonic() - self._told_s > PROGRESS_PERIOD_S:
             self._told_s = time.monotonic()
             self.tell_progress()
+
+    def _tell_notes(self, notes: Sequence[AnyNote]) -> None:
+        """Tell what the attempt's coordinator noted since the last look."""
+        if not notes:
+            return
+        view = self.run.history.attempts[-1]
+        mendings = {mending.began.number: mending for mending in view.mendings}
+        for note in notes:
+            self.logger.info(note_text(note))
+            match note:
+                case RecoveryBegan():
+                    self.reporter.recovery_began(view, mendings[note.number])
+                case RecoveryEnded() if note.number in mendings:
+                    self.reporter.recovery_over(view, mendings[note.number])
+                case PauseBegan() | PauseEnded():
+                    stands = isinstance(note, PauseBegan)
+                    self.reporter.event("pause", {"paused": stands, "step": note.step})
+        self.tell_attempts()
+
+    def tell_cut_off(self) -> None:
+        """Tell of recoveries that the end of the newest attempt cut off."""
+        view = self.run.history.attempts[-1]
+        for mending in view.mendings:
+            if mending.ended is None:
+                self.reporter.recovery_over(view, mending)
 
     def tell_progress(self) -> None:
         """Update the progress bar and the table of attempts."""
@@ -195,8 +285,8 @@ class Supervision:
         self.reporter.progress(step, self.target_step, text)
 
     def tell_attempts(self) -> None:
-        """Update the table of attempts and the picture."""
-        self.reporter.attempts(attempt_rows(self.run.history))
+        """Update the table of attempts."""
+        self.reporter.attempts(story_rows(self.run.history))
 
     def tell_picture(self) -> bytes:
         """Draw the loss picture, put it into the UI and the store; returns the PNG."""
@@ -204,6 +294,27 @@ class Supervision:
         self.run.store.put(f"runs/{self.job.run_id}/loss.png", png)
         self.reporter.picture(png)
         return png
+
+    def _take(self) -> RunHistory:
+        """Take the run; after a Resume the supervisor before may need a moment to leave."""
+        resumed = self.flow_run_id is not None and _is_resumed(self.flow_run_id)
+        until_s = time.monotonic() + (HANDOVER_S if resumed else 0.0)
+        while True:
+            try:
+                history = self.run.take()
+                break
+            except RunConflict:
+                if time.monotonic() > until_s:
+                    raise
+                time.sleep(HANDOVER_POLL_S)
+        if resumed:
+            take_back(self.run.store, self.job.run_id)
+        elif is_pause_wanted(self.run.store, self.job.run_id):
+            self.logger.warning(
+                "run %s is asked to pause: its ranks stand until `perdure resume %s`",
+                self.job.run_id, self.job.run_id,
+            )  # fmt: skip
+        return history
 
     def _publish(self, steps: tuple[StepRecord, ...]) -> None:
         history = self.run.history
@@ -219,11 +330,16 @@ class Supervision:
         if asked or issubclass(kind, KeyboardInterrupt):
             self.logger.info("cancelled: stopping the processes of the run")
             self.run.end("cancelled", f"cancelled ({kind.__name__})")
+            return
+        if self._control is not None and self._control.is_handed_over:
+            self.logger.info(HANDED_OVER)
         else:
             self.logger.warning(
                 "%s: this supervisor ends, the attempt goes on; start the run again to adopt it",
                 kind.__name__,
             )
+        with suppress(StorageError):  # the next supervisor need not wait for the lease to run out
+            self.run.ledger.release()
 
 
 def _flow_run_id() -> UUID | None:

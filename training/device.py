@@ -8,7 +8,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -88,3 +89,140 @@ def device_rng_state(device: torch.device) -> torch.Tensor | None:
 def set_device_rng_state(device: torch.device, state: torch.Tensor) -> None:
     """Set what `device_rng_state` returned."""
     torch.get_device_module(device).set_rng_state(state, device)
+
+
+def pin(host: torch.Tensor, device: torch.device) -> Callable[[], None]:
+    """Page-lock memory of the host, so that copies from the device take the link's full speed.
+
+    Args:
+        host: uint8, memory that stays mapped until the returned function has been called.
+        device: what copies into it; only CUDA has a call for memory that it did not allocate.
+
+    Returns:
+        What undoes it.
+    """
+    if device.type != "cuda":
+        return lambda: None
+    runtime, address = torch.cuda.cudart(), host.data_ptr()  # type: ignore[no-untyped-call]
+    if int(runtime.cudaHostRegister(address, host.nbytes, 0)) != 0:
+        return lambda: None  # slower, and just as right
+    return lambda: runtime.cudaHostUnregister(address) and None
+
+
+def abort_group(collectives: Any) -> None:
+    """Have every operation of an NCCL or HCCL group fail; from any thread.
+
+    ProcessGroupNCCL.abort of torch 2.13; ProcessGroupHCCL.abort_hccl_comm of torch_npu.
+
+    Raises:
+        RuntimeError: the backend has no abort.
+    """
+    if hasattr(collectives, "abort_hccl_comm"):
+        collectives.abort_hccl_comm("a new generation of process groups")
+    elif hasattr(collectives, "abort"):
+        collectives.abort()
+    else:
+        raise RuntimeError(f"{type(collectives).__name__} cannot be aborted")
+
+
+class DeviceBeyondHealing(RuntimeError):  # noqa: N818 a state of affairs, named as it is shown
+    """The device does not take work again in this process."""
+
+
+class Healing(Protocol):
+    """What a device needs between a fault and the next step."""
+
+    def stop(self) -> None:
+        """End what the device still works on."""
+        ...
+
+    def clean(self, tensors: Sequence[torch.Tensor], *, is_damaged: bool) -> None:
+        """Have it take work again.
+
+        Args:
+            tensors: model and optimizer state on the device.
+            is_damaged: the device's memory is not to be trusted.
+
+        Raises:
+            DeviceBeyondHealing: only a new process helps.
+        """
+        ...
+
+
+class NothingToHeal:
+    """The CPU."""
+
+    def stop(self) -> None:
+        """Nothing runs on."""
+
+    def clean(self, tensors: Sequence[torch.Tensor], *, is_damaged: bool) -> None:
+        """Nothing is left behind."""
+
+
+class CudaHealing:
+    """CUDA; not run on hardware. NCCL's groups have been aborted when this is asked."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def stop(self) -> None:
+        """An aborted kernel returns by itself."""
+
+    def clean(self, tensors: Sequence[torch.Tensor], *, is_damaged: bool) -> None:  # noqa: ARG002
+        """Wait for the queue; an uncorrectable memory error stays with the context.
+
+        Raises:
+            DeviceBeyondHealing: it did.
+        """
+        if is_damaged:
+            raise DeviceBeyondHealing("an uncorrectable memory error ends the CUDA context")
+        torch.accelerator.synchronize(self._device)
+
+
+# check_uce_in_memory of torch_npu/npu/utils.py.
+UCE_LOW_LEVEL = 2  # the damage is outside of tensors
+UCE_HIGH_LEVEL = 3  # tensors have lost their data
+
+
+class NpuHealing:
+    """Ascend, in MindCluster's order; written against torch_npu 2.13 and not run on hardware.
+
+    stop_device, then check_uce_in_memory and tensors made safe where memory is damaged, then
+    restart_device. Process groups are new ones with every generation. Source: MindCluster's
+    description of fast recovery of HBM faults inside processes; torch_npu/npu/_recovery.py.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._index = device.index or 0
+        self._npu = importlib.import_module("torch_npu").npu
+
+    def stop(self) -> None:
+        """Abort the device's tasks; threads that wait for it get FORCE STOP."""
+        self._npu.stop_device(self._index)
+
+    def clean(self, tensors: Sequence[torch.Tensor], *, is_damaged: bool) -> None:
+        """Find out about the damage, make tensors safe to write, and start the device again.
+
+        Raises:
+            DeviceBeyondHealing: the damage is of a kind that the driver does not repair.
+        """
+        if is_damaged:
+            level = self._npu.check_uce_in_memory(self._index)
+            if level not in (UCE_LOW_LEVEL, UCE_HIGH_LEVEL):
+                raise DeviceBeyondHealing(f"check_uce_in_memory says {level}: not recoverable")
+            if level == UCE_HIGH_LEVEL:
+                recovery = importlib.import_module("torch_npu.npu._recovery")
+                for tensor in tensors:
+                    recovery.update_npu_tensor_to_safe(tensor)
+        self._npu.restart_device(self._index)
+
+
+def healing_of(device: torch.device) -> Healing:
+    """What this device needs."""
+    match device.type:
+        case "npu":
+            return NpuHealing(device)
+        case "cuda":
+            return CudaHealing(device)
+        case _:
+            return NothingToHeal()

@@ -9,11 +9,21 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 
 import psutil
 
 from training.agent.processes import MARKER, signal_all
+
+
+class Part(StrEnum):
+    """What a node runs beside its workers."""
+
+    AGENT = "agent"
+    ZYGOTE = "zygote"
+    KEEPER = "keeper"
+    COORDINATOR = "coordinator"  # on the first node alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +66,26 @@ class LocalRun:
 
     def rank(self, rank: int) -> list[psutil.Process]:
         """The worker process of a rank; its helpers inherit the rank but not the session."""
+        # A forked one shows the environment of its zygote, and has the rank in its name.
         return [
             process
             for process, environ in _environments()
             if environ.get(MARKER, "").startswith(self._nodes)
-            and environ.get("RANK") == str(rank)
+            and str(rank) in (environ.get("RANK"), _name(process).removeprefix("rank-"))
             and _leads_session(process)
         ]
+
+    def part(self, part: Part, node: str | None = None) -> list[psutil.Process]:
+        """The processes of a kind, on all nodes or on one of them."""
+        return [process for process in self.processes(node) if _part_of(process) is part]
 
     def kill_rank(self, rank: int) -> list[int]:
         """SIGKILL one worker."""
         return _kill(self.rank(rank))
+
+    def kill_part(self, part: Part, node: str | None = None) -> list[int]:
+        """SIGKILL the processes of a kind, on all nodes or on one of them."""
+        return _kill(self.part(part, node))
 
     def kill_node(self, node: str) -> list[int]:
         """SIGKILL everything on a node, its agent first: the machine is gone."""
@@ -86,6 +105,27 @@ def _environments() -> Iterator[tuple[psutil.Process, dict[str, str]]]:
                 yield process, process.environ()
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def _part_of(process: psutil.Process) -> Part | None:
+    try:
+        name, command = process.name(), process.cmdline()
+    except psutil.NoSuchProcess:
+        return None
+    if name == Part.COORDINATOR:
+        return Part.COORDINATOR
+    modules = {"training.agent": Part.AGENT, "training.agent.keeper": Part.KEEPER}
+    # What is forked from a zygote has its command line, and a name of its own.
+    if name.startswith("python"):
+        modules["training.agent.zygote"] = Part.ZYGOTE
+    return next((part for module, part in modules.items() if module in command), None)
 
 
 def _leads_session(process: psutil.Process) -> bool:

@@ -18,7 +18,9 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from storage.address import Credentials, StorageSpec
 from training.errors import InputError
+from training.policy.replicas import Layout
 from training.specs.data import DataSpec, TokenizerSpec
+from training.specs.drill import DrillSpec
 from training.specs.engine import DEFAULT_RECIPE, LocalEngineSpec, WorkerSpec
 from training.specs.model import (
     BatchSpec,
@@ -66,6 +68,7 @@ class Job(Section):
     restart: RestartSpec = Field(RestartSpec(), description="restart policy")
     comm: CommSpec = Field(CommSpec(), description="limits and ports of the collectives")
     engine: LocalEngineSpec = Field(LocalEngineSpec(), description="where the nodes come from")
+    drill: DrillSpec = Field(DrillSpec(), description="faults made on purpose")
     env: dict[str, str] = Field({}, description="further environment variables of the workers")
     log_path: str | None = Field(
         None, description="folder for the workers' logs; default: the node's scratch folder"
@@ -105,6 +108,19 @@ class Job(Section):
     def world_size(self) -> int:
         """Number of ranks: one per slot, for commands one per node."""
         return self.engine.nodes if self.worker.is_command else self.engine.world_size
+
+    @property
+    def layout(self) -> Layout:
+        """The parallel layout of a session job."""
+        world = self.engine.world_size
+        match self.parallelism.kind:
+            case ParallelKind.FSDP2:
+                shards = world
+            case ParallelKind.HSDP:
+                shards = world // (self.parallelism.replicas or 1)
+            case ParallelKind.DDP | ParallelKind.DATA_PARALLEL:
+                shards = 1  # whatever one process of the latter drives
+        return Layout(dp=world, weight_shards=shards, optimizer_shards=shards)
 
 
 def _check_world(job: Job) -> None:

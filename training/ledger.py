@@ -104,8 +104,9 @@ class Ledger:
             RunConflict: another supervisor is alive, or took the run at the same moment.
         """
         history = self.read()
-        self._refuse_if_alive(identity)
+        # In this order: a lease that comes between the two is seen by the second.
         self._refuse_if_just_taken(history, identity)
+        self._refuse_if_alive(identity)
         epoch = history.epoch + 1
         record = SupervisorTook(
             at_s=self._clock(),

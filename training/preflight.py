@@ -19,8 +19,7 @@ from training.environment import check_environment, worker_path
 from training.errors import InputError
 from training.job import Job
 from training.policy.platforms.settings import shown
-from training.policy.replicas import Layout, Mechanism, feasibility
-from training.specs.model import ParallelKind
+from training.policy.replicas import Mechanism, feasibility
 from training.trainer.data.corpus import CorpusError, check_sources
 from training.trainer.data.tokenizer import open_tokenizer
 
@@ -75,21 +74,6 @@ def recovery_notes(job: Job) -> tuple[Note, ...]:
     )
 
 
-def layout_of(job: Job) -> Layout:
-    """The parallel layout of a session job."""
-    world = job.engine.world_size
-    match job.parallelism.kind:
-        case ParallelKind.DDP:
-            shards = 1
-        case ParallelKind.FSDP2:
-            shards = world
-        case ParallelKind.HSDP:
-            shards = world // (job.parallelism.replicas or 1)
-        case ParallelKind.DATA_PARALLEL:
-            shards = 1  # one process, whatever it drives
-    return Layout(dp=world, weight_shards=shards, optimizer_shards=shards)
-
-
 def _mechanism_note(job: Job, mechanism: Mechanism) -> Note:
     if not getattr(job.restart, mechanism):
         return Note(f"{mechanism}: off (restart.{mechanism}=false)")
@@ -98,7 +82,7 @@ def _mechanism_note(job: Job, mechanism: Mechanism) -> Note:
         why = "worker.command is not part of the recovery, a session recipe is"
         return Note(f"{mechanism}: not possible: {why}", is_warning=asked)
     per_node = job.engine.slots_per_node
-    can = feasibility(mechanism, layout_of(job), ranks_per_node=per_node)
+    can = feasibility(mechanism, job.layout, ranks_per_node=per_node)
     if can.is_possible:
         return Note(f"{mechanism}: possible, {can.reason}")
     return Note(f"{mechanism}: not possible: {can.reason}", is_warning=asked)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -20,7 +19,7 @@ from training.inject import LocalRun
 from training.job import Job, parse_job
 from training.ledger import Ledger
 from training.policy.history import RunHistory
-from training.runtime.metrics import kept_steps
+from training.runtime.metrics import kept_steps, parse_live
 
 REPO = Path(__file__).resolve().parents[2]
 RECIPES = REPO / "tests" / "recipes"
@@ -105,6 +104,20 @@ class Workbench:
         """A run that somebody else started."""
         return Running(self, parse_job(document), None)
 
+    def perdure(self, *arguments: str) -> str:
+        """The `perdure` command; what it printed."""
+        done = subprocess.run(
+            [sys.executable, "-m", "perdure", *arguments],
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
     def prefect(self, *arguments: str, tries: int = 3) -> str:
         """The `prefect` command; a busy machine gets a second and a third try."""
         try:
@@ -157,11 +170,9 @@ class Running:
 
     def step(self) -> int:
         """Newest step that the first rank has written down, in any attempt."""
-        newest = 0
-        for path in self.folder.glob("nodes/*/*/attempts/*/metrics.jsonl"):
-            lines = path.read_text().rpartition("\n")[0].splitlines()
-            newest = max([newest, *(json.loads(line)["step"] for line in lines[-3:])])
-        return newest
+        files = self.folder.glob("nodes/*/*/attempts/*/metrics.jsonl")
+        told = [record.step for path in files for record in parse_live(path.read_text()).steps]
+        return max(told, default=0)
 
     def reach(self, step: int, *, timeout_s: float = 120) -> None:
         """Wait until the run has completed `step`."""
@@ -193,8 +204,12 @@ class Running:
         return {step: record.loss for step, record in kept.items()}
 
     def rungs(self) -> list[str]:
-        """Every decision's rung."""
-        return [a.decided.rung.value for a in self.history.attempts if a.decided is not None]
+        """Every decision's rung, those inside the processes too."""
+        found: list[str] = []
+        for view in self.history.attempts:
+            found += [mending.began.rung.value for mending in view.mendings]
+            found += [view.decided.rung.value] if view.decided is not None else []
+        return found
 
     def worker_lines(self) -> list[str]:
         """What the first rank of each node said at its start, in every attempt."""

@@ -29,7 +29,7 @@ def bare(bench, tmp_path):
 def perdure(environment, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "perdure", *arguments],
-        env=environment, capture_output=True, text=True, timeout=150, check=False,
+        env=environment, capture_output=True, text=True, timeout=250, check=False,
     )  # fmt: skip
 
 

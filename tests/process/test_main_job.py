@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -22,36 +23,60 @@ def test_a_killed_worker_and_a_lost_node_leave_the_loss_curve_bit_for_bit(bench,
     assert (len(killed), len(lost) >= 3) == (1, True), "the faults really fired"
     assert running.curve() == undisturbed.curve()
     assert list(running.curve()) == list(range(1, 61))
-    assert running.rungs() == ["in_place_restart", "pod_reschedule"]
-    faults = [a.ended.fault for a in running.history.attempts if a.ended.fault]
-    assert [(f.fault_class.value, f.node, f.rank) for f in faults] == [
-        ("native_crash", "node-0", 1),
-        ("node_lost", "node-1", None),
-    ]
+    assert running.rungs() == ["process_replace", "pod_reschedule"]
+    first, _ = running.history.attempts
+    assert (first.ended.fault.fault_class, first.ended.fault.node) == ("node_lost", "node-1")
     assert running.history.isolated == ("node-1",)
 
     counts = [
         re.search(r"rank (\d) .*CNT=(\d+) .*CNT=(\d+)", line) for line in running.worker_lines()
     ]
     assert sorted(tuple(map(int, m.groups())) for m in counts if m) == [
-        (0, 1, 1), (0, 1, 2), (0, 1, 3),  # node-0: one container, three process starts
-        (2, 1, 1), (2, 1, 2), (2, 2, 1),  # node-1 twice, then a new container on node-2
+        (0, 1, 1), (0, 1, 2),  # node-0: one container, two process starts
+        (2, 1, 1), (2, 2, 1),  # node-1, then a new container on node-2
     ]  # fmt: skip
     assert [[m.schedule_cnt for m in p.members] for p in running.history.placements] == [
         [1, 1],
         [1, 2],
     ]
     assert len(running.history.data) == 1
+    assert_replacement_is_told(running)
     running.leave_nothing()
 
 
-def test_the_first_rank_may_die_as_well_as_any_other(bench, undisturbed):
-    running = bench.start(bench.job("rank-0-dies"))
+def assert_replacement_is_told(running) -> None:
+    """The ledger, the terminal and the status tell of the new process for rank 1."""
+    (mending,) = running.history.attempts[0].mendings
+    began, ended = mending.began, mending.ended
+    assert (began.fault.fault_class, began.fault.node, began.fault.rank) == (
+        "native_crash", "node-0", 1,
+    )  # fmt: skip
+    assert (ended.succeeded, ended.replaced, ended.generation) == (True, (1,), 2)
+    assert ended.steps_lost == 0
+    assert 13 <= ended.step <= began.fault.step + 1
+
+    rows = [line.split("\u2502")[1:-1] for line in running.out.splitlines() if "\u2502" in line]
+    cells = [[cell.strip() for cell in row] for row in rows]
+    (row,) = [row for row in cells if row[1] == "1, generation 1"]
+    assert (row[0], row[2], row[8]) == ("1", "node-0", "process_replace")
+    assert float(row[9]) == round(ended.duration_s, 2)
+    assert "recovery 1, generation 1: native_crash at rank 1 on node-0" in running.out
+    assert f"recovery 1: training goes on from step {ended.step} after" in running.out
+
+    status = json.loads(running.bench.perdure("status", running.job.run_id, "--json"))
+    (recovery,) = status["recoveries"]
+    assert (recovery["rung"], recovery["outcome"]) == ("process_replace", "mended")
+
+
+@pytest.mark.parametrize("rung", ["process_replace", "in_place_restart"])
+def test_the_first_rank_may_die_as_well_as_any_other(bench, undisturbed_pair, rung):
+    restart = {"process_replace": rung == "process_replace"}
+    running = bench.start(bench.pair(f"rank-0-dies-{rung[:2]}", restart=restart))
     running.reach(5)
     assert len(running.local.kill_rank(0)) == 1
     assert running.finish() == 0, running.out
-    assert running.curve() == undisturbed.curve()
-    assert running.rungs() == ["in_place_restart"]
+    assert running.curve() == undisturbed_pair.curve()
+    assert running.rungs() == [rung]
     running.leave_nothing()
 
 

@@ -14,6 +14,8 @@ import httpx
 import pytest
 
 from perdure import server
+from storage.address import open_store
+from storage.checkpoint import CheckpointStore
 from tests.process.harness import REPO, wait_for
 
 pytestmark = [pytest.mark.process, pytest.mark.prefect]
@@ -46,9 +48,31 @@ class Api:
         found = httpx.post(f"{self.url}/artifacts/latest/filter", json=body, timeout=30).json()
         return {artifact["key"]: artifact for artifact in found}
 
+    def events(self, name: str, kind: str) -> list[dict]:
+        """Payloads of a run's events of a kind, oldest first."""
+        wanted = {
+            "event": {"name": [f"perdure.{kind}"]},
+            "resource": {"id": [f"perdure.run.{name}"]},
+            "order": "ASC",
+        }
+        found = httpx.post(f"{self.url}/events/filter", json={"filter": wanted}, timeout=30).json()
+        return [event["payload"] for event in found["events"]]
+
     def cancel(self, name: str) -> None:
+        self._set_state(name, {"type": "CANCELLING", "name": "Cancelling"})
+
+    def suspend(self, name: str) -> None:
+        """What the pause button of a deployed flow run sends."""
+        details = {"pause_reschedule": True}
+        self._set_state(name, {"type": "PAUSED", "name": "Suspended", "state_details": details})
+
+    def resume(self, name: str) -> None:
         run_id = self.flow_runs(name)[0]["id"]
-        body = {"state": {"type": "CANCELLING", "name": "Cancelling"}}
+        httpx.post(f"{self.url}/flow_runs/{run_id}/resume", timeout=30)
+
+    def _set_state(self, name: str, state: dict) -> None:
+        run_id = self.flow_runs(name)[0]["id"]
+        body = {"state": state}
         httpx.post(f"{self.url}/flow_runs/{run_id}/set_state", json=body, timeout=30)
 
 
@@ -88,27 +112,67 @@ def run_deployment(bench, job: dict, name: str = "pretrain/local") -> None:
 def test_a_deployment_run_completes_and_the_ui_tells_its_story(
     bench, deployed, api, undisturbed_pair
 ):
-    job = bench.pair("deployed")
+    job = bench.pair("deployed", restart={"hang_timeout_s": 6})
     run_deployment(bench, job)
     running = bench.look(job)
     running.reach(12)
     assert running.local.kill_rank(1)
+    running.reach(23)
+    (silent,) = running.local.rank(0)
+    silent.suspend()
     wait_for(
         lambda: api.state("deployed") == "Completed", timeout_s=120, what=api.state("deployed")
     )
     assert running.curve() == undisturbed_pair.curve()
     tasks = api.task_runs("deployed")
-    assert tasks["attempt 1.1 from step 0"] == "RestartInPlace"
-    assert tasks["attempt 1.2 from step 10"] == "Completed"
+    assert tasks["attempt 1.1 from step 0"] == "RestartAfterHang"
+    assert tasks["attempt 1.2 from step 20"] == "Completed"
     assert tasks["placement 1 on node-0,node-1"] == "Completed"
     keys = api.artifacts("deployed-")
     assert {
         "deployed-progress", "deployed-attempts", "deployed-checkpoints", "deployed-loss",
-        "deployed-fault-p1-a1",
+        "deployed-fault-p1-a1-r1", "deployed-fault-p1-a1",
     } <= set(keys)  # fmt: skip
-    assert "SIGKILL" in keys["deployed-fault-p1-a1"]["data"]
+    replaced = keys["deployed-fault-p1-a1-r1"]["data"]
+    assert "killed by signal 9" in replaced
+    assert "**Decision: `process_replace`**, inside the processes." in replaced
+    assert "| new processes | 1 |" in replaced
+    assert "**Decision: `hang_restart`.**" in keys["deployed-fault-p1-a1"]["data"]
     assert "100" in str(keys["deployed-progress"]["data"])
-    assert len(json.loads(keys["deployed-attempts"]["data"])) == 2
+    rows = json.loads(keys["deployed-attempts"]["data"])
+    assert [(row["attempt"], row["generation"], row["rung"]) for row in rows] == [
+        (1, None, "hang_restart"), (1, 1, "process_replace"), (2, None, ""),
+    ]  # fmt: skip
+    wait_for(lambda: len(api.events("deployed", "recovery")) == 2, timeout_s=30, what="events")
+    first, second = api.events("deployed", "recovery")
+    assert (first["rung"], first["replaced"], first["outcome"]) == (
+        "process_replace", [1], "mended",
+    )  # fmt: skip
+    assert second["rung"] == "hang_restart"
+    faults = api.events("deployed", "fault")
+    assert [fault["fault_class"] for fault in faults] == ["native_crash", "hang"]
+    running.leave_nothing()
+
+
+def test_the_pause_button_has_the_ranks_stand_and_resume_has_them_go_on(
+    bench, deployed, api, undisturbed_pair
+):
+    job = bench.pair("suspended", env={"PACE_S": "0.3"})
+    run_deployment(bench, job)
+    running = bench.look(job)
+    running.reach(3)
+    api.suspend("suspended")
+    wait_for(lambda: running.history.pause is not None, timeout_s=60, what="a pause")
+    stood_at = running.step()
+    assert api.state("suspended") == "Suspended"
+    api.resume("suspended")
+    wait_for(
+        lambda: api.state("suspended") == "Completed", timeout_s=120, what=api.state("suspended")
+    )
+    assert running.curve() == undisturbed_pair.curve()
+    (attempt,) = running.history.attempts
+    assert [pause.began.step for pause in attempt.pauses] == [stood_at]
+    assert running.history.epoch == 2, "the process that Resume starts adopts the attempt"
     running.leave_nothing()
 
 
@@ -134,6 +198,37 @@ def test_a_schedule_starts_the_run_and_prepare_data_is_a_deployment(bench, deplo
     )
     # The corpus had been prepared by the other deployment: nothing was left to do.
     assert [data.skipped for data in bench.look(job).history.data] == [True]
+
+
+def test_checkpoint_retention_gives_up_what_the_policy_does_not_keep(bench, deployed, api):
+    kept = {"every_steps": 2, "keep_last": 1, "keep_best": 1}
+    job = bench.pair("trimmed", steps=10, checkpoint=kept, env={"PACE_S": "0"})
+    running = bench.start(job)
+    assert running.finish() == 0, running.out
+    checkpoints = CheckpointStore(open_store(running.job.storage), "trimmed")
+    saved = [2, 4, 6, 8, 10]
+    assert checkpoints.steps() == saved, "a run alone does not tell which is the best"
+    checkpoints.put_shard(7, "p0001-a0001-rank00000.safetensors", b"broken")
+
+    def retain(*, dry_run: bool, told: str) -> None:
+        bench.prefect(
+            "deployment", "run", "checkpoint-retention/local",
+            "-p", f"job={json.dumps(job)}", "-p", "older_than_s=0",
+            "-p", f"dry_run={json.dumps(dry_run)}",
+        )  # fmt: skip
+        wait_for(lambda: told in str(api.artifacts("trimmed-retention")), timeout_s=60, what=told)
+
+    retain(dry_run=True, told="Would be removed")
+    assert list(checkpoints.states()) == [2, 4, 6, 7, 8, 10]
+    retain(dry_run=False, told="Removed")
+    curve = running.curve()
+    left = {min(saved, key=curve.__getitem__), 8, 10}
+    assert checkpoints.steps() == sorted(left)
+    assert 7 not in checkpoints.states()
+    rows = json.loads(api.artifacts("trimmed-retention")["trimmed-retention"]["data"])
+    given_up = [row["step"] for row in rows if row["what"] == "retention"]
+    assert given_up == [step for step in saved if step not in left]
+    assert [row["step"] for row in rows if row["what"] == "broken_save"] == [7]
 
 
 def test_cancelling_stops_every_process_within_the_grace_period(bench, deployed, api):
@@ -166,12 +261,14 @@ def test_a_run_in_the_foreground_can_be_cancelled_too(bench, api):
     running.leave_nothing()
 
 
+@pytest.mark.timeout(600)
 def test_the_death_of_flow_server_and_worker_costs_no_step(
     bench, deployed, api, prefect_server, undisturbed_long, monkeypatch
 ):
     """All three are killed, one after the other, in one run."""
     monkeypatch.setenv("PERDURE_HOME", str(bench.home))
-    job = bench.pair("outages", steps=LONG_STEPS, env={"PACE_S": "0.35"})
+    restart = {"process_replace": False}  # or no supervisor would be needed
+    job = bench.pair("outages", steps=LONG_STEPS, env={"PACE_S": "0.35"}, restart=restart)
     run_deployment(bench, job)
     running = bench.look(job)
     running.reach(5)

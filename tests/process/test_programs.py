@@ -153,7 +153,10 @@ def test_sharded_wrappings_resume_bit_for_bit(bench, parallelism):
     if parallelism["kind"] == "fsdp2":
         size["engine"]["slots_per_node"] = 2
     name = parallelism["kind"]
-    changes = {"steps": 16, "worker": {}, "parallelism": parallelism, **size}
+    restart = {"process_replace": False}
+    changes = {
+        "steps": 16, "worker": {}, "parallelism": parallelism, "restart": restart, **size,
+    }  # fmt: skip
     plain = bench.start(bench.job(f"plain-{name}", **changes))
     assert plain.finish() == 0, plain.out
     running = bench.start(bench.job(f"killed-{name}", **changes))
@@ -187,9 +190,9 @@ def test_a_run_on_an_object_store_survives_a_killed_worker(
         monkeypatch.setenv(name, value)
     boto3.client("s3", endpoint_url=s3, region_name="us-east-1").create_bucket(Bucket="pretrain")
     storage = {"address": "s3://pretrain/team", "endpoint": s3, "region": "us-east-1"}
-    running = bench.start(
-        bench.pair("object-store", storage={**storage, "addressing_style": "path"})
-    )
+    storage = {**storage, "addressing_style": "path"}
+    restart = {"process_replace": False}
+    running = bench.start(bench.pair("object-store", storage=storage, restart=restart))
     running.reach(12)
     assert len(running.local.kill_rank(1)) == 1
     assert running.finish() == 0, running.out

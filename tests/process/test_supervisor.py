@@ -39,7 +39,7 @@ def test_a_second_start_adopts_the_living_attempt_and_training_never_stopped(
 
 
 def test_a_fault_while_nobody_supervises_is_mended_by_the_next_supervisor(bench, undisturbed_pair):
-    job = bench.pair("unwatched")
+    job = bench.pair("unwatched", restart={"process_replace": False})
     first = bench.start(job)
     first.reach(12)
     first.kill_supervisor()
@@ -52,6 +52,29 @@ def test_a_fault_while_nobody_supervises_is_mended_by_the_next_supervisor(bench,
     second = bench.start(job)
     assert second.finish() == 0, second.out
     assert second.rungs() == ["in_place_restart"]
+    ended, after = second.history.attempts
+    assert after.from_step == ended.last_save.step >= 12, "the survivor saved before it ended"
+    assert second.curve() == undisturbed_pair.curve()
+    second.leave_nothing()
+
+
+def test_a_process_is_replaced_while_nobody_supervises_and_the_next_one_reads_of_it(
+    bench, undisturbed_pair
+):
+    job = bench.pair("self-mended")
+    first = bench.start(job)
+    first.reach(12)
+    first.kill_supervisor()
+    (killed,) = first.local.kill_rank(1)
+    at_death = first.step()
+    wait_for(lambda: first.step() > at_death + 3, timeout_s=30, what="steps after the death")
+    assert [process.pid for process in first.local.rank(1)] != [killed]
+    assert first.rungs() == [], "nobody has copied it into the ledger yet"
+
+    second = bench.start(job)
+    assert second.finish() == 0, second.out
+    assert second.rungs() == ["process_replace"]
+    assert len(second.history.attempts) == 1
     assert second.curve() == undisturbed_pair.curve()
     second.leave_nothing()
 

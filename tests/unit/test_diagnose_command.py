@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -113,6 +114,12 @@ def test_a_dash_is_the_standard_input():
     (case,) = objects("-", given=FAILED)
     assert (case["path"], case["key_line"]) == ("-", TYPE_ERROR)
     assert f"> {TYPE_ERROR}" in perdure("-", given=FAILED)
+
+
+@pytest.mark.parametrize("packed", [gzip.compress(FAILED.encode()), FAILED.encode("utf-16")])
+def test_standard_input_may_be_compressed_or_utf_16(packed):
+    (case,) = objects("-", given=packed)
+    assert case["key_line"] == TYPE_ERROR
 
 
 def test_text_that_is_no_ascii_is_printed_as_it_is(logs):

@@ -6,8 +6,19 @@ import io
 
 from rich.console import Console
 
-from perdure.live import attempts_view, sparkline
-from training.supervisor.report import AttemptRow
+from perdure.live import LiveView, attempts_view, sparkline
+from tasks.observe import Observation
+from tasks.reports import note_text
+from tests.unit.noting import (
+    CRASH_BEGAN,
+    CRASH_FAILED,
+    GOES_ON,
+    LINK_BEGAN,
+    LINK_MENDED,
+    STANDS,
+    told,
+)
+from training.supervisor.report import AttemptRow, story_rows
 
 ROW = AttemptRow(
     1, 2, "node-0,node-1", "1,1", "2,2", 30, 77, "failed", "node_lost: the agent of node-1 is gone",
@@ -15,9 +26,9 @@ ROW = AttemptRow(
 )  # fmt: skip
 
 
-def shown(width: int) -> str:
+def shown(width: int, rows=(ROW,)) -> str:
     console = Console(file=io.StringIO(), width=width)
-    console.print(attempts_view([ROW], console.width))
+    console.print(attempts_view(list(rows), console.width))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -41,3 +52,54 @@ def test_a_sparkline_has_the_asked_width_and_falls_with_the_loss():
     line = sparkline([float(10 - i // 10) for i in range(100)], 20)
     assert len(line) == 20
     assert (line[0], line[-1]) == ("█", "▁")
+
+
+MENDED = told(LINK_BEGAN, LINK_MENDED, CRASH_BEGAN, CRASH_FAILED, ended=True)
+
+
+def test_a_wide_terminal_shows_recoveries_inside_the_processes_as_generations():
+    text = shown(220, story_rows(MENDED))
+    for words in (
+        "1, generation 1",
+        "step_retry",
+        "1, generation 2",
+        "process_replace (not mended)",
+    ):
+        assert words in text
+
+
+def test_a_narrow_terminal_shows_recoveries_below_their_attempt():
+    lines = [line.rstrip() for line in shown(120, story_rows(MENDED)).splitlines()]
+    assert lines[2:] == [
+        "  generation 1 on node-1 at step 14, link_down: EI0006 -> step_retry: mended in 0.62 s",
+        "  generation 2 on node-0 at step 40, native_crash: SIGKILL -> process_replace: not mended",
+    ]
+
+
+def observed(*histories_and_activities) -> str:
+    """What a piped view prints of one look after the other."""
+    console = Console(file=io.StringIO(), width=200)
+    view = LiveView(console, ui_url="http://ui")
+    for history, activity in histories_and_activities:
+        view.observe(Observation("run", 100, activity, history))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_person_is_told_once_of_every_recovery_and_pause():
+    text = observed(
+        (told(LINK_BEGAN), "recovering: link_down -> step_retry"),
+        (told(LINK_BEGAN, LINK_MENDED), "training"),
+        (told(LINK_BEGAN, LINK_MENDED, STANDS), "paused at step 20"),
+        (told(LINK_BEGAN, LINK_MENDED, STANDS, GOES_ON), "training"),
+    )
+    assert text.splitlines() == [
+        f"attempt 1.1: {note_text(LINK_BEGAN)}",
+        "attempt 1.1: recovering: link_down -> step_retry",
+        "attempt 1.1: recovery 1: training goes on from step 14 after 0.62 s, 0 steps done again",
+        "attempt 1.1: training",
+        "attempt 1.1: pause 4: every rank stands at step 20",
+        "attempt 1.1: paused at step 20",
+        "attempt 1.1: pause 4 is over: training goes on from step 20",
+        "attempt 1.1: training",
+    ]

@@ -8,7 +8,18 @@ import threading
 import pytest
 
 from tasks import reporting
-from tasks.reporting import Reporter, fault_report
+from tasks.reporting import Reporter
+from tasks.reports import fault_report, note_text, recovery_report, standing
+from tests.unit.noting import (
+    CRASH_BEGAN,
+    CRASH_FAILED,
+    GOES_ON,
+    LINK_BEGAN,
+    LINK_MENDED,
+    SAVED,
+    STANDS,
+    told,
+)
 from training.policy.faults import Fault, FaultClass, RecoverableBy
 from training.policy.ladder import Decision, Rung
 
@@ -95,7 +106,7 @@ def test_a_fault_report_says_whose_fault_it_is_what_to_do_and_what_else_it_may_b
         hardware_fault=True,
     )
     other = Fault(FaultClass.COLLECTIVE_TIMEOUT, 0.0, "EI0002: waited too long")
-    text = fault_report(1, 1, fault, Decision(Rung.STOP, None, "over"), [other])
+    text = fault_report(1, 1, fault, Decision(Rung.STOP, None, "over"), runners_up=[other])
     for row in (
         "| code | 507053 |",
         "| device | 3 |",
@@ -105,3 +116,97 @@ def test_a_fault_report_says_whose_fault_it_is_what_to_do_and_what_else_it_may_b
         "- collective_timeout: `EI0002: waited too long`",
     ):
         assert row in text
+
+
+def test_a_fault_report_tells_what_the_survivors_saved():
+    fault, decision = Fault(FaultClass.NATIVE_CRASH, 0.0, "SIGKILL"), Decision(Rung.STOP, None, "x")
+    assert "End-of-life checkpoint of step 40 by ranks 0, 2." in fault_report(
+        1, 1, fault, decision, last_save=SAVED
+    )
+    nothing = SAVED.model_copy(update={"step": None, "why": "rank 1 has no replica"})
+    assert "No end-of-life checkpoint: rank 1 has no replica." in fault_report(
+        1, 1, fault, decision, last_save=nothing
+    )
+
+
+def report_of(*notes, ended: bool = False) -> str:
+    view = told(*notes, ended=ended).attempts[0]
+    return recovery_report(view, view.mendings[-1])
+
+
+def test_the_report_of_a_recovery_names_fault_decision_and_outcome():
+    text = report_of(LINK_BEGAN, LINK_MENDED)
+    for words in (
+        "## link_down at rank 3 on node-1",
+        "Attempt 1.1, generation 1, after step 14.",
+        "EI0006",
+        "`step_retry`**, inside the processes",
+        "**Mended** after 0.62 s.",
+        "| goes on from step | 14 |",
+        "| new processes | none |",
+        "| state from a replica | 3 |",
+    ):
+        assert words in text
+
+
+def test_the_report_of_a_recovery_that_failed_says_why():
+    text = report_of(CRASH_BEGAN, CRASH_FAILED)
+    assert "**Failed** after 1.50 s: no replica of rank 1." in text
+    assert "- not `step_retry: switched off`" in text
+    assert "Under way." in report_of(CRASH_BEGAN)
+    assert "**Failed**: the attempt ended first." in report_of(CRASH_BEGAN, ended=True)
+
+
+LINES = {
+    LINK_BEGAN: "recovery 1, generation 1: link_down at rank 3 on node-1: EI0006 -> step_retry",
+    LINK_MENDED: "recovery 1: training goes on from step 14 after 0.62 s, 0 steps done again",
+    CRASH_FAILED: "recovery 2 failed: no replica of rank 1",
+    SAVED: "end-of-life checkpoint of step 40 by ranks 0, 2",
+    STANDS: "pause 4: every rank stands at step 20",
+    GOES_ON: "pause 4 is over: training goes on from step 20",
+}
+
+
+@pytest.mark.parametrize(("note", "text"), LINES.items())
+def test_every_note_is_a_line_of_the_log(note, text):
+    assert note_text(note) == text
+
+
+@pytest.mark.parametrize(
+    ("notes", "activity"),
+    [
+        ((), None),
+        ((LINK_BEGAN,), "recovering: link_down -> step_retry"),
+        ((LINK_BEGAN, LINK_MENDED), None),
+        ((LINK_BEGAN, LINK_MENDED, STANDS), "paused at step 20"),
+        ((STANDS, GOES_ON), None),
+    ],
+)
+def test_a_run_that_does_not_train_says_what_it_does(notes, activity):
+    assert standing(told(*notes)) == activity
+    assert standing(told(*notes, ended=True)) is None
+
+
+@pytest.fixture
+def reported(monkeypatch):
+    """What a reporter tells, by name, without a server."""
+    reporter = Reporter("run", None, logging.getLogger("test"))
+    events: list[tuple[str, dict]] = []
+    monkeypatch.setattr(reporter, "event", lambda kind, payload: events.append((kind, payload)))
+    return reporter, events
+
+
+def test_a_recovery_inside_the_processes_is_two_events_and_one_report(reported):
+    reporter, events = reported
+    under_way = told(LINK_BEGAN).attempts[0]
+    reporter.recovery_began(under_way, under_way.mendings[0])
+    over = told(LINK_BEGAN, LINK_MENDED).attempts[0]
+    reporter.recovery_over(over, over.mendings[0])
+    (fault, noticed), (recovery, outcome) = events
+    assert (fault, noticed["fault_class"], noticed["rank"]) == ("fault", "link_down", 3)
+    assert recovery == "recovery"
+    assert {
+        "fault_class": "link_down", "rung": "step_retry", "generation": 1, "step": 14,
+        "duration_s": 0.62, "steps_lost": 0, "succeeded": True,
+    }.items() <= outcome.items()  # fmt: skip
+    assert list(reporter._waiting) == ["fault-p1-a1-r1"]

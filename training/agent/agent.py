@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from storage.address import open_store
 from storage.errors import StorageError
-from training.agent.control import ControlServer
+from training.agent.control import ControlServer, free_port
+from training.agent.coordination import CoordinatorLine, address_file, write_private
 from training.agent.evidence import device_health, device_logs, tail
-from training.agent.processes import MARKER, become_subreaper, kill_container
+from training.agent.keeper import KeeperProcess, disk_folder
+from training.agent.launcher import Launcher
+from training.agent.processes import MARKER, become_subreaper, kill_container, oom_kills
 from training.agent.protocol import (
     AgentAddress,
     AgentConfig,
@@ -49,7 +49,7 @@ from training.monitor.hang import Hang, HangDetector
 from training.trainer.data.manifest import load_manifest
 from training.trainer.data.stage import stage
 
-TICK_S = 0.05
+TICK_S = 0.02
 HANG_CHECK_S = 1.0
 ADDRESS_FILE = "address.json"
 CONFIG_FILE = "agent.json"
@@ -74,10 +74,12 @@ class Agent:
         self._detector = self._new_detector()
         self._hang: HangReport | None = None
         self._staging_error: str | None = None
-        self._rendezvous: Any = None  # keeps the TCPStore server of the attempt alive
-        self._rendezvous_of: tuple[int, int, int] | None = None  # placement, attempt, port
+        self._free_port_of: tuple[tuple[int, int], int] | None = None  # of a command's attempt
+        self._launcher = Launcher(folder, config.host)
+        self._line: CoordinatorLine | None = None
         self._ending = False
-        self._oom_kills_before = _oom_kills()
+        self._keeper = KeeperProcess(folder)
+        self._oom_kills_before = oom_kills()
 
     def run(self) -> None:
         """Serve until told to shut down, or until no supervisor has been heard for too long."""
@@ -95,22 +97,20 @@ class Agent:
                     checked_s = time.monotonic()
                     self._check_hang()
                     self._check_orphaned()
+        self._keeper.close(self._order.grace_s if self._order else 0.0)
+        self._launcher.close()
         kill_container(self._marker)
         self._server.close()
         (self._folder / ADDRESS_FILE).unlink(missing_ok=True)
 
     def handle(self, request: Request) -> Reply:
         """Answer one request of a supervisor."""
-        if isinstance(request.order, RendezvousOrder) and request.order.host_store:
-            _tcp_store_class()  # imports torch: not under the lock, it takes seconds
+        if isinstance(request.order, RendezvousOrder):
+            return self._open_rendezvous(request.epoch, request.order)
         if isinstance(request.order, EvidenceQuery):
             return self._evidence(request.epoch, request.order.tail_bytes)
         with self._lock:
-            if request.epoch < self._epoch:
-                return Reply(error=f"epoch {request.epoch} is superseded by {self._epoch}")
-            self._epoch = request.epoch
-            self._heard_s = time.monotonic()
-            return self._obey(request.order)
+            return self._refuse(request.epoch) or self._obey(request.order)
 
     def status(self) -> AgentStatus:
         """How this node stands."""
@@ -125,7 +125,7 @@ class Agent:
             workers=self._group.statuses() if self._group else (),
             hang=self._hang,
             staging_error=self._staging_error,
-            oom_kills=_oom_kills() - self._oom_kills_before,
+            oom_kills=oom_kills() - self._oom_kills_before,
         )
 
     def _obey(self, order: Order) -> Reply:
@@ -138,8 +138,6 @@ class Agent:
             case ShutdownOrder():
                 self._stop(order.grace_s)
                 self._ending = True
-            case RendezvousOrder():
-                reply = self._open_rendezvous(order)
             case StatusQuery():
                 reply = Reply(status=self.status())
             case MetricsQuery():
@@ -161,7 +159,7 @@ class Agent:
         self._order, self._group = order, None
         self._hang, self._staging_error = None, None
         self._detector = self._new_detector()
-        self._oom_kills_before = _oom_kills()
+        self._oom_kills_before = oom_kills()
         self._state = AgentState.STAGING
         threading.Thread(target=self._stage_and_launch, args=(order,), daemon=True).start()
         return Reply()
@@ -171,6 +169,8 @@ class Agent:
         try:
             if order.data_manifest_key is not None:
                 _stage_data(order, self._folder)
+            if not order.is_command:
+                self._launcher.prepare(order)
         except (StorageError, OSError, ValueError) as error:
             with self._lock:
                 self._give_up(order, error)
@@ -181,8 +181,13 @@ class Agent:
             try:
                 self._launch(order)
             except (OSError, ValueError) as error:
-                kill_container(self._marker)
+                # The keeper has saves that are nowhere else.
+                kill_container(self._marker, spare=self._spare())
                 self._give_up(order, error)
+
+    def _spare(self) -> frozenset[int]:
+        """Processes of the container that outlive an attempt, or its workers."""
+        return self._keeper.pids | self._launcher.pids
 
     def _is_staging(self, order: StartOrder) -> bool:
         """Whether this order still waits for its start: it may have been stopped meanwhile."""
@@ -195,13 +200,16 @@ class Agent:
             self._state = AgentState.ENDED
 
     def _launch(self, order: StartOrder) -> None:
-        name = f"p{order.placement:04d}-a{order.attempt:04d}"
-        folder = self._folder / "attempts" / name
+        folder = self._attempt_folder(order)
         folder.mkdir(parents=True, exist_ok=True)
         job_file = folder / "job.json"
         job_file.write_text(order.job, encoding="utf-8")
-        logs = Path(order.log_path) / self._config.run_id / name if order.log_path else folder
-        self._group = WorkerGroup(self._config, order, self._marker, folder, logs)
+        logs = (
+            Path(order.log_path) / self._config.run_id / folder.name if order.log_path else folder
+        )
+        fork = None if order.is_command else self._launcher.fork
+        self._group = WorkerGroup(self._config, order, self._marker, folder, logs, fork=fork)
+        self._group.oom_kills = oom_kills
         environment = {
             **os.environ,
             "PERDURE_JOB": str(job_file),
@@ -209,9 +217,53 @@ class Agent:
             "PERDURE_DATA_MANIFEST": order.data_manifest_key or "",
             "PERDURE_METRICS": str(folder / "metrics.jsonl"),
         }
+        environment |= self._keep(order, job_file)
+        environment |= self._coordinate(order, folder, self._group)
+        self._group.spare = self._spare()
         self._group.start(environment, proc_start_cnt=self._proc_start_cnt + 1)
         self._proc_start_cnt += 1
         self._state = AgentState.RUNNING
+
+    def _keep(self, order: StartOrder, job_file: Path) -> dict[str, str]:
+        """Have a keeper for programs that save through a session; what their workers need of it."""
+        if order.is_command:
+            return {}
+        job = Job.model_validate_json(order.job)
+        if not job.checkpoint.host_memory:
+            return {}
+        node_folder = Path(self._config.node_folder) if self._config.node_folder else None
+        disk = disk_folder(job, node_folder)
+        name = self._keeper.ensure(job, job_file, disk)
+        return {"PERDURE_KEEPER": name, "PERDURE_DISK_TIER": str(disk) if disk else ""}
+
+    def _attempt_folder(self, order: StartOrder) -> Path:
+        name = f"p{order.placement:04d}-a{order.attempt:04d}"
+        return self._folder / "attempts" / name
+
+    def _coordinate(self, order: StartOrder, folder: Path, group: WorkerGroup) -> dict[str, str]:
+        """Call the attempt's coordinator; what workers need to do so."""
+        if order.coordinator is None:
+            return {}
+        path = address_file(folder)
+        write_private(path, order.coordinator.model_dump_json())
+        self._line = group.line = CoordinatorLine(
+            order.coordinator,
+            node=self._config.node,
+            ranks=group.planned_ranks,
+            on_replace=self._on_replace,
+            on_give_up=self._on_give_up,
+        )
+        return {"PERDURE_COORDINATOR": str(path)}
+
+    def _on_replace(self, rank: int, generation: int) -> None:
+        with self._lock:
+            if self._state is AgentState.RUNNING and self._group is not None:
+                self._group.replace(rank, generation)
+
+    def _on_give_up(self, _why: str) -> None:
+        with self._lock:
+            if self._group is not None:
+                self._group.release()
 
     def _stop(self, grace_s: float) -> None:
         if self._state is AgentState.STAGING:
@@ -225,6 +277,9 @@ class Agent:
             return
         if self._group.poll():
             self._state = AgentState.ENDED
+            if self._line is not None:
+                self._line.close()
+            self._launcher.close_coordinator()
         elif self._group.is_stopping:
             self._state = AgentState.STOPPING
 
@@ -247,22 +302,31 @@ class Agent:
             self._stop(self._order.grace_s if self._order else 0.0)
             self._ending = True
 
-    def _open_rendezvous(self, order: RendezvousOrder) -> Reply:
-        key = (order.placement, order.attempt)
-        if self._rendezvous_of is not None and self._rendezvous_of[:2] == key:
-            return Reply(port=self._rendezvous_of[2])
-        self._rendezvous = None  # the port of the attempt before must be free again
-        port = order.port or _free_port(self._config.host)
-        if order.host_store:
+    def _open_rendezvous(self, epoch: int, order: RendezvousOrder) -> Reply:
+        """Starts processes, which takes its time: not under the lock."""
+        with self._lock:
+            refused = self._refuse(epoch)
+        if refused is not None:
+            return refused
+        start = order.start
+        if not start.is_command:
             try:
-                self._rendezvous = _tcp_store_class()(
-                    self._config.host, order.port, is_master=True, wait_for_workers=False
-                )
-            except (OSError, RuntimeError) as error:
-                return Reply(error=f"rendezvous port {order.port}: {error}")
-            port = self._rendezvous.port
-        self._rendezvous_of = (*key, port)
-        return Reply(port=port)
+                address = self._launcher.open_coordinator(order, self._attempt_folder(start))
+            except OSError as error:
+                return Reply(error=f"rendezvous: {error}")
+            return Reply(port=address.store_port, coordinator=address)
+        key = (start.placement, start.attempt)
+        if self._free_port_of is None or self._free_port_of[0] != key:
+            self._free_port_of = (key, order.port or free_port(self._config.host))
+        return Reply(port=self._free_port_of[1])
+
+    def _refuse(self, epoch: int) -> Reply | None:
+        """Hear a supervisor, unless a newer one was heard before."""
+        if epoch < self._epoch:
+            return Reply(error=f"epoch {epoch} is superseded by {self._epoch}")
+        self._epoch = epoch
+        self._heard_s = time.monotonic()
+        return None
 
     def _metrics(self, offset: int) -> Reply:
         path = self._group.folder / "metrics.jsonl" if self._group else None
@@ -272,7 +336,7 @@ class Agent:
             file.seek(offset)
             data = file.read(1 << 20)
         whole = data[: data.rfind(b"\n") + 1]
-        return Reply(text=whole.decode(), offset=offset + len(whole))
+        return Reply(text=whole.decode(errors="replace"), offset=offset + len(whole))
 
     def _logs(self, tail_bytes: int) -> tuple[WorkerLog, ...]:
         if self._group is None:
@@ -287,12 +351,9 @@ class Agent:
     def _evidence(self, epoch: int, tail_bytes: int) -> Reply:
         """Runs the driver's tools, which take their time: not under the lock."""
         with self._lock:
-            if epoch < self._epoch:
-                return Reply(error=f"epoch {epoch} is superseded by {self._epoch}")
-            self._heard_s = time.monotonic()
-            group = self._group
-        if group is None:
-            return Reply()
+            refused, group = self._refuse(epoch), self._group
+        if refused is not None or group is None:
+            return refused or Reply()
         devices = range(self._order.slots_per_node if self._order else 0)
         logs = device_logs(group.log_folder, group.ranks, tail_bytes)
         return Reply(texts=(*logs, *device_health(devices)))
@@ -341,28 +402,3 @@ def _report(verdict: Hang, rank: int) -> HangReport:
         phase=verdict.phase.name.lower(),
         step=verdict.step,
     )
-
-
-def _tcp_store_class() -> Any:
-    """What hosts a rendezvous; the agent owns it, so that any rank may die."""
-    # Only the first node's agent needs torch, and only for this.
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415
-
-    return TCPStore
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
-def _oom_kills(
-    read: Callable[[Path], str] = lambda path: path.read_text(encoding="ascii"),
-) -> int:
-    """How often the kernel killed for memory on this host, 0 where it does not say."""
-    try:
-        lines = read(Path("/proc/vmstat")).splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

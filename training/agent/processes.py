@@ -12,7 +12,8 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
 
 import psutil
 
@@ -29,6 +30,10 @@ def become_subreaper() -> None:
 
 def reap_adopted(own: Collection[int]) -> None:
     """Collect the exit status of ended children that were not started by us (`own` pids)."""
+    # Mostly there is none: one call of the kernel, where looking for them reads all of /proc.
+    with contextlib.suppress(ChildProcessError):
+        if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return
     for child in psutil.Process().children():
         if child.pid in own:
             continue
@@ -37,8 +42,10 @@ def reap_adopted(own: Collection[int]) -> None:
                 os.waitpid(child.pid, os.WNOHANG)
 
 
-def container_processes(marker: str) -> list[psutil.Process]:
-    """All living processes of a container, except the caller.
+def container_processes(
+    marker: str, *, spare: Collection[int] = frozenset()
+) -> list[psutil.Process]:
+    """All living processes of a container, except the caller and the pids in `spare`.
 
     Those that carry the marker, and whatever descends from them or from the caller's own
     children: a program may start others with an environment of its own.
@@ -49,8 +56,7 @@ def container_processes(marker: str) -> list[psutil.Process]:
         if process.pid not in found and _carries(process, entry):
             for one in (process, *_descendants(process)):
                 found[one.pid] = one
-    found.pop(os.getpid(), None)
-    return list(found.values())
+    return [one for pid, one in found.items() if pid != os.getpid() and pid not in spare]
 
 
 def _descendants(process: psutil.Process) -> list[psutil.Process]:
@@ -84,14 +90,16 @@ def signal_all(processes: Iterable[psutil.Process], number: signal.Signals) -> N
             process.send_signal(number)
 
 
-def kill_container(marker: str, *, timeout_s: float = 10.0) -> bool:
-    """SIGKILL everything in a container, until nothing is left.
+def kill_container(
+    marker: str, *, spare: Collection[int] = frozenset(), timeout_s: float = 10.0
+) -> bool:
+    """SIGKILL everything in a container but the pids in `spare`, until nothing else is left.
 
     Returns:
         Whether nothing is left; a process in uninterruptible sleep cannot be killed.
     """
     deadline_s = time.monotonic() + timeout_s
-    while processes := container_processes(marker):
+    while processes := container_processes(marker, spare=spare):
         if time.monotonic() > deadline_s:
             return False
         signal_all(processes, signal.SIGKILL)
@@ -107,3 +115,14 @@ def is_alive(pid: int, process_started_s: float) -> bool:
     except psutil.NoSuchProcess:
         return False
     return same and _lives(process)
+
+
+def oom_kills(
+    read: Callable[[Path], str] = lambda path: path.read_text(encoding="ascii"),
+) -> int:
+    """How often the kernel killed for memory on this host, 0 where it does not say."""
+    try:
+        lines = read(Path("/proc/vmstat")).splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

@@ -12,6 +12,10 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, TypeAdapter
 
+from training.membership import CoordinatorAddress
+from training.policy.notes import PastRecovery
+from training.policy.rungs import Rung
+
 
 class Message(BaseModel):
     """Immutable, and an unknown field is an error."""
@@ -35,6 +39,9 @@ class AgentConfig(Message):
     start_timeout_s: float
     hang_timeout_s: float | None
     detect_hangs: bool
+    node_folder: str | None = Field(
+        None, description="folder of the node that outlives its containers"
+    )
 
 
 class AgentAddress(Message):
@@ -65,6 +72,8 @@ class StartOrder(Message):
     variables: dict[str, str]
     job: str = Field(description="the job as JSON, without secrets")
     data_manifest_key: str | None
+    past: tuple[PastRecovery, ...] = Field((), description="recoveries so far, oldest first")
+    coordinator: CoordinatorAddress | None = None
 
 
 class StopOrder(Message):
@@ -77,14 +86,19 @@ class StopOrder(Message):
 class RendezvousOrder(Message):
     """Open the rendezvous of an attempt on this node (node rank 0 only).
 
-    Repeated for the same attempt it gives the same port: workers may be using it already.
+    For commands that is a free port. For session programs it is the coordinator, which has the
+    store. Repeated for the same attempt it gives the same answer: workers may be using it
+    already.
+
+    Attributes:
+        start: the attempt that it is for, as far as it is known yet.
+        supported: rungs that the engine can do.
     """
 
     op: Literal["rendezvous"] = "rendezvous"
-    placement: int
-    attempt: int
     port: int
-    host_store: bool
+    start: StartOrder
+    supported: tuple[Rung, ...]
 
 
 class StatusQuery(Message):
@@ -164,6 +178,7 @@ class WorkerStatus(Message):
         step: completed steps by its heartbeat, -1 before the restore, None without heartbeat.
         phase: name of the heartbeat's phase.
         stopped_by_agent: whether the agent had asked it to stop before it ended.
+        is_recovering: its process has ended, and the coordinator may replace it.
     """
 
     rank: int
@@ -176,6 +191,7 @@ class WorkerStatus(Message):
     step: int | None = None
     phase: str | None = None
     stopped_by_agent: bool = False
+    is_recovering: bool = False
 
 
 class HangReport(Message):
@@ -238,6 +254,7 @@ class Reply(Message):
     error: str | None = None
     status: AgentStatus | None = None
     port: int | None = None
+    coordinator: CoordinatorAddress | None = None
     text: str | None = None
     offset: int | None = None
     logs: tuple[WorkerLog, ...] = ()

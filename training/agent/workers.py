@@ -13,30 +13,36 @@ import signal
 import string
 import subprocess
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from training.agent.coordination import CoordinatorLine
 from training.agent.evidence import ascend_folder
 from training.agent.processes import container_processes, reap_adopted, signal_all
 from training.agent.protocol import AgentConfig, StartOrder, WorkerStatus
+from training.agent.zygote import Fork, ForkedProcess
 from training.job import RESERVED_NAMES
+from training.membership import WorkerEnded
 from training.monitor.heartbeat import Heartbeat, HeartbeatReader
 
 # After the first failure the others get this long to record what they saw before they are
 # stopped: the diagnosis tells the first cause from the echoes.
 SETTLE_S = 1.0
+WORKER_FUNCTION = "training.runtime.worker:run"
 
 
 @dataclass(slots=True)
 class _Worker:
     rank: int
     local_rank: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedProcess
     error_file: Path
     heartbeat: HeartbeatReader
     ended_s: float | None = None
     stopped_by_agent: bool = False
+    is_held: bool = False  # its end is the coordinator's to answer
 
 
 @dataclass(slots=True)
@@ -46,6 +52,11 @@ class WorkerGroup:
     Attributes:
         folder: where heartbeats, error files and, unless the job says otherwise, logs lie.
         started_s: CLOCK_MONOTONIC when they were started.
+        spare: pids of the container that are not the attempt's.
+        fork: starts session programs; None: they are started like commands.
+        line: to the coordinator, which may have a process replaced; None: every failure ends
+            the attempt.
+        oom_kills: how often the kernel killed for memory, by now.
     """
 
     config: AgentConfig
@@ -54,6 +65,12 @@ class WorkerGroup:
     folder: Path
     log_folder: Path
     started_s: float = 0.0
+    spare: frozenset[int] = frozenset()
+    fork: Callable[[Fork], ForkedProcess | subprocess.Popen[bytes]] | None = None
+    line: CoordinatorLine | None = None
+    oom_kills: Callable[[], int] = lambda: 0
+    _environment: dict[str, str] = field(default_factory=dict)
+    _oom_kills_before: int = 0
     _workers: list[_Worker] = field(default_factory=list)
     _first_failure_s: float | None = None
     _kill_at_s: float | None = None
@@ -62,24 +79,81 @@ class WorkerGroup:
     def start(self, environment: dict[str, str], *, proc_start_cnt: int) -> None:
         """Start one process per slot, or one per node for a command."""
         self.started_s = time.monotonic()
-        count = 1 if self.order.is_command else self.order.slots_per_node
+        self._oom_kills_before = self.oom_kills()
         # The supervisor may itself run as somebody's rank.
         inherited = {k: v for k, v in environment.items() if k not in RESERVED_NAMES}
-        for local_rank in range(count):
-            rank = self.config.member * count + local_rank
-            error_file = self.folder / f"error-{local_rank}.json"
-            variables = {
-                **inherited,
-                "ASCEND_PROCESS_LOG_PATH": str(ascend_folder(self.log_folder, rank)),
-                **self.order.variables,
-                **platform_variables(self.config, self.order, self.folder, proc_start_cnt),
-                **self._rank_variables(rank, local_rank, count),
-                "TORCHELASTIC_ERROR_FILE": str(error_file),
-                "PERDURE_HEARTBEAT": str(self.folder / f"heartbeat-{local_rank}"),
-            }
-            process = self._spawn(rank, variables)
-            reader = HeartbeatReader.of(self.folder, local_rank)
-            self._workers.append(_Worker(rank, local_rank, process, error_file, reader))
+        self._environment = {
+            **inherited,
+            **self.order.variables,
+            **platform_variables(self.config, self.order, self.folder, proc_start_cnt),
+        }
+        for local_rank in range(self._count):
+            self._workers.append(self._start(local_rank))
+
+    @property
+    def _count(self) -> int:
+        return 1 if self.order.is_command else self.order.slots_per_node
+
+    @property
+    def planned_ranks(self) -> Sequence[int]:
+        """Global ranks that run on this node once it is started."""
+        return [self.config.member * self._count + local for local in range(self._count)]
+
+    def _start(self, local_rank: int, **further: str) -> _Worker:
+        rank = self.planned_ranks[local_rank]
+        error_file = self.folder / f"error-{local_rank}.json"
+        variables = {
+            "ASCEND_PROCESS_LOG_PATH": str(ascend_folder(self.log_folder, rank)),
+            **self._environment,
+            **self._rank_variables(rank, local_rank, self._count),
+            "TORCHELASTIC_ERROR_FILE": str(error_file),
+            "PERDURE_HEARTBEAT": str(self.folder / f"heartbeat-{local_rank}"),
+            **further,
+        }
+        process = self._spawn(rank, variables)
+        reader = HeartbeatReader.of(self.folder, local_rank)
+        return _Worker(rank, local_rank, process, error_file, reader)
+
+    def replace(self, rank: int, generation: int) -> None:
+        """Start a new process for a rank; the one before is ended if it still lives."""
+        if self._kill_at_s is not None:
+            return  # the attempt ends
+        local_rank = list(self.planned_ranks).index(rank)
+        before = self._workers[local_rank]
+        _kill(before.process)
+        before.error_file.unlink(missing_ok=True)
+        try:
+            self._workers[local_rank] = self._start(local_rank, PERDURE_GENERATION=str(generation))
+        except OSError as error:
+            print(f"perdure: rank {rank} is not replaced: {error}", flush=True)  # noqa: T201 the agent's log
+            self.release()
+
+    def release(self) -> None:
+        """No end is answered by the coordinator any more: the attempt has failed."""
+        if self.line is not None:
+            self.line.is_open = False
+        for worker in self._workers:
+            if worker.is_held:
+                worker.is_held = False
+                self._first_failure_s = self._first_failure_s or time.monotonic()
+
+    def _hold(self, worker: _Worker) -> bool:
+        """Tell the coordinator of an end; whether it is there to answer it."""
+        if self.line is None or not self.line.is_open or self._kill_at_s is not None:
+            return False
+        assert worker.process.returncode is not None  # noqa: S101 it has ended
+        error = _read_error(worker.error_file).get("message")
+        worker.is_held = self.line.say(
+            WorkerEnded(
+                rank=worker.rank,
+                device=worker.local_rank,
+                exit_code=worker.process.returncode,
+                error=error,
+                is_oom=self.oom_kills() > self._oom_kills_before,
+                at_s=time.time(),
+            )
+        )
+        return worker.is_held
 
     def _rank_variables(self, rank: int, local_rank: int, count: int) -> dict[str, str]:
         if self.order.is_command:
@@ -96,9 +170,22 @@ class WorkerGroup:
             "TORCHELASTIC_RUN_ID": self.config.run_id,
         }
 
-    def _spawn(self, rank: int, variables: dict[str, str]) -> subprocess.Popen[bytes]:
-        command = [string.Template(part).safe_substitute(variables) for part in self.order.command]
+    def _spawn(
+        self, rank: int, variables: dict[str, str]
+    ) -> subprocess.Popen[bytes] | ForkedProcess:
         self.log_folder.mkdir(parents=True, exist_ok=True)
+        if self.fork is not None:
+            return self.fork(
+                Fork(
+                    function=WORKER_FUNCTION,
+                    name=f"rank-{rank}",
+                    environment=variables,
+                    cwd=self.order.cwd,
+                    stdout=str(self.log_path(rank, "stdout")),
+                    stderr=str(self.log_path(rank, "stderr")),
+                )
+            )
+        command = [string.Template(part).safe_substitute(variables) for part in self.order.command]
         with self._open_log(rank, "stdout") as out, self._open_log(rank, "stderr") as err:
             try:
                 return subprocess.Popen(
@@ -137,16 +224,17 @@ class WorkerGroup:
         for worker in self._workers:
             if worker.ended_s is None and worker.process.poll() is not None:
                 worker.ended_s = time.time()
-                if worker.process.returncode != 0 and self._first_failure_s is None:
+                failed = worker.process.returncode != 0
+                if failed and not self._hold(worker) and self._first_failure_s is None:
                     self._first_failure_s = now_s
-        reap_adopted({worker.process.pid for worker in self._workers})
-        running = [w for w in self._workers if w.ended_s is None]
+        reap_adopted({*self.spare, *(worker.process.pid for worker in self._workers)})
+        running = [w for w in self._workers if w.ended_s is None or w.is_held]
         if self._kill_at_s is None:
             settled = self._first_failure_s is not None and now_s - self._first_failure_s > SETTLE_S
             if settled or not running:
                 self.stop(self.order.grace_s)
             return False
-        left = container_processes(self.marker)
+        left = container_processes(self.marker, spare=self.spare)
         if now_s >= self._kill_at_s:
             signal_all(left, signal.SIGKILL)
         elif not running and not self._is_swept:
@@ -161,6 +249,7 @@ class WorkerGroup:
             self._kill_at_s = min(self._kill_at_s, deadline_s)
             return
         self._kill_at_s = deadline_s
+        self.release()
         # Asked now: one that ended by itself since the last poll was not stopped by us.
         leaders = [w for w in self._workers if w.process.poll() is None]
         # Only the leaders: torchrun forwards the signal, and a data loader that got it would
@@ -198,14 +287,21 @@ def _status(worker: _Worker) -> WorkerStatus:
         rank=worker.rank,
         local_rank=worker.local_rank,
         pid=worker.process.pid,
-        exit_code=worker.process.returncode,
-        ended_s=worker.ended_s,
+        exit_code=None if worker.is_held else worker.process.returncode,
+        ended_s=None if worker.is_held else worker.ended_s,
         error=error.get("message"),
         error_s=error.get("at_s"),
         step=beat.step if beat is not None else None,
         phase=beat.phase.name.lower() if beat is not None else None,
         stopped_by_agent=worker.stopped_by_agent,
+        is_recovering=worker.is_held,
     )
+
+
+def _kill(process: subprocess.Popen[bytes] | ForkedProcess) -> None:
+    process.kill()
+    if isinstance(process, subprocess.Popen):
+        process.wait()
 
 
 def _read_error(path: Path) -> dict[str, Any]:

@@ -110,8 +110,9 @@ def rank_candidates(sources: Sequence[Source], *, has_failed: bool = False) -> l
         source, finding = candidate.source, candidate.finding
         began = first[source.order, finding.role]
         began_s = inf if began.at_s is None else began.at_s
-        later = int(_is_later(candidate, began))
-        return (finding.role, began_s, source.order, later, _detail(finding), finding.offset)
+        later = int(_is_later(candidate, began) and not finding.is_repeated)
+        place = -finding.offset if finding.is_repeated else finding.offset
+        return (finding.role, began_s, source.order, later, _detail(finding), place)
 
     return sorted(candidates, key=key)
 
@@ -125,7 +126,10 @@ def _is_later(candidate: Candidate, began: Candidate) -> bool:
 
 # torch_npu wraps what CANN says, CANN collects what its modules logged and adds the calls that
 # led there: what stands nearest to the device says most.
-_PLOG = re.compile(r"\[ERROR\] ?[A-Z]+\(\d+,|\bThe error from device\b")
+_PLOG = re.compile(
+    r"\[ERROR\] ?[A-Z]+\(\d+,|\bThe error from device\b"
+    r"|\b[kK]ernel execute failed\b|\bKernel task happen error\b"
+)
 _CALLER = re.compile(r"\[FUNC:\w+\] ?\[FILE:")
 _CANN_CODE = re.compile(r"\bE[A-Z0-9]\d{4}(?::|\[PID|\))")
 _WRAPPER = re.compile(
@@ -134,6 +138,13 @@ _WRAPPER = re.compile(
 )
 _SAYS_LITTLE = re.compile(r"\b(?:RuntimeError|Exception|OSError): |Error:?\s*$")
 _SUMMARY_OF_EXIT = re.compile(r"^\s*exitcode\s*: ")
+_FRAME_OF_SUMMARY = re.compile(
+    r"^\s*error_file\s*:|\bTo enable traceback\b|Root Cause|<NO_OTHER_FAILURES>"
+)
+# The exception after it says the same; or the line only announces what comes next.
+_ANNOUNCES = re.compile(
+    r"THCudaCheck FAIL|\bfollowing (?:error|exception|reason)s?\b[^:\n]{0,60}:\s*$"
+)
 _BEHIND_PROGRESS_BAR = re.compile(r"\d(?:it/s|s/it)\b")
 
 
@@ -154,6 +165,8 @@ _DETAILS: Sequence[tuple[_Detail, Callable[[Finding], object]]] = (
     (_Detail.GENERAL, lambda f: f.rule == EXCEPTION_RULE and _SAYS_LITTLE.search(f.line)),
     (_Detail.CODE, lambda f: f.rule.startswith(CODE_RULE) and not _CANN_CODE.search(f.line)),
     (_Detail.CALLER, lambda f: _SUMMARY_OF_EXIT.search(f.line)),
+    (_Detail.GENERAL, lambda f: _FRAME_OF_SUMMARY.search(f.line)),
+    (_Detail.CALLER, lambda f: _ANNOUNCES.search(f.line)),
     (_Detail.CALLER, lambda f: _BEHIND_PROGRESS_BAR.search(f.line)),
     (_Detail.CALLER, lambda f: _CALLER.search(f.line) and not _CANN_CODE.search(f.line)),
 )
@@ -164,16 +177,23 @@ def _detail(finding: Finding) -> _Detail:
 
 
 def _informed(best: Candidate, ranked: Sequence[Candidate]) -> Candidate:
-    """A line that names a failed kernel, with what the code in its wrapper says about it.
+    """A line that names a failed kernel, with what its event says about it elsewhere.
 
-    "EZ9999: <what failed>" has the telling words, the exception around it the telling number.
+    "EZ9999: <what failed>" has the telling words, the exception around it the telling number,
+    and the dump of the core's errors tells when the kernel's own addresses are wrong.
     """
     finding = best.finding
     if finding.fault_class is not FaultClass.OPERATOR_ERROR or finding.role is Role.ROOT:
         return best
-    for other in ranked:
+    same = [o for o in ranked if o.source is best.source]
+    theirs = [o.finding for o in same if o.finding.fault_class is FaultClass.OPERATOR_ERROR]
+    if any(told.recoverable_by is RecoverableBy.USER_FIX for told in theirs):
+        answer = finding.recoverable_by or RecoverableBy.USER_FIX
+        finding = replace(finding, recoverable_by=answer)
+        best = replace(best, finding=finding)
+    for other in same:
         told = other.finding
-        if other.source is best.source and _detail(told) is _Detail.WRAPPER:
+        if _detail(told) is _Detail.WRAPPER:
             informed = replace(
                 finding,
                 fault_class=told.fault_class,

@@ -16,7 +16,7 @@ from training.diagnosis.rules import Judgement, Role
 from training.policy.chips import ChipLevel, Kind, chip_fact
 from training.policy.faults import RecoverableBy
 
-_NUMBER = r"\b[eE]rror ?[cC]ode(?: is)?[:=]? ?\(?(?P<{0}>{1})\b"
+_NUMBER = r"\b[eE]rror ?[cC]ode(?: is)? ?[:=]? ?\(?(?P<{0}>{1})\b"
 _AFTER = r"[ =:]{1,3}(?P<acl2>[1235]\d{5})\b"
 _CHIP = r"\s*[:=]\s*\[?\"?(?:0x)?(?P<chip>[0-9a-fA-F]{8})\b"
 _LOOK_UPS: Mapping[str, tuple[str, ...]] = {
@@ -31,7 +31,7 @@ _LOOK_UPS: Mapping[str, tuple[str, ...]] = {
         r"\b(?:[eE]rr(?:or)?_?[cC]ode|[rR]et_?[cC]ode|errno|result|ret|failed|code|status)"
         + _AFTER,
     ),
-    "chip": (r"\b(?:event_id|[fF]ault ?[cC]ode|Error Code|errorCode|fault_code)" + _CHIP,),
+    "chip": (r"\b(?:[eE]vent[ _]id|[fF]ault ?[cC]ode|Error Code|errorCode|fault_code)" + _CHIP,),
     "family": (r"(?:^|[\s(\[])(?P<family>E[A-Z]\d{4}|E[1-9]\d{4})(?=[:)\]]|\[PID|: )",),
 }
 

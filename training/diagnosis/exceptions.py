@@ -17,11 +17,12 @@ from training.diagnosis.rules import Judgement, Role
 from training.policy.faults import FaultClass, RecoverableBy
 
 _NAMES = (
-    r"[A-Z]\w*(?:Error|Exception|Interrupt|Timeout|Failure|Failed|Exit|Conflict|Disconnected"
+    r"_?[A-Z]\w*(?:Error|Exception|Interrupt|Timeout|Failure|Failed|Exit|Conflict|Disconnected"
     r"|NotFound|TooLarge|Unsupported|Expired|BadZipFile)|Unsupported|BadZipFile"
+    r"|Exception(?=:\s)|Stop(?:Async)?Iteration"
 )
 # A name with its module needs no telling ending: "pyarrow.lib.ArrowInvalid: ...".
-_WITH_MODULE = r"^\s*(?:[a-z_]\w*\.){1,8}(?P<dotted>[A-Z]\w+): "
+_WITH_MODULE = r"^\s*(?:[a-z_]\w*\.){1,8}(?P<dotted>[A-Z]\w+|error|timeout|gaierror)(?:: |[ \t]*$)"
 PATTERN = (
     rf"(?:^|[\s\]:|>)\"])(?:[A-Za-z_]\w*\.){{0,8}}(?P<type>{_NAMES})(?::\s|:?\s*$)|{_WITH_MODULE}"
 )
@@ -30,22 +31,29 @@ _PATTERN = re.compile(PATTERN)
 # its module tells is looked for after a traceback alone.
 PREFILTER = (
     r"(?:Error|Exception|Interrupt|Timeout|Failure|Failed|Exit|Conflict|Disconnected|NotFound"
-    r"|TooLarge|Unsupported|Expired|BadZipFile)(?::\s|:?\s*$)"
+    r"|TooLarge|Unsupported|Expired|BadZipFile|Iteration)(?::\s|:?\s*$)"
 )
 TRACEBACK_MARK = b"Traceback (most recent"
 DOTTED = re.compile(_WITH_MODULE.encode(), re.MULTILINE)
 _FRAME = re.compile(r'File "([^"\n]{1,300})", line \d+')
 _TRACEBACK = re.compile(r"Traceback \(most recent call last\)|^\s*File \"|\bFile \"[^\"]+\", line")
 _QUOTED = re.compile(r"Caught exception|[Rr]etry|[Ii]gnor|[Ff]all(?:ing|s)? back|handled")
+_ANNOUNCES = re.compile(r"\S:\s*$")  # the message itself is on the next line
 _HANDLING = "During handling of the above exception, another exception occurred"
 _ERRNO_USER = {"1", "2", "13", "17", "20", "21", "22", "28", "30", "122"}
 
 
 class ExceptionSpec(Judgement):
-    """One row of `exceptions.toml`."""
+    """One row of `exceptions.toml`.
+
+    Attributes:
+        frames: searched in the last files of the traceback.
+        raised_in: searched in the last one, whose line raised the exception.
+    """
 
     types: tuple[str, ...]
     frames: str | None = None
+    raised_in: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +103,8 @@ def judge(line: str, before: str) -> Raised | None:
     stands_alone = found.start() == 0 or not line[: found.start()].strip(" \t")
     if not traced and not stands_alone and role is Role.ROOT:
         role = Role.SYMPTOM  # a message that mentions an exception, not an exception
+    if _ANNOUNCES.search(line[found.end() :]):
+        role = max(role, Role.SYMPTOM)
     if _QUOTED.search(line[: found.start()]):
         role = Role.CASCADE
     return Raised(name, spec, role, frames[-1] if frames else None, _answer(spec, line))
@@ -102,6 +112,8 @@ def judge(line: str, before: str) -> Raised | None:
 
 def _applies(row: ExceptionSpec, name: str, frames: list[str]) -> bool:
     if name not in row.types and row.types != ("*",):
+        return False
+    if row.raised_in is not None and not (frames and re.search(row.raised_in, frames[-1])):
         return False
     return row.frames is None or any(re.search(row.frames, path) for path in frames[-4:])
 

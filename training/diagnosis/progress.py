@@ -42,11 +42,12 @@ class Progress:
         for line in text.split("\n"):
             if not line.lstrip().startswith(("wandb:", "swanlab:")):
                 counted = _count(line)
-                if counted is None and _LOSS.search(line) and not _NAMES_RANK.search(line):
-                    self._num_losses += 1
-                    counted = ("loss", float(self._num_losses))
                 if counted is not None:
                     self._add(*counted, offset)
+                is_told = counted is not None and counted[0] != "bar"
+                if not is_told and _LOSS.search(line) and not _NAMES_RANK.search(line):
+                    self._num_losses += 1
+                    self._add("loss", float(self._num_losses), offset)
             offset += len(line.encode("utf-8", "replace")) + 1
 
     def _add(self, kind: str, value: float, offset: int) -> None:
@@ -68,9 +69,12 @@ class Progress:
         return False
 
     def began_before(self, offset: int) -> bool:
-        """Whether training counted anything before `offset`."""
+        """Whether training counted anything before the line at `offset`, or in it.
+
+        A process that crashes behind its progress bar leaves both on one line.
+        """
         kinds = ("step", "epoch", "loss")
-        return any(kind in self._offsets and self._offsets[kind][0] < offset for kind in kinds)
+        return any(kind in self._offsets and self._offsets[kind][0] <= offset for kind in kinds)
 
 
 def _count(line: str) -> tuple[str, float] | None:

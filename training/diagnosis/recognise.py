@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from training.diagnosis import codes, exceptions
 from training.diagnosis.lines import Origin, is_low_level
-from training.diagnosis.rules import Role, Rule, match_line
+from training.diagnosis.rules import Judgement, Role, Rule, match_line
 from training.policy.faults import FaultClass, RecoverableBy
 
 CODE_RULE = "code-"
@@ -20,8 +20,10 @@ _LEVEL_RULE = "error-line"
 # An error that no rule, code or exception type explains is still worth showing.
 UNEXPLAINED = (
     r"\b(?:ERROR|FATAL|CRITICAL)\b|[Ff]atal [Ee]rror\b|^[Ee]rror: |^panic: |\[[EF]\d{0,4} "
+    r"|NCCL WARN "
 )
 _UNEXPLAINED = re.compile(UNEXPLAINED)
+_NOTHING_KNOWN = Judgement.model_validate({"class": FaultClass.UNKNOWN, "role": "hint"})
 _PART_OF_TRACEBACK = re.compile(r'File "|\^\^\^|~~~|Trace[Bb]ack \(most recent')
 
 
@@ -41,6 +43,8 @@ class Finding:
         frame: file that raised the exception, for exceptions.
         replaces: raised while the exception before it was being handled, so that one was not
             the end.
+        is_repeated: tried again each time it is printed, so that the last such line is the one
+            that training did not survive.
     """
 
     rule: str
@@ -61,6 +65,7 @@ class Finding:
     is_after_steps: bool = False
     frame: str | None = None
     replaces: bool = False
+    is_repeated: bool = False
 
 
 def recognise(line: str, before: str, candidates: Iterable[Rule] | None = None) -> Finding | None:
@@ -96,27 +101,38 @@ def _says_nothing(line: str, before: str) -> bool:
     return quoted and not exceptions.names_exception(line)
 
 
+def _judged(rule: str, judgement: Judgement, line: str, why: str) -> Finding:
+    """What a row of a table says about a line."""
+    return Finding(
+        rule=rule,
+        fault_class=judgement.fault_class,
+        role=judgement.role,
+        line=line,
+        offset=0,
+        origin=Origin(),
+        recoverable_by=judgement.recoverable_by,
+        user_fault=judgement.user_fault,
+        hardware_fault=judgement.hardware_fault,
+        why=why,
+        is_low_level=is_low_level(line),
+    )
+
+
 def _by_rule(rule: Rule, found: re.Match[str], line: str) -> Finding:
     spec, groups = rule.spec, found.groupdict()
     rank, device = groups.get("rank"), groups.get("device")
-    return Finding(
-        rule=rule.id,
-        fault_class=rule.fault_class,
-        role=rule.role,
-        line=line,
-        offset=0,
+    finding = _judged(rule.id, spec, line, spec.why)
+    return replace(
+        finding,
         origin=Origin(
             rank=int(rank) if rank and rank.isdigit() else None,
             node=groups.get("node"),
             device=int(device) if device and device.isdigit() else None,
         ),
         code=groups.get("code") or spec.code,
-        recoverable_by=spec.recoverable_by,
-        user_fault=spec.user_fault,
-        hardware_fault=spec.hardware_fault,
-        why=spec.why,
         action=spec.action,
-        is_low_level=not spec.any_level and is_low_level(line),
+        is_low_level=finding.is_low_level and not spec.any_level,
+        is_repeated=spec.repeated,
     )
 
 
@@ -124,41 +140,19 @@ def _by_code(line: str) -> Finding | None:
     fact = codes.look_up(line)
     if fact is None:
         return None
-    spec = fact.spec
-    return Finding(
-        rule=f"{CODE_RULE}{fact.table}",
-        fault_class=spec.fault_class,
-        role=fact.role,
-        line=line,
-        offset=0,
-        origin=Origin(),
-        code=fact.code,
-        recoverable_by=spec.recoverable_by,
-        user_fault=spec.user_fault,
-        hardware_fault=spec.hardware_fault,
-        why=f"Code {fact.code}: {spec.means}.",
-        is_low_level=is_low_level(line),
-    )
+    why = f"Code {fact.code}: {fact.spec.means}."
+    return replace(_judged(f"{CODE_RULE}{fact.table}", fact.spec, line, why), code=fact.code)
 
 
 def _by_exception(line: str, before: str) -> Finding | None:
     raised = exceptions.judge(line, before)
     if raised is None:
         return None
-    spec = raised.spec
-    return Finding(
-        rule=EXCEPTION_RULE,
-        fault_class=spec.fault_class,
+    where = f" in {raised.frame}." if raised.frame is not None else "."
+    return replace(
+        _judged(EXCEPTION_RULE, raised.spec, line, f"Python raised {raised.type}{where}"),
         role=raised.role,
-        line=line,
-        offset=0,
-        origin=Origin(),
         recoverable_by=raised.recoverable_by,
-        user_fault=spec.user_fault,
-        hardware_fault=spec.hardware_fault,
-        why=f"Python raised {raised.type}"
-        + (f" in {raised.frame}." if raised.frame is not None else "."),
-        is_low_level=is_low_level(line),
         frame=raised.frame,
     )
 
@@ -166,12 +160,4 @@ def _by_exception(line: str, before: str) -> Finding | None:
 def _by_level(line: str) -> Finding | None:
     if _UNEXPLAINED.search(line) is None or _PART_OF_TRACEBACK.search(line):
         return None
-    return Finding(
-        rule=_LEVEL_RULE,
-        fault_class=FaultClass.UNKNOWN,
-        role=Role.HINT,
-        line=line,
-        offset=0,
-        origin=Origin(),
-        is_low_level=is_low_level(line),
-    )
+    return _judged(_LEVEL_RULE, _NOTHING_KNOWN, line, "")

@@ -28,6 +28,7 @@ FILES = (
     "perdure.toml",
     "ascend.toml",
     "cuda.toml",
+    "accelerators.toml",
     "collectives.toml",
     "storage.toml",
     "data.toml",
@@ -72,6 +73,7 @@ class RuleSpec(Judgement):
         after: must be found in the text shortly before the line, too.
         after_example: such text, for a rule that has `after`.
         any_level: the line counts even when it is logged as information or a warning.
+        repeated: what the line tells is tried again each time, so the last one counts.
         why: what the line means, where the class's own sentence says too little.
     """
 
@@ -82,6 +84,7 @@ class RuleSpec(Judgement):
     example: str
     code: str | None = None
     any_level: bool = False
+    repeated: bool = False
     yields_to_code: bool = False
     after: str | None = None
     after_example: str = ""

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 
 from training.diagnosis.lines import is_progress, origin_of, time_of
@@ -31,6 +32,8 @@ LOSS_JUMP_RATIO = 1.5
 LOSS_JUMP = 0.5
 NORM_JUMP_RATIO = 10.0
 RECOVERED_RATIO = 1.15
+FALLING_STEPS = 3
+_END_CHARS = 4000
 STALL_S = 1800.0
 STALL_STEPS = 10
 MAX_LINES = 40_000
@@ -57,8 +60,7 @@ def find_jump(text: str, *, year: int) -> Finding | None:
         if not _jumps(series[index], history) or not _confirmed(series, index, history):
             continue
         usual = median(m.loss for m in history)
-        last = series[-1].loss
-        recovered = math.isfinite(last) and last <= usual * RECOVERED_RATIO
+        recovered = _recovers([m.loss for m in series[index:]], usual)
         origin = origin_of(series[index].line, year=year)
         return Finding(
             rule="loss-jump",
@@ -83,7 +85,9 @@ def _measurements(text: str) -> list[Measurement]:
         if loss is None:
             continue
         norm = _NORM.search(line)
-        found.append(Measurement(line.rstrip(), float(loss[1]), float(norm[1]) if norm else None))
+        # A norm of zero was not computed.
+        told = float(norm[1]) if norm and float(norm[1]) else None
+        found.append(Measurement(line.rstrip(), float(loss[1]), told))
     return found
 
 
@@ -134,6 +138,39 @@ def find_stall(text: str, *, year: int) -> Finding | None:
         seen_s=times[-1][0],
         why=f"Lines go on for {silent_s:.0f} s after the last step, but no step follows.",
     )
+
+
+# Steps of a start-up that are waited for without a word: a log that ends with one hangs there.
+_WAITS = re.compile(
+    r"as PyTorch extensions root\.\.\.\s*$|All distributed processes registered\. Starting with"
+    r"|Initializing TorchBackend in DeepSpeed with backend|Added key: store_based_barrier_key"
+)
+
+
+def find_wait(text: str, *, year: int) -> Finding | None:
+    """The last line of a source that ends while it waits for a lock or for other processes."""
+    lines = [line for line in text[-_END_CHARS:].splitlines() if line.strip(" -\t")]
+    if not lines or not _WAITS.search(lines[-1]):
+        return None
+    return Finding(
+        rule="wait",
+        fault_class=FaultClass.HANG,
+        role=Role.CASCADE,
+        line=lines[-1],
+        offset=text.rfind(lines[-1]),
+        origin=origin_of(lines[-1], year=year),
+        recoverable_by=RecoverableBy.USER_FIX if "extensions" in lines[-1] else None,
+        why="The output ends where the program waits for a lock or for other processes.",
+    )
+
+
+def _recovers(losses: Sequence[float], usual: float) -> bool:
+    """Whether the loss came back after a jump, or has come down steadily since its peak."""
+    if not all(math.isfinite(loss) for loss in losses):
+        return False
+    since = losses[losses.index(max(losses)) :]
+    falls = len(since) > FALLING_STEPS and all(a > b for a, b in pairwise(since))
+    return falls or losses[-1] <= usual * RECOVERED_RATIO
 
 
 def _step_duration_s(line: str) -> float:

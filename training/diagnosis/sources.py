@@ -6,17 +6,19 @@ path. Nothing is decompressed into memory and nothing is held but a bounded numb
 
 from __future__ import annotations
 
+import codecs
 import gzip
+import io
 import re
 import sys
 import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from training.diagnosis.cause import Diagnosis, Source, choose
 from training.diagnosis.clocks import anchors, offsets
@@ -24,7 +26,7 @@ from training.diagnosis.pages import BLOCK_SIZE_BYTES, MAX_LINE_SIZE_BYTES
 from training.diagnosis.peers import compare
 from training.diagnosis.recognise import Finding
 from training.diagnosis.scan import MAX_LINE_CHARS, Scan, scan
-from training.diagnosis.series import find_jump, find_stall
+from training.diagnosis.series import find_jump, find_stall, find_wait
 from training.diagnosis.stacks import find_stacks
 from training.errors import InputError
 from training.policy.faults import FaultClass, RecoverableBy
@@ -150,9 +152,8 @@ def read_file(file: Path, *, base: Path, order: int, year: int) -> Reading:
 
 def read_scan(name: str, seen: Scan, *, order: int, year: int) -> Reading:
     """A scan with the faults that only several lines show, placed by its name."""
-    further = [
-        find(seen.tail, year=year) for find in (find_jump, find_stall, find_stacks) if seen.is_text
-    ]
+    finders = (find_jump, find_stall, find_wait, find_stacks) if seen.is_text else ()
+    further = [find(seen.tail, year=year) for find in finders]
     shift = max(0, seen.size_bytes - len(seen.tail))
     findings = [
         *(seen.findings if seen.is_text else ()),
@@ -198,7 +199,8 @@ def context_of(file: Path, line: str, *, radius: int, near: int = 0) -> list[str
     before: deque[str] = deque(maxlen=radius)
     try:
         with _open(file) as stream:
-            stream.seek(max(0, near - BLOCK_SIZE_BYTES))
+            if not isinstance(stream, codecs.StreamRecoder):  # which begins with its byte order
+                stream.seek(max(0, near - BLOCK_SIZE_BYTES))
             lines = _lines(stream)
             for text in lines:
                 if text.strip() == line.strip():
@@ -216,12 +218,21 @@ def _lines(stream: BinaryIO) -> Iterator[str]:
         yield from (part.rstrip() for part in text.split("\r"))
 
 
-def _open(file: Path) -> AbstractContextManager[BinaryIO]:
-    if str(file) == STANDARD_INPUT:
-        return nullcontext(sys.stdin.buffer)
-    with file.open("rb") as stream:
-        is_compressed = stream.read(2) == _GZIP_MAGIC
-    return gzip.open(file) if is_compressed else file.open("rb")  # type: ignore[return-value]
+@contextmanager
+def _open(file: Path) -> Iterator[BinaryIO]:
+    """A file or standard input as plain UTF-8, whatever it is stored as."""
+    with ExitStack() as stack:
+        given: Any
+        if str(file) == STANDARD_INPUT:
+            given = io.BufferedReader(sys.stdin.buffer)
+            stack.callback(given.detach)
+        else:
+            given = stack.enter_context(file.open("rb"))
+        if given.peek(2)[:2] == _GZIP_MAGIC:
+            given = stack.enter_context(gzip.GzipFile(fileobj=given))
+        if given.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            given = codecs.EncodedFile(given, "utf-8", "utf-16", errors="replace")
+        yield given
 
 
 def _chunks(stream: BinaryIO) -> Iterator[bytes]:

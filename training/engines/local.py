@@ -49,7 +49,9 @@ AGENT_START_TIMEOUT_S = 60.0
 RENDEZVOUS_TIMEOUT_S = 120.0  # the first one imports torch, which a cold disk makes slow
 SILENT_AGENT_S = 15.0  # an agent that lives but does not answer for this long is lost
 SHUTDOWN_MARGIN_S = 10.0
+SHUTDOWN_TIMEOUT_S = 5.0  # for the answer; one that hangs is ended by force
 EVIDENCE_TIMEOUT_S = 60.0  # the driver's tools are asked one by one for every device
+LIFE_PREFIX = "life-"
 _CONTAINERS_FILE = "containers.json"
 _NOT_INHERITED = ("PREFECT_", "MA_", "VC_", "TORCHELASTIC_")
 
@@ -96,14 +98,23 @@ class LocalEngine:
         home: Perdure's folder on this machine.
         epoch: the supervisor's epoch; agents obey the highest they have heard.
         secrets_env: storage credentials for the agents' environment.
+        created_s: when the run was created; what the nodes' disks keep is of this run alone,
+            and not of one before it that was deleted.
     """
 
     def __init__(
-        self, job: Job, *, home: Path, epoch: int, secrets_env: Mapping[str, str] | None = None
+        self,
+        job: Job,
+        *,
+        home: Path,
+        epoch: int,
+        secrets_env: Mapping[str, str] | None = None,
+        created_s: float = 0.0,
     ) -> None:
         self._job = job
         self._root = home / "runs" / job.run_id
         self._epoch = epoch
+        self._created_s = created_s
         self._secrets_env = dict(secrets_env or {})
         self._containers: dict[int, _Container] = {}
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -124,13 +135,14 @@ class LocalEngine:
     def submit(self, placement: Placement) -> None:
         """Start a container for every member; the run's former containers are ended first."""
         self._load()
-        self._end(self._containers.values())
+        self._shut_down(self._containers.values(), self._job.engine.grace_s)
         self._containers = {}
         self._launch(placement, [member.index for member in placement.members])
 
     def replace(self, placement: Placement, members: Collection[int]) -> None:
         """Start new containers for these members; the others keep theirs."""
-        self._end([c for i, c in self._containers.items() if i in members])
+        leaving = [c for i, c in self._containers.items() if i in members]
+        self._shut_down(leaving, self._job.engine.grace_s)
         self._launch(placement, members)
 
     def adopt(self, placement: Placement) -> frozenset[int]:
@@ -144,16 +156,19 @@ class LocalEngine:
         """Start the processes of an attempt in every container."""
         hosts = tuple(LOOPBACK for _ in self._containers)
         rendezvous = RendezvousOrder(
-            placement=order.placement,
-            attempt=order.attempt,
             port=self._job.comm.master_port,
-            host_store=not order.is_command,
+            start=order,
+            supported=tuple(rung for rung in Rung if rung in self.capabilities),
         )
         first = self._client(self._containers[0], timeout_s=RENDEZVOUS_TIMEOUT_S)
-        port = first.call(rendezvous).port
-        assert port is not None  # noqa: S101 the agent's reply to a rendezvous order
+        reply = first.call(rendezvous)
         filled = order.model_copy(
-            update={"hosts": hosts, "master_addr": LOOPBACK, "master_port": port}
+            update={
+                "hosts": hosts,
+                "master_addr": LOOPBACK,
+                "master_port": reply.port,
+                "coordinator": reply.coordinator,
+            }
         )
         for container in self._containers.values():
             self._client(container).call(filled)
@@ -214,16 +229,22 @@ class LocalEngine:
     def cancel(self, grace_s: float) -> None:
         """Stop the processes, end the containers, wait until nothing is left."""
         self._load()
-        for container in self._containers.values():
-            self._try(container, ShutdownOrder(grace_s=grace_s))
+        self._shut_down(self._containers.values(), grace_s)
+
+    def _shut_down(self, containers: Collection[_Container], grace_s: float) -> None:
+        """Have containers end by themselves, saves and uploads included; then by force."""
+        order = ShutdownOrder(grace_s=grace_s)
+        with ThreadPoolExecutor(max_workers=16) as pool:
+            asked = pool.map(
+                lambda one: self._try(one, order, timeout_s=SHUTDOWN_TIMEOUT_S), containers
+            )
+            # What does not answer has nobody who would end it in order.
+            ending = [one for one, heard in zip(containers, asked, strict=True) if heard]
         deadline_s = time.monotonic() + grace_s + SHUTDOWN_MARGIN_S
-        while time.monotonic() < deadline_s and self._any_alive():
+        while time.monotonic() < deadline_s and any(one.address() is not None for one in ending):
             self._reap()
             time.sleep(0.1)
-        self._end(self._containers.values())
-
-    def _any_alive(self) -> bool:
-        return any(container.address() is not None for container in self._containers.values())
+        self._end(containers)
 
     def _status(self, index: int, container: _Container) -> AgentStatus | None:
         try:
@@ -236,11 +257,15 @@ class LocalEngine:
     def _is_silent(self, index: int) -> bool:
         return time.monotonic() - self._answered_s.get(index, 0.0) > SILENT_AGENT_S
 
-    def _try(self, container: _Container, order: StopOrder | ShutdownOrder) -> None:
+    def _try(
+        self, container: _Container, order: StopOrder | ShutdownOrder, *, timeout_s: float = 10.0
+    ) -> bool:
+        """Whether it heard; if not the caller ends what is left by force, or it is lost already."""
         try:
-            self._client(container).call(order)
+            self._client(container, timeout_s=timeout_s).call(order)
         except AgentUnreachable:
-            return  # nobody there: the caller ends what is left by force, or it is lost already
+            return False
+        return True
 
     def _client(self, container: _Container, *, timeout_s: float = 10.0) -> AgentClient:
         address = container.address()
@@ -262,6 +287,7 @@ class LocalEngine:
         folder = self._root / "nodes" / member.node / name
         # Left by a supervisor that died between this line and the save below.
         shutil.rmtree(folder, ignore_errors=True)
+        self._forget_other_lives(folder.parent)
         folder.mkdir(parents=True)
         token = secrets.token_hex(16)
         config = AgentConfig(
@@ -275,6 +301,7 @@ class LocalEngine:
             start_timeout_s=self._job.restart.start_timeout_s,
             hang_timeout_s=self._job.restart.hang_timeout_s,
             detect_hangs=self._job.restart.hang,
+            node_folder=str(folder.parent / f"{LIFE_PREFIX}{self._created_s:.0f}"),
         )
         _write_private(folder / CONFIG_FILE, config.model_dump_json())
         return _Container(
@@ -284,6 +311,13 @@ class LocalEngine:
             folder=str(folder),
             token=token,
         )
+
+    def _forget_other_lives(self, node: Path) -> None:
+        """Free the node's disk of a run of the same name that is no more."""
+        own = f"{LIFE_PREFIX}{self._created_s:.0f}"
+        for folder in node.glob(f"{LIFE_PREFIX}*"):
+            if folder.name != own:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _spawn(self, container: _Container) -> subprocess.Popen[bytes]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_INHERITED)}

@@ -17,7 +17,8 @@ MEDIANS = 10.0
 WINDOW = 50
 
 # A save or a restore may move terabytes: it gets the start-up limit, not the step's.
-_SLOW_PHASES = frozenset({Phase.START, Phase.RESTORE, Phase.SAVE})
+_SLOW_PHASES = frozenset({Phase.START, Phase.RESTORE, Phase.SAVE, Phase.RECOVER})
+_STILL_PHASES = frozenset({Phase.DONE, Phase.STOPPED, Phase.PAUSED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class HangDetector:
             worst = Hang(min(mute), now_s - since_s, self.start_timeout_s, Phase.START, -1)
         for local_rank, beat in beats.items():
             self._learn(local_rank, beat)
-            if beat.phase in (Phase.DONE, Phase.STOPPED):
+            if beat.phase in _STILL_PHASES:
                 continue
             # The beat, not the step: a worker that saves beats when the phase changes.
             last_s = max(since_s, beat.stepped_ns / 1e9, beat.beat_ns / 1e9)

@@ -31,6 +31,8 @@ class Phase(IntEnum):
     SAVE = 4
     DONE = 5
     STOPPED = 6
+    RECOVER = 7
+    PAUSED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +71,14 @@ class HeartbeatWriter:
             self._map = mmap.mmap(descriptor, _SIZE)
         finally:
             os.close(descriptor)
+        self._pid = os.getpid()
         self._sequence = 0
         self._phase = Phase.START
         self._step = -1
         self._stepped_ns = 0
         self._entered = 0
         self._left = 0
+        self.generation = 0
         self._write()
 
     def beat(self, *, phase: Phase | None = None, step: int | None = None) -> None:
@@ -102,7 +106,7 @@ class HeartbeatWriter:
         # An odd sequence number marks a record under construction (seqlock), so a reader never
         # takes half of one for whole, even if the writer was killed in between.
         now_ns = time.monotonic_ns()
-        fields = (os.getpid(), self._phase, 0, self._step)
+        fields = (self._pid, self._phase, self.generation, self._step)
         counts = (self._entered, self._left, now_ns, self._stepped_ns)
         _SEQUENCE.pack_into(self._map, 0, self._sequence + 1)
         _RECORD.pack_into(self._map, 0, self._sequence + 1, *fields, *counts)

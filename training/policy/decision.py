@@ -30,6 +30,7 @@ class Policy:
         end_of_life_checkpoint: TTP, the survivors save before they are ended.
         numeric_retry: TRE, re-execution of a step whose loss or norm is abnormal.
         data_skipping: batches with abnormal loss are skipped; excludes numeric_retry.
+        mindcluster_frequency: MindCluster's limits per code count beside ModelArts' for all.
     """
 
     max_restarts: int = 3
@@ -45,6 +46,7 @@ class Policy:
     end_of_life_checkpoint: bool = True
     numeric_retry: bool = False
     data_skipping: bool = False
+    mindcluster_frequency: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what cannot be together."""

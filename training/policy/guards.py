@@ -10,15 +10,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from training.policy.chips import (
+    SEPARATED,
     ChipLevel,
     Severity,
     chip_fact,
+    escalated,
     heals_in_place,
     modelarts_frequency,
     times_in_a_row,
 )
 from training.policy.decision import Policy, Recovery
-from training.policy.faults import NODE_OR_CHIP, USER_CAUSED_CODES, Fault, FaultClass
+from training.policy.faults import (
+    NODE_OR_CHIP,
+    TRAITS,
+    USER_CAUSED_CODES,
+    Fault,
+    FaultClass,
+    RecoverableBy,
+)
 from training.policy.rungs import (
     COST,
     IN_PROCESS,
@@ -51,7 +60,8 @@ class Case:
         fault: what is to be answered.
         row: recoveries in a row without progress, oldest first.
         policy: the job's restart policy.
-        came_thrice: whether the chip reported the code for the third time in a row.
+        too_often: why the chip is not to be trusted after so many reports of the code, None
+            while it is.
         severity: the driver's word about the fault, None when it said nothing.
         survivors: whether processes of the attempt live on.
     """
@@ -59,7 +69,7 @@ class Case:
     fault: Fault
     row: Sequence[Recovery]
     policy: Policy
-    came_thrice: bool = False
+    too_often: str | None = None
     severity: Severity | None = None
     survivors: bool = False
 
@@ -107,8 +117,8 @@ def chip_refusal(rung: Rung, case: Case) -> str | None:
     code = case.fault.chip_code
     if rung not in STAYS_ON_CHIP:
         return None
-    if case.came_thrice:
-        return f"code {code} came {SAME_CODE_TIMES} times in 24 h"
+    if case.too_often is not None:
+        return case.too_often
     if not heals_in_place(code, severity=case.severity):
         critical = case.severity is Severity.CRITICAL
         return "severity critical never heals" if critical else f"code {code} separates the chip"
@@ -144,14 +154,46 @@ def is_oom_again(case: Case) -> bool:
     )
 
 
-def came_thrice(fault: Fault, *, now_s: float, history: Sequence[Recovery]) -> bool:
-    """Whether the same chip reported the same code for the third time in a row within 24 h."""
-    if fault.chip_code is None or fault.device is None or fault.node is None:
-        return False
+def is_the_users_again(case: Case) -> bool:
+    """Whether the evidence says that only the user can mend it, and it came back so soon.
+
+    A full disk or a quota may be mended by another process in the meantime, so the first one is
+    answered like any other of its class. A class that is always the user's has a ladder of its
+    own.
+    """
+    return _says_user_fix(case.fault) and any(
+        not past.failed
+        and _says_user_fix(past.fault)
+        and past.fault.fault_class is case.fault.fault_class
+        for past in case.row
+    )
+
+
+def _says_user_fix(fault: Fault) -> bool:
+    theirs = RecoverableBy.USER_FIX
+    return fault.recoverable_by is theirs and TRAITS[fault.fault_class].recoverable_by != theirs
+
+
+def too_often(
+    fault: Fault, *, now_s: float, history: Sequence[Recovery], policy: Policy
+) -> str | None:
+    """Why a chip that reports this code again is not to be trusted, None while it is.
+
+    ModelArts counts the same code of the same chip in a row; MindCluster, where the policy wants
+    its limits too, has a number per code and counts every one since a person released the chip.
+    """
+    code = fault.chip_code
+    if code is None or fault.device is None or fault.node is None:
+        return None
     # A failed recovery is followed by a second answer to the same fault: counted once.
     events = [(_chip_of(p.fault), p.fault.at_s) for p in history if not p.failed]
     same = times_in_a_row(events, _chip_of(fault), now_s=now_s, window_s=SAME_CODE_WINDOW_S)
-    return same + 1 >= SAME_CODE_TIMES
+    if same + 1 >= SAME_CODE_TIMES:
+        return f"code {code} came {SAME_CODE_TIMES} times in 24 h"
+    came_s = [*(at_s for chip, at_s in events if chip == _chip_of(fault)), now_s]
+    if policy.mindcluster_frequency and escalated(code, came_s, now_s=now_s) in SEPARATED:
+        return f"code {code} came as often as MindCluster separates its chip for"
+    return None
 
 
 def same_fault(one: Fault, other: Fault) -> bool:

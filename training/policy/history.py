@@ -10,8 +10,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from training.policy.fault_record import FaultRecord
 from training.policy.faults import Fault
 from training.policy.ladder import Recovery, Rung
+from training.policy.mending import Mending, Pause, last_save_in, mendings_in, pauses_in
+from training.policy.notes import AnyNote, LastSave
 from training.policy.records import (
     AnyRecord,
     AttemptEnded,
@@ -19,9 +22,9 @@ from training.policy.records import (
     CheckpointSeen,
     DataReady,
     Decided,
-    FaultRecord,
     FirstStep,
     Member,
+    Noted,
     Placed,
     RunCreated,
     RunEnded,
@@ -40,11 +43,41 @@ class AttemptView:
     ended: AttemptEnded | None = None
     decided: Decided | None = None
     failed_rungs: tuple[Rung, ...] = ()
+    notes: tuple[AnyNote, ...] = ()
 
     @property
     def key(self) -> tuple[int, int]:
         """(placement, attempt)."""
         return self.started.placement, self.started.attempt
+
+    @property
+    def from_step(self) -> int:
+        """Step it went on from: told by its first step; until then the store's newest one.
+
+        The memory of the nodes may have had a newer one than the store.
+        """
+        return self.first_step.step - 1 if self.first_step is not None else self.started.from_step
+
+    @property
+    def mendings(self) -> list[Mending]:
+        """Recoveries inside its processes, oldest first."""
+        return mendings_in(self.notes)
+
+    @property
+    def pauses(self) -> list[Pause]:
+        """Times at which all its ranks stood still on request, oldest first."""
+        return pauses_in(self.notes)
+
+    @property
+    def last_save(self) -> LastSave | None:
+        """What became of its end-of-life checkpoint, None when none was tried."""
+        return last_save_in(self.notes)
+
+    @property
+    def pause(self) -> Pause | None:
+        """The pause that it is in."""
+        pauses = self.pauses if self.ended is None else []
+        return pauses[-1] if pauses and pauses[-1].ended is None else None
 
 
 @dataclass(slots=True)
@@ -121,12 +154,18 @@ class RunHistory:
             return None
         return last
 
+    @property
+    def pause(self) -> Pause | None:
+        """The pause that the run is in, None while it trains or nothing of it lives."""
+        view = self.open_attempt
+        return view.pause if view is not None and self.ended is None else None
+
     def attempts_in(self, placement: int) -> list[AttemptView]:
         """Attempts of one placement, oldest first."""
         return [a for a in self.attempts if a.started.placement == placement]
 
     def recoveries(self, *, progress_after_s: float | None = None) -> list[Recovery]:
-        """Every past recovery, with whether progress followed.
+        """Every past recovery, oldest first, with whether progress followed.
 
         Args:
             progress_after_s: for programs whose steps are unknown, an attempt that lasted this
@@ -134,14 +173,39 @@ class RunHistory:
         """
         found: list[Recovery] = []
         for index, view in enumerate(self.attempts):
-            if index < self.budgets_from or view.ended is None or view.ended.fault is None:
+            if index < self.budgets_from:
+                continue
+            later = self._progress_after(index, progress_after_s)
+            found += [
+                Recovery(
+                    fault_of(one.began.fault),
+                    one.began.rung,
+                    progressed=later or self._progress_within(view, one),
+                    failed=_came_to_grief(view, one),
+                )
+                for one in view.mendings
+            ]
+            if view.ended is None or view.ended.fault is None:
                 continue
             fault = fault_of(view.ended.fault)
-            progressed = self._progress_after(index, progress_after_s)
             found += [Recovery(fault, r, progressed=False, failed=True) for r in view.failed_rungs]
             if view.decided is not None:
-                found.append(Recovery(fault, view.decided.rung, progressed=progressed))
+                found.append(Recovery(fault, view.decided.rung, progressed=later))
         return found
+
+    def _progress_within(self, view: AttemptView, mending: Mending) -> bool:
+        """Whether its own attempt committed a step that was trained after the recovery.
+
+        Told by steps: a save from before the fault may be committed after it, and one of an end
+        of life holds nothing new.
+        """
+        ended = mending.ended
+        if ended is None or not ended.succeeded or ended.step is None:
+            return False
+        return any(
+            (seen.placement, seen.attempt) == view.key and seen.step > ended.step
+            for seen in self.checkpoints
+        )
 
     def _progress_after(self, index: int, progress_after_s: float | None) -> bool:
         later = self.attempts[index + 1 :]
@@ -149,8 +213,12 @@ class RunHistory:
             return any(
                 a.ended is not None and a.ended.duration_s >= progress_after_s for a in later
             )
-        keys = {a.key for a in later}
-        return any((seen.placement, seen.attempt) in keys for seen in self.checkpoints)
+        # What an attempt began with and saved again at the end of its life is not new.
+        began_at = {a.key: a.from_step for a in later}
+        return any(
+            seen.step > began_at.get((seen.placement, seen.attempt), seen.step)
+            for seen in self.checkpoints
+        )
 
 
 def replay(records: Sequence[AnyRecord]) -> RunHistory:
@@ -178,7 +246,7 @@ def _apply(history: RunHistory, record: AnyRecord) -> None:
         case AttemptStarted():
             history.ended = None  # a completed run may be given a larger target
             history.attempts.append(AttemptView(record, history.placements[-1].members))
-        case FirstStep() | AttemptEnded() | Decided() | RungFailed():
+        case FirstStep() | AttemptEnded() | Decided() | RungFailed() | Noted():
             _update_attempt(history, record)
         case CheckpointSeen():
             history.checkpoints.append(record)
@@ -187,7 +255,7 @@ def _apply(history: RunHistory, record: AnyRecord) -> None:
 
 
 def _update_attempt(
-    history: RunHistory, record: FirstStep | AttemptEnded | Decided | RungFailed
+    history: RunHistory, record: FirstStep | AttemptEnded | Decided | RungFailed | Noted
 ) -> None:
     key = (record.placement, record.attempt)
     for index, view in enumerate(history.attempts):
@@ -205,6 +273,15 @@ def _update_attempt(
                 # The decision is superseded: the ladder is asked again.
                 failed = (*view.failed_rungs, record.rung)
                 history.attempts[index] = replace(view, failed_rungs=failed, decided=None)
+            case Noted():
+                history.attempts[index] = replace(view, notes=(*view.notes, record.note))
+
+
+def _came_to_grief(view: AttemptView, mending: Mending) -> bool:
+    """Whether a recovery inside the processes failed, or its attempt ended before it did."""
+    if mending.ended is not None:
+        return not mending.ended.succeeded
+    return view.ended is not None and view.ended.outcome != "completed"
 
 
 def fault_of(record: FaultRecord) -> Fault:

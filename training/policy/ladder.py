@@ -26,11 +26,12 @@ from training.policy.guards import (
     UNCONDITIONAL_RESCHEDULES_IN_A_ROW,
     UNSUPPORTED,
     Case,
-    came_thrice,
     is_accepted,
     is_oom_again,
+    is_the_users_again,
     refusal,
     rungs_for,
+    too_often,
 )
 from training.policy.rules import RULES
 from training.policy.rungs import (
@@ -81,8 +82,8 @@ def decide(
         capacity: nodes there are, for the reason of a decision that isolates; None: unknown.
     """
     row = _row_without_progress(history)
-    thrice = came_thrice(fault, now_s=now_s, history=history)
-    case = Case(fault, row, policy, thrice, severity, survivors)
+    often = too_often(fault, now_s=now_s, history=history, policy=policy)
+    case = Case(fault, row, policy, often, severity, survivors)
     if Rung.STEP_RETRY in supported and is_accepted(case):
         reason = f"{fault.fault_class}: step {fault.step} is abnormal again, accepted and recorded"
         return Decision(Rung.STEP_RETRY, None, reason, accept_abnormal=True)
@@ -97,7 +98,8 @@ def decide(
 
 
 def _ladder_of(case: Case) -> tuple[Rung, ...]:
-    return (Rung.STOP,) if is_oom_again(case) else rungs_for(case.fault)
+    ends = is_oom_again(case) or is_the_users_again(case)
+    return (Rung.STOP,) if ends else rungs_for(case.fault)
 
 
 def _decision(
@@ -135,6 +137,8 @@ def _reason(rung: Rung, case: Case, skipped: Sequence[tuple[Rung, str]]) -> str:
     fault = case.fault
     if is_oom_again(case):
         return f"{fault.fault_class} again at step {fault.step} is for the user to mend"
+    if is_the_users_again(case):
+        return f"{fault.fault_class} again, and its evidence is for the user to mend"
     if fault.fault_class in USER_MUST_MEND:
         return f"{fault.fault_class} is for the user to mend"
     told = [f"{r}: {why}" for r, why in skipped if not (r in IN_PROCESS and why in SETTINGS)]

@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from training.policy.faults import FaultClass, RecoverableBy
-from training.policy.ladder import Rung
+from training.policy.fault_record import FaultRecord
+from training.policy.notes import AnyNote
+from training.policy.rungs import Rung
 
 
 class Record(BaseModel):
@@ -105,27 +106,6 @@ class FirstStep(Record):
     stepped_s: float
 
 
-class FaultRecord(BaseModel):
-    """A `Fault` as it is stored."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    fault_class: FaultClass
-    at_s: float
-    evidence: str
-    node: str | None = None
-    rank: int | None = None
-    device: int | None = None
-    code: str | None = None
-    step: int | None = None
-    explanation: str = ""
-    action: str = ""
-    recoverable_by: RecoverableBy | None = None
-    user_fault: bool | None = None
-    hardware_fault: bool | None = None
-    severity: int | None = Field(None, ge=0, le=3)
-
-
 class AttemptEnded(Record):
     """How an attempt ended: completed, failed with a fault, or stopped on request.
 
@@ -178,6 +158,18 @@ class CheckpointSeen(Record):
     step: int
 
 
+class Noted(Record):
+    """What an attempt's coordinator noted, copied from the attempt's live file.
+
+    The note has a time of its own; `at_s` is when the supervisor read it.
+    """
+
+    kind: Literal["noted"] = "noted"
+    placement: int
+    attempt: int
+    note: AnyNote
+
+
 class RunEnded(Record):
     """The run reached its end; a run that was cancelled or failed may be taken up again."""
 
@@ -197,6 +189,7 @@ AnyRecord = Annotated[
     | Decided
     | RungFailed
     | CheckpointSeen
+    | Noted
     | RunEnded,
     Field(discriminator="kind"),
 ]

@@ -57,6 +57,11 @@ RULES: Mapping[str, Rule] = {
         "Same code, node and chip 3 times in a row within 24 h: no rung that stays on the chip.",
         _MODELARTS,
     ),
+    "a_code_may_have_a_limit_of_its_own": Rule(
+        "With `mindcluster_frequency` on, the codes of MindCluster's tables count by their own "
+        "numbers (2, 3 or 5 in 24 h), in a row or not.",
+        _MINDCLUSTER,
+    ),
     "a_code_that_the_program_caused_never_isolates_and_only_reschedules": Rule(
         "80C98002 and 80CB8002: the third time in a row `job_reschedule`, never an isolation.",
         _MODELARTS,
@@ -123,6 +128,11 @@ RULES: Mapping[str, Rule] = {
     ),
     "a_device_out_of_memory_twice_at_the_same_step_stops": Rule(
         "The sizes are to be changed; a third try would end the same.", _OURS
+    ),
+    "what_the_evidence_leaves_to_the_user_is_tried_once": Rule(
+        "A class that retries mend otherwise, with evidence that they will not (a full disk): "
+        "again without progress, `stop`.",
+        _OURS,
     ),
     "an_unsupported_rung_is_skipped_and_the_decision_says_so": Rule(
         "What the engine or the run's depth cannot do is listed with the decision.", _OURS

@@ -7,10 +7,11 @@ everything else (scheduler, scaler, data position, optimizer settings) is JSON i
 from __future__ import annotations
 
 import json
-import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -24,12 +25,18 @@ from torch.distributed.checkpoint.state_dict import (
 
 from storage import dcp
 from storage.checkpoint import CheckpointStore, Manifest
-from training.device import device_rng_state, set_device_rng_state
+from storage.errors import StorageError
+from storage.gather import gather_json
+from storage.keeper.client import KeeperClient
+from storage.staging import SavePlans
+from storage.tiers import TieredSaver
+from training.device import device_rng_state, pin, set_device_rng_state, synchronize
 from training.runtime.context import WorkerContext
+from training.runtime.generators import python_states, set_python_states
+from training.runtime.restore import Restorer, StateOf, from_first, say
 from training.runtime.step import Training
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
-_NOT_FOUND = -1
 
 
 class DataPosition(Protocol):
@@ -45,7 +52,16 @@ class DataPosition(Protocol):
 
 
 class Checkpointer:
-    """Saves and restores one training."""
+    """Saves and restores one training; through the node's keeper where there is one.
+
+    Args:
+        context: of this process.
+        checkpoints: of the run, in the store.
+        training: what is saved.
+        data: its position.
+        device: of this rank.
+        on_wait: called now and then while something takes long.
+    """
 
     def __init__(
         self,
@@ -54,22 +70,268 @@ class Checkpointer:
         training: Training,
         data: DataPosition,
         device: torch.device,
+        *,
+        on_wait: Callable[[], None] = lambda: None,
     ) -> None:
         self._context = context
         self._checkpoints = checkpoints
         self._training = training
         self._data = data
         self._device = device
+        self._on_wait = on_wait
+        self._saver: TieredSaver | None = None
+        self._is_prepared = False
+        self._newest_saved: int | None = 0
+        self._restorer = Restorer(context, checkpoints, device, self._load, on_wait)
 
-    def save(self, step: int) -> bool:
-        """Save on all ranks, commit on the first.
+    def prepare(self) -> None:
+        """Have the keeper make room, once the optimizer has its state. Collective."""
+        keeper = self._context.keeper
+        self._is_prepared = True
+        if keeper is None:
+            return
+        saver = self._new_saver(keeper, SavePlans(self._device))
+        tensors, _ = self._full_state()
+        refused = [why for why in gather_json(_refusal(saver, tensors), self._device) if why]
+        if refused:
+            say(f"saves go to the store while training waits: {refused[0]}")
+            saver.close()
+            return
+        self._saver = saver
 
-        Returns:
-            False when the step was committed before: the same state, by an earlier attempt.
+    def forget(self) -> None:
+        """Let go of what was agreed with the other ranks: some of them are new processes.
+
+        A save that was being copied is discarded; the next one prepares anew.
+        """
+        self._is_prepared = False
+        self._newest_saved = None
+        if self._saver is not None:
+            self._saver.close()
+            self._saver = None
+
+    def last_save(
+        self, step: int, savers: Sequence[int], *, data: dict[str, Any], timeout_s: float
+    ) -> None:
+        """Save with a few ranks that together hold the state; in the store when this returns.
+
+        Collective for the savers alone. Their files have names of their own: the ranks may have
+        begun to save the same step together.
+
+        Args:
+            step: completed steps.
+            savers: who saves, one rank per replica group, this one among them.
+            data: position of the data after `step`.
+            timeout_s: for the store.
 
         Raises:
-            StorageError: the save failed, on every rank; nothing was committed.
+            StorageError: it is not committed.
+            RuntimeError: another saver is gone.
         """
+        if step in self._checkpoints.steps():
+            return
+        tensors, extra = self._full_state()
+        extra["data"] = data
+        plans = SavePlans(self._device, is_alone=len(savers) == 1)
+        if not plans.is_alone:
+            plans.group = dist.new_group(list(savers), use_local_synchronization=True)
+        if self._context.keeper is None:
+            dcp.save(
+                tensors,
+                checkpoints=self._checkpoints,
+                step=step,
+                placement=self._context.placement,
+                attempt=self._context.attempt,
+                extra=extra,
+                process_group=plans.group,
+                is_alone=plans.is_alone,
+            )
+            return
+        saver = self._new_saver(self._context.keeper, plans)
+        saver.rank, saver.world_size = list(savers).index(self._context.rank), len(savers)
+        saver.first_file = self._context.world_size
+        saver.save(tensors, step, extra, announce=str(self._context.metrics_path))
+        saver.client.settle(on_wait=self._on_wait, timeout_s=timeout_s)
+
+    def _new_saver(self, keeper: str, plans: SavePlans) -> TieredSaver:
+        return TieredSaver(
+            KeeperClient(keeper, owner=self._owner),
+            plans,
+            run_id=self._context.job.run_id,
+            placement=self._context.placement,
+            attempt=self._context.attempt,
+            rank=self._context.rank,
+            world_size=self._context.world_size,
+            on_wait=self._on_wait,
+            synchronize=partial(synchronize, self._device),
+            pin=partial(pin, device=self._device),
+        )
+
+    def save(self, step: int, *, attachments: dict[str, str] | None = None) -> bool:
+        """Save on all ranks. With a keeper this returns once the state is copied.
+
+        Args:
+            step: completed optimizer steps.
+            attachments: objects that the store gets before the checkpoint, by key.
+
+        Returns:
+            False when the step was saved before: the same state.
+
+        Raises:
+            StorageError: this save, or the one before it, failed; it was not committed.
+        """
+        if step == self._newest_saved:
+            return False
+        if not self._is_prepared:
+            self.prepare()
+        if self._is_committed(step):
+            return False
+        tensors, extra = self._full_state()
+        if self._saver is not None:
+            self._saver.save(
+                tensors,
+                step,
+                extra,
+                attachments=attachments,
+                announce=str(self._context.metrics_path),
+            )
+        else:
+            for key, text in (attachments or {}).items():
+                self._checkpoints.store.put(key, text.encode())
+            dcp.save(
+                tensors,
+                checkpoints=self._checkpoints,
+                step=step,
+                placement=self._context.placement,
+                attempt=self._context.attempt,
+                extra=extra,
+            )
+        self._newest_saved = step
+        return True
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether what `save` returns from may not be in the store yet."""
+        return self._saver is not None
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait until everything that was saved is committed. Collective.
+
+        Raises:
+            StorageError: on every rank, when one of them could not publish.
+        """
+        keeper = self._context.keeper
+        if keeper is None:
+            return
+        client = (
+            self._saver.client
+            if self._saver is not None
+            else KeeperClient(keeper, owner=self._owner)
+        )
+        deadline_s = time.monotonic() + timeout_s
+        # In turns: waiting for a slower keeper, a rank must not outlast a collective's limit.
+        while True:
+            told = gather_json(_turn_of(client, late=time.monotonic() > deadline_s), self._device)
+            problems = [one["problem"] for one in told if one["problem"]]
+            if problems:
+                raise StorageError(problems[0])
+            if not any(one["busy"] for one in told):
+                return
+            self._on_wait()
+
+    @property
+    def _owner(self) -> tuple[int, int]:
+        """Whose failures the keeper tells us."""
+        return self._context.placement, self._context.attempt
+
+    def restore(self) -> int:
+        """Restore the newest step that the nodes or the store have whole. Collective.
+
+        Returns:
+            Its step, 0 when there is none.
+
+        Raises:
+            Corrupt: every checkpoint is damaged, and the state was touched on the way: new
+                processes start from nothing.
+            StorageError: the store has one whole, and yet some rank cannot read it.
+        """
+        return self._restorer.restore()
+
+    def _is_committed(self, step: int) -> bool:
+        if self._saver is not None:
+            return False  # the keeper finds out, and no request holds training up
+        return bool(from_first(lambda: step in self._checkpoints.steps(), self._device))
+
+    def _load(self, read: Callable[[StateOf], Manifest | None]) -> Manifest | None:
+        """Fill the training with what `read` fills tensors with; None when it gave up."""
+        tensors, _ = self._state()
+        random_states: dict[str, Tensor] = {}
+
+        def wanted(manifest: Manifest) -> dict[str, Tensor]:
+            own = (n for n in manifest.tensors if n.startswith(self._random_prefix))
+            for name in own:
+                shape = manifest.tensors[name].shape
+                random_states[name] = torch.empty(shape, dtype=torch.uint8)
+            return {**tensors, **random_states}
+
+        manifest = read(wanted)
+        if manifest is None:
+            return None
+        self._adopt(tensors, dict(manifest.extra))
+        self._set_random_states(random_states)
+        self._newest_saved = manifest.step
+        return manifest
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The live state: tensors by name, and the rest as JSON, the data position left out.
+
+        Before the first step the optimizer has none, and making one would count a step.
+        """
+        if self._training.optimizer.state:
+            tensors, settings = self._state()
+        else:
+            model = get_model_state_dict(self._training.model)
+            tensors = {f"model/{k}": v for k, v in model.items() if isinstance(v, Tensor)}
+            settings = {}
+        extra: dict[str, Any] = {
+            "optimizer": settings,
+            "scheduler": _state_of(self._training.scheduler),
+            "scaler": _state_of(self._training.scaler),
+        }
+        return tensors, json.loads(json.dumps(extra))
+
+    def adopt(self, extra: dict[str, Any], fill: Callable[[Mapping[str, Tensor]], None]) -> None:
+        """Become what another rank's `state` was.
+
+        Args:
+            extra: as `state` gave it, with the data position.
+            fill: fills tensors, by name, with the other's.
+        """
+        if extra["optimizer"]:
+            tensors, _ = self._state()
+        else:
+            self._training.optimizer.state.clear()
+            tensors, _ = self.state()
+        fill(tensors)
+        self._adopt(tensors, extra)
+
+    def _adopt(self, tensors: dict[str, Tensor], extra: dict[str, Any]) -> None:
+        set_model_state_dict(self._training.model, _below("model/", tensors))
+        if extra["optimizer"]:
+            set_optimizer_state_dict(
+                self._training.model,
+                self._training.optimizer,
+                {**_below("optim/", tensors), **_revived(extra["optimizer"])},
+                options=_OPTIONS,
+            )
+        if self._training.scheduler is not None:
+            self._training.scheduler.load_state_dict(extra["scheduler"])
+        if self._training.scaler is not None:
+            self._training.scaler.load_state_dict(extra["scaler"])
+        self._data.load_state_dict(extra["data"])
+
+    def _full_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """All that is saved: tensors by name, and the rest as JSON."""
         tensors, settings = self._state()
         extra: dict[str, Any] = {
             "data": self._data.state_dict(),
@@ -77,61 +339,8 @@ class Checkpointer:
             "scheduler": _state_of(self._training.scheduler),
             "scaler": _state_of(self._training.scaler),
         }
-        committed = step in self._checkpoints.steps() if self._context.rank == 0 else False
-        if _broadcast_int(int(committed), self._device):
-            return False
-        dcp.save(
-            {**tensors, **self._random_states()},
-            checkpoints=self._checkpoints,
-            step=step,
-            placement=self._context.placement,
-            attempt=self._context.attempt,
-            # JSON has no tuples: say so here and not in the manifest's validation.
-            extra=json.loads(json.dumps(extra)),
-        )
-        return True
-
-    def restore(self) -> int:
-        """Restore the newest intact checkpoint. Returns its step, 0 when there is none."""
-        found = self._choose() if self._context.rank == 0 else _NOT_FOUND
-        step = _broadcast_int(found, self._device)
-        if step == _NOT_FOUND:
-            return 0
-        self._load(self._checkpoints.manifest(step))
-        return step
-
-    def _choose(self) -> int:
-        found = self._checkpoints.newest_intact()
-        for damaged in found.set_aside:
-            print(  # noqa: T201 the rank's own log
-                f"perdure: checkpoint of step {damaged.step} set aside: {damaged.reason}",
-                flush=True,
-            )
-        return found.manifest.step if found.manifest is not None else _NOT_FOUND
-
-    def _load(self, manifest: Manifest) -> None:
-        tensors, _ = self._state()
-        random_states = {
-            name: torch.empty(entry.shape, dtype=torch.uint8)
-            for name, entry in manifest.tensors.items()
-            if name.startswith(self._random_prefix)
-        }
-        wanted: dict[str, Tensor] = {**tensors, **random_states}
-        dcp.load(wanted, manifest, checkpoints=self._checkpoints)
-        extra: dict[str, Any] = dict(manifest.extra)
-        set_model_state_dict(self._training.model, _below("model/", wanted))
-        set_optimizer_state_dict(
-            self._training.model,
-            self._training.optimizer,
-            {**_below("optim/", wanted), **_revived(extra["optimizer"])},
-            options=_OPTIONS,
-        )
-        if self._training.scheduler is not None:
-            self._training.scheduler.load_state_dict(extra["scheduler"])
-        if self._training.scaler is not None:
-            self._training.scaler.load_state_dict(extra["scaler"])
-        self._data.load_state_dict(extra["data"])
-        self._set_random_states(random_states)
+        # JSON has no tuples: say so here and not in the manifest's validation.
+        return {**tensors, **self._random_states()}, json.loads(json.dumps(extra))
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors by name, and the optimizer's settings, which are plain values."""
@@ -154,7 +363,7 @@ class Checkpointer:
 
     def _random_states(self) -> dict[str, Tensor]:
         """Random states of this rank as uint8 tensors, [bytes]."""
-        states = {"torch": torch.get_rng_state(), "python": _as_tensor(_python_states())}
+        states = {"torch": torch.get_rng_state(), "python": python_states()}
         device_state = device_rng_state(self._device)
         if device_state is not None:
             states["device"] = device_state.cpu()
@@ -169,7 +378,7 @@ class Checkpointer:
                 case "device":
                     set_device_rng_state(self._device, state)
                 case "python":
-                    _set_python_states(json.loads(bytes(state.tolist())))
+                    set_python_states(state)
 
 
 def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -185,28 +394,19 @@ def _revived(settings: dict[str, Any]) -> dict[str, Any]:
     return {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
 
 
-def _python_states() -> dict[str, Any]:
-    version, internal, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002
-    return {
-        "random": [version, list(internal), gauss],
-        "numpy": [name, keys.tolist(), position, has_gauss, cached],  # type: ignore[union-attr]
-    }
+def _refusal(saver: TieredSaver, tensors: Mapping[str, Tensor]) -> str | None:
+    """Why this node's keeper cannot take saves, else None."""
+    try:
+        return saver.prepare(tensors)
+    except StorageError as exc:
+        return str(exc)
 
 
-def _set_python_states(states: dict[str, Any]) -> None:
-    version, internal, gauss = states["random"]
-    random.setstate((version, tuple(internal), gauss))
-    name, keys, position, has_gauss, cached = states["numpy"]
-    np.random.set_state((name, np.array(keys, np.uint32), position, has_gauss, cached))  # noqa: NPY002
-
-
-def _as_tensor(document: dict[str, Any]) -> Tensor:
-    return torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
-
-
-def _broadcast_int(value: int, device: torch.device) -> int:
-    """The first rank's value, on every rank."""
-    tensor = torch.tensor([value], dtype=torch.int64, device=device)
-    dist.broadcast(tensor, src=0)
-    return int(tensor.item())
+def _turn_of(client: KeeperClient, *, late: bool) -> dict[str, Any]:
+    """How this node's keeper stands after a moment: still publishing, done, or failed."""
+    try:
+        busy = client.is_busy()
+    except StorageError as exc:
+        return {"busy": False, "problem": f"{type(exc).__name__}: {exc}"}
+    problem = "saves are not in the store yet, and there is no more time" if busy and late else None
+    return {"busy": busy, "problem": problem}

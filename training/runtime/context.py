@@ -28,6 +28,12 @@ class WorkerContext:
         data_manifest_key: key of the data manifest in the store.
         metrics_path: file the first rank writes its step records to.
         heartbeat_path: file of this process's heartbeat.
+        keeper: name of the node's keeper's socket, None: saves go straight to the store.
+        disk_tier: folder for checkpoints on the node's disk, None: there is none.
+        coordinator: file with the address of the attempt's coordinator, None: nobody recovers
+            this process in place.
+        generation: of the process groups, in which this process takes the place of another;
+            None: it is one of the first.
     """
 
     job: Job
@@ -43,6 +49,10 @@ class WorkerContext:
     data_manifest_key: str
     metrics_path: Path
     heartbeat_path: Path
+    keeper: str | None = None
+    disk_tier: Path | None = None
+    coordinator: Path | None = None
+    generation: int | None = None
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
@@ -51,6 +61,9 @@ class WorkerContext:
         Raises:
             InputError: a variable is missing: the program was not started by a node agent.
         """
+        disk = environment.get("PERDURE_DISK_TIER")
+        coordinator = environment.get("PERDURE_COORDINATOR")
+        generation = environment.get("PERDURE_GENERATION")
         try:
             job = Job.model_validate_json(
                 Path(environment["PERDURE_JOB"]).read_text(encoding="utf-8")
@@ -69,6 +82,10 @@ class WorkerContext:
                 data_manifest_key=environment["PERDURE_DATA_MANIFEST"],
                 metrics_path=Path(environment["PERDURE_METRICS"]),
                 heartbeat_path=Path(environment["PERDURE_HEARTBEAT"]),
+                keeper=environment.get("PERDURE_KEEPER") or None,
+                disk_tier=Path(disk) if disk else None,
+                coordinator=Path(coordinator) if coordinator else None,
+                generation=int(generation) if generation else None,
             )
         except KeyError as error:
             raise InputError(

@@ -4,6 +4,8 @@ WorkerError
   + NumericAnomaly    the loss is not a number
   + NotApplied        a step was left without step.apply()
   + RecipeEndedEarly  the program returned before the target step
+  + Interrupted       a newer generation of the process groups is announced
+  + GivenUp           the attempt is not saved inside its processes
 """
 
 from __future__ import annotations
@@ -25,3 +27,11 @@ class NotApplied(WorkerError):  # noqa: N818 a state of affairs, named as it is 
 
 class RecipeEndedEarly(WorkerError):  # noqa: N818 a state of affairs, named as it is shown
     """The recipe returned before the job's target step."""
+
+
+class Interrupted(WorkerError):  # noqa: N818 a state of affairs, named as it is shown
+    """A newer generation of the process groups is announced."""
+
+
+class GivenUp(WorkerError):  # noqa: N818 a state of affairs, named as it is shown
+    """The coordinator has given the attempt up."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -106,9 +106,19 @@ def save_policy(spec: CheckpointSpec, loader: _Epochs) -> policy.SavePolicy:
     return policy.AnyOf(tuple(policies))
 
 
-def retention_policy(spec: CheckpointSpec) -> policy.RetentionPolicy:
-    """The retention policy of a job."""
+def retention_policy(
+    spec: CheckpointSpec, losses: Mapping[int, float] | None = None
+) -> policy.RetentionPolicy:
+    """The retention policy of a job.
+
+    Args:
+        spec: the job's.
+        losses: training loss by step. With keep_best, a step that is not among them is kept, so
+            a caller who knows no losses gives nothing up.
+    """
     keep: list[policy.RetentionPolicy] = [policy.KeepLast(spec.keep_last)]
     if spec.keep_every_steps is not None:
         keep.append(policy.KeepEvery(spec.keep_every_steps))
+    if spec.keep_best is not None:
+        keep.append(policy.KeepBest(spec.keep_best, losses or {}))
     return policy.KeepAnyOf(tuple(keep))

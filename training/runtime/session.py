@@ -15,11 +15,13 @@ node agent asks for it. Times are seconds, steps completed optimizer steps.
 from __future__ import annotations
 
 import datetime as dt
+import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Protocol
+from collections.abc import Iterator
+from functools import partial
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -31,44 +33,25 @@ from storage.policy import apply_retention
 from training.device import backend_of, pick_device
 from training.diagnosis.exits import EXIT_RESTART_ME
 from training.errors import InputError
-from training.monitor.heartbeat import HeartbeatWriter, Phase
+from training.membership import Relinked, Trouble, TroubleSeen
+from training.monitor.heartbeat import HeartbeatWriter
+from training.policy.repair import Vote
 from training.runtime.buckets import settle_buckets
 from training.runtime.checkpointing import Checkpointer
+from training.runtime.contact import Contact
 from training.runtime.context import WorkerContext
+from training.runtime.drills import Drill
+from training.runtime.errors import WorkerError
+from training.runtime.groups import Generations, install
+from training.runtime.keeping import PromisedLinks, PromisingGroup
+from training.runtime.links import GLOO, StoreClient
+from training.runtime.loop import SETTLE_TIMEOUT_S, Loader, StepLoop
+from training.runtime.mending import Mender
 from training.runtime.metrics import MetricsLog, StepRecord, metrics_prefix
 from training.runtime.policies import SaveClock, retention_policy
-from training.runtime.step import MicroBatch, Scheduler, Step, Training, Wishes
+from training.runtime.snapshot import Snapshots
+from training.runtime.step import Limits, Scheduler, Step, Training, Wishes
 from training.specs.recovery import CheckpointSpec
-
-
-class Loader(Protocol):
-    """What a session needs of a resumable data loader."""
-
-    @property
-    def position(self) -> int:
-        """Global samples handed out."""
-        ...
-
-    @property
-    def epoch(self) -> int:
-        """Epoch of the next sample, from 0."""
-        ...
-
-    def next_step(self) -> Sequence[MicroBatch]:
-        """The micro-batches of this rank for one step."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """JSON-able position."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a position."""
-        ...
-
-    def close(self) -> None:
-        """End the worker processes."""
-        ...
 
 
 class Session:
@@ -86,25 +69,112 @@ class Session:
         self._heartbeat = HeartbeatWriter(context.heartbeat_path)
         self.device = pick_device(context.local_rank)
         self._stop_wanted = False
-        self._looping = False
+        self._save_wanted = False
+        self._loop: StepLoop | None = None
         signal.signal(signal.SIGTERM, self._on_terminate)
+        signal.signal(signal.SIGUSR1, self._on_save_signal)
         self._store = open_store(self.job.storage)
         self._checkpoints = CheckpointStore(self._store, self.job.run_id)
         self._training: Training | None = None
         self._loader: Loader | None = None
         self._saves: SaveClock | None = None
+        self._checkpointer: Checkpointer | None = None
+        self._unsaved_records: dict[str, str] = {}
         self._tokens_per_step = 0
         self._flops_per_step = 0.0
         self._peak_flops: float | None = None
         self._metrics: MetricsLog | None = None
         if self.rank == 0:
             prefix = metrics_prefix(self.job.run_id, context.placement, context.attempt)
-            self._metrics = MetricsLog(context.metrics_path, self._store, prefix)
-        dist.init_process_group(
-            backend_of(self.device),
-            rank=context.rank,
+            self._metrics = MetricsLog.resumed(context.metrics_path, prefix)
+        self._contact: Contact | None = None
+        self._generations: Generations | None = None
+        self._links: PromisedLinks | None = None
+        self._connect()
+        self._drill = Drill(
+            self.job.drill.faults,
+            rank=self.rank,
+            folder=context.heartbeat_path.parent,
+            generations=self._generations,
+            store=self._store,
+            run_id=self.job.run_id,
+        )
+
+    def _connect(self) -> None:
+        """Take part in the process groups of the attempt."""
+        context, timeout_s = self.context, self.job.comm.timeout_s
+        backend = backend_of(self.device)
+        if context.coordinator is None:
+            dist.init_process_group(
+                backend,
+                rank=context.rank,
+                world_size=context.world_size,
+                timeout=dt.timedelta(seconds=timeout_s),
+            )
+            return
+        generations = Generations(
+            context.rank,
+            backend=backend,
+            device=self.device.type,
+            op_timeout_s=timeout_s,
+            open_store=_open_store,
+            on_collective=self._heartbeat.enter_collective,
+        )
+        if backend == GLOO:
+            self._links = PromisedLinks(
+                generations,
+                open_store=_open_store,
+                tell=self._tell_broken_link,
+                budget_s=self.job.comm.link_retry_s,
+                keeps=self.job.comm.link_retry,
+            )
+        install(
+            generations,
             world_size=context.world_size,
-            timeout=dt.timedelta(seconds=self.job.comm.timeout_s),
+            new_group=partial(PromisingGroup, generations, self._links) if self._links else None,
+        )
+        self._contact = Contact.of_file(
+            context.coordinator,
+            rank=context.rank,
+            on_generation=generations.announce,
+            on_wait=self._heartbeat.beat,
+        )
+        if self._links is not None:
+            generations.on_announced = self._links.fail
+            self._contact.on_relink = self._relink
+        self._generations = generations
+        if context.generation is None:
+            generations.enter(self._contact.newer_than(0))
+        else:
+            # What the others built together is built alone here; their state comes later.
+            generations.is_alone = True
+
+    def _tell_broken_link(self, text: str, link: int) -> None:
+        """An operation was cut short; the training thread does not know."""
+        assert self._contact is not None  # noqa: S101 links come with a coordinator
+        assert self._generations is not None  # noqa: S101 likewise
+        self._contact.say(
+            TroubleSeen(
+                generation=self._generations.current,
+                trouble=Trouble.LINK,
+                text=text.strip().splitlines()[0][:500],
+                step=self._loop.stand.step if self._loop is not None else 0,
+                at_s=time.time(),
+                link=link,
+            )
+        )
+
+    def _relink(self, generation: int, link: int) -> None:
+        """Make new links under operations that were cut short; in a thread of its own."""
+        assert self._contact is not None  # noqa: S101 links come with a coordinator
+        assert self._links is not None  # noqa: S101 asked only where they are kept
+        count, problem = 0, None
+        try:
+            count = self._links.make_anew(link)
+        except (RuntimeError, WorkerError) as exc:
+            problem = f"{type(exc).__name__}: {exc}"[:500]
+        self._contact.say(
+            Relinked(generation=generation, link=link, operations=count, problem=problem)
         )
 
     @property
@@ -150,6 +220,9 @@ class Session:
     def steps(self, *, until: int) -> Iterator[Step]:
         """The steps from the newest checkpoint up to `until`.
 
+        A fault that the process outlives leaves `with step:` quietly, and the same step comes
+        again once it is mended: what the loop does with a step belongs inside the block.
+
         Raises:
             ValueError: nothing was registered.
             SystemExit: code 75, after saving, when the agent asked for the end.
@@ -157,61 +230,99 @@ class Session:
         training, loader = self._training, self._loader
         if training is None or loader is None:
             raise ValueError("session.register(model=..., optimizer=..., data=...) comes first")
-        checkpointer = Checkpointer(self.context, self._checkpoints, training, loader, self.device)
-        self._heartbeat.beat(phase=Phase.RESTORE)
-        restored = checkpointer.restore()
-        self._saves = SaveClock(self._checkpoint_spec(training.model), loader, restored)
-        done = self._saves.step
-        self._heartbeat.beat(phase=Phase.DATA, step=done)
-        self._looping = True
-        while done < until:
-            started_s = time.perf_counter()  # waiting for data is part of a step
-            step = self._next_step(done + 1, training, loader)
+        self._checkpointer = Checkpointer(
+            self.context,
+            self._checkpoints,
+            training,
+            loader,
+            self.device,
+            on_wait=self._heartbeat.beat,
+        )
+        loop = self._new_loop(training, loader, self._checkpointer, until)
+        is_fresh = self.context.generation is not None
+        if self._generations is not None:
+            self._generations.is_alone = False
+        loop.begin(is_fresh=is_fresh)
+        self._saves = SaveClock(self._checkpoint_spec(training.model), loader, loop.stand.step)
+        self._loop = loop
+        while (step := loop.next_step()) is not None:
             yield step
-            agreement = step.agreement
-            if agreement is None:
-                raise ValueError(f"step {step.number}: use it as `with step:`")
-            done = step.number
-            self._record(step, agreement.loss, time.perf_counter() - started_s)
-            self._heartbeat.beat(step=done)
-            if agreement.save or agreement.stop or done == until:
-                self._save(checkpointer, done)
-            if agreement.stop and done < until:
-                self._leave(loader, Phase.STOPPED)
-                sys.exit(EXIT_RESTART_ME)
-        self._leave(loader, Phase.DONE)
-        Session.newest_step = done
+        if self._metrics is not None:
+            self._metrics.close()
+        Session.newest_step = loop.stand.step
+
+    def _new_loop(
+        self, training: Training, loader: Loader, checkpointer: Checkpointer, until: int
+    ) -> StepLoop:
+        restart = self.job.restart
+        self._drill.model = training.model
+        mender = None
+        if self._contact is not None and self._generations is not None:
+            mender = Mender(
+                self.rank,
+                contact=self._contact,
+                generations=self._generations,
+                training=training,
+                loader=loader,
+                checkpointer=checkpointer,
+                device=self.device,
+                heartbeat=self._heartbeat,
+                save_limit_s=self.job.engine.grace_s,
+                reached=self._drill.reached,
+                snapshots=Snapshots() if restart.numeric_retry else None,
+            )
+        return StepLoop(
+            self,
+            until=until,
+            rank=self.rank,
+            seed=self.job.seed,
+            training=training,
+            loader=loader,
+            checkpointer=checkpointer,
+            device=self.device,
+            heartbeat=self._heartbeat,
+            limits=Limits(restart.abnormal_loss, restart.abnormal_grad_norm),
+            snapshot_every_steps=restart.snapshot_every_steps,
+            mender=mender,
+            reached=self._drill.reached,
+        )
 
     def _checkpoint_spec(self, model: nn.Module) -> CheckpointSpec:
         """The job's policy, with the recommended interval for the model's size if it has none."""
         return self.job.checkpoint.resolved(sum(p.numel() for p in model.parameters()))
 
-    def _next_step(self, number: int, training: Training, loader: Loader) -> Step:
-        self._heartbeat.beat(phase=Phase.DATA)
-        batch = loader.next_step()
-        self._heartbeat.beat(phase=Phase.STEP)
-        return Step(
-            number,
-            batch=batch,
-            training=training,
-            device=self.device,
-            wishes=self._wishes,
-            heartbeat=self._heartbeat,
-        )
-
-    def _wishes(self, number: int) -> Wishes:
+    def wishes(self, number: int) -> Wishes:
+        """What this rank brings to the agreement of a step."""
         # Only the first rank's clock and policy count, or the ranks would disagree.
-        save = self.rank == 0 and self._saves is not None and self._saves.is_due(number)
-        return Wishes(stop=self._stop_wanted, save=save)
+        due = self.rank == 0 and self._saves is not None and self._saves.is_due(number)
+        asked, self._save_wanted = self._save_wanted, False
+        pause = self._contact is not None and self._contact.pause_wanted
+        return Wishes(stop=self._stop_wanted, save=due or asked, pause=pause)
 
-    def _save(self, checkpointer: Checkpointer, step: int) -> None:
-        self._heartbeat.beat(phase=Phase.SAVE)
-        assert self._saves is not None  # noqa: S101 set before the first step
-        started_s = self._saves.now_s()
+    def loss_factor(self, number: int) -> float:
+        """What a drill multiplies the loss of a step with."""
+        return self._drill.loss_factor(number)
+
+    def is_stopping(self) -> bool:
+        """Whether this process was asked to end."""
+        return self._stop_wanted
+
+    def save(self, step: int, *, is_last: bool) -> None:
+        """Save a step, and wait for the store when it is the last one; collective."""
+        saves, checkpointer = self._saves, self._checkpointer
+        assert saves is not None  # noqa: S101 set before the first step
+        assert checkpointer is not None  # noqa: S101 likewise
+        started_s = saves.now_s()
         if self._metrics is not None:
-            self._metrics.flush()
-        fresh = checkpointer.save(step)
-        self._saves.saved(step, started_s=started_s)
+            # Kept until the save has them: one that a fault cuts short is done again.
+            self._unsaved_records |= self._metrics.take()
+        fresh = checkpointer.save(step, attachments=self._unsaved_records)
+        self._unsaved_records = {}
+        saves.saved(step, started_s=started_s)
+        if is_last:
+            checkpointer.settle(SETTLE_TIMEOUT_S)
+        if checkpointer.is_behind:
+            return  # the keeper announces the commit, and applies the retention
         if self._metrics is not None:
             self._metrics.checkpoint(step)
         if fresh and self.rank == 0:
@@ -219,8 +330,11 @@ class Session:
                 self._checkpoints, retention_policy(self.job.checkpoint), protect={step}
             )
 
-    def _record(self, step: Step, loss: float, step_s: float) -> None:
-        if self._metrics is None:
+    def record(self, step: int, vote: Vote, step_s: float) -> None:
+        """Put a completed step on record, once; only the first rank does."""
+        if self._links is not None:
+            self._links.let_go()
+        if self._metrics is None or self._metrics.last_step == step:
             return
         assert self._training is not None  # noqa: S101 checked by steps()
         assert self._loader is not None  # noqa: S101 checked by steps()
@@ -228,9 +342,9 @@ class Session:
         lr = scheduler.get_last_lr()[0] if scheduler is not None else self.job.optimizer.lr
         self._metrics.step(
             StepRecord(
-                step=step.number,
-                loss=loss,
-                grad_norm=step.grad_norm,
+                step=step,
+                loss=vote.loss,
+                grad_norm=vote.grad_norm,
                 lr=float(lr),
                 tokens_per_s=self._tokens_per_step / step_s,
                 mfu=self._mfu(step_s),
@@ -248,21 +362,19 @@ class Session:
             return None
         return self._flops_per_step / step_s / (self._peak_flops * self.world_size)
 
-    def _leave(self, loader: Loader, phase: Phase) -> None:
-        """End together: a rank that left early would look like a failure to the others."""
-        self._looping = False
-        loader.close()
-        if self._metrics is not None:
-            self._metrics.close()
-        dist.barrier()
-        self._heartbeat.beat(phase=phase)
-        dist.destroy_process_group()
+    def _on_save_signal(self, _number: int, _frame: object) -> None:
+        """SIGUSR1 to any rank: save at the next step boundary."""
+        self._save_wanted = True
 
     def _on_terminate(self, _number: int, _frame: object) -> None:
         """Inside the loop the step boundary answers; before it there is nothing to save."""
-        if not self._looping:
+        if self._loop is None or self._loop.is_over:
             sys.exit(EXIT_RESTART_ME)
         self._stop_wanted = True
+
+
+def _open_store() -> StoreClient:
+    return StoreClient(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 
 
 def _require_loader(data: object) -> None:

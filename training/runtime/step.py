@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from training.monitor.heartbeat import HeartbeatWriter
+from training.policy.repair import StepPhase, Vote
 from training.runtime.errors import NotApplied, NumericAnomaly
 
 MicroBatch = tuple[Tensor, Tensor]
@@ -58,30 +59,67 @@ class Training:
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
-    """What all ranks know at a step boundary.
-
-    Attributes:
-        loss: mean over the global batch.
-        stop: some rank was asked to end.
-        save: the first rank wants a checkpoint.
-    """
-
-    loss: float
-    stop: bool
-    save: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Wishes:
     """What this rank brings to the agreement of a step."""
 
     stop: bool
     save: bool
+    pause: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Beyond which a step is abnormal; None: only what is not a number is.
+
+    Attributes:
+        loss: mean over the global batch.
+        grad_norm: before clipping.
+    """
+
+    loss: float | None = None
+    grad_norm: float | None = None
+
+    def refusal(self, vote: Vote, *, has_scaler: bool) -> str | None:
+        """Why a step is abnormal, None while it is not. The same on every rank."""
+        if not math.isfinite(vote.loss):
+            return f"loss is {vote.loss}"
+        # A scaler skips a step of infinite gradients by itself.
+        if not math.isfinite(vote.grad_norm):
+            return None if has_scaler else f"gradient norm is {vote.grad_norm}"
+        if self.loss is not None and vote.loss > self.loss:
+            return f"loss is {vote.loss:g}, over {self.loss:g}"
+        if self.grad_norm is not None and vote.grad_norm > self.grad_norm:
+            return f"gradient norm is {vote.grad_norm:g}, over {self.grad_norm:g}"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a step asks and tells the session around it, mostly with its number.
+
+    Attributes:
+        wishes: what this rank brings to the agreement.
+        may_mend: whether a fault that left the step is mended, so that nobody else sees it.
+        reached: told of the points where drills make faults, by name.
+        loss_factor: what a drill multiplies the loss with.
+    """
+
+    wishes: Callable[[int], Wishes]
+    may_mend: Callable[[BaseException], bool] = lambda _error: False
+    reached: Callable[[str, int], None] = lambda _point, _number: None
+    loss_factor: Callable[[int], float] = lambda _number: 1.0
 
 
 class Step:
-    """One step, from its batch to its application. `number` counts it in, from 1."""
+    """One step, from its batch to its application. `number` counts it in, from 1.
+
+    Attributes:
+        vote: what all ranks agreed on, None before.
+        phase: how far this rank is in it.
+        is_applied: the optimizer has run.
+        is_dirty: the optimizer is running: the state belongs to no step.
+        error: a fault that left the step undone, for the loop to mend.
+    """
 
     def __init__(
         self,
@@ -90,18 +128,24 @@ class Step:
         batch: Sequence[MicroBatch],
         training: Training,
         device: torch.device,
-        wishes: Callable[[int], Wishes],
         heartbeat: HeartbeatWriter,
+        around: Surroundings,
+        limits: Limits = Limits(),
     ) -> None:
         self.number = number
-        self.agreement: Agreement | None = None
-        self.grad_norm = 0.0
+        self.vote: Vote | None = None
+        self.phase = StepPhase.RUN
+        self.is_applied = False
+        self.is_dirty = False
+        self.error: BaseException | None = None
         self._batch = batch
         self._training = training
         self._device = device
-        self._wishes = wishes
         self._heartbeat = heartbeat
+        self._around = around
+        self._limits = limits
         self._loss_sum = torch.zeros((), device=device)
+        self._factor: float | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -111,9 +155,27 @@ class Step:
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
-    ) -> None:
-        if kind is None and self.agreement is None:
-            raise NotApplied(f"step {self.number}: the body ended without step.apply()")
+    ) -> bool:
+        if error is None:
+            if not self.is_applied:
+                raise NotApplied(f"step {self.number}: the body ended without step.apply()")
+            return False
+        if not self._around.may_mend(error):
+            return False
+        # Its frames hold tensors and groups of the broken step.
+        error.__traceback__ = None
+        self.error = error
+        return True
+
+    @property
+    def grad_norm(self) -> float:
+        """Before clipping; 0 before the agreement."""
+        return self.vote.grad_norm if self.vote is not None else 0.0
+
+    @property
+    def data(self) -> Sequence[MicroBatch]:
+        """The micro-batches, on the host."""
+        return self._batch
 
     def batch(self) -> MicroBatch:
         """The batch of a step that has just one micro-batch, on the device.
@@ -129,6 +191,7 @@ class Step:
 
     def micro_batches(self) -> Iterator[MicroBatch]:
         """Every micro-batch on the device; gradients are reduced with the last one only."""
+        self._around.reached("start", self.number)  # not on entering, which nobody answers for
         for index, (inputs, targets) in enumerate(self._batch):
             _reduce_gradients(self._training.model, when=index == len(self._batch) - 1)
             yield (
@@ -138,7 +201,12 @@ class Step:
 
     def backward(self, loss: Tensor) -> None:
         """Backward of one micro-batch's mean loss, weighted so that the step is their mean."""
+        self._around.reached("backward", self.number)
         share = loss / len(self._batch)
+        if self._factor is None:  # one for all micro-batches
+            self._factor = self._around.loss_factor(self.number)
+        if self._factor != 1.0:
+            share = share * self._factor
         self._loss_sum += share.detach()
         scaler = self._training.scaler
         (scaler.scale(share) if scaler is not None else share).backward()  # type: ignore[no-untyped-call]
@@ -147,7 +215,7 @@ class Step:
         """Clip, agree, and let the optimizer run.
 
         Raises:
-            NumericAnomaly: the loss or the gradients are not numbers; nothing has been applied.
+            NumericAnomaly: loss or gradients are abnormal; nothing has been applied.
         """
         training = self._training
         if training.scaler is not None:
@@ -155,37 +223,51 @@ class Step:
         norm = _norm_value(
             nn.utils.clip_grad_norm_(training.model.parameters(), training.grad_clip_norm)
         )
-        agreement = self._agree()
-        if not math.isfinite(agreement.loss):
-            raise NumericAnomaly(f"loss is {agreement.loss} at step {self.number}")
-        # Reduced gradients: every rank sees the same norm. A scaler skips such a step by itself.
-        if training.scaler is None and not math.isfinite(norm):
-            raise NumericAnomaly(f"gradient norm is {norm} at step {self.number}")
+        self.phase = StepPhase.PREPARED
+        self._around.reached("prepared", self.number)
+        self.vote = self._agree(norm)
+        refused = self._limits.refusal(self.vote, has_scaler=training.scaler is not None)
+        if refused is not None:
+            raise NumericAnomaly(f"{refused} at step {self.number}")
+        self.phase = StepPhase.VOTED
+        self._around.reached("voted", self.number)
+        self.finish(self.vote)
+
+    def finish(self, vote: Vote | None) -> None:
+        """Let the optimizer run on the gradient that is here: all ranks hold theirs."""
+        training = self._training
+        self.vote = vote or self.vote
+        self.phase, self.is_dirty = StepPhase.APPLYING, True
+        self._around.reached("applying", self.number)
         if training.scaler is not None:
             training.scaler.step(training.optimizer)
             training.scaler.update()
         else:
             training.optimizer.step()
+        self._around.reached("half_applied", self.number)
         if training.scheduler is not None:
             training.scheduler.step()
         training.optimizer.zero_grad(set_to_none=True)
-        self.grad_norm = norm
-        self.agreement = agreement
+        self.is_dirty, self.is_applied = False, True
 
-    def _agree(self) -> Agreement:
-        wishes = self._wishes(self.number)
-        vote = torch.stack(
-            [
-                self._loss_sum.float(),
-                torch.tensor(float(wishes.stop), device=self._device),
-                torch.tensor(float(wishes.save), device=self._device),
-            ]
+    def _agree(self, norm: float) -> Vote:
+        wishes = self._around.wishes(self.number)
+        flags = torch.tensor(
+            [float(wishes.stop), float(wishes.save), float(wishes.pause)], device=self._device
         )
+        vote = torch.cat([self._loss_sum.float().reshape(1), flags])
         self._heartbeat.enter_collective()
         dist.all_reduce(vote)
-        loss_sum, stop, save = vote.tolist()
+        loss_sum, stop, save, pause = vote.tolist()
         self._heartbeat.leave_collective()
-        return Agreement(loss_sum / dist.get_world_size(), stop > 0, save > 0)
+        return Vote(
+            step=self.number,
+            loss=loss_sum / dist.get_world_size(),
+            grad_norm=norm,
+            stop=stop > 0,
+            save=save > 0,
+            pause=pause > 0,
+        )
 
 
 def _norm_value(norm: Tensor) -> float:

@@ -18,6 +18,7 @@ from training.errors import InputError
 from training.job import Job
 from training.runtime.context import WorkerContext
 from training.runtime.errors import RecipeEndedEarly
+from training.runtime.forking import serve_forks
 from training.runtime.session import Session
 
 
@@ -43,6 +44,8 @@ def load_recipe(name: str) -> Callable[[Job], None]:
 def main() -> None:
     """Run this rank's recipe."""
     job = WorkerContext.from_environment().job
+    if job.data is not None and job.data.num_workers:
+        serve_forks()  # before the program starts threads
     load_recipe(job.recipe)(job)
     if Session.newest_step < job.steps:
         raise RecipeEndedEarly(
@@ -51,10 +54,15 @@ def main() -> None:
         )
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """Run this rank's recipe as the whole of a process; ends it with the worker's exit code."""
     sys.path.insert(0, "")
     try:
         main()
     except InputError as error:
         print(f"perdure: {error}", file=sys.stderr)  # noqa: T201 the rank's own log
         sys.exit(EXIT_USER)
+
+
+if __name__ == "__main__":
+    run()

@@ -32,10 +32,22 @@ class CheckpointSpec(Section):
         None, gt=0, description="mean seconds between failures: save at the Young/Daly interval, "
         "from the measured cost of a save"
     )  # fmt: skip
+    host_memory: bool = Field(
+        True, description="saves go to memory that the node agent keeps, and from there to the "
+        "store while training goes on; needs twice a rank's share of the state per rank"
+    )  # fmt: skip
+    node_disk: bool | None = Field(
+        None, description="also keep the newest saves on the node's disk; default: when the "
+        "store is not a folder itself"
+    )  # fmt: skip
     keep_last: int = Field(RECOMMENDED_KEEP_LAST, ge=1, description="newest checkpoints to keep")
     keep_every_steps: int | None = Field(
         None, ge=1, description="also keep every checkpoint whose step is a multiple of this"
     )
+    keep_best: int | None = Field(
+        None, ge=1, description="also keep this many checkpoints of the lowest training loss; "
+        "the checkpoint-retention deployment gives the others up"
+    )  # fmt: skip
 
     @property
     def has_interval(self) -> bool:
@@ -103,9 +115,23 @@ class RestartSpec(Section):
     numeric_retry: bool = Field(
         False, description="re-execute a step whose loss or gradient norm is abnormal (TRE)"
     )
+    snapshot_every_steps: int = Field(
+        10, ge=1, description="numeric_retry: steps between two copies of the state in host "
+        "memory, to which an abnormal step goes back; needs twice a rank's share of the state"
+    )  # fmt: skip
+    abnormal_loss: float | None = Field(
+        None, gt=0, description="a loss over this is abnormal; nan and inf always are"
+    )
+    abnormal_grad_norm: float | None = Field(
+        None, gt=0, description="a gradient norm over this, before clipping, is abnormal"
+    )
     data_skipping: bool = Field(
         False, description="skip batches with an abnormal loss; excludes numeric_retry"
     )
+    mindcluster_frequency: bool = Field(
+        False, description="isolate a chip's node also at MindCluster's own numbers per fault "
+        "code (2, 3 or 5 in 24 h), not only at 3 in a row"
+    )  # fmt: skip
     from_platform: dict[str, str] = Field(
         {}, description="ModelArts annotations, MindCluster labels, MS_ENABLE_TFT or "
         "HIGH_AVAILABILITY, as name: text; they set the fields above"
@@ -165,7 +191,12 @@ class CommSpec(Section):
     if_base_port: int = Field(
         60_000, ge=1024, le=65_520, description="HCCL_IF_BASE_PORT, first of 32 host ports"
     )
-    op_retry: OpRetrySpec = Field(OpRetrySpec(), description="operator-level retry")
+    op_retry: OpRetrySpec = Field(OpRetrySpec(), description="HCCL's operator-level retry")
+    link_retry: bool = Field(
+        False, description="gloo: run a collective again on new links when a connection breaks; "
+        "keeps a copy of what goes into the collectives of a step"
+    )  # fmt: skip
+    link_retry_s: float = Field(30.0, gt=0, description="seconds that link_retry may take")
     chip: Literal["a2", "a3", "950"] | None = Field(
         None, description="Atlas series of the NPUs; operator retry and network recovery need a3"
     )

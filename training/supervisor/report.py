@@ -1,6 +1,8 @@
 """What is left to read after a run: the table of attempts, and the loss with its faults.
 
-Rows come from the ledger, the curve from the step records in the store. Times are seconds.
+A recovery inside the processes is a row of its own below its attempt: one generation of process
+groups that a fault ended. Rows come from the ledger, the curve from the step records in the
+store. Times are seconds.
 """
 
 from __future__ import annotations
@@ -8,9 +10,17 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from training.policy.fault_record import FaultRecord
 from training.policy.history import AttemptView, RunHistory
+from training.policy.mending import Mending
 from training.runtime.metrics import StepRecord
+
+RECOVERING = "recovering"
+MENDED = "mended"
+NOT_MENDED = "not mended"
+_NUM_LABELS = 20  # in a picture; more of them hide each other
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +31,8 @@ class AttemptRow:
         schedule_cnt: MA_SCHEDULE_CNT of each member, in order.
         proc_start_cnt: MA_PROC_START_CNT of each member, in order; empty until it ended.
         seconds_to_next_step: from the fault to the first step completed after it.
+        generation: of process groups that a recovery inside the processes replaced; None in the
+            row of a whole attempt.
     """
 
     placement: int
@@ -34,6 +46,17 @@ class AttemptRow:
     fault: str
     rung: str
     seconds_to_next_step: float | None
+    generation: int | None = None
+
+
+def story_rows(history: RunHistory) -> list[AttemptRow]:
+    """The table of attempts, oldest first, each followed by the recoveries inside it."""
+    rows = attempt_rows(history)
+    return [
+        row
+        for own, view in zip(rows, history.attempts, strict=True)
+        for row in (own, *_mending_rows(view))
+    ]
 
 
 def attempt_rows(history: RunHistory) -> list[AttemptRow]:
@@ -51,13 +74,78 @@ def _row(view: AttemptView, later: Sequence[AttemptView]) -> AttemptRow:
         nodes=",".join(nodes),
         schedule_cnt=",".join(str(member.schedule_cnt) for member in view.members),
         proc_start_cnt=",".join(str(counts.get(node, "-")) for node in nodes) if ended else "",
-        from_step=view.started.from_step,
+        from_step=view.from_step,
         to_step=ended.to_step if ended is not None else None,
         outcome=ended.outcome if ended is not None else "running",
-        fault=f"{fault.fault_class}: {_short(fault.evidence)}" if fault is not None else "",
+        fault=_told(fault) if fault is not None else "",
         rung=view.decided.rung.value if view.decided is not None else "",
         seconds_to_next_step=_seconds_to_next_step(view, later),
     )
+
+
+def _mending_rows(view: AttemptView) -> list[AttemptRow]:
+    rows, from_step = [], view.from_step
+    for mending in view.mendings:
+        fault, ended = mending.began.fault, mending.ended
+        rows.append(
+            AttemptRow(
+                placement=view.started.placement,
+                attempt=view.started.attempt,
+                nodes=fault.node or "",
+                schedule_cnt="",
+                proc_start_cnt="",
+                from_step=from_step,
+                to_step=fault.step,
+                outcome=outcome_of(view, mending),
+                fault=_told(fault),
+                rung=mending.began.rung.value,
+                seconds_to_next_step=_duration_s(mending) if mending.succeeded else None,
+                generation=mending.began.generation,
+            )
+        )
+        from_step = ended.step if ended is not None and ended.step is not None else from_step
+    return rows
+
+
+def outcome_of(view: AttemptView, mending: Mending) -> str:
+    """How a recovery inside the processes of an attempt went, in a word or two."""
+    if mending.succeeded:
+        return MENDED
+    return RECOVERING if mending.ended is None and view.ended is None else NOT_MENDED
+
+
+def recovery_facts(view: AttemptView, mending: Mending) -> dict[str, Any]:
+    """A recovery inside the processes as plain values, for events and scripts."""
+    began, ended = mending.began, mending.ended
+    return {
+        "placement": view.started.placement,
+        "attempt": view.started.attempt,
+        "number": began.number,
+        "generation": began.generation,
+        "fault_class": began.fault.fault_class.value,
+        "evidence": began.fault.evidence,
+        "node": began.fault.node,
+        "rank": began.fault.rank,
+        "rung": began.rung.value,
+        "reason": began.reason,
+        "step": ended.step if ended is not None and ended.step is not None else began.fault.step,
+        "steps_lost": ended.steps_lost if ended is not None else None,
+        "duration_s": _duration_s(mending),
+        "replaced": list(ended.replaced) if ended is not None else [],
+        "repaired": list(ended.repaired) if ended is not None else [],
+        "succeeded": mending.succeeded,
+        "sub_healthy": began.sub_healthy,
+        "outcome": outcome_of(view, mending),
+        "why": ended.why if ended is not None else "",
+    }
+
+
+def _duration_s(mending: Mending) -> float | None:
+    return round(mending.ended.duration_s, 2) if mending.ended is not None else None
+
+
+def _told(fault: FaultRecord) -> str:
+    return f"{fault.fault_class}: {_short(fault.evidence)}"
 
 
 def _short(text: str, width: int = 60) -> str:
@@ -89,28 +177,43 @@ def loss_picture(history: RunHistory, kept: Mapping[int, StepRecord]) -> bytes:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.plot(list(kept), [r.loss for r in kept.values()], color="#1f5fa8", linewidth=1.2)
-    for view in history.attempts:
-        fault = view.ended.fault if view.ended is not None else None
-        if fault is None or view.decided is None:
+    marks = _marks(history)
+    for number, (step, text, colour) in enumerate(marks):
+        axes.axvline(step, color=colour, linestyle="--", linewidth=1.0)
+        if number < len(marks) - _NUM_LABELS:
             continue
-        step = fault.step if fault.step is not None else view.started.from_step
-        axes.axvline(step, color="#c0392b", linestyle="--", linewidth=1.0)
         axes.annotate(
-            f"{fault.fault_class}\n{view.decided.rung}",
-            xy=(step, 0.97),
+            text,
+            xy=(step, 0.97 - 0.1 * (number % 3)),  # neighbours do not hide each other
             xycoords=("data", "axes fraction"),
             xytext=(4, 0),
             textcoords="offset points",
             verticalalignment="top",
             fontsize=8,
-            color="#c0392b",
+            color=colour,
         )
     for seen in history.checkpoints:
         axes.axvline(seen.step, ymax=0.03, color="#2e7d32", linewidth=1.0)
     axes.set_xlabel("step (green marks: committed checkpoints)")
     axes.set_ylabel("loss")
     axes.grid(alpha=0.25)
-    axes.set_title("Loss of every kept step; faults in red")
+    axes.set_title("Loss of every kept step; faults in red, mended inside the processes in orange")
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
+
+
+def _marks(history: RunHistory) -> list[tuple[int, str, str]]:
+    """Faults as step, text and colour, oldest first."""
+    found = []
+    for view in history.attempts:
+        for mending in view.mendings:
+            fault = mending.began.fault
+            step = fault.step if fault.step is not None else view.from_step
+            colour = "#d98e04" if mending.succeeded else "#c0392b"
+            found.append((step, f"{fault.fault_class}\n{mending.began.rung}", colour))
+        ended = view.ended.fault if view.ended is not None else None
+        if ended is not None and view.decided is not None:
+            step = ended.step if ended.step is not None else view.from_step
+            found.append((step, f"{ended.fault_class}\n{view.decided.rung}", "#c0392b"))
+    return found

@@ -16,44 +16,26 @@ from typing import Any
 
 from storage.address import Credentials, open_store, worker_environment
 from storage.checkpoint import CheckpointStore
-from storage.errors import PermanentError
 from training.agent.protocol import AgentState, StartOrder
-from training.diagnosis.cause import Diagnosis
+from training.control import take_back
 from training.diagnosis.classify import diagnose
-from training.engines.base import Engine, Placement, plan, plan_replacement
+from training.engines.base import Engine, Placement
 from training.engines.local import LocalEngine
 from training.environment import worker_variables
-from training.errors import AgentUnreachable, EngineError, NoCapacity, RunConflict
+from training.errors import AgentUnreachable, EngineError, RunConflict
 from training.job import Job
 from training.ledger import Identity, Ledger
-from training.policy.faults import Fault, FaultClass
-from training.policy.history import AttemptView, RunHistory, fault_of, record_of
-from training.policy.ladder import (
-    RESTARTS_IN_PLACE,
-    Capacity,
-    Decision,
-    Policy,
-    Rung,
-    Severity,
-    decide,
-)
-from training.policy.records import (
-    AttemptEnded,
-    AttemptStarted,
-    CheckpointSeen,
-    DataReady,
-    Decided,
-    FirstStep,
-    Placed,
-    RunCreated,
-    RunEnded,
-    RungFailed,
-)
-from training.runtime.metrics import StepRecord
+from training.policy.faults import Fault
+from training.policy.history import AttemptView, RunHistory
+from training.policy.ladder import RESTARTS_IN_PLACE, Decision
+from training.policy.notes import PastRecovery
+from training.policy.records import DataReady, RunCreated, RunEnded
+from training.supervisor.book import Book
+from training.supervisor.deciding import Decider, recoveries_of
+from training.supervisor.placing import Placer, placement_of
+from training.supervisor.recoveries import Onlooker, past_recoveries
 from training.supervisor.watch import AttemptEnd, AttemptWatch, EndKind, Progress
 from training.trainer.data.prepare import PrepareResult
-
-SPARE_POLL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +91,16 @@ class Run:
         self.store = open_store(job.storage, credentials)
         self.checkpoints = CheckpointStore(self.store, job.run_id)
         self.ledger = Ledger(self.store, job.run_id)
+        self._book = Book(self.ledger, self.checkpoints)
         self._home = home
         self._cwd = str((Path(job.worker.cwd) if job.worker.cwd else cwd or Path.cwd()).resolve())
         self._identity = Identity.of_this_process()
         self._engine: Engine | None = None
-        self.history = RunHistory()
-        self._first_steps: set[tuple[int, int]] = set()
+
+    @property
+    def history(self) -> RunHistory:
+        """What the ledger told when it was last read."""
+        return self._book.history
 
     def take(self) -> RunHistory:
         """Become the run's supervisor, creating the run when it is new.
@@ -134,18 +120,23 @@ class Run:
             self.ledger.append(RunCreated, job=document, cwd=self._cwd)
         self._cwd = history.cwd or self._cwd
         remember_job(self._home, self.job)
+        history = self.refresh()
         self._engine = self._make_engine(self.ledger.epoch)
-        return self.refresh()
+        return history
 
     def refresh(self) -> RunHistory:
         """Re-read the ledger."""
-        self.history = self.ledger.read()
-        self._first_steps = {a.key for a in self.history.attempts if a.first_step is not None}
-        return self.history
+        return self._book.refresh()
 
     def _make_engine(self, epoch: int) -> Engine:
         secrets_env = worker_environment(self._credentials)
-        return LocalEngine(self.job, home=self._home, epoch=epoch, secrets_env=secrets_env)
+        return LocalEngine(
+            self.job,
+            home=self._home,
+            epoch=epoch,
+            secrets_env=secrets_env,
+            created_s=self.history.created_s,
+        )
 
     @property
     def engine(self) -> Engine:
@@ -161,9 +152,20 @@ class Run:
         return self.job.worker.is_command or self.history.committed_step >= self.job.steps
 
     @property
-    def policy(self) -> Policy:
-        """The job's restart policy as the ladder reads it."""
-        return self.job.restart.policy(operator_retry=self.job.comm.op_retry.enabled)
+    def _decider(self) -> Decider:
+        return Decider(self.job, self.engine, self._book)
+
+    def past_recoveries(self) -> list[PastRecovery]:
+        """The newest recoveries on record, oldest first, for whoever decides inside an attempt."""
+        return past_recoveries(recoveries_of(self.job, self.history))
+
+    def onlooker(self) -> Onlooker | None:
+        """Sees how the open attempt stands without taking the run; None when there is none."""
+        history = self.refresh()
+        placement = placement_of(history)
+        if placement is None or history.open_attempt is None or history.ended is not None:
+            return None
+        return Onlooker(self._make_engine(history.epoch), placement)
 
     def record_data(self, result: PrepareResult) -> None:
         """Put the outcome of data preparation on record."""
@@ -190,22 +192,11 @@ class Run:
         Raises:
             EngineError: no placement is possible, and the ladder says stop.
         """
-        undecided = self.refresh().undecided
-        if undecided is not None:
-            self._decide(undecided, _fault_of(undecided))
-        current = _placement_of(self.history)
-        if current is not None and self._keeps(self.history, current):
-            return current
-        while True:
-            rung = self._rung_of(self.refresh())
-            if rung is Rung.STOP:
-                raise EngineError(self._decision_text())
-            try:
-                return self._carry_out(rung, current, stop_wanted)
-            except (EngineError, AgentUnreachable) as error:
-                if stop_wanted():
-                    raise EngineError("stopped on request") from error
-                self._record_failed_rung(rung, str(error))
+        decider = self._decider
+        placer = Placer(
+            self.job, self.engine, self._book, decider, identity=self._identity, home=self._home
+        )
+        return placer.place(stop_wanted=stop_wanted)
 
     def attempt(
         self,
@@ -218,8 +209,8 @@ class Run:
         """Start the next attempt, or adopt the living one, and watch it to its end."""
         view = self.refresh().open_attempt
         if view is None:
-            self._pause(placement, stop_wanted)
-            view = self._begin(placement)
+            self._wait(placement, stop_wanted)
+            view = self._book.begin_attempt(placement.number)
         watch = AttemptWatch(
             self.engine,
             grace_s=self.job.engine.grace_s,
@@ -245,123 +236,20 @@ class Run:
         self.engine.cancel(self.job.engine.grace_s)
         view = self.refresh().open_attempt
         if view is not None:
-            self._record_missed_checkpoints(view)
-            self._record_end(view, "stopped", to_step=self.checkpoints.latest())
+            self._book.missed_checkpoints(view)
+            self._book.end_attempt(view, "stopped", to_step=self.checkpoints.latest())
+        # Not before the processes are gone, or they would train on for a moment.
+        take_back(self.store, self.job.run_id)
         self.ledger.append(RunEnded, outcome=outcome, message=message)
         self.ledger.release()
 
-    def _pause(self, placement: Placement, stop_wanted: Callable[[], bool]) -> None:
+    def _wait(self, placement: Placement, stop_wanted: Callable[[], bool]) -> None:
         """Wait before a restart, as the policy has it; a wish to stop ends the wait."""
         if not self.history.attempts_in(placement.number):
             return
         until_s = time.monotonic() + self.job.restart.delay_s
         while time.monotonic() < until_s and not stop_wanted():
             time.sleep(min(1.0, until_s - time.monotonic()))
-
-    def _keeps(self, history: RunHistory, current: Placement) -> bool:
-        """Whether the next attempt stands on the placement that is there.
-
-        With some of its members gone it is still kept when processes were started on it: the
-        attempt then ends with the loss, and the ladder is asked.
-        """
-        if not history.attempts_in(current.number):
-            return self._completes(history, current)
-        alive = self.engine.adopt(current)
-        if history.open_attempt is not None:
-            if not alive:
-                self._record_vanished(history.open_attempt)
-            return bool(alive)
-        decided = history.pending_decision
-        in_place = decided is not None and decided.rung in RESTARTS_IN_PLACE
-        return in_place and len(history.attempts) > history.budgets_from and bool(alive)
-
-    def _completes(self, history: RunHistory, current: Placement) -> bool:
-        """Finish a placement whose supervisor died between its record and its first attempt.
-
-        Returns:
-            False when it cannot stand as recorded: members that were to stay are gone.
-        """
-        members = {member.index for member in current.members}
-        before = history.placements[-2].members if len(history.placements) > 1 else ()
-        stay = {m.index for m in current.members if m in before}
-        alive = self.engine.adopt(current)
-        if alive == members:
-            return True
-        if not stay:
-            self.engine.submit(current)
-            return True
-        if not alive:
-            placed = history.placements[-2]
-            alive = self.engine.adopt(Placement(placed.placement, placed.members)) & stay
-        if not stay <= alive:
-            return False
-        self.engine.replace(current, members - alive)
-        return True
-
-    def _rung_of(self, history: RunHistory) -> Rung:
-        decided = history.pending_decision
-        if decided is None or len(history.attempts) <= history.budgets_from:
-            return Rung.JOB_RESCHEDULE  # a first placement, or somebody started an ended run again
-        done = history.placement is not None and history.placement.placement > decided.placement
-        # Carried out already, or in place where nothing is left: only new containers help.
-        return Rung.JOB_RESCHEDULE if done or decided.rung in RESTARTS_IN_PLACE else decided.rung
-
-    def _carry_out(
-        self, rung: Rung, current: Placement | None, stop_wanted: Callable[[], bool]
-    ) -> Placement:
-        deadline_s = time.monotonic() + self.job.restart.spare_wait_s
-        while True:
-            try:
-                return self._new_placement(rung, current)
-            except NoCapacity:
-                if current is None or stop_wanted() or time.monotonic() > deadline_s:
-                    raise
-                time.sleep(SPARE_POLL_S)
-
-    def _new_placement(self, rung: Rung, current: Placement | None) -> Placement:
-        history, nodes = self.history, self.engine.nodes()
-        avoid = history.isolated
-        if rung is Rung.JOB_RESCHEDULE and self._may_go_back(avoid):
-            avoid = ()
-        if rung is Rung.POD_RESCHEDULE and current is not None:
-            alive = self.engine.adopt(current)
-            lost = [m.node for m in current.members if m.index not in alive]
-            placement, moved = plan_replacement(nodes, previous=current, avoid=avoid, lost=lost)
-            self._record_placed(placement, avoid)
-            self.engine.replace(placement, moved)
-            return placement
-        placement = plan(nodes, self.job.engine.nodes, previous=current, avoid=avoid)
-        self._record_placed(placement, avoid)
-        self.engine.submit(placement)
-        return placement
-
-    def _may_go_back(self, avoid: tuple[str, ...]) -> bool:
-        """Whether too few healthy nodes are left and the policy lets the job use isolated ones."""
-        left = len(self.engine.nodes()) - len(avoid)
-        return left < self.job.engine.nodes and self.job.restart.allow_without_isolation
-
-    def _record_placed(self, placement: Placement, avoid: tuple[str, ...]) -> None:
-        self.ledger.append(
-            Placed,
-            placement=placement.number,
-            members=placement.members,
-            avoid=avoid,
-            host=self._identity.host,
-            boot_id=self._identity.boot_id,
-            home=str(self._home),
-        )
-
-    def _begin(self, placement: Placement) -> AttemptView:
-        number = len(self.history.attempts_in(placement.number)) + 1
-        self.ledger.append(
-            AttemptStarted,
-            placement=placement.number,
-            attempt=number,
-            from_step=self.checkpoints.latest() or 0,
-        )
-        view = self.refresh().open_attempt
-        assert view is not None  # noqa: S101 just appended
-        return view
 
     def _already_started(self, view: AttemptView) -> bool:
         """Whether every agent has begun this attempt: it is adopted, not started again."""
@@ -392,41 +280,22 @@ class Run:
             variables={v.name: v.value for v in worker_variables(job)},
             job=job.model_dump_json(),
             data_manifest_key=data_manifest_key,
+            past=tuple(self.past_recoveries()),
         )
 
     def _on_progress(
         self, view: AttemptView, progress: Progress, then: Callable[[Progress], None]
     ) -> None:
-        if view.key not in self._first_steps and progress.steps:
-            self._record_first_step(view, progress.steps[0])
-        for step in progress.checkpoints:
-            self._record_checkpoint(view, step)
+        # Whoever adopts an attempt reads its live file from the beginning.
+        progress.notes = self._book.progress(view, progress)
         then(progress)
-
-    def _record_first_step(self, view: AttemptView, record: StepRecord) -> None:
-        self._first_steps.add(view.key)
-        placement, attempt = view.key
-        self.ledger.append(
-            FirstStep,
-            placement=placement,
-            attempt=attempt,
-            step=record.step,
-            stepped_s=record.at_s,
-        )
-
-    def _record_checkpoint(self, view: AttemptView, step: int) -> None:
-        known = {(seen.placement, seen.attempt, seen.step) for seen in self.history.checkpoints}
-        if (*view.key, step) not in known:
-            placement, attempt = view.key
-            self.ledger.append(CheckpointSeen, placement=placement, attempt=attempt, step=step)
-            self.refresh()
 
     def _conclude(self, view: AttemptView, end: AttemptEnd) -> Verdict:
         """Diagnose, decide, and put both on record."""
         placement, attempt = view.key
-        self._record_missed_checkpoints(view)
+        self._book.missed_checkpoints(view)
         diagnosis = diagnose(end.evidence) if end.kind is EndKind.FAILED else None
-        self._record_end(
+        self._book.end_attempt(
             view,
             end.kind.value,
             to_step=end.last_step,
@@ -436,114 +305,9 @@ class Run:
         if diagnosis is None:
             return Verdict(end.kind, placement, attempt, end.last_step)
         fault = diagnosis.fault
-        decision = self._decide(view, fault)
+        decision = self._decider.decide(view, fault)
         told = diagnosis.runners_up
         return Verdict(end.kind, placement, attempt, end.last_step, fault, decision, told)
-
-    def _record_end(
-        self,
-        view: AttemptView,
-        outcome: str,
-        *,
-        to_step: int | None,
-        proc_start_cnt: dict[str, int] | None = None,
-        diagnosis: Diagnosis | None = None,
-    ) -> None:
-        placement, attempt = view.key
-        self.ledger.append(
-            AttemptEnded,
-            placement=placement,
-            attempt=attempt,
-            outcome=outcome,
-            to_step=to_step,
-            proc_start_cnt=proc_start_cnt or {},
-            fault=record_of(diagnosis.fault) if diagnosis is not None else None,
-            runners_up=tuple(map(record_of, diagnosis.runners_up)) if diagnosis else (),
-            duration_s=time.time() - view.started.at_s,
-        )
-
-    def _record_missed_checkpoints(self, view: AttemptView) -> None:
-        """Commits whose line was lost with the first node: the store knows them."""
-        for step in self.checkpoints.steps():
-            if step <= self.history.committed_step:
-                continue
-            try:
-                manifest = self.checkpoints.manifest(step)
-            except PermanentError:
-                continue  # the next restore finds it damaged and sets it aside
-            if (manifest.placement, manifest.attempt) == view.key:
-                self._record_checkpoint(view, step)
-
-    def _decide(self, view: AttemptView, fault: Fault) -> Decision:
-        history = self.refresh()
-        unknown_steps = self.job.worker.is_command
-        decision = decide(
-            fault,
-            now_s=time.time(),
-            history=history.recoveries(
-                progress_after_s=self.job.restart.progress_after_s if unknown_steps else None
-            ),
-            supported=self.engine.capabilities,
-            policy=self.policy,
-            capacity=self._capacity(history),
-            severity=Severity(fault.severity) if fault.severity is not None else None,
-        )
-        placement, attempt = view.key
-        self.ledger.append(
-            Decided,
-            placement=placement,
-            attempt=attempt,
-            rung=decision.rung,
-            isolate=decision.isolate,
-            reason=decision.reason,
-            skipped=decision.skipped,
-            end_of_life_checkpoint=decision.end_of_life_checkpoint,
-            accept_abnormal=decision.accept_abnormal,
-            sub_healthy=decision.sub_healthy,
-        )
-        self.refresh()
-        return decision
-
-    def _capacity(self, history: RunHistory) -> Capacity:
-        healthy = set(self.engine.nodes()) - set(history.isolated)
-        return Capacity(healthy=len(healthy), needed=self.job.engine.nodes)
-
-    def _record_failed_rung(self, rung: Rung, why: str) -> None:
-        """A rung could not be carried out: put it on record and ask the ladder again."""
-        view = self.refresh().attempts[-1] if self.history.attempts else None
-        if view is None or len(self.history.attempts) <= self.history.budgets_from:
-            raise EngineError(why)
-        placement, attempt = view.key
-        self.ledger.append(RungFailed, placement=placement, attempt=attempt, rung=rung, why=why)
-        self._decide(view, _fault_of(view))
-
-    def _record_vanished(self, view: AttemptView) -> None:
-        """The attempt ended while nobody watched, and its containers with it."""
-        fault = Fault(
-            FaultClass.NODE_LOST,
-            time.time(),
-            "no agent of the placement is left",
-            explanation="All containers are gone: the machine was restarted, or everything "
-            "was taken down at once.",
-        )
-        self._record_missed_checkpoints(view)
-        self._record_end(view, "failed", to_step=None, diagnosis=Diagnosis(fault))
-        self._decide(view, fault)
-
-    def _decision_text(self) -> str:
-        decided = self.history.pending_decision
-        return decided.reason if decided is not None else "no placement is possible"
-
-
-def _placement_of(history: RunHistory) -> Placement | None:
-    placed = history.placement
-    return Placement(placed.placement, placed.members) if placed is not None else None
-
-
-def _fault_of(view: AttemptView) -> Fault:
-    assert view.ended is not None  # noqa: S101 asked for failed attempts alone
-    assert view.ended.fault is not None  # noqa: S101 likewise
-    return fault_of(view.ended.fault)
 
 
 # What the weights depend on must not change under a run's name.

@@ -16,6 +16,7 @@ from training.diagnosis.classify import Evidence, NodeOutput, SilentRank, Worker
 from training.diagnosis.exits import EXIT_DONE
 from training.engines.base import Engine, Snapshot
 from training.monitor.heartbeat import Phase
+from training.policy.notes import AnyNote
 from training.runtime.metrics import StepRecord, parse_live
 
 POLL_S = 0.2
@@ -49,8 +50,9 @@ class Progress:
     """What the watcher has seen so far; handed to `on_progress` at every poll."""
 
     snapshot: Snapshot = field(default_factory=Snapshot)
-    steps: list[StepRecord] = field(default_factory=list)
-    checkpoints: list[int] = field(default_factory=list)
+    steps: Sequence[StepRecord] = ()
+    checkpoints: Sequence[int] = ()
+    notes: Sequence[AnyNote] = ()
     last: StepRecord | None = None
 
     @property
@@ -140,15 +142,31 @@ class AttemptWatch:
         return snapshot
 
     def _observe(self) -> Snapshot:
-        text, self._offset = self._engine.metrics(self._offset)
+        self._read_live()
         progress = self._progress
-        progress.steps, progress.checkpoints = parse_live(text)
-        progress.last = progress.steps[-1] if progress.steps else progress.last
         progress.snapshot = self._engine.poll()
         for status in progress.snapshot.agents.values():
             self._proc_start_cnt[status.node] = status.proc_start_cnt
         self._on_progress(progress)
         return progress.snapshot
+
+    def _read_live(self) -> bool:
+        """Read on in the live file. Whether there was more of it."""
+        before = self._offset
+        text, self._offset = self._engine.metrics(before)
+        live, progress = parse_live(text), self._progress
+        progress.steps, progress.checkpoints, progress.notes = (
+            live.steps,
+            live.checkpoints,
+            live.notes,
+        )
+        progress.last = live.steps[-1] if live.steps else progress.last
+        return self._offset > before
+
+    def _read_live_to_its_end(self) -> None:
+        """What the processes wrote at last; whoever decides about their end has to know it."""
+        while self._read_live():
+            self._on_progress(self._progress)
 
     def _end(
         self,
@@ -159,6 +177,7 @@ class AttemptWatch:
         at_s: float | None = None,
         refusal: str | None = None,
     ) -> AttemptEnd:
+        self._read_live_to_its_end()
         logs = _logs_by_rank(self._engine) if kind is EndKind.FAILED else {}
         step = _step_of(snapshot, self._progress.last)
         statuses = list(snapshot.agents.values())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -27,6 +28,16 @@ from training.trainer.parallel import DTYPES, wrap
 
 def main(job: Job) -> None:
     """Train up to the job's target step."""
+    pretrain(job)
+
+
+def pretrain(job: Job, *, in_step: Callable[[], None] = lambda: None) -> None:
+    """Train up to the job's target step.
+
+    Args:
+        job: this process's.
+        in_step: called in every step, before its first micro-batch.
+    """
     seed_all(job.seed)
     session = training.join()
     dataset, manifest = open_data(job, session)
@@ -66,6 +77,7 @@ def main(job: Job) -> None:
     )
     for step in session.steps(until=job.steps):
         with step:
+            in_step()
             for inputs_BS, targets_BS in step.micro_batches():  # noqa: N806 shape suffix
                 with autocast:
                     loss = wrapped(inputs_BS, targets_BS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -29,9 +30,19 @@ from training.agent.protocol import (
     StatusQuery,
     StopOrder,
 )
+from training.agent.workers import WorkerGroup
 
 TOKEN = "a-token"
 EPOCH = 10
+# Its programs here save nothing, so that no keeper is needed.
+JOB = json.dumps(
+    {
+        "run_id": "run-1",
+        "storage": {"address": "file:///nowhere"},
+        "worker": {"recipe": "module:main"},
+        "checkpoint": {"host_memory": False},
+    }
+)
 
 
 def wait_for(condition: Callable[[], Any], *, timeout_s: float = 10.0) -> Any:
@@ -91,7 +102,7 @@ class Container:
             "grace_s": 0.5,
             "log_path": None,
             "variables": {"OMP_NUM_THREADS": "1"},
-            "job": "{}",
+            "job": JOB,
             "data_manifest_key": None,
         }
         return StartOrder(**{**fields, **changes})
@@ -188,3 +199,53 @@ def shared(long_lived):
     if not long_lived.status().is_over:
         long_lived.call(StopOrder(grace_s=0))
         long_lived.until("ended")
+
+
+@pytest.fixture
+def new_group(tmp_path):
+    """Groups of node 1 of two; none outlives the test."""
+    groups: list[WorkerGroup] = []
+
+    def new_group(
+        *command: str, oom_kills: Callable[[], int] = lambda: 0, **changes: Any
+    ) -> WorkerGroup:
+        config = AgentConfig(
+            run_id="run-1",
+            node="node-1",
+            member=1,
+            schedule_cnt=1,
+            token=TOKEN,
+            epoch=1,
+            orphan_timeout_s=60,
+            start_timeout_s=60,
+            hang_timeout_s=None,
+            detect_hangs=False,
+        )
+        fields: dict[str, Any] = {
+            "placement": 1,
+            "attempt": 1,
+            "num_nodes": 2,
+            "slots_per_node": 2,
+            "hosts": ("127.0.0.1", "127.0.0.2"),
+            "master_addr": "127.0.0.1",
+            "master_port": 29511,
+            "command": command,
+            "is_command": False,
+            "cwd": str(tmp_path),
+            "grace_s": 5,
+            "log_path": None,
+            "variables": {},
+            "job": "{}",
+            "data_manifest_key": None,
+        }
+        order = StartOrder(**{**fields, **changes})
+        # No process carries this marker: nothing but the workers themselves is waited for.
+        group = WorkerGroup(config, order, str(tmp_path), tmp_path, tmp_path, oom_kills=oom_kills)
+        groups.append(group)
+        return groups[-1]
+
+    yield new_group
+    for group in groups:
+        if group.ranks:
+            group.stop(0)
+            wait_for(group.poll)

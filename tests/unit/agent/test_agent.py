@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+import uuid
 from pathlib import Path
 
 import psutil
@@ -94,17 +95,6 @@ def test_every_start_of_processes_is_counted_and_the_schedule_count_stays(shared
         assert (seen["MA_PROC_START_CNT"], seen["MA_SCHEDULE_CNT"]) == (str(count), "3")
 
 
-def test_the_ranks_of_a_session_job_know_their_place_and_have_logs_of_their_own(shared):
-    status = shared.finish("env", is_command=False)
-    assert [(w.rank, w.local_rank, w.exit_code) for w in status.workers] == [(2, 0, 0), (3, 1, 0)]
-    for rank in (2, 3):
-        seen = variables(shared, f"rank-{rank:05d}.stdout.log")
-        assert (seen["RANK"], seen["LOCAL_RANK"]) == (str(rank), str(rank - 2))
-        assert (seen["WORLD_SIZE"], seen["LOCAL_WORLD_SIZE"]) == ("4", "2")
-        assert (seen["NODE_RANK"], seen["GROUP_RANK"]) == ("1", "1")
-        assert seen["PERDURE_HEARTBEAT"].endswith(f"heartbeat-{rank - 2}")
-
-
 def test_output_goes_to_a_log_for_each_stream(shared):
     shared.finish("sh", "-c", "echo to-out; echo to-err >&2")
     assert shared.logs() == {STDOUT: "to-out\n", STDERR: "to-err\n"}
@@ -158,6 +148,42 @@ def test_logs_that_cannot_be_written_end_the_attempt_with_an_error(shared, tmp_p
     assert "file" in status.staging_error
     assert [process.pid for process in shared.processes()] == [shared.process.pid]
     assert shared.finish("true").staging_error is None
+
+
+def keepers(container: Container) -> list[int]:
+    """Pids of the keeper, once it is ready."""
+    log = container.folder / "keeper.log"
+    wait_for(lambda: log.exists() and "keeper is ready" in log.read_text())
+    return [one.pid for one in container.processes() if "training.agent.keeper" in one.cmdline()]
+
+
+@pytest.fixture
+def keeping(new_container, tmp_path) -> Container:
+    """A container with a keeper, and an attempt in it that failed to start."""
+    job = {
+        "run_id": f"run-{uuid.uuid4().hex}",
+        "storage": {"address": f"file://{tmp_path}/store"},
+        "worker": {"recipe": "module:main"},
+    }
+    (tmp_path / "file").write_text("not a folder")
+    container = new_container()
+    changes = {"is_command": False, "job": json.dumps(job), "log_path": str(tmp_path / "file")}
+    assert container.finish("true", **changes).staging_error is not None
+    return container
+
+
+def test_an_attempt_that_cannot_be_started_costs_the_keeper_nothing(keeping):
+    (pid,) = keepers(keeping)
+    assert psutil.Process(pid).ppid() == keeping.process.pid
+    keeping.call(ShutdownOrder(grace_s=5))
+    assert keeping.process.wait(10) == 0
+    assert keeping.processes() == []
+
+
+def test_a_keeper_whose_agent_was_killed_ends(keeping):
+    (pid,) = keepers(keeping)
+    keeping.process.kill()
+    wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie")
 
 
 def test_what_a_worker_recorded_as_its_error_is_reported(shared, tmp_path):
@@ -239,13 +265,6 @@ def test_a_grandchild_with_an_environment_of_its_own_is_gone_as_well(shared):
     assert psutil.Process(shared.process.pid).children(recursive=True) == []
 
 
-def test_the_peers_of_a_failed_worker_are_stopped_and_not_blamed(shared):
-    script = 'if [ "$LOCAL_RANK" = 0 ]; then exit 9; fi; sleep 600'
-    first, second = shared.finish("sh", "-c", script, is_command=False).workers
-    assert (first.exit_code, first.stopped_by_agent) == (9, False)
-    assert (second.exit_code, second.stopped_by_agent) == (-signal.SIGTERM, True)
-
-
 def test_step_records_are_handed_out_in_whole_lines(shared):
     script = r"printf 'one\ntwo\nhal' >> $PERDURE_METRICS; sleep 600"
     assert shared.call(MetricsQuery(offset=0)).text == ""
@@ -292,13 +311,15 @@ def test_data_that_cannot_be_staged_ends_the_attempt_with_an_error(shared, tmp_p
     assert status.workers == ()
 
 
-def test_a_rendezvous_without_a_store_is_a_free_port_or_the_one_asked_for(shared):
-    port = shared.call(RendezvousOrder(placement=1, attempt=1, port=0, host_store=False)).port
-    assert port is not None
-    assert port > 1023
-    again = RendezvousOrder(placement=1, attempt=1, port=0, host_store=False)
-    assert shared.call(again).port == port, "repeated for the same attempt"
-    other = RendezvousOrder(placement=1, attempt=2, port=29000, host_store=False)
+def test_the_rendezvous_of_a_command_is_a_free_port_or_the_one_asked_for(shared):
+    start = shared.order("true")
+    order = RendezvousOrder(port=0, start=start, supported=())
+    reply = shared.call(order)
+    assert reply.port is not None
+    assert reply.port > 1023
+    assert reply.coordinator is None
+    assert shared.call(order).port == reply.port, "repeated for the same attempt"
+    other = RendezvousOrder(port=29000, start=shared.order("true"), supported=())
     assert shared.call(other).port == 29000
 
 
@@ -368,6 +389,14 @@ def test_killing_a_container_leaves_nothing_of_it_and_everything_else(new_contai
     with pytest.raises(AgentUnreachable):
         container.client().call(StatusQuery())
     assert shared.status().node == "node-1"
+
+
+def test_what_is_spared_outlives_the_rest_of_its_container(new_container):
+    container = new_container()
+    container.start("sleep", "600")
+    container.until("running")
+    assert kill_container(container.marker, spare={container.address.pid})
+    assert [one.pid for one in container.processes()] == [container.address.pid]
 
 
 def test_a_reused_pid_is_not_the_process_that_had_it(shared):

@@ -3,50 +3,50 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 
-from tests.unit.agent.conftest import TOKEN, wait_for
-from training.agent.protocol import AgentConfig, StartOrder
+from tests.unit.agent.conftest import wait_for
+from training.agent.protocol import WorkerStatus
 from training.agent.workers import WorkerGroup, _read_error
 
 
-@pytest.fixture
-def group(tmp_path):
-    config = AgentConfig(
-        run_id="run-1",
-        node="node-0",
-        member=0,
-        schedule_cnt=1,
-        token=TOKEN,
-        epoch=1,
-        orphan_timeout_s=60,
-        start_timeout_s=60,
-        hang_timeout_s=None,
-        detect_hangs=False,
-    )
-    order = StartOrder(
-        placement=1,
-        attempt=1,
-        num_nodes=1,
-        slots_per_node=1,
-        hosts=("127.0.0.1",),
-        master_addr="127.0.0.1",
-        master_port=29511,
-        command=("sh", "-c", "exit 3"),
-        is_command=True,
-        cwd=str(tmp_path),
-        grace_s=5,
-        log_path=None,
-        variables={},
-        job="{}",
-        data_manifest_key=None,
-    )
-    return WorkerGroup(config, order, str(tmp_path), tmp_path, tmp_path)
+def start(group: WorkerGroup) -> None:
+    group.start({**os.environ, "RANK": "7"}, proc_start_cnt=1)
 
 
-def test_a_worker_that_ended_just_before_the_order_to_stop_was_not_stopped(group):
-    group.start(dict(os.environ), proc_start_cnt=1)
+def end(group: WorkerGroup) -> tuple[WorkerStatus, ...]:
+    """Let it come to its end."""
+    wait_for(group.poll)
+    return group.statuses()
+
+
+def test_the_ranks_of_a_session_job_know_their_place_and_have_logs_of_their_own(new_group):
+    group = new_group("env")
+    assert list(group.planned_ranks) == [2, 3]
+    start(group)
+    assert [(w.rank, w.local_rank, w.exit_code) for w in end(group)] == [(2, 0, 0), (3, 1, 0)]
+    for rank in (2, 3):
+        lines = group.log_path(rank, "stdout").read_text().splitlines()
+        seen = dict(line.partition("=")[::2] for line in lines)
+        assert (seen["RANK"], seen["LOCAL_RANK"]) == (str(rank), str(rank - 2))
+        assert (seen["WORLD_SIZE"], seen["LOCAL_WORLD_SIZE"]) == ("4", "2")
+        assert (seen["NODE_RANK"], seen["GROUP_RANK"]) == ("1", "1")
+        assert seen["PERDURE_HEARTBEAT"].endswith(f"heartbeat-{rank - 2}")
+
+
+def test_the_peers_of_a_failed_worker_are_stopped_and_not_blamed(new_group):
+    group = new_group("sh", "-c", 'if [ "$LOCAL_RANK" = 0 ]; then exit 9; fi; sleep 600')
+    start(group)
+    first, second = end(group)
+    assert (first.exit_code, first.stopped_by_agent) == (9, False)
+    assert (second.exit_code, second.stopped_by_agent) == (-signal.SIGTERM, True)
+
+
+def test_a_worker_that_ended_just_before_the_order_to_stop_was_not_stopped(new_group):
+    group = new_group("sh", "-c", "exit 3", is_command=True)
+    start(group)
     (status,) = group.statuses()
     os.waitid(os.P_PID, status.pid, os.WEXITED | os.WNOWAIT)  # ended, and nobody has noticed
     group.stop(5)

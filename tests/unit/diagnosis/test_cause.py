@@ -90,6 +90,42 @@ def test_a_cause_beats_a_symptom_and_an_echo_that_were_printed_long_before():
     assert cause(echo, symptom).rank == 1
 
 
+def test_of_attempts_that_failed_the_last_one_counts():
+    tried = "E aws_logging.cc:60] Curl returned error code 28 after {} ms"
+    text = "\n".join(tried.format(wait) for wait in (100, 200, 400))
+    assert cause(f"{UNEXPLAINED}\n{text}\n").evidence == tried.format(400)
+
+
+def test_a_loss_scale_that_falls_and_falls_is_a_fault_unless_training_goes_on():
+    overflow = "| WARNING: overflow detected, setting loss scale to: {}"
+    text = "\n".join(overflow.format(scale) for scale in (0.25, 0.125, 0.0625)) + "\n"
+    assert cause(steps(3) + text).evidence == overflow.format(0.0625)
+    assert choose([source(text + steps(9))], at_s=99.0) is None
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("THCudaCheck FAIL file=a.cu line=58 error=59 : device-side assert triggered",
+         "RuntimeError: cuda runtime error (59) : device-side assert triggered at a.cu:58"),
+        ("RuntimeError: Failed to import x because of the following error (look up):",
+         "/lib/x.so: undefined symbol: _ZN2at4_ops5zeros4callE"),
+        ("  error_file: <N/A>", "  exitcode  : 1 (pid: 4711)"),
+        ("The actor died because its node has died. Node Id: 5f",
+         "\tthe actor's node was preempted: spot"),
+    ],
+)  # fmt: skip
+def test_a_line_that_announces_another_gives_way_to_it(lines):
+    assert cause("\n".join(lines) + "\n").evidence == lines[1].strip()
+
+
+def test_a_crash_behind_a_progress_bar_with_a_loss_is_one_after_steps():
+    bar = "loss: 4.38811e+02:  20%|## | 11/56 [00:02<00:08,  5.02it/s]"
+    crash = "Segmentation fault (core dumped)"
+    assert cause(f"{bar}{crash}\n").recoverable_by is RecoverableBy.RETRY
+    assert cause(f"{crash}\n").recoverable_by is RecoverableBy.USER_FIX
+
+
 def test_nothing_that_counts_is_no_failure():
     assert choose([], at_s=99.0) is None
     assert choose([source("step 12 loss 3.4\n"), Source("b", ())], at_s=99.0) is None
@@ -204,6 +240,22 @@ def test_the_code_in_the_wrapper_gives_the_detail_its_class(lines):
 def test_the_wrapper_of_another_rank_says_nothing_about_the_detail():
     fault = cause(DETAIL, LOST)
     assert (fault.fault_class, fault.evidence) == (FaultClass.OPERATOR_ERROR, DETAIL)
+
+
+def test_the_dump_of_a_core_tells_that_the_kernels_own_addresses_are_wrong():
+    core = (
+        "EZ9999[PID: 35] 2026-08-03-20:55:35.272.841 (EZ9999):  The error from device(chipId:0, "
+        "dieId:1), serial number is 25, there is an exception of fftsplus aicore error, core id "
+        "is 18, error code = 0, dump info: pc start: 0x1242.[FUNC:PrintCoreInfo]\n"
+    )
+    dump = (
+        "       The extend info: errcode:(0, 0x8000, 0) errorStr: When the D-cache reads and "
+        "writes data to the UB, the response value returned by the bus is a non-zero value.\n"
+    )
+    alone, told, elsewhere = cause(core), cause(core + dump), cause(core, dump)
+    assert told.evidence == alone.evidence == core.strip()
+    answers = [fault.recoverable_by for fault in (alone, told, elsewhere)]
+    assert answers == [RecoverableBy.RETRY, RecoverableBy.USER_FIX, RecoverableBy.RETRY]
 
 
 def test_a_crash_before_any_step_is_the_users_to_mend_and_later_a_matter_of_a_retry():

@@ -42,6 +42,7 @@ def raised(line: str, before: str = ""):
         ("pydantic_core._pydantic_core.ValidationError: x", FaultClass.LAUNCH_MISCONFIGURED,
          Role.ROOT),
         ("ValueError: x", FaultClass.USER_CODE_ERROR, Role.ROOT),
+        ("Exception: x", FaultClass.USER_CODE_ERROR, Role.ROOT),
         ("zipfile.BadZipFile: x", FaultClass.CHECKPOINT_CORRUPT, Role.ROOT),
         ("FloatingPointError: x", FaultClass.NUMERIC_ANOMALY, Role.ROOT),
     ],
@@ -63,7 +64,7 @@ def test_the_last_row_takes_every_type_and_no_type_is_unreachable():
     general: set[str] = set()
     for row in rows:
         assert not general & set(row.types), row
-        general |= set(row.types) if row.frames is None else set()
+        general |= set(row.types) if row.frames is None and row.raised_in is None else set()
 
 
 @pytest.mark.parametrize(
@@ -75,8 +76,18 @@ def test_the_last_row_takes_every_type_and_no_type_is_unreachable():
          FaultClass.LAUNCH_MISCONFIGURED),
         ("ValueError: x", ["/w/train.py", "/w/model.py"], FaultClass.USER_CODE_ERROR),
         ("ValueError: x", ["/w/arguments.py", *["/w/model.py"] * 4], FaultClass.USER_CODE_ERROR),
+        ("AssertionError", ["/w/train.py", "/lib/deepspeed/runtime/config.py"],
+         FaultClass.LAUNCH_MISCONFIGURED),
+        ("AssertionError", ["/lib/deepspeed/runtime/engine.py", "/w/model.py"],
+         FaultClass.USER_CODE_ERROR),
         ("EOFError: Ran out of input", ["/lib/torch/serialization.py"],
          FaultClass.CHECKPOINT_CORRUPT),
+        ("KeyError: 'x'", ["/lib/torch/utils/data/_utils/fetch.py", "/w/dataset.py"],
+         FaultClass.DATALOADER_ERROR),
+        ("json.decoder.JSONDecodeError: x", ["/w/dataset.py", "/lib/python3.11/json/decoder.py"],
+         FaultClass.DATALOADER_ERROR),
+        ("ValueError: x", ["/w/train.py", "/lib/accelerate/utils/launch.py"],
+         FaultClass.LAUNCH_MISCONFIGURED),
         ("EOFError", ["/lib/python3.11/multiprocessing/connection.py"],
          FaultClass.DATALOADER_ERROR),
         ("ConnectionError: x", ["/lib/requests/adapters.py"], FaultClass.STORAGE_ERROR),
@@ -112,6 +123,23 @@ def test_a_dotted_name_without_a_telling_ending_counts_only_after_a_traceback():
     assert judge(line, "reading a.parquet\n") is None
     found = raised(line, traceback("/w/data.py"))
     assert (found.type, found.spec.fault_class) == ("ArrowInvalid", FaultClass.DATALOADER_ERROR)
+
+
+@pytest.mark.parametrize(
+    ("line", "type_name"),
+    [("_queue.Empty", "Empty"), ("socket.timeout: timed out", "timeout"),
+     ("cv2.error: OpenCV(4.8.0) x", "error"), ("socket.gaierror: [Errno -2] x", "gaierror")],
+)  # fmt: skip
+def test_a_bare_or_lower_case_name_with_its_module_is_known_after_a_traceback(line, type_name):
+    assert judge(line, "") is None
+    assert raised(line, traceback("/w/train.py")).type == type_name
+
+
+def test_an_exception_whose_message_is_on_the_next_line_is_no_cause_yet():
+    assert (
+        raised("RuntimeError: work = default_pg.broadcast([tensor], opts): ").role is Role.SYMPTOM
+    )
+    assert raised("RuntimeError: x: y").role is Role.ROOT
 
 
 def test_an_exception_mentioned_within_a_log_message_is_no_cause():

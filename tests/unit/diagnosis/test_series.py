@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from training.diagnosis.rules import Role
-from training.diagnosis.series import find_jump, find_stall
+from training.diagnosis.series import find_jump, find_stall, find_wait
 from training.policy.faults import FaultClass, RecoverableBy
 
 YEAR = 2026
@@ -43,6 +43,19 @@ def test_a_jump_that_recovers_can_be_answered_by_a_retry():
     assert found is not None
     assert found.recoverable_by is RecoverableBy.RETRY
     assert "iteration 20/" in found.line
+
+
+def test_a_jump_that_comes_down_steadily_can_be_answered_by_a_retry():
+    found = find_jump(log([2.0] * 20 + [6.0, 7.0, 6.5, 6.0, 5.6]), year=YEAR)
+    assert found is not None
+    assert found.recoverable_by is RecoverableBy.RETRY
+    found = find_jump(log([2.0] * 20 + [6.0, 7.0, 6.5, 6.9, 5.6]), year=YEAR)
+    assert found is not None
+    assert found.recoverable_by is RecoverableBy.USER_FIX
+
+
+def test_a_norm_of_zero_was_not_computed():
+    assert find_jump(log([2.0] * 20 + [6.0] * 10, [0.0] * 30), year=YEAR) is not None
 
 
 def test_a_jump_has_the_time_and_the_place_of_its_line():
@@ -103,6 +116,18 @@ def test_a_loss_scale_is_no_loss():
     assert find_jump("\n".join(lines), year=YEAR) is None
 
 
+@pytest.mark.parametrize(
+    "last",
+    ["Using /root/.cache/torch_extensions/py310_cu118 as PyTorch extensions root...",
+     "All distributed processes registered. Starting with 8 processes"],
+)  # fmt: skip
+def test_a_log_that_ends_where_it_waits_hangs(last):
+    found = find_wait(f"loading\n{last}\n-----\n\n", year=YEAR)
+    assert found is not None
+    assert (found.fault_class, found.line) == (FaultClass.HANG, last)
+    assert find_wait(f"{last}\nloaded\n", year=YEAR) is None
+
+
 def steps(count: int = 5, *, every_s: float = 10, more: str = "") -> str:
     return "".join(
         stamped(every_s * n, f"iteration {n}/ 1000 | lm loss: 2.0 |{more}") for n in range(count)
@@ -160,3 +185,4 @@ def test_a_garbled_step_time_is_no_obstacle(number):
 def test_any_lines_can_be_read(lines):
     find_jump("\n".join(lines), year=YEAR)
     find_stall("\n".join(lines), year=YEAR)
+    find_wait("\n".join(lines), year=YEAR)

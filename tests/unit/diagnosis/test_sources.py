@@ -147,6 +147,20 @@ def test_a_compressed_log_is_read_whatever_its_name(tmp_path):
         assert context_of(tmp_path / name, TYPE_ERROR, radius=1) == ["    f()", TYPE_ERROR]
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_a_log_in_utf_16_is_read_as_text(tmp_path, encoding, pack):
+    mark = "" if encoding == "utf-16" else "\ufeff"
+    text = mark + "époque 1\r\n" * 200_000 + FAILED
+    file = tmp_path / "train.log"
+    file.write_bytes(pack(text.encode(encoding)))
+    case = case_of(file)
+    assert case.diagnosis is not None
+    assert case.diagnosis.fault.evidence == TYPE_ERROR
+    near = case.diagnosis.offset
+    assert context_of(file, TYPE_ERROR, radius=1, near=near) == ["    f()", TYPE_ERROR]
+
+
 @pytest.mark.parametrize("damage", ["cut", "flipped"])
 def test_a_damaged_compressed_log_is_named(tmp_path, damage):
     data = bytearray(gzip.compress(FAILED.encode() * 50))

@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from training.policy.faults import Fault, FaultClass
+from training.policy.faults import Fault, FaultClass, RecoverableBy
 from training.policy.ladder import (
     Capacity,
     Decision,
@@ -81,6 +81,7 @@ FAULTS = st.builds(
     device=st.sampled_from([0, 1, None]),
     code=st.sampled_from([None, "SIGKILL", CHIP_CODE, RESET_CODE, SEPARATE_CODE, USER_CODE]),
     step=st.sampled_from([None, 10, 20]),
+    recoverable_by=st.sampled_from([None, None, *RecoverableBy]),
 )
 POLICY_FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "max_restarts": st.integers(1, 6),
@@ -95,6 +96,7 @@ POLICY_FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "process_replace": st.booleans(),
     "end_of_life_checkpoint": st.booleans(),
     "numeric_retry": st.booleans(),
+    "mindcluster_frequency": st.booleans(),
 }
 POLICIES = st.builds(Policy, **POLICY_FIELDS)
 SUPPORTED = st.one_of(st.just(ALL), st.sets(st.sampled_from(Rung)).map(frozenset))

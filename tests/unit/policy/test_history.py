@@ -147,3 +147,10 @@ def test_the_table_of_attempts_counts_seconds_from_the_fault_to_the_next_step():
     assert (first.schedule_cnt, first.proc_start_cnt) == ("1,1", "1,1")
     assert (first.rung, first.to_step) == ("in_place_restart", 14)
     assert second.outcome == "running"
+
+
+def test_an_attempt_that_was_restored_from_the_nodes_began_beyond_the_store():
+    first = FirstStep(**told(20.0), placement=1, attempt=1, step=16, stepped_s=20.0)
+    before, after = replay([*beginning(), *attempt(1)]), replay([*beginning(), *attempt(1), first])
+    assert [row.from_step for row in attempt_rows(before)] == [10]
+    assert [row.from_step for row in attempt_rows(after)] == [15]

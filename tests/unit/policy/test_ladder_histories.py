@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.unit.policy.ladder_cases import (
     CAPACITIES,
+    CHIP_CODE,
     FAULTS,
     HOUR_S,
     POLICIES,
@@ -40,6 +41,7 @@ RESCHEDULING = (*ISOLATING, Rung.JOB_RESCHEDULE)
 HARDWARE = ("device_memory_error", "device_lost", "link_down", "node_lost")
 MAY_ISOLATE = (*HARDWARE, "operator_error", "host_oom", "collective_timeout", "native_crash")
 FOR_THE_USER = ("user_code_error", "launch_misconfigured", "version_mismatch")
+ALWAYS_THE_USERS = (*FOR_THE_USER, "device_oom", "host_oom", "numeric_anomaly")
 NOT_SAVED = ("numeric_anomaly", "checkpoint_corrupt", "launch_misconfigured", "version_mismatch")
 
 
@@ -73,6 +75,22 @@ def came_thrice(asked: Asked) -> bool:
     return len(events) >= 2 and all(
         place(old)[1:] == place(met)[1:] and asked.now_s - old.at_s <= 24 * HOUR_S
         for old in events[-2:]
+    )
+
+
+def came_too_often(asked: Asked) -> bool:
+    """By MindCluster's number for CHIP_CODE: twice within a day, in a row or not."""
+    met = asked.fault
+    if not asked.policy.mindcluster_frequency or met.code != CHIP_CODE:
+        return False
+    if met.node is None or met.device is None:
+        return False
+    times = [
+        p.fault.at_s for p in asked.history if not p.failed and place(p.fault)[1:] == place(met)[1:]
+    ]
+    return any(
+        late - early <= 24 * HOUR_S
+        for early, late in itertools.pairwise(sorted([*times, asked.now_s]))
     )
 
 
@@ -134,6 +152,10 @@ def moves_away_the_third_time(asked: Asked) -> bool:
     return not came_thrice(asked) or asked.decision.rung not in ON_CHIP
 
 
+def heeds_the_limits_of_a_code(asked: Asked) -> bool:
+    return not came_too_often(asked) or asked.decision.rung not in ON_CHIP
+
+
 def spares_the_node_of_a_user_code(asked: Asked) -> bool:
     return asked.fault.code != USER_CODE or asked.decision.isolate is None
 
@@ -152,7 +174,7 @@ def reschedules_only_with_a_right(asked: Asked) -> bool:
 
 def blames_the_program_the_fourth_time(asked: Asked) -> bool:
     met = asked.fault
-    if is_hardware(met):
+    if is_hardware(met) or met.fault_class == "preempted":
         return True
     since = list(itertools.takewhile(lambda p: not is_hardware(p.fault), reversed(asked.row)))
     same = [p for p in since if (p.fault.fault_class, p.fault.code) == (met.fault_class, met.code)]
@@ -240,7 +262,8 @@ def marks_what_an_operator_retry_mended(asked: Asked) -> bool:
 
 
 def forgets_what_was_followed_by_progress(asked: Asked) -> bool:
-    return came_thrice(asked) or asked.again(history=asked.row) == asked.decision
+    often = came_thrice(asked) or came_too_often(asked)
+    return often or asked.again(history=asked.row) == asked.decision
 
 
 def stops_for_the_user(asked: Asked) -> bool:
@@ -254,6 +277,18 @@ def stops_when_out_of_memory_again(asked: Asked) -> bool:
         for p in asked.row
     )
     return not again or asked.decision.rung is Rung.STOP
+
+
+def tries_once_what_is_left_to_the_user(asked: Asked) -> bool:
+    met = asked.fault
+    theirs = met.recoverable_by == "user-fix" and met.fault_class not in ALWAYS_THE_USERS
+    again = any(
+        p.fault.fault_class == met.fault_class
+        and p.fault.recoverable_by == "user-fix"
+        and not p.failed
+        for p in asked.row
+    )
+    return not (theirs and again) or asked.decision.rung is Rung.STOP
 
 
 def takes_only_what_is_supported(asked: Asked) -> bool:
@@ -291,6 +326,7 @@ INVARIANTS: Mapping[str, Callable[[Asked], bool]] = {
     "a_code_that_separates_its_chip_never_heals_in_place": moves_away_from_separated,
     "when_healing_in_place_fails_the_node_is_isolated": isolates_before_it_reschedules,
     "the_same_code_three_times_in_a_row_isolates_the_node": moves_away_the_third_time,
+    "a_code_may_have_a_limit_of_its_own": heeds_the_limits_of_a_code,
     "a_code_that_the_program_caused_never_isolates_and_only_reschedules": (
         spares_the_node_of_a_user_code
     ),
@@ -322,6 +358,7 @@ INVARIANTS: Mapping[str, Callable[[Asked], bool]] = {
     "a_recovery_followed_by_progress_is_free": forgets_what_was_followed_by_progress,
     "what_the_user_must_mend_stops_at_once": stops_for_the_user,
     "a_device_out_of_memory_twice_at_the_same_step_stops": stops_when_out_of_memory_again,
+    "what_the_evidence_leaves_to_the_user_is_tried_once": tries_once_what_is_left_to_the_user,
     "an_unsupported_rung_is_skipped_and_the_decision_says_so": takes_only_what_is_supported,
     "rungs_inside_the_processes_need_survivors_and_come_three_times_in_a_row": (
         works_inside_only_with_survivors

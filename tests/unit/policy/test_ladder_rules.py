@@ -24,7 +24,7 @@ from tests.unit.policy.ladder_cases import (
     fault,
 )
 from training.policy.chips import needs_recovery
-from training.policy.faults import FaultClass
+from training.policy.faults import FaultClass, RecoverableBy
 from training.policy.ladder import (
     IN_PROCESS,
     RESTARTS_IN_PLACE,
@@ -136,6 +136,17 @@ def test_a_second_answer_to_one_event_is_not_a_second_event():
 def test_a_signal_is_no_chip_code():
     history = after(CRASH, Rung.IN_PLACE_RESTART, Rung.IN_PLACE_RESTART, progressed=True)
     assert choose(CRASH, *history).rung is Rung.IN_PLACE_RESTART
+
+
+def test_a_code_may_have_a_limit_of_its_own():
+    once = after(CHIP, Rung.IN_PLACE_RESTART, progressed=True)
+    between = after(CRASH, Rung.IN_PLACE_RESTART, progressed=True)
+    assert choose(CHIP, *once, *between).rung is Rung.IN_PLACE_RESTART
+    moved = choose(CHIP, *once, *between, mindcluster_frequency=True)
+    assert (moved.rung, moved.isolate) == (Rung.JOB_RESCHEDULE_ISOLATED, CHIP.node)
+    assert "as often as MindCluster separates its chip for" in moved.reason
+    late = choose(CHIP, *once, now_s=SAME_CODE_WINDOW_S + 1, mindcluster_frequency=True)
+    assert late.rung is Rung.IN_PLACE_RESTART
 
 
 @pytest.mark.parametrize("code", ["80C98002", "80CB8002"])
@@ -317,6 +328,20 @@ def test_a_device_out_of_memory_twice_at_the_same_step_stops():
     assert again.reason == "device_oom again at step 7 is for the user to mend"
     elsewhere = replace(oom, step=900)
     assert choose(elsewhere, *after(oom, Rung.IN_PLACE_RESTART)).rung is Rung.IN_PLACE_RESTART
+
+
+def test_what_the_evidence_leaves_to_the_user_is_tried_once():
+    full = fault(FaultClass.STORAGE_ERROR, node="node-0", recoverable_by=RecoverableBy.USER_FIX)
+    assert choose(full).rung is Rung.IN_PLACE_RESTART
+    again = choose(full, *after(full, Rung.IN_PLACE_RESTART))
+    assert again.rung is Rung.STOP
+    assert again.reason == "storage_error again, and its evidence is for the user to mend"
+    mended = after(full, Rung.IN_PLACE_RESTART, progressed=True)
+    assert choose(full, *mended).rung is Rung.IN_PLACE_RESTART
+    slow = replace(full, recoverable_by=RecoverableBy.RETRY)
+    assert choose(slow, *after(full, Rung.IN_PLACE_RESTART)).rung is Rung.IN_PLACE_RESTART
+    host = fault(FaultClass.HOST_OOM, node="node-0", recoverable_by=RecoverableBy.USER_FIX)
+    assert choose(host, *after(host, Rung.IN_PLACE_RESTART)).rung is Rung.IN_PLACE_RESTART
 
 
 def test_an_unsupported_rung_is_skipped_and_the_decision_says_so():

@@ -75,3 +75,10 @@ def test_the_newest_checkpoints_are_kept_and_the_marked_ones():
     assert retention_policy(CheckpointSpec(keep_last=2)).keep(steps) == {90, 100}
     spec = CheckpointSpec(keep_last=2, keep_every_steps=40)
     assert retention_policy(spec).keep(steps) == {40, 80, 90, 100}
+
+
+def test_the_best_checkpoints_are_kept_once_the_losses_are_known():
+    steps = [10, 20, 30, 40]
+    spec = CheckpointSpec(keep_last=1, keep_best=1)
+    assert retention_policy(spec, {10: 3.0, 20: 1.0, 30: 2.0, 40: 2.5}).keep(steps) == {20, 40}
+    assert retention_policy(spec).keep(steps) == set(steps), "nothing can be compared"

@@ -13,8 +13,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from training.monitor.heartbeat import HeartbeatReader, HeartbeatWriter
+from training.policy.repair import StepPhase, Vote
 from training.runtime.errors import NotApplied, NumericAnomaly
-from training.runtime.step import Agreement, Step, Training, Wishes
+from training.runtime.step import Limits, Step, Surroundings, Training, Wishes
 from training.specs.model import ModelSpec, OptimizerSpec
 from training.trainer.model import Decoder
 from training.trainer.optimize import make_optimizer, make_scheduler
@@ -37,7 +38,17 @@ class Trainee:
     training: Training
     heartbeat: HeartbeatWriter
     wishes: Wishes = field(default_factory=lambda: Wishes(stop=False, save=False))
+    limits: Limits = field(default_factory=Limits)
+    faults: dict[str, BaseException] = field(default_factory=dict)  # by the point they come at
+    mended: tuple[type[BaseException], ...] = ()
+    loss_factor: float = 1.0
     asked: list[int] = field(default_factory=list)
+    points: list[str] = field(default_factory=list)
+
+    def _reached(self, point: str, _number: int) -> None:
+        self.points.append(point)
+        if point in self.faults:
+            raise self.faults.pop(point)
 
     def _wish(self, number: int) -> Wishes:
         self.asked.append(number)
@@ -49,8 +60,14 @@ class Trainee:
             batch=list(zip(INPUTS.chunk(micro_batches), TARGETS.chunk(micro_batches), strict=True)),
             training=self.training,
             device=torch.device("cpu"),
-            wishes=self._wish,
             heartbeat=self.heartbeat,
+            around=Surroundings(
+                self._wish,
+                lambda error: isinstance(error, self.mended),
+                self._reached,
+                lambda _number: self.loss_factor,
+            ),
+            limits=self.limits,
         )
 
     def take(self, step: Step, *, spoil: Spoil = lambda _, loss: loss) -> Step:
@@ -105,7 +122,7 @@ def test_a_step_is_one_of_plain_pytorch(make):
     loss.backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
     optimizer.step()
-    assert step.agreement == Agreement(loss.item(), stop=False, save=False)
+    assert step.vote == Vote(step=1, loss=loss.item(), grad_norm=norm.item())
     assert step.grad_norm == norm.item() > CLIP_NORM
     assert torch.equal(weights(trainee), weights(plain))
 
@@ -117,9 +134,9 @@ def test_accumulated_micro_batches_are_one_big_batch(make, micro_batches, ddp):
     for number in (1, 2, 3):
         big = whole.take(whole.step(number))
         small = parts.take(parts.step(number, micro_batches=micro_batches))
-        assert big.agreement is not None
-        assert small.agreement is not None
-        assert small.agreement.loss == pytest.approx(big.agreement.loss, rel=1e-5)
+        assert big.vote is not None
+        assert small.vote is not None
+        assert small.vote.loss == pytest.approx(big.vote.loss, rel=1e-5)
         assert small.grad_norm == pytest.approx(big.grad_norm, rel=1e-4)
     torch.testing.assert_close(weights(parts), weights(whole), rtol=1e-3, atol=1e-5)
 
@@ -171,7 +188,8 @@ def test_a_loss_that_is_no_number_is_an_anomaly_and_applies_nothing(make, value,
     with pytest.raises(NumericAnomaly, match=r"^loss is -?(nan|inf) at step 2$"):
         trainee.take(step, spoil=lambda index, loss: loss + value if index == when else loss)
     assert trainee.state() == before
-    assert step.agreement is None
+    assert step.phase is StepPhase.PREPARED
+    assert not step.is_applied
 
 
 def test_gradients_that_are_no_numbers_are_an_anomaly_though_the_loss_is_fine(make):
@@ -190,7 +208,7 @@ def test_a_scaler_skips_the_update_of_gradients_that_overflow(make):
     trainee = make(scaler=scaler)
     before = weights(trainee)
     step = trainee.take(trainee.step(), spoil=lambda _, loss: loss * 1e4)
-    assert step.agreement is not None
+    assert step.is_applied
     assert torch.equal(weights(trainee), before)
     assert scaler.get_scale() == 2.0**119
 
@@ -199,18 +217,24 @@ def test_a_scaled_step_is_the_unscaled_one(make):
     scaled, plain = make(scaler=torch.amp.GradScaler("cpu", init_scale=1024.0)), make()
     first = scaled.take(scaled.step())
     second = plain.take(plain.step())
-    assert first.agreement == second.agreement
+    assert first.vote is not None
+    assert second.vote is not None
+    assert first.vote.loss == second.vote.loss
     assert first.grad_norm == pytest.approx(second.grad_norm)
     torch.testing.assert_close(weights(scaled), weights(plain))
 
 
-@pytest.mark.parametrize(("stop", "save"), [(True, False), (False, True), (True, True)])
-def test_the_wishes_of_the_step_boundary_are_part_of_the_agreement(make, stop, save):
+@pytest.mark.parametrize(
+    "wished",
+    [(True, False, False), (False, True, False), (False, False, True), (True, True, True)],
+)
+def test_the_wishes_of_the_step_boundary_are_part_of_the_vote(make, wished):
     trainee = make()
-    trainee.wishes = Wishes(stop=stop, save=save)
+    stop, save, pause = wished
+    trainee.wishes = Wishes(stop=stop, save=save, pause=pause)
     step = trainee.take(trainee.step(9))
-    assert step.agreement is not None
-    assert (step.agreement.stop, step.agreement.save) == (stop, save)
+    assert step.vote is not None
+    assert (step.vote.stop, step.vote.save, step.vote.pause) == wished
     assert trainee.asked == [9]
 
 
@@ -227,3 +251,96 @@ def test_a_program_without_a_scheduler_is_fine(make):
     trainee.training.scheduler = None
     trainee.take(trainee.step())
     assert trainee.training.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 / 4)
+
+
+def test_a_step_passes_its_points_in_their_order(make):
+    trainee = make()
+    trainee.take(trainee.step())
+    expected = ["start", "backward", "prepared", "voted", "applying", "half_applied"]
+    assert trainee.points == expected
+
+
+@pytest.mark.parametrize(
+    ("point", "phase"),
+    [
+        ("backward", StepPhase.RUN),
+        ("prepared", StepPhase.PREPARED),
+        ("voted", StepPhase.VOTED),
+        ("applying", StepPhase.APPLYING),
+        ("half_applied", StepPhase.APPLYING),
+    ],
+)
+def test_a_fault_that_is_mended_leaves_the_step_quietly_and_tells_how_far_it_was(
+    make, point, phase
+):
+    trainee = make()
+    fault = ConnectionError("broken")
+    trainee.mended, trainee.faults = (ConnectionError,), {point: fault}
+    step = trainee.take(trainee.step())
+    assert step.error is fault
+    assert fault.__traceback__ is None, "its frames hold what the step made"
+    assert (step.phase, step.is_applied) == (phase, False)
+    assert step.is_dirty == (phase is StepPhase.APPLYING)
+
+
+def test_a_fault_of_another_kind_is_the_programs_own(make):
+    trainee = make()
+    trainee.mended, trainee.faults = (ConnectionError,), {"backward": KeyError("own")}
+    with pytest.raises(KeyError):
+        trainee.take(trainee.step())
+
+
+@pytest.mark.parametrize("point", ["prepared", "voted"])
+def test_a_gradient_that_is_held_is_applied_later_as_if_nothing_had_happened(make, point):
+    plain, cut = make(), make()
+    undisturbed = plain.take(plain.step())
+    cut.mended, cut.faults = (ConnectionError,), {point: ConnectionError()}
+    step = cut.take(cut.step())
+    step.finish(undisturbed.vote)
+    assert step.is_applied
+    assert not step.is_dirty
+    assert step.vote == undisturbed.vote
+    assert cut.state() == plain.state()
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        (Limits(loss=0.5), r"^loss is 3\.\d+, over 0\.5 at step 1$"),
+        (Limits(grad_norm=0.25), r"^gradient norm is \d\.\d+, over 0\.25 at step 1$"),
+    ],
+)
+def test_a_step_beyond_a_limit_is_an_anomaly_and_applies_nothing(make, limits, words):
+    trainee = make()
+    trainee.limits = limits
+    before = trainee.state()
+    with pytest.raises(NumericAnomaly, match=words):
+        trainee.take(trainee.step())
+    assert trainee.state() == before
+
+
+def test_an_abnormal_step_may_be_accepted_with_the_gradient_that_it_holds(make):
+    plain, limited = make(), make()
+    plain.take(plain.step())
+    limited.limits, limited.mended = Limits(loss=0.5), (NumericAnomaly,)
+    step = limited.take(limited.step())
+    assert step.phase is StepPhase.PREPARED
+    step.finish(step.vote)
+    assert limited.state() == plain.state()
+
+
+def test_a_limit_is_for_the_loss_of_all_micro_batches_together(make):
+    trainee = make()
+    trainee.limits = Limits(loss=5.0)
+    trainee.take(trainee.step(micro_batches=4))
+    assert trainee.asked == [1]
+
+
+def test_a_drill_multiplies_the_loss_of_a_step_and_its_gradients_alike(make):
+    plain, drilled = make(), make()
+    drilled.loss_factor = 100.0
+    first, second = plain.take(plain.step()), drilled.take(drilled.step(micro_batches=2))
+    assert first.vote is not None
+    assert second.vote is not None
+    assert second.vote.loss == pytest.approx(100 * first.vote.loss, rel=1e-4)
+    assert second.grad_norm == pytest.approx(100 * first.grad_norm, rel=1e-4)

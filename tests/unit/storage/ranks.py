@@ -24,7 +24,8 @@ from storage.checkpoint import CheckpointStore
 from storage.errors import PermanentError, PreconditionFailed, StaleAttempt
 from storage.local import LocalStore
 
-REPLICATED, SHARDED, FAILED = 10, 20, 30
+REPLICATED, SHARDED, PLAIN, FAILED = 10, 20, 25, 30
+RANKS_THAT_SAVED = 4
 
 
 class FullDisk(LocalStore):
@@ -66,6 +67,8 @@ def save(rank: int, world_size: int, folder: Path) -> None:
 
     sharded = sharded_model(0, world_size)
     saved(sharded.state_dict(), checkpoints=checkpoints, step=SHARDED)
+    # As DDP has it: the same whole tensors on every rank.
+    saved(model(2).state_dict(), checkpoints=checkpoints, step=PLAIN)
 
     full = CheckpointStore(FullDisk(folder), "run")
     with pytest.raises(PermanentError, match=r"^rank 2: .*the disk is full$"):
@@ -73,7 +76,7 @@ def save(rank: int, world_size: int, folder: Path) -> None:
     no_json: Any = {1, 2}
     with pytest.raises(ValueError, match=r"^rank 0: (?s:.*)extra"):  # only the coordinator fails
         saved(state, checkpoints=checkpoints, step=FAILED, extra={"bad": no_json})
-    assert checkpoints.steps() == [REPLICATED, SHARDED]
+    assert checkpoints.steps() == [REPLICATED, SHARDED, PLAIN]
 
     with pytest.raises(PreconditionFailed):
         saved(state, checkpoints=checkpoints, step=SHARDED)
@@ -86,19 +89,20 @@ def save(rank: int, world_size: int, folder: Path) -> None:
 
 def load(rank: int, world_size: int, folder: Path) -> None:
     checkpoints = CheckpointStore(LocalStore(folder), "run")
-    expected = replicated_state() | rank_state(rank)
+    own = rank_state(rank) if rank < RANKS_THAT_SAVED else {}
+    expected = replicated_state() | own
     state = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
     dcp.load(state, checkpoints.manifest(REPLICATED), checkpoints=checkpoints)
     for name, tensor in expected.items():
         assert torch.equal(state[name], tensor), name
 
-    sharded = sharded_model(1, world_size)
-    parameters = sharded.state_dict()
-    dcp.load(parameters, checkpoints.manifest(SHARDED), checkpoints=checkpoints)
-    original = model(0).state_dict()
-    for name, parameter in sharded.named_parameters():
-        assert isinstance(parameter, DTensor)
-        assert torch.equal(parameter.full_tensor(), original[name]), name
+    for step, seed in ((SHARDED, 0), (PLAIN, 2)):
+        sharded = sharded_model(1, world_size)
+        dcp.load(sharded.state_dict(), checkpoints.manifest(step), checkpoints=checkpoints)
+        original = model(seed).state_dict()
+        for name, parameter in sharded.named_parameters():
+            assert isinstance(parameter, DTensor)
+            assert torch.equal(parameter.full_tensor(), original[name]), (step, name)
 
 
 def main() -> None:
@@ -109,7 +113,7 @@ def main() -> None:
         sys.argv[4],
     )
     torch.set_num_threads(1)
-    rendezvous = f"file://{folder}-{scenario}-rendezvous"
+    rendezvous = f"file://{folder}-{scenario}-{world_size}-rendezvous"
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
     {"save": save, "load": load}[scenario](rank, world_size, Path(folder))
     dist.destroy_process_group()

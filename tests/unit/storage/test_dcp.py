@@ -24,7 +24,7 @@ from storage.s3 import S3Store
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 ROOT = Path(__file__).parents[3]
-REPLICATED, SHARDED, FAILED = 10, 20, 30
+REPLICATED, SHARDED, PLAIN, FAILED = 10, 20, 25, 30
 SHARD = "p0000-a0000-rank00000.safetensors"
 
 
@@ -256,8 +256,11 @@ def test_names_that_one_rank_has_survive(of_four: CheckpointStore) -> None:
         assert loaded[name].tolist() == [rank] * (rank + 1)
 
 
-def test_a_state_of_four_ranks_loads_on_two(saved_on_four: Path) -> None:
-    run_ranks("load", num_ranks=2, folder=saved_on_four)
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_a_state_of_four_ranks_replicated_or_sharded_loads_into_shards_of_two_and_of_eight(
+    saved_on_four: Path, num_ranks: int
+) -> None:
+    run_ranks("load", num_ranks=num_ranks, folder=saved_on_four)
 
 
 def test_a_state_of_four_ranks_loads_in_one_process(of_four: CheckpointStore) -> None:
@@ -285,5 +288,6 @@ def test_a_rank_whose_write_failed_left_nothing_committed(of_four: CheckpointSto
     assert of_four.states() == {
         REPLICATED: StepState.COMMITTED,
         SHARDED: StepState.COMMITTED,
+        PLAIN: StepState.COMMITTED,
         FAILED: StepState.UNCOMMITTED,
     }

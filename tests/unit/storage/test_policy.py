@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +15,7 @@ from storage.policy import (
     EveryNSteps,
     EverySeconds,
     KeepAnyOf,
+    KeepBest,
     KeepEvery,
     KeepLast,
     RetentionPolicy,
@@ -65,6 +67,8 @@ def test_no_policy_saves_a_step_twice(policy: SavePolicy) -> None:
         (KeepLast(2), {20, 25}),
         (KeepLast(99), set(STEPS)),
         (KeepEvery(10), {10, 20}),
+        (KeepBest(2, dict(zip(STEPS, [5.0, 1.0, 3.0, 2.0, 4.0], strict=True))), {10, 20}),
+        (KeepBest(99, dict.fromkeys(STEPS, 1.0)), set(STEPS)),
         (KeepAnyOf((KeepLast(1), KeepEvery(10))), {10, 20, 25}),
         (KeepAnyOf(()), set()),
     ],
@@ -74,7 +78,26 @@ def test_retention_policies_keep_their_steps(policy: RetentionPolicy, kept: set[
     assert policy.keep([]) == set()
 
 
-@pytest.mark.parametrize("make", [EveryNSteps, EverySeconds, KeepLast, KeepEvery])
+def test_among_equally_good_steps_the_newer_is_kept() -> None:
+    assert KeepBest(2, dict.fromkeys(STEPS, 1.0)).keep(STEPS) == {20, 25}
+
+
+def test_a_step_whose_loss_is_not_known_is_kept_beside_the_best() -> None:
+    assert KeepBest(1, {5: 2.0, 10: 1.0, 15: 3.0, 99: 0.0}).keep(STEPS) == {10, 20, 25}
+    assert KeepBest(1, {}).keep(STEPS) == set(STEPS)
+
+
+def test_a_loss_that_is_no_number_is_the_worst() -> None:
+    losses = dict(zip(STEPS, [math.nan, math.inf, 3.0, 9.0, math.nan], strict=True))
+    assert KeepBest(1, losses).keep(STEPS) == {15}
+    assert KeepBest(3, losses).keep(STEPS) == {10, 15, 20}
+
+
+def keep_best(num_steps: int) -> KeepBest:
+    return KeepBest(num_steps, {})
+
+
+@pytest.mark.parametrize("make", [keep_best, EveryNSteps, EverySeconds, KeepLast, KeepEvery])
 @pytest.mark.parametrize("value", [0, -1])
 def test_intervals_and_numbers_are_positive(make: Callable[[int], object], value: int) -> None:
     with pytest.raises(ValueError, match=f"={value} must be above 0"):

@@ -137,14 +137,75 @@ def test_stores_of_other_prefixes_are_apart(s3: S3Store) -> None:
     assert s3.url("a") == f"s3://{s3._bucket}/team/runs/a"
 
 
-def test_a_store_that_honours_conditions_is_recognised(
+def test_a_store_that_honours_conditions_is_recognised_once(
     s3: S3Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert s3.probe_conditional_put("probes")
-    assert list(s3.list("")) == [], "the probe is removed"
-    put = s3.put
-    monkeypatch.setattr(s3, "put", lambda key, data, **_: put(key, data))
-    assert not s3.probe_conditional_put("probes")
+    sent = watch_calls(s3, monkeypatch)
+    assert s3.has_conditional_put()
+    assert s3.has_conditional_put()
+    assert sent == ["PutObject", "PutObject"]
+    assert list(s3.list("")) == [], "the probe is not listed"
+
+
+@pytest.mark.parametrize("answer", ["ignored", "NotImplemented"])
+def test_a_store_without_conditions_is_recognised(
+    s3: S3Store, monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    client = s3._client()
+    put = client.put_object
+
+    def without(**arguments: Any) -> Any:
+        if arguments.pop("IfNoneMatch", None) and answer != "ignored":
+            raise refused("PutObject", 501, answer)
+        return put(**arguments)
+
+    monkeypatch.setattr(client, "put_object", without)
+    assert not s3.has_conditional_put()
+    s3.put("a", b"first", if_absent=True)
+    with pytest.raises(PreconditionFailed, match="a: exists already"):
+        s3.put("a", b"second", if_absent=True)
+    assert [info.key for info in s3.list("")] == ["a"], "no claim is listed"
+    assert s3.get("a") == b"first"
+
+
+def test_the_folder_of_the_claims_is_no_place_for_objects(s3: S3Store) -> None:
+    assert s3.has_conditional_put()
+    assert list(s3.list(".claims/")) == list(s3.list(".cl")) == []
+    for use in (lambda key: s3.put(key, b""), s3.get, s3.stat, s3.delete):
+        with pytest.raises(ValueError, match="the store's own"):
+            use(".claims/probe")
+    above = S3Store(s3._bucket, options=s3._options)
+    assert list(above.list("")) == [], "nor does a store further up show it"
+
+
+def test_a_store_that_tells_no_time_cannot_have_claims(
+    s3: S3Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = s3._client()
+    put, list_page = client.put_object, client.list_objects_v2
+
+    def without_date(**arguments: Any) -> Any:
+        page = list_page(**arguments)
+        del page["ResponseMetadata"]["HTTPHeaders"]["date"]
+        return page
+
+    def without_condition(**arguments: Any) -> Any:
+        arguments.pop("IfNoneMatch", None)
+        return put(**arguments)
+
+    monkeypatch.setattr(client, "put_object", without_condition)
+    monkeypatch.setattr(client, "list_objects_v2", without_date)
+    with pytest.raises(PermanentError, match="no Date"):
+        s3.put("a", b"ours", if_absent=True)
+    assert list(s3.list("")) == []
+
+
+def test_a_refused_probe_says_so_and_is_asked_again(faulty: Any, faulty_store: S3Store) -> None:
+    faulty.faults[:] = ["denied"]
+    with pytest.raises(AccessDenied):
+        faulty_store.put("a", b"ours", if_absent=True)
+    faulty_store.put("a", b"ours", if_absent=True)
+    assert faulty.objects["/bucket/a"] == b"ours"
 
 
 def test_a_forked_child_makes_its_own_connections(
@@ -199,28 +260,32 @@ def test_a_refusal_is_not_repeated(
 def test_a_conditional_put_whose_answer_was_lost_is_a_success(
     faulty: Any, faulty_store: S3Store
 ) -> None:
+    assert faulty_store.has_conditional_put()
+    faulty.requests.clear()
     faulty.faults[:] = ["answer_lost"]
     faulty_store.put("a", b"ours", if_absent=True)
-    assert faulty.objects == {"/bucket/a": b"ours"}
+    assert faulty.objects["/bucket/a"] == b"ours"
     assert faulty.requests == ["PUT", "PUT", "GET"]
 
 
 def test_a_conditional_put_that_lost_to_another_during_its_retry_fails(
     faulty: Any, faulty_store: S3Store
 ) -> None:
+    assert faulty_store.has_conditional_put()
     faulty.objects["/bucket/a"] = b"theirs"
     faulty.faults[:] = ["slow_down"]
     with pytest.raises(PreconditionFailed):
         faulty_store.put("a", b"ours", if_absent=True)
-    assert faulty.objects == {"/bucket/a": b"theirs"}
+    assert faulty.objects["/bucket/a"] == b"theirs"
 
 
 def test_a_conflict_of_two_conditional_puts_is_asked_again(
     faulty: Any, faulty_store: S3Store
 ) -> None:
+    assert faulty_store.has_conditional_put()
     faulty.faults[:] = ["conflict"]
     faulty_store.put("a", b"ours", if_absent=True)
-    assert faulty.objects == {"/bucket/a": b"ours"}
+    assert faulty.objects["/bucket/a"] == b"ours"
 
 
 def test_an_answer_that_breaks_off_is_read_again(faulty: Any, faulty_store: S3Store) -> None:

@@ -27,6 +27,13 @@ def test_a_layout_is_parsed_back_without_gaps_and_aligned() -> None:
     assert parsed["b"].begin % 2 == 0
 
 
+def test_metadata_stands_in_the_header_and_is_no_tensor() -> None:
+    layout = plan_layout(TENSORS, metadata={"format": "pt"})
+    assert json.loads(layout.header[8:])["__metadata__"] == {"format": "pt"}
+    parsed = parse_header(layout.header, size_bytes=layout.size_bytes, url="u")
+    assert parsed == layout.entries
+
+
 def test_one_name_for_two_tensors_is_refused() -> None:
     with pytest.raises(ValueError, match="two tensors are called 'a'"):
         plan_layout([("a", "U8", (1,)), ("a", "F32", (1,))])

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from storage.errors import Corrupt
+from storage.errors import Corrupt, NotFound
 from storage.local import LocalStore
 from training.errors import RunConflict
 from training.ledger import LEASE_S, Identity, Ledger
@@ -82,6 +82,26 @@ def test_a_run_taken_a_moment_ago_is_not_taken_again_before_its_lease_is_there(s
     assert Ledger(store, "run", clock=clock).take(Identity.of_this_process()).epoch == 2
 
 
+class LeaseBetween(LocalStore):
+    """Shows the holder's lease only from the second look on, as one that is just being put."""
+
+    looks = 0
+
+    def get(self, key: str, *, start: int = 0, length: int | None = None) -> bytes:
+        if key.endswith("supervisor.json"):
+            self.looks += 1
+            if self.looks == 1:
+                raise NotFound(key)
+        return super().get(key, start=start, length=length)
+
+
+def test_a_lease_that_comes_between_two_looks_is_not_overlooked(tmp_path):
+    clock = Clock()
+    Ledger(LocalStore(tmp_path), "run", clock=clock).take(ELSEWHERE)
+    with pytest.raises(RunConflict):
+        Ledger(LeaseBetween(tmp_path), "run", clock=clock).take(Identity.of_this_process())
+
+
 def test_of_many_that_take_a_run_at_once_exactly_one_wins(store):
     barrier = threading.Barrier(8)
     won: list[int] = []
@@ -90,7 +110,8 @@ def test_of_many_that_take_a_run_at_once_exactly_one_wins(store):
         ledger = Ledger(store, "run", clock=lambda: 1000.0)
         barrier.wait()
         try:
-            ledger.take(replace(ELSEWHERE, supervisor=str(index), pid=index))
+            # Each on a host of its own: a lease then tells by its time that its holder lives.
+            ledger.take(replace(ELSEWHERE, supervisor=str(index), host=f"host-{index}"))
         except RunConflict:
             return
         won.append(index)

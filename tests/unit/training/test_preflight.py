@@ -11,7 +11,7 @@ from training.job import Job, parse_job
 from training.policy.ladder import Policy
 from training.policy.platforms.forms import Platform
 from training.policy.platforms.printing import print_platform
-from training.preflight import check_job, layout_of, recovery_notes
+from training.preflight import check_job, recovery_notes
 
 
 @pytest.fixture
@@ -43,12 +43,12 @@ def lines(job: Job, *, warnings: bool = False) -> list[str]:
     ],
 )
 def test_the_layout_follows_from_the_wrapping(job, parallelism, groups):
-    assert layout_of(job(parallelism=parallelism)).replica_groups() == groups
+    assert job(parallelism=parallelism).layout.replica_groups() == groups
 
 
 def test_one_process_has_no_replicas(job):
     alone = job(parallelism={"kind": "data_parallel"}, engine={"nodes": 1, "slots_per_node": 1})
-    assert layout_of(alone).copies == 1
+    assert alone.layout.copies == 1
 
 
 def test_each_mechanism_has_a_line_with_the_copies(job):

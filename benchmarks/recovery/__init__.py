@@ -1,0 +1,1 @@
+"""Recovery from a killed rank beside other programs, and what being ready for it costs."""

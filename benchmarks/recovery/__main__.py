@@ -1,0 +1,129 @@
+"""Recovery beside other programs, and its cost without a fault, in one run on one machine.
+
+    python -m benchmarks.recovery [--rounds 3] [--steps 24] [--only SECTION] [--contender NAME]
+
+First section: each round runs every contender once, with four ranks on gloo, until one rank is
+killed in the middle of a step (or has the fault that a step retry is for); what counts is the
+log of completed steps that every process keeps. Second section: the same training without a
+fault, by a plain loop and in a session, in turns. With what is set by default, the sections take
+about fifteen minutes each on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping
+
+from benchmarks.recovery import overhead
+from benchmarks.recovery.contenders import CONTENDERS, UNDISTURBED, beside_equal, targets
+from benchmarks.recovery.measuring import Curve, Recovery
+from benchmarks.recovery.running import NotRunError, run
+from benchmarks.recovery.tables import recovery_table, verdicts
+from benchmarks.recovery.workload import MODEL, NUM_RANKS, VOCABULARY, Start, Workload
+
+FAULT, QUIET = "fault", "quiet"
+SECTIONS = ("recovery", "overhead")
+_STARTS: Mapping[str, Mapping[str, Start]] = {
+    FAULT: {name: one.start for name, one in CONTENDERS.items()},
+    QUIET: UNDISTURBED,
+    overhead.KIND: overhead.CONTENDERS,
+}
+
+
+def main() -> int:
+    """Print a table per section. Returns 1 when a target is missed."""
+    arguments = _parser().parse_args()
+    if arguments.run is not None:
+        return _run_here(*arguments.run)
+    parameters = MODEL.num_parameters(VOCABULARY) / 1e6
+    print(f"{os.cpu_count()} cores, {NUM_RANKS} ranks, {parameters:.1f} M parameters")
+    met = True
+    if arguments.only in (None, "recovery"):
+        met = _recovery(arguments) and met
+    if arguments.only in (None, "overhead"):
+        met = _overhead(arguments) and met
+    return 0 if met else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="recovery beside other programs, and its cost")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=24, help="of a run with a fault")
+    parser.add_argument("--blocks", type=int, default=21, help="of a session without a fault")
+    parser.add_argument("--only", choices=SECTIONS)
+    parser.add_argument("--contender", action="append", help="default: all of the sections")
+    parser.add_argument("--run", nargs=3, help=argparse.SUPPRESS)
+    return parser
+
+
+def _run_here(kind: str, name: str, workload: str) -> int:
+    """The child: one run of one contender."""
+    try:
+        _STARTS[kind][name](Workload.model_validate_json(workload))
+    except ImportError as exc:
+        print(f"{exc.name} is not installed", file=sys.stderr)
+        return 1
+    except RuntimeError as exc:
+        print(f"failed: {exc}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _recovery(arguments: argparse.Namespace) -> bool:
+    """The first section. Whether all targets are met."""
+    names = arguments.contender or list(CONTENDERS)
+    found: dict[str, list[Recovery]] = {name: [] for name in names}
+    missing: dict[str, str] = {}
+    curves: dict[str, Curve | NotRunError] = {}
+    load = _load()
+    for _ in range(arguments.rounds):
+        for name in names:
+            try:
+                curve = _undisturbed(CONTENDERS[name].undisturbed, arguments.steps, curves)
+                logs = run(FAULT, name, steps=arguments.steps, kill_step=arguments.steps // 3)
+                found[name].append(Recovery.of(logs, curve))
+            except (NotRunError, ValueError) as exc:
+                missing[name] = str(exc)
+    told = targets(found)
+    print(recovery_table(found, missing), beside_equal(found), verdicts(told), sep="\n")
+    print(f"load {load} to {_load()}")
+    return all(one.is_met for one in told)
+
+
+def _undisturbed(name: str, steps: int, curves: dict[str, Curve | NotRunError]) -> Curve:
+    """The loss of a program without a fault; it runs once."""
+    if name not in curves:
+        try:
+            curves[name] = run(QUIET, name, steps=steps).curve()
+        except NotRunError as exc:
+            curves[name] = exc
+    curve = curves[name]
+    if isinstance(curve, NotRunError):
+        raise curve
+    return curve
+
+
+def _overhead(arguments: argparse.Namespace) -> bool:
+    """The second section. Whether all targets are met."""
+    load = _load()
+    names = [name for name in overhead.CONTENDERS if name != overhead.PLAIN]
+    costs = {}
+    for name in arguments.contender or names:
+        try:
+            costs[name] = overhead.measure(name, rounds=arguments.blocks)
+        except NotRunError as exc:
+            print(f"{name}: {exc}")
+    told = overhead.targets(costs)
+    print(overhead.table(costs), verdicts(told), f"load {load} to {_load()}", sep="\n")
+    return len(costs) == len(names) and all(one.is_met for one in told)
+
+
+def _load() -> str:
+    """Mean number of running processes in the last minute."""
+    return f"{os.getloadavg()[0]:.1f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

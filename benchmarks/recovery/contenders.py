@@ -1,0 +1,114 @@
+"""Who takes part, and what ours is to reach beside them.
+
+Times are seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+
+from benchmarks.recovery import ours, peers
+from benchmarks.recovery.measuring import Recovery
+from benchmarks.recovery.workload import Start
+from training.specs.drill import DrillKind
+
+HCCE = "perdure step retry, HCCE"
+UCE = "perdure step retry, UCE"
+WARM = "perdure new process, warm"
+COLD = "perdure new process, cold"
+TORCHRUN = "torchrun --max-restarts"
+TORCHFT = "torchft"
+TORCHFT_SHORT = "torchft, 0.5 s of patience"
+IN_PROCESS = "nvrx in-process"
+IN_PROCESS_SPARE = "nvrx in-process, spare rank"
+
+STEP_RETRY_STEPS = 5.0
+WARM_BESIDE_TORCHRUN = 10.0
+WARM_BESIDE_BEST = 3.0
+# Relative; DDP sorts its buckets anew after a restart, which moves the last digits.
+SAME_LOSS = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One row.
+
+    Attributes:
+        start: runs a workload to its end.
+        undisturbed: name of the program whose run without a fault its loss is compared with.
+    """
+
+    start: Start
+    undisturbed: str
+
+
+OURS: Mapping[str, Contender] = {
+    HCCE: Contender(ours.step_retry(DrillKind.COLLECTIVE), "perdure"),
+    UCE: Contender(ours.step_retry(DrillKind.DEVICE_MEMORY), "perdure"),
+    WARM: Contender(ours.replaced, "perdure"),
+    COLD: Contender(ours.replaced_cold, "perdure"),
+}
+PEERS: Mapping[str, Contender] = {
+    TORCHRUN: Contender(peers.torchrun, "torchrun"),
+    TORCHFT: Contender(peers.replicas(), "torchft"),
+    TORCHFT_SHORT: Contender(peers.replicas(*peers.SHORT_PATIENCE), "torchft"),
+    IN_PROCESS: Contender(peers.in_process, "nvrx"),
+    IN_PROCESS_SPARE: Contender(peers.in_process_spare, "nvrx"),
+}
+CONTENDERS: Mapping[str, Contender] = {**OURS, **PEERS}
+UNDISTURBED: Mapping[str, Start] = {
+    "perdure": ours.session(),
+    "torchrun": peers.torchrun,
+    "torchft": peers.replicas(),
+    "nvrx": peers.in_process,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What ours is to reach, and whether it does."""
+
+    text: str
+    is_met: bool
+
+
+def targets(found: Mapping[str, list[Recovery]]) -> list[Target]:
+    """All targets whose contenders ran."""
+    resume_s = {name: median(one.resume_s for one in all_) for name, all_ in found.items() if all_}
+    best = min(resume_s.keys() & PEERS.keys(), key=lambda name: resume_s[name], default=None)
+    told = []
+    for name in (one for one in (HCCE, UCE) if one in resume_s):
+        steps = median(one.resume_steps for one in found[name])
+        text = f"{name} within {STEP_RETRY_STEPS:g} step times: {steps:.2f}"
+        told.append(Target(text, steps <= STEP_RETRY_STEPS))
+    rows = (
+        (WARM, TORCHRUN, WARM_BESIDE_TORCHRUN),
+        (WARM, best, WARM_BESIDE_BEST),
+        (COLD, best, 1.0),
+    )
+    for name, other, limit in rows:
+        if name in resume_s and other in resume_s:
+            ratio = resume_s[other] / resume_s[name]
+            text = f"{name} {limit:g} x as fast as {other}: {ratio:.2f} x"
+            told.append(Target(text, ratio >= limit))
+    lost = max((one.steps_lost for name in OURS for one in found.get(name, [])), default=0)
+    told.append(Target(f"perdure loses no steps: {lost}", lost == 0))
+    unequal = [n for n in OURS for one in found.get(n, []) if one.difference]
+    told.append(Target(f"perdure's loss is the undisturbed one: {not unequal}", not unequal))
+    return told
+
+
+def beside_equal(found: Mapping[str, list[Recovery]]) -> str:
+    """Ours beside the fastest peer that goes on with the same batch, and so with the same loss."""
+    equal = {
+        name: median(one.resume_s for one in runs)
+        for name, runs in found.items()
+        if name in PEERS and runs and max(one.difference for one in runs) < SAME_LOSS
+    }
+    if not equal or not found.get(WARM):
+        return "no peer went on with the same loss"
+    best = min(equal, key=lambda name: equal[name])
+    ratio = equal[best] / median(one.resume_s for one in found[WARM])
+    return f"the fastest peer whose loss stays the same is {best}: {WARM} {ratio:.2f} x as fast"

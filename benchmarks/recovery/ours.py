@@ -1,0 +1,107 @@
+"""Perdure's side: the same training as a session job, with faults of its own making.
+
+The run is on the local engine, all ranks on one node, without a Prefect server, which has no part
+in what is measured. No checkpoint is taken before the last step. Times are seconds since the
+epoch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.recovery.workload import (
+    BATCH,
+    FAULT_FILE,
+    MODEL,
+    NUM_RANKS,
+    SEED,
+    VARIABLE,
+    Start,
+    Workload,
+)
+from training.agent.launcher import COLD_START
+from training.job import Job, parse_job
+from training.runtime.drills import fired_at_s
+from training.specs.drill import DrillKind
+from training.supervisor.run import Run
+from training.supervisor.watch import EndKind
+
+LIMIT_S = 200.0
+RUN_ID = "bench"
+NEVER = 1_000_000
+
+
+def replaced(workload: Workload) -> None:
+    """A killed rank gets a new process, forked from one that has imported everything."""
+    _run(_job(workload), workload.folder)
+
+
+def replaced_cold(workload: Workload) -> None:
+    """Likewise, from an interpreter of its own."""
+    # The agent, which starts the processes, inherits it.
+    os.environ[COLD_START] = "1"
+    replaced(workload)
+
+
+def step_retry(kind: DrillKind) -> Start:
+    """The rank that is to be killed has this fault instead, and lives."""
+
+    def start(workload: Workload) -> None:
+        faults = []
+        if workload.kill_step is not None:
+            faults = [{"kind": kind, "rank": workload.kill_rank, "step": workload.kill_step}]
+        quiet = workload.model_copy(update={"kill_step": None})
+        _run(_job(quiet, drill={"faults": faults}), workload.folder)
+
+    return start
+
+
+def session(**changes: Mapping[str, Any]) -> Start:
+    """A run without a fault; `changes` are fields of sections of the job."""
+    return lambda workload: _run(_job(workload, **changes), workload.folder)
+
+
+def _job(workload: Workload, **changes: Mapping[str, Any]) -> Job:
+    document: dict[str, Any] = {
+        "run_id": RUN_ID,
+        "storage": {"address": f"file://{workload.folder / 'store'}"},
+        "steps": workload.steps,
+        "seed": SEED,
+        "worker": {"recipe": "benchmarks.recovery.recipe:main"},
+        "model": MODEL.model_dump(mode="json"),
+        "batch": {"global_batch_size": NUM_RANKS * BATCH, "micro_batch_size": BATCH},
+        "checkpoint": {"every_steps": NEVER},
+        "engine": {"nodes": 1, "slots_per_node": NUM_RANKS, "spares": 0, "grace_s": 10},
+        "env": {VARIABLE: workload.model_dump_json()},
+    }
+    return parse_job({**document, **changes})
+
+
+def _run(job: Job, folder: Path) -> None:
+    """Run it to its end, and leave word of when its fault was.
+
+    Raises:
+        RuntimeError: it did not come to its end within one attempt.
+    """
+    run = Run(job, home=folder / "home")
+    run.take()
+    until_s = time.monotonic() + LIMIT_S
+    verdict = run.attempt(
+        run.place(),
+        data_manifest_key=None,
+        stop_wanted=lambda: time.monotonic() > until_s,
+        on_progress=lambda _: None,
+    )
+    run.end("completed" if verdict.kind is EndKind.COMPLETED else "failed", "")
+    if verdict.kind is not EndKind.COMPLETED:
+        evidence = f": {verdict.fault.evidence[:150]}" if verdict.fault is not None else ""
+        raise RuntimeError(f"the attempt ended {verdict.kind}{evidence}")
+    fired = [at_s for times in fired_at_s(run.store, job.run_id).values() for at_s in times]
+    if fired:
+        text = json.dumps({"at_s": min(fired)})
+        (folder / FAULT_FILE).write_text(text, encoding="ascii")

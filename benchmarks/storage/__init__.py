@@ -1,0 +1,1 @@
+"""Saves and restores beside other programs, in one run: `python -m benchmarks.storage`."""

@@ -1,0 +1,80 @@
+"""Runs by their name, their stores, and the terminal: what several commands need."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from perdure import server
+from storage.address import Credentials, open_store
+from storage.objects import ObjectStore
+from training.errors import InputError
+from training.home import home_folder
+from training.job import Job, load_job, parse_job
+from training.supervisor.run import Run, job_path
+
+PIPED_WIDTH = 180
+
+
+def known_run(run_id: str) -> tuple[Job, ObjectStore]:
+    """The job of a run that was started on this machine, and its store.
+
+    Raises:
+        InputError: there is no such run.
+    """
+    path = job_path(home_folder(), run_id)
+    try:
+        job = parse_job(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        known = sorted(p.parent.name for p in (home_folder() / "runs").glob("*/job.json"))
+        listed = ", ".join(known[-10:]) or "none"
+        raise InputError(
+            "run_id", f"{run_id!r}: no such run on this machine; known: {listed}"
+        ) from None
+    return job, store_of(job)
+
+
+def named_run(run: str) -> tuple[Job, ObjectStore]:
+    """The run of a run_id that is known on this machine, or of a job file.
+
+    Raises:
+        InputError: there is no such run or file, or the file is no job.
+    """
+    path = Path(run)
+    is_name = "/" not in run and "." not in run
+    if is_name and (job_path(home_folder(), run).exists() or not path.is_file()):
+        return known_run(run)
+    job = load_job(path)
+    return job, store_of(job)
+
+
+def store_of(job: Job) -> ObjectStore:
+    """The job's store, with the keys of its Prefect block if it names one."""
+    return open_store(job.storage, _credentials_of(job))
+
+
+def run_to_look_at(run_id: str) -> Run:
+    """A run that was started on this machine, not taken by this process.
+
+    Raises:
+        InputError: there is no such run.
+    """
+    job, _ = known_run(run_id)
+    return Run(job, home=home_folder(), credentials=_credentials_of(job))
+
+
+def _credentials_of(job: Job) -> Credentials | None:
+    if job.storage.credentials_block is None:
+        return None
+    server.use_server()
+    from tasks.credentials import credentials_of  # noqa: PLC0415 imports Prefect
+
+    return credentials_of(job.storage)
+
+
+def make_console() -> Console:
+    """The terminal; piped output is not folded to the width of one that is not there."""
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPED_WIDTH)

@@ -1,0 +1,1 @@
+"""The keeper: a process beside the workers that holds their checkpoints and publishes them."""

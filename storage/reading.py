@@ -1,0 +1,305 @@
+"""Reading the parts of a checkpoint that a rank needs, each straight to where it belongs.
+
+What a plan wants of a shard becomes segments, ranges of bytes of its file. Neighbouring small ones
+are fetched together, many at a time; a large one goes into the tensor's own memory. A shard may
+instead be at hand whole, in memory that a keeper shares. Sizes and offsets are bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+
+from storage import safetensors_file
+from storage.checkpoint import CheckpointStore
+from storage.errors import Corrupt
+from storage.manifest import Chunk, Manifest
+from storage.objects import get_scattered
+from storage.staging import DTYPES, raw
+
+SPAN_BYTES = 64 * 2**20
+GAP_BYTES = 256 * 2**10  # rather read over than asked for twice
+NUM_THREADS = 4
+
+
+@dataclass(slots=True)
+class Segment:
+    """A range of a file, and where it goes.
+
+    Attributes:
+        begin: of the range in the file.
+        out: the memory it is read into.
+        values: `out` as a tensor of the wanted shape; None where only the hash wants it.
+        target: gets `values` afterwards; None when `out` is its own memory.
+    """
+
+    begin: int
+    out: memoryview
+    values: Tensor | None = None
+    target: Tensor | None = None
+
+    @property
+    def end(self) -> int:
+        """Of the range in the file."""
+        return self.begin + self.out.nbytes
+
+    def finish(self) -> None:
+        """Bring the values to their tensor."""
+        if self.target is not None and self.values is not None:
+            self.target.copy_(self.values)
+
+
+@dataclass(slots=True)
+class ShardReads:
+    """What one rank wants of a checkpoint, by shard.
+
+    Attributes:
+        held: whole files at hand, uint8, by name of the shard.
+        verify: shards whose hash this rank compares; they are read whole.
+    """
+
+    checkpoints: CheckpointStore
+    manifest: Manifest
+    held: Mapping[str, Tensor] = field(default_factory=dict)
+    verify: frozenset[str] = frozenset()
+
+    def read(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+        """Fill every tensor of a plan.
+
+        Raises:
+            Corrupt: a shard is not as the manifest says.
+            StorageError: the store failed.
+        """
+        wanted = self.by_shard(items)
+        for shard in sorted({*wanted, *self.verify}):
+            self.read_shard(shard, wanted.get(shard, ()), planner, held=self.held.get(shard))
+
+    def by_shard(self, items: Iterable[ReadItem]) -> dict[str, list[tuple[ReadItem, Chunk]]]:
+        """The items with their chunks, by the shard that holds them."""
+        found: dict[str, list[tuple[ReadItem, Chunk]]] = {}
+        for item in items:
+            chunk = self._chunk_of(item)
+            found.setdefault(chunk.shard, []).append((item, chunk))
+        return found
+
+    def read_shard(
+        self,
+        shard: str,
+        wanted: Sequence[tuple[ReadItem, Chunk]],
+        planner: LoadPlanner,
+        *,
+        held: Tensor | None,
+    ) -> None:
+        """Fill the tensors that one shard holds; from `held` when the file is at hand."""
+        header, entries = self._header(shard, held)
+        segments = [
+            s
+            for item, chunk in wanted
+            if (s := self._segment(item, chunk, entries, planner)) is not None
+        ]
+        if held is not None:
+            _copy_held(raw(held), segments)
+        else:
+            checked = shard in self.verify
+            size_bytes = self.manifest.shards[shard].size_bytes
+            # Twice the same range, for two targets, leaves nothing to hash in one pass.
+            plain = sorted(segments, key=lambda segment: segment.begin)
+            if checked:
+                whole = _with_gaps(plain, len(header), size_bytes)
+                self._compare(shard, header, self._fetched(shard, whole))
+            else:
+                _finish(self._fetched(shard, plain))
+        for segment in segments:
+            segment.finish()
+        for item, _ in wanted:
+            planner.commit_tensor(item, planner.resolve_tensor(item).detach())
+
+    def _segment(
+        self,
+        item: ReadItem,
+        chunk: Chunk,
+        entries: Mapping[str, safetensors_file.Entry],
+        planner: LoadPlanner,
+    ) -> Segment | None:
+        dtype = self.manifest.tensors[item.storage_index.fqn].dtype
+        entry = entries.get(chunk.key)
+        if entry is None or (entry.dtype, entry.shape) != (dtype, chunk.lengths):
+            raise Corrupt(f"{self._url(chunk.shard)}: {chunk.key} is not as the manifest says")
+        target = planner.resolve_tensor(item).detach()
+        offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
+        begin, shape, inner = _contiguous_range(offsets, lengths, chunk.lengths)
+        size_bytes = math.prod(shape) * safetensors_file.ITEM_SIZE_BYTES[dtype]
+        if size_bytes == 0:
+            return None
+        at = entry.begin + begin * safetensors_file.ITEM_SIZE_BYTES[dtype]
+        direct = target.device.type == "cpu" and target.is_contiguous()
+        if direct and shape == lengths and target.dtype == DTYPES[dtype]:
+            return Segment(at, raw(target))
+        buffer = torch.empty(size_bytes, dtype=torch.uint8)
+        values = buffer.view(DTYPES[dtype]).reshape(shape)
+        for dim, (start, length) in enumerate(zip(inner, lengths, strict=True)):
+            values = values.narrow(dim, start, length)
+        return Segment(at, raw(buffer), values, target)
+
+    def _fetched(self, shard: str, segments: Sequence[Segment]) -> Iterator[Sequence[Segment]]:
+        """Fetch segments; gives what is there already, span by span."""
+        key, store = self.checkpoints.key(self.manifest.step, shard), self.checkpoints.store
+
+        def fetch(span: Sequence[Segment]) -> None:
+            get_scattered(store, key, _with_scratch(span), start=span[0].begin)
+
+        return _each(fetch, _spans(segments), num_threads=NUM_THREADS)
+
+    def _compare(self, shard: str, header: bytes, fetched: Iterator[Sequence[Segment]]) -> None:
+        """Hash what comes while the rest is on its way."""
+        hasher = xxhash.xxh3_128(header)
+        at = len(header)
+        for segment in (one for span in fetched for one in span):
+            if segment.end <= at:
+                continue  # the same range for another tensor
+            hasher.update(segment.out[at - segment.begin :])
+            at = segment.end
+        wanted = self.manifest.shards[shard].xxh3_128
+        if hasher.hexdigest() != wanted:
+            raise Corrupt(f"{self._url(shard)}: xxh3_128 {hasher.hexdigest()} instead of {wanted}")
+
+    def _header(
+        self, shard: str, held: Tensor | None
+    ) -> tuple[bytes, dict[str, safetensors_file.Entry]]:
+        url = self._url(shard)
+        size_bytes = self.manifest.shards[shard].size_bytes
+        if held is not None:
+            prefix = bytes(raw(held[: safetensors_file.LENGTH.size]))
+            length = safetensors_file.header_size_bytes(prefix, url=url)
+            header = bytes(raw(held[:length]))
+        else:
+            header = self._header_of_object(shard, url)
+        return header, safetensors_file.parse_header(header, size_bytes=size_bytes, url=url)
+
+    def _header_of_object(self, shard: str, url: str) -> bytes:
+        key, store = self.checkpoints.key(self.manifest.step, shard), self.checkpoints.store
+        # Most headers are small: one request instead of two.
+        start = store.get(key, length=GAP_BYTES)
+        length = safetensors_file.header_size_bytes(start, url=url)
+        return start[:length] if len(start) >= length else store.get(key, length=length)
+
+    def _chunk_of(self, item: ReadItem) -> Chunk:
+        record = self.manifest.tensors[item.storage_index.fqn]
+        offsets = tuple(item.storage_index.offset or (0,) * len(record.shape))
+        chunk = next((c for c in record.chunks if c.offsets == offsets), None)
+        if chunk is None:
+            raise Corrupt(f"{item.storage_index.fqn}: no chunk at {offsets}")
+        return chunk
+
+    def _url(self, shard: str) -> str:
+        return self.checkpoints.store.url(self.checkpoints.key(self.manifest.step, shard))
+
+
+def _copy_held(file: memoryview, segments: Sequence[Segment]) -> None:
+    spans = _spans(sorted(segments, key=lambda segment: segment.begin))
+    everything = np.asarray(file)
+
+    def copy(span: Sequence[Segment]) -> None:
+        for segment in span:
+            # Unlike an assignment to the memoryview, it lets other threads run.
+            np.copyto(np.asarray(segment.out), everything[segment.begin : segment.end])
+
+    _finish(_each(copy, spans, num_threads=os.cpu_count() or 1))
+
+
+def _finish(spans: Iterator[Sequence[Segment]]) -> None:
+    for _ in spans:
+        pass
+
+
+def _each(
+    work: Callable[[Sequence[Segment]], None],
+    spans: Sequence[Sequence[Segment]],
+    *,
+    num_threads: int,
+) -> Iterator[Sequence[Segment]]:
+    """Do all of it, in threads; gives what is done, in order. A failure begins nothing more."""
+    if len(spans) < 2:
+        for span in spans:
+            work(span)
+            yield span
+        return
+    with ThreadPoolExecutor(min(num_threads, len(spans))) as pool:
+        futures = [pool.submit(work, span) for span in spans]
+        try:
+            for span, future in zip(spans, futures, strict=True):
+                future.result()
+                yield span
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _contiguous_range(
+    offsets: tuple[int, ...], lengths: tuple[int, ...], chunk: tuple[int, ...]
+) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """The smallest range of whole rows of a chunk that holds a box.
+
+    Returns:
+        First element of the range, its shape, and the box's offsets within it.
+    """
+    if not chunk:
+        return 0, (), ()
+    row = math.prod(chunk[1:])
+    shape = (lengths[0], *chunk[1:])
+    return offsets[0] * row, shape, (0, *offsets[1:])
+
+
+def _with_gaps(segments: Sequence[Segment], begin: int, end: int) -> list[Segment]:
+    """The segments, in order, with what nobody wants in between: the hash wants it all."""
+    filled: list[Segment] = []
+    at = begin
+    for segment in segments:
+        if segment.begin > at:
+            filled.append(Segment(at, memoryview(bytearray(segment.begin - at))))
+        filled.append(segment)
+        at = max(at, segment.end)
+    if at < end:
+        filled.append(Segment(at, memoryview(bytearray(end - at))))
+    return filled
+
+
+def _spans(segments: Sequence[Segment]) -> list[list[Segment]]:
+    """Segments, in order, to be fetched with one request each: small neighbours together."""
+    spans: list[list[Segment]] = []
+    for segment in (piece for one in segments for piece in _pieces(one)):
+        last = spans[-1] if spans else None
+        if (
+            last is not None
+            and last[-1].end <= segment.begin <= last[-1].end + GAP_BYTES
+            and segment.end - last[0].begin <= SPAN_BYTES
+        ):
+            last.append(segment)
+        else:
+            spans.append([segment])
+    return spans
+
+
+def _with_scratch(span: Sequence[Segment]) -> list[memoryview]:
+    """The memory of neighbours, and some for what lies between them."""
+    outs, at = [], span[0].begin
+    for segment in span:
+        if segment.begin > at:
+            outs.append(memoryview(bytearray(segment.begin - at)))
+        outs.append(segment.out)
+        at = segment.end
+    return outs
+
+
+def _pieces(segment: Segment) -> Iterable[Segment]:
+    for start in range(0, segment.out.nbytes, SPAN_BYTES):
+        yield Segment(segment.begin + start, segment.out[start : start + SPAN_BYTES])

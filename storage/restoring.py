@@ -1,0 +1,274 @@
+"""Restoring from the nodes' own memory and disks, and from the store with their help.
+
+Collective: every rank takes the same steps, and learns of the others' failures before the next
+one. What ranks tell each other is JSON over the process group. Sizes are bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+
+from storage import dcp
+from storage.checkpoint import CheckpointStore, digest
+from storage.errors import Corrupt, StorageError
+from storage.gather import gather_json
+from storage.keeper.client import KeeperClient
+from storage.keeper.protocol import HeldShare, Tier
+from storage.manifest import Chunk, Manifest
+from storage.reading import ShardReads
+from storage.share import SaveId, WrittenShare, delete_records, merge
+from storage.staging import raw
+from storage.tiers import Assembled, Held, assemble
+
+PIECE_BYTES = 64 * 2**20
+
+
+@dataclass(slots=True)
+class NodeShares:
+    """The shares that this rank's node holds, and their bytes.
+
+    Attributes:
+        client: to the node's keeper.
+        disk: checkpoints on the node's disk, where there is that tier.
+    """
+
+    client: KeeperClient
+    disk: CheckpointStore | None
+    _held: Sequence[HeldShare] = ()
+    _damaged: set[tuple[SaveId, int]] = field(default_factory=set)
+
+    def refresh(self) -> list[Held]:
+        """Ask the keeper what there is; what turned out damaged is left out.
+
+        A keeper that does not answer has nothing: the other ranks must not wait for this one.
+        """
+        try:
+            told = self.client.shares()
+        except StorageError as exc:
+            print(f"perdure: {exc}", flush=True)  # noqa: T201 the rank's own log
+            told = ()
+        self._held = [h for h in told if h.tier is Tier.MEMORY or _id(h) not in self._damaged]
+        return [Held(save=_id(h)[0], rank=_id(h)[1], tier=h.tier) for h in self._held]
+
+    def written(self, save: SaveId, rank: int) -> WrittenShare:
+        """What a held share is made of."""
+        return next(h.written for h in self._held if _id(h) == (save, rank))
+
+    def named(self, manifest: Manifest) -> dict[str, HeldShare]:
+        """Shards of a manifest that this node holds just as they were published."""
+        found: dict[str, HeldShare] = {}
+        for held in reversed(self._held):  # memory comes first in the list, and wins
+            shard = held.written.share.shard
+            if manifest.shards.get(shard) == held.written.record:
+                found[shard] = held
+        return found
+
+    def read(self, save: SaveId, rank: int, tier: Tier) -> Tensor:
+        """The file of a held share, [bytes] uint8; memory is shared, not copied.
+
+        Raises:
+            StorageError: it is gone or damaged.
+        """
+        written = self.written(save, rank)
+        if tier is Tier.MEMORY:
+            memory = self.client.open(save, rank)
+            return torch.frombuffer(memory, dtype=torch.uint8)[: written.record.size_bytes]
+        return self._read_disk(written)
+
+    def _read_disk(self, written: WrittenShare) -> Tensor:
+        assert self.disk is not None  # noqa: S101 the keeper said that it lies there
+        share = written.share
+        file = torch.empty(written.record.size_bytes, dtype=torch.uint8)
+        try:
+            self.disk.store.get_into(self.disk.key(share.step, share.shard), raw(file))
+            if digest(raw(file)) != written.record.xxh3_128:
+                raise Corrupt(f"{self.disk.url(share.step)}: {share.shard} is damaged")
+        except StorageError:
+            self._damaged.add((share.save_id, share.rank))
+            with suppress(StorageError):  # never offered again, to later attempts either
+                delete_records(self.disk, share.save_id, [share.rank])
+            raise
+        return file
+
+
+def _id(held: HeldShare) -> tuple[SaveId, int]:
+    return held.written.share.save_id, held.written.share.rank
+
+
+@dataclass(slots=True)
+class NodeRestore:
+    """Restores a state from what the nodes hold.
+
+    Attributes:
+        node: of this rank.
+        checkpoints: of the run, in the store.
+        before: (placement, attempt) of now.
+        device: where the ranks' messages and bytes go.
+    """
+
+    node: NodeShares
+    checkpoints: CheckpointStore
+    before: tuple[int, int]
+    device: torch.device
+
+    def candidates(self) -> list[Assembled]:
+        """Saves that the nodes hold whole, newest first; the same on every rank."""
+        told = gather_json([h.model_dump(mode="json") for h in self.node.refresh()], self.device)
+        held = {rank: [Held.model_validate(h) for h in told[rank]] for rank in range(len(told))}
+        return assemble(held, before=self.before)
+
+    def load(
+        self, chosen: Assembled, state_of: Callable[[Manifest], Mapping[str, Tensor]]
+    ) -> Manifest | None:
+        """Fill a state; None when a share turned out damaged: ask for candidates again.
+
+        Raises:
+            Corrupt: on every rank, when a share does not hold what it should; the state is then
+                undefined.
+        """
+        manifest = self._manifest(chosen)
+        reads = ShardReads(self.checkpoints, manifest)
+        planner, by_shard = planned(state_of(manifest), reads)
+        needed = {r for r in chosen.holders if _shard(chosen.save, r) in by_shard}
+        here = chosen.local.get(_rank(), {})
+        remote = [set(r) for r in gather_json(sorted(needed - here.keys()), self.device)]
+        wanted = set().union(*remote)
+        giving = {rank for rank in wanted if chosen.holders[rank] == _rank()}
+        opened = self._open(chosen, (needed & here.keys()) | giving)
+        if opened is None:
+            return None
+        problem = None
+        # One after the other, so that no rank holds more than one file of another node.
+        for rank in sorted(wanted | opened.keys()):
+            shard = _shard(chosen.save, rank)
+            file = opened.pop(rank, None)
+            if rank in wanted:
+                size_bytes = manifest.shards[shard].size_bytes
+                source = chosen.holders[rank]
+                keep = rank in needed
+                file = self._broadcast(file, size_bytes=size_bytes, source=source, keep=keep)
+            if file is not None and rank in needed and problem is None:
+                problem = _filled(reads, shard, by_shard[shard], planner, file)
+        problems = [one for one in gather_json(problem, self.device) if one]
+        if problems:
+            raise Corrupt(problems[0])
+        return manifest
+
+    def held_of(self, manifest: Manifest, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Files of a committed checkpoint that `state` wants and this node has at hand."""
+        _, wanted = planned(state, ShardReads(self.checkpoints, manifest))
+        files: dict[str, Tensor] = {}
+        for shard, held in self.node.named(manifest).items():
+            if shard not in wanted:
+                continue
+            try:
+                files[shard] = self.node.read(*_id(held), held.tier)
+            except StorageError as exc:
+                print(f"perdure: {exc}", flush=True)  # noqa: T201 the rank's own log
+        return files
+
+    def repair(self, manifest: Manifest, damaged: Iterable[str]) -> bool:
+        """Put damaged shards into the store again from nodes that hold the same bytes.
+
+        Returns:
+            Whether every one of them was.
+        """
+        mine = self.node.named(manifest)
+        holders = [set(names) for names in gather_json(sorted(mine), self.device)]
+        done = True
+        for shard in sorted(damaged):
+            holder = next((r for r, names in enumerate(holders) if shard in names), None)
+            done = done and holder is not None
+            if holder == _rank():
+                done = self._put_again(manifest.step, shard, mine[shard]) and done
+        return all(gather_json(done, self.device))
+
+    def _put_again(self, step: int, shard: str, held: HeldShare) -> bool:
+        try:
+            file = self.node.read(*_id(held), held.tier)
+            if digest(raw(file)) != held.written.record.xxh3_128:
+                raise Corrupt(f"{shard}: this node's copy is damaged too")
+            self.checkpoints.store.put(self.checkpoints.key(step, shard), raw(file))
+        except StorageError as exc:
+            print(f"perdure: {exc}", flush=True)  # noqa: T201 the rank's own log
+            return False
+        return True
+
+    def _manifest(self, chosen: Assembled) -> Manifest:
+        own = [
+            self.node.written(chosen.save, rank).model_dump(mode="json")
+            for rank, holder in chosen.holders.items()
+            if holder == _rank()
+        ]
+        told = gather_json(own, self.device)
+        shares = [WrittenShare.model_validate(one) for of_rank in told for one in of_rank]
+        return merge(shares, owner=chosen.save.owner, written_at_s=self.checkpoints.clock())
+
+    def _open(self, chosen: Assembled, ranks: Iterable[int]) -> dict[int, Tensor] | None:
+        here = chosen.local.get(_rank(), {})
+        opened: dict[int, Tensor] = {}
+        damaged = False
+        for rank in sorted(ranks):
+            try:
+                opened[rank] = self.node.read(chosen.save, rank, here[rank])
+            except StorageError as exc:
+                print(f"perdure: {exc}", flush=True)  # noqa: T201 the rank's own log
+                damaged = True
+        return None if any(gather_json(damaged, self.device)) else opened
+
+    def _broadcast(
+        self, file: Tensor | None, *, size_bytes: int, source: int, keep: bool
+    ) -> Tensor | None:
+        """One rank's file to those that want it; the others help to pass it on."""
+        received = torch.empty(size_bytes, dtype=torch.uint8) if keep and file is None else None
+        for start in range(0, size_bytes, PIECE_BYTES):
+            length = min(PIECE_BYTES, size_bytes - start)
+            if file is not None:
+                piece = file[start : start + length].to(self.device)
+            else:
+                piece = torch.empty(length, dtype=torch.uint8, device=self.device)
+            dist.broadcast(piece, src=source)
+            if received is not None:
+                received[start : start + length] = piece.cpu()
+        return file if file is not None else received
+
+
+def planned(
+    state: Mapping[str, Tensor], reads: ShardReads
+) -> tuple[LoadPlanner, dict[str, list[tuple[ReadItem, Chunk]]]]:
+    """What `state` wants of a checkpoint, by shard, and the planner that knows where it goes."""
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    metadata = dcp.ManifestReader(reads).read_metadata()
+    planner.set_up_planner(dict(state), metadata, is_coordinator=False)
+    return planner, reads.by_shard(planner.create_local_plan().items)
+
+
+def _filled(
+    reads: ShardReads,
+    shard: str,
+    wanted: Sequence[tuple[ReadItem, Chunk]],
+    planner: LoadPlanner,
+    file: Tensor,
+) -> str | None:
+    """Fill what one file holds. Returns what is wrong with it, else None."""
+    try:
+        reads.read_shard(shard, wanted, planner, held=file)
+    except StorageError as exc:
+        return f"rank {_rank()}: {exc}"
+    return None
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _shard(save: SaveId, rank: int) -> str:
+    return save.shard(rank)

@@ -1,0 +1,29 @@
+"""What may be set about an S3-compatible store; its client's library is slow to load.
+
+Sizes are bytes, times seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+AddressingStyle = Literal["auto", "virtual", "path"]
+PART_SIZE_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class S3Options:
+    """How to reach the store; None means boto3's own default chain."""
+
+    endpoint: str | None = None
+    region: str | None = None
+    addressing_style: AddressingStyle = "auto"
+    access_key: str | None = field(default=None, repr=False)
+    secret_key: str | None = field(default=None, repr=False)
+    session_token: str | None = field(default=None, repr=False)
+    ca_bundle: str | None = None
+    connect_timeout_s: float = 10.0
+    read_timeout_s: float = 60.0
+    part_size_bytes: int = PART_SIZE_BYTES
+    num_threads: int = 4

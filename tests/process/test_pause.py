@@ -1,0 +1,69 @@
+"""Pausing by command: every rank stands at one step, and the curve does not know of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.process.harness import wait_for
+
+pytestmark = pytest.mark.process
+
+WAIT = ("--wait-s", "120")
+
+
+def start_paused(bench, run_id: str):
+    """A run that is asked to pause while its processes start, and the step it stands at.
+
+    Asked later, a busy machine would take longer to start the command than the run to end.
+    """
+    running = bench.start(bench.pair(run_id))
+    wait_for(lambda: running.history.attempts, timeout_s=60, what=running.out)
+    said = bench.perdure("pause", run_id, *WAIT)
+    assert f"`perdure resume {run_id}` has it go on" in said
+    return running, running.step()
+
+
+def pids(running) -> list[int]:
+    return sorted(process.pid for rank in (0, 1) for process in running.local.rank(rank))
+
+
+def test_a_run_pauses_and_goes_on_by_command_in_the_same_processes(bench, undisturbed_pair):
+    running, stood_at = start_paused(bench, "paused")
+    workers = pids(running)
+    status = json.loads(bench.perdure("status", "paused", "--json"))
+    assert (status["state"], status["pause"]["step"]) == ("paused", stood_at)
+    assert pids(running) == workers
+    assert running.step() == stood_at, "nobody trained meanwhile"
+
+    assert "paused: goes on" in bench.perdure("resume", "paused", *WAIT)
+    assert running.finish() == 0, running.out
+    assert running.curve() == undisturbed_pair.curve()
+    (attempt,) = running.history.attempts
+    (pause,) = attempt.pauses
+    assert (pause.began.step, pause.ended.step) == (stood_at, stood_at)
+    assert f"every rank stands at step {stood_at}" in running.out
+    running.leave_nothing()
+
+
+def test_a_process_that_dies_in_a_pause_is_replaced_and_stands_with_the_others(
+    bench, undisturbed_pair
+):
+    running, stood_at = start_paused(bench, "paused-and-hurt")
+    before = pids(running)
+    assert running.local.kill_rank(1)
+    wait_for(
+        lambda: running.rungs() == ["process_replace"] and running.history.pause is not None,
+        timeout_s=60,
+        what="a new process that stands",
+    )
+    assert pids(running) != before
+    assert running.step() == stood_at
+
+    bench.perdure("resume", "paused-and-hurt", *WAIT)
+    assert running.finish() == 0, running.out
+    assert running.curve() == undisturbed_pair.curve()
+    (attempt,) = running.history.attempts
+    assert [pause.began.step for pause in attempt.pauses] == [stood_at, stood_at]
+    running.leave_nothing()

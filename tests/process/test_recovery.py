@@ -1,0 +1,267 @@
+"""Recovery inside the processes, with real processes and real signals.
+
+One run for each kind of parallelism meets its faults one after the other, far enough apart for
+each to be mended by itself, and comes out as the run of the same job that met none.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from training.drill.job import drill_job, write_corpus
+from training.drill.outside import Pauser, Person
+from training.drill.play import Play, Played
+from training.drill.verdict import differences, recovered
+from training.inject import LocalRun
+from training.policy.ladder import Rung
+from training.policy.mending import Mending
+from training.specs.drill import DrillFault, DrillKind, DrillPoint
+from training.specs.model import ParallelKind
+from training.supervisor.run import Run
+from training.supervisor.watch import Progress
+
+pytestmark = pytest.mark.process
+
+DDP, HSDP, FSDP2 = ParallelKind.DDP, ParallelKind.HSDP, ParallelKind.FSDP2
+KILL, UCE, HCCE, LINK = (
+    DrillKind.KILL,
+    DrillKind.DEVICE_MEMORY,
+    DrillKind.COLLECTIVE,
+    DrillKind.LINK,
+)
+RETRY, REPLACE = (Rung.STEP_RETRY,), (Rung.PROCESS_REPLACE,)
+IN_PLACE = Rung.IN_PLACE_RESTART
+STEPS = 50
+PACE_S = 0.03  # a save has to reach the store between two faults, or budgets are used up
+SLOW_S = 0.1  # for wishes, which are looked for every other second
+CHANGES: Mapping[str, Mapping[str, Any]] = {
+    "checkpoint": {"every_steps": 4},
+    "restart": {
+        "pod_retries": 1,
+        "numeric_retry": True,
+        "snapshot_every_steps": 4,
+        "abnormal_grad_norm": 1e3,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What a run meets at a step, and the rungs that mend it, in order."""
+
+    told: str
+    made: tuple[DrillFault, ...]
+    rungs: tuple[Rung, ...]
+
+
+def _made(
+    step: int,
+    kind: DrillKind,
+    *ranks: int,
+    at: DrillPoint = DrillPoint.BACKWARD,
+    times: int = 1,
+) -> tuple[DrillFault, ...]:
+    return tuple(
+        DrillFault(kind=kind, rank=rank, step=step, point=at, times=times) for rank in ranks
+    )
+
+
+COURSES: Mapping[ParallelKind, Sequence[Fault]] = {
+    DDP: (
+        Fault("damaged device memory", _made(6, UCE, 2), RETRY),
+        Fault("a failed collective", _made(11, HCCE, 1, at=DrillPoint.PREPARED), RETRY),
+        Fault("the death of rank 0", _made(16, KILL, 0, at=DrillPoint.PREPARED), REPLACE),
+        Fault("broken links", _made(21, LINK, 1), RETRY),
+        Fault("an abnormal gradient", _made(26, DrillKind.GRADIENT, 3), RETRY),
+        Fault("the death of rank 3", _made(31, KILL, 3, at=DrillPoint.HALF_APPLIED), REPLACE),
+        Fault("the death of two ranks", _made(37, KILL, 1, 2), REPLACE * 2),
+        Fault(
+            "a death while another fault is mended",
+            (*_made(43, HCCE, 1), *_made(43, KILL, 2, at=DrillPoint.RECOVERY)),
+            (*RETRY, *REPLACE),
+        ),
+    ),
+    HSDP: (
+        Fault("damaged device memory", _made(6, UCE, 2, at=DrillPoint.HALF_APPLIED), RETRY),
+        Fault("a failed collective", _made(11, HCCE, 1), RETRY),
+        Fault("the death of rank 0", _made(16, KILL, 0), REPLACE),
+        Fault("broken links", _made(21, LINK, 3), RETRY),
+        Fault(
+            "the death of a rank and of its only replica",
+            (*_made(27, KILL, 1), *_made(27, KILL, 3, at=DrillPoint.RECOVERY)),
+            (IN_PLACE,),
+        ),
+        Fault("two deaths in one step", _made(35, KILL, 2, times=2), (*REPLACE, IN_PLACE)),
+    ),
+    FSDP2: (
+        Fault("a failed collective", _made(6, HCCE, 1), RETRY),
+        Fault("broken links", _made(11, LINK, 2, at=DrillPoint.PREPARED), RETRY),
+    ),
+}
+PAIRS = [(kind, fault) for kind, course in COURSES.items() for fault in course]
+
+
+@dataclass
+class Bench:
+    """Runs below one folder, each made once."""
+
+    home: Path
+    played: dict[str, Played] = field(default_factory=dict)
+
+    def play(
+        self,
+        name: str,
+        kind: ParallelKind,
+        *,
+        faults: Sequence[DrillFault] = (),
+        pace_s: float = PACE_S,
+        person: Person | None = None,
+        **changes: Any,
+    ) -> Played:
+        if name not in self.played:
+            sections = {**CHANGES, **changes, "drill": {"faults": faults}}
+            job = drill_job(
+                self.home, name, kind=kind, steps=STEPS, pace_s=pace_s, changes=sections
+            )
+            self.played[name] = Play(self.home).play(job, person=person)
+        return self.played[name]
+
+    def course(self, kind: ParallelKind) -> Played:
+        return self.play(f"course-{kind}", kind, faults=_all_made(kind))
+
+    def assert_as_undisturbed(self, played: Played, kind: ParallelKind) -> None:
+        undisturbed = self.play(f"undisturbed-{kind}", kind, pace_s=0)
+        assert played.ended == "completed"
+        assert list(played.curve) == list(range(1, STEPS + 1))
+        assert differences(played.curve, undisturbed.curve) == []
+        assert played.state == undisturbed.state
+        assert played.left_over == ()
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    home = tmp_path_factory.mktemp("recovery")
+    write_corpus(home)
+    return Bench(home)
+
+
+def _all_made(kind: ParallelKind) -> list[DrillFault]:
+    return [one for fault in COURSES[kind] for one in fault.made]
+
+
+def _span_s(played: Played, kind: ParallelKind, fault: Fault) -> tuple[float, float]:
+    """From the first moment of a fault to the first of the next one."""
+    made = _all_made(kind)
+    starts = [
+        min(played.fired_s[made.index(one)][0] for one in other.made) for other in COURSES[kind]
+    ]
+    number = list(COURSES[kind]).index(fault)
+    return starts[number], [*starts, float("inf")][number + 1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault"), PAIRS, ids=[f"{kind}, {fault.told}" for kind, fault in PAIRS]
+)
+def test_a_fault_is_mended_by_the_cheapest_rung_that_answers_it(bench, kind, fault):
+    played = bench.course(kind)
+    made = _all_made(kind)
+    for one in fault.made:
+        assert len(played.fired_s[made.index(one)]) == one.times
+    from_s, until_s = _span_s(played, kind, fault)
+    recoveries = [r for r in recovered(played.history) if from_s <= r.noticed_at_s < until_s]
+    assert tuple(one.rung for one in recoveries) == fault.rungs
+    replaced = {
+        rank
+        for one in _mendings(played)
+        if from_s <= one.began.fault.at_s < until_s and one.ended is not None and one.succeeded
+        for rank in one.ended.replaced
+    }
+    killed = {one.rank for one in fault.made if one.kind is KILL}
+    assert replaced == (killed if Rung.PROCESS_REPLACE in fault.rungs else set())
+
+
+@pytest.mark.parametrize("kind", list(COURSES))
+def test_no_digit_of_a_run_with_faults_differs_from_one_without(bench, kind):
+    bench.assert_as_undisturbed(bench.course(kind), kind)
+
+
+def test_survivors_save_the_last_completed_step_and_the_next_attempt_goes_on_exactly_there(bench):
+    first, second, third = bench.course(HSDP).history.attempts
+    assert first.last_save is not None
+    assert first.last_save.step is None, "the state of a rank and its replica is gone"
+    assert second.last_save is not None
+    assert (second.last_save.step, third.from_step) == (34, 34)
+
+
+class Caller:
+    """Has rank 2 save by a signal, later the whole run pause and go on."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.pauser = Pauser(20, 4)
+        self.signalled_at: int | None = None
+
+    def see(self, run: Run, progress: Progress) -> None:
+        self.pauser.see(run, progress)
+        if progress.last is not None and progress.last.step >= 10 and self.signalled_at is None:
+            self.signalled_at = progress.last.step
+            (worker,) = LocalRun(self.home, run.job.run_id).rank(2)
+            os.kill(worker.pid, signal.SIGUSR1)
+
+
+@pytest.fixture(scope="module")
+def called(bench) -> tuple[Played, Caller]:
+    """A run that is not saved but on request, whose links are mended under its operations."""
+    caller = Caller(bench.home)
+    played = bench.play(
+        "called",
+        DDP,
+        faults=_made(4, LINK, 1),
+        pace_s=SLOW_S,
+        person=caller,
+        checkpoint={"every_steps": 1000},
+        comm={"link_retry": True},
+    )
+    return played, caller
+
+
+def test_a_signal_to_one_rank_has_the_next_step_boundary_saved(called):
+    played, caller = called
+    asked, last = [seen.step for seen in played.history.checkpoints]
+    assert last == STEPS
+    assert caller.signalled_at is not None
+    # The look is as old as the supervisor's poll; the boundary is a later one.
+    assert caller.signalled_at < asked < caller.pauser.stood_at[0][0]
+
+
+def test_on_a_wish_every_rank_stands_at_one_step_and_goes_on_from_it_later(called):
+    played, caller = called
+    (pause,) = [one for view in played.history.attempts for one in view.pauses]
+    assert pause.ended is not None
+    assert pause.ended.step == pause.began.step
+    assert {step for look in caller.pauser.stood_at for step in look} == {pause.began.step}
+    assert pause.ended.at_s - pause.began.at_s > 0.5
+
+
+def test_a_broken_link_is_mended_under_the_operations_where_the_job_wants_it(called):
+    played, _ = called
+    assert len(played.fired_s[0]) == 1
+    (mending,) = _mendings(played)
+    assert mending.began.rung is Rung.OPERATOR_RETRY
+    assert mending.began.sub_healthy
+    assert mending.succeeded
+
+
+def test_no_digit_of_a_run_that_was_called_at_differs_from_one_left_alone(bench, called):
+    bench.assert_as_undisturbed(called[0], DDP)
+
+
+def _mendings(played: Played) -> list[Mending]:
+    return [one for view in played.history.attempts for one in view.mendings]

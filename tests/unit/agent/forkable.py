@@ -1,0 +1,46 @@
+"""What tests have a zygote run: functions without arguments, each a whole process."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def tell() -> None:
+    """Print what this process finds."""
+    found: dict[str, Any] = {
+        "environment": dict(os.environ),
+        "arguments": sys.argv[1:],
+        "cwd": str(Path.cwd()),
+        "leads_session": os.getsid(0) == os.getpid(),
+        "parent": os.getppid(),
+        "name": Path("/proc/self/comm").read_text().strip(),
+        "input": sys.stdin.read(),
+        "has_torch": "torch" in sys.modules,
+    }
+    print(json.dumps(found))
+
+
+def end_with() -> None:
+    """Exit as sys.exit() is told to by the argument, a JSON value."""
+    sys.exit(json.loads(sys.argv[1]))
+
+
+def fail() -> None:
+    """End by an exception."""
+    raise ValueError("own")
+
+
+def say_who() -> None:
+    """Print the pid, into a file that is named after the request."""
+    print(os.getpid())
+
+
+def stay() -> None:
+    """Say that it is up, and stay."""
+    print("up", flush=True)
+    time.sleep(600)

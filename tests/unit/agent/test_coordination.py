@@ -1,0 +1,260 @@
+"""An agent's line to the coordinator, and what it has a group of workers do."""
+
+from __future__ import annotations
+
+import os
+import queue
+import stat
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.unit.agent.conftest import wait_for
+from tests.unit.lines import FarEnd
+from training.agent.coordination import CoordinatorLine, new_token, write_private
+from training.membership import (
+    AgentJoined,
+    GiveUp,
+    NewGeneration,
+    ReplaceWorker,
+    WorkerEnded,
+)
+
+ENDED = WorkerEnded(rank=3, device=1, exit_code=-9, at_s=1.0)
+
+
+class Heard:
+    """What the coordinator had the agent do, in its order."""
+
+    def __init__(self) -> None:
+        self.orders: queue.Queue[Any] = queue.Queue()
+
+    def replace(self, rank: int, generation: int) -> None:
+        self.orders.put((rank, generation))
+
+    def give_up(self, why: str) -> None:
+        self.orders.put(why)
+
+    def next(self) -> Any:
+        return self.orders.get(timeout=10)
+
+
+@pytest.fixture
+def far_end():
+    end = FarEnd()
+    yield end
+    end.close()
+
+
+@pytest.fixture
+def heard() -> Heard:
+    return Heard()
+
+
+@pytest.fixture
+def line(far_end, heard):
+    line = CoordinatorLine(
+        far_end.address,
+        node="node-1",
+        ranks=[2, 3],
+        on_replace=heard.replace,
+        on_give_up=heard.give_up,
+    )
+    yield line
+    line.close()
+
+
+def test_an_agent_says_who_it_is_before_anything_else(line, far_end):
+    line.say(ENDED)
+    joined = far_end.hear()
+    assert isinstance(joined, AgentJoined)
+    assert (joined.node, joined.ranks) == ("node-1", (2, 3))
+    assert joined.token.get_secret_value() == far_end.address.token
+    assert far_end.hear() == ENDED
+
+
+def test_orders_come_in_their_order(line, far_end, heard):
+    far_end.hear()
+    far_end.say(
+        ReplaceWorker(rank=3, generation=2),
+        NewGeneration(number=2),
+        ReplaceWorker(rank=2, generation=3),
+        GiveUp(why="enough"),
+    )
+    assert [heard.next() for _ in range(3)] == [(3, 2), (2, 3), "enough"]
+
+
+def test_a_coordinator_that_is_gone_gives_the_attempt_up(line, far_end, heard):
+    far_end.hear()
+    far_end.hang_up()
+    assert heard.next() == "the coordinator is gone"
+    assert not line.say(ENDED)
+
+
+def test_a_line_that_makes_no_sense_is_no_coordinators(line, far_end, heard):
+    far_end.hear()
+    far_end.line.sendall(b'{"op": "explode"}\n')
+    assert heard.next().startswith("the coordinator is gone: ")
+
+
+def test_an_agent_that_hangs_up_gives_nothing_up(line, far_end, heard):
+    far_end.hear()
+    assert line.is_open
+    line.close()
+    assert far_end.is_hung_up_on()
+    assert not line.say(ENDED)
+    assert heard.orders.empty()
+
+
+def test_nobody_at_the_address_is_an_error(far_end, heard):
+    address = far_end.address
+    far_end.close()
+    with pytest.raises(OSError, match="refused"):
+        CoordinatorLine(
+            address,
+            node="node-1",
+            ranks=[2],
+            on_replace=heard.replace,
+            on_give_up=heard.give_up,
+        )
+
+
+def test_a_private_file_is_for_its_owner_alone_whatever_was_there(tmp_path):
+    path = tmp_path / "address.json"
+    path.write_text("old")
+    path.chmod(0o644)
+    write_private(path, "secret")
+    assert path.read_text() == "secret"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_tokens_are_not_repeated():
+    assert len({new_token() for _ in range(100)}) == 100
+
+
+# A group of workers whose ends the coordinator answers.
+
+
+def until(group, condition: Callable[[Any], bool], *, local_rank: int = 0) -> Any:
+    """Poll the group until one of its workers is like this."""
+
+    def look() -> Any:
+        group.poll()
+        status = group.statuses()[local_rank]
+        return status if condition(status) else None
+
+    return wait_for(look)
+
+
+@pytest.fixture
+def coordinated(new_group, line, far_end):
+    """Starts a group whose line is the test's."""
+
+    def start(*command: str, **changes: Any) -> Any:
+        far_end.hear()
+        group = new_group(*command, **changes)
+        group.line = line
+        group.start(dict(os.environ), proc_start_cnt=1)
+        return group
+
+    return start
+
+
+FAILING = """
+echo "$PERDURE_GENERATION" >> lives
+[ -n "$PERDURE_GENERATION" ] && exec sleep 600
+echo '{"message": "E: bad"}' > $TORCHELASTIC_ERROR_FILE
+exit 3
+"""
+
+
+def test_an_end_is_told_to_the_coordinator_and_held_back_from_the_supervisor(coordinated, far_end):
+    group = coordinated("sh", "-c", 'if [ "$LOCAL_RANK" = 1 ]; then exit 3; fi; sleep 600')
+    status = until(group, lambda worker: worker.is_recovering, local_rank=1)
+    assert (status.exit_code, status.ended_s) == (None, None)
+    ended = far_end.hear()
+    assert isinstance(ended, WorkerEnded)
+    assert (ended.rank, ended.device, ended.exit_code, ended.is_oom) == (3, 1, 3, False)
+
+
+def test_an_end_carries_the_error_that_was_recorded_and_whether_memory_was_short(
+    coordinated, far_end
+):
+    kills = iter([4, 5])
+    group = coordinated(
+        "sh", "-c", """echo '{"message": "E: bad"}' > $TORCHELASTIC_ERROR_FILE; exit 1""",
+        slots_per_node=1, oom_kills=lambda: next(kills, 5),
+    )  # fmt: skip
+    until(group, lambda worker: worker.is_recovering)
+    ended = far_end.hear()
+    assert isinstance(ended, WorkerEnded)
+    assert (ended.error, ended.is_oom) == ("E: bad", True)
+
+
+def test_a_worker_that_ends_well_is_nobodys_business(coordinated, far_end, line):
+    group = coordinated("true", slots_per_node=1)
+    wait_for(group.poll)
+    line.close()
+    assert far_end.is_hung_up_on(), "nothing was said"
+
+
+def test_a_replaced_worker_knows_the_generation_that_it_joins(coordinated, tmp_path):
+    group = coordinated("sh", "-c", FAILING, slots_per_node=1, cwd=str(tmp_path))
+    before = until(group, lambda worker: worker.is_recovering)
+    group.replace(group.ranks[0], 4)
+    after = until(group, lambda worker: not worker.is_recovering)
+    assert after.pid != before.pid
+    assert (before.error, after.error, after.exit_code) == ("E: bad", None, None)
+    wait_for(lambda: (tmp_path / "lives").read_text() == "\n4\n")
+
+
+def test_a_worker_that_is_replaced_while_it_lives_is_ended_first(coordinated, tmp_path):
+    group = coordinated("sh", "-c", "echo $$ >> lives; exec sleep 600", slots_per_node=1)
+    wait_for((tmp_path / "lives").exists)
+    (before,) = group.statuses()
+    group.replace(group.ranks[0], 2)
+    with pytest.raises(ProcessLookupError):
+        os.kill(before.pid, 0)
+    assert not group.statuses()[0].is_recovering
+
+
+def test_an_end_that_the_coordinator_gives_up_on_is_reported_and_ends_the_others(coordinated):
+    group = coordinated("sh", "-c", 'if [ "$LOCAL_RANK" = 1 ]; then exit 3; fi; sleep 600')
+    until(group, lambda worker: worker.is_recovering, local_rank=1)
+    group.release()
+    status = group.statuses()[1]
+    assert (status.exit_code, status.is_recovering) == (3, False)
+    wait_for(group.poll)
+    assert group.statuses()[0].stopped_by_agent
+
+
+def test_after_giving_up_no_end_is_told_any_more(coordinated, far_end, line, tmp_path):
+    script = 'if [ "$LOCAL_RANK" = 0 ]; then while [ ! -e go ]; do sleep 0.02; done; fi; exit 3'
+    group = coordinated("sh", "-c", script)
+    until(group, lambda worker: worker.is_recovering, local_rank=1)
+    group.release()
+    (tmp_path / "go").touch()
+    wait_for(group.poll)
+    line.close()
+    assert isinstance(far_end.hear(), WorkerEnded)
+    assert far_end.is_hung_up_on()
+    assert [worker.exit_code for worker in group.statuses()] == [3, 3]
+
+
+def test_a_failure_without_a_line_ends_the_attempt(coordinated, far_end, line, heard):
+    group = coordinated("sh", "-c", "sleep 0.2; exit 3", slots_per_node=1)
+    far_end.hang_up()
+    heard.next()
+    wait_for(group.poll)
+    assert group.statuses()[0].exit_code == 3
+
+
+def test_nothing_is_replaced_once_the_attempt_is_asked_to_end(coordinated):
+    group = coordinated("sh", "-c", "exit 3", slots_per_node=1)
+    before = until(group, lambda worker: worker.is_recovering)
+    group.stop(5)
+    group.replace(group.ranks[0], 2)
+    wait_for(group.poll)
+    (after,) = group.statuses()
+    assert (after.pid, after.exit_code) == (before.pid, 3)

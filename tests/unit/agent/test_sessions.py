@@ -1,0 +1,157 @@
+"""A real agent with a session program: workers from a zygote, and a coordinator beside them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+
+import psutil
+import pytest
+
+from tests.unit.agent.conftest import Container, end_container, start_container, wait_for
+from training.agent.protocol import RendezvousOrder, ShutdownOrder, StartOrder, StopOrder
+from training.membership import WorkerJoined, dump_line
+
+ZYGOTE_TIMEOUT_S = 90.0  # it imports torch, on a machine that may have much else to do
+RECIPE = """
+import json, os, sys, time
+
+def main(job):
+    print(json.dumps(dict(os.environ)), flush=True)
+    todo = job.env["TODO"]
+    if todo == "fail" and os.environ["LOCAL_RANK"] == "0":
+        raise ValueError("own")
+    if todo != "end":
+        print("up", flush=True)
+        time.sleep(600)
+    sys.exit(0)
+"""
+
+
+def document(todo: str) -> str:
+    return json.dumps(
+        {
+            "run_id": "run-1",
+            "storage": {"address": "file:///nowhere"},
+            "worker": {"recipe": "own:main"},
+            "checkpoint": {"host_memory": False},
+            "engine": {"nodes": 2, "slots_per_node": 2},
+            "batch": {"global_batch_size": 8, "micro_batch_size": 1},
+            "env": {"TODO": todo},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def container(tmp_path_factory):
+    """One agent for all tests here, with the recipe where its workers start."""
+    folder = tmp_path_factory.mktemp("agent") / "container"
+    container = start_container(folder, {})
+    (folder / "own.py").write_text(RECIPE)
+    container.call(order(container, "end"))
+    wait_for(lambda: container.status().is_over, timeout_s=ZYGOTE_TIMEOUT_S)
+    yield container
+    end_container(container)
+
+
+@pytest.fixture
+def shared(container):
+    """The agent; nothing runs in it when a test begins."""
+    yield container
+    if not container.status().is_over:
+        container.call(StopOrder(grace_s=0))
+        container.until("ended")
+
+
+def order(container: Container, todo: str) -> StartOrder:
+    return container.order("unused", is_command=False, job=document(todo))
+
+
+def names(container: Container) -> list[str]:
+    """Of the container's processes beside its agent."""
+    own = container.process.pid
+    return sorted(one.name() for one in container.processes() if one.pid != own)
+
+
+def until_up(container: Container) -> None:
+    wait_for(lambda: sum("up\n" in text for text in container.logs().values()) == 2)
+
+
+def test_workers_are_named_after_their_ranks_and_know_their_place(shared):
+    shared.call(order(shared, "stay"))
+    until_up(shared)
+    assert names(shared)[1:] == ["rank-2", "rank-3"]
+    for rank in (2, 3):
+        seen = json.loads(shared.logs()[f"rank-{rank:05d}.stdout.log"].splitlines()[0])
+        assert (seen["RANK"], seen["LOCAL_RANK"]) == (str(rank), str(rank - 2))
+        assert (seen["WORLD_SIZE"], seen["MA_SCHEDULE_CNT"]) == ("4", "3")
+        assert (seen["OMP_NUM_THREADS"], seen["PERDURE_RUN_ID"]) == ("1", "run-1")
+    shared.call(StopOrder(grace_s=5))
+    status = shared.until("ended")
+    assert [w.exit_code for w in status.workers] == [-signal.SIGTERM, -signal.SIGTERM]
+
+
+def test_a_worker_that_ends_well_leaves_the_zygote_for_the_next_attempt(shared):
+    zygotes = []
+    for _ in range(2):
+        shared.call(order(shared, "end"))
+        status = shared.until("ended")
+        assert [(w.rank, w.exit_code) for w in status.workers] == [(2, 0), (3, 0)]
+        zygotes.append([one.pid for one in shared.processes()])
+    assert zygotes[0] == zygotes[1]
+    assert len(zygotes[0]) == 2
+
+
+def test_an_exception_is_reported_and_ends_the_others_where_no_coordinator_answers(shared):
+    shared.call(order(shared, "fail"))
+    first, second = shared.until("ended").workers
+    assert (first.exit_code, first.error, first.stopped_by_agent) == (1, "ValueError: own", False)
+    assert (second.exit_code, second.stopped_by_agent) == (-signal.SIGTERM, True)
+
+
+def test_a_rendezvous_is_a_coordinator_and_ends_with_its_attempt(shared):
+    start = order(shared, "stay")
+    wanted = RendezvousOrder(port=0, start=start, supported=())
+    reply = shared.call(wanted)
+    assert shared.call(wanted) == reply, "repeated for the same attempt"
+    address = reply.coordinator
+    assert address is not None
+    assert names(shared)[0] == "coordinator"
+    with socket.create_connection((address.host, address.port), timeout=5) as line:
+        line.sendall(dump_line(WorkerJoined(token="wrong", rank=2, pid=1)))
+        assert line.recv(1) == b"", "a stranger is hung up on"
+    shared.call(start.model_copy(update={"coordinator": address}))
+    until_up(shared)
+    shared.call(StopOrder(grace_s=5))
+    shared.until("ended")
+    assert "coordinator" not in names(shared)
+
+
+def test_a_rank_that_is_killed_is_replaced_as_the_coordinator_says_or_ends_the_attempt(shared):
+    # Its ranks never train: the coordinator gives the attempt up.
+    start = order(shared, "stay")
+    address = shared.call(RendezvousOrder(port=0, start=start, supported=())).coordinator
+    shared.call(start.model_copy(update={"coordinator": address}))
+    until_up(shared)
+    (victim,) = [one for one in shared.processes() if one.name() == "rank-3"]
+    victim.kill()
+    status = shared.until("ended")
+    assert [(w.exit_code, w.stopped_by_agent) for w in status.workers] == [
+        (-signal.SIGTERM, True),
+        (-signal.SIGKILL, False),
+    ]
+
+
+def test_a_shutdown_leaves_nothing_of_a_session_program(container):
+    # The last one here, for it ends the agent of the others: a zygote takes seconds to start.
+    start = order(container, "stay")
+    address = container.call(RendezvousOrder(port=0, start=start, supported=())).coordinator
+    container.call(start.model_copy(update={"coordinator": address}))
+    until_up(container)
+    children = psutil.Process(container.process.pid).children(recursive=True)
+    assert len(children) == 4
+    container.call(ShutdownOrder(grace_s=1))
+    assert container.process.wait(10) == 0
+    assert container.processes() == []
+    assert not any(child.is_running() for child in children)

@@ -1,0 +1,228 @@
+"""A real zygote: what is forked from it, how that ends, and whose child it is."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.agent.conftest import wait_for
+from training.agent import zygote as module
+from training.agent.launcher import COLD_START, Launcher
+from training.agent.processes import become_subreaper
+from training.agent.zygote import Fork, ForkedProcess, Zygote
+
+ROOT = str(Path(__file__).parents[3])
+PR_SET_CHILD_SUBREAPER = 36
+VARIABLES = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def subreaper():
+    """Orphans are ours, as they are an agent's, until the last test here is over."""
+    become_subreaper()
+    yield
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+@pytest.fixture(scope="module")
+def zygote(subreaper, tmp_path_factory):
+    """One for the tests that leave it alive."""
+    one = Zygote(VARIABLES, tmp_path_factory.mktemp("zygote") / "zygote.log")
+    one.start()
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def forked(zygote, tmp_path):
+    """Forks a function of `forkable`; none outlives the test."""
+    processes: list[ForkedProcess] = []
+
+    def fork(function: str, *arguments: str, name: str = "forked", **changes: Any) -> ForkedProcess:
+        processes.append(zygote.fork(wanted(function, tmp_path, arguments, name, **changes)))
+        return processes[-1]
+
+    yield fork
+    for process in processes:
+        process.kill()
+
+
+def wanted(
+    function: str, folder: Path, arguments: tuple[str, ...] = (), name: str = "x", **changes: Any
+) -> Fork:
+    fields: dict[str, Any] = {
+        "function": f"tests.unit.agent.forkable:{function}",
+        "name": name,
+        "arguments": arguments,
+        "environment": {"OWN": "x y\n=z", "PYTHONPATH": ROOT},
+        "cwd": str(folder),
+        "stdout": str(folder / f"{name}.out"),
+        "stderr": str(folder / f"{name}.err"),
+    }
+    return Fork(**{**fields, **changes})
+
+
+def until_up(log: Path) -> None:
+    wait_for(lambda: log.exists() and "up" in log.read_text())
+
+
+def ended(process: ForkedProcess | subprocess.Popen[bytes]) -> int:
+    wait_for(lambda: process.poll() is not None)
+    assert process.returncode is not None
+    return process.returncode
+
+
+def test_a_fork_finds_what_was_asked_for_and_nothing_of_its_zygote(forked, tmp_path):
+    assert ended(forked("tell", "one", "two", name="rank-12")) == 0
+    found = json.loads((tmp_path / "rank-12.out").read_text())
+    assert found["environment"] == {"OWN": "x y\n=z", "PYTHONPATH": ROOT}
+    assert (found["arguments"], found["cwd"]) == (["one", "two"], str(tmp_path))
+    assert found["name"] == "rank-12"
+    assert found["leads_session"]
+    assert found["input"] == ""
+    assert found["has_torch"], "it would take seconds to import"
+
+
+def test_a_fork_is_the_child_of_whoever_reaps_orphans_from_its_first_line_on(forked, tmp_path):
+    assert ended(forked("tell")) == 0
+    assert json.loads((tmp_path / "forked.out").read_text())["parent"] == os.getpid()
+
+
+def test_a_long_name_is_cut_as_the_kernel_would(forked, tmp_path):
+    assert ended(forked("tell", name="a-name-of-twenty-one")) == 0
+    found = json.loads((tmp_path / "a-name-of-twenty-one.out").read_text())
+    assert found["name"] == "a-name-of-twent"
+
+
+@pytest.mark.parametrize(
+    ("argument", "code", "said"),
+    [("null", 0, ""), ("0", 0, ""), ("75", 75, ""), ("257", 1, ""), ('"no good"', 1, "no good\n")],
+)
+def test_a_fork_exits_as_the_interpreter_would(forked, tmp_path, argument, code, said):
+    assert ended(forked("end_with", argument)) == code
+    assert (tmp_path / "forked.err").read_text() == said
+
+
+def test_an_exception_is_told_in_the_forks_own_log(forked, tmp_path):
+    assert ended(forked("fail")) == 1
+    assert (tmp_path / "forked.err").read_text().endswith("ValueError: own\n")
+
+
+def test_a_function_that_is_not_there_fails_in_the_fork_alone(forked, tmp_path):
+    assert ended(forked("no_such")) == 1
+    assert "no_such" in (tmp_path / "forked.err").read_text()
+    assert ended(forked("tell")) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
+def test_a_signal_that_ends_a_fork_is_its_exit_code(forked, tmp_path, number):
+    process = forked("stay")
+    until_up(tmp_path / "forked.out")
+    assert process.poll() is None
+    process.send_signal(number)
+    assert ended(process) == -number
+    process.send_signal(signal.SIGTERM)  # and nobody who has its number by now gets it
+    process.kill()
+    assert process.returncode == -number
+
+
+def test_killing_a_fork_waits_for_its_end(forked):
+    process = forked("stay")
+    process.kill()
+    assert process.returncode == -signal.SIGKILL
+    with pytest.raises(ProcessLookupError):
+        os.kill(process.pid, 0)
+
+
+def test_a_fork_that_somebody_else_has_collected_counts_as_killed(forked):
+    process = forked("tell")
+    os.waitpid(process.pid, 0)
+    assert process.poll() == -signal.SIGKILL
+
+
+def test_logs_are_appended_to(forked, tmp_path):
+    for _ in range(2):
+        assert ended(forked("say_who")) == 0
+    assert len((tmp_path / "forked.out").read_text().splitlines()) == 2
+
+
+def test_everybody_gets_the_process_that_they_asked_for(forked, tmp_path):
+    names = [f"n{number}" for number in range(12)]
+    with ThreadPoolExecutor(len(names)) as pool:
+        processes = list(pool.map(lambda name: forked("say_who", name=name), names))
+    for name, process in zip(names, processes, strict=True):
+        assert ended(process) == 0
+        assert (tmp_path / f"{name}.out").read_text().strip() == str(process.pid)
+
+
+def test_a_zygote_serves_those_who_want_the_same_variables(zygote):
+    assert zygote.serves(VARIABLES)
+    assert not zygote.serves({**VARIABLES, "OMP_NUM_THREADS": "2"})
+
+
+def test_what_was_forked_outlives_a_zygote_and_its_end_is_noticed(subreaper, tmp_path):
+    one = Zygote(VARIABLES, tmp_path / "zygote.log")
+    one.start()
+    process = one.fork(wanted("stay", tmp_path))
+    until_up(tmp_path / "x.out")
+    (pid,) = one.pids
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not one.serves(VARIABLES))
+    assert one._process is not None
+    assert one._process.stdout is not None
+    at_end, _, _ = select.select([one._process.stdout], [], [], 5)
+    assert at_end, "the fork holds the pipe open, and whoever asked waits for ever"
+    with pytest.raises(OSError, match=r"zygote|Broken pipe"):
+        one.fork(wanted("stay", tmp_path))
+    one.close()
+    assert one.pids == frozenset()
+    assert process.poll() is None
+    process.kill()
+
+
+def test_a_zygote_that_cannot_import_says_where_to_look(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('no driver')\n")
+    log = tmp_path / "zygote.log"
+    one = Zygote({**VARIABLES, "PYTHONPATH": f"{tmp_path}:{ROOT}"}, log)
+    with pytest.raises(OSError, match=f"the zygote did not start; see {log}"):
+        one.start()
+    assert "no driver" in log.read_text()
+    assert one.pids == frozenset()
+
+
+def test_a_zygote_that_takes_too_long_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "START_TIMEOUT_S", 0.0)
+    one = Zygote(VARIABLES, tmp_path / "zygote.log")
+    with pytest.raises(OSError, match="did not start"):
+        one.start()
+    assert one.pids == frozenset()
+
+
+def test_a_zygote_that_was_not_started_forks_nothing(tmp_path):
+    with pytest.raises(OSError, match="not started"):
+        Zygote(VARIABLES, tmp_path / "zygote.log").fork(wanted("tell", tmp_path))
+
+
+def test_a_worker_that_must_not_be_forked_finds_the_same_and_imports_for_itself(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv(COLD_START, "1")
+    launcher = Launcher(tmp_path, "127.0.0.1")  # without a zygote
+    process = launcher.fork(wanted("tell", tmp_path, ("one",), name="rank-12"))
+    assert ended(process) == 0
+    found = json.loads((tmp_path / "rank-12.out").read_text())
+    assert found["environment"] == {"OWN": "x y\n=z", "PYTHONPATH": ROOT}
+    assert (found["arguments"], found["cwd"]) == (["one"], str(tmp_path))
+    assert (found["name"], found["input"]) == ("rank-12", "")
+    assert found["leads_session"]
+    assert not found["has_torch"]
+    assert ended(launcher.fork(wanted("end_with", tmp_path, ("75",)))) == 75

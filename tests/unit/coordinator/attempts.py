@@ -1,0 +1,259 @@
+"""An attempt without processes: events by hand, and ranks that answer as workers do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from training.coordinator.actions import Action, Noted, ToAgent, ToRank
+from training.coordinator.attempt import Attempt, Stage
+from training.coordinator.judge import Judge
+from training.membership import (
+    GiveUp,
+    LastSaved,
+    NewGeneration,
+    Plan,
+    Relink,
+    Relinked,
+    ReplaceWorker,
+    Said,
+    Trouble,
+    TroubleSeen,
+    WorkerEnded,
+)
+from training.policy.ladder import Policy, Rung
+from training.policy.notes import (
+    AnyNote,
+    LastSave,
+    PauseBegan,
+    PauseEnded,
+    RecoveryBegan,
+    RecoveryEnded,
+)
+from training.policy.repair import RankReport, RepairMode, RepairPlan, StepPhase, Vote
+
+DDP = ((0, 1, 2, 3),)
+HSDP = ((0, 2), (1, 3))
+ALONE = ((0,), (1,), (2,), (3,))  # nobody has a replica
+EIGHT = ((0, 4), (1, 5), (2, 6), (3, 7))
+REPAIR_LIMIT_S = 30.0
+SAVE_LIMIT_S = 60.0
+LINK_LIMIT_S = 10.0
+STEP = 10
+
+
+@dataclass
+class Rank:
+    """One worker process, as far as it matters here."""
+
+    report: RankReport
+    generation: int = 1
+
+    def carry_out(self, plan: RepairPlan) -> None:
+        """Come to the plan's step."""
+        self.report = RankReport(
+            rank=self.report.rank, step=plan.step, snapshot_step=self.report.snapshot_step
+        )
+
+
+@dataclass
+class Played:
+    """An attempt in training, and all that it did since."""
+
+    attempt: Attempt
+    ranks: dict[int, Rank] = field(default_factory=dict)
+    now_s: float = 1000.0
+    actions: list[Action] = field(default_factory=list)
+    _answered: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        groups: Sequence[Sequence[int]] = DDP,
+        *,
+        policy: Policy | None = None,
+        supported: Collection[Rung] = frozenset(Rung),
+        is_training: bool = True,
+        ranks_per_node: int = 2,
+    ) -> Played:
+        """All ranks have connected; unless told otherwise they train."""
+        world_size = sum(len(group) for group in groups)
+        attempt = Attempt(
+            world_size,
+            groups,
+            Judge(policy or Policy(), frozenset(supported)),
+            repair_limit_s=REPAIR_LIMIT_S,
+            save_limit_s=SAVE_LIMIT_S,
+            link_limit_s=LINK_LIMIT_S,
+            nodes={rank: f"node-{rank // ranks_per_node}" for rank in range(world_size)},
+        )
+        played = cls(attempt)
+        for rank in range(world_size):
+            attempt.joined(rank)
+            played.ranks[rank] = Rank(RankReport(rank=rank, step=STEP, snapshot_step=STEP - 2))
+        if is_training:
+            for rank in range(world_size):
+                played.trains(rank)
+            played.collect()
+            played.actions.clear()
+            played._answered = 0
+        return played
+
+    # Events.
+
+    def trains(self, rank: int, *, generation: int | None = None, step: int = STEP) -> None:
+        number = self.attempt.generation if generation is None else generation
+        self.attempt.trains(rank, number, step, now_s=self.now_s)
+
+    def collect(self) -> list[Action]:
+        """What the attempt wants done now."""
+        new = self.attempt.take_actions()
+        self.actions += new
+        return new
+
+    def passes(self, delay_s: float) -> list[Action]:
+        """Time passes."""
+        self.now_s += delay_s
+        self.attempt.tick(now_s=self.now_s)
+        return self.collect()
+
+    def dies(self, rank: int, *, told: bool = True, **changes: Any) -> list[Action]:
+        """A process is killed: its connection closes, and its agent tells."""
+        self.attempt.gone(rank, now_s=self.now_s)
+        self.ranks.pop(rank, None)
+        if told:
+            fields: dict[str, Any] = {"device": rank % 2, "exit_code": -9, "at_s": self.now_s}
+            self.attempt.ended(WorkerEnded(rank=rank, **{**fields, **changes}), now_s=self.now_s)
+        return self.collect()
+
+    def sees(self, rank: int, trouble: Trouble, **changes: Any) -> list[Action]:
+        """A process tells of a fault that it outlives."""
+        fields: dict[str, Any] = {
+            "generation": self.attempt.generation,
+            "text": f"{trouble} broke",
+            "step": self.attempt.step,
+            "at_s": self.now_s,
+        }
+        seen = TroubleSeen(trouble=trouble, **{**fields, **changes})
+        self.attempt.trouble(rank, seen, now_s=self.now_s)
+        return self.collect()
+
+    def damaged(self, rank: int) -> list[Action]:
+        """A rank's memory is damaged, and it says so."""
+        own = self.ranks[rank]
+        own.report = own.report.model_copy(update={"is_dirty": True})
+        return self.sees(rank, Trouble.MEMORY)
+
+    def stand_at(self, step: int, phase: StepPhase, *, vote: Vote | None = None) -> None:
+        """Every rank is as far as this."""
+        for rank in self.ranks.values():
+            votes = (vote,) if vote is not None else ()
+            rank.report = rank.report.model_copy(
+                update={"step": step, "phase": phase, "votes": votes}
+            )
+
+    # Ranks that answer.
+
+    def answer(
+        self,
+        *,
+        silent: Collection[int] = (),
+        until: Callable[[Said], bool] = lambda _message: False,
+    ) -> None:
+        """Agents and ranks do what they were told, up to where nothing more is said.
+
+        Args:
+            silent: ranks that say nothing.
+            until: stops at the first message of this kind, unanswered.
+        """
+        self.collect()
+        while self._answered < len(self.actions):
+            action = self.actions[self._answered]
+            if isinstance(action, ToRank | ToAgent) and until(action.message):
+                return
+            self._answered += 1
+            match action:
+                case ToAgent(rank=int(rank), message=ReplaceWorker()) if rank not in silent:
+                    self.starts(rank)
+                case ToRank() if action.rank not in silent and action.rank in self.ranks:
+                    self._reply(action.rank, action.message)
+            self.collect()
+
+    def starts(self, rank: int) -> None:
+        """A new process has connected."""
+        self.ranks[rank] = Rank(RankReport(rank=rank, step=0, is_fresh=True), generation=0)
+        self.attempt.joined(rank)
+
+    def reports(self, rank: int, **changes: Any) -> list[Action]:
+        """A rank reports for the present generation."""
+        report = self.ranks[rank].report.model_copy(update=changes)
+        self.attempt.standing(self.attempt.generation, report, now_s=self.now_s)
+        return self.collect()
+
+    def _reply(self, rank: int, message: Said) -> None:
+        own, attempt = self.ranks[rank], self.attempt
+        match message:
+            case NewGeneration():
+                own.generation = message.number
+                attempt.standing(own.generation, own.report, now_s=self.now_s)
+            case Plan() if message.plan.mode is RepairMode.LAST_SAVE:
+                attempt.last_saved(rank, LastSaved(step=message.plan.step), now_s=self.now_s)
+            case Plan():
+                own.carry_out(message.plan)
+                attempt.trains(rank, message.generation, message.plan.step, now_s=self.now_s)
+            case Relink():
+                told = Relinked(generation=message.generation, link=message.link, operations=1)
+                attempt.relinked(rank, told, now_s=self.now_s)
+
+    # What was done.
+
+    def stage(self) -> Stage:
+        return self.attempt.stage
+
+    def notes(self, *kinds: type[AnyNote]) -> list[Any]:
+        """The notes, of these kinds."""
+        notes = [action.note for action in self.actions if isinstance(action, Noted)]
+        return [note for note in notes if not kinds or isinstance(note, kinds)]
+
+    def began(self) -> list[RecoveryBegan]:
+        return self.notes(RecoveryBegan)
+
+    def ended(self) -> list[RecoveryEnded]:
+        return self.notes(RecoveryEnded)
+
+    def rungs(self) -> list[Rung]:
+        """What was begun, in its order."""
+        return [note.rung for note in self.began()]
+
+    def pauses(self) -> list[PauseBegan | PauseEnded]:
+        return self.notes(PauseBegan, PauseEnded)
+
+    def last_save(self) -> LastSave:
+        """What became of the end-of-life checkpoint."""
+        (note,) = self.notes(LastSave)
+        assert isinstance(note, LastSave)
+        return note
+
+    def told(self, rank: int) -> list[Said]:
+        """What a rank was told."""
+        return [a.message for a in self.actions if isinstance(a, ToRank) and a.rank == rank]
+
+    def replaced(self) -> list[int]:
+        """Ranks whose agents were told to start a new process."""
+        return [
+            action.message.rank
+            for action in self.actions
+            if isinstance(action, ToAgent) and isinstance(action.message, ReplaceWorker)
+        ]
+
+    def plan(self) -> RepairPlan:
+        """The newest one."""
+        plans = [a.message for a in self.actions if isinstance(a, ToRank)]
+        newest = [message for message in plans if isinstance(message, Plan)][-1]
+        return newest.plan
+
+    def given_up(self) -> list[str]:
+        """Why, as every agent was told."""
+        messages = [a.message for a in self.actions if isinstance(a, ToAgent) and a.rank is None]
+        return [message.why for message in messages if isinstance(message, GiveUp)]

@@ -1,0 +1,211 @@
+"""The life of an attempt: links that are made anew, damaged memory and abnormal steps."""
+
+from __future__ import annotations
+
+from tests.unit.coordinator.attempts import HSDP, LINK_LIMIT_S, STEP, Played
+from training.coordinator.actions import NormAccepted
+from training.coordinator.attempt import LINK_SETTLE_S, Stage
+from training.coordinator.ranks import END_NOTICE_S
+from training.membership import NewGeneration, Relink, Relinked, Trouble
+from training.policy.ladder import Policy, Rung
+from training.policy.repair import RepairMode, StepPhase
+
+# Operator retry.
+
+RETRY = Policy(operator_retry=True)
+
+
+def broken_link(played: Played, **changes) -> None:
+    """A link is broken under operations that can be run again."""
+    played.sees(2, Trouble.LINK, link=0, **changes)
+    played.passes(LINK_SETTLE_S)
+
+
+def test_new_links_are_made_in_the_same_generation_where_operations_can_be_run_again():
+    played = Played.of(policy=RETRY)
+    broken_link(played)
+    assert played.stage() is Stage.RELINKING
+    assert played.told(0) == [Relink(generation=1, link=1)]
+    assert played.began()[0].sub_healthy
+    played.answer()
+    (ended,) = played.ended()
+    assert ended.succeeded
+    assert (ended.generation, ended.replaced, ended.steps_lost) == (1, (), 0)
+    assert (played.stage(), played.attempt.generation) == (Stage.TRAINING, 1)
+
+
+def test_a_break_of_links_that_were_made_anew_since_is_old_news():
+    played = Played.of(policy=RETRY)
+    broken_link(played)
+    broken_link(played)
+    played.answer()
+    assert played.rungs() == [Rung.OPERATOR_RETRY]
+
+
+def test_links_that_cannot_be_made_climb_to_a_new_generation():
+    played = Played.of(policy=RETRY)
+    broken_link(played)
+    told = Relinked(generation=1, link=1, problem="no route")
+    played.attempt.relinked(0, told, now_s=played.now_s)
+    played.answer()
+    assert played.rungs() == [Rung.OPERATOR_RETRY, Rung.STEP_RETRY]
+    assert [note.succeeded for note in played.ended()] == [False, True]
+    assert played.ended()[0].why == "rank 0: no route"
+
+
+def test_links_that_are_not_made_in_time_climb_to_a_new_generation():
+    played = Played.of(policy=RETRY)
+    broken_link(played)
+    played.answer(silent={1, 3})
+    assert played.passes(LINK_LIMIT_S) == []
+    played.passes(0.1)
+    assert played.ended()[0].why == "ranks [1, 3] have no links after 10 s"
+    assert played.stage() is Stage.GATHERING
+
+
+def test_word_of_links_of_another_time_does_not_count():
+    played = Played.of(policy=RETRY)
+    broken_link(played)
+    for generation, link in ((1, 0), (1, 2), (0, 1), (2, 1)):
+        for rank in range(4):
+            told = Relinked(generation=generation, link=link)
+            played.attempt.relinked(rank, told, now_s=played.now_s)
+    assert played.stage() is Stage.RELINKING
+
+
+def test_links_that_break_again_are_made_anew_by_all_again():
+    played = Played.of(policy=RETRY)
+    broken_link(played)
+    played.answer()
+    played.attempt.stepped(STEP + 1)
+    played.sees(2, Trouble.LINK, link=1)
+    played.passes(LINK_SETTLE_S)
+    assert played.told(0)[-1] == Relink(generation=1, link=2)
+    told = Relinked(generation=1, link=2)
+    played.attempt.relinked(0, told, now_s=played.now_s)
+    assert played.stage() is Stage.RELINKING
+    played.answer()
+    assert played.stage() is Stage.TRAINING
+
+
+def test_links_of_a_new_generation_are_counted_from_the_beginning():
+    played = Played.of(policy=RETRY)
+    broken_link(played)
+    played.answer()
+    played.sees(2, Trouble.COLLECTIVE)
+    played.answer()
+    played.attempt.stepped(STEP + 1)
+    broken_link(played)
+    assert played.told(0)[-1] == Relink(generation=2, link=1)
+
+
+def test_a_death_while_links_are_made_is_answered():
+    played = Played.of(policy=RETRY)
+    broken_link(played)
+    played.dies(1)
+    played.answer()
+    assert played.rungs() == [Rung.OPERATOR_RETRY, Rung.PROCESS_REPLACE]
+    assert played.stage() is Stage.TRAINING
+
+
+# A rank's memory.
+
+
+def test_a_damaged_rank_gets_its_state_from_a_replica():
+    played = Played.of(HSDP)
+    played.damaged(0)
+    played.answer()
+    (ended,) = played.ended()
+    assert (ended.succeeded, ended.replaced, ended.repaired) == (True, (), (0,))
+    assert (played.rungs(), played.replaced()) == ([Rung.STEP_RETRY], [])
+
+
+def test_damage_that_comes_back_at_the_same_step_gets_a_new_process():
+    played = Played.of(HSDP)
+    played.damaged(0)
+    played.answer()
+    played.damaged(0)
+    assert played.rungs() == [Rung.STEP_RETRY, Rung.PROCESS_REPLACE]
+    assert played.replaced() == [0]
+    assert NewGeneration(number=3) not in played.told(0), "the process before is to end"
+    played.attempt.gone(0, now_s=played.now_s)  # it is ended by its agent, and nobody minds
+    assert played.passes(END_NOTICE_S * 2) == []
+    played.answer()
+    assert played.stage() is Stage.TRAINING
+
+
+# Abnormal steps.
+
+TRE = Policy(numeric_retry=True)
+
+
+def abnormal(played: Played, *, is_finite: bool = True, grad_norm: float | None = None) -> None:
+    """Every rank sees the same step come out abnormal."""
+    generation = played.attempt.generation
+    for rank in range(4):
+        played.sees(
+            rank,
+            Trouble.NUMERIC,
+            step=STEP,
+            is_finite=is_finite,
+            grad_norm=grad_norm,
+            generation=generation,
+        )
+
+
+def test_an_abnormal_step_is_done_again_from_the_snapshot_and_accepted_the_second_time():
+    played = Played.of(policy=TRE)
+    abnormal(played)
+    played.answer()
+    assert (played.plan().mode, played.plan().step) == (RepairMode.ROLL_BACK, STEP - 2)
+    assert played.ended()[0].steps_lost == 2
+    assert played.attempt.step == STEP - 2
+    accept_second_time(played)
+    assert played.plan().mode is RepairMode.ACCEPT
+    assert (played.plan().step, played.plan().applies) == (STEP + 1, (0, 1, 2, 3))
+    assert [note.accept_abnormal for note in played.began()] == [False, True]
+
+
+def accept_second_time(played: Played, **changes) -> None:
+    played.stand_at(STEP, StepPhase.PREPARED)
+    abnormal(played, **changes)
+    played.answer()
+
+
+def test_the_norms_of_an_accepted_step_are_put_on_record_before_and_after():
+    played = Played.of(policy=TRE)
+    abnormal(played, grad_norm=900.0)
+    played.answer()
+    accept_second_time(played, grad_norm=901.0)
+    recorded = [action for action in played.actions if isinstance(action, NormAccepted)]
+    assert recorded == [NormAccepted(STEP + 1, (900.0, 901.0))]
+
+
+def test_a_step_that_was_accepted_is_not_asked_about_a_third_time():
+    played = Played.of(policy=TRE)
+    abnormal(played)
+    played.answer()
+    accept_second_time(played)
+    abnormal(played)
+    assert played.stage() is Stage.GIVEN_UP
+    assert "was accepted already" in played.given_up()[0]
+
+
+def test_a_step_that_is_not_finite_is_never_accepted():
+    played = Played.of(policy=TRE)
+    abnormal(played, is_finite=False)
+    played.answer()
+    assert played.rungs() == [Rung.STEP_RETRY]
+    abnormal(played, is_finite=False)
+    assert played.stage() is Stage.GIVEN_UP
+    assert played.rungs() == [Rung.STEP_RETRY]
+    assert "step_retry: the last one failed" in played.given_up()[0]
+
+
+def test_ranks_without_a_common_snapshot_do_not_roll_back():
+    played = Played.of(policy=TRE)
+    played.ranks[1].report = played.ranks[1].report.model_copy(update={"snapshot_step": 4})
+    abnormal(played)
+    played.answer()
+    assert played.ended()[0].why == "the ranks have no snapshot of one step"
+    assert played.stage() is Stage.GIVEN_UP

@@ -1,0 +1,122 @@
+"""What the coordinator makes of the end of a worker, and of what a living one tells."""
+
+from __future__ import annotations
+
+import pytest
+
+from training.coordinator.judge import CLASS_OF, Judge, device_of, fault_of_end, fault_of_trouble
+from training.diagnosis.exits import EXIT_ABOVE_PROCESS, EXIT_RESTART_ME
+from training.membership import Trouble, TroubleSeen, WorkerEnded
+from training.policy.faults import Fault, FaultClass
+from training.policy.ladder import Policy, Rung
+
+REPLACE, STOP, IN_PLACE = Rung.PROCESS_REPLACE, Rung.STOP, Rung.IN_PLACE_RESTART
+
+
+def ended(exit_code: int, *, error: str | None = None, is_oom: bool = False) -> WorkerEnded:
+    return WorkerEnded(
+        rank=2, device=0, exit_code=exit_code, error=error, is_oom=is_oom, at_s=100.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("end", "fault_class", "rung"),
+    [
+        (ended(-9), FaultClass.NATIVE_CRASH, REPLACE),
+        (ended(-11), FaultClass.NATIVE_CRASH, REPLACE),
+        (ended(-9, is_oom=True), FaultClass.HOST_OOM, REPLACE),
+        (ended(EXIT_RESTART_ME), FaultClass.COLLECTIVE_TIMEOUT, REPLACE),
+        (
+            ended(1, error="DeviceBeyondHealing: check_uce_in_memory says 4"),
+            FaultClass.DEVICE_MEMORY_ERROR,
+            REPLACE,
+        ),
+        (ended(1, error="ValueError: no"), FaultClass.USER_CODE_ERROR, STOP),
+        (ended(EXIT_ABOVE_PROCESS), FaultClass.DEVICE_LOST, Rung.JOB_RESCHEDULE_ISOLATED),
+    ],
+    ids=["killed", "crashed", "oom", "lost its line", "beyond healing", "exception", "above"],
+)
+def test_a_process_that_ended_is_replaced_unless_the_program_or_the_container_is_to_blame(
+    end, fault_class, rung
+):
+    fault = fault_of_end(end, node="node-1", step=7)
+    assert (fault.fault_class, fault.rank, fault.step) == (fault_class, 2, 7)
+    judge = Judge(Policy(operator_retry=True), frozenset(Rung))
+    assert judge.decide(fault, now_s=101.0, is_dead=True).rung is rung
+
+
+def test_a_checkpoint_makes_free_what_was_mended_before_it():
+    judge = Judge(Policy(), frozenset(Rung))
+    for step in range(3):
+        fault = fault_of_end(ended(-9), node="node-1", step=step)
+        assert judge.decide(fault, now_s=101.0, is_dead=True).rung is REPLACE
+        judge.began(fault, REPLACE)
+    fourth = fault_of_end(ended(-9), node="node-1", step=3)
+    assert judge.decide(fourth, now_s=101.0, is_dead=True).rung is IN_PLACE
+    judge.committed(at_s=102.0)
+    assert judge.decide(fourth, now_s=103.0, is_dead=True).rung is REPLACE
+
+
+def abnormal() -> Fault:
+    seen = TroubleSeen(
+        generation=1, trouble=Trouble.NUMERIC, text="loss is 9e9", step=7, at_s=100.0
+    )
+    return fault_of_trouble(seen, rank=2, node="node-1", device=0)
+
+
+def test_every_trouble_has_a_class_that_a_living_process_may_answer():
+    assert set(CLASS_OF) == set(Trouble)
+    judge = Judge(Policy(operator_retry=True, numeric_retry=True), frozenset(Rung))
+    for trouble in Trouble:
+        seen = TroubleSeen(generation=1, trouble=trouble, text="x", step=7, at_s=100.0)
+        fault = fault_of_trouble(seen, rank=2, node="node-1", device=0)
+        decided = judge.decide(fault, now_s=101.0).rung
+        assert decided in (Rung.OPERATOR_RETRY, Rung.STEP_RETRY)
+
+
+def test_the_fault_of_a_trouble_is_what_its_rank_told():
+    seen = TroubleSeen(
+        generation=3, trouble=Trouble.MEMORY, text="UCE", step=7, at_s=100.0, code="507053"
+    )
+    fault = fault_of_trouble(seen, rank=2, node="node-1", device=0)
+    assert (fault.fault_class, fault.evidence) == (FaultClass.DEVICE_MEMORY_ERROR, "UCE")
+    assert (fault.rank, fault.node, fault.device) == (2, "node-1", 0)
+    assert (fault.code, fault.step, fault.at_s) == ("507053", 7, 100.0)
+
+
+def test_the_end_of_a_process_tells_its_error_or_how_it_was_ended():
+    told = fault_of_end(ended(1, error="ValueError: no"), node="node-1", step=7)
+    assert told.evidence == "rank 2: ValueError: no"
+    assert fault_of_end(ended(-9), node=None, step=7).evidence == "rank 2: killed by signal 9"
+    assert fault_of_end(ended(3), node=None, step=7).evidence == "rank 2: exit code 3"
+
+
+def test_a_step_that_is_abnormal_again_is_accepted_if_its_numbers_are_any():
+    judge = Judge(Policy(numeric_retry=True), frozenset(Rung))
+    judge.began(abnormal(), Rung.STEP_RETRY)
+    assert judge.decide(abnormal(), now_s=101.0).accept_abnormal
+    refused = judge.decide(abnormal(), now_s=101.0, is_finite=False)
+    assert (refused.rung, refused.accept_abnormal) == (IN_PLACE, False)
+    assert not judge.decide(abnormal(), now_s=101.0).accept_abnormal, "and never again"
+
+
+def test_a_recovery_that_failed_is_not_tried_again():
+    judge = Judge(Policy(), frozenset(Rung))
+    fault = fault_of_end(ended(-9), node="node-1", step=7)
+    judge.began(fault, REPLACE)
+    judge.failed()
+    assert judge.decide(fault, now_s=101.0).rung is IN_PLACE
+
+
+def test_a_checkpoint_that_is_no_younger_than_the_fault_frees_nothing():
+    judge = Judge(Policy(), frozenset(Rung))
+    fault = fault_of_end(ended(-9), node="node-1", step=7)
+    judge.began(fault, REPLACE)
+    judge.committed(at_s=fault.at_s)
+    assert judge.decide(fault, now_s=101.0).rung is IN_PLACE
+
+
+def test_a_device_is_the_place_of_a_rank_among_those_of_its_node():
+    nodes = {0: "a", 2: "a", 1: "b", 3: "b"}
+    assert [device_of(rank, nodes) for rank in range(4)] == [0, 0, 1, 1]
+    assert device_of(9, nodes) is None

@@ -1,0 +1,234 @@
+"""The verdict on a drill, out of ledgers and curves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from training.drill.job import drill_job
+from training.drill.outside import Kill, Pauser, Victim
+from training.drill.play import Played
+from training.drill.table import Drill, Expected
+from training.drill.verdict import Outcome, differences, judge, recovered
+from training.policy.fault_record import FaultRecord
+from training.policy.faults import FaultClass
+from training.policy.history import RunHistory, replay
+from training.policy.ladder import Rung
+from training.policy.notes import (
+    AnyNote,
+    LastSave,
+    PauseBegan,
+    PauseEnded,
+    RecoveryBegan,
+    RecoveryEnded,
+)
+from training.policy.records import (
+    AnyRecord,
+    AttemptEnded,
+    AttemptStarted,
+    Decided,
+    FirstStep,
+    Member,
+    Noted,
+    Placed,
+)
+from training.specs.drill import DrillFault, DrillKind
+from training.specs.model import ParallelKind
+
+CURVE = {step: (4.0 - step / 10, 1.0) for step in range(1, 7)}
+FAULT_AT_S = 100.0
+KILL = DrillFault(kind=DrillKind.KILL, rank=1, step=4)
+DRILL = Drill("one", "SIGKILL of rank 1", Expected((Rung.PROCESS_REPLACE,)), faults=(KILL,))
+E_: dict[str, Any] = {"epoch": 1}
+KEY: dict[str, Any] = {"placement": 1, "attempt": 1, "epoch": 1}
+FAULT = FaultRecord(fault_class=FaultClass.NATIVE_CRASH, at_s=FAULT_AT_S + 0.5, evidence="killed")
+
+
+def began(rung: Rung, number: int = 1) -> RecoveryBegan:
+    return RecoveryBegan(
+        at_s=FAULT_AT_S + 0.6, number=number, generation=1, fault=FAULT, rung=rung, reason="r"
+    )
+
+
+def ended(number: int = 1, *, succeeded: bool = True, steps_lost: int = 0) -> RecoveryEnded:
+    return RecoveryEnded(
+        at_s=FAULT_AT_S + 2.0,
+        number=number,
+        generation=2,
+        succeeded=succeeded,
+        step=3,
+        steps_lost=steps_lost,
+    )
+
+
+def attempt(*notes: AnyNote) -> list[AnyRecord]:
+    members = (Member(index=0, node="node-0", schedule_cnt=1),)
+    return [
+        Placed(at_s=1.0, placement=1, members=members, avoid=(), **E_),
+        AttemptStarted(at_s=2.0, from_step=0, **KEY),
+        *(Noted(at_s=note.at_s, note=note, **KEY) for note in notes),
+    ]
+
+
+def restarted(*notes: AnyNote, to_step: int, from_step: int) -> RunHistory:
+    second = {**KEY, "attempt": 2}
+    return replay(
+        [
+            *attempt(*notes),
+            AttemptEnded(
+                at_s=101.0, outcome="failed", to_step=to_step, proc_start_cnt={},
+                fault=FAULT, duration_s=99.0, **KEY,
+            ),
+            Decided(at_s=101.0, rung=Rung.IN_PLACE_RESTART, isolate=None, reason="r", **KEY),
+            AttemptStarted(at_s=102.0, from_step=from_step, **second),
+            FirstStep(at_s=108.1, step=from_step + 1, stepped_s=108.0, **second),
+        ]
+    )  # fmt: skip
+
+
+def played(history: RunHistory, **changes: Any) -> Played:
+    one = Played(
+        history=history,
+        curve=CURVE,
+        state={"rank00000.safetensors": "00"},
+        fired_s={0: [FAULT_AT_S]},
+        left_over=(),
+        ended="completed",
+    )
+    return replace(one, **changes)
+
+
+MENDED = replay(attempt(began(Rung.PROCESS_REPLACE), ended()))
+UNDISTURBED = played(replay(attempt()), fired_s={})
+
+
+def verdict(tmp_path, one: Played, drill: Drill = DRILL, **given: Any) -> Outcome:
+    job = drill_job(
+        tmp_path,
+        drill.name,
+        kind=ParallelKind.DDP,
+        steps=6,
+        changes={"optimizer": {"warmup_steps": 0}, "drill": {"faults": drill.faults}},
+    )
+    told: dict[str, Any] = {"expected": drill.expected, "outside_at_s": {}, "pauser": None}
+    return judge(drill, one, UNDISTURBED, job=job, **{**told, **given})
+
+
+def test_a_drill_that_went_as_expected_has_no_problem_and_tells_its_times(tmp_path):
+    outcome = verdict(tmp_path, played(MENDED))
+    assert outcome.as_expected
+    assert outcome.rungs == (Rung.PROCESS_REPLACE,)
+    assert outcome.detected_s == pytest.approx(0.5)
+    assert outcome.recovered_s == pytest.approx(2.0)
+    assert (outcome.steps_lost, outcome.fired, outcome.left_over) == (0, 1, 0)
+    assert outcome.curve_equal
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"fired_s": {}}, "0 of 1 faults happened"),
+        ({"ended": "stopped by the ladder"}, "the run ended: stopped by the ladder"),
+        ({"left_over": ("rank-1",)}, "left over: rank-1"),
+        ({"curve": {**CURVE, 5: (3.5, 1.1)}}, "the curve differs at 1 steps, first at step 5"),
+        ({"curve": {s: CURVE[s] for s in (1, 2)}}, "the curve differs at 4 steps, first at step 3"),
+        ({"state": {"rank00000.safetensors": "01"}}, "the curve is equal, the final state is not"),
+    ],
+)
+def test_a_drill_says_in_what_it_is_not_as_expected(tmp_path, changes, told):
+    outcome = verdict(tmp_path, played(MENDED, **changes))
+    assert outcome.problems == (told,)
+
+
+def test_a_fault_that_nothing_answered_is_told(tmp_path):
+    outcome = verdict(tmp_path, played(replay(attempt())))
+    assert outcome.problems == ("mended by nothing, expected process_replace",)
+    assert (outcome.detected_s, outcome.recovered_s) == (None, None)
+
+
+def test_a_recovery_that_failed_mended_nothing_and_the_rung_after_it_did():
+    history = restarted(began(Rung.PROCESS_REPLACE), ended(succeeded=False), to_step=3, from_step=2)
+    (one,) = recovered(history)
+    assert one.rung is Rung.IN_PLACE_RESTART
+    assert (one.noticed_at_s, one.trains_at_s) == (FAULT_AT_S + 0.5, 108.0)
+    assert one.steps_lost == 1
+
+
+def test_steps_that_are_lost_beyond_what_the_rung_may_lose_are_told(tmp_path):
+    drill = replace(DRILL, expected=Expected((Rung.IN_PLACE_RESTART,), steps_lost=1))
+    few = verdict(tmp_path, played(restarted(to_step=3, from_step=2)), drill)
+    assert few.problems == ()
+    many = verdict(tmp_path, played(restarted(to_step=3, from_step=0)), drill)
+    assert many.problems == ("3 completed steps lost, expected at most 1",)
+
+
+def test_the_survivors_save_is_expected_where_there_is_one(tmp_path):
+    drill = replace(DRILL, expected=Expected((Rung.IN_PLACE_RESTART,), last_save=3))
+    saved = restarted(LastSave(at_s=101.0, number=1, step=3), to_step=3, from_step=3)
+    assert verdict(tmp_path, played(saved), drill).as_expected
+    refused = LastSave(at_s=101.0, number=1, step=None, why="no rank of [1] lives")
+    lost = restarted(refused, to_step=3, from_step=3)
+    told = "the survivors saved step None, expected 3 (no rank of [1] lives)"
+    assert verdict(tmp_path, played(lost), drill).problems == (told,)
+
+
+def test_where_an_abnormal_step_was_accepted_the_curve_counts_up_to_it(tmp_path):
+    drill = replace(DRILL, differs_from=4)
+    other = {**CURVE, 4: (9.0, 9.0), 5: (9.0, 9.0)}
+    assert verdict(tmp_path, played(MENDED, curve=other, state={}), drill).as_expected
+    before = verdict(tmp_path, played(MENDED, curve={**other, 3: (9.0, 9.0)}), drill)
+    assert before.problems == ("the curve differs at 1 steps, first at step 3",)
+
+
+def test_a_kill_from_outside_that_hit_nobody_is_told(tmp_path):
+    drill = replace(DRILL, faults=(), kills=(Kill(victim=Victim.NODE, index=1, step=4),))
+    one = played(MENDED, fired_s={})
+    assert verdict(tmp_path, one, drill).problems == ("0 of 1 faults happened",)
+    hit = verdict(tmp_path, one, drill, outside_at_s={0: FAULT_AT_S})
+    assert hit.as_expected
+    assert hit.detected_s == pytest.approx(0.5)
+
+
+PAUSE = replace(DRILL, faults=(), pauses_at=3, expected=Expected(()))
+
+
+def _paused(*, began_at: int = 4, ended_at: int = 4) -> Played:
+    notes = (
+        PauseBegan(at_s=111.0, number=1, step=began_at),
+        PauseEnded(at_s=115.0, number=1, step=ended_at),
+    )
+    return played(replay(attempt(*notes)), fired_s={})
+
+
+def _pauser(*looks: tuple[int, ...], resumed_s: float | None = 113.0) -> Pauser:
+    one = Pauser(3, 4)
+    one.asked_s, one.resumed_s = 110.0, resumed_s
+    one.stood_at = list(looks)
+    return one
+
+
+def test_a_pause_is_one_at_which_all_ranks_were_seen_to_stand_at_one_step(tmp_path):
+    pauser = _pauser((4, 4, 4, 4), (4, 4, 4, 4))
+    outcome = verdict(tmp_path, _paused(), PAUSE, pauser=pauser)
+    assert outcome.as_expected
+    assert outcome.detected_s == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("one", "pauser", "told"),
+    [
+        (_paused(), _pauser((4, 4, 3, 4)), "the ranks stood at steps [(4, 4, 3, 4)]"),
+        (_paused(ended_at=5), _pauser((4, 4, 4, 4)), "pauses began at steps [4] and ended at [5]"),
+        (_paused(), _pauser((4, 4, 4, 4), resumed_s=None), "the ranks were never seen to stand"),
+    ],
+)
+def test_a_pause_in_which_a_rank_moves_is_none(tmp_path, one, pauser, told):
+    assert verdict(tmp_path, one, PAUSE, pauser=pauser).problems == (told,)
+
+
+def test_curves_are_compared_step_by_step_and_a_step_that_only_one_has_differs():
+    assert differences(CURVE, CURVE) == []
+    assert differences({1: (1.0, 1.0)}, {1: (1.0, 1.0), 2: (1.0, 1.0)}) == [2]
+    assert differences({1: (1.0, 2.0), 2: (1.0, 1.0)}, {1: (1.0, 1.0)}, before=2) == [1]

@@ -1,0 +1,85 @@
+"""Notes of a coordinator and the history they make, for tests of what people are shown."""
+
+from __future__ import annotations
+
+from training.policy.fault_record import FaultRecord
+from training.policy.faults import FaultClass
+from training.policy.history import RunHistory, replay
+from training.policy.ladder import Rung
+from training.policy.notes import AnyNote, LastSave, PauseBegan, PauseEnded, RecoveryBegan
+from training.policy.notes import RecoveryEnded as Ended
+from training.policy.records import (
+    AnyRecord,
+    AttemptEnded,
+    AttemptStarted,
+    Decided,
+    Member,
+    Noted,
+    Placed,
+    RunCreated,
+    SupervisorTook,
+)
+
+NOW = {"at_s": 0.0, "epoch": 1}
+KEY = {"placement": 1, "attempt": 1}
+LINK = FaultRecord(
+    fault_class=FaultClass.LINK_DOWN, at_s=10.0, evidence="EI0006", node="node-1",
+    rank=3, step=14,
+)  # fmt: skip
+CRASH = FaultRecord(
+    fault_class=FaultClass.NATIVE_CRASH, at_s=30.0, evidence="SIGKILL", node="node-0", rank=1,
+    step=40,
+)  # fmt: skip
+LINK_BEGAN = RecoveryBegan(
+    at_s=10.0,
+    number=1,
+    generation=1,
+    fault=LINK,
+    rung=Rung.STEP_RETRY,
+    reason="link_down is mended",
+)
+LINK_MENDED = Ended(
+    at_s=10.6, number=1, generation=2, succeeded=True, step=14, repaired=(3,), duration_s=0.625
+)
+CRASH_BEGAN = RecoveryBegan(
+    at_s=30.0, number=2, generation=2, fault=CRASH, rung=Rung.PROCESS_REPLACE, reason="one died",
+    skipped=("step_retry: switched off",),
+)  # fmt: skip
+CRASH_FAILED = Ended(
+    at_s=31.5, number=2, generation=2, succeeded=False, why="no replica of rank 1", duration_s=1.5
+)
+SAVED = LastSave(at_s=32.0, number=3, step=40, ranks=(0, 2))
+STANDS = PauseBegan(at_s=20.0, number=4, step=20)
+GOES_ON = PauseEnded(at_s=25.0, number=4, step=20)
+
+BEGINNING: tuple[AnyRecord, ...] = (
+    SupervisorTook(**NOW, supervisor="a", host="h", pid=1),
+    RunCreated(**NOW, job={}),
+    Placed(
+        **NOW,
+        placement=1,
+        members=(
+            Member(index=0, node="node-0", schedule_cnt=1),
+            Member(index=1, node="node-1", schedule_cnt=1),
+        ),
+        avoid=(),
+    ),
+    AttemptStarted(**NOW, **KEY, from_step=10),
+)
+END: tuple[AnyRecord, ...] = (
+    AttemptEnded(
+        **NOW, **KEY, outcome="failed", to_step=40, fault=CRASH, duration_s=5.0,
+        proc_start_cnt={"node-0": 1, "node-1": 1},
+    ),
+    Decided(**NOW, **KEY, rung=Rung.IN_PLACE_RESTART, isolate=None, reason="because"),
+)  # fmt: skip
+
+
+def noted(*notes: AnyNote) -> list[AnyRecord]:
+    """Records of the first attempt's notes."""
+    return [Noted(**NOW, **KEY, note=note) for note in notes]
+
+
+def told(*notes: AnyNote, ended: bool = False) -> RunHistory:
+    """The history of a run of one attempt that these were noted in."""
+    return replay([*BEGINNING, *noted(*notes), *(END if ended else ())])

@@ -1,0 +1,366 @@
+"""Restoring from the nearest place that has a whole checkpoint, bit by bit."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from storage.checkpoint import CheckpointStore, StepState
+from storage.errors import Corrupt
+from storage.local import LocalStore
+from storage.safetensors_file import header_size_bytes
+from tests.unit.runtime.trainees import Place, Trainee, train, train_and_fail
+from tests.unit.storage.nodes import Cluster, Node, flip_bit
+
+SAVES = (2, 4)
+
+
+@dataclass
+class Bench:
+    """Four ranks on two nodes with a keeper and a disk each, and attempts of them."""
+
+    cluster: Cluster
+    attempt: int = 0
+
+    @property
+    def nodes(self) -> tuple[Node, Node]:
+        first, second = self.cluster.nodes
+        return first, second
+
+    @property
+    def checkpoints(self) -> CheckpointStore:
+        return self.cluster.checkpoints
+
+    @property
+    def store(self) -> LocalStore:
+        return LocalStore(self.cluster.folder / "store")
+
+    def place(self, *, keeps: bool = True, sharded: bool = False) -> Place:
+        """Of the next attempt."""
+        self.attempt += 1
+        self.checkpoints.fence(1, self.attempt)
+        names = tuple(node.name if keeps else None for node in self.nodes)
+        disks = tuple(node.disk for node in self.nodes)
+        return Place(self.cluster.folder, self.attempt, names, disks, sharded)
+
+    def train(
+        self,
+        until: int = 4,
+        saves: tuple[int, ...] = SAVES,
+        *,
+        num_ranks: int = 4,
+        **place: bool,
+    ) -> list[dict[Any, Any]]:
+        """One attempt to its end."""
+        return self.cluster.run(train, self.place(**place), until, saves, num_ranks=num_ranks)
+
+    def restarted(self, *numbers: int) -> None:
+        """Kill keepers and start them anew: their memory is gone."""
+        for number in numbers:
+            self.nodes[number].start()
+
+    def uncommit(self, step: int) -> None:
+        """As if the store had never got a step."""
+        self.checkpoints.delete(step)
+
+    def shard(self, step: int, rank: int) -> str:
+        """Key of a shard of a committed step, in the store."""
+        return self.checkpoints.key(step, sorted(self.checkpoints.manifest(step).shards)[rank])
+
+    def read_by_nobody(self) -> None:
+        """Have the store's shards and manifests unreadable, and so known to be not read."""
+        for info in list(self.store.list("runs/run/checkpoints/")):
+            if info.key.endswith(".safetensors"):
+                self.store.put(info.key, b"not a shard")
+
+
+@pytest.fixture
+def bench(tmp_path) -> Iterator[Bench]:
+    cluster = Cluster.at(tmp_path, keep_last=5)
+    cluster.node()
+    cluster.node()
+    yield Bench(cluster)
+    cluster.close()
+
+
+def agree(told: list[dict[Any, Any]], before: list[dict[Any, Any]], step: int) -> bool:
+    """Whether every rank restored `step`, as it was."""
+    return [one["restored"] for one in told] == [step] * len(told) and all(
+        one[step] == before[0][step] for one in told
+    )
+
+
+def test_a_restart_in_place_reads_memory_alone_and_resumes_as_if_never_stopped(bench):
+    never_stopped = bench.train(until=7)
+    bench.read_by_nobody()
+    bench.nodes[0].disk_tier().delete(4)
+    bench.nodes[1].disk_tier().delete(4)
+    told = bench.train(until=7, saves=())
+    assert agree(told, never_stopped, 4)
+    for rank in range(4):
+        for step in (5, 6, 7):
+            assert told[rank][step] == never_stopped[rank][step]
+    assert len({one["random"] for one in told}) == 4, "each rank has its own random state"
+
+
+def test_sharded_states_come_back_over_the_process_group_and_from_memory(bench):
+    before = bench.train(sharded=True)
+    bench.read_by_nobody()
+    told = bench.train(until=5, saves=(), sharded=True)
+    assert agree(told, before, 4)
+
+
+def test_keepers_that_lost_their_memory_restore_from_their_disks(bench):
+    before = bench.train()
+    bench.read_by_nobody()
+    bench.restarted(0, 1)
+    assert agree(bench.train(saves=()), before, 4)
+
+
+def test_memory_of_one_node_and_disk_of_the_other_make_a_whole(bench):
+    before = bench.train()
+    bench.read_by_nobody()
+    bench.restarted(1)
+    assert agree(bench.train(saves=()), before, 4)
+
+
+def test_a_damaged_share_on_a_disk_falls_back_to_what_is_whole(bench):
+    before = bench.train()
+    bench.restarted(0, 1)
+    disk = bench.nodes[1].disk_tier()
+    flip_bit(disk.store, disk.key(4, "p0001-a0001-rank00002.safetensors"), 5000)
+    bench.uncommit(4)
+    assert agree(bench.train(until=2, saves=()), before, 2)
+
+
+def test_a_new_node_is_given_what_the_store_has_and_the_other_node_its_own(bench):
+    before = bench.train()
+    second = bench.nodes[1]
+    second.kill()
+    assert second.disk is not None
+    second.disk = second.disk.with_name("another-disk")
+    second.start()
+    for rank in (0, 1):
+        key = bench.shard(4, rank)
+        bench.store.put(key, bench.store.get(key))
+    assert agree(bench.train(saves=()), before, 4)
+
+
+def test_a_save_that_was_never_committed_is_published_by_the_attempt_that_restores_it(bench):
+    before = bench.train()
+    bench.uncommit(4)
+    told = bench.train(until=5, saves=())
+    assert agree(told, before, 4)
+    manifest = bench.checkpoints.manifest(4)
+    assert (manifest.attempt, manifest.world_size) == (2, 4)
+    assert bench.checkpoints.verify(4) == []
+    announced = (bench.cluster.folder / "metrics-2.jsonl").read_text()
+    assert announced == '{"kind": "checkpoint", "step": 4}\n'
+    assert bench.store.get("runs/run/metrics/1-4") == b"x"
+
+
+def test_what_is_republished_from_disks_restores_from_the_store(bench):
+    before = bench.train()
+    bench.uncommit(4)
+    bench.restarted(0, 1)
+    assert agree(bench.train(saves=()), before, 4)
+    assert bench.checkpoints.verify(4) == []
+    assert agree(bench.train(saves=(), keeps=False), before, 4)
+
+
+def test_another_world_size_restores_what_four_ranks_saved(bench):
+    before = bench.train()
+    bench.read_by_nobody()
+    assert agree(bench.train(saves=(), num_ranks=2), before, 4)
+
+
+def test_a_newer_committed_step_is_better_than_an_older_one_in_memory(bench):
+    bench.train()
+    before = bench.train(until=6, saves=(6,), keeps=False)
+    assert agree(bench.train(until=6, saves=()), before, 6)
+
+
+def lose_one_node(bench: Bench) -> None:
+    """The first node keeps its memory, the second has neither memory nor disk."""
+    second = bench.nodes[1]
+    second.kill()
+    assert second.disk is not None
+    second.disk = second.disk.with_name("another-disk")
+    second.start()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_damaged_shard_in_the_store_is_replaced_from_the_node_that_holds_it(bench, rank):
+    before = bench.train()
+    lose_one_node(bench)
+    # In the data of the weights: who reads it unhashed goes on with a wrong model.
+    data = header_size_bytes(bench.store.get(bench.shard(4, rank), length=8), url="")
+    flip_bit(bench.store, bench.shard(4, rank), 8 * (data + 40))
+    told = bench.train(saves=())
+    assert agree(told, before, 4)
+    assert bench.checkpoints.verify(4) == []
+    assert bench.checkpoints.states() == {2: StepState.COMMITTED, 4: StepState.COMMITTED}
+
+
+def test_a_damaged_shard_that_no_node_holds_sets_the_step_aside(bench):
+    before = bench.train()
+    lose_one_node(bench)
+    flip_bit(bench.store, bench.shard(4, 3), 4000)
+    assert agree(bench.train(until=2, saves=()), before, 2)
+    assert bench.checkpoints.states() == {2: StepState.COMMITTED, 4: StepState.SET_ASIDE}
+
+
+def test_a_step_that_was_set_aside_can_be_saved_again(bench):
+    before = bench.train()
+    lose_one_node(bench)
+    flip_bit(bench.store, bench.shard(4, 3), 4000)
+    told = bench.train(saves=(4,))
+    assert agree(told, before, 2)
+    assert told[0][4] == before[0][4]
+    assert bench.checkpoints.states() == {2: StepState.COMMITTED, 4: StepState.COMMITTED}
+    assert bench.checkpoints.verify(4) == []
+
+
+def test_when_every_checkpoint_is_damaged_new_processes_start_from_nothing(bench):
+    bench.train()
+    for node in bench.nodes:
+        node.kill()
+        assert node.disk is not None
+        node.disk = node.disk.with_name("another-disk")
+        node.start()
+    for step in SAVES:
+        flip_bit(bench.store, bench.shard(step, 3), 4000)
+    errors = bench.cluster.run(train_and_fail, bench.place(), 4, (), num_ranks=4)
+    assert {e.partition(":")[0] for e in errors} == {"Corrupt"}
+    assert all("new processes start from step 0" in error for error in errors)
+    assert [one["restored"] for one in bench.train(until=1, saves=())] == [0] * 4
+
+
+def test_a_store_that_fails_is_known_on_every_rank_at_the_end(bench):
+    (bench.cluster.folder / "store/runs/run").mkdir(parents=True, exist_ok=True)
+    (bench.cluster.folder / "store/runs/run/checkpoints").write_text("in the way")
+    errors = bench.cluster.run(train_and_fail, bench.place(), 2, (2,), num_ranks=4)
+    assert len(set(errors)) == 1
+    assert errors[0] != "no error"
+
+
+@pytest.fixture
+def alone(tmp_path, group) -> Iterator[Callable[[int], Place]]:
+    """One rank with a keeper, in this process."""
+    cluster = Cluster.at(tmp_path, keep_last=5)
+    node = cluster.node()
+
+    def place(attempt: int) -> Place:
+        return Place(tmp_path, attempt, (node.name,), (node.disk,))
+
+    yield place
+    cluster.close()
+
+
+def test_all_state_comes_back_from_memory_as_it_was(alone):
+    trainee = Trainee()
+    checkpointer = alone(1).checkpointer(trainee, 0, 1)
+    assert checkpointer.restore() == 0
+    for step in range(1, 7):
+        trainee.step()
+        if step == 1:
+            checkpointer.prepare()
+    assert checkpointer.is_behind
+    assert checkpointer.save(6) is True
+    saved = trainee.state()
+    expected = [trainee.step() for _ in range(4)]
+
+    other = Trainee(seed=7)
+    assert alone(2).checkpointer(other, 0, 1).restore() == 6
+    assert other.state() == saved
+    assert [other.step() for _ in range(4)] == expected
+    assert other.state() == trainee.state()
+
+
+def test_a_step_is_saved_once(alone, tmp_path):
+    trainee = Trainee()
+    checkpointer = alone(1).checkpointer(trainee, 0, 1)
+    trainee.step()
+    checkpointer.prepare()
+    assert checkpointer.save(1) is True
+    assert checkpointer.save(1) is False
+    checkpointer.settle(20)
+    other = alone(2).checkpointer(Trainee(), 0, 1)
+    assert other.restore() == 1
+    assert other.save(1) is False
+
+
+def test_what_follows_a_save_does_not_reach_into_it(alone, tmp_path):
+    trainee = Trainee()
+    checkpointer = alone(1).checkpointer(trainee, 0, 1)
+    trainee.step()
+    checkpointer.prepare()
+    checkpointer.save(1)
+    saved = trainee.state()
+    with torch.no_grad():
+        for parameter in trainee.model.parameters():
+            parameter.fill_(9.0)
+    checkpointer.settle(20)
+    other = Trainee(seed=3)
+    assert alone(2).checkpointer(other, 0, 1).restore() == 1
+    assert other.state() == saved
+
+
+def test_without_an_answer_of_the_keeper_the_store_serves(tmp_path, group, monkeypatch):
+    monkeypatch.setattr("storage.keeper.client.START_TIMEOUT_S", 0.1)
+    Cluster.at(tmp_path)
+    nowhere = Place(tmp_path, 1, (f"nobody-{uuid.uuid4().hex}",), (None,))
+    trainee = Trainee()
+    checkpointer = nowhere.checkpointer(trainee, 0, 1)
+    assert checkpointer.restore() == 0
+    trainee.step()
+    checkpointer.prepare()
+    assert checkpointer.is_behind is False
+    assert checkpointer.save(1) is True
+    other = Trainee(seed=5)
+    assert nowhere.checkpointer(other, 0, 1).restore() == 1
+    assert other.state() == trainee.state()
+
+
+def test_without_a_keeper_saves_wait_for_the_store_and_restore_from_it(tmp_path, group):
+    Cluster.at(tmp_path)
+    bare = Place(tmp_path, 1, (None,), (None,))
+    trainee = Trainee()
+    checkpointer = bare.checkpointer(trainee, 0, 1)
+    trainee.step()
+    checkpointer.prepare()
+    assert checkpointer.is_behind is False
+    assert checkpointer.save(1, attachments={"runs/run/metrics/a": "text"}) is True
+    assert checkpointer.save(1) is False
+    assert CheckpointStore(LocalStore(tmp_path / "store"), "run").steps() == [1]
+    other = Trainee(seed=5)
+    assert bare.checkpointer(other, 0, 1).restore() == 1
+    assert other.state() == trainee.state()
+
+
+def test_a_damaged_checkpoint_alone_is_set_aside_and_the_one_before_taken(tmp_path, group):
+    Cluster.at(tmp_path)
+    bare = Place(tmp_path, 1, (None,), (None,))
+    trainee = Trainee()
+    checkpointer = bare.checkpointer(trainee, 0, 1)
+    states = {}
+    for step in (1, 2):
+        trainee.step()
+        checkpointer.save(step)
+        states[step] = trainee.state()
+    store = LocalStore(tmp_path / "store")
+    checkpoints = CheckpointStore(store, "run")
+    (shard,) = checkpoints.manifest(2).shards
+    flip_bit(store, checkpoints.key(2, shard), 8 * 3000)
+    other = Trainee(seed=5)
+    assert bare.checkpointer(other, 0, 1).restore() == 1
+    assert other.state() == states[1]
+    flip_bit(store, checkpoints.key(1, shard), 8 * 3000)
+    with pytest.raises(Corrupt, match="new processes start from step 0"):
+        bare.checkpointer(other, 0, 1).restore()
+    assert bare.checkpointer(Trainee(), 0, 1).restore() == 0

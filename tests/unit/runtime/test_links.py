@@ -1,0 +1,113 @@
+"""Connections that are broken on purpose, and those that are not."""
+
+from __future__ import annotations
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from training.runtime.links import Sockets, StoreClient, new_sockets, open_sockets, shut_down
+
+HOST = "127.0.0.1"
+
+
+@pytest.fixture
+def listener():
+    with socket.create_server((HOST, 0)) as server:
+        server.settimeout(5)
+        yield server
+
+
+def connected(listener: socket.socket) -> tuple[socket.socket, socket.socket]:
+    """Both ends of a connection."""
+    near = socket.create_connection(listener.getsockname(), timeout=5)
+    far, _ = listener.accept()
+    far.settimeout(5)
+    return near, far
+
+
+def only(*ends: socket.socket) -> Sockets:
+    found = open_sockets()
+    return {end.fileno(): found[end.fileno()] for end in ends}
+
+
+def test_what_was_there_before_is_not_new(listener):
+    before = open_sockets()
+    near, far = connected(listener)
+    with near, far:
+        assert set(new_sockets(before)) == {near.fileno(), far.fileno()}
+    assert new_sockets(before) == {}
+
+
+def test_a_descriptor_that_another_socket_has_by_now_is_new(listener):
+    near, far = connected(listener)
+    before = open_sockets()
+    number = near.fileno()
+    near.close()
+    far.close()
+    near, far = connected(listener)
+    with near, far:
+        assert number in (near.fileno(), far.fileno()), "the test needs the number once more"
+        assert number in new_sockets(before)
+
+
+def test_a_connection_that_is_shut_down_is_over_on_both_ends(listener):
+    near, far = connected(listener)
+    with near, far:
+        assert shut_down(only(near)) == 1
+        assert far.recv(1) == b""
+        assert near.recv(1) == b""
+        with pytest.raises(BrokenPipeError):
+            near.send(b"x")
+
+
+def test_a_thread_that_waits_on_a_connection_is_woken(listener):
+    near, far = connected(listener)
+    with near, far, ThreadPoolExecutor(1) as pool:
+        near.settimeout(None)
+        waiting = pool.submit(near.recv, 1)
+        assert shut_down(only(near)) == 1
+        assert waiting.result(5) == b""
+
+
+def test_listeners_and_pipes_between_processes_are_left_alone(listener):
+    one, other = socket.socketpair()
+    with one, other:
+        assert shut_down(only(listener, one, other)) == 0
+        one.send(b"x")
+        assert other.recv(1) == b"x"
+    near, far = connected(listener)
+    near.close()
+    far.close()
+
+
+def test_a_socket_that_took_the_number_of_a_closed_one_is_left_alone(listener):
+    near, far = connected(listener)
+    old = only(near)
+    near.close()
+    far.close()
+    near, far = connected(listener)
+    with near, far:
+        assert set(old) <= {near.fileno(), far.fileno()}, "the test needs the number once more"
+        assert shut_down(old) == 0
+        near.send(b"x")
+        assert far.recv(1) == b"x"
+
+
+def test_a_client_of_the_store_that_waits_is_freed_and_others_are_not():
+    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    client, other = StoreClient(HOST, store.port), StoreClient(HOST, store.port)
+    client.store.set("here", "1")
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(client.store.get, "never")
+        patient = pool.submit(other.store.get, "later")
+        client.abort()
+        with pytest.raises(dist.DistNetworkError):
+            waiting.result(30)
+        store.set("later", "2")
+        assert patient.result(30) == b"2"
+    with pytest.raises(dist.DistNetworkError):
+        client.store.set("here", "3")

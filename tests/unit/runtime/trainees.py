@@ -1,0 +1,184 @@
+"""A small training with every kind of state, and the programs that ranks of a world run on it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from storage.checkpoint import CheckpointStore
+from storage.errors import StorageError
+from storage.local import LocalStore
+from training.job import Job
+from training.runtime.checkpointing import Checkpointer
+from training.runtime.context import WorkerContext
+from training.runtime.step import Training
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Position:
+    """Where the data is."""
+
+    samples: int = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"samples": self.samples}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.samples = state["samples"]
+
+
+class Trainee:
+    """Everything that a checkpoint holds, and a step that depends on all of it."""
+
+    def __init__(self, rank: int = 0, *, sharded: bool = False, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(6, 7), nn.Dropout(0.2), nn.Linear(7, 3))
+        self.seen = torch.zeros((), dtype=torch.int64)
+        self.model.register_buffer("seen", self.seen)
+        if sharded:
+            fully_shard(self.model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05, betas=(0.8, 0.95))
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=3, gamma=0.7)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=4)
+        self.data = Position()
+        self.training = Training(self.model, self.optimizer, self.scheduler, self.scaler, 1.0)
+        self._sharded = sharded
+        torch.manual_seed(100 + rank)
+        random.seed(200 + rank)
+        np.random.seed(300 + rank)  # noqa: NPY002 the state that a checkpoint holds
+
+    def step(self) -> float:
+        """One step on random data; replicas agree because they average their gradients."""
+        noise = random.random() + float(np.random.rand())  # noqa: NPY002, S311
+        inputs = torch.randn(4, 6) + noise + self.data.samples
+        loss = self.model(inputs).square().mean()
+        self.scaler.scale(loss).backward()
+        if not self._sharded and dist.is_initialized():
+            for parameter in self.model.parameters():
+                dist.all_reduce(parameter.grad)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        self.data.samples += 4
+        self.seen += 1
+        return float(loss.item())
+
+    def state(self) -> dict[str, Any]:
+        """All of it, as plain values."""
+        optimizer = self.optimizer.state_dict()
+        return {
+            "model": {name: _plain(value) for name, value in self.model.state_dict().items()},
+            "optimizer": _plain(optimizer),
+            "scheduler": self.scheduler.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "data": self.data.samples,
+            "torch": torch.get_rng_state().tolist(),
+            "python": random.getstate(),
+            "numpy": _plain(np.random.get_state(legacy=True)),  # noqa: NPY002
+        }
+
+    def weights(self) -> str:
+        """Hash of model and optimizer, the same on every rank of a replicated training."""
+        state = {name: part for name, part in self.state().items() if name in WEIGHTS}
+        return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
+WEIGHTS = ("model", "optimizer", "scheduler", "scaler", "data")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    return value.tolist() if isinstance(value, (Tensor, np.ndarray)) else value
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the ranks of an attempt are: keepers and disks of their nodes, in order."""
+
+    folder: Path
+    attempt: int
+    keepers: tuple[str | None, ...]
+    disks: tuple[Path | None, ...]
+    sharded: bool = False
+
+    def context(self, rank: int, world_size: int) -> WorkerContext:
+        """Of one rank; nodes have equally many."""
+        node = rank * len(self.keepers) // world_size
+        return WorkerContext(
+            job=Job.model_validate_json((self.folder / "job.json").read_text()),
+            rank=rank,
+            local_rank=0,
+            world_size=world_size,
+            placement=1,
+            attempt=self.attempt,
+            schedule_cnt=1,
+            proc_start_cnt=1,
+            node=f"node-{node}",
+            data_folder=self.folder,
+            data_manifest_key="",
+            metrics_path=self.folder / f"metrics-{self.attempt}.jsonl",
+            heartbeat_path=self.folder / "heartbeat",
+            keeper=self.keepers[node],
+            disk_tier=self.disks[node],
+        )
+
+    def checkpointer(self, trainee: Trainee, rank: int, world_size: int) -> Checkpointer:
+        """Of one rank."""
+        checkpoints = CheckpointStore(LocalStore(self.folder / "store"), "run")
+        context = self.context(rank, world_size)
+        return Checkpointer(context, checkpoints, trainee.training, trainee.data, CPU)
+
+
+def train(
+    rank: int, place: Place, until: int, saves: tuple[int, ...], *, settles: bool = True
+) -> dict[Any, Any]:
+    """Restore, train to a step and save at some; what was restored, and weights by step."""
+    world_size = dist.get_world_size()
+    trainee = Trainee(rank, sharded=place.sharded, seed=place.attempt)
+    for parameter in trainee.model.parameters():
+        if not place.sharded:
+            dist.broadcast(parameter.data, 0)
+    checkpointer = place.checkpointer(trainee, rank, world_size)
+    restored = checkpointer.restore()
+    told: dict[Any, Any] = {"restored": restored, restored: trainee.weights()}
+    told["random"] = float(torch.get_rng_state().double().sum())
+    for step in range(restored + 1, until + 1):
+        trainee.step()
+        if step == restored + 1:
+            checkpointer.prepare()
+        told[step] = trainee.weights()
+        if step in saves:
+            checkpointer.save(step, attachments={f"runs/run/metrics/{place.attempt}-{step}": "x"})
+    if settles:
+        checkpointer.settle(20)
+    dist.barrier()
+    return told
+
+
+def train_and_fail(rank: int, place: Place, until: int, saves: tuple[int, ...]) -> str:
+    """Likewise, and the error that the end brings."""
+    try:
+        train(rank, place, until, saves)
+    except StorageError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"

@@ -1,0 +1,287 @@
+"""Nodes of a run: keepers and ranks as real processes, and a worker's hands on a keeper.
+
+The processes are forked from a server that has torch loaded, or each would take seconds to
+start. The code that runs in them is the code that runs in production.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import sys
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from storage.checkpoint import CheckpointStore, digest, shard_name
+from storage.keeper.client import KeeperClient
+from storage.local import LocalStore
+from storage.manifest import Chunk, ShardRecord
+from storage.share import PartOfTensor, Share, WrittenShare
+from training.agent import keeper
+from training.job import Job
+
+RUN_ID = "run"
+# A forked process imports the test's module by its name, however pytest was started.
+_ROOT = str(Path(__file__).parents[3])
+if _ROOT not in sys.path:
+    sys.path.append(_ROOT)
+
+_FORKED = get_context("forkserver")
+_FORKED.set_forkserver_preload(
+    [
+        "training.runtime.checkpointing",
+        "training.agent.keeper",
+        "torch.distributed.fsdp",
+        "torch._dynamo",  # an optimizer's first step would import it in every rank
+    ]
+)
+
+
+def share_of(
+    step: int,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    owner: tuple[int, int] = (1, 1),
+    size_bytes: int = 64,
+    run_id: str = RUN_ID,
+    attachments: dict[str, str] | None = None,
+) -> Share:
+    """A share of a tensor of one row of bytes for each rank; its file holds nothing else."""
+    chunk = Chunk(
+        offsets=(rank, 0), lengths=(1, size_bytes), shard=shard_name(*owner, rank), key="weight"
+    )
+    part = PartOfTensor(dtype="U8", shape=(world_size, size_bytes), chunks=(chunk,))
+    return Share(
+        run_id=run_id,
+        placement=owner[0],
+        attempt=owner[1],
+        step=step,
+        rank=rank,
+        world_size=world_size,
+        size_bytes=size_bytes,
+        tensors={"weight": part},
+        extra={"step": step},
+        attachments=attachments or {},
+    )
+
+
+def bytes_of(share: Share) -> bytes:
+    """What the file of a share holds: different for every step and rank."""
+    return bytes([share.step % 251, share.rank]) * (share.size_bytes // 2)
+
+
+def written(share: Share) -> WrittenShare:
+    """The share with the hash of its bytes."""
+    data = bytes_of(share)
+    return WrittenShare(
+        share=share, record=ShardRecord(size_bytes=len(data), xxh3_128=digest(data))
+    )
+
+
+def save(client: KeeperClient, share: Share, *, announce: Path | None = None) -> None:
+    """Save as a worker does: reserve, copy, hand over."""
+    slot = client.reserve(share.rank, share.size_bytes, on_wait=lambda: None, timeout_s=20)
+    slot.memory[: share.size_bytes] = bytes_of(share)
+    client.ready(slot, share, announce=str(announce) if announce else None)
+
+
+def settle(client: KeeperClient) -> None:
+    """Wait until everything that was handed over is published."""
+    client.settle(on_wait=lambda: None, timeout_s=20)
+
+
+def forked(program: Callable[..., None], *arguments: Any) -> BaseProcess:
+    """A process of its own that runs `program`."""
+    process = _FORKED.Process(target=program, args=arguments, daemon=True)
+    process.start()
+    return process
+
+
+def pipe() -> tuple[Any, Any]:
+    """What a forked process may speak through."""
+    return _FORKED.Pipe()
+
+
+def _stay(job_file: Path, name: str, disk: Path | None, log: Path, dies_at: str | None) -> None:
+    out = log.open("ab", buffering=0)
+    os.dup2(out.fileno(), 1)
+    os.dup2(out.fileno(), 2)
+    if dies_at is not None:
+        os.environ[keeper.POINT] = dies_at
+    os.chdir(log.parent)
+    sys.argv = ["keeper", str(job_file), name, *([str(disk)] if disk else [])]
+    keeper.main()
+
+
+@dataclass
+class Node:
+    """One node: a disk, and a keeper that may be killed and started again."""
+
+    job_file: Path
+    folder: Path
+    disk: Path | None
+    name: str = ""
+    process: BaseProcess | None = None
+    _clients: list[KeeperClient] = field(default_factory=list)
+
+    def start(self, *, dies_at: str | None = None) -> Node:
+        """Start the keeper, whether or not one was there before."""
+        self.kill()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.name = f"perdure-test-{uuid.uuid4().hex}"
+        arguments = (self.job_file, self.name, self.disk, self.folder / "keeper.log", dies_at)
+        self.process = forked(_stay, *arguments)
+        return self
+
+    def client(self) -> KeeperClient:
+        """A connection of its own."""
+        self._clients.append(KeeperClient(self.name))
+        return self._clients[-1]
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the keeper."""
+        assert self.process is not None
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def ended(self, timeout_s: float = 20) -> int | None:
+        """Wait for the keeper's end. Returns its exit code."""
+        assert self.process is not None
+        self.process.join(timeout_s)
+        return self.process.exitcode
+
+    def kill(self) -> None:
+        """SIGKILL, and everything that it held is gone."""
+        for client in self._clients:
+            client.close()
+        if self.process is not None:
+            self.process.kill()
+            self.process.join()
+
+    @property
+    def log(self) -> str:
+        """What the keeper said."""
+        return (self.folder / "keeper.log").read_text()
+
+    def disk_tier(self) -> CheckpointStore:
+        """What is on the node's disk."""
+        assert self.disk is not None
+        return CheckpointStore(LocalStore(self.disk), RUN_ID)
+
+
+@dataclass
+class Cluster:
+    """The nodes of a run, and its store."""
+
+    folder: Path
+    job: Job
+    nodes: list[Node] = field(default_factory=list)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    @classmethod
+    def at(cls, folder: Path, **checkpoint: Any) -> Cluster:
+        """A job whose store is a folder."""
+        storage = {"address": f"file://{folder}/store"}
+        worker = {"recipe": "own:main"}
+        job = Job.model_validate(
+            {"run_id": RUN_ID, "storage": storage, "worker": worker, "checkpoint": checkpoint}
+        )
+        (folder / "job.json").write_text(job.model_dump_json())
+        return cls(folder, job)
+
+    @property
+    def checkpoints(self) -> CheckpointStore:
+        """In the store."""
+        return CheckpointStore(LocalStore(self.folder / "store"), RUN_ID)
+
+    def node(self, *, disk: bool = True, dies_at: str | None = None) -> Node:
+        """One more node, with its keeper started."""
+        folder = self.folder / f"node-{len(self.nodes)}"
+        node = Node(self.folder / "job.json", folder, folder / "disk" if disk else None)
+        self.nodes.append(node)
+        return node.start(dies_at=dies_at)
+
+    def run(self, program: Callable[..., Any], *arguments: Any, num_ranks: int) -> list[Any]:
+        """Run `program(rank, *arguments)` on every rank of a gloo world; what each returns."""
+        rendezvous = self.folder / f"rendezvous-{next(self._numbers)}"
+        queue = _FORKED.SimpleQueue()
+        ranks = [
+            forked(_take_part, program, rank, num_ranks, str(rendezvous), queue, arguments)
+            for rank in range(num_ranks)
+        ]
+        try:
+            told = _answers(ranks, queue)
+        finally:
+            for process in ranks:
+                process.join(30)
+                process.kill()
+        failed = [f"rank {r}: {told[r]}" for r in sorted(told) if isinstance(told[r], _Failed)]
+        assert not failed, "\n".join(failed)
+        return [told[rank] for rank in range(num_ranks)]
+
+    def close(self) -> None:
+        """End every keeper."""
+        for node in self.nodes:
+            node.kill()
+
+
+def _answers(ranks: list[BaseProcess], queue: Any) -> dict[int, Any]:
+    """What each rank puts into the queue; one that ends without a word has failed."""
+    told: dict[int, Any] = {}
+    while len(told) < len(ranks):
+        ended = [not process.is_alive() for process in ranks]
+        if not queue.empty():
+            rank, answer = queue.get()
+            told[rank] = answer
+            continue
+        silent = [r for r, gone in enumerate(ended) if gone and r not in told]
+        assert not silent, f"ranks {silent} ended without an answer"
+        time.sleep(0.01)
+    return told
+
+
+class _Failed(str):
+    """The traceback of a rank."""
+
+    __slots__ = ()
+
+
+def _take_part(
+    program: Callable[..., Any],
+    rank: int,
+    num_ranks: int,
+    rendezvous: str,
+    queue: Any,
+    arguments: tuple[Any, ...],
+) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=num_ranks
+    )
+    try:
+        answer = program(rank, *arguments)
+    except BaseException:  # noqa: BLE001 told to the test, whatever it is
+        answer = _Failed(traceback.format_exc())
+    queue.put((rank, answer))
+    # torch 2.13: a gloo world may abort while the interpreter is torn down.
+    os._exit(0)
+
+
+def flip_bit(store: LocalStore, key: str, at: int) -> None:
+    """Damage an object in one bit."""
+    data = bytearray(store.get(key))
+    data[at // 8] ^= 1 << (at % 8)
+    store.put(key, bytes(data))

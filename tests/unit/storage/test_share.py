@@ -1,0 +1,201 @@
+"""Shares of a checkpoint: what makes a whole, and what does not."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from storage.checkpoint import CheckpointStore, shard_name
+from storage.errors import Corrupt, NotFound
+from storage.manifest import Chunk
+from storage.share import (
+    PartOfTensor,
+    WrittenShare,
+    delete_records,
+    merge,
+    put_record,
+    read_record,
+    recorded_ranks,
+)
+from tests.unit.storage.nodes import share_of, written
+
+OWNER = (3, 2)
+
+
+def world(size: int, *, step: int = 10) -> list[WrittenShare]:
+    return [written(share_of(step, rank=rank, world_size=size)) for rank in range(size)]
+
+
+def changed(one: WrittenShare, **fields: Any) -> WrittenShare:
+    return one.model_copy(update={"share": one.share.model_copy(update=fields)})
+
+
+@given(size=st.integers(1, 40), order=st.randoms(use_true_random=False))
+def test_the_shares_of_all_ranks_in_any_order_make_the_manifest(size, order):
+    shares = world(size)
+    order.shuffle(shares)
+    manifest = merge(shares, owner=OWNER, written_at_s=5.0)
+    assert (manifest.placement, manifest.attempt, manifest.step) == (*OWNER, 10)
+    assert manifest.world_size == size
+    assert manifest.written_at_s == 5.0
+    assert manifest.extra == {"step": 10}
+    assert manifest.shards == {one.share.shard: one.record for one in shares}
+    offsets = [chunk.offsets for chunk in manifest.tensors["weight"].chunks]
+    assert offsets == [(rank, 0) for rank in range(size)]
+
+
+def test_the_first_ranks_extra_is_the_checkpoints():
+    shares = [changed(one, extra={"rank": one.share.rank}) for one in world(3)]
+    assert merge(shares[::-1], owner=OWNER, written_at_s=0.0).extra == {"rank": 0}
+
+
+@given(size=st.integers(2, 8), data=st.data())
+def test_a_rank_that_is_missing_or_there_twice_is_corrupt(size, data):
+    shares = world(size)
+    lost = data.draw(st.integers(0, size - 1))
+    with pytest.raises(Corrupt, match="not one share of each"):
+        merge(shares[:lost] + shares[lost + 1 :], owner=OWNER, written_at_s=0.0)
+    twice = data.draw(st.integers(0, size - 1))
+    with pytest.raises(Corrupt, match="not one share of each"):
+        merge([*shares, shares[twice]], owner=OWNER, written_at_s=0.0)
+    with pytest.raises(Corrupt, match="not one share of each"):
+        merge([*shares[:lost], *shares[lost + 1 :], shares[lost - 1]], owner=OWNER, written_at_s=0)
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [{"step": 11}, {"placement": 2}, {"attempt": 7}, {"world_size": 4}, {"run_id": "other"}],
+)
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_share_of_another_save_is_corrupt(foreign, rank):
+    shares = world(3)
+    shares[rank] = changed(shares[rank], **foreign)
+    with pytest.raises(Corrupt, match="not one share of each"):
+        merge(shares, owner=OWNER, written_at_s=0.0)
+
+
+@st.composite
+def shardings(draw) -> tuple[tuple[int, ...], list[list[Chunk]]]:
+    """A tensor cut into boxes along its axes, and the boxes dealt out to ranks."""
+    shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
+    boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((), ())]
+    for size in shape:
+        cuts = sorted(draw(st.sets(st.integers(1, size - 1)))) if size > 1 else []
+        bounds = [0, *cuts, size]
+        pieces = [(a, b - a) for a, b in itertools.pairwise(bounds)]
+        boxes = [((*o, a), (*n, b)) for o, n in boxes for a, b in pieces]
+    num_ranks = draw(st.integers(1, 4))
+    dealt: list[list[Chunk]] = [[] for _ in range(num_ranks)]
+    for number, (offsets, lengths) in enumerate(boxes):
+        rank = draw(st.integers(0, num_ranks - 1))
+        shard = shard_name(1, 1, rank)
+        chunk = Chunk(offsets=offsets, lengths=lengths, shard=shard, key=f"w@{number}")
+        dealt[rank].append(chunk)
+    return shape, dealt
+
+
+def sharded(shape: tuple[int, ...], dealt: list[list[Chunk]]) -> list[WrittenShare]:
+    return [
+        changed(
+            one,
+            tensors={"w": PartOfTensor(dtype="F32", shape=shape, chunks=tuple(chunks))}
+            if chunks
+            else {},
+        )
+        for one, chunks in zip(world(len(dealt)), dealt, strict=True)
+    ]
+
+
+@given(shardings())
+def test_any_way_of_cutting_a_tensor_over_the_ranks_makes_a_whole(sharding):
+    shape, dealt = sharding
+    manifest = merge(sharded(shape, dealt), owner=OWNER, written_at_s=0.0)
+    assert manifest.tensors["w"].shape == shape
+    assert set(manifest.tensors["w"].chunks) == {chunk for chunks in dealt for chunk in chunks}
+
+
+@given(shardings(), st.data())
+def test_a_chunk_that_is_missing_or_there_twice_is_corrupt(sharding, data):
+    shape, dealt = sharding
+    rank, at = data.draw(
+        st.sampled_from([(r, i) for r, chunks in enumerate(dealt) for i in range(len(chunks))])
+    )
+    twice = [list(chunks) for chunks in dealt]
+    twice[rank].append(dealt[rank][at])
+    with pytest.raises(Corrupt):
+        merge(sharded(shape, twice), owner=OWNER, written_at_s=0.0)
+    if sum(map(len, dealt)) > 1:
+        missing = [list(chunks) for chunks in dealt]
+        del missing[rank][at]
+        with pytest.raises(Corrupt):
+            merge(sharded(shape, missing), owner=OWNER, written_at_s=0.0)
+
+
+def test_an_overlap_that_makes_up_for_a_hole_is_corrupt():
+    halves = [
+        Chunk(offsets=(0,), lengths=(4,), shard=shard_name(1, 1, rank), key="w") for rank in (0, 1)
+    ]
+    with pytest.raises(Corrupt):
+        merge(sharded((8,), [[halves[0]], [halves[1]]]), owner=OWNER, written_at_s=0.0)
+
+
+@pytest.mark.parametrize(
+    "other", [{"dtype": "F64", "shape": (2, 64)}, {"dtype": "U8", "shape": (4, 64)}]
+)
+def test_ranks_that_disagree_about_a_tensor_are_corrupt(other):
+    first, second = world(2)
+    part = second.share.tensors["weight"].model_copy(update=other)
+    with pytest.raises(Corrupt, match="weight: ranks saved it with different types or shapes"):
+        merge([first, changed(second, tensors={"weight": part})], owner=OWNER, written_at_s=0.0)
+
+
+def test_records_are_found_by_save_and_rank(checkpoints: CheckpointStore):
+    of_run = [changed(one, run_id=checkpoints.run_id) for one in world(3) + world(3, step=20)]
+    for one in of_run[:2] + of_run[4:]:
+        put_record(checkpoints, one)
+    save = of_run[0].share.save_id
+    assert recorded_ranks(checkpoints, save) == {0, 1}
+    assert read_record(checkpoints, save, 1) == of_run[1]
+    with pytest.raises(NotFound):
+        read_record(checkpoints, save, 2)
+    delete_records(checkpoints, save, range(3))
+    assert recorded_ranks(checkpoints, save) == set()
+    assert recorded_ranks(checkpoints, of_run[4].share.save_id) == {1, 2}
+
+
+def test_another_attempts_record_does_not_count(checkpoints: CheckpointStore):
+    put_record(checkpoints, changed(world(1)[0], run_id=checkpoints.run_id))
+    later = share_of(10, owner=(1, 2), run_id=checkpoints.run_id)
+    assert recorded_ranks(checkpoints, later.save_id) == set()
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"\xff", b"[1]", b'{"share": null}'])
+def test_a_record_that_is_none_is_corrupt(checkpoints: CheckpointStore, data: bytes):
+    save = share_of(10).save_id
+    key = checkpoints.key(10, "p0001-a0001-rank00000.json")
+    checkpoints.store.put(key, data)
+    with pytest.raises(Corrupt, match="not the record of a share"):
+        read_record(checkpoints, save, 0)
+
+
+@pytest.mark.parametrize(
+    "foreign", [{"rank": 1}, {"step": 20}, {"attempt": 2}, {"run_id": "other"}, {"world_size": 9}]
+)
+def test_a_record_of_something_else_in_its_place_is_corrupt(
+    checkpoints: CheckpointStore, foreign: dict[str, Any]
+):
+    own = changed(world(1)[0], run_id=checkpoints.run_id)
+    key = checkpoints.key(10, "p0001-a0001-rank00000.json")
+    checkpoints.store.put(key, changed(own, **foreign).model_dump_json().encode())
+    with pytest.raises(Corrupt, match="is of another share"):
+        read_record(checkpoints, own.share.save_id, 0)
+
+
+def test_numbers_that_json_does_not_know_come_back(checkpoints: CheckpointStore):
+    one = changed(world(1)[0], run_id=checkpoints.run_id, extra={"loss": float("inf")})
+    put_record(checkpoints, one)
+    assert read_record(checkpoints, one.share.save_id, 0).share.extra == {"loss": float("inf")}

@@ -1,0 +1,178 @@
+"""A model of containers in memory, which survive their supervisors as real containers do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from training.agent.protocol import (
+    AgentState,
+    AgentStatus,
+    NodeText,
+    StartOrder,
+    WorkerLog,
+    WorkerStatus,
+)
+from training.engines.base import Engine, Placement, Snapshot
+from training.errors import AgentUnreachable, EngineError
+from training.policy.ladder import Rung
+from training.policy.records import Member
+from training.supervisor.run import Run, Verdict
+from training.supervisor.watch import EndKind, Progress
+
+
+class Cluster:
+    """Containers that live on when a supervisor dies. Each attempt follows a script.
+
+    Attributes:
+        outcomes: how the attempts end, one after the other; the last one goes on for all others.
+        live: by attempt, its live file, as it is once its processes have ended.
+    """
+
+    def __init__(self, outcomes: Sequence[str]) -> None:
+        self.outcomes = list(outcomes)
+        self.members: dict[int, tuple[Member, int]] = {}  # member and its process starts
+        self.placement = 0
+        self.started: dict[tuple[int, int], set[int]] = {}
+        self.now: tuple[int, int] | None = None
+        self.lost: set[str] = set()
+        self.live: dict[tuple[int, int], str] = {}  # live file of an attempt, written at its end
+        self.written: set[tuple[int, int]] = set()
+        self.orders: list[StartOrder] = []
+
+    @property
+    def outcome(self) -> str:
+        keys = sorted(self.started)
+        index = keys.index(self.now) if self.now in keys else 0
+        return self.outcomes[min(index, len(self.outcomes) - 1)]
+
+
+class FakeEngine:
+    """The engine seam over a Cluster; every call may be the supervisor's last."""
+
+    def __init__(self, cluster: Cluster, tick: Callable[[str], None]) -> None:
+        self.cluster = cluster
+        self.tick = tick
+
+    @property
+    def capabilities(self) -> frozenset[Rung]:
+        return frozenset(Rung)
+
+    def nodes(self) -> Sequence[str]:
+        return ["node-0", "node-1", "node-2"]
+
+    def _create(self, placement: Placement, members: Collection[int]) -> None:
+        self.cluster.placement = placement.number
+        for member in placement.members:
+            if member.index in members:
+                self.tick(f"boot {member.index}")
+                self.cluster.members[member.index] = (member, 0)
+                self.cluster.lost.discard(member.node)
+
+    def submit(self, placement: Placement) -> None:
+        self.tick("submit")
+        self.cluster.members = {}
+        self._create(placement, {m.index for m in placement.members})
+
+    def replace(self, placement: Placement, members: Collection[int]) -> None:
+        self.tick("replace")
+        for index in members:
+            self.cluster.members.pop(index, None)
+        self._create(placement, members)
+
+    def adopt(self, placement: Placement) -> frozenset[int]:
+        if self.cluster.placement != placement.number:
+            return frozenset()
+        return frozenset(
+            i for i, (m, _) in self.cluster.members.items() if m.node not in self.cluster.lost
+        )
+
+    def start(self, order: StartOrder) -> None:
+        key = (order.placement, order.attempt)
+        self.cluster.orders.append(order)
+        for index in range(order.num_nodes):
+            self.tick(f"start {index}")
+            if index not in self.cluster.members:
+                raise AgentUnreachable(f"the agent of member {index} is gone")
+            member, starts = self.cluster.members[index]
+            if member.node in self.cluster.lost:
+                raise AgentUnreachable(f"the agent of {member.node} is gone")
+            done = self.cluster.started.setdefault(key, set())
+            if index not in done:
+                done.add(index)
+                self.cluster.members[index] = (member, starts + 1)
+        self.cluster.now = key
+        if self.cluster.outcome == "node lost":
+            self.cluster.lost.add(self.cluster.members[1][0].node)
+
+    def poll(self) -> Snapshot:
+        cluster = self.cluster
+        if cluster.now is not None:
+            cluster.written.add(cluster.now)
+        agents, lost = {}, []
+        for index, (member, starts) in cluster.members.items():
+            if member.node in cluster.lost:
+                lost.append(member.node)
+                continue
+            key = max((k for k, done in cluster.started.items() if index in done), default=(0, 0))
+            state = AgentState.ENDED if starts else AgentState.IDLE
+            code = {"done": 0, "crash": -9, "node lost": 1, "user": 2}[cluster.outcome]
+            worker = WorkerStatus(rank=index, local_rank=0, pid=1, exit_code=code, ended_s=5.0)
+            agents[index] = AgentStatus(
+                node=member.node, member=index, state=state, schedule_cnt=member.schedule_cnt,
+                proc_start_cnt=starts, placement=key[0], attempt=key[1],
+                workers=(worker,) if starts else (),
+            )  # fmt: skip
+        return Snapshot(agents, tuple(lost))
+
+    def stop(self, grace_s: float) -> None:
+        pass
+
+    def metrics(self, offset: int) -> tuple[str, int]:
+        now = self.cluster.now
+        text = self.cluster.live.get(now, "") if now in self.cluster.written else ""
+        return text[offset:], len(text)
+
+    def logs(self, tail_bytes: int) -> Sequence[tuple[str, WorkerLog]]:
+        return []
+
+    def texts(self, tail_bytes: int) -> Sequence[tuple[str, NodeText]]:
+        return []
+
+    def cancel(self, grace_s: float) -> None:
+        self.tick("cancel")
+        self.cluster.members = {}
+
+
+class ClusterRun(Run):
+    """A run on a cluster in memory."""
+
+    cluster: Cluster
+
+    def _make_engine(self, epoch: int) -> Engine:
+        return FakeEngine(self.cluster, lambda _what: None)
+
+
+def supervise(run: Run, on_progress: Callable[[Progress], None] = lambda _: None) -> Verdict | None:
+    """What the flow does, without Prefect."""
+    history = run.take()
+    if history.ended_well:
+        return None
+    verdict = run.pending_end()
+    while verdict is None or (
+        verdict.kind is EndKind.FAILED
+        and verdict.decision is not None
+        and verdict.decision.rung is not Rung.STOP
+    ):
+        try:
+            placement = run.place()
+        except EngineError:
+            run.end("failed", "no placement")
+            return None
+        verdict = run.attempt(
+            placement,
+            data_manifest_key=None,
+            stop_wanted=lambda: False,
+            on_progress=on_progress,
+        )
+    run.end("completed" if verdict.kind is EndKind.COMPLETED else "failed", "end")
+    return verdict

@@ -1,0 +1,28 @@
+"""What tests of supervising start from."""
+
+from __future__ import annotations
+
+import pytest
+
+from training.job import Job, parse_job
+from training.supervisor import watch
+
+
+@pytest.fixture
+def job(tmp_path) -> Job:
+    return parse_job(
+        {
+            "run_id": "walk",
+            "storage": {"address": f"file://{tmp_path}/store"},
+            "worker": {"command": ["true"]},
+            "engine": {"nodes": 2, "slots_per_node": 1, "spares": 1, "grace_s": 0.1},
+            "restart": {"pod_retries": 1, "spare_wait_s": 0},
+        }
+    )
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """A watcher that neither waits for others to report nor between two looks."""
+    monkeypatch.setattr(watch, "SETTLE_S", 0.0)
+    monkeypatch.setattr(watch, "POLL_S", 0.0)

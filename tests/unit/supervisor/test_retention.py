@@ -1,0 +1,164 @@
+"""What a run's checkpoints may lose, by its job, its ledger and its records of loss."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from storage.checkpoint import CheckpointStore, shard_name
+from storage.collect import InUse, RemovalKind, take_listing
+from storage.local import LocalStore
+from storage.manifest import Chunk, Manifest, TensorRecord
+from training.job import parse_job
+from training.ledger import Identity, Ledger
+from training.policy.history import RunHistory, replay
+from training.policy.records import (
+    AnyRecord,
+    AttemptEnded,
+    AttemptStarted,
+    FirstStep,
+    Member,
+    Placed,
+)
+from training.runtime.metrics import StepRecord, metrics_prefix
+from training.supervisor.retention import in_use_by, losses_of, removals
+
+STEPS = (10, 20, 30, 40, 50)
+LATER_S = 1e12
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    """Five committed steps, and a save of step 35 that broke."""
+    checkpoints = CheckpointStore(LocalStore(tmp_path / "store"), "run")
+    for step in STEPS:
+        commit(checkpoints, step)
+    checkpoints.put_shard(35, shard_name(1, 1, 0), b"half")
+    return checkpoints
+
+
+def commit(checkpoints, step, extra=None):
+    name = shard_name(1, 1, 0)
+    shard = checkpoints.put_shard(step, name, bytes([step]))
+    chunk = Chunk(offsets=(0,), lengths=(1,), shard=name, key="w")
+    manifest = Manifest(
+        run_id="run", placement=1, attempt=1, step=step, world_size=1, written_at_s=0.0,
+        tensors={"w": TensorRecord(dtype="U8", shape=(1,), chunks=(chunk,))},
+        shards={name: shard}, extra=extra or {},
+    )  # fmt: skip
+    checkpoints.commit(manifest)
+
+
+def record_losses(checkpoints, losses):
+    """What a worker's log of metrics puts into the store."""
+    lines = [
+        json.dumps(asdict(StepRecord(step, loss, 1.0, 1e-3, 1.0, None, 0.0, 1.0, 0, 0, 1, 1)))
+        for step, loss in losses.items()
+    ]
+    key = f"{metrics_prefix('run', 1, 1)}00000001-00000099.jsonl"
+    checkpoints.store.put(key, "\n".join(lines).encode())
+
+
+def job(**checkpoint):
+    return parse_job(
+        {
+            "run_id": "run",
+            "storage": {"address": "file:///nowhere"},
+            "data": {"sources": ["/corpus"]},
+            "checkpoint": checkpoint,
+        }
+    )
+
+
+def gone(checkpoints, spec, *, with_retention=True):
+    found = removals(
+        spec, checkpoints, garbage_after_s=0, with_retention=with_retention, clock=lambda: LATER_S
+    )
+    return [(removal.kind.value, removal.step) for removal in found]
+
+
+def history(*records: AnyRecord) -> RunHistory:
+    placed = Placed(
+        at_s=0, epoch=1, placement=1, members=(Member(index=0, node="a", schedule_cnt=1),), avoid=()
+    )
+    return replay([placed, *records])
+
+
+STARTED = AttemptStarted(at_s=0, epoch=1, placement=1, attempt=2, from_step=20)
+STEPPED = FirstStep(at_s=0, epoch=1, placement=1, attempt=2, step=21, stepped_s=0)
+ENDED = AttemptEnded(
+    at_s=0, epoch=1, placement=1, attempt=2, outcome="stopped", to_step=None,
+    proc_start_cnt={}, duration_s=1,
+)  # fmt: skip
+
+
+def test_an_attempt_that_has_started_may_be_reading_any_step():
+    in_use = in_use_by(history(STARTED), (1, 1))
+    assert in_use == InUse(is_living=True, reading=frozenset({20}), is_restoring=True)
+
+
+def test_an_attempt_that_has_stepped_has_read_what_it_needs():
+    in_use = in_use_by(history(STARTED, STEPPED), (1, 2))
+    assert in_use == InUse(is_living=True, reading=frozenset({20}), is_restoring=False)
+
+
+@pytest.mark.parametrize("fence", [None, (1, 1), (1, 2)])
+def test_after_the_end_of_the_last_attempt_nobody_lives(fence):
+    assert in_use_by(history(STARTED, STEPPED, ENDED), fence) == InUse(is_living=False)
+
+
+@pytest.mark.parametrize("fence", [(1, 3), (2, 1)])
+def test_an_owner_of_the_run_that_the_ledger_does_not_know_may_live(fence):
+    assert in_use_by(history(STARTED, STEPPED, ENDED), fence) == InUse(is_living=True)
+
+
+@pytest.mark.parametrize("fence", [None, (1, 1)])
+def test_without_a_ledger_somebody_may_live(fence):
+    assert in_use_by(RunHistory(), fence) == InUse(is_living=True)
+
+
+def test_the_jobs_policy_decides_beside_the_newest_two(checkpoints):
+    assert gone(checkpoints, job(keep_last=1)) == [
+        ("retention", 10), ("retention", 20), ("retention", 30), ("broken_save", 35),
+    ]  # fmt: skip
+    assert gone(checkpoints, job(keep_last=2, keep_every_steps=10)) == [("broken_save", 35)]
+
+
+def test_without_retention_only_garbage_goes(checkpoints):
+    found = gone(checkpoints, job(keep_last=1), with_retention=False)
+    assert found == [(RemovalKind.BROKEN_SAVE, 35)]
+
+
+def test_the_best_are_those_of_the_recorded_loss(checkpoints):
+    record_losses(checkpoints, {10: 1.0, 20: 0.1, 30: 2.0, 40: 3.0, 50: 4.0, 51: 0.0})
+    found = gone(checkpoints, job(keep_last=1, keep_best=1))
+    assert found == [("retention", 10), ("retention", 30), ("broken_save", 35)]
+
+
+def test_a_step_without_a_recorded_loss_stays_when_the_best_are_kept(checkpoints):
+    record_losses(checkpoints, {10: 1.0, 20: 0.1})
+    found = gone(checkpoints, job(keep_last=1, keep_best=1))
+    assert found == [("retention", 10), ("broken_save", 35)]
+
+
+def test_a_manifest_may_hold_the_loss_itself(checkpoints):
+    commit(checkpoints, 60, {"loss": 0.5})
+    commit(checkpoints, 70, {"loss": None})
+    record_losses(checkpoints, {10: 1.0})
+    assert losses_of(checkpoints, take_listing(checkpoints)) == {10: 1.0, 60: 0.5}
+
+
+def test_what_an_attempt_of_the_ledger_uses_stays(checkpoints):
+    ledger = Ledger(checkpoints.store, "run")
+    ledger.take(Identity.of_this_process())
+    ledger.append(
+        Placed, placement=1, members=(Member(index=0, node="a", schedule_cnt=1),), avoid=()
+    )
+    ledger.append(AttemptStarted, placement=1, attempt=2, from_step=20)
+    assert gone(checkpoints, job(keep_last=1)) == [("broken_save", 35)]
+    ledger.append(FirstStep, placement=1, attempt=2, step=21, stepped_s=0.0)
+    assert gone(checkpoints, job(keep_last=1)) == [
+        ("retention", 10), ("retention", 30), ("broken_save", 35),
+    ]  # fmt: skip

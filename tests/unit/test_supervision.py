@@ -1,0 +1,202 @@
+"""The flow process as supervisor: what it says a run does, and how it hands over."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from prefect.exceptions import Abort
+
+from tasks import supervision as module
+from tasks.supervision import Supervision
+from tests.unit.noting import (
+    BEGINNING,
+    CRASH_BEGAN,
+    CRASH_FAILED,
+    END,
+    GOES_ON,
+    LINK_BEGAN,
+    LINK_MENDED,
+    STANDS,
+    noted,
+)
+from training.control import read_control, write_control
+from training.errors import RunConflict
+from training.job import parse_job
+from training.policy.history import replay
+from training.policy.notes import AnyNote
+from training.runtime.metrics import StepRecord
+from training.supervisor.watch import Progress
+
+STEP = StepRecord(15, 2.0, 1.0, 1e-3, 1e5, None, 0.0, 0.5, 8, 0, 1, 1)
+
+
+class Told:
+    """A reporter that remembers events, and which reports were written."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, object]] = []
+
+    def recovery_began(self, view, mending) -> None:
+        self.events.append(("fault", mending.began.number))
+
+    def recovery_over(self, view, mending) -> None:
+        self.events.append(("recovery", (mending.began.number, mending.succeeded)))
+
+    def event(self, kind, payload) -> None:
+        self.events.append((kind, payload))
+
+    def attempts(self, rows) -> None:
+        self.rows = len(rows)
+
+    def progress(self, step, target, text) -> None:
+        self.text = text
+
+
+@pytest.fixture
+def told() -> Told:
+    return Told()
+
+
+@pytest.fixture
+def supervision(tmp_path, told, caplog):
+    job = parse_job(
+        {
+            "run_id": "small",
+            "storage": {"address": f"file://{tmp_path}/store"},
+            "data": {"sources": ["/corpus"]},
+        }
+    )
+    caplog.set_level(logging.INFO)
+    made = Supervision(job, logging.getLogger("test"))
+    made.reporter = told
+    return made
+
+
+@pytest.fixture
+def see(supervision):
+    """Has the supervisor see that these were noted, of which the last `fresh` are new."""
+
+    def see(*notes: AnyNote, fresh: int = 0, ended: bool = False, steps=()) -> str:
+        records = [*BEGINNING, *noted(*notes), *(END if ended else ())]
+        supervision.run._book.history = replay(records)
+        new = notes[len(notes) - fresh :]
+        supervision.on_progress(Progress(notes=new, steps=steps, last=STEP))
+        return supervision.activity
+
+    return see
+
+
+def test_the_activity_follows_recoveries_and_pauses(see):
+    assert see(steps=[STEP]) == "training"
+    assert see(LINK_BEGAN, fresh=1, steps=[STEP]) == "recovering: link_down -> step_retry"
+    assert see(LINK_BEGAN) == "recovering: link_down -> step_retry"
+    assert see(LINK_BEGAN, LINK_MENDED, fresh=1) == "training"
+    assert see(STANDS, fresh=1) == "paused at step 20"
+    assert see(STANDS, GOES_ON, fresh=1) == "training"
+
+
+def test_a_supervisor_that_adopts_a_paused_attempt_says_that_it_is_paused(see, told):
+    assert see(STANDS, fresh=0) == "paused at step 20"
+    assert told.events == [], "what is on record was told by the one before"
+
+
+def test_a_recovery_that_is_read_whole_is_told_whole(see, told, caplog):
+    see(LINK_BEGAN, LINK_MENDED, fresh=2)
+    assert told.events == [("fault", 1), ("recovery", (1, True))]
+    assert told.rows == 2
+    assert "recovery 1: training goes on from step 14" in caplog.text
+
+
+def test_a_pause_is_an_event(see, told):
+    see(STANDS, fresh=1)
+    see(STANDS, GOES_ON, fresh=1)
+    assert told.events == [
+        ("pause", {"paused": True, "step": 20}),
+        ("pause", {"paused": False, "step": 20}),
+    ]
+
+
+def test_a_recovery_that_the_end_of_its_attempt_cut_off_is_told_as_failed(see, supervision, told):
+    see(LINK_BEGAN, LINK_MENDED, CRASH_BEGAN, ended=True)
+    supervision.tell_cut_off()
+    assert told.events == [("recovery", (2, False))]
+    see(CRASH_BEGAN, CRASH_FAILED, ended=True)
+    supervision.tell_cut_off()
+    assert len(told.events) == 1, "its own end was told already"
+
+
+def test_an_end_whose_beginning_was_lost_ends_no_supervision(see, told):
+    see(LINK_MENDED, fresh=1)
+    assert told.events == []
+
+
+class HandedOverTo:
+    cancel_wanted = False
+    is_handed_over = True
+
+
+def test_a_supervisor_leaves_when_its_flow_run_is_another_processs(supervision, monkeypatch):
+    assert not supervision.stop_wanted()
+    monkeypatch.setattr(supervision, "_control", HandedOverTo())
+    with pytest.raises(Abort, match="another process supervises the run"):
+        supervision.stop_wanted()
+
+
+def test_what_is_handed_over_can_be_taken_at_once(supervision, monkeypatch, caplog):
+    supervision._take()
+    monkeypatch.setattr(supervision, "_control", HandedOverTo())
+    supervision._interrupted(Abort)
+    assert list(supervision.run.store.list("runs/small/supervisor.json")) == []
+    assert supervision.run.refresh().ended is None
+    assert "another process supervises" in caplog.text
+
+
+@pytest.fixture
+def resumed(supervision, monkeypatch):
+    """A supervisor of a flow run that somebody resumed; waits without time passing."""
+    monkeypatch.setattr(supervision, "flow_run_id", "an id")
+    monkeypatch.setattr(module, "_is_resumed", lambda _id: True)
+    monkeypatch.setattr(module, "HANDOVER_POLL_S", 0.0)
+    return supervision
+
+
+def conflicts(supervision, monkeypatch, number: int) -> None:
+    """The supervisor before needs a moment to leave."""
+    take, left = supervision.run.take, iter(range(number))
+
+    def taken():
+        if next(left, None) is not None:
+            raise RunConflict("one supervisor at a time")
+        return take()
+
+    monkeypatch.setattr(supervision.run, "take", taken)
+
+
+def test_a_resumed_flow_run_waits_for_the_supervisor_before_to_leave(resumed, monkeypatch):
+    write_control(resumed.run.store, "small", pause=True)
+    conflicts(resumed, monkeypatch, 3)
+    resumed._take()
+    assert not read_control(resumed.run.store, "small").pause, "and has the run go on"
+
+
+def test_a_supervisor_that_does_not_leave_is_a_conflict_in_the_end(resumed, monkeypatch):
+    monkeypatch.setattr(module, "HANDOVER_S", 0.0)
+    conflicts(resumed, monkeypatch, 10**6)
+    with pytest.raises(RunConflict):
+        resumed._take()
+
+
+def test_a_run_that_is_merely_started_again_does_not_wait_for_another_supervisor(
+    supervision, monkeypatch
+):
+    conflicts(supervision, monkeypatch, 1)
+    with pytest.raises(RunConflict):
+        supervision._take()
+
+
+def test_a_paused_run_that_is_started_again_stays_paused_and_says_so(supervision, caplog):
+    write_control(supervision.run.store, "small", pause=True)
+    supervision._take()
+    assert read_control(supervision.run.store, "small").pause
+    assert "its ranks stand until `perdure resume small`" in caplog.text

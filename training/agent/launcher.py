@@ -1,0 +1,126 @@
+"""What an agent starts processes with: the zygote of its container, and the coordinator.
+
+The zygote outlives attempts, so that only the first one waits for imports. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from training.agent.coordination import CoordinatorProcess, address_file, new_token
+from training.agent.protocol import RendezvousOrder, StartOrder
+from training.agent.zygote import Fork, ForkedProcess, Zygote, start_alone
+from training.coordinator.config import CoordinatorConfig
+from training.job import RESERVED_NAMES
+from training.membership import CoordinatorAddress
+
+Key = tuple[int, int]  # placement and attempt
+# In the agent's environment: workers start as plain processes, for programs whose libraries do
+# not survive a fork. Each then waits for its imports.
+COLD_START = "PERDURE_COLD_START"
+
+
+class Launcher:
+    """Starts session programs on one node.
+
+    Args:
+        folder: the container's.
+        host: address that the coordinator binds.
+    """
+
+    def __init__(self, folder: Path, host: str) -> None:
+        self._folder = folder
+        self._host = host
+        self._lock = threading.RLock()
+        self._zygote: Zygote | None = None
+        self._coordinator: tuple[Key, CoordinatorProcess] | None = None
+
+    @property
+    def pids(self) -> frozenset[int]:
+        """Of processes that are not an attempt's own."""
+        zygote = self._zygote.pids if self._zygote is not None else frozenset()
+        coordinator = {self._coordinator[1].process.pid} if self._coordinator is not None else ()
+        return zygote | frozenset(coordinator)
+
+    def prepare(self, order: StartOrder) -> None:
+        """Have a zygote for the programs of an attempt; takes seconds the first time.
+
+        Raises:
+            OSError: it does not come up.
+        """
+        variables = _variables(os.environ, order)
+        with self._lock:
+            if self._zygote is not None and self._zygote.serves(variables):
+                return
+            if self._zygote is not None:
+                self._zygote.close()
+            self._zygote = Zygote(variables, self._folder / "zygote.log")
+            self._zygote.start()
+
+    def fork(self, wanted: Fork) -> ForkedProcess | subprocess.Popen[bytes]:
+        """A process from the zygote, or one of its own where that is asked for.
+
+        Raises:
+            OSError: there is none.
+        """
+        if os.environ.get(COLD_START):
+            return start_alone(wanted)
+        if self._zygote is None:
+            raise OSError("no zygote was prepared")
+        return self._zygote.fork(wanted)
+
+    def open_coordinator(self, order: RendezvousOrder, attempt_folder: Path) -> CoordinatorAddress:
+        """Start the coordinator of an attempt, once.
+
+        Raises:
+            OSError: it does not come up.
+        """
+        with self._lock:  # an order may be repeated while the first one is at it
+            return self._open_coordinator(order, attempt_folder)
+
+    def _open_coordinator(self, order: RendezvousOrder, attempt_folder: Path) -> CoordinatorAddress:
+        key = (order.start.placement, order.start.attempt)
+        if self._coordinator is not None and self._coordinator[0] == key:
+            return self._coordinator[1].address
+        self.close_coordinator()
+        self.prepare(order.start)
+        assert self._zygote is not None  # noqa: S101 just prepared
+        attempt_folder.mkdir(parents=True, exist_ok=True)
+        config = CoordinatorConfig(
+            job=order.start.job,
+            host=self._host,
+            store_port=order.port,
+            token=new_token(),
+            placement=order.start.placement,
+            attempt=order.start.attempt,
+            live_file=str(attempt_folder / "metrics.jsonl"),
+            address_file=str(address_file(attempt_folder)),
+            supported=order.supported,
+            past=order.start.past,
+        )
+        variables = _variables(os.environ, order.start)
+        process = CoordinatorProcess.start(self._zygote, config, attempt_folder, variables)
+        self._coordinator = (key, process)
+        return process.address
+
+    def close_coordinator(self) -> None:
+        """The attempt is over, if there was one."""
+        if self._coordinator is not None:
+            self._coordinator[1].close()
+            self._coordinator = None
+
+    def close(self) -> None:
+        """End everything."""
+        self.close_coordinator()
+        if self._zygote is not None:
+            self._zygote.close()
+
+
+def _variables(environment: Mapping[str, str], order: StartOrder) -> dict[str, str]:
+    # The supervisor may itself run as somebody's rank.
+    inherited = {k: v for k, v in environment.items() if k not in RESERVED_NAMES}
+    return {**inherited, **order.variables}

@@ -1,0 +1,90 @@
+"""What a person wants of a run while it goes on: one small object in its store.
+
+The coordinator of an attempt looks at it every other second, so a wish reaches the ranks without
+any supervisor. It stands until it is taken back, over attempts and supervisors; the end of the
+run takes it back. Of two wishes the later one counts. Times are seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from storage.errors import Corrupt, NotFound
+from storage.objects import ObjectStore
+
+
+class Control(BaseModel):
+    """A wish.
+
+    Attributes:
+        pause: whether all ranks are to stand still at a step boundary.
+        at_s: when it was expressed, 0 when there never was one.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    pause: bool = False
+    at_s: float = 0.0
+
+
+def read_control(store: ObjectStore, run_id: str) -> Control:
+    """What is wanted of the run now.
+
+    Raises:
+        Corrupt: the object is no wish.
+        StorageError: the store does not answer.
+    """
+    key = control_key(run_id)
+    try:
+        return Control.model_validate_json(store.get(key))
+    except NotFound:
+        return Control()
+    except ValidationError as error:
+        raise Corrupt(f"{key} is not what controls a run") from error
+
+
+def is_pause_wanted(store: ObjectStore, run_id: str) -> bool:
+    """Whether the run is to pause; what cannot be read is heeded by nobody.
+
+    Raises:
+        StorageError: the store does not answer.
+    """
+    try:
+        return read_control(store, run_id).pause
+    except Corrupt:
+        return False
+
+
+def write_control(
+    store: ObjectStore, run_id: str, *, pause: bool, clock: Callable[[], float] = time.time
+) -> Control:
+    """Want something else of the run.
+
+    Raises:
+        StorageError: the store does not answer.
+    """
+    control = Control(pause=pause, at_s=clock())
+    store.put(control_key(run_id), control.model_dump_json().encode())
+    return control
+
+
+def take_back(store: ObjectStore, run_id: str) -> None:
+    """Want nothing of the run any more.
+
+    Raises:
+        StorageError: the store does not answer.
+    """
+    try:
+        wanted = read_control(store, run_id).pause
+    except Corrupt:
+        wanted = True  # a sound one in its place
+    if wanted:
+        write_control(store, run_id, pause=False)
+
+
+def control_key(run_id: str) -> str:
+    """Where the wish lies in the store."""
+    return f"runs/{run_id}/control.json"

@@ -1,0 +1,37 @@
+"""What a node agent starts a coordinator with: a private file, for it has the token."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+from training.policy.notes import PastRecovery
+from training.policy.rungs import Rung
+
+
+class CoordinatorConfig(BaseModel):
+    """How to coordinate one attempt.
+
+    Attributes:
+        job: as JSON, without secrets.
+        host: address to bind; loopback unless told otherwise.
+        store_port: port of the rendezvous store, 0: any free one.
+        placement: of the attempt.
+        attempt: number of the attempt in its placement.
+        live_file: the attempt's step records; notes are appended there.
+        address_file: written once it listens.
+        supported: rungs that the engine can do.
+        past: recoveries of the run so far, oldest first.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    job: str
+    host: str
+    store_port: int
+    token: str
+    placement: int
+    attempt: int
+    live_file: str
+    address_file: str
+    supported: tuple[Rung, ...]
+    past: tuple[PastRecovery, ...] = ()

@@ -1,0 +1,290 @@
+"""The coordinator as a process: connections, clock and files around `Attempt`.
+
+One per attempt, a child of the first node's agent, so that any rank may die. It also holds the
+rendezvous store in which the process groups of each generation find each other. Times are
+seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from pydantic import ValidationError
+from torch._C._distributed_c10d import TCPStore
+
+from storage.address import open_store
+from storage.errors import NotFound, StorageError
+from training.control import read_control
+from training.coordinator.actions import Action, NormAccepted, Noted, ToAgent, ToRank
+from training.coordinator.attempt import Attempt, Stage
+from training.coordinator.config import CoordinatorConfig
+from training.coordinator.judge import Judge
+from training.job import Job
+from training.membership import (
+    FROM_MEMBER,
+    MAX_LINE_BYTES,
+    AgentJoined,
+    CoordinatorAddress,
+    Ending,
+    FromMember,
+    LastSaved,
+    Paused,
+    Plan,
+    Relinked,
+    Standing,
+    ToMember,
+    Trains,
+    TroubleSeen,
+    WorkerEnded,
+    WorkerJoined,
+    dump_line,
+)
+from training.policy.history import fault_of
+from training.policy.ladder import Recovery
+from training.runtime.metrics import MetricsLog, metrics_prefix
+
+TICK_S = 0.02
+FOLLOW_S = 0.2
+CONTROL_S = 2.0
+ABNORMAL_NORMS = "abnormal_global_norm.json"
+SAVE_LIMIT_S = 60.0  # for the end-of-life checkpoint, or the grace period where that is longer
+
+
+class Coordinator:
+    """Serves one attempt until its agent ends it."""
+
+    def __init__(self, config: CoordinatorConfig) -> None:
+        self._config = config
+        self._job = Job.model_validate_json(config.job)
+        self._live = Path(config.live_file)
+        self._offset = 0
+        self._store = open_store(self._job.storage)
+        self._records_are_kept = False
+        self._ranks: dict[int, asyncio.StreamWriter] = {}
+        self._agents: dict[str, asyncio.StreamWriter] = {}
+        restart = self._job.restart
+        judge = Judge(
+            restart.policy(operator_retry=self._job.comm.link_retry),
+            frozenset(config.supported),
+            [
+                Recovery(fault_of(one.fault), one.rung, one.progressed, one.failed)
+                for one in config.past
+            ],
+        )
+        self._attempt = Attempt(
+            self._job.engine.world_size,
+            self._job.layout.replica_groups(),
+            judge,
+            repair_limit_s=restart.start_timeout_s,
+            save_limit_s=max(SAVE_LIMIT_S, self._job.engine.grace_s),
+            link_limit_s=self._job.comm.link_retry_s,
+        )
+
+    async def serve(self) -> None:
+        """Listen, and go on until the process is ended."""
+        config = self._config
+        store = TCPStore(config.host, config.store_port, is_master=True, wait_for_workers=False)
+        server = await asyncio.start_server(
+            self._converse, config.host, 0, limit=MAX_LINE_BYTES, backlog=1024
+        )
+        address = CoordinatorAddress(
+            host=config.host,
+            port=server.sockets[0].getsockname()[1],
+            store_port=store.port,
+            token=config.token,
+        )
+        _write_private(Path(config.address_file), address.model_dump_json())
+        async with server:
+            await asyncio.gather(self._tick(), self._follow(), self._watch_control())
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        rank: int | None = None
+        try:
+            first = await self._next(reader)
+            given = getattr(first, "token", None)
+            secret = given.get_secret_value() if given is not None else ""
+            if not hmac.compare_digest(secret.encode(), self._config.token.encode()):
+                return
+            if isinstance(first, WorkerJoined):
+                rank = first.rank
+                self._ranks[rank] = writer
+                self._attempt.joined(rank)
+            elif isinstance(first, AgentJoined):
+                self._agents[first.node] = writer
+                self._attempt.nodes.update(dict.fromkeys(first.ranks, first.node))
+            self._act()
+            while (said := await self._next(reader)) is not None:
+                self._hear(rank, said)
+                self._act()
+        except (OSError, ValueError) as exc:
+            _say(f"a connection ended: {exc}")
+        finally:
+            writer.close()
+            if rank is not None and self._ranks.get(rank) is writer:
+                del self._ranks[rank]
+                self._attempt.gone(rank, now_s=time.time())
+                self._act()
+
+    async def _next(self, reader: asyncio.StreamReader) -> FromMember | None:
+        try:
+            line = await reader.readline()
+        except ConnectionError:
+            return None
+        return FROM_MEMBER.validate_json(line) if line else None
+
+    def _hear(self, rank: int | None, said: FromMember) -> None:
+        attempt, now_s = self._attempt, time.time()
+        match said:
+            case WorkerEnded():
+                attempt.ended(said, now_s=now_s)
+            case TroubleSeen() if rank is not None:
+                _say(f"rank {rank} at step {said.step}: {said.trouble}: {said.text}")
+                attempt.trouble(rank, said, now_s=now_s)
+            case Relinked() if rank is not None:
+                attempt.relinked(rank, said, now_s=now_s)
+            case Standing():
+                attempt.standing(said.generation, said.report, now_s=now_s)
+            case Trains() if rank is not None:
+                attempt.trains(rank, said.generation, said.step, now_s=now_s)
+            case Paused() if rank is not None:
+                attempt.paused(rank, said.step, stands=said.stands, now_s=now_s)
+            case LastSaved() if rank is not None:
+                attempt.last_saved(rank, said, now_s=now_s)
+            case Ending() if rank is not None:
+                attempt.ending(rank, now_s=now_s)
+            case _:
+                raise ValueError(f"{said.op} is not for this connection")
+
+    def _act(self) -> None:
+        """Carry out what the attempt wants, in its order."""
+        for action in self._attempt.take_actions():
+            self._carry_out(action)
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Noted():
+                text = action.note.model_dump_json()
+                _say(text)
+                # A first rank that was killed may have left half a line.
+                with self._live.open("a", encoding="utf-8") as file:
+                    file.write(f"\n{text}\n")
+            case ToRank():
+                if isinstance(action.message, Plan) and action.message.plan.savers:
+                    self._keep_records()
+                _send(self._ranks.get(action.rank), action.message)
+            case NormAccepted():
+                self._record_norms(action)
+            case ToAgent(rank=None):
+                for writer in self._agents.values():
+                    _send(writer, action.message)
+            case ToAgent():
+                node = self._attempt.nodes.get(action.rank if action.rank is not None else -1, "")
+                _send(self._agents.get(node), action.message)
+
+    def _record_norms(self, accepted: NormAccepted) -> None:
+        """Add an abnormal step to the run's list of them, named as MindFormers has it."""
+        key = f"runs/{self._job.run_id}/{ABNORMAL_NORMS}"
+        try:
+            try:
+                document = json.loads(self._store.get(key))
+            except NotFound:
+                document = {}
+            document[str(accepted.step)] = list(accepted.norms)
+            self._store.put(key, json.dumps(document, indent=1).encode())
+        except (StorageError, ValueError) as exc:
+            _say(f"step {accepted.step} is not in {key}: {exc}")
+
+    def _keep_records(self) -> None:
+        """Put the records of steps that no checkpoint has into the store, before one that has."""
+        if self._records_are_kept:
+            return
+        self._records_are_kept = True
+        config, job = self._config, self._job
+        prefix = metrics_prefix(job.run_id, config.placement, config.attempt)
+        log = MetricsLog.resumed(self._live, prefix)
+        try:
+            for key, text in log.take().items():
+                self._store.put(key, text.encode())
+        except StorageError as exc:
+            _say(f"the last step records are not in the store: {exc}")
+        finally:
+            log.close()
+
+    async def _tick(self) -> None:
+        parent = os.getppid()
+        while True:
+            await asyncio.sleep(TICK_S)
+            if os.getppid() != parent:
+                os._exit(1)  # the agent is gone, and its workers with it
+            self._attempt.tick(now_s=time.time())
+            self._act()
+
+    async def _follow(self) -> None:
+        """Follow the step records: which steps there are, which checkpoints were committed."""
+        while True:
+            await asyncio.sleep(FOLLOW_S)
+            with suppress(FileNotFoundError):
+                self._read_live()
+
+    def _read_live(self) -> None:
+        with self._live.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read(1 << 20)
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.splitlines():
+            with suppress(ValueError):
+                document = json.loads(line)
+                match document.get("kind"):
+                    case "step":
+                        self._attempt.stepped(int(document["step"]))
+                    case "checkpoint":
+                        self._attempt.committed(at_s=time.time())
+
+    async def _watch_control(self) -> None:
+        """Ask the store now and then whether somebody wants the run to pause."""
+        while True:
+            if self._attempt.stage is not Stage.STARTING:
+                with suppress(StorageError):  # asked again soon; training does not wait for it
+                    control = await asyncio.to_thread(read_control, self._store, self._job.run_id)
+                    self._attempt.pause(wanted=control.pause)
+                    self._act()
+            await asyncio.sleep(CONTROL_S)
+
+
+def _send(writer: asyncio.StreamWriter | None, message: ToMember) -> None:
+    # A member that is gone is noticed by its own means.
+    if writer is not None and not writer.is_closing():
+        writer.write(dump_line(message))
+
+
+def _write_private(path: Path, text: str) -> None:
+    temporary = path.with_suffix(".tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+    temporary.replace(path)
+
+
+def _say(text: str) -> None:
+    print(f"perdure: {text}", flush=True)  # noqa: T201 the coordinator's log
+
+
+def main(arguments: list[str] | None = None, *, exit_now: Callable[[int], None] = os._exit) -> None:
+    """Coordinate the attempt whose configuration file is the first argument."""
+    path = (arguments or sys.argv[1:])[0]
+    try:
+        config = CoordinatorConfig.model_validate_json(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValidationError) as error:
+        _say(f"{path}: {error}")
+        exit_now(2)
+        return
+    asyncio.run(Coordinator(config).serve())

@@ -1,0 +1,190 @@
+"""Campaigns: a run with many faults of all kinds, drawn from a seed or read from a file.
+
+Whatever comes, the curve of the run is that of the undisturbed one, and no process is left over.
+Steps are completed optimizer steps.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from training.drill.job import NUM_RANKS
+from training.drill.outside import Kill, Victim
+from training.errors import InputError
+from training.specs.drill import DrillFault, DrillKind, DrillPoint
+from training.specs.model import ParallelKind, Section
+
+SAVE_EVERY_STEPS = 3
+STEPS_PER_FAULT = 3
+FIRST_STEP = 4  # before, nothing is saved that a restart could begin with
+MORE_THAN_ONCE = 0.05  # share of faults that come back when their step is done again
+HANG_TIMEOUT_S = 10.0
+
+# Budgets are not what a campaign is about: its faults come too often for any.
+_OVERRIDES: Mapping[str, Mapping[str, Any]] = {
+    "checkpoint": {"every_steps": SAVE_EVERY_STEPS},
+    "restart": {
+        "max_restarts": 128,
+        "in_place_retries": 128,
+        "pod_retries": 128,
+        "hang_timeout_s": HANG_TIMEOUT_S,
+        "numeric_retry": True,
+        "snapshot_every_steps": SAVE_EVERY_STEPS,
+        "abnormal_loss": 1e3,
+        "abnormal_grad_norm": 1e3,
+    },
+    "engine": {"spares": 16},
+}
+
+_ANYWHERE = tuple(DrillPoint)
+_BEFORE_THE_OPTIMIZER = (
+    DrillPoint.START,
+    DrillPoint.BACKWARD,
+    DrillPoint.PREPARED,
+    DrillPoint.VOTED,
+)
+POINTS: Mapping[DrillKind, tuple[DrillPoint, ...]] = {
+    DrillKind.KILL: _ANYWHERE,
+    DrillKind.STOP: _ANYWHERE,
+    DrillKind.DEVICE_MEMORY: _ANYWHERE,
+    DrillKind.COLLECTIVE: (*_BEFORE_THE_OPTIMIZER, DrillPoint.SAVE, DrillPoint.RECOVERY),
+    DrillKind.LINK: _ANYWHERE,
+    DrillKind.GRADIENT: (DrillPoint.BACKWARD,),
+    DrillKind.EXCEPTION: _BEFORE_THE_OPTIMIZER,
+}
+# How often each is drawn; what takes a run many seconds to come back from, seldom.
+_WEIGHTS: Mapping[DrillKind | Victim, int] = {
+    DrillKind.KILL: 12,
+    DrillKind.DEVICE_MEMORY: 10,
+    DrillKind.COLLECTIVE: 10,
+    DrillKind.LINK: 8,
+    DrillKind.GRADIENT: 4,
+    DrillKind.STOP: 1,
+    DrillKind.EXCEPTION: 1,
+    Victim.RANK: 4,
+    Victim.KEEPER: 2,
+    Victim.ZYGOTE: 2,
+    Victim.COORDINATOR: 1,
+    Victim.AGENT: 1,
+    Victim.NODE: 1,
+}
+# Without replicas these end the processes, every time.
+_NEEDS_REPLICAS = frozenset({DrillKind.KILL, DrillKind.DEVICE_MEMORY, Victim.RANK})
+_AT_MOST: Mapping[DrillKind | Victim, int] = {
+    DrillKind.STOP: 1,
+    DrillKind.EXCEPTION: 1,
+    Victim.COORDINATOR: 1,
+    Victim.AGENT: 1,
+    Victim.NODE: 1,
+}
+
+
+class Campaign(Section):
+    """What is done to a run."""
+
+    seed: int = Field(0, description="that it was drawn from")
+    parallelism: ParallelKind = Field(ParallelKind.DDP, description="of the job")
+    steps: int = Field(ge=1, description="target step of the job")
+    overrides: dict[str, dict[str, Any]] = Field({}, description="fields of the job, by section")
+    faults: tuple[DrillFault, ...] = Field((), description="made in the worker processes")
+    kills: tuple[Kill, ...] = Field((), description="made from outside")
+
+    @property
+    def size(self) -> int:
+        """Number of faults and kills."""
+        return len(self.faults) + len(self.kills)
+
+    @property
+    def starts(self) -> int:
+        """How often a person has to start the run: the program's own errors stop it."""
+        return 1 + sum(one.times for one in self.faults if one.kind is DrillKind.EXCEPTION)
+
+    def only(self, chosen: Sequence[int]) -> Campaign:
+        """The same with some of its faults and kills, by their place among all of them."""
+        places = set(chosen)
+        faults = tuple(one for n, one in enumerate(self.faults) if n in places)
+        first = len(self.faults)
+        kills = tuple(one for n, one in enumerate(self.kills, start=first) if n in places)
+        return self.model_copy(update={"faults": faults, "kills": kills})
+
+
+def draw(seed: int, *, num_faults: int, kind: ParallelKind) -> Campaign:
+    """A campaign out of a seed: the same seed, the same campaign."""
+    rng = Random(seed)  # noqa: S311 nothing here is secret
+    steps = FIRST_STEP + num_faults * STEPS_PER_FAULT + SAVE_EVERY_STEPS
+    weights = {what: _weight(what, kind) for what in _WEIGHTS}
+    faults: list[DrillFault] = []
+    kills: list[Kill] = []
+    drawn: Counter[DrillKind | Victim] = Counter()
+    while len(faults) + len(kills) < num_faults:
+        what = rng.choices(list(weights), list(weights.values()))[0]
+        drawn[what] += 1
+        if drawn[what] > _AT_MOST.get(what, num_faults):
+            continue
+        step = rng.randrange(FIRST_STEP, steps - SAVE_EVERY_STEPS)
+        if isinstance(what, Victim):
+            # Of a node there are as many as ranks on one: two members, four ranks.
+            index = rng.randrange(NUM_RANKS if what is Victim.RANK else 2)
+            kills.append(Kill(victim=what, index=index, step=step))
+        else:
+            faults.append(_draw_fault(rng, what, step))
+    return Campaign(
+        seed=seed,
+        parallelism=kind,
+        steps=steps,
+        overrides={section: dict(fields) for section, fields in _OVERRIDES.items()},
+        faults=tuple(sorted(faults, key=lambda one: one.step)),
+        kills=tuple(sorted(kills, key=lambda one: one.step)),
+    )
+
+
+def _weight(what: DrillKind | Victim, kind: ParallelKind) -> int:
+    is_rare = kind is ParallelKind.FSDP2 and what in _NEEDS_REPLICAS
+    return 1 if is_rare else _WEIGHTS[what]
+
+
+def _draw_fault(rng: Random, kind: DrillKind, step: int) -> DrillFault:
+    point = rng.choice(POINTS[kind])
+    if point is DrillPoint.SAVE:
+        step -= step % SAVE_EVERY_STEPS  # others are not saved
+    # An abnormal step that comes back is accepted, and the curve another one.
+    once = (DrillKind.GRADIENT, DrillKind.EXCEPTION)
+    comes_back = kind not in once and rng.random() < MORE_THAN_ONCE
+    return DrillFault(
+        kind=kind,
+        rank=rng.randrange(NUM_RANKS),
+        step=step,
+        point=point,
+        times=2 if comes_back else 1,
+    )
+
+
+def read_campaign(path: Path) -> Campaign:
+    """The campaign of a file.
+
+    Raises:
+        InputError: there is none.
+    """
+    try:
+        return Campaign.model_validate(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise InputError("--campaign", f"{str(path)!r}: {error.strerror}") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise InputError("--campaign", f"{str(path)!r}: {place}: {first['msg']}") from error
+    except ValueError as error:
+        raise InputError("--campaign", f"{str(path)!r}: is not JSON: {error}") from error
+
+
+def write_campaign(path: Path, campaign: Campaign) -> None:
+    """Keep a campaign, to be played again."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(campaign.model_dump_json(indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,82 @@
+"""The job that drills run: four ranks on two nodes, a small decoder, a corpus of its own.
+
+Small enough for any machine, and with everything that could go wrong unseen: dropout, gradients
+accumulated over micro-batches, a learning rate that moves, an epoch that ends on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from training.drill.recipe import PACE_ENV, RECIPE
+from training.job import Job, parse_job
+from training.specs.model import ParallelKind
+
+NUM_RANKS = 4
+SAVE_EVERY_STEPS = 10
+HANG_TIMEOUT_S = 4.0
+_NUM_FILES = 6
+_LINES = 60
+_TEXT = "the quick brown fox jumps over the lazy dog, again and again and again"
+
+
+def write_corpus(home: Path) -> Path:
+    """The corpus, below a folder; made once."""
+    folder = home / "corpus"
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(_NUM_FILES):
+        path = folder / f"{number}.txt"
+        if not path.exists():
+            path.write_text("".join(f"{number} {n} {_TEXT}\n" for n in range(_LINES)))
+    return folder
+
+
+def drill_job(
+    home: Path,
+    run_id: str,
+    *,
+    kind: ParallelKind,
+    steps: int,
+    pace_s: float = 0.0,
+    changes: Mapping[str, Any],
+) -> Job:
+    """A job on this machine.
+
+    Args:
+        home: folder of the drill; store and corpus lie below it.
+        run_id: of the run.
+        kind: of parallelism; hsdp has two replicas.
+        steps: target step.
+        pace_s: how much longer every step takes.
+        changes: fields of sections that differ, by section.
+    """
+    parallelism: dict[str, Any] = {"kind": kind}
+    if kind is ParallelKind.HSDP:
+        parallelism["replicas"] = 2
+    document: dict[str, Any] = {
+        "run_id": run_id,
+        "storage": {"address": f"file://{home / 'store'}"},
+        "steps": steps,
+        "seed": 11,
+        "worker": {"recipe": RECIPE},
+        "data": {"sources": [str(home / "corpus")], "shard_size_bytes": 8192, "num_workers": 0},
+        "model": {
+            "num_layers": 2,
+            "hidden_size": 32,
+            "num_heads": 2,
+            "seq_len": 32,
+            "dropout": 0.1,
+        },
+        "batch": {"global_batch_size": 8, "micro_batch_size": 1},
+        "parallelism": parallelism,
+        "optimizer": {"lr": 3e-3, "warmup_steps": 5},
+        "checkpoint": {"every_steps": SAVE_EVERY_STEPS},
+        "restart": {"pod_retries": 1},
+        "engine": {"nodes": 2, "slots_per_node": NUM_RANKS // 2, "spares": 2, "grace_s": 10},
+        "env": {PACE_ENV: f"{pace_s:g}"},
+    }
+    for section, fields in changes.items():
+        document[section] = {**document.get(section, {}), **fields}
+    return parse_job(document)

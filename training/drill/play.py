@@ -1,0 +1,138 @@
+"""A run on this machine from its start to its end, under a supervisor without Prefect.
+
+Times are seconds since the epoch, steps completed optimizer steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from storage.errors import StorageError
+from training.drill.outside import Nobody, Person
+from training.inject import LocalRun
+from training.job import Job
+from training.policy.history import RunHistory
+from training.policy.ladder import Rung
+from training.runtime.drills import fired_at_s
+from training.runtime.metrics import kept_steps
+from training.supervisor.run import Run
+from training.supervisor.watch import EndKind, Progress
+from training.trainer.data.prepare import prepare
+from training.trainer.data.tokenizer import open_tokenizer
+
+LIMIT_S = 300.0  # of one start of a run; a drill that hangs is a drill that failed
+
+Curve = Mapping[int, tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What a run has left.
+
+    Attributes:
+        history: its ledger.
+        curve: loss and gradient norm of every step that was kept.
+        state: checksums of the last checkpoint's files, by their rank.
+        fired_s: when each fault of the job fired, by its index.
+        left_over: names of processes that outlived it.
+        ended: how, in a word or two.
+    """
+
+    history: RunHistory
+    curve: Curve
+    state: Mapping[str, str]
+    fired_s: Mapping[int, list[float]]
+    left_over: tuple[str, ...]
+    ended: str
+
+
+@dataclass(slots=True)
+class Play:
+    """Plays runs below one folder.
+
+    Attributes:
+        home: Perdure's folder for them.
+        limit_s: of one start of a run.
+    """
+
+    home: Path
+    limit_s: float = LIMIT_S
+
+    def play(self, job: Job, *, person: Person | None = None, starts: int = 1) -> Played:
+        """Run a job to its end.
+
+        Args:
+            job: that has not been run below this folder.
+            person: watches it.
+            starts: how often it is started at most, while it has not reached its target.
+
+        Raises:
+            PerdureError: it could not be run.
+            StorageError: likewise.
+        """
+        ended = ""
+        for _ in range(starts):
+            ended = self._start(job, person or Nobody())
+            if ended == EndKind.COMPLETED:
+                break
+        return self._left_by(job, ended)
+
+    def _start(self, job: Job, person: Person) -> str:
+        """Start it once, and see to its end. Returns how it ended."""
+        run = Run(job, home=self.home)
+        run.take()
+        ended = "interrupted"
+        try:
+            ended = self._supervise(run, person)
+        finally:
+            run.end("completed" if ended == EndKind.COMPLETED else "failed", ended)
+        return ended
+
+    def _supervise(self, run: Run, person: Person) -> str:
+        assert run.job.data is not None  # noqa: S101 drill jobs have a corpus
+        data = prepare(run.job.data, open_tokenizer(run.job.tokenizer), run.store)
+        run.record_data(data)
+        until_s = time.monotonic() + self.limit_s
+
+        def is_late() -> bool:
+            return time.monotonic() > until_s
+
+        def on_progress(progress: Progress) -> None:
+            person.see(run, progress)
+
+        while True:
+            placement = run.place(stop_wanted=is_late)
+            verdict = run.attempt(
+                placement,
+                data_manifest_key=data.manifest_key,
+                stop_wanted=is_late,
+                on_progress=on_progress,
+            )
+            if is_late():
+                return f"not ended after {self.limit_s:g} s"
+            if verdict.kind is not EndKind.FAILED:
+                return verdict.kind.value
+            if verdict.decision is None or verdict.decision.rung is Rung.STOP:
+                return "stopped by the ladder"
+
+    def _left_by(self, job: Job, ended: str) -> Played:
+        run = Run(job, home=self.home)
+        kept = kept_steps(run.store, job.run_id)
+        try:
+            manifest = run.checkpoints.manifest(job.steps)
+            # Names begin with the attempt, which is not part of the state.
+            shards = {n.rpartition("-")[2]: one.xxh3_128 for n, one in manifest.shards.items()}
+        except StorageError:
+            shards = {}  # it did not come so far
+        left = LocalRun(self.home, job.run_id).processes()
+        return Played(
+            history=run.refresh(),
+            curve={step: (one.loss, one.grad_norm) for step, one in kept.items()},
+            state=shards,
+            fired_s=fired_at_s(run.store, job.run_id),
+            left_over=tuple(process.name() for process in left),
+            ended=ended,
+        )

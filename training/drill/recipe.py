@@ -1,0 +1,21 @@
+"""The reference program at a pace: who acts from outside finds it at work on any machine.
+
+The pause changes no number.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from training.job import Job
+from training.trainer.pretrain import pretrain
+
+PACE_ENV = "DRILL_PACE_S"  # seconds that every step takes longer
+RECIPE = "training.drill.recipe:main"
+
+
+def main(job: Job) -> None:
+    """Train up to the job's target step."""
+    pace_s = float(os.environ.get(PACE_ENV, "0"))
+    pretrain(job, in_step=lambda: time.sleep(pace_s))

@@ -1,0 +1,220 @@
+"""The drills: what is injected, and what is expected of the ladder. Data only.
+
+A further drill is a further row. Steps are completed optimizer steps, times seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from training.drill.job import HANG_TIMEOUT_S, SAVE_EVERY_STEPS
+from training.drill.outside import Kill, Victim
+from training.policy.ladder import Rung
+from training.specs.drill import DrillFault, DrillKind, DrillPoint
+
+STEPS = 40
+AT_STEP = 13  # in work when the fault comes
+SNAPSHOT_EVERY_STEPS = 5
+PACE_S = 0.1  # of a step, where somebody acts from outside
+_ABNORMAL = 1e3  # no step of the small model comes near
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What is to come of a drill.
+
+    Attributes:
+        rungs: that mended it, in order.
+        steps_lost: completed steps that are done again, at most.
+        last_save: step that the survivors save before their processes end.
+    """
+
+    rungs: tuple[Rung, ...]
+    steps_lost: int = 0
+    last_save: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Drill:
+    """One drill.
+
+    Attributes:
+        name: on the command line.
+        injected: for a person.
+        expected: what is to come of it.
+        faults: made in the worker processes themselves.
+        hits_replicas: each fault comes to every replica of its rank, too, once that is mended.
+        kills: made from outside.
+        pauses_at: completed step at which somebody has the run pause, and go on later.
+        changes: fields of the job that differ, by section.
+        without_replicas: expected where no rank holds the state of another; None: the same.
+        differs_from: step from which on the curve may differ: an abnormal step was accepted.
+        starts: how often a person starts the run, which ends in between.
+    """
+
+    name: str
+    injected: str
+    expected: Expected
+    faults: tuple[DrillFault, ...] = ()
+    hits_replicas: bool = False
+    kills: tuple[Kill, ...] = ()
+    pauses_at: int | None = None
+    changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    without_replicas: Expected | None = None
+    differs_from: int | None = None
+    starts: int = 1
+
+    @property
+    def pace_s(self) -> float:
+        """How much longer every step takes."""
+        return PACE_S if self.kills or self.pauses_at is not None else 0.0
+
+
+def _fault(
+    kind: DrillKind,
+    rank: int,
+    point: DrillPoint = DrillPoint.BACKWARD,
+    *,
+    step: int = AT_STEP,
+    times: int = 1,
+) -> DrillFault:
+    return DrillFault(kind=kind, rank=rank, step=step, point=point, times=times)
+
+
+_STEP_RETRY = Expected((Rung.STEP_RETRY,))
+_REPLACED = Expected((Rung.PROCESS_REPLACE,))
+_FROM_CHECKPOINT = Expected((Rung.IN_PLACE_RESTART,), steps_lost=SAVE_EVERY_STEPS)
+_TRE = {
+    "numeric_retry": True,
+    "snapshot_every_steps": SNAPSHOT_EVERY_STEPS,
+    "abnormal_loss": _ABNORMAL,
+    "abnormal_grad_norm": _ABNORMAL,
+}
+# One step before the fault is in the snapshot, or as many as lie between two of them.
+_TO_SNAPSHOT = SNAPSHOT_EVERY_STEPS - 1
+
+DRILLS: tuple[Drill, ...] = (
+    Drill(
+        "operator-retry",
+        "rank 1 loses its connections while gradients are reduced",
+        Expected((Rung.OPERATOR_RETRY,)),
+        faults=(_fault(DrillKind.LINK, 1),),
+        changes={"comm": {"link_retry": True}},
+    ),
+    Drill(
+        "step-retry-uce",
+        "device memory of rank 2 is damaged (UCE)",
+        _STEP_RETRY,
+        faults=(_fault(DrillKind.DEVICE_MEMORY, 2),),
+        without_replicas=_FROM_CHECKPOINT,
+    ),
+    Drill(
+        "step-retry-hcce",
+        "a collective of rank 1 fails (HCCE)",
+        _STEP_RETRY,
+        faults=(_fault(DrillKind.COLLECTIVE, 1, DrillPoint.PREPARED),),
+    ),
+    Drill(
+        "link-broken",
+        "rank 1 loses its connections",
+        _STEP_RETRY,
+        faults=(_fault(DrillKind.LINK, 1),),
+    ),
+    Drill(
+        "tre",
+        "loss and gradient of rank 0 are 10,000 times too large",
+        Expected((Rung.STEP_RETRY,), steps_lost=_TO_SNAPSHOT),
+        faults=(_fault(DrillKind.GRADIENT, 0),),
+        changes={"restart": _TRE},
+    ),
+    Drill(
+        "tre-persistent",
+        "the same, and again when the step is done again: accepted",
+        Expected((Rung.STEP_RETRY, Rung.STEP_RETRY), steps_lost=_TO_SNAPSHOT),
+        faults=(_fault(DrillKind.GRADIENT, 0, times=2),),
+        changes={"restart": _TRE},
+        differs_from=AT_STEP,
+    ),
+    Drill(
+        "replace-rank",
+        "SIGKILL of rank 3",
+        _REPLACED,
+        faults=(_fault(DrillKind.KILL, 3),),
+        without_replicas=_FROM_CHECKPOINT,
+    ),
+    Drill(
+        "replace-first-rank",
+        "SIGKILL of rank 0, between two collectives of a step",
+        _REPLACED,
+        faults=(_fault(DrillKind.KILL, 0, DrillPoint.PREPARED),),
+        without_replicas=_FROM_CHECKPOINT,
+    ),
+    Drill(
+        "replace-two",
+        "SIGKILL of ranks 1 and 2 in the same step",
+        Expected((Rung.PROCESS_REPLACE, Rung.PROCESS_REPLACE)),
+        faults=(_fault(DrillKind.KILL, 1), _fault(DrillKind.KILL, 2)),
+        without_replicas=_FROM_CHECKPOINT,
+    ),
+    Drill(
+        "death-in-recovery",
+        "a collective of rank 1 fails; SIGKILL of rank 2 while that is mended",
+        Expected((Rung.STEP_RETRY, Rung.PROCESS_REPLACE)),
+        faults=(
+            _fault(DrillKind.COLLECTIVE, 1),
+            _fault(DrillKind.KILL, 2, DrillPoint.RECOVERY),
+        ),
+        without_replicas=_FROM_CHECKPOINT,
+    ),
+    Drill(
+        "replica-holder-dies",
+        "SIGKILL of rank 0, and of all with the same state while it is replaced",
+        _FROM_CHECKPOINT,
+        faults=(_fault(DrillKind.KILL, 0),),
+        hits_replicas=True,
+    ),
+    Drill(
+        "end-of-life",
+        "SIGKILL of rank 1, and no process may be replaced",
+        Expected((Rung.IN_PLACE_RESTART,), last_save=AT_STEP - 1),
+        faults=(_fault(DrillKind.KILL, 1),),
+        changes={"restart": {"process_replace": False}},
+        without_replicas=_FROM_CHECKPOINT,
+    ),
+    Drill(
+        "program-error",
+        "an exception of the program on rank 2; a person starts the run again",
+        Expected((Rung.STOP,), last_save=AT_STEP - 1),
+        faults=(_fault(DrillKind.EXCEPTION, 2),),
+        without_replicas=Expected((Rung.STOP,), steps_lost=SAVE_EVERY_STEPS),
+        starts=2,
+    ),
+    Drill(
+        "hang",
+        "SIGSTOP of rank 2",
+        Expected((Rung.HANG_RESTART,), steps_lost=SAVE_EVERY_STEPS),
+        faults=(_fault(DrillKind.STOP, 2),),
+        changes={"restart": {"hang_timeout_s": HANG_TIMEOUT_S}},
+    ),
+    Drill(
+        "node-lost",
+        "SIGKILL of everything on the second node",
+        Expected((Rung.POD_RESCHEDULE,), steps_lost=SAVE_EVERY_STEPS),
+        kills=(Kill(victim=Victim.NODE, index=1, step=AT_STEP),),
+    ),
+    Drill(
+        "node-isolated",
+        "the same, and no single pod may be replaced",
+        Expected((Rung.JOB_RESCHEDULE_ISOLATED,), steps_lost=SAVE_EVERY_STEPS),
+        kills=(Kill(victim=Victim.NODE, index=1, step=AT_STEP),),
+        changes={"restart": {"pod_retries": 0}},
+    ),
+    Drill(
+        "pause",
+        "a wish to pause, taken back later",
+        Expected(()),
+        pauses_at=3,
+    ),
+)

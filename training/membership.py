@@ -1,0 +1,228 @@
+"""What workers, node agents and the coordinator of an attempt say to each other.
+
+One JSON object per line over TCP; the first line of a connection carries the attempt's token.
+Times are seconds since the epoch, steps completed optimizer steps.
+"""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, TypeAdapter
+
+from training.policy.repair import RankReport, RepairPlan
+
+MAX_LINE_BYTES = 1 << 20
+
+
+class Said(BaseModel):
+    """Immutable, and an unknown field is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class CoordinatorAddress(Said):
+    """Where the coordinator of an attempt listens; files that hold one are private."""
+
+    host: str
+    port: int
+    store_port: int = Field(description="of the rendezvous store of the process groups")
+    token: str
+
+
+class Trouble(StrEnum):
+    """What a worker noticed, as far as it can tell."""
+
+    LINK = "link"  # a connection broke
+    COLLECTIVE = "collective"  # a collective failed or timed out; the state is whole (HCCE)
+    MEMORY = "memory"  # this rank's device memory is not to be trusted (UCE)
+    NUMERIC = "numeric"  # loss or gradient norm is abnormal (TRE)
+    REPAIR = "repair"  # a recovery came to grief here
+
+
+class WorkerJoined(Said):
+    """First line of a worker."""
+
+    op: Literal["worker_joined"] = "worker_joined"
+    token: SecretStr
+    rank: int
+    pid: int
+
+
+class TroubleSeen(Said):
+    """A fault that the worker's process outlived."""
+
+    op: Literal["trouble"] = "trouble"
+    generation: int
+    trouble: Trouble
+    text: str
+    step: int
+    at_s: float
+    code: str | None = None
+    grad_norm: float | None = Field(None, description="of the step, where it was agreed on")
+    is_finite: bool = True
+    link: int | None = Field(
+        None, description="which links of the generation broke, where they may be made anew"
+    )
+
+
+class Relinked(Said):
+    """New links stand under a rank's groups, and what was cut short runs again.
+
+    Attributes:
+        operations: how many were run again here.
+        problem: why it did not work, None when it did.
+    """
+
+    op: Literal["relinked"] = "relinked"
+    generation: int
+    link: int
+    operations: int = 0
+    problem: str | None = None
+
+
+class Standing(Said):
+    """A rank's report for a generation."""
+
+    op: Literal["standing"] = "standing"
+    generation: int
+    report: RankReport
+
+
+class Trains(Said):
+    """A rank trains in a generation, from a step on."""
+
+    op: Literal["trains"] = "trains"
+    generation: int
+    step: int
+
+
+class Paused(Said):
+    """A rank stands at a step boundary, or goes on from it."""
+
+    op: Literal["paused"] = "paused"
+    step: int
+    stands: bool
+
+
+class LastSaved(Said):
+    """A survivor's part in the end-of-life checkpoint is over.
+
+    Attributes:
+        problem: why it was not written, None when it was.
+    """
+
+    op: Literal["last_saved"] = "last_saved"
+    step: int
+    problem: str | None = None
+
+
+class Ending(Said):
+    """A rank came to the end of its loop: from here on nothing is recovered inside processes."""
+
+    op: Literal["ending"] = "ending"
+    step: int
+
+
+class AgentJoined(Said):
+    """First line of a node agent."""
+
+    op: Literal["agent_joined"] = "agent_joined"
+    token: SecretStr
+    node: str
+    ranks: tuple[int, ...]
+
+
+class WorkerEnded(Said):
+    """A worker process ended other than well.
+
+    Attributes:
+        exit_code: negative for a signal, as subprocess has it.
+        device: local rank on the node.
+        error: last line of the exception that it recorded.
+        is_oom: the kernel killed something in the container for memory.
+    """
+
+    op: Literal["worker_ended"] = "worker_ended"
+    rank: int
+    device: int
+    exit_code: int
+    error: str | None = None
+    is_oom: bool = False
+    at_s: float
+
+
+class NewGeneration(Said):
+    """A life of the groups begins; the one before is over."""
+
+    op: Literal["generation"] = "generation"
+    number: int
+
+
+class Plan(Said):
+    """What every rank does in a new generation before it trains."""
+
+    op: Literal["plan"] = "plan"
+    generation: int
+    plan: RepairPlan
+
+
+class Relink(Said):
+    """Make new links in the same generation, and run again what was cut short."""
+
+    op: Literal["relink"] = "relink"
+    generation: int
+    link: int
+
+
+class PauseWish(Said):
+    """Stand at the next step boundary, or go on."""
+
+    op: Literal["pause"] = "pause"
+    wanted: bool
+
+
+class ReplaceWorker(Said):
+    """Start a new process for a rank whose process is gone."""
+
+    op: Literal["replace"] = "replace"
+    rank: int
+    generation: int
+
+
+class GiveUp(Said):
+    """The attempt is not saved inside its processes: report their ends and stop the rest."""
+
+    op: Literal["give_up"] = "give_up"
+    why: str
+
+
+FromMember = Annotated[
+    WorkerJoined
+    | TroubleSeen
+    | Relinked
+    | Standing
+    | Trains
+    | Paused
+    | LastSaved
+    | Ending
+    | AgentJoined
+    | WorkerEnded,
+    Field(discriminator="op"),
+]
+ToMember = Annotated[
+    NewGeneration | Plan | Relink | PauseWish | ReplaceWorker | GiveUp, Field(discriminator="op")
+]
+FROM_MEMBER: TypeAdapter[FromMember] = TypeAdapter(FromMember)
+TO_MEMBER: TypeAdapter[ToMember] = TypeAdapter(ToMember)
+
+
+def dump_line(message: Said) -> bytes:
+    """A message as a line; a token in it stands in clear, for this connection alone."""
+    document = message.model_dump(mode="json")
+    token = getattr(message, "token", None)
+    if isinstance(token, SecretStr):
+        document["token"] = token.get_secret_value()
+    return json.dumps(document).encode() + b"\n"

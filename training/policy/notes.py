@@ -1,0 +1,130 @@
+"""What the coordinator of an attempt notes: recoveries inside the processes, and pauses.
+
+The coordinator must not wait for the object store while training stands still, so it appends a
+JSON line to the attempt's live file (the one with the step records) before it acts; whoever
+supervises the run copies the notes into the ledger. Times are seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from training.policy.fault_record import FaultRecord
+from training.policy.rungs import Rung
+
+
+class Note(BaseModel):
+    """Common part.
+
+    Attributes:
+        at_s: when it was written.
+        number: of the recovery or pause in its attempt, from 1; ties beginning and end together.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    at_s: float
+    number: int = Field(ge=1)
+
+
+class RecoveryBegan(Note):
+    """A decision about a fault while processes of the attempt live; written before it is acted on.
+
+    Attributes:
+        generation: of the process groups that the fault ended.
+        fault: what was noticed; its `at_s` is when.
+    """
+
+    kind: Literal["recovery_began"] = "recovery_began"
+    generation: int
+    fault: FaultRecord
+    rung: Rung
+    reason: str
+    skipped: tuple[str, ...] = ()
+    accept_abnormal: bool = False
+    sub_healthy: bool = False
+
+
+class RecoveryEnded(Note):
+    """The recovery came to its end.
+
+    Attributes:
+        generation: that training goes on in; the one before when it failed.
+        succeeded: whether training goes on.
+        why: why it does not.
+        step: completed steps that training goes on from.
+        replaced: ranks that got a new process.
+        repaired: ranks whose state came from a replica.
+        steps_lost: completed steps that are done again.
+        duration_s: from the notice of the fault to the first rank that trains again.
+    """
+
+    kind: Literal["recovery_ended"] = "recovery_ended"
+    generation: int
+    succeeded: bool
+    why: str = ""
+    step: int | None = None
+    replaced: tuple[int, ...] = ()
+    repaired: tuple[int, ...] = ()
+    steps_lost: int = 0
+    duration_s: float = 0.0
+
+
+class LastSave(Note):
+    """The end-of-life checkpoint: what the survivors did before their processes ended.
+
+    Attributes:
+        step: that was committed, None when nothing was.
+        ranks: that wrote it.
+        why: why nothing was written.
+    """
+
+    kind: Literal["last_save"] = "last_save"
+    step: int | None
+    ranks: tuple[int, ...] = ()
+    why: str = ""
+
+
+class PauseBegan(Note):
+    """Every rank stands at the same step boundary."""
+
+    kind: Literal["pause_began"] = "pause_began"
+    step: int
+
+
+class PauseEnded(Note):
+    """Training goes on."""
+
+    kind: Literal["pause_ended"] = "pause_ended"
+    step: int
+
+
+AnyNote = Annotated[
+    RecoveryBegan | RecoveryEnded | LastSave | PauseBegan | PauseEnded,
+    Field(discriminator="kind"),
+]
+
+NOTE: TypeAdapter[AnyNote] = TypeAdapter(AnyNote)
+NOTE_KINDS = frozenset(
+    {"recovery_began", "recovery_ended", "last_save", "pause_began", "pause_ended"}
+)
+
+
+class PastRecovery(BaseModel):
+    """One past recovery of the run, as a start order carries it to the coordinator.
+
+    Attributes:
+        fault: what it answered.
+        rung: what was done.
+        progressed: whether a new step was committed after it.
+        failed: whether the rung itself could not be carried out.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    fault: FaultRecord
+    rung: Rung
+    progressed: bool
+    failed: bool = False

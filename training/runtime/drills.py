@@ -1,0 +1,149 @@
+"""Faults made on purpose inside a worker: real signals, real damage, real broken connections.
+
+What cannot be had without the hardware is the runtime's own word: the text of the error is the
+one that torch_npu raises. An object in the run's store remembers what has fired, for the process
+that takes the place of a killed one, on this node or another; a file beside the heartbeat proves
+it on the spot. Both are written before the fault, with its time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from storage.objects import ObjectStore
+from training.runtime.groups import Generations
+from training.runtime.links import shut_down
+from training.specs.drill import DrillFault, DrillKind, DrillPoint
+
+ABNORMAL_FACTOR = 1e4
+
+
+class Drill:
+    """The faults of one rank.
+
+    Args:
+        faults: of the job.
+        rank: of this process.
+        folder: of the attempt on this node.
+        generations: whose links are broken.
+        store: of the run.
+        run_id: of the run.
+    """
+
+    def __init__(
+        self,
+        faults: Sequence[DrillFault],
+        *,
+        rank: int,
+        folder: Path,
+        generations: Generations | None,
+        store: ObjectStore,
+        run_id: str,
+    ) -> None:
+        self._own = [(n, one) for n, one in enumerate(faults) if one.rank == rank]
+        self._folder = folder
+        self._generations = generations
+        self._store = store
+        self._prefix = fired_prefix(run_id)
+        self._counts: Counter[int] = Counter()
+        if self._own:
+            self._counts.update(_number_of(info.key) for info in store.list(self._prefix))
+        self.model: nn.Module | None = None
+
+    def reached(self, point: str, step: int) -> None:
+        """Make what is due here.
+
+        Args:
+            point: of a step.
+            step: the one in work, for `recovery` the one that training goes on with.
+
+        Raises:
+            RuntimeError: as the runtime would.
+        """
+        for number, fault in self._own:
+            is_here = fault.kind is not DrillKind.GRADIENT and fault.point == point
+            # Nobody knows which step the next recovery comes in.
+            is_due = fault.step <= step if point == DrillPoint.RECOVERY else fault.step == step
+            if is_here and is_due and self._fires(number, fault):
+                self._make(fault)
+
+    def loss_factor(self, step: int) -> float:
+        """What the loss of a step is multiplied with."""
+        for number, fault in self._own:
+            is_due = fault.kind is DrillKind.GRADIENT and fault.step == step
+            if is_due and self._fires(number, fault):
+                return ABNORMAL_FACTOR
+        return 1.0
+
+    def _fires(self, number: int, fault: DrillFault) -> bool:
+        if self._counts[number] >= fault.times:
+            return False
+        self._counts[number] += 1
+        line = json.dumps({"pid": os.getpid(), "at_s": time.time()}) + "\n"
+        self._store.put(f"{self._prefix}{number:04d}-{self._counts[number]:04d}", line.encode())
+        with fired_path(self._folder, number).open("a", encoding="utf-8") as file:
+            file.write(line)
+        return True
+
+    def _make(self, fault: DrillFault) -> None:
+        match fault.kind:
+            case DrillKind.KILL:
+                os.kill(os.getpid(), signal.SIGKILL)
+            case DrillKind.STOP:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case DrillKind.DEVICE_MEMORY:
+                self._damage()
+                raise RuntimeError("UCE ERROR reason=[device mem error]")
+            case DrillKind.COLLECTIVE:
+                raise RuntimeError("SUSPECT REMOTE ERROR reason=[suspect remote error]")
+            case DrillKind.LINK:
+                self._break_links()
+            case DrillKind.EXCEPTION:
+                raise ValueError("a drill's error of the program")
+            case DrillKind.GRADIENT:
+                pass  # loss_factor() has it
+
+    def _damage(self) -> None:
+        assert self.model is not None  # noqa: S101 steps come after register()
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                own.fill_(float("nan"))
+
+    def _break_links(self) -> None:
+        if self._generations is not None:
+            for link in self._generations.links().values():
+                shut_down(link.sockets)
+
+
+def fired_prefix(run_id: str) -> str:
+    """Where the faults of a run leave word in its store: an object each time, its time inside."""
+    return f"runs/{run_id}/drills/"
+
+
+def fired_at_s(store: ObjectStore, run_id: str) -> dict[int, list[float]]:
+    """When each fault of a job fired, by its index among them; seconds since the epoch."""
+    fired: dict[int, list[float]] = {}
+    for info in store.list(fired_prefix(run_id)):
+        at_s = float(json.loads(store.get(info.key))["at_s"])
+        fired.setdefault(_number_of(info.key), []).append(at_s)
+    return fired
+
+
+def _number_of(key: str) -> int:
+    return int(key.rpartition("/")[2].partition("-")[0])
+
+
+def fired_path(folder: Path, number: int) -> Path:
+    """Where a fault of a job leaves word that it fired: one JSON line each time."""
+    return folder / f"drill-{number}.jsonl"

@@ -1,0 +1,186 @@
+"""The process groups of one generation: made, and aborted while a collective hangs in them.
+
+Gloo and the store's client have no abort. Their sockets are shut down instead, found as those
+that came with the group: every operation on them fails at once, in whatever thread it waits.
+Listening sockets are left alone, since gloo ends the process when its accept() fails. NCCL and
+HCCL have an abort of their own. Written against torch 2.13; times are seconds.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import socket
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
+
+from training.device import abort_group
+
+GLOO = "gloo"
+STORE_TIMEOUT_S = 36_000.0
+
+Sockets = Mapping[int, str]  # descriptor: what it is, as /proc tells
+
+
+def open_sockets() -> Sockets:
+    """The sockets that this process has."""
+    found: dict[int, str] = {}
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 the names alone, and fast
+        with suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{name}")  # noqa: PTH115 likewise
+            if target.startswith("socket:"):
+                found[int(name)] = target
+    return found
+
+
+def new_sockets(before: Sockets) -> Sockets:
+    """Those that were not there before."""
+    return {fd: target for fd, target in open_sockets().items() if before.get(fd) != target}
+
+
+def shut_down(sockets: Sockets) -> int:
+    """Break connections for good; how many there were."""
+    count = 0
+    for descriptor, target in sockets.items():
+        with suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{descriptor}") != target:  # noqa: PTH115
+                continue  # closed, and another file has its number
+            with socket.socket(fileno=os.dup(descriptor)) as one:
+                is_tcp = one.family in (socket.AF_INET, socket.AF_INET6)
+                if is_tcp and not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    one.shutdown(socket.SHUT_RDWR)
+                    count += 1
+    return count
+
+
+class Link:
+    """One connected group, or the attempt to connect it.
+
+    Args:
+        backend: name of the collective library.
+        device: type of the tensors.
+    """
+
+    def __init__(self, backend: str, device: str) -> None:
+        self._backend = backend
+        self._device = device
+        self._lock = threading.Lock()
+        self._before: Sockets = {}
+        self._sockets: Sockets = {}
+        self._is_aborted = False
+        self._is_connecting = False
+        self._collectives: Any = None
+        self._running = 0
+        self.group: dist.ProcessGroup | None = None
+
+    def connect(self, store: Store, *, rank: int, size: int, timeout_s: float) -> dist.ProcessGroup:
+        """Connect to the others; collective.
+
+        Raises:
+            RuntimeError: it was aborted meanwhile, or somebody did not come.
+        """
+        with self._lock:
+            self._before, self._is_connecting = open_sockets(), True
+        try:
+            group, self._collectives = _make(
+                self._backend, self._device, store, rank, size, timeout_s
+            )
+        finally:
+            with self._lock:
+                self._is_connecting = False
+                self._sockets = new_sockets(self._before)
+        with self._lock:
+            self.group = group
+        if self._is_aborted:
+            self.abort()
+            raise RuntimeError("the link was aborted while it was made")
+        return group
+
+    def abort(self) -> None:
+        """Have everything that waits in it fail; from any thread."""
+        with self._lock:
+            self._is_aborted = True
+            connecting, sockets = self._is_connecting, self._sockets
+        if self._backend == GLOO:
+            shut_down(new_sockets(self._before) if connecting else sockets)
+        elif self._collectives is not None:
+            abort_group(self._collectives)
+
+    def began(self) -> None:
+        """An operation begins on it."""
+        with self._lock:
+            self._running += 1
+
+    def ended(self) -> None:
+        """An operation has come to its end."""
+        with self._lock:
+            self._running -= 1
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing runs on it: gloo's destructor waits for its operations."""
+        return self._running == 0 and not self._is_connecting
+
+    @property
+    def sockets(self) -> Sockets:
+        """Its connections, where the backend has any that can be seen."""
+        return self._sockets
+
+
+class StoreClient:
+    """A client of the rendezvous store that can be aborted."""
+
+    def __init__(self, host: str, port: int) -> None:
+        before = open_sockets()
+        self.store: Store = TCPStore(
+            host,
+            port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=dt.timedelta(seconds=STORE_TIMEOUT_S),
+        )
+        self._sockets = new_sockets(before)
+
+    def abort(self) -> None:
+        """Have every call on it fail; from any thread."""
+        shut_down(self._sockets)
+
+
+def _make(
+    backend: str, device: str, store: Store, rank: int, size: int, timeout_s: float
+) -> tuple[dist.ProcessGroup, Any]:
+    timeout = dt.timedelta(seconds=timeout_s)
+    group = dist.ProcessGroup(store, rank, size)
+    if backend == GLOO:
+        kind = dist.ProcessGroup.BackendType.GLOO
+        collectives: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
+        collectives._set_sequence_number_for_group()  # noqa: SLF001 as torch's own helper does
+    elif backend == "nccl":
+        kind = dist.ProcessGroup.BackendType.NCCL
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout  # noqa: SLF001 as torch's own helper does
+        collectives = dist.ProcessGroupNCCL(store, rank, size, options)
+        collectives._set_sequence_number_for_group()  # noqa: SLF001
+    else:
+        kind = dist.ProcessGroup.BackendType.CUSTOM
+        collectives = _plugin(backend, store, rank, size, timeout)
+    group._set_default_backend(kind)  # noqa: SLF001
+    group._register_backend(torch.device(device), kind, collectives)  # noqa: SLF001
+    return group, collectives
+
+
+def _plugin(backend: str, store: Store, rank: int, size: int, timeout: dt.timedelta) -> Any:
+    """A backend that another library registered: HCCL of torch_npu."""
+    plugin = dist.Backend._plugins[backend.upper()]  # noqa: SLF001 there is no public way
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, rank, size, timeout)
+    options = torch._C._distributed_c10d._DistributedBackendOptions()  # noqa: SLF001
+    options.store, options.timeout = store, timeout
+    options.group_rank, options.group_size = rank, size
+    return plugin.creator_fn(options, None)

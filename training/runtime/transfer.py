@@ -1,0 +1,112 @@
+"""A rank's state, sent to the one that lost it: tensors over the process group, the rest as JSON.
+
+Both sides must be linked. Tensors are sent many at a time: waiting for each costs a state of many
+small tensors several times what its bytes do. Sizes are bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from storage.staging import raw
+
+IN_FLIGHT = 32
+
+
+@dataclass(slots=True)
+class _Flights:
+    """Transfers that have begun, oldest first, and what is done once each has ended."""
+
+    _waiting: deque[tuple[dist.Work, Callable[[], object]]] = field(default_factory=deque)
+
+    def add(self, work: dist.Work | None, then: Callable[[], object]) -> None:
+        assert work is not None  # noqa: S101 None is for those outside of the group
+        self._waiting.append((work, then))
+        if len(self._waiting) == IN_FLIGHT:
+            self._land()
+
+    def land_all(self) -> None:
+        while self._waiting:
+            self._land()
+
+    def _land(self) -> None:
+        work, then = self._waiting.popleft()
+        work.wait()
+        then()
+
+
+def send_state(
+    tensors: Mapping[str, Tensor], extra: dict[str, Any], *, to: int, device: torch.device
+) -> None:
+    """Send a state.
+
+    Raises:
+        RuntimeError: the link broke.
+    """
+    _send_json({"names": list(tensors), "extra": extra}, to=to, device=device)
+    flights = _Flights()
+    for tensor in tensors.values():
+        flat = _local(tensor).contiguous().reshape(-1)
+        flights.add(dist.isend(flat, to), flat.numel)  # which keeps it until then
+    flights.land_all()
+
+
+def receive_header(*, source: int, device: torch.device) -> tuple[list[str], dict[str, Any]]:
+    """The names of the tensors that follow, and the rest of the state.
+
+    Raises:
+        RuntimeError: the link broke.
+    """
+    document = _receive_json(source=source, device=device)
+    return document["names"], document["extra"]
+
+
+def receive_tensors(tensors: Mapping[str, Tensor], names: list[str], *, source: int) -> None:
+    """Fill the tensors of these names, in this order.
+
+    Raises:
+        RuntimeError: the link broke.
+        ValueError: the other side has other tensors.
+    """
+    if missing := [name for name in names if name not in tensors]:
+        raise ValueError(f"the replica has {missing[0]}, which this rank has not")
+    flights = _Flights()
+    with torch.no_grad():
+        for name in names:
+            own = _local(tensors[name])
+            flat = own.reshape(-1) if own.is_contiguous() else torch.empty_like(own).reshape(-1)
+            flights.add(dist.irecv(flat, source), partial(_fill, own, flat))
+        flights.land_all()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _fill(own: Tensor, flat: Tensor) -> None:
+    if flat.data_ptr() != own.data_ptr():
+        own.copy_(flat.view_as(own))
+
+
+def _send_json(document: Any, *, to: int, device: torch.device) -> None:
+    data = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
+    dist.send(torch.tensor([data.numel()], device=device), to)
+    dist.send(data.to(device), to)
+
+
+def _receive_json(*, source: int, device: torch.device) -> Any:
+    size = torch.zeros(1, dtype=torch.int64, device=device)
+    dist.recv(size, source)
+    data = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
+    dist.recv(data, source)
+    return json.loads(raw(data.cpu()).tobytes())

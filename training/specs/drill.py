@@ -1,0 +1,50 @@
+"""Faults that a job makes on purpose, in the worker processes themselves."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import Field
+
+from training.specs.model import Section
+
+
+class DrillKind(StrEnum):
+    """What happens."""
+
+    KILL = "kill"  # SIGKILL to the rank's own process
+    STOP = "stop"  # SIGSTOP to it
+    DEVICE_MEMORY = "device_memory"  # every weight of the rank is damaged, and the runtime says so
+    COLLECTIVE = "collective"  # the runtime says that a collective failed
+    LINK = "link"  # the rank's connections to the others are broken
+    GRADIENT = "gradient"  # the rank's loss is multiplied, and the gradient norm with it
+    EXCEPTION = "exception"  # the program raises an error of its own
+
+
+class DrillPoint(StrEnum):
+    """Where in a step."""
+
+    START = "start"
+    BACKWARD = "backward"
+    PREPARED = "prepared"
+    VOTED = "voted"
+    APPLYING = "applying"
+    HALF_APPLIED = "half_applied"
+    SAVE = "save"
+    RECOVERY = "recovery"  # the first recovery that goes on with the step or a later one
+
+
+class DrillFault(Section):
+    """One fault, made once in the whole run, however often the step is done again."""
+
+    kind: DrillKind = Field(description="what happens")
+    rank: int = Field(ge=0, description="global rank that it happens to")
+    step: int = Field(ge=1, description="step in which it happens")
+    point: DrillPoint = Field(DrillPoint.BACKWARD, description="where in the step")
+    times: int = Field(1, ge=1, description="how often, each time that the step comes here")
+
+
+class DrillSpec(Section):
+    """A drill: a run with faults on purpose."""
+
+    faults: tuple[DrillFault, ...] = Field((), description="faults, in any order")

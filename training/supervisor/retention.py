@@ -1,0 +1,91 @@
+"""What a run's checkpoints may lose: its job's retention policy, and what broken saves left.
+
+Who may be reading or writing comes from the run's ledger and fence; `storage.collect` decides.
+Times are seconds since the epoch, steps completed optimizer steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from storage.checkpoint import CheckpointStore
+from storage.collect import InUse, Listing, Removal, Rules, decide, take_listing
+from storage.errors import PermanentError
+from training.job import Job
+from training.ledger import Ledger
+from training.policy.history import RunHistory
+from training.runtime.metrics import StepRecord, kept_steps
+from training.runtime.policies import retention_policy
+
+LOSS = "loss"  # in a manifest's extra state, of a program that writes it
+
+
+def removals(
+    job: Job,
+    checkpoints: CheckpointStore,
+    *,
+    garbage_after_s: float,
+    with_retention: bool,
+    clock: Callable[[], float] = time.time,
+) -> list[Removal]:
+    """What to delete of a run now, and why; nothing is deleted.
+
+    Args:
+        job: of the run.
+        checkpoints: of the run.
+        garbage_after_s: age from which what a broken save left is garbage.
+        with_retention: whether the job's retention policy is applied, too.
+        clock: wall time.
+
+    Raises:
+        StorageError: the store does not answer.
+        ValueError: the age is negative.
+    """
+    # The ledger is read after the listing: an attempt that has started since restores the newest
+    # whole step, and the newest two are never deleted.
+    listing = take_listing(checkpoints)
+    history = Ledger(checkpoints.store, job.run_id).read()
+    in_use = in_use_by(history, checkpoints.read_fence())
+    policy = None
+    if with_retention:
+        best = job.checkpoint.keep_best is not None
+        policy = retention_policy(job.checkpoint, losses_of(checkpoints, listing) if best else None)
+    rules = Rules(garbage_after_s=garbage_after_s, retention=policy)
+    return decide(listing, rules=rules, in_use=in_use, now_s=clock())
+
+
+def in_use_by(history: RunHistory, fence: tuple[int, int] | None) -> InUse:
+    """What the run's attempt may be reading and writing.
+
+    Args:
+        history: of the run; an empty one says nothing of who lives.
+        fence: (placement, attempt) that owns the run.
+    """
+    view = history.open_attempt
+    if view is not None:
+        reading = frozenset({view.started.from_step})
+        return InUse(is_living=True, reading=reading, is_restoring=view.first_step is None)
+    # An attempt that owns the run and is not in the ledger yet, or an empty ledger: who knows.
+    newest = history.attempts[-1].key if history.attempts else None
+    has_ended = newest is not None and (fence is None or fence <= newest)
+    return InUse(is_living=not has_ended)
+
+
+def losses_of(checkpoints: CheckpointStore, listing: Listing) -> dict[int, float]:
+    """Training loss of the committed steps, as far as it is on record."""
+    recorded = kept_steps(checkpoints.store, checkpoints.run_id)
+    losses = ((step, _loss_of(checkpoints, step, recorded)) for step in listing.committed)
+    return {step: loss for step, loss in losses if loss is not None}
+
+
+def _loss_of(
+    checkpoints: CheckpointStore, step: int, recorded: Mapping[int, StepRecord]
+) -> float | None:
+    if step in recorded:
+        return recorded[step].loss
+    try:
+        loss = checkpoints.manifest(step).extra.get(LOSS)
+    except PermanentError:
+        return None
+    return float(loss) if isinstance(loss, (int, float)) else None
