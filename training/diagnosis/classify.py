@@ -20,7 +20,7 @@ from training.diagnosis.cause import (
     fault_of,
     rank_candidates,
 )
-from training.diagnosis.exits import AGREED, EXIT_DONE, signal_name, signal_of
+from training.diagnosis.exits import AGREED, EXIT_DONE, EXIT_RESTART_ME, signal_name, signal_of
 from training.diagnosis.peers import compare
 from training.diagnosis.recognise import Finding, recognise
 from training.diagnosis.rules import Role
@@ -254,7 +254,9 @@ def _worker(end: WorkerEnd, found: Finding | None, evidence: Evidence) -> _Cause
     if end.exit_code in AGREED:
         fault_class, meaning = AGREED[end.exit_code]
         line = found.line if found else f"exit code {end.exit_code}: {meaning}"
-        return _ended(_Tier.ROOT, fault_class, line, end, evidence, why=meaning)
+        # Survivors ask for a restart as well, and the clocks of two nodes do not tell who was first.
+        tier = _Tier.SYMPTOM if end.exit_code == EXIT_RESTART_ME else _Tier.ROOT
+        return _ended(tier, fault_class, line, end, evidence, why=meaning)
     number = signal_of(end.exit_code)
     if number is not None and (end.exit_code < 0 or found is None or _only_guesses(found)):
         return _signalled(number, end, found, evidence)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -137,8 +137,9 @@ class Mender:
             error: what was caught, None for a process that takes the place of another.
 
         Raises:
-            BaseException: `error`, when the attempt is given up.
-            SystemExit: likewise without one, or once the last checkpoint is written.
+            BaseException: `error`, when the attempt is given up and it is this rank's own fault.
+            SystemExit: code 75, when it is given up for another rank's, or once the last
+                checkpoint is written.
         """
         self.heartbeat.beat(phase=Phase.RECOVER)
         if error is not None:
@@ -147,14 +148,21 @@ class Mender:
             try:
                 plan = self._follow(stand)
             except GivenUp as exc:
-                if error is not None:
-                    raise error from None
-                raise SystemExit(EXIT_RESTART_ME) from exc
+                self._leave(error, exc)
             except (RuntimeError, WorkerError) as exc:
                 self._stumbled(exc, stand)
             else:
                 self.heartbeat.beat(phase=Phase.STEP)
                 return plan
+
+    def _leave(self, error: BaseException | None, given_up: GivenUp) -> NoReturn:
+        """End this process with what it knows: its traceback, if the fault was here."""
+        seen = self.look_at(error) if error is not None else None
+        if error is not None and (seen is None or seen.trouble is not None):
+            raise error from None
+        what = f"{given_up}; it ran into: {seen.text}" if seen is not None else str(given_up)
+        print(f"perdure: rank {self.rank} ends: {what}", flush=True)  # noqa: T201 the rank's log
+        raise SystemExit(EXIT_RESTART_ME) from None
 
     def _tell(self, error: BaseException, stand: Stand) -> None:
         seen = self.look_at(error)

@@ -163,6 +163,12 @@ def test_a_worker_stopped_by_the_agent_is_never_the_cause(exit_code):
     assert cause(stopped).fault_class is FaultClass.UNKNOWN
 
 
+def test_a_survivor_that_asks_for_a_restart_never_outranks_a_death():
+    skewed = [end(EXIT_RESTART_ME, rank=2, ended_s=1.0), end(-signal.SIGKILL, rank=1, ended_s=9.0)]
+    assert cause(*skewed).rank == 1
+    assert cause(skewed[0]).fault_class is FaultClass.UNKNOWN
+
+
 def test_a_worker_that_ended_well_is_never_the_cause():
     assert cause(end(0, log=UCE), end(1, rank=1, error="Oops")).rank == 1
     assert cause(end(0, log=UCE)).evidence == "no evidence"

@@ -1,0 +1,69 @@
+"""How a rank leaves when its attempt is not saved inside its processes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from training.diagnosis.exits import EXIT_RESTART_ME
+from training.runtime.errors import GivenUp, Interrupted
+from training.runtime.mending import Mender, Stand
+
+PEER_CLOSED = "[gloo/transport/tcp/pair.cc:538] Connection closed by peer [::1]:4123"
+WRAPPED = "Got the following error when running the callback: "
+
+
+def mender(*, announced: int) -> Mender:
+    """Of rank 3, whose coordinator has given the attempt up."""
+
+    def newer_than(_generation: int) -> int:
+        raise GivenUp("the ladder asks for a restart")
+
+    told: list[Any] = []
+    contact: Any = SimpleNamespace(newer_than=newer_than, say=told.append)
+    generations: Any = SimpleNamespace(announced=announced, current=1)
+    heartbeat: Any = SimpleNamespace(beat=lambda **_: None)
+    nothing: Any = None
+    return Mender(
+        rank=3,
+        contact=contact,
+        generations=generations,
+        training=nothing,
+        loader=nothing,
+        checkpointer=nothing,
+        device=torch.device("cpu"),
+        heartbeat=heartbeat,
+        save_limit_s=1.0,
+    )
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        Interrupted("generation 2 is announced"),
+        RuntimeError(f"{WRAPPED}Interrupted: generation 2 is announced"),
+        RuntimeError(f"{WRAPPED}RuntimeError: {PEER_CLOSED}"),
+    ],
+)
+def test_a_rank_that_was_interrupted_for_another_ones_fault_asks_for_a_restart(error, capsys):
+    with pytest.raises(SystemExit) as ended:
+        mender(announced=2).rejoin(Stand(4, {}), error=error)
+    assert ended.value.code == EXIT_RESTART_ME
+    assert "rank 3 ends: the ladder asks for a restart; it ran into: " in capsys.readouterr().out
+
+
+def test_a_rank_with_a_fault_of_its_own_leaves_the_traceback():
+    error = RuntimeError("UCE ERROR")
+    with pytest.raises(RuntimeError) as raised:
+        mender(announced=1).rejoin(Stand(4, {}), error=error)
+    assert raised.value is error
+
+
+def test_a_process_that_was_to_take_anothers_place_asks_for_a_restart(capsys):
+    with pytest.raises(SystemExit) as ended:
+        mender(announced=1).rejoin(Stand(0, {}, is_fresh=True))
+    assert ended.value.code == EXIT_RESTART_ME
+    assert "rank 3 ends: the ladder asks for a restart\n" in capsys.readouterr().out
