@@ -9,6 +9,8 @@ from training.policy.history import AttemptView, RunHistory, fault_of
 from training.policy.ladder import Decision
 from training.policy.mending import Mending
 from training.policy.notes import (
+    AlertCleared,
+    AlertRaised,
     AnyNote,
     LastSave,
     PauseBegan,
@@ -71,6 +73,10 @@ def note_text(note: AnyNote) -> str:
             return f"pause {note.number}: every rank stands at step {note.step}"
         case PauseEnded():
             return f"pause {note.number} is over: training goes on from step {note.step}"
+        case AlertRaised():
+            return f"alert {note.number}, {note.point}: {note.text}"
+        case AlertCleared():
+            return f"alert {note.number} is over"
 
 
 def standing(history: RunHistory) -> str | None:

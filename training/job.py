@@ -39,6 +39,7 @@ from training.specs.recovery import (
     RestartSpec,
     recommended_interval,
 )
+from training.specs.watch import WatchSpec
 
 MAX_USER_VARIABLES = 100  # ModelArts' limit for own environment variables of a training job
 SECRET_FIELDS = frozenset(Credentials.model_fields)
@@ -68,6 +69,7 @@ class Job(Section):
     restart: RestartSpec = Field(RestartSpec(), description="restart policy")
     comm: CommSpec = Field(CommSpec(), description="limits and ports of the collectives")
     engine: LocalEngineSpec = Field(LocalEngineSpec(), description="where the nodes come from")
+    watch: WatchSpec = Field(WatchSpec(), description="what is looked at, and when to tell")
     drill: DrillSpec = Field(DrillSpec(), description="faults made on purpose")
     env: dict[str, str] = Field({}, description="further environment variables of the workers")
     log_path: str | None = Field(

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, TypeAdapter
 
 from training.membership import CoordinatorAddress
+from training.monitor.sample import NodeSample
 from training.policy.notes import PastRecovery
 from training.policy.rungs import Rung
 
@@ -166,6 +167,28 @@ class AgentState(StrEnum):
     ENDED = "ended"
 
 
+class Pulse(Message):
+    """What a worker's heartbeat says beside step and phase.
+
+    Attributes:
+        entered: collectives entered since the process started.
+        left: collectives that have come to their end.
+        operation: the newest one entered, with its group, such as "allreduce in world".
+        waited_s: between the entering and the end of collectives, all together.
+        data_s: spent on waiting for the data loader, all together.
+        latency_s: of the newest collective that carries the votes of a step.
+        beat_s: since the heartbeat was last written.
+    """
+
+    entered: int
+    left: int
+    operation: str = ""
+    waited_s: float = 0.0
+    data_s: float = 0.0
+    latency_s: float = 0.0
+    beat_s: float = 0.0
+
+
 class WorkerStatus(Message):
     """One worker process.
 
@@ -179,6 +202,8 @@ class WorkerStatus(Message):
         phase: name of the heartbeat's phase.
         stopped_by_agent: whether the agent had asked it to stop before it ended.
         is_recovering: its process has ended, and the coordinator may replace it.
+        generation: of the process groups, by its heartbeat.
+        pulse: what else its heartbeat says.
     """
 
     rank: int
@@ -192,6 +217,8 @@ class WorkerStatus(Message):
     phase: str | None = None
     stopped_by_agent: bool = False
     is_recovering: bool = False
+    generation: int | None = None
+    pulse: Pulse | None = None
 
 
 class HangReport(Message):
@@ -218,6 +245,7 @@ class AgentStatus(Message):
     hang: HangReport | None = None
     staging_error: str | None = None
     oom_kills: int = 0
+    sample: NodeSample | None = None
 
     @property
     def is_over(self) -> bool:

@@ -13,7 +13,15 @@ from typing import Any
 from training.policy.fault_record import FaultRecord
 from training.policy.faults import Fault
 from training.policy.ladder import Recovery, Rung
-from training.policy.mending import Mending, Pause, last_save_in, mendings_in, pauses_in
+from training.policy.mending import (
+    Alert,
+    Mending,
+    Pause,
+    alerts_in,
+    last_save_in,
+    mendings_in,
+    pauses_in,
+)
 from training.policy.notes import AnyNote, LastSave
 from training.policy.records import (
     AnyRecord,
@@ -67,6 +75,11 @@ class AttemptView:
     def pauses(self) -> list[Pause]:
         """Times at which all its ranks stood still on request, oldest first."""
         return pauses_in(self.notes)
+
+    @property
+    def alerts(self) -> list[Alert]:
+        """Health points that left their limits, oldest first."""
+        return alerts_in(self.notes)
 
     @property
     def last_save(self) -> LastSave | None:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from training.policy.notes import (
+    AlertCleared,
+    AlertRaised,
     AnyNote,
     LastSave,
     PauseBegan,
@@ -44,6 +46,21 @@ class Pause:
 
     began: PauseBegan
     ended: PauseEnded | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """One stay of a health point outside its limits."""
+
+    raised: AlertRaised
+    cleared: AlertCleared | None = None
+
+
+def alerts_in(notes: Sequence[AnyNote]) -> list[Alert]:
+    """The alerts, in the order in which they were raised."""
+    ends = {note.number: note for note in notes if isinstance(note, AlertCleared)}
+    raised = {note.number: note for note in notes if isinstance(note, AlertRaised)}
+    return [Alert(note, ends.get(number)) for number, note in raised.items()]
 
 
 def mendings_in(notes: Sequence[AnyNote]) -> list[Mending]:

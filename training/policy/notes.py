@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from training.policy.fault_record import FaultRecord
+from training.policy.health import HealthPoint
 from training.policy.rungs import Rung
 
 
@@ -101,14 +102,48 @@ class PauseEnded(Note):
     step: int
 
 
+class AlertRaised(Note):
+    """A health point left its limits; written by the supervisor. `number` counts alerts alone.
+
+    Attributes:
+        value: what was measured, in the unit that `text` names.
+        limit: what it should not have passed.
+        text: for a person.
+    """
+
+    kind: Literal["alert_raised"] = "alert_raised"
+    point: HealthPoint
+    text: str
+    value: float
+    limit: float
+    node: str | None = None
+    rank: int | None = None
+    device: int | None = None
+    step: int | None = None
+
+
+class AlertCleared(Note):
+    """A health point is back inside its limits, or what it is about is gone."""
+
+    kind: Literal["alert_cleared"] = "alert_cleared"
+
+
 AnyNote = Annotated[
-    RecoveryBegan | RecoveryEnded | LastSave | PauseBegan | PauseEnded,
+    RecoveryBegan | RecoveryEnded | LastSave | PauseBegan | PauseEnded | AlertRaised | AlertCleared,
     Field(discriminator="kind"),
 ]
 
 NOTE: TypeAdapter[AnyNote] = TypeAdapter(AnyNote)
 NOTE_KINDS = frozenset(
-    {"recovery_began", "recovery_ended", "last_save", "pause_began", "pause_ended"}
+    {
+        "recovery_began",
+        "recovery_ended",
+        "last_save",
+        "pause_began",
+        "pause_ended",
+        "alert_raised",
+        "alert_cleared",
+    }
 )
 
 

@@ -1,0 +1,70 @@
+"""How a run is watched: limits of silence, thresholds of the health points, logs and metrics.
+
+Times are seconds. The defaults of utilisation, memory, step time and latency are those of
+ModelArts' and MindCluster's operation guides; the others are our own.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from training.specs.model import Section
+
+
+class WatchSpec(Section):
+    """What is looked at while a run goes on, and from which value on somebody is told."""
+
+    sample_every_s: float = Field(
+        10.0, ge=0.1, le=600, description="between two looks at the devices and hosts"
+    )
+    save_timeout_s: float | None = Field(
+        None, gt=0, description="a save that blocks longer is a hang; default: "
+        "restart.start_timeout_s"
+    )  # fmt: skip
+    restore_timeout_s: float | None = Field(
+        None, gt=0, description="likewise a restore; default: restart.start_timeout_s"
+    )
+    evaluate_timeout_s: float = Field(
+        3600.0, gt=0, description="likewise an evaluation, `with session.evaluation():`"
+    )
+    command_quiet_s: float = Field(
+        1800.0, gt=0, description="command jobs: neither output nor process I/O for this long, "
+        "and then an even use of processors, is a hang (MA_HANG_DETECT_TIME)"
+    )  # fmt: skip
+    utilisation_low_percent: float = Field(
+        50.0, ge=0, le=100, description="a device used less than this is told after low_for_s"
+    )
+    low_for_s: float = Field(300.0, gt=0, description="see utilisation_low_percent")
+    memory_high_percent: float = Field(95.0, gt=0, le=100, description="of a device's memory")
+    loss_jump_ratio: float = Field(
+        2.0, gt=1, description="a loss over this many times the mean of the last steps"
+    )
+    step_slow_ratio: float = Field(
+        2.0, gt=1, description="a step over this many times the mean of the last steps"
+    )
+    latency_high_ms: float = Field(
+        500.0, gt=0, description="of the smallest collective of a step, at its last rank"
+    )
+    straggler_ratio: float = Field(
+        0.2, gt=0, le=1, description="a rank that is later than the others by this share of the "
+        "step, step after step"
+    )  # fmt: skip
+    data_wait_ratio: float = Field(
+        0.3, gt=0, le=1, description="share of the step for which a rank waits for its data"
+    )
+    checkpoint_age_ratio: float = Field(
+        3.0, gt=1, description="no commit for this many times the usual interval"
+    )
+    disk_free_low_percent: float = Field(
+        10.0, ge=0, lt=100, description="of the file system with a node's scratch folder"
+    )
+    isolate_fail_slow: bool = Field(
+        False, description="a node with a straggling rank is isolated after the next checkpoint"
+    )
+    log_limit_bytes: int = Field(
+        64 << 20, ge=0, description="of the logs that each node puts into the store at the end "
+        "of an attempt, compressed; 0: none"
+    )  # fmt: skip
+    metrics_port: int = Field(
+        0, ge=0, le=65_535, description="of the coordinator's Prometheus endpoint; 0: any free one"
+    )
