@@ -73,10 +73,9 @@ def note_text(note: AnyNote) -> str:
             return f"pause {note.number}: every rank stands at step {note.step}"
         case PauseEnded():
             return f"pause {note.number} is over: training goes on from step {note.step}"
-        case AlertRaised():
-            return f"alert {note.number}, {note.point}: {note.text}"
-        case AlertCleared():
-            return f"alert {note.number} is over"
+        case AlertRaised() | AlertCleared():
+            told = f", {note.point}: {note.text}" if isinstance(note, AlertRaised) else " is over"
+            return f"alert {note.number}{told}"
 
 
 def standing(history: RunHistory) -> str | None:

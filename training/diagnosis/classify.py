@@ -254,7 +254,7 @@ def _worker(end: WorkerEnd, found: Finding | None, evidence: Evidence) -> _Cause
     if end.exit_code in AGREED:
         fault_class, meaning = AGREED[end.exit_code]
         line = found.line if found else f"exit code {end.exit_code}: {meaning}"
-        # Survivors ask for a restart as well, and the clocks of two nodes do not tell who was first.
+        # Survivors ask for a restart as well, and clocks of two nodes do not tell who was first.
         tier = _Tier.SYMPTOM if end.exit_code == EXIT_RESTART_ME else _Tier.ROOT
         return _ended(tier, fault_class, line, end, evidence, why=meaning)
     number = signal_of(end.exit_code)
