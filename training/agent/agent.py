@@ -21,6 +21,7 @@ from storage.errors import StorageError
 from training.agent.control import ControlServer, free_port
 from training.agent.coordination import CoordinatorLine, address_file, write_private
 from training.agent.evidence import device_health, device_logs, tail
+from training.agent.hanging import HangCheck
 from training.agent.keeper import KeeperProcess, disk_folder
 from training.agent.launcher import Launcher
 from training.agent.processes import MARKER, become_subreaper, kill_container, oom_kills
@@ -38,14 +39,15 @@ from training.agent.protocol import (
     Reply,
     Request,
     ShutdownOrder,
+    StacksQuery,
     StartOrder,
     StatusQuery,
     StopOrder,
     WorkerLog,
 )
+from training.agent.stacks import stacks_of
 from training.agent.workers import WorkerGroup
 from training.job import Job
-from training.monitor.hang import Hang, HangDetector
 from training.trainer.data.manifest import load_manifest
 from training.trainer.data.stage import stage
 
@@ -71,7 +73,7 @@ class Agent:
         self._order: StartOrder | None = None
         self._group: WorkerGroup | None = None
         self._state = AgentState.IDLE
-        self._detector = self._new_detector()
+        self._hang_check: HangCheck | None = None
         self._hang: HangReport | None = None
         self._staging_error: str | None = None
         self._free_port_of: tuple[tuple[int, int], int] | None = None  # of a command's attempt
@@ -109,6 +111,8 @@ class Agent:
             return self._open_rendezvous(request.epoch, request.order)
         if isinstance(request.order, EvidenceQuery):
             return self._evidence(request.epoch, request.order.tail_bytes)
+        if isinstance(request.order, StacksQuery):
+            return self._stacks(request.epoch)
         with self._lock:
             return self._refuse(request.epoch) or self._obey(request.order)
 
@@ -158,7 +162,7 @@ class Agent:
             return Reply(error=f"attempt {self._order and self._order.attempt} is still running")
         self._order, self._group = order, None
         self._hang, self._staging_error = None, None
-        self._detector = self._new_detector()
+        self._hang_check = HangCheck(self._config, order.is_command, self._marker)
         self._oom_kills_before = oom_kills()
         self._state = AgentState.STAGING
         threading.Thread(target=self._stage_and_launch, args=(order,), daemon=True).start()
@@ -286,16 +290,9 @@ class Agent:
     def _check_hang(self) -> None:
         if not self._config.detect_hangs or self._state is not AgentState.RUNNING or self._hang:
             return
-        group = self._group
-        assert group is not None  # noqa: S101 RUNNING implies a group
-        verdict = self._detector.judge(
-            group.heartbeats(),
-            mute=group.mute_ranks(),
-            now_s=time.monotonic(),
-            since_s=group.started_s,
-        )
-        if verdict is not None:
-            self._hang = _report(verdict, group.rank_of(verdict.local_rank))
+        assert self._group is not None  # noqa: S101 RUNNING implies a group
+        assert self._hang_check is not None  # noqa: S101 likewise
+        self._hang = self._hang_check.look(self._group)
 
     def _check_orphaned(self) -> None:
         if time.monotonic() - self._heard_s > self._config.orphan_timeout_s:
@@ -358,6 +355,13 @@ class Agent:
         logs = device_logs(group.log_folder, group.ranks, tail_bytes)
         return Reply(texts=(*logs, *device_health(devices)))
 
+    def _stacks(self, epoch: int) -> Reply:
+        """Runs other programs: not under the lock."""
+        with self._lock:
+            refused = self._refuse(epoch)
+            workers = self._group.asked_for_stacks() if self._group is not None else []
+        return refused or Reply(texts=tuple(stacks_of(workers)))
+
     def _is_quiet(self) -> bool:
         return self._state in (AgentState.IDLE, AgentState.ENDED)
 
@@ -369,9 +373,6 @@ class Agent:
         with self._lock:
             self._stop(self._order.grace_s if self._order else 0.0)
             self._ending = True
-
-    def _new_detector(self) -> HangDetector:
-        return HangDetector(self._config.start_timeout_s, self._config.hang_timeout_s)
 
     def _publish_address(self) -> None:
         address = AgentAddress(
@@ -392,13 +393,3 @@ def _stage_data(order: StartOrder, folder: Path) -> None:
     assert order.data_manifest_key is not None  # noqa: S101 checked by the caller
     store = open_store(Job.model_validate_json(order.job).storage)
     stage(load_manifest(store, order.data_manifest_key), store, folder / DATA_FOLDER)
-
-
-def _report(verdict: Hang, rank: int) -> HangReport:
-    return HangReport(
-        rank=rank,
-        silent_s=verdict.silent_s,
-        limit_s=verdict.limit_s,
-        phase=verdict.phase.name.lower(),
-        step=verdict.step,
-    )

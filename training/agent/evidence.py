@@ -7,22 +7,18 @@ evidence for the diagnosis, which does not depend on them. Sizes are bytes, time
 
 from __future__ import annotations
 
-import os
-import shutil
-import signal
 import stat
-import subprocess
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from training.agent.protocol import NodeText
+from training.monitor.sources import asking
+from training.monitor.sources.asking import NoAnswer, find_tool
 
 MAX_DEVICE_LOGS = 4
 COMMAND_TIMEOUT_S = 10.0
 HEALTH_DEADLINE_S = 20.0
-MAX_TOOL_OUTPUT_BYTES = 64 << 10
 NO_ANSWER = "the driver's tool gives no answer"
 # Words of npu-smi's reference: the table with the health of every chip, then each chip's own
 # error codes. hccn_tool tells about the RoCE port of a device.
@@ -72,37 +68,23 @@ def device_health(devices: Sequence[int]) -> Iterator[NodeText]:
         commands += [(command, number) for command in filled]
     deadline_s = time.monotonic() + HEALTH_DEADLINE_S
     for command, device in commands:
-        if shutil.which(command[0]) is None:
+        if find_tool(command[0]) is None:
             continue
-        said = _ask(command, device)
+        said = ask(command, device)
         yield said
         if said.text.startswith(NO_ANSWER) or time.monotonic() > deadline_s:
             return
 
 
-def _ask(command: Sequence[str], device: int | None) -> NodeText:
-    name = " ".join(command)
-    with tempfile.TemporaryFile() as output:
-        try:
-            # A session of its own, so that what the tool starts ends with it.
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        except OSError as error:
-            return NodeText(name=name, device=device, text=f"{NO_ANSWER}: {error}")
-        try:
-            process.wait(COMMAND_TIMEOUT_S)
-        except subprocess.TimeoutExpired as error:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            return NodeText(name=name, device=device, text=f"{NO_ANSWER}: {error}")
-        output.seek(0)
-        text = output.read(MAX_TOOL_OUTPUT_BYTES).decode(errors="replace")
-    return NodeText(name=name, device=device, text=text)
+def ask(
+    command: Sequence[str], device: int | None, *, timeout_s: float = COMMAND_TIMEOUT_S
+) -> NodeText:
+    """What a program prints, or that it gives no answer in time."""
+    try:
+        text = asking.ask(command, timeout_s=timeout_s)
+    except NoAnswer as error:
+        text = f"{NO_ANSWER}: {error}"
+    return NodeText(name=" ".join(command), device=device, text=text)
 
 
 def tail(path: Path, tail_bytes: int) -> str:

@@ -39,6 +39,10 @@ class AgentConfig(Message):
     orphan_timeout_s: float
     start_timeout_s: float
     hang_timeout_s: float | None
+    save_timeout_s: float | None = None
+    restore_timeout_s: float | None = None
+    evaluate_timeout_s: float = 3600.0
+    command_quiet_s: float = 1800.0
     detect_hangs: bool
     node_folder: str | None = Field(
         None, description="folder of the node that outlives its containers"
@@ -129,6 +133,12 @@ class EvidenceQuery(Message):
     tail_bytes: int = Field(ge=1, le=1 << 20)
 
 
+class StacksQuery(Message):
+    """Ask where the threads of every worker stand; takes seconds."""
+
+    op: Literal["stacks"] = "stacks"
+
+
 class ShutdownOrder(Message):
     """Stop the processes and end the agent: the container goes away."""
 
@@ -144,6 +154,7 @@ Order = Annotated[
     | MetricsQuery
     | LogsQuery
     | EvidenceQuery
+    | StacksQuery
     | ShutdownOrder,
     Field(discriminator="op"),
 ]
@@ -178,6 +189,7 @@ class Pulse(Message):
         data_s: spent on waiting for the data loader, all together.
         latency_s: of the newest collective that carries the votes of a step.
         beat_s: since the heartbeat was last written.
+        process_state: the kernel's letter for the state of the process.
     """
 
     entered: int
@@ -187,6 +199,7 @@ class Pulse(Message):
     data_s: float = 0.0
     latency_s: float = 0.0
     beat_s: float = 0.0
+    process_state: str = ""
 
 
 class WorkerStatus(Message):
@@ -229,6 +242,7 @@ class HangReport(Message):
     limit_s: float
     phase: str
     step: int
+    why: str = ""
 
 
 class AgentStatus(Message):

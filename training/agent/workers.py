@@ -21,7 +21,8 @@ from typing import IO, Any
 from training.agent.coordination import CoordinatorLine
 from training.agent.evidence import ascend_folder
 from training.agent.processes import container_processes, reap_adopted, signal_all
-from training.agent.protocol import AgentConfig, StartOrder, WorkerStatus
+from training.agent.protocol import AgentConfig, Pulse, StartOrder, WorkerStatus
+from training.agent.stacks import Asked, process_state, stacks_file
 from training.agent.zygote import Fork, ForkedProcess
 from training.job import RESERVED_NAMES
 from training.membership import WorkerEnded
@@ -275,6 +276,26 @@ class WorkerGroup:
         running = (w for w in self._workers if w.ended_s is None)
         return [w.local_rank for w in running if w.heartbeat.read() is None]
 
+    def asked_for_stacks(self) -> list[Asked]:
+        """The workers that run, for whoever asks where they stand."""
+        return [
+            Asked(
+                rank=worker.rank,
+                device=worker.local_rank,
+                pid=worker.process.pid,
+                own_file=None
+                if self.order.is_command
+                else stacks_file(self.folder, worker.local_rank),
+            )
+            for worker in self._workers
+            if worker.ended_s is None
+        ]
+
+    def log_bytes(self) -> int:
+        """Length of what the workers have printed."""
+        paths = (self.log_path(w.rank, s) for w in self._workers for s in ("stdout", "stderr"))
+        return sum(path.stat().st_size for path in paths if path.exists())
+
     def statuses(self) -> tuple[WorkerStatus, ...]:
         """How each worker stands."""
         return tuple(_status(worker) for worker in self._workers)
@@ -295,6 +316,21 @@ def _status(worker: _Worker) -> WorkerStatus:
         phase=beat.phase.name.lower() if beat is not None else None,
         stopped_by_agent=worker.stopped_by_agent,
         is_recovering=worker.is_held,
+        generation=beat.generation if beat is not None else None,
+        pulse=_pulse(worker, beat) if beat is not None else None,
+    )
+
+
+def _pulse(worker: _Worker, beat: Heartbeat) -> Pulse:
+    return Pulse(
+        entered=beat.entered,
+        left=beat.left,
+        operation=beat.operation,
+        waited_s=beat.waited_ns / 1e9,
+        data_s=beat.data_ns / 1e9,
+        latency_s=beat.latency_ns / 1e9,
+        beat_s=max(0.0, (time.monotonic_ns() - beat.beat_ns) / 1e9),
+        process_state=process_state(worker.process.pid) if worker.ended_s is None else "",
     )
 
 

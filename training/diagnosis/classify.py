@@ -25,6 +25,7 @@ from training.diagnosis.peers import compare
 from training.diagnosis.recognise import Finding, recognise
 from training.diagnosis.rules import Role
 from training.diagnosis.scan import scan_text
+from training.diagnosis.standstill import Stand, holding_up
 from training.policy.faults import TRAITS, Fault, FaultClass
 
 MAX_EVIDENCE_CHARS = 500
@@ -62,6 +63,7 @@ class SilentRank:
     silent_s: float
     limit_s: float
     phase: str
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,11 @@ class NodeOutput:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Everything known about the end of an attempt."""
+    """Everything known about the end of an attempt.
+
+    Attributes:
+        stands: where the ranks stood when one of them was found to be silent.
+    """
 
     at_s: float
     step: int | None
@@ -88,6 +94,7 @@ class Evidence:
     oom_nodes: Sequence[str] = ()
     refusal: str | None = None
     outputs: Sequence[NodeOutput] = ()
+    stands: Sequence[Stand] = ()
 
 
 class _Tier(IntEnum):
@@ -192,12 +199,25 @@ def _refusal(evidence: Evidence) -> Iterator[_Cause]:
 
 
 def _silence(evidence: Evidence) -> Iterator[_Cause]:
+    found = holding_up(evidence.stands) if evidence.silent else None
+    if found is not None and found.missing:
+        first = found.missing[0]
+        why = f"The processes live but make no progress. {'; '.join(found.ranks)}."
+        fault = _fault(
+            FaultClass.HANG, evidence, found.line, node=first.node, rank=first.rank, why=why
+        )
+        yield _Cause(_Tier.ROOT, replace(fault, device=first.device, step=first.step))
+        return
     for rank in evidence.silent:
         line = (
             f"rank {rank.rank}: no progress for {rank.silent_s:.0f} s in phase {rank.phase}, "
             f"limit {rank.limit_s:.0f} s"
         )
         why = "The processes live but none of their heartbeats advances."
+        if found is not None:
+            why = f"The processes live but make no progress. {found.line}."
+        elif rank.why:
+            line, why = f"{line}: {rank.why}", "The program shows no sign of life."
         fault = _fault(FaultClass.HANG, evidence, line, node=rank.node, rank=rank.rank, why=why)
         yield _Cause(_Tier.ROOT, fault)
 

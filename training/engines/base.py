@@ -101,6 +101,10 @@ class Engine(Protocol):
         """Device logs and what the driver's tools say, with the name of the node."""
         ...
 
+    def stacks(self) -> Sequence[tuple[str, NodeText]]:
+        """Where the threads of every worker stand, with the name of the node."""
+        ...
+
     def cancel(self, grace_s: float) -> None:
         """Stop the processes, end the containers, wait until nothing is left."""
         ...

@@ -33,6 +33,7 @@ from training.agent.protocol import (
     NodeText,
     RendezvousOrder,
     ShutdownOrder,
+    StacksQuery,
     StartOrder,
     StatusQuery,
     StopOrder,
@@ -214,8 +215,13 @@ class LocalEngine:
 
     def texts(self, tail_bytes: int) -> Sequence[tuple[str, NodeText]]:
         """Device logs and what the driver's tools say, of the containers that answer."""
-        query = EvidenceQuery(tail_bytes=tail_bytes)
+        return self._texts(EvidenceQuery(tail_bytes=tail_bytes))
 
+    def stacks(self) -> Sequence[tuple[str, NodeText]]:
+        """Where the threads of every worker stand, of the containers that answer."""
+        return self._texts(StacksQuery())
+
+    def _texts(self, query: EvidenceQuery | StacksQuery) -> Sequence[tuple[str, NodeText]]:
         def ask(container: _Container) -> Sequence[tuple[str, NodeText]]:
             try:
                 reply = self._client(container, timeout_s=EVIDENCE_TIMEOUT_S).call(query)
@@ -300,6 +306,10 @@ class LocalEngine:
             orphan_timeout_s=self._job.engine.orphan_timeout_s,
             start_timeout_s=self._job.restart.start_timeout_s,
             hang_timeout_s=self._job.restart.hang_timeout_s,
+            save_timeout_s=self._job.watch.save_timeout_s,
+            restore_timeout_s=self._job.watch.restore_timeout_s,
+            evaluate_timeout_s=self._job.watch.evaluate_timeout_s,
+            command_quiet_s=self._job.watch.command_quiet_s,
             detect_hangs=self._job.restart.hang,
             node_folder=str(folder.parent / f"{LIFE_PREFIX}{self._created_s:.0f}"),
         )

@@ -16,9 +16,45 @@ MIN_LIMIT_S = 60.0
 MEDIANS = 10.0
 WINDOW = 50
 
-# A save or a restore may move terabytes: it gets the start-up limit, not the step's.
-_SLOW_PHASES = frozenset({Phase.START, Phase.RESTORE, Phase.SAVE, Phase.RECOVER})
 _STILL_PHASES = frozenset({Phase.DONE, Phase.STOPPED, Phase.PAUSED})
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Silence allowed in each phase.
+
+    Attributes:
+        start_s: from the start of the processes to the first step, and for a recovery.
+        step_s: in a step, and while it waits for data; None: max(60 s, 10 x median step).
+        save_s: a save, which may move terabytes.
+        restore_s: a restore, likewise.
+        evaluate_s: an evaluation.
+    """
+
+    start_s: float
+    step_s: float | None = None
+    save_s: float | None = None
+    restore_s: float | None = None
+    evaluate_s: float | None = None
+
+    def of(self, phase: Phase, *, has_stepped: bool, step_s: float) -> float:
+        """The limit of a phase.
+
+        Args:
+            phase: what the worker is doing.
+            has_stepped: whether it has completed a step; the first one compiles and connects.
+            step_s: limit of a step.
+        """
+        own = {
+            Phase.START: self.start_s,
+            Phase.RECOVER: self.start_s,
+            Phase.RESTORE: self.restore_s or self.start_s,
+            Phase.SAVE: self.save_s or self.start_s,
+            Phase.EVALUATE: self.evaluate_s or self.start_s,
+        }.get(phase)
+        if own is None:
+            own = 0.0 if has_stepped else self.start_s
+        return max(own, step_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +73,20 @@ class HangDetector:
     """Learns the step time of the local ranks and judges their silence.
 
     Attributes:
-        start_timeout_s: limit from the start of the processes to the first step, and for saves.
-        fixed_limit_s: limit given by the job; None: max(60 s, 10 x median step).
+        limits: by phase.
     """
 
-    start_timeout_s: float
-    fixed_limit_s: float | None = None
+    limits: Limits
     _steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _last: dict[int, tuple[int, float]] = field(default_factory=dict)
 
     @property
     def limit_s(self) -> float:
         """Silence allowed within a step."""
-        if self.fixed_limit_s is not None:
-            return self.fixed_limit_s
+        if self.limits.step_s is not None:
+            return self.limits.step_s
         if not self._steps_s:
-            return self.start_timeout_s
+            return self.limits.start_s
         return max(MIN_LIMIT_S, MEDIANS * median(self._steps_s))
 
     def judge(
@@ -72,16 +106,18 @@ class HangDetector:
             mute: local ranks that run but have never written a heartbeat.
         """
         worst: Hang | None = None
-        if mute and now_s - since_s > self.start_timeout_s:
-            worst = Hang(min(mute), now_s - since_s, self.start_timeout_s, Phase.START, -1)
+        start_s = self.limits.start_s
+        if mute and now_s - since_s > start_s:
+            worst = Hang(min(mute), now_s - since_s, start_s, Phase.START, -1)
         for local_rank, beat in beats.items():
             self._learn(local_rank, beat)
             if beat.phase in _STILL_PHASES:
                 continue
             # The beat, not the step: a worker that saves beats when the phase changes.
             last_s = max(since_s, beat.stepped_ns / 1e9, beat.beat_ns / 1e9)
-            slow = beat.phase in _SLOW_PHASES or beat.stepped_ns == 0
-            limit_s = max(self.limit_s, self.start_timeout_s) if slow else self.limit_s
+            limit_s = self.limits.of(
+                beat.phase, has_stepped=beat.stepped_ns > 0, step_s=self.limit_s
+            )
             silent_s = now_s - last_s
             if silent_s > limit_s and (worst is None or silent_s > worst.silent_s):
                 worst = Hang(local_rank, silent_s, limit_s, beat.phase, beat.step)

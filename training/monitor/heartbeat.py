@@ -10,13 +10,15 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import threading
 import time
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import Self
 
-_RECORD = struct.Struct("<QIIqqQQQQ")
+_OPERATION_BYTES = 48
+_RECORD = struct.Struct(f"<QIIqqQQQQQQQ{_OPERATION_BYTES}s")
 _SEQUENCE = struct.Struct("<Q")
 _SIZE = 4096
 
@@ -33,6 +35,7 @@ class Phase(IntEnum):
     STOPPED = 6
     RECOVER = 7
     PAUSED = 8
+    EVALUATE = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +47,15 @@ class Heartbeat:
         phase: what it was doing.
         generation: life of the process groups, from 0.
         step: completed optimizer steps; -1 before the state was restored.
-        entered: collectives entered since the process started.
-        left: collectives left.
-        beat_ns: when it was last written.
+        entered: collectives entered since the newest step was completed. Every rank goes
+            through the same ones, so that counts of one step compare.
+        left: those of them that have come to their end.
+        beat_ns: when the training thread last wrote it.
         stepped_ns: when a step was last completed, 0 before this process's first one.
+        waited_ns: between entering and end of collectives, of the whole life of the process.
+        data_ns: spent on waiting for the data loader, likewise.
+        latency_ns: of the newest vote, the collective that ends a step.
+        operation: the newest collective or transfer, with its group; ASCII.
     """
 
     pid: int
@@ -58,10 +66,19 @@ class Heartbeat:
     left: int
     beat_ns: int
     stepped_ns: int
+    waited_ns: int = 0
+    data_ns: int = 0
+    latency_ns: int = 0
+    operation: str = ""
+
+    @property
+    def is_in_collective(self) -> bool:
+        """Whether a collective that it entered has not come to its end."""
+        return self.left < self.entered
 
 
 class HeartbeatWriter:
-    """Writes this process's heartbeat."""
+    """Writes this process's heartbeat; ends of collectives are told by threads of their own."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -78,38 +95,85 @@ class HeartbeatWriter:
         self._stepped_ns = 0
         self._entered = 0
         self._left = 0
+        self._beat_ns = 0
+        self._waited_ns = 0
+        self._data_ns = 0
+        self._latency_ns = 0
+        self._operation = b""
+        self._lock = threading.Lock()
         self.generation = 0
-        self._write()
+        self.beat()
 
     def beat(self, *, phase: Phase | None = None, step: int | None = None) -> None:
         """Record a new phase or a new step, or merely that the process lives."""
-        if phase is not None:
-            self._phase = phase
-        if step is not None and step != self._step:
-            # The first one is the restored step: none has been completed here yet.
-            if self._step >= 0:
-                self._stepped_ns = time.monotonic_ns()
-            self._step = step
-        self._write()
+        with self._lock:
+            if phase is not None:
+                self._phase = phase
+            if step is not None and step != self._step:
+                # The first one is the restored step: none has been completed here yet.
+                if self._step >= 0:
+                    self._stepped_ns = time.monotonic_ns()
+                self._step = step
+                self._entered = self._left = 0
+            self._write()
 
-    def enter_collective(self) -> None:
+    def enter_collective(self, operation: str = "") -> None:
         """Record that a collective begins."""
-        self._entered += 1
-        self._write()
+        with self._lock:
+            self._entered += 1
+            self._operation = operation.encode("ascii", "replace")[:_OPERATION_BYTES]
+            self._write()
 
-    def leave_collective(self) -> None:
-        """Record that the collective has returned."""
-        self._left += 1
-        self._write()
+    def leave_collective(self, took_ns: int) -> None:
+        """Record that a collective has come to its end; no sign that the training thread lives."""
+        with self._lock:
+            # One of the step before may come late.
+            self._left = min(self._left + 1, self._entered)
+            self._waited_ns += took_ns
+            self._write(is_beat=False)
 
-    def _write(self) -> None:
+    def transfer(self, operation: str) -> None:
+        """Record that a transfer between two ranks begins, which the others do not have."""
+        with self._lock:
+            self._operation = operation.encode("ascii", "replace")[:_OPERATION_BYTES]
+            self._write()
+
+    def voted(self, took_ns: int) -> None:
+        """Record that the vote of a step is taken, and with it every collective before it."""
+        with self._lock:
+            self._left = self._entered
+            self._latency_ns = took_ns
+            self._write()
+
+    def waited_for_data(self, took_ns: int) -> None:
+        """Record how long the loader took for a batch."""
+        with self._lock:
+            self._data_ns += took_ns
+            self._write()
+
+    def _write(self, *, is_beat: bool = True) -> None:
         # An odd sequence number marks a record under construction (seqlock), so a reader never
         # takes half of one for whole, even if the writer was killed in between.
-        now_ns = time.monotonic_ns()
-        fields = (self._pid, self._phase, self.generation, self._step)
-        counts = (self._entered, self._left, now_ns, self._stepped_ns)
+        if is_beat:
+            self._beat_ns = time.monotonic_ns()
         _SEQUENCE.pack_into(self._map, 0, self._sequence + 1)
-        _RECORD.pack_into(self._map, 0, self._sequence + 1, *fields, *counts)
+        _RECORD.pack_into(
+            self._map,
+            0,
+            self._sequence + 1,
+            self._pid,
+            self._phase,
+            self.generation,
+            self._step,
+            self._entered,
+            self._left,
+            self._beat_ns,
+            self._stepped_ns,
+            self._waited_ns,
+            self._data_ns,
+            self._latency_ns,
+            self._operation,
+        )
         self._sequence += 2
         _SEQUENCE.pack_into(self._map, 0, self._sequence)
 
@@ -129,9 +193,10 @@ class HeartbeatReader:
             return self._last
         if len(data) < _RECORD.size:
             return self._last
-        sequence, pid, phase, generation, step, *rest = _RECORD.unpack(data)
+        sequence, pid, phase, *numbers, operation = _RECORD.unpack(data)
         if sequence and sequence % 2 == 0:
-            self._last = Heartbeat(pid, Phase(phase), generation, step, *rest)
+            text = operation.rstrip(b"\0").decode("ascii", "replace")
+            self._last = Heartbeat(pid, Phase(phase), *numbers, operation=text)
         return self._last
 
     @classmethod

@@ -26,6 +26,7 @@ from training.runtime.errors import Interrupted
 from training.runtime.links import Link, StoreClient
 
 BACKEND = "perdure"
+TRANSFERS = frozenset({"send", "recv"})  # between two ranks, so that counts would differ
 
 
 class Generations:
@@ -37,7 +38,10 @@ class Generations:
         device: type of device of the tensors.
         op_timeout_s: limit of one collective.
         open_store: connects to the rendezvous store.
-        on_collective: called when one begins.
+        on_collective: called with its name when one begins.
+        on_collective_end: called with the nanoseconds since it was entered; from any thread, and
+            only where the host sees the end (gloo).
+        on_transfer: called with its name when a transfer between two ranks begins.
 
     Attributes:
         on_announced: called when a newer generation is announced.
@@ -55,13 +59,17 @@ class Generations:
         device: str,
         op_timeout_s: float,
         open_store: Callable[[], StoreClient],
-        on_collective: Callable[[], None] = lambda: None,
+        on_collective: Callable[[str], None] = lambda _name: None,
+        on_collective_end: Callable[[int], None] = lambda _took_ns: None,
+        on_transfer: Callable[[str], None] = lambda _name: None,
     ) -> None:
         self.rank = rank
         self.backend = backend
         self.device = device
         self.op_timeout_s = op_timeout_s
         self.on_collective = on_collective
+        self.on_collective_end = on_collective_end
+        self.on_transfer = on_transfer
         self.on_announced: Callable[[], None] = lambda: None
         self.current = 0
         self.announced = 0
@@ -193,10 +201,19 @@ class SwapGroup(dist.ProcessGroup):
         generations = self._generations
         if generations.is_alone or self._own_size == 1:
             return _Done(alone())
-        generations.on_collective()
+        told = f"{operation} in {self.told_name}"
+        if operation in TRANSFERS:
+            generations.on_transfer(told)
+        else:
+            generations.on_collective(told)
         link = generations.link(self._name, rank=self._own_rank, size=self._own_size)
         work: dist.Work = getattr(link, operation)(*arguments)
         return work
+
+    @property
+    def told_name(self) -> str:
+        """As a person is told of it."""
+        return self._description or self._name
 
     def connect(self) -> None:
         """Make the link now; collective."""

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from training.runtime.errors import Interrupted
-from training.runtime.groups import Generations, SwapGroup
+from training.runtime.groups import TRANSFERS, Generations, SwapGroup
 from training.runtime.links import Link, StoreClient
 from training.runtime.scattering import start
 
@@ -56,6 +56,7 @@ class _Kept:
     arguments: tuple[Any, ...]
     inputs: Any
     number: int = 0
+    entered_ns: int = 0
     is_done: bool = False
     _error: Exception | None = None
     _promise: torch.futures.Future[Any] = field(default_factory=torch.futures.Future)
@@ -119,12 +120,13 @@ class PromisingGroup(SwapGroup):
     def _run(self, operation: str, alone: Callable[[], Any], *arguments: Any) -> dist.Work:
         generations = self._generations
         # Gloo's transfers between two ranks have no future to follow.
-        if generations.is_alone or self._own_size == 1 or operation in ("send", "recv"):
+        if generations.is_alone or self._own_size == 1 or operation in TRANSFERS:
             return super()._run(operation, alone, *arguments)
         with self._links.gate:  # while links are made anew, nothing begins
-            generations.on_collective()
+            generations.on_collective(f"{operation} in {self.told_name}")
             self._current_link()
             kept = _Kept(operation, arguments, self._inputs_of(operation, arguments))
+            kept.entered_ns = time.monotonic_ns()
             self._count += 1
             self._kept[self._count] = kept
             kept.number = self._count
@@ -181,6 +183,7 @@ class PromisingGroup(SwapGroup):
             self._failed(kept, exc, number)
             return
         kept.end()
+        self._generations.on_collective_end(time.monotonic_ns() - kept.entered_ns)
         if not self._links.keeps:
             self._kept.pop(kept.number, None)
 

@@ -250,7 +250,9 @@ class StepLoop:
             batch, stand.batch = stand.batch, None
         else:
             stand.data = self.loader.state_dict()
+            began_ns = time.monotonic_ns()
             batch = self.loader.next_step()
+            self.heartbeat.waited_for_data(time.monotonic_ns() - began_ns)
         self.heartbeat.beat(phase=Phase.STEP)
         seed_step(self.seed, rank=self.rank, step=number)
         stand.in_flight = Step(

@@ -15,13 +15,15 @@ node agent asks for it. Times are seconds, steps completed optimizer steps.
 from __future__ import annotations
 
 import datetime as dt
+import faulthandler
 import os
 import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import ClassVar
+from typing import IO, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -34,7 +36,7 @@ from training.device import backend_of, pick_device
 from training.diagnosis.exits import EXIT_RESTART_ME
 from training.errors import InputError
 from training.membership import Relinked, Trouble, TroubleSeen
-from training.monitor.heartbeat import HeartbeatWriter
+from training.monitor.heartbeat import HeartbeatWriter, Phase
 from training.policy.repair import Vote
 from training.runtime.buckets import settle_buckets
 from training.runtime.checkpointing import Checkpointer
@@ -73,6 +75,7 @@ class Session:
         self._loop: StepLoop | None = None
         signal.signal(signal.SIGTERM, self._on_terminate)
         signal.signal(signal.SIGUSR1, self._on_save_signal)
+        self._stacks = _print_stacks_on_request(context)
         self._store = open_store(self.job.storage)
         self._checkpoints = CheckpointStore(self._store, self.job.run_id)
         self._training: Training | None = None
@@ -119,6 +122,8 @@ class Session:
             op_timeout_s=timeout_s,
             open_store=_open_store,
             on_collective=self._heartbeat.enter_collective,
+            on_collective_end=self._heartbeat.leave_collective,
+            on_transfer=self._heartbeat.transfer,
         )
         if backend == GLOO:
             self._links = PromisedLinks(
@@ -216,6 +221,18 @@ class Session:
         self._tokens_per_step = tokens_per_step
         self._flops_per_step = flops_per_step
         self._peak_flops = peak_flops
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Around an evaluation between two steps: its silence has a limit of its own.
+
+        Inside the loop and outside of `with step:`, on every rank alike.
+        """
+        self._heartbeat.beat(phase=Phase.EVALUATE)
+        try:
+            yield
+        finally:
+            self._heartbeat.beat(phase=Phase.STEP)
 
     def steps(self, *, until: int) -> Iterator[Step]:
         """The steps from the newest checkpoint up to `until`.
@@ -371,6 +388,14 @@ class Session:
         if self._loop is None or self._loop.is_over:
             sys.exit(EXIT_RESTART_ME)
         self._stop_wanted = True
+
+
+def _print_stacks_on_request(context: WorkerContext) -> IO[str]:
+    """Have SIGUSR2 print the stacks of all threads, even while one of them holds the lock."""
+    folder = context.heartbeat_path.parent
+    file = (folder / f"stacks-{context.local_rank}.txt").open("a", encoding="utf-8")
+    faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
+    return file
 
 
 def _open_store() -> StoreClient:

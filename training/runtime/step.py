@@ -8,6 +8,7 @@ carries the loss and every wish of the step boundary.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -256,10 +257,10 @@ class Step:
             [float(wishes.stop), float(wishes.save), float(wishes.pause)], device=self._device
         )
         vote = torch.cat([self._loss_sum.float().reshape(1), flags])
-        self._heartbeat.enter_collective()
+        began_ns = time.monotonic_ns()
         dist.all_reduce(vote)
         loss_sum, stop, save, pause = vote.tolist()
-        self._heartbeat.leave_collective()
+        self._heartbeat.voted(time.monotonic_ns() - began_ns)
         return Vote(
             step=self.number,
             loss=loss_sum / dist.get_world_size(),

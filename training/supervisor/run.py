@@ -10,15 +10,18 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from storage.address import Credentials, open_store, worker_environment
 from storage.checkpoint import CheckpointStore
+from storage.errors import StorageError
 from training.agent.protocol import AgentState, StartOrder
 from training.control import take_back
+from training.diagnosis.cause import Diagnosis
 from training.diagnosis.classify import diagnose
+from training.diagnosis.standstill import holding_up
 from training.engines.base import Engine, Placement
 from training.engines.local import LocalEngine
 from training.environment import worker_variables
@@ -36,6 +39,8 @@ from training.supervisor.placing import Placer, placement_of
 from training.supervisor.recoveries import Onlooker, past_recoveries
 from training.supervisor.watch import AttemptEnd, AttemptWatch, EndKind, Progress
 from training.trainer.data.prepare import PrepareResult
+
+HANG_REPORT = "hang.txt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,12 +300,16 @@ class Run:
         placement, attempt = view.key
         self._book.missed_checkpoints(view)
         diagnosis = diagnose(end.evidence) if end.kind is EndKind.FAILED else None
+        if diagnosis is not None and end.stacks:
+            diagnosis = self._with_stacks(view, end, diagnosis)
         self._book.end_attempt(
             view,
             end.kind.value,
             to_step=end.last_step,
             proc_start_cnt=end.proc_start_cnt,
             diagnosis=diagnosis,
+            noticed_s=end.evidence.at_s if diagnosis is not None else None,
+            stepped_s=end.stepped_s,
         )
         if diagnosis is None:
             return Verdict(end.kind, placement, attempt, end.last_step)
@@ -308,6 +317,26 @@ class Run:
         decision = self._decider.decide(view, fault)
         told = diagnosis.runners_up
         return Verdict(end.kind, placement, attempt, end.last_step, fault, decision, told)
+
+    def _with_stacks(self, view: AttemptView, end: AttemptEnd, diagnosis: Diagnosis) -> Diagnosis:
+        """Put the stacks of a hang into the store, and say where in its fault."""
+        placement, attempt = view.key
+        key = f"runs/{self.job.run_id}/logs/p{placement:04d}-a{attempt:04d}/{HANG_REPORT}"
+        try:
+            self.store.put(key, _stacks_text(end).encode())
+            where = f"Stacks of all ranks: {key}."
+        except StorageError as error:
+            where = f"The stacks of the ranks could not be saved: {error}."
+        fault = diagnosis.fault
+        told = replace(fault, explanation=f"{fault.explanation} {where}".strip())
+        return replace(diagnosis, fault=told)
+
+
+def _stacks_text(end: AttemptEnd) -> str:
+    stood = holding_up(end.evidence.stands)
+    lines = [stood.line, *stood.ranks] if stood is not None else []
+    told = [f"{said.name} on {node}\n{said.text.rstrip()}" for node, said in end.stacks]
+    return "\n\n".join(["\n".join(lines), *told]) + "\n"
 
 
 # What the weights depend on must not change under a run's name.

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from training.agent.protocol import AgentState, AgentStatus, WorkerLog, WorkerStatus
+from training.agent.protocol import AgentState, AgentStatus, NodeText, WorkerLog, WorkerStatus
 from training.diagnosis.classify import Evidence, NodeOutput, SilentRank, WorkerEnd
 from training.diagnosis.exits import EXIT_DONE
+from training.diagnosis.standstill import Stand
 from training.engines.base import Engine, Snapshot
 from training.monitor.heartbeat import Phase
 from training.policy.notes import AnyNote
@@ -37,12 +38,19 @@ class EndKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AttemptEnd:
-    """The end of an attempt, with what a diagnosis needs."""
+    """The end of an attempt, with what a diagnosis needs.
+
+    Attributes:
+        stepped_s: when the last step that was seen was completed.
+        stacks: where the threads of every worker stood, when one of them was silent.
+    """
 
     kind: EndKind
     evidence: Evidence
     proc_start_cnt: dict[str, int]
     last_step: int | None
+    stepped_s: float | None = None
+    stacks: tuple[tuple[str, NodeText], ...] = ()
 
 
 @dataclass(slots=True)
@@ -122,6 +130,9 @@ class AttemptWatch:
         at_s = time.time()
         self._sleep(SETTLE_S)
         troubled = self._observe()
+        hangs = any(status.hang is not None for status in troubled.agents.values())
+        # While they stand; what they are told to do next would move them.
+        stacks = tuple(self._engine.stacks()) if hangs else ()
         self._engine.stop(FAULT_GRACE_S)
         final = self._await_end(FAULT_GRACE_S)
         lost = tuple(dict.fromkeys((*troubled.lost, *final.lost, *_not_over(final))))
@@ -131,6 +142,7 @@ class AttemptWatch:
             hung=troubled,
             at_s=at_s,
             refusal=refusal,
+            stacks=stacks,
         )
 
     def _await_end(self, grace_s: float) -> Snapshot:
@@ -176,6 +188,7 @@ class AttemptWatch:
         hung: Snapshot | None = None,
         at_s: float | None = None,
         refusal: str | None = None,
+        stacks: tuple[tuple[str, NodeText], ...] = (),
     ) -> AttemptEnd:
         self._read_live_to_its_end()
         logs = _logs_by_rank(self._engine) if kind is EndKind.FAILED else {}
@@ -192,7 +205,9 @@ class AttemptWatch:
             refusal=refusal,
             outputs=tuple(_outputs(self._engine)) if kind is EndKind.FAILED else (),
         )
-        return AttemptEnd(kind, evidence, dict(self._proc_start_cnt), step)
+        last = self._progress.last
+        stepped_s = last.at_s if last is not None else None
+        return AttemptEnd(kind, evidence, dict(self._proc_start_cnt), step, stepped_s, stacks)
 
 
 def _all_done(snapshot: Snapshot) -> bool:
@@ -276,7 +291,29 @@ def _silent(statuses: Iterable[AgentStatus]) -> Iterator[SilentRank]:
     for status in statuses:
         if status.hang is not None:
             hang = status.hang
-            yield SilentRank(hang.rank, status.node, hang.silent_s, hang.limit_s, hang.phase)
+            yield SilentRank(
+                hang.rank, status.node, hang.silent_s, hang.limit_s, hang.phase, hang.why
+            )
+
+
+def stands_of(statuses: Iterable[AgentStatus]) -> Iterator[Stand]:
+    """Where every rank that lives and writes a heartbeat stands."""
+    for status in statuses:
+        for worker in status.workers:
+            if worker.pulse is None or worker.exit_code is not None:
+                continue
+            yield Stand(
+                rank=worker.rank,
+                node=status.node,
+                device=worker.local_rank,
+                step=worker.step if worker.step is not None else -1,
+                phase=worker.phase or "",
+                entered=worker.pulse.entered,
+                left=worker.pulse.left,
+                operation=worker.pulse.operation,
+                silent_s=worker.pulse.beat_s,
+                process_state=worker.pulse.process_state,
+            )
 
 
 def _step_of(snapshot: Snapshot, last: StepRecord | None) -> int | None:

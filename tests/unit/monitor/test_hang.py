@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.monitor.hang import MIN_LIMIT_S, WINDOW, Hang, HangDetector
+from training.monitor.hang import MIN_LIMIT_S, WINDOW, Hang, HangDetector, Limits
 from training.monitor.heartbeat import Heartbeat, HeartbeatReader, HeartbeatWriter, Phase
 
 START_S = 1000.0  # when the processes were started
@@ -23,7 +23,7 @@ def beat(
 
 def trained(*steps_s: float, fixed_limit_s: float | None = None) -> tuple[HangDetector, float]:
     """A detector that has seen one rank take these steps, and when the last one ended."""
-    detector = HangDetector(START_LIMIT_S, fixed_limit_s)
+    detector = HangDetector(Limits(START_LIMIT_S, fixed_limit_s))
     now_s = START_S + 10
     detector.judge({0: beat(1, now_s)}, now_s=now_s, since_s=START_S)
     for number, step_s in enumerate(steps_s, start=2):
@@ -38,7 +38,7 @@ def judge(detector: HangDetector, now_s: float, **beats: Heartbeat) -> Hang | No
 
 
 def test_the_limit_before_any_step_is_the_one_for_the_start():
-    assert HangDetector(START_LIMIT_S).limit_s == START_LIMIT_S
+    assert HangDetector(Limits(START_LIMIT_S)).limit_s == START_LIMIT_S
 
 
 def test_the_limit_is_ten_times_the_median_step():
@@ -106,7 +106,7 @@ def test_the_first_step_gets_the_limit_for_the_start_though_the_job_gives_a_shor
     writer.beat(phase=Phase.STEP)
     reading = HeartbeatReader.of(tmp_path, 0).read()
     assert reading is not None
-    detector = HangDetector(START_LIMIT_S, fixed_limit_s=5.0)
+    detector = HangDetector(Limits(START_LIMIT_S, 5.0))
     restored_s = reading.beat_ns / 1e9
     for silent_s, hung in ((6, False), (START_LIMIT_S - 1, False), (START_LIMIT_S + 1, True)):
         verdict = detector.judge({0: reading}, now_s=restored_s + silent_s, since_s=restored_s - 9)
@@ -114,15 +114,34 @@ def test_the_first_step_gets_the_limit_for_the_start_though_the_job_gives_a_shor
 
 
 def test_a_process_that_never_beats_again_after_its_start_hangs_at_the_limit_for_the_start():
-    detector = HangDetector(START_LIMIT_S)
+    detector = HangDetector(Limits(START_LIMIT_S))
     silent = beat(-1, START_S + 2, phase=Phase.START, stepped_s=0.0)
     assert judge(detector, START_S + 2 + START_LIMIT_S, rank0=silent) is None
     assert judge(detector, START_S + 3 + START_LIMIT_S, rank0=silent) is not None
 
 
 def test_a_beat_from_before_the_start_does_not_count_as_silence():
-    detector = HangDetector(START_LIMIT_S, fixed_limit_s=5.0)
+    detector = HangDetector(Limits(START_LIMIT_S, 5.0))
     assert judge(detector, START_S + 1, rank0=beat(3, 10.0)) is None
+
+
+@pytest.mark.parametrize(
+    ("phase", "limit_s"),
+    [(Phase.SAVE, 900.0), (Phase.RESTORE, 1200.0), (Phase.EVALUATE, 3600.0), (Phase.STEP, 5.0)],
+)
+def test_a_phase_may_have_a_limit_of_its_own(phase, limit_s):
+    limits = Limits(START_LIMIT_S, 5.0, save_s=900.0, restore_s=1200.0, evaluate_s=3600.0)
+    detector, slow = HangDetector(limits), beat(6, START_S + 10, phase=phase)
+    assert judge(detector, START_S + 10 + limit_s, rank0=slow) is None
+    verdict = judge(detector, START_S + 11 + limit_s, rank0=slow)
+    assert verdict is not None
+    assert (verdict.limit_s, verdict.phase) == (limit_s, phase)
+
+
+def test_no_phase_is_allowed_less_than_a_step():
+    limits = Limits(5.0, 50.0, save_s=1.0)
+    assert limits.of(Phase.SAVE, has_stepped=True, step_s=50.0) == 50.0
+    assert limits.of(Phase.START, has_stepped=False, step_s=50.0) == 50.0
 
 
 @pytest.mark.parametrize("phase", [Phase.DONE, Phase.STOPPED])
@@ -138,7 +157,7 @@ def test_a_beat_within_a_step_is_a_sign_of_life():
 
 
 def test_no_heartbeats_give_no_verdict():
-    assert judge(HangDetector(START_LIMIT_S), START_S + 1e6) is None
+    assert judge(HangDetector(Limits(START_LIMIT_S)), START_S + 1e6) is None
 
 
 def test_going_back_to_an_older_step_teaches_nothing():
@@ -160,7 +179,7 @@ def test_steps_that_advance_are_never_taken_for_a_hang(steps_s):
 
 
 def test_a_rank_that_never_wrote_a_heartbeat_is_a_hang_after_the_start_limit():
-    detector = HangDetector(START_LIMIT_S)
+    detector = HangDetector(Limits(START_LIMIT_S))
     soon_s, late_s = START_S + START_LIMIT_S - 1, START_S + START_LIMIT_S + 1
     assert detector.judge({}, mute=[1], now_s=soon_s, since_s=START_S) is None
     found = detector.judge({}, mute=[1], now_s=late_s, since_s=START_S)

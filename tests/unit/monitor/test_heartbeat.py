@@ -6,6 +6,7 @@ import os
 import struct
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -30,15 +31,74 @@ def test_what_is_written_is_read(path):
     before_ns = time.monotonic_ns()
     writer = HeartbeatWriter(path)
     writer.beat(phase=Phase.DATA, step=40)
-    writer.enter_collective()
-    writer.enter_collective()
-    writer.leave_collective()
+    writer.waited_for_data(500)
     writer.beat(phase=Phase.STEP, step=41)
+    writer.enter_collective("broadcast in world")
+    writer.enter_collective("allreduce in world")
+    writer.leave_collective(7_000)
+    writer.voted(9_000)
+    writer.enter_collective("barrier in world")
     beat = HeartbeatReader(path).read()
     assert beat is not None
     assert (beat.pid, beat.phase, beat.step) == (os.getpid(), Phase.STEP, 41)
-    assert (beat.generation, beat.entered, beat.left) == (0, 2, 1)
+    assert (beat.generation, beat.entered, beat.left) == (0, 3, 2)
+    assert (beat.waited_ns, beat.data_ns, beat.latency_ns) == (7_000, 500, 9_000)
+    assert beat.operation == "barrier in world"
+    assert beat.is_in_collective
     assert before_ns < beat.stepped_ns <= beat.beat_ns <= time.monotonic_ns()
+
+
+def test_collectives_are_counted_from_one_completed_step_to_the_next(path):
+    writer = HeartbeatWriter(path)
+    writer.beat(step=6)
+    writer.enter_collective("allreduce in world")
+    writer.beat(step=7)
+    writer.leave_collective(5)
+    beat = HeartbeatReader(path).read()
+    assert beat is not None
+    assert (beat.entered, beat.left) == (0, 0)
+
+
+def test_the_end_of_a_collective_is_no_sign_that_the_training_thread_lives(path):
+    writer = HeartbeatWriter(path)
+    writer.enter_collective("allreduce in world")
+    entered = HeartbeatReader(path).read()
+    writer.leave_collective(5)
+    left = HeartbeatReader(path).read()
+    assert entered is not None
+    assert left is not None
+    assert left.beat_ns == entered.beat_ns
+    assert entered.is_in_collective
+    assert not left.is_in_collective
+
+
+def test_a_name_that_is_too_long_or_no_ascii_is_cut_and_replaced(path):
+    HeartbeatWriter(path).transfer("send in gr\u00fcn" + "x" * 100)
+    beat = HeartbeatReader(path).read()
+    assert beat is not None
+    assert beat.operation.startswith("send in gr?n")
+    assert len(beat.operation) == 48
+
+
+def test_threads_that_write_at_once_leave_whole_records(path):
+    writer = HeartbeatWriter(path)
+    reader = HeartbeatReader(path)
+    seen = []
+
+    def end_collectives() -> None:
+        for _ in range(3000):
+            writer.enter_collective("allreduce in world")
+            writer.leave_collective(1)
+
+    threads = [threading.Thread(target=end_collectives) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        seen.append(reader.read())
+    last = reader.read()
+    assert last is not None
+    assert (last.entered, last.left, last.waited_ns) == (9000, 9000, 9000)
+    assert all(one is not None and one.left <= one.entered for one in seen)
 
 
 def test_a_writer_beats_as_soon_as_it_is_made(path):

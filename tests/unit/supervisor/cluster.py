@@ -138,6 +138,9 @@ class FakeEngine:
     def texts(self, tail_bytes: int) -> Sequence[tuple[str, NodeText]]:
         return []
 
+    def stacks(self) -> Sequence[tuple[str, NodeText]]:
+        return []
+
     def cancel(self, grace_s: float) -> None:
         self.tick("cancel")
         self.cluster.members = {}
