@@ -45,6 +45,7 @@ from training.agent.protocol import (
     StopOrder,
     WorkerLog,
 )
+from training.agent.sampling import Sampling
 from training.agent.stacks import stacks_of
 from training.agent.workers import WorkerGroup
 from training.job import Job
@@ -81,6 +82,7 @@ class Agent:
         self._line: CoordinatorLine | None = None
         self._ending = False
         self._keeper = KeeperProcess(folder)
+        self._sampling = Sampling(folder)
         self._oom_kills_before = oom_kills()
 
     def run(self) -> None:
@@ -130,6 +132,7 @@ class Agent:
             hang=self._hang,
             staging_error=self._staging_error,
             oom_kills=oom_kills() - self._oom_kills_before,
+            sample=self._sampling.newest,
         )
 
     def _obey(self, order: Order) -> Reply:
@@ -227,6 +230,9 @@ class Agent:
         self._group.start(environment, proc_start_cnt=self._proc_start_cnt + 1)
         self._proc_start_cnt += 1
         self._state = AgentState.RUNNING
+        self._sampling.begin(
+            order.slots_per_node, Job.model_validate_json(order.job).watch.sample_every_s
+        )
 
     def _keep(self, order: StartOrder, job_file: Path) -> dict[str, str]:
         """Have a keeper for programs that save through a session; what their workers need of it."""
@@ -281,6 +287,7 @@ class Agent:
             return
         if self._group.poll():
             self._state = AgentState.ENDED
+            self._sampling.end()
             if self._line is not None:
                 self._line.close()
             self._launcher.close_coordinator()

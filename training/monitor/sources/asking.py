@@ -1,0 +1,88 @@
+"""Asking a command-line tool of a driver, which may be missing, fail, or never come back.
+
+Times are seconds, sizes bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+COMMAND_TIMEOUT_S = 10.0
+MAX_OUTPUT_BYTES = 64 << 10
+# Where the driver package puts a tool that it does not put into PATH.
+PLACES: Mapping[str, str] = {"hccn_tool": "/usr/local/Ascend/driver/tools/hccn_tool"}
+
+
+class NoAnswer(RuntimeError):  # noqa: N818 a state of affairs, named as it is shown
+    """The tool could not be started, or was killed because it gave no answer in time."""
+
+
+def find_tool(name: str) -> str | None:
+    """Path of a tool, None when it is not installed."""
+    place = PLACES.get(name)
+    return shutil.which(name) or (shutil.which(place) if place else None)
+
+
+def ask(command: Sequence[str], *, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
+    """What a tool prints, on both streams and whatever its exit code.
+
+    Raises:
+        NoAnswer: it could not be started, or took longer than `timeout_s`.
+    """
+    with tempfile.TemporaryFile() as output:
+        try:
+            # A session of its own, so that what the tool starts ends with it.
+            process = subprocess.Popen(
+                [find_tool(command[0]) or command[0], *command[1:]],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise NoAnswer(str(error)) from error
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired as error:
+            end_session(process)
+            raise NoAnswer(str(error)) from error
+        output.seek(0)
+        return output.read(MAX_OUTPUT_BYTES).decode(errors="replace")
+
+
+def end_session(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process that leads a session, and what it started there."""
+    with suppress(ProcessLookupError):  # all of it has ended by itself
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def fields(text: str) -> dict[str, str]:
+    """`name : value` lines as the tools print them; a later line of a name wins."""
+    pairs = (line.partition(":") for line in text.splitlines())
+    return {name.strip(): value.strip() for name, colon, value in pairs if colon and name.strip()}
+
+
+def assignments(path: Path) -> dict[str, str]:
+    """`name=value` lines of a version file; empty when there is none."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return {}
+    pairs = (line.partition("=") for line in text.splitlines())
+    return {name.strip(): value.strip() for name, sign, value in pairs if sign}
+
+
+def number(text: str | None) -> float | None:
+    """A number that a tool printed; None where it printed NA, - or nothing."""
+    try:
+        return float(text) if text is not None else None
+    except ValueError:
+        return None
