@@ -105,6 +105,10 @@ class RunHistory:
         ended: how the run ended, None while it goes on.
         budgets_from: attempts before this index count no more: whoever starts an ended run
             again has looked at it.
+        updated_s: when the newest record was written.
+        unattended: from the last record of a supervisor to the next supervisor, each time.
+        ends: when the run ended, each time.
+        waits: for nodes to become free: from, to.
     """
 
     epoch: int = 0
@@ -119,6 +123,10 @@ class RunHistory:
     budgets_from: int = 0
     cwd: str | None = None
     isolations: list[str] = field(default_factory=list)
+    updated_s: float = 0.0
+    unattended: list[tuple[float, float]] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+    waits: list[tuple[float, float]] = field(default_factory=list)
 
     @property
     def committed_step(self) -> int:
@@ -240,7 +248,19 @@ def replay(records: Sequence[AnyRecord]) -> RunHistory:
     for record in records:
         history.epoch = max(history.epoch, record.epoch)
         _apply(history, record)
+        _keep_time(history, record)
     return history
+
+
+def _keep_time(history: RunHistory, record: AnyRecord) -> None:
+    match record:
+        case SupervisorTook() if history.job is not None:
+            history.unattended.append((history.updated_s, record.at_s))
+        case Placed() | RungFailed() if record.waited_s > 0:
+            history.waits.append((record.at_s - record.waited_s, record.at_s))
+        case RunEnded():
+            history.ends.append(record.at_s)
+    history.updated_s = record.at_s
 
 
 def _apply(history: RunHistory, record: AnyRecord) -> None:

@@ -76,6 +76,7 @@ class Placed(Record):
         host: of the supervisor that made it; an engine of this machine is bound to it.
         boot_id: of that host; after a reboot nothing of the placement is left.
         home: Perdure's folder there.
+        waited_s: for a node to become free, before it.
     """
 
     kind: Literal["placed"] = "placed"
@@ -85,6 +86,7 @@ class Placed(Record):
     host: str = ""
     boot_id: str = ""
     home: str = ""
+    waited_s: float = 0.0
 
 
 class AttemptStarted(Record):
@@ -111,6 +113,8 @@ class AttemptEnded(Record):
 
     Attributes:
         runners_up: what else the evidence would have allowed, most likely first.
+        noticed_s: when a fault that ended it was noticed; `fault.at_s` is its first symptom.
+        stepped_s: when the last step was completed that the supervisor saw.
     """
 
     kind: Literal["attempt_ended"] = "attempt_ended"
@@ -122,6 +126,8 @@ class AttemptEnded(Record):
     fault: FaultRecord | None = None
     runners_up: tuple[FaultRecord, ...] = ()
     duration_s: float
+    noticed_s: float | None = None
+    stepped_s: float | None = None
 
 
 class Decided(Record):
@@ -140,13 +146,18 @@ class Decided(Record):
 
 
 class RungFailed(Record):
-    """The chosen rung could not be carried out; the ladder is asked again."""
+    """The chosen rung could not be carried out; the ladder is asked again.
+
+    Attributes:
+        waited_s: for a node to become free, before it.
+    """
 
     kind: Literal["rung_failed"] = "rung_failed"
     placement: int
     attempt: int
     rung: Rung
     why: str
+    waited_s: float = 0.0
 
 
 class CheckpointSeen(Record):

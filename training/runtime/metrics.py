@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from storage.objects import ObjectStore
+from storage.objects import ObjectInfo, ObjectStore
 from training.policy.notes import NOTE, NOTE_KINDS, AnyNote
 
 
@@ -135,13 +135,45 @@ def metrics_prefix(run_id: str, placement: int = 0, attempt: int = 0) -> str:
 
 def kept_steps(store: ObjectStore, run_id: str) -> dict[int, StepRecord]:
     """The record of every step that was kept, by step: where a step was done again, the last."""
+    return kept_of(StepReader(store, run_id).read())
+
+
+def kept_of(records: Iterable[StepRecord]) -> dict[int, StepRecord]:
+    """Of every step the record that was kept: where it was done again, the last."""
     kept: dict[int, StepRecord] = {}
-    for info in store.list(metrics_prefix(run_id)):
-        for record in _parse(store.get(info.key).decode().split("\n")):
-            before = kept.get(record.step)
-            if before is None or _age(record) >= _age(before):
-                kept[record.step] = record
+    for record in records:
+        before = kept.get(record.step)
+        if before is None or _age(record) >= _age(before):
+            kept[record.step] = record
     return dict(sorted(kept.items()))
+
+
+class StepReader:
+    """Reads every step record in the store, those of steps that were lost too.
+
+    An object that has been read is read again only when it was written again.
+    """
+
+    def __init__(self, store: ObjectStore, run_id: str) -> None:
+        self._store = store
+        self._prefix = metrics_prefix(run_id)
+        self._known: dict[str, ObjectInfo] = {}
+        self._records: dict[tuple[int, int, int, float], StepRecord] = {}
+
+    def read(self) -> list[StepRecord]:
+        """Every record there is by now, each once."""
+        for info in self._store.list(self._prefix):
+            if self._known.get(info.key) == info:
+                continue
+            for record in _parse(self._store.get(info.key).decode().split("\n")):
+                self._records[identity_of(record)] = record
+            self._known[info.key] = info
+        return list(self._records.values())
+
+
+def identity_of(record: StepRecord) -> tuple[int, int, int, float]:
+    """What tells one doing of a step from another."""
+    return record.placement, record.attempt, record.step, record.at_s
 
 
 def _age(record: StepRecord) -> tuple[int, int, float]:

@@ -107,6 +107,8 @@ class Book:
         to_step: int | None,
         proc_start_cnt: dict[str, int] | None = None,
         diagnosis: Diagnosis | None = None,
+        noticed_s: float | None = None,
+        stepped_s: float | None = None,
     ) -> None:
         """The attempt's processes are gone."""
         placement, attempt = view.key
@@ -120,6 +122,8 @@ class Book:
             fault=record_of(diagnosis.fault) if diagnosis is not None else None,
             runners_up=tuple(map(record_of, diagnosis.runners_up)) if diagnosis else (),
             duration_s=time.time() - view.started.at_s,
+            noticed_s=noticed_s,
+            stepped_s=stepped_s,
         )
 
     def _first_step(self, view: AttemptView, record: StepRecord) -> None:

@@ -66,15 +66,26 @@ class Decider:
         if view is not None:
             self.decide(view, _fault_of(view))
 
-    def rung_failed(self, rung: Rung, why: str) -> None:
-        """A rung could not be carried out: put it on record and ask the ladder again."""
+    def rung_failed(self, rung: Rung, why: str, *, waited_s: float = 0.0) -> None:
+        """A rung could not be carried out: put it on record and ask the ladder again.
+
+        Args:
+            rung: that failed.
+            why: it did.
+            waited_s: for a node to become free.
+        """
         history = self._book.refresh()
         view = history.attempts[-1] if history.attempts else None
         if view is None or len(history.attempts) <= history.budgets_from:
             raise EngineError(why)
         placement, attempt = view.key
         self._book.ledger.append(
-            RungFailed, placement=placement, attempt=attempt, rung=rung, why=why
+            RungFailed,
+            placement=placement,
+            attempt=attempt,
+            rung=rung,
+            why=why,
+            waited_s=waited_s,
         )
         self.decide(view, _fault_of(view))
 

@@ -50,6 +50,7 @@ class Placer:
         self._decider = decider
         self._identity = identity
         self._home = home
+        self._waited_s = 0.0
 
     def place(self, *, stop_wanted: Callable[[], bool]) -> Placement:
         """The placement the next attempt stands on: the living one, or a new one.
@@ -71,7 +72,7 @@ class Placer:
             except (EngineError, AgentUnreachable) as error:
                 if stop_wanted():
                     raise EngineError("stopped on request") from error
-                self._decider.rung_failed(rung, str(error))
+                self._decider.rung_failed(rung, str(error), waited_s=self._waited_s)
 
     def _keeps(self, history: RunHistory, current: Placement) -> bool:
         """Whether the next attempt stands on the placement that is there.
@@ -116,11 +117,13 @@ class Placer:
     def _carry_out(
         self, rung: Rung, current: Placement | None, stop_wanted: Callable[[], bool]
     ) -> Placement:
-        deadline_s = time.monotonic() + self._job.restart.spare_wait_s
+        began_s, self._waited_s = time.monotonic(), 0.0
+        deadline_s = began_s + self._job.restart.spare_wait_s
         while True:
             try:
                 return self._new_placement(rung, current)
             except NoCapacity:
+                self._waited_s = time.monotonic() - began_s
                 if current is None or stop_wanted() or time.monotonic() > deadline_s:
                     raise
                 time.sleep(SPARE_POLL_S)
@@ -156,6 +159,7 @@ class Placer:
             host=self._identity.host,
             boot_id=self._identity.boot_id,
             home=str(self._home),
+            waited_s=self._waited_s,
         )
 
 

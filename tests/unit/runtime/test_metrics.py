@@ -12,6 +12,7 @@ from training.policy.notes import LastSave, PauseBegan
 from training.runtime.metrics import (
     Live,
     MetricsLog,
+    StepReader,
     StepRecord,
     kept_steps,
     metrics_prefix,
@@ -257,6 +258,19 @@ def test_of_a_step_that_one_attempt_brought_in_twice_the_later_record_is_kept(fi
     put(store, log)
     losses = {step: kept.loss for step, kept in kept_steps(store, "run").items()}
     assert losses == {1: 1, 2: 1, 3: 2, 4: 2, 5: 2, 6: 2, 7: 1, 8: 1}
+
+
+def test_a_reader_tells_lost_steps_too_and_reads_only_what_is_new(store, write, monkeypatch):
+    write((1, 1), range(1, 5), loss=1.0)
+    reader = StepReader(store, "run")
+    assert [one.step for one in reader.read()] == [1, 2, 3, 4]
+    write((1, 2), range(3, 6), loss=2.0)
+    got: list[str] = []
+    get = store.get
+    monkeypatch.setattr(type(store), "get", lambda _self, key: got.append(key) or get(key))
+    told = sorted((one.step, one.attempt) for one in reader.read())
+    assert told == [(1, 1), (2, 1), (3, 1), (3, 2), (4, 1), (4, 2), (5, 2)]
+    assert got == ["runs/run/metrics/p0001-a0002/00000003-00000005.jsonl"]
 
 
 def test_a_diverged_step_can_be_written_and_read(store, write):
