@@ -10,7 +10,7 @@ import json
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, SecretStr, TypeAdapter
 
 from training.policy.repair import RankReport, RepairPlan
 
@@ -154,6 +154,18 @@ class WorkerEnded(Said):
     at_s: float
 
 
+class NodeSampled(Said):
+    """An agent has looked at its node.
+
+    Attributes:
+        sample: a `NodeSample` (training/monitor/sample.py) as JSON has it.
+    """
+
+    op: Literal["node_sampled"] = "node_sampled"
+    node: str
+    sample: dict[str, JsonValue]
+
+
 class NewGeneration(Said):
     """A life of the groups begins; the one before is over."""
 
@@ -209,7 +221,8 @@ FromMember = Annotated[
     | LastSaved
     | Ending
     | AgentJoined
-    | WorkerEnded,
+    | WorkerEnded
+    | NodeSampled,
     Field(discriminator="op"),
 ]
 ToMember = Annotated[

@@ -18,6 +18,7 @@ import psutil
 
 from storage.address import open_store
 from storage.errors import StorageError
+from training.agent.collecting import Collector
 from training.agent.control import ControlServer, free_port
 from training.agent.coordination import CoordinatorLine, address_file, write_private
 from training.agent.evidence import device_health, device_logs, tail
@@ -30,6 +31,7 @@ from training.agent.protocol import (
     AgentConfig,
     AgentState,
     AgentStatus,
+    CollectOrder,
     EvidenceQuery,
     HangReport,
     LogsQuery,
@@ -49,6 +51,7 @@ from training.agent.sampling import Sampling
 from training.agent.stacks import stacks_of
 from training.agent.workers import WorkerGroup
 from training.job import Job
+from training.monitor.sample import NodeSample
 from training.trainer.data.manifest import load_manifest
 from training.trainer.data.stage import stage
 
@@ -82,7 +85,8 @@ class Agent:
         self._line: CoordinatorLine | None = None
         self._ending = False
         self._keeper = KeeperProcess(folder)
-        self._sampling = Sampling(folder)
+        self._sampling = Sampling(folder, self._tell_sample)
+        self._collector = Collector(config, folder)
         self._oom_kills_before = oom_kills()
 
     def run(self) -> None:
@@ -103,6 +107,7 @@ class Agent:
                     self._check_orphaned()
         self._keeper.close(self._order.grace_s if self._order else 0.0)
         self._launcher.close()
+        self._collector.close(self._order, self._group)
         kill_container(self._marker)
         self._server.close()
         (self._folder / ADDRESS_FILE).unlink(missing_ok=True)
@@ -151,6 +156,9 @@ class Agent:
                 reply = self._metrics(order.offset)
             case LogsQuery():
                 reply = Reply(logs=self._logs(order.tail_bytes))
+            case CollectOrder():
+                collected = self._collector.collect(order, self._order, self._group)
+                reply = Reply(collected=collected)
         return reply
 
     def _start(self, order: StartOrder) -> Reply:
@@ -264,6 +272,10 @@ class Agent:
             on_give_up=self._on_give_up,
         )
         return {"PERDURE_COORDINATOR": str(path)}
+
+    def _tell_sample(self, sample: NodeSample) -> None:
+        if self._line is not None:
+            self._line.sampled(self._config.node, sample)
 
     def _on_replace(self, rank: int, generation: int) -> None:
         with self._lock:

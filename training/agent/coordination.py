@@ -24,10 +24,12 @@ from training.membership import (
     AgentJoined,
     CoordinatorAddress,
     GiveUp,
+    NodeSampled,
     ReplaceWorker,
     Said,
     dump_line,
 )
+from training.monitor.sample import NodeSample
 
 CONNECT_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 30.0
@@ -124,6 +126,7 @@ class CoordinatorLine:
             (address.host, address.port), timeout=CONNECT_TIMEOUT_S
         )
         self._socket.settimeout(None)
+        self._saying = threading.Lock()  # lines come from several threads, each is to be whole
         self.is_open = True
         self.say(AgentJoined(token=SecretStr(address.token), node=node, ranks=tuple(ranks)))
         threading.Thread(target=self._listen, daemon=True).start()
@@ -131,10 +134,17 @@ class CoordinatorLine:
     def say(self, message: Said) -> bool:
         """Tell the coordinator something. Whether the line was open."""
         try:
-            self._socket.sendall(dump_line(message))
+            with self._saying:
+                self._socket.sendall(dump_line(message))
         except OSError:
             self.is_open = False
         return self.is_open
+
+    def sampled(self, node: str, sample: NodeSample) -> bool:
+        """Pass on what a look at the node has shown. Whether the line was open."""
+        return self.is_open and self.say(
+            NodeSampled(node=node, sample=sample.model_dump(mode="json"))
+        )
 
     def close(self) -> None:
         """Hang up."""

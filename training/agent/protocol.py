@@ -139,6 +139,14 @@ class StacksQuery(Message):
     op: Literal["stacks"] = "stacks"
 
 
+class CollectOrder(Message):
+    """Put the logs of an ended attempt into the store, in the background; told again: how far."""
+
+    op: Literal["collect"] = "collect"
+    placement: int
+    attempt: int
+
+
 class ShutdownOrder(Message):
     """Stop the processes and end the agent: the container goes away."""
 
@@ -155,6 +163,7 @@ Order = Annotated[
     | LogsQuery
     | EvidenceQuery
     | StacksQuery
+    | CollectOrder
     | ShutdownOrder,
     Field(discriminator="op"),
 ]
@@ -290,6 +299,37 @@ class NodeText(Message):
     text: str
 
 
+class CollectedFile(Message):
+    """One log in the store.
+
+    Attributes:
+        key: of the object.
+        size_bytes: compressed.
+        log_bytes: of the log that are in it.
+        cut_bytes: of the log before them that are left out.
+    """
+
+    key: str
+    size_bytes: int
+    log_bytes: int
+    cut_bytes: int = 0
+
+
+class Collected(Message):
+    """What a node has put into the store of the logs of an attempt.
+
+    Attributes:
+        is_done: whether nothing more comes.
+        problems: logs that are missing, and why.
+    """
+
+    placement: int
+    attempt: int
+    is_done: bool
+    files: tuple[CollectedFile, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
 class Reply(Message):
     """One line back; `error` is set when the request was refused."""
 
@@ -301,6 +341,7 @@ class Reply(Message):
     offset: int | None = None
     logs: tuple[WorkerLog, ...] = ()
     texts: tuple[NodeText, ...] = ()
+    collected: Collected | None = None
 
 
 REQUEST: TypeAdapter[Request] = TypeAdapter(Request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from training.monitor.sample import NodeSample
@@ -12,11 +13,18 @@ from training.monitor.sources.sampling import Sampler
 class Sampling:
     """Keeps the newest look at the node.
 
+    Args:
+        folder: the container's.
+        tell: called with every sample, in the thread that looks.
+
     Attributes:
         newest: sample, None before the first; stays when the attempt has ended.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, tell: Callable[[NodeSample], object] = lambda _sample: None
+    ) -> None:
+        self._tell = tell
         self.newest: NodeSample | None = None
         self._folder = folder
         self._ended = threading.Event()
@@ -41,4 +49,5 @@ class Sampling:
             sample = sampler.look()
             if not ended.is_set():
                 self.newest = sample
+                self._tell(sample)
             ended.wait(every_s)

@@ -102,6 +102,11 @@ class Attempt:
         self._recoveries = Recoveries(self._outbox)
         self._pauses = Pauses(self.world_size, self._outbox)
 
+    @property
+    def rank_counts(self) -> dict[str, int]:
+        """How many ranks there are in each state."""
+        return self._ranks.counts(self.world_size)
+
     def take_actions(self) -> list[Action]:
         """What is to be done, in this order; each is handed out once."""
         return self._outbox.take()

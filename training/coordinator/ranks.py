@@ -34,6 +34,16 @@ class Ranks:
         """Ranks that may have a state: a new process has none before it reports."""
         return self.living - self.dead - self._building
 
+    def counts(self, world_size: int) -> dict[str, int]:
+        """How many there are in each state; one that lives may train or come to its end."""
+        return {
+            "connected": len(self.living),
+            "training": len(self.training),
+            "ending": len(self.ending),
+            "dead": len(self.dead),
+            "all": world_size,
+        }
+
     @property
     def are_all_explained(self) -> bool:
         """Whether no connection is closed without a word on how its process ended."""

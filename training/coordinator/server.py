@@ -27,6 +27,7 @@ from training.coordinator.actions import Action, NormAccepted, Noted, ToAgent, T
 from training.coordinator.attempt import Attempt, Stage
 from training.coordinator.config import CoordinatorConfig
 from training.coordinator.judge import Judge
+from training.coordinator.metrics import AttemptNow, RunMetrics
 from training.job import Job
 from training.membership import (
     FROM_MEMBER,
@@ -36,6 +37,7 @@ from training.membership import (
     Ending,
     FromMember,
     LastSaved,
+    NodeSampled,
     Paused,
     Plan,
     Relinked,
@@ -47,13 +49,15 @@ from training.membership import (
     WorkerJoined,
     dump_line,
 )
+from training.monitor.sample import NodeSample
 from training.policy.history import fault_of
 from training.policy.ladder import Recovery
-from training.runtime.metrics import MetricsLog, metrics_prefix
+from training.runtime.metrics import MetricsLog, metrics_prefix, parse_live
 
 TICK_S = 0.02
 FOLLOW_S = 0.2
 CONTROL_S = 2.0
+METRICS_FILE = "metrics-address.json"
 ABNORMAL_NORMS = "abnormal_global_norm.json"
 SAVE_LIMIT_S = 60.0  # for the end-of-life checkpoint, or the grace period where that is longer
 
@@ -87,6 +91,12 @@ class Coordinator:
             save_limit_s=max(SAVE_LIMIT_S, self._job.engine.grace_s),
             link_limit_s=self._job.comm.link_retry_s,
         )
+        self._metrics = RunMetrics(
+            (self._job.run_id, str(config.placement), str(config.attempt)),
+            target_step=None if self._job.worker.is_command else self._job.steps,
+            standing=self._standing,
+            past=config.past,
+        )
 
     async def serve(self) -> None:
         """Listen, and go on until the process is ended."""
@@ -103,10 +113,30 @@ class Coordinator:
         )
         _write_private(Path(config.address_file), address.model_dump_json())
         async with server:
-            await asyncio.gather(self._tick(), self._follow(), self._watch_control())
+            await asyncio.gather(
+                self._serve_metrics(), self._tick(), self._follow(), self._watch_control()
+            )
+
+    async def _serve_metrics(self) -> None:
+        """Open the Prometheus endpoint; training does without it where that is not possible."""
+        config, port = self._config, self._job.watch.metrics_port
+        try:
+            # In a thread: the server asks for the name of its host, which may take its time.
+            found = await asyncio.to_thread(self._metrics.serve, config.host, port)
+        except OSError as exc:
+            _say(f"warning: no metrics at {config.host}:{port}: {exc}")
+            return
+        url = f"http://{config.host}:{found}/metrics"
+        _say(f"metrics at {url}")
+        _write_private(metrics_file(Path(config.address_file).parent), json.dumps({"url": url}))
+
+    def _standing(self) -> AttemptNow:
+        attempt = self._attempt
+        return AttemptNow(attempt.stage, attempt.generation, attempt.rank_counts)
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         rank: int | None = None
+        node: str | None = None
         try:
             first = await self._next(reader)
             given = getattr(first, "token", None)
@@ -118,7 +148,8 @@ class Coordinator:
                 self._ranks[rank] = writer
                 self._attempt.joined(rank)
             elif isinstance(first, AgentJoined):
-                self._agents[first.node] = writer
+                node = first.node
+                self._agents[node] = writer
                 self._attempt.nodes.update(dict.fromkeys(first.ranks, first.node))
             self._act()
             while (said := await self._next(reader)) is not None:
@@ -128,6 +159,8 @@ class Coordinator:
             _say(f"a connection ended: {exc}")
         finally:
             writer.close()
+            if node is not None and self._agents.get(node) is writer:
+                self._metrics.forget(node)
             if rank is not None and self._ranks.get(rank) is writer:
                 del self._ranks[rank]
                 self._attempt.gone(rank, now_s=time.time())
@@ -160,6 +193,8 @@ class Coordinator:
                 attempt.last_saved(rank, said, now_s=now_s)
             case Ending() if rank is not None:
                 attempt.ending(rank, now_s=now_s)
+            case NodeSampled() if rank is None:
+                self._metrics.sampled(said.node, NodeSample.model_validate(said.sample))
             case _:
                 raise ValueError(f"{said.op} is not for this connection")
 
@@ -173,6 +208,7 @@ class Coordinator:
             case Noted():
                 text = action.note.model_dump_json()
                 _say(text)
+                self._metrics.noted(action.note)
                 # A first rank that was killed may have left half a line.
                 with self._live.open("a", encoding="utf-8") as file:
                     file.write(f"\n{text}\n")
@@ -240,14 +276,13 @@ class Coordinator:
             data = file.read(1 << 20)
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
-        for line in whole.splitlines():
-            with suppress(ValueError):
-                document = json.loads(line)
-                match document.get("kind"):
-                    case "step":
-                        self._attempt.stepped(int(document["step"]))
-                    case "checkpoint":
-                        self._attempt.committed(at_s=time.time())
+        live = parse_live(whole.decode(errors="replace"))
+        for record in live.steps:
+            self._attempt.stepped(record.step)
+            self._metrics.step(record)
+        for step in live.checkpoints:
+            self._attempt.committed(at_s=time.time())
+            self._metrics.committed(step, at_s=time.time())
 
     async def _watch_control(self) -> None:
         """Ask the store now and then whether somebody wants the run to pause."""
@@ -264,6 +299,11 @@ def _send(writer: asyncio.StreamWriter | None, message: ToMember) -> None:
     # A member that is gone is noticed by its own means.
     if writer is not None and not writer.is_closing():
         writer.write(dump_line(message))
+
+
+def metrics_file(attempt_folder: Path) -> Path:
+    """Where a coordinator writes the address of its metrics, beside its own address."""
+    return attempt_folder / METRICS_FILE
 
 
 def _write_private(path: Path, text: str) -> None:

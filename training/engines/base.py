@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from training.agent.protocol import AgentStatus, NodeText, StartOrder, WorkerLog
+from training.agent.protocol import AgentStatus, Collected, NodeText, StartOrder, WorkerLog
 from training.errors import NoCapacity
 from training.policy.ladder import Rung
 from training.policy.records import Member
@@ -103,6 +103,13 @@ class Engine(Protocol):
 
     def stacks(self) -> Sequence[tuple[str, NodeText]]:
         """Where the threads of every worker stand, with the name of the node."""
+        ...
+
+    def collect_logs(self, placement: int, attempt: int) -> Sequence[tuple[str, Collected]]:
+        """Have every node put its logs of an ended attempt into the store, in the background.
+
+        Returns how far each is that answers at once, with its name; asked again it tells again.
+        """
         ...
 
     def cancel(self, grace_s: float) -> None:

@@ -27,11 +27,15 @@ from training.agent.protocol import (
     AgentAddress,
     AgentConfig,
     AgentStatus,
+    Collected,
+    CollectOrder,
     EvidenceQuery,
     LogsQuery,
     MetricsQuery,
     NodeText,
+    Order,
     RendezvousOrder,
+    Reply,
     ShutdownOrder,
     StacksQuery,
     StartOrder,
@@ -51,6 +55,7 @@ RENDEZVOUS_TIMEOUT_S = 120.0  # the first one imports torch, which a cold disk m
 SILENT_AGENT_S = 15.0  # an agent that lives but does not answer for this long is lost
 SHUTDOWN_MARGIN_S = 10.0
 SHUTDOWN_TIMEOUT_S = 5.0  # for the answer; one that hangs is ended by force
+COLLECT_TIMEOUT_S = 3.0  # it answers at once, and a recovery must not wait for one that does not
 EVIDENCE_TIMEOUT_S = 60.0  # the driver's tools are asked one by one for every device
 LIFE_PREFIX = "life-"
 _CONTAINERS_FILE = "containers.json"
@@ -222,15 +227,25 @@ class LocalEngine:
         return self._texts(StacksQuery())
 
     def _texts(self, query: EvidenceQuery | StacksQuery) -> Sequence[tuple[str, NodeText]]:
-        def ask(container: _Container) -> Sequence[tuple[str, NodeText]]:
+        replies = self._ask_all(query, timeout_s=EVIDENCE_TIMEOUT_S)
+        return [(node, text) for node, reply in replies for text in reply.texts]
+
+    def collect_logs(self, placement: int, attempt: int) -> Sequence[tuple[str, Collected]]:
+        """Have the containers put their logs into the store; how far those are that answer."""
+        order = CollectOrder(placement=placement, attempt=attempt)
+        replies = self._ask_all(order, timeout_s=COLLECT_TIMEOUT_S)
+        return [(node, reply.collected) for node, reply in replies if reply.collected is not None]
+
+    def _ask_all(self, query: Order, *, timeout_s: float) -> Sequence[tuple[str, Reply]]:
+        def ask(container: _Container) -> tuple[str, Reply] | None:
             try:
-                reply = self._client(container, timeout_s=EVIDENCE_TIMEOUT_S).call(query)
+                return container.node, self._client(container, timeout_s=timeout_s).call(query)
             except (AgentUnreachable, EngineError):
-                return ()  # the diagnosis does without; what is gone is named already
-            return [(container.node, text) for text in reply.texts]
+                return None  # whoever asks does without; what is gone is named already
 
         with ThreadPoolExecutor(max_workers=16) as pool:
-            return [told for answer in pool.map(ask, self._containers.values()) for told in answer]
+            answers = pool.map(ask, self._containers.values())
+            return [answer for answer in answers if answer is not None]
 
     def cancel(self, grace_s: float) -> None:
         """Stop the processes, end the containers, wait until nothing is left."""

@@ -17,6 +17,7 @@ from typing import Any
 from storage.address import Credentials, open_store, worker_environment
 from storage.checkpoint import CheckpointStore
 from storage.errors import StorageError
+from training.agent.collecting import await_collected
 from training.agent.protocol import AgentState, StartOrder
 from training.control import take_back
 from training.diagnosis.cause import Diagnosis
@@ -41,6 +42,8 @@ from training.supervisor.watch import AttemptEnd, AttemptWatch, EndKind, Progres
 from training.trainer.data.prepare import PrepareResult
 
 HANG_REPORT = "hang.txt"
+
+LOGS_WAIT_S = 30.0  # at the end of a run; a store that is slower than that keeps nobody waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +241,7 @@ class Run:
             RunConflict: another supervisor has taken the run; nothing was done.
         """
         self.ledger.renew()
+        self._await_logs()
         self.engine.cancel(self.job.engine.grace_s)
         view = self.refresh().open_attempt
         if view is not None:
@@ -247,6 +251,12 @@ class Run:
         take_back(self.store, self.job.run_id)
         self.ledger.append(RunEnded, outcome=outcome, message=message)
         self.ledger.release()
+
+    def _await_logs(self) -> None:
+        """Give the nodes the time to put the logs of the last attempt into the store."""
+        last = self.history.attempts[-1] if self.history.attempts else None
+        if last is not None and last.ended is not None:
+            await_collected(lambda: self.engine.collect_logs(*last.key), timeout_s=LOGS_WAIT_S)
 
     def _wait(self, placement: Placement, stop_wanted: Callable[[], bool]) -> None:
         """Wait before a restart, as the policy has it; a wish to stop ends the wait."""
@@ -298,6 +308,7 @@ class Run:
     def _conclude(self, view: AttemptView, end: AttemptEnd) -> Verdict:
         """Diagnose, decide, and put both on record."""
         placement, attempt = view.key
+        self.engine.collect_logs(placement, attempt)
         self._book.missed_checkpoints(view)
         diagnosis = diagnose(end.evidence) if end.kind is EndKind.FAILED else None
         if diagnosis is not None and end.stacks:

@@ -41,6 +41,7 @@ JOB = json.dumps(
         "storage": {"address": "file:///nowhere"},
         "worker": {"recipe": "module:main"},
         "checkpoint": {"host_memory": False},
+        "watch": {"log_limit_bytes": 0},
     }
 )
 

@@ -7,7 +7,7 @@ import json
 from tests.unit.agent.conftest import JOB, wait_for
 from training.agent.protocol import StopOrder
 
-OFTEN = json.dumps(json.loads(JOB) | {"watch": {"sample_every_s": 0.1}})
+OFTEN = json.dumps(json.loads(JOB) | {"watch": {"sample_every_s": 0.1, "log_limit_bytes": 0}})
 
 
 def test_samples_are_taken_while_an_attempt_runs_and_the_last_one_stays(new_container):

@@ -38,6 +38,7 @@ def document(todo: str) -> str:
             "checkpoint": {"host_memory": False},
             "engine": {"nodes": 2, "slots_per_node": 2},
             "batch": {"global_batch_size": 8, "micro_batch_size": 1},
+            "watch": {"log_limit_bytes": 0},
             "env": {"TODO": todo},
         }
     )

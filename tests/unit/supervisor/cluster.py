@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from training.agent.protocol import (
     AgentState,
     AgentStatus,
+    Collected,
     NodeText,
     StartOrder,
     WorkerLog,
@@ -139,6 +140,9 @@ class FakeEngine:
         return []
 
     def stacks(self) -> Sequence[tuple[str, NodeText]]:
+        return []
+
+    def collect_logs(self, placement: int, attempt: int) -> Sequence[tuple[str, Collected]]:
         return []
 
     def cancel(self, grace_s: float) -> None:

@@ -1,0 +1,246 @@
+"""Logs of an ended attempt, from a node into the store."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from storage.errors import TransientError
+from storage.local import LocalStore
+from tests.unit.agent.conftest import JOB, TOKEN, wait_for
+from training.agent import collecting
+from training.agent.collecting import (
+    COLLECTED_FILE,
+    Collector,
+    Log,
+    await_collected,
+    compress,
+    logs_prefix,
+    pack,
+)
+from training.agent.evidence import ascend_folder
+from training.agent.protocol import AgentConfig, Collected, CollectOrder, ShutdownOrder
+from training.agent.workers import WorkerGroup
+
+PREFIX = "runs/run-1/logs/p0001-a0001/node-1/"
+ORDER = CollectOrder(placement=1, attempt=1)
+
+
+def job_text(store: Path, limit_bytes: int = 1 << 20, **changes: Any) -> str:
+    fields = {"storage": {"address": f"file://{store}"}, "watch": {"log_limit_bytes": limit_bytes}}
+    return json.dumps(json.loads(JOB) | fields | changes)
+
+
+@pytest.fixture
+def store(tmp_path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+@pytest.fixture
+def collector(new_group, tmp_path) -> Collector:
+    config: AgentConfig = new_group("true").config
+    return Collector(config, tmp_path)
+
+
+def text_of(store: LocalStore, name: str) -> str:
+    return gzip.decompress(store.get(f"{PREFIX}{name}.gz")).decode()
+
+
+def collected(collector: Collector, group: WorkerGroup) -> Collected:
+    def state() -> Collected | None:
+        state = collector.collect(ORDER, group.order, group)
+        return state if state.is_done else None
+
+    done: Collected = wait_for(state)
+    return done
+
+
+def names(state: Collected) -> list[str]:
+    return [file.key.removeprefix(PREFIX).removesuffix(".gz") for file in state.files]
+
+
+def run(new_group: Any, *command: str, **changes: Any) -> WorkerGroup:
+    group: WorkerGroup = new_group(*command, is_command=True, **changes)
+    group.start({}, proc_start_cnt=1)
+    wait_for(group.poll)
+    return group
+
+
+def test_all_logs_come_the_most_telling_first(new_group, collector, store, tmp_path):
+    group = run(new_group, "sh", "-c", "echo out; echo err >&2; exit 3",
+                job=job_text(tmp_path / "store"))  # fmt: skip
+    for name in ("coordinator.log", "agent.log", "zygote.log"):
+        (tmp_path / name).write_text(f"of {name}\n")
+    (tmp_path / "keeper.log").write_text("")
+    plog = ascend_folder(tmp_path, 1) / "debug" / "plog"
+    plog.mkdir(parents=True)
+    (plog / "plog-7.log").write_text("of CANN\n")
+    state = collected(collector, group)
+    assert names(state) == [
+        "rank-00001.stderr.log",
+        "rank-00001.stdout.log",
+        "coordinator.log",
+        "agent.log",
+        "zygote.log",
+        "rank-00001.ascend/debug/plog/plog-7.log",
+    ]
+    assert state.problems == ()
+    assert text_of(store, "rank-00001.stderr.log") == "err\n"
+    assert text_of(store, "rank-00001.ascend/debug/plog/plog-7.log") == "of CANN\n"
+    index = Collected.model_validate_json(store.get(PREFIX + COLLECTED_FILE))
+    assert index == state
+
+
+def test_an_attempt_that_is_gone_or_never_was_has_nothing(new_group, collector, tmp_path):
+    group = run(new_group, "true", job=job_text(tmp_path / "store"))
+    for started in (None, group.order):
+        state = collector.collect(CollectOrder(placement=1, attempt=2), started, group)
+        assert state.is_done
+        assert state.problems == ("node-1 has nothing of attempt 1.2",)
+
+
+def test_with_a_limit_of_zero_nothing_is_collected(new_group, collector, store, tmp_path):
+    group = run(new_group, "echo", "out", job=job_text(tmp_path / "store", 0))
+    assert collected(collector, group).files == ()
+    assert list(store.list("runs/")) == []
+
+
+def test_what_the_container_wrote_before_the_attempt_is_not_the_attempts(
+    new_group, collector, store, tmp_path
+):
+    log = tmp_path / "agent.log"
+    log.write_text("first\n")
+    collected(collector, run(new_group, "true", job=job_text(tmp_path / "store")))
+    with log.open("a") as file:
+        file.write("second\n")
+    group = run(new_group, "true", job=job_text(tmp_path / "store"), attempt=2)
+    order = CollectOrder(placement=1, attempt=2)
+    wait_for(lambda: collector.collect(order, group.order, group).is_done)
+    key = f"{logs_prefix('run-1', 1, 2)}node-1/agent.log.gz"
+    assert gzip.decompress(store.get(key)) == b"second\n"
+
+
+def test_secrets_are_masked_before_anything_leaves_the_node(
+    new_group, collector, store, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "from/the/environment")
+    printed = f"{TOKEN}-x from/the/environment of-the-job-1 password=form"
+    group = run(new_group, "echo", printed,
+                job=job_text(tmp_path / "store", env={"HF_TOKEN": "of-the-job-1"}))  # fmt: skip
+    collected(collector, group)
+    assert text_of(store, "rank-00001.stdout.log") == "***-x *** *** password=***\n"
+
+
+def test_a_store_that_fails_is_told_and_not_waited_for_again_and_again(
+    new_group, collector, tmp_path, monkeypatch
+):
+    group = run(new_group, "sh", "-c", "echo out; echo err >&2", job=job_text(tmp_path / "store"))
+    tries = []
+
+    class Down:
+        def put(self, key, data):
+            tries.append(key)
+            raise TransientError("503")
+
+    monkeypatch.setattr(collecting, "open_store", lambda _spec: Down())
+    state = collected(collector, group)
+    assert len(tries) == 1
+    assert state.problems == ("rank-00001.stderr.log: 503",)
+
+
+def test_a_slow_store_keeps_nobody_waiting(new_group, collector, tmp_path, monkeypatch):
+    group = run(new_group, "echo", "out", job=job_text(tmp_path / "store"))
+    is_up = threading.Event()
+    inner = LocalStore(tmp_path / "store")
+
+    class Slow:
+        def put(self, key, data):
+            assert is_up.wait(30)
+            inner.put(key, data)
+
+    monkeypatch.setattr(collecting, "open_store", lambda _spec: Slow())
+    assert not collector.collect(ORDER, group.order, group).is_done
+    assert not collector.collect(ORDER, group.order, group).is_done
+    is_up.set()
+    assert names(collected(collector, group)) == ["rank-00001.stdout.log"]
+
+
+def test_an_agent_that_shuts_down_collects_what_nobody_asked_for(new_container, store, tmp_path):
+    container = new_container()
+    container.finish("echo", "hello", job=job_text(tmp_path / "store"), attempt=1)
+    container.call(ShutdownOrder(grace_s=1))
+    container.process.wait(20)
+    keys = [info.key for info in store.list(logs_prefix("run-1"))]
+    assert "runs/run-1/logs/p0003-a0001/node-1/rank-00001.stdout.log.gz" in keys
+
+
+def test_an_agent_answers_while_it_collects_and_tells_how_far_it_is(new_container, tmp_path):
+    container = new_container()
+    order = container.start("echo", "hello", job=job_text(tmp_path / "store"))
+    container.until("ended")
+    wanted = CollectOrder(placement=order.placement, attempt=order.attempt)
+    assert container.call(wanted).collected is not None
+    done = wait_for(lambda: (c := container.call(wanted).collected).is_done and c)
+    assert "rank-00001.stdout.log.gz" in {Path(file.key).name for file in done.files}
+
+
+def log_of(path: Path, text: bytes) -> Log:
+    path.write_bytes(text)
+    return Log(path, path.name, 0, len(text))
+
+
+def noise(lines: int) -> list[str]:
+    return [f"{index:06d} {hashlib.sha256(b'%d' % index).hexdigest()}\n" for index in range(lines)]
+
+
+def test_of_a_log_that_is_cut_the_newest_whole_lines_are_kept(tmp_path):
+    lines = noise(4000)
+    log = log_of(tmp_path / "log", "".join(lines).encode())
+    packed = pack(log, frozenset(), limit_bytes=50_000)
+    assert packed is not None
+    assert 20_000 < len(packed.data) <= 50_000
+    kept = gzip.decompress(packed.data).decode().splitlines(keepends=True)
+    assert kept == lines[-len(kept) :]
+    assert packed.cut_bytes >= log.size_bytes - sum(map(len, kept)) - len(lines[0])
+
+
+def test_a_cut_in_the_middle_of_a_secret_shows_no_part_of_it(tmp_path):
+    secret = "S" * 60 + "-end-of-the-secret"
+    text = "".join(f"{line[:-1]} {secret}\n" for line in noise(3000)).encode()
+    packed = pack(log_of(tmp_path / "log", text), frozenset({secret}), limit_bytes=40_000)
+    assert packed is not None
+    told = gzip.decompress(packed.data)
+    assert b"***" in told
+    assert b"end-of" not in told
+
+
+def test_where_there_is_no_room_a_log_is_left_out(tmp_path):
+    log = log_of(tmp_path / "log", os.urandom(100_000))
+    assert pack(log, frozenset(), limit_bytes=1000) is None
+
+
+def test_compressing_ends_as_soon_as_the_limit_is_passed():
+    given = []
+
+    def pieces():
+        for _ in range(100):
+            given.append(1)
+            yield os.urandom(10_000)
+
+    assert compress(pieces(), limit_bytes=50_000)[0] is None
+    assert len(given) < 20
+
+
+def test_whoever_waits_for_the_logs_waits_only_so_long():
+    state = Collected(placement=1, attempt=1, is_done=False)
+    slept: list[float] = []
+    told = await_collected(lambda: [("node-0", state)], timeout_s=0.0, sleep=slept.append)
+    assert told == [("node-0", state)]
+    assert slept == []

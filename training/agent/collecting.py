@@ -1,0 +1,317 @@
+"""The logs of an ended attempt, from a node into the store.
+
+    runs/<run_id>/logs/p0001-a0002/<node>/rank-00003.stderr.log.gz
+    runs/<run_id>/logs/p0001-a0002/<node>/collected.json              written last
+
+Secrets are masked before anything leaves the node. What a node and attempt may put there is
+limited; the most telling logs come first, and of a log that is cut the newest end is kept. It
+happens in threads of their own while the next attempt starts: nobody waits for it but the end of
+the run. Sizes are bytes, times seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from storage.address import open_store
+from storage.errors import StorageError
+from storage.objects import ObjectStore
+from training.agent.evidence import ascend_folder
+from training.agent.masking import masked, secret_values
+from training.agent.protocol import AgentConfig, Collected, CollectedFile, CollectOrder, StartOrder
+from training.agent.workers import WorkerGroup
+from training.job import Job
+
+COLLECTED_FILE = "collected.json"
+PIECE_BYTES = 256 << 10
+# Logs compress about tenfold; more than this of one is not even tried.
+RAW_PER_BYTE = 8
+MIN_KEPT_BYTES = 4 << 10
+CLOSE_TIMEOUT_S = 5.0
+_GZIP = 31  # zlib's word for a gzip header
+_OF_CONTAINER = ("agent.log", "keeper.log", "zygote.log")
+_STREAMS = ("stderr", "stdout")
+
+Key = tuple[int, int]  # placement and attempt
+
+
+def logs_prefix(run_id: str, placement: int = 0, attempt: int = 0) -> str:
+    """Where the logs of a run, or of one attempt, lie in the store."""
+    base = f"runs/{run_id}/logs/"
+    return f"{base}p{placement:04d}-a{attempt:04d}/" if placement else base
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """A log of an attempt, as it stood at its end.
+
+    Attributes:
+        name: in the store, without the ending of its compression.
+        start: where the attempt's part of it begins.
+        end: where it ends.
+    """
+
+    path: Path
+    name: str
+    start: int
+    end: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the attempt's part."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """The newest end of a log, masked and compressed; `cut_bytes` are left out before it."""
+
+    data: bytes
+    cut_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is to be collected: `logs` in the order of what they tell, most first."""
+
+    key: Key
+    logs: Sequence[Log]
+    secrets: frozenset[str]
+    job: Job
+
+
+class Collector:
+    """Puts logs into the store, one attempt after the other.
+
+    Args:
+        config: of the agent.
+        folder: the container's.
+    """
+
+    def __init__(self, config: AgentConfig, folder: Path) -> None:
+        self._config = config
+        self._folder = folder
+        self._states: dict[Key, Collected] = {}
+        self._seen: dict[Path, int] = {}  # of the container's logs: what attempts before had
+        self._one_by_one = threading.Lock()
+        self._threads: list[threading.Thread] = []
+
+    def collect(
+        self, order: CollectOrder, started: StartOrder | None, group: WorkerGroup | None
+    ) -> Collected:
+        """Begin to collect an attempt, once. How far it is.
+
+        Args:
+            order: which attempt.
+            started: the newest attempt of this agent.
+            group: its processes, None when there were none.
+        """
+        key = (order.placement, order.attempt)
+        if key in self._states:
+            return self._states[key]
+        if started is None or (started.placement, started.attempt) != key:
+            problem = f"{self._config.node} has nothing of attempt {key[0]}.{key[1]}"
+            return _state(key, is_done=True, problems=(problem,))
+        self._states[key] = _state(key)
+        thread = threading.Thread(target=self._carry_out, args=(started, group), daemon=True)
+        self._threads.append(thread)
+        thread.start()
+        return self._states[key]
+
+    def close(self, started: StartOrder | None, group: WorkerGroup | None) -> None:
+        """Collect what nobody asked for yet, and wait for it a little: the container goes away."""
+        if started is not None:
+            order = CollectOrder(placement=started.placement, attempt=started.attempt)
+            self.collect(order, started, group)
+        deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+
+    def _work(self, started: StartOrder, group: WorkerGroup | None) -> Work:
+        job = Job.model_validate_json(started.job)
+        tokens = {self._config.token}
+        if started.coordinator is not None:
+            tokens.add(started.coordinator.token)
+        variables: Sequence[Mapping[str, str]] = (os.environ, started.variables, job.env)
+        secrets = frozenset(tokens).union(*map(secret_values, variables))
+        key = (started.placement, started.attempt)
+        logs = () if job.watch.log_limit_bytes == 0 else tuple(self._logs(group))
+        return Work(key, logs, secrets, job)
+
+    def _logs(self, group: WorkerGroup | None) -> Iterator[Log]:
+        """What there is, the most telling first."""
+        failed: Sequence[int] = ()
+        if group is not None:
+            failed = [w.rank for w in group.statuses() if w.exit_code and not w.stopped_by_agent]
+            yield from _rank_logs(group, failed)
+            yield from _found(group.folder / "coordinator.log")
+        for name in _OF_CONTAINER:
+            path = self._folder / name
+            for log in _found(path):
+                start = self._seen.get(path, 0)
+                self._seen[path] = log.end
+                yield replace(log, start=min(start, log.end))
+        if group is not None:
+            others = [rank for rank in group.planned_ranks if rank not in failed]
+            yield from _device_logs(group, failed)
+            yield from _rank_logs(group, others)
+            yield from _device_logs(group, others)
+
+    def _carry_out(self, started: StartOrder, group: WorkerGroup | None) -> None:
+        key = (started.placement, started.attempt)
+        with self._one_by_one:
+            try:
+                work = self._work(started, group)
+                self._put_all(work, open_store(work.job.storage))
+            except Exception as error:  # noqa: BLE001 whoever waits is to learn of it
+                self._add(key, problem=f"{type(error).__name__}: {error}")
+            finally:
+                done = self._states[key].model_copy(update={"is_done": True})
+                self._states[key] = done
+
+    def _put_all(self, work: Work, store: ObjectStore) -> None:
+        if not work.logs:
+            return
+        prefix = f"{logs_prefix(work.job.run_id, *work.key)}{self._config.node}/"
+        left = work.job.watch.log_limit_bytes
+        for log in work.logs:
+            try:
+                # Half of what is left: one that talks much leaves room for the others.
+                packed = pack(log, work.secrets, limit_bytes=left // 2)
+                if packed is None:
+                    self._add(work.key, problem=f"{log.name}: no room for it within the limit")
+                    continue
+                store.put(f"{prefix}{log.name}.gz", packed.data)
+            except (OSError, ValueError, StorageError) as error:
+                self._add(work.key, problem=f"{log.name}: {error}")
+                if isinstance(error, StorageError):
+                    return  # the store had its tries; the next log would wait as long
+                continue
+            left -= len(packed.data)
+            self._add(work.key, file=_file(f"{prefix}{log.name}.gz", log, packed))
+        done = self._states[work.key].model_copy(update={"is_done": True})
+        store.put(f"{prefix}{COLLECTED_FILE}", done.model_dump_json(indent=1).encode())
+
+    def _add(
+        self, key: Key, *, file: CollectedFile | None = None, problem: str | None = None
+    ) -> None:
+        state = self._states[key]
+        self._states[key] = state.model_copy(
+            update={
+                "files": (*state.files, file) if file else state.files,
+                "problems": (*state.problems, problem) if problem else state.problems,
+            }
+        )
+
+
+def pack(log: Log, secrets: frozenset[str], *, limit_bytes: int) -> Packed | None:
+    """As much of the end of a log as fits, None when next to nothing does.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    keep = min(log.size_bytes, RAW_PER_BYTE * limit_bytes)
+    while True:
+        cut = log.size_bytes - keep
+        pieces = _pieces(log, log.start + cut)
+        data, read = compress(
+            masked(_whole_lines(pieces) if cut else pieces, secrets), limit_bytes=limit_bytes
+        )
+        if data is not None:
+            return Packed(data, cut)
+        keep = min(keep * 3 // 4, read)
+        if keep < MIN_KEPT_BYTES:
+            return None
+
+
+def compress(pieces: Iterator[bytes], *, limit_bytes: int) -> tuple[bytes | None, int]:
+    """The pieces as gzip, None as soon as it is over the limit; and how much went in."""
+    compressor = zlib.compressobj(wbits=_GZIP)
+    packed: list[bytes] = []
+    size = read = 0
+    for piece in pieces:
+        read += len(piece)
+        packed.append(compressor.compress(piece))
+        size += len(packed[-1])
+        if size > limit_bytes:
+            return None, read
+    packed.append(compressor.flush())
+    data = b"".join(packed)
+    return (data if len(data) <= limit_bytes else None), read
+
+
+def _pieces(log: Log, start: int) -> Iterator[bytes]:
+    with log.path.open("rb") as file:
+        file.seek(start)
+        left = log.end - start
+        while left > 0 and (piece := file.read(min(PIECE_BYTES, left))):
+            left -= len(piece)
+            yield piece
+
+
+def _whole_lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """Without the first line: its begin is missing, and with it the begin of a secret maybe."""
+    for piece in pieces:
+        _, newline, rest = piece.partition(b"\n")
+        if newline:
+            yield rest
+            yield from pieces
+            return
+
+
+def _found(path: Path, name: str | None = None) -> Iterator[Log]:
+    """The log, where there is one with anything in it; links are not followed."""
+    if path.is_file() and not path.is_symlink() and (size := path.stat().st_size):
+        yield Log(path, name or path.name, 0, size)
+
+
+def _rank_logs(group: WorkerGroup, ranks: Sequence[int]) -> Iterator[Log]:
+    for rank in ranks:
+        for stream in _STREAMS:
+            yield from _found(group.log_path(rank, stream))
+
+
+def _device_logs(group: WorkerGroup, ranks: Sequence[int]) -> Iterator[Log]:
+    """What CANN wrote, the newest first."""
+    for rank in ranks:
+        folder = ascend_folder(group.log_folder, rank)
+        found = [
+            (path.stat().st_mtime, log)
+            for path in folder.rglob("*.log")
+            for log in _found(path, str(path.relative_to(group.log_folder)))
+        ]
+        yield from (log for _, log in sorted(found, key=lambda pair: pair[0], reverse=True))
+
+
+def _file(key: str, log: Log, packed: Packed) -> CollectedFile:
+    return CollectedFile(
+        key=key,
+        size_bytes=len(packed.data),
+        log_bytes=log.size_bytes - packed.cut_bytes,
+        cut_bytes=packed.cut_bytes,
+    )
+
+
+def _state(key: Key, *, is_done: bool = False, problems: tuple[str, ...] = ()) -> Collected:
+    return Collected(placement=key[0], attempt=key[1], is_done=is_done, problems=problems)
+
+
+def await_collected(
+    ask: Callable[[], Sequence[tuple[str, Collected]]],
+    *,
+    timeout_s: float,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Sequence[tuple[str, Collected]]:
+    """Ask until every node has done its part, or for `timeout_s`. The last answer."""
+    deadline_s = time.monotonic() + timeout_s
+    told = ask()
+    while not all(state.is_done for _, state in told) and time.monotonic() < deadline_s:
+        sleep(0.1)
+        told = ask()
+    return told

@@ -1,0 +1,170 @@
+"""Secrets out of logs, before they leave the node.
+
+What is known is masked wherever it stands: values of credentials, tokens, and of environment
+variables whose names say that they are secret. What is not known is masked by its form. Pure and
+streaming: bytes come in pieces of any size, a piece may end in the middle of a secret. Sizes are
+bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from urllib.parse import quote
+
+MASK = b"***"
+# A shorter value would be masked everywhere, and tell itself by that.
+MIN_SECRET_BYTES = 6
+# No match is longer, so that one that ends beyond what has been read can be waited for.
+MAX_MATCH_BYTES = 8 << 10
+WINDOW_BYTES = 64 << 10
+_VALUE = rb"""[^\s"'<>&,;]{1,4096}"""
+# Words that end a name of something secret. `token` alone is a unit of text in these logs.
+_NAMES = (
+    rb"password|passwd|passphrase|secret|credentials?|signature|api[_-]?key|access[_-]?key"
+    rb"|secret[_-]?key|private[_-]?key|access[_-]?key[_-]?id"
+    rb"|(?:access|api|auth|bearer|hf|id|private|refresh|security|session)[_-]?token"
+)
+_SECRET_NAME = re.compile(
+    r"(?:^|_)(?:KEYS?|TOKENS?|SECRETS?|PASS|CREDENTIALS?)(?:_|$)"
+    r"|(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE)S?(?:_|$)",
+    re.IGNORECASE,
+)
+# Every form keeps its group `keep` and loses the rest, but for the group `after`.
+_FORMS = (
+    # Headers, as sent and as dictionaries of them are printed.
+    rb"""(?P<keep1>(?i:authorization)b?["']?\s{0,4}[:=]\s{0,4}b?["']?)[^\r\n"']{1,4096}""",
+    rb"(?P<keep2>(?i:\bbearer)\s{1,4})[A-Za-z0-9._~+/-]{8,4096}={0,2}",
+    # name=value, "name": "value", and the parameters of presigned addresses.
+    rb"""(?P<keep3>(?i:""" + _NAMES + rb""")b?["']?\s{0,4}[=:]\s{0,4}b?["']?)(?!\*\*\*)""" + _VALUE,
+    rb"(?P<keep4>(?i:\btoken)[\"']?\s{0,4}[=:]\s{0,4}[\"']?)[A-Za-z0-9._~+/-]{16,4096}={0,2}",
+    rb"(?P<keep5>[A-Za-z][A-Za-z0-9+.-]{0,30}://[^/\s:@\"']{0,256}:)[^@\s/\"']{1,1024}(?=@)",
+    # Keys that show what they are.
+    rb"(?<![A-Za-z0-9])(?:AKIA|ASIA)[0-9A-Z]{12,128}",
+    rb"\bhf_[A-Za-z0-9]{20,200}",
+    rb"\bgh[pousr]_[A-Za-z0-9]{30,300}",
+    rb"\bsk-[A-Za-z0-9_-]{20,300}",
+    rb"\beyJ[A-Za-z0-9_-]{10,2048}\.[A-Za-z0-9_-]{10,4096}\.[A-Za-z0-9_-]{10,1024}",
+)
+# A line without any of these has none of the forms; looking for them is fifty times as fast.
+# In lower case, but for the prefixes of keys.
+_HINTS = (
+    b"authorization", b"bearer", b"passw", b"passphrase", b"secret", b"credential", b"signature",
+    *(a + b + b"key" for a in (b"api", b"access", b"private") for b in (b"", b"_", b"-")),
+    *(b"token" + end for end in (b"'", b'"', b":", b"=", b" ", b"\t")),
+    b"@", b"hf_", *(b"gh" + kind + b"_" for kind in (b"p", b"o", b"u", b"r", b"s")),
+    b"sk-", b"eyj", b"akia", b"asia",
+)  # fmt: skip
+_PEM_MARK = b"PRIVATE KEY-----"
+_PEM_BEGIN = re.compile(rb"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY-----")
+_PEM_END = re.compile(rb"-----END [A-Z0-9 ]{0,40}PRIVATE KEY-----")
+
+
+def secret_values(environment: Mapping[str, str]) -> frozenset[str]:
+    """Values of the variables whose names say that they are secret."""
+    return frozenset(value for name, value in environment.items() if is_secret_name(name))
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether a variable of this name holds a secret: MY_API_KEY does, TOKENIZERS does not."""
+    return _SECRET_NAME.search(name) is not None
+
+
+def masked(pieces: Iterable[bytes], secrets: Collection[str]) -> Iterator[bytes]:
+    """The same bytes with every secret replaced by `MASK`.
+
+    Args:
+        pieces: of one text, in their order.
+        secrets: known values; one over several lines is masked line by line.
+    """
+    lines = _Lines(_literals(secrets))
+    for piece in pieces:
+        yield from lines.feed(piece)
+    yield from lines.end()
+
+
+class _Lines:
+    """Masks line by line; of a line that does not end, what can be told already."""
+
+    def __init__(self, literals: Sequence[bytes]) -> None:
+        self._literals = literals
+        self._pattern = _pattern(literals)
+        self._rest = b""
+        self._in_key = False  # between the lines of a private key
+
+    def feed(self, piece: bytes) -> Iterator[bytes]:
+        """What can be given away after one more piece."""
+        self._rest += piece
+        end = max(self._rest.rfind(b"\n"), self._rest.rfind(b"\r")) + 1
+        if end:
+            whole, self._rest = self._rest[:end], self._rest[end:]
+            yield self._mask(whole)
+        if len(self._rest) > WINDOW_BYTES:
+            cut = self._safe_cut()
+            ready, self._rest = self._rest[:cut], self._rest[cut:]
+            yield self._mask(ready)
+
+    def end(self) -> Iterator[bytes]:
+        """The rest."""
+        if self._rest:
+            yield self._mask(self._rest)
+
+    def _safe_cut(self) -> int:
+        """Where the rest may be cut without cutting a secret."""
+        cut = len(self._rest) - MAX_MATCH_BYTES
+        if self._may_hold(self._rest):
+            for match in self._pattern.finditer(self._rest):
+                if match.start() < cut < match.end():
+                    return match.start()
+        return cut
+
+    def _may_hold(self, text: bytes) -> bool:
+        """Whether there may be a secret in it."""
+        lower = text.lower()
+        return any(hint in lower for hint in _HINTS) or any(one in text for one in self._literals)
+
+    def _mask(self, text: bytes) -> bytes:
+        if self._in_key or _PEM_MARK in text:
+            text = b"".join(self._without_keys(text))
+        if not self._may_hold(text):
+            return text
+        return b"".join(
+            self._pattern.sub(_kept, line) if self._may_hold(line) else line
+            for line in text.splitlines(keepends=True)
+        )
+
+    def _without_keys(self, text: bytes) -> Iterator[bytes]:
+        at = 0
+        while at < len(text):
+            if not self._in_key:
+                begin = _PEM_BEGIN.search(text, at)
+                if begin is None:
+                    yield text[at:]
+                    return
+                yield text[at : begin.end()]
+                yield MASK
+                at, self._in_key = begin.end(), True
+            end = _PEM_END.search(text, at)
+            if end is None:
+                return
+            at, self._in_key = end.start(), False
+            yield text[at : end.end()]
+            at = end.end()
+
+
+def _kept(match: re.Match[bytes]) -> bytes:
+    kept = next((text for text in match.groupdict().values() if text is not None), b"")
+    return kept + MASK
+
+
+def _literals(secrets: Collection[str]) -> list[bytes]:
+    """What known values look like in a text, longest first: one may begin with another."""
+    lines = {line.strip() for secret in secrets for line in secret.splitlines()}
+    forms = {form for line in lines for form in (line, quote(line, safe=""))}
+    found = {form.encode(errors="surrogateescape") for form in forms}
+    fit = (form for form in found if MIN_SECRET_BYTES <= len(form) <= MAX_MATCH_BYTES)
+    return sorted(fit, key=lambda form: (-len(form), form))
+
+
+def _pattern(literals: Iterable[bytes]) -> re.Pattern[bytes]:
+    return re.compile(b"|".join((*map(re.escape, literals), *_FORMS)))

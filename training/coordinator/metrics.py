@@ -1,0 +1,345 @@
+"""What the coordinator tells Prometheus about its attempt.
+
+Names follow Prometheus' conventions: base units, `_total` for counters, `_ratio` for shares of
+one. Every series carries run_id, placement and attempt. Most are computed when somebody asks,
+from the newest of each thing that was told; only what is counted is kept as a counter. Times are
+seconds since the epoch, steps completed optimizer steps.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from training.coordinator.attempt import Stage
+from training.monitor.sample import DeviceSample, HostSample, NodeSample
+from training.policy.notes import (
+    AnyNote,
+    PastRecovery,
+    PauseBegan,
+    PauseEnded,
+    RecoveryBegan,
+    RecoveryEnded,
+)
+from training.runtime.metrics import StepRecord
+
+BASE_LABELS = ("run_id", "placement", "attempt")
+STEP_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1, 2, 3, 5, 7.5, 10, 15, 20, 30, 60, 120, 300, 600)
+RECOVERY_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
+MENDED, FAILED = "mended", "failed"
+
+# Of the newest step record, device sample and host sample: name, what it is, where it is read.
+STEP_GAUGES: Sequence[tuple[str, str, Callable[[StepRecord], float | None]]] = (
+    ("perdure_step", "Completed optimizer steps.", lambda r: r.step),
+    ("perdure_loss", "Mean over the global batch.", lambda r: r.loss),
+    ("perdure_grad_norm", "Before clipping.", lambda r: r.grad_norm),
+    ("perdure_learning_rate", "Of the first parameter group.", lambda r: r.lr),
+    ("perdure_tokens_per_second", "Of all ranks together.", lambda r: r.tokens_per_s),
+    ("perdure_mfu_ratio", "Model FLOP/s over peak FLOP/s.", lambda r: r.mfu),
+    ("perdure_samples_consumed", "Position in the data, global samples.", lambda r: r.position),
+    ("perdure_step_timestamp_seconds", "When the step was completed.", lambda r: r.at_s),
+)
+DEVICE_GAUGES: Sequence[tuple[str, str, Callable[[DeviceSample], float | None]]] = (
+    (
+        "perdure_device_utilisation_ratio",
+        "Share of time in which the device worked.",
+        lambda d: _ratio(d.utilisation_percent),
+    ),
+    (
+        "perdure_device_memory_ratio",
+        "Used share of the device's memory.",
+        lambda d: _ratio(d.memory_percent),
+    ),
+    (
+        "perdure_device_memory_total_bytes",
+        "Memory of the device.",
+        lambda d: d.memory_total_bytes,
+    ),
+    ("perdure_device_temperature_celsius", "Of the device.", lambda d: d.temperature_c),
+    ("perdure_device_power_watts", "Drawn by the device.", lambda d: d.power_w),
+    (
+        "perdure_device_healthy",
+        "1 when nothing that its driver says speaks against it.",
+        lambda d: float(d.is_healthy),
+    ),
+    (
+        "perdure_device_link_up",
+        "1 when its network port has a link.",
+        lambda d: None if d.link_is_up is None else float(d.link_is_up),
+    ),
+    (
+        "perdure_device_error_codes",
+        "Number of error codes that its driver reports.",
+        lambda d: len(d.error_codes),
+    ),
+)
+HOST_GAUGES: Sequence[tuple[str, str, Callable[[HostSample], float | None]]] = (
+    ("perdure_host_cpu_ratio", "Used share of the processors.", lambda h: _ratio(h.cpu_percent)),
+    ("perdure_host_memory_ratio", "Used share of memory.", lambda h: _ratio(h.memory_percent)),
+    ("perdure_disk_free_bytes", "Where the node's scratch folder is.", lambda h: h.disk_free_bytes),
+    ("perdure_disk_free_ratio", "Likewise.", lambda h: _ratio(h.disk_free_percent)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptNow:
+    """How the attempt stands at the moment.
+
+    Attributes:
+        stage: of the attempt.
+        generation: of its process groups.
+        ranks: how many there are in each state.
+    """
+
+    stage: Stage
+    generation: int
+    ranks: Mapping[str, int]
+
+
+@dataclass(slots=True)
+class Told:
+    """The newest of each thing that the coordinator was told.
+
+    Attributes:
+        began_s: when the attempt began.
+        target_step: of the run, None where it has none.
+        record: of the newest step.
+        committed_step: of the newest checkpoint of this attempt.
+        committed_s: when its commit was heard of.
+        is_paused: whether all ranks stand at one step boundary.
+        samples: newest of each node whose agent is connected.
+        past: recoveries of the run before this attempt, by rung and fault class.
+    """
+
+    began_s: float
+    target_step: int | None
+    record: StepRecord | None = None
+    committed_step: int | None = None
+    committed_s: float | None = None
+    is_paused: bool = False
+    samples: dict[str, NodeSample] = field(default_factory=dict)
+    past: dict[tuple[str, str], int] = field(default_factory=dict)
+
+
+class RunMetrics(Collector):
+    """The metrics of one attempt, in a registry of their own.
+
+    Args:
+        labels: values of `BASE_LABELS`.
+        target_step: of the run.
+        standing: how the attempt stands; called from the threads of the endpoint.
+        past: recoveries of the run so far.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        labels: Sequence[str],
+        *,
+        target_step: int | None,
+        standing: Callable[[], AttemptNow],
+        past: Sequence[PastRecovery] = (),
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._labels = tuple(labels)
+        self._standing = standing
+        self._clock = clock
+        self._told = Told(began_s=clock(), target_step=target_step)
+        for one in past:
+            key = (one.rung.value, one.fault.fault_class)
+            self._told.past[key] = self._told.past.get(key, 0) + 1
+        self._began: dict[int, tuple[str, str]] = {}  # rung and fault class, by number
+        self.registry = CollectorRegistry()
+        self._steps = Histogram(
+            "perdure_step_duration_seconds",
+            "How long completed steps took.",
+            BASE_LABELS,
+            buckets=STEP_BUCKETS_S,
+            registry=self.registry,
+        ).labels(*self._labels)
+        self._recoveries = Counter(
+            "perdure_recoveries_total",
+            "Recoveries inside the processes of the attempt that came to their end.",
+            (*BASE_LABELS, "rung", "fault_class", "outcome"),
+            registry=self.registry,
+        )
+        self._durations = Histogram(
+            "perdure_recovery_duration_seconds",
+            "From the notice of a fault until training went on.",
+            (*BASE_LABELS, "rung"),
+            buckets=RECOVERY_BUCKETS_S,
+            registry=self.registry,
+        )
+        self._lost = Counter(
+            "perdure_steps_lost_total",
+            "Completed steps that were done again after recoveries inside the processes.",
+            BASE_LABELS,
+            registry=self.registry,
+        ).labels(*self._labels)
+        self.registry.register(self)
+
+    def step(self, record: StepRecord) -> None:
+        """A step was completed."""
+        self._told.record = record
+        self._steps.observe(record.step_s)
+
+    def committed(self, step: int, *, at_s: float) -> None:
+        """A checkpoint was committed."""
+        self._told.committed_step, self._told.committed_s = step, at_s
+
+    def noted(self, note: AnyNote) -> None:
+        """The coordinator put something on record."""
+        match note:
+            case RecoveryBegan():
+                which = (note.rung.value, note.fault.fault_class)
+                self._began[note.number] = which
+                # A counter that begins with its first event has no increase to show.
+                for outcome in (MENDED, FAILED):
+                    self._recoveries.labels(*self._labels, *which, outcome)
+            case RecoveryEnded():
+                self._recovery_ended(note)
+            case PauseBegan():
+                self._told.is_paused = True
+            case PauseEnded():
+                self._told.is_paused = False
+            case _:
+                pass  # a last save ends the attempt; alerts are the supervisor's
+
+    def _recovery_ended(self, note: RecoveryEnded) -> None:
+        rung, fault_class = self._began.pop(note.number)
+        outcome = MENDED if note.succeeded else FAILED
+        self._recoveries.labels(*self._labels, rung, fault_class, outcome).inc()
+        if note.succeeded:
+            self._durations.labels(*self._labels, rung).observe(note.duration_s)
+            self._lost.inc(note.steps_lost)
+
+    def sampled(self, node: str, sample: NodeSample) -> None:
+        """An agent has looked at its node."""
+        self._told.samples[node] = sample
+
+    def forget(self, node: str) -> None:
+        """The agent of a node is not connected any more: nobody knows how it stands."""
+        self._told.samples.pop(node, None)
+
+    def collect(self) -> Iterator[Metric]:
+        """Everything that is no counter, as it stands now."""
+        return gauges(self._told, self._standing(), labels=self._labels, now_s=self._clock())
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing in advance: the registry need not ask for values to know the names."""
+        return iter(())
+
+    def serve(self, host: str, port: int) -> int:
+        """Answer scrapes in threads of their own, until the process ends. Returns the port.
+
+        Raises:
+            OSError: the port is taken, or the host is none of this machine's.
+        """
+        server, _ = start_http_server(port, addr=host, registry=self.registry)
+        return int(server.server_port)
+
+
+def gauges(
+    told: Told, standing: AttemptNow, *, labels: Sequence[str], now_s: float
+) -> Iterator[Metric]:
+    """What the attempt shows at one moment; what is not known yet has no series."""
+    yield _info(labels)
+    yield from _attempt_gauges(told, standing, labels=labels, now_s=now_s)
+    if told.record is not None:
+        for name, text, read in STEP_GAUGES:
+            value = read(told.record)
+            if value is not None:
+                yield _gauge(name, text, labels, [((), value)])
+    # Copied: agents come and go while somebody scrapes.
+    samples = sorted(told.samples.copy().items())
+    ages = [((node,), max(0.0, now_s - sample.at_s)) for node, sample in samples]
+    yield _gauge("perdure_sample_age_seconds", "Of the newest look at a node.",
+                 labels, ages, further=("node",))  # fmt: skip
+    for name, text, read_device in DEVICE_GAUGES:
+        found = [
+            ((node, str(device.index)), value)
+            for node, sample in samples
+            for device in sample.devices
+            if (value := read_device(device)) is not None
+        ]
+        yield _gauge(name, text, labels, found, further=("node", "device"))
+    for name, text, read_host in HOST_GAUGES:
+        of_hosts = [
+            ((node,), value)
+            for node, sample in samples
+            if (value := read_host(sample.host)) is not None
+        ]
+        yield _gauge(name, text, labels, of_hosts, further=("node",))
+
+
+def _attempt_gauges(
+    told: Told, standing: AttemptNow, *, labels: Sequence[str], now_s: float
+) -> Iterator[Metric]:
+    since_s = told.committed_s if told.committed_s is not None else told.began_s
+    plain = (
+        ("perdure_target_step", "At which the run is complete.", told.target_step),
+        ("perdure_generation", "Of the process groups, from 1.", standing.generation),
+        ("perdure_attempt_start_time_seconds", "When the attempt began.", told.began_s),
+        ("perdure_paused", "1 while all ranks stand at one step boundary.", told.is_paused),
+        (
+            "perdure_checkpoint_age_seconds",
+            "Since the newest commit, before the first since the attempt began.",
+            max(0.0, now_s - since_s),
+        ),
+        (
+            "perdure_checkpoint_committed_step",
+            "Of the newest checkpoint of the attempt.",
+            told.committed_step,
+        ),
+    )
+    for name, text, value in plain:
+        if value is not None:
+            yield _gauge(name, text, labels, [((), float(value))])
+    stages = [((stage.value,), float(stage is standing.stage)) for stage in Stage]
+    yield _gauge("perdure_attempt_stage", "1 for the stage that the attempt is in.",
+                 labels, stages, further=("stage",))  # fmt: skip
+    ranks = [((state,), float(count)) for state, count in sorted(standing.ranks.items())]
+    yield _gauge("perdure_ranks", "Ranks in each state; one may be in several.",
+                 labels, ranks, further=("state",))  # fmt: skip
+    past = [(key, float(count)) for key, count in sorted(told.past.items())]
+    yield _gauge("perdure_past_recoveries", "Recoveries of the run before this attempt.",
+                 labels, past, further=("rung", "fault_class"))  # fmt: skip
+
+
+def _info(labels: Sequence[str]) -> Metric:
+    family = InfoMetricFamily("perdure_build", "What runs.", labels=BASE_LABELS)
+    told = {"version": _version("perdure"), "torch": _version("torch")}
+    family.add_metric(labels, {**told, "python": platform.python_version()})
+    return family
+
+
+def _gauge(
+    name: str,
+    text: str,
+    labels: Sequence[str],
+    values: Sequence[tuple[Sequence[str], float]],
+    *,
+    further: Sequence[str] = (),
+) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=(*BASE_LABELS, *further))
+    for more, value in values:
+        family.add_metric((*labels, *more), value)
+    return family
+
+
+def _ratio(percent: float | None) -> float | None:
+    return None if percent is None else percent / 100
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"  # run from a source tree
