@@ -23,9 +23,10 @@ from perdure import checkpoints, server
 from perdure.demo import demo_faults, demo_job
 from perdure.diagnosis import as_object, cases_of, show_case
 from perdure.drills import run_drills
+from perdure.logs import logs
 from perdure.pausing import Pausing
 from perdure.runs import known_run, make_console, run_to_look_at, store_of
-from perdure.status import person_lines, status_of
+from perdure.status import Looker
 from storage.errors import StorageError
 from training.control import is_pause_wanted
 from training.environment import check_environment, worker_variables
@@ -34,10 +35,13 @@ from training.home import home_folder
 from training.inject import Injector
 from training.job import Job, departures, load_job
 from training.ledger import Ledger
+from training.policy.accounting import account
 from training.policy.ladder import ladder_markdown
+from training.policy.wall_time import Account
 from training.preflight import check_job, recovery_notes
-from training.runtime.metrics import kept_steps
-from training.supervisor.report import AttemptRow, effective_ratio, loss_picture, story_rows
+from training.runtime.metrics import StepReader, kept_of
+from training.supervisor.report import AttemptRow, loss_picture, story_rows
+from training.supervisor.timeline import ettr_text, timeline_picture
 from training.trainer.data.tokenizer import open_tokenizer
 
 EXIT_FAILED = 1
@@ -52,6 +56,7 @@ app = typer.Typer(
 server_app = typer.Typer(help="The Prefect server of this machine.", no_args_is_help=True)
 app.add_typer(server_app, name="server")
 app.add_typer(checkpoints.app, name="checkpoints")
+app.command()(logs)
 
 JobFile = Annotated[Path, typer.Argument(help="job file (YAML or JSON)", show_default=False)]
 Overrides = Annotated[
@@ -62,6 +67,14 @@ WaitS = Annotated[
     float, typer.Option("--wait-s", min=0, help="seconds to wait until the ranks have heeded it")
 ]
 RunId = Annotated[str, typer.Argument(help="run_id of the job", show_default=False)]
+RunName = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="run_id of a run that is known on this machine, or a job file",
+        show_default=False,
+    ),
+]
 
 
 @app.command()
@@ -172,18 +185,30 @@ def show(job_file: JobFile, overrides: Overrides = None) -> None:
 
 
 @app.command()
-def status(run_id: RunId, *, as_json: AsJson = False) -> None:
-    """Show how a run stands, from its ledger alone."""
-    history, document = status_of(*known_run(run_id))
+def status(
+    run: RunName,
+    *,
+    once: Annotated[bool, typer.Option("--once", help="print it once, also on a terminal")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show how a run stands, also when nothing supervises it.
+
+    From its ledger and its store, and from its node agents when they run on this machine. On a
+    terminal it goes on until the run ends or Ctrl-C is pressed.
+    """
+    looker = Looker(run_to_look_at(run))
     if as_json:
-        print(json.dumps(document, indent=1))
+        print(json.dumps(looker.look().document, indent=1))
         return
+    from perdure.status_view import plain_status, status_panel, watch  # noqa: PLC0415
+
     console = make_console()
-    for line in person_lines(document):
-        console.print(line, markup=False, highlight=False)
-    _print_attempts(console, story_rows(history))
-    for name, value in (document["fault"] or {}).items():
-        console.print(f"{name}: {value}", markup=False, highlight=False)
+    if not console.is_terminal:
+        console.print(plain_status(looker.look(), console.width), highlight=False, markup=False)
+    elif once:
+        console.print(status_panel(looker.look(), console.width))
+    else:
+        watch(console, looker)
 
 
 @app.command()
@@ -333,15 +358,28 @@ def _print_outcome(console: Console, job: Job, ui_url: str) -> None:
     if last is not None and last.fault is not None:
         console.print(f"fault: {last.fault.evidence}", markup=False, highlight=False)
         console.print(f"       {last.fault.explanation}", markup=False, highlight=False)
-    kept = kept_steps(store, job.run_id)
+    records = StepReader(store, job.run_id).read()
+    kept = kept_of(records)
     if kept:
         picture = home_folder() / "runs" / job.run_id / "loss.png"
         picture.write_bytes(loss_picture(history, kept))
-        ettr = effective_ratio(history, kept, now_s=time.time())
-        ratio = f"ETTR {ettr:.1%} (time on kept steps / wall time)"
-        console.print(f"steps kept: {len(kept)}, {ratio}", highlight=False)
+        console.print(f"steps kept: {len(kept)}", highlight=False)
         console.print(f"loss picture: {picture}", highlight=False, soft_wrap=True)
+    _print_account(console, account(history, records, now_s=time.time()), job)
     console.print(f"Prefect UI: {ui_url}", highlight=False, soft_wrap=True)
+
+
+def _print_account(console: Console, told: Account, job: Job) -> None:
+    """Where the time went."""
+    from perdure.status_view import account_table  # noqa: PLC0415 imports Prefect
+
+    if not told.stretches:
+        return
+    picture = home_folder() / "runs" / job.run_id / "timeline.png"
+    picture.write_bytes(timeline_picture(told))
+    console.print(ettr_text(told), highlight=False)
+    console.print(account_table(told))
+    console.print(f"timeline picture: {picture}", highlight=False, soft_wrap=True)
 
 
 def _print_attempts(console: Console, rows: Sequence[AttemptRow]) -> None:

@@ -56,12 +56,12 @@ def store_of(job: Job) -> ObjectStore:
 
 
 def run_to_look_at(run_id: str) -> Run:
-    """A run that was started on this machine, not taken by this process.
+    """A run that is known on this machine, or of a job file; not taken by this process.
 
     Raises:
-        InputError: there is no such run.
+        InputError: there is no such run or file, or the file is no job.
     """
-    job, _ = known_run(run_id)
+    job, _ = named_run(run_id)
     return Run(job, home=home_folder(), credentials=_credentials_of(job))
 
 

@@ -172,10 +172,11 @@ def _state_text(verdict: Verdict) -> str:
 
 @task(name="report", task_run_name="report", cache_policy=NO_CACHE)
 def report(supervision: Supervision) -> None:
-    """The table of attempts, the checkpoints and the loss picture, in the UI and the store."""
+    """What is left to read, in the UI and the store: tables, the loss and the timeline."""
     supervision.run.refresh()
     supervision.tell_attempts()
     supervision.reporter.checkpoints(supervision.run.history)
     supervision.tell_progress()
+    supervision.tell_account()
     if not supervision.job.worker.is_command:
         supervision.tell_picture()

@@ -33,7 +33,8 @@ from training.policy.history import AttemptView, RunHistory, fault_of
 from training.policy.ladder import Decision
 from training.policy.mending import Mending
 from training.policy.notes import LastSave
-from training.supervisor.report import AttemptRow, recovery_facts
+from training.supervisor.report import OPEN, AlertRow, AttemptRow, recovery_facts
+from training.supervisor.timeline import AccountReport
 
 CLOSE_TIMEOUT_S = 15.0
 RETRY_S = 5.0
@@ -97,6 +98,21 @@ class Reporter:
             "checkpoints", lambda: self._tell_table("checkpoints", table, "Committed checkpoints")
         )
 
+    def account(self, build: Callable[[], AccountReport]) -> None:
+        """Where the run's time went: a table, and a picture of the attempts.
+
+        Args:
+            build: called in the thread of the reporter: reading and drawing take their time.
+        """
+        self._submit("account", lambda: self._tell_account(build()))
+
+    def alerts(self, rows: Sequence[AlertRow]) -> None:
+        """The table of alerts."""
+        table = [asdict(row) for row in rows]
+        num_open = sum(row.state == OPEN for row in rows)
+        title = f"Alerts: {num_open} open, {len(rows) - num_open} past"
+        self._submit("alerts", lambda: self._tell_table("alerts", table, title))
+
     def fault(
         self,
         placement: int,
@@ -144,8 +160,7 @@ class Reporter:
 
     def picture(self, png: bytes) -> None:
         """The loss picture; inline, so that the UI needs no file server."""
-        uri = "data:image/png;base64," + base64.b64encode(png).decode()
-        text = f"![loss with faults marked]({uri})"
+        text = _inline("loss with faults marked", png)
         self._submit("loss", lambda: self._tell_markdown("loss", text, "Loss, faults marked"))
 
     def event(self, kind: str, payload: Mapping[str, Any]) -> None:
@@ -213,24 +228,33 @@ class Reporter:
             update_progress_artifact(known, percent, description=text)
 
     def _tell_table(self, name: str, table: list[dict[str, Any]], description: str) -> None:
-        if not self._update(name, json.dumps(table)):
+        if not self._update(name, json.dumps(table), description):
             created: Any = create_table_artifact(
                 table, key=self._key(name), description=description
             )
             self._artifact_ids[name] = created
 
     def _tell_markdown(self, name: str, text: str, description: str) -> None:
-        if not self._update(name, text):
+        if not self._update(name, text, description):
             created: Any = create_markdown_artifact(
                 text, key=self._key(name), description=description
             )
             self._artifact_ids[name] = created
 
-    def _update(self, name: str, data: str) -> bool:
+    def _tell_account(self, told: AccountReport) -> None:
+        self._tell_table("ettr", told.rows, told.text)
+        picture = _inline("where the time of every attempt went", told.png)
+        self._tell_markdown("timeline", f"{told.text}.\n\n{picture}", "Timeline of the attempts")
+
+    def _update(self, name: str, data: str, description: str) -> bool:
         """Change an artifact in place; a new version each time would be thousands in a run."""
         known = self._artifact_ids.get(name)
         if known is None:
             return False
         with get_client(sync_client=True) as client:
-            client.update_artifact(known, ArtifactUpdate(data=data))
+            client.update_artifact(known, ArtifactUpdate(data=data, description=description))
         return True
+
+
+def _inline(name: str, png: bytes) -> str:
+    return f"![{name}](data:image/png;base64,{base64.b64encode(png).decode()})"

@@ -33,13 +33,25 @@ from training.home import home_folder
 from training.job import Job
 from training.ledger import RENEW_S
 from training.policy.history import RunHistory
-from training.policy.notes import AnyNote, PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
-from training.runtime.metrics import StepRecord, kept_steps
-from training.supervisor.report import loss_picture, story_rows
+from training.policy.notes import (
+    AlertCleared,
+    AlertRaised,
+    AnyNote,
+    PauseBegan,
+    PauseEnded,
+    RecoveryBegan,
+    RecoveryEnded,
+)
+from training.runtime.metrics import StepRecord
+from training.supervisor.accounts import Accountant
+from training.supervisor.report import alert_facts, alert_rows, loss_picture, story_rows
 from training.supervisor.run import Run
+from training.supervisor.timeline import AccountReport, account_report
 from training.supervisor.watch import Progress
 
 CONTROL_PERIOD_S = 3.0
+ACCOUNT_PERIOD_S = 30.0
+ACCOUNT_SHARE = 0.05  # of the time, at most, goes into making accounts
 HANDOVER_S = 30.0  # for the supervisor before to notice, and to leave
 HANDOVER_POLL_S = 1.0
 HANDED_OVER = "resumed: another process supervises the run from now on"
@@ -178,7 +190,10 @@ class Supervision:
         self.activity = "starting"
         self._lease = LeaseKeeper(self.run, logger)
         self._control = Control(self.flow_run_id, self.run) if self.flow_run_id else None
+        self.accountant = Accountant(self.run.store, job.run_id)
         self._told_s = 0.0
+        self._accounted_s = time.monotonic()
+        self._account_period_s = ACCOUNT_PERIOD_S
         self._last: StepRecord | None = None
         self._stood = False  # at the last look, for a pause or a recovery
 
@@ -245,6 +260,7 @@ class Supervision:
             self.activity = "the command is running"
         self._stood = stands is not None
         self._publish(tuple(progress.steps))
+        self.accountant.saw(progress.steps)
         self._tell_notes(progress.notes)
         if progress.checkpoints:
             self.reporter.checkpoints(self.run.history)
@@ -252,6 +268,10 @@ class Supervision:
         if time.monotonic() - self._told_s > PROGRESS_PERIOD_S:
             self._told_s = time.monotonic()
             self.tell_progress()
+        if time.monotonic() - self._accounted_s > self._account_period_s:
+            self._accounted_s = time.monotonic()
+            history = self.run.history
+            self.reporter.account(lambda: self._account(history))
 
     def _tell_notes(self, notes: Sequence[AnyNote]) -> None:
         """Tell what the attempt's coordinator noted since the last look."""
@@ -269,6 +289,10 @@ class Supervision:
                 case PauseBegan() | PauseEnded():
                     stands = isinstance(note, PauseBegan)
                     self.reporter.event("pause", {"paused": stands, "step": note.step})
+                case AlertRaised():
+                    self.reporter.event("alert", alert_facts(view, note))
+                case AlertCleared():
+                    self.reporter.event("alert_cleared", alert_facts(view, note))
         self.tell_attempts()
 
     def tell_cut_off(self) -> None:
@@ -285,12 +309,28 @@ class Supervision:
         self.reporter.progress(step, self.target_step, text)
 
     def tell_attempts(self) -> None:
-        """Update the table of attempts."""
+        """Update the table of attempts, and that of alerts when there are any."""
         self.reporter.attempts(story_rows(self.run.history))
+        alerts = alert_rows(self.run.history)
+        if alerts:
+            self.reporter.alerts(alerts)
+
+    def tell_account(self) -> None:
+        """Say where the time went, in the UI and the store."""
+        told = self._account(self.run.history)
+        self.run.store.put(f"runs/{self.job.run_id}/timeline.png", told.png)
+        self.reporter.account(lambda: told)
+
+    def _account(self, history: RunHistory) -> AccountReport:
+        began_s = time.monotonic()
+        told = account_report(self.accountant.account(history, now_s=time.time()))
+        took_s = time.monotonic() - began_s
+        self._account_period_s = max(ACCOUNT_PERIOD_S, took_s / ACCOUNT_SHARE)
+        return told
 
     def tell_picture(self) -> bytes:
         """Draw the loss picture, put it into the UI and the store; returns the PNG."""
-        png = loss_picture(self.run.history, kept_steps(self.run.store, self.job.run_id))
+        png = loss_picture(self.run.history, self.accountant.kept())
         self.run.store.put(f"runs/{self.job.run_id}/loss.png", png)
         self.reporter.picture(png)
         return png

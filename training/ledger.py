@@ -177,6 +177,14 @@ class Ledger:
             self._store.delete(self._lease_key)
             self._identity = None
 
+    def is_supervised(self) -> bool:
+        """Whether somebody supervises the run at the moment, as far as the store tells."""
+        try:
+            lease = SupervisorLease.model_validate_json(self._store.get(self._lease_key))
+        except (NotFound, ValidationError):
+            return False
+        return _is_alive(lease, Identity.of_this_process(), now_s=self._clock())
+
     def _refuse_if_alive(self, identity: Identity) -> None:
         try:
             lease = SupervisorLease.model_validate_json(self._store.get(self._lease_key))

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from training.policy.fault_record import FaultRecord
 from training.policy.faults import FaultClass
+from training.policy.health import HealthPoint
 from training.policy.history import RunHistory, replay
 from training.policy.ladder import Rung
-from training.policy.notes import AnyNote, LastSave, PauseBegan, PauseEnded, RecoveryBegan
+from training.policy.notes import (
+    AlertCleared,
+    AlertRaised,
+    AnyNote,
+    LastSave,
+    PauseBegan,
+    PauseEnded,
+    RecoveryBegan,
+)
 from training.policy.notes import RecoveryEnded as Ended
 from training.policy.records import (
     AnyRecord,
@@ -51,6 +60,11 @@ CRASH_FAILED = Ended(
 SAVED = LastSave(at_s=32.0, number=3, step=40, ranks=(0, 2))
 STANDS = PauseBegan(at_s=20.0, number=4, step=20)
 GOES_ON = PauseEnded(at_s=25.0, number=4, step=20)
+HOT = AlertRaised(
+    at_s=40.0, number=1, point=HealthPoint.MEMORY_HIGH, text="memory at 98 %", value=98.0,
+    limit=95.0, node="node-1", device=3, step=20,
+)  # fmt: skip
+COOLED = AlertCleared(at_s=52.5, number=1)
 
 BEGINNING: tuple[AnyRecord, ...] = (
     SupervisorTook(**NOW, supervisor="a", host="h", pid=1),

@@ -11,10 +11,12 @@ from tasks import supervision as module
 from tasks.supervision import Supervision
 from tests.unit.noting import (
     BEGINNING,
+    COOLED,
     CRASH_BEGAN,
     CRASH_FAILED,
     END,
     GOES_ON,
+    HOT,
     LINK_BEGAN,
     LINK_MENDED,
     STANDS,
@@ -51,6 +53,12 @@ class Told:
 
     def progress(self, step, target, text) -> None:
         self.text = text
+
+    def account(self, build) -> None:
+        self.accounted = build()
+
+    def alerts(self, rows) -> None:
+        self.alert_rows = rows
 
 
 @pytest.fixture
@@ -115,6 +123,30 @@ def test_a_pause_is_an_event(see, told):
         ("pause", {"paused": True, "step": 20}),
         ("pause", {"paused": False, "step": 20}),
     ]
+
+
+def test_an_alert_is_an_event_and_a_table_that_says_when_it_is_over(see, told, caplog):
+    see(HOT, fresh=1)
+    assert [(row.state, row.where, row.lasted_s) for row in told.alert_rows] == [
+        ("open", "node-1, device 3", None)
+    ]
+    see(HOT, COOLED, fresh=1)
+    assert [(row.state, row.lasted_s) for row in told.alert_rows] == [("past", 12.5)]
+    (raised, facts), (cleared, later) = told.events
+    assert (raised, cleared) == ("alert", "alert_cleared")
+    assert {"point": "memory_high", "text": "memory at 98 %", "value": 98.0, "limit": 95.0,
+            "node": "node-1", "attempt": 1, "at_s": 40.0}.items() <= facts.items()  # fmt: skip
+    assert (later["point"], later["at_s"]) == ("memory_high", 52.5)
+    assert "alert 1, memory_high: memory at 98 %" in caplog.text
+
+
+def test_where_the_time_went_is_told_and_stays_in_the_store(supervision, see, told):
+    see(steps=[STEP])
+    supervision.tell_account()
+    assert told.accounted.rows[-1]["owner"] == "wall time"
+    png = supervision.run.store.get("runs/small/timeline.png")
+    assert png == told.accounted.png
+    assert png.startswith(b"\x89PNG")
 
 
 def test_a_recovery_that_the_end_of_its_attempt_cut_off_is_told_as_failed(see, supervision, told):

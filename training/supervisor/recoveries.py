@@ -6,14 +6,15 @@ Times are seconds since the epoch, steps completed optimizer steps.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-from training.engines.base import Engine, Placement
+from training.engines.base import Engine, Placement, Snapshot
 from training.errors import AgentUnreachable, EngineError
 from training.policy.history import AttemptView, record_of
 from training.policy.ladder import Recovery
 from training.policy.mending import Pause, pauses_in
 from training.policy.notes import AnyNote, PastRecovery
-from training.runtime.metrics import parse_live
+from training.runtime.metrics import StepRecord, parse_live
 
 # Rows without progress are short, and a window of a day holds no more of one code that matter.
 NUM_PAST = 50
@@ -32,6 +33,21 @@ def past_recoveries(recoveries: Iterable[Recovery]) -> list[PastRecovery]:
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """How an attempt stands by its own word.
+
+    Attributes:
+        snapshot: of its members; None when no agent of it can be reached from here.
+        steps: completed since the last look.
+        notes: of its coordinator, from the beginning.
+    """
+
+    snapshot: Snapshot | None
+    steps: tuple[StepRecord, ...] = ()
+    notes: tuple[AnyNote, ...] = ()
+
+
 class Onlooker:
     """Reads the live file of an attempt that somebody else supervises, or nobody.
 
@@ -44,6 +60,7 @@ class Onlooker:
         self._engine = engine
         self._placement = placement
         self._notes: list[AnyNote] = []
+        self._steps: list[StepRecord] = []
         self._offset = 0
 
     def pause(self, view: AttemptView) -> Pause | None:
@@ -56,15 +73,27 @@ class Onlooker:
         pauses = pauses_in((*view.notes, *self._notes))
         return pauses[-1] if pauses and pauses[-1].ended is None else None
 
-    def _read_on(self) -> None:
+    def look(self) -> Sight:
+        """How the attempt stands by now."""
+        try:
+            snapshot = self._engine.poll() if self._read_on() else None
+        except (EngineError, AgentUnreachable):
+            snapshot = None
+        steps, self._steps = tuple(self._steps), []
+        return Sight(snapshot, steps, tuple(self._notes))
+
+    def _read_on(self) -> bool:
+        """Read the live file to its end. Whether any agent of the attempt lives."""
         try:
             if not self._engine.adopt(self._placement):
-                return
+                return False
             while True:
                 text, offset = self._engine.metrics(self._offset)
-                self._notes += parse_live(text).notes
+                live = parse_live(text)
+                self._notes += live.notes
+                self._steps += live.steps
                 if offset == self._offset:
-                    return
+                    return True
                 self._offset = offset
         except (EngineError, AgentUnreachable):
-            return  # its containers are just going away
+            return False  # its containers are just going away

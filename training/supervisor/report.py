@@ -10,16 +10,20 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from training.policy.fault_record import FaultRecord
 from training.policy.history import AttemptView, RunHistory
-from training.policy.mending import Mending
+from training.policy.mending import Alert, Mending
+from training.policy.notes import AlertCleared, AlertRaised
 from training.runtime.metrics import StepRecord
 
 RECOVERING = "recovering"
 MENDED = "mended"
 NOT_MENDED = "not mended"
+OPEN = "open"
+PAST = "past"
 _NUM_LABELS = 20  # in a picture; more of them hide each other
 
 
@@ -160,11 +164,67 @@ def _seconds_to_next_step(view: AttemptView, later: Sequence[AttemptView]) -> fl
     return round(steps[0] - view.ended.fault.at_s, 1) if steps else None
 
 
-def effective_ratio(history: RunHistory, kept: Mapping[int, StepRecord], *, now_s: float) -> float:
-    """ETTR: seconds spent on steps that were kept, over seconds since the run was created."""
-    ended_s = history.ended.at_s if history.ended is not None else now_s
-    wall_s = ended_s - history.created_s
-    return sum(record.step_s for record in kept.values()) / wall_s if wall_s > 0 else 0.0
+@dataclass(frozen=True, slots=True)
+class AlertRow:
+    """One line of the table of alerts.
+
+    Attributes:
+        state: open or past.
+        since: when it was raised, UTC.
+        lasted_s: None while it is open, and when its attempt ended before it was cleared.
+        value: what was measured when it was raised, in the unit that `what` names.
+        limit: what it should not have passed.
+    """
+
+    state: str
+    since: str
+    point: str
+    what: str
+    where: str
+    value: float
+    limit: float
+    step: int | None
+    attempt: str
+    lasted_s: float | None
+
+
+def alert_rows(history: RunHistory) -> list[AlertRow]:
+    """The table of alerts: open ones first, then the newest first."""
+    told = [(view, alert) for view in history.attempts for alert in view.alerts]
+    rows = [_alert_row(view, alert) for view, alert in reversed(told)]
+    return sorted(rows, key=lambda row: row.state != OPEN)
+
+
+def _alert_row(view: AttemptView, alert: Alert) -> AlertRow:
+    raised, cleared = alert.raised, alert.cleared
+    is_open = cleared is None and view.ended is None
+    return AlertRow(
+        state=OPEN if is_open else PAST,
+        since=f"{datetime.fromtimestamp(raised.at_s, UTC):%Y-%m-%d %H:%M:%S}",
+        point=raised.point.value,
+        what=raised.text,
+        where=alert_place(raised),
+        value=raised.value,
+        limit=raised.limit,
+        step=raised.step,
+        attempt="{}.{}".format(*view.key),
+        lasted_s=round(cleared.at_s - raised.at_s, 1) if cleared is not None else None,
+    )
+
+
+def alert_facts(view: AttemptView, note: AlertRaised | AlertCleared) -> dict[str, Any]:
+    """What raised an alert, or has cleared it, as plain values, for events."""
+    placement, attempt = view.key
+    raised = next((a.raised for a in view.alerts if a.raised.number == note.number), None)
+    told = raised.model_dump(mode="json", exclude={"kind"}) if raised is not None else {}
+    where = {"placement": placement, "attempt": attempt}
+    return {**told, **where, "number": note.number, "at_s": note.at_s}
+
+
+def alert_place(raised: AlertRaised) -> str:
+    """What an alert is about: node, device and rank, as far as it names them."""
+    parts = (("", raised.node), ("device ", raised.device), ("rank ", raised.rank))
+    return ", ".join(f"{name}{value}" for name, value in parts if value is not None)
 
 
 def loss_picture(history: RunHistory, kept: Mapping[int, StepRecord]) -> bytes:

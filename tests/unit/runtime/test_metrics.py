@@ -267,7 +267,12 @@ def test_a_reader_tells_lost_steps_too_and_reads_only_what_is_new(store, write, 
     write((1, 2), range(3, 6), loss=2.0)
     got: list[str] = []
     get = store.get
-    monkeypatch.setattr(type(store), "get", lambda _self, key: got.append(key) or get(key))
+
+    def remember(_self, key: str) -> bytes:
+        got.append(key)
+        return get(key)
+
+    monkeypatch.setattr(type(store), "get", remember)
     told = sorted((one.step, one.attempt) for one in reader.read())
     assert told == [(1, 1), (2, 1), (3, 1), (3, 2), (4, 1), (4, 2), (5, 2)]
     assert got == ["runs/run/metrics/p0001-a0002/00000003-00000005.jsonl"]

@@ -1,0 +1,144 @@
+"""`perdure status`: from the ledger and the store alone, for people and for scripts."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import asdict, replace
+
+import pytest
+import yaml
+from rich.console import Console
+from typer.testing import CliRunner
+
+from perdure.cli import app
+from perdure.status import Looker
+from perdure.status_view import plain_status, status_panel
+from tests.unit.noting import BEGINNING, CRASH_BEGAN, END, HOT, LINK_BEGAN, LINK_MENDED, NOW, noted
+from training.agent.protocol import AgentState, AgentStatus, HangReport, WorkerStatus
+from training.engines.base import Snapshot
+from training.job import parse_job
+from training.monitor.sample import DeviceSample, NodeSample
+from training.policy.records import RECORD, CheckpointSeen, RunEnded
+from training.runtime.metrics import StepRecord, metrics_prefix
+from training.supervisor.recoveries import Sight
+from training.supervisor.run import Run, remember_job
+
+STEP = StepRecord(1, 2.0, 1.0, 1e-3, 12_000.0, None, 1.0, 0.5, 8, 0, 1, 1)
+SAVED = CheckpointSeen(**NOW, placement=1, attempt=1, step=10)
+
+
+@pytest.fixture
+def document(tmp_path):
+    return {
+        "run_id": "small",
+        "storage": {"address": f"file://{tmp_path}/store"},
+        "data": {"sources": ["/corpus"]},
+        "steps": 60,
+    }
+
+
+@pytest.fixture
+def run(document, perdure_home):
+    return Run(parse_job(document), home=perdure_home)
+
+
+def append(run, *records) -> None:
+    for number, record in enumerate(records):
+        run.store.put(f"runs/small/ledger/{number:08d}.json", RECORD.dump_json(record))
+
+
+def train(run, *numbers: int) -> None:
+    records = [replace(STEP, step=n, at_s=float(n), loss=4.0 - n / 20) for n in numbers]
+    lines = "".join(json.dumps(asdict(record)) + "\n" for record in records)
+    key = f"{metrics_prefix('small', 1, 1)}{numbers[0]:08d}-{numbers[-1]:08d}.jsonl"
+    run.store.put(key, lines.encode())
+
+
+def shown(view) -> str:
+    console = Console(file=io.StringIO(), width=160)
+    console.print(view)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_script_reads_step_pace_and_where_the_time_went(run):
+    append(run, *BEGINNING, SAVED)
+    train(run, *range(1, 21))
+    told = Looker(run).look(now_s=30.0).document
+    json.dumps(told)
+    assert (told["state"], told["supervised"]) == ("running", False)
+    assert (told["step"], told["committed_step"], told["target_step"]) == (20, 10, 60)
+    assert told["eta_s"] == pytest.approx(40 * 19.5 / 20, abs=0.1)
+    assert (told["tokens_per_s"], told["loss"], told["last_step_age_s"]) == (12_000.0, 3.0, 10.0)
+    assert told["ettr"] == pytest.approx(10 / 30, abs=1e-3)
+    assert sum(told["time_s"].values()) == pytest.approx(told["wall_s"])
+    assert [node["state"] for node in told["nodes"]] == [None, None]
+
+
+def test_a_person_reads_faults_and_what_was_done_and_open_alerts(run):
+    append(run, *BEGINNING, *noted(LINK_BEGAN, LINK_MENDED, HOT, CRASH_BEGAN))
+    train(run, 11, 12)
+    status = Looker(run).look(now_s=60.0)
+    for text in (shown(status_panel(status, 160)), shown(plain_status(status, 160))):
+        assert "ALERT memory_high: memory at 98 % (node-1, device 3)" in text
+        assert "link_down on rank 3 on node-1 at step 14, attempt 1.1 -> step_retry" in text
+        assert "native_crash on rank 1 on node-0" in text
+        assert "node-0: not reachable from this machine" in text
+        assert "running, step 12 / 60" in text
+        assert "productive_step" in text
+        assert "nobody supervises it" in text
+    assert [fault["fault_class"] for fault in status.document["faults"]] == [
+        "native_crash", "link_down",
+    ]  # fmt: skip
+
+
+def test_an_attempt_that_nobody_supervises_tells_of_itself(run, monkeypatch):
+    append(run, *BEGINNING)
+    hung = AgentStatus(
+        node="node-1", member=1, state=AgentState.RUNNING, schedule_cnt=1, proc_start_cnt=1,
+        placement=1, attempt=1,
+        workers=(WorkerStatus(rank=1, local_rank=0, pid=7, step=20, phase="step"),),
+        hang=HangReport(rank=1, silent_s=70.0, limit_s=60.0, phase="step", step=20),
+        sample=NodeSample(at_s=1.0, devices=(DeviceSample(index=0, health="Alarm"),)),
+    )  # fmt: skip
+    well = hung.model_copy(update={"node": "node-0", "hang": None, "sample": None})
+    sight = Sight(Snapshot({0: well, 1: hung}), (replace(STEP, step=21, at_s=21.0),), (LINK_BEGAN,))
+
+    class Onlooker:
+        def look(self) -> Sight:
+            return sight
+
+    monkeypatch.setattr(run, "onlooker", Onlooker)
+    looker = Looker(run)
+    told = looker.look(now_s=22.0)
+    assert told.document["step"] == 21, "newer than anything in the store"
+    assert [fault["rung"] for fault in told.document["faults"]] == ["step_retry"]
+    text = shown(status_panel(told, 160))
+    assert "node-0: running, ok; rank 1 step after step 20" in text
+    assert "node-1: running, rank 1 silent for 70 s; device 0: Alarm" in text
+    looker.look(now_s=23.0)
+    assert len(told.history.attempts[0].notes) == 1
+
+
+def test_status_of_a_job_file_needs_no_run_on_this_machine(run, document, tmp_path):
+    append(run, *BEGINNING, *END, RunEnded(**NOW, outcome="failed", message="over"))
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(document))
+    result = CliRunner().invoke(app, ["status", str(path)])
+    assert result.exit_code == 0, result.output
+    assert "state: failed" in result.output
+    assert "native_crash on rank 1 on node-0" in result.output
+    assert "evidence: SIGKILL" in result.output
+
+
+def test_status_is_printed_once_when_piped_and_as_one_object_for_scripts(run, perdure_home):
+    remember_job(perdure_home, run.job)
+    result = CliRunner().invoke(app, ["status", "small", "--json"])
+    assert json.loads(result.output)["state"] == "not started"
+    plain = CliRunner().invoke(app, ["status", "small"])
+    assert "state: not started" in plain.output
+
+
+def test_a_run_that_is_not_known_is_wrong_input():
+    assert CliRunner().invoke(app, ["status", "nowhere"]).exit_code != 0
