@@ -49,8 +49,23 @@ $(VENV)/.s3-servers: | $(VENV)/.installed
 		touch $@; \
 	fi
 
+# Prometheus, which the metrics are tested with; without it those tests are skipped. The package is
+# unpacked and not installed: that would start a server on this machine.
+$(VENV)/.prometheus: | $(VENV)/.installed
+	@cd $(VENV) && if ! command -v prometheus >/dev/null && command -v apt-get >/dev/null; then \
+		echo "make: unpacking prometheus into $(VENV)/prometheus"; \
+		{ apt-get download -qq prometheus || { apt-get update -qq && apt-get download -qq prometheus; }; } \
+			>.prometheus.log 2>&1 && dpkg -x prometheus_*.deb prometheus >>.prometheus.log 2>&1; \
+		rm -f prometheus_*.deb; \
+	fi
+	@if command -v prometheus >/dev/null || test -x $(VENV)/prometheus/usr/bin/prometheus; then \
+		touch $@; \
+	else \
+		echo "make: no Prometheus, so tests/process/test_metrics.py is skipped: apt-get install prometheus"; \
+	fi
+
 # Unit tests side by side; the others start clusters of processes and have the machine for themselves.
-test: $(VENV)/.installed $(VENV)/.s3-servers
+test: $(VENV)/.installed $(VENV)/.s3-servers $(VENV)/.prometheus
 	$(BIN)/python -m pytest tests/unit --numprocesses 2 --dist loadfile
 	$(BIN)/python -m pytest tests/s3 tests/process
 

@@ -1,0 +1,103 @@
+"""`perdure logs`: what is in the store of a run's logs."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from perdure.cli import app, main
+from storage.address import open_store
+from training.agent.collecting import COLLECTED_FILE, logs_prefix
+from training.agent.protocol import Collected, CollectedFile
+from training.job import parse_job
+from training.ledger import Identity, Ledger
+from training.policy.records import AttemptEnded, AttemptStarted, Member, Placed, RunCreated
+from training.supervisor.run import remember_job
+
+
+@pytest.fixture
+def job(tmp_path, perdure_home):
+    job = parse_job(
+        {
+            "run_id": "small",
+            "storage": {"address": f"file://{tmp_path}/store"},
+            "data": {"sources": ["/corpus"]},
+        }
+    )
+    remember_job(perdure_home, job)
+    return job
+
+
+@pytest.fixture
+def shelf(job):
+    """Two attempts on two nodes; of the second, node-1 was lost."""
+    store = open_store(job.storage)
+    ledger = Ledger(store, "small")
+    ledger.take(Identity.of_this_process())
+    ledger.append(RunCreated, job=job.model_dump(mode="json"), cwd="/")
+    members = (Member(index=0, node="node-0", schedule_cnt=1),
+               Member(index=1, node="node-1", schedule_cnt=1))  # fmt: skip
+    ledger.append(Placed, placement=1, members=members, avoid=())
+    for attempt in (1, 2):
+        ledger.append(AttemptStarted, placement=1, attempt=attempt, from_step=0)
+        ledger.append(AttemptEnded, placement=1, attempt=attempt, outcome="failed", to_step=3,
+                      proc_start_cnt={}, duration_s=1.0)  # fmt: skip
+        for rank in (0, 1) if attempt == 1 else (0,):
+            prefix = f"{logs_prefix('small', 1, attempt)}node-{rank}/"
+            key = f"{prefix}rank-{rank:05d}.stderr.log.gz"
+            store.put(key, gzip.compress(f"rank {rank} in attempt {attempt}\n".encode()))
+            file = CollectedFile(key=key, size_bytes=10, log_bytes=20, cut_bytes=2000 * rank)
+            index = Collected(placement=1, attempt=attempt, is_done=True, files=(file,),
+                              problems=("keeper.log: gone",) if rank else ())  # fmt: skip
+            store.put(prefix + COLLECTED_FILE, index.model_dump_json().encode())
+    return store
+
+
+def perdure(*arguments):
+    done = CliRunner().invoke(app, ["logs", "small", *arguments])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_without_a_rank_logs_are_listed_with_what_is_missing(shelf):
+    text = perdure()
+    assert "rank-00001.stderr.log" in text
+    assert "2.0 kB" in text
+    assert "attempt 1.2: node-1 was lost or did not come to its end with it" in text
+    assert "attempt 1.1: node-1: keeper.log: gone" in text
+
+
+def test_a_script_gets_the_list_as_objects(shelf):
+    told = json.loads(perdure("--json", "--attempt", "1.1"))
+    assert [(row["rank"], row["node"], row["cut_bytes"]) for row in told["logs"]] == [
+        (0, "node-0", 0),
+        (1, "node-1", 2000),
+    ]
+    assert told["gaps"] == ["attempt 1.1: node-1: keeper.log: gone"]
+
+
+def test_a_ranks_logs_are_those_of_the_newest_attempt_that_has_them(shelf):
+    assert perdure("--rank", "0") == (
+        "==> node-0/rank-00000.stderr.log, attempt 1.2 <==\nrank 0 in attempt 2\n\n"
+    )
+    assert "rank 1 in attempt 1" in perdure("--rank", "1")
+    assert "without its first 2.0 kB" in perdure("--rank", "1")
+    assert "rank 0 in attempt 1" in perdure("--rank", "0", "--attempt", "1.1")
+    assert "rank 0 in attempt 2" in perdure("--file", "rank-00000.stderr.log")
+
+
+def test_what_is_not_there_is_an_input_error(shelf, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["logs", "small", "--rank", "7"])
+    assert end.value.code == 2
+    assert "ranks: [0, 1]" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as end:
+        main(["logs", "small", "--attempt", "two"])
+    assert end.value.code == 2
+
+
+def test_a_run_without_logs_says_so(job):
+    assert "no logs in the store" in perdure()
