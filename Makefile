@@ -64,10 +64,25 @@ $(VENV)/.prometheus: | $(VENV)/.installed
 		echo "make: no Prometheus, so tests/process/test_metrics.py is skipped: apt-get install prometheus"; \
 	fi
 
+# Debian's browser, in which the Prefect UI is tested; without it those tests are skipped.
+UI_PACKAGES := chromium fonts-dejavu-core
+
+$(VENV)/.ui-browser: | $(VENV)/.installed
+	@if ! command -v chromium >/dev/null && test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
+		echo "make: installing $(UI_PACKAGES) with apt-get"; \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y \
+			--no-install-recommends $(UI_PACKAGES) >$@.log 2>&1; \
+	fi; \
+	if command -v chromium >/dev/null; then \
+		touch $@; \
+	else \
+		echo "make: no chromium, so tests of tests/ui are skipped: apt-get install --no-install-recommends $(UI_PACKAGES)"; \
+	fi
+
 # Unit tests side by side; the others start clusters of processes and have the machine for themselves.
-test: $(VENV)/.installed $(VENV)/.s3-servers $(VENV)/.prometheus
+test: $(VENV)/.installed $(VENV)/.s3-servers $(VENV)/.prometheus $(VENV)/.ui-browser
 	$(BIN)/python -m pytest tests/unit --numprocesses 2 --dist loadfile
-	$(BIN)/python -m pytest tests/s3 tests/process
+	$(BIN)/python -m pytest tests/s3 tests/process tests/ui
 
 # Each seed is a run that is broken fifty times; shrink one that fails with CHAOS_OPTIONS=--shrink.
 SEEDS ?= 1 2 3

@@ -1,24 +1,31 @@
-"""The two automations that bring a lost supervisor back; shipped with the deployments.
+"""Automations: the two that bring a lost supervisor back, and one's own that answer faults.
 
 Prefect's open-source server notices nothing by itself when a flow's process and its worker die
 together, and does not retry what has crashed. Heartbeat lost -> Crashed, Crashed -> scheduled
 again: the same flow run is picked up by a worker and adopts the attempt, which never stopped.
 
 `ensure` is a build step of prefect.yaml: `prefect deploy --all` creates or updates both.
+`on_fault` is for whoever wants to be told, or something done, when a certain fault happens:
+
+    put([on_fault(FaultClass.NODE_LOST, [RunDeployment(source="selected", deployment_id=...)])])
+
 Facts about triggers and states: Prefect 3.8.8.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 from prefect.automations import Automation
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import StateType
-from prefect.events.actions import ChangeFlowRunState
+from prefect.events.actions import ActionTypes, ChangeFlowRunState
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
+
+from training.policy.faults import FaultClass
 
 TAG = "auto-resume"
 REQUEST_TIMEOUT_S = 20.0
@@ -68,13 +75,55 @@ def automations() -> list[Automation]:
     return [lost, again]
 
 
+def on_fault(
+    fault_class: FaultClass, actions: Sequence[ActionTypes], *, run_id: str | None = None
+) -> Automation:
+    """An automation that acts each time a fault of a class happens.
+
+    Actions that are about a flow run, such as SuspendFlowRun, find the one of the run.
+
+    Args:
+        fault_class: that is answered; other classes are not.
+        actions: what the server does.
+        run_id: of the one run that is meant; None: any.
+    """
+    of_run = f" in {run_id}" if run_id is not None else ""
+    return Automation(
+        name=f"perdure: {fault_class}{of_run}",
+        description=f"Answers faults of class {fault_class}{of_run or ' in any run'}.",
+        trigger=EventTrigger(
+            expect={"perdure.fault"},
+            match=ResourceSpecification.model_validate(
+                {
+                    "prefect.resource.id": [f"perdure.run.{run_id or '*'}"],
+                    # Triggers see labels of the resource, not the payload.
+                    "perdure.fault_class": [fault_class.value],
+                }
+            ),
+            for_each={"prefect.resource.id"},
+            posture=Posture.Reactive,
+            threshold=1,
+            within=timedelta(0),
+        ),
+        actions=list(actions),
+    )
+
+
 def ensure() -> dict[str, Any]:
-    """Create or update the automations; as often as one likes.
+    """Create or update the automations that bring a supervisor back; as often as one likes.
 
     Returns:
         Names, for the log of the deployment step.
     """
-    wanted = automations()
+    return put(automations())
+
+
+def put(wanted: Sequence[Automation]) -> dict[str, Any]:
+    """Create these automations on the server, or update those of the same name.
+
+    Returns:
+        Their names.
+    """
     # A limit of its own: a deployment must not hang on a server that does not answer.
     with get_client(sync_client=True, httpx_settings={"timeout": REQUEST_TIMEOUT_S}) as client:
         for automation in wanted:

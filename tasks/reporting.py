@@ -39,6 +39,8 @@ from training.supervisor.timeline import AccountReport
 CLOSE_TIMEOUT_S = 15.0
 RETRY_S = 5.0
 PROGRESS_PERIOD_S = 2.0
+# Of a payload: labels of the event's resource, `perdure.fault_class` and so on.
+LABELS = ("fault_class", "rung", "point", "node", "recoverable_by")
 
 Tell = Callable[[], None]
 Log = logging.Logger | logging.LoggerAdapter[logging.Logger]
@@ -168,6 +170,7 @@ class Reporter:
         resource = {
             "prefect.resource.id": f"perdure.run.{self._run_id}",
             "prefect.resource.name": self._run_id,
+            **labels_of(payload),
         }
         related = []
         if self._flow_run_id is not None:
@@ -254,6 +257,13 @@ class Reporter:
         with get_client(sync_client=True) as client:
             client.update_artifact(known, ArtifactUpdate(data=data, description=description))
         return True
+
+
+def labels_of(payload: Mapping[str, Any]) -> dict[str, str]:
+    """What of an event's payload automations can ask for; triggers do not see the payload."""
+    return {
+        f"perdure.{name}": str(payload[name]) for name in LABELS if payload.get(name) is not None
+    }
 
 
 def _inline(name: str, png: bytes) -> str:

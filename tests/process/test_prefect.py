@@ -38,10 +38,15 @@ class Api:
         return found[0]["state"]["name"] if found else "none"
 
     def task_runs(self, name: str) -> dict[str, str]:
+        return {task["name"]: task["state"]["name"] for task in self._task_runs(name)}
+
+    def task_run_ids(self, name: str) -> dict[str, str]:
+        return {task["name"]: task["id"] for task in self._task_runs(name)}
+
+    def _task_runs(self, name: str) -> list[dict]:
         run_id = self.flow_runs(name)[0]["id"]
         body = {"flow_runs": {"id": {"any_": [run_id]}}, "limit": 200}
-        found = httpx.post(f"{self.url}/task_runs/filter", json=body, timeout=30).json()
-        return {task["name"]: task["state"]["name"] for task in found}
+        return httpx.post(f"{self.url}/task_runs/filter", json=body, timeout=30).json()
 
     def artifacts(self, prefix: str) -> dict[str, dict]:
         body = {"artifacts": {"key": {"like_": prefix}}, "limit": 200}

@@ -1,0 +1,86 @@
+"""Automations on faults: a real server acts for the class that was asked for, and for no other."""
+
+from __future__ import annotations
+
+import logging
+import time
+from uuid import UUID, uuid4
+
+import httpx
+import pytest
+from prefect.events.actions import SuspendFlowRun
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from flows.automations import on_fault, put
+from tasks.reporting import Reporter
+from tests.process.harness import wait_for
+from training.policy.faults import Fault, FaultClass
+from training.policy.ladder import Decision, Rung
+
+pytestmark = [pytest.mark.process, pytest.mark.prefect]
+
+QUIET_S = 10.0  # in which an automation that was going to act has acted
+
+
+@pytest.fixture
+def api(prefect_server):
+    with (
+        temporary_settings({PREFECT_API_URL: prefect_server.api_url}),
+        httpx.Client(base_url=prefect_server.api_url, timeout=30) as client,
+    ):
+        yield client
+
+
+@pytest.fixture
+def flow_run(api) -> UUID:
+    """A flow run that is running, as far as the server knows."""
+    flow = api.post("/flows/", json={"name": "automations"}).json()
+    body = {"flow_id": flow["id"], "name": "automations", "state": {"type": "RUNNING"}}
+    return UUID(api.post("/flow_runs/", json=body).json()["id"])
+
+
+def state_of(api, flow_run: UUID) -> str:
+    return api.get(f"/flow_runs/{flow_run}").json()["state"]["name"]
+
+
+def fail(run_id: str, flow_run: UUID, *classes: FaultClass) -> None:
+    """Tell the server of faults of a run, as its supervisor does."""
+    reporter = Reporter(run_id, flow_run, logging.getLogger("test"))
+    reporter.start()
+    for number, fault_class in enumerate(classes, 1):
+        fault = Fault(fault_class, time.time(), "made by a test", node="node-1", step=7)
+        reporter.fault(1, number, fault, Decision(Rung.IN_PLACE_RESTART, None, "a test"))
+    reporter.close()
+
+
+def seen(api, run_id: str) -> list[str]:
+    """Classes of the faults that the server has been told of."""
+    wanted = {"event": {"name": ["perdure.fault"]}, "resource": {"id": [f"perdure.run.{run_id}"]}}
+    found = api.post("/events/filter", json={"filter": wanted}).json()["events"]
+    return [event["payload"]["fault_class"] for event in found]
+
+
+def test_an_automation_answers_the_class_it_is_for_and_no_other(api, flow_run):
+    run_id = f"automated-{uuid4().hex[:8]}"
+    named = put([on_fault(FaultClass.NODE_LOST, [SuspendFlowRun()], run_id=run_id)])
+    assert named == {"automations": f"perdure: node_lost in {run_id}"}
+    fail(run_id, flow_run, FaultClass.NATIVE_CRASH, FaultClass.HANG)
+    wait_for(lambda: len(seen(api, run_id)) == 2, timeout_s=60, what="two faults on the server")
+    time.sleep(QUIET_S)
+    assert state_of(api, flow_run) == "Running", "neither was a lost node"
+    fail(f"{run_id}-other", flow_run, FaultClass.NODE_LOST)
+    wait_for(lambda: seen(api, f"{run_id}-other"), timeout_s=60, what="a fault of another run")
+    time.sleep(QUIET_S)
+    assert state_of(api, flow_run) == "Running", "it was another run's"
+    fail(run_id, flow_run, FaultClass.NODE_LOST)
+    wait_for(
+        lambda: state_of(api, flow_run) == "Suspended", timeout_s=60, what="the automation to act"
+    )
+
+
+def test_an_automation_that_is_put_again_is_changed_and_not_doubled(api):
+    for _ in range(2):
+        put([on_fault(FaultClass.HANG, [SuspendFlowRun()], run_id="twice")])
+    found = api.post("/automations/filter", json={}).json()
+    named = [one["name"] for one in found if one["name"] == "perdure: hang in twice"]
+    assert len(named) == 1

@@ -1,0 +1,60 @@
+"""Debian's chromium on a real Prefect server, and a folder for what it showed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from tests.process.conftest import bench, prefect_server, session_home, undisturbed_pair
+
+__all__ = ["bench", "prefect_server", "session_home", "undisturbed_pair"]
+
+TIMEOUT_MS = 60_000  # the machine may be busy
+SETTLE_MS = 2_500  # charts move into their place
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    path = shutil.which("chromium")
+    if path is None:
+        pytest.skip("no chromium: apt-get install --no-install-recommends chromium")
+    expect.set_options(timeout=TIMEOUT_MS)
+    with sync_playwright() as playwright:
+        # As root, as in a container, chromium has no sandbox.
+        arguments = ["--no-sandbox"] if os.getuid() == 0 else []
+        yield playwright.chromium.launch(executable_path=path, args=arguments)
+
+
+@dataclass
+class Visitor:
+    """Somebody who looks at the UI and takes pictures of it."""
+
+    page: Page
+    ui_url: str
+    folder: Path
+
+    def goto(self, path: str) -> Page:
+        """Open a page of the UI."""
+        self.page.goto(self.ui_url + path, timeout=TIMEOUT_MS)
+        return self.page
+
+    def keep(self, name: str) -> None:
+        """Keep a picture of the page as it is."""
+        self.page.wait_for_timeout(SETTLE_MS)
+        self.page.screenshot(path=self.folder / f"{name}.png", full_page=True)
+
+
+@pytest.fixture
+def visitor(browser, prefect_server, tmp_path) -> Iterator[Visitor]:
+    folder = Path(os.environ.get("PERDURE_SCREENSHOTS") or tmp_path / "screenshots")
+    folder.mkdir(parents=True, exist_ok=True)
+    context = browser.new_context(viewport={"width": 1500, "height": 1100})
+    context.set_default_timeout(TIMEOUT_MS)
+    yield Visitor(context.new_page(), prefect_server.ui_url, folder)
+    context.close()

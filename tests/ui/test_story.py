@@ -1,0 +1,137 @@
+"""What a person sees in the Prefect UI of a run that was broken three times."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from playwright.sync_api import expect
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from tasks.reporting import Reporter
+from tests.process.harness import wait_for
+from tests.process.test_prefect import Api
+from tests.unit.noting import COOLED, HOT, told
+from training.supervisor.report import alert_rows
+
+pytestmark = [pytest.mark.process, pytest.mark.prefect, pytest.mark.ui, pytest.mark.timeout(600)]
+
+NAME = "story"
+REPORT = f"{NAME}-fault-p1-a2"  # of the lost node
+
+
+@pytest.fixture(scope="module")
+def api(prefect_server) -> Api:
+    return Api(prefect_server.api_url)
+
+
+@pytest.fixture(scope="module")
+def story(bench, browser, undisturbed_pair):
+    """A run whose rank was killed, then fell silent, and whose node was lost."""
+    running = bench.start(bench.pair(NAME, restart={"hang_timeout_s": 6, "pod_retries": 1}))
+    running.reach(12)
+    assert running.local.kill_rank(1)
+    running.reach(23)
+    (silent,) = running.local.rank(0)
+    silent.suspend()
+    running.reach(41)
+    assert running.local.kill_node("node-1")
+    assert running.finish() == 0, running.out
+    assert running.curve() == undisturbed_pair.curve()
+    assert running.rungs() == ["process_replace", "hang_restart", "pod_reschedule"]
+    return running
+
+
+@pytest.fixture(scope="module")
+def artifacts(story, api) -> dict[str, dict]:
+    """Every artifact of the run."""
+    keys = {f"{NAME}-{name}" for name in ("attempts", "checkpoints", "ettr", "timeline", "loss")}
+    wait_for(lambda: keys <= set(api.artifacts(f"{NAME}-")), timeout_s=30, what="all artifacts")
+    return api.artifacts(f"{NAME}-")
+
+
+@pytest.fixture(params=["v1", "v2"])
+def root(request) -> str:
+    """Where the pages of both UIs begin."""
+    return {"v1": "", "v2": "/v2"}[request.param]
+
+
+def pictures(page) -> list[int]:
+    """Widths of the pictures that the browser could draw, 0 for one that it could not."""
+    expect(page.locator("img[src^='data:image/png']").first).to_be_visible()
+    widths = "nodes => nodes.map(node => node.complete ? node.naturalWidth : 0)"
+    found: list[int] = page.locator("img[src^='data:image/png']").evaluate_all(widths)
+    return found
+
+
+def test_the_page_of_the_run_tells_attempts_states_and_reasons(story, api, visitor, root):
+    run_id = api.flow_runs(NAME)[0]["id"]
+    page = visitor.goto(f"{root}/runs/flow-run/{run_id}")
+    expect(page.get_by_text(NAME, exact=True).first).to_be_visible()
+    expect(page.get_by_text("Completed").first).to_be_visible()
+    visitor.keep(f"run{root.replace('/', '-')}")
+    page.get_by_text("Task Runs", exact=True).first.click()
+    for text in (
+        "placement 1 on node-0,node-1",
+        "attempt 1.1 from step 0",
+        "RestartAfterHang",
+        "ReschedulePod",
+        "placement 2 on node-0,node-2",
+    ):
+        expect(page.get_by_text(text).first).to_be_visible()
+    visitor.keep(f"tasks{root.replace('/', '-')}")
+
+
+def test_the_state_of_an_attempt_says_class_place_step_and_evidence(story, api, visitor, root):
+    task_run_id = api.task_run_ids(NAME)["attempt 1.1 from step 0"]
+    page = visitor.goto(f"{root}/runs/task-run/{task_run_id}")
+    expect(page.get_by_text("RestartAfterHang").first).to_be_visible()
+    visitor.keep(f"attempt{root.replace('/', '-')}")
+
+
+def test_a_fault_report_is_read_without_opening_a_log(artifacts, visitor, root):
+    page = visitor.goto(f"{root}/artifacts/artifact/{artifacts[REPORT]['id']}")
+    for text in ("node_lost at node-1", "Decision: ", "pod_reschedule", "is isolated"):
+        expect(page.get_by_text(text).first).to_be_visible()
+    visitor.keep(f"fault{root.replace('/', '-')}")
+
+
+def test_the_account_of_the_time_adds_up_on_the_page(artifacts, visitor, root):
+    page = visitor.goto(f"{root}/artifacts/artifact/{artifacts[f'{NAME}-ettr']['id']}")
+    for text in ("productive_step", "detection", "recovery_pod_reschedule", "wall time", "100.0%"):
+        expect(page.get_by_text(text).first).to_be_visible()
+    expect(page.get_by_text("ETTR ").first).to_be_visible()
+    visitor.keep(f"ettr{root.replace('/', '-')}")
+
+
+@pytest.mark.parametrize("name", ["timeline", "loss"])
+def test_pictures_are_drawn(artifacts, visitor, root, name):
+    page = visitor.goto(f"{root}/artifacts/artifact/{artifacts[f'{NAME}-{name}']['id']}")
+    assert min(pictures(page)) > 500
+    visitor.keep(f"{name}{root.replace('/', '-')}")
+
+
+@pytest.mark.parametrize("name", ["attempts", "checkpoints"])
+def test_tables_are_tables(artifacts, visitor, root, name):
+    page = visitor.goto(f"{root}/artifacts/artifact/{artifacts[f'{NAME}-{name}']['id']}")
+    words = {"attempts": ("process_replace", "hang_restart", "pod_reschedule", "native_crash"),
+             "checkpoints": ("placement", "60")}  # fmt: skip
+    for text in words[name]:
+        expect(page.get_by_text(text).first).to_be_visible()
+    visitor.keep(f"{name}{root.replace('/', '-')}")
+
+
+def test_alerts_say_what_is_open_and_what_is_past(api, visitor, root, prefect_server):
+    with temporary_settings({PREFECT_API_URL: prefect_server.api_url}):
+        reporter = Reporter("hot", None, logging.getLogger("test"))
+        past = HOT.model_copy(update={"number": 2, "text": "memory at 97 %"})
+        over = COOLED.model_copy(update={"number": 2})
+        reporter.alerts(alert_rows(told(HOT, past, over)))
+        reporter.start()
+        reporter.close()
+    (artifact,) = api.artifacts("hot-alerts").values()
+    page = visitor.goto(f"{root}/artifacts/artifact/{artifact['id']}")
+    for text in ("memory_high", "memory at 98 %", "open", "past", "node-1, device 3"):
+        expect(page.get_by_text(text).first).to_be_visible()
+    expect(page.get_by_text("1 open, 1 past").first).to_be_visible()
+    visitor.keep(f"alerts{root.replace('/', '-')}")
