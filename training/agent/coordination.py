@@ -18,7 +18,7 @@ from pathlib import Path
 from pydantic import SecretStr, ValidationError
 
 from training.agent.zygote import Fork, ForkedProcess, Zygote
-from training.coordinator.config import CoordinatorConfig
+from training.coordinator.config import CoordinatorConfig, MetricsAddress, metrics_file
 from training.membership import (
     TO_MEMBER,
     AgentJoined,
@@ -90,6 +90,15 @@ def new_token() -> str:
 def address_file(folder: Path) -> Path:
     """Where a coordinator writes its address, and where workers look for it."""
     return folder / _ADDRESS_FILE
+
+
+def metrics_url(folder: Path) -> str | None:
+    """Where the coordinator of an attempt on this node answers Prometheus, None without one."""
+    try:
+        text = metrics_file(folder).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    return MetricsAddress.model_validate_json(text).url
 
 
 def write_private(path: Path, text: str) -> None:

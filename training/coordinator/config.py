@@ -1,15 +1,32 @@
-"""What a node agent starts a coordinator with: a private file, for it has the token."""
+"""What a node agent and a coordinator tell each other in files of the attempt's folder."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
 from training.policy.notes import PastRecovery
 from training.policy.rungs import Rung
 
+_METRICS_FILE = "metrics-address.json"
+
+
+class MetricsAddress(BaseModel):
+    """Where the coordinator answers Prometheus."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    url: str
+
+
+def metrics_file(attempt_folder: Path) -> Path:
+    """Where a coordinator writes its `MetricsAddress`, once somebody is answered there."""
+    return attempt_folder / _METRICS_FILE
+
 
 class CoordinatorConfig(BaseModel):
-    """How to coordinate one attempt.
+    """How to coordinate one attempt: a private file, for it has the token.
 
     Attributes:
         job: as JSON, without secrets.

@@ -25,7 +25,7 @@ from storage.errors import NotFound, StorageError
 from training.control import read_control
 from training.coordinator.actions import Action, NormAccepted, Noted, ToAgent, ToRank
 from training.coordinator.attempt import Attempt, Stage
-from training.coordinator.config import CoordinatorConfig
+from training.coordinator.config import CoordinatorConfig, MetricsAddress, metrics_file
 from training.coordinator.judge import Judge
 from training.coordinator.metrics import AttemptNow, RunMetrics
 from training.job import Job
@@ -57,7 +57,6 @@ from training.runtime.metrics import MetricsLog, metrics_prefix, parse_live
 TICK_S = 0.02
 FOLLOW_S = 0.2
 CONTROL_S = 2.0
-METRICS_FILE = "metrics-address.json"
 ABNORMAL_NORMS = "abnormal_global_norm.json"
 SAVE_LIMIT_S = 60.0  # for the end-of-life checkpoint, or the grace period where that is longer
 
@@ -126,9 +125,9 @@ class Coordinator:
         except OSError as exc:
             _say(f"warning: no metrics at {config.host}:{port}: {exc}")
             return
-        url = f"http://{config.host}:{found}/metrics"
-        _say(f"metrics at {url}")
-        _write_private(metrics_file(Path(config.address_file).parent), json.dumps({"url": url}))
+        address = MetricsAddress(url=f"http://{config.host}:{found}/metrics")
+        _say(f"metrics at {address.url}")
+        _write_private(metrics_file(Path(config.address_file).parent), address.model_dump_json())
 
     def _standing(self) -> AttemptNow:
         attempt = self._attempt
@@ -299,11 +298,6 @@ def _send(writer: asyncio.StreamWriter | None, message: ToMember) -> None:
     # A member that is gone is noticed by its own means.
     if writer is not None and not writer.is_closing():
         writer.write(dump_line(message))
-
-
-def metrics_file(attempt_folder: Path) -> Path:
-    """Where a coordinator writes the address of its metrics, beside its own address."""
-    return attempt_folder / METRICS_FILE
 
 
 def _write_private(path: Path, text: str) -> None:

@@ -44,6 +44,7 @@ from training.runtime.contact import Contact
 from training.runtime.context import WorkerContext
 from training.runtime.drills import Drill
 from training.runtime.errors import WorkerError
+from training.runtime.event_files import EventFiles
 from training.runtime.groups import Generations, install
 from training.runtime.keeping import PromisedLinks, PromisingGroup
 from training.runtime.links import GLOO, StoreClient
@@ -87,9 +88,11 @@ class Session:
         self._flops_per_step = 0.0
         self._peak_flops: float | None = None
         self._metrics: MetricsLog | None = None
+        self._event_files: EventFiles | None = None
         if self.rank == 0:
             prefix = metrics_prefix(self.job.run_id, context.placement, context.attempt)
             self._metrics = MetricsLog.resumed(context.metrics_path, prefix)
+            self._event_files = EventFiles.of(self.job.watch.tensorboard, self.job.run_id)
         self._contact: Contact | None = None
         self._generations: Generations | None = None
         self._links: PromisedLinks | None = None
@@ -266,6 +269,8 @@ class Session:
             yield step
         if self._metrics is not None:
             self._metrics.close()
+        if self._event_files is not None:
+            self._event_files.close()
         Session.newest_step = loop.stand.step
 
     def _new_loop(
@@ -357,22 +362,23 @@ class Session:
         assert self._loader is not None  # noqa: S101 checked by steps()
         scheduler = self._training.scheduler
         lr = scheduler.get_last_lr()[0] if scheduler is not None else self.job.optimizer.lr
-        self._metrics.step(
-            StepRecord(
-                step=step,
-                loss=vote.loss,
-                grad_norm=vote.grad_norm,
-                lr=float(lr),
-                tokens_per_s=self._tokens_per_step / step_s,
-                mfu=self._mfu(step_s),
-                at_s=time.time(),
-                step_s=step_s,
-                position=self._loader.position,
-                epoch=self._loader.epoch,
-                placement=self.context.placement,
-                attempt=self.context.attempt,
-            )
+        record = StepRecord(
+            step=step,
+            loss=vote.loss,
+            grad_norm=vote.grad_norm,
+            lr=float(lr),
+            tokens_per_s=self._tokens_per_step / step_s,
+            mfu=self._mfu(step_s),
+            at_s=time.time(),
+            step_s=step_s,
+            position=self._loader.position,
+            epoch=self._loader.epoch,
+            placement=self.context.placement,
+            attempt=self.context.attempt,
         )
+        self._metrics.step(record)
+        if self._event_files is not None:
+            self._event_files.step(record)
 
     def _mfu(self, step_s: float) -> float | None:
         if not self._peak_flops or not self._flops_per_step:

@@ -68,3 +68,7 @@ class WatchSpec(Section):
     metrics_port: int = Field(
         0, ge=0, le=65_535, description="of the coordinator's Prometheus endpoint; 0: any free one"
     )
+    tensorboard: str | None = Field(
+        None, description="folder for TensorBoard's event files, written on the first rank's node "
+        "where TensorBoard is installed; none by default"
+    )  # fmt: skip

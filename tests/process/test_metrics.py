@@ -1,0 +1,138 @@
+"""A real Prometheus scrapes a real run, and answers what the dashboard asks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.process.harness import REPO, wait_for
+from training.agent.control import free_port
+
+HOST = "127.0.0.1"
+UNPACKED = Path(sys.prefix) / "prometheus" / "usr" / "bin" / "prometheus"
+PROGRAM = shutil.which("prometheus") or (str(UNPACKED) if UNPACKED.exists() else None)
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(PROGRAM is None, reason="needs Prometheus: make .venv/.prometheus"),
+]
+
+SCRAPE_S = 0.5
+# What a machine without devices does not have, and what asks for something to be wrong.
+EMPTY = ("perdure_device_", "perdure_mfu_ratio", "perdure_past_recoveries")
+
+
+class Prometheus:
+    """A Prometheus of its own, that scrapes one address."""
+
+    def __init__(self, folder: Path, target: str) -> None:
+        self.address = f"{HOST}:{free_port(HOST)}"
+        jobs = [{"job_name": "perdure", "static_configs": [{"targets": [target]}]}]
+        times = {"scrape_interval": f"{SCRAPE_S:g}s", "scrape_timeout": f"{SCRAPE_S:g}s"}
+        config = folder / "prometheus.yml"
+        config.write_text(yaml.safe_dump({"global": times, "scrape_configs": jobs}))
+        with (folder / "prometheus.log").open("wb") as log:
+            self.process = subprocess.Popen(
+                [
+                    str(PROGRAM),
+                    f"--config.file={config}",
+                    f"--storage.tsdb.path={folder}/tsdb",
+                    f"--web.listen-address={self.address}",
+                ],
+                stdout=log,
+                stderr=log,
+            )
+
+    def ask(self, expression: str) -> list[dict[str, Any]]:
+        """The series that an expression gives now."""
+        query = urllib.parse.urlencode({"query": expression})
+        with urllib.request.urlopen(f"http://{self.address}/api/v1/query?{query}") as answer:
+            series: list[dict[str, Any]] = json.load(answer)["data"]["result"]
+        return [one for one in series if one["value"][1] != "NaN"]
+
+    def value(self, expression: str) -> float | None:
+        """Of the only series, None without one."""
+        found = self.ask(expression)
+        return float(found[0]["value"][1]) if len(found) == 1 else None
+
+    def is_ready(self) -> bool:
+        assert self.process.poll() is None
+        try:
+            with urllib.request.urlopen(f"http://{self.address}/-/ready") as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait(30)
+
+
+@pytest.fixture
+def running(bench):
+    """A run that lasts until it is cancelled."""
+    job = bench.pair("metrics", steps=5000, watch={"sample_every_s": 0.5})
+    running = bench.start(job)
+    running.reach(3)
+    yield running
+    running.kill_supervisor()
+    running.local.kill_node("node-0")
+    running.local.kill_node("node-1")
+
+
+@pytest.fixture
+def prometheus(running, tmp_path):
+    """Scrapes the address that `perdure status` tells."""
+    status = json.loads(running.bench.perdure("status", running.job.run_id, "--json"))
+    url = urllib.parse.urlsplit(status["metrics_url"])
+    assert (url.hostname, url.path) == (HOST, "/metrics")
+    prometheus = Prometheus(tmp_path, url.netloc)
+    wait_for(prometheus.is_ready, timeout_s=30, what="Prometheus is ready")
+    yield prometheus
+    prometheus.close()
+
+
+def expressions() -> Iterator[str]:
+    """What the dashboard's panels ask, as Grafana would fill it in."""
+    document = json.loads((REPO / "dashboards" / "perdure.json").read_text())
+    for panel in document["panels"]:
+        for target in panel.get("targets", ()):
+            text = target["expr"].replace("$run_id", "metrics")
+            yield text.replace("$__rate_interval", "10s")
+
+
+def test_prometheus_answers_what_the_dashboard_asks_and_shows_a_recovery(running, prometheus):
+    mended = 'perdure_recoveries_total{run_id="metrics",outcome="mended"}'
+    wait_for(lambda: (prometheus.value("perdure_step") or 0) > 5, timeout_s=30, what="steps")
+    assert prometheus.value("perdure_generation") == 1
+    assert prometheus.ask(mended) == []
+
+    assert len(running.local.kill_rank(1)) == 1
+    wait_for(lambda: prometheus.value(mended) == 1, timeout_s=60, what="a recovery is counted")
+    (recovery,) = prometheus.ask(mended)
+    labels = recovery["metric"]
+    assert (labels["rung"], labels["fault_class"]) == ("process_replace", "native_crash")
+    assert (labels["placement"], labels["attempt"]) == ("1", "1")
+    assert prometheus.value("perdure_generation") == 2
+
+    asked = [one for one in expressions() if not any(name in one for name in EMPTY)]
+    assert len(asked) > 20
+    for one in asked:
+        wait_for(partial(prometheus.ask, one), timeout_s=60, what=f"data of {one}")
+    nodes = {one["metric"]["node"] for one in prometheus.ask("perdure_disk_free_bytes")}
+    assert nodes == {"node-0", "node-1"}
+    stage = prometheus.ask('perdure_attempt_stage{run_id="metrics"} == 1')
+    assert [one["metric"]["stage"] for one in stage] == ["training"]
+    for one in expressions():
+        prometheus.ask(one)  # what has no data here is understood all the same
