@@ -13,9 +13,10 @@ from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, Completed, Failed
 
 from tasks.hooks import leave_adoptable, take_down
-from tasks.pretraining import place, preflight, prepare_data, report, train
+from tasks.pretraining import check, place, preflight, prepare_data, report, train
 from tasks.states import data_of
 from tasks.supervision import Supervision, has_open_attempt
+from training.engines.base import Placement
 from training.errors import EngineError
 from training.job import Job
 from training.policy.faults import FaultClass
@@ -43,9 +44,8 @@ def pretrain(job: Job) -> State[Any]:
             return _end_with(supervision, pending)
         manifest_key = _data_of(job, supervision)
         while True:
-            named_place = place.with_options(task_run_name=_place_name(supervision))
             try:
-                placement = data_of(named_place(supervision, return_state=True))
+                placement = _place(supervision)
             except EngineError as error:
                 outcome = "cancelled" if supervision.stop_wanted() else "failed"
                 return _end(supervision, outcome, f"no placement: {error}")
@@ -91,6 +91,22 @@ def _data_of(job: Job, supervision: Supervision) -> str | None:
     result = data_of(state)
     supervision.run.record_data(result)
     return result.manifest_key
+
+
+def _place(supervision: Supervision) -> Placement:
+    """The placement of the next attempt; nodes that fail their checks are left for others.
+
+    Raises:
+        EngineError: there is none.
+    """
+    while True:
+        named = place.with_options(task_run_name=_place_name(supervision))
+        placement = data_of(named(supervision, return_state=True))
+        if not supervision.run.wants_checks(placement):
+            return placement
+        checked = check.with_options(task_run_name=f"check placement {placement.number}")
+        if data_of(checked(supervision, placement, return_state=True)):
+            return placement
 
 
 def _place_name(supervision: Supervision) -> str:

@@ -25,6 +25,7 @@ from perdure.diagnosis import as_object, cases_of, show_case
 from perdure.drills import run_drills
 from perdure.logs import logs
 from perdure.pausing import Pausing
+from perdure.preflight import check_inputs, preflight, warn_of_departures
 from perdure.runs import known_run, make_console, run_to_look_at, store_of
 from perdure.status import Looker
 from storage.errors import StorageError
@@ -33,16 +34,15 @@ from training.environment import check_environment, worker_variables
 from training.errors import InputError, PerdureError
 from training.home import home_folder
 from training.inject import Injector
-from training.job import Job, departures, load_job
+from training.job import Job, load_job
 from training.ledger import Ledger
 from training.policy.accounting import account
 from training.policy.ladder import ladder_markdown
 from training.policy.wall_time import Account
-from training.preflight import check_job, recovery_notes
+from training.preflight import check_job
 from training.runtime.metrics import StepReader, kept_of
 from training.supervisor.report import AttemptRow, loss_picture, story_rows
 from training.supervisor.timeline import ettr_text, timeline_picture
-from training.trainer.data.tokenizer import open_tokenizer
 
 EXIT_FAILED = 1
 EXIT_INPUT = 2
@@ -57,6 +57,7 @@ server_app = typer.Typer(help="The Prefect server of this machine.", no_args_is_
 app.add_typer(server_app, name="server")
 app.add_typer(checkpoints.app, name="checkpoints")
 app.command()(logs)
+app.command()(preflight)
 
 JobFile = Annotated[Path, typer.Argument(help="job file (YAML or JSON)", show_default=False)]
 Overrides = Annotated[
@@ -84,8 +85,8 @@ def run(job_file: JobFile, overrides: Overrides = None) -> None:
     A run that was paused stays paused until `perdure resume`.
     """
     job = load_job(job_file, overrides or ())
-    _check(job)
-    _warn_of_departures(job)
+    check_inputs(job)
+    warn_of_departures(job)
     raise typer.Exit(_supervise(job))
 
 
@@ -94,7 +95,7 @@ def demo() -> None:
     """Run the main job on this machine, kill a worker and a node, and watch it go on."""
     home = home_folder()
     job = demo_job(home)
-    _check(job)
+    check_inputs(job)
     injector = demo_faults(home, job.run_id)
     code = _supervise(job, injector)
     console = make_console()
@@ -120,27 +121,6 @@ def drill(
     console = make_console()
     is_fine = run_drills(name, parallelism=parallelism, home=home, as_json=as_json, console=console)
     raise typer.Exit(0 if is_fine else EXIT_FAILED)
-
-
-@app.command()
-def preflight(job_file: JobFile, overrides: Overrides = None, *, as_json: AsJson = False) -> None:
-    """Check a job against this machine without starting anything."""
-    job = load_job(job_file, overrides or ())
-    _check(job)
-    notes = recovery_notes(job)
-    if as_json:
-        warnings = [*_departures(job), *(note.line for note in notes if note.is_warning)]
-        recovery = [note.line for note in notes if not note.is_warning]
-        print(json.dumps({"ok": True, "warnings": warnings, "recovery": recovery}))
-        return
-    _warn_of_departures(job)
-    console = make_console()
-    console.print(f"{job.run_id}: world size {job.world_size}, everything found", highlight=False)
-    for note in notes:
-        if note.is_warning:
-            print(f"perdure: {note.line}", file=sys.stderr)
-        else:
-            console.print(note.line, markup=False, highlight=False)
 
 
 @app.command()
@@ -293,23 +273,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _fail(message: str, code: int) -> None:
     print(f"perdure: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(code)
-
-
-def _check(job: Job) -> None:
-    # A credentials block lives in the Prefect server; the storage is checked once that runs.
-    check_job(job, with_storage=job.storage.credentials_block is None)
-
-
-def _departures(job: Job) -> list[str]:
-    if job.worker.is_command:
-        return []
-    vocab_size = open_tokenizer(job.tokenizer).vocab_size
-    return list(departures(job, job.model.num_parameters(vocab_size)))
-
-
-def _warn_of_departures(job: Job) -> None:
-    for line in _departures(job):
-        print(f"perdure: recommended otherwise: {line}", file=sys.stderr)
 
 
 def _supervise(job: Job, injector: Injector | None = None) -> int:

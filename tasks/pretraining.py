@@ -23,6 +23,7 @@ from tasks.supervision import Supervision
 from training.engines.base import Placement
 from training.errors import InputError
 from training.job import Job, departures
+from training.monitor.check import Outcome
 from training.policy.ladder import Rung
 from training.preflight import check_job
 from training.supervisor.run import Verdict
@@ -89,6 +90,25 @@ def place(supervision: Supervision) -> Placement:
     kept_out = f"; isolated: {', '.join(avoid)}" if avoid else ""
     message = f"placement {placement.number} on {', '.join(placement.nodes)}{kept_out}"
     return completed(placement, message)
+
+
+@task(name="check", cache_policy=NO_CACHE)
+def check(supervision: Supervision, placement: Placement) -> bool:
+    """The nodes of a placement, before the first step. Whether it can be used."""
+    supervision.says("checking nodes")
+    judgement = supervision.run.check(placement)
+    logger = get_run_logger()
+    for one in judgement.checks:
+        if one.outcome in (Outcome.WARNING, Outcome.FAILED):
+            logger.warning("%s: %s on %s: %s", one.outcome, one.name, one.node, one.seen)
+    for what in judgement.common:
+        logger.warning("no single node is to blame, the attempt will show: %s", what)
+    supervision.tell_attempts()
+    if judgement.refused:
+        told = "; ".join(f"{node}: {why}" for node, why in judgement.refused.items())
+        return completed(False, f"isolated before the first step: {told}", name="NodesRefused")
+    nodes = len({one.node for one in judgement.checks if one.node is not None})
+    return completed(True, f"{len(judgement.checks)} checks on {nodes} nodes")
 
 
 def may_restart_in_place(_task: Task[..., Any], _task_run: TaskRun, state: State[Any]) -> bool:
@@ -176,7 +196,7 @@ def report(supervision: Supervision) -> None:
     supervision.run.refresh()
     supervision.tell_attempts()
     supervision.reporter.checkpoints(supervision.run.history)
-    supervision.tell_progress()
     supervision.tell_account()
+    supervision.tell_progress()
     if not supervision.job.worker.is_command:
         supervision.tell_picture()

@@ -31,6 +31,7 @@ from training.specs.model import (
     Precision,
     Section,
 )
+from training.specs.preflight import PreflightSpec
 from training.specs.recovery import (
     PLATFORM_HANG_TIMEOUT_S,
     RECOMMENDED_KEEP_LAST,
@@ -70,6 +71,9 @@ class Job(Section):
     comm: CommSpec = Field(CommSpec(), description="limits and ports of the collectives")
     engine: LocalEngineSpec = Field(LocalEngineSpec(), description="where the nodes come from")
     watch: WatchSpec = Field(WatchSpec(), description="what is looked at, and when to tell")
+    preflight: PreflightSpec = Field(
+        PreflightSpec(), description="what is checked on nodes before they are used"
+    )
     drill: DrillSpec = Field(DrillSpec(), description="faults made on purpose")
     env: dict[str, str] = Field({}, description="further environment variables of the workers")
     log_path: str | None = Field(

@@ -18,9 +18,10 @@ import psutil
 
 from storage.address import open_store
 from storage.errors import StorageError
+from training.agent.checks import NodeChecks
 from training.agent.collecting import Collector
 from training.agent.control import ControlServer, free_port
-from training.agent.coordination import CoordinatorLine, address_file, write_private
+from training.agent.coordination import CoordinatorLine, address_file, metrics_url, write_private
 from training.agent.evidence import device_health, device_logs, tail
 from training.agent.hanging import HangCheck
 from training.agent.keeper import KeeperProcess, disk_folder
@@ -31,8 +32,10 @@ from training.agent.protocol import (
     AgentConfig,
     AgentState,
     AgentStatus,
+    CheckOrder,
     CollectOrder,
     EvidenceQuery,
+    GreetQuery,
     HangReport,
     LogsQuery,
     MetricsQuery,
@@ -84,6 +87,7 @@ class Agent:
         self._launcher = Launcher(folder, config.host)
         self._line: CoordinatorLine | None = None
         self._ending = False
+        self._checks = NodeChecks(config, folder)
         self._keeper = KeeperProcess(folder)
         self._sampling = Sampling(folder, self._tell_sample)
         self._collector = Collector(config, folder)
@@ -120,6 +124,8 @@ class Agent:
             return self._evidence(request.epoch, request.order.tail_bytes)
         if isinstance(request.order, StacksQuery):
             return self._stacks(request.epoch)
+        if isinstance(request.order, CheckOrder):
+            return self._check(request.epoch, request.order)
         with self._lock:
             return self._refuse(request.epoch) or self._obey(request.order)
 
@@ -138,6 +144,7 @@ class Agent:
             staging_error=self._staging_error,
             oom_kills=oom_kills() - self._oom_kills_before,
             sample=self._sampling.newest,
+            metrics_url=metrics_url(self._attempt_folder(self._order)) if self._order else None,
         )
 
     def _obey(self, order: Order) -> Reply:
@@ -156,6 +163,8 @@ class Agent:
                 reply = self._metrics(order.offset)
             case LogsQuery():
                 reply = Reply(logs=self._logs(order.tail_bytes))
+            case GreetQuery():
+                reply = Reply(at_s=time.time(), port=free_port(self._config.host))
             case CollectOrder():
                 collected = self._collector.collect(order, self._order, self._group)
                 reply = Reply(collected=collected)
@@ -171,6 +180,7 @@ class Agent:
             return Reply()  # a repeated order, after a lost reply
         if not self._is_quiet():
             return Reply(error=f"attempt {self._order and self._order.attempt} is still running")
+        self._checks.end()
         self._order, self._group = order, None
         self._hang, self._staging_error = None, None
         self._hang_check = HangCheck(self._config, order.is_command, self._marker)
@@ -380,6 +390,14 @@ class Agent:
             refused = self._refuse(epoch)
             workers = self._group.asked_for_stacks() if self._group is not None else []
         return refused or Reply(texts=tuple(stacks_of(workers)))
+
+    def _check(self, epoch: int, order: CheckOrder) -> Reply:
+        """Runs a program that takes its time: not under the lock."""
+        with self._lock:
+            refused = self._refuse(epoch)
+            if refused is None and not self._is_quiet():
+                refused = Reply(error="an attempt is running")
+        return refused or Reply(checks=self._checks.run(order))
 
     def _is_quiet(self) -> bool:
         return self._state in (AgentState.IDLE, AgentState.ENDED)

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, TypeAdapter
 
 from training.membership import CoordinatorAddress
+from training.monitor.check import Check
 from training.monitor.sample import NodeSample
 from training.policy.notes import PastRecovery
 from training.policy.rungs import Rung
@@ -147,6 +148,32 @@ class CollectOrder(Message):
     attempt: int
 
 
+class GreetQuery(Message):
+    """Ask for the node's clock, and for a port of it that is free."""
+
+    op: Literal["greet"] = "greet"
+
+
+class CheckOrder(Message):
+    """Check the node, and the gang with the others; takes seconds.
+
+    Attributes:
+        is_new: whether the node itself is checked; otherwise it takes part in the gang alone.
+        gang_host: where the first node's first rank listens; None: no check of the gang.
+        variables: environment of the workers.
+    """
+
+    op: Literal["check"] = "check"
+    job: str
+    num_nodes: int
+    slots_per_node: int
+    is_new: bool
+    gang_host: str | None
+    gang_port: int = 0
+    variables: dict[str, str]
+    timeout_s: float
+
+
 class ShutdownOrder(Message):
     """Stop the processes and end the agent: the container goes away."""
 
@@ -164,6 +191,8 @@ Order = Annotated[
     | EvidenceQuery
     | StacksQuery
     | CollectOrder
+    | GreetQuery
+    | CheckOrder
     | ShutdownOrder,
     Field(discriminator="op"),
 ]
@@ -269,6 +298,7 @@ class AgentStatus(Message):
     staging_error: str | None = None
     oom_kills: int = 0
     sample: NodeSample | None = None
+    metrics_url: str | None = Field(None, description="of the coordinator, where it is here")
 
     @property
     def is_over(self) -> bool:
@@ -341,6 +371,8 @@ class Reply(Message):
     offset: int | None = None
     logs: tuple[WorkerLog, ...] = ()
     texts: tuple[NodeText, ...] = ()
+    checks: tuple[Check, ...] = ()
+    at_s: float | None = None
     collected: Collected | None = None
 
 

@@ -92,9 +92,11 @@ class Play:
         return ended
 
     def _supervise(self, run: Run, person: Person) -> str:
-        assert run.job.data is not None  # noqa: S101 drill jobs have a corpus
-        data = prepare(run.job.data, open_tokenizer(run.job.tokenizer), run.store)
-        run.record_data(data)
+        manifest_key = None
+        if run.job.data is not None:
+            data = prepare(run.job.data, open_tokenizer(run.job.tokenizer), run.store)
+            run.record_data(data)
+            manifest_key = data.manifest_key
         until_s = time.monotonic() + self.limit_s
 
         def is_late() -> bool:
@@ -107,7 +109,7 @@ class Play:
             placement = run.place(stop_wanted=is_late)
             verdict = run.attempt(
                 placement,
-                data_manifest_key=data.manifest_key,
+                data_manifest_key=manifest_key,
                 stop_wanted=is_late,
                 on_progress=on_progress,
             )

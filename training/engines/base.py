@@ -7,12 +7,20 @@ business. Times are seconds.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from training.agent.protocol import AgentStatus, Collected, NodeText, StartOrder, WorkerLog
+from training.agent.protocol import (
+    AgentStatus,
+    CheckOrder,
+    Collected,
+    NodeText,
+    StartOrder,
+    WorkerLog,
+)
 from training.errors import NoCapacity
+from training.monitor.check import Check
 from training.policy.ladder import Rung
 from training.policy.records import Member
 
@@ -50,6 +58,24 @@ class Snapshot:
         return not self.unanswered and all(status.is_over for status in self.agents.values())
 
 
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """What a member answered when it was greeted.
+
+    Attributes:
+        host: where others reach it.
+        port: of it that is free.
+        clock_s: how far its clock is ahead of the supervisor's.
+        doubt_s: by how much that may be wrong, half the time that the answer took.
+    """
+
+    node: str
+    host: str
+    port: int
+    clock_s: float
+    doubt_s: float
+
+
 class Engine(Protocol):
     """Where containers come from.
 
@@ -75,6 +101,14 @@ class Engine(Protocol):
 
     def adopt(self, placement: Placement) -> frozenset[int]:
         """Find the containers of a placement made earlier. Indices of the members that live."""
+        ...
+
+    def greet(self) -> dict[int, Greeting]:
+        """The members that answer, by their index."""
+        ...
+
+    def check(self, orders: Mapping[int, CheckOrder]) -> Sequence[Check]:
+        """Check all members at once; one that does not answer has failed."""
         ...
 
     def start(self, order: StartOrder) -> None:

@@ -27,9 +27,11 @@ from training.agent.protocol import (
     AgentAddress,
     AgentConfig,
     AgentStatus,
+    CheckOrder,
     Collected,
     CollectOrder,
     EvidenceQuery,
+    GreetQuery,
     LogsQuery,
     MetricsQuery,
     NodeText,
@@ -43,10 +45,11 @@ from training.agent.protocol import (
     StopOrder,
     WorkerLog,
 )
-from training.engines.base import Placement, Snapshot
+from training.engines.base import Greeting, Placement, Snapshot
 from training.environment import worker_path
 from training.errors import AgentUnreachable, EngineError
 from training.job import Job
+from training.monitor.check import Check, Outcome
 from training.policy.ladder import Rung
 
 LOOPBACK = "127.0.0.1"
@@ -56,6 +59,7 @@ SILENT_AGENT_S = 15.0  # an agent that lives but does not answer for this long i
 SHUTDOWN_MARGIN_S = 10.0
 SHUTDOWN_TIMEOUT_S = 5.0  # for the answer; one that hangs is ended by force
 COLLECT_TIMEOUT_S = 3.0  # it answers at once, and a recovery must not wait for one that does not
+CHECK_MARGIN_S = 15.0  # beyond what the node gives itself for its checks
 EVIDENCE_TIMEOUT_S = 60.0  # the driver's tools are asked one by one for every device
 LIFE_PREFIX = "life-"
 _CONTAINERS_FILE = "containers.json"
@@ -128,9 +132,7 @@ class LocalEngine:
 
     @property
     def capabilities(self) -> frozenset[Rung]:
-        """Every rung of the ladder; hang restarts only where heartbeats exist."""
-        if self._job.worker.is_command:
-            return frozenset(Rung) - {Rung.HANG_RESTART}
+        """Every rung of the ladder."""
         return frozenset(Rung)
 
     def nodes(self) -> Sequence[str]:
@@ -157,6 +159,37 @@ class LocalEngine:
             return frozenset()
         self._answered_s = dict.fromkeys(self._containers, time.monotonic())
         return frozenset(i for i, c in self._containers.items() if c.address() is not None)
+
+    def greet(self) -> dict[int, Greeting]:
+        """The members that answer, by their index."""
+        found = {}
+        for index, container in self._containers.items():
+            sent_s = time.time()
+            try:
+                reply = self._client(container).call(GreetQuery())
+            except (AgentUnreachable, EngineError):
+                continue  # its check will say that it does not answer
+            doubt_s = (time.time() - sent_s) / 2
+            clock_s = (reply.at_s or 0.0) - sent_s - doubt_s
+            port = reply.port or 0
+            found[index] = Greeting(container.node, LOOPBACK, port, clock_s, doubt_s)
+        return found
+
+    def check(self, orders: Mapping[int, CheckOrder]) -> Sequence[Check]:
+        """Check all members at once; one that does not answer has failed."""
+
+        def ask(index: int) -> Sequence[Check]:
+            container, order = self._containers[index], orders[index]
+            limit_s = order.timeout_s + CHECK_MARGIN_S
+            try:
+                return self._client(container, timeout_s=limit_s).call(order).checks
+            except (AgentUnreachable, EngineError) as error:
+                told = str(error)
+                node = container.node
+                return [Check(name="agent", node=node, outcome=Outcome.FAILED, seen=told)]
+
+        with ThreadPoolExecutor(max_workers=max(1, len(orders))) as pool:
+            return [check for answer in pool.map(ask, orders) for check in answer]
 
     def start(self, order: StartOrder) -> None:
         """Start the processes of an attempt in every container."""

@@ -32,6 +32,7 @@ from training.policy.records import (
     Decided,
     FirstStep,
     Member,
+    NodeRefused,
     Noted,
     Placed,
     RunCreated,
@@ -108,6 +109,7 @@ class RunHistory:
         updated_s: when the newest record was written.
         unattended: from the last record of a supervisor to the next supervisor, each time.
         ends: when the run ended, each time.
+        refusals: nodes that failed their checks, since the run last ended.
         waits: for nodes to become free: from, to.
     """
 
@@ -123,6 +125,7 @@ class RunHistory:
     budgets_from: int = 0
     cwd: str | None = None
     isolations: list[str] = field(default_factory=list)
+    refusals: list[NodeRefused] = field(default_factory=list)
     updated_s: float = 0.0
     unattended: list[tuple[float, float]] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
@@ -156,8 +159,13 @@ class RunHistory:
 
     @property
     def isolated(self) -> tuple[str, ...]:
-        """Nodes that decisions keep out of placements, in order of isolation."""
-        return tuple(dict.fromkeys(self.isolations))
+        """Nodes that decisions or failed checks keep out of placements, in that order."""
+        return tuple(dict.fromkeys((*self.isolations, *self.refused)))
+
+    @property
+    def refused(self) -> tuple[str, ...]:
+        """Nodes that no policy lets back in: they failed their checks."""
+        return tuple(dict.fromkeys(refusal.node for refusal in self.refusals))
 
     @property
     def undecided(self) -> AttemptView | None:
@@ -180,6 +188,10 @@ class RunHistory:
         """The pause that the run is in, None while it trains or nothing of it lives."""
         view = self.open_attempt
         return view.pause if view is not None and self.ended is None else None
+
+    def refused_in(self, placement: int) -> frozenset[str]:
+        """Nodes of a placement that failed their checks."""
+        return frozenset(r.node for r in self.refusals if r.placement == placement)
 
     def attempts_in(self, placement: int) -> list[AttemptView]:
         """Attempts of one placement, oldest first."""
@@ -269,13 +281,13 @@ def _apply(history: RunHistory, record: AnyRecord) -> None:
             history.job, history.created_s = record.job, record.at_s
             history.cwd = record.cwd
         case SupervisorTook():
-            history.supervisor = record
-            if not history.ended_well:
-                history.ended = None
+            _take_over(history, record)
         case DataReady():
             history.data.append(record)
         case Placed():
             history.placements.append(record)
+        case NodeRefused():
+            history.refusals.append(record)
         case AttemptStarted():
             history.ended = None  # a completed run may be given a larger target
             history.attempts.append(AttemptView(record, history.placements[-1].members))
@@ -285,6 +297,14 @@ def _apply(history: RunHistory, record: AnyRecord) -> None:
             history.checkpoints.append(record)
         case RunEnded():
             history.ended, history.budgets_from = record, len(history.attempts)
+
+
+def _take_over(history: RunHistory, record: SupervisorTook) -> None:
+    history.supervisor = record
+    if history.ended is not None:
+        history.refusals.clear()  # somebody has looked at them, and they are checked again
+    if not history.ended_well:
+        history.ended = None
 
 
 def _update_attempt(

@@ -89,6 +89,15 @@ class Placed(Record):
     waited_s: float = 0.0
 
 
+class NodeRefused(Record):
+    """A node failed its checks before the first step: it is isolated, its member moves."""
+
+    kind: Literal["node_refused"] = "node_refused"
+    placement: int
+    node: str
+    why: str
+
+
 class AttemptStarted(Record):
     """The processes of an attempt were told to start."""
 
@@ -194,6 +203,7 @@ AnyRecord = Annotated[
     | SupervisorTook
     | DataReady
     | Placed
+    | NodeRefused
     | AttemptStarted
     | FirstStep
     | AttemptEnded

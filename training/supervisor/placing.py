@@ -60,10 +60,11 @@ class Placer:
         """
         self._decider.decide_what_is_open()
         current = placement_of(self._book.history)
-        if current is not None and self._keeps(self._book.history, current):
+        repairs = current is not None and bool(self._book.history.refused_in(current.number))
+        if current is not None and not repairs and self._keeps(self._book.history, current):
             return current
         while True:
-            rung = _rung_of(self._book.refresh())
+            rung = self._repair if repairs else _rung_of(self._book.refresh())
             if rung is Rung.STOP:
                 decided = self._book.history.pending_decision
                 raise EngineError(decided.reason if decided else "no placement is possible")
@@ -72,7 +73,15 @@ class Placer:
             except (EngineError, AgentUnreachable) as error:
                 if stop_wanted():
                     raise EngineError("stopped on request") from error
-                self._decider.rung_failed(rung, str(error), waited_s=self._waited_s)
+                why = "; ".join((str(error), *_refusals(self._book.history)))
+                self._decider.rung_failed(rung, why, waited_s=self._waited_s)
+                repairs = False
+
+    @property
+    def _repair(self) -> Rung:
+        """How members on refused nodes move: alone where the engine can, or all."""
+        can = Rung.POD_RESCHEDULE in self._engine.capabilities
+        return Rung.POD_RESCHEDULE if can else Rung.JOB_RESCHEDULE
 
     def _keeps(self, history: RunHistory, current: Placement) -> bool:
         """Whether the next attempt stands on the placement that is there.
@@ -132,7 +141,7 @@ class Placer:
         history, nodes = self._book.history, self._engine.nodes()
         avoid = history.isolated
         if rung is Rung.JOB_RESCHEDULE and self._may_go_back(avoid):
-            avoid = ()
+            avoid = history.refused
         if rung is Rung.POD_RESCHEDULE and current is not None:
             alive = self._engine.adopt(current)
             lost = [m.node for m in current.members if m.index not in alive]
@@ -167,6 +176,11 @@ def placement_of(history: RunHistory) -> Placement | None:
     """The placement in effect."""
     placed = history.placement
     return Placement(placed.placement, placed.members) if placed is not None else None
+
+
+def _refusals(history: RunHistory) -> list[str]:
+    """Why nodes were refused that nothing but their own checks spoke against."""
+    return [f"{one.node} failed its checks: {one.why}" for one in history.refusals]
 
 
 def _rung_of(history: RunHistory) -> Rung:

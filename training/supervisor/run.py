@@ -34,8 +34,11 @@ from training.policy.history import AttemptView, RunHistory
 from training.policy.ladder import RESTARTS_IN_PLACE, Decision
 from training.policy.notes import PastRecovery
 from training.policy.records import DataReady, RunCreated, RunEnded
+from training.preflight.judging import Judgement
 from training.supervisor.book import Book
+from training.supervisor.checking import Checker
 from training.supervisor.deciding import Decider, recoveries_of
+from training.supervisor.health import AttemptHealth
 from training.supervisor.placing import Placer, placement_of
 from training.supervisor.recoveries import Onlooker, past_recoveries
 from training.supervisor.watch import AttemptEnd, AttemptWatch, EndKind, Progress
@@ -206,6 +209,20 @@ class Run:
         )
         return placer.place(stop_wanted=stop_wanted)
 
+    def wants_checks(self, placement: Placement) -> bool:
+        """Whether a placement is checked: nothing has been started on it yet."""
+        return self.job.preflight.nodes and not self.refresh().attempts_in(placement.number)
+
+    def check(self, placement: Placement) -> Judgement:
+        """Check the nodes before a first step.
+
+        Nodes that fail are refused: place() again finds others.
+
+        Raises:
+            EngineError: before the first attempt, something is wrong that no node is to blame for.
+        """
+        return Checker(self.job, self.engine, self._book).check(placement)
+
     def attempt(
         self,
         placement: Placement,
@@ -219,12 +236,15 @@ class Run:
         if view is None:
             self._wait(placement, stop_wanted)
             view = self._book.begin_attempt(placement.number)
+        health = AttemptHealth(self.job.watch)
+        health.adopt(view)
         watch = AttemptWatch(
             self.engine,
             grace_s=self.job.engine.grace_s,
             start_timeout_s=self.job.restart.start_timeout_s,
             stop_wanted=stop_wanted,
-            on_progress=lambda progress: self._on_progress(view, progress, on_progress),
+            on_progress=lambda progress: self._on_progress(view, health, progress, on_progress),
+            slow_node=lambda: health.slow_node(view, self.history),
         )
         if not self._already_started(view):
             self.checkpoints.fence(*view.key)
@@ -299,10 +319,16 @@ class Run:
         )
 
     def _on_progress(
-        self, view: AttemptView, progress: Progress, then: Callable[[Progress], None]
+        self,
+        view: AttemptView,
+        health: AttemptHealth,
+        progress: Progress,
+        then: Callable[[Progress], None],
     ) -> None:
         # Whoever adopts an attempt reads its live file from the beginning.
-        progress.notes = self._book.progress(view, progress)
+        noted = self._book.progress(view, progress)
+        alerts = health.look(progress, view, self.history)
+        progress.notes = [*noted, *self._book.notes(view, alerts)]
         then(progress)
 
     def _conclude(self, view: AttemptView, end: AttemptEnd) -> Verdict:

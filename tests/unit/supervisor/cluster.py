@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from training.agent.protocol import (
     AgentState,
     AgentStatus,
+    CheckOrder,
     Collected,
     NodeText,
     StartOrder,
     WorkerLog,
     WorkerStatus,
 )
-from training.engines.base import Engine, Placement, Snapshot
+from training.engines.base import Engine, Greeting, Placement, Snapshot
 from training.errors import AgentUnreachable, EngineError
+from training.monitor.check import Check
 from training.policy.ladder import Rung
 from training.policy.records import Member
 from training.supervisor.run import Run, Verdict
@@ -39,6 +41,9 @@ class Cluster:
         self.live: dict[tuple[int, int], str] = {}  # live file of an attempt, written at its end
         self.written: set[tuple[int, int]] = set()
         self.orders: list[StartOrder] = []
+        self.checks: dict[str, list[Check]] = {}  # what the checks of a node find
+        self.checked: list[dict[int, bool]] = []  # which members were checked, as new ones or not
+        self.clock_s = 0.0
 
     @property
     def outcome(self) -> str:
@@ -86,6 +91,19 @@ class FakeEngine:
         return frozenset(
             i for i, (m, _) in self.cluster.members.items() if m.node not in self.cluster.lost
         )
+
+    def greet(self) -> dict[int, Greeting]:
+        self.tick("greet")
+        return {
+            i: Greeting(m.node, "127.0.0.1", 1, self.cluster.clock_s, 0.0)
+            for i, (m, _) in self.cluster.members.items()
+        }
+
+    def check(self, orders: Mapping[int, CheckOrder]) -> Sequence[Check]:
+        self.tick("check")
+        self.cluster.checked.append({i: order.is_new for i, order in orders.items()})
+        nodes = [self.cluster.members[index][0].node for index in orders]
+        return [check for node in nodes for check in self.cluster.checks.get(node, ())]
 
     def start(self, order: StartOrder) -> None:
         key = (order.placement, order.attempt)

@@ -1,0 +1,164 @@
+"""What follows from the checks of nodes, before anything is started on them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.supervisor.cluster import Cluster, ClusterRun
+from training.errors import EngineError
+from training.job import Job
+from training.monitor.check import Check, Outcome
+from training.policy.records import NodeRefused
+from training.supervisor.watch import EndKind
+
+
+def failed(node: str, name: str = "devices", seen: str = "device 0: Alarm") -> Check:
+    return Check(name=name, node=node, outcome=Outcome.FAILED, seen=seen)
+
+
+def fine(node: str, name: str = "devices") -> Check:
+    return Check(name=name, node=node, outcome=Outcome.OK, seen="healthy")
+
+
+NODES = ("node-0", "node-1", "node-2")
+
+
+@pytest.fixture
+def cluster():
+    found = Cluster(["done"])
+    found.checks = {node: [fine(node)] for node in NODES}
+    return found
+
+
+@pytest.fixture
+def run(job, tmp_path, cluster):
+    def build(job: Job = job) -> ClusterRun:
+        made = ClusterRun(job, home=tmp_path / "home")
+        made.cluster = cluster
+        made.take()
+        return made
+
+    return build
+
+
+def test_healthy_nodes_are_used(run, cluster):
+    one = run()
+    placement = one.place()
+    assert one.wants_checks(placement)
+    assert not one.check(placement).refused
+    assert one.place() == placement
+    assert cluster.checked == [{0: True, 1: True}]
+
+
+def test_a_node_that_fails_is_isolated_and_its_member_moves_to_the_spare(run, cluster):
+    cluster.checks["node-1"] = [failed("node-1")]
+    one = run()
+    first = one.place()
+    judgement = one.check(first)
+    assert judgement.refused == {"node-1": "devices: device 0: Alarm"}
+    assert one.history.isolated == ("node-1",)
+    second = one.place()
+    assert (second.number, second.nodes) == (2, ("node-0", "node-2"))
+    assert not one.check(second).refused
+    # The node that stayed was checked before; the gang is checked with everybody.
+    assert cluster.checked[-1] == {0: False, 1: True}
+    assert one.history.attempts == []
+
+
+def test_the_refusal_is_on_record_for_a_supervisor_that_takes_over(run, cluster):
+    cluster.checks["node-0"] = [failed("node-0")]
+    one = run()
+    one.check(one.place())
+    one.ledger.release()
+    other = run()
+    assert other.place().nodes == ("node-2", "node-1")
+    (refusal,) = other.history.refusals
+    assert isinstance(refusal, NodeRefused)
+    assert refusal.why == "devices: device 0: Alarm"
+
+
+def test_without_a_spare_the_run_says_so_and_names_the_check(run, cluster, job):
+    cluster.checks["node-1"] = [failed("node-1")]
+    cluster.checks["node-2"] = [failed("node-2", "disk", "disk full")]
+    one = run()
+    one.check(one.place())
+    one.check(one.place())
+    with pytest.raises(EngineError, match="no healthy spare") as caught:
+        one.place()
+    assert "node-1 failed its checks: devices: device 0: Alarm" in str(caught.value)
+    assert "node-2 failed its checks: disk: disk full" in str(caught.value)
+
+
+def test_whoever_starts_an_ended_run_again_has_the_nodes_checked_again(run, cluster):
+    cluster.checks["node-1"] = [failed("node-1")]
+    one = run()
+    one.check(one.place())
+    one.end("failed", "no placement")
+    other = run()
+    assert other.history.isolated == ()
+
+
+def test_what_fails_everywhere_is_no_node_s_fault_and_ends_a_run_that_has_not_begun(run, cluster):
+    cluster.checks = {node: [failed(node, "store", "cannot write")] for node in NODES}
+    one = run()
+    with pytest.raises(EngineError, match="store: cannot write"):
+        one.check(one.place())
+    assert one.history.refusals == []
+
+
+def test_later_an_attempt_is_started_all_the_same(run, cluster, impatient):
+    cluster.outcomes = ["node lost", "done"]
+    one = run()
+    placement = one.place()
+    one.check(placement)
+    quiet = {"data_manifest_key": None, "stop_wanted": lambda: False, "on_progress": lambda _: None}
+    assert one.attempt(placement, **quiet).kind is EndKind.FAILED
+    cluster.checks = {node: [failed(node, "all_reduce", "no route")] for node in NODES}
+    moved = one.place()
+    judgement = one.check(moved)
+    assert judgement.common == ("all_reduce: no route",)
+    assert one.attempt(moved, **quiet).kind is EndKind.COMPLETED
+
+
+def test_a_placement_with_attempts_is_not_checked(run, cluster, impatient):
+    cluster.outcomes = ["crash", "done"]
+    one = run()
+    placement = one.place()
+    quiet = {"data_manifest_key": None, "stop_wanted": lambda: False, "on_progress": lambda _: None}
+    one.attempt(placement, **quiet)
+    assert one.place() == placement
+    assert not one.wants_checks(placement)
+
+
+def test_a_job_may_go_without(run, job):
+    preflight = job.preflight.model_copy(update={"nodes": False})
+    one = run(job.model_copy(update={"preflight": preflight}))
+    assert not one.wants_checks(one.place())
+
+
+def test_a_clock_that_is_off_is_a_warning(run, cluster):
+    cluster.clock_s = -3.0
+    one = run()
+    judgement = one.check(one.place())
+    told = [c for c in judgement.checks if c.name == "clock"]
+    assert [(c.node, c.outcome) for c in told] == [
+        ("node-0", Outcome.WARNING),
+        ("node-1", Outcome.WARNING),
+    ]
+    assert told[0].seen.startswith("-3.000 s")
+    assert not judgement.refused
+
+
+def test_a_refused_node_does_not_come_back_where_isolated_ones_may(run, cluster, job, impatient):
+    """allow_without_isolation is about nodes that had a fault, not about those that cannot work."""
+    cluster.checks["node-2"] = [failed("node-2")]
+    cluster.outcomes = ["node lost", "done"]
+    one = run()
+    placement = one.place()
+    one.check(placement)
+    quiet = {"data_manifest_key": None, "stop_wanted": lambda: False, "on_progress": lambda _: None}
+    one.attempt(placement, **quiet)
+    moved = one.place()
+    assert moved.nodes == ("node-0", "node-2")
+    one.check(moved)
+    assert "node-2" not in one.place().nodes

@@ -1,0 +1,173 @@
+"""Can the program be started again? It is, for a few steps, before a run depends on it.
+
+A session's program runs twice from the beginning on a scratch run of its own, and has to give the
+same losses in every digit. Of a command nothing is known but its processes: it is started, ended
+by SIGTERM as a restart would, and started again as the second start of its container; it writes
+where it always writes. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import string
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+from training.agent.control import free_port
+from training.agent.protocol import AgentConfig, StartOrder
+from training.agent.workers import platform_variables
+from training.drill.play import Play
+from training.environment import worker_path, worker_variables
+from training.errors import PerdureError
+from training.job import Job
+from training.monitor.check import Check, Outcome
+from training.monitor.sources.asking import end_session
+
+NAME = "reentry"
+STEPS = 3
+LOOPBACK = "127.0.0.1"
+STORE_FOLDER = "store"
+
+
+def check_reentry(job: Job, *, lasting_s: float) -> Check:
+    """Start the program twice.
+
+    Args:
+        job: whose program is meant.
+        lasting_s: how long a command runs each time.
+    """
+    began_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="perdure-reentry-") as folder:
+        if job.worker.is_command:
+            check = _check_command(job, Path(folder), lasting_s)
+        else:
+            check = _check_session(job, Path(folder))
+    return check.model_copy(update={"seconds": time.monotonic() - began_s})
+
+
+def scratch_job(job: Job, folder: Path, number: int) -> Job:
+    """The job for a few steps, in a store that nobody else knows."""
+    changes = {
+        "run_id": f"reentry-{number}",
+        "steps": STEPS,
+        "storage": {"address": f"file://{folder / STORE_FOLDER}"},
+        "optimizer": job.optimizer.model_dump() | {"warmup_steps": 0},
+        "engine": job.engine.model_dump() | {"spares": 0},
+        "preflight": {"nodes": False},
+        "drill": {},
+        "log_path": None,
+    }
+    return Job.model_validate(job.model_dump() | changes)
+
+
+def _check_session(job: Job, folder: Path) -> Check:
+    allowed = f"the same {STEPS} losses, in every digit"
+    curves: list[dict[int, float]] = []
+    for number in (1, 2):
+        try:
+            played = Play(folder).play(scratch_job(job, folder, number))
+        except PerdureError as error:
+            return _failed(f"start {number}: {error}", allowed)
+        curve = {step: loss for step, (loss, _) in played.curve.items()}
+        if len(curve) != STEPS:
+            fault = next((a.ended.fault for a in played.history.attempts if a.ended), None)
+            why = fault.evidence if fault is not None else played.ended
+            return _failed(f"start {number}: {len(curve)} of {STEPS} steps: {why}", allowed)
+        curves.append(curve)
+    for step, loss in curves[0].items():
+        if curves[1][step] != loss:
+            seen = f"step {step}: loss {loss!r}, and {curves[1][step]!r} when started again"
+            return _failed(seen, allowed)
+    losses = ", ".join(f"{loss:.6f}" for loss in curves[0].values())
+    return Check(name=NAME, outcome=Outcome.OK, seen=f"losses {losses}, twice", allowed=allowed)
+
+
+def _check_command(job: Job, folder: Path, lasting_s: float) -> Check:
+    allowed = "a second start after SIGTERM does not fail"
+    for number in (1, 2):
+        code, said = _start(job, folder, number, lasting_s)
+        if code not in (None, 0):
+            return _failed(f"start {number} ended with exit code {code}: {said}", allowed)
+    seen = f"started twice, {lasting_s:g} s each time, or to its end"
+    return Check(name=NAME, outcome=Outcome.OK, seen=seen, allowed=allowed)
+
+
+def _start(job: Job, folder: Path, number: int, lasting_s: float) -> tuple[int | None, str]:
+    """Run the command for a while. Its exit code, None when it went on; what it said last."""
+    assert job.worker.command is not None  # noqa: S101 checked by the caller
+    variables = _variables(job, folder, number)
+    command = [string.Template(part).safe_substitute(variables) for part in job.worker.command]
+    log = folder / f"start-{number}.log"
+    with log.open("wb") as output:
+        try:
+            process = subprocess.Popen(
+                command,
+                cwd=job.worker.cwd,
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            return 127, str(error)
+        try:
+            code: int | None = process.wait(lasting_s)
+        except subprocess.TimeoutExpired:
+            code = None
+            process.send_signal(signal.SIGTERM)
+            _await(process, job.engine.grace_s)
+        finally:
+            end_session(process)
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return code, lines[-1][:300] if lines else ""
+
+
+def _await(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    try:
+        process.wait(grace_s)
+    except subprocess.TimeoutExpired:
+        return  # the caller ends it by force, as an agent would
+
+
+def _variables(job: Job, folder: Path, number: int) -> dict[str, str]:
+    """What an agent would set in the only container of the job."""
+    config = AgentConfig(
+        run_id=job.run_id,
+        node="node-0",
+        member=0,
+        schedule_cnt=1,
+        token="",
+        epoch=1,
+        orphan_timeout_s=60,
+        start_timeout_s=60,
+        hang_timeout_s=None,
+        detect_hangs=False,
+    )
+    order = StartOrder(
+        placement=1,
+        attempt=number,
+        num_nodes=1,
+        slots_per_node=job.engine.slots_per_node,
+        hosts=(LOOPBACK,),
+        master_addr=LOOPBACK,
+        master_port=job.comm.master_port or free_port(LOOPBACK),
+        command=job.worker.command or (),
+        is_command=True,
+        cwd=str(Path(job.worker.cwd or ".").resolve()),
+        grace_s=job.engine.grace_s,
+        log_path=None,
+        variables={},
+        job="{}",
+        data_manifest_key=None,
+    )
+    own = {variable.name: variable.value for variable in worker_variables(job)}
+    platform = platform_variables(config, order, folder, number)
+    return {**os.environ, **own, **platform, "NODE_RANK": "0", "PATH": worker_path()}
+
+
+def _failed(seen: str, allowed: str) -> Check:
+    return Check(name=NAME, outcome=Outcome.FAILED, seen=seen, allowed=allowed)

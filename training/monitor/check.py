@@ -1,0 +1,80 @@
+"""One check of a node before it is used, and what a node is asked to check.
+
+Written by the program that checks and read by whoever asked. Times are seconds.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter
+
+
+class Outcome(StrEnum):
+    """How a check came out, from good to bad."""
+
+    SKIPPED = "skipped"  # it does not apply here, `seen` says why
+    OK = "ok"
+    WARNING = "warning"  # it can be used, and somebody should look
+    FAILED = "failed"  # it must not be used
+
+
+class Check(BaseModel):
+    """One check.
+
+    Attributes:
+        name: of the check.
+        node: that was checked; None: the job or the gang as a whole.
+        seen: what was found.
+        allowed: what it is compared with; "" where nothing is.
+        seconds: it took.
+        figures: what was measured, by name with its unit.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    outcome: Outcome
+    seen: str
+    allowed: str = ""
+    node: str | None = None
+    seconds: float = 0.0
+    figures: dict[str, float] = {}
+
+
+class NodeTask(BaseModel):
+    """What a node is asked to check.
+
+    Attributes:
+        job: as JSON, without secrets.
+        folder: of the container.
+        node_folder: that outlives its containers; None: there is none.
+        first_rank: of the ranks of this node, one for each slot.
+        is_new: whether the node itself is checked; otherwise it takes part in the gang alone.
+        gang_host: where the first rank listens; None: no check of the gang.
+        with_store: whether the keys of the store are there.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    job: str
+    node: str
+    folder: str
+    node_folder: str | None
+    slots: int
+    first_rank: int
+    world_size: int
+    is_new: bool
+    gang_host: str | None
+    gang_port: int = 0
+    timeout_s: float
+    with_store: bool = True
+
+
+CHECKS: TypeAdapter[tuple[Check, ...]] = TypeAdapter(tuple[Check, ...])
+
+
+def worst(outcomes: list[Outcome]) -> Outcome:
+    """The worst of several outcomes; skipped when there is none."""
+    order = list(Outcome)
+    return max(outcomes, key=order.index, default=Outcome.SKIPPED)

@@ -1,0 +1,25 @@
+"""What is checked before processes are started on nodes. Times are seconds."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from training.specs.model import Section
+
+
+class PreflightSpec(Section):
+    """Checks of nodes and gang before the first step of a placement."""
+
+    nodes: bool = Field(
+        True, description="check every new node before it is used; one that fails is isolated"
+    )
+    gang: bool = Field(True, description="let all ranks join and all-reduce once; needs nodes=true")
+    burn_in_s: float = Field(
+        1.0, ge=0, le=3600, description="seconds of matmul with a known result on every device"
+    )
+    timeout_s: float = Field(
+        180.0, ge=10, le=3600, description="of all checks of a node; one that is late has failed"
+    )
+    clock_skew_s: float = Field(
+        0.5, gt=0, description="a node's clock that is off by more is told; logs are compared by it"
+    )
