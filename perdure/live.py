@@ -29,7 +29,7 @@ PLAIN_EVERY_S = 5.0
 _SPARKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 60
 _NUM_EVENTS = 8
-TABLE_WIDTH = 130
+TABLE_WIDTH = 165
 
 
 class LiveView:

@@ -7,6 +7,7 @@ seconds since the epoch, durations seconds, steps completed optimizer steps.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -30,6 +31,7 @@ from training.supervisor.tiers import node_tiers
 
 LINES = ("run_id", "state", "step", "committed_step", "target_step", "ettr", "isolated")
 CHECKPOINTS_PERIOD_S = 10.0  # listing them takes the store more than the rest together
+ACCOUNT_SHARE = 0.1  # of the time, at most, goes into making accounts
 _NUM_FAULTS = 5
 _PACE_STEPS = 50
 
@@ -61,6 +63,8 @@ class Looker:
         self._run = run
         self._accountant = Accountant(run.store, run.job.run_id)
         self._onlooker: tuple[tuple[int, int], Onlooker] | None = None
+        self._known_account: Account | None = None
+        self._account_due_s = float("-inf")
         self._tiers: tuple[float, dict[str, Any]] = (float("-inf"), {})
 
     def look(self, *, now_s: float | None = None) -> Status:
@@ -75,7 +79,7 @@ class Looker:
         self._accountant.saw(sight.steps)
         _add_notes(history, sight)
         every = self._accountant.records(history)
-        records, told = kept_of(every), account(history, every, now_s=now_s)
+        records, told = kept_of(every), self._account(history, every, now_s)
         document = {
             **_facts(self._run, history, records, now_s=now_s),
             "ettr": round(told.ettr, 4),
@@ -83,6 +87,7 @@ class Looker:
             "time_s": {o.value: round(s, 3) for o, s in told.seconds.items() if s > 0},
             "checkpoints": self._checkpoints(now_s),
             "nodes": _nodes(history, sight.snapshot),
+            "metrics_url": _metrics_url(sight.snapshot),
         }
         return Status(history, document, records, told)
 
@@ -96,6 +101,16 @@ class Looker:
                 return Sight(None)
             self._onlooker = (view.key, onlooker)
         return self._onlooker[1].look()
+
+    def _account(self, history: RunHistory, records: Sequence[StepRecord], now_s: float) -> Account:
+        """The account; of a run of many steps an older one while it goes on."""
+        known = self._known_account
+        if known is not None and history.ended is None and now_s < self._account_due_s:
+            return known
+        began_s = time.monotonic()
+        told = self._known_account = account(history, records, now_s=now_s)
+        self._account_due_s = now_s + (time.monotonic() - began_s) / ACCOUNT_SHARE
+        return told
 
     def _checkpoints(self, now_s: float) -> dict[str, Any]:
         """Per tier how many checkpoints it holds, and the newest."""
@@ -167,6 +182,12 @@ def _eta_s(history: RunHistory, records: dict[int, StepRecord], target: int | No
     first, last = own[0], own[-1]
     pace_s = (last.at_s - first.at_s + first.step_s) / len(own)
     return round(max(0, target - last.step) * pace_s, 1)
+
+
+def _metrics_url(snapshot: Snapshot | None) -> str | None:
+    """Where the living attempt answers Prometheus."""
+    agents = snapshot.agents.values() if snapshot is not None else ()
+    return next((status.metrics_url for status in agents if status.metrics_url), None)
 
 
 def _nodes(history: RunHistory, snapshot: Snapshot | None) -> list[dict[str, Any]]:

@@ -33,16 +33,16 @@ _COLOURS = {"completed": "green", "running": "green", "paused": "cyan", "failed"
 def watch(console: Console, looker: Looker) -> None:
     """Show how the run stands until it ends or somebody presses Ctrl-C."""
     status = looker.look()
-    with Live(console=console, auto_refresh=False, screen=False) as live:
+    # What is too high for the terminal is cut off below while it is live, and whole at the end.
+    with Live(console=console, auto_refresh=False, transient=True) as live:
         try:
-            while True:
+            while status.history.ended is None:
                 live.update(status_panel(status, console.width), refresh=True)
-                if status.history.ended is not None:
-                    return
                 time.sleep(REFRESH_S)
                 status = looker.look()
         except KeyboardInterrupt:
-            return
+            pass
+    console.print(status_panel(status, console.width))
 
 
 def status_panel(status: Status, width: int) -> RenderableType:
@@ -58,6 +58,8 @@ def status_panel(status: Status, width: int) -> RenderableType:
     if losses:
         line = f"loss {sparkline(losses, _WIDTH)} {losses[-1]:.4f}"
         rows.append(Text(line, style="cyan"))
+    if status.account.stretches:
+        rows.append(Text(ettr_text(status.account)))
     rows += [Text(line) for line in notices(told)]
     rows += _details(status, width - 4)
     return Panel(Group(*rows), title=f"perdure: {told['run_id']}", border_style=colour)
@@ -97,8 +99,8 @@ def _details(status: Status, width: int) -> list[RenderableType]:
         shown = story_rows(status.history)[-_NUM_ATTEMPTS:]
         rows += ["", attempts_view(shown, width)]
     if status.account.stretches:
-        rows += [Text(ettr_text(status.account), style="bold"), account_bar(status.account, _WIDTH)]
-        rows.append(account_table(status.account))
+        rows += [Text("Where the time went", style="bold")]
+        rows += [account_bar(status.account, _WIDTH), account_table(status.account)]
     return rows
 
 
@@ -182,6 +184,7 @@ def account_table(account: Account) -> Table:
     table.add_column("what")
     colours = {owner.value: colour for owner, colour in COLOURS.items()}
     for row in share_rows(account):
-        owner = Text("\u2588 ", style=colours.get(row["owner"], "")) + Text(row["owner"])
-        table.add_row(owner, row["time"], row["share"], row["what"])
+        colour = colours.get(row["owner"])
+        mark = Text("\u2588 ", style=colour) if colour is not None else Text("  ")
+        table.add_row(mark + Text(row["owner"]), row["time"], row["share"], row["what"])
     return table

@@ -91,13 +91,16 @@ def standing(history: RunHistory) -> str | None:
     return None
 
 
-def progress_text(last: StepRecord | None, target: int | None, activity: str) -> str:
+def progress_text(
+    last: StepRecord | None, target: int | None, activity: str, *, ettr: float | None = None
+) -> str:
     """One line under the progress bar."""
     if last is None:
         return activity
+    ratio = f", ETTR {ettr:.1%}" if ettr is not None else ""
     return (
         f"step {last.step} / {target or '?'}, loss {last.loss:.4f}, "
-        f"{last.tokens_per_s:,.0f} tokens/s: {activity}"
+        f"{last.tokens_per_s:,.0f} tokens/s{ratio}: {activity}"
     )
 
 

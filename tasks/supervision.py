@@ -194,6 +194,7 @@ class Supervision:
         self._told_s = 0.0
         self._accounted_s = time.monotonic()
         self._account_period_s = ACCOUNT_PERIOD_S
+        self._ettr: float | None = None
         self._last: StepRecord | None = None
         self._stood = False  # at the last look, for a pause or a recovery
 
@@ -305,7 +306,7 @@ class Supervision:
     def tell_progress(self) -> None:
         """Update the progress bar and the table of attempts."""
         step = self._last.step if self._last is not None else self.run.history.committed_step
-        text = progress_text(self._last, self.target_step, self.activity)
+        text = progress_text(self._last, self.target_step, self.activity, ettr=self._ettr)
         self.reporter.progress(step, self.target_step, text)
 
     def tell_attempts(self) -> None:
@@ -323,7 +324,9 @@ class Supervision:
 
     def _account(self, history: RunHistory) -> AccountReport:
         began_s = time.monotonic()
-        told = account_report(self.accountant.account(history, now_s=time.time()))
+        account = self.accountant.account(history, now_s=time.time())
+        self._ettr = account.ettr
+        told = account_report(account)
         took_s = time.monotonic() - began_s
         self._account_period_s = max(ACCOUNT_PERIOD_S, took_s / ACCOUNT_SHARE)
         return told

@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from tasks import reporting
-from tasks.reporting import Reporter
-from tasks.reports import fault_report, note_text, recovery_report, standing
+from tasks.reporting import Reporter, labels_of
+from tasks.reports import fault_report, note_text, progress_text, recovery_report, standing
 from tests.unit.noting import (
     CRASH_BEGAN,
     CRASH_FAILED,
@@ -22,6 +22,7 @@ from tests.unit.noting import (
 )
 from training.policy.faults import Fault, FaultClass, RecoverableBy
 from training.policy.ladder import Decision, Rung
+from training.runtime.metrics import StepRecord
 
 
 @pytest.fixture
@@ -210,3 +211,17 @@ def test_a_recovery_inside_the_processes_is_two_events_and_one_report(reported):
         "duration_s": 0.62, "steps_lost": 0, "succeeded": True,
     }.items() <= outcome.items()  # fmt: skip
     assert list(reporter._waiting) == ["fault-p1-a1-r1"]
+
+
+def test_what_automations_can_ask_for_is_a_label_of_the_event():
+    assert labels_of({"fault_class": FaultClass.HANG, "node": None, "evidence": "x"}) == {
+        "perdure.fault_class": "hang"
+    }
+
+
+def test_the_progress_line_tells_where_the_run_is_and_how_well_it_uses_its_time():
+    last = StepRecord(15, 2.0, 1.0, 1e-3, 1e5, None, 0.0, 0.5, 8, 0, 1, 1)
+    assert progress_text(last, 60, "training", ettr=0.914) == (
+        "step 15 / 60, loss 2.0000, 100,000 tokens/s, ETTR 91.4%: training"
+    )
+    assert progress_text(None, 60, "starting") == "starting"
