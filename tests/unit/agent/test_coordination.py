@@ -17,9 +17,11 @@ from training.membership import (
     AgentJoined,
     GiveUp,
     NewGeneration,
+    NodeSampled,
     ReplaceWorker,
     WorkerEnded,
 )
+from training.monitor.sample import DeviceSample, NodeSample
 
 ENDED = WorkerEnded(rank=3, device=1, exit_code=-9, at_s=1.0)
 
@@ -72,6 +74,17 @@ def test_an_agent_says_who_it_is_before_anything_else(line, far_end):
     assert (joined.node, joined.ranks) == ("node-1", (2, 3))
     assert joined.token.get_secret_value() == far_end.address.token
     assert far_end.hear() == ENDED
+
+
+def test_a_look_at_the_node_is_passed_on_while_the_line_is_open(line, far_end):
+    sample = NodeSample(at_s=1.0, devices=(DeviceSample(index=0, power_w=3.0),))
+    assert line.sampled("node-1", sample)
+    far_end.hear()
+    told = far_end.hear()
+    assert isinstance(told, NodeSampled)
+    assert (told.node, NodeSample.model_validate(told.sample)) == ("node-1", sample)
+    line.close()
+    assert not line.sampled("node-1", sample)
 
 
 def test_orders_come_in_their_order(line, far_end, heard):

@@ -1,0 +1,141 @@
+"""The coordinator as a server: what members tell it is what Prometheus is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from pydantic import SecretStr
+
+from training.coordinator.config import CoordinatorConfig, MetricsAddress, metrics_file
+from training.coordinator.server import Coordinator
+from training.membership import AgentJoined, CoordinatorAddress, NodeSampled, dump_line
+from training.monitor.sample import DeviceSample, HostSample, NodeSample
+from training.runtime.metrics import MetricsLog, StepRecord
+
+HOST = "127.0.0.1"
+TOKEN = "a-token"
+RECORD = StepRecord(
+    step=7, loss=1.5, grad_norm=0.5, lr=1e-3, tokens_per_s=1000.0, mfu=None, at_s=99.0,
+    step_s=2.5, position=56, epoch=0, placement=1, attempt=1,
+)  # fmt: skip
+
+
+def wait_for(condition: Callable[[], Any]) -> Any:
+    deadline_s = time.monotonic() + 10
+    while not (value := condition()):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+    return value
+
+
+class Served:
+    """A coordinator that serves in a thread."""
+
+    def __init__(self, folder: Path, **watch: Any) -> None:
+        self.folder = folder
+        job = {
+            "run_id": "run-1",
+            "storage": {"address": f"file://{folder}/store"},
+            "worker": {"recipe": "module:main"},
+            "watch": watch,
+        }
+        self.config = CoordinatorConfig(
+            job=json.dumps(job),
+            host=HOST,
+            store_port=0,
+            token=TOKEN,
+            placement=1,
+            attempt=1,
+            live_file=str(folder / "metrics.jsonl"),
+            address_file=str(folder / "address.json"),
+            supported=(),
+        )
+        self._loop = asyncio.new_event_loop()
+        self._task: asyncio.Task[None] | None = None
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+        wait_for((folder / "address.json").exists)
+
+    def _serve(self) -> None:
+        self._task = self._loop.create_task(Coordinator(self.config).serve())
+        with suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._task)
+        self._loop.close()
+
+    @property
+    def address(self) -> CoordinatorAddress:
+        return CoordinatorAddress.model_validate_json((self.folder / "address.json").read_text())
+
+    def text(self) -> str:
+        """What Prometheus gets."""
+        file = metrics_file(self.folder)
+        wait_for(file.exists)
+        url = MetricsAddress.model_validate_json(file.read_text()).url
+        return httpx.get(url, timeout=10).text
+
+    def until(self, part: str) -> None:
+        wait_for(lambda: part in self.text())
+
+    def close(self) -> None:
+        if self._task is not None:
+            self._loop.call_soon_threadsafe(self._task.cancel)
+        self._thread.join(10)
+
+
+@pytest.fixture
+def served(tmp_path) -> Iterator[Served]:
+    served = Served(tmp_path)
+    yield served
+    served.close()
+
+
+def test_steps_and_commits_of_the_live_file_are_told(served):
+    log = MetricsLog(served.folder / "metrics.jsonl", "x/")
+    log.step(RECORD)
+    log.checkpoint(5)
+    log.close()
+    labels = '{attempt="1",placement="1",run_id="run-1"}'
+    served.until(f"perdure_step{labels} 7.0")
+    assert f"perdure_checkpoint_committed_step{labels} 5.0" in served.text()
+    assert f"perdure_step_duration_seconds_count{labels} 1.0" in served.text()
+
+
+def test_an_agents_looks_are_told_until_it_is_gone(served):
+    sample = NodeSample(
+        at_s=1.0, devices=(DeviceSample(index=0, power_w=99.0),), host=HostSample(cpu_percent=50.0)
+    )
+    where = (served.address.host, served.address.port)
+    with socket.create_connection(where) as line:
+        joined = AgentJoined(token=SecretStr(TOKEN), node="node-7", ranks=(0,))
+        told = NodeSampled(node="node-7", sample=sample.model_dump(mode="json"))
+        line.sendall(dump_line(joined) + dump_line(told))
+        served.until('node="node-7"')
+        assert "perdure_device_power_watts" in served.text()
+    wait_for(lambda: 'node="node-7"' not in served.text())
+
+
+def test_a_port_that_is_taken_is_a_warning_and_no_end(tmp_path, capfd):
+    with socket.create_server((HOST, 0)) as taken:
+        served = Served(tmp_path, metrics_port=taken.getsockname()[1])
+        said: list[str] = []
+
+        def is_warned() -> bool:
+            said.append(capfd.readouterr().out)
+            return "warning: no metrics at" in "".join(said)
+
+        wait_for(is_warned)
+        with socket.create_connection((served.address.host, served.address.port)) as line:
+            joined = AgentJoined(token=SecretStr(TOKEN), node="node-0", ranks=(0,))
+            line.sendall(dump_line(joined))
+        assert not metrics_file(tmp_path).exists()
+        served.close()
