@@ -274,8 +274,9 @@ class Run:
 
     def _await_logs(self) -> None:
         """Give the nodes the time to put the logs of the last attempt into the store."""
-        last = self.history.attempts[-1] if self.history.attempts else None
-        if last is not None and last.ended is not None:
+        attempts = self.refresh().attempts
+        if attempts and attempts[-1].ended is not None:
+            last = attempts[-1]
             await_collected(lambda: self.engine.collect_logs(*last.key), timeout_s=LOGS_WAIT_S)
 
     def _wait(self, placement: Placement, stop_wanted: Callable[[], bool]) -> None:
