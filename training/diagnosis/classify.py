@@ -67,6 +67,16 @@ class SilentRank:
 
 
 @dataclass(frozen=True, slots=True)
+class SlowNode:
+    """A node that is left because one of its ranks holds the others up."""
+
+    node: str
+    rank: int | None
+    device: int | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class NodeOutput:
     """Text of a node that is no worker's output: a device log, or what a health command says."""
 
@@ -95,6 +105,7 @@ class Evidence:
     refusal: str | None = None
     outputs: Sequence[NodeOutput] = ()
     stands: Sequence[Stand] = ()
+    slow: SlowNode | None = None
 
 
 class _Tier(IntEnum):
@@ -129,6 +140,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         *_silence(evidence),
         *_outputs(evidence),
         *_refusal(evidence),
+        *_slowness(evidence),
     ]
     if not causes:
         return Diagnosis(_fault(FaultClass.UNKNOWN, evidence, "no evidence"))
@@ -196,6 +208,13 @@ def _refusal(evidence: Evidence) -> Iterator[_Cause]:
         why = "The engine could not start the processes."
         fault = _fault(FaultClass.UNKNOWN, evidence, evidence.refusal, why=why)
         yield _Cause(_Tier.UNEXPLAINED, fault)
+
+
+def _slowness(evidence: Evidence) -> Iterator[_Cause]:
+    slow = evidence.slow
+    if slow is not None:
+        fault = _fault(FaultClass.FAIL_SLOW, evidence, slow.text, node=slow.node, rank=slow.rank)
+        yield _Cause(_Tier.NODE, replace(fault, device=slow.device))
 
 
 def _silence(evidence: Evidence) -> Iterator[_Cause]:

@@ -47,11 +47,11 @@ class Stand:
     def told(self) -> str:
         """For a person."""
         if self.process_state in STOPPED:
-            where = f"its process is stopped (state {self.process_state})"
+            where = f"stopped by a signal (state {self.process_state})"
         elif self.waits:
-            where = f"waits in {self.operation or 'a collective'}"
+            where = f"waiting in {self.operation or 'a collective'}"
         else:
-            where = f"is in no collective, phase {self.phase}"
+            where = f"in no collective, phase {self.phase}"
         return f"{where}, {self.entered} entered after step {self.step}"
 
 
@@ -103,12 +103,12 @@ def _line(stands: Sequence[Stand], missing: Sequence[Stand]) -> str:
             what = inside[0].operation or "a collective"
             return f"all {len(stands)} ranks wait in {what}: a link or a device between them"
         return f"all {len(stands)} ranks stand in phase {stands[0].phase}"
-    who = ", ".join(f"rank {one.rank} on {one.node} {one.told}" for one in missing[:MAX_NAMED])
+    who = ", ".join(f"rank {one.rank} on {one.node}: {one.told}" for one in missing[:MAX_NAMED])
     names = {one.rank for one in missing}
     others = [one for one in stands if one.waits and one.rank not in names]
     if not others:
         return who
-    return f"{who}; {_names([one.rank for one in others])} wait in {others[0].operation}"
+    return f"{who}; {_names([one.rank for one in others])}: waiting in {others[0].operation}"
 
 
 def _grouped(stands: Sequence[Stand]) -> Iterator[str]:

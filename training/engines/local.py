@@ -18,13 +18,12 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
-from training.agent.agent import ADDRESS_FILE, CONFIG_FILE
+from training.agent.agent import CONFIG_FILE
 from training.agent.control import AgentClient
-from training.agent.processes import MARKER, is_alive, kill_container
+from training.agent.processes import MARKER, kill_container
 from training.agent.protocol import (
-    AgentAddress,
     AgentConfig,
     AgentStatus,
     CheckOrder,
@@ -46,6 +45,7 @@ from training.agent.protocol import (
     WorkerLog,
 )
 from training.engines.base import Greeting, Placement, Snapshot
+from training.engines.containers import Container, Containers, last_line, write_private
 from training.environment import worker_path
 from training.errors import AgentUnreachable, EngineError
 from training.job import Job
@@ -64,40 +64,6 @@ EVIDENCE_TIMEOUT_S = 60.0  # the driver's tools are asked one by one for every d
 LIFE_PREFIX = "life-"
 _CONTAINERS_FILE = "containers.json"
 _NOT_INHERITED = ("PREFECT_", "MA_", "VC_", "TORCHELASTIC_")
-
-
-class _Container(BaseModel):
-    """One container as it is remembered on disk."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    member: int
-    node: str
-    schedule_cnt: int
-    folder: str
-    token: str
-
-    @property
-    def path(self) -> Path:
-        return Path(self.folder)
-
-    def address(self) -> AgentAddress | None:
-        """Where its agent listens, None when there is none or it is dead."""
-        try:
-            text = (self.path / ADDRESS_FILE).read_text(encoding="utf-8")
-            address = AgentAddress.model_validate_json(text)
-        except (OSError, ValidationError):
-            return None
-        return address if is_alive(address.pid, address.process_started_s) else None
-
-
-class _Containers(BaseModel):
-    """The containers of a placement, as remembered on disk."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    placement: int
-    containers: tuple[_Container, ...]
 
 
 class LocalEngine:
@@ -126,7 +92,7 @@ class LocalEngine:
         self._epoch = epoch
         self._created_s = created_s
         self._secrets_env = dict(secrets_env or {})
-        self._containers: dict[int, _Container] = {}
+        self._containers: dict[int, Container] = {}
         self._processes: list[subprocess.Popen[bytes]] = []
         self._answered_s: dict[int, float] = {}
 
@@ -270,7 +236,7 @@ class LocalEngine:
         return [(node, reply.collected) for node, reply in replies if reply.collected is not None]
 
     def _ask_all(self, query: Order, *, timeout_s: float) -> Sequence[tuple[str, Reply]]:
-        def ask(container: _Container) -> tuple[str, Reply] | None:
+        def ask(container: Container) -> tuple[str, Reply] | None:
             try:
                 return container.node, self._client(container, timeout_s=timeout_s).call(query)
             except (AgentUnreachable, EngineError):
@@ -285,7 +251,7 @@ class LocalEngine:
         self._load()
         self._shut_down(self._containers.values(), grace_s)
 
-    def _shut_down(self, containers: Collection[_Container], grace_s: float) -> None:
+    def _shut_down(self, containers: Collection[Container], grace_s: float) -> None:
         """Have containers end by themselves, saves and uploads included; then by force."""
         order = ShutdownOrder(grace_s=grace_s)
         with ThreadPoolExecutor(max_workers=16) as pool:
@@ -300,7 +266,7 @@ class LocalEngine:
             time.sleep(0.1)
         self._end(containers)
 
-    def _status(self, index: int, container: _Container) -> AgentStatus | None:
+    def _status(self, index: int, container: Container) -> AgentStatus | None:
         try:
             reply = self._client(container).call(StatusQuery())
         except AgentUnreachable:
@@ -312,7 +278,7 @@ class LocalEngine:
         return time.monotonic() - self._answered_s.get(index, 0.0) > SILENT_AGENT_S
 
     def _try(
-        self, container: _Container, order: StopOrder | ShutdownOrder, *, timeout_s: float = 10.0
+        self, container: Container, order: StopOrder | ShutdownOrder, *, timeout_s: float = 10.0
     ) -> bool:
         """Whether it heard; if not the caller ends what is left by force, or it is lost already."""
         try:
@@ -321,7 +287,7 @@ class LocalEngine:
             return False
         return True
 
-    def _client(self, container: _Container, *, timeout_s: float = 10.0) -> AgentClient:
+    def _client(self, container: Container, *, timeout_s: float = 10.0) -> AgentClient:
         address = container.address()
         if address is None:
             raise AgentUnreachable(f"the agent of {container.node} is gone")
@@ -335,7 +301,7 @@ class LocalEngine:
         fresh = [self._containers[index] for index in sorted(members)]
         self._await_agents(fresh, [self._spawn(container) for container in fresh])
 
-    def _create(self, placement: Placement, index: int) -> _Container:
+    def _create(self, placement: Placement, index: int) -> Container:
         member = placement.members[index]
         name = f"p{placement.number:04d}-m{index}-s{member.schedule_cnt}"
         folder = self._root / "nodes" / member.node / name
@@ -361,8 +327,8 @@ class LocalEngine:
             detect_hangs=self._job.restart.hang,
             node_folder=str(folder.parent / f"{LIFE_PREFIX}{self._created_s:.0f}"),
         )
-        _write_private(folder / CONFIG_FILE, config.model_dump_json())
-        return _Container(
+        write_private(folder / CONFIG_FILE, config.model_dump_json())
+        return Container(
             member=index,
             node=member.node,
             schedule_cnt=member.schedule_cnt,
@@ -377,7 +343,7 @@ class LocalEngine:
             if folder.name != own:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _spawn(self, container: _Container) -> subprocess.Popen[bytes]:
+    def _spawn(self, container: Container) -> subprocess.Popen[bytes]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_INHERITED)}
         environment = {
             **kept,
@@ -399,7 +365,7 @@ class LocalEngine:
         return process
 
     def _await_agents(
-        self, containers: Sequence[_Container], processes: Sequence[subprocess.Popen[bytes]]
+        self, containers: Sequence[Container], processes: Sequence[subprocess.Popen[bytes]]
     ) -> None:
         deadline_s = time.monotonic() + AGENT_START_TIMEOUT_S
         waiting = list(containers)
@@ -407,13 +373,13 @@ class LocalEngine:
             ended = any(process.poll() is not None for process in processes)
             if ended or time.monotonic() > deadline_s:
                 names = ", ".join(c.node for c in waiting)
-                log = _last_line(waiting[0].path / "agent.log")
+                log = last_line(waiting[0].path / "agent.log")
                 raise EngineError(f"the agents of {names} did not start: {log}")
             time.sleep(0.05)
         for container in containers:
             self._answered_s[container.member] = time.monotonic()
 
-    def _end(self, containers: Collection[_Container]) -> None:
+    def _end(self, containers: Collection[Container]) -> None:
         for container in containers:
             if not kill_container(container.folder):
                 raise EngineError(f"processes on {container.node} cannot be killed")
@@ -424,35 +390,18 @@ class LocalEngine:
 
     def _save(self, placement: int) -> None:
         containers = tuple(c for _, c in sorted(self._containers.items()))
-        document = _Containers(placement=placement, containers=containers)
+        document = Containers(placement=placement, containers=containers)
         self._root.mkdir(parents=True, exist_ok=True)
-        _write_private(self._root / _CONTAINERS_FILE, document.model_dump_json())
+        write_private(self._root / _CONTAINERS_FILE, document.model_dump_json())
 
     def _load(self) -> int | None:
         """Read the containers from disk. Returns their placement's number."""
         try:
             text = (self._root / _CONTAINERS_FILE).read_text(encoding="utf-8")
-            document = _Containers.model_validate_json(text)
+            document = Containers.model_validate_json(text)
         except FileNotFoundError:
             return None
         except ValidationError as error:
             raise EngineError(f"{self._root / _CONTAINERS_FILE} is damaged: {error}") from error
         self._containers = {c.member: c for c in document.containers}
         return document.placement
-
-
-def _write_private(path: Path, text: str) -> None:
-    """Write atomically, readable by the owner alone: the text holds a token."""
-    temporary = path.with_suffix(".tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-    temporary.replace(path)
-
-
-def _last_line(path: Path) -> str:
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    except OSError as error:
-        return str(error)
-    return lines[-1] if lines else "its log is empty"

@@ -52,7 +52,8 @@ class Heartbeat:
         left: those of them that have come to their end.
         beat_ns: when the training thread last wrote it.
         stepped_ns: when a step was last completed, 0 before this process's first one.
-        waited_ns: between entering and end of collectives, of the whole life of the process.
+        waited_ns: time with a collective that was entered and had not ended, of the whole life
+            of the process. The rank that comes last to each waits least.
         data_ns: spent on waiting for the data loader, likewise.
         latency_ns: of the newest vote, the collective that ends a step.
         operation: the newest collective or transfer, with its group; ASCII.
@@ -97,6 +98,7 @@ class HeartbeatWriter:
         self._left = 0
         self._beat_ns = 0
         self._waited_ns = 0
+        self._waits_from_ns = 0
         self._data_ns = 0
         self._latency_ns = 0
         self._operation = b""
@@ -120,16 +122,19 @@ class HeartbeatWriter:
     def enter_collective(self, operation: str = "") -> None:
         """Record that a collective begins."""
         with self._lock:
+            if self._left == self._entered:
+                self._waits_from_ns = time.monotonic_ns()
             self._entered += 1
             self._operation = operation.encode("ascii", "replace")[:_OPERATION_BYTES]
             self._write()
 
-    def leave_collective(self, took_ns: int) -> None:
+    def leave_collective(self) -> None:
         """Record that a collective has come to its end; no sign that the training thread lives."""
         with self._lock:
-            # One of the step before may come late.
-            self._left = min(self._left + 1, self._entered)
-            self._waited_ns += took_ns
+            if self._left < self._entered:  # one of the step before may come late
+                self._left += 1
+                if self._left == self._entered:
+                    self._waited_ns += time.monotonic_ns() - self._waits_from_ns
             self._write(is_beat=False)
 
     def transfer(self, operation: str) -> None:
@@ -141,7 +146,9 @@ class HeartbeatWriter:
     def voted(self, took_ns: int) -> None:
         """Record that the vote of a step is taken, and with it every collective before it."""
         with self._lock:
-            self._left = self._entered
+            if self._left < self._entered:
+                self._left = self._entered
+                self._waited_ns += time.monotonic_ns() - self._waits_from_ns
             self._latency_ns = took_ns
             self._write()
 
@@ -196,7 +203,8 @@ class HeartbeatReader:
         sequence, pid, phase, *numbers, operation = _RECORD.unpack(data)
         if sequence and sequence % 2 == 0:
             text = operation.rstrip(b"\0").decode("ascii", "replace")
-            self._last = Heartbeat(pid, Phase(phase), *numbers, operation=text)
+            values = (*numbers, text)
+            self._last = Heartbeat(pid, Phase(phase), *values)
         return self._last
 
     @classmethod

@@ -24,6 +24,7 @@ class FaultClass(StrEnum):
     LINK_DOWN = "link_down"
     HANG = "hang"
     NODE_LOST = "node_lost"
+    FAIL_SLOW = "fail_slow"
     STORAGE_ERROR = "storage_error"
     CHECKPOINT_CORRUPT = "checkpoint_corrupt"
     DATALOADER_ERROR = "dataloader_error"
@@ -113,6 +114,12 @@ TRAITS: Mapping[FaultClass, Traits] = {
         RecoverableBy.RESCHEDULE,
         hardware_fault=True,
     ),
+    FaultClass.FAIL_SLOW: Traits(
+        "A rank is later than all others, step after step; nothing has failed.",
+        "Look for a throttled device, a busy host or a slow link on its node.",
+        RecoverableBy.ISOLATE,
+        hardware_fault=True,
+    ),
     FaultClass.STORAGE_ERROR: Traits(
         "A file system or object store refused or failed a request.",
         "Check that the storage is up and not throttled; a retry may do.",
@@ -173,6 +180,7 @@ NODE_OR_CHIP = frozenset(
         FaultClass.DEVICE_LOST,
         FaultClass.LINK_DOWN,
         FaultClass.NODE_LOST,
+        FaultClass.FAIL_SLOW,
     }
 )
 

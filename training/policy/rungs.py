@@ -92,6 +92,7 @@ LADDER: Mapping[FaultClass, tuple[Rung, ...]] = {
     FaultClass.LINK_DOWN: (Rung.OPERATOR_RETRY, Rung.STEP_RETRY, *_HEAL),
     FaultClass.HANG: (Rung.HANG_RESTART, Rung.STOP),
     FaultClass.NODE_LOST: _ISOLATE,
+    FaultClass.FAIL_SLOW: _ISOLATE,
     FaultClass.STORAGE_ERROR: _NOT_THE_NODE,
     FaultClass.CHECKPOINT_CORRUPT: _NOT_THE_NODE,
     FaultClass.DATALOADER_ERROR: _NOT_THE_NODE,

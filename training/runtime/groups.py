@@ -39,8 +39,8 @@ class Generations:
         op_timeout_s: limit of one collective.
         open_store: connects to the rendezvous store.
         on_collective: called with its name when one begins.
-        on_collective_end: called with the nanoseconds since it was entered; from any thread, and
-            only where the host sees the end (gloo).
+        on_collective_end: called at its end; from any thread, and only where the host sees it
+            (gloo).
         on_transfer: called with its name when a transfer between two ranks begins.
 
     Attributes:
@@ -60,7 +60,7 @@ class Generations:
         op_timeout_s: float,
         open_store: Callable[[], StoreClient],
         on_collective: Callable[[str], None] = lambda _name: None,
-        on_collective_end: Callable[[int], None] = lambda _took_ns: None,
+        on_collective_end: Callable[[], None] = lambda: None,
         on_transfer: Callable[[str], None] = lambda _name: None,
     ) -> None:
         self.rank = rank
@@ -213,7 +213,8 @@ class SwapGroup(dist.ProcessGroup):
     @property
     def told_name(self) -> str:
         """As a person is told of it."""
-        return self._description or self._name
+        # torch describes the group of all ranks as default_pg.
+        return self._name if self._description in ("", "default_pg") else self._description
 
     def connect(self) -> None:
         """Make the link now; collective."""

@@ -56,7 +56,6 @@ class _Kept:
     arguments: tuple[Any, ...]
     inputs: Any
     number: int = 0
-    entered_ns: int = 0
     is_done: bool = False
     _error: Exception | None = None
     _promise: torch.futures.Future[Any] = field(default_factory=torch.futures.Future)
@@ -126,7 +125,6 @@ class PromisingGroup(SwapGroup):
             generations.on_collective(f"{operation} in {self.told_name}")
             self._current_link()
             kept = _Kept(operation, arguments, self._inputs_of(operation, arguments))
-            kept.entered_ns = time.monotonic_ns()
             self._count += 1
             self._kept[self._count] = kept
             kept.number = self._count
@@ -183,7 +181,7 @@ class PromisingGroup(SwapGroup):
             self._failed(kept, exc, number)
             return
         kept.end()
-        self._generations.on_collective_end(time.monotonic_ns() - kept.entered_ns)
+        self._generations.on_collective_end()
         if not self._links.keeps:
             self._kept.pop(kept.number, None)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from training.agent.protocol import AgentState, AgentStatus, NodeText, WorkerLog, WorkerStatus
-from training.diagnosis.classify import Evidence, NodeOutput, SilentRank, WorkerEnd
+from training.diagnosis.classify import Evidence, NodeOutput, SilentRank, SlowNode, WorkerEnd
 from training.diagnosis.exits import EXIT_DONE
 from training.diagnosis.standstill import Stand
 from training.engines.base import Engine, Snapshot
@@ -70,6 +70,17 @@ class Progress:
         return bool(agents) and all(status.state is AgentState.RUNNING for status in agents)
 
 
+@dataclass(frozen=True, slots=True)
+class _Noticed:
+    """The first trouble, and how everything stood then."""
+
+    at_s: float
+    snapshot: Snapshot
+    refusal: str | None = None
+    slow: SlowNode | None = None
+    stacks: tuple[tuple[str, NodeText], ...] = ()
+
+
 class AttemptWatch:
     """Watches the attempt that `engine` is running.
 
@@ -79,6 +90,7 @@ class AttemptWatch:
         start_timeout_s: limit for bringing the data to a node and starting its processes.
         stop_wanted: asked at every poll.
         on_progress: called at every poll with what is new.
+        slow_node: asked at every poll for a node to be left although nothing has failed.
     """
 
     def __init__(
@@ -89,6 +101,7 @@ class AttemptWatch:
         start_timeout_s: float,
         stop_wanted: Callable[[], bool],
         on_progress: Callable[[Progress], None],
+        slow_node: Callable[[], SlowNode | None] = lambda: None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._engine = engine
@@ -96,6 +109,7 @@ class AttemptWatch:
         self._start_timeout_s = start_timeout_s
         self._stop_wanted = stop_wanted
         self._on_progress = on_progress
+        self._slow_node = slow_node
         self._sleep = sleep
         self._offset = 0
         self._progress = Progress()
@@ -119,13 +133,17 @@ class AttemptWatch:
                 return self.wind_up(refusal=text)
             if _in_trouble(snapshot) or (snapshot.is_over and not starting):
                 return self.wind_up()
+            slow = self._slow_node()
+            if slow is not None:
+                return self.wind_up(slow=slow)
             self._sleep(POLL_S)
 
-    def wind_up(self, *, refusal: str | None = None) -> AttemptEnd:
+    def wind_up(self, *, refusal: str | None = None, slow: SlowNode | None = None) -> AttemptEnd:
         """After the first trouble: let the others report, stop them, look once more.
 
         Args:
             refusal: why processes could not be started, when that is the trouble.
+            slow: the node that is to be left, when nothing else has happened.
         """
         at_s = time.time()
         self._sleep(SETTLE_S)
@@ -133,17 +151,13 @@ class AttemptWatch:
         hangs = any(status.hang is not None for status in troubled.agents.values())
         # While they stand; what they are told to do next would move them.
         stacks = tuple(self._engine.stacks()) if hangs else ()
-        self._engine.stop(FAULT_GRACE_S)
-        final = self._await_end(FAULT_GRACE_S)
+        # Ranks that are merely slow can save together; peers of a dead one cannot.
+        grace_s = self._grace_s if slow is not None else FAULT_GRACE_S
+        self._engine.stop(grace_s)
+        final = self._await_end(grace_s)
         lost = tuple(dict.fromkeys((*troubled.lost, *final.lost, *_not_over(final))))
-        return self._end(
-            EndKind.FAILED,
-            Snapshot(final.agents, lost),
-            hung=troubled,
-            at_s=at_s,
-            refusal=refusal,
-            stacks=stacks,
-        )
+        noticed = _Noticed(at_s, troubled, refusal, slow, stacks)
+        return self._end(EndKind.FAILED, Snapshot(final.agents, lost), noticed)
 
     def _await_end(self, grace_s: float) -> Snapshot:
         deadline_s = time.monotonic() + grace_s + STOP_MARGIN_S
@@ -181,33 +195,35 @@ class AttemptWatch:
             self._on_progress(self._progress)
 
     def _end(
-        self,
-        kind: EndKind,
-        snapshot: Snapshot,
-        *,
-        hung: Snapshot | None = None,
-        at_s: float | None = None,
-        refusal: str | None = None,
-        stacks: tuple[tuple[str, NodeText], ...] = (),
+        self, kind: EndKind, snapshot: Snapshot, noticed: _Noticed | None = None
     ) -> AttemptEnd:
         self._read_live_to_its_end()
+        noticed = noticed or _Noticed(time.time(), snapshot)
         logs = _logs_by_rank(self._engine) if kind is EndKind.FAILED else {}
-        step = _step_of(snapshot, self._progress.last)
+        last = self._progress.last
+        step = _step_of(snapshot, last)
         statuses = list(snapshot.agents.values())
         evidence = Evidence(
-            at_s=at_s if at_s is not None else time.time(),
+            at_s=noticed.at_s,
             step=step,
             workers=tuple(_ends(statuses, logs)),
             lost_nodes=snapshot.lost,
-            silent=tuple(_silent((hung or snapshot).agents.values())),
+            silent=tuple(_silent(noticed.snapshot.agents.values())),
             staging_errors={s.node: s.staging_error for s in statuses if s.staging_error},
             oom_nodes=tuple(s.node for s in statuses if s.oom_kills),
-            refusal=refusal,
+            refusal=noticed.refusal,
             outputs=tuple(_outputs(self._engine)) if kind is EndKind.FAILED else (),
+            stands=tuple(stands_of(noticed.snapshot.agents.values())),
+            slow=noticed.slow,
         )
-        last = self._progress.last
-        stepped_s = last.at_s if last is not None else None
-        return AttemptEnd(kind, evidence, dict(self._proc_start_cnt), step, stepped_s, stacks)
+        return AttemptEnd(
+            kind,
+            evidence,
+            dict(self._proc_start_cnt),
+            step,
+            last.at_s if last is not None else None,
+            noticed.stacks,
+        )
 
 
 def _all_done(snapshot: Snapshot) -> bool:

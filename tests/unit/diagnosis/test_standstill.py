@@ -80,8 +80,8 @@ def test_the_line_says_who_waits_for_whom():
     found = holding_up([stand(0), stand(1), stand(2, entered=1, left=1), stand(3)])
     assert found is not None
     assert found.line == (
-        "rank 2 on node-1 is in no collective, phase step, 1 entered after step 12; "
-        "ranks 0 to 1, 3 wait in allreduce in world"
+        "rank 2 on node-1: in no collective, phase step, 1 entered after step 12; "
+        "ranks 0 to 1, 3: waiting in allreduce in world"
     )
 
 
@@ -99,7 +99,7 @@ def test_the_fault_of_a_hang_names_the_missing_rank_and_not_who_was_silent_first
     fault = diagnose(Evidence(at_s=1.0, step=12, silent=silent, stands=stands)).fault
     assert fault.fault_class is FaultClass.HANG
     assert (fault.rank, fault.node, fault.device) == (2, "node-1", 0)
-    assert "ranks 0 to 1, 3 wait in allreduce in world" in fault.evidence
+    assert "ranks 0 to 1, 3: waiting in allreduce in world" in fault.evidence
 
 
 def test_where_ranks_stand_is_no_fault_without_silence():

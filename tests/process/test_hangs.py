@@ -1,0 +1,212 @@
+"""Hangs, with real processes that are stopped, hold the lock, or do not come."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from storage.address import open_store
+from tests.process.harness import REPO
+from training.drill.job import drill_job, write_corpus
+from training.drill.outside import Nobody, Person
+from training.drill.play import Play, Played
+from training.inject import LocalRun
+from training.job import parse_job
+from training.policy.fault_record import FaultRecord
+from training.policy.faults import FaultClass
+from training.policy.ladder import Rung
+from training.specs.model import ParallelKind
+from training.supervisor.run import Run
+from training.supervisor.watch import Progress
+
+pytestmark = pytest.mark.process
+
+STEPS = 34
+LIMIT_S = 2.0
+RESOLUTION_S = 1.0  # the agent looks once a second
+SETTLE_S = 2.0  # the supervisor's look, and what it grants the others to tell theirs
+STOPPED_AT = 8
+
+
+@dataclass
+class Stopper:
+    """Stops the process of a rank, once."""
+
+    home: Path
+    rank: int
+    stopped_s: list[float] = field(default_factory=list)
+
+    def see(self, run: Run, progress: Progress) -> None:
+        is_due = progress.last is not None and progress.last.step >= STOPPED_AT
+        if is_due and not self.stopped_s:
+            (worker,) = LocalRun(self.home, run.job.run_id).rank(self.rank)
+            os.kill(worker.pid, signal.SIGSTOP)
+            self.stopped_s.append(time.time())
+
+
+@dataclass
+class Bench:
+    """Runs of the troubled program."""
+
+    home: Path
+
+    def play(
+        self,
+        name: str,
+        *,
+        troubles: str = "",
+        pace_s: float = 0.05,
+        person: Person | None = None,
+        env: Mapping[str, str] | None = None,
+        **changes: Any,
+    ) -> Played:
+        marks = self.marks(name)
+        marks.mkdir()
+        given = {"TROUBLES": troubles, "MARKS": str(marks), "PACE_S": str(pace_s), **(env or {})}
+        sections: dict[str, Any] = {
+            "worker": {"recipe": "tests.recipes.troubled:main", "cwd": str(REPO)},
+            "batch": {"global_batch_size": 8, "micro_batch_size": 2},
+            "checkpoint": {"every_steps": 5},
+            "restart": {"hang_timeout_s": LIMIT_S},
+            "env": given,
+        }
+        job = drill_job(
+            self.home, name, kind=ParallelKind.DDP, steps=STEPS, changes={**sections, **changes}
+        )
+        return Play(self.home).play(job, person=person or Nobody())
+
+    def marks(self, name: str) -> Path:
+        return self.home / f"marks-{name}"
+
+    def fired_s(self, name: str, mark: str) -> float:
+        return float((self.marks(name) / mark).read_text())
+
+    def report_of(self, played: Played, fault: FaultRecord) -> str:
+        """The stacks that a fault points at."""
+        found = re.search(r"Stacks of all ranks: (\S+)\.$", fault.explanation)
+        assert found is not None, fault
+        assert played.history.job is not None
+        store = open_store(parse_job(played.history.job).storage)
+        return store.get(found[1]).decode()
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    home = tmp_path_factory.mktemp("hangs")
+    write_corpus(home)
+    return Bench(home)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(bench) -> Played:
+    # No false alarm: evaluations longer than the limit of a step.
+    played: Played = bench.play("undisturbed", pace_s=0.0, env={"EVALUATE_S": str(2 * LIMIT_S)})
+    return played
+
+
+@pytest.fixture(scope="module")
+def hung(bench) -> tuple[Played, Stopper]:
+    """One run that hangs three times, each for a reason of its own."""
+    stopper = Stopper(bench.home, 2)
+    return bench.play("hung", troubles="hold_lock:1:17,absent:3:27", person=stopper), stopper
+
+
+def fault_of(played: Played, number: int) -> FaultRecord:
+    """What ended one of the attempts, after asserting that it hung and was started again."""
+    view = played.history.attempts[number]
+    assert view.ended is not None
+    assert view.ended.fault is not None
+    assert view.ended.fault.fault_class is FaultClass.HANG
+    assert view.decided is not None
+    assert view.decided.rung is Rung.HANG_RESTART, view.decided
+    return view.ended.fault
+
+
+def assert_in_time(fault: FaultRecord, fired_s: float) -> None:
+    assert fault.at_s - fired_s < LIMIT_S + 3 * RESOLUTION_S + SETTLE_S
+
+
+def test_evaluations_longer_than_a_step_may_be_are_no_hang(undisturbed):
+    assert undisturbed.ended == "completed"
+    assert len(undisturbed.history.attempts) == 1
+
+
+def test_a_run_that_hangs_three_times_comes_out_like_one_that_did_not(hung, undisturbed):
+    played, _ = hung
+    assert played.ended == "completed"
+    assert len(played.history.attempts) == 4
+    assert played.curve == undisturbed.curve
+    assert played.left_over == ()
+
+
+def test_a_stopped_process_is_found_and_named(bench, hung):
+    played, stopper = hung
+    (fired_s,) = stopper.stopped_s
+    fault = fault_of(played, 0)
+    assert fault.rank == 2
+    assert_in_time(fault, fired_s)
+    assert fault.evidence.startswith("rank 2 on node-1: stopped by a signal")
+    assert "is stopped" in bench.report_of(played, fault)
+
+
+def test_a_process_that_holds_the_interpreters_lock_is_found_with_its_stack(bench, hung):
+    played, _ = hung
+    fault = fault_of(played, 1)
+    assert fault.rank == 1
+    assert_in_time(fault, bench.fired_s("hung", "hold_lock-1-17"))
+    assert "rank 1 on node-0: in no collective" in fault.evidence
+    assert "waiting in allreduce in world" in fault.evidence
+    report = bench.report_of(played, fault)
+    assert "hold_the_lock" in report.partition("stacks of rank 1 ")[2]
+    assert "stacks of rank 3 on node-1" in report
+
+
+def test_a_rank_that_does_not_come_to_the_collective_is_named(bench, hung):
+    played, _ = hung
+    fault = fault_of(played, 2)
+    assert fault.rank == 3
+    assert_in_time(fault, bench.fired_s("hung", "absent-3-27"))
+    report = bench.report_of(played, fault)
+    assert "leave_for_good" in report.partition("stacks of rank 3 ")[2]
+
+
+def test_a_slow_first_step_and_a_long_save_are_no_hang(bench):
+    played = bench.play(
+        "slow-start",
+        troubles=f"pause:1:1:{2 * LIMIT_S}",
+        pace_s=0.0,
+    )
+    assert played.ended == "completed"
+    assert (bench.marks("slow-start") / "pause-1-1").exists()
+    assert len(played.history.attempts) == 1
+
+
+def test_a_command_that_neither_writes_nor_computes_is_found(bench):
+    script = bench.home / "quiet.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "print('attempt', os.environ['MA_PROC_START_CNT'], flush=True)\n"
+        "if os.environ['MA_PROC_START_CNT'] == '1' and os.environ['NODE_RANK'] == '1':\n"
+        "    time.sleep(3600)\n"
+        "for number in range(60):\n"
+        "    print('step', number, flush=True)\n"
+        "    time.sleep(0.1)\n"
+    )
+    played = bench.play(
+        "quiet-command",
+        worker={"command": ["python3", str(script)], "recipe": None, "cwd": str(bench.home)},
+        watch={"command_quiet_s": 4.0},
+    )
+    assert played.ended == "completed"
+    fault = fault_of(played, 0)
+    assert fault.node == "node-1"
+    assert "neither output nor I/O" in fault.evidence
+    assert len(played.history.attempts) == 2

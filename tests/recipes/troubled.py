@@ -1,0 +1,101 @@
+"""A user's session program whose ranks misbehave as TROUBLES says.
+
+TROUBLES is a list of kind:rank:step[:seconds], kinds as below; each happens once, whatever is
+restarted, and leaves a file named after it in MARKS. PACE_S is a pause per step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import training
+from tests.recipes.paced import Guesser
+from training.trainer.pretrain import make_loader, open_data, seed_all
+
+
+def hold_the_lock(_seconds: float) -> None:
+    """A C function that does not return and does not let go of the interpreter's lock."""
+    ctypes.PyDLL(None).sleep(3600)
+
+
+def leave_for_good(_seconds: float) -> None:
+    """The rank never comes to the collective of the others."""
+    while True:
+        time.sleep(1)
+
+
+ONCE = {"hold_lock": hold_the_lock, "absent": leave_for_good, "pause": time.sleep}
+
+
+class Troubles:
+    """What this rank is to do, and when."""
+
+    def __init__(self, rank: int) -> None:
+        self.marks = Path(os.environ["MARKS"])
+        told = [one.split(":") for one in os.environ.get("TROUBLES", "").split(",") if one]
+        self.mine = [
+            (kind, int(step), float(rest[0]) if rest else 0.0)
+            for kind, at_rank, step, *rest in told
+            if int(at_rank) == rank
+        ]
+        self.rank = rank
+
+    def happen(self, number: int) -> None:
+        """In the step of this number, before its collectives."""
+        for kind, step, seconds in self.mine:
+            mark = self.marks / f"{kind}-{self.rank}-{step}"
+            if kind in ONCE and step == number and not mark.exists():
+                mark.write_text(repr(time.time()))
+                ONCE[kind](seconds)
+            elif kind == "slow" and step <= number:
+                time.sleep(seconds)
+
+    def starves(self, number: int) -> float:
+        """How much longer the loader takes for a step."""
+        return sum(s for kind, step, s in self.mine if kind == "starve" and step <= number)
+
+
+class Hungry:
+    """A loader that keeps its rank waiting."""
+
+    def __init__(self, loader, troubles: Troubles) -> None:
+        self.loader = loader
+        self.troubles = troubles
+        self.number = 0
+
+    def __getattr__(self, name: str):
+        return getattr(self.loader, name)
+
+    def next_step(self):
+        self.number += 1
+        time.sleep(self.troubles.starves(self.number))
+        return self.loader.next_step()
+
+
+def main(job) -> None:
+    seed_all(job.seed)
+    session = training.join()
+    troubles = Troubles(session.rank)
+    dataset, manifest = open_data(job, session)
+    model = DistributedDataParallel(Guesser(manifest.vocab_size))
+    torch.manual_seed(session.rank)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = Hungry(make_loader(job, session, dataset), troubles)
+    session.register(model=model, optimizer=optimizer, data=loader)
+    evaluate_s = float(os.environ.get("EVALUATE_S", "0"))
+    for step in session.steps(until=job.steps):
+        with step:
+            time.sleep(float(os.environ.get("PACE_S", "0")))
+            troubles.happen(step.number)
+            inputs, targets = step.batch()
+            step.backward(model(inputs, targets))
+            step.apply()
+        if evaluate_s and step.number % 10 == 0:
+            with session.evaluation():
+                time.sleep(evaluate_s)

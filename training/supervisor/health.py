@@ -1,0 +1,136 @@
+"""The health of one attempt: what its watcher sees becomes alerts of the ledger.
+
+Times are seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from training.agent.protocol import AgentStatus
+from training.diagnosis.classify import SlowNode
+from training.monitor.health import Condition, HealthWatch, Key, Look, RankLook, StepLook
+from training.policy.health import HealthPoint
+from training.policy.history import AttemptView, RunHistory
+from training.policy.notes import AlertCleared, AlertRaised
+from training.specs.watch import WatchSpec
+from training.supervisor.watch import Progress
+
+PERIOD_S = 1.0
+
+
+@dataclass(slots=True)
+class AttemptHealth:
+    """Watches the health points of one attempt.
+
+    Attributes:
+        spec: their limits.
+    """
+
+    spec: WatchSpec
+    _watch: HealthWatch = field(init=False)
+    _raised: dict[Key, AlertRaised] = field(default_factory=dict)
+    _count: int = 0
+    _looked_s: float = 0.0
+    _steps: list[StepLook] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Begin with nothing out of its limits."""
+        self._watch = HealthWatch(self.spec)
+
+    def adopt(self, view: AttemptView) -> None:
+        """Go on with the alerts that are on record: another supervisor raised them."""
+        for alert in view.alerts:
+            self._count = max(self._count, alert.raised.number)
+            if alert.cleared is None:
+                key = _key(alert.raised)
+                self._raised[key] = alert.raised
+                self._watch.open.add(key)
+
+    def look(
+        self, progress: Progress, view: AttemptView, history: RunHistory
+    ) -> list[AlertRaised | AlertCleared]:
+        """What has changed since the last look; at most one a second is taken."""
+        self._steps += [StepLook(one.step, one.loss, one.step_s) for one in progress.steps]
+        now_s = time.time()
+        if now_s - self._looked_s < PERIOD_S:
+            return []
+        self._looked_s = now_s
+        steps, self._steps = self._steps, []
+        agents = progress.snapshot.agents.values()
+        look = Look(
+            at_s=now_s,
+            nodes={one.node: one.sample for one in agents if one.sample is not None},
+            ranks=tuple(_ranks(agents)),
+            steps=tuple(steps),
+            commits_s=_commits_s(view, history),
+        )
+        changes = self._watch.look(look)
+        return [
+            *(self._note(one, now_s) for one in changes.raised),
+            *(self._clear(key, now_s) for key in changes.cleared if key in self._raised),
+        ]
+
+    def slow_node(self, view: AttemptView, history: RunHistory) -> SlowNode | None:
+        """A node that holds the others up and may be left now: a step was committed since."""
+        if not self.spec.isolate_fail_slow:
+            return None
+        for alert in self._raised.values():
+            if alert.point is not HealthPoint.STRAGGLER or alert.node is None:
+                continue
+            commits_s = _commits_s(view, history)
+            if commits_s and commits_s[-1] > alert.at_s:
+                return SlowNode(alert.node, alert.rank, alert.device, alert.text)
+        return None
+
+    def _note(self, one: Condition, now_s: float) -> AlertRaised:
+        self._count += 1
+        note = AlertRaised(
+            at_s=now_s,
+            number=self._count,
+            point=one.point,
+            text=one.text,
+            value=one.value,
+            limit=one.limit,
+            node=one.node,
+            rank=one.rank,
+            device=one.device,
+            step=one.step,
+        )
+        self._raised[one.key] = note
+        return note
+
+    def _clear(self, key: Key, now_s: float) -> AlertCleared:
+        return AlertCleared(at_s=now_s, number=self._raised.pop(key).number)
+
+
+def _key(alert: AlertRaised) -> Key:
+    return alert.point, alert.node, alert.rank if alert.rank is not None else alert.device
+
+
+def _ranks(agents: Iterable[AgentStatus]) -> Iterator[RankLook]:
+    for status in agents:
+        for worker in status.workers:
+            pulse = worker.pulse
+            if pulse is None or worker.exit_code is not None or worker.is_recovering:
+                continue
+            yield RankLook(
+                rank=worker.rank,
+                node=status.node,
+                device=worker.local_rank,
+                pid=worker.pid,
+                step=worker.step if worker.step is not None else -1,
+                phase=worker.phase or "",
+                waited_s=pulse.waited_s,
+                data_s=pulse.data_s,
+                latency_s=pulse.latency_s,
+            )
+
+
+def _commits_s(view: AttemptView, history: RunHistory) -> tuple[float, ...]:
+    """When this attempt committed steps."""
+    return tuple(
+        seen.at_s for seen in history.checkpoints if (seen.placement, seen.attempt) == view.key
+    )
