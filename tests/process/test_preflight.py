@@ -1,0 +1,164 @@
+"""Checks before the first step: nodes that really fail them are left for a spare."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from tests.process.harness import REPO, Workbench, wait_for
+
+pytestmark = pytest.mark.process
+
+SAMPLES = REPO / "tests" / "unit" / "monitor" / "samples"
+# The driver's tool, as it answers for a node whose chip has an alarm, and for one that is well.
+NPU_SMI = f"""#!/bin/sh
+case "$(pwd -P)" in
+*/nodes/$ILL_NODE/*) health=npu-smi-health-alarm.txt ;;
+*) health=npu-smi-health.txt ;;
+esac
+case "$*" in
+info) cat {SAMPLES}/npu-smi-info.txt ;;
+*"-t health"*) cat {SAMPLES}/$health ;;
+*"-t ecc"*) cat {SAMPLES}/npu-smi-ecc.txt ;;
+esac
+"""
+
+
+@pytest.fixture
+def with_npu_smi(bench, tmp_path):
+    """A bench whose machine has the driver's tool; it has an alarm for one node."""
+
+    def build(ill_node: str) -> Workbench:
+        tool = tmp_path / "npu-smi"
+        tool.write_text(NPU_SMI)
+        tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+        path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+        return dataclasses.replace(bench, env={"PATH": path, "ILL_NODE": ill_node})
+
+    return build
+
+
+def attempts_of(running, node: str) -> list[Path]:
+    """What processes of the training have left on a node."""
+    return list(running.folder.glob(f"nodes/{node}/*/attempts/*"))
+
+
+def test_a_node_with_an_alarm_is_isolated_before_the_first_step(with_npu_smi, undisturbed_pair):
+    bench = with_npu_smi("node-1")
+    running = bench.start(bench.pair("alarm-at-start", env={"PACE_S": "0"}))
+    assert running.finish() == 0, running.out
+    history = running.history
+    (refusal,) = history.refusals
+    assert (refusal.node, refusal.placement) == ("node-1", 1)
+    assert "device 0: Alarm (A4025021 8C03A000 8C084E00)" in refusal.why
+    assert history.isolated == ("node-1",)
+    assert [[m.node for m in p.members] for p in history.placements] == [
+        ["node-0", "node-1"],
+        ["node-0", "node-2"],
+    ]
+    (attempt,) = history.attempts
+    assert (attempt.started.placement, attempt.started.at_s > refusal.at_s) == (2, True)
+    assert attempts_of(running, "node-1") == []
+    assert running.curve() == undisturbed_pair.curve()
+    assert running.rungs() == []
+    running.leave_nothing()
+
+
+def test_without_a_spare_the_run_ends_with_the_words_of_the_check(with_npu_smi):
+    bench = with_npu_smi("node-1")
+    engine = {"nodes": 2, "slots_per_node": 1, "spares": 0, "grace_s": 10}
+    job = bench.pair("alarm-no-spare", engine=engine, restart={"spare_wait_s": 0})
+    running = bench.start(job)
+    assert running.finish() == 1, running.out
+    out = " ".join(running.out.split())
+    assert "no healthy spare among 2 nodes; isolated: node-1" in out
+    assert "node-1 failed its checks: devices: device 0: Alarm" in out
+    assert running.history.attempts == []
+    running.leave_nothing()
+
+
+def test_a_node_whose_check_dies_is_isolated(bench, undisturbed_pair):
+    job = bench.pair("check-dies", env={"PACE_S": "0"}, preflight={"burn_in_s": 8})
+    running = bench.start(job)
+
+    def checker():
+        for process in running.local.processes("node-1"):
+            try:
+                leads = os.getsid(process.pid) == process.pid  # its ranks are forks of it
+                if leads and "training.preflight.node" in process.cmdline():
+                    return process
+            except (psutil.NoSuchProcess, ProcessLookupError):
+                continue
+        return None
+
+    found = wait_for(checker, timeout_s=120, what="the check of node-1")
+    time.sleep(1.0)
+    found.kill()
+    assert running.finish() == 0, running.out
+    (refusal,) = running.history.refusals
+    assert (refusal.node, refusal.why) == (
+        "node-1",
+        "node: the program ended with exit code -9 and no result",
+    )
+    assert attempts_of(running, "node-1") == []
+    assert running.curve() == undisturbed_pair.curve()
+    running.leave_nothing()
+
+
+def preflight(bench, document, *options):
+    path = bench.home / f"{document['run_id']}.yaml"
+    path.write_text(yaml.safe_dump(document))
+    return subprocess.run(
+        [sys.executable, "-m", "perdure", "preflight", str(path), *options],
+        env=bench.environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+def test_the_command_checks_this_machine_and_that_the_program_starts_twice(bench):
+    done = preflight(bench, bench.pair("checked", env={"PACE_S": "0"}), "--json", "--reentry")
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(done.stdout)
+    outcomes = {check["name"]: check["outcome"] for check in told["checks"]}
+    assert told["ok"]
+    assert [outcomes[n] for n in ("burn_in", "all_reduce", "store", "reentry")] == ["ok"] * 4
+    reentry = next(check for check in told["checks"] if check["name"] == "reentry")
+    assert reentry["seen"].startswith("losses ")
+
+
+def test_the_command_fails_where_a_device_has_an_alarm(with_npu_smi, tmp_path):
+    bench = with_npu_smi("node-1")
+    tool = tmp_path / "npu-smi"
+    tool.write_text(tool.read_text().replace('"$(pwd -P)"', "/nodes/node-1/"))
+    done = preflight(bench, bench.pair("checked-ill"))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "8C084E00" in done.stdout
+
+
+def test_a_command_that_cannot_be_started_again_is_found(bench, tmp_path):
+    lock = tmp_path / "lock"
+    script = f"test ! -e {lock} || {{ echo stale lock; exit 3; }}; touch {lock}; exec sleep 60"
+    job = {
+        "run_id": "not-again",
+        "storage": {"address": f"file://{tmp_path}/store"},
+        "worker": {"command": ["sh", "-c", script]},
+        "preflight": {"nodes": False},
+    }
+    done = preflight(bench, job, "--json", "--reentry", "--reentry-s", "1")
+    assert done.returncode == 1, done.stdout + done.stderr
+    (check,) = [c for c in json.loads(done.stdout)["checks"] if c["name"] == "reentry"]
+    assert check["seen"] == "start 2 ended with exit code 3: stale lock"
