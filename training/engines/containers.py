@@ -1,0 +1,68 @@
+"""The containers of the local engine, as they are remembered on disk.
+
+The files hold tokens: only their owner may read them.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from training.agent.agent import ADDRESS_FILE
+from training.agent.processes import is_alive
+from training.agent.protocol import AgentAddress
+
+
+class Container(BaseModel):
+    """One container as it is remembered on disk."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    member: int
+    node: str
+    schedule_cnt: int
+    folder: str
+    token: str
+
+    @property
+    def path(self) -> Path:
+        """Its folder."""
+        return Path(self.folder)
+
+    def address(self) -> AgentAddress | None:
+        """Where its agent listens, None when there is none or it is dead."""
+        try:
+            text = (self.path / ADDRESS_FILE).read_text(encoding="utf-8")
+            address = AgentAddress.model_validate_json(text)
+        except (OSError, ValidationError):
+            return None
+        return address if is_alive(address.pid, address.process_started_s) else None
+
+
+class Containers(BaseModel):
+    """The containers of a placement, as remembered on disk."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    placement: int
+    containers: tuple[Container, ...]
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write atomically, readable by the owner alone: the text holds a token."""
+    temporary = path.with_suffix(".tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+    temporary.replace(path)
+
+
+def last_line(path: Path) -> str:
+    """The last line of a log, or why there is none."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    except OSError as error:
+        return str(error)
+    return lines[-1] if lines else "its log is empty"
