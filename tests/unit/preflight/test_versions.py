@@ -43,7 +43,7 @@ def test_another_torch_fails():
 
 
 def test_another_cann_is_a_warning_and_so_is_an_unknown_pair():
-    fit = check_versions(replace(NPU, toolkit=NPU.toolkit | {"version": "8.5.0"}))[1]
+    fit = check_versions(replace(NPU, toolkit={**NPU.toolkit, "version": "8.5.0"}))[1]
     assert (fit.outcome, "goes with CANN 9.1.0" in fit.seen) == (Outcome.WARNING, True)
     fit = check_versions(replace(NPU, torch="2.13.0", torch_npu="2.13.0"))[1]
     assert (fit.outcome, "not in the table" in fit.seen) == (Outcome.WARNING, True)

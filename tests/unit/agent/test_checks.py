@@ -1,0 +1,88 @@
+"""Checks of a node on a supervisor's order, by a real agent."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.unit.agent.conftest import EPOCH, JOB, TOKEN, Container, wait_for
+from training.agent.control import AgentClient
+from training.agent.protocol import CheckOrder, GreetQuery, Reply
+from training.errors import EngineError
+from training.monitor.check import Outcome
+
+
+def order(burn_in_s: float = 0.0, store: Path = Path("/nowhere"), **changes) -> CheckOrder:
+    own = {"preflight": {"burn_in_s": burn_in_s}, "storage": {"address": f"file://{store}"}}
+    job = json.loads(JOB) | own
+    fields = {
+        "job": json.dumps(job),
+        "num_nodes": 1,
+        "slots_per_node": 1,
+        "is_new": True,
+        "gang_host": None,
+        "variables": {"OMP_NUM_THREADS": "1"},
+        "timeout_s": 60.0,
+    }
+    return CheckOrder(**{**fields, **changes})
+
+
+def ask(container: Container, what: CheckOrder, replies: list[Reply]) -> threading.Thread:
+    """Ask in a thread of its own: the answer takes its time."""
+
+    def call() -> None:
+        client = AgentClient(container.address, token=TOKEN, epoch=EPOCH, timeout_s=90)
+        replies.append(client.call(what))
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    return thread
+
+
+def checkers(container: Container) -> list[psutil.Process]:
+    found = []
+    for process in container.processes():
+        try:
+            found += [process] if "training.preflight.node" in process.cmdline() else []
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def test_a_node_tells_its_clock_and_a_free_port(shared):
+    reply = shared.call(GreetQuery())
+    assert reply.at_s > 0
+    assert 1024 <= reply.port <= 65535
+
+
+def test_the_node_is_checked_under_its_own_name(new_container, tmp_path):
+    container = new_container()
+    replies: list[Reply] = []
+    ask(container, order(store=tmp_path), replies).join(90)
+    (reply,) = replies
+    found = {check.name: check for check in reply.checks}
+    assert {check.node for check in reply.checks} == {"node-1"}
+    assert [found[name].outcome for name in ("burn_in", "store")] == [Outcome.OK] * 2
+
+
+def test_while_an_attempt_runs_nothing_is_checked(shared):
+    shared.start("sleep", "600")
+    shared.until("running")
+    with pytest.raises(EngineError, match="an attempt is running"):
+        shared.call(order())
+
+
+def test_a_start_ends_a_check_that_a_dead_supervisor_has_left(new_container, tmp_path):
+    container = new_container()
+    replies: list[Reply] = []
+    thread = ask(container, order(burn_in_s=50.0, store=tmp_path), replies)
+    wait_for(lambda: len(checkers(container)) >= 2, timeout_s=60)
+    container.start("sleep", "600")
+    wait_for(lambda: not checkers(container), timeout_s=10)
+    container.until("running")
+    thread.join(10)
+    assert replies[0].checks[0].outcome is Outcome.FAILED
