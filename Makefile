@@ -92,6 +92,7 @@ chaos: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.diagnose
+	$(BIN)/python -m benchmarks.watching
 
 # Apart from .venv: the programs beside ours allow only older libraries than it has.
 .venv-bench/.installed: pyproject.toml

@@ -321,7 +321,7 @@ class Agent:
             return
         assert self._group is not None  # noqa: S101 RUNNING implies a group
         assert self._hang_check is not None  # noqa: S101 likewise
-        self._hang = self._hang_check.look(self._group)
+        self._hang = self._hang_check.look(self._group, sample=self._sampling.newest)
 
     def _check_orphaned(self) -> None:
         if time.monotonic() - self._heard_s > self._config.orphan_timeout_s:

@@ -1,0 +1,104 @@
+"""What watching costs: the heartbeat of a step, a look at a node, a look at all health points.
+
+    python -m benchmarks.watching [--rounds 5]
+
+Each figure is measured in rounds and printed as least, median and most. What a worker pays per
+step is the heartbeat alone; the other two are paid by the agent and by the supervisor, beside
+the training. Times are seconds unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+from training.monitor.health import HealthWatch, Look, RankLook, StepLook
+from training.monitor.heartbeat import HeartbeatWriter, Phase
+from training.monitor.sources.sampling import Sampler
+from training.specs.watch import WatchSpec
+
+STEPS = 2000
+COLLECTIVES = 4  # of a step: three buckets of gradients and the vote
+LOOKS = 50
+STEP_S = 0.05
+LIMIT = 0.005
+
+
+def main() -> int:
+    """Print the figures. Returns 1 when a step of 50 ms pays more than half a percent."""
+    parser = argparse.ArgumentParser(description="cost of watching a run")
+    parser.add_argument("--rounds", type=int, default=5)
+    rounds = parser.parse_args().rounds
+    beats_s = [_heartbeats_s() for _ in range(rounds)]
+    print(f"heartbeat of a step, {COLLECTIVES} collectives: {_spread(beats_s, 1e6)} us")
+    with tempfile.TemporaryDirectory() as folder:
+        sampler = Sampler(Path(folder), 8)
+        sampler.look()  # which finds the tools, once
+        samples_s = [_cpu_s(sampler.look) for _ in range(rounds)]
+    period_s = WatchSpec().sample_every_s
+    share = median(samples_s) / period_s
+    print(f"look at a node: {_spread(samples_s, 1e3)} ms of processor, {share:.3%} of a core")
+    for num_ranks in (8, 1024):
+        looks_s = [_look_s(num_ranks) for _ in range(rounds)]
+        print(f"look at the health of {num_ranks} ranks: {_spread(looks_s, 1e3)} ms")
+    share = median(beats_s) / STEP_S
+    is_met = share < LIMIT
+    verdict = "met" if is_met else "MISSED"
+    print(f"a step of {1000 * STEP_S:.0f} ms pays {share:.3%}; under {LIMIT:.1%}: {verdict}")
+    return 0 if is_met else 1
+
+
+def _heartbeats_s() -> float:
+    """Of one step."""
+    with tempfile.TemporaryDirectory() as folder:
+        writer = HeartbeatWriter(Path(folder) / "heartbeat-0")
+        began_s = time.perf_counter()
+        for step in range(STEPS):
+            writer.beat(phase=Phase.DATA)
+            writer.waited_for_data(1000)
+            writer.beat(phase=Phase.STEP)
+            for _ in range(COLLECTIVES):
+                writer.enter_collective("allreduce in world")
+                writer.leave_collective()
+            writer.voted(1000)
+            writer.beat(step=step)
+        return (time.perf_counter() - began_s) / STEPS
+
+
+def _cpu_s(act: Callable[[], object]) -> float:
+    before_s = time.process_time()
+    act()
+    return time.process_time() - before_s
+
+
+def _look_s(num_ranks: int) -> float:
+    """Of one look at every rank."""
+    watch = HealthWatch(WatchSpec())
+    looks = [
+        Look(
+            at_s=float(number),
+            ranks=[
+                RankLook(rank, f"node-{rank // 8}", rank % 8, rank, 2 * number, "step",
+                         0.1 * number, 0.01 * number, 0.001)
+                for rank in range(num_ranks)
+            ],
+            steps=[StepLook(2 * number, 3.0, 0.5), StepLook(2 * number + 1, 3.0, 0.5)],
+        )
+        for number in range(LOOKS)
+    ]  # fmt: skip
+    began_s = time.perf_counter()
+    for look in looks:
+        watch.look(look)
+    return (time.perf_counter() - began_s) / LOOKS
+
+
+def _spread(values: list[float], scale: float) -> str:
+    return "/".join(f"{scale * one:.2f}" for one in (min(values), median(values), max(values)))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

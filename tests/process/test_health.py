@@ -1,0 +1,120 @@
+"""Health points that really leave their limits: a slow rank, a starving loader, a full disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.process.harness import REPO
+from training.drill.job import drill_job, write_corpus
+from training.drill.play import Play, Played
+from training.policy.faults import FaultClass
+from training.policy.health import HealthPoint
+from training.policy.ladder import Rung
+from training.policy.mending import Alert
+from training.specs.model import ParallelKind
+
+pytestmark = pytest.mark.process
+
+PACE_S = 0.05
+
+
+def play(home: Path, name: str, *, steps: int, troubles: str = "", **changes: Any) -> Played:
+    """A run of the troubled program, whose alerts alone are of interest."""
+    marks = home / f"marks-{name}"
+    marks.mkdir()
+    sections: dict[str, Any] = {
+        "worker": {"recipe": "tests.recipes.troubled:main", "cwd": str(REPO)},
+        "batch": {"global_batch_size": 8, "micro_batch_size": 2},
+        "checkpoint": {"every_steps": 40},
+        "env": {"TROUBLES": troubles, "MARKS": str(marks), "PACE_S": str(PACE_S)},
+    }
+    job = drill_job(home, name, kind=ParallelKind.DDP, steps=steps, changes={**sections, **changes})
+    played = Play(home).play(job)
+    assert played.ended == "completed"
+    return played
+
+
+def alerts(played: Played, point: HealthPoint) -> list[Alert]:
+    """The alerts about one point."""
+    told = [alert for view in played.history.attempts for alert in view.alerts]
+    return [alert for alert in told if alert.raised.point is point]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("health")
+    write_corpus(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def left(home) -> Played:
+    """A run with a rank that gets slow, whose node the policy has it leave."""
+    return play(
+        home,
+        "slow-rank",
+        steps=260,
+        troubles="slow:3:20:0.15",
+        watch={"isolate_fail_slow": True},
+        checkpoint={"every_steps": 10},
+    )
+
+
+def test_a_rank_that_is_later_than_the_others_is_named(left):
+    (alert,) = alerts(left, HealthPoint.STRAGGLER)
+    assert (alert.raised.rank, alert.raised.node) == (3, "node-1")
+    assert alert.raised.value > 0.3
+
+
+def test_a_node_that_holds_the_others_up_is_left_after_the_next_checkpoint(left):
+    (alert,) = alerts(left, HealthPoint.STRAGGLER)
+    first, second = left.history.attempts
+    fault = first.ended.fault
+    assert (fault.fault_class, fault.node, fault.rank) == (FaultClass.FAIL_SLOW, "node-1", 3)
+    assert (first.decided.rung, first.decided.isolate) == (Rung.POD_RESCHEDULE, "node-1")
+    commits = [c for c in left.history.checkpoints if (c.placement, c.attempt) == first.key]
+    assert commits[-1].at_s > alert.raised.at_s
+    # Nothing is done again: the ranks saved when they were asked to end.
+    assert second.from_step == first.ended.to_step
+    assert "node-1" not in {member.node for member in second.members}
+
+
+def test_a_rank_that_waits_for_its_data_is_named(home):
+    played = play(home, "starving", steps=150, troubles="starve:1:1:0.2")
+    (alert,) = alerts(played, HealthPoint.DATA_STARVED)
+    assert (alert.raised.rank, alert.raised.node) == (1, "node-0")
+    assert alert.raised.value > 0.5
+
+
+@pytest.fixture
+def nearly_full(home) -> Iterator[float]:
+    """A limit that the disk is inside of, until a file takes one percent of it."""
+    usage = shutil.disk_usage(home)
+    yield 100.0 * usage.free / usage.total - 0.5
+    (home / "filling").unlink(missing_ok=True)
+
+
+def test_a_disk_that_fills_is_told(home, nearly_full):
+    size_bytes = shutil.disk_usage(home).total // 100
+    with (home / "filling").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, size_bytes)
+    played = play(
+        home,
+        "full-disk",
+        steps=60,
+        watch={"disk_free_low_percent": nearly_full, "sample_every_s": 0.5},
+    )
+    told = alerts(played, HealthPoint.DISK_FILLING)
+    assert {alert.raised.node for alert in told} == {"node-0", "node-1"}
+    assert all(alert.raised.value < nearly_full for alert in told)
+
+
+def test_a_healthy_run_raises_no_alert(home):
+    played = play(home, "healthy", steps=150)
+    assert [alert for view in played.history.attempts for alert in view.alerts] == []
