@@ -67,7 +67,8 @@ class Placer:
             rung = self._repair if repairs else _rung_of(self._book.refresh())
             if rung is Rung.STOP:
                 decided = self._book.history.pending_decision
-                raise EngineError(decided.reason if decided else "no placement is possible")
+                reason = decided.reason if decided else "no placement is possible"
+                raise EngineError("; ".join((reason, *_refusals(self._book.history))))
             try:
                 return self._carry_out(rung, current, stop_wanted)
             except (EngineError, AgentUnreachable) as error:
@@ -187,6 +188,8 @@ def _rung_of(history: RunHistory) -> Rung:
     decided = history.pending_decision
     if decided is None or len(history.attempts) <= history.budgets_from:
         return Rung.JOB_RESCHEDULE  # a first placement, or somebody started an ended run again
+    if decided.rung is Rung.STOP:
+        return Rung.STOP  # also after a placement whose nodes were refused
     done = history.placement is not None and history.placement.placement > decided.placement
     # Carried out already, or in place where nothing is left: only new containers help.
     return Rung.JOB_RESCHEDULE if done or decided.rung in RESTARTS_IN_PLACE else decided.rung

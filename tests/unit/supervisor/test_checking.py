@@ -162,3 +162,20 @@ def test_a_refused_node_does_not_come_back_where_isolated_ones_may(run, cluster,
     assert moved.nodes == ("node-0", "node-2")
     one.check(moved)
     assert "node-2" not in one.place().nodes
+
+
+def test_a_spare_that_is_refused_after_a_fault_ends_the_run_when_nothing_else_is_left(
+    run, cluster, job, impatient
+):
+    cluster.checks["node-2"] = [failed("node-2")]
+    cluster.outcomes = ["node lost", "done"]
+    restart = job.restart.model_copy(update={"allow_without_isolation": False})
+    one = run(job.model_copy(update={"restart": restart}))
+    placement = one.place()
+    one.check(placement)
+    quiet = {"data_manifest_key": None, "stop_wanted": lambda: False, "on_progress": lambda _: None}
+    one.attempt(placement, **quiet)
+    one.check(one.place())
+    with pytest.raises(EngineError, match="node-2 failed its checks: devices: device 0: Alarm"):
+        one.place()
+    assert one.history.isolated == ("node-1", "node-2")
