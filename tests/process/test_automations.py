@@ -17,7 +17,12 @@ from tests.process.harness import wait_for
 from training.policy.faults import Fault, FaultClass
 from training.policy.ladder import Decision, Rung
 
-pytestmark = [pytest.mark.process, pytest.mark.prefect]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.prefect,
+    # The flow that would create them is not there.
+    pytest.mark.filterwarnings("ignore:Artifact creation outside of a flow:FutureWarning"),
+]
 
 QUIET_S = 10.0  # in which an automation that was going to act has acted
 
@@ -33,10 +38,14 @@ def api(prefect_server):
 
 @pytest.fixture
 def flow_run(api) -> UUID:
-    """A flow run that is running, as far as the server knows."""
+    """A flow run of a deployment that is running, as far as the server knows."""
     flow = api.post("/flows/", json={"name": "automations"}).json()
-    body = {"flow_id": flow["id"], "name": "automations", "state": {"type": "RUNNING"}}
-    return UUID(api.post("/flow_runs/", json=body).json()["id"])
+    body = {"flow_id": flow["id"], "name": "local", "entrypoint": "flows/pretrain.py:pretrain"}
+    deployment = api.post("/deployments/", json=body).json()
+    made = api.post(f"/deployments/{deployment['id']}/create_flow_run", json={}).json()
+    for state in ("PENDING", "RUNNING"):
+        api.post(f"/flow_runs/{made['id']}/set_state", json={"state": {"type": state}})
+    return UUID(made["id"])
 
 
 def state_of(api, flow_run: UUID) -> str:

@@ -66,6 +66,9 @@ def assert_replacement_is_told(running) -> None:
     status = json.loads(running.bench.perdure("status", running.job.run_id, "--json"))
     (recovery,) = status["recoveries"]
     assert (recovery["rung"], recovery["outcome"]) == ("process_replace", "mended")
+    spent = status["time_s"]
+    assert {"productive_step", "recovery_process_replace", "recovery_pod_reschedule"} <= set(spent)
+    assert sum(spent.values()) == pytest.approx(status["wall_s"], abs=0.01)
 
 
 @pytest.mark.parametrize("rung", ["process_replace", "in_place_restart"])

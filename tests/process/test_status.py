@@ -1,0 +1,80 @@
+"""`perdure status` of real runs: supervised, abandoned, over; and where their time went."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from tests.process.harness import wait_for
+
+pytestmark = pytest.mark.process
+
+IN_FAULTS = {"redone_step", "detection", "recovery_hang_restart", "recovery_in_place_restart"}
+
+
+def status_of(running) -> dict:
+    return json.loads(running.bench.perdure("status", running.job.run_id, "--json"))
+
+
+def test_a_run_whose_flow_is_dead_tells_of_its_ranks_all_the_same(bench, undisturbed_pair):
+    document = bench.pair("abandoned", steps=60, env={"PACE_S": "0.5"})
+    running = bench.start(document)
+    running.reach(4)
+    running.kill_supervisor()
+    told = status_of(running)
+    assert (told["state"], told["supervised"]) == ("running", False)
+    assert [node["node"] for node in told["nodes"]] == ["node-0", "node-1"]
+    assert {node["state"] for node in told["nodes"]} == {"running"}
+    ranks = [rank for node in told["nodes"] for rank in node["ranks"]]
+    assert [rank["rank"] for rank in ranks] == [0, 1]
+    assert told["step"] >= 4, "though no checkpoint covers it yet"
+    assert told["eta_s"] > 0
+    later = wait_for(
+        lambda: (now := status_of(running))["step"] > told["step"] and now,
+        timeout_s=60,
+        what="a later step",
+    )
+    assert later["time_s"]["productive_step"] > told["time_s"]["productive_step"]
+    plain = bench.perdure("status", "abandoned")
+    assert "nobody supervises it" in plain
+    assert "node-0: running, ok; rank 0" in plain
+    again = bench.start({**document, "env": {"PACE_S": "0.5"}})
+    assert again.finish() == 0, again.out
+    assert again.curve() == undisturbed_pair.curve()
+    done = status_of(again)
+    assert (done["state"], done["step"], done["nodes"]) == ("completed", 60, [])
+    assert done["checkpoints"]["store"]["newest"] == 60
+    again.leave_nothing()
+
+
+def test_every_second_of_a_broken_run_has_an_owner(bench, undisturbed_pair):
+    """A rank dies, later the other falls silent: with a fault's time known, and one unknown."""
+    restart = {"hang_timeout_s": 5, "process_replace": False, "end_of_life_checkpoint": False}
+    running = bench.start(bench.pair("accounted", restart=restart))
+    running.reach(17)
+    killed_s = time.time()
+    assert running.local.kill_rank(1)
+    wait_for(lambda: len(running.history.attempts) == 2, timeout_s=60, what="a second attempt")
+    running.reach(25)
+    (silent,) = running.local.rank(0)
+    silent.suspend()
+    silent_s = time.time()
+    assert running.finish() == 0, running.out
+    assert running.curve() == undisturbed_pair.curve()
+    assert running.rungs() == ["in_place_restart", "hang_restart"]
+    told = status_of(running)
+    spent = told["time_s"]
+    assert sum(spent.values()) == pytest.approx(told["wall_s"], abs=0.01)
+    assert told["ettr"] == pytest.approx(spent["productive_step"] / told["wall_s"], abs=1e-3)
+    assert set(spent) >= IN_FAULTS | {"productive_step", "save_block", "start_up", "ending"}
+    assert "unknown" not in spent
+    assert "unsupervised" not in spent
+    assert spent["productive_step"] >= 60 * 0.1, "every kept step slept that long"
+    assert spent["redone_step"] >= 5 * 0.1, "from step 10 on, and from step 20 on"
+    first, second = (view.ended for view in running.history.attempts[:2])
+    assert abs(first.noticed_s - killed_s) < 5
+    assert second.noticed_s - silent_s > 4
+    assert 4 < spent["detection"] < 25
+    running.leave_nothing()
