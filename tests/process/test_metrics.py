@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(PROGRAM is None, reason="needs Prometheus: make .venv/.prometheus"),
 ]
 
-SCRAPE_S = 0.5
+SCRAPE = "500ms"
 # What a machine without devices does not have, and what asks for something to be wrong.
 EMPTY = ("perdure_device_", "perdure_mfu_ratio", "perdure_past_recoveries")
 
@@ -39,7 +39,7 @@ class Prometheus:
     def __init__(self, folder: Path, target: str) -> None:
         self.address = f"{HOST}:{free_port(HOST)}"
         jobs = [{"job_name": "perdure", "static_configs": [{"targets": [target]}]}]
-        times = {"scrape_interval": f"{SCRAPE_S:g}s", "scrape_timeout": f"{SCRAPE_S:g}s"}
+        times = {"scrape_interval": SCRAPE, "scrape_timeout": SCRAPE}
         config = folder / "prometheus.yml"
         config.write_text(yaml.safe_dump({"global": times, "scrape_configs": jobs}))
         with (folder / "prometheus.log").open("wb") as log:
