@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import psutil
@@ -22,6 +23,14 @@ def kill_leftovers(home: Path) -> None:
                 process.kill()
         except (OSError, psutil.NoSuchProcess):
             continue
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interruptible():
+    """A shell that starts tests in the background has SIGINT ignored, and children inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

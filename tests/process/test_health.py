@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,15 @@ pytestmark = pytest.mark.process
 PACE_S = 0.05
 
 
-def play(home: Path, name: str, *, steps: int, troubles: str = "", **changes: Any) -> Played:
+def play(
+    home: Path,
+    name: str,
+    *,
+    steps: int,
+    troubles: str = "",
+    env: Mapping[str, str] | None = None,
+    **changes: Any,
+) -> Played:
     """A run of the troubled program, whose alerts alone are of interest."""
     marks = home / f"marks-{name}"
     marks.mkdir()
@@ -32,7 +40,7 @@ def play(home: Path, name: str, *, steps: int, troubles: str = "", **changes: An
         "worker": {"recipe": "tests.recipes.troubled:main", "cwd": str(REPO)},
         "batch": {"global_batch_size": 8, "micro_batch_size": 2},
         "checkpoint": {"every_steps": 40},
-        "env": {"TROUBLES": troubles, "MARKS": str(marks), "PACE_S": str(PACE_S)},
+        "env": {"TROUBLES": troubles, "MARKS": str(marks), "PACE_S": str(PACE_S), **(env or {})},
     }
     job = drill_job(home, name, kind=ParallelKind.DDP, steps=steps, changes={**sections, **changes})
     played = Play(home).play(job)
@@ -44,6 +52,11 @@ def alerts(played: Played, point: HealthPoint) -> list[Alert]:
     """The alerts about one point."""
     told = [alert for view in played.history.attempts for alert in view.alerts]
     return [alert for alert in told if alert.raised.point is point]
+
+
+def rungs(played: Played) -> list[Rung]:
+    """How the attempts that ended with a fault were answered."""
+    return [view.decided.rung for view in played.history.attempts if view.decided is not None]
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +74,7 @@ def left(home) -> Played:
         "slow-rank",
         steps=260,
         troubles="slow:3:20:0.15",
+        env={"SLOW_NODE": "node-1"},
         watch={"isolate_fail_slow": True},
         checkpoint={"every_steps": 10},
     )
@@ -75,7 +89,10 @@ def test_a_rank_that_is_later_than_the_others_is_named(left):
 def test_a_node_that_holds_the_others_up_is_left_after_the_next_checkpoint(left):
     (alert,) = alerts(left, HealthPoint.STRAGGLER)
     first, second = left.history.attempts
+    assert first.ended is not None
+    assert first.decided is not None
     fault = first.ended.fault
+    assert fault is not None
     assert (fault.fault_class, fault.node, fault.rank) == (FaultClass.FAIL_SLOW, "node-1", 3)
     assert (first.decided.rung, first.decided.isolate) == (Rung.POD_RESCHEDULE, "node-1")
     commits = [c for c in left.history.checkpoints if (c.placement, c.attempt) == first.key]
@@ -83,6 +100,19 @@ def test_a_node_that_holds_the_others_up_is_left_after_the_next_checkpoint(left)
     # Nothing is done again: the ranks saved when they were asked to end.
     assert second.from_step == first.ended.to_step
     assert "node-1" not in {member.node for member in second.members}
+
+
+def test_a_rank_that_is_slow_wherever_it_runs_costs_one_node_at_most(home):
+    played = play(
+        home,
+        "slow-anywhere",
+        steps=260,
+        troubles="slow:3:20:0.15",
+        watch={"isolate_fail_slow": True},
+        checkpoint={"every_steps": 10},
+    )
+    assert len(alerts(played, HealthPoint.STRAGGLER)) == 2
+    assert rungs(played) == [Rung.POD_RESCHEDULE]
 
 
 def test_a_rank_that_waits_for_its_data_is_named(home):

@@ -1,7 +1,8 @@
 """A user's session program whose ranks misbehave as TROUBLES says.
 
-TROUBLES is a list of kind:rank:step[:seconds], kinds as below; each happens once, whatever is
-restarted, and leaves a file named after it in MARKS. PACE_S is a pause per step.
+TROUBLES is a list of kind:rank:step[:seconds], kinds as below; those of ONCE happen once, whatever
+is restarted, and leave a file in MARKS. A rank is slow on SLOW_NODE alone, where that is given.
+PACE_S is a pause per step.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class Troubles:
             if int(at_rank) == rank
         ]
         self.rank = rank
+        node = os.environ["PERDURE_NODE"]
+        self.is_on_slow_node = os.environ.get("SLOW_NODE", node) == node
 
     def happen(self, number: int) -> None:
         """In the step of this number, before its collectives."""
@@ -53,7 +56,7 @@ class Troubles:
             if kind in ONCE and step == number and not mark.exists():
                 mark.write_text(repr(time.time()))
                 ONCE[kind](seconds)
-            elif kind == "slow" and step <= number:
+            elif kind == "slow" and step <= number and self.is_on_slow_node:
                 time.sleep(seconds)
 
     def starves(self, number: int) -> float:

@@ -132,9 +132,9 @@ class Attempt:
         if len(self._ranks.training) == self.world_size:
             self._all_train(now_s=now_s)
 
-    def committed(self, *, at_s: float) -> None:
-        """A checkpoint was committed."""
-        self.judge.committed(at_s=at_s)
+    def committed(self, step: int) -> None:
+        """A checkpoint of this step was committed."""
+        self.judge.committed(step)
 
     def stepped(self, step: int) -> None:
         """A step is on record."""

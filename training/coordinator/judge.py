@@ -44,6 +44,11 @@ class Judge:
     policy: Policy
     supported: frozenset[Rung]
     past: list[Recovery] = field(default_factory=list)
+    _num_before: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """What is known at first is of other attempts."""
+        self._num_before = len(self.past)
 
     def decide(
         self, fault: Fault, *, now_s: float, is_dead: bool = False, is_finite: bool = True
@@ -81,11 +86,23 @@ class Judge:
         """The last recovery came to grief."""
         self.past[-1] = replace(self.past[-1], failed=True)
 
-    def committed(self, *, at_s: float) -> None:
-        """A checkpoint was committed: what was mended before it is free."""
+    def committed(self, step: int) -> None:
+        """A checkpoint was committed: what was mended before its step was trained is free.
+
+        Told by steps: a save from before a fault may be committed after it. The attempts before
+        this one may have been further; whatever this one commits is new.
+        """
         self.past = [
-            replace(one, progressed=True) if one.fault.at_s < at_s else one for one in self.past
+            replace(one, progressed=True)
+            if number < self._num_before or _is_older(one, step)
+            else one
+            for number, one in enumerate(self.past)
         ]
+
+
+def _is_older(recovery: Recovery, step: int) -> bool:
+    """Whether a step was trained after a recovery."""
+    return recovery.fault.step is None or recovery.fault.step < step
 
 
 def fault_of_trouble(

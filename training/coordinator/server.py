@@ -280,7 +280,7 @@ class Coordinator:
             self._attempt.stepped(record.step)
             self._metrics.step(record)
         for step in live.checkpoints:
-            self._attempt.committed(at_s=time.time())
+            self._attempt.committed(step)
             self._metrics.committed(step, at_s=time.time())
 
     async def _watch_control(self) -> None:

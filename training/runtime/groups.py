@@ -213,8 +213,10 @@ class SwapGroup(dist.ProcessGroup):
     @property
     def told_name(self) -> str:
         """As a person is told of it."""
-        # torch describes the group of all ranks as default_pg.
-        return self._name if self._description in ("", "default_pg") else self._description
+        # torch describes the group of all ranks as default_pg, and names it 0.
+        if self._description == "default_pg":
+            return "world"
+        return self._description or self._name
 
     def connect(self) -> None:
         """Make the link now; collective."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from training.agent.protocol import AgentStatus
 from training.diagnosis.classify import SlowNode
 from training.monitor.health import Condition, HealthWatch, Key, Look, RankLook, StepLook
+from training.policy.faults import FaultClass
 from training.policy.health import HealthPoint
 from training.policy.history import AttemptView, RunHistory
 from training.policy.notes import AlertCleared, AlertRaised
@@ -80,6 +81,8 @@ class AttemptHealth:
         for alert in self._raised.values():
             if alert.point is not HealthPoint.STRAGGLER or alert.node is None:
                 continue
+            if _was_slow_elsewhere(alert, history):
+                continue  # it is what the rank does, not where
             commits_s = _commits_s(view, history)
             if commits_s and commits_s[-1] > alert.at_s:
                 return SlowNode(alert.node, alert.rank, alert.device, alert.text)
@@ -127,6 +130,18 @@ def _ranks(agents: Iterable[AgentStatus]) -> Iterator[RankLook]:
                 data_s=pulse.data_s,
                 latency_s=pulse.latency_s,
             )
+
+
+def _was_slow_elsewhere(alert: AlertRaised, history: RunHistory) -> bool:
+    """Whether the same rank was slow on another node before."""
+    faults = [view.ended.fault for view in history.attempts if view.ended is not None]
+    return any(
+        fault is not None
+        and fault.fault_class is FaultClass.FAIL_SLOW
+        and fault.rank == alert.rank
+        and fault.node != alert.node
+        for fault in faults
+    )
 
 
 def _commits_s(view: AttemptView, history: RunHistory) -> tuple[float, ...]:

@@ -296,13 +296,11 @@ def test_a_recovery_in_time_leaves_no_deadline_behind():
 
 def test_a_committed_checkpoint_makes_the_recoveries_before_it_free():
     played = Played.of()
-    for _ in range(6):
-        played.sees(2, Trouble.COLLECTIVE)
+    for step in range(STEP, STEP + 6):
+        played.stand_at(step, StepPhase.RUN)
+        played.sees(2, Trouble.COLLECTIVE, step=step)
         played.answer()
-        played.now_s += 1
-        played.attempt.committed(at_s=played.now_s)
-        played.now_s += 1
-        played.attempt.stepped(played.attempt.step + 1)
+        played.attempt.committed(step + 1)
     assert played.rungs() == [Rung.STEP_RETRY] * 6
 
 

@@ -119,7 +119,7 @@ OTHERS: st.SearchStrategy[Event] = st.one_of(
     st.builds(has_links, RANKS, OFFSETS, st.integers(0, 1), PROBLEMS),
     st.booleans().map(lambda wanted: lambda played: played.attempt.pause(wanted=wanted)),
     st.builds(pauses, RANKS, STEPS, st.booleans()),
-    st.just(lambda played: played.attempt.committed(at_s=played.now_s)),
+    st.just(lambda played: played.attempt.committed(played.attempt.step)),
     # Both end whatever can happen.
     st.builds(ends, RANKS),
     RANKS.map(lambda rank: lambda played: played.dies(rank, exit_code=1)),

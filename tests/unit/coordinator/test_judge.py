@@ -8,7 +8,7 @@ from training.coordinator.judge import CLASS_OF, Judge, device_of, fault_of_end,
 from training.diagnosis.exits import EXIT_ABOVE_PROCESS, EXIT_RESTART_ME
 from training.membership import Trouble, TroubleSeen, WorkerEnded
 from training.policy.faults import Fault, FaultClass
-from training.policy.ladder import Policy, Rung
+from training.policy.ladder import Policy, Recovery, Rung
 
 REPLACE, STOP, IN_PLACE = Rung.PROCESS_REPLACE, Rung.STOP, Rung.IN_PLACE_RESTART
 
@@ -53,7 +53,7 @@ def test_a_checkpoint_makes_free_what_was_mended_before_it():
         judge.began(fault, REPLACE)
     fourth = fault_of_end(ended(-9), node="node-1", step=3)
     assert judge.decide(fourth, now_s=101.0, is_dead=True).rung is IN_PLACE
-    judge.committed(at_s=102.0)
+    judge.committed(4)
     assert judge.decide(fourth, now_s=103.0, is_dead=True).rung is REPLACE
 
 
@@ -108,12 +108,20 @@ def test_a_recovery_that_failed_is_not_tried_again():
     assert judge.decide(fault, now_s=101.0).rung is IN_PLACE
 
 
-def test_a_checkpoint_that_is_no_younger_than_the_fault_frees_nothing():
+def test_a_checkpoint_of_a_step_from_before_the_fault_frees_nothing():
     judge = Judge(Policy(), frozenset(Rung))
     fault = fault_of_end(ended(-9), node="node-1", step=7)
     judge.began(fault, REPLACE)
-    judge.committed(at_s=fault.at_s)
+    judge.committed(7)
     assert judge.decide(fault, now_s=101.0).rung is IN_PLACE
+
+
+def test_any_checkpoint_is_new_to_recoveries_of_other_attempts():
+    fault = fault_of_end(ended(-9), node="node-1", step=700)
+    judge = Judge(Policy(), frozenset(Rung), [Recovery(fault, IN_PLACE, progressed=False)])
+    assert judge.decide(fault, now_s=101.0).rung is not REPLACE
+    judge.committed(4)
+    assert judge.decide(fault, now_s=101.0).rung is REPLACE
 
 
 def test_a_device_is_the_place_of_a_rank_among_those_of_its_node():
