@@ -18,7 +18,7 @@ from training.diagnosis.exits import EXIT_RESTART_ME
 from training.membership import NewGeneration, Plan, ReplaceWorker, Trouble
 from training.policy.faults import FaultClass
 from training.policy.ladder import Rung
-from training.policy.repair import Move, RankReport
+from training.policy.repair import Move, RankReport, StepPhase
 
 
 def test_training_begins_when_the_last_rank_trains():
