@@ -178,11 +178,13 @@ def test_a_rank_that_does_not_come_to_the_collective_is_named(bench, hung):
     assert "leave_for_good" in report.partition("stacks of rank 3 ")[2]
 
 
-def test_a_slow_first_step_and_a_long_save_are_no_hang(bench):
+def test_a_slow_first_step_and_long_saves_are_no_hang(bench):
     played = bench.play(
         "slow-start",
         troubles=f"pause:1:1:{2 * LIMIT_S}",
         pace_s=0.0,
+        env={"SAVE_S": str(2 * LIMIT_S)},
+        checkpoint={"every_steps": 15},
     )
     assert played.ended == "completed"
     assert (bench.marks("slow-start") / "pause-1-1").exists()

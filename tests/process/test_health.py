@@ -72,7 +72,7 @@ def left(home) -> Played:
     return play(
         home,
         "slow-rank",
-        steps=260,
+        steps=170,
         troubles="slow:3:20:0.15",
         env={"SLOW_NODE": "node-1"},
         watch={"isolate_fail_slow": True},
@@ -106,7 +106,7 @@ def test_a_rank_that_is_slow_wherever_it_runs_costs_one_node_at_most(home):
     played = play(
         home,
         "slow-anywhere",
-        steps=260,
+        steps=190,
         troubles="slow:3:20:0.15",
         watch={"isolate_fail_slow": True},
         checkpoint={"every_steps": 10},
@@ -116,7 +116,7 @@ def test_a_rank_that_is_slow_wherever_it_runs_costs_one_node_at_most(home):
 
 
 def test_a_rank_that_waits_for_its_data_is_named(home):
-    played = play(home, "starving", steps=150, troubles="starve:1:1:0.2")
+    played = play(home, "starving", steps=110, troubles="starve:1:1:0.2")
     (alert,) = alerts(played, HealthPoint.DATA_STARVED)
     assert (alert.raised.rank, alert.raised.node) == (1, "node-0")
     assert alert.raised.value > 0.5
@@ -146,5 +146,6 @@ def test_a_disk_that_fills_is_told(home, nearly_full):
 
 
 def test_a_healthy_run_raises_no_alert(home):
-    played = play(home, "healthy", steps=150)
+    # How long that is may be chosen: 8000 steps take ten minutes on two cores.
+    played = play(home, "healthy", steps=int(os.environ.get("PERDURE_HEALTHY_STEPS", "150")))
     assert [alert for view in played.history.attempts for alert in view.alerts] == []

@@ -81,6 +81,16 @@ class Hungry:
         return self.loader.next_step()
 
 
+def slowly(save, seconds: float):
+    """Saves that keep the training for so long."""
+
+    def save_slowly(step: int, *, is_last: bool) -> None:
+        time.sleep(seconds)
+        save(step, is_last=is_last)
+
+    return save_slowly
+
+
 def main(job) -> None:
     seed_all(job.seed)
     session = training.join()
@@ -91,6 +101,9 @@ def main(job) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = Hungry(make_loader(job, session, dataset), troubles)
     session.register(model=model, optimizer=optimizer, data=loader)
+    save_s = float(os.environ.get("SAVE_S", "0"))
+    if save_s:
+        session.save = slowly(session.save, save_s)
     evaluate_s = float(os.environ.get("EVALUATE_S", "0"))
     for step in session.steps(until=job.steps):
         with step:
