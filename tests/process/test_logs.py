@@ -12,12 +12,12 @@ from training.agent.collecting import logs_prefix
 pytestmark = pytest.mark.process
 
 SECRET = "hf-this-is-of-the-users-environment"
-# Fails in its first attempt, and says what it should not.
+# Fails in its first attempt, and says what it should not. A command's `$$` becomes `$`.
 PROGRAM = """
 echo "rank says: token is $HF_TOKEN, attempt $PERDURE_ATTEMPT"
 echo "password=hunter2" >&2
 sleep 1
-test "$PERDURE_ATTEMPT" != 1 || kill -SEGV $$
+test "$PERDURE_ATTEMPT" != 1 || kill -SEGV $$$$
 """
 
 
