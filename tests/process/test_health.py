@@ -22,6 +22,7 @@ from training.specs.model import ParallelKind
 pytestmark = pytest.mark.process
 
 PACE_S = 0.05
+SAMPLES = REPO / "tests" / "unit" / "monitor" / "samples"
 
 
 def play(
@@ -143,6 +144,23 @@ def test_a_disk_that_fills_is_told(home, nearly_full):
     told = alerts(played, HealthPoint.DISK_FILLING)
     assert {alert.raised.node for alert in told} == {"node-0", "node-1"}
     assert all(alert.raised.value < nearly_full for alert in told)
+
+
+def test_a_device_that_its_driver_calls_ill_is_told(home, tmp_path, monkeypatch):
+    tool = tmp_path / "npu-smi"
+    tool.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in\n'
+        f"info) cat {SAMPLES}/npu-smi-info.txt ;;\n"
+        f'*"-t health"*) cat {SAMPLES}/npu-smi-health-alarm.txt ;;\n'
+        "esac\n"
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    played = play(home, "ill-device", steps=60, watch={"sample_every_s": 0.5})
+    told = alerts(played, HealthPoint.DEVICE_UNHEALTHY)
+    assert {alert.raised.node for alert in told} == {"node-0", "node-1"}
+    assert "Alarm, codes A4025021, 8C03A000, 8C084E00" in told[0].raised.text
 
 
 def test_a_healthy_run_raises_no_alert(home):

@@ -103,7 +103,7 @@ def main(job) -> None:
     session.register(model=model, optimizer=optimizer, data=loader)
     save_s = float(os.environ.get("SAVE_S", "0"))
     if save_s:
-        session.save = slowly(session.save, save_s)
+        session.save = slowly(session.save, save_s)  # type: ignore[method-assign]
     evaluate_s = float(os.environ.get("EVALUATE_S", "0"))
     for step in session.steps(until=job.steps):
         with step:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from storage.objects import ObjectStore
-from training.runtime.groups import Generations
+from training.runtime.generations import Generations
 from training.runtime.links import shut_down
 from training.specs.drill import DrillFault, DrillKind, DrillPoint
 

@@ -26,7 +26,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from training.runtime.errors import Interrupted
-from training.runtime.groups import TRANSFERS, Generations, SwapGroup
+from training.runtime.generations import Generations
+from training.runtime.groups import TRANSFERS, SwapGroup
 from training.runtime.links import Link, StoreClient
 from training.runtime.scattering import start
 

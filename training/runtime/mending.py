@@ -25,7 +25,8 @@ from training.policy.repair import RankReport, RepairMode, RepairPlan, StepPhase
 from training.runtime.checkpointing import Checkpointer
 from training.runtime.contact import Contact
 from training.runtime.errors import GivenUp, NumericAnomaly, WorkerError
-from training.runtime.groups import Generations, default_group
+from training.runtime.generations import Generations
+from training.runtime.groups import default_group
 from training.runtime.reset import reset
 from training.runtime.snapshot import Snapshots
 from training.runtime.step import MicroBatch, Step, Training

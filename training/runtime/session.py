@@ -45,7 +45,8 @@ from training.runtime.context import WorkerContext
 from training.runtime.drills import Drill
 from training.runtime.errors import WorkerError
 from training.runtime.event_files import EventFiles
-from training.runtime.groups import Generations, install
+from training.runtime.generations import Generations
+from training.runtime.groups import install
 from training.runtime.keeping import PromisedLinks, PromisingGroup
 from training.runtime.links import GLOO, StoreClient
 from training.runtime.loop import SETTLE_TIMEOUT_S, Loader, StepLoop

@@ -18,7 +18,8 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from tests.unit.storage.nodes import forked, pipe
-from training.runtime.groups import Generations, install
+from training.runtime.generations import Generations
+from training.runtime.groups import install
 from training.runtime.links import StoreClient
 
 HOST = "127.0.0.1"
