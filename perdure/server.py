@@ -122,10 +122,17 @@ def start_server(*, port: int | None = None) -> ServerRecord:
     folder.mkdir(parents=True, exist_ok=True)
     port = port or _free_port()
     log_path = folder / "server.log"
+    settings = {
+        **CLIENT_SETTINGS,
+        **SERVER_SETTINGS,
+        "PREFECT_HOME": str(folder),
+        # On another port than 4200 its pages would ask whatever server is there (3.8.8).
+        "PREFECT_SERVER_UI_API_URL": f"http://127.0.0.1:{port}/api",
+    }
     with log_path.open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "prefect", "server", "start", "--port", str(port)],
-            env={**os.environ, **CLIENT_SETTINGS, **SERVER_SETTINGS, "PREFECT_HOME": str(folder)},
+            env={**os.environ, **settings},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -86,6 +86,11 @@ def api(prefect_server) -> Api:
     return Api(prefect_server.api_url)
 
 
+def test_the_pages_of_the_ui_ask_the_server_that_they_come_from(prefect_server):
+    settings = httpx.get(f"{prefect_server.ui_url}/ui-settings", timeout=30).json()
+    assert settings["api_url"] == prefect_server.api_url
+
+
 def start_worker(bench) -> subprocess.Popen[bytes]:
     log = (bench.home / "worker.out").open("ab")
     process = subprocess.Popen(
