@@ -151,19 +151,10 @@ class RunMetrics(Collector):
         self._labels = tuple(labels)
         self._standing = standing
         self._clock = clock
-        self._told = Told(began_s=clock(), target_step=target_step)
-        for one in past:
-            key = (one.rung.value, one.fault.fault_class)
-            self._told.past[key] = self._told.past.get(key, 0) + 1
+        self._told = Told(began_s=clock(), target_step=target_step, past=_tally(past))
         self._began: dict[int, tuple[str, str]] = {}  # rung and fault class, by number
         self.registry = CollectorRegistry()
-        self._steps = Histogram(
-            "perdure_step_duration_seconds",
-            "How long completed steps took.",
-            BASE_LABELS,
-            buckets=STEP_BUCKETS_S,
-            registry=self.registry,
-        ).labels(*self._labels)
+        self._steps = _step_durations(self.registry).labels(*self._labels)
         self._recoveries = Counter(
             "perdure_recoveries_total",
             "Recoveries inside the processes of the attempt that came to their end.",
@@ -311,6 +302,24 @@ def _attempt_gauges(
     past = [(key, float(count)) for key, count in sorted(told.past.items())]
     yield _gauge("perdure_past_recoveries", "Recoveries of the run before this attempt.",
                  labels, past, further=("rung", "fault_class"))  # fmt: skip
+
+
+def _step_durations(registry: CollectorRegistry) -> Histogram:
+    return Histogram(
+        "perdure_step_duration_seconds",
+        "How long completed steps took.",
+        BASE_LABELS,
+        buckets=STEP_BUCKETS_S,
+        registry=registry,
+    )
+
+
+def _tally(past: Sequence[PastRecovery]) -> dict[tuple[str, str], int]:
+    found: dict[tuple[str, str], int] = {}
+    for one in past:
+        key = (one.rung.value, one.fault.fault_class)
+        found[key] = found.get(key, 0) + 1
+    return found
 
 
 def _info(labels: Sequence[str]) -> Metric:
