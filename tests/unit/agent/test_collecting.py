@@ -172,6 +172,23 @@ def test_a_slow_store_keeps_nobody_waiting(new_group, collector, tmp_path, monke
     assert names(collected(collector, group)) == ["rank-00001.stdout.log"]
 
 
+def test_a_container_that_goes_away_waits_for_a_slow_store_only_so_long(
+    new_group, collector, tmp_path, monkeypatch
+):
+    group = run(new_group, "echo", "out", job=job_text(tmp_path / "store"))
+    is_over = threading.Event()
+
+    class Hung:
+        def put(self, key, data):
+            is_over.wait(30)
+
+    monkeypatch.setattr(collecting, "open_store", lambda _spec: Hung())
+    monkeypatch.setattr(collecting, "CLOSE_TIMEOUT_S", 0.1)
+    collector.close(group.order, group)
+    assert not collector.collect(ORDER, group.order, group).is_done
+    is_over.set()
+
+
 def test_an_agent_that_shuts_down_collects_what_nobody_asked_for(new_container, store, tmp_path):
     container = new_container()
     container.finish("echo", "hello", job=job_text(tmp_path / "store"), attempt=1)
