@@ -77,7 +77,7 @@ def plain_status(status: Status, width: int) -> RenderableType:
 def _headline(told: dict[str, Any]) -> str:
     """State, step, speed and what is left, in a line."""
     parts = [told["state"], f"step {told['step']} / {told['target_step'] or '?'}"]
-    if told["tokens_per_s"] is not None and told["state"] == "running":
+    if told["tokens_per_s"] and told["state"] == "running":
         parts.append(f"{told['tokens_per_s']:,.0f} tokens/s")
     if told["eta_s"] is not None:
         parts.append(f"{duration_text(told['eta_s'])} left")

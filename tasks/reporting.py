@@ -33,7 +33,7 @@ from training.policy.history import AttemptView, RunHistory, fault_of
 from training.policy.ladder import Decision
 from training.policy.mending import Mending
 from training.policy.notes import LastSave
-from training.supervisor.report import OPEN, AlertRow, AttemptRow, recovery_facts
+from training.supervisor.report import OPEN, AlertRow, AttemptRow, outcome_of, recovery_facts
 from training.supervisor.timeline import AccountReport
 
 CLOSE_TIMEOUT_S = 15.0
@@ -87,8 +87,12 @@ class Reporter:
 
     def attempts(self, rows: Sequence[AttemptRow]) -> None:
         """The table of attempts."""
-        table = [asdict(row) for row in rows]
-        self._submit("attempts", lambda: self._tell_table("attempts", table, "Attempts of the run"))
+        table = [_story_first(asdict(row)) for row in rows]
+        whole = [row for row in rows if row.generation is None]
+        title = (
+            f"{len(whole)} attempts, the last {whole[-1].outcome}" if whole else "No attempt yet"
+        )
+        self._submit("attempts", lambda: self._tell_table("attempts", table, title))
 
     def checkpoints(self, history: RunHistory) -> None:
         """The table of committed checkpoints."""
@@ -96,9 +100,8 @@ class Reporter:
             {"step": seen.step, "placement": seen.placement, "attempt": seen.attempt}
             for seen in history.checkpoints
         ]
-        self._submit(
-            "checkpoints", lambda: self._tell_table("checkpoints", table, "Committed checkpoints")
-        )
+        title = f"{len(table)} committed, the newest of step {history.committed_step}"
+        self._submit("checkpoints", lambda: self._tell_table("checkpoints", table, title))
 
     def account(self, build: Callable[[], AccountReport]) -> None:
         """Where the run's time went: a table, and a picture of the attempts.
@@ -130,7 +133,8 @@ class Reporter:
         text = fault_report(
             placement, attempt, fault, decision, runners_up=runners_up, last_save=last_save
         )
-        self._submit(name, lambda: self._tell_markdown(name, text, f"Fault: {fault.fault_class}"))
+        title = f"{_headline(fault)} -> {decision.rung}"
+        self._submit(name, lambda: self._tell_markdown(name, text, title))
         self._fault_event(fault)
         self.event("recovery", {"rung": decision.rung, "reason": decision.reason,
                                 "isolate": decision.isolate, "placement": placement,
@@ -149,7 +153,8 @@ class Reporter:
     def _recovery_report(self, view: AttemptView, mending: Mending) -> None:
         placement, attempt = view.key
         name = f"fault-p{placement}-a{attempt}-r{mending.began.number}"
-        text, title = recovery_report(view, mending), f"Fault: {mending.began.fault.fault_class}"
+        text, began = recovery_report(view, mending), mending.began
+        title = f"{_headline(fault_of(began.fault))} -> {began.rung}: {outcome_of(view, mending)}"
         self._submit(name, lambda: self._tell_markdown(name, text, title))
 
     def _fault_event(self, fault: Fault) -> None:
@@ -257,6 +262,17 @@ class Reporter:
         with get_client(sync_client=True) as client:
             client.update_artifact(known, ArtifactUpdate(data=data, description=description))
         return True
+
+
+def _headline(fault: Fault) -> str:
+    step = f", step {fault.step}" if fault.step is not None else ""
+    return f"{fault.fault_class} at {fault.where}{step}"
+
+
+def _story_first(row: dict[str, Any]) -> dict[str, Any]:
+    """The same, with what is read first where a narrow page shows it."""
+    first = ("placement", "attempt", "generation", "outcome", "rung", "fault")
+    return {name: row[name] for name in first} | row
 
 
 def labels_of(payload: Mapping[str, Any]) -> dict[str, str]:

@@ -98,10 +98,9 @@ def progress_text(
     if last is None:
         return activity
     ratio = f", ETTR {ettr:.1%}" if ettr is not None else ""
-    return (
-        f"step {last.step} / {target or '?'}, loss {last.loss:.4f}, "
-        f"{last.tokens_per_s:,.0f} tokens/s{ratio}: {activity}"
-    )
+    speed = f", {last.tokens_per_s:,.0f} tokens/s" if last.tokens_per_s else ""
+    where = f"step {last.step} / {target or '?'}, loss {last.loss:.4f}"
+    return f"{where}{speed}{ratio}: {activity}"
 
 
 def _heading(fault: Fault, where: str) -> str:
