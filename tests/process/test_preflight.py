@@ -88,7 +88,7 @@ def test_without_a_spare_the_run_ends_with_the_words_of_the_check(with_npu_smi):
 
 
 def test_a_node_whose_check_dies_is_isolated(bench, undisturbed_pair):
-    job = bench.pair("check-dies", env={"PACE_S": "0"}, preflight={"burn_in_s": 8})
+    job = bench.pair("check-dies", env={"PACE_S": "0"}, preflight={"burn_in_s": 8, "timeout_s": 60})
     running = bench.start(job)
 
     def checker():

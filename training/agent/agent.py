@@ -16,13 +16,12 @@ from pathlib import Path
 
 import psutil
 
-from storage.address import open_store
 from storage.errors import StorageError
 from training.agent.checks import NodeChecks
 from training.agent.collecting import Collector
 from training.agent.control import ControlServer, free_port
 from training.agent.coordination import CoordinatorLine, address_file, metrics_url, write_private
-from training.agent.evidence import device_health, device_logs, tail
+from training.agent.evidence import device_health, device_logs
 from training.agent.hanging import HangCheck
 from training.agent.keeper import KeeperProcess, disk_folder
 from training.agent.launcher import Launcher
@@ -48,21 +47,19 @@ from training.agent.protocol import (
     StartOrder,
     StatusQuery,
     StopOrder,
-    WorkerLog,
 )
+from training.agent.reading import read_logs, read_metrics
 from training.agent.sampling import Sampling
 from training.agent.stacks import stacks_of
+from training.agent.staging import DATA_FOLDER, stage_data
 from training.agent.workers import WorkerGroup
 from training.job import Job
 from training.monitor.sample import NodeSample
-from training.trainer.data.manifest import load_manifest
-from training.trainer.data.stage import stage
 
 TICK_S = 0.02
 HANG_CHECK_S = 1.0
 ADDRESS_FILE = "address.json"
 CONFIG_FILE = "agent.json"
-DATA_FOLDER = "data"
 
 
 class Agent:
@@ -160,9 +157,9 @@ class Agent:
             case StatusQuery():
                 reply = Reply(status=self.status())
             case MetricsQuery():
-                reply = self._metrics(order.offset)
+                reply = read_metrics(self._group, order.offset)
             case LogsQuery():
-                reply = Reply(logs=self._logs(order.tail_bytes))
+                reply = Reply(logs=read_logs(self._group, order.tail_bytes))
             case GreetQuery():
                 reply = Reply(at_s=time.time(), port=free_port(self._config.host))
             case CollectOrder():
@@ -192,8 +189,7 @@ class Agent:
     def _stage_and_launch(self, order: StartOrder) -> None:
         """Bring the token shards here, then start the workers; runs in a thread of its own."""
         try:
-            if order.data_manifest_key is not None:
-                _stage_data(order, self._folder)
+            stage_data(order, self._folder)
             if not order.is_command:
                 self._launcher.prepare(order)
         except (StorageError, OSError, ValueError) as error:
@@ -354,26 +350,6 @@ class Agent:
         self._heard_s = time.monotonic()
         return None
 
-    def _metrics(self, offset: int) -> Reply:
-        path = self._group.folder / "metrics.jsonl" if self._group else None
-        if path is None or not path.exists():
-            return Reply(text="", offset=offset)
-        with path.open("rb") as file:
-            file.seek(offset)
-            data = file.read(1 << 20)
-        whole = data[: data.rfind(b"\n") + 1]
-        return Reply(text=whole.decode(errors="replace"), offset=offset + len(whole))
-
-    def _logs(self, tail_bytes: int) -> tuple[WorkerLog, ...]:
-        if self._group is None:
-            return ()
-        paths = [(r, self._group.log_path(r, s)) for r in self._group.ranks for s in _STREAMS]
-        return tuple(
-            WorkerLog(rank=rank, path=str(path), text=tail(path, tail_bytes))
-            for rank, path in paths
-            if path.exists()
-        )
-
     def _evidence(self, epoch: int, tail_bytes: int) -> Reply:
         """Runs the driver's tools, which take their time: not under the lock."""
         with self._lock:
@@ -421,12 +397,3 @@ class Agent:
         temporary = self._folder / f"{ADDRESS_FILE}.tmp"
         temporary.write_text(address.model_dump_json(), encoding="utf-8")
         temporary.replace(self._folder / ADDRESS_FILE)
-
-
-_STREAMS = ("stderr", "stdout")
-
-
-def _stage_data(order: StartOrder, folder: Path) -> None:
-    assert order.data_manifest_key is not None  # noqa: S101 checked by the caller
-    store = open_store(Job.model_validate_json(order.job).storage)
-    stage(load_manifest(store, order.data_manifest_key), store, folder / DATA_FOLDER)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, Self
 
 from training.agent.protocol import (
     AgentStatus,
     CheckOrder,
     Collected,
     NodeText,
+    Reply,
     StartOrder,
     WorkerLog,
 )
@@ -74,6 +75,13 @@ class Greeting:
     port: int
     clock_s: float
     doubt_s: float
+
+    @classmethod
+    def of(cls, node: str, host: str, reply: Reply, *, sent_s: float, heard_s: float) -> Self:
+        """A reply to a greeting that was sent and answered at these times."""
+        doubt_s = (heard_s - sent_s) / 2
+        clock_s = (reply.at_s or 0.0) - sent_s - doubt_s
+        return cls(node, host, reply.port or 0, clock_s, doubt_s)
 
 
 class Engine(Protocol):

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from training.agent.agent import ADDRESS_FILE
 from training.agent.processes import is_alive
 from training.agent.protocol import AgentAddress
+from training.errors import EngineError
 
 
 class Container(BaseModel):
@@ -66,3 +67,17 @@ def last_line(path: Path) -> str:
     except OSError as error:
         return str(error)
     return lines[-1] if lines else "its log is empty"
+
+
+def read_containers(path: Path) -> Containers | None:
+    """The containers of a file, None when there is none.
+
+    Raises:
+        EngineError: the file is damaged.
+    """
+    try:
+        return Containers.model_validate_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValidationError as error:
+        raise EngineError(f"{path} is damaged: {error}") from error

@@ -16,9 +16,8 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-
-from pydantic import ValidationError
 
 from training.agent.agent import CONFIG_FILE
 from training.agent.control import AgentClient
@@ -45,11 +44,17 @@ from training.agent.protocol import (
     WorkerLog,
 )
 from training.engines.base import Greeting, Placement, Snapshot
-from training.engines.containers import Container, Containers, last_line, write_private
+from training.engines.containers import (
+    Container,
+    Containers,
+    last_line,
+    read_containers,
+    write_private,
+)
 from training.environment import worker_path
 from training.errors import AgentUnreachable, EngineError
 from training.job import Job
-from training.monitor.check import Check, Outcome
+from training.monitor.check import Check, unanswered
 from training.policy.ladder import Rung
 
 LOOPBACK = "127.0.0.1"
@@ -131,14 +136,10 @@ class LocalEngine:
         found = {}
         for index, container in self._containers.items():
             sent_s = time.time()
-            try:
+            with suppress(AgentUnreachable, EngineError):  # its check will say so
                 reply = self._client(container).call(GreetQuery())
-            except (AgentUnreachable, EngineError):
-                continue  # its check will say that it does not answer
-            doubt_s = (time.time() - sent_s) / 2
-            clock_s = (reply.at_s or 0.0) - sent_s - doubt_s
-            port = reply.port or 0
-            found[index] = Greeting(container.node, LOOPBACK, port, clock_s, doubt_s)
+                times = {"sent_s": sent_s, "heard_s": time.time()}
+                found[index] = Greeting.of(container.node, LOOPBACK, reply, **times)
         return found
 
     def check(self, orders: Mapping[int, CheckOrder]) -> Sequence[Check]:
@@ -150,9 +151,7 @@ class LocalEngine:
             try:
                 return self._client(container, timeout_s=limit_s).call(order).checks
             except (AgentUnreachable, EngineError) as error:
-                told = str(error)
-                node = container.node
-                return [Check(name="agent", node=node, outcome=Outcome.FAILED, seen=told)]
+                return [unanswered(container.node, str(error))]
 
         with ThreadPoolExecutor(max_workers=max(1, len(orders))) as pool:
             return [check for answer in pool.map(ask, orders) for check in answer]
@@ -368,10 +367,8 @@ class LocalEngine:
         self, containers: Sequence[Container], processes: Sequence[subprocess.Popen[bytes]]
     ) -> None:
         deadline_s = time.monotonic() + AGENT_START_TIMEOUT_S
-        waiting = list(containers)
-        while waiting := [c for c in waiting if c.address() is None]:
-            ended = any(process.poll() is not None for process in processes)
-            if ended or time.monotonic() > deadline_s:
+        while waiting := [c for c in containers if c.address() is None]:
+            if time.monotonic() > deadline_s or any(p.poll() is not None for p in processes):
                 names = ", ".join(c.node for c in waiting)
                 log = last_line(waiting[0].path / "agent.log")
                 raise EngineError(f"the agents of {names} did not start: {log}")
@@ -396,12 +393,7 @@ class LocalEngine:
 
     def _load(self) -> int | None:
         """Read the containers from disk. Returns their placement's number."""
-        try:
-            text = (self._root / _CONTAINERS_FILE).read_text(encoding="utf-8")
-            document = Containers.model_validate_json(text)
-        except FileNotFoundError:
+        if (document := read_containers(self._root / _CONTAINERS_FILE)) is None:
             return None
-        except ValidationError as error:
-            raise EngineError(f"{self._root / _CONTAINERS_FILE} is damaged: {error}") from error
         self._containers = {c.member: c for c in document.containers}
         return document.placement

@@ -74,6 +74,11 @@ class NodeTask(BaseModel):
 CHECKS: TypeAdapter[tuple[Check, ...]] = TypeAdapter(tuple[Check, ...])
 
 
+def unanswered(node: str, why: str) -> Check:
+    """The check of a node that could not even be asked."""
+    return Check(name="agent", node=node, outcome=Outcome.FAILED, seen=why)
+
+
 def worst(outcomes: list[Outcome]) -> Outcome:
     """The worst of several outcomes; skipped when there is none."""
     order = list(Outcome)

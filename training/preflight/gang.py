@@ -33,13 +33,15 @@ class Seat:
 
     Attributes:
         host: where rank 0 listens.
-        timeout_s: for all ranks to come, and again for every collective.
+        join_s: for all ranks to come.
+        timeout_s: of a collective.
     """
 
     rank: int
     world_size: int
     host: str
     port: int
+    join_s: float
     timeout_s: float
 
 
@@ -54,18 +56,18 @@ def check_gang(seat: Seat, device: torch.device) -> tuple[Check, ...]:
             seat.port,
             seat.world_size,
             is_master=seat.rank == 0,
-            timeout=timedelta(seconds=seat.timeout_s),
+            timeout=timedelta(seconds=seat.join_s),
             wait_for_workers=False,
         )
         store.set(f"joined/{seat.rank}", "")
-        absent = _await_all(store, "joined", seat.world_size, seat.timeout_s)
+        absent = _await_all(store, "joined", seat.world_size, seat.join_s)
     except (RuntimeError, ValueError) as error:  # DistError is a RuntimeError
         seen = f"rank {seat.rank} does not reach {seat.host}:{seat.port}: {_first_line(error)}"
         return (_told(JOIN, Outcome.FAILED, seen, began_s),)
     joined = _told(JOIN, Outcome.OK, f"rank {seat.rank} joined", began_s)
     if absent:
         ranks = ", ".join(map(str, absent[:8]))
-        seen = f"no answer from ranks {ranks} within {seat.timeout_s:g} s"
+        seen = f"no answer from ranks {ranks} within {seat.join_s:g} s"
         return joined, _told(ALL_REDUCE, Outcome.SKIPPED, seen, began_s)
     reduced = _all_reduce(seat, store, device)
     store.set(f"left/{seat.rank}", "")

@@ -36,7 +36,7 @@ def check_here(job: Job, *, environment: Mapping[str, str]) -> tuple[Check, ...]
             is_new=True,
             gang_host=LOOPBACK if job.preflight.gang else None,
             gang_port=_free_port(),
-            timeout_s=job.preflight.timeout_s,
+            timeout_s=job.preflight.limit_s,
             with_store=job.storage.credentials_block is None,
         )
         return NodeProgram().run(task, {**environment, **variables})

@@ -164,7 +164,9 @@ def _checks_of_rank(task: NodeTask, job: Job, local_rank: int) -> tuple[Check, .
             world_size=task.world_size,
             host=task.gang_host,
             port=task.gang_port,
-            timeout_s=task.timeout_s / 3,
+            # Others may burn their devices in first.
+            join_s=job.preflight.collective_s + job.preflight.burn_in_s,
+            timeout_s=job.preflight.collective_s,
         )
         found += gang.check_gang(seat, device)
     return tuple(found)

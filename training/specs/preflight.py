@@ -18,8 +18,19 @@ class PreflightSpec(Section):
         1.0, ge=0, le=3600, description="seconds of matmul with a known result on every device"
     )
     timeout_s: float = Field(
-        180.0, ge=10, le=3600, description="of all checks of a node; one that is late has failed"
-    )
+        180.0, ge=10, le=3600, description="of all checks of a node, burn-in apart; one that is "
+        "late has failed"
+    )  # fmt: skip
     clock_skew_s: float = Field(
         0.5, gt=0, description="a node's clock that is off by more is told; logs are compared by it"
     )
+
+    @property
+    def limit_s(self) -> float:
+        """Time for all checks of a node."""
+        return self.timeout_s + self.burn_in_s
+
+    @property
+    def collective_s(self) -> float:
+        """Time for one thing that needs all ranks; there are two of them, and the start."""
+        return self.timeout_s / 3

@@ -70,7 +70,7 @@ class Checker:
                 gang_host=first.host if first is not None else None,
                 gang_port=first.port if first is not None else 0,
                 variables=variables,
-                timeout_s=self.job.preflight.timeout_s,
+                timeout_s=self.job.preflight.limit_s,
             )
             for member in placement.members
         }

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from storage.address import Credentials, open_store, worker_environment
 from storage.checkpoint import CheckpointStore
@@ -26,7 +25,7 @@ from training.diagnosis.standstill import holding_up
 from training.engines.base import Engine, Placement
 from training.engines.local import LocalEngine
 from training.environment import worker_variables
-from training.errors import AgentUnreachable, EngineError, RunConflict
+from training.errors import AgentUnreachable, EngineError
 from training.job import Job
 from training.ledger import Identity, Ledger
 from training.policy.faults import Fault
@@ -41,6 +40,7 @@ from training.supervisor.deciding import Decider, recoveries_of
 from training.supervisor.health import AttemptHealth
 from training.supervisor.placing import Placer, placement_of
 from training.supervisor.recoveries import Onlooker, past_recoveries
+from training.supervisor.refusing import refuse_elsewhere, refuse_other_job
 from training.supervisor.watch import AttemptEnd, AttemptWatch, EndKind, Progress
 from training.trainer.data.prepare import PrepareResult
 
@@ -49,7 +49,7 @@ HANG_REPORT = "hang.txt"
 LOGS_WAIT_S = 30.0  # at the end of a run; a store that is slower than that keeps nobody waiting
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Verdict:
     """How an attempt ended and, if it failed, what is to be done."""
 
@@ -60,6 +60,10 @@ class Verdict:
     fault: Fault | None = None
     decision: Decision | None = None
     runners_up: tuple[Fault, ...] = ()
+
+    def __repr__(self) -> str:
+        # Prefect puts it behind a state's message, in a line of the log for people.
+        return f"<attempt {self.placement}.{self.attempt} {self.kind}>"
 
     @property
     def restarts_in_place(self) -> bool:
@@ -122,9 +126,9 @@ class Run:
         """
         before = self.ledger.read()
         if before.job is not None and (before.checkpoints or before.open_attempt):
-            _refuse_other_job(self.job, before.job)
+            refuse_other_job(self.job, before.job)
         if before.job is not None:
-            _refuse_elsewhere(before, self._identity, self._home)
+            refuse_elsewhere(before, self._identity, self._home)
         history = self.ledger.take(self._identity)
         if history.job is None:
             document = self.job.model_dump(mode="json")
@@ -375,34 +379,6 @@ def _stacks_text(end: AttemptEnd) -> str:
     lines = [stood.line, *stood.ranks] if stood is not None else []
     told = [f"{said.name} on {node}\n{said.text.rstrip()}" for node, said in end.stacks]
     return "\n\n".join(["\n".join(lines), *told]) + "\n"
-
-
-# What the weights depend on must not change under a run's name.
-_IDENTITY = ("model", "tokenizer", "seed", "batch", "optimizer", "precision", "worker")
-
-
-def _refuse_other_job(job: Job, before: dict[str, Any]) -> None:
-    now = job.model_dump(mode="json")
-    for field in _IDENTITY:
-        if field in before and now[field] != before[field]:
-            raise RunConflict(
-                f"run_id={job.run_id} belongs to a job with another {field}; "
-                "choose another run_id, or go back to the former job"
-            )
-
-
-def _refuse_elsewhere(history: RunHistory, identity: Identity, home: Path) -> None:
-    """A run with an open attempt is adopted where its containers are, or not at all."""
-    placed = history.placement
-    if placed is None or history.open_attempt is None or not placed.host:
-        return
-    if placed.host == identity.host and placed.boot_id != identity.boot_id:
-        return  # rebooted: nothing is left of it
-    if (placed.host, placed.home) != (identity.host, str(home)):
-        raise RunConflict(
-            f"an attempt of run {history.job and history.job.get('run_id')} may be alive on "
-            f"{placed.host} with PERDURE_HOME={placed.home}; start it there"
-        )
 
 
 __all__ = ["Run", "Verdict", "job_path"]

@@ -48,8 +48,9 @@ def test_this_machine_is_checked_as_a_node_with_a_gang_of_processes(job):
 
 
 def test_a_rank_that_does_not_come_is_named_by_the_others(job, tmp_path):
+    hurried = job.preflight.model_copy(update={"timeout_s": 21.0})
     task = NodeTask(
-        job=job.model_dump_json(),
+        job=job.model_copy(update={"preflight": hurried}).model_dump_json(),
         node="node-0",
         folder=str(tmp_path),
         node_folder=None,
@@ -59,7 +60,7 @@ def test_a_rank_that_does_not_come_is_named_by_the_others(job, tmp_path):
         is_new=False,
         gang_host="127.0.0.1",
         gang_port=0,
-        timeout_s=21.0,
+        timeout_s=60.0,
     )
     joined, reduced = NodeProgram().run(task, os.environ)
     assert (joined.name, joined.outcome) == ("join", Outcome.OK)
