@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import psutil
 
+from storage.address import open_store
 from storage.errors import Corrupt, StorageError
 from storage.objects import ObjectStore
 from training.environment import HOST_PORTS
@@ -31,7 +32,10 @@ def state_bytes(job: Job) -> int | None:
     """Model and optimizer state of the whole job; None for programs of the user's own."""
     if job.worker.is_command or job.worker.recipe is not None:
         return None
-    vocab_size = open_tokenizer(job.tokenizer).vocab_size
+    try:
+        vocab_size = open_tokenizer(job.tokenizer).vocab_size
+    except (ValueError, OSError):
+        return None  # the file need not be on every node
     return job.model.num_parameters(vocab_size) * STATE_BYTES_PER_PARAMETER
 
 
@@ -106,14 +110,16 @@ def check_memory(job: Job, slots: int) -> Check:
     )
 
 
-def check_ports(job: Job, *, is_first: bool, has_npus: bool, used: Collection[int]) -> Check:
+def check_ports(
+    job: Job, *, is_first: bool, has_npus: bool, used: Callable[[], Collection[int]]
+) -> Check:
     """Whether nobody listens where the job will.
 
     Args:
         job: whose ports are meant.
         is_first: whether the node has the first rank, and its rendezvous.
         has_npus: whether HCCL will open its host ports here.
-        used: ports that somebody listens on.
+        used: tells the ports that somebody listens on; asked when that matters.
     """
     base = job.comm.if_base_port
     wanted = list(range(base, base + HOST_PORTS)) if has_npus else []
@@ -121,7 +127,7 @@ def check_ports(job: Job, *, is_first: bool, has_npus: bool, used: Collection[in
     if not wanted:
         seen = "any free port is taken: no NPUs, and comm.master_port=0"
         return Check(name="ports", outcome=Outcome.SKIPPED, seen=seen)
-    taken = sorted(set(wanted) & set(used))
+    taken = sorted(set(wanted) & set(used()))
     told = f"in use: {', '.join(map(str, taken))}" if taken else f"{len(wanted)} ports are free"
     allowed = f"{wanted[0]} to {wanted[-1]} free" if len(wanted) > 1 else f"{wanted[0]} free"
     outcome = Outcome.FAILED if taken else Outcome.OK
@@ -135,6 +141,15 @@ def listening_ports() -> frozenset[int]:
         for one in psutil.net_connections("tcp")
         if one.status == psutil.CONN_LISTEN and one.laddr
     )
+
+
+def check_store_of(job: Job) -> Check:
+    """The job's store, as this node reaches it."""
+    try:
+        store = open_store(job.storage)
+    except (StorageError, ValueError) as error:
+        return Check(name="store", outcome=Outcome.FAILED, seen=f"cannot open: {error}")
+    return check_store(store, f"runs/{job.run_id}/")
 
 
 def check_store(store: ObjectStore, prefix: str, *, size_bytes: int = PROBE_BYTES) -> Check:

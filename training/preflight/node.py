@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from storage.address import open_store
 from training.device import pick_device
 from training.job import Job
 from training.monitor.check import CHECKS, Check, NodeTask, Outcome, worst
@@ -29,7 +28,7 @@ from training.preflight.host import (
     check_disks,
     check_memory,
     check_ports,
-    check_store,
+    check_store_of,
     listening_ports,
 )
 from training.preflight.versions import check_versions, installed
@@ -62,9 +61,8 @@ def check_node(task: NodeTask) -> tuple[Check, ...]:
 
 
 def _ports(job: Job, task: NodeTask) -> Sequence[Check]:
-    is_first = task.first_rank == 0
-    used = listening_ports()
-    return [check_ports(job, is_first=is_first, has_npus=has_torch_npu(), used=used)]
+    is_first, has_npus = task.first_rank == 0, has_torch_npu()
+    return [check_ports(job, is_first=is_first, has_npus=has_npus, used=listening_ports)]
 
 
 def _of_host(job: Job, task: NodeTask) -> list[Check]:
@@ -77,8 +75,7 @@ def _of_host(job: Job, task: NodeTask) -> list[Check]:
         *_timed(lambda: [check_memory(job, task.slots)]),
     ]
     if task.with_store:
-        prefix = f"runs/{job.run_id}/"
-        found += _timed(lambda: [check_store(open_store(job.storage), prefix)])
+        found += _timed(lambda: [check_store_of(job)])
     return found
 
 

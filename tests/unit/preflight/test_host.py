@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections import namedtuple
 
 import psutil
@@ -101,12 +102,28 @@ def test_host_memory_has_to_take_two_saves(job, monkeypatch):
 
 def test_ports_of_hccl_and_of_the_rendezvous_have_to_be_free(job):
     fixed = job(comm={"master_port": 29_400, "if_base_port": 61_000})
-    free = check_ports(fixed, is_first=True, has_npus=True, used={80})
+    free = check_ports(fixed, is_first=True, has_npus=True, used=lambda: {80})
     assert (free.outcome, free.seen) == (Outcome.OK, "33 ports are free")
-    taken = check_ports(fixed, is_first=True, has_npus=True, used={61_031, 29_400, 61_032})
+    taken = check_ports(fixed, is_first=True, has_npus=True, used=lambda: {61_031, 29_400, 61_032})
     assert (taken.outcome, taken.seen) == (Outcome.FAILED, "in use: 29400, 61031")
-    other = check_ports(fixed, is_first=False, has_npus=False, used={29_400})
+    other = check_ports(fixed, is_first=False, has_npus=False, used=lambda: {29_400})
     assert other.outcome is Outcome.SKIPPED
+
+
+def test_a_store_without_keys_has_failed_and_the_other_checks_go_on(job, monkeypatch):
+    def refuse(_spec):
+        raise ValueError("no keys")
+
+    monkeypatch.setattr(host, "open_store", refuse)
+    found = host.check_store_of(job())
+    assert (found.outcome, found.seen) == (Outcome.FAILED, "cannot open: no keys")
+
+
+def test_a_port_that_somebody_listens_on_is_found():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        assert listener.getsockname()[1] in host.listening_ports()
 
 
 def test_a_store_is_written_read_and_left_as_it_was(tmp_path):

@@ -1,0 +1,53 @@
+"""Starting a program again, before a run depends on it."""
+
+from __future__ import annotations
+
+import pytest
+
+from training.drill.reentry import STEPS, check_reentry, scratch_job
+from training.job import parse_job
+from training.monitor.check import Outcome
+
+
+def job_of(tmp_path, **sections):
+    return parse_job(
+        {
+            "run_id": "r",
+            "storage": {"address": f"file://{tmp_path}/store"},
+            "data": {"sources": ["/corpus"]},
+            **sections,
+        }
+    )
+
+
+def test_a_scratch_run_trains_the_same_model_in_a_store_of_its_own(tmp_path):
+    job = job_of(
+        tmp_path,
+        steps=5000,
+        optimizer={"warmup_steps": 1000, "lr": 1e-3},
+        restart={"from_platform": {"fault-tolerance/job-retry-num": "8"}},
+        drill={"faults": [{"kind": "kill", "rank": 0, "step": 2}]},
+    )
+    scratch = scratch_job(job, tmp_path / "scratch", 2)
+    assert (scratch.run_id, scratch.steps) == ("reentry-2", STEPS)
+    assert scratch.storage.address == f"file://{tmp_path}/scratch/store"
+    assert (scratch.model, scratch.batch, scratch.seed) == (job.model, job.batch, job.seed)
+    assert (scratch.optimizer.lr, scratch.drill.faults) == (1e-3, ())
+    assert not scratch.preflight.nodes
+
+
+@pytest.mark.parametrize(
+    ("script", "outcome", "word"),
+    [
+        ("exit 0", Outcome.OK, "started twice"),
+        ("echo broken; exit 4", Outcome.FAILED, "start 1 ended with exit code 4: broken"),
+        ("test $MA_PROC_START_CNT = 1", Outcome.FAILED, "start 2 ended with exit code 1"),
+        ("exec no-such-program", Outcome.FAILED, "start 1 ended with exit code 127"),
+    ],
+)
+def test_a_command_is_started_as_the_first_and_the_second_of_its_container(
+    tmp_path, script, outcome, word
+):
+    check = check_reentry(job_of(tmp_path, worker={"command": ["sh", "-c", script]}), lasting_s=30)
+    assert check.outcome is outcome
+    assert check.seen.startswith(word)
