@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import os
-import stat
 
 import pytest
 
+from tests.unit.driver_tools import install, only_tools_of
 from training.agent import evidence
 from training.agent.evidence import NO_ANSWER, ascend_folder, device_health, device_logs
 from training.agent.protocol import EvidenceQuery
 
 
-def install(folder, name, script):
-    """A program that stands where the driver's would be."""
-    path = folder / name
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-
-
 @pytest.fixture
 def tools(tmp_path, monkeypatch):
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}/usr/bin:/bin")
-    return folder
+    return only_tools_of(tmp_path / "bin", monkeypatch)
 
 
 def test_device_logs_of_every_rank_are_read_from_their_ends(tmp_path):

@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import stat
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from tests.unit.driver_tools import SAMPLES, install, only_tools_of
 from training.monitor.sources import asking, nvml, sampling
 from training.monitor.sources.asking import NoAnswer, ask, find_tool
 from training.monitor.sources.nvml import NoNvml, read_devices
 from training.monitor.sources.sampling import Sampler
 
-SAMPLES = Path(__file__).parent / "samples"
-
-
-def install(folder, name, script):
-    """A program that stands where the driver's would be."""
-    path = folder / name
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-
 
 @pytest.fixture
 def tools(tmp_path, monkeypatch):
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}/usr/bin:/bin")
     monkeypatch.setattr(asking, "PLACES", {})
-    return folder
+    return only_tools_of(tmp_path / "bin", monkeypatch)
 
 
 def npu_smi(health="npu-smi-health.txt"):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
+from tests.unit.driver_tools import SAMPLES
 from training.monitor.sources.asking import assignments
 from training.monitor.sources.hccn import (
     parse_counters,
@@ -22,7 +21,6 @@ from training.monitor.sources.npu_smi import (
     parse_usages,
 )
 
-SAMPLES = Path(__file__).parent / "samples"
 MIB = 1 << 20
 
 # Two chips on a card, in the layout of npu-smi 25: the second has no power of its own, and

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
+from tests.unit.driver_tools import SAMPLES
 from training.monitor.check import Outcome
 from training.monitor.sample import DeviceSample, NodeSample
 from training.monitor.sources.asking import NoAnswer
 from training.preflight import devices
 from training.preflight.devices import check_history, judge_devices
 
-SAMPLES = Path(__file__).parents[1] / "monitor" / "samples"
 NO_TOOLS = ("npu-smi: not installed", "nvml: nvidia-ml-py is not installed")
 
 

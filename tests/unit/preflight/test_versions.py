@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
+from tests.unit.driver_tools import SAMPLES
 from training.monitor.check import Outcome
 from training.monitor.sources.asking import assignments
 from training.preflight.versions import Installed, check_versions, driver_fits, installed, table
 
-SAMPLES = Path(__file__).parents[1] / "monitor" / "samples"
 DRIVER = assignments(SAMPLES / "driver-version.info")
 TOOLKIT = assignments(SAMPLES / "ascend_toolkit_install.info")
 NPU = Installed(
