@@ -68,7 +68,7 @@ def check_gang(seat: Seat, device: torch.device) -> tuple[Check, ...]:
     if absent:
         ranks = ", ".join(map(str, absent[:8]))
         seen = f"no answer from ranks {ranks} within {seat.join_s:g} s"
-        return joined, _told(ALL_REDUCE, Outcome.SKIPPED, seen, began_s)
+        return joined, _told(ALL_REDUCE, Outcome.WARNING, seen, began_s)
     reduced = _all_reduce(seat, store, device)
     store.set(f"left/{seat.rank}", "")
     if seat.rank == 0:
