@@ -133,7 +133,7 @@ class Reporter:
         text = fault_report(
             placement, attempt, fault, decision, runners_up=runners_up, last_save=last_save
         )
-        title = f"{_headline(fault)} -> {decision.rung}"
+        title = _headline(fault, decision.rung)
         self._submit(name, lambda: self._tell_markdown(name, text, title))
         self._fault_event(fault)
         self.event("recovery", {"rung": decision.rung, "reason": decision.reason,
@@ -154,7 +154,7 @@ class Reporter:
         placement, attempt = view.key
         name = f"fault-p{placement}-a{attempt}-r{mending.began.number}"
         text, began = recovery_report(view, mending), mending.began
-        title = f"{_headline(fault_of(began.fault))} -> {began.rung}: {outcome_of(view, mending)}"
+        title = _headline(fault_of(began.fault), f"{began.rung} ({outcome_of(view, mending)})")
         self._submit(name, lambda: self._tell_markdown(name, text, title))
 
     def _fault_event(self, fault: Fault) -> None:
@@ -264,9 +264,10 @@ class Reporter:
         return True
 
 
-def _headline(fault: Fault) -> str:
+def _headline(fault: Fault, answer: str) -> str:
+    """What happened and what is done; cards of the UI cut off what comes late."""
     step = f", step {fault.step}" if fault.step is not None else ""
-    return f"{fault.fault_class} at {fault.where}{step}"
+    return f"{fault.fault_class} -> {answer}: {fault.where}{step}"
 
 
 def _story_first(row: dict[str, Any]) -> dict[str, Any]:
