@@ -192,10 +192,8 @@ def _step_line(seen: Observation) -> str:
     if record is None:
         return ""
     mfu = f", MFU {record.mfu:.1%}" if record.mfu is not None else ""
-    return (
-        f"step {record.step}/{seen.target_step or '?'} loss {record.loss:.4f} "
-        f"{record.tokens_per_s:,.0f} tokens/s{mfu}"
-    )
+    speed = f" {record.tokens_per_s:,.0f} tokens/s" if record.tokens_per_s else ""
+    return f"step {record.step}/{seen.target_step or '?'} loss {record.loss:.4f}{speed}{mfu}"
 
 
 def _events(history: RunHistory) -> list[str]:
