@@ -38,7 +38,7 @@ KILL, UCE, HCCE, LINK = (
 )
 RETRY, REPLACE = (Rung.STEP_RETRY,), (Rung.PROCESS_REPLACE,)
 IN_PLACE = Rung.IN_PLACE_RESTART
-STEPS = 50
+STEPS = 54
 PACE_S = 0.03  # a save has to reach the store between two faults, or budgets are used up
 SLOW_S = 0.1  # for wishes, which are looked for every other second
 CHANGES: Mapping[str, Mapping[str, Any]] = {
@@ -86,6 +86,11 @@ COURSES: Mapping[ParallelKind, Sequence[Fault]] = {
             "a death while another fault is mended",
             (*_made(43, HCCE, 1), *_made(43, KILL, 2, at=DrillPoint.RECOVERY)),
             (*RETRY, *REPLACE),
+        ),
+        Fault(
+            "a failed collective while an abnormal gradient is mended",
+            (*_made(49, DrillKind.GRADIENT, 2), *_made(49, HCCE, 0, at=DrillPoint.RECOVERY)),
+            RETRY * 2,
         ),
     ),
     HSDP: (

@@ -144,13 +144,17 @@ class WorkerGroup:
             return False
         assert worker.process.returncode is not None  # noqa: S101 it has ended
         error = _read_error(worker.error_file).get("message")
+        kills = self.oom_kills()
+        # The kernel counts for the whole host, and a program's own error is no kill.
+        is_oom = kills > self._oom_kills_before and _was_killed(worker.process.returncode, error)
+        self._oom_kills_before = kills if is_oom else self._oom_kills_before
         worker.is_held = self.line.say(
             WorkerEnded(
                 rank=worker.rank,
                 device=worker.local_rank,
                 exit_code=worker.process.returncode,
                 error=error,
-                is_oom=self.oom_kills() > self._oom_kills_before,
+                is_oom=is_oom,
                 at_s=time.time(),
             )
         )
@@ -332,6 +336,11 @@ def _pulse(worker: _Worker, beat: Heartbeat) -> Pulse:
         beat_s=max(0.0, (time.monotonic_ns() - beat.beat_ns) / 1e9),
         process_state=process_state(worker.process.pid) if worker.ended_s is None else "",
     )
+
+
+def _was_killed(exit_code: int, error: str | None) -> bool:
+    """Whether a process, or a child that it tells of (a data loader), ended by SIGKILL."""
+    return exit_code == -signal.SIGKILL or "killed" in (error or "").lower()
 
 
 def _kill(process: subprocess.Popen[bytes] | ForkedProcess) -> None:

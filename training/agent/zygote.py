@@ -253,7 +253,6 @@ def _run(wanted: Fork) -> int:
 
 def _become(wanted: Fork) -> None:
     os.setsid()
-    gc.unfreeze()
     os.environ.clear()
     os.environ.update(wanted.environment)
     os.chdir(wanted.cwd)

@@ -8,7 +8,7 @@ the epoch, steps completed optimizer steps.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from training.coordinator.actions import Action, NormAccepted, Outbox, ToAgent, ToRank
@@ -152,8 +152,12 @@ class Attempt:
         if seen.generation < self.generation or is_mended or not self._may_recover():
             return
         if seen.trouble in (Trouble.LINK, Trouble.REPAIR):
-            if self._suspected is None:
+            known = self._suspected
+            if known is None:
                 self._suspected = (now_s + LINK_SETTLE_S, rank, seen)
+            elif seen.link is None and known[2].link is not None:
+                # This rank has left its step, and needs more than new links.
+                self._suspected = (known[0], rank, seen)
             return
         self._answer_trouble(rank, seen, now_s=now_s)
 
@@ -225,6 +229,9 @@ class Attempt:
 
     def paused(self, rank: int, step: int, *, stands: bool, now_s: float) -> None:
         """A rank stands at a step boundary, or goes on from it."""
+        if stands:
+            # The vote may have told it of a wish before its own line did, or of one that is over.
+            self._tell(rank, PauseWish(wanted=self._pauses.is_wanted))
         if rank not in self._ranks.training:
             return  # told before the generation that it is in now
         self.stepped(step)
@@ -265,24 +272,41 @@ class Attempt:
         fault = fault_of_trouble(seen, rank=rank, node=node, device=device)
         if seen.trouble is Trouble.NUMERIC and seen.grad_norm is not None:
             self._norms.setdefault(seen.step + 1, []).append(seen.grad_norm)
-        self._answer(fault, now_s=now_s, is_finite=seen.is_finite)
+        # Without a number the rank has left its step, and waits for a generation.
+        can_relink = seen.link is not None
+        self._answer(fault, now_s=now_s, is_finite=seen.is_finite, can_relink=can_relink)
 
-    def _answer(self, fault: Fault, *, now_s: float, is_finite: bool = True) -> None:
+    def _answer(
+        self,
+        fault: Fault,
+        *,
+        now_s: float,
+        is_finite: bool = True,
+        can_relink: bool = False,
+        is_missing: bool = False,
+    ) -> None:
         """Ask the ladder, and begin what it says."""
         is_dead = fault.rank is not None and self._ranks.have_lost(fault.rank)
-        decision = self.judge.decide(fault, now_s=now_s, is_dead=is_dead, is_finite=is_finite)
+        decision = self.judge.decide(
+            fault,
+            now_s=now_s,
+            is_dead=is_dead or is_missing,  # it can do nothing again
+            is_finite=is_finite,
+            can_relink=can_relink,
+        )
         if decision.rung not in IN_PROCESS:
             self._end_processes(decision, now_s=now_s)
             return
-        if decision.accept_abnormal and fault.step is not None:
-            norms = tuple(self._norms.pop(fault.step + 1, ()))
-            self._outbox.add(NormAccepted(fault.step + 1, norms))
         self.judge.began(fault, decision.rung)
         replaced = self._recoveries.begin(fault, decision, generation=self.generation, now_s=now_s)
         if decision.rung is Rung.OPERATOR_RETRY:
             self._relink(now_s=now_s)
         else:
             self._announce(mode_of(decision, fault), now_s=now_s, replaced=replaced)
+        if decision.accept_abnormal and fault.step is not None:
+            # Last: the store may take its time, and training goes on meanwhile.
+            norms = tuple(self._norms.pop(fault.step + 1, ()))
+            self._outbox.add(NormAccepted(fault.step + 1, norms))
 
     def _relink(self, *, now_s: float) -> None:
         """Have new links made under the operations that the broken ones cut short."""
@@ -321,15 +345,25 @@ class Attempt:
         self._deadline_s = now_s + (self.save_limit_s if saves else self.repair_limit_s)
         self._tell_all(Plan(generation=self.generation, plan=plan))
 
-    def _fail(self, why: str, *, now_s: float) -> None:
-        """What was begun cannot be done: ask the ladder for the next rung."""
+    def _fail(self, why: str, *, now_s: float, missing: Sequence[int] = ()) -> None:
+        """What was begun cannot be done: ask the ladder for the next rung.
+
+        Args:
+            why: it cannot.
+            now_s: the time.
+            missing: ranks that did not come, whatever rank the fault was about.
+        """
         if self._mode is RepairMode.LAST_SAVE:
             self._save_failed(why, now_s=now_s)
             return
         fault = self._recoveries.newest_fault
+        is_other = bool(missing) and fault.rank not in missing
+        if is_other:
+            node, device = self.nodes.get(missing[0]), device_of(missing[0], self.nodes)
+            fault = replace(fault, rank=missing[0], node=node, device=device)
         self.judge.failed()
         self._close_recoveries(why, now_s=now_s)
-        self._answer(fault, now_s=now_s)
+        self._answer(fault, now_s=now_s, is_missing=is_other)
 
     def _too_late(self, *, now_s: float) -> None:
         self._deadline_s = None
@@ -341,9 +375,11 @@ class Attempt:
         elif self.stage in (Stage.GATHERING, Stage.REPAIRING):
             here = set(self._reports) if self.stage is Stage.GATHERING else self._ranks.training
             missing = sorted(self._expected() - here)
-            self._fail(
-                f"ranks {missing} did not come within {self.repair_limit_s:g} s", now_s=now_s
-            )
+            if self._mode is RepairMode.LAST_SAVE:
+                self._make_plan(now_s=now_s)  # who has come may hold the whole state
+                return
+            why = f"ranks {missing} did not come within {self.repair_limit_s:g} s"
+            self._fail(why, now_s=now_s, missing=missing)
 
     def _all_train(self, *, now_s: float) -> None:
         self._deadline_s = None

@@ -51,7 +51,13 @@ class Judge:
         self._num_before = len(self.past)
 
     def decide(
-        self, fault: Fault, *, now_s: float, is_dead: bool = False, is_finite: bool = True
+        self,
+        fault: Fault,
+        *,
+        now_s: float,
+        is_dead: bool = False,
+        is_finite: bool = True,
+        can_relink: bool = True,
     ) -> Decision:
         """The cheapest rung that answers the fault while processes live.
 
@@ -60,20 +66,23 @@ class Judge:
             now_s: the time.
             is_dead: the process that it is about has ended, and can do nothing again.
             is_finite: loss and norm are numbers; nothing else is ever accepted.
+            can_relink: the operations that were cut short are kept, and nobody has left the step.
         """
-        decision = self._ask(fault, now_s=now_s, is_dead=is_dead)
+        lacking = frozenset() if can_relink else frozenset({Rung.OPERATOR_RETRY})
+        lacking |= _NEEDS_THE_PROCESS if is_dead else frozenset()
+        decision = self._ask(fault, now_s=now_s, lacking=lacking)
         if decision.accept_abnormal and not is_finite:
             self.began(fault, decision.rung)
             self.failed()
-            decision = self._ask(fault, now_s=now_s, is_dead=is_dead)
+            decision = self._ask(fault, now_s=now_s, lacking=lacking)
         return decision
 
-    def _ask(self, fault: Fault, *, now_s: float, is_dead: bool) -> Decision:
+    def _ask(self, fault: Fault, *, now_s: float, lacking: frozenset[Rung]) -> Decision:
         return decide(
             fault,
             now_s=now_s,
             history=self.past,
-            supported=self.supported - _NEEDS_THE_PROCESS if is_dead else self.supported,
+            supported=self.supported - lacking,
             policy=self.policy,
             survivors=True,
         )

@@ -55,6 +55,7 @@ from training.policy.ladder import Recovery
 from training.runtime.metrics import MetricsLog, metrics_prefix, parse_live
 
 TICK_S = 0.02
+FIRST_LINE_S = 30.0  # a stranger that says nothing keeps no connection
 FOLLOW_S = 0.2
 CONTROL_S = 2.0
 ABNORMAL_NORMS = "abnormal_global_norm.json"
@@ -137,7 +138,7 @@ class Coordinator:
         rank: int | None = None
         node: str | None = None
         try:
-            first = await self._next(reader)
+            first = await asyncio.wait_for(self._next(reader), FIRST_LINE_S)
             given = getattr(first, "token", None)
             secret = given.get_secret_value() if given is not None else ""
             if not hmac.compare_digest(secret.encode(), self._config.token.encode()):
@@ -154,7 +155,7 @@ class Coordinator:
             while (said := await self._next(reader)) is not None:
                 self._hear(rank, said)
                 self._act()
-        except (OSError, ValueError) as exc:
+        except (OSError, ValueError) as exc:  # TimeoutError is an OSError
             _say(f"a connection ended: {exc}")
         finally:
             writer.close()

@@ -293,7 +293,9 @@ class Checkpointer:
             model = get_model_state_dict(self._training.model)
             tensors = {f"model/{k}": v for k, v in model.items() if isinstance(v, Tensor)}
             settings = {}
+        tensors |= self._computed(tensors)
         extra: dict[str, Any] = {
+            "groups": _settings_of(self._training.optimizer),
             "optimizer": settings,
             "scheduler": _state_of(self._training.scheduler),
             "scaler": _state_of(self._training.scaler),
@@ -309,11 +311,22 @@ class Checkpointer:
         """
         if extra["optimizer"]:
             tensors, _ = self._state()
+            tensors |= self._computed(tensors)
         else:
             self._training.optimizer.state.clear()
+            for group, kept in zip(
+                self._training.optimizer.param_groups, extra["groups"], strict=True
+            ):
+                group.update(_revived(kept))  # a schedule's state does not bring its rate along
             tensors, _ = self.state()
         fill(tensors)
         self._adopt(tensors, extra)
+
+    def _computed(self, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Buffers that are no part of a checkpoint: damaged memory may have held them."""
+        named = self._training.model.named_buffers()
+        short = ((name.removeprefix("module."), buffer) for name, buffer in named)
+        return {f"buffer/{n}": buffer for n, buffer in short if f"model/{n}" not in saved}
 
     def _adopt(self, tensors: dict[str, Tensor], extra: dict[str, Any]) -> None:
         set_model_state_dict(self._training.model, _below("model/", tensors))
@@ -387,6 +400,11 @@ def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 def _state_of(part: Any) -> dict[str, Any] | None:
     return dict(part.state_dict()) if part is not None else None
+
+
+def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What each group of parameters is trained with: rates, betas, decay."""
+    return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
 
 
 def _revived(settings: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from training.membership import (
     CoordinatorAddress,
     GiveUp,
     NewGeneration,
+    Paused,
     PauseWish,
     Plan,
     Relink,
@@ -32,6 +32,7 @@ from training.membership import (
 )
 from training.policy.repair import RepairPlan
 from training.runtime.errors import GivenUp, Interrupted
+from training.runtime.generations import GIVEN_UP
 
 CONNECT_TIMEOUT_S = 60.0
 BEAT_S = 1.0
@@ -67,6 +68,7 @@ class Contact:
         self._given_up: str | None = None
         self._is_closed = False
         self.pause_wanted = False
+        self._wishes_told = 0
         where = (address.host, address.port)
         self.on_relink: Callable[[int, int], None] = lambda _generation, _link: None
         self._sending = threading.Lock()  # whoever notices a broken link is no thread of ours
@@ -118,14 +120,25 @@ class Contact:
             raise Interrupted(f"generation {self._generation} is announced")
         return self._plans[generation]
 
-    def stands_still(self, generation: int, *, until: Callable[[], bool]) -> None:
-        """Wait until nobody wants a pause any more, or `until` says so.
+    def stands_still(self, generation: int, *, step: int, until: Callable[[], bool]) -> None:
+        """Tell that this rank stands at a step, and wait until nobody wants a pause any more.
+
+        The ranks have agreed to stand; whether that is still wanted the coordinator answers.
 
         Raises:
             Interrupted: a generation after this one came.
             GivenUp: the attempt ends.
         """
-        self._wait(lambda: not self.pause_wanted or self._generation > generation or until())
+        with self._news:
+            told = self._wishes_told
+        self.say(Paused(step=step, stands=True))
+        self._wait(
+            lambda: (
+                (self._wishes_told > told and not self.pause_wanted)
+                or self._generation > generation
+                or until()
+            )
+        )
         if self._generation > generation:
             raise Interrupted(f"generation {self._generation} is announced")
 
@@ -153,6 +166,8 @@ class Contact:
                     self._hear(TO_MEMBER.validate_json(line))
         except (OSError, ValidationError) as exc:
             why = str(exc)
+        except Exception as exc:  # noqa: BLE001 a rank that hears nothing any more must not go on
+            why = f"{type(exc).__name__}: {exc}"
         self._lost(why)
 
     def _hear(self, message: ToMember) -> None:
@@ -171,12 +186,13 @@ class Contact:
                     self._plans = {message.generation: message.plan}
                 case PauseWish():
                     self.pause_wanted = message.wanted
+                    self._wishes_told += 1
                 case GiveUp():
                     self._given_up = message.why
             self._news.notify_all()
         if isinstance(message, GiveUp):
             # Whatever the training thread waits for in a collective will never come.
-            self._on_generation(sys.maxsize)
+            self._on_generation(GIVEN_UP)
 
     def _lost(self, why: str) -> None:
         if self._is_closed or self._given_up is not None:

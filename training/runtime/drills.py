@@ -14,6 +14,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -116,9 +117,10 @@ class Drill:
     def _damage(self) -> None:
         assert self.model is not None  # noqa: S101 steps come after register()
         with torch.no_grad():
-            for parameter in self.model.parameters():
-                own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-                own.fill_(float("nan"))
+            for tensor in chain(self.model.parameters(), self.model.buffers()):
+                own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                if own.is_floating_point():
+                    own.fill_(float("nan"))
 
     def _break_links(self) -> None:
         if self._generations is not None:

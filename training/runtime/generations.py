@@ -5,6 +5,7 @@ A generation is one life: recovery begins a new one, and what waits in the one b
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from torch._C._distributed_c10d import PrefixStore
 
 from training.runtime.errors import Interrupted
 from training.runtime.links import Link, StoreClient
+
+GIVEN_UP = sys.maxsize  # as a generation: the attempt has none any more
 
 
 class Generations:
@@ -74,11 +77,17 @@ class Generations:
                 return
             self.announced = generation
             links, client = list(self._links.values()), self._client
+        problems = []
         for link in links:
-            link.abort()
+            try:
+                link.abort()
+            except RuntimeError as exc:  # what a backend's own abort raises; the others are cut
+                problems.append(exc)
         if client is not None:
             client.abort()
         self.on_announced()
+        if problems:
+            raise problems[0]
 
     def enter(self, generation: int) -> None:
         """Leave the old links behind.
@@ -112,7 +121,22 @@ class Generations:
             Interrupted: with its number.
         """
         if self.announced > self.current:
-            raise Interrupted(f"generation {self.announced} is announced")
+            raise self.interruption()
+
+    def check_is(self, generation: int) -> None:
+        """Raise when this is not the generation that this process is in.
+
+        Raises:
+            Interrupted: with the one that is announced.
+        """
+        if generation != self.current or self.announced > generation:
+            raise self.interruption()
+
+    def interruption(self) -> Interrupted:
+        """What those that wait in the present generation are told."""
+        if self.announced == GIVEN_UP:
+            return Interrupted("the attempt is given up")
+        return Interrupted(f"generation {self.announced} is announced")
 
     def link(self, name: str, *, rank: int, size: int) -> dist.ProcessGroup:
         """The inside of a facade, connected when it was not yet; collective in that case.

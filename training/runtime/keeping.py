@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from training.runtime.errors import Interrupted
 from training.runtime.generations import Generations
 from training.runtime.groups import TRANSFERS, SwapGroup
 from training.runtime.links import Link, StoreClient
@@ -46,7 +45,6 @@ INPUT_OF: Mapping[str, int | None] = {
     "gather": 1,
     "barrier": None,
 }
-CONNECT_TRY_S = 5.0
 
 
 @dataclass(slots=True, eq=False)
@@ -132,7 +130,7 @@ class PromisingGroup(SwapGroup):
             work = _PromisedWork(kept.result())
             self._begin(kept, arguments)
         if generations.announced > generations.current:
-            kept.end(Interrupted(f"generation {generations.announced} is announced"))
+            kept.end(generations.interruption())
         return work
 
     def _inputs_of(self, operation: str, arguments: tuple[Any, ...]) -> Any:
@@ -269,7 +267,7 @@ class PromisedLinks:
         self._groups: list[PromisingGroup] = []
         self._lock = threading.Lock()
         self._told: tuple[int, int] | None = None
-        self._generation = 0
+        self._client: StoreClient | None = None
         self.number = 0
         self.gate = threading.RLock()
 
@@ -296,30 +294,42 @@ class PromisedLinks:
     def fail(self) -> None:
         """A new generation is announced."""
         self.number = 0
-        error = Interrupted(f"generation {self._generations.announced} is announced")
+        error = self._generations.interruption()
         for group in self._groups:
             group.fail(error)
+        client = self._client
+        if client is not None:
+            client.abort()  # whoever makes links anew would wait for ranks that do not come
 
-    def make_anew(self, number: int) -> int:
+    def make_anew(self, generation: int, number: int) -> int:
         """Make new links and run again what some rank has not completed. Collective.
+
+        Args:
+            generation: whose links they are.
+            number: how often they have been made anew.
 
         Returns:
             How many operations were run again here.
 
         Raises:
-            RuntimeError: the budget is spent, or a new generation is announced.
+            Interrupted: another generation is announced.
+            RuntimeError: the budget is spent, or a new generation was announced meanwhile.
         """
         deadline_s = time.monotonic() + self._budget_s
         generations = self._generations
+        generations.check_is(generation)
         for link in generations.links().values():
             link.abort()
         with self.gate:
+            generations.check_is(generation)
             self.number = number
             linked = sorted((g for g in self._groups if g.is_linked), key=lambda g: g.name_inside)
-            client = self._open_store()
+            self._client = client = self._open_store()
             try:
+                generations.check_is(generation)  # or nobody would have aborted this client
                 return sum(self._mend(group, client, number, deadline_s) for group in linked)
             finally:
+                self._client = None
                 client.abort()
 
     def _mend(
@@ -340,14 +350,16 @@ class PromisedLinks:
     ) -> Link:
         """A new link; the network may be down for a while yet."""
         rank, size = group.member
-        attempt = 0
         while True:
             self._generations.check()
-            attempt += 1
+            # Ranks fail unequally often: whoever comes joins the round that is open.
+            entries = PrefixStore(prefix, client.store).add("entered", 1)
+            number = (entries - 1) // size
             link = Link(self._generations.backend, self._generations.device)
             self._generations.replace(group.name_inside, link)
-            store = PrefixStore(f"{prefix}/{attempt}", client.store)
+            store = PrefixStore(f"{prefix}/{number}", client.store)
             try:
+                # Its operations have this limit, too; a generation that comes instead ends both.
                 link.connect(store, rank=rank, size=size, timeout_s=self._generations.op_timeout_s)
             except RuntimeError:
                 if time.monotonic() > deadline_s:

@@ -234,11 +234,12 @@ class StepLoop:
     def _stand_still(self) -> None:
         """Wait at this step boundary, as all ranks do, until nobody wants it any more."""
         mender = self.mender
-        if mender is None or not mender.contact.pause_wanted:
+        if mender is None:
             return
         self.heartbeat.beat(phase=Phase.PAUSED)
-        mender.contact.say(Paused(step=self.stand.step, stands=True))
-        mender.contact.stands_still(mender.generations.current, until=self.host.is_stopping)
+        mender.contact.stands_still(
+            mender.generations.current, step=self.stand.step, until=self.host.is_stopping
+        )
         mender.contact.say(Paused(step=self.stand.step, stands=False))
 
     def _new_step(self) -> Step:

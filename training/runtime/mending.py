@@ -248,7 +248,9 @@ class Mender:
             flying.finish(plan.vote)
             stand.step, stand.data = flying.number, self.loader.state_dict()
             stand.vote = flying.vote  # a fault may come before the end, and it is reported again
-        elif flying is not None and flying.number == plan.step + 1:
+        elif flying is not None:
+            # Whatever this plan is about: it may come to nothing, and the next one may have this
+            # very step done again.
             stand.batch = flying.data
         stand.in_flight = None
 
@@ -262,7 +264,7 @@ class Mender:
             elif move.target == self.rank:
                 names, extra = receive_header(source=move.source, device=self.device)
                 stand.is_dirty = True  # until it is whole
-                fill = partial(receive_tensors, names=names, source=move.source)
+                fill = partial(receive_tensors, names=names, source=move.source, device=self.device)
                 self.checkpointer.adopt(extra, fill)
                 self._stand_at(stand, plan, extra["data"])
                 stand.is_fresh = False

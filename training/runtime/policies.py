@@ -25,13 +25,13 @@ class EveryEpochs:
     loader: _Epochs
     _saved_epoch: int
 
+    def saved(self) -> None:
+        """A save was made: of this epoch, too, if it was due."""
+        self._saved_epoch = self.loader.epoch
+
     def should_save(self, step: int, *, context: policy.SaveContext) -> bool:  # noqa: ARG002 protocol
         """Whether the loader has entered an epoch that is due."""
-        epoch = self.loader.epoch
-        if epoch // self.count <= self._saved_epoch // self.count:
-            return False
-        self._saved_epoch = epoch
-        return True
+        return self.loader.epoch // self.count > self._saved_epoch // self.count
 
 
 @dataclass(slots=True)
@@ -70,13 +70,18 @@ class SaveClock:
     ) -> None:
         self.step = step
         self._young_daly = YoungDaly(spec.mtbf_s) if spec.mtbf_s is not None else None
-        chosen = [save_policy(spec, loader), self._young_daly]
+        self._epochs = (
+            EveryEpochs(spec.every_epochs, loader, loader.epoch)
+            if spec.every_epochs is not None
+            else None
+        )
+        chosen = [self._epochs, save_policy(spec), self._young_daly]
         self._policy = policy.AnyOf(tuple(one for one in chosen if one is not None))
         self._clock = clock
         self._saved_s = clock()
 
     def is_due(self, step: int) -> bool:
-        """Whether the policy wants `step` saved."""
+        """Whether the policy wants `step` saved; asked again when a step is done again."""
         context = policy.SaveContext(
             now_s=self._clock(), last_save_s=self._saved_s, last_save_step=self.step
         )
@@ -85,6 +90,8 @@ class SaveClock:
     def saved(self, step: int, *, started_s: float) -> None:
         """Note a save that began at `started_s` of the same clock."""
         self.step, self._saved_s = step, self._clock()
+        if self._epochs is not None:
+            self._epochs.saved()
         if self._young_daly is not None:
             self._young_daly.measured(self._saved_s - started_s)
 
@@ -93,12 +100,9 @@ class SaveClock:
         return self._clock()
 
 
-def save_policy(spec: CheckpointSpec, loader: _Epochs) -> policy.SavePolicy:
-    """The save policy of a job whose interval has been resolved."""
+def save_policy(spec: CheckpointSpec) -> policy.SavePolicy:
+    """The part of a job's save policy that steps and time decide."""
     policies: list[policy.SavePolicy] = []
-    # First, because AnyOf asks no further once one says yes, and this one must see every step.
-    if spec.every_epochs is not None:
-        policies.append(EveryEpochs(spec.every_epochs, loader, loader.epoch))
     if spec.every_steps is not None:
         policies.append(policy.EveryNSteps(spec.every_steps))
     if spec.every_s is not None:

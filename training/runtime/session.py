@@ -179,7 +179,7 @@ class Session:
         assert self._links is not None  # noqa: S101 asked only where they are kept
         count, problem = 0, None
         try:
-            count = self._links.make_anew(link)
+            count = self._links.make_anew(generation, link)
         except (RuntimeError, WorkerError) as exc:
             problem = f"{type(exc).__name__}: {exc}"[:500]
         self._contact.say(
@@ -318,9 +318,8 @@ class Session:
         """What this rank brings to the agreement of a step."""
         # Only the first rank's clock and policy count, or the ranks would disagree.
         due = self.rank == 0 and self._saves is not None and self._saves.is_due(number)
-        asked, self._save_wanted = self._save_wanted, False
         pause = self._contact is not None and self._contact.pause_wanted
-        return Wishes(stop=self._stop_wanted, save=due or asked, pause=pause)
+        return Wishes(stop=self._stop_wanted, save=due or self._save_wanted, pause=pause)
 
     def loss_factor(self, number: int) -> float:
         """What a drill multiplies the loss of a step with."""
@@ -341,6 +340,8 @@ class Session:
             self._unsaved_records |= self._metrics.take()
         fresh = checkpointer.save(step, attachments=self._unsaved_records)
         self._unsaved_records = {}
+        # Not when it was wished for: a fault may have had the vote taken again.
+        self._save_wanted = False
         saves.saved(step, started_s=started_s)
         if is_last:
             checkpointer.settle(SETTLE_TIMEOUT_S)

@@ -56,7 +56,8 @@ def send_state(
     _send_json({"names": list(tensors), "extra": extra}, to=to, device=device)
     flights = _Flights()
     for tensor in tensors.values():
-        flat = _local(tensor).contiguous().reshape(-1)
+        # An optimizer may keep step counts on the host, which NCCL and HCCL do not send.
+        flat = _local(tensor).contiguous().reshape(-1).to(device)
         flights.add(dist.isend(flat, to), flat.numel)  # which keeps it until then
     flights.land_all()
 
@@ -71,7 +72,9 @@ def receive_header(*, source: int, device: torch.device) -> tuple[list[str], dic
     return document["names"], document["extra"]
 
 
-def receive_tensors(tensors: Mapping[str, Tensor], names: list[str], *, source: int) -> None:
+def receive_tensors(
+    tensors: Mapping[str, Tensor], names: list[str], *, source: int, device: torch.device
+) -> None:
     """Fill the tensors of these names, in this order.
 
     Raises:
@@ -84,7 +87,9 @@ def receive_tensors(tensors: Mapping[str, Tensor], names: list[str], *, source: 
     with torch.no_grad():
         for name in names:
             own = _local(tensors[name])
-            flat = own.reshape(-1) if own.is_contiguous() else torch.empty_like(own).reshape(-1)
+            is_fit = own.is_contiguous() and own.device.type == device.type
+            fresh = partial(torch.empty, own.numel(), dtype=own.dtype, device=device)
+            flat = own.reshape(-1) if is_fit else fresh()
             flights.add(dist.irecv(flat, source), partial(_fill, own, flat))
         flights.land_all()
 

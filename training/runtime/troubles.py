@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from training.membership import Trouble
-from training.runtime.errors import Interrupted
+from training.runtime.errors import GivenUp, Interrupted
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def look_at(error: BaseException, *, is_interrupted: bool) -> Seen | None:
         is_interrupted: a newer generation is announced: its links were cut under the step.
     """
     text = str(error).removeprefix(_WRAPPED)
-    if isinstance(error, Interrupted):
+    if isinstance(error, Interrupted | GivenUp):
         return Seen(None, text)
     if not isinstance(error, RuntimeError | dist.DistError):
         return None

@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from training.diagnosis.exits import EXIT_USER
+from training.diagnosis.exits import EXIT_RESTART_ME, EXIT_USER
 from training.errors import InputError
 from training.job import Job
 from training.runtime.context import WorkerContext
-from training.runtime.errors import RecipeEndedEarly
+from training.runtime.errors import GivenUp, Interrupted, RecipeEndedEarly
 from training.runtime.forking import serve_forks
 from training.runtime.session import Session
 
@@ -46,7 +46,11 @@ def main() -> None:
     job = WorkerContext.from_environment().job
     if job.data is not None and job.data.num_workers:
         serve_forks()  # before the program starts threads
-    load_recipe(job.recipe)(job)
+    try:
+        load_recipe(job.recipe)(job)
+    except (GivenUp, Interrupted) as told:  # outside of the loop, which answers them itself
+        print(f"perdure: this rank ends: {told}", flush=True)  # noqa: T201 the rank's own log
+        sys.exit(EXIT_RESTART_ME)
     if Session.newest_step < job.steps:
         raise RecipeEndedEarly(
             f"the recipe returned at step {Session.newest_step} of {job.steps}: it loops over "

@@ -46,7 +46,7 @@ JOB = json.dumps(
 )
 
 
-def wait_for(condition: Callable[[], Any], *, timeout_s: float = 10.0) -> Any:
+def wait_for(condition: Callable[[], Any], *, timeout_s: float = 30.0) -> Any:
     """Poll until `condition` gives something true."""
     deadline_s = time.monotonic() + timeout_s
     while not (value := condition()):

@@ -191,18 +191,26 @@ def test_an_end_is_told_to_the_coordinator_and_held_back_from_the_supervisor(coo
     assert (ended.rank, ended.device, ended.exit_code, ended.is_oom) == (3, 1, 3, False)
 
 
+@pytest.mark.parametrize(
+    ("end", "error", "is_oom"),
+    [
+        ("kill -KILL $$", None, True),
+        ("echo '{\"message\": \"worker (pid 9) is killed\"}' > $F; exit 1", "worker (pid 9) is killed", True),
+        ("echo '{\"message\": \"E: bad\"}' > $F; exit 1", "E: bad", False),
+    ],
+)  # fmt: skip
 def test_an_end_carries_the_error_that_was_recorded_and_whether_memory_was_short(
-    coordinated, far_end
+    coordinated, far_end, end, error, is_oom
 ):
     kills = iter([4, 5])
     group = coordinated(
-        "sh", "-c", """echo '{"message": "E: bad"}' > $TORCHELASTIC_ERROR_FILE; exit 1""",
+        "sh", "-c", f"F=$TORCHELASTIC_ERROR_FILE; {end}",
         slots_per_node=1, oom_kills=lambda: next(kills, 5),
     )  # fmt: skip
     until(group, lambda worker: worker.is_recovering)
     ended = far_end.hear()
     assert isinstance(ended, WorkerEnded)
-    assert (ended.error, ended.is_oom) == ("E: bad", True)
+    assert (ended.error, ended.is_oom) == (error, is_oom)
 
 
 def test_a_worker_that_ends_well_is_nobodys_business(coordinated, far_end, line):

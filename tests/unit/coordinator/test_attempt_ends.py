@@ -221,7 +221,19 @@ def test_a_survivor_that_does_not_report_costs_the_last_save_only_some_time(limi
     played.answer(silent={3})
     assert played.passes(min(REPAIR_LIMIT_S, limit_s)) == []
     played.passes(0.1)
-    assert "ranks [3] did not come within" in played.last_save().why
+    assert played.stage() is Stage.SAVING, "rank 0 holds what rank 3 holds"
+    played.answer(silent={3})
+    assert played.last_save().step == STEP
+    assert played.stage() is Stage.GIVEN_UP
+
+
+def test_without_a_survivor_that_alone_holds_a_state_nothing_is_saved():
+    played = Played.of(HSDP, policy=NO_REPLACING)
+    dead, silent = HSDP[0]
+    played.dies(dead)
+    played.answer(silent={silent})
+    played.passes(SAVE_LIMIT_S + 0.1)
+    assert played.last_save().step is None
     assert played.stage() is Stage.GIVEN_UP
 
 
@@ -315,6 +327,15 @@ def test_a_wish_to_pause_is_told_to_all_ranks_once():
     assert played.collect() == []
     played.attempt.pause(wanted=False)
     assert played.collect() == [ToRank(rank, PauseWish(wanted=False)) for rank in range(4)]
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_rank_that_stands_is_told_whether_that_is_still_wanted(wanted):
+    played = Played.of()
+    played.attempt.pause(wanted=wanted)
+    played.collect()
+    stands(played, 2)
+    assert played.told(2)[-1] == PauseWish(wanted=wanted)
 
 
 def test_a_new_process_learns_that_a_pause_is_wanted():

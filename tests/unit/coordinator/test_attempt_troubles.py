@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.unit.coordinator.attempts import HSDP, LINK_LIMIT_S, STEP, Played
+from tests.unit.coordinator.attempts import HSDP, LINK_LIMIT_S, REPAIR_LIMIT_S, STEP, Played
 from training.coordinator.actions import NormAccepted
 from training.coordinator.attempt import LINK_SETTLE_S, Stage
 from training.coordinator.ranks import END_NOTICE_S
@@ -209,3 +209,36 @@ def test_ranks_without_a_common_snapshot_do_not_roll_back():
     played.answer()
     assert played.ended()[0].why == "the ranks have no snapshot of one step"
     assert played.stage() is Stage.GIVEN_UP
+
+
+def test_a_rank_that_has_left_its_step_needs_a_generation_and_no_new_links():
+    played = Played.of(policy=RETRY)
+    played.sees(2, Trouble.LINK)
+    played.passes(LINK_SETTLE_S)
+    assert played.rungs() == [Rung.STEP_RETRY]
+
+
+def test_one_rank_that_has_left_its_step_speaks_for_all_that_have_not():
+    played = Played.of(policy=RETRY)
+    played.sees(2, Trouble.LINK, link=0)
+    played.sees(1, Trouble.LINK)
+    played.passes(LINK_SETTLE_S)
+    assert played.rungs() == [Rung.STEP_RETRY]
+
+
+def test_a_rank_that_leaves_its_step_while_links_are_made_is_not_left_waiting():
+    played = Played.of(policy=RETRY)
+    broken_link(played)
+    assert played.stage() is Stage.RELINKING
+    played.sees(1, Trouble.LINK)
+    played.passes(LINK_SETTLE_S)
+    assert isinstance(played.told(1)[-1], NewGeneration)
+
+
+def test_the_rank_that_does_not_come_is_the_one_that_is_replaced():
+    played = Played.of()
+    played.sees(2, Trouble.COLLECTIVE)
+    played.answer(silent={1})
+    played.passes(REPAIR_LIMIT_S + 0.1)
+    assert played.rungs() == [Rung.STEP_RETRY, Rung.PROCESS_REPLACE]
+    assert played.replaced() == [1]

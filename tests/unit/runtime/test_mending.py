@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from training.diagnosis.exits import EXIT_RESTART_ME
+from training.policy.repair import RepairMode, RepairPlan
 from training.runtime.errors import GivenUp, Interrupted
 from training.runtime.mending import Mender, Stand
 
@@ -60,6 +61,24 @@ def test_a_rank_with_a_fault_of_its_own_leaves_the_traceback():
     with pytest.raises(RuntimeError) as raised:
         mender(announced=1).rejoin(Stand(4, {}), error=error)
     assert raised.value is error
+
+
+def test_the_batch_of_a_step_in_flight_is_kept_by_a_plan_that_comes_to_nothing():
+    stand = Stand(74, {})
+    batch: Any = ["the batch of step 75"]
+    flying: Any = SimpleNamespace(number=75, data=batch, vote=None)
+    stand.in_flight = flying
+    plan = RepairPlan(mode=RepairMode.ROLL_BACK, step=72, rolls_back=True)
+    mender(announced=2)._catch_up(stand, plan)
+    assert stand.batch is batch
+    assert stand.in_flight is None
+
+
+def test_a_rank_that_hears_of_the_end_while_it_stands_asks_for_a_restart(capsys):
+    with pytest.raises(SystemExit) as ended:
+        mender(announced=1).rejoin(Stand(4, {}), error=GivenUp("the ladder asks for a restart"))
+    assert ended.value.code == EXIT_RESTART_ME
+    assert "it ran into: the ladder asks for a restart" in capsys.readouterr().out
 
 
 def test_a_process_that_was_to_take_anothers_place_asks_for_a_restart(capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 
@@ -41,6 +42,16 @@ def test_every_n_steps():
 
 def test_every_epoch_saves_with_its_last_sample():
     assert saves(CheckpointSpec(every_epochs=1), steps=22) == [7, 14, 21]
+
+
+def test_an_epoch_that_is_due_stays_so_until_it_is_saved():
+    loader = SimpleNamespace(epoch=0)
+    clock = SaveClock(CheckpointSpec(every_epochs=1), loader, 0)
+    loader.epoch = 1
+    assert clock.is_due(7)
+    assert clock.is_due(7), "its vote was lost to a fault, and the step is done again"
+    clock.saved(7, started_s=clock.now_s())
+    assert not clock.is_due(8)
 
 
 def test_every_second_epoch():

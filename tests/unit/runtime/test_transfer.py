@@ -66,7 +66,7 @@ def give_or_take(rank: int) -> Any:
         return as_bytes(state())
     names, extra = receive_header(source=0, device=CPU)
     tensors = blank()
-    receive_tensors(tensors, names, source=0)
+    receive_tensors(tensors, names, source=0, device=CPU)
     assert extra == EXTRA
     assert names == list(state())
     return as_bytes(tensors)
@@ -85,7 +85,7 @@ def give_shards(rank: int) -> list[float]:
         send_state({"weight": tensor}, {}, to=1, device=CPU)
     else:
         names, _ = receive_header(source=0, device=CPU)
-        receive_tensors({"weight": tensor}, names, source=0)
+        receive_tensors({"weight": tensor}, names, source=0, device=CPU)
     return list(tensor.to_local().tolist())
 
 
@@ -100,7 +100,7 @@ def end_early(rank: int) -> str:
         return ""
     receive_header(source=0, device=CPU)
     try:
-        receive_tensors(blank(), ["weight", "bytes"], source=0)
+        receive_tensors(blank(), ["weight", "bytes"], source=0, device=CPU)
     except RuntimeError as error:
         return str(error)
     return "no error"
@@ -113,4 +113,6 @@ def test_a_source_that_dies_on_the_way_is_noticed_at_once(cluster):
 
 def test_a_tensor_that_this_rank_has_not_is_named():
     with pytest.raises(ValueError, match="the replica has optim/exp_avg, which this rank has not"):
-        receive_tensors({"weight": torch.zeros(1)}, ["weight", "optim/exp_avg"], source=0)
+        receive_tensors(
+            {"weight": torch.zeros(1)}, ["weight", "optim/exp_avg"], source=0, device=CPU
+        )
