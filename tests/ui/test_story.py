@@ -11,6 +11,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from tasks.reporting import Reporter
 from tests.process.harness import wait_for
 from tests.process.test_prefect import Api
+from tests.ui.conftest import TIMEOUT_MS
 from tests.unit.noting import COOLED, HOT, told
 from training.supervisor.report import alert_rows
 
@@ -61,12 +62,11 @@ def root(request) -> str:
     return {"v1": "", "v2": "/v2"}[request.param]
 
 
-def pictures(page) -> list[int]:
-    """Widths of the pictures that the browser could draw, 0 for one that it could not."""
-    expect(page.locator("img[src^='data:image/png']").first).to_be_visible()
-    widths = "nodes => nodes.map(node => node.complete ? node.naturalWidth : 0)"
-    found: list[int] = page.locator("img[src^='data:image/png']").evaluate_all(widths)
-    return found
+# Polled as one: V2 draws a page anew while it loads.
+DRAWN = """() => {
+    const pictures = [...document.querySelectorAll("img[src^='data:image/png']")];
+    return pictures.length > 0 && pictures.every(one => one.complete && one.naturalWidth > 500);
+}"""
 
 
 def test_the_page_of_the_run_tells_attempts_states_and_reasons(story, api, visitor, root):
@@ -118,7 +118,7 @@ def test_the_account_of_the_time_adds_up_on_the_page(artifacts, visitor, root):
 @pytest.mark.parametrize("name", ["timeline", "loss"])
 def test_pictures_are_drawn(artifacts, visitor, root, name):
     page = visitor.goto(f"{root}/artifacts/artifact/{artifacts[f'{NAME}-{name}']['latest_id']}")
-    assert min(pictures(page)) > 500
+    page.wait_for_function(DRAWN, timeout=TIMEOUT_MS)
     visitor.keep(f"{name}{root.replace('/', '-')}")
 
 
