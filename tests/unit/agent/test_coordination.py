@@ -191,20 +191,23 @@ def test_an_end_is_told_to_the_coordinator_and_held_back_from_the_supervisor(coo
     assert (ended.rank, ended.device, ended.exit_code, ended.is_oom) == (3, 1, 3, False)
 
 
+RECORD = """echo '{{"message": "{}"}}' > $TORCHELASTIC_ERROR_FILE; exit 1"""
+
+
 @pytest.mark.parametrize(
     ("end", "error", "is_oom"),
     [
-        ("kill -KILL $$", None, True),
-        ("echo '{\"message\": \"worker (pid 9) is killed\"}' > $F; exit 1", "worker (pid 9) is killed", True),
-        ("echo '{\"message\": \"E: bad\"}' > $F; exit 1", "E: bad", False),
+        ("kill -KILL $$$$", None, True),
+        (RECORD.format("worker (pid 9) is killed"), "worker (pid 9) is killed", True),
+        (RECORD.format("E: bad"), "E: bad", False),
     ],
-)  # fmt: skip
+)
 def test_an_end_carries_the_error_that_was_recorded_and_whether_memory_was_short(
     coordinated, far_end, end, error, is_oom
 ):
     kills = iter([4, 5])
     group = coordinated(
-        "sh", "-c", f"F=$TORCHELASTIC_ERROR_FILE; {end}",
+        "sh", "-c", end,
         slots_per_node=1, oom_kills=lambda: next(kills, 5),
     )  # fmt: skip
     until(group, lambda worker: worker.is_recovering)
