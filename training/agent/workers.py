@@ -7,6 +7,7 @@ driven by `poll`, so that the agent goes on answering meanwhile. Times are secon
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -23,7 +24,7 @@ from training.agent.evidence import ascend_folder
 from training.agent.processes import container_processes, reap_adopted, signal_all
 from training.agent.protocol import AgentConfig, Pulse, StartOrder, WorkerStatus
 from training.agent.stacks import Asked, process_state, stacks_file
-from training.agent.zygote import Fork, ForkedProcess
+from training.agent.zygote import KILL_WAIT_S, Fork, ForkedProcess
 from training.job import RESERVED_NAMES
 from training.membership import WorkerEnded
 from training.monitor.heartbeat import Heartbeat, HeartbeatReader
@@ -122,12 +123,19 @@ class WorkerGroup:
         local_rank = list(self.planned_ranks).index(rank)
         before = self._workers[local_rank]
         _kill(before.process)
+        if before.process.poll() is None:
+            self._cannot_replace(rank, "its process does not end")
+            return
         before.error_file.unlink(missing_ok=True)
         try:
             self._workers[local_rank] = self._start(local_rank, PERDURE_GENERATION=str(generation))
         except OSError as error:
-            print(f"perdure: rank {rank} is not replaced: {error}", flush=True)  # noqa: T201 the agent's log
-            self.release()
+            self._cannot_replace(rank, str(error))
+
+    def _cannot_replace(self, rank: int, why: str) -> None:
+        print(f"perdure: rank {rank} is not replaced: {why}", flush=True)  # noqa: T201 the agent's log
+        self._first_failure_s = self._first_failure_s or time.monotonic()
+        self.release()
 
     def release(self) -> None:
         """No end is answered by the coordinator any more: the attempt has failed."""
@@ -346,7 +354,8 @@ def _was_killed(exit_code: int, error: str | None) -> bool:
 def _kill(process: subprocess.Popen[bytes] | ForkedProcess) -> None:
     process.kill()
     if isinstance(process, subprocess.Popen):
-        process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(KILL_WAIT_S)
 
 
 def _read_error(path: Path) -> dict[str, Any]:
