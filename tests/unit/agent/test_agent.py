@@ -294,7 +294,10 @@ def test_a_start_that_was_stopped_while_its_data_came_does_not_touch_the_next_on
     running = shared.until("running")
     pipe.open("w").close()  # the data has come, and it is no manifest
     with pytest.raises(AssertionError):
-        wait_for(lambda: shared.status() != running, timeout_s=0.2)
+        wait_for(
+            lambda: (now := shared.status()).state != "running" or now.workers != running.workers,
+            timeout_s=0.2,
+        )
     shared.call(StopOrder(grace_s=1))
     assert shared.until("ended").staging_error is None
 
