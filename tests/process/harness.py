@@ -60,7 +60,7 @@ class Workbench:
             "batch": {"global_batch_size": 8, "micro_batch_size": 2},
             "checkpoint": {"every_steps": 10},
             "restart": {"pod_retries": 1},
-            "preflight": {"burn_in_s": 0},
+            "preflight": {"nodes": False},  # its own tests have it on
             "engine": {"nodes": 2, "slots_per_node": 2, "spares": 1, "grace_s": 10},
             "env": {"PACE_S": "0.1"},
         }
