@@ -26,6 +26,7 @@ from prefect.artifacts import (
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.events import emit_event
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from tasks.reports import fault_report, recovery_report
 from training.policy.faults import Fault
@@ -206,7 +207,10 @@ class Reporter:
                 name = next(iter(self._waiting))
                 tell = self._waiting.pop(name)
             try:
-                tell()
+                # What fails is tried again here; the client's own back-off grows to minutes, and
+                # a server that is back would not be noticed before the run ends.
+                with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
+                    tell()
                 self._is_deaf = False
             except Exception as error:  # noqa: BLE001 a dead server must never end a run
                 self._retry_later(name, tell, error)

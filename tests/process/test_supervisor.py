@@ -13,7 +13,7 @@ def test_a_second_start_adopts_the_living_attempt_and_training_never_stopped(
     bench, undisturbed_pair
 ):
     store = {"address": f"file://{bench.home}/store-adopted"}  # with no corpus prepared yet
-    job = bench.pair("adopted", storage=store, env={"PACE_S": "0.3"})
+    job = bench.pair("adopted", storage=store, env={"PACE_S": "0.8"})
     first = bench.start(job)
     first.reach(5)
     workers = {p.pid for rank in (0, 1) for p in first.local.rank(rank)}
