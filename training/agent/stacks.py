@@ -48,11 +48,6 @@ class Asked:
     own_file: Path | None
 
 
-def stacks_file(folder: Path, local_rank: int) -> Path:
-    """Where a session's process prints its stacks on SIGUSR2."""
-    return folder / f"stacks-{local_rank}.txt"
-
-
 def stacks_of(workers: Sequence[Asked]) -> Iterator[NodeText]:
     """The stacks of each worker, as far as there is an answer before the deadline."""
     deadline_s = time.monotonic() + DEADLINE_S

@@ -23,11 +23,12 @@ from training.agent.coordination import CoordinatorLine
 from training.agent.evidence import ascend_folder
 from training.agent.processes import container_processes, reap_adopted, signal_all
 from training.agent.protocol import AgentConfig, Pulse, StartOrder, WorkerStatus
-from training.agent.stacks import Asked, process_state, stacks_file
+from training.agent.stacks import Asked, process_state
 from training.agent.zygote import KILL_WAIT_S, Fork, ForkedProcess
 from training.job import RESERVED_NAMES
 from training.membership import WorkerEnded
 from training.monitor.heartbeat import Heartbeat, HeartbeatReader
+from training.monitor.stack_file import stacks_file
 
 # After the first failure the others get this long to record what they saw before they are
 # stopped: the diagnosis tells the first cause from the echoes.

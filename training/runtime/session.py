@@ -37,6 +37,7 @@ from training.diagnosis.exits import EXIT_RESTART_ME
 from training.errors import InputError
 from training.membership import Relinked, Trouble, TroubleSeen
 from training.monitor.heartbeat import HeartbeatWriter, Phase
+from training.monitor.stack_file import stacks_file
 from training.policy.repair import Vote
 from training.runtime.buckets import settle_buckets
 from training.runtime.checkpointing import Checkpointer
@@ -400,8 +401,8 @@ class Session:
 
 def _print_stacks_on_request(context: WorkerContext) -> IO[str]:
     """Have SIGUSR2 print the stacks of all threads, even while one of them holds the lock."""
-    folder = context.heartbeat_path.parent
-    file = (folder / f"stacks-{context.local_rank}.txt").open("a", encoding="utf-8")
+    path = stacks_file(context.heartbeat_path.parent, context.local_rank)
+    file = path.open("a", encoding="utf-8")
     faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
     return file
 
