@@ -334,6 +334,7 @@ class Attempt:
 
     def _make_plan(self, *, now_s: float) -> None:
         reports = [r for rank, r in self._reports.items() if rank in self._expected()]
+        self._locate(reports)
         try:
             plan = plan_repair(reports, self.groups, mode=self._mode)
         except Unmendable as exc:
@@ -344,6 +345,12 @@ class Attempt:
         self.stage = Stage.SAVING if saves else Stage.REPAIRING
         self._deadline_s = now_s + (self.save_limit_s if saves else self.repair_limit_s)
         self._tell_all(Plan(generation=self.generation, plan=plan))
+
+    def _locate(self, reports: Sequence[RankReport]) -> None:
+        """Tell the ladder in which step processes died: the step records come late."""
+        steps = [report.step for report in reports if report.is_clean]
+        for was, fault in self._recoveries.locate(min(steps)) if steps else ():
+            self.judge.corrected(was, fault)
 
     def _fail(self, why: str, *, now_s: float, missing: Sequence[int] = ()) -> None:
         """What was begun cannot be done: ask the ladder for the next rung.

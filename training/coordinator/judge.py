@@ -95,6 +95,10 @@ class Judge:
         """The last recovery came to grief."""
         self.past[-1] = replace(self.past[-1], failed=True)
 
+    def corrected(self, was: Fault, fault: Fault) -> None:
+        """More is known of a fault that a recovery answers."""
+        self.past = [replace(one, fault=fault) if one.fault is was else one for one in self.past]
+
     def committed(self, step: int) -> None:
         """A checkpoint was committed: what was mended before its step was trained is free.
 

@@ -6,7 +6,7 @@ Times are seconds since the epoch, steps completed optimizer steps.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from training.coordinator.actions import Outbox
 from training.membership import LastSaved
@@ -71,6 +71,22 @@ class Recoveries:
             )
         )
         return replaced
+
+    def locate(self, step: int) -> list[tuple[Fault, Fault]]:
+        """Put deaths at the step in which they happened; a dead rank itself told no step.
+
+        Args:
+            step: that the slowest of the others has completed.
+
+        Returns:
+            The faults that are told anew, each as it was and as it is.
+        """
+        found = []
+        for one in self._open:
+            if one.replaced and one.fault.step != step:
+                was, one.fault = one.fault, replace(one.fault, step=step)
+                found.append((was, one.fault))
+        return found
 
     def end(
         self,

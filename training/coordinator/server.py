@@ -177,6 +177,7 @@ class Coordinator:
         attempt, now_s = self._attempt, time.time()
         match said:
             case WorkerEnded():
+                self._read_live()  # a death is told at the newest step on record
                 attempt.ended(said, now_s=now_s)
             case TroubleSeen() if rank is not None:
                 _say(f"rank {rank} at step {said.step}: {said.trouble}: {said.text}")
@@ -267,13 +268,15 @@ class Coordinator:
         """Follow the step records: which steps there are, which checkpoints were committed."""
         while True:
             await asyncio.sleep(FOLLOW_S)
-            with suppress(FileNotFoundError):
-                self._read_live()
+            self._read_live()
 
     def _read_live(self) -> None:
-        with self._live.open("rb") as file:
-            file.seek(self._offset)
-            data = file.read(1 << 20)
+        try:
+            with self._live.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read(1 << 20)
+        except FileNotFoundError:
+            return  # no step yet
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
         live = parse_live(whole.decode(errors="replace"))

@@ -312,3 +312,23 @@ def test_recoveries_in_a_row_without_a_checkpoint_climb(groups):
         played.sees(2, Trouble.COLLECTIVE)
         played.answer()
     assert played.rungs() == [Rung.STEP_RETRY] * 3 + [Rung.PROCESS_REPLACE]
+
+
+def test_a_second_death_in_one_step_climbs_though_its_record_came_late_at_the_first():
+    played = Played.of()
+    played.stand_at(STEP + 3, StepPhase.RUN)  # the records that are known end at STEP
+    played.dies(2)
+    played.answer()
+    played.dies(2)
+    assert played.rungs() == [Rung.PROCESS_REPLACE]
+    assert played.stage() is Stage.GATHERING  # of the survivors' last save
+
+
+def test_a_death_in_a_later_step_is_not_taken_for_the_same_one():
+    played = Played.of()
+    played.dies(2)
+    played.answer()
+    played.stand_at(STEP + 1, StepPhase.RUN)
+    played.attempt.stepped(STEP + 1)
+    played.dies(2)
+    assert played.rungs() == [Rung.PROCESS_REPLACE] * 2
