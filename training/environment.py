@@ -64,6 +64,11 @@ def worker_variables(job: Job) -> list[Variable]:
     return [own.pop(v.name, v) for v in variables] + list(own.values())
 
 
+def variables_of(job: Job) -> dict[str, str]:
+    """The same by name, as processes are given them."""
+    return {variable.name: variable.value for variable in worker_variables(job)}
+
+
 def worker_path() -> str:
     """PATH of the workers: this Python's programs first, so that `torchrun` is its own."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
@@ -83,7 +88,7 @@ def check_environment(job: Job) -> None:
             raise InputError(
                 f"env.{name}", f"{value!r} must be {limits.low} to {limits.high} ({limits.unit})"
             )
-    _check_pairs({v.name: v.value for v in worker_variables(job)}, job)
+    _check_pairs(variables_of(job), job)
 
 
 def _check_pairs(values: Mapping[str, str], job: Job) -> None:

@@ -26,7 +26,7 @@ from benchmarks.recovery.workload import (
 )
 from training.agent.launcher import COLD_START
 from training.job import Job, parse_job
-from training.runtime.drills import fired_at_s
+from training.runtime.fired import fired_at_s
 from training.specs.drill import DrillKind
 from training.supervisor.run import Run
 from training.supervisor.watch import EndKind

@@ -17,11 +17,13 @@ from training.policy.faults import FaultClass
 from training.policy.health import HealthPoint
 from training.policy.ladder import Rung
 from training.policy.mending import Alert
+from training.specs.drill import DrillFault, DrillKind
 from training.specs.model import ParallelKind
 
 pytestmark = pytest.mark.process
 
 PACE_S = 0.05
+JUMP_STEP = 40
 SAMPLES = REPO / "tests" / "unit" / "monitor" / "samples"
 
 
@@ -146,21 +148,63 @@ def test_a_disk_that_fills_is_told(home, nearly_full):
     assert all(alert.raised.value < nearly_full for alert in told)
 
 
-def test_a_device_that_its_driver_calls_ill_is_told(home, tmp_path, monkeypatch):
-    tool = tmp_path / "npu-smi"
+@pytest.fixture(scope="module")
+def ill(home, tmp_path_factory) -> Iterator[Played]:
+    """A run on devices in alarm, full and idle, by the word of a tool that speaks like npu-smi.
+
+    Its loss jumps in one step, and its limit for the smallest collective is one that none keeps.
+    """
+    folder = tmp_path_factory.mktemp("tools")
+    tool = folder / "npu-smi"
     tool.write_text(
         "#!/bin/sh\n"
         'case "$*" in\n'
-        f"info) cat {SAMPLES}/npu-smi-info.txt ;;\n"
+        f"info) sed 's|    0    / 32768|    32112/ 32768|' {SAMPLES}/npu-smi-info.txt ;;\n"
         f'*"-t health"*) cat {SAMPLES}/npu-smi-health-alarm.txt ;;\n'
         "esac\n"
     )
     tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    played = play(home, "ill-device", steps=60, watch={"sample_every_s": 0.5})
-    told = alerts(played, HealthPoint.DEVICE_UNHEALTHY)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+        jump = DrillFault(kind=DrillKind.GRADIENT, rank=1, step=JUMP_STEP)
+        yield play(
+            home,
+            "ill-device",
+            steps=60,
+            watch={"sample_every_s": 0.5, "low_for_s": 2, "latency_high_ms": 0.001},
+            drill={"faults": [jump]},
+        )
+
+
+def test_a_device_that_its_driver_calls_ill_is_told(ill):
+    told = alerts(ill, HealthPoint.DEVICE_UNHEALTHY)
     assert {alert.raised.node for alert in told} == {"node-0", "node-1"}
     assert "Alarm, codes A4025021, 8C03A000, 8C084E00" in told[0].raised.text
+
+
+def test_a_device_whose_memory_is_nearly_full_is_told(ill):
+    told = alerts(ill, HealthPoint.MEMORY_HIGH)
+    assert {alert.raised.node for alert in told} == {"node-0", "node-1"}
+    assert {round(alert.raised.value) for alert in told} == {98}
+
+
+def test_a_device_that_is_hardly_used_while_ranks_train_is_told_after_a_while(ill):
+    told = alerts(ill, HealthPoint.UTILISATION_LOW)
+    assert {alert.raised.node for alert in told} == {"node-0", "node-1"}
+    began_s = ill.history.attempts[0].started.at_s
+    assert min(alert.raised.at_s for alert in told) - began_s >= 2
+
+
+def test_a_collective_over_its_limit_is_told(ill):
+    (alert,) = alerts(ill, HealthPoint.LATENCY_HIGH)
+    assert alert.raised.value > alert.raised.limit == 0.001
+
+
+def test_a_loss_that_jumps_is_told_with_its_step(ill):
+    assert len(ill.fired_s[0]) == 1
+    (alert,) = alerts(ill, HealthPoint.LOSS_ABNORMAL)
+    assert alert.raised.step == JUMP_STEP
+    assert alert.raised.value > 2 * ill.curve[JUMP_STEP - 1][0]
 
 
 def test_a_healthy_run_raises_no_alert(home):

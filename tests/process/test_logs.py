@@ -22,7 +22,7 @@ test "$PERDURE_ATTEMPT" != 1 || kill -SEGV $$$$
 
 
 def test_the_logs_of_every_attempt_are_in_the_store_without_secrets(bench):
-    job = bench.pair("logs", worker={"command": ["sh", "-c", PROGRAM]},
+    job = bench.apart("logs", worker={"command": ["sh", "-c", PROGRAM]},
                      env={"HF_TOKEN": SECRET})  # fmt: skip
     del job["data"]
     running = bench.start(job)
@@ -46,7 +46,7 @@ def test_the_logs_of_every_attempt_are_in_the_store_without_secrets(bench):
 
 
 def test_a_lost_node_leaves_a_gap_that_is_told(bench):
-    running = bench.start(bench.pair("logs-lost", steps=40))
+    running = bench.start(bench.apart("logs-lost", steps=40))
     running.reach(3)
     assert running.local.kill_node("node-1")
     assert running.finish() == 0, running.out

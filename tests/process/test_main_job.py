@@ -84,7 +84,7 @@ def test_the_first_rank_may_die_as_well_as_any_other(bench, undisturbed_pair, ru
 
 
 def test_without_pod_retries_a_lost_node_reschedules_the_whole_job(bench, undisturbed_pair):
-    running = bench.start(bench.pair("job-level", restart={"pod_retries": 0}))
+    running = bench.start(bench.apart("job-level", restart={"pod_retries": 0}))
     running.reach(12)
     assert running.local.kill_node("node-0")
     assert running.finish() == 0, running.out
@@ -134,7 +134,7 @@ def test_a_recipe_that_returns_without_training_is_a_fault_and_not_a_success(ben
 
 
 def test_without_a_healthy_spare_the_run_says_so_and_follows_its_policy(bench):
-    job = bench.pair("no-spare", restart={"spare_wait_s": 1, "allow_without_isolation": False})
+    job = bench.apart("no-spare", restart={"spare_wait_s": 1, "allow_without_isolation": False})
     job["engine"] = {**job["engine"], "spares": 0}
     running = bench.start(job)
     running.reach(3)

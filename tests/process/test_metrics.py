@@ -82,7 +82,7 @@ class Prometheus:
 @pytest.fixture
 def running(bench):
     """A run that lasts until it is cancelled."""
-    job = bench.pair("metrics", steps=5000, watch={"sample_every_s": 0.5})
+    job = bench.apart("metrics", steps=5000, watch={"sample_every_s": 0.5})
     running = bench.start(job)
     running.reach(3)
     yield running

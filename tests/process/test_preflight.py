@@ -55,7 +55,7 @@ def attempts_of(running, node: str) -> list[Path]:
 
 def test_a_node_with_an_alarm_is_isolated_before_the_first_step(with_npu_smi, undisturbed_pair):
     bench = with_npu_smi("node-1")
-    running = bench.start(bench.pair("alarm-at-start", env={"PACE_S": "0"}, preflight=CHECKS))
+    running = bench.start(bench.apart("alarm-at-start", env={"PACE_S": "0"}, preflight=CHECKS))
     assert running.finish() == 0, running.out
     history = running.history
     (refusal,) = history.refusals
@@ -77,7 +77,9 @@ def test_a_node_with_an_alarm_is_isolated_before_the_first_step(with_npu_smi, un
 def test_without_a_spare_the_run_ends_with_the_words_of_the_check(with_npu_smi):
     bench = with_npu_smi("node-1")
     engine = {"nodes": 2, "slots_per_node": 1, "spares": 0, "grace_s": 10}
-    job = bench.pair("alarm-no-spare", engine=engine, restart={"spare_wait_s": 0}, preflight=CHECKS)
+    job = bench.apart(
+        "alarm-no-spare", engine=engine, restart={"spare_wait_s": 0}, preflight=CHECKS
+    )
     running = bench.start(job)
     assert running.finish() == 1, running.out
     out = " ".join(running.out.split())
@@ -88,7 +90,9 @@ def test_without_a_spare_the_run_ends_with_the_words_of_the_check(with_npu_smi):
 
 
 def test_a_node_whose_check_dies_is_isolated(bench, undisturbed_pair):
-    job = bench.pair("check-dies", env={"PACE_S": "0"}, preflight={"burn_in_s": 3, "timeout_s": 60})
+    job = bench.apart(
+        "check-dies", env={"PACE_S": "0"}, preflight={"burn_in_s": 3, "timeout_s": 60}
+    )
     running = bench.start(job)
 
     def checker():
@@ -130,7 +134,7 @@ def preflight(bench, document, *options):
 
 def test_the_command_checks_this_machine_and_that_the_program_starts_twice(bench):
     done = preflight(
-        bench, bench.pair("checked", env={"PACE_S": "0"}, preflight=CHECKS), "--json", "--reentry"
+        bench, bench.apart("checked", env={"PACE_S": "0"}, preflight=CHECKS), "--json", "--reentry"
     )
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(done.stdout)
@@ -145,7 +149,7 @@ def test_the_command_fails_where_a_device_has_an_alarm(with_npu_smi, tmp_path):
     bench = with_npu_smi("node-1")
     tool = tmp_path / "npu-smi"
     tool.write_text(tool.read_text().replace('"$(pwd -P)"', "/nodes/node-1/"))
-    done = preflight(bench, bench.pair("checked-ill", preflight=CHECKS))
+    done = preflight(bench, bench.apart("checked-ill", preflight=CHECKS))
     assert done.returncode == 1, done.stdout + done.stderr
     assert "8C084E00" in done.stdout
 

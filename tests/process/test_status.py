@@ -19,7 +19,7 @@ def status_of(running) -> dict:
 
 
 def test_a_run_whose_flow_is_dead_tells_of_its_ranks_all_the_same(bench, undisturbed_pair):
-    document = bench.pair("abandoned", steps=60, env={"PACE_S": "0.5"})
+    document = bench.apart("abandoned", steps=60, env={"PACE_S": "0.5"})
     running = bench.start(document)
     running.reach(4)
     running.kill_supervisor()

@@ -35,7 +35,7 @@ def api(prefect_server) -> Api:
 @pytest.fixture(scope="module")
 def story(bench, browser):
     """A run whose rank was killed, then fell silent, and whose node was lost."""
-    running = bench.start(bench.pair(NAME, restart={"hang_timeout_s": 6, "pod_retries": 1}))
+    running = bench.start(bench.apart(NAME, restart={"hang_timeout_s": 6, "pod_retries": 1}))
     running.reach(12, timeout_s=240)
     assert running.local.kill_rank(1)
     running.reach(23)

@@ -97,6 +97,8 @@ class Agent:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._server.start()
         self._publish_address()
+        if self._config.variables is not None:
+            self._launcher.warm(self._config.variables)
         checked_s = 0.0
         while not (self._ending and self._is_quiet()):
             time.sleep(TICK_S)
@@ -191,7 +193,7 @@ class Agent:
         try:
             stage_data(order, self._folder)
             if not order.is_command:
-                self._launcher.prepare(order)
+                self._launcher.prepare(order.variables)
         except (StorageError, OSError, ValueError) as error:
             with self._lock:
                 self._give_up(order, error)

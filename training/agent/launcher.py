@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from training.agent.coordination import CoordinatorProcess, address_file, new_token
-from training.agent.protocol import RendezvousOrder, StartOrder
+from training.agent.protocol import RendezvousOrder
 from training.agent.zygote import Fork, ForkedProcess, Zygote, start_alone
 from training.coordinator.config import CoordinatorConfig
 from training.job import RESERVED_NAMES
@@ -46,13 +46,26 @@ class Launcher:
         coordinator = {self._coordinator[1].process.pid} if self._coordinator is not None else ()
         return zygote | frozenset(coordinator)
 
-    def prepare(self, order: StartOrder) -> None:
+    def warm(self, variables: Mapping[str, str]) -> None:
+        """Begin with the zygote before an attempt asks for it: its imports take seconds."""
+        threading.Thread(target=self._warm, args=(variables,), daemon=True).start()
+
+    def _warm(self, given: Mapping[str, str]) -> None:
+        try:
+            self.prepare(given)
+        except OSError as error:  # whoever needs it tries again, and tells
+            print(f"perdure: warning: {error}", flush=True)  # noqa: T201 the agent's log
+
+    def prepare(self, given: Mapping[str, str]) -> None:
         """Have a zygote for the programs of an attempt; takes seconds the first time.
+
+        Args:
+            given: their variables.
 
         Raises:
             OSError: it does not come up.
         """
-        variables = _variables(os.environ, order)
+        variables = _variables(os.environ, given)
         with self._lock:
             if self._zygote is not None and self._zygote.serves(variables):
                 return
@@ -87,7 +100,7 @@ class Launcher:
         if self._coordinator is not None and self._coordinator[0] == key:
             return self._coordinator[1].address
         self.close_coordinator()
-        self.prepare(order.start)
+        self.prepare(order.start.variables)
         assert self._zygote is not None  # noqa: S101 just prepared
         attempt_folder.mkdir(parents=True, exist_ok=True)
         config = CoordinatorConfig(
@@ -102,7 +115,7 @@ class Launcher:
             supported=order.supported,
             past=order.start.past,
         )
-        variables = _variables(os.environ, order.start)
+        variables = _variables(os.environ, order.start.variables)
         process = CoordinatorProcess.start(self._zygote, config, attempt_folder, variables)
         self._coordinator = (key, process)
         return process.address
@@ -120,7 +133,7 @@ class Launcher:
             self._zygote.close()
 
 
-def _variables(environment: Mapping[str, str], order: StartOrder) -> dict[str, str]:
+def _variables(environment: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
     # The supervisor may itself run as somebody's rank.
     inherited = {k: v for k, v in environment.items() if k not in RESERVED_NAMES}
-    return {**inherited, **order.variables}
+    return {**inherited, **given}

@@ -48,6 +48,9 @@ class AgentConfig(Message):
     node_folder: str | None = Field(
         None, description="folder of the node that outlives its containers"
     )
+    variables: dict[str, str] | None = Field(
+        None, description="of session programs, for which a zygote is started at once"
+    )
 
 
 class AgentAddress(Message):

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from training.drill.recipe import PACE_ENV, RECIPE
 from training.job import Job, parse_job
 from training.specs.model import ParallelKind
 
 NUM_RANKS = 4
+PACE_ENV = "DRILL_PACE_S"  # seconds that every step takes longer
 SAVE_EVERY_STEPS = 10
 HANG_TIMEOUT_S = 4.0
 _NUM_FILES = 6
@@ -60,7 +60,7 @@ def drill_job(
         "storage": {"address": f"file://{home / 'store'}"},
         "steps": steps,
         "seed": 11,
-        "worker": {"recipe": RECIPE},
+        "worker": {"recipe": "training.drill.recipe:main"},
         "data": {"sources": [str(home / "corpus")], "shard_size_bytes": 8192, "num_workers": 0},
         "model": {
             "num_layers": 2,

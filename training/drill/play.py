@@ -16,7 +16,7 @@ from training.inject import LocalRun
 from training.job import Job
 from training.policy.history import RunHistory
 from training.policy.ladder import Rung
-from training.runtime.drills import fired_at_s
+from training.runtime.fired import fired_at_s
 from training.runtime.metrics import kept_steps
 from training.supervisor.run import Run
 from training.supervisor.watch import EndKind, Progress

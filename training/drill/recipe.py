@@ -8,11 +8,9 @@ from __future__ import annotations
 import os
 import time
 
+from training.drill.job import PACE_ENV
 from training.job import Job
 from training.trainer.pretrain import pretrain
-
-PACE_ENV = "DRILL_PACE_S"  # seconds that every step takes longer
-RECIPE = "training.drill.recipe:main"
 
 
 def main(job: Job) -> None:

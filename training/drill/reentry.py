@@ -20,7 +20,7 @@ from training.agent.control import free_port
 from training.agent.protocol import AgentConfig, StartOrder
 from training.agent.workers import platform_variables
 from training.drill.play import Play
-from training.environment import worker_path, worker_variables
+from training.environment import variables_of, worker_path
 from training.errors import PerdureError
 from training.job import Job
 from training.monitor.check import Check, Outcome
@@ -164,7 +164,7 @@ def _variables(job: Job, folder: Path, number: int) -> dict[str, str]:
         job="{}",
         data_manifest_key=None,
     )
-    own = {variable.name: variable.value for variable in worker_variables(job)}
+    own = variables_of(job)
     platform = platform_variables(config, order, folder, number)
     return {**os.environ, **own, **platform, "NODE_RANK": "0", "PATH": worker_path()}
 

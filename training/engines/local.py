@@ -51,7 +51,7 @@ from training.engines.containers import (
     read_containers,
     write_private,
 )
-from training.environment import worker_path
+from training.environment import variables_of, worker_path
 from training.errors import AgentUnreachable, EngineError
 from training.job import Job
 from training.monitor.check import Check, unanswered
@@ -325,6 +325,7 @@ class LocalEngine:
             command_quiet_s=self._job.watch.command_quiet_s,
             detect_hangs=self._job.restart.hang,
             node_folder=str(folder.parent / f"{LIFE_PREFIX}{self._created_s:.0f}"),
+            variables=None if self._job.worker.is_command else variables_of(self._job),
         )
         write_private(folder / CONFIG_FILE, config.model_dump_json())
         return Container(

@@ -15,6 +15,7 @@ from statistics import fmean, median
 
 from training.monitor.sample import NodeSample
 from training.policy.health import HealthPoint
+from training.policy.notes import AlertRaised
 from training.specs.watch import WatchSpec
 
 Key = tuple[HealthPoint, str | None, int | None]
@@ -98,10 +99,10 @@ class Condition:
     step: int | None = None
     holds_s: float = 0.0
 
-    @property
-    def key(self) -> Key:
-        """What it is about; a straggler stays one when the rank does."""
-        return self.point, self.node, self.rank if self.rank is not None else self.device
+
+def key_of(told: Condition | AlertRaised) -> Key:
+    """What it is about; a straggler stays one when the rank does."""
+    return told.point, told.node, told.rank if told.rank is not None else told.device
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,7 @@ class HealthWatch:
 
     def look(self, look: Look) -> Changes:
         """Take in a look."""
-        now = {one.key: one for one in self._conditions(look)}
+        now = {key_of(one): one for one in self._conditions(look)}
         raised = []
         for key, one in now.items():
             since_s = self._since_s.setdefault(key, look.at_s)
@@ -160,7 +161,7 @@ class HealthWatch:
         if self._take_window(look):
             yield from self._of_window
         else:
-            yield from (one for one in self._of_window if one.key in self.open)
+            yield from (one for one in self._of_window if key_of(one) in self.open)
 
     def _of_steps(self, steps: Sequence[StepLook]) -> Iterator[Condition]:
         for one in steps:

@@ -18,8 +18,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from training.device import backend_of, synchronize
 from training.monitor.check import Check, Outcome
+from training.preflight.names import ALL_REDUCE, JOIN
 
-JOIN, ALL_REDUCE = "join", "all_reduce"
 POLL_S = 0.02
 LEAVE_S = 5.0  # for the others to be done with the store before its owner leaves
 SMALL_REPEATS, LARGE_REPEATS = 10, 3

@@ -6,7 +6,7 @@ import socket
 import tempfile
 from collections.abc import Mapping
 
-from training.environment import worker_variables
+from training.environment import variables_of
 from training.job import Job
 from training.monitor.check import Check, NodeTask
 from training.monitor.checking import NodeProgram
@@ -23,7 +23,7 @@ def check_here(job: Job, *, environment: Mapping[str, str]) -> tuple[Check, ...]
         environment: of the processes, with the keys of the store.
     """
     ranks = min(job.engine.world_size, MAX_RANKS)
-    variables = {variable.name: variable.value for variable in worker_variables(job)}
+    variables = variables_of(job)
     with tempfile.TemporaryDirectory(prefix="perdure-preflight-") as folder:
         task = NodeTask(
             job=job.model_dump_json(),

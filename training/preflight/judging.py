@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from training.monitor.check import Check, Outcome
-from training.preflight.gang import ALL_REDUCE, JOIN
+from training.preflight.names import ALL_REDUCE, JOIN
 from training.preflight.versions import NAME as VERSIONS
 
 SLOW_SHARE = 0.5  # a device that computes less than this share of the median is told

@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from storage.objects import ObjectStore
+from training.runtime.fired import fired_path, fired_prefix, number_of
 from training.runtime.generations import Generations
 from training.runtime.links import shut_down
 from training.specs.drill import DrillFault, DrillKind, DrillPoint
@@ -58,7 +59,7 @@ class Drill:
         self._prefix = fired_prefix(run_id)
         self._counts: Counter[int] = Counter()
         if self._own:
-            self._counts.update(_number_of(info.key) for info in store.list(self._prefix))
+            self._counts.update(number_of(info.key) for info in store.list(self._prefix))
         self.model: nn.Module | None = None
 
     def reached(self, point: str, step: int) -> None:
@@ -126,26 +127,3 @@ class Drill:
         if self._generations is not None:
             for link in self._generations.links().values():
                 shut_down(link.sockets)
-
-
-def fired_prefix(run_id: str) -> str:
-    """Where the faults of a run leave word in its store: an object each time, its time inside."""
-    return f"runs/{run_id}/drills/"
-
-
-def fired_at_s(store: ObjectStore, run_id: str) -> dict[int, list[float]]:
-    """When each fault of a job fired, by its index among them; seconds since the epoch."""
-    fired: dict[int, list[float]] = {}
-    for info in store.list(fired_prefix(run_id)):
-        at_s = float(json.loads(store.get(info.key))["at_s"])
-        fired.setdefault(_number_of(info.key), []).append(at_s)
-    return fired
-
-
-def _number_of(key: str) -> int:
-    return int(key.rpartition("/")[2].partition("-")[0])
-
-
-def fired_path(folder: Path, number: int) -> Path:
-    """Where a fault of a job leaves word that it fired: one JSON line each time."""
-    return folder / f"drill-{number}.jsonl"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from training.agent.protocol import CheckOrder
 from training.engines.base import Engine, Greeting, Placement
-from training.environment import worker_variables
+from training.environment import variables_of
 from training.errors import EngineError
 from training.job import Job
 from training.monitor.check import Check, Outcome
@@ -60,7 +60,7 @@ class Checker:
         before = history.placements[-2].members if len(history.placements) > 1 else ()
         kept = {member.index for member in placement.members if member in before}
         first = greetings.get(0) if self.job.preflight.gang else None
-        variables = {variable.name: variable.value for variable in worker_variables(self.job)}
+        variables = variables_of(self.job)
         return {
             member.index: CheckOrder(
                 job=self.job.model_dump_json(),

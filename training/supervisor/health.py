@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from training.agent.protocol import AgentStatus
 from training.diagnosis.classify import SlowNode
-from training.monitor.health import Condition, HealthWatch, Key, Look, RankLook, StepLook
+from training.monitor.health import Condition, HealthWatch, Key, Look, RankLook, StepLook, key_of
 from training.policy.faults import FaultClass
 from training.policy.health import HealthPoint
 from training.policy.history import AttemptView, RunHistory
@@ -46,7 +46,7 @@ class AttemptHealth:
         for alert in view.alerts:
             self._count = max(self._count, alert.raised.number)
             if alert.cleared is None:
-                key = _key(alert.raised)
+                key = key_of(alert.raised)
                 self._raised[key] = alert.raised
                 self._watch.open.add(key)
 
@@ -102,15 +102,11 @@ class AttemptHealth:
             device=one.device,
             step=one.step,
         )
-        self._raised[one.key] = note
+        self._raised[key_of(one)] = note
         return note
 
     def _clear(self, key: Key, now_s: float) -> AlertCleared:
         return AlertCleared(at_s=now_s, number=self._raised.pop(key).number)
-
-
-def _key(alert: AlertRaised) -> Key:
-    return alert.point, alert.node, alert.rank if alert.rank is not None else alert.device
 
 
 def _ranks(agents: Iterable[AgentStatus]) -> Iterator[RankLook]:

@@ -24,7 +24,7 @@ from training.diagnosis.classify import diagnose
 from training.diagnosis.standstill import holding_up
 from training.engines.base import Engine, Placement
 from training.engines.local import LocalEngine
-from training.environment import worker_variables
+from training.environment import variables_of
 from training.errors import AgentUnreachable, EngineError
 from training.job import Job
 from training.ledger import Identity, Ledger
@@ -317,7 +317,7 @@ class Run:
             cwd=self._cwd,
             grace_s=job.engine.grace_s,
             log_path=job.log_path,
-            variables={v.name: v.value for v in worker_variables(job)},
+            variables=variables_of(job),
             job=job.model_dump_json(),
             data_manifest_key=data_manifest_key,
             past=tuple(self.past_recoveries()),

@@ -226,3 +226,15 @@ def test_a_worker_that_must_not_be_forked_finds_the_same_and_imports_for_itself(
     assert found["leads_session"]
     assert not found["has_torch"]
     assert ended(launcher.fork(wanted("end_with", tmp_path, ("75",)))) == 75
+
+
+def test_a_container_begins_with_its_imports_before_an_attempt_asks_for_them(tmp_path):
+    launcher = Launcher(tmp_path, "127.0.0.1")
+    try:
+        launcher.warm({"OWN": "1"})
+        wait_for(lambda: launcher.pids)
+        warmed = launcher.pids
+        launcher.prepare({"OWN": "1"})  # waits until it is there
+        assert launcher.pids == warmed
+    finally:
+        launcher.close()
