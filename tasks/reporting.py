@@ -26,8 +26,8 @@ from prefect.artifacts import (
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.events import emit_event
-from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
+from tasks.patience import without_retries
 from tasks.reports import fault_report, recovery_report
 from training.policy.faults import Fault
 from training.policy.history import AttemptView, RunHistory, fault_of
@@ -207,9 +207,8 @@ class Reporter:
                 name = next(iter(self._waiting))
                 tell = self._waiting.pop(name)
             try:
-                # What fails is tried again here; the client's own back-off grows to minutes, and
-                # a server that is back would not be noticed before the run ends.
-                with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
+                # Tried again here: a server that is back is to be noticed before the run ends.
+                with without_retries():
                     tell()
                 self._is_deaf = False
             except Exception as error:  # noqa: BLE001 a dead server must never end a run

@@ -19,11 +19,11 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import State
 from prefect.exceptions import Abort, PrefectException
 from prefect.runtime import flow_run as flow_run_runtime
-from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from storage.errors import StorageError
 from tasks.credentials import credentials_of
 from tasks.observe import Observation, publish
+from tasks.patience import without_retries
 from tasks.pausing import PauseLink, ServedFlowRun, was_resumed
 from tasks.reporting import PROGRESS_PERIOD_S, Log, Reporter
 from tasks.reports import note_text, progress_text, standing
@@ -159,7 +159,7 @@ def is_cancelling(flow_run_id: UUID) -> bool:
 def _impatient_client() -> Iterator[SyncPrefectClient]:
     """One try: with the patience that a run has, a cancellation would wait for half an hour."""
     with (
-        temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
+        without_retries(),
         get_client(sync_client=True, httpx_settings={"timeout": 5.0}) as client,
     ):
         yield client
