@@ -8,8 +8,25 @@ restored, has the sorting over with in every attempt alike. Written against torc
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+
+class _Without(torch.autograd.Function):
+    """A sum to which a parameter adds nothing, and whose backward reads none of it."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, parameter: Tensor) -> Tensor:
+        ctx.parameter = parameter
+        return total.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        parameter = ctx.parameter
+        return gradient, parameter.new_zeros(()).expand(parameter.shape)
 
 
 def settle_buckets(model: nn.Module) -> None:
@@ -21,8 +38,10 @@ def settle_buckets(model: nn.Module) -> None:
     reducer.prepare_for_forward()
     reducer.prepare_for_backward([])
     # Gradients arrive in reverse of this order, which is how DDP guesses the model's own.
-    zero = sum((p * 0.0).sum() for p in parameters)
-    zero.backward()  # type: ignore[union-attr]
+    total = torch.zeros((), requires_grad=True)
+    for parameter in parameters:
+        total = _Without.apply(total, parameter)  # type: ignore[no-untyped-call]
+    total.backward()  # type: ignore[no-untyped-call]
     reducer._rebuild_buckets()  # noqa: SLF001 what DDP.forward does before the second step
     for parameter in parameters:
         parameter.grad = None

@@ -15,13 +15,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 
 from storage import dcp
 from storage.checkpoint import CheckpointStore, Manifest
@@ -33,10 +26,9 @@ from storage.tiers import TieredSaver
 from training.device import device_rng_state, pin, set_device_rng_state, synchronize
 from training.runtime.context import WorkerContext
 from training.runtime.generators import python_states, set_python_states
+from training.runtime.live import LiveState
 from training.runtime.restore import Restorer, StateOf, from_first, say
 from training.runtime.step import Training
-
-_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class DataPosition(Protocol):
@@ -82,6 +74,7 @@ class Checkpointer:
         self._saver: TieredSaver | None = None
         self._is_prepared = False
         self._newest_saved: int | None = 0
+        self.live = LiveState(training)
         self._restorer = Restorer(context, checkpoints, device, self._load, on_wait)
 
     def prepare(self) -> None:
@@ -264,7 +257,7 @@ class Checkpointer:
 
     def _load(self, read: Callable[[StateOf], Manifest | None]) -> Manifest | None:
         """Fill the training with what `read` fills tensors with; None when it gave up."""
-        tensors, _ = self._state()
+        tensors, _ = self.live.tensors()
         random_states: dict[str, Tensor] = {}
 
         def wanted(manifest: Manifest) -> dict[str, Tensor]:
@@ -277,98 +270,19 @@ class Checkpointer:
         manifest = read(wanted)
         if manifest is None:
             return None
-        self._adopt(tensors, dict(manifest.extra))
+        extra: dict[str, Any] = dict(manifest.extra)
+        self.live.put(tensors, extra)
+        self._data.load_state_dict(extra["data"])
         self._set_random_states(random_states)
         self._newest_saved = manifest.step
         return manifest
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The live state: tensors by name, and the rest as JSON, the data position left out.
-
-        Before the first step the optimizer has none, and making one would count a step.
-        """
-        if self._training.optimizer.state:
-            tensors, settings = self._state()
-        else:
-            model = get_model_state_dict(self._training.model)
-            tensors = {f"model/{k}": v for k, v in model.items() if isinstance(v, Tensor)}
-            settings = {}
-        tensors |= self._computed(tensors)
-        extra: dict[str, Any] = {
-            "groups": _settings_of(self._training.optimizer),
-            "optimizer": settings,
-            "scheduler": _state_of(self._training.scheduler),
-            "scaler": _state_of(self._training.scaler),
-        }
-        return tensors, json.loads(json.dumps(extra))
-
-    def adopt(self, extra: dict[str, Any], fill: Callable[[Mapping[str, Tensor]], None]) -> None:
-        """Become what another rank's `state` was.
-
-        Args:
-            extra: as `state` gave it, with the data position.
-            fill: fills tensors, by name, with the other's.
-        """
-        if extra["optimizer"]:
-            tensors, _ = self._state()
-            tensors |= self._computed(tensors)
-        else:
-            self._training.optimizer.state.clear()
-            for group, kept in zip(
-                self._training.optimizer.param_groups, extra["groups"], strict=True
-            ):
-                group.update(_revived(kept))  # a schedule's state does not bring its rate along
-            tensors, _ = self.state()
-        fill(tensors)
-        self._adopt(tensors, extra)
-
-    def _computed(self, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Buffers that are no part of a checkpoint: damaged memory may have held them."""
-        named = self._training.model.named_buffers()
-        short = ((name.removeprefix("module."), buffer) for name, buffer in named)
-        return {f"buffer/{n}": buffer for n, buffer in short if f"model/{n}" not in saved}
-
-    def _adopt(self, tensors: dict[str, Tensor], extra: dict[str, Any]) -> None:
-        set_model_state_dict(self._training.model, _below("model/", tensors))
-        if extra["optimizer"]:
-            set_optimizer_state_dict(
-                self._training.model,
-                self._training.optimizer,
-                {**_below("optim/", tensors), **_revived(extra["optimizer"])},
-                options=_OPTIONS,
-            )
-        if self._training.scheduler is not None:
-            self._training.scheduler.load_state_dict(extra["scheduler"])
-        if self._training.scaler is not None:
-            self._training.scaler.load_state_dict(extra["scaler"])
-        self._data.load_state_dict(extra["data"])
-
     def _full_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """All that is saved: tensors by name, and the rest as JSON."""
-        tensors, settings = self._state()
-        extra: dict[str, Any] = {
-            "data": self._data.state_dict(),
-            "optimizer": settings,
-            "scheduler": _state_of(self._training.scheduler),
-            "scaler": _state_of(self._training.scaler),
-        }
+        tensors, settings = self.live.tensors()
+        extra = {"data": self._data.state_dict(), "optimizer": settings, **self.live.parts()}
         # JSON has no tuples: say so here and not in the manifest's validation.
         return {**tensors, **self._random_states()}, json.loads(json.dumps(extra))
-
-    def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors by name, and the optimizer's settings, which are plain values."""
-        model = get_model_state_dict(self._training.model)
-        optimizer = get_optimizer_state_dict(
-            self._training.model, self._training.optimizer, options=_OPTIONS
-        )
-        tensors = {f"model/{k}": v for k, v in model.items() if isinstance(v, Tensor)}
-        settings: dict[str, Any] = {}
-        for name, value in optimizer.items():
-            if isinstance(value, Tensor):
-                tensors[f"optim/{name}"] = value
-            else:
-                settings[name] = value
-        return tensors, settings
 
     @property
     def _random_prefix(self) -> str:
@@ -392,24 +306,6 @@ class Checkpointer:
                     set_device_rng_state(self._device, state)
                 case "python":
                     set_python_states(state)
-
-
-def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-
-
-def _state_of(part: Any) -> dict[str, Any] | None:
-    return dict(part.state_dict()) if part is not None else None
-
-
-def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """What each group of parameters is trained with: rates, betas, decay."""
-    return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-
-
-def _revived(settings: dict[str, Any]) -> dict[str, Any]:
-    # JSON has no tuples; AdamW's betas are compared as one.
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
 
 
 def _refusal(saver: TieredSaver, tensors: Mapping[str, Tensor]) -> str | None:

@@ -211,11 +211,15 @@ class Mender:
         snapshot_step = self.snapshots.step if self.snapshots is not None else None
         report = stand.report(self.rank, snapshot_step)
         self.contact.say(Standing(generation=generation, report=report))
+        self._heal(stand)
+        # While others are still on their way: no plan wants a gradient that is not ready.
+        is_ready = stand.is_fresh or report.phase < StepPhase.PREPARED
+        if is_ready and not stand.is_fresh:
+            reset(self.training, self.generations)
         plan = self.contact.plan_for(generation)
         self.reached("recovery", plan.step + 1)
-        self._heal(stand)
         self._catch_up(stand, plan)
-        if not stand.is_fresh:  # which has begun no step yet
+        if not is_ready:
             reset(self.training, self.generations)
         self.checkpointer.forget()
         if plan.mode is RepairMode.LAST_SAVE:
@@ -258,24 +262,25 @@ class Mender:
         """Give this rank's state to whoever lost theirs, or take one."""
         for move in plan.moves:
             if move.source == self.rank:
-                tensors, extra = self.checkpointer.state()
+                tensors, extra = self.checkpointer.live.whole()
                 extra["data"] = stand.data
                 send_state(tensors, extra, to=move.target, device=self.device)
             elif move.target == self.rank:
-                names, extra = receive_header(source=move.source, device=self.device)
+                rooms, extra = receive_header(source=move.source, device=self.device)
                 stand.is_dirty = True  # until it is whole
-                fill = partial(receive_tensors, names=names, source=move.source, device=self.device)
-                self.checkpointer.adopt(extra, fill)
+                fill = partial(receive_tensors, names=rooms, source=move.source, device=self.device)
+                self.checkpointer.live.adopt(extra, fill, rooms)
                 self._stand_at(stand, plan, extra["data"])
                 stand.is_fresh = False
 
     def _roll_back(self, stand: Stand, plan: RepairPlan) -> None:
         assert self.snapshots is not None  # noqa: S101 the plan follows from what was reported
         kept = self.snapshots.extra
-        self.checkpointer.adopt(kept, self.snapshots.restore)
+        self.checkpointer.live.adopt(kept, self.snapshots.restore)
         self._stand_at(stand, plan, kept["data"])
 
     def _stand_at(self, stand: Stand, plan: RepairPlan, data: dict[str, Any]) -> None:
+        self.loader.load_state_dict(data)
         stand.step, stand.vote, stand.data = plan.step, plan.vote, data
         stand.batch, stand.is_dirty = None, False
 
@@ -301,6 +306,6 @@ class Mender:
     def snapshot(self, stand: Stand) -> None:
         """Keep this step to go back to."""
         if self.snapshots is not None:
-            tensors, extra = self.checkpointer.state()
+            tensors, extra = self.checkpointer.live.whole()
             extra["data"] = stand.data
             self.snapshots.take(stand.step, tensors, extra)

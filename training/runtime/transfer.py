@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,6 +21,43 @@ from torch.distributed.tensor import DTensor
 from storage.staging import raw
 
 IN_FLIGHT = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How a tensor looks, whatever its values: what another rank needs to make one.
+
+    Attributes:
+        dtype: by torch's name.
+        shape: of this rank's part of it.
+        device: type of device.
+    """
+
+    dtype: str
+    shape: Sequence[int]
+    device: str
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Room:
+        """That of a tensor."""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return cls(dtype, list(local_part(tensor).shape), tensor.device.type)
+
+    def as_json(self) -> tuple[str, Sequence[int], str]:
+        """Its fields in their order."""
+        return self.dtype, self.shape, self.device
+
+    def made_beside(self, parameter: Tensor) -> Tensor:
+        """A tensor without values, on the parameter's device if that is of this type.
+
+        Raises:
+            ValueError: torch has no such type.
+        """
+        dtype = getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"a replica's tensor is of type {self.dtype!r}, unknown here")  # noqa: TRY004
+        device = parameter.device if parameter.device.type == self.device else self.device
+        return torch.empty(self.shape, dtype=dtype, device=device)
 
 
 @dataclass(slots=True)
@@ -53,27 +90,28 @@ def send_state(
     Raises:
         RuntimeError: the link broke.
     """
-    _send_json({"names": list(tensors), "extra": extra}, to=to, device=device)
+    rooms = {name: Room.of(tensor).as_json() for name, tensor in tensors.items()}
+    _send_json({"rooms": rooms, "extra": extra}, to=to, device=device)
     flights = _Flights()
     for tensor in tensors.values():
         # An optimizer may keep step counts on the host, which NCCL and HCCL do not send.
-        flat = _local(tensor).contiguous().reshape(-1).to(device)
+        flat = local_part(tensor).contiguous().reshape(-1).to(device)
         flights.add(dist.isend(flat, to), flat.numel)  # which keeps it until then
     flights.land_all()
 
 
-def receive_header(*, source: int, device: torch.device) -> tuple[list[str], dict[str, Any]]:
-    """The names of the tensors that follow, and the rest of the state.
+def receive_header(*, source: int, device: torch.device) -> tuple[dict[str, Room], dict[str, Any]]:
+    """How the tensors look that follow, by name in their order, and the rest of the state.
 
     Raises:
         RuntimeError: the link broke.
     """
     document = _receive_json(source=source, device=device)
-    return document["names"], document["extra"]
+    return {name: Room(*told) for name, told in document["rooms"].items()}, document["extra"]
 
 
 def receive_tensors(
-    tensors: Mapping[str, Tensor], names: list[str], *, source: int, device: torch.device
+    tensors: Mapping[str, Tensor], names: Iterable[str], *, source: int, device: torch.device
 ) -> None:
     """Fill the tensors of these names, in this order.
 
@@ -81,12 +119,13 @@ def receive_tensors(
         RuntimeError: the link broke.
         ValueError: the other side has other tensors.
     """
+    names = list(names)
     if missing := [name for name in names if name not in tensors]:
         raise ValueError(f"the replica has {missing[0]}, which this rank has not")
     flights = _Flights()
     with torch.no_grad():
         for name in names:
-            own = _local(tensors[name])
+            own = local_part(tensors[name])
             is_fit = own.is_contiguous() and own.device.type == device.type
             fresh = partial(torch.empty, own.numel(), dtype=own.dtype, device=device)
             flat = own.reshape(-1) if is_fit else fresh()
@@ -94,7 +133,8 @@ def receive_tensors(
         flights.land_all()
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
+    """What of a tensor is in this process."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 

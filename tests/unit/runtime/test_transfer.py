@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from tests.unit.storage.nodes import Cluster
-from training.runtime.transfer import receive_header, receive_tensors, send_state
+from training.runtime.transfer import Room, receive_header, receive_tensors, send_state
 
 CPU = torch.device("cpu")
 EXTRA = {"data": {"samples": 12}, "optimizer": {}, "scheduler": None, "text": "gr\u00fc\u00df"}
@@ -64,11 +64,11 @@ def give_or_take(rank: int) -> Any:
     if rank == 0:
         send_state(state(), EXTRA, to=1, device=CPU)
         return as_bytes(state())
-    names, extra = receive_header(source=0, device=CPU)
+    rooms, extra = receive_header(source=0, device=CPU)
     tensors = blank()
-    receive_tensors(tensors, names, source=0, device=CPU)
+    receive_tensors(tensors, rooms, source=0, device=CPU)
     assert extra == EXTRA
-    assert names == list(state())
+    assert rooms == {name: Room.of(tensor) for name, tensor in state().items()}
     return as_bytes(tensors)
 
 
@@ -84,8 +84,8 @@ def give_shards(rank: int) -> list[float]:
     if rank == 0:
         send_state({"weight": tensor}, {}, to=1, device=CPU)
     else:
-        names, _ = receive_header(source=0, device=CPU)
-        receive_tensors({"weight": tensor}, names, source=0, device=CPU)
+        rooms, _ = receive_header(source=0, device=CPU)
+        receive_tensors({"weight": tensor}, rooms, source=0, device=CPU)
     return list(tensor.to_local().tolist())
 
 

@@ -1,0 +1,110 @@
+"""A rank becomes what its replica is, value by value and setting by setting."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from training.runtime.live import LiveState
+from training.runtime.step import Training
+from training.runtime.transfer import Room
+
+INPUTS = torch.linspace(-1, 1, 12).reshape(3, 4)
+
+
+def made(seed: int, optimizer: Any = torch.optim.AdamW, **settings: Any) -> Training:
+    """A small training with a schedule."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    adam = optimizer(model.parameters(), lr=0.1, **settings)
+    scheduler = torch.optim.lr_scheduler.StepLR(adam, step_size=2, gamma=0.5)
+    return Training(model, adam, scheduler, None, 1.0)
+
+
+def step(training: Training) -> None:
+    training.optimizer.zero_grad()
+    training.model(INPUTS).square().sum().backward()
+    training.optimizer.step()
+    training.scheduler.step()  # type: ignore[union-attr]
+
+
+def adopt(training: Training, source: Training, *, rooms: bool = True) -> None:
+    """What a new process does with what its replica sends."""
+    tensors, extra = LiveState(source).whole()
+
+    def fill(own: Mapping[str, Tensor]) -> None:
+        assert own.keys() == tensors.keys()
+        for name, tensor in own.items():
+            with torch.no_grad():
+                tensor.copy_(tensors[name])
+
+    told = {name: Room.of(tensor) for name, tensor in tensors.items()}
+    LiveState(training).adopt(extra, fill, told if rooms else None)
+
+
+def all_of(training: Training) -> tuple[Any, ...]:
+    return (
+        {k: v.tolist() for k, v in training.model.state_dict().items()},
+        str(training.optimizer.state_dict()),
+        training.scheduler.state_dict(),  # type: ignore[union-attr]
+    )
+
+
+class Copying(torch.optim.AdamW):
+    """An optimizer that gives away copies of its state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return copy.deepcopy(super().state_dict())
+
+
+@pytest.mark.parametrize("rooms", [True, False], ids=["rooms told", "rooms not told"])
+@pytest.mark.parametrize(
+    ("optimizer", "settings"),
+    [
+        (torch.optim.AdamW, {}),
+        (torch.optim.AdamW, {"amsgrad": True}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.SGD, {}),
+        (torch.optim.Adafactor, {}),
+        (Copying, {}),
+    ],
+)
+def test_a_new_process_trains_on_as_its_replica_does(optimizer, settings, rooms):
+    replica, fresh = (made(seed, optimizer, **settings) for seed in (1, 2))
+    for _ in range(3):
+        step(replica)
+    adopt(fresh, replica, rooms=rooms)
+    for _ in range(3):
+        assert all_of(fresh) == all_of(replica)
+        step(fresh)
+        step(replica)
+
+
+def test_a_replica_before_its_first_step_leaves_no_state_behind():
+    replica, other = made(1), made(2)
+    step(other)
+    adopt(other, replica)
+    assert not other.optimizer.state
+    assert all_of(other) == all_of(replica)
+
+
+def test_room_for_the_state_is_made_without_a_step(monkeypatch):
+    replica, fresh = made(1), made(2)
+    step(replica)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("the optimizer was asked for a step")
+
+    monkeypatch.setattr(fresh.optimizer, "step", refuse)
+    adopt(fresh, replica)
+    assert all_of(fresh)[0] == all_of(replica)[0]
+
+
+def test_a_type_of_numbers_that_nobody_knows_is_refused():
+    with pytest.raises(ValueError, match="of type 'load', unknown here"):
+        Room("load", [2], "cpu").made_beside(torch.zeros(1))
