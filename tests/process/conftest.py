@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from pathlib import Path
 
 import psutil
@@ -25,6 +26,16 @@ def kill_leftovers(home: Path) -> None:
             continue
 
 
+def free_port(worker_id: str) -> int:
+    """A port for a server, from a range that no other worker of the tests looks at."""
+    number = int(worker_id.removeprefix("gw")) if worker_id.startswith("gw") else 0
+    for port in range(4300 + 100 * number, 4400 + 100 * number):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return port
+    raise AssertionError("no free port")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def interruptible():
     """A shell that starts tests in the background has SIGINT ignored, and children inherit that."""
@@ -39,14 +50,14 @@ def session_home(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def prefect_server(session_home):
+def prefect_server(session_home, worker_id):
     """A real server on SQLite, as `perdure run` starts one."""
     before = {name: os.environ.get(name) for name in ("PERDURE_HOME",)}
     os.environ["PERDURE_HOME"] = str(session_home)
     # The scheduler looks once a minute by default; tests should not wait for that.
     os.environ["PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS"] = "3"
     try:
-        yield server.start_server()
+        yield server.start_server(port=free_port(worker_id))
     finally:
         os.environ["PERDURE_HOME"] = str(session_home)
         server.stop_server()

@@ -27,7 +27,7 @@ from training.specs.model import ParallelKind
 from training.supervisor.run import Run
 from training.supervisor.watch import Progress
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.alone]
 
 STEPS = 34
 LIMIT_S = 2.0

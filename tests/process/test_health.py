@@ -20,7 +20,7 @@ from training.policy.mending import Alert
 from training.specs.drill import DrillFault, DrillKind
 from training.specs.model import ParallelKind
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.alone]
 
 PACE_S = 0.05
 JUMP_STEP = 40

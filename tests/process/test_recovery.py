@@ -27,7 +27,7 @@ from training.specs.model import ParallelKind
 from training.supervisor.run import Run
 from training.supervisor.watch import Progress
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.alone]
 
 DDP, HSDP, FSDP2 = ParallelKind.DDP, ParallelKind.HSDP, ParallelKind.FSDP2
 KILL, UCE, HCCE, LINK = (
