@@ -8,12 +8,13 @@ export PERDURE_HOME ?= $(CURDIR)/.perdure
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: help demo demo-stop test chaos bench bench-storage bench-recovery check format clean
+.PHONY: help demo demo-stop test soak chaos bench bench-storage bench-recovery check format clean
 
 help:
 	@echo "make demo       set everything up and run the main job with two faults"
 	@echo "make demo-stop  end the demo's Prefect server"
 	@echo "make test       set everything up and pass the tests"
+	@echo "make soak       ten minutes without a false alarm"
 	@echo "make chaos      break runs at random; SEEDS=\"1 2 3\""
 	@echo "make bench      speed beside other programs, printed as ratios"
 	@echo "make bench-storage  likewise of saves and restores; takes about five minutes a section"
@@ -79,10 +80,18 @@ $(VENV)/.ui-browser: | $(VENV)/.installed
 		echo "make: no chromium, so tests of tests/ui are skipped: apt-get install --no-install-recommends $(UI_PACKAGES)"; \
 	fi
 
-# Unit tests side by side; the others start clusters of processes and have the machine for themselves.
+# Two at a time; tests that tell time by seconds have the machine for themselves.
+SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
+
 test: $(VENV)/.installed $(VENV)/.s3-servers $(VENV)/.prometheus $(VENV)/.ui-browser
-	$(BIN)/python -m pytest tests/unit --numprocesses 2 --dist loadfile
-	$(BIN)/python -m pytest tests/s3 tests/process tests/ui
+	$(BIN)/python -m pytest tests/unit $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest tests/s3 tests/process tests/ui -m "not alone" $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest tests/process -m "alone and not soak"
+
+# Ten minutes of a run that has nothing wrong, and a store that hears nothing for a minute.
+soak: $(VENV)/.installed
+	PERDURE_HEALTHY_STEPS=8000 $(BIN)/python -m pytest tests/process/test_health.py \
+		-k "healthy or checkpoint" --timeout 1800
 
 # Each seed is a run that is broken fifty times; shrink one that fails with CHAOS_OPTIONS=--shrink.
 SEEDS ?= 1 2 3

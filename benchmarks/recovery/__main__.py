@@ -5,8 +5,8 @@
 First section: each round runs every contender once, with four ranks on gloo, until one rank is
 killed in the middle of a step (or has the fault that a step retry is for); what counts is the
 log of completed steps that every process keeps. Second section: the same training without a
-fault, by a plain loop and in a session, in turns. With what is set by default, the sections take
-about fifteen minutes each on two cores.
+fault, by a plain loop and in a session, in turns. With what is set by default, each section
+takes about twenty minutes on two cores.
 """
 
 from __future__ import annotations

@@ -207,7 +207,21 @@ def test_a_loss_that_jumps_is_told_with_its_step(ill):
     assert alert.raised.value > 2 * ill.curve[JUMP_STEP - 1][0]
 
 
+@pytest.mark.soak
+def test_a_checkpoint_that_gets_old_is_told(home):
+    played = play(
+        home,
+        "old-checkpoint",
+        steps=60,
+        troubles="pause:1:40:75",
+        restart={"hang_timeout_s": 200},
+        checkpoint={"every_steps": 5},
+    )
+    (alert,) = alerts(played, HealthPoint.CHECKPOINT_OLD)
+    assert 60 < alert.raised.value < 75
+
+
 def test_a_healthy_run_raises_no_alert(home):
-    # How long that is may be chosen: 8000 steps take ten minutes on two cores.
+    # How long that is may be chosen: 8000 steps take ten minutes on two cores (make soak).
     played = play(home, "healthy", steps=int(os.environ.get("PERDURE_HEALTHY_STEPS", "150")))
     assert [alert for view in played.history.attempts for alert in view.alerts] == []
