@@ -8,12 +8,13 @@ export PERDURE_HOME ?= $(CURDIR)/.perdure
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: help demo demo-stop test soak chaos bench bench-storage bench-recovery check format clean
+.PHONY: help demo demo-stop test test-long soak chaos bench bench-storage bench-recovery check format clean
 
 help:
 	@echo "make demo       set everything up and run the main job with two faults"
 	@echo "make demo-stop  end the demo's Prefect server"
 	@echo "make test       set everything up and pass the tests"
+	@echo "make test-long  the longer ones"
 	@echo "make soak       ten minutes without a false alarm"
 	@echo "make chaos      break runs at random; SEEDS=\"1 2 3\""
 	@echo "make bench      speed beside other programs, printed as ratios"
@@ -85,13 +86,18 @@ SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 
 test: $(VENV)/.installed $(VENV)/.s3-servers $(VENV)/.prometheus $(VENV)/.ui-browser
 	$(BIN)/python -m pytest tests/unit $(SIDE_BY_SIDE)
-	$(BIN)/python -m pytest tests/s3 tests/process tests/ui -m "not alone" $(SIDE_BY_SIDE)
-	$(BIN)/python -m pytest tests/process -m "alone and not soak"
+	$(BIN)/python -m pytest tests/s3 tests/process tests/ui -m "not alone and not long" $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest tests/process -m "alone and not long"
 
-# Ten minutes of a run that has nothing wrong, and a store that hears nothing for a minute.
+# The other real runs: variants of faults, kinds of parallelism, programs, outages.
+test-long: $(VENV)/.installed $(VENV)/.s3-servers $(VENV)/.prometheus $(VENV)/.ui-browser
+	$(BIN)/python -m pytest tests/process tests/ui -m "long and not alone" $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest tests/process -m "long and alone"
+
+# Ten minutes of a run that has nothing wrong.
 soak: $(VENV)/.installed
 	PERDURE_HEALTHY_STEPS=8000 $(BIN)/python -m pytest tests/process/test_health.py \
-		-k "healthy or checkpoint" --timeout 1800
+		-k healthy --timeout 1800
 
 # Each seed is a run that is broken fifty times; shrink one that fails with CHAOS_OPTIONS=--shrink.
 SEEDS ?= 1 2 3

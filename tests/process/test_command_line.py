@@ -55,6 +55,7 @@ def test_without_a_configured_server_a_run_starts_one_and_is_found_there_afterwa
         httpx.get(f"{url}/api/health", timeout=5)
 
 
+@pytest.mark.long
 def test_cancel_stops_a_run_by_its_name(bench):
     job = bench.pair("by-name", steps=2000, env={"PACE_S": "0.2"})
     running = bench.start(job)

@@ -178,6 +178,7 @@ def test_a_rank_that_does_not_come_to_the_collective_is_named(bench, hung):
     assert "leave_for_good" in report.partition("stacks of rank 3 ")[2]
 
 
+@pytest.mark.long
 def test_a_slow_first_step_and_long_saves_are_no_hang(bench):
     played = bench.play(
         "slow-start",
@@ -191,6 +192,7 @@ def test_a_slow_first_step_and_long_saves_are_no_hang(bench):
     assert len(played.history.attempts) == 1
 
 
+@pytest.mark.long
 def test_a_command_that_neither_writes_nor_computes_is_found(bench):
     script = bench.home / "quiet.py"
     script.write_text(

@@ -105,6 +105,7 @@ def test_a_node_that_holds_the_others_up_is_left_after_the_next_checkpoint(left)
     assert "node-1" not in {member.node for member in second.members}
 
 
+@pytest.mark.long
 def test_a_rank_that_is_slow_wherever_it_runs_costs_one_node_at_most(home):
     played = play(
         home,
@@ -118,6 +119,7 @@ def test_a_rank_that_is_slow_wherever_it_runs_costs_one_node_at_most(home):
     assert rungs(played) == [Rung.POD_RESCHEDULE]
 
 
+@pytest.mark.long
 def test_a_rank_that_waits_for_its_data_is_named(home):
     played = play(home, "starving", steps=110, troubles="starve:1:1:0.2")
     (alert,) = alerts(played, HealthPoint.DATA_STARVED)
@@ -207,7 +209,7 @@ def test_a_loss_that_jumps_is_told_with_its_step(ill):
     assert alert.raised.value > 2 * ill.curve[JUMP_STEP - 1][0]
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_a_checkpoint_that_gets_old_is_told(home):
     played = play(
         home,

@@ -45,6 +45,7 @@ def test_the_logs_of_every_attempt_are_in_the_store_without_secrets(bench):
     running.leave_nothing()
 
 
+@pytest.mark.long
 def test_a_lost_node_leaves_a_gap_that_is_told(bench):
     running = bench.start(bench.apart("logs-lost", steps=40))
     running.reach(3)

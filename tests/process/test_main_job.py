@@ -83,6 +83,7 @@ def test_the_first_rank_may_die_as_well_as_any_other(bench, undisturbed_pair, ru
     running.leave_nothing()
 
 
+@pytest.mark.long
 def test_without_pod_retries_a_lost_node_reschedules_the_whole_job(bench, undisturbed_pair):
     running = bench.start(bench.apart("job-level", restart={"pod_retries": 0}))
     running.reach(12)
@@ -95,6 +96,7 @@ def test_without_pod_retries_a_lost_node_reschedules_the_whole_job(bench, undist
     running.leave_nothing()
 
 
+@pytest.mark.long
 def test_a_silent_rank_is_noticed_and_the_processes_are_restarted(bench, undisturbed_pair):
     running = bench.start(bench.pair("silent", restart={"hang_timeout_s": 4}))
     running.reach(12)
@@ -119,6 +121,7 @@ def test_an_error_in_the_users_program_stops_at_once_with_the_diagnosis(bench):
     running.leave_nothing()
 
 
+@pytest.mark.long
 def test_a_recipe_that_returns_without_training_is_a_fault_and_not_a_success(bench):
     job = bench.pair("lazy")
     del job["data"]  # a recipe of one's own may do without a corpus
@@ -133,6 +136,7 @@ def test_a_recipe_that_returns_without_training_is_a_fault_and_not_a_success(ben
     running.leave_nothing()
 
 
+@pytest.mark.long
 def test_without_a_healthy_spare_the_run_says_so_and_follows_its_policy(bench):
     job = bench.apart("no-spare", restart={"spare_wait_s": 1, "allow_without_isolation": False})
     job["engine"] = {**job["engine"], "spares": 0}

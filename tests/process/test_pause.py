@@ -47,6 +47,7 @@ def test_a_run_pauses_and_goes_on_by_command_in_the_same_processes(bench, undist
     running.leave_nothing()
 
 
+@pytest.mark.long
 def test_a_process_that_dies_in_a_pause_is_replaced_and_stands_with_the_others(
     bench, undisturbed_pair
 ):

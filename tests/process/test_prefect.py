@@ -164,6 +164,7 @@ def test_a_deployment_run_completes_and_the_ui_tells_its_story(
     running.leave_nothing()
 
 
+@pytest.mark.long
 def test_the_pause_button_has_the_ranks_stand_and_resume_has_them_go_on(
     bench, deployed, api, undisturbed_pair
 ):
@@ -186,6 +187,7 @@ def test_the_pause_button_has_the_ranks_stand_and_resume_has_them_go_on(
     running.leave_nothing()
 
 
+@pytest.mark.long
 def test_a_schedule_starts_the_run_and_prepare_data_is_a_deployment(bench, deployed, api):
     job = bench.pair("scheduled", steps=10, env={"PACE_S": "0"})
     run_deployment(bench, {**job, "run_id": "prepared"}, "prepare-data/local")
@@ -210,6 +212,7 @@ def test_a_schedule_starts_the_run_and_prepare_data_is_a_deployment(bench, deplo
     assert [data.skipped for data in bench.look(job).history.data] == [True]
 
 
+@pytest.mark.long
 def test_checkpoint_retention_gives_up_what_the_policy_does_not_keep(bench, deployed, api):
     kept = {"every_steps": 2, "keep_last": 1, "keep_best": 1}
     job = bench.pair("trimmed", steps=10, checkpoint=kept, env={"PACE_S": "0"})
@@ -262,6 +265,7 @@ def test_cancelling_stops_every_process_within_the_grace_period(bench, deployed,
     running.leave_nothing()
 
 
+@pytest.mark.long
 def test_a_run_in_the_foreground_can_be_cancelled_too(bench, api):
     running = bench.start(bench.pair("foreground", steps=2000, env={"PACE_S": "0.2"}))
     running.reach(4)
@@ -271,6 +275,7 @@ def test_a_run_in_the_foreground_can_be_cancelled_too(bench, api):
     running.leave_nothing()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_the_death_of_flow_server_and_worker_costs_no_step(
     bench, deployed, api, prefect_server, undisturbed_long, monkeypatch

@@ -74,6 +74,7 @@ def test_a_node_with_an_alarm_is_isolated_before_the_first_step(with_npu_smi, un
     running.leave_nothing()
 
 
+@pytest.mark.long
 def test_without_a_spare_the_run_ends_with_the_words_of_the_check(with_npu_smi):
     bench = with_npu_smi("node-1")
     engine = {"nodes": 2, "slots_per_node": 1, "spares": 0, "grace_s": 10}
@@ -89,6 +90,7 @@ def test_without_a_spare_the_run_ends_with_the_words_of_the_check(with_npu_smi):
     running.leave_nothing()
 
 
+@pytest.mark.long
 def test_a_node_whose_check_dies_is_isolated(bench, undisturbed_pair):
     job = bench.apart(
         "check-dies", env={"PACE_S": "0"}, preflight={"burn_in_s": 3, "timeout_s": 60}
@@ -145,6 +147,7 @@ def test_the_command_checks_this_machine_and_that_the_program_starts_twice(bench
     assert reentry["seen"].startswith("losses ")
 
 
+@pytest.mark.long
 def test_the_command_fails_where_a_device_has_an_alarm(with_npu_smi, tmp_path):
     bench = with_npu_smi("node-1")
     tool = tmp_path / "npu-smi"
@@ -154,6 +157,7 @@ def test_the_command_fails_where_a_device_has_an_alarm(with_npu_smi, tmp_path):
     assert "8C084E00" in done.stdout
 
 
+@pytest.mark.long
 def test_a_command_that_cannot_be_started_again_is_found(bench, tmp_path):
     lock = tmp_path / "lock"
     script = f"test ! -e {lock} || {{ echo stale lock; exit 3; }}; touch {lock}; exec sleep 60"

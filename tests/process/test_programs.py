@@ -63,6 +63,7 @@ def test_an_unchanged_script_runs_as_a_command_is_killed_and_comes_back(bench, t
     running.leave_nothing()
 
 
+@pytest.mark.long
 def test_torchrun_as_the_command_is_stopped_with_everything_it_started(bench, tmp_path):
     marker = tmp_path / "alive"
     program = tmp_path / "two.py"
@@ -104,6 +105,7 @@ def corpus_of_every_kind(folder) -> list[str]:
     return [str(folder / name) for name in ("a.jsonl.zst", "b.txt.gz", "c.parquet")]
 
 
+@pytest.mark.long
 def test_an_own_corpus_in_every_form_trains_the_reference_model(bench, tmp_path):
     job = bench.pair("own-corpus", steps=12, worker={}, env={})
     job["data"] = {"sources": corpus_of_every_kind(tmp_path), "num_workers": 1}
@@ -118,6 +120,7 @@ def test_an_own_corpus_in_every_form_trains_the_reference_model(bench, tmp_path)
     assert (running.folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long
 def test_a_damaged_token_shard_is_redone_alone_when_the_run_is_started_again(bench):
     job = bench.pair("damaged", steps=2000, env={"PACE_S": "0.2"})
     job["storage"] = {"address": f"file://{bench.home}/store-damaged"}
@@ -145,6 +148,7 @@ def test_a_damaged_token_shard_is_redone_alone_when_the_run_is_started_again(ben
     second.leave_nothing()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "parallelism", [{"kind": "fsdp2"}, {"kind": "hsdp", "replicas": 2}], ids=["fsdp2", "hsdp"]
 )
@@ -203,6 +207,7 @@ def test_a_run_on_an_object_store_survives_a_killed_worker(
     assert [p for p in kept if b"very-secret-key" in p.read_bytes()] == []
 
 
+@pytest.mark.long
 def test_keys_may_come_from_a_prefect_block(bench, s3, monkeypatch):
     import boto3
 
@@ -253,6 +258,7 @@ if os.environ["MA_SCHEDULE_CNT"] == "1" and os.environ["VC_TASK_INDEX"] == "1":
 """
 
 
+@pytest.mark.long
 def test_a_device_log_says_why_and_its_node_is_left(bench, tmp_path):
     program = tmp_path / "on_a_bad_device.py"
     program.write_text(DEVICE_LOG)

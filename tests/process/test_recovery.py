@@ -110,7 +110,13 @@ COURSES: Mapping[ParallelKind, Sequence[Fault]] = {
         Fault("broken links", _made(11, LINK, 2, at=DrillPoint.PREPARED), RETRY),
     ),
 }
-PAIRS = [(kind, fault) for kind, course in COURSES.items() for fault in course]
+LONG = {DDP: (), HSDP: (pytest.mark.long,), FSDP2: (pytest.mark.long,)}
+KINDS = [pytest.param(kind, marks=LONG[kind], id=kind.value) for kind in COURSES]
+PAIRS = [
+    pytest.param(kind, fault, marks=LONG[kind], id=f"{kind}, {fault.told}")
+    for kind, course in COURSES.items()
+    for fault in course
+]
 
 
 @dataclass
@@ -171,9 +177,7 @@ def _span_s(played: Played, kind: ParallelKind, fault: Fault) -> tuple[float, fl
     return starts[number], [*starts, float("inf")][number + 1]
 
 
-@pytest.mark.parametrize(
-    ("kind", "fault"), PAIRS, ids=[f"{kind}, {fault.told}" for kind, fault in PAIRS]
-)
+@pytest.mark.parametrize(("kind", "fault"), PAIRS)
 def test_a_fault_is_mended_by_the_cheapest_rung_that_answers_it(bench, kind, fault):
     played = bench.course(kind)
     made = _all_made(kind)
@@ -192,11 +196,12 @@ def test_a_fault_is_mended_by_the_cheapest_rung_that_answers_it(bench, kind, fau
     assert replaced == (killed if Rung.PROCESS_REPLACE in fault.rungs else set())
 
 
-@pytest.mark.parametrize("kind", list(COURSES))
+@pytest.mark.parametrize("kind", KINDS)
 def test_no_digit_of_a_run_with_faults_differs_from_one_without(bench, kind):
     bench.assert_as_undisturbed(bench.course(kind), kind)
 
 
+@pytest.mark.long
 def test_survivors_save_the_last_completed_step_and_the_next_attempt_goes_on_exactly_there(bench):
     first, second, third = bench.course(HSDP).history.attempts
     assert first.last_save is not None

@@ -18,6 +18,7 @@ def status_of(running) -> dict:
     return json.loads(running.bench.perdure("status", running.job.run_id, "--json"))
 
 
+@pytest.mark.long
 def test_a_run_whose_flow_is_dead_tells_of_its_ranks_all_the_same(bench, undisturbed_pair):
     document = bench.apart("abandoned", steps=60, env={"PACE_S": "0.5"})
     running = bench.start(document)

@@ -13,7 +13,8 @@ def test_a_second_start_adopts_the_living_attempt_and_training_never_stopped(
     bench, undisturbed_pair
 ):
     store = {"address": f"file://{bench.home}/store-adopted"}  # with no corpus prepared yet
-    job = bench.pair("adopted", storage=store, env={"PACE_S": "0.8"})
+    # Slow enough for a third start before it is over.
+    job = bench.pair("adopted", storage=store, env={"PACE_S": "0.5"})
     first = bench.start(job)
     first.reach(5)
     workers = {p.pid for rank in (0, 1) for p in first.local.rank(rank)}
@@ -38,6 +39,7 @@ def test_a_second_start_adopts_the_living_attempt_and_training_never_stopped(
     second.leave_nothing()
 
 
+@pytest.mark.long
 def test_a_fault_while_nobody_supervises_is_mended_by_the_next_supervisor(bench, undisturbed_pair):
     job = bench.pair("unwatched", restart={"process_replace": False})
     first = bench.start(job)
@@ -58,6 +60,7 @@ def test_a_fault_while_nobody_supervises_is_mended_by_the_next_supervisor(bench,
     second.leave_nothing()
 
 
+@pytest.mark.long
 def test_a_process_is_replaced_while_nobody_supervises_and_the_next_one_reads_of_it(
     bench, undisturbed_pair
 ):
@@ -79,6 +82,7 @@ def test_a_process_is_replaced_while_nobody_supervises_and_the_next_one_reads_of
     second.leave_nothing()
 
 
+@pytest.mark.long
 def test_a_run_whose_containers_are_all_gone_is_placed_anew(bench, undisturbed_pair):
     job = bench.pair("vanished")
     first = bench.start(job)
@@ -94,6 +98,7 @@ def test_a_run_whose_containers_are_all_gone_is_placed_anew(bench, undisturbed_p
     second.leave_nothing()
 
 
+@pytest.mark.long
 def test_a_completed_run_is_not_run_again_and_another_job_may_not_take_its_name(bench):
     first = bench.start(bench.pair("once", steps=20, env={"PACE_S": "0"}))
     assert first.finish() == 0, first.out

@@ -56,7 +56,7 @@ def artifacts(story, api) -> dict[str, dict]:
     return api.artifacts(f"{NAME}-")
 
 
-@pytest.fixture(params=["v1", "v2"])
+@pytest.fixture(params=["v1", pytest.param("v2", marks=pytest.mark.long)])
 def root(request) -> str:
     """Where the pages of both UIs begin."""
     return {"v1": "", "v2": "/v2"}[request.param]
