@@ -151,7 +151,7 @@ def test_a_disk_that_fills_is_told(home, nearly_full):
 
 
 @pytest.fixture(scope="module")
-def ill(home, tmp_path_factory) -> Iterator[Played]:
+def ill(home, tmp_path_factory) -> Played:
     """A run on devices in alarm, full and idle, by the word of a tool that speaks like npu-smi.
 
     Its loss jumps in one step, and its limit for the smallest collective is one that none keeps.
@@ -169,7 +169,7 @@ def ill(home, tmp_path_factory) -> Iterator[Played]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
         jump = DrillFault(kind=DrillKind.GRADIENT, rank=1, step=JUMP_STEP)
-        yield play(
+        return play(
             home,
             "ill-device",
             steps=60,
