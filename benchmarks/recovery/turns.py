@@ -95,7 +95,7 @@ class Group:
         for pipe in self._pipes:
             os.close(pipe)
         self.child.kill()
-        self.child.communicate()
+        self.child.wait()
         sweep(self.workload.folder)
 
     def helpers_cpu_s(self) -> float:
