@@ -54,6 +54,7 @@ from training.agent.stacks import stacks_of
 from training.agent.staging import DATA_FOLDER, stage_data
 from training.agent.workers import WorkerGroup
 from training.job import Job
+from training.monitor.masking import masked_text
 from training.monitor.sample import NodeSample
 
 TICK_S = 0.02
@@ -360,7 +361,13 @@ class Agent:
             return refused or Reply()
         devices = range(self._order.slots_per_node if self._order else 0)
         logs = device_logs(group.log_folder, group.ranks, tail_bytes)
-        return Reply(texts=(*logs, *device_health(devices)))
+        texts = (*logs, *device_health(devices))
+        return Reply(
+            texts=tuple(
+                one.model_copy(update={"text": masked_text(one.text, group.secrets)})
+                for one in texts
+            )
+        )
 
     def _stacks(self, epoch: int) -> Reply:
         """Runs other programs: not under the lock."""

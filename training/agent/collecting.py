@@ -23,10 +23,10 @@ from storage.address import open_store
 from storage.errors import StorageError
 from storage.objects import ObjectStore
 from training.agent.evidence import ascend_folder
-from training.agent.masking import masked, secret_values
 from training.agent.protocol import AgentConfig, Collected, CollectedFile, CollectOrder, StartOrder
 from training.agent.workers import WorkerGroup
 from training.job import Job
+from training.monitor.masking import masked, secret_values
 
 COLLECTED_FILE = "collected.json"
 PIECE_BYTES = 256 << 10

@@ -5,6 +5,7 @@ from __future__ import annotations
 from training.agent.evidence import tail
 from training.agent.protocol import Reply, WorkerLog
 from training.agent.workers import WorkerGroup
+from training.monitor.masking import masked_text
 
 STREAMS = ("stderr", "stdout")
 METRICS_FILE = "metrics.jsonl"
@@ -29,7 +30,9 @@ def read_logs(group: WorkerGroup | None, tail_bytes: int) -> tuple[WorkerLog, ..
         return ()
     paths = [(rank, group.log_path(rank, stream)) for rank in group.ranks for stream in STREAMS]
     return tuple(
-        WorkerLog(rank=rank, path=str(path), text=tail(path, tail_bytes))
+        WorkerLog(
+            rank=rank, path=str(path), text=masked_text(tail(path, tail_bytes), group.secrets)
+        )
         for rank, path in paths
         if path.exists()
     )

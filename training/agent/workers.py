@@ -28,6 +28,7 @@ from training.agent.zygote import KILL_WAIT_S, Fork, ForkedProcess
 from training.job import RESERVED_NAMES
 from training.membership import WorkerEnded
 from training.monitor.heartbeat import Heartbeat, HeartbeatReader
+from training.monitor.masking import masked_text, secret_values
 from training.monitor.stack_file import stacks_file
 
 # After the first failure the others get this long to record what they saw before they are
@@ -43,6 +44,7 @@ class _Worker:
     process: subprocess.Popen[bytes] | ForkedProcess
     error_file: Path
     heartbeat: HeartbeatReader
+    started_s: float = field(default_factory=time.monotonic)
     ended_s: float | None = None
     stopped_by_agent: bool = False
     is_held: bool = False  # its end is the coordinator's to answer
@@ -152,7 +154,7 @@ class WorkerGroup:
         if self.line is None or not self.line.is_open or self._kill_at_s is not None:
             return False
         assert worker.process.returncode is not None  # noqa: S101 it has ended
-        error = _read_error(worker.error_file).get("message")
+        error = self._error_of(worker).get("message")
         kills = self.oom_kills()
         # The kernel counts for the whole host, and a program's own error is no kill.
         is_oom = kills > self._oom_kills_before and _was_killed(worker.process.returncode, error)
@@ -279,15 +281,24 @@ class WorkerGroup:
 
     def heartbeats(self) -> dict[int, Heartbeat]:
         """Newest heartbeat of each local rank that still runs and writes one."""
-        found = ((w.local_rank, w.heartbeat.read()) for w in self._workers if w.ended_s is None)
+        found = ((w.local_rank, self._beat_of(w)) for w in self._workers if w.ended_s is None)
         return {local_rank: beat for local_rank, beat in found if beat is not None}
 
-    def mute_ranks(self) -> list[int]:
-        """Local ranks that run but have written no heartbeat yet; none for commands."""
+    def mute_ranks(self) -> dict[int, float]:
+        """Local ranks that run but have written no heartbeat yet, and since when they run.
+
+        None of a command, whose processes may write none.
+        """
         if self.order.is_command:
-            return []
+            return {}
         running = (w for w in self._workers if w.ended_s is None)
-        return [w.local_rank for w in running if w.heartbeat.read() is None]
+        return {w.local_rank: w.started_s for w in running if self._beat_of(w) is None}
+
+    def _beat_of(self, worker: _Worker) -> Heartbeat | None:
+        """Its newest heartbeat; of a new process none that the one before it has left."""
+        beat = worker.heartbeat.read()
+        is_own = self.order.is_command or (beat is not None and beat.pid == worker.process.pid)
+        return beat if is_own else None
 
     def asked_for_stacks(self) -> list[Asked]:
         """The workers that run, for whoever asks where they stand."""
@@ -304,6 +315,11 @@ class WorkerGroup:
             if worker.ended_s is None
         ]
 
+    @property
+    def secrets(self) -> frozenset[str]:
+        """Values of the workers' variables that nobody else is to read."""
+        return secret_values(self._environment)
+
     def log_bytes(self) -> int:
         """Length of what the workers have printed."""
         paths = (self.log_path(w.rank, s) for w in self._workers for s in ("stdout", "stderr"))
@@ -311,27 +327,33 @@ class WorkerGroup:
 
     def statuses(self) -> tuple[WorkerStatus, ...]:
         """How each worker stands."""
-        return tuple(_status(worker) for worker in self._workers)
+        return tuple(self._status(worker) for worker in self._workers)
 
+    def _error_of(self, worker: _Worker) -> dict[str, Any]:
+        """What its program left about its end, without secrets."""
+        error = _read_error(worker.error_file)
+        if error.get("message"):
+            error["message"] = masked_text(error["message"], self.secrets)
+        return error
 
-def _status(worker: _Worker) -> WorkerStatus:
-    beat = worker.heartbeat.read()
-    error = _read_error(worker.error_file)
-    return WorkerStatus(
-        rank=worker.rank,
-        local_rank=worker.local_rank,
-        pid=worker.process.pid,
-        exit_code=None if worker.is_held else worker.process.returncode,
-        ended_s=None if worker.is_held else worker.ended_s,
-        error=error.get("message"),
-        error_s=error.get("at_s"),
-        step=beat.step if beat is not None else None,
-        phase=beat.phase.name.lower() if beat is not None else None,
-        stopped_by_agent=worker.stopped_by_agent,
-        is_recovering=worker.is_held,
-        generation=beat.generation if beat is not None else None,
-        pulse=_pulse(worker, beat) if beat is not None else None,
-    )
+    def _status(self, worker: _Worker) -> WorkerStatus:
+        beat = worker.heartbeat.read()
+        error = self._error_of(worker)
+        return WorkerStatus(
+            rank=worker.rank,
+            local_rank=worker.local_rank,
+            pid=worker.process.pid,
+            exit_code=None if worker.is_held else worker.process.returncode,
+            ended_s=None if worker.is_held else worker.ended_s,
+            error=error.get("message"),
+            error_s=error.get("at_s"),
+            step=beat.step if beat is not None else None,
+            phase=beat.phase.name.lower() if beat is not None else None,
+            stopped_by_agent=worker.stopped_by_agent,
+            is_recovering=worker.is_held,
+            generation=beat.generation if beat is not None else None,
+            pulse=_pulse(worker, beat) if beat is not None else None,
+        )
 
 
 def _pulse(worker: _Worker, beat: Heartbeat) -> Pulse:

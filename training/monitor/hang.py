@@ -6,7 +6,7 @@ Pure: heartbeats in, verdict out. Times are seconds of CLOCK_MONOTONIC.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -16,7 +16,7 @@ MIN_LIMIT_S = 60.0
 MEDIANS = 10.0
 WINDOW = 50
 
-_STILL_PHASES = frozenset({Phase.DONE, Phase.STOPPED, Phase.PAUSED})
+_ENDING = frozenset({Phase.DONE, Phase.STOPPED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,9 @@ class Limits:
             has_stepped: whether it has completed a step; the first one compiles and connects.
             step_s: limit of a step.
         """
+        if phase in _ENDING:
+            # What a program does after its loop is not known here; an evaluation may be of it.
+            return max(self.start_s, self.save_s or 0.0, self.evaluate_s or 0.0)
         own = {
             Phase.START: self.start_s,
             Phase.RECOVER: self.start_s,
@@ -95,7 +98,7 @@ class HangDetector:
         *,
         now_s: float,
         since_s: float,
-        mute: Collection[int] = (),
+        mute: Mapping[int, float] | None = None,
     ) -> Hang | None:
         """The rank that has been silent longest beyond its limit, or None.
 
@@ -103,15 +106,17 @@ class HangDetector:
             beats: newest heartbeat of every local rank that still runs and takes part.
             now_s: the time.
             since_s: when the processes were started.
-            mute: local ranks that run but have never written a heartbeat.
+            mute: local ranks that run but have never written a heartbeat, and since when.
         """
         worst: Hang | None = None
         start_s = self.limits.start_s
-        if mute and now_s - since_s > start_s:
-            worst = Hang(min(mute), now_s - since_s, start_s, Phase.START, -1)
+        for local_rank, began_s in (mute or {}).items():
+            silent_s = now_s - began_s
+            if silent_s > start_s and (worst is None or silent_s > worst.silent_s):
+                worst = Hang(local_rank, silent_s, start_s, Phase.START, -1)
         for local_rank, beat in beats.items():
             self._learn(local_rank, beat)
-            if beat.phase in _STILL_PHASES:
+            if beat.phase is Phase.PAUSED:
                 continue
             # The beat, not the step: a worker that saves beats when the phase changes.
             last_s = max(since_s, beat.stepped_ns / 1e9, beat.beat_ns / 1e9)

@@ -195,10 +195,11 @@ class HeartbeatReader:
     def read(self) -> Heartbeat | None:
         """The newest whole record, None before the first one was written."""
         try:
-            data = self._path.read_bytes()[: _RECORD.size]
+            data, again = (self._path.read_bytes()[: _RECORD.size] for _ in range(2))
         except FileNotFoundError:
             return self._last
-        if len(data) < _RECORD.size:
+        # The writer may have begun between the sequence and what stands behind it.
+        if len(data) < _RECORD.size or data != again:
             return self._last
         sequence, pid, phase, *numbers, operation = _RECORD.unpack(data)
         if sequence and sequence % 2 == 0:

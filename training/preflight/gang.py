@@ -60,12 +60,18 @@ def check_gang(seat: Seat, device: torch.device) -> tuple[Check, ...]:
             wait_for_workers=False,
         )
         store.set(f"joined/{seat.rank}", "")
-        absent = _await_all(store, "joined", seat.world_size, seat.join_s)
     except (RuntimeError, ValueError) as error:  # DistError is a RuntimeError
         seen = f"rank {seat.rank} does not reach {seat.host}:{seat.port}: {_first_line(error)}"
         return (_told(JOIN, Outcome.FAILED, seen, began_s),)
     joined = _told(JOIN, Outcome.OK, f"rank {seat.rank} joined", began_s)
+    try:
+        absent = _await_all(store, "joined", seat.world_size, seat.join_s)
+    except RuntimeError as error:  # rank 0 has given up on somebody, and has left with the store
+        seen = f"rank 0 left while rank {seat.rank} waited for the others: {_first_line(error)}"
+        return joined, _told(ALL_REDUCE, Outcome.WARNING, seen, began_s)
     if absent:
+        if seat.rank == 0:
+            time.sleep(LEAVE_S)  # the others may have begun to wait a little later
         ranks = ", ".join(map(str, absent[:8]))
         seen = f"no answer from ranks {ranks} within {seat.join_s:g} s"
         return joined, _told(ALL_REDUCE, Outcome.WARNING, seen, began_s)

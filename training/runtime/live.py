@@ -120,7 +120,9 @@ class LiveState:
         themselves take. Whether it was possible; sharded tensors are left to the optimizer.
         """
         optimizer = self._training.optimizer
-        names = {one.data_ptr(): name for name, one in self._of_model().items()}
+        names: dict[int, str] = {}
+        for name, one in self._of_model().items():
+            names.setdefault(one.data_ptr(), name)  # of tied weights the state has the first
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if any(type(p.data) is not Tensor or p.data_ptr() not in names for p in parameters):
             return False
@@ -130,11 +132,12 @@ class LiveState:
                 name, _, part = key.removeprefix(_STATE).rpartition(".")
                 by_name.setdefault(f"model/{name}", {})[part] = room
         for parameter in parameters:
-            own = by_name.get(names[parameter.data_ptr()], {})
-            if own:
+            if own := by_name.pop(names[parameter.data_ptr()], None):
                 optimizer.state[parameter] = {
                     part: room.made_beside(parameter) for part, room in own.items()
                 }
+        if by_name:  # the other has a state for what has another name here
+            optimizer.state.clear()
         return bool(optimizer.state)
 
     def _are_live(self, tensors: Mapping[str, Tensor]) -> bool:

@@ -6,6 +6,7 @@ Times are seconds, steps completed optimizer steps.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from training.device import Healing, healing_of
 from training.diagnosis.exits import EXIT_RESTART_ME
 from training.membership import LastSaved, Standing, Trains, Trouble, TroubleSeen
 from training.monitor.heartbeat import HeartbeatWriter, Phase
+from training.monitor.masking import masked_text, secret_values
 from training.policy.repair import RankReport, RepairMode, RepairPlan, StepPhase, Vote
 from training.runtime.checkpointing import Checkpointer
 from training.runtime.contact import Contact
@@ -193,7 +195,7 @@ class Mender:
             TroubleSeen(
                 generation=self.generations.current,
                 trouble=seen.trouble,
-                text=seen.text[:500],
+                text=masked_text(seen.text, secret_values(os.environ))[:500],
                 step=step,
                 at_s=time.time(),
                 code=seen.code,

@@ -25,7 +25,10 @@ class WatchSpec(Section):
         None, gt=0, description="likewise a restore; default: restart.start_timeout_s"
     )
     evaluate_timeout_s: float = Field(
-        3600.0, gt=0, description="likewise an evaluation, `with session.evaluation():`"
+        3600.0,
+        gt=0,
+        description="likewise an evaluation, `with session.evaluation():`, and "
+        "what a program does after its last step",
     )
     command_quiet_s: float = Field(
         1800.0, gt=0, description="command jobs: neither output nor process I/O for this long, "

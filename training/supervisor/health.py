@@ -66,7 +66,7 @@ class AttemptHealth:
             nodes={one.node: one.sample for one in agents if one.sample is not None},
             ranks=tuple(_ranks(agents)),
             steps=tuple(steps),
-            commits_s=_commits_s(view, history),
+            commits_s=(view.started.at_s, *_commits_s(view, history)),
         )
         changes = self._watch.look(look)
         return [

@@ -21,6 +21,7 @@ from training.membership import (
     ReplaceWorker,
     WorkerEnded,
 )
+from training.monitor.heartbeat import HeartbeatWriter
 from training.monitor.sample import DeviceSample, NodeSample
 
 ENDED = WorkerEnded(rank=3, device=1, exit_code=-9, at_s=1.0)
@@ -241,6 +242,23 @@ def test_a_worker_that_is_replaced_while_it_lives_is_ended_first(coordinated, tm
     with pytest.raises(ProcessLookupError):
         os.kill(before.pid, 0)
     assert not group.statuses()[0].is_recovering
+
+
+def test_the_heartbeat_that_a_process_left_says_nothing_of_the_one_in_its_place(coordinated):
+    group = coordinated("sleep", "600", slots_per_node=1, is_command=False)
+    HeartbeatWriter(group.folder / "heartbeat-0").beat(step=7)
+    assert group.heartbeats() == {}
+    began_s = group.mute_ranks()[0]
+    group.replace(group.ranks[0], 2)
+    assert group.mute_ranks()[0] > began_s, "it has all of its time to begin"
+
+
+def test_an_error_is_told_without_the_secrets_of_the_environment(coordinated, monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "very-secret-key")
+    told = RECORD.format("E: no access with very-secret-key")
+    group = coordinated("sh", "-c", told, slots_per_node=1)
+    status = until(group, lambda worker: worker.is_recovering)
+    assert status.error == "E: no access with ***"
 
 
 def test_an_end_that_the_coordinator_gives_up_on_is_reported_and_ends_the_others(coordinated):

@@ -145,9 +145,19 @@ def test_no_phase_is_allowed_less_than_a_step():
 
 
 @pytest.mark.parametrize("phase", [Phase.DONE, Phase.STOPPED])
-def test_a_rank_that_has_ended_its_work_never_hangs(phase):
+def test_a_rank_that_has_ended_its_loop_has_the_longest_of_all_limits(phase):
+    limits = Limits(20.0, 5.0, save_s=30.0, evaluate_s=40.0)
+    detector = HangDetector(limits)
+    ended = beat(6, START_S, phase=phase)
+    assert judge(detector, START_S + 39, rank0=ended) is None
+    found = judge(detector, START_S + 41, rank0=ended)
+    assert found is not None
+    assert (found.limit_s, found.phase) == (40.0, phase)
+
+
+def test_a_rank_in_a_pause_never_hangs():
     detector, now_s = trained(*[0.5] * 5)
-    assert judge(detector, now_s + 1e6, rank0=beat(6, now_s, phase=phase)) is None
+    assert judge(detector, now_s + 1e6, rank0=beat(6, now_s, phase=Phase.PAUSED)) is None
 
 
 def test_a_beat_within_a_step_is_a_sign_of_life():
@@ -181,7 +191,7 @@ def test_steps_that_advance_are_never_taken_for_a_hang(steps_s):
 def test_a_rank_that_never_wrote_a_heartbeat_is_a_hang_after_the_start_limit():
     detector = HangDetector(Limits(START_LIMIT_S))
     soon_s, late_s = START_S + START_LIMIT_S - 1, START_S + START_LIMIT_S + 1
-    assert detector.judge({}, mute=[1], now_s=soon_s, since_s=START_S) is None
-    found = detector.judge({}, mute=[1], now_s=late_s, since_s=START_S)
+    assert detector.judge({}, mute={1: START_S}, now_s=soon_s, since_s=START_S) is None
+    found = detector.judge({}, mute={1: START_S}, now_s=late_s, since_s=START_S)
     assert found is not None
     assert (found.local_rank, found.phase, found.step) == (1, Phase.START, -1)

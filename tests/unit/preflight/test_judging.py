@@ -33,6 +33,11 @@ def test_the_only_node_that_was_checked_is_refused():
     assert judge(checks).refused == {"b": "devices: devices"}
 
 
+def test_a_store_that_fails_the_only_node_that_was_checked_speaks_against_the_store():
+    judgement = judge([check("b", FAILED, "store"), check("b")])
+    assert (judgement.refused, judgement.common) == ({}, ("store: store",))
+
+
 def test_a_rank_that_does_not_join_is_refused_and_the_others_are_not():
     checks = [
         check("a", name="join"),

@@ -108,3 +108,45 @@ def test_room_for_the_state_is_made_without_a_step(monkeypatch):
 def test_a_type_of_numbers_that_nobody_knows_is_refused():
     with pytest.raises(ValueError, match="of type 'load', unknown here"):
         Room("load", [2], "cpu").made_beside(torch.zeros(1))
+
+
+class Tied(nn.Module):
+    """Two names for one weight, as language models have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(4, 4, bias=False)
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 4, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.norm(self.embedding(inputs)))
+
+
+def tied(seed: int) -> Training:
+    torch.manual_seed(seed)
+    model = Tied()
+    adam = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(adam, step_size=2, gamma=0.5)
+    return Training(model, adam, scheduler, None, 1.0)
+
+
+def test_a_weight_with_two_names_has_one_state():
+    replica, fresh = tied(1), tied(2)
+    for _ in range(3):
+        step(replica)
+    adopt(fresh, replica)
+    step(fresh)
+    step(replica)
+    assert all_of(fresh) == all_of(replica)
+
+
+def test_a_state_for_what_has_another_name_here_is_left_to_the_optimizer():
+    replica, fresh = made(1), made(2)
+    step(replica)
+    tensors, extra = LiveState(replica).whole()
+    told = {name.replace("2.weight", "3.weight"): Room.of(one) for name, one in tensors.items()}
+    LiveState(fresh).adopt({**extra}, lambda _: None, told)
+    names, _ = LiveState(fresh).whole()
+    assert names.keys() == tensors.keys()

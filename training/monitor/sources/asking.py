@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 COMMAND_TIMEOUT_S = 10.0
+KILL_WAIT_S = 1.0
 MAX_OUTPUT_BYTES = 64 << 10
 # Where the driver package puts a tool that it does not put into PATH.
 PLACES: Mapping[str, str] = {"hccn_tool": "/usr/local/Ascend/driver/tools/hccn_tool"}
@@ -36,7 +37,11 @@ def ask(command: Sequence[str], *, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
     Raises:
         NoAnswer: it could not be started, or took longer than `timeout_s`.
     """
-    with tempfile.TemporaryFile() as output:
+    try:
+        output = tempfile.TemporaryFile()  # noqa: SIM115 closed below
+    except OSError as error:
+        raise NoAnswer(str(error)) from error
+    with output:
         try:
             # A session of its own, so that what the tool starts ends with it.
             process = subprocess.Popen(
@@ -61,7 +66,8 @@ def end_session(process: subprocess.Popen[bytes]) -> None:
     """Kill a process that leads a session, and what it started there."""
     with suppress(ProcessLookupError):  # all of it has ended by itself
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with suppress(subprocess.TimeoutExpired):  # a driver may not let go of it
+        process.wait(KILL_WAIT_S)
 
 
 def fields(text: str) -> dict[str, str]:

@@ -83,6 +83,12 @@ def masked(pieces: Iterable[bytes], secrets: Collection[str]) -> Iterator[bytes]
     yield from lines.end()
 
 
+def masked_text(text: str, secrets: Collection[str]) -> str:
+    """A short text, likewise."""
+    raw = text.encode(errors="surrogateescape")
+    return b"".join(masked([raw], secrets)).decode(errors="surrogateescape")
+
+
 class _Lines:
     """Masks line by line; of a line that does not end, what can be told already."""
 
