@@ -1,39 +1,12 @@
-"""One Prefect server and one undisturbed run for all process tests of a session."""
+"""The undisturbed runs that curves are compared with, made once in a session."""
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
-from pathlib import Path
 
-import psutil
 import pytest
 
-from perdure import server
-from tests.process.harness import TEXT, Running, Workbench
-
-
-def kill_leftovers(home: Path) -> None:
-    """End what a failed test left: flows and workers would report to the next session's server."""
-    entry = f"PERDURE_HOME={home}".encode()
-    for process in psutil.process_iter():
-        try:
-            carries = entry in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
-            if carries and process.pid != os.getpid():
-                process.kill()
-        except (OSError, psutil.NoSuchProcess):
-            continue
-
-
-def free_port(worker_id: str) -> int:
-    """A port for a server, from a range that no other worker of the tests looks at."""
-    number = int(worker_id.removeprefix("gw")) if worker_id.startswith("gw") else 0
-    for port in range(4300 + 100 * number, 4400 + 100 * number):
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) != 0:
-                return port
-    raise AssertionError("no free port")
+from tests.process.harness import Running
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -42,41 +15,6 @@ def interruptible():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
-
-
-@pytest.fixture(scope="session")
-def session_home(tmp_path_factory):
-    return tmp_path_factory.mktemp("perdure")
-
-
-@pytest.fixture(scope="session")
-def prefect_server(session_home, worker_id):
-    """A real server on SQLite, as `perdure run` starts one."""
-    before = {name: os.environ.get(name) for name in ("PERDURE_HOME",)}
-    os.environ["PERDURE_HOME"] = str(session_home)
-    # The scheduler looks once a minute by default; tests should not wait for that.
-    os.environ["PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS"] = "3"
-    try:
-        yield server.start_server(port=free_port(worker_id))
-    finally:
-        os.environ["PERDURE_HOME"] = str(session_home)
-        server.stop_server()
-        kill_leftovers(session_home)
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-@pytest.fixture(scope="session")
-def bench(session_home, prefect_server) -> Workbench:
-    """Where runs are made."""
-    corpus = session_home / "corpus"
-    corpus.mkdir()
-    for index in range(6):
-        (corpus / f"{index}.txt").write_text((f"{index} " + TEXT) * 80)
-    return Workbench(session_home, prefect_server.api_url, corpus)
 
 
 @pytest.fixture(scope="session")

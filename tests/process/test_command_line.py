@@ -11,8 +11,8 @@ import httpx
 import pytest
 import yaml
 
-from tests.process.conftest import kill_leftovers
 from tests.process.harness import Workbench
+from tests.workplace import kill_leftovers
 
 pytestmark = [pytest.mark.process, pytest.mark.prefect]
 

@@ -11,10 +11,6 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from tests.process.conftest import bench, prefect_server, session_home
-
-__all__ = ["bench", "prefect_server", "session_home"]
-
 TIMEOUT_MS = 60_000  # the machine may be busy
 SETTLE_MS = 2_500  # charts move into their place
 
