@@ -15,19 +15,18 @@ from pathlib import Path
 from training.agent.protocol import NodeText
 from training.monitor.sources import asking
 from training.monitor.sources.asking import NoAnswer, find_tool
+from training.monitor.sources.npu_smi import Chip, parse_table
+from training.monitor.sources.sampling import (
+    HCCN_TOOL,
+    NPU_SMI,
+    health_command,
+    link_commands,
+)
 
 MAX_DEVICE_LOGS = 4
 COMMAND_TIMEOUT_S = 10.0
 HEALTH_DEADLINE_S = 20.0
 NO_ANSWER = "the driver's tool gives no answer"
-# Words of npu-smi's reference: the table with the health of every chip, then each chip's own
-# error codes. hccn_tool tells about the RoCE port of a device.
-TABLE_COMMANDS: Sequence[tuple[str, ...]] = (("npu-smi", "info"),)
-DEVICE_COMMANDS: Sequence[tuple[str, ...]] = (
-    ("npu-smi", "info", "-t", "health", "-i", "{device}"),
-    ("hccn_tool", "-i", "{device}", "-link", "-g"),
-    ("hccn_tool", "-i", "{device}", "-net_health", "-g"),
-)
 
 
 def ascend_folder(log_folder: Path, rank: int) -> Path:
@@ -58,30 +57,39 @@ def _dated(folder: Path) -> Iterator[tuple[float, Path]]:
 
 
 def device_health(devices: Sequence[int]) -> Iterator[NodeText]:
-    """What the driver's tools say, where they are installed.
+    """What the driver's tools say, where they are installed: the table, then of each device.
 
     One that hangs ends the asking, and so does `HEALTH_DEADLINE_S` for all of them together.
+
+    Args:
+        devices: as workers count them, places in the table: a card may have more than one chip.
     """
-    commands: list[tuple[Sequence[str], int | None]] = [(c, None) for c in TABLE_COMMANDS]
-    for number in devices:
-        filled = [[part.format(device=number) for part in c] for c in DEVICE_COMMANDS]
-        commands += [(command, number) for command in filled]
+    if find_tool(NPU_SMI) is None:
+        return
+    table = ask((NPU_SMI, "info"), None)
+    yield table
+    if table.text.startswith(NO_ANSWER):
+        return
     deadline_s = time.monotonic() + HEALTH_DEADLINE_S
-    for command, device in commands:
-        if find_tool(command[0]) is None:
-            continue
-        said = ask(command, device)
-        yield said
-        if said.text.startswith(NO_ANSWER) or time.monotonic() > deadline_s:
-            return
+    chips = dict(enumerate(parse_table(table.text)))
+    for device in devices:
+        for command in _commands(chips[device]) if device in chips else ():
+            said = ask(command, device)
+            yield said
+            if said.text.startswith(NO_ANSWER) or time.monotonic() > deadline_s:
+                return
 
 
-def ask(
-    command: Sequence[str], device: int | None, *, timeout_s: float = COMMAND_TIMEOUT_S
-) -> NodeText:
-    """What a program prints, or that it gives no answer in time."""
+def _commands(chip: Chip) -> Iterator[Sequence[str]]:
+    yield health_command(chip)
+    if find_tool(HCCN_TOOL) is not None:
+        yield from link_commands(chip)
+
+
+def ask(command: Sequence[str], device: int | None, *, timeout_s: float | None = None) -> NodeText:
+    """What a program prints, or that it gives no answer in time (`COMMAND_TIMEOUT_S`)."""
     try:
-        text = asking.ask(command, timeout_s=timeout_s)
+        text = asking.ask(command, timeout_s=timeout_s or COMMAND_TIMEOUT_S)
     except NoAnswer as error:
         text = f"{NO_ANSWER}: {error}"
     return NodeText(name=" ".join(command), device=device, text=text)

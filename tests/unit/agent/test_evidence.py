@@ -6,10 +6,12 @@ import os
 
 import pytest
 
-from tests.unit.driver_tools import install, only_tools_of
+from tests.unit.driver_tools import SAMPLES, install, only_tools_of
 from training.agent import evidence
 from training.agent.evidence import NO_ANSWER, ascend_folder, device_health, device_logs
 from training.agent.protocol import EvidenceQuery
+from training.monitor.sources.npu_smi import parse_table
+from training.monitor.sources.sampling import health_command, link_commands
 
 
 @pytest.fixture
@@ -43,14 +45,24 @@ def test_no_driver_tool_no_word_about_health(tools):
     assert list(device_health([0, 1])) == []
 
 
-def test_every_device_is_asked_about(tools):
-    install(tools, "npu-smi", 'echo "asked: $*"')
-    texts = list(device_health([0, 1]))
+def test_every_device_is_asked_about_by_card_and_chip(tools):
+    table = SAMPLES / "npu-smi-info.txt"
+    install(tools, "npu-smi", f'[ "$*" = info ] && cat {table} || echo "asked: $*"')
+    install(tools, "hccn_tool", 'echo "asked: $*"')
+    chips = parse_table(table.read_text())
+    told, *texts = device_health([0, 1])
+    assert (told.device, told.text) == (None, table.read_text())
     assert [(text.device, text.text) for text in texts] == [
-        (None, "asked: info\n"),
-        (0, "asked: info -t health -i 0\n"),
-        (1, "asked: info -t health -i 1\n"),
+        (device, f"asked: {' '.join(command[1:])}\n")
+        for device, chip in enumerate(chips[:2])
+        for command in (health_command(chip), *link_commands(chip))
     ]
+    assert len(texts) == 6
+
+
+def test_a_device_that_the_table_does_not_have_is_not_asked_about(tools):
+    install(tools, "npu-smi", 'echo "asked: $*"')
+    assert [text.text for text in device_health([0, 1])] == ["asked: info\n"]
 
 
 def test_what_a_tool_says_before_it_fails_is_kept(tools):

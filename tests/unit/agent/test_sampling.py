@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
 
 from tests.unit.agent.conftest import JOB, wait_for
 from training.agent.protocol import StopOrder
+from training.agent.sampling import Sampling
 
 OFTEN = json.dumps(json.loads(JOB) | {"watch": {"sample_every_s": 0.1, "log_limit_bytes": 0}})
 
@@ -23,3 +25,21 @@ def test_samples_are_taken_while_an_attempt_runs_and_the_last_one_stays(new_cont
     last = container.status().sample
     assert last is not None
     assert container.status().sample == last
+
+
+def test_what_was_seen_before_a_look_that_hangs_says_nothing_of_now(tmp_path):
+    now = [100.0]
+    told = threading.Event()
+    sampling = Sampling(tmp_path, lambda _sample: told.set(), clock=lambda: now[0])
+    sampling.begin(1, every_s=600.0)
+    try:
+        assert told.wait(30)
+        now[0] += 1800.0
+        assert sampling.newest is not None
+        assert sampling.newest.host.disk_free_bytes
+        now[0] += 21.0
+        assert sampling.newest.gaps == ("no look at the node for 1821 s",)
+        assert not sampling.newest.host.disk_free_bytes
+    finally:
+        sampling.end()
+    assert sampling.newest.host.disk_free_bytes, "the last one stays"
