@@ -9,6 +9,7 @@ bytes.
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from urllib.parse import quote
 
@@ -57,6 +58,7 @@ _HINTS = (
 )  # fmt: skip
 _PEM_MARK = b"PRIVATE KEY-----"
 _PEM_BEGIN = re.compile(rb"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY-----")
+_PEM_BODY = string.ascii_letters.encode() + b"0123456789+/=\r\n"
 _PEM_END = re.compile(rb"-----END [A-Z0-9 ]{0,40}PRIVATE KEY-----")
 
 
@@ -144,6 +146,10 @@ class _Lines:
         while at < len(text):
             if not self._in_key:
                 begin = _PEM_BEGIN.search(text, at)
+                end = _PEM_END.search(text, at, begin.start() if begin else len(text))
+                if end is not None:  # the text begins within a key
+                    yield text[at : end.start()].rstrip(_PEM_BODY) + MASK
+                    at = end.start()
                 if begin is None:
                     yield text[at:]
                     return

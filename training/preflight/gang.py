@@ -20,7 +20,7 @@ from training.device import backend_of, synchronize
 from training.monitor.check import Check, Outcome
 from training.preflight.names import ALL_REDUCE, JOIN
 
-POLL_S = 0.02
+POLL_S = 0.1
 LEAVE_S = 5.0  # for the others to be done with the store before its owner leaves
 SMALL_REPEATS, LARGE_REPEATS = 10, 3
 LARGE_BYTES = {"cpu": 4 << 20}
@@ -59,7 +59,7 @@ def check_gang(seat: Seat, device: torch.device) -> tuple[Check, ...]:
             timeout=timedelta(seconds=seat.join_s),
             wait_for_workers=False,
         )
-        store.set(f"joined/{seat.rank}", "")
+        _say(store, "joined", seat.rank)
     except (RuntimeError, ValueError) as error:  # DistError is a RuntimeError
         seen = f"rank {seat.rank} does not reach {seat.host}:{seat.port}: {_first_line(error)}"
         return (_told(JOIN, Outcome.FAILED, seen, began_s),)
@@ -76,21 +76,26 @@ def check_gang(seat: Seat, device: torch.device) -> tuple[Check, ...]:
         seen = f"no answer from ranks {ranks} within {seat.join_s:g} s"
         return joined, _told(ALL_REDUCE, Outcome.WARNING, seen, began_s)
     reduced = _all_reduce(seat, store, device)
-    store.set(f"left/{seat.rank}", "")
+    _say(store, "left", seat.rank)
     if seat.rank == 0:
         _await_all(store, "left", seat.world_size, LEAVE_S)
     return joined, reduced
 
 
+def _say(store: Store, word: str, rank: int) -> None:
+    store.set(f"{word}/{rank}", "")
+    store.add(word, 1)
+
+
 def _await_all(store: Store, word: str, world_size: int, timeout_s: float) -> list[int]:
     """Wait until every rank has said a word. Those that have not."""
     until_s = time.monotonic() + timeout_s
-    absent = list(range(world_size))
-    while True:
-        absent = [rank for rank in absent if not store.check([f"{word}/{rank}"])]
-        if not absent or time.monotonic() > until_s:
-            return absent
+    # Counted: a look at every rank's word from every rank would be millions in a large gang.
+    while store.add(word, 0) < world_size:
+        if time.monotonic() > until_s:
+            return [rank for rank in range(world_size) if not store.check([f"{word}/{rank}"])]
         time.sleep(POLL_S)
+    return []
 
 
 def _all_reduce(seat: Seat, store: Store, device: torch.device) -> Check:

@@ -14,6 +14,7 @@ from training.monitor.masking import (
     WINDOW_BYTES,
     is_secret_name,
     masked,
+    masked_text,
     secret_values,
 )
 
@@ -89,6 +90,13 @@ def test_the_lines_of_a_private_key_are_gone():
     told = mask(f"before\n{key}\nafter\n")
     assert told == (
         "before\n-----BEGIN RSA PRIVATE KEY-----***-----END RSA PRIVATE KEY-----\nafter\n"
+    )
+
+
+def test_a_text_that_begins_within_a_private_key_has_nothing_of_it():
+    text = "EowIBAAKC\nabc+/=\n-----END PRIVATE KEY-----\nafter\n-----BEGIN PRIVATE KEY-----\nMII"
+    assert masked_text(text, ()) == (
+        "***-----END PRIVATE KEY-----\nafter\n-----BEGIN PRIVATE KEY-----***"
     )
 
 
