@@ -12,7 +12,7 @@ import pytest
 
 from tests.process.harness import REPO
 from training.drill.job import drill_job, write_corpus
-from training.drill.play import Play, Played
+from training.drill.play import LIMIT_S, Play, Played
 from training.policy.faults import FaultClass
 from training.policy.health import HealthPoint
 from training.policy.ladder import Rung
@@ -34,6 +34,7 @@ def play(
     steps: int,
     troubles: str = "",
     env: Mapping[str, str] | None = None,
+    limit_s: float = LIMIT_S,
     **changes: Any,
 ) -> Played:
     """A run of the troubled program, whose alerts alone are of interest."""
@@ -46,7 +47,7 @@ def play(
         "env": {"TROUBLES": troubles, "MARKS": str(marks), "PACE_S": str(PACE_S), **(env or {})},
     }
     job = drill_job(home, name, kind=ParallelKind.DDP, steps=steps, changes={**sections, **changes})
-    played = Play(home).play(job)
+    played = Play(home, limit_s).play(job)
     assert played.ended == "completed"
     return played
 
@@ -87,6 +88,13 @@ def test_a_rank_that_is_later_than_the_others_is_named(left):
     (alert,) = alerts(left, HealthPoint.STRAGGLER)
     assert (alert.raised.rank, alert.raised.node) == (3, "node-1")
     assert alert.raised.value > 0.3
+
+
+def test_steps_that_take_longer_than_they_did_are_told(left):
+    alert = alerts(left, HealthPoint.STEP_SLOW)[0]
+    assert alert.raised.value > alert.raised.limit
+    assert alert.raised.step is not None
+    assert alert.raised.step >= 20, "the rank was slow from then on"
 
 
 def test_a_node_that_holds_the_others_up_is_left_after_the_next_checkpoint(left):
@@ -152,7 +160,7 @@ def test_a_disk_that_fills_is_told(home, nearly_full):
 
 @pytest.fixture(scope="module")
 def ill(home, tmp_path_factory) -> Played:
-    """A run on devices in alarm, full and idle, by the word of a tool that speaks like npu-smi.
+    """A run on devices in alarm, full, idle and without a link, by the word of stand-in tools.
 
     Its loss jumps in one step, and its limit for the smallest collective is one that none keeps.
     """
@@ -165,7 +173,10 @@ def ill(home, tmp_path_factory) -> Played:
         f'*"-t health"*) cat {SAMPLES}/npu-smi-health-alarm.txt ;;\n'
         "esac\n"
     )
-    tool.chmod(0o755)
+    of_ports = folder / "hccn_tool"
+    of_ports.write_text('#!/bin/sh\necho "link status: DOWN"\n')
+    for one in (tool, of_ports):
+        one.chmod(0o755)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
         jump = DrillFault(kind=DrillKind.GRADIENT, rank=1, step=JUMP_STEP)
@@ -182,6 +193,11 @@ def test_a_device_that_its_driver_calls_ill_is_told(ill):
     told = alerts(ill, HealthPoint.DEVICE_UNHEALTHY)
     assert {alert.raised.node for alert in told} == {"node-0", "node-1"}
     assert "Alarm, codes A4025021, 8C03A000, 8C084E00" in told[0].raised.text
+
+
+def test_a_port_without_a_link_is_told(ill):
+    told = alerts(ill, HealthPoint.LINK_DOWN)
+    assert {alert.raised.node for alert in told} == {"node-0", "node-1"}
 
 
 def test_a_device_whose_memory_is_nearly_full_is_told(ill):
@@ -225,5 +241,6 @@ def test_a_checkpoint_that_gets_old_is_told(home):
 
 def test_a_healthy_run_raises_no_alert(home):
     # How long that is may be chosen: 8000 steps take ten minutes on two cores (make soak).
-    played = play(home, "healthy", steps=int(os.environ.get("PERDURE_HEALTHY_STEPS", "150")))
+    steps = int(os.environ.get("PERDURE_HEALTHY_STEPS", "150"))
+    played = play(home, "healthy", steps=steps, limit_s=max(LIMIT_S, 0.2 * steps))
     assert [alert for view in played.history.attempts for alert in view.alerts] == []
