@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="recovery beside other programs, and its cost")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=24, help="of a run with a fault")
-    parser.add_argument("--blocks", type=int, default=21, help="of a session without a fault")
+    parser.add_argument("--blocks", type=int, default=41, help="of a session without a fault")
     parser.add_argument("--only", choices=SECTIONS)
     parser.add_argument("--contender", action="append", help="default: all of the sections")
     parser.add_argument("--run", nargs=3, help=argparse.SUPPRESS)

@@ -19,7 +19,6 @@ from benchmarks.recovery.workload import (
     BATCH,
     FAULT_FILE,
     MODEL,
-    NUM_RANKS,
     SEED,
     VARIABLE,
     Start,
@@ -76,9 +75,9 @@ def _job(workload: Workload, **changes: Mapping[str, Any]) -> Job:
         "seed": SEED,
         "worker": {"recipe": "benchmarks.recovery.recipe:main"},
         "model": MODEL.model_dump(mode="json"),
-        "batch": {"global_batch_size": NUM_RANKS * BATCH, "micro_batch_size": BATCH},
+        "batch": {"global_batch_size": workload.num_ranks * BATCH, "micro_batch_size": BATCH},
         "checkpoint": {"every_steps": NEVER},
-        "engine": {"nodes": 1, "slots_per_node": NUM_RANKS, "spares": 0, "grace_s": 10},
+        "engine": {"nodes": 1, "slots_per_node": workload.num_ranks, "spares": 0, "grace_s": 10},
         "env": {VARIABLE: workload.model_dump_json()},
     }
     return parse_job({**document, **changes})

@@ -35,9 +35,9 @@ def torchrun(workload: Workload) -> None:
 
 
 def plain(workload: Workload) -> None:
-    """Four processes that nobody watches."""
+    """Processes that nobody watches."""
     programs = _programs(workload)
-    _start_ranks(programs, "plain", NUM_RANKS)
+    _start_ranks(programs, "plain", workload.num_ranks)
     programs.wait(is_fine=lambda _, code: code == 0)
 
 

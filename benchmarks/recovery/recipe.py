@@ -10,7 +10,6 @@ from torch.nn.parallel import DistributedDataParallel
 import training
 from benchmarks.recovery.workload import (
     BATCH,
-    NUM_RANKS,
     StepLog,
     Turns,
     Workload,
@@ -27,14 +26,15 @@ class Tokens:
 
     epoch = 0
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, num_ranks: int) -> None:
         self._rank = rank
+        self._num_ranks = num_ranks
         self._steps = 0
 
     @property
     def position(self) -> int:
         """Samples of all ranks handed out."""
-        return self._steps * BATCH * NUM_RANKS
+        return self._steps * BATCH * self._num_ranks
 
     def next_step(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The one micro-batch of the next step."""
@@ -59,7 +59,8 @@ def main(job: Job) -> None:
     prepare()
     session = training.join()
     model = DistributedDataParallel(new_model(), gradient_as_bucket_view=True)
-    session.register(model=model, optimizer=new_optimizer(model), data=Tokens(session.rank))
+    data = Tokens(session.rank, workload.num_ranks)
+    session.register(model=model, optimizer=new_optimizer(model), data=data)
     log = StepLog(workload, session.rank)
     turns = Turns(workload, session.rank)
     for step in session.steps(until=job.steps):

@@ -20,7 +20,7 @@ import psutil
 from benchmarks.recovery.measuring import Logs
 from benchmarks.recovery.processes import members, sweep
 from benchmarks.recovery.running import NotRunError, start_child
-from benchmarks.recovery.workload import NUM_RANKS, Workload, pipe_path
+from benchmarks.recovery.workload import Workload, pipe_path
 
 POLL_S = 0.02
 TURN_TIMEOUT_S = 300.0
@@ -44,7 +44,7 @@ class Group:
     @classmethod
     def start(cls, kind: str, name: str, workload: Workload) -> Self:
         """Start a contender; its ranks come to their first turn and wait."""
-        for rank in range(NUM_RANKS):
+        for rank in range(workload.num_ranks):
             os.mkfifo(pipe_path(workload.folder, rank))
         return cls(workload, start_child(kind, name, workload))
 
@@ -54,7 +54,7 @@ class Group:
         Raises:
             NotRunError: they do not come.
         """
-        for rank in range(NUM_RANKS):
+        for rank in range(self.workload.num_ranks):
             self._pipes.append(self._open(pipe_path(self.workload.folder, rank)))
 
     def take_turn(self) -> None:
@@ -120,7 +120,7 @@ class Group:
         counts = [
             path.read_bytes().count(b"\n") for path in self.workload.folder.glob("steps-*.jsonl")
         ]
-        return len(counts) == NUM_RANKS and min(counts) >= step
+        return len(counts) == self.workload.num_ranks and min(counts) >= step
 
     def _check(self, until_s: float) -> None:
         code = self.child.poll()

@@ -44,6 +44,7 @@ class Workload(BaseModel):
         kill_step: step in which a rank kills itself, None: nobody does.
         kill_rank: which one.
         saves: whether every step is saved, and restarts begin from the newest.
+        num_ranks: that train.
         block_steps: after so many steps the ranks wait for their next turn, None: they do not.
     """
 
@@ -54,6 +55,7 @@ class Workload(BaseModel):
     kill_step: int | None = None
     kill_rank: int = 2
     saves: bool = False
+    num_ranks: int = NUM_RANKS
     block_steps: int | None = None
 
     @classmethod

@@ -1,6 +1,4 @@
-"""What watching costs: the heartbeat of a step, a look at a node, a look at all health points.
-
-    python -m benchmarks.watching [--rounds 5]
+"""Each part of watching alone: the heartbeat of a step, looks at a node and at all health points.
 
 Each figure is measured in rounds and printed as least, median and most. What a worker pays per
 step is the heartbeat alone; the other two are paid by the agent and by the supervisor, beside
@@ -9,7 +7,6 @@ the training. Times are seconds unless a name says otherwise.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from collections.abc import Callable
@@ -28,11 +25,8 @@ STEP_S = 0.05
 LIMIT = 0.005
 
 
-def main() -> int:
-    """Print the figures. Returns 1 when a step of 50 ms pays more than half a percent."""
-    parser = argparse.ArgumentParser(description="cost of watching a run")
-    parser.add_argument("--rounds", type=int, default=5)
-    rounds = parser.parse_args().rounds
+def measure(rounds: int) -> bool:
+    """Print the figures. Returns whether a step of 50 ms pays less than half a percent."""
     beats_s = [_heartbeats_s() for _ in range(rounds)]
     print(f"heartbeat of a step, {COLLECTIVES} collectives: {_spread(beats_s, 1e6)} us")
     with tempfile.TemporaryDirectory() as folder:
@@ -49,7 +43,7 @@ def main() -> int:
     is_met = share < LIMIT
     verdict = "met" if is_met else "MISSED"
     print(f"a step of {1000 * STEP_S:.0f} ms pays {share:.3%}; under {LIMIT:.1%}: {verdict}")
-    return 0 if is_met else 1
+    return is_met
 
 
 def _heartbeats_s() -> float:
@@ -98,7 +92,3 @@ def _look_s(num_ranks: int) -> float:
 
 def _spread(values: list[float], scale: float) -> str:
     return "/".join(f"{scale * one:.2f}" for one in (min(values), median(values), max(values)))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
