@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, median
+from statistics import fmean, median, pstdev
 
 from training.monitor.sample import NodeSample
 from training.policy.health import HealthPoint
@@ -22,7 +22,12 @@ Key = tuple[HealthPoint, str | None, int | None]
 
 LOSS_WINDOW = 50
 MIN_STEPS = 10  # before their mean is worth a comparison
+# A small loss wavers by more than its mean: a jump is also beyond so many standard deviations.
+LOSS_DEVIATIONS = 6.0
+STEP_WINDOW = 1000
 RECENT_STEPS = 5  # whose median is compared, for one slow step is no trend
+RECENT_S = 10.0  # nor are many short ones while a machine is busy for a moment
+LATENCY_HOLD_S = 5.0
 WINDOW_S = 5.0  # of ranks' waiting, at least
 MIN_WINDOW_STEPS = 5
 MIN_CHECKPOINT_AGE_S = 60.0
@@ -126,7 +131,9 @@ class HealthWatch:
     open: set[Key] = field(default_factory=set)
     _since_s: dict[Key, float] = field(default_factory=dict)
     _seen_s: dict[Key, float] = field(default_factory=dict)
-    _steps: deque[StepLook] = field(default_factory=lambda: deque(maxlen=LOSS_WINDOW))
+    _losses: deque[float] = field(default_factory=lambda: deque(maxlen=LOSS_WINDOW))
+    _steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=STEP_WINDOW))
+    _step: int = -1
     _window: tuple[float, dict[int, RankLook]] | None = None
     _late: dict[int, int] = field(default_factory=dict)
     _starved: dict[int, int] = field(default_factory=dict)
@@ -166,23 +173,27 @@ class HealthWatch:
     def _of_steps(self, steps: Sequence[StepLook]) -> Iterator[Condition]:
         for one in steps:
             yield from self._of_loss(one)
-            self._steps.append(one)
-        before = [s.step_s for s in self._steps][:-RECENT_STEPS]
-        if len(before) < MIN_STEPS:
+            self._steps_s.append(one.step_s)
+            self._step = one.step
+            if math.isfinite(one.loss):
+                self._losses.append(one.loss)
+        before, recent = _parted(self._steps_s)
+        if len(before) < MIN_STEPS or not recent:
             return
-        usual_s, now_s = fmean(before), median([s.step_s for s in self._steps][-RECENT_STEPS:])
+        usual_s, now_s = fmean(before), median(recent)
         limit_s = self.spec.step_slow_ratio * usual_s
         if now_s > limit_s:
             text = f"steps take {now_s:.3g} s, {usual_s:.3g} s before"
-            step = self._steps[-1].step
-            yield Condition(HealthPoint.STEP_SLOW, text, now_s, limit_s, step=step)
+            yield Condition(HealthPoint.STEP_SLOW, text, now_s, limit_s, step=self._step)
 
     def _of_loss(self, one: StepLook) -> Iterator[Condition]:
-        losses = [s.loss for s in self._steps if math.isfinite(s.loss)]
-        limit = self.spec.loss_jump_ratio * fmean(losses) if len(losses) >= MIN_STEPS else math.inf
+        losses, limit = self._losses, math.inf
+        mean = fmean(losses) if losses else math.nan
+        if len(losses) >= MIN_STEPS:
+            deviation = pstdev(losses, mean)
+            limit = max(self.spec.loss_jump_ratio * mean, mean + LOSS_DEVIATIONS * deviation)
         if math.isfinite(one.loss) and one.loss <= limit:
             return
-        mean = fmean(losses) if losses else math.nan
         text = f"loss {one.loss:.4g} at step {one.step}, {mean:.4g} on average before"
         value = one.loss if math.isfinite(one.loss) else -1.0  # JSON knows no NaN
         yield Condition(HealthPoint.LOSS_ABNORMAL, text, value, min(limit, 1e308), step=one.step)
@@ -292,6 +303,17 @@ def _of_host(spec: WatchSpec, node: str, sample: NodeSample) -> Iterator[Conditi
         yield Condition(HealthPoint.DISK_FILLING, text, free, spec.disk_free_low_percent, node=node)
 
 
+def _parted(steps_s: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Steps before, and the newest ones: five, or as many as have taken `RECENT_S` together."""
+    taken_s = 0.0
+    for count, one_s in enumerate(reversed(steps_s), start=1):
+        taken_s += one_s
+        if count >= RECENT_STEPS and taken_s >= RECENT_S:
+            told = list(steps_s)
+            return told[:-count], told[-count:]
+    return list(steps_s), []
+
+
 def _of_latency(spec: WatchSpec, ranks: Sequence[RankLook]) -> Iterator[Condition]:
     """The vote's time at the rank that came last to it, which waited for nobody."""
     voted = [one.latency_s for one in ranks if one.latency_s > 0]
@@ -300,7 +322,9 @@ def _of_latency(spec: WatchSpec, ranks: Sequence[RankLook]) -> Iterator[Conditio
     value_ms = 1000 * min(voted)
     if value_ms > spec.latency_high_ms:
         text = f"the smallest collective of a step takes {value_ms:.0f} ms"
-        yield Condition(HealthPoint.LATENCY_HIGH, text, value_ms, spec.latency_high_ms)
+        yield Condition(
+            HealthPoint.LATENCY_HIGH, text, value_ms, spec.latency_high_ms, holds_s=LATENCY_HOLD_S
+        )
 
 
 def _of_checkpoints(spec: WatchSpec, look: Look) -> Iterator[Condition]:

@@ -127,6 +127,13 @@ def test_a_loss_that_is_no_number_is_told_from_the_first_step_on(loss):
     assert steps(losses=[loss]) == [HealthPoint.LOSS_ABNORMAL]
 
 
+def test_a_small_loss_may_waver_by_more_than_its_mean():
+    # Of a run that has learned its text by heart.
+    wavering = [0.05, 0.2, 0.1, 0.07, 0.22, 0.12] * 10
+    assert steps(losses=[*wavering, 0.29]) == []
+    assert steps(losses=[*wavering, 1.5]) == [HealthPoint.LOSS_ABNORMAL]
+
+
 def test_a_loss_that_falls_and_wavers_is_not_told():
     assert steps(losses=[10.0 / (1 + n / 10) + n % 3 for n in range(100)]) == []
 
@@ -134,6 +141,11 @@ def test_a_loss_that_falls_and_wavers_is_not_told():
 def test_steps_that_get_slow_are_told_and_one_slow_step_is_not():
     assert steps(times=[1.0] * 30 + [9.0] + [1.0] * 30) == []
     assert steps(times=[1.0] * 30 + [2.6] * 5) == [HealthPoint.STEP_SLOW]
+
+
+def test_many_short_steps_of_one_slow_moment_are_no_trend():
+    assert steps(times=[0.1] * 300 + [0.5] * 15 + [0.1] * 300) == []
+    assert steps(times=[0.1] * 300 + [0.5] * 30) == [HealthPoint.STEP_SLOW]
 
 
 def test_a_slow_start_is_no_standard_of_comparison():
