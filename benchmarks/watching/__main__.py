@@ -1,6 +1,6 @@
 """What watching costs, each part alone and all of it in a run.
 
-    python -m benchmarks.watching [--rounds 5] [--pairs 150]
+    python -m benchmarks.watching [--rounds 5] [--pairs 800]
 
 The run stops and starts its watching block by block. As many ranks train as leave one core free,
 and once as many as there are cores, so that what watches has to take its time from them.
@@ -22,7 +22,7 @@ def main() -> int:
     """Print the figures. Returns 1 when a target is missed."""
     parser = argparse.ArgumentParser(description="cost of watching a run")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--pairs", type=int, default=150, help="of blocks, watched and not")
+    parser.add_argument("--pairs", type=int, default=800, help="of blocks, watched and not")
     parser.add_argument("--run", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.run is not None:

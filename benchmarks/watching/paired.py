@@ -1,4 +1,4 @@
-"""A run that is watched every other second: what its steps pay for that.
+"""A run that is watched block by block: what its steps pay for that.
 
 Times are seconds.
 """
@@ -46,9 +46,9 @@ class Paired:
 
     @classmethod
     def of_blocks(cls, blocks: Sequence[Sequence[float]]) -> Paired:
-        """From the times of the steps, block by block; the first step of a block is the switch."""
+        """From the times of the steps, block by block."""
         means = [
-            (is_watched(number), fmean(block[1:]))
+            (is_watched(number), fmean(block))
             for number, block in enumerate(blocks)
             if number >= WARM_BLOCKS
         ]
