@@ -79,7 +79,7 @@ def left(home) -> Played:
         steps=170,
         troubles="slow:3:20:0.15",
         env={"SLOW_NODE": "node-1"},
-        watch={"isolate_fail_slow": True},
+        watch={"isolate_fail_slow": True, "step_slow_for_s": 5},
         checkpoint={"every_steps": 10},
     )
 

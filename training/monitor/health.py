@@ -24,9 +24,8 @@ LOSS_WINDOW = 50
 MIN_STEPS = 10  # before their mean is worth a comparison
 # A small loss wavers by more than its mean: a jump is also beyond so many standard deviations.
 LOSS_DEVIATIONS = 6.0
-STEP_WINDOW = 1000
+STEP_WINDOW = 10_000
 RECENT_STEPS = 5  # whose median is compared, for one slow step is no trend
-RECENT_S = 10.0  # nor are many short ones while a machine is busy for a moment
 LATENCY_HOLD_S = 5.0
 WINDOW_S = 5.0  # of ranks' waiting, at least
 MIN_WINDOW_STEPS = 5
@@ -177,7 +176,7 @@ class HealthWatch:
             self._step = one.step
             if math.isfinite(one.loss):
                 self._losses.append(one.loss)
-        before, recent = _parted(self._steps_s)
+        before, recent = _parted(self._steps_s, self.spec.step_slow_for_s)
         if len(before) < MIN_STEPS or not recent:
             return
         usual_s, now_s = fmean(before), median(recent)
@@ -303,12 +302,12 @@ def _of_host(spec: WatchSpec, node: str, sample: NodeSample) -> Iterator[Conditi
         yield Condition(HealthPoint.DISK_FILLING, text, free, spec.disk_free_low_percent, node=node)
 
 
-def _parted(steps_s: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Steps before, and the newest ones: five, or as many as have taken `RECENT_S` together."""
+def _parted(steps_s: Sequence[float], recent_s: float) -> tuple[list[float], list[float]]:
+    """Steps before, and the newest ones: five, or as many as have taken so long together."""
     taken_s = 0.0
     for count, one_s in enumerate(reversed(steps_s), start=1):
         taken_s += one_s
-        if count >= RECENT_STEPS and taken_s >= RECENT_S:
+        if count >= RECENT_STEPS and taken_s >= recent_s:
             told = list(steps_s)
             return told[:-count], told[-count:]
     return list(steps_s), []

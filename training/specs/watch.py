@@ -45,6 +45,9 @@ class WatchSpec(Section):
     step_slow_ratio: float = Field(
         2.0, gt=1, description="a step over this many times the mean of the last steps"
     )
+    step_slow_for_s: float = Field(
+        60.0, ge=0, description="so long, and for five steps at least, or it is no trend"
+    )
     latency_high_ms: float = Field(
         500.0, gt=0, description="of the smallest collective of a step, at its last rank"
     )
