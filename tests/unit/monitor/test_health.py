@@ -142,7 +142,7 @@ def test_steps_that_get_slow_are_told_and_one_slow_step_is_not():
     assert steps(times=[1.0] * 30 + [9.0] + [1.0] * 30) == []
     assert steps(times=[1.0] * 30 + [2.6] * 15) == []
     assert steps(times=[1.0] * 30 + [2.6] * 25) == [HealthPoint.STEP_SLOW]
-    assert steps(times=[30.0] * 30 + [70.0] * 4) == []
+    assert steps(times=[30.0] * 30 + [70.0] * 2) == []
     assert steps(times=[30.0] * 30 + [70.0] * 5) == [HealthPoint.STEP_SLOW]
 
 
