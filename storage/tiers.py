@@ -52,12 +52,27 @@ class Assembled:
     local: Mapping[int, Mapping[int, Tier]]
 
 
+@dataclass(frozen=True, slots=True)
+class Signs:
+    """Signs of life that a save gives.
+
+    Attributes:
+        waits: called now and then while the store is behind and training has to wait.
+        agrees: called where the ranks begin to agree: each of them answers at once, or is gone.
+        copies: called where they have agreed: a rank takes as long as its share does.
+    """
+
+    waits: Callable[[], None] = lambda: None
+    agrees: Callable[[], None] = lambda: None
+    copies: Callable[[], None] = lambda: None
+
+
 @dataclass(slots=True)
 class TieredSaver:
     """Saves of one attempt, one at a time, on every rank. Collective.
 
     Attributes:
-        on_wait: called now and then while the store is behind and training has to wait.
+        signs: of life.
         synchronize: waits for the device's copies.
         pin: makes a slot's memory fast to copy into; returns what undoes it.
         first_file: number in the name of the first rank's file.
@@ -70,7 +85,7 @@ class TieredSaver:
     attempt: int
     rank: int
     world_size: int
-    on_wait: Callable[[], None]
+    signs: Signs = Signs()
     synchronize: Callable[[], None] = lambda: None
     pin: Callable[[Tensor], Callable[[], None]] = lambda _memory: lambda: None
     first_file: int = 0
@@ -109,8 +124,10 @@ class TieredSaver:
         Raises:
             StorageError: an earlier save failed for good, or the keeper is gone.
         """
+        self.signs.agrees()
         staging = self.plans.stage(state, self._shard)
         slot = self._reserve(staging.size_bytes)
+        self.signs.copies()
         staging.copy_into(self._memory_of(slot))
         self.synchronize()
         share = Share(
@@ -158,7 +175,7 @@ class TieredSaver:
                 raise StorageError(problems[0])
             if slot is not None and all(has_slot for has_slot, _ in told):
                 return slot
-            self.on_wait()
+            self.signs.waits()
             if time.monotonic() > deadline_s:
                 raise TimedOut(
                     f"no slot for a save within {RESERVE_TIMEOUT_S:g} s: the store is too slow"

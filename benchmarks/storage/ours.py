@@ -152,7 +152,6 @@ def _saves(setting: Setting) -> Iterator[Saves]:
             attempt=ATTEMPT,
             rank=0,
             world_size=1,
-            on_wait=lambda: None,
         )
         refused = saver.prepare(setting.state)
         if refused is not None:

@@ -35,7 +35,7 @@ from storage.keeper.protocol import (
 from storage.share import SaveId, Share
 
 START_TIMEOUT_S = 30.0
-TURN_S = 1.0  # of waiting, after which the caller may show that it is alive
+TURN_S = 0.5  # of waiting, after which the caller may show that it is alive
 # Pages into the page table at once, not one fault each under the copy; only Linux has it.
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 

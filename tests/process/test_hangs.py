@@ -114,9 +114,10 @@ def undisturbed(bench) -> Played:
 
 @pytest.fixture(scope="module")
 def hung(bench) -> tuple[Played, Stopper]:
-    """One run that hangs three times, each for a reason of its own."""
+    """One run that hangs four times, each for a reason of its own."""
     stopper = Stopper(bench.home, 2)
-    return bench.play("hung", troubles="hold_lock:1:17,absent:3:27", person=stopper), stopper
+    troubles = "hold_lock:1:17,absent:3:27,lost_in_save:0:30"
+    return bench.play("hung", troubles=troubles, person=stopper), stopper
 
 
 def fault_of(played: Played, number: int) -> FaultRecord:
@@ -139,10 +140,10 @@ def test_evaluations_longer_than_a_step_may_be_are_no_hang(undisturbed):
     assert len(undisturbed.history.attempts) == 1
 
 
-def test_a_run_that_hangs_three_times_comes_out_like_one_that_did_not(hung, undisturbed):
+def test_a_run_that_hangs_four_times_comes_out_like_one_that_did_not(hung, undisturbed):
     played, _ = hung
     assert played.ended == "completed"
-    assert len(played.history.attempts) == 4
+    assert len(played.history.attempts) == 5
     assert played.curve == undisturbed.curve
     assert played.left_over == ()
 
@@ -176,6 +177,14 @@ def test_a_rank_that_does_not_come_to_the_collective_is_named(bench, hung):
     assert_in_time(fault, bench.fired_s("hung", "absent-3-27"))
     report = bench.report_of(played, fault)
     assert "leave_for_good" in report.partition("stacks of rank 3 ")[2]
+
+
+def test_a_rank_that_is_lost_in_a_save_is_found_as_soon_as_one_in_a_step(bench, hung):
+    played, _ = hung
+    fault = fault_of(played, 3)
+    assert_in_time(fault, bench.fired_s("hung", "lost_in_save-0-30"))
+    assert fault.rank == 0
+    assert "leave_for_good" in bench.report_of(played, fault).partition("stacks of rank 0 ")[2]
 
 
 @pytest.mark.long

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ def leave_for_good(_seconds: float) -> None:
 
 
 ONCE = {"hold_lock": hold_the_lock, "absent": leave_for_good, "pause": time.sleep}
+IN_SAVES = {"lost_in_save": leave_for_good}
 
 
 class Troubles:
@@ -51,13 +53,18 @@ class Troubles:
 
     def happen(self, number: int) -> None:
         """In the step of this number, before its collectives."""
+        self.once(number, ONCE)
+        for kind, step, seconds in self.mine:
+            if kind == "slow" and step <= number and self.is_on_slow_node:
+                time.sleep(seconds)
+
+    def once(self, number: int, kinds: Mapping[str, Callable[[float], None]]) -> None:
+        """What is to happen once at this step."""
         for kind, step, seconds in self.mine:
             mark = self.marks / f"{kind}-{self.rank}-{step}"
-            if kind in ONCE and step == number and not mark.exists():
+            if kind in kinds and step == number and not mark.exists():
                 mark.write_text(repr(time.time()))
-                ONCE[kind](seconds)
-            elif kind == "slow" and step <= number and self.is_on_slow_node:
-                time.sleep(seconds)
+                kinds[kind](seconds)
 
     def starves(self, number: int) -> float:
         """How much longer the loader takes for a step."""
@@ -81,10 +88,11 @@ class Hungry:
         return self.loader.next_step()
 
 
-def slowly(save, seconds: float):
-    """Saves that keep the training for so long."""
+def slowly(save, seconds: float, troubles: Troubles):
+    """Saves that keep the training for so long, if they come to their end."""
 
     def save_slowly(step: int, *, is_last: bool) -> None:
+        troubles.once(step, IN_SAVES)
         time.sleep(seconds)
         save(step, is_last=is_last)
 
@@ -102,8 +110,7 @@ def main(job) -> None:
     loader = Hungry(make_loader(job, session, dataset), troubles)
     session.register(model=model, optimizer=optimizer, data=loader)
     save_s = float(os.environ.get("SAVE_S", "0"))
-    if save_s:
-        session.save = slowly(session.save, save_s)  # type: ignore[method-assign]
+    session.save = slowly(session.save, save_s, troubles)  # type: ignore[method-assign]
     evaluate_s = float(os.environ.get("EVALUATE_S", "0"))
     for step in session.steps(until=job.steps):
         with step:

@@ -25,7 +25,8 @@ class Limits:
 
     Attributes:
         start_s: from the start of the processes to the first step, and for a recovery.
-        step_s: in a step, and while it waits for data; None: max(60 s, 10 x median step).
+        step_s: in a step, while it waits for data, and where ranks agree on a save; None:
+            max(60 s, 10 x median step).
         save_s: a save, which may move terabytes.
         restore_s: a restore, likewise.
         evaluate_s: an evaluation.

@@ -282,7 +282,7 @@ def _of_devices(
                 HealthPoint.MEMORY_HIGH, f"memory of {where} is {full:.0f} % full", full,
                 spec.memory_high_percent, node=node, device=one.index,
             )  # fmt: skip
-        if one.health is not None and not one.is_healthy and one.link_is_up is not False:
+        if one.is_ill:
             codes = f", codes {', '.join(one.error_codes)}" if one.error_codes else ""
             yield Condition(
                 HealthPoint.DEVICE_UNHEALTHY, f"health of {where} is {one.health}{codes}", 1.0, 0.0,

@@ -24,7 +24,10 @@ _SIZE = 4096
 
 
 class Phase(IntEnum):
-    """What a worker is doing."""
+    """What a worker is doing.
+
+    AGREE is a part of a save in which the ranks only talk to each other.
+    """
 
     START = 0
     RESTORE = 1
@@ -36,6 +39,7 @@ class Phase(IntEnum):
     RECOVER = 7
     PAUSED = 8
     EVALUATE = 9
+    AGREE = 10
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,9 +35,14 @@ class DeviceSample(BaseModel):
     net_health: str | None = None
 
     @property
+    def is_ill(self) -> bool:
+        """Whether its driver speaks against it."""
+        return self.health not in (None, "OK", "Warning")
+
+    @property
     def is_healthy(self) -> bool:
         """Whether nothing that was said speaks against it."""
-        return self.health in (None, "OK", "Warning") and self.link_is_up is not False
+        return not self.is_ill and self.link_is_up is not False
 
 
 class HostSample(BaseModel):

@@ -22,13 +22,15 @@ from storage.errors import StorageError
 from storage.gather import gather_json
 from storage.keeper.client import KeeperClient
 from storage.staging import SavePlans
-from storage.tiers import TieredSaver
+from storage.tiers import Signs, TieredSaver
 from training.device import device_rng_state, pin, set_device_rng_state, synchronize
 from training.runtime.context import WorkerContext
 from training.runtime.generators import python_states, set_python_states
 from training.runtime.live import LiveState
 from training.runtime.restore import Restorer, StateOf, from_first, say
 from training.runtime.step import Training
+
+NO_SIGNS = Signs()
 
 
 class DataPosition(Protocol):
@@ -52,7 +54,7 @@ class Checkpointer:
         training: what is saved.
         data: its position.
         device: of this rank.
-        on_wait: called now and then while something takes long.
+        signs: of life, while something takes long.
     """
 
     def __init__(
@@ -63,19 +65,19 @@ class Checkpointer:
         data: DataPosition,
         device: torch.device,
         *,
-        on_wait: Callable[[], None] = lambda: None,
+        signs: Signs = NO_SIGNS,
     ) -> None:
         self._context = context
         self._checkpoints = checkpoints
         self._training = training
         self._data = data
         self._device = device
-        self._on_wait = on_wait
+        self._signs = signs
         self._saver: TieredSaver | None = None
         self._is_prepared = False
         self._newest_saved: int | None = 0
         self.live = LiveState(training)
-        self._restorer = Restorer(context, checkpoints, device, self._load, on_wait)
+        self._restorer = Restorer(context, checkpoints, device, self._load, signs.waits)
 
     def prepare(self) -> None:
         """Have the keeper make room, once the optimizer has its state. Collective."""
@@ -144,7 +146,7 @@ class Checkpointer:
         saver.rank, saver.world_size = list(savers).index(self._context.rank), len(savers)
         saver.first_file = self._context.world_size
         saver.save(tensors, step, extra, announce=str(self._context.metrics_path))
-        saver.client.settle(on_wait=self._on_wait, timeout_s=timeout_s)
+        saver.client.settle(on_wait=self._signs.waits, timeout_s=timeout_s)
 
     def _new_saver(self, keeper: str, plans: SavePlans) -> TieredSaver:
         return TieredSaver(
@@ -155,7 +157,7 @@ class Checkpointer:
             attempt=self._context.attempt,
             rank=self._context.rank,
             world_size=self._context.world_size,
-            on_wait=self._on_wait,
+            signs=self._signs,
             synchronize=partial(synchronize, self._device),
             pin=partial(pin, device=self._device),
         )
@@ -222,6 +224,7 @@ class Checkpointer:
             else KeeperClient(keeper, owner=self._owner)
         )
         deadline_s = time.monotonic() + timeout_s
+        self._signs.agrees()
         # In turns: waiting for a slower keeper, a rank must not outlast a collective's limit.
         while True:
             told = gather_json(_turn_of(client, late=time.monotonic() > deadline_s), self._device)
@@ -230,7 +233,7 @@ class Checkpointer:
                 raise StorageError(problems[0])
             if not any(one["busy"] for one in told):
                 return
-            self._on_wait()
+            self._signs.waits()
 
     @property
     def _owner(self) -> tuple[int, int]:

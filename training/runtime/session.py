@@ -32,6 +32,7 @@ from torch import nn
 from storage.address import open_store
 from storage.checkpoint import CheckpointStore
 from storage.policy import apply_retention
+from storage.tiers import Signs
 from training.device import backend_of, pick_device
 from training.diagnosis.exits import EXIT_RESTART_ME
 from training.errors import InputError
@@ -258,7 +259,11 @@ class Session:
             training,
             loader,
             self.device,
-            on_wait=self._heartbeat.beat,
+            signs=Signs(
+                waits=self._heartbeat.beat,
+                agrees=partial(self._heartbeat.beat, phase=Phase.AGREE),
+                copies=partial(self._heartbeat.beat, phase=Phase.SAVE),
+            ),
         )
         loop = self._new_loop(training, loader, self._checkpointer, until)
         is_fresh = self.context.generation is not None

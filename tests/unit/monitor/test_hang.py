@@ -127,7 +127,13 @@ def test_a_beat_from_before_the_start_does_not_count_as_silence():
 
 @pytest.mark.parametrize(
     ("phase", "limit_s"),
-    [(Phase.SAVE, 900.0), (Phase.RESTORE, 1200.0), (Phase.EVALUATE, 3600.0), (Phase.STEP, 5.0)],
+    [
+        (Phase.SAVE, 900.0),
+        (Phase.RESTORE, 1200.0),
+        (Phase.EVALUATE, 3600.0),
+        (Phase.STEP, 5.0),
+        (Phase.AGREE, 5.0),
+    ],
 )
 def test_a_phase_may_have_a_limit_of_its_own(phase, limit_s):
     limits = Limits(START_LIMIT_S, 5.0, save_s=900.0, restore_s=1200.0, evaluate_s=3600.0)

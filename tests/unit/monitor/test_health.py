@@ -75,12 +75,18 @@ def test_a_device_may_idle_while_the_run_saves():
         ({"memory_percent": 95.5}, HealthPoint.MEMORY_HIGH),
         ({"health": "Alarm", "error_codes": ("80E01801",)}, HealthPoint.DEVICE_UNHEALTHY),
         ({"link_is_up": False}, HealthPoint.LINK_DOWN),
+        ({"link_is_up": False, "health": "OK"}, HealthPoint.LINK_DOWN),
     ],
 )
 def test_what_a_device_says_against_itself_is_told_at_once(seen, point):
     found = raised(lambda s: Look(s, device(**seen)), until_s=100)
     assert points(found) == [point]
     assert (found[0][1].node, found[0][1].device) == ("node-0", 0)
+
+
+def test_a_device_that_is_ill_is_told_so_even_when_its_port_is_down():
+    found = raised(lambda s: Look(s, device(health="Alarm", link_is_up=False)), until_s=100)
+    assert set(points(found)) == {HealthPoint.DEVICE_UNHEALTHY, HealthPoint.LINK_DOWN}
 
 
 def test_a_device_inside_its_limits_is_not_told():
