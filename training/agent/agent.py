@@ -14,12 +14,10 @@ import threading
 import time
 from pathlib import Path
 
-import psutil
-
 from storage.errors import StorageError
 from training.agent.checks import NodeChecks
 from training.agent.collecting import Collector
-from training.agent.control import ControlServer, free_port
+from training.agent.control import ADDRESS_FILE, ControlServer, free_port, publish_address
 from training.agent.coordination import CoordinatorLine, address_file, metrics_url, write_private
 from training.agent.evidence import device_health, device_logs
 from training.agent.hanging import HangCheck
@@ -27,7 +25,6 @@ from training.agent.keeper import KeeperProcess, disk_folder
 from training.agent.launcher import Launcher
 from training.agent.processes import MARKER, become_subreaper, kill_container, oom_kills
 from training.agent.protocol import (
-    AgentAddress,
     AgentConfig,
     AgentState,
     AgentStatus,
@@ -52,6 +49,7 @@ from training.agent.reading import read_logs, read_metrics
 from training.agent.sampling import Sampling
 from training.agent.stacks import stacks_of
 from training.agent.staging import DATA_FOLDER, stage_data
+from training.agent.waking import Waking
 from training.agent.workers import WorkerGroup
 from training.job import Job
 from training.monitor.masking import masked_text
@@ -59,7 +57,6 @@ from training.monitor.sample import NodeSample
 
 TICK_S = 0.02
 HANG_CHECK_S = 1.0
-ADDRESS_FILE = "address.json"
 CONFIG_FILE = "agent.json"
 
 
@@ -85,6 +82,7 @@ class Agent:
         self._launcher = Launcher(folder, config.host)
         self._line: CoordinatorLine | None = None
         self._ending = False
+        self._waking = Waking()
         self._checks = NodeChecks(config, folder)
         self._keeper = KeeperProcess(folder)
         self._sampling = Sampling(folder, self._tell_sample)
@@ -97,24 +95,32 @@ class Agent:
         signal.signal(signal.SIGTERM, self._on_terminate)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._server.start()
-        self._publish_address()
+        publish_address(self._folder, self._config.host, self._server.port)
         if self._config.variables is not None:
             self._launcher.warm(self._config.variables)
-        checked_s = 0.0
-        while not (self._ending and self._is_quiet()):
-            time.sleep(TICK_S)
-            with self._lock:
-                self._tick()
-                if time.monotonic() - checked_s > HANG_CHECK_S:
-                    checked_s = time.monotonic()
-                    self._check_hang()
-                    self._check_orphaned()
+        with self._waking:
+            self._watch()
         self._keeper.close(self._order.grace_s if self._order else 0.0)
         self._launcher.close()
         self._collector.close(self._order, self._group)
         kill_container(self._marker)
         self._server.close()
         (self._folder / ADDRESS_FILE).unlink(missing_ok=True)
+
+    def _watch(self) -> None:
+        checked_s = 0.0
+        while not (self._ending and self._is_quiet()):
+            self._waking.sleep(TICK_S if self._is_pressed() else HANG_CHECK_S)
+            with self._lock:
+                self._tick()
+                if time.monotonic() - checked_s > HANG_CHECK_S - TICK_S:
+                    checked_s = time.monotonic()
+                    self._check_hang()
+                    self._check_orphaned()
+
+    def _is_pressed(self) -> bool:
+        """Whether there is more to do than to wait for the next end of a process."""
+        return not self._is_quiet() and self._group is not None and self._group.is_ending
 
     def handle(self, request: Request) -> Reply:
         """Answer one request of a supervisor."""
@@ -295,8 +301,10 @@ class Agent:
         with self._lock:
             if self._group is not None:
                 self._group.release()
+                self._waking.wake()
 
     def _stop(self, grace_s: float) -> None:
+        self._waking.wake()
         if self._state is AgentState.STAGING:
             self._state = AgentState.ENDED
         elif self._state in (AgentState.RUNNING, AgentState.STOPPING) and self._group is not None:
@@ -395,14 +403,3 @@ class Agent:
         with self._lock:
             self._stop(self._order.grace_s if self._order else 0.0)
             self._ending = True
-
-    def _publish_address(self) -> None:
-        address = AgentAddress(
-            pid=os.getpid(),
-            process_started_s=psutil.Process().create_time(),
-            host=self._config.host,
-            port=self._server.port,
-        )
-        temporary = self._folder / f"{ADDRESS_FILE}.tmp"
-        temporary.write_text(address.model_dump_json(), encoding="utf-8")
-        temporary.replace(self._folder / ADDRESS_FILE)

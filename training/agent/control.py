@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import hmac
 import json
+import os
 import socket
 import socketserver
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
+import psutil
 from pydantic import ValidationError
 
 from training.agent.protocol import REQUEST, AgentAddress, Order, Reply, Request
 from training.errors import AgentUnreachable, EngineError
 
+ADDRESS_FILE = "address.json"
 MAX_LINE_BYTES = 16 << 20
 
 Handler = Callable[[Request], Reply]
@@ -73,6 +77,19 @@ class _Connection(socketserver.StreamRequestHandler):
         if not hmac.compare_digest(given.encode(), self.server.token.encode()):
             return Reply(error="wrong token")
         return self.server.handler(request)
+
+
+def publish_address(folder: Path, host: str, port: int) -> None:
+    """Write where this process listens into its container's folder, for whoever looks for it."""
+    address = AgentAddress(
+        pid=os.getpid(),
+        process_started_s=psutil.Process().create_time(),
+        host=host,
+        port=port,
+    )
+    temporary = folder / f"{ADDRESS_FILE}.tmp"
+    temporary.write_text(address.model_dump_json(), encoding="utf-8")
+    temporary.replace(folder / ADDRESS_FILE)
 
 
 class AgentClient:

@@ -275,6 +275,11 @@ class WorkerGroup:
             worker.process.send_signal(signal.SIGTERM)
 
     @property
+    def is_ending(self) -> bool:
+        """Whether something has ended, so that more is to be done soon."""
+        return self.is_stopping or any(worker.ended_s is not None for worker in self._workers)
+
+    @property
     def is_stopping(self) -> bool:
         """Whether the processes were asked to end, or have ended."""
         return self._kill_at_s is not None

@@ -237,6 +237,12 @@ class Attempt:
         self.stepped(step)
         self._pauses.told(rank, step, stands=stands, now_s=now_s)
 
+    @property
+    def awaits_its_time(self) -> bool:
+        """Whether `tick` may have something to do soon, even if nobody says anything."""
+        is_due = self._suspected is not None or self._deadline_s is not None
+        return is_due or not self._ranks.are_all_explained
+
     def tick(self, *, now_s: float) -> None:
         """Time has passed."""
         suspected = self._suspected

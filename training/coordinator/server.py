@@ -54,7 +54,8 @@ from training.policy.history import fault_of
 from training.policy.ladder import Recovery
 from training.runtime.metrics import MetricsLog, metrics_prefix, parse_live
 
-TICK_S = 0.02
+TICK_S = 0.02  # while something is to happen at its time
+IDLE_S = 0.5
 FIRST_LINE_S = 30.0  # a stranger that says nothing keeps no connection
 FOLLOW_S = 0.2
 CONTROL_S = 2.0
@@ -72,6 +73,7 @@ class Coordinator:
         self._offset = 0
         self._store = open_store(self._job.storage)
         self._records_are_kept = False
+        self._heard = asyncio.Event()
         self._ranks: dict[int, asyncio.StreamWriter] = {}
         self._agents: dict[str, asyncio.StreamWriter] = {}
         restart = self._job.restart
@@ -203,6 +205,7 @@ class Coordinator:
         """Carry out what the attempt wants, in its order."""
         for action in self._attempt.take_actions():
             self._carry_out(action)
+        self._heard.set()
 
     def _carry_out(self, action: Action) -> None:
         match action:
@@ -258,11 +261,16 @@ class Coordinator:
     async def _tick(self) -> None:
         parent = os.getppid()
         while True:
-            await asyncio.sleep(TICK_S)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._heard.wait(), IDLE_S)
             if os.getppid() != parent:
                 os._exit(1)  # the agent is gone, and its workers with it
             self._attempt.tick(now_s=time.time())
             self._act()
+            if self._attempt.awaits_its_time:
+                await asyncio.sleep(TICK_S)
+            else:
+                self._heard.clear()
 
     async def _follow(self) -> None:
         """Follow the step records: which steps there are, which checkpoints were committed."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from training.agent.agent import ADDRESS_FILE
+from training.agent.control import ADDRESS_FILE
 from training.agent.processes import is_alive
 from training.agent.protocol import AgentAddress
 from training.errors import EngineError

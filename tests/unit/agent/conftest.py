@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
-from training.agent.agent import ADDRESS_FILE, CONFIG_FILE
-from training.agent.control import AgentClient
+from training.agent.agent import CONFIG_FILE
+from training.agent.control import ADDRESS_FILE, AgentClient
 from training.agent.processes import MARKER, container_processes, kill_container
 from training.agent.protocol import (
     AgentAddress,

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.unit.agent.conftest import EPOCH, Container, wait_for
-from training.agent.agent import ADDRESS_FILE
+from training.agent.control import ADDRESS_FILE
 from training.agent.processes import is_alive, kill_container
 from training.agent.protocol import (
     MetricsQuery,

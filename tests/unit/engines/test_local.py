@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from training.agent.agent import ADDRESS_FILE
+from training.agent.control import ADDRESS_FILE
 from training.agent.protocol import AgentAddress
 from training.engines import local
 from training.engines.base import plan
