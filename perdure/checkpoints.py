@@ -37,6 +37,7 @@ from storage.export_plan import (
     plan_files,
     weights_of,
 )
+from storage.leases import reading
 from storage.listing import StepObjects, list_steps, read_manifest, set_aside_reason
 from storage.manifest import Manifest
 from storage.verification import Verified, record
@@ -141,13 +142,15 @@ def export(
     """Write the model's weights as safetensors files that other programs load."""
     folder, file_name = _target_of(output, shard_size_bytes)
     checkpoints = _checkpoints_of(run)
-    manifest = checkpoints.manifest(_pick(checkpoints, step).step)
-    weights = weights_of(manifest, prefix=MODEL_PREFIX, dtype=dtype.upper() if dtype else None)
-    files = plan_files(weights, file_name=file_name, shard_size_bytes=shard_size_bytes)
-    others = other_exports(folder, files) if file_name == WHOLE_NAME else []
-    if others and not force:
-        raise InputError("--output", f"{others[0]} is of another export; --force removes it")
-    written = _write(checkpoints, manifest, files, folder, force=force)
+    picked = _pick(checkpoints, step).step
+    with reading(checkpoints, picked):
+        manifest = checkpoints.manifest(picked)
+        weights = weights_of(manifest, prefix=MODEL_PREFIX, dtype=dtype.upper() if dtype else None)
+        files = plan_files(weights, file_name=file_name, shard_size_bytes=shard_size_bytes)
+        others = other_exports(folder, files) if file_name == WHOLE_NAME else []
+        if others and not force:
+            raise InputError("--output", f"{others[0]} is of another export; --force removes it")
+        written = _write(checkpoints, manifest, files, folder, force=force)
     for path in others:
         path.unlink()
     told = {
@@ -244,10 +247,11 @@ def _pick(checkpoints: CheckpointStore, step: int | None) -> StepObjects:
 
 
 def _verify_one(checkpoints: CheckpointStore, step: StepObjects) -> Verified:
-    manifest = read_manifest(checkpoints, step)
-    total = manifest.size_bytes if manifest is not None else 0
-    with reading_bar(f"step {step.step}", total) as on_bytes:
-        outcome = read_all(checkpoints, step.step, manifest, on_bytes=on_bytes)
+    with reading(checkpoints, step.step):
+        manifest = read_manifest(checkpoints, step)
+        total = manifest.size_bytes if manifest is not None else 0
+        with reading_bar(f"step {step.step}", total) as on_bytes:
+            outcome = read_all(checkpoints, step.step, manifest, on_bytes=on_bytes)
     try:
         record(checkpoints, outcome)
     except StorageError as error:  # the outcome holds also where nothing may be written

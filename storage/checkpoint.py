@@ -36,6 +36,7 @@ from storage.manifest import (
     parse_manifest,
 )
 from storage.objects import ObjectInfo, ObjectStore
+from storage.sealing import digest, sealed, unsealed
 
 __all__ = [
     "CheckpointStore",
@@ -180,7 +181,7 @@ class CheckpointStore:
             )
         if held != (placement, attempt):
             fence = _Fence(placement=placement, attempt=attempt)
-            self.store.put(self._fence_key(), fence.model_dump_json().encode())
+            self.store.put(self._fence_key(), sealed(fence.model_dump_json()))
 
     def read_fence(self) -> tuple[int, int] | None:
         """(placement, attempt) that may publish; None before the first `fence`.
@@ -193,7 +194,9 @@ class CheckpointStore:
         except NotFound:
             return None
         try:
-            fence = _Fence.model_validate_json(data)
+            fence = _Fence.model_validate_json(
+                unsealed(data, url=self.store.url(self._fence_key()))
+            )
         except ValidationError as exc:
             raise Corrupt(f"{self.store.url(self._fence_key())}: not a fence") from exc
         return fence.placement, fence.attempt
@@ -360,11 +363,6 @@ class CheckpointStore:
 def shard_name(placement: int, attempt: int, rank: int) -> str:
     """File name of one rank's shard; names of different attempts never meet."""
     return f"p{placement:04d}-a{attempt:04d}-rank{rank:05d}.safetensors"
-
-
-def digest(data: bytes | memoryview) -> str:
-    """xxh3_128 as manifests hold it: 32 hex digits."""
-    return xxhash.xxh3_128_hexdigest(data)
 
 
 def _folder(step: int) -> str:

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
 from storage.checkpoint import MANIFEST_NAME, CheckpointStore, StepState
 from storage.errors import NotFound
+from storage.leases import is_read
 from storage.listing import StepObjects, group_steps, read_manifest
 from storage.objects import ObjectInfo
 from storage.policy import RetentionPolicy
@@ -143,6 +144,8 @@ def take_listing(checkpoints: CheckpointStore) -> Listing:
 def decide(listing: Listing, *, rules: Rules, in_use: InUse, now_s: float) -> list[Removal]:
     """What to delete and why: retention first, then garbage, each from the oldest step on."""
     before_s = now_s - rules.garbage_after_s
+    leased = frozenset(s.step for s in listing.steps if is_read(s, now_s=now_s))
+    in_use = replace(in_use, reading=in_use.reading | leased)
     given_up = _given_up(listing.committed, rules.retention, in_use)
     removals: list[Removal] = []
     for step in listing.steps:

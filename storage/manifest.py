@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from storage.errors import Corrupt
+from storage.sealing import sealed, unsealed
 
 FORMAT_VERSION: Literal[1] = 1
 
@@ -128,18 +129,18 @@ class Manifest(Record):
         return sum(shard.size_bytes for shard in self.shards.values())
 
     def to_bytes(self) -> bytes:
-        """JSON, UTF-8."""
-        return self.model_dump_json().encode()
+        """JSON, UTF-8, with its own hash: readers trust it alone."""
+        return sealed(self.model_dump_json())
 
 
 def parse_manifest(data: bytes, *, url: str) -> Manifest:
     """Read back `Manifest.to_bytes`.
 
     Raises:
-        Corrupt: not a manifest, or of a format that this version does not know.
+        Corrupt: not a manifest as it was written, or of a format that is unknown here.
     """
     try:
-        document = json.loads(data)
+        document = json.loads(unsealed(data, url=url))
         return Manifest.model_validate(document)
     except ValidationError as exc:
         first = exc.errors(include_url=False, include_input=False)[0]

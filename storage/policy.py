@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from storage.checkpoint import CheckpointStore
+from storage.leases import read_now
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +168,15 @@ def apply_retention(
         protect: steps that are being read or are needed otherwise.
 
     Returns:
-        The deleted steps. The newest is never among them, nor are steps set aside.
+        The deleted steps. The newest is never among them, nor are steps set aside, nor what
+        somebody reads; a later retention deletes that.
     """
     steps = checkpoints.steps()
     kept = policy.keep(steps) | set(protect) | set(steps[-1:])
     given_up = [step for step in steps if step not in kept]
+    if given_up:
+        in_use = read_now(checkpoints)
+        given_up = [step for step in given_up if step not in in_use]
     for step in given_up:
         checkpoints.delete(step)
     return given_up

@@ -37,6 +37,7 @@ __all__ = ["AddressingStyle", "S3Options", "S3Store"]
 
 T = TypeVar("T")
 
+MAX_PUT_BYTES = 5 * 2**30  # S3 API reference, PutObject; OBS has the same limit
 MAX_PARTS = 10_000  # S3's limit for one multipart upload
 CLAIM_LIFETIME_REQUESTS = 2.5  # half of it must be longer than one request can take
 
@@ -61,20 +62,18 @@ class S3Store:
     def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
         """See `ObjectStore.put`."""
         view = memoryview(data).cast("B")
-        if view.nbytes <= self._options.part_size_bytes:
+        if if_absent:
+            # Whole, however large, up to S3's own limit: Ceph RGW, among others, ignores
+            # If-None-Match on CompleteMultipartUpload.
+            if view.nbytes > MAX_PUT_BYTES:
+                raise ValueError(
+                    f"if_absent with {view.nbytes} bytes: one request takes {MAX_PUT_BYTES}"
+                )
+            put = self._put_if_absent if self.has_conditional_put() else self._put_claimed
+            put(key, view)
+        elif view.nbytes <= self._options.part_size_bytes:
             at = self._at(key)
-            if not if_absent:
-                self._call(key, lambda _tries: self._client().put_object(**at, Body=Body(view)))
-            elif self.has_conditional_put():
-                self._put_if_absent(key, view)
-            else:
-                self._put_claimed(key, view)
-        elif if_absent:
-            # Ceph RGW, among others, ignores If-None-Match on CompleteMultipartUpload.
-            raise ValueError(
-                f"if_absent with {view.nbytes} bytes: only up to "
-                f"part_size_bytes={self._options.part_size_bytes} can be published conditionally"
-            )
+            self._call(key, lambda _tries: self._client().put_object(**at, Body=Body(view)))
         else:
             self._put_parts(key, view)
 

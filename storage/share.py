@@ -14,6 +14,7 @@ from pydantic import Field, JsonValue, NonNegativeInt, ValidationError
 from storage.checkpoint import CheckpointStore, shard_name
 from storage.errors import Corrupt
 from storage.manifest import Chunk, Manifest, Record, RunId, ShardRecord, TensorRecord
+from storage.sealing import sealed, unsealed
 
 RECORD_SUFFIX = ".json"
 
@@ -136,7 +137,7 @@ def merge(
 def put_record(checkpoints: CheckpointStore, written: WrittenShare) -> None:
     """Write the record of a share beside its shard."""
     key = _record_key(checkpoints, written.share.save_id, written.share.rank)
-    checkpoints.store.put(key, written.model_dump_json().encode())
+    checkpoints.store.put(key, sealed(written.model_dump_json()))
 
 
 def recorded_ranks(checkpoints: CheckpointStore, save: SaveId) -> set[int]:
@@ -158,14 +159,23 @@ def read_record(checkpoints: CheckpointStore, save: SaveId, rank: int) -> Writte
     """
     key = _record_key(checkpoints, save, rank)
     url = checkpoints.store.url(key)
-    try:
-        written = WrittenShare.model_validate(json.loads(checkpoints.store.get(key)))
-    except ValueError as exc:
-        raise Corrupt(f"{url}: not the record of a share") from exc
+    written = parse_record(checkpoints.store.get(key), url=url)
     share = written.share
     if (share.run_id, share.save_id, share.rank) != (checkpoints.run_id, save, rank):
         raise Corrupt(f"{url}: is of another share")
     return written
+
+
+def parse_record(data: bytes, *, url: str) -> WrittenShare:
+    """Read back what `put_record` writes.
+
+    Raises:
+        Corrupt: the object is not as it was written.
+    """
+    try:
+        return WrittenShare.model_validate(json.loads(unsealed(data, url=url)))
+    except ValueError as exc:
+        raise Corrupt(f"{url}: not the record of a share") from exc
 
 
 def delete_records(checkpoints: CheckpointStore, save: SaveId, ranks: Collection[int]) -> None:

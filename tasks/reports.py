@@ -12,6 +12,7 @@ from training.policy.notes import (
     AlertCleared,
     AlertRaised,
     AnyNote,
+    CheckpointDamaged,
     LastSave,
     PauseBegan,
     PauseEnded,
@@ -69,10 +70,13 @@ def note_text(note: AnyNote) -> str:
         case LastSave():
             saved = f"end-of-life checkpoint of step {note.step} by ranks {_ranks(note.ranks)}"
             return saved if note.step is not None else f"no end-of-life checkpoint: {note.why}"
-        case PauseBegan():
-            return f"pause {note.number}: every rank stands at step {note.step}"
-        case PauseEnded():
-            return f"pause {note.number} is over: training goes on from step {note.step}"
+        case PauseBegan() | PauseEnded():
+            stands = f": every rank stands at step {note.step}"
+            goes_on = f" is over: training goes on from step {note.step}"
+            return f"pause {note.number}{stands if isinstance(note, PauseBegan) else goes_on}"
+        case CheckpointDamaged():
+            done = "mended from a node" if note.is_mended else "set aside, the one before is taken"
+            return f"checkpoint of step {note.step} is damaged, {done}: {note.text}"
         case AlertRaised() | AlertCleared():
             told = f", {note.point}: {note.text}" if isinstance(note, AlertRaised) else " is over"
             return f"alert {note.number}{told}"

@@ -37,6 +37,7 @@ from training.policy.notes import (
     AlertCleared,
     AlertRaised,
     AnyNote,
+    CheckpointDamaged,
     PauseBegan,
     PauseEnded,
     RecoveryBegan,
@@ -290,6 +291,9 @@ class Supervision:
                 case PauseBegan() | PauseEnded():
                     stands = isinstance(note, PauseBegan)
                     self.reporter.event("pause", {"paused": stands, "step": note.step})
+                case CheckpointDamaged():
+                    facts = note.model_dump(mode="json", exclude={"kind", "number"})
+                    self.reporter.event("checkpoint_damaged", facts)
                 case AlertRaised():
                     self.reporter.event("alert", alert_facts(view, note))
                 case AlertCleared():

@@ -25,6 +25,7 @@ from storage.share import (
     WrittenShare,
     delete_records,
     merge,
+    parse_record,
     put_record,
     read_record,
     recorded_ranks,
@@ -218,8 +219,8 @@ def shares_on_disk(disk: CheckpointStore) -> list[WrittenShare]:
     for info in list(disk.store.list(f"runs/{disk.run_id}/checkpoints/")):
         if not info.key.endswith(".json"):
             continue
-        with suppress(StorageError, ValueError):
-            written = WrittenShare.model_validate_json(disk.store.get(info.key))
+        with suppress(StorageError):
+            written = parse_record(disk.store.get(info.key), url=info.key)
             share = written.share
             stat = disk.store.stat(disk.key(share.step, share.shard))
             if stat.size_bytes == written.record.size_bytes:

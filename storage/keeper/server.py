@@ -240,9 +240,15 @@ class Keeper:
             raise
 
     def _upload(self, slot: Slot, written: WrittenShare, task: Committing | None) -> None:
+        share = written.share
         try:
-            with slot.view() as view:
-                self._publisher.upload(written, view)
+            # A save under other names than the first ones may be of a step that is committed.
+            wanted = not share.first_file or self._publisher.may_commit(
+                share.step, share.save_id.owner
+            )
+            if wanted:
+                with slot.view() as view:
+                    self._publisher.upload(written, view)
         finally:
             self._slots.settle(slot)
         if task is not None:

@@ -1,4 +1,4 @@
-"""What the coordinator of an attempt notes: recoveries inside the processes, and pauses.
+"""What is noted of an attempt while it runs: recoveries, pauses, alerts, damaged checkpoints.
 
 The coordinator must not wait for the object store while training stands still, so it appends a
 JSON line to the attempt's live file (the one with the step records) before it acts; whoever
@@ -128,8 +128,33 @@ class AlertCleared(Note):
     kind: Literal["alert_cleared"] = "alert_cleared"
 
 
+class CheckpointDamaged(Note):
+    """A restore met a committed checkpoint that is not as published; written by the first rank.
+
+    `number` counts within the attempt.
+
+    Attributes:
+        step: of the checkpoint.
+        text: what is wrong with which file.
+        is_mended: whether a node that held the same bytes put them into the store again; else
+            the step was set aside, and the one before is taken.
+    """
+
+    kind: Literal["checkpoint_damaged"] = "checkpoint_damaged"
+    step: int
+    text: str
+    is_mended: bool
+
+
 AnyNote = Annotated[
-    RecoveryBegan | RecoveryEnded | LastSave | PauseBegan | PauseEnded | AlertRaised | AlertCleared,
+    RecoveryBegan
+    | RecoveryEnded
+    | LastSave
+    | PauseBegan
+    | PauseEnded
+    | AlertRaised
+    | AlertCleared
+    | CheckpointDamaged,
     Field(discriminator="kind"),
 ]
 
@@ -143,6 +168,7 @@ NOTE_KINDS = frozenset(
         "pause_ended",
         "alert_raised",
         "alert_cleared",
+        "checkpoint_damaged",
     }
 )
 

@@ -76,6 +76,7 @@ class Checkpointer:
         self._saver: TieredSaver | None = None
         self._is_prepared = False
         self._newest_saved: int | None = 0
+        self._generation = 0
         self.live = LiveState(training)
         self._restorer = Restorer(context, checkpoints, device, self._load, signs.waits)
 
@@ -94,11 +95,14 @@ class Checkpointer:
             return
         self._saver = saver
 
-    def forget(self) -> None:
+    def forget(self, generation: int) -> None:
         """Let go of what was agreed with the other ranks: some of them are new processes.
 
-        A save that was being copied is discarded; the next one prepares anew.
+        A save that was being copied is discarded; the next one prepares anew. After going back,
+        training comes by steps that it has saved: their files get names of this generation, or
+        they would be written over files that are published, or on their way.
         """
+        self._generation = generation
         self._is_prepared = False
         self._newest_saved = None
         if self._saver is not None:
@@ -144,7 +148,7 @@ class Checkpointer:
             return
         saver = self._new_saver(self._context.keeper, plans)
         saver.rank, saver.world_size = list(savers).index(self._context.rank), len(savers)
-        saver.first_file = self._context.world_size
+        saver.first_file += self._context.world_size
         saver.save(tensors, step, extra, announce=str(self._context.metrics_path))
         saver.client.settle(on_wait=self._signs.waits, timeout_s=timeout_s)
 
@@ -160,6 +164,7 @@ class Checkpointer:
             signs=self._signs,
             synchronize=partial(synchronize, self._device),
             pin=partial(pin, device=self._device),
+            first_file=2 * self._generation * self._context.world_size,
         )
 
     def save(self, step: int, *, attachments: dict[str, str] | None = None) -> bool:

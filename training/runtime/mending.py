@@ -223,7 +223,7 @@ class Mender:
         self._catch_up(stand, plan)
         if not is_ready:
             reset(self.training, self.generations)
-        self.checkpointer.forget()
+        self.checkpointer.forget(generation)
         if plan.mode is RepairMode.LAST_SAVE:
             self._save_and_end(stand, plan)
         # By everybody and at once: a link made inside a transfer between two would wait for the

@@ -6,6 +6,7 @@ optimizer steps.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from storage.keeper.client import KeeperClient
 from storage.local import LocalStore
 from storage.restoring import NodeRestore, NodeShares
 from storage.share import SaveId
+from training.policy.notes import CheckpointDamaged
 from training.runtime.context import WorkerContext
 
 # The tensors to fill, by name, for a checkpoint that holds what its manifest says.
@@ -57,6 +59,7 @@ class Restorer:
         self._on_wait = on_wait
         self._is_touched = False
         self.republishes = False
+        self._num_damaged = 0
 
     def restore(self) -> int:
         """Restore the newest step that the nodes or the store have whole.
@@ -149,7 +152,7 @@ class Restorer:
         """Load a committed checkpoint. Returns what is wrong with it, else None."""
         try:
             self._fill(partial(self._load_committed, manifest, nodes))
-        except Corrupt as exc:
+        except (Corrupt, NotFound) as exc:
             return str(exc)
         if nodes is not None:
             nodes.node.client.close()
@@ -188,11 +191,11 @@ class Restorer:
             nodes.node.refresh()
             names = [line.partition(" ")[0] for line in damaged]
             if nodes.repair(Manifest.model_validate_json(text), names):
-                self._tell(f"step {step} mended from the nodes: {told}")
+                self._note_damage(step, told, is_mended=True)
                 return
         if self._context.rank == 0:
             self._checkpoints.set_aside(step, told)
-            say(f"checkpoint of step {step} set aside: {told}")
+        self._note_damage(step, told, is_mended=False)
         from_first(lambda: None, self._device)  # the others look for the next one after that
 
     def _damaged_shards(self, manifest: Manifest) -> list[str]:
@@ -204,6 +207,25 @@ class Restorer:
         self._on_wait()
         told = gather_json([f"{d.file} {d.kind}: {d.detail}" for d in damages], self._device)
         return [line for of_rank in told for line in of_rank]
+
+    def _note_damage(self, step: int, text: str, *, is_mended: bool) -> None:
+        """Into the rank's log, and by the live file into the run's ledger."""
+        self._tell(f"checkpoint of step {step} {'mended' if is_mended else 'set aside'}: {text}")
+        if self._context.rank != 0:
+            return
+        self._num_damaged += 1
+        note = CheckpointDamaged(
+            at_s=time.time(),
+            number=self._num_damaged,
+            step=step,
+            text=text[:1000],
+            is_mended=is_mended,
+        )
+        try:
+            with self._context.metrics_path.open("a", encoding="utf-8") as file:
+                file.write(f"{note.model_dump_json()}\n")
+        except OSError as exc:
+            say(f"the damage is not on record: {exc}")
 
     def _tell(self, text: str) -> None:
         if self._context.rank == 0:

@@ -16,6 +16,8 @@ from storage.local import LocalStore
 from storage.safetensors_file import header_size_bytes
 from tests.unit.runtime.trainees import Place, Trainee, train, train_and_fail
 from tests.unit.storage.nodes import Cluster, Node, flip_bit
+from training.policy.notes import CheckpointDamaged
+from training.runtime.metrics import parse_live
 
 SAVES = (2, 4)
 
@@ -207,12 +209,62 @@ def test_a_damaged_shard_in_the_store_is_replaced_from_the_node_that_holds_it(be
     assert bench.checkpoints.states() == {2: StepState.COMMITTED, 4: StepState.COMMITTED}
 
 
-def test_a_damaged_shard_that_no_node_holds_sets_the_step_aside(bench):
+def flip(bench: Bench, key: str) -> None:
+    flip_bit(bench.store, key, 4000)
+
+
+def cut_off(bench: Bench, key: str) -> None:
+    bench.store.put(key, bench.store.get(key)[:-100])
+
+
+def empty(bench: Bench, key: str) -> None:
+    bench.store.put(key, b"")
+
+
+def delete(bench: Bench, key: str) -> None:
+    bench.store.delete(key)
+
+
+DAMAGES = [flip, cut_off, empty, delete]
+
+
+def damages_noted(bench: Bench) -> list[CheckpointDamaged]:
+    """What the newest attempt has told of damaged checkpoints."""
+    live = bench.cluster.folder / f"metrics-{bench.attempt}.jsonl"
+    notes = parse_live(live.read_text()).notes
+    return [note for note in notes if isinstance(note, CheckpointDamaged)]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_shard_that_no_node_holds_sets_the_step_aside(bench, damage):
     before = bench.train()
     lose_one_node(bench)
-    flip_bit(bench.store, bench.shard(4, 3), 4000)
+    shard = bench.shard(4, 3)
+    damage(bench, shard)
     assert agree(bench.train(until=2, saves=()), before, 2)
     assert bench.checkpoints.states() == {2: StepState.COMMITTED, 4: StepState.SET_ASIDE}
+    (note,) = damages_noted(bench)
+    assert (note.step, note.is_mended) == (4, False)
+    assert shard.rpartition("/")[2] in note.text
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_shard_that_a_node_holds_is_put_again_however_it_was_damaged(bench, damage):
+    before = bench.train()
+    lose_one_node(bench)
+    damage(bench, bench.shard(4, 1))
+    assert agree(bench.train(saves=()), before, 4)
+    assert bench.checkpoints.verify(4) == []
+    assert [(note.step, note.is_mended) for note in damages_noted(bench)] == [(4, True)]
+
+
+def test_a_manifest_that_is_damaged_by_one_bit_sets_the_step_aside(bench):
+    before = bench.train(keeps=False)
+    flip_bit(bench.store, bench.checkpoints.key(4, "manifest.json"), 4001)
+    assert agree(bench.train(until=2, saves=(), keeps=False), before, 2)
+    assert bench.checkpoints.states() == {2: StepState.COMMITTED, 4: StepState.SET_ASIDE}
+    (note,) = damages_noted(bench)
+    assert "xxh3_128" in note.text
 
 
 def test_a_step_that_was_set_aside_can_be_saved_again(bench):

@@ -182,3 +182,22 @@ def train_and_fail(rank: int, place: Place, until: int, saves: tuple[int, ...]) 
     except StorageError as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def train_and_save_again(rank: int, place: Place, step: int, between: str) -> tuple[Any, Any]:
+    """Save a step, go on, and save other weights as the same step, as after going back."""
+    trainee = Trainee(rank, sharded=place.sharded, seed=place.attempt)
+    checkpointer = place.checkpointer(trainee, rank, dist.get_world_size())
+    checkpointer.restore()
+    saved = []
+    for generation in (0, 2):
+        trainee.step()
+        if generation:
+            checkpointer.forget(generation)
+        saved.append(trainee.weights())
+        checkpointer.save(step)
+        if between == "settle":
+            checkpointer.settle(20)
+    checkpointer.settle(20)
+    dist.barrier()
+    return saved[0], saved[1]

@@ -22,6 +22,7 @@ from storage.errors import (
 from storage.local import LocalStore
 from storage.manifest import Manifest, parse_manifest
 from storage.s3 import S3Store
+from storage.sealing import sealed
 
 Commit = Callable[..., Manifest]
 ROOT = Path(__file__).parents[3]
@@ -142,7 +143,7 @@ def test_the_fence_only_moves_forward(checkpoints: CheckpointStore) -> None:
 
 
 def test_a_damaged_fence_lets_nobody_publish(checkpoints: CheckpointStore, commit: Commit) -> None:
-    checkpoints.store.put("runs/run-1/fence.json", b'{"placement": -1}')
+    checkpoints.store.put("runs/run-1/fence.json", sealed('{"placement":-1}'))
     with pytest.raises(Corrupt, match="not a fence"):
         commit(checkpoints, 10)
 
@@ -305,7 +306,8 @@ def test_what_is_no_manifest_is_told_on_one_line(data: bytes) -> None:
 def test_a_manifest_whose_chunks_do_not_cover_is_refused(
     checkpoints: CheckpointStore, commit: Commit
 ) -> None:
-    text = commit(checkpoints, 10).to_bytes().replace(b'"shape":[1]', b'"shape":[2]')
+    told = commit(checkpoints, 10).model_dump_json()
+    text = sealed(told.replace('"shape":[1]', '"shape":[2]'))
     with pytest.raises(Corrupt, match="1 elements of 2"):
         parse_manifest(text, url="u")
 

@@ -26,6 +26,7 @@ from storage.keeper.publish import Publisher, prune_disk, shares_on_disk
 from storage.keeper.server import UPLOAD_THREADS, Keeper
 from storage.keeper.slots import SlotState
 from storage.local import LocalStore
+from storage.sealing import sealed
 from tests.unit.storage.nodes import (
     RUN_ID,
     bytes_of,
@@ -388,7 +389,7 @@ def test_steps_of_a_save_that_was_overtaken_are_kept_with_the_one_that_is_restor
     later = share_of(20)
     bench.disk.store.put(bench.disk.key(20, later.shard), bytes_of(later))
     record = later.shard.replace(".safetensors", ".json")
-    bench.disk.store.put(bench.disk.key(20, record), written(later).model_dump_json().encode())
+    bench.disk.store.put(bench.disk.key(20, record), sealed(written(later).model_dump_json()))
     restarted.republish(later.save_id, owner=(1, 2), commit=True, announce=None)
     settle(restarted)
     assert bench.checkpoints.steps() == [20]

@@ -12,6 +12,7 @@ import pytest
 from botocore import exceptions as boto
 from botocore.exceptions import ClientError, ReadTimeoutError
 
+from storage import s3 as s3_module
 from storage.errors import (
     AccessDenied,
     NotFound,
@@ -116,8 +117,17 @@ def test_a_completed_upload_whose_answer_was_lost_is_a_success(
 
 
 def test_a_conditional_put_is_never_sent_in_parts(s3: S3Store) -> None:
-    with pytest.raises(ValueError, match="part_size_bytes=5242880"):
-        s3.put("shard", bytes(6 * MIB), if_absent=True)
+    s3.put("manifest", bytes(6 * MIB), if_absent=True)
+    assert s3.stat("manifest").size_bytes == 6 * MIB
+    assert "-" not in s3.stat("manifest").etag, "the mark of parts"
+    with pytest.raises(PreconditionFailed):
+        s3.put("manifest", bytes(7 * MIB), if_absent=True)
+
+
+def test_a_conditional_put_beyond_one_request_is_refused(s3, monkeypatch) -> None:
+    monkeypatch.setattr(s3_module, "MAX_PUT_BYTES", 3)
+    with pytest.raises(ValueError, match="if_absent with 4 bytes: one request takes 3"):
+        s3.put("manifest", b"four", if_absent=True)
 
 
 def test_listing_goes_through_all_pages(s3: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,75 @@
+"""Steps that somebody reads: retention leaves them until they are read.
+
+A reader keeps an object in the step's folder and writes it anew now and then; one that was
+killed is believed for `LEASE_S`. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from storage.checkpoint import CheckpointStore
+from storage.errors import StorageError
+from storage.listing import StepObjects, list_steps
+
+LEASE_S = 900.0
+RENEWALS = 4  # in the time for which a lease is good
+READER_PREFIX = "reading-"
+
+
+@contextmanager
+def reading(checkpoints: CheckpointStore, step: int) -> Iterator[None]:
+    """Have no retention delete `step` meanwhile.
+
+    To be entered before the manifest is read. A reader that may not write reads all the same,
+    and is told that nobody waits for it.
+    """
+    key = checkpoints.key(step, f"{READER_PREFIX}{uuid.uuid4().hex}.json")
+    document = json.dumps({"step": step, "read_at_s": checkpoints.clock()}).encode()
+    try:
+        checkpoints.store.put(key, document)
+    except StorageError as exc:
+        print(  # noqa: T201 the reader's terminal
+            f"perdure: step {step} may be deleted while it is read: {exc}", file=sys.stderr
+        )
+        yield
+        return
+    ended = threading.Event()
+
+    def renew() -> None:
+        while not ended.wait(LEASE_S / RENEWALS):
+            with suppress(StorageError):  # there are more renewals than it needs
+                checkpoints.store.put(key, document)
+
+    thread = threading.Thread(target=renew, name="perdure-lease", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        with suppress(StorageError):  # it ends by itself
+            checkpoints.store.delete(key)
+
+
+def read_now(checkpoints: CheckpointStore) -> frozenset[int]:
+    """The steps that somebody reads.
+
+    Raises:
+        StorageError: the store does not answer.
+    """
+    now_s = checkpoints.clock()
+    return frozenset(s.step for s in list_steps(checkpoints) if is_read(s, now_s=now_s))
+
+
+def is_read(step: StepObjects, *, now_s: float) -> bool:
+    """Whether a listing shows a reader of a step that has told of itself lately."""
+    return any(
+        name.startswith(READER_PREFIX) and now_s - info.modified_s < LEASE_S
+        for name, info in step.objects.items()
+    )
