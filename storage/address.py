@@ -16,7 +16,7 @@ from storage.errors import Corrupt, StorageError
 from storage.local import LocalStore
 from storage.objects import ObjectStore, check_key
 from storage.retry import Retry
-from storage.s3_options import AddressingStyle, S3Options
+from storage.s3_options import AddressingStyle, S3Options, revealed
 
 FILE_SCHEME = "file://"
 S3_SCHEME = "s3://"
@@ -115,9 +115,9 @@ def open_store(
         endpoint=spec.endpoint,
         region=spec.region,
         addressing_style=spec.addressing_style,
-        access_key=_revealed(credentials.access_key if credentials else None),
-        secret_key=_revealed(credentials.secret_key if credentials else None),
-        session_token=_revealed(credentials.session_token if credentials else None),
+        access_key=credentials.access_key if credentials else None,
+        secret_key=credentials.secret_key if credentials else None,
+        session_token=credentials.session_token if credentials else None,
         ca_bundle=spec.ca_bundle,
         connect_timeout_s=spec.connect_timeout_s,
         read_timeout_s=spec.read_timeout_s,
@@ -130,9 +130,9 @@ def worker_environment(credentials: Credentials | None) -> dict[str, str]:
     if credentials is None:
         return {}
     keys = {
-        "AWS_ACCESS_KEY_ID": _revealed(credentials.access_key),
-        "AWS_SECRET_ACCESS_KEY": _revealed(credentials.secret_key),
-        "AWS_SESSION_TOKEN": _revealed(credentials.session_token),
+        "AWS_ACCESS_KEY_ID": revealed(credentials.access_key),
+        "AWS_SECRET_ACCESS_KEY": revealed(credentials.secret_key),
+        "AWS_SESSION_TOKEN": revealed(credentials.session_token),
     }
     return {name: value for name, value in keys.items() if value is not None}
 
@@ -155,7 +155,3 @@ def check_reachable(store: ObjectStore, prefix: str) -> None:
         store.delete(key)
     except StorageError as exc:
         raise type(exc)(f"storage check: cannot {action}: {exc}") from exc
-
-
-def _revealed(secret: SecretStr | None) -> str | None:
-    return None if secret is None else secret.get_secret_value()

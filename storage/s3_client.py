@@ -15,7 +15,7 @@ from botocore.exceptions import IncompleteReadError, ReadTimeoutError, ResponseS
 from botocore.response import StreamingBody
 from urllib3.exceptions import HTTPError
 
-from storage.s3_options import S3Options
+from storage.s3_options import S3Options, revealed
 
 S3Client = Any  # boto3 generates its clients at run time
 
@@ -29,9 +29,9 @@ def connect(options: S3Options) -> S3Client:
         "s3",
         endpoint_url=options.endpoint,
         region_name=options.region,
-        aws_access_key_id=options.access_key,
-        aws_secret_access_key=options.secret_key,
-        aws_session_token=options.session_token,
+        aws_access_key_id=revealed(options.access_key),
+        aws_secret_access_key=revealed(options.secret_key),
+        aws_session_token=revealed(options.session_token),
         verify=options.ca_bundle,
         config=Config(
             s3={"addressing_style": options.addressing_style},

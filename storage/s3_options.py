@@ -5,8 +5,10 @@ Sizes are bytes, times seconds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
+
+from pydantic import SecretStr
 
 AddressingStyle = Literal["auto", "virtual", "path"]
 PART_SIZE_BYTES = 64 * 2**20
@@ -19,11 +21,16 @@ class S3Options:
     endpoint: str | None = None
     region: str | None = None
     addressing_style: AddressingStyle = "auto"
-    access_key: str | None = field(default=None, repr=False)
-    secret_key: str | None = field(default=None, repr=False)
-    session_token: str | None = field(default=None, repr=False)
+    access_key: SecretStr | None = None
+    secret_key: SecretStr | None = None
+    session_token: SecretStr | None = None
     ca_bundle: str | None = None
     connect_timeout_s: float = 10.0
     read_timeout_s: float = 60.0
     part_size_bytes: int = PART_SIZE_BYTES
     num_threads: int = 4
+
+
+def revealed(secret: SecretStr | None) -> str | None:
+    """A secret where it is handed over."""
+    return secret.get_secret_value() if secret is not None else None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import SecretStr
 
 from storage.local import LocalStore
 from storage.objects import ObjectStore
@@ -102,7 +103,8 @@ def open_s3(port: int, prefix: str, *, retry: Retry | None = None, **changes) ->
         "part_size_bytes": PART_SIZE_BYTES,
         **changes,
     }
-    store = S3Store(BUCKET, prefix, options=S3Options(**options), retry=retry)
+    secrets = {name: SecretStr(options[name]) for name in ("access_key", "secret_key")}
+    store = S3Store(BUCKET, prefix, options=S3Options(**options | secrets), retry=retry)
     # A client takes longer to make than most tests to run, and all of one server are alike.
     store._connection = CONNECTIONS.get(store._options)
     store._client()

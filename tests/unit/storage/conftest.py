@@ -10,6 +10,7 @@ from threading import Lock, Thread
 
 import pytest
 from moto.server import ThreadedMotoServer
+from pydantic import SecretStr
 
 from storage.checkpoint import CheckpointStore, shard_name
 from storage.local import LocalStore
@@ -201,7 +202,7 @@ def _options(endpoint: str) -> S3Options:
         endpoint=endpoint,
         region="us-east-1",
         addressing_style="path",
-        access_key="key",
-        secret_key="secret",
+        access_key=SecretStr("key"),
+        secret_key=SecretStr("secret"),
         part_size_bytes=PART_SIZE_BYTES,
     )

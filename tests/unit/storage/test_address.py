@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 
 from storage.address import (
     Credentials,
@@ -98,7 +98,7 @@ def test_addresses_open_their_store(tmp_path: Path) -> None:
     assert isinstance(s3, S3Store)
     assert s3.url("c") == "s3://bucket/a/b/c"
     assert s3.local_path("c") is None
-    assert s3._options.secret_key == "KEY-SECRET"
+    assert s3._options.secret_key == SecretStr("KEY-SECRET")
 
 
 def test_the_keys_of_a_spec_open_a_real_bucket(s3: S3Store, moto_endpoint: str) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import traceback
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 from botocore import exceptions as boto
 from botocore.exceptions import ClientError, ReadTimeoutError
+from pydantic import SecretStr
 
 from storage import s3 as s3_module
 from storage.errors import (
@@ -384,7 +385,9 @@ def test_keys_never_reach_an_error_or_its_traceback(
         store.get("a")
     text = "".join(traceback.format_exception(raised.value))
     assert "SECRET" not in text
-    assert "SECRET" not in repr(S3Options(access_key="SECRET", secret_key="SECRET"))
+    secret = SecretStr("SECRET")
+    options = S3Options(access_key=secret, secret_key=secret, session_token=secret)
+    assert "SECRET" not in f"{options} {options!r} {asdict(options)}"
 
 
 def test_every_error_is_one_line(faulty: Any, faulty_store: S3Store) -> None:
