@@ -88,6 +88,8 @@ def test_the_last_row_takes_every_type_and_no_type_is_unreachable():
          FaultClass.DATALOADER_ERROR),
         ("ValueError: x", ["/w/train.py", "/lib/accelerate/utils/launch.py"],
          FaultClass.LAUNCH_MISCONFIGURED),
+        ("RuntimeError: x", ["/w/train.py", "/lib/torch/nn/utils/clip_grad.py"],
+         FaultClass.USER_CODE_ERROR),
         ("EOFError", ["/lib/python3.11/multiprocessing/connection.py"],
          FaultClass.DATALOADER_ERROR),
         ("ConnectionError: x", ["/lib/requests/adapters.py"], FaultClass.STORAGE_ERROR),
