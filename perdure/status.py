@@ -162,6 +162,7 @@ def _facts(
         "loss": last.loss if last is not None else None,
         "last_step_age_s": round(now_s - last.at_s, 1) if last is not None else None,
         "isolated": list(history.isolated),
+        "sub_healthy": len(history.sub_healthy),
         "pause_wanted": is_pause_wanted(run.store, job.run_id),
         "pause": pause.began.model_dump(include={"at_s", "step"}) if pause is not None else None,
         "attempts": [asdict(row) for row in attempt_rows(history)],
@@ -248,6 +249,11 @@ def notices(document: dict[str, Any]) -> list[str]:
     lines = []
     if document["state"] == "running" and not document["supervised"]:
         lines.append("nobody supervises it; `perdure run` with its job file takes it up again")
+    if document["sub_healthy"]:
+        lines.append(
+            f"sub-healthy: links broke {document['sub_healthy']} times under collectives, which "
+            "were done again; look at the network between its nodes"
+        )
     if document["pause"] is not None:
         lines.append(f"paused at step {document['pause']['step']}{_how_on(document)}")
     elif document["pause_wanted"]:

@@ -22,6 +22,8 @@ from training.policy.notes import (
 from training.runtime.metrics import StepRecord
 from training.supervisor.report import RECOVERING, outcome_of
 
+SUB_HEALTHY_TEXT = " The job is sub-healthy: the same link may break again."
+
 
 def fault_report(
     placement: int,
@@ -147,7 +149,8 @@ def _outcome(view: AttemptView, mending: Mending) -> str:
         ("state from a replica", _ranks(ended.repaired) or "none"),
     )
     told = "".join(f"| {name} | {value} |\n" for name, value in rows)
-    return f"**Mended** after {ended.duration_s:.2f} s.\n\n| | |\n|---|---|\n{told}"
+    mark = SUB_HEALTHY_TEXT if mending.left_sub_healthy else ""
+    return f"**Mended** after {ended.duration_s:.2f} s.{mark}\n\n| | |\n|---|---|\n{told}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

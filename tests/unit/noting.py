@@ -11,6 +11,7 @@ from training.policy.notes import (
     AlertCleared,
     AlertRaised,
     AnyNote,
+    CheckpointDamaged,
     LastSave,
     PauseBegan,
     PauseEnded,
@@ -60,6 +61,7 @@ CRASH_FAILED = Ended(
 SAVED = LastSave(at_s=32.0, number=3, step=40, ranks=(0, 2))
 STANDS = PauseBegan(at_s=20.0, number=4, step=20)
 GOES_ON = PauseEnded(at_s=25.0, number=4, step=20)
+DAMAGED = CheckpointDamaged(at_s=1.0, number=1, step=40, text="rank 3's file", is_mended=False)
 HOT = AlertRaised(
     at_s=40.0, number=1, point=HealthPoint.MEMORY_HIGH, text="memory at 98 %", value=98.0,
     limit=95.0, node="node-1", device=3, step=20,

@@ -13,6 +13,7 @@ from tasks.reports import fault_report, note_text, progress_text, recovery_repor
 from tests.unit.noting import (
     CRASH_BEGAN,
     CRASH_FAILED,
+    DAMAGED,
     GOES_ON,
     LINK_BEGAN,
     LINK_MENDED,
@@ -23,6 +24,7 @@ from tests.unit.noting import (
 from training.policy.faults import Fault, FaultClass, RecoverableBy
 from training.policy.ladder import Decision, Rung
 from training.runtime.metrics import StepRecord
+from training.supervisor.report import story_rows
 
 
 @pytest.fixture
@@ -158,7 +160,23 @@ def test_the_report_of_a_recovery_that_failed_says_why():
     assert "**Failed**: the attempt ended first." in report_of(CRASH_BEGAN, ended=True)
 
 
+def test_links_that_were_made_anew_leave_the_job_sub_healthy():
+    began = LINK_BEGAN.model_copy(update={"rung": Rung.OPERATOR_RETRY, "sub_healthy": True})
+    assert "The job is sub-healthy" in report_of(began, LINK_MENDED)
+    assert "sub-healthy" not in report_of(LINK_BEGAN, LINK_MENDED)
+    failed = LINK_MENDED.model_copy(update={"succeeded": False, "why": "too late"})
+    assert "sub-healthy" not in report_of(began, failed)
+    history = told(began, LINK_MENDED)
+    assert [m.began.number for m in history.sub_healthy] == [1]
+    assert [row.outcome for row in story_rows(history)][1:] == ["mended, sub-healthy"]
+    assert told(began, failed).sub_healthy == []
+
+
 LINES = {
+    DAMAGED: "checkpoint of step 40 is damaged, set aside, the one before is taken: rank 3's file",
+    DAMAGED.model_copy(
+        update={"is_mended": True}
+    ): "checkpoint of step 40 is damaged, mended from a node: rank 3's file",
     LINK_BEGAN: "recovery 1, generation 1: link_down at rank 3 on node-1: EI0006 -> step_retry",
     LINK_MENDED: "recovery 1: training goes on from step 14 after 0.62 s, 0 steps done again",
     CRASH_FAILED: "recovery 2 failed: no replica of rank 1",

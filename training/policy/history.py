@@ -184,6 +184,14 @@ class RunHistory:
         return last
 
     @property
+    def sub_healthy(self) -> list[Mending]:
+        """Recoveries that left the job of the newest placement sub-healthy, oldest first."""
+        if not self.placements or self.ended is not None:
+            return []
+        views = self.attempts_in(self.placements[-1].placement)
+        return [m for view in views for m in view.mendings if m.left_sub_healthy]
+
+    @property
     def pause(self) -> Pause | None:
         """The pause that the run is in, None while it trains or nothing of it lives."""
         view = self.open_attempt

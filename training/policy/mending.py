@@ -39,6 +39,11 @@ class Mending:
         """Whether training went on."""
         return self.ended is not None and self.ended.succeeded
 
+    @property
+    def left_sub_healthy(self) -> bool:
+        """Whether training went on with what may break again: links that were made anew."""
+        return self.succeeded and self.began.sub_healthy
+
 
 @dataclass(frozen=True, slots=True)
 class Pause:

@@ -21,6 +21,7 @@ from training.runtime.metrics import StepRecord
 
 RECOVERING = "recovering"
 MENDED = "mended"
+SUB_HEALTHY = "mended, sub-healthy"
 NOT_MENDED = "not mended"
 OPEN = "open"
 PAST = "past"
@@ -114,7 +115,7 @@ def _mending_rows(view: AttemptView) -> list[AttemptRow]:
 def outcome_of(view: AttemptView, mending: Mending) -> str:
     """How a recovery inside the processes of an attempt went, in a word or two."""
     if mending.succeeded:
-        return MENDED
+        return SUB_HEALTHY if mending.left_sub_healthy else MENDED
     return RECOVERING if mending.ended is None and view.ended is None else NOT_MENDED
 
 
