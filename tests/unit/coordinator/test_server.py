@@ -16,6 +16,8 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
+from storage.local import LocalStore
+from training.coordinator.actions import NormAccepted
 from training.coordinator.config import CoordinatorConfig, MetricsAddress, metrics_file
 from training.coordinator.server import Coordinator
 from training.membership import AgentJoined, CoordinatorAddress, NodeSampled, dump_line
@@ -139,3 +141,17 @@ def test_a_port_that_is_taken_is_a_warning_and_no_end(tmp_path, capfd):
             line.sendall(dump_line(joined))
         assert not metrics_file(tmp_path).exists()
         served.close()
+
+
+@pytest.mark.parametrize("before", [None, b'{"3": [90.0, 91.0]}', b"not json"])
+def test_an_abnormal_step_that_was_accepted_is_added_to_the_runs_list(served, before):
+    store = LocalStore(served.folder / "store")
+    key = "runs/run-1/abnormal_global_norm.json"
+    if before is not None:
+        store.put(key, before)
+    Coordinator(served.config)._carry_out(NormAccepted(step=7, norms=(1e9, 1e9)))
+    if before == b"not json":
+        assert store.get(key) == before, "what cannot be read is not written over"
+        return
+    earlier = {"3": [90.0, 91.0]} if before is not None else {}
+    assert json.loads(store.get(key)) == {**earlier, "7": [1e9, 1e9]}
