@@ -32,7 +32,7 @@ from training.runtime.groups import default_group
 from training.runtime.reset import reset
 from training.runtime.snapshot import Snapshots
 from training.runtime.step import MicroBatch, Step, Training
-from training.runtime.transfer import receive_header, receive_tensors, send_state
+from training.runtime.transfer import local_part, receive_header, receive_tensors, send_state
 from training.runtime.troubles import Seen, look_at
 
 
@@ -244,7 +244,8 @@ class Mender:
         state = self.training.optimizer.state.values()
         tensors = [*chain(*parts), *(v for one in state for v in one.values())]
         self.healing.clean(
-            [one for one in tensors if isinstance(one, Tensor)], is_damaged=stand.is_dirty
+            [local_part(one) for one in tensors if isinstance(one, Tensor)],
+            is_damaged=stand.is_dirty,
         )
 
     def _catch_up(self, stand: Stand, plan: RepairPlan) -> None:

@@ -29,8 +29,8 @@ class CheckpointSpec(Section):
     every_epochs: int | None = Field(None, ge=1, description="save at the end of every Nth epoch")
     every_s: float | None = Field(None, gt=0, description="save after this many seconds")
     mtbf_s: float | None = Field(
-        None, gt=0, description="mean seconds between failures: save at the Young/Daly interval, "
-        "from the measured cost of a save"
+        None, gt=0, description="mean seconds between failures that is expected: save at the "
+        "Young/Daly interval, from the measured cost of a save and what the run has lived through"
     )  # fmt: skip
     host_memory: bool = Field(
         True, description="saves go to memory that the node agent keeps, and from there to the "

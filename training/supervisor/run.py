@@ -28,6 +28,7 @@ from training.environment import variables_of
 from training.errors import AgentUnreachable, EngineError
 from training.job import Job
 from training.ledger import Identity, Ledger
+from training.policy.failure_rate import measured_mtbf_s
 from training.policy.faults import Fault
 from training.policy.history import AttemptView, RunHistory
 from training.policy.ladder import RESTARTS_IN_PLACE, Decision
@@ -318,10 +319,18 @@ class Run:
             grace_s=job.engine.grace_s,
             log_path=job.log_path,
             variables=variables_of(job),
-            job=job.model_dump_json(),
+            job=self._job_of_workers().model_dump_json(),
             data_manifest_key=data_manifest_key,
             past=tuple(self.past_recoveries()),
         )
+
+    def _job_of_workers(self) -> Job:
+        """The job with the failure rate that this run has shown."""
+        job = self.job
+        if job.checkpoint.mtbf_s is None:
+            return job
+        measured = {"mtbf_s": measured_mtbf_s(job.checkpoint.mtbf_s, self.history)}
+        return job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update=measured)})
 
     def _on_progress(
         self,
