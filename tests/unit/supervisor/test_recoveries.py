@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from storage.local import LocalStore
 from tests.unit.supervisor.cluster import Cluster, ClusterRun, supervise
 from training.control import read_control, write_control
+from training.job import parse_job
 from training.policy.fault_record import FaultRecord
 from training.policy.faults import Fault, FaultClass
 from training.policy.ladder import Recovery, Rung
@@ -168,3 +171,18 @@ def test_there_is_nothing_to_look_at_where_no_attempt_lives(supervisor, cluster)
     run = supervisor()
     supervise(run)
     assert run.onlooker() is None
+
+
+def test_workers_are_told_the_failure_rate_that_the_run_has_shown(
+    job, tmp_path, cluster, impatient
+):
+    expecting = job.checkpoint.model_copy(update={"mtbf_s": 1000.0})
+    cluster.live[1, 1] = lines(BEGAN, FAILED)
+    run = ClusterRun(job.model_copy(update={"checkpoint": expecting}), home=tmp_path)
+    run.cluster = cluster
+    supervise(run)
+    told = [parse_job(json.loads(order.job)).checkpoint.mtbf_s for order in cluster.orders]
+    assert told[0] == 1000.0
+    assert told[1] == pytest.approx(500.0, abs=5.0), "one failure in no time at all"
+    assert run.history.job is not None
+    assert run.history.job["checkpoint"]["mtbf_s"] == 1000.0, "the job stays what it was"
