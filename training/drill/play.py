@@ -125,8 +125,9 @@ class Play:
         kept = kept_steps(run.store, job.run_id)
         try:
             manifest = run.checkpoints.manifest(job.steps)
-            # Names begin with the attempt, which is not part of the state.
-            shards = {n.rpartition("-")[2]: one.xxh3_128 for n, one in manifest.shards.items()}
+            # In the order of ranks: which attempt and generation a name tells is not the state's.
+            files = sorted(manifest.shards.items())
+            shards = {f"rank{rank}": one.xxh3_128 for rank, (_, one) in enumerate(files)}
         except StorageError:
             shards = {}  # it did not come so far
         left = LocalRun(self.home, job.run_id).processes()

@@ -1,0 +1,43 @@
+"""`perdure drill` as a person or a script runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.process.harness import REPO
+
+pytestmark = [pytest.mark.process, pytest.mark.alone]
+
+
+def drill(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "perdure", "drill", *arguments],
+        env={**os.environ, "PYTHONPATH": str(REPO)},
+        capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.long
+def test_a_drill_tells_a_script_what_it_did_and_what_came_of_it(tmp_path):
+    done = drill("replace-rank", "--json", "--home", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    (told,) = json.loads(done.stdout)
+    assert told["name"] == "replace-rank"
+    assert told["rungs"] == ["process_replace"]
+    assert 0 < told["detected_s"] < 10
+    assert 0 < told["recovered_s"] < 60
+    assert (told["steps_lost"], told["left_over"]) == (0, 0)
+    assert (told["curve_equal"], told["as_expected"]) == (True, True)
+    assert "logs and ledgers of the drills" in done.stderr
+
+
+def test_a_drill_that_there_is_not_is_told_with_those_that_there_are():
+    done = drill("no-such-drill")
+    assert done.returncode == 2
+    assert "no-such-drill" in done.stderr
+    assert "replace-rank" in done.stderr
