@@ -68,6 +68,29 @@ def copy_out(*, by_torch: bool) -> Contender:
     return _copying(by_torch=by_torch, out=True)
 
 
+def hashing(update: Callable[[], Callable[[memoryview], object]]) -> Contender:
+    """The hash of every tensor's bytes, one after the other.
+
+    Args:
+        update: begins a hash; gives what takes the next bytes in.
+    """
+
+    @contextmanager
+    def contender(setting: Setting) -> Iterator[Action]:
+        views = [place.numpy().data for _, place in Buffer(setting).places()]
+
+        def run() -> float:
+            began_s = time.perf_counter()
+            take = update()
+            for view in views:
+                take(view)
+            return time.perf_counter() - began_s
+
+        yield Action(run)
+
+    return contender
+
+
 def _copying(*, by_torch: bool, out: bool) -> Contender:
     @contextmanager
     def contender(setting: Setting) -> Iterator[Action]:

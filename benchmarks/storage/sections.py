@@ -6,9 +6,12 @@ peers. Times are seconds, sizes bytes.
 
 from __future__ import annotations
 
+import hashlib
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import xxhash
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from benchmarks.storage import ours, peers, raw
@@ -66,6 +69,17 @@ SECTIONS: Mapping[str, Section] = {
             "async_save, process, cached": peers.async_save(_PROCESS, cached=True),
         },
         limit=1.3,
+    ),
+    "hash": Section(
+        "hash of a shard: what manifests hold, and what else they could",
+        raw.hashing(lambda: xxhash.xxh3_128().update),
+        {
+            "crc32": raw.hashing(lambda: zlib.crc32),
+            "blake2b": raw.hashing(lambda: hashlib.blake2b().update),
+            "sha256": raw.hashing(lambda: hashlib.sha256().update),
+        },
+        {},
+        limit=1.0,
     ),
     "save": Section(
         "save to the store, from handing over to committed",
