@@ -62,6 +62,7 @@ class TroubleSeen(Said):
     at_s: float
     code: str | None = None
     grad_norm: float | None = Field(None, description="of the step, where it was agreed on")
+    culprit: int | None = Field(None, description="rank whose own loss made the step abnormal")
     is_finite: bool = True
     link: int | None = Field(
         None, description="which links of the generation broke, where they may be made anew"

@@ -30,15 +30,16 @@ from training.supervisor.watch import Progress
 pytestmark = [pytest.mark.process, pytest.mark.alone]
 
 DDP, HSDP, FSDP2 = ParallelKind.DDP, ParallelKind.HSDP, ParallelKind.FSDP2
-KILL, UCE, HCCE, LINK = (
+KILL, UCE, HCCE, LINK, NOT_A_NUMBER = (
     DrillKind.KILL,
     DrillKind.DEVICE_MEMORY,
     DrillKind.COLLECTIVE,
     DrillKind.LINK,
+    DrillKind.NOT_A_NUMBER,
 )
 RETRY, REPLACE = (Rung.STEP_RETRY,), (Rung.PROCESS_REPLACE,)
 IN_PLACE = Rung.IN_PLACE_RESTART
-STEPS = 54
+STEPS = 66
 PACE_S = 0.03  # a save has to reach the store between two faults, or budgets are used up
 SLOW_S = 0.1  # for wishes, which are looked for every other second
 CHANGES: Mapping[str, Mapping[str, Any]] = {
@@ -92,6 +93,17 @@ COURSES: Mapping[ParallelKind, Sequence[Fault]] = {
             (*_made(49, DrillKind.GRADIENT, 2), *_made(49, HCCE, 0, at=DrillPoint.RECOVERY)),
             RETRY * 2,
         ),
+        Fault(
+            "a death while an abnormal gradient is mended",
+            # Of step 54, back to the snapshot of step 52: the recovery goes on with step 53.
+            (*_made(55, DrillKind.GRADIENT, 3), *_made(53, KILL, 1, at=DrillPoint.RECOVERY)),
+            (*RETRY, *REPLACE),
+        ),
+        Fault(
+            "a loss that is no number twice",
+            _made(61, NOT_A_NUMBER, 2, times=2),
+            (*RETRY, *REPLACE),
+        ),
     ),
     HSDP: (
         Fault("damaged device memory", _made(6, UCE, 2, at=DrillPoint.HALF_APPLIED), RETRY),
@@ -104,6 +116,11 @@ COURSES: Mapping[ParallelKind, Sequence[Fault]] = {
             (IN_PLACE,),
         ),
         Fault("two deaths in one step", _made(35, KILL, 2, times=2), (*REPLACE, IN_PLACE)),
+        Fault(
+            "the death of rank 0 while an abnormal gradient is mended",
+            (*_made(47, DrillKind.GRADIENT, 3), *_made(45, KILL, 0, at=DrillPoint.RECOVERY)),
+            (*RETRY, *REPLACE),
+        ),
     ),
     FSDP2: (
         Fault("a failed collective", _made(6, HCCE, 1), RETRY),
@@ -192,8 +209,8 @@ def test_a_fault_is_mended_by_the_cheapest_rung_that_answers_it(bench, kind, fau
         if from_s <= one.began.fault.at_s < until_s and one.ended is not None and one.succeeded
         for rank in one.ended.replaced
     }
-    killed = {one.rank for one in fault.made if one.kind is KILL}
-    assert replaced == (killed if Rung.PROCESS_REPLACE in fault.rungs else set())
+    to_blame = {one.rank for one in fault.made if one.kind in (KILL, NOT_A_NUMBER)}
+    assert replaced == (to_blame if Rung.PROCESS_REPLACE in fault.rungs else set())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -208,6 +225,18 @@ def test_survivors_save_the_last_completed_step_and_the_next_attempt_goes_on_exa
     assert first.last_save.step is None, "the state of a rank and its replica is gone"
     assert second.last_save is not None
     assert (second.last_save.step, third.from_step) == (34, 34)
+
+
+def test_a_death_while_an_abnormal_step_is_accepted_changes_nothing_of_it(bench):
+    twice = _made(23, DrillKind.GRADIENT, 3, times=2)
+    cut = _made(24, KILL, 1, at=DrillPoint.RECOVERY)  # it is accepted, and step 24 comes next
+    alone = bench.play("accepted", DDP, faults=twice)
+    disturbed = bench.play("accepted-cut", DDP, faults=(*twice, *cut))
+    assert [len(disturbed.fired_s[number]) for number in range(2)] == [2, 1]
+    assert [one.rung for one in recovered(alone.history)] == [*RETRY, *RETRY]
+    assert [one.rung for one in recovered(disturbed.history)] == [*RETRY, *RETRY, *REPLACE]
+    assert differences(disturbed.curve, alone.curve) == []
+    assert disturbed.state == alone.state
 
 
 class Caller:

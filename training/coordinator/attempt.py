@@ -12,10 +12,16 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from training.coordinator.actions import Action, NormAccepted, Outbox, ToAgent, ToRank
-from training.coordinator.judge import Judge, device_of, fault_of_end, fault_of_trouble
+from training.coordinator.judge import (
+    Judge,
+    device_of,
+    fault_of_end,
+    fault_of_trouble,
+    rank_at_fault,
+)
 from training.coordinator.pauses import Pauses
 from training.coordinator.ranks import Ranks
-from training.coordinator.recoveries import Recoveries, last_save_of, mode_of
+from training.coordinator.recoveries import Recoveries, last_save_of, mode_after, mode_of
 from training.membership import (
     GiveUp,
     LastSaved,
@@ -53,6 +59,7 @@ class Stage(StrEnum):
     ENDING = "ending"
 
 
+_HOLDS = frozenset({Stage.GATHERING, Stage.SAVING, Stage.GIVEN_UP})  # no plan to train by
 _RECOVERABLE = frozenset({Stage.TRAINING, Stage.GATHERING, Stage.REPAIRING, Stage.RELINKING})
 
 
@@ -84,7 +91,8 @@ class Attempt:
     _ranks: Ranks = field(default_factory=Ranks)
     _early: list[tuple[int, TroubleSeen]] = field(default_factory=list)
     _reports: dict[int, RankReport] = field(default_factory=dict)
-    _mode: RepairMode = RepairMode.TRAIN
+    _mode: RepairMode = RepairMode.TRAIN  # of the newest generation, until all ranks train in it
+    _accepted: int | None = None  # newest abnormal step that is taken as it is
     _plan: RepairPlan | None = None
     _suspected: tuple[float, int, TroubleSeen] | None = None
     _deadline_s: float | None = None
@@ -125,7 +133,7 @@ class Attempt:
 
     def trains(self, rank: int, generation: int, step: int, *, now_s: float) -> None:
         """A rank is in its loop, in a generation."""
-        if generation != self.generation or self.stage in (Stage.GIVEN_UP, Stage.SAVING):
+        if generation != self.generation or self.stage in _HOLDS:
             return
         self.step = max(self.step, step) if self.stage is Stage.STARTING else step
         self._ranks.training.add(rank)
@@ -274,10 +282,15 @@ class Attempt:
         return set(range(self.world_size))
 
     def _answer_trouble(self, rank: int, seen: TroubleSeen, *, now_s: float) -> None:
-        node, device = self.nodes.get(rank), device_of(rank, self.nodes)
-        fault = fault_of_trouble(seen, rank=rank, node=node, device=device)
-        if seen.trouble is Trouble.NUMERIC and seen.grad_norm is not None:
-            self._norms.setdefault(seen.step + 1, []).append(seen.grad_norm)
+        blamed = rank_at_fault(seen, told_by=rank)
+        node = self.nodes.get(blamed) if blamed is not None else None
+        device = device_of(blamed, self.nodes)
+        fault = fault_of_trouble(seen, rank=blamed, node=node, device=device)
+        if seen.trouble is Trouble.NUMERIC:
+            # All ranks took part in its vote: they train, whether or not all have told so yet.
+            self._mode = RepairMode.TRAIN
+            if seen.grad_norm is not None:
+                self._norms.setdefault(seen.step + 1, []).append(seen.grad_norm)
         # Without a number the rank has left its step, and waits for a generation.
         can_relink = seen.link is not None
         self._answer(fault, now_s=now_s, is_finite=seen.is_finite, can_relink=can_relink)
@@ -303,6 +316,8 @@ class Attempt:
         if decision.rung not in IN_PROCESS:
             self._end_processes(decision, now_s=now_s)
             return
+        if decision.accept_abnormal and fault.step is not None:
+            self._accepted = fault.step + 1
         self.judge.began(fault, decision.rung)
         replaced = self._recoveries.begin(fault, decision, generation=self.generation, now_s=now_s)
         if decision.rung is Rung.OPERATOR_RETRY:
@@ -326,7 +341,8 @@ class Attempt:
         """Begin a generation: whoever lives reports, whoever is replaced is started."""
         self.generation += 1
         self._link = 0
-        self.stage, self._mode, self._plan = Stage.GATHERING, mode, None
+        self._mode = mode_after(self._mode, mode)
+        self.stage, self._plan = Stage.GATHERING, None
         self._reports.clear()
         self._ranks.training.clear()
         self._suspected = None
@@ -342,7 +358,7 @@ class Attempt:
         reports = [r for rank, r in self._reports.items() if rank in self._expected()]
         self._locate(reports)
         try:
-            plan = plan_repair(reports, self.groups, mode=self._mode)
+            plan = plan_repair(reports, self.groups, mode=self._mode, accepted=self._accepted)
         except Unmendable as exc:
             self._fail(str(exc), now_s=now_s)
             return
@@ -396,6 +412,7 @@ class Attempt:
 
     def _all_train(self, *, now_s: float) -> None:
         self._deadline_s = None
+        self._mode = RepairMode.TRAIN
         if self.stage is Stage.STARTING:
             self.stage = Stage.TRAINING
             for rank, seen in self._early:
@@ -414,6 +431,10 @@ class Attempt:
         """A rung above the processes is to answer: save first what can be saved."""
         self._close_recoveries(decision.reason, now_s=now_s)
         self._why = decision.reason
+        if decision.end_of_life_checkpoint and self._mode is RepairMode.ROLL_BACK:
+            # Some ranks have gone back and some not, one perhaps halfway.
+            self._save_failed("the ranks were going back to a snapshot", now_s=now_s)
+            return
         if decision.end_of_life_checkpoint and self._ranks.survivors:
             self._announce(RepairMode.LAST_SAVE, now_s=now_s, replaced=())
             self._deadline_s = now_s + min(self.repair_limit_s, self.save_limit_s)

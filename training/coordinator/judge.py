@@ -118,8 +118,13 @@ def _is_older(recovery: Recovery, step: int) -> bool:
     return recovery.fault.step is None or recovery.fault.step < step
 
 
+def rank_at_fault(seen: TroubleSeen, *, told_by: int) -> int | None:
+    """Whom a trouble is about: an abnormal step is seen by all ranks, and seldom made by one."""
+    return seen.culprit if seen.trouble is Trouble.NUMERIC else told_by
+
+
 def fault_of_trouble(
-    seen: TroubleSeen, *, rank: int, node: str | None, device: int | None
+    seen: TroubleSeen, *, rank: int | None, node: str | None, device: int | None
 ) -> Fault:
     """The fault that a living worker reports."""
     return Fault(
@@ -164,13 +169,13 @@ def _exit_text(code: int) -> str:
     return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
 
 
-def device_of(rank: int, nodes: Mapping[int, str]) -> int | None:
+def device_of(rank: int | None, nodes: Mapping[int, str]) -> int | None:
     """Which device of its node a rank computes on, None where nobody has told.
 
     Args:
-        rank: global rank.
+        rank: global rank, None for none in particular.
         nodes: by rank, its node.
     """
-    if rank not in nodes:
+    if rank is None or rank not in nodes:
         return None
     return sorted(one for one, node in nodes.items() if node == nodes[rank]).index(rank)

@@ -83,7 +83,9 @@ class Recoveries:
         """
         found = []
         for one in self._open:
-            if one.replaced and one.fault.step != step:
+            # An abnormal step was told with its number; since then ranks may have gone back.
+            is_told = one.fault.fault_class is FaultClass.NUMERIC_ANOMALY
+            if one.replaced and not is_told and one.fault.step != step:
                 was, one.fault = one.fault, replace(one.fault, step=step)
                 found.append((was, one.fault))
         return found
@@ -121,9 +123,26 @@ class Recoveries:
                     repaired=tuple(sorted(moved - replaced)),
                     steps_lost=steps_lost(reports, plan) if plan is not None else 0,
                     duration_s=now_s - one.fault.at_s,
+                    cut_short=why_not is not None and one is not self._open[-1],
                 )
             )
         self._open.clear()
+
+
+def mode_after(unfinished: RepairMode, wanted: RepairMode) -> RepairMode:
+    """What a generation is for that begins before all ranks train in the one before.
+
+    Whoever went back to a snapshot, or accepted a gradient, has another state than those who
+    have not yet: what was decided is carried out by all. Only the end of the processes comes
+    before it.
+
+    Args:
+        unfinished: what the generation before was for; TRAIN when all ranks train.
+        wanted: what the fault asks for that cut it short.
+    """
+    if wanted is RepairMode.LAST_SAVE or unfinished is RepairMode.TRAIN:
+        return wanted
+    return unfinished
 
 
 def mode_of(decision: Decision, fault: Fault) -> RepairMode:

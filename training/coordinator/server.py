@@ -81,7 +81,7 @@ class Coordinator:
             restart.policy(operator_retry=self._job.comm.link_retry),
             frozenset(config.supported),
             [
-                Recovery(fault_of(one.fault), one.rung, one.progressed, one.failed)
+                Recovery(fault_of(one.fault), one.rung, one.progressed, one.failed, one.cut_short)
                 for one in config.past
             ],
         )

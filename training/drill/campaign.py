@@ -57,6 +57,7 @@ POINTS: Mapping[DrillKind, tuple[DrillPoint, ...]] = {
     DrillKind.COLLECTIVE: (*_BEFORE_THE_OPTIMIZER, DrillPoint.SAVE, DrillPoint.RECOVERY),
     DrillKind.LINK: _ANYWHERE,
     DrillKind.GRADIENT: (DrillPoint.BACKWARD,),
+    DrillKind.NOT_A_NUMBER: (DrillPoint.BACKWARD,),
     DrillKind.EXCEPTION: _BEFORE_THE_OPTIMIZER,
 }
 # How often each is drawn; what takes a run many seconds to come back from, seldom.
@@ -66,6 +67,7 @@ _WEIGHTS: Mapping[DrillKind | Victim, int] = {
     DrillKind.COLLECTIVE: 10,
     DrillKind.LINK: 8,
     DrillKind.GRADIENT: 4,
+    DrillKind.NOT_A_NUMBER: 2,
     DrillKind.STOP: 1,
     DrillKind.EXCEPTION: 1,
     Victim.RANK: 4,

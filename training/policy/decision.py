@@ -64,12 +64,15 @@ class Recovery:
         progressed: whether a new step was committed after it.
         failed: whether the rung itself could not be carried out (no spare, no container, no
             replica to repair from).
+        cut_short: whether another fault came before the rung was carried out, and the processes
+            ended over it.
     """
 
     fault: Fault
     rung: Rung
     progressed: bool
     failed: bool = False
+    cut_short: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -265,7 +265,9 @@ def _numeric_retries(case: Case) -> Sequence[Recovery]:
 
 
 def _process_refusal(case: Case) -> str | None:
-    allowed = case.policy.process_replace
+    is_numeric = case.fault.fault_class is FaultClass.NUMERIC_ANOMALY
+    # Its new process goes back to a snapshot with the others: without the retry there is none.
+    allowed = case.policy.process_replace and (case.policy.numeric_retry or not is_numeric)
     if allowed and case.survivors and case.fault.rank is None:
         return "no rank is to blame"
     return _in_process_refusal(Rung.PROCESS_REPLACE, case, allowed=allowed)

@@ -223,6 +223,7 @@ class RunHistory:
                     one.began.rung,
                     progressed=later or self._progress_within(view, one),
                     failed=_came_to_grief(view, one),
+                    cut_short=one.ended is not None and one.ended.cut_short,
                 )
                 for one in view.mendings
             ]

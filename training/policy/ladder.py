@@ -126,11 +126,12 @@ def _saves_first(rung: Rung, case: Case) -> bool:
 
 
 def _row_without_progress(history: Sequence[Recovery]) -> Sequence[Recovery]:
-    """The tail of `history` after the last recovery that was followed by progress."""
+    """What was tried after the last recovery that was followed by progress."""
     for index in range(len(history) - 1, -1, -1):
         if history[index].progressed:
-            return history[index + 1 :]
-    return history
+            history = history[index + 1 :]
+            break
+    return [past for past in history if not past.cut_short]
 
 
 def _reason(rung: Rung, case: Case, skipped: Sequence[tuple[Rung, str]]) -> str:

@@ -60,6 +60,7 @@ class RecoveryEnded(Note):
         repaired: ranks whose state came from a replica.
         steps_lost: completed steps that are done again.
         duration_s: from the notice of the fault to the first rank that trains again.
+        cut_short: another fault came before it was carried out.
     """
 
     kind: Literal["recovery_ended"] = "recovery_ended"
@@ -71,6 +72,7 @@ class RecoveryEnded(Note):
     repaired: tuple[int, ...] = ()
     steps_lost: int = 0
     duration_s: float = 0.0
+    cut_short: bool = False
 
 
 class LastSave(Note):
@@ -181,6 +183,7 @@ class PastRecovery(BaseModel):
         rung: what was done.
         progressed: whether a new step was committed after it.
         failed: whether the rung itself could not be carried out.
+        cut_short: whether another fault came before it was.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -189,3 +192,4 @@ class PastRecovery(BaseModel):
     rung: Rung
     progressed: bool
     failed: bool = False
+    cut_short: bool = False

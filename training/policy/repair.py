@@ -47,6 +47,7 @@ class Vote(_Told):
         stop: some rank was asked to end.
         save: the first rank wants a checkpoint.
         pause: some rank was asked to pause.
+        culprit: the one rank whose own loss is abnormal, None where none is or several are.
     """
 
     step: int
@@ -55,6 +56,7 @@ class Vote(_Told):
     stop: bool = False
     save: bool = False
     pause: bool = False
+    culprit: int | None = None
 
 
 class RankReport(_Told):
@@ -109,7 +111,8 @@ class RepairPlan(_Told):
         step: completed steps that all of them have afterwards.
         applies: ranks that apply the gradient they hold.
         moves: states that are copied.
-        rolls_back: every rank takes its snapshot of `step`.
+        rolls_back: every rank that no state is copied to takes its snapshot of `step`; only
+            then are states copied.
         vote: of `step`, for the record of it, None when nobody knows it.
         pending: what is to be done before the next step, by name.
         savers: LAST_SAVE: who saves, one rank per replica group.
@@ -134,6 +137,7 @@ def plan_repair(
     groups: Sequence[Sequence[int]],
     *,
     mode: RepairMode = RepairMode.TRAIN,
+    accepted: int | None = None,
 ) -> RepairPlan:
     """Decide what every rank does.
 
@@ -141,12 +145,14 @@ def plan_repair(
         reports: of every living rank; of all ranks unless the mode is LAST_SAVE.
         groups: ranks that hold the same state, every rank in one of them.
         mode: what the generation is for.
+        accepted: ACCEPT: the step whose gradient is applied. Some ranks may have done so
+            already, in a generation that was cut short.
 
     Raises:
         Unmendable: says what is missing.
     """
     if mode is RepairMode.ROLL_BACK:
-        return _roll_back(reports)
+        return _roll_back(reports, groups)
     if not reports:
         raise Unmendable("no rank lives any more")
     clean = [report for report in reports if report.is_clean]
@@ -154,7 +160,8 @@ def plan_repair(
         raise Unmendable("no rank has a state that can be trusted")
     step = max(report.reachable_step for report in clean)
     if mode is RepairMode.ACCEPT:
-        step = max(report.step for report in clean) + 1
+        assert accepted is not None  # noqa: S101 the decision is about a step
+        step = max(step, accepted)
     able = {report.rank for report in clean if report.can_be_at(step)}
     applies = tuple(sorted(r.rank for r in clean if r.rank in able and r.step < step))
     vote = next((vote for r in clean for vote in r.votes if vote.step == step), None)
@@ -172,11 +179,24 @@ def plan_repair(
     )
 
 
-def _roll_back(reports: Sequence[RankReport]) -> RepairPlan:
-    steps = {report.snapshot_step for report in reports}
-    if len(steps) != 1 or None in steps or not all(report.is_clean for report in reports):
+def _roll_back(reports: Sequence[RankReport], groups: Sequence[Sequence[int]]) -> RepairPlan:
+    """To the newest snapshot that some rank of every group has; the others get it from there."""
+    keepers: dict[int, set[int]] = {}
+    for report in reports:
+        if report.is_clean and report.snapshot_step is not None:
+            keepers.setdefault(report.snapshot_step, set()).add(report.rank)
+    whole = [step for step, ranks in keepers.items() if all(ranks & set(one) for one in groups)]
+    if not whole:
         raise Unmendable("the ranks have no snapshot of one step")
-    return RepairPlan(mode=RepairMode.ROLL_BACK, step=int(steps.pop() or 0), rolls_back=True)
+    step = max(whole)
+    return RepairPlan(
+        mode=RepairMode.ROLL_BACK,
+        step=step,
+        moves=_moves(
+            [r.rank for r in reports if r.rank not in keepers[step]], keepers[step], groups
+        ),
+        rolls_back=True,
+    )
 
 
 def _moves(

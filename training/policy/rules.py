@@ -110,6 +110,17 @@ RULES: Mapping[str, Rule] = {
         "climbed.",
         _MINDSPORE,
     ),
+    "an_abnormal_step_that_cannot_be_accepted_costs_the_process_that_made_it": Rule(
+        "TRE: no number once more, or abnormal after it was accepted: `process_replace` of the "
+        "one rank whose own loss is abnormal; its state comes from a replica that went back to "
+        "the snapshot.",
+        _OURS,
+    ),
+    "a_retry_that_another_fault_cut_short_was_not_made": Rule(
+        "What was begun and not carried out, because another fault came first and ended the "
+        "processes, is as if it had never been tried.",
+        _OURS,
+    ),
     "re_execution_of_abnormal_steps_and_data_skipping_exclude_each_other": Rule(
         "`numeric_retry` with `data_skipping` is a configuration error.", _MINDSPORE
     ),

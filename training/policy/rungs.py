@@ -80,7 +80,8 @@ _NOT_THE_NODE = (Rung.IN_PLACE_RESTART, Rung.JOB_RESCHEDULE, Rung.STOP)
 
 # Rungs inside the processes answer what they can mend. One process that died is replaced; a
 # link or collective that failed leaves the state whole, so the step is executed again; a
-# program's own exception is never retried there. A device that is lost is not met again by a
+# program's own exception is never retried there. An abnormal step that came again and cannot be
+# accepted may be one process's doing. A device that is lost is not met again by a
 # process on the same node: its ladder begins with another node.
 LADDER: Mapping[FaultClass, tuple[Rung, ...]] = {
     FaultClass.DEVICE_MEMORY_ERROR: (Rung.STEP_RETRY, Rung.PROCESS_REPLACE, *_HEAL),
@@ -96,7 +97,7 @@ LADDER: Mapping[FaultClass, tuple[Rung, ...]] = {
     FaultClass.STORAGE_ERROR: _NOT_THE_NODE,
     FaultClass.CHECKPOINT_CORRUPT: _NOT_THE_NODE,
     FaultClass.DATALOADER_ERROR: _NOT_THE_NODE,
-    FaultClass.NUMERIC_ANOMALY: (Rung.STEP_RETRY, *_NOT_THE_NODE),
+    FaultClass.NUMERIC_ANOMALY: (Rung.STEP_RETRY, Rung.PROCESS_REPLACE, *_NOT_THE_NODE),
     FaultClass.NATIVE_CRASH: (Rung.PROCESS_REPLACE, *_HEAL),
     FaultClass.PREEMPTED: (Rung.JOB_RESCHEDULE, Rung.STOP),
     FaultClass.USER_CODE_ERROR: (Rung.STOP,),

@@ -9,11 +9,12 @@ it on the spot. Both are written before the fault, with its time.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -27,7 +28,10 @@ from training.runtime.generations import Generations
 from training.runtime.links import shut_down
 from training.specs.drill import DrillFault, DrillKind, DrillPoint
 
-ABNORMAL_FACTOR = 1e4
+LOSS_FACTOR: Mapping[DrillKind, float] = {
+    DrillKind.GRADIENT: 1e4,
+    DrillKind.NOT_A_NUMBER: math.nan,
+}
 
 
 class Drill:
@@ -73,7 +77,7 @@ class Drill:
             RuntimeError: as the runtime would.
         """
         for number, fault in self._own:
-            is_here = fault.kind is not DrillKind.GRADIENT and fault.point == point
+            is_here = fault.kind not in LOSS_FACTOR and fault.point == point
             # Nobody knows which step the next recovery comes in.
             is_due = fault.step <= step if point == DrillPoint.RECOVERY else fault.step == step
             if is_here and is_due and self._fires(number, fault):
@@ -82,9 +86,9 @@ class Drill:
     def loss_factor(self, step: int) -> float:
         """What the loss of a step is multiplied with."""
         for number, fault in self._own:
-            is_due = fault.kind is DrillKind.GRADIENT and fault.step == step
+            is_due = fault.kind in LOSS_FACTOR and fault.step == step
             if is_due and self._fires(number, fault):
-                return ABNORMAL_FACTOR
+                return LOSS_FACTOR[fault.kind]
         return 1.0
 
     def _fires(self, number: int, fault: DrillFault) -> bool:
@@ -112,7 +116,7 @@ class Drill:
                 self._break_links()
             case DrillKind.EXCEPTION:
                 raise ValueError("a drill's error of the program")
-            case DrillKind.GRADIENT:
+            case DrillKind.GRADIENT | DrillKind.NOT_A_NUMBER:
                 pass  # loss_factor() has it
 
     def _damage(self) -> None:

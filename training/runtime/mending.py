@@ -175,8 +175,7 @@ class Mender:
         flying = stand.in_flight
         vote = flying.vote if flying is not None else None
         finite = vote is None or (math.isfinite(vote.loss) and math.isfinite(vote.grad_norm))
-        norm = vote.grad_norm if vote is not None else None
-        self._say(seen, stand.step, is_finite=finite, grad_norm=norm)
+        self._say(seen, stand.step, is_finite=finite, vote=vote)
 
     def _stumbled(self, error: BaseException, stand: Stand) -> None:
         """A fault inside the recovery: somebody tells the coordinator, and it begins anew."""
@@ -187,9 +186,7 @@ class Mender:
         if self.generations.announced <= self.generations.current:
             self._say(Seen(Trouble.REPAIR, seen.text, seen.code), stand.step, is_finite=True)
 
-    def _say(
-        self, seen: Seen, step: int, *, is_finite: bool, grad_norm: float | None = None
-    ) -> None:
+    def _say(self, seen: Seen, step: int, *, is_finite: bool, vote: Vote | None = None) -> None:
         assert seen.trouble is not None  # noqa: S101 callers look
         self.contact.say(
             TroubleSeen(
@@ -199,7 +196,8 @@ class Mender:
                 step=step,
                 at_s=time.time(),
                 code=seen.code,
-                grad_norm=grad_norm,
+                grad_norm=vote.grad_norm if vote is not None else None,
+                culprit=vote.culprit if vote is not None else None,
                 is_finite=is_finite,
             )
         )
@@ -229,9 +227,9 @@ class Mender:
         # By everybody and at once: a link made inside a transfer between two would wait for the
         # others, who wait in their next collective.
         default_group().connect()
-        self._exchange(stand, plan)
         if plan.rolls_back:
             self._roll_back(stand, plan)
+        self._exchange(stand, plan)
         self.generations.check()
         stand.vote = plan.vote
         stand.pending = plan.pending
@@ -277,6 +275,9 @@ class Mender:
                 stand.is_fresh = False
 
     def _roll_back(self, stand: Stand, plan: RepairPlan) -> None:
+        """Take this rank's own snapshot, unless it gets another one's."""
+        if any(move.target == self.rank for move in plan.moves):
+            return
         assert self.snapshots is not None  # noqa: S101 the plan follows from what was reported
         kept = self.snapshots.extra
         self.checkpointer.live.adopt(kept, self.snapshots.restore)

@@ -256,10 +256,11 @@ class Step:
         flags = torch.tensor(
             [float(wishes.stop), float(wishes.save), float(wishes.pause)], device=self._device
         )
-        vote = torch.cat([self._loss_sum.float().reshape(1), flags])
+        own_loss = self._loss_sum.float().reshape(1)
+        vote = torch.cat([own_loss, flags, self._blame(own_loss)])
         began_ns = time.monotonic_ns()
         dist.all_reduce(vote)
-        loss_sum, stop, save, pause = vote.tolist()
+        loss_sum, stop, save, pause, num_culprits, culprits = vote.tolist()
         self._heartbeat.voted(time.monotonic_ns() - began_ns)
         return Vote(
             step=self.number,
@@ -268,7 +269,18 @@ class Step:
             stop=stop > 0,
             save=save > 0,
             pause=pause > 0,
+            culprit=int(culprits) if num_culprits == 1 else None,
         )
+
+    def _blame(self, own_loss: Tensor) -> Tensor:
+        """This rank's part in how many ranks have an abnormal loss, and in the sum of them.
+
+        The loss is looked at where it is: a look from the host would wait for the device.
+        """
+        is_abnormal = ~own_loss.isfinite()
+        if self._limits.loss is not None:
+            is_abnormal |= own_loss > self._limits.loss
+        return is_abnormal * torch.tensor([1.0, float(dist.get_rank())], device=self._device)
 
 
 def _norm_value(norm: Tensor) -> float:

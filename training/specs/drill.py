@@ -18,6 +18,7 @@ class DrillKind(StrEnum):
     COLLECTIVE = "collective"  # the runtime says that a collective failed
     LINK = "link"  # the rank's connections to the others are broken
     GRADIENT = "gradient"  # the rank's loss is multiplied, and the gradient norm with it
+    NOT_A_NUMBER = "not_a_number"  # the rank's loss is none, and so is the gradient of all
     EXCEPTION = "exception"  # the program raises an error of its own
 
 

@@ -28,6 +28,7 @@ def past_recoveries(recoveries: Iterable[Recovery]) -> list[PastRecovery]:
             rung=one.rung,
             progressed=one.progressed,
             failed=one.failed,
+            cut_short=one.cut_short,
         )
         for one in list(recoveries)[-NUM_PAST:]
     ]

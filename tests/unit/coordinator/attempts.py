@@ -180,6 +180,11 @@ class Played:
                     self._reply(action.rank, action.message)
             self.collect()
 
+    def overtakes(self) -> None:
+        """Whatever comes now comes before what was told and not answered yet."""
+        self.collect()
+        self._answered = len(self.actions)
+
     def starts(self, rank: int) -> None:
         """A new process has connected."""
         self.ranks[rank] = Rank(RankReport(rank=rank, step=0, is_fresh=True), generation=0)

@@ -103,6 +103,7 @@ FAULTS: st.SearchStrategy[Event] = st.one_of(
         STEPS,
         is_finite=st.booleans(),
         link=st.sampled_from([None, 0, 1]),
+        culprit=st.sampled_from([None, 0, 2]),
     ),
 )
 ANSWERS: st.SearchStrategy[Event] = st.one_of(

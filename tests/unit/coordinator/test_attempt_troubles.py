@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from tests.unit.coordinator.attempts import HSDP, LINK_LIMIT_S, REPAIR_LIMIT_S, STEP, Played
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.unit.coordinator.attempts import (
+    ALONE,
+    HSDP,
+    LINK_LIMIT_S,
+    REPAIR_LIMIT_S,
+    STEP,
+    Played,
+)
 from training.coordinator.actions import NormAccepted
 from training.coordinator.attempt import LINK_SETTLE_S, Stage
 from training.coordinator.ranks import END_NOTICE_S
-from training.membership import NewGeneration, Relink, Relinked, Trouble
+from training.membership import NewGeneration, Plan, Relink, Relinked, Said, Trouble
 from training.policy.ladder import Policy, Rung
-from training.policy.repair import RepairMode, StepPhase
+from training.policy.repair import Move, RepairMode, StepPhase
 
 # Operator retry.
 
@@ -139,18 +151,11 @@ def test_damage_that_comes_back_at_the_same_step_gets_a_new_process():
 TRE = Policy(numeric_retry=True)
 
 
-def abnormal(played: Played, *, is_finite: bool = True, grad_norm: float | None = None) -> None:
+def abnormal(played: Played, **changes: Any) -> None:
     """Every rank sees the same step come out abnormal."""
     generation = played.attempt.generation
     for rank in range(4):
-        played.sees(
-            rank,
-            Trouble.NUMERIC,
-            step=STEP,
-            is_finite=is_finite,
-            grad_norm=grad_norm,
-            generation=generation,
-        )
+        played.sees(rank, Trouble.NUMERIC, step=STEP, generation=generation, **changes)
 
 
 def test_an_abnormal_step_is_done_again_from_the_snapshot_and_accepted_the_second_time():
@@ -202,13 +207,154 @@ def test_a_step_that_is_not_finite_is_never_accepted():
     assert "step_retry: the last one failed" in played.given_up()[0]
 
 
+def without_snapshot(played: Played, rank: int) -> None:
+    own = played.ranks[rank]
+    own.report = own.report.model_copy(update={"snapshot_step": None})
+
+
 def test_ranks_without_a_common_snapshot_do_not_roll_back():
-    played = Played.of(policy=TRE)
-    played.ranks[1].report = played.ranks[1].report.model_copy(update={"snapshot_step": 4})
+    played = Played.of(ALONE, policy=TRE)
+    without_snapshot(played, 1)
     abnormal(played)
     played.answer()
     assert played.ended()[0].why == "the ranks have no snapshot of one step"
     assert played.stage() is Stage.GIVEN_UP
+
+
+def test_a_rank_without_the_snapshot_gets_it_from_its_replica():
+    played = Played.of(HSDP, policy=TRE)
+    without_snapshot(played, 1)
+    abnormal(played)
+    played.answer()
+    (ended,) = played.ended()
+    assert (ended.succeeded, ended.repaired, ended.step) == (True, (1,), STEP - 2)
+
+
+def test_a_loss_that_is_no_number_twice_costs_the_process_that_made_it():
+    played = Played.of(HSDP, policy=TRE)
+    for _ in range(2):
+        abnormal(played, is_finite=False, culprit=2)
+        played.answer()
+    assert played.rungs() == [Rung.STEP_RETRY, Rung.PROCESS_REPLACE]
+    assert played.began()[1].fault.rank == 2
+    assert (played.replaced(), played.stage()) == ([2], Stage.TRAINING)
+    assert (played.plan().mode, played.plan().step) == (RepairMode.ROLL_BACK, STEP - 2)
+    assert played.plan().moves == (Move(source=0, target=2),)
+    abnormal(played, is_finite=False, culprit=2)
+    assert played.stage() is Stage.GIVEN_UP
+
+
+# Abnormal steps whose recovery another fault cuts short.
+
+
+def collective_fails(played: Played) -> None:
+    played.sees(1, Trouble.COLLECTIVE, step=STEP)
+
+
+def rank_dies(played: Played) -> None:
+    played.dies(2)
+
+
+def is_plan(message: Said) -> bool:
+    return isinstance(message, Plan)
+
+
+def cut_short(played: Played, stage: Stage, fault: Callable[[Played], None]) -> None:
+    """A fault comes before all ranks have told how they stand, or have done what was planned."""
+    if stage is Stage.GATHERING:
+        played.answer(silent={3})
+    else:
+        played.answer(until=is_plan)
+        played.ranks[0].carry_out(played.plan())
+    assert played.stage() is stage
+    played.overtakes()
+    fault(played)
+    played.answer()
+
+
+CUTS = pytest.mark.parametrize(
+    ("stage", "fault"),
+    [
+        (stage, fault)
+        for stage in (Stage.GATHERING, Stage.REPAIRING)
+        for fault in (collective_fails, rank_dies)
+    ],
+)
+
+
+@CUTS
+def test_a_roll_back_that_another_fault_cuts_short_is_carried_out_by_all_ranks(stage, fault):
+    played = Played.of(policy=TRE)
+    abnormal(played)
+    cut_short(played, stage, fault)
+    assert (played.plan().mode, played.plan().step) == (RepairMode.ROLL_BACK, STEP - 2)
+    moves = (Move(source=0, target=2),) if fault is rank_dies else ()
+    assert (played.plan().rolls_back, played.plan().moves) == (True, moves)
+    assert played.stage() is Stage.TRAINING
+    assert [(note.succeeded, note.cut_short) for note in played.ended()] == [(True, False)] * 2
+
+
+@CUTS
+def test_a_retry_that_was_cut_short_and_made_in_the_end_counts_once(stage, fault):
+    played = Played.of(policy=TRE)
+    abnormal(played)
+    cut_short(played, stage, fault)
+    accept_second_time(played)
+    assert played.began()[-1].accept_abnormal
+    assert played.plan().mode is RepairMode.ACCEPT
+    assert played.stage() is Stage.TRAINING
+
+
+@CUTS
+def test_an_acceptance_that_another_fault_cuts_short_is_carried_out_by_all_ranks(stage, fault):
+    played = Played.of(policy=TRE)
+    abnormal(played)
+    played.answer()
+    played.stand_at(STEP, StepPhase.PREPARED)
+    abnormal(played)
+    cut_short(played, stage, fault)
+    assert (played.plan().mode, played.plan().step) == (RepairMode.ACCEPT, STEP + 1)
+    assert played.stage() is Stage.TRAINING
+    assert [rank.report.step for rank in played.ranks.values()] == [STEP + 1] * 4
+
+
+@CUTS
+def test_what_comes_after_a_roll_back_is_mended_where_it_is(stage, fault):
+    played = Played.of(policy=TRE)
+    abnormal(played)
+    cut_short(played, stage, fault)
+    played.stand_at(STEP + 1, StepPhase.RUN)
+    played.attempt.stepped(STEP + 1)
+    played.dies(3)
+    played.answer()
+    assert (played.plan().mode, played.plan().step) == (RepairMode.TRAIN, STEP + 1)
+
+
+def test_a_step_that_comes_out_abnormal_proves_that_all_ranks_train():
+    played = Played.of(policy=TRE)
+    abnormal(played)
+    played.answer(until=is_plan)
+    for rank in range(3):  # the word of the last one takes longer
+        played.trains(rank, step=STEP - 2)
+    played.stand_at(STEP, StepPhase.PREPARED)
+    played.overtakes()
+    abnormal(played)
+    played.answer()
+    assert (played.plan().mode, played.plan().step) == (RepairMode.ACCEPT, STEP + 1)
+    assert played.stage() is Stage.TRAINING
+
+
+def test_a_roll_back_that_comes_to_nothing_leaves_nothing_to_save_and_was_not_tried():
+    played = Played.of(HSDP, policy=TRE)
+    abnormal(played)
+    played.answer(silent={3})
+    played.dies(0)
+    played.dies(2)
+    played.answer()
+    assert played.stage() is Stage.GIVEN_UP
+    assert played.last_save().why == "the ranks were going back to a snapshot"
+    told = [(note.succeeded, note.cut_short) for note in played.ended()]
+    assert told == [(False, True), (False, True), (False, False)]
 
 
 def test_a_rank_that_has_left_its_step_needs_a_generation_and_no_new_links():

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from training.coordinator.judge import CLASS_OF, Judge, device_of, fault_of_end, fault_of_trouble
+from training.coordinator.judge import (
+    CLASS_OF,
+    Judge,
+    device_of,
+    fault_of_end,
+    fault_of_trouble,
+    rank_at_fault,
+)
 from training.diagnosis.exits import EXIT_ABOVE_PROCESS, EXIT_RESTART_ME
 from training.membership import Trouble, TroubleSeen, WorkerEnded
 from training.policy.faults import Fault, FaultClass
@@ -96,8 +103,17 @@ def test_a_step_that_is_abnormal_again_is_accepted_if_its_numbers_are_any():
     judge.began(abnormal(), Rung.STEP_RETRY)
     assert judge.decide(abnormal(), now_s=101.0).accept_abnormal
     refused = judge.decide(abnormal(), now_s=101.0, is_finite=False)
-    assert (refused.rung, refused.accept_abnormal) == (IN_PLACE, False)
+    assert (refused.rung, refused.accept_abnormal) == (REPLACE, False)
     assert not judge.decide(abnormal(), now_s=101.0).accept_abnormal, "and never again"
+
+
+def test_an_abnormal_step_is_about_the_rank_that_made_it_alone():
+    seen = TroubleSeen(generation=1, trouble=Trouble.NUMERIC, text="x", step=7, at_s=100.0)
+    assert rank_at_fault(seen, told_by=2) is None
+    assert rank_at_fault(seen.model_copy(update={"culprit": 0}), told_by=2) == 0
+    for trouble in set(Trouble) - {Trouble.NUMERIC}:
+        other = seen.model_copy(update={"trouble": trouble, "culprit": 0})
+        assert rank_at_fault(other, told_by=2) == 2
 
 
 def test_a_recovery_that_failed_is_not_tried_again():
@@ -128,3 +144,4 @@ def test_a_device_is_the_place_of_a_rank_among_those_of_its_node():
     nodes = {0: "a", 2: "a", 1: "b", 3: "b"}
     assert [device_of(rank, nodes) for rank in range(4)] == [0, 0, 1, 1]
     assert device_of(9, nodes) is None
+    assert device_of(None, nodes) is None

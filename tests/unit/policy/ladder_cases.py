@@ -138,9 +138,9 @@ class Asked:
 
     @property
     def row(self) -> tuple[Recovery, ...]:
-        """Recoveries since the last progress."""
+        """Recoveries since the last progress, but for those that were cut short."""
         last = max((i for i, past in enumerate(self.history) if past.progressed), default=-1)
-        return self.history[last + 1 :]
+        return tuple(past for past in self.history[last + 1 :] if not past.cut_short)
 
 
 def ask(met: Fault, history: tuple[Recovery, ...], **words: Any) -> Asked:
@@ -185,6 +185,7 @@ def any_question(draw: st.DrawFn) -> Asked:
         st.sampled_from(Rung),
         st.sampled_from([False, False, True]),
         failed=st.sampled_from([False, False, True]),
+        cut_short=st.sampled_from([False, False, True]),
     )
     return ask(
         draw(st.sampled_from(pool)),

@@ -245,6 +245,21 @@ def asks_twice_at_most(asked: Asked) -> bool:
     return not in_step or not before
 
 
+def replaces_only_whoever_is_to_blame(asked: Asked) -> bool:
+    decision, met = asked.decision, asked.fault
+    if met.fault_class != "numeric_anomaly" or decision.rung is not Rung.PROCESS_REPLACE:
+        return True
+    tried = any(text.startswith("step_retry: ") for text in decision.skipped)
+    return tried and asked.policy.numeric_retry and met.rank is not None
+
+
+def counts_nothing_that_was_cut_short(asked: Asked) -> bool:
+    carried_out = tuple(p for p in asked.history if p.progressed or not p.cut_short)
+    # A chip's codes are counted whatever became of the recoveries.
+    coded = is_chip_code(asked.fault.code)
+    return coded or asked.again(history=carried_out) == asked.decision
+
+
 def keeps_the_policies_apart(asked: Asked) -> bool:
     return not (asked.policy.numeric_retry and asked.policy.data_skipping)
 
@@ -348,6 +363,10 @@ INVARIANTS: Mapping[str, Callable[[Asked], bool]] = {
         re_executes_only_when_asked_to
     ),
     "the_same_step_abnormal_again_is_accepted_and_never_retried_a_third_time": asks_twice_at_most,
+    "an_abnormal_step_that_cannot_be_accepted_costs_the_process_that_made_it": (
+        replaces_only_whoever_is_to_blame
+    ),
+    "a_retry_that_another_fault_cut_short_was_not_made": counts_nothing_that_was_cut_short,
     "re_execution_of_abnormal_steps_and_data_skipping_exclude_each_other": (
         keeps_the_policies_apart
     ),

@@ -255,7 +255,8 @@ def test_an_abnormal_step_is_executed_again_from_the_last_good_snapshot():
     decision = choose(ABNORMAL, survivors=True, numeric_retry=True)
     assert (decision.rung, decision.accept_abnormal) == (Rung.STEP_RETRY, False)
     off = choose(ABNORMAL, survivors=True)
-    assert (off.rung, off.skipped) == (Rung.IN_PLACE_RESTART, ("step_retry: switched off",))
+    assert off.rung is Rung.IN_PLACE_RESTART
+    assert off.skipped == ("step_retry: switched off", "process_replace: switched off")
 
 
 def test_the_same_step_abnormal_again_is_accepted_and_never_retried_a_third_time():
@@ -272,12 +273,40 @@ def test_the_same_step_abnormal_again_is_accepted_and_never_retried_a_third_time
         accept_abnormal=True,
     )
     third = asked(*once, *once)
-    assert third.rung is Rung.IN_PLACE_RESTART
+    assert third.rung is Rung.PROCESS_REPLACE
     assert "step_retry: step 40 was accepted already" in third.skipped
     elsewhere = after(replace(ABNORMAL, step=39), Rung.STEP_RETRY)
     assert not asked(*elsewhere).accept_abnormal
-    assert asked(failing(ABNORMAL, Rung.STEP_RETRY)).rung is Rung.IN_PLACE_RESTART
+    assert asked(failing(ABNORMAL, Rung.STEP_RETRY)).rung is Rung.PROCESS_REPLACE
     assert choose(ABNORMAL, *once, survivors=True).rung is Rung.IN_PLACE_RESTART, "switched off"
+
+
+def test_an_abnormal_step_that_cannot_be_accepted_costs_the_process_that_made_it():
+    def asked(met, *history, **policy):
+        return choose(met, *history, survivors=True, numeric_retry=True, **policy)
+
+    no_number = (*after(ABNORMAL, Rung.STEP_RETRY), failing(ABNORMAL, Rung.STEP_RETRY))
+    for history in (no_number, after(ABNORMAL, *[Rung.STEP_RETRY] * 2)):
+        assert asked(ABNORMAL, *history).rung is Rung.PROCESS_REPLACE
+        nobody = asked(replace(ABNORMAL, rank=None, node=None), *history)
+        assert nobody.rung is Rung.IN_PLACE_RESTART
+        assert "process_replace: no rank is to blame" in nobody.skipped
+        assert asked(ABNORMAL, *history, process_replace=False).rung is Rung.IN_PLACE_RESTART
+        replaced = (*history, *after(ABNORMAL, Rung.PROCESS_REPLACE))
+        last = asked(ABNORMAL, *replaced)
+        assert (last.rung, last.end_of_life_checkpoint) == (Rung.IN_PLACE_RESTART, False)
+        assert "process_replace: it did not help at step 40" in last.skipped
+
+
+def test_a_retry_that_another_fault_cut_short_was_not_made():
+    def asked(*history):
+        return choose(ABNORMAL, *history, survivors=True, numeric_retry=True)
+
+    cut = replace(failing(ABNORMAL, Rung.STEP_RETRY), cut_short=True)
+    assert asked(cut) == asked()
+    once = after(ABNORMAL, Rung.STEP_RETRY)
+    assert asked(*once, cut) == asked(*once)
+    assert asked(*once, cut).accept_abnormal
 
 
 def test_re_execution_of_abnormal_steps_and_data_skipping_exclude_each_other():

@@ -32,6 +32,7 @@ from training.policy.records import (
     RunEnded,
     SupervisorTook,
 )
+from training.supervisor.recoveries import past_recoveries
 
 LINK = FaultRecord(fault_class=FaultClass.LINK_DOWN, at_s=10.0, evidence="EI0006", step=14)
 CRASH = FaultRecord(
@@ -131,6 +132,16 @@ def test_a_recovery_that_goes_on_in_a_living_attempt_has_neither_failed_nor_prog
 def test_a_recovery_that_came_to_grief_has_failed():
     history = told(noted(began(1)), noted(ended(1, None, succeeded=False)))
     assert outlines(history) == [("step_retry", False, True)]
+
+
+def test_a_recovery_that_another_fault_cut_short_is_told_from_one_that_failed():
+    cut = ended(1, None, succeeded=False).model_copy(update={"cut_short": True})
+    history = told(
+        noted(began(1)), noted(began(2, Rung.PROCESS_REPLACE)),
+        noted(cut), noted(ended(2, None, succeeded=False)), *failed(1),
+    )  # fmt: skip
+    assert [one.cut_short for one in history.recoveries()] == [True, False, False]
+    assert [one.cut_short for one in past_recoveries(history.recoveries())] == [True, False, False]
 
 
 @pytest.mark.parametrize("outcome", ["failed", "stopped"])

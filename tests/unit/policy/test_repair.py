@@ -101,7 +101,7 @@ def test_a_state_that_no_living_rank_has_cannot_be_mended():
 @pytest.mark.parametrize("mode", [RepairMode.TRAIN, RepairMode.ACCEPT, RepairMode.LAST_SAVE])
 def test_nothing_is_mended_without_any_state_to_trust(mode):
     with pytest.raises(Unmendable, match="no rank has a state that can be trusted"):
-        plan_repair([fresh(0), at(1, is_dirty=True)], ((0, 1),), mode=mode)
+        plan_repair([fresh(0), at(1, is_dirty=True)], ((0, 1),), mode=mode, accepted=11)
 
 
 def test_survivors_who_die_one_after_the_other_leave_nobody_to_save():
@@ -128,16 +128,29 @@ def test_the_vote_of_a_plan_is_that_of_its_step_and_of_no_other():
     groups = ((0, 1),)
     assert plan_repair(reports, groups).vote == vote_of(10)
     for order in (reports, reports[::-1]):
-        plan = plan_repair(order, groups, mode=RepairMode.ACCEPT)
+        plan = plan_repair(order, groups, mode=RepairMode.ACCEPT, accepted=11)
         assert (plan.step, plan.applies, plan.vote) == (11, (0, 1), vote_of(11))
 
 
 def test_an_abnormal_step_is_accepted_only_by_ranks_that_hold_its_gradient():
     reports = [at(0, phase=PREPARED, votes=(vote_of(11),)), at(1)]
-    plan = plan_repair(reports, ((0, 1),), mode=RepairMode.ACCEPT)
+    plan = plan_repair(reports, ((0, 1),), mode=RepairMode.ACCEPT, accepted=11)
     assert (plan.applies, plan.moves) == ((0,), (Move(source=0, target=1),))
     with pytest.raises(Unmendable, match="state of rank 0"):
-        plan_repair([at(0), at(1)], ((0, 1),), mode=RepairMode.ACCEPT)
+        plan_repair([at(0), at(1)], ((0, 1),), mode=RepairMode.ACCEPT, accepted=11)
+
+
+def test_a_step_that_some_ranks_have_accepted_already_is_accepted_by_the_others():
+    reports = [at(0, 11, votes=(vote_of(11),)), at(1, phase=PREPARED), at(2, 11), fresh(3)]
+    plan = plan_repair(reports, HSDP, mode=RepairMode.ACCEPT, accepted=11)
+    assert (plan.mode, plan.step, plan.applies) == (RepairMode.ACCEPT, 11, (1,))
+    assert (plan.moves, plan.vote) == ((Move(source=1, target=3),), vote_of(11))
+
+
+def test_a_step_that_was_voted_after_the_accepted_one_is_not_lost():
+    reports = [at(0, 11, phase=VOTED), at(1, 11, phase=PREPARED)]
+    plan = plan_repair(reports, ((0, 1),), mode=RepairMode.ACCEPT, accepted=11)
+    assert (plan.step, plan.applies) == (12, (0, 1))
 
 
 def test_all_ranks_roll_back_to_the_snapshot_that_they_have_in_common():
@@ -152,19 +165,49 @@ def test_a_snapshot_from_before_the_first_step_counts():
     assert (plan.step, plan.rolls_back) == (0, True)
 
 
-@pytest.mark.parametrize(
+WITHOUT = pytest.mark.parametrize(
     "other",
     [
         at(1, snapshot_step=None),
-        at(1, snapshot_step=9),
+        at(1, 8, snapshot_step=None),  # where it stands is not known to be good
+        at(1, snapshot_step=7),
         at(1, snapshot_step=8, is_dirty=True),
-        RankReport(rank=1, step=0, is_fresh=True, snapshot_step=8),
+        fresh(1),
+        RankReport(rank=1, step=0, is_fresh=True, snapshot_step=9),
     ],
-    ids=["none", "another", "damaged", "new"],
+    ids=["none", "at its step", "an older one", "damaged", "new", "new with one"],
 )
-def test_without_a_snapshot_in_common_nobody_rolls_back(other):
+
+
+@WITHOUT
+def test_a_rank_without_the_snapshot_gets_it_from_a_replica_that_went_back_to_it(other):
+    reports = [at(0, snapshot_step=8), other]
+    plan = plan_repair(reports, ((0, 1),), mode=RepairMode.ROLL_BACK)
+    assert (plan.mode, plan.step, plan.rolls_back) == (RepairMode.ROLL_BACK, 8, True)
+    assert plan.moves == (Move(source=0, target=1),)
+
+
+@WITHOUT
+def test_without_a_snapshot_in_every_group_of_replicas_nobody_rolls_back(other):
     with pytest.raises(Unmendable, match="no snapshot of one step"):
-        plan_repair([at(0, snapshot_step=8), other], ((0, 1),), mode=RepairMode.ROLL_BACK)
+        plan_repair([at(0, snapshot_step=8), other], ((0,), (1,)), mode=RepairMode.ROLL_BACK)
+
+
+def test_all_go_back_to_the_newest_snapshot_that_every_group_has():
+    reports = [
+        at(0, snapshot_step=8),
+        at(1, snapshot_step=8),
+        at(2, snapshot_step=9),
+        at(3, snapshot_step=8),
+    ]
+    plan = plan_repair(reports, HSDP, mode=RepairMode.ROLL_BACK)
+    assert (plan.step, plan.moves) == (8, (Move(source=0, target=2),))
+
+
+def test_ranks_that_went_back_already_go_back_with_those_who_have_not():
+    reports = [at(0, 8, snapshot_step=8), at(1, snapshot_step=8, phase=PREPARED), fresh(2)]
+    plan = plan_repair(reports, ((0, 1, 2),), mode=RepairMode.ROLL_BACK)
+    assert (plan.step, plan.moves) == (8, (Move(source=0, target=2),))
 
 
 def test_one_rank_of_each_group_that_lives_saves_at_the_end():
@@ -224,9 +267,9 @@ def worlds(draw) -> tuple[list[RankReport], tuple[tuple[int, ...], ...]]:
     return reports, groups
 
 
-def planned(reports, groups, mode: RepairMode) -> RepairPlan | None:
+def planned(reports, groups, mode: RepairMode, *, accepted: int = 3) -> RepairPlan | None:
     try:
-        return plan_repair(reports, groups, mode=mode)
+        return plan_repair(reports, groups, mode=mode, accepted=accepted)
     except Unmendable:
         return None
 
@@ -243,21 +286,29 @@ def carried_out(plan: RepairPlan, reports: Sequence[RankReport]) -> dict[int, in
         assert report.is_clean
         assert report.phase >= PREPARED
         steps[rank] = report.step + 1
+    if plan.rolls_back:
+        targets = {move.target for move in plan.moves}
+        steps |= {r.rank: r.snapshot_step for r in reports if r.rank not in targets}
     for move in plan.moves:
         assert steps[move.source] is not None, "a state that is not to be trusted is given away"
         steps[move.target] = steps[move.source]
-    if plan.rolls_back:
-        steps = {rank: by_rank[rank].snapshot_step for rank in steps}
     return steps
+
+
+def needs_no_other(report: RankReport, plan: RepairPlan) -> bool:
+    """Whether a rank can come to the plan's step by itself, in the plan's way."""
+    if plan.rolls_back:
+        return report.is_clean and report.snapshot_step == plan.step
+    return report.can_be_at(plan.step)
 
 
 TRAINING_MODES = st.sampled_from([RepairMode.TRAIN, RepairMode.ROLL_BACK, RepairMode.ACCEPT])
 
 
-@given(worlds(), TRAINING_MODES)
-def test_a_plan_leaves_every_rank_at_the_same_step(world, mode):
+@given(worlds(), TRAINING_MODES, st.integers(1, 4))
+def test_a_plan_leaves_every_rank_at_the_same_step(world, mode, accepted):
     reports, groups = world
-    plan = planned(reports, groups, mode)
+    plan = planned(reports, groups, mode, accepted=accepted)
     if plan is not None:
         assert set(carried_out(plan, reports).values()) == {plan.step}
 
@@ -272,7 +323,7 @@ def test_a_state_comes_from_a_clean_rank_of_the_same_group_and_goes_to_one_in_wa
     for move in plan.moves:
         assert by_rank[move.source].is_clean
         assert any({move.source, move.target} <= set(group) for group in groups)
-        assert not by_rank[move.target].can_be_at(plan.step)
+        assert not needs_no_other(by_rank[move.target], plan)
 
 
 @given(worlds())

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from training.diagnosis.exits import EXIT_RESTART_ME
-from training.policy.repair import RepairMode, RepairPlan
+from training.policy.repair import Move, RepairMode, RepairPlan
 from training.runtime.errors import GivenUp, Interrupted
 from training.runtime.mending import Mender, Stand
 
@@ -72,6 +72,24 @@ def test_the_batch_of_a_step_in_flight_is_kept_by_a_plan_that_comes_to_nothing()
     mender(announced=2)._catch_up(stand, plan)
     assert stand.batch is batch
     assert stand.in_flight is None
+
+
+@pytest.mark.parametrize(("target", "goes_back"), [(3, False), (2, True)])
+def test_a_rank_that_is_given_a_state_takes_no_snapshot_of_its_own(target, goes_back):
+    taken: list[str] = []
+    parts: Any = SimpleNamespace(
+        extra={"data": {}},
+        restore=lambda _tensors: None,
+        adopt=lambda _extra, _fill: taken.append("snapshot"),
+        load_state_dict=lambda _data: None,
+    )
+    own = mender(announced=2)
+    own.snapshots, own.loader = parts, parts
+    own.checkpointer = cast("Any", SimpleNamespace(live=parts))
+    moves = (Move(source=0, target=target),)
+    plan = RepairPlan(mode=RepairMode.ROLL_BACK, step=72, rolls_back=True, moves=moves)
+    own._roll_back(Stand(74, {}), plan)
+    assert taken == ["snapshot"] * goes_back
 
 
 def test_a_rank_that_hears_of_the_end_while_it_stands_asks_for_a_restart(capsys):

@@ -187,6 +187,8 @@ def test_a_loss_that_is_no_number_is_an_anomaly_and_applies_nothing(make, value,
     step = trainee.step(2, micro_batches=2)
     with pytest.raises(NumericAnomaly, match=r"^loss is -?(nan|inf) at step 2$"):
         trainee.take(step, spoil=lambda index, loss: loss + value if index == when else loss)
+    assert step.vote is not None
+    assert step.vote.culprit == 0
     assert trainee.state() == before
     assert step.phase is StepPhase.PREPARED
     assert not step.is_applied
@@ -199,6 +201,8 @@ def test_gradients_that_are_no_numbers_are_an_anomaly_though_the_loss_is_fine(ma
     with pytest.raises(NumericAnomaly, match=r"^gradient norm is (nan|inf) at step 3$"):
         # What is added is 0 with an infinite slope.
         trainee.take(step, spoil=lambda _, loss: loss + (loss - loss.detach()).sqrt())
+    assert step.vote is not None
+    assert step.vote.culprit is None, "the reduced gradient tells nobody whose it was"
     assert trainee.state() == before
 
 
@@ -305,18 +309,21 @@ def test_a_gradient_that_is_held_is_applied_later_as_if_nothing_had_happened(mak
 
 
 @pytest.mark.parametrize(
-    ("limits", "words"),
+    ("limits", "words", "culprit"),
     [
-        (Limits(loss=0.5), r"^loss is 3\.\d+, over 0\.5 at step 1$"),
-        (Limits(grad_norm=0.25), r"^gradient norm is \d\.\d+, over 0\.25 at step 1$"),
+        (Limits(loss=0.5), r"^loss is 3\.\d+, over 0\.5 at step 1$", 0),
+        (Limits(grad_norm=0.25), r"^gradient norm is \d\.\d+, over 0\.25 at step 1$", None),
     ],
 )
-def test_a_step_beyond_a_limit_is_an_anomaly_and_applies_nothing(make, limits, words):
+def test_a_step_beyond_a_limit_is_an_anomaly_and_applies_nothing(make, limits, words, culprit):
     trainee = make()
     trainee.limits = limits
     before = trainee.state()
+    step = trainee.step()
     with pytest.raises(NumericAnomaly, match=words):
-        trainee.take(trainee.step())
+        trainee.take(step)
+    assert step.vote is not None
+    assert step.vote.culprit == culprit
     assert trainee.state() == before
 
 
