@@ -139,6 +139,7 @@ class FaultProxy(ThreadingHTTPServer):
 
     def _forget(self) -> None:
         self.requests: list[tuple[str, str]] = []  # (method, path with query)
+        self.hosts: list[str] = []  # that they are addressed to
         self.struck: list[Fault] = []
         self.released = Event()  # ends what stalls
         self._injected: list[_Injected] = []
@@ -153,10 +154,11 @@ class FaultProxy(ThreadingHTTPServer):
         with self._lock:
             self._injected.append(_Injected(fault, "", "", times, each=True))
 
-    def next_fault(self, method: str, path: str) -> Fault | None:
+    def next_fault(self, method: str, path: str, host: str) -> Fault | None:
         """What to do to this request."""
         with self._lock:
             self.requests.append((method, path))
+            self.hosts.append(host)
             for injected in self._injected:
                 if injected.strikes(method, path):
                     self.struck.append(injected.fault)
@@ -172,7 +174,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: FaultProxy
 
     def relay(self) -> None:
-        fault = self.server.next_fault(self.command, self.path)
+        fault = self.server.next_fault(self.command, self.path, self.headers["Host"])
         if isinstance(fault, Answer):
             self._answer_here(fault)
             return
