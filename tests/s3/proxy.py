@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import socket
 import struct
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -76,7 +77,12 @@ class InUpload:
     after_bytes: int = 0
 
 
-Fault = Answer | LostAnswer | Reset | Stall | InUpload
+@dataclass(frozen=True)
+class Unheard:
+    """The request is swallowed here: the server never hears of it, and nothing is answered."""
+
+
+Fault = Answer | LostAnswer | Reset | Stall | InUpload | Unheard
 
 
 @dataclass
@@ -85,6 +91,16 @@ class _Injected:
     method: str
     path: str
     times: int
+    each: bool = False
+    seen: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def strikes(self, method: str, path: str) -> bool:
+        """Whether this request is one of those to strike; counts it."""
+        if self.method not in ("", method) or self.path not in path:
+            return False
+        counted = (method, path) if self.each else ("", "")
+        self.seen[counted] += 1
+        return self.seen[counted] <= self.times
 
 
 class FaultProxy(ThreadingHTTPServer):
@@ -123,6 +139,7 @@ class FaultProxy(ThreadingHTTPServer):
 
     def _forget(self) -> None:
         self.requests: list[tuple[str, str]] = []  # (method, path with query)
+        self.hosts: list[str] = []  # that they are addressed to
         self.struck: list[Fault] = []
         self.released = Event()  # ends what stalls
         self._injected: list[_Injected] = []
@@ -132,13 +149,18 @@ class FaultProxy(ThreadingHTTPServer):
         with self._lock:
             self._injected.append(_Injected(fault, method, path, times))
 
-    def next_fault(self, method: str, path: str) -> Fault | None:
+    def inject_each(self, fault: Fault, *, times: int = 1) -> None:
+        """Let `fault` strike every request, the first `times` times that it is sent."""
+        with self._lock:
+            self._injected.append(_Injected(fault, "", "", times, each=True))
+
+    def next_fault(self, method: str, path: str, host: str) -> Fault | None:
         """What to do to this request."""
         with self._lock:
             self.requests.append((method, path))
+            self.hosts.append(host)
             for injected in self._injected:
-                if injected.times and injected.method == method and injected.path in path:
-                    injected.times -= 1
+                if injected.strikes(method, path):
                     self.struck.append(injected.fault)
                     return injected.fault
         return None
@@ -152,9 +174,13 @@ class _Handler(BaseHTTPRequestHandler):
     server: FaultProxy
 
     def relay(self) -> None:
-        fault = self.server.next_fault(self.command, self.path)
+        fault = self.server.next_fault(self.command, self.path, self.headers["Host"])
         if isinstance(fault, Answer):
             self._answer_here(fault)
+            return
+        if isinstance(fault, Unheard):
+            self.server.released.wait(UPSTREAM_S)
+            self._reset()
             return
         upstream = http.client.HTTPConnection(HOST, self.server.upstream_port, timeout=UPSTREAM_S)
         try:

@@ -17,6 +17,7 @@ from tests.s3.servers import ACCESS_KEY, SECRET_KEY
 PROGRAMS = ("radosgw", "radosgw-admin", "ceph", "ceph-mon", "ceph-osd", "monmaptool")
 MEMORY_BYTES = 2**30  # for all objects; taken as they come
 COMMAND_S = 30.0
+DOMAIN = "s3.test"  # below which buckets are hosts; nothing resolves it
 
 CONFIG = """\
 [global]
@@ -63,6 +64,7 @@ paxos min wait = 0.01
 mon client hunt interval = 0.3
 
 rgw frontends = beast endpoint={host}:{port}
+rgw dns name = {domain}
 rgw data = {folder}/rgw
 rgw run sync thread = false
 rgw enable usage log = false
@@ -107,6 +109,19 @@ class Rgw:
         assert self._gateway is not None
         self._gateway.kill()
 
+    def start_tls_gateway(self, certificate: Path, key: Path) -> int:
+        """Start one more gateway to the same data, which speaks TLS alone. Returns its port."""
+        port = free_port()
+        frontend = f"beast ssl_endpoint={HOST}:{port} ssl_certificate={certificate}"
+        self._others.append(
+            self._start(
+                *("radosgw", "-n", "client.tls", "-f"),
+                f"--rgw-frontends={frontend} ssl_private_key={key}",
+            )
+        )
+        self._others[-1].wait_for_port(port)
+        return port
+
     def end(self) -> None:
         """End all processes; nothing needs to be kept."""
         for program in (self._gateway, *reversed(self._others)):
@@ -122,6 +137,7 @@ class Rgw:
                 fsid=fsid,
                 host=HOST,
                 port=self.port,
+                domain=DOMAIN,
                 mon_port=self._mon_port,
                 folder=self._folder,
                 memory_bytes=MEMORY_BYTES,

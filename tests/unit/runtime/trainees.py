@@ -7,7 +7,7 @@ import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -39,6 +39,13 @@ class Position:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.samples = state["samples"]
+
+
+class Trained(Protocol):
+    """What a checkpoint is of."""
+
+    training: Training
+    data: Position
 
 
 class Trainee:
@@ -142,7 +149,7 @@ class Place:
             disk_tier=self.disks[node],
         )
 
-    def checkpointer(self, trainee: Trainee, rank: int, world_size: int) -> Checkpointer:
+    def checkpointer(self, trainee: Trained, rank: int, world_size: int) -> Checkpointer:
         """Of one rank."""
         checkpoints = CheckpointStore(LocalStore(self.folder / "store"), "run")
         context = self.context(rank, world_size)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import signal
 import sys
 import time
@@ -114,11 +115,47 @@ def pipe() -> tuple[Any, Any]:
     return _FORKED.Pipe()
 
 
-def _stay(job_file: Path, name: str, disk: Path | None, log: Path, dies_at: str | None) -> None:
+@dataclass(frozen=True, slots=True)
+class Before:
+    """A place between two writes, where a keeper has no point with a name to die at.
+
+    Attributes:
+        pattern: is found in the operation and the URL, as in "delete file:///...".
+        number: which of the writes and deletions that match it is not done any more.
+    """
+
+    pattern: str
+    number: int = 1
+
+
+def _die(before: Before) -> None:
+    """Have this process die at that place; the operations before it are done as ever."""
+    numbers = itertools.count(1)
+
+    def deadly(operation: str) -> Callable[..., None]:
+        done = getattr(LocalStore, operation)
+
+        def perform(store: LocalStore, key: str, *arguments: Any, **more: Any) -> None:
+            matches = re.search(before.pattern, f"{operation} {store.url(key)}")
+            if matches and next(numbers) == before.number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            done(store, key, *arguments, **more)
+
+        return perform
+
+    for operation in ("put", "delete"):
+        setattr(LocalStore, operation, deadly(operation))
+
+
+def _stay(
+    job_file: Path, name: str, disk: Path | None, log: Path, dies_at: str | Before | None
+) -> None:
     out = log.open("ab", buffering=0)
     os.dup2(out.fileno(), 1)
     os.dup2(out.fileno(), 2)
-    if dies_at is not None:
+    if isinstance(dies_at, Before):
+        _die(dies_at)
+    elif dies_at is not None:
         os.environ[keeper.POINT] = dies_at
     os.chdir(log.parent)
     sys.argv = ["keeper", str(job_file), name, *([str(disk)] if disk else [])]
@@ -136,7 +173,7 @@ class Node:
     process: BaseProcess | None = None
     _clients: list[KeeperClient] = field(default_factory=list)
 
-    def start(self, *, dies_at: str | None = None) -> Node:
+    def start(self, *, dies_at: str | Before | None = None) -> Node:
         """Start the keeper, whether or not one was there before."""
         self.kill()
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -206,7 +243,7 @@ class Cluster:
         """In the store."""
         return CheckpointStore(LocalStore(self.folder / "store"), RUN_ID)
 
-    def node(self, *, disk: bool = True, dies_at: str | None = None) -> Node:
+    def node(self, *, disk: bool = True, dies_at: str | Before | None = None) -> Node:
         """One more node, with its keeper started."""
         folder = self.folder / f"node-{len(self.nodes)}"
         node = Node(self.folder / "job.json", folder, folder / "disk" if disk else None)

@@ -1,0 +1,302 @@
+"""Saves of a keeper process to a real gateway, and what faults on the way leave to restore."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from storage.checkpoint import CheckpointStore, StepState
+from storage.collect import InUse, Rules, abort_uploads, carry_out, decide, take_listing
+from storage.keeper.client import KeeperClient
+from storage.s3 import S3Store
+from storage.s3_options import PART_SIZE_BYTES
+from tests.s3.conftest import BUCKET, RGW, Opener
+from tests.s3.programs import HOST, wait_until
+from tests.s3.proxy import Answer, FaultProxy, InUpload, LostAnswer, Unheard
+from tests.s3.rgw import Rgw
+from tests.s3.servers import ACCESS_KEY, SECRET_KEY
+from tests.unit.storage.nodes import RUN_ID, save, share_of
+from training.agent.keeper import KeeperProcess
+from training.job import Job
+
+pytestmark = pytest.mark.parametrize("server", [RGW], indirect=True)
+
+MIB = 2**20
+TWO_PARTS_BYTES = PART_SIZE_BYTES + MIB
+READ_TIMEOUT_S = 2.0
+SETTLES_S = 60.0
+OLD, NEW, NEXT = 10, 20, 30
+
+
+@dataclass
+class Run:
+    """A run whose checkpoints go to the gateway by way of the proxy; we look past the proxy."""
+
+    folder: Path
+    store: S3Store  # beside the proxy
+    proxy: FaultProxy
+    _keepers: list[KeeperProcess] = field(default_factory=list)
+    _clients: list[KeeperClient] = field(default_factory=list)
+
+    @property
+    def checkpoints(self) -> CheckpointStore:
+        return CheckpointStore(self.store, RUN_ID)
+
+    def keeper(self) -> KeeperClient:
+        """A connection to a keeper that has just been started, as an agent starts it."""
+        storage = {
+            "address": f"s3://{BUCKET}/{self.store._prefix}",
+            "endpoint": f"http://{HOST}:{self.proxy.server_port}",
+            "region": "us-east-1",
+            "addressing_style": "path",
+            "read_timeout_s": READ_TIMEOUT_S,
+        }
+        worker, checkpoint = {"recipe": "own:main"}, {"keep_last": 2, "node_disk": False}
+        job = Job.model_validate(
+            {"run_id": RUN_ID, "storage": storage, "worker": worker, "checkpoint": checkpoint}
+        )
+        file = self.folder / "job.json"
+        file.write_text(job.model_dump_json())
+        self._keepers.append(KeeperProcess(self.folder))
+        self._clients.append(KeeperClient(self._keepers[-1].ensure(job, file, None)))
+        return self._clients[-1]
+
+    def kill_keeper(self, number: int = -1) -> None:
+        """As a power cut would; the newest one unless told otherwise."""
+        (pid,) = self._keepers[number].pids
+        os.kill(pid, signal.SIGKILL)
+
+    def died(self, number: int = -1) -> bool:
+        """Whether a keeper was really killed, after a wait for it."""
+        process = self._keepers[number]._process
+        assert process is not None
+        return process.wait(30.0) == -signal.SIGKILL
+
+    def save(self, *clients: KeeperClient, step: int, attempt: int = 1, large: bool = False):
+        """Hand over a step of as many ranks; the share of a large one goes in two parts."""
+        size_bytes, world_size = TWO_PARTS_BYTES if large else 64, len(clients)
+        for rank, client in enumerate(clients):
+            share = share_of(
+                step, rank=rank, world_size=world_size, owner=(1, attempt), size_bytes=size_bytes
+            )
+            save(client, share, announce=self.folder / "metrics.jsonl")
+
+    def settle(self, *clients: KeeperClient) -> None:
+        for client in clients:
+            client.settle(on_wait=lambda: None, timeout_s=SETTLES_S)
+
+    def offered(self) -> list[int]:
+        """Steps that a restore may take, each of them read from end to end."""
+        steps = self.checkpoints.steps()
+        assert [step for step in steps if self.checkpoints.verify(step)] == []
+        return steps
+
+    def announced(self) -> list[int]:
+        """Steps that were told to be committed, in order."""
+        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["step"] for line in lines]
+
+    def uploads(self) -> list[str]:
+        """Keys of unfinished uploads."""
+        answer = self.store._client().list_multipart_uploads(
+            Bucket=BUCKET, Prefix=self.store._prefix
+        )
+        return [one["Key"].rpartition("/")[2] for one in answer.get("Uploads", [])]
+
+    def count(self, method: str, path: str) -> int:
+        """Requests that came by."""
+        return sum(method == m and path in p for m, p in self.proxy.requests)
+
+    def end(self) -> None:
+        for client in self._clients:
+            client.close()
+        for keeper in self._keepers:
+            keeper.close(0.0)
+
+
+@pytest.fixture
+def run(proxy: FaultProxy, open_store: Opener, tmp_path: Path, monkeypatch) -> Iterator[Run]:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+    (tmp_path / "metrics.jsonl").touch()
+    run = Run(tmp_path, open_store(direct=True), proxy)
+    yield run
+    run.end()
+
+
+@pytest.fixture
+def saving(run: Run) -> KeeperClient:
+    """A keeper that has committed one step."""
+    client = run.keeper()
+    run.save(client, step=OLD)
+    run.settle(client)
+    assert run.offered() == [OLD]
+    return client
+
+
+def collect(run: Run) -> None:
+    """As gc does when nobody lives, with everything old enough; one upload is left to drop."""
+    dropped: list[int] = []
+
+    def gc() -> bool:  # the age of uploads counts in whole seconds
+        listing = take_listing(run.checkpoints)
+        rules, dead = Rules(garbage_after_s=0.0), InUse(is_living=False)
+        removals = decide(listing, rules=rules, in_use=dead, now_s=time.time() + 60.0)
+        carry_out(run.checkpoints, removals)
+        dropped.append(abort_uploads(run.checkpoints, 0.0))
+        return sum(dropped) == 1
+
+    wait_until(gc, timeout_s=10.0, what="the upload is dropped")
+    assert run.uploads() == []
+
+
+def saves_on(run: Run, client: KeeperClient, *, attempt: int = 1) -> None:
+    """What is left does not stand in the way of the next save."""
+    run.save(client, step=NEXT, attempt=attempt)
+    run.settle(client)
+    assert run.checkpoints.verify(NEXT) == []
+    assert run.checkpoints.states() == {NEW: StepState.COMMITTED, NEXT: StepState.COMMITTED}
+    assert run.uploads() == []
+
+
+@pytest.mark.parametrize(("path", "after_bytes"), [("partNumber=1", 8 * MIB), ("manifest.json", 1)])
+def test_a_gateway_killed_and_restarted_in_the_middle_of_a_save_is_outlasted(
+    server: Rgw, run: Run, saving: KeeperClient, path: str, after_bytes: int
+) -> None:
+    fault = InUpload(server.kill_gateway, after_bytes)
+    run.proxy.inject(fault, method="PUT", path=path)
+    run.save(saving, step=NEW, large=True)
+    try:
+        wait_until(lambda: run.proxy.struck, timeout_s=30.0, what="the gateway is killed")
+        num_tries = run.count("PUT", path)
+        wait_until(
+            lambda: run.count("PUT", path) > num_tries, timeout_s=30.0, what="it is tried again"
+        )
+        assert run.announced() == [OLD]
+    finally:
+        server.start_gateway()
+    assert run.offered()[0] == OLD, "the old one, and the new one only whole"
+    run.settle(saving)
+    assert run.proxy.struck == [fault]
+    assert run.offered() == [OLD, NEW]
+    assert run.announced() == [OLD, NEW]
+    saves_on(run, saving)
+
+
+def test_a_storm_of_throttling_through_a_whole_save_is_waited_out(
+    run: Run, saving: KeeperClient
+) -> None:
+    run.proxy.requests.clear()
+    run.proxy.inject_each(Answer(503, "SlowDown"))
+    run.save(saving, step=NEW, large=True)
+    run.settle(saving)
+    tries = Counter(run.proxy.requests)
+    assert len(run.proxy.struck) == len(tries) > 10
+    assert min(tries.values()) >= 2, "no request of the save was spared"
+    for method, path in (
+        ("POST", "?uploads"),
+        ("PUT", "partNumber=1"),
+        ("PUT", "partNumber=2"),
+        ("POST", "?uploadId"),
+        ("PUT", ".json"),
+        ("PUT", "manifest.json"),
+        ("DELETE", ".json"),
+    ):
+        assert run.count(method, path) >= 2, (method, path)
+    run.proxy.reset()
+    assert run.offered() == [OLD, NEW]
+    assert run.announced() == [OLD, NEW]
+    saves_on(run, saving)
+
+
+def test_a_connection_that_stalls_at_the_manifest_costs_its_time_out(
+    run: Run, saving: KeeperClient
+) -> None:
+    fault = Unheard()
+    run.proxy.inject(fault, method="PUT", path="manifest.json")
+    began_s = time.monotonic()
+    run.save(saving, step=NEW)
+    wait_until(lambda: run.proxy.struck, timeout_s=30.0, what="it stalls")
+    assert run.offered() == [OLD], "every shard is there, and yet nothing is offered"
+    run.settle(saving)
+    assert time.monotonic() - began_s > READ_TIMEOUT_S
+    assert run.count("PUT", "manifest.json") == 3, "of the old one, stalled, and again"
+    assert run.offered() == [OLD, NEW]
+    assert run.announced() == [OLD, NEW]
+    saves_on(run, saving)
+
+
+def test_a_manifest_whose_answer_was_lost_is_committed_once(run: Run, saving: KeeperClient) -> None:
+    fault = LostAnswer()
+    run.proxy.inject(fault, method="PUT", path="manifest.json")
+    run.save(saving, step=NEW)
+    run.settle(saving)
+    assert run.proxy.struck == [fault]
+    assert run.count("PUT", "manifest.json") == 3, "of the old one, unanswered, and again"
+    assert run.offered() == [OLD, NEW]
+    assert run.announced() == [OLD, NEW], "told once, and told"
+    names = {info.key.rpartition("/")[2] for info in run.store.list("runs/")}
+    assert names == {"manifest.json", share_of(NEW).shard}, "tidied up after the commit"
+    saves_on(run, saving)
+
+
+def test_of_a_keeper_killed_in_the_middle_of_an_upload_gc_leaves_nothing(
+    run: Run, saving: KeeperClient
+) -> None:
+    fault = InUpload(run.kill_keeper, after_bytes=8 * MIB)
+    run.proxy.inject(fault, method="PUT", path="partNumber=1")
+    run.save(saving, step=NEW, large=True)
+    assert run.died()
+    assert run.proxy.struck == [fault]
+    assert run.offered() == [OLD]
+    assert run.uploads() == [share_of(NEW).shard]
+
+    collect(run)
+    assert run.checkpoints.states() == {OLD: StepState.COMMITTED}
+    assert run.offered() == [OLD]
+
+    client = run.keeper()
+    run.save(client, step=NEW, attempt=2, large=True)
+    run.settle(client)
+    assert run.offered() == [OLD, NEW]
+    saves_on(run, client, attempt=2)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_of_two_keepers_either_may_be_killed_in_the_middle_of_its_upload(
+    run: Run, victim: int
+) -> None:
+    clients = [run.keeper(), run.keeper()]
+    run.save(*clients, step=OLD)
+    run.settle(*clients)
+    assert run.offered() == [OLD]
+    shard = share_of(NEW, rank=victim).shard
+    fault = InUpload(partial(run.kill_keeper, victim), after_bytes=MIB // 2)  # of either part
+    run.proxy.inject(fault, method="PUT", path=f"{shard}?uploadId")
+    run.save(*clients, step=NEW, large=True)
+    assert run.died(victim)
+    assert run.proxy.struck == [fault]
+    wait_until(
+        lambda: run.count("PUT", f"rank{1 - victim:05d}.json") == 2,
+        timeout_s=30.0,
+        what="the other one's record of the new step is under way",
+    )
+    assert run.offered() == [OLD]
+    assert run.uploads() == [shard]
+    collect(run)
+
+    run.checkpoints.fence(1, 2)
+    clients[victim] = run.keeper()
+    run.save(*clients, step=NEXT, attempt=2)
+    run.settle(*clients)
+    assert run.offered() == [OLD, NEXT]
+    assert run.checkpoints.states() == {OLD: StepState.COMMITTED, NEXT: StepState.COMMITTED}
