@@ -53,7 +53,9 @@ class StorageSpec(BaseModel):
     )
     region: str | None = Field(None, description="region the requests are signed for")
     addressing_style: AddressingStyle = Field(
-        "auto", description="bucket in the host name (virtual), in the path (path), or auto"
+        "auto",
+        description="bucket in the host name (virtual; OBS wants it), in the path (path), or "
+        "auto: path at every endpoint that is not of AWS",
     )
     ca_bundle: str | None = Field(None, description="file with the certificates to trust")
     connect_timeout_s: float = Field(10.0, gt=0, description="to open a connection")

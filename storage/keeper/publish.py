@@ -201,14 +201,18 @@ class Publisher:
 
 
 def prune_disk(disk: CheckpointStore, *, keep_saves: int) -> None:
-    """Delete all but the newest saves of a node's disk."""
+    """Delete all but the newest saves of a node's disk, and older shards without a record."""
     saves: defaultdict[tuple[int, int, int], list[str]] = defaultdict(list)
     for info in disk.store.list(f"runs/{disk.run_id}/checkpoints/"):
         if match := _SHARE.search(info.key):
             step, placement, attempt = map(int, match.groups())
             # Not by step alone: after going back, an attempt saves lower steps.
             saves[placement, attempt, step].append(info.key)
-    for save in sorted(saves)[:-keep_saves]:
+    # A shard without its record, of a keeper that was killed, is no save; the newest may be
+    # being written.
+    whole = {save for save, keys in saves.items() if any(key.endswith(".json") for key in keys)}
+    kept = {*sorted(whole)[-keep_saves:], *sorted(saves)[-1:]}
+    for save in saves.keys() - kept:
         for key in saves[save]:  # records come before their shards
             disk.store.delete(key)
 

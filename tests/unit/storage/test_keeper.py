@@ -27,6 +27,7 @@ from storage.keeper.server import UPLOAD_THREADS, Keeper
 from storage.keeper.slots import SlotState
 from storage.local import LocalStore
 from storage.sealing import sealed
+from storage.share import put_record
 from tests.unit.storage.nodes import (
     RUN_ID,
     bytes_of,
@@ -632,3 +633,17 @@ def test_pruning_keeps_whole_saves_of_all_ranks(bench, client):
 def test_tiers_are_named_nearest_first():
     assert list(Tier) == ["memory", "disk", "store"]
     assert Reserve(rank=0, size_bytes=1, timeout_s=0).op == "reserve"
+
+
+def test_a_shard_without_its_record_takes_no_saves_place_on_the_disk(bench):
+    for step in (10, 20, 40):
+        share = share_of(step)
+        bench.disk.store.put(bench.disk.key(step, share.shard), bytes_of(share))
+        put_record(bench.disk, written(share))
+    stray = share_of(30)  # its keeper was killed
+    bench.disk.store.put(bench.disk.key(30, stray.shard), bytes_of(stray))
+    newest = share_of(50)  # its record comes next
+    bench.disk.store.put(bench.disk.key(50, newest.shard), bytes_of(newest))
+    prune_disk(bench.disk, keep_saves=2)
+    assert sorted(one.share.step for one in shares_on_disk(bench.disk)) == [20, 40]
+    assert sorted(bench.disk.states()) == [20, 40, 50]
