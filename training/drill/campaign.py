@@ -44,6 +44,8 @@ _OVERRIDES: Mapping[str, Mapping[str, Any]] = {
 }
 
 _ANYWHERE = tuple(DrillPoint)
+# What is raised under a collective comes out of C++ as an error of another type.
+_ABOVE_COLLECTIVES = tuple(one for one in DrillPoint if one is not DrillPoint.REDUCING)
 _BEFORE_THE_OPTIMIZER = (
     DrillPoint.START,
     DrillPoint.BACKWARD,
@@ -53,7 +55,7 @@ _BEFORE_THE_OPTIMIZER = (
 POINTS: Mapping[DrillKind, tuple[DrillPoint, ...]] = {
     DrillKind.KILL: _ANYWHERE,
     DrillKind.STOP: _ANYWHERE,
-    DrillKind.DEVICE_MEMORY: _ANYWHERE,
+    DrillKind.DEVICE_MEMORY: _ABOVE_COLLECTIVES,
     DrillKind.COLLECTIVE: (*_BEFORE_THE_OPTIMIZER, DrillPoint.SAVE, DrillPoint.RECOVERY),
     DrillKind.LINK: _ANYWHERE,
     DrillKind.GRADIENT: (DrillPoint.BACKWARD,),

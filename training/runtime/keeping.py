@@ -165,7 +165,9 @@ class PromisingGroup(SwapGroup):
             self._kept[self._count] = kept
             kept.number = self._count
             work = _PromisedWork(kept.result())
+            once_it_runs = self._links.on_begin(operation)
             self._begin(kept, arguments)
+            once_it_runs()
         if generations.announced > generations.current:
             kept.fail(generations.interruption())
         return work
@@ -300,6 +302,8 @@ class PromisedLinks:
     Attributes:
         number: how often the links of this generation were made anew.
         gate: held while that goes on.
+        on_begin: called with the name of an operation that is about to begin; what it returns is
+            called as soon as that runs.
     """
 
     def __init__(
@@ -322,6 +326,7 @@ class PromisedLinks:
         self._client: StoreClient | None = None
         self.number = 0
         self.gate = threading.RLock()
+        self.on_begin: Callable[[str], Callable[[], None]] = lambda _operation: lambda: None
 
     def add(self, group: PromisingGroup) -> None:
         """A facade was made."""
