@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from training.drill.campaign import Campaign
@@ -12,7 +14,7 @@ from training.policy.faults import FaultClass
 from training.policy.history import RunHistory, replay
 from training.policy.ladder import Rung
 from training.policy.notes import RecoveryBegan, RecoveryEnded
-from training.policy.records import AttemptStarted, FirstStep, Noted, Placed
+from training.policy.records import AnyRecord, AttemptStarted, FirstStep, Noted, Placed
 from training.specs.drill import DrillFault, DrillKind, DrillPoint
 
 EPOCH = 1
@@ -27,13 +29,13 @@ def history(
     *, rung: Rung = Rung.STEP_RETRY, goes_on_from: int | None = None, restarted_from: int = 0
 ) -> RunHistory:
     """A run with one recovery inside its processes, and then perhaps a restart."""
-    one = {"placement": 1, "attempt": 1, "epoch": EPOCH}
+    one: dict[str, Any] = {"placement": 1, "attempt": 1, "epoch": EPOCH}
     two = {**one, "attempt": 2}
     notes = (
         RecoveryBegan(at_s=3.0, number=1, generation=1, fault=FAULT, rung=rung, reason="r"),
         RecoveryEnded(at_s=4.0, number=1, generation=2, succeeded=True, step=goes_on_from),
     )
-    records = [
+    records: list[AnyRecord] = [
         Placed(at_s=1.0, placement=1, members=(), avoid=(), epoch=EPOCH),
         AttemptStarted(at_s=2.0, from_step=0, **one),
         *(Noted(at_s=note.at_s, note=note, **one) for note in notes),
