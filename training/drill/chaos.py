@@ -93,28 +93,7 @@ class Chaos:
         saboteur = Saboteur(self.home, campaign.kills)
         began_s = time.monotonic()
         played = Play(self.home, LIMIT_S).play(job, person=saboteur, starts=campaign.starts)
-        recoveries = recovered(played.history)
-        rung_s: dict[str, float] = defaultdict(float)
-        for one in recoveries:
-            rung_s[one.rung.value] += (one.trains_at_s or one.noticed_at_s) - one.noticed_at_s
-        not_there = missed(
-            campaign,
-            played.history,
-            fired=played.fired_s,
-            killed=saboteur.fired_s,
-            looks=saboteur.looks,
-        )
-        return Result(
-            fired=sum(len(times) for times in played.fired_s.values()) + len(saboteur.fired_s),
-            rungs=Counter(one.rung.value for one in recoveries),
-            rung_s=rung_s,
-            took_s=time.monotonic() - began_s,
-            excused=tuple(f"{one.what}: {one.reason}" for one in not_there if one.reason),
-            problems=(
-                *_problems(played, undisturbed),
-                *(f"did not happen: {one.what}" for one in not_there if not one.reason),
-            ),
-        )
+        return _result(campaign, played, undisturbed, saboteur, took_s=time.monotonic() - began_s)
 
     def shortest(self, campaign: Campaign) -> Campaign:
         """The fewest faults of a failing campaign that still fail."""
@@ -141,6 +120,33 @@ class Chaos:
             )
             self._undisturbed[key] = Play(self.home).play(job)
         return self._undisturbed[key]
+
+
+def _result(
+    campaign: Campaign, played: Played, undisturbed: Played, saboteur: Saboteur, *, took_s: float
+) -> Result:
+    recoveries = recovered(played.history)
+    rung_s: dict[str, float] = defaultdict(float)
+    for one in recoveries:
+        rung_s[one.rung.value] += (one.trains_at_s or one.noticed_at_s) - one.noticed_at_s
+    not_there = missed(
+        campaign,
+        played.history,
+        fired=played.fired_s,
+        killed=saboteur.fired_s,
+        looks=saboteur.looks,
+    )
+    return Result(
+        fired=sum(len(times) for times in played.fired_s.values()) + len(saboteur.fired_s),
+        rungs=Counter(one.rung.value for one in recoveries),
+        rung_s=rung_s,
+        took_s=took_s,
+        excused=tuple(f"{one.what}: {one.reason}" for one in not_there if one.reason),
+        problems=(
+            *_problems(played, undisturbed),
+            *(f"did not happen: {one.what}" for one in not_there if not one.reason),
+        ),
+    )
 
 
 def _problems(played: Played, undisturbed: Played) -> Iterator[str]:
