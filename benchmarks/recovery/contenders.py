@@ -93,11 +93,21 @@ def targets(found: Mapping[str, list[Recovery]]) -> list[Target]:
             ratio = resume_s[other] / resume_s[name]
             text = f"{name} {limit:g} x as fast as {other}: {ratio:.2f} x"
             told.append(Target(text, ratio >= limit))
-    lost = max((one.steps_lost for name in OURS for one in found.get(name, [])), default=0)
-    told.append(Target(f"perdure loses no steps: {lost}", lost == 0))
-    unequal = [n for n in OURS for one in found.get(n, []) if one.difference]
-    told.append(Target(f"perdure's loss is the undisturbed one: {not unequal}", not unequal))
-    return told
+    return told + _without_loss({name: runs for name, runs in found.items() if name in OURS})
+
+
+def _without_loss(ours: Mapping[str, list[Recovery]]) -> list[Target]:
+    """What holds of every run of ours; one that never ran shows nothing."""
+    if not ours or not all(ours.values()):
+        never = ", ".join(name for name in ours if not ours[name]) or "none of them took part"
+        texts = ("perdure loses no steps", "perdure's loss is the undisturbed one")
+        return [Target(f"{text}: not known, never ran: {never}", is_met=False) for text in texts]
+    lost = max(one.steps_lost for runs in ours.values() for one in runs)
+    unequal = [name for name, runs in ours.items() for one in runs if one.difference]
+    return [
+        Target(f"perdure loses no steps: {lost}", lost == 0),
+        Target(f"perdure's loss is the undisturbed one: {not unequal}", not unequal),
+    ]
 
 
 def beside_equal(found: Mapping[str, list[Recovery]]) -> str:

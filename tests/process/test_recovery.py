@@ -262,7 +262,7 @@ def called(bench) -> tuple[Played, Caller]:
     played = bench.play(
         "called",
         DDP,
-        faults=_made(4, LINK, 1),
+        faults=_made(4, LINK, 1, at=DrillPoint.REDUCING),
         pace_s=SLOW_S,
         person=caller,
         checkpoint={"every_steps": 1000},

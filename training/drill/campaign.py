@@ -24,6 +24,7 @@ from training.specs.model import ParallelKind, Section
 SAVE_EVERY_STEPS = 3
 STEPS_PER_FAULT = 3
 FIRST_STEP = 4  # before, nothing is saved that a restart could begin with
+LINK_RETRY_EVERY = 2  # of so many seeds one has broken links mended under the operations
 MORE_THAN_ONCE = 0.05  # share of faults that come back when their step is done again
 HANG_TIMEOUT_S = 10.0
 
@@ -44,6 +45,8 @@ _OVERRIDES: Mapping[str, Mapping[str, Any]] = {
 }
 
 _ANYWHERE = tuple(DrillPoint)
+# What is raised under a collective comes out of C++ as an error of another type.
+_ABOVE_COLLECTIVES = tuple(one for one in DrillPoint if one is not DrillPoint.REDUCING)
 _BEFORE_THE_OPTIMIZER = (
     DrillPoint.START,
     DrillPoint.BACKWARD,
@@ -53,7 +56,7 @@ _BEFORE_THE_OPTIMIZER = (
 POINTS: Mapping[DrillKind, tuple[DrillPoint, ...]] = {
     DrillKind.KILL: _ANYWHERE,
     DrillKind.STOP: _ANYWHERE,
-    DrillKind.DEVICE_MEMORY: _ANYWHERE,
+    DrillKind.DEVICE_MEMORY: _ABOVE_COLLECTIVES,
     DrillKind.COLLECTIVE: (*_BEFORE_THE_OPTIMIZER, DrillPoint.SAVE, DrillPoint.RECOVERY),
     DrillKind.LINK: _ANYWHERE,
     DrillKind.GRADIENT: (DrillPoint.BACKWARD,),
@@ -141,7 +144,10 @@ def draw(seed: int, *, num_faults: int, kind: ParallelKind) -> Campaign:
         seed=seed,
         parallelism=kind,
         steps=steps,
-        overrides={section: dict(fields) for section, fields in _OVERRIDES.items()},
+        overrides={
+            **{section: dict(fields) for section, fields in _OVERRIDES.items()},
+            "comm": {"link_retry": seed % LINK_RETRY_EVERY == 0},
+        },
         faults=tuple(sorted(faults, key=lambda one: one.step)),
         kills=tuple(sorted(kills, key=lambda one: one.step)),
     )

@@ -1,5 +1,8 @@
 """`python -m training.drill.chaos`: runs that are broken at random, and have to come out the same.
 
+A fault of a campaign that did not happen counts as one that was not mended, unless there is a
+reason why it could not happen; the reason is printed.
+
 A campaign that fails is written to a file, and can be shrunk to the fewest faults that still
 fail. Exit codes: 0 all runs came out as the undisturbed one, 1 one did not, 2 the input is wrong.
 Times are seconds.
@@ -21,6 +24,7 @@ from storage.errors import StorageError
 from training.drill.campaign import Campaign, draw, read_campaign, write_campaign
 from training.drill.drilling import KINDS, parallel_kind
 from training.drill.job import drill_job, write_corpus
+from training.drill.missed import missed
 from training.drill.outside import Saboteur
 from training.drill.play import Play, Played
 from training.drill.shrink import shrink
@@ -43,13 +47,15 @@ class Result:
         rungs: recoveries, by the rung that did it.
         rung_s: how long they took together, likewise.
         took_s: from the start of the run to its end.
-        problems: in what the run is not the undisturbed one.
+        excused: faults that could not happen, and why.
+        problems: in what the run is not the undisturbed one, and faults that should have happened.
     """
 
     fired: int
     rungs: Counter[str]
     rung_s: dict[str, float]
     took_s: float
+    excused: tuple[str, ...]
     problems: tuple[str, ...]
 
 
@@ -87,17 +93,7 @@ class Chaos:
         saboteur = Saboteur(self.home, campaign.kills)
         began_s = time.monotonic()
         played = Play(self.home, LIMIT_S).play(job, person=saboteur, starts=campaign.starts)
-        recoveries = recovered(played.history)
-        rung_s: dict[str, float] = defaultdict(float)
-        for one in recoveries:
-            rung_s[one.rung.value] += (one.trains_at_s or one.noticed_at_s) - one.noticed_at_s
-        return Result(
-            fired=sum(len(times) for times in played.fired_s.values()) + len(saboteur.fired_s),
-            rungs=Counter(one.rung.value for one in recoveries),
-            rung_s=rung_s,
-            took_s=time.monotonic() - began_s,
-            problems=tuple(_problems(played, undisturbed)),
-        )
+        return _result(campaign, played, undisturbed, saboteur, took_s=time.monotonic() - began_s)
 
     def shortest(self, campaign: Campaign) -> Campaign:
         """The fewest faults of a failing campaign that still fail."""
@@ -124,6 +120,33 @@ class Chaos:
             )
             self._undisturbed[key] = Play(self.home).play(job)
         return self._undisturbed[key]
+
+
+def _result(
+    campaign: Campaign, played: Played, undisturbed: Played, saboteur: Saboteur, *, took_s: float
+) -> Result:
+    recoveries = recovered(played.history)
+    rung_s: dict[str, float] = defaultdict(float)
+    for one in recoveries:
+        rung_s[one.rung.value] += (one.trains_at_s or one.noticed_at_s) - one.noticed_at_s
+    not_there = missed(
+        campaign,
+        played.history,
+        fired=played.fired_s,
+        killed=saboteur.fired_s,
+        looks=saboteur.looks,
+    )
+    return Result(
+        fired=sum(len(times) for times in played.fired_s.values()) + len(saboteur.fired_s),
+        rungs=Counter(one.rung.value for one in recoveries),
+        rung_s=rung_s,
+        took_s=took_s,
+        excused=tuple(f"{one.what}: {one.reason}" for one in not_there if one.reason),
+        problems=(
+            *_problems(played, undisturbed),
+            *(f"did not happen: {one.what}" for one in not_there if not one.reason),
+        ),
+    )
 
 
 def _problems(played: Played, undisturbed: Played) -> Iterator[str]:
@@ -179,6 +202,8 @@ def _run(campaigns: Sequence[Campaign], *, out: Path, shrinks: bool) -> int:
     for campaign in campaigns:
         result = chaos.play(campaign)
         chaos.say(_line(campaign, result))
+        for one in result.excused:
+            chaos.say(f"  could not happen: {one}")
         if not result.problems:
             continue
         num_bad += 1

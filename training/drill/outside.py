@@ -7,6 +7,7 @@ since the epoch, steps completed optimizer steps.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -66,19 +67,23 @@ class Saboteur:
         home: folder of the runs.
         kills: what to kill, each once.
         fired_s: when each was hit, by its index in `kills`.
+        looks: how often each was due while all processes ran, likewise.
     """
 
     home: Path
     kills: tuple[Kill, ...]
     fired_s: dict[int, float] = field(default_factory=dict)
+    looks: Counter[int] = field(default_factory=Counter)
 
     def see(self, run: Run, progress: Progress) -> None:
         """Kill what is due; a process that is not there just now is looked for again."""
         if progress.last is None:
             return
         for number, kill in enumerate(self.kills):
-            is_due = kill.step <= progress.last.step
-            if is_due and number not in self.fired_s and self._hit(run, kill):
+            if kill.step > progress.last.step or number in self.fired_s:
+                continue
+            self.looks[number] += progress.is_running
+            if self._hit(run, kill):
                 self.fired_s[number] = time.time()
 
     def _hit(self, run: Run, kill: Kill) -> bool:

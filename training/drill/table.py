@@ -100,7 +100,7 @@ DRILLS: tuple[Drill, ...] = (
         "operator-retry",
         "rank 1 loses its connections while gradients are reduced",
         Expected((Rung.OPERATOR_RETRY,)),
-        faults=(_fault(DrillKind.LINK, 1),),
+        faults=(_fault(DrillKind.LINK, 1, DrillPoint.REDUCING),),
         changes={"comm": {"link_retry": True}},
     ),
     Drill(

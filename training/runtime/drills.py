@@ -14,7 +14,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -32,6 +32,7 @@ LOSS_FACTOR: Mapping[DrillKind, float] = {
     DrillKind.GRADIENT: 1e4,
     DrillKind.NOT_A_NUMBER: math.nan,
 }
+REDUCTIONS = ("allreduce", "reduce_scatter")  # how the names of collectives begin
 
 
 class Drill:
@@ -64,6 +65,7 @@ class Drill:
         self._counts: Counter[int] = Counter()
         if self._own:
             self._counts.update(number_of(info.key) for info in store.list(self._prefix))
+        self._backward_step: int | None = None
         self.model: nn.Module | None = None
 
     def reached(self, point: str, step: int) -> None:
@@ -76,12 +78,40 @@ class Drill:
         Raises:
             RuntimeError: as the runtime would.
         """
+        self._backward_step = step if point == DrillPoint.BACKWARD else None
+        for fault in self._due(point, step):
+            self._make(fault)
+
+    def begins(self, operation: str) -> Callable[[], None]:
+        """A collective is about to begin.
+
+        Word of a fault is left before it, which takes longer than a small collective.
+
+        Args:
+            operation: by its name.
+
+        Returns:
+            What makes the faults that are due, to be called as soon as the collective runs.
+        """
+        step = self._backward_step
+        if step is None or not operation.startswith(REDUCTIONS):
+            return lambda: None
+        due = list(self._due(DrillPoint.REDUCING, step))
+
+        def make() -> None:
+            for fault in due:
+                self._make(fault)
+
+        return make
+
+    def _due(self, point: str, step: int) -> Iterator[DrillFault]:
+        """The faults to be made here, word of each left right before it."""
         for number, fault in self._own:
             is_here = fault.kind not in LOSS_FACTOR and fault.point == point
             # Nobody knows which step the next recovery comes in.
             is_due = fault.step <= step if point == DrillPoint.RECOVERY else fault.step == step
             if is_here and is_due and self._fires(number, fault):
-                self._make(fault)
+                yield fault
 
     def loss_factor(self, step: int) -> float:
         """What the loss of a step is multiplied with."""

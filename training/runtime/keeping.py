@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -29,6 +29,9 @@ from training.runtime.generations import Generations
 from training.runtime.groups import TRANSFERS, SwapGroup
 from training.runtime.links import Link, StoreClient
 from training.runtime.scattering import start
+
+SETTLE_S = 1.0  # for operations to notice that their link is gone
+POLL_S = 0.002
 
 # Which argument of an operation is read; the first is written, and may be the same.
 INPUT_OF: Mapping[str, int | None] = {
@@ -49,14 +52,25 @@ INPUT_OF: Mapping[str, int | None] = {
 
 @dataclass(slots=True, eq=False)
 class _Kept:
-    """One operation, until its step is over."""
+    """One operation, until its step is over.
+
+    Attributes:
+        operation: by its name.
+        arguments: of it.
+        inputs: a copy of what it reads.
+        number: in its group, from 1.
+        link: that it runs on; what ends on another one is void.
+        is_done: its end is there, and its promise is kept, or about to be.
+    """
 
     operation: str
     arguments: tuple[Any, ...]
     inputs: Any
     number: int = 0
+    link: Link | None = None
     is_done: bool = False
     _error: Exception | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
     _promise: torch.futures.Future[Any] = field(default_factory=torch.futures.Future)
 
     def result(self) -> torch.futures.Future[Any]:
@@ -67,11 +81,34 @@ class _Kept:
         """
         return self._promise.then(lambda _: self._outcome())
 
-    def end(self, error: Exception | None = None) -> None:
-        """Keep the promise, or break it; the first time counts."""
-        if not self.is_done:
-            self.is_done, self._error = True, error
-            self._promise.set_result(None)
+    def cut(self) -> None:
+        """It is over with the link that it runs on, whatever that may still tell."""
+        with self._lock:
+            self.link = None
+
+    def claim(self, link: Link) -> bool:
+        """Whether what has ended on a link is the end of the operation; the first time counts.
+
+        Whoever claims it owes `keep`.
+        """
+        with self._lock:
+            if self.is_done or self.link is not link:
+                return False
+            self.is_done = True
+            return True
+
+    def keep(self, error: Exception | None = None) -> None:
+        """Keep the promise, or break it."""
+        self._error = error
+        self._promise.set_result(None)
+
+    def fail(self, error: Exception) -> None:
+        """Break the promise, unless it has its end."""
+        with self._lock:
+            if self.is_done:
+                return
+            self.is_done = True
+        self.keep(error)
 
     def _outcome(self) -> Any:
         if self._error is not None:
@@ -128,9 +165,11 @@ class PromisingGroup(SwapGroup):
             self._kept[self._count] = kept
             kept.number = self._count
             work = _PromisedWork(kept.result())
+            once_it_runs = self._links.on_begin(operation)
             self._begin(kept, arguments)
+            once_it_runs()
         if generations.announced > generations.current:
-            kept.end(generations.interruption())
+            kept.fail(generations.interruption())
         return work
 
     def _inputs_of(self, operation: str, arguments: tuple[Any, ...]) -> Any:
@@ -153,6 +192,7 @@ class PromisingGroup(SwapGroup):
     def _begin(self, kept: _Kept, arguments: tuple[Any, ...]) -> None:
         number, link = self._links.number, self._link
         assert link is not None  # noqa: S101 the callers made it
+        kept.link = link
         link.began()
         try:
             work, finish = start(
@@ -175,11 +215,17 @@ class PromisingGroup(SwapGroup):
         link.ended()
         try:
             future.value()
-            finish()
         except RuntimeError as exc:
             self._failed(kept, exc, number)
             return
-        kept.end()
+        if not kept.claim(link):
+            return
+        try:
+            finish()
+        except RuntimeError as exc:
+            kept.keep(exc)
+            return
+        kept.keep()
         self._generations.on_collective_end()
         if not self._links.keeps:
             self._kept.pop(kept.number, None)
@@ -188,7 +234,7 @@ class PromisingGroup(SwapGroup):
         if self._links.keeps and kept.operation in INPUT_OF:
             self._links.broke(str(error), number)
         else:
-            kept.end(RuntimeError(str(error)))
+            kept.fail(RuntimeError(str(error)))
 
     @property
     def needs_from(self) -> int:
@@ -205,6 +251,14 @@ class PromisingGroup(SwapGroup):
     def member(self) -> tuple[int, int]:
         """Rank and size."""
         return self._own_rank, self._own_size
+
+    def cut(self) -> None:
+        """From now on no operation completes before it has run again.
+
+        A thread of gloo that is late would hand out what is being written once more.
+        """
+        for kept in list(self._kept.values()):
+            kept.cut()
 
     def run_again(self, link: Link, first: int) -> int:
         """Take a new link, and repeat the operations from `first` on; how many there were.
@@ -232,7 +286,7 @@ class PromisingGroup(SwapGroup):
     def fail(self, error: Exception) -> None:
         """A new generation begins: whoever waits for a promise learns that it is void."""
         for kept in list(self._kept.values()):
-            kept.end(error)
+            kept.fail(error)
 
 
 class PromisedLinks:
@@ -248,6 +302,8 @@ class PromisedLinks:
     Attributes:
         number: how often the links of this generation were made anew.
         gate: held while that goes on.
+        on_begin: called with the name of an operation that is about to begin; what it returns is
+            called as soon as that runs.
     """
 
     def __init__(
@@ -270,6 +326,7 @@ class PromisedLinks:
         self._client: StoreClient | None = None
         self.number = 0
         self.gate = threading.RLock()
+        self.on_begin: Callable[[str], Callable[[], None]] = lambda _operation: lambda: None
 
     def add(self, group: PromisingGroup) -> None:
         """A facade was made."""
@@ -293,7 +350,8 @@ class PromisedLinks:
 
     def fail(self) -> None:
         """A new generation is announced."""
-        self.number = 0
+        with self._lock:
+            self.number = 0
         error = self._generations.interruption()
         for group in self._groups:
             group.fail(error)
@@ -318,12 +376,17 @@ class PromisedLinks:
         deadline_s = time.monotonic() + self._budget_s
         generations = self._generations
         generations.check_is(generation)
-        for link in generations.links().values():
+        links = list(generations.links().values())
+        for link in links:
             link.abort()
+        _settle(links, min(deadline_s, time.monotonic() + SETTLE_S))
         with self.gate:
-            generations.check_is(generation)
-            self.number = number
+            with self._lock:  # or fail() would have counted from 0 before this, and not after
+                generations.check_is(generation)
+                self.number = number
             linked = sorted((g for g in self._groups if g.is_linked), key=lambda g: g.name_inside)
+            for group in linked:
+                group.cut()
             self._client = client = self._open_store()
             try:
                 generations.check_is(generation)  # or nobody would have aborted this client
@@ -366,6 +429,15 @@ class PromisedLinks:
                     raise
             else:
                 return link
+
+
+def _settle(links: Sequence[Link], until_s: float) -> None:
+    """Wait for operations that were cut short: until their end they write where they always did.
+
+    One that waits for ever, as gloo's sometimes do, writes nothing more.
+    """
+    while time.monotonic() < until_s and not all(link.is_idle for link in links):
+        time.sleep(POLL_S)
 
 
 def _again(kept: _Kept) -> tuple[Any, ...]:

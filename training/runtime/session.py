@@ -108,6 +108,8 @@ class Session:
             store=self._store,
             run_id=self.job.run_id,
         )
+        if self._links is not None:
+            self._links.on_begin = self._drill.begins
 
     def _connect(self) -> None:
         """Take part in the process groups of the attempt."""

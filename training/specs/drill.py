@@ -27,6 +27,7 @@ class DrillPoint(StrEnum):
 
     START = "start"
     BACKWARD = "backward"
+    REDUCING = "reducing"  # the first collective that reduces the gradients is on its way (gloo)
     PREPARED = "prepared"
     VOTED = "voted"
     APPLYING = "applying"

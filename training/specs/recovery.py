@@ -5,14 +5,16 @@ Times are seconds, steps are completed optimizer steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from training.errors import InputError
 from training.policy.ladder import Policy
 from training.policy.platforms.reading import read_platform
 from training.policy.platforms.settings import POLICY_FIELDS, Fact, Reading, Setting, shown
+from training.policy.platforms.tft import TFT, read_snapshot_steps
 from training.specs.model import Section
 
 # Recommended save intervals by model size: every epoch, every 500 steps, every 100 to 200 steps.
@@ -146,7 +148,8 @@ class RestartSpec(Section):
         ):
             return document  # the field's own type says what is wrong
         fields = read_platform(entries).fields
-        return {n: v for n, v in fields.items() if n in cls.model_fields} | document
+        interval = _snapshot_interval(entries, document)
+        return {n: v for n, v in fields.items() if n in cls.model_fields} | interval | document
 
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:
@@ -164,6 +167,21 @@ class RestartSpec(Section):
     def read_platform(self, given: Sequence[Setting] = ()) -> Reading:
         """What from_platform says, beside what the job says elsewhere."""
         return read_platform(self.from_platform, given=given)
+
+
+def _snapshot_interval(entries: Mapping[str, str], document: Mapping[str, Any]) -> dict[str, int]:
+    """snapshot_every_steps, where the platform's entries name it."""
+    steps = read_snapshot_steps(TFT, entries[TFT]) if TFT in entries else None
+    if steps is None:
+        return {}
+    own = document.get("snapshot_every_steps", steps)
+    if own != steps:
+        raise InputError(
+            "",
+            f"{TFT} TRE_SNAPSHOT_STEPS:{steps} and snapshot_every_steps={own} contradict each "
+            "other, keep one of them",
+        )
+    return {"snapshot_every_steps": steps}
 
 
 class OpRetrySpec(Section):

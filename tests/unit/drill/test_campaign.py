@@ -58,6 +58,11 @@ def test_twenty_seeds_break_everything_that_can_be_broken():
     assert {kill.victim for campaign in drawn for kill in campaign.kills} == set(Victim)
 
 
+def test_every_other_seed_has_broken_links_mended_under_the_operations():
+    drawn = [draw(seed, num_faults=3, kind=ParallelKind.HSDP) for seed in (1, 2, 3, 4)]
+    assert [one.overrides["comm"]["link_retry"] for one in drawn] == [False, True, False, True]
+
+
 def test_an_abnormal_step_never_comes_back_for_it_would_be_accepted():
     drawn = [draw(seed, num_faults=50, kind=ParallelKind.DDP) for seed in range(20)]
     gradients = [

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from training.errors import InputError
 from training.policy.ladder import Policy
@@ -17,6 +18,7 @@ from training.policy.platforms.forms import FORMS, OTHERS, Platform
 from training.policy.platforms.printing import print_platform
 from training.policy.platforms.reading import read_platform
 from training.policy.platforms.settings import PAIRS, POLICY_FIELDS, Fact, Setting
+from training.specs.recovery import RestartSpec
 
 SWITCHES = sorted(f.name for f in fields(Policy) if f.type == "bool")
 IN_PROCESS = ("end_of_life_checkpoint", "step_retry", "process_replace", "numeric_retry")
@@ -158,6 +160,26 @@ def test_a_list_of_strategies_names_what_is_on_and_the_rest_is_off(name, text, o
     assert "".join(str(int(found[field])) for field in IN_PROCESS[:3]) == on
 
 
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [("{TRE:2,TRE_SNAPSHOT_STEPS:7}", 7), ("TRE:1 TRE_SNAPSHOT_STEPS:3", 3), ("{TRE:1}", 10)],
+)
+def test_the_snapshot_interval_becomes_that_of_the_job(text, steps):
+    spec = RestartSpec.model_validate({"from_platform": {"MS_ENABLE_TFT": text}})
+    assert (spec.numeric_retry, spec.snapshot_every_steps) == (True, steps)
+    assert spec.read_platform().warnings == read_platform({"MS_ENABLE_TFT": text}).warnings
+    assert not any("TRE_SNAPSHOT_STEPS" in line for line in spec.read_platform().warnings)
+    assert RestartSpec.model_validate(spec.model_dump()) == spec
+
+
+def test_a_snapshot_interval_that_the_job_contradicts_is_refused_with_both():
+    entries = {"MS_ENABLE_TFT": "{TRE:2,TRE_SNAPSHOT_STEPS:7}"}
+    with pytest.raises((InputError, ValidationError)) as caught:
+        RestartSpec.model_validate({"from_platform": entries, "snapshot_every_steps": 8})
+    for word in ("TRE_SNAPSHOT_STEPS:7", "snapshot_every_steps=8", "contradict"):
+        assert word in str(caught.value)
+
+
 def test_what_one_list_leaves_out_another_may_name():
     found = read_platform({"HIGH_AVAILABILITY": "retry", "MS_ENABLE_TFT": "{ARF:1}"}).fields
     assert (found["step_retry"], found["process_replace"]) == (True, True)
@@ -257,7 +279,7 @@ UNSAYABLE = [
     ("MS_ENABLE_TFT", "{HCCE:1}", "UCE is off"),
     ("MS_ENABLE_TFT", "{ARF:1,TTP:0}", "TTP:0 has no effect"),
     ("MS_ENABLE_TFT", "{TRE:1}", "snapshot"),
-    ("MS_ENABLE_TFT", "{TRE:2,TRE_SNAPSHOT_STEPS:5}", "TRE_SNAPSHOT_STEPS:5"),
+    ("MS_ENABLE_TFT", "{TRE_SNAPSHOT_STEPS:5}", "TRE_SNAPSHOT_STEPS:5 has no effect"),
     ("HIGH_AVAILABILITY", "elastic-training", "fewer ranks"),
     ("recover-strategy", "elastic-training,exit", "fewer ranks"),
     ("recover-strategy", "recover-in-place", "one switch"),

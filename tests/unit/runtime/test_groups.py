@@ -1,4 +1,7 @@
-"""Process groups whose inside is swapped: real processes, and a coordinator's part by hand."""
+"""Process groups whose inside is swapped: real processes, and a coordinator's part by hand.
+
+Both kinds of facade: the bare one that NCCL and HCCL have, and the promising one that gloo has.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.unit.runtime.worlds import Member, World
+from tests.unit.runtime.worlds import Member, Promises, World
 from training.runtime.buckets import settle_buckets
 from training.runtime.errors import Interrupted
 from training.runtime.links import open_sockets
 from training.runtime.troubles import look_at
 
 
-@pytest.fixture
-def new_world():
+@pytest.fixture(params=[None, Promises()], ids=["bare", "promising"])
+def new_world(request):
     """Worlds; no process of theirs outlives the test."""
     worlds: list[World] = []
 
     def new_world(size: int) -> World:
-        worlds.append(World(size))
+        worlds.append(World(size, request.param))
         return worlds[-1]
 
     yield new_world

@@ -17,6 +17,7 @@ from training.policy.platforms.texts import Said, number
 
 _ON_OFF = ("0", "1")
 _STEPS = "TRE_SNAPSHOT_STEPS"
+TFT = "MS_ENABLE_TFT"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,21 @@ def read_tft(name: str, text: str) -> Iterator[Said]:
     yield from _tft_warnings(name, values, on)
 
 
+def read_snapshot_steps(name: str, text: str) -> int | None:
+    """TRE_SNAPSHOT_STEPS: the job has such an interval, the policy of the ladder has none.
+
+    Raises:
+        InputError: the list or the number is wrong.
+    """
+    return _snapshot_steps(name, _tft_values(name, text))
+
+
+def _snapshot_steps(name: str, values: Mapping[str, str]) -> int | None:
+    if _STEPS not in values:
+        return None
+    return number(f"{name} {_STEPS}", values[_STEPS], low=1, high=1_000_000)
+
+
 def _tft_warnings(name: str, values: Mapping[str, str], on: Mapping[str, bool]) -> Iterator[str]:
     if on["UCE"] != on["HCCE"]:
         off = "HCCE" if on["UCE"] else "UCE"
@@ -81,9 +97,8 @@ def _tft_warnings(name: str, values: Mapping[str, str], on: Mapping[str, bool]) 
         yield f"{name} TSP:1: pausing between steps has no switch in the restart policy"
     if values.get("TRE") == "1":
         yield f"{name} TRE:1 restarts from a checkpoint: numeric_retry re-executes from a snapshot"
-    steps = values.get(_STEPS)
-    if steps is not None:
-        number(f"{name} {_STEPS}", steps, low=1, high=1_000_000)
-        yield f"{name} {_STEPS}:{steps}: the snapshot interval is not in the policy"
-    elif values.get("TRE") == "2":
+    steps = _snapshot_steps(name, values)
+    if steps is not None and not on["TRE"]:
+        yield f"{name} {_STEPS}:{steps} has no effect without TRE: numeric_retry is off"
+    if steps is None and values.get("TRE") == "2":
         raise InputError(name, f"TRE:2 without {_STEPS}: it needs {_STEPS}:1 or more")
