@@ -99,7 +99,8 @@ soak: $(VENV)/.installed
 	PERDURE_HEALTHY_STEPS=6000 $(BIN)/python -m pytest tests/process/test_health.py \
 		-k healthy --timeout 1800
 
-# Each seed is a run that is broken fifty times, every other one with comm.link_retry; shrink one that fails with CHAOS_OPTIONS=--shrink.
+# Each seed is a run that is broken fifty times, every other one with comm.link_retry; shrink one
+# that fails with CHAOS_OPTIONS=--shrink.
 SEEDS ?= 1 2 3
 chaos: $(VENV)/.installed
 	$(BIN)/python -m training.drill.chaos --seed $(SEEDS) $(CHAOS_OPTIONS)
