@@ -55,10 +55,13 @@ def new_world():
 
 def connections(link: Link) -> Iterator[socket.socket]:
     """The connections of a link that are still open."""
-    for descriptor in link.sockets:
-        # Gloo closes those that are broken.
+    for descriptor, target in link.sockets.items():
+        # Gloo closes those that are broken, and something else may have their number then.
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
-            if not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            is_own = os.readlink(f"/proc/self/fd/{one.fileno()}") == target  # noqa: PTH115
+            is_tcp = one.family in (socket.AF_INET, socket.AF_INET6)
+            is_stream = is_tcp and one.type == socket.SOCK_STREAM
+            if is_own and is_stream and not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 yield one
 
 

@@ -20,7 +20,7 @@ from storage.collect import InUse, Rules, carry_out, decide, take_listing
 from storage.errors import TimedOut
 from storage.keeper.client import KeeperClient
 from storage.keeper.publish import shares_on_disk
-from storage.share import WrittenShare
+from storage.share import parse_record
 from tests.unit.storage.nodes import Before, Cluster, Node, save, settle, share_of
 
 OLDER, OLD, NEW, NEXT = 10, 20, 30, 40
@@ -57,7 +57,7 @@ def offered(checkpoints: CheckpointStore) -> list[int]:
     assert [step for step in steps if checkpoints.verify(step)] == []
     for info in checkpoints.store.list("runs/run/checkpoints/"):
         if RECORD.search(info.key):
-            written = WrittenShare.model_validate_json(checkpoints.store.get(info.key))
+            written = parse_record(checkpoints.store.get(info.key), url=info.key)
             shards = {written.share.shard: written.record}
             assert checkpoints.verify_shards(written.share.step, shards) == []
     return steps
