@@ -51,6 +51,7 @@ def checks_of(ranks: list[int]) -> dict[int, list[tuple[str, str]]]:
             process.kill()
 
 
+@pytest.mark.long
 def test_who_waits_later_than_the_first_rank_has_joined_all_the_same():
     joined_in_vain = [("join", "ok"), ("all_reduce", "warning")]
     assert checks_of([0, 1]) == {0: joined_in_vain, 1: joined_in_vain}

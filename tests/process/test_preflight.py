@@ -134,6 +134,7 @@ def preflight(bench, document, *options):
     )
 
 
+@pytest.mark.long
 def test_the_command_checks_this_machine_and_that_the_program_starts_twice(bench):
     done = preflight(
         bench, bench.apart("checked", env={"PACE_S": "0"}, preflight=CHECKS), "--json", "--reentry"

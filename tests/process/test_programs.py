@@ -184,6 +184,7 @@ def s3(tmp_path_factory):
     server.stop()
 
 
+@pytest.mark.long
 def test_a_run_on_an_object_store_survives_a_killed_worker(
     bench, s3, undisturbed_pair, monkeypatch
 ):
