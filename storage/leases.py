@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 
 from storage.checkpoint import CheckpointStore
 from storage.errors import StorageError
-from storage.listing import StepObjects, list_steps
+from storage.listing import StepObjects
 
 LEASE_S = 900.0
 RENEWALS = 4  # in the time for which a lease is good
@@ -55,16 +55,6 @@ def reading(checkpoints: CheckpointStore, step: int) -> Iterator[None]:
         thread.join()
         with suppress(StorageError):  # it ends by itself
             checkpoints.store.delete(key)
-
-
-def read_now(checkpoints: CheckpointStore) -> frozenset[int]:
-    """The steps that somebody reads.
-
-    Raises:
-        StorageError: the store does not answer.
-    """
-    now_s = checkpoints.clock()
-    return frozenset(s.step for s in list_steps(checkpoints) if is_read(s, now_s=now_s))
 
 
 def is_read(step: StepObjects, *, now_s: float) -> bool:

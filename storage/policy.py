@@ -11,8 +11,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from storage.checkpoint import CheckpointStore
-from storage.leases import read_now
+from storage.checkpoint import CheckpointStore, StepState
+from storage.leases import is_read
+from storage.listing import list_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,12 +172,11 @@ def apply_retention(
         The deleted steps. The newest is never among them, nor are steps set aside, nor what
         somebody reads; a later retention deletes that.
     """
-    steps = checkpoints.steps()
-    kept = policy.keep(steps) | set(protect) | set(steps[-1:])
+    listed = list_steps(checkpoints)
+    steps = [one.step for one in listed if one.state is StepState.COMMITTED]
+    read = {one.step for one in listed if is_read(one, now_s=checkpoints.clock())}
+    kept = policy.keep(steps) | set(protect) | read | set(steps[-1:])
     given_up = [step for step in steps if step not in kept]
-    if given_up:
-        in_use = read_now(checkpoints)
-        given_up = [step for step in given_up if step not in in_use]
     for step in given_up:
         checkpoints.delete(step)
     return given_up

@@ -253,11 +253,13 @@ class Step:
 
     def _agree(self, norm: float) -> Vote:
         wishes = self._around.wishes(self.number)
-        flags = torch.tensor(
-            [float(wishes.stop), float(wishes.save), float(wishes.pause)], device=self._device
-        )
+        flags = [float(wishes.stop), float(wishes.save), float(wishes.pause)]
+        # One way to the device for all that the host brings. How many ranks have an abnormal loss,
+        # and the sum of them, name the one where it is alone.
+        told = torch.tensor([*flags, 1.0, float(dist.get_rank())], device=self._device)
         own_loss = self._loss_sum.float().reshape(1)
-        vote = torch.cat([own_loss, flags, self._blame(own_loss)])
+        told[len(flags) :] *= self._is_abnormal(own_loss)
+        vote = torch.cat([own_loss, told])
         began_ns = time.monotonic_ns()
         dist.all_reduce(vote)
         loss_sum, stop, save, pause, num_culprits, culprits = vote.tolist()
@@ -272,15 +274,12 @@ class Step:
             culprit=int(culprits) if num_culprits == 1 else None,
         )
 
-    def _blame(self, own_loss: Tensor) -> Tensor:
-        """This rank's part in how many ranks have an abnormal loss, and in the sum of them.
-
-        The loss is looked at where it is: a look from the host would wait for the device.
-        """
+    def _is_abnormal(self, own_loss: Tensor) -> Tensor:
+        """Whether this rank's own loss is, told where it is: the host would wait for the device."""
         is_abnormal = ~own_loss.isfinite()
         if self._limits.loss is not None:
             is_abnormal |= own_loss > self._limits.loss
-        return is_abnormal * torch.tensor([1.0, float(dist.get_rank())], device=self._device)
+        return is_abnormal
 
 
 def _norm_value(norm: Tensor) -> float:
