@@ -26,10 +26,15 @@ from training.home import home_folder
 _FLAGS = hyperscan.HS_FLAG_MULTILINE | hyperscan.HS_FLAG_PREFILTER
 
 
-def patterns() -> list[bytes]:
-    """One pattern per rule, in their order, then those of the general recognisers."""
-    general = (*codes.PATTERNS.values(), exceptions.PREFILTER, UNEXPLAINED)
-    return [portable(text) for text in (*(rule.spec.pattern for rule in load_rules()), *general)]
+@cache
+def patterns() -> Sequence[bytes]:
+    """One pattern per rule, in their order, then those of the general recognisers.
+
+    The last one is the beginning of a traceback.
+    """
+    specs = (rule.spec for rule in load_rules())
+    general = (*codes.PATTERNS.values(), exceptions.PREFILTER, UNEXPLAINED, exceptions.TRACEBACK)
+    return [portable(text) for text in (*(s.prefilter or s.pattern for s in specs), *general)]
 
 
 @cache

@@ -33,7 +33,7 @@ PREFILTER = (
     r"(?:Error|Exception|Interrupt|Timeout|Failure|Failed|Exit|Conflict|Disconnected|NotFound"
     r"|TooLarge|Unsupported|Expired|BadZipFile|Iteration)(?::\s|:?\s*$)"
 )
-TRACEBACK_MARK = b"Traceback (most recent"
+TRACEBACK = r"Traceback \(most recent"
 DOTTED = re.compile(_WITH_MODULE.encode(), re.MULTILINE)
 _FRAME = re.compile(r'File "([^"\n]{1,300})", line \d+')
 _TRACEBACK = re.compile(r"Traceback \(most recent call last\)|^\s*File \"|\bFile \"[^\"]+\", line")

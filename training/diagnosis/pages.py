@@ -60,7 +60,8 @@ def regions(chunks: Iterable[bytes]) -> Iterable[bytes]:
 
 
 def _clean(region: bytes) -> bytes:
-    if region.startswith(b'{"') or b'\n{"' in region:
+    # A single byte is looked for many times faster than three.
+    if b"{" in region and (region.startswith(b'{"') or b'\n{"' in region):
         # A line of JSON: the newlines inside its texts, of the same length as they were.
         region = region.replace(b"\\n", b" \n")
     if b"\r" in region:
@@ -89,7 +90,7 @@ def distinct(region: bytes, base: int) -> Page:
     firsts = dict(zip(reversed(shape_of(region).split(b"\n")),
                       range(len(lines) - 1, -1, -1), strict=True))  # fmt: skip
     kept = sorted(firsts.values())
-    begins = list(accumulate((len(line) + 1 for line in lines), initial=0))
+    begins = list(accumulate(map(len, lines), initial=0))  # without the ends of the lines before
     starts = list(accumulate((len(lines[index]) + 1 for index in kept), initial=0))
     text = b"\n".join([lines[index] for index in kept])
-    return Page(text, base, starts[:-1], [begins[index] for index in kept])
+    return Page(text, base, starts[:-1], [begins[index] + index for index in kept])

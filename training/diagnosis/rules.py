@@ -69,6 +69,8 @@ class RuleSpec(Judgement):
 
     Attributes:
         pattern: searched in one line; groups named code, rank, device and node are taken over.
+        prefilter: matches every line that `pattern` matches, and others too: what the automaton
+            looks for where `pattern` begins with words that every healthy line has.
         yields_to_code: a code in the line that the tables know says more than the rule.
         after: must be found in the text shortly before the line, too.
         after_example: such text, for a rule that has `after`.
@@ -82,6 +84,7 @@ class RuleSpec(Judgement):
     platform: str
     source: str
     example: str
+    prefilter: str | None = None
     code: str | None = None
     any_level: bool = False
     repeated: bool = False

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import hyperscan
 
 from training.diagnosis import automaton, exceptions
-from training.diagnosis.lines import Origin, origin_of, time_of
+from training.diagnosis.lines import Origin, has_clock, origin_of, time_of
 from training.diagnosis.pages import Page, distinct, looks_like_text, regions, shape_of
 from training.diagnosis.progress import Progress
 from training.diagnosis.recognise import Finding, recognise
@@ -103,6 +103,8 @@ class _State:
         position = offset - self._base
         region, stop = self._region, position
         earliest = max(self._timed_to, position - TIME_LOOK_BACK_BYTES)
+        if not has_clock(region, earliest, stop):
+            stop = earliest
         while stop > earliest:
             begin = region.rfind(b"\n", earliest, stop - 1) + 1 or earliest
             head = region[begin : min(stop, begin + MAX_TIME_CHARS)].decode("utf-8", "replace")
@@ -217,8 +219,14 @@ def _read_page(page: Page, context: bytes, state: _State, limit: int | None) -> 
 def _hits(text: bytes, limit: int | None) -> tuple[list[tuple[int, int]], int | None]:
     """(end, pattern) of matches, sorted, and where the search stopped at the limit."""
     hits: list[tuple[int, int]] = []
+    has_traceback = False
+    traceback_mark = len(automaton.patterns()) - 1
 
     def note(pattern: int, _start: int, end: int, _flags: int, _context: object) -> bool | None:
+        nonlocal has_traceback
+        if pattern == traceback_mark:
+            has_traceback = True
+            return None
         hits.append((end, pattern))
         return (limit is not None and len(hits) >= limit) or None
 
@@ -229,7 +237,7 @@ def _hits(text: bytes, limit: int | None) -> tuple[list[tuple[int, int]], int | 
         reached = text.rfind(b"\n", 0, hits[-1][0] - 1) + 1
         if reached > 0:
             return sorted({hit for hit in hits if hit[0] <= reached}), reached
-    if exceptions.TRACEBACK_MARK in text:
+    if has_traceback:
         hits += [(found.end(), _NO_PATTERN) for found in exceptions.DOTTED.finditer(text)]
     return sorted(set(hits)), None
 

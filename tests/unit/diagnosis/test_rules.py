@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from training.diagnosis.codes import load_codes, look_up
 from training.diagnosis.recognise import recognise
@@ -49,6 +53,13 @@ def test_a_rule_finds_its_example_in_a_log(rule):
     found = [f for f in scan_text(text, year=2026).findings if f.rule == rule.id]
     assert [f.line for f in found] == [rule.spec.example.rstrip()]
     assert found[0].fault_class is rule.fault_class
+
+
+@given(data=st.data())
+@pytest.mark.parametrize("rule", [r for r in RULES if r.spec.prefilter], ids=lambda rule: rule.id)
+def test_a_prefilter_lets_every_line_of_its_rule_through(rule, data):
+    line = data.draw(st.from_regex(rule.pattern).filter(lambda text: "\n" not in text))
+    assert re.search(rule.spec.prefilter, line)
 
 
 def test_rule_ids_are_unique_and_every_rule_names_its_source():
