@@ -33,9 +33,10 @@ MAX_LINES_ALIKE_AND_BLOCK = 64
 MAX_SHAPE_BYTES = 300
 KEPT_AT_EACH_END = 32
 
-# Counts of steps are sampled in the first region at both ends, then at the end of each.
+# Counts of steps are sampled in the first region at both ends, then in the last lines of each.
 FIRST_SAMPLE_BYTES = 32 << 10
 SAMPLE_BYTES = 4 << 10
+SAMPLE_LINES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,7 @@ class _State:
             self.progress.read(region[:size].decode("utf-8", "replace"), 0)
         begin = max(size if not base else 0, len(region) - size)
         begin = region.rfind(b"\n", 0, begin) + 1 if begin else 0
+        begin = _last_lines(region, begin) if base else begin
         self.progress.read(region[begin:].decode("utf-8", "replace"), base + begin)
 
     def budget_of(self, rule_id: int) -> int:
@@ -133,6 +135,16 @@ class _State:
             )
             for f in every
         ]
+
+
+def _last_lines(region: bytes, begin: int) -> int:
+    """Where the last few lines of a region begin, not before `begin`."""
+    newline = len(region)
+    for _ in range(SAMPLE_LINES + 1):
+        newline = region.rfind(b"\n", begin, newline)
+        if newline < 0:
+            return begin
+    return newline + 1
 
 
 def _replaced(finding: Finding, after: Finding | None) -> Finding:

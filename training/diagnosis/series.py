@@ -55,12 +55,16 @@ def find_jump(text: str, *, year: int) -> Finding | None:
     it is printed, must confirm that; otherwise the loss must stay up.
     """
     series = _measurements(text)
+    losses = [measurement.loss for measurement in series]
     for index in range(MIN_HISTORY, len(series)):
-        history = series[max(0, index - HISTORY) : index]
+        begin = max(0, index - HISTORY)
+        if losses[index] <= LOSS_JUMP_RATIO * min(losses[begin:index]):
+            continue  # not above any median of them either
+        history = series[begin:index]
         if not _jumps(series[index], history) or not _confirmed(series, index, history):
             continue
         usual = median(m.loss for m in history)
-        recovered = _recovers([m.loss for m in series[index:]], usual)
+        recovered = _recovers(losses[index:], usual)
         origin = origin_of(series[index].line, year=year)
         return Finding(
             rule="loss-jump",
@@ -92,8 +96,6 @@ def _measurements(text: str) -> list[Measurement]:
 
 
 def _jumps(now: Measurement, history: Sequence[Measurement]) -> bool:
-    if now.loss <= LOSS_JUMP_RATIO * min(m.loss for m in history):
-        return False  # not above any median of them either
     usual = median(m.loss for m in history)
     if not math.isfinite(usual) or usual <= 0 or not math.isfinite(now.loss):
         return False
