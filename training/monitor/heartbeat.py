@@ -197,7 +197,7 @@ class HeartbeatReader:
         self._last: Heartbeat | None = None
 
     def read(self) -> Heartbeat | None:
-        """The newest whole record, None before the first one was written."""
+        """The newest whole record that was ever read, None before there is one."""
         try:
             data, again = (self._path.read_bytes()[: _RECORD.size] for _ in range(2))
         except FileNotFoundError:

@@ -12,8 +12,10 @@ import datetime as dt
 import os
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from training.device import abort_group
 
 GLOO = "gloo"
 STORE_TIMEOUT_S = 36_000.0
+_ABORTED = "the link was aborted while it was made"
 
 Sockets = Mapping[int, str]  # descriptor: what it is, as /proc tells
 
@@ -77,6 +80,7 @@ class Link:
         self._is_connecting = False
         self._collectives: Any = None
         self._running = 0
+        self._outcomes: SimpleQueue[dist.ProcessGroup | Exception] = SimpleQueue()
         self.group: dist.ProcessGroup | None = None
 
     def connect(self, store: Store, *, rank: int, size: int, timeout_s: float) -> dist.ProcessGroup:
@@ -86,29 +90,49 @@ class Link:
             RuntimeError: it was aborted meanwhile, or somebody did not come.
         """
         with self._lock:
+            if self._is_aborted:
+                raise RuntimeError(_ABORTED)
             self._before, self._is_connecting = open_sockets(), True
-        try:
-            group, self._collectives = _make(
-                self._backend, self._device, store, rank, size, timeout_s
-            )
-        finally:
-            with self._lock:
-                self._is_connecting = False
-                self._sockets = new_sockets(self._before)
+        make = partial(_make, self._backend, self._device, store, rank, size, timeout_s)
+        if self._backend == GLOO:
+            # Its constructor waits for the connection of a peer that may have died since it told
+            # its address: there is no socket yet that could be shut down. An abort leaves the
+            # thread behind, which ends with the timeout.
+            threading.Thread(target=self._connect, args=(make,), daemon=True).start()
+        else:
+            self._connect(make)
+        outcome = self._outcomes.get()
+        if isinstance(outcome, Exception):
+            raise outcome
         with self._lock:
-            self.group = group
+            self.group = outcome
         if self._is_aborted:
             self.abort()
-            raise RuntimeError("the link was aborted while it was made")
-        return group
+            raise RuntimeError(_ABORTED)
+        return outcome
+
+    def _connect(self, make: Callable[[], tuple[dist.ProcessGroup, Any]]) -> None:
+        outcome: dist.ProcessGroup | Exception
+        try:
+            outcome, self._collectives = make()
+        except Exception as exc:  # noqa: BLE001 raised again where it is waited for
+            outcome = exc
+        with self._lock:
+            self._is_connecting = False
+            if not self._is_aborted:
+                self._sockets = new_sockets(self._before)
+        self._outcomes.put(outcome)
 
     def abort(self) -> None:
         """Have everything that waits in it fail; from any thread."""
         with self._lock:
             self._is_aborted = True
-            connecting, sockets = self._is_connecting, self._sockets
+            if self._is_connecting:
+                self._sockets = new_sockets(self._before)
+            sockets = self._sockets
         if self._backend == GLOO:
-            shut_down(new_sockets(self._before) if connecting else sockets)
+            shut_down(sockets)
+            self._outcomes.put(RuntimeError(_ABORTED))
         elif self._collectives is not None:
             abort_group(self._collectives)
 

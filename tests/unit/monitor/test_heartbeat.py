@@ -99,6 +99,7 @@ def test_a_name_that_is_too_long_or_no_ascii_is_cut_and_replaced(path):
 def test_threads_that_write_at_once_leave_whole_records(path):
     writer = HeartbeatWriter(path)
     reader = HeartbeatReader(path)
+    assert reader.read() is not None  # from here on it has a whole record to fall back on
     seen = []
 
     def end_collectives() -> None:

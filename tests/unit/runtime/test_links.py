@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from training.runtime.links import Sockets, StoreClient, new_sockets, open_sockets, shut_down
+from training.runtime.links import (
+    GLOO,
+    Link,
+    Sockets,
+    StoreClient,
+    new_sockets,
+    open_sockets,
+    shut_down,
+)
 
 HOST = "127.0.0.1"
 
@@ -111,3 +121,48 @@ def test_a_client_of_the_store_that_waits_is_freed_and_others_are_not():
         assert patient.result(30) == b"2"
     with pytest.raises(dist.DistNetworkError):
         client.store.set("here", "3")
+
+
+class DiesOncePublished(dist.Store):
+    """The store as a rank sees it that tells its address and dies before it connects."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self._store = store
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+
+    def wait(self, keys: list[str], *_: object) -> None:
+        raise RuntimeError("killed")
+
+    def get(self, key: str) -> bytes:
+        raise RuntimeError("killed")
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        raise RuntimeError("killed")
+
+
+def test_an_abort_frees_a_rank_whose_peer_died_between_its_address_and_its_connection():
+    # Which of two ranks waits and which one connects is decided by the numbers of their ports.
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(8):
+            store = dist.HashStore()
+            with pytest.raises(RuntimeError, match="killed"):
+                dist.ProcessGroupGloo(DiesOncePublished(store), 1, 2, timedelta(seconds=60))
+            published = store.num_keys()
+            assert published
+            link = Link(GLOO, "cpu")
+            waiting = pool.submit(link.connect, store, rank=0, size=2, timeout_s=60)
+            while store.num_keys() == published:
+                os.sched_yield()
+            link.abort()
+            with pytest.raises(RuntimeError, match="aborted"):
+                waiting.result(10)
+
+
+def test_a_link_that_is_aborted_before_it_is_made_is_not_made():
+    link = Link(GLOO, "cpu")
+    link.abort()
+    with pytest.raises(RuntimeError, match="aborted"):
+        link.connect(dist.HashStore(), rank=0, size=2, timeout_s=60)
