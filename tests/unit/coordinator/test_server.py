@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,17 +63,19 @@ class Served:
             address_file=str(folder / "address.json"),
             supported=(),
         )
-        self._loop = asyncio.new_event_loop()
-        self._task: asyncio.Task[None] | None = None
+        self._stop: Callable[[], object] = lambda: None
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
         wait_for((folder / "address.json").exists)
 
     def _serve(self) -> None:
-        self._task = self._loop.create_task(Coordinator(self.config).serve())
+        async def main() -> None:
+            task = asyncio.create_task(Coordinator(self.config).serve())
+            self._stop = partial(asyncio.get_running_loop().call_soon_threadsafe, task.cancel)
+            await task
+
         with suppress(asyncio.CancelledError):
-            self._loop.run_until_complete(self._task)
-        self._loop.close()
+            asyncio.run(main())  # which ends what still talks with somebody, too
 
     @property
     def address(self) -> CoordinatorAddress:
@@ -89,8 +92,7 @@ class Served:
         wait_for(lambda: part in self.text())
 
     def close(self) -> None:
-        if self._task is not None:
-            self._loop.call_soon_threadsafe(self._task.cancel)
+        self._stop()
         self._thread.join(10)
 
 
