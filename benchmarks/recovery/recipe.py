@@ -58,7 +58,9 @@ def main(job: Job) -> None:
     workload = Workload.of_environment()
     prepare()
     session = training.join()
-    model = DistributedDataParallel(new_model(), gradient_as_bucket_view=True)
+    with session.building():
+        plain = new_model()
+    model = DistributedDataParallel(plain, gradient_as_bucket_view=True)
     data = Tokens(session.rank, workload.num_ranks)
     session.register(model=model, optimizer=new_optimizer(model), data=data)
     log = StepLog(workload, session.rank)

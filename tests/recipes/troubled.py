@@ -104,7 +104,9 @@ def main(job) -> None:
     session = training.join()
     troubles = Troubles(session.rank)
     dataset, manifest = open_data(job, session)
-    model = DistributedDataParallel(Guesser(manifest.vocab_size))
+    with session.building():
+        guesser = Guesser(manifest.vocab_size)
+    model = DistributedDataParallel(guesser)
     torch.manual_seed(session.rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = Hungry(make_loader(job, session, dataset), troubles)

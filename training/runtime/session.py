@@ -21,7 +21,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import IO, ClassVar
 
@@ -41,6 +41,7 @@ from training.monitor.heartbeat import HeartbeatWriter, Phase
 from training.monitor.stack_file import stacks_file
 from training.policy.repair import Vote
 from training.runtime.buckets import settle_buckets
+from training.runtime.building import Undrawn
 from training.runtime.checkpointing import Checkpointer
 from training.runtime.contact import Contact
 from training.runtime.context import WorkerContext
@@ -199,6 +200,17 @@ class Session:
     def world_size(self) -> int:
         """Number of ranks."""
         return self.context.world_size
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Around the making of the model, optional: a replaced process comes back sooner.
+
+        Its parameters are sent by another rank, so they are not drawn at random first. A model
+        that computes anything else from its parameters when it is made does without this.
+        """
+        is_sent = self.context.generation is not None
+        with Undrawn() if is_sent else nullcontext():
+            yield
 
     def register(
         self,

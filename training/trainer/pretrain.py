@@ -41,7 +41,8 @@ def pretrain(job: Job, *, in_step: Callable[[], None] = lambda: None) -> None:
     seed_all(job.seed)
     session = training.join()
     dataset, manifest = open_data(job, session)
-    model = Decoder(job.model, manifest.vocab_size)
+    with session.building():
+        model = Decoder(job.model, manifest.vocab_size)
     wrapped = wrap(
         model,
         job.parallelism,
