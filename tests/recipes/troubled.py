@@ -91,10 +91,10 @@ class Hungry:
 def slowly(save, seconds: float, troubles: Troubles):
     """Saves that keep the training for so long, if they come to their end."""
 
-    def save_slowly(step: int, *, is_last: bool) -> None:
+    def save_slowly(step: int, **asked) -> None:
         troubles.once(step, IN_SAVES)
         time.sleep(seconds)
-        save(step, is_last=is_last)
+        save(step, **asked)
 
     return save_slowly
 

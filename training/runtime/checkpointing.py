@@ -87,7 +87,7 @@ class Checkpointer:
         if keeper is None:
             return
         saver = self._new_saver(keeper, SavePlans(self._device))
-        tensors, _ = self._full_state()
+        tensors, _ = self._full_state({})
         refused = [why for why in gather_json(_refusal(saver, tensors), self._device) if why]
         if refused:
             say(f"saves go to the store while training waits: {refused[0]}")
@@ -129,8 +129,7 @@ class Checkpointer:
         """
         if step in self._checkpoints.steps():
             return
-        tensors, extra = self._full_state()
-        extra["data"] = data
+        tensors, extra = self._full_state(data)
         plans = SavePlans(self._device, is_alone=len(savers) == 1)
         if not plans.is_alone:
             plans.group = dist.new_group(list(savers), use_local_synchronization=True)
@@ -167,11 +166,15 @@ class Checkpointer:
             first_file=2 * self._generation * self._context.world_size,
         )
 
-    def save(self, step: int, *, attachments: dict[str, str] | None = None) -> bool:
+    def save(
+        self, step: int, *, data: dict[str, Any], attachments: dict[str, str] | None = None
+    ) -> bool:
         """Save on all ranks. With a keeper this returns once the state is copied.
 
         Args:
             step: completed optimizer steps.
+            data: position of the data after `step`. The loader itself may be further by a batch,
+                which was handed out for a step that is to be done again.
             attachments: objects that the store gets before the checkpoint, by key.
 
         Returns:
@@ -186,7 +189,7 @@ class Checkpointer:
             self.prepare()
         if self._is_committed(step):
             return False
-        tensors, extra = self._full_state()
+        tensors, extra = self._full_state(data)
         if self._saver is not None:
             self._saver.save(
                 tensors,
@@ -285,10 +288,10 @@ class Checkpointer:
         self._newest_saved = manifest.step
         return manifest
 
-    def _full_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def _full_state(self, data: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """All that is saved: tensors by name, and the rest as JSON."""
         tensors, settings = self.live.tensors()
-        extra = {"data": self._data.state_dict(), "optimizer": settings, **self.live.parts()}
+        extra = {"data": data, "optimizer": settings, **self.live.parts()}
         # JSON has no tuples: say so here and not in the manifest's validation.
         return {**tensors, **self._random_states()}, json.loads(json.dumps(extra))
 

@@ -73,8 +73,11 @@ class Host(Protocol):
         """Put a completed step on record."""
         ...
 
-    def save(self, step: int, *, is_last: bool) -> None:
-        """Save a step, and wait for the store when it is the last one; collective."""
+    def save(self, step: int, *, data: dict[str, Any], is_last: bool) -> None:
+        """Save a step, with the position of the data after it; collective.
+
+        Waits for the store when it is the last one.
+        """
         ...
 
     def is_stopping(self) -> bool:
@@ -224,7 +227,8 @@ class StepLoop:
             case "save" | "last_save":
                 self.reached("save", self.stand.step)
                 self.heartbeat.beat(phase=Phase.SAVE)
-                self.host.save(self.stand.step, is_last=name == "last_save")
+                stand = self.stand
+                self.host.save(stand.step, data=stand.data, is_last=name == "last_save")
             case "pause":
                 self._stand_still()
             case "stop":

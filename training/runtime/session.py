@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import IO, ClassVar
+from typing import IO, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -349,8 +349,14 @@ class Session:
         """Whether this process was asked to end."""
         return self._stop_wanted
 
-    def save(self, step: int, *, is_last: bool) -> None:
-        """Save a step, and wait for the store when it is the last one; collective."""
+    def save(self, step: int, *, data: dict[str, Any], is_last: bool) -> None:
+        """Save a step, and wait for the store when it is the last one; collective.
+
+        Args:
+            step: completed steps.
+            data: position of the data after them.
+            is_last: nothing comes after it.
+        """
         saves, checkpointer = self._saves, self._checkpointer
         assert saves is not None  # noqa: S101 set before the first step
         assert checkpointer is not None  # noqa: S101 likewise
@@ -358,7 +364,7 @@ class Session:
         if self._metrics is not None:
             # Kept until the save has them: one that a fault cuts short is done again.
             self._unsaved_records |= self._metrics.take()
-        fresh = checkpointer.save(step, attachments=self._unsaved_records)
+        fresh = checkpointer.save(step, data=data, attachments=self._unsaved_records)
         self._unsaved_records = {}
         # Not when it was wished for: a fault may have had the vote taken again.
         self._save_wanted = False

@@ -323,7 +323,7 @@ def test_all_state_comes_back_from_memory_as_it_was(alone):
         if step == 1:
             checkpointer.prepare()
     assert checkpointer.is_behind
-    assert checkpointer.save(6) is True
+    assert checkpointer.save(6, data=trainee.data.state_dict()) is True
     saved = trainee.state()
     expected = [trainee.step() for _ in range(4)]
 
@@ -339,12 +339,12 @@ def test_a_step_is_saved_once(alone, tmp_path):
     checkpointer = alone(1).checkpointer(trainee, 0, 1)
     trainee.step()
     checkpointer.prepare()
-    assert checkpointer.save(1) is True
-    assert checkpointer.save(1) is False
+    assert checkpointer.save(1, data=trainee.data.state_dict()) is True
+    assert checkpointer.save(1, data=trainee.data.state_dict()) is False
     checkpointer.settle(20)
     other = alone(2).checkpointer(Trainee(), 0, 1)
     assert other.restore() == 1
-    assert other.save(1) is False
+    assert other.save(1, data={}) is False
 
 
 def test_what_follows_a_save_does_not_reach_into_it(alone, tmp_path):
@@ -352,7 +352,7 @@ def test_what_follows_a_save_does_not_reach_into_it(alone, tmp_path):
     checkpointer = alone(1).checkpointer(trainee, 0, 1)
     trainee.step()
     checkpointer.prepare()
-    checkpointer.save(1)
+    checkpointer.save(1, data=trainee.data.state_dict())
     saved = trainee.state()
     with torch.no_grad():
         for parameter in trainee.model.parameters():
@@ -373,7 +373,7 @@ def test_without_an_answer_of_the_keeper_the_store_serves(tmp_path, group, monke
     trainee.step()
     checkpointer.prepare()
     assert checkpointer.is_behind is False
-    assert checkpointer.save(1) is True
+    assert checkpointer.save(1, data=trainee.data.state_dict()) is True
     other = Trainee(seed=5)
     assert nowhere.checkpointer(other, 0, 1).restore() == 1
     assert other.state() == trainee.state()
@@ -387,8 +387,13 @@ def test_without_a_keeper_saves_wait_for_the_store_and_restore_from_it(tmp_path,
     trainee.step()
     checkpointer.prepare()
     assert checkpointer.is_behind is False
-    assert checkpointer.save(1, attachments={"runs/run/metrics/a": "text"}) is True
-    assert checkpointer.save(1) is False
+    assert (
+        checkpointer.save(
+            1, data=trainee.data.state_dict(), attachments={"runs/run/metrics/a": "text"}
+        )
+        is True
+    )
+    assert checkpointer.save(1, data=trainee.data.state_dict()) is False
     assert CheckpointStore(LocalStore(tmp_path / "store"), "run").steps() == [1]
     other = Trainee(seed=5)
     assert bare.checkpointer(other, 0, 1).restore() == 1
@@ -403,7 +408,7 @@ def test_a_damaged_checkpoint_alone_is_set_aside_and_the_one_before_taken(tmp_pa
     states = {}
     for step in (1, 2):
         trainee.step()
-        checkpointer.save(step)
+        checkpointer.save(step, data=trainee.data.state_dict())
         states[step] = trainee.state()
     store = LocalStore(tmp_path / "store")
     checkpoints = CheckpointStore(store, "run")

@@ -88,7 +88,7 @@ def draw(rank: int, place: Place) -> Drawn:
         stand_in.draws(0)  # not at the beginning of its sequence
         checkpointer.prepare()
         with random_on(checkpointer, own):
-            checkpointer.save(STEP)
+            checkpointer.save(STEP, data=trainee.data.state_dict())
     drawn = Drawn(restored, stand_in.draws(0), stand_in.draws(1))
     checkpointer.settle(20)
     return drawn

@@ -121,7 +121,7 @@ def study(rank: int, place: Place, kind: str, is_split: bool) -> Told:  # noqa: 
         losses[step] = student.step()
         tensors[step], settings[step] = student.tensors(), student.settings()
         if step == SAVED and not restored:
-            checkpointer.save(step)
+            checkpointer.save(step, data=student.data.state_dict())
     checkpointer.settle(20)
     sharded = [isinstance(one, DTensor) for one in student.model.parameters()]
     assert all(sharded) or not any(sharded)

@@ -175,7 +175,11 @@ def train(
             checkpointer.prepare()
         told[step] = trainee.weights()
         if step in saves:
-            checkpointer.save(step, attachments={f"runs/run/metrics/{place.attempt}-{step}": "x"})
+            checkpointer.save(
+                step,
+                data=trainee.data.state_dict(),
+                attachments={f"runs/run/metrics/{place.attempt}-{step}": "x"},
+            )
     if settles:
         checkpointer.settle(20)
     dist.barrier()
@@ -202,7 +206,7 @@ def train_and_save_again(rank: int, place: Place, step: int, between: str) -> tu
         if generation:
             checkpointer.forget(generation)
         saved.append(trainee.weights())
-        checkpointer.save(step)
+        checkpointer.save(step, data=trainee.data.state_dict())
         if between == "settle":
             checkpointer.settle(20)
     checkpointer.settle(20)
