@@ -18,6 +18,7 @@ from storage.manifest import Chunk, Manifest, ShardRecord, TensorRecord
 from storage.objects import ObjectStore
 from storage.retry import Retry
 from storage.s3 import S3Options, S3Store
+from tests.unit.storage.nodes import Cluster
 
 RUN_ID = "run-1"
 PART_SIZE_BYTES = 5 * 2**20  # the smallest part that S3 takes
@@ -206,3 +207,11 @@ def _options(endpoint: str) -> S3Options:
         secret_key=SecretStr("secret"),
         part_size_bytes=PART_SIZE_BYTES,
     )
+
+
+@pytest.fixture
+def cluster(tmp_path) -> Iterator[Cluster]:
+    """Nodes with keepers that keep two steps in the store."""
+    cluster = Cluster.at(tmp_path, keep_last=2)
+    yield cluster
+    cluster.close()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import signal
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
@@ -39,13 +38,6 @@ WRITES = {
 }
 ORDER = list(WRITES)
 RECORD = re.compile(r"rank\d+\.json$")
-
-
-@pytest.fixture
-def cluster(tmp_path) -> Iterator[Cluster]:
-    cluster = Cluster.at(tmp_path, keep_last=2)
-    yield cluster
-    cluster.close()
 
 
 def offered(checkpoints: CheckpointStore) -> list[int]:

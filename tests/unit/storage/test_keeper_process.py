@@ -46,13 +46,6 @@ BEFORE_COMMIT = POINTS[:5]
 MIB = 2**20
 
 
-@pytest.fixture
-def cluster(tmp_path) -> Iterator[Cluster]:
-    cluster = Cluster.at(tmp_path, keep_last=2)
-    yield cluster
-    cluster.close()
-
-
 def offered(checkpoints: CheckpointStore) -> list[int]:
     """Steps that a restore may take, each of them read from end to end."""
     steps = checkpoints.steps()
