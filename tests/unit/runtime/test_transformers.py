@@ -35,9 +35,16 @@ CONFIGS: dict[str, Any] = {
 }  # fmt: skip
 
 
+# Imported here, where they are imported once: the ranks are forks of this process.
+CLASSES: dict[str, Any] = {
+    "gpt2": transformers.GPT2LMHeadModel,
+    "llama": transformers.LlamaForCausalLM,
+}
+
+
 def made(name: str) -> Any:
     torch.manual_seed(7)
-    return transformers.AutoModelForCausalLM.from_config(CONFIGS[name])
+    return CLASSES[name](CONFIGS[name])
 
 
 def wrapped(model: nn.Module, kind: str) -> nn.Module:
