@@ -1,22 +1,27 @@
-"""The checkpoint-retention flow: what a run's checkpoints may lose, on a schedule.
+"""The checkpoint-retention flows: what the checkpoints of runs may lose, on a schedule.
 
-A run trims its own checkpoints after each save; this flow also knows the losses that `keep_best`
-asks for, and removes what broken saves left. It may run beside the training.
+A run trims its own checkpoints after each save; `retain` also knows the losses that `keep_best`
+asks for, and removes what broken saves left. It may run beside the training. `retain_all`
+does it for the runs of this machine, so that its schedule needs no parameter.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
-from prefect import flow
+from prefect import flow, get_run_logger
 from prefect.client.schemas.objects import State
-from prefect.states import Completed
+from prefect.states import Completed, Failed
 from pydantic import Field
 
 from storage.collect import GARBAGE_AFTER_S, totals
 from tasks.retention import choose, delete, tell
 from tasks.states import data_of
+from training.errors import InputError
+from training.home import home_folder
 from training.job import Job
+from training.supervisor.known import known_job, known_runs
 
 
 @flow(name="checkpoint-retention", flow_run_name="{job.run_id}", persist_result=False)
@@ -39,3 +44,33 @@ def retain(
     gone = data_of(delete(job, chosen, older_than_s, return_state=True))
     tell(job, gone, dry_run=False)
     return Completed(message=f"removed {totals(gone)}")
+
+
+@flow(name="checkpoint-retention-of-all", persist_result=False)
+def retain_all(
+    older_than_s: Annotated[float, Field(ge=0)] = GARBAGE_AFTER_S,
+    dry_run: bool = False,  # noqa: FBT001, FBT002 a flow's parameters are given by name
+) -> State[Any]:
+    """Do the same for every run that was started on this machine, one after the other.
+
+    Args:
+        older_than_s: age in seconds from which what a broken save left is garbage.
+        dry_run: only tell what would be removed.
+    """
+    home = home_folder()
+    runs = known_runs(home)
+    failed = [run_id for run_id in runs if not _is_done(home, run_id, older_than_s, dry_run)]
+    if failed:
+        return Failed(message=f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}")
+    return Completed(message=f"runs looked after: {', '.join(runs) or 'none on this machine'}")
+
+
+def _is_done(home: Path, run_id: str, older_than_s: float, dry_run: bool) -> bool:  # noqa: FBT001
+    """Whether the retention of one run succeeded; a failure keeps no other run waiting."""
+    try:
+        job = known_job(home, run_id)
+    except InputError as error:
+        get_run_logger().error("%s: %s", run_id, error)
+        return False
+    state: State[Any] = retain(job, older_than_s, dry_run, return_state=True)
+    return state.is_completed()

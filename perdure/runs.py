@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from rich.console import Console
@@ -10,10 +9,10 @@ from rich.console import Console
 from perdure import server
 from storage.address import Credentials, open_store
 from storage.objects import ObjectStore
-from training.errors import InputError
 from training.home import home_folder
-from training.job import Job, load_job, parse_job
-from training.supervisor.run import Run, job_path
+from training.job import Job, load_job
+from training.supervisor.known import job_path, known_job
+from training.supervisor.run import Run
 
 PIPED_WIDTH = 180
 
@@ -24,15 +23,7 @@ def known_run(run_id: str) -> tuple[Job, ObjectStore]:
     Raises:
         InputError: there is no such run.
     """
-    path = job_path(home_folder(), run_id)
-    try:
-        job = parse_job(json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        known = sorted(p.parent.name for p in (home_folder() / "runs").glob("*/job.json"))
-        listed = ", ".join(known[-10:]) or "none"
-        raise InputError(
-            "run_id", f"{run_id!r}: no such run on this machine; known: {listed}"
-        ) from None
+    job = known_job(home_folder(), run_id)
     return job, store_of(job)
 
 

@@ -1,4 +1,4 @@
-"""The checkpoints of one run: their layout, the commit protocol, and the search for a whole one.
+"""The checkpoints of one run: their layout, the commit protocol, and whether they are whole.
 
     runs/<run_id>/fence.json                                       who may publish
     runs/<run_id>/checkpoints/step-00001200/p0002-a0001-rank00003.safetensors
@@ -44,7 +44,6 @@ __all__ = [
     "Damage",
     "DamageKind",
     "Manifest",
-    "Recovered",
     "SetAside",
     "ShardRecord",
     "StepState",
@@ -98,14 +97,6 @@ class SetAside:
     def reason(self) -> str:
         """One line for records."""
         return "; ".join(f"{damage.file} {damage.kind}: {damage.detail}" for damage in self.damages)
-
-
-@dataclass(frozen=True, slots=True)
-class Recovered:
-    """The newest whole checkpoint (None: there is none) and what was set aside on the way."""
-
-    manifest: Manifest | None
-    set_aside: tuple[SetAside, ...]
 
 
 class _Fence(BaseModel):
@@ -251,24 +242,6 @@ class CheckpointStore:
         """Stop offering a step, but keep its objects for a look at them."""
         record = {"step": step, "reason": reason, "set_aside_at_s": self.clock()}
         self.store.put(self.key(step, SET_ASIDE_NAME), json.dumps(record).encode())
-
-    def newest_intact(self) -> Recovered:
-        """Walk from the newest step, set damaged ones aside, stop at the first whole one.
-
-        To be called by one process; the others take its answer.
-
-        Raises:
-            StorageError: the store does not answer or lets us in; nothing is set aside for that.
-        """
-        set_aside: list[SetAside] = []
-        for step in reversed(self.steps()):
-            damages = self.verify(step)
-            if not damages:
-                return Recovered(self.manifest(step), tuple(set_aside))
-            found = SetAside(step, tuple(damages))
-            self.set_aside(step, found.reason)
-            set_aside.append(found)
-        return Recovered(None, tuple(set_aside))
 
     def delete(self, step: int) -> None:
         """Remove a step: its manifest first, so that no half of it is ever offered."""

@@ -1,7 +1,7 @@
 """Steps that somebody reads: retention leaves them until they are read.
 
 A reader keeps an object in the step's folder and writes it anew now and then; one that was
-killed is believed for `LEASE_S`. Times are seconds.
+killed is believed for `LEASE_S`. Times are seconds, by the store's clock.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import json
 import sys
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from storage.checkpoint import CheckpointStore
 from storage.errors import StorageError
 from storage.listing import StepObjects
+from storage.objects import ObjectInfo
 
 LEASE_S = 900.0
 RENEWALS = 4  # in the time for which a lease is good
@@ -57,9 +58,18 @@ def reading(checkpoints: CheckpointStore, step: int) -> Iterator[None]:
             checkpoints.store.delete(key)
 
 
+def read_steps(checkpoints: CheckpointStore, listed: Sequence[StepObjects]) -> frozenset[int]:
+    """Steps of a listing that are read; the store is asked for its time if any may be."""
+    if not any(_readers(step) for step in listed):
+        return frozenset()
+    now_s = checkpoints.store.now_s()
+    return frozenset(step.step for step in listed if is_read(step, now_s=now_s))
+
+
 def is_read(step: StepObjects, *, now_s: float) -> bool:
     """Whether a listing shows a reader of a step that has told of itself lately."""
-    return any(
-        name.startswith(READER_PREFIX) and now_s - info.modified_s < LEASE_S
-        for name, info in step.objects.items()
-    )
+    return any(now_s - info.modified_s < LEASE_S for info in _readers(step))
+
+
+def _readers(step: StepObjects) -> list[ObjectInfo]:
+    return [info for name, info in step.objects.items() if name.startswith(READER_PREFIX)]

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -56,17 +55,15 @@ class LocalStore:
 
     Args:
         root: absolute folder.
-        clock: wall time in seconds, to tell abandoned temporaries from live ones.
 
     Raises:
         ValueError: `root` is relative.
     """
 
-    def __init__(self, root: Path, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, root: Path) -> None:
         if not root.is_absolute():
             raise ValueError(f"root={str(root)!r} is not an absolute path")
         self._root = root
-        self._clock = clock
         self._swept = False
 
     def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
@@ -142,6 +139,18 @@ class LocalStore:
             _sync_folder(path.parent)
             self._prune(path.parent)
 
+    def now_s(self) -> float:
+        """See `ObjectStore.now_s`; the file system's, which may be another machine's."""
+        folder = self._root / TEMPORARY_FOLDER
+        with _folded(self.url("")):
+            _make_folder(folder)
+            path = _new_temporary(folder)
+            try:
+                with path.open("xb") as file:
+                    return os.fstat(file.fileno()).st_mtime
+            finally:
+                path.unlink(missing_ok=True)
+
     def url(self, key: str) -> str:
         """See `ObjectStore.url`."""
         return f"file://{self._root / key}"
@@ -161,7 +170,7 @@ class LocalStore:
         if not self._swept:
             self._swept = True
             self._sweep(folder)
-        path = folder / f"{os.getpid()}-{uuid.uuid4().hex}"
+        path = _new_temporary(folder)
         try:
             with path.open("xb", buffering=0) as file:
                 written = 0
@@ -175,9 +184,11 @@ class LocalStore:
 
     def _sweep(self, folder: Path) -> None:
         """Remove what killed writers left, or a node's disk fills up with halves of shards."""
-        for path in folder.iterdir():
+        left = list(folder.iterdir())
+        now_s = self.now_s() if left else 0.0
+        for path in left:
             with suppress(FileNotFoundError):
-                if self._clock() - path.stat().st_mtime > ABANDONED_AFTER_S:
+                if now_s - path.stat().st_mtime > ABANDONED_AFTER_S:
                     path.unlink()
 
     def _prune(self, folder: Path) -> None:
@@ -186,6 +197,10 @@ class LocalStore:
             while folder != self._root:
                 folder.rmdir()
                 folder = folder.parent
+
+
+def _new_temporary(folder: Path) -> Path:
+    return folder / f"{os.getpid()}-{uuid.uuid4().hex}"
 
 
 def _publish(temporary: Path, path: Path, *, if_absent: bool) -> None:

@@ -1,7 +1,7 @@
 """What the rest of the package asks of an object store.
 
 Keys are '/'-separated strings relative to the store's address. An object appears whole or not at
-all; `put` replaces. Sizes are bytes, times seconds since the epoch.
+all; `put` replaces. Sizes are bytes, times seconds since the epoch by the store's clock.
 """
 
 from __future__ import annotations
@@ -73,6 +73,13 @@ class ObjectStore(Protocol):
 
     def delete(self, key: str) -> None:
         """Remove the object; removing what is not there is no error."""
+        ...
+
+    def now_s(self) -> float:
+        """The time by the clock that `modified_s` is told by, at most a second late.
+
+        An object's age is a difference of the two: this machine's clock may be hours off.
+        """
         ...
 
     def url(self, key: str) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from storage.checkpoint import CheckpointStore, StepState
-from storage.leases import is_read
+from storage.leases import read_steps
 from storage.listing import list_steps
 
 
@@ -174,8 +174,7 @@ def apply_retention(
     """
     listed = list_steps(checkpoints)
     steps = [one.step for one in listed if one.state is StepState.COMMITTED]
-    read = {one.step for one in listed if is_read(one, now_s=checkpoints.clock())}
-    kept = policy.keep(steps) | set(protect) | read | set(steps[-1:])
+    kept = policy.keep(steps) | set(protect) | read_steps(checkpoints, listed) | set(steps[-1:])
     given_up = [step for step in steps if step not in kept]
     for step in given_up:
         checkpoints.delete(step)

@@ -136,6 +136,10 @@ class S3Store:
         """See `ObjectStore.delete`."""
         self._remove(key, self._at(key))
 
+    def now_s(self) -> float:
+        """See `ObjectStore.now_s`; one request."""
+        return server_time_s(next(self._pages(f"{CLAIMS_FOLDER}/")))
+
     def url(self, key: str) -> str:
         """See `ObjectStore.url`."""
         return f"s3://{self._bucket}/{self._prefix}{key}"

@@ -75,6 +75,10 @@ class CountingStore:
         """See `ObjectStore.delete`."""
         self._store.delete(key)
 
+    def now_s(self) -> float:
+        """See `ObjectStore.now_s`."""
+        return self._store.now_s()
+
     def url(self, key: str) -> str:
         """See `ObjectStore.url`."""
         return self._store.url(key)

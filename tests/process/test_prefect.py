@@ -21,6 +21,7 @@ from tests.process.harness import REPO, wait_for
 pytestmark = [pytest.mark.process, pytest.mark.prefect]
 
 POOL = "perdure"
+RETENTION = "checkpoint-retention-of-all/local"
 
 
 class Api:
@@ -75,6 +76,34 @@ class Api:
         run_id = self.flow_runs(name)[0]["id"]
         httpx.post(f"{self.url}/flow_runs/{run_id}/resume", timeout=30)
 
+    def deployment(self, name: str) -> dict:
+        return httpx.get(f"{self.url}/deployments/name/{name}", timeout=30).json()
+
+    def scheduled_runs(self, deployment: dict) -> list[dict]:
+        body = {
+            "deployments": {"id": {"any_": [deployment["id"]]}},
+            "flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}},
+            "sort": "EXPECTED_START_TIME_ASC",
+        }
+        return httpx.post(f"{self.url}/flow_runs/filter", json=body, timeout=30).json()
+
+    def run_now(self, flow_run: dict) -> None:
+        """What the UI does with a scheduled run that is not waited for."""
+        now = dt.datetime.now(dt.UTC).isoformat()
+        state = {"type": "SCHEDULED", "state_details": {"scheduled_time": now}}
+        url = f"{self.url}/flow_runs/{flow_run['id']}/set_state"
+        httpx.post(url, json={"state": state, "force": True}, timeout=30)
+
+    def ended(self, flow_run: dict) -> str:
+        """What a flow run says of its end; "" before."""
+        state = httpx.get(f"{self.url}/flow_runs/{flow_run['id']}", timeout=30).json()["state"]
+        return state["message"] if state["type"] in ("COMPLETED", "FAILED", "CRASHED") else ""
+
+    def set_schedule(self, deployment: dict, *, active: bool) -> None:
+        (schedule,) = deployment["schedules"]
+        url = f"{self.url}/deployments/{deployment['id']}/schedules/{schedule['id']}"
+        assert httpx.patch(url, json={"active": active}, timeout=30).status_code == 204
+
     def _set_state(self, name: str, state: dict) -> None:
         run_id = self.flow_runs(name)[0]["id"]
         body = {"state": state}
@@ -103,10 +132,13 @@ def start_worker(bench) -> subprocess.Popen[bytes]:
 
 
 @pytest.fixture(scope="module")
-def deployed(bench):
+def deployed(bench, api):
     """The deployments of prefect.yaml on the server, and a worker that serves them."""
     bench.prefect("work-pool", "create", POOL, "--type", "process", "--overwrite")
     bench.prefect("--no-prompt", "deploy", "--all")
+    retention = api.deployment(RETENTION)
+    assert [schedule["active"] for schedule in retention["schedules"]] == [True]
+    api.set_schedule(retention, active=False)  # its minute may come in the middle of another test
     workers = [start_worker(bench)]
     yield workers
     for worker in workers:
@@ -242,6 +274,31 @@ def test_checkpoint_retention_gives_up_what_the_policy_does_not_keep(bench, depl
     given_up = [row["step"] for row in rows if row["what"] == "retention"]
     assert given_up == [step for step in saved if step not in left]
     assert [row["step"] for row in rows if row["what"] == "broken_save"] == [7]
+
+
+@pytest.mark.long
+def test_the_schedule_of_the_retention_works_as_it_is_deployed(bench, deployed, api):
+    kept = {"every_steps": 2, "keep_last": 1, "keep_best": 1}
+    job = bench.pair("hourly", steps=10, checkpoint=kept, env={"PACE_S": "0"})
+    running = bench.start(job)
+    assert running.finish() == 0, running.out
+    (bench.home / "runs" / "broken").mkdir(parents=True)
+    (bench.home / "runs" / "broken" / "job.json").write_text("{")
+    deployment = api.deployment(RETENTION)
+    api.set_schedule(deployment, active=True)
+    try:
+        wait_for(lambda: api.scheduled_runs(deployment), timeout_s=30, what="the scheduler")
+        flow_run = api.scheduled_runs(deployment)[0]
+        api.run_now(flow_run)
+        wait_for(lambda: api.state("hourly") == "Completed", timeout_s=60, what="its flow run")
+        wait_for(lambda: api.ended(flow_run), timeout_s=60, what="the end of the scheduled run")
+    finally:
+        api.set_schedule(deployment, active=False)
+        (bench.home / "runs" / "broken" / "job.json").unlink()
+    assert "broken" in api.ended(flow_run), "one that fails is told of, and keeps nobody waiting"
+    curve, saved = running.curve(), [2, 4, 6, 8, 10]
+    checkpoints = CheckpointStore(open_store(running.job.storage), "hourly")
+    assert checkpoints.steps() == sorted({min(saved, key=curve.__getitem__), 8, 10})
 
 
 def test_cancelling_stops_every_process_within_the_grace_period(bench, deployed, api):

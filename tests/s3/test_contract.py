@@ -43,6 +43,13 @@ def test_what_was_put_is_what_comes_back(store: ObjectStore) -> None:
     assert store.get("a/b", start=99) == b""
 
 
+def test_the_time_of_a_store_is_by_the_clock_of_its_objects(store: ObjectStore) -> None:
+    before_s = store.now_s()
+    store.put("a", b"1")
+    # Either may be told in whole seconds.
+    assert before_s <= store.stat("a").modified_s <= store.now_s() + 1.0
+
+
 def test_put_replaces(store: ObjectStore) -> None:
     store.put("a", b"first, and longer")
     etag = store.stat("a").etag

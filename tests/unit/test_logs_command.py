@@ -15,7 +15,7 @@ from training.agent.protocol import Collected, CollectedFile
 from training.job import parse_job
 from training.ledger import Identity, Ledger
 from training.policy.records import AttemptEnded, AttemptStarted, Member, Placed, RunCreated
-from training.supervisor.run import remember_job
+from training.supervisor.known import remember_job
 
 
 @pytest.fixture

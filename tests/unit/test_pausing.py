@@ -16,7 +16,8 @@ from training.control import control_key, read_control, write_control
 from training.errors import InputError, PerdureError
 from training.job import parse_job
 from training.policy.records import RECORD, RunEnded
-from training.supervisor.run import Run, remember_job
+from training.supervisor.known import remember_job
+from training.supervisor.run import Run
 
 
 @pytest.fixture

@@ -21,8 +21,9 @@ from training.job import parse_job
 from training.monitor.sample import DeviceSample, NodeSample
 from training.policy.records import RECORD, CheckpointSeen, RunEnded
 from training.runtime.metrics import StepRecord, metrics_prefix
+from training.supervisor.known import remember_job
 from training.supervisor.recoveries import Sight
-from training.supervisor.run import Run, remember_job
+from training.supervisor.run import Run
 
 STEP = StepRecord(1, 2.0, 1.0, 1e-3, 12_000.0, None, 1.0, 0.5, 8, 0, 1, 1)
 SAVED = CheckpointSeen(**NOW, placement=1, attempt=1, step=10)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.nn.parallel import DataParallel
 
 from training.runtime.step import Training
 from training.runtime.transfer import Room, local_part
@@ -35,6 +36,9 @@ class LiveState:
 
     def __init__(self, training: Training) -> None:
         self._training = training
+        # Torch takes the prefix of all other wrappers off the names of a state.
+        model = training.model
+        self._model: nn.Module = model.module if isinstance(model, DataParallel) else model
 
     def tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors by name, and the optimizer's settings, which are plain values.
@@ -43,7 +47,7 @@ class LiveState:
         """
         tensors = self._of_model()
         optimizer = get_optimizer_state_dict(
-            self._training.model, self._training.optimizer, options=_OPTIONS
+            self._model, self._training.optimizer, options=_OPTIONS
         )
         settings: dict[str, Any] = {}
         for name, value in optimizer.items():
@@ -65,10 +69,10 @@ class LiveState:
             tensors: by name, as `tensors` names them.
             extra: the optimizer's settings under `optimizer`, and `parts`.
         """
-        set_model_state_dict(self._training.model, _below("model/", tensors))
+        set_model_state_dict(self._model, _below("model/", tensors))
         if extra["optimizer"]:
             set_optimizer_state_dict(
-                self._training.model,
+                self._model,
                 self._training.optimizer,
                 {**_below("optim/", tensors), **_revived(extra["optimizer"])},
                 options=_OPTIONS,
@@ -155,12 +159,12 @@ class LiveState:
             self._training.scaler.load_state_dict(extra["scaler"])
 
     def _of_model(self) -> dict[str, Tensor]:
-        model = get_model_state_dict(self._training.model)
+        model = get_model_state_dict(self._model)
         return {f"model/{k}": v for k, v in model.items() if isinstance(v, Tensor)}
 
     def _computed(self, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Buffers that are no part of a checkpoint: damaged memory may have held them."""
-        named = self._training.model.named_buffers()
+        named = self._model.named_buffers()
         short = ((name.removeprefix("module."), buffer) for name, buffer in named)
         return {f"buffer/{n}": buffer for n, buffer in short if f"model/{n}" not in saved}
 

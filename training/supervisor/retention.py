@@ -1,13 +1,13 @@
 """What a run's checkpoints may lose: its job's retention policy, and what broken saves left.
 
 Who may be reading or writing comes from the run's ledger and fence; `storage.collect` decides.
-Times are seconds since the epoch, steps completed optimizer steps.
+Ages are differences of two times of the store. Times are seconds, steps completed optimizer
+steps.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from storage.checkpoint import CheckpointStore
 from storage.collect import InUse, Listing, Removal, Rules, decide, take_listing
@@ -27,7 +27,6 @@ def removals(
     *,
     garbage_after_s: float,
     with_retention: bool,
-    clock: Callable[[], float] = time.time,
 ) -> list[Removal]:
     """What to delete of a run now, and why; nothing is deleted.
 
@@ -36,12 +35,12 @@ def removals(
         checkpoints: of the run.
         garbage_after_s: age from which what a broken save left is garbage.
         with_retention: whether the job's retention policy is applied, too.
-        clock: wall time.
 
     Raises:
         StorageError: the store does not answer.
         ValueError: the age is negative.
     """
+    now_s = checkpoints.store.now_s()  # before the listing, which may take long: nothing is older
     # The ledger is read after the listing: an attempt that has started since restores the newest
     # whole step, and the newest two are never deleted.
     listing = take_listing(checkpoints)
@@ -52,7 +51,7 @@ def removals(
         best = job.checkpoint.keep_best is not None
         policy = retention_policy(job.checkpoint, losses_of(checkpoints, listing) if best else None)
     rules = Rules(garbage_after_s=garbage_after_s, retention=policy)
-    return decide(listing, rules=rules, in_use=in_use, now_s=clock())
+    return decide(listing, rules=rules, in_use=in_use, now_s=now_s)
 
 
 def in_use_by(history: RunHistory, fence: tuple[int, int] | None) -> InUse:

@@ -39,6 +39,7 @@ from training.supervisor.book import Book
 from training.supervisor.checking import Checker
 from training.supervisor.deciding import Decider, recoveries_of
 from training.supervisor.health import AttemptHealth
+from training.supervisor.known import remember_job
 from training.supervisor.placing import Placer, placement_of
 from training.supervisor.recoveries import Onlooker, past_recoveries
 from training.supervisor.refusing import refuse_elsewhere, refuse_other_job
@@ -70,18 +71,6 @@ class Verdict:
     def restarts_in_place(self) -> bool:
         """Whether the same containers start the processes again."""
         return self.decision is not None and self.decision.rung in RESTARTS_IN_PLACE
-
-
-def remember_job(home: Path, job: Job) -> None:
-    """Note on this machine where a run's storage is, for commands that get its name alone."""
-    path = job_path(home, job.run_id)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(job.model_dump_json(indent=1), encoding="utf-8")
-
-
-def job_path(home: Path, run_id: str) -> Path:
-    """Where `remember_job` keeps the job of a run."""
-    return home / "runs" / run_id / "job.json"
 
 
 class Run:
@@ -390,4 +379,4 @@ def _stacks_text(end: AttemptEnd) -> str:
     return "\n\n".join(["\n".join(lines), *told]) + "\n"
 
 
-__all__ = ["Run", "Verdict", "job_path"]
+__all__ = ["Run", "Verdict"]

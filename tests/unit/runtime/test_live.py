@@ -85,6 +85,21 @@ def test_a_new_process_trains_on_as_its_replica_does(optimizer, settings, rooms)
         step(replica)
 
 
+def test_names_are_those_of_the_model_whatever_wraps_it():
+    bare, wrapped = made(1), made(1)
+    wrapped.model = nn.DataParallel(wrapped.model)
+    step(wrapped)
+    step(bare)
+    tensors, extra = LiveState(bare).whole()
+    assert LiveState(wrapped).whole()[0].keys() == tensors.keys()
+    anew = made(2)
+    anew.model = nn.DataParallel(anew.model)
+    settings = {name: extra[name] for name in ("optimizer", "scheduler", "scaler")}
+    LiveState(anew).put(LiveState(bare).tensors()[0], settings)
+    state = anew.model.module.state_dict()
+    assert {n: t.tolist() for n, t in state.items()} == all_of(bare)[0]
+
+
 def test_a_replica_before_its_first_step_leaves_no_state_behind():
     replica, other = made(1), made(2)
     step(other)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -34,7 +35,10 @@ HALF_A_BODY = "half_a_body"  # the answer breaks off
 
 
 class FaultyS3(ThreadingHTTPServer):
-    """PUT (also If-None-Match) and GET of whole objects; `faults` strike in order."""
+    """PUT (also If-None-Match) and GET of whole objects; `faults` strike in order.
+
+    A listing shows nothing.
+    """
 
     request_queue_size = 64
 
@@ -43,6 +47,7 @@ class FaultyS3(ThreadingHTTPServer):
         self.objects: dict[str, bytes] = {}
         self.faults: list[str] = []
         self.requests: list[str] = []
+        self.ahead_s = 0.0  # of this machine's clock
         self.lock = Lock()
 
     @property
@@ -70,10 +75,18 @@ class _Handler(BaseHTTPRequestHandler):
         fault = self._next_fault()
         if fault in REFUSALS:
             self._refuse(*REFUSALS[fault])
+        elif "list-type=2" in self.path:
+            self._answer(
+                200, b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
+            )
         elif self.path not in self.server.objects:
             self._refuse(404, "NoSuchKey")
         else:
             self._answer(200, self.server.objects[self.path], half=fault == HALF_A_BODY)
+
+    def date_time_string(self, timestamp: float | None = None) -> str:
+        at_s = time.time() if timestamp is None else timestamp
+        return super().date_time_string(at_s + self.server.ahead_s)
 
     def log_message(self, *args: object) -> None:
         pass

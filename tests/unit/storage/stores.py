@@ -55,6 +55,9 @@ class RecordingStore:
         self.writes.append(f"-{key}")
         self._store.delete(key)
 
+    def now_s(self) -> float:
+        return self._store.now_s()
+
     def url(self, key: str) -> str:
         return self._store.url(key)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from storage.checkpoint import CheckpointStore, DamageKind, StepState, digest
+from storage.checkpoint import CheckpointStore, DamageKind, SetAside, StepState, digest
 from storage.errors import (
     AccessDenied,
     Corrupt,
@@ -64,7 +64,6 @@ def test_a_committed_step_is_offered_with_what_was_published(
     assert checkpoints.latest() == 10
     assert checkpoints.manifest(10) == published
     assert checkpoints.verify(10) == []
-    assert checkpoints.newest_intact().manifest == published
     assert published.size_bytes == 2000
     assert published.written_at_s == 1000.0
 
@@ -72,7 +71,6 @@ def test_a_committed_step_is_offered_with_what_was_published(
 def test_a_run_without_checkpoints_has_no_latest(checkpoints: CheckpointStore) -> None:
     assert checkpoints.latest() is None
     assert checkpoints.steps() == []
-    assert checkpoints.newest_intact().manifest is None
     with pytest.raises(NotFound):
         checkpoints.manifest(10)
 
@@ -94,10 +92,7 @@ def test_a_writer_killed_before_the_manifest_leaves_the_older_step_latest(
     assert killed.returncode == 9
     assert checkpoints.states() == {10: StepState.COMMITTED, 20: StepState.UNCOMMITTED}
     assert checkpoints.latest() == 10
-    recovered = checkpoints.newest_intact()
-    assert recovered.manifest is not None
-    assert recovered.manifest.step == 10
-    assert recovered.set_aside == ()
+    assert checkpoints.verify(10) == []
     commit(checkpoints, 20, attempt=1)  # the next attempt is not in the dead one's way
     assert checkpoints.latest() == 20
     assert checkpoints.verify(20) == []
@@ -177,7 +172,7 @@ def test_run_ids_cannot_leave_their_folder(local: LocalStore, run_id: str) -> No
     ],
     ids=["flipped bit", "truncated", "too long", "emptied", "deleted"],
 )
-def test_a_damaged_shard_is_set_aside_and_the_step_before_taken(
+def test_a_damaged_shard_is_found_and_a_step_that_was_set_aside_is_not_offered(
     checkpoints: CheckpointStore,
     commit: Commit,
     harm: Callable[[bytes], bytes | None],
@@ -190,17 +185,14 @@ def test_a_damaged_shard_is_set_aside_and_the_step_before_taken(
     assert (found.file, found.kind) == (SHARD, kind)
     assert checkpoints.latest() == 20, "verify only looks"
 
-    recovered = checkpoints.newest_intact()
-    assert recovered.manifest is not None
-    assert recovered.manifest.step == 10
-    (set_aside,) = recovered.set_aside
-    assert set_aside.step == 20
+    set_aside = SetAside(20, (found,))
     assert f"{SHARD} {kind}: " in set_aside.reason
+    checkpoints.set_aside(20, set_aside.reason)
     assert checkpoints.states() == {10: StepState.COMMITTED, 20: StepState.SET_ASIDE}
     assert checkpoints.latest() == 10
     with pytest.raises(NotFound, match="set aside"):
         checkpoints.manifest(20)
-    assert checkpoints.newest_intact().set_aside == (), "told once"
+    assert checkpoints.verify(10) == []
 
 
 def test_a_set_aside_step_may_be_saved_anew(checkpoints: CheckpointStore, commit: Commit) -> None:
@@ -219,14 +211,13 @@ def test_an_unreadable_manifest_is_damage(checkpoints: CheckpointStore, commit: 
     commit(checkpoints, 10)
     commit(checkpoints, 20)
     checkpoints.store.put(checkpoints.key(20, "manifest.json"), b'{"half')
-    recovered = checkpoints.newest_intact()
-    assert recovered.manifest is not None
-    assert recovered.manifest.step == 10
-    assert recovered.set_aside[0].damages[0].kind is DamageKind.UNREADABLE
+    (found,) = checkpoints.verify(20)
+    assert found.kind is DamageKind.UNREADABLE
+    assert checkpoints.verify(10) == []
 
 
 @pytest.mark.parametrize("error", [Throttled, AccessDenied])
-def test_a_store_that_does_not_let_us_read_sets_nothing_aside(
+def test_a_store_that_does_not_let_us_read_says_nothing_of_the_checkpoint(
     checkpoints: CheckpointStore,
     commit: Commit,
     monkeypatch: pytest.MonkeyPatch,
@@ -240,7 +231,7 @@ def test_a_store_that_does_not_let_us_read_sets_nothing_aside(
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints.store, "get_into", failing)
         with pytest.raises(error):
-            checkpoints.newest_intact()
+            checkpoints.verify(10)
     assert checkpoints.steps() == [10]
 
 
@@ -282,10 +273,11 @@ def test_the_protocol_holds_on_s3(s3: S3Store, commit: Commit) -> None:
     commit(checkpoints, 20)
     shard = checkpoints.key(20, SHARD)
     s3.put(shard, flipped(s3.get(shard)))
-    recovered = checkpoints.newest_intact()
-    assert recovered.manifest is not None
-    assert recovered.manifest.step == 10
+    (found,) = checkpoints.verify(20)
+    assert found.kind is DamageKind.HASH_DIFFERS
+    checkpoints.set_aside(20, found.detail)
     assert checkpoints.steps() == [10]
+    assert checkpoints.verify(10) == []
     with pytest.raises(PreconditionFailed):
         commit(checkpoints, 10)
 

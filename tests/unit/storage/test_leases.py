@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from storage.checkpoint import CheckpointStore
 from storage.collect import InUse, Rules, carry_out, decide, take_listing
 from storage.errors import AccessDenied
-from storage.leases import LEASE_S, is_read, reading
+from storage.leases import LEASE_S, read_steps, reading
 from storage.listing import list_steps
 from storage.policy import KeepLast, apply_retention
 
@@ -20,10 +18,9 @@ def _four_steps(checkpoints, commit) -> None:
         commit(checkpoints, step)
 
 
-def read_now(checkpoints: CheckpointStore) -> set[int]:
+def read_now(checkpoints: CheckpointStore) -> frozenset[int]:
     """Steps that a listing shows a reader of."""
-    listed = list_steps(checkpoints)
-    return {one.step for one in listed if is_read(one, now_s=checkpoints.clock())}
+    return read_steps(checkpoints, list_steps(checkpoints))
 
 
 def retain(checkpoints: CheckpointStore) -> list[int]:
@@ -34,7 +31,7 @@ def retain(checkpoints: CheckpointStore) -> list[int]:
 def collect(checkpoints: CheckpointStore, *, later_s: float = 0.0) -> list[int | None]:
     """As the scheduled retention does."""
     rules = Rules(retention=KeepLast(1))
-    now_s = time.time() + later_s
+    now_s = checkpoints.store.now_s() + later_s
     found = decide(take_listing(checkpoints), rules=rules, in_use=InUse(), now_s=now_s)
     return [removal.step for removal in carry_out(checkpoints, found)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from storage.errors import (
     TransientError,
 )
 from storage.local import ABANDONED_AFTER_S, TEMPORARY_FOLDER, LocalStore
+
+HOUR_S = 3600.0
 
 
 class Killed(BaseException):
@@ -89,11 +92,21 @@ def test_the_first_put_of_a_store_removes_abandoned_temporaries_only(tmp_path: P
     folder.mkdir()
     (folder / "abandoned").write_bytes(b"x")
     (folder / "live").write_bytes(b"x")
-    now_s = (folder / "live").stat().st_mtime
-    old_s = now_s - ABANDONED_AFTER_S - 1
+    old_s = (folder / "live").stat().st_mtime - ABANDONED_AFTER_S - 1
     os.utime(folder / "abandoned", (old_s, old_s))
-    LocalStore(tmp_path, clock=lambda: now_s).put("a", b"1")
+    LocalStore(tmp_path).put("a", b"1")
     assert [path.name for path in folder.iterdir()] == ["live"]
+
+
+@pytest.mark.parametrize("ahead_s", [-48 * HOUR_S, 48 * HOUR_S])
+def test_the_time_is_the_file_systems_whatever_the_machines_clock_says(
+    local: LocalStore, monkeypatch: pytest.MonkeyPatch, ahead_s: float
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: ahead_s)
+    before_s = local.now_s()
+    local.put("a", b"1")
+    assert before_s <= local.stat("a").modified_s <= local.now_s()
+    assert temporaries(local) == []
 
 
 def test_a_link_that_nfs_made_but_calls_taken_counts_as_made(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import traceback
 from dataclasses import asdict, replace
 from itertools import pairwise
@@ -28,8 +29,12 @@ from storage.errors import (
 from storage.retry import Retry
 from storage.s3 import S3Options, S3Store
 from storage.s3_errors import fold
+from tests.unit.storage.conftest import FaultyS3, _Handler
 
 MIB = 2**20
+
+
+HOUR_S = 3600.0
 
 
 def random_bytes(size_bytes: int) -> bytes:
@@ -395,3 +400,20 @@ def test_every_error_is_one_line(faulty: Any, faulty_store: S3Store) -> None:
     with pytest.raises(StorageError) as raised:
         faulty_store.get("a")
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("ahead_s", [-7 * HOUR_S, 7 * HOUR_S])
+def test_the_time_of_a_store_is_that_of_its_server(
+    faulty: FaultyS3, faulty_store: S3Store, ahead_s: float
+) -> None:
+    faulty.ahead_s = ahead_s
+    faulty.faults.append("slow_down")
+    assert faulty_store.now_s() == pytest.approx(time.time() + ahead_s, abs=60.0)
+
+
+def test_a_server_without_a_date_is_not_asked_for_ages(
+    faulty_store: S3Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_Handler, "date_time_string", lambda *_args: "today")
+    with pytest.raises(PermanentError, match="have no Date"):
+        faulty_store.now_s()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import os
+import time
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -25,14 +27,27 @@ from training.policy.records import (
 from training.runtime.metrics import StepRecord, metrics_prefix
 from training.supervisor.retention import in_use_by, losses_of, removals
 
+HOUR_S = 3600.0
 STEPS = (10, 20, 30, 40, 50)
-LATER_S = 1e12
+
+
+class SkewedStore(LocalStore):
+    """A folder whose clock is ahead of this machine's."""
+
+    ahead_s = 0.0
+
+    def now_s(self):
+        return super().now_s() + self.ahead_s
+
+    def list(self, prefix):
+        for info in super().list(prefix):
+            yield replace(info, modified_s=info.modified_s + self.ahead_s)
 
 
 @pytest.fixture
 def checkpoints(tmp_path):
     """Five committed steps, and a save of step 35 that broke."""
-    checkpoints = CheckpointStore(LocalStore(tmp_path / "store"), "run")
+    checkpoints = CheckpointStore(SkewedStore(tmp_path / "store"), "run")
     for step in STEPS:
         commit(checkpoints, step)
     checkpoints.put_shard(35, shard_name(1, 1, 0), b"half")
@@ -73,9 +88,7 @@ def job(**checkpoint):
 
 
 def gone(checkpoints, spec, *, with_retention=True):
-    found = removals(
-        spec, checkpoints, garbage_after_s=0, with_retention=with_retention, clock=lambda: LATER_S
-    )
+    found = removals(spec, checkpoints, garbage_after_s=0, with_retention=with_retention)
     return [(removal.kind.value, removal.step) for removal in found]
 
 
@@ -129,6 +142,35 @@ def test_the_jobs_policy_decides_beside_the_newest_two(checkpoints):
 def test_without_retention_only_garbage_goes(checkpoints):
     found = gone(checkpoints, job(keep_last=1), with_retention=False)
     assert found == [(RemovalKind.BROKEN_SAVE, 35)]
+
+
+def end(checkpoints):
+    """Nobody lives, so that age alone keeps what broken saves left."""
+    ledger = Ledger(checkpoints.store, "run")
+    ledger.take(Identity.of_this_process())
+    ledger.append(
+        Placed, placement=1, members=(Member(index=0, node="a", schedule_cnt=1),), avoid=()
+    )
+    ledger.append(AttemptStarted, placement=1, attempt=2, from_step=20)
+    ledger.append(
+        AttemptEnded, placement=1, attempt=2, outcome="stopped", to_step=None, proc_start_cnt={},
+        duration_s=1,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("ahead_s", [-7 * HOUR_S, 0.0, 7 * HOUR_S])
+def test_what_is_young_by_the_stores_clock_stays_whatever_this_machines_says(
+    checkpoints, monkeypatch, ahead_s
+):
+    end(checkpoints)
+    checkpoints.store.ahead_s = ahead_s
+    monkeypatch.setattr(time, "time", lambda: 9e9)  # nobody is to look at it
+    checkpoints.put_shard(45, shard_name(1, 1, 0), b"old")
+    old = checkpoints.store.local_path(checkpoints.key(45, shard_name(1, 1, 0)))
+    old_s = old.stat().st_mtime - 2 * HOUR_S
+    os.utime(old, (old_s, old_s))
+    found = removals(job(), checkpoints, garbage_after_s=HOUR_S, with_retention=False)
+    assert [removal.step for removal in found] == [45], "and not 35, which was just written"
 
 
 def test_the_best_are_those_of_the_recorded_loss(checkpoints):

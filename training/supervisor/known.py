@@ -1,0 +1,45 @@
+"""The jobs of the runs that were started on this machine, by run_id."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from training.errors import InputError
+from training.job import Job, parse_job
+
+MAX_LISTED = 10
+
+
+def remember_job(home: Path, job: Job) -> None:
+    """Note on this machine where a run's storage is, for commands that get its name alone."""
+    path = job_path(home, job.run_id)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(job.model_dump_json(indent=1), encoding="utf-8")
+
+
+def job_path(home: Path, run_id: str) -> Path:
+    """Where `remember_job` keeps the job of a run."""
+    return home / "runs" / run_id / "job.json"
+
+
+def known_runs(home: Path) -> list[str]:
+    """The run_ids with a job on this machine, ascending."""
+    return sorted(path.parent.name for path in (home / "runs").glob("*/job.json"))
+
+
+def known_job(home: Path, run_id: str) -> Job:
+    """The job of a run that was started on this machine.
+
+    Raises:
+        InputError: there is no such run, or its file holds no job of this version.
+    """
+    try:
+        return parse_job(json.loads(job_path(home, run_id).read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        listed = ", ".join(known_runs(home)[-MAX_LISTED:]) or "none"
+        raise InputError(
+            "run_id", f"{run_id!r}: no such run on this machine; known: {listed}"
+        ) from None
+    except json.JSONDecodeError:
+        raise InputError("run_id", f"{job_path(home, run_id)} is no job") from None
