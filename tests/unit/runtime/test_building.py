@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from training.runtime.building import Undrawn
 
@@ -14,6 +14,7 @@ class Buffered(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.noise: Tensor
         self.register_buffer("noise", torch.empty(64).normal_(), persistent=False)
         self.weight = nn.Parameter(torch.ones(64))
 

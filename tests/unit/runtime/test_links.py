@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from training.runtime.links import (
     GLOO,
@@ -123,10 +123,10 @@ def test_a_client_of_the_store_that_waits_is_freed_and_others_are_not():
         client.store.set("here", "3")
 
 
-class DiesOncePublished(dist.Store):
+class DiesOncePublished(Store):
     """The store as a rank sees it that tells its address and dies before it connects."""
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: Store) -> None:
         super().__init__()
         self._store = store
 
@@ -147,7 +147,7 @@ def test_an_abort_frees_a_rank_whose_peer_died_between_its_address_and_its_conne
     # Which of two ranks waits and which one connects is decided by the numbers of their ports.
     with ThreadPoolExecutor(8) as pool:
         for _ in range(8):
-            store = dist.HashStore()
+            store = HashStore()
             with pytest.raises(RuntimeError, match="killed"):
                 dist.ProcessGroupGloo(DiesOncePublished(store), 1, 2, timedelta(seconds=60))
             published = store.num_keys()
@@ -165,4 +165,4 @@ def test_a_link_that_is_aborted_before_it_is_made_is_not_made():
     link = Link(GLOO, "cpu")
     link.abort()
     with pytest.raises(RuntimeError, match="aborted"):
-        link.connect(dist.HashStore(), rank=0, size=2, timeout_s=60)
+        link.connect(HashStore(), rank=0, size=2, timeout_s=60)

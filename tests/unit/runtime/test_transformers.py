@@ -89,7 +89,7 @@ def learn(rank: int, place: Place, name: str, kind: str, kept: Path) -> bool:
     checkpointer = place.checkpointer(pupil, rank, dist.get_world_size())
     for _ in range(STEPS):
         pupil.step()
-    checkpointer.save(STEPS)
+    checkpointer.save(STEPS, data=pupil.data.state_dict())
     weights = {n: whole(p) for n, p in pupil.bare.named_parameters()}  # tied ones once
     if rank == 0:
         save_file(weights, kept)
