@@ -152,7 +152,7 @@ class Witness:
 
     pids: dict[tuple[int, int, int], set[int]] = field(default_factory=dict)
 
-    def see(self, run: Run, progress: Progress) -> None:  # noqa: ARG002 a person's look
+    def see(self, run: Run, progress: Progress) -> None:
         for agent in progress.snapshot.agents.values():
             for worker in agent.workers:
                 place = (agent.placement, agent.attempt, worker.rank)
