@@ -156,14 +156,6 @@ def test_an_attempt_trains_is_given_up_or_waits_for_something_with_a_limit(playe
 
 @settings(max_examples=200, deadline=None)
 @given(lives)
-def test_no_recovery_is_over_before_all_ranks_train(played):
-    if played.stage() is Stage.TRAINING:
-        counts = played.attempt.rank_counts
-        assert counts["training"] == counts["all"]
-
-
-@settings(max_examples=200, deadline=None)
-@given(lives)
 def test_a_recovery_that_nobody_answers_comes_to_an_end_by_itself(played):
     for _ in range(40):
         if played.attempt._deadline_s is None:
