@@ -123,6 +123,7 @@ COURSES: Mapping[ParallelKind, Sequence[Fault]] = {
             (*_made(47, DrillKind.GRADIENT, 3), *_made(45, KILL, 0, at=DrillPoint.RECOVERY)),
             (*RETRY, *REPLACE),
         ),
+        Fault("an abnormal gradient", _made(58, DrillKind.GRADIENT, 1), RETRY),
     ),
     FSDP2: (
         Fault("a failed collective", _made(6, HCCE, 1), RETRY),
