@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,11 +16,12 @@ from typing import Any
 
 import pytest
 
-from training.drill.job import drill_job, write_corpus
+from training.drill.job import NUM_RANKS, drill_job, write_corpus
 from training.drill.outside import Pauser, Person
 from training.drill.play import Play, Played
 from training.drill.verdict import differences, recovered
 from training.inject import LocalRun
+from training.policy.history import AttemptView
 from training.policy.ladder import Rung
 from training.policy.mending import Mending
 from training.specs.drill import DrillFault, DrillKind, DrillPoint
@@ -121,10 +123,15 @@ COURSES: Mapping[ParallelKind, Sequence[Fault]] = {
             (*_made(47, DrillKind.GRADIENT, 3), *_made(45, KILL, 0, at=DrillPoint.RECOVERY)),
             (*RETRY, *REPLACE),
         ),
+        Fault("an abnormal gradient", _made(58, DrillKind.GRADIENT, 1), RETRY),
     ),
     FSDP2: (
         Fault("a failed collective", _made(6, HCCE, 1), RETRY),
         Fault("broken links", _made(11, LINK, 2, at=DrillPoint.PREPARED), RETRY),
+        Fault("an abnormal gradient", _made(18, DrillKind.GRADIENT, 3), RETRY),
+        # The state of a rank is nowhere else: a checkpoint has it.
+        Fault("damaged device memory", _made(27, UCE, 2), (IN_PLACE,)),
+        Fault("the death of a rank", _made(43, KILL, 1), (IN_PLACE,)),
     ),
 }
 LONG = {DDP: (), HSDP: (pytest.mark.long,), FSDP2: (pytest.mark.long,)}
@@ -137,11 +144,29 @@ PAIRS = [
 
 
 @dataclass
+class Witness:
+    """Sees at every poll of the supervisor which processes the ranks are.
+
+    Attributes:
+        pids: by placement, attempt and rank.
+    """
+
+    pids: dict[tuple[int, int, int], set[int]] = field(default_factory=dict)
+
+    def see(self, run: Run, progress: Progress) -> None:
+        for agent in progress.snapshot.agents.values():
+            for worker in agent.workers:
+                place = (agent.placement, agent.attempt, worker.rank)
+                self.pids.setdefault(place, set()).add(worker.pid)
+
+
+@dataclass
 class Bench:
     """Runs below one folder, each made once."""
 
     home: Path
     played: dict[str, Played] = field(default_factory=dict)
+    witnesses: dict[ParallelKind, Witness] = field(default_factory=dict)
 
     def play(
         self,
@@ -162,7 +187,15 @@ class Bench:
         return self.played[name]
 
     def course(self, kind: ParallelKind) -> Played:
-        return self.play(f"course-{kind}", kind, faults=_all_made(kind))
+        witness = self.witnesses.setdefault(kind, Witness())
+        return self.play(f"course-{kind}", kind, faults=_all_made(kind), person=witness)
+
+    def times_restored(self, name: str, view: AttemptView) -> int:
+        """How often the ranks of an attempt took a checkpoint: the first of them tells."""
+        folder = "p{:04d}-a{:04d}".format(*view.key)
+        logs = self.home.glob(f"runs/{name}/nodes/*/*/attempts/{folder}/rank-00000.stdout.log")
+        (log,) = logs
+        return log.read_text().count(" restored from ")
 
     def assert_as_undisturbed(self, played: Played, kind: ParallelKind) -> None:
         undisturbed = self.play(f"undisturbed-{kind}", kind, pace_s=0)
@@ -211,6 +244,20 @@ def test_a_fault_is_mended_by_the_cheapest_rung_that_answers_it(bench, kind, fau
     }
     to_blame = {one.rank for one in fault.made if one.kind in (KILL, NOT_A_NUMBER)}
     assert replaced == (to_blame if Rung.PROCESS_REPLACE in fault.rungs else set())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_a_replaced_rank_gets_another_process_and_no_checkpoint_is_read(bench, kind):
+    played = bench.course(kind)
+    seen = bench.witnesses[kind].pids
+    for view in played.history.attempts:
+        ended = [one.ended for one in view.mendings if one.ended is not None]
+        replaced = Counter(rank for one in ended for rank in one.replaced)
+        for rank in range(NUM_RANKS):
+            # A process that is killed right away may never be seen.
+            assert 1 <= len(seen[*view.key, rank]) <= 1 + replaced[rank]
+        is_first = view is played.history.attempts[0]
+        assert bench.times_restored(f"course-{kind}", view) == (0 if is_first else 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -137,7 +137,7 @@ class Attempt:
             return
         self.step = max(self.step, step) if self.stage is Stage.STARTING else step
         self._ranks.training.add(rank)
-        if len(self._ranks.training) == self.world_size:
+        if self._all_ranks_train:
             self._all_train(now_s=now_s)
 
     def committed(self, step: int) -> None:
@@ -178,10 +178,12 @@ class Attempt:
             self._fail(f"rank {rank}: {told.problem}", now_s=now_s)
             return
         self._relinked.add(rank)
-        if len(self._relinked) == self.world_size:
-            self._deadline_s = None
-            self.stage = Stage.TRAINING
-            self._close_recoveries(now_s=now_s)
+        if len(self._relinked) < self.world_size:
+            return
+        if self._all_ranks_train:
+            self._go_on(now_s=now_s)
+        else:  # the links broke in the middle of a repair
+            self.stage, self._deadline_s = Stage.REPAIRING, now_s + self.repair_limit_s
 
     def gone(self, rank: int, *, now_s: float) -> None:
         """The connection of a worker is closed: its process has ended, or is about to."""
@@ -291,8 +293,9 @@ class Attempt:
             self._mode = RepairMode.TRAIN
             if seen.grad_norm is not None:
                 self._norms.setdefault(seen.step + 1, []).append(seen.grad_norm)
-        # Without a number the rank has left its step, and waits for a generation.
-        can_relink = seen.link is not None
+        # Without a number the rank has left its step, and waits for a generation; before there is
+        # a plan, reports of the present one are on their way.
+        can_relink = seen.link is not None and self.stage is not Stage.GATHERING
         self._answer(fault, now_s=now_s, is_finite=seen.is_finite, can_relink=can_relink)
 
     def _answer(
@@ -332,7 +335,6 @@ class Attempt:
     def _relink(self, *, now_s: float) -> None:
         """Have new links made under the operations that the broken ones cut short."""
         self._link += 1
-        self._plan = None
         self._relinked.clear()
         self.stage, self._deadline_s = Stage.RELINKING, now_s + self.link_limit_s
         self._tell_all(Relink(generation=self.generation, link=self._link))
@@ -410,8 +412,11 @@ class Attempt:
             why = f"ranks {missing} did not come within {self.repair_limit_s:g} s"
             self._fail(why, now_s=now_s, missing=missing)
 
+    @property
+    def _all_ranks_train(self) -> bool:
+        return len(self._ranks.training) == self.world_size
+
     def _all_train(self, *, now_s: float) -> None:
-        self._deadline_s = None
         self._mode = RepairMode.TRAIN
         if self.stage is Stage.STARTING:
             self.stage = Stage.TRAINING
@@ -419,13 +424,18 @@ class Attempt:
                 self.trouble(rank, seen, now_s=now_s)
             self._early.clear()
         elif self.stage is Stage.REPAIRING:
-            self.stage = Stage.TRAINING
-            self._close_recoveries(now_s=now_s)
+            self._go_on(now_s=now_s)
+
+    def _go_on(self, *, now_s: float) -> None:
+        """Everything that was begun is done."""
+        self.stage, self._deadline_s = Stage.TRAINING, None
+        self._close_recoveries(now_s=now_s)
 
     def _close_recoveries(self, why_not: str | None = None, *, now_s: float) -> None:
         self._recoveries.end(
             self._plan, self._reports, generation=self.generation, now_s=now_s, why_not=why_not
         )
+        self._plan = None  # what comes after is no part of it
 
     def _end_processes(self, decision: Decision, *, now_s: float) -> None:
         """A rung above the processes is to answer: save first what can be saved."""

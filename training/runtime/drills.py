@@ -19,13 +19,14 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from storage.objects import ObjectStore
 from training.runtime.fired import fired_path, fired_prefix, number_of
 from training.runtime.generations import Generations
 from training.runtime.links import shut_down
+from training.runtime.step import Training
+from training.runtime.transfer import local_part
 from training.specs.drill import DrillFault, DrillKind, DrillPoint
 
 LOSS_FACTOR: Mapping[DrillKind, float] = {
@@ -66,7 +67,7 @@ class Drill:
         if self._own:
             self._counts.update(number_of(info.key) for info in store.list(self._prefix))
         self._backward_step: int | None = None
-        self.model: nn.Module | None = None
+        self.training: Training | None = None
 
     def reached(self, point: str, step: int) -> None:
         """Make what is due here.
@@ -150,12 +151,15 @@ class Drill:
                 pass  # loss_factor() has it
 
     def _damage(self) -> None:
-        assert self.model is not None  # noqa: S101 steps come after register()
+        """Overwrite the rank's whole state: weights, buffers, and what the optimizer keeps."""
+        training = self.training
+        assert training is not None  # noqa: S101 steps come after register()
+        kept = chain.from_iterable(one.values() for one in training.optimizer.state.values())
         with torch.no_grad():
-            for tensor in chain(self.model.parameters(), self.model.buffers()):
-                own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                if own.is_floating_point():
-                    own.fill_(float("nan"))
+            for value in chain(training.model.parameters(), training.model.buffers(), kept):
+                if isinstance(value, Tensor):
+                    own = local_part(value)
+                    own.fill_(math.nan if own.is_floating_point() else -1)
 
     def _break_links(self) -> None:
         if self._generations is not None:

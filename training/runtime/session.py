@@ -298,7 +298,7 @@ class Session:
         self, training: Training, loader: Loader, checkpointer: Checkpointer, until: int
     ) -> StepLoop:
         restart = self.job.restart
-        self._drill.model = training.model
+        self._drill.training = training
         mender = None
         if self._contact is not None and self._generations is not None:
             mender = Mender(

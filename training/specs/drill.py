@@ -14,7 +14,7 @@ class DrillKind(StrEnum):
 
     KILL = "kill"  # SIGKILL to the rank's own process
     STOP = "stop"  # SIGSTOP to it
-    DEVICE_MEMORY = "device_memory"  # every weight of the rank is damaged, and the runtime says so
+    DEVICE_MEMORY = "device_memory"  # the rank's whole state is damaged, and the runtime says so
     COLLECTIVE = "collective"  # the runtime says that a collective failed
     LINK = "link"  # the rank's connections to the others are broken
     GRADIENT = "gradient"  # the rank's loss is multiplied, and the gradient norm with it

@@ -120,6 +120,67 @@ def test_a_death_while_links_are_made_is_answered():
     assert played.stage() is Stage.TRAINING
 
 
+def break_in_a_repair(played: Played, **changes: Any) -> None:
+    """Rank 3 dies; before it has the state of another, a link of those that train breaks."""
+    played.dies(3)
+    played.answer(until=is_plan)
+    for rank in range(3):
+        played.trains(rank)
+    played.overtakes()
+    broken_link(played, **changes)
+
+
+def relinks(played: Played) -> None:
+    """All ranks have new links."""
+    generation, link = played.attempt.generation, played.attempt._link
+    told = Relinked(generation=generation, link=link, operations=1)
+    for rank in range(4):
+        played.attempt.relinked(rank, told, now_s=played.now_s)
+    played.collect()
+
+
+def test_new_links_in_the_middle_of_a_repair_do_not_end_it():
+    played = Played.of(policy=RETRY)
+    break_in_a_repair(played)
+    assert played.stage() is Stage.RELINKING
+    relinks(played)
+    assert (played.stage(), played.ended()) == (Stage.REPAIRING, [])
+    played.passes(7.0)
+    played.trains(3)
+    played.collect()
+    assert played.stage() is Stage.TRAINING
+    assert [(note.step, note.succeeded) for note in played.ended()] == [(STEP, True)] * 2
+    assert [note.replaced for note in played.ended()] == [(3,), ()]
+    assert all(note.duration_s >= 7.0 for note in played.ended())
+
+
+def test_a_repair_that_is_done_while_links_are_made_ends_with_the_last_of_them():
+    played = Played.of(policy=RETRY)
+    break_in_a_repair(played)
+    played.trains(3)
+    assert (played.stage(), played.ended()) == (Stage.RELINKING, [])
+    assert played.attempt.awaits_its_time, "new links have a limit whoever trains"
+    relinks(played)
+    assert played.stage() is Stage.TRAINING
+    assert [note.succeeded for note in played.ended()] == [True, True]
+
+
+def test_a_repair_that_goes_on_after_new_links_has_its_limit_again():
+    played = Played.of(policy=RETRY)
+    break_in_a_repair(played)
+    relinks(played)
+    played.passes(REPAIR_LIMIT_S + 0.1)
+    assert played.ended()[0].why == "ranks [3] did not come within 30 s"
+
+
+def test_links_that_break_before_there_is_a_plan_begin_another_generation():
+    played = Played.of(policy=RETRY)
+    played.sees(2, Trouble.COLLECTIVE)
+    assert played.stage() is Stage.GATHERING
+    broken_link(played)
+    assert played.rungs() == [Rung.STEP_RETRY, Rung.STEP_RETRY]
+
+
 # A rank's memory.
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from storage.local import LocalStore
+from tests.unit.runtime.trainees import Trainee
 from tests.unit.runtime.worlds import Member, Promises, World
 from training.runtime import drills
 from training.runtime.drills import Drill
@@ -71,3 +72,21 @@ def test_links_break_once_under_the_first_reduction_of_the_gradients_of_a_step(w
     (_, first), (running, second) = world.hear_all()
     assert running == [True]
     assert first == second == [2.0] * 4
+
+
+def test_damaged_memory_leaves_no_value_of_the_state_what_it_was(tmp_path):
+    trainee = Trainee()
+    trainee.step()
+    found = Drill(
+        [FAULT.model_copy(update={"kind": DrillKind.DEVICE_MEMORY, "point": DrillPoint.BACKWARD})],
+        rank=FAULT.rank, folder=tmp_path, generations=None, store=LocalStore(tmp_path),
+        run_id=RUN_ID,
+    )  # fmt: skip
+    found.training = trainee.training
+    with pytest.raises(RuntimeError, match="UCE ERROR"):
+        found.reached("backward", STEP)
+    moments = [value for one in trainee.optimizer.state.values() for value in one.values()]
+    assert len(moments) == 3 * len(list(trainee.model.parameters()))  # with their step counts
+    for value in (*trainee.model.parameters(), *moments):
+        assert torch.isnan(value).all()
+    assert trainee.seen == -1
