@@ -158,6 +158,7 @@ def test_a_run_saves_through_its_keepers_and_leaves_only_what_it_keeps(undisturb
     assert undisturbed.local.processes() == []
 
 
+@pytest.mark.long
 def test_workers_keepers_and_nodes_may_die_and_the_loss_curve_stays(drive, undisturbed):
     # With either of the two on, nothing would be left to restore from the tiers.
     restart = {"process_replace": False, "end_of_life_checkpoint": False}
