@@ -73,8 +73,9 @@ def blocking(setting: Setting) -> Iterator[Action]:
 
 @contextmanager
 def publishing(setting: Setting) -> Iterator[Action]:
-    """From handing a save over to its commit in the store."""
+    """From handing a save over to its commit in the store; both slots have been used before."""
     with _saves(setting) as saves:
+        saves.save()
         yield Action(saves.publish, before=saves.forget, after=saves.forget)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 from benchmarks.storage.measuring import (
@@ -127,15 +128,22 @@ def put(*, part_size_bytes: int, num_threads: int) -> Contender:
     return contender
 
 
-def get(*, part_size_bytes: int, num_threads: int) -> Contender:
-    """Ranges of one object, each read straight into memory that was there before."""
+def get(*, part_size_bytes: int, num_threads: int, is_hashed: bool = False) -> Contender:
+    """Ranges of one object, each read straight into memory that was there before.
+
+    Args:
+        part_size_bytes: of a range.
+        num_threads: ranges at a time.
+        is_hashed: each range is also hashed, by the thread that read it: what any check costs.
+    """
 
     @contextmanager
     def contender(setting: Setting) -> Iterator[Action]:
         buffer = Buffer(setting)
         buffer.fill()
         client = s3_client(setting, num_threads=num_threads)
-        transfer = Transfer(client, buffer.memory.numpy().data, part_size_bytes, num_threads)
+        view = buffer.memory.numpy().data
+        transfer = Transfer(client, view, part_size_bytes, num_threads, is_hashed)
         transfer.put()
 
         def clear_buffer() -> None:
@@ -164,6 +172,7 @@ class Transfer:
     view: memoryview
     part_size_bytes: int
     num_threads: int
+    is_hashed: bool = False
 
     def put(self) -> None:
         """Send all of it."""
@@ -192,6 +201,8 @@ class Transfer:
             while filled < out.nbytes:
                 filled += stream.readinto(out[filled:])
             answer["Body"].close()
+            if self.is_hashed:
+                xxhash.xxh3_128(out).digest()
 
         self._each(fetch)
 

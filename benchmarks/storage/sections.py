@@ -109,7 +109,12 @@ SECTIONS: Mapping[str, Section] = {
             f"boto3 ranges, {name}": raw.get(part_size_bytes=size * MEBIBYTE, num_threads=threads)
             for name, (size, threads) in _RAW.items()
         },
-        {name: peers.loading(peer) for name, peer in _PEERS.items()},
+        {
+            "boto3 ranges, hashed": raw.get(
+                part_size_bytes=64 * MEBIBYTE, num_threads=4, is_hashed=True
+            ),
+            **{name: peers.loading(peer) for name, peer in _PEERS.items()},
+        },
         limit=1 / 0.85,
     ),
 }

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from tests.process.harness import wait_for
+from tests.process.test_prefect import Api
 
 pytestmark = pytest.mark.process
 
@@ -25,12 +26,19 @@ def start_paused(bench, run_id: str):
     return running, running.step()
 
 
+def wait_for_state(api: Api, run_id: str, state: str) -> None:
+    wait_for(lambda: api.state(run_id) == state, timeout_s=60, what=f"{run_id} in state {state}")
+
+
 def pids(running) -> list[int]:
     return sorted(process.pid for rank in (0, 1) for process in running.local.rank(rank))
 
 
-def test_a_run_pauses_and_goes_on_by_command_in_the_same_processes(bench, undisturbed_pair):
+def test_a_run_pauses_and_goes_on_by_command_in_the_same_processes(
+    bench, prefect_server, undisturbed_pair
+):
     running, stood_at = start_paused(bench, "paused")
+    wait_for_state(Api(prefect_server.api_url), "paused", "Paused")
     workers = pids(running)
     status = json.loads(bench.perdure("status", "paused", "--json"))
     assert (status["state"], status["pause"]["step"]) == ("paused", stood_at)
@@ -48,9 +56,10 @@ def test_a_run_pauses_and_goes_on_by_command_in_the_same_processes(bench, undist
 
 
 @pytest.mark.long
-def test_a_process_that_dies_in_a_pause_is_replaced_and_stands_with_the_others(
-    bench, undisturbed_pair
+def test_a_process_that_dies_in_a_pause_is_replaced_and_stands_until_the_ui_resumes_the_run(
+    bench, prefect_server, undisturbed_pair
 ):
+    api = Api(prefect_server.api_url)
     running, stood_at = start_paused(bench, "paused-and-hurt")
     before = pids(running)
     assert running.local.kill_rank(1)
@@ -62,7 +71,8 @@ def test_a_process_that_dies_in_a_pause_is_replaced_and_stands_with_the_others(
     assert pids(running) != before
     assert running.step() == stood_at
 
-    bench.perdure("resume", "paused-and-hurt", *WAIT)
+    wait_for_state(api, "paused-and-hurt", "Paused")
+    api.resume("paused-and-hurt")  # as the button does
     assert running.finish() == 0, running.out
     assert running.curve() == undisturbed_pair.curve()
     (attempt,) = running.history.attempts
