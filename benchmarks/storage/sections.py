@@ -10,6 +10,7 @@ import hashlib
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import xxhash
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -19,6 +20,7 @@ from benchmarks.storage.measuring import Contender
 
 MEBIBYTE = 2**20
 OURS = "perdure"
+ONE_SLOT = "perdure, one slot"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,10 @@ SECTIONS: Mapping[str, Section] = {
             f"boto3 parts, {name}": raw.put(part_size_bytes=size * MEBIBYTE, num_threads=threads)
             for name, (size, threads) in _RAW.items()
         },
-        {name: peers.saving(peer) for name, peer in _PEERS.items()},
+        {
+            ONE_SLOT: partial(ours.publishing, memory_slots=1),
+            **{name: peers.saving(peer) for name, peer in _PEERS.items()},
+        },
         limit=1 / 0.85,
         extra_limit_states=1,
     ),

@@ -1,12 +1,29 @@
-"""The undisturbed runs that curves are compared with, made once in a session."""
+"""The undisturbed runs that curves are compared with, made once for all workers of the tests."""
 
 from __future__ import annotations
 
+import fcntl
+import json
 import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.process.harness import Running
+from tests.process.harness import Workbench
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """What is kept of a run without a fault: its losses, by step."""
+
+    losses: Mapping[int, float]
+
+    def curve(self) -> Mapping[int, float]:
+        """Loss of every step, all digits."""
+        return self.losses
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -18,16 +35,34 @@ def interruptible():
 
 
 @pytest.fixture(scope="session")
-def undisturbed_pair(bench) -> Running:
-    """The two-rank job without a fault."""
-    running = bench.start(bench.pair("undisturbed-pair", env={"PACE_S": "0"}))
-    assert running.finish() == 0, running.out
-    return running
+def common_folder(tmp_path_factory, worker_id) -> Path:
+    """A folder that all workers of this session of tests have, and no other session."""
+    own: Path = tmp_path_factory.getbasetemp()
+    return own if worker_id == "master" else own.parent
 
 
 @pytest.fixture(scope="session")
-def undisturbed(bench) -> Running:
+def undisturbed_pair(bench, common_folder) -> Undisturbed:
+    """The two-rank job without a fault."""
+    return _once(bench, bench.pair, "undisturbed-pair", common_folder)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(bench, common_folder) -> Undisturbed:
     """The small job without a fault: what every curve is compared with."""
-    running = bench.start(bench.job("undisturbed", env={"PACE_S": "0"}))
-    assert running.finish() == 0, running.out
-    return running
+    return _once(bench, bench.job, "undisturbed", common_folder)
+
+
+def _once(
+    bench: Workbench, document_of: Callable[..., dict[str, Any]], run_id: str, folder: Path
+) -> Undisturbed:
+    """The run that the first worker makes; the others wait for it."""
+    kept = folder / f"{run_id}.json"
+    with (folder / f"{run_id}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not kept.exists():
+            running = bench.start(document_of(run_id, env={"PACE_S": "0"}))
+            assert running.finish() == 0, running.out
+            kept.write_text(json.dumps(running.curve()))
+    losses = json.loads(kept.read_text())
+    return Undisturbed({int(step): loss for step, loss in losses.items()})

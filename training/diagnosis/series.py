@@ -33,6 +33,8 @@ LOSS_JUMP = 0.5
 NORM_JUMP_RATIO = 10.0
 RECOVERED_RATIO = 1.15
 FALLING_STEPS = 3
+STAYING_STEPS = 3
+RISING_STEPS = 4
 _END_CHARS = 4000
 STALL_S = 1800.0
 STALL_STEPS = 10
@@ -52,7 +54,8 @@ def find_jump(text: str, *, year: int) -> Finding | None:
     """The line at which the loss left its course, if it did.
 
     The loss must exceed `LOSS_JUMP_RATIO` times the median before it. The gradient norm, where
-    it is printed, must confirm that; otherwise the loss must stay up.
+    it is printed, must confirm that, or the losses before it, which rose one after the other;
+    otherwise the loss must stay up.
     """
     series = _measurements(text)
     losses = [measurement.loss for measurement in series]
@@ -106,11 +109,16 @@ def _jumps(now: Measurement, history: Sequence[Measurement]) -> bool:
 def _confirmed(series: Sequence[Measurement], index: int, history: Sequence[Measurement]) -> bool:
     now = series[index]
     norms = [m.norm for m in history if m.norm is not None and math.isfinite(m.norm)]
-    if now.norm is not None and norms:
-        return not math.isfinite(now.norm) or now.norm > NORM_JUMP_RATIO * median(norms)
-    following = series[index + 1 : index + 4]
+    last = [m.loss for m in series[index - RISING_STEPS : index + 1]]
+    rises = len(last) > RISING_STEPS and all(a < b for a, b in pairwise(last))
+    # The step that overflowed is skipped; Megatron prints the norm of the one before again.
+    is_told = now.norm is not None and now.norm != series[index - 1].norm
+    if now.norm is not None and is_told and norms:
+        return rises or not math.isfinite(now.norm) or now.norm > NORM_JUMP_RATIO * median(norms)
+    following = [m.loss for m in series[index + 1 : index + 1 + STAYING_STEPS]]
     usual = median(m.loss for m in history)
-    return len(following) == 3 and all(m.loss > usual * LOSS_JUMP_RATIO for m in following)
+    stays = len(following) == STAYING_STEPS and min(following) > usual * LOSS_JUMP_RATIO
+    return rises or stays
 
 
 def find_stall(text: str, *, year: int) -> Finding | None:

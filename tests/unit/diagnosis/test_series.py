@@ -87,10 +87,23 @@ def test_an_ordinary_loss_does_not_jump(losses):
 
 def test_a_norm_that_is_printed_must_confirm_the_jump():
     losses = [2.0] * 20 + [6.0] * 10
-    assert find_jump(log(losses, [0.9] * 30), year=YEAR) is None
+    assert find_jump(log(losses, [0.9, 0.8] * 15), year=YEAR) is None
     found = find_jump(log(losses, [0.9] * 20 + [45.0] * 10), year=YEAR)
     assert found is not None
     assert "iteration 20/" in found.line
+
+
+def test_the_norm_of_the_step_before_a_skipped_one_says_nothing():
+    losses = [2.0] * 20 + [6.0] * 10
+    found = find_jump(log(losses, [0.9, 0.8] * 9 + [0.9] * 12), year=YEAR)
+    assert found is not None
+    assert "iteration 20/" in found.line
+
+
+def test_a_loss_that_climbs_step_by_step_has_left_its_course_whatever_its_norm():
+    found = find_jump(log([2.0] * 20 + [2.2, 2.4, 2.9, 4.0], [0.9, 0.8] * 12), year=YEAR)
+    assert found is not None
+    assert "iteration 23/" in found.line
 
 
 def test_a_norm_confirms_a_jump_of_one_step():
