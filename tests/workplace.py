@@ -5,8 +5,14 @@ One server for all of them: Prefect's client of events keeps to the first that a
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import socket
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
@@ -43,15 +49,35 @@ def session_home(tmp_path_factory):
     return tmp_path_factory.mktemp("perdure")
 
 
+@contextmanager
+def migrated_once(database: Path, kept: Path) -> Iterator[None]:
+    """Around the start of a server: its migrations take longer than all else, so they are kept."""
+    with kept.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not kept.exists():
+            yield
+            part = kept.with_suffix(".part")
+            with closing(sqlite3.connect(database)) as made, closing(sqlite3.connect(part)) as copy:
+                made.backup(copy)
+            part.replace(kept)
+            return
+    database.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(kept, database)
+    yield
+
+
 @pytest.fixture(scope="session")
-def prefect_server(session_home, worker_id):
+def prefect_server(session_home, worker_id, pytestconfig):
     """A real server on SQLite, as `perdure run` starts one."""
     before = {name: os.environ.get(name) for name in ("PERDURE_HOME",)}
     os.environ["PERDURE_HOME"] = str(session_home)
     # The scheduler looks once a minute by default; tests should not wait for that.
     os.environ["PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS"] = "3"
+    kept = pytestconfig.cache.mkdir("prefect") / f"{version('prefect')}.db"
     try:
-        yield server.start_server(port=free_port(worker_id))
+        with migrated_once(session_home / "prefect" / "prefect.db", kept):
+            started = server.start_server(port=free_port(worker_id))
+        yield started
     finally:
         os.environ["PERDURE_HOME"] = str(session_home)
         server.stop_server()

@@ -6,7 +6,6 @@ import logging
 import time
 from uuid import UUID, uuid4
 
-import httpx
 import pytest
 from prefect.events.actions import SuspendFlowRun
 from prefect.settings import PREFECT_API_URL, temporary_settings
@@ -14,6 +13,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from flows.automations import on_fault, put
 from tasks.reporting import Reporter
 from tests.process.harness import wait_for
+from tests.process.rest import Api, ask
 from training.policy.faults import Fault, FaultClass
 from training.policy.ladder import Decision, Rung
 
@@ -29,27 +29,25 @@ QUIET_S = 10.0  # in which an automation that was going to act has acted
 
 @pytest.fixture
 def api(prefect_server):
-    with (
-        temporary_settings({PREFECT_API_URL: prefect_server.api_url}),
-        httpx.Client(base_url=prefect_server.api_url, timeout=30) as client,
-    ):
-        yield client
+    with temporary_settings({PREFECT_API_URL: prefect_server.api_url}):
+        yield Api(prefect_server.api_url)
 
 
 @pytest.fixture
 def flow_run(api) -> UUID:
     """A flow run of a deployment that is running, as far as the server knows."""
-    flow = api.post("/flows/", json={"name": "automations"}).json()
+    flow = ask("POST", f"{api.url}/flows/", {"name": "automations"}).json()
     body = {"flow_id": flow["id"], "name": "local", "entrypoint": "flows/pretrain.py:pretrain"}
-    deployment = api.post("/deployments/", json=body).json()
-    made = api.post(f"/deployments/{deployment['id']}/create_flow_run", json={}).json()
+    deployment = ask("POST", f"{api.url}/deployments/", body).json()
+    made = ask("POST", f"{api.url}/deployments/{deployment['id']}/create_flow_run", {}).json()
     for state in ("PENDING", "RUNNING"):
-        api.post(f"/flow_runs/{made['id']}/set_state", json={"state": {"type": state}})
+        url = f"{api.url}/flow_runs/{made['id']}/set_state"
+        ask("POST", url, {"state": {"type": state}})
     return UUID(made["id"])
 
 
 def state_of(api, flow_run: UUID) -> str:
-    return api.get(f"/flow_runs/{flow_run}").json()["state"]["name"]
+    return ask("GET", f"{api.url}/flow_runs/{flow_run}").json()["state"]["name"]
 
 
 def fail(run_id: str, flow_run: UUID, *classes: FaultClass) -> None:
@@ -64,9 +62,7 @@ def fail(run_id: str, flow_run: UUID, *classes: FaultClass) -> None:
 
 def seen(api, run_id: str) -> list[str]:
     """Classes of the faults that the server has been told of."""
-    wanted = {"event": {"name": ["perdure.fault"]}, "resource": {"id": [f"perdure.run.{run_id}"]}}
-    found = api.post("/events/filter", json={"filter": wanted}).json()["events"]
-    return [event["payload"]["fault_class"] for event in found]
+    return [fault["fault_class"] for fault in api.events(run_id, "fault")]
 
 
 def test_an_automation_answers_the_class_it_is_for_and_no_other(api, flow_run):
@@ -90,6 +86,6 @@ def test_an_automation_answers_the_class_it_is_for_and_no_other(api, flow_run):
 def test_an_automation_that_is_put_again_is_changed_and_not_doubled(api):
     for _ in range(2):
         put([on_fault(FaultClass.HANG, [SuspendFlowRun()], run_id="twice")])
-    found = api.post("/automations/filter", json={}).json()
+    found = ask("POST", f"{api.url}/automations/filter", {}).json()
     named = [one["name"] for one in found if one["name"] == "perdure: hang in twice"]
     assert len(named) == 1

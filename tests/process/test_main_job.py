@@ -71,9 +71,8 @@ def assert_replacement_is_told(running) -> None:
     assert sum(spent.values()) == pytest.approx(status["wall_s"], abs=0.01)
 
 
-@pytest.mark.parametrize(
-    "rung", [pytest.param("process_replace", marks=pytest.mark.long), "in_place_restart"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("rung", ["process_replace", "in_place_restart"])
 def test_the_first_rank_may_die_as_well_as_any_other(bench, undisturbed_pair, rung):
     restart = {"process_replace": rung == "process_replace"}
     running = bench.start(bench.pair(f"rank-0-dies-{rung[:2]}", restart=restart))

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.process.harness import wait_for
-from tests.process.test_prefect import Api
+from tests.process.rest import Api
 
 pytestmark = pytest.mark.process
 

@@ -10,104 +10,18 @@ import subprocess
 import sys
 import time
 
-import httpx
 import pytest
 
 from perdure import server
 from storage.address import open_store
 from storage.checkpoint import CheckpointStore
 from tests.process.harness import REPO, wait_for
+from tests.process.rest import Api, ask
 
 pytestmark = [pytest.mark.process, pytest.mark.prefect]
 
 POOL = "perdure"
 RETENTION = "checkpoint-retention-of-all/local"
-
-
-class Api:
-    """The server's REST API, as the UI uses it."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-
-    def flow_runs(self, name: str) -> list[dict]:
-        body = {"flow_runs": {"name": {"any_": [name]}}, "sort": "EXPECTED_START_TIME_DESC"}
-        return httpx.post(f"{self.url}/flow_runs/filter", json=body, timeout=30).json()
-
-    def state(self, name: str) -> str:
-        found = self.flow_runs(name)
-        return found[0]["state"]["name"] if found else "none"
-
-    def task_runs(self, name: str) -> dict[str, str]:
-        return {task["name"]: task["state"]["name"] for task in self._task_runs(name)}
-
-    def task_run_ids(self, name: str) -> dict[str, str]:
-        return {task["name"]: task["id"] for task in self._task_runs(name)}
-
-    def _task_runs(self, name: str) -> list[dict]:
-        run_id = self.flow_runs(name)[0]["id"]
-        body = {"flow_runs": {"id": {"any_": [run_id]}}, "limit": 200}
-        return httpx.post(f"{self.url}/task_runs/filter", json=body, timeout=30).json()
-
-    def artifacts(self, prefix: str) -> dict[str, dict]:
-        body = {"artifacts": {"key": {"like_": prefix}}, "limit": 200}
-        found = httpx.post(f"{self.url}/artifacts/latest/filter", json=body, timeout=30).json()
-        return {artifact["key"]: artifact for artifact in found}
-
-    def events(self, name: str, kind: str) -> list[dict]:
-        """Payloads of a run's events of a kind, oldest first."""
-        wanted = {
-            "event": {"name": [f"perdure.{kind}"]},
-            "resource": {"id": [f"perdure.run.{name}"]},
-            "order": "ASC",
-        }
-        found = httpx.post(f"{self.url}/events/filter", json={"filter": wanted}, timeout=30).json()
-        return [event["payload"] for event in found["events"]]
-
-    def cancel(self, name: str) -> None:
-        self._set_state(name, {"type": "CANCELLING", "name": "Cancelling"})
-
-    def suspend(self, name: str) -> None:
-        """What the pause button of a deployed flow run sends."""
-        details = {"pause_reschedule": True}
-        self._set_state(name, {"type": "PAUSED", "name": "Suspended", "state_details": details})
-
-    def resume(self, name: str) -> None:
-        run_id = self.flow_runs(name)[0]["id"]
-        httpx.post(f"{self.url}/flow_runs/{run_id}/resume", timeout=30)
-
-    def deployment(self, name: str) -> dict:
-        return httpx.get(f"{self.url}/deployments/name/{name}", timeout=30).json()
-
-    def scheduled_runs(self, deployment: dict) -> list[dict]:
-        body = {
-            "deployments": {"id": {"any_": [deployment["id"]]}},
-            "flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}},
-            "sort": "EXPECTED_START_TIME_ASC",
-        }
-        return httpx.post(f"{self.url}/flow_runs/filter", json=body, timeout=30).json()
-
-    def run_now(self, flow_run: dict) -> None:
-        """What the UI does with a scheduled run that is not waited for."""
-        now = dt.datetime.now(dt.UTC).isoformat()
-        state = {"type": "SCHEDULED", "state_details": {"scheduled_time": now}}
-        url = f"{self.url}/flow_runs/{flow_run['id']}/set_state"
-        httpx.post(url, json={"state": state, "force": True}, timeout=30)
-
-    def ended(self, flow_run: dict) -> str:
-        """What a flow run says of its end; "" before."""
-        state = httpx.get(f"{self.url}/flow_runs/{flow_run['id']}", timeout=30).json()["state"]
-        return state["message"] if state["type"] in ("COMPLETED", "FAILED", "CRASHED") else ""
-
-    def set_schedule(self, deployment: dict, *, active: bool) -> None:
-        (schedule,) = deployment["schedules"]
-        url = f"{self.url}/deployments/{deployment['id']}/schedules/{schedule['id']}"
-        assert httpx.patch(url, json={"active": active}, timeout=30).status_code == 204
-
-    def _set_state(self, name: str, state: dict) -> None:
-        run_id = self.flow_runs(name)[0]["id"]
-        body = {"state": state}
-        httpx.post(f"{self.url}/flow_runs/{run_id}/set_state", json=body, timeout=30)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +30,7 @@ def api(prefect_server) -> Api:
 
 
 def test_the_pages_of_the_ui_ask_the_server_that_they_come_from(prefect_server):
-    settings = httpx.get(f"{prefect_server.ui_url}/ui-settings", timeout=30).json()
+    settings = ask("GET", f"{prefect_server.ui_url}/ui-settings").json()
     assert settings["api_url"] == prefect_server.api_url
 
 
@@ -225,21 +139,16 @@ def test_a_schedule_starts_the_run_and_prepare_data_is_a_deployment(bench, deplo
     run_deployment(bench, {**job, "run_id": "prepared"}, "prepare-data/local")
     wait_for(lambda: api.state("prepared") == "Completed", timeout_s=60, what="prepare-data")
     soon = (dt.datetime.now(dt.UTC) + dt.timedelta(seconds=12)).isoformat()
-    url = f"{api.url}/deployments/name/pretrain/local"
-    deployment = httpx.get(url, timeout=30).json()
+    deployment = api.deployment("pretrain/local")
     schedule = {
         "schedule": {"interval": 86_400, "anchor_date": soon},
         "active": True,
         "parameters": {"job": job},
     }
-    made = httpx.post(
-        f"{api.url}/deployments/{deployment['id']}/schedules", json=[schedule], timeout=30
-    )
-    assert made.status_code in (200, 201), made.text
+    url = f"{api.url}/deployments/{deployment['id']}/schedules"
+    (made,) = ask("POST", url, [schedule]).json()
     wait_for(lambda: api.state("scheduled") == "Completed", timeout_s=90, what="the scheduled run")
-    httpx.delete(
-        f"{api.url}/deployments/{deployment['id']}/schedules/{made.json()[0]['id']}", timeout=30
-    )
+    ask("DELETE", f"{url}/{made['id']}")
     # The corpus had been prepared by the other deployment: nothing was left to do.
     assert [data.skipped for data in bench.look(job).history.data] == [True]
 

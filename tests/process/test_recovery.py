@@ -274,6 +274,7 @@ def test_survivors_save_the_last_completed_step_and_the_next_attempt_goes_on_exa
     assert (second.last_save.step, third.from_step) == (34, 34)
 
 
+@pytest.mark.long
 def test_a_death_while_an_abnormal_step_is_accepted_changes_nothing_of_it(bench):
     twice = _made(23, DrillKind.GRADIENT, 3, times=2)
     cut = _made(24, KILL, 1, at=DrillPoint.RECOVERY)  # it is accepted, and step 24 comes next

@@ -10,7 +10,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tasks.reporting import Reporter
 from tests.process.harness import wait_for
-from tests.process.test_prefect import Api
+from tests.process.rest import Api
 from tests.ui.conftest import TIMEOUT_MS
 from tests.unit.noting import COOLED, HOT, told
 from training.supervisor.report import alert_rows
