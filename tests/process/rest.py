@@ -1,0 +1,115 @@
+"""The REST API of a Prefect server, as its UI uses it."""
+
+from __future__ import annotations
+
+import datetime as dt
+import time
+from typing import Any
+
+import httpx
+
+BUSY_S = 60.0
+
+
+def ask(method: str, url: str, body: Any = None) -> httpx.Response:
+    """One request. A server that has too much to do, SQLite's lock for one, is asked again.
+
+    Raises:
+        httpx.HTTPStatusError: it refuses.
+    """
+    deadline_s = time.monotonic() + BUSY_S
+    while True:
+        answer = httpx.request(method, url, json=body, timeout=30)
+        if not answer.is_server_error or time.monotonic() > deadline_s:
+            return answer.raise_for_status()
+        time.sleep(0.5)
+
+
+class Api:
+    """What tests look at and do, by the names of runs and deployments."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def flow_runs(self, name: str) -> list[dict]:
+        body = {"flow_runs": {"name": {"any_": [name]}}, "sort": "EXPECTED_START_TIME_DESC"}
+        return self._found("flow_runs", body)
+
+    def state(self, name: str) -> str:
+        found = self.flow_runs(name)
+        return found[0]["state"]["name"] if found else "none"
+
+    def task_runs(self, name: str) -> dict[str, str]:
+        return {task["name"]: task["state"]["name"] for task in self._task_runs(name)}
+
+    def task_run_ids(self, name: str) -> dict[str, str]:
+        return {task["name"]: task["id"] for task in self._task_runs(name)}
+
+    def _task_runs(self, name: str) -> list[dict]:
+        run_id = self.flow_runs(name)[0]["id"]
+        body = {"flow_runs": {"id": {"any_": [run_id]}}, "limit": 200}
+        return self._found("task_runs", body)
+
+    def artifacts(self, prefix: str) -> dict[str, dict]:
+        body = {"artifacts": {"key": {"like_": prefix}}, "limit": 200}
+        found = self._found("artifacts/latest", body)
+        return {artifact["key"]: artifact for artifact in found}
+
+    def events(self, name: str, kind: str) -> list[dict]:
+        """Payloads of a run's events of a kind, oldest first."""
+        wanted = {
+            "event": {"name": [f"perdure.{kind}"]},
+            "resource": {"id": [f"perdure.run.{name}"]},
+            "order": "ASC",
+        }
+        found = ask("POST", f"{self.url}/events/filter", {"filter": wanted}).json()
+        return [event["payload"] for event in found["events"]]
+
+    def cancel(self, name: str) -> None:
+        self._set_state(name, {"type": "CANCELLING", "name": "Cancelling"})
+
+    def suspend(self, name: str) -> None:
+        """What the pause button of a deployed flow run sends."""
+        details = {"pause_reschedule": True}
+        self._set_state(name, {"type": "PAUSED", "name": "Suspended", "state_details": details})
+
+    def resume(self, name: str) -> None:
+        run_id = self.flow_runs(name)[0]["id"]
+        ask("POST", f"{self.url}/flow_runs/{run_id}/resume")
+
+    def deployment(self, name: str) -> dict:
+        found: dict[str, Any] = ask("GET", f"{self.url}/deployments/name/{name}").json()
+        return found
+
+    def scheduled_runs(self, deployment: dict) -> list[dict]:
+        body = {
+            "deployments": {"id": {"any_": [deployment["id"]]}},
+            "flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}},
+            "sort": "EXPECTED_START_TIME_ASC",
+        }
+        return self._found("flow_runs", body)
+
+    def run_now(self, flow_run: dict) -> None:
+        """What the UI does with a scheduled run that is not waited for."""
+        now = dt.datetime.now(dt.UTC).isoformat()
+        state = {"type": "SCHEDULED", "state_details": {"scheduled_time": now}}
+        url = f"{self.url}/flow_runs/{flow_run['id']}/set_state"
+        ask("POST", url, {"state": state, "force": True})
+
+    def ended(self, flow_run: dict) -> str:
+        """What a flow run says of its end; "" before."""
+        state = ask("GET", f"{self.url}/flow_runs/{flow_run['id']}").json()["state"]
+        return state["message"] if state["type"] in ("COMPLETED", "FAILED", "CRASHED") else ""
+
+    def set_schedule(self, deployment: dict, *, active: bool) -> None:
+        (schedule,) = deployment["schedules"]
+        url = f"{self.url}/deployments/{deployment['id']}/schedules/{schedule['id']}"
+        ask("PATCH", url, {"active": active})
+
+    def _set_state(self, name: str, state: dict) -> None:
+        run_id = self.flow_runs(name)[0]["id"]
+        ask("POST", f"{self.url}/flow_runs/{run_id}/set_state", {"state": state})
+
+    def _found(self, things: str, body: dict) -> list[dict]:
+        found: list[dict] = ask("POST", f"{self.url}/{things}/filter", body).json()
+        return found
