@@ -16,7 +16,7 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -39,14 +39,12 @@ if _ROOT not in sys.path:
     sys.path.append(_ROOT)
 
 _FORKED = get_context("forkserver")
-_FORKED.set_forkserver_preload(
-    [
-        "training.runtime.checkpointing",
-        "training.agent.keeper",
-        "torch.distributed.fsdp",
-        "torch._dynamo",  # an optimizer's first step would import it in every rank
-    ]
-)
+_PRELOADED = [
+    "training.runtime.checkpointing",
+    "training.agent.keeper",
+    "torch.distributed.fsdp",
+    "torch._dynamo",  # an optimizer's first step would import it in every rank
+]
 
 
 def share_of(
@@ -103,8 +101,17 @@ def settle(client: KeeperClient) -> None:
     client.settle(on_wait=lambda: None, timeout_s=20)
 
 
+def _preload() -> None:
+    """Have the fork server hold what ranks and keepers import; one of data loaders does not."""
+    server: Any = forkserver._forkserver
+    if server._preload_modules != _PRELOADED:
+        server._stop()  # torch, and no test's process any more
+        _FORKED.set_forkserver_preload(_PRELOADED)
+
+
 def forked(program: Callable[..., None], *arguments: Any) -> BaseProcess:
     """A process of its own that runs `program`."""
+    _preload()
     process = _FORKED.Process(target=program, args=arguments, daemon=True)
     process.start()
     return process
