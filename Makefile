@@ -81,13 +81,13 @@ $(VENV)/.ui-browser: | $(VENV)/.installed
 		echo "make: no chromium, so tests of tests/ui are skipped: apt-get install --no-install-recommends $(UI_PACKAGES)"; \
 	fi
 
-# Two at a time, the files that take longest first; tests that tell time by seconds have the machine
-# for themselves.
-SIDE_BY_SIDE := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# Two at a time; tests that tell time by seconds have the machine for themselves.
+SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 
 test: $(VENV)/.installed $(VENV)/.s3-servers $(VENV)/.prometheus $(VENV)/.ui-browser
-	$(BIN)/python -m pytest tests/unit/storage tests/unit $(SIDE_BY_SIDE)
-	$(BIN)/python -m pytest tests/ui tests/process tests/s3 -m "not alone and not long" $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest tests/unit $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest tests/ui tests/process tests/s3 -m "not alone and not long" \
+		$(SIDE_BY_SIDE) --no-loadscope-reorder  # the files of the longest first
 	$(BIN)/python -m pytest tests/process -m "alone and not long"
 
 # The other real runs: variants of faults, kinds of parallelism, programs, outages.

@@ -7,7 +7,6 @@ does it for the runs of this machine, so that its schedule needs no parameter.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 from prefect import flow, get_run_logger
@@ -58,19 +57,17 @@ def retain_all(
         dry_run: only tell what would be removed.
     """
     home = home_folder()
-    runs = known_runs(home)
-    failed = [run_id for run_id in runs if not _is_done(home, run_id, older_than_s, dry_run)]
+    runs, failed = known_runs(home), []
+    for run_id in runs:
+        try:
+            job = known_job(home, run_id)
+        except InputError as error:
+            get_run_logger().error("%s: %s", run_id, error)
+            failed.append(run_id)
+            continue
+        state: State[Any] = retain(job, older_than_s, dry_run, return_state=True)
+        if not state.is_completed():
+            failed.append(run_id)
     if failed:
         return Failed(message=f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}")
     return Completed(message=f"runs looked after: {', '.join(runs) or 'none on this machine'}")
-
-
-def _is_done(home: Path, run_id: str, older_than_s: float, dry_run: bool) -> bool:  # noqa: FBT001
-    """Whether the retention of one run succeeded; a failure keeps no other run waiting."""
-    try:
-        job = known_job(home, run_id)
-    except InputError as error:
-        get_run_logger().error("%s: %s", run_id, error)
-        return False
-    state: State[Any] = retain(job, older_than_s, dry_run, return_state=True)
-    return state.is_completed()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -140,16 +141,19 @@ class LocalStore:
             self._prune(path.parent)
 
     def now_s(self) -> float:
-        """See `ObjectStore.now_s`; the file system's, which may be another machine's."""
+        """See `ObjectStore.now_s`; the file system's, which may be another machine's.
+
+        This machine's where there is no store, or none that may be written: nothing there can be
+        given up for its age.
+        """
+        if not self._root.is_dir():
+            return time.time()
         folder = self._root / TEMPORARY_FOLDER
-        with _folded(self.url("")):
-            _make_folder(folder)
-            path = _new_temporary(folder)
-            try:
-                with path.open("xb") as file:
-                    return os.fstat(file.fileno()).st_mtime
-            finally:
-                path.unlink(missing_ok=True)
+        try:
+            with _folded(self.url("")):
+                return _time_of_new_file(folder)
+        except AccessDenied:
+            return time.time()
 
     def url(self, key: str) -> str:
         """See `ObjectStore.url`."""
@@ -197,6 +201,16 @@ class LocalStore:
             while folder != self._root:
                 folder.rmdir()
                 folder = folder.parent
+
+
+def _time_of_new_file(folder: Path) -> float:
+    _make_folder(folder)
+    path = _new_temporary(folder)
+    try:
+        with path.open("xb") as file:
+            return os.fstat(file.fileno()).st_mtime
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def _new_temporary(folder: Path) -> Path:

@@ -78,7 +78,9 @@ class ObjectStore(Protocol):
     def now_s(self) -> float:
         """The time by the clock that `modified_s` is told by, at most a second late.
 
-        An object's age is a difference of the two: this machine's clock may be hours off.
+        An object's age is a difference of the two: this machine's clock may be hours off. A
+        folder is asked by a file that is gone again; nothing else is written, and no folder made
+        that was not there.
         """
         ...
 

@@ -72,9 +72,9 @@ def blocking(setting: Setting) -> Iterator[Action]:
 
 
 @contextmanager
-def publishing(setting: Setting, *, memory_slots: int = 2) -> Iterator[Action]:
-    """From handing a save over to its commit in the store; every slot has been used before."""
-    with _saves(setting, memory_slots=memory_slots) as saves:
+def publishing(setting: Setting) -> Iterator[Action]:
+    """From handing a save over to its commit in the store; both slots have been used before."""
+    with _saves(setting) as saves:
         saves.save()
         yield Action(saves.publish, before=saves.forget, after=saves.forget)
 
@@ -141,9 +141,9 @@ class _Restores:
 
 
 @contextmanager
-def _saves(setting: Setting, *, memory_slots: int = 2) -> Iterator[Saves]:
+def _saves(setting: Setting) -> Iterator[Saves]:
     with ExitStack() as stack:
-        name = stack.enter_context(_keeper(setting, memory_slots))
+        name = stack.enter_context(_keeper(setting))
         client = stack.enter_context(KeeperClient(name))
         saver = TieredSaver(
             client,
@@ -161,14 +161,14 @@ def _saves(setting: Setting, *, memory_slots: int = 2) -> Iterator[Saves]:
 
 
 @contextmanager
-def _keeper(setting: Setting, memory_slots: int) -> Iterator[str]:
+def _keeper(setting: Setting) -> Iterator[str]:
     """A keeper without a disk tier, as the agent starts it; gives the name of its socket."""
     job = Job.model_validate(
         {
             "run_id": RUN_ID,
             "storage": _spec(setting),
             "worker": {"command": ["true"]},
-            "checkpoint": {"keep_last": 1, "memory_slots": memory_slots},
+            "checkpoint": {"keep_last": 1},
         }
     )
     job_file = setting.folder / "job.json"

@@ -10,7 +10,6 @@ import hashlib
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import xxhash
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -20,7 +19,6 @@ from benchmarks.storage.measuring import Contender
 
 MEBIBYTE = 2**20
 OURS = "perdure"
-ONE_SLOT = "perdure, one slot"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +88,7 @@ SECTIONS: Mapping[str, Section] = {
             f"boto3 parts, {name}": raw.put(part_size_bytes=size * MEBIBYTE, num_threads=threads)
             for name, (size, threads) in _RAW.items()
         },
-        {
-            ONE_SLOT: partial(ours.publishing, memory_slots=1),
-            **{name: peers.saving(peer) for name, peer in _PEERS.items()},
-        },
+        {name: peers.saving(peer) for name, peer in _PEERS.items()},
         limit=1 / 0.85,
         extra_limit_states=1,
     ),

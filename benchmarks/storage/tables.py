@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from benchmarks.storage.measuring import Measured
-from benchmarks.storage.sections import ONE_SLOT, OURS, Section
+from benchmarks.storage.sections import OURS, Section
 
 GIGABYTE = 1_000_000_000
 MEBIBYTE = 2**20
@@ -80,10 +80,9 @@ def _targets(
     found = [(f"{section.limit:.2f} x the fastest copy, {ratio:.2f}", ratio <= section.limit)]
     if section.extra_limit_states is not None:
         limit_bytes = section.extra_limit_states * state_bytes + ALLOWANCE_BYTES
-        for name in (OURS, ONE_SLOT):
-            extra_bytes = max(columns[name].extra_bytes, default=0)
-            text = f"{limit_bytes / MEBIBYTE:.0f} MiB of extra memory, {name}: "
-            found.append((text + f"{extra_bytes / MEBIBYTE:.0f}", 0 < extra_bytes <= limit_bytes))
+        extra_bytes = max(ours.extra_bytes)
+        text = f"{limit_bytes / MEBIBYTE:.0f} MiB of extra memory, {extra_bytes / MEBIBYTE:.0f}"
+        found.append((text, extra_bytes <= limit_bytes))
     return found
 
 

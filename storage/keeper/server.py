@@ -37,7 +37,7 @@ from storage.keeper.protocol import (
     send,
 )
 from storage.keeper.publish import Committing, Publisher, is_recorded, shares_on_disk
-from storage.keeper.slots import SLOTS_PER_RANK, NoMemory, Slot, SlotTable
+from storage.keeper.slots import NoMemory, Slot, SlotTable
 from storage.keeper.tasks import Tasks
 from storage.share import SaveId, WrittenShare
 
@@ -66,7 +66,6 @@ class Keeper:
         disk: the node's disk tier, if there is one.
         store: the run's checkpoints in the object store.
         available_bytes: asks how much memory the host can still give.
-        slots_per_rank: 2, or 1 where memory is short.
         note: told what the memory holds whenever that changes.
     """
 
@@ -78,14 +77,13 @@ class Keeper:
         store: CheckpointStore,
         disk: CheckpointStore | None,
         available_bytes: Callable[[], int] | None = None,
-        slots_per_rank: int = SLOTS_PER_RANK,
         note: Callable[[Sequence[tuple[SaveId, int]]], None] = lambda _saves: None,
     ) -> None:
         self._publisher = publisher
         self._store = store
         self._disk = disk
         self._note = note
-        self._slots = SlotTable(available_bytes or host_available_bytes, slots_per_rank)
+        self._slots = SlotTable(available_bytes or host_available_bytes)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(f"\0{name}")
         self._listener.listen(128)

@@ -2,8 +2,6 @@
 
 A slot is EMPTY, COPYING while its worker writes, or READY. A READY slot is given away again only
 when a newer one of the rank is READY, its share is published (or cannot be), and nobody reads it.
-Where there is memory for one slot alone, it is given away without a newer one: while the next
-share is copied, the rank has none in memory.
 The memory is anonymous (memfd): it lives as long as the keeper, whatever happens to workers, and
 is reused, because fresh pages cost six times the copy. Sizes are bytes, times seconds.
 """
@@ -83,11 +81,9 @@ class SlotTable:
 
     Attributes:
         available_bytes: asks how much memory the host can still give.
-        slots_per_rank: 1 or 2.
     """
 
     available_bytes: Callable[[], int]
-    slots_per_rank: int = SLOTS_PER_RANK
     _slots: dict[int, list[Slot]] = field(default_factory=dict)
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _next_number: int = 0
@@ -189,15 +185,15 @@ class SlotTable:
             return empty
         ready = [s for s in slots if s.state is SlotState.READY]
         # Not by step alone: after going back, an attempt saves lower steps than the one before.
-        newest = max(ready, key=_age_key, default=None) if self.slots_per_rank > 1 else None
+        newest = max(ready, key=_age_key, default=None)
         old = (s for s in ready if s is not newest and s.settled and not s.readers)
         return min(old, key=_age_key, default=None)
 
     def _of(self, rank: int) -> list[Slot]:
         if rank not in self._slots:
             first = self._next_number
-            self._next_number += self.slots_per_rank
-            self._slots[rank] = [Slot(rank, first + i) for i in range(self.slots_per_rank)]
+            self._next_number += SLOTS_PER_RANK
+            self._slots[rank] = [Slot(rank, first + i) for i in range(SLOTS_PER_RANK)]
         return self._slots[rank]
 
     def _all(self) -> list[Slot]:

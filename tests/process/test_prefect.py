@@ -199,8 +199,13 @@ def test_the_schedule_of_the_retention_works_as_it_is_deployed(bench, deployed, 
         wait_for(lambda: api.scheduled_runs(deployment), timeout_s=30, what="the scheduler")
         flow_run = api.scheduled_runs(deployment)[0]
         api.run_now(flow_run)
-        wait_for(lambda: api.state("hourly") == "Completed", timeout_s=60, what="its flow run")
-        wait_for(lambda: api.ended(flow_run), timeout_s=60, what="the end of the scheduled run")
+        # The other flow run of this name is the training.
+        wait_for(
+            lambda: len(api.flow_runs("hourly")) == 2 and api.state("hourly") == "Completed",
+            timeout_s=120,
+            what="its flow run",
+        )
+        wait_for(lambda: api.ended(flow_run), timeout_s=120, what="the end of the scheduled run")
     finally:
         api.set_schedule(deployment, active=False)
         (bench.home / "runs" / "broken" / "job.json").unlink()

@@ -66,12 +66,7 @@ def keep() -> None:
         reached=_die_at(os.environ.get(POINT)),
     )
     keeper = Keeper(
-        sys.argv[2],
-        publisher=publisher,
-        store=store,
-        disk=disk,
-        slots_per_rank=job.checkpoint.memory_slots,
-        note=partial(_note, Path.cwd()),
+        sys.argv[2], publisher=publisher, store=store, disk=disk, note=partial(_note, Path.cwd())
     )
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_await_agents_end, daemon=True).start()

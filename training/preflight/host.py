@@ -95,13 +95,13 @@ def _nearest(path: Path) -> Path:
 
 
 def check_memory(job: Job, slots: int) -> Check:
-    """Room for the saves in host memory: the node's share of the state, once for each slot."""
+    """Room for the saves in host memory: twice the node's share of the state."""
     state = state_bytes(job) if job.checkpoint.host_memory else None
     available = psutil.virtual_memory().available
     seen = f"{_size(available)} available"
     if state is None:
         return Check(name="memory", outcome=Outcome.OK, seen=seen)
-    needed = job.checkpoint.memory_slots * state * slots // job.engine.world_size
+    needed = 2 * state * slots // job.engine.world_size
     return Check(
         name="memory",
         outcome=Outcome.OK if available >= needed else Outcome.FAILED,

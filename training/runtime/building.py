@@ -6,13 +6,15 @@ torch 2.13, whose `torch.nn.init` functions fill tensors in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-# The last one is most of what torch.nn.init.trunc_normal_ does.
+# erfinv_ is most of what torch.nn.init.trunc_normal_ does.
 _FILLS = frozenset(
     {
         Tensor.normal_, Tensor.uniform_, Tensor.log_normal_, Tensor.exponential_, Tensor.cauchy_,
@@ -39,3 +41,17 @@ class Undrawn(TorchFunctionMode):
             if isinstance(filled, nn.Parameter):
                 return filled
         return func(*args, **named)
+
+
+@contextmanager
+def seeded_after() -> Iterator[None]:
+    """What is drawn afterwards does not depend on how much was drawn within.
+
+    Torch's generators, of the host and of devices, are seeded at the end with a number that
+    follows from the host's at the beginning.
+    """
+    before = torch.Generator()
+    before.set_state(torch.get_rng_state())
+    seed = int(torch.randint(2**63 - 1, (), generator=before))
+    yield
+    torch.manual_seed(seed)

@@ -41,7 +41,7 @@ from training.monitor.heartbeat import HeartbeatWriter, Phase
 from training.monitor.stack_file import stacks_file
 from training.policy.repair import Vote
 from training.runtime.buckets import settle_buckets
-from training.runtime.building import Undrawn
+from training.runtime.building import Undrawn, seeded_after
 from training.runtime.checkpointing import Checkpointer
 from training.runtime.contact import Contact
 from training.runtime.context import WorkerContext
@@ -205,11 +205,13 @@ class Session:
     def building(self) -> Iterator[None]:
         """Around the making of the model, optional: a replaced process comes back sooner.
 
-        Its parameters are sent by another rank, so they are not drawn at random first. A model
-        that computes anything else from its parameters when it is made does without this.
+        Its parameters are sent by another rank, so they are not drawn at random first. Random
+        numbers after it are the same in every process; those within it need not be, but for
+        parameters and buffers, which are sent. A model that computes anything else from its
+        parameters, or draws anything else, when it is made does without this.
         """
         is_sent = self.context.generation is not None
-        with Undrawn() if is_sent else nullcontext():
+        with seeded_after(), Undrawn() if is_sent else nullcontext():
             yield
 
     def register(

@@ -36,11 +36,7 @@ class CheckpointSpec(Section):
     )  # fmt: skip
     host_memory: bool = Field(
         True, description="saves go to memory that the node agent keeps, and from there to the "
-        "store while training goes on; needs `memory_slots` times a rank's share of the state"
-    )  # fmt: skip
-    memory_slots: int = Field(
-        2, ge=1, le=2, description="saves of a rank that memory holds; with 1, the next save waits "
-        "until the one before is in the store, and a rank that dies while it copies finds none"
+        "store while training goes on; needs twice a rank's share of the state per rank"
     )  # fmt: skip
     node_disk: bool | None = Field(
         None, description="also keep the newest saves on the node's disk; default: when the "

@@ -15,7 +15,10 @@ def remember_job(home: Path, job: Job) -> None:
     """Note on this machine where a run's storage is, for commands that get its name alone."""
     path = job_path(home, job.run_id)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(job.model_dump_json(indent=1), encoding="utf-8")
+    # Whole or not at all: the scheduled retention reads it at any time.
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(job.model_dump_json(indent=1), encoding="utf-8")
+    temporary.replace(path)
 
 
 def job_path(home: Path, run_id: str) -> Path:
@@ -32,14 +35,19 @@ def known_job(home: Path, run_id: str) -> Job:
     """The job of a run that was started on this machine.
 
     Raises:
-        InputError: there is no such run, or its file holds no job of this version.
+        InputError: there is no such run, or its file cannot be read or holds no job of this
+            version.
     """
+    path = job_path(home, run_id)
     try:
-        return parse_job(json.loads(job_path(home, run_id).read_text(encoding="utf-8")))
+        document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         listed = ", ".join(known_runs(home)[-MAX_LISTED:]) or "none"
         raise InputError(
             "run_id", f"{run_id!r}: no such run on this machine; known: {listed}"
         ) from None
-    except json.JSONDecodeError:
-        raise InputError("run_id", f"{job_path(home, run_id)} is no job") from None
+    except OSError as error:
+        raise InputError("run_id", f"{path}: {error.strerror}") from None
+    except ValueError:  # neither UTF-8 nor JSON
+        raise InputError("run_id", f"{path} is no job") from None
+    return parse_job(document)

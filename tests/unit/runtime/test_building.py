@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from training.runtime.building import Undrawn
+from training.runtime.building import Undrawn, seeded_after
 
 
 class Buffered(nn.Module):
-    """Random numbers in a buffer, which nobody sends when it is not persistent."""
+    """Random numbers in a buffer that no checkpoint holds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,3 +73,26 @@ def test_what_is_no_random_number_of_a_parameter_is_made_as_ever():
     assert torch.equal(made.weight, expected.weight)
     assert torch.equal(norm.weight, torch.ones(8))
     assert torch.equal(norm.bias, torch.zeros(8))
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_what_is_drawn_afterwards_is_the_same_whether_parameters_were_drawn_or_not(seed):
+    drawn = []
+    for around in (nullcontext(), Undrawn()):
+        torch.manual_seed(seed)
+        with seeded_after(), around:
+            nn.Linear(8, 8)
+        drawn.append(torch.randperm(1000))
+    assert torch.equal(*drawn)
+    torch.manual_seed(seed + 1)
+    with seeded_after():
+        nn.Linear(8, 8)
+    assert not torch.equal(drawn[0], torch.randperm(1000)), "it follows from the seed before"
+
+
+def test_parameters_are_drawn_as_they_are_without_it():
+    torch.manual_seed(1)
+    expected = nn.Linear(8, 8)
+    torch.manual_seed(1)
+    with seeded_after():
+        assert torch.equal(nn.Linear(8, 8).weight, expected.weight)

@@ -109,6 +109,25 @@ def test_the_time_is_the_file_systems_whatever_the_machines_clock_says(
     assert temporaries(local) == []
 
 
+def test_asking_the_time_makes_no_store(tmp_path: Path) -> None:
+    before_s = time.time()
+    assert before_s <= LocalStore(tmp_path / "gone" / "store").now_s() <= time.time()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_store_that_may_not_be_written_has_this_machines_time(
+    local: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local.put("a", b"1")
+
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "open", read_only)
+    monkeypatch.setattr(time, "time", lambda: 7.0)
+    assert local.now_s() == 7.0
+
+
 def test_a_link_that_nfs_made_but_calls_taken_counts_as_made(
     local: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

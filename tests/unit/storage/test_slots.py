@@ -187,15 +187,6 @@ def test_a_slot_is_reused_and_grows_only_when_it_has_to(table):
     assert (grown, grown.size_bytes, grown.memory_id != known) == (slot, 8192, True)
 
 
-def test_a_rank_with_one_slot_waits_for_the_store_and_then_copies_over_its_only_share():
-    table = SlotTable(lambda: PLENTY, slots_per_rank=1)
-    only = fill(table, 10)
-    assert table.reserve(0, 64, writer=object(), timeout_s=0) is None
-    table.settle(only)
-    assert reserve(table, writer=object()) is only
-    assert table.saves() == []
-
-
 @pytest.fixture
 def small_files() -> Iterator[None]:
     """The kernel gives this process no file, of memory or on disk, above a MiB."""
@@ -229,25 +220,22 @@ class Modelled:
 class SlotMachine(RuleBasedStateMachine):
     """One rank's slots under any order of saves, restarts, publications, deaths and readers."""
 
-    slots_per_rank = SLOTS_PER_RANK
-
     def __init__(self) -> None:
         super().__init__()
-        self.table = SlotTable(lambda: PLENTY, self.slots_per_rank)
+        self.table = SlotTable(lambda: PLENTY)
         self.model: dict[int, Modelled] = {}
         self.slots: dict[int, Slot] = {}
         self.attempt, self.step = 1, 0
 
     def _free(self) -> bool:
         """Whether the model has a slot to give."""
-        if len(self.model) < self.slots_per_rank:
+        if len(self.model) < SLOTS_PER_RANK:
             return True
         return any(self._may_go(one) for one in self.model.values())
 
     def _may_go(self, one: Modelled) -> bool:
         if one.state is SlotState.READY:
-            is_last = self.slots_per_rank > 1 and one.save == self._newest()
-            return not is_last and one.settled and one.readers == 0
+            return one.save != self._newest() and one.settled and one.readers == 0
         return one.state is SlotState.EMPTY
 
     def _newest(self) -> tuple[tuple[int, int], int] | None:
@@ -324,13 +312,3 @@ class SlotMachine(RuleBasedStateMachine):
 
 SlotMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 TestSlotMachine = SlotMachine.TestCase
-
-
-class OneSlotMachine(SlotMachine):
-    """Likewise where memory holds one save of a rank."""
-
-    slots_per_rank = 1
-
-
-OneSlotMachine.TestCase.settings = SlotMachine.TestCase.settings
-TestOneSlotMachine = OneSlotMachine.TestCase
