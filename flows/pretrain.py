@@ -70,7 +70,9 @@ def prepare(job: Job) -> None:
 def _end_with(supervision: Supervision, verdict: Verdict) -> State[Any]:
     match verdict.kind:
         case EndKind.COMPLETED:
-            return _end(supervision, "completed", f"step {verdict.step} reached")
+            step = verdict.step
+            told = f"step {step} reached" if step is not None else "the command has ended well"
+            return _end(supervision, "completed", told)
         case EndKind.STOPPED:
             return _end(supervision, "cancelled", "stopped on request")
         case EndKind.FAILED:

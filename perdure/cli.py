@@ -99,6 +99,8 @@ def demo() -> None:
     injector = demo_faults(home, job.run_id)
     code = _supervise(job, injector)
     console = make_console()
+    console.print(f"look around with: export PERDURE_HOME={home}", highlight=False, soft_wrap=True)
+    console.print(f"    perdure status {job.run_id}", highlight=False, soft_wrap=True)
     for name, pids in injector.fired.items():
         console.print(f"injected: {name}, {len(pids)} processes", highlight=False)
     missing = [i.name for i in injector.injections if not injector.fired.get(i.name)]
@@ -166,7 +168,7 @@ def show(job_file: JobFile, overrides: Overrides = None) -> None:
 
 @app.command()
 def status(
-    run: RunName,
+    run: RunName = "",
     *,
     once: Annotated[bool, typer.Option("--once", help="print it once, also on a terminal")] = False,
     as_json: AsJson = False,
@@ -340,7 +342,8 @@ def _print_account(console: Console, told: Account, job: Job) -> None:
         return
     picture = home_folder() / "runs" / job.run_id / "timeline.png"
     picture.write_bytes(timeline_picture(told))
-    console.print(ettr_text(told), highlight=False)
+    if job.worker.command is None:  # whose steps nobody has seen
+        console.print(ettr_text(told), highlight=False)
     console.print(account_table(told))
     console.print(f"timeline picture: {picture}", highlight=False, soft_wrap=True)
 

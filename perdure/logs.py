@@ -103,7 +103,15 @@ def logs(
     shelf = read_shelf(store, job.run_id)
     rows = [row for row in shelf.rows if wanted in (None, (row.placement, row.attempt))]
     if rank is not None or file is not None:
-        _print_logs(store, _chosen(rows, rank=rank, file=file))
+        chosen = _chosen(rows, rank=rank, file=file)
+        if not chosen and rank in range(job.engine.world_size) and file is None and rows:
+            print(f"perdure: rank {rank} wrote nothing that is kept", file=sys.stderr)  # noqa: T201
+            return
+        if not chosen:
+            ranks = sorted({row.rank for row in rows if row.rank is not None})
+            told = f"there are none of these in the store; ranks: {ranks or 'none'}"
+            raise InputError("logs", told)
+        _print_logs(store, chosen)
         return
     history = Ledger(store, job.run_id).read()
     gaps = list(gaps_of(shelf, history, wanted))
@@ -172,12 +180,9 @@ def _attempt_of(text: str | None) -> Key | None:
 
 
 def _chosen(rows: Sequence[LogRow], *, rank: int | None, file: str | None) -> list[LogRow]:
-    """The rows of a rank or file, of the newest attempt that has them."""
+    """The rows of a rank or file, of the newest attempt that has any."""
     fit = [row for row in rows if rank in (None, row.rank) and file in (None, row.file)]
-    if not fit:
-        ranks = sorted({row.rank for row in rows if row.rank is not None})
-        raise InputError("logs", f"there are none of these in the store; ranks: {ranks or 'none'}")
-    newest = max((row.placement, row.attempt) for row in fit)
+    newest = max(((row.placement, row.attempt) for row in fit), default=None)
     return [row for row in fit if (row.placement, row.attempt) == newest]
 
 

@@ -49,6 +49,8 @@ def test_an_unchanged_script_runs_as_a_command_is_killed_and_comes_back(bench, t
     ).wait()
     assert losses(out) == losses(plain)
     assert running.rungs() == ["in_place_restart", "job_reschedule_isolated"]
+    assert "completed: the command has ended well" in running.out
+    assert "ETTR" not in running.out
     starts = [
         line
         for path in sorted(running.folder.glob("nodes/*/*/attempts/*/rank-*.stdout.log"))

@@ -25,6 +25,7 @@ def job(tmp_path, perdure_home):
             "run_id": "small",
             "storage": {"address": f"file://{tmp_path}/store"},
             "data": {"sources": ["/corpus"]},
+            "engine": {"nodes": 2, "slots_per_node": 1},
         }
     )
     remember_job(perdure_home, job)
@@ -97,6 +98,12 @@ def test_what_is_not_there_is_an_input_error(shelf, capsys):
     with pytest.raises(SystemExit) as end:
         main(["logs", "small", "--attempt", "two"])
     assert end.value.code == 2
+
+
+def test_a_rank_that_wrote_nothing_is_no_error(shelf):
+    done = CliRunner().invoke(app, ["logs", "small", "--rank", "1", "--attempt", "1.2"])
+    assert (done.exit_code, done.stdout) == (0, "")
+    assert done.stderr == "perdure: rank 1 wrote nothing that is kept\n"
 
 
 def test_a_run_without_logs_says_so(job):

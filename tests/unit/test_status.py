@@ -11,7 +11,7 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
-from perdure.cli import app
+from perdure.cli import app, main
 from perdure.status import Looker
 from perdure.status_view import plain_status, status_panel
 from tests.unit.noting import BEGINNING, CRASH_BEGAN, END, HOT, LINK_BEGAN, LINK_MENDED, NOW, noted
@@ -143,3 +143,12 @@ def test_status_is_printed_once_when_piped_and_as_one_object_for_scripts(run, pe
 
 def test_a_run_that_is_not_known_is_wrong_input():
     assert CliRunner().invoke(app, ["status", "nowhere"]).exit_code != 0
+
+
+def test_without_a_name_the_known_runs_are_told(run, perdure_home, capsys):
+    remember_job(perdure_home, run.job)
+    with pytest.raises(SystemExit) as end:
+        main(["status"])
+    assert end.value.code == 2
+    told = capsys.readouterr().err
+    assert f"name a run; known: small (PERDURE_HOME is {perdure_home})" in told

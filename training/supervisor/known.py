@@ -43,9 +43,8 @@ def known_job(home: Path, run_id: str) -> Job:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         listed = ", ".join(known_runs(home)[-MAX_LISTED:]) or "none"
-        raise InputError(
-            "run_id", f"{run_id!r}: no such run on this machine; known: {listed}"
-        ) from None
+        asked = f"{run_id!r}: no such run on this machine" if run_id else "name a run"
+        raise InputError("run_id", f"{asked}; known: {listed} (PERDURE_HOME is {home})") from None
     except OSError as error:
         raise InputError("run_id", f"{path}: {error.strerror}") from None
     except ValueError:  # neither UTF-8 nor JSON
