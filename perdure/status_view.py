@@ -69,8 +69,9 @@ def plain_status(status: Status, width: int) -> RenderableType:
     """Everything, line by line, for a pipe."""
     lines = [Text(line) for line in person_lines(status.document)]
     pace = Text(_headline(status.document))
-    fault = (status.document["fault"] or {}).items()
-    rest = [Text(f"{name}: {value}") for name, value in fault]
+    fault = status.document["fault"]
+    rest = [Text("newest fault:")] if fault else []
+    rest += [Text(f"    {name}: {value}") for name, value in (fault or {}).items()]
     return Group(*lines, pace, *_details(status, width), *rest)
 
 

@@ -130,6 +130,7 @@ def test_status_of_a_job_file_needs_no_run_on_this_machine(run, document, tmp_pa
     assert result.exit_code == 0, result.output
     assert "state: failed" in result.output
     assert "native_crash on rank 1 on node-0" in result.output
+    assert "newest fault:\n    fault_class: native_crash\n" in result.output
     assert "evidence: SIGKILL" in result.output
 
 
