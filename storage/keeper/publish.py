@@ -11,7 +11,7 @@ import re
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -84,6 +84,8 @@ class Publisher:
         self._reached = reached
         self._newest: tuple[tuple[int, int], int] | None = None
         self._ending = threading.Event()
+        self._disk_lock = threading.Lock()
+        self._onto_disk: list[tuple[int, int, int]] = []
 
     def end(self) -> None:
         """Have commits that wait for other ranks give up."""
@@ -189,19 +191,39 @@ class Publisher:
         self, disk: CheckpointStore, written: WrittenShare, data: memoryview
     ) -> None:
         share = written.share
+        save = (*share.save_id.owner, share.step)
+        with self._disk_lock:
+            self._onto_disk.append(save)
         try:
-            disk.store.put(disk.key(share.step, share.shard), data)
-            put_record(disk, written)
-            prune_disk(disk, keep_saves=DISK_KEEPS_SAVES)
+            try:
+                disk.store.put(disk.key(share.step, share.shard), data)
+                put_record(disk, written)
+            finally:
+                with self._disk_lock:
+                    self._onto_disk.remove(save)
+            self._prune(disk, keep_saves=DISK_KEEPS_SAVES)
         except StorageError as exc:
             # The store has it all the same; a worse restart is no reason to end a good run.
             _say(f"step {share.step} is not on the node's disk: {exc}")
             with suppress(StorageError):
-                prune_disk(disk, keep_saves=1)  # a full disk would refuse every save from now on
+                self._prune(disk, keep_saves=1)  # a full disk would refuse every save from now on
+
+    def _prune(self, disk: CheckpointStore, *, keep_saves: int) -> None:
+        # Whoever begins to write meanwhile waits: its files are not in the listing.
+        with self._disk_lock:
+            prune_disk(disk, keep_saves=keep_saves, writing=self._onto_disk)
 
 
-def prune_disk(disk: CheckpointStore, *, keep_saves: int) -> None:
-    """Delete all but the newest saves of a node's disk, and older shards without a record."""
+def prune_disk(
+    disk: CheckpointStore, *, keep_saves: int, writing: Collection[tuple[int, int, int]] = ()
+) -> None:
+    """Delete all but the newest saves of a node's disk, and older shards without a record.
+
+    Args:
+        disk: of the node.
+        keep_saves: how many whole ones stay.
+        writing: placement, attempt and step of saves that are on their way; they stay, too.
+    """
     saves: defaultdict[tuple[int, int, int], list[str]] = defaultdict(list)
     for info in disk.store.list(f"runs/{disk.run_id}/checkpoints/"):
         if match := _SHARE.search(info.key):
@@ -211,7 +233,7 @@ def prune_disk(disk: CheckpointStore, *, keep_saves: int) -> None:
     # A shard without its record, of a keeper that was killed, is no save; the newest may be
     # being written.
     whole = {save for save, keys in saves.items() if any(key.endswith(".json") for key in keys)}
-    kept = {*sorted(whole)[-keep_saves:], *sorted(saves)[-1:]}
+    kept = {*sorted(whole)[-keep_saves:], *sorted(saves)[-1:], *writing}
     for save in saves.keys() - kept:
         for key in saves[save]:  # records come before their shards
             disk.store.delete(key)

@@ -11,9 +11,10 @@ import pytest
 
 from storage.checkpoint import CheckpointStore, StepState
 from storage.errors import Corrupt, StaleAttempt, StorageError
+from storage.keeper import publish
 from storage.keeper.publish import Committing, Publisher, shares_on_disk
 from storage.local import LocalStore
-from storage.share import Share, recorded_ranks
+from storage.share import Share, WrittenShare, put_record, recorded_ranks
 from tests.unit.storage.nodes import RUN_ID, bytes_of, flip_bit, share_of, written
 from tests.unit.storage.stores import FullStore, RecordingStore
 
@@ -240,6 +241,21 @@ def test_the_disk_keeps_the_two_newest_saves(checkpoints, disk):
         write(publishing, step)
     assert [one.share.step for one in shares_on_disk(disk)] == [20, 30]
     assert recorded_ranks(checkpoints, share_of(10).save_id) == {0}, "the store keeps its own"
+
+
+def test_a_save_that_overtakes_another_on_the_disk_leaves_it_alone(checkpoints, disk, monkeypatch):
+    one = publisher(checkpoints, disk)
+
+    def overtaken(to: CheckpointStore, record: WrittenShare) -> None:
+        monkeypatch.undo()
+        put(one, share_of(20))
+        put_record(to, record)
+
+    monkeypatch.setattr(publish, "put_record", overtaken)
+    put(one, share_of(10))
+    assert sorted(held.share.step for held in shares_on_disk(disk)) == [10, 20]
+    put(one, share_of(30))
+    assert sorted(held.share.step for held in shares_on_disk(disk)) == [20, 30]
 
 
 def test_after_going_back_the_disk_keeps_what_the_new_attempt_saves(checkpoints, disk):
