@@ -104,14 +104,14 @@ def logs(
     rows = [row for row in shelf.rows if wanted in (None, (row.placement, row.attempt))]
     if rank is not None or file is not None:
         chosen = _chosen(rows, rank=rank, file=file)
-        if not chosen and rank in range(job.engine.world_size) and file is None and rows:
+        if chosen:
+            _print_logs(store, chosen)
+        elif rows and file is None and rank in range(job.engine.world_size):
             print(f"perdure: rank {rank} wrote nothing that is kept", file=sys.stderr)  # noqa: T201
-            return
-        if not chosen:
+        else:
             ranks = sorted({row.rank for row in rows if row.rank is not None})
             told = f"there are none of these in the store; ranks: {ranks or 'none'}"
             raise InputError("logs", told)
-        _print_logs(store, chosen)
         return
     history = Ledger(store, job.run_id).read()
     gaps = list(gaps_of(shelf, history, wanted))

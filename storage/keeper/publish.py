@@ -11,9 +11,9 @@ import re
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -191,22 +191,27 @@ class Publisher:
         self, disk: CheckpointStore, written: WrittenShare, data: memoryview
     ) -> None:
         share = written.share
-        save = (*share.save_id.owner, share.step)
-        with self._disk_lock:
-            self._onto_disk.append(save)
         try:
-            try:
+            with self._spared((*share.save_id.owner, share.step)):
                 disk.store.put(disk.key(share.step, share.shard), data)
                 put_record(disk, written)
-            finally:
-                with self._disk_lock:
-                    self._onto_disk.remove(save)
             self._prune(disk, keep_saves=DISK_KEEPS_SAVES)
         except StorageError as exc:
             # The store has it all the same; a worse restart is no reason to end a good run.
             _say(f"step {share.step} is not on the node's disk: {exc}")
             with suppress(StorageError):
                 self._prune(disk, keep_saves=1)  # a full disk would refuse every save from now on
+
+    @contextmanager
+    def _spared(self, save: tuple[int, int, int]) -> Iterator[None]:
+        """While a save is being written, nobody prunes it."""
+        with self._disk_lock:
+            self._onto_disk.append(save)
+        try:
+            yield
+        finally:
+            with self._disk_lock:
+                self._onto_disk.remove(save)
 
     def _prune(self, disk: CheckpointStore, *, keep_saves: int) -> None:
         # Whoever begins to write meanwhile waits: its files are not in the listing.

@@ -112,9 +112,9 @@ def _confirmed(series: Sequence[Measurement], index: int, history: Sequence[Meas
     last = [m.loss for m in series[index - RISING_STEPS : index + 1]]
     rises = len(last) > RISING_STEPS and all(a < b for a, b in pairwise(last))
     # The step that overflowed is skipped; Megatron prints the norm of the one before again.
-    is_told = now.norm is not None and now.norm != series[index - 1].norm
-    if now.norm is not None and is_told and norms:
-        return rises or not math.isfinite(now.norm) or now.norm > NORM_JUMP_RATIO * median(norms)
+    norm = now.norm if now.norm != series[index - 1].norm else None
+    if norm is not None and norms:
+        return rises or not math.isfinite(norm) or norm > NORM_JUMP_RATIO * median(norms)
     following = [m.loss for m in series[index + 1 : index + 1 + STAYING_STEPS]]
     usual = median(m.loss for m in history)
     stays = len(following) == STAYING_STEPS and min(following) > usual * LOSS_JUMP_RATIO
