@@ -7,9 +7,9 @@ import os
 import pytest
 from hypothesis import settings
 
-from tests.workplace import bench, prefect_server, session_home
+from tests.workplace import api, bench, prefect_server, session_home
 
-__all__ = ["bench", "prefect_server", "session_home"]
+__all__ = ["api", "bench", "prefect_server", "session_home"]
 
 # A change is judged by the same examples wherever it is tested, however slow the machine; new
 # ones are tried with HYPOTHESIS_PROFILE=random.

@@ -20,6 +20,7 @@ import pytest
 
 from perdure import server
 from tests.process.harness import TEXT, Workbench
+from tests.process.rest import Api
 
 
 def kill_leftovers(home: Path) -> None:
@@ -87,6 +88,12 @@ def prefect_server(session_home, worker_id, pytestconfig):
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@pytest.fixture(scope="session")
+def api(prefect_server) -> Api:
+    """What the server answers to its UI."""
+    return Api(prefect_server.api_url)
 
 
 @pytest.fixture(scope="session")

@@ -34,11 +34,9 @@ def pids(running) -> list[int]:
     return sorted(process.pid for rank in (0, 1) for process in running.local.rank(rank))
 
 
-def test_a_run_pauses_and_goes_on_by_command_in_the_same_processes(
-    bench, prefect_server, undisturbed_pair
-):
+def test_a_run_pauses_and_goes_on_by_command_in_the_same_processes(bench, api, undisturbed_pair):
     running, stood_at = start_paused(bench, "paused")
-    wait_for_state(Api(prefect_server.api_url), "paused", "Paused")
+    wait_for_state(api, "paused", "Paused")
     workers = pids(running)
     status = json.loads(bench.perdure("status", "paused", "--json"))
     assert (status["state"], status["pause"]["step"]) == ("paused", stood_at)
@@ -57,9 +55,8 @@ def test_a_run_pauses_and_goes_on_by_command_in_the_same_processes(
 
 @pytest.mark.long
 def test_a_process_that_dies_in_a_pause_is_replaced_and_stands_until_the_ui_resumes_the_run(
-    bench, prefect_server, undisturbed_pair
+    bench, api, undisturbed_pair
 ):
-    api = Api(prefect_server.api_url)
     running, stood_at = start_paused(bench, "paused-and-hurt")
     before = pids(running)
     assert running.local.kill_rank(1)

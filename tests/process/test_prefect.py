@@ -16,17 +16,12 @@ from perdure import server
 from storage.address import open_store
 from storage.checkpoint import CheckpointStore
 from tests.process.harness import REPO, wait_for
-from tests.process.rest import Api, ask
+from tests.process.rest import ask
 
 pytestmark = [pytest.mark.process, pytest.mark.prefect]
 
 POOL = "perdure"
 RETENTION = "checkpoint-retention-of-all/local"
-
-
-@pytest.fixture(scope="module")
-def api(prefect_server) -> Api:
-    return Api(prefect_server.api_url)
 
 
 def test_the_pages_of_the_ui_ask_the_server_that_they_come_from(prefect_server):

@@ -10,7 +10,6 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tasks.reporting import Reporter
 from tests.process.harness import wait_for
-from tests.process.rest import Api
 from tests.ui.conftest import TIMEOUT_MS
 from tests.unit.noting import COOLED, HOT, told
 from training.supervisor.report import alert_rows
@@ -25,11 +24,6 @@ pytestmark = [
 
 NAME = "story"
 REPORT = f"{NAME}-fault-p1-a2"  # of the lost node
-
-
-@pytest.fixture(scope="module")
-def api(prefect_server) -> Api:
-    return Api(prefect_server.api_url)
 
 
 @pytest.fixture(scope="module")
