@@ -13,6 +13,7 @@ import pytest
 from tests.process.harness import REPO
 from training.drill.job import drill_job, write_corpus
 from training.drill.play import LIMIT_S, Play, Played
+from training.monitor.health import LATENCY_HOLD_S
 from training.policy.faults import FaultClass
 from training.policy.health import HealthPoint
 from training.policy.ladder import Rung
@@ -184,6 +185,8 @@ def ill(home, tmp_path_factory) -> Played:
             home,
             "ill-device",
             steps=60,
+            # However fast the machine, this is longer than what has to hold before it is told.
+            env={"PACE_S": str(2 * LATENCY_HOLD_S / 60)},
             watch={"sample_every_s": 0.5, "low_for_s": 2, "latency_high_ms": 0.001},
             drill={"faults": [jump]},
         )
