@@ -97,7 +97,7 @@ test-long: $(VENV)/.installed $(VENV)/.s3-servers $(VENV)/.prometheus $(VENV)/.u
 
 # Ten minutes of a run that has nothing wrong.
 soak: $(VENV)/.installed
-	PERDURE_HEALTHY_STEPS=6000 $(BIN)/python -m pytest tests/process/test_health.py \
+	PERDURE_HEALTHY_STEPS=7500 $(BIN)/python -m pytest tests/process/test_health.py \
 		-k healthy --timeout 1800
 
 # Each seed is a run that is broken fifty times, every other one with comm.link_retry; shrink one

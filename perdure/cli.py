@@ -114,14 +114,28 @@ def drill(
     name: Annotated[str, typer.Argument(help="a drill, or all of them", show_default=False)],
     *,
     as_json: AsJson = False,
-    parallelism: Annotated[str, typer.Option(help="ddp, hsdp or fsdp2")] = "ddp",
+    job_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--job", help="on the engine and with the store of this job file, not on this machine"
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    parallelism: Annotated[
+        str | None, typer.Option(help="ddp, hsdp or fsdp2; default: the job's, else ddp")
+    ] = None,
     home: Annotated[
         Path | None, typer.Option(help="keep the drills' folder below this one")
     ] = None,
 ) -> None:
-    """Break a small run on this machine on purpose, and compare it with an undisturbed one."""
-    console = make_console()
-    is_fine = run_drills(name, parallelism=parallelism, home=home, as_json=as_json, console=console)
+    """Break a small run on purpose, and compare it with an undisturbed one.
+
+    The run is Perdure's own, on this machine or on the nodes of a job; the job itself is not run.
+    """
+    if job_file is None and overrides:
+        raise InputError("--set", "overrides fields of a job: give --job, too")
+    job = load_job(job_file, overrides or ()) if job_file is not None else None
+    is_fine = run_drills(name, job=job, parallelism=parallelism, home=home, as_json=as_json)
     raise typer.Exit(0 if is_fine else EXIT_FAILED)
 
 

@@ -1,4 +1,4 @@
-"""`perdure drill`: faults made on purpose on this machine, and what became of them.
+"""`perdure drill`: faults made on purpose, and what became of them.
 
 Times are seconds.
 """
@@ -17,34 +17,37 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from training.drill.drilling import Drilling, chosen, parallel_kind
+from perdure.runs import credentials_of, make_console
+from training.drill.drilling import chosen, drilling_on, parallel_kind
+from training.drill.telling import row_of
 from training.drill.verdict import Outcome
 from training.errors import InputError
-
-_COLUMNS = (
-    "drill",
-    "injected",
-    "detected s",
-    "rung",
-    "recovered s",
-    "steps lost",
-    "curve equal",
-    "left over",
-    "as expected",
-)
+from training.job import Job
 
 
 def run_drills(
-    name: str, *, parallelism: str, home: Path | None, as_json: bool, console: Console
+    name: str, *, job: Job | None, parallelism: str | None, home: Path | None, as_json: bool
 ) -> bool:
     """Run the drills of a name and print what came of them. Whether all was as expected.
 
+    Args:
+        name: of a drill, or of all.
+        job: whose nodes they run on; None: this machine.
+        parallelism: of the drills' own run; None: the job's.
+        home: where to keep logs and ledgers; None: they are kept only of what went wrong.
+        as_json: for scripts.
+
     Raises:
-        InputError: no such drill or parallelism, or the folder cannot be used.
+        InputError: no such drill or parallelism, or they cannot be run there.
     """
-    drills, kind = chosen(name), parallel_kind(parallelism)
+    drills, kind = chosen(name), parallel_kind(parallelism, job)
     folder = _make_folder(home)
-    drilling = Drilling(folder, kind)
+    credentials = credentials_of(job) if job is not None else None
+    try:
+        drilling = drilling_on(job, drills, kind, home=folder, credentials=credentials)
+    except InputError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     outcomes = []
     progress = Console(stderr=True)
     with progress.status("the same job without a fault") as status:
@@ -56,11 +59,13 @@ def run_drills(
     if as_json:
         print(json.dumps([_document(outcome) for outcome in outcomes], indent=1))  # noqa: T201 for scripts
     else:
-        _show(console, outcomes)
+        _show(make_console(), outcomes)
     if is_fine and home is None:
+        drilling.clear()
         shutil.rmtree(folder, ignore_errors=True)
     else:
-        print(f"perdure: logs and ledgers of the drills: {folder}", file=sys.stderr)  # noqa: T201 a command line prints
+        for place in drilling.places:
+            print(f"perdure: logs and ledgers of the drills: {place}", file=sys.stderr)  # noqa: T201 a command line prints
     return is_fine
 
 
@@ -79,32 +84,13 @@ def _document(outcome: Outcome) -> dict[str, Any]:
 
 
 def _show(console: Console, outcomes: Sequence[Outcome]) -> None:
+    rows = [row_of(outcome) for outcome in outcomes]
     table = Table(header_style="bold")
-    for column in _COLUMNS:
+    for column in rows[0]:
         table.add_column(column, overflow="fold")
-    for one in outcomes:
-        table.add_row(
-            one.name,
-            one.injected,
-            _seconds(one.detected_s),
-            " ".join(one.rungs) or "-",
-            _seconds(one.recovered_s),
-            str(one.steps_lost),
-            _curve(one),
-            str(one.left_over),
-            "yes" if one.as_expected else "NO",
-        )
+    for row in rows:
+        table.add_row(*row.values())
     console.print(table)
     for one in outcomes:
         for problem in one.problems:
             console.print(f"{one.name}: {problem}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _curve(outcome: Outcome) -> str:
-    if not outcome.curve_equal:
-        return "no"
-    return "yes" if outcome.differs_from is None else f"up to step {outcome.differs_from - 1}"
-
-
-def _seconds(value: float | None) -> str:
-    return f"{value:.2f}" if value is not None else "-"

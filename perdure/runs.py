@@ -43,7 +43,7 @@ def named_run(run: str) -> tuple[Job, ObjectStore]:
 
 def store_of(job: Job) -> ObjectStore:
     """The job's store, with the keys of its Prefect block if it names one."""
-    return open_store(job.storage, _credentials_of(job))
+    return open_store(job.storage, credentials_of(job))
 
 
 def run_to_look_at(run_id: str) -> Run:
@@ -53,16 +53,21 @@ def run_to_look_at(run_id: str) -> Run:
         InputError: there is no such run or file, or the file is no job.
     """
     job, _ = named_run(run_id)
-    return Run(job, home=home_folder(), credentials=_credentials_of(job))
+    return Run(job, home=home_folder(), credentials=credentials_of(job))
 
 
-def _credentials_of(job: Job) -> Credentials | None:
+def credentials_of(job: Job) -> Credentials | None:
+    """The keys of the job's store in the Prefect block that it names; None: it names none.
+
+    Raises:
+        InputError: there is no such block.
+    """
     if job.storage.credentials_block is None:
         return None
     server.use_server()
-    from tasks.credentials import credentials_of  # noqa: PLC0415 imports Prefect
+    from tasks.credentials import credentials_of as of_block  # noqa: PLC0415 imports Prefect
 
-    return credentials_of(job.storage)
+    return of_block(job.storage)
 
 
 def make_console() -> Console:

@@ -18,9 +18,9 @@ import httpx
 import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from training.agent.processes import is_alive
 from training.errors import PerdureError
 from training.home import home_folder
+from training.processes import is_alive
 
 PORTS = range(4200, 4300)
 START_TIMEOUT_S = 120.0

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from training.agent.processes import MARKER, signal_all
+from training.processes import MARKER, signal_all
 
 
 class Part(StrEnum):

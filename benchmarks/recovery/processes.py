@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from training.agent.processes import MARKER
+from training.processes import MARKER
 
 POLL_S = 0.05
 

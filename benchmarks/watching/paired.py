@@ -24,8 +24,8 @@ from benchmarks.watching.recipe import (
     Workload,
     is_watched,
 )
-from training.agent.processes import MARKER
 from training.job import parse_job
+from training.processes import MARKER
 from training.supervisor.run import Run
 from training.supervisor.watch import EndKind
 

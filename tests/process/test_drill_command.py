@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
 from tests.process.harness import REPO
 
@@ -34,6 +35,32 @@ def test_a_drill_tells_a_script_what_it_did_and_what_came_of_it(tmp_path):
     assert (told["steps_lost"], told["left_over"]) == (0, 0)
     assert (told["curve_equal"], told["as_expected"]) == (True, True)
     assert "logs and ledgers of the drills" in done.stderr
+
+
+def test_a_drill_runs_on_the_nodes_of_a_job_and_leaves_nothing_in_its_store(tmp_path):
+    store = tmp_path / "store"
+    job = {
+        "run_id": "weeks-long",
+        "storage": {"address": f"file://{store}"},
+        "data": {"sources": ["/not/here"]},  # the drill has a corpus of its own
+        "parallelism": {"kind": "hsdp", "replicas": 2},
+        "engine": {"nodes": 2, "slots_per_node": 2, "spares": 1},
+    }
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(job))
+    done = drill("node-lost", "--json", "--job", str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    (told,) = json.loads(done.stdout)
+    assert (told["parallelism"], told["rungs"]) == ("hsdp", ["pod_reschedule"])
+    assert (told["fired"], told["curve_equal"], told["as_expected"]) == (1, True, True)
+    assert list(store.iterdir()) == []
+
+
+def test_fields_of_a_job_are_set_where_there_is_one():
+    done = drill("tre", "--set", "engine.nodes=3")
+    assert done.returncode == 2
+    assert "--set" in done.stderr
+    assert "--job" in done.stderr
 
 
 def test_a_drill_that_there_is_not_is_told_with_those_that_there_are():

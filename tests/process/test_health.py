@@ -243,7 +243,7 @@ def test_a_checkpoint_that_gets_old_is_told(home):
 
 
 def test_a_healthy_run_raises_no_alert(home):
-    # How long that is may be chosen: 6000 steps take ten minutes on two cores (make soak).
+    # How long that is may be chosen: 7500 steps take twelve minutes on two cores (make soak).
     steps = int(os.environ.get("PERDURE_HEALTHY_STEPS", "150"))
     played = play(home, "healthy", steps=steps, limit_s=max(LIMIT_S, 0.2 * steps))
     assert [alert for view in played.history.attempts for alert in view.alerts] == []

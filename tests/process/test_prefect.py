@@ -210,6 +210,27 @@ def test_the_schedule_of_the_retention_works_as_it_is_deployed(bench, deployed, 
     assert checkpoints.steps() == sorted({min(saved, key=curve.__getitem__), 8, 10})
 
 
+@pytest.mark.long
+def test_drills_are_tasks_of_a_deployment_with_a_table(bench, deployed, api):
+    job = bench.job("drilled")
+    bench.prefect(
+        "deployment",
+        "run",
+        "drill/local",
+        "-p",
+        "name=replace-rank",
+        "-p",
+        f"job={json.dumps(job)}",
+    )
+    wait_for(lambda: api.state("replace-rank") == "Completed", timeout_s=180, what="the drill")
+    (row,) = json.loads(api.artifacts("drills")["drills"]["data"])
+    assert (row["rung"], row["curve equal"], row["as expected"]) == (
+        "process_replace",
+        "yes",
+        "yes",
+    )
+
+
 def test_cancelling_stops_every_process_within_the_grace_period(bench, deployed, api):
     job = bench.pair("cancelled", steps=2000, env={"PACE_S": "0.2"})
     run_deployment(bench, job)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from storage.address import StorageSpec, check_reachable, open_store
+from storage.address import Credentials, StorageSpec, check_reachable, open_store
 from storage.errors import AccessDenied, NotFound, PermanentError
 from storage.objects import ObjectStore
 from storage.retry import Retry
@@ -20,6 +20,7 @@ from tests.s3.programs import HOST, find_program
 from tests.s3.proxy import FaultProxy
 from tests.s3.rgw import DOMAIN, Rgw
 from tests.s3.servers import ACCESS_KEY, SECRET_KEY
+from training.drill.site import clear
 
 pytestmark = pytest.mark.parametrize("server", [RGW], indirect=True)
 
@@ -50,6 +51,17 @@ def profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         f"[left]\naws_access_key_id = left-us\naws_secret_access_key = {wrong}\n"
     )
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+
+
+def test_drills_clear_all_that_is_theirs_and_nothing_else(server: Rgw) -> None:
+    keys = Credentials.model_validate({"access_key": ACCESS_KEY, "secret_key": SECRET_KEY})
+    whole = spec_of(f"http://{HOST}:{server.port}")
+    mine = whole.model_copy(update={"address": f"{whole.address}/perdure-drill-1"})
+    open_store(whole, keys).put("runs/weeks-long/ledger", b"kept")
+    for number in range(3):
+        open_store(mine, keys).put(f"runs/tre-ddp/{number}", b"x")
+    clear(mine, keys)
+    assert [info.key for info in open_store(whole, keys).list("")] == ["runs/weeks-long/ledger"]
 
 
 def test_the_keys_of_the_profile_that_is_named_open_the_store(

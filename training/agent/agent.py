@@ -23,7 +23,6 @@ from training.agent.evidence import device_health, device_logs
 from training.agent.hanging import HangCheck
 from training.agent.keeper import KeeperProcess, disk_folder
 from training.agent.launcher import Launcher
-from training.agent.processes import MARKER, become_subreaper, kill_container, oom_kills
 from training.agent.protocol import (
     AgentConfig,
     AgentState,
@@ -54,6 +53,7 @@ from training.agent.workers import WorkerGroup
 from training.job import Job
 from training.monitor.masking import masked_text
 from training.monitor.sample import NodeSample
+from training.processes import MARKER, become_subreaper, kill_container, oom_kills
 
 TICK_S = 0.02
 HANG_CHECK_S = 1.0

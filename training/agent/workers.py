@@ -21,7 +21,6 @@ from typing import IO, Any
 
 from training.agent.coordination import CoordinatorLine
 from training.agent.evidence import ascend_folder
-from training.agent.processes import container_processes, reap_adopted, signal_all
 from training.agent.protocol import AgentConfig, Pulse, StartOrder, WorkerStatus
 from training.agent.stacks import Asked, process_state
 from training.agent.zygote import KILL_WAIT_S, Fork, ForkedProcess
@@ -30,6 +29,7 @@ from training.membership import WorkerEnded
 from training.monitor.heartbeat import Heartbeat, HeartbeatReader
 from training.monitor.masking import masked_text, secret_values
 from training.monitor.stack_file import stacks_file
+from training.processes import container_processes, reap_adopted, signal_all
 
 # After the first failure the others get this long to record what they saw before they are
 # stopped: the diagnosis tells the first cause from the echoes.

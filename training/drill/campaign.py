@@ -62,6 +62,7 @@ POINTS: Mapping[DrillKind, tuple[DrillPoint, ...]] = {
     DrillKind.GRADIENT: (DrillPoint.BACKWARD,),
     DrillKind.NOT_A_NUMBER: (DrillPoint.BACKWARD,),
     DrillKind.EXCEPTION: _BEFORE_THE_OPTIMIZER,
+    DrillKind.NODE: _ANYWHERE,
 }
 # How often each is drawn; what takes a run many seconds to come back from, seldom.
 _WEIGHTS: Mapping[DrillKind | Victim, int] = {
@@ -73,6 +74,7 @@ _WEIGHTS: Mapping[DrillKind | Victim, int] = {
     DrillKind.NOT_A_NUMBER: 2,
     DrillKind.STOP: 1,
     DrillKind.EXCEPTION: 1,
+    DrillKind.NODE: 1,
     Victim.RANK: 4,
     Victim.KEEPER: 2,
     Victim.ZYGOTE: 2,
@@ -85,6 +87,7 @@ _NEEDS_REPLICAS = frozenset({DrillKind.KILL, DrillKind.DEVICE_MEMORY, Victim.RAN
 _AT_MOST: Mapping[DrillKind | Victim, int] = {
     DrillKind.STOP: 1,
     DrillKind.EXCEPTION: 1,
+    DrillKind.NODE: 1,
     Victim.COORDINATOR: 1,
     Victim.AGENT: 1,
     Victim.NODE: 1,

@@ -5,19 +5,24 @@ Times are seconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from training.drill.job import drill_job, write_corpus
-from training.drill.outside import Pauser, Person, Saboteur
+from storage.address import Credentials
+from training.drill.job import NOWHERE_ELSE, drill_job, write_corpus
+from training.drill.outside import Pauser, Person
 from training.drill.play import Play, Played
+from training.drill.site import check_site, clear, sections_of
 from training.drill.table import DRILLS, STEPS, Drill
 from training.drill.verdict import Outcome, judge
-from training.errors import InputError
+from training.errors import InputError, PerdureError
 from training.job import Job
+from training.preflight import check_job
 from training.specs.drill import DrillFault, DrillPoint
 from training.specs.model import ParallelKind
+from training.supervisor.watch import EndKind
 
 ALL = "all"
 KINDS = (ParallelKind.DDP, ParallelKind.HSDP, ParallelKind.FSDP2)
@@ -38,15 +43,52 @@ def chosen(name: str) -> tuple[Drill, ...]:
     return found
 
 
-def parallel_kind(name: str) -> ParallelKind:
+def parallel_kind(name: str | None, job: Job | None = None) -> ParallelKind:
     """The kind of parallelism of a name on the command line.
+
+    Args:
+        name: as it was given; None: that of the job where drills have it, else ddp.
+        job: whose nodes are drilled, if any.
 
     Raises:
         InputError: drills have no such kind.
     """
+    if name is None:
+        own = job.parallelism.kind if job is not None else ParallelKind.DDP
+        return own if own in KINDS else ParallelKind.DDP
     if name not in KINDS:
         raise InputError("--parallelism", f"{name!r}: must be one of {', '.join(KINDS)}")
     return ParallelKind(name)
+
+
+def drilling_on(
+    job: Job | None,
+    drills: Sequence[Drill],
+    kind: ParallelKind,
+    *,
+    home: Path,
+    credentials: Credentials | None = None,
+) -> Drilling:
+    """Drills on the nodes of a job, checked; None: on this machine.
+
+    Args:
+        job: whose engine, store and environment they take.
+        drills: to be run.
+        kind: of parallelism.
+        home: folder that nothing else has used.
+        credentials: keys of the job's store; None: boto3's default chain.
+
+    Raises:
+        InputError: they cannot be run there.
+    """
+    if job is None:
+        return Drilling(home, kind)
+    check_site(job, drills)
+    drilling = Drilling(home, kind, sections_of(job, home.name), credentials)
+    undisturbed = drilling.job(None)
+    write_corpus(home, undisturbed.world_size)
+    check_job(undisturbed, credentials=credentials)
+    return drilling
 
 
 @dataclass(slots=True)
@@ -56,10 +98,14 @@ class Drilling:
     Attributes:
         home: Perdure's folder for their runs.
         kind: of parallelism.
+        site: where they run, as `sections_of` tells it; by default on this machine.
+        credentials: keys of the site's store.
     """
 
     home: Path
     kind: ParallelKind
+    site: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    credentials: Credentials | None = None
     _undisturbed: Played | None = field(default=None, init=False)
 
     def run(self, drill: Drill) -> Outcome:
@@ -71,12 +117,10 @@ class Drilling:
         """
         undisturbed = self.undisturbed()
         job = self.job(drill)
-        saboteur = Saboteur(self.home, drill.kills)
         pauser = None
         if drill.pauses_at is not None:
             pauser = Pauser(drill.pauses_at, job.world_size)
-        person: Person = pauser or saboteur
-        played = Play(self.home).play(job, person=person, starts=drill.starts)
+        played = self._play(job, person=pauser, starts=drill.starts)
         expected = drill.expected
         if drill.without_replicas is not None and job.layout.copies == 1:
             expected = drill.without_replicas
@@ -86,37 +130,71 @@ class Drilling:
             undisturbed,
             job=job,
             expected=expected,
-            outside_at_s=saboteur.fired_s,
             pauser=pauser,
         )
 
     def undisturbed(self) -> Played:
-        """The run without a fault, made once."""
+        """The run without a fault, made once.
+
+        Raises:
+            PerdureError: it did not reach its end.
+            StorageError: it could not be started.
+        """
         if self._undisturbed is None:
-            write_corpus(self.home)
-            job = drill_job(
-                self.home, f"undisturbed-{self.kind}", kind=self.kind, steps=STEPS, changes={}
-            )
-            self._undisturbed = Play(self.home).play(job)
+            job = self.job(None)
+            write_corpus(self.home, job.world_size)
+            played = self._play(job)
+            if played.ended != EndKind.COMPLETED:
+                faults = [view.ended.fault for view in played.history.attempts if view.ended]
+                why = "".join(f": {fault.evidence}" for fault in faults[-1:] if fault is not None)
+                raise PerdureError(f"the run without a fault ended: {played.ended}{why}")
+            self._undisturbed = played
         return self._undisturbed
 
-    def job(self, drill: Drill) -> Job:
-        """The job that a drill runs."""
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Where logs and ledgers of the runs are: a folder, and the address of a job's store."""
+        address = (self.job(None).storage.address,) if self.site else ()
+        return (str(self.home), *address)
 
-        def made(faults: tuple[DrillFault, ...]) -> Job:
-            return drill_job(
-                self.home,
-                f"{drill.name}-{self.kind}",
-                kind=self.kind,
-                steps=STEPS,
-                pace_s=drill.pace_s,
-                changes={**drill.changes, "drill": {"faults": faults}},
-            )
+    def clear(self) -> None:
+        """Delete what they have left in a job's store."""
+        if self.site:
+            clear(self.job(None).storage, self.credentials)
 
-        job = made(drill.faults)
+    def _play(self, job: Job, *, person: Person | None = None, starts: int = 1) -> Played:
+        return Play(self.home, credentials=self.credentials).play(job, person=person, starts=starts)
+
+    def job(self, drill: Drill | None) -> Job:
+        """The job that a drill runs; None: the one without a fault.
+
+        Raises:
+            InputError: it cannot be run at this site.
+        """
+        if drill is None:
+            return self._job("undisturbed")
+        job = self._job(drill.name, drill.pace_s, drill.changes, drill.faults)
         if drill.hits_replicas:
-            job = made(tuple(_on_replicas(job, drill.faults)))
+            faults = tuple(_on_replicas(job, drill.faults))
+            job = self._job(drill.name, drill.pace_s, drill.changes, faults)
         return job
+
+    def _job(
+        self,
+        name: str,
+        pace_s: float = 0.0,
+        changes: Mapping[str, Mapping[str, Any]] = NOWHERE_ELSE,
+        faults: tuple[DrillFault, ...] = (),
+    ) -> Job:
+        return drill_job(
+            self.home,
+            f"{name}-{self.kind}",
+            kind=self.kind,
+            steps=STEPS,
+            pace_s=pace_s,
+            changes={**changes, "drill": {"faults": faults}},
+            site=self.site,
+        )
 
 
 def _on_replicas(job: Job, faults: tuple[DrillFault, ...]) -> Iterator[DrillFault]:

@@ -8,28 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from training.job import Job, parse_job
+from training.specs.engine import LocalEngineSpec
 from training.specs.model import ParallelKind
 
 NUM_RANKS = 4
 PACE_ENV = "DRILL_PACE_S"  # seconds that every step takes longer
 SAVE_EVERY_STEPS = 10
 HANG_TIMEOUT_S = 4.0
+NOWHERE_ELSE: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 _NUM_FILES = 6
 _LINES = 60
 _TEXT = "the quick brown fox jumps over the lazy dog, again and again and again"
 
 
-def write_corpus(home: Path) -> Path:
-    """The corpus, below a folder; made once."""
+def write_corpus(home: Path, num_ranks: int = NUM_RANKS) -> Path:
+    """The corpus, below a folder; made once. As many more lines as there are more ranks."""
     folder = home / "corpus"
     folder.mkdir(parents=True, exist_ok=True)
+    lines = _LINES * max(1, num_ranks // NUM_RANKS)
     for number in range(_NUM_FILES):
         path = folder / f"{number}.txt"
         if not path.exists():
-            path.write_text("".join(f"{number} {n} {_TEXT}\n" for n in range(_LINES)))
+            path.write_text("".join(f"{number} {n} {_TEXT}\n" for n in range(lines)))
     return folder
 
 
@@ -41,8 +45,9 @@ def drill_job(
     steps: int,
     pace_s: float = 0.0,
     changes: Mapping[str, Any],
+    site: Mapping[str, Mapping[str, Any]] = NOWHERE_ELSE,
 ) -> Job:
-    """A job on this machine.
+    """A job on this machine, or where `site` says.
 
     Args:
         home: folder of the drill; store and corpus lie below it.
@@ -51,6 +56,10 @@ def drill_job(
         steps: target step.
         pace_s: how much longer every step takes.
         changes: fields of sections that differ, by section.
+        site: the same, of where it runs.
+
+    Raises:
+        InputError: the job is none.
     """
     parallelism: dict[str, Any] = {"kind": kind}
     if kind is ParallelKind.HSDP:
@@ -69,7 +78,6 @@ def drill_job(
             "seq_len": 32,
             "dropout": 0.1,
         },
-        "batch": {"global_batch_size": 8, "micro_batch_size": 1},
         "parallelism": parallelism,
         "optimizer": {"lr": 3e-3, "warmup_steps": 5},
         "checkpoint": {"every_steps": SAVE_EVERY_STEPS},
@@ -77,6 +85,13 @@ def drill_job(
         "engine": {"nodes": 2, "slots_per_node": NUM_RANKS // 2, "spares": 2, "grace_s": 10},
         "env": {PACE_ENV: f"{pace_s:g}"},
     }
-    for section, fields in changes.items():
-        document[section] = {**document.get(section, {}), **fields}
-    return parse_job(document)
+    document = _changed(document, site)
+    num_ranks = LocalEngineSpec.model_validate(document["engine"]).world_size
+    document["batch"] = {"global_batch_size": 2 * num_ranks, "micro_batch_size": 1}
+    return parse_job(_changed(document, changes))
+
+
+def _changed(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A job's document with some fields of its sections replaced."""
+    changed = {name: {**document.get(name, {}), **fields} for name, fields in changes.items()}
+    return {**document, **changed}

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from storage.address import Credentials
 from storage.errors import StorageError
 from training.drill.outside import Nobody, Person
 from training.inject import LocalRun
@@ -56,10 +57,12 @@ class Play:
     Attributes:
         home: Perdure's folder for them.
         limit_s: of one start of a run.
+        credentials: keys of the runs' store; None: boto3's default chain.
     """
 
     home: Path
     limit_s: float = LIMIT_S
+    credentials: Credentials | None = None
 
     def play(self, job: Job, *, person: Person | None = None, starts: int = 1) -> Played:
         """Run a job to its end.
@@ -82,7 +85,7 @@ class Play:
 
     def _start(self, job: Job, person: Person) -> str:
         """Start it once, and see to its end. Returns how it ended."""
-        run = Run(job, home=self.home)
+        run = self._run(job)
         run.take()
         ended = "interrupted"
         try:
@@ -120,8 +123,11 @@ class Play:
             if verdict.decision is None or verdict.decision.rung is Rung.STOP:
                 return "stopped by the ladder"
 
+    def _run(self, job: Job) -> Run:
+        return Run(job, home=self.home, credentials=self.credentials)
+
     def _left_by(self, job: Job, ended: str) -> Played:
-        run = Run(job, home=self.home)
+        run = self._run(job)
         kept = kept_steps(run.store, job.run_id)
         try:
             manifest = run.checkpoints.manifest(job.steps)

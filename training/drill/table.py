@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from training.drill.job import HANG_TIMEOUT_S, SAVE_EVERY_STEPS
-from training.drill.outside import Kill, Victim
 from training.policy.ladder import Rung
 from training.specs.drill import DrillFault, DrillKind, DrillPoint
 
 STEPS = 40
 AT_STEP = 13  # in work when the fault comes
 SNAPSHOT_EVERY_STEPS = 5
-PACE_S = 0.1  # of a step, where somebody acts from outside
+PACE_S = 0.1  # of a step, where somebody looks on from outside
 _ABNORMAL = 1e3  # no step of the small model comes near
 
 
@@ -46,7 +45,6 @@ class Drill:
         expected: what is to come of it.
         faults: made in the worker processes themselves.
         hits_replicas: each fault comes to every replica of its rank, too, once that is mended.
-        kills: made from outside.
         pauses_at: completed step at which somebody has the run pause, and go on later.
         changes: fields of the job that differ, by section.
         without_replicas: expected where no rank holds the state of another; None: the same.
@@ -59,7 +57,6 @@ class Drill:
     expected: Expected
     faults: tuple[DrillFault, ...] = ()
     hits_replicas: bool = False
-    kills: tuple[Kill, ...] = ()
     pauses_at: int | None = None
     changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     without_replicas: Expected | None = None
@@ -69,7 +66,7 @@ class Drill:
     @property
     def pace_s(self) -> float:
         """How much longer every step takes."""
-        return PACE_S if self.kills or self.pauses_at is not None else 0.0
+        return PACE_S if self.pauses_at is not None else 0.0
 
 
 def _fault(
@@ -200,15 +197,15 @@ DRILLS: tuple[Drill, ...] = (
     ),
     Drill(
         "node-lost",
-        "SIGKILL of everything on the second node",
+        "SIGKILL of everything on the node of rank 2",
         Expected((Rung.POD_RESCHEDULE,), steps_lost=SAVE_EVERY_STEPS),
-        kills=(Kill(victim=Victim.NODE, index=1, step=AT_STEP),),
+        faults=(_fault(DrillKind.NODE, 2),),
     ),
     Drill(
         "node-isolated",
         "the same, and no single pod may be replaced",
         Expected((Rung.JOB_RESCHEDULE_ISOLATED,), steps_lost=SAVE_EVERY_STEPS),
-        kills=(Kill(victim=Victim.NODE, index=1, step=AT_STEP),),
+        faults=(_fault(DrillKind.NODE, 2),),
         changes={"restart": {"pod_retries": 0}},
     ),
     Drill(

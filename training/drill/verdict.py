@@ -6,7 +6,7 @@ optimizer steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from training.drill.outside import Pauser
@@ -129,7 +129,6 @@ def judge(
     *,
     job: Job,
     expected: Expected,
-    outside_at_s: Mapping[int, float],
     pauser: Pauser | None,
 ) -> Outcome:
     """Put together what came of a drill.
@@ -140,12 +139,10 @@ def judge(
         undisturbed: what the run without faults has left.
         job: of `played`.
         expected: of the drill with this parallelism.
-        outside_at_s: when each kill from outside hit, by its index.
         pauser: the person who had the run pause, if one did.
     """
     recoveries = recovered(played.history)
     fired = [at_s for times in played.fired_s.values() for at_s in times]
-    fired += outside_at_s.values()
     noticed = min((one.noticed_at_s for one in recoveries), default=None)
     trains = max((one.trains_at_s or 0.0 for one in recoveries), default=None)
     if pauser is not None and pauser.asked_s is not None:
@@ -169,7 +166,7 @@ def judge(
         problems=(
             *_run_problems(played, undisturbed, differing, drill.differs_from),
             *_ladder_problems(played.history, recoveries, expected),
-            *_injection_problems(drill, job, played, outside_at_s),
+            *_injection_problems(job, played),
             *(_pause_problems(played.history, pauser) if pauser is not None else ()),
         ),
     )
@@ -204,11 +201,9 @@ def _ladder_problems(
         yield f"the survivors saved step {saved}, expected {expected.last_save}{why}"
 
 
-def _injection_problems(
-    drill: Drill, job: Job, played: Played, outside_at_s: Mapping[int, float]
-) -> Iterator[str]:
-    wanted = sum(fault.times for fault in job.drill.faults) + len(drill.kills)
-    fired = sum(len(times) for times in played.fired_s.values()) + len(outside_at_s)
+def _injection_problems(job: Job, played: Played) -> Iterator[str]:
+    wanted = sum(fault.times for fault in job.drill.faults)
+    fired = sum(len(times) for times in played.fired_s.values())
     if fired < wanted:
         yield f"{fired} of {wanted} faults happened"
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from training.agent.control import ADDRESS_FILE
-from training.agent.processes import is_alive
 from training.agent.protocol import AgentAddress
 from training.errors import EngineError
+from training.processes import is_alive
 
 
 class Container(BaseModel):

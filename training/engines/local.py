@@ -21,7 +21,6 @@ from pathlib import Path
 
 from training.agent.agent import CONFIG_FILE
 from training.agent.control import AgentClient
-from training.agent.processes import MARKER, kill_container
 from training.agent.protocol import (
     AgentConfig,
     AgentStatus,
@@ -56,6 +55,7 @@ from training.errors import AgentUnreachable, EngineError
 from training.job import Job
 from training.monitor.check import Check, unanswered
 from training.policy.ladder import Rung
+from training.processes import MARKER, kill_container
 
 LOOPBACK = "127.0.0.1"
 AGENT_START_TIMEOUT_S = 60.0

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from storage.objects import ObjectStore
+from training.processes import MARKER, kill_container
 from training.runtime.fired import fired_path, fired_prefix, number_of
 from training.runtime.generations import Generations
 from training.runtime.links import shut_down
@@ -138,6 +139,9 @@ class Drill:
                 os.kill(os.getpid(), signal.SIGKILL)
             case DrillKind.STOP:
                 os.kill(os.getpid(), signal.SIGSTOP)
+            case DrillKind.NODE:
+                kill_container(os.environ[MARKER])
+                os.kill(os.getpid(), signal.SIGKILL)
             case DrillKind.DEVICE_MEMORY:
                 self._damage()
                 raise RuntimeError("UCE ERROR reason=[device mem error]")

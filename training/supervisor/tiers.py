@@ -17,7 +17,7 @@ from storage.keeper.publish import shares_on_disk
 from storage.local import LocalStore
 from storage.share import SaveId
 from training.agent.keeper import HELD_FILE, HeldInMemory
-from training.agent.processes import is_alive
+from training.processes import is_alive
 
 
 def node_tiers(home: Path, run_id: str) -> dict[int, list[Tier]]:

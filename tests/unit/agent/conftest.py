@@ -18,7 +18,6 @@ import pytest
 
 from training.agent.agent import CONFIG_FILE
 from training.agent.control import ADDRESS_FILE, AgentClient
-from training.agent.processes import MARKER, container_processes, kill_container
 from training.agent.protocol import (
     AgentAddress,
     AgentConfig,
@@ -31,6 +30,7 @@ from training.agent.protocol import (
     StopOrder,
 )
 from training.agent.workers import WorkerGroup
+from training.processes import MARKER, container_processes, kill_container
 
 TOKEN = "a-token"
 EPOCH = 10

@@ -15,7 +15,6 @@ import pytest
 
 from tests.unit.agent.conftest import EPOCH, Container, wait_for
 from training.agent.control import ADDRESS_FILE
-from training.agent.processes import is_alive, kill_container
 from training.agent.protocol import (
     MetricsQuery,
     RendezvousOrder,
@@ -24,6 +23,7 @@ from training.agent.protocol import (
     StopOrder,
 )
 from training.errors import AgentUnreachable, EngineError
+from training.processes import is_alive, kill_container
 
 # A grandchild that left the session of its parent and does not listen to SIGTERM.
 STUBBORN = """

@@ -17,8 +17,8 @@ import pytest
 from tests.unit.agent.conftest import wait_for
 from training.agent import zygote as module
 from training.agent.launcher import COLD_START, Launcher
-from training.agent.processes import become_subreaper
 from training.agent.zygote import Fork, ForkedProcess, Zygote
+from training.processes import become_subreaper
 
 ROOT = str(Path(__file__).parents[3])
 PR_SET_CHILD_SUBREAPER = 36

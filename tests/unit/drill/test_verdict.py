@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from training.drill.job import drill_job
-from training.drill.outside import Kill, Pauser, Victim
+from training.drill.outside import Pauser
 from training.drill.play import Played
 from training.drill.table import Drill, Expected
 from training.drill.verdict import Outcome, differences, judge, recovered
@@ -112,7 +112,7 @@ def verdict(tmp_path, one: Played, drill: Drill = DRILL, **given: Any) -> Outcom
         steps=6,
         changes={"optimizer": {"warmup_steps": 0}, "drill": {"faults": drill.faults}},
     )
-    told: dict[str, Any] = {"expected": drill.expected, "outside_at_s": {}, "pauser": None}
+    told: dict[str, Any] = {"expected": drill.expected, "pauser": None}
     return judge(drill, one, UNDISTURBED, job=job, **{**told, **given})
 
 
@@ -180,15 +180,6 @@ def test_where_an_abnormal_step_was_accepted_the_curve_counts_up_to_it(tmp_path)
     assert verdict(tmp_path, played(MENDED, curve=other, state={}), drill).as_expected
     before = verdict(tmp_path, played(MENDED, curve={**other, 3: (9.0, 9.0)}), drill)
     assert before.problems == ("the curve differs at 1 steps, first at step 3",)
-
-
-def test_a_kill_from_outside_that_hit_nobody_is_told(tmp_path):
-    drill = replace(DRILL, faults=(), kills=(Kill(victim=Victim.NODE, index=1, step=4),))
-    one = played(MENDED, fired_s={})
-    assert verdict(tmp_path, one, drill).problems == ("0 of 1 faults happened",)
-    hit = verdict(tmp_path, one, drill, outside_at_s={0: FAULT_AT_S})
-    assert hit.as_expected
-    assert hit.detected_s == pytest.approx(0.5)
 
 
 PAUSE = replace(DRILL, faults=(), pauses_at=3, expected=Expected(()))

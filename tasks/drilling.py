@@ -1,0 +1,39 @@
+"""The tasks of drills: each is one in the UI, and all of them a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prefect import task
+from prefect.artifacts import create_table_artifact
+from prefect.cache_policies import NO_CACHE
+
+from tasks.states import completed, failed
+from training.drill.drilling import Drilling
+from training.drill.table import Drill
+from training.drill.telling import line_of, row_of
+from training.drill.verdict import Outcome
+
+
+@task(name="undisturbed", task_run_name="without a fault", cache_policy=NO_CACHE)
+def undisturbed(drilling: Drilling) -> int:
+    """The run that all drills are compared with. Its steps."""
+    steps = len(drilling.undisturbed().curve)
+    return completed(steps, f"{steps} steps")
+
+
+@task(name="play", task_run_name="{drill.name}", cache_policy=NO_CACHE)
+def play(drilling: Drilling, drill: Drill) -> Outcome:
+    """One drill; failed when something is not as expected."""
+    outcome = drilling.run(drill)
+    if outcome.as_expected:
+        return completed(outcome, line_of(outcome))
+    return failed(outcome, line_of(outcome), name="NotAsExpected")
+
+
+@task(name="tell", task_run_name="tell", cache_policy=NO_CACHE)
+def tell(outcomes: Sequence[Outcome], *, where: str) -> None:
+    """The table of all of them, as an artifact of the flow run."""
+    create_table_artifact(
+        [row_of(outcome) for outcome in outcomes], key="drills", description=f"Drills {where}"
+    )
