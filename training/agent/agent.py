@@ -18,7 +18,7 @@ from storage.errors import StorageError
 from training.agent.checks import NodeChecks
 from training.agent.collecting import Collector
 from training.agent.control import ADDRESS_FILE, ControlServer, free_port, publish_address
-from training.agent.coordination import CoordinatorLine, address_file, metrics_url, write_private
+from training.agent.coordination import CoordinatorLine, address_file, metrics_url
 from training.agent.evidence import device_health, device_logs
 from training.agent.hanging import HangCheck
 from training.agent.keeper import KeeperProcess, disk_folder
@@ -50,6 +50,7 @@ from training.agent.stacks import stacks_of
 from training.agent.staging import DATA_FOLDER, stage_data
 from training.agent.waking import Waking
 from training.agent.workers import WorkerGroup
+from training.files import write_whole
 from training.job import Job
 from training.monitor.masking import masked_text
 from training.monitor.sample import NodeSample
@@ -278,7 +279,7 @@ class Agent:
         if order.coordinator is None:
             return {}
         path = address_file(folder)
-        write_private(path, order.coordinator.model_dump_json())
+        write_whole(path, order.coordinator.model_dump_json(), private=True)
         self._line = group.line = CoordinatorLine(
             order.coordinator,
             node=self._config.node,

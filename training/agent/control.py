@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from training.agent.protocol import REQUEST, AgentAddress, Order, Reply, Request
 from training.errors import AgentUnreachable, EngineError
+from training.files import write_whole
 
 ADDRESS_FILE = "address.json"
 MAX_LINE_BYTES = 16 << 20
@@ -87,9 +88,7 @@ def publish_address(folder: Path, host: str, port: int) -> None:
         host=host,
         port=port,
     )
-    temporary = folder / f"{ADDRESS_FILE}.tmp"
-    temporary.write_text(address.model_dump_json(), encoding="utf-8")
-    temporary.replace(folder / ADDRESS_FILE)
+    write_whole(folder / ADDRESS_FILE, address.model_dump_json())
 
 
 class AgentClient:

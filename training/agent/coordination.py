@@ -5,7 +5,6 @@ Times are seconds.
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 import threading
@@ -19,6 +18,7 @@ from pydantic import SecretStr, ValidationError
 
 from training.agent.zygote import Fork, ForkedProcess, Zygote
 from training.coordinator.config import CoordinatorConfig, MetricsAddress, metrics_file
+from training.files import write_whole
 from training.membership import (
     TO_MEMBER,
     AgentJoined,
@@ -55,7 +55,7 @@ class CoordinatorProcess:
         """
         config_file, address_file = folder / _CONFIG_FILE, Path(config.address_file)
         address_file.unlink(missing_ok=True)
-        write_private(config_file, config.model_dump_json())
+        write_whole(config_file, config.model_dump_json(), private=True)
         log = str(folder / "coordinator.log")
         process = zygote.fork(
             Fork(
@@ -99,14 +99,6 @@ def metrics_url(folder: Path) -> str | None:
     except FileNotFoundError:
         return None
     return MetricsAddress.model_validate_json(text).url
-
-
-def write_private(path: Path, text: str) -> None:
-    """Write a file that nobody else may read."""
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
 
 
 class CoordinatorLine:

@@ -30,6 +30,7 @@ from storage.local import LocalStore
 from storage.policy import RetentionPolicy, apply_retention
 from storage.retry import Retry
 from storage.share import SaveId
+from training.files import write_whole
 from training.job import Job
 from training.runtime.policies import retention_policy
 
@@ -107,9 +108,7 @@ class HeldInMemory(BaseModel):
 def _note(folder: Path, saves: Sequence[tuple[SaveId, int]]) -> None:
     started_s = psutil.Process().create_time()
     held = HeldInMemory(pid=os.getpid(), process_started_s=started_s, saves=tuple(saves))
-    temporary = folder / f"{HELD_FILE}.tmp"
-    temporary.write_text(held.model_dump_json(), encoding="utf-8")
-    temporary.replace(folder / HELD_FILE)
+    write_whole(folder / HELD_FILE, held.model_dump_json())
 
 
 def _die_at(point: str | None) -> Callable[[str], None]:

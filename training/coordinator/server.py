@@ -28,6 +28,7 @@ from training.coordinator.attempt import Attempt, Stage
 from training.coordinator.config import CoordinatorConfig, MetricsAddress, metrics_file
 from training.coordinator.judge import Judge
 from training.coordinator.metrics import AttemptNow, RunMetrics
+from training.files import write_whole
 from training.job import Job
 from training.membership import (
     FROM_MEMBER,
@@ -113,7 +114,7 @@ class Coordinator:
             store_port=store.port,
             token=config.token,
         )
-        _write_private(Path(config.address_file), address.model_dump_json())
+        write_whole(Path(config.address_file), address.model_dump_json(), private=True)
         async with server:
             await asyncio.gather(
                 self._serve_metrics(), self._tick(), self._follow(), self._watch_control()
@@ -130,7 +131,8 @@ class Coordinator:
             return
         address = MetricsAddress(url=f"http://{config.host}:{found}/metrics")
         _say(f"metrics at {address.url}")
-        _write_private(metrics_file(Path(config.address_file).parent), address.model_dump_json())
+        path = metrics_file(Path(config.address_file).parent)
+        write_whole(path, address.model_dump_json(), private=True)
 
     def _standing(self) -> AttemptNow:
         attempt = self._attempt
@@ -310,14 +312,6 @@ def _send(writer: asyncio.StreamWriter | None, message: ToMember) -> None:
     # A member that is gone is noticed by its own means.
     if writer is not None and not writer.is_closing():
         writer.write(dump_line(message))
-
-
-def _write_private(path: Path, text: str) -> None:
-    temporary = path.with_suffix(".tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-    temporary.replace(path)
 
 
 def _say(text: str) -> None:

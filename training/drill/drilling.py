@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from storage.address import Credentials
+from storage.errors import StorageError
 from training.drill.job import NOWHERE_ELSE, drill_job, write_corpus
 from training.drill.outside import Pauser, Person
 from training.drill.play import Play, Played
 from training.drill.site import check_site, clear, sections_of
 from training.drill.table import DRILLS, STEPS, Drill
-from training.drill.verdict import Outcome, judge
+from training.drill.verdict import Outcome, judge, not_played
 from training.errors import InputError, PerdureError
 from training.job import Job
 from training.preflight import check_job
@@ -112,15 +113,19 @@ class Drilling:
         """Run one drill, and before the first the undisturbed run.
 
         Raises:
-            PerdureError: a run could not be started.
-            StorageError: likewise.
+            PerdureError: the undisturbed run did not reach its end.
+            StorageError: it could not be started.
         """
         undisturbed = self.undisturbed()
         job = self.job(drill)
         pauser = None
         if drill.pauses_at is not None:
             pauser = Pauser(drill.pauses_at, job.world_size)
-        played = self._play(job, person=pauser, starts=drill.starts)
+        try:
+            played = self._play(job, person=pauser, starts=drill.starts)
+        except (PerdureError, StorageError) as error:
+            # What came of the others is not lost for it.
+            return not_played(drill, self.kind, str(error))
         expected = drill.expected
         if drill.without_replicas is not None and job.layout.copies == 1:
             expected = drill.without_replicas

@@ -15,6 +15,7 @@ from training.drill.table import Drill, Expected
 from training.job import Job
 from training.policy.history import AttemptView, RunHistory
 from training.policy.ladder import Rung
+from training.specs.model import ParallelKind
 from training.supervisor.watch import EndKind
 
 
@@ -71,6 +72,24 @@ class Outcome:
     def as_expected(self) -> bool:
         """Whether everything was."""
         return not self.problems
+
+
+def not_played(drill: Drill, kind: ParallelKind, why: str) -> Outcome:
+    """What came of a drill whose run could not be started."""
+    return Outcome(
+        name=drill.name,
+        parallelism=kind.value,
+        injected=drill.injected,
+        fired=0,
+        rungs=(),
+        detected_s=None,
+        recovered_s=None,
+        steps_lost=0,
+        curve_equal=False,
+        differs_from=drill.differs_from,
+        left_over=0,
+        problems=(f"could not be run: {why}",),
+    )
 
 
 def recovered(history: RunHistory) -> list[Recovered]:

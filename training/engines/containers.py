@@ -5,7 +5,6 @@ The files hold tokens: only their owner may read them.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -49,15 +48,6 @@ class Containers(BaseModel):
 
     placement: int
     containers: tuple[Container, ...]
-
-
-def write_private(path: Path, text: str) -> None:
-    """Write atomically, readable by the owner alone: the text holds a token."""
-    temporary = path.with_suffix(".tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-    temporary.replace(path)
 
 
 def last_line(path: Path) -> str:

@@ -48,10 +48,10 @@ from training.engines.containers import (
     Containers,
     last_line,
     read_containers,
-    write_private,
 )
 from training.environment import variables_of, worker_path
 from training.errors import AgentUnreachable, EngineError
+from training.files import write_whole
 from training.job import Job
 from training.monitor.check import Check, unanswered
 from training.policy.ladder import Rung
@@ -327,7 +327,7 @@ class LocalEngine:
             node_folder=str(folder.parent / f"{LIFE_PREFIX}{self._created_s:.0f}"),
             variables=None if self._job.worker.is_command else variables_of(self._job),
         )
-        write_private(folder / CONFIG_FILE, config.model_dump_json())
+        write_whole(folder / CONFIG_FILE, config.model_dump_json(), private=True)
         return Container(
             member=index,
             node=member.node,
@@ -390,7 +390,7 @@ class LocalEngine:
         containers = tuple(c for _, c in sorted(self._containers.items()))
         document = Containers(placement=placement, containers=containers)
         self._root.mkdir(parents=True, exist_ok=True)
-        write_private(self._root / _CONTAINERS_FILE, document.model_dump_json())
+        write_whole(self._root / _CONTAINERS_FILE, document.model_dump_json(), private=True)
 
     def _load(self) -> int | None:
         """Read the containers from disk. Returns their placement's number."""

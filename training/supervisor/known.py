@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from training.errors import InputError
+from training.files import write_whole
 from training.job import Job, parse_job
 
 MAX_LISTED = 10
@@ -15,10 +16,7 @@ def remember_job(home: Path, job: Job) -> None:
     """Note on this machine where a run's storage is, for commands that get its name alone."""
     path = job_path(home, job.run_id)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Whole or not at all: the scheduled retention reads it at any time.
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(job.model_dump_json(indent=1), encoding="utf-8")
-    temporary.replace(path)
+    write_whole(path, job.model_dump_json(indent=1))  # the scheduled retention reads it any time
 
 
 def job_path(home: Path, run_id: str) -> Path:

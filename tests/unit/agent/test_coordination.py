@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import stat
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 
 from tests.unit.agent.conftest import wait_for
 from tests.unit.lines import FarEnd
-from training.agent.coordination import CoordinatorLine, new_token, write_private
+from training.agent.coordination import CoordinatorLine, new_token
 from training.membership import (
     AgentJoined,
     GiveUp,
@@ -132,15 +131,6 @@ def test_nobody_at_the_address_is_an_error(far_end, heard):
             on_replace=heard.replace,
             on_give_up=heard.give_up,
         )
-
-
-def test_a_private_file_is_for_its_owner_alone_whatever_was_there(tmp_path):
-    path = tmp_path / "address.json"
-    path.write_text("old")
-    path.chmod(0o644)
-    write_private(path, "secret")
-    assert path.read_text() == "secret"
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 def test_tokens_are_not_repeated():

@@ -8,10 +8,12 @@ import pytest
 
 from storage.address import open_store
 from training.drill.drilling import KINDS, Drilling, chosen, drilling_on, parallel_kind
+from training.drill.play import Play, Played
 from training.drill.site import check_site, sections_of
 from training.drill.table import DRILLS
-from training.errors import InputError
+from training.errors import EngineError, InputError, PerdureError
 from training.job import Job, parse_job
+from training.policy.history import replay
 from training.specs.model import ParallelKind
 
 FOLDER = "perdure-drill-1"
@@ -123,3 +125,26 @@ def test_the_parallelism_is_that_of_the_job_unless_another_is_named(tmp_path, ow
     assert parallel_kind(None, job) is kind
     assert parallel_kind("ddp", job) is ParallelKind.DDP
     assert parallel_kind(None) is ParallelKind.DDP
+
+
+def test_of_a_drill_that_cannot_be_run_that_is_told_and_the_others_are_not_lost(
+    tmp_path, monkeypatch
+):
+    whole = Played(replay([]), curve={}, state={}, fired_s={}, left_over=(), ended="completed")
+
+    def play(_self: Play, job: Job, **_kept: Any) -> Played:
+        if job.drill.faults:
+            raise EngineError("no healthy spare among 3 nodes")
+        return whole
+
+    monkeypatch.setattr(Play, "play", play)
+    (drill,) = chosen("replace-rank")
+    outcome = drilling(tmp_path, job_of(tmp_path)).run(drill)
+    assert outcome.problems == ("could not be run: no healthy spare among 3 nodes",)
+
+
+def test_without_an_undisturbed_run_there_is_nothing_to_compare_with(tmp_path, monkeypatch):
+    ended = Played(replay([]), curve={}, state={}, fired_s={}, left_over=(), ended="failed")
+    monkeypatch.setattr(Play, "play", lambda *_given, **_kept: ended)
+    with pytest.raises(PerdureError, match="the run without a fault ended: failed"):
+        drilling(tmp_path, job_of(tmp_path)).run(DRILLS[0])

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from storage.errors import Corrupt, NotFound
+from training.files import write_whole
 from training.trainer.data.hashing import CHUNK_BYTES, hash_file
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def _complete(manifest: Manifest, store: ObjectStore, folder: Path) -> int:
         list(pool.map(lambda item: _fetch(store, *item), missing))
     now = {path.name: _look(path) for _, path in wanted}
     if now.items() - record.items():
-        _write(folder / RECORD_NAME, json.dumps({**record, **now}).encode())
+        write_whole(folder / RECORD_NAME, json.dumps({**record, **now}))
     return sum(shard.size_bytes for shard, _ in missing)
 
 
@@ -140,12 +141,6 @@ def _read_record(folder: Path) -> dict[str, str]:
     if not isinstance(record, dict):
         return {}
     return {str(name): str(look) for name, look in record.items()}
-
-
-def _write(path: Path, data: bytes) -> None:
-    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
-    temporary.write_bytes(data)
-    temporary.replace(path)
 
 
 @contextmanager

@@ -1,0 +1,40 @@
+"""Small files that are whole or not there."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from training.files import write_whole
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_text_and_bytes_take_the_place_of_what_was_there(tmp_path):
+    path = tmp_path / "record.json"
+    write_whole(path, "older")
+    write_whole(path, b"newer")
+    assert path.read_bytes() == b"newer"
+    assert [one.name for one in tmp_path.iterdir()] == ["record.json"]
+
+
+@pytest.mark.parametrize("name", ["address.json", "address.json.tmp"])
+def test_a_private_file_is_for_its_owner_alone_whatever_was_there(tmp_path, name):
+    (tmp_path / name).write_text("old")
+    (tmp_path / name).chmod(0o644)
+    path = tmp_path / "address.json"
+    write_whole(path, "secret", private=True)
+    assert (path.read_text(), mode_of(path)) == ("secret", 0o600)
+
+
+def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path):
+    path = tmp_path / "record.json"
+    write_whole(path, "old")
+    (tmp_path / "record.json.tmp").mkdir()
+    with pytest.raises(OSError, match="record"):
+        write_whole(path, "new")
+    assert path.read_text() == "old"
