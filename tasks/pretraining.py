@@ -84,6 +84,7 @@ def prepare_data(job: Job) -> PrepareResult:
 @task(name="place", cache_policy=NO_CACHE)
 def place(supervision: Supervision) -> Placement:
     """Nodes and containers for the next attempt: the living ones, or new ones."""
+    supervision.says("finding nodes and starting their containers")
     placement = supervision.run.place(stop_wanted=supervision.stop_wanted)
     avoid = supervision.run.refresh().isolated
     supervision.tell_attempts()
