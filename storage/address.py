@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, m
 
 from storage.errors import Corrupt, StorageError
 from storage.local import LocalStore
-from storage.objects import ObjectStore, check_key
+from storage.objects import Clearable, ObjectStore, check_key
 from storage.retry import Retry
 from storage.s3_options import AddressingStyle, S3Options, revealed
 
@@ -125,6 +125,18 @@ def open_store(
         read_timeout_s=spec.read_timeout_s,
     )
     return S3Store(bucket, prefix, options=options, retry=retry)
+
+
+def clear(spec: StorageSpec, credentials: Credentials | None = None) -> None:
+    """Delete everything at an address that nobody else uses; a folder goes with what is in it.
+
+    Raises:
+        StorageError: it cannot be deleted.
+        ValueError: the address is a whole bucket.
+    """
+    store = open_store(spec, credentials)
+    assert isinstance(store, Clearable)  # noqa: S101 both kinds are
+    store.clear()
 
 
 def worker_environment(credentials: Credentials | None) -> dict[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -139,6 +140,11 @@ class LocalStore:
             path.unlink()
             _sync_folder(path.parent)
             self._prune(path.parent)
+
+    def clear(self) -> None:
+        """See `Clearable.clear`; the folder itself, too."""
+        with _folded(self.url("")), suppress(FileNotFoundError):
+            shutil.rmtree(self._root)
 
     def now_s(self) -> float:
         """See `ObjectStore.now_s`; the file system's, which may be another machine's.

@@ -94,6 +94,15 @@ class ObjectStore(Protocol):
 
 
 @runtime_checkable
+class Clearable(Protocol):
+    """A store that can be deleted whole."""
+
+    def clear(self) -> None:
+        """Delete everything in it, also what no listing shows."""
+        ...
+
+
+@runtime_checkable
 class Scattering(Protocol):
     """A store that reads straight into several pieces of memory."""
 

@@ -39,6 +39,7 @@ T = TypeVar("T")
 
 MAX_PUT_BYTES = 5 * 2**30  # S3 API reference, PutObject; OBS has the same limit
 MAX_PARTS = 10_000  # S3's limit for one multipart upload
+CLEARING_STREAMS = 8
 CLAIM_LIFETIME_REQUESTS = 2.5  # half of it must be longer than one request can take
 
 
@@ -184,6 +185,22 @@ class S3Store:
                 return aborted
             request["KeyMarker"] = page["NextKeyMarker"]
             request["UploadIdMarker"] = page["NextUploadIdMarker"]
+
+    def clear(self) -> None:
+        """Delete everything below the prefix, claims and the parts of uploads included.
+
+        Raises:
+            ValueError: there is no prefix; a whole bucket is not cleared.
+        """
+        if not self._prefix:
+            raise ValueError(f"s3://{self._bucket}: a whole bucket is not cleared")
+        keys = [entry["Key"] for page in self._pages("") for entry in page.get("Contents", [])]
+
+        def remove(key: str) -> None:
+            self._remove(key.removeprefix(self._prefix), {"Bucket": self._bucket, "Key": key})
+
+        in_parallel(remove, keys, num_threads=CLEARING_STREAMS)
+        self.abort_uploads("", 0)
 
     def _pages(self, prefix: str) -> Iterator[dict[str, Any]]:
         request = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}

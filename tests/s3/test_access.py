@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 
-from storage.address import Credentials, StorageSpec, check_reachable, open_store
+from storage.address import Credentials, StorageSpec, check_reachable, clear, open_store
 from storage.errors import AccessDenied, NotFound, PermanentError
 from storage.objects import ObjectStore
 from storage.retry import Retry
-from tests.s3.conftest import BUCKET, RGW, Opener
+from tests.s3.conftest import BUCKET, RGW, Opener, open_s3
 from tests.s3.programs import HOST, find_program
 from tests.s3.proxy import FaultProxy
 from tests.s3.rgw import DOMAIN, Rgw
 from tests.s3.servers import ACCESS_KEY, SECRET_KEY
-from training.drill.site import clear
 
 pytestmark = pytest.mark.parametrize("server", [RGW], indirect=True)
 
@@ -53,15 +52,33 @@ def profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
 
 
-def test_drills_clear_all_that_is_theirs_and_nothing_else(server: Rgw) -> None:
+def test_an_address_is_cleared_with_what_no_listing_shows_and_nothing_beside_it(
+    server: Rgw,
+) -> None:
     keys = Credentials.model_validate({"access_key": ACCESS_KEY, "secret_key": SECRET_KEY})
     whole = spec_of(f"http://{HOST}:{server.port}")
-    mine = whole.model_copy(update={"address": f"{whole.address}/perdure-drill-1"})
-    open_store(whole, keys).put("runs/weeks-long/ledger", b"kept")
+    mine = whole.model_copy(update={"address": f"{whole.address}/drills"})
+    beside = whole.model_copy(update={"address": f"{whole.address}/drills-of-others"})
+    open_store(beside, keys).put("ledger", b"kept")
     for number in range(3):
-        open_store(mine, keys).put(f"runs/tre-ddp/{number}", b"x")
+        open_store(mine, keys).put(f"runs/{number}", b"x", if_absent=True)  # leaves a probe
+    client = open_s3(server.port, "")._client()
+    prefix = whole.address.removeprefix(f"s3://{BUCKET}/")
+    unfinished = {"Bucket": BUCKET, "Key": f"{prefix}/drills/shard"}
+    client.create_multipart_upload(**unfinished)
+
     clear(mine, keys)
-    assert [info.key for info in open_store(whole, keys).list("")] == ["runs/weeks-long/ledger"]
+
+    left = client.list_objects_v2(Bucket=BUCKET, Prefix=prefix)["Contents"]
+    assert [entry["Key"] for entry in left] == [f"{prefix}/drills-of-others/ledger"]
+    uploads = client.list_multipart_uploads(Bucket=BUCKET, Prefix=f"{prefix}/drills/")
+    assert "Uploads" not in uploads
+
+
+def test_a_whole_bucket_is_not_cleared(server: Rgw) -> None:
+    bucket = spec_of(f"http://{HOST}:{server.port}", address=f"s3://{BUCKET}")
+    with pytest.raises(ValueError, match="a whole bucket is not cleared"):
+        clear(bucket)
 
 
 def test_the_keys_of_the_profile_that_is_named_open_the_store(

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from storage.address import Credentials
+from storage.address import Credentials, clear
 from storage.errors import StorageError
 from training.drill.job import NOWHERE_ELSE, drill_job, write_corpus
 from training.drill.outside import Pauser, Person
 from training.drill.play import Play, Played
-from training.drill.site import check_site, clear, sections_of
+from training.drill.site import check_site, sections_of
 from training.drill.table import DRILLS, STEPS, Drill
 from training.drill.verdict import Outcome, judge, not_played
 from training.errors import InputError, PerdureError

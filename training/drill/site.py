@@ -6,11 +6,9 @@ drills' own, so that the same is expected of them everywhere.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from storage.address import FILE_SCHEME, Credentials, StorageSpec, open_store
 from training.drill.job import NUM_RANKS
 from training.drill.table import Drill
 from training.errors import InputError
@@ -59,17 +57,3 @@ def check_site(job: Job, drills: Iterable[Drill]) -> None:
             raise InputError(
                 "engine.spares", f"0: the drill {drill.name} leaves a node and needs another one"
             )
-
-
-def clear(storage: StorageSpec, credentials: Credentials | None) -> None:
-    """Delete everything below an address that drills alone have used.
-
-    Raises:
-        StorageError: it cannot be.
-    """
-    if storage.address.startswith(FILE_SCHEME):
-        shutil.rmtree(storage.address.removeprefix(FILE_SCHEME), ignore_errors=True)
-        return
-    store = open_store(storage, credentials)
-    for info in list(store.list("")):
-        store.delete(info.key)
