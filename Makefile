@@ -15,7 +15,7 @@ help:
 	@echo "make demo-stop  end the demo's Prefect server"
 	@echo "make test       set everything up and pass the tests"
 	@echo "make test-long  the longer ones"
-	@echo "make soak       ten minutes without a false alarm"
+	@echo "make soak       ten minutes and more without a false alarm"
 	@echo "make chaos      break runs at random; SEEDS=\"1 2 3\""
 	@echo "make bench      speed beside other programs, printed as ratios"
 	@echo "make bench-storage  likewise of saves and restores; takes about five minutes a section"
@@ -95,7 +95,7 @@ test-long: $(VENV)/.installed $(VENV)/.s3-servers $(VENV)/.prometheus $(VENV)/.u
 	$(BIN)/python -m pytest tests/process tests/ui -m "long and not alone" $(SIDE_BY_SIDE)
 	$(BIN)/python -m pytest tests/process -m "long and alone"
 
-# Ten minutes of a run that has nothing wrong.
+# More than ten minutes of a run that has nothing wrong.
 soak: $(VENV)/.installed
 	PERDURE_HEALTHY_STEPS=7500 $(BIN)/python -m pytest tests/process/test_health.py \
 		-k healthy --timeout 1800

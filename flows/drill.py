@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from pathlib import Path
 from typing import Any
 
-from prefect import flow
+from prefect import flow, get_run_logger
 from prefect.client.schemas.objects import State
+from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 
 from tasks.credentials import credentials_of
-from tasks.drilling import play, tell, undisturbed
+from tasks.drilling import clear, new_home, play, tell, undisturbed
+from tasks.hooks import take_drills_down
 from tasks.states import data_of
 from training.drill.drilling import ALL, chosen, drilling_on, parallel_kind
 from training.job import Job
 
 
-@flow(name="drill", flow_run_name="{name}", persist_result=False)
+@flow(
+    name="drill",
+    flow_run_name="{name}",
+    on_cancellation=[take_drills_down],
+    on_crashed=[take_drills_down],
+    persist_result=False,
+)
 def drill(name: str = ALL, job: Job | None = None, parallelism: str | None = None) -> State[Any]:
     """Run the drills of a name, each beside the same run without a fault.
 
@@ -29,15 +34,16 @@ def drill(name: str = ALL, job: Job | None = None, parallelism: str | None = Non
     """
     drills, kind = chosen(name), parallel_kind(parallelism, job)
     credentials = credentials_of(job.storage) if job is not None else None
-    home = Path(tempfile.mkdtemp(prefix="perdure-drill-"))
+    home = new_home(flow_run.id, flow_run.run_count)
     drilling = drilling_on(job, drills, kind, home=home, credentials=credentials)
+    get_run_logger().info("logs and ledgers: %s", ", ".join(drilling.places))
     undisturbed(drilling)
     outcomes = [data_of(play(drilling, one, return_state=True)) for one in drills]
-    tell(outcomes, where=f"on the nodes of {job.run_id}" if job is not None else "on this machine")
+    where = f"on the nodes of {job.run_id}" if job is not None else "on this machine"
+    tell(outcomes, where=where, return_state=True)  # the states have told it, too
     bad = [one.name for one in outcomes if not one.as_expected]
     if bad:
         kept = f"logs and ledgers: {', '.join(drilling.places)}"
         return Failed(message=f"not as expected: {', '.join(bad)}; {kept}")
-    drilling.clear()
-    shutil.rmtree(home, ignore_errors=True)
+    clear(drilling, return_state=True)  # what stays is no word about the drills
     return Completed(message=f"as expected: {', '.join(one.name for one in outcomes)}")

@@ -6,7 +6,6 @@ Times are seconds.
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -18,7 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from perdure.runs import credentials_of, make_console
-from training.drill.drilling import chosen, drilling_on, parallel_kind
+from storage.errors import StorageError
+from training.drill.drilling import Drilling, chosen, drilling_on, parallel_kind
+from training.drill.table import Drill
 from training.drill.telling import row_of
 from training.drill.verdict import Outcome
 from training.errors import InputError
@@ -41,32 +42,46 @@ def run_drills(
         InputError: no such drill or parallelism, or they cannot be run there.
     """
     drills, kind = chosen(name), parallel_kind(parallelism, job)
-    folder = _make_folder(home)
     credentials = credentials_of(job) if job is not None else None
+    folder = _make_folder(home)
+    drilling = drilling_on(job, drills, kind, home=folder, credentials=credentials)
+    is_fine = False
     try:
-        drilling = drilling_on(job, drills, kind, home=folder, credentials=credentials)
-    except InputError:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+        outcomes = _played(drilling, drills)
+        is_fine = all(outcome.as_expected for outcome in outcomes)
+        if as_json:
+            print(json.dumps([_document(outcome) for outcome in outcomes], indent=1))  # noqa: T201 for scripts
+        else:
+            _show(make_console(), outcomes)
+    finally:
+        if not is_fine or home is not None or not _cleared(drilling):
+            for place in drilling.places:
+                _say(f"logs and ledgers of the drills: {place}")
+    return is_fine
+
+
+def _played(drilling: Drilling, drills: Sequence[Drill]) -> list[Outcome]:
     outcomes = []
-    progress = Console(stderr=True)
-    with progress.status("the same job without a fault") as status:
+    with Console(stderr=True).status("the same job without a fault") as status:
         drilling.undisturbed()
         for number, drill in enumerate(drills, start=1):
             status.update(f"{drill.name} ({number} of {len(drills)})")
             outcomes.append(drilling.run(drill))
-    is_fine = all(outcome.as_expected for outcome in outcomes)
-    if as_json:
-        print(json.dumps([_document(outcome) for outcome in outcomes], indent=1))  # noqa: T201 for scripts
-    else:
-        _show(make_console(), outcomes)
-    if is_fine and home is None:
+    return outcomes
+
+
+def _cleared(drilling: Drilling) -> bool:
+    """Whether nothing is left of drills that were as expected."""
+    try:
         drilling.clear()
-        shutil.rmtree(folder, ignore_errors=True)
-    else:
-        for place in drilling.places:
-            print(f"perdure: logs and ledgers of the drills: {place}", file=sys.stderr)  # noqa: T201 a command line prints
-    return is_fine
+    except StorageError as error:
+        _say(f"could not be deleted: {error}")
+        return False
+    return True
+
+
+def _say(text: str) -> None:
+    print(f"perdure: {text}", file=sys.stderr)  # noqa: T201 a command line prints
 
 
 def _make_folder(home: Path | None) -> Path:

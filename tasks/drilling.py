@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from prefect import task
 from prefect.artifacts import create_table_artifact
@@ -13,6 +14,25 @@ from training.drill.drilling import Drilling
 from training.drill.table import Drill
 from training.drill.telling import line_of, row_of
 from training.drill.verdict import Outcome
+from training.home import home_folder
+
+PREFIX = "perdure-drill-"
+
+
+def new_home(flow_run_id: str, run_count: int) -> Path:
+    """The folder of drills for one start of a flow run.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    home = home_folder() / "drills" / f"{PREFIX}{flow_run_id}-{run_count}"
+    home.mkdir(parents=True)
+    return home
+
+
+def homes_of(flow_run_id: str) -> list[Path]:
+    """The folders that all starts of a flow run have left."""
+    return sorted((home_folder() / "drills").glob(f"{PREFIX}{flow_run_id}-*"))
 
 
 @task(name="undisturbed", task_run_name="without a fault", cache_policy=NO_CACHE)
@@ -29,6 +49,12 @@ def play(drilling: Drilling, drill: Drill) -> Outcome:
     if outcome.as_expected:
         return completed(outcome, line_of(outcome))
     return failed(outcome, line_of(outcome), name="NotAsExpected")
+
+
+@task(name="clear", task_run_name="clear", cache_policy=NO_CACHE)
+def clear(drilling: Drilling) -> None:
+    """Delete what drills have left that were as expected."""
+    drilling.clear()
 
 
 @task(name="tell", task_run_name="tell", cache_policy=NO_CACHE)

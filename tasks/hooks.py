@@ -13,26 +13,27 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.logging.loggers import flow_run_logger
 
 from tasks.credentials import credentials_of
+from tasks.drilling import homes_of
+from tasks.reporting import Log
 from training.errors import RunConflict
 from training.home import home_folder
 from training.job import Job
+from training.supervisor.known import known_job, known_runs
 from training.supervisor.run import Run
 
 
 def take_down(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:  # noqa: ARG001
     """After a cancellation: no process of the run is left, and the ledger says why."""
+    _end(_run_of(flow_run), flow_run_logger(flow_run, flow))
+
+
+def take_drills_down(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:  # noqa: ARG001
+    """After the end of a flow run of drills, whatever it was: no process of theirs is left."""
     logger = flow_run_logger(flow_run, flow)
-    run = _run_of(flow_run)
-    history = run.ledger.read()
-    if history.job is None or history.ended is not None:
-        return
-    try:
-        run.take()
-    except RunConflict as error:
-        logger.warning("not taken down: %s", error)
-        return
-    run.end("cancelled", "cancelled")
-    logger.info("run %s is taken down", run.job.run_id)
+    for home in homes_of(str(flow_run.id)):
+        for run_id in known_runs(home):
+            job = known_job(home, run_id)
+            _end(Run(job, home=home, credentials=credentials_of(job.storage)), logger)
 
 
 def leave_adoptable(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:  # noqa: ARG001
@@ -49,6 +50,19 @@ def leave_adoptable(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) 
         )
         return
     logger.warning("the supervisor is gone between two attempts; start the run again")
+
+
+def _end(run: Run, logger: Log) -> None:
+    history = run.ledger.read()
+    if history.job is None or history.ended is not None:
+        return
+    try:
+        run.take()
+    except RunConflict as error:
+        logger.warning("not taken down: %s", error)
+        return
+    run.end("cancelled", "cancelled")
+    logger.info("run %s is taken down", run.job.run_id)
 
 
 def _run_of(flow_run: FlowRun) -> Run:

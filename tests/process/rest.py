@@ -55,6 +55,12 @@ class Api:
         found = self._found("artifacts/latest", body)
         return {artifact["key"]: artifact for artifact in found}
 
+    def logs(self, name: str) -> list[str]:
+        """What the newest flow run of a name has logged, oldest first."""
+        wanted = {"flow_run_id": {"any_": [self.flow_runs(name)[0]["id"]]}}
+        found = self._found("logs", {"logs": wanted, "limit": 200, "sort": "TIMESTAMP_ASC"})
+        return [log["message"] for log in found]
+
     def events(self, name: str, kind: str) -> list[dict]:
         """Payloads of a run's events of a kind, oldest first."""
         wanted = {

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -54,6 +57,25 @@ def test_a_drill_runs_on_the_nodes_of_a_job_and_leaves_nothing_in_its_store(tmp_
     assert (told["parallelism"], told["rungs"]) == ("hsdp", ["pod_reschedule"])
     assert (told["fired"], told["curve_equal"], told["as_expected"]) == (1, True, True)
     assert list(store.iterdir()) == []
+
+
+@pytest.mark.long
+def test_where_the_run_without_a_fault_has_left_its_logs_is_told(tmp_path):
+    job = {
+        "run_id": "weeks-long",
+        "storage": {"address": f"file://{tmp_path}/store"},
+        "data": {"sources": ["/not/here"]},
+        "env": {"DRILL_PACE_S": "fast"},  # no number: the program ends with an error
+    }
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(job))
+    done = drill("tre", "--job", str(path))
+    assert done.returncode == 1
+    assert "the run without a fault ended: stopped by the ladder: ValueError" in done.stderr
+    told = re.findall("logs and ledgers of the drills: (.*)", done.stderr)
+    assert len(told) == 2
+    assert Path(told[0], "runs", "undisturbed-ddp").is_dir()
+    shutil.rmtree(told[0])
 
 
 def test_fields_of_a_job_are_set_where_there_is_one():

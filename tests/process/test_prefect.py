@@ -223,7 +223,9 @@ def test_drills_are_tasks_of_a_deployment_with_a_table(bench, deployed, api):
         f"job={json.dumps(job)}",
     )
     wait_for(lambda: api.state("replace-rank") == "Completed", timeout_s=180, what="the drill")
-    (row,) = json.loads(api.artifacts("drills")["drills"]["data"])
+    table = api.artifacts("drills")["drills"]
+    assert table["description"] == "Drills on the nodes of drilled"
+    (row,) = json.loads(table["data"])
     assert (row["rung"], row["curve equal"], row["as expected"]) == (
         "process_replace",
         "yes",

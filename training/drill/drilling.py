@@ -5,6 +5,7 @@ Times are seconds.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +13,9 @@ from typing import Any
 
 from storage.address import Credentials, clear
 from storage.errors import StorageError
-from training.drill.job import NOWHERE_ELSE, drill_job, write_corpus
+from training.drill.job import NO_CHANGES, drill_job, write_corpus
 from training.drill.outside import Pauser, Person
-from training.drill.play import Play, Played
+from training.drill.play import LIMIT_S, Play, Played
 from training.drill.site import check_site, sections_of
 from training.drill.table import DRILLS, STEPS, Drill
 from training.drill.verdict import Outcome, judge, not_played
@@ -40,7 +41,7 @@ def chosen(name: str) -> tuple[Drill, ...]:
     found = tuple(drill for drill in DRILLS if drill.name == name)
     if not found:
         known = ", ".join(drill.name for drill in DRILLS)
-        raise InputError("NAME", f"{name!r}: no such drill; there are {ALL}, {known}")
+        raise InputError("name", f"{name!r}: no such drill; there are {ALL}, {known}")
     return found
 
 
@@ -58,7 +59,7 @@ def parallel_kind(name: str | None, job: Job | None = None) -> ParallelKind:
         own = job.parallelism.kind if job is not None else ParallelKind.DDP
         return own if own in KINDS else ParallelKind.DDP
     if name not in KINDS:
-        raise InputError("--parallelism", f"{name!r}: must be one of {', '.join(KINDS)}")
+        raise InputError("parallelism", f"{name!r}: must be one of {', '.join(KINDS)}")
     return ParallelKind(name)
 
 
@@ -80,15 +81,19 @@ def drilling_on(
         credentials: keys of the job's store; None: boto3's default chain.
 
     Raises:
-        InputError: they cannot be run there.
+        InputError: they cannot be run there, and `home` is gone.
     """
     if job is None:
         return Drilling(home, kind)
-    check_site(job, drills)
-    drilling = Drilling(home, kind, sections_of(job, home.name), credentials)
-    undisturbed = drilling.job(None)
-    write_corpus(home, undisturbed.world_size)
-    check_job(undisturbed, credentials=credentials)
+    try:
+        check_site(job, drills)
+        drilling = Drilling(home, kind, sections_of(job, home.name, kind), credentials)
+        undisturbed = drilling.job(None)
+        write_corpus(home, undisturbed.world_size)
+        check_job(undisturbed, credentials=credentials)
+    except InputError:
+        shutil.rmtree(home, ignore_errors=True)
+        raise
     return drilling
 
 
@@ -163,12 +168,21 @@ class Drilling:
         return (str(self.home), *address)
 
     def clear(self) -> None:
-        """Delete what they have left in a job's store."""
+        """Delete all that they have left, in a job's store, too.
+
+        Raises:
+            StorageError: the store refuses.
+        """
         if self.site:
             clear(self.job(None).storage, self.credentials)
+        shutil.rmtree(self.home, ignore_errors=True)
 
     def _play(self, job: Job, *, person: Person | None = None, starts: int = 1) -> Played:
-        return Play(self.home, credentials=self.credentials).play(job, person=person, starts=starts)
+        limit_s = LIMIT_S
+        if self.site:  # at its pace: before the first fault, and after it
+            limit_s += 2 * job.restart.start_timeout_s
+        play = Play(self.home, limit_s, self.credentials)
+        return play.play(job, person=person, starts=starts)
 
     def job(self, drill: Drill | None) -> Job:
         """The job that a drill runs; None: the one without a fault.
@@ -188,7 +202,7 @@ class Drilling:
         self,
         name: str,
         pace_s: float = 0.0,
-        changes: Mapping[str, Mapping[str, Any]] = NOWHERE_ELSE,
+        changes: Mapping[str, Mapping[str, Any]] = NO_CHANGES,
         faults: tuple[DrillFault, ...] = (),
     ) -> Job:
         return drill_job(

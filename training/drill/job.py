@@ -1,4 +1,4 @@
-"""The job that drills run: four ranks on two nodes, a small decoder, a corpus of its own.
+"""The job that drills run: a small decoder, a corpus of its own, four ranks on two nodes or more.
 
 Small enough for any machine, and with everything that could go wrong unseen: dropout, gradients
 accumulated over micro-batches, a learning rate that moves, an epoch that ends on the way.
@@ -19,7 +19,7 @@ NUM_RANKS = 4
 PACE_ENV = "DRILL_PACE_S"  # seconds that every step takes longer
 SAVE_EVERY_STEPS = 10
 HANG_TIMEOUT_S = 4.0
-NOWHERE_ELSE: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+NO_CHANGES: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 _NUM_FILES = 6
 _LINES = 60
 _TEXT = "the quick brown fox jumps over the lazy dog, again and again and again"
@@ -45,7 +45,7 @@ def drill_job(
     steps: int,
     pace_s: float = 0.0,
     changes: Mapping[str, Any],
-    site: Mapping[str, Mapping[str, Any]] = NOWHERE_ELSE,
+    site: Mapping[str, Mapping[str, Any]] = NO_CHANGES,
 ) -> Job:
     """A job on this machine, or where `site` says.
 
@@ -82,13 +82,14 @@ def drill_job(
         "optimizer": {"lr": 3e-3, "warmup_steps": 5},
         "checkpoint": {"every_steps": SAVE_EVERY_STEPS},
         "restart": {"pod_retries": 1},
+        "preflight": {"nodes": False},  # of this machine there is nothing to find out
         "engine": {"nodes": 2, "slots_per_node": NUM_RANKS // 2, "spares": 2, "grace_s": 10},
         "env": {PACE_ENV: f"{pace_s:g}"},
     }
-    document = _changed(document, site)
+    document = _changed(_changed(document, site), changes)
     num_ranks = LocalEngineSpec.model_validate(document["engine"]).world_size
-    document["batch"] = {"global_batch_size": 2 * num_ranks, "micro_batch_size": 1}
-    return parse_job(_changed(document, changes))
+    batch = {"global_batch_size": 2 * num_ranks, "micro_batch_size": 1}
+    return parse_job({"batch": batch, **document})
 
 
 def _changed(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

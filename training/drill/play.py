@@ -1,4 +1,4 @@
-"""A run on this machine from its start to its end, under a supervisor without Prefect.
+"""A run from its start to its end, under a supervisor without Prefect.
 
 Times are seconds since the epoch, steps completed optimizer steps.
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 from storage.address import Credentials
 from storage.errors import StorageError
 from training.drill.outside import Nobody, Person
+from training.errors import EngineError
 from training.inject import LocalRun
 from training.job import Job
 from training.policy.history import RunHistory
@@ -105,11 +106,18 @@ class Play:
         def is_late() -> bool:
             return time.monotonic() > until_s
 
+        late = f"not ended after {self.limit_s:g} s"
+
         def on_progress(progress: Progress) -> None:
             person.see(run, progress)
 
         while True:
-            placement = run.place(stop_wanted=is_late)
+            try:
+                placement = run.place(stop_wanted=is_late)
+                if run.wants_checks(placement) and not run.check(placement):
+                    continue  # others take the place of the nodes that were refused
+            except EngineError as error:
+                return late if is_late() else f"no placement: {error}"
             verdict = run.attempt(
                 placement,
                 data_manifest_key=manifest_key,
@@ -117,7 +125,7 @@ class Play:
                 on_progress=on_progress,
             )
             if is_late():
-                return f"not ended after {self.limit_s:g} s"
+                return late
             if verdict.kind is not EndKind.FAILED:
                 return verdict.kind.value
             if verdict.decision is None or verdict.decision.rung is Rung.STOP:

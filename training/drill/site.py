@@ -14,25 +14,29 @@ from training.drill.table import Drill
 from training.errors import InputError
 from training.job import Job
 from training.policy.ladder import Rung
+from training.specs.model import ParallelKind
 
 MIN_NODES = 2
 _LEAVE_A_NODE = frozenset({Rung.POD_RESCHEDULE, Rung.JOB_RESCHEDULE_ISOLATED})
 
 
-def sections_of(job: Job, folder: str) -> Mapping[str, Mapping[str, Any]]:
+def sections_of(job: Job, folder: str, kind: ParallelKind) -> Mapping[str, Mapping[str, Any]]:
     """What the jobs of drills have of a job, by section.
 
     Args:
         job: whose engine, store and environment are meant.
         folder: below the address of its store, for the drills alone.
+        kind: of parallelism of the drills.
     """
     address = f"{job.storage.address.rstrip('/')}/{folder}"
+    is_own = kind is ParallelKind.HSDP and kind is job.parallelism.kind
     return {
+        "parallelism": {"replicas": job.parallelism.replicas} if is_own else {},
         "storage": {**job.storage.model_dump(), "address": address},
         "engine": job.engine.model_dump(),
         # Whether links are mended under the operations is each drill's to say.
         "comm": {**job.comm.model_dump(exclude_unset=True), "link_retry": False},
-        "preflight": job.preflight.model_dump(exclude_unset=True),
+        "preflight": job.preflight.model_dump(),
         "restart": {"start_timeout_s": job.restart.start_timeout_s},
         "worker": {"cwd": job.worker.cwd},
         "env": job.env,

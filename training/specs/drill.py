@@ -20,7 +20,7 @@ class DrillKind(StrEnum):
     GRADIENT = "gradient"  # the rank's loss is multiplied, and the gradient norm with it
     NOT_A_NUMBER = "not_a_number"  # the rank's loss is none, and so is the gradient of all
     EXCEPTION = "exception"  # the program raises an error of its own
-    NODE = "node_lost"  # SIGKILL to everything on the rank's node, its agent too
+    NODE = "kill_node"  # SIGKILL to everything on the rank's node, its agent too
 
 
 class DrillPoint(StrEnum):

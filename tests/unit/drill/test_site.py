@@ -8,12 +8,10 @@ import pytest
 
 from storage.address import open_store
 from training.drill.drilling import KINDS, Drilling, chosen, drilling_on, parallel_kind
-from training.drill.play import Play, Played
 from training.drill.site import check_site, sections_of
 from training.drill.table import DRILLS
-from training.errors import EngineError, InputError, PerdureError
+from training.errors import InputError
 from training.job import Job, parse_job
-from training.policy.history import replay
 from training.specs.model import ParallelKind
 
 FOLDER = "perdure-drill-1"
@@ -33,7 +31,7 @@ def job_of(tmp_path, **sections: Any) -> Job:
 
 
 def drilling(tmp_path, job: Job, kind: ParallelKind = ParallelKind.DDP) -> Drilling:
-    return Drilling(tmp_path, kind, sections_of(job, FOLDER))
+    return Drilling(tmp_path, kind, sections_of(job, FOLDER, kind))
 
 
 def test_a_drill_has_the_engine_and_the_environment_of_the_job_and_a_folder_in_its_store(tmp_path):
@@ -41,7 +39,7 @@ def test_a_drill_has_the_engine_and_the_environment_of_the_job_and_a_folder_in_i
         tmp_path,
         env={"HCCL_DETERMINISTIC": "true"},
         comm={"master_port": 29_500, "timeout_s": 90},
-        preflight={"nodes": False},
+        preflight={"nodes": True, "timeout_s": 77},
         restart={"start_timeout_s": 1234, "process_replace": False},
         worker={"cwd": str(tmp_path)},
     )
@@ -50,7 +48,7 @@ def test_a_drill_has_the_engine_and_the_environment_of_the_job_and_a_folder_in_i
     assert drill.storage.address == f"file://{tmp_path}/store/{FOLDER}"
     assert drill.env["HCCL_DETERMINISTIC"] == "true"
     assert (drill.comm.master_port, drill.comm.timeout_s) == (29_500, 90)
-    assert not drill.preflight.nodes
+    assert drill.preflight == job.preflight
     assert drill.restart.start_timeout_s == 1234
     assert drill.worker.cwd == str(tmp_path)
 
@@ -96,20 +94,35 @@ def test_a_node_can_be_left_where_there_is_another_one(tmp_path):
 
 def test_a_store_that_does_not_answer_is_told_before_anything_is_started(tmp_path):
     (tmp_path / "store").write_text("a file")
+    home = tmp_path / "home"
     with pytest.raises(InputError, match="storage"):
-        drilling_on(job_of(tmp_path), chosen("tre"), ParallelKind.DDP, home=tmp_path / "home")
+        drilling_on(job_of(tmp_path), chosen("tre"), ParallelKind.DDP, home=home)
+    assert not home.exists()
 
 
 def test_drills_clear_what_is_theirs_in_the_store_alone(tmp_path):
     job = job_of(tmp_path)
     store = open_store(job.storage)
     store.put("runs/weeks-long/ledger", b"kept")
-    mine = drilling(tmp_path, job)
+    mine = drilling(tmp_path / "home", job)
+    mine.home.mkdir()
     open_store(mine.job(None).storage).put("runs/tre-ddp/ledger", b"x")
-    assert mine.places == (str(tmp_path), f"file://{tmp_path}/store/{FOLDER}")
+    assert mine.places == (str(mine.home), f"file://{tmp_path}/store/{FOLDER}")
     mine.clear()
     assert [info.key for info in store.list("")] == ["runs/weeks-long/ledger"]
+    assert not tmp_path.joinpath("home").exists()
     assert not (tmp_path / "store" / FOLDER).exists()
+
+
+def test_an_hsdp_job_has_its_replicas_drilled(tmp_path):
+    engine = {"nodes": 3, "slots_per_node": 3, "spares": 1}
+    batch = {"global_batch_size": 9, "micro_batch_size": 1}
+    three = {"kind": "hsdp", "replicas": 3}
+    job = job_of(tmp_path, engine=engine, batch=batch, parallelism=three)
+    assert drilling(tmp_path, job, ParallelKind.HSDP).job(None).parallelism.replicas == 3
+    plain = drilling(tmp_path, job_of(tmp_path, engine=engine, batch=batch), ParallelKind.HSDP)
+    with pytest.raises(InputError, match=r"replicas=2 must divide the world size 9"):
+        plain.job(None)
 
 
 @pytest.mark.parametrize(
@@ -125,26 +138,3 @@ def test_the_parallelism_is_that_of_the_job_unless_another_is_named(tmp_path, ow
     assert parallel_kind(None, job) is kind
     assert parallel_kind("ddp", job) is ParallelKind.DDP
     assert parallel_kind(None) is ParallelKind.DDP
-
-
-def test_of_a_drill_that_cannot_be_run_that_is_told_and_the_others_are_not_lost(
-    tmp_path, monkeypatch
-):
-    whole = Played(replay([]), curve={}, state={}, fired_s={}, left_over=(), ended="completed")
-
-    def play(_self: Play, job: Job, **_kept: Any) -> Played:
-        if job.drill.faults:
-            raise EngineError("no healthy spare among 3 nodes")
-        return whole
-
-    monkeypatch.setattr(Play, "play", play)
-    (drill,) = chosen("replace-rank")
-    outcome = drilling(tmp_path, job_of(tmp_path)).run(drill)
-    assert outcome.problems == ("could not be run: no healthy spare among 3 nodes",)
-
-
-def test_without_an_undisturbed_run_there_is_nothing_to_compare_with(tmp_path, monkeypatch):
-    ended = Played(replay([]), curve={}, state={}, fired_s={}, left_over=(), ended="failed")
-    monkeypatch.setattr(Play, "play", lambda *_given, **_kept: ended)
-    with pytest.raises(PerdureError, match="the run without a fault ended: failed"):
-        drilling(tmp_path, job_of(tmp_path)).run(DRILLS[0])

@@ -49,7 +49,7 @@ def test_the_drill_of_a_state_that_is_lost_hits_every_rank_that_holds_it(tmp_pat
 
 
 def test_a_name_that_is_not_there_is_refused_with_those_that_are():
-    with pytest.raises(InputError, match=r"NAME: 'nope': no such drill; there are all, .*, pause"):
+    with pytest.raises(InputError, match=r"name: 'nope': no such drill; there are all, .*, pause"):
         chosen("nope")
-    with pytest.raises(InputError, match=r"--parallelism: 'tp': must be one of ddp, hsdp, fsdp2"):
+    with pytest.raises(InputError, match=r"parallelism: 'tp': must be one of ddp, hsdp, fsdp2"):
         parallel_kind("tp")

@@ -11,7 +11,7 @@ from training.drill.job import drill_job
 from training.drill.outside import Pauser
 from training.drill.play import Played
 from training.drill.table import Drill, Expected
-from training.drill.verdict import Outcome, differences, judge, recovered
+from training.drill.verdict import Outcome, differences, judge, not_played, recovered
 from training.policy.fault_record import FaultRecord
 from training.policy.faults import FaultClass
 from training.policy.history import RunHistory, replay
@@ -223,3 +223,9 @@ def test_curves_are_compared_step_by_step_and_a_step_that_only_one_has_differs()
     assert differences(CURVE, CURVE) == []
     assert differences({1: (1.0, 1.0)}, {1: (1.0, 1.0), 2: (1.0, 1.0)}) == [2]
     assert differences({1: (1.0, 2.0), 2: (1.0, 1.0)}, {1: (1.0, 1.0)}, before=2) == [1]
+
+
+def test_a_drill_that_could_not_be_run_is_none_that_was_as_expected():
+    outcome = not_played(DRILL, ParallelKind.DDP, "no such store")
+    assert outcome.problems == ("could not be run: no such store",)
+    assert (outcome.name, outcome.fired, outcome.curve_equal) == (DRILL.name, 0, False)
