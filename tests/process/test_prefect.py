@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,7 @@ from storage.address import open_store
 from storage.checkpoint import CheckpointStore
 from tests.process.harness import REPO, wait_for
 from tests.process.rest import ask
+from training.inject import LocalRun
 
 pytestmark = [pytest.mark.process, pytest.mark.prefect]
 
@@ -212,25 +214,36 @@ def test_the_schedule_of_the_retention_works_as_it_is_deployed(bench, deployed, 
 
 @pytest.mark.long
 def test_drills_are_tasks_of_a_deployment_with_a_table(bench, deployed, api):
-    job = bench.job("drilled")
-    bench.prefect(
-        "deployment",
-        "run",
-        "drill/local",
-        "-p",
-        "name=replace-rank",
-        "-p",
-        f"job={json.dumps(job)}",
-    )
-    wait_for(lambda: api.state("replace-rank") == "Completed", timeout_s=180, what="the drill")
+    job = bench.job("drilled", parallelism={"kind": "hsdp", "replicas": 2})
+    name = "replace-rank"
+    given = ["-p", f"name={name}", "-p", f"job={json.dumps(job)}"]
+    bench.prefect("deployment", "run", "drill/local", *given)
+    wait_for(lambda: api.state(name) == "Completed", timeout_s=180, what="the drill")
+    assert {"without a fault", name} <= set(api.task_runs(name))
     table = api.artifacts("drills")["drills"]
     assert table["description"] == "Drills on the nodes of drilled"
     (row,) = json.loads(table["data"])
-    assert (row["rung"], row["curve equal"], row["as expected"]) == (
-        "process_replace",
-        "yes",
-        "yes",
-    )
+    told = [row[column] for column in ("rung", "steps lost", "curve equal", "as expected")]
+    assert told == ["process_replace", "0", "yes", "yes"]
+    said = "logs and ledgers: "
+    (places,) = [one.removeprefix(said) for one in api.logs(name) if one.startswith(said)]
+    home, store = places.split(", ")
+    assert store == f"{job['storage']['address']}/{Path(home).name}"
+    assert not Path(home).exists()
+    assert not Path(store.removeprefix("file://")).exists()
+
+
+@pytest.mark.long
+def test_of_drills_that_are_cancelled_no_process_is_left(bench, deployed, api):
+    name = "hang"
+    bench.prefect("deployment", "run", "drill/local", "-p", f"name={name}")
+    folder = bench.home / "drills"
+    (home,) = wait_for(lambda: list(folder.glob("*")), timeout_s=60, what="the drills' folder")
+    local = LocalRun(home, "hang-ddp")
+    wait_for(lambda: local.rank(2), timeout_s=120, what="the drill at work")
+    api.cancel(name)
+    wait_for(lambda: api.state(name) == "Cancelled", timeout_s=90, what="its cancellation")
+    wait_for(lambda: not local.processes(), timeout_s=60, what="the end of its processes")
 
 
 def test_cancelling_stops_every_process_within_the_grace_period(bench, deployed, api):
