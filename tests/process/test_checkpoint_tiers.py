@@ -17,6 +17,7 @@ from storage.checkpoint import StepState
 from tests.process.harness import RECIPES, TEXT
 from training.inject import Injection, Injector, LocalRun
 from training.job import parse_job
+from training.policy.ladder import Rung
 from training.runtime.metrics import kept_steps
 from training.supervisor.run import Run
 from training.supervisor.watch import EndKind, Progress
@@ -178,6 +179,22 @@ def test_workers_keepers_and_nodes_may_die_and_the_loss_curve_stays(drive, undis
     assert driven.run.checkpoints.steps() == [STEPS - EVERY, STEPS]
     assert driven.run.checkpoints.verify(STEPS) == []
     assert driven.local.processes() == []
+
+
+@pytest.mark.long
+def test_a_keeper_that_died_is_there_again_for_those_who_ask_after_a_recovery(drive, undisturbed):
+    driven = drive("keeper-again", pace_s=0.5)
+    driven.drive(
+        Injection(7, "a keeper", lambda: driven.kill_keeper("node-1")),
+        Injection(9, "a worker", lambda: driven.local.kill_rank(1)),
+    )
+    assert driven.curve() == undisturbed.curve()
+    assert driven.rungs == []
+    (first, *_) = driven.run.refresh().attempts
+    assert [one.began.rung for one in first.mendings] == [Rung.PROCESS_REPLACE]
+    logs = [path.read_text() for path in driven._nodes().glob("*/*/attempts/*/rank-*.stdout.log")]
+    assert len(logs) == 2
+    assert not any("saves go to the store while training waits" in text for text in logs)
 
 
 def test_what_survivors_save_at_the_end_of_their_life_is_what_the_next_attempt_begins_with(

@@ -323,6 +323,8 @@ class Agent:
             self._launcher.close_coordinator()
         elif self._group.is_stopping:
             self._state = AgentState.STOPPING
+        elif self._keeper.revive(now_s=time.monotonic()):
+            self._group.spare = self._spare()
 
     def _check_hang(self) -> None:
         if not self._config.detect_hangs or self._state is not AgentState.RUNNING or self._hang:

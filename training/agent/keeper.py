@@ -13,6 +13,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ CLOSE_TIMEOUT_S = 900.0  # the longest grace period of a container
 # Nothing waits for the keeper but the save after next: it sees an outage of the store through.
 OUTAGE_S = 1200.0
 HELD_FILE = "held.json"
+REVIVED_AFTER_S = 5.0  # since its start
 # Ends the process at a named point of a save, as a power cut would: for tests of what is left.
 POINT = "PERDURE_KEEPER_DIES_AT"
 
@@ -124,12 +126,15 @@ class KeeperProcess:
     """The keeper of a container, as its agent sees it.
 
     Attributes:
+        folder: of the container.
         name: of its socket.
     """
 
     folder: Path
     name: str = ""
     _process: subprocess.Popen[bytes] | None = None
+    _command: tuple[str, ...] = ()
+    _started_s: float = 0.0
 
     def ensure(self, job: Job, job_file: Path, disk: Path | None) -> str:
         """Start it if it is not there. Returns the name of its socket.
@@ -139,19 +144,41 @@ class KeeperProcess:
         """
         if self._process is not None and self._process.poll() is None:
             return self.name
-        self._let_go()
         self.name = f"perdure-{job.run_id}-{uuid.uuid4().hex}"[-100:]
-        command = [sys.executable, "-m", "training.agent.keeper", str(job_file), self.name]
+        command = (sys.executable, "-m", "training.agent.keeper", str(job_file), self.name)
+        self._command = (*command, str(disk)) if disk is not None else command
+        self._start()
+        return self.name
+
+    def revive(self, *, now_s: float) -> bool:
+        """Start one that has died again, under its name. Whether it was.
+
+        Workers that ask for it anew after a recovery would wait in vain. One that dies at once is
+        left alone for a while.
+        """
+        if self._process is None or self._process.poll() is None:
+            return False
+        if now_s - self._started_s < REVIVED_AFTER_S:
+            return False
+        try:
+            self._start()
+        except OSError as error:
+            print(f"perdure: the keeper cannot be started again: {error}", flush=True)  # noqa: T201 the agent's log
+            return False
+        return True
+
+    def _start(self) -> None:
+        self._let_go()
+        self._started_s = time.monotonic()
         with (self.folder / "keeper.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [*command, str(disk)] if disk is not None else command,
+                self._command,
                 cwd=self.folder,
                 stdin=subprocess.PIPE,  # closes when the agent dies
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
-        return self.name
 
     @property
     def pids(self) -> frozenset[int]:

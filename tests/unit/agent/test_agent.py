@@ -13,8 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from storage.errors import TimedOut
+from storage.keeper.client import KeeperClient
 from tests.unit.agent.conftest import EPOCH, Container, wait_for
 from training.agent.control import ADDRESS_FILE
+from training.agent.keeper import REVIVED_AFTER_S, KeeperProcess
 from training.agent.protocol import (
     MetricsQuery,
     RendezvousOrder,
@@ -23,6 +26,7 @@ from training.agent.protocol import (
     StopOrder,
 )
 from training.errors import AgentUnreachable, EngineError
+from training.job import parse_job
 from training.processes import is_alive, kill_container
 
 # A grandchild that left the session of its parent and does not listen to SIGTERM.
@@ -178,6 +182,37 @@ def test_an_attempt_that_cannot_be_started_costs_the_keeper_nothing(keeping):
     keeping.call(ShutdownOrder(grace_s=5))
     assert keeping.process.wait(10) == 0
     assert keeping.processes() == []
+
+
+def test_a_keeper_that_dies_is_started_again_under_its_name_but_not_at_once(tmp_path):
+    job = parse_job(
+        {
+            "run_id": f"run-{uuid.uuid4().hex}",
+            "storage": {"address": f"file://{tmp_path}/store"},
+            "worker": {"recipe": "module:main"},
+        }
+    )
+    job_file = tmp_path / "job.json"
+    job_file.write_text(job.model_dump_json())
+    keeper = KeeperProcess(tmp_path)
+    assert not keeper.revive(now_s=time.monotonic()), "there was none"
+    name = keeper.ensure(job, job_file, None)
+    client = KeeperClient(name)
+    assert client.shares() == ()
+    later_s = time.monotonic() + REVIVED_AFTER_S
+    assert not keeper.revive(now_s=later_s), "it lives"
+    (first,) = keeper.pids
+    os.kill(first, signal.SIGKILL)
+    os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
+    assert not keeper.revive(now_s=time.monotonic())
+    assert keeper.revive(now_s=later_s)
+    try:
+        with pytest.raises(TimedOut, match="the keeper of this node does not answer"):
+            client.shares()
+        assert client.shares() == ()
+        assert keeper.pids != {first}
+    finally:
+        keeper.close(5)
 
 
 def test_a_keeper_whose_agent_was_killed_ends(keeping):
