@@ -8,6 +8,9 @@ export PERDURE_HOME ?= $(CURDIR)/.perdure
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
+# A run starts dozens of processes: where images have this set, each would compile all sources anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help demo demo-stop test test-long soak chaos bench bench-storage bench-recovery check format clean
 
 help:
