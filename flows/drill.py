@@ -36,14 +36,14 @@ def drill(name: str = ALL, job: Job | None = None, parallelism: str | None = Non
     credentials = credentials_of(job.storage) if job is not None else None
     home = new_home(flow_run.id, flow_run.run_count)
     drilling = drilling_on(job, drills, kind, home=home, credentials=credentials)
-    get_run_logger().info("logs and ledgers: %s", ", ".join(drilling.places))
+    where = ", ".join(drilling.places)
+    get_run_logger().info("logs and ledgers, until all was as expected: %s", where)
     undisturbed(drilling)
     outcomes = [data_of(play(drilling, one, return_state=True)) for one in drills]
-    where = f"on the nodes of {job.run_id}" if job is not None else "on this machine"
-    tell(outcomes, where=where, return_state=True)  # the states have told it, too
+    run_id = job.run_id if job is not None else None
+    tell(outcomes, run_id=run_id, return_state=True)  # the states have told it, too
     bad = [one.name for one in outcomes if not one.as_expected]
     if bad:
-        kept = f"logs and ledgers: {', '.join(drilling.places)}"
-        return Failed(message=f"not as expected: {', '.join(bad)}; {kept}")
+        return Failed(message=f"not as expected: {', '.join(bad)}; logs and ledgers: {where}")
     clear(drilling, return_state=True)  # what stays is no word about the drills
     return Completed(message=f"as expected: {', '.join(one.name for one in outcomes)}")

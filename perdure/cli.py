@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -99,10 +100,11 @@ def demo() -> None:
     injector = demo_faults(home, job.run_id)
     code = _supervise(job, injector)
     console = make_console()
-    console.print(f"look around with: export PERDURE_HOME={home}", highlight=False, soft_wrap=True)
-    console.print(f"    perdure status {job.run_id}", highlight=False, soft_wrap=True)
     for name, pids in injector.fired.items():
         console.print(f"injected: {name}, {len(pids)} processes", highlight=False)
+    program = shutil.which("perdure") or Path(sys.executable).with_name("perdure")
+    again = f"PERDURE_HOME={home} {program} status {job.run_id}"
+    console.print(f"look at it again with: {again}", highlight=False, soft_wrap=True)
     missing = [i.name for i in injector.injections if not injector.fired.get(i.name)]
     if missing:
         raise PerdureError(f"did not fire: {', '.join(missing)}")

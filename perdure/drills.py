@@ -62,10 +62,18 @@ def run_drills(
 
 def _played(drilling: Drilling, drills: Sequence[Drill]) -> list[Outcome]:
     outcomes = []
-    with Console(stderr=True).status("the same job without a fault") as status:
+    console = Console(stderr=True)
+    with console.status("") as status:
+
+        def tell(text: str) -> None:
+            status.update(text)
+            if not console.is_terminal:
+                _say(text)
+
+        tell("the same job without a fault")
         drilling.undisturbed()
         for number, drill in enumerate(drills, start=1):
-            status.update(f"{drill.name} ({number} of {len(drills)})")
+            tell(f"{drill.name} ({number} of {len(drills)})")
             outcomes.append(drilling.run(drill))
     return outcomes
 

@@ -51,15 +51,18 @@ def play(drilling: Drilling, drill: Drill) -> Outcome:
     return failed(outcome, line_of(outcome), name="NotAsExpected")
 
 
-@task(name="clear", task_run_name="clear", cache_policy=NO_CACHE)
+@task(name="clear", task_run_name="delete what is left", cache_policy=NO_CACHE)
 def clear(drilling: Drilling) -> None:
     """Delete what drills have left that were as expected."""
     drilling.clear()
 
 
-@task(name="tell", task_run_name="tell", cache_policy=NO_CACHE)
-def tell(outcomes: Sequence[Outcome], *, where: str) -> None:
+@task(name="tell", task_run_name="table of all", cache_policy=NO_CACHE)
+def tell(outcomes: Sequence[Outcome], *, run_id: str | None) -> None:
     """The table of all of them, as an artifact of the flow run."""
-    create_table_artifact(
-        [row_of(outcome) for outcome in outcomes], key="drills", description=f"Drills {where}"
-    )
+    rows = [row_of(outcome) for outcome in outcomes]
+    if run_id is None:
+        create_table_artifact(rows, key="drills", description="Drills on this machine")
+    else:
+        where = f"Drills on the nodes of {run_id}"
+        create_table_artifact(rows, key=f"{run_id}-drills", description=where)

@@ -57,6 +57,8 @@ def test_a_drill_runs_on_the_nodes_of_a_job_and_leaves_nothing_in_its_store(tmp_
     assert (told["parallelism"], told["rungs"]) == ("hsdp", ["pod_reschedule"])
     assert (told["fired"], told["curve_equal"], told["as_expected"]) == (1, True, True)
     assert list(store.iterdir()) == []
+    told_on_the_way = [line for line in done.stderr.splitlines() if "node-lost" in line]
+    assert told_on_the_way == ["perdure: node-lost (1 of 1)"]
 
 
 @pytest.mark.long

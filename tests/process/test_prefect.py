@@ -220,12 +220,12 @@ def test_drills_are_tasks_of_a_deployment_with_a_table(bench, deployed, api):
     bench.prefect("deployment", "run", "drill/local", *given)
     wait_for(lambda: api.state(name) == "Completed", timeout_s=180, what="the drill")
     assert {"without a fault", name} <= set(api.task_runs(name))
-    table = api.artifacts("drills")["drills"]
+    table = api.artifacts("drilled-drills")["drilled-drills"]
     assert table["description"] == "Drills on the nodes of drilled"
     (row,) = json.loads(table["data"])
     told = [row[column] for column in ("rung", "steps lost", "curve equal", "as expected")]
     assert told == ["process_replace", "0", "yes", "yes"]
-    said = "logs and ledgers: "
+    said = "logs and ledgers, until all was as expected: "
     (places,) = [one.removeprefix(said) for one in api.logs(name) if one.startswith(said)]
     home, store = places.split(", ")
     assert store == f"{job['storage']['address']}/{Path(home).name}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from training.drill.drilling import KINDS, Drilling, chosen, parallel_kind
@@ -53,3 +55,9 @@ def test_a_name_that_is_not_there_is_refused_with_those_that_are():
         chosen("nope")
     with pytest.raises(InputError, match=r"parallelism: 'tp': must be one of ddp, hsdp, fsdp2"):
         parallel_kind("tp")
+
+
+def test_the_docs_have_every_drill_with_what_it_does():
+    text = (Path(__file__).parents[3] / "docs" / "recovery.md").read_text(encoding="utf-8")
+    for drill in DRILLS:
+        assert f"| `{drill.name}` | {drill.injected} |" in text
