@@ -92,4 +92,5 @@ def test_a_writer_killed_with_a_claim_in_hand_holds_the_others_up_for_its_lifeti
     assert store.get("key") == str(won.index(True)).encode()
     client = store._client()
     left = client.list_objects_v2(Bucket=store._bucket, Prefix=f"{store._prefix}.claims/")
-    assert [entry["Key"].rpartition("/")[2] for entry in left["Contents"]] == ["probe"]
+    # rclone may list one key twice that two have put at once.
+    assert {entry["Key"].rpartition("/")[2] for entry in left["Contents"]} == {"probe"}
