@@ -40,7 +40,14 @@ def test_a_drill_tells_a_script_what_it_did_and_what_came_of_it(tmp_path):
     assert "logs and ledgers of the drills" in done.stderr
 
 
-def test_a_drill_runs_on_the_nodes_of_a_job_and_leaves_nothing_in_its_store(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "rung"),
+    [
+        ("step-retry-hcce", "step_retry"),
+        pytest.param("node-lost", "pod_reschedule", marks=pytest.mark.long),
+    ],
+)
+def test_a_drill_runs_on_the_nodes_of_a_job_and_leaves_nothing_in_its_store(tmp_path, name, rung):
     store = tmp_path / "store"
     job = {
         "run_id": "weeks-long",
@@ -51,14 +58,13 @@ def test_a_drill_runs_on_the_nodes_of_a_job_and_leaves_nothing_in_its_store(tmp_
     }
     path = tmp_path / "job.yaml"
     path.write_text(yaml.safe_dump(job))
-    done = drill("node-lost", "--json", "--job", str(path))
+    done = drill(name, "--json", "--job", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
     (told,) = json.loads(done.stdout)
-    assert (told["parallelism"], told["rungs"]) == ("hsdp", ["pod_reschedule"])
+    assert (told["parallelism"], told["rungs"]) == ("hsdp", [rung])
     assert (told["fired"], told["curve_equal"], told["as_expected"]) == (1, True, True)
     assert list(store.iterdir()) == []
-    told_on_the_way = [line for line in done.stderr.splitlines() if "node-lost" in line]
-    assert told_on_the_way == ["perdure: node-lost (1 of 1)"]
+    assert f"perdure: {name} (1 of 1)" in done.stderr.splitlines(), "told on the way"
 
 
 @pytest.mark.long
