@@ -25,7 +25,7 @@ from prefect.events.actions import ActionTypes, ChangeFlowRunState
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 
-from training.policy.faults import FaultClass
+from training.recovery.faults import FaultClass
 
 TAG = "auto-resume"
 REQUEST_TIMEOUT_S = 20.0

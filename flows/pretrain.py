@@ -19,8 +19,8 @@ from tasks.supervision import Supervision, has_open_attempt
 from training.engines.base import Placement
 from training.errors import EngineError
 from training.job import Job
-from training.policy.faults import FaultClass
-from training.policy.ladder import Rung
+from training.recovery.faults import FaultClass
+from training.recovery.ladder import Rung
 from training.supervisor.run import Verdict
 from training.supervisor.watch import EndKind
 

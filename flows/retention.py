@@ -20,7 +20,7 @@ from tasks.states import data_of
 from training.errors import InputError
 from training.home import home_folder
 from training.job import Job
-from training.supervisor.known import known_job, known_runs
+from training.supervisor.job_registry import known_job, known_runs
 
 
 @flow(name="checkpoint-retention", flow_run_name="{job.run_id}", persist_result=False)

@@ -47,7 +47,7 @@ from training.home import home_folder
 from training.supervisor.retention import removals
 from training.supervisor.tiers import node_tiers
 
-MODEL_PREFIX = "model/"  # training.runtime.checkpointing puts it before the model's names
+MODEL_PREFIX = "model/"  # training.runtime.state.checkpointer puts it before the model's names
 FILE_SUFFIX = ".safetensors"
 UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 MAX_LISTED = 10

@@ -30,20 +30,20 @@ from perdure.preflight import check_inputs, preflight, warn_of_departures
 from perdure.runs import known_run, make_console, run_to_look_at, store_of
 from perdure.status import Looker
 from storage.errors import StorageError
-from training.control import is_pause_wanted
 from training.environment import check_environment, worker_variables
 from training.errors import InputError, PerdureError
+from training.health.preflight import check_job
 from training.home import home_folder
-from training.inject import Injector
+from training.injection.processes import Injector
 from training.job import Job, load_job
-from training.ledger import Ledger
-from training.policy.accounting import account
-from training.policy.ladder import ladder_markdown
-from training.policy.wall_time import Account
-from training.preflight import check_job
-from training.runtime.metrics import StepReader, kept_of
+from training.journal.accounting import account
+from training.journal.attempt_log import StepReader, kept_of
+from training.journal.ledger import Ledger
+from training.journal.wall_time import Account
+from training.recovery.ladder import ladder_markdown
 from training.supervisor.report import AttemptRow, loss_picture, story_rows
 from training.supervisor.timeline import ettr_text, timeline_picture
+from training.wire.requests import is_pause_wanted
 
 EXIT_FAILED = 1
 EXIT_INPUT = 2

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from storage.address import StorageSpec
-from training.inject import Injection, Injector, LocalRun
+from training.injection.processes import Injection, Injector, LocalRun
 from training.job import Job
 from training.specs.data import DataSpec
 from training.specs.engine import LocalEngineSpec

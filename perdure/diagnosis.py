@@ -21,8 +21,8 @@ from training.diagnosis.sources import (
     files_of,
 )
 from training.errors import InputError
-from training.policy.faults import Fault
-from training.policy.ladder import Decision, Policy, Rung, decide
+from training.recovery.faults import Fault
+from training.recovery.ladder import Decision, Policy, Rung, decide
 
 CONTEXT_LINES = 3
 LINE_WIDTH = 400

@@ -19,8 +19,8 @@ from rich.table import Table
 from perdure.runs import credentials_of, make_console
 from storage.errors import StorageError
 from training.drill.drilling import Drilling, chosen, drilling_on, parallel_kind
+from training.drill.report import row_of
 from training.drill.table import Drill
-from training.drill.telling import row_of
 from training.drill.verdict import Outcome
 from training.errors import InputError
 from training.job import Job

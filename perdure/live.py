@@ -21,8 +21,8 @@ from rich.text import Text
 
 from tasks.observe import Observation
 from tasks.reports import note_text
-from training.policy.history import AttemptView, RunHistory
-from training.runtime.metrics import StepRecord
+from training.journal.attempt_log import StepRecord
+from training.journal.history import AttemptView, RunHistory
 from training.supervisor.report import NOT_MENDED, AttemptRow
 
 PLAIN_EVERY_S = 5.0

@@ -24,11 +24,11 @@ from rich.table import Table
 from perdure.runs import make_console, named_run
 from storage.objects import ObjectStore
 from training.agent.collecting import COLLECTED_FILE, logs_prefix
-from training.agent.protocol import Collected
 from training.errors import InputError
 from training.job import Job
-from training.ledger import Ledger
-from training.policy.history import RunHistory
+from training.journal.history import RunHistory
+from training.journal.ledger import Ledger
+from training.wire.agent import Collected
 
 _KEY = re.compile(r"p(\d+)-a(\d+)/([^/]+)/(.+)")
 _RANK = re.compile(r"rank-(\d+)\.")

@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from training.control import is_pause_wanted, write_control
 from training.errors import InputError, PerdureError
-from training.policy.history import RunHistory
-from training.policy.mending import Pause
-from training.supervisor.recoveries import Onlooker
+from training.journal.history import RunHistory
+from training.journal.mending import Pause
+from training.supervisor.observer import AttemptObserver
 from training.supervisor.run import Run
+from training.wire.requests import is_pause_wanted, write_control
 
 POLL_S = 0.5
 # A supervisor has it on record at once; without one the attempt's own file tells.
@@ -46,7 +46,7 @@ class Pausing:
         self._say = say
         self._clock = clock
         self._sleep = sleep
-        self._onlooker: tuple[tuple[int, int], Onlooker] | None = None
+        self._onlooker: tuple[tuple[int, int], AttemptObserver] | None = None
 
     @property
     def _run_id(self) -> str:

@@ -19,12 +19,12 @@ from rich.text import Text
 
 from perdure.runs import make_console
 from training.drill.reentry import check_reentry
+from training.health.preflight import Note, check_job, recovery_notes
+from training.health.preflight.local_node import check_here
 from training.job import Job, departures, load_job
-from training.monitor.check import Check, Outcome
-from training.preflight import Note, check_job, recovery_notes
-from training.preflight.checklist import checklist
-from training.preflight.here import check_here
+from training.supervisor.checklist import checklist
 from training.trainer.data.tokenizer import open_tokenizer
+from training.wire.check import Check, Outcome
 
 EXIT_FAILED = 1
 STYLES = {Outcome.OK: "green", Outcome.WARNING: "yellow", Outcome.FAILED: "red"}

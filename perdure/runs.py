@@ -11,7 +11,7 @@ from storage.address import Credentials, open_store
 from storage.objects import ObjectStore
 from training.home import home_folder
 from training.job import Job, load_job
-from training.supervisor.known import job_path, known_job
+from training.supervisor.job_registry import job_path, known_job
 from training.supervisor.run import Run
 
 PIPED_WIDTH = 180

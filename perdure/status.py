@@ -11,23 +11,23 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from storage.keeper.protocol import Tier
+from storage.checkpoint_server.protocol import Tier
 from storage.listing import list_steps, tiers_of
-from training.agent.protocol import AgentStatus
-from training.control import is_pause_wanted
 from training.engines.base import Snapshot
 from training.home import home_folder
-from training.policy.accounting import account
-from training.policy.fault_record import FaultRecord
-from training.policy.history import AttemptView, RunHistory, fault_of
-from training.policy.rungs import Rung
-from training.policy.wall_time import Account
-from training.runtime.metrics import StepRecord, kept_of
+from training.journal.accounting import account
+from training.journal.attempt_log import StepRecord, kept_of
+from training.journal.history import AttemptView, RunHistory, fault_of
+from training.journal.wall_time import Account
+from training.recovery.fault_record import FaultRecord
+from training.recovery.rungs import Rung
 from training.supervisor.accounts import Accountant
-from training.supervisor.recoveries import Onlooker, Sight
+from training.supervisor.observer import AttemptObserver, AttemptSnapshot
 from training.supervisor.report import alert_rows, attempt_rows, outcome_of, recovery_facts
 from training.supervisor.run import Run
 from training.supervisor.tiers import node_tiers
+from training.wire.agent import AgentStatus
+from training.wire.requests import is_pause_wanted
 
 LINES = ("run_id", "state", "step", "committed_step", "target_step", "ettr", "isolated")
 CHECKPOINTS_PERIOD_S = 10.0  # listing them takes the store more than the rest together
@@ -62,7 +62,7 @@ class Looker:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._accountant = Accountant(run.store, run.job.run_id)
-        self._onlooker: tuple[tuple[int, int], Onlooker] | None = None
+        self._onlooker: tuple[tuple[int, int], AttemptObserver] | None = None
         self._known_account: Account | None = None
         self._account_due_s = float("-inf")
         self._tiers: tuple[float, dict[str, Any]] = (float("-inf"), {})
@@ -91,14 +91,14 @@ class Looker:
         }
         return Status(history, document, records, told)
 
-    def _sight(self, history: RunHistory) -> Sight:
+    def _sight(self, history: RunHistory) -> AttemptSnapshot:
         view = history.open_attempt
         if view is None or history.ended is not None:
-            return Sight(None)
+            return AttemptSnapshot(None)
         if self._onlooker is None or self._onlooker[0] != view.key:
             onlooker = self._run.onlooker()
             if onlooker is None:
-                return Sight(None)
+                return AttemptSnapshot(None)
             self._onlooker = (view.key, onlooker)
         return self._onlooker[1].look()
 
@@ -131,7 +131,7 @@ class Looker:
         return found
 
 
-def _add_notes(history: RunHistory, sight: Sight) -> None:
+def _add_notes(history: RunHistory, sight: AttemptSnapshot) -> None:
     """What the living attempt noted and nobody has put on record yet."""
     view = history.open_attempt
     if view is None:

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from perdure.live import attempts_view, sparkline
 from perdure.status import Looker, Status, notices, person_lines
-from training.policy.wall_time import Account
+from training.journal.wall_time import Account
 from training.supervisor.report import OPEN, story_rows
 from training.supervisor.timeline import COLOURS, coarse, duration_text, ettr_text, share_rows
 

@@ -21,6 +21,7 @@ from enum import StrEnum
 import xxhash
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, TypeAdapter, ValidationError
 
+from storage.checksummed import checksummed, digest, verified_document
 from storage.errors import (
     Corrupt,
     NotFound,
@@ -36,7 +37,6 @@ from storage.manifest import (
     parse_manifest,
 )
 from storage.objects import ObjectInfo, ObjectStore
-from storage.sealing import digest, sealed, unsealed
 
 __all__ = [
     "CheckpointStore",
@@ -172,7 +172,7 @@ class CheckpointStore:
             )
         if held != (placement, attempt):
             fence = _Fence(placement=placement, attempt=attempt)
-            self.store.put(self._fence_key(), sealed(fence.model_dump_json()))
+            self.store.put(self._fence_key(), checksummed(fence.model_dump_json()))
 
     def read_fence(self) -> tuple[int, int] | None:
         """(placement, attempt) that may publish; None before the first `fence`.
@@ -186,7 +186,7 @@ class CheckpointStore:
             return None
         try:
             fence = _Fence.model_validate_json(
-                unsealed(data, url=self.store.url(self._fence_key()))
+                verified_document(data, url=self.store.url(self._fence_key()))
             )
         except ValidationError as exc:
             raise Corrupt(f"{self.store.url(self._fence_key())}: not a fence") from exc

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from storage.checkpoint import MANIFEST_NAME, SET_ASIDE_NAME, CheckpointStore, StepState
+from storage.checkpoint_server.protocol import Tier
 from storage.errors import Corrupt, NotFound
-from storage.keeper.protocol import Tier
 from storage.manifest import Manifest, parse_manifest
 from storage.objects import ObjectInfo
 

@@ -21,8 +21,8 @@ from pydantic import (
     model_validator,
 )
 
+from storage.checksummed import checksummed, verified_document
 from storage.errors import Corrupt
-from storage.sealing import sealed, unsealed
 
 FORMAT_VERSION: Literal[1] = 1
 
@@ -130,7 +130,7 @@ class Manifest(Record):
 
     def to_bytes(self) -> bytes:
         """JSON, UTF-8, with its own hash: readers trust it alone."""
-        return sealed(self.model_dump_json())
+        return checksummed(self.model_dump_json())
 
 
 def parse_manifest(data: bytes, *, url: str) -> Manifest:
@@ -140,7 +140,7 @@ def parse_manifest(data: bytes, *, url: str) -> Manifest:
         Corrupt: not a manifest as it was written, or of a format that is unknown here.
     """
     try:
-        document = json.loads(unsealed(data, url=url))
+        document = json.loads(verified_document(data, url=url))
         return Manifest.model_validate(document)
     except ValidationError as exc:
         first = exc.errors(include_url=False, include_input=False)[0]

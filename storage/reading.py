@@ -2,7 +2,7 @@
 
 What a plan wants of a shard becomes segments, ranges of bytes of its file. Neighbouring small ones
 are fetched together, many at a time; a large one goes into the tensor's own memory. A shard may
-instead be at hand whole, in memory that a keeper shares. Sizes and offsets are bytes.
+instead be at hand whole, in memory that a checkpoint server shares. Sizes and offsets are bytes.
 """
 
 from __future__ import annotations

@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from storage import dcp
 from storage.checkpoint import CheckpointStore, digest
+from storage.checkpoint_server.client import CheckpointClient
+from storage.checkpoint_server.protocol import HeldShare, Tier
 from storage.errors import Corrupt, StorageError
 from storage.gather import gather_json
-from storage.keeper.client import KeeperClient
-from storage.keeper.protocol import HeldShare, Tier
 from storage.manifest import Chunk, Manifest
 from storage.reading import ShardReads
 from storage.share import SaveId, WrittenShare, delete_records, merge
@@ -36,19 +36,20 @@ class NodeShares:
     """The shares that this rank's node holds, and their bytes.
 
     Attributes:
-        client: to the node's keeper.
+        client: to the node's checkpoint server.
         disk: checkpoints on the node's disk, where there is that tier.
     """
 
-    client: KeeperClient
+    client: CheckpointClient
     disk: CheckpointStore | None
     _held: Sequence[HeldShare] = ()
     _damaged: set[tuple[SaveId, int]] = field(default_factory=set)
 
     def refresh(self) -> list[Held]:
-        """Ask the keeper what there is; what turned out damaged is left out.
+        """Ask the checkpoint server what there is; what turned out damaged is left out.
 
-        A keeper that does not answer has nothing: the other ranks must not wait for this one.
+        A checkpoint server that does not answer has nothing: the other ranks must not wait for this
+            one.
         """
         try:
             told = self.client.shares()
@@ -84,7 +85,7 @@ class NodeShares:
         return self._read_disk(written)
 
     def _read_disk(self, written: WrittenShare) -> Tensor:
-        assert self.disk is not None  # noqa: S101 the keeper said that it lies there
+        assert self.disk is not None  # noqa: S101 the checkpoint server said that it lies there
         share = written.share
         file = torch.empty(written.record.size_bytes, dtype=torch.uint8)
         try:

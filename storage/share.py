@@ -12,9 +12,9 @@ from collections.abc import Collection, Sequence
 from pydantic import Field, JsonValue, NonNegativeInt, ValidationError
 
 from storage.checkpoint import CheckpointStore, shard_name
+from storage.checksummed import checksummed, verified_document
 from storage.errors import Corrupt
 from storage.manifest import Chunk, Manifest, Record, RunId, ShardRecord, TensorRecord
-from storage.sealing import sealed, unsealed
 
 RECORD_SUFFIX = ".json"
 
@@ -137,7 +137,7 @@ def merge(
 def put_record(checkpoints: CheckpointStore, written: WrittenShare) -> None:
     """Write the record of a share beside its shard."""
     key = _record_key(checkpoints, written.share.save_id, written.share.rank)
-    checkpoints.store.put(key, sealed(written.model_dump_json()))
+    checkpoints.store.put(key, checksummed(written.model_dump_json()))
 
 
 def recorded_ranks(checkpoints: CheckpointStore, save: SaveId) -> set[int]:
@@ -173,7 +173,7 @@ def parse_record(data: bytes, *, url: str) -> WrittenShare:
         Corrupt: the object is not as it was written.
     """
     try:
-        return WrittenShare.model_validate(json.loads(unsealed(data, url=url)))
+        return WrittenShare.model_validate(json.loads(verified_document(data, url=url)))
     except ValueError as exc:
         raise Corrupt(f"{url}: not the record of a share") from exc
 

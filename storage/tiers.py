@@ -1,8 +1,8 @@
 """Saves that stop training for a memory copy, and the choice of what to restore from.
 
-A save copies this rank's share into its keeper's memory; the keeper does the rest. The nodes can
-restore a save of which every rank's share lies on one of them. Sizes are bytes, times seconds,
-steps completed optimizer steps.
+A save copies this rank's share into its checkpoint server's memory; the checkpoint server does the
+rest. The nodes can restore a save of which every rank's share lies on one of them. Sizes are bytes,
+times seconds, steps completed optimizer steps.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from storage.checkpoint import shard_name
+from storage.checkpoint_server.client import CheckpointClient, ReservedSlot
+from storage.checkpoint_server.protocol import Tier
 from storage.errors import StorageError, TimedOut
 from storage.gather import gather_json
-from storage.keeper.client import KeeperClient, ReservedSlot
-from storage.keeper.protocol import Tier
 from storage.share import SaveId, Share
 from storage.staging import SavePlans
 
@@ -78,7 +78,7 @@ class TieredSaver:
         first_file: number in the name of the first rank's file.
     """
 
-    client: KeeperClient
+    client: CheckpointClient
     plans: SavePlans
     run_id: str
     placement: int
@@ -122,7 +122,7 @@ class TieredSaver:
             announce: file that gets a line once it is committed.
 
         Raises:
-            StorageError: an earlier save failed for good, or the keeper is gone.
+            StorageError: an earlier save failed for good, or the checkpoint server is gone.
         """
         self.signs.agrees()
         staging = self.plans.stage(state, self._shard)
@@ -158,7 +158,7 @@ class TieredSaver:
     def _reserve(self, size_bytes: int) -> ReservedSlot:
         """A slot on every rank, once the save before the last one is published everywhere.
 
-        Nobody goes on before: a rank that waited alone would look like one that hangs.
+        NoHook goes on before: a rank that waited alone would look like one that hangs.
         """
         deadline_s = time.monotonic() + RESERVE_TIMEOUT_S
         slot: ReservedSlot | None = None

@@ -11,8 +11,8 @@ from prefect.cache_policies import NO_CACHE
 
 from tasks.states import completed, failed
 from training.drill.drilling import Drilling
+from training.drill.report import line_of, row_of
 from training.drill.table import Drill
-from training.drill.telling import line_of, row_of
 from training.drill.verdict import Outcome
 from training.home import home_folder
 

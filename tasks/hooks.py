@@ -18,7 +18,7 @@ from tasks.reporting import Log
 from training.errors import RunConflict
 from training.home import home_folder
 from training.job import Job
-from training.supervisor.known import known_job, known_runs
+from training.supervisor.job_registry import known_job, known_runs
 from training.supervisor.run import Run
 
 

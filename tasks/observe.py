@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from training.policy.history import RunHistory
-from training.runtime.metrics import StepRecord
+from training.journal.attempt_log import StepRecord
+from training.journal.history import RunHistory
 
 
 @dataclass(frozen=True, slots=True)

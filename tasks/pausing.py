@@ -17,7 +17,7 @@ from prefect.client.schemas.objects import State
 from prefect.states import Paused
 
 from storage.objects import ObjectStore
-from training.control import is_pause_wanted, take_back, write_control
+from training.wire.requests import is_pause_wanted, take_back, write_control
 
 
 class FlowRun(Protocol):

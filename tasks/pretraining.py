@@ -22,14 +22,14 @@ from tasks.states import completed, data_of, failed
 from tasks.supervision import Supervision
 from training.engines.base import Placement
 from training.errors import InputError
+from training.health.preflight import check_job
 from training.job import Job, departures
-from training.monitor.check import Outcome
-from training.policy.ladder import Rung
-from training.preflight import check_job
+from training.recovery.ladder import Rung
 from training.supervisor.run import Verdict
 from training.supervisor.watch import EndKind
 from training.trainer.data.prepare import PrepareResult, prepare
 from training.trainer.data.tokenizer import open_tokenizer
+from training.wire.check import Outcome
 
 # A task's name and message are what the UI shows of a recovery.
 STATE_NAMES = {

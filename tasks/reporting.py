@@ -27,13 +27,13 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.events import emit_event
 
-from tasks.patience import without_retries
+from tasks.patient_client import without_retries
 from tasks.reports import fault_report, recovery_report
-from training.policy.faults import Fault
-from training.policy.history import AttemptView, RunHistory, fault_of
-from training.policy.ladder import Decision
-from training.policy.mending import Mending
-from training.policy.notes import LastSave
+from training.journal.events import LastSave
+from training.journal.history import AttemptView, RunHistory, fault_of
+from training.journal.mending import Mending
+from training.recovery.faults import Fault
+from training.recovery.ladder import Decision
 from training.supervisor.report import OPEN, AlertRow, AttemptRow, outcome_of, recovery_facts
 from training.supervisor.timeline import AccountReport
 

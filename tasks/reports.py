@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from training.policy.faults import Fault
-from training.policy.history import AttemptView, RunHistory, fault_of
-from training.policy.ladder import Decision
-from training.policy.mending import Mending
-from training.policy.notes import (
+from training.journal.attempt_log import StepRecord
+from training.journal.events import (
     AlertCleared,
     AlertRaised,
     AnyNote,
@@ -19,7 +16,10 @@ from training.policy.notes import (
     RecoveryBegan,
     RecoveryEnded,
 )
-from training.runtime.metrics import StepRecord
+from training.journal.history import AttemptView, RunHistory, fault_of
+from training.journal.mending import Mending
+from training.recovery.faults import Fault
+from training.recovery.ladder import Decision
 from training.supervisor.report import RECOVERING, outcome_of
 
 SUB_HEALTHY_TEXT = " The job is sub-healthy: the same link may break again."

@@ -23,17 +23,15 @@ from prefect.runtime import flow_run as flow_run_runtime
 from storage.errors import StorageError
 from tasks.credentials import credentials_of
 from tasks.observe import Observation, publish
-from tasks.patience import without_retries
+from tasks.patient_client import without_retries
 from tasks.pausing import PauseLink, ServedFlowRun, was_resumed
 from tasks.reporting import PROGRESS_PERIOD_S, Log, Reporter
 from tasks.reports import note_text, progress_text, standing
-from training.control import is_pause_wanted, take_back
 from training.errors import InputError, RunConflict
 from training.home import home_folder
 from training.job import Job
-from training.ledger import RENEW_S
-from training.policy.history import RunHistory
-from training.policy.notes import (
+from training.journal.attempt_log import StepRecord
+from training.journal.events import (
     AlertCleared,
     AlertRaised,
     AnyNote,
@@ -43,12 +41,14 @@ from training.policy.notes import (
     RecoveryBegan,
     RecoveryEnded,
 )
-from training.runtime.metrics import StepRecord
+from training.journal.history import RunHistory
+from training.journal.ledger import RENEW_S
 from training.supervisor.accounts import Accountant
 from training.supervisor.report import alert_facts, alert_rows, loss_picture, story_rows
 from training.supervisor.run import Run
 from training.supervisor.timeline import AccountReport, account_report
 from training.supervisor.watch import Progress
+from training.wire.requests import is_pause_wanted, take_back
 
 CONTROL_PERIOD_S = 3.0
 ACCOUNT_PERIOD_S = 30.0
@@ -77,7 +77,7 @@ class _Periodic(threading.Thread):
         self._closed.set()
 
 
-class LeaseKeeper(_Periodic):
+class LeaseCheckpointServer(_Periodic):
     """Says in the store that this supervisor lives; notices when it has been superseded."""
 
     def __init__(self, run: Run, logger: Log) -> None:
@@ -189,7 +189,7 @@ class Supervision:
         self.flow_run_id = _flow_run_id()
         self.reporter = Reporter(job.run_id, self.flow_run_id, logger)
         self.activity = "starting"
-        self._lease = LeaseKeeper(self.run, logger)
+        self._lease = LeaseCheckpointServer(self.run, logger)
         self._control = Control(self.flow_run_id, self.run) if self.flow_run_id else None
         self.accountant = Accountant(self.run.store, job.run_id)
         self._told_s = 0.0

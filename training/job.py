@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from storage.address import Credentials, StorageSpec
 from training.errors import InputError
-from training.policy.replicas import Layout
+from training.recovery.replicas import Layout
 from training.specs.data import DataSpec, TokenizerSpec
 from training.specs.drill import DrillSpec
 from training.specs.engine import DEFAULT_RECIPE, LocalEngineSpec, WorkerSpec

@@ -120,7 +120,7 @@ class MemoryWatch:
     """The most memory that this process and its children had, beyond what they began with.
 
     Private pages of each, and once every piece of shared memory that one of them holds open:
-    a keeper's slot counts whether or not its pages are mapped.
+    a checkpoint server's slot counts whether or not its pages are mapped.
     """
 
     extra_bytes: int = 0

@@ -1,4 +1,4 @@
-"""Our side: a keeper in its own process, saves into it, restores from it and from the store.
+"""Our side: a checkpoint server process, saves into it, restores from it and the store.
 
 Times are seconds, sizes bytes.
 """
@@ -20,7 +20,7 @@ from benchmarks.storage.state import check, clear
 from storage import dcp
 from storage.address import StorageSpec, open_store
 from storage.checkpoint import CheckpointStore
-from storage.keeper.client import KeeperClient
+from storage.checkpoint_server.client import CheckpointClient
 from storage.manifest import Manifest
 from storage.restoring import NodeRestore, NodeShares
 from storage.staging import SavePlans
@@ -65,7 +65,7 @@ class Saves:
 
 @contextmanager
 def blocking(setting: Setting) -> Iterator[Action]:
-    """How long a save into the keeper holds training up; both slots have been used before."""
+    """How long a save blocks training; both slots of the checkpoint server are warm."""
     with _saves(setting) as saves:
         saves.save()
         yield Action(saves.save, before=saves.forget, after=saves.forget)
@@ -81,20 +81,20 @@ def publishing(setting: Setting) -> Iterator[Action]:
 
 @contextmanager
 def from_memory(setting: Setting) -> Iterator[Action]:
-    """A new worker's restore from the memory of its node's keeper."""
+    """A new worker's restore from the memory of its node's checkpoint server."""
     with _saves(setting) as saves:
         saves.publish()
         restores = _Restores(setting, saves.checkpoints)
-        keeper = saves.saver.client.name
+        checkpoint_server = saves.saver.client.name
 
         def run() -> float:
             began_s = time.perf_counter()
-            client = KeeperClient(keeper)
+            client = CheckpointClient(checkpoint_server)
             node = NodeShares(client, None)
             now = (PLACEMENT, ATTEMPT + 1)
             nodes = NodeRestore(node, saves.checkpoints, now, torch.device("cpu"))
             if nodes.load(nodes.candidates()[0], lambda _manifest: setting.state) is None:
-                raise RuntimeError("the keeper has no whole share")
+                raise RuntimeError("the checkpoint server has no whole share")
             client.close()
             return time.perf_counter() - began_s
 
@@ -143,8 +143,8 @@ class _Restores:
 @contextmanager
 def _saves(setting: Setting) -> Iterator[Saves]:
     with ExitStack() as stack:
-        name = stack.enter_context(_keeper(setting))
-        client = stack.enter_context(KeeperClient(name))
+        name = stack.enter_context(_checkpoint_server(setting))
+        client = stack.enter_context(CheckpointClient(name))
         saver = TieredSaver(
             client,
             SavePlans(),
@@ -161,8 +161,8 @@ def _saves(setting: Setting) -> Iterator[Saves]:
 
 
 @contextmanager
-def _keeper(setting: Setting) -> Iterator[str]:
-    """A keeper without a disk tier, as the agent starts it; gives the name of its socket."""
+def _checkpoint_server(setting: Setting) -> Iterator[str]:
+    """A checkpoint server without a disk tier, started as by an agent; yields its socket."""
     job = Job.model_validate(
         {
             "run_id": RUN_ID,
@@ -175,7 +175,7 @@ def _keeper(setting: Setting) -> Iterator[str]:
     job_file.write_text(job.model_dump_json(), encoding="utf-8")
     name = f"perdure-bench-{uuid.uuid4().hex}"
     process = subprocess.Popen(
-        [sys.executable, "-m", "training.agent.keeper", str(job_file), name],
+        [sys.executable, "-m", "training.agent.checkpoint_server", str(job_file), name],
         cwd=setting.folder,  # where it notes what it holds
         stdout=sys.stderr,
     )

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-from training.monitor.health import HealthWatch, Look, RankLook, StepLook
-from training.monitor.heartbeat import HeartbeatWriter, Phase
-from training.monitor.sources.sampling import Sampler
+from training.health.monitor.health import HealthWatch, Look, RankLook, StepLook
+from training.health.monitor.heartbeat import HeartbeatWriter, Phase
+from training.health.monitor.sources.sampling import Sampler
 from training.specs.watch import WatchSpec
 
 STEPS = 2000

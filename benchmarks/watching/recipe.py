@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import training
-from training.inject import LocalRun, Part
+from training.health.monitor.heartbeat import HeartbeatWriter
+from training.injection.processes import LocalRun, Part
 from training.job import Job
-from training.monitor.heartbeat import HeartbeatWriter
 
 VARIABLE = "BENCH_WATCHING"
 STEPS_FILE = "steps.json"

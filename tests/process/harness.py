@@ -15,11 +15,11 @@ from typing import Any
 import yaml
 
 from storage.address import open_store
-from training.inject import LocalRun
+from training.injection.processes import LocalRun
 from training.job import Job, parse_job
-from training.ledger import Ledger
-from training.policy.history import RunHistory
-from training.runtime.metrics import kept_steps, parse_live
+from training.journal.attempt_log import kept_steps, parse_live
+from training.journal.history import RunHistory
+from training.journal.ledger import Ledger
 
 REPO = Path(__file__).resolve().parents[2]
 RECIPES = REPO / "tests" / "recipes"

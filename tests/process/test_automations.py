@@ -14,8 +14,8 @@ from flows.automations import on_fault, put
 from tasks.reporting import Reporter
 from tests.process.harness import wait_for
 from tests.process.rest import Api, ask
-from training.policy.faults import Fault, FaultClass
-from training.policy.ladder import Decision, Rung
+from training.recovery.faults import Fault, FaultClass
+from training.recovery.ladder import Decision, Rung
 
 pytestmark = [
     pytest.mark.process,

@@ -15,10 +15,10 @@ import pytest
 
 from storage.checkpoint import StepState
 from tests.process.harness import RECIPES, TEXT
-from training.inject import Injection, Injector, LocalRun
+from training.injection.processes import Injection, Injector, LocalRun
 from training.job import parse_job
-from training.policy.ladder import Rung
-from training.runtime.metrics import kept_steps
+from training.journal.attempt_log import kept_steps
+from training.recovery.ladder import Rung
 from training.supervisor.run import Run
 from training.supervisor.watch import EndKind, Progress
 from training.trainer.data.prepare import prepare
@@ -95,20 +95,20 @@ class Driven:
         kept = kept_steps(self.run.store, self.run.job.run_id)
         return {step: record.loss for step, record in kept.items()}
 
-    def keeper(self, node: str) -> psutil.Process:
-        """The keeper of a node."""
-        (keeper,) = [
+    def checkpoint_server(self, node: str) -> psutil.Process:
+        """The checkpoint server of a node."""
+        (checkpoint_server,) = [
             process
             for process in self.local.processes(node)
-            if "training.agent.keeper" in process.cmdline()
+            if "training.agent.checkpoint_server" in process.cmdline()
         ]
-        return keeper
+        return checkpoint_server
 
-    def kill_keeper(self, node: str) -> list[int]:
-        """SIGKILL a keeper: its memory is gone, and its workers learn it at the next save."""
-        keeper = self.keeper(node)
-        keeper.send_signal(signal.SIGKILL)
-        return [keeper.pid]
+    def kill_checkpoint_server(self, node: str) -> list[int]:
+        """SIGKILL a checkpoint server: its memory is gone; workers notice at the next save."""
+        checkpoint_server = self.checkpoint_server(node)
+        checkpoint_server.send_signal(signal.SIGKILL)
+        return [checkpoint_server.pid]
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,7 @@ def undisturbed(drive) -> Driven:
     return driven
 
 
-def test_a_run_saves_through_its_keepers_and_leaves_only_what_it_keeps(undisturbed):
+def test_a_run_saves_through_its_checkpoint_servers_and_leaves_only_what_it_keeps(undisturbed):
     assert list(undisturbed.curve()) == list(range(1, STEPS + 1))
     checkpoints = undisturbed.run.checkpoints
     assert checkpoints.states() == dict.fromkeys((STEPS - EVERY, STEPS), StepState.COMMITTED)
@@ -160,13 +160,13 @@ def test_a_run_saves_through_its_keepers_and_leaves_only_what_it_keeps(undisturb
 
 
 @pytest.mark.long
-def test_workers_keepers_and_nodes_may_die_and_the_loss_curve_stays(drive, undisturbed):
+def test_workers_checkpoint_servers_and_nodes_may_die_and_the_loss_curve_stays(drive, undisturbed):
     # With either of the two on, nothing would be left to restore from the tiers.
     restart = {"process_replace": False, "end_of_life_checkpoint": False}
     driven = drive("faulty-tiers", node_disk=True, restart=restart)
     driven.drive(
         Injection(8, "a worker", lambda: driven.local.kill_rank(1)),
-        Injection(14, "a keeper", lambda: driven.kill_keeper("node-1")),
+        Injection(14, "a checkpoint server", lambda: driven.kill_checkpoint_server("node-1")),
         Injection(20, "a node", lambda: driven.local.kill_node("node-1")),
     )
     assert driven.curve() == undisturbed.curve()
@@ -182,10 +182,12 @@ def test_workers_keepers_and_nodes_may_die_and_the_loss_curve_stays(drive, undis
 
 
 @pytest.mark.long
-def test_a_keeper_that_died_is_there_again_for_those_who_ask_after_a_recovery(drive, undisturbed):
-    driven = drive("keeper-again", pace_s=0.5)
+def test_a_checkpoint_server_that_died_is_there_again_for_those_who_ask_after_a_recovery(
+    drive, undisturbed
+):
+    driven = drive("checkpoint-server-again", pace_s=0.5)
     driven.drive(
-        Injection(7, "a keeper", lambda: driven.kill_keeper("node-1")),
+        Injection(7, "a checkpoint server", lambda: driven.kill_checkpoint_server("node-1")),
         Injection(9, "a worker", lambda: driven.local.kill_rank(1)),
     )
     assert driven.curve() == undisturbed.curve()

@@ -18,12 +18,12 @@ import pytest
 from storage.address import open_store
 from storage.checkpoint import CheckpointStore
 from storage.errors import NotFound
+from training.drill.driver import RunDriver, RunOutcome
 from training.drill.job import drill_job, write_corpus
-from training.drill.play import Play, Played
 from training.drill.verdict import differences, recovered
 from training.job import Job
-from training.policy.history import AttemptView
-from training.policy.ladder import Rung
+from training.journal.history import AttemptView
+from training.recovery.ladder import Rung
 from training.specs.drill import DrillFault, DrillKind, DrillPoint
 from training.specs.model import ParallelKind
 
@@ -59,7 +59,7 @@ class Ended:
     """A run of eight ranks and what it left."""
 
     job: Job
-    played: Played
+    played: RunOutcome
 
     @property
     def attempts(self) -> list[AttemptView]:
@@ -77,7 +77,7 @@ class Ended:
 
 def play(home: Path, name: str, **changes: Any) -> Ended:
     job = drill_job(home, name, kind=ParallelKind.HSDP, steps=STEPS, changes={**CHANGES, **changes})
-    return Ended(job, Play(home).play(job))
+    return Ended(job, RunDriver(home).play(job))
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from training.preflight.gang import Seat, check_gang
+from training.health.preflight.gang import Seat, check_gang
 
 pytestmark = pytest.mark.process
 

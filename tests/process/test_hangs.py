@@ -15,14 +15,14 @@ import pytest
 
 from storage.address import open_store
 from tests.process.harness import REPO
+from training.drill.driver import RunDriver, RunOutcome
+from training.drill.hooks import NoHook, RunHook
 from training.drill.job import drill_job, write_corpus
-from training.drill.outside import Nobody, Person
-from training.drill.play import Play, Played
-from training.inject import LocalRun
+from training.injection.processes import LocalRun
 from training.job import parse_job
-from training.policy.fault_record import FaultRecord
-from training.policy.faults import FaultClass
-from training.policy.ladder import Rung
+from training.recovery.fault_record import FaultRecord
+from training.recovery.faults import FaultClass
+from training.recovery.ladder import Rung
 from training.specs.model import ParallelKind
 from training.supervisor.run import Run
 from training.supervisor.watch import Progress
@@ -64,10 +64,10 @@ class Bench:
         *,
         troubles: str = "",
         pace_s: float = 0.05,
-        person: Person | None = None,
+        person: RunHook | None = None,
         env: Mapping[str, str] | None = None,
         **changes: Any,
-    ) -> Played:
+    ) -> RunOutcome:
         marks = self.marks(name)
         marks.mkdir()
         given = {"TROUBLES": troubles, "MARKS": str(marks), "PACE_S": str(pace_s), **(env or {})}
@@ -81,7 +81,7 @@ class Bench:
         job = drill_job(
             self.home, name, kind=ParallelKind.DDP, steps=STEPS, changes={**sections, **changes}
         )
-        return Play(self.home).play(job, person=person or Nobody())
+        return RunDriver(self.home).play(job, person=person or NoHook())
 
     def marks(self, name: str) -> Path:
         return self.home / f"marks-{name}"
@@ -89,7 +89,7 @@ class Bench:
     def fired_s(self, name: str, mark: str) -> float:
         return float((self.marks(name) / mark).read_text())
 
-    def report_of(self, played: Played, fault: FaultRecord) -> str:
+    def report_of(self, played: RunOutcome, fault: FaultRecord) -> str:
         """The stacks that a fault points at."""
         found = re.search(r"Stacks of all ranks: (\S+)\.$", fault.explanation)
         assert found is not None, fault
@@ -106,21 +106,21 @@ def bench(tmp_path_factory) -> Bench:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(bench) -> Played:
+def undisturbed(bench) -> RunOutcome:
     # No false alarm: evaluations longer than the limit of a step.
-    played: Played = bench.play("undisturbed", pace_s=0.0, env={"EVALUATE_S": str(2 * LIMIT_S)})
+    played: RunOutcome = bench.play("undisturbed", pace_s=0.0, env={"EVALUATE_S": str(2 * LIMIT_S)})
     return played
 
 
 @pytest.fixture(scope="module")
-def hung(bench) -> tuple[Played, Stopper]:
+def hung(bench) -> tuple[RunOutcome, Stopper]:
     """One run that hangs four times, each for a reason of its own."""
     stopper = Stopper(bench.home, 2)
     troubles = "hold_lock:1:17,absent:3:27,lost_in_save:0:30"
     return bench.play("hung", troubles=troubles, person=stopper), stopper
 
 
-def fault_of(played: Played, number: int) -> FaultRecord:
+def fault_of(played: RunOutcome, number: int) -> FaultRecord:
     """What ended one of the attempts, after asserting that it hung and was started again."""
     view = played.history.attempts[number]
     assert view.ended is not None

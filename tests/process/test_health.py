@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from tests.process.harness import REPO
+from training.drill.driver import LIMIT_S, RunDriver, RunOutcome
 from training.drill.job import drill_job, write_corpus
-from training.drill.play import LIMIT_S, Play, Played
-from training.monitor.health import LATENCY_HOLD_S
-from training.policy.faults import FaultClass
-from training.policy.health import HealthPoint
-from training.policy.ladder import Rung
-from training.policy.mending import Alert
+from training.health.monitor.health import LATENCY_HOLD_S
+from training.journal.health_point import HealthPoint
+from training.journal.mending import Alert
+from training.recovery.faults import FaultClass
+from training.recovery.ladder import Rung
 from training.specs.drill import DrillFault, DrillKind
 from training.specs.model import ParallelKind
 
@@ -37,7 +37,7 @@ def play(
     env: Mapping[str, str] | None = None,
     limit_s: float = LIMIT_S,
     **changes: Any,
-) -> Played:
+) -> RunOutcome:
     """A run of the troubled program, whose alerts alone are of interest."""
     marks = home / f"marks-{name}"
     marks.mkdir()
@@ -48,18 +48,18 @@ def play(
         "env": {"TROUBLES": troubles, "MARKS": str(marks), "PACE_S": str(PACE_S), **(env or {})},
     }
     job = drill_job(home, name, kind=ParallelKind.DDP, steps=steps, changes={**sections, **changes})
-    played = Play(home, limit_s).play(job)
+    played = RunDriver(home, limit_s).play(job)
     assert played.ended == "completed"
     return played
 
 
-def alerts(played: Played, point: HealthPoint) -> list[Alert]:
+def alerts(played: RunOutcome, point: HealthPoint) -> list[Alert]:
     """The alerts about one point."""
     told = [alert for view in played.history.attempts for alert in view.alerts]
     return [alert for alert in told if alert.raised.point is point]
 
 
-def rungs(played: Played) -> list[Rung]:
+def rungs(played: RunOutcome) -> list[Rung]:
     """How the attempts that ended with a fault were answered."""
     return [view.decided.rung for view in played.history.attempts if view.decided is not None]
 
@@ -72,7 +72,7 @@ def home(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def left(home) -> Played:
+def left(home) -> RunOutcome:
     """A run with a rank that gets slow, whose node the policy has it leave."""
     return play(
         home,
@@ -160,7 +160,7 @@ def test_a_disk_that_fills_is_told(home, nearly_full):
 
 
 @pytest.fixture(scope="module")
-def ill(home, tmp_path_factory) -> Played:
+def ill(home, tmp_path_factory) -> RunOutcome:
     """A run on devices in alarm, full, idle and without a link, by the word of stand-in tools.
 
     Its loss jumps in one step, and its limit for the smallest collective is one that none keeps.

@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 
+from training.drill.driver import RunDriver, RunOutcome
+from training.drill.hooks import Pauser, RunHook
 from training.drill.job import NUM_RANKS, drill_job, write_corpus
-from training.drill.outside import Pauser, Person
-from training.drill.play import Play, Played
 from training.drill.verdict import differences, recovered
-from training.inject import LocalRun
-from training.policy.history import AttemptView
-from training.policy.ladder import Rung
-from training.policy.mending import Mending
+from training.injection.processes import LocalRun
+from training.journal.history import AttemptView
+from training.journal.mending import Mending
+from training.recovery.ladder import Rung
 from training.specs.drill import DrillFault, DrillKind, DrillPoint
 from training.specs.model import ParallelKind
 from training.supervisor.run import Run
@@ -165,7 +165,7 @@ class Bench:
     """Runs below one folder, each made once."""
 
     home: Path
-    played: dict[str, Played] = field(default_factory=dict)
+    played: dict[str, RunOutcome] = field(default_factory=dict)
     witnesses: dict[ParallelKind, Witness] = field(default_factory=dict)
 
     def play(
@@ -175,18 +175,18 @@ class Bench:
         *,
         faults: Sequence[DrillFault] = (),
         pace_s: float = PACE_S,
-        person: Person | None = None,
+        person: RunHook | None = None,
         **changes: Any,
-    ) -> Played:
+    ) -> RunOutcome:
         if name not in self.played:
             sections = {**CHANGES, **changes, "drill": {"faults": faults}}
             job = drill_job(
                 self.home, name, kind=kind, steps=STEPS, pace_s=pace_s, changes=sections
             )
-            self.played[name] = Play(self.home).play(job, person=person)
+            self.played[name] = RunDriver(self.home).play(job, person=person)
         return self.played[name]
 
-    def course(self, kind: ParallelKind) -> Played:
+    def course(self, kind: ParallelKind) -> RunOutcome:
         witness = self.witnesses.setdefault(kind, Witness())
         return self.play(f"course-{kind}", kind, faults=_all_made(kind), person=witness)
 
@@ -197,7 +197,7 @@ class Bench:
         (log,) = logs
         return log.read_text().count(" restored from ")
 
-    def assert_as_undisturbed(self, played: Played, kind: ParallelKind) -> None:
+    def assert_as_undisturbed(self, played: RunOutcome, kind: ParallelKind) -> None:
         undisturbed = self.play(f"undisturbed-{kind}", kind, pace_s=0)
         assert played.ended == "completed"
         assert list(played.curve) == list(range(1, STEPS + 1))
@@ -217,7 +217,7 @@ def _all_made(kind: ParallelKind) -> list[DrillFault]:
     return [one for fault in COURSES[kind] for one in fault.made]
 
 
-def _span_s(played: Played, kind: ParallelKind, fault: Fault) -> tuple[float, float]:
+def _span_s(played: RunOutcome, kind: ParallelKind, fault: Fault) -> tuple[float, float]:
     """From the first moment of a fault to the first of the next one."""
     made = _all_made(kind)
     starts = [
@@ -304,7 +304,7 @@ class Caller:
 
 
 @pytest.fixture(scope="module")
-def called(bench) -> tuple[Played, Caller]:
+def called(bench) -> tuple[RunOutcome, Caller]:
     """A run that is not saved but on request, whose links are mended under its operations."""
     caller = Caller(bench.home)
     played = bench.play(
@@ -350,5 +350,5 @@ def test_no_digit_of_a_run_that_was_called_at_differs_from_one_left_alone(bench,
     bench.assert_as_undisturbed(called[0], DDP)
 
 
-def _mendings(played: Played) -> list[Mending]:
+def _mendings(played: RunOutcome) -> list[Mending]:
     return [one for view in played.history.attempts for one in view.mendings]

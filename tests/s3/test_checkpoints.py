@@ -1,4 +1,4 @@
-"""Saves of a keeper process to a real gateway, and what faults on the way leave to restore."""
+"""Saves of a checkpoint server to a real gateway, and what can be restored after faults."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from storage.checkpoint import CheckpointStore, StepState
+from storage.checkpoint_server.client import CheckpointClient
 from storage.collect import InUse, Rules, abort_uploads, carry_out, decide, take_listing
-from storage.keeper.client import KeeperClient
 from storage.s3 import S3Store
 from storage.s3_options import PART_SIZE_BYTES
 from tests.s3.conftest import BUCKET, RGW, Opener
@@ -25,7 +25,7 @@ from tests.s3.proxy import Answer, FaultProxy, InUpload, LostAnswer, Unheard
 from tests.s3.rgw import Rgw
 from tests.s3.servers import ACCESS_KEY, SECRET_KEY
 from tests.unit.storage.nodes import RUN_ID, save, share_of
-from training.agent.keeper import KeeperProcess
+from training.agent.checkpoint_server import CheckpointServerProcess
 from training.job import Job
 
 pytestmark = pytest.mark.parametrize("server", [RGW], indirect=True)
@@ -44,15 +44,15 @@ class Run:
     folder: Path
     store: S3Store  # beside the proxy
     proxy: FaultProxy
-    _keepers: list[KeeperProcess] = field(default_factory=list)
-    _clients: list[KeeperClient] = field(default_factory=list)
+    _checkpoint_servers: list[CheckpointServerProcess] = field(default_factory=list)
+    _clients: list[CheckpointClient] = field(default_factory=list)
 
     @property
     def checkpoints(self) -> CheckpointStore:
         return CheckpointStore(self.store, RUN_ID)
 
-    def keeper(self) -> KeeperClient:
-        """A connection to a keeper that has just been started, as an agent starts it."""
+    def checkpoint_server(self) -> CheckpointClient:
+        """A connection to a checkpoint server that has just been started, as an agent starts it."""
         storage = {
             "address": f"s3://{BUCKET}/{self.store._prefix}",
             "endpoint": f"http://{HOST}:{self.proxy.server_port}",
@@ -66,22 +66,22 @@ class Run:
         )
         file = self.folder / "job.json"
         file.write_text(job.model_dump_json())
-        self._keepers.append(KeeperProcess(self.folder))
-        self._clients.append(KeeperClient(self._keepers[-1].ensure(job, file, None)))
+        self._checkpoint_servers.append(CheckpointServerProcess(self.folder))
+        self._clients.append(CheckpointClient(self._checkpoint_servers[-1].ensure(job, file, None)))
         return self._clients[-1]
 
-    def kill_keeper(self, number: int = -1) -> None:
+    def kill_checkpoint_server(self, number: int = -1) -> None:
         """As a power cut would; the newest one unless told otherwise."""
-        (pid,) = self._keepers[number].pids
+        (pid,) = self._checkpoint_servers[number].pids
         os.kill(pid, signal.SIGKILL)
 
     def died(self, number: int = -1) -> bool:
-        """Whether a keeper was really killed, after a wait for it."""
-        process = self._keepers[number]._process
+        """Whether a checkpoint server was really killed, after a wait for it."""
+        process = self._checkpoint_servers[number]._process
         assert process is not None
         return process.wait(30.0) == -signal.SIGKILL
 
-    def save(self, *clients: KeeperClient, step: int, attempt: int = 1, large: bool = False):
+    def save(self, *clients: CheckpointClient, step: int, attempt: int = 1, large: bool = False):
         """Hand over a step of as many ranks; the share of a large one goes in two parts."""
         size_bytes, world_size = TWO_PARTS_BYTES if large else 64, len(clients)
         for rank, client in enumerate(clients):
@@ -90,7 +90,7 @@ class Run:
             )
             save(client, share, announce=self.folder / "metrics.jsonl")
 
-    def settle(self, *clients: KeeperClient) -> None:
+    def settle(self, *clients: CheckpointClient) -> None:
         for client in clients:
             client.settle(on_wait=lambda: None, timeout_s=SETTLES_S)
 
@@ -119,8 +119,8 @@ class Run:
     def end(self) -> None:
         for client in self._clients:
             client.close()
-        for keeper in self._keepers:
-            keeper.close(0.0)
+        for checkpoint_server in self._checkpoint_servers:
+            checkpoint_server.close(0.0)
 
 
 @pytest.fixture
@@ -134,9 +134,9 @@ def run(proxy: FaultProxy, open_store: Opener, tmp_path: Path, monkeypatch) -> I
 
 
 @pytest.fixture
-def saving(run: Run) -> KeeperClient:
-    """A keeper that has committed one step."""
-    client = run.keeper()
+def saving(run: Run) -> CheckpointClient:
+    """A checkpoint server that has committed one step."""
+    client = run.checkpoint_server()
     run.save(client, step=OLD)
     run.settle(client)
     assert run.offered() == [OLD]
@@ -159,7 +159,7 @@ def collect(run: Run) -> None:
     assert run.uploads() == []
 
 
-def saves_on(run: Run, client: KeeperClient, *, attempt: int = 1) -> None:
+def saves_on(run: Run, client: CheckpointClient, *, attempt: int = 1) -> None:
     """What is left does not stand in the way of the next save."""
     run.save(client, step=NEXT, attempt=attempt)
     run.settle(client)
@@ -170,7 +170,7 @@ def saves_on(run: Run, client: KeeperClient, *, attempt: int = 1) -> None:
 
 @pytest.mark.parametrize(("path", "after_bytes"), [("partNumber=1", 8 * MIB), ("manifest.json", 1)])
 def test_a_gateway_killed_and_restarted_in_the_middle_of_a_save_is_outlasted(
-    server: Rgw, run: Run, saving: KeeperClient, path: str, after_bytes: int
+    server: Rgw, run: Run, saving: CheckpointClient, path: str, after_bytes: int
 ) -> None:
     fault = InUpload(server.kill_gateway, after_bytes)
     run.proxy.requests.clear()
@@ -192,7 +192,7 @@ def test_a_gateway_killed_and_restarted_in_the_middle_of_a_save_is_outlasted(
 
 
 def test_a_storm_of_throttling_through_a_whole_save_is_waited_out(
-    run: Run, saving: KeeperClient
+    run: Run, saving: CheckpointClient
 ) -> None:
     run.proxy.requests.clear()
     run.proxy.inject_each(Answer(503, "SlowDown"))
@@ -218,7 +218,7 @@ def test_a_storm_of_throttling_through_a_whole_save_is_waited_out(
 
 
 def test_a_connection_that_stalls_at_the_manifest_costs_its_time_out(
-    run: Run, saving: KeeperClient
+    run: Run, saving: CheckpointClient
 ) -> None:
     fault = Unheard()
     run.proxy.inject(fault, method="PUT", path="manifest.json")
@@ -234,7 +234,9 @@ def test_a_connection_that_stalls_at_the_manifest_costs_its_time_out(
     saves_on(run, saving)
 
 
-def test_a_manifest_whose_answer_was_lost_is_committed_once(run: Run, saving: KeeperClient) -> None:
+def test_a_manifest_whose_answer_was_lost_is_committed_once(
+    run: Run, saving: CheckpointClient
+) -> None:
     fault = LostAnswer()
     run.proxy.inject(fault, method="PUT", path="manifest.json")
     run.save(saving, step=NEW)
@@ -248,10 +250,10 @@ def test_a_manifest_whose_answer_was_lost_is_committed_once(run: Run, saving: Ke
     saves_on(run, saving)
 
 
-def test_of_a_keeper_killed_in_the_middle_of_an_upload_gc_leaves_nothing(
-    run: Run, saving: KeeperClient
+def test_of_a_checkpoint_server_killed_in_the_middle_of_an_upload_gc_leaves_nothing(
+    run: Run, saving: CheckpointClient
 ) -> None:
-    fault = InUpload(run.kill_keeper, after_bytes=8 * MIB)
+    fault = InUpload(run.kill_checkpoint_server, after_bytes=8 * MIB)
     run.proxy.inject(fault, method="PUT", path="partNumber=1")
     run.save(saving, step=NEW, large=True)
     assert run.died()
@@ -263,7 +265,7 @@ def test_of_a_keeper_killed_in_the_middle_of_an_upload_gc_leaves_nothing(
     assert run.checkpoints.states() == {OLD: StepState.COMMITTED}
     assert run.offered() == [OLD]
 
-    client = run.keeper()
+    client = run.checkpoint_server()
     run.save(client, step=NEW, attempt=2, large=True)
     run.settle(client)
     assert run.offered() == [OLD, NEW]
@@ -271,15 +273,17 @@ def test_of_a_keeper_killed_in_the_middle_of_an_upload_gc_leaves_nothing(
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_of_two_keepers_either_may_be_killed_in_the_middle_of_its_upload(
+def test_of_two_checkpoint_servers_either_may_be_killed_in_the_middle_of_its_upload(
     run: Run, victim: int
 ) -> None:
-    clients = [run.keeper(), run.keeper()]
+    clients = [run.checkpoint_server(), run.checkpoint_server()]
     run.save(*clients, step=OLD)
     run.settle(*clients)
     assert run.offered() == [OLD]
     shard = share_of(NEW, rank=victim).shard
-    fault = InUpload(partial(run.kill_keeper, victim), after_bytes=MIB // 2)  # of either part
+    fault = InUpload(
+        partial(run.kill_checkpoint_server, victim), after_bytes=MIB // 2
+    )  # of either part
     run.proxy.inject(fault, method="PUT", path=f"{shard}?uploadId")
     run.save(*clients, step=NEW, large=True)
     assert run.died(victim)
@@ -294,7 +298,7 @@ def test_of_two_keepers_either_may_be_killed_in_the_middle_of_its_upload(
     collect(run)
 
     run.checkpoints.fence(1, 2)
-    clients[victim] = run.keeper()
+    clients[victim] = run.checkpoint_server()
     run.save(*clients, step=NEXT, attempt=2)
     run.settle(*clients)
     assert run.offered() == [OLD, NEXT]

@@ -6,7 +6,13 @@ import socket
 from dataclasses import dataclass, field
 from typing import Any
 
-from training.membership import FROM_MEMBER, CoordinatorAddress, FromMember, Said, dump_line
+from training.wire.coordinator import (
+    FROM_MEMBER,
+    CoordinatorAddress,
+    CoordinatorMessage,
+    FromMember,
+    dump_line,
+)
 
 HOST = "127.0.0.1"
 TOKEN = "a-token"
@@ -39,7 +45,7 @@ class FarEnd:
         """Whether the member has closed the line."""
         return bool(self._lines.readline() == b"")
 
-    def say(self, *messages: Said) -> None:
+    def say(self, *messages: CoordinatorMessage) -> None:
         """Say something; the member has spoken first."""
         assert self.line is not None
         self.line.sendall(b"".join(dump_line(message) for message in messages))

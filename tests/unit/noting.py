@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from training.policy.fault_record import FaultRecord
-from training.policy.faults import FaultClass
-from training.policy.health import HealthPoint
-from training.policy.history import RunHistory, replay
-from training.policy.ladder import Rung
-from training.policy.notes import (
+from training.journal.events import (
     AlertCleared,
     AlertRaised,
     AnyNote,
@@ -17,8 +12,10 @@ from training.policy.notes import (
     PauseEnded,
     RecoveryBegan,
 )
-from training.policy.notes import RecoveryEnded as Ended
-from training.policy.records import (
+from training.journal.events import RecoveryEnded as Ended
+from training.journal.health_point import HealthPoint
+from training.journal.history import RunHistory, replay
+from training.journal.records import (
     AnyRecord,
     AttemptEnded,
     AttemptStarted,
@@ -29,6 +26,9 @@ from training.policy.records import (
     RunCreated,
     SupervisorTook,
 )
+from training.recovery.fault_record import FaultRecord
+from training.recovery.faults import FaultClass
+from training.recovery.ladder import Rung
 
 NOW = {"at_s": 0.0, "epoch": 1}
 KEY = {"placement": 1, "attempt": 1}

@@ -18,7 +18,7 @@ from storage.address import open_store
 from storage.checkpoint import CheckpointStore, shard_name
 from training.errors import InputError
 from training.job import parse_job
-from training.supervisor.known import remember_job
+from training.supervisor.job_registry import remember_job
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

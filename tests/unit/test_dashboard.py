@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from training.coordinator.attempt import Stage
 from training.coordinator.metrics import AttemptNow, RunMetrics
-from training.monitor.sample import DeviceSample, HostSample, NodeSample
-from training.policy.fault_record import FaultRecord
-from training.policy.notes import PastRecovery, RecoveryBegan, RecoveryEnded
-from training.policy.rungs import Rung
-from training.runtime.metrics import StepRecord
+from training.journal.attempt_log import StepRecord
+from training.journal.events import PastRecovery, RecoveryBegan, RecoveryEnded
+from training.recovery.attempt import Stage
+from training.recovery.fault_record import FaultRecord
+from training.recovery.rungs import Rung
+from training.wire.sample import DeviceSample, HostSample, NodeSample
 
 FILE = Path(__file__).resolve().parents[2] / "dashboards" / "perdure.json"
 GRAFANA_10 = 38

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from perdure.cli import app, main
-from training.policy.faults import FaultClass, RecoverableBy
-from training.policy.ladder import Rung
+from training.recovery.faults import FaultClass, RecoverableBy
+from training.recovery.ladder import Rung
 
 TYPE_ERROR = "TypeError: forward() missing 1 required positional argument: 'targets'"
 FRAME = '  File "/w/train.py", line 3, in f'

@@ -11,11 +11,13 @@ from typer.testing import CliRunner
 from perdure.cli import app, main
 from storage.address import open_store
 from training.agent.collecting import COLLECTED_FILE, logs_prefix
-from training.agent.protocol import Collected, CollectedFile
 from training.job import parse_job
-from training.ledger import Identity, Ledger
-from training.policy.records import AttemptEnded, AttemptStarted, Member, Placed, RunCreated
-from training.supervisor.known import remember_job
+from training.journal.ledger import Identity, Ledger
+from training.journal.records import AttemptEnded, AttemptStarted, Member, Placed, RunCreated
+from training.supervisor.job_registry import remember_job
+from training.wire.agent import Collected, CollectedFile
+
+GONE = "checkpoint-server.log: gone"
 
 
 @pytest.fixture
@@ -52,7 +54,7 @@ def shelf(job):
             store.put(key, gzip.compress(f"rank {rank} in attempt {attempt}\n".encode()))
             file = CollectedFile(key=key, size_bytes=10, log_bytes=20, cut_bytes=2000 * rank)
             index = Collected(placement=1, attempt=attempt, is_done=True, files=(file,),
-                              problems=("keeper.log: gone",) if rank else ())  # fmt: skip
+                              problems=(GONE,) if rank else ())  # fmt: skip
             store.put(prefix + COLLECTED_FILE, index.model_dump_json().encode())
     return store
 
@@ -68,7 +70,7 @@ def test_without_a_rank_logs_are_listed_with_what_is_missing(shelf):
     assert "rank-00001.stderr.log" in text
     assert "2.0 kB" in text
     assert "attempt 1.2: node-1 was lost or did not come to its end with it" in text
-    assert "attempt 1.1: node-1: keeper.log: gone" in text
+    assert "attempt 1.1: node-1: checkpoint-server.log: gone" in text
 
 
 def test_a_script_gets_the_list_as_objects(shelf):
@@ -77,7 +79,7 @@ def test_a_script_gets_the_list_as_objects(shelf):
         (0, "node-0", 0),
         (1, "node-1", 2000),
     ]
-    assert told["gaps"] == ["attempt 1.1: node-1: keeper.log: gone"]
+    assert told["gaps"] == ["attempt 1.1: node-1: checkpoint-server.log: gone"]
 
 
 def test_a_ranks_logs_are_those_of_the_newest_attempt_that_has_them(shelf):

@@ -19,7 +19,7 @@ from prefect.states import (
 from storage.errors import TimedOut
 from storage.local import LocalStore
 from tasks.pausing import PauseLink, was_resumed
-from training.control import read_control, write_control
+from training.wire.requests import read_control, write_control
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ from perdure.cli import app, main
 from perdure.pausing import Pausing
 from storage.local import LocalStore
 from tests.unit.noting import BEGINNING, GOES_ON, LINK_BEGAN, LINK_MENDED, NOW, STANDS, noted
-from training.control import control_key, read_control, write_control
 from training.errors import InputError, PerdureError
 from training.job import parse_job
-from training.policy.records import RECORD, RunEnded
-from training.supervisor.known import remember_job
+from training.journal.records import RECORD, RunEnded
+from training.supervisor.job_registry import remember_job
 from training.supervisor.run import Run
+from training.wire.requests import control_key, read_control, write_control
 
 
 @pytest.fixture

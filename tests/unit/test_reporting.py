@@ -21,9 +21,9 @@ from tests.unit.noting import (
     STANDS,
     told,
 )
-from training.policy.faults import Fault, FaultClass, RecoverableBy
-from training.policy.ladder import Decision, Rung
-from training.runtime.metrics import StepRecord
+from training.journal.attempt_log import StepRecord
+from training.recovery.faults import Fault, FaultClass, RecoverableBy
+from training.recovery.ladder import Decision, Rung
 from training.supervisor.report import story_rows
 
 

@@ -15,15 +15,15 @@ from perdure.cli import app, main
 from perdure.status import Looker
 from perdure.status_view import plain_status, status_panel
 from tests.unit.noting import BEGINNING, CRASH_BEGAN, END, HOT, LINK_BEGAN, LINK_MENDED, NOW, noted
-from training.agent.protocol import AgentState, AgentStatus, HangReport, WorkerStatus
 from training.engines.base import Snapshot
 from training.job import parse_job
-from training.monitor.sample import DeviceSample, NodeSample
-from training.policy.records import RECORD, CheckpointSeen, RunEnded
-from training.runtime.metrics import StepRecord, metrics_prefix
-from training.supervisor.known import remember_job
-from training.supervisor.recoveries import Sight
+from training.journal.attempt_log import StepRecord, metrics_prefix
+from training.journal.records import RECORD, CheckpointSeen, RunEnded
+from training.supervisor.job_registry import remember_job
+from training.supervisor.observer import AttemptSnapshot
 from training.supervisor.run import Run
+from training.wire.agent import AgentState, AgentStatus, HangReport, WorkerStatus
+from training.wire.sample import DeviceSample, NodeSample
 
 STEP = StepRecord(1, 2.0, 1.0, 1e-3, 12_000.0, None, 1.0, 0.5, 8, 0, 1, 1)
 SAVED = CheckpointSeen(**NOW, placement=1, attempt=1, step=10)
@@ -104,13 +104,15 @@ def test_an_attempt_that_nobody_supervises_tells_of_itself(run, monkeypatch):
         sample=NodeSample(at_s=1.0, devices=(DeviceSample(index=0, health="Alarm"),)),
     )  # fmt: skip
     well = hung.model_copy(update={"node": "node-0", "hang": None, "sample": None})
-    sight = Sight(Snapshot({0: well, 1: hung}), (replace(STEP, step=21, at_s=21.0),), (LINK_BEGAN,))
+    sight = AttemptSnapshot(
+        Snapshot({0: well, 1: hung}), (replace(STEP, step=21, at_s=21.0),), (LINK_BEGAN,)
+    )
 
-    class Onlooker:
-        def look(self) -> Sight:
+    class AttemptObserver:
+        def look(self) -> AttemptSnapshot:
             return sight
 
-    monkeypatch.setattr(run, "onlooker", Onlooker)
+    monkeypatch.setattr(run, "onlooker", AttemptObserver)
     looker = Looker(run)
     told = looker.look(now_s=22.0)
     assert told.document["step"] == 21, "newer than anything in the store"

@@ -22,13 +22,13 @@ from tests.unit.noting import (
     STANDS,
     noted,
 )
-from training.control import read_control, write_control
 from training.errors import RunConflict
 from training.job import parse_job
-from training.policy.history import replay
-from training.policy.notes import AnyNote
-from training.runtime.metrics import StepRecord
+from training.journal.attempt_log import StepRecord
+from training.journal.events import AnyNote
+from training.journal.history import replay
 from training.supervisor.watch import Progress
+from training.wire.requests import read_control, write_control
 
 STEP = StepRecord(15, 2.0, 1.0, 1e-3, 1e5, None, 0.0, 0.5, 8, 0, 1, 1)
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from training.agent.agent import CONFIG_FILE, Agent
-from training.agent.protocol import AgentConfig
+from training.wire.agent import AgentConfig
 
 
 def main() -> None:

@@ -15,15 +15,25 @@ import time
 from pathlib import Path
 
 from storage.errors import StorageError
+from training.agent.checkpoint_server import CheckpointServerProcess, disk_folder
 from training.agent.checks import NodeChecks
 from training.agent.collecting import Collector
 from training.agent.control import ADDRESS_FILE, ControlServer, free_port, publish_address
-from training.agent.coordination import CoordinatorLine, address_file, metrics_url
+from training.agent.coordinator_client import AgentCoordinatorClient, address_file, metrics_url
 from training.agent.evidence import device_health, device_logs
 from training.agent.hanging import HangCheck
-from training.agent.keeper import KeeperProcess, disk_folder
 from training.agent.launcher import Launcher
-from training.agent.protocol import (
+from training.agent.reading import read_logs, read_metrics
+from training.agent.sampling import Sampling
+from training.agent.stacks import stacks_of
+from training.agent.staging import DATA_FOLDER, stage_data
+from training.agent.waking import WakeupSignal
+from training.agent.workers import WorkerGroup
+from training.files import write_whole
+from training.health.monitor.masking import masked_text
+from training.job import Job
+from training.processes import MARKER, become_subreaper, kill_container, oom_kills
+from training.wire.agent import (
     AgentConfig,
     AgentState,
     AgentStatus,
@@ -44,17 +54,7 @@ from training.agent.protocol import (
     StatusQuery,
     StopOrder,
 )
-from training.agent.reading import read_logs, read_metrics
-from training.agent.sampling import Sampling
-from training.agent.stacks import stacks_of
-from training.agent.staging import DATA_FOLDER, stage_data
-from training.agent.waking import Waking
-from training.agent.workers import WorkerGroup
-from training.files import write_whole
-from training.job import Job
-from training.monitor.masking import masked_text
-from training.monitor.sample import NodeSample
-from training.processes import MARKER, become_subreaper, kill_container, oom_kills
+from training.wire.sample import NodeSample
 
 TICK_S = 0.02
 HANG_CHECK_S = 1.0
@@ -81,11 +81,11 @@ class Agent:
         self._staging_error: str | None = None
         self._free_port_of: tuple[tuple[int, int], int] | None = None  # of a command's attempt
         self._launcher = Launcher(folder, config.host)
-        self._line: CoordinatorLine | None = None
+        self._line: AgentCoordinatorClient | None = None
         self._ending = False
-        self._waking = Waking()
+        self._waking = WakeupSignal()
         self._checks = NodeChecks(config, folder)
-        self._keeper = KeeperProcess(folder)
+        self._checkpoint_server = CheckpointServerProcess(folder)
         self._sampling = Sampling(folder, self._tell_sample)
         self._collector = Collector(config, folder)
         self._oom_kills_before = oom_kills()
@@ -101,7 +101,7 @@ class Agent:
             self._launcher.warm(self._config.variables)
         with self._waking:
             self._watch()
-        self._keeper.close(self._order.grace_s if self._order else 0.0)
+        self._checkpoint_server.close(self._order.grace_s if self._order else 0.0)
         self._launcher.close()
         self._collector.close(self._order, self._group)
         kill_container(self._marker)
@@ -212,13 +212,13 @@ class Agent:
             try:
                 self._launch(order)
             except (OSError, ValueError) as error:
-                # The keeper has saves that are nowhere else.
+                # The checkpoint server has saves that are nowhere else.
                 kill_container(self._marker, spare=self._spare())
                 self._give_up(order, error)
 
     def _spare(self) -> frozenset[int]:
         """Processes of the container that outlive an attempt, or its workers."""
-        return self._keeper.pids | self._launcher.pids
+        return self._checkpoint_server.pids | self._launcher.pids
 
     def _is_staging(self, order: StartOrder) -> bool:
         """Whether this order still waits for its start: it may have been stopped meanwhile."""
@@ -259,7 +259,7 @@ class Agent:
         )
 
     def _keep(self, order: StartOrder, job_file: Path) -> dict[str, str]:
-        """Have a keeper for programs that save through a session; what their workers need of it."""
+        """Start a checkpoint server for session programs; returns its workers' variables."""
         if order.is_command:
             return {}
         job = Job.model_validate_json(order.job)
@@ -267,8 +267,8 @@ class Agent:
             return {}
         node_folder = Path(self._config.node_folder) if self._config.node_folder else None
         disk = disk_folder(job, node_folder)
-        name = self._keeper.ensure(job, job_file, disk)
-        return {"PERDURE_KEEPER": name, "PERDURE_DISK_TIER": str(disk) if disk else ""}
+        name = self._checkpoint_server.ensure(job, job_file, disk)
+        return {"PERDURE_CHECKPOINT_SERVER": name, "PERDURE_DISK_TIER": str(disk) if disk else ""}
 
     def _attempt_folder(self, order: StartOrder) -> Path:
         name = f"p{order.placement:04d}-a{order.attempt:04d}"
@@ -280,7 +280,7 @@ class Agent:
             return {}
         path = address_file(folder)
         write_whole(path, order.coordinator.model_dump_json(), private=True)
-        self._line = group.line = CoordinatorLine(
+        self._line = group.line = AgentCoordinatorClient(
             order.coordinator,
             node=self._config.node,
             ranks=group.planned_ranks,
@@ -323,7 +323,7 @@ class Agent:
             self._launcher.close_coordinator()
         elif self._group.is_stopping:
             self._state = AgentState.STOPPING
-        elif self._keeper.revive(now_s=time.monotonic()):
+        elif self._checkpoint_server.revive(now_s=time.monotonic()):
             self._group.spare = self._spare()
 
     def _check_hang(self) -> None:

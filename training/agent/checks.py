@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from training.agent.protocol import AgentConfig, CheckOrder
-from training.monitor.check import Check, NodeTask
-from training.monitor.checking import NodeProgram
+from training.health.monitor.checking import NodeProgram
+from training.wire.agent import AgentConfig, CheckOrder
+from training.wire.check import Check, NodeTask
 
 
 class NodeChecks:

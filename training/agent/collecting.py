@@ -23,10 +23,10 @@ from storage.address import open_store
 from storage.errors import StorageError
 from storage.objects import ObjectStore
 from training.agent.evidence import ascend_folder
-from training.agent.protocol import AgentConfig, Collected, CollectedFile, CollectOrder, StartOrder
 from training.agent.workers import WorkerGroup
+from training.health.monitor.masking import masked, secret_values
 from training.job import Job
-from training.monitor.masking import masked, secret_values
+from training.wire.agent import AgentConfig, Collected, CollectedFile, CollectOrder, StartOrder
 
 COLLECTED_FILE = "collected.json"
 PIECE_BYTES = 256 << 10
@@ -35,7 +35,7 @@ RAW_PER_BYTE = 8
 MIN_KEPT_BYTES = 4 << 10
 CLOSE_TIMEOUT_S = 5.0
 _GZIP = 31  # zlib's word for a gzip header
-_OF_CONTAINER = ("agent.log", "keeper.log", "zygote.log")
+_OF_CONTAINER = ("agent.log", "checkpoint-server.log", "fork-server.log")
 _STREAMS = ("stderr", "stdout")
 
 Key = tuple[int, int]  # placement and attempt

@@ -18,9 +18,9 @@ from pathlib import Path
 import psutil
 from pydantic import ValidationError
 
-from training.agent.protocol import REQUEST, AgentAddress, Order, Reply, Request
 from training.errors import AgentUnreachable, EngineError
 from training.files import write_whole
+from training.wire.agent import REQUEST, AgentAddress, Order, Reply, Request
 
 ADDRESS_FILE = "address.json"
 MAX_LINE_BYTES = 16 << 20

@@ -12,16 +12,16 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from training.agent.protocol import NodeText
-from training.monitor.sources import asking
-from training.monitor.sources.asking import NoAnswer, find_tool
-from training.monitor.sources.npu_smi import Chip, parse_table
-from training.monitor.sources.sampling import (
+from training.health.monitor.sources import asking
+from training.health.monitor.sources.npu_smi import Chip, parse_table
+from training.health.monitor.sources.sampling import (
     HCCN_TOOL,
     NPU_SMI,
     health_command,
     link_commands,
 )
+from training.health.monitor.sources.vendor_tools import NoAnswer, find_tool
+from training.wire.agent import NodeText
 
 MAX_DEVICE_LOGS = 4
 COMMAND_TIMEOUT_S = 10.0

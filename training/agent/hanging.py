@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from training.agent.protocol import AgentConfig, HangReport
 from training.agent.workers import WorkerGroup
-from training.monitor.activity import Activity, ActivityDetector
-from training.monitor.hang import HangDetector, Limits
-from training.monitor.sample import NodeSample
+from training.health.monitor.activity import Activity, ActivityDetector
+from training.health.monitor.hang import HangDetector, Limits
 from training.processes import container_processes
+from training.wire.agent import AgentConfig, HangReport
+from training.wire.sample import NodeSample
 
 READINGS_IN_QUIET_TIME = 60.0
 MAX_PERIOD_S = 30.0

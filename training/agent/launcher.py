@@ -1,6 +1,6 @@
-"""What an agent starts processes with: the zygote of its container, and the coordinator.
+"""What an agent starts processes with: the fork server of its container, and the coordinator.
 
-The zygote outlives attempts, so that only the first one waits for imports. Times are seconds.
+The fork server outlives attempts, so that only the first one waits for imports. Times are seconds.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-from training.agent.coordination import CoordinatorProcess, address_file, new_token
-from training.agent.protocol import RendezvousOrder
-from training.agent.zygote import Fork, ForkedProcess, Zygote, start_alone
+from training.agent.coordinator_client import CoordinatorProcess, address_file, new_token
+from training.agent.fork_server import Fork, ForkedProcess, ForkServer, start_alone
 from training.coordinator.config import CoordinatorConfig
 from training.job import RESERVED_NAMES
-from training.membership import CoordinatorAddress
+from training.wire.agent import RendezvousOrder
+from training.wire.coordinator import CoordinatorAddress
 
 Key = tuple[int, int]  # placement and attempt
 # In the agent's environment: workers start as plain processes, for programs whose libraries do
@@ -36,18 +36,18 @@ class Launcher:
         self._folder = folder
         self._host = host
         self._lock = threading.RLock()
-        self._zygote: Zygote | None = None
+        self._fork_server: ForkServer | None = None
         self._coordinator: tuple[Key, CoordinatorProcess] | None = None
 
     @property
     def pids(self) -> frozenset[int]:
         """Of processes that are not an attempt's own."""
-        zygote = self._zygote.pids if self._zygote is not None else frozenset()
+        fork_server = self._fork_server.pids if self._fork_server is not None else frozenset()
         coordinator = {self._coordinator[1].process.pid} if self._coordinator is not None else ()
-        return zygote | frozenset(coordinator)
+        return fork_server | frozenset(coordinator)
 
     def warm(self, variables: Mapping[str, str]) -> None:
-        """Begin with the zygote before an attempt asks for it: its imports take seconds."""
+        """Begin with the fork server before an attempt asks for it: its imports take seconds."""
         threading.Thread(target=self._warm, args=(variables,), daemon=True).start()
 
     def _warm(self, given: Mapping[str, str]) -> None:
@@ -57,7 +57,7 @@ class Launcher:
             print(f"perdure: warning: {error}", flush=True)  # noqa: T201 the agent's log
 
     def prepare(self, given: Mapping[str, str]) -> None:
-        """Have a zygote for the programs of an attempt; takes seconds the first time.
+        """Have a fork server for the programs of an attempt; takes seconds the first time.
 
         Args:
             given: their variables.
@@ -67,24 +67,24 @@ class Launcher:
         """
         variables = _variables(os.environ, given)
         with self._lock:
-            if self._zygote is not None and self._zygote.serves(variables):
+            if self._fork_server is not None and self._fork_server.serves(variables):
                 return
-            if self._zygote is not None:
-                self._zygote.close()
-            self._zygote = Zygote(variables, self._folder / "zygote.log")
-            self._zygote.start()
+            if self._fork_server is not None:
+                self._fork_server.close()
+            self._fork_server = ForkServer(variables, self._folder / "fork-server.log")
+            self._fork_server.start()
 
     def fork(self, wanted: Fork) -> ForkedProcess | subprocess.Popen[bytes]:
-        """A process from the zygote, or one of its own where that is asked for.
+        """A process from the fork_server, or one of its own where that is asked for.
 
         Raises:
             OSError: there is none.
         """
         if os.environ.get(COLD_START):
             return start_alone(wanted)
-        if self._zygote is None:
-            raise OSError("no zygote was prepared")
-        return self._zygote.fork(wanted)
+        if self._fork_server is None:
+            raise OSError("no fork server was prepared")
+        return self._fork_server.fork(wanted)
 
     def open_coordinator(self, order: RendezvousOrder, attempt_folder: Path) -> CoordinatorAddress:
         """Start the coordinator of an attempt, once.
@@ -101,7 +101,7 @@ class Launcher:
             return self._coordinator[1].address
         self.close_coordinator()
         self.prepare(order.start.variables)
-        assert self._zygote is not None  # noqa: S101 just prepared
+        assert self._fork_server is not None  # noqa: S101 just prepared
         attempt_folder.mkdir(parents=True, exist_ok=True)
         config = CoordinatorConfig(
             job=order.start.job,
@@ -116,7 +116,7 @@ class Launcher:
             past=order.start.past,
         )
         variables = _variables(os.environ, order.start.variables)
-        process = CoordinatorProcess.start(self._zygote, config, attempt_folder, variables)
+        process = CoordinatorProcess.start(self._fork_server, config, attempt_folder, variables)
         self._coordinator = (key, process)
         return process.address
 
@@ -129,8 +129,8 @@ class Launcher:
     def close(self) -> None:
         """End everything."""
         self.close_coordinator()
-        if self._zygote is not None:
-            self._zygote.close()
+        if self._fork_server is not None:
+            self._fork_server.close()
 
 
 def _variables(environment: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:

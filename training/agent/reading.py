@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from training.agent.evidence import tail
-from training.agent.protocol import Reply, WorkerLog
 from training.agent.workers import WorkerGroup
-from training.monitor.masking import masked_text
+from training.health.monitor.masking import masked_text
+from training.wire.agent import Reply, WorkerLog
 
 STREAMS = ("stderr", "stdout")
 METRICS_FILE = "metrics.jsonl"

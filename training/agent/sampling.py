@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from training.monitor.sample import NodeSample
-from training.monitor.sources.sampling import LOOK_LIMIT_S, Sampler
+from training.health.monitor.sources.sampling import LOOK_LIMIT_S, Sampler
+from training.wire.sample import NodeSample
 
 MISSED_LOOKS = 3
 

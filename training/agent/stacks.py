@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from training.agent.evidence import NO_ANSWER, ask
-from training.agent.protocol import NodeText
+from training.wire.agent import NodeText
 
 NATIVE_TIMEOUT_S = 8.0
 PLAIN_TIMEOUT_S = 5.0

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from storage.address import open_store
-from training.agent.protocol import StartOrder
 from training.job import Job
 from training.trainer.data.manifest import load_manifest
 from training.trainer.data.stage import stage
+from training.wire.agent import StartOrder
 
 DATA_FOLDER = "data"
 

@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Self
 
 
-class Waking:
+class WakeupSignal:
     """Wakes the main thread, for which it catches SIGCHLD while it is entered.
 
     The kernel tells of every end, adopted processes included: looking fifty times a second would

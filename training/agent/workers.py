@@ -19,17 +19,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from training.agent.coordination import CoordinatorLine
+from training.agent.coordinator_client import AgentCoordinatorClient
 from training.agent.evidence import ascend_folder
-from training.agent.protocol import AgentConfig, Pulse, StartOrder, WorkerStatus
+from training.agent.fork_server import KILL_WAIT_S, Fork, ForkedProcess
 from training.agent.stacks import Asked, process_state
-from training.agent.zygote import KILL_WAIT_S, Fork, ForkedProcess
+from training.health.monitor.heartbeat import Heartbeat, HeartbeatReader
+from training.health.monitor.masking import masked_text, secret_values
+from training.health.monitor.stack_file import stacks_file
 from training.job import RESERVED_NAMES
-from training.membership import WorkerEnded
-from training.monitor.heartbeat import Heartbeat, HeartbeatReader
-from training.monitor.masking import masked_text, secret_values
-from training.monitor.stack_file import stacks_file
 from training.processes import container_processes, reap_adopted, signal_all
+from training.wire.agent import AgentConfig, Pulse, StartOrder, WorkerStatus
+from training.wire.coordinator import WorkerEnded
 
 # After the first failure the others get this long to record what they saw before they are
 # stopped: the diagnosis tells the first cause from the echoes.
@@ -72,7 +72,7 @@ class WorkerGroup:
     started_s: float = 0.0
     spare: frozenset[int] = frozenset()
     fork: Callable[[Fork], ForkedProcess | subprocess.Popen[bytes]] | None = None
-    line: CoordinatorLine | None = None
+    line: AgentCoordinatorClient | None = None
     oom_kills: Callable[[], int] = lambda: 0
     _environment: dict[str, str] = field(default_factory=dict)
     _oom_kills_before: int = 0

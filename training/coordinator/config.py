@@ -6,8 +6,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from training.policy.notes import PastRecovery
-from training.policy.rungs import Rung
+from training.journal.events import PastRecovery
+from training.recovery.rungs import Rung
 
 _METRICS_FILE = "metrics-address.json"
 

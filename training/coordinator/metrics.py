@@ -18,9 +18,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_
 from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from training.coordinator.attempt import Stage
-from training.monitor.sample import DeviceSample, HostSample, NodeSample
-from training.policy.notes import (
+from training.journal.attempt_log import StepRecord
+from training.journal.events import (
     AnyNote,
     PastRecovery,
     PauseBegan,
@@ -28,7 +27,8 @@ from training.policy.notes import (
     RecoveryBegan,
     RecoveryEnded,
 )
-from training.runtime.metrics import StepRecord
+from training.recovery.attempt import Stage
+from training.wire.sample import DeviceSample, HostSample, NodeSample
 
 BASE_LABELS = ("run_id", "placement", "attempt")
 STEP_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1, 2, 3, 5, 7.5, 10, 15, 20, 30, 60, 120, 300, 600)

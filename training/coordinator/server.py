@@ -22,38 +22,38 @@ from torch._C._distributed_c10d import TCPStore
 
 from storage.address import open_store
 from storage.errors import NotFound, StorageError
-from training.control import read_control
-from training.coordinator.actions import Action, NormAccepted, Noted, ToAgent, ToRank
-from training.coordinator.attempt import Attempt, Stage
 from training.coordinator.config import CoordinatorConfig, MetricsAddress, metrics_file
-from training.coordinator.judge import Judge
 from training.coordinator.metrics import AttemptNow, RunMetrics
 from training.files import write_whole
 from training.job import Job
-from training.membership import (
+from training.journal.attempt_log import MetricsLog, metrics_prefix, parse_live
+from training.journal.history import fault_of
+from training.recovery.actions import Action, NormAccepted, Noted, ToAgent, ToRank
+from training.recovery.attempt import Attempt, Stage
+from training.recovery.decider import InProcessDecider
+from training.recovery.ladder import Recovery
+from training.wire.coordinator import (
     FROM_MEMBER,
     MAX_LINE_BYTES,
     AgentJoined,
     CoordinatorAddress,
     Ending,
     FromMember,
+    GenerationReport,
     LastSaved,
     NodeSampled,
     Paused,
     Plan,
-    Relinked,
-    Standing,
+    Reconnected,
     ToMember,
     Trains,
-    TroubleSeen,
     WorkerEnded,
+    WorkerFault,
     WorkerJoined,
     dump_line,
 )
-from training.monitor.sample import NodeSample
-from training.policy.history import fault_of
-from training.policy.ladder import Recovery
-from training.runtime.metrics import MetricsLog, metrics_prefix, parse_live
+from training.wire.requests import read_control
+from training.wire.sample import NodeSample
 
 TICK_S = 0.02  # while something is to happen at its time
 IDLE_S = 0.5
@@ -78,7 +78,7 @@ class Coordinator:
         self._ranks: dict[int, asyncio.StreamWriter] = {}
         self._agents: dict[str, asyncio.StreamWriter] = {}
         restart = self._job.restart
-        judge = Judge(
+        judge = InProcessDecider(
             restart.policy(operator_retry=self._job.comm.link_retry),
             frozenset(config.supported),
             [
@@ -183,12 +183,12 @@ class Coordinator:
             case WorkerEnded():
                 self._read_live()  # a death is told at the newest step on record
                 attempt.ended(said, now_s=now_s)
-            case TroubleSeen() if rank is not None:
+            case WorkerFault() if rank is not None:
                 _say(f"rank {rank} at step {said.step}: {said.trouble}: {said.text}")
                 attempt.trouble(rank, said, now_s=now_s)
-            case Relinked() if rank is not None:
-                attempt.relinked(rank, said, now_s=now_s)
-            case Standing():
+            case Reconnected() if rank is not None:
+                attempt.reconnected(rank, said, now_s=now_s)
+            case GenerationReport():
                 attempt.standing(said.generation, said.report, now_s=now_s)
             case Trains() if rank is not None:
                 attempt.trains(rank, said.generation, said.step, now_s=now_s)

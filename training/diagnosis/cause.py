@@ -16,7 +16,7 @@ from math import inf
 from training.diagnosis.lines import severity_of
 from training.diagnosis.recognise import CODE_RULE, EXCEPTION_RULE, Finding
 from training.diagnosis.rules import Role
-from training.policy.faults import TRAITS, Fault, FaultClass, RecoverableBy
+from training.recovery.faults import TRAITS, Fault, FaultClass, RecoverableBy
 
 MAX_RUNNERS_UP = 5
 MAX_EVIDENCE_CHARS = 2000

@@ -26,7 +26,7 @@ from training.diagnosis.recognise import Finding, recognise
 from training.diagnosis.rules import Role
 from training.diagnosis.scan import scan_text
 from training.diagnosis.standstill import Stand, holding_up
-from training.policy.faults import TRAITS, Fault, FaultClass
+from training.recovery.faults import TRAITS, Fault, FaultClass
 
 MAX_EVIDENCE_CHARS = 500
 

@@ -13,8 +13,8 @@ from functools import cache
 from importlib import resources
 
 from training.diagnosis.rules import Judgement, Role
-from training.policy.chips import ChipLevel, Kind, chip_fact
-from training.policy.faults import RecoverableBy
+from training.recovery.chips import ChipLevel, Kind, chip_fact
+from training.recovery.faults import RecoverableBy
 
 _NUMBER = r"\b[eE]rror ?[cC]ode(?: is)? ?[:=]? ?\(?(?P<{0}>{1})\b"
 _AFTER = r"[ =:]{1,3}(?P<acl2>[1235]\d{5})\b"

@@ -14,7 +14,7 @@ from functools import cache
 from importlib import resources
 
 from training.diagnosis.rules import Judgement, Role
-from training.policy.faults import FaultClass, RecoverableBy
+from training.recovery.faults import FaultClass, RecoverableBy
 
 _NAMES = (
     r"_?[A-Z]\w*(?:Error|Exception|Interrupt|Timeout|Failure|Failed|Exit|Conflict|Disconnected"
@@ -81,7 +81,7 @@ def load_exceptions() -> tuple[ExceptionSpec, ...]:
 
 
 def judge(line: str, before: str) -> Raised | None:
-    """Judge a line as the last one of a traceback.
+    """InProcessDecider a line as the last one of a traceback.
 
     Args:
         line: one line of output.

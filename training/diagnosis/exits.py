@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Mapping
 
-from training.policy.faults import FaultClass
+from training.recovery.faults import FaultClass
 
 EXIT_DONE = 0
 EXIT_USER = 2

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from training.diagnosis.cause import Source
 from training.diagnosis.recognise import Finding
 from training.diagnosis.rules import Role
-from training.policy.faults import FaultClass, RecoverableBy
+from training.recovery.faults import FaultClass, RecoverableBy
 
 # HCCL: tag[AllReduce_<group>], then on a later line of the same report rankId[0], index[21]
 _HCCL_OP = re.compile(

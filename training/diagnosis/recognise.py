@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from training.diagnosis import codes, exceptions
 from training.diagnosis.lines import Origin, is_low_level
 from training.diagnosis.rules import Judgement, Role, Rule, match_line
-from training.policy.faults import FaultClass, RecoverableBy
+from training.recovery.faults import FaultClass, RecoverableBy
 
 CODE_RULE = "code-"
 EXCEPTION_RULE = "exception"

@@ -15,7 +15,7 @@ from statistics import median
 from training.diagnosis.lines import is_progress, origin_of, time_of
 from training.diagnosis.recognise import Finding
 from training.diagnosis.rules import Role
-from training.policy.faults import FaultClass, RecoverableBy
+from training.recovery.faults import FaultClass, RecoverableBy
 
 _NUMBER = r"(nan|[-+]?inf|[-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)"
 _LOSS = re.compile(rf"\b(?:lm |train[_ ])?loss['\"]?\s*[:=]\s*{_NUMBER}", re.IGNORECASE)

@@ -29,7 +29,7 @@ from training.diagnosis.scan import MAX_LINE_CHARS, Scan, scan
 from training.diagnosis.series import find_jump, find_stall, find_wait
 from training.diagnosis.stacks import find_stacks
 from training.errors import InputError
-from training.policy.faults import FaultClass, RecoverableBy
+from training.recovery.faults import FaultClass, RecoverableBy
 
 STANDARD_INPUT = "-"
 _GZIP_MAGIC = b"\x1f\x8b"

@@ -11,7 +11,7 @@ import re
 from training.diagnosis.lines import origin_of
 from training.diagnosis.recognise import Finding
 from training.diagnosis.rules import Role
-from training.policy.faults import FaultClass
+from training.recovery.faults import FaultClass
 
 # py-spy: `Thread 1439102 (idle): "MainThread"` and `    wait (threading.py:306)`
 _PY_SPY_THREAD = re.compile(r'^\s*Thread (?:0x)?[0-9A-Fa-f]+ \((?:idle|active)[^)]*\)(?:: "(.+)")?')

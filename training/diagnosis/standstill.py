@@ -90,7 +90,7 @@ def _missing(stands: Sequence[Stand]) -> tuple[Stand, ...]:
         first = min((one.step, one.entered) for one in stands)
         found = [one for one in stands if (one.step, one.entered) == first]
     else:
-        # Nobody waits for anybody: the one that stopped first may hold the others up elsewhere.
+        # NoHook waits for anybody: the one that stopped first may hold the others up elsewhere.
         longest_s = max(one.silent_s for one in stands)
         found = [one for one in stands if one.silent_s == longest_s]
     return tuple(found) if len(found) < len(stands) or len(stands) == 1 else ()

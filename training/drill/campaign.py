@@ -15,8 +15,8 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
+from training.drill.hooks import Kill, Victim
 from training.drill.job import NUM_RANKS
-from training.drill.outside import Kill, Victim
 from training.errors import InputError
 from training.specs.drill import DrillFault, DrillKind, DrillPoint
 from training.specs.model import ParallelKind, Section
@@ -76,8 +76,8 @@ _WEIGHTS: Mapping[DrillKind | Victim, int] = {
     DrillKind.EXCEPTION: 1,
     DrillKind.NODE: 1,
     Victim.RANK: 4,
-    Victim.KEEPER: 2,
-    Victim.ZYGOTE: 2,
+    Victim.CHECKPOINT_SERVER: 2,
+    Victim.FORK_SERVER: 2,
     Victim.COORDINATOR: 1,
     Victim.AGENT: 1,
     Victim.NODE: 1,

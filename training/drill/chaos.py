@@ -23,11 +23,11 @@ from pathlib import Path
 from storage.errors import StorageError
 from training.drill.campaign import Campaign, draw, read_campaign, write_campaign
 from training.drill.drilling import KINDS, parallel_kind
+from training.drill.driver import RunDriver, RunOutcome
+from training.drill.hooks import KillInjector
 from training.drill.job import drill_job, write_corpus
-from training.drill.missed import missed
-from training.drill.outside import Saboteur
-from training.drill.play import Play, Played
 from training.drill.shrink import shrink
+from training.drill.unfired import missed
 from training.drill.verdict import differences, recovered
 from training.errors import InputError, PerdureError
 from training.specs.model import ParallelKind
@@ -70,7 +70,7 @@ class Chaos:
 
     home: Path
     say: Callable[[str], None]
-    _undisturbed: dict[tuple[ParallelKind, int], Played] = field(default_factory=dict)
+    _undisturbed: dict[tuple[ParallelKind, int], RunOutcome] = field(default_factory=dict)
     _count: int = 0
 
     def play(self, campaign: Campaign) -> Result:
@@ -90,9 +90,9 @@ class Chaos:
             steps=campaign.steps,
             changes={**campaign.overrides, **faults},
         )
-        saboteur = Saboteur(self.home, campaign.kills)
+        saboteur = KillInjector(self.home, campaign.kills)
         began_s = time.monotonic()
-        played = Play(self.home, LIMIT_S).play(job, person=saboteur, starts=campaign.starts)
+        played = RunDriver(self.home, LIMIT_S).play(job, person=saboteur, starts=campaign.starts)
         return _result(campaign, played, undisturbed, saboteur, took_s=time.monotonic() - began_s)
 
     def shortest(self, campaign: Campaign) -> Campaign:
@@ -106,7 +106,7 @@ class Chaos:
 
         return campaign.only(shrink(range(campaign.size), fails))
 
-    def _without_faults(self, campaign: Campaign) -> Played:
+    def _without_faults(self, campaign: Campaign) -> RunOutcome:
         key = (campaign.parallelism, campaign.steps)
         if key not in self._undisturbed:
             write_corpus(self.home)
@@ -118,12 +118,17 @@ class Chaos:
                 steps=campaign.steps,
                 changes=campaign.overrides,
             )
-            self._undisturbed[key] = Play(self.home).play(job)
+            self._undisturbed[key] = RunDriver(self.home).play(job)
         return self._undisturbed[key]
 
 
 def _result(
-    campaign: Campaign, played: Played, undisturbed: Played, saboteur: Saboteur, *, took_s: float
+    campaign: Campaign,
+    played: RunOutcome,
+    undisturbed: RunOutcome,
+    saboteur: KillInjector,
+    *,
+    took_s: float,
 ) -> Result:
     recoveries = recovered(played.history)
     rung_s: dict[str, float] = defaultdict(float)
@@ -149,7 +154,7 @@ def _result(
     )
 
 
-def _problems(played: Played, undisturbed: Played) -> Iterator[str]:
+def _problems(played: RunOutcome, undisturbed: RunOutcome) -> Iterator[str]:
     if undisturbed.ended != EndKind.COMPLETED:
         yield f"the undisturbed run ended: {undisturbed.ended}"
     if played.ended != EndKind.COMPLETED:

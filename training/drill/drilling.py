@@ -13,15 +13,15 @@ from typing import Any
 
 from storage.address import Credentials, clear
 from storage.errors import StorageError
+from training.drill.driver import LIMIT_S, RunDriver, RunOutcome
+from training.drill.hooks import Pauser, RunHook
 from training.drill.job import NO_CHANGES, drill_job, write_corpus
-from training.drill.outside import Pauser, Person
-from training.drill.play import LIMIT_S, Play, Played
-from training.drill.site import check_site, sections_of
 from training.drill.table import DRILLS, STEPS, Drill
+from training.drill.target import check_site, sections_of
 from training.drill.verdict import Outcome, judge, not_played
 from training.errors import InputError, PerdureError
+from training.health.preflight import check_job
 from training.job import Job
-from training.preflight import check_job
 from training.specs.drill import DrillFault, DrillPoint
 from training.specs.model import ParallelKind
 from training.supervisor.watch import EndKind
@@ -112,7 +112,7 @@ class Drilling:
     kind: ParallelKind
     site: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     credentials: Credentials | None = None
-    _undisturbed: Played | None = field(default=None, init=False)
+    _undisturbed: RunOutcome | None = field(default=None, init=False)
 
     def run(self, drill: Drill) -> Outcome:
         """Run one drill, and before the first the undisturbed run.
@@ -143,7 +143,7 @@ class Drilling:
             pauser=pauser,
         )
 
-    def undisturbed(self) -> Played:
+    def undisturbed(self) -> RunOutcome:
         """The run without a fault, made once.
 
         Raises:
@@ -177,11 +177,11 @@ class Drilling:
             clear(self.job(None).storage, self.credentials)
         shutil.rmtree(self.home, ignore_errors=True)
 
-    def _play(self, job: Job, *, person: Person | None = None, starts: int = 1) -> Played:
+    def _play(self, job: Job, *, person: RunHook | None = None, starts: int = 1) -> RunOutcome:
         limit_s = LIMIT_S
         if self.site:  # at its pace: before the first fault, and after it
             limit_s += 2 * job.restart.start_timeout_s
-        play = Play(self.home, limit_s, self.credentials)
+        play = RunDriver(self.home, limit_s, self.credentials)
         return play.play(job, person=person, starts=starts)
 
     def job(self, drill: Drill | None) -> Job:

@@ -17,14 +17,14 @@ import time
 from pathlib import Path
 
 from training.agent.control import free_port
-from training.agent.protocol import AgentConfig, StartOrder
 from training.agent.workers import platform_variables
-from training.drill.play import Play
+from training.drill.driver import RunDriver
 from training.environment import variables_of, worker_path
 from training.errors import PerdureError
+from training.health.monitor.sources.vendor_tools import end_session
 from training.job import Job
-from training.monitor.check import Check, Outcome
-from training.monitor.sources.asking import end_session
+from training.wire.agent import AgentConfig, StartOrder
+from training.wire.check import Check, Outcome
 
 NAME = "reentry"
 STEPS = 3
@@ -68,7 +68,7 @@ def _check_session(job: Job, folder: Path) -> Check:
     curves: list[dict[int, float]] = []
     for number in (1, 2):
         try:
-            played = Play(folder).play(scratch_job(job, folder, number))
+            played = RunDriver(folder).play(scratch_job(job, folder, number))
         except PerdureError as error:
             return _failed(f"start {number}: {error}", allowed)
         curve = {step: loss for step, (loss, _) in played.curve.items()}

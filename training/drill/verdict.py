@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from training.drill.outside import Pauser
-from training.drill.play import Curve, Played
+from training.drill.driver import Curve, RunOutcome
+from training.drill.hooks import Pauser
 from training.drill.table import Drill, Expected
 from training.job import Job
-from training.policy.history import AttemptView, RunHistory
-from training.policy.ladder import Rung
+from training.journal.history import AttemptView, RunHistory
+from training.recovery.ladder import Rung
 from training.specs.model import ParallelKind
 from training.supervisor.watch import EndKind
 
@@ -143,8 +143,8 @@ def differences(curve: Curve, undisturbed: Curve, *, before: int | None = None) 
 
 def judge(
     drill: Drill,
-    played: Played,
-    undisturbed: Played,
+    played: RunOutcome,
+    undisturbed: RunOutcome,
     *,
     job: Job,
     expected: Expected,
@@ -192,7 +192,7 @@ def judge(
 
 
 def _run_problems(
-    played: Played, undisturbed: Played, differing: Sequence[int], differs_from: int | None
+    played: RunOutcome, undisturbed: RunOutcome, differing: Sequence[int], differs_from: int | None
 ) -> Iterator[str]:
     if played.ended != EndKind.COMPLETED:
         yield f"the run ended: {played.ended}"
@@ -220,7 +220,7 @@ def _ladder_problems(
         yield f"the survivors saved step {saved}, expected {expected.last_save}{why}"
 
 
-def _injection_problems(job: Job, played: Played) -> Iterator[str]:
+def _injection_problems(job: Job, played: RunOutcome) -> Iterator[str]:
     wanted = sum(fault.times for fault in job.drill.faults)
     fired = sum(len(times) for times in played.fired_s.values())
     if fired < wanted:

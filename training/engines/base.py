@@ -11,7 +11,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
-from training.agent.protocol import (
+from training.errors import NoCapacity
+from training.journal.records import Member
+from training.recovery.ladder import Rung
+from training.wire.agent import (
     AgentStatus,
     CheckOrder,
     Collected,
@@ -20,10 +23,7 @@ from training.agent.protocol import (
     StartOrder,
     WorkerLog,
 )
-from training.errors import NoCapacity
-from training.monitor.check import Check
-from training.policy.ladder import Rung
-from training.policy.records import Member
+from training.wire.check import Check
 
 
 @dataclass(frozen=True, slots=True)

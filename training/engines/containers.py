@@ -10,9 +10,9 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from training.agent.control import ADDRESS_FILE
-from training.agent.protocol import AgentAddress
 from training.errors import EngineError
 from training.processes import is_alive
+from training.wire.agent import AgentAddress
 
 
 class Container(BaseModel):

@@ -21,7 +21,20 @@ from pathlib import Path
 
 from training.agent.agent import CONFIG_FILE
 from training.agent.control import AgentClient
-from training.agent.protocol import (
+from training.engines.base import Greeting, Placement, Snapshot
+from training.engines.containers import (
+    Container,
+    Containers,
+    last_line,
+    read_containers,
+)
+from training.environment import variables_of, worker_path
+from training.errors import AgentUnreachable, EngineError
+from training.files import write_whole
+from training.job import Job
+from training.processes import MARKER, kill_container
+from training.recovery.ladder import Rung
+from training.wire.agent import (
     AgentConfig,
     AgentStatus,
     CheckOrder,
@@ -42,20 +55,7 @@ from training.agent.protocol import (
     StopOrder,
     WorkerLog,
 )
-from training.engines.base import Greeting, Placement, Snapshot
-from training.engines.containers import (
-    Container,
-    Containers,
-    last_line,
-    read_containers,
-)
-from training.environment import variables_of, worker_path
-from training.errors import AgentUnreachable, EngineError
-from training.files import write_whole
-from training.job import Job
-from training.monitor.check import Check, unanswered
-from training.policy.ladder import Rung
-from training.processes import MARKER, kill_container
+from training.wire.check import Check, unanswered
 
 LOOPBACK = "127.0.0.1"
 AGENT_START_TIMEOUT_S = 60.0

@@ -28,7 +28,8 @@ class WorkerContext:
         data_manifest_key: key of the data manifest in the store.
         metrics_path: file the first rank writes its step records to.
         heartbeat_path: file of this process's heartbeat.
-        keeper: name of the node's keeper's socket, None: saves go straight to the store.
+        checkpoint_server: name of the node's checkpoint server's socket, None: saves go straight to
+            the store.
         disk_tier: folder for checkpoints on the node's disk, None: there is none.
         coordinator: file with the address of the attempt's coordinator, None: nobody recovers
             this process in place.
@@ -49,7 +50,7 @@ class WorkerContext:
     data_manifest_key: str
     metrics_path: Path
     heartbeat_path: Path
-    keeper: str | None = None
+    checkpoint_server: str | None = None
     disk_tier: Path | None = None
     coordinator: Path | None = None
     generation: int | None = None
@@ -82,7 +83,7 @@ class WorkerContext:
                 data_manifest_key=environment["PERDURE_DATA_MANIFEST"],
                 metrics_path=Path(environment["PERDURE_METRICS"]),
                 heartbeat_path=Path(environment["PERDURE_HEARTBEAT"]),
-                keeper=environment.get("PERDURE_KEEPER") or None,
+                checkpoint_server=environment.get("PERDURE_CHECKPOINT_SERVER") or None,
                 disk_tier=Path(disk) if disk else None,
                 coordinator=Path(coordinator) if coordinator else None,
                 generation=int(generation) if generation else None,

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from storage.objects import ObjectStore
+from training.injection.fired import fired_path, fired_prefix, number_of
 from training.processes import MARKER, kill_container
-from training.runtime.fired import fired_path, fired_prefix, number_of
-from training.runtime.generations import Generations
-from training.runtime.links import shut_down
+from training.runtime.process_group.connections import shut_down
+from training.runtime.process_group.generations import Generations
+from training.runtime.state.transfer import local_part
 from training.runtime.step import Training
-from training.runtime.transfer import local_part
 from training.specs.drill import DrillFault, DrillKind, DrillPoint
 
 LOSS_FACTOR: Mapping[DrillKind, float] = {
@@ -110,7 +110,7 @@ class Drill:
         """The faults to be made here, word of each left right before it."""
         for number, fault in self._own:
             is_here = fault.kind not in LOSS_FACTOR and fault.point == point
-            # Nobody knows which step the next recovery comes in.
+            # NoHook knows which step the next recovery comes in.
             is_due = fault.step <= step if point == DrillPoint.RECOVERY else fault.step == step
             if is_here and is_due and self._fires(number, fault):
                 yield fault

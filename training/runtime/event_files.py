@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from training.runtime.metrics import StepRecord
+from training.journal.attempt_log import StepRecord
 
 FLUSH_S = 10
 SCALARS: Sequence[tuple[str, Callable[[StepRecord], float | None]]] = (

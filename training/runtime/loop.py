@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 
 from training.diagnosis.exits import EXIT_RESTART_ME
-from training.membership import Ending, Paused
-from training.monitor.heartbeat import HeartbeatWriter, Phase
-from training.policy.repair import Vote
-from training.runtime.checkpointing import Checkpointer
+from training.health.monitor.heartbeat import HeartbeatWriter, Phase
+from training.recovery.repair import Vote
 from training.runtime.errors import WorkerError
-from training.runtime.mending import Mender, Stand
+from training.runtime.rank_recovery import RankRecovery, Stand
 from training.runtime.seeds import seed_step
-from training.runtime.step import Limits, MicroBatch, Step, Surroundings, Training, Wishes
+from training.runtime.state.checkpointer import Checkpointer
+from training.runtime.step import Limits, MicroBatch, Step, StepRequests, Surroundings, Training
+from training.wire.coordinator import Ending, Paused
 
 SETTLE_TIMEOUT_S = 1800.0  # for the last save to reach the store
 
@@ -61,7 +61,7 @@ class Loader(Protocol):
 class Host(Protocol):
     """What the loop needs of its session."""
 
-    def wishes(self, number: int) -> Wishes:
+    def wishes(self, number: int) -> StepRequests:
         """What this rank brings to the agreement of a step."""
         ...
 
@@ -118,7 +118,7 @@ class StepLoop:
     heartbeat: HeartbeatWriter
     limits: Limits
     snapshot_every_steps: int
-    mender: Mender | None
+    mender: RankRecovery | None
     reached: Callable[[str, int], None]
     stand: Stand = field(default_factory=lambda: Stand(0, {}))
     is_over: bool = False

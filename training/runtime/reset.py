@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from training.runtime.buckets import settle_buckets
-from training.runtime.generations import Generations
+from training.runtime.process_group.generations import Generations
 from training.runtime.step import Training
 
 

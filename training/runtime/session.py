@@ -36,29 +36,29 @@ from storage.tiers import Signs
 from training.device import backend_of, pick_device
 from training.diagnosis.exits import EXIT_RESTART_ME
 from training.errors import InputError
-from training.membership import Relinked, Trouble, TroubleSeen
-from training.monitor.heartbeat import HeartbeatWriter, Phase
-from training.monitor.stack_file import stacks_file
-from training.policy.repair import Vote
+from training.health.monitor.heartbeat import HeartbeatWriter, Phase
+from training.health.monitor.stack_file import stacks_file
+from training.journal.attempt_log import MetricsLog, StepRecord, metrics_prefix
+from training.recovery.repair import Vote
 from training.runtime.buckets import settle_buckets
 from training.runtime.building import Undrawn, seeded_after
-from training.runtime.checkpointing import Checkpointer
-from training.runtime.contact import Contact
 from training.runtime.context import WorkerContext
+from training.runtime.coordinator_client import CoordinatorClient
 from training.runtime.drills import Drill
 from training.runtime.errors import WorkerError
 from training.runtime.event_files import EventFiles
-from training.runtime.generations import Generations
-from training.runtime.groups import install
-from training.runtime.keeping import PromisedLinks, PromisingGroup
-from training.runtime.links import GLOO, StoreClient
 from training.runtime.loop import SETTLE_TIMEOUT_S, Loader, StepLoop
-from training.runtime.mending import Mender
-from training.runtime.metrics import MetricsLog, StepRecord, metrics_prefix
 from training.runtime.policies import SaveClock, retention_policy
-from training.runtime.snapshot import Snapshots
-from training.runtime.step import Limits, Scheduler, Step, Training, Wishes
+from training.runtime.process_group.connections import GLOO, StoreClient
+from training.runtime.process_group.generations import Generations
+from training.runtime.process_group.reconfigurable import install
+from training.runtime.process_group.replay import ReplayableConnections, ReplayableProcessGroup
+from training.runtime.rank_recovery import RankRecovery
+from training.runtime.state.checkpointer import Checkpointer
+from training.runtime.state.snapshot import Snapshots
+from training.runtime.step import Limits, Scheduler, Step, StepRequests, Training
 from training.specs.recovery import CheckpointSpec
+from training.wire.coordinator import Reconnected, WorkerFault, WorkerFaultKind
 
 
 class Session:
@@ -97,9 +97,9 @@ class Session:
             prefix = metrics_prefix(self.job.run_id, context.placement, context.attempt)
             self._metrics = MetricsLog.resumed(context.metrics_path, prefix)
             self._event_files = EventFiles.of(self.job.watch.tensorboard, self.job.run_id)
-        self._contact: Contact | None = None
+        self._contact: CoordinatorClient | None = None
         self._generations: Generations | None = None
-        self._links: PromisedLinks | None = None
+        self._links: ReplayableConnections | None = None
         self._connect()
         self._drill = Drill(
             self.job.drill.faults,
@@ -135,7 +135,7 @@ class Session:
             on_transfer=self._heartbeat.transfer,
         )
         if backend == GLOO:
-            self._links = PromisedLinks(
+            self._links = ReplayableConnections(
                 generations,
                 open_store=_open_store,
                 tell=self._tell_broken_link,
@@ -145,9 +145,11 @@ class Session:
         install(
             generations,
             world_size=context.world_size,
-            new_group=partial(PromisingGroup, generations, self._links) if self._links else None,
+            new_group=partial(ReplayableProcessGroup, generations, self._links)
+            if self._links
+            else None,
         )
-        self._contact = Contact.of_file(
+        self._contact = CoordinatorClient.of_file(
             context.coordinator,
             rank=context.rank,
             on_generation=generations.announce,
@@ -155,7 +157,7 @@ class Session:
         )
         if self._links is not None:
             generations.on_announced = self._links.fail
-            self._contact.on_relink = self._relink
+            self._contact.on_reconnect = self._reconnect
         self._generations = generations
         if context.generation is None:
             generations.enter(self._contact.newer_than(0))
@@ -168,9 +170,9 @@ class Session:
         assert self._contact is not None  # noqa: S101 links come with a coordinator
         assert self._generations is not None  # noqa: S101 likewise
         self._contact.say(
-            TroubleSeen(
+            WorkerFault(
                 generation=self._generations.current,
-                trouble=Trouble.LINK,
+                trouble=WorkerFaultKind.LINK,
                 text=text.strip().splitlines()[0][:500],
                 step=self._loop.stand.step if self._loop is not None else 0,
                 at_s=time.time(),
@@ -178,7 +180,7 @@ class Session:
             )
         )
 
-    def _relink(self, generation: int, link: int) -> None:
+    def _reconnect(self, generation: int, link: int) -> None:
         """Make new links under operations that were cut short; in a thread of its own."""
         assert self._contact is not None  # noqa: S101 links come with a coordinator
         assert self._links is not None  # noqa: S101 asked only where they are kept
@@ -188,7 +190,7 @@ class Session:
         except (RuntimeError, WorkerError) as exc:
             problem = f"{type(exc).__name__}: {exc}"[:500]
         self._contact.say(
-            Relinked(generation=generation, link=link, operations=count, problem=problem)
+            Reconnected(generation=generation, link=link, operations=count, problem=problem)
         )
 
     @property
@@ -303,7 +305,7 @@ class Session:
         self._drill.training = training
         mender = None
         if self._contact is not None and self._generations is not None:
-            mender = Mender(
+            mender = RankRecovery(
                 self.rank,
                 contact=self._contact,
                 generations=self._generations,
@@ -336,12 +338,12 @@ class Session:
         """The job's policy, with the recommended interval for the model's size if it has none."""
         return self.job.checkpoint.resolved(sum(p.numel() for p in model.parameters()))
 
-    def wishes(self, number: int) -> Wishes:
+    def wishes(self, number: int) -> StepRequests:
         """What this rank brings to the agreement of a step."""
         # Only the first rank's clock and policy count, or the ranks would disagree.
         due = self.rank == 0 and self._saves is not None and self._saves.is_due(number)
         pause = self._contact is not None and self._contact.pause_wanted
-        return Wishes(stop=self._stop_wanted, save=due or self._save_wanted, pause=pause)
+        return StepRequests(stop=self._stop_wanted, save=due or self._save_wanted, pause=pause)
 
     def loss_factor(self, number: int) -> float:
         """What a drill multiplies the loss of a step with."""
@@ -374,7 +376,7 @@ class Session:
         if is_last:
             checkpointer.settle(SETTLE_TIMEOUT_S)
         if checkpointer.is_behind:
-            return  # the keeper announces the commit, and applies the retention
+            return  # the checkpoint server announces the commit, and applies the retention
         if self._metrics is not None:
             self._metrics.checkpoint(step)
         if fresh and self.rank == 0:

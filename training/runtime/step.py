@@ -21,8 +21,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from training.monitor.heartbeat import HeartbeatWriter
-from training.policy.repair import StepPhase, Vote
+from training.health.monitor.heartbeat import HeartbeatWriter
+from training.recovery.repair import StepPhase, Vote
 from training.runtime.errors import NotApplied, NumericAnomaly
 
 MicroBatch = tuple[Tensor, Tensor]
@@ -60,7 +60,7 @@ class Training:
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class StepRequests:
     """What this rank brings to the agreement of a step."""
 
     stop: bool
@@ -105,7 +105,7 @@ class Surroundings:
         loss_factor: what a drill multiplies the loss with.
     """
 
-    wishes: Callable[[int], Wishes]
+    wishes: Callable[[int], StepRequests]
     may_mend: Callable[[BaseException], bool] = lambda _error: False
     reached: Callable[[str, int], None] = lambda _point, _number: None
     loss_factor: Callable[[int], float] = lambda _number: 1.0

@@ -11,10 +11,10 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from training.errors import InputError
-from training.policy.ladder import Policy
-from training.policy.platforms.reading import read_platform
-from training.policy.platforms.settings import POLICY_FIELDS, Fact, Reading, Setting, shown
-from training.policy.platforms.tft import TFT, read_snapshot_steps
+from training.platforms.reading import read_platform
+from training.platforms.settings import POLICY_FIELDS, Fact, Reading, Setting, shown
+from training.platforms.tft import TFT, read_snapshot_steps
+from training.recovery.ladder import Policy
 from training.specs.model import Section
 
 # Recommended save intervals by model size: every epoch, every 500 steps, every 100 to 200 steps.

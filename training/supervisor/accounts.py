@@ -10,10 +10,10 @@ import threading
 from collections.abc import Iterable
 
 from storage.objects import ObjectStore
-from training.policy.accounting import account
-from training.policy.history import RunHistory
-from training.policy.wall_time import Account, Key
-from training.runtime.metrics import StepReader, StepRecord, identity_of, kept_of
+from training.journal.accounting import account
+from training.journal.attempt_log import StepReader, StepRecord, identity_of, kept_of
+from training.journal.history import RunHistory
+from training.journal.wall_time import Account, Key
 
 
 class Accountant:

@@ -11,16 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from training.agent.protocol import CheckOrder
 from training.engines.base import Engine, Greeting, Placement
 from training.environment import variables_of
 from training.errors import EngineError
+from training.health.preflight.judging import Judgement, judge
 from training.job import Job
-from training.monitor.check import Check, Outcome
-from training.policy.history import RunHistory
-from training.policy.records import NodeRefused
-from training.preflight.judging import Judgement, judge
-from training.supervisor.book import Book
+from training.journal.history import RunHistory
+from training.journal.records import NodeRefused
+from training.supervisor.ledger_writer import LedgerWriter
+from training.wire.agent import CheckOrder
+from training.wire.check import Check, Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Checker:
 
     job: Job
     engine: Engine
-    book: Book
+    book: LedgerWriter
 
     def check(self, placement: Placement) -> Judgement:
         """Check the nodes that are new, and the gang of all.

@@ -11,11 +11,11 @@ from training.diagnosis.cause import Diagnosis
 from training.engines.base import Engine
 from training.errors import EngineError
 from training.job import Job
-from training.policy.faults import Fault, FaultClass
-from training.policy.history import AttemptView, RunHistory, fault_of
-from training.policy.ladder import Capacity, Decision, Policy, Recovery, Rung, Severity, decide
-from training.policy.records import Decided, RungFailed
-from training.supervisor.book import Book
+from training.journal.history import AttemptView, RunHistory, fault_of
+from training.journal.records import Decided, RungFailed
+from training.recovery.faults import Fault, FaultClass
+from training.recovery.ladder import Capacity, Decision, Policy, Recovery, Rung, Severity, decide
+from training.supervisor.ledger_writer import LedgerWriter
 
 
 class Decider:
@@ -27,7 +27,7 @@ class Decider:
         book: of the run.
     """
 
-    def __init__(self, job: Job, engine: Engine, book: Book) -> None:
+    def __init__(self, job: Job, engine: Engine, book: LedgerWriter) -> None:
         self._job = job
         self._engine = engine
         self._book = book

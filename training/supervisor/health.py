@@ -9,15 +9,23 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from training.agent.protocol import AgentStatus
 from training.diagnosis.classify import SlowNode
-from training.monitor.health import Condition, HealthWatch, Key, Look, RankLook, StepLook, key_of
-from training.policy.faults import FaultClass
-from training.policy.health import HealthPoint
-from training.policy.history import AttemptView, RunHistory
-from training.policy.notes import AlertCleared, AlertRaised
+from training.health.monitor.health import (
+    Condition,
+    HealthWatch,
+    Key,
+    Look,
+    RankLook,
+    StepLook,
+    key_of,
+)
+from training.journal.events import AlertCleared, AlertRaised
+from training.journal.health_point import HealthPoint
+from training.journal.history import AttemptView, RunHistory
+from training.recovery.faults import FaultClass
 from training.specs.watch import WatchSpec
 from training.supervisor.watch import Progress
+from training.wire.agent import AgentStatus
 
 PERIOD_S = 1.0
 

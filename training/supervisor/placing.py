@@ -12,12 +12,12 @@ from pathlib import Path
 from training.engines.base import Engine, Placement, plan, plan_replacement
 from training.errors import AgentUnreachable, EngineError, NoCapacity
 from training.job import Job
-from training.ledger import Identity
-from training.policy.history import RunHistory
-from training.policy.ladder import RESTARTS_IN_PLACE, Rung
-from training.policy.records import Placed
-from training.supervisor.book import Book
+from training.journal.history import RunHistory
+from training.journal.ledger import Identity
+from training.journal.records import Placed
+from training.recovery.ladder import RESTARTS_IN_PLACE, Rung
 from training.supervisor.deciding import Decider
+from training.supervisor.ledger_writer import LedgerWriter
 
 SPARE_POLL_S = 1.0
 
@@ -38,7 +38,7 @@ class Placer:
         self,
         job: Job,
         engine: Engine,
-        book: Book,
+        book: LedgerWriter,
         decider: Decider,
         *,
         identity: Identity,

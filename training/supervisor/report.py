@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from training.policy.fault_record import FaultRecord
-from training.policy.history import AttemptView, RunHistory
-from training.policy.mending import Alert, Mending
-from training.policy.notes import AlertCleared, AlertRaised
-from training.runtime.metrics import StepRecord
+from training.journal.attempt_log import StepRecord
+from training.journal.events import AlertCleared, AlertRaised
+from training.journal.history import AttemptView, RunHistory
+from training.journal.mending import Alert, Mending
+from training.recovery.fault_record import FaultRecord
 
 RECOVERING = "recovering"
 MENDED = "mended"

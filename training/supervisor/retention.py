@@ -13,9 +13,9 @@ from storage.checkpoint import CheckpointStore
 from storage.collect import InUse, Listing, Removal, Rules, decide, take_listing
 from storage.errors import PermanentError
 from training.job import Job
-from training.ledger import Ledger
-from training.policy.history import RunHistory
-from training.runtime.metrics import StepRecord, kept_steps
+from training.journal.attempt_log import StepRecord, kept_steps
+from training.journal.history import RunHistory
+from training.journal.ledger import Ledger
 from training.runtime.policies import retention_policy
 
 LOSS = "loss"  # in a manifest's extra state, of a program that writes it

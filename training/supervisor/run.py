@@ -17,8 +17,6 @@ from storage.address import Credentials, open_store, worker_environment
 from storage.checkpoint import CheckpointStore
 from storage.errors import StorageError
 from training.agent.collecting import await_collected
-from training.agent.protocol import AgentState, StartOrder
-from training.control import take_back
 from training.diagnosis.cause import Diagnosis
 from training.diagnosis.classify import diagnose
 from training.diagnosis.standstill import holding_up
@@ -26,25 +24,27 @@ from training.engines.base import Engine, Placement
 from training.engines.local import LocalEngine
 from training.environment import variables_of
 from training.errors import AgentUnreachable, EngineError
+from training.health.preflight.judging import Judgement
 from training.job import Job
-from training.ledger import Identity, Ledger
-from training.policy.failure_rate import measured_mtbf_s
-from training.policy.faults import Fault
-from training.policy.history import AttemptView, RunHistory
-from training.policy.ladder import RESTARTS_IN_PLACE, Decision
-from training.policy.notes import PastRecovery
-from training.policy.records import DataReady, RunCreated, RunEnded
-from training.preflight.judging import Judgement
-from training.supervisor.book import Book
+from training.journal.events import PastRecovery
+from training.journal.failure_rate import measured_mtbf_s
+from training.journal.history import AttemptView, RunHistory
+from training.journal.ledger import Identity, Ledger
+from training.journal.records import DataReady, RunCreated, RunEnded
+from training.recovery.faults import Fault
+from training.recovery.ladder import RESTARTS_IN_PLACE, Decision
 from training.supervisor.checking import Checker
 from training.supervisor.deciding import Decider, recoveries_of
 from training.supervisor.health import AttemptHealth
-from training.supervisor.known import remember_job
+from training.supervisor.job_registry import remember_job
+from training.supervisor.ledger_writer import LedgerWriter
+from training.supervisor.observer import AttemptObserver, past_recoveries
 from training.supervisor.placing import Placer, placement_of
-from training.supervisor.recoveries import Onlooker, past_recoveries
-from training.supervisor.refusing import refuse_elsewhere, refuse_other_job
+from training.supervisor.takeover import refuse_elsewhere, refuse_other_job
 from training.supervisor.watch import AttemptEnd, AttemptWatch, EndKind, Progress
 from training.trainer.data.prepare import PrepareResult
+from training.wire.agent import AgentState, StartOrder
+from training.wire.requests import take_back
 
 HANG_REPORT = "hang.txt"
 
@@ -96,7 +96,7 @@ class Run:
         self.store = open_store(job.storage, credentials)
         self.checkpoints = CheckpointStore(self.store, job.run_id)
         self.ledger = Ledger(self.store, job.run_id)
-        self._book = Book(self.ledger, self.checkpoints)
+        self._book = LedgerWriter(self.ledger, self.checkpoints)
         self._home = home
         self._cwd = str((Path(job.worker.cwd) if job.worker.cwd else cwd or Path.cwd()).resolve())
         self._identity = Identity.of_this_process()
@@ -164,13 +164,13 @@ class Run:
         """The newest recoveries on record, oldest first, for whoever decides inside an attempt."""
         return past_recoveries(recoveries_of(self.job, self.history))
 
-    def onlooker(self) -> Onlooker | None:
+    def onlooker(self) -> AttemptObserver | None:
         """Sees how the open attempt stands without taking the run; None when there is none."""
         history = self.refresh()
         placement = placement_of(history)
         if placement is None or history.open_attempt is None or history.ended is not None:
             return None
-        return Onlooker(self._make_engine(history.epoch), placement)
+        return AttemptObserver(self._make_engine(history.epoch), placement)
 
     def record_data(self, result: PrepareResult) -> None:
         """Put the outcome of data preparation on record."""

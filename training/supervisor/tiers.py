@@ -1,6 +1,6 @@
 """Where the checkpoints of a run lie on this machine's nodes, beside the store.
 
-For people: a restore asks the keepers themselves. Steps are completed optimizer steps.
+For people: a restore asks the checkpoint servers themselves. Steps are completed optimizer steps.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from storage.checkpoint import CheckpointStore
-from storage.keeper.protocol import Tier
-from storage.keeper.publish import shares_on_disk
+from storage.checkpoint_server.protocol import Tier
+from storage.checkpoint_server.publish import shares_on_disk
 from storage.local import LocalStore
 from storage.share import SaveId
-from training.agent.keeper import HELD_FILE, HeldInMemory
+from training.agent.checkpoint_server import HELD_FILE, HeldInMemory
 from training.processes import is_alive
 
 

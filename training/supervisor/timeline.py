@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from training.policy.wall_time import MEANING, Account, Key, Owner, Stretch
+from training.journal.wall_time import MEANING, Account, Key, Owner, Stretch
 
 # The same on the terminal and in the picture: greens train, reds were lost to faults.
 COLOURS: Mapping[Owner, str] = {

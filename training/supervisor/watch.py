@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from training.agent.protocol import AgentState, AgentStatus, NodeText, WorkerLog, WorkerStatus
 from training.diagnosis.classify import Evidence, NodeOutput, SilentRank, SlowNode, WorkerEnd
 from training.diagnosis.exits import EXIT_DONE
 from training.diagnosis.standstill import Stand
 from training.engines.base import Engine, Snapshot
-from training.monitor.heartbeat import Phase
-from training.policy.notes import AnyNote
-from training.runtime.metrics import StepRecord, parse_live
+from training.health.monitor.heartbeat import Phase
+from training.journal.attempt_log import StepRecord, parse_live
+from training.journal.events import AnyNote
+from training.wire.agent import AgentState, AgentStatus, NodeText, WorkerLog, WorkerStatus
 
 POLL_S = 0.2
 SETTLE_S = 1.0

@@ -18,7 +18,9 @@ import pytest
 
 from training.agent.agent import CONFIG_FILE
 from training.agent.control import ADDRESS_FILE, AgentClient
-from training.agent.protocol import (
+from training.agent.workers import WorkerGroup
+from training.processes import MARKER, container_processes, kill_container
+from training.wire.agent import (
     AgentAddress,
     AgentConfig,
     AgentStatus,
@@ -29,12 +31,10 @@ from training.agent.protocol import (
     StatusQuery,
     StopOrder,
 )
-from training.agent.workers import WorkerGroup
-from training.processes import MARKER, container_processes, kill_container
 
 TOKEN = "a-token"
 EPOCH = 10
-# Its programs here save nothing, so that no keeper is needed.
+# Its programs here save nothing, so that no checkpoint server is needed.
 JOB = json.dumps(
     {
         "run_id": "run-1",

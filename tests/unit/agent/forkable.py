@@ -1,4 +1,4 @@
-"""What tests have a zygote run: functions without arguments, each a whole process."""
+"""What tests have a fork server run: functions without arguments, each a whole process."""
 
 from __future__ import annotations
 

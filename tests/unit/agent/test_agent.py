@@ -13,21 +13,21 @@ from pathlib import Path
 import psutil
 import pytest
 
+from storage.checkpoint_server.client import CheckpointClient
 from storage.errors import TimedOut
-from storage.keeper.client import KeeperClient
 from tests.unit.agent.conftest import EPOCH, Container, wait_for
+from training.agent.checkpoint_server import REVIVED_AFTER_S, CheckpointServerProcess
 from training.agent.control import ADDRESS_FILE
-from training.agent.keeper import REVIVED_AFTER_S, KeeperProcess
-from training.agent.protocol import (
+from training.errors import AgentUnreachable, EngineError
+from training.job import parse_job
+from training.processes import is_alive, kill_container
+from training.wire.agent import (
     MetricsQuery,
     RendezvousOrder,
     ShutdownOrder,
     StatusQuery,
     StopOrder,
 )
-from training.errors import AgentUnreachable, EngineError
-from training.job import parse_job
-from training.processes import is_alive, kill_container
 
 # A grandchild that left the session of its parent and does not listen to SIGTERM.
 STUBBORN = """
@@ -44,7 +44,7 @@ while :; do sleep 0.02; done
 """
 BEATING = """
 import pathlib, os, time
-from training.monitor.heartbeat import HeartbeatWriter, Phase
+from training.health.monitor.heartbeat import HeartbeatWriter, Phase
 writer = HeartbeatWriter(pathlib.Path(os.environ["PERDURE_HEARTBEAT"]))
 for step in range(5, 8):
     writer.beat(phase=Phase.STEP, step=step)
@@ -154,16 +154,20 @@ def test_logs_that_cannot_be_written_end_the_attempt_with_an_error(shared, tmp_p
     assert shared.finish("true").staging_error is None
 
 
-def keepers(container: Container) -> list[int]:
-    """Pids of the keeper, once it is ready."""
-    log = container.folder / "keeper.log"
-    wait_for(lambda: log.exists() and "keeper is ready" in log.read_text())
-    return [one.pid for one in container.processes() if "training.agent.keeper" in one.cmdline()]
+def checkpoint_servers(container: Container) -> list[int]:
+    """Pids of the checkpoint server, once it is ready."""
+    log = container.folder / "checkpoint-server.log"
+    wait_for(lambda: log.exists() and "checkpoint server is ready" in log.read_text())
+    return [
+        one.pid
+        for one in container.processes()
+        if "training.agent.checkpoint_server" in one.cmdline()
+    ]
 
 
 @pytest.fixture
 def keeping(new_container, tmp_path) -> Container:
-    """A container with a keeper, and an attempt in it that failed to start."""
+    """A container with a checkpoint server, and an attempt in it that failed to start."""
     job = {
         "run_id": f"run-{uuid.uuid4().hex}",
         "storage": {"address": f"file://{tmp_path}/store"},
@@ -176,15 +180,15 @@ def keeping(new_container, tmp_path) -> Container:
     return container
 
 
-def test_an_attempt_that_cannot_be_started_costs_the_keeper_nothing(keeping):
-    (pid,) = keepers(keeping)
+def test_an_attempt_that_cannot_be_started_costs_the_checkpoint_server_nothing(keeping):
+    (pid,) = checkpoint_servers(keeping)
     assert psutil.Process(pid).ppid() == keeping.process.pid
     keeping.call(ShutdownOrder(grace_s=5))
     assert keeping.process.wait(10) == 0
     assert keeping.processes() == []
 
 
-def test_a_keeper_that_dies_is_started_again_under_its_name_but_not_at_once(tmp_path):
+def test_a_checkpoint_server_that_dies_is_started_again_under_its_name_but_not_at_once(tmp_path):
     job = parse_job(
         {
             "run_id": f"run-{uuid.uuid4().hex}",
@@ -194,29 +198,29 @@ def test_a_keeper_that_dies_is_started_again_under_its_name_but_not_at_once(tmp_
     )
     job_file = tmp_path / "job.json"
     job_file.write_text(job.model_dump_json())
-    keeper = KeeperProcess(tmp_path)
-    assert not keeper.revive(now_s=time.monotonic()), "there was none"
-    name = keeper.ensure(job, job_file, None)
-    client = KeeperClient(name)
+    checkpoint_server = CheckpointServerProcess(tmp_path)
+    assert not checkpoint_server.revive(now_s=time.monotonic()), "there was none"
+    name = checkpoint_server.ensure(job, job_file, None)
+    client = CheckpointClient(name)
     assert client.shares() == ()
     later_s = time.monotonic() + REVIVED_AFTER_S
-    assert not keeper.revive(now_s=later_s), "it lives"
-    (first,) = keeper.pids
+    assert not checkpoint_server.revive(now_s=later_s), "it lives"
+    (first,) = checkpoint_server.pids
     os.kill(first, signal.SIGKILL)
     os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
-    assert not keeper.revive(now_s=time.monotonic())
-    assert keeper.revive(now_s=later_s)
+    assert not checkpoint_server.revive(now_s=time.monotonic())
+    assert checkpoint_server.revive(now_s=later_s)
     try:
-        with pytest.raises(TimedOut, match="the keeper of this node does not answer"):
+        with pytest.raises(TimedOut, match="the checkpoint server of this node does not answer"):
             client.shares()
         assert client.shares() == ()
-        assert keeper.pids != {first}
+        assert checkpoint_server.pids != {first}
     finally:
-        keeper.close(5)
+        checkpoint_server.close(5)
 
 
-def test_a_keeper_whose_agent_was_killed_ends(keeping):
-    (pid,) = keepers(keeping)
+def test_a_checkpoint_server_whose_agent_was_killed_ends(keeping):
+    (pid,) = checkpoint_servers(keeping)
     keeping.process.kill()
     wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie")
 

@@ -11,9 +11,9 @@ import pytest
 
 from tests.unit.agent.conftest import EPOCH, JOB, TOKEN, Container, wait_for
 from training.agent.control import AgentClient
-from training.agent.protocol import CheckOrder, GreetQuery, Reply
 from training.errors import EngineError
-from training.monitor.check import Outcome
+from training.wire.agent import CheckOrder, GreetQuery, Reply
+from training.wire.check import Outcome
 
 
 def order(burn_in_s: float = 0.0, store: Path = Path("/nowhere"), **changes) -> CheckOrder:
@@ -47,7 +47,7 @@ def checkers(container: Container) -> list[psutil.Process]:
     found = []
     for process in container.processes():
         try:
-            found += [process] if "training.preflight.node" in process.cmdline() else []
+            found += [process] if "training.health.preflight.node" in process.cmdline() else []
         except psutil.NoSuchProcess:
             continue
     return found

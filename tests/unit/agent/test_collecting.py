@@ -26,8 +26,8 @@ from training.agent.collecting import (
     pack,
 )
 from training.agent.evidence import ascend_folder
-from training.agent.protocol import AgentConfig, Collected, CollectOrder, ShutdownOrder
 from training.agent.workers import WorkerGroup
+from training.wire.agent import AgentConfig, Collected, CollectOrder, ShutdownOrder
 
 PREFIX = "runs/run-1/logs/p0001-a0001/node-1/"
 ORDER = CollectOrder(placement=1, attempt=1)
@@ -76,9 +76,9 @@ def run(new_group: Any, *command: str, **changes: Any) -> WorkerGroup:
 def test_all_logs_come_the_most_telling_first(new_group, collector, store, tmp_path):
     group = run(new_group, "sh", "-c", "echo out; echo err >&2; exit 3",
                 job=job_text(tmp_path / "store"))  # fmt: skip
-    for name in ("coordinator.log", "agent.log", "zygote.log"):
+    for name in ("coordinator.log", "agent.log", "fork-server.log"):
         (tmp_path / name).write_text(f"of {name}\n")
-    (tmp_path / "keeper.log").write_text("")
+    (tmp_path / "checkpoint-server.log").write_text("")
     plog = ascend_folder(tmp_path, 1) / "debug" / "plog"
     plog.mkdir(parents=True)
     (plog / "plog-7.log").write_text("of CANN\n")
@@ -88,7 +88,7 @@ def test_all_logs_come_the_most_telling_first(new_group, collector, store, tmp_p
         "rank-00001.stdout.log",
         "coordinator.log",
         "agent.log",
-        "zygote.log",
+        "fork-server.log",
         "rank-00001.ascend/debug/plog/plog-7.log",
     ]
     assert state.problems == ()

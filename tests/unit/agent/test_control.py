@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from training.agent.control import AgentClient, ControlServer
-from training.agent.protocol import (
+from training.errors import AgentUnreachable, EngineError
+from training.wire.agent import (
     AgentAddress,
     MetricsQuery,
     Reply,
@@ -19,7 +20,6 @@ from training.agent.protocol import (
     StatusQuery,
     StopOrder,
 )
-from training.errors import AgentUnreachable, EngineError
 
 TOKEN = "the-token"
 HOST = "127.0.0.1"

@@ -11,8 +11,9 @@ import pytest
 
 from tests.unit.agent.conftest import wait_for
 from tests.unit.lines import FarEnd
-from training.agent.coordination import CoordinatorLine, new_token
-from training.membership import (
+from training.agent.coordinator_client import AgentCoordinatorClient, new_token
+from training.health.monitor.heartbeat import HeartbeatWriter
+from training.wire.coordinator import (
     AgentJoined,
     GiveUp,
     NewGeneration,
@@ -20,8 +21,7 @@ from training.membership import (
     ReplaceWorker,
     WorkerEnded,
 )
-from training.monitor.heartbeat import HeartbeatWriter
-from training.monitor.sample import DeviceSample, NodeSample
+from training.wire.sample import DeviceSample, NodeSample
 
 ENDED = WorkerEnded(rank=3, device=1, exit_code=-9, at_s=1.0)
 
@@ -56,7 +56,7 @@ def heard() -> Heard:
 
 @pytest.fixture
 def line(far_end, heard):
-    line = CoordinatorLine(
+    line = AgentCoordinatorClient(
         far_end.address,
         node="node-1",
         ranks=[2, 3],
@@ -124,7 +124,7 @@ def test_nobody_at_the_address_is_an_error(far_end, heard):
     address = far_end.address
     far_end.close()
     with pytest.raises(OSError, match="refused"):
-        CoordinatorLine(
+        AgentCoordinatorClient(
             address,
             node="node-1",
             ranks=[2],

@@ -9,9 +9,9 @@ import pytest
 from tests.unit.driver_tools import SAMPLES, install, only_tools_of
 from training.agent import evidence
 from training.agent.evidence import NO_ANSWER, ascend_folder, device_health, device_logs
-from training.agent.protocol import EvidenceQuery
-from training.monitor.sources.npu_smi import parse_table
-from training.monitor.sources.sampling import health_command, link_commands
+from training.health.monitor.sources.npu_smi import parse_table
+from training.health.monitor.sources.sampling import health_command, link_commands
+from training.wire.agent import EvidenceQuery
 
 
 @pytest.fixture

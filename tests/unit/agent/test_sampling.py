@@ -6,8 +6,8 @@ import json
 import threading
 
 from tests.unit.agent.conftest import JOB, wait_for
-from training.agent.protocol import StopOrder
 from training.agent.sampling import Sampling
+from training.wire.agent import StopOrder
 
 OFTEN = json.dumps(json.loads(JOB) | {"watch": {"sample_every_s": 0.1, "log_limit_bytes": 0}})
 

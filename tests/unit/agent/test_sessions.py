@@ -1,4 +1,4 @@
-"""A real agent with a session program: workers from a zygote, and a coordinator beside them."""
+"""A real agent with a session program: workers from a fork server, and a coordinator."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import psutil
 import pytest
 
 from tests.unit.agent.conftest import Container, end_container, start_container, wait_for
-from training.agent.protocol import RendezvousOrder, ShutdownOrder, StartOrder, StopOrder
-from training.membership import WorkerJoined, dump_line
+from training.wire.agent import RendezvousOrder, ShutdownOrder, StartOrder, StopOrder
+from training.wire.coordinator import WorkerJoined, dump_line
 
-ZYGOTE_TIMEOUT_S = 90.0  # it imports torch, on a machine that may have much else to do
+FORK_SERVER_TIMEOUT_S = 90.0  # it imports torch, on a machine that may have much else to do
 RECIPE = """
 import json, os, sys, time
 
@@ -51,7 +51,7 @@ def container(tmp_path_factory):
     container = start_container(folder, {})
     (folder / "own.py").write_text(RECIPE)
     container.call(order(container, "end"))
-    wait_for(lambda: container.status().is_over, timeout_s=ZYGOTE_TIMEOUT_S)
+    wait_for(lambda: container.status().is_over, timeout_s=FORK_SERVER_TIMEOUT_S)
     yield container
     end_container(container)
 
@@ -93,15 +93,15 @@ def test_workers_are_named_after_their_ranks_and_know_their_place(shared):
     assert [w.exit_code for w in status.workers] == [-signal.SIGTERM, -signal.SIGTERM]
 
 
-def test_a_worker_that_ends_well_leaves_the_zygote_for_the_next_attempt(shared):
-    zygotes = []
+def test_a_worker_that_ends_well_leaves_the_fork_server_for_the_next_attempt(shared):
+    fork_servers = []
     for _ in range(2):
         shared.call(order(shared, "end"))
         status = shared.until("ended")
         assert [(w.rank, w.exit_code) for w in status.workers] == [(2, 0), (3, 0)]
-        zygotes.append([one.pid for one in shared.processes()])
-    assert zygotes[0] == zygotes[1]
-    assert len(zygotes[0]) == 2
+        fork_servers.append([one.pid for one in shared.processes()])
+    assert fork_servers[0] == fork_servers[1]
+    assert len(fork_servers[0]) == 2
 
 
 def test_an_exception_is_reported_and_ends_the_others_where_no_coordinator_answers(shared):
@@ -145,7 +145,7 @@ def test_a_rank_that_is_killed_is_replaced_as_the_coordinator_says_or_ends_the_a
 
 
 def test_a_shutdown_leaves_nothing_of_a_session_program(container):
-    # The last one here, for it ends the agent of the others: a zygote takes seconds to start.
+    # The last one here, for it ends the agent of the others: a fork server takes seconds to start.
     start = order(container, "stay")
     address = container.call(RendezvousOrder(port=0, start=start, supported=())).coordinator
     container.call(start.model_copy(update={"coordinator": address}))

@@ -10,18 +10,18 @@ import time
 
 import pytest
 
-from training.agent.waking import Waking
+from training.agent.waking import WakeupSignal
 
 LONG_S = 60.0
 
 
 @pytest.fixture
 def waking():
-    with Waking() as one:
+    with WakeupSignal() as one:
         yield one
 
 
-def took_s(waking: Waking, timeout_s: float) -> float:
+def took_s(waking: WakeupSignal, timeout_s: float) -> float:
     began_s = time.monotonic()
     waking.sleep(timeout_s)
     return time.monotonic() - began_s
@@ -58,7 +58,7 @@ def test_more_wishes_than_fit_are_no_error(waking):
 
 
 def test_what_comes_after_the_end_is_no_error_and_signals_are_as_before():
-    with Waking() as waking:
+    with WakeupSignal() as waking:
         pass
     waking.wake()
     assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL

@@ -8,8 +8,8 @@ import signal
 import pytest
 
 from tests.unit.agent.conftest import wait_for
-from training.agent.protocol import WorkerStatus
 from training.agent.workers import WorkerGroup, _read_error
+from training.wire.agent import WorkerStatus
 
 
 def start(group: WorkerGroup) -> None:

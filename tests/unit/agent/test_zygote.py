@@ -1,4 +1,4 @@
-"""A real zygote: what is forked from it, how that ends, and whose child it is."""
+"""A real fork_server: what is forked from it, how that ends, and whose child it is."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from tests.unit.agent.conftest import wait_for
-from training.agent import zygote as module
+from training.agent import fork_server as module
+from training.agent.fork_server import Fork, ForkedProcess, ForkServer
 from training.agent.launcher import COLD_START, Launcher
-from training.agent.zygote import Fork, ForkedProcess, Zygote
 from training.processes import become_subreaper
 
 ROOT = str(Path(__file__).parents[3])
@@ -34,21 +34,21 @@ def subreaper():
 
 
 @pytest.fixture(scope="module")
-def zygote(subreaper, tmp_path_factory):
+def fork_server(subreaper, tmp_path_factory):
     """One for the tests that leave it alive."""
-    one = Zygote(VARIABLES, tmp_path_factory.mktemp("zygote") / "zygote.log")
+    one = ForkServer(VARIABLES, tmp_path_factory.mktemp("fork_server") / "fork-server.log")
     one.start()
     yield one
     one.close()
 
 
 @pytest.fixture
-def forked(zygote, tmp_path):
+def forked(fork_server, tmp_path):
     """Forks a function of `forkable`; none outlives the test."""
     processes: list[ForkedProcess] = []
 
     def fork(function: str, *arguments: str, name: str = "forked", **changes: Any) -> ForkedProcess:
-        processes.append(zygote.fork(wanted(function, tmp_path, arguments, name, **changes)))
+        processes.append(fork_server.fork(wanted(function, tmp_path, arguments, name, **changes)))
         return processes[-1]
 
     yield fork
@@ -81,7 +81,7 @@ def ended(process: ForkedProcess | subprocess.Popen[bytes]) -> int:
     return process.returncode
 
 
-def test_a_fork_finds_what_was_asked_for_and_nothing_of_its_zygote(forked, tmp_path):
+def test_a_fork_finds_what_was_asked_for_and_nothing_of_its_fork_server(forked, tmp_path):
     assert ended(forked("tell", "one", "two", name="rank-12")) == 0
     found = json.loads((tmp_path / "rank-12.out").read_text())
     assert found["environment"] == {"OWN": "x y\n=z", "PYTHONPATH": ROOT}
@@ -164,13 +164,13 @@ def test_everybody_gets_the_process_that_they_asked_for(forked, tmp_path):
         assert (tmp_path / f"{name}.out").read_text().strip() == str(process.pid)
 
 
-def test_a_zygote_serves_those_who_want_the_same_variables(zygote):
-    assert zygote.serves(VARIABLES)
-    assert not zygote.serves({**VARIABLES, "OMP_NUM_THREADS": "2"})
+def test_a_fork_server_serves_those_who_want_the_same_variables(fork_server):
+    assert fork_server.serves(VARIABLES)
+    assert not fork_server.serves({**VARIABLES, "OMP_NUM_THREADS": "2"})
 
 
-def test_what_was_forked_outlives_a_zygote_and_its_end_is_noticed(subreaper, tmp_path):
-    one = Zygote(VARIABLES, tmp_path / "zygote.log")
+def test_what_was_forked_outlives_a_fork_server_and_its_end_is_noticed(subreaper, tmp_path):
+    one = ForkServer(VARIABLES, tmp_path / "fork-server.log")
     one.start()
     process = one.fork(wanted("stay", tmp_path))
     until_up(tmp_path / "x.out")
@@ -181,7 +181,7 @@ def test_what_was_forked_outlives_a_zygote_and_its_end_is_noticed(subreaper, tmp
     assert one._process.stdout is not None
     at_end, _, _ = select.select([one._process.stdout], [], [], 5)
     assert at_end, "the fork holds the pipe open, and whoever asked waits for ever"
-    with pytest.raises(OSError, match=r"zygote|Broken pipe"):
+    with pytest.raises(OSError, match=r"fork server|Broken pipe"):
         one.fork(wanted("stay", tmp_path))
     one.close()
     assert one.pids == frozenset()
@@ -189,34 +189,34 @@ def test_what_was_forked_outlives_a_zygote_and_its_end_is_noticed(subreaper, tmp
     process.kill()
 
 
-def test_a_zygote_that_cannot_import_says_where_to_look(tmp_path):
+def test_a_fork_server_that_cannot_import_says_where_to_look(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('no driver')\n")
-    log = tmp_path / "zygote.log"
-    one = Zygote({**VARIABLES, "PYTHONPATH": f"{tmp_path}:{ROOT}"}, log)
-    with pytest.raises(OSError, match=f"the zygote did not start; see {log}"):
+    log = tmp_path / "fork-server.log"
+    one = ForkServer({**VARIABLES, "PYTHONPATH": f"{tmp_path}:{ROOT}"}, log)
+    with pytest.raises(OSError, match=f"the fork server did not start; see {log}"):
         one.start()
     assert "no driver" in log.read_text()
     assert one.pids == frozenset()
 
 
-def test_a_zygote_that_takes_too_long_is_ended(tmp_path, monkeypatch):
+def test_a_fork_server_that_takes_too_long_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "START_TIMEOUT_S", 0.0)
-    one = Zygote(VARIABLES, tmp_path / "zygote.log")
+    one = ForkServer(VARIABLES, tmp_path / "fork-server.log")
     with pytest.raises(OSError, match="did not start"):
         one.start()
     assert one.pids == frozenset()
 
 
-def test_a_zygote_that_was_not_started_forks_nothing(tmp_path):
+def test_a_fork_server_that_was_not_started_forks_nothing(tmp_path):
     with pytest.raises(OSError, match="not started"):
-        Zygote(VARIABLES, tmp_path / "zygote.log").fork(wanted("tell", tmp_path))
+        ForkServer(VARIABLES, tmp_path / "fork-server.log").fork(wanted("tell", tmp_path))
 
 
 def test_a_worker_that_must_not_be_forked_finds_the_same_and_imports_for_itself(
     tmp_path, monkeypatch
 ):
     monkeypatch.setenv(COLD_START, "1")
-    launcher = Launcher(tmp_path, "127.0.0.1")  # without a zygote
+    launcher = Launcher(tmp_path, "127.0.0.1")  # without a fork server
     process = launcher.fork(wanted("tell", tmp_path, ("one",), name="rank-12"))
     assert ended(process) == 0
     found = json.loads((tmp_path / "rank-12.out").read_text())

@@ -6,24 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from training.coordinator.actions import Action, Noted, ToAgent, ToRank
-from training.coordinator.attempt import Attempt, Stage
-from training.coordinator.judge import Judge
-from training.membership import (
-    GiveUp,
-    LastSaved,
-    NewGeneration,
-    Plan,
-    Relink,
-    Relinked,
-    ReplaceWorker,
-    Said,
-    Trouble,
-    TroubleSeen,
-    WorkerEnded,
-)
-from training.policy.ladder import Policy, Rung
-from training.policy.notes import (
+from training.journal.events import (
     AnyNote,
     LastSave,
     PauseBegan,
@@ -31,7 +14,24 @@ from training.policy.notes import (
     RecoveryBegan,
     RecoveryEnded,
 )
-from training.policy.repair import RankReport, RepairMode, RepairPlan, StepPhase, Vote
+from training.recovery.actions import Action, Noted, ToAgent, ToRank
+from training.recovery.attempt import Attempt, Stage
+from training.recovery.decider import InProcessDecider
+from training.recovery.ladder import Policy, Rung
+from training.recovery.repair import RankReport, RepairMode, RepairPlan, StepPhase, Vote
+from training.wire.coordinator import (
+    CoordinatorMessage,
+    GiveUp,
+    LastSaved,
+    NewGeneration,
+    Plan,
+    Reconnect,
+    Reconnected,
+    ReplaceWorker,
+    WorkerEnded,
+    WorkerFault,
+    WorkerFaultKind,
+)
 
 DDP = ((0, 1, 2, 3),)
 HSDP = ((0, 2), (1, 3))
@@ -58,7 +58,7 @@ class Rank:
 
 
 @dataclass
-class Played:
+class RunOutcome:
     """An attempt in training, and all that it did since."""
 
     attempt: Attempt
@@ -76,13 +76,13 @@ class Played:
         supported: Collection[Rung] = frozenset(Rung),
         is_training: bool = True,
         ranks_per_node: int = 2,
-    ) -> Played:
+    ) -> RunOutcome:
         """All ranks have connected; unless told otherwise they train."""
         world_size = sum(len(group) for group in groups)
         attempt = Attempt(
             world_size,
             groups,
-            Judge(policy or Policy(), frozenset(supported)),
+            InProcessDecider(policy or Policy(), frozenset(supported)),
             repair_limit_s=REPAIR_LIMIT_S,
             save_limit_s=SAVE_LIMIT_S,
             link_limit_s=LINK_LIMIT_S,
@@ -127,7 +127,7 @@ class Played:
             self.attempt.ended(WorkerEnded(rank=rank, **{**fields, **changes}), now_s=self.now_s)
         return self.collect()
 
-    def sees(self, rank: int, trouble: Trouble, **changes: Any) -> list[Action]:
+    def sees(self, rank: int, trouble: WorkerFaultKind, **changes: Any) -> list[Action]:
         """A process tells of a fault that it outlives."""
         fields: dict[str, Any] = {
             "generation": self.attempt.generation,
@@ -135,7 +135,7 @@ class Played:
             "step": self.attempt.step,
             "at_s": self.now_s,
         }
-        seen = TroubleSeen(trouble=trouble, **{**fields, **changes})
+        seen = WorkerFault(trouble=trouble, **{**fields, **changes})
         self.attempt.trouble(rank, seen, now_s=self.now_s)
         return self.collect()
 
@@ -143,7 +143,7 @@ class Played:
         """A rank's memory is damaged, and it says so."""
         own = self.ranks[rank]
         own.report = own.report.model_copy(update={"is_dirty": True})
-        return self.sees(rank, Trouble.MEMORY)
+        return self.sees(rank, WorkerFaultKind.MEMORY)
 
     def stand_at(self, step: int, phase: StepPhase, *, vote: Vote | None = None) -> None:
         """Every rank is as far as this."""
@@ -159,7 +159,7 @@ class Played:
         self,
         *,
         silent: Collection[int] = (),
-        until: Callable[[Said], bool] = lambda _message: False,
+        until: Callable[[CoordinatorMessage], bool] = lambda _message: False,
     ) -> None:
         """Agents and ranks do what they were told, up to where nothing more is said.
 
@@ -196,7 +196,7 @@ class Played:
         self.attempt.standing(self.attempt.generation, report, now_s=self.now_s)
         return self.collect()
 
-    def _reply(self, rank: int, message: Said) -> None:
+    def _reply(self, rank: int, message: CoordinatorMessage) -> None:
         own, attempt = self.ranks[rank], self.attempt
         match message:
             case NewGeneration():
@@ -207,9 +207,9 @@ class Played:
             case Plan():
                 own.carry_out(message.plan)
                 attempt.trains(rank, message.generation, message.plan.step, now_s=self.now_s)
-            case Relink():
-                told = Relinked(generation=message.generation, link=message.link, operations=1)
-                attempt.relinked(rank, told, now_s=self.now_s)
+            case Reconnect():
+                told = Reconnected(generation=message.generation, link=message.link, operations=1)
+                attempt.reconnected(rank, told, now_s=self.now_s)
 
     # What was done.
 
@@ -240,7 +240,7 @@ class Played:
         assert isinstance(note, LastSave)
         return note
 
-    def told(self, rank: int) -> list[Said]:
+    def told(self, rank: int) -> list[CoordinatorMessage]:
         """What a rank was told."""
         return [a.message for a in self.actions if isinstance(a, ToRank) and a.rank == rank]
 

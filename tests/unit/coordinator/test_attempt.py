@@ -9,20 +9,20 @@ from tests.unit.coordinator.attempts import (
     HSDP,
     REPAIR_LIMIT_S,
     STEP,
-    Played,
+    RunOutcome,
 )
-from training.coordinator.actions import Noted, ToAgent, ToRank
-from training.coordinator.attempt import LINK_SETTLE_S, Stage
-from training.coordinator.ranks import END_NOTICE_S
 from training.diagnosis.exits import EXIT_RESTART_ME
-from training.membership import NewGeneration, Plan, ReplaceWorker, Trouble
-from training.policy.faults import FaultClass
-from training.policy.ladder import Rung
-from training.policy.repair import Move, RankReport, StepPhase
+from training.recovery.actions import Noted, ToAgent, ToRank
+from training.recovery.attempt import LINK_SETTLE_S, Stage
+from training.recovery.faults import FaultClass
+from training.recovery.ladder import Rung
+from training.recovery.ranks import END_NOTICE_S
+from training.recovery.repair import Move, RankReport, StepPhase
+from training.wire.coordinator import NewGeneration, Plan, ReplaceWorker, WorkerFaultKind
 
 
 def test_training_begins_when_the_last_rank_trains():
-    played = Played.of(is_training=False)
+    played = RunOutcome.of(is_training=False)
     for rank in (0, 1, 2):
         played.trains(rank)
         assert played.stage() is Stage.STARTING
@@ -31,7 +31,7 @@ def test_training_begins_when_the_last_rank_trains():
 
 
 def test_a_rank_that_joins_is_told_the_generation():
-    played = Played.of(is_training=False)
+    played = RunOutcome.of(is_training=False)
     assert played.collect() == [ToRank(rank, NewGeneration(number=1)) for rank in range(4)]
 
 
@@ -39,7 +39,7 @@ def test_a_rank_that_joins_is_told_the_generation():
 
 
 def test_a_death_is_noted_then_the_rank_replaced_and_the_others_called_to_a_new_generation():
-    played = Played.of()
+    played = RunOutcome.of()
     note, *rest = played.dies(1)
     assert isinstance(note, Noted)
     assert (played.began()[0].rung, played.began()[0].generation) == (Rung.PROCESS_REPLACE, 1)
@@ -53,7 +53,7 @@ def test_a_death_is_noted_then_the_rank_replaced_and_the_others_called_to_a_new_
 
 
 def test_a_death_is_mended_when_every_rank_trains_in_the_new_generation():
-    played = Played.of(HSDP)
+    played = RunOutcome.of(HSDP)
     played.dies(1)
     played.now_s += 0.5
     played.answer()
@@ -66,7 +66,7 @@ def test_a_death_is_mended_when_every_rank_trains_in_the_new_generation():
 
 
 def test_a_plan_waits_for_the_new_process():
-    played = Played.of()
+    played = RunOutcome.of()
     played.dies(1)
     played.answer(silent={1})
     assert not any(isinstance(message, Plan) for message in played.told(0))
@@ -76,7 +76,7 @@ def test_a_plan_waits_for_the_new_process():
 
 
 def test_a_connection_that_closes_is_no_death_until_the_agent_tells_or_the_notice_is_over():
-    played = Played.of()
+    played = RunOutcome.of()
     assert played.dies(1, told=False) == []
     assert played.passes(END_NOTICE_S) == []
     played.passes(0.1)
@@ -87,7 +87,7 @@ def test_a_connection_that_closes_is_no_death_until_the_agent_tells_or_the_notic
 
 
 def test_a_process_that_lost_its_line_gets_a_successor():
-    played = Played.of()
+    played = RunOutcome.of()
     played.dies(1, exit_code=EXIT_RESTART_ME)
     assert played.replaced() == [1]
     played.answer()
@@ -95,7 +95,7 @@ def test_a_process_that_lost_its_line_gets_a_successor():
 
 
 def test_two_deaths_at_once_are_mended_together():
-    played = Played.of(HSDP)
+    played = RunOutcome.of(HSDP)
     played.dies(1)
     played.dies(2)
     assert played.replaced() == [1, 2]
@@ -108,7 +108,7 @@ def test_two_deaths_at_once_are_mended_together():
 
 
 def test_a_rank_that_one_recovery_replaced_is_not_called_repaired_by_another():
-    played = Played.of(HSDP)
+    played = RunOutcome.of(HSDP)
     played.dies(1)
     played.damaged(2)
     played.answer()
@@ -118,7 +118,7 @@ def test_a_rank_that_one_recovery_replaced_is_not_called_repaired_by_another():
 
 
 def test_a_new_process_that_dies_before_it_has_connected_is_started_again():
-    played = Played.of()
+    played = RunOutcome.of()
     played.dies(1)
     played.attempt.step += 1  # or the ladder would say that it did not help
     played.dies(1)
@@ -128,7 +128,7 @@ def test_a_new_process_that_dies_before_it_has_connected_is_started_again():
 
 
 def test_a_new_process_whose_connection_closes_is_missed_as_any_other():
-    played = Played.of()
+    played = RunOutcome.of()
     played.dies(1)
     played.answer()
     played.attempt.stepped(STEP + 1)
@@ -138,7 +138,7 @@ def test_a_new_process_whose_connection_closes_is_missed_as_any_other():
 
 
 def test_a_death_while_reports_come_in_begins_anew():
-    played = Played.of(HSDP)
+    played = RunOutcome.of(HSDP)
     played.dies(1)
     played.reports(0)
     played.dies(2)
@@ -150,7 +150,7 @@ def test_a_death_while_reports_come_in_begins_anew():
 
 
 def test_reports_for_a_generation_before_do_not_count():
-    played = Played.of(HSDP)
+    played = RunOutcome.of(HSDP)
     played.dies(1)
     played.dies(2)
     for rank in range(4):
@@ -160,8 +160,8 @@ def test_reports_for_a_generation_before_do_not_count():
 
 
 def test_ranks_that_train_in_a_generation_before_do_not_count():
-    played = Played.of()
-    played.sees(2, Trouble.COLLECTIVE)
+    played = RunOutcome.of()
+    played.sees(2, WorkerFaultKind.COLLECTIVE)
     played.answer(until=lambda message: isinstance(message, Plan))
     for rank in range(4):
         played.trains(rank, generation=1)
@@ -169,7 +169,7 @@ def test_ranks_that_train_in_a_generation_before_do_not_count():
 
 
 def test_a_death_while_a_plan_is_carried_out_begins_anew():
-    played = Played.of(HSDP)
+    played = RunOutcome.of(HSDP)
     played.dies(1)
     played.answer(until=lambda message: isinstance(message, Plan))
     assert played.stage() is Stage.REPAIRING
@@ -185,8 +185,8 @@ def test_a_death_while_a_plan_is_carried_out_begins_anew():
 
 
 def test_a_broken_link_is_answered_when_no_death_explains_it():
-    played = Played.of()
-    assert played.sees(2, Trouble.LINK) == []
+    played = RunOutcome.of()
+    assert played.sees(2, WorkerFaultKind.LINK) == []
     assert played.passes(LINK_SETTLE_S / 2) == []
     played.passes(LINK_SETTLE_S)
     assert (played.rungs(), played.replaced()) == ([Rung.STEP_RETRY], [])
@@ -196,26 +196,26 @@ def test_a_broken_link_is_answered_when_no_death_explains_it():
 
 
 def test_the_first_of_several_broken_links_is_answered_and_the_others_do_not_delay_it():
-    played = Played.of()
-    played.sees(2, Trouble.LINK)
+    played = RunOutcome.of()
+    played.sees(2, WorkerFaultKind.LINK)
     played.passes(LINK_SETTLE_S * 0.6)
-    played.sees(0, Trouble.LINK)
+    played.sees(0, WorkerFaultKind.LINK)
     played.passes(LINK_SETTLE_S * 0.6)
     assert [note.fault.rank for note in played.began()] == [2]
 
 
 def test_a_death_that_comes_explains_the_broken_links_of_the_others():
-    played = Played.of()
-    played.sees(2, Trouble.LINK)
-    played.sees(0, Trouble.LINK)
+    played = RunOutcome.of()
+    played.sees(2, WorkerFaultKind.LINK)
+    played.sees(0, WorkerFaultKind.LINK)
     played.dies(1)
     played.passes(LINK_SETTLE_S * 2)
     assert played.rungs() == [Rung.PROCESS_REPLACE]
 
 
 def test_a_broken_link_waits_for_word_of_a_connection_that_closed_with_it():
-    played = Played.of()
-    played.sees(2, Trouble.LINK)
+    played = RunOutcome.of()
+    played.sees(2, WorkerFaultKind.LINK)
     played.dies(1, told=False)
     assert played.passes(LINK_SETTLE_S * 2) == []
     played.dies(1)
@@ -223,27 +223,27 @@ def test_a_broken_link_waits_for_word_of_a_connection_that_closed_with_it():
 
 
 def test_a_trouble_of_a_generation_before_is_old_news():
-    played = Played.of()
-    played.sees(2, Trouble.COLLECTIVE)
+    played = RunOutcome.of()
+    played.sees(2, WorkerFaultKind.COLLECTIVE)
     assert played.attempt.generation == 2
-    assert played.sees(3, Trouble.COLLECTIVE, generation=1) == []
-    assert played.sees(3, Trouble.MEMORY, generation=1) == []
+    assert played.sees(3, WorkerFaultKind.COLLECTIVE, generation=1) == []
+    assert played.sees(3, WorkerFaultKind.MEMORY, generation=1) == []
     assert len(played.began()) == 1
 
 
 def test_a_collective_that_failed_is_answered_at_once():
-    played = Played.of()
-    played.sees(2, Trouble.COLLECTIVE, code="507057")
+    played = RunOutcome.of()
+    played.sees(2, WorkerFaultKind.COLLECTIVE, code="507057")
     (began,) = played.began()
     assert (began.rung, began.fault.code) == (Rung.STEP_RETRY, "507057")
     assert (began.fault.rank, began.fault.device) == (2, 0)
 
 
 def test_a_recovery_that_comes_to_grief_somewhere_begins_anew():
-    played = Played.of()
-    played.sees(2, Trouble.COLLECTIVE)
+    played = RunOutcome.of()
+    played.sees(2, WorkerFaultKind.COLLECTIVE)
     played.answer(until=lambda message: isinstance(message, Plan))
-    played.sees(3, Trouble.REPAIR)
+    played.sees(3, WorkerFaultKind.REPAIR)
     played.passes(LINK_SETTLE_S)
     assert (played.stage(), played.attempt.generation) == (Stage.GATHERING, 3)
     played.answer()
@@ -251,10 +251,10 @@ def test_a_recovery_that_comes_to_grief_somewhere_begins_anew():
 
 
 def test_a_fault_of_a_rank_that_trains_is_answered_though_others_are_still_starting():
-    played = Played.of(is_training=False)
+    played = RunOutcome.of(is_training=False)
     for rank in (0, 1, 2):
         played.trains(rank)
-    played.sees(1, Trouble.COLLECTIVE)
+    played.sees(1, WorkerFaultKind.COLLECTIVE)
     assert played.rungs() == []
     played.trains(3)
     played.collect()
@@ -267,7 +267,7 @@ def test_a_fault_of_a_rank_that_trains_is_answered_though_others_are_still_start
 
 
 def test_ranks_that_do_not_report_in_time_are_named_and_the_next_rung_is_asked():
-    played = Played.of()
+    played = RunOutcome.of()
     played.damaged(0)
     played.answer(silent={2, 3})
     assert played.passes(REPAIR_LIMIT_S) == []
@@ -278,7 +278,7 @@ def test_ranks_that_do_not_report_in_time_are_named_and_the_next_rung_is_asked()
 
 
 def test_ranks_that_do_not_carry_the_plan_out_in_time_are_named():
-    played = Played.of()
+    played = RunOutcome.of()
     played.damaged(0)
     played.answer(until=lambda message: isinstance(message, Plan))
     played.trains(0)
@@ -288,17 +288,17 @@ def test_ranks_that_do_not_carry_the_plan_out_in_time_are_named():
 
 
 def test_a_recovery_in_time_leaves_no_deadline_behind():
-    played = Played.of()
+    played = RunOutcome.of()
     played.damaged(0)
     played.answer()
     assert played.passes(10 * REPAIR_LIMIT_S) == []
 
 
 def test_a_committed_checkpoint_makes_the_recoveries_before_it_free():
-    played = Played.of()
+    played = RunOutcome.of()
     for step in range(STEP, STEP + 6):
         played.stand_at(step, StepPhase.RUN)
-        played.sees(2, Trouble.COLLECTIVE, step=step)
+        played.sees(2, WorkerFaultKind.COLLECTIVE, step=step)
         played.answer()
         played.attempt.committed(step + 1)
     assert played.rungs() == [Rung.STEP_RETRY] * 6
@@ -306,16 +306,16 @@ def test_a_committed_checkpoint_makes_the_recoveries_before_it_free():
 
 @pytest.mark.parametrize("groups", [DDP, HSDP])
 def test_recoveries_in_a_row_without_a_checkpoint_climb(groups):
-    played = Played.of(groups)
+    played = RunOutcome.of(groups)
     for step in range(STEP, STEP + 4):
         played.attempt.step = step
-        played.sees(2, Trouble.COLLECTIVE)
+        played.sees(2, WorkerFaultKind.COLLECTIVE)
         played.answer()
     assert played.rungs() == [Rung.STEP_RETRY] * 3 + [Rung.PROCESS_REPLACE]
 
 
 def test_a_second_death_in_one_step_climbs_though_its_record_came_late_at_the_first():
-    played = Played.of()
+    played = RunOutcome.of()
     played.stand_at(STEP + 3, StepPhase.RUN)  # the records that are known end at STEP
     played.dies(2)
     played.answer()
@@ -325,7 +325,7 @@ def test_a_second_death_in_one_step_climbs_though_its_record_came_late_at_the_fi
 
 
 def test_a_death_in_a_later_step_is_not_taken_for_the_same_one():
-    played = Played.of()
+    played = RunOutcome.of()
     played.dies(2)
     played.answer()
     played.stand_at(STEP + 1, StepPhase.RUN)

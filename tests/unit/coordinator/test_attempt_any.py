@@ -8,20 +8,20 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.coordinator.attempts import ALONE, DDP, HSDP, Played
-from training.coordinator.actions import Noted, ToAgent, ToRank
-from training.coordinator.attempt import Stage
-from training.membership import (
+from tests.unit.coordinator.attempts import ALONE, DDP, HSDP, RunOutcome
+from training.journal.events import RecoveryBegan, RecoveryEnded
+from training.recovery.actions import Noted, ToAgent, ToRank
+from training.recovery.attempt import Stage
+from training.recovery.ladder import IN_PROCESS, Policy
+from training.recovery.repair import RankReport, RepairMode, StepPhase, Vote
+from training.wire.coordinator import (
     LastSaved,
     NewGeneration,
     Plan,
-    Relinked,
+    Reconnected,
     ReplaceWorker,
-    Trouble,
+    WorkerFaultKind,
 )
-from training.policy.ladder import IN_PROCESS, Policy
-from training.policy.notes import RecoveryBegan, RecoveryEnded
-from training.policy.repair import RankReport, RepairMode, StepPhase, Vote
 
 RANKS = st.integers(0, 3)
 STEPS = st.integers(8, 12)
@@ -34,7 +34,7 @@ POLICIES = st.builds(
     numeric_retry=st.booleans(),
     end_of_life_checkpoint=st.booleans(),
 )
-Event = Callable[[Played], Any]
+Event = Callable[[RunOutcome], Any]
 
 
 @st.composite
@@ -56,8 +56,8 @@ def trains(rank: int, offset: int, step: int) -> Event:
     )
 
 
-def sees(rank: int, trouble: Trouble, offset: int, step: int, **changes: Any) -> Event:
-    def act(played: Played) -> None:
+def sees(rank: int, trouble: WorkerFaultKind, offset: int, step: int, **changes: Any) -> Event:
+    def act(played: RunOutcome) -> None:
         generation = played.attempt.generation + offset
         played.sees(rank, trouble, generation=generation, step=step, **changes)
 
@@ -75,10 +75,10 @@ def has_saved(rank: int, told: LastSaved) -> Event:
 
 
 def has_links(rank: int, offset: int, link: int, problem: str | None) -> Event:
-    def act(played: Played) -> None:
+    def act(played: RunOutcome) -> None:
         generation = played.attempt.generation + offset
-        told = Relinked(generation=generation, link=link, problem=problem)
-        played.attempt.relinked(rank, told, now_s=played.now_s)
+        told = Reconnected(generation=generation, link=link, problem=problem)
+        played.attempt.reconnected(rank, told, now_s=played.now_s)
 
     return act
 
@@ -98,7 +98,7 @@ FAULTS: st.SearchStrategy[Event] = st.one_of(
     st.builds(
         sees,
         RANKS,
-        st.sampled_from(Trouble),
+        st.sampled_from(WorkerFaultKind),
         OFFSETS,
         STEPS,
         is_finite=st.booleans(),
@@ -129,8 +129,8 @@ OTHERS: st.SearchStrategy[Event] = st.one_of(
 chapters = st.tuples(FAULTS, ANSWERS, st.one_of(ANSWERS, OTHERS))
 
 
-def play(groups, policy, is_training, chapters) -> Played:
-    played = Played.of(groups, policy=policy, is_training=is_training)
+def play(groups, policy, is_training, chapters) -> RunOutcome:
+    played = RunOutcome.of(groups, policy=policy, is_training=is_training)
     for happens in (one for chapter in chapters for one in chapter):
         happens(played)
         played.collect()

@@ -11,14 +11,21 @@ from tests.unit.coordinator.attempts import (
     REPAIR_LIMIT_S,
     SAVE_LIMIT_S,
     STEP,
-    Played,
+    RunOutcome,
 )
-from training.coordinator.actions import ToAgent, ToRank
-from training.coordinator.attempt import LINK_SETTLE_S, Stage
-from training.membership import GiveUp, LastSaved, NewGeneration, PauseWish, Plan, Trouble
-from training.policy.ladder import Policy, Rung
-from training.policy.notes import PauseBegan, PauseEnded
-from training.policy.repair import RepairMode
+from training.journal.events import PauseBegan, PauseEnded
+from training.recovery.actions import ToAgent, ToRank
+from training.recovery.attempt import LINK_SETTLE_S, Stage
+from training.recovery.ladder import Policy, Rung
+from training.recovery.repair import RepairMode
+from training.wire.coordinator import (
+    GiveUp,
+    LastSaved,
+    NewGeneration,
+    PauseRequest,
+    Plan,
+    WorkerFaultKind,
+)
 
 NO_REPLACING = Policy(process_replace=False)
 
@@ -31,7 +38,7 @@ def is_plan(message) -> bool:
 
 
 def test_a_death_before_all_ranks_train_ends_the_attempt():
-    played = Played.of(is_training=False)
+    played = RunOutcome.of(is_training=False)
     for rank in (0, 1, 2):
         played.trains(rank)
     actions = played.dies(3)
@@ -44,7 +51,7 @@ def test_a_death_before_all_ranks_train_ends_the_attempt():
 
 
 def test_a_rank_that_comes_too_late_is_told_that_all_is_over():
-    played = Played.of(is_training=False)
+    played = RunOutcome.of(is_training=False)
     played.dies(3)
     played.collect()
     played.attempt.joined(3)
@@ -54,7 +61,7 @@ def test_a_rank_that_comes_too_late_is_told_that_all_is_over():
 
 
 def test_ranks_that_come_to_their_end_are_not_missed():
-    played = Played.of()
+    played = RunOutcome.of()
     for rank in range(4):
         played.attempt.ending(rank, now_s=played.now_s)
         played.attempt.gone(rank, now_s=played.now_s)
@@ -63,23 +70,23 @@ def test_ranks_that_come_to_their_end_are_not_missed():
 
 
 def test_nothing_is_recovered_once_a_rank_came_to_its_end():
-    played = Played.of()
+    played = RunOutcome.of()
     played.attempt.ending(0, now_s=played.now_s)
     played.dies(2)
     assert (played.rungs(), played.stage()) == ([], Stage.GIVEN_UP)
 
 
-@pytest.mark.parametrize("trouble", [Trouble.LINK, Trouble.COLLECTIVE])
+@pytest.mark.parametrize("trouble", [WorkerFaultKind.LINK, WorkerFaultKind.COLLECTIVE])
 def test_a_rank_in_trouble_is_not_left_waiting_when_others_came_to_their_end(trouble):
-    played = Played.of()
+    played = RunOutcome.of()
     played.attempt.ending(0, now_s=played.now_s)
     played.sees(2, trouble)
     assert isinstance(played.told(2)[-1], GiveUp)
 
 
 def test_a_link_that_broke_just_before_a_rank_came_to_its_end_is_not_mended_either():
-    played = Played.of()
-    played.sees(2, Trouble.LINK)
+    played = RunOutcome.of()
+    played.sees(2, WorkerFaultKind.LINK)
     played.attempt.ending(0, now_s=played.now_s)
     played.collect()
     assert isinstance(played.told(2)[-1], GiveUp)
@@ -87,8 +94,8 @@ def test_a_link_that_broke_just_before_a_rank_came_to_its_end_is_not_mended_eith
 
 
 def test_a_recovery_that_a_rank_has_left_by_its_end_is_given_up_at_once():
-    played = Played.of()
-    played.sees(2, Trouble.COLLECTIVE)
+    played = RunOutcome.of()
+    played.sees(2, WorkerFaultKind.COLLECTIVE)
     played.attempt.ending(0, now_s=played.now_s)
     played.collect()
     assert [note.succeeded for note in played.ended()] == [False]
@@ -96,20 +103,20 @@ def test_a_recovery_that_a_rank_has_left_by_its_end_is_given_up_at_once():
 
 
 def test_after_giving_up_nothing_more_is_done():
-    played = Played.of(is_training=False)
+    played = RunOutcome.of(is_training=False)
     played.dies(3)
     played.dies(2)
-    assert played.sees(1, Trouble.MEMORY) == []
+    assert played.sees(1, WorkerFaultKind.MEMORY) == []
     assert played.dies(1, told=False) == []
     assert played.passes(1000.0) == []
 
 
 def test_a_trouble_that_waits_for_an_explanation_is_forgotten_when_all_is_given_up():
     policy = Policy(process_replace=False, end_of_life_checkpoint=False)
-    played = Played.of(policy=policy)
-    played.sees(2, Trouble.COLLECTIVE)
+    played = RunOutcome.of(policy=policy)
+    played.sees(2, WorkerFaultKind.COLLECTIVE)
     played.passes(REPAIR_LIMIT_S - 1)
-    played.sees(0, Trouble.REPAIR)
+    played.sees(0, WorkerFaultKind.REPAIR)
     played.dies(1, told=False)
     played.passes(2)  # too late for the reports; how rank 1 ended is not known yet
     assert played.stage() is Stage.GIVEN_UP
@@ -122,7 +129,7 @@ def test_a_trouble_that_waits_for_an_explanation_is_forgotten_when_all_is_given_
 
 
 def test_survivors_save_one_rank_of_each_group_when_their_processes_are_to_be_lost():
-    played = Played.of(EIGHT, policy=NO_REPLACING)
+    played = RunOutcome.of(EIGHT, policy=NO_REPLACING)
     played.dies(1)
     assert (played.rungs(), played.replaced()) == ([], [])
     assert [played.told(rank) for rank in (0, 2, 3, 4, 5, 6, 7)] == [[NewGeneration(number=2)]] * 7
@@ -137,7 +144,7 @@ def test_survivors_save_one_rank_of_each_group_when_their_processes_are_to_be_lo
 
 
 def test_an_attempt_is_over_only_when_all_savers_are_done():
-    played = Played.of(HSDP, policy=NO_REPLACING)
+    played = RunOutcome.of(HSDP, policy=NO_REPLACING)
     played.dies(1)
     played.answer(until=is_plan)
     for rank in (2, 0):
@@ -149,13 +156,13 @@ def test_an_attempt_is_over_only_when_all_savers_are_done():
 
 
 def test_the_policy_may_have_no_last_save():
-    played = Played.of(policy=Policy(process_replace=False, end_of_life_checkpoint=False))
+    played = RunOutcome.of(policy=Policy(process_replace=False, end_of_life_checkpoint=False))
     played.dies(1)
     assert played.stage() is Stage.GIVEN_UP
 
 
 def test_a_saver_that_dies_makes_the_last_save_fail():
-    played = Played.of(HSDP, policy=NO_REPLACING)
+    played = RunOutcome.of(HSDP, policy=NO_REPLACING)
     played.dies(1)
     played.answer(until=is_plan)
     played.dies(0)
@@ -165,7 +172,7 @@ def test_a_saver_that_dies_makes_the_last_save_fail():
 
 
 def test_a_saver_that_ends_after_its_part_is_done_is_no_failure():
-    played = Played.of(HSDP, policy=NO_REPLACING)
+    played = RunOutcome.of(HSDP, policy=NO_REPLACING)
     played.dies(1)
     played.answer(until=is_plan)
     played.attempt.last_saved(0, LastSaved(step=STEP), now_s=played.now_s)
@@ -177,7 +184,7 @@ def test_a_saver_that_ends_after_its_part_is_done_is_no_failure():
 
 
 def test_a_saver_that_cannot_write_says_why():
-    played = Played.of(HSDP, policy=NO_REPLACING)
+    played = RunOutcome.of(HSDP, policy=NO_REPLACING)
     played.dies(1)
     played.answer(until=is_plan)
     told = LastSaved(step=STEP, problem="rank 3: the disk is full")
@@ -188,7 +195,7 @@ def test_a_saver_that_cannot_write_says_why():
 
 
 def test_a_state_that_died_with_its_last_holder_is_not_saved():
-    played = Played.of(HSDP, policy=NO_REPLACING)
+    played = RunOutcome.of(HSDP, policy=NO_REPLACING)
     played.dies(1)
     played.dies(3)
     played.answer()
@@ -197,7 +204,7 @@ def test_a_state_that_died_with_its_last_holder_is_not_saved():
 
 
 def test_a_survivor_that_dies_after_its_report_saves_nothing():
-    played = Played.of(HSDP, policy=NO_REPLACING)
+    played = RunOutcome.of(HSDP, policy=NO_REPLACING)
     played.dies(1)
     played.reports(0)
     played.dies(0)
@@ -206,7 +213,7 @@ def test_a_survivor_that_dies_after_its_report_saves_nothing():
 
 
 def test_survivors_that_die_one_after_the_other_leave_nothing_to_wait_for():
-    played = Played.of(policy=NO_REPLACING)
+    played = RunOutcome.of(policy=NO_REPLACING)
     for rank in range(4):
         played.dies(rank)
     assert played.last_save().step is None
@@ -215,7 +222,7 @@ def test_survivors_that_die_one_after_the_other_leave_nothing_to_wait_for():
 
 @pytest.mark.parametrize("limit_s", [REPAIR_LIMIT_S / 2, REPAIR_LIMIT_S * 2])
 def test_a_survivor_that_does_not_report_costs_the_last_save_only_some_time(limit_s):
-    played = Played.of(policy=NO_REPLACING)
+    played = RunOutcome.of(policy=NO_REPLACING)
     played.attempt.save_limit_s = limit_s
     played.dies(1)
     played.answer(silent={3})
@@ -228,7 +235,7 @@ def test_a_survivor_that_does_not_report_costs_the_last_save_only_some_time(limi
 
 
 def test_without_a_survivor_that_alone_holds_a_state_nothing_is_saved():
-    played = Played.of(HSDP, policy=NO_REPLACING)
+    played = RunOutcome.of(HSDP, policy=NO_REPLACING)
     dead, silent = HSDP[0]
     played.dies(dead)
     played.answer(silent={silent})
@@ -238,7 +245,7 @@ def test_without_a_survivor_that_alone_holds_a_state_nothing_is_saved():
 
 
 def test_savers_have_their_time_and_no_more():
-    played = Played.of(policy=NO_REPLACING)
+    played = RunOutcome.of(policy=NO_REPLACING)
     played.dies(1)
     played.answer(until=is_plan)
     assert played.passes(SAVE_LIMIT_S) == []
@@ -248,7 +255,7 @@ def test_savers_have_their_time_and_no_more():
 
 
 def test_a_last_save_does_not_wait_for_a_new_process_that_is_being_built():
-    played = Played.of(HSDP)
+    played = RunOutcome.of(HSDP)
     played.dies(1)
     played.answer(silent={1})
     played.starts(1)  # it has connected, and makes its model
@@ -260,7 +267,7 @@ def test_a_last_save_does_not_wait_for_a_new_process_that_is_being_built():
 
 
 def test_a_new_process_alone_has_nothing_to_save():
-    played = Played.of(((0, 1),))
+    played = RunOutcome.of(((0, 1),))
     played.dies(1)
     played.starts(1)
     played.dies(0, exit_code=1, error="ValueError: own")
@@ -268,7 +275,7 @@ def test_a_new_process_alone_has_nothing_to_save():
 
 
 def test_damage_that_no_replica_mends_climbs_to_the_end():
-    played = Played.of(ALONE)
+    played = RunOutcome.of(ALONE)
     played.damaged(2)
     played.answer()
     assert played.rungs() == [Rung.STEP_RETRY, Rung.PROCESS_REPLACE]
@@ -278,7 +285,7 @@ def test_damage_that_no_replica_mends_climbs_to_the_end():
 
 
 def test_damage_that_does_not_go_away_climbs_to_a_last_save_of_the_replicas():
-    played = Played.of(HSDP)
+    played = RunOutcome.of(HSDP)
     for _ in range(2):
         played.damaged(0)
         played.answer()
@@ -289,7 +296,7 @@ def test_damage_that_does_not_go_away_climbs_to_a_last_save_of_the_replicas():
 
 
 def test_a_rank_that_ended_by_an_error_of_the_program_is_not_replaced():
-    played = Played.of()
+    played = RunOutcome.of()
     played.dies(1, exit_code=1, error="ValueError: own")
     assert played.rungs() == []
     played.answer()
@@ -298,7 +305,7 @@ def test_a_rank_that_ended_by_an_error_of_the_program_is_not_replaced():
 
 
 def test_a_recovery_that_a_fault_above_the_processes_cuts_short_is_noted_as_failed():
-    played = Played.of(HSDP)
+    played = RunOutcome.of(HSDP)
     played.damaged(0)
     played.dies(1, exit_code=1, error="ValueError: own")
     assert [note.succeeded for note in played.ended()] == [False]
@@ -307,47 +314,47 @@ def test_a_recovery_that_a_fault_above_the_processes_cuts_short_is_noted_as_fail
 # Pauses.
 
 
-def stands(played: Played, *ranks: int, step: int = STEP) -> None:
+def stands(played: RunOutcome, *ranks: int, step: int = STEP) -> None:
     for rank in ranks:
         played.attempt.paused(rank, step, stands=True, now_s=played.now_s)
     played.collect()
 
 
-def goes_on(played: Played, *ranks: int) -> None:
+def goes_on(played: RunOutcome, *ranks: int) -> None:
     for rank in ranks:
         played.attempt.paused(rank, STEP, stands=False, now_s=played.now_s)
     played.collect()
 
 
 def test_a_wish_to_pause_is_told_to_all_ranks_once():
-    played = Played.of()
+    played = RunOutcome.of()
     played.attempt.pause(wanted=True)
-    assert played.collect() == [ToRank(rank, PauseWish(wanted=True)) for rank in range(4)]
+    assert played.collect() == [ToRank(rank, PauseRequest(wanted=True)) for rank in range(4)]
     played.attempt.pause(wanted=True)
     assert played.collect() == []
     played.attempt.pause(wanted=False)
-    assert played.collect() == [ToRank(rank, PauseWish(wanted=False)) for rank in range(4)]
+    assert played.collect() == [ToRank(rank, PauseRequest(wanted=False)) for rank in range(4)]
 
 
 @pytest.mark.parametrize("wanted", [True, False])
 def test_a_rank_that_stands_is_told_whether_that_is_still_wanted(wanted):
-    played = Played.of()
+    played = RunOutcome.of()
     played.attempt.pause(wanted=wanted)
     played.collect()
     stands(played, 2)
-    assert played.told(2)[-1] == PauseWish(wanted=wanted)
+    assert played.told(2)[-1] == PauseRequest(wanted=wanted)
 
 
 def test_a_new_process_learns_that_a_pause_is_wanted():
-    played = Played.of()
+    played = RunOutcome.of()
     played.attempt.pause(wanted=True)
     played.dies(1)
     played.answer()
-    assert PauseWish(wanted=True) in played.told(1)[-3:]
+    assert PauseRequest(wanted=True) in played.told(1)[-3:]
 
 
 def test_a_pause_begins_when_all_ranks_stand_and_ends_when_all_go_on():
-    played = Played.of()
+    played = RunOutcome.of()
     stands(played, 0, 1, 2)
     assert played.pauses() == []
     stands(played, 3)
@@ -360,10 +367,10 @@ def test_a_pause_begins_when_all_ranks_stand_and_ends_when_all_go_on():
 
 
 def test_pauses_and_recoveries_have_numbers_of_their_own():
-    played = Played.of()
+    played = RunOutcome.of()
     stands(played, *range(4))
     goes_on(played, *range(4))
-    played.sees(2, Trouble.COLLECTIVE)
+    played.sees(2, WorkerFaultKind.COLLECTIVE)
     played.answer()
     stands(played, *range(4))
     assert [note.number for note in played.pauses()] == [1, 1, 3]
@@ -371,7 +378,7 @@ def test_pauses_and_recoveries_have_numbers_of_their_own():
 
 
 def test_a_recovery_ends_a_pause_and_what_stands_after_it_is_another():
-    played = Played.of()
+    played = RunOutcome.of()
     stands(played, *range(4), step=STEP + 3)
     played.dies(1)
     assert [type(note) for note in played.pauses()] == [PauseBegan, PauseEnded]
@@ -385,7 +392,7 @@ def test_a_recovery_ends_a_pause_and_what_stands_after_it_is_another():
 
 
 def test_a_pause_that_is_withdrawn_in_a_recovery_is_over():
-    played = Played.of()
+    played = RunOutcome.of()
     played.attempt.pause(wanted=True)
     stands(played, *range(4))
     played.dies(1)
@@ -400,7 +407,7 @@ def test_a_pause_that_is_withdrawn_in_a_recovery_is_over():
 
 
 def test_a_dead_rank_does_not_stand():
-    played = Played.of()
+    played = RunOutcome.of()
     stands(played, 0, 1, 2)
     played.dies(1)
     played.answer()

@@ -13,31 +13,38 @@ from tests.unit.coordinator.attempts import (
     LINK_LIMIT_S,
     REPAIR_LIMIT_S,
     STEP,
-    Played,
+    RunOutcome,
 )
-from training.coordinator.actions import NormAccepted
-from training.coordinator.attempt import LINK_SETTLE_S, Stage
-from training.coordinator.ranks import END_NOTICE_S
-from training.membership import NewGeneration, Plan, Relink, Relinked, Said, Trouble
-from training.policy.ladder import Policy, Rung
-from training.policy.repair import Move, RepairMode, StepPhase
+from training.recovery.actions import NormAccepted
+from training.recovery.attempt import LINK_SETTLE_S, Stage
+from training.recovery.ladder import Policy, Rung
+from training.recovery.ranks import END_NOTICE_S
+from training.recovery.repair import Move, RepairMode, StepPhase
+from training.wire.coordinator import (
+    CoordinatorMessage,
+    NewGeneration,
+    Plan,
+    Reconnect,
+    Reconnected,
+    WorkerFaultKind,
+)
 
 # Operator retry.
 
 RETRY = Policy(operator_retry=True)
 
 
-def broken_link(played: Played, **changes) -> None:
+def broken_link(played: RunOutcome, **changes) -> None:
     """A link is broken under operations that can be run again."""
-    played.sees(2, Trouble.LINK, link=0, **changes)
+    played.sees(2, WorkerFaultKind.LINK, link=0, **changes)
     played.passes(LINK_SETTLE_S)
 
 
 def test_new_links_are_made_in_the_same_generation_where_operations_can_be_run_again():
-    played = Played.of(policy=RETRY)
+    played = RunOutcome.of(policy=RETRY)
     broken_link(played)
-    assert played.stage() is Stage.RELINKING
-    assert played.told(0) == [Relink(generation=1, link=1)]
+    assert played.stage() is Stage.RECONNECTING
+    assert played.told(0) == [Reconnect(generation=1, link=1)]
     assert played.began()[0].sub_healthy
     played.answer()
     (ended,) = played.ended()
@@ -47,7 +54,7 @@ def test_new_links_are_made_in_the_same_generation_where_operations_can_be_run_a
 
 
 def test_a_break_of_links_that_were_made_anew_since_is_old_news():
-    played = Played.of(policy=RETRY)
+    played = RunOutcome.of(policy=RETRY)
     broken_link(played)
     broken_link(played)
     played.answer()
@@ -55,10 +62,10 @@ def test_a_break_of_links_that_were_made_anew_since_is_old_news():
 
 
 def test_links_that_cannot_be_made_climb_to_a_new_generation():
-    played = Played.of(policy=RETRY)
+    played = RunOutcome.of(policy=RETRY)
     broken_link(played)
-    told = Relinked(generation=1, link=1, problem="no route")
-    played.attempt.relinked(0, told, now_s=played.now_s)
+    told = Reconnected(generation=1, link=1, problem="no route")
+    played.attempt.reconnected(0, told, now_s=played.now_s)
     played.answer()
     assert played.rungs() == [Rung.OPERATOR_RETRY, Rung.STEP_RETRY]
     assert [note.succeeded for note in played.ended()] == [False, True]
@@ -66,7 +73,7 @@ def test_links_that_cannot_be_made_climb_to_a_new_generation():
 
 
 def test_links_that_are_not_made_in_time_climb_to_a_new_generation():
-    played = Played.of(policy=RETRY)
+    played = RunOutcome.of(policy=RETRY)
     broken_link(played)
     played.answer(silent={1, 3})
     assert played.passes(LINK_LIMIT_S) == []
@@ -76,43 +83,43 @@ def test_links_that_are_not_made_in_time_climb_to_a_new_generation():
 
 
 def test_word_of_links_of_another_time_does_not_count():
-    played = Played.of(policy=RETRY)
+    played = RunOutcome.of(policy=RETRY)
     broken_link(played)
     for generation, link in ((1, 0), (1, 2), (0, 1), (2, 1)):
         for rank in range(4):
-            told = Relinked(generation=generation, link=link)
-            played.attempt.relinked(rank, told, now_s=played.now_s)
-    assert played.stage() is Stage.RELINKING
+            told = Reconnected(generation=generation, link=link)
+            played.attempt.reconnected(rank, told, now_s=played.now_s)
+    assert played.stage() is Stage.RECONNECTING
 
 
 def test_links_that_break_again_are_made_anew_by_all_again():
-    played = Played.of(policy=RETRY)
+    played = RunOutcome.of(policy=RETRY)
     broken_link(played)
     played.answer()
     played.attempt.stepped(STEP + 1)
-    played.sees(2, Trouble.LINK, link=1)
+    played.sees(2, WorkerFaultKind.LINK, link=1)
     played.passes(LINK_SETTLE_S)
-    assert played.told(0)[-1] == Relink(generation=1, link=2)
-    told = Relinked(generation=1, link=2)
-    played.attempt.relinked(0, told, now_s=played.now_s)
-    assert played.stage() is Stage.RELINKING
+    assert played.told(0)[-1] == Reconnect(generation=1, link=2)
+    told = Reconnected(generation=1, link=2)
+    played.attempt.reconnected(0, told, now_s=played.now_s)
+    assert played.stage() is Stage.RECONNECTING
     played.answer()
     assert played.stage() is Stage.TRAINING
 
 
 def test_links_of_a_new_generation_are_counted_from_the_beginning():
-    played = Played.of(policy=RETRY)
+    played = RunOutcome.of(policy=RETRY)
     broken_link(played)
     played.answer()
-    played.sees(2, Trouble.COLLECTIVE)
+    played.sees(2, WorkerFaultKind.COLLECTIVE)
     played.answer()
     played.attempt.stepped(STEP + 1)
     broken_link(played)
-    assert played.told(0)[-1] == Relink(generation=2, link=1)
+    assert played.told(0)[-1] == Reconnect(generation=2, link=1)
 
 
 def test_a_death_while_links_are_made_is_answered():
-    played = Played.of(policy=RETRY)
+    played = RunOutcome.of(policy=RETRY)
     broken_link(played)
     played.dies(1)
     played.answer()
@@ -120,7 +127,7 @@ def test_a_death_while_links_are_made_is_answered():
     assert played.stage() is Stage.TRAINING
 
 
-def break_in_a_repair(played: Played, **changes: Any) -> None:
+def break_in_a_repair(played: RunOutcome, **changes: Any) -> None:
     """Rank 3 dies; before it has the state of another, a link of those that train breaks."""
     played.dies(3)
     played.answer(until=is_plan)
@@ -130,19 +137,19 @@ def break_in_a_repair(played: Played, **changes: Any) -> None:
     broken_link(played, **changes)
 
 
-def relinks(played: Played) -> None:
+def relinks(played: RunOutcome) -> None:
     """All ranks have new links."""
     generation, link = played.attempt.generation, played.attempt._link
-    told = Relinked(generation=generation, link=link, operations=1)
+    told = Reconnected(generation=generation, link=link, operations=1)
     for rank in range(4):
-        played.attempt.relinked(rank, told, now_s=played.now_s)
+        played.attempt.reconnected(rank, told, now_s=played.now_s)
     played.collect()
 
 
 def test_new_links_in_the_middle_of_a_repair_do_not_end_it():
-    played = Played.of(policy=RETRY)
+    played = RunOutcome.of(policy=RETRY)
     break_in_a_repair(played)
-    assert played.stage() is Stage.RELINKING
+    assert played.stage() is Stage.RECONNECTING
     relinks(played)
     assert (played.stage(), played.ended()) == (Stage.REPAIRING, [])
     played.passes(7.0)
@@ -155,10 +162,10 @@ def test_new_links_in_the_middle_of_a_repair_do_not_end_it():
 
 
 def test_a_repair_that_is_done_while_links_are_made_ends_with_the_last_of_them():
-    played = Played.of(policy=RETRY)
+    played = RunOutcome.of(policy=RETRY)
     break_in_a_repair(played)
     played.trains(3)
-    assert (played.stage(), played.ended()) == (Stage.RELINKING, [])
+    assert (played.stage(), played.ended()) == (Stage.RECONNECTING, [])
     assert played.attempt.awaits_its_time, "new links have a limit whoever trains"
     relinks(played)
     assert played.stage() is Stage.TRAINING
@@ -166,7 +173,7 @@ def test_a_repair_that_is_done_while_links_are_made_ends_with_the_last_of_them()
 
 
 def test_a_repair_that_goes_on_after_new_links_has_its_limit_again():
-    played = Played.of(policy=RETRY)
+    played = RunOutcome.of(policy=RETRY)
     break_in_a_repair(played)
     relinks(played)
     played.passes(REPAIR_LIMIT_S + 0.1)
@@ -174,8 +181,8 @@ def test_a_repair_that_goes_on_after_new_links_has_its_limit_again():
 
 
 def test_links_that_break_before_there_is_a_plan_begin_another_generation():
-    played = Played.of(policy=RETRY)
-    played.sees(2, Trouble.COLLECTIVE)
+    played = RunOutcome.of(policy=RETRY)
+    played.sees(2, WorkerFaultKind.COLLECTIVE)
     assert played.stage() is Stage.GATHERING
     broken_link(played)
     assert played.rungs() == [Rung.STEP_RETRY, Rung.STEP_RETRY]
@@ -185,7 +192,7 @@ def test_links_that_break_before_there_is_a_plan_begin_another_generation():
 
 
 def test_a_damaged_rank_gets_its_state_from_a_replica():
-    played = Played.of(HSDP)
+    played = RunOutcome.of(HSDP)
     played.damaged(0)
     played.answer()
     (ended,) = played.ended()
@@ -194,7 +201,7 @@ def test_a_damaged_rank_gets_its_state_from_a_replica():
 
 
 def test_damage_that_comes_back_at_the_same_step_gets_a_new_process():
-    played = Played.of(HSDP)
+    played = RunOutcome.of(HSDP)
     played.damaged(0)
     played.answer()
     played.damaged(0)
@@ -212,15 +219,15 @@ def test_damage_that_comes_back_at_the_same_step_gets_a_new_process():
 TRE = Policy(numeric_retry=True)
 
 
-def abnormal(played: Played, **changes: Any) -> None:
+def abnormal(played: RunOutcome, **changes: Any) -> None:
     """Every rank sees the same step come out abnormal."""
     generation = played.attempt.generation
     for rank in range(4):
-        played.sees(rank, Trouble.NUMERIC, step=STEP, generation=generation, **changes)
+        played.sees(rank, WorkerFaultKind.NUMERIC, step=STEP, generation=generation, **changes)
 
 
 def test_an_abnormal_step_is_done_again_from_the_snapshot_and_accepted_the_second_time():
-    played = Played.of(policy=TRE)
+    played = RunOutcome.of(policy=TRE)
     abnormal(played)
     played.answer()
     assert (played.plan().mode, played.plan().step) == (RepairMode.ROLL_BACK, STEP - 2)
@@ -232,14 +239,14 @@ def test_an_abnormal_step_is_done_again_from_the_snapshot_and_accepted_the_secon
     assert [note.accept_abnormal for note in played.began()] == [False, True]
 
 
-def accept_second_time(played: Played, **changes) -> None:
+def accept_second_time(played: RunOutcome, **changes) -> None:
     played.stand_at(STEP, StepPhase.PREPARED)
     abnormal(played, **changes)
     played.answer()
 
 
 def test_the_norms_of_an_accepted_step_are_put_on_record_before_and_after():
-    played = Played.of(policy=TRE)
+    played = RunOutcome.of(policy=TRE)
     abnormal(played, grad_norm=900.0)
     played.answer()
     accept_second_time(played, grad_norm=901.0)
@@ -248,7 +255,7 @@ def test_the_norms_of_an_accepted_step_are_put_on_record_before_and_after():
 
 
 def test_a_step_that_was_accepted_is_not_asked_about_a_third_time():
-    played = Played.of(policy=TRE)
+    played = RunOutcome.of(policy=TRE)
     abnormal(played)
     played.answer()
     accept_second_time(played)
@@ -258,7 +265,7 @@ def test_a_step_that_was_accepted_is_not_asked_about_a_third_time():
 
 
 def test_a_step_that_is_not_finite_is_never_accepted():
-    played = Played.of(policy=TRE)
+    played = RunOutcome.of(policy=TRE)
     abnormal(played, is_finite=False)
     played.answer()
     assert played.rungs() == [Rung.STEP_RETRY]
@@ -268,13 +275,13 @@ def test_a_step_that_is_not_finite_is_never_accepted():
     assert "step_retry: the last one failed" in played.given_up()[0]
 
 
-def without_snapshot(played: Played, rank: int) -> None:
+def without_snapshot(played: RunOutcome, rank: int) -> None:
     own = played.ranks[rank]
     own.report = own.report.model_copy(update={"snapshot_step": None})
 
 
 def test_ranks_without_a_common_snapshot_do_not_roll_back():
-    played = Played.of(ALONE, policy=TRE)
+    played = RunOutcome.of(ALONE, policy=TRE)
     without_snapshot(played, 1)
     abnormal(played)
     played.answer()
@@ -283,7 +290,7 @@ def test_ranks_without_a_common_snapshot_do_not_roll_back():
 
 
 def test_a_rank_without_the_snapshot_gets_it_from_its_replica():
-    played = Played.of(HSDP, policy=TRE)
+    played = RunOutcome.of(HSDP, policy=TRE)
     without_snapshot(played, 1)
     abnormal(played)
     played.answer()
@@ -292,7 +299,7 @@ def test_a_rank_without_the_snapshot_gets_it_from_its_replica():
 
 
 def test_a_loss_that_is_no_number_twice_costs_the_process_that_made_it():
-    played = Played.of(HSDP, policy=TRE)
+    played = RunOutcome.of(HSDP, policy=TRE)
     for _ in range(2):
         abnormal(played, is_finite=False, culprit=2)
         played.answer()
@@ -308,19 +315,19 @@ def test_a_loss_that_is_no_number_twice_costs_the_process_that_made_it():
 # Abnormal steps whose recovery another fault cuts short.
 
 
-def collective_fails(played: Played) -> None:
-    played.sees(1, Trouble.COLLECTIVE, step=STEP)
+def collective_fails(played: RunOutcome) -> None:
+    played.sees(1, WorkerFaultKind.COLLECTIVE, step=STEP)
 
 
-def rank_dies(played: Played) -> None:
+def rank_dies(played: RunOutcome) -> None:
     played.dies(2)
 
 
-def is_plan(message: Said) -> bool:
+def is_plan(message: CoordinatorMessage) -> bool:
     return isinstance(message, Plan)
 
 
-def cut_short(played: Played, stage: Stage, fault: Callable[[Played], None]) -> None:
+def cut_short(played: RunOutcome, stage: Stage, fault: Callable[[RunOutcome], None]) -> None:
     """A fault comes before all ranks have told how they stand, or have done what was planned."""
     if stage is Stage.GATHERING:
         played.answer(silent={3})
@@ -345,7 +352,7 @@ CUTS = pytest.mark.parametrize(
 
 @CUTS
 def test_a_roll_back_that_another_fault_cuts_short_is_carried_out_by_all_ranks(stage, fault):
-    played = Played.of(policy=TRE)
+    played = RunOutcome.of(policy=TRE)
     abnormal(played)
     cut_short(played, stage, fault)
     assert (played.plan().mode, played.plan().step) == (RepairMode.ROLL_BACK, STEP - 2)
@@ -357,7 +364,7 @@ def test_a_roll_back_that_another_fault_cuts_short_is_carried_out_by_all_ranks(s
 
 @CUTS
 def test_a_retry_that_was_cut_short_and_made_in_the_end_counts_once(stage, fault):
-    played = Played.of(policy=TRE)
+    played = RunOutcome.of(policy=TRE)
     abnormal(played)
     cut_short(played, stage, fault)
     accept_second_time(played)
@@ -368,7 +375,7 @@ def test_a_retry_that_was_cut_short_and_made_in_the_end_counts_once(stage, fault
 
 @CUTS
 def test_an_acceptance_that_another_fault_cuts_short_is_carried_out_by_all_ranks(stage, fault):
-    played = Played.of(policy=TRE)
+    played = RunOutcome.of(policy=TRE)
     abnormal(played)
     played.answer()
     played.stand_at(STEP, StepPhase.PREPARED)
@@ -381,7 +388,7 @@ def test_an_acceptance_that_another_fault_cuts_short_is_carried_out_by_all_ranks
 
 @CUTS
 def test_what_comes_after_a_roll_back_is_mended_where_it_is(stage, fault):
-    played = Played.of(policy=TRE)
+    played = RunOutcome.of(policy=TRE)
     abnormal(played)
     cut_short(played, stage, fault)
     played.stand_at(STEP + 1, StepPhase.RUN)
@@ -392,7 +399,7 @@ def test_what_comes_after_a_roll_back_is_mended_where_it_is(stage, fault):
 
 
 def test_a_step_that_comes_out_abnormal_proves_that_all_ranks_train():
-    played = Played.of(policy=TRE)
+    played = RunOutcome.of(policy=TRE)
     abnormal(played)
     played.answer(until=is_plan)
     for rank in range(3):  # the word of the last one takes longer
@@ -406,7 +413,7 @@ def test_a_step_that_comes_out_abnormal_proves_that_all_ranks_train():
 
 
 def test_a_roll_back_that_comes_to_nothing_leaves_nothing_to_save_and_was_not_tried():
-    played = Played.of(HSDP, policy=TRE)
+    played = RunOutcome.of(HSDP, policy=TRE)
     abnormal(played)
     played.answer(silent={3})
     played.dies(0)
@@ -419,32 +426,32 @@ def test_a_roll_back_that_comes_to_nothing_leaves_nothing_to_save_and_was_not_tr
 
 
 def test_a_rank_that_has_left_its_step_needs_a_generation_and_no_new_links():
-    played = Played.of(policy=RETRY)
-    played.sees(2, Trouble.LINK)
+    played = RunOutcome.of(policy=RETRY)
+    played.sees(2, WorkerFaultKind.LINK)
     played.passes(LINK_SETTLE_S)
     assert played.rungs() == [Rung.STEP_RETRY]
 
 
 def test_one_rank_that_has_left_its_step_speaks_for_all_that_have_not():
-    played = Played.of(policy=RETRY)
-    played.sees(2, Trouble.LINK, link=0)
-    played.sees(1, Trouble.LINK)
+    played = RunOutcome.of(policy=RETRY)
+    played.sees(2, WorkerFaultKind.LINK, link=0)
+    played.sees(1, WorkerFaultKind.LINK)
     played.passes(LINK_SETTLE_S)
     assert played.rungs() == [Rung.STEP_RETRY]
 
 
 def test_a_rank_that_leaves_its_step_while_links_are_made_is_not_left_waiting():
-    played = Played.of(policy=RETRY)
+    played = RunOutcome.of(policy=RETRY)
     broken_link(played)
-    assert played.stage() is Stage.RELINKING
-    played.sees(1, Trouble.LINK)
+    assert played.stage() is Stage.RECONNECTING
+    played.sees(1, WorkerFaultKind.LINK)
     played.passes(LINK_SETTLE_S)
     assert isinstance(played.told(1)[-1], NewGeneration)
 
 
 def test_the_rank_that_does_not_come_is_the_one_that_is_replaced():
-    played = Played.of()
-    played.sees(2, Trouble.COLLECTIVE)
+    played = RunOutcome.of()
+    played.sees(2, WorkerFaultKind.COLLECTIVE)
     played.answer(silent={1})
     played.passes(REPAIR_LIMIT_S + 0.1)
     assert played.rungs() == [Rung.STEP_RETRY, Rung.PROCESS_REPLACE]

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from training.coordinator.judge import (
+from training.diagnosis.exits import EXIT_ABOVE_PROCESS, EXIT_RESTART_ME
+from training.recovery.decider import (
     CLASS_OF,
-    Judge,
+    InProcessDecider,
     device_of,
     fault_of_end,
     fault_of_trouble,
     rank_at_fault,
 )
-from training.diagnosis.exits import EXIT_ABOVE_PROCESS, EXIT_RESTART_ME
-from training.membership import Trouble, TroubleSeen, WorkerEnded
-from training.policy.faults import Fault, FaultClass
-from training.policy.ladder import Policy, Recovery, Rung
+from training.recovery.faults import Fault, FaultClass
+from training.recovery.ladder import Policy, Recovery, Rung
+from training.wire.coordinator import WorkerEnded, WorkerFault, WorkerFaultKind
 
 REPLACE, STOP, IN_PLACE = Rung.PROCESS_REPLACE, Rung.STOP, Rung.IN_PLACE_RESTART
 
@@ -48,12 +48,12 @@ def test_a_process_that_ended_is_replaced_unless_the_program_or_the_container_is
 ):
     fault = fault_of_end(end, node="node-1", step=7)
     assert (fault.fault_class, fault.rank, fault.step) == (fault_class, 2, 7)
-    judge = Judge(Policy(operator_retry=True), frozenset(Rung))
+    judge = InProcessDecider(Policy(operator_retry=True), frozenset(Rung))
     assert judge.decide(fault, now_s=101.0, is_dead=True).rung is rung
 
 
 def test_a_checkpoint_makes_free_what_was_mended_before_it():
-    judge = Judge(Policy(), frozenset(Rung))
+    judge = InProcessDecider(Policy(), frozenset(Rung))
     for step in range(3):
         fault = fault_of_end(ended(-9), node="node-1", step=step)
         assert judge.decide(fault, now_s=101.0, is_dead=True).rung is REPLACE
@@ -65,25 +65,25 @@ def test_a_checkpoint_makes_free_what_was_mended_before_it():
 
 
 def abnormal() -> Fault:
-    seen = TroubleSeen(
-        generation=1, trouble=Trouble.NUMERIC, text="loss is 9e9", step=7, at_s=100.0
+    seen = WorkerFault(
+        generation=1, trouble=WorkerFaultKind.NUMERIC, text="loss is 9e9", step=7, at_s=100.0
     )
     return fault_of_trouble(seen, rank=2, node="node-1", device=0)
 
 
 def test_every_trouble_has_a_class_that_a_living_process_may_answer():
-    assert set(CLASS_OF) == set(Trouble)
-    judge = Judge(Policy(operator_retry=True, numeric_retry=True), frozenset(Rung))
-    for trouble in Trouble:
-        seen = TroubleSeen(generation=1, trouble=trouble, text="x", step=7, at_s=100.0)
+    assert set(CLASS_OF) == set(WorkerFaultKind)
+    judge = InProcessDecider(Policy(operator_retry=True, numeric_retry=True), frozenset(Rung))
+    for trouble in WorkerFaultKind:
+        seen = WorkerFault(generation=1, trouble=trouble, text="x", step=7, at_s=100.0)
         fault = fault_of_trouble(seen, rank=2, node="node-1", device=0)
         decided = judge.decide(fault, now_s=101.0).rung
         assert decided in (Rung.OPERATOR_RETRY, Rung.STEP_RETRY)
 
 
 def test_the_fault_of_a_trouble_is_what_its_rank_told():
-    seen = TroubleSeen(
-        generation=3, trouble=Trouble.MEMORY, text="UCE", step=7, at_s=100.0, code="507053"
+    seen = WorkerFault(
+        generation=3, trouble=WorkerFaultKind.MEMORY, text="UCE", step=7, at_s=100.0, code="507053"
     )
     fault = fault_of_trouble(seen, rank=2, node="node-1", device=0)
     assert (fault.fault_class, fault.evidence) == (FaultClass.DEVICE_MEMORY_ERROR, "UCE")
@@ -99,7 +99,7 @@ def test_the_end_of_a_process_tells_its_error_or_how_it_was_ended():
 
 
 def test_a_step_that_is_abnormal_again_is_accepted_if_its_numbers_are_any():
-    judge = Judge(Policy(numeric_retry=True), frozenset(Rung))
+    judge = InProcessDecider(Policy(numeric_retry=True), frozenset(Rung))
     judge.began(abnormal(), Rung.STEP_RETRY)
     assert judge.decide(abnormal(), now_s=101.0).accept_abnormal
     refused = judge.decide(abnormal(), now_s=101.0, is_finite=False)
@@ -108,16 +108,16 @@ def test_a_step_that_is_abnormal_again_is_accepted_if_its_numbers_are_any():
 
 
 def test_an_abnormal_step_is_about_the_rank_that_made_it_alone():
-    seen = TroubleSeen(generation=1, trouble=Trouble.NUMERIC, text="x", step=7, at_s=100.0)
+    seen = WorkerFault(generation=1, trouble=WorkerFaultKind.NUMERIC, text="x", step=7, at_s=100.0)
     assert rank_at_fault(seen, told_by=2) is None
     assert rank_at_fault(seen.model_copy(update={"culprit": 0}), told_by=2) == 0
-    for trouble in set(Trouble) - {Trouble.NUMERIC}:
+    for trouble in set(WorkerFaultKind) - {WorkerFaultKind.NUMERIC}:
         other = seen.model_copy(update={"trouble": trouble, "culprit": 0})
         assert rank_at_fault(other, told_by=2) == 2
 
 
 def test_a_recovery_that_failed_is_not_tried_again():
-    judge = Judge(Policy(), frozenset(Rung))
+    judge = InProcessDecider(Policy(), frozenset(Rung))
     fault = fault_of_end(ended(-9), node="node-1", step=7)
     judge.began(fault, REPLACE)
     judge.failed()
@@ -125,7 +125,7 @@ def test_a_recovery_that_failed_is_not_tried_again():
 
 
 def test_a_checkpoint_of_a_step_from_before_the_fault_frees_nothing():
-    judge = Judge(Policy(), frozenset(Rung))
+    judge = InProcessDecider(Policy(), frozenset(Rung))
     fault = fault_of_end(ended(-9), node="node-1", step=7)
     judge.began(fault, REPLACE)
     judge.committed(7)
@@ -134,7 +134,9 @@ def test_a_checkpoint_of_a_step_from_before_the_fault_frees_nothing():
 
 def test_any_checkpoint_is_new_to_recoveries_of_other_attempts():
     fault = fault_of_end(ended(-9), node="node-1", step=700)
-    judge = Judge(Policy(), frozenset(Rung), [Recovery(fault, IN_PLACE, progressed=False)])
+    judge = InProcessDecider(
+        Policy(), frozenset(Rung), [Recovery(fault, IN_PLACE, progressed=False)]
+    )
     assert judge.decide(fault, now_s=101.0).rung is not REPLACE
     judge.committed(4)
     assert judge.decide(fault, now_s=101.0).rung is REPLACE

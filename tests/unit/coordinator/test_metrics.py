@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from training.coordinator.attempt import Stage
 from training.coordinator.metrics import BASE_LABELS, AttemptNow, RunMetrics
-from training.monitor.sample import DeviceSample, HostSample, NodeSample
-from training.policy.fault_record import FaultRecord
-from training.policy.notes import (
+from training.journal.attempt_log import StepRecord
+from training.journal.events import (
     PastRecovery,
     PauseBegan,
     PauseEnded,
     RecoveryBegan,
     RecoveryEnded,
 )
-from training.policy.rungs import Rung
-from training.runtime.metrics import StepRecord
+from training.recovery.attempt import Stage
+from training.recovery.fault_record import FaultRecord
+from training.recovery.rungs import Rung
+from training.wire.sample import DeviceSample, HostSample, NodeSample
 
 LABELS = {"run_id": "run-1", "placement": "2", "attempt": "3"}
 RECORD = StepRecord(

@@ -18,12 +18,12 @@ import pytest
 from pydantic import SecretStr
 
 from storage.local import LocalStore
-from training.coordinator.actions import NormAccepted
 from training.coordinator.config import CoordinatorConfig, MetricsAddress, metrics_file
 from training.coordinator.server import Coordinator
-from training.membership import AgentJoined, CoordinatorAddress, NodeSampled, dump_line
-from training.monitor.sample import DeviceSample, HostSample, NodeSample
-from training.runtime.metrics import MetricsLog, StepRecord
+from training.journal.attempt_log import MetricsLog, StepRecord
+from training.recovery.actions import NormAccepted
+from training.wire.coordinator import AgentJoined, CoordinatorAddress, NodeSampled, dump_line
+from training.wire.sample import DeviceSample, HostSample, NodeSample
 
 HOST = "127.0.0.1"
 TOKEN = "a-token"

@@ -9,7 +9,7 @@ import pytest
 
 from training.diagnosis.cause import MAX_RUNNERS_UP, Diagnosis, Source, choose
 from training.diagnosis.scan import scan_text
-from training.policy.faults import TRAITS, Fault, FaultClass, RecoverableBy
+from training.recovery.faults import TRAITS, Fault, FaultClass, RecoverableBy
 
 YEAR = 2026
 STARTED_S = datetime(2026, 3, 21, 2, tzinfo=UTC).timestamp()

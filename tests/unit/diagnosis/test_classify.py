@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from training.diagnosis.classify import Evidence, SilentRank, WorkerEnd, diagnose
 from training.diagnosis.exits import EXIT_ABOVE_PROCESS, EXIT_RESTART_ME, EXIT_USER
 from training.diagnosis.rules import load_rules
-from training.policy.faults import Fault, FaultClass
+from training.recovery.faults import Fault, FaultClass
 
 PEER_CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:538] Connection closed by peer [::1]:4123"
 WATCHDOG = "[rank1]:[E] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12)"

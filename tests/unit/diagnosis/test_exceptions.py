@@ -11,7 +11,7 @@ from training.diagnosis.exceptions import (
     was_raised_in_handling,
 )
 from training.diagnosis.rules import Role
-from training.policy.faults import FaultClass, RecoverableBy
+from training.recovery.faults import FaultClass, RecoverableBy
 
 
 def traceback(*files: str) -> str:

@@ -9,7 +9,7 @@ from training.diagnosis.peers import compare, laggard, missing_ranks
 from training.diagnosis.recognise import Finding
 from training.diagnosis.rules import Role
 from training.diagnosis.scan import scan_text
-from training.policy.faults import FaultClass, RecoverableBy
+from training.recovery.faults import FaultClass, RecoverableBy
 
 
 def nccl(rank: int, op: str, *, number: int = 12, group: str = "0(default_pg)") -> str:

@@ -12,7 +12,7 @@ from training.diagnosis.codes import load_codes, look_up
 from training.diagnosis.recognise import recognise
 from training.diagnosis.rules import Role, load_rules, match_line
 from training.diagnosis.scan import scan_text
-from training.policy.faults import FaultClass
+from training.recovery.faults import FaultClass
 
 RULES = load_rules()
 

@@ -22,7 +22,7 @@ from training.diagnosis.scan import (
     scan,
     scan_text,
 )
-from training.policy.faults import FaultClass
+from training.recovery.faults import FaultClass
 
 YEAR = 2026
 TYPE_ERROR = "TypeError: forward() missing 1 required positional argument: 'targets'"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from training.diagnosis.rules import Role
 from training.diagnosis.series import find_jump, find_stall, find_wait
-from training.policy.faults import FaultClass, RecoverableBy
+from training.recovery.faults import FaultClass, RecoverableBy
 
 YEAR = 2026
 STARTED_S = datetime(2026, 8, 1, 10, tzinfo=UTC).timestamp()

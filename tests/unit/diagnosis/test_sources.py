@@ -11,7 +11,7 @@ import pytest
 from training.diagnosis.scan import scan_text
 from training.diagnosis.sources import Case, context_of, diagnose_files, files_of, read_scan
 from training.errors import InputError
-from training.policy.faults import FaultClass
+from training.recovery.faults import FaultClass
 
 YEAR = 2026
 AT_S = 99.0

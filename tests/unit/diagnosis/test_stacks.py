@@ -6,7 +6,7 @@ import pytest
 
 from training.diagnosis.rules import Role
 from training.diagnosis.stacks import find_stacks
-from training.policy.faults import FaultClass
+from training.recovery.faults import FaultClass
 
 PY_SPY = """\
 Process 4711: python train.py

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from training.diagnosis.classify import Evidence, SilentRank, diagnose
 from training.diagnosis.standstill import Stand, holding_up
-from training.policy.faults import FaultClass
+from training.recovery.faults import FaultClass
 
 ALLREDUCE = "allreduce in world"
 

@@ -13,8 +13,8 @@ from training.drill.campaign import (
     read_campaign,
     write_campaign,
 )
+from training.drill.hooks import Kill, Victim
 from training.drill.job import NUM_RANKS, drill_job
-from training.drill.outside import Kill, Victim
 from training.errors import InputError
 from training.specs.drill import DrillFault, DrillKind, DrillPoint
 from training.specs.model import ParallelKind
@@ -75,11 +75,14 @@ def test_a_part_of_a_campaign_has_the_faults_of_these_places_alone():
     whole = Campaign(
         steps=9,
         faults=tuple(DrillFault(kind=DrillKind.KILL, rank=r, step=5) for r in range(3)),
-        kills=(Kill(victim=Victim.NODE, index=1, step=7), Kill(victim=Victim.KEEPER, step=8)),
+        kills=(
+            Kill(victim=Victim.NODE, index=1, step=7),
+            Kill(victim=Victim.CHECKPOINT_SERVER, step=8),
+        ),
     )
     part = whole.only([0, 2, 4])
     assert [fault.rank for fault in part.faults] == [0, 2]
-    assert [kill.victim for kill in part.kills] == [Victim.KEEPER]
+    assert [kill.victim for kill in part.kills] == [Victim.CHECKPOINT_SERVER]
 
 
 def test_a_person_starts_the_run_again_after_each_error_of_the_program():

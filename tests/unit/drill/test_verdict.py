@@ -7,16 +7,12 @@ from typing import Any
 
 import pytest
 
+from training.drill.driver import RunOutcome
+from training.drill.hooks import Pauser
 from training.drill.job import drill_job
-from training.drill.outside import Pauser
-from training.drill.play import Played
 from training.drill.table import Drill, Expected
 from training.drill.verdict import Outcome, differences, judge, not_played, recovered
-from training.policy.fault_record import FaultRecord
-from training.policy.faults import FaultClass
-from training.policy.history import RunHistory, replay
-from training.policy.ladder import Rung
-from training.policy.notes import (
+from training.journal.events import (
     AnyNote,
     LastSave,
     PauseBegan,
@@ -24,7 +20,8 @@ from training.policy.notes import (
     RecoveryBegan,
     RecoveryEnded,
 )
-from training.policy.records import (
+from training.journal.history import RunHistory, replay
+from training.journal.records import (
     AnyRecord,
     AttemptEnded,
     AttemptStarted,
@@ -34,6 +31,9 @@ from training.policy.records import (
     Noted,
     Placed,
 )
+from training.recovery.fault_record import FaultRecord
+from training.recovery.faults import FaultClass
+from training.recovery.ladder import Rung
 from training.specs.drill import DrillFault, DrillKind
 from training.specs.model import ParallelKind
 
@@ -88,8 +88,8 @@ def restarted(*notes: AnyNote, to_step: int, from_step: int) -> RunHistory:
     )  # fmt: skip
 
 
-def played(history: RunHistory, **changes: Any) -> Played:
-    one = Played(
+def played(history: RunHistory, **changes: Any) -> RunOutcome:
+    one = RunOutcome(
         history=history,
         curve=CURVE,
         state={"rank00000.safetensors": "00"},
@@ -104,7 +104,7 @@ MENDED = replay(attempt(began(Rung.PROCESS_REPLACE), ended()))
 UNDISTURBED = played(replay(attempt()), fired_s={})
 
 
-def verdict(tmp_path, one: Played, drill: Drill = DRILL, **given: Any) -> Outcome:
+def verdict(tmp_path, one: RunOutcome, drill: Drill = DRILL, **given: Any) -> Outcome:
     job = drill_job(
         tmp_path,
         drill.name,
@@ -185,7 +185,7 @@ def test_where_an_abnormal_step_was_accepted_the_curve_counts_up_to_it(tmp_path)
 PAUSE = replace(DRILL, faults=(), pauses_at=3, expected=Expected(()))
 
 
-def _paused(*, began_at: int = 4, ended_at: int = 4) -> Played:
+def _paused(*, began_at: int = 4, ended_at: int = 4) -> RunOutcome:
     notes = (
         PauseBegan(at_s=111.0, number=1, step=began_at),
         PauseEnded(at_s=115.0, number=1, step=ended_at),

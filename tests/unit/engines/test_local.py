@@ -11,11 +11,11 @@ import psutil
 import pytest
 
 from training.agent.control import ADDRESS_FILE
-from training.agent.protocol import AgentAddress
 from training.engines import local
 from training.engines.base import plan
 from training.engines.local import LocalEngine
 from training.job import Job
+from training.wire.agent import AgentAddress
 
 GRACE_S = 20.0
 

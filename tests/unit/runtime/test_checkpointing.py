@@ -16,15 +16,15 @@ from storage.local import LocalStore
 from storage.safetensors_file import header_size_bytes
 from tests.unit.runtime.trainees import Place, Trainee, train, train_and_fail
 from tests.unit.storage.nodes import Cluster, Node, flip_bit
-from training.policy.notes import CheckpointDamaged
-from training.runtime.metrics import parse_live
+from training.journal.attempt_log import parse_live
+from training.journal.events import CheckpointDamaged
 
 SAVES = (2, 4)
 
 
 @dataclass
 class Bench:
-    """Four ranks on two nodes with a keeper and a disk each, and attempts of them."""
+    """Four ranks on two nodes with a checkpoint server and a disk each, and attempts of them."""
 
     cluster: Cluster
     attempt: int = 0
@@ -62,7 +62,7 @@ class Bench:
         return self.cluster.run(train, self.place(**place), until, saves, num_ranks=num_ranks)
 
     def restarted(self, *numbers: int) -> None:
-        """Kill keepers and start them anew: their memory is gone."""
+        """Kill checkpoint servers and start them anew: their memory is gone."""
         for number in numbers:
             self.nodes[number].start()
 
@@ -117,7 +117,7 @@ def test_sharded_states_come_back_over_the_process_group_and_from_memory(bench):
     assert agree(told, before, 4)
 
 
-def test_keepers_that_lost_their_memory_restore_from_their_disks(bench):
+def test_checkpoint_servers_that_lost_their_memory_restore_from_their_disks(bench):
     before = bench.train()
     bench.read_by_nobody()
     bench.restarted(0, 1)
@@ -303,7 +303,7 @@ def test_a_store_that_fails_is_known_on_every_rank_at_the_end(bench):
 
 @pytest.fixture
 def alone(tmp_path, group) -> Iterator[Callable[[int], Place]]:
-    """One rank with a keeper, in this process."""
+    """One rank with a checkpoint server, in this process."""
     cluster = Cluster.at(tmp_path, keep_last=5)
     node = cluster.node()
 
@@ -363,8 +363,8 @@ def test_what_follows_a_save_does_not_reach_into_it(alone, tmp_path):
     assert other.state() == saved
 
 
-def test_without_an_answer_of_the_keeper_the_store_serves(tmp_path, group, monkeypatch):
-    monkeypatch.setattr("storage.keeper.client.START_TIMEOUT_S", 0.1)
+def test_without_an_answer_of_the_checkpoint_server_the_store_serves(tmp_path, group, monkeypatch):
+    monkeypatch.setattr("storage.checkpoint_server.client.START_TIMEOUT_S", 0.1)
     Cluster.at(tmp_path)
     nowhere = Place(tmp_path, 1, (f"nobody-{uuid.uuid4().hex}",), (None,))
     trainee = Trainee()
@@ -379,7 +379,7 @@ def test_without_an_answer_of_the_keeper_the_store_serves(tmp_path, group, monke
     assert other.state() == trainee.state()
 
 
-def test_without_a_keeper_saves_wait_for_the_store_and_restore_from_it(tmp_path, group):
+def test_without_a_checkpoint_server_saves_wait_for_the_store_and_restore_from_it(tmp_path, group):
     Cluster.at(tmp_path)
     bare = Place(tmp_path, 1, (None,), (None,))
     trainee = Trainee()

@@ -20,7 +20,7 @@ from torch.utils.backend_registration import rename_privateuse1_backend
 from tests.unit.runtime.trainees import CPU, Place, Trainee
 from tests.unit.storage.nodes import Cluster
 from training.device import device_rng_state, set_device_rng_state
-from training.runtime.checkpointing import Checkpointer
+from training.runtime.state.checkpointer import Checkpointer
 
 STEP = 3
 NUM_DRAWS = 5

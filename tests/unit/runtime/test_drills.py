@@ -12,10 +12,10 @@ import torch.distributed as dist
 from storage.local import LocalStore
 from tests.unit.runtime.trainees import Trainee
 from tests.unit.runtime.worlds import Member, Promises, World
+from training.injection.fired import fired_at_s
 from training.runtime import drills
 from training.runtime.drills import Drill
-from training.runtime.fired import fired_at_s
-from training.runtime.links import Sockets, shut_down
+from training.runtime.process_group.connections import Sockets, shut_down
 from training.specs.drill import DrillFault, DrillKind, DrillPoint
 
 STEP = 5
@@ -67,7 +67,7 @@ def test_links_break_once_under_the_first_reduction_of_the_gradients_of_a_step(w
     world.announce(1)
     world.hear_broken(0)
     assert len(fired_at_s(LocalStore(tmp_path), RUN_ID)[0]) == 1
-    world.relink(1, 1)
+    world.reconnect(1, 1)
     assert [world.hear_relinked(rank).problem for rank in range(2)] == [None, None]
     (_, first), (running, second) = world.hear_all()
     assert running == [True]

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from training.journal.attempt_log import StepRecord
 from training.runtime.event_files import EventFiles
-from training.runtime.metrics import StepRecord
 
 
 def record(step: int, loss: float) -> StepRecord:

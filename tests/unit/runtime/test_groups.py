@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.unit.runtime.worlds import Member, Promises, World
 from training.runtime.buckets import settle_buckets
 from training.runtime.errors import Interrupted
-from training.runtime.links import open_sockets
-from training.runtime.troubles import look_at
+from training.runtime.process_group.connections import open_sockets
+from training.runtime.worker_faults import look_at
 
 
 @pytest.fixture(params=[None, Promises()], ids=["bare", "promising"])

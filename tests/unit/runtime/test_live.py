@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from training.runtime.live import LiveState
+from training.runtime.state.live import LiveState
+from training.runtime.state.transfer import Room
 from training.runtime.step import Training
-from training.runtime.transfer import Room
 
 INPUTS = torch.linspace(-1, 1, 12).reshape(3, 4)
 

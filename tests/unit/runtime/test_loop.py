@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from training.monitor.heartbeat import HeartbeatWriter
+from training.health.monitor.heartbeat import HeartbeatWriter
 from training.runtime.loop import StepLoop
-from training.runtime.mending import Stand
+from training.runtime.rank_recovery import Stand
 from training.runtime.step import Limits
 
 SAVED_AT = {"position": 216}

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from storage.local import LocalStore
-from training.policy.notes import LastSave, PauseBegan
-from training.runtime.metrics import (
+from training.journal.attempt_log import (
     Live,
     MetricsLog,
     StepReader,
@@ -18,6 +17,7 @@ from training.runtime.metrics import (
     metrics_prefix,
     parse_live,
 )
+from training.journal.events import LastSave, PauseBegan
 
 RECORD = StepRecord(
     step=1,

@@ -136,7 +136,7 @@ def _whole(tensor: Tensor) -> Any:
 
 @pytest.fixture
 def cluster(tmp_path) -> Iterator[Cluster]:
-    """Two nodes with a keeper each, and no disk tier."""
+    """Two nodes with a checkpoint server each, and no disk tier."""
     cluster = Cluster.at(tmp_path, keep_last=5)
     for _ in range(2):
         cluster.node(disk=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from storage.keeper.publish import prune_disk
+from storage.checkpoint_server.publish import prune_disk
 from tests.unit.runtime.test_checkpointing import Bench, agree, bench
 from tests.unit.runtime.trainees import train_and_save_again
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from training.monitor.heartbeat import HeartbeatReader, HeartbeatWriter
-from training.policy.repair import StepPhase, Vote
+from training.health.monitor.heartbeat import HeartbeatReader, HeartbeatWriter
+from training.recovery.repair import StepPhase, Vote
 from training.runtime.errors import NotApplied, NumericAnomaly
-from training.runtime.step import Limits, Step, Surroundings, Training, Wishes
+from training.runtime.step import Limits, Step, StepRequests, Surroundings, Training
 from training.specs.model import ModelSpec, OptimizerSpec
 from training.trainer.model import Decoder
 from training.trainer.optimize import make_optimizer, make_scheduler
@@ -37,7 +37,7 @@ class Trainee:
 
     training: Training
     heartbeat: HeartbeatWriter
-    wishes: Wishes = field(default_factory=lambda: Wishes(stop=False, save=False))
+    wishes: StepRequests = field(default_factory=lambda: StepRequests(stop=False, save=False))
     limits: Limits = field(default_factory=Limits)
     faults: dict[str, BaseException] = field(default_factory=dict)  # by the point they come at
     mended: tuple[type[BaseException], ...] = ()
@@ -50,7 +50,7 @@ class Trainee:
         if point in self.faults:
             raise self.faults.pop(point)
 
-    def _wish(self, number: int) -> Wishes:
+    def _wish(self, number: int) -> StepRequests:
         self.asked.append(number)
         return self.wishes
 
@@ -235,7 +235,7 @@ def test_a_scaled_step_is_the_unscaled_one(make):
 def test_the_wishes_of_the_step_boundary_are_part_of_the_vote(make, wished):
     trainee = make()
     stop, save, pause = wished
-    trainee.wishes = Wishes(stop=stop, save=save, pause=pause)
+    trainee.wishes = StepRequests(stop=stop, save=save, pause=pause)
     step = trainee.take(trainee.step(9))
     assert step.vote is not None
     assert (step.vote.stop, step.vote.save, step.vote.pause) == wished

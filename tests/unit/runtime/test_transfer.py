@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from tests.unit.storage.nodes import Cluster
-from training.runtime.transfer import Room, receive_header, receive_tensors, send_state
+from training.runtime.state.transfer import Room, receive_header, receive_tensors, send_state
 
 CPU = torch.device("cpu")
 EXTRA = {"data": {"samples": 12}, "optimizer": {}, "scheduler": None, "text": "gr\u00fc\u00df"}

@@ -21,7 +21,7 @@ from perdure.cli import app
 from tests.unit.runtime.trainees import Place, Position
 from tests.unit.storage.nodes import Cluster
 from training.runtime.step import Training
-from training.supervisor.known import remember_job
+from training.supervisor.job_registry import remember_job
 
 STEPS = 2
 VOCABULARY = 32

@@ -21,8 +21,8 @@ from storage.checkpoint import CheckpointStore
 from storage.errors import StorageError
 from storage.local import LocalStore
 from training.job import Job
-from training.runtime.checkpointing import Checkpointer
 from training.runtime.context import WorkerContext
+from training.runtime.state.checkpointer import Checkpointer
 from training.runtime.step import Training
 
 CPU = torch.device("cpu")
@@ -120,17 +120,17 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the ranks of an attempt are: keepers and disks of their nodes, in order."""
+    """Where the ranks of an attempt are: checkpoint servers and disks of their nodes, in order."""
 
     folder: Path
     attempt: int
-    keepers: tuple[str | None, ...]
+    checkpoint_servers: tuple[str | None, ...]
     disks: tuple[Path | None, ...]
     sharded: bool = False
 
     def context(self, rank: int, world_size: int) -> WorkerContext:
         """Of one rank; nodes have equally many."""
-        node = rank * len(self.keepers) // world_size
+        node = rank * len(self.checkpoint_servers) // world_size
         return WorkerContext(
             job=Job.model_validate_json((self.folder / "job.json").read_text()),
             rank=rank,
@@ -145,7 +145,7 @@ class Place:
             data_manifest_key="",
             metrics_path=self.folder / f"metrics-{self.attempt}.jsonl",
             heartbeat_path=self.folder / "heartbeat",
-            keeper=self.keepers[node],
+            checkpoint_server=self.checkpoint_servers[node],
             disk_tier=self.disks[node],
         )
 

@@ -23,10 +23,10 @@ from torch._C._distributed_c10d import TCPStore
 
 from tests.unit.storage.nodes import forked, pipe
 from training.runtime.errors import WorkerError
-from training.runtime.generations import Generations
-from training.runtime.groups import install
-from training.runtime.keeping import PromisedLinks, PromisingGroup
-from training.runtime.links import StoreClient
+from training.runtime.process_group.connections import StoreClient
+from training.runtime.process_group.generations import Generations
+from training.runtime.process_group.reconfigurable import install
+from training.runtime.process_group.replay import ReplayableConnections, ReplayableProcessGroup
 
 HOST = "127.0.0.1"
 OP_TIMEOUT_S = 300.0  # beyond the limit of a test: what ends sooner was ended by an abort
@@ -50,7 +50,7 @@ class Broke:
 
 
 @dataclass(frozen=True)
-class Relinked:
+class Reconnected:
     """What came of new links in a rank: how many operations ran again, or why there are none."""
 
     operations: int
@@ -66,7 +66,7 @@ class Member:
     generations: Generations
     _pipe: Any
     _links_pipe: Any
-    links: PromisedLinks | None = None
+    links: ReplayableConnections | None = None
     _news: threading.Condition = field(default_factory=threading.Condition)
     _telling: threading.Lock = field(default_factory=threading.Lock)
 
@@ -91,7 +91,7 @@ class Member:
             except EOFError:
                 os._exit(1)  # the test is gone
             if link is not None:
-                threading.Thread(target=self._relink, args=(number, link), daemon=True).start()
+                threading.Thread(target=self._reconnect, args=(number, link), daemon=True).start()
                 continue
             self.generations.announce(number)
             with self._news:
@@ -102,7 +102,7 @@ class Member:
         with self._telling:
             self._links_pipe.send(Broke(number, text))
 
-    def _relink(self, generation: int, number: int) -> None:
+    def _reconnect(self, generation: int, number: int) -> None:
         assert self.links is not None
         count, problem = 0, None
         try:
@@ -110,7 +110,7 @@ class Member:
         except (RuntimeError, WorkerError) as error:
             problem = f"{type(error).__name__}: {error}"
         with self._telling:
-            self._links_pipe.send(Relinked(count, problem))
+            self._links_pipe.send(Reconnected(count, problem))
 
 
 @dataclass
@@ -126,7 +126,9 @@ class World:
     _pipes: dict[int, Any] = field(default_factory=dict)
     _links_pipes: dict[int, Any] = field(default_factory=dict)
     _broken: set[int] = field(default_factory=set)
-    _relinked: defaultdict[int, deque[Relinked]] = field(default_factory=lambda: defaultdict(deque))
+    _reconnected: defaultdict[int, deque[Reconnected]] = field(
+        default_factory=lambda: defaultdict(deque)
+    )
 
     def start(
         self, program: Callable[..., Any], *arguments: Any, ranks: list[int] | None = None
@@ -149,7 +151,7 @@ class World:
             if self.processes[rank].is_alive() and (ranks is None or rank in ranks):
                 end.send((generation, None))
 
-    def relink(self, generation: int, number: int, *, ranks: list[int] | None = None) -> None:
+    def reconnect(self, generation: int, number: int, *, ranks: list[int] | None = None) -> None:
         """Have ranks make new links under their facades, all of them unless told otherwise."""
         for rank in range(self.size) if ranks is None else ranks:
             self._pipes[rank].send((generation, number))
@@ -163,11 +165,11 @@ class World:
         while number not in self._broken:
             self._hear_of_links()
 
-    def hear_relinked(self, rank: int) -> Relinked:
+    def hear_relinked(self, rank: int) -> Reconnected:
         """What came of new links in a rank."""
-        while not self._relinked[rank]:
+        while not self._reconnected[rank]:
             self._hear_of_links()
-        return self._relinked[rank].popleft()
+        return self._reconnected[rank].popleft()
 
     def forget_links(self) -> None:
         """A new generation counts its links anew."""
@@ -182,8 +184,8 @@ class World:
             match end.recv():
                 case Broke(number=number):
                     self._broken.add(number)
-                case Relinked() as word:
-                    self._relinked[ends[end]].append(word)
+                case Reconnected() as word:
+                    self._reconnected[ends[end]].append(word)
 
     def hear(self, rank: int) -> Any:
         """What a rank says next; a failure of its program is one of the test."""
@@ -231,7 +233,7 @@ def _take_part(
     if promises is None:
         install(generations, world_size=size)
     else:
-        member.links = links = PromisedLinks(
+        member.links = links = ReplayableConnections(
             generations,
             open_store=open_store,
             tell=member.tell_broken,
@@ -239,7 +241,7 @@ def _take_part(
             keeps=promises.keeps,
         )
         generations.on_announced = links.fail
-        new_group = partial(PromisingGroup, generations, links)
+        new_group = partial(ReplayableProcessGroup, generations, links)
         install(generations, world_size=size, new_group=new_group)
     threading.Thread(target=member.listen, daemon=True).start()
     try:

@@ -224,7 +224,7 @@ def _options(endpoint: str) -> S3Options:
 
 @pytest.fixture
 def cluster(tmp_path) -> Iterator[Cluster]:
-    """Nodes with keepers that keep two steps in the store."""
+    """Nodes with checkpoint servers that keep two steps in the store."""
     cluster = Cluster.at(tmp_path, keep_last=2)
     yield cluster
     cluster.close()

@@ -1,4 +1,4 @@
-"""Nodes of a run: keepers and ranks as real processes, and a worker's hands on a keeper.
+"""Nodes of a run: checkpoint servers and ranks as real processes, and clients of them.
 
 The processes are forked from a server that has torch loaded, or each would take seconds to
 start. The code that runs in them is the code that runs in production.
@@ -25,11 +25,11 @@ import torch
 import torch.distributed as dist
 
 from storage.checkpoint import CheckpointStore, digest, shard_name
-from storage.keeper.client import KeeperClient
+from storage.checkpoint_server.client import CheckpointClient
 from storage.local import LocalStore
 from storage.manifest import Chunk, ShardRecord
 from storage.share import PartOfTensor, Share, WrittenShare
-from training.agent import keeper
+from training.agent import checkpoint_server
 from training.job import Job
 
 RUN_ID = "run"
@@ -40,8 +40,8 @@ if _ROOT not in sys.path:
 
 _FORKED = get_context("forkserver")
 _PRELOADED = [
-    "training.runtime.checkpointing",
-    "training.agent.keeper",
+    "training.runtime.state.checkpointer",
+    "training.agent.checkpoint_server",
     "torch.distributed.fsdp",
     "torch._dynamo",  # an optimizer's first step would import it in every rank
 ]
@@ -89,20 +89,20 @@ def written(share: Share) -> WrittenShare:
     )
 
 
-def save(client: KeeperClient, share: Share, *, announce: Path | None = None) -> None:
+def save(client: CheckpointClient, share: Share, *, announce: Path | None = None) -> None:
     """Save as a worker does: reserve, copy, hand over."""
     slot = client.reserve(share.rank, share.size_bytes, on_wait=lambda: None, timeout_s=20)
     slot.memory[: share.size_bytes] = bytes_of(share)
     client.ready(slot, share, announce=str(announce) if announce else None)
 
 
-def settle(client: KeeperClient) -> None:
+def settle(client: CheckpointClient) -> None:
     """Wait until everything that was handed over is published."""
     client.settle(on_wait=lambda: None, timeout_s=20)
 
 
 def _preload() -> None:
-    """Have the fork server hold what ranks and keepers import; one of data loaders does not."""
+    """Preload what ranks and checkpoint servers import, unless the server is of data loaders."""
     server: Any = forkserver._forkserver
     if server._preload_modules != _PRELOADED:
         server._stop()  # torch, and no test's process any more
@@ -124,7 +124,7 @@ def pipe() -> tuple[Any, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """A place between two writes, where a keeper has no point with a name to die at.
+    """A place between two writes, where a checkpoint server has no point with a name to die at.
 
     Attributes:
         pattern: is found in the operation and the URL, as in "delete file:///...".
@@ -163,45 +163,51 @@ def _stay(
     if isinstance(dies_at, Before):
         _die(dies_at)
     elif dies_at is not None:
-        os.environ[keeper.POINT] = dies_at
+        os.environ[checkpoint_server.POINT] = dies_at
     os.chdir(log.parent)
-    sys.argv = ["keeper", str(job_file), name, *([str(disk)] if disk else [])]
-    keeper.main()
+    sys.argv = ["checkpoint_server", str(job_file), name, *([str(disk)] if disk else [])]
+    checkpoint_server.main()
 
 
 @dataclass
 class Node:
-    """One node: a disk, and a keeper that may be killed and started again."""
+    """One node: a disk, and a checkpoint server that may be killed and started again."""
 
     job_file: Path
     folder: Path
     disk: Path | None
     name: str = ""
     process: BaseProcess | None = None
-    _clients: list[KeeperClient] = field(default_factory=list)
+    _clients: list[CheckpointClient] = field(default_factory=list)
 
     def start(self, *, dies_at: str | Before | None = None) -> Node:
-        """Start the keeper, whether or not one was there before."""
+        """Start the checkpoint server, whether or not one was there before."""
         self.kill()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.name = f"perdure-test-{uuid.uuid4().hex}"
-        arguments = (self.job_file, self.name, self.disk, self.folder / "keeper.log", dies_at)
+        arguments = (
+            self.job_file,
+            self.name,
+            self.disk,
+            self.folder / "checkpoint-server.log",
+            dies_at,
+        )
         self.process = forked(_stay, *arguments)
         return self
 
-    def client(self) -> KeeperClient:
+    def client(self) -> CheckpointClient:
         """A connection of its own."""
-        self._clients.append(KeeperClient(self.name))
+        self._clients.append(CheckpointClient(self.name))
         return self._clients[-1]
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the keeper."""
+        """Send a signal to the checkpoint server."""
         assert self.process is not None
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
 
     def ended(self, timeout_s: float = 20) -> int | None:
-        """Wait for the keeper's end. Returns its exit code."""
+        """Wait for the checkpoint server's end. Returns its exit code."""
         assert self.process is not None
         self.process.join(timeout_s)
         return self.process.exitcode
@@ -216,8 +222,8 @@ class Node:
 
     @property
     def log(self) -> str:
-        """What the keeper said."""
-        return (self.folder / "keeper.log").read_text()
+        """What the checkpoint server said."""
+        return (self.folder / "checkpoint-server.log").read_text()
 
     def disk_tier(self) -> CheckpointStore:
         """What is on the node's disk."""
@@ -251,7 +257,7 @@ class Cluster:
         return CheckpointStore(LocalStore(self.folder / "store"), RUN_ID)
 
     def node(self, *, disk: bool = True, dies_at: str | Before | None = None) -> Node:
-        """One more node, with its keeper started."""
+        """One more node, with its checkpoint server started."""
         folder = self.folder / f"node-{len(self.nodes)}"
         node = Node(self.folder / "job.json", folder, folder / "disk" if disk else None)
         self.nodes.append(node)
@@ -276,7 +282,7 @@ class Cluster:
         return [told[rank] for rank in range(num_ranks)]
 
     def close(self) -> None:
-        """End every keeper."""
+        """End every checkpoint server."""
         for node in self.nodes:
             node.kill()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from storage.checkpoint import CheckpointStore, DamageKind, SetAside, StepState, digest
+from storage.checksummed import checksummed
 from storage.errors import (
     AccessDenied,
     Corrupt,
@@ -22,7 +23,6 @@ from storage.errors import (
 from storage.local import LocalStore
 from storage.manifest import Manifest, parse_manifest
 from storage.s3 import S3Store
-from storage.sealing import sealed
 
 Commit = Callable[..., Manifest]
 ROOT = Path(__file__).parents[3]
@@ -138,7 +138,7 @@ def test_the_fence_only_moves_forward(checkpoints: CheckpointStore) -> None:
 
 
 def test_a_damaged_fence_lets_nobody_publish(checkpoints: CheckpointStore, commit: Commit) -> None:
-    checkpoints.store.put("runs/run-1/fence.json", sealed('{"placement":-1}'))
+    checkpoints.store.put("runs/run-1/fence.json", checksummed('{"placement":-1}'))
     with pytest.raises(Corrupt, match="not a fence"):
         commit(checkpoints, 10)
 
@@ -299,7 +299,7 @@ def test_a_manifest_whose_chunks_do_not_cover_is_refused(
     checkpoints: CheckpointStore, commit: Commit
 ) -> None:
     told = commit(checkpoints, 10).model_dump_json()
-    text = sealed(told.replace('"shape":[1]', '"shape":[2]'))
+    text = checksummed(told.replace('"shape":[1]', '"shape":[2]'))
     with pytest.raises(Corrupt, match="1 elements of 2"):
         parse_manifest(text, url="u")
 

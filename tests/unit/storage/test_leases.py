@@ -24,7 +24,7 @@ def read_now(checkpoints: CheckpointStore) -> frozenset[int]:
 
 
 def retain(checkpoints: CheckpointStore) -> list[int]:
-    """As a keeper does after a commit."""
+    """As a checkpoint server does after a commit."""
     return apply_retention(checkpoints, KeepLast(1), protect=())
 
 

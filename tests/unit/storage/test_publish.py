@@ -10,9 +10,9 @@ from threading import Thread
 import pytest
 
 from storage.checkpoint import CheckpointStore, StepState
+from storage.checkpoint_server import publish
+from storage.checkpoint_server.publish import Committing, Publisher, shares_on_disk
 from storage.errors import Corrupt, StaleAttempt, StorageError
-from storage.keeper import publish
-from storage.keeper.publish import Committing, Publisher, shares_on_disk
 from storage.local import LocalStore
 from storage.share import Share, WrittenShare, put_record, recorded_ranks
 from tests.unit.storage.nodes import RUN_ID, bytes_of, flip_bit, share_of, written
@@ -54,7 +54,7 @@ def publisher(
 
 
 def put(to: Publisher, share: Share) -> None:
-    """As the keeper does: onto the disk, then into the store."""
+    """As the checkpoint server does: onto the disk, then into the store."""
     to.write_to_disk(written(share), memoryview(bytes_of(share)))
     to.upload(written(share), memoryview(bytes_of(share)))
 

@@ -50,7 +50,7 @@ def save(checkpoints: CheckpointStore, state: Mapping[str, Tensor]) -> Manifest:
 
 
 def held(checkpoints: CheckpointStore) -> dict[str, Tensor]:
-    """The whole shard, as a keeper's memory has it: with more behind it."""
+    """The whole shard, as a checkpoint server's memory has it: with more behind it."""
     file = checkpoints.store.get(checkpoints.key(10, SHARD))
     return {SHARD: torch.frombuffer(bytearray(file + bytes(100)), dtype=torch.uint8)}
 

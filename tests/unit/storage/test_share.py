@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from storage.checkpoint import CheckpointStore, shard_name
+from storage.checksummed import checksummed
 from storage.errors import Corrupt, NotFound
 from storage.manifest import Chunk
-from storage.sealing import sealed
 from storage.share import (
     PartOfTensor,
     WrittenShare,
@@ -185,7 +185,7 @@ def test_a_record_that_is_none_is_corrupt(checkpoints: CheckpointStore, data: by
 
 @pytest.mark.parametrize("text", ["{}", '{"share":null}'])
 def test_a_sealed_document_that_is_no_record_is_corrupt(checkpoints: CheckpointStore, text: str):
-    checkpoints.store.put(checkpoints.key(10, "p0001-a0001-rank00000.json"), sealed(text))
+    checkpoints.store.put(checkpoints.key(10, "p0001-a0001-rank00000.json"), checksummed(text))
     with pytest.raises(Corrupt, match="not the record of a share"):
         read_record(checkpoints, share_of(10).save_id, 0)
 
@@ -198,7 +198,7 @@ def test_a_record_of_something_else_in_its_place_is_corrupt(
 ):
     own = changed(world(1)[0], run_id=checkpoints.run_id)
     key = checkpoints.key(10, "p0001-a0001-rank00000.json")
-    checkpoints.store.put(key, sealed(changed(own, **foreign).model_dump_json()))
+    checkpoints.store.put(key, checksummed(changed(own, **foreign).model_dump_json()))
     with pytest.raises(Corrupt, match="is of another share"):
         read_record(checkpoints, own.share.save_id, 0)
 

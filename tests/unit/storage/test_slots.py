@@ -1,4 +1,4 @@
-"""Slots of a keeper: one whole share of every rank is always there."""
+"""Slots of a checkpoint server: one whole share of every rank is always there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from storage.checkpoint import digest
-from storage.keeper.slots import SLOTS_PER_RANK, NoMemory, Slot, SlotState, SlotTable
+from storage.checkpoint_server.slots import SLOTS_PER_RANK, NoMemory, Slot, SlotState, SlotTable
 from tests.unit.storage.nodes import bytes_of, share_of
 
 PLENTY = 1 << 40

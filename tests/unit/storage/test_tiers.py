@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.keeper.protocol import Tier
+from storage.checkpoint_server.protocol import Tier
 from storage.share import SaveId
 from storage.tiers import Held, assemble
 
@@ -21,7 +21,7 @@ def told(of: SaveId, *ranks: int, tier: Tier = Tier.MEMORY) -> list[Held]:
 
 
 def two_nodes(first: list[Held], second: list[Held]) -> dict[int, list[Held]]:
-    """What ranks 0 and 1 are told by one keeper, 2 and 3 by another."""
+    """What ranks 0 and 1 are told by one checkpoint server, 2 and 3 by another."""
     return {0: first, 1: first, 2: second, 3: second}
 
 

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from training.agent.protocol import (
+from training.engines.base import Engine, Greeting, Placement, Snapshot
+from training.errors import AgentUnreachable, EngineError
+from training.journal.records import Member
+from training.recovery.ladder import Rung
+from training.supervisor.run import Run, Verdict
+from training.supervisor.watch import EndKind, Progress
+from training.wire.agent import (
     AgentState,
     AgentStatus,
     CheckOrder,
@@ -14,13 +20,7 @@ from training.agent.protocol import (
     WorkerLog,
     WorkerStatus,
 )
-from training.engines.base import Engine, Greeting, Placement, Snapshot
-from training.errors import AgentUnreachable, EngineError
-from training.monitor.check import Check
-from training.policy.ladder import Rung
-from training.policy.records import Member
-from training.supervisor.run import Run, Verdict
-from training.supervisor.watch import EndKind, Progress
+from training.wire.check import Check
 
 
 class Cluster:

@@ -7,9 +7,9 @@ import pytest
 from tests.unit.supervisor.cluster import Cluster, ClusterRun
 from training.errors import EngineError
 from training.job import Job
-from training.monitor.check import Check, Outcome
-from training.policy.records import NodeRefused
+from training.journal.records import NodeRefused
 from training.supervisor.watch import EndKind
+from training.wire.check import Check, Outcome
 
 
 def failed(node: str, name: str = "devices", seen: str = "device 0: Alarm") -> Check:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.unit.supervisor.cluster import Cluster, FakeEngine, supervise
 from training.job import Job
-from training.policy.notes import PauseBegan, PauseEnded
+from training.journal.events import PauseBegan, PauseEnded
 from training.supervisor.run import Run
 
 

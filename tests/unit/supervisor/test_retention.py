@@ -14,9 +14,10 @@ from storage.collect import InUse, RemovalKind, take_listing
 from storage.local import LocalStore
 from storage.manifest import Chunk, Manifest, TensorRecord
 from training.job import parse_job
-from training.ledger import Identity, Ledger
-from training.policy.history import RunHistory, replay
-from training.policy.records import (
+from training.journal.attempt_log import StepRecord, metrics_prefix
+from training.journal.history import RunHistory, replay
+from training.journal.ledger import Identity, Ledger
+from training.journal.records import (
     AnyRecord,
     AttemptEnded,
     AttemptStarted,
@@ -24,7 +25,6 @@ from training.policy.records import (
     Member,
     Placed,
 )
-from training.runtime.metrics import StepRecord, metrics_prefix
 from training.supervisor.retention import in_use_by, losses_of, removals
 
 HOUR_S = 3600.0
@@ -145,7 +145,7 @@ def test_without_retention_only_garbage_goes(checkpoints):
 
 
 def end(checkpoints):
-    """Nobody lives, so that age alone keeps what broken saves left."""
+    """NoHook lives, so that age alone keeps what broken saves left."""
     ledger = Ledger(checkpoints.store, "run")
     ledger.take(Identity.of_this_process())
     ledger.append(

@@ -8,11 +8,11 @@ import psutil
 import pytest
 
 from storage.checkpoint import CheckpointStore
-from storage.keeper.protocol import Tier
+from storage.checkpoint_server.protocol import Tier
 from storage.local import LocalStore
 from storage.manifest import ShardRecord
 from storage.share import SaveId, Share, WrittenShare, put_record
-from training.agent.keeper import HELD_FILE, HeldInMemory
+from training.agent.checkpoint_server import HELD_FILE, HeldInMemory
 from training.supervisor.tiers import node_tiers
 
 RUN = "run-1"
@@ -24,7 +24,7 @@ def save(step: int) -> SaveId:
 
 @pytest.fixture
 def note(tmp_path):
-    """What a keeper of a node writes down about its memory."""
+    """What a checkpoint server of a node writes down about its memory."""
 
     def write(node: str, held: list[tuple[SaveId, int]], *, pid: int | None = None) -> None:
         folder = tmp_path / "runs" / RUN / "nodes" / node / "p0001-m0-s1"
@@ -59,7 +59,7 @@ def test_a_step_lies_in_memory_once_the_nodes_hold_the_share_of_every_rank(tmp_p
     assert node_tiers(tmp_path, RUN) == {10: [Tier.MEMORY]}
 
 
-def test_the_memory_of_a_keeper_that_is_gone_holds_nothing(tmp_path, note):
+def test_the_memory_of_a_checkpoint_server_that_is_gone_holds_nothing(tmp_path, note):
     note("node-0", [(save(10), 0), (save(10), 1)], pid=2**22 - 1)
     assert node_tiers(tmp_path, RUN) == {}
 

@@ -10,9 +10,9 @@ import pytest
 
 from storage.local import LocalStore
 from tests.unit.noting import BEGINNING, END
-from training.policy.history import replay
-from training.policy.wall_time import MEANING, Account, Owner, Stretch
-from training.runtime.metrics import StepRecord, metrics_prefix
+from training.journal.attempt_log import StepRecord, metrics_prefix
+from training.journal.history import replay
+from training.journal.wall_time import MEANING, Account, Owner, Stretch
 from training.supervisor.accounts import Accountant
 from training.supervisor.timeline import (
     COLOURS,

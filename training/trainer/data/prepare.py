@@ -39,7 +39,7 @@ from training.trainer.data.manifest import (
     dtype_name,
     load_manifest,
 )
-from training.trainer.data.shelf import Shelf
+from training.trainer.data.shard_cache import Shelf
 from training.trainer.data.tokenizer import Tokenizer
 
 ENCODE_BATCH_CHARS = 2 * 1024 * 1024

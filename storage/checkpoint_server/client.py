@@ -1,0 +1,216 @@
+"""A worker's side of the checkpoint server: slots to copy into, shares to read.
+
+One connection per purpose: what a connection was copying is discarded with it, what it reads is
+kept for as long as it is open. Sizes are bytes, times seconds.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Self
+
+from pydantic import ValidationError
+
+from storage.checkpoint_server.protocol import (
+    HeldShare,
+    ListShares,
+    Message,
+    Open,
+    Prepare,
+    Ready,
+    Reply,
+    Republish,
+    Reserve,
+    Settle,
+    check_peer,
+    receive,
+    send,
+)
+from storage.errors import StorageError, TimedOut
+from storage.share import SaveId, Share
+
+START_TIMEOUT_S = 30.0
+TURN_S = 0.5  # of waiting, after which the caller may show that it is alive
+# Pages into the page table at once, not one fault each under the copy; only Linux has it.
+_POPULATE = getattr(mmap, "MAP_POPULATE", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ReservedSlot:
+    """A slot of the checkpoint server to copy into."""
+
+    number: int
+    memory: mmap.mmap
+
+
+@dataclass(slots=True)
+class CheckpointClient:
+    """Speaks to the checkpoint server of this node.
+
+    Attributes:
+        name: of the checkpoint server's socket.
+        owner: (placement, attempt) that saves and is told of its failures; None: of all.
+
+    Raises (every call):
+        TimedOut: the checkpoint server is gone.
+        StorageError: it refused.
+    """
+
+    name: str
+    owner: tuple[int, int] | None = None
+    _socket: socket.socket | None = None
+    _mapped: dict[int, tuple[int, mmap.mmap]] = field(default_factory=dict)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of everything that was reserved or opened."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def prepare(self, rank: int, size_bytes: int) -> str | None:
+        """Have memory ready for the saves of a rank. Returns why there is none, else None."""
+        return self._ask(Prepare(rank=rank, size_bytes=size_bytes))[0].refused
+
+    def reserve(
+        self, rank: int, size_bytes: int, *, on_wait: Callable[[], None], timeout_s: float
+    ) -> ReservedSlot:
+        """A slot, once the save before the last one is published.
+
+        Args:
+            rank: whose share it will hold.
+            size_bytes: of the share.
+            on_wait: called now and then while none is free.
+            timeout_s: give up after it.
+
+        Raises:
+            StorageError: an earlier save of this node failed for good; told once.
+            TimedOut: none became free.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while (slot := self.try_reserve(rank, size_bytes)) is None:
+            on_wait()
+            if time.monotonic() > deadline_s:
+                raise TimedOut(f"no slot for a save within {timeout_s:g} s: the store is too slow")
+        return slot
+
+    def try_reserve(self, rank: int, size_bytes: int) -> ReservedSlot | None:
+        """A slot, or None when none became free within a moment.
+
+        Raises:
+            StorageError: an earlier save of this node failed for good; told once.
+        """
+        request = Reserve(rank=rank, size_bytes=size_bytes, timeout_s=TURN_S, owner=self.owner)
+        reply, descriptor = self._asked(request)
+        if reply.busy:
+            return None
+        assert reply.slot is not None  # noqa: S101 not refused, not busy
+        assert descriptor is not None  # noqa: S101 likewise
+        known = self._mapped.get(reply.slot)
+        if known is not None and known[0] == reply.memory_id:
+            os.close(descriptor)
+            return ReservedSlot(reply.slot, known[1])
+        memory = _map(descriptor, reply.size_bytes, flags=_POPULATE)
+        self._mapped[reply.slot] = (reply.memory_id or 0, memory)
+        return ReservedSlot(reply.slot, memory)
+
+    def ready(self, slot: ReservedSlot, share: Share, *, announce: str | None) -> None:
+        """Hand a copied share over."""
+        self._asked(Ready(slot=slot.number, share=share, announce=announce))
+
+    def shares(self) -> tuple[HeldShare, ...]:
+        """Every share of this node, from memory and disk."""
+        return self._asked(ListShares())[0].shares
+
+    def open(self, save: SaveId, rank: int) -> mmap.mmap:
+        """The bytes of a share in memory, until this client is closed."""
+        reply, descriptor = self._asked(Open(save=save, rank=rank))
+        assert descriptor is not None  # noqa: S101 not refused
+        # Page by page as it is read, by several threads.
+        return _map(descriptor, reply.size_bytes, flags=0)
+
+    def republish(
+        self, save: SaveId, *, owner: tuple[int, int], commit: bool, announce: str | None
+    ) -> None:
+        """Have a save that was restored from the nodes put into the store."""
+        self._asked(Republish(save=save, owner=owner, commit=commit, announce=announce))
+
+    def is_busy(self) -> bool:
+        """Whether something handed over is still on its way to the store, after a moment's wait.
+
+        Raises:
+            StorageError: some of it failed; told once.
+        """
+        return self._asked(Settle(timeout_s=TURN_S, owner=self.owner))[0].busy
+
+    def settle(self, *, on_wait: Callable[[], None], timeout_s: float) -> None:
+        """Wait until everything that was handed over is published.
+
+        Raises:
+            StorageError: some of it failed.
+            TimedOut: it takes longer than `timeout_s`.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while self.is_busy():
+            on_wait()
+            if time.monotonic() > deadline_s:
+                raise TimedOut(f"saves are not in the store after {timeout_s:g} s")
+
+    def _asked(self, request: Message) -> tuple[Reply, int | None]:
+        """Ask; what was refused, and what failed meanwhile, is raised."""
+        reply, descriptor = self._ask(request)
+        if reply.failure is not None or reply.refused is not None:
+            if descriptor is not None:
+                os.close(descriptor)
+            raise reply.failure.error if reply.failure else StorageError(str(reply.refused))
+        return reply, descriptor
+
+    def _ask(self, request: Message) -> tuple[Reply, int | None]:
+        descriptor = None
+        try:
+            if self._socket is None:
+                self._socket = self._connected()
+            send(self._socket, request)
+            data, descriptor = receive(self._socket)
+            if not data:
+                raise ConnectionError("it ended")
+            return Reply.model_validate_json(data), descriptor
+        except (OSError, ValidationError) as exc:
+            if descriptor is not None:
+                os.close(descriptor)
+            self.close()
+            raise TimedOut(f"the checkpoint server of this node does not answer: {exc}") from exc
+
+    def _connected(self) -> socket.socket:
+        """A connection; a checkpoint server that has just been started takes a moment to listen."""
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while True:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                connection.connect(f"\0{self.name}")
+                check_peer(connection)
+            except OSError:
+                connection.close()
+                if time.monotonic() > deadline_s:
+                    raise
+                time.sleep(0.05)
+            else:
+                return connection
+
+
+def _map(descriptor: int, size_bytes: int, *, flags: int) -> mmap.mmap:
+    # Readers too: torch wants memory that could be written.
+    try:
+        return mmap.mmap(descriptor, size_bytes, mmap.MAP_SHARED | flags)
+    finally:
+        os.close(descriptor)

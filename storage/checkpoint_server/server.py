@@ -1,0 +1,351 @@
+"""The checkpoint server's threads: one per connection, pools for disk, uploads and commits.
+
+Sizes are bytes, times seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from storage.checkpoint import CheckpointStore, digest
+from storage.checkpoint_server.memory import available_bytes as host_available_bytes
+from storage.checkpoint_server.protocol import (
+    REQUEST,
+    HeldShare,
+    ListShares,
+    Open,
+    Prepare,
+    Ready,
+    Reply,
+    Republish,
+    Request,
+    Reserve,
+    Settle,
+    Tier,
+    check_peer,
+    receive,
+    send,
+)
+from storage.checkpoint_server.publish import Committing, Publisher, is_recorded, shares_on_disk
+from storage.checkpoint_server.slots import NoMemory, Slot, SlotTable
+from storage.checkpoint_server.tasks import Tasks
+from storage.errors import Corrupt, StorageError
+from storage.share import SaveId, WrittenShare
+
+DISK_THREADS = 4
+UPLOAD_THREADS = 4
+COMMIT_THREADS = 4
+# At the end the checkpoint servers of other nodes upload too; a commit gives them this long.
+OTHERS_PATIENCE_S = 10.0
+ACCEPT_PAUSE_S = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class _Connection:
+    """One worker's connection, and the slots it reads."""
+
+    socket: socket.socket
+    reading: list[Slot] = field(default_factory=list)
+
+
+class CheckpointServer:
+    """Holds the checkpoints of a node's ranks and publishes them.
+
+    Args:
+        name: of the socket in the abstract namespace.
+        publisher: writes and commits.
+        disk: the node's disk tier, if there is one.
+        store: the run's checkpoints in the object store.
+        available_bytes: asks how much memory the host can still give.
+        note: told what the memory holds whenever that changes.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        publisher: Publisher,
+        store: CheckpointStore,
+        disk: CheckpointStore | None,
+        available_bytes: Callable[[], int] | None = None,
+        note: Callable[[Sequence[tuple[SaveId, int]]], None] = lambda _saves: None,
+    ) -> None:
+        self._publisher = publisher
+        self._store = store
+        self._disk = disk
+        self._note = note
+        self._slots = SlotTable(available_bytes or host_available_bytes)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(f"\0{name}")
+        self._listener.listen(128)
+        # Apart: a store that hangs keeps no share from the disk, nor an upload from its turn.
+        self._disk_writes = ThreadPoolExecutor(DISK_THREADS)
+        self._uploads = ThreadPoolExecutor(UPLOAD_THREADS)
+        self._commits = ThreadPoolExecutor(COMMIT_THREADS)
+        self._tasks = Tasks()
+        self._lock = threading.Lock()
+        self._asked_again: set[tuple[tuple[int, int], SaveId, int]] = set()
+        self._noting = threading.Lock()
+        self._noted: Sequence[tuple[SaveId, int]] = []
+        self._closing = threading.Event()
+
+    def serve(self) -> None:
+        """Answer until `close`."""
+        while not self._closing.is_set():
+            try:
+                accepted, _ = self._listener.accept()
+                threading.Thread(
+                    target=self._converse, args=(_Connection(accepted),), daemon=True
+                ).start()
+            except (OSError, RuntimeError) as exc:
+                if not self._closing.is_set():
+                    # Out of descriptors or threads, say: the saves that are held outlast it.
+                    _say(f"no connection taken: {exc}")
+                    self._closing.wait(ACCEPT_PAUSE_S)
+
+    def close(self, timeout_s: float) -> bool:
+        """Take no more, finish what was handed over. Whether everything was published."""
+        deadline_s = time.monotonic() + timeout_s
+        self._closing.set()
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._tasks.wait(timeout_s, pools=(self._disk_writes, self._uploads))
+        left_s = max(0.0, deadline_s - time.monotonic())
+        settled = self._tasks.wait(min(OTHERS_PATIENCE_S, left_s / 2))
+        self._publisher.end()
+        self._tasks.wait(max(0.0, deadline_s - time.monotonic()))
+        return settled
+
+    def _converse(self, connection: _Connection) -> None:
+        try:
+            check_peer(connection.socket)
+            while self._answer_next(connection):
+                pass
+        except (OSError, ValueError):
+            return  # the worker is gone, or is none
+        finally:
+            self._slots.abandon(connection)
+            for slot in connection.reading:
+                self._slots.unpin(slot)
+            connection.socket.close()
+
+    def _answer_next(self, connection: _Connection) -> bool:
+        """Answer one request; False when the worker is gone."""
+        data, unused = receive(connection.socket)
+        if unused is not None:
+            os.close(unused)
+        if not data:
+            return False
+        request = REQUEST.validate_json(data)
+        descriptor = None
+        try:
+            reply, descriptor = self._answer(connection, request)
+        except Exception as exc:  # noqa: BLE001 the worker is to know, and others go on
+            _say(f"{request.op}: {type(exc).__name__}: {exc}")
+            reply = Reply(refused=f"the checkpoint server: {type(exc).__name__}: {exc}")
+        send(connection.socket, reply, descriptor)
+        return True
+
+    def _answer(self, connection: _Connection, request: Request) -> tuple[Reply, int | None]:
+        """The reply, and the memory that goes with it."""
+        if isinstance(request, Reserve):
+            return self._reserve(connection, request)
+        if isinstance(request, Open):
+            return self._open_share(connection, request)
+        return self._plain_answer(connection, request), None
+
+    def _plain_answer(
+        self,
+        connection: _Connection,
+        request: Prepare | Ready | ListShares | Republish | Settle,
+    ) -> Reply:
+        reply = Reply()
+        match request:
+            case Prepare():
+                reply = self._prepare(request)
+            case Ready():
+                reply = self._ready(connection, request)
+            case ListShares():
+                reply = Reply(shares=tuple(self._held()))
+            case Republish():
+                self._republish(request)
+            case Settle():
+                busy = not self._tasks.wait(request.timeout_s)
+                reply = Reply(busy=busy, failure=self._tasks.take_failure(request.owner))
+        return reply
+
+    def _prepare(self, request: Prepare) -> Reply:
+        try:
+            self._slots.prepare(request.rank, request.size_bytes)
+        except NoMemory as exc:
+            return Reply(refused=str(exc))
+        return Reply()
+
+    def _reserve(self, connection: _Connection, request: Reserve) -> tuple[Reply, int | None]:
+        failure = self._tasks.take_failure(request.owner)
+        if failure is not None:  # before a slot: its copy would never come
+            return Reply(failure=failure), None
+        try:
+            slot = self._slots.reserve(
+                request.rank, request.size_bytes, writer=connection, timeout_s=request.timeout_s
+            )
+        except NoMemory as exc:
+            return Reply(refused=str(exc)), None
+        if slot is None:
+            return Reply(busy=True), None
+        self._note_held()  # no longer what the slot held before
+        return _reply_with(slot), slot.descriptor
+
+    def _ready(self, connection: _Connection, request: Ready) -> Reply:
+        slot = self._slots.ready(request.slot, request.share, writer=connection)
+        if slot is None:
+            return Reply(refused=f"slot {request.slot} is not yours")
+        self._note_held()
+        save = request.share.save_id
+        task = None
+        if request.share.rank == 0:
+            announce = Path(request.announce) if request.announce else None
+            task = Committing(save, save.owner, announce)
+        self._tasks.begin(self._disk_writes, partial(self._keep, slot, task), owner=save.owner)
+        return Reply()
+
+    def _note_held(self) -> None:
+        # One after the other: they write the same file. A full disk refuses no save.
+        with self._noting, suppress(OSError):
+            saves = self._slots.saves()
+            if saves != self._noted:
+                self._noted = saves
+                self._note(saves)
+
+    def _keep(self, slot: Slot, task: Committing | None) -> None:
+        """Hash a share and put it onto the disk; then it waits its turn for the store."""
+        try:
+            written = slot.written()
+            with slot.view() as view:
+                self._publisher.write_to_disk(written, view)
+            upload = partial(self._upload, slot, written, task)
+            self._tasks.begin(self._uploads, upload, owner=written.share.save_id.owner)
+        except BaseException:
+            self._slots.settle(slot)
+            raise
+
+    def _upload(self, slot: Slot, written: WrittenShare, task: Committing | None) -> None:
+        share = written.share
+        try:
+            # A save under other names than the first ones may be of a step that is committed.
+            wanted = not share.first_file or self._publisher.may_commit(
+                share.step, share.save_id.owner
+            )
+            if wanted:
+                with slot.view() as view:
+                    self._publisher.upload(written, view)
+        finally:
+            self._slots.settle(slot)
+        if task is not None:
+            self._begin_commit(task)
+
+    def _begin_commit(self, task: Committing) -> None:
+        self._tasks.begin(self._commits, partial(self._commit, task), owner=task.owner)
+
+    def _commit(self, task: Committing) -> None:
+        self._publisher.commit(task)
+
+    def _republish(self, request: Republish) -> None:
+        held = {(one.written.share.save_id, one.written.share.rank): one for one in self._held()}
+        for (save, rank), one in held.items():
+            share, work = one.written.share, None
+            if save == request.save:
+                work = partial(self._publish_again, save, rank, request.owner)
+            elif share.attachments and share.step < request.save.step:
+                # Steps of saves before it that never came so far: this one keeps them.
+                work = partial(self._publisher.attach, share)
+            if work is not None and self._is_first_to_ask(request.owner, save, rank):
+                self._tasks.begin(self._uploads, work, owner=request.owner)
+        if request.commit:
+            announce = Path(request.announce) if request.announce else None
+            self._begin_commit(Committing(request.save, request.owner, announce))
+
+    def _is_first_to_ask(self, owner: tuple[int, int], save: SaveId, rank: int) -> bool:
+        """Whether no worker of an attempt asked for this before: each of a node's ranks does."""
+        with self._lock:
+            if (owner, save, rank) in self._asked_again:
+                return False
+            self._asked_again = {one for one in self._asked_again if one[0] >= owner}
+            self._asked_again.add((owner, save, rank))
+            return True
+
+    def _publish_again(self, save: SaveId, rank: int, owner: tuple[int, int]) -> None:
+        """Put a share into the store that is not there, nor on its way."""
+        # In this order: records are deleted after the commit.
+        if is_recorded(self._store, save, rank) or not self._publisher.may_commit(save.step, owner):
+            return
+        slot = self._slots.pin(save, rank)
+        if slot is None:
+            self._publish_from_disk(save, rank)
+            return
+        try:
+            if slot.settled:
+                with slot.view() as view:
+                    self._publisher.upload(slot.written(), view)
+        finally:
+            self._slots.unpin(slot)
+
+    def _publish_from_disk(self, save: SaveId, rank: int) -> None:
+        if self._disk is None:
+            return  # it was in memory, and newer saves have its slot
+        here = (one for one in shares_on_disk(self._disk) if one.share.save_id == save)
+        for written in (one for one in here if one.share.rank == rank):
+            data = memoryview(self._disk.store.get(self._disk.key(save.step, written.share.shard)))
+            if digest(data) != written.record.xxh3_128:
+                raise Corrupt(f"{self._disk.url(save.step)}: {written.share.shard} is damaged")
+            self._publisher.upload(written, data)
+
+    def _held(self) -> Sequence[HeldShare]:
+        on_disk: Sequence[WrittenShare] = ()
+        if self._disk is not None:
+            try:
+                on_disk = shares_on_disk(self._disk)
+            except StorageError as exc:
+                _say(f"the node's disk: {exc}")
+        return [
+            *(HeldShare(written=one, tier=Tier.MEMORY) for one in self._in_memory()),
+            *(HeldShare(written=one, tier=Tier.DISK) for one in on_disk),
+        ]
+
+    def _in_memory(self) -> list[WrittenShare]:
+        pinned = self._slots.pin_all()
+        try:
+            return [slot.written() for slot in pinned]
+        finally:
+            for slot in pinned:
+                self._slots.unpin(slot)
+
+    def _open_share(self, connection: _Connection, request: Open) -> tuple[Reply, int | None]:
+        slot = self._pinned(connection, request.save, request.rank)
+        if slot is None:
+            return Reply(refused=f"step {request.save.step} rank {request.rank} is gone"), None
+        return _reply_with(slot), slot.descriptor
+
+    def _pinned(self, connection: _Connection, save: SaveId, rank: int) -> Slot | None:
+        slot = self._slots.pin(save, rank)
+        if slot is not None:
+            connection.reading.append(slot)
+        return slot
+
+
+def _reply_with(slot: Slot) -> Reply:
+    return Reply(slot=slot.number, memory_id=slot.memory_id, size_bytes=slot.size_bytes)
+
+
+def _say(text: str) -> None:
+    print(f"perdure: {text}", flush=True)  # noqa: T201 the checkpoint server's log

@@ -1,0 +1,236 @@
+"""Host memory for checkpoints: two slots a rank, so that one whole share is always there.
+
+A slot is EMPTY, COPYING while its worker writes, or READY. A READY slot is given away again only
+when a newer one of the rank is READY, its share is published (or cannot be), and nobody reads it.
+The memory is anonymous (memfd): it lives as long as the checkpoint server, whatever happens to
+workers, and is reused, because fresh pages cost six times the copy. Sizes are bytes, times seconds.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from storage.checkpoint import digest
+from storage.manifest import ShardRecord
+from storage.share import SaveId, Share, WrittenShare
+
+SLOTS_PER_RANK = 2
+
+
+class SlotState(StrEnum):
+    """What a slot holds."""
+
+    EMPTY = "empty"
+    COPYING = "copying"
+    READY = "ready"
+
+
+class NoMemory(Exception):  # noqa: N818 a state of affairs
+    """The host has not enough memory for a slot; the text says how much it has."""
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One buffer of a rank.
+
+    Attributes:
+        number: names the slot within its checkpoint server.
+        writer: connection that copies into it.
+        record: size and hash of the share, None until somebody asked.
+        settled: whether its share was published, or will never be.
+        readers: how many connections read it.
+    """
+
+    rank: int
+    number: int
+    memory: mmap.mmap | None = None
+    descriptor: int = -1
+    size_bytes: int = 0
+    memory_id: int = 0
+    state: SlotState = SlotState.EMPTY
+    share: Share | None = None
+    record: ShardRecord | None = None
+    writer: object | None = None
+    settled: bool = True
+    readers: int = 0
+
+    def written(self) -> WrittenShare:
+        """The share with its hash."""
+        assert self.share is not None  # noqa: S101 a READY slot has a share
+        if self.record is None:
+            with self.view() as view:
+                self.record = ShardRecord(size_bytes=view.nbytes, xxh3_128=digest(view))
+        return WrittenShare(share=self.share, record=self.record)
+
+    def view(self) -> memoryview:
+        """The bytes of the share."""
+        assert self.memory is not None  # noqa: S101 a READY slot has memory
+        assert self.share is not None  # noqa: S101 likewise
+        return memoryview(self.memory)[: self.share.size_bytes]
+
+
+@dataclass(slots=True)
+class SlotTable:
+    """The slots of all ranks of a node; safe for use from several threads.
+
+    Attributes:
+        available_bytes: asks how much memory the host can still give.
+    """
+
+    available_bytes: Callable[[], int]
+    _slots: dict[int, list[Slot]] = field(default_factory=dict)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _next_number: int = 0
+    _next_memory: int = 0
+
+    def prepare(self, rank: int, size_bytes: int) -> None:
+        """Give every slot of a rank its memory, so that the first saves find it warm.
+
+        Raises:
+            NoMemory: the host has not enough.
+        """
+        with self._changed:
+            for slot in self._of(rank):
+                if slot.state is SlotState.EMPTY:
+                    self._size(slot, size_bytes)
+
+    def reserve(
+        self, rank: int, size_bytes: int, *, writer: object, timeout_s: float
+    ) -> Slot | None:
+        """A slot to copy into, or None when none became free in time.
+
+        Raises:
+            NoMemory: the host has not enough.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        with self._changed:
+            while (slot := self._free(rank)) is None:
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    return None
+                self._changed.wait(left_s)
+            self._size(slot, size_bytes)
+            slot.state, slot.writer = SlotState.COPYING, writer
+            slot.share = slot.record = None
+            return slot
+
+    def ready(self, number: int, share: Share, *, writer: object) -> Slot | None:
+        """Take a copy as whole; None when the slot is not this writer's."""
+        with self._changed:
+            slot = self._by_number(number)
+            if slot is None or slot.state is not SlotState.COPYING or slot.writer is not writer:
+                return None
+            slot.state, slot.share, slot.writer = SlotState.READY, share, None
+            slot.settled = False
+            self._changed.notify_all()
+            return slot
+
+    def abandon(self, writer: object) -> None:
+        """Discard what a connection that is gone was copying."""
+        with self._changed:
+            for slot in self._all():
+                if slot.writer is writer:
+                    slot.state, slot.writer = SlotState.EMPTY, None
+            self._changed.notify_all()
+
+    def settle(self, slot: Slot) -> None:
+        """Note that nothing more will be done for the share of a slot."""
+        with self._changed:
+            slot.settled = True
+            self._changed.notify_all()
+
+    def pin(self, save: SaveId, rank: int) -> Slot | None:
+        """The slot that holds a share, kept as it is until `unpin`."""
+        with self._changed:
+            for slot in self._slots.get(rank, ()):
+                if slot.share is not None and slot.share.save_id == save:
+                    slot.readers += 1
+                    return slot
+            return None
+
+    def saves(self) -> list[tuple[SaveId, int]]:
+        """What the whole shares are: save and rank."""
+        with self._changed:
+            return [(s.share.save_id, s.share.rank) for s in self._all() if s.share is not None]
+
+    def unpin(self, slot: Slot) -> None:
+        """Let go of a slot."""
+        with self._changed:
+            slot.readers -= 1
+            self._changed.notify_all()
+
+    def pin_all(self) -> list[Slot]:
+        """Every slot that holds a whole share, kept as it is until `unpin`."""
+        with self._changed:
+            whole = [slot for slot in self._all() if slot.share is not None]
+            for slot in whole:
+                slot.readers += 1
+            return whole
+
+    def wait_settled(self, timeout_s: float) -> bool:
+        """Wait until nothing is being copied out; whether it came so far."""
+        with self._changed:
+            return self._changed.wait_for(lambda: all(s.settled for s in self._all()), timeout_s)
+
+    def _free(self, rank: int) -> Slot | None:
+        slots = self._of(rank)
+        empty = next((s for s in slots if s.state is SlotState.EMPTY), None)
+        if empty is not None:
+            return empty
+        ready = [s for s in slots if s.state is SlotState.READY]
+        # Not by step alone: after going back, an attempt saves lower steps than the one before.
+        newest = max(ready, key=_age_key, default=None)
+        old = (s for s in ready if s is not newest and s.settled and not s.readers)
+        return min(old, key=_age_key, default=None)
+
+    def _of(self, rank: int) -> list[Slot]:
+        if rank not in self._slots:
+            first = self._next_number
+            self._next_number += SLOTS_PER_RANK
+            self._slots[rank] = [Slot(rank, first + i) for i in range(SLOTS_PER_RANK)]
+        return self._slots[rank]
+
+    def _all(self) -> list[Slot]:
+        return [slot for slots in self._slots.values() for slot in slots]
+
+    def _by_number(self, number: int) -> Slot | None:
+        return next((slot for slot in self._all() if slot.number == number), None)
+
+    def _size(self, slot: Slot, size_bytes: int) -> None:
+        """Give a slot memory of at least this size; what it has is kept when it is enough."""
+        if slot.size_bytes >= size_bytes and slot.memory is not None:
+            return
+        available = self.available_bytes()
+        if size_bytes - slot.size_bytes > available:
+            raise NoMemory(
+                f"rank {slot.rank}: a share of {size_bytes} bytes, {available} bytes are available"
+            )
+        if slot.memory is not None:
+            # Readers and publishers are done with it: the slot was free.
+            slot.memory.close()
+            os.close(slot.descriptor)
+            slot.memory = None
+            slot.state, slot.share, slot.record = SlotState.EMPTY, None, None
+        descriptor = os.memfd_create(f"perdure-rank{slot.rank}", os.MFD_CLOEXEC)
+        try:
+            # Pages now, and not one by one under the worker's copy.
+            os.posix_fallocate(descriptor, 0, size_bytes)
+            slot.memory = mmap.mmap(descriptor, size_bytes)
+        except OSError as exc:
+            os.close(descriptor)
+            slot.size_bytes = 0
+            raise NoMemory(f"rank {slot.rank}: {size_bytes} bytes: {exc.strerror}") from exc
+        self._next_memory += 1
+        slot.descriptor, slot.size_bytes = descriptor, size_bytes
+        slot.memory_id = self._next_memory
+
+
+def _age_key(slot: Slot) -> tuple[int, int, int]:
+    assert slot.share is not None  # noqa: S101 asked for READY slots alone
+    return (*slot.share.save_id.owner, slot.share.step)

@@ -1,0 +1,89 @@
+"""Background tasks of a checkpoint server: which are unfinished, and which failed for whom.
+
+Times are seconds.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+
+from storage.checkpoint_server.protocol import Failure
+from storage.errors import StaleAttempt, StorageError
+
+Owner = tuple[int, int]  # placement and attempt
+
+
+class Tasks:
+    """Work in thread pools; each failure is told once, to the attempt that it belongs to."""
+
+    def __init__(self) -> None:
+        self._open: list[tuple[ThreadPoolExecutor, Future[None]]] = []
+        self._failures: dict[Owner, Failure] = {}
+        self._lock = threading.Lock()
+
+    def begin(self, pool: ThreadPoolExecutor, work: Callable[[], None], *, owner: Owner) -> None:
+        """Have a pool do something for an attempt."""
+        future = pool.submit(self._guarded, work, owner)
+        with self._lock:
+            unfinished = [one for one in self._open if not one[1].done()]
+            self._open = [*unfinished, (pool, future)]
+
+    def take_failure(self, owner: Owner | None) -> Failure | None:
+        """What failed since it was last asked, for an attempt; None: for any."""
+        with self._lock:
+            mine = [one for one in self._failures if owner is None or one == owner]
+            told = self._failures[max(mine)] if mine else None
+            # What failed for attempts before it, nobody will ask for.
+            self._failures = {
+                one: failure
+                for one, failure in self._failures.items()
+                if owner is not None and one > owner
+            }
+            return told
+
+    def wait(
+        self, timeout_s: float, *, pools: Collection[ThreadPoolExecutor] | None = None
+    ) -> bool:
+        """Wait until nothing is left to do; one task may begin another.
+
+        Args:
+            timeout_s: give up after it.
+            pools: whose tasks; None: all.
+
+        Returns:
+            Whether nothing is left.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            with self._lock:
+                asked = [f for pool, f in self._open if pools is None or pool in pools]
+            waiting = [future for future in asked if not future.done()]
+            if not waiting:
+                return True
+            with suppress(TimeoutError):
+                waiting[0].result(timeout=max(0.0, deadline_s - time.monotonic()))
+            if time.monotonic() >= deadline_s:
+                return False
+
+    def _guarded(self, work: Callable[[], None], owner: Owner) -> None:
+        try:
+            work()
+        except StaleAttempt as exc:
+            print(f"perdure: {exc}", flush=True)  # noqa: T201 ours was superseded: as it should be
+        except StorageError as exc:
+            print(f"perdure: {type(exc).__name__}: {exc}", flush=True)  # noqa: T201 the checkpoint server's log
+            self._note(owner, Failure.of(exc))
+        except Exception as exc:  # noqa: BLE001 or the save would be lost and nobody told
+            traceback.print_exc()
+            self._note(
+                owner, Failure(kind="StorageError", message=f"the checkpoint server: {exc!r}")
+            )
+
+    def _note(self, owner: Owner, failure: Failure) -> None:
+        with self._lock:
+            self._failures[owner] = failure

@@ -1,1 +1,0 @@
-"""The keeper: a process beside the workers that holds their checkpoints and publishes them."""

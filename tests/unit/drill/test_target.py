@@ -1,0 +1,140 @@
+"""Drills on the nodes of a job: what they take of it, and what they need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from storage.address import open_store
+from training.drill.drilling import KINDS, Drilling, chosen, drilling_on, parallel_kind
+from training.drill.table import DRILLS
+from training.drill.target import check_site, sections_of
+from training.errors import InputError
+from training.job import Job, parse_job
+from training.specs.model import ParallelKind
+
+FOLDER = "perdure-drill-1"
+
+
+def job_of(tmp_path, **sections: Any) -> Job:
+    return parse_job(
+        {
+            "run_id": "weeks-long",
+            "storage": {"address": f"file://{tmp_path}/store/"},
+            "data": {"sources": ["/corpus"]},
+            "engine": {"nodes": 4, "slots_per_node": 4, "spares": 1, "grace_s": 33},
+            "batch": {"global_batch_size": 960, "micro_batch_size": 2},
+            **sections,
+        }
+    )
+
+
+def drilling(tmp_path, job: Job, kind: ParallelKind = ParallelKind.DDP) -> Drilling:
+    return Drilling(tmp_path, kind, sections_of(job, FOLDER, kind))
+
+
+def test_a_drill_has_the_engine_and_the_environment_of_the_job_and_a_folder_in_its_store(tmp_path):
+    job = job_of(
+        tmp_path,
+        env={"HCCL_DETERMINISTIC": "true"},
+        comm={"master_port": 29_500, "timeout_s": 90},
+        preflight={"nodes": True, "timeout_s": 77},
+        restart={"start_timeout_s": 1234, "process_replace": False},
+        worker={"cwd": str(tmp_path)},
+    )
+    drill = drilling(tmp_path, job).job(None)
+    assert drill.engine == job.engine
+    assert drill.storage.address == f"file://{tmp_path}/store/{FOLDER}"
+    assert drill.env["HCCL_DETERMINISTIC"] == "true"
+    assert (drill.comm.master_port, drill.comm.timeout_s) == (29_500, 90)
+    assert drill.preflight == job.preflight
+    assert drill.restart.start_timeout_s == 1234
+    assert drill.worker.cwd == str(tmp_path)
+
+
+def test_what_is_expected_of_a_drill_does_not_hang_on_the_policies_of_the_job(tmp_path):
+    job = job_of(
+        tmp_path,
+        steps=90_000,
+        comm={"link_retry": True},
+        restart={"process_replace": False},
+        checkpoint={"every_steps": 500},
+        watch={"isolate_fail_slow": True},
+    )
+    here, there = Drilling(tmp_path, ParallelKind.DDP).job(None), drilling(tmp_path, job).job(None)
+    for section in ("model", "optimizer", "checkpoint", "restart", "watch", "steps", "seed"):
+        assert getattr(there, section) == getattr(here, section), section
+    assert not there.comm.link_retry
+    (retry,) = chosen("operator-retry")
+    assert drilling(tmp_path, job).job(retry).comm.link_retry
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("drill", DRILLS, ids=lambda drill: drill.name)
+def test_every_drill_is_a_job_on_more_nodes(tmp_path, drill, kind):
+    job = drilling(tmp_path, job_of(tmp_path), kind).job(drill)
+    assert (job.world_size, job.batch.global_batch_size) == (16, 32)
+
+
+@pytest.mark.parametrize(
+    "engine", [{"nodes": 1, "slots_per_node": 8}, {"nodes": 3, "slots_per_node": 1}]
+)
+def test_too_few_nodes_or_ranks_are_refused(tmp_path, engine):
+    with pytest.raises(InputError, match=r"engine: nodes=.* 2 nodes and 4 ranks at least"):
+        check_site(job_of(tmp_path, engine=engine), chosen("tre"))
+
+
+def test_a_node_can_be_left_where_there_is_another_one(tmp_path):
+    bare = job_of(tmp_path, engine={"nodes": 2, "slots_per_node": 4, "spares": 0})
+    check_site(bare, chosen("replace-rank"))
+    with pytest.raises(InputError, match=r"engine\.spares: 0: the drill node-lost leaves a node"):
+        check_site(bare, chosen("all"))
+
+
+def test_a_store_that_does_not_answer_is_told_before_anything_is_started(tmp_path):
+    (tmp_path / "store").write_text("a file")
+    home = tmp_path / "home"
+    with pytest.raises(InputError, match="storage"):
+        drilling_on(job_of(tmp_path), chosen("tre"), ParallelKind.DDP, home=home)
+    assert not home.exists()
+
+
+def test_drills_clear_what_is_theirs_in_the_store_alone(tmp_path):
+    job = job_of(tmp_path)
+    store = open_store(job.storage)
+    store.put("runs/weeks-long/ledger", b"kept")
+    mine = drilling(tmp_path / "home", job)
+    mine.home.mkdir()
+    open_store(mine.job(None).storage).put("runs/tre-ddp/ledger", b"x")
+    assert mine.places == (str(mine.home), f"file://{tmp_path}/store/{FOLDER}")
+    mine.clear()
+    assert [info.key for info in store.list("")] == ["runs/weeks-long/ledger"]
+    assert not tmp_path.joinpath("home").exists()
+    assert not (tmp_path / "store" / FOLDER).exists()
+
+
+def test_an_hsdp_job_has_its_replicas_drilled(tmp_path):
+    engine = {"nodes": 3, "slots_per_node": 3, "spares": 1}
+    batch = {"global_batch_size": 9, "micro_batch_size": 1}
+    three = {"kind": "hsdp", "replicas": 3}
+    job = job_of(tmp_path, engine=engine, batch=batch, parallelism=three)
+    assert drilling(tmp_path, job, ParallelKind.HSDP).job(None).parallelism.replicas == 3
+    plain = drilling(tmp_path, job_of(tmp_path, engine=engine, batch=batch), ParallelKind.HSDP)
+    with pytest.raises(InputError, match=r"replicas=2 must divide the world size 9"):
+        plain.job(None)
+
+
+@pytest.mark.parametrize(
+    ("own", "kind"),
+    [
+        ({"kind": "hsdp", "replicas": 2}, ParallelKind.HSDP),
+        ({"kind": "fsdp2"}, ParallelKind.FSDP2),
+        ({"kind": "ddp"}, ParallelKind.DDP),
+    ],
+)
+def test_the_parallelism_is_that_of_the_job_unless_another_is_named(tmp_path, own, kind):
+    job = job_of(tmp_path, parallelism=own)
+    assert parallel_kind(None, job) is kind
+    assert parallel_kind("ddp", job) is ParallelKind.DDP
+    assert parallel_kind(None) is ParallelKind.DDP

@@ -1,0 +1,139 @@
+"""The ledger: one supervisor at a time, and nothing lost between two."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+
+from storage.errors import Corrupt, NotFound
+from storage.local import LocalStore
+from training.errors import RunConflict
+from training.journal.ledger import LEASE_S, Identity, Ledger
+from training.journal.records import RunCreated, RunEnded
+
+ELSEWHERE = Identity("other", "another-host", "another-boot", 4711, 0.0)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return LocalStore(tmp_path)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_what_one_supervisor_appends_the_next_one_reads(store):
+    first = Ledger(store, "run")
+    first.take(Identity.of_this_process())
+    first.append(RunCreated, job={"run_id": "run"})
+    first.release()
+    history = Ledger(store, "run").take(Identity.of_this_process())
+    assert history.job == {"run_id": "run"}
+    assert history.epoch == 2
+
+
+def test_a_second_supervisor_is_refused_while_the_first_lives_on_another_host(store):
+    clock = Clock()
+    Ledger(store, "run", clock=clock).take(ELSEWHERE)
+    clock.now_s += LEASE_S / 2
+    with pytest.raises(RunConflict, match="another-host"):
+        Ledger(store, "run", clock=clock).take(Identity.of_this_process())
+
+
+def test_a_supervisor_whose_lease_ran_out_is_succeeded(store):
+    clock = Clock()
+    Ledger(store, "run", clock=clock).take(ELSEWHERE)
+    clock.now_s += LEASE_S + 1
+    assert Ledger(store, "run", clock=clock).take(Identity.of_this_process()).epoch == 2
+
+
+def test_a_dead_supervisor_of_this_host_is_succeeded_at_once(store):
+    here = Identity.of_this_process()
+    Ledger(store, "run").take(replace(here, pid=2**22 + 1))
+    assert Ledger(store, "run").take(here).epoch == 2
+
+
+def test_a_superseded_supervisor_cannot_append_and_is_told_by_whom(store):
+    clock = Clock()
+    old = Ledger(store, "run", clock=clock)
+    old.take(ELSEWHERE)
+    clock.now_s += LEASE_S + 1
+    Ledger(store, "run", clock=clock).take(Identity.of_this_process())
+    with pytest.raises(RunConflict, match="now supervised by process"):
+        old.append(RunEnded, outcome="failed", message="too late")
+    with pytest.raises(RunConflict):
+        old.renew()
+
+
+def test_a_run_taken_a_moment_ago_is_not_taken_again_before_its_lease_is_there(store):
+    clock = Clock()
+    Ledger(store, "run", clock=clock).take(ELSEWHERE)
+    store.delete("runs/run/supervisor.json")
+    with pytest.raises(RunConflict, match="a moment ago"):
+        Ledger(store, "run", clock=clock).take(Identity.of_this_process())
+    clock.now_s += LEASE_S
+    assert Ledger(store, "run", clock=clock).take(Identity.of_this_process()).epoch == 2
+
+
+class LeaseBetween(LocalStore):
+    """Shows the holder's lease only from the second look on, as one that is just being put."""
+
+    looks = 0
+
+    def get(self, key: str, *, start: int = 0, length: int | None = None) -> bytes:
+        if key.endswith("supervisor.json"):
+            self.looks += 1
+            if self.looks == 1:
+                raise NotFound(key)
+        return super().get(key, start=start, length=length)
+
+
+def test_a_lease_that_comes_between_two_looks_is_not_overlooked(tmp_path):
+    clock = Clock()
+    Ledger(LocalStore(tmp_path), "run", clock=clock).take(ELSEWHERE)
+    with pytest.raises(RunConflict):
+        Ledger(LeaseBetween(tmp_path), "run", clock=clock).take(Identity.of_this_process())
+
+
+def test_of_many_that_take_a_run_at_once_exactly_one_wins(store):
+    barrier = threading.Barrier(8)
+    won: list[int] = []
+
+    def take(index: int) -> None:
+        ledger = Ledger(store, "run", clock=lambda: 1000.0)
+        barrier.wait()
+        try:
+            # Each on a host of its own: a lease then tells by its time that its holder lives.
+            ledger.take(replace(ELSEWHERE, supervisor=str(index), host=f"host-{index}"))
+        except RunConflict:
+            return
+        won.append(index)
+
+    threads = [threading.Thread(target=take, args=(index,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+
+
+def test_a_missing_record_is_corruption_not_a_shorter_history(store):
+    ledger = Ledger(store, "run")
+    ledger.take(Identity.of_this_process())
+    ledger.append(RunCreated, job={})
+    store.delete("runs/run/ledger/00000000.json")
+    with pytest.raises(Corrupt, match="record 0 is missing"):
+        Ledger(store, "run").read()
+
+
+def test_a_record_of_an_unknown_kind_is_refused(store):
+    store.put("runs/run/ledger/00000000.json", b'{"kind": "mystery", "at_s": 1, "epoch": 1}')
+    with pytest.raises(Corrupt):
+        Ledger(store, "run").read()

@@ -1,0 +1,345 @@
+"""Platform entries in and out: each form, each refusal, each thing that cannot be said."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from training.errors import InputError
+from training.platforms.forms import FORMS, OTHERS, Platform
+from training.platforms.printing import print_platform
+from training.platforms.reading import read_platform
+from training.platforms.settings import PAIRS, POLICY_FIELDS, Fact, Setting
+from training.recovery.ladder import Policy
+from training.specs.recovery import RestartSpec
+
+SWITCHES = sorted(f.name for f in fields(Policy) if f.type == "bool")
+IN_PROCESS = ("end_of_life_checkpoint", "step_retry", "process_replace", "numeric_retry")
+
+values: dict[str, st.SearchStrategy[Any]] = {
+    "max_restarts": st.integers(1, 128),
+    "pod_retries": st.integers(0, 128),
+    **{name: st.booleans() for name in SWITCHES},
+}
+policies = (
+    st.fixed_dictionaries(values)
+    .filter(lambda d: not (d["numeric_retry"] and d["data_skipping"]))
+    .map(lambda d: Policy(**d))
+)
+words = st.sampled_from(["true", "false"])
+numbers = st.integers(1, 128).map(str)
+modelarts: st.SearchStrategy[dict[str, str]] = st.fixed_dictionaries(
+    {
+        "fault-tolerance/job-retry-num": numbers,
+        "fault-tolerance/job-unconditional-retry": words,
+        "fault-tolerance/hang-retry": words,
+        "fault-tolerance/hccl_op_retry": words,
+        "fault-tolerance/pod-retry-num": numbers,
+    }
+)
+
+
+@given(modelarts)
+def test_every_set_of_modelarts_annotations_is_printed_back_as_it_was_read(entries):
+    reading = read_platform(entries)
+    assert reading.warnings == ()
+    assert dict(print_platform(reading.policy(), Platform.MODELARTS).entries) == entries
+
+
+@given(policies, st.sampled_from(Platform))
+def test_what_is_printed_reads_back_or_is_named_in_a_warning(policy, platform):
+    printed = print_platform(policy, platform)
+    back = asdict(read_platform(printed.entries).policy())
+    lost = {warning.partition("=")[0] for warning in printed.warnings}
+    differs = {name for name, value in asdict(policy).items() if back[name] != value}
+    if platform is Platform.MODELARTS or not printed.entries:
+        # Nothing is lost by a switch that is off where the platform has none.
+        differs -= {name for name in IN_PROCESS[:3] if not getattr(policy, name)}
+    assert differs <= lost
+
+
+@given(st.text(max_size=12), st.sampled_from(sorted(FORMS)))
+def test_any_text_is_read_or_refused_in_one_line(text, name):
+    with contextlib.suppress(InputError):
+        read_platform({name: text})
+        return
+    with pytest.raises(InputError) as caught:
+        read_platform({name: text})
+    assert name in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_documentation_lists_every_form():
+    text = (Path(__file__).parents[3] / "docs/policy.md").read_text(encoding="utf-8")
+    lines = [f"| `{n}` | {f.allowed} | {f.becomes} |" for n, f in FORMS.items()]
+    assert [line for line in lines if line not in text] == []
+
+
+def test_the_tables_speak_only_of_fields_of_the_policy():
+    known = POLICY_FIELDS | set(Fact)
+    assert {p.name for p in PAIRS} | {p.other for p in PAIRS} <= known
+    assert set(FORMS).isdisjoint(OTHERS)
+
+
+ON_3 = {"unconditional": True, "max_restarts": 3}
+
+
+# (entries, fields of the policy that they set)
+READ = [
+    ({"fault-tolerance/job-retry-num": "128"}, {"max_restarts": 128}),
+    ({"fault-tolerance/job-unconditional-retry": "false"}, {"unconditional": False}),
+    ({"fault-tolerance/hang-retry": "false"}, {"hang": False}),
+    ({"fault-tolerance/pod-retry-num": "1"}, {"pod_retries": 1}),
+    ({"fault-tolerance/hccl_op_retry": "true"}, {"operator_retry": True}),
+    ({"use_skip_data_by_global_norm": "True"}, {"data_skipping": True}),
+    ({"fault-retry-times": "10"}, {"unconditional": True, "max_restarts": 10}),
+    ({"fault-retry-times": "0"}, {"unconditional": False}),
+    ({"fault-retry-times": "3", "restartPolicy": "Never"}, ON_3),
+    ({"fault-scheduling": "grace"}, {}),
+    ({"fault-scheduling": "off"}, {"unconditional": False, "pod_retries": 0}),
+    ({"pod-rescheduling": "on"}, {"pod_retries": 128}),
+    ({"pod-rescheduling": "off"}, {"pod_retries": 0}),
+    ({"pod-rescheduling": "on", "fault-tolerance/pod-retry-num": "4"}, {"pod_retries": 4}),
+    ({"pod-rescheduling": "on", "MS_ENABLE_TFT": "{RSC:1}"}, {"pod_retries": 128}),
+    ({"subHealthyStrategy": "ignore"}, {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("entries", "expected"), READ)
+def test_an_entry_becomes_the_fields_it_is_about(entries, expected):
+    found = read_platform(entries).fields
+    assert {name: found[name] for name in expected} == expected
+    assert "MS_ENABLE_TFT" in entries or found.keys() == expected.keys()
+
+
+# (text, letters of IN_PROCESS that are on)
+TFT = [
+    ("{TTP:1,UCE:1,HCCE:1,ARF:1,TRE:1,TSP:1,RSC:1}", "1111"),
+    ("{TTP:1}", "1000"),
+    ("TRE:1", "0001"),
+    ("{TRE:2,TRE_SNAPSHOT_STEPS:5}", "0001"),
+    ("{ ARF:1 }", "1010"),
+    ("'{ARF:1,TTP:1}'", "1010"),
+    ("{HCCE:1}", "0100"),
+    ("{UCE:1 TTP:1}", "1100"),
+    ("{UCE:1, HCCE:1, TTP:0}", "1100"),
+    ("{HCCE:1,TTP:0}", "0100"),
+    ("{}", "0000"),
+]
+
+
+@pytest.mark.parametrize(("text", "on"), TFT)
+def test_ms_enable_tft_names_what_is_on_and_the_rest_is_off(text, on):
+    found = read_platform({"MS_ENABLE_TFT": text}).fields
+    assert "".join(str(int(found[name])) for name in IN_PROCESS) == on
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "on"),
+    [
+        ("HIGH_AVAILABILITY", "dump", "100"),
+        ("HIGH_AVAILABILITY", "retry", "110"),
+        ("HIGH_AVAILABILITY", "recover", "101"),
+        ("HIGH_AVAILABILITY", "elastic-training", "100"),
+        ("HIGH_AVAILABILITY", "recover,retry", "111"),
+        ("recover-strategy", "retry, recover, dump, exit", "111"),
+        ("recover-strategy", "recover-in-place", "001"),
+        ("recover-strategy", "dump", "100"),
+        ("recover-strategy", "exit", "000"),
+    ],
+)
+def test_a_list_of_strategies_names_what_is_on_and_the_rest_is_off(name, text, on):
+    found = read_platform({name: text}).fields
+    assert "".join(str(int(found[field])) for field in IN_PROCESS[:3]) == on
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [("{TRE:2,TRE_SNAPSHOT_STEPS:7}", 7), ("TRE:1 TRE_SNAPSHOT_STEPS:3", 3), ("{TRE:1}", 10)],
+)
+def test_the_snapshot_interval_becomes_that_of_the_job(text, steps):
+    spec = RestartSpec.model_validate({"from_platform": {"MS_ENABLE_TFT": text}})
+    assert (spec.numeric_retry, spec.snapshot_every_steps) == (True, steps)
+    assert spec.read_platform().warnings == read_platform({"MS_ENABLE_TFT": text}).warnings
+    assert not any("TRE_SNAPSHOT_STEPS" in line for line in spec.read_platform().warnings)
+    assert RestartSpec.model_validate(spec.model_dump()) == spec
+
+
+def test_a_snapshot_interval_that_the_job_contradicts_is_refused_with_both():
+    entries = {"MS_ENABLE_TFT": "{TRE:2,TRE_SNAPSHOT_STEPS:7}"}
+    with pytest.raises((InputError, ValidationError)) as caught:
+        RestartSpec.model_validate({"from_platform": entries, "snapshot_every_steps": 8})
+    for word in ("TRE_SNAPSHOT_STEPS:7", "snapshot_every_steps=8", "contradict"):
+        assert word in str(caught.value)
+
+
+def test_what_one_list_leaves_out_another_may_name():
+    found = read_platform({"HIGH_AVAILABILITY": "retry", "MS_ENABLE_TFT": "{ARF:1}"}).fields
+    assert (found["step_retry"], found["process_replace"]) == (True, True)
+
+
+# (entries, words that the error holds)
+WRONG = [
+    ({"fault-tolerance/job-retry-num": "0"}, ["job-retry-num", "'0'", "1 to 128"]),
+    ({"fault-tolerance/job-retry-num": "129"}, ["'129'", "1 to 128"]),
+    ({"fault-tolerance/job-retry-num": "three"}, ["'three'", "1 to 128"]),
+    ({"fault-tolerance/pod-retry-num": "-1"}, ["pod-retry-num", "'-1'", "1 to 128"]),
+    ({"fault-tolerance/hang-retry": "True"}, ["hang-retry", "'True'", "true or false"]),
+    ({"hang-retry": "true"}, ["did you mean fault-tolerance/hang-retry?"]),
+    ({"fault-tolerance/job-retry-nr": "3"}, ["did you mean fault-tolerance/job-retry-num?"]),
+    ({"colour": "red"}, ["colour", "'red'", "known are", "recover-strategy"]),
+    ({"MS_ENABLE_TFT": "{TPP:1}"}, ["MS_ENABLE_TFT", "TPP:1", "TTP:1"]),
+    ({"MS_ENABLE_TFT": "{UCE:2}"}, ["UCE:2", "UCE:0 or UCE:1"]),
+    ({"MS_ENABLE_TFT": "{TRE:3}"}, ["TRE:3", "TRE:0 or TRE:1 or TRE:2"]),
+    ({"MS_ENABLE_TFT": "{UCE}"}, ["UCE:", "UCE:0 or UCE:1"]),
+    ({"MS_ENABLE_TFT": "{UCE:1,UCE:0}"}, ["UCE:1", "UCE:0", "contradict"]),
+    ({"MS_ENABLE_TFT": "{TRE:2}"}, ["TRE:2", "TRE_SNAPSHOT_STEPS"]),
+    ({"MS_ENABLE_TFT": "{TRE:2,TRE_SNAPSHOT_STEPS:0}"}, ["TRE_SNAPSHOT_STEPS", "'0'"]),
+    ({"MS_ENABLE_TFT": "{TRE_SNAPSHOT_STEPS:x}"}, ["TRE_SNAPSHOT_STEPS", "'x'"]),
+    ({"HIGH_AVAILABILITY": "resume"}, ["HIGH_AVAILABILITY", "'resume'", "dump, retry, recover"]),
+    ({"recover-strategy": ""}, ["recover-strategy", "retry, recover"]),
+    ({"fault-scheduling": "gentle"}, ["'gentle'", "grace or force or off"]),
+    ({"fault-retry-times": "101"}, ["fault-retry-times", "'101'", "0 to 100"]),
+    ({"pod-rescheduling": "true"}, ["'true'", "on or off"]),
+    ({"subHealthyStrategy": "leave"}, ["'leave'", "ignore", "hotSwitch"]),
+    (
+        {"fault-tolerance/job-retry-num": "8", "fault-retry-times": "5"},
+        ["job-retry-num='8'", "fault-retry-times='5'", "8 or 5"],
+    ),
+    (
+        {"pod-rescheduling": "off", "fault-tolerance/pod-retry-num": "2"},
+        ["pod-rescheduling='off'", "pod-retry-num='2'", "contradict"],
+    ),
+    (
+        {"fault-scheduling": "off", "fault-retry-times": "5"},
+        ["fault-scheduling='off'", "fault-retry-times='5'", "contradict"],
+    ),
+    (
+        {"MS_ENABLE_TFT": "{TRE:1}", "use_skip_data_by_global_norm": "True"},
+        ["MS_ENABLE_TFT TRE:1", "use_skip_data_by_global_norm='True'", "data_skipping=false"],
+    ),
+    (
+        {"fault-retry-times": "3", "restartPolicy": "OnFailure"},
+        ["fault-retry-times='3'", "restartPolicy='OnFailure'", "restartPolicy=Never"],
+    ),
+    (
+        {"recover-strategy": "retry,exit", "fault-retry-times": "0"},
+        ["recover-strategy='retry,exit'", "fault-retry-times='0'", "1 to 100"],
+    ),
+    (
+        {"recover-strategy": "recover", "fault-scheduling": "off"},
+        ["recover-strategy='recover'", "fault-scheduling='off'", "grace"],
+    ),
+    (
+        {"subHealthyStrategy": "graceExit", "recover-strategy": "retry"},
+        ["subHealthyStrategy='graceExit'", "recover-strategy='retry'", "dump"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("entries", "expected"), WRONG, ids=[" ".join(w[0]) for w in WRONG])
+def test_a_wrong_entry_gives_one_line_with_names_values_and_what_is_allowed(entries, expected):
+    with pytest.raises(InputError) as caught:
+        read_platform(entries)
+    assert [word for word in expected if word not in str(caught.value)] == []
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fact", "value", "source", "needs"),
+    [
+        (Fact.MC2, True, "comm.mc2=true", "mc2=false"),
+        (Fact.WATCHDOG, True, "comm.watchdog=true", "watchdog=false"),
+        (Fact.CHIP, "a2", "comm.chip=a2", "chip=a3"),
+    ],
+)
+def test_operator_retry_excludes_mc2_the_watchdog_and_other_chips(fact, value, source, needs):
+    entries = {"fault-tolerance/hccl_op_retry": "true"}
+    with pytest.raises(InputError) as caught:
+        read_platform(entries, given=[Setting(fact, value, source)])
+    text = str(caught.value)
+    assert all(word in text for word in ("hccl_op_retry='true'", source, needs, "exclude"))
+    off = {"fault-tolerance/hccl_op_retry": "false"}
+    assert (
+        read_platform(off, given=[Setting(fact, value, source)]).fields["operator_retry"] is False
+    )
+
+
+# (entry, word of the warning that it comes with)
+UNSAYABLE = [
+    ("MS_ENABLE_TFT", "{TSP:1}", "pausing"),
+    ("MS_ENABLE_TFT", "{UCE:1}", "HCCE is off"),
+    ("MS_ENABLE_TFT", "{HCCE:1}", "UCE is off"),
+    ("MS_ENABLE_TFT", "{ARF:1,TTP:0}", "TTP:0 has no effect"),
+    ("MS_ENABLE_TFT", "{TRE:1}", "snapshot"),
+    ("MS_ENABLE_TFT", "{TRE_SNAPSHOT_STEPS:5}", "TRE_SNAPSHOT_STEPS:5 has no effect"),
+    ("HIGH_AVAILABILITY", "elastic-training", "fewer ranks"),
+    ("recover-strategy", "elastic-training,exit", "fewer ranks"),
+    ("recover-strategy", "recover-in-place", "one switch"),
+    ("fault-scheduling", "grace", "engine.grace_s"),
+    ("fault-scheduling", "force", "engine.grace_s"),
+    ("fault-scheduling", "off", "max_restarts"),
+    ("subHealthyStrategy", "hotSwitch", "goes on where it is"),
+    ("restartPolicy", "Always", "kubelet"),
+    ("jupyter-lab/enable", "true", "ignored"),
+    ("process-recover-enable", "on", "recover-strategy"),
+    ("huawei.com/recover_policy_path", "pod", "job level"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "word"), UNSAYABLE)
+def test_what_the_policy_cannot_express_is_a_warning(name, text, word):
+    warnings = read_platform({name: text}).warnings
+    assert any(name in line and word in line for line in warnings), warnings
+
+
+# (policy, platform, entries that are printed, fields that are warned of)
+PRINTED = [
+    (
+        {"max_restarts": 8, "pod_retries": 2}, Platform.MODELARTS,
+        {"fault-tolerance/job-retry-num": "8", "fault-tolerance/pod-retry-num": "2"},
+        {"step_retry", "process_replace", "end_of_life_checkpoint"},
+    ),
+    (
+        {"numeric_retry": True}, Platform.MINDFORMERS,
+        {"MS_ENABLE_TFT": "{TTP:1,UCE:1,HCCE:1,ARF:1,TRE:1,RSC:0}"}, set(),
+    ),
+    (
+        {"data_skipping": True, "pod_retries": 4}, Platform.MINDFORMERS,
+        {"use_skip_data_by_global_norm": "True"}, {"pod_retries"},
+    ),
+    (
+        {"end_of_life_checkpoint": False}, Platform.MINDFORMERS,
+        {"MS_ENABLE_TFT": "{TTP:0,UCE:1,HCCE:1,ARF:1,TRE:0,RSC:0}"}, {"end_of_life_checkpoint"},
+    ),
+    ({"step_retry": False}, Platform.MINDSPEED, {"HIGH_AVAILABILITY": "recover,dump"}, set()),
+    (
+        {"max_restarts": 101, "hang": False}, Platform.MINDCLUSTER,
+        {
+            "fault-retry-times": "100", "restartPolicy": "Never",
+            "recover-strategy": "retry,recover,dump,exit",
+        },
+        {"max_restarts", "hang"},
+    ),
+    (
+        {"unconditional": False}, Platform.MINDCLUSTER,
+        {"fault-retry-times": "0", "recover-strategy": "dump,exit"},
+        {"step_retry", "process_replace"},
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("policy", "platform", "entries", "lost"), PRINTED)
+def test_a_policy_is_printed_with_a_warning_for_what_the_platform_cannot_say(
+    policy, platform, entries, lost
+):
+    printed = print_platform(Policy(**policy), platform)
+    assert {name: printed.entries.get(name) for name in entries} == entries
+    assert {warning.partition("=")[0] for warning in printed.warnings} == lost

@@ -1,0 +1,104 @@
+"""The ladder's tables, and what is printed of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.policy import test_ladder_histories, test_ladder_rules
+from tests.unit.recovery.ladder_cases import CRASH
+from training.recovery.faults import USER_MUST_MEND, FaultClass
+from training.recovery.ladder import (
+    COST,
+    IN_PROCESS,
+    ISOLATES,
+    LADDER,
+    RESCHEDULES,
+    RESTARTS_IN_PLACE,
+    RULES,
+    RUNGS,
+    Policy,
+    Rung,
+    decide,
+    ladder_markdown,
+)
+
+PAGE = Path(__file__).parents[3] / "docs" / "ladder.md"
+
+
+@pytest.mark.parametrize("fault_class", FaultClass)
+def test_every_class_has_a_ladder_that_gets_costlier_and_ends_in_stop(fault_class):
+    costs = [COST[rung] for rung in LADDER[fault_class]]
+    assert costs == sorted(set(costs))
+    assert LADDER[fault_class][-1] is Rung.STOP
+
+
+def test_the_rungs_stand_in_the_order_of_their_cost():
+    assert [str(rung) for rung in RUNGS] == [
+        "operator_retry",
+        "step_retry",
+        "process_replace",
+        "in_place_restart",
+        "hang_restart",
+        "pod_reschedule",
+        "job_reschedule_isolated",
+        "job_reschedule",
+        "stop",
+    ]
+    assert list(RUNGS) == list(Rung)
+
+
+def test_every_rung_but_stop_belongs_to_one_group():
+    groups = (IN_PROCESS, RESTARTS_IN_PLACE, RESCHEDULES)
+    assert sum(len(group) for group in groups) == len(Rung) - 1
+    assert frozenset().union(*groups) == frozenset(Rung) - {Rung.STOP}
+    assert ISOLATES < RESCHEDULES
+
+
+def test_every_rung_answers_some_class():
+    assert {rung for rungs in LADDER.values() for rung in rungs} == set(Rung)
+
+
+def test_only_what_the_user_must_mend_has_nothing_but_stop():
+    assert {c for c, rungs in LADDER.items() if rungs == (Rung.STOP,)} == USER_MUST_MEND
+
+
+def test_the_call_of_a_supervisor_needs_no_more_than_it_did():
+    decision = decide(CRASH, now_s=0.0, history=(), supported=frozenset(Rung), policy=Policy())
+    assert decision.rung is Rung.IN_PLACE_RESTART
+    assert decision.reason == "native_crash at rank 3 on node-1: in_place_restart"
+    assert not decision.end_of_life_checkpoint
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_has_a_test_named_after_it(name):
+    assert hasattr(test_ladder_rules, f"test_{name}")
+
+
+def test_every_rule_is_checked_on_random_histories():
+    assert set(test_ladder_histories.INVARIANTS) == set(RULES)
+
+
+def test_the_printed_ladder_names_every_rung_class_and_rule():
+    text = ladder_markdown()
+    assert all(f"| `{rung}` | {facts.source_name} |" in text for rung, facts in RUNGS.items())
+    assert all(f"\n| `{fault_class}` | `" in text for fault_class in FaultClass)
+    assert all(f"| {rule.sentence} |" in text for rule in RULES.values())
+
+
+def test_the_printed_tables_have_as_many_cells_in_every_row():
+    for table in ladder_markdown().split("\n\n"):
+        lines = table.splitlines()
+        assert len({line.count("|") for line in lines}) == 1
+        assert set(lines[1]) == {"|", "-"}
+
+
+def test_the_page_about_the_ladder_holds_exactly_the_printed_tables():
+    page = PAGE.read_text(encoding="utf-8")
+    introduction, _, tables = page.partition("| rung |")
+    assert introduction.startswith("# ")
+    assert f"| rung |{tables}".strip() == ladder_markdown(), (
+        "docs/ladder.md is out of date: keep its introduction and replace everything from the "
+        "first table on with the output of `perdure ladder --markdown`"
+    )

@@ -1,0 +1,422 @@
+"""Each rule of the ladder by example; the tests are named after the rules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.recovery.ladder_cases import (
+    ABNORMAL,
+    ALL,
+    CHIP_CODE,
+    CRASH,
+    HANG,
+    LINK,
+    NODE,
+    RESET_CODE,
+    SEPARATE_CODE,
+    UCE,
+    UNKNOWN,
+    after,
+    choose,
+    failing,
+    fault,
+)
+from training.recovery.chips import needs_recovery
+from training.recovery.faults import FaultClass, RecoverableBy
+from training.recovery.ladder import (
+    IN_PROCESS,
+    RESTARTS_IN_PLACE,
+    SAME_CODE_WINDOW_S,
+    Capacity,
+    Decision,
+    Policy,
+    Rung,
+    Severity,
+)
+
+CHIP = replace(UCE, rank=None, step=None)
+
+
+def test_restarts_in_place_do_not_use_up_the_maximum_restart_count():
+    history = after(CRASH, Rung.IN_PLACE_RESTART, Rung.HANG_RESTART)
+    assert choose(NODE, *history, max_restarts=1).rung is Rung.JOB_RESCHEDULE_ISOLATED
+
+
+def test_rescheduling_uses_up_the_maximum_restart_count():
+    for rung in (Rung.POD_RESCHEDULE, Rung.JOB_RESCHEDULE_ISOLATED, Rung.JOB_RESCHEDULE):
+        decision = choose(NODE, *after(CRASH, rung), max_restarts=1)
+        assert decision.rung is Rung.STOP
+        assert "max_restarts used 1 of 1" in decision.reason
+
+
+def test_a_rung_that_could_not_be_carried_out_uses_up_no_restart():
+    failed = failing(NODE, Rung.JOB_RESCHEDULE_ISOLATED)
+    assert choose(NODE, failed, max_restarts=1).rung is Rung.JOB_RESCHEDULE
+
+
+def test_a_hint_needs_no_recovery_by_itself():
+    assert not needs_recovery(CHIP_CODE, severity=Severity.HINT)
+    assert not needs_recovery("81078603"), "not handled, says its table"
+    assert needs_recovery("81078603", severity=Severity.CRITICAL)
+    assert needs_recovery(CHIP_CODE)
+    for history in ((), after(CHIP, *[Rung.IN_PLACE_RESTART] * 2)):
+        assert choose(CHIP, *history, severity=Severity.HINT) == choose(CHIP, *history)
+
+
+@pytest.mark.parametrize("severity", [Severity.MINOR, Severity.MAJOR])
+def test_minor_and_major_chip_faults_are_healed_in_place(severity):
+    assert choose(CHIP, severity=severity).rung is Rung.IN_PLACE_RESTART
+
+
+def test_a_critical_chip_fault_never_heals_in_place():
+    decision = choose(UCE, severity=Severity.CRITICAL, survivors=True)
+    assert decision.rung is Rung.JOB_RESCHEDULE_ISOLATED
+    assert decision.isolate == "node-0"
+    assert "in_place_restart: severity critical never heals" in decision.reason
+
+
+def test_a_code_that_separates_its_chip_never_heals_in_place():
+    separated = replace(UCE, code=SEPARATE_CODE)
+    decision = choose(separated, survivors=True, severity=Severity.MINOR)
+    assert decision.rung is Rung.JOB_RESCHEDULE_ISOLATED
+    assert f"in_place_restart: code {SEPARATE_CODE} separates the chip" in decision.skipped
+    reset = choose(replace(UCE, code=RESET_CODE), survivors=True)
+    assert reset.rung is Rung.IN_PLACE_RESTART
+    assert f"step_retry: code {RESET_CODE} asks for a reset of the chip" in reset.skipped
+
+
+def test_when_healing_in_place_fails_the_node_is_isolated():
+    for history in (
+        after(CRASH, *[Rung.IN_PLACE_RESTART] * 3),
+        (failing(CRASH, Rung.IN_PLACE_RESTART),),
+    ):
+        assert choose(CRASH, *history).rung is Rung.JOB_RESCHEDULE_ISOLATED
+        assert choose(CRASH, *history).isolate == "node-1"
+        assert choose(CRASH, *history, pod_retries=1).rung is Rung.POD_RESCHEDULE
+
+
+@pytest.mark.parametrize("fault_class", [FaultClass.UNKNOWN, FaultClass.HANG])
+def test_a_chip_code_lets_the_node_be_isolated_whatever_the_class(fault_class):
+    coded = replace(CHIP, fault_class=fault_class)
+    assert choose(coded, severity=Severity.CRITICAL).isolate == "node-0"
+    assert choose(replace(coded, code=None), in_place=False).isolate is None
+
+
+def test_pod_reschedule_comes_before_the_job_level_when_it_is_enabled():
+    assert choose(NODE, pod_retries=1).rung is Rung.POD_RESCHEDULE
+    assert choose(NODE, pod_retries=1).isolate == "node-1"
+    assert choose(NODE).rung is Rung.JOB_RESCHEDULE_ISOLATED
+
+
+@pytest.mark.parametrize("survivors", [False, True])
+def test_the_same_code_three_times_in_a_row_isolates_the_node(survivors):
+    history = after(CHIP, Rung.IN_PLACE_RESTART, Rung.IN_PLACE_RESTART, progressed=True)
+    assert choose(CHIP, *history[:1]).rung is Rung.IN_PLACE_RESTART
+    decision = choose(CHIP, *history, survivors=survivors)
+    assert decision.rung is Rung.JOB_RESCHEDULE_ISOLATED
+    assert decision.isolate == "node-0"
+    late = choose(CHIP, *history, now_s=SAME_CODE_WINDOW_S + 1)
+    assert late.rung is Rung.IN_PLACE_RESTART
+
+
+def test_the_row_of_three_is_broken_by_another_code_chip_or_node():
+    once = after(CHIP, Rung.IN_PLACE_RESTART, progressed=True)
+    for other in (CRASH, replace(CHIP, device=3), replace(CHIP, node="node-1")):
+        history = (*once, *after(other, Rung.IN_PLACE_RESTART, progressed=True), *once)
+        assert choose(CHIP, *history).rung is Rung.IN_PLACE_RESTART
+
+
+def test_a_second_answer_to_one_event_is_not_a_second_event():
+    history = (*after(CHIP, Rung.IN_PLACE_RESTART), failing(CHIP, Rung.STEP_RETRY))
+    assert choose(CHIP, *history).rung is Rung.IN_PLACE_RESTART
+
+
+def test_a_signal_is_no_chip_code():
+    history = after(CRASH, Rung.IN_PLACE_RESTART, Rung.IN_PLACE_RESTART, progressed=True)
+    assert choose(CRASH, *history).rung is Rung.IN_PLACE_RESTART
+
+
+def test_a_code_may_have_a_limit_of_its_own():
+    once = after(CHIP, Rung.IN_PLACE_RESTART, progressed=True)
+    between = after(CRASH, Rung.IN_PLACE_RESTART, progressed=True)
+    assert choose(CHIP, *once, *between).rung is Rung.IN_PLACE_RESTART
+    moved = choose(CHIP, *once, *between, mindcluster_frequency=True)
+    assert (moved.rung, moved.isolate) == (Rung.JOB_RESCHEDULE_ISOLATED, CHIP.node)
+    assert "as often as MindCluster separates its chip for" in moved.reason
+    late = choose(CHIP, *once, now_s=SAME_CODE_WINDOW_S + 1, mindcluster_frequency=True)
+    assert late.rung is Rung.IN_PLACE_RESTART
+
+
+@pytest.mark.parametrize("code", ["80C98002", "80CB8002"])
+@pytest.mark.parametrize("fault_class", [FaultClass.OPERATOR_ERROR, FaultClass.HANG])
+def test_a_code_that_the_program_caused_never_isolates_and_only_reschedules(code, fault_class):
+    chip = fault(fault_class, node="node-0", device=2, code=code)
+    history = after(chip, Rung.IN_PLACE_RESTART, Rung.IN_PLACE_RESTART)
+    decision = choose(chip, *history, pod_retries=1, unconditional=False)
+    assert decision.rung is Rung.JOB_RESCHEDULE
+    assert decision.isolate is None
+
+
+def test_any_non_zero_exit_reschedules_when_unconditional_restart_is_on():
+    history = after(UNKNOWN, *[Rung.IN_PLACE_RESTART] * 3)
+    assert choose(UNKNOWN, *history).rung is Rung.JOB_RESCHEDULE
+    off = choose(UNKNOWN, *history, unconditional=False)
+    assert off.rung is Rung.STOP
+    assert "job_reschedule: unconditional restart is off" in off.skipped
+
+
+def test_the_fourth_time_the_same_problem_comes_the_program_is_at_fault():
+    history = after(UNKNOWN, *[Rung.IN_PLACE_RESTART] * 3, *[Rung.JOB_RESCHEDULE] * 3)
+    decision = choose(UNKNOWN, *history, max_restarts=100)
+    assert decision.rung is Rung.STOP
+    assert "the program is to be mended" in decision.reason
+    assert choose(UNKNOWN, *history[:-1], max_restarts=100).rung is Rung.JOB_RESCHEDULE
+
+
+@pytest.mark.parametrize("answer", [Rung.JOB_RESCHEDULE, Rung.POD_RESCHEDULE])
+@pytest.mark.parametrize("between", [NODE, replace(CHIP, fault_class=FaultClass.UNKNOWN)])
+def test_a_node_or_chip_fault_in_between_starts_the_count_anew(answer, between):
+    history = (
+        *after(UNKNOWN, *[Rung.IN_PLACE_RESTART] * 3, *[Rung.JOB_RESCHEDULE] * 2),
+        *after(between, answer),
+        *after(UNKNOWN, Rung.JOB_RESCHEDULE),
+    )
+    assert choose(UNKNOWN, *history, max_restarts=100).rung is Rung.JOB_RESCHEDULE
+
+
+def test_another_problem_is_not_the_same_problem():
+    preempted = fault(FaultClass.PREEMPTED)
+    history = (
+        *after(UNKNOWN, *[Rung.IN_PLACE_RESTART] * 3, *[Rung.JOB_RESCHEDULE] * 2),
+        *after(preempted, Rung.JOB_RESCHEDULE),
+    )
+    assert choose(UNKNOWN, *history, max_restarts=100).rung is Rung.JOB_RESCHEDULE
+
+
+def test_three_hang_restarts_in_a_row_then_stop():
+    assert choose(HANG, *after(HANG, *[Rung.HANG_RESTART] * 2)).rung is Rung.HANG_RESTART
+    assert choose(HANG, *after(HANG, *[Rung.HANG_RESTART] * 3)).rung is Rung.STOP
+    assert choose(HANG, *[failing(HANG, Rung.HANG_RESTART)] * 3).rung is Rung.STOP
+
+
+def test_a_pod_reschedule_that_fails_becomes_a_job_reschedule():
+    failed = failing(NODE, Rung.POD_RESCHEDULE)
+    for decision in (
+        choose(NODE, failed, pod_retries=2),
+        choose(NODE, failed, pod_retries=2, allow_without_isolation=False),
+        choose(NODE, failed, pod_retries=2, unconditional=False),
+    ):
+        assert decision.rung is Rung.JOB_RESCHEDULE
+        assert "job_reschedule_isolated: the node is isolated already" in decision.skipped
+
+
+def test_an_isolation_without_a_healthy_spare_says_so():
+    decision = choose(NODE, capacity=Capacity(healthy=2, needed=2))
+    assert (decision.rung, decision.isolate) == (Rung.JOB_RESCHEDULE_ISOLATED, "node-1")
+    assert decision.reason.endswith("; no healthy spare: 1 of 2 nodes left without it")
+    assert "spare" not in choose(NODE, capacity=Capacity(healthy=3, needed=2)).reason
+    assert "spare" not in choose(CRASH, capacity=Capacity(healthy=2, needed=2)).reason
+
+
+def test_without_a_spare_the_job_goes_back_only_if_the_policy_allows():
+    failed = failing(NODE, Rung.JOB_RESCHEDULE_ISOLATED)
+    assert choose(NODE, failed).rung is Rung.JOB_RESCHEDULE
+    assert choose(NODE, failed, unconditional=False).rung is Rung.STOP
+    assert choose(NODE, failed, allow_without_isolation=False).rung is Rung.STOP
+    pod_then_job = (failing(NODE, Rung.POD_RESCHEDULE), failing(NODE, Rung.JOB_RESCHEDULE))
+    assert choose(NODE, *pod_then_job, allow_without_isolation=False).rung is Rung.STOP
+
+
+def test_a_device_memory_error_climbs_from_step_to_process_to_the_last_checkpoint():
+    first = choose(UCE, survivors=True)
+    assert (first.rung, first.end_of_life_checkpoint) == (Rung.STEP_RETRY, False)
+    for answered in (failing(UCE, Rung.STEP_RETRY), *after(UCE, Rung.STEP_RETRY)):
+        second = choose(UCE, answered, survivors=True)
+        assert (second.rung, second.end_of_life_checkpoint) == (Rung.PROCESS_REPLACE, False)
+    failed = (failing(UCE, Rung.STEP_RETRY), failing(UCE, Rung.PROCESS_REPLACE))
+    third = choose(UCE, *failed, survivors=True)
+    assert (third.rung, third.end_of_life_checkpoint) == (Rung.IN_PLACE_RESTART, True)
+
+
+def test_survivors_save_before_processes_are_lost():
+    assert choose(NODE, survivors=True).end_of_life_checkpoint
+    assert choose(HANG, *after(HANG, *[Rung.HANG_RESTART] * 3), survivors=True) == replace(
+        choose(HANG, *after(HANG, *[Rung.HANG_RESTART] * 3)), end_of_life_checkpoint=True
+    )
+    assert not choose(NODE).end_of_life_checkpoint
+    assert not choose(NODE, survivors=True, end_of_life_checkpoint=False).end_of_life_checkpoint
+    for senseless in (FaultClass.NUMERIC_ANOMALY, FaultClass.CHECKPOINT_CORRUPT):
+        assert not choose(fault(senseless), survivors=True).end_of_life_checkpoint
+
+
+def test_an_abnormal_step_is_executed_again_from_the_last_good_snapshot():
+    decision = choose(ABNORMAL, survivors=True, numeric_retry=True)
+    assert (decision.rung, decision.accept_abnormal) == (Rung.STEP_RETRY, False)
+    off = choose(ABNORMAL, survivors=True)
+    assert off.rung is Rung.IN_PLACE_RESTART
+    assert off.skipped == ("step_retry: switched off", "process_replace: switched off")
+
+
+def test_the_same_step_abnormal_again_is_accepted_and_never_retried_a_third_time():
+    def asked(*history):
+        return choose(
+            replace(ABNORMAL, node="node-9"), *history, survivors=True, numeric_retry=True
+        )
+
+    once = after(ABNORMAL, Rung.STEP_RETRY)
+    assert asked(*once) == Decision(
+        Rung.STEP_RETRY,
+        None,
+        "numeric_anomaly: step 40 is abnormal again, accepted and recorded",
+        accept_abnormal=True,
+    )
+    third = asked(*once, *once)
+    assert third.rung is Rung.PROCESS_REPLACE
+    assert "step_retry: step 40 was accepted already" in third.skipped
+    elsewhere = after(replace(ABNORMAL, step=39), Rung.STEP_RETRY)
+    assert not asked(*elsewhere).accept_abnormal
+    assert asked(failing(ABNORMAL, Rung.STEP_RETRY)).rung is Rung.PROCESS_REPLACE
+    assert choose(ABNORMAL, *once, survivors=True).rung is Rung.IN_PLACE_RESTART, "switched off"
+
+
+def test_an_abnormal_step_that_cannot_be_accepted_costs_the_process_that_made_it():
+    def asked(met, *history, **policy):
+        return choose(met, *history, survivors=True, numeric_retry=True, **policy)
+
+    no_number = (*after(ABNORMAL, Rung.STEP_RETRY), failing(ABNORMAL, Rung.STEP_RETRY))
+    for history in (no_number, after(ABNORMAL, *[Rung.STEP_RETRY] * 2)):
+        assert asked(ABNORMAL, *history).rung is Rung.PROCESS_REPLACE
+        nobody = asked(replace(ABNORMAL, rank=None, node=None), *history)
+        assert nobody.rung is Rung.IN_PLACE_RESTART
+        assert "process_replace: no rank is to blame" in nobody.skipped
+        assert asked(ABNORMAL, *history, process_replace=False).rung is Rung.IN_PLACE_RESTART
+        replaced = (*history, *after(ABNORMAL, Rung.PROCESS_REPLACE))
+        last = asked(ABNORMAL, *replaced)
+        assert (last.rung, last.end_of_life_checkpoint) == (Rung.IN_PLACE_RESTART, False)
+        assert "process_replace: it did not help at step 40" in last.skipped
+
+
+def test_a_retry_that_another_fault_cut_short_was_not_made():
+    def asked(*history):
+        return choose(ABNORMAL, *history, survivors=True, numeric_retry=True)
+
+    cut = replace(failing(ABNORMAL, Rung.STEP_RETRY), cut_short=True)
+    assert asked(cut) == asked()
+    once = after(ABNORMAL, Rung.STEP_RETRY)
+    assert asked(*once, cut) == asked(*once)
+    assert asked(*once, cut).accept_abnormal
+
+
+def test_re_execution_of_abnormal_steps_and_data_skipping_exclude_each_other():
+    with pytest.raises(ValueError, match="numeric_retry=true and data_skipping=true"):
+        Policy(numeric_retry=True, data_skipping=True)
+
+
+def test_an_operator_retry_that_fails_becomes_a_step_retry():
+    assert choose(LINK, survivors=True, operator_retry=True).rung is Rung.OPERATOR_RETRY
+    assert choose(LINK, survivors=True).rung is Rung.STEP_RETRY
+    elsewhere = failing(replace(LINK, step=39), Rung.OPERATOR_RETRY)
+    for answered in (elsewhere, *after(LINK, Rung.OPERATOR_RETRY)):
+        decision = choose(LINK, answered, survivors=True, operator_retry=True)
+        assert decision.rung is Rung.STEP_RETRY
+
+
+def test_a_job_mended_by_operator_retry_is_sub_healthy_and_goes_on():
+    mended = choose(LINK, survivors=True, operator_retry=True)
+    assert mended.sub_healthy
+    assert (mended.isolate, mended.end_of_life_checkpoint) == (None, False)
+    assert not choose(LINK, survivors=True).sub_healthy
+
+
+def test_a_recovery_followed_by_progress_is_free():
+    history = after(CRASH, *[Rung.IN_PLACE_RESTART] * 50, progressed=True)
+    assert choose(CRASH, *history).rung is Rung.IN_PLACE_RESTART
+    spent = after(NODE, *[Rung.JOB_RESCHEDULE] * 3)
+    assert choose(NODE, *spent).rung is Rung.STOP
+    assert choose(NODE, *spent, *history[:1]).rung is Rung.JOB_RESCHEDULE_ISOLATED
+
+
+@pytest.mark.parametrize(
+    "fault_class",
+    [FaultClass.USER_CODE_ERROR, FaultClass.LAUNCH_MISCONFIGURED, FaultClass.VERSION_MISMATCH],
+)
+@pytest.mark.parametrize("code", [None, CHIP_CODE])
+def test_what_the_user_must_mend_stops_at_once(fault_class, code):
+    decision = choose(fault(fault_class, node="node-0", code=code), survivors=True)
+    assert decision.rung is Rung.STOP
+    assert decision.reason == f"{fault_class} is for the user to mend"
+
+
+def test_a_device_out_of_memory_twice_at_the_same_step_stops():
+    oom = fault(FaultClass.DEVICE_OOM, node="node-0", step=7)
+    assert choose(oom).rung is Rung.IN_PLACE_RESTART
+    again = choose(oom, *after(oom, Rung.IN_PLACE_RESTART))
+    assert again.rung is Rung.STOP
+    assert again.reason == "device_oom again at step 7 is for the user to mend"
+    elsewhere = replace(oom, step=900)
+    assert choose(elsewhere, *after(oom, Rung.IN_PLACE_RESTART)).rung is Rung.IN_PLACE_RESTART
+
+
+def test_what_the_evidence_leaves_to_the_user_is_tried_once():
+    full = fault(FaultClass.STORAGE_ERROR, node="node-0", recoverable_by=RecoverableBy.USER_FIX)
+    assert choose(full).rung is Rung.IN_PLACE_RESTART
+    again = choose(full, *after(full, Rung.IN_PLACE_RESTART))
+    assert again.rung is Rung.STOP
+    assert again.reason == "storage_error again, and its evidence is for the user to mend"
+    mended = after(full, Rung.IN_PLACE_RESTART, progressed=True)
+    assert choose(full, *mended).rung is Rung.IN_PLACE_RESTART
+    slow = replace(full, recoverable_by=RecoverableBy.RETRY)
+    assert choose(slow, *after(full, Rung.IN_PLACE_RESTART)).rung is Rung.IN_PLACE_RESTART
+    host = fault(FaultClass.HOST_OOM, node="node-0", recoverable_by=RecoverableBy.USER_FIX)
+    assert choose(host, *after(host, Rung.IN_PLACE_RESTART)).rung is Rung.IN_PLACE_RESTART
+
+
+def test_an_unsupported_rung_is_skipped_and_the_decision_says_so():
+    decision = choose(CRASH, supported=ALL - {Rung.IN_PLACE_RESTART})
+    assert decision.rung is Rung.JOB_RESCHEDULE_ISOLATED
+    assert "in_place_restart: unsupported" in decision.skipped
+    assert "in_place_restart: unsupported" in decision.reason
+    once = after(ABNORMAL, Rung.STEP_RETRY)
+    outside = choose(
+        ABNORMAL, *once, supported=ALL - IN_PROCESS, survivors=True, numeric_retry=True
+    )
+    assert outside.rung is Rung.IN_PLACE_RESTART, "nobody there could accept the step either"
+
+
+def test_rungs_inside_the_processes_that_are_not_there_stay_out_of_the_reason():
+    decision = choose(UCE, supported=ALL - IN_PROCESS, survivors=True)
+    assert decision.skipped == ("step_retry: unsupported", "process_replace: unsupported")
+    assert decision.reason == "device_memory_error at rank 2 on node-0: in_place_restart"
+
+
+def test_a_restart_in_place_that_is_switched_off_is_not_chosen():
+    assert choose(CRASH, in_place=False).rung is Rung.JOB_RESCHEDULE_ISOLATED
+
+
+def test_rungs_inside_the_processes_need_survivors_and_come_three_times_in_a_row():
+    assert choose(CRASH, survivors=True).rung is Rung.PROCESS_REPLACE
+    ended = choose(CRASH)
+    assert ended.rung in RESTARTS_IN_PLACE
+    assert ended.skipped == ("process_replace: the processes have ended",)
+    others = [after(replace(CRASH, node=name), Rung.PROCESS_REPLACE)[0] for name in "abc"]
+    assert choose(CRASH, *others[:2], survivors=True).rung is Rung.PROCESS_REPLACE
+    assert choose(CRASH, *others, survivors=True).rung is Rung.IN_PLACE_RESTART
+
+
+def test_a_process_is_replaced_only_where_a_rank_is_to_blame():
+    decision = choose(replace(CRASH, rank=None), survivors=True)
+    assert decision.rung is Rung.IN_PLACE_RESTART
+    assert "process_replace: no rank is to blame" in decision.skipped
+
+
+def test_the_climb_never_goes_down_without_progress():
+    answered = after(CRASH, Rung.JOB_RESCHEDULE_ISOLATED)
+    decision = choose(CRASH, *answered)
+    assert decision.rung is Rung.JOB_RESCHEDULE_ISOLATED
+    assert "in_place_restart: a costlier rung already answered this fault" in decision.skipped
+    other = replace(CRASH, node="node-0")
+    assert choose(other, *answered).rung is Rung.IN_PLACE_RESTART
+    progressed = after(CRASH, Rung.JOB_RESCHEDULE_ISOLATED, progressed=True)
+    assert choose(CRASH, *progressed).rung is Rung.IN_PLACE_RESTART

@@ -1,0 +1,367 @@
+"""Plans that bring the ranks of an attempt back to one step: examples, and what always holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from training.recovery.repair import (
+    Move,
+    RankReport,
+    RepairMode,
+    RepairPlan,
+    StepPhase,
+    Unmendable,
+    Vote,
+    plan_repair,
+    steps_lost,
+)
+
+DDP = ((0, 1, 2, 3),)
+HSDP = ((0, 2), (1, 3))
+EIGHT = ((0, 4), (1, 5), (2, 6), (3, 7))
+PREPARED, VOTED, APPLYING = StepPhase.PREPARED, StepPhase.VOTED, StepPhase.APPLYING
+
+
+def vote_of(step: int) -> Vote:
+    return Vote(step=step, loss=1.0 / (step + 1), grad_norm=2.0)
+
+
+def at(rank: int, step: int = 10, **changes) -> RankReport:
+    """A rank at the beginning of a step."""
+    return RankReport(rank=rank, step=step, **changes)
+
+
+def fresh(rank: int) -> RankReport:
+    return RankReport(rank=rank, step=0, is_fresh=True)
+
+
+# Examples.
+
+
+def test_ranks_that_are_all_at_one_step_do_nothing():
+    plan = plan_repair([at(rank) for rank in range(4)], DDP)
+    assert plan == RepairPlan(mode=RepairMode.TRAIN, step=10)
+
+
+def test_a_step_in_flight_that_nobody_voted_is_done_again():
+    reports = [at(0, phase=PREPARED), at(1), at(2, phase=PREPARED), at(3)]
+    plan = plan_repair(reports, DDP)
+    assert (plan.step, plan.applies, plan.moves) == (10, (), ())
+
+
+def test_a_gradient_that_one_rank_knew_all_to_hold_is_applied_by_those_who_have_not():
+    reports = [
+        at(0, phase=VOTED, votes=(vote_of(10), vote_of(11))),
+        at(1, phase=PREPARED, votes=(vote_of(10),)),
+        at(2, 11, votes=(vote_of(11),)),
+        at(3, phase=PREPARED),
+    ]
+    plan = plan_repair(reports, DDP)
+    assert (plan.step, plan.applies, plan.moves) == (11, (0, 1, 3), ())
+    assert plan.vote == vote_of(11)
+
+
+def test_a_new_process_gets_the_state_of_a_replica_in_its_group():
+    plan = plan_repair([at(0), fresh(1), at(2), at(3)], HSDP)
+    assert plan.moves == (Move(source=3, target=1),)
+
+
+def test_a_new_process_gets_the_state_after_the_step_that_its_replica_applies():
+    reports = [at(0, 11), at(1, phase=VOTED, votes=(vote_of(11),)), at(2, 11), fresh(3)]
+    plan = plan_repair(reports, HSDP)
+    assert (plan.step, plan.applies, plan.moves) == (11, (1,), (Move(source=1, target=3),))
+
+
+def test_a_rank_in_the_middle_of_its_optimizer_is_repaired_however_far_it_was():
+    reports = [at(0, phase=APPLYING, is_dirty=True), at(1, 11), at(2, 11), at(3, 11)]
+    plan = plan_repair(reports, DDP)
+    assert (plan.step, plan.moves) == (11, (Move(source=1, target=0),))
+
+
+def test_a_damaged_rank_that_was_ahead_is_brought_back_to_the_others():
+    reports = [at(0, 11, is_dirty=True), at(1), at(2, phase=PREPARED), at(3)]
+    plan = plan_repair(reports, DDP)
+    assert (plan.step, plan.moves) == (10, (Move(source=1, target=0),))
+
+
+def test_the_work_of_giving_states_is_spread_over_the_replicas():
+    plan = plan_repair([fresh(0), at(1), fresh(2), at(3)], DDP)
+    assert plan.moves == (Move(source=1, target=0), Move(source=3, target=2))
+
+
+def test_a_state_that_no_living_rank_has_cannot_be_mended():
+    with pytest.raises(Unmendable, match="no rank that lives has the state of rank 1"):
+        plan_repair([at(0), fresh(1), at(2), at(3, is_dirty=True)], HSDP)
+
+
+@pytest.mark.parametrize("mode", [RepairMode.TRAIN, RepairMode.ACCEPT, RepairMode.LAST_SAVE])
+def test_nothing_is_mended_without_any_state_to_trust(mode):
+    with pytest.raises(Unmendable, match="no rank has a state that can be trusted"):
+        plan_repair([fresh(0), at(1, is_dirty=True)], ((0, 1),), mode=mode, accepted=11)
+
+
+def test_survivors_who_die_one_after_the_other_leave_nobody_to_save():
+    with pytest.raises(Unmendable, match="no rank lives any more"):
+        plan_repair([], [(0, 1)], mode=RepairMode.LAST_SAVE)
+
+
+def test_what_some_rank_had_still_to_do_at_this_step_is_done_by_all_once():
+    reports = [
+        at(0, pending=("save", "pause")),
+        at(1, pending=("pause",)),
+        at(2),
+        at(3, 9, phase=VOTED, pending=("prepare",)),
+    ]
+    assert plan_repair(reports, DDP).pending == ("save", "pause")
+
+
+def test_the_vote_of_a_plan_is_that_of_its_step_and_of_no_other():
+    # Rank 0 has seen step 11 come out abnormal; rank 1 was cut off while it waited for that vote.
+    reports = [
+        at(0, phase=PREPARED, votes=(vote_of(10), vote_of(11))),
+        at(1, phase=PREPARED, votes=(vote_of(10),)),
+    ]
+    groups = ((0, 1),)
+    assert plan_repair(reports, groups).vote == vote_of(10)
+    for order in (reports, reports[::-1]):
+        plan = plan_repair(order, groups, mode=RepairMode.ACCEPT, accepted=11)
+        assert (plan.step, plan.applies, plan.vote) == (11, (0, 1), vote_of(11))
+
+
+def test_an_abnormal_step_is_accepted_only_by_ranks_that_hold_its_gradient():
+    reports = [at(0, phase=PREPARED, votes=(vote_of(11),)), at(1)]
+    plan = plan_repair(reports, ((0, 1),), mode=RepairMode.ACCEPT, accepted=11)
+    assert (plan.applies, plan.moves) == ((0,), (Move(source=0, target=1),))
+    with pytest.raises(Unmendable, match="state of rank 0"):
+        plan_repair([at(0), at(1)], ((0, 1),), mode=RepairMode.ACCEPT, accepted=11)
+
+
+def test_a_step_that_some_ranks_have_accepted_already_is_accepted_by_the_others():
+    reports = [at(0, 11, votes=(vote_of(11),)), at(1, phase=PREPARED), at(2, 11), fresh(3)]
+    plan = plan_repair(reports, HSDP, mode=RepairMode.ACCEPT, accepted=11)
+    assert (plan.mode, plan.step, plan.applies) == (RepairMode.ACCEPT, 11, (1,))
+    assert (plan.moves, plan.vote) == ((Move(source=1, target=3),), vote_of(11))
+
+
+def test_a_step_that_was_voted_after_the_accepted_one_is_not_lost():
+    reports = [at(0, 11, phase=VOTED), at(1, 11, phase=PREPARED)]
+    plan = plan_repair(reports, ((0, 1),), mode=RepairMode.ACCEPT, accepted=11)
+    assert (plan.step, plan.applies) == (12, (0, 1))
+
+
+def test_all_ranks_roll_back_to_the_snapshot_that_they_have_in_common():
+    reports = [at(rank, snapshot_step=8, phase=PREPARED) for rank in range(4)]
+    plan = plan_repair(reports, DDP, mode=RepairMode.ROLL_BACK)
+    assert plan == RepairPlan(mode=RepairMode.ROLL_BACK, step=8, rolls_back=True)
+
+
+def test_a_snapshot_from_before_the_first_step_counts():
+    reports = [at(rank, 3, snapshot_step=0) for rank in range(2)]
+    plan = plan_repair(reports, ((0, 1),), mode=RepairMode.ROLL_BACK)
+    assert (plan.step, plan.rolls_back) == (0, True)
+
+
+WITHOUT = pytest.mark.parametrize(
+    "other",
+    [
+        at(1, snapshot_step=None),
+        at(1, 8, snapshot_step=None),  # where it stands is not known to be good
+        at(1, snapshot_step=7),
+        at(1, snapshot_step=8, is_dirty=True),
+        fresh(1),
+        RankReport(rank=1, step=0, is_fresh=True, snapshot_step=9),
+    ],
+    ids=["none", "at its step", "an older one", "damaged", "new", "new with one"],
+)
+
+
+@WITHOUT
+def test_a_rank_without_the_snapshot_gets_it_from_a_replica_that_went_back_to_it(other):
+    reports = [at(0, snapshot_step=8), other]
+    plan = plan_repair(reports, ((0, 1),), mode=RepairMode.ROLL_BACK)
+    assert (plan.mode, plan.step, plan.rolls_back) == (RepairMode.ROLL_BACK, 8, True)
+    assert plan.moves == (Move(source=0, target=1),)
+
+
+@WITHOUT
+def test_without_a_snapshot_in_every_group_of_replicas_nobody_rolls_back(other):
+    with pytest.raises(Unmendable, match="no snapshot of one step"):
+        plan_repair([at(0, snapshot_step=8), other], ((0,), (1,)), mode=RepairMode.ROLL_BACK)
+
+
+def test_all_go_back_to_the_newest_snapshot_that_every_group_has():
+    reports = [
+        at(0, snapshot_step=8),
+        at(1, snapshot_step=8),
+        at(2, snapshot_step=9),
+        at(3, snapshot_step=8),
+    ]
+    plan = plan_repair(reports, HSDP, mode=RepairMode.ROLL_BACK)
+    assert (plan.step, plan.moves) == (8, (Move(source=0, target=2),))
+
+
+def test_ranks_that_went_back_already_go_back_with_those_who_have_not():
+    reports = [at(0, 8, snapshot_step=8), at(1, snapshot_step=8, phase=PREPARED), fresh(2)]
+    plan = plan_repair(reports, ((0, 1, 2),), mode=RepairMode.ROLL_BACK)
+    assert (plan.step, plan.moves) == (8, (Move(source=0, target=2),))
+
+
+def test_one_rank_of_each_group_that_lives_saves_at_the_end():
+    survivors = [at(rank) for rank in range(8) if rank != 1]
+    plan = plan_repair(survivors, EIGHT, mode=RepairMode.LAST_SAVE)
+    assert plan.savers == (0, 5, 2, 3)
+    assert plan.moves == ()
+
+
+def test_a_rank_that_is_damaged_or_behind_saves_nothing():
+    reports = [at(0, is_dirty=True), at(1, 9), at(2), at(3)]
+    assert plan_repair(reports, HSDP, mode=RepairMode.LAST_SAVE).savers == (2, 3)
+
+
+def test_survivors_apply_what_was_voted_before_they_save():
+    reports = [at(0, phase=VOTED, votes=(vote_of(11),)), at(1, phase=PREPARED)]
+    plan = plan_repair(reports, ((0, 2), (1, 3)), mode=RepairMode.LAST_SAVE)
+    assert (plan.step, plan.applies, plan.savers) == (11, (0, 1), (0, 1))
+
+
+def test_a_group_of_which_nobody_lives_makes_the_last_save_impossible():
+    reports = [at(rank) for rank in range(8) if rank not in (1, 5)]
+    with pytest.raises(Unmendable, match=r"no rank of \[1, 5\] lives"):
+        plan_repair(reports, EIGHT, mode=RepairMode.LAST_SAVE)
+
+
+def test_steps_are_lost_only_when_ranks_go_back():
+    reports = {0: at(0, 12), 1: at(1, 12), 2: at(2, 14, is_dirty=True)}
+    assert steps_lost(reports, RepairPlan(mode=RepairMode.ROLL_BACK, step=8)) == 4
+    assert steps_lost(reports, RepairPlan(mode=RepairMode.TRAIN, step=12)) == 0
+    assert steps_lost(reports, RepairPlan(mode=RepairMode.TRAIN, step=13)) == 0
+    assert steps_lost({}, RepairPlan(mode=RepairMode.TRAIN, step=13)) == 0
+
+
+# Whatever the ranks report.
+
+
+@st.composite
+def worlds(draw) -> tuple[list[RankReport], tuple[tuple[int, ...], ...]]:
+    """Any reports at all of the ranks of some groups."""
+    size, num_groups = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    order = draw(st.permutations(range(size * num_groups)))
+    groups = tuple(tuple(order[n * size : (n + 1) * size]) for n in range(num_groups))
+    reports = [
+        RankReport(
+            rank=rank,
+            step=draw(st.integers(0, 3)),
+            phase=draw(st.sampled_from(StepPhase)),
+            is_dirty=draw(st.sampled_from([False, False, True])),
+            is_fresh=draw(st.sampled_from([False, False, True])),
+            snapshot_step=draw(st.sampled_from([None, 0, 2])),
+            votes=tuple(vote_of(step) for step in draw(st.sets(st.integers(0, 4)))),
+            pending=draw(st.sampled_from([(), ("save",), ("prepare", "pause")])),
+        )
+        for rank in range(size * num_groups)
+    ]
+    return reports, groups
+
+
+def planned(reports, groups, mode: RepairMode, *, accepted: int = 3) -> RepairPlan | None:
+    try:
+        return plan_repair(reports, groups, mode=mode, accepted=accepted)
+    except Unmendable:
+        return None
+
+
+def carried_out(plan: RepairPlan, reports: Sequence[RankReport]) -> dict[int, int | None]:
+    """The step of each rank after the plan, None where its state is not a step's.
+
+    Fails where a rank would have to do what it cannot.
+    """
+    steps = {r.rank: r.step if r.is_clean else None for r in reports}
+    by_rank = {r.rank: r for r in reports}
+    for rank in plan.applies:
+        report = by_rank[rank]
+        assert report.is_clean
+        assert report.phase >= PREPARED
+        steps[rank] = report.step + 1
+    if plan.rolls_back:
+        targets = {move.target for move in plan.moves}
+        steps |= {r.rank: r.snapshot_step for r in reports if r.rank not in targets}
+    for move in plan.moves:
+        assert steps[move.source] is not None, "a state that is not to be trusted is given away"
+        steps[move.target] = steps[move.source]
+    return steps
+
+
+def needs_no_other(report: RankReport, plan: RepairPlan) -> bool:
+    """Whether a rank can come to the plan's step by itself, in the plan's way."""
+    if plan.rolls_back:
+        return report.is_clean and report.snapshot_step == plan.step
+    return report.can_be_at(plan.step)
+
+
+TRAINING_MODES = st.sampled_from([RepairMode.TRAIN, RepairMode.ROLL_BACK, RepairMode.ACCEPT])
+
+
+@given(worlds(), TRAINING_MODES, st.integers(1, 4))
+def test_a_plan_leaves_every_rank_at_the_same_step(world, mode, accepted):
+    reports, groups = world
+    plan = planned(reports, groups, mode, accepted=accepted)
+    if plan is not None:
+        assert set(carried_out(plan, reports).values()) == {plan.step}
+
+
+@given(worlds(), TRAINING_MODES)
+def test_a_state_comes_from_a_clean_rank_of_the_same_group_and_goes_to_one_in_want(world, mode):
+    reports, groups = world
+    plan = planned(reports, groups, mode)
+    by_rank = {report.rank: report for report in reports}
+    if plan is None:
+        return
+    for move in plan.moves:
+        assert by_rank[move.source].is_clean
+        assert any({move.source, move.target} <= set(group) for group in groups)
+        assert not needs_no_other(by_rank[move.target], plan)
+
+
+@given(worlds())
+def test_a_step_that_a_rank_to_be_trusted_knows_as_voted_is_never_lost(world):
+    reports, groups = world
+    plan = planned(reports, groups, RepairMode.TRAIN)
+    if plan is not None:
+        for report in reports:
+            if report.is_clean:
+                assert plan.step >= report.step + (report.phase >= VOTED)
+
+
+@given(worlds())
+def test_training_is_mended_exactly_when_each_group_can_reach_the_step(world):
+    reports, groups = world
+    clean = [report for report in reports if report.is_clean]
+    target = max((report.reachable_step for report in clean), default=None)
+    able = {report.rank for report in clean if target is not None and report.can_be_at(target)}
+    possible = target is not None and all(able & set(group) for group in groups)
+    assert (planned(reports, groups, RepairMode.TRAIN) is not None) == possible
+
+
+@given(worlds(), st.data())
+def test_savers_are_one_rank_of_each_group_and_all_at_the_step(world, data):
+    reports, groups = world
+    living = [report for report in reports if data.draw(st.booleans())]
+    plan = planned(living, groups, RepairMode.LAST_SAVE)
+    if plan is None:
+        return
+    assert [sum(rank in group for rank in plan.savers) for group in groups] == [1] * len(groups)
+    assert len(plan.savers) == len(groups)
+    steps = carried_out(plan, living)
+    assert {steps[rank] for rank in plan.savers} == {plan.step}
+
+
+@given(worlds(), st.sampled_from(RepairMode))
+def test_a_vote_of_a_plan_is_about_its_step(world, mode):
+    reports, groups = world
+    plan = planned(reports, groups, mode)
+    if plan is not None and plan.vote is not None:
+        assert plan.vote.step == plan.step

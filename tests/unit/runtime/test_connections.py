@@ -1,0 +1,168 @@
+"""Connections that are broken on purpose, and those that are not."""
+
+from __future__ import annotations
+
+import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
+
+from training.runtime.process_group.connections import (
+    GLOO,
+    Link,
+    Sockets,
+    StoreClient,
+    new_sockets,
+    open_sockets,
+    shut_down,
+)
+
+HOST = "127.0.0.1"
+
+
+@pytest.fixture
+def listener():
+    with socket.create_server((HOST, 0)) as server:
+        server.settimeout(5)
+        yield server
+
+
+def connected(listener: socket.socket) -> tuple[socket.socket, socket.socket]:
+    """Both ends of a connection."""
+    near = socket.create_connection(listener.getsockname(), timeout=5)
+    far, _ = listener.accept()
+    far.settimeout(5)
+    return near, far
+
+
+def only(*ends: socket.socket) -> Sockets:
+    found = open_sockets()
+    return {end.fileno(): found[end.fileno()] for end in ends}
+
+
+def test_what_was_there_before_is_not_new(listener):
+    before = open_sockets()
+    near, far = connected(listener)
+    with near, far:
+        assert set(new_sockets(before)) == {near.fileno(), far.fileno()}
+    assert new_sockets(before) == {}
+
+
+def test_a_descriptor_that_another_socket_has_by_now_is_new(listener):
+    near, far = connected(listener)
+    before = open_sockets()
+    number = near.fileno()
+    near.close()
+    far.close()
+    near, far = connected(listener)
+    with near, far:
+        assert number in (near.fileno(), far.fileno()), "the test needs the number once more"
+        assert number in new_sockets(before)
+
+
+def test_a_connection_that_is_shut_down_is_over_on_both_ends(listener):
+    near, far = connected(listener)
+    with near, far:
+        assert shut_down(only(near)) == 1
+        assert far.recv(1) == b""
+        assert near.recv(1) == b""
+        with pytest.raises(BrokenPipeError):
+            near.send(b"x")
+
+
+def test_a_thread_that_waits_on_a_connection_is_woken(listener):
+    near, far = connected(listener)
+    with near, far, ThreadPoolExecutor(1) as pool:
+        near.settimeout(None)
+        waiting = pool.submit(near.recv, 1)
+        assert shut_down(only(near)) == 1
+        assert waiting.result(5) == b""
+
+
+def test_listeners_and_pipes_between_processes_are_left_alone(listener):
+    one, other = socket.socketpair()
+    with one, other:
+        assert shut_down(only(listener, one, other)) == 0
+        one.send(b"x")
+        assert other.recv(1) == b"x"
+    near, far = connected(listener)
+    near.close()
+    far.close()
+
+
+def test_a_socket_that_took_the_number_of_a_closed_one_is_left_alone(listener):
+    near, far = connected(listener)
+    old = only(near)
+    near.close()
+    far.close()
+    near, far = connected(listener)
+    with near, far:
+        assert set(old) <= {near.fileno(), far.fileno()}, "the test needs the number once more"
+        assert shut_down(old) == 0
+        near.send(b"x")
+        assert far.recv(1) == b"x"
+
+
+def test_a_client_of_the_store_that_waits_is_freed_and_others_are_not():
+    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    client, other = StoreClient(HOST, store.port), StoreClient(HOST, store.port)
+    client.store.set("here", "1")
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(client.store.get, "never")
+        patient = pool.submit(other.store.get, "later")
+        client.abort()
+        with pytest.raises(dist.DistNetworkError):
+            waiting.result(30)
+        store.set("later", "2")
+        assert patient.result(30) == b"2"
+    with pytest.raises(dist.DistNetworkError):
+        client.store.set("here", "3")
+
+
+class DiesOncePublished(Store):
+    """The store as a rank sees it that tells its address and dies before it connects."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = store
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+
+    def wait(self, keys: list[str], *_: object) -> None:
+        raise RuntimeError("killed")
+
+    def get(self, key: str) -> bytes:
+        raise RuntimeError("killed")
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        raise RuntimeError("killed")
+
+
+def test_an_abort_frees_a_rank_whose_peer_died_between_its_address_and_its_connection():
+    # Which of two ranks waits and which one connects is decided by the numbers of their ports.
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(8):
+            store = HashStore()
+            with pytest.raises(RuntimeError, match="killed"):
+                dist.ProcessGroupGloo(DiesOncePublished(store), 1, 2, timedelta(seconds=60))
+            published = store.num_keys()
+            assert published
+            link = Link(GLOO, "cpu")
+            waiting = pool.submit(link.connect, store, rank=0, size=2, timeout_s=60)
+            while store.num_keys() == published:
+                os.sched_yield()
+            link.abort()
+            with pytest.raises(RuntimeError, match="aborted"):
+                waiting.result(10)
+
+
+def test_a_link_that_is_aborted_before_it_is_made_is_not_made():
+    link = Link(GLOO, "cpu")
+    link.abort()
+    with pytest.raises(RuntimeError, match="aborted"):
+        link.connect(HashStore(), rank=0, size=2, timeout_s=60)

@@ -1,0 +1,138 @@
+"""Which exceptions of a step are faults: what the libraries really say, and what programs say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from training.runtime.errors import Interrupted, NotApplied
+from training.runtime.worker_faults import SIGNS, look_at
+from training.wire.coordinator import WorkerFaultKind
+
+GLOO = "/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp"
+CLOSED = (
+    f"[{GLOO}/pair.cc:553] Connection closed by peer [127.0.0.1]:8389. This is typically caused "
+    "by a remote worker crashing. Check the logs of the remote worker before reporting an error."
+)
+TIMED_OUT = f"[{GLOO}/unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation to complete"
+SAID: dict[str, tuple[WorkerFaultKind, str | None]] = {
+    CLOSED: (WorkerFaultKind.LINK, None),
+    f"[{GLOO}/pair.cc:530] Read error [127.0.0.1]:4269: Connection reset by peer": (
+        WorkerFaultKind.LINK,
+        None,
+    ),
+    f"[{GLOO}/pair.cc:301] writev [127.0.0.1]:41811: Broken pipe": (WorkerFaultKind.LINK, None),
+    f"Gloo connectFullMesh failed with [{GLOO}/pair.cc:144] no error": (WorkerFaultKind.LINK, None),
+    "the link was aborted while it was made": (WorkerFaultKind.LINK, None),
+    TIMED_OUT: (WorkerFaultKind.COLLECTIVE, None),
+    "UCE ERROR reason=[device mem error]": (WorkerFaultKind.MEMORY, "507053"),
+    "HBM MULTI BIT ECC ERROR.aclrtSynchronizeStream, time is 1700000000": (
+        WorkerFaultKind.MEMORY,
+        "507054",
+    ),
+    "SUSPECT MEM ERROR reason=[suspect device mem error]": (WorkerFaultKind.MEMORY, "507055"),
+    "HCCS LINK ERROR reason=[link error]": (WorkerFaultKind.COLLECTIVE, "507056"),
+    "UB LINK ERROR reason=[link error]": (WorkerFaultKind.COLLECTIVE, "507056"),
+    "SUSPECT REMOTE ERROR reason=[suspect remote error]": (WorkerFaultKind.COLLECTIVE, "507057"),
+    "HCCL OP RETRY FAILED reason=[hccl op retry failed]": (WorkerFaultKind.COLLECTIVE, "507904"),
+    "CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be asynchronously "
+    "reported at some other API call": (WorkerFaultKind.MEMORY, None),
+    "CUDA error: uncorrectable NVLink error detected during the execution": (
+        WorkerFaultKind.MEMORY,
+        None,
+    ),
+    "NCCL error in: /opt/pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:268, remote process "
+    "exited or there was a network error, NCCL version 2.21.5": (WorkerFaultKind.LINK, None),
+    "NCCL communicator was aborted on rank 1.": (WorkerFaultKind.LINK, None),
+}
+OWN = [
+    RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"),
+    RuntimeError("DataLoader worker (pid 17) is killed by signal: Killed."),
+    RuntimeError("Expected to have finished reduction in the prior iteration"),
+    RuntimeError("CUDA error: an illegal memory access was encountered"),
+    RuntimeError("Timed out waiting for the tokenizer"),
+    RuntimeError("the socket of my data server is closed: Broken pipe"),
+    RuntimeError("FORCE STOP"),
+    RuntimeError(""),
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    ConnectionResetError(104, "Connection reset by peer"),
+    ValueError(CLOSED),
+    AssertionError("UCE ERROR"),
+    KeyboardInterrupt(),
+    NotApplied("step 3: the body ended without step.apply()"),
+]
+
+
+@pytest.mark.parametrize("text", SAID, ids=lambda text: text[-40:])
+def test_what_libraries_say_of_a_fault_is_known(text):
+    seen = look_at(RuntimeError(text), is_interrupted=False)
+    assert seen is not None
+    assert (seen.trouble, seen.code) == SAID[text]
+    assert seen.text == text.splitlines()[0]
+
+
+@pytest.mark.parametrize("error", OWN, ids=lambda error: f"{type(error).__name__}-{error}"[:40])
+def test_an_exception_of_the_program_is_no_fault(error):
+    assert look_at(error, is_interrupted=False) is None
+
+
+def test_every_sign_is_there_for_a_text_that_is_known():
+    for sign in SIGNS:
+        first = [next(s for s in SIGNS if s.pattern.search(text)) for text in SAID]
+        assert sign in first, f"{sign.pattern.pattern} is never the one that decides"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        dist.DistStoreError("wait timeout after 2000ms, keys: /g1/world/0/1"),
+        dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed."),
+        dist.DistBackendError("[Rank 0] Watchdog caught collective operation timeout"),
+    ],
+)
+def test_errors_of_the_distributed_library_are_links_by_their_type(error):
+    seen = look_at(error, is_interrupted=False)
+    assert seen is not None
+    assert seen.trouble is WorkerFaultKind.LINK
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError(CLOSED),
+        RuntimeError(TIMED_OUT),
+        RuntimeError("HCCL OP RETRY FAILED"),
+        RuntimeError("FORCE STOP reason=[device task abort]"),
+        RuntimeError("the link was aborted while it was made"),
+        dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed."),
+        Interrupted("generation 3 is announced"),
+        RuntimeError(
+            "Got the following error when running the callback: RuntimeError: "
+            "Interrupted: generation 3 is announced"
+        ),
+    ],
+    ids=lambda error: str(error)[-30:],
+)
+def test_what_a_new_generation_has_cut_short_needs_no_telling(error):
+    seen = look_at(error, is_interrupted=True)
+    assert seen is not None
+    assert seen.trouble is None
+
+
+def test_damaged_memory_is_told_whatever_else_goes_on():
+    seen = look_at(RuntimeError("UCE ERROR"), is_interrupted=True)
+    assert seen is not None
+    assert (seen.trouble, seen.code) == (WorkerFaultKind.MEMORY, "507053")
+
+
+@pytest.mark.parametrize("error", OWN[:6], ids=lambda error: str(error)[:30])
+def test_a_new_generation_excuses_no_exception_of_the_program(error):
+    assert look_at(error, is_interrupted=True) is None
+
+
+def test_an_error_that_comes_through_a_future_is_what_it_was():
+    text = f"Got the following error when running the callback: RuntimeError: {CLOSED}"
+    seen = look_at(RuntimeError(text), is_interrupted=False)
+    assert seen is not None
+    assert (seen.trouble, seen.text) == (WorkerFaultKind.LINK, CLOSED)

@@ -1,0 +1,58 @@
+"""Runs that were started on this machine, by their name."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from training.errors import InputError
+from training.job import parse_job
+from training.supervisor.job_registry import job_path, known_job, known_runs, remember_job
+
+
+def job(run_id):
+    return parse_job(
+        {
+            "run_id": run_id,
+            "storage": {"address": "file:///nowhere"},
+            "data": {"sources": ["/corpus"]},
+        }
+    )
+
+
+def test_what_was_started_is_known_by_its_name(tmp_path):
+    assert known_runs(tmp_path) == []
+    for run_id in ("second", "first"):
+        remember_job(tmp_path, job(run_id))
+    assert known_runs(tmp_path) == ["first", "second"]
+    assert known_job(tmp_path, "first") == job("first")
+
+
+def test_a_name_that_nobody_knows_is_told_with_those_that_are(tmp_path):
+    remember_job(tmp_path, job("first"))
+    with pytest.raises(InputError, match="'other': no such run on this machine; known: first"):
+        known_job(tmp_path, "other")
+
+
+@pytest.mark.parametrize("content", [b"{", b"{}", b"\xff"])
+def test_a_file_without_a_job_is_wrong_input(tmp_path, content):
+    remember_job(tmp_path, job("first"))
+    job_path(tmp_path, "first").write_bytes(content)
+    with pytest.raises(InputError):
+        known_job(tmp_path, "first")
+
+
+def test_a_file_that_cannot_be_read_is_wrong_input(tmp_path):
+    job_path(tmp_path, "first").mkdir(parents=True)
+    with pytest.raises(InputError, match=r"job\.json: Is a directory"):
+        known_job(tmp_path, "first")
+
+
+def test_a_job_is_there_whole_or_not_at_all(tmp_path):
+    remember_job(tmp_path, job("first"))
+    before = job_path(tmp_path, "first").open()
+    remember_job(tmp_path, job("first"))
+    with before:
+        assert job_path(tmp_path, "first").stat().st_ino != os.fstat(before.fileno()).st_ino
+    assert [path.name for path in job_path(tmp_path, "first").parent.iterdir()] == ["job.json"]

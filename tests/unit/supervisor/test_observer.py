@@ -1,0 +1,188 @@
+"""What a coordinator noted reaches the ledger, the ladder, the next attempt and onlookers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from storage.local import LocalStore
+from tests.unit.supervisor.cluster import Cluster, ClusterRun, supervise
+from training.job import parse_job
+from training.journal.events import AnyNote, PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
+from training.recovery.fault_record import FaultRecord
+from training.recovery.faults import Fault, FaultClass
+from training.recovery.ladder import Recovery, Rung
+from training.supervisor.observer import NUM_PAST, past_recoveries
+from training.wire.requests import read_control, write_control
+
+LINK = FaultRecord(fault_class=FaultClass.LINK_DOWN, at_s=10.0, evidence="EI0006", step=14)
+BEGAN = RecoveryBegan(
+    at_s=10.0, number=1, generation=1, fault=LINK, rung=Rung.STEP_RETRY, reason="because"
+)
+FAILED = RecoveryEnded(at_s=11.0, number=1, generation=1, succeeded=False, why="no replica")
+STANDS = PauseBegan(at_s=12.0, number=2, step=20)
+GOES_ON = PauseEnded(at_s=13.0, number=2, step=20)
+
+
+def lines(*notes: AnyNote) -> str:
+    return "".join(note.model_dump_json() + "\n" for note in notes)
+
+
+@pytest.fixture
+def cluster() -> Cluster:
+    return Cluster(["crash", "done"])
+
+
+@pytest.fixture
+def supervisor(job, tmp_path, cluster, impatient):
+    """Makes a supervisor of the same run."""
+
+    def make() -> ClusterRun:
+        run = ClusterRun(job, home=tmp_path)
+        run.cluster = cluster
+        return run
+
+    return make
+
+
+def begin(run: ClusterRun) -> None:
+    """A supervisor that dies as soon as the first attempt's processes run."""
+    run.take()
+
+    def die(_progress: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run.attempt(run.place(), data_manifest_key=None, stop_wanted=lambda: False, on_progress=die)
+    run.ledger.release()
+
+
+def kinds_on_record(run: ClusterRun) -> list[str]:
+    """The kinds of the ledger's records, notes by their own."""
+    run.refresh()
+    records = run.ledger._records
+    return [one.note.kind if one.kind == "noted" else one.kind for one in records]
+
+
+def test_the_last_notes_are_on_record_before_the_ladder_is_asked(supervisor, cluster):
+    cluster.live[1, 1] = lines(BEGAN, FAILED)
+    run = supervisor()
+    supervise(run)
+    kinds = kinds_on_record(run)
+    assert kinds.index("recovery_ended") < kinds.index("attempt_ended") < kinds.index("decided")
+    first = run.history.attempts[0].mendings[0]
+    assert (first.began, first.ended) == (BEGAN, FAILED)
+
+
+def test_a_supervisor_that_takes_over_records_what_it_reads_again_only_once(supervisor, cluster):
+    begin(supervisor())
+    cluster.live[1, 1] = lines(BEGAN, STANDS)
+    begin(supervisor())
+    cluster.live[1, 1] += lines(GOES_ON)
+    run = supervisor()
+    told: list[AnyNote] = []
+    supervise(run, lambda progress: told.extend(progress.notes))
+    assert list(run.history.attempts[0].notes) == [BEGAN, STANDS, GOES_ON]
+    assert told == [GOES_ON], "and is told only what is new"
+
+
+def test_the_same_numbers_in_a_later_attempt_are_other_notes(supervisor, cluster):
+    cluster.live[1, 1] = cluster.live[1, 2] = lines(STANDS, GOES_ON)
+    run = supervisor()
+    supervise(run)
+    assert [len(view.pauses) for view in run.history.attempts] == [1, 1]
+
+
+def test_a_line_that_nobody_understands_ends_no_supervision(supervisor, cluster):
+    cluster.live[1, 1] = '{"kind": "step", "lo\n\x00\n{"kind": "news"}\n' + lines(STANDS)
+    run = supervisor()
+    supervise(run)
+    assert run.refresh().ended_well
+    assert list(run.history.attempts[0].notes) == [STANDS]
+
+
+def test_the_next_attempt_is_told_of_the_recoveries_before_it(supervisor, cluster):
+    cluster.live[1, 1] = lines(BEGAN, FAILED)
+    supervise(supervisor())
+    told = [[(one.rung.value, one.failed) for one in order.past] for order in cluster.orders]
+    assert told == [[], [("step_retry", True), ("in_place_restart", False)]]
+
+
+def test_of_many_recoveries_the_newest_are_told_oldest_first():
+    many = [
+        Recovery(Fault(FaultClass.LINK_DOWN, float(at), "x"), Rung.STEP_RETRY, progressed=False)
+        for at in range(NUM_PAST + 10)
+    ]
+    told = past_recoveries(many)
+    assert [one.fault.at_s for one in told] == [float(at) for at in range(10, NUM_PAST + 10)]
+
+
+def test_the_end_of_a_run_takes_a_wish_to_pause_back(supervisor, job, tmp_path, monkeypatch):
+    store = LocalStore(tmp_path / "store")
+    write_control(store, job.run_id, pause=True)
+    run = supervisor()
+    wished_while_alive: list[bool] = []
+    run.take()
+    monkeypatch.setattr(
+        run.engine,
+        "cancel",
+        lambda _grace_s: wished_while_alive.append(read_control(store, job.run_id).pause),
+    )
+    run.end("cancelled", "test")
+    assert wished_while_alive == [True], "or its processes would train on for a moment"
+    assert not read_control(store, job.run_id).pause
+
+
+def test_an_onlooker_sees_a_pause_that_nobody_has_recorded_yet(supervisor, cluster):
+    begin(supervisor())
+    run = supervisor()
+    onlooker, view = run.onlooker(), run.history.open_attempt
+    cluster.written.add((1, 1))
+    assert onlooker.pause(view) is None
+    cluster.live[1, 1] = lines(STANDS)
+    assert onlooker.pause(view).began == STANDS
+    cluster.live[1, 1] += lines(GOES_ON)
+    assert onlooker.pause(view) is None
+
+
+def test_an_onlooker_believes_the_ledger_where_the_live_file_is_out_of_reach(supervisor, cluster):
+    begin(supervisor())
+    cluster.written.add((1, 1))
+    cluster.live[1, 1] = lines(STANDS)
+    begin(supervisor())
+    run = supervisor()
+    onlooker = run.onlooker()
+    cluster.lost.update({"node-0", "node-1"})
+    assert onlooker.pause(run.history.open_attempt).began == STANDS
+
+
+def test_an_onlooker_neither_takes_nor_records_anything(supervisor, cluster):
+    begin(supervisor())
+    before = kinds_on_record(supervisor())
+    cluster.live[1, 1] = lines(STANDS)
+    run = supervisor()
+    run.onlooker().pause(run.history.open_attempt)
+    assert kinds_on_record(supervisor()) == before
+
+
+def test_there_is_nothing_to_look_at_where_no_attempt_lives(supervisor, cluster):
+    assert supervisor().onlooker() is None
+    run = supervisor()
+    supervise(run)
+    assert run.onlooker() is None
+
+
+def test_workers_are_told_the_failure_rate_that_the_run_has_shown(
+    job, tmp_path, cluster, impatient
+):
+    expecting = job.checkpoint.model_copy(update={"mtbf_s": 1000.0})
+    cluster.live[1, 1] = lines(BEGAN, FAILED)
+    run = ClusterRun(job.model_copy(update={"checkpoint": expecting}), home=tmp_path)
+    run.cluster = cluster
+    supervise(run)
+    told = [parse_job(json.loads(order.job)).checkpoint.mtbf_s for order in cluster.orders]
+    assert told[0] == 1000.0
+    assert told[1] == pytest.approx(500.0, abs=5.0), "one failure in no time at all"
+    assert run.history.job is not None
+    assert run.history.job["checkpoint"]["mtbf_s"] == 1000.0, "the job stays what it was"

@@ -1,0 +1,223 @@
+"""The checkpoint server of a node as a process.
+
+`python -m training.agent.checkpoint_server JOB SOCKET [DISK_FOLDER]`
+
+A child of the agent and apart from it, so that hashing and uploading starve neither heartbeats
+nor training. SIGTERM, or the end of the agent: finish what was handed over, then end. Times are
+seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import psutil
+from pydantic import BaseModel, ConfigDict
+
+from storage.address import FILE_SCHEME, open_store
+from storage.checkpoint import CheckpointStore
+from storage.checkpoint_server.publish import Publisher
+from storage.checkpoint_server.server import CheckpointServer
+from storage.local import LocalStore
+from storage.policy import RetentionPolicy, apply_retention
+from storage.retry import Retry
+from storage.share import SaveId
+from training.files import write_whole
+from training.job import Job
+from training.runtime.policies import retention_policy
+
+CLOSE_TIMEOUT_S = 900.0  # the longest grace period of a container
+# Nothing waits for the checkpoint server but the save after next: it sees an outage of the store
+# through.
+OUTAGE_S = 1200.0
+HELD_FILE = "held.json"
+REVIVED_AFTER_S = 5.0  # since its start
+# Ends the process at a named point of a save, as a power cut would: for tests of what is left.
+POINT = "PERDURE_CHECKPOINT_SERVER_DIES_AT"
+
+
+def main() -> None:
+    """Keep the checkpoints of one node until told to end, and end then."""
+    keep()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # an upload that hangs would be waited for at the interpreter's exit
+
+
+def keep() -> None:
+    """Keep the checkpoints of one node until told to end."""
+    # Blocked before there are threads and waited for by name: a handler runs in the main thread
+    # alone, and a signal that the kernel gives to another one would not wake it from a wait.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    job = Job.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    disk = CheckpointStore(LocalStore(Path(sys.argv[3])), job.run_id) if sys.argv[3:] else None
+    patient = Retry(max_tries=1_000, cap_s=30.0, give_up_after_s=OUTAGE_S)
+    store = CheckpointStore(open_store(job.storage, retry=patient), job.run_id)
+    policy = retention_policy(job.checkpoint)
+    publisher = Publisher(
+        store,
+        disk=disk,
+        retain=partial(_retain, store, policy),
+        reached=_die_at(os.environ.get(POINT)),
+    )
+    checkpoint_server = CheckpointServer(
+        sys.argv[2], publisher=publisher, store=store, disk=disk, note=partial(_note, Path.cwd())
+    )
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_await_agents_end, daemon=True).start()
+    threading.Thread(target=checkpoint_server.serve, daemon=True).start()
+    print("perdure: checkpoint server is ready", flush=True)  # noqa: T201 the checkpoint server's log
+    signal.sigwait({signal.SIGTERM})
+    checkpoint_server.close(CLOSE_TIMEOUT_S)
+
+
+def _await_agents_end() -> None:
+    """Notice that the agent is gone: its end of the pipe closes, however it died."""
+    if stat.S_ISFIFO(os.fstat(0).st_mode):  # not one that a person started
+        while os.read(0, 1):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _retain(store: CheckpointStore, policy: RetentionPolicy, step: int) -> None:
+    apply_retention(store, policy, protect={step})
+
+
+class HeldInMemory(BaseModel):
+    """What a checkpoint server's memory holds, as a file in its container's folder tells.
+
+    Attributes:
+        pid: of the checkpoint server.
+        process_started_s: which process of that pid.
+        saves: save and rank of every whole share.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    pid: int
+    process_started_s: float
+    saves: tuple[tuple[SaveId, int], ...]
+
+
+def _note(folder: Path, saves: Sequence[tuple[SaveId, int]]) -> None:
+    started_s = psutil.Process().create_time()
+    held = HeldInMemory(pid=os.getpid(), process_started_s=started_s, saves=tuple(saves))
+    write_whole(folder / HELD_FILE, held.model_dump_json())
+
+
+def _die_at(point: str | None) -> Callable[[str], None]:
+    def reached(name: str) -> None:
+        if name == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return reached
+
+
+@dataclass(slots=True)
+class CheckpointServerProcess:
+    """The checkpoint server of a container, as its agent sees it.
+
+    Attributes:
+        folder: of the container.
+        name: of its socket.
+    """
+
+    folder: Path
+    name: str = ""
+    _process: subprocess.Popen[bytes] | None = None
+    _command: tuple[str, ...] = ()
+    _started_s: float = 0.0
+
+    def ensure(self, job: Job, job_file: Path, disk: Path | None) -> str:
+        """Start it if it is not there. Returns the name of its socket.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        if self._process is not None and self._process.poll() is None:
+            return self.name
+        self.name = f"perdure-{job.run_id}-{uuid.uuid4().hex}"[-100:]
+        command = (
+            sys.executable,
+            "-m",
+            "training.agent.checkpoint_server",
+            str(job_file),
+            self.name,
+        )
+        self._command = (*command, str(disk)) if disk is not None else command
+        self._start()
+        return self.name
+
+    def revive(self, *, now_s: float) -> bool:
+        """Start one that has died again, under its name. Whether it was.
+
+        Workers that ask for it anew after a recovery would wait in vain. One that dies at once is
+        left alone for a while.
+        """
+        if self._process is None or self._process.poll() is None:
+            return False
+        if now_s - self._started_s < REVIVED_AFTER_S:
+            return False
+        try:
+            self._start()
+        except OSError as error:
+            print(f"perdure: the checkpoint server cannot be started again: {error}", flush=True)  # noqa: T201 the agent's log
+            return False
+        return True
+
+    def _start(self) -> None:
+        self._let_go()
+        self._started_s = time.monotonic()
+        with (self.folder / "checkpoint-server.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command,
+                cwd=self.folder,
+                stdin=subprocess.PIPE,  # closes when the agent dies
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    @property
+    def pids(self) -> frozenset[int]:
+        """Of the process, empty when there is none."""
+        return frozenset({self._process.pid}) if self._process is not None else frozenset()
+
+    def close(self, grace_s: float) -> None:
+        """Have it publish what it was given, for as long as the container may live."""
+        if self._process is None or self._process.poll() is not None:
+            return
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+
+
+def disk_folder(job: Job, node_folder: Path | None) -> Path | None:
+    """Where the node's disk tier lies, None when the job has none."""
+    wanted = job.checkpoint.node_disk
+    if wanted is None:
+        wanted = not job.storage.address.startswith(FILE_SCHEME)
+    return node_folder / "checkpoints" if wanted and node_folder is not None else None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,356 @@
+"""A run as its ledger tells it: a pure fold over the records.
+
+Everything a supervisor knows about the past comes from here, so that a supervisor that takes
+over knows what the one before knew. Times are seconds, steps completed optimizer steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from training.journal.events import AnyNote, LastSave
+from training.journal.mending import (
+    Alert,
+    Mending,
+    Pause,
+    alerts_in,
+    last_save_in,
+    mendings_in,
+    pauses_in,
+)
+from training.journal.records import (
+    AnyRecord,
+    AttemptEnded,
+    AttemptStarted,
+    CheckpointSeen,
+    DataReady,
+    Decided,
+    FirstStep,
+    Member,
+    NodeRefused,
+    Noted,
+    Placed,
+    RunCreated,
+    RunEnded,
+    RungFailed,
+    SupervisorTook,
+)
+from training.recovery.fault_record import FaultRecord
+from training.recovery.faults import Fault
+from training.recovery.ladder import Recovery, Rung
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptView:
+    """One attempt, from its start to the decision about its end."""
+
+    started: AttemptStarted
+    members: Sequence[Member]
+    first_step: FirstStep | None = None
+    ended: AttemptEnded | None = None
+    decided: Decided | None = None
+    failed_rungs: tuple[Rung, ...] = ()
+    notes: tuple[AnyNote, ...] = ()
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """(placement, attempt)."""
+        return self.started.placement, self.started.attempt
+
+    @property
+    def from_step(self) -> int:
+        """Step it went on from: told by its first step; until then the store's newest one.
+
+        The memory of the nodes may have had a newer one than the store.
+        """
+        return self.first_step.step - 1 if self.first_step is not None else self.started.from_step
+
+    @property
+    def mendings(self) -> list[Mending]:
+        """Recoveries inside its processes, oldest first."""
+        return mendings_in(self.notes)
+
+    @property
+    def pauses(self) -> list[Pause]:
+        """Times at which all its ranks stood still on request, oldest first."""
+        return pauses_in(self.notes)
+
+    @property
+    def alerts(self) -> list[Alert]:
+        """Health points that left their limits, oldest first."""
+        return alerts_in(self.notes)
+
+    @property
+    def last_save(self) -> LastSave | None:
+        """What became of its end-of-life checkpoint, None when none was tried."""
+        return last_save_in(self.notes)
+
+    @property
+    def pause(self) -> Pause | None:
+        """The pause that it is in."""
+        pauses = self.pauses if self.ended is None else []
+        return pauses[-1] if pauses and pauses[-1].ended is None else None
+
+
+@dataclass(slots=True)
+class RunHistory:
+    """What has happened so far.
+
+    Attributes:
+        epoch: reign of the newest supervisor, 0 before the first.
+        job: the job document the run was created with, None for an empty ledger.
+        placements: every placement, oldest first.
+        attempts: every attempt, oldest first.
+        ended: how the run ended, None while it goes on.
+        budgets_from: attempts before this index count no more: whoever starts an ended run
+            again has looked at it.
+        updated_s: when the newest record was written.
+        unattended: from the last record of a supervisor to the next supervisor, each time.
+        ends: when the run ended, each time.
+        refusals: nodes that failed their checks, since the run last ended.
+        waits: for nodes to become free: from, to.
+    """
+
+    epoch: int = 0
+    job: dict[str, Any] | None = None
+    created_s: float = 0.0
+    supervisor: SupervisorTook | None = None
+    data: list[DataReady] = field(default_factory=list)
+    placements: list[Placed] = field(default_factory=list)
+    attempts: list[AttemptView] = field(default_factory=list)
+    checkpoints: list[CheckpointSeen] = field(default_factory=list)
+    ended: RunEnded | None = None
+    budgets_from: int = 0
+    cwd: str | None = None
+    isolations: list[str] = field(default_factory=list)
+    refusals: list[NodeRefused] = field(default_factory=list)
+    updated_s: float = 0.0
+    unattended: list[tuple[float, float]] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+    waits: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def committed_step(self) -> int:
+        """Newest committed step seen, 0 for none."""
+        return max((seen.step for seen in self.checkpoints), default=0)
+
+    @property
+    def placement(self) -> Placed | None:
+        """The placement in effect."""
+        return self.placements[-1] if self.placements else None
+
+    @property
+    def open_attempt(self) -> AttemptView | None:
+        """The attempt that was started and has not ended, if any."""
+        last = self.attempts[-1] if self.attempts else None
+        return last if last is not None and last.ended is None else None
+
+    @property
+    def ended_well(self) -> bool:
+        """Whether the run reached its target."""
+        return self.ended is not None and self.ended.outcome == "completed"
+
+    @property
+    def pending_decision(self) -> Decided | None:
+        """The newest decision when nothing was started after it."""
+        return self.attempts[-1].decided if self.attempts else None
+
+    @property
+    def isolated(self) -> tuple[str, ...]:
+        """Nodes that decisions or failed checks keep out of placements, in that order."""
+        return tuple(dict.fromkeys((*self.isolations, *self.refused)))
+
+    @property
+    def refused(self) -> tuple[str, ...]:
+        """Nodes that no policy lets back in: they failed their checks."""
+        return tuple(dict.fromkeys(refusal.node for refusal in self.refusals))
+
+    @property
+    def undecided(self) -> AttemptView | None:
+        """The newest attempt when it failed and the ladder has not been asked, or not again."""
+        last = self.attempts[-1] if len(self.attempts) > self.budgets_from else None
+        if last is None or last.ended is None or last.ended.fault is None:
+            return None
+        return last if last.decided is None else None
+
+    @property
+    def unended(self) -> AttemptView | None:
+        """The newest attempt when it ended the run but the run's end is not on record."""
+        last = self.attempts[-1] if len(self.attempts) > self.budgets_from else None
+        if last is None or last.ended is None or last.ended.outcome == "failed":
+            return None
+        return last
+
+    @property
+    def sub_healthy(self) -> list[Mending]:
+        """Recoveries that left the job of the newest placement sub-healthy, oldest first."""
+        if not self.placements or self.ended is not None:
+            return []
+        views = self.attempts_in(self.placements[-1].placement)
+        return [m for view in views for m in view.mendings if m.left_sub_healthy]
+
+    @property
+    def pause(self) -> Pause | None:
+        """The pause that the run is in, None while it trains or nothing of it lives."""
+        view = self.open_attempt
+        return view.pause if view is not None and self.ended is None else None
+
+    def refused_in(self, placement: int) -> frozenset[str]:
+        """Nodes of a placement that failed their checks."""
+        return frozenset(r.node for r in self.refusals if r.placement == placement)
+
+    def attempts_in(self, placement: int) -> list[AttemptView]:
+        """Attempts of one placement, oldest first."""
+        return [a for a in self.attempts if a.started.placement == placement]
+
+    def recoveries(self, *, progress_after_s: float | None = None) -> list[Recovery]:
+        """Every past recovery, oldest first, with whether progress followed.
+
+        Args:
+            progress_after_s: for programs whose steps are unknown, an attempt that lasted this
+                long counts as progress; None when committed steps tell.
+        """
+        found: list[Recovery] = []
+        for index, view in enumerate(self.attempts):
+            if index < self.budgets_from:
+                continue
+            later = self._progress_after(index, progress_after_s)
+            found += [
+                Recovery(
+                    fault_of(one.began.fault),
+                    one.began.rung,
+                    progressed=later or self._progress_within(view, one),
+                    failed=_came_to_grief(view, one),
+                    cut_short=one.ended is not None and one.ended.cut_short,
+                )
+                for one in view.mendings
+            ]
+            if view.ended is None or view.ended.fault is None:
+                continue
+            fault = fault_of(view.ended.fault)
+            found += [Recovery(fault, r, progressed=False, failed=True) for r in view.failed_rungs]
+            if view.decided is not None:
+                found.append(Recovery(fault, view.decided.rung, progressed=later))
+        return found
+
+    def _progress_within(self, view: AttemptView, mending: Mending) -> bool:
+        """Whether its own attempt committed a step that was trained after the recovery.
+
+        Told by steps: a save from before the fault may be committed after it, and one of an end
+        of life holds nothing new.
+        """
+        ended = mending.ended
+        if ended is None or not ended.succeeded or ended.step is None:
+            return False
+        return any(
+            (seen.placement, seen.attempt) == view.key and seen.step > ended.step
+            for seen in self.checkpoints
+        )
+
+    def _progress_after(self, index: int, progress_after_s: float | None) -> bool:
+        later = self.attempts[index + 1 :]
+        if progress_after_s is not None:
+            return any(
+                a.ended is not None and a.ended.duration_s >= progress_after_s for a in later
+            )
+        # What an attempt began with and saved again at the end of its life is not new.
+        began_at = {a.key: a.from_step for a in later}
+        return any(
+            seen.step > began_at.get((seen.placement, seen.attempt), seen.step)
+            for seen in self.checkpoints
+        )
+
+
+def replay(records: Sequence[AnyRecord]) -> RunHistory:
+    """Fold the records of a ledger, in order, into the run's history."""
+    history = RunHistory()
+    for record in records:
+        history.epoch = max(history.epoch, record.epoch)
+        _apply(history, record)
+        _keep_time(history, record)
+    return history
+
+
+def _keep_time(history: RunHistory, record: AnyRecord) -> None:
+    match record:
+        case SupervisorTook() if history.job is not None:
+            history.unattended.append((history.updated_s, record.at_s))
+        case Placed() | RungFailed() if record.waited_s > 0:
+            history.waits.append((record.at_s - record.waited_s, record.at_s))
+        case RunEnded():
+            history.ends.append(record.at_s)
+    history.updated_s = record.at_s
+
+
+def _apply(history: RunHistory, record: AnyRecord) -> None:
+    match record:
+        case RunCreated():
+            history.job, history.created_s = record.job, record.at_s
+            history.cwd = record.cwd
+        case SupervisorTook():
+            _take_over(history, record)
+        case DataReady():
+            history.data.append(record)
+        case Placed():
+            history.placements.append(record)
+        case NodeRefused():
+            history.refusals.append(record)
+        case AttemptStarted():
+            history.ended = None  # a completed run may be given a larger target
+            history.attempts.append(AttemptView(record, history.placements[-1].members))
+        case FirstStep() | AttemptEnded() | Decided() | RungFailed() | Noted():
+            _update_attempt(history, record)
+        case CheckpointSeen():
+            history.checkpoints.append(record)
+        case RunEnded():
+            history.ended, history.budgets_from = record, len(history.attempts)
+
+
+def _take_over(history: RunHistory, record: SupervisorTook) -> None:
+    history.supervisor = record
+    if history.ended is not None:
+        history.refusals.clear()  # somebody has looked at them, and they are checked again
+    if not history.ended_well:
+        history.ended = None
+
+
+def _update_attempt(
+    history: RunHistory, record: FirstStep | AttemptEnded | Decided | RungFailed | Noted
+) -> None:
+    key = (record.placement, record.attempt)
+    for index, view in enumerate(history.attempts):
+        if view.key != key:
+            continue
+        match record:
+            case FirstStep():
+                history.attempts[index] = replace(view, first_step=record)
+            case AttemptEnded():
+                history.attempts[index] = replace(view, ended=record)
+            case Decided():
+                history.attempts[index] = replace(view, decided=record)
+                history.isolations += [record.isolate] if record.isolate is not None else []
+            case RungFailed():
+                # The decision is superseded: the ladder is asked again.
+                failed = (*view.failed_rungs, record.rung)
+                history.attempts[index] = replace(view, failed_rungs=failed, decided=None)
+            case Noted():
+                history.attempts[index] = replace(view, notes=(*view.notes, record.note))
+
+
+def _came_to_grief(view: AttemptView, mending: Mending) -> bool:
+    """Whether a recovery inside the processes failed, or its attempt ended before it did."""
+    if mending.ended is not None:
+        return not mending.ended.succeeded
+    return view.ended is not None and view.ended.outcome != "completed"
+
+
+def fault_of(record: FaultRecord) -> Fault:
+    """The fault a record stands for."""
+    return Fault(**record.model_dump())
+
+
+def record_of(fault: Fault) -> FaultRecord:
+    """The record of a fault."""
+    return FaultRecord(**asdict(fault))

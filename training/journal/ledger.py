@@ -1,0 +1,260 @@
+"""The ledger of a run: append-only records in the object store, one object per record.
+
+Keys are `runs/<run_id>/ledger/<sequence>.json` with consecutive sequence numbers, written with
+a conditional put: of two supervisors that append the same number one wins, the other re-reads
+and finds out who reigns. Every record carries the epoch of its supervisor; a supervisor that
+sees a higher epoch than its own has been superseded and must end.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from storage.errors import Corrupt, NotFound, PreconditionFailed
+from storage.objects import ObjectStore
+from training.errors import RunConflict
+from training.journal.history import RunHistory, replay
+from training.journal.records import RECORD, AnyRecord, SupervisorTook
+
+LEASE_S = 30.0  # a supervisor on another host counts as lost after this long without renewal
+RENEW_S = 5.0
+
+
+class SupervisorLease(BaseModel):
+    """Who supervises a run, renewed while it lives. A hint for taking over, not the lock."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    supervisor: str
+    epoch: int
+    host: str
+    boot_id: str
+    pid: int
+    process_started_s: float
+    renewed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """This process as a supervisor."""
+
+    supervisor: str
+    host: str
+    boot_id: str
+    pid: int
+    process_started_s: float
+
+    @classmethod
+    def of_this_process(cls) -> Identity:
+        """The identity of the calling process."""
+        return cls(
+            supervisor=uuid.uuid4().hex[:12],
+            host=socket.gethostname(),
+            boot_id=_boot_id(),
+            pid=os.getpid(),
+            process_started_s=psutil.Process().create_time(),
+        )
+
+
+class Ledger:
+    """Reads a run's records and, once taken, appends to them."""
+
+    def __init__(
+        self, store: ObjectStore, run_id: str, *, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._store = store
+        self._prefix = f"runs/{run_id}/ledger/"
+        self._lease_key = f"runs/{run_id}/supervisor.json"
+        self._run_id = run_id
+        self._clock = clock
+        self._records: list[AnyRecord] = []
+        self._epoch = 0
+        self._identity: Identity | None = None
+        self._lock = threading.RLock()  # the lease is renewed from a thread of its own
+
+    @property
+    def epoch(self) -> int:
+        """The epoch this process reigns under; 0 while it only reads."""
+        return self._epoch
+
+    def read(self) -> RunHistory:
+        """The history up to now; only records not yet seen are fetched.
+
+        Raises:
+            Corrupt: a record is not what a ledger holds.
+        """
+        with self._lock:
+            self._catch_up()
+            return replay(self._records)
+
+    def take(self, identity: Identity) -> RunHistory:
+        """Become the run's supervisor.
+
+        Raises:
+            RunConflict: another supervisor is alive, or took the run at the same moment.
+        """
+        history = self.read()
+        # In this order: a lease that comes between the two is seen by the second.
+        self._refuse_if_just_taken(history, identity)
+        self._refuse_if_alive(identity)
+        epoch = history.epoch + 1
+        record = SupervisorTook(
+            at_s=self._clock(),
+            epoch=epoch,
+            supervisor=identity.supervisor,
+            host=identity.host,
+            pid=identity.pid,
+        )
+        if not self._put(len(self._records), record):
+            raise RunConflict(f"run {self._run_id}: another supervisor took it at the same moment")
+        self._records.append(record)
+        self._epoch, self._identity = epoch, identity
+        self.renew()
+        return replay(self._records)
+
+    def append(self, build: type[AnyRecord], **fields: Any) -> None:
+        """Append a record of this supervisor.
+
+        Raises:
+            RunConflict: this supervisor has been superseded.
+        """
+        assert self._epoch > 0, "take() first"  # noqa: S101 our own bug, not an input
+        with self._lock:
+            record = build(at_s=self._clock(), epoch=self._epoch, **fields)
+            while not self._put(len(self._records), record):
+                self._catch_up()
+                self.ensure_reigning()
+            self._records.append(record)
+
+    def ensure_reigning(self) -> None:
+        """Check, from the records already read, that nobody took the run from us.
+
+        Raises:
+            RunConflict: somebody did.
+        """
+        newest = replay(self._records).supervisor
+        if newest is not None and newest.epoch > self._epoch > 0:
+            raise RunConflict(
+                f"run {self._run_id} is now supervised by process {newest.pid} on {newest.host}"
+            )
+
+    def renew(self) -> None:
+        """Say that this supervisor lives; call every RENEW_S seconds.
+
+        Raises:
+            RunConflict: somebody took the run.
+        """
+        who = self._identity
+        if who is None:
+            return  # given up a moment ago
+        with self._lock:
+            self._catch_up()
+            self.ensure_reigning()
+        lease = SupervisorLease(
+            supervisor=who.supervisor,
+            epoch=self._epoch,
+            host=who.host,
+            boot_id=who.boot_id,
+            pid=who.pid,
+            process_started_s=who.process_started_s,
+            renewed_s=self._clock(),
+        )
+        self._store.put(self._lease_key, lease.model_dump_json().encode())
+
+    def release(self) -> None:
+        """Give the run up, so that the next supervisor need not wait for the lease to run out."""
+        if self._identity is not None:
+            self._store.delete(self._lease_key)
+            self._identity = None
+
+    def is_supervised(self) -> bool:
+        """Whether somebody supervises the run at the moment, as far as the store tells."""
+        try:
+            lease = SupervisorLease.model_validate_json(self._store.get(self._lease_key))
+        except (NotFound, ValidationError):
+            return False
+        return _is_alive(lease, Identity.of_this_process(), now_s=self._clock())
+
+    def _refuse_if_alive(self, identity: Identity) -> None:
+        try:
+            lease = SupervisorLease.model_validate_json(self._store.get(self._lease_key))
+        except NotFound:
+            return
+        except ValidationError as error:
+            raise Corrupt(f"{self._lease_key} is not a supervisor lease") from error
+        if _is_alive(lease, identity, now_s=self._clock()):
+            raise RunConflict(
+                f"run {self._run_id} is supervised by process {lease.pid} on {lease.host}; "
+                "one supervisor at a time"
+            )
+
+    def _refuse_if_just_taken(self, history: RunHistory, identity: Identity) -> None:
+        """A supervisor that has put its record may not have put its lease yet."""
+        newest = history.supervisor
+        if newest is None or history.ended is not None or newest.supervisor == identity.supervisor:
+            return
+        age_s = self._clock() - newest.at_s
+        here = newest.host == identity.host
+        alive = not here or (newest.pid != identity.pid and psutil.pid_exists(newest.pid))
+        if alive and 0 <= age_s < RENEW_S and not self._has_lease_of(newest.epoch):
+            holder = f"process {newest.pid} on {newest.host}"
+            raise RunConflict(f"run {self._run_id} was taken by {holder} a moment ago")
+
+    def _has_lease_of(self, epoch: int) -> bool:
+        try:
+            lease = SupervisorLease.model_validate_json(self._store.get(self._lease_key))
+        except NotFound:
+            return False
+        return lease.epoch >= epoch
+
+    def _catch_up(self) -> None:
+        start = f"{self._prefix}{len(self._records):08d}"
+        keys = [info.key for info in self._store.list(self._prefix) if info.key >= start]
+        for key in keys:
+            if key != _key(self._prefix, len(self._records)):
+                raise Corrupt(f"{self._prefix}: record {len(self._records)} is missing")
+            try:
+                self._records.append(RECORD.validate_json(self._store.get(key)))
+            except ValidationError as error:
+                raise Corrupt(f"{key} is not a ledger record") from error
+
+    def _put(self, sequence: int, record: AnyRecord) -> bool:
+        try:
+            data = RECORD.dump_json(record)
+            self._store.put(_key(self._prefix, sequence), data, if_absent=True)
+        except PreconditionFailed:
+            return False
+        return True
+
+
+def _key(prefix: str, sequence: int) -> str:
+    return f"{prefix}{sequence:08d}.json"
+
+
+def _boot_id() -> str:
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:  # noqa: PTH123 procfs
+        return file.read().strip()
+
+
+def _is_alive(lease: SupervisorLease, identity: Identity, *, now_s: float) -> bool:
+    """Whether the holder of `lease` lives: looked up on the same host, by time on another."""
+    if (lease.host, lease.boot_id) != (identity.host, identity.boot_id):
+        return now_s - lease.renewed_s < LEASE_S
+    if lease.pid == identity.pid:
+        return False
+    try:
+        process = psutil.Process(lease.pid)
+        same = abs(process.create_time() - lease.process_started_s) < 1.0
+        return same and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

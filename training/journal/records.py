@@ -1,0 +1,218 @@
+"""What the ledger holds: one frozen record per event in the life of a run.
+
+The ledger is read by other processes and later versions, so every record is a pydantic model
+with a `kind` and refuses fields it does not know. Times are seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from training.journal.events import AnyNote
+from training.recovery.fault_record import FaultRecord
+from training.recovery.rungs import Rung
+
+
+class Record(BaseModel):
+    """Common part: when it was written, and under which supervisor's reign."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    at_s: float
+    epoch: int = Field(ge=1, description="reign of the supervisor that wrote it, from 1")
+
+
+class RunCreated(Record):
+    """First record of a run."""
+
+    kind: Literal["run_created"] = "run_created"
+    job: dict[str, Any]
+    cwd: str | None = None
+
+
+class SupervisorTook(Record):
+    """A supervisor took the run; its epoch is higher than every one before."""
+
+    kind: Literal["supervisor_took"] = "supervisor_took"
+    supervisor: str
+    host: str
+    pid: int
+
+
+class DataReady(Record):
+    """Token shards and their manifest are committed."""
+
+    kind: Literal["data_ready"] = "data_ready"
+    manifest_key: str
+    num_tokens: int
+    skipped: bool
+    written_shards: int
+    damaged_shards: int
+    duration_s: float
+
+
+class Member(BaseModel):
+    """One container of a placement.
+
+    Attributes:
+        index: node rank in the gang (VC_TASK_INDEX).
+        node: name of the node it stands on.
+        schedule_cnt: how many times this member has been scheduled (MA_SCHEDULE_CNT).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    index: int
+    node: str
+    schedule_cnt: int
+
+
+class Placed(Record):
+    """A new placement: the gang of containers the next attempts stand on.
+
+    Attributes:
+        host: of the supervisor that made it; an engine of this machine is bound to it.
+        boot_id: of that host; after a reboot nothing of the placement is left.
+        home: Perdure's folder there.
+        waited_s: for a node to become free, before it.
+    """
+
+    kind: Literal["placed"] = "placed"
+    placement: int
+    members: tuple[Member, ...]
+    avoid: tuple[str, ...]
+    host: str = ""
+    boot_id: str = ""
+    home: str = ""
+    waited_s: float = 0.0
+
+
+class NodeRefused(Record):
+    """A node failed its checks before the first step: it is isolated, its member moves."""
+
+    kind: Literal["node_refused"] = "node_refused"
+    placement: int
+    node: str
+    why: str
+
+
+class AttemptStarted(Record):
+    """The processes of an attempt were told to start."""
+
+    kind: Literal["attempt_started"] = "attempt_started"
+    placement: int
+    attempt: int
+    from_step: int
+
+
+class FirstStep(Record):
+    """An attempt completed its first step: the recovery before it is over."""
+
+    kind: Literal["first_step"] = "first_step"
+    placement: int
+    attempt: int
+    step: int
+    stepped_s: float
+
+
+class AttemptEnded(Record):
+    """How an attempt ended: completed, failed with a fault, or stopped on request.
+
+    Attributes:
+        runners_up: what else the evidence would have allowed, most likely first.
+        noticed_s: when a fault that ended it was noticed; `fault.at_s` is its first symptom.
+        stepped_s: when the last step was completed that the supervisor saw.
+    """
+
+    kind: Literal["attempt_ended"] = "attempt_ended"
+    placement: int
+    attempt: int
+    outcome: Literal["completed", "failed", "stopped"]
+    to_step: int | None
+    proc_start_cnt: dict[str, int]
+    fault: FaultRecord | None = None
+    runners_up: tuple[FaultRecord, ...] = ()
+    duration_s: float
+    noticed_s: float | None = None
+    stepped_s: float | None = None
+
+
+class Decided(Record):
+    """The decision about a fault; written before the action starts."""
+
+    kind: Literal["decided"] = "decided"
+    placement: int
+    attempt: int
+    rung: Rung
+    isolate: str | None
+    reason: str
+    skipped: tuple[str, ...] = ()
+    end_of_life_checkpoint: bool = False
+    accept_abnormal: bool = False
+    sub_healthy: bool = False
+
+
+class RungFailed(Record):
+    """The chosen rung could not be carried out; the ladder is asked again.
+
+    Attributes:
+        waited_s: for a node to become free, before it.
+    """
+
+    kind: Literal["rung_failed"] = "rung_failed"
+    placement: int
+    attempt: int
+    rung: Rung
+    why: str
+    waited_s: float = 0.0
+
+
+class CheckpointSeen(Record):
+    """A checkpoint that an attempt committed."""
+
+    kind: Literal["checkpoint"] = "checkpoint"
+    placement: int
+    attempt: int
+    step: int
+
+
+class Noted(Record):
+    """What an attempt's coordinator noted, copied from the attempt's live file.
+
+    The note has a time of its own; `at_s` is when the supervisor read it.
+    """
+
+    kind: Literal["noted"] = "noted"
+    placement: int
+    attempt: int
+    note: AnyNote
+
+
+class RunEnded(Record):
+    """The run reached its end; a run that was cancelled or failed may be taken up again."""
+
+    kind: Literal["run_ended"] = "run_ended"
+    outcome: Literal["completed", "failed", "cancelled"]
+    message: str
+
+
+AnyRecord = Annotated[
+    RunCreated
+    | SupervisorTook
+    | DataReady
+    | Placed
+    | NodeRefused
+    | AttemptStarted
+    | FirstStep
+    | AttemptEnded
+    | Decided
+    | RungFailed
+    | CheckpointSeen
+    | Noted
+    | RunEnded,
+    Field(discriminator="kind"),
+]
+
+RECORD: TypeAdapter[AnyRecord] = TypeAdapter(AnyRecord)

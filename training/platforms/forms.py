@@ -1,0 +1,239 @@
+"""The entries that platforms know, and what each of them means in our words.
+
+Sources: ModelArts' training job annotations (JobMetadata of its API, "Fault Recovery
+Mechanism"); MindFormers "Training High Availability" and "Data Skipping"; MindSpeed-LLM "High
+Availability"; MindCluster "Job YAML Configuration". Counts are recoveries in a row without
+progress.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from training.platforms.settings import Fact, Setting
+from training.platforms.texts import CoordinatorMessage, Reader, number, refuse, source_of
+from training.platforms.tft import read_tft
+
+
+class Platform(StrEnum):
+    """Where an entry comes from."""
+
+    MODELARTS = "modelarts"
+    MINDFORMERS = "mindformers"
+    MINDSPEED = "mindspeed"
+    MINDCLUSTER = "mindcluster"
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One entry that is understood.
+
+    Attributes:
+        platform: whose it is.
+        allowed: its values, in words.
+        becomes: what it becomes, for the documentation.
+        read: yields settings and warnings for (name, text); raises InputError.
+    """
+
+    platform: Platform
+    allowed: str
+    becomes: str
+    read: Reader
+
+
+def _count(field: str) -> Reader:
+    def read(name: str, text: str) -> Iterator[CoordinatorMessage]:
+        yield Setting(field, number(name, text, low=1, high=128), source_of(name, text))
+
+    return read
+
+
+def _choice(setting: str, *, words: Mapping[str, bool]) -> Reader:
+    """A word that switches `setting` on or off."""
+
+    def read(name: str, text: str) -> Iterator[CoordinatorMessage]:
+        if text not in words:
+            raise refuse(name, text, " or ".join(words))
+        yield Setting(setting, words[text], source_of(name, text))
+
+    return read
+
+
+def _fact(fact: Fact, words: tuple[str, ...], but: Mapping[str, str]) -> Reader:
+    """A word that only matters beside others; `but` holds the warning that it comes with."""
+
+    def read(name: str, text: str) -> Iterator[CoordinatorMessage]:
+        if text not in words:
+            raise refuse(name, text, " or ".join(words))
+        yield Setting(fact, text, source_of(name, text))
+        if text in but:
+            yield f"{source_of(name, text)}: {but[text]}"
+
+    return read
+
+
+_TRUE_FALSE = {"true": True, "false": False}
+_YAML_BOOL = {"True": True, "False": False, "true": True, "false": False}
+
+
+_ELASTIC = "going on with fewer ranks (elastic training) is not a rung of ours"
+# exit names what comes when nothing helps; every ladder of ours ends in `stop`.
+_STRATEGIES: Mapping[str, str | None] = {
+    "retry": "step_retry",
+    "recover": "process_replace",
+    "recover-in-place": "process_replace",
+    "elastic-training": None,
+    "dump": "end_of_life_checkpoint",
+    "exit": None,
+}
+_AVAILABILITY = ("dump", "retry", "recover", "elastic-training")
+
+
+def _listed(name: str, text: str, allowed: tuple[str, ...]) -> list[str]:
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
+        if word not in allowed:
+            raise refuse(name, text, f"a comma list of {', '.join(allowed)}; not {word!r}")
+    return words
+
+
+def _read_strategies(name: str, text: str) -> Iterator[CoordinatorMessage]:
+    """recover-strategy: what is not in the list is off."""
+    words = _listed(name, text, tuple(_STRATEGIES))
+    source = source_of(name, text)
+    on = {_STRATEGIES[word] for word in words}
+    for setting in ("step_retry", "process_replace", "end_of_life_checkpoint"):
+        yield Setting(setting, setting in on, source, is_implied=setting not in on)
+    yield Setting(
+        Fact.PROCESS_RECOVERY, not on.isdisjoint({"step_retry", "process_replace"}), source
+    )
+    if "recover-in-place" in words and "recover" not in words:
+        yield f"{source}: process_replace is one switch for recover and recover-in-place"
+    if "elastic-training" in words:
+        yield f"{source}: {_ELASTIC}"
+
+
+def _read_availability(name: str, text: str) -> Iterator[CoordinatorMessage]:
+    """HIGH_AVAILABILITY: each word brings dump with it (--enable-high-availability)."""
+    words = _listed(name, text, _AVAILABILITY)
+    source = source_of(name, text)
+    yield Setting("end_of_life_checkpoint", True, source)
+    for setting, word in (("step_retry", "retry"), ("process_replace", "recover")):
+        yield Setting(setting, word in words, source, is_implied=word not in words)
+    if "elastic-training" in words:
+        yield f"{source}: {_ELASTIC}"
+
+
+def _read_retry_times(name: str, text: str) -> Iterator[CoordinatorMessage]:
+    times, source = number(name, text, low=0, high=100), source_of(name, text)
+    yield Setting("unconditional", times > 0, source)
+    yield Setting(Fact.SERVICE_RETRY, times > 0, source)
+    if times:
+        yield Setting("max_restarts", times, source)
+
+
+def _read_scheduling(name: str, text: str) -> Iterator[CoordinatorMessage]:
+    if text not in _SCHEDULING:
+        raise refuse(name, text, " or ".join(_SCHEDULING))
+    source = source_of(name, text)
+    yield Setting(Fact.FAULT_SCHEDULING, text, source)
+    if text == "off":
+        yield Setting("unconditional", False, source)
+        yield Setting("pod_retries", False, source)
+    yield f"{source}: {_SCHEDULING[text]}"
+
+
+_SCHEDULING = {
+    "grace": "the time between SIGTERM and SIGKILL is engine.grace_s, not 15 minutes",
+    "force": "workers still get engine.grace_s between SIGTERM and SIGKILL",
+    "off": "a node or chip fault still moves the job, up to max_restarts times",
+}
+_SUB_HEALTHY_GOES_ON = "the job goes on where it is; only later placements avoid the node"
+_RESTART_POLICIES = ("Never", "Always", "OnFailure", "ExitCode")
+_POLICY_OF_KUBELET = "containers are started again by the ladder, never by the kubelet"
+
+FORMS: Mapping[str, Form] = {
+    "fault-tolerance/job-retry-num": Form(
+        Platform.MODELARTS, "1 to 128", "max_restarts", _count("max_restarts")
+    ),
+    "fault-tolerance/job-unconditional-retry": Form(
+        Platform.MODELARTS, "true, false", "unconditional",
+        _choice("unconditional", words=_TRUE_FALSE),
+    ),
+    "fault-tolerance/hang-retry": Form(
+        Platform.MODELARTS, "true, false", "hang", _choice("hang", words=_TRUE_FALSE)
+    ),
+    "fault-tolerance/pod-retry-num": Form(
+        Platform.MODELARTS, "1 to 128", "pod_retries", _count("pod_retries")
+    ),
+    "fault-tolerance/hccl_op_retry": Form(
+        Platform.MODELARTS, "true, false", "comm.op_retry.enabled, which must say the same",
+        _choice("operator_retry", words=_TRUE_FALSE),
+    ),
+    "MS_ENABLE_TFT": Form(
+        Platform.MINDFORMERS, "a list of switches, below", "the fields below", read_tft
+    ),
+    "use_skip_data_by_global_norm": Form(
+        Platform.MINDFORMERS, "True, False", "data_skipping",
+        _choice("data_skipping", words=_YAML_BOOL),
+    ),
+    "HIGH_AVAILABILITY": Form(
+        Platform.MINDSPEED, "comma list: " + ", ".join(_AVAILABILITY),
+        "end_of_life_checkpoint; retry: step_retry; recover: process_replace",
+        _read_availability,
+    ),
+    "recover-strategy": Form(
+        Platform.MINDCLUSTER, "comma list: " + ", ".join(_STRATEGIES),
+        "step_retry, process_replace, end_of_life_checkpoint", _read_strategies,
+    ),
+    "fault-scheduling": Form(
+        Platform.MINDCLUSTER, "grace, force, off",
+        "off: unconditional=false, pod_retries=0", _read_scheduling,
+    ),
+    "fault-retry-times": Form(
+        Platform.MINDCLUSTER, "0 to 100", "unconditional, max_restarts", _read_retry_times
+    ),
+    "pod-rescheduling": Form(
+        Platform.MINDCLUSTER, "on, off", "pod_retries: 128 or 0",
+        _choice("pod_retries", words={"on": True, "off": False}),
+    ),
+    "subHealthyStrategy": Form(
+        Platform.MINDCLUSTER, "ignore, graceExit, forceExit, hotSwitch", "-",
+        _fact(
+            Fact.SUB_HEALTHY, ("ignore", "graceExit", "forceExit", "hotSwitch"),
+            dict.fromkeys(("graceExit", "forceExit", "hotSwitch"), _SUB_HEALTHY_GOES_ON),
+        ),
+    ),
+    "restartPolicy": Form(
+        Platform.MINDCLUSTER, ", ".join(_RESTART_POLICIES), "-",
+        _fact(
+            Fact.RESTART_POLICY, _RESTART_POLICIES,
+            dict.fromkeys(("Always", "OnFailure", "ExitCode"), _POLICY_OF_KUBELET),
+        ),
+    ),
+}  # fmt: skip
+
+# Entries that stand beside the ones above and say nothing that a restart policy could hold.
+_NOT_RECOVERY = "is not about recovery"
+OTHERS: Mapping[str, str] = {
+    "job_template": _NOT_RECOVERY,
+    "jupyter-lab/enable": _NOT_RECOVERY,
+    "tensorboard/enable": _NOT_RECOVERY,
+    "mindstudio-insight/enable": _NOT_RECOVERY,
+    "performance_diagnosis_enabled": _NOT_RECOVERY,
+    "record/code-dir": _NOT_RECOVERY,
+    "framework": _NOT_RECOVERY,
+    "ring-controller.atlas": _NOT_RECOVERY,
+    "tor-affinity": _NOT_RECOVERY,
+    "sp-block": _NOT_RECOVERY,
+    "huawei.com/schedule_policy": _NOT_RECOVERY,
+    "huawei.com/schedule_minAvailable": _NOT_RECOVERY,
+    "process-recover-enable": "follows from recover-strategy",
+    "huawei.com/recover_policy_path": "a rescheduled pod that fails goes on to the job level here",
+    "wait-reschedule-timeout": "is restart.spare_wait_s here",
+    "MINDIO_FOR_MINDSPORE": "has no meaning without MindIO",
+    "MS_TFT_IP": "has no meaning without MindIO",
+    "MS_TFT_PORT": "has no meaning without MindIO",
+}

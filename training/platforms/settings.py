@@ -1,0 +1,174 @@
+"""What a platform's entry says about our policy, and how several entries are put together.
+
+An entry is a name and a text (annotation, label or environment variable). It becomes settings:
+a field of `Policy`, or a fact that only matters for what may stand beside it. The same field
+set twice must be set alike; pairs that exclude each other are a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Any
+
+from training.errors import InputError
+from training.recovery.ladder import Policy
+
+Value = bool | int | str
+
+POLICY_FIELDS = frozenset(f.name for f in fields(Policy))
+
+# A count that a platform only switches on has no limit of its own there: the largest one here,
+# so that max_restarts is the limit that counts.
+SWITCHED_COUNTS: Mapping[str, tuple[int, int]] = MappingProxyType({"pod_retries": (0, 128)})
+
+
+class Fact(StrEnum):
+    """What entries and job say besides the policy, for the table of pairs."""
+
+    CHIP = "chip"
+    MC2 = "mc2"
+    WATCHDOG = "watchdog"
+    RESTART_POLICY = "restart_policy"
+    SERVICE_RETRY = "service_retry"
+    PROCESS_RECOVERY = "process_recovery"
+    FAULT_SCHEDULING = "fault_scheduling"
+    SUB_HEALTHY = "sub_healthy"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One statement.
+
+    Attributes:
+        name: field of `Policy`, or a `Fact`.
+        value: what it is set to.
+        source: name and value as the user wrote them.
+        is_implied: only follows from what a list leaves out; gives way to what is written.
+    """
+
+    name: str
+    value: Value
+    source: str
+    is_implied: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """`name` set to `value` allows only these values of `other`.
+
+    Attributes:
+        name: field of `Policy` or `Fact`.
+        value: the value that asks for something.
+        other: what it asks for something of.
+        allowed: values of `other` that go with it.
+        needs: the same in words a user knows.
+    """
+
+    name: str
+    value: Value
+    other: str
+    allowed: tuple[Value, ...]
+    needs: str
+
+
+# Sources: HCCL and ModelArts documentation of operator retry (Atlas A3 only, neither MC2 nor the
+# watchdog); MindFormers "Training High Availability" (data skipping); MindCluster "Job YAML
+# Configuration" (restartPolicy, fault-scheduling, fault-retry-times, subHealthyStrategy).
+PAIRS: tuple[Pair, ...] = (
+    Pair("operator_retry", True, Fact.CHIP, ("a3",), "chip=a3"),
+    Pair("operator_retry", True, Fact.MC2, (False,), "mc2=false"),
+    Pair("operator_retry", True, Fact.WATCHDOG, (False,), "watchdog=false"),
+    Pair("numeric_retry", True, "data_skipping", (False,), "data_skipping=false"),
+    Pair(Fact.SERVICE_RETRY, True, Fact.RESTART_POLICY, ("Never",), "restartPolicy=Never"),
+    Pair(Fact.PROCESS_RECOVERY, True, Fact.SERVICE_RETRY, (True,), "fault-retry-times of 1 to 100"),
+    Pair(
+        Fact.PROCESS_RECOVERY, True, Fact.FAULT_SCHEDULING, ("grace", "force"),
+        "fault-scheduling=grace",
+    ),
+    Pair(
+        Fact.SUB_HEALTHY, "graceExit", "end_of_life_checkpoint", (True,),
+        "end_of_life_checkpoint=true (TTP, dump)",
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What entries say, taken together.
+
+    Attributes:
+        fields: values of the `Policy` fields that were named.
+        sources: where each of them was named, as the user wrote it.
+        warnings: what the policy cannot express, one line each.
+    """
+
+    fields: Mapping[str, bool | int] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+    def policy(self, base: Policy | None = None) -> Policy:
+        """`base` (default: our default policy) with the named fields in place."""
+        named: dict[str, Any] = dict(self.fields)
+        return replace(base or Policy(), **named)
+
+
+def combine(settings: Sequence[Setting], warnings: Sequence[str]) -> Reading:
+    """Put statements together.
+
+    Raises:
+        InputError: two of them contradict or exclude each other; names both.
+    """
+    known: dict[str, Setting] = {}
+    for setting in settings:
+        past = known.get(setting.name)
+        known[setting.name] = setting if past is None else _agree(past, setting)
+    for pair in PAIRS:
+        _check(pair, known)
+    named = {n: s for n, s in known.items() if n in POLICY_FIELDS}
+    return Reading(
+        {name: _resolved(setting) for name, setting in named.items()},
+        {name: setting.source for name, setting in named.items()},
+        tuple(dict.fromkeys(warnings)),
+    )
+
+
+def _agree(past: Setting, new: Setting) -> Setting:
+    """The more exact of two statements about one field."""
+    if past.is_implied or new.is_implied:
+        return new if past.is_implied else past
+    if type(past.value) is type(new.value) and past.value == new.value:
+        return past
+    exact = [s for s in (past, new) if not isinstance(s.value, bool)]
+    if len(exact) == 1 and bool(past.value) == bool(new.value):
+        return exact[0]
+    raise InputError(
+        "",
+        f"{past.source} and {new.source} contradict each other: {past.name} is "
+        f"{shown(past.value)} or {shown(new.value)}, keep one of them",
+    )
+
+
+def _check(pair: Pair, known: Mapping[str, Setting]) -> None:
+    one, other = known.get(pair.name), known.get(pair.other)
+    if one is None or other is None or one.value != pair.value or other.value in pair.allowed:
+        return
+    raise InputError(
+        "",
+        f"{one.source} and {other.source} exclude each other: {one.source} needs {pair.needs}",
+    )
+
+
+def _resolved(setting: Setting) -> bool | int:
+    value = setting.value
+    assert not isinstance(value, str)  # noqa: S101 no policy field is a text
+    if isinstance(value, bool) and setting.name in SWITCHED_COUNTS:
+        return SWITCHED_COUNTS[setting.name][value]
+    return value
+
+
+def shown(value: Value | None) -> str:
+    """A value as a job file has it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,482 @@
+"""The life of an attempt as its coordinator sees it: events in, actions out.
+
+No I/O and no clock: the shell around it (server.py) feeds events with their time and carries
+the actions out, tests and the simulator do the same without processes. Times are seconds since
+the epoch, steps completed optimizer steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from training.journal.events import LastSave
+from training.recovery.actions import Action, NormAccepted, Outbox, ToAgent, ToRank
+from training.recovery.decider import (
+    InProcessDecider,
+    device_of,
+    fault_of_end,
+    fault_of_trouble,
+    rank_at_fault,
+)
+from training.recovery.faults import Fault
+from training.recovery.ladder import IN_PROCESS, Decision, Rung
+from training.recovery.pauses import Pauses
+from training.recovery.ranks import Ranks
+from training.recovery.recoveries import Recoveries, last_save_of, mode_after, mode_of
+from training.recovery.repair import RankReport, RepairMode, RepairPlan, Unmendable, plan_repair
+from training.wire.coordinator import (
+    GiveUp,
+    LastSaved,
+    NewGeneration,
+    PauseRequest,
+    Plan,
+    Reconnect,
+    Reconnected,
+    ReplaceWorker,
+    ToMember,
+    WorkerEnded,
+    WorkerFault,
+    WorkerFaultKind,
+)
+
+# Survivors feel a broken link in the same moment in which the kernel closes the connection of a
+# dead process to us: a link alone is to blame when no such end comes.
+LINK_SETTLE_S = 0.05
+
+
+class Stage(StrEnum):
+    """Where the attempt stands."""
+
+    STARTING = "starting"
+    TRAINING = "training"
+    GATHERING = "gathering"  # a generation is announced, reports come in
+    REPAIRING = "repairing"  # the plan is out
+    RECONNECTING = "reconnecting"  # links are made anew, in the same generation
+    SAVING = "saving"  # the survivors write the end-of-life checkpoint
+    GIVEN_UP = "given_up"
+    ENDING = "ending"
+
+
+_HOLDS = frozenset({Stage.GATHERING, Stage.SAVING, Stage.GIVEN_UP})  # no plan to train by
+_RECOVERABLE = frozenset({Stage.TRAINING, Stage.GATHERING, Stage.REPAIRING, Stage.RECONNECTING})
+
+
+@dataclass(slots=True)
+class Attempt:
+    """The state machine.
+
+    Attributes:
+        world_size: number of ranks.
+        groups: ranks that hold the same state.
+        judge: asks the ladder.
+        repair_limit_s: for all ranks to report, and to carry a plan out.
+        save_limit_s: for the end-of-life checkpoint.
+        link_limit_s: for new links in the same generation.
+        nodes: by rank, the node it runs on, as the agents told.
+        step: newest completed step that is known.
+    """
+
+    world_size: int
+    groups: Sequence[Sequence[int]]
+    judge: InProcessDecider
+    repair_limit_s: float
+    save_limit_s: float
+    link_limit_s: float = 30.0
+    nodes: dict[int, str] = field(default_factory=dict)
+    stage: Stage = Stage.STARTING
+    generation: int = 1
+    step: int = 0
+    _ranks: Ranks = field(default_factory=Ranks)
+    _early: list[tuple[int, WorkerFault]] = field(default_factory=list)
+    _reports: dict[int, RankReport] = field(default_factory=dict)
+    _mode: RepairMode = RepairMode.TRAIN  # of the newest generation, until all ranks train in it
+    _accepted: int | None = None  # newest abnormal step that is taken as it is
+    _plan: RepairPlan | None = None
+    _suspected: tuple[float, int, WorkerFault] | None = None
+    _deadline_s: float | None = None
+    _saved: dict[int, LastSaved] = field(default_factory=dict)
+    _why: str = ""
+    _link: int = 0  # how often the links of the generation were made anew
+    _reconnected: set[int] = field(default_factory=set)
+    _norms: dict[int, list[float]] = field(default_factory=dict)  # of abnormal steps
+    _outbox: Outbox = field(default_factory=Outbox)
+    _recoveries: Recoveries = field(init=False)
+    _pauses: Pauses = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Have one outbox for all notes."""
+        self._recoveries = Recoveries(self._outbox)
+        self._pauses = Pauses(self.world_size, self._outbox)
+
+    @property
+    def rank_counts(self) -> dict[str, int]:
+        """How many ranks there are in each state."""
+        return self._ranks.counts(self.world_size)
+
+    def take_actions(self) -> list[Action]:
+        """What is to be done, in this order; each is handed out once."""
+        return self._outbox.take()
+
+    # Events.
+
+    def joined(self, rank: int) -> None:
+        """A worker has connected."""
+        self._ranks.joined(rank)
+        if self.stage is Stage.GIVEN_UP:
+            self._tell(rank, GiveUp(why=self._why))
+            return
+        self._tell(rank, NewGeneration(number=self.generation))
+        if self._pauses.is_wanted:
+            self._tell(rank, PauseRequest(wanted=True))
+
+    def trains(self, rank: int, generation: int, step: int, *, now_s: float) -> None:
+        """A rank is in its loop, in a generation."""
+        if generation != self.generation or self.stage in _HOLDS:
+            return
+        self.step = max(self.step, step) if self.stage is Stage.STARTING else step
+        self._ranks.training.add(rank)
+        if self._all_ranks_train:
+            self._all_train(now_s=now_s)
+
+    def committed(self, step: int) -> None:
+        """A checkpoint of this step was committed."""
+        self.judge.committed(step)
+
+    def stepped(self, step: int) -> None:
+        """A step is on record."""
+        self.step = max(self.step, step)
+
+    def trouble(self, rank: int, seen: WorkerFault, *, now_s: float) -> None:
+        """A worker has noticed a fault and lives."""
+        if self.stage is Stage.STARTING:
+            self._early.append((rank, seen))  # it waits for a generation, which needs all ranks
+            return
+        if self.stage is Stage.ENDING:
+            self._give_up(f"{seen.trouble} at rank {rank} while others had come to their end")
+            return
+        is_mended = seen.link is not None and seen.link < self._link
+        if seen.generation < self.generation or is_mended or not self._may_recover():
+            return
+        if seen.trouble in (WorkerFaultKind.LINK, WorkerFaultKind.REPAIR):
+            known = self._suspected
+            if known is None:
+                self._suspected = (now_s + LINK_SETTLE_S, rank, seen)
+            elif seen.link is None and known[2].link is not None:
+                # This rank has left its step, and needs more than new links.
+                self._suspected = (known[0], rank, seen)
+            return
+        self._answer_trouble(rank, seen, now_s=now_s)
+
+    def reconnected(self, rank: int, told: Reconnected, *, now_s: float) -> None:
+        """A rank has new links, or could not make them."""
+        here = (self.generation, self._link)
+        if self.stage is not Stage.RECONNECTING or (told.generation, told.link) != here:
+            return
+        if told.problem is not None:
+            self._fail(f"rank {rank}: {told.problem}", now_s=now_s)
+            return
+        self._reconnected.add(rank)
+        if len(self._reconnected) < self.world_size:
+            return
+        if self._all_ranks_train:
+            self._go_on(now_s=now_s)
+        else:  # the links broke in the middle of a repair
+            self.stage, self._deadline_s = Stage.REPAIRING, now_s + self.repair_limit_s
+
+    def gone(self, rank: int, *, now_s: float) -> None:
+        """The connection of a worker is closed: its process has ended, or is about to."""
+        self._ranks.gone(rank, now_s=now_s)
+
+    def ended(self, ended: WorkerEnded, *, now_s: float) -> None:
+        """An agent tells how a worker ended."""
+        rank = ended.rank
+        self._ranks.ended(rank)
+        if self.stage is Stage.SAVING:
+            self._check_saved(now_s=now_s)
+            return
+        if self._mode is RepairMode.LAST_SAVE and self.stage is Stage.GATHERING:
+            self._check_reports(now_s=now_s)
+            return
+        if not self._may_recover():
+            self._give_up(self._why or f"rank {rank} ended while the attempt was {self.stage}")
+            return
+        self._suspected = None
+        fault = fault_of_end(ended, node=self.nodes.get(rank), step=self.step)
+        self._answer(fault, now_s=now_s)
+
+    def standing(self, generation: int, report: RankReport, *, now_s: float) -> None:
+        """A rank reports for a generation."""
+        if generation != self.generation or self.stage is not Stage.GATHERING:
+            return
+        self._ranks.reported(report.rank)
+        self._reports[report.rank] = report
+        self._check_reports(now_s=now_s)
+
+    def last_saved(self, rank: int, told: LastSaved, *, now_s: float) -> None:
+        """A survivor's part in the end-of-life checkpoint is over."""
+        if self.stage is Stage.SAVING:
+            self._saved[rank] = told
+            self._check_saved(now_s=now_s)
+
+    def ending(self, rank: int, *, now_s: float) -> None:
+        """A rank came to the end of its loop."""
+        self._ranks.ending.add(rank)
+        suspected, self._suspected = self._suspected, None
+        if self.stage is Stage.TRAINING and suspected is None:
+            self.stage = Stage.ENDING
+        elif self._may_recover():
+            why = f"rank {rank} came to its end: no generation has all ranks any more"
+            self._close_recoveries(why, now_s=now_s)
+            self._give_up(why)
+
+    def pause(self, *, wanted: bool) -> None:
+        """Somebody wants the ranks to stand still, or to go on."""
+        if wanted != self._pauses.is_wanted:
+            self._pauses.is_wanted = wanted
+            self._tell_all(PauseRequest(wanted=wanted))
+
+    def paused(self, rank: int, step: int, *, stands: bool, now_s: float) -> None:
+        """A rank stands at a step boundary, or goes on from it."""
+        if stands:
+            # The vote may have told it of a wish before its own line did, or of one that is over.
+            self._tell(rank, PauseRequest(wanted=self._pauses.is_wanted))
+        if rank not in self._ranks.training:
+            return  # told before the generation that it is in now
+        self.stepped(step)
+        self._pauses.told(rank, step, stands=stands, now_s=now_s)
+
+    @property
+    def awaits_its_time(self) -> bool:
+        """Whether `tick` may have something to do soon, even if nobody says anything."""
+        is_due = self._suspected is not None or self._deadline_s is not None
+        return is_due or not self._ranks.are_all_explained
+
+    def tick(self, *, now_s: float) -> None:
+        """Time has passed."""
+        suspected = self._suspected
+        if suspected is not None and now_s >= suspected[0] and self._ranks.are_all_explained:
+            self._suspected = None
+            self._answer_trouble(*suspected[1:], now_s=now_s)
+        for rank in self._ranks.unexplained(now_s=now_s):
+            device, text = device_of(rank, self.nodes) or 0, "its agent did not tell how it ended"
+            ended = WorkerEnded(rank=rank, device=device, exit_code=-9, error=text, at_s=now_s)
+            self.ended(ended, now_s=now_s)
+        if self._deadline_s is not None and now_s > self._deadline_s:
+            self._too_late(now_s=now_s)
+
+    # What follows from them.
+
+    def _may_recover(self) -> bool:
+        if self._mode is RepairMode.LAST_SAVE:
+            return False
+        return self.stage in _RECOVERABLE
+
+    def _check_reports(self, *, now_s: float) -> None:
+        if set(self._reports) >= self._expected():
+            self._make_plan(now_s=now_s)
+
+    def _expected(self) -> set[int]:
+        """Ranks that a plan needs a report from."""
+        if self._mode is RepairMode.LAST_SAVE:
+            return self._ranks.survivors
+        return set(range(self.world_size))
+
+    def _answer_trouble(self, rank: int, seen: WorkerFault, *, now_s: float) -> None:
+        blamed = rank_at_fault(seen, told_by=rank)
+        node = self.nodes.get(blamed) if blamed is not None else None
+        device = device_of(blamed, self.nodes)
+        fault = fault_of_trouble(seen, rank=blamed, node=node, device=device)
+        if seen.trouble is WorkerFaultKind.NUMERIC:
+            # All ranks took part in its vote: they train, whether or not all have told so yet.
+            self._mode = RepairMode.TRAIN
+            if seen.grad_norm is not None:
+                self._norms.setdefault(seen.step + 1, []).append(seen.grad_norm)
+        # Without a number the rank has left its step, and waits for a generation; before there is
+        # a plan, reports of the present one are on their way.
+        can_reconnect = seen.link is not None and self.stage is not Stage.GATHERING
+        self._answer(fault, now_s=now_s, is_finite=seen.is_finite, can_reconnect=can_reconnect)
+
+    def _answer(
+        self,
+        fault: Fault,
+        *,
+        now_s: float,
+        is_finite: bool = True,
+        can_reconnect: bool = False,
+        is_missing: bool = False,
+    ) -> None:
+        """Ask the ladder, and begin what it says."""
+        is_dead = fault.rank is not None and self._ranks.have_lost(fault.rank)
+        decision = self.judge.decide(
+            fault,
+            now_s=now_s,
+            is_dead=is_dead or is_missing,  # it can do nothing again
+            is_finite=is_finite,
+            can_reconnect=can_reconnect,
+        )
+        if decision.rung not in IN_PROCESS:
+            self._end_processes(decision, now_s=now_s)
+            return
+        if decision.accept_abnormal and fault.step is not None:
+            self._accepted = fault.step + 1
+        self.judge.began(fault, decision.rung)
+        replaced = self._recoveries.begin(fault, decision, generation=self.generation, now_s=now_s)
+        if decision.rung is Rung.OPERATOR_RETRY:
+            self._reconnect(now_s=now_s)
+        else:
+            self._announce(mode_of(decision, fault), now_s=now_s, replaced=replaced)
+        if decision.accept_abnormal and fault.step is not None:
+            # Last: the store may take its time, and training goes on meanwhile.
+            norms = tuple(self._norms.pop(fault.step + 1, ()))
+            self._outbox.add(NormAccepted(fault.step + 1, norms))
+
+    def _reconnect(self, *, now_s: float) -> None:
+        """Have new links made under the operations that the broken ones cut short."""
+        self._link += 1
+        self._reconnected.clear()
+        self.stage, self._deadline_s = Stage.RECONNECTING, now_s + self.link_limit_s
+        self._tell_all(Reconnect(generation=self.generation, link=self._link))
+
+    def _announce(self, mode: RepairMode, *, now_s: float, replaced: Collection[int]) -> None:
+        """Begin a generation: whoever lives reports, whoever is replaced is started."""
+        self.generation += 1
+        self._link = 0
+        self._mode = mode_after(self._mode, mode)
+        self.stage, self._plan = Stage.GATHERING, None
+        self._reports.clear()
+        self._ranks.training.clear()
+        self._suspected = None
+        self._pauses.end(self.step, now_s=now_s)
+        self._deadline_s = now_s + self.repair_limit_s
+        for rank in sorted(replaced):
+            self._ranks.replaced(rank)
+            message = ReplaceWorker(rank=rank, generation=self.generation)
+            self._outbox.add(ToAgent(rank, message))
+        self._tell_all(NewGeneration(number=self.generation))
+
+    def _make_plan(self, *, now_s: float) -> None:
+        reports = [r for rank, r in self._reports.items() if rank in self._expected()]
+        self._locate(reports)
+        try:
+            plan = plan_repair(reports, self.groups, mode=self._mode, accepted=self._accepted)
+        except Unmendable as exc:
+            self._fail(str(exc), now_s=now_s)
+            return
+        self._plan = plan
+        saves = self._mode is RepairMode.LAST_SAVE
+        self.stage = Stage.SAVING if saves else Stage.REPAIRING
+        self._deadline_s = now_s + (self.save_limit_s if saves else self.repair_limit_s)
+        self._tell_all(Plan(generation=self.generation, plan=plan))
+
+    def _locate(self, reports: Sequence[RankReport]) -> None:
+        """Tell the ladder in which step processes died: the step records come late."""
+        steps = [report.step for report in reports if report.is_clean]
+        for was, fault in self._recoveries.locate(min(steps)) if steps else ():
+            self.judge.corrected(was, fault)
+
+    def _fail(self, why: str, *, now_s: float, missing: Sequence[int] = ()) -> None:
+        """What was begun cannot be done: ask the ladder for the next rung.
+
+        Args:
+            why: it cannot.
+            now_s: the time.
+            missing: ranks that did not come, whatever rank the fault was about.
+        """
+        if self._mode is RepairMode.LAST_SAVE:
+            self._save_failed(why, now_s=now_s)
+            return
+        fault = self._recoveries.newest_fault
+        is_other = bool(missing) and fault.rank not in missing
+        if is_other:
+            node, device = self.nodes.get(missing[0]), device_of(missing[0], self.nodes)
+            fault = replace(fault, rank=missing[0], node=node, device=device)
+        self.judge.failed()
+        self._close_recoveries(why, now_s=now_s)
+        self._answer(fault, now_s=now_s, is_missing=is_other)
+
+    def _too_late(self, *, now_s: float) -> None:
+        self._deadline_s = None
+        if self.stage is Stage.SAVING:
+            self._save_failed("the survivors did not finish in time", now_s=now_s)
+        elif self.stage is Stage.RECONNECTING:
+            missing = sorted(set(range(self.world_size)) - self._reconnected)
+            self._fail(f"ranks {missing} have no links after {self.link_limit_s:g} s", now_s=now_s)
+        elif self.stage in (Stage.GATHERING, Stage.REPAIRING):
+            here = set(self._reports) if self.stage is Stage.GATHERING else self._ranks.training
+            missing = sorted(self._expected() - here)
+            if self._mode is RepairMode.LAST_SAVE:
+                self._make_plan(now_s=now_s)  # who has come may hold the whole state
+                return
+            why = f"ranks {missing} did not come within {self.repair_limit_s:g} s"
+            self._fail(why, now_s=now_s, missing=missing)
+
+    @property
+    def _all_ranks_train(self) -> bool:
+        return len(self._ranks.training) == self.world_size
+
+    def _all_train(self, *, now_s: float) -> None:
+        self._mode = RepairMode.TRAIN
+        if self.stage is Stage.STARTING:
+            self.stage = Stage.TRAINING
+            for rank, seen in self._early:
+                self.trouble(rank, seen, now_s=now_s)
+            self._early.clear()
+        elif self.stage is Stage.REPAIRING:
+            self._go_on(now_s=now_s)
+
+    def _go_on(self, *, now_s: float) -> None:
+        """Everything that was begun is done."""
+        self.stage, self._deadline_s = Stage.TRAINING, None
+        self._close_recoveries(now_s=now_s)
+
+    def _close_recoveries(self, why_not: str | None = None, *, now_s: float) -> None:
+        self._recoveries.end(
+            self._plan, self._reports, generation=self.generation, now_s=now_s, why_not=why_not
+        )
+        self._plan = None  # what comes after is no part of it
+
+    def _end_processes(self, decision: Decision, *, now_s: float) -> None:
+        """A rung above the processes is to answer: save first what can be saved."""
+        self._close_recoveries(decision.reason, now_s=now_s)
+        self._why = decision.reason
+        if decision.end_of_life_checkpoint and self._mode is RepairMode.ROLL_BACK:
+            # Some ranks have gone back and some not, one perhaps halfway.
+            self._save_failed("the ranks were going back to a snapshot", now_s=now_s)
+            return
+        if decision.end_of_life_checkpoint and self._ranks.survivors:
+            self._announce(RepairMode.LAST_SAVE, now_s=now_s, replaced=())
+            self._deadline_s = now_s + min(self.repair_limit_s, self.save_limit_s)
+            return
+        self._give_up(decision.reason)
+
+    def _check_saved(self, *, now_s: float) -> None:
+        """Whether the survivors have come to an end with their checkpoint."""
+        assert self._plan is not None  # noqa: S101 SAVING follows a plan
+        note = last_save_of(
+            self._plan, self._saved, self._ranks.dead, outbox=self._outbox, now_s=now_s
+        )
+        if note is not None:
+            self._outbox.note(note)
+            self._give_up(self._why)
+
+    def _save_failed(self, why: str, *, now_s: float) -> None:
+        number = self._outbox.next_number()
+        self._outbox.note(LastSave(at_s=now_s, number=number, step=None, why=why))
+        self._give_up(self._why)
+
+    def _give_up(self, why: str) -> None:
+        if self.stage is Stage.GIVEN_UP:
+            return
+        self.stage, self._why, self._deadline_s = Stage.GIVEN_UP, why, None
+        self._suspected = None
+        self._tell_all(GiveUp(why=why))
+        self._outbox.add(ToAgent(None, GiveUp(why=why)))
+
+    def _tell(self, rank: int, message: ToMember) -> None:
+        self._outbox.add(ToRank(rank, message))
+
+    def _tell_all(self, message: ToMember) -> None:
+        for rank in sorted(self._ranks.living):
+            self._tell(rank, message)

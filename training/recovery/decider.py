@@ -1,0 +1,182 @@
+"""What the coordinator asks the ladder, and what it remembers to ask well.
+
+Pure: the clock is passed in. Times are seconds since the epoch, steps completed optimizer steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from training.device import DeviceBeyondHealing
+from training.diagnosis.exits import EXIT_ABOVE_PROCESS, EXIT_RESTART_ME
+from training.recovery.faults import Fault, FaultClass
+from training.recovery.ladder import Decision, Policy, Recovery, Rung, decide
+from training.wire.coordinator import WorkerEnded, WorkerFault, WorkerFaultKind
+
+CLASS_OF: Mapping[WorkerFaultKind, FaultClass] = {
+    WorkerFaultKind.LINK: FaultClass.LINK_DOWN,
+    WorkerFaultKind.COLLECTIVE: FaultClass.COLLECTIVE_TIMEOUT,
+    WorkerFaultKind.MEMORY: FaultClass.DEVICE_MEMORY_ERROR,
+    WorkerFaultKind.NUMERIC: FaultClass.NUMERIC_ANOMALY,
+    WorkerFaultKind.REPAIR: FaultClass.COLLECTIVE_TIMEOUT,
+}
+
+
+_NEEDS_THE_PROCESS = frozenset({Rung.OPERATOR_RETRY, Rung.STEP_RETRY})
+_CLASS_OF_EXIT: Mapping[int, FaultClass] = {
+    # It lost its line to the coordinator: only then does a rank alone ask for a restart.
+    EXIT_RESTART_ME: FaultClass.COLLECTIVE_TIMEOUT,
+    EXIT_ABOVE_PROCESS: FaultClass.DEVICE_LOST,
+}
+
+
+@dataclass(slots=True)
+class InProcessDecider:
+    """Asks the ladder about faults that processes of the attempt outlive.
+
+    Attributes:
+        policy: of the job.
+        supported: rungs that engine and program can do.
+        past: recoveries of the run so far, oldest first.
+    """
+
+    policy: Policy
+    supported: frozenset[Rung]
+    past: list[Recovery] = field(default_factory=list)
+    _num_before: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """What is known at first is of other attempts."""
+        self._num_before = len(self.past)
+
+    def decide(
+        self,
+        fault: Fault,
+        *,
+        now_s: float,
+        is_dead: bool = False,
+        is_finite: bool = True,
+        can_reconnect: bool = True,
+    ) -> Decision:
+        """The cheapest rung that answers the fault while processes live.
+
+        Args:
+            fault: what is to be answered.
+            now_s: the time.
+            is_dead: the process that it is about has ended, and can do nothing again.
+            is_finite: loss and norm are numbers; nothing else is ever accepted.
+            can_reconnect: the operations that were cut short are kept, and nobody has left the
+                step.
+        """
+        lacking = frozenset() if can_reconnect else frozenset({Rung.OPERATOR_RETRY})
+        lacking |= _NEEDS_THE_PROCESS if is_dead else frozenset()
+        decision = self._ask(fault, now_s=now_s, lacking=lacking)
+        if decision.accept_abnormal and not is_finite:
+            self.began(fault, decision.rung)
+            self.failed()
+            decision = self._ask(fault, now_s=now_s, lacking=lacking)
+        return decision
+
+    def _ask(self, fault: Fault, *, now_s: float, lacking: frozenset[Rung]) -> Decision:
+        return decide(
+            fault,
+            now_s=now_s,
+            history=self.past,
+            supported=self.supported - lacking,
+            policy=self.policy,
+            survivors=True,
+        )
+
+    def began(self, fault: Fault, rung: Rung) -> None:
+        """A recovery starts."""
+        self.past.append(Recovery(fault, rung, progressed=False))
+
+    def failed(self) -> None:
+        """The last recovery came to grief."""
+        self.past[-1] = replace(self.past[-1], failed=True)
+
+    def corrected(self, was: Fault, fault: Fault) -> None:
+        """More is known of a fault that a recovery answers."""
+        self.past = [replace(one, fault=fault) if one.fault is was else one for one in self.past]
+
+    def committed(self, step: int) -> None:
+        """A checkpoint was committed: what was mended before its step was trained is free.
+
+        Told by steps: a save from before a fault may be committed after it. The attempts before
+        this one may have been further; whatever this one commits is new.
+        """
+        self.past = [
+            replace(one, progressed=True)
+            if number < self._num_before or _is_older(one, step)
+            else one
+            for number, one in enumerate(self.past)
+        ]
+
+
+def _is_older(recovery: Recovery, step: int) -> bool:
+    """Whether a step was trained after a recovery."""
+    return recovery.fault.step is None or recovery.fault.step < step
+
+
+def rank_at_fault(seen: WorkerFault, *, told_by: int) -> int | None:
+    """Whom a trouble is about: an abnormal step is seen by all ranks, and seldom made by one."""
+    return seen.culprit if seen.trouble is WorkerFaultKind.NUMERIC else told_by
+
+
+def fault_of_trouble(
+    seen: WorkerFault, *, rank: int | None, node: str | None, device: int | None
+) -> Fault:
+    """The fault that a living worker reports."""
+    return Fault(
+        CLASS_OF[seen.trouble],
+        seen.at_s,
+        seen.text,
+        node=node,
+        rank=rank,
+        device=device,
+        code=seen.code,
+        step=seen.step,
+    )
+
+
+def fault_of_end(ended: WorkerEnded, *, node: str | None, step: int) -> Fault:
+    """The fault that a worker's end is, as far as its exit tells.
+
+    A process that ends by an exception of its own is the program's business: the whole diagnosis
+    looks at it once the attempt has ended.
+    """
+    if ended.is_oom:
+        fault_class = FaultClass.HOST_OOM
+    elif ended.exit_code < 0:
+        fault_class = FaultClass.NATIVE_CRASH
+    elif (ended.error or "").startswith(DeviceBeyondHealing.__name__):
+        fault_class = FaultClass.DEVICE_MEMORY_ERROR
+    else:
+        fault_class = _CLASS_OF_EXIT.get(ended.exit_code, FaultClass.USER_CODE_ERROR)
+    text = ended.error or _exit_text(ended.exit_code)
+    return Fault(
+        fault_class,
+        ended.at_s,
+        f"rank {ended.rank}: {text}",
+        node=node,
+        rank=ended.rank,
+        device=ended.device,
+        step=step,
+    )
+
+
+def _exit_text(code: int) -> str:
+    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def device_of(rank: int | None, nodes: Mapping[int, str]) -> int | None:
+    """Which device of its node a rank computes on, None where nobody has told.
+
+    Args:
+        rank: global rank, None for none in particular.
+        nodes: by rank, its node.
+    """
+    if rank is None or rank not in nodes:
+        return None
+    return sorted(one for one, node in nodes.items() if node == nodes[rank]).index(rank)

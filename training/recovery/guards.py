@@ -1,0 +1,367 @@
+"""Why a rung does not answer a fault: one guard per rung, and those that concern several.
+
+A guard looks at a `Case` and gives its refusal as a few words, or None. What the rules mean is
+told in rules.py. Pure functions; budgets are counts, windows seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from training.recovery.chips import (
+    SEPARATED,
+    ChipLevel,
+    Severity,
+    chip_fact,
+    escalated,
+    heals_in_place,
+    modelarts_frequency,
+    times_in_a_row,
+)
+from training.recovery.decision import Policy, Recovery
+from training.recovery.faults import (
+    NODE_OR_CHIP,
+    TRAITS,
+    USER_CAUSED_CODES,
+    Fault,
+    FaultClass,
+    RecoverableBy,
+)
+from training.recovery.rungs import (
+    COST,
+    IN_PROCESS,
+    ISOLATES,
+    LADDER,
+    RESCHEDULES,
+    STAYS_ON_CHIP,
+    Rung,
+)
+
+# The first is ours, the sources leave it open: more in a row without a commit is no passing fault.
+IN_PROCESS_IN_A_ROW = 3
+HANG_RESTARTS_IN_A_ROW = 3
+UNCONDITIONAL_RESCHEDULES_IN_A_ROW = 3
+SAME_CODE_TIMES = modelarts_frequency().times
+SAME_CODE_WINDOW_S = modelarts_frequency().window_s
+
+# Refusals that say how the run is set up, not what happened: kept out of the reason.
+UNSUPPORTED = "unsupported"
+SWITCHED_OFF = "switched off"
+ENDED = "the processes have ended"
+SETTINGS = frozenset({UNSUPPORTED, SWITCHED_OFF, ENDED})
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Everything a guard may look at.
+
+    Attributes:
+        fault: what is to be answered.
+        row: recoveries in a row without progress, oldest first.
+        policy: the job's restart policy.
+        too_often: why the chip is not to be trusted after so many reports of the code, None
+            while it is.
+        severity: the driver's word about the fault, None when it said nothing.
+        survivors: whether processes of the attempt live on.
+    """
+
+    fault: Fault
+    row: Sequence[Recovery]
+    policy: Policy
+    too_often: str | None = None
+    severity: Severity | None = None
+    survivors: bool = False
+
+    @property
+    def is_user_caused(self) -> bool:
+        """Whether the code says that the program, not the chip, is at fault."""
+        return self.fault.code in USER_CAUSED_CODES
+
+    def used(self, *rungs: Rung) -> int:
+        """Recoveries of the row that were carried out; a last resort that failed counts too."""
+        return sum(
+            past.rung in rungs and (not past.failed or past.rung is Rung.JOB_RESCHEDULE)
+            for past in self.row
+        )
+
+    def asked(self, rung: Rung) -> int:
+        """Recoveries of the row that were tried, carried out or not."""
+        return sum(past.rung is rung for past in self.row)
+
+    def failed(self, *rungs: Rung) -> bool:
+        """Whether one of the rungs could not be carried out in this row."""
+        return any(past.failed and past.rung in rungs for past in self.row)
+
+
+def rungs_for(fault: Fault) -> tuple[Rung, ...]:
+    """The rungs that may answer a fault, cheapest first.
+
+    A code that a chip reported explains the fault whatever its class: then the node may be
+    isolated, or the job rescheduled where the program caused the code.
+    """
+    own = LADDER[fault.fault_class]
+    if fault.chip_code is None or own == (Rung.STOP,):
+        return own
+    isolates = frozenset() if fault.code in USER_CAUSED_CODES else ISOLATES
+    return tuple(r for r in Rung if r in own or r in isolates or r is Rung.JOB_RESCHEDULE)
+
+
+def refusal(rung: Rung, case: Case) -> str | None:
+    """Why the rung does not answer the case, None when it does."""
+    return _GUARDS[rung](case) or chip_refusal(rung, case) or _climb_refusal(rung, case)
+
+
+def chip_refusal(rung: Rung, case: Case) -> str | None:
+    """Why what stays on the chip does not help, None when it may or when the rung moves away."""
+    code = case.fault.chip_code
+    if rung not in STAYS_ON_CHIP:
+        return None
+    if case.too_often is not None:
+        return case.too_often
+    if not heals_in_place(code, severity=case.severity):
+        critical = case.severity is Severity.CRITICAL
+        return "severity critical never heals" if critical else f"code {code} separates the chip"
+    fact = chip_fact(code) if code is not None else None
+    if rung in IN_PROCESS and fact is not None and fact.level is ChipLevel.RESET_NOW:
+        return f"code {code} asks for a reset of the chip"
+    return None
+
+
+def is_accepted(case: Case) -> bool:
+    """Whether an abnormal step was executed again already and came out abnormal again."""
+    retries = _numeric_retries(case)
+    return (
+        case.fault.fault_class is FaultClass.NUMERIC_ANOMALY
+        and case.policy.numeric_retry
+        and case.survivors
+        and len(retries) == 1
+        and not retries[0].failed
+        and chip_refusal(Rung.STEP_RETRY, case) is None
+    )
+
+
+def is_oom_again(case: Case) -> bool:
+    """Whether the device ran out of memory at this step before.
+
+    It will a third time: the program's sizes are to be changed.
+    """
+    oom, step = FaultClass.DEVICE_OOM, case.fault.step
+    return (
+        case.fault.fault_class is oom
+        and step is not None
+        and any(past.fault.fault_class is oom and past.fault.step == step for past in case.row)
+    )
+
+
+def is_the_users_again(case: Case) -> bool:
+    """Whether the evidence says that only the user can mend it, and it came back so soon.
+
+    A full disk or a quota may be mended by another process in the meantime, so the first one is
+    answered like any other of its class. A class that is always the user's has a ladder of its
+    own.
+    """
+    return _says_user_fix(case.fault) and any(
+        not past.failed
+        and _says_user_fix(past.fault)
+        and past.fault.fault_class is case.fault.fault_class
+        for past in case.row
+    )
+
+
+def _says_user_fix(fault: Fault) -> bool:
+    theirs = RecoverableBy.USER_FIX
+    return fault.recoverable_by is theirs and TRAITS[fault.fault_class].recoverable_by != theirs
+
+
+def too_often(
+    fault: Fault, *, now_s: float, history: Sequence[Recovery], policy: Policy
+) -> str | None:
+    """Why a chip that reports this code again is not to be trusted, None while it is.
+
+    ModelArts counts the same code of the same chip in a row; MindCluster, where the policy wants
+    its limits too, has a number per code and counts every one since a person released the chip.
+    """
+    code = fault.chip_code
+    if code is None or fault.device is None or fault.node is None:
+        return None
+    # A failed recovery is followed by a second answer to the same fault: counted once.
+    events = [(_chip_of(p.fault), p.fault.at_s) for p in history if not p.failed]
+    same = times_in_a_row(events, _chip_of(fault), now_s=now_s, window_s=SAME_CODE_WINDOW_S)
+    if same + 1 >= SAME_CODE_TIMES:
+        return f"code {code} came {SAME_CODE_TIMES} times in 24 h"
+    came_s = [*(at_s for chip, at_s in events if chip == _chip_of(fault)), now_s]
+    if policy.mindcluster_frequency and escalated(code, came_s, now_s=now_s) in SEPARATED:
+        return f"code {code} came as often as MindCluster separates its chip for"
+    return None
+
+
+def same_fault(one: Fault, other: Fault) -> bool:
+    """Whether two faults are one problem at one place."""
+    return (one.fault_class, *_chip_of(one)) == (other.fault_class, *_chip_of(other))
+
+
+def points_at_hardware(fault: Fault) -> bool:
+    """Whether a node or a chip is explicitly at fault."""
+    if fault.code in USER_CAUSED_CODES:
+        return False
+    return fault.fault_class in NODE_OR_CHIP or fault.chip_code is not None
+
+
+def _chip_of(fault: Fault) -> tuple[str | None, int | None, str | None]:
+    return fault.node, fault.device, fault.code
+
+
+def _climb_refusal(rung: Rung, case: Case) -> str | None:
+    climbed = any(
+        COST[past.rung] > COST[rung] and same_fault(past.fault, case.fault) for past in case.row
+    )
+    return "a costlier rung already answered this fault" if climbed else None
+
+
+def _in_process_refusal(rung: Rung, case: Case, *, allowed: bool) -> str | None:
+    if not allowed:
+        return SWITCHED_OFF
+    if not case.survivors:
+        return ENDED
+    same = [p for p in case.row if p.rung is rung and same_fault(p.fault, case.fault)]
+    if any(past.failed for past in same):
+        return "the last one failed"
+    step = case.fault.step
+    if step is not None and any(past.fault.step == step for past in same):
+        return f"it did not help at step {step}"
+    return _in_a_row_refusal(case.asked(rung), IN_PROCESS_IN_A_ROW)
+
+
+def _in_a_row_refusal(used: int, limit: int) -> str | None:
+    return f"used {used} of {limit} in a row" if used >= limit else None
+
+
+def _operator_refusal(case: Case) -> str | None:
+    allowed = case.policy.operator_retry
+    return _in_process_refusal(Rung.OPERATOR_RETRY, case, allowed=allowed)
+
+
+def _step_refusal(case: Case) -> str | None:
+    if case.fault.fault_class is not FaultClass.NUMERIC_ANOMALY:
+        return _in_process_refusal(Rung.STEP_RETRY, case, allowed=case.policy.step_retry)
+    retries = _numeric_retries(case)
+    if any(past.failed for past in retries):
+        return "the last one failed"
+    if len(retries) > 1:
+        return f"step {case.fault.step} was accepted already"
+    return _in_process_refusal(Rung.STEP_RETRY, case, allowed=case.policy.numeric_retry)
+
+
+def _numeric_retries(case: Case) -> Sequence[Recovery]:
+    """Re-executions of the step that is abnormal now, wherever it was noticed."""
+    return [
+        past
+        for past in case.row
+        if past.rung is Rung.STEP_RETRY
+        and past.fault.fault_class is FaultClass.NUMERIC_ANOMALY
+        and past.fault.step == case.fault.step
+    ]
+
+
+def _process_refusal(case: Case) -> str | None:
+    is_numeric = case.fault.fault_class is FaultClass.NUMERIC_ANOMALY
+    # Its new process goes back to a snapshot with the others: without the retry there is none.
+    allowed = case.policy.process_replace and (case.policy.numeric_retry or not is_numeric)
+    if allowed and case.survivors and case.fault.rank is None:
+        return "no rank is to blame"
+    return _in_process_refusal(Rung.PROCESS_REPLACE, case, allowed=allowed)
+
+
+def _in_place_refusal(case: Case) -> str | None:
+    if not case.policy.in_place:
+        return SWITCHED_OFF
+    if case.failed(Rung.IN_PLACE_RESTART):
+        return "the last one failed"
+    return _in_a_row_refusal(case.used(Rung.IN_PLACE_RESTART), case.policy.in_place_retries)
+
+
+def _hang_refusal(case: Case) -> str | None:
+    if not case.policy.hang:
+        return SWITCHED_OFF
+    return _in_a_row_refusal(case.asked(Rung.HANG_RESTART), HANG_RESTARTS_IN_A_ROW)
+
+
+def _pod_refusal(case: Case) -> str | None:
+    used = case.used(Rung.POD_RESCHEDULE)
+    if used >= case.policy.pod_retries:
+        return f"pod_retries used {used} of {case.policy.pod_retries}"
+    return "the last one failed" if case.failed(Rung.POD_RESCHEDULE) else _isolation_refusal(case)
+
+
+def _isolated_refusal(case: Case) -> str | None:
+    if case.failed(Rung.JOB_RESCHEDULE_ISOLATED):
+        return "no healthy spare was found"
+    if case.failed(Rung.POD_RESCHEDULE):
+        return "the node is isolated already"
+    return _isolation_refusal(case)
+
+
+def _isolation_refusal(case: Case) -> str | None:
+    if case.fault.node is None:
+        return "no node is to blame"
+    if case.is_user_caused:
+        return f"code {case.fault.code} is caused by the program, not by the node"
+    return _budget_refusal(case)
+
+
+def _job_refusal(case: Case) -> str | None:
+    follows_pod = any(
+        past.failed and past.rung is Rung.POD_RESCHEDULE and same_fault(past.fault, case.fault)
+        for past in case.row
+    )
+    if not (case.policy.unconditional or follows_pod or case.is_user_caused):
+        return "unconditional restart is off"
+    # After a failed pod_reschedule the node is isolated: the job may be placed once without it.
+    no_spare = case.failed(Rung.JOB_RESCHEDULE_ISOLATED) or (
+        case.failed(Rung.POD_RESCHEDULE) and case.failed(Rung.JOB_RESCHEDULE)
+    )
+    if no_spare and not case.policy.allow_without_isolation:
+        return "no healthy spare was found and the policy forbids going back"
+    unexplained = _unexplained_in_a_row(case)
+    if unexplained >= UNCONDITIONAL_RESCHEDULES_IN_A_ROW:
+        return (
+            f"the same problem came back after {unexplained} reschedulings with no node or chip "
+            "at fault: the program is to be mended"
+        )
+    return _budget_refusal(case)
+
+
+def _unexplained_in_a_row(case: Case) -> int:
+    """Reschedulings for the same problem since a node or a chip was last at fault."""
+    fault, count = case.fault, 0
+    if points_at_hardware(fault) or fault.fault_class is FaultClass.PREEMPTED:
+        return 0
+    for past in reversed(case.row):
+        if points_at_hardware(past.fault):
+            break
+        same = (past.fault.fault_class, past.fault.code) == (fault.fault_class, fault.code)
+        count += same and past.rung is Rung.JOB_RESCHEDULE and not past.failed
+    return count
+
+
+def _budget_refusal(case: Case) -> str | None:
+    used, limit = case.used(*RESCHEDULES), case.policy.max_restarts
+    return f"max_restarts used {used} of {limit}" if used >= limit else None
+
+
+def _never_refused(_case: Case) -> str | None:
+    return None
+
+
+_GUARDS: Mapping[Rung, Callable[[Case], str | None]] = {
+    Rung.OPERATOR_RETRY: _operator_refusal,
+    Rung.STEP_RETRY: _step_refusal,
+    Rung.PROCESS_REPLACE: _process_refusal,
+    Rung.IN_PLACE_RESTART: _in_place_refusal,
+    Rung.HANG_RESTART: _hang_refusal,
+    Rung.POD_RESCHEDULE: _pod_refusal,
+    Rung.JOB_RESCHEDULE_ISOLATED: _isolated_refusal,
+    Rung.JOB_RESCHEDULE: _job_refusal,
+    Rung.STOP: _never_refused,
+}

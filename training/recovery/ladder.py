@@ -1,0 +1,201 @@
+"""The recovery ladder: which rung answers a fault, and when to climb to the next.
+
+Pure functions over frozen records: no clock, no torch, and nothing read but the tables that
+come with the package. Flow, coordinator and simulator call the same `decide`: the coordinator
+while processes of the attempt live on, the flow once they have ended. Times are seconds, budgets
+are counts of recoveries in a row without progress; progress is a checkpoint committed after the
+recovery.
+
+Around it: rungs.py has the tables, decision.py what goes in and comes out, guards.py why a rung
+does not answer, rules.py the rules in words, chips.py the fault codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from training.recovery.chips import Severity
+from training.recovery.decision import Capacity, Decision, Policy, Recovery
+from training.recovery.faults import USER_MUST_MEND, Fault, FaultClass
+from training.recovery.guards import (
+    HANG_RESTARTS_IN_A_ROW,
+    IN_PROCESS_IN_A_ROW,
+    SAME_CODE_TIMES,
+    SAME_CODE_WINDOW_S,
+    SETTINGS,
+    UNCONDITIONAL_RESCHEDULES_IN_A_ROW,
+    UNSUPPORTED,
+    Case,
+    is_accepted,
+    is_oom_again,
+    is_the_users_again,
+    refusal,
+    rungs_for,
+    too_often,
+)
+from training.recovery.rules import RULES
+from training.recovery.rungs import (
+    COST,
+    IN_PROCESS,
+    ISOLATES,
+    LADDER,
+    RESCHEDULES,
+    RESTARTS_IN_PLACE,
+    RUNGS,
+    Rung,
+    RungFacts,
+)
+
+# What the survivors hold is not worth keeping, or nothing was trained yet.
+NOTHING_TO_SAVE = frozenset(
+    {
+        FaultClass.NUMERIC_ANOMALY,
+        FaultClass.CHECKPOINT_CORRUPT,
+        FaultClass.LAUNCH_MISCONFIGURED,
+        FaultClass.VERSION_MISMATCH,
+    }
+)
+
+
+def decide(
+    fault: Fault,
+    *,
+    now_s: float,
+    history: Sequence[Recovery],
+    supported: frozenset[Rung],
+    policy: Policy,
+    survivors: bool = False,
+    severity: Severity | None = None,
+    capacity: Capacity | None = None,
+) -> Decision:
+    """Choose the cheapest rung that is supported and within its budget.
+
+    Args:
+        fault: what is to be answered.
+        now_s: seconds since the epoch, for rules with a window.
+        history: every past recovery of the run, oldest first.
+        supported: rungs that the engine and the run's depth can do; STOP always counts as one.
+        policy: the job's restart policy.
+        survivors: whether processes of the attempt live on. Rungs inside the processes and the
+            end-of-life checkpoint need some; a caller that asks after the end has none.
+        severity: what the driver says about the fault, None when it says nothing.
+        capacity: nodes there are, for the reason of a decision that isolates; None: unknown.
+    """
+    row = _row_without_progress(history)
+    often = too_often(fault, now_s=now_s, history=history, policy=policy)
+    case = Case(fault, row, policy, often, severity, survivors)
+    if Rung.STEP_RETRY in supported and is_accepted(case):
+        reason = f"{fault.fault_class}: step {fault.step} is abnormal again, accepted and recorded"
+        return Decision(Rung.STEP_RETRY, None, reason, accept_abnormal=True)
+    skipped: list[tuple[Rung, str]] = []
+    for rung in _ladder_of(case):
+        known = rung in supported or rung is Rung.STOP
+        why_not = refusal(rung, case) if known else UNSUPPORTED
+        if why_not is None:
+            return _decision(rung, case, skipped, capacity)
+        skipped.append((rung, why_not))
+    raise AssertionError(f"the ladder of {fault.fault_class} does not end in stop")
+
+
+def _ladder_of(case: Case) -> tuple[Rung, ...]:
+    ends = is_oom_again(case) or is_the_users_again(case)
+    return (Rung.STOP,) if ends else rungs_for(case.fault)
+
+
+def _decision(
+    rung: Rung, case: Case, skipped: Sequence[tuple[Rung, str]], capacity: Capacity | None
+) -> Decision:
+    return Decision(
+        rung,
+        isolate=case.fault.node if rung in ISOLATES else None,
+        reason=_reason(rung, case, skipped) + _spare_text(rung, capacity),
+        skipped=tuple(f"{passed}: {why}" for passed, why in skipped),
+        end_of_life_checkpoint=_saves_first(rung, case),
+        sub_healthy=rung is Rung.OPERATOR_RETRY,
+    )
+
+
+def _saves_first(rung: Rung, case: Case) -> bool:
+    """Whether the survivors commit what they hold before their processes are lost."""
+    return (
+        case.survivors
+        and case.policy.end_of_life_checkpoint
+        and rung not in IN_PROCESS
+        and case.fault.fault_class not in NOTHING_TO_SAVE
+    )
+
+
+def _row_without_progress(history: Sequence[Recovery]) -> Sequence[Recovery]:
+    """What was tried after the last recovery that was followed by progress."""
+    for index in range(len(history) - 1, -1, -1):
+        if history[index].progressed:
+            history = history[index + 1 :]
+            break
+    return [past for past in history if not past.cut_short]
+
+
+def _reason(rung: Rung, case: Case, skipped: Sequence[tuple[Rung, str]]) -> str:
+    fault = case.fault
+    if is_oom_again(case):
+        return f"{fault.fault_class} again at step {fault.step} is for the user to mend"
+    if is_the_users_again(case):
+        return f"{fault.fault_class} again, and its evidence is for the user to mend"
+    if fault.fault_class in USER_MUST_MEND:
+        return f"{fault.fault_class} is for the user to mend"
+    told = [f"{r}: {why}" for r, why in skipped if not (r in IN_PROCESS and why in SETTINGS)]
+    why = f" ({'; '.join(told)})" if told else ""
+    return f"{fault.fault_class} at {fault.where}: {rung}{why}"
+
+
+def _spare_text(rung: Rung, capacity: Capacity | None) -> str:
+    if rung not in ISOLATES or capacity is None or capacity.healthy > capacity.needed:
+        return ""
+    left = max(0, capacity.healthy - 1)
+    return f"; no healthy spare: {left} of {capacity.needed} nodes left without it"
+
+
+def ladder_markdown() -> str:
+    """The ladder as Markdown tables: the rungs, the classes with their rungs, the rules."""
+    lines = [
+        "| rung | source name | what is lost | who acts | Prefect sees |",
+        "|---|---|---|---|---|",
+    ]
+    for rung, facts in RUNGS.items():
+        lines.append(
+            f"| `{rung}` | {facts.source_name} | {facts.lost} | {facts.who_acts} "
+            f"| {facts.prefect_sees} |"
+        )
+    lines += ["", "| fault class | rungs, in order |", "|---|---|"]
+    for fault_class, rungs in LADDER.items():
+        lines.append(f"| `{fault_class}` | {' -> '.join(f'`{rung}`' for rung in rungs)} |")
+    lines += ["", "| rule | meaning | source |", "|---|---|---|"]
+    for name, rule in RULES.items():
+        lines.append(f"| {name.replace('_', ' ')} | {rule.sentence} | {rule.source} |")
+    return "\n".join(lines)
+
+
+__all__ = [
+    "COST",
+    "HANG_RESTARTS_IN_A_ROW",
+    "IN_PROCESS",
+    "IN_PROCESS_IN_A_ROW",
+    "ISOLATES",
+    "LADDER",
+    "NOTHING_TO_SAVE",
+    "RESCHEDULES",
+    "RESTARTS_IN_PLACE",
+    "RULES",
+    "RUNGS",
+    "SAME_CODE_TIMES",
+    "SAME_CODE_WINDOW_S",
+    "UNCONDITIONAL_RESCHEDULES_IN_A_ROW",
+    "Capacity",
+    "Decision",
+    "Policy",
+    "Recovery",
+    "Rung",
+    "RungFacts",
+    "Severity",
+    "decide",
+    "ladder_markdown",
+]

@@ -1,0 +1,185 @@
+"""Recoveries and last saves of an attempt, as they are put on record.
+
+Times are seconds since the epoch, steps completed optimizer steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+from training.journal.events import LastSave, RecoveryBegan, RecoveryEnded
+from training.journal.history import record_of
+from training.recovery.actions import Outbox
+from training.recovery.faults import Fault, FaultClass
+from training.recovery.ladder import Decision, Rung
+from training.recovery.repair import RankReport, RepairMode, RepairPlan, steps_lost
+from training.wire.coordinator import LastSaved
+
+
+@dataclass(slots=True)
+class OpenRecovery:
+    """A recovery that has begun; a fault in the middle of it begins another beside it.
+
+    Attributes:
+        number: in the attempt.
+        fault: that it answers.
+        replaced: ranks that get a new process.
+    """
+
+    number: int
+    fault: Fault
+    replaced: frozenset[int]
+
+
+@dataclass(slots=True)
+class Recoveries:
+    """Those that have begun and not ended."""
+
+    _outbox: Outbox
+    _open: list[OpenRecovery] = field(default_factory=list)
+
+    @property
+    def newest_fault(self) -> Fault:
+        """What the last one that began answers."""
+        return self._open[-1].fault
+
+    def begin(
+        self,
+        fault: Fault,
+        decision: Decision,
+        *,
+        generation: int,
+        now_s: float,
+    ) -> frozenset[int]:
+        """A decision is about to be acted on. Returns the ranks that get a new process."""
+        number = self._outbox.next_number()
+        replaces = decision.rung is Rung.PROCESS_REPLACE
+        replaced = frozenset({fault.rank} if replaces and fault.rank is not None else ())
+        self._open.append(OpenRecovery(number, fault, replaced))
+        self._outbox.note(
+            RecoveryBegan(
+                at_s=now_s,
+                number=number,
+                generation=generation,
+                fault=record_of(fault),
+                rung=decision.rung,
+                reason=decision.reason,
+                skipped=decision.skipped,
+                accept_abnormal=decision.accept_abnormal,
+                sub_healthy=decision.sub_healthy,
+            )
+        )
+        return replaced
+
+    def locate(self, step: int) -> list[tuple[Fault, Fault]]:
+        """Put deaths at the step in which they happened; a dead rank itself told no step.
+
+        Args:
+            step: that the slowest of the others has completed.
+
+        Returns:
+            The faults that are told anew, each as it was and as it is.
+        """
+        found = []
+        for one in self._open:
+            # An abnormal step was told with its number; since then ranks may have gone back.
+            is_told = one.fault.fault_class is FaultClass.NUMERIC_ANOMALY
+            if one.replaced and not is_told and one.fault.step != step:
+                was, one.fault = one.fault, replace(one.fault, step=step)
+                found.append((was, one.fault))
+        return found
+
+    def end(
+        self,
+        plan: RepairPlan | None,
+        reports: Mapping[int, RankReport],
+        *,
+        generation: int,
+        now_s: float,
+        why_not: str | None = None,
+    ) -> None:
+        """All of them are over: together they have led to one plan, or to none.
+
+        Args:
+            plan: that was carried out, None without one.
+            reports: that it was made from, by rank.
+            generation: that training goes on in.
+            now_s: when.
+            why_not: why training does not go on, None when it does.
+        """
+        replaced = {rank for one in self._open for rank in one.replaced}
+        moved = {move.target for move in plan.moves} if plan is not None else set()
+        for one in self._open:
+            self._outbox.note(
+                RecoveryEnded(
+                    at_s=now_s,
+                    number=one.number,
+                    generation=generation,
+                    succeeded=why_not is None,
+                    why=why_not or "",
+                    step=plan.step if plan is not None else None,
+                    replaced=tuple(sorted(one.replaced)),
+                    repaired=tuple(sorted(moved - replaced)),
+                    steps_lost=steps_lost(reports, plan) if plan is not None else 0,
+                    duration_s=now_s - one.fault.at_s,
+                    cut_short=why_not is not None and one is not self._open[-1],
+                )
+            )
+        self._open.clear()
+
+
+def mode_after(unfinished: RepairMode, wanted: RepairMode) -> RepairMode:
+    """What a generation is for that begins before all ranks train in the one before.
+
+    Whoever went back to a snapshot, or accepted a gradient, has another state than those who
+    have not yet: what was decided is carried out by all. Only the end of the processes comes
+    before it.
+
+    Args:
+        unfinished: what the generation before was for; TRAIN when all ranks train.
+        wanted: what the fault asks for that cut it short.
+    """
+    if wanted is RepairMode.LAST_SAVE or unfinished is RepairMode.TRAIN:
+        return wanted
+    return unfinished
+
+
+def mode_of(decision: Decision, fault: Fault) -> RepairMode:
+    """What the generation is for that a decision begins."""
+    if decision.accept_abnormal:
+        return RepairMode.ACCEPT
+    is_numeric = fault.fault_class is FaultClass.NUMERIC_ANOMALY
+    return RepairMode.ROLL_BACK if is_numeric else RepairMode.TRAIN
+
+
+def last_save_of(
+    plan: RepairPlan,
+    saved: Mapping[int, LastSaved],
+    dead: Collection[int],
+    *,
+    outbox: Outbox,
+    now_s: float,
+) -> LastSave | None:
+    """What became of the end-of-life checkpoint, None while the savers are at it.
+
+    Args:
+        plan: that names the savers.
+        saved: what ranks have told, by rank.
+        dead: ranks whose processes have ended.
+        outbox: gives the note its number.
+        now_s: when.
+    """
+    savers = set(plan.savers)
+    problems = [told.problem for told in saved.values() if told.problem]
+    problems += [f"rank {rank} ended while it saved" for rank in sorted(savers & set(dead))
+                 if rank not in saved]  # fmt: skip
+    if not problems and not savers <= set(saved):
+        return None
+    return LastSave(
+        at_s=now_s,
+        number=outbox.next_number(),
+        step=None if problems else plan.step,
+        ranks=tuple(sorted(savers)),
+        why=problems[0] if problems else "",
+    )

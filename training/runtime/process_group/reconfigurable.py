@@ -1,0 +1,283 @@
+"""Process groups that live as long as their process: facades whose inside is swapped.
+
+DDP, FSDP2, DeviceMesh and checkpoint planners hold these for ever. A generation is one life of
+the links inside; recovery begins a new one, and nothing above is built again. Links are made at
+their first use, under a name that carries the generation. Written against torch 2.13.
+"""
+
+# torch's stubs give a collective two signatures, and a group written in Python is called with
+# the first of them alone.
+# mypy: disable-error-code="override"
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, HashStore
+
+from training.runtime.process_group.generations import Generations
+
+BACKEND = "perdure"
+TRANSFERS = frozenset({"send", "recv"})  # between two ranks, so that counts would differ
+
+
+class _Done(dist.Work):
+    """What a collective returns that needed nobody."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self._value = value
+        self._future: torch.futures.Future[Any] = torch.futures.Future()
+        self._future.set_result(value)
+
+    def wait(self, timeout: Any = None) -> bool:  # noqa: ARG002 torch's signature
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._future
+
+    def is_completed(self) -> bool:
+        return True
+
+    def result(self) -> Any:
+        return self._value
+
+
+class ReconfigurableProcessGroup(dist.ProcessGroup):
+    """One facade. The methods are those that torch calls on a group written in Python."""
+
+    def __init__(self, generations: Generations, name: str, rank: int, size: int) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # one constructor of two
+        self._generations = generations
+        self._name = name
+        self._own_rank = rank
+        self._own_size = size
+        self._shown_name = name
+        self._description = ""
+        kind = dist.ProcessGroup.BackendType.CUSTOM
+        self._register_backend(torch.device(generations.device), kind, None)
+
+    def _run(self, operation: str, alone: Callable[[], Any], *arguments: Any) -> dist.Work:
+        generations = self._generations
+        if generations.is_alone or self._own_size == 1:
+            return _Done(alone())
+        told = f"{operation} in {self.told_name}"
+        if operation in TRANSFERS:
+            generations.on_transfer(told)
+        else:
+            generations.on_collective(told)
+        link = generations.link(self._name, rank=self._own_rank, size=self._own_size)
+        work: dist.Work = getattr(link, operation)(*arguments)
+        return work
+
+    @property
+    def told_name(self) -> str:
+        """As a person is told of it."""
+        # torch describes the group of all ranks as default_pg, and names it 0.
+        if self._description == "default_pg":
+            return "world"
+        return self._description or self._name
+
+    def connect(self) -> None:
+        """Make the link now; collective."""
+        if not self._generations.is_alone and self._own_size > 1:
+            self._generations.link(self._name, rank=self._own_rank, size=self._own_size)
+
+    # torch asks a group without a C++ backend for these by several names.
+    def getBackendName(self) -> str:  # noqa: N802, D102
+        return BACKEND
+
+    def getRank(self) -> int:  # noqa: N802, D102
+        return self._own_rank
+
+    def getSize(self) -> int:  # noqa: N802, D102
+        return self._own_size
+
+    @property
+    def group_name(self) -> str:
+        """As functional collectives and DeviceMesh know it."""
+        return self._shown_name
+
+    @property
+    def group_desc(self) -> str:
+        """As DeviceMesh sets it."""
+        return self._description
+
+    def _set_group_name(self, name: str) -> None:
+        self._shown_name = name
+
+    def _set_group_desc(self, text: str) -> None:
+        self._description = text
+
+    def getGroupName(self) -> str:  # noqa: N802, D102
+        return self._shown_name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802, D102
+        self._shown_name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802, D102
+        return self._description
+
+    def setGroupDesc(self, text: str) -> None:  # noqa: N802, D102
+        self._description = text
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:  # noqa: D102
+        return self._run("allreduce", lambda: tensors, tensors, opts or dist.AllreduceOptions())
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:  # noqa: D102
+        return self._run("allreduce_coalesced", lambda: tensors, tensors, opts)
+
+    def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:  # noqa: D102
+        return self._run("reduce", lambda: tensors, tensors, opts or dist.ReduceOptions())
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> dist.Work:  # noqa: D102
+        return self._run("broadcast", lambda: tensors, tensors, opts)
+
+    def allgather(  # noqa: D102
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
+        options = opts or AllgatherOptions()
+        return self._run(
+            "allgather", lambda: _fill_lists(outputs, inputs), outputs, inputs, options
+        )
+
+    def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> dist.Work:  # noqa: D102
+        options = opts or AllgatherOptions()
+        return self._run(
+            "all_gather_single", lambda: self._repeat(output, own), output, own, options
+        )
+
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+
+    def all_gather_single_coalesced(  # noqa: D102
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
+        def alone() -> list[Tensor]:
+            return [self._repeat(o, i)[0] for o, i in zip(outputs, inputs, strict=True)]
+
+        return self._run("all_gather_single_coalesced", alone, outputs, inputs, opts)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
+
+    def reduce_scatter(  # noqa: D102
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
+    ) -> dist.Work:
+        def alone() -> Sequence[Tensor]:
+            for output, parts in zip(outputs, inputs, strict=True):
+                output.copy_(parts[self._own_rank])
+            return outputs
+
+        return self._run("reduce_scatter", alone, outputs, inputs, opts)
+
+    def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> dist.Work:  # noqa: D102
+        return self._run(
+            "reduce_scatter_single", lambda: [self._part(output, whole)], output, whole, opts
+        )
+
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+
+    def reduce_scatter_single_coalesced(  # noqa: D102
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
+        def alone() -> list[Tensor]:
+            return [self._part(o, i) for o, i in zip(outputs, inputs, strict=True)]
+
+        return self._run("reduce_scatter_single_coalesced", alone, outputs, inputs, opts)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+
+    def gather(self, outputs: Any, inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:  # noqa: D102
+        return self._run(
+            "gather", lambda: _fill_lists(outputs, inputs) if outputs else outputs,
+            outputs, inputs, opts,
+        )  # fmt: skip
+
+    def scatter(self, outputs: Sequence[Tensor], inputs: Any, opts: Any = None) -> dist.Work:  # noqa: D102
+        def alone() -> Sequence[Tensor]:
+            for output, parts in zip(outputs, inputs or [], strict=False):
+                output.copy_(parts[self._own_rank])
+            return outputs
+
+        return self._run("scatter", alone, outputs, inputs, opts)
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:  # noqa: D102
+        def alone() -> Any:
+            for output, own in zip(outputs, inputs, strict=True):
+                output.copy_(own)
+            return outputs
+
+        return self._run("alltoall", alone, outputs, inputs, opts)
+
+    def all_to_all_single(self, output: Tensor, own: Tensor, *rest: Any) -> dist.Work:  # noqa: D102
+        def alone() -> list[Tensor]:
+            return [output.copy_(own) if output.shape == own.shape else output]
+
+        return self._run("all_to_all_single", alone, output, own, *rest)
+
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
+
+    def barrier(self, opts: Any = None) -> dist.Work:  # noqa: D102
+        return self._run("barrier", list, opts or dist.BarrierOptions())
+
+    def send(self, tensors: Any, dst: int, tag: int = 0) -> dist.Work:  # noqa: D102
+        return self._run("send", lambda: tensors, tensors, dst, tag)
+
+    def recv(self, tensors: Any, src: int, tag: int = 0) -> dist.Work:  # noqa: D102
+        return self._run("recv", lambda: tensors, tensors, src, tag)
+
+    def _repeat(self, output: Tensor, own: Tensor) -> list[Tensor]:
+        output.view(self._own_size, -1).copy_(own.reshape(1, -1).expand(self._own_size, -1))
+        return [output]
+
+    def _part(self, output: Tensor, whole: Tensor) -> Tensor:
+        return output.copy_(whole.view(self._own_size, -1)[self._own_rank].view_as(output))
+
+
+def _fill_lists(outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]) -> Any:
+    for gathered, own in zip(outputs, inputs, strict=True):
+        for one in gathered:
+            one.copy_(own)
+    return outputs
+
+
+NewGroup = Callable[[str, int, int], ReconfigurableProcessGroup]
+_new_group: NewGroup | None = None
+
+
+def install(
+    generations: Generations, *, world_size: int, new_group: NewGroup | None = None
+) -> None:
+    """Make a facade the default group of this process; nothing is connected yet.
+
+    Args:
+        generations: of all facades.
+        world_size: number of ranks.
+        new_group: makes a facade from name, rank and size; default: a `ReconfigurableProcessGroup`.
+    """
+    global _new_group  # noqa: PLW0603 torch keeps one default group a process, too
+    _new_group = new_group or partial(ReconfigurableProcessGroup, generations)
+    if BACKEND.upper() not in dist.Backend._plugins:  # noqa: SLF001 registering twice is an error
+        dist.Backend.register_backend(
+            BACKEND, _create, extended_api=True, devices=[generations.device]
+        )
+    dist.init_process_group(
+        BACKEND, store=HashStore(), rank=generations.rank, world_size=world_size
+    )
+
+
+def _create(options: Any, _backend_options: Any) -> ReconfigurableProcessGroup:
+    assert _new_group is not None  # noqa: S101 install() registers this function
+    name = str(options.group_id or "world")
+    return _new_group(name, options.group_rank, options.group_size)
+
+
+def default_group() -> ReconfigurableProcessGroup:
+    """The facade of all ranks."""
+    group = dist.group.WORLD
+    assert isinstance(group, ReconfigurableProcessGroup)  # noqa: S101 install() made it
+    return group

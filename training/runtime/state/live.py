@@ -1,0 +1,191 @@
+"""The state of a training as it is in use: what saves copy, and what a rank gets from a replica.
+
+A tensor of it is the very one that trains; only values are put in its place. Sizes are elements.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.nn.parallel import DataParallel
+
+from training.runtime.state.transfer import Room, local_part
+from training.runtime.step import Training
+
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+_STATE = "optim/state."
+
+
+class LiveState:
+    """The tensors and settings of one training.
+
+    Args:
+        training: what is trained.
+    """
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        # Torch takes the prefix of all other wrappers off the names of a state.
+        model = training.model
+        self._model: nn.Module = model.module if isinstance(model, DataParallel) else model
+
+    def tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors by name, and the optimizer's settings, which are plain values.
+
+        An optimizer that has no state yet gets one, by a step of nothing.
+        """
+        tensors = self._of_model()
+        optimizer = get_optimizer_state_dict(
+            self._model, self._training.optimizer, options=_OPTIONS
+        )
+        settings: dict[str, Any] = {}
+        for name, value in optimizer.items():
+            if isinstance(value, Tensor):
+                tensors[f"optim/{name}"] = value
+            else:
+                settings[name] = value
+        return tensors, settings
+
+    def parts(self) -> dict[str, Any]:
+        """Scheduler and scaler, None where there is none."""
+        training = self._training
+        return {"scheduler": _state_of(training.scheduler), "scaler": _state_of(training.scaler)}
+
+    def put(self, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]) -> None:
+        """Take over what a checkpoint had.
+
+        Args:
+            tensors: by name, as `tensors` names them.
+            extra: the optimizer's settings under `optimizer`, and `parts`.
+        """
+        set_model_state_dict(self._model, _below("model/", tensors))
+        if extra["optimizer"]:
+            set_optimizer_state_dict(
+                self._model,
+                self._training.optimizer,
+                {**_below("optim/", tensors), **_revived(extra["optimizer"])},
+                options=_OPTIONS,
+            )
+        self._put_parts(extra)
+
+    def whole(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Everything that a replica needs: tensors by name, and the rest as JSON.
+
+        Before the first step the optimizer has no state, and making one would count a step.
+        """
+        has_state = bool(self._training.optimizer.state)
+        tensors, settings = self.tensors() if has_state else (self._of_model(), {})
+        tensors |= self._computed(tensors)
+        groups = _settings_of(self._training.optimizer)
+        extra = {"groups": groups, "optimizer": settings, **self.parts()}
+        return tensors, json.loads(json.dumps(extra))
+
+    def adopt(
+        self,
+        extra: dict[str, Any],
+        fill: Callable[[Mapping[str, Tensor]], None],
+        rooms: Mapping[str, Room] | None = None,
+    ) -> None:
+        """Become what another rank's `whole` was.
+
+        Args:
+            extra: of it.
+            fill: fills tensors, by name, with the other's.
+            rooms: how the other's tensors look, where that is known.
+        """
+        optimizer = self._training.optimizer
+        if not extra["optimizer"]:
+            optimizer.state.clear()
+        elif not optimizer.state and not self._make_room(rooms or {}):
+            self.tensors()
+        tensors, _ = self.whole()
+        fill(tensors)
+        if not self._are_live(tensors):
+            self.put(tensors, extra)
+        for group, kept in zip(optimizer.param_groups, extra["groups"], strict=True):
+            group.update(_revived(kept))  # a schedule's state does not bring its rate along
+        self._put_parts(extra)
+
+    def _make_room(self, rooms: Mapping[str, Room]) -> bool:
+        """Give an optimizer without a state one that looks like another's, values to come.
+
+        Its own way is a step with gradients of zeros: several times the time that the values
+        themselves take. Whether it was possible; sharded tensors are left to the optimizer.
+        """
+        optimizer = self._training.optimizer
+        names: dict[int, str] = {}
+        for name, one in self._of_model().items():
+            names.setdefault(one.data_ptr(), name)  # of tied weights the state has the first
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if any(type(p.data) is not Tensor or p.data_ptr() not in names for p in parameters):
+            return False
+        by_name: dict[str, dict[str, Room]] = {}
+        for key, room in rooms.items():
+            if key.startswith(_STATE):
+                name, _, part = key.removeprefix(_STATE).rpartition(".")
+                by_name.setdefault(f"model/{name}", {})[part] = room
+        for parameter in parameters:
+            if own := by_name.pop(names[parameter.data_ptr()], None):
+                optimizer.state[parameter] = {
+                    part: room.made_beside(parameter) for part, room in own.items()
+                }
+        if by_name:  # the other has a state for what has another name here
+            optimizer.state.clear()
+        return bool(optimizer.state)
+
+    def _are_live(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether values that were put into tensors are in the training: none is a copy."""
+        training = self._training
+        live: list[Any] = [*training.model.parameters(), *training.model.buffers()]
+        live += [value for state in training.optimizer.state.values() for value in state.values()]
+        known = {_place_of(one) for one in live if isinstance(one, Tensor)}
+        return all(_place_of(one) in known for one in tensors.values())
+
+    def _put_parts(self, extra: Mapping[str, Any]) -> None:
+        if self._training.scheduler is not None:
+            self._training.scheduler.load_state_dict(extra["scheduler"])
+        if self._training.scaler is not None:
+            self._training.scaler.load_state_dict(extra["scaler"])
+
+    def _of_model(self) -> dict[str, Tensor]:
+        model = get_model_state_dict(self._model)
+        return {f"model/{k}": v for k, v in model.items() if isinstance(v, Tensor)}
+
+    def _computed(self, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Buffers that are no part of a checkpoint: damaged memory may have held them."""
+        named = self._model.named_buffers()
+        short = ((name.removeprefix("module."), buffer) for name, buffer in named)
+        return {f"buffer/{n}": buffer for n, buffer in short if f"model/{n}" not in saved}
+
+
+def _place_of(tensor: Tensor) -> int:
+    return local_part(tensor).data_ptr()
+
+
+def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+
+
+def _state_of(part: Any) -> dict[str, Any] | None:
+    return dict(part.state_dict()) if part is not None else None
+
+
+def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What each group of parameters is trained with: rates, betas, decay."""
+    return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+
+
+def _revived(settings: dict[str, Any]) -> dict[str, Any]:
+    # JSON has no tuples; AdamW's betas are compared as one.
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}

@@ -1,0 +1,257 @@
+"""Restoring: the choice between what the nodes hold and what the store has, and mending it.
+
+Collective: every rank takes the same steps, on the first rank's answers. Steps are completed
+optimizer steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from storage import dcp
+from storage.checkpoint import CheckpointStore, Manifest
+from storage.checkpoint_server.client import CheckpointClient
+from storage.errors import Corrupt, NotFound, StorageError
+from storage.gather import gather_json
+from storage.local import LocalStore
+from storage.restoring import NodeRestore, NodeShares
+from storage.share import SaveId
+from training.journal.events import CheckpointDamaged
+from training.runtime.context import WorkerContext
+
+# The tensors to fill, by name, for a checkpoint that holds what its manifest says.
+StateOf = Callable[[Manifest], Mapping[str, Tensor]]
+
+
+class Restorer:
+    """Restores one training, once.
+
+    Args:
+        context: of this process.
+        checkpoints: of the run, in the store.
+        device: of this rank.
+        load: fills the training with what it is given fills tensors with.
+        on_wait: called now and then while something takes long.
+
+    Attributes:
+        republishes: whether what was restored is on its way to the store.
+    """
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        checkpoints: CheckpointStore,
+        device: torch.device,
+        load: Callable[[Callable[[StateOf], Manifest | None]], Manifest | None],
+        on_wait: Callable[[], None],
+    ) -> None:
+        self._context = context
+        self._checkpoints = checkpoints
+        self._device = device
+        self._load = load
+        self._on_wait = on_wait
+        self._is_touched = False
+        self.republishes = False
+        self._num_damaged = 0
+
+    def restore(self) -> int:
+        """Restore the newest step that the nodes or the store have whole.
+
+        Returns:
+            Its step, 0 when there is none.
+
+        Raises:
+            Corrupt: every checkpoint is damaged, and the state was touched on the way: new
+                processes start from nothing.
+        """
+        committed = from_first(self._latest_committed, self._device)
+        nodes = self._nodes()
+        if nodes is not None:
+            step = self._restore_from_nodes(nodes, committed)
+            if step is not None:
+                return step
+        return self._restore_from_store(nodes)
+
+    def _latest_committed(self) -> int | None:
+        return self._checkpoints.latest()
+
+    def _nodes(self) -> NodeRestore | None:
+        checkpoint_server, disk = self._context.checkpoint_server, self._context.disk_tier
+        if checkpoint_server is None:
+            return None
+        on_disk = CheckpointStore(LocalStore(disk), self._context.job.run_id) if disk else None
+        now = (self._context.placement, self._context.attempt)
+        shares = NodeShares(CheckpointClient(checkpoint_server), on_disk)
+        return NodeRestore(shares, self._checkpoints, now, self._device)
+
+    def _restore_from_nodes(self, nodes: NodeRestore, committed: int | None) -> int | None:
+        while True:
+            chosen = next(iter(nodes.candidates()), None)
+            if chosen is None or chosen.save.step < (committed or 0):
+                return None
+            try:
+                manifest = self._fill(partial(nodes.load, chosen))
+            except Corrupt as exc:
+                self._tell(f"step {chosen.save.step} cannot be restored from the nodes: {exc}")
+                return None
+            if manifest is not None:
+                break
+        if manifest.step != committed:
+            self._publish(nodes, chosen.save)
+        nodes.node.client.close()
+        self._tell(f"step {manifest.step} restored from the nodes' memory or disks")
+        return manifest.step
+
+    def _publish(self, nodes: NodeRestore, save: SaveId) -> None:
+        """Let the store have what so far only the nodes have."""
+        context = self._context
+        self.republishes = True
+        nodes.node.client.republish(
+            save,
+            owner=(context.placement, context.attempt),
+            commit=context.rank == 0,
+            announce=str(context.metrics_path),
+        )
+
+    def _restore_from_store(self, nodes: NodeRestore | None) -> int:
+        """The newest committed step; shards that a node holds are taken from there."""
+        tried: set[int] = set()
+        while (told := from_first(self._newest_manifest, self._device)) is not None:
+            step, text, why = told
+            problem = why
+            if text is not None:
+                manifest = Manifest.model_validate_json(text)
+                problem = self._read_committed(manifest, None if step in tried else nodes)
+            if problem is None:
+                self._tell(f"step {step} restored from the store")
+                return int(step)
+            self._mend(step, text, nodes, problem, is_again=step in tried)
+            tried.add(step)
+        if self._is_touched:
+            raise Corrupt("no whole checkpoint is left; new processes start from step 0")
+        return 0
+
+    def _newest_manifest(self) -> tuple[int, str | None, str | None] | None:
+        """The newest committed step with its manifest, or with what is wrong with that."""
+        step = self._checkpoints.latest()
+        if step is None:
+            return None
+        try:
+            return step, self._checkpoints.manifest(step).model_dump_json(), None
+        except (Corrupt, NotFound) as exc:
+            return step, None, str(exc)
+
+    def _read_committed(self, manifest: Manifest, nodes: NodeRestore | None) -> str | None:
+        """Load a committed checkpoint. Returns what is wrong with it, else None."""
+        try:
+            self._fill(partial(self._load_committed, manifest, nodes))
+        except (Corrupt, NotFound) as exc:
+            return str(exc)
+        if nodes is not None:
+            nodes.node.client.close()
+        return None
+
+    def _load_committed(
+        self, manifest: Manifest, nodes: NodeRestore | None, wanted: StateOf
+    ) -> Manifest:
+        state = wanted(manifest)
+        held = nodes.held_of(manifest, state) if nodes is not None else {}
+        # Every shard that is read is hashed by one rank, and not by one that has it at hand.
+        at_hand = [frozenset(names) for names in gather_json(sorted(held), self._device)]
+        hashing = _readers(sorted(manifest.shards), at_hand)
+        verify = frozenset(s for s, rank in hashing.items() if rank == self._context.rank)
+        dcp.load(state, manifest, checkpoints=self._checkpoints, held=held, verify=verify)
+        return manifest
+
+    def _mend(
+        self, step: int, text: str | None, nodes: NodeRestore | None, why: str, *, is_again: bool
+    ) -> None:
+        """Have damaged shards replaced from a node, or stop offering the step. Collective.
+
+        Raises:
+            StorageError: the store has it whole, and yet some rank cannot read it.
+        """
+        damaged: list[str] = []
+        if text is not None:
+            damaged = self._damaged_shards(Manifest.model_validate_json(text))
+            if not damaged and is_again:
+                raise StorageError(f"step {step} is whole in the store, and cannot be read: {why}")
+            if not damaged:
+                self._tell(f"step {step} is read again, it is whole in the store: {why}")
+                return
+        told = "; ".join(damaged) or why
+        if nodes is not None and text is not None and not is_again:
+            nodes.node.refresh()
+            names = [line.partition(" ")[0] for line in damaged]
+            if nodes.repair(Manifest.model_validate_json(text), names):
+                self._note_damage(step, told, is_mended=True)
+                return
+        if self._context.rank == 0:
+            self._checkpoints.set_aside(step, told)
+        self._note_damage(step, told, is_mended=False)
+        from_first(lambda: None, self._device)  # the others look for the next one after that
+
+    def _damaged_shards(self, manifest: Manifest) -> list[str]:
+        """What is wrong with which shard; every rank hashes its part of them."""
+        own = sorted(manifest.shards)[self._context.rank :: self._context.world_size]
+        damages = self._checkpoints.verify_shards(
+            manifest.step, {name: manifest.shards[name] for name in own}
+        )
+        self._on_wait()
+        told = gather_json([f"{d.file} {d.kind}: {d.detail}" for d in damages], self._device)
+        return [line for of_rank in told for line in of_rank]
+
+    def _note_damage(self, step: int, text: str, *, is_mended: bool) -> None:
+        """Into the rank's log, and by the live file into the run's ledger."""
+        self._tell(f"checkpoint of step {step} {'mended' if is_mended else 'set aside'}: {text}")
+        if self._context.rank != 0:
+            return
+        self._num_damaged += 1
+        note = CheckpointDamaged(
+            at_s=time.time(),
+            number=self._num_damaged,
+            step=step,
+            text=text[:1000],
+            is_mended=is_mended,
+        )
+        try:
+            with self._context.metrics_path.open("a", encoding="utf-8") as file:
+                file.write(f"{note.model_dump_json()}\n")
+        except OSError as exc:
+            say(f"the damage is not on record: {exc}")
+
+    def _tell(self, text: str) -> None:
+        if self._context.rank == 0:
+            say(text)
+
+    def _fill(self, read: Callable[[StateOf], Manifest | None]) -> Manifest | None:
+        self._is_touched = True  # torch counts a step when it makes the optimizer's state
+        return self._load(read)
+
+
+def _readers(shards: Sequence[str], at_hand: Sequence[frozenset[str]]) -> dict[str, int]:
+    """For every shard a rank that does not have it at hand, spread over the ranks."""
+    readers: dict[str, int] = {}
+    for number, shard in enumerate(shards):
+        ranks = ((number + i) % len(at_hand) for i in range(len(at_hand)))
+        reader = next((rank for rank in ranks if shard not in at_hand[rank]), None)
+        if reader is not None:
+            readers[shard] = reader
+    return readers
+
+
+def from_first(answer: Callable[[], Any], device: torch.device) -> Any:
+    """The first rank's answer, JSON, on every rank; the others do not ask."""
+    return gather_json(answer() if dist.get_rank() == 0 else None, device)[0]
+
+
+def say(text: str) -> None:
+    """One line into the rank's own log."""
+    print(f"perdure: {text}", flush=True)  # noqa: T201 the rank's own log

@@ -1,0 +1,153 @@
+"""What can be checked before anything is started: storage, corpus, tokenizer, environment.
+
+Cheap: seconds at most. Every problem is an InputError that names field, value and what is
+allowed. What the job's layout allows of recovery inside the processes is a note, not a problem:
+the ladder passes over a rung that cannot be.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from storage.address import Credentials, StorageSpec, check_reachable, open_store
+from storage.errors import StorageError
+from training.environment import check_environment, worker_path
+from training.errors import InputError
+from training.job import Job
+from training.platforms.settings import shown
+from training.recovery.replicas import Mechanism, feasibility
+from training.trainer.data.corpus import CorpusError, check_sources
+from training.trainer.data.tokenizer import open_tokenizer
+
+
+def check_job(
+    job: Job, *, credentials: Credentials | None = None, with_storage: bool = True
+) -> None:
+    """Check a job against this machine.
+
+    Args:
+        job: validated by itself already.
+        credentials: keys of the job's store; None: boto3's default chain.
+        with_storage: whether to write and read a probe object.
+
+    Raises:
+        InputError: the first problem.
+    """
+    check_environment(job)
+    _check_platform(job)
+    _check_program(job)
+    if job.data is not None and not job.worker.is_command:
+        _check_data(job)
+    if with_storage:
+        _check_storage(job.storage, credentials, job.run_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """One line about the job's recovery.
+
+    Attributes:
+        line: for a person.
+        is_warning: whether the job asked for something that will not be.
+    """
+
+    line: str
+    is_warning: bool = False
+
+
+def recovery_notes(job: Job) -> tuple[Note, ...]:
+    """What the layout allows of recovery inside the processes, and what platform entries became."""
+    reading = job.restart.read_platform()
+    became = [
+        Note(f"{name}={shown(value)}: from {reading.sources[name]}")
+        for name, value in reading.fields.items()
+        if getattr(job.restart, name, value) == value  # what a list leaves out gives way
+    ]
+    return (
+        *(_mechanism_note(job, mechanism) for mechanism in Mechanism),
+        *became,
+        *(Note(f"from_platform: {line}", is_warning=True) for line in reading.warnings),
+    )
+
+
+def _mechanism_note(job: Job, mechanism: Mechanism) -> Note:
+    if not getattr(job.restart, mechanism):
+        return Note(f"{mechanism}: off (restart.{mechanism}=false)")
+    asked = mechanism in job.restart.model_fields_set
+    if job.worker.is_command:
+        why = "worker.command is not part of the recovery, a session recipe is"
+        return Note(f"{mechanism}: not possible: {why}", is_warning=asked)
+    per_node = job.engine.slots_per_node
+    can = feasibility(mechanism, job.layout, ranks_per_node=per_node)
+    if can.is_possible:
+        return Note(f"{mechanism}: possible, {can.reason}")
+    return Note(f"{mechanism}: not possible: {can.reason}", is_warning=asked)
+
+
+def _check_platform(job: Job) -> None:
+    try:
+        job.restart.read_platform(job.comm.settings())
+    except InputError as error:
+        raise InputError("restart.from_platform", str(error)) from error
+
+
+def _check_program(job: Job) -> None:
+    cwd = Path(job.worker.cwd or ".")
+    if not cwd.is_dir():
+        raise InputError("worker.cwd", f"{str(cwd)!r} is not a folder")
+    if job.worker.command is not None:
+        program = job.worker.command[0]
+        known = shutil.which(program, path=worker_path()) is not None
+        if "$" not in program and not known and not (cwd / program).exists():
+            raise InputError("worker.command", f"{program!r} is no program on this machine")
+        return
+    module = job.recipe.partition(":")[0]
+    path = cwd / (module.replace(".", "/") + ".py")
+    if path.exists():
+        _check_function(path, job.recipe)
+    elif not _is_importable(module):
+        raise InputError("worker.recipe", f"{job.recipe!r}: no module named {module!r}")
+
+
+def _check_function(path: Path, recipe: str) -> None:
+    """Look for the recipe's function without running the module, which may need a device."""
+    name = recipe.partition(":")[2]
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (SyntaxError, ValueError, OSError) as error:
+        raise InputError("worker.recipe", f"{recipe!r}: {path}: {error}") from error
+    defined = {getattr(node, "name", None) for node in tree.body}
+    opaque = (ast.Assign, ast.AnnAssign, ast.Import, ast.ImportFrom, ast.If, ast.Try)
+    bound = any(isinstance(node, opaque) and name in ast.unparse(node) for node in tree.body)
+    if name not in defined and not bound:
+        raise InputError("worker.recipe", f"{recipe!r}: {path} defines no {name!r}")
+
+
+def _is_importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _check_data(job: Job) -> None:
+    assert job.data is not None  # noqa: S101 checked by the caller
+    try:
+        check_sources(job.data)
+    except CorpusError as error:
+        raise InputError("data.sources", str(error)) from error
+    try:
+        open_tokenizer(job.tokenizer)
+    except (ValueError, OSError) as error:
+        raise InputError("tokenizer.path", str(error)) from error
+
+
+def _check_storage(spec: StorageSpec, credentials: Credentials | None, run_id: str) -> None:
+    try:
+        check_reachable(open_store(spec, credentials), f"runs/{run_id}/")
+    except (StorageError, ValueError) as error:
+        raise InputError("storage.address", f"{spec.address!r}: {error}") from error

@@ -1,0 +1,382 @@
+"""What a supervisor and a node agent say to each other, and what an agent is started with.
+
+One JSON object per line over TCP, request then reply. Every request carries the agent's token
+and the supervisor's epoch; an agent that has heard a higher epoch refuses a lower one, so a
+superseded supervisor cannot start or stop anything. Times are seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, TypeAdapter
+
+from training.journal.events import PastRecovery
+from training.recovery.rungs import Rung
+from training.wire.check import Check
+from training.wire.coordinator import CoordinatorAddress
+from training.wire.sample import NodeSample
+
+
+class Message(BaseModel):
+    """Immutable, and an unknown field is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class AgentConfig(Message):
+    """What the engine writes into a container for its agent; holds the token, mode 0600."""
+
+    run_id: str
+    node: str
+    member: int
+    schedule_cnt: int
+    token: str
+    epoch: int = Field(
+        description="of the supervisor that made the container; lower ones are refused"
+    )
+    host: str = "127.0.0.1"
+    orphan_timeout_s: float
+    start_timeout_s: float
+    hang_timeout_s: float | None
+    save_timeout_s: float | None = None
+    restore_timeout_s: float | None = None
+    evaluate_timeout_s: float = 3600.0
+    command_quiet_s: float = 1800.0
+    detect_hangs: bool
+    node_folder: str | None = Field(
+        None, description="folder of the node that outlives its containers"
+    )
+    variables: dict[str, str] | None = Field(
+        None, description="of session programs, for which a fork server is started at once"
+    )
+
+
+class AgentAddress(Message):
+    """Where a living agent listens, and which process it is."""
+
+    pid: int
+    process_started_s: float
+    host: str
+    port: int
+
+
+class StartOrder(Message):
+    """Start the processes of an attempt."""
+
+    op: Literal["start"] = "start"
+    placement: int
+    attempt: int
+    num_nodes: int
+    slots_per_node: int
+    hosts: tuple[str, ...]
+    master_addr: str
+    master_port: int
+    command: tuple[str, ...]
+    is_command: bool
+    cwd: str
+    grace_s: float
+    log_path: str | None
+    variables: dict[str, str]
+    job: str = Field(description="the job as JSON, without secrets")
+    data_manifest_key: str | None
+    past: tuple[PastRecovery, ...] = Field((), description="recoveries so far, oldest first")
+    coordinator: CoordinatorAddress | None = None
+
+
+class StopOrder(Message):
+    """Stop the processes: SIGTERM, and SIGKILL after the grace period."""
+
+    op: Literal["stop"] = "stop"
+    grace_s: float
+
+
+class RendezvousOrder(Message):
+    """Open the rendezvous of an attempt on this node (node rank 0 only).
+
+    For commands that is a free port. For session programs it is the coordinator, which has the
+    store. Repeated for the same attempt it gives the same answer: workers may be using it
+    already.
+
+    Attributes:
+        start: the attempt that it is for, as far as it is known yet.
+        supported: rungs that the engine can do.
+    """
+
+    op: Literal["rendezvous"] = "rendezvous"
+    port: int
+    start: StartOrder
+    supported: tuple[Rung, ...]
+
+
+class StatusQuery(Message):
+    """Ask how things stand."""
+
+    op: Literal["status"] = "status"
+
+
+class MetricsQuery(Message):
+    """Ask for the step records written after `offset` bytes."""
+
+    op: Literal["metrics"] = "metrics"
+    offset: int
+
+
+class LogsQuery(Message):
+    """Ask for the end of each local worker's output."""
+
+    op: Literal["logs"] = "logs"
+    tail_bytes: int = Field(ge=1, le=1 << 20)
+
+
+class EvidenceQuery(Message):
+    """Ask for device logs and for what the driver's tools say; takes seconds."""
+
+    op: Literal["evidence"] = "evidence"
+    tail_bytes: int = Field(ge=1, le=1 << 20)
+
+
+class StacksQuery(Message):
+    """Ask where the threads of every worker stand; takes seconds."""
+
+    op: Literal["stacks"] = "stacks"
+
+
+class CollectOrder(Message):
+    """Put the logs of an ended attempt into the store, in the background; told again: how far."""
+
+    op: Literal["collect"] = "collect"
+    placement: int
+    attempt: int
+
+
+class GreetQuery(Message):
+    """Ask for the node's clock, and for a port of it that is free."""
+
+    op: Literal["greet"] = "greet"
+
+
+class CheckOrder(Message):
+    """Check the node, and the gang with the others; takes seconds.
+
+    Attributes:
+        is_new: whether the node itself is checked; otherwise it takes part in the gang alone.
+        gang_host: where the first node's first rank listens; None: no check of the gang.
+        variables: environment of the workers.
+    """
+
+    op: Literal["check"] = "check"
+    job: str
+    num_nodes: int
+    slots_per_node: int
+    is_new: bool
+    gang_host: str | None
+    gang_port: int = 0
+    variables: dict[str, str]
+    timeout_s: float
+
+
+class ShutdownOrder(Message):
+    """Stop the processes and end the agent: the container goes away."""
+
+    op: Literal["shutdown"] = "shutdown"
+    grace_s: float
+
+
+Order = Annotated[
+    StartOrder
+    | StopOrder
+    | RendezvousOrder
+    | StatusQuery
+    | MetricsQuery
+    | LogsQuery
+    | EvidenceQuery
+    | StacksQuery
+    | CollectOrder
+    | GreetQuery
+    | CheckOrder
+    | ShutdownOrder,
+    Field(discriminator="op"),
+]
+
+
+class Request(Message):
+    """One line from a supervisor."""
+
+    token: SecretStr
+    epoch: int
+    order: Order
+
+
+class AgentState(StrEnum):
+    """What an agent is doing."""
+
+    IDLE = "idle"
+    STAGING = "staging"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    ENDED = "ended"
+
+
+class Pulse(Message):
+    """What a worker's heartbeat says beside step and phase.
+
+    Attributes:
+        entered: collectives entered since the process started.
+        left: collectives that have come to their end.
+        operation: the newest one entered, with its group, such as "allreduce in world".
+        waited_s: between the entering and the end of collectives, all together.
+        data_s: spent on waiting for the data loader, all together.
+        latency_s: of the newest collective that carries the votes of a step.
+        beat_s: since the heartbeat was last written.
+        process_state: the kernel's letter for the state of the process.
+    """
+
+    entered: int
+    left: int
+    operation: str = ""
+    waited_s: float = 0.0
+    data_s: float = 0.0
+    latency_s: float = 0.0
+    beat_s: float = 0.0
+    process_state: str = ""
+
+
+class WorkerStatus(Message):
+    """One worker process.
+
+    Attributes:
+        rank: global rank; for commands the node rank.
+        exit_code: None while it runs; negative for a signal, as subprocess has it.
+        ended_s: when its end was noticed.
+        error: last line of the exception it recorded.
+        error_s: when it recorded it.
+        step: completed steps by its heartbeat, -1 before the restore, None without heartbeat.
+        phase: name of the heartbeat's phase.
+        stopped_by_agent: whether the agent had asked it to stop before it ended.
+        is_recovering: its process has ended, and the coordinator may replace it.
+        generation: of the process groups, by its heartbeat.
+        pulse: what else its heartbeat says.
+    """
+
+    rank: int
+    local_rank: int
+    pid: int
+    exit_code: int | None = None
+    ended_s: float | None = None
+    error: str | None = None
+    error_s: float | None = None
+    step: int | None = None
+    phase: str | None = None
+    stopped_by_agent: bool = False
+    is_recovering: bool = False
+    generation: int | None = None
+    pulse: Pulse | None = None
+
+
+class HangReport(Message):
+    """A local rank that has been silent beyond its limit."""
+
+    rank: int
+    silent_s: float
+    limit_s: float
+    phase: str
+    step: int
+    why: str = ""
+
+
+class AgentStatus(Message):
+    """How a node stands."""
+
+    node: str
+    member: int
+    state: AgentState
+    schedule_cnt: int
+    proc_start_cnt: int
+    placement: int
+    attempt: int
+    workers: tuple[WorkerStatus, ...] = ()
+    hang: HangReport | None = None
+    staging_error: str | None = None
+    oom_kills: int = 0
+    sample: NodeSample | None = None
+    metrics_url: str | None = Field(None, description="of the coordinator, where it is here")
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the attempt's processes on this node are gone."""
+        return self.state in (AgentState.ENDED, AgentState.IDLE)
+
+
+class WorkerLog(Message):
+    """The end of one worker's output."""
+
+    rank: int
+    path: str
+    text: str
+
+
+class NodeText(Message):
+    """Text of a node that is no worker's output.
+
+    Attributes:
+        name: file, or command that printed it.
+        rank: global rank that it is about, when known.
+        device: local device index that it is about, when known.
+    """
+
+    name: str
+    rank: int | None = None
+    device: int | None = None
+    text: str
+
+
+class CollectedFile(Message):
+    """One log in the store.
+
+    Attributes:
+        key: of the object.
+        size_bytes: compressed.
+        log_bytes: of the log that are in it.
+        cut_bytes: of the log before them that are left out.
+    """
+
+    key: str
+    size_bytes: int
+    log_bytes: int
+    cut_bytes: int = 0
+
+
+class Collected(Message):
+    """What a node has put into the store of the logs of an attempt.
+
+    Attributes:
+        is_done: whether nothing more comes.
+        problems: logs that are missing, and why.
+    """
+
+    placement: int
+    attempt: int
+    is_done: bool
+    files: tuple[CollectedFile, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+class Reply(Message):
+    """One line back; `error` is set when the request was refused."""
+
+    error: str | None = None
+    status: AgentStatus | None = None
+    port: int | None = None
+    coordinator: CoordinatorAddress | None = None
+    text: str | None = None
+    offset: int | None = None
+    logs: tuple[WorkerLog, ...] = ()
+    texts: tuple[NodeText, ...] = ()
+    checks: tuple[Check, ...] = ()
+    at_s: float | None = None
+    collected: Collected | None = None
+
+
+REQUEST: TypeAdapter[Request] = TypeAdapter(Request)
