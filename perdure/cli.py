@@ -32,7 +32,6 @@ from perdure.status import Looker
 from storage.errors import StorageError
 from training.environment import check_environment, worker_variables
 from training.errors import InputError, PerdureError
-from training.health.preflight import check_job
 from training.home import home_folder
 from training.injection.processes import Injector
 from training.job import Job, load_job
@@ -41,6 +40,7 @@ from training.journal.attempt_log import StepReader, kept_of
 from training.journal.ledger import Ledger
 from training.journal.wall_time import Account
 from training.recovery.ladder import ladder_markdown
+from training.supervisor.job_checks import check_job
 from training.supervisor.report import AttemptRow, loss_picture, story_rows
 from training.supervisor.timeline import ettr_text, timeline_picture
 from training.wire.requests import is_pause_wanted

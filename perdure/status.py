@@ -11,15 +11,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from storage.checkpoint_server.protocol import Tier
 from storage.listing import list_steps, tiers_of
 from training.engines.base import Snapshot
 from training.home import home_folder
 from training.journal.accounting import account
 from training.journal.attempt_log import StepRecord, kept_of
-from training.journal.history import AttemptView, RunHistory, fault_of
+from training.journal.history import AttemptView, RunHistory
 from training.journal.wall_time import Account
-from training.recovery.fault_record import FaultRecord
+from training.recovery.faults import Fault
 from training.recovery.rungs import Rung
 from training.supervisor.accounts import Accountant
 from training.supervisor.observer import AttemptObserver, AttemptSnapshot
@@ -33,6 +35,7 @@ LINES = ("run_id", "state", "step", "committed_step", "target_step", "ettr", "is
 CHECKPOINTS_PERIOD_S = 10.0  # listing them takes the store more than the rest together
 ACCOUNT_SHARE = 0.1  # of the time, at most, goes into making accounts
 _NUM_FAULTS = 5
+_FAULT = TypeAdapter(Fault)
 _PACE_STEPS = 50
 
 
@@ -269,7 +272,7 @@ def notices(document: dict[str, Any]) -> list[str]:
 def last_fault(history: RunHistory) -> dict[str, Any] | None:
     """The newest fault that ended an attempt, without the fields that say nothing."""
     faults = [a.ended.fault for a in history.attempts if a.ended is not None and a.ended.fault]
-    return faults[-1].model_dump(mode="json", exclude_defaults=True) if faults else None
+    return _FAULT.dump_python(faults[-1], mode="json", exclude_defaults=True) if faults else None
 
 
 def last_faults(history: RunHistory, limit: int = _NUM_FAULTS) -> list[dict[str, Any]]:
@@ -290,14 +293,12 @@ def _faults_of(view: AttemptView) -> list[dict[str, Any]]:
     return found
 
 
-def _fault_told(
-    view: AttemptView, fault: FaultRecord, rung: Rung | None, outcome: str
-) -> dict[str, Any]:
+def _fault_told(view: AttemptView, fault: Fault, rung: Rung | None, outcome: str) -> dict[str, Any]:
     return {
         "at_s": fault.at_s,
         "attempt": "{}.{}".format(*view.key),
         "fault_class": fault.fault_class.value,
-        "where": fault_of(fault).where,
+        "where": fault.where,
         "step": fault.step,
         "evidence": fault.evidence,
         "rung": rung.value if rung is not None else None,

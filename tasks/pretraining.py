@@ -22,9 +22,9 @@ from tasks.states import completed, data_of, failed
 from tasks.supervision import Supervision
 from training.engines.base import Placement
 from training.errors import InputError
-from training.health.preflight import check_job
 from training.job import Job, departures
 from training.recovery.ladder import Rung
+from training.supervisor.job_checks import check_job
 from training.supervisor.run import Verdict
 from training.supervisor.watch import EndKind
 from training.trainer.data.prepare import PrepareResult, prepare

@@ -29,9 +29,9 @@ from prefect.events import emit_event
 
 from tasks.patient_client import without_retries
 from tasks.reports import fault_report, recovery_report
-from training.journal.events import LastSave
-from training.journal.history import AttemptView, RunHistory, fault_of
+from training.journal.history import AttemptView, RunHistory
 from training.journal.mending import Mending
+from training.recovery.events import LastSave
 from training.recovery.faults import Fault
 from training.recovery.ladder import Decision
 from training.supervisor.report import OPEN, AlertRow, AttemptRow, outcome_of, recovery_facts
@@ -144,7 +144,7 @@ class Reporter:
     def recovery_began(self, view: AttemptView, mending: Mending) -> None:
         """The report and the event of a fault that processes of the attempt outlived."""
         self._recovery_report(view, mending)
-        self._fault_event(fault_of(mending.began.fault))
+        self._fault_event(mending.began.fault)
 
     def recovery_over(self, view: AttemptView, mending: Mending) -> None:
         """The report and the event of a recovery inside the processes that came to its end."""
@@ -155,7 +155,7 @@ class Reporter:
         placement, attempt = view.key
         name = f"fault-p{placement}-a{attempt}-r{mending.began.number}"
         text, began = recovery_report(view, mending), mending.began
-        title = _headline(fault_of(began.fault), f"{began.rung} ({outcome_of(view, mending)})")
+        title = _headline(began.fault, f"{began.rung} ({outcome_of(view, mending)})")
         self._submit(name, lambda: self._tell_markdown(name, text, title))
 
     def _fault_event(self, fault: Fault) -> None:

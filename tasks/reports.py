@@ -5,19 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from training.journal.attempt_log import StepRecord
-from training.journal.events import (
-    AlertCleared,
-    AlertRaised,
-    AnyNote,
-    CheckpointDamaged,
-    LastSave,
-    PauseBegan,
-    PauseEnded,
-    RecoveryBegan,
-    RecoveryEnded,
-)
-from training.journal.history import AttemptView, RunHistory, fault_of
+from training.journal.events import AlertCleared, AlertRaised, AnyNote, CheckpointDamaged
+from training.journal.history import AttemptView, RunHistory
 from training.journal.mending import Mending
+from training.recovery.events import LastSave, PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
 from training.recovery.faults import Fault
 from training.recovery.ladder import Decision
 from training.supervisor.report import RECOVERING, outcome_of
@@ -51,7 +42,7 @@ def recovery_report(view: AttemptView, mending: Mending) -> str:
     placement, attempt = view.key
     where = f"Attempt {placement}.{attempt}, generation {began.generation}"
     return (
-        f"{_heading(fault_of(began.fault), where)}"
+        f"{_heading(began.fault, where)}"
         f"**Decision: `{began.rung}`**, inside the processes. {began.reason}\n"
         f"{_passed_over(began.skipped)}\n\n"
         f"{_outcome(view, mending)}\n"
@@ -62,7 +53,7 @@ def note_text(note: AnyNote) -> str:
     """A note as one line of a log."""
     match note:
         case RecoveryBegan():
-            where = fault_of(note.fault).where
+            where = note.fault.where
             what = f"{note.fault.fault_class} at {where}: {note.fault.evidence[:160]}"
             return f"recovery {note.number}, generation {note.generation}: {what} -> {note.rung}"
         case RecoveryEnded():

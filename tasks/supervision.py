@@ -31,18 +31,10 @@ from training.errors import InputError, RunConflict
 from training.home import home_folder
 from training.job import Job
 from training.journal.attempt_log import StepRecord
-from training.journal.events import (
-    AlertCleared,
-    AlertRaised,
-    AnyNote,
-    CheckpointDamaged,
-    PauseBegan,
-    PauseEnded,
-    RecoveryBegan,
-    RecoveryEnded,
-)
+from training.journal.events import AlertCleared, AlertRaised, AnyNote, CheckpointDamaged
 from training.journal.history import RunHistory
 from training.journal.ledger import RENEW_S
+from training.recovery.events import PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
 from training.supervisor.accounts import Accountant
 from training.supervisor.report import alert_facts, alert_rows, loss_picture, story_rows
 from training.supervisor.run import Run

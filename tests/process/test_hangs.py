@@ -20,8 +20,7 @@ from training.drill.hooks import NoHook, RunHook
 from training.drill.job import drill_job, write_corpus
 from training.injection.processes import LocalRun
 from training.job import parse_job
-from training.recovery.fault_record import FaultRecord
-from training.recovery.faults import FaultClass
+from training.recovery.faults import Fault, FaultClass
 from training.recovery.ladder import Rung
 from training.specs.model import ParallelKind
 from training.supervisor.run import Run
@@ -89,7 +88,7 @@ class Bench:
     def fired_s(self, name: str, mark: str) -> float:
         return float((self.marks(name) / mark).read_text())
 
-    def report_of(self, played: RunOutcome, fault: FaultRecord) -> str:
+    def report_of(self, played: RunOutcome, fault: Fault) -> str:
         """The stacks that a fault points at."""
         found = re.search(r"Stacks of all ranks: (\S+)\.$", fault.explanation)
         assert found is not None, fault
@@ -120,7 +119,7 @@ def hung(bench) -> tuple[RunOutcome, Stopper]:
     return bench.play("hung", troubles=troubles, person=stopper), stopper
 
 
-def fault_of(played: RunOutcome, number: int) -> FaultRecord:
+def fault_of(played: RunOutcome, number: int) -> Fault:
     """What ended one of the attempts, after asserting that it hung and was started again."""
     view = played.history.attempts[number]
     assert view.ended is not None
@@ -131,7 +130,7 @@ def fault_of(played: RunOutcome, number: int) -> FaultRecord:
     return view.ended.fault
 
 
-def assert_in_time(fault: FaultRecord, fired_s: float) -> None:
+def assert_in_time(fault: Fault, fired_s: float) -> None:
     assert fault.at_s - fired_s < LIMIT_S + 3 * RESOLUTION_S + SETTLE_S
 
 

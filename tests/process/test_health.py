@@ -14,7 +14,7 @@ from tests.process.harness import REPO
 from training.drill.driver import LIMIT_S, RunDriver, RunOutcome
 from training.drill.job import drill_job, write_corpus
 from training.health.monitor.health import LATENCY_HOLD_S
-from training.journal.health_point import HealthPoint
+from training.journal.events import HealthPoint
 from training.journal.mending import Alert
 from training.recovery.faults import FaultClass
 from training.recovery.ladder import Rung
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.process, pytest.mark.alone]
 
 PACE_S = 0.05
 JUMP_STEP = 40
-SAMPLES = REPO / "tests" / "unit" / "monitor" / "samples"
+SAMPLES = REPO / "tests" / "unit" / "health" / "monitor" / "samples"
 
 
 def play(

@@ -19,7 +19,7 @@ from tests.process.harness import REPO, Workbench, wait_for
 pytestmark = pytest.mark.process
 
 CHECKS = {"burn_in_s": 0}
-SAMPLES = REPO / "tests" / "unit" / "monitor" / "samples"
+SAMPLES = REPO / "tests" / "unit" / "health" / "monitor" / "samples"
 # The driver's tool, as it answers for a node whose chip has an alarm, and for one that is well.
 NPU_SMI = f"""#!/bin/sh
 case "$(pwd -P)" in

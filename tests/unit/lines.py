@@ -6,13 +6,8 @@ import socket
 from dataclasses import dataclass, field
 from typing import Any
 
-from training.wire.coordinator import (
-    FROM_MEMBER,
-    CoordinatorAddress,
-    CoordinatorMessage,
-    FromMember,
-    dump_line,
-)
+from training.recovery.protocol import CoordinatorMessage
+from training.wire.coordinator import FROM_MEMBER, CoordinatorAddress, FromMember, dump_line
 
 HOST = "127.0.0.1"
 TOKEN = "a-token"

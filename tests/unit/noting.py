@@ -7,13 +7,8 @@ from training.journal.events import (
     AlertRaised,
     AnyNote,
     CheckpointDamaged,
-    LastSave,
-    PauseBegan,
-    PauseEnded,
-    RecoveryBegan,
+    HealthPoint,
 )
-from training.journal.events import RecoveryEnded as Ended
-from training.journal.health_point import HealthPoint
 from training.journal.history import RunHistory, replay
 from training.journal.records import (
     AnyRecord,
@@ -26,17 +21,18 @@ from training.journal.records import (
     RunCreated,
     SupervisorTook,
 )
-from training.recovery.fault_record import FaultRecord
-from training.recovery.faults import FaultClass
+from training.recovery.events import LastSave, PauseBegan, PauseEnded, RecoveryBegan
+from training.recovery.events import RecoveryEnded as Ended
+from training.recovery.faults import Fault, FaultClass
 from training.recovery.ladder import Rung
 
 NOW = {"at_s": 0.0, "epoch": 1}
 KEY = {"placement": 1, "attempt": 1}
-LINK = FaultRecord(
+LINK = Fault(
     fault_class=FaultClass.LINK_DOWN, at_s=10.0, evidence="EI0006", node="node-1",
     rank=3, step=14,
 )  # fmt: skip
-CRASH = FaultRecord(
+CRASH = Fault(
     fault_class=FaultClass.NATIVE_CRASH, at_s=30.0, evidence="SIGKILL", node="node-0", rank=1,
     step=40,
 )  # fmt: skip

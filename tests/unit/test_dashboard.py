@@ -11,9 +11,10 @@ import pytest
 
 from training.coordinator.metrics import AttemptNow, RunMetrics
 from training.journal.attempt_log import StepRecord
-from training.journal.events import PastRecovery, RecoveryBegan, RecoveryEnded
 from training.recovery.attempt import Stage
-from training.recovery.fault_record import FaultRecord
+from training.recovery.decision import Recovery
+from training.recovery.events import RecoveryBegan, RecoveryEnded
+from training.recovery.faults import Fault, FaultClass
 from training.recovery.rungs import Rung
 from training.wire.sample import DeviceSample, HostSample, NodeSample
 
@@ -42,12 +43,12 @@ def expressions(dashboard: dict[str, Any]) -> list[str]:
 
 def exported() -> dict[str, set[str]]:
     """Names of the series of an attempt that has seen everything, and their labels."""
-    fault = FaultRecord(fault_class="hang", at_s=1.0, evidence="silent")
+    fault = Fault(fault_class=FaultClass.HANG, at_s=1.0, evidence="silent")
     metrics = RunMetrics(
         ("run", "1", "1"),
         target_step=10,
         standing=lambda: AttemptNow(Stage.TRAINING, 1, {"training": 1}),
-        past=[PastRecovery(fault=fault, rung=Rung.HANG_RESTART, progressed=True)],
+        past=[Recovery(fault=fault, rung=Rung.HANG_RESTART, progressed=True)],
     )
     metrics.step(StepRecord(1, 1.0, 1.0, 1.0, 1.0, 0.5, 1.0, 1.0, 1, 0, 1, 1))
     metrics.committed(1, at_s=1.0)

@@ -19,14 +19,12 @@ from pydantic import SecretStr, ValidationError
 from training.agent.fork_server import Fork, ForkedProcess, ForkServer
 from training.coordinator.config import CoordinatorConfig, MetricsAddress, metrics_file
 from training.files import write_whole
+from training.recovery.protocol import CoordinatorMessage, GiveUp, ReplaceWorker
 from training.wire.coordinator import (
     TO_MEMBER,
     AgentJoined,
     CoordinatorAddress,
-    CoordinatorMessage,
-    GiveUp,
     NodeSampled,
-    ReplaceWorker,
     dump_line,
 )
 from training.wire.sample import NodeSample

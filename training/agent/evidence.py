@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from training.health.monitor.sources import asking
+from training.health.monitor.sources import vendor_tools
 from training.health.monitor.sources.npu_smi import Chip, parse_table
 from training.health.monitor.sources.sampling import (
     HCCN_TOOL,
@@ -89,7 +89,7 @@ def _commands(chip: Chip) -> Iterator[Sequence[str]]:
 def ask(command: Sequence[str], device: int | None, *, timeout_s: float | None = None) -> NodeText:
     """What a program prints, or that it gives no answer in time (`COMMAND_TIMEOUT_S`)."""
     try:
-        text = asking.ask(command, timeout_s=timeout_s or COMMAND_TIMEOUT_S)
+        text = vendor_tools.ask(command, timeout_s=timeout_s or COMMAND_TIMEOUT_S)
     except NoAnswer as error:
         text = f"{NO_ANSWER}: {error}"
     return NodeText(name=" ".join(command), device=device, text=text)

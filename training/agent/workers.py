@@ -28,8 +28,8 @@ from training.health.monitor.masking import masked_text, secret_values
 from training.health.monitor.stack_file import stacks_file
 from training.job import RESERVED_NAMES
 from training.processes import container_processes, reap_adopted, signal_all
+from training.recovery.protocol import WorkerEnded
 from training.wire.agent import AgentConfig, Pulse, StartOrder, WorkerStatus
-from training.wire.coordinator import WorkerEnded
 
 # After the first failure the others get this long to record what they saw before they are
 # stopped: the diagnosis tells the first cause from the echoes.

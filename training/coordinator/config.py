@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from training.journal.events import PastRecovery
+from training.recovery.decision import Recovery
 from training.recovery.rungs import Rung
 
 _METRICS_FILE = "metrics-address.json"
@@ -51,4 +51,4 @@ class CoordinatorConfig(BaseModel):
     live_file: str
     address_file: str
     supported: tuple[Rung, ...]
-    past: tuple[PastRecovery, ...] = ()
+    past: tuple[Recovery, ...] = ()

@@ -19,15 +19,10 @@ from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from training.journal.attempt_log import StepRecord
-from training.journal.events import (
-    AnyNote,
-    PastRecovery,
-    PauseBegan,
-    PauseEnded,
-    RecoveryBegan,
-    RecoveryEnded,
-)
+from training.journal.events import AnyNote
 from training.recovery.attempt import Stage
+from training.recovery.decision import Recovery
+from training.recovery.events import PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
 from training.wire.sample import DeviceSample, HostSample, NodeSample
 
 BASE_LABELS = ("run_id", "placement", "attempt")
@@ -145,7 +140,7 @@ class RunMetrics(Collector):
         *,
         target_step: int | None,
         standing: Callable[[], AttemptNow],
-        past: Sequence[PastRecovery] = (),
+        past: Sequence[Recovery] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._labels = tuple(labels)
@@ -314,7 +309,7 @@ def _step_durations(registry: CollectorRegistry) -> Histogram:
     )
 
 
-def _tally(past: Sequence[PastRecovery]) -> dict[tuple[str, str], int]:
+def _tally(past: Sequence[Recovery]) -> dict[tuple[str, str], int]:
     found: dict[tuple[str, str], int] = {}
     for one in past:
         key = (one.rung.value, one.fault.fault_class)

@@ -24,24 +24,17 @@ from storage.address import open_store
 from storage.errors import NotFound, StorageError
 from training.coordinator.config import CoordinatorConfig, MetricsAddress, metrics_file
 from training.coordinator.metrics import AttemptNow, RunMetrics
+from training.diagnosis.exits import fault_of_end
 from training.files import write_whole
 from training.job import Job
 from training.journal.attempt_log import MetricsLog, metrics_prefix, parse_live
-from training.journal.history import fault_of
 from training.recovery.actions import Action, NormAccepted, Noted, ToAgent, ToRank
 from training.recovery.attempt import Attempt, Stage
 from training.recovery.decider import InProcessDecider
-from training.recovery.ladder import Recovery
-from training.wire.coordinator import (
-    FROM_MEMBER,
-    MAX_LINE_BYTES,
-    AgentJoined,
-    CoordinatorAddress,
+from training.recovery.protocol import (
     Ending,
-    FromMember,
     GenerationReport,
     LastSaved,
-    NodeSampled,
     Paused,
     Plan,
     Reconnected,
@@ -49,6 +42,14 @@ from training.wire.coordinator import (
     Trains,
     WorkerEnded,
     WorkerFault,
+)
+from training.wire.coordinator import (
+    FROM_MEMBER,
+    MAX_LINE_BYTES,
+    AgentJoined,
+    CoordinatorAddress,
+    FromMember,
+    NodeSampled,
     WorkerJoined,
     dump_line,
 )
@@ -81,10 +82,7 @@ class Coordinator:
         judge = InProcessDecider(
             restart.policy(operator_retry=self._job.comm.link_retry),
             frozenset(config.supported),
-            [
-                Recovery(fault_of(one.fault), one.rung, one.progressed, one.failed, one.cut_short)
-                for one in config.past
-            ],
+            list(config.past),
         )
         self._attempt = Attempt(
             self._job.engine.world_size,
@@ -182,7 +180,9 @@ class Coordinator:
         match said:
             case WorkerEnded():
                 self._read_live()  # a death is told at the newest step on record
-                attempt.ended(said, now_s=now_s)
+                node = attempt.nodes.get(said.rank)
+                fault = fault_of_end(said, node=node, step=attempt.step)
+                attempt.ended(said.rank, fault, now_s=now_s)
             case WorkerFault() if rank is not None:
                 _say(f"rank {rank} at step {said.step}: {said.trouble}: {said.text}")
                 attempt.trouble(rank, said, now_s=now_s)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 from collections.abc import Mapping
 
-from training.recovery.faults import FaultClass
+from training.recovery.faults import Fault, FaultClass
+from training.recovery.protocol import WorkerEnded
 
 EXIT_DONE = 0
 EXIT_USER = 2
@@ -33,3 +34,42 @@ def signal_of(exit_code: int) -> int | None:
         return -exit_code
     number = exit_code - SHELL_SIGNAL_BASE
     return number if signal_name(number) is not None else None
+
+
+# Raised by training/device.py, which loads torch.
+DEVICE_BEYOND_HEALING = "DeviceBeyondHealing"
+_CLASS_OF_EXIT: Mapping[int, FaultClass] = {
+    # It lost its line to the coordinator: only then does a rank alone ask for a restart.
+    EXIT_RESTART_ME: FaultClass.COLLECTIVE_TIMEOUT,
+    EXIT_ABOVE_PROCESS: FaultClass.DEVICE_LOST,
+}
+
+
+def fault_of_end(ended: WorkerEnded, *, node: str | None, step: int) -> Fault:
+    """The fault that a worker's end is, as far as its exit tells.
+
+    A process that ends by an exception of its own is the program's business: the whole diagnosis
+    looks at it once the attempt has ended.
+    """
+    if ended.is_oom:
+        fault_class = FaultClass.HOST_OOM
+    elif ended.exit_code < 0:
+        fault_class = FaultClass.NATIVE_CRASH
+    elif (ended.error or "").startswith(DEVICE_BEYOND_HEALING):
+        fault_class = FaultClass.DEVICE_MEMORY_ERROR
+    else:
+        fault_class = _CLASS_OF_EXIT.get(ended.exit_code, FaultClass.USER_CODE_ERROR)
+    text = ended.error or _exit_text(ended.exit_code)
+    return Fault(
+        fault_class,
+        ended.at_s,
+        f"rank {ended.rank}: {text}",
+        node=node,
+        rank=ended.rank,
+        device=ended.device,
+        step=step,
+    )
+
+
+def _exit_text(code: int) -> str:
+    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"

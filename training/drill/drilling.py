@@ -20,10 +20,10 @@ from training.drill.table import DRILLS, STEPS, Drill
 from training.drill.target import check_site, sections_of
 from training.drill.verdict import Outcome, judge, not_played
 from training.errors import InputError, PerdureError
-from training.health.preflight import check_job
 from training.job import Job
 from training.specs.drill import DrillFault, DrillPoint
 from training.specs.model import ParallelKind
+from training.supervisor.job_checks import check_job
 from training.supervisor.watch import EndKind
 
 ALL = "all"

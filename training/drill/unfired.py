@@ -93,5 +93,5 @@ def _mended_at(history: RunHistory) -> Iterator[int]:
 
 def _told(one: DrillFault | Kill) -> str:
     if isinstance(one, Kill):
-        return f"the kill of {one.victim} {one.index} at step {one.step}"
+        return f"the kill of {one.victim.replace('_', ' ')} {one.index} at step {one.step}"
     return f"{one.kind} of rank {one.rank} at {one.point} of step {one.step}"

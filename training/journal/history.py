@@ -7,10 +7,10 @@ over knows what the one before knew. Times are seconds, steps completed optimize
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from training.journal.events import AnyNote, LastSave
+from training.journal.events import AnyNote
 from training.journal.mending import (
     Alert,
     Mending,
@@ -37,8 +37,7 @@ from training.journal.records import (
     RungFailed,
     SupervisorTook,
 )
-from training.recovery.fault_record import FaultRecord
-from training.recovery.faults import Fault
+from training.recovery.events import LastSave
 from training.recovery.ladder import Recovery, Rung
 
 
@@ -219,7 +218,7 @@ class RunHistory:
             later = self._progress_after(index, progress_after_s)
             found += [
                 Recovery(
-                    fault_of(one.began.fault),
+                    one.began.fault,
                     one.began.rung,
                     progressed=later or self._progress_within(view, one),
                     failed=_came_to_grief(view, one),
@@ -229,7 +228,7 @@ class RunHistory:
             ]
             if view.ended is None or view.ended.fault is None:
                 continue
-            fault = fault_of(view.ended.fault)
+            fault = view.ended.fault
             found += [Recovery(fault, r, progressed=False, failed=True) for r in view.failed_rungs]
             if view.decided is not None:
                 found.append(Recovery(fault, view.decided.rung, progressed=later))
@@ -344,13 +343,3 @@ def _came_to_grief(view: AttemptView, mending: Mending) -> bool:
     if mending.ended is not None:
         return not mending.ended.succeeded
     return view.ended is not None and view.ended.outcome != "completed"
-
-
-def fault_of(record: FaultRecord) -> Fault:
-    """The fault a record stands for."""
-    return Fault(**record.model_dump())
-
-
-def record_of(fault: Fault) -> FaultRecord:
-    """The record of a fault."""
-    return FaultRecord(**asdict(fault))

@@ -10,16 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from training.journal.events import (
-    AlertCleared,
-    AlertRaised,
-    AnyNote,
-    LastSave,
-    PauseBegan,
-    PauseEnded,
-    RecoveryBegan,
-    RecoveryEnded,
-)
+from training.journal.events import AlertCleared, AlertRaised, AnyNote
+from training.recovery.events import LastSave, PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from training.journal.events import AnyNote
-from training.recovery.fault_record import FaultRecord
+from training.recovery.faults import Fault
 from training.recovery.rungs import Rung
 
 
@@ -132,8 +132,8 @@ class AttemptEnded(Record):
     outcome: Literal["completed", "failed", "stopped"]
     to_step: int | None
     proc_start_cnt: dict[str, int]
-    fault: FaultRecord | None = None
-    runners_up: tuple[FaultRecord, ...] = ()
+    fault: Fault | None = None
+    runners_up: tuple[Fault, ...] = ()
     duration_s: float
     noticed_s: float | None = None
     stepped_s: float | None = None

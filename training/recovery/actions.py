@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from training.journal.events import AnyNote
-from training.wire.coordinator import ToMember
+from training.recovery.events import RecoveryEvent
+from training.recovery.protocol import ToMember
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class ToAgent:
 class Noted:
     """Something for the ledger, to be written before the actions after it."""
 
-    note: AnyNote
+    note: RecoveryEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Outbox:
         """One more action, after the others."""
         self._actions.append(action)
 
-    def note(self, note: AnyNote) -> None:
+    def note(self, note: RecoveryEvent) -> None:
         """Something for the ledger."""
         self.add(Noted(note))
 

@@ -11,22 +11,18 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from training.journal.events import LastSave
 from training.recovery.actions import Action, NormAccepted, Outbox, ToAgent, ToRank
 from training.recovery.decider import (
     InProcessDecider,
     device_of,
-    fault_of_end,
     fault_of_trouble,
     rank_at_fault,
 )
-from training.recovery.faults import Fault
+from training.recovery.events import LastSave
+from training.recovery.faults import Fault, FaultClass
 from training.recovery.ladder import IN_PROCESS, Decision, Rung
 from training.recovery.pauses import Pauses
-from training.recovery.ranks import Ranks
-from training.recovery.recoveries import Recoveries, last_save_of, mode_after, mode_of
-from training.recovery.repair import RankReport, RepairMode, RepairPlan, Unmendable, plan_repair
-from training.wire.coordinator import (
+from training.recovery.protocol import (
     GiveUp,
     LastSaved,
     NewGeneration,
@@ -36,10 +32,12 @@ from training.wire.coordinator import (
     Reconnected,
     ReplaceWorker,
     ToMember,
-    WorkerEnded,
     WorkerFault,
     WorkerFaultKind,
 )
+from training.recovery.ranks import Ranks
+from training.recovery.recoveries import Recoveries, last_save_of, mode_after, mode_of
+from training.recovery.repair import RankReport, RepairMode, RepairPlan, Unmendable, plan_repair
 
 # Survivors feel a broken link in the same moment in which the kernel closes the connection of a
 # dead process to us: a link alone is to blame when no such end comes.
@@ -189,9 +187,8 @@ class Attempt:
         """The connection of a worker is closed: its process has ended, or is about to."""
         self._ranks.gone(rank, now_s=now_s)
 
-    def ended(self, ended: WorkerEnded, *, now_s: float) -> None:
-        """An agent tells how a worker ended."""
-        rank = ended.rank
+    def ended(self, rank: int, fault: Fault, *, now_s: float) -> None:
+        """A worker's process has ended; `fault` is what its exit says."""
         self._ranks.ended(rank)
         if self.stage is Stage.SAVING:
             self._check_saved(now_s=now_s)
@@ -203,7 +200,6 @@ class Attempt:
             self._give_up(self._why or f"rank {rank} ended while the attempt was {self.stage}")
             return
         self._suspected = None
-        fault = fault_of_end(ended, node=self.nodes.get(rank), step=self.step)
         self._answer(fault, now_s=now_s)
 
     def standing(self, generation: int, report: RankReport, *, now_s: float) -> None:
@@ -260,9 +256,16 @@ class Attempt:
             self._suspected = None
             self._answer_trouble(*suspected[1:], now_s=now_s)
         for rank in self._ranks.unexplained(now_s=now_s):
-            device, text = device_of(rank, self.nodes) or 0, "its agent did not tell how it ended"
-            ended = WorkerEnded(rank=rank, device=device, exit_code=-9, error=text, at_s=now_s)
-            self.ended(ended, now_s=now_s)
+            fault = Fault(
+                FaultClass.NATIVE_CRASH,
+                now_s,
+                f"rank {rank}: its agent did not report how it ended",
+                node=self.nodes.get(rank),
+                rank=rank,
+                device=device_of(rank, self.nodes),
+                step=self.step,
+            )
+            self.ended(rank, fault, now_s=now_s)
         if self._deadline_s is not None and now_s > self._deadline_s:
             self._too_late(now_s=now_s)
 

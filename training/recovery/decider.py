@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from training.device import DeviceBeyondHealing
-from training.diagnosis.exits import EXIT_ABOVE_PROCESS, EXIT_RESTART_ME
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.ladder import Decision, Policy, Recovery, Rung, decide
-from training.wire.coordinator import WorkerEnded, WorkerFault, WorkerFaultKind
+from training.recovery.protocol import WorkerFault, WorkerFaultKind
 
 CLASS_OF: Mapping[WorkerFaultKind, FaultClass] = {
     WorkerFaultKind.LINK: FaultClass.LINK_DOWN,
@@ -24,11 +22,6 @@ CLASS_OF: Mapping[WorkerFaultKind, FaultClass] = {
 
 
 _NEEDS_THE_PROCESS = frozenset({Rung.OPERATOR_RETRY, Rung.STEP_RETRY})
-_CLASS_OF_EXIT: Mapping[int, FaultClass] = {
-    # It lost its line to the coordinator: only then does a rank alone ask for a restart.
-    EXIT_RESTART_ME: FaultClass.COLLECTIVE_TIMEOUT,
-    EXIT_ABOVE_PROCESS: FaultClass.DEVICE_LOST,
-}
 
 
 @dataclass(slots=True)
@@ -138,36 +131,6 @@ def fault_of_trouble(
         code=seen.code,
         step=seen.step,
     )
-
-
-def fault_of_end(ended: WorkerEnded, *, node: str | None, step: int) -> Fault:
-    """The fault that a worker's end is, as far as its exit tells.
-
-    A process that ends by an exception of its own is the program's business: the whole diagnosis
-    looks at it once the attempt has ended.
-    """
-    if ended.is_oom:
-        fault_class = FaultClass.HOST_OOM
-    elif ended.exit_code < 0:
-        fault_class = FaultClass.NATIVE_CRASH
-    elif (ended.error or "").startswith(DeviceBeyondHealing.__name__):
-        fault_class = FaultClass.DEVICE_MEMORY_ERROR
-    else:
-        fault_class = _CLASS_OF_EXIT.get(ended.exit_code, FaultClass.USER_CODE_ERROR)
-    text = ended.error or _exit_text(ended.exit_code)
-    return Fault(
-        fault_class,
-        ended.at_s,
-        f"rank {ended.rank}: {text}",
-        node=node,
-        rank=ended.rank,
-        device=ended.device,
-        step=step,
-    )
-
-
-def _exit_text(code: int) -> str:
-    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
 
 
 def device_of(rank: int | None, nodes: Mapping[int, str]) -> int | None:

@@ -56,7 +56,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """One past recovery of the run.
+    """One past recovery of the run; a start order carries it as it is.
 
     Attributes:
         fault: what it answered.

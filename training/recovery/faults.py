@@ -10,6 +10,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
 
 
 class FaultClass(StrEnum):
@@ -191,7 +194,7 @@ USER_CAUSED_CODES = frozenset({"80C98002", "80CB8002"})
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One diagnosed fault.
+    """One diagnosed fault; messages and records embed it as it is.
 
     Attributes:
         fault_class: what broke.
@@ -223,7 +226,7 @@ class Fault:
     recoverable_by: RecoverableBy | None = None
     user_fault: bool | None = None
     hardware_fault: bool | None = None
-    severity: int | None = None
+    severity: Annotated[int, Field(ge=0, le=3)] | None = None
 
     @property
     def chip_code(self) -> str | None:

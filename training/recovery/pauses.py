@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from training.journal.events import PauseBegan, PauseEnded
 from training.recovery.actions import Outbox
+from training.recovery.events import PauseBegan, PauseEnded
 
 
 @dataclass(slots=True)

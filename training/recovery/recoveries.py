@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from training.journal.events import LastSave, RecoveryBegan, RecoveryEnded
-from training.journal.history import record_of
 from training.recovery.actions import Outbox
+from training.recovery.events import LastSave, RecoveryBegan, RecoveryEnded
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.ladder import Decision, Rung
+from training.recovery.protocol import LastSaved
 from training.recovery.repair import RankReport, RepairMode, RepairPlan, steps_lost
-from training.wire.coordinator import LastSaved
 
 
 @dataclass(slots=True)
@@ -62,7 +61,7 @@ class Recoveries:
                 at_s=now_s,
                 number=number,
                 generation=generation,
-                fault=record_of(fault),
+                fault=fault,
                 rung=decision.rung,
                 reason=decision.reason,
                 skipped=decision.skipped,

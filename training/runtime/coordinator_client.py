@@ -16,12 +16,7 @@ from pathlib import Path
 from pydantic import SecretStr, ValidationError
 
 from training.diagnosis.exits import EXIT_RESTART_ME
-from training.recovery.repair import RepairPlan
-from training.runtime.errors import GivenUp, Interrupted
-from training.runtime.process_group.generations import GIVEN_UP
-from training.wire.coordinator import (
-    TO_MEMBER,
-    CoordinatorAddress,
+from training.recovery.protocol import (
     CoordinatorMessage,
     GiveUp,
     NewGeneration,
@@ -30,9 +25,11 @@ from training.wire.coordinator import (
     Plan,
     Reconnect,
     ToMember,
-    WorkerJoined,
-    dump_line,
 )
+from training.recovery.repair import RepairPlan
+from training.runtime.errors import GivenUp, Interrupted
+from training.runtime.process_group.generations import GIVEN_UP
+from training.wire.coordinator import TO_MEMBER, CoordinatorAddress, WorkerJoined, dump_line
 
 CONNECT_TIMEOUT_S = 60.0
 BEAT_S = 1.0

@@ -17,13 +17,13 @@ import torch.distributed as dist
 
 from training.diagnosis.exits import EXIT_RESTART_ME
 from training.health.monitor.heartbeat import HeartbeatWriter, Phase
+from training.recovery.protocol import Ending, Paused
 from training.recovery.repair import Vote
 from training.runtime.errors import WorkerError
 from training.runtime.rank_recovery import RankRecovery, Stand
 from training.runtime.seeds import seed_step
 from training.runtime.state.checkpointer import Checkpointer
 from training.runtime.step import Limits, MicroBatch, Step, StepRequests, Surroundings, Training
-from training.wire.coordinator import Ending, Paused
 
 SETTLE_TIMEOUT_S = 1800.0  # for the last save to reach the store
 

@@ -22,6 +22,13 @@ from training.device import Healing, healing_of
 from training.diagnosis.exits import EXIT_RESTART_ME
 from training.health.monitor.heartbeat import HeartbeatWriter, Phase
 from training.health.monitor.masking import masked_text, secret_values
+from training.recovery.protocol import (
+    GenerationReport,
+    LastSaved,
+    Trains,
+    WorkerFault,
+    WorkerFaultKind,
+)
 from training.recovery.repair import RankReport, RepairMode, RepairPlan, StepPhase, Vote
 from training.runtime.coordinator_client import CoordinatorClient
 from training.runtime.errors import GivenUp, NumericAnomaly, WorkerError
@@ -33,13 +40,6 @@ from training.runtime.state.snapshot import Snapshots
 from training.runtime.state.transfer import local_part, receive_header, receive_tensors, send_state
 from training.runtime.step import MicroBatch, Step, Training
 from training.runtime.worker_faults import Seen, look_at
-from training.wire.coordinator import (
-    GenerationReport,
-    LastSaved,
-    Trains,
-    WorkerFault,
-    WorkerFaultKind,
-)
 
 
 class Position(Protocol):

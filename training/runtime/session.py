@@ -39,6 +39,7 @@ from training.errors import InputError
 from training.health.monitor.heartbeat import HeartbeatWriter, Phase
 from training.health.monitor.stack_file import stacks_file
 from training.journal.attempt_log import MetricsLog, StepRecord, metrics_prefix
+from training.recovery.protocol import Reconnected, WorkerFault, WorkerFaultKind
 from training.recovery.repair import Vote
 from training.runtime.buckets import settle_buckets
 from training.runtime.building import Undrawn, seeded_after
@@ -58,7 +59,6 @@ from training.runtime.state.checkpointer import Checkpointer
 from training.runtime.state.snapshot import Snapshots
 from training.runtime.step import Limits, Scheduler, Step, StepRequests, Training
 from training.specs.recovery import CheckpointSpec
-from training.wire.coordinator import Reconnected, WorkerFault, WorkerFaultKind
 
 
 class Session:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from training.recovery.protocol import WorkerFaultKind
 from training.runtime.errors import GivenUp, Interrupted
-from training.wire.coordinator import WorkerFaultKind
 
 
 @dataclass(frozen=True, slots=True)

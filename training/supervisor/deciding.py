@@ -11,7 +11,7 @@ from training.diagnosis.cause import Diagnosis
 from training.engines.base import Engine
 from training.errors import EngineError
 from training.job import Job
-from training.journal.history import AttemptView, RunHistory, fault_of
+from training.journal.history import AttemptView, RunHistory
 from training.journal.records import Decided, RungFailed
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.ladder import Capacity, Decision, Policy, Recovery, Rung, Severity, decide
@@ -122,4 +122,4 @@ def recoveries_of(job: Job, history: RunHistory) -> list[Recovery]:
 def _fault_of(view: AttemptView) -> Fault:
     assert view.ended is not None  # noqa: S101 asked for failed attempts alone
     assert view.ended.fault is not None  # noqa: S101 likewise
-    return fault_of(view.ended.fault)
+    return view.ended.fault

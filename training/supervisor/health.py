@@ -19,8 +19,7 @@ from training.health.monitor.health import (
     StepLook,
     key_of,
 )
-from training.journal.events import AlertCleared, AlertRaised
-from training.journal.health_point import HealthPoint
+from training.journal.events import AlertCleared, AlertRaised, HealthPoint
 from training.journal.history import AttemptView, RunHistory
 from training.recovery.faults import FaultClass
 from training.specs.watch import WatchSpec

@@ -14,7 +14,7 @@ from storage.errors import PermanentError
 from training.diagnosis.cause import Diagnosis
 from training.journal.attempt_log import StepRecord
 from training.journal.events import AnyNote
-from training.journal.history import AttemptView, RunHistory, record_of
+from training.journal.history import AttemptView, RunHistory
 from training.journal.ledger import Ledger
 from training.journal.records import (
     AttemptEnded,
@@ -119,8 +119,8 @@ class LedgerWriter:
             outcome=outcome,
             to_step=to_step,
             proc_start_cnt=proc_start_cnt or {},
-            fault=record_of(diagnosis.fault) if diagnosis is not None else None,
-            runners_up=tuple(map(record_of, diagnosis.runners_up)) if diagnosis else (),
+            fault=diagnosis.fault if diagnosis is not None else None,
+            runners_up=diagnosis.runners_up if diagnosis else (),
             duration_s=time.time() - view.started.at_s,
             noticed_s=noticed_s,
             stepped_s=stepped_s,

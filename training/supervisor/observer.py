@@ -11,27 +11,18 @@ from dataclasses import dataclass
 from training.engines.base import Engine, Placement, Snapshot
 from training.errors import AgentUnreachable, EngineError
 from training.journal.attempt_log import StepRecord, parse_live
-from training.journal.events import AnyNote, PastRecovery
-from training.journal.history import AttemptView, record_of
+from training.journal.events import AnyNote
+from training.journal.history import AttemptView
 from training.journal.mending import Pause, pauses_in
-from training.recovery.ladder import Recovery
+from training.recovery.decision import Recovery
 
 # Rows without progress are short, and a window of a day holds no more of one code that matter.
 NUM_PAST = 50
 
 
-def past_recoveries(recoveries: Iterable[Recovery]) -> list[PastRecovery]:
+def past_recoveries(recoveries: Iterable[Recovery]) -> list[Recovery]:
     """The newest recoveries as a start order carries them, oldest first."""
-    return [
-        PastRecovery(
-            fault=record_of(one.fault),
-            rung=one.rung,
-            progressed=one.progressed,
-            failed=one.failed,
-            cut_short=one.cut_short,
-        )
-        for one in list(recoveries)[-NUM_PAST:]
-    ]
+    return list(recoveries)[-NUM_PAST:]
 
 
 @dataclass(frozen=True, slots=True)

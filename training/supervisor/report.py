@@ -17,7 +17,7 @@ from training.journal.attempt_log import StepRecord
 from training.journal.events import AlertCleared, AlertRaised
 from training.journal.history import AttemptView, RunHistory
 from training.journal.mending import Alert, Mending
-from training.recovery.fault_record import FaultRecord
+from training.recovery.faults import Fault
 
 RECOVERING = "recovering"
 MENDED = "mended"
@@ -149,7 +149,7 @@ def _duration_s(mending: Mending) -> float | None:
     return round(mending.ended.duration_s, 2) if mending.ended is not None else None
 
 
-def _told(fault: FaultRecord) -> str:
+def _told(fault: Fault) -> str:
     return f"{fault.fault_class}: {_short(fault.evidence)}"
 
 

@@ -26,11 +26,11 @@ from training.environment import variables_of
 from training.errors import AgentUnreachable, EngineError
 from training.health.preflight.judging import Judgement
 from training.job import Job
-from training.journal.events import PastRecovery
 from training.journal.failure_rate import measured_mtbf_s
 from training.journal.history import AttemptView, RunHistory
 from training.journal.ledger import Identity, Ledger
 from training.journal.records import DataReady, RunCreated, RunEnded
+from training.recovery.decision import Recovery
 from training.recovery.faults import Fault
 from training.recovery.ladder import RESTARTS_IN_PLACE, Decision
 from training.supervisor.checking import Checker
@@ -160,7 +160,7 @@ class Run:
     def _decider(self) -> Decider:
         return Decider(self.job, self.engine, self._book)
 
-    def past_recoveries(self) -> list[PastRecovery]:
+    def past_recoveries(self) -> list[Recovery]:
         """The newest recoveries on record, oldest first, for whoever decides inside an attempt."""
         return past_recoveries(recoveries_of(self.job, self.history))
 

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, TypeAdapter
 
-from training.journal.events import PastRecovery
+from training.recovery.decision import Recovery
 from training.recovery.rungs import Rung
 from training.wire.check import Check
 from training.wire.coordinator import CoordinatorAddress
@@ -81,7 +81,7 @@ class StartOrder(Message):
     variables: dict[str, str]
     job: str = Field(description="the job as JSON, without secrets")
     data_manifest_key: str | None
-    past: tuple[PastRecovery, ...] = Field((), description="recoveries so far, oldest first")
+    past: tuple[Recovery, ...] = Field((), description="recoveries so far, oldest first")
     coordinator: CoordinatorAddress | None = None
 
 

@@ -1,4 +1,4 @@
-"""What workers, node agents and the coordinator of an attempt say to each other.
+"""What workers, node agents and the coordinator of an attempt send each other.
 
 One JSON object per line over TCP; the first line of a connection carries the attempt's token.
 Times are seconds since the epoch, steps completed optimizer steps.
@@ -7,20 +7,24 @@ Times are seconds since the epoch, steps completed optimizer steps.
 from __future__ import annotations
 
 import json
-from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, SecretStr, TypeAdapter
+from pydantic import Field, JsonValue, SecretStr, TypeAdapter
 
-from training.recovery.repair import RankReport, RepairPlan
+from training.recovery.protocol import (
+    CoordinatorMessage,
+    Ending,
+    GenerationReport,
+    LastSaved,
+    Paused,
+    Reconnected,
+    ToMember,
+    Trains,
+    WorkerEnded,
+    WorkerFault,
+)
 
 MAX_LINE_BYTES = 1 << 20
-
-
-class CoordinatorMessage(BaseModel):
-    """Immutable, and an unknown field is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class CoordinatorAddress(CoordinatorMessage):
@@ -32,16 +36,6 @@ class CoordinatorAddress(CoordinatorMessage):
     token: str
 
 
-class WorkerFaultKind(StrEnum):
-    """What a worker noticed, as far as it can tell."""
-
-    LINK = "link"  # a connection broke
-    COLLECTIVE = "collective"  # a collective failed or timed out; the state is whole (HCCE)
-    MEMORY = "memory"  # this rank's device memory is not to be trusted (UCE)
-    NUMERIC = "numeric"  # loss or gradient norm is abnormal (TRE)
-    REPAIR = "repair"  # a recovery came to grief here
-
-
 class WorkerJoined(CoordinatorMessage):
     """First line of a worker."""
 
@@ -51,82 +45,6 @@ class WorkerJoined(CoordinatorMessage):
     pid: int
 
 
-class WorkerFault(CoordinatorMessage):
-    """A fault that the worker's process outlived."""
-
-    op: Literal["trouble"] = "trouble"
-    generation: int
-    trouble: WorkerFaultKind
-    text: str
-    step: int
-    at_s: float
-    code: str | None = None
-    grad_norm: float | None = Field(None, description="of the step, where it was agreed on")
-    culprit: int | None = Field(None, description="rank whose own loss made the step abnormal")
-    is_finite: bool = True
-    link: int | None = Field(
-        None, description="which links of the generation broke, where they may be made anew"
-    )
-
-
-class Reconnected(CoordinatorMessage):
-    """New links stand under a rank's groups, and what was cut short runs again.
-
-    Attributes:
-        operations: how many were run again here.
-        problem: why it did not work, None when it did.
-    """
-
-    op: Literal["reconnected"] = "reconnected"
-    generation: int
-    link: int
-    operations: int = 0
-    problem: str | None = None
-
-
-class GenerationReport(CoordinatorMessage):
-    """A rank's report for a generation."""
-
-    op: Literal["standing"] = "standing"
-    generation: int
-    report: RankReport
-
-
-class Trains(CoordinatorMessage):
-    """A rank trains in a generation, from a step on."""
-
-    op: Literal["trains"] = "trains"
-    generation: int
-    step: int
-
-
-class Paused(CoordinatorMessage):
-    """A rank stands at a step boundary, or goes on from it."""
-
-    op: Literal["paused"] = "paused"
-    step: int
-    stands: bool
-
-
-class LastSaved(CoordinatorMessage):
-    """A survivor's part in the end-of-life checkpoint is over.
-
-    Attributes:
-        problem: why it was not written, None when it was.
-    """
-
-    op: Literal["last_saved"] = "last_saved"
-    step: int
-    problem: str | None = None
-
-
-class Ending(CoordinatorMessage):
-    """A rank came to the end of its loop: from here on nothing is recovered inside processes."""
-
-    op: Literal["ending"] = "ending"
-    step: int
-
-
 class AgentJoined(CoordinatorMessage):
     """First line of a node agent."""
 
@@ -134,25 +52,6 @@ class AgentJoined(CoordinatorMessage):
     token: SecretStr
     node: str
     ranks: tuple[int, ...]
-
-
-class WorkerEnded(CoordinatorMessage):
-    """A worker process ended other than well.
-
-    Attributes:
-        exit_code: negative for a signal, as subprocess has it.
-        device: local rank on the node.
-        error: last line of the exception that it recorded.
-        is_oom: the kernel killed something in the container for memory.
-    """
-
-    op: Literal["worker_ended"] = "worker_ended"
-    rank: int
-    device: int
-    exit_code: int
-    error: str | None = None
-    is_oom: bool = False
-    at_s: float
 
 
 class NodeSampled(CoordinatorMessage):
@@ -167,51 +66,6 @@ class NodeSampled(CoordinatorMessage):
     sample: dict[str, JsonValue]
 
 
-class NewGeneration(CoordinatorMessage):
-    """A life of the groups begins; the one before is over."""
-
-    op: Literal["generation"] = "generation"
-    number: int
-
-
-class Plan(CoordinatorMessage):
-    """What every rank does in a new generation before it trains."""
-
-    op: Literal["plan"] = "plan"
-    generation: int
-    plan: RepairPlan
-
-
-class Reconnect(CoordinatorMessage):
-    """Make new links in the same generation, and run again what was cut short."""
-
-    op: Literal["reconnect"] = "reconnect"
-    generation: int
-    link: int
-
-
-class PauseRequest(CoordinatorMessage):
-    """Stand at the next step boundary, or go on."""
-
-    op: Literal["pause"] = "pause"
-    wanted: bool
-
-
-class ReplaceWorker(CoordinatorMessage):
-    """Start a new process for a rank whose process is gone."""
-
-    op: Literal["replace"] = "replace"
-    rank: int
-    generation: int
-
-
-class GiveUp(CoordinatorMessage):
-    """The attempt is not saved inside its processes: report their ends and stop the rest."""
-
-    op: Literal["give_up"] = "give_up"
-    why: str
-
-
 FromMember = Annotated[
     WorkerJoined
     | WorkerFault
@@ -224,10 +78,6 @@ FromMember = Annotated[
     | AgentJoined
     | WorkerEnded
     | NodeSampled,
-    Field(discriminator="op"),
-]
-ToMember = Annotated[
-    NewGeneration | Plan | Reconnect | PauseRequest | ReplaceWorker | GiveUp,
     Field(discriminator="op"),
 ]
 FROM_MEMBER: TypeAdapter[FromMember] = TypeAdapter(FromMember)

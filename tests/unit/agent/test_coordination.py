@@ -13,14 +13,8 @@ from tests.unit.agent.conftest import wait_for
 from tests.unit.lines import FarEnd
 from training.agent.coordinator_client import AgentCoordinatorClient, new_token
 from training.health.monitor.heartbeat import HeartbeatWriter
-from training.wire.coordinator import (
-    AgentJoined,
-    GiveUp,
-    NewGeneration,
-    NodeSampled,
-    ReplaceWorker,
-    WorkerEnded,
-)
+from training.recovery.protocol import GiveUp, NewGeneration, ReplaceWorker, WorkerEnded
+from training.wire.coordinator import AgentJoined, NodeSampled
 from training.wire.sample import DeviceSample, NodeSample
 
 ENDED = WorkerEnded(rank=3, device=1, exit_code=-9, at_s=1.0)

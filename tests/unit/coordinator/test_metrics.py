@@ -12,15 +12,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from training.coordinator.metrics import BASE_LABELS, AttemptNow, RunMetrics
 from training.journal.attempt_log import StepRecord
-from training.journal.events import (
-    PastRecovery,
-    PauseBegan,
-    PauseEnded,
-    RecoveryBegan,
-    RecoveryEnded,
-)
 from training.recovery.attempt import Stage
-from training.recovery.fault_record import FaultRecord
+from training.recovery.decision import Recovery
+from training.recovery.events import PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
+from training.recovery.faults import Fault, FaultClass
 from training.recovery.rungs import Rung
 from training.wire.sample import DeviceSample, HostSample, NodeSample
 
@@ -29,7 +24,9 @@ RECORD = StepRecord(
     step=7, loss=1.5, grad_norm=0.5, lr=1e-3, tokens_per_s=1000.0, mfu=0.4, at_s=99.0, step_s=2.5,
     position=56, epoch=0, placement=2, attempt=3,
 )  # fmt: skip
-FAULT = FaultRecord(fault_class="native_crash", at_s=90.0, node="node-0", rank=1, evidence="died")
+FAULT = Fault(
+    fault_class=FaultClass.NATIVE_CRASH, at_s=90.0, node="node-0", rank=1, evidence="died"
+)
 SAMPLE = NodeSample(
     at_s=95.0,
     devices=(
@@ -61,7 +58,7 @@ def now() -> AttemptNow:
 
 @pytest.fixture
 def metrics(clock, now):
-    past = [PastRecovery(fault=FAULT, rung=Rung.IN_PLACE_RESTART, progressed=True)] * 2
+    past = [Recovery(fault=FAULT, rung=Rung.IN_PLACE_RESTART, progressed=True)] * 2
     return RunMetrics(
         list(LABELS.values()), target_step=60, standing=lambda: now, past=past, clock=clock
     )

@@ -9,16 +9,15 @@ import pytest
 from training.drill.campaign import Campaign
 from training.drill.hooks import Kill, Victim
 from training.drill.unfired import missed
-from training.journal.events import RecoveryBegan, RecoveryEnded
 from training.journal.history import RunHistory, replay
 from training.journal.records import AnyRecord, AttemptStarted, FirstStep, Noted, Placed
-from training.recovery.fault_record import FaultRecord
-from training.recovery.faults import FaultClass
+from training.recovery.events import RecoveryBegan, RecoveryEnded
+from training.recovery.faults import Fault, FaultClass
 from training.recovery.ladder import Rung
 from training.specs.drill import DrillFault, DrillKind, DrillPoint
 
 EPOCH = 1
-FAULT = FaultRecord(fault_class=FaultClass.LINK_DOWN, at_s=3.0, evidence="gloo")
+FAULT = Fault(fault_class=FaultClass.LINK_DOWN, at_s=3.0, evidence="gloo")
 
 
 def fault(step: int, point: DrillPoint = DrillPoint.PREPARED, times: int = 1) -> DrillFault:

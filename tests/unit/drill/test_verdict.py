@@ -12,14 +12,7 @@ from training.drill.hooks import Pauser
 from training.drill.job import drill_job
 from training.drill.table import Drill, Expected
 from training.drill.verdict import Outcome, differences, judge, not_played, recovered
-from training.journal.events import (
-    AnyNote,
-    LastSave,
-    PauseBegan,
-    PauseEnded,
-    RecoveryBegan,
-    RecoveryEnded,
-)
+from training.journal.events import AnyNote
 from training.journal.history import RunHistory, replay
 from training.journal.records import (
     AnyRecord,
@@ -31,8 +24,8 @@ from training.journal.records import (
     Noted,
     Placed,
 )
-from training.recovery.fault_record import FaultRecord
-from training.recovery.faults import FaultClass
+from training.recovery.events import LastSave, PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
+from training.recovery.faults import Fault, FaultClass
 from training.recovery.ladder import Rung
 from training.specs.drill import DrillFault, DrillKind
 from training.specs.model import ParallelKind
@@ -43,7 +36,7 @@ KILL = DrillFault(kind=DrillKind.KILL, rank=1, step=4)
 DRILL = Drill("one", "SIGKILL of rank 1", Expected((Rung.PROCESS_REPLACE,)), faults=(KILL,))
 E_: dict[str, Any] = {"epoch": 1}
 KEY: dict[str, Any] = {"placement": 1, "attempt": 1, "epoch": 1}
-FAULT = FaultRecord(fault_class=FaultClass.NATIVE_CRASH, at_s=FAULT_AT_S + 0.5, evidence="killed")
+FAULT = Fault(fault_class=FaultClass.NATIVE_CRASH, at_s=FAULT_AT_S + 0.5, evidence="killed")
 
 
 def began(rung: Rung, number: int = 1) -> RecoveryBegan:

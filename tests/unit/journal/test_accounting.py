@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from training.journal.accounting import account
-from training.journal.events import PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
 from training.journal.history import RunHistory, replay
 from training.journal.records import (
     AnyRecord,
@@ -28,8 +27,8 @@ from training.journal.records import (
     SupervisorTook,
 )
 from training.journal.wall_time import MEANING, RECOVERY, Account, Owner
-from training.recovery.fault_record import FaultRecord
-from training.recovery.faults import FaultClass
+from training.recovery.events import PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
+from training.recovery.faults import Fault, FaultClass
 from training.recovery.rungs import Rung
 
 
@@ -44,8 +43,8 @@ class Done:
     attempt: int = 1
 
 
-def fault(at_s: float, step: int | None = None) -> FaultRecord:
-    return FaultRecord(fault_class=FaultClass.NATIVE_CRASH, at_s=at_s, evidence="x", step=step)
+def fault(at_s: float, step: int | None = None) -> Fault:
+    return Fault(fault_class=FaultClass.NATIVE_CRASH, at_s=at_s, evidence="x", step=step)
 
 
 class Story:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from training.journal.history import record_of, replay
+from training.journal.history import replay
 from training.journal.records import (
     AttemptEnded,
     AttemptStarted,
@@ -56,7 +56,7 @@ def attempt(number: int, rung: Rung | None = None, *, isolate: str | None = None
             outcome="failed",
             to_step=14,
             proc_start_cnt={"node-0": number, "node-1": number},
-            fault=record_of(CRASH),
+            fault=CRASH,
             duration_s=5.0,
         ),
         Decided(

@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import TypeAdapter
 
-from training.journal.events import (
-    NOTE_KINDS,
-    AnyNote,
-    LastSave,
-    PastRecovery,
-    PauseBegan,
-    PauseEnded,
-    RecoveryBegan,
-    RecoveryEnded,
-)
+from training.journal.events import NOTE_KINDS, AnyNote
 from training.journal.history import RunHistory, replay
 from training.journal.records import (
     RECORD,
@@ -29,15 +21,14 @@ from training.journal.records import (
     RunEnded,
     SupervisorTook,
 )
-from training.recovery.fault_record import FaultRecord
-from training.recovery.faults import FaultClass
+from training.recovery.decision import Recovery
+from training.recovery.events import LastSave, PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
+from training.recovery.faults import Fault, FaultClass
 from training.recovery.ladder import Rung
 from training.supervisor.observer import past_recoveries
 
-LINK = FaultRecord(fault_class=FaultClass.LINK_DOWN, at_s=10.0, evidence="EI0006", step=14)
-CRASH = FaultRecord(
-    fault_class=FaultClass.NATIVE_CRASH, at_s=30.0, evidence="SIGKILL", rank=3, step=40
-)
+LINK = Fault(fault_class=FaultClass.LINK_DOWN, at_s=10.0, evidence="EI0006", step=14)
+CRASH = Fault(fault_class=FaultClass.NATIVE_CRASH, at_s=30.0, evidence="SIGKILL", rank=3, step=40)
 NOW = {"at_s": 0.0, "epoch": 1}
 
 
@@ -250,5 +241,6 @@ def test_nothing_that_has_ended_is_paused():
 
 
 def test_a_past_recovery_fits_into_a_start_order():
-    past = PastRecovery(fault=LINK, rung=Rung.STEP_RETRY, progressed=True)
-    assert PastRecovery.model_validate_json(past.model_dump_json()) == past
+    past = Recovery(fault=LINK, rung=Rung.STEP_RETRY, progressed=True)
+    as_json = TypeAdapter(Recovery)
+    assert as_json.validate_json(as_json.dump_json(past)) == past

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.policy import test_ladder_histories, test_ladder_rules
+from tests.unit.recovery import test_ladder_histories, test_ladder_rules
 from tests.unit.recovery.ladder_cases import CRASH
 from training.recovery.faults import USER_MUST_MEND, FaultClass
 from training.recovery.ladder import (

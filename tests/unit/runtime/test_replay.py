@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.unit.runtime.worlds import TIMEOUT_S, Member, Promises, Reconnected, World
+from training.recovery.protocol import WorkerFaultKind
 from training.runtime.errors import WorkerError
 from training.runtime.process_group.connections import Link, shut_down
 from training.runtime.process_group.replay import ReplayableProcessGroup
 from training.runtime.worker_faults import look_at
-from training.wire.coordinator import WorkerFaultKind
 
 MEBIBYTE = 2**20
 LARGE = 64 * MEBIBYTE

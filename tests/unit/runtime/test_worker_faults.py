@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from training.recovery.protocol import WorkerFaultKind
 from training.runtime.errors import Interrupted, NotApplied
 from training.runtime.worker_faults import SIGNS, look_at
-from training.wire.coordinator import WorkerFaultKind
 
 GLOO = "/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp"
 CLOSED = (

@@ -253,7 +253,7 @@ def test_the_checkpoint_server_starts_as_a_command_and_never_loads_torch(cluster
     script = (
         "import sys, json\n"
         "from training.agent import checkpoint_server\n"
-        "checkpoint-server.keep()\n"
+        "checkpoint_server.keep()\n"
         "print(json.dumps(sorted(m for m in sys.modules if '.' not in m)))\n"
     )
     process = subprocess.Popen(

@@ -9,14 +9,14 @@ import pytest
 from storage.local import LocalStore
 from tests.unit.supervisor.cluster import Cluster, ClusterRun, supervise
 from training.job import parse_job
-from training.journal.events import AnyNote, PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
-from training.recovery.fault_record import FaultRecord
+from training.journal.events import AnyNote
+from training.recovery.events import PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.ladder import Recovery, Rung
 from training.supervisor.observer import NUM_PAST, past_recoveries
 from training.wire.requests import read_control, write_control
 
-LINK = FaultRecord(fault_class=FaultClass.LINK_DOWN, at_s=10.0, evidence="EI0006", step=14)
+LINK = Fault(fault_class=FaultClass.LINK_DOWN, at_s=10.0, evidence="EI0006", step=14)
 BEGAN = RecoveryBegan(
     at_s=10.0, number=1, generation=1, fault=LINK, rung=Rung.STEP_RETRY, reason="because"
 )

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from training.errors import InputError
-from training.health.preflight import check_job, recovery_notes
 from training.job import Job, parse_job
 from training.platforms.forms import Platform
 from training.platforms.printing import print_platform
 from training.recovery.ladder import Policy
+from training.supervisor.job_checks import check_job, recovery_notes
 
 
 @pytest.fixture

@@ -7,17 +7,9 @@ import math
 import pytest
 from pydantic import SecretStr, ValidationError
 
+from training.recovery.protocol import GenerationReport, NewGeneration, Plan
 from training.recovery.repair import RankReport, RepairMode, RepairPlan, Vote
-from training.wire.coordinator import (
-    FROM_MEMBER,
-    TO_MEMBER,
-    AgentJoined,
-    GenerationReport,
-    NewGeneration,
-    Plan,
-    WorkerJoined,
-    dump_line,
-)
+from training.wire.coordinator import FROM_MEMBER, TO_MEMBER, AgentJoined, WorkerJoined, dump_line
 
 
 @pytest.mark.parametrize(

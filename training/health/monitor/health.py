@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median, pstdev
 
-from training.journal.events import AlertRaised
-from training.journal.health_point import HealthPoint
+from training.journal.events import AlertRaised, HealthPoint
 from training.specs.watch import WatchSpec
 from training.wire.sample import NodeSample
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from training.health.monitor.health import CLEAR_S, Condition, HealthWatch, Look, RankLook, StepLook
-from training.journal.health_point import HealthPoint
+from training.journal.events import HealthPoint
 from training.specs.watch import WatchSpec
 from training.wire.sample import DeviceSample, HostSample, NodeSample
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.driver_tools import SAMPLES, install, only_tools_of
-from training.health.monitor.sources import asking, nvml, sampling
+from training.health.monitor.sources import nvml, sampling, vendor_tools
 from training.health.monitor.sources.nvml import NoNvml, read_devices
 from training.health.monitor.sources.sampling import Sampler
 from training.health.monitor.sources.vendor_tools import NoAnswer, ask, find_tool
@@ -15,7 +15,7 @@ from training.health.monitor.sources.vendor_tools import NoAnswer, ask, find_too
 
 @pytest.fixture
 def tools(tmp_path, monkeypatch):
-    monkeypatch.setattr(asking, "PLACES", {})
+    monkeypatch.setattr(vendor_tools, "PLACES", {})
     return only_tools_of(tmp_path / "bin", monkeypatch)
 
 
@@ -105,7 +105,7 @@ def test_a_tool_that_hangs_is_killed_with_what_it_started(tools):
 def test_a_tool_is_found_outside_of_path_where_the_driver_puts_it(tools, tmp_path, monkeypatch):
     install(tmp_path, "hccn_tool", "true")
     assert find_tool("hccn_tool") is None
-    monkeypatch.setattr(asking, "PLACES", {"hccn_tool": str(tmp_path / "hccn_tool")})
+    monkeypatch.setattr(vendor_tools, "PLACES", {"hccn_tool": str(tmp_path / "hccn_tool")})
     assert find_tool("hccn_tool") == str(tmp_path / "hccn_tool")
 
 

@@ -8,13 +8,12 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.coordinator.attempts import ALONE, DDP, HSDP, RunOutcome
-from training.journal.events import RecoveryBegan, RecoveryEnded
+from tests.unit.recovery.attempts import ALONE, DDP, HSDP, RunOutcome
 from training.recovery.actions import Noted, ToAgent, ToRank
 from training.recovery.attempt import Stage
+from training.recovery.events import RecoveryBegan, RecoveryEnded
 from training.recovery.ladder import IN_PROCESS, Policy
-from training.recovery.repair import RankReport, RepairMode, StepPhase, Vote
-from training.wire.coordinator import (
+from training.recovery.protocol import (
     LastSaved,
     NewGeneration,
     Plan,
@@ -22,6 +21,7 @@ from training.wire.coordinator import (
     ReplaceWorker,
     WorkerFaultKind,
 )
+from training.recovery.repair import RankReport, RepairMode, StepPhase, Vote
 
 RANKS = st.integers(0, 3)
 STEPS = st.integers(8, 12)

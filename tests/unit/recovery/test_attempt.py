@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.coordinator.attempts import (
+from tests.unit.recovery.attempts import (
     DDP,
     HSDP,
     REPAIR_LIMIT_S,
@@ -16,9 +16,9 @@ from training.recovery.actions import Noted, ToAgent, ToRank
 from training.recovery.attempt import LINK_SETTLE_S, Stage
 from training.recovery.faults import FaultClass
 from training.recovery.ladder import Rung
+from training.recovery.protocol import NewGeneration, Plan, ReplaceWorker, WorkerFaultKind
 from training.recovery.ranks import END_NOTICE_S
 from training.recovery.repair import Move, RankReport, StepPhase
-from training.wire.coordinator import NewGeneration, Plan, ReplaceWorker, WorkerFaultKind
 
 
 def test_training_begins_when_the_last_rank_trains():
@@ -82,7 +82,7 @@ def test_a_connection_that_closes_is_no_death_until_the_agent_tells_or_the_notic
     played.passes(0.1)
     (began,) = played.began()
     assert (began.fault.rank, began.rung) == (1, Rung.PROCESS_REPLACE)
-    assert "its agent did not tell how it ended" in began.fault.evidence
+    assert "its agent did not report how it ended" in began.fault.evidence
     assert played.replaced() == [1]
 
 

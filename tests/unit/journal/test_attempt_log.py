@@ -17,7 +17,7 @@ from training.journal.attempt_log import (
     metrics_prefix,
     parse_live,
 )
-from training.journal.events import LastSave, PauseBegan
+from training.recovery.events import LastSave, PauseBegan
 
 RECORD = StepRecord(
     step=1,

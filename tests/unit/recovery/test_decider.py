@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from training.diagnosis.exits import EXIT_ABOVE_PROCESS, EXIT_RESTART_ME
+from training.diagnosis.exits import EXIT_ABOVE_PROCESS, EXIT_RESTART_ME, fault_of_end
 from training.recovery.decider import (
     CLASS_OF,
     InProcessDecider,
     device_of,
-    fault_of_end,
     fault_of_trouble,
     rank_at_fault,
 )
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.ladder import Policy, Recovery, Rung
-from training.wire.coordinator import WorkerEnded, WorkerFault, WorkerFaultKind
+from training.recovery.protocol import WorkerEnded, WorkerFault, WorkerFaultKind
 
 REPLACE, STOP, IN_PLACE = Rung.PROCESS_REPLACE, Rung.STOP, Rung.IN_PLACE_RESTART
 

@@ -6,20 +6,14 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from training.journal.events import (
-    AnyNote,
-    LastSave,
-    PauseBegan,
-    PauseEnded,
-    RecoveryBegan,
-    RecoveryEnded,
-)
+from training.diagnosis.exits import fault_of_end
+from training.journal.events import AnyNote
 from training.recovery.actions import Action, Noted, ToAgent, ToRank
 from training.recovery.attempt import Attempt, Stage
 from training.recovery.decider import InProcessDecider
+from training.recovery.events import LastSave, PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
 from training.recovery.ladder import Policy, Rung
-from training.recovery.repair import RankReport, RepairMode, RepairPlan, StepPhase, Vote
-from training.wire.coordinator import (
+from training.recovery.protocol import (
     CoordinatorMessage,
     GiveUp,
     LastSaved,
@@ -32,6 +26,7 @@ from training.wire.coordinator import (
     WorkerFault,
     WorkerFaultKind,
 )
+from training.recovery.repair import RankReport, RepairMode, RepairPlan, StepPhase, Vote
 
 DDP = ((0, 1, 2, 3),)
 HSDP = ((0, 2), (1, 3))
@@ -124,7 +119,10 @@ class RunOutcome:
         self.ranks.pop(rank, None)
         if told:
             fields: dict[str, Any] = {"device": rank % 2, "exit_code": -9, "at_s": self.now_s}
-            self.attempt.ended(WorkerEnded(rank=rank, **{**fields, **changes}), now_s=self.now_s)
+            ended = WorkerEnded(rank=rank, **{**fields, **changes})
+            node, step = self.attempt.nodes.get(rank), self.attempt.step
+            fault = fault_of_end(ended, node=node, step=step)
+            self.attempt.ended(rank, fault, now_s=self.now_s)
         return self.collect()
 
     def sees(self, rank: int, trouble: WorkerFaultKind, **changes: Any) -> list[Action]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.coordinator.attempts import (
+from tests.unit.recovery.attempts import (
     ALONE,
     HSDP,
     LINK_LIMIT_S,
@@ -18,9 +18,7 @@ from tests.unit.coordinator.attempts import (
 from training.recovery.actions import NormAccepted
 from training.recovery.attempt import LINK_SETTLE_S, Stage
 from training.recovery.ladder import Policy, Rung
-from training.recovery.ranks import END_NOTICE_S
-from training.recovery.repair import Move, RepairMode, StepPhase
-from training.wire.coordinator import (
+from training.recovery.protocol import (
     CoordinatorMessage,
     NewGeneration,
     Plan,
@@ -28,6 +26,8 @@ from training.wire.coordinator import (
     Reconnected,
     WorkerFaultKind,
 )
+from training.recovery.ranks import END_NOTICE_S
+from training.recovery.repair import Move, RepairMode, StepPhase
 
 # Operator retry.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.coordinator.attempts import (
+from tests.unit.recovery.attempts import (
     ALONE,
     EIGHT,
     HSDP,
@@ -13,12 +13,11 @@ from tests.unit.coordinator.attempts import (
     STEP,
     RunOutcome,
 )
-from training.journal.events import PauseBegan, PauseEnded
 from training.recovery.actions import ToAgent, ToRank
 from training.recovery.attempt import LINK_SETTLE_S, Stage
+from training.recovery.events import PauseBegan, PauseEnded
 from training.recovery.ladder import Policy, Rung
-from training.recovery.repair import RepairMode
-from training.wire.coordinator import (
+from training.recovery.protocol import (
     GiveUp,
     LastSaved,
     NewGeneration,
@@ -26,6 +25,7 @@ from training.wire.coordinator import (
     Plan,
     WorkerFaultKind,
 )
+from training.recovery.repair import RepairMode
 
 NO_REPLACING = Policy(process_replace=False)
 
