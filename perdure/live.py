@@ -132,7 +132,7 @@ def attempts_view(rows: Sequence[AttemptRow], width: int) -> RenderableType:
 
 def _attempt_text(row: AttemptRow) -> str:
     if row.generation is not None:
-        return f"  {_mending_text(row)}"
+        return f"  {_recovery_text(row)}"
     text = (
         f"attempt {row.placement}.{row.attempt} on {row.nodes} "
         f"(MA_SCHEDULE_CNT {row.schedule_cnt}, MA_PROC_START_CNT {row.proc_start_cnt or '-'}): "
@@ -145,7 +145,7 @@ def _attempt_text(row: AttemptRow) -> str:
     return text
 
 
-def _mending_text(row: AttemptRow) -> str:
+def _recovery_text(row: AttemptRow) -> str:
     place = f" on {row.nodes}" if row.nodes else ""
     reached = f" at step {row.to_step}" if row.to_step is not None else ""
     took = f" in {row.seconds_to_next_step} s" if row.seconds_to_next_step is not None else ""
@@ -204,13 +204,13 @@ def _events(history: RunHistory) -> list[str]:
 def _events_of(view: AttemptView) -> list[str]:
     placement, attempt = view.key
     lines = [f"attempt {placement}.{attempt}: {note_text(note)}" for note in view.notes]
-    return [*lines, _event(view)] if view.decided is not None else lines
+    return [*lines, _event(view)] if view.decision is not None else lines
 
 
 def _event(view: AttemptView) -> str:
-    assert view.decided is not None  # noqa: S101 filtered by the caller
+    assert view.decision is not None  # noqa: S101 filtered by the caller
     fault = view.ended.fault if view.ended is not None else None
     what = f"{fault.fault_class}: {fault.evidence}" if fault is not None else "?"
-    isolated = f", {view.decided.isolate} isolated" if view.decided.isolate else ""
+    isolated = f", {view.decision.isolate} isolated" if view.decision.isolate else ""
     placement, attempt = view.key
-    return f"fault in attempt {placement}.{attempt}: {what} -> {view.decided.rung}{isolated}"
+    return f"fault in attempt {placement}.{attempt}: {what} -> {view.decision.rung}{isolated}"

@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable
 
 from training.errors import InputError, PerdureError
-from training.journal.history import RunHistory
-from training.journal.mending import Pause
+from training.journal.history import Pause, RunHistory
 from training.supervisor.observer import AttemptObserver
 from training.supervisor.run import Run
 from training.wire.requests import is_pause_wanted, write_control

@@ -283,12 +283,14 @@ def last_faults(history: RunHistory, limit: int = _NUM_FAULTS) -> list[dict[str,
 
 def _faults_of(view: AttemptView) -> list[dict[str, Any]]:
     found = [
-        _fault_told(view, mending.began.fault, mending.began.rung, outcome_of(view, mending))
-        for mending in view.mendings
+        _fault_told(
+            view, recovery.began.fault, recovery.began.decision.rung, outcome_of(view, recovery)
+        )
+        for recovery in view.recoveries
     ]
     fault = view.ended.fault if view.ended is not None else None
     if fault is not None:
-        rung = view.decided.rung if view.decided is not None else None
+        rung = view.decision.rung if view.decision is not None else None
         found.append(_fault_told(view, fault, rung, "ended the attempt"))
     return found
 
@@ -315,7 +317,9 @@ def _state(history: RunHistory) -> str:
 
 
 def _recoveries(history: RunHistory) -> list[dict[str, Any]]:
-    return [recovery_facts(view, mending) for view in history.attempts for mending in view.mendings]
+    return [
+        recovery_facts(view, recovery) for view in history.attempts for recovery in view.recoveries
+    ]
 
 
 def _how_on(document: dict[str, Any]) -> str:

@@ -29,8 +29,7 @@ from prefect.events import emit_event
 
 from tasks.patient_client import without_retries
 from tasks.reports import fault_report, recovery_report
-from training.journal.history import AttemptView, RunHistory
-from training.journal.mending import Mending
+from training.journal.history import AttemptView, InProcessRecovery, RunHistory
 from training.recovery.events import LastSave
 from training.recovery.faults import Fault
 from training.recovery.ladder import Decision
@@ -141,21 +140,21 @@ class Reporter:
                                 "isolate": decision.isolate, "placement": placement,
                                 "attempt": attempt})  # fmt: skip
 
-    def recovery_began(self, view: AttemptView, mending: Mending) -> None:
+    def recovery_began(self, view: AttemptView, recovery: InProcessRecovery) -> None:
         """The report and the event of a fault that processes of the attempt outlived."""
-        self._recovery_report(view, mending)
-        self._fault_event(mending.began.fault)
+        self._recovery_report(view, recovery)
+        self._fault_event(recovery.began.fault)
 
-    def recovery_over(self, view: AttemptView, mending: Mending) -> None:
+    def recovery_over(self, view: AttemptView, recovery: InProcessRecovery) -> None:
         """The report and the event of a recovery inside the processes that came to its end."""
-        self._recovery_report(view, mending)
-        self.event("recovery", recovery_facts(view, mending))
+        self._recovery_report(view, recovery)
+        self.event("recovery", recovery_facts(view, recovery))
 
-    def _recovery_report(self, view: AttemptView, mending: Mending) -> None:
+    def _recovery_report(self, view: AttemptView, recovery: InProcessRecovery) -> None:
         placement, attempt = view.key
-        name = f"fault-p{placement}-a{attempt}-r{mending.began.number}"
-        text, began = recovery_report(view, mending), mending.began
-        title = _headline(began.fault, f"{began.rung} ({outcome_of(view, mending)})")
+        name = f"fault-p{placement}-a{attempt}-r{recovery.began.number}"
+        text, began = recovery_report(view, recovery), recovery.began
+        title = _headline(began.fault, f"{began.decision.rung} ({outcome_of(view, recovery)})")
         self._submit(name, lambda: self._tell_markdown(name, text, title))
 
     def _fault_event(self, fault: Fault) -> None:

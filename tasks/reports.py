@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from training.journal.attempt_log import StepRecord
 from training.journal.events import AlertCleared, AlertRaised, AnyNote, CheckpointDamaged
-from training.journal.history import AttemptView, RunHistory
-from training.journal.mending import Mending
+from training.journal.history import AttemptView, InProcessRecovery, RunHistory
 from training.recovery.events import LastSave, PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
 from training.recovery.faults import Fault
 from training.recovery.ladder import Decision
@@ -36,16 +35,16 @@ def fault_report(
     )
 
 
-def recovery_report(view: AttemptView, mending: Mending) -> str:
+def recovery_report(view: AttemptView, recovery: InProcessRecovery) -> str:
     """The report of a fault that processes of an attempt outlived, and of what was done."""
-    began = mending.began
+    began = recovery.began
     placement, attempt = view.key
     where = f"Attempt {placement}.{attempt}, generation {began.generation}"
     return (
         f"{_heading(began.fault, where)}"
-        f"**Decision: `{began.rung}`**, inside the processes. {began.reason}\n"
-        f"{_passed_over(began.skipped)}\n\n"
-        f"{_outcome(view, mending)}\n"
+        f"**Decision: `{began.decision.rung}`**, inside the processes. {began.decision.reason}\n"
+        f"{_passed_over(began.decision.skipped)}\n\n"
+        f"{_outcome(view, recovery)}\n"
     )
 
 
@@ -55,7 +54,8 @@ def note_text(note: AnyNote) -> str:
         case RecoveryBegan():
             where = note.fault.where
             what = f"{note.fault.fault_class} at {where}: {note.fault.evidence[:160]}"
-            return f"recovery {note.number}, generation {note.generation}: {what} -> {note.rung}"
+            began = f"recovery {note.number}, generation {note.generation}"
+            return f"{began}: {what} -> {note.decision.rung}"
         case RecoveryEnded():
             took = f"after {note.duration_s:.2f} s, {note.steps_lost} steps done again"
             went = f": training goes on from step {note.step} {took}"
@@ -82,9 +82,9 @@ def standing(history: RunHistory) -> str | None:
         return None
     if view.pause is not None:
         return f"paused at step {view.pause.began.step}"
-    last = view.mendings[-1] if view.mendings else None
+    last = view.recoveries[-1] if view.recoveries else None
     if last is not None and last.ended is None:
-        return f"recovering: {last.began.fault.fault_class} -> {last.began.rung}"
+        return f"recovering: {last.began.fault.fault_class} -> {last.began.decision.rung}"
     return None
 
 
@@ -126,10 +126,10 @@ def _passed_over(skipped: Sequence[str]) -> str:
     return "".join(f"\n- not `{text}`" for text in skipped)
 
 
-def _outcome(view: AttemptView, mending: Mending) -> str:
-    ended = mending.ended
+def _outcome(view: AttemptView, recovery: InProcessRecovery) -> str:
+    ended = recovery.ended
     if ended is None:
-        over = outcome_of(view, mending) != RECOVERING
+        over = outcome_of(view, recovery) != RECOVERING
         return "**Failed**: the attempt ended first." if over else "Under way."
     if not ended.succeeded:
         return f"**Failed** after {ended.duration_s:.2f} s: {ended.why}."
@@ -140,7 +140,7 @@ def _outcome(view: AttemptView, mending: Mending) -> str:
         ("state from a replica", _ranks(ended.repaired) or "none"),
     )
     told = "".join(f"| {name} | {value} |\n" for name, value in rows)
-    mark = SUB_HEALTHY_TEXT if mending.left_sub_healthy else ""
+    mark = SUB_HEALTHY_TEXT if recovery.left_sub_healthy else ""
     return f"**Mended** after {ended.duration_s:.2f} s.{mark}\n\n| | |\n|---|---|\n{told}"
 
 

@@ -272,14 +272,14 @@ class Supervision:
         if not notes:
             return
         view = self.run.history.attempts[-1]
-        mendings = {mending.began.number: mending for mending in view.mendings}
+        recoveries = {recovery.began.number: recovery for recovery in view.recoveries}
         for note in notes:
             self.logger.info(note_text(note))
             match note:
                 case RecoveryBegan():
-                    self.reporter.recovery_began(view, mendings[note.number])
-                case RecoveryEnded() if note.number in mendings:
-                    self.reporter.recovery_over(view, mendings[note.number])
+                    self.reporter.recovery_began(view, recoveries[note.number])
+                case RecoveryEnded() if note.number in recoveries:
+                    self.reporter.recovery_over(view, recoveries[note.number])
                 case PauseBegan() | PauseEnded():
                     stands = isinstance(note, PauseBegan)
                     self.reporter.event("pause", {"paused": stands, "step": note.step})
@@ -295,9 +295,9 @@ class Supervision:
     def tell_cut_off(self) -> None:
         """Tell of recoveries that the end of the newest attempt cut off."""
         view = self.run.history.attempts[-1]
-        for mending in view.mendings:
-            if mending.ended is None:
-                self.reporter.recovery_over(view, mending)
+        for recovery in view.recoveries:
+            if recovery.ended is None:
+                self.reporter.recovery_over(view, recovery)
 
     def tell_progress(self) -> None:
         """Update the progress bar and the table of attempts."""

@@ -213,8 +213,8 @@ class Running:
         """Every decision's rung, those inside the processes too."""
         found: list[str] = []
         for view in self.history.attempts:
-            found += [mending.began.rung.value for mending in view.mendings]
-            found += [view.decided.rung.value] if view.decided is not None else []
+            found += [recovery.began.decision.rung.value for recovery in view.recoveries]
+            found += [view.decision.rung.value] if view.decision is not None else []
         return found
 
     def worker_lines(self) -> list[str]:

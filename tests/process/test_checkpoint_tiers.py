@@ -193,7 +193,7 @@ def test_a_checkpoint_server_that_died_is_there_again_for_those_who_ask_after_a_
     assert driven.curve() == undisturbed.curve()
     assert driven.rungs == []
     (first, *_) = driven.run.refresh().attempts
-    assert [one.began.rung for one in first.mendings] == [Rung.PROCESS_REPLACE]
+    assert [one.began.rung for one in first.recoveries] == [Rung.PROCESS_REPLACE]
     logs = [path.read_text() for path in driven._nodes().glob("*/*/attempts/*/rank-*.stdout.log")]
     assert len(logs) == 2
     assert not any("saves go to the store while training waits" in text for text in logs)

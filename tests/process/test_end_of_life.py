@@ -99,7 +99,7 @@ def test_every_death_came_and_ended_the_processes(bereaved):
         range(len(FAULTS)), 1
     )
     assert [one.rung for one in recovered(bereaved.played.history)] == [Rung.IN_PLACE_RESTART] * 4
-    assert [view.mendings for view in bereaved.attempts] == [[]] * 5
+    assert [view.recoveries for view in bereaved.attempts] == [[]] * 5
 
 
 @pytest.mark.parametrize(

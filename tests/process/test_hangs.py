@@ -125,8 +125,8 @@ def fault_of(played: RunOutcome, number: int) -> Fault:
     assert view.ended is not None
     assert view.ended.fault is not None
     assert view.ended.fault.fault_class is FaultClass.HANG
-    assert view.decided is not None
-    assert view.decided.rung is Rung.HANG_RESTART, view.decided
+    assert view.decision is not None
+    assert view.decision.rung is Rung.HANG_RESTART, view.decision
     return view.ended.fault
 
 

@@ -15,7 +15,7 @@ from training.drill.driver import LIMIT_S, RunDriver, RunOutcome
 from training.drill.job import drill_job, write_corpus
 from training.health.monitor.health import LATENCY_HOLD_S
 from training.journal.events import HealthPoint
-from training.journal.mending import Alert
+from training.journal.history import Alert
 from training.recovery.faults import FaultClass
 from training.recovery.ladder import Rung
 from training.specs.drill import DrillFault, DrillKind
@@ -56,12 +56,12 @@ def play(
 def alerts(played: RunOutcome, point: HealthPoint) -> list[Alert]:
     """The alerts about one point."""
     told = [alert for view in played.history.attempts for alert in view.alerts]
-    return [alert for alert in told if alert.raised.point is point]
+    return [alert for alert in told if alert.began.point is point]
 
 
 def rungs(played: RunOutcome) -> list[Rung]:
     """How the attempts that ended with a fault were answered."""
-    return [view.decided.rung for view in played.history.attempts if view.decided is not None]
+    return [view.decision.rung for view in played.history.attempts if view.decision is not None]
 
 
 @pytest.fixture(scope="module")
@@ -87,28 +87,28 @@ def left(home) -> RunOutcome:
 
 def test_a_rank_that_is_later_than_the_others_is_named(left):
     (alert,) = alerts(left, HealthPoint.STRAGGLER)
-    assert (alert.raised.rank, alert.raised.node) == (3, "node-1")
-    assert alert.raised.value > 0.3
+    assert (alert.began.rank, alert.began.node) == (3, "node-1")
+    assert alert.began.value > 0.3
 
 
 def test_steps_that_take_longer_than_they_did_are_told(left):
     alert = alerts(left, HealthPoint.STEP_SLOW)[0]
-    assert alert.raised.value > alert.raised.limit
-    assert alert.raised.step is not None
-    assert alert.raised.step >= 20, "the rank was slow from then on"
+    assert alert.began.value > alert.began.limit
+    assert alert.began.step is not None
+    assert alert.began.step >= 20, "the rank was slow from then on"
 
 
 def test_a_node_that_holds_the_others_up_is_left_after_the_next_checkpoint(left):
     (alert,) = alerts(left, HealthPoint.STRAGGLER)
     first, second = left.history.attempts
     assert first.ended is not None
-    assert first.decided is not None
+    assert first.decision is not None
     fault = first.ended.fault
     assert fault is not None
     assert (fault.fault_class, fault.node, fault.rank) == (FaultClass.FAIL_SLOW, "node-1", 3)
-    assert (first.decided.rung, first.decided.isolate) == (Rung.POD_RESCHEDULE, "node-1")
+    assert (first.decision.rung, first.decision.isolate) == (Rung.POD_RESCHEDULE, "node-1")
     commits = [c for c in left.history.checkpoints if (c.placement, c.attempt) == first.key]
-    assert commits[-1].at_s > alert.raised.at_s
+    assert commits[-1].at_s > alert.began.at_s
     # Nothing is done again: the ranks saved when they were asked to end.
     assert second.from_step == first.ended.to_step
     assert "node-1" not in {member.node for member in second.members}
@@ -132,8 +132,8 @@ def test_a_rank_that_is_slow_wherever_it_runs_costs_one_node_at_most(home):
 def test_a_rank_that_waits_for_its_data_is_named(home):
     played = play(home, "starving", steps=110, troubles="starve:1:1:0.2")
     (alert,) = alerts(played, HealthPoint.DATA_STARVED)
-    assert (alert.raised.rank, alert.raised.node) == (1, "node-0")
-    assert alert.raised.value > 0.5
+    assert (alert.began.rank, alert.began.node) == (1, "node-0")
+    assert alert.began.value > 0.5
 
 
 @pytest.fixture
@@ -155,8 +155,8 @@ def test_a_disk_that_fills_is_told(home, nearly_full):
         watch={"disk_free_low_percent": nearly_full, "sample_every_s": 0.5},
     )
     told = alerts(played, HealthPoint.DISK_FILLING)
-    assert {alert.raised.node for alert in told} == {"node-0", "node-1"}
-    assert all(alert.raised.value < nearly_full for alert in told)
+    assert {alert.began.node for alert in told} == {"node-0", "node-1"}
+    assert all(alert.began.value < nearly_full for alert in told)
 
 
 @pytest.fixture(scope="module")
@@ -194,38 +194,38 @@ def ill(home, tmp_path_factory) -> RunOutcome:
 
 def test_a_device_that_its_driver_calls_ill_is_told(ill):
     told = alerts(ill, HealthPoint.DEVICE_UNHEALTHY)
-    assert {alert.raised.node for alert in told} == {"node-0", "node-1"}
-    assert "Alarm, codes A4025021, 8C03A000, 8C084E00" in told[0].raised.text
+    assert {alert.began.node for alert in told} == {"node-0", "node-1"}
+    assert "Alarm, codes A4025021, 8C03A000, 8C084E00" in told[0].began.text
 
 
 def test_a_port_without_a_link_is_told(ill):
     told = alerts(ill, HealthPoint.LINK_DOWN)
-    assert {alert.raised.node for alert in told} == {"node-0", "node-1"}
+    assert {alert.began.node for alert in told} == {"node-0", "node-1"}
 
 
 def test_a_device_whose_memory_is_nearly_full_is_told(ill):
     told = alerts(ill, HealthPoint.MEMORY_HIGH)
-    assert {alert.raised.node for alert in told} == {"node-0", "node-1"}
-    assert {round(alert.raised.value) for alert in told} == {98}
+    assert {alert.began.node for alert in told} == {"node-0", "node-1"}
+    assert {round(alert.began.value) for alert in told} == {98}
 
 
 def test_a_device_that_is_hardly_used_while_ranks_train_is_told_after_a_while(ill):
     told = alerts(ill, HealthPoint.UTILISATION_LOW)
-    assert {alert.raised.node for alert in told} == {"node-0", "node-1"}
+    assert {alert.began.node for alert in told} == {"node-0", "node-1"}
     began_s = ill.history.attempts[0].started.at_s
-    assert min(alert.raised.at_s for alert in told) - began_s >= 2
+    assert min(alert.began.at_s for alert in told) - began_s >= 2
 
 
 def test_a_collective_over_its_limit_is_told(ill):
     (alert,) = alerts(ill, HealthPoint.LATENCY_HIGH)
-    assert alert.raised.value > alert.raised.limit == 0.001
+    assert alert.began.value > alert.began.limit == 0.001
 
 
 def test_a_loss_that_jumps_is_told_with_its_step(ill):
     assert len(ill.fired_s[0]) == 1
     (alert,) = alerts(ill, HealthPoint.LOSS_ABNORMAL)
-    assert alert.raised.step == JUMP_STEP
-    assert alert.raised.value > 2 * ill.curve[JUMP_STEP - 1][0]
+    assert alert.began.step == JUMP_STEP
+    assert alert.began.value > 2 * ill.curve[JUMP_STEP - 1][0]
 
 
 @pytest.mark.long
@@ -239,7 +239,7 @@ def test_a_checkpoint_that_gets_old_is_told(home):
         checkpoint={"every_steps": 5},
     )
     (alert,) = alerts(played, HealthPoint.CHECKPOINT_OLD)
-    assert 60 < alert.raised.value < 75
+    assert 60 < alert.began.value < 75
 
 
 def test_a_healthy_run_raises_no_alert(home):

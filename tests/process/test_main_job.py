@@ -46,8 +46,8 @@ def test_a_killed_worker_and_a_lost_node_leave_the_loss_curve_bit_for_bit(bench,
 
 def assert_replacement_is_told(running) -> None:
     """The ledger, the terminal and the status tell of the new process for rank 1."""
-    (mending,) = running.history.attempts[0].mendings
-    began, ended = mending.began, mending.ended
+    (recovery,) = running.history.attempts[0].recoveries
+    began, ended = recovery.began, recovery.ended
     assert (began.fault.fault_class, began.fault.node, began.fault.rank) == (
         "native_crash", "node-0", 1,
     )  # fmt: skip

@@ -21,8 +21,7 @@ from training.drill.hooks import Pauser, RunHook
 from training.drill.job import NUM_RANKS, drill_job, write_corpus
 from training.drill.verdict import differences, recovered
 from training.injection.processes import LocalRun
-from training.journal.history import AttemptView
-from training.journal.mending import Mending
+from training.journal.history import AttemptView, InProcessRecovery
 from training.recovery.ladder import Rung
 from training.specs.drill import DrillFault, DrillKind, DrillPoint
 from training.specs.model import ParallelKind
@@ -238,7 +237,7 @@ def test_a_fault_is_mended_by_the_cheapest_rung_that_answers_it(bench, kind, fau
     assert tuple(one.rung for one in recoveries) == fault.rungs
     replaced = {
         rank
-        for one in _mendings(played)
+        for one in _recoveries(played)
         if from_s <= one.began.fault.at_s < until_s and one.ended is not None and one.succeeded
         for rank in one.ended.replaced
     }
@@ -251,7 +250,7 @@ def test_only_a_replaced_rank_gets_another_process_and_no_checkpoint_is_read(ben
     played = bench.course(kind)
     seen = bench.witnesses[kind].pids
     for view in played.history.attempts:
-        ended = [one.ended for one in view.mendings if one.ended is not None]
+        ended = [one.ended for one in view.recoveries if one.ended is not None]
         replaced = Counter(rank for one in ended for rank in one.replaced)
         for rank in range(NUM_RANKS):
             # A process that is killed right away may never be seen.
@@ -340,15 +339,15 @@ def test_on_a_wish_every_rank_stands_at_one_step_and_goes_on_from_it_later(calle
 def test_a_broken_link_is_mended_under_the_operations_where_the_job_wants_it(called):
     played, _ = called
     assert len(played.fired_s[0]) == 1
-    (mending,) = _mendings(played)
-    assert mending.began.rung is Rung.OPERATOR_RETRY
-    assert mending.began.sub_healthy
-    assert mending.succeeded
+    (recovery,) = _recoveries(played)
+    assert recovery.began.decision.rung is Rung.OPERATOR_RETRY
+    assert recovery.began.decision.sub_healthy
+    assert recovery.succeeded
 
 
 def test_no_digit_of_a_run_that_was_called_at_differs_from_one_left_alone(bench, called):
     bench.assert_as_undisturbed(called[0], DDP)
 
 
-def _mendings(played: RunOutcome) -> list[Mending]:
-    return [one for view in played.history.attempts for one in view.mendings]
+def _recoveries(played: RunOutcome) -> list[InProcessRecovery]:
+    return [one for view in played.history.attempts for one in view.recoveries]

@@ -21,6 +21,7 @@ from training.journal.records import (
     RunCreated,
     SupervisorTook,
 )
+from training.recovery.decision import Decision
 from training.recovery.events import LastSave, PauseBegan, PauseEnded, RecoveryBegan
 from training.recovery.events import RecoveryEnded as Ended
 from training.recovery.faults import Fault, FaultClass
@@ -41,15 +42,14 @@ LINK_BEGAN = RecoveryBegan(
     number=1,
     generation=1,
     fault=LINK,
-    rung=Rung.STEP_RETRY,
-    reason="link_down is mended",
+    decision=Decision(Rung.STEP_RETRY, None, "link_down is mended"),
 )
 LINK_MENDED = Ended(
     at_s=10.6, number=1, generation=2, succeeded=True, step=14, repaired=(3,), duration_s=0.625
 )
 CRASH_BEGAN = RecoveryBegan(
-    at_s=30.0, number=2, generation=2, fault=CRASH, rung=Rung.PROCESS_REPLACE, reason="one died",
-    skipped=("step_retry: switched off",),
+    at_s=30.0, number=2, generation=2, fault=CRASH,
+    decision=Decision(Rung.PROCESS_REPLACE, None, "one died", ("step_retry: switched off",)),
 )  # fmt: skip
 CRASH_FAILED = Ended(
     at_s=31.5, number=2, generation=2, succeeded=False, why="no replica of rank 1", duration_s=1.5
@@ -83,7 +83,7 @@ END: tuple[AnyRecord, ...] = (
         **NOW, **KEY, outcome="failed", to_step=40, fault=CRASH, duration_s=5.0,
         proc_start_cnt={"node-0": 1, "node-1": 1},
     ),
-    Decided(**NOW, **KEY, rung=Rung.IN_PLACE_RESTART, isolate=None, reason="because"),
+    Decided(**NOW, **KEY, decision=Decision(Rung.IN_PLACE_RESTART, None, "because")),
 )  # fmt: skip
 
 

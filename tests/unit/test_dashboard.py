@@ -12,7 +12,7 @@ import pytest
 from training.coordinator.metrics import AttemptNow, RunMetrics
 from training.journal.attempt_log import StepRecord
 from training.recovery.attempt import Stage
-from training.recovery.decision import Recovery
+from training.recovery.decision import Decision, Recovery
 from training.recovery.events import RecoveryBegan, RecoveryEnded
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.rungs import Rung
@@ -53,7 +53,7 @@ def exported() -> dict[str, set[str]]:
     metrics.step(StepRecord(1, 1.0, 1.0, 1.0, 1.0, 0.5, 1.0, 1.0, 1, 0, 1, 1))
     metrics.committed(1, at_s=1.0)
     metrics.noted(RecoveryBegan(at_s=1.0, number=1, generation=1, fault=fault,
-                                rung=Rung.STEP_RETRY, reason=""))  # fmt: skip
+                                decision=Decision(Rung.STEP_RETRY, None, "")))  # fmt: skip
     metrics.noted(RecoveryEnded(at_s=2.0, number=1, generation=2, succeeded=True))
     device = DeviceSample(index=0, utilisation_percent=1, memory_percent=1, temperature_c=1,
                           memory_total_bytes=1, power_w=1, link_is_up=True)  # fmt: skip

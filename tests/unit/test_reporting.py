@@ -134,7 +134,7 @@ def test_a_fault_report_tells_what_the_survivors_saved():
 
 def report_of(*notes, ended: bool = False) -> str:
     view = told(*notes, ended=ended).attempts[0]
-    return recovery_report(view, view.mendings[-1])
+    return recovery_report(view, view.recoveries[-1])
 
 
 def test_the_report_of_a_recovery_names_fault_decision_and_outcome():
@@ -161,7 +161,8 @@ def test_the_report_of_a_recovery_that_failed_says_why():
 
 
 def test_links_that_were_made_anew_leave_the_job_sub_healthy():
-    began = LINK_BEGAN.model_copy(update={"rung": Rung.OPERATOR_RETRY, "sub_healthy": True})
+    decision = Decision(Rung.OPERATOR_RETRY, None, "", sub_healthy=True)
+    began = LINK_BEGAN.model_copy(update={"decision": decision})
     assert "The job is sub-healthy" in report_of(began, LINK_MENDED)
     assert "sub-healthy" not in report_of(LINK_BEGAN, LINK_MENDED)
     failed = LINK_MENDED.model_copy(update={"succeeded": False, "why": "too late"})
@@ -218,9 +219,9 @@ def reported(monkeypatch):
 def test_a_recovery_inside_the_processes_is_two_events_and_one_report(reported):
     reporter, events = reported
     under_way = told(LINK_BEGAN).attempts[0]
-    reporter.recovery_began(under_way, under_way.mendings[0])
+    reporter.recovery_began(under_way, under_way.recoveries[0])
     over = told(LINK_BEGAN, LINK_MENDED).attempts[0]
-    reporter.recovery_over(over, over.mendings[0])
+    reporter.recovery_over(over, over.recoveries[0])
     (fault, noticed), (recovery, outcome) = events
     assert (fault, noticed["fault_class"], noticed["rank"]) == ("fault", "link_down", 3)
     assert recovery == "recovery"

@@ -39,11 +39,11 @@ class Told:
     def __init__(self) -> None:
         self.events: list[tuple[str, object]] = []
 
-    def recovery_began(self, view, mending) -> None:
-        self.events.append(("fault", mending.began.number))
+    def recovery_began(self, view, recovery) -> None:
+        self.events.append(("fault", recovery.began.number))
 
-    def recovery_over(self, view, mending) -> None:
-        self.events.append(("recovery", (mending.began.number, mending.succeeded)))
+    def recovery_over(self, view, recovery) -> None:
+        self.events.append(("recovery", (recovery.began.number, recovery.succeeded)))
 
     def event(self, kind, payload) -> None:
         self.events.append((kind, payload))

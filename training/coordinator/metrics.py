@@ -184,7 +184,7 @@ class RunMetrics(Collector):
         """The coordinator put something on record."""
         match note:
             case RecoveryBegan():
-                which = (note.rung.value, note.fault.fault_class)
+                which = (note.decision.rung.value, note.fault.fault_class)
                 self._began[note.number] = which
                 # A counter that begins with its first event has no increase to show.
                 for outcome in (MENDED, FAILED):

@@ -83,9 +83,9 @@ def _went_on_from(history: RunHistory) -> Iterator[int]:
 
 def _mended_at(history: RunHistory) -> Iterator[int]:
     for view in history.attempts:
-        for one in view.mendings:
+        for one in view.recoveries:
             # New links under the operations are no recovery that a rank takes part in by itself.
-            if one.ended is not None and one.began.rung is not Rung.OPERATOR_RETRY:
+            if one.ended is not None and one.began.decision.rung is not Rung.OPERATOR_RETRY:
                 step = one.ended.step
                 if one.succeeded and step is not None:
                     yield step

@@ -96,19 +96,19 @@ def recovered(history: RunHistory) -> list[Recovered]:
     """The recoveries that had training go on, in order; a stop is one that a person ends."""
     found: list[Recovered] = []
     for view, after in zip(history.attempts, [*history.attempts[1:], None], strict=True):
-        for mending in view.mendings:
-            if mending.ended is not None and mending.ended.succeeded:
-                began = mending.began
+        for recovery in view.recoveries:
+            if recovery.ended is not None and recovery.ended.succeeded:
+                began = recovery.began
                 found.append(
                     Recovered(
-                        began.rung,
+                        began.decision.rung,
                         noticed_at_s=began.fault.at_s,
-                        trains_at_s=mending.ended.at_s,
-                        steps_lost=mending.ended.steps_lost,
+                        trains_at_s=recovery.ended.at_s,
+                        steps_lost=recovery.ended.steps_lost,
                     )
                 )
-        if view.decided is not None and view.ended is not None and view.ended.fault is not None:
-            found.append(_by_attempt(view.decided.rung, view, after))
+        if view.decision is not None and view.ended is not None and view.ended.fault is not None:
+            found.append(_by_attempt(view.decision.rung, view, after))
     return found
 
 

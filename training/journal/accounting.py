@@ -18,8 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from training.journal.history import AttemptView, RunHistory
-from training.journal.mending import Mending
+from training.journal.history import AttemptView, InProcessRecovery, RunHistory
 from training.journal.wall_time import RECOVERY, Account, Canvas, Key, Layer, Owner
 
 
@@ -109,7 +108,8 @@ class _Told:
         """What the time after its end is spent on."""
         if not self.failed:
             return Owner.ENDING
-        return RECOVERY[self.view.decided.rung] if self.view.decided is not None else Owner.UNKNOWN
+        decision = self.view.decision
+        return RECOVERY[decision.rung] if decision is not None else Owner.UNKNOWN
 
 
 def _told(view: AttemptView, steps: Sequence[StepTime]) -> _Told:
@@ -214,9 +214,11 @@ def lost_steps(history: RunHistory, steps: Sequence[Sequence[StepTime]]) -> list
 
 def _lost_in(view: AttemptView, steps: Sequence[StepTime], goes_on_from: float) -> set[int]:
     back = [
-        (mending.began.fault.at_s, mending.ended.step)
-        for mending in view.mendings
-        if mending.ended is not None and mending.ended.succeeded and mending.ended.step is not None
+        (recovery.began.fault.at_s, recovery.ended.step)
+        for recovery in view.recoveries
+        if recovery.ended is not None
+        and recovery.ended.succeeded
+        and recovery.ended.step is not None
     ]
     back.sort()
     lost, newest = set(), goes_on_from
@@ -235,33 +237,35 @@ def _paint_notes(canvas: Canvas, one: _Told) -> None:
     for pause in one.view.pauses:
         to_s = pause.ended.at_s if pause.ended is not None else until_s
         canvas.paint(Layer.PAUSE, Owner.PAUSED, pause.began.at_s, to_s)
-    for mending in one.view.mendings:
-        _paint_mending(canvas, one, mending, until_s)
+    for recovery in one.view.recoveries:
+        _paint_recovery(canvas, one, recovery, until_s)
 
 
-def _paint_mending(canvas: Canvas, one: _Told, mending: Mending, until_s: float) -> None:
-    owner, noticed_s = RECOVERY[mending.began.rung], mending.began.fault.at_s
-    over_s = mending.ended.at_s if mending.ended is not None else until_s
+def _paint_recovery(
+    canvas: Canvas, one: _Told, recovery: InProcessRecovery, until_s: float
+) -> None:
+    owner, noticed_s = RECOVERY[recovery.began.decision.rung], recovery.began.fault.at_s
+    over_s = recovery.ended.at_s if recovery.ended is not None else until_s
     canvas.paint(Layer.RECOVERY, owner, noticed_s, over_s)
     index = bisect_right(one.steps, noticed_s, key=lambda step: step.at_s)
     last = one.steps[index - 1] if index else None
     if last is not None:
-        lost_s = _missing(mending, last) * one.usual_s
+        lost_s = _missing(recovery, last) * one.usual_s
         canvas.paint(Layer.AROUND, Owner.DETECTION, last.at_s, noticed_s)
         canvas.paint(Layer.AROUND, Owner.REDONE, last.at_s, min(last.at_s + lost_s, noticed_s))
     if index == len(one.steps):
         return
     following = one.steps[index]
     begin_s = following.at_s - following.step_s
-    if mending.succeeded:
+    if recovery.succeeded:
         canvas.paint(Layer.AROUND, owner, over_s, begin_s)
     # The record of a step that was finished by the recovery itself spans the fault.
     canvas.paint(Layer.IN_STEP, Owner.DETECTION, begin_s + one.usual_s, noticed_s)
 
 
-def _missing(mending: Mending, last: StepTime) -> int:
+def _missing(recovery: InProcessRecovery, last: StepTime) -> int:
     """How many of the steps that a recovery lost are not on record."""
-    ended = mending.ended
+    ended = recovery.ended
     if ended is None or ended.step is None:
         return 0
     return max(0, ended.step + ended.steps_lost - last.step)

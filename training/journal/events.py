@@ -13,8 +13,8 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from training.recovery.events import (
+    AttemptEvent,
     LastSave,
-    Note,
     PauseBegan,
     PauseEnded,
     RecoveryBegan,
@@ -39,7 +39,7 @@ class HealthPoint(StrEnum):
     HEARTBEAT_LOST = "heartbeat_lost"
 
 
-class AlertRaised(Note):
+class AlertRaised(AttemptEvent):
     """A health point left its limits; written by the supervisor. `number` counts alerts alone.
 
     Attributes:
@@ -59,13 +59,13 @@ class AlertRaised(Note):
     step: int | None = None
 
 
-class AlertCleared(Note):
+class AlertCleared(AttemptEvent):
     """A health point is back inside its limits, or what it is about is gone."""
 
     kind: Literal["alert_cleared"] = "alert_cleared"
 
 
-class CheckpointDamaged(Note):
+class CheckpointDamaged(AttemptEvent):
     """A restore met a committed checkpoint that is not as published; written by the first rank.
 
     `number` counts within the attempt.

@@ -8,18 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from training.journal.events import AnyNote
-from training.journal.mending import (
-    Alert,
-    Mending,
-    Pause,
-    alerts_in,
-    last_save_in,
-    mendings_in,
-    pauses_in,
-)
+from training.journal.events import AlertCleared, AlertRaised, AnyNote
 from training.journal.records import (
     AnyRecord,
     AttemptEnded,
@@ -37,8 +28,62 @@ from training.journal.records import (
     RungFailed,
     SupervisorTook,
 )
-from training.recovery.events import LastSave
-from training.recovery.ladder import Recovery, Rung
+from training.recovery.decision import Decision, Recovery
+from training.recovery.events import (
+    AttemptEvent,
+    LastSave,
+    PauseBegan,
+    PauseEnded,
+    RecoveryBegan,
+    RecoveryEnded,
+)
+from training.recovery.rungs import Rung
+
+Began = TypeVar("Began", bound=AttemptEvent)
+Ended = TypeVar("Ended", bound=AttemptEvent)
+
+
+@dataclass(frozen=True)
+class Span(Generic[Began, Ended]):
+    """An event that begins something, and the one of the same number that ends it.
+
+    Attributes:
+        began: how it began.
+        ended: how it went; None while it goes on, and when the attempt ended first.
+    """
+
+    began: Began
+    ended: Ended | None = None
+
+
+Pause = Span[PauseBegan, PauseEnded]
+Alert = Span[AlertRaised, AlertCleared]
+
+
+class InProcessRecovery(Span[RecoveryBegan, RecoveryEnded]):
+    """One recovery inside the processes."""
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether training went on."""
+        return self.ended is not None and self.ended.succeeded
+
+    @property
+    def left_sub_healthy(self) -> bool:
+        """Whether training went on over what may break again: re-established connections."""
+        return self.succeeded and self.began.decision.sub_healthy
+
+
+def spans(
+    notes: Sequence[AnyNote], began: type[Began], ended: type[Ended]
+) -> list[Span[Began, Ended]]:
+    """Pairs of events, in the order in which they began.
+
+    An end without its beginning (a line that was lost with a node) is left out.
+    """
+    ends = {note.number: note for note in notes if isinstance(note, ended)}
+    begins = {note.number: note for note in notes if isinstance(note, began)}
+    return [Span(note, ends.get(number)) for number, note in begins.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +94,7 @@ class AttemptView:
     members: Sequence[Member]
     first_step: FirstStep | None = None
     ended: AttemptEnded | None = None
-    decided: Decided | None = None
+    decision: Decision | None = None
     failed_rungs: tuple[Rung, ...] = ()
     notes: tuple[AnyNote, ...] = ()
 
@@ -67,24 +112,25 @@ class AttemptView:
         return self.first_step.step - 1 if self.first_step is not None else self.started.from_step
 
     @property
-    def mendings(self) -> list[Mending]:
+    def recoveries(self) -> list[InProcessRecovery]:
         """Recoveries inside its processes, oldest first."""
-        return mendings_in(self.notes)
+        found = spans(self.notes, RecoveryBegan, RecoveryEnded)
+        return [InProcessRecovery(one.began, one.ended) for one in found]
 
     @property
     def pauses(self) -> list[Pause]:
-        """Times at which all its ranks stood still on request, oldest first."""
-        return pauses_in(self.notes)
+        """Times at which all its ranks were paused on request, oldest first."""
+        return spans(self.notes, PauseBegan, PauseEnded)
 
     @property
     def alerts(self) -> list[Alert]:
         """Health points that left their limits, oldest first."""
-        return alerts_in(self.notes)
+        return spans(self.notes, AlertRaised, AlertCleared)
 
     @property
     def last_save(self) -> LastSave | None:
         """What became of its end-of-life checkpoint, None when none was tried."""
-        return last_save_in(self.notes)
+        return next((note for note in reversed(self.notes) if isinstance(note, LastSave)), None)
 
     @property
     def pause(self) -> Pause | None:
@@ -152,9 +198,9 @@ class RunHistory:
         return self.ended is not None and self.ended.outcome == "completed"
 
     @property
-    def pending_decision(self) -> Decided | None:
+    def pending_decision(self) -> Decision | None:
         """The newest decision when nothing was started after it."""
-        return self.attempts[-1].decided if self.attempts else None
+        return self.attempts[-1].decision if self.attempts else None
 
     @property
     def isolated(self) -> tuple[str, ...]:
@@ -172,7 +218,7 @@ class RunHistory:
         last = self.attempts[-1] if len(self.attempts) > self.budgets_from else None
         if last is None or last.ended is None or last.ended.fault is None:
             return None
-        return last if last.decided is None else None
+        return last if last.decision is None else None
 
     @property
     def unended(self) -> AttemptView | None:
@@ -183,12 +229,12 @@ class RunHistory:
         return last
 
     @property
-    def sub_healthy(self) -> list[Mending]:
+    def sub_healthy(self) -> list[InProcessRecovery]:
         """Recoveries that left the job of the newest placement sub-healthy, oldest first."""
         if not self.placements or self.ended is not None:
             return []
         views = self.attempts_in(self.placements[-1].placement)
-        return [m for view in views for m in view.mendings if m.left_sub_healthy]
+        return [one for view in views for one in view.recoveries if one.left_sub_healthy]
 
     @property
     def pause(self) -> Pause | None:
@@ -219,28 +265,28 @@ class RunHistory:
             found += [
                 Recovery(
                     one.began.fault,
-                    one.began.rung,
+                    one.began.decision.rung,
                     progressed=later or self._progress_within(view, one),
-                    failed=_came_to_grief(view, one),
+                    failed=_has_failed(view, one),
                     cut_short=one.ended is not None and one.ended.cut_short,
                 )
-                for one in view.mendings
+                for one in view.recoveries
             ]
             if view.ended is None or view.ended.fault is None:
                 continue
             fault = view.ended.fault
             found += [Recovery(fault, r, progressed=False, failed=True) for r in view.failed_rungs]
-            if view.decided is not None:
-                found.append(Recovery(fault, view.decided.rung, progressed=later))
+            if view.decision is not None:
+                found.append(Recovery(fault, view.decision.rung, progressed=later))
         return found
 
-    def _progress_within(self, view: AttemptView, mending: Mending) -> bool:
+    def _progress_within(self, view: AttemptView, recovery: InProcessRecovery) -> bool:
         """Whether its own attempt committed a step that was trained after the recovery.
 
         Told by steps: a save from before the fault may be committed after it, and one of an end
         of life holds nothing new.
         """
-        ended = mending.ended
+        ended = recovery.ended
         if ended is None or not ended.succeeded or ended.step is None:
             return False
         return any(
@@ -328,18 +374,19 @@ def _update_attempt(
             case AttemptEnded():
                 history.attempts[index] = replace(view, ended=record)
             case Decided():
-                history.attempts[index] = replace(view, decided=record)
-                history.isolations += [record.isolate] if record.isolate is not None else []
+                history.attempts[index] = replace(view, decision=record.decision)
+                isolate = record.decision.isolate
+                history.isolations += [isolate] if isolate is not None else []
             case RungFailed():
                 # The decision is superseded: the ladder is asked again.
                 failed = (*view.failed_rungs, record.rung)
-                history.attempts[index] = replace(view, failed_rungs=failed, decided=None)
+                history.attempts[index] = replace(view, failed_rungs=failed, decision=None)
             case Noted():
                 history.attempts[index] = replace(view, notes=(*view.notes, record.note))
 
 
-def _came_to_grief(view: AttemptView, mending: Mending) -> bool:
+def _has_failed(view: AttemptView, recovery: InProcessRecovery) -> bool:
     """Whether a recovery inside the processes failed, or its attempt ended before it did."""
-    if mending.ended is not None:
-        return not mending.ended.succeeded
+    if recovery.ended is not None:
+        return not recovery.ended.succeeded
     return view.ended is not None and view.ended.outcome != "completed"

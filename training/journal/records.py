@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from training.journal.events import AnyNote
+from training.recovery.decision import Decision
 from training.recovery.faults import Fault
 from training.recovery.rungs import Rung
 
@@ -145,13 +146,7 @@ class Decided(Record):
     kind: Literal["decided"] = "decided"
     placement: int
     attempt: int
-    rung: Rung
-    isolate: str | None
-    reason: str
-    skipped: tuple[str, ...] = ()
-    end_of_life_checkpoint: bool = False
-    accept_abnormal: bool = False
-    sub_healthy: bool = False
+    decision: Decision
 
 
 class RungFailed(Record):

@@ -7,6 +7,9 @@ checkpoint committed after the recovery.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
+
+from pydantic import ConfigDict
 
 from training.recovery.faults import Fault
 from training.recovery.rungs import Rung
@@ -68,6 +71,8 @@ class Recovery:
             ended over it.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
     fault: Fault
     rung: Rung
     progressed: bool
@@ -90,7 +95,7 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to do about a fault.
+    """What to do about a fault; records embed it as it is.
 
     Attributes:
         rung: the recovery action.
@@ -103,6 +108,8 @@ class Decision:
             of being executed once more; only with step_retry.
         sub_healthy: whether the job is marked sub-healthy once the rung has mended it.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     rung: Rung
     isolate: str | None

@@ -9,12 +9,13 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from training.recovery.decision import Decision
 from training.recovery.faults import Fault
 from training.recovery.rungs import Rung
 
 
-class Note(BaseModel):
-    """Common part.
+class AttemptEvent(BaseModel):
+    """What happens in an attempt; the coordinator, supervisor or first rank writes it.
 
     Attributes:
         at_s: when it was written.
@@ -27,7 +28,7 @@ class Note(BaseModel):
     number: int = Field(ge=1)
 
 
-class RecoveryBegan(Note):
+class RecoveryBegan(AttemptEvent):
     """A decision about a fault while processes of the attempt live; written before it is acted on.
 
     Attributes:
@@ -38,14 +39,16 @@ class RecoveryBegan(Note):
     kind: Literal["recovery_began"] = "recovery_began"
     generation: int
     fault: Fault
-    rung: Rung
-    reason: str
-    skipped: tuple[str, ...] = ()
-    accept_abnormal: bool = False
-    sub_healthy: bool = False
+    decision: Decision
+
+    @property
+    def replaced(self) -> frozenset[int]:
+        """Ranks that get a new process."""
+        replaces, rank = self.decision.rung is Rung.PROCESS_REPLACE, self.fault.rank
+        return frozenset({rank} if replaces and rank is not None else ())
 
 
-class RecoveryEnded(Note):
+class RecoveryEnded(AttemptEvent):
     """The recovery came to its end.
 
     Attributes:
@@ -72,7 +75,7 @@ class RecoveryEnded(Note):
     cut_short: bool = False
 
 
-class LastSave(Note):
+class LastSave(AttemptEvent):
     """The end-of-life checkpoint: what the survivors did before their processes ended.
 
     Attributes:
@@ -87,14 +90,14 @@ class LastSave(Note):
     why: str = ""
 
 
-class PauseBegan(Note):
+class PauseBegan(AttemptEvent):
     """Every rank stands at the same step boundary."""
 
     kind: Literal["pause_began"] = "pause_began"
     step: int
 
 
-class PauseEnded(Note):
+class PauseEnded(AttemptEvent):
     """Training goes on."""
 
     kind: Literal["pause_ended"] = "pause_ended"

@@ -10,9 +10,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, ClassVar
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 
 class FaultClass(StrEnum):
@@ -212,6 +212,8 @@ class Fault:
         hardware_fault: whether hardware is broken; None: as its class has it.
         severity: what the driver says, 0 hint to 3 critical; None: it says nothing.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     fault_class: FaultClass
     at_s: float

@@ -11,32 +11,17 @@ from dataclasses import dataclass, field, replace
 from training.recovery.actions import Outbox
 from training.recovery.events import LastSave, RecoveryBegan, RecoveryEnded
 from training.recovery.faults import Fault, FaultClass
-from training.recovery.ladder import Decision, Rung
+from training.recovery.ladder import Decision
 from training.recovery.protocol import LastSaved
 from training.recovery.repair import RankReport, RepairMode, RepairPlan, steps_lost
 
 
 @dataclass(slots=True)
-class OpenRecovery:
-    """A recovery that has begun; a fault in the middle of it begins another beside it.
-
-    Attributes:
-        number: in the attempt.
-        fault: that it answers.
-        replaced: ranks that get a new process.
-    """
-
-    number: int
-    fault: Fault
-    replaced: frozenset[int]
-
-
-@dataclass(slots=True)
 class Recoveries:
-    """Those that have begun and not ended."""
+    """Those that have begun and not ended; a fault in the middle of one begins another."""
 
     _outbox: Outbox
-    _open: list[OpenRecovery] = field(default_factory=list)
+    _open: list[RecoveryBegan] = field(default_factory=list)
 
     @property
     def newest_fault(self) -> Fault:
@@ -52,41 +37,34 @@ class Recoveries:
         now_s: float,
     ) -> frozenset[int]:
         """A decision is about to be acted on. Returns the ranks that get a new process."""
-        number = self._outbox.next_number()
-        replaces = decision.rung is Rung.PROCESS_REPLACE
-        replaced = frozenset({fault.rank} if replaces and fault.rank is not None else ())
-        self._open.append(OpenRecovery(number, fault, replaced))
-        self._outbox.note(
-            RecoveryBegan(
-                at_s=now_s,
-                number=number,
-                generation=generation,
-                fault=fault,
-                rung=decision.rung,
-                reason=decision.reason,
-                skipped=decision.skipped,
-                accept_abnormal=decision.accept_abnormal,
-                sub_healthy=decision.sub_healthy,
-            )
+        began = RecoveryBegan(
+            at_s=now_s,
+            number=self._outbox.next_number(),
+            generation=generation,
+            fault=fault,
+            decision=decision,
         )
-        return replaced
+        self._open.append(began)
+        self._outbox.note(began)
+        return began.replaced
 
     def locate(self, step: int) -> list[tuple[Fault, Fault]]:
-        """Put deaths at the step in which they happened; a dead rank itself told no step.
+        """Put deaths at the step in which they happened; a dead rank itself reported none.
 
         Args:
             step: that the slowest of the others has completed.
 
         Returns:
-            The faults that are told anew, each as it was and as it is.
+            The faults whose step is now known, each as it was and as it is.
         """
         found = []
-        for one in self._open:
-            # An abnormal step was told with its number; since then ranks may have gone back.
-            is_told = one.fault.fault_class is FaultClass.NUMERIC_ANOMALY
-            if one.replaced and not is_told and one.fault.step != step:
-                was, one.fault = one.fault, replace(one.fault, step=step)
-                found.append((was, one.fault))
+        for index, one in enumerate(self._open):
+            # An abnormal step was reported with its number; since then ranks may have gone back.
+            is_known = one.fault.fault_class is FaultClass.NUMERIC_ANOMALY
+            if one.replaced and not is_known and one.fault.step != step:
+                fault = replace(one.fault, step=step)
+                self._open[index] = one.model_copy(update={"fault": fault})
+                found.append((one.fault, fault))
         return found
 
     def end(

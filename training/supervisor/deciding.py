@@ -49,13 +49,7 @@ class Decider:
             Decided,
             placement=placement,
             attempt=attempt,
-            rung=decision.rung,
-            isolate=decision.isolate,
-            reason=decision.reason,
-            skipped=decision.skipped,
-            end_of_life_checkpoint=decision.end_of_life_checkpoint,
-            accept_abnormal=decision.accept_abnormal,
-            sub_healthy=decision.sub_healthy,
+            decision=decision,
         )
         self._book.refresh()
         return decision

@@ -51,10 +51,10 @@ class AttemptHealth:
     def adopt(self, view: AttemptView) -> None:
         """Go on with the alerts that are on record: another supervisor raised them."""
         for alert in view.alerts:
-            self._count = max(self._count, alert.raised.number)
-            if alert.cleared is None:
-                key = key_of(alert.raised)
-                self._raised[key] = alert.raised
+            self._count = max(self._count, alert.began.number)
+            if alert.ended is None:
+                key = key_of(alert.began)
+                self._raised[key] = alert.began
                 self._watch.open.add(key)
 
     def look(

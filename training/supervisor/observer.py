@@ -12,9 +12,9 @@ from training.engines.base import Engine, Placement, Snapshot
 from training.errors import AgentUnreachable, EngineError
 from training.journal.attempt_log import StepRecord, parse_live
 from training.journal.events import AnyNote
-from training.journal.history import AttemptView
-from training.journal.mending import Pause, pauses_in
+from training.journal.history import AttemptView, Pause, spans
 from training.recovery.decision import Recovery
+from training.recovery.events import PauseBegan, PauseEnded
 
 # Rows without progress are short, and a window of a day holds no more of one code that matter.
 NUM_PAST = 50
@@ -62,7 +62,7 @@ class AttemptObserver:
             view: the attempt as it is on record; its live file may be out of reach.
         """
         self._read_on()
-        pauses = pauses_in((*view.notes, *self._notes))
+        pauses = spans((*view.notes, *self._notes), PauseBegan, PauseEnded)
         return pauses[-1] if pauses and pauses[-1].ended is None else None
 
     def look(self) -> AttemptSnapshot:

@@ -190,6 +190,9 @@ def _rung_of(history: RunHistory) -> Rung:
         return Rung.JOB_RESCHEDULE  # a first placement, or somebody started an ended run again
     if decided.rung is Rung.STOP:
         return Rung.STOP  # also after a placement whose nodes were refused
-    done = history.placement is not None and history.placement.placement > decided.placement
+    done = (
+        history.placement is not None
+        and history.placement.placement > history.attempts[-1].started.placement
+    )
     # Carried out already, or in place where nothing is left: only new containers help.
     return Rung.JOB_RESCHEDULE if done or decided.rung in RESTARTS_IN_PLACE else decided.rung

@@ -15,8 +15,7 @@ from typing import Any
 
 from training.journal.attempt_log import StepRecord
 from training.journal.events import AlertCleared, AlertRaised
-from training.journal.history import AttemptView, RunHistory
-from training.journal.mending import Alert, Mending
+from training.journal.history import Alert, AttemptView, InProcessRecovery, RunHistory
 from training.recovery.faults import Fault
 
 RECOVERING = "recovering"
@@ -60,7 +59,7 @@ def story_rows(history: RunHistory) -> list[AttemptRow]:
     return [
         row
         for own, view in zip(rows, history.attempts, strict=True)
-        for row in (own, *_mending_rows(view))
+        for row in (own, *_recovery_rows(view))
     ]
 
 
@@ -83,15 +82,15 @@ def _row(view: AttemptView, later: Sequence[AttemptView]) -> AttemptRow:
         to_step=ended.to_step if ended is not None else None,
         outcome=ended.outcome if ended is not None else "running",
         fault=_told(fault) if fault is not None else "",
-        rung=view.decided.rung.value if view.decided is not None else "",
+        rung=view.decision.rung.value if view.decision is not None else "",
         seconds_to_next_step=_seconds_to_next_step(view, later),
     )
 
 
-def _mending_rows(view: AttemptView) -> list[AttemptRow]:
+def _recovery_rows(view: AttemptView) -> list[AttemptRow]:
     rows, from_step = [], view.from_step
-    for mending in view.mendings:
-        fault, ended = mending.began.fault, mending.ended
+    for recovery in view.recoveries:
+        fault, ended = recovery.began.fault, recovery.ended
         rows.append(
             AttemptRow(
                 placement=view.started.placement,
@@ -101,27 +100,27 @@ def _mending_rows(view: AttemptView) -> list[AttemptRow]:
                 proc_start_cnt="",
                 from_step=from_step,
                 to_step=fault.step,
-                outcome=outcome_of(view, mending),
+                outcome=outcome_of(view, recovery),
                 fault=_told(fault),
-                rung=mending.began.rung.value,
-                seconds_to_next_step=_duration_s(mending) if mending.succeeded else None,
-                generation=mending.began.generation,
+                rung=recovery.began.decision.rung.value,
+                seconds_to_next_step=_duration_s(recovery) if recovery.succeeded else None,
+                generation=recovery.began.generation,
             )
         )
         from_step = ended.step if ended is not None and ended.step is not None else from_step
     return rows
 
 
-def outcome_of(view: AttemptView, mending: Mending) -> str:
+def outcome_of(view: AttemptView, recovery: InProcessRecovery) -> str:
     """How a recovery inside the processes of an attempt went, in a word or two."""
-    if mending.succeeded:
-        return SUB_HEALTHY if mending.left_sub_healthy else MENDED
-    return RECOVERING if mending.ended is None and view.ended is None else NOT_MENDED
+    if recovery.succeeded:
+        return SUB_HEALTHY if recovery.left_sub_healthy else MENDED
+    return RECOVERING if recovery.ended is None and view.ended is None else NOT_MENDED
 
 
-def recovery_facts(view: AttemptView, mending: Mending) -> dict[str, Any]:
+def recovery_facts(view: AttemptView, recovery: InProcessRecovery) -> dict[str, Any]:
     """A recovery inside the processes as plain values, for events and scripts."""
-    began, ended = mending.began, mending.ended
+    began, ended = recovery.began, recovery.ended
     return {
         "placement": view.started.placement,
         "attempt": view.started.attempt,
@@ -131,22 +130,22 @@ def recovery_facts(view: AttemptView, mending: Mending) -> dict[str, Any]:
         "evidence": began.fault.evidence,
         "node": began.fault.node,
         "rank": began.fault.rank,
-        "rung": began.rung.value,
-        "reason": began.reason,
+        "rung": began.decision.rung.value,
+        "reason": began.decision.reason,
         "step": ended.step if ended is not None and ended.step is not None else began.fault.step,
         "steps_lost": ended.steps_lost if ended is not None else None,
-        "duration_s": _duration_s(mending),
+        "duration_s": _duration_s(recovery),
         "replaced": list(ended.replaced) if ended is not None else [],
         "repaired": list(ended.repaired) if ended is not None else [],
-        "succeeded": mending.succeeded,
-        "sub_healthy": began.sub_healthy,
-        "outcome": outcome_of(view, mending),
+        "succeeded": recovery.succeeded,
+        "sub_healthy": began.decision.sub_healthy,
+        "outcome": outcome_of(view, recovery),
         "why": ended.why if ended is not None else "",
     }
 
 
-def _duration_s(mending: Mending) -> float | None:
-    return round(mending.ended.duration_s, 2) if mending.ended is not None else None
+def _duration_s(recovery: InProcessRecovery) -> float | None:
+    return round(recovery.ended.duration_s, 2) if recovery.ended is not None else None
 
 
 def _told(fault: Fault) -> str:
@@ -197,7 +196,7 @@ def alert_rows(history: RunHistory) -> list[AlertRow]:
 
 
 def _alert_row(view: AttemptView, alert: Alert) -> AlertRow:
-    raised, cleared = alert.raised, alert.cleared
+    raised, cleared = alert.began, alert.ended
     is_open = cleared is None and view.ended is None
     return AlertRow(
         state=OPEN if is_open else PAST,
@@ -216,7 +215,7 @@ def _alert_row(view: AttemptView, alert: Alert) -> AlertRow:
 def alert_facts(view: AttemptView, note: AlertRaised | AlertCleared) -> dict[str, Any]:
     """What raised an alert, or has cleared it, as plain values, for events."""
     placement, attempt = view.key
-    raised = next((a.raised for a in view.alerts if a.raised.number == note.number), None)
+    raised = next((a.began for a in view.alerts if a.began.number == note.number), None)
     told = raised.model_dump(mode="json", exclude={"kind"}) if raised is not None else {}
     where = {"placement": placement, "attempt": attempt}
     return {**told, **where, "number": note.number, "at_s": note.at_s}
@@ -268,13 +267,13 @@ def _marks(history: RunHistory) -> list[tuple[int, str, str]]:
     """Faults as step, text and colour, oldest first."""
     found = []
     for view in history.attempts:
-        for mending in view.mendings:
-            fault = mending.began.fault
+        for recovery in view.recoveries:
+            fault = recovery.began.fault
             step = fault.step if fault.step is not None else view.from_step
-            colour = "#d98e04" if mending.succeeded else "#c0392b"
-            found.append((step, f"{fault.fault_class}\n{mending.began.rung}", colour))
+            colour = "#d98e04" if recovery.succeeded else "#c0392b"
+            found.append((step, f"{fault.fault_class}\n{recovery.began.decision.rung}", colour))
         ended = view.ended.fault if view.ended is not None else None
-        if ended is not None and view.decided is not None:
+        if ended is not None and view.decision is not None:
             step = ended.step if ended.step is not None else view.from_step
-            found.append((step, f"{ended.fault_class}\n{view.decided.rung}", "#c0392b"))
+            found.append((step, f"{ended.fault_class}\n{view.decision.rung}", "#c0392b"))
     return found

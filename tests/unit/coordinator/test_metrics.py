@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from training.coordinator.metrics import BASE_LABELS, AttemptNow, RunMetrics
 from training.journal.attempt_log import StepRecord
 from training.recovery.attempt import Stage
-from training.recovery.decision import Recovery
+from training.recovery.decision import Decision, Recovery
 from training.recovery.events import PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.rungs import Rung
@@ -73,8 +73,8 @@ def value(metrics) -> Callable[..., Any]:
 
 
 def began(number: int) -> RecoveryBegan:
-    return RecoveryBegan(at_s=90.0, number=number, generation=1, fault=FAULT,
-                         rung=Rung.PROCESS_REPLACE, reason="its process died")  # fmt: skip
+    decision = Decision(Rung.PROCESS_REPLACE, None, "its process died")
+    return RecoveryBegan(at_s=90.0, number=number, generation=1, fault=FAULT, decision=decision)
 
 
 def test_every_series_says_which_run_placement_and_attempt_it_is_of(metrics):

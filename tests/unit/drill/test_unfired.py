@@ -11,6 +11,7 @@ from training.drill.hooks import Kill, Victim
 from training.drill.unfired import missed
 from training.journal.history import RunHistory, replay
 from training.journal.records import AnyRecord, AttemptStarted, FirstStep, Noted, Placed
+from training.recovery.decision import Decision
 from training.recovery.events import RecoveryBegan, RecoveryEnded
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.ladder import Rung
@@ -31,7 +32,9 @@ def history(
     one: dict[str, Any] = {"placement": 1, "attempt": 1, "epoch": EPOCH}
     two = {**one, "attempt": 2}
     notes = (
-        RecoveryBegan(at_s=3.0, number=1, generation=1, fault=FAULT, rung=rung, reason="r"),
+        RecoveryBegan(
+            at_s=3.0, number=1, generation=1, fault=FAULT, decision=Decision(rung, None, "r")
+        ),
         RecoveryEnded(at_s=4.0, number=1, generation=2, succeeded=True, step=goes_on_from),
     )
     records: list[AnyRecord] = [

@@ -24,6 +24,7 @@ from training.journal.records import (
     Noted,
     Placed,
 )
+from training.recovery.decision import Decision
 from training.recovery.events import LastSave, PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.ladder import Rung
@@ -41,7 +42,11 @@ FAULT = Fault(fault_class=FaultClass.NATIVE_CRASH, at_s=FAULT_AT_S + 0.5, eviden
 
 def began(rung: Rung, number: int = 1) -> RecoveryBegan:
     return RecoveryBegan(
-        at_s=FAULT_AT_S + 0.6, number=number, generation=1, fault=FAULT, rung=rung, reason="r"
+        at_s=FAULT_AT_S + 0.6,
+        number=number,
+        generation=1,
+        fault=FAULT,
+        decision=Decision(rung, None, "r"),
     )
 
 
@@ -74,7 +79,7 @@ def restarted(*notes: AnyNote, to_step: int, from_step: int) -> RunHistory:
                 at_s=101.0, outcome="failed", to_step=to_step, proc_start_cnt={},
                 fault=FAULT, duration_s=99.0, **KEY,
             ),
-            Decided(at_s=101.0, rung=Rung.IN_PLACE_RESTART, isolate=None, reason="r", **KEY),
+            Decided(at_s=101.0, decision=Decision(Rung.IN_PLACE_RESTART, None, "r"), **KEY),
             AttemptStarted(at_s=102.0, from_step=from_step, **second),
             FirstStep(at_s=108.1, step=from_step + 1, stepped_s=108.0, **second),
         ]

@@ -27,6 +27,7 @@ from training.journal.records import (
     SupervisorTook,
 )
 from training.journal.wall_time import MEANING, RECOVERY, Account, Owner
+from training.recovery.decision import Decision
 from training.recovery.events import PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.rungs import Rung
@@ -102,8 +103,8 @@ class Story:
             placement, attempt = self.key
             self.records.append(
                 Decided(
-                    at_s=at_s, epoch=1, placement=placement, attempt=attempt, rung=rung,
-                    isolate=None, reason="because",
+                    at_s=at_s, epoch=1, placement=placement, attempt=attempt,
+                    decision=Decision(rung, None, "because"),
                 )
             )  # fmt: skip
 
@@ -210,7 +211,7 @@ def test_a_hang_is_detection_from_the_last_step():
 def replaced(number: int, noticed_s: float, over_s: float, *, step: int, lost: int = 0):
     began = RecoveryBegan(
         at_s=noticed_s, number=number, generation=number, fault=fault(noticed_s, step + lost),
-        rung=Rung.PROCESS_REPLACE, reason="one died",
+        decision=Decision(Rung.PROCESS_REPLACE, None, "one died"),
     )  # fmt: skip
     ended = RecoveryEnded(
         at_s=over_s, number=number, generation=number + 1, succeeded=True, step=step,

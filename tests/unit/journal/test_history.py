@@ -16,6 +16,7 @@ from training.journal.records import (
     RungFailed,
     SupervisorTook,
 )
+from training.recovery.decision import Decision
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.ladder import Rung
 from training.supervisor.report import attempt_rows
@@ -60,7 +61,7 @@ def attempt(number: int, rung: Rung | None = None, *, isolate: str | None = None
             duration_s=5.0,
         ),
         Decided(
-            **told(12.0), placement=1, attempt=number, rung=rung, isolate=isolate, reason="because"
+            **told(12.0), placement=1, attempt=number, decision=Decision(rung, isolate, "because")
         ),
     ]
 
@@ -96,7 +97,7 @@ def test_a_node_stays_isolated_when_its_rescheduling_failed_and_another_was_deci
     key = {"placement": 1, "attempt": 1}
     records.append(RungFailed(**told(), **key, rung=Rung.POD_RESCHEDULE, why="no agent started"))
     records.append(
-        Decided(**told(), **key, rung=Rung.JOB_RESCHEDULE, isolate=None, reason="because")
+        Decided(**told(), **key, decision=Decision(Rung.JOB_RESCHEDULE, None, "because"))
     )
     history = replay(records)
     assert history.isolated == ("node-1",)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-from pydantic import TypeAdapter
+import json
 
-from training.journal.events import NOTE_KINDS, AnyNote
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from training.journal.events import NOTE, NOTE_KINDS, AnyNote
 from training.journal.history import RunHistory, replay
 from training.journal.records import (
     RECORD,
@@ -21,7 +23,7 @@ from training.journal.records import (
     RunEnded,
     SupervisorTook,
 )
-from training.recovery.decision import Recovery
+from training.recovery.decision import Decision, Recovery
 from training.recovery.events import LastSave, PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.ladder import Rung
@@ -34,7 +36,11 @@ NOW = {"at_s": 0.0, "epoch": 1}
 
 def began(number: int, rung: Rung = Rung.STEP_RETRY, *, at_s: float = 10.0) -> RecoveryBegan:
     return RecoveryBegan(
-        at_s=at_s, number=number, generation=number, fault=LINK, rung=rung, reason="because"
+        at_s=at_s,
+        number=number,
+        generation=number,
+        fault=LINK,
+        decision=Decision(rung, None, "because"),
     )
 
 
@@ -64,7 +70,7 @@ def failed(
             **NOW, placement=1, attempt=attempt, outcome=outcome, to_step=40, proc_start_cnt={},
             fault=CRASH if outcome == "failed" else None, duration_s=5.0,
         ),
-        *([Decided(**NOW, placement=1, attempt=attempt, rung=rung, isolate=None, reason="because")]
+        *([Decided(**NOW, placement=1, attempt=attempt, decision=Decision(rung, None, "because"))]
           if outcome == "failed" else []),
     ]  # fmt: skip
 
@@ -210,14 +216,14 @@ def test_budgets_start_anew_for_recoveries_inside_the_processes_too():
 
 def test_an_attempt_lists_its_recoveries_with_their_ends():
     history = told(noted(began(1)), noted(ended(1)), noted(began(2)))
-    first, second = history.attempts[0].mendings
+    first, second = history.attempts[0].recoveries
     assert (first.began, first.ended, first.succeeded) == (began(1), ended(1), True)
     assert (second.began, second.ended, second.succeeded) == (began(2), None, False)
 
 
 def test_an_end_without_its_beginning_says_nothing():
     history = told(noted(ended(7)), noted(PauseEnded(at_s=1.0, number=8, step=3)))
-    assert history.attempts[0].mendings == []
+    assert history.attempts[0].recoveries == []
     assert history.attempts[0].pauses == []
     assert history.recoveries() == []
 
@@ -244,3 +250,12 @@ def test_a_past_recovery_fits_into_a_start_order():
     past = Recovery(fault=LINK, rung=Rung.STEP_RETRY, progressed=True)
     as_json = TypeAdapter(Recovery)
     assert as_json.validate_json(as_json.dump_json(past)) == past
+
+
+@pytest.mark.parametrize("embedded", ["fault", "decision"])
+def test_an_unknown_field_inside_of_an_embedded_fault_or_decision_is_an_error(embedded):
+    document = json.loads(began(1).model_dump_json())
+    assert NOTE.validate_python(document) == began(1)
+    document[embedded]["invented"] = 1
+    with pytest.raises(ValidationError, match="invented"):
+        NOTE.validate_python(document)

@@ -227,7 +227,7 @@ class RunOutcome:
 
     def rungs(self) -> list[Rung]:
         """What was begun, in its order."""
-        return [note.rung for note in self.began()]
+        return [note.decision.rung for note in self.began()]
 
     def pauses(self) -> list[PauseBegan | PauseEnded]:
         return self.notes(PauseBegan, PauseEnded)

@@ -42,7 +42,10 @@ def test_a_death_is_noted_then_the_rank_replaced_and_the_others_called_to_a_new_
     played = RunOutcome.of()
     note, *rest = played.dies(1)
     assert isinstance(note, Noted)
-    assert (played.began()[0].rung, played.began()[0].generation) == (Rung.PROCESS_REPLACE, 1)
+    assert (played.began()[0].decision.rung, played.began()[0].generation) == (
+        Rung.PROCESS_REPLACE,
+        1,
+    )
     fault = played.began()[0].fault
     assert (fault.fault_class, fault.rank, fault.node) == (FaultClass.NATIVE_CRASH, 1, "node-0")
     assert fault.step == STEP
@@ -81,7 +84,7 @@ def test_a_connection_that_closes_is_no_death_until_the_agent_tells_or_the_notic
     assert played.passes(END_NOTICE_S) == []
     played.passes(0.1)
     (began,) = played.began()
-    assert (began.fault.rank, began.rung) == (1, Rung.PROCESS_REPLACE)
+    assert (began.fault.rank, began.decision.rung) == (1, Rung.PROCESS_REPLACE)
     assert "its agent did not report how it ended" in began.fault.evidence
     assert played.replaced() == [1]
 
@@ -235,7 +238,7 @@ def test_a_collective_that_failed_is_answered_at_once():
     played = RunOutcome.of()
     played.sees(2, WorkerFaultKind.COLLECTIVE, code="507057")
     (began,) = played.began()
-    assert (began.rung, began.fault.code) == (Rung.STEP_RETRY, "507057")
+    assert (began.decision.rung, began.fault.code) == (Rung.STEP_RETRY, "507057")
     assert (began.fault.rank, began.fault.device) == (2, 0)
 
 

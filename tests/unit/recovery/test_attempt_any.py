@@ -187,7 +187,7 @@ def test_recoveries_are_noted_before_they_are_acted_on_and_end_once(played):
     for action in played.actions:
         match action:
             case Noted(RecoveryBegan() as note):
-                assert note.rung in IN_PROCESS
+                assert note.decision.rung in IN_PROCESS
                 assert note.number not in begun
                 begun.add(note.number)
             case Noted(RecoveryEnded() as over):

@@ -45,7 +45,7 @@ def test_new_links_are_made_in_the_same_generation_where_operations_can_be_run_a
     broken_link(played)
     assert played.stage() is Stage.RECONNECTING
     assert played.told(0) == [Reconnect(generation=1, link=1)]
-    assert played.began()[0].sub_healthy
+    assert played.began()[0].decision.sub_healthy
     played.answer()
     (ended,) = played.ended()
     assert ended.succeeded
@@ -236,7 +236,7 @@ def test_an_abnormal_step_is_done_again_from_the_snapshot_and_accepted_the_secon
     accept_second_time(played)
     assert played.plan().mode is RepairMode.ACCEPT
     assert (played.plan().step, played.plan().applies) == (STEP + 1, (0, 1, 2, 3))
-    assert [note.accept_abnormal for note in played.began()] == [False, True]
+    assert [note.decision.accept_abnormal for note in played.began()] == [False, True]
 
 
 def accept_second_time(played: RunOutcome, **changes) -> None:
@@ -368,7 +368,7 @@ def test_a_retry_that_was_cut_short_and_made_in_the_end_counts_once(stage, fault
     abnormal(played)
     cut_short(played, stage, fault)
     accept_second_time(played)
-    assert played.began()[-1].accept_abnormal
+    assert played.began()[-1].decision.accept_abnormal
     assert played.plan().mode is RepairMode.ACCEPT
     assert played.stage() is Stage.TRAINING
 

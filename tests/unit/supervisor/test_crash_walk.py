@@ -89,7 +89,7 @@ def test_a_supervisor_killed_between_any_two_actions_is_followed_to_the_same_end
         for view in history.attempts:
             failed = view.ended is not None and view.ended.outcome == "failed"
             assert view.ended is not None
-            assert (view.decided is not None) == failed, f"killed at action {die_at}"
+            assert (view.decision is not None) == failed, f"killed at action {die_at}"
             noted = [note.kind for note in view.notes]
             expected = ["pause_began", "pause_ended"] if view.key == (1, 1) else []
             assert noted == expected, f"killed at action {die_at}"

@@ -10,6 +10,7 @@ from storage.local import LocalStore
 from tests.unit.supervisor.cluster import Cluster, ClusterRun, supervise
 from training.job import parse_job
 from training.journal.events import AnyNote
+from training.recovery.decision import Decision
 from training.recovery.events import PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.ladder import Recovery, Rung
@@ -18,7 +19,11 @@ from training.wire.requests import read_control, write_control
 
 LINK = Fault(fault_class=FaultClass.LINK_DOWN, at_s=10.0, evidence="EI0006", step=14)
 BEGAN = RecoveryBegan(
-    at_s=10.0, number=1, generation=1, fault=LINK, rung=Rung.STEP_RETRY, reason="because"
+    at_s=10.0,
+    number=1,
+    generation=1,
+    fault=LINK,
+    decision=Decision(Rung.STEP_RETRY, None, "because"),
 )
 FAILED = RecoveryEnded(at_s=11.0, number=1, generation=1, succeeded=False, why="no replica")
 STANDS = PauseBegan(at_s=12.0, number=2, step=20)
@@ -71,7 +76,7 @@ def test_the_last_notes_are_on_record_before_the_ladder_is_asked(supervisor, clu
     supervise(run)
     kinds = kinds_on_record(run)
     assert kinds.index("recovery_ended") < kinds.index("attempt_ended") < kinds.index("decided")
-    first = run.history.attempts[0].mendings[0]
+    first = run.history.attempts[0].recoveries[0]
     assert (first.began, first.ended) == (BEGAN, FAILED)
 
 

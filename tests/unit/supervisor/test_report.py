@@ -55,7 +55,7 @@ def test_every_row_has_the_same_columns_whatever_it_tells():
 
 def test_the_facts_of_a_recovery_are_plain_values():
     view = told(LINK_BEGAN, LINK_MENDED, CRASH_BEGAN, CRASH_FAILED).attempts[0]
-    link, crash = (json.loads(json.dumps(recovery_facts(view, one))) for one in view.mendings)
+    link, crash = (json.loads(json.dumps(recovery_facts(view, one))) for one in view.recoveries)
     assert link == {
         "placement": 1, "attempt": 1, "number": 1, "generation": 1, "fault_class": "link_down",
         "evidence": "EI0006", "node": "node-1", "rank": 3, "rung": "step_retry",
