@@ -79,7 +79,7 @@ def test_where_the_run_without_a_fault_has_left_its_logs_is_told(tmp_path):
     path.write_text(yaml.safe_dump(job))
     done = drill("tre", "--job", str(path))
     assert done.returncode == 1
-    assert "the run without a fault ended: stopped by the ladder: ValueError" in done.stderr
+    assert re.search("the run without a fault ended: user_code_error .*: ValueError", done.stderr)
     told = re.findall("logs and ledgers of the drills: (.*)", done.stderr)
     assert len(told) == 2
     assert Path(told[0], "runs", "undisturbed-ddp").is_dir()

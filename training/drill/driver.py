@@ -5,6 +5,7 @@ Times are seconds since the epoch, steps completed optimizer steps.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,18 +14,16 @@ from pathlib import Path
 from storage.address import Credentials
 from storage.errors import StorageError
 from training.drill.hooks import NoHook, RunHook
-from training.errors import EngineError
 from training.injection.fired import fired_at_s
 from training.injection.processes import LocalRun
 from training.job import Job
 from training.journal.attempt_log import kept_steps
 from training.journal.history import RunHistory
-from training.recovery.ladder import Rung
 from training.supervisor.run import Run
+from training.supervisor.runbook import PlainSteps, conduct
 from training.supervisor.watch import EndKind, Progress
-from training.trainer.data.prepare import prepare
-from training.trainer.data.tokenizer import open_tokenizer
 
+LOG = logging.getLogger(__name__)
 LIMIT_S = 300.0  # of one start of a run; a drill that hangs is a drill that failed
 
 Curve = Mapping[int, tuple[float, float]]
@@ -88,48 +87,26 @@ class RunDriver:
         """Start it once, and see to its end. Returns how it ended."""
         run = self._run(job)
         run.take()
-        ended = "interrupted"
-        try:
-            ended = self._supervise(run, person)
-        finally:
-            run.end("completed" if ended == EndKind.COMPLETED else "failed", ended)
-        return ended
-
-    def _supervise(self, run: Run, person: RunHook) -> str:
-        manifest_key = None
-        if run.job.data is not None:
-            data = prepare(run.job.data, open_tokenizer(run.job.tokenizer), run.store)
-            run.record_data(data)
-            manifest_key = data.manifest_key
         until_s = time.monotonic() + self.limit_s
 
         def is_late() -> bool:
             return time.monotonic() > until_s
 
-        late = f"not ended after {self.limit_s:g} s"
-
         def on_progress(progress: Progress) -> None:
             person.see(run, progress)
 
-        while True:
-            try:
-                placement = run.place(stop_wanted=is_late)
-                if run.wants_checks(placement) and not run.check(placement):
-                    continue  # others take the place of the nodes that were refused
-            except EngineError as error:
-                return late if is_late() else f"no placement: {error}"
-            verdict = run.attempt(
-                placement,
-                data_manifest_key=manifest_key,
-                stop_wanted=is_late,
-                on_progress=on_progress,
-            )
-            if is_late():
-                return late
-            if verdict.kind is not EndKind.FAILED:
-                return verdict.kind.value
-            if verdict.decision is None or verdict.decision.rung is Rung.STOP:
-                return "stopped by the ladder"
+        try:
+            end = conduct(run, PlainSteps(run, is_late, on_progress), log=LOG)
+        except BaseException:
+            run.end("failed", "interrupted")
+            raise
+        match end.outcome:
+            case "completed":
+                return end.outcome
+            case "cancelled":
+                return f"not ended after {self.limit_s:g} s"
+            case "failed":
+                return end.message
 
     def _run(self, job: Job) -> Run:
         return Run(job, home=self.home, credentials=self.credentials)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from training.engines.base import Engine, Greeting, Placement, Snapshot
-from training.errors import AgentUnreachable, EngineError
+from training.errors import AgentUnreachable
 from training.journal.records import Member
 from training.recovery.ladder import Rung
-from training.supervisor.run import Run, Verdict
-from training.supervisor.watch import EndKind, Progress
+from training.supervisor.run import Run
+from training.supervisor.runbook import PlainSteps, conduct
+from training.supervisor.watch import Progress
 from training.wire.agent import (
     AgentState,
     AgentStatus,
@@ -21,6 +23,15 @@ from training.wire.agent import (
     WorkerStatus,
 )
 from training.wire.check import Check
+
+# Exit code and error of every worker, by how its attempt ends.
+WORKER_ENDS: dict[str, tuple[int, str | None]] = {
+    "done": (0, None),
+    "crash": (-9, None),
+    "node lost": (1, None),
+    "storage error": (1, "storage.errors.NotFound: data/shards/0"),
+    "user": (2, None),
+}
 
 
 class Cluster:
@@ -134,8 +145,10 @@ class FakeEngine:
                 continue
             key = max((k for k, done in cluster.started.items() if index in done), default=(0, 0))
             state = AgentState.ENDED if starts else AgentState.IDLE
-            code = {"done": 0, "crash": -9, "node lost": 1, "user": 2}[cluster.outcome]
-            worker = WorkerStatus(rank=index, local_rank=0, pid=1, exit_code=code, ended_s=5.0)
+            code, error = WORKER_ENDS[cluster.outcome]
+            worker = WorkerStatus(
+                rank=index, local_rank=0, pid=1, exit_code=code, ended_s=5.0, error=error
+            )
             agents[index] = AgentStatus(
                 node=member.node, member=index, state=state, schedule_cnt=member.schedule_cnt,
                 proc_start_cnt=starts, placement=key[0], attempt=key[1],
@@ -177,27 +190,7 @@ class ClusterRun(Run):
         return FakeEngine(self.cluster, lambda _what: None)
 
 
-def supervise(run: Run, on_progress: Callable[[Progress], None] = lambda _: None) -> Verdict | None:
-    """What the flow does, without Prefect."""
-    history = run.take()
-    if history.ended_well:
-        return None
-    verdict = run.pending_end()
-    while verdict is None or (
-        verdict.kind is EndKind.FAILED
-        and verdict.decision is not None
-        and verdict.decision.rung is not Rung.STOP
-    ):
-        try:
-            placement = run.place()
-        except EngineError:
-            run.end("failed", "no placement")
-            return None
-        verdict = run.attempt(
-            placement,
-            data_manifest_key=None,
-            stop_wanted=lambda: False,
-            on_progress=on_progress,
-        )
-    run.end("completed" if verdict.kind is EndKind.COMPLETED else "failed", "end")
-    return verdict
+def supervise(run: Run, on_progress: Callable[[Progress], None] = lambda _: None) -> None:
+    """Take a run and bring it to its end, without Prefect."""
+    if not run.take().ended_well:
+        conduct(run, PlainSteps(run, on_progress=on_progress), log=logging.getLogger("test"))

@@ -1,0 +1,74 @@
+"""What follows from each step of a run, in the driver of drills as in every other supervisor."""
+
+from __future__ import annotations
+
+import pytest
+
+from storage.local import LocalStore
+from tests.unit.supervisor.cluster import Cluster, ClusterRun
+from training.drill.driver import RunDriver, RunOutcome
+from training.drill.hooks import RunHook
+from training.job import Job, parse_job
+from training.recovery.faults import FaultClass
+from training.supervisor.run import Run
+from training.supervisor.watch import Progress
+from training.wire.check import Check, Outcome
+
+
+class ClusterDriver(RunDriver):
+    """The driver of drills on a cluster in memory."""
+
+    cluster: Cluster
+
+    def _run(self, job: Job) -> ClusterRun:
+        run = ClusterRun(job, home=self.home)
+        run.cluster = self.cluster
+        return run
+
+
+@pytest.fixture
+def play(tmp_path, impatient):
+    def play(job: Job, cluster: Cluster, person: RunHook | None = None) -> RunOutcome:
+        driver = ClusterDriver(tmp_path)
+        driver.cluster = cluster
+        return driver.play(job, person=person)
+
+    return play
+
+
+def test_no_attempt_is_started_on_a_node_that_failed_its_check(job, play):
+    cluster = Cluster(["done"])
+    cluster.checks["node-1"] = [
+        Check(name="devices", node="node-1", outcome=Outcome.FAILED, seen="device 0: Alarm")
+    ]
+    played = play(job, cluster)
+    assert played.ended == "completed"
+    assert [placed.placement for placed in played.history.placements] == [1, 2]
+    (view,) = played.history.attempts
+    assert view.key == (2, 1)
+    assert [member.node for member in view.members] == ["node-0", "node-2"]
+
+
+class Damage:
+    """Overwrites every token shard while the first attempt runs."""
+
+    def __init__(self, store: LocalStore) -> None:
+        self.store = store
+
+    def see(self, run: Run, progress: Progress) -> None:
+        if run.history.attempts[-1].key == (1, 1):
+            for shard in self.store.list("data/shards/"):
+                self.store.put(shard.key, b"damaged")
+
+
+def test_a_shard_that_was_damaged_is_made_again_before_the_next_attempt(job, play, tmp_path):
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("Text to train on. " * 100)
+    document = job.model_dump(mode="json", exclude={"worker"})
+    with_data = parse_job({**document, "data": {"sources": [str(corpus)]}})
+    cluster = Cluster(["storage error", "done"])
+    played = play(with_data, cluster, Damage(LocalStore(tmp_path / "store")))
+    assert played.ended == "completed"
+    (failed, _) = played.history.attempts
+    assert failed.ended.fault.fault_class is FaultClass.STORAGE_ERROR
+    assert [data.damaged_shards for data in played.history.data] == [0, 1]

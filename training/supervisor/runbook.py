@@ -1,0 +1,170 @@
+"""The order of a run: prepare data, place, check, train, decide, repair damaged data, end.
+
+Written once. Prefect's tasks and a plain loop differ in how a step is carried out, not in what
+follows from it. Steps are completed optimizer steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from training.engines.base import Placement
+from training.errors import EngineError
+from training.recovery.faults import FaultClass
+from training.recovery.ladder import Rung
+from training.supervisor.run import Run, Verdict
+from training.supervisor.watch import EndKind, Progress
+from training.trainer.data.prepare import PrepareResult, prepare
+from training.trainer.data.tokenizer import open_tokenizer
+
+Log = logging.Logger | logging.LoggerAdapter[logging.Logger]
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnd:
+    """How a run ended, as the ledger has it."""
+
+    outcome: Literal["completed", "cancelled", "failed"]
+    message: str
+
+
+class RunSteps(Protocol):
+    """How the steps of a run are carried out."""
+
+    def prepare_data(self) -> PrepareResult:
+        """Bring token shards and their manifest into the store; only what is missing is made."""
+        ...
+
+    def place(self) -> Placement:
+        """Choose nodes and start their containers, or find the containers that are there.
+
+        Raises:
+            EngineError: no placement is possible, or a stop was requested.
+        """
+        ...
+
+    def check(self, placement: Placement) -> bool:
+        """Check the nodes. Whether the placement can be used; if not, place() finds others.
+
+        Raises:
+            EngineError: before the first attempt, something is wrong that no node is to blame for.
+        """
+        ...
+
+    def train(self, placement: Placement, data_manifest_key: str | None) -> Verdict:
+        """Run at least one attempt on a placement. How the last one ended."""
+        ...
+
+    def stop_wanted(self) -> bool:
+        """Whether the run is to be cancelled."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlainSteps:
+    """Steps carried out in this process, without Prefect.
+
+    Attributes:
+        run: that this process supervises.
+        stop_wanted: polled while waiting and watching.
+        on_progress: called with every look at an attempt.
+    """
+
+    run: Run
+    stop_wanted: Callable[[], bool] = lambda: False
+    on_progress: Callable[[Progress], None] = lambda _progress: None
+
+    def prepare_data(self) -> PrepareResult:
+        """Prepare the job's corpus."""
+        job = self.run.job
+        assert job.data is not None  # noqa: S101 the runbook asks for jobs with data alone
+        return prepare(job.data, open_tokenizer(job.tokenizer), self.run.store)
+
+    def place(self) -> Placement:
+        """Place the next attempt."""
+        return self.run.place(stop_wanted=self.stop_wanted)
+
+    def check(self, placement: Placement) -> bool:
+        """Check the nodes, and refuse those that fail."""
+        return not self.run.check(placement).refused
+
+    def train(self, placement: Placement, data_manifest_key: str | None) -> Verdict:
+        """Run one attempt."""
+        return self.run.attempt(
+            placement,
+            data_manifest_key=data_manifest_key,
+            stop_wanted=self.stop_wanted,
+            on_progress=self.on_progress,
+        )
+
+
+def conduct(run: Run, steps: RunSteps, *, log: Log) -> RunEnd:
+    """Bring a run that was taken from where its ledger stops to its end, and record that end.
+
+    Args:
+        run: that this process supervises.
+        steps: how its steps are carried out.
+        log: receives what went wrong without ending the run.
+    """
+    pending = run.pending_end()
+    end = _end_after(pending) if pending is not None else _train(run, steps, log)
+    run.end(end.outcome, end.message)
+    return end
+
+
+def _train(run: Run, steps: RunSteps, log: Log) -> RunEnd:
+    manifest_key = _prepare_data(run, steps, log)
+    while True:
+        try:
+            placement = _place(run, steps)
+        except EngineError as error:
+            outcome: Literal["cancelled", "failed"] = (
+                "cancelled" if steps.stop_wanted() else "failed"
+            )
+            return RunEnd(outcome, f"no placement: {error}")
+        verdict = steps.train(placement, manifest_key)
+        stops = verdict.decision is not None and verdict.decision.rung is Rung.STOP
+        if verdict.kind is not EndKind.FAILED or stops:
+            return _end_after(verdict)
+        if verdict.fault is not None and verdict.fault.fault_class is FaultClass.STORAGE_ERROR:
+            manifest_key = _prepare_data(run, steps, log)  # a shard may be damaged: redo it
+
+
+def _prepare_data(run: Run, steps: RunSteps, log: Log) -> str | None:
+    if run.job.worker.is_command or run.job.data is None:
+        return None
+    history = run.history
+    try:
+        result = steps.prepare_data()
+    except Exception as error:
+        if history.open_attempt is None or not history.data:
+            raise
+        # The corpus is not needed to go on watching an attempt that has read its shards.
+        log.warning("data not checked: %s", error)
+        return history.data[-1].manifest_key
+    run.record_data(result)
+    return result.manifest_key
+
+
+def _place(run: Run, steps: RunSteps) -> Placement:
+    """The placement of the next attempt; nodes that fail their checks are replaced by others."""
+    while True:
+        placement = steps.place()
+        if not run.wants_checks(placement) or steps.check(placement):
+            return placement
+
+
+def _end_after(verdict: Verdict) -> RunEnd:
+    match verdict.kind:
+        case EndKind.COMPLETED:
+            step = verdict.step
+            text = f"step {step} reached" if step is not None else "the command has ended well"
+            return RunEnd("completed", text)
+        case EndKind.STOPPED:
+            return RunEnd("cancelled", "stopped on request")
+        case EndKind.FAILED:
+            reason = verdict.decision.reason if verdict.decision is not None else "failed"
+            return RunEnd("failed", reason)
