@@ -19,7 +19,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
-from training.runtime.seeds import seed_of
+from training.runtime.state.random_numbers import seed_of
 from training.specs.model import ModelSpec, OptimizerSpec
 from training.trainer.model import Decoder
 from training.trainer.optimize import make_optimizer

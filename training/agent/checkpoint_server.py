@@ -35,7 +35,7 @@ from storage.retry import Retry
 from storage.share import SaveId
 from training.files import write_whole
 from training.job import Job
-from training.runtime.policies import retention_policy
+from training.runtime.step_loop.policies import retention_policy
 
 CLOSE_TIMEOUT_S = 900.0  # the longest grace period of a container
 # Nothing waits for the checkpoint server but the save after next: it sees an outage of the store

@@ -26,8 +26,8 @@ from training.injection.fired import fired_path, fired_prefix, number_of
 from training.processes import MARKER, kill_container
 from training.runtime.process_group.connections import shut_down
 from training.runtime.process_group.generations import Generations
+from training.runtime.program import Training
 from training.runtime.state.transfer import local_part
-from training.runtime.step import Training
 from training.specs.drill import DrillFault, DrillKind, DrillPoint
 
 LOSS_FACTOR: Mapping[DrillKind, float] = {

@@ -41,23 +41,24 @@ from training.health.monitor.stack_file import stacks_file
 from training.journal.attempt_log import MetricsLog, StepRecord, metrics_prefix
 from training.recovery.protocol import Reconnected, WorkerFault, WorkerFaultKind
 from training.recovery.repair import Vote
-from training.runtime.buckets import settle_buckets
-from training.runtime.building import Undrawn, seeded_after
 from training.runtime.context import WorkerContext
 from training.runtime.coordinator_client import CoordinatorClient
 from training.runtime.drills import Drill
 from training.runtime.errors import WorkerError
-from training.runtime.event_files import EventFiles
-from training.runtime.loop import SETTLE_TIMEOUT_S, Loader, StepLoop
-from training.runtime.policies import SaveClock, retention_policy
 from training.runtime.process_group.connections import GLOO, StoreClient
 from training.runtime.process_group.generations import Generations
 from training.runtime.process_group.reconfigurable import install
 from training.runtime.process_group.replay import ReplayableConnections, ReplayableProcessGroup
-from training.runtime.rank_recovery import RankRecovery
+from training.runtime.program import Loader, Scheduler, Training
 from training.runtime.state.checkpointer import Checkpointer
-from training.runtime.state.snapshot import Snapshots
-from training.runtime.step import Limits, Scheduler, Step, StepRequests, Training
+from training.runtime.state.live import Snapshots
+from training.runtime.state.random_numbers import Undrawn, seeded_after
+from training.runtime.step_loop.loop import SETTLE_TIMEOUT_S, StepLoop
+from training.runtime.step_loop.policies import SaveClock, retention_policy
+from training.runtime.step_loop.rank_recovery import RankRecovery
+from training.runtime.step_loop.records import EventFiles
+from training.runtime.step_loop.step import Limits, Step, StepRequests
+from training.runtime.step_loop.wrappers import settle_buckets
 from training.specs.recovery import CheckpointSpec
 
 
@@ -447,7 +448,7 @@ def _require_loader(data: object) -> None:
         raise InputError(
             "session.register(data=...)",
             f"{type(data).__name__} lacks {', '.join(missing)}; "
-            "training.runtime.session.Loader says what they are",
+            "training.runtime.program.Loader says what they are",
         )
 
 

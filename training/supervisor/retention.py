@@ -16,7 +16,7 @@ from training.job import Job
 from training.journal.attempt_log import StepRecord, kept_steps
 from training.journal.history import RunHistory
 from training.journal.ledger import Ledger
-from training.runtime.policies import retention_policy
+from training.runtime.step_loop.policies import retention_policy
 
 LOSS = "loss"  # in a manifest's extra state, of a program that writes it
 

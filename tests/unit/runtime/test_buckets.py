@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from training.runtime.buckets import settle_buckets
+from training.runtime.step_loop.wrappers import settle_buckets
 from training.specs.model import ModelSpec
 from training.trainer.model import Decoder
 

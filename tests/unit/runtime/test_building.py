@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from training.runtime.building import Undrawn, seeded_after
+from training.runtime.state.random_numbers import Undrawn, seeded_after
 
 
 class Buffered(nn.Module):

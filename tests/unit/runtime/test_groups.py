@@ -18,10 +18,10 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.unit.runtime.worlds import Member, Promises, World
-from training.runtime.buckets import settle_buckets
 from training.runtime.errors import Interrupted
 from training.runtime.process_group.connections import open_sockets
-from training.runtime.worker_faults import look_at
+from training.runtime.step_loop.worker_faults import look_at
+from training.runtime.step_loop.wrappers import settle_buckets
 
 
 @pytest.fixture(params=[None, Promises()], ids=["bare", "promising"])

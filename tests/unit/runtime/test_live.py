@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from training.runtime.program import Training
 from training.runtime.state.live import LiveState
 from training.runtime.state.transfer import Room
-from training.runtime.step import Training
 
 INPUTS = torch.linspace(-1, 1, 12).reshape(3, 4)
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from training.health.monitor.heartbeat import HeartbeatWriter
-from training.runtime.loop import StepLoop
-from training.runtime.rank_recovery import Stand
-from training.runtime.step import Limits
+from training.runtime.step_loop.loop import StepLoop
+from training.runtime.step_loop.rank_recovery import Stand
+from training.runtime.step_loop.step import Limits
 
 SAVED_AT = {"position": 216}
 AHEAD = {"position": 224}

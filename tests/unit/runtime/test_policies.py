@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from training.runtime.policies import SaveClock, retention_policy
+from training.runtime.step_loop.policies import SaveClock, retention_policy
 from training.specs.recovery import CheckpointSpec
 
 

@@ -11,7 +11,7 @@ import torch
 from training.diagnosis.exits import EXIT_RESTART_ME
 from training.recovery.repair import Move, RepairMode, RepairPlan
 from training.runtime.errors import GivenUp, Interrupted
-from training.runtime.rank_recovery import RankRecovery, Stand
+from training.runtime.step_loop.rank_recovery import RankRecovery, Stand
 
 PEER_CLOSED = "[gloo/transport/tcp/pair.cc:538] Connection closed by peer [::1]:4123"
 WRAPPED = "Got the following error when running the callback: "

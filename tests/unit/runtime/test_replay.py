@@ -27,7 +27,7 @@ from training.recovery.protocol import WorkerFaultKind
 from training.runtime.errors import WorkerError
 from training.runtime.process_group.connections import Link, shut_down
 from training.runtime.process_group.replay import ReplayableProcessGroup
-from training.runtime.worker_faults import look_at
+from training.runtime.step_loop.worker_faults import look_at
 
 MEBIBYTE = 2**20
 LARGE = 64 * MEBIBYTE

@@ -21,9 +21,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.unit.runtime.trainees import Place, Position
+from tests.unit.runtime.trainees import Loader, Place
 from tests.unit.storage.nodes import Cluster
-from training.runtime.step import Training
+from training.runtime.program import Training
 
 SAVED, LAST = 3, 5
 BATCH_SIZE = 16  # samples, of all ranks together
@@ -51,7 +51,7 @@ class Student:
         self.optimizer = torch.optim.AdamW(parameters, lr=0.05, betas=(0.8, 0.95), weight_decay=0.1)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=2, gamma=0.7)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=4)
-        self.data = Position()
+        self.data = Loader()
         self.training = Training(self.model, self.optimizer, self.scheduler, self.scaler, 1.0)
         self._is_split = is_split
 

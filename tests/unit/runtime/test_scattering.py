@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from training.runtime.process_group.scatter import start
+from training.runtime.process_group.connections import start
 
 RANKS = (0, 1)
 

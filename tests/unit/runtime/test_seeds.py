@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.runtime.seeds import seed_of, seed_step
+from training.runtime.state.random_numbers import seed_of, seed_step
 
 SEEDS = st.integers(0, 2**63 - 1)
 SMALL = st.integers(0, 10_000)

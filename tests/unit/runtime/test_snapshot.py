@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from training.runtime.state.snapshot import Snapshots
+from training.runtime.state.live import Snapshots
 
 
 def state(value: float) -> dict[str, Tensor]:

@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from training.health.monitor.heartbeat import HeartbeatReader, HeartbeatWriter
 from training.recovery.repair import StepPhase, Vote
 from training.runtime.errors import NotApplied, NumericAnomaly
-from training.runtime.step import Limits, Step, StepRequests, Surroundings, Training
+from training.runtime.program import Training
+from training.runtime.step_loop.step import Limits, Step, StepRequests, Surroundings
 from training.specs.model import ModelSpec, OptimizerSpec
 from training.trainer.model import Decoder
 from training.trainer.optimize import make_optimizer, make_scheduler

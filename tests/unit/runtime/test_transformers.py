@@ -18,9 +18,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from typer.testing import CliRunner
 
 from perdure.cli import app
-from tests.unit.runtime.trainees import Place, Position
+from tests.unit.runtime.trainees import Loader, Place
 from tests.unit.storage.nodes import Cluster
-from training.runtime.step import Training
+from training.runtime.program import Training
 from training.supervisor.job_registry import remember_job
 
 STEPS = 2
@@ -72,7 +72,7 @@ class Pupil:
         self.model = wrapped(self.bare, kind)
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
         self.training = Training(self.model, optimizer, None, None, 1.0)
-        self.data = Position()
+        self.data = Loader()
 
     def step(self) -> None:
         generator = torch.Generator().manual_seed(self.data.samples)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from training.recovery.protocol import WorkerFaultKind
 from training.runtime.errors import Interrupted, NotApplied
-from training.runtime.worker_faults import SIGNS, look_at
+from training.runtime.step_loop.worker_faults import SIGNS, look_at
 
 GLOO = "/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp"
 CLOSED = (

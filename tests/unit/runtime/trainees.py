@@ -22,17 +22,28 @@ from storage.errors import StorageError
 from storage.local import LocalStore
 from training.job import Job
 from training.runtime.context import WorkerContext
+from training.runtime.program import MicroBatch, Training
 from training.runtime.state.checkpointer import Checkpointer
-from training.runtime.step import Training
 
 CPU = torch.device("cpu")
 
 
 @dataclass
-class Position:
-    """Where the data is."""
+class Loader:
+    """Counts samples, and has none."""
 
     samples: int = 0
+    epoch: int = 0
+
+    @property
+    def position(self) -> int:
+        return self.samples
+
+    def next_step(self) -> list[MicroBatch]:
+        return []
+
+    def close(self) -> None:
+        """There are no worker processes."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"samples": self.samples}
@@ -45,7 +56,7 @@ class Trained(Protocol):
     """What a checkpoint is of."""
 
     training: Training
-    data: Position
+    data: Loader
 
 
 class Trainee:
@@ -61,7 +72,7 @@ class Trainee:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05, betas=(0.8, 0.95))
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=3, gamma=0.7)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=4)
-        self.data = Position()
+        self.data = Loader()
         self.training = Training(self.model, self.optimizer, self.scheduler, self.scaler, 1.0)
         self._sharded = sharded
         torch.manual_seed(100 + rank)

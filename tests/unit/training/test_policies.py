@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from training.runtime.policies import SaveClock
+from training.runtime.step_loop.policies import SaveClock
 from training.specs.recovery import CheckpointSpec
 
 

@@ -25,10 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from training.runtime.process_group.connections import Link, StoreClient
+from training.runtime.process_group.connections import Link, StoreClient, start
 from training.runtime.process_group.generations import Generations
 from training.runtime.process_group.reconfigurable import TRANSFERS, ReconfigurableProcessGroup
-from training.runtime.process_group.scatter import start
 
 SETTLE_S = 1.0  # for operations to notice that their link is gone
 POLL_S = 0.002

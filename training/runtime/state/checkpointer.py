@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,24 +25,12 @@ from storage.staging import SavePlans
 from storage.tiers import Signs, TieredSaver
 from training.device import device_rng_state, pin, set_device_rng_state, synchronize
 from training.runtime.context import WorkerContext
-from training.runtime.state.generators import python_states, set_python_states
+from training.runtime.program import Loader, Training
 from training.runtime.state.live import LiveState
+from training.runtime.state.random_numbers import python_states, set_python_states
 from training.runtime.state.restore import Restorer, StateOf, from_first, say
-from training.runtime.step import Training
 
 NO_SIGNS = Signs()
-
-
-class DataPosition(Protocol):
-    """What the session needs of a data loader."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """JSON-able position."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a position."""
-        ...
 
 
 class Checkpointer:
@@ -62,7 +50,7 @@ class Checkpointer:
         context: WorkerContext,
         checkpoints: CheckpointStore,
         training: Training,
-        data: DataPosition,
+        data: Loader,
         device: torch.device,
         *,
         signs: Signs = NO_SIGNS,

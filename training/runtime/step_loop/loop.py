@@ -8,7 +8,7 @@ stand at one step. Times are seconds, steps completed optimizer steps.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,42 +20,13 @@ from training.health.monitor.heartbeat import HeartbeatWriter, Phase
 from training.recovery.protocol import Ending, Paused
 from training.recovery.repair import Vote
 from training.runtime.errors import WorkerError
-from training.runtime.rank_recovery import RankRecovery, Stand
-from training.runtime.seeds import seed_step
+from training.runtime.program import Loader, Training
 from training.runtime.state.checkpointer import Checkpointer
-from training.runtime.step import Limits, MicroBatch, Step, StepRequests, Surroundings, Training
+from training.runtime.state.random_numbers import seed_step
+from training.runtime.step_loop.rank_recovery import RankRecovery, Stand
+from training.runtime.step_loop.step import Limits, Step, StepRequests, Surroundings
 
 SETTLE_TIMEOUT_S = 1800.0  # for the last save to reach the store
-
-
-class Loader(Protocol):
-    """What a session needs of a resumable data loader."""
-
-    @property
-    def position(self) -> int:
-        """Global samples handed out."""
-        ...
-
-    @property
-    def epoch(self) -> int:
-        """Epoch of the next sample, from 0."""
-        ...
-
-    def next_step(self) -> Sequence[MicroBatch]:
-        """The micro-batches of this rank for one step."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """JSON-able position."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a position."""
-        ...
-
-    def close(self) -> None:
-        """End the worker processes."""
-        ...
 
 
 class Host(Protocol):

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -24,39 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training.health.monitor.heartbeat import HeartbeatWriter
 from training.recovery.repair import StepPhase, Vote
 from training.runtime.errors import NotApplied, NumericAnomaly
-
-MicroBatch = tuple[Tensor, Tensor]
-
-
-class Scheduler(Protocol):
-    """What the session needs of a learning rate scheduler."""
-
-    def step(self) -> None:
-        """Advance by one optimizer step."""
-        ...
-
-    def get_last_lr(self) -> Sequence[float | Tensor]:
-        """Learning rate per parameter group."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """JSON-able state."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> Any:
-        """Restore `state_dict`."""
-        ...
-
-
-@dataclass(slots=True)
-class Training:
-    """What a program registered with its session."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    scheduler: Scheduler | None
-    scaler: torch.amp.GradScaler | None
-    grad_clip_norm: float
+from training.runtime.program import MicroBatch, Training
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -34,24 +34,13 @@ from training.runtime.coordinator_client import CoordinatorClient
 from training.runtime.errors import GivenUp, NumericAnomaly, WorkerError
 from training.runtime.process_group.generations import Generations
 from training.runtime.process_group.reconfigurable import default_group
-from training.runtime.reset import reset
+from training.runtime.program import Loader, MicroBatch, Training
 from training.runtime.state.checkpointer import Checkpointer
-from training.runtime.state.snapshot import Snapshots
+from training.runtime.state.live import Snapshots
 from training.runtime.state.transfer import local_part, receive_header, receive_tensors, send_state
-from training.runtime.step import MicroBatch, Step, Training
-from training.runtime.worker_faults import Seen, look_at
-
-
-class Position(Protocol):
-    """What recovery needs of a data loader."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """JSON-able position."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a position."""
-        ...
+from training.runtime.step_loop.step import Step
+from training.runtime.step_loop.worker_faults import Seen, look_at
+from training.runtime.step_loop.wrappers import reset
 
 
 @dataclass(slots=True)
@@ -118,7 +107,7 @@ class RankRecovery:
     contact: CoordinatorClient
     generations: Generations
     training: Training
-    loader: Position
+    loader: Loader
     checkpointer: Checkpointer
     device: torch.device
     heartbeat: HeartbeatWriter

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from training.journal.attempt_log import StepRecord
-from training.runtime.event_files import EventFiles
+from training.runtime.step_loop.records import EventFiles
 
 
 def record(step: int, loss: float) -> StepRecord:

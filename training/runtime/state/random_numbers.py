@@ -1,0 +1,114 @@
+"""Random numbers: seeded by step, saved and restored, and not drawn where values are received.
+
+What a step draws depends on seed, rank and step alone: a step that is executed again, in the same
+process or in its replacement, draws the same numbers, and no random state has to survive a
+process. Written against torch 2.13, whose `torch.nn.init` functions fill tensors in place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+
+def seed_of(seed: int, *, rank: int, step: int) -> int:
+    """A seed for the generators of one rank in one step, 63 bits, unlike that of any other."""
+    text = f"{seed}/{rank}/{step}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def seed_step(seed: int, *, rank: int, step: int) -> None:
+    """Seed Python's, numpy's and torch's generators, those of devices included."""
+    own = seed_of(seed, rank=rank, step=step)
+    if _has_device():
+        torch.manual_seed(own)
+    else:
+        # The other keeps a stack trace for every kind of device that is not in use (torch 2.13).
+        torch.default_generator.manual_seed(own)
+    np.random.seed(own % 2**32)  # noqa: NPY002 the generator that libraries use
+    random.seed(own)
+
+
+@cache
+def _has_device() -> bool:
+    return torch.accelerator.is_available()
+
+
+SIZE_BYTES = 32 * 2**10  # two Mersenne twisters of 624 words, as JSON
+
+
+def python_states() -> Tensor:
+    """The states as they are, uint8 [SIZE_BYTES].
+
+    Always of one size, or every save would have to be planned anew.
+    """
+    version, internal, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002
+    document = {
+        "random": [version, list(internal), gauss],
+        "numpy": [name, keys.tolist(), position, has_gauss, cached],  # type: ignore[union-attr]
+    }
+    data = json.dumps(document).encode().ljust(SIZE_BYTES)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def set_python_states(states: Tensor) -> None:
+    """Set what `python_states` returned."""
+    document = json.loads(bytes(states.tolist()))
+    version, internal, gauss = document["random"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached = document["numpy"]
+    np.random.set_state((name, np.array(keys, np.uint32), position, has_gauss, cached))  # noqa: NPY002
+
+
+# erfinv_ is most of what torch.nn.init.trunc_normal_ does.
+_FILLS = frozenset(
+    {
+        Tensor.normal_, Tensor.uniform_, Tensor.log_normal_, Tensor.exponential_, Tensor.cauchy_,
+        Tensor.bernoulli_, Tensor.random_, Tensor.erfinv_,
+        nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_,
+    }
+)  # fmt: skip
+
+
+class Undrawn(TorchFunctionMode):
+    """While it is entered, parameters keep whatever their memory held; buffers are drawn."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Do what was called, unless it fills a parameter with random numbers."""
+        named = kwargs or {}
+        if func in _FILLS:
+            filled = args[0] if args else named["tensor"]
+            if isinstance(filled, nn.Parameter):
+                return filled
+        return func(*args, **named)
+
+
+@contextmanager
+def seeded_after() -> Iterator[None]:
+    """What is drawn afterwards does not depend on how much was drawn within.
+
+    Torch's generators, of the host and of devices, are seeded at the end with a number that
+    follows from the host's at the beginning.
+    """
+    before = torch.Generator()
+    before.set_state(torch.get_rng_state())
+    seed = int(torch.randint(2**63 - 1, (), generator=before))
+    yield
+    torch.manual_seed(seed)
