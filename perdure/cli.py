@@ -39,6 +39,7 @@ from training.journal.accounting import account
 from training.journal.attempt_log import StepReader, kept_of
 from training.journal.ledger import Ledger
 from training.journal.wall_time import Account
+from training.log import start_logging
 from training.recovery.ladder import ladder_markdown
 from training.supervisor.job_checks import check_job
 from training.supervisor.report import AttemptRow, loss_picture, story_rows
@@ -280,6 +281,7 @@ def server_stop() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point: one line on stderr and the right exit code for every expected error."""
+    start_logging(is_command=True)
     try:
         app(arguments)
     except InputError as error:

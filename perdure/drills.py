@@ -50,7 +50,7 @@ def run_drills(
         outcomes = _played(drilling, drills)
         is_fine = all(outcome.as_expected for outcome in outcomes)
         if as_json:
-            print(json.dumps([_document(outcome) for outcome in outcomes], indent=1))  # noqa: T201 for scripts
+            print(json.dumps([_document(outcome) for outcome in outcomes], indent=1))
         else:
             _show(make_console(), outcomes)
     finally:
@@ -89,7 +89,7 @@ def _cleared(drilling: Drilling) -> bool:
 
 
 def _say(text: str) -> None:
-    print(f"perdure: {text}", file=sys.stderr)  # noqa: T201 a command line prints
+    print(f"perdure: {text}", file=sys.stderr)
 
 
 def _make_folder(home: Path | None) -> Path:

@@ -107,7 +107,7 @@ def logs(
         if chosen:
             _print_logs(store, chosen)
         elif rows and file is None and rank in range(job.engine.world_size):
-            print(f"perdure: rank {rank} wrote nothing that is kept", file=sys.stderr)  # noqa: T201
+            print(f"perdure: rank {rank} wrote nothing that is kept", file=sys.stderr)
         else:
             ranks = sorted({row.rank for row in rows if row.rank is not None})
             told = f"there are none of these in the store; ranks: {ranks or 'none'}"
@@ -116,7 +116,7 @@ def logs(
     history = Ledger(store, job.run_id).read()
     gaps = list(gaps_of(shelf, history, wanted))
     if as_json:
-        print(json.dumps({"logs": list(map(asdict, rows)), "gaps": gaps}, indent=1))  # noqa: T201 the command's answer
+        print(json.dumps({"logs": list(map(asdict, rows)), "gaps": gaps}, indent=1))
     else:
         _show(job, rows, gaps)
 

@@ -58,7 +58,7 @@ def preflight(
         checks.append(check_reentry(job, lasting_s=reentry_s))
     is_fine = all(check.outcome is not Outcome.FAILED for check in checks)
     if as_json:
-        print(json.dumps(_document(job, notes, checks, is_fine=is_fine)))  # noqa: T201 a command prints
+        print(json.dumps(_document(job, notes, checks, is_fine=is_fine)))
     else:
         warn_of_departures(job)
         _show(make_console(), job, notes, checks)
@@ -79,7 +79,7 @@ def check_inputs(job: Job) -> None:
 def warn_of_departures(job: Job) -> None:
     """Tell where the job departs from the recommended settings."""
     for line in _departures(job):
-        print(f"perdure: recommended otherwise: {line}", file=sys.stderr)  # noqa: T201 likewise
+        print(f"perdure: recommended otherwise: {line}", file=sys.stderr)
 
 
 def _departures(job: Job) -> list[str]:
@@ -104,7 +104,7 @@ def _show(console: Console, job: Job, notes: Sequence[Note], checks: Sequence[Ch
     console.print(f"{job.run_id}: world size {job.world_size}, everything found", highlight=False)
     for note in notes:
         if note.is_warning:
-            print(f"perdure: {note.line}", file=sys.stderr)  # noqa: T201 likewise
+            print(f"perdure: {note.line}", file=sys.stderr)
         else:
             console.print(note.line, markup=False, highlight=False)
     table = Table(header_style="bold")

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import httpx
 import psutil
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
+from storage.model import FrozenModel
 from training.errors import PerdureError
 from training.home import home_folder
 from training.processes import is_alive
@@ -44,10 +45,8 @@ SERVER_SETTINGS = {
 }
 
 
-class ServerRecord(BaseModel):
+class ServerRecord(FrozenModel):
     """The server that runs on this machine."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     pid: int
     process_started_s: float

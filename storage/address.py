@@ -10,10 +10,11 @@ import uuid
 from pathlib import Path
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from storage.errors import Corrupt, StorageError
 from storage.local import LocalStore
+from storage.model import FrozenModel
 from storage.objects import Clearable, ObjectStore, check_key
 from storage.retry import Retry
 from storage.s3_options import AddressingStyle, S3Options, revealed
@@ -22,11 +23,11 @@ FILE_SCHEME = "file://"
 S3_SCHEME = "s3://"
 
 
-class Credentials(BaseModel):
+class Credentials(FrozenModel):
     """Keys of a store, where they do not come from boto3's default chain."""
 
     # hide_input_in_errors: pydantic would print the keys as given, before they are SecretStr.
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+    model_config = ConfigDict(hide_input_in_errors=True)
 
     access_key: SecretStr = Field(description="access key id")
     secret_key: SecretStr = Field(description="secret of access_key")
@@ -41,11 +42,11 @@ class Credentials(BaseModel):
         return secret
 
 
-class StorageSpec(BaseModel):
+class StorageSpec(FrozenModel):
     """Where checkpoints, data and the ledger are kept; keys are not part of it."""
 
     # hide_input_in_errors: a key given here by mistake must not be printed.
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+    model_config = ConfigDict(hide_input_in_errors=True)
 
     address: str = Field(description="file:///absolute/folder or s3://bucket/prefix")
     endpoint: str | None = Field(

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, TypeAdapter, ValidationError
+from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 
 from storage.checksummed import checksummed, digest, verified_document
 from storage.errors import (
@@ -36,6 +36,7 @@ from storage.manifest import (
     TensorRecord,
     parse_manifest,
 )
+from storage.model import FrozenModel
 from storage.objects import ObjectInfo, ObjectStore
 
 __all__ = [
@@ -99,9 +100,7 @@ class SetAside:
         return "; ".join(f"{damage.file} {damage.kind}: {damage.detail}" for damage in self.damages)
 
 
-class _Fence(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
+class _Fence(FrozenModel):
     placement: NonNegativeInt
     attempt: NonNegativeInt
 

@@ -7,7 +7,7 @@ killed is believed for `LEASE_S`. Times are seconds, by the store's clock.
 from __future__ import annotations
 
 import json
-import sys
+import logging
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
@@ -17,6 +17,8 @@ from storage.checkpoint import CheckpointStore
 from storage.errors import StorageError
 from storage.listing import StepObjects
 from storage.objects import ObjectInfo
+
+_log = logging.getLogger("perdure.storage")
 
 LEASE_S = 900.0
 RENEWALS = 4  # in the time for which a lease is good
@@ -35,9 +37,7 @@ def reading(checkpoints: CheckpointStore, step: int) -> Iterator[None]:
     try:
         checkpoints.store.put(key, document)
     except StorageError as exc:
-        print(  # noqa: T201 the reader's terminal
-            f"perdure: step {step} may be deleted while it is read: {exc}", file=sys.stderr
-        )
+        _log.error(f"step {step} may be deleted while it is read: {exc}")
         yield
         return
     ended = threading.Event()

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Annotated, Literal, Self
 
 from pydantic import (
-    BaseModel,
     ConfigDict,
     Field,
     JsonValue,
@@ -23,6 +22,7 @@ from pydantic import (
 
 from storage.checksummed import checksummed, verified_document
 from storage.errors import Corrupt
+from storage.model import FrozenModel
 
 FORMAT_VERSION: Literal[1] = 1
 
@@ -30,11 +30,11 @@ RunId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 ShardName = Annotated[str, Field(pattern=r"^p\d{4,}-a\d{4,}-rank\d{5,}\.safetensors$")]
 
 
-class Record(BaseModel):
+class Record(FrozenModel):
     """Frozen, and an unknown field is an error."""
 
     # Constants, or pydantic would write a NaN of the extra state as null.
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+    model_config = ConfigDict(ser_json_inf_nan="constants")
 
 
 class Chunk(Record):
@@ -113,7 +113,7 @@ class Manifest(Record):
     written_at_s: float
     tensors: dict[str, TensorRecord]
     shards: dict[ShardName, ShardRecord]
-    extra: dict[str, JsonValue] = {}
+    extra: dict[str, JsonValue] = Field(default={})
 
     @model_validator(mode="after")
     def _chunks_lie_in_known_shards(self) -> Self:

@@ -6,6 +6,7 @@ one. What ranks tell each other is JSON over the process group. Sizes are bytes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ from storage.reading import ShardReads
 from storage.share import SaveId, WrittenShare, delete_records, merge
 from storage.staging import raw
 from storage.tiers import Assembled, Held, assemble
+
+_log = logging.getLogger("perdure.storage")
 
 PIECE_BYTES = 64 * 2**20
 
@@ -54,7 +57,7 @@ class NodeShares:
         try:
             told = self.client.shares()
         except StorageError as exc:
-            print(f"perdure: {exc}", flush=True)  # noqa: T201 the rank's own log
+            _log.info(str(exc))
             told = ()
         self._held = [h for h in told if h.tier is Tier.MEMORY or _id(h) not in self._damaged]
         return [Held(save=_id(h)[0], rank=_id(h)[1], tier=h.tier) for h in self._held]
@@ -173,7 +176,7 @@ class NodeRestore:
             try:
                 files[shard] = self.node.read(*_id(held), held.tier)
             except StorageError as exc:
-                print(f"perdure: {exc}", flush=True)  # noqa: T201 the rank's own log
+                _log.info(str(exc))
         return files
 
     def repair(self, manifest: Manifest, damaged: Iterable[str]) -> bool:
@@ -199,7 +202,7 @@ class NodeRestore:
                 raise Corrupt(f"{shard}: this node's copy is damaged too")
             self.checkpoints.store.put(self.checkpoints.key(step, shard), raw(file))
         except StorageError as exc:
-            print(f"perdure: {exc}", flush=True)  # noqa: T201 the rank's own log
+            _log.info(str(exc))
             return False
         return True
 
@@ -221,7 +224,7 @@ class NodeRestore:
             try:
                 opened[rank] = self.node.read(chosen.save, rank, here[rank])
             except StorageError as exc:
-                print(f"perdure: {exc}", flush=True)  # noqa: T201 the rank's own log
+                _log.info(str(exc))
                 damaged = True
         return None if any(gather_json(damaged, self.device)) else opened
 

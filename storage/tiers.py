@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from storage.checkpoint import shard_name
@@ -22,16 +21,15 @@ from storage.checkpoint_server.client import CheckpointClient, ReservedSlot
 from storage.checkpoint_server.protocol import Tier
 from storage.errors import StorageError, TimedOut
 from storage.gather import gather_json
+from storage.model import FrozenModel
 from storage.share import SaveId, Share
 from storage.staging import SavePlans
 
 RESERVE_TIMEOUT_S = 1800.0
 
 
-class Held(BaseModel):
+class Held(FrozenModel):
     """One share that a node can give, as the ranks tell each other."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     save: SaveId
     rank: int

@@ -10,26 +10,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from storage.checkpoint import CheckpointStore, Damage
 from storage.errors import NotFound
 from storage.listing import StepObjects
 from storage.manifest import Manifest
+from storage.model import FrozenModel
 from storage.objects import ObjectInfo, ObjectStore
 
 VERIFIED_NAME = "verified.json"
 
 
-class Verified(BaseModel):
+class Verified(FrozenModel):
     """The outcome of one verification.
 
     Attributes:
         written_at_s: of the manifest that was read; None when it could not be.
         size_bytes: of the shards that the manifest names.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     step: int
     verified_at_s: float

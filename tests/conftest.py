@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 import pytest
@@ -24,3 +25,11 @@ def perdure_home(tmp_path, monkeypatch):
     home = tmp_path / "home"
     monkeypatch.setenv("PERDURE_HOME", str(home))
     return home
+
+
+@pytest.fixture(autouse=True)
+def perdure_logger(monkeypatch):
+    """For `caplog`, whatever a program that an earlier test ran in this process had set up."""
+    logger = logging.getLogger("perdure")
+    for name, value in (("handlers", []), ("level", logging.INFO), ("propagate", True)):
+        monkeypatch.setattr(logger, name, value)

@@ -17,6 +17,7 @@ import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from storage.address import Credentials, StorageSpec
+from storage.model import FrozenModel
 from training.errors import InputError
 from training.recovery.replicas import Layout
 from training.specs.data import DataSpec, TokenizerSpec
@@ -29,7 +30,6 @@ from training.specs.model import (
     ParallelKind,
     ParallelSpec,
     Precision,
-    Section,
 )
 from training.specs.preflight import PreflightSpec
 from training.specs.recovery import (
@@ -48,7 +48,7 @@ RESERVED_PREFIXES = ("MA_", "VC_", "PERDURE_")
 RESERVED_NAMES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK"})
 
 
-class Job(Section):
+class Job(FrozenModel):
     """One pretraining run from step 0 to its target step."""
 
     run_id: str = Field(

@@ -13,10 +13,11 @@ import struct
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from storage import errors
 from storage.errors import StorageError
+from storage.model import FrozenModel
 from storage.share import SaveId, Share, WrittenShare
 
 _LENGTH = struct.Struct("<Q")
@@ -24,10 +25,10 @@ _CREDENTIALS = struct.Struct("3i")
 MAX_MESSAGE_BYTES = 1 << 30
 
 
-class Message(BaseModel):
+class Message(FrozenModel):
     """Immutable, and an unknown field is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+    model_config = ConfigDict(ser_json_inf_nan="constants")
 
 
 class Tier(StrEnum):

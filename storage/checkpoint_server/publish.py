@@ -7,6 +7,7 @@ checkpoint or an unfinished one that nobody is offered. Sizes are bytes, times s
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 import time
@@ -30,6 +31,8 @@ from storage.share import (
     read_record,
     recorded_ranks,
 )
+
+_log = logging.getLogger("perdure.storage")
 
 RECORD_THREADS = 16
 POLL_FIRST_S = 0.05
@@ -164,7 +167,7 @@ class Publisher:
             self._retain(task.save.step)
         except StorageError as exc:
             # The checkpoint is committed; the next retention, or gc, does what was left.
-            _say(f"step {task.save.step}: not tidied up: {exc}")
+            _log.error(f"step {task.save.step}: not tidied up: {exc}")
 
     def _await_records(self, task: Committing) -> bool:
         """Wait for the record of every rank; False when the step was committed meanwhile."""
@@ -198,7 +201,7 @@ class Publisher:
             self._prune(disk, keep_saves=DISK_KEEPS_SAVES)
         except StorageError as exc:
             # The store has it all the same; a worse restart is no reason to end a good run.
-            _say(f"step {share.step} is not on the node's disk: {exc}")
+            _log.error(f"step {share.step} is not on the node's disk: {exc}")
             with suppress(StorageError):
                 self._prune(disk, keep_saves=1)  # a full disk would refuse every save from now on
 
@@ -266,7 +269,3 @@ def is_recorded(checkpoints: CheckpointStore, save: SaveId, rank: int) -> bool:
     except (NotFound, Corrupt):
         return False
     return True
-
-
-def _say(text: str) -> None:
-    print(f"perdure: {text}", flush=True)  # noqa: T201 the checkpoint server's log

@@ -5,6 +5,7 @@ Sizes are bytes, times seconds.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
@@ -40,6 +41,8 @@ from storage.checkpoint_server.slots import NoMemory, Slot, SlotTable
 from storage.checkpoint_server.tasks import Tasks
 from storage.errors import Corrupt, StorageError
 from storage.share import SaveId, WrittenShare
+
+_log = logging.getLogger("perdure.storage")
 
 DISK_THREADS = 4
 UPLOAD_THREADS = 4
@@ -109,7 +112,7 @@ class CheckpointServer:
             except (OSError, RuntimeError) as exc:
                 if not self._closing.is_set():
                     # Out of descriptors or threads, say: the saves that are held outlast it.
-                    _say(f"no connection taken: {exc}")
+                    _log.error(f"no connection taken: {exc}")
                     self._closing.wait(ACCEPT_PAUSE_S)
 
     def close(self, timeout_s: float) -> bool:
@@ -151,7 +154,7 @@ class CheckpointServer:
         try:
             reply, descriptor = self._answer(connection, request)
         except Exception as exc:  # noqa: BLE001 the worker is to know, and others go on
-            _say(f"{request.op}: {type(exc).__name__}: {exc}")
+            _log.error(f"{request.op}: {type(exc).__name__}: {exc}")
             reply = Reply(refused=f"the checkpoint server: {type(exc).__name__}: {exc}")
         send(connection.socket, reply, descriptor)
         return True
@@ -316,7 +319,7 @@ class CheckpointServer:
             try:
                 on_disk = shares_on_disk(self._disk)
             except StorageError as exc:
-                _say(f"the node's disk: {exc}")
+                _log.error(f"the node's disk: {exc}")
         return [
             *(HeldShare(written=one, tier=Tier.MEMORY) for one in self._in_memory()),
             *(HeldShare(written=one, tier=Tier.DISK) for one in on_disk),
@@ -345,7 +348,3 @@ class CheckpointServer:
 
 def _reply_with(slot: Slot) -> Reply:
     return Reply(slot=slot.number, memory_id=slot.memory_id, size_bytes=slot.size_bytes)
-
-
-def _say(text: str) -> None:
-    print(f"perdure: {text}", flush=True)  # noqa: T201 the checkpoint server's log

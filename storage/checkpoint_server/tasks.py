@@ -5,6 +5,7 @@ Times are seconds.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import traceback
@@ -14,6 +15,8 @@ from contextlib import suppress
 
 from storage.checkpoint_server.protocol import Failure
 from storage.errors import StaleAttempt, StorageError
+
+_log = logging.getLogger("perdure.storage")
 
 Owner = tuple[int, int]  # placement and attempt
 
@@ -74,9 +77,9 @@ class Tasks:
         try:
             work()
         except StaleAttempt as exc:
-            print(f"perdure: {exc}", flush=True)  # noqa: T201 ours was superseded: as it should be
+            _log.info(str(exc))  # ours was superseded: as it should be
         except StorageError as exc:
-            print(f"perdure: {type(exc).__name__}: {exc}", flush=True)  # noqa: T201 the checkpoint server's log
+            _log.error(f"{type(exc).__name__}: {exc}")
             self._note(owner, Failure.of(exc))
         except Exception as exc:  # noqa: BLE001 or the save would be lost and nobody told
             traceback.print_exc()

@@ -9,6 +9,7 @@ seconds.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import stat
@@ -23,19 +24,22 @@ from functools import partial
 from pathlib import Path
 
 import psutil
-from pydantic import BaseModel, ConfigDict
 
 from storage.address import FILE_SCHEME, open_store
 from storage.checkpoint import CheckpointStore
 from storage.checkpoint_server.publish import Publisher
 from storage.checkpoint_server.server import CheckpointServer
 from storage.local import LocalStore
+from storage.model import FrozenModel
 from storage.policy import RetentionPolicy, apply_retention
 from storage.retry import Retry
 from storage.share import SaveId
 from training.files import write_whole
 from training.job import Job
+from training.log import start_logging
 from training.runtime.step_loop.policies import retention_policy
+
+_log = logging.getLogger("perdure.agent")
 
 CLOSE_TIMEOUT_S = 900.0  # the longest grace period of a container
 # Nothing waits for the checkpoint server but the save after next: it sees an outage of the store
@@ -57,6 +61,7 @@ def main() -> None:
 
 def keep() -> None:
     """Keep the checkpoints of one node until told to end."""
+    start_logging()
     # Blocked before there are threads and waited for by name: a handler runs in the main thread
     # alone, and a signal that the kernel gives to another one would not wake it from a wait.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -77,7 +82,7 @@ def keep() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_await_agents_end, daemon=True).start()
     threading.Thread(target=checkpoint_server.serve, daemon=True).start()
-    print("perdure: checkpoint server is ready", flush=True)  # noqa: T201 the checkpoint server's log
+    _log.info("checkpoint server is ready")
     signal.sigwait({signal.SIGTERM})
     checkpoint_server.close(CLOSE_TIMEOUT_S)
 
@@ -94,7 +99,7 @@ def _retain(store: CheckpointStore, policy: RetentionPolicy, step: int) -> None:
     apply_retention(store, policy, protect={step})
 
 
-class HeldInMemory(BaseModel):
+class HeldInMemory(FrozenModel):
     """What a checkpoint server's memory holds, as a file in its container's folder tells.
 
     Attributes:
@@ -102,8 +107,6 @@ class HeldInMemory(BaseModel):
         process_started_s: which process of that pid.
         saves: save and rank of every whole share.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     pid: int
     process_started_s: float
@@ -172,7 +175,7 @@ class CheckpointServerProcess:
         try:
             self._start()
         except OSError as error:
-            print(f"perdure: the checkpoint server cannot be started again: {error}", flush=True)  # noqa: T201 the agent's log
+            _log.error(f"the checkpoint server cannot be started again: {error}")
             return False
         return True
 

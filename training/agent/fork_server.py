@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from storage.model import FrozenModel
 
 KILL_WAIT_S = 5.0
 # Whatever a worker would import before its first step; an optimizer loads torch._dynamo.
@@ -49,7 +49,7 @@ START_TIMEOUT_S = 120.0
 _COMM_BYTES = 15
 
 
-class Fork(BaseModel):
+class Fork(FrozenModel):
     """What the fork server is asked for.
 
     Attributes:
@@ -60,8 +60,6 @@ class Fork(BaseModel):
         stdout: file that its output is appended to.
         stderr: likewise.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     function: str
     name: str
@@ -274,7 +272,7 @@ def _exit_code(given: Any) -> int:
         return 0
     if isinstance(given, int):
         return given & 0xFF
-    print(given, file=sys.stderr)  # noqa: T201 as the interpreter does
+    sys.stderr.write(f"{given}\n")  # as the interpreter does
     return 1
 
 

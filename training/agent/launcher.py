@@ -5,6 +5,7 @@ The fork server outlives attempts, so that only the first one waits for imports.
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import threading
@@ -17,6 +18,8 @@ from training.coordinator.config import CoordinatorConfig
 from training.job import RESERVED_NAMES
 from training.wire.agent import RendezvousOrder
 from training.wire.coordinator import CoordinatorAddress
+
+_log = logging.getLogger("perdure.agent")
 
 Key = tuple[int, int]  # placement and attempt
 # In the agent's environment: workers start as plain processes, for programs whose libraries do
@@ -54,7 +57,7 @@ class Launcher:
         try:
             self.prepare(given)
         except OSError as error:  # whoever needs it tries again, and tells
-            print(f"perdure: warning: {error}", flush=True)  # noqa: T201 the agent's log
+            _log.warning(str(error))
 
     def prepare(self, given: Mapping[str, str]) -> None:
         """Have a fork server for the programs of an attempt; takes seconds the first time.

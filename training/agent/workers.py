@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import string
@@ -30,6 +31,8 @@ from training.job import RESERVED_NAMES
 from training.processes import container_processes, reap_adopted, signal_all
 from training.recovery.protocol import WorkerEnded
 from training.wire.agent import AgentConfig, Pulse, StartOrder, WorkerStatus
+
+_log = logging.getLogger("perdure.agent")
 
 # After the first failure the others get this long to record what they saw before they are
 # stopped: the diagnosis tells the first cause from the echoes.
@@ -136,7 +139,7 @@ class WorkerGroup:
             self._cannot_replace(rank, str(error))
 
     def _cannot_replace(self, rank: int, why: str) -> None:
-        print(f"perdure: rank {rank} is not replaced: {why}", flush=True)  # noqa: T201 the agent's log
+        _log.error(f"rank {rank} is not replaced: {why}")
         self._first_failure_s = self._first_failure_s or time.monotonic()
         self.release()
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
-
+from storage.model import FrozenModel
 from training.recovery.decision import Recovery
 from training.recovery.rungs import Rung
 
 _METRICS_FILE = "metrics-address.json"
 
 
-class MetricsAddress(BaseModel):
+class MetricsAddress(FrozenModel):
     """Where the coordinator answers Prometheus."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     url: str
 
@@ -25,7 +22,7 @@ def metrics_file(attempt_folder: Path) -> Path:
     return attempt_folder / _METRICS_FILE
 
 
-class CoordinatorConfig(BaseModel):
+class CoordinatorConfig(FrozenModel):
     """How to coordinate one attempt: a private file, for it has the token.
 
     Attributes:
@@ -39,8 +36,6 @@ class CoordinatorConfig(BaseModel):
         supported: rungs that the engine can do.
         past: recoveries of the run so far, oldest first.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     job: str
     host: str

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 import os
 import sys
 import time
@@ -28,6 +29,7 @@ from training.diagnosis.exits import fault_of_end
 from training.files import write_whole
 from training.job import Job
 from training.journal.attempt_log import MetricsLog, metrics_prefix, parse_live
+from training.log import start_logging
 from training.recovery.actions import Action, NormAccepted, Noted, ToAgent, ToRank
 from training.recovery.attempt import Attempt, Stage
 from training.recovery.decider import InProcessDecider
@@ -55,6 +57,8 @@ from training.wire.coordinator import (
 )
 from training.wire.requests import read_control
 from training.wire.sample import NodeSample
+
+_log = logging.getLogger("perdure.coordinator")
 
 TICK_S = 0.02  # while something is to happen at its time
 IDLE_S = 0.5
@@ -125,10 +129,10 @@ class Coordinator:
             # In a thread: the server asks for the name of its host, which may take its time.
             found = await asyncio.to_thread(self._metrics.serve, config.host, port)
         except OSError as exc:
-            _say(f"warning: no metrics at {config.host}:{port}: {exc}")
+            _log.warning(f"no metrics at {config.host}:{port}: {exc}")
             return
         address = MetricsAddress(url=f"http://{config.host}:{found}/metrics")
-        _say(f"metrics at {address.url}")
+        _log.info(f"metrics at {address.url}")
         path = metrics_file(Path(config.address_file).parent)
         write_whole(path, address.model_dump_json(), private=True)
 
@@ -158,7 +162,7 @@ class Coordinator:
                 self._hear(rank, said)
                 self._act()
         except (OSError, ValueError) as exc:  # TimeoutError is an OSError
-            _say(f"a connection ended: {exc}")
+            _log.info(f"a connection ended: {exc}")
         finally:
             writer.close()
             if node is not None and self._agents.get(node) is writer:
@@ -184,7 +188,7 @@ class Coordinator:
                 fault = fault_of_end(said, node=node, step=attempt.step)
                 attempt.ended(said.rank, fault, now_s=now_s)
             case WorkerFault() if rank is not None:
-                _say(f"rank {rank} at step {said.step}: {said.trouble}: {said.text}")
+                _log.info(f"rank {rank} at step {said.step}: {said.trouble}: {said.text}")
                 attempt.trouble(rank, said, now_s=now_s)
             case Reconnected() if rank is not None:
                 attempt.reconnected(rank, said, now_s=now_s)
@@ -213,7 +217,7 @@ class Coordinator:
         match action:
             case Noted():
                 text = action.note.model_dump_json()
-                _say(text)
+                _log.info(text)
                 self._metrics.noted(action.note)
                 # A first rank that was killed may have left half a line.
                 with self._live.open("a", encoding="utf-8") as file:
@@ -242,7 +246,7 @@ class Coordinator:
             document[str(accepted.step)] = list(accepted.norms)
             self._store.put(key, json.dumps(document, indent=1).encode())
         except (StorageError, ValueError) as exc:
-            _say(f"step {accepted.step} is not in {key}: {exc}")
+            _log.error(f"step {accepted.step} is not in {key}: {exc}")
 
     def _keep_records(self) -> None:
         """Put the records of steps that no checkpoint has into the store, before one that has."""
@@ -256,7 +260,7 @@ class Coordinator:
             for key, text in log.take().items():
                 self._store.put(key, text.encode())
         except StorageError as exc:
-            _say(f"the last step records are not in the store: {exc}")
+            _log.error(f"the last step records are not in the store: {exc}")
         finally:
             log.close()
 
@@ -314,17 +318,14 @@ def _send(writer: asyncio.StreamWriter | None, message: ToMember) -> None:
         writer.write(dump_line(message))
 
 
-def _say(text: str) -> None:
-    print(f"perdure: {text}", flush=True)  # noqa: T201 the coordinator's log
-
-
 def main(arguments: list[str] | None = None, *, exit_now: Callable[[int], None] = os._exit) -> None:
     """Coordinate the attempt whose configuration file is the first argument."""
+    start_logging()
     path = (arguments or sys.argv[1:])[0]
     try:
         config = CoordinatorConfig.model_validate_json(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValidationError) as error:
-        _say(f"{path}: {error}")
+        _log.error(f"{path}: {error}")
         exit_now(2)
         return
     asyncio.run(Coordinator(config).serve())

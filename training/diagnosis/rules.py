@@ -19,8 +19,9 @@ from functools import cache
 from importlib import resources
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from storage.model import FrozenModel
 from training.recovery.faults import FaultClass, RecoverableBy
 
 # Special before general: ourselves, platforms, then what they share, then the language.
@@ -47,10 +48,8 @@ class Role(IntEnum):
     HINT = 4  # an error that nothing explains
 
 
-class Judgement(BaseModel):
+class Judgement(FrozenModel):
     """What a row of any table says: the class, how near to the cause, and what differs from it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     fault_class: FaultClass = Field(alias="class")
     role_name: Literal["root", "symptom", "cascade", "hint"] = Field(alias="role")

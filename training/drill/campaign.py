@@ -15,11 +15,12 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
+from storage.model import FrozenModel
 from training.drill.hooks import Kill, Victim
 from training.drill.job import NUM_RANKS
 from training.errors import InputError
 from training.specs.drill import DrillFault, DrillKind, DrillPoint
-from training.specs.model import ParallelKind, Section
+from training.specs.model import ParallelKind
 
 SAVE_EVERY_STEPS = 3
 STEPS_PER_FAULT = 3
@@ -94,7 +95,7 @@ _AT_MOST: Mapping[DrillKind | Victim, int] = {
 }
 
 
-class Campaign(Section):
+class Campaign(FrozenModel):
     """What is done to a run."""
 
     seed: int = Field(0, description="that it was drawn from")

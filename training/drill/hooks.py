@@ -15,9 +15,9 @@ from typing import Protocol
 
 from pydantic import Field
 
+from storage.model import FrozenModel
 from training.health.monitor.heartbeat import Phase
 from training.injection.processes import LocalRun, Part
-from training.specs.model import Section
 from training.supervisor.run import Run
 from training.supervisor.watch import Progress
 from training.wire.requests import write_control
@@ -36,7 +36,7 @@ class Victim(StrEnum):
     COORDINATOR = Part.COORDINATOR.value
 
 
-class Kill(Section):
+class Kill(FrozenModel):
     """SIGKILL from outside, once."""
 
     victim: Victim = Field(description="who")

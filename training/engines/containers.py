@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
+from storage.model import FrozenModel
 from training.agent.control import ADDRESS_FILE
 from training.errors import EngineError
 from training.processes import is_alive
 from training.wire.agent import AgentAddress
 
 
-class Container(BaseModel):
+class Container(FrozenModel):
     """One container as it is remembered on disk."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     member: int
     node: str
@@ -41,10 +40,8 @@ class Container(BaseModel):
         return address if is_alive(address.pid, address.process_started_s) else None
 
 
-class Containers(BaseModel):
+class Containers(FrozenModel):
     """The containers of a placement, as remembered on disk."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     placement: int
     containers: tuple[Container, ...]

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import psutil
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from storage.errors import Corrupt, NotFound, PreconditionFailed
+from storage.model import FrozenModel
 from storage.objects import ObjectStore
 from training.errors import RunConflict
 from training.journal.history import RunHistory, replay
@@ -30,10 +31,8 @@ LEASE_S = 30.0  # a supervisor on another host counts as lost after this long wi
 RENEW_S = 5.0
 
 
-class SupervisorLease(BaseModel):
+class SupervisorLease(FrozenModel):
     """Who supervises a run, renewed while it lives. A hint for taking over, not the lock."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     supervisor: str
     epoch: int

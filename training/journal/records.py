@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import Field, TypeAdapter
 
+from storage.model import FrozenModel
 from training.journal.events import AnyNote
 from training.recovery.decision import Decision
 from training.recovery.faults import Fault
 from training.recovery.rungs import Rung
 
 
-class Record(BaseModel):
+class Record(FrozenModel):
     """Common part: when it was written, and under which supervisor's reign."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     at_s: float
     epoch: int = Field(ge=1, description="reign of the supervisor that wrote it, from 1")
@@ -54,7 +53,7 @@ class DataReady(Record):
     duration_s: float
 
 
-class Member(BaseModel):
+class Member(FrozenModel):
     """One container of a placement.
 
     Attributes:
@@ -62,8 +61,6 @@ class Member(BaseModel):
         node: name of the node it stands on.
         schedule_cnt: how many times this member has been scheduled (MA_SCHEDULE_CNT).
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     index: int
     node: str

@@ -7,22 +7,21 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from storage.model import FrozenModel
 from training.recovery.decision import Decision
 from training.recovery.faults import Fault
 from training.recovery.rungs import Rung
 
 
-class AttemptEvent(BaseModel):
+class AttemptEvent(FrozenModel):
     """What happens in an attempt; the coordinator, supervisor or first rank writes it.
 
     Attributes:
         at_s: when it was written.
         number: of the recovery or pause in its attempt, from 1; ties beginning and end together.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     at_s: float
     number: int = Field(ge=1)

@@ -9,15 +9,14 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from storage.model import FrozenModel
 from training.recovery.repair import RankReport, RepairPlan
 
 
-class CoordinatorMessage(BaseModel):
+class CoordinatorMessage(FrozenModel):
     """Immutable, and an unknown field is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class WorkerFaultKind(StrEnum):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from enum import IntEnum, StrEnum
 
-from pydantic import BaseModel, ConfigDict
+from storage.model import FrozenModel
 
 
 class StepPhase(IntEnum):
@@ -33,11 +33,7 @@ class RepairMode(StrEnum):
     LAST_SAVE = "last_save"  # the survivors save and end
 
 
-class _Told(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Vote(_Told):
+class Vote(FrozenModel):
     """What all ranks learned at a step boundary.
 
     Attributes:
@@ -59,7 +55,7 @@ class Vote(_Told):
     culprit: int | None = None
 
 
-class RankReport(_Told):
+class RankReport(FrozenModel):
     """How a rank stands when a generation begins.
 
     Attributes:
@@ -97,14 +93,14 @@ class RankReport(_Told):
         return self.is_clean and (self.step == step or ready)
 
 
-class Move(_Told):
+class Move(FrozenModel):
     """One rank's state goes to another."""
 
     source: int
     target: int
 
 
-class RepairPlan(_Told):
+class RepairPlan(FrozenModel):
     """What every rank does to go on together.
 
     Attributes:

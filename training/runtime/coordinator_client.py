@@ -7,6 +7,7 @@ replaced (fencing). Times are seconds.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
@@ -30,6 +31,8 @@ from training.recovery.repair import RepairPlan
 from training.runtime.errors import GivenUp, Interrupted
 from training.runtime.process_group.generations import GIVEN_UP
 from training.wire.coordinator import TO_MEMBER, CoordinatorAddress, WorkerJoined, dump_line
+
+_log = logging.getLogger("perdure.runtime")
 
 CONNECT_TIMEOUT_S = 60.0
 BEAT_S = 1.0
@@ -194,5 +197,5 @@ class CoordinatorClient:
     def _lost(self, why: str) -> None:
         if self._is_closed or self._given_up is not None:
             return
-        print(f"perdure: the coordinator is gone ({why}): ending", flush=True)  # noqa: T201 the rank's own log
+        _log.info(f"the coordinator is gone ({why}): ending")
         os._exit(EXIT_RESTART_ME)

@@ -39,6 +39,7 @@ from training.errors import InputError
 from training.health.monitor.heartbeat import HeartbeatWriter, Phase
 from training.health.monitor.stack_file import stacks_file
 from training.journal.attempt_log import MetricsLog, StepRecord, metrics_prefix
+from training.log import start_logging
 from training.recovery.protocol import Reconnected, WorkerFault, WorkerFaultKind
 from training.recovery.repair import Vote
 from training.runtime.context import WorkerContext
@@ -458,4 +459,5 @@ def join() -> Session:
     Raises:
         InputError: the program was not started by a node agent.
     """
+    start_logging()
     return Session(WorkerContext.from_environment())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import logging
 import os
 import shutil
 import socket
@@ -25,9 +26,12 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from training.diagnosis.exits import EXIT_RESTART_ME, EXIT_USER
 from training.errors import InputError
 from training.job import Job
+from training.log import start_logging
 from training.runtime.context import WorkerContext
 from training.runtime.errors import GivenUp, Interrupted, RecipeEndedEarly
 from training.runtime.session import Session
+
+_log = logging.getLogger("perdure.runtime")
 
 
 def load_recipe(name: str) -> Callable[[Job], None]:
@@ -57,7 +61,7 @@ def main() -> None:
     try:
         load_recipe(job.recipe)(job)
     except (GivenUp, Interrupted) as told:  # outside of the loop, which answers them itself
-        print(f"perdure: this rank ends: {told}", flush=True)  # noqa: T201 the rank's own log
+        _log.info(f"this rank ends: {told}")
         sys.exit(EXIT_RESTART_ME)
     if Session.newest_step < job.steps:
         raise RecipeEndedEarly(
@@ -68,11 +72,12 @@ def main() -> None:
 
 def run() -> None:
     """Run this rank's recipe as the whole of a process; ends it with the worker's exit code."""
+    start_logging()
     sys.path.insert(0, "")
     try:
         main()
     except InputError as error:
-        print(f"perdure: {error}", file=sys.stderr)  # noqa: T201 the rank's own log
+        _log.error(str(error))
         sys.exit(EXIT_USER)
 
 

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from storage.model import FrozenModel
 
 KIB = 1024
 MIB = 1024 * KIB
 
 
-class DataSpec(BaseModel):
+class DataSpec(FrozenModel):
     """The corpus, its shards, and the loader's processes."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     sources: tuple[str, ...] = Field(
         min_length=1,
@@ -38,10 +38,8 @@ class DataSpec(BaseModel):
     )
 
 
-class TokenizerSpec(BaseModel):
+class TokenizerSpec(FrozenModel):
     """Which tokenizer turns the corpus into ids."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["byte", "file"] = Field(
         "byte", description="byte: ids are UTF-8 bytes; file: a `tokenizers` JSON file"

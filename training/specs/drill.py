@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from pydantic import Field
 
-from training.specs.model import Section
+from storage.model import FrozenModel
 
 
 class DrillKind(StrEnum):
@@ -37,7 +37,7 @@ class DrillPoint(StrEnum):
     RECOVERY = "recovery"  # the first recovery that goes on with the step or a later one
 
 
-class DrillFault(Section):
+class DrillFault(FrozenModel):
     """One fault, made once in the whole run, however often the step is done again."""
 
     kind: DrillKind = Field(description="what happens")
@@ -47,7 +47,7 @@ class DrillFault(Section):
     times: int = Field(1, ge=1, description="how often, each time that the step comes here")
 
 
-class DrillSpec(Section):
+class DrillSpec(FrozenModel):
     """A drill: a run with faults on purpose."""
 
     faults: tuple[DrillFault, ...] = Field((), description="faults, in any order")

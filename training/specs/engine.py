@@ -7,12 +7,12 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from training.specs.model import Section
+from storage.model import FrozenModel
 
 DEFAULT_RECIPE = "training.trainer.pretrain:main"
 
 
-class LocalEngineSpec(Section):
+class LocalEngineSpec(FrozenModel):
     """Nodes as agent processes on this machine."""
 
     kind: Literal["local"] = Field("local", description="engine")
@@ -32,7 +32,7 @@ class LocalEngineSpec(Section):
         return self.nodes * self.slots_per_node
 
 
-class WorkerSpec(Section):
+class WorkerSpec(FrozenModel):
     """How deep the training program takes part: a recipe of ours or yours, or any command."""
 
     recipe: str | None = Field(

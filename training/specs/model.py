@@ -8,16 +8,12 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from storage.model import FrozenModel
 
 
-class Section(BaseModel):
-    """A part of a job file: immutable, and a field nobody knows is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class ModelSpec(Section):
+class ModelSpec(FrozenModel):
     """Sizes of the reference decoder (RoPE, RMSNorm, SwiGLU, tied embeddings)."""
 
     num_layers: int = Field(4, ge=1, le=1024, description="decoder blocks")
@@ -72,7 +68,7 @@ class ModelSpec(Section):
         return vocab_size * d + self.num_layers * block + d
 
 
-class BatchSpec(Section):
+class BatchSpec(FrozenModel):
     """Samples per optimizer step; the global batch does not depend on the world size."""
 
     global_batch_size: int = Field(8, ge=1, description="samples in one optimizer step, all ranks")
@@ -98,7 +94,7 @@ class ParallelKind(StrEnum):
     DATA_PARALLEL = "data_parallel"
 
 
-class ParallelSpec(Section):
+class ParallelSpec(FrozenModel):
     """Wrapping of the model."""
 
     kind: ParallelKind = Field(
@@ -120,7 +116,7 @@ class ParallelSpec(Section):
         return self
 
 
-class OptimizerSpec(Section):
+class OptimizerSpec(FrozenModel):
     """AdamW with a cosine schedule after a linear warm-up."""
 
     lr: float = Field(3e-4, gt=0, description="peak learning rate")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from training.specs.model import Section
+from storage.model import FrozenModel
 
 
-class PreflightSpec(Section):
+class PreflightSpec(FrozenModel):
     """Checks of nodes and gang before the first step of a placement."""
 
     nodes: bool = Field(

@@ -10,12 +10,12 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from storage.model import FrozenModel
 from training.errors import InputError
 from training.platforms.reading import read_platform
 from training.platforms.settings import POLICY_FIELDS, Fact, Reading, Setting, shown
 from training.platforms.tft import TFT, read_snapshot_steps
 from training.recovery.ladder import Policy
-from training.specs.model import Section
 
 # Recommended save intervals by model size: every epoch, every 500 steps, every 100 to 200 steps.
 EPOCH_BELOW_PARAMETERS = 1_000_000_000
@@ -24,7 +24,7 @@ RECOMMENDED_KEEP_LAST = 5
 PLATFORM_HANG_TIMEOUT_S = 1800.0
 
 
-class CheckpointSpec(Section):
+class CheckpointSpec(FrozenModel):
     """When to save and what to keep. No interval given: the recommended one for the size."""
 
     every_steps: int | None = Field(None, ge=1, description="save every N steps")
@@ -73,7 +73,7 @@ def recommended_interval(num_parameters: int) -> dict[str, int]:
     return {"every_steps": 200}
 
 
-class RestartSpec(Section):
+class RestartSpec(FrozenModel):
     """Restart policy, with the ranges of ModelArts' fault-tolerance annotations."""
 
     max_restarts: int = Field(
@@ -184,7 +184,7 @@ def _snapshot_interval(entries: Mapping[str, str], document: Mapping[str, Any]) 
     return {"snapshot_every_steps": steps}
 
 
-class OpRetrySpec(Section):
+class OpRetrySpec(FrozenModel):
     """HCCL's own re-execution of a broken collective (Atlas A3 only)."""
 
     enabled: bool = Field(False, description="HCCL_OP_RETRY_ENABLE for both levels")
@@ -193,7 +193,7 @@ class OpRetrySpec(Section):
     interval_ms: int = Field(1000, ge=0, le=60_000, description="wait between retries")
 
 
-class CommSpec(Section):
+class CommSpec(FrozenModel):
     """Limits and ports of the collectives; becomes HCCL_* and torch variables."""
 
     master_port: int = Field(

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from training.specs.model import Section
+from storage.model import FrozenModel
 
 
-class WatchSpec(Section):
+class WatchSpec(FrozenModel):
     """What is looked at while a run goes on, and from which value on somebody is told."""
 
     sample_every_s: float = Field(

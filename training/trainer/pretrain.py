@@ -5,6 +5,7 @@ It knows nothing of faults: `session.steps()` restores, saves, and says when to 
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 from collections.abc import Callable
@@ -24,6 +25,8 @@ from training.trainer.data.stage import stage
 from training.trainer.model import Decoder, flops_per_token
 from training.trainer.optimize import make_optimizer, make_scheduler
 from training.trainer.parallel import DTYPES, wrap
+
+_log = logging.getLogger("perdure.trainer")
 
 
 def main(job: Job) -> None:
@@ -101,12 +104,11 @@ def open_data(job: Job, session: Session) -> tuple[TokenDataset, Manifest]:
     staged = stage(manifest, store, session.context.data_folder)
     if session.context.local_rank == 0:
         verb = "found" if staged.skipped else "staged"
-        print(  # noqa: T201 the rank's own log
-            f"perdure: rank {session.rank} pid {os.getpid()} "
+        _log.info(
+            f"rank {session.rank} pid {os.getpid()} "
             f"MA_SCHEDULE_CNT={session.context.schedule_cnt} "
             f"MA_PROC_START_CNT={session.context.proc_start_cnt}: "
-            f"{verb} {len(staged.paths)} token shards in {staged.duration_s * 1e3:.0f} ms",
-            flush=True,
+            f"{verb} {len(staged.paths)} token shards in {staged.duration_s * 1e3:.0f} ms"
         )
     return TokenDataset(staged.paths, manifest, job.model.seq_len), manifest
 

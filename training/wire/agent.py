@@ -10,8 +10,9 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, TypeAdapter
+from pydantic import Field, SecretStr, TypeAdapter
 
+from storage.model import FrozenModel
 from training.recovery.decision import Recovery
 from training.recovery.rungs import Rung
 from training.wire.check import Check
@@ -19,13 +20,7 @@ from training.wire.coordinator import CoordinatorAddress
 from training.wire.sample import NodeSample
 
 
-class Message(BaseModel):
-    """Immutable, and an unknown field is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class AgentConfig(Message):
+class AgentConfig(FrozenModel):
     """What the engine writes into a container for its agent; holds the token, mode 0600."""
 
     run_id: str
@@ -53,7 +48,7 @@ class AgentConfig(Message):
     )
 
 
-class AgentAddress(Message):
+class AgentAddress(FrozenModel):
     """Where a living agent listens, and which process it is."""
 
     pid: int
@@ -62,7 +57,7 @@ class AgentAddress(Message):
     port: int
 
 
-class StartOrder(Message):
+class StartOrder(FrozenModel):
     """Start the processes of an attempt."""
 
     op: Literal["start"] = "start"
@@ -85,14 +80,14 @@ class StartOrder(Message):
     coordinator: CoordinatorAddress | None = None
 
 
-class StopOrder(Message):
+class StopOrder(FrozenModel):
     """Stop the processes: SIGTERM, and SIGKILL after the grace period."""
 
     op: Literal["stop"] = "stop"
     grace_s: float
 
 
-class RendezvousOrder(Message):
+class RendezvousOrder(FrozenModel):
     """Open the rendezvous of an attempt on this node (node rank 0 only).
 
     For commands that is a free port. For session programs it is the coordinator, which has the
@@ -110,40 +105,40 @@ class RendezvousOrder(Message):
     supported: tuple[Rung, ...]
 
 
-class StatusQuery(Message):
+class StatusQuery(FrozenModel):
     """Ask how things stand."""
 
     op: Literal["status"] = "status"
 
 
-class MetricsQuery(Message):
+class MetricsQuery(FrozenModel):
     """Ask for the step records written after `offset` bytes."""
 
     op: Literal["metrics"] = "metrics"
     offset: int
 
 
-class LogsQuery(Message):
+class LogsQuery(FrozenModel):
     """Ask for the end of each local worker's output."""
 
     op: Literal["logs"] = "logs"
     tail_bytes: int = Field(ge=1, le=1 << 20)
 
 
-class EvidenceQuery(Message):
+class EvidenceQuery(FrozenModel):
     """Ask for device logs and for what the driver's tools say; takes seconds."""
 
     op: Literal["evidence"] = "evidence"
     tail_bytes: int = Field(ge=1, le=1 << 20)
 
 
-class StacksQuery(Message):
+class StacksQuery(FrozenModel):
     """Ask where the threads of every worker stand; takes seconds."""
 
     op: Literal["stacks"] = "stacks"
 
 
-class CollectOrder(Message):
+class CollectOrder(FrozenModel):
     """Put the logs of an ended attempt into the store, in the background; told again: how far."""
 
     op: Literal["collect"] = "collect"
@@ -151,13 +146,13 @@ class CollectOrder(Message):
     attempt: int
 
 
-class GreetQuery(Message):
+class GreetQuery(FrozenModel):
     """Ask for the node's clock, and for a port of it that is free."""
 
     op: Literal["greet"] = "greet"
 
 
-class CheckOrder(Message):
+class CheckOrder(FrozenModel):
     """Check the node, and the gang with the others; takes seconds.
 
     Attributes:
@@ -177,7 +172,7 @@ class CheckOrder(Message):
     timeout_s: float
 
 
-class ShutdownOrder(Message):
+class ShutdownOrder(FrozenModel):
     """Stop the processes and end the agent: the container goes away."""
 
     op: Literal["shutdown"] = "shutdown"
@@ -201,7 +196,7 @@ Order = Annotated[
 ]
 
 
-class Request(Message):
+class Request(FrozenModel):
     """One line from a supervisor."""
 
     token: SecretStr
@@ -219,7 +214,7 @@ class AgentState(StrEnum):
     ENDED = "ended"
 
 
-class Pulse(Message):
+class Pulse(FrozenModel):
     """What a worker's heartbeat says beside step and phase.
 
     Attributes:
@@ -243,7 +238,7 @@ class Pulse(Message):
     process_state: str = ""
 
 
-class WorkerStatus(Message):
+class WorkerStatus(FrozenModel):
     """One worker process.
 
     Attributes:
@@ -275,7 +270,7 @@ class WorkerStatus(Message):
     pulse: Pulse | None = None
 
 
-class HangReport(Message):
+class HangReport(FrozenModel):
     """A local rank that has been silent beyond its limit."""
 
     rank: int
@@ -286,7 +281,7 @@ class HangReport(Message):
     why: str = ""
 
 
-class AgentStatus(Message):
+class AgentStatus(FrozenModel):
     """How a node stands."""
 
     node: str
@@ -309,7 +304,7 @@ class AgentStatus(Message):
         return self.state in (AgentState.ENDED, AgentState.IDLE)
 
 
-class WorkerLog(Message):
+class WorkerLog(FrozenModel):
     """The end of one worker's output."""
 
     rank: int
@@ -317,7 +312,7 @@ class WorkerLog(Message):
     text: str
 
 
-class NodeText(Message):
+class NodeText(FrozenModel):
     """Text of a node that is no worker's output.
 
     Attributes:
@@ -332,7 +327,7 @@ class NodeText(Message):
     text: str
 
 
-class CollectedFile(Message):
+class CollectedFile(FrozenModel):
     """One log in the store.
 
     Attributes:
@@ -348,7 +343,7 @@ class CollectedFile(Message):
     cut_bytes: int = 0
 
 
-class Collected(Message):
+class Collected(FrozenModel):
     """What a node has put into the store of the logs of an attempt.
 
     Attributes:
@@ -363,7 +358,7 @@ class Collected(Message):
     problems: tuple[str, ...] = ()
 
 
-class Reply(Message):
+class Reply(FrozenModel):
     """One line back; `error` is set when the request was refused."""
 
     error: str | None = None

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import Field, TypeAdapter
+
+from storage.model import FrozenModel
 
 
 class Outcome(StrEnum):
@@ -19,7 +21,7 @@ class Outcome(StrEnum):
     FAILED = "failed"  # it must not be used
 
 
-class Check(BaseModel):
+class Check(FrozenModel):
     """One check.
 
     Attributes:
@@ -31,18 +33,16 @@ class Check(BaseModel):
         figures: what was measured, by name with its unit.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     name: str
     outcome: Outcome
     seen: str
     allowed: str = ""
     node: str | None = None
     seconds: float = 0.0
-    figures: dict[str, float] = {}
+    figures: dict[str, float] = Field(default={})
 
 
-class NodeTask(BaseModel):
+class NodeTask(FrozenModel):
     """What a node is asked to check.
 
     Attributes:
@@ -54,8 +54,6 @@ class NodeTask(BaseModel):
         gang_host: where the first rank listens; None: no check of the gang.
         with_store: whether the keys of the store are there.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     job: str
     node: str

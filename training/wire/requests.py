@@ -10,21 +10,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from storage.errors import Corrupt, NotFound
+from storage.model import FrozenModel
 from storage.objects import ObjectStore
 
 
-class Control(BaseModel):
+class Control(FrozenModel):
     """A wish.
 
     Attributes:
         pause: whether all ranks are to stand still at a step boundary.
         at_s: when it was expressed, 0 when there never was one.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     pause: bool = False
     at_s: float = 0.0

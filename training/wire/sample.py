@@ -6,10 +6,10 @@ its name. Percentages are 0 to 100, sizes bytes, times seconds since the epoch.
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from storage.model import FrozenModel
 
 
-class DeviceSample(BaseModel):
+class DeviceSample(FrozenModel):
     """One device.
 
     Attributes:
@@ -19,8 +19,6 @@ class DeviceSample(BaseModel):
         link_is_up: of its network port.
         net_health: word of hccn_tool: Success, Init, Socket failed, ...
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     index: int
     name: str = ""
@@ -45,10 +43,8 @@ class DeviceSample(BaseModel):
         return not self.is_ill and self.link_is_up is not False
 
 
-class HostSample(BaseModel):
+class HostSample(FrozenModel):
     """The host, or the part of it that the container sees."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     cpu_percent: float | None = None
     memory_percent: float | None = None
@@ -56,10 +52,8 @@ class HostSample(BaseModel):
     disk_free_bytes: int | None = None
 
 
-class NodeSample(BaseModel):
+class NodeSample(FrozenModel):
     """One look at a node."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     at_s: float
     devices: tuple[DeviceSample, ...] = ()

@@ -49,11 +49,11 @@ def mender(*, announced: int) -> RankRecovery:
         RuntimeError(f"{WRAPPED}RuntimeError: {PEER_CLOSED}"),
     ],
 )
-def test_a_rank_that_was_interrupted_for_another_ones_fault_asks_for_a_restart(error, capsys):
+def test_a_rank_that_was_interrupted_for_another_ones_fault_asks_for_a_restart(error, caplog):
     with pytest.raises(SystemExit) as ended:
         mender(announced=2).rejoin(Stand(4, {}), error=error)
     assert ended.value.code == EXIT_RESTART_ME
-    assert "rank 3 ends: the ladder asks for a restart; it ran into: " in capsys.readouterr().out
+    assert "rank 3 ends: the ladder asks for a restart; it ran into: " in caplog.text
 
 
 def test_a_rank_with_a_fault_of_its_own_leaves_the_traceback():
@@ -92,15 +92,15 @@ def test_a_rank_that_is_given_a_state_takes_no_snapshot_of_its_own(target, goes_
     assert taken == ["snapshot"] * goes_back
 
 
-def test_a_rank_that_hears_of_the_end_while_it_stands_asks_for_a_restart(capsys):
+def test_a_rank_that_hears_of_the_end_while_it_stands_asks_for_a_restart(caplog):
     with pytest.raises(SystemExit) as ended:
         mender(announced=1).rejoin(Stand(4, {}), error=GivenUp("the ladder asks for a restart"))
     assert ended.value.code == EXIT_RESTART_ME
-    assert "it ran into: the ladder asks for a restart" in capsys.readouterr().out
+    assert "it ran into: the ladder asks for a restart" in caplog.text
 
 
-def test_a_process_that_was_to_take_anothers_place_asks_for_a_restart(capsys):
+def test_a_process_that_was_to_take_anothers_place_asks_for_a_restart(caplog):
     with pytest.raises(SystemExit) as ended:
         mender(announced=1).rejoin(Stand(0, {}, is_fresh=True))
     assert ended.value.code == EXIT_RESTART_ME
-    assert "rank 3 ends: the ladder asks for a restart\n" in capsys.readouterr().out
+    assert "rank 3 ends: the ladder asks for a restart\n" in caplog.text

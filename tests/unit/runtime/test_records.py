@@ -18,13 +18,13 @@ def test_without_a_folder_there_are_none():
     assert EventFiles.of(None, "run-1") is None
 
 
-def test_without_the_package_there_is_one_warning(tmp_path, monkeypatch, capsys):
+def test_without_the_package_there_is_one_warning(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     assert EventFiles.of(str(tmp_path), "run-1") is None
-    assert "install perdure[tensorboard]" in capsys.readouterr().out
+    assert "install perdure[tensorboard]" in caplog.text
 
 
-def test_a_full_disk_is_told_once_and_training_goes_on(tmp_path, capsys):
+def test_a_full_disk_is_told_once_and_training_goes_on(tmp_path, caplog):
     def open_writer(*_args, **_kwargs):
         raise OSError(28, "No space left on device")
 
@@ -32,7 +32,7 @@ def test_a_full_disk_is_told_once_and_training_goes_on(tmp_path, capsys):
     files.step(record(1, 1.0))
     files.step(record(2, 1.0))
     files.close()
-    assert capsys.readouterr().out.count("No space left") == 1
+    assert caplog.text.count("No space left") == 1
 
 
 def test_a_later_attempt_goes_on_where_it_began_again(tmp_path):

@@ -236,14 +236,14 @@ def test_a_save_that_was_overtaken_by_a_newer_attempt_is_no_failure(bench, clien
     assert bench.checkpoints.manifest(10).attempt == 2
 
 
-def test_a_disk_that_cannot_be_read_hides_no_memory(tmp_path, bench, capsys):
+def test_a_disk_that_cannot_be_read_hides_no_memory(tmp_path, bench, caplog):
     broken = CheckpointStore(UnreadableStore(tmp_path / "broken"), RUN_ID)
     bench.checkpoint_server._disk = broken
     with CheckpointClient(bench.name) as client:
         save(client, share_of(10))
         settle(client)
         assert held(client) == [(10, 0, "memory")]
-    assert "the medium cannot be read" in capsys.readouterr().out
+    assert "the medium cannot be read" in caplog.text
 
 
 def test_a_note_that_cannot_be_written_refuses_no_save(bench, client):
@@ -482,18 +482,18 @@ class _Unlucky:
 
 
 def test_a_connection_that_cannot_be_taken_does_not_end_the_checkpoint_server(
-    bench, client, capsys
+    bench, client, caplog
 ):
     bench.checkpoint_server._listener = unlucky = _Unlucky(bench.checkpoint_server._listener)
     assert held(client) == []
     with CheckpointClient(bench.name) as second:
         assert held(second) == []
     assert unlucky.failures == []
-    assert capsys.readouterr().out.count("no connection taken: [Errno 24]") == 1
+    assert caplog.text.count("no connection taken: [Errno 24]") == 1
 
 
 def test_an_error_while_answering_is_told_and_the_connection_goes_on(
-    bench, client, monkeypatch, capsys
+    bench, client, monkeypatch, caplog
 ):
     def fail() -> None:
         raise ZeroDivisionError("by nought")
@@ -504,7 +504,7 @@ def test_an_error_while_answering_is_told_and_the_connection_goes_on(
             StorageError, match="the checkpoint server: ZeroDivisionError: by nought"
         ):
             client.shares()
-    assert "perdure: list: ZeroDivisionError: by nought" in capsys.readouterr().out
+    assert "list: ZeroDivisionError: by nought" in caplog.text
     assert held(client) == []
 
 

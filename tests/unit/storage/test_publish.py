@@ -276,11 +276,11 @@ def test_a_step_saved_by_two_attempts_is_on_disk_as_the_newer_saved_it(checkpoin
     assert found == {(1, 2)}
 
 
-def test_a_full_disk_is_told_and_the_store_gets_the_share(checkpoints, tmp_path, capsys):
+def test_a_full_disk_is_told_and_the_store_gets_the_share(checkpoints, tmp_path, caplog):
     full = CheckpointStore(FullStore(tmp_path / "full", room_bytes=10), RUN_ID)
     publishing = publisher(checkpoints, full)
     assert publishing.commit(write(publishing, 10))
-    assert "step 10 is not on the node's disk" in capsys.readouterr().out
+    assert "step 10 is not on the node's disk" in caplog.text
     assert shares_on_disk(full) == []
     assert checkpoints.verify(10) == []
 

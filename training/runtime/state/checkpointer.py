@@ -7,6 +7,7 @@ everything else (scheduler, scaler, data position, optimizer settings) is JSON i
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -28,7 +29,9 @@ from training.runtime.context import WorkerContext
 from training.runtime.program import Loader, Training
 from training.runtime.state.live import LiveState
 from training.runtime.state.random_numbers import python_states, set_python_states
-from training.runtime.state.restore import Restorer, StateOf, from_first, say
+from training.runtime.state.restore import Restorer, StateOf, from_first
+
+_log = logging.getLogger("perdure.runtime")
 
 NO_SIGNS = Signs()
 
@@ -78,7 +81,7 @@ class Checkpointer:
         tensors, _ = self._full_state({})
         refused = [why for why in gather_json(_refusal(saver, tensors), self._device) if why]
         if refused:
-            say(f"saves go to the store while training waits: {refused[0]}")
+            _log.info(f"saves go to the store while training waits: {refused[0]}")
             saver.close()
             return
         self._saver = saver

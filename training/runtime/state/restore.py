@@ -6,6 +6,7 @@ optimizer steps.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -25,6 +26,8 @@ from storage.restoring import NodeRestore, NodeShares
 from storage.share import SaveId
 from training.journal.events import CheckpointDamaged
 from training.runtime.context import WorkerContext
+
+_log = logging.getLogger("perdure.runtime")
 
 # The tensors to fill, by name, for a checkpoint that holds what its manifest says.
 StateOf = Callable[[Manifest], Mapping[str, Tensor]]
@@ -225,11 +228,11 @@ class Restorer:
             with self._context.metrics_path.open("a", encoding="utf-8") as file:
                 file.write(f"{note.model_dump_json()}\n")
         except OSError as exc:
-            say(f"the damage is not on record: {exc}")
+            _log.info(f"the damage is not on record: {exc}")
 
     def _tell(self, text: str) -> None:
         if self._context.rank == 0:
-            say(text)
+            _log.info(text)
 
     def _fill(self, read: Callable[[StateOf], Manifest | None]) -> Manifest | None:
         self._is_touched = True  # torch counts a step when it makes the optimizer's state
@@ -250,8 +253,3 @@ def _readers(shards: Sequence[str], at_hand: Sequence[frozenset[str]]) -> dict[s
 def from_first(answer: Callable[[], Any], device: torch.device) -> Any:
     """The first rank's answer, JSON, on every rank; the others do not ask."""
     return gather_json(answer() if dist.get_rank() == 0 else None, device)[0]
-
-
-def say(text: str) -> None:
-    """One line into the rank's own log."""
-    print(f"perdure: {text}", flush=True)  # noqa: T201 the rank's own log

@@ -5,6 +5,7 @@ Times are seconds, steps completed optimizer steps.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -41,6 +42,8 @@ from training.runtime.state.transfer import local_part, receive_header, receive_
 from training.runtime.step_loop.step import Step
 from training.runtime.step_loop.worker_faults import Seen, look_at
 from training.runtime.step_loop.wrappers import reset
+
+_log = logging.getLogger("perdure.runtime")
 
 
 @dataclass(slots=True)
@@ -159,7 +162,7 @@ class RankRecovery:
         if error is not None and (seen is None or seen.trouble is not None):
             raise error from None
         what = f"{given_up}; it ran into: {seen.text}" if seen is not None else str(given_up)
-        print(f"perdure: rank {self.rank} ends: {what}", flush=True)  # noqa: T201 the rank's log
+        _log.info(f"rank {self.rank} ends: {what}")
         raise SystemExit(EXIT_RESTART_ME) from None
 
     def _tell(self, error: BaseException, stand: Stand) -> None:

@@ -7,11 +7,14 @@ void, as TensorBoard understands `purge_step`.
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from training.journal.attempt_log import StepRecord
+
+_log = logging.getLogger("perdure.runtime")
 
 FLUSH_S = 10
 SCALARS: Sequence[tuple[str, Callable[[StepRecord], float | None]]] = (
@@ -46,8 +49,9 @@ class EventFiles:
         try:
             module = importlib.import_module("torch.utils.tensorboard")
         except ImportError as error:
-            _warn(f"watch.tensorboard={folder}: no event files, install perdure[tensorboard]: "
-                  f"{error}")  # fmt: skip
+            _log.warning(
+                f"watch.tensorboard={folder}: no event files, install perdure[tensorboard]: {error}"
+            )
             return None
         return cls(Path(folder) / run_id, module.SummaryWriter)
 
@@ -77,8 +81,4 @@ class EventFiles:
 
     def _fail(self, error: OSError) -> None:
         self._failed = True
-        _warn(f"no more event files in {self._folder}: {error}")
-
-
-def _warn(text: str) -> None:
-    print(f"perdure: warning: {text}", flush=True)  # noqa: T201 the worker's log
+        _log.warning(f"no more event files in {self._folder}: {error}")

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import xxhash
-from pydantic import BaseModel, ConfigDict
 
 from storage.errors import NotFound
+from storage.model import FrozenModel
 from storage.objects import ObjectStore
 from training.trainer.data.corpus import BLOCK_CHARS, SourceFile
 from training.trainer.data.hashing import hash_bytes, hash_file
@@ -44,10 +44,8 @@ class Group:
         return fingerprint(settings, self.sources)
 
 
-class Receipt(BaseModel):
+class Receipt(FrozenModel):
     """What became of a group: written after its shards, and all that reuse needs."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     stem: str  # shard keys without '-PART.tokens'
     sources: tuple[Source, ...]

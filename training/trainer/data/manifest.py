@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from typing import Literal, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from storage.errors import Corrupt
+from storage.model import FrozenModel
 from storage.objects import ObjectStore
 from training.trainer.data.hashing import hash_bytes
 
@@ -26,10 +27,8 @@ DTYPES: Mapping[DtypeName, np.dtype[np.unsignedinteger]] = {
 }
 
 
-class Source(BaseModel):
+class Source(FrozenModel):
     """A file as it was when its text went into a shard."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     path: str
     size_bytes: int = Field(ge=0)
@@ -37,10 +36,8 @@ class Source(BaseModel):
     xxh3_128: str | None = None
 
 
-class Shard(BaseModel):
+class Shard(FrozenModel):
     """One object of token ids."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     key: str
     num_tokens: int = Field(gt=0)
@@ -50,10 +47,8 @@ class Shard(BaseModel):
     sources: tuple[Source, ...]  # of the whole group; a large source has several shards
 
 
-class Manifest(BaseModel):
+class Manifest(FrozenModel):
     """Everything a reader needs to know about a prepared corpus."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     format_version: Literal[1] = 1
     fingerprint: str  # of the inputs: sources, tokenizer, settings
