@@ -1,389 +1,165 @@
-"""Random runs and random histories: no rule of the ladder is ever broken.
-
-One invariant per rule, written from the rule's sentence and without the ladder's own helpers.
-"""
+"""Random runs and random histories: no rule of the ladder is ever broken."""
 
 from __future__ import annotations
 
 import itertools
-import re
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.recovery.ladder_cases import (
-    CAPACITIES,
+from tests.unit.recovery import ladder_invariants
+from tests.unit.recovery.ladder_invariants import (
     CHIP_CODE,
-    FAULTS,
     HOUR_S,
-    POLICIES,
+    IN_PROCESS,
+    ISOLATING,
+    ORDER,
+    RESCHEDULING,
     RESET_CODE,
     SEPARATE_CODE,
-    SEVERITIES,
-    SUPPORTED,
     USER_CODE,
     Asked,
-    any_question,
     ask,
-    runs,
+    is_hardware,
 )
-from training.recovery.chips import needs_recovery
-from training.recovery.faults import Fault, FaultClass
-from training.recovery.ladder import Policy, Recovery, Rung, Severity
-
-ORDER = list(Rung)
-IN_PROCESS = (Rung.OPERATOR_RETRY, Rung.STEP_RETRY, Rung.PROCESS_REPLACE)
-ON_CHIP = (*IN_PROCESS, Rung.IN_PLACE_RESTART, Rung.HANG_RESTART)
-ISOLATING = (Rung.POD_RESCHEDULE, Rung.JOB_RESCHEDULE_ISOLATED)
-RESCHEDULING = (*ISOLATING, Rung.JOB_RESCHEDULE)
-HARDWARE = ("device_memory_error", "device_lost", "link_down", "node_lost")
-MAY_ISOLATE = (*HARDWARE, "operator_error", "host_oom", "collective_timeout", "native_crash")
-FOR_THE_USER = ("user_code_error", "launch_misconfigured", "version_mismatch")
-ALWAYS_THE_USERS = (*FOR_THE_USER, "device_oom", "host_oom", "numeric_anomaly")
-NOT_SAVED = ("numeric_anomaly", "checkpoint_corrupt", "launch_misconfigured", "version_mismatch")
-
-
-def is_chip_code(code: str | None) -> bool:
-    return code not in (None, "SIGKILL")
-
-
-def place(one: Fault) -> tuple[object, ...]:
-    return one.fault_class, one.node, one.device, one.code
-
-
-def rescheduled(asked: Asked) -> int:
-    done = [p for p in asked.row if not p.failed or p.rung is Rung.JOB_RESCHEDULE]
-    return sum(p.rung in RESCHEDULING for p in done)
-
-
-def failed(asked: Asked, *rungs: Rung) -> bool:
-    return any(p.failed and p.rung in rungs for p in asked.row)
-
-
-def is_hardware(one: Fault) -> bool:
-    coded = is_chip_code(one.code)
-    return one.code != USER_CODE and (one.fault_class in HARDWARE or coded)
-
-
-def came_thrice(asked: Asked) -> bool:
-    met = asked.fault
-    if not is_chip_code(met.code) or met.node is None or met.device is None:
-        return False
-    events = [p.fault for p in asked.history if not p.failed]
-    return len(events) >= 2 and all(
-        place(old)[1:] == place(met)[1:] and asked.now_s - old.at_s <= 24 * HOUR_S
-        for old in events[-2:]
-    )
-
-
-def came_too_often(asked: Asked) -> bool:
-    """By MindCluster's number for CHIP_CODE: twice within a day, in a row or not."""
-    met = asked.fault
-    if not asked.policy.mindcluster_frequency or met.code != CHIP_CODE:
-        return False
-    if met.node is None or met.device is None:
-        return False
-    times = [
-        p.fault.at_s for p in asked.history if not p.failed and place(p.fault)[1:] == place(met)[1:]
-    ]
-    return any(
-        late - early <= 24 * HOUR_S
-        for early, late in itertools.pairwise(sorted([*times, asked.now_s]))
-    )
-
-
-def retries_of_step(asked: Asked) -> list[Recovery]:
-    return [
-        p
-        for p in asked.row
-        if p.rung is Rung.STEP_RETRY
-        and p.fault.fault_class == "numeric_anomaly"
-        and p.fault.step == asked.fault.step
-    ]
-
-
-def leaves_the_budget_alone(asked: Asked) -> bool:
-    told = re.findall(r"max_restarts used (\d+) of", " ".join(asked.decision.skipped))
-    return all(int(used) == rescheduled(asked) for used in told)
-
-
-def stays_in_the_budget(asked: Asked) -> bool:
-    return asked.decision.rung not in RESCHEDULING or rescheduled(asked) < asked.policy.max_restarts
-
-
-def ignores_hints(asked: Asked) -> bool:
-    same = asked.again(severity=Severity.HINT) == asked.again(severity=None)
-    return same and not needs_recovery(asked.fault.chip_code, severity=Severity.HINT)
-
-
-def heals_minor_and_major(asked: Asked) -> bool:
-    unsaid = asked.again(severity=None)
-    return all(asked.again(severity=s) == unsaid for s in (Severity.MINOR, Severity.MAJOR))
-
-
-def moves_away_from_critical(asked: Asked) -> bool:
-    return asked.severity is not Severity.CRITICAL or asked.decision.rung not in ON_CHIP
-
-
-def moves_away_from_separated(asked: Asked) -> bool:
-    stays = {SEPARATE_CODE: ON_CHIP, RESET_CODE: IN_PROCESS}.get(asked.fault.code or "", ())
-    return asked.decision.rung not in stays
-
-
-def isolates_before_it_reschedules(asked: Asked) -> bool:
-    met = asked.fault
-    may = met.fault_class in MAY_ISOLATE or is_chip_code(met.code)
-    could = (
-        may
-        and met.node is not None
-        and met.code != USER_CODE
-        and Rung.JOB_RESCHEDULE_ISOLATED in asked.supported
-        and not failed(asked, *ISOLATING)
-        and not any(
-            p.rung is Rung.JOB_RESCHEDULE and place(p.fault) == place(met) for p in asked.row
-        )
-    )
-    return not (could and asked.decision.rung is Rung.JOB_RESCHEDULE)
-
-
-def moves_away_the_third_time(asked: Asked) -> bool:
-    return not came_thrice(asked) or asked.decision.rung not in ON_CHIP
-
-
-def heeds_the_limits_of_a_code(asked: Asked) -> bool:
-    return not came_too_often(asked) or asked.decision.rung not in ON_CHIP
-
-
-def spares_the_node_of_a_user_code(asked: Asked) -> bool:
-    return asked.fault.code != USER_CODE or asked.decision.isolate is None
-
-
-def reschedules_only_with_a_right(asked: Asked) -> bool:
-    return (
-        asked.decision.rung is not Rung.JOB_RESCHEDULE
-        or asked.policy.unconditional
-        or asked.fault.code == USER_CODE
-        or any(
-            p.failed and p.rung is Rung.POD_RESCHEDULE and place(p.fault) == place(asked.fault)
-            for p in asked.row
-        )
-    )
-
-
-def blames_the_program_the_fourth_time(asked: Asked) -> bool:
-    met = asked.fault
-    if is_hardware(met) or met.fault_class == "preempted":
-        return True
-    since = list(itertools.takewhile(lambda p: not is_hardware(p.fault), reversed(asked.row)))
-    same = [p for p in since if (p.fault.fault_class, p.fault.code) == (met.fault_class, met.code)]
-    done = sum(p.rung is Rung.JOB_RESCHEDULE and not p.failed for p in same)
-    return done < 3 or asked.decision.rung is not Rung.JOB_RESCHEDULE
-
-
-def stops_after_three_hang_restarts(asked: Asked) -> bool:
-    if sum(p.rung is Rung.HANG_RESTART for p in asked.row) < 3:
-        return True
-    bare = asked.fault.fault_class == "hang" and not is_chip_code(asked.fault.code)
-    return asked.decision.rung is (Rung.STOP if bare else asked.decision.rung) and (
-        asked.decision.rung is not Rung.HANG_RESTART
-    )
-
-
-def isolates_once(asked: Asked) -> bool:
-    return not failed(asked, Rung.POD_RESCHEDULE) or asked.decision.rung not in ISOLATING
-
-
-def tells_of_a_missing_spare(asked: Asked) -> bool:
-    capacity = asked.capacity
-    lacking = (
-        asked.decision.isolate is not None
-        and capacity is not None
-        and capacity.healthy - 1 < capacity.needed
-    )
-    return ("no healthy spare: " in asked.decision.reason) == lacking
-
-
-def goes_back_only_if_allowed(asked: Asked) -> bool:
-    return (
-        asked.policy.allow_without_isolation
-        or not failed(asked, Rung.JOB_RESCHEDULE_ISOLATED)
-        or asked.decision.rung is not Rung.JOB_RESCHEDULE
-    )
-
-
-def tries_the_step_before_the_process(asked: Asked) -> bool:
-    memory = asked.fault.fault_class == "device_memory_error"
-    if not memory or asked.decision.rung is not Rung.PROCESS_REPLACE:
-        return True
-    possible = Rung.STEP_RETRY in asked.supported and asked.policy.step_retry
-    return not possible or any(p.rung in IN_PROCESS for p in asked.row)
-
-
-def saves_before_processes_are_lost(asked: Asked) -> bool:
-    due = (
-        asked.survivors
-        and asked.policy.end_of_life_checkpoint
-        and asked.decision.rung not in IN_PROCESS
-        and asked.fault.fault_class not in NOT_SAVED
-    )
-    return asked.decision.end_of_life_checkpoint == due
-
-
-def re_executes_only_when_asked_to(asked: Asked) -> bool:
-    abnormal = asked.fault.fault_class == "numeric_anomaly"
-    in_step = abnormal and asked.decision.rung is Rung.STEP_RETRY
-    return not in_step or (asked.policy.numeric_retry and Rung.STEP_RETRY in asked.supported)
-
-
-def asks_twice_at_most(asked: Asked) -> bool:
-    decision, before = asked.decision, retries_of_step(asked)
-    if decision.accept_abnormal:
-        return decision.rung is Rung.STEP_RETRY and len(before) == 1 and not before[0].failed
-    in_step = decision.rung is Rung.STEP_RETRY and asked.fault.fault_class == "numeric_anomaly"
-    return not in_step or not before
-
-
-def replaces_only_whoever_is_to_blame(asked: Asked) -> bool:
-    decision, met = asked.decision, asked.fault
-    if met.fault_class != "numeric_anomaly" or decision.rung is not Rung.PROCESS_REPLACE:
-        return True
-    tried = any(text.startswith("step_retry: ") for text in decision.skipped)
-    return tried and asked.policy.numeric_retry and met.rank is not None
-
-
-def counts_nothing_that_was_cut_short(asked: Asked) -> bool:
-    carried_out = tuple(p for p in asked.history if p.progressed or not p.cut_short)
-    # A chip's codes are counted whatever became of the recoveries.
-    coded = is_chip_code(asked.fault.code)
-    return coded or asked.again(history=carried_out) == asked.decision
-
-
-def keeps_the_policies_apart(asked: Asked) -> bool:
-    return not (asked.policy.numeric_retry and asked.policy.data_skipping)
-
-
-def leaves_a_failed_operator_retry(asked: Asked) -> bool:
-    tried = any(
-        p.rung is Rung.OPERATOR_RETRY and p.failed and place(p.fault) == place(asked.fault)
-        for p in asked.row
-    )
-    return not tried or asked.decision.rung is not Rung.OPERATOR_RETRY
-
-
-def marks_what_an_operator_retry_mended(asked: Asked) -> bool:
-    return asked.decision.sub_healthy == (asked.decision.rung is Rung.OPERATOR_RETRY)
-
-
-def forgets_what_was_followed_by_progress(asked: Asked) -> bool:
-    often = came_thrice(asked) or came_too_often(asked)
-    return often or asked.again(history=asked.row) == asked.decision
-
-
-def stops_for_the_user(asked: Asked) -> bool:
-    return asked.fault.fault_class not in FOR_THE_USER or asked.decision.rung is Rung.STOP
-
-
-def stops_when_out_of_memory_again(asked: Asked) -> bool:
-    again = any(
-        p.fault.fault_class == asked.fault.fault_class == "device_oom"
-        and p.fault.step == asked.fault.step is not None
-        for p in asked.row
-    )
-    return not again or asked.decision.rung is Rung.STOP
-
-
-def tries_once_what_is_left_to_the_user(asked: Asked) -> bool:
-    met = asked.fault
-    theirs = met.recoverable_by == "user-fix" and met.fault_class not in ALWAYS_THE_USERS
-    again = any(
-        p.fault.fault_class == met.fault_class
-        and p.fault.recoverable_by == "user-fix"
-        and not p.failed
-        for p in asked.row
-    )
-    return not (theirs and again) or asked.decision.rung is Rung.STOP
-
-
-def takes_only_what_is_supported(asked: Asked) -> bool:
-    rung, skipped = asked.decision.rung, asked.decision.skipped
-    named = [Rung(text.split(":")[0]) for text in skipped]
-    unsupported = {Rung(text.split(":")[0]) for text in skipped if text.endswith(": unsupported")}
-    return (
-        (rung is Rung.STOP or rung in asked.supported)
-        and unsupported == set(named) - asked.supported
-        and named == sorted(named, key=ORDER.index)
-        and all(ORDER.index(passed) < ORDER.index(rung) for passed in named)
-    )
-
-
-def works_inside_only_with_survivors(asked: Asked) -> bool:
-    rung = asked.decision.rung
-    if rung not in IN_PROCESS:
-        return True
-    used = sum(p.rung is rung for p in asked.row)
-    return asked.survivors and (used < 3 or asked.decision.accept_abnormal)
-
-
-def never_climbs_down(asked: Asked) -> bool:
-    before = [p for p in asked.row if place(p.fault) == place(asked.fault)]
-    floor = max((ORDER.index(p.rung) for p in before), default=0)
-    return ORDER.index(asked.decision.rung) >= floor or asked.decision.accept_abnormal
-
+from training.recovery.faults import Fault, FaultClass, RecoverableBy
+from training.recovery.ladder import LADDER, RULES, Capacity, Policy, Recovery, Rung, Severity
 
 INVARIANTS: Mapping[str, Callable[[Asked], bool]] = {
-    "restarts_in_place_do_not_use_up_the_maximum_restart_count": leaves_the_budget_alone,
-    "rescheduling_uses_up_the_maximum_restart_count": stays_in_the_budget,
-    "a_hint_needs_no_recovery_by_itself": ignores_hints,
-    "minor_and_major_chip_faults_are_healed_in_place": heals_minor_and_major,
-    "a_critical_chip_fault_never_heals_in_place": moves_away_from_critical,
-    "a_code_that_separates_its_chip_never_heals_in_place": moves_away_from_separated,
-    "when_healing_in_place_fails_the_node_is_isolated": isolates_before_it_reschedules,
-    "the_same_code_three_times_in_a_row_isolates_the_node": moves_away_the_third_time,
-    "a_code_may_have_a_limit_of_its_own": heeds_the_limits_of_a_code,
-    "a_code_that_the_program_caused_never_isolates_and_only_reschedules": (
-        spares_the_node_of_a_user_code
-    ),
-    "any_non_zero_exit_reschedules_when_unconditional_restart_is_on": (
-        reschedules_only_with_a_right
-    ),
-    "the_fourth_time_the_same_problem_comes_the_program_is_at_fault": (
-        blames_the_program_the_fourth_time
-    ),
-    "three_hang_restarts_in_a_row_then_stop": stops_after_three_hang_restarts,
-    "a_pod_reschedule_that_fails_becomes_a_job_reschedule": isolates_once,
-    "an_isolation_without_a_healthy_spare_says_so": tells_of_a_missing_spare,
-    "without_a_spare_the_job_goes_back_only_if_the_policy_allows": goes_back_only_if_allowed,
-    "a_device_memory_error_climbs_from_step_to_process_to_the_last_checkpoint": (
-        tries_the_step_before_the_process
-    ),
-    "survivors_save_before_processes_are_lost": saves_before_processes_are_lost,
-    "an_abnormal_step_is_executed_again_from_the_last_good_snapshot": (
-        re_executes_only_when_asked_to
-    ),
-    "the_same_step_abnormal_again_is_accepted_and_never_retried_a_third_time": asks_twice_at_most,
-    "an_abnormal_step_that_cannot_be_accepted_costs_the_process_that_made_it": (
-        replaces_only_whoever_is_to_blame
-    ),
-    "a_retry_that_another_fault_cut_short_was_not_made": counts_nothing_that_was_cut_short,
-    "re_execution_of_abnormal_steps_and_data_skipping_exclude_each_other": (
-        keeps_the_policies_apart
-    ),
-    "an_operator_retry_that_fails_becomes_a_step_retry": leaves_a_failed_operator_retry,
-    "a_job_mended_by_operator_retry_is_sub_healthy_and_goes_on": (
-        marks_what_an_operator_retry_mended
-    ),
-    "a_recovery_followed_by_progress_is_free": forgets_what_was_followed_by_progress,
-    "what_the_user_must_mend_stops_at_once": stops_for_the_user,
-    "a_device_out_of_memory_twice_at_the_same_step_stops": stops_when_out_of_memory_again,
-    "what_the_evidence_leaves_to_the_user_is_tried_once": tries_once_what_is_left_to_the_user,
-    "an_unsupported_rung_is_skipped_and_the_decision_says_so": takes_only_what_is_supported,
-    "rungs_inside_the_processes_need_survivors_and_come_three_times_in_a_row": (
-        works_inside_only_with_survivors
-    ),
-    "the_climb_never_goes_down_without_progress": never_climbs_down,
+    name: getattr(ladder_invariants, name) for name in RULES
 }
+ALL = frozenset(Rung)
+PLAIN = (
+    FaultClass.NATIVE_CRASH,
+    FaultClass.LINK_DOWN,
+    FaultClass.NODE_LOST,
+    FaultClass.HANG,
+    FaultClass.UNKNOWN,
+)
+
+# The classes with the most rules come more often.
+FAULTS = st.builds(
+    Fault,
+    st.sampled_from([*FaultClass, *[FaultClass.NUMERIC_ANOMALY, FaultClass.UNKNOWN] * 4]),
+    st.just(0.0),
+    st.just("evidence"),
+    node=st.sampled_from(["node-0", "node-1", None]),
+    rank=st.sampled_from([0, None]),
+    device=st.sampled_from([0, 1, None]),
+    code=st.sampled_from([None, "SIGKILL", CHIP_CODE, RESET_CODE, SEPARATE_CODE, USER_CODE]),
+    step=st.sampled_from([None, 10, 20]),
+    recoverable_by=st.sampled_from([None, None, *RecoverableBy]),
+)
+POLICY_FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "max_restarts": st.integers(1, 6),
+    "in_place": st.booleans(),
+    "in_place_retries": st.integers(1, 4),
+    "unconditional": st.booleans(),
+    "hang": st.booleans(),
+    "pod_retries": st.integers(0, 3),
+    "allow_without_isolation": st.booleans(),
+    "operator_retry": st.booleans(),
+    "step_retry": st.booleans(),
+    "process_replace": st.booleans(),
+    "end_of_life_checkpoint": st.booleans(),
+    "numeric_retry": st.booleans(),
+    "mindcluster_frequency": st.booleans(),
+}
+POLICIES = st.builds(Policy, **POLICY_FIELDS)
+SUPPORTED = st.one_of(st.just(ALL), st.sets(st.sampled_from(Rung)).map(frozenset))
+SEVERITIES = st.sampled_from([None, *Severity])
+CAPACITIES = st.one_of(
+    st.none(), st.builds(Capacity, healthy=st.integers(0, 4), needed=st.integers(1, 3))
+)
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> list[Asked]:
+    """A run of up to a dozen faults, few of them different, each answered as the ladder says."""
+    pool = draw(st.lists(FAULTS, min_size=1, max_size=3))
+    return _answered(
+        draw,
+        st.sampled_from(pool),
+        st.fixed_dictionaries({"severity": SEVERITIES, "capacity": CAPACITIES}),
+        most=12,
+        policy=draw(POLICIES),
+        supported=draw(SUPPORTED),
+    )
+
+
+@st.composite
+def plain_runs(draw: st.DrawFn) -> list[Asked]:
+    """Longer runs, of faults without a code in one step each, where every rung is supported."""
+    fields = {"max_restarts": st.integers(1, 5), "in_place_retries": st.integers(1, 3)}
+    fields |= {name: POLICY_FIELDS[name] for name in ("pod_retries", "allow_without_isolation")}
+    policy = draw(st.builds(Policy, operator_retry=st.just(True), **fields))
+    plain = st.builds(
+        Fault,
+        st.sampled_from(PLAIN),
+        st.just(0.0),
+        st.just("evidence"),
+        node=st.sampled_from(["node-0", "node-1"]),
+        rank=st.just(0),
+    )
+    nothing = st.just({"severity": None, "capacity": None})
+    return _answered(draw, plain, nothing, most=40, fresh_steps=True, policy=policy, supported=ALL)
+
+
+def _answered(
+    draw: st.DrawFn,
+    faults: st.SearchStrategy[Fault],
+    situations: st.SearchStrategy[dict[str, Any]],
+    *,
+    most: int,
+    fresh_steps: bool = False,
+    **words: Any,
+) -> list[Asked]:
+    history: tuple[Recovery, ...] = ()
+    asked: list[Asked] = []
+    now_s = 0.0
+    for number in range(draw(st.integers(1, most))):
+        now_s += draw(st.sampled_from([60.0, 9 * HOUR_S]))
+        met = replace(draw(faults), at_s=now_s)
+        if fresh_steps:
+            met = replace(met, step=number)
+        situation = {**draw(situations), "now_s": now_s, "survivors": draw(st.booleans())}
+        asked.append(ask(met, history, **words, **situation))
+        rung = asked[-1].decision.rung
+        if rung is Rung.STOP:
+            break
+        outcome = draw(st.sampled_from(["again", "again", "failed", "progressed"]))
+        history += (Recovery(met, rung, outcome == "progressed", failed=outcome == "failed"),)
+    return asked
+
+
+@st.composite
+def any_question(draw: st.DrawFn) -> Asked:
+    """A question after any history at all, also one that no ladder would have led to."""
+    pool = draw(st.lists(FAULTS, min_size=1, max_size=3))
+    past = st.builds(
+        Recovery,
+        st.sampled_from(pool),
+        st.sampled_from(Rung),
+        st.sampled_from([False, False, True]),
+        failed=st.sampled_from([False, False, True]),
+        cut_short=st.sampled_from([False, False, True]),
+    )
+    return ask(
+        draw(st.sampled_from(pool)),
+        tuple(draw(st.lists(past, max_size=8))),
+        now_s=draw(st.sampled_from([0.0, 25 * HOUR_S])),
+        policy=draw(POLICIES),
+        supported=draw(SUPPORTED),
+        survivors=draw(st.booleans()),
+        severity=draw(SEVERITIES),
+        capacity=draw(CAPACITIES),
+    )
 
 
 @settings(max_examples=400)
@@ -397,6 +173,53 @@ def test_no_run_breaks_a_rule(asked_in_a_run):
 @given(any_question())
 def test_no_history_breaks_a_rule(asked):
     assert [name for name, holds in INVARIANTS.items() if not holds(asked)] == []
+
+
+def cheapest_with_a_budget(asked: Asked) -> Rung:
+    """A model of the ladder for plain faults, which counts and knows no guard."""
+    row, policy, key = asked.row, asked.policy, (asked.fault.fault_class, asked.fault.node)
+    same = [p for p in row if (p.fault.fault_class, p.fault.node) == key]
+    floor = max((ORDER.index(p.rung) for p in same), default=0)
+    counted = (*IN_PROCESS, Rung.HANG_RESTART, Rung.JOB_RESCHEDULE)  # failed or not
+    used = Counter(p.rung for p in row if not p.failed or p.rung in counted)
+    broken = {p.rung for p in row if p.failed and p.rung is not Rung.HANG_RESTART}
+    broken_here = {p.rung for p in same if p.failed}
+    since = itertools.takewhile(lambda p: not is_hardware(p.fault), reversed(row))
+    in_a_row = sum(
+        p.rung is Rung.JOB_RESCHEDULE and not p.failed and p.fault.fault_class is key[0]
+        for p in since
+    )
+    budgets = {
+        **dict.fromkeys((*IN_PROCESS, Rung.HANG_RESTART), 3),
+        Rung.IN_PLACE_RESTART: policy.in_place_retries,
+        Rung.POD_RESCHEDULE: policy.pod_retries,
+    }
+
+    def may(rung: Rung) -> bool:
+        if ORDER.index(rung) < floor or used[rung] >= budgets.get(rung, math.inf):
+            return False
+        if rung in IN_PROCESS:
+            return asked.survivors and rung not in broken_here
+        if rung in RESCHEDULING and sum(used[r] for r in RESCHEDULING) >= policy.max_restarts:
+            return False
+        if rung is Rung.JOB_RESCHEDULE_ISOLATED:
+            return broken.isdisjoint(ISOLATING)
+        if rung is Rung.JOB_RESCHEDULE:
+            lacks = Rung.JOB_RESCHEDULE_ISOLATED in broken or broken >= {
+                Rung.POD_RESCHEDULE,
+                Rung.JOB_RESCHEDULE,
+            }
+            return in_a_row < 3 and (policy.allow_without_isolation or not lacks)
+        return rung not in broken
+
+    return next((rung for rung in LADDER[key[0]][:-1] if may(rung)), Rung.STOP)
+
+
+@settings(max_examples=300)
+@given(plain_runs())
+def test_a_plain_fault_is_answered_by_the_cheapest_rung_with_a_budget(asked_in_a_run):
+    for asked in asked_in_a_run:
+        assert asked.decision.rung is cheapest_with_a_budget(asked), asked
 
 
 @given(st.data(), POLICIES, SUPPORTED)

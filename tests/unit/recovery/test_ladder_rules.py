@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from tests.unit.recovery.ladder_cases import (
-    ABNORMAL,
-    ALL,
-    CHIP_CODE,
-    CRASH,
-    HANG,
-    LINK,
-    NODE,
-    RESET_CODE,
-    SEPARATE_CODE,
-    UCE,
-    UNKNOWN,
-    after,
-    choose,
-    failing,
-    fault,
-)
+from tests.unit.recovery.ladder_invariants import CHIP_CODE, RESET_CODE, SEPARATE_CODE
 from training.recovery.chips import needs_recovery
-from training.recovery.faults import FaultClass, RecoverableBy
+from training.recovery.faults import Fault, FaultClass, RecoverableBy
 from training.recovery.ladder import (
     IN_PROCESS,
     RESTARTS_IN_PLACE,
@@ -32,10 +17,58 @@ from training.recovery.ladder import (
     Capacity,
     Decision,
     Policy,
+    Recovery,
     Rung,
     Severity,
+    decide,
 )
 
+ALL = frozenset(Rung)
+
+
+def fault(fault_class: FaultClass, *, at_s: float = 0.0, **where: Any) -> Fault:
+    return Fault(fault_class, at_s, "evidence", **where)
+
+
+def choose(
+    given_fault: Fault,
+    *history: Recovery,
+    supported: frozenset[Rung] = ALL,
+    now_s: float = 0.0,
+    survivors: bool = False,
+    severity: Severity | None = None,
+    capacity: Capacity | None = None,
+    **policy: Any,
+) -> Decision:
+    return decide(
+        given_fault,
+        now_s=now_s,
+        history=history,
+        supported=supported,
+        policy=Policy(**policy),
+        survivors=survivors,
+        severity=severity,
+        capacity=capacity,
+    )
+
+
+def after(given_fault: Fault, *rungs: Rung, progressed: bool = False) -> tuple[Recovery, ...]:
+    return tuple(Recovery(given_fault, rung, progressed=progressed) for rung in rungs)
+
+
+def failing(given_fault: Fault, rung: Rung) -> Recovery:
+    return Recovery(given_fault, rung, progressed=False, failed=True)
+
+
+CRASH = fault(FaultClass.NATIVE_CRASH, node="node-1", rank=3, device=1, code="SIGKILL", step=40)
+NODE = fault(FaultClass.NODE_LOST, node="node-1", code="NODE_LOST")
+HANG = fault(FaultClass.HANG, node="node-0", rank=0)
+UNKNOWN = fault(FaultClass.UNKNOWN, node="node-0", rank=0)
+LINK = fault(FaultClass.LINK_DOWN, node="node-0", rank=2, device=2, step=40)
+UCE = fault(
+    FaultClass.DEVICE_MEMORY_ERROR, node="node-0", rank=2, device=2, code=CHIP_CODE, step=40
+)
+ABNORMAL = fault(FaultClass.NUMERIC_ANOMALY, node="node-0", rank=2, step=40)
 CHIP = replace(UCE, rank=None, step=None)
 
 

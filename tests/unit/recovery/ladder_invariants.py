@@ -1,0 +1,362 @@
+"""What must hold of every answer of the ladder: one function for each of its rules, by its name.
+
+Written from the rules' sentences and without the ladder's own helpers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from training.recovery.chips import needs_recovery
+from training.recovery.faults import Fault
+from training.recovery.ladder import Capacity, Decision, Policy, Recovery, Rung, Severity, decide
+
+HOUR_S = 3600.0
+CHIP_CODE = "80E01801"  # level RestartBusiness
+RESET_CODE = "80E18404"  # level RestartNPU
+SEPARATE_CODE = "80E18402"  # level SeparateNPU
+USER_CODE = "80C98002"
+
+ORDER = list(Rung)
+IN_PROCESS = (Rung.OPERATOR_RETRY, Rung.STEP_RETRY, Rung.PROCESS_REPLACE)
+ON_CHIP = (*IN_PROCESS, Rung.IN_PLACE_RESTART, Rung.HANG_RESTART)
+ISOLATING = (Rung.POD_RESCHEDULE, Rung.JOB_RESCHEDULE_ISOLATED)
+RESCHEDULING = (*ISOLATING, Rung.JOB_RESCHEDULE)
+HARDWARE = ("device_memory_error", "device_lost", "link_down", "node_lost")
+MAY_ISOLATE = (*HARDWARE, "operator_error", "host_oom", "collective_timeout", "native_crash")
+FOR_THE_USER = ("user_code_error", "launch_misconfigured", "version_mismatch")
+ALWAYS_THE_USERS = (*FOR_THE_USER, "device_oom", "host_oom", "numeric_anomaly")
+NOT_SAVED = ("numeric_anomaly", "checkpoint_corrupt", "launch_misconfigured", "version_mismatch")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One question to the ladder and its answer."""
+
+    fault: Fault
+    now_s: float
+    history: tuple[Recovery, ...]
+    supported: frozenset[Rung]
+    policy: Policy
+    survivors: bool
+    severity: Severity | None
+    capacity: Capacity | None
+    decision: Decision
+
+    def again(self, **other: Any) -> Decision:
+        """The answer to nearly the same question."""
+        words = {
+            name: getattr(self, name)
+            for name in (
+                "now_s",
+                "history",
+                "supported",
+                "policy",
+                "survivors",
+                "severity",
+                "capacity",
+            )
+        }
+        return decide(self.fault, **{**words, **other})
+
+    @property
+    def row(self) -> tuple[Recovery, ...]:
+        """Recoveries since the last progress, but for those that were cut short."""
+        last = max((i for i, past in enumerate(self.history) if past.progressed), default=-1)
+        return tuple(past for past in self.history[last + 1 :] if not past.cut_short)
+
+
+def ask(met: Fault, history: tuple[Recovery, ...], **words: Any) -> Asked:
+    """Ask the ladder and keep the question with its answer."""
+    decision = decide(met, history=history, **words)
+    return Asked(fault=met, history=history, decision=decision, **words)
+
+
+def is_chip_code(code: str | None) -> bool:
+    return code not in (None, "SIGKILL")
+
+
+def place(one: Fault) -> tuple[object, ...]:
+    return one.fault_class, one.node, one.device, one.code
+
+
+def rescheduled(asked: Asked) -> int:
+    done = [p for p in asked.row if not p.failed or p.rung is Rung.JOB_RESCHEDULE]
+    return sum(p.rung in RESCHEDULING for p in done)
+
+
+def failed(asked: Asked, *rungs: Rung) -> bool:
+    return any(p.failed and p.rung in rungs for p in asked.row)
+
+
+def is_hardware(one: Fault) -> bool:
+    coded = is_chip_code(one.code)
+    return one.code != USER_CODE and (one.fault_class in HARDWARE or coded)
+
+
+def came_thrice(asked: Asked) -> bool:
+    met = asked.fault
+    if not is_chip_code(met.code) or met.node is None or met.device is None:
+        return False
+    events = [p.fault for p in asked.history if not p.failed]
+    return len(events) >= 2 and all(
+        place(old)[1:] == place(met)[1:] and asked.now_s - old.at_s <= 24 * HOUR_S
+        for old in events[-2:]
+    )
+
+
+def came_too_often(asked: Asked) -> bool:
+    """By MindCluster's number for CHIP_CODE: twice within a day, in a row or not."""
+    met = asked.fault
+    if not asked.policy.mindcluster_frequency or met.code != CHIP_CODE:
+        return False
+    if met.node is None or met.device is None:
+        return False
+    times = [
+        p.fault.at_s for p in asked.history if not p.failed and place(p.fault)[1:] == place(met)[1:]
+    ]
+    return any(
+        late - early <= 24 * HOUR_S
+        for early, late in itertools.pairwise(sorted([*times, asked.now_s]))
+    )
+
+
+def retries_of_step(asked: Asked) -> list[Recovery]:
+    return [
+        p
+        for p in asked.row
+        if p.rung is Rung.STEP_RETRY
+        and p.fault.fault_class == "numeric_anomaly"
+        and p.fault.step == asked.fault.step
+    ]
+
+
+def restarts_in_place_do_not_use_up_the_maximum_restart_count(asked: Asked) -> bool:
+    told = re.findall(r"max_restarts used (\d+) of", " ".join(asked.decision.skipped))
+    return all(int(used) == rescheduled(asked) for used in told)
+
+
+def rescheduling_uses_up_the_maximum_restart_count(asked: Asked) -> bool:
+    return asked.decision.rung not in RESCHEDULING or rescheduled(asked) < asked.policy.max_restarts
+
+
+def a_hint_needs_no_recovery_by_itself(asked: Asked) -> bool:
+    same = asked.again(severity=Severity.HINT) == asked.again(severity=None)
+    return same and not needs_recovery(asked.fault.chip_code, severity=Severity.HINT)
+
+
+def minor_and_major_chip_faults_are_healed_in_place(asked: Asked) -> bool:
+    unsaid = asked.again(severity=None)
+    return all(asked.again(severity=s) == unsaid for s in (Severity.MINOR, Severity.MAJOR))
+
+
+def a_critical_chip_fault_never_heals_in_place(asked: Asked) -> bool:
+    return asked.severity is not Severity.CRITICAL or asked.decision.rung not in ON_CHIP
+
+
+def a_code_that_separates_its_chip_never_heals_in_place(asked: Asked) -> bool:
+    stays = {SEPARATE_CODE: ON_CHIP, RESET_CODE: IN_PROCESS}.get(asked.fault.code or "", ())
+    return asked.decision.rung not in stays
+
+
+def when_healing_in_place_fails_the_node_is_isolated(asked: Asked) -> bool:
+    met = asked.fault
+    may = met.fault_class in MAY_ISOLATE or is_chip_code(met.code)
+    could = (
+        may
+        and met.node is not None
+        and met.code != USER_CODE
+        and Rung.JOB_RESCHEDULE_ISOLATED in asked.supported
+        and not failed(asked, *ISOLATING)
+        and not any(
+            p.rung is Rung.JOB_RESCHEDULE and place(p.fault) == place(met) for p in asked.row
+        )
+    )
+    return not (could and asked.decision.rung is Rung.JOB_RESCHEDULE)
+
+
+def the_same_code_three_times_in_a_row_isolates_the_node(asked: Asked) -> bool:
+    return not came_thrice(asked) or asked.decision.rung not in ON_CHIP
+
+
+def a_code_may_have_a_limit_of_its_own(asked: Asked) -> bool:
+    return not came_too_often(asked) or asked.decision.rung not in ON_CHIP
+
+
+def a_code_that_the_program_caused_never_isolates_and_only_reschedules(asked: Asked) -> bool:
+    return asked.fault.code != USER_CODE or asked.decision.isolate is None
+
+
+def any_non_zero_exit_reschedules_when_unconditional_restart_is_on(asked: Asked) -> bool:
+    return (
+        asked.decision.rung is not Rung.JOB_RESCHEDULE
+        or asked.policy.unconditional
+        or asked.fault.code == USER_CODE
+        or any(
+            p.failed and p.rung is Rung.POD_RESCHEDULE and place(p.fault) == place(asked.fault)
+            for p in asked.row
+        )
+    )
+
+
+def the_fourth_time_the_same_problem_comes_the_program_is_at_fault(asked: Asked) -> bool:
+    met = asked.fault
+    if is_hardware(met) or met.fault_class == "preempted":
+        return True
+    since = list(itertools.takewhile(lambda p: not is_hardware(p.fault), reversed(asked.row)))
+    same = [p for p in since if (p.fault.fault_class, p.fault.code) == (met.fault_class, met.code)]
+    done = sum(p.rung is Rung.JOB_RESCHEDULE and not p.failed for p in same)
+    return done < 3 or asked.decision.rung is not Rung.JOB_RESCHEDULE
+
+
+def three_hang_restarts_in_a_row_then_stop(asked: Asked) -> bool:
+    if sum(p.rung is Rung.HANG_RESTART for p in asked.row) < 3:
+        return True
+    bare = asked.fault.fault_class == "hang" and not is_chip_code(asked.fault.code)
+    return asked.decision.rung is (Rung.STOP if bare else asked.decision.rung) and (
+        asked.decision.rung is not Rung.HANG_RESTART
+    )
+
+
+def a_pod_reschedule_that_fails_becomes_a_job_reschedule(asked: Asked) -> bool:
+    return not failed(asked, Rung.POD_RESCHEDULE) or asked.decision.rung not in ISOLATING
+
+
+def an_isolation_without_a_healthy_spare_says_so(asked: Asked) -> bool:
+    capacity = asked.capacity
+    lacking = (
+        asked.decision.isolate is not None
+        and capacity is not None
+        and capacity.healthy - 1 < capacity.needed
+    )
+    return ("no healthy spare: " in asked.decision.reason) == lacking
+
+
+def without_a_spare_the_job_goes_back_only_if_the_policy_allows(asked: Asked) -> bool:
+    return (
+        asked.policy.allow_without_isolation
+        or not failed(asked, Rung.JOB_RESCHEDULE_ISOLATED)
+        or asked.decision.rung is not Rung.JOB_RESCHEDULE
+    )
+
+
+def a_device_memory_error_climbs_from_step_to_process_to_the_last_checkpoint(asked: Asked) -> bool:
+    memory = asked.fault.fault_class == "device_memory_error"
+    if not memory or asked.decision.rung is not Rung.PROCESS_REPLACE:
+        return True
+    possible = Rung.STEP_RETRY in asked.supported and asked.policy.step_retry
+    return not possible or any(p.rung in IN_PROCESS for p in asked.row)
+
+
+def survivors_save_before_processes_are_lost(asked: Asked) -> bool:
+    due = (
+        asked.survivors
+        and asked.policy.end_of_life_checkpoint
+        and asked.decision.rung not in IN_PROCESS
+        and asked.fault.fault_class not in NOT_SAVED
+    )
+    return asked.decision.end_of_life_checkpoint == due
+
+
+def an_abnormal_step_is_executed_again_from_the_last_good_snapshot(asked: Asked) -> bool:
+    abnormal = asked.fault.fault_class == "numeric_anomaly"
+    in_step = abnormal and asked.decision.rung is Rung.STEP_RETRY
+    return not in_step or (asked.policy.numeric_retry and Rung.STEP_RETRY in asked.supported)
+
+
+def the_same_step_abnormal_again_is_accepted_and_never_retried_a_third_time(asked: Asked) -> bool:
+    decision, before = asked.decision, retries_of_step(asked)
+    if decision.accept_abnormal:
+        return decision.rung is Rung.STEP_RETRY and len(before) == 1 and not before[0].failed
+    in_step = decision.rung is Rung.STEP_RETRY and asked.fault.fault_class == "numeric_anomaly"
+    return not in_step or not before
+
+
+def an_abnormal_step_that_cannot_be_accepted_costs_the_process_that_made_it(asked: Asked) -> bool:
+    decision, met = asked.decision, asked.fault
+    if met.fault_class != "numeric_anomaly" or decision.rung is not Rung.PROCESS_REPLACE:
+        return True
+    tried = any(text.startswith("step_retry: ") for text in decision.skipped)
+    return tried and asked.policy.numeric_retry and met.rank is not None
+
+
+def a_retry_that_another_fault_cut_short_was_not_made(asked: Asked) -> bool:
+    carried_out = tuple(p for p in asked.history if p.progressed or not p.cut_short)
+    # A chip's codes are counted whatever became of the recoveries.
+    coded = is_chip_code(asked.fault.code)
+    return coded or asked.again(history=carried_out) == asked.decision
+
+
+def re_execution_of_abnormal_steps_and_data_skipping_exclude_each_other(asked: Asked) -> bool:
+    return not (asked.policy.numeric_retry and asked.policy.data_skipping)
+
+
+def an_operator_retry_that_fails_becomes_a_step_retry(asked: Asked) -> bool:
+    tried = any(
+        p.rung is Rung.OPERATOR_RETRY and p.failed and place(p.fault) == place(asked.fault)
+        for p in asked.row
+    )
+    return not tried or asked.decision.rung is not Rung.OPERATOR_RETRY
+
+
+def a_job_mended_by_operator_retry_is_sub_healthy_and_goes_on(asked: Asked) -> bool:
+    return asked.decision.sub_healthy == (asked.decision.rung is Rung.OPERATOR_RETRY)
+
+
+def a_recovery_followed_by_progress_is_free(asked: Asked) -> bool:
+    often = came_thrice(asked) or came_too_often(asked)
+    return often or asked.again(history=asked.row) == asked.decision
+
+
+def what_the_user_must_mend_stops_at_once(asked: Asked) -> bool:
+    return asked.fault.fault_class not in FOR_THE_USER or asked.decision.rung is Rung.STOP
+
+
+def a_device_out_of_memory_twice_at_the_same_step_stops(asked: Asked) -> bool:
+    again = any(
+        p.fault.fault_class == asked.fault.fault_class == "device_oom"
+        and p.fault.step == asked.fault.step is not None
+        for p in asked.row
+    )
+    return not again or asked.decision.rung is Rung.STOP
+
+
+def what_the_evidence_leaves_to_the_user_is_tried_once(asked: Asked) -> bool:
+    met = asked.fault
+    theirs = met.recoverable_by == "user-fix" and met.fault_class not in ALWAYS_THE_USERS
+    again = any(
+        p.fault.fault_class == met.fault_class
+        and p.fault.recoverable_by == "user-fix"
+        and not p.failed
+        for p in asked.row
+    )
+    return not (theirs and again) or asked.decision.rung is Rung.STOP
+
+
+def an_unsupported_rung_is_skipped_and_the_decision_says_so(asked: Asked) -> bool:
+    rung, skipped = asked.decision.rung, asked.decision.skipped
+    named = [Rung(text.split(":")[0]) for text in skipped]
+    unsupported = {Rung(text.split(":")[0]) for text in skipped if text.endswith(": unsupported")}
+    return (
+        (rung is Rung.STOP or rung in asked.supported)
+        and unsupported == set(named) - asked.supported
+        and named == sorted(named, key=ORDER.index)
+        and all(ORDER.index(passed) < ORDER.index(rung) for passed in named)
+    )
+
+
+def rungs_inside_the_processes_need_survivors_and_come_three_times_in_a_row(asked: Asked) -> bool:
+    rung = asked.decision.rung
+    if rung not in IN_PROCESS:
+        return True
+    used = sum(p.rung is rung for p in asked.row)
+    return asked.survivors and (used < 3 or asked.decision.accept_abnormal)
+
+
+def the_climb_never_goes_down_without_progress(asked: Asked) -> bool:
+    before = [p for p in asked.row if place(p.fault) == place(asked.fault)]
+    floor = max((ORDER.index(p.rung) for p in before), default=0)
+    return ORDER.index(asked.decision.rung) >= floor or asked.decision.accept_abnormal
