@@ -131,10 +131,14 @@ chapters = st.tuples(FAULTS, ANSWERS, st.one_of(ANSWERS, OTHERS))
 
 def play(groups, policy, is_training, chapters) -> RunOutcome:
     played = RunOutcome.of(groups, policy=policy, is_training=is_training)
-    for happens in (one for chapter in chapters for one in chapter):
-        happens(played)
-        played.collect()
+    happen(played, chapters)
     return played
+
+
+def happen(played: RunOutcome, chapters) -> None:
+    for event in (one for chapter in chapters for one in chapter):
+        event(played)
+        played.collect()
 
 
 lives = st.builds(
@@ -146,27 +150,12 @@ lives = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None)
-@given(lives)
-def test_an_attempt_trains_is_given_up_or_waits_for_something_with_a_limit(played):
-    stage = played.stage()
-    quiet = stage in (Stage.STARTING, Stage.TRAINING, Stage.ENDING, Stage.GIVEN_UP)
+def trains_is_given_up_or_waits_for_something_with_a_limit(played: RunOutcome) -> None:
+    quiet = played.stage() in (Stage.STARTING, Stage.TRAINING, Stage.ENDING, Stage.GIVEN_UP)
     assert quiet == (played.attempt._deadline_s is None)
 
 
-@settings(max_examples=200, deadline=None)
-@given(lives)
-def test_a_recovery_that_nobody_answers_comes_to_an_end_by_itself(played):
-    for _ in range(40):
-        if played.attempt._deadline_s is None:
-            break
-        played.passes(1000.0)
-    assert played.attempt._deadline_s is None
-
-
-@settings(max_examples=200, deadline=None)
-@given(lives)
-def test_a_rank_gets_plans_of_the_generation_alone_that_it_was_called_to(played):
+def calls_a_rank_to_a_generation_before_it_plans_for_it(played: RunOutcome) -> None:
     newest: dict[int, int] = {}
     for action in played.actions:
         match action:
@@ -179,9 +168,7 @@ def test_a_rank_gets_plans_of_the_generation_alone_that_it_was_called_to(played)
                 newest.pop(replaced, None)
 
 
-@settings(max_examples=200, deadline=None)
-@given(lives)
-def test_recoveries_are_noted_before_they_are_acted_on_and_end_once(played):
+def records_recoveries_before_it_acts_on_them_and_ends_them_once(played: RunOutcome) -> None:
     begun: set[int] = set()
     ended: set[int] = set()
     for action in played.actions:
@@ -201,28 +188,40 @@ def test_recoveries_are_noted_before_they_are_acted_on_and_end_once(played):
         assert begun == ended
 
 
-@settings(max_examples=200, deadline=None)
-@given(lives, st.lists(chapters, min_size=1, max_size=4))
-def test_what_was_given_up_stays_so_and_has_nobody_called(played, later):
+def has_living_ranks_save_at_the_end(played: RunOutcome) -> None:
+    to_ranks = [action for action in played.actions if isinstance(action, ToRank)]
+    for message in (one.message for one in to_ranks if isinstance(one.message, Plan)):
+        assert bool(message.plan.savers) == (message.plan.mode is RepairMode.LAST_SAVE)
+        assert set(message.plan.savers) <= {one.rank for one in to_ranks if one.message == message}
+
+
+def stays_given_up_and_calls_no_rank(played: RunOutcome, later: list[Any]) -> None:
     if played.stage() is not Stage.GIVEN_UP:
         return
     played.actions.clear()
     played._answered = 0
-    for happens in (one for chapter in later for one in chapter):
-        happens(played)
-        played.collect()
+    happen(played, later)
     assert played.stage() is Stage.GIVEN_UP
-    assert not [note for note in played.notes() if isinstance(note, RecoveryBegan)]
+    assert played.began() == []
     for action in played.actions:
         message = getattr(action, "message", None)
         assert not isinstance(message, NewGeneration | Plan | ReplaceWorker)
 
 
-@settings(max_examples=200, deadline=None)
-@given(lives)
-def test_savers_of_a_last_save_are_living_ranks(played):
-    told = [action for action in played.actions if isinstance(action, ToRank)]
-    plans = [action.message for action in told if isinstance(action.message, Plan)]
-    for message in plans:
-        assert bool(message.plan.savers) == (message.plan.mode is RepairMode.LAST_SAVE)
-        assert set(message.plan.savers) <= {one.rank for one in told if one.message == message}
+def comes_to_an_end_when_no_rank_answers(played: RunOutcome) -> None:
+    for _ in range(40):
+        if played.attempt._deadline_s is None:
+            break
+        played.passes(1000.0)
+    assert played.attempt._deadline_s is None
+
+
+@settings(max_examples=400)
+@given(lives, st.lists(chapters, min_size=1, max_size=4))
+def test_whatever_happens_an_attempt(played, later):
+    trains_is_given_up_or_waits_for_something_with_a_limit(played)
+    calls_a_rank_to_a_generation_before_it_plans_for_it(played)
+    records_recoveries_before_it_acts_on_them_and_ends_them_once(played)
+    has_living_ranks_save_at_the_end(played)
+    stays_given_up_and_calls_no_rank(played, later)
+    comes_to_an_end_when_no_rank_answers(played)
