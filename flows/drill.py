@@ -10,7 +10,7 @@ from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 
 from tasks.credentials import credentials_of
-from tasks.drilling import clear, new_home, play, tell, undisturbed
+from tasks.drill import clear, new_home, play, tell, undisturbed
 from tasks.hooks import take_drills_down
 from tasks.states import data_of
 from training.drill.drilling import ALL, chosen, drilling_on, parallel_kind

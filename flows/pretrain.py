@@ -14,7 +14,7 @@ from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, Completed, Failed
 
 from tasks.hooks import leave_adoptable, take_down
-from tasks.pretraining import check, place, preflight, prepare_data, report, train
+from tasks.pretrain import check, place, preflight, prepare_data, report, train
 from tasks.states import data_of
 from tasks.supervision import Supervision, has_open_attempt
 from training.engines.base import Placement

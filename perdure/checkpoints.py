@@ -44,8 +44,7 @@ from storage.verification import Verified, record
 from storage.verification import verify as read_all
 from training.errors import InputError, PerdureError
 from training.home import home_folder
-from training.supervisor.retention import removals
-from training.supervisor.tiers import node_tiers
+from training.supervisor.checkpoints import node_tiers, removals
 
 MODEL_PREFIX = "model/"  # training.runtime.state.checkpointer puts it before the model's names
 FILE_SUFFIX = ".safetensors"

@@ -41,9 +41,9 @@ from training.journal.ledger import Ledger
 from training.journal.wall_time import Account
 from training.log import start_logging
 from training.recovery.ladder import ladder_markdown
+from training.supervisor.accounts import ettr_text, timeline_picture
 from training.supervisor.job_checks import check_job
 from training.supervisor.report import AttemptRow, loss_picture, story_rows
-from training.supervisor.timeline import ettr_text, timeline_picture
 from training.wire.requests import is_pause_wanted
 
 EXIT_FAILED = 1
@@ -233,7 +233,7 @@ def cancel(run_id: RunId) -> None:
     """Stop a run: its workers save and end, its containers go away."""
     job, _ = known_run(run_id)
     server.use_server()
-    from tasks.cancel import cancel_run  # noqa: PLC0415 imports Prefect
+    from tasks.hooks import cancel_run  # noqa: PLC0415 imports Prefect
 
     print(cancel_run(job))
 

@@ -20,10 +20,9 @@ from rich.table import Table
 from rich.text import Text
 
 from tasks.observe import Observation
-from tasks.reports import note_text
 from training.journal.attempt_log import StepRecord
 from training.journal.history import AttemptView, RunHistory
-from training.supervisor.report import NOT_MENDED, AttemptRow
+from training.supervisor.report import NOT_MENDED, AttemptRow, note_text
 
 PLAIN_EVERY_S = 5.0
 _SPARKS = "▁▂▃▄▅▆▇█"

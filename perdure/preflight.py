@@ -21,8 +21,7 @@ from perdure.runs import make_console
 from training.drill.reentry import check_reentry
 from training.health.preflight.local_node import check_here
 from training.job import Job, departures, load_job
-from training.supervisor.checklist import checklist
-from training.supervisor.job_checks import Note, check_job, recovery_notes
+from training.supervisor.job_checks import Note, check_job, checklist, recovery_notes
 from training.trainer.data.tokenizer import open_tokenizer
 from training.wire.check import Check, Outcome
 

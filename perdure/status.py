@@ -24,10 +24,10 @@ from training.journal.wall_time import Account
 from training.recovery.faults import Fault
 from training.recovery.rungs import Rung
 from training.supervisor.accounts import Accountant
+from training.supervisor.checkpoints import node_tiers
 from training.supervisor.observer import AttemptObserver, AttemptSnapshot
 from training.supervisor.report import alert_rows, attempt_rows, outcome_of, recovery_facts
 from training.supervisor.run import Run
-from training.supervisor.tiers import node_tiers
 from training.wire.agent import AgentStatus
 from training.wire.requests import is_pause_wanted
 

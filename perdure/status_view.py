@@ -20,8 +20,8 @@ from rich.text import Text
 from perdure.live import attempts_view, sparkline
 from perdure.status import Looker, Status, notices, person_lines
 from training.journal.wall_time import Account
+from training.supervisor.accounts import COLOURS, coarse, duration_text, ettr_text, share_rows
 from training.supervisor.report import OPEN, story_rows
-from training.supervisor.timeline import COLOURS, coarse, duration_text, ettr_text, share_rows
 
 REFRESH_S = 2.0
 _WIDTH = 60

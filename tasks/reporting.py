@@ -28,13 +28,20 @@ from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.events import emit_event
 
 from tasks.patient_client import without_retries
-from tasks.reports import fault_report, recovery_report
 from training.journal.history import AttemptView, InProcessRecovery, RunHistory
 from training.recovery.events import LastSave
 from training.recovery.faults import Fault
 from training.recovery.ladder import Decision
-from training.supervisor.report import OPEN, AlertRow, AttemptRow, outcome_of, recovery_facts
-from training.supervisor.timeline import AccountReport
+from training.supervisor.accounts import AccountReport
+from training.supervisor.report import (
+    OPEN,
+    AlertRow,
+    AttemptRow,
+    fault_report,
+    outcome_of,
+    recovery_facts,
+    recovery_report,
+)
 
 CLOSE_TIMEOUT_S = 15.0
 RETRY_S = 5.0

@@ -14,7 +14,7 @@ from storage.collect import Removal, abort_uploads, carry_out, totals
 from tasks.credentials import credentials_of
 from tasks.states import completed
 from training.job import Job
-from training.supervisor.retention import removals
+from training.supervisor.checkpoints import removals
 
 
 @task(name="choose", task_run_name="choose", cache_policy=NO_CACHE)

@@ -26,7 +26,6 @@ from tasks.observe import Observation, publish
 from tasks.patient_client import without_retries
 from tasks.pausing import PauseLink, ServedFlowRun, was_resumed
 from tasks.reporting import PROGRESS_PERIOD_S, Log, Reporter
-from tasks.reports import note_text, progress_text, standing
 from training.errors import InputError, RunConflict
 from training.home import home_folder
 from training.job import Job
@@ -35,10 +34,17 @@ from training.journal.events import AlertCleared, AlertRaised, AnyNote, Checkpoi
 from training.journal.history import RunHistory
 from training.journal.ledger import RENEW_S
 from training.recovery.events import PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
-from training.supervisor.accounts import Accountant
-from training.supervisor.report import alert_facts, alert_rows, loss_picture, story_rows
+from training.supervisor.accounts import Accountant, AccountReport, account_report
+from training.supervisor.report import (
+    alert_facts,
+    alert_rows,
+    loss_picture,
+    note_text,
+    progress_text,
+    standing,
+    story_rows,
+)
 from training.supervisor.run import Run
-from training.supervisor.timeline import AccountReport, account_report
 from training.supervisor.watch import Progress
 from training.wire.requests import is_pause_wanted, take_back
 

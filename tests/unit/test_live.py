@@ -8,7 +8,6 @@ from rich.console import Console
 
 from perdure.live import LiveView, attempts_view, sparkline
 from tasks.observe import Observation
-from tasks.reports import note_text
 from tests.unit.noting import (
     CRASH_BEGAN,
     CRASH_FAILED,
@@ -18,7 +17,7 @@ from tests.unit.noting import (
     STANDS,
     told,
 )
-from training.supervisor.report import AttemptRow, story_rows
+from training.supervisor.report import AttemptRow, note_text, story_rows
 
 ROW = AttemptRow(
     1, 2, "node-0,node-1", "1,1", "2,2", 30, 77, "failed", "node_lost: the agent of node-1 is gone",

@@ -9,7 +9,6 @@ import pytest
 
 from tasks import reporting
 from tasks.reporting import Reporter, labels_of
-from tasks.reports import fault_report, note_text, progress_text, recovery_report, standing
 from tests.unit.noting import (
     CRASH_BEGAN,
     CRASH_FAILED,
@@ -24,7 +23,14 @@ from tests.unit.noting import (
 from training.journal.attempt_log import StepRecord
 from training.recovery.faults import Fault, FaultClass, RecoverableBy
 from training.recovery.ladder import Decision, Rung
-from training.supervisor.report import story_rows
+from training.supervisor.report import (
+    fault_report,
+    note_text,
+    progress_text,
+    recovery_report,
+    standing,
+    story_rows,
+)
 
 
 @pytest.fixture

@@ -19,22 +19,20 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+from pydantic import ValidationError
+
+from storage.model import FrozenModel
 from training.agent.agent import CONFIG_FILE
-from training.agent.control import AgentClient
+from training.agent.control import ADDRESS_FILE, AgentClient
 from training.engines.base import Greeting, Placement, Snapshot
-from training.engines.containers import (
-    Container,
-    Containers,
-    last_line,
-    read_containers,
-)
 from training.environment import variables_of, worker_path
 from training.errors import AgentUnreachable, EngineError
 from training.files import write_whole
 from training.job import Job
-from training.processes import MARKER, kill_container
+from training.processes import MARKER, is_alive, kill_container
 from training.recovery.ladder import Rung
 from training.wire.agent import (
+    AgentAddress,
     AgentConfig,
     AgentStatus,
     CheckOrder,
@@ -69,6 +67,60 @@ EVIDENCE_TIMEOUT_S = 60.0  # the driver's tools are asked one by one for every d
 LIFE_PREFIX = "life-"
 _CONTAINERS_FILE = "containers.json"
 _NOT_INHERITED = ("PREFECT_", "MA_", "VC_", "TORCHELASTIC_")
+
+
+class Container(FrozenModel):
+    """One container as it is remembered on disk."""
+
+    member: int
+    node: str
+    schedule_cnt: int
+    folder: str
+    token: str
+
+    @property
+    def path(self) -> Path:
+        """Its folder."""
+        return Path(self.folder)
+
+    def address(self) -> AgentAddress | None:
+        """Where its agent listens, None when there is none or it is dead."""
+        try:
+            text = (self.path / ADDRESS_FILE).read_text(encoding="utf-8")
+            address = AgentAddress.model_validate_json(text)
+        except (OSError, ValidationError):
+            return None
+        return address if is_alive(address.pid, address.process_started_s) else None
+
+
+class Containers(FrozenModel):
+    """The containers of a placement, as remembered on disk."""
+
+    placement: int
+    containers: tuple[Container, ...]
+
+
+def last_line(path: Path) -> str:
+    """The last line of a log, or why there is none."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    except OSError as error:
+        return str(error)
+    return lines[-1] if lines else "its log is empty"
+
+
+def read_containers(path: Path) -> Containers | None:
+    """The containers of a file, None when there is none.
+
+    Raises:
+        EngineError: the file is damaged.
+    """
+    try:
+        return Containers.model_validate_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValidationError as error:
+        raise EngineError(f"{path} is damaged: {error}") from error
 
 
 class LocalEngine:

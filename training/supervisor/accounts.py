@@ -1,19 +1,50 @@
-"""Keeps the account of a run's time up to date while the run goes on.
+"""Where a run's time went: the account kept up to date, and shown as a table and a picture.
 
-Steps are in the store when a checkpoint covers them; those since are known to whoever watches
-the attempt, and lost when it ends. Times are seconds since the epoch.
+Steps are in the store when a checkpoint covers them; later ones are known to the supervisor
+that watches the attempt, and lost when it ends. Times are seconds, points in time seconds since
+the epoch.
 """
 
 from __future__ import annotations
 
+import io
 import threading
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from storage.objects import ObjectStore
 from training.journal.accounting import account
 from training.journal.attempt_log import StepReader, StepRecord, identity_of, kept_of
 from training.journal.history import RunHistory
-from training.journal.wall_time import Account, Key
+from training.journal.wall_time import MEANING, Account, Key, Owner, Stretch
+
+# The same on the terminal and in the picture: greens train, reds were lost to faults.
+COLOURS: Mapping[Owner, str] = {
+    Owner.PRODUCTIVE: "#2e7d32",
+    Owner.REDONE: "#c0392b",
+    Owner.SAVE: "#7cb342",
+    Owner.DETECTION: "#d98e04",
+    Owner.OPERATOR_RETRY: "#ce93d8",
+    Owner.STEP_RETRY: "#ba68c8",
+    Owner.PROCESS_REPLACE: "#9c4dcc",
+    Owner.IN_PLACE_RESTART: "#7b1fa2",
+    Owner.HANG_RESTART: "#6a1b9a",
+    Owner.POD_RESCHEDULE: "#5e35b1",
+    Owner.JOB_RESCHEDULE_ISOLATED: "#4527a0",
+    Owner.JOB_RESCHEDULE: "#311b92",
+    Owner.START_UP: "#1f5fa8",
+    Owner.WAITING: "#8d6e63",
+    Owner.PAUSED: "#4dd0e1",
+    Owner.ENDING: "#90a4ae",
+    Owner.COMMAND: "#26a69a",
+    Owner.UNSUPERVISED: "#424242",
+    Owner.UNKNOWN: "#cfd8dc",
+}
+_NUM_ROWS = 30  # attempts in a picture; the newest ones
+_RESOLUTION = 1500  # stretches across a picture; shorter ones are drawn with their neighbours
+_UNITS = (("days", 86_400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
 
 
 class Accountant:
@@ -67,3 +98,156 @@ class Accountant:
         """
         with self._reading:
             return kept_of(self._reader.read())
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One owner's part of the wall time.
+
+    Attributes:
+        share: 0 to 1.
+        what: it was spent on.
+    """
+
+    owner: str
+    seconds: float
+    share: float
+    what: str
+
+
+def shares(account: Account) -> list[Share]:
+    """Of every owner that has any, in the order of owners."""
+    return [
+        Share(owner.value, seconds, seconds / account.wall_s, MEANING[owner])
+        for owner, seconds in account.seconds.items()
+        if seconds > 0
+    ]
+
+
+def share_rows(account: Account) -> list[dict[str, str]]:
+    """The shares for a person, with the sum as the last row."""
+    rows = [
+        {
+            "owner": one.owner,
+            "time": duration_text(one.seconds),
+            "share": f"{one.share:.1%}",
+            "what": one.what,
+        }
+        for one in shares(account)
+    ]
+    wall = duration_text(account.wall_s)
+    return [*rows, {"owner": "wall time", "time": wall, "share": "100.0%", "what": ""}]
+
+
+def ettr_text(account: Account) -> str:
+    """ETTR in a sentence."""
+    productive = duration_text(account.seconds[Owner.PRODUCTIVE])
+    wall = duration_text(account.wall_s)
+    return f"ETTR {account.ettr:.1%}: {productive} on steps that were kept, of {wall}"
+
+
+def duration_text(seconds: float) -> str:
+    """A duration in its two largest units."""
+    if 0 < seconds < 1:
+        return f"{seconds:.2f} s"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    minutes, hours, days = whole // 60, whole // 3600, whole // 86_400
+    if not hours:
+        return f"{minutes}m {whole % 60}s"
+    return f"{hours}h {minutes % 60}m" if not days else f"{days}d {hours % 24}h"
+
+
+def timeline_picture(account: Account) -> bytes:
+    """A bar for the whole run and one for each of its newest attempts, as PNG."""
+    # The font cache makes this import slow, and most of a run does without it.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
+    from matplotlib.figure import Figure  # noqa: PLC0415
+    from matplotlib.patches import Patch  # noqa: PLC0415
+
+    rows = _rows(account)
+    figure = Figure(figsize=(11, 2.3 + 0.32 * len(rows)), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    unit, unit_s = next((one for one in _UNITS if account.wall_s >= 3 * one[1]), _UNITS[-1])
+    from_s = account.stretches[0].from_s if account.stretches else 0.0
+    for number, (_, stretches) in enumerate(rows):
+        _draw_row(axes, number, stretches, from_s, unit_s)
+    axes.set_yticks(range(len(rows)), [name for name, _ in rows])
+    axes.invert_yaxis()
+    axes.set_xlim(0, max(account.wall_s / unit_s, 1e-9))
+    axes.set_xlabel(f"{unit} since the run was created")
+    axes.grid(axis="x", alpha=0.25)
+    axes.set_title(ettr_text(account))
+    handles = [
+        Patch(color=COLOURS[owner], label=f"{owner} {seconds / account.wall_s:.1%}")
+        for owner, seconds in account.seconds.items()
+        if seconds > 0
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def _rows(account: Account) -> list[tuple[str, list[Stretch]]]:
+    by_attempt: defaultdict[Key, list[Stretch]] = defaultdict(list)
+    for stretch in account.stretches:
+        if stretch.attempt != (0, 0):
+            by_attempt[stretch.attempt].append(stretch)
+    attempts = [("attempt {}.{}".format(*key), by_attempt[key]) for key in by_attempt]
+    return [("whole run", list(account.stretches)), *attempts[-_NUM_ROWS:]]
+
+
+def _draw_row(
+    axes: Any, number: int, stretches: Sequence[Stretch], from_s: float, unit_s: float
+) -> None:
+    bars: defaultdict[Owner, list[tuple[float, float]]] = defaultdict(list)
+    for stretch in coarse(stretches):
+        begin = (stretch.from_s - from_s) / unit_s
+        bars[stretch.owner].append((begin, stretch.seconds / unit_s))
+    for owner, ranges in bars.items():
+        axes.broken_barh(ranges, (number - 0.4, 0.8), color=COLOURS[owner], linewidth=0)
+
+
+def coarse(stretches: Sequence[Stretch], resolution: int = _RESOLUTION) -> Iterator[Stretch]:
+    """Stretches that can be seen: short ones together go to whoever has most of them.
+
+    Args:
+        stretches: without gaps.
+        resolution: how many fit side by side at most.
+    """
+    if not stretches:
+        return
+    least_s = (stretches[-1].to_s - stretches[0].from_s) / resolution
+    gathered: defaultdict[Owner, float] = defaultdict(float)
+    from_s = stretches[0].from_s
+    for stretch in stretches:
+        if gathered and stretch.seconds >= least_s:
+            yield Stretch(from_s, stretch.from_s, _most(gathered), stretch.attempt)
+            gathered, from_s = defaultdict(float), stretch.from_s
+        gathered[stretch.owner] += stretch.seconds
+        if stretch.to_s - from_s >= least_s:
+            yield Stretch(from_s, stretch.to_s, _most(gathered), stretch.attempt)
+            gathered, from_s = defaultdict(float), stretch.to_s
+    if gathered:
+        yield Stretch(from_s, stretches[-1].to_s, _most(gathered), stretches[-1].attempt)
+
+
+def _most(gathered: Mapping[Owner, float]) -> Owner:
+    return max(gathered, key=lambda owner: gathered[owner])
+
+
+@dataclass(frozen=True, slots=True)
+class AccountReport:
+    """An account as it is shown: a sentence, a table and a picture."""
+
+    text: str
+    rows: list[dict[str, str]]
+    png: bytes
+
+
+def account_report(account: Account) -> AccountReport:
+    """Sentence, table and picture of an account."""
+    return AccountReport(ettr_text(account), share_rows(account), timeline_picture(account))

@@ -33,13 +33,12 @@ from training.journal.records import DataReady, RunCreated, RunEnded
 from training.recovery.decision import Recovery
 from training.recovery.faults import Fault
 from training.recovery.ladder import RESTARTS_IN_PLACE, Decision
-from training.supervisor.checking import Checker
 from training.supervisor.deciding import Decider, recoveries_of
 from training.supervisor.health import AttemptHealth
 from training.supervisor.job_registry import remember_job
 from training.supervisor.ledger_writer import LedgerWriter
 from training.supervisor.observer import AttemptObserver, past_recoveries
-from training.supervisor.placing import Placer, placement_of
+from training.supervisor.placing import Checker, Placer, placement_of
 from training.supervisor.takeover import refuse_elsewhere, refuse_other_job
 from training.supervisor.watch import AttemptEnd, AttemptWatch, EndKind, Progress
 from training.trainer.data.prepare import PrepareResult

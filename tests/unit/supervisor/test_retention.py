@@ -25,7 +25,7 @@ from training.journal.records import (
     Member,
     Placed,
 )
-from training.supervisor.retention import in_use_by, losses_of, removals
+from training.supervisor.checkpoints import in_use_by, losses_of, removals
 
 HOUR_S = 3600.0
 STEPS = (10, 20, 30, 40, 50)

@@ -13,7 +13,7 @@ from storage.local import LocalStore
 from storage.manifest import ShardRecord
 from storage.share import SaveId, Share, WrittenShare, put_record
 from training.agent.checkpoint_server import HELD_FILE, HeldInMemory
-from training.supervisor.tiers import node_tiers
+from training.supervisor.checkpoints import node_tiers
 
 RUN = "run-1"
 

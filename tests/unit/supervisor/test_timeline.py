@@ -13,9 +13,9 @@ from tests.unit.noting import BEGINNING, END
 from training.journal.attempt_log import StepRecord, metrics_prefix
 from training.journal.history import replay
 from training.journal.wall_time import MEANING, Account, Owner, Stretch
-from training.supervisor.accounts import Accountant
-from training.supervisor.timeline import (
+from training.supervisor.accounts import (
     COLOURS,
+    Accountant,
     coarse,
     duration_text,
     ettr_text,

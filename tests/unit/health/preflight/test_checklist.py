@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from training.job import parse_job
-from training.supervisor.checklist import checklist
+from training.supervisor.job_checks import checklist
 from training.wire.check import Outcome
 
 

@@ -1,21 +1,31 @@
-"""What a run's checkpoints may lose: its job's retention policy, and what broken saves left.
+"""The checkpoints of a run: which may be removed, and which tiers of this machine hold them.
 
-Who may be reading or writing comes from the run's ledger and fence; `storage.collect` decides.
-Ages are differences of two times of the store. Times are seconds, steps completed optimizer
-steps.
+Which attempt may be reading or writing comes from the run's ledger and fence; `storage.collect`
+decides. Ages are differences of two times of the store. Times are seconds, steps completed
+optimizer steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from pydantic import ValidationError
 
 from storage.checkpoint import CheckpointStore
+from storage.checkpoint_server.protocol import Tier
+from storage.checkpoint_server.publish import shares_on_disk
 from storage.collect import InUse, Listing, Removal, Rules, decide, take_listing
 from storage.errors import PermanentError
+from storage.local import LocalStore
+from storage.share import SaveId
+from training.agent.checkpoint_server import HELD_FILE, HeldInMemory
 from training.job import Job
 from training.journal.attempt_log import StepRecord, kept_steps
 from training.journal.history import RunHistory
 from training.journal.ledger import Ledger
+from training.processes import is_alive
 from training.runtime.step_loop.policies import retention_policy
 
 LOSS = "loss"  # in a manifest's extra state, of a program that writes it
@@ -88,3 +98,41 @@ def _loss_of(
     except PermanentError:
         return None
     return float(loss) if isinstance(loss, (int, float)) else None
+
+
+def node_tiers(home: Path, run_id: str) -> dict[int, list[Tier]]:
+    """By step, the tiers that hold the share of every rank.
+
+    Args:
+        home: Perdure's folder on this machine.
+        run_id: of the run.
+    """
+    nodes = home / "runs" / run_id / "nodes"
+    found: defaultdict[int, list[Tier]] = defaultdict(list)
+    for tier, held in ((Tier.MEMORY, _in_memory(nodes)), (Tier.DISK, _on_disk(nodes, run_id))):
+        for step in _whole(held):
+            found[step].append(tier)
+    return dict(found)
+
+
+def _whole(held: Iterable[tuple[SaveId, int]]) -> set[int]:
+    ranks: defaultdict[SaveId, set[int]] = defaultdict(set)
+    for save, rank in held:
+        ranks[save].add(rank)
+    return {save.step for save, here in ranks.items() if len(here) == save.world_size}
+
+
+def _in_memory(nodes: Path) -> Iterator[tuple[SaveId, int]]:
+    for path in nodes.glob(f"*/*/{HELD_FILE}"):
+        try:
+            held = HeldInMemory.model_validate_json(path.read_text(encoding="utf-8"))
+        except (OSError, ValidationError):
+            continue  # its container is just going away
+        if is_alive(held.pid, held.process_started_s):
+            yield from held.saves
+
+
+def _on_disk(nodes: Path, run_id: str) -> Iterator[tuple[SaveId, int]]:
+    for folder in nodes.glob("*/*/checkpoints"):
+        for written in shares_on_disk(CheckpointStore(LocalStore(folder), run_id)):
+            yield written.share.save_id, written.share.rank
