@@ -33,7 +33,7 @@ from storage.errors import StorageError
 from training.environment import check_environment, worker_variables
 from training.errors import InputError, PerdureError
 from training.home import home_folder
-from training.injection.processes import Injector
+from training.injection.outside import KillInjector
 from training.job import Job, load_job
 from training.journal.accounting import account
 from training.journal.attempt_log import StepReader, kept_of
@@ -101,12 +101,12 @@ def demo() -> None:
     injector = demo_faults(home, job.run_id)
     code = _supervise(job, injector)
     console = make_console()
-    for name, pids in injector.fired.items():
-        console.print(f"injected: {name}, {len(pids)} processes", highlight=False)
+    for number in injector.fired_s:
+        console.print(f"injected: {injector.kills[number]}", highlight=False)
     program = shutil.which("perdure") or Path(sys.executable).with_name("perdure")
     again = f"PERDURE_HOME={home} {program} status {job.run_id}"
     console.print(f"look at it again with: {again}", highlight=False, soft_wrap=True)
-    missing = [i.name for i in injector.injections if not injector.fired.get(i.name)]
+    missing = [str(kill) for n, kill in enumerate(injector.kills) if n not in injector.fired_s]
     if missing:
         raise PerdureError(f"did not fire: {', '.join(missing)}")
     raise typer.Exit(code)
@@ -295,7 +295,7 @@ def _fail(message: str, code: int) -> None:
     raise SystemExit(code)
 
 
-def _supervise(job: Job, injector: Injector | None = None) -> int:
+def _supervise(job: Job, injector: KillInjector | None = None) -> int:
     """Run the flow under a live view, then print the table. Returns the exit code."""
     console = make_console()
     with console.status("starting the Prefect server"):
@@ -311,7 +311,7 @@ def _supervise(job: Job, injector: Injector | None = None) -> int:
 
     def inject(observation: Observation) -> None:
         if injector is not None and observation.steps:
-            injector.on_step(observation.steps[-1].step)
+            injector.inject(observation.history, observation.steps[-1].step)
 
     if is_pause_wanted(store_of(job), job.run_id):
         on = f"`perdure resume {job.run_id}` has it go on"

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from storage.address import StorageSpec
-from training.injection.processes import Injection, Injector, LocalRun
+from training.injection.outside import Kill, KillInjector, LocalRun, Victim
 from training.job import Job
 from training.specs.data import DataSpec
 from training.specs.engine import LocalEngineSpec
@@ -20,8 +20,10 @@ from training.specs.recovery import CheckpointSpec, RestartSpec
 
 STEPS = 120
 SAVE_EVERY_STEPS = 10
-KILL_RANK, KILL_RANK_AT = 1, 34
-KILL_NODE, KILL_NODE_AT = "node-1", 77
+KILLS = (
+    Kill(victim=Victim.RANK, index=1, step=34),
+    Kill(victim=Victim.NODE, index=1, step=77),
+)
 
 
 def demo_job(home: Path) -> Job:
@@ -41,14 +43,6 @@ def demo_job(home: Path) -> Job:
     )
 
 
-def demo_faults(home: Path, run_id: str) -> Injector:
+def demo_faults(home: Path, run_id: str) -> KillInjector:
     """The two faults of the demonstration."""
-    run = LocalRun(home, run_id)
-    return Injector(
-        [
-            Injection(
-                KILL_RANK_AT, f"SIGKILL of rank {KILL_RANK}", lambda: run.kill_rank(KILL_RANK)
-            ),
-            Injection(KILL_NODE_AT, f"loss of {KILL_NODE}", lambda: run.kill_node(KILL_NODE)),
-        ]
-    )
+    return KillInjector(LocalRun(home, run_id), KILLS)

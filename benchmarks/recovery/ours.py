@@ -25,7 +25,7 @@ from benchmarks.recovery.workload import (
     Workload,
 )
 from training.agent.launcher import COLD_START
-from training.injection.fired import fired_at_s
+from training.injection.inside import fired_at_s
 from training.job import Job, parse_job
 from training.specs.drill import DrillKind
 from training.supervisor.run import Run

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import training
 from training.health.monitor.heartbeat import HeartbeatWriter
-from training.injection.processes import LocalRun, Part
+from training.injection.outside import LocalRun, Victim
 from training.job import Job
 
 VARIABLE = "BENCH_WATCHING"
@@ -35,7 +35,7 @@ WARM_BLOCKS = 20
 ORDER = (True, False, False, True)
 # About 50 ms for a step on one core of the year 2024.
 WIDTH, LAYERS, BATCH = 768, 4, 128
-PARTS = (Part.AGENT, Part.COORDINATOR)
+PARTS = (Victim.AGENT, Victim.COORDINATOR)
 WRITES = ("beat", "enter_collective", "leave_collective", "transfer", "voted", "waited_for_data")
 
 

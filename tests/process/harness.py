@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from storage.address import open_store
-from training.injection.processes import LocalRun
+from training.injection.outside import LocalRun
 from training.job import Job, parse_job
 from training.journal.attempt_log import kept_steps, parse_live
 from training.journal.history import RunHistory

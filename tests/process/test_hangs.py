@@ -18,7 +18,7 @@ from tests.process.harness import REPO
 from training.drill.driver import RunDriver, RunOutcome
 from training.drill.hooks import NoHook, RunHook
 from training.drill.job import drill_job, write_corpus
-from training.injection.processes import LocalRun
+from training.injection.outside import LocalRun
 from training.job import parse_job
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.ladder import Rung

@@ -18,7 +18,7 @@ from storage.address import open_store
 from storage.checkpoint import CheckpointStore
 from tests.process.harness import REPO, wait_for
 from tests.process.rest import ask
-from training.injection.processes import LocalRun
+from training.injection.outside import LocalRun
 
 pytestmark = [pytest.mark.process, pytest.mark.prefect]
 

@@ -20,7 +20,7 @@ from training.drill.driver import RunDriver, RunOutcome
 from training.drill.hooks import Pauser, RunHook
 from training.drill.job import NUM_RANKS, drill_job, write_corpus
 from training.drill.verdict import differences, recovered
-from training.injection.processes import LocalRun
+from training.injection.outside import LocalRun
 from training.journal.history import AttemptView, InProcessRecovery
 from training.recovery.ladder import Rung
 from training.specs.drill import DrillFault, DrillKind, DrillPoint

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from storage.policy import RetentionPolicy, apply_retention
 from storage.retry import Retry
 from storage.share import SaveId
 from training.files import write_whole
+from training.injection.inside import checkpoint_server_faults
 from training.job import Job
 from training.log import start_logging
 from training.runtime.step_loop.policies import retention_policy
@@ -47,8 +48,6 @@ CLOSE_TIMEOUT_S = 900.0  # the longest grace period of a container
 OUTAGE_S = 1200.0
 HELD_FILE = "held.json"
 REVIVED_AFTER_S = 5.0  # since its start
-# Ends the process at a named point of a save, as a power cut would: for tests of what is left.
-POINT = "PERDURE_CHECKPOINT_SERVER_DIES_AT"
 
 
 def main() -> None:
@@ -74,7 +73,7 @@ def keep() -> None:
         store,
         disk=disk,
         retain=partial(_retain, store, policy),
-        reached=_die_at(os.environ.get(POINT)),
+        reached=checkpoint_server_faults(),
     )
     checkpoint_server = CheckpointServer(
         sys.argv[2], publisher=publisher, store=store, disk=disk, note=partial(_note, Path.cwd())
@@ -117,14 +116,6 @@ def _note(folder: Path, saves: Sequence[tuple[SaveId, int]]) -> None:
     started_s = psutil.Process().create_time()
     held = HeldInMemory(pid=os.getpid(), process_started_s=started_s, saves=tuple(saves))
     write_whole(folder / HELD_FILE, held.model_dump_json())
-
-
-def _die_at(point: str | None) -> Callable[[str], None]:
-    def reached(name: str) -> None:
-        if name == point:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return reached
 
 
 @dataclass(slots=True)

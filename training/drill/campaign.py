@@ -16,9 +16,9 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from storage.model import FrozenModel
-from training.drill.hooks import Kill, Victim
 from training.drill.job import NUM_RANKS
 from training.errors import InputError
+from training.injection.outside import Kill, Victim
 from training.specs.drill import DrillFault, DrillKind, DrillPoint
 from training.specs.model import ParallelKind
 

@@ -24,12 +24,13 @@ from storage.errors import StorageError
 from training.drill.campaign import Campaign, draw, read_campaign, write_campaign
 from training.drill.drilling import KINDS, parallel_kind
 from training.drill.driver import RunDriver, RunOutcome
-from training.drill.hooks import KillInjector
+from training.drill.hooks import KillHook
 from training.drill.job import drill_job, write_corpus
 from training.drill.shrink import shrink
 from training.drill.unfired import missed
 from training.drill.verdict import differences, recovered
 from training.errors import InputError, PerdureError
+from training.injection.outside import KillInjector, LocalRun
 from training.specs.model import ParallelKind
 from training.supervisor.watch import EndKind
 
@@ -90,10 +91,11 @@ class Chaos:
             steps=campaign.steps,
             changes={**campaign.overrides, **faults},
         )
-        saboteur = KillInjector(self.home, campaign.kills)
+        injector = KillInjector(LocalRun(self.home, job.run_id), campaign.kills)
         began_s = time.monotonic()
-        played = RunDriver(self.home, LIMIT_S).play(job, person=saboteur, starts=campaign.starts)
-        return _result(campaign, played, undisturbed, saboteur, took_s=time.monotonic() - began_s)
+        driver = RunDriver(self.home, LIMIT_S)
+        played = driver.play(job, person=KillHook(injector), starts=campaign.starts)
+        return _result(campaign, played, undisturbed, injector, took_s=time.monotonic() - began_s)
 
     def shortest(self, campaign: Campaign) -> Campaign:
         """The fewest faults of a failing campaign that still fail."""
@@ -126,7 +128,7 @@ def _result(
     campaign: Campaign,
     played: RunOutcome,
     undisturbed: RunOutcome,
-    saboteur: KillInjector,
+    injector: KillInjector,
     *,
     took_s: float,
 ) -> Result:
@@ -138,11 +140,11 @@ def _result(
         campaign,
         played.history,
         fired=played.fired_s,
-        killed=saboteur.fired_s,
-        looks=saboteur.looks,
+        killed=injector.fired_s,
+        looks=injector.num_due,
     )
     return Result(
-        fired=sum(len(times) for times in played.fired_s.values()) + len(saboteur.fired_s),
+        fired=sum(len(times) for times in played.fired_s.values()) + len(injector.fired_s),
         rungs=Counter(one.rung.value for one in recoveries),
         rung_s=rung_s,
         took_s=took_s,

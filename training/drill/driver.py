@@ -14,8 +14,8 @@ from pathlib import Path
 from storage.address import Credentials
 from storage.errors import StorageError
 from training.drill.hooks import NoHook, RunHook
-from training.injection.fired import fired_at_s
-from training.injection.processes import LocalRun
+from training.injection.inside import fired_at_s
+from training.injection.outside import LocalRun
 from training.job import Job
 from training.journal.attempt_log import kept_steps
 from training.journal.history import RunHistory

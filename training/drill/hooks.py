@@ -7,41 +7,16 @@ since the epoch, steps completed optimizer steps.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from dataclasses import dataclass, field
-from enum import StrEnum
-from pathlib import Path
 from typing import Protocol
 
-from pydantic import Field
-
-from storage.model import FrozenModel
 from training.health.monitor.heartbeat import Phase
-from training.injection.processes import LocalRun, Part
+from training.injection.outside import KillInjector
 from training.supervisor.run import Run
 from training.supervisor.watch import Progress
 from training.wire.requests import write_control
 
 STANDS_FOR_S = 0.5  # a rank that went on in between would be seen
-
-
-class Victim(StrEnum):
-    """Who is killed."""
-
-    RANK = "rank"
-    NODE = "node"
-    AGENT = Part.AGENT.value
-    FORK_SERVER = Part.FORK_SERVER.value
-    CHECKPOINT_SERVER = Part.CHECKPOINT_SERVER.value
-    COORDINATOR = Part.COORDINATOR.value
-
-
-class Kill(FrozenModel):
-    """SIGKILL from outside, once."""
-
-    victim: Victim = Field(description="who")
-    index: int = Field(0, ge=0, description="global rank, else the member of the placement")
-    step: int = Field(ge=1, description="completed step from which on it happens")
 
 
 class RunHook(Protocol):
@@ -59,46 +34,17 @@ class NoHook:
         """Look."""
 
 
-@dataclass(slots=True)
-class KillInjector:
-    """Kills.
+class KillHook:
+    """Lets an injector kill what is due."""
 
-    Attributes:
-        home: folder of the runs.
-        kills: what to kill, each once.
-        fired_s: when each was hit, by its index in `kills`.
-        looks: how often each was due while all processes ran, likewise.
-    """
-
-    home: Path
-    kills: tuple[Kill, ...]
-    fired_s: dict[int, float] = field(default_factory=dict)
-    looks: Counter[int] = field(default_factory=Counter)
+    def __init__(self, injector: KillInjector) -> None:
+        self._injector = injector
 
     def see(self, run: Run, progress: Progress) -> None:
-        """Kill what is due; a process that is not there just now is looked for again."""
-        if progress.last is None:
-            return
-        for number, kill in enumerate(self.kills):
-            if kill.step > progress.last.step or number in self.fired_s:
-                continue
-            self.looks[number] += progress.is_running
-            if self._hit(run, kill):
-                self.fired_s[number] = time.time()
-
-    def _hit(self, run: Run, kill: Kill) -> bool:
-        local = LocalRun(self.home, run.job.run_id)
-        if kill.victim is Victim.RANK:
-            return bool(local.kill_rank(kill.index))
-        if kill.victim is Victim.COORDINATOR:
-            return bool(local.kill_part(Part.COORDINATOR))
-        placed = run.history.placement
-        if placed is None or kill.index >= len(placed.members):
-            return False
-        node = placed.members[kill.index].node
-        if kill.victim is Victim.NODE:
-            return bool(local.kill_node(node))
-        return bool(local.kill_part(Part(kill.victim), node))
+        """Kill what is due."""
+        if progress.last is not None:
+            step, is_running = progress.last.step, progress.is_running
+            self._injector.inject(run.history, step, is_running=is_running)
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from training.drill.campaign import Campaign
-from training.drill.hooks import Kill
+from training.injection.outside import Kill
 from training.journal.history import RunHistory
 from training.recovery.ladder import Rung
 from training.specs.drill import DrillFault, DrillPoint
@@ -93,5 +93,5 @@ def _mended_at(history: RunHistory) -> Iterator[int]:
 
 def _told(one: DrillFault | Kill) -> str:
     if isinstance(one, Kill):
-        return f"the kill of {one.victim.replace('_', ' ')} {one.index} at step {one.step}"
+        return str(one)
     return f"{one.kind} of rank {one.rank} at {one.point} of step {one.step}"

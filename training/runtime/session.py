@@ -38,13 +38,14 @@ from training.diagnosis.exits import EXIT_RESTART_ME
 from training.errors import InputError
 from training.health.monitor.heartbeat import HeartbeatWriter, Phase
 from training.health.monitor.stack_file import stacks_file
+from training.injection.inside import WorkerInjector
 from training.journal.attempt_log import MetricsLog, StepRecord, metrics_prefix
 from training.log import start_logging
 from training.recovery.protocol import Reconnected, WorkerFault, WorkerFaultKind
 from training.recovery.repair import Vote
 from training.runtime.context import WorkerContext
 from training.runtime.coordinator_client import CoordinatorClient
-from training.runtime.drills import Drill
+from training.runtime.damage import break_connections, damage_state
 from training.runtime.errors import WorkerError
 from training.runtime.process_group.connections import GLOO, StoreClient
 from training.runtime.process_group.generations import Generations
@@ -103,16 +104,16 @@ class Session:
         self._generations: Generations | None = None
         self._links: ReplayableConnections | None = None
         self._connect()
-        self._drill = Drill(
+        self._faults = WorkerInjector(
             self.job.drill.faults,
             rank=self.rank,
-            folder=context.heartbeat_path.parent,
-            generations=self._generations,
             store=self._store,
             run_id=self.job.run_id,
+            damage_state=lambda: damage_state(self._training),
+            break_connections=lambda: break_connections(self._generations),
         )
         if self._links is not None:
-            self._links.on_begin = self._drill.begins
+            self._links.on_begin = self._faults.on_collective
 
     def _connect(self) -> None:
         """Take part in the process groups of the attempt."""
@@ -304,7 +305,6 @@ class Session:
         self, training: Training, loader: Loader, checkpointer: Checkpointer, until: int
     ) -> StepLoop:
         restart = self.job.restart
-        self._drill.training = training
         mender = None
         if self._contact is not None and self._generations is not None:
             mender = RankRecovery(
@@ -317,7 +317,7 @@ class Session:
                 device=self.device,
                 heartbeat=self._heartbeat,
                 save_limit_s=self.job.engine.grace_s,
-                reached=self._drill.reached,
+                reached=self._faults.reached,
                 snapshots=Snapshots() if restart.numeric_retry else None,
             )
         return StepLoop(
@@ -333,7 +333,7 @@ class Session:
             limits=Limits(restart.abnormal_loss, restart.abnormal_grad_norm),
             snapshot_every_steps=restart.snapshot_every_steps,
             mender=mender,
-            reached=self._drill.reached,
+            reached=self._faults.reached,
         )
 
     def _checkpoint_spec(self, model: nn.Module) -> CheckpointSpec:
@@ -348,8 +348,8 @@ class Session:
         return StepRequests(stop=self._stop_wanted, save=due or self._save_wanted, pause=pause)
 
     def loss_factor(self, number: int) -> float:
-        """What a drill multiplies the loss of a step with."""
-        return self._drill.loss_factor(number)
+        """The factor of an injected fault for the loss of a step."""
+        return self._faults.loss_factor(number)
 
     def is_stopping(self) -> bool:
         """Whether this process was asked to end."""

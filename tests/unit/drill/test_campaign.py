@@ -13,9 +13,9 @@ from training.drill.campaign import (
     read_campaign,
     write_campaign,
 )
-from training.drill.hooks import Kill, Victim
 from training.drill.job import NUM_RANKS, drill_job
 from training.errors import InputError
+from training.injection.outside import Kill, Victim
 from training.specs.drill import DrillFault, DrillKind, DrillPoint
 from training.specs.model import ParallelKind
 

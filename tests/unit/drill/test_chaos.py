@@ -5,7 +5,7 @@ from __future__ import annotations
 from training.drill.campaign import Campaign
 from training.drill.chaos import _result
 from training.drill.driver import RunOutcome
-from training.drill.hooks import Kill, KillInjector, Victim
+from training.injection.outside import Kill, KillInjector, LocalRun, Victim
 from training.journal.history import replay
 from training.journal.records import AttemptStarted, Placed
 from training.specs.drill import DrillFault, DrillKind, DrillPoint
@@ -31,10 +31,12 @@ def test_a_fault_that_did_not_happen_is_a_problem_and_one_that_could_not_is_told
     played = RunOutcome(
         history=QUIET, curve={}, state={}, fired_s={0: [1.0]}, left_over=(), ended="completed"
     )
-    result = _result(campaign, played, played, KillInjector(tmp_path, campaign.kills), took_s=1.0)
+    result = _result(
+        campaign, played, played, KillInjector(LocalRun(tmp_path, "r"), campaign.kills), took_s=1.0
+    )
     assert result.fired == 1
     assert result.problems == ("did not happen: link of rank 1 at reducing of step 8",)
     assert result.excused == (
         "kill of rank 2 at recovery of step 9: no recovery inside the processes came so late",
-        "the kill of fork server 0 at step 16: the run was over before somebody could look again",
+        "kill of fork server 0 at step 16: the run was over before somebody could look again",
     )

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from training.drill.campaign import Campaign
-from training.drill.hooks import Kill, Victim
 from training.drill.unfired import missed
+from training.injection.outside import Kill, Victim
 from training.journal.history import RunHistory, replay
 from training.journal.records import AnyRecord, AttemptStarted, FirstStep, Noted, Placed
 from training.recovery.decision import Decision
@@ -101,5 +101,5 @@ def test_what_was_missed_is_told_for_a_person():
     )  # fmt: skip
     assert [one.what for one in found] == [
         "link of rank 1 at prepared of step 8",
-        "the kill of fork server 1 at step 5",
+        "kill of fork server 1 at step 5",
     ]

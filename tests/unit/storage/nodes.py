@@ -30,6 +30,7 @@ from storage.local import LocalStore
 from storage.manifest import Chunk, ShardRecord
 from storage.share import PartOfTensor, Share, WrittenShare
 from training.agent import checkpoint_server
+from training.injection.inside import CHECKPOINT_SERVER_DIES_AT
 from training.job import Job
 
 RUN_ID = "run"
@@ -163,7 +164,7 @@ def _stay(
     if isinstance(dies_at, Before):
         _die(dies_at)
     elif dies_at is not None:
-        os.environ[checkpoint_server.POINT] = dies_at
+        os.environ[CHECKPOINT_SERVER_DIES_AT] = dies_at
     os.chdir(log.parent)
     sys.argv = ["checkpoint_server", str(job_file), name, *([str(disk)] if disk else [])]
     checkpoint_server.main()

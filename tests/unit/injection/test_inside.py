@@ -1,4 +1,4 @@
-"""Faults on purpose, in a rank whose facades promise their results."""
+"""Faults injected in a rank whose process groups replay."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ import torch.distributed as dist
 from storage.local import LocalStore
 from tests.unit.runtime.trainees import Trainee
 from tests.unit.runtime.worlds import Member, Promises, World
-from training.injection.fired import fired_at_s
-from training.runtime import drills
-from training.runtime.drills import Drill
-from training.runtime.process_group.connections import Sockets, shut_down
+from training.injection.inside import WorkerInjector, fired_at_s
+from training.runtime.damage import break_connections, damage_state
 from training.specs.drill import DrillFault, DrillKind, DrillPoint
 
 STEP = 5
@@ -31,38 +29,37 @@ def world():
 
 
 def break_while_reducing(member: Member, folder: Path) -> Any:
-    """Two reductions in each of two steps; in how many the links broke, and under what."""
+    """Two reductions in each of two steps; whether connections were in use when they broke."""
     assert member.links is not None
-    found = Drill(
-        [FAULT], rank=member.rank, folder=folder, generations=member.generations,
-        store=LocalStore(folder), run_id=RUN_ID,
-    )  # fmt: skip
-    member.links.on_begin = found.begins
     running: list[bool] = []
 
-    def look_and_shut_down(sockets: Sockets) -> int:
+    def note_and_break() -> None:
         running.extend(not link.is_idle for link in member.generations.links().values())
-        return shut_down(sockets)
+        break_connections(member.generations)
 
-    pytest.MonkeyPatch().setattr(drills, "shut_down", look_and_shut_down)
+    faults = WorkerInjector(
+        [FAULT], rank=member.rank, store=LocalStore(folder), run_id=RUN_ID,
+        damage_state=lambda: None, break_connections=note_and_break,
+    )  # fmt: skip
+    member.links.on_begin = faults.on_collective
     member.enter_next()
     sums = []
     for step in (STEP - 1, STEP):
-        found.reached("start", step)
+        faults.reached("start", step)
         dist.barrier()
         dist.all_reduce(torch.ones(1))
-        found.reached("backward", step)
+        faults.reached("backward", step)
         dist.broadcast(torch.ones(1), 0)
         for _ in range(2):
             total = torch.ones(2**20)
             dist.all_reduce(total)
             sums.append(float(total.sum()) / total.numel())
-        found.reached("prepared", step)
+        faults.reached("prepared", step)
         dist.all_reduce(torch.ones(1))
     return running, sums
 
 
-def test_links_break_once_under_the_first_reduction_of_the_gradients_of_a_step(world, tmp_path):
+def test_connections_break_once_under_the_first_reduction_of_a_steps_gradients(world, tmp_path):
     world.start(break_while_reducing, tmp_path)
     world.announce(1)
     world.hear_broken(0)
@@ -77,14 +74,14 @@ def test_links_break_once_under_the_first_reduction_of_the_gradients_of_a_step(w
 def test_damaged_memory_leaves_no_value_of_the_state_what_it_was(tmp_path):
     trainee = Trainee()
     trainee.step()
-    found = Drill(
-        [FAULT.model_copy(update={"kind": DrillKind.DEVICE_MEMORY, "point": DrillPoint.BACKWARD})],
-        rank=FAULT.rank, folder=tmp_path, generations=None, store=LocalStore(tmp_path),
-        run_id=RUN_ID,
+    memory = {"kind": DrillKind.DEVICE_MEMORY, "point": DrillPoint.BACKWARD}
+    faults = WorkerInjector(
+        [FAULT.model_copy(update=memory)],
+        rank=FAULT.rank, store=LocalStore(tmp_path), run_id=RUN_ID,
+        damage_state=lambda: damage_state(trainee.training), break_connections=lambda: None,
     )  # fmt: skip
-    found.training = trainee.training
     with pytest.raises(RuntimeError, match="UCE ERROR"):
-        found.reached("backward", STEP)
+        faults.reached("backward", STEP)
     moments = [value for one in trainee.optimizer.state.values() for value in one.values()]
     assert len(moments) == 3 * len(list(trainee.model.parameters()))  # with their step counts
     for value in (*trainee.model.parameters(), *moments):
