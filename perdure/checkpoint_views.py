@@ -16,9 +16,15 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-from storage.checkpoint import CheckpointStore, StepState
+from storage.checkpoint import (
+    CheckpointStore,
+    StepObjects,
+    StepState,
+    Tier,
+    read_manifest,
+    set_aside_reason,
+)
 from storage.collect import Removal
-from storage.listing import StepObjects, list_steps, read_manifest, set_aside_reason, tiers_of
 from storage.verification import Verified, last_outcome
 
 STATE_NAMES = {
@@ -54,18 +60,18 @@ class Row:
     tiers: tuple[str, ...]
 
 
-def rows_of(checkpoints: CheckpointStore, *, tiers: Mapping[int, Sequence[str]]) -> list[Row]:
+def rows_of(checkpoints: CheckpointStore, *, tiers: Mapping[int, Sequence[Tier]]) -> list[Row]:
     """The checkpoints of a run, newest first.
 
     Args:
         checkpoints: of the run.
         tiers: of the nodes, by step.
     """
-    return [_row_of(checkpoints, step, tiers) for step in reversed(list_steps(checkpoints))]
+    return [_row_of(checkpoints, step, tiers) for step in reversed(checkpoints.list_steps())]
 
 
 def _row_of(
-    checkpoints: CheckpointStore, step: StepObjects, tiers: Mapping[int, Sequence[str]]
+    checkpoints: CheckpointStore, step: StepObjects, tiers: Mapping[int, Sequence[Tier]]
 ) -> Row:
     manifest = read_manifest(checkpoints, step)
     written_at_s = manifest.written_at_s if manifest is not None else step.modified_s
@@ -80,7 +86,7 @@ def _row_of(
         state=step.state,
         reason=set_aside_reason(checkpoints, step),
         verified=last_outcome(checkpoints, step, manifest),
-        tiers=tiers_of(step, tiers),
+        tiers=step.tiers(tiers),
     )
 
 

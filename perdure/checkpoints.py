@@ -25,11 +25,17 @@ from perdure.checkpoint_views import (
     rows_view,
 )
 from perdure.runs import make_console, named_run
-from storage.checkpoint import CheckpointStore, SetAside, StepState
+from storage.checkpoint import (
+    CheckpointStore,
+    SetAside,
+    StepObjects,
+    StepState,
+    read_manifest,
+    set_aside_reason,
+)
 from storage.collect import abort_uploads, carry_out, totals
 from storage.errors import StorageError
-from storage.export import export as write_export
-from storage.export_plan import (
+from storage.export import (
     WHOLE_NAME,
     OutputFile,
     bytes_to_read,
@@ -37,8 +43,8 @@ from storage.export_plan import (
     plan_files,
     weights_of,
 )
+from storage.export import export as write_export
 from storage.leases import reading
-from storage.listing import StepObjects, list_steps, read_manifest, set_aside_reason
 from storage.manifest import Manifest
 from storage.verification import Verified, record
 from storage.verification import verify as read_all
@@ -221,7 +227,7 @@ def _all_committed(checkpoints: CheckpointStore) -> list[StepObjects]:
     Raises:
         InputError: there is none.
     """
-    committed = [s for s in list_steps(checkpoints) if s.state is StepState.COMMITTED]
+    committed = [s for s in checkpoints.list_steps() if s.state is StepState.COMMITTED]
     if not committed:
         raise InputError("RUN", f"{checkpoints.run_id!r} has no committed checkpoint")
     return committed[::-1]
@@ -235,7 +241,7 @@ def _pick(checkpoints: CheckpointStore, step: int | None) -> StepObjects:
     """
     if step is None:
         return _all_committed(checkpoints)[0]
-    found = next((s for s in list_steps(checkpoints) if s.step == step), None)
+    found = next((s for s in checkpoints.list_steps() if s.step == step), None)
     if found is not None and found.state is StepState.COMMITTED:
         return found
     if found is not None and found.state is StepState.SET_ASIDE:

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from perdure.runs import make_console, named_run
 from storage.objects import ObjectStore
-from training.agent.collecting import COLLECTED_FILE, logs_prefix
+from training.agent.log_collection import COLLECTED_FILE, logs_prefix
 from training.errors import InputError
 from training.job import Job
 from training.journal.history import RunHistory

@@ -13,8 +13,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from storage.checkpoint_server.protocol import Tier
-from storage.listing import list_steps, tiers_of
+from storage.checkpoint import Tier
 from training.engines.base import Snapshot
 from training.home import home_folder
 from training.journal.accounting import account
@@ -122,7 +121,7 @@ class Looker:
             return known
         on_nodes = node_tiers(home_folder(), self._run.job.run_id)
         steps: dict[str, list[int]] = {tier.value: [] for tier in Tier}
-        in_store = {step.step: tiers_of(step, {}) for step in list_steps(self._run.checkpoints)}
+        in_store = {step.step: step.tiers({}) for step in self._run.checkpoints.list_steps()}
         for step in sorted({*in_store, *on_nodes}):
             for tier in (*on_nodes.get(step, ()), *in_store.get(step, ())):
                 steps[tier].append(step)

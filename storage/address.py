@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import uuid
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from storage.errors import Corrupt, StorageError
 from storage.local import LocalStore
 from storage.model import FrozenModel
-from storage.objects import Clearable, ObjectStore, check_key
+from storage.objects import ObjectStore, check_key
 from storage.retry import Retry
-from storage.s3_options import AddressingStyle, S3Options, revealed
 
 FILE_SCHEME = "file://"
 S3_SCHEME = "s3://"
+AddressingStyle = Literal["auto", "virtual", "path"]
 
 
 class Credentials(FrozenModel):
@@ -111,7 +111,9 @@ def open_store(
     """
     if spec.address.startswith(FILE_SCHEME):
         return LocalStore(Path(spec.address.removeprefix(FILE_SCHEME)))
-    from storage.s3 import S3Store  # noqa: PLC0415 boto3 takes a quarter of a second to import
+    # boto3 takes a quarter of a second to import.
+    from storage.s3 import S3Store  # noqa: PLC0415
+    from storage.s3_client import S3Options  # noqa: PLC0415
 
     bucket, _, prefix = spec.address.removeprefix(S3_SCHEME).partition("/")
     options = S3Options(
@@ -129,15 +131,18 @@ def open_store(
 
 
 def clear(spec: StorageSpec, credentials: Credentials | None = None) -> None:
-    """Delete everything at an address that nobody else uses; a folder goes with what is in it.
+    """Delete everything at an address that no other run uses; a folder goes with its contents.
 
     Raises:
         StorageError: it cannot be deleted.
         ValueError: the address is a whole bucket.
     """
-    store = open_store(spec, credentials)
-    assert isinstance(store, Clearable)  # noqa: S101 both kinds are
-    store.clear()
+    open_store(spec, credentials).clear()
+
+
+def revealed(secret: SecretStr | None) -> str | None:
+    """A secret where it is handed over."""
+    return secret.get_secret_value() if secret is not None else None
 
 
 def worker_environment(credentials: Credentials | None) -> dict[str, str]:

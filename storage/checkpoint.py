@@ -14,14 +14,13 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 import xxhash
 from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 
-from storage.checksummed import checksummed, digest, verified_document
 from storage.errors import (
     Corrupt,
     NotFound,
@@ -29,35 +28,23 @@ from storage.errors import (
     StaleAttempt,
 )
 from storage.manifest import (
-    Chunk,
     Manifest,
     RunId,
     ShardRecord,
-    TensorRecord,
+    checksummed,
+    digest,
     parse_manifest,
+    verified_document,
 )
 from storage.model import FrozenModel
 from storage.objects import ObjectInfo, ObjectStore
-
-__all__ = [
-    "CheckpointStore",
-    "Chunk",
-    "Damage",
-    "DamageKind",
-    "Manifest",
-    "SetAside",
-    "ShardRecord",
-    "StepState",
-    "TensorRecord",
-    "digest",
-    "shard_name",
-]
 
 MANIFEST_NAME = "manifest.json"
 SET_ASIDE_NAME = "set-aside.json"
 FENCE_NAME = "fence.json"
 VERIFY_BLOCK_BYTES = 16 * 2**20
-_STEP_FOLDER = re.compile(r"^step-(\d{8,})$")
+OnBytes = Callable[[int], None]  # gets the size of every piece that was read
+_STEP_KEY = re.compile(r"^runs/[^/]+/checkpoints/step-(\d{8,})/(.+)$")
 _RUN_ID: TypeAdapter[str] = TypeAdapter(RunId)
 
 
@@ -67,6 +54,14 @@ class StepState(StrEnum):
     COMMITTED = "committed"
     SET_ASIDE = "set_aside"
     UNCOMMITTED = "uncommitted"  # being written, or its writer died
+
+
+class Tier(StrEnum):
+    """Where a checkpoint lies, nearest first."""
+
+    MEMORY = "memory"
+    DISK = "disk"
+    STORE = "store"
 
 
 class DamageKind(StrEnum):
@@ -98,6 +93,44 @@ class SetAside:
     def reason(self) -> str:
         """One line for records."""
         return "; ".join(f"{damage.file} {damage.kind}: {damage.detail}" for damage in self.damages)
+
+
+@dataclass(frozen=True, slots=True)
+class StepObjects:
+    """The objects of one step.
+
+    Attributes:
+        objects: by name in the step's folder.
+    """
+
+    step: int
+    objects: Mapping[str, ObjectInfo]
+
+    @property
+    def state(self) -> StepState:
+        """What the objects amount to."""
+        if SET_ASIDE_NAME in self.objects:
+            return StepState.SET_ASIDE
+        return StepState.COMMITTED if MANIFEST_NAME in self.objects else StepState.UNCOMMITTED
+
+    @property
+    def size_bytes(self) -> int:
+        """All objects together."""
+        return sum(info.size_bytes for info in self.objects.values())
+
+    @property
+    def modified_s(self) -> float:
+        """When the newest object was written, by the store's clock."""
+        return max(info.modified_s for info in self.objects.values())
+
+    def tiers(self, on_nodes: Mapping[int, Sequence[Tier]]) -> tuple[Tier, ...]:
+        """Where the step can be restored from, nearest first.
+
+        Args:
+            on_nodes: tiers of the nodes, by step.
+        """
+        in_store = (Tier.STORE,) if self.state is StepState.COMMITTED else ()
+        return (*on_nodes.get(self.step, ()), *in_store)
 
 
 class _Fence(FrozenModel):
@@ -191,12 +224,13 @@ class CheckpointStore:
             raise Corrupt(f"{self.store.url(self._fence_key())}: not a fence") from exc
         return fence.placement, fence.attempt
 
+    def list_steps(self) -> list[StepObjects]:
+        """All steps that have any object, ascending; one listing."""
+        return group_steps(self.store.list(f"runs/{self.run_id}/checkpoints/"))
+
     def states(self) -> dict[int, StepState]:
         """All steps that have any object, ascending."""
-        names: dict[int, set[str]] = {}
-        for step, name, _info in self._objects(""):
-            names.setdefault(step, set()).add(name)
-        return {step: _state(names[step]) for step in sorted(names)}
+        return {one.step: one.state for one in self.list_steps()}
 
     def steps(self) -> list[int]:
         """Steps that may be restored, ascending."""
@@ -223,7 +257,7 @@ class CheckpointStore:
             )
         return manifest
 
-    def verify(self, step: int) -> list[Damage]:
+    def verify(self, step: int, *, on_bytes: OnBytes = lambda _count: None) -> list[Damage]:
         """Read every shard of a committed step and compare; empty when it is whole.
 
         Raises:
@@ -235,7 +269,7 @@ class CheckpointStore:
             return [Damage(MANIFEST_NAME, DamageKind.MISSING, str(exc))]
         except Corrupt as exc:
             return [Damage(MANIFEST_NAME, DamageKind.UNREADABLE, str(exc))]
-        return self.verify_shards(step, manifest.shards)
+        return self.verify_shards(step, manifest.shards, on_bytes=on_bytes)
 
     def set_aside(self, step: int, reason: str) -> None:
         """Stop offering a step, but keep its objects for a look at them."""
@@ -245,8 +279,8 @@ class CheckpointStore:
     def delete(self, step: int) -> None:
         """Remove a step: its manifest first, so that no half of it is ever offered."""
         self.store.delete(self.key(step, MANIFEST_NAME))
-        for _step, name, _info in list(self._objects(f"{_folder(step)}/")):
-            self.store.delete(self.key(step, name))
+        for info in self._objects(step).values():
+            self.store.delete(info.key)
 
     def put_shard(self, step: int, name: str, data: bytes | memoryview) -> ShardRecord:
         """Write one shard of a step that is not committed yet; returns its size and hash."""
@@ -264,15 +298,10 @@ class CheckpointStore:
     def _fence_key(self) -> str:
         return f"runs/{self.run_id}/{FENCE_NAME}"
 
-    def _objects(self, below: str) -> list[tuple[int, str, ObjectInfo]]:
-        root = f"runs/{self.run_id}/checkpoints/"
-        found: list[tuple[int, str, ObjectInfo]] = []
-        for info in self.store.list(root + below):
-            folder, _, name = info.key.removeprefix(root).partition("/")
-            match = _STEP_FOLDER.match(folder)
-            if match and name:
-                found.append((int(match[1]), name, info))
-        return found
+    def _objects(self, step: int) -> Mapping[str, ObjectInfo]:
+        """The objects of one step, by name."""
+        found = group_steps(self.store.list(self.key(step, "")))
+        return found[0].objects if found else {}
 
     def _exists(self, step: int, name: str) -> bool:
         try:
@@ -291,20 +320,38 @@ class CheckpointStore:
         self.store.put(self.key(step, f"set-aside-{digest(record)[:8]}.json"), record)
         self.store.delete(self.key(step, SET_ASIDE_NAME))
 
-    def verify_shards(self, step: int, shards: Mapping[str, ShardRecord]) -> list[Damage]:
+    def verify_shards(
+        self,
+        step: int,
+        shards: Mapping[str, ShardRecord],
+        *,
+        on_bytes: OnBytes = lambda _count: None,
+    ) -> list[Damage]:
         """Read these shards of a step and compare; empty when they are whole.
+
+        Args:
+            step: whose shards.
+            shards: as they were published, by name.
+            on_bytes: called with the size of every piece that was read.
 
         Raises:
             StorageError: the store does not answer or lets us in; says nothing of the checkpoint.
         """
-        sizes = {name: info.size_bytes for _, name, info in self._objects(f"{_folder(step)}/")}
-        found = (self._verify_shard(step, name, shards[name], sizes) for name in sorted(shards))
+        sizes = {name: info.size_bytes for name, info in self._objects(step).items()}
+        found = (
+            self._verify_shard(step, name, shards[name], sizes.get(name), on_bytes)
+            for name in sorted(shards)
+        )
         return [damage for damage in found if damage is not None]
 
     def _verify_shard(
-        self, step: int, name: str, wanted: ShardRecord, sizes: Mapping[str, int]
+        self,
+        step: int,
+        name: str,
+        wanted: ShardRecord,
+        size_bytes: int | None,
+        on_bytes: OnBytes,
     ) -> Damage | None:
-        size_bytes = sizes.get(name)
         if size_bytes is None:
             return Damage(name, DamageKind.MISSING, "no such object")
         if size_bytes < wanted.size_bytes:
@@ -314,7 +361,7 @@ class CheckpointStore:
             detail = f"{size_bytes} bytes instead of {wanted.size_bytes}"
             return Damage(name, DamageKind.HASH_DIFFERS, detail)
         try:
-            found = self._digest_object(self.key(step, name), size_bytes)
+            found = self._digest_object(self.key(step, name), size_bytes, on_bytes)
         except (NotFound, Corrupt) as exc:  # others, as AccessDenied, say nothing of the shard
             return Damage(name, DamageKind.UNREADABLE, str(exc))
         if found != wanted.xxh3_128:
@@ -322,13 +369,14 @@ class CheckpointStore:
             return Damage(name, DamageKind.HASH_DIFFERS, detail)
         return None
 
-    def _digest_object(self, key: str, size_bytes: int) -> str:
+    def _digest_object(self, key: str, size_bytes: int, on_bytes: OnBytes) -> str:
         hasher = xxhash.xxh3_128()
         block = memoryview(bytearray(min(size_bytes, VERIFY_BLOCK_BYTES)))
         for start in range(0, size_bytes, VERIFY_BLOCK_BYTES):
             part = block[: min(VERIFY_BLOCK_BYTES, size_bytes - start)]
             self.store.get_into(key, part, start=start)
             hasher.update(part)
+            on_bytes(part.nbytes)
         return hasher.hexdigest()
 
 
@@ -341,7 +389,37 @@ def _folder(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _state(names: set[str]) -> StepState:
-    if SET_ASIDE_NAME in names:
-        return StepState.SET_ASIDE
-    return StepState.COMMITTED if MANIFEST_NAME in names else StepState.UNCOMMITTED
+def group_steps(infos: Iterable[ObjectInfo]) -> list[StepObjects]:
+    """The objects of step folders among `infos`, by step; others are passed over."""
+    found: dict[int, dict[str, ObjectInfo]] = {}
+    for info in infos:
+        match = _STEP_KEY.match(info.key)
+        if match:
+            found.setdefault(int(match[1]), {})[match[2]] = info
+    return [StepObjects(step, found[step]) for step in sorted(found)]
+
+
+def read_manifest(checkpoints: CheckpointStore, step: StepObjects) -> Manifest | None:
+    """The manifest of a step, also of one that was set aside; None when there is no readable one.
+
+    Raises:
+        StorageError: the store does not answer; says nothing of the manifest.
+    """
+    if MANIFEST_NAME not in step.objects:
+        return None
+    key = checkpoints.key(step.step, MANIFEST_NAME)
+    try:
+        return parse_manifest(checkpoints.store.get(key), url=checkpoints.store.url(key))
+    except (NotFound, Corrupt):
+        return None  # deleted since it was listed, or damaged
+
+
+def set_aside_reason(checkpoints: CheckpointStore, step: StepObjects) -> str | None:
+    """Why a step was set aside; None when it was not."""
+    if SET_ASIDE_NAME not in step.objects:
+        return None
+    try:
+        record = json.loads(checkpoints.store.get(checkpoints.key(step.step, SET_ASIDE_NAME)))
+        return str(record["reason"])
+    except (NotFound, ValueError, LookupError, TypeError):
+        return "its record cannot be read"

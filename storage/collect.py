@@ -19,12 +19,17 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Protocol, runtime_checkable
 
-from storage.checkpoint import MANIFEST_NAME, CheckpointStore, StepState
+from storage.checkpoint import (
+    MANIFEST_NAME,
+    CheckpointStore,
+    StepObjects,
+    StepState,
+    group_steps,
+    read_manifest,
+)
 from storage.errors import NotFound
 from storage.leases import is_read
-from storage.listing import StepObjects, group_steps, read_manifest
 from storage.objects import ObjectInfo
 from storage.policy import RetentionPolicy
 
@@ -114,15 +119,6 @@ class Rules:
             raise ValueError(f"garbage_after_s={self.garbage_after_s} must not be negative")
 
 
-@runtime_checkable
-class AbortsUploads(Protocol):
-    """A store that keeps the parts of unfinished uploads until they are aborted."""
-
-    def abort_uploads(self, prefix: str, older_than_s: float) -> int:
-        """Abort what was begun longer ago below `prefix`. Returns the number of uploads."""
-        ...
-
-
 def take_listing(checkpoints: CheckpointStore) -> Listing:
     """List a run and read the manifests of its committed steps.
 
@@ -189,15 +185,8 @@ def carry_out(checkpoints: CheckpointStore, removals: Iterable[Removal]) -> list
 
 
 def abort_uploads(checkpoints: CheckpointStore, older_than_s: float) -> int:
-    """Abort the unfinished uploads below a run's folder, where the store knows such.
-
-    Returns:
-        Their number.
-    """
-    store = checkpoints.store
-    if not isinstance(store, AbortsUploads):
-        return 0
-    return store.abort_uploads(f"runs/{checkpoints.run_id}/", older_than_s)
+    """Abort the unfinished uploads below a run's folder. Returns their number."""
+    return checkpoints.store.abort_uploads(f"runs/{checkpoints.run_id}/", older_than_s)
 
 
 def totals(removals: Iterable[Removal]) -> str:

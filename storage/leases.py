@@ -13,9 +13,8 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from storage.checkpoint import CheckpointStore
+from storage.checkpoint import CheckpointStore, StepObjects
 from storage.errors import StorageError
-from storage.listing import StepObjects
 from storage.objects import ObjectInfo
 
 _log = logging.getLogger("perdure.storage")

@@ -95,7 +95,7 @@ class LocalStore:
         self.get_scattered(key, [out], start=start)
 
     def get_scattered(self, key: str, outs: Sequence[memoryview], *, start: int = 0) -> None:
-        """See `Scattering.get_scattered`."""
+        """See `ObjectStore.get_scattered`."""
         at = start
         with _folded(self.url(key)), self._path(key).open("rb", buffering=0) as file:
             for out in outs:
@@ -141,8 +141,12 @@ class LocalStore:
             _sync_folder(path.parent)
             self._prune(path.parent)
 
+    def abort_uploads(self, prefix: str, older_than_s: float) -> int:  # noqa: ARG002 the protocol
+        """None: a later write removes what killed writers left."""
+        return 0
+
     def clear(self) -> None:
-        """See `Clearable.clear`; the folder itself, too."""
+        """See `ObjectStore.clear`; the folder itself, too."""
         with _folded(self.url("")), suppress(FileNotFoundError):
             shutil.rmtree(self._root)
 

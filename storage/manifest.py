@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from typing import Annotated, Literal, Self
 
+import xxhash
 from pydantic import (
     ConfigDict,
     Field,
@@ -20,7 +22,6 @@ from pydantic import (
     model_validator,
 )
 
-from storage.checksummed import checksummed, verified_document
 from storage.errors import Corrupt
 from storage.model import FrozenModel
 
@@ -148,3 +149,33 @@ def parse_manifest(data: bytes, *, url: str) -> Manifest:
         raise Corrupt(f"{url}: not a manifest: {place}: {first['msg']}") from exc
     except ValueError as exc:
         raise Corrupt(f"{url}: not JSON: {exc}") from exc
+
+
+_SEAL = re.compile(rb',"xxh3_128":"([0-9a-f]{32})"\}\Z')
+
+
+def digest(data: bytes | memoryview) -> str:
+    """xxh3_128 as manifests hold it: 32 hex digits."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def checksummed(document: str) -> bytes:
+    """A JSON object with fields, UTF-8, with its hash."""
+    body = document.encode()
+    return body[:-1] + b',"xxh3_128":"' + digest(body).encode() + b'"}'
+
+
+def verified_document(data: bytes, *, url: str) -> bytes:
+    """The document of `checksummed`.
+
+    Raises:
+        Corrupt: it is not as it was checksummed.
+    """
+    seal = _SEAL.search(data)
+    if seal is None:
+        raise Corrupt(f"{url}: not a document with its hash at the end")
+    body = data[: seal.start()] + b"}"
+    found = digest(body)
+    if found != seal[1].decode():
+        raise Corrupt(f"{url}: xxh3_128 {found} instead of {seal[1].decode()}")
+    return body

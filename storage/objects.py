@@ -6,10 +6,14 @@ all; `put` replaces. Sizes are bytes, times seconds since the epoch by the store
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,10 @@ class ObjectStore(Protocol):
         """
         ...
 
+    def get_scattered(self, key: str, outs: Sequence[memoryview], *, start: int = 0) -> None:
+        """Fill `outs` in turn from offset `start`, by one read; raises as `get_into` does."""
+        ...
+
     def stat(self, key: str) -> ObjectInfo:
         """Size and version of one object.
 
@@ -75,17 +83,37 @@ class ObjectStore(Protocol):
         """Remove the object; removing what is not there is no error."""
         ...
 
+    def abort_uploads(self, prefix: str, older_than_s: float) -> int:
+        """Drop the parts of uploads below `prefix` that no writer will finish.
+
+        Args:
+            prefix: of the keys that were to be published.
+            older_than_s: age by the store's clock that no upload under way has.
+
+        Returns:
+            Number of uploads aborted.
+        """
+        ...
+
+    def clear(self) -> None:
+        """Delete everything in the store, what no listing shows included.
+
+        Raises:
+            ValueError: the store is a whole bucket.
+        """
+        ...
+
     def now_s(self) -> float:
-        """The time by the clock that `modified_s` is told by, at most a second late.
+        """The time by the clock of `modified_s`, at most a second late.
 
         An object's age is a difference of the two: this machine's clock may be hours off. A
-        folder is asked by a file that is gone again; nothing else is written, and no folder made
-        that was not there.
+        local store reads it off a file that it creates and removes; it writes nothing else and
+        makes no folder that was not there.
         """
         ...
 
     def url(self, key: str) -> str:
-        """Address of the object for people and records; holds no credentials."""
+        """Address of the object for logs and records; holds no credentials."""
         ...
 
     def local_path(self, key: str) -> Path | None:
@@ -93,44 +121,27 @@ class ObjectStore(Protocol):
         ...
 
 
-@runtime_checkable
-class Clearable(Protocol):
-    """A store that can be deleted whole."""
-
-    def clear(self) -> None:
-        """Delete everything in it, also what no listing shows."""
-        ...
+def in_parallel(work: Callable[[Item], T], items: Iterable[Item], *, num_threads: int) -> list[T]:
+    """`work` of every item, in order; after a failure nothing more is begun."""
+    return list(each_in_parallel(work, list(items), num_threads=num_threads))
 
 
-@runtime_checkable
-class Scattering(Protocol):
-    """A store that reads straight into several pieces of memory."""
-
-    def get_scattered(self, key: str, outs: Sequence[memoryview], *, start: int = 0) -> None:
-        """Fill `outs`, one after the other, from offset `start`; raises as `get_into` does."""
-        ...
-
-
-def get_scattered(
-    store: ObjectStore, key: str, outs: Sequence[memoryview], *, start: int = 0
-) -> None:
-    """Fill `outs`, one after the other, from offset `start`; by one read of any store.
-
-    Raises:
-        NotFound: no such object.
-        Corrupt: the object ends before all are full.
-    """
-    if len(outs) == 1:
-        store.get_into(key, outs[0], start=start)
-    elif isinstance(store, Scattering):
-        store.get_scattered(key, outs, start=start)
-    else:
-        block = memoryview(bytearray(sum(out.nbytes for out in outs)))
-        store.get_into(key, block, start=start)
-        at = 0
-        for out in outs:
-            out.cast("B")[:] = block[at : at + out.nbytes]
-            at += out.nbytes
+def each_in_parallel(
+    work: Callable[[Item], T], items: Sequence[Item], *, num_threads: int
+) -> Iterator[T]:
+    """The results of `in_parallel` one by one, while the rest is being worked on."""
+    if len(items) < 2:
+        yield from map(work, items)
+        return
+    # A pool per transfer survives a fork, and threads cost nothing beside 64 MiB parts.
+    with ThreadPoolExecutor(min(num_threads, len(items))) as pool:
+        futures = [pool.submit(work, item) for item in items]
+        try:
+            for future in futures:
+                yield future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def check_key(key: str) -> str:

@@ -13,7 +13,6 @@ from typing import Protocol
 
 from storage.checkpoint import CheckpointStore, StepState
 from storage.leases import read_steps
-from storage.listing import list_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +171,7 @@ def apply_retention(
         The deleted steps. The newest is never among them, nor are steps set aside, nor what
         somebody reads; a later retention deletes that.
     """
-    listed = list_steps(checkpoints)
+    listed = checkpoints.list_steps()
     steps = [one.step for one in listed if one.state is StepState.COMMITTED]
     kept = policy.keep(steps) | set(protect) | read_steps(checkpoints, listed) | set(steps[-1:])
     given_up = [step for step in steps if step not in kept]

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,7 +22,7 @@ from storage import safetensors_file
 from storage.checkpoint import CheckpointStore
 from storage.errors import Corrupt
 from storage.manifest import Chunk, Manifest
-from storage.objects import get_scattered
+from storage.objects import each_in_parallel, in_parallel
 from storage.staging import DTYPES, raw
 
 SPAN_BYTES = 64 * 2**20
@@ -117,7 +116,7 @@ class ShardReads:
                 whole = _with_gaps(plain, len(header), size_bytes)
                 self._compare(shard, header, self._fetched(shard, whole))
             else:
-                _finish(self._fetched(shard, plain))
+                list(self._fetched(shard, plain))
         for segment in segments:
             segment.finish()
         for item, _ in wanted:
@@ -155,9 +154,11 @@ class ShardReads:
         key, store = self.checkpoints.key(self.manifest.step, shard), self.checkpoints.store
 
         def fetch(span: Sequence[Segment]) -> None:
-            get_scattered(store, key, _with_scratch(span), start=span[0].begin)
+            store.get_scattered(key, _with_scratch(span), start=span[0].begin)
 
-        return _each(fetch, _spans(segments), num_threads=NUM_THREADS)
+        spans = _spans(segments)
+        fetched = each_in_parallel(fetch, spans, num_threads=NUM_THREADS)
+        return (span for span, _ in zip(spans, fetched, strict=True))
 
     def _compare(self, shard: str, header: bytes, fetched: Iterator[Sequence[Segment]]) -> None:
         """Hash what comes while the rest is on its way."""
@@ -213,35 +214,7 @@ def _copy_held(file: memoryview, segments: Sequence[Segment]) -> None:
             # Unlike an assignment to the memoryview, it lets other threads run.
             np.copyto(np.asarray(segment.out), everything[segment.begin : segment.end])
 
-    _finish(_each(copy, spans, num_threads=os.cpu_count() or 1))
-
-
-def _finish(spans: Iterator[Sequence[Segment]]) -> None:
-    for _ in spans:
-        pass
-
-
-def _each(
-    work: Callable[[Sequence[Segment]], None],
-    spans: Sequence[Sequence[Segment]],
-    *,
-    num_threads: int,
-) -> Iterator[Sequence[Segment]]:
-    """Do all of it, in threads; gives what is done, in order. A failure begins nothing more."""
-    if len(spans) < 2:
-        for span in spans:
-            work(span)
-            yield span
-        return
-    with ThreadPoolExecutor(min(num_threads, len(spans))) as pool:
-        futures = [pool.submit(work, span) for span in spans]
-        try:
-            for span, future in zip(spans, futures, strict=True):
-                future.result()
-                yield span
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    in_parallel(copy, spans, num_threads=os.cpu_count() or 1)
 
 
 def _contiguous_range(

@@ -18,12 +18,12 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from storage import dcp
-from storage.checkpoint import CheckpointStore, digest
+from storage.checkpoint import CheckpointStore, Tier
 from storage.checkpoint_server.client import CheckpointClient
-from storage.checkpoint_server.protocol import HeldShare, Tier
+from storage.checkpoint_server.protocol import HeldShare
 from storage.errors import Corrupt, StorageError
 from storage.gather import gather_json
-from storage.manifest import Chunk, Manifest
+from storage.manifest import Chunk, Manifest, digest
 from storage.reading import ShardReads
 from storage.share import SaveId, WrittenShare, delete_records, merge
 from storage.staging import raw

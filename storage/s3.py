@@ -26,14 +26,18 @@ from storage.errors import (
     PreconditionFailed,
     StorageError,
 )
-from storage.objects import ObjectInfo, check_key, check_prefix
+from storage.objects import ObjectInfo, check_key, check_prefix, in_parallel
 from storage.retry import Retry
-from storage.s3_client import S3Client, connect, read_into
-from storage.s3_errors import code_of, fold, server_time_s
-from storage.s3_options import AddressingStyle, S3Options
-from storage.transfer import Body, in_parallel
-
-__all__ = ["AddressingStyle", "S3Options", "S3Store"]
+from storage.s3_client import (
+    Body,
+    S3Client,
+    S3Options,
+    code_of,
+    connect,
+    fold,
+    read_into,
+    server_time_s,
+)
 
 T = TypeVar("T")
 
@@ -109,9 +113,11 @@ class S3Store:
         )
 
     def get_scattered(self, key: str, outs: Sequence[memoryview], *, start: int = 0) -> None:
-        """See `Scattering.get_scattered`; one request."""
+        """See `ObjectStore.get_scattered`; one request, of one large piece several."""
         views = [out.cast("B") for out in outs if out.nbytes]
-        if views:
+        if len(views) == 1:
+            self.get_into(key, views[0], start=start)
+        elif views:
             self._get_range(key, views, start)
 
     def stat(self, key: str) -> ObjectInfo:
@@ -159,15 +165,7 @@ class S3Store:
         return self._has_conditional_put
 
     def abort_uploads(self, prefix: str, older_than_s: float) -> int:
-        """Drop the parts of uploads that nobody will finish; stores keep them for ever.
-
-        Args:
-            prefix: of the keys that were to be published.
-            older_than_s: age by the server's clock that no upload under way has.
-
-        Returns:
-            Number of uploads aborted.
-        """
+        """See `ObjectStore.abort_uploads`; stores keep such parts for ever."""
         request = {"Bucket": self._bucket, "Prefix": self._prefix + check_prefix(prefix)}
         aborted, now_s = 0, None
         while True:
@@ -187,11 +185,7 @@ class S3Store:
             request["UploadIdMarker"] = page["NextUploadIdMarker"]
 
     def clear(self) -> None:
-        """Delete everything below the prefix, claims and the parts of uploads included.
-
-        Raises:
-            ValueError: there is no prefix; a whole bucket is not cleared.
-        """
+        """See `ObjectStore.clear`: everything below the prefix, claims and uploads included."""
         if not self._prefix:
             raise ValueError(f"s3://{self._bucket}: a whole bucket is not cleared")
         keys = [entry["Key"] for page in self._pages("") for entry in page.get("Contents", [])]

@@ -1,25 +1,119 @@
-"""How an S3-compatible store is reached: boto3's client, made of what is set, and its answers.
+"""How an S3-compatible store is reached: boto3's client, bodies that copy nothing, and errors.
 
-Sizes are bytes.
+The code of a failed answer decides about its class; answers without one (to HEAD, or from a
+gateway in front of the store) are judged by status. Sizes are bytes, times seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from http.client import HTTPException, HTTPResponse
 from typing import Any
 
 import boto3
+from botocore import exceptions as boto
 from botocore.config import Config
 from botocore.exceptions import IncompleteReadError, ReadTimeoutError, ResponseStreamingError
+from botocore.parsers import ResponseParserError
 from botocore.response import StreamingBody
+from pydantic import SecretStr
+from typing_extensions import Buffer
 from urllib3.exceptions import HTTPError
 
-from storage.s3_options import S3Options, revealed
+from storage.address import AddressingStyle, revealed
+from storage.errors import (
+    AccessDenied,
+    NotFound,
+    PermanentError,
+    PreconditionFailed,
+    ServerError,
+    StorageError,
+    Throttled,
+    TimedOut,
+    TransientError,
+)
 
 S3Client = Any  # boto3 generates its clients at run time
 
 COPY_SIZE_BYTES = 2**18  # of a body that must be copied; stays in the CPU's cache
+SEND_SIZE_BYTES = 2**20
+PART_SIZE_BYTES = 64 * 2**20
+
+CODES: Mapping[str, type[StorageError]] = {
+    "SlowDown": Throttled,
+    "Throttling": Throttled,
+    "ThrottlingException": Throttled,
+    "RequestLimitExceeded": Throttled,
+    "RequestThrottled": Throttled,
+    "TooManyRequests": Throttled,
+    "TooManyRequestsException": Throttled,
+    "BandwidthLimitExceeded": Throttled,
+    "ServiceUnavailable": Throttled,
+    "InternalError": ServerError,
+    "OperationAborted": ServerError,
+    "RequestTimeout": TimedOut,
+    "NoSuchKey": NotFound,
+    "NotFound": NotFound,
+    "NoSuchBucket": PermanentError,  # not NotFound: a reader would take it for an empty run
+    "NoSuchUpload": NotFound,
+    "PreconditionFailed": PreconditionFailed,
+    "ConditionalRequestConflict": ServerError,  # another write is under way: who wins is open
+    "AccessDenied": AccessDenied,
+    "InvalidAccessKeyId": AccessDenied,
+    "SignatureDoesNotMatch": AccessDenied,
+    "ExpiredToken": AccessDenied,
+    "InvalidToken": AccessDenied,
+    "RequestTimeTooSkewed": AccessDenied,
+    "NotImplemented": PermanentError,
+}
+
+STATUSES: Mapping[int, type[StorageError]] = {
+    401: AccessDenied,
+    403: AccessDenied,
+    404: NotFound,
+    408: TimedOut,
+    412: PreconditionFailed,
+    429: Throttled,
+    500: ServerError,
+    501: PermanentError,
+    502: ServerError,
+    503: Throttled,
+    504: TimedOut,
+}
+
+NO_CREDENTIALS = (
+    boto.NoCredentialsError,
+    boto.PartialCredentialsError,
+    boto.CredentialRetrievalError,
+    boto.TokenRetrievalError,
+    boto.ProfileNotFound,
+)
+NO_ANSWER = (  # boto.ConnectionError and boto.HTTPClientError have no common root of their own
+    boto.ConnectionError,
+    boto.HTTPClientError,
+    boto.IncompleteReadError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class S3Options:
+    """How to reach the store; None means boto3's own default chain."""
+
+    endpoint: str | None = None
+    region: str | None = None
+    addressing_style: AddressingStyle = "auto"
+    access_key: SecretStr | None = None
+    secret_key: SecretStr | None = None
+    session_token: SecretStr | None = None
+    ca_bundle: str | None = None
+    connect_timeout_s: float = 10.0
+    read_timeout_s: float = 60.0
+    part_size_bytes: int = PART_SIZE_BYTES
+    num_threads: int = 4
 
 
 def connect(options: S3Options) -> S3Client:
@@ -108,3 +202,135 @@ def _fill(outs: Sequence[memoryview], read_some: Callable[[memoryview], int]) ->
             filled += count
         total += filled
     return total
+
+
+class Body(io.RawIOBase):
+    """A seekable reader of memory: botocore takes no memoryview. Copies nothing for `read`."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+        self._at = 0
+
+    def __len__(self) -> int:
+        return self._view.nbytes
+
+    def readable(self) -> bool:
+        """Whether `read` works: always."""
+        return True
+
+    def seekable(self) -> bool:
+        """Whether `seek` works: always; a request that is repeated starts anew."""
+        return True
+
+    def tell(self) -> int:
+        """Offset of the next byte to send."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go to `offset` bytes from the start, the current place or the end."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._view.nbytes}[whence]
+        self._at = base + offset
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        """What comes next: the memory itself, which a socket and a hash take as well.
+
+        At least `SEND_SIZE_BYTES` of it: urllib3 asks for 16 KiB and sends whatever it gets, and
+        a system call for each would cost more than the copy.
+        """
+        end = self._view.nbytes if size < 0 else self._at + max(size, SEND_SIZE_BYTES)
+        chunk = self._view[self._at : end]
+        self._at += chunk.nbytes
+        return chunk  # type: ignore[return-value]
+
+    def readinto(self, buffer: Buffer) -> int:
+        """Copy what comes next into `buffer`; returns how many bytes."""
+        out = memoryview(buffer).cast("B")
+        chunk = self._view[self._at : self._at + out.nbytes]
+        out[: chunk.nbytes] = chunk
+        self._at += chunk.nbytes
+        return chunk.nbytes
+
+
+def fold(
+    error: boto.ClientError | boto.BotoCoreError | ResponseParserError, url: str
+) -> StorageError:
+    """Our error for boto's, with a one-line message that names the object."""
+    if isinstance(error, boto.ClientError):
+        return _fold_answer(error, url)
+    if isinstance(error, ResponseParserError):
+        # Its text quotes the answer, which comes from who knows where.
+        return ServerError(f"{url}: the answer is no S3 answer; is a gateway in front ill?")
+    return _fold_failure(error, url)
+
+
+def _fold_failure(error: boto.BotoCoreError, url: str) -> StorageError:
+    """For what boto3 met on its own side of the connection."""
+    cause = getattr(error, "kwargs", {}).get("error")
+    if isinstance(cause, ValueError):
+        # Its text quotes the header, which may be the session token.
+        return AccessDenied(f"{url}: a key holds a character that no HTTP header may have")
+    text = str(error).replace("\n", " ")
+    if isinstance(error, boto.SSLError) and "CERTIFICATE_VERIFY_FAILED" in text:
+        return PermanentError(f"{url}: the server's certificate is not trusted; set ca_bundle")
+    if isinstance(error, NO_CREDENTIALS):
+        return AccessDenied(f"{url}: {text}")
+    if isinstance(error, NO_ANSWER) and "No such file" not in text:  # that is the ca_bundle
+        return TimedOut(f"{url}: no answer: {text}")
+    return PermanentError(f"{url}: {text}")
+
+
+def _fold_answer(error: boto.ClientError, url: str) -> StorageError:
+    code = str(error.response.get("Error", {}).get("Code", ""))
+    message = str(error.response.get("Error", {}).get("Message", "")).replace("\n", " ")
+    status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    kind = CODES.get(code) or STATUSES.get(status)
+    if kind is None:
+        kind = ServerError if status >= 500 else PermanentError
+    text = f"{url}: {error.operation_name} answered {status} {code}: {message}".rstrip(": ")
+    folded = kind(text)
+    if isinstance(folded, TransientError):
+        folded.retry_after_s = _retry_after_s(_headers(error.response))
+    return folded
+
+
+def code_of(error: StorageError) -> str:
+    """The store's own code of the answer that `error` was made of, or ""."""
+    cause = error.__cause__
+    if not isinstance(cause, boto.ClientError):
+        return ""
+    return str(cause.response.get("Error", {}).get("Code", ""))
+
+
+def server_time_s(answer: Mapping[str, Any]) -> float:
+    """When the store gave `answer`, by its own clock, in whole seconds.
+
+    Raises:
+        PermanentError: it does not tell, against the rules of HTTP.
+    """
+    date = _date(_headers(answer).get("date", ""))
+    if date is None:
+        raise PermanentError("the store's answers have no Date, by which ages are measured")
+    return date.timestamp()
+
+
+def _headers(answer: Mapping[str, Any]) -> Mapping[str, str]:
+    headers: Mapping[str, str] = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    return headers
+
+
+def _retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """How long the store asks to wait: given in seconds, or as a time by the store's clock."""
+    wanted = headers.get("retry-after", "").strip()
+    if wanted.isdecimal():
+        return float(wanted)
+    until, now = _date(wanted), _date(headers.get("date", ""))
+    return max(0.0, (until - now).total_seconds()) if until and now else None
+
+
+def _date(text: str) -> datetime | None:
+    try:
+        date = parsedate_to_datetime(text)
+    except ValueError:
+        return None
+    return date if date.tzinfo else date.replace(tzinfo=UTC)

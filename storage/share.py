@@ -12,9 +12,17 @@ from collections.abc import Collection, Sequence
 from pydantic import Field, JsonValue, NonNegativeInt, ValidationError
 
 from storage.checkpoint import CheckpointStore, shard_name
-from storage.checksummed import checksummed, verified_document
 from storage.errors import Corrupt
-from storage.manifest import Chunk, Manifest, Record, RunId, ShardRecord, TensorRecord
+from storage.manifest import (
+    Chunk,
+    Manifest,
+    Record,
+    RunId,
+    ShardRecord,
+    TensorRecord,
+    checksummed,
+    verified_document,
+)
 
 RECORD_SUFFIX = ".json"
 

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from storage.checkpoint import shard_name
+from storage.checkpoint import Tier, shard_name
 from storage.checkpoint_server.client import CheckpointClient, ReservedSlot
-from storage.checkpoint_server.protocol import Tier
 from storage.errors import StorageError, TimedOut
 from storage.gather import gather_json
 from storage.model import FrozenModel

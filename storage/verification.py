@@ -7,17 +7,14 @@ are seconds since the epoch, sizes bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 from pydantic import ValidationError
 
-from storage.checkpoint import CheckpointStore, Damage
+from storage.checkpoint import CheckpointStore, Damage, StepObjects
 from storage.errors import NotFound
-from storage.listing import StepObjects
 from storage.manifest import Manifest
 from storage.model import FrozenModel
-from storage.objects import ObjectInfo, ObjectStore
 
 VERIFIED_NAME = "verified.json"
 
@@ -42,51 +39,6 @@ class Verified(FrozenModel):
         return not self.damages
 
 
-class CountingStore:
-    """An `ObjectStore` that tells how much is read from another."""
-
-    def __init__(self, store: ObjectStore, on_bytes: Callable[[int], None]) -> None:
-        self._store = store
-        self._on_bytes = on_bytes
-
-    def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
-        """See `ObjectStore.put`."""
-        self._store.put(key, data, if_absent=if_absent)
-
-    def get(self, key: str, *, start: int = 0, length: int | None = None) -> bytes:
-        """See `ObjectStore.get`; manifests and other small things, which are not counted."""
-        return self._store.get(key, start=start, length=length)
-
-    def get_into(self, key: str, out: memoryview, *, start: int = 0) -> None:
-        """See `ObjectStore.get_into`."""
-        self._store.get_into(key, out, start=start)
-        self._on_bytes(out.nbytes)
-
-    def stat(self, key: str) -> ObjectInfo:
-        """See `ObjectStore.stat`."""
-        return self._store.stat(key)
-
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """See `ObjectStore.list`."""
-        return self._store.list(prefix)
-
-    def delete(self, key: str) -> None:
-        """See `ObjectStore.delete`."""
-        self._store.delete(key)
-
-    def now_s(self) -> float:
-        """See `ObjectStore.now_s`."""
-        return self._store.now_s()
-
-    def url(self, key: str) -> str:
-        """See `ObjectStore.url`."""
-        return self._store.url(key)
-
-    def local_path(self, key: str) -> Path | None:
-        """See `ObjectStore.local_path`."""
-        return self._store.local_path(key)
-
-
 def verify(
     checkpoints: CheckpointStore,
     step: int,
@@ -106,9 +58,7 @@ def verify(
         NotFound: the step was removed meanwhile.
         StorageError: the store does not answer; says nothing of the checkpoint.
     """
-    counting = CountingStore(checkpoints.store, on_bytes)
-    read = CheckpointStore(counting, checkpoints.run_id, clock=checkpoints.clock)
-    damages = read.verify(step)
+    damages = checkpoints.verify(step, on_bytes=on_bytes)
     if damages and step not in checkpoints.states():
         raise NotFound(f"{checkpoints.url(step)}: was removed while it was read")
     return Verified(

@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from enum import StrEnum
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
 from storage import errors
+from storage.checkpoint import Tier
 from storage.errors import StorageError
 from storage.model import FrozenModel
 from storage.share import SaveId, Share, WrittenShare
@@ -29,14 +29,6 @@ class Message(FrozenModel):
     """Immutable, and an unknown field is an error."""
 
     model_config = ConfigDict(ser_json_inf_nan="constants")
-
-
-class Tier(StrEnum):
-    """Where a checkpoint lies, nearest first."""
-
-    MEMORY = "memory"
-    DISK = "disk"
-    STORE = "store"
 
 
 class Prepare(Message):

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from storage.checkpoint import CheckpointStore, digest
-from storage.checkpoint_server.memory import available_bytes as host_available_bytes
+from storage.checkpoint import CheckpointStore, Tier
 from storage.checkpoint_server.protocol import (
     REQUEST,
     HeldShare,
@@ -31,15 +30,16 @@ from storage.checkpoint_server.protocol import (
     Request,
     Reserve,
     Settle,
-    Tier,
     check_peer,
     receive,
     send,
 )
 from storage.checkpoint_server.publish import Committing, Publisher, is_recorded, shares_on_disk
 from storage.checkpoint_server.slots import NoMemory, Slot, SlotTable
+from storage.checkpoint_server.slots import available_bytes as host_available_bytes
 from storage.checkpoint_server.tasks import Tasks
 from storage.errors import Corrupt, StorageError
+from storage.manifest import digest
 from storage.share import SaveId, WrittenShare
 
 _log = logging.getLogger("perdure.storage")

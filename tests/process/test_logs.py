@@ -7,7 +7,7 @@ import json
 import pytest
 
 from storage.address import open_store
-from training.agent.collecting import logs_prefix
+from training.agent.log_collection import logs_prefix
 
 pytestmark = pytest.mark.process
 

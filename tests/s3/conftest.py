@@ -13,7 +13,8 @@ from pydantic import SecretStr
 from storage.local import LocalStore
 from storage.objects import ObjectStore
 from storage.retry import Retry
-from storage.s3 import S3Options, S3Store
+from storage.s3 import S3Store
+from storage.s3_client import S3Options
 from tests.s3.programs import HOST
 from tests.s3.proxy import FaultProxy
 from tests.s3.rgw import Rgw

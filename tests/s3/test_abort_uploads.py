@@ -6,7 +6,7 @@ import pytest
 
 from storage.errors import StorageError
 from storage.s3 import S3Store
-from storage.s3_errors import server_time_s
+from storage.s3_client import server_time_s
 from tests.s3.conftest import RCLONE, RGW, Opener
 from tests.s3.programs import wait_until
 

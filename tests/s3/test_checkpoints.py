@@ -18,7 +18,7 @@ from storage.checkpoint import CheckpointStore, StepState
 from storage.checkpoint_server.client import CheckpointClient
 from storage.collect import InUse, Rules, abort_uploads, carry_out, decide, take_listing
 from storage.s3 import S3Store
-from storage.s3_options import PART_SIZE_BYTES
+from storage.s3_client import PART_SIZE_BYTES
 from tests.s3.conftest import BUCKET, RGW, Opener
 from tests.s3.programs import HOST, wait_until
 from tests.s3.proxy import Answer, FaultProxy, InUpload, LostAnswer, Unheard

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from perdure.cli import app, main
 from storage.address import open_store
-from training.agent.collecting import COLLECTED_FILE, logs_prefix
+from training.agent.log_collection import COLLECTED_FILE, logs_prefix
 from training.job import parse_job
 from training.journal.ledger import Identity, Ledger
 from training.journal.records import AttemptEnded, AttemptStarted, Member, Placed, RunCreated

@@ -16,18 +16,16 @@ from pathlib import Path
 
 from storage.errors import StorageError
 from training.agent.checkpoint_server import CheckpointServerProcess, disk_folder
-from training.agent.checks import NodeChecks
-from training.agent.collecting import Collector
 from training.agent.control import ADDRESS_FILE, ControlServer, free_port, publish_address
 from training.agent.coordinator_client import AgentCoordinatorClient, address_file, metrics_url
-from training.agent.evidence import device_health, device_logs
-from training.agent.hanging import HangCheck
+from training.agent.evidence import device_health, device_logs, stacks_of
+from training.agent.hang_check import HangCheck
 from training.agent.launcher import Launcher
+from training.agent.log_collection import Collector
+from training.agent.preparation import DATA_FOLDER, NodeChecks, stage_data
 from training.agent.reading import read_logs, read_metrics
 from training.agent.sampling import Sampling
-from training.agent.stacks import stacks_of
-from training.agent.staging import DATA_FOLDER, stage_data
-from training.agent.waking import WakeupSignal
+from training.agent.wakeup import WakeupSignal
 from training.agent.workers import WorkerGroup
 from training.files import write_whole
 from training.health.monitor.masking import masked_text

@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from training.agent.coordinator_client import AgentCoordinatorClient
-from training.agent.evidence import ascend_folder
+from training.agent.evidence import Asked, ascend_folder, process_state
 from training.agent.fork_server import KILL_WAIT_S, Fork, ForkedProcess
-from training.agent.stacks import Asked, process_state
 from training.health.monitor.heartbeat import Heartbeat, HeartbeatReader
 from training.health.monitor.masking import masked_text, secret_values
 from training.health.monitor.stack_file import stacks_file

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from storage.checkpoint import CheckpointStore
-from storage.checkpoint_server.protocol import Tier
+from storage.checkpoint import CheckpointStore, Tier
 from storage.checkpoint_server.publish import shares_on_disk
 from storage.collect import InUse, Listing, Removal, Rules, decide, take_listing
 from storage.errors import PermanentError

@@ -16,7 +16,7 @@ from pathlib import Path
 from storage.address import Credentials, open_store, worker_environment
 from storage.checkpoint import CheckpointStore
 from storage.errors import StorageError
-from training.agent.collecting import await_collected
+from training.agent.log_collection import await_collected
 from training.diagnosis.cause import Diagnosis
 from training.diagnosis.classify import diagnose
 from training.diagnosis.standstill import holding_up

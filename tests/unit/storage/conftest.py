@@ -18,7 +18,8 @@ from storage.local import LocalStore
 from storage.manifest import Chunk, Manifest, ShardRecord, TensorRecord
 from storage.objects import ObjectStore
 from storage.retry import Retry
-from storage.s3 import S3Options, S3Store
+from storage.s3 import S3Store
+from storage.s3_client import S3Options
 from tests.unit.storage.nodes import Cluster
 
 RUN_ID = "run-1"

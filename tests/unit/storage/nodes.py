@@ -24,10 +24,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from storage.checkpoint import CheckpointStore, digest, shard_name
+from storage.checkpoint import CheckpointStore, shard_name
 from storage.checkpoint_server.client import CheckpointClient
 from storage.local import LocalStore
-from storage.manifest import Chunk, ShardRecord
+from storage.manifest import Chunk, ShardRecord, digest
 from storage.share import PartOfTensor, Share, WrittenShare
 from training.agent import checkpoint_server
 from training.injection.inside import CHECKPOINT_SERVER_DIES_AT

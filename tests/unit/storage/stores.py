@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from storage.errors import PermanentError, StorageError
@@ -21,48 +21,30 @@ class Request:
     size_bytes: int
 
 
-@dataclass
-class RecordingStore:
+class RecordingStore(LocalStore):
     """A folder that remembers its reads, and its writes in order."""
 
-    root: Path
-    reads: list[Request] = field(default_factory=list)
-    writes: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._store = LocalStore(self.root)
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.reads: list[Request] = []
+        self.writes: list[str] = []
 
     def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
         self.writes.append(key)
-        self._store.put(key, data, if_absent=if_absent)
+        super().put(key, data, if_absent=if_absent)
 
     def get(self, key: str, *, start: int = 0, length: int | None = None) -> bytes:
-        data = self._store.get(key, start=start, length=length)
+        data = super().get(key, start=start, length=length)
         self.reads.append(Request(key, start, len(data)))
         return data
 
-    def get_into(self, key: str, out: memoryview, *, start: int = 0) -> None:
-        self.reads.append(Request(key, start, out.nbytes))
-        self._store.get_into(key, out, start=start)
-
-    def stat(self, key: str) -> ObjectInfo:
-        return self._store.stat(key)
-
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        return self._store.list(prefix)
+    def get_scattered(self, key: str, outs: Sequence[memoryview], *, start: int = 0) -> None:
+        self.reads.append(Request(key, start, sum(out.nbytes for out in outs)))
+        super().get_scattered(key, outs, start=start)
 
     def delete(self, key: str) -> None:
         self.writes.append(f"-{key}")
-        self._store.delete(key)
-
-    def now_s(self) -> float:
-        return self._store.now_s()
-
-    def url(self, key: str) -> str:
-        return self._store.url(key)
-
-    def local_path(self, key: str) -> Path | None:
-        return self._store.local_path(key)
+        super().delete(key)
 
 
 class FullStore(LocalStore):

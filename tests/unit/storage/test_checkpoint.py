@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from storage.checkpoint import CheckpointStore, DamageKind, SetAside, StepState, digest
-from storage.checksummed import checksummed
+from storage.checkpoint import CheckpointStore, DamageKind, SetAside, StepState
 from storage.errors import (
     AccessDenied,
     Corrupt,
@@ -21,7 +20,7 @@ from storage.errors import (
     Throttled,
 )
 from storage.local import LocalStore
-from storage.manifest import Manifest, parse_manifest
+from storage.manifest import Manifest, checksummed, digest, parse_manifest
 from storage.s3 import S3Store
 
 Commit = Callable[..., Manifest]

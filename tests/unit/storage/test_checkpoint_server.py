@@ -18,23 +18,15 @@ from threading import Event, Lock, Thread
 
 import pytest
 
-from storage.checkpoint import CheckpointStore
+from storage.checkpoint import CheckpointStore, Tier
 from storage.checkpoint_server.client import CheckpointClient
-from storage.checkpoint_server.protocol import (
-    ListShares,
-    Ready,
-    Reserve,
-    Tier,
-    check_peer,
-    receive,
-    send,
-)
+from storage.checkpoint_server.protocol import ListShares, Ready, Reserve, check_peer, receive, send
 from storage.checkpoint_server.publish import Publisher, prune_disk, shares_on_disk
 from storage.checkpoint_server.server import UPLOAD_THREADS, CheckpointServer
 from storage.checkpoint_server.slots import SlotState
-from storage.checksummed import checksummed
 from storage.errors import Corrupt, PermanentError, StorageError, TimedOut
 from storage.local import LocalStore
+from storage.manifest import checksummed
 from storage.share import put_record
 from tests.unit.storage.nodes import (
     RUN_ID,

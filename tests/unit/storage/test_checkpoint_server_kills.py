@@ -14,11 +14,12 @@ from contextlib import suppress
 
 import pytest
 
-from storage.checkpoint import CheckpointStore, StepState, digest
+from storage.checkpoint import CheckpointStore, StepState
 from storage.checkpoint_server.client import CheckpointClient
 from storage.checkpoint_server.publish import shares_on_disk
 from storage.collect import InUse, Rules, carry_out, decide, take_listing
 from storage.errors import TimedOut
+from storage.manifest import digest
 from storage.share import parse_record
 from tests.unit.storage.nodes import Before, Cluster, Node, save, settle, share_of
 

@@ -19,10 +19,11 @@ from threading import Event, Thread
 import psutil
 import pytest
 
-from storage.checkpoint import CheckpointStore, StepState, digest
+from storage.checkpoint import CheckpointStore, StepState
 from storage.checkpoint_server.client import CheckpointClient
 from storage.errors import NotFound, StaleAttempt, StorageError, TimedOut
 from storage.local import LocalStore
+from storage.manifest import digest
 from tests.unit.storage.nodes import (
     Cluster,
     bytes_of,

@@ -7,9 +7,8 @@ import json
 import pytest
 
 from storage.checkpoint import CheckpointStore
-from storage.checksummed import checksummed, verified_document
 from storage.errors import Corrupt
-from storage.manifest import parse_manifest
+from storage.manifest import checksummed, parse_manifest, verified_document
 from storage.share import parse_record, put_record
 from tests.unit.storage.nodes import share_of, written
 

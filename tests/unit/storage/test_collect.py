@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.checkpoint import MANIFEST_NAME, SET_ASIDE_NAME, CheckpointStore, StepState, shard_name
+from storage.checkpoint import (
+    MANIFEST_NAME,
+    SET_ASIDE_NAME,
+    CheckpointStore,
+    StepObjects,
+    StepState,
+    shard_name,
+)
 from storage.collect import (
     MIN_KEPT_STEPS,
     InUse,
@@ -20,7 +27,6 @@ from storage.collect import (
     take_listing,
     totals,
 )
-from storage.listing import StepObjects
 from storage.local import LocalStore
 from storage.objects import ObjectInfo, ObjectStore
 from storage.policy import KeepAnyOf, KeepBest, KeepEvery, KeepLast

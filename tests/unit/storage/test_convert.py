@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from storage.convert import convert, is_convertible
+from storage.export import convert, is_convertible
 
 TORCH = {
     "F64": torch.float64,

@@ -22,8 +22,7 @@ from storage import dcp
 from storage import export as module
 from storage.checkpoint import CheckpointStore, shard_name
 from storage.errors import Corrupt, NotFound, PermanentError
-from storage.export import export
-from storage.export_plan import bytes_to_read, other_exports, plan_files, weights_of
+from storage.export import bytes_to_read, export, other_exports, plan_files, weights_of
 from storage.local import LocalStore
 from storage.manifest import Chunk, Manifest, ShardRecord, TensorRecord
 from storage.s3 import S3Store

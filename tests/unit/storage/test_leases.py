@@ -8,7 +8,6 @@ from storage.checkpoint import CheckpointStore
 from storage.collect import InUse, Rules, carry_out, decide, take_listing
 from storage.errors import AccessDenied
 from storage.leases import LEASE_S, read_steps, reading
-from storage.listing import list_steps
 from storage.policy import KeepLast, apply_retention
 
 
@@ -20,7 +19,7 @@ def _four_steps(checkpoints, commit) -> None:
 
 def read_now(checkpoints: CheckpointStore) -> frozenset[int]:
     """Steps that a listing shows a reader of."""
-    return read_steps(checkpoints, list_steps(checkpoints))
+    return read_steps(checkpoints, checkpoints.list_steps())
 
 
 def retain(checkpoints: CheckpointStore) -> list[int]:

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from storage.checkpoint import MANIFEST_NAME, CheckpointStore, StepState
-from storage.listing import list_steps, read_manifest, set_aside_reason, tiers_of
+from storage.checkpoint import (
+    MANIFEST_NAME,
+    CheckpointStore,
+    StepState,
+    Tier,
+    read_manifest,
+    set_aside_reason,
+)
 from tests.unit.storage.conftest import Committer
 
 
@@ -20,12 +26,12 @@ def mixed(checkpoints: CheckpointStore, commit: Committer) -> CheckpointStore:
 
 
 def test_the_states_are_those_of_the_checkpoint_store(mixed: CheckpointStore) -> None:
-    assert {s.step: s.state for s in list_steps(mixed)} == mixed.states()
-    assert [s.state for s in list_steps(mixed)][2:] == [StepState.SET_ASIDE, StepState.UNCOMMITTED]
+    assert {s.step: s.state for s in mixed.list_steps()} == mixed.states()
+    assert [s.state for s in mixed.list_steps()][2:] == [StepState.SET_ASIDE, StepState.UNCOMMITTED]
 
 
 def test_size_and_age_are_those_of_all_objects_of_a_step(mixed: CheckpointStore) -> None:
-    step = list_steps(mixed)[0]
+    step = mixed.list_steps()[0]
     infos = [mixed.store.stat(mixed.key(5, name)) for name in step.objects]
     assert len(infos) == 3
     assert step.size_bytes == sum(info.size_bytes for info in infos)
@@ -33,40 +39,40 @@ def test_size_and_age_are_those_of_all_objects_of_a_step(mixed: CheckpointStore)
 
 
 def test_a_manifest_is_read_also_when_its_step_was_set_aside(mixed: CheckpointStore) -> None:
-    manifests = [read_manifest(mixed, step) for step in list_steps(mixed)]
+    manifests = [read_manifest(mixed, step) for step in mixed.list_steps()]
     assert [m and m.step for m in manifests] == [5, 10, 15, None]
 
 
 def test_an_unreadable_manifest_is_none_at_all(mixed: CheckpointStore) -> None:
     mixed.store.put(mixed.key(10, MANIFEST_NAME), b"{")
-    assert read_manifest(mixed, list_steps(mixed)[1]) is None
+    assert read_manifest(mixed, mixed.list_steps()[1]) is None
 
 
 def test_a_manifest_that_was_deleted_since_the_listing_is_none(mixed: CheckpointStore) -> None:
-    step = list_steps(mixed)[1]
+    step = mixed.list_steps()[1]
     mixed.delete(10)
     assert read_manifest(mixed, step) is None
 
 
 def test_a_step_set_aside_says_why(mixed: CheckpointStore) -> None:
-    reasons = [set_aside_reason(mixed, step) for step in list_steps(mixed)]
+    reasons = [set_aside_reason(mixed, step) for step in mixed.list_steps()]
     assert reasons == [None, None, "shard lost", None]
     mixed.store.put(mixed.key(15, "set-aside.json"), b"[]")
-    assert set_aside_reason(mixed, list_steps(mixed)[2]) == "its record cannot be read"
+    assert set_aside_reason(mixed, mixed.list_steps()[2]) == "its record cannot be read"
 
 
 def test_objects_beside_the_step_folders_are_no_steps(mixed: CheckpointStore) -> None:
     for key in ("x", "checkpoints/step-00000001", "checkpoints/step-x/y", "checkpoints/other/y"):
         mixed.store.put(f"runs/run-1/{key}", b"")
-    assert [s.step for s in list_steps(mixed)] == [5, 10, 15, 20]
+    assert [s.step for s in mixed.list_steps()] == [5, 10, 15, 20]
 
 
 def test_the_tiers_of_a_step_come_nearest_first_and_the_store_counts_once_committed(
     mixed: CheckpointStore,
 ) -> None:
-    nodes = {20: ["memory", "disk"], 15: ["memory"]}
-    told = {step.step: tiers_of(step, nodes) for step in list_steps(mixed)}
-    for step in list_steps(mixed):
-        assert ("store" in told[step.step]) == (step.state is StepState.COMMITTED)
-    assert told[20][:2] == ("memory", "disk")
-    assert told[15][0] == "memory"
+    nodes = {20: [Tier.MEMORY, Tier.DISK], 15: [Tier.MEMORY]}
+    found = {step.step: step.tiers(nodes) for step in mixed.list_steps()}
+    for step in mixed.list_steps():
+        assert ("store" in found[step.step]) == (step.state is StepState.COMMITTED)
+    assert found[20][:2] == ("memory", "disk")
+    assert found[15][0] == "memory"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from storage.checkpoint_server.memory import UNLIMITED, cgroup_left_bytes
+from storage.checkpoint_server.slots import UNLIMITED, cgroup_left_bytes
 
 V1 = "12:cpu,cpuacct:/pod\n11:memory:/pod/container\n1:name=systemd:/pod\n0::/elsewhere\n"
 

@@ -227,7 +227,7 @@ def test_a_whole_shard_passes(checkpoints, mixed):
 def test_a_flipped_bit_anywhere_is_found(checkpoints, mixed, store):
     size_bits = mixed[2]
     key = checkpoints.key(10, SHARD)
-    folder = LocalStore(store.root)
+    folder = LocalStore(store._root)
     # Every byte of the header's length, then a prime stride through header, data and gaps.
     for at in [*range(0, 64, 3), *range(64, size_bits, 61), size_bits - 1]:
         flip_bit(folder, key, at)
@@ -239,7 +239,7 @@ def test_a_flipped_bit_anywhere_is_found(checkpoints, mixed, store):
 
 def test_a_damage_that_nobody_wants_is_found_all_the_same(checkpoints, mixed, store):
     manifest, _, size_bits = mixed
-    flip_bit(LocalStore(store.root), checkpoints.key(10, SHARD), size_bits - 1)
+    flip_bit(LocalStore(store._root), checkpoints.key(10, SHARD), size_bits - 1)
     reads = ShardReads(checkpoints, manifest, verify=frozenset({SHARD}))
     with pytest.raises(Corrupt, match="xxh3_128"):
         read_boxes(reads, [])

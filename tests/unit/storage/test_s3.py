@@ -27,8 +27,8 @@ from storage.errors import (
     TransientError,
 )
 from storage.retry import Retry
-from storage.s3 import S3Options, S3Store
-from storage.s3_errors import fold
+from storage.s3 import S3Store
+from storage.s3_client import S3Options, fold
 from tests.unit.storage.conftest import FaultyS3, _Handler
 
 MIB = 2**20

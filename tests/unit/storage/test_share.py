@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from storage.checkpoint import CheckpointStore, shard_name
-from storage.checksummed import checksummed
 from storage.errors import Corrupt, NotFound
-from storage.manifest import Chunk
+from storage.manifest import Chunk, checksummed
 from storage.share import (
     PartOfTensor,
     WrittenShare,

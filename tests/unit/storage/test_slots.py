@@ -12,8 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from storage.checkpoint import digest
 from storage.checkpoint_server.slots import SLOTS_PER_RANK, NoMemory, Slot, SlotState, SlotTable
+from storage.manifest import digest
 from tests.unit.storage.nodes import bytes_of, share_of
 
 PLENTY = 1 << 40

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.checkpoint_server.protocol import Tier
+from storage.checkpoint import Tier
 from storage.share import SaveId
 from storage.tiers import Held, assemble
 

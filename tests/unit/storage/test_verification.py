@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from storage.checkpoint import MANIFEST_NAME, CheckpointStore, DamageKind
+from storage.checkpoint import (
+    MANIFEST_NAME,
+    CheckpointStore,
+    DamageKind,
+    StepObjects,
+    read_manifest,
+)
 from storage.errors import NotFound
-from storage.listing import StepObjects, list_steps, read_manifest
-from storage.objects import ObjectStore
-from storage.verification import VERIFIED_NAME, CountingStore, Verified, last_outcome
+from storage.verification import VERIFIED_NAME, Verified, last_outcome
 from storage.verification import record as keep
 from storage.verification import verify as read_all
 from tests.unit.storage.conftest import Committer
@@ -17,7 +21,7 @@ SHARD = "p0000-a0000-rank00001.safetensors"
 
 
 def objects_of(checkpoints: CheckpointStore, step: int) -> StepObjects:
-    return next(s for s in list_steps(checkpoints) if s.step == step)
+    return next(s for s in checkpoints.list_steps() if s.step == step)
 
 
 def verify(checkpoints: CheckpointStore, step: int) -> Verified:
@@ -93,17 +97,10 @@ def test_a_step_that_is_removed_while_it_is_read_is_gone_and_not_damaged(
         read_all(checkpoints, 5, manifest, on_bytes=lambda _count: checkpoints.delete(5))
 
 
-def test_the_counting_store_is_the_store_it_counts_for(store: ObjectStore) -> None:
+def test_the_bytes_that_a_verification_reads_are_counted(
+    checkpoints: CheckpointStore, commit: Committer
+) -> None:
+    manifest = commit(checkpoints, 5)
     counts: list[int] = []
-    counting = CountingStore(store, counts.append)
-    counting.put("a/b", b"12345", if_absent=True)
-    out = bytearray(3)
-    counting.get_into("a/b", memoryview(out), start=1)
-    assert (bytes(out), counts) == (b"234", [3])
-    assert counting.get("a/b", start=1, length=2) == b"23"
-    assert counting.stat("a/b").size_bytes == 5
-    assert [info.key for info in counting.list("a/")] == ["a/b"]
-    assert counting.url("a/b") == store.url("a/b")
-    assert counting.local_path("a/b") == store.local_path("a/b")
-    counting.delete("a/b")
-    assert list(store.list("")) == []
+    read_all(checkpoints, 5, manifest, on_bytes=counts.append)
+    assert sum(counts) == manifest.size_bytes

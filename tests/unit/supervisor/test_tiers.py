@@ -7,8 +7,7 @@ import os
 import psutil
 import pytest
 
-from storage.checkpoint import CheckpointStore
-from storage.checkpoint_server.protocol import Tier
+from storage.checkpoint import CheckpointStore, Tier
 from storage.local import LocalStore
 from storage.manifest import ShardRecord
 from storage.share import SaveId, Share, WrittenShare, put_record

@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from storage import dcp
-from storage.checkpoint import CheckpointStore, Manifest
+from storage.checkpoint import CheckpointStore
 from storage.checkpoint_server.client import CheckpointClient
 from storage.errors import StorageError
 from storage.gather import gather_json
+from storage.manifest import Manifest
 from storage.staging import SavePlans
 from storage.tiers import Signs, TieredSaver
 from training.device import device_rng_state, pin, set_device_rng_state, synchronize

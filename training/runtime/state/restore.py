@@ -17,11 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from storage import dcp
-from storage.checkpoint import CheckpointStore, Manifest
+from storage.checkpoint import CheckpointStore
 from storage.checkpoint_server.client import CheckpointClient
 from storage.errors import Corrupt, NotFound, StorageError
 from storage.gather import gather_json
 from storage.local import LocalStore
+from storage.manifest import Manifest
 from storage.restoring import NodeRestore, NodeShares
 from storage.share import SaveId
 from training.journal.events import CheckpointDamaged

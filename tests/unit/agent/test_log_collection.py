@@ -15,8 +15,9 @@ import pytest
 from storage.errors import TransientError
 from storage.local import LocalStore
 from tests.unit.agent.conftest import JOB, TOKEN, wait_for
-from training.agent import collecting
-from training.agent.collecting import (
+from training.agent import log_collection
+from training.agent.evidence import ascend_folder
+from training.agent.log_collection import (
     COLLECTED_FILE,
     Collector,
     Log,
@@ -25,7 +26,6 @@ from training.agent.collecting import (
     logs_prefix,
     pack,
 )
-from training.agent.evidence import ascend_folder
 from training.agent.workers import WorkerGroup
 from training.wire.agent import AgentConfig, Collected, CollectOrder, ShutdownOrder
 
@@ -149,7 +149,7 @@ def test_a_store_that_fails_is_told_and_not_waited_for_again_and_again(
             tries.append(key)
             raise TransientError("503")
 
-    monkeypatch.setattr(collecting, "open_store", lambda _spec: Down())
+    monkeypatch.setattr(log_collection, "open_store", lambda _spec: Down())
     state = collected(collector, group)
     assert len(tries) == 1
     assert state.problems == ("rank-00001.stderr.log: 503",)
@@ -165,7 +165,7 @@ def test_a_slow_store_keeps_nobody_waiting(new_group, collector, tmp_path, monke
             assert is_up.wait(30)
             inner.put(key, data)
 
-    monkeypatch.setattr(collecting, "open_store", lambda _spec: Slow())
+    monkeypatch.setattr(log_collection, "open_store", lambda _spec: Slow())
     assert not collector.collect(ORDER, group.order, group).is_done
     assert not collector.collect(ORDER, group.order, group).is_done
     is_up.set()
@@ -182,8 +182,8 @@ def test_a_container_that_goes_away_waits_for_a_slow_store_only_so_long(
         def put(self, key, data):
             is_over.wait(30)
 
-    monkeypatch.setattr(collecting, "open_store", lambda _spec: Hung())
-    monkeypatch.setattr(collecting, "CLOSE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(log_collection, "open_store", lambda _spec: Hung())
+    monkeypatch.setattr(log_collection, "CLOSE_TIMEOUT_S", 0.1)
     collector.close(group.order, group)
     assert not collector.collect(ORDER, group.order, group).is_done
     is_over.set()

@@ -14,8 +14,7 @@ from urllib3.exceptions import ReadTimeoutError as Urllib3ReadTimeoutError
 from urllib3.exceptions import SSLError
 
 from storage.s3 import S3Store
-from storage.s3_client import COPY_SIZE_BYTES, read_into
-from storage.transfer import SEND_SIZE_BYTES, Body
+from storage.s3_client import COPY_SIZE_BYTES, SEND_SIZE_BYTES, Body, read_into
 
 
 class Failing(io.RawIOBase):
