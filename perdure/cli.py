@@ -36,8 +36,8 @@ from training.home import home_folder
 from training.injection.outside import KillInjector
 from training.job import Job, load_job
 from training.journal.accounting import account
-from training.journal.attempt_log import StepReader, kept_of
 from training.journal.ledger import Ledger
+from training.journal.steps import StepReader, kept_of
 from training.journal.wall_time import Account
 from training.log import start_logging
 from training.recovery.ladder import ladder_markdown

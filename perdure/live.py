@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tasks.observe import Observation
-from training.journal.attempt_log import StepRecord
+from training.journal.events import StepRecord
 from training.journal.history import AttemptView, RunHistory
 from training.supervisor.report import NOT_MENDED, AttemptRow, note_text
 

@@ -17,8 +17,9 @@ from storage.checkpoint import Tier
 from training.engines.base import Snapshot
 from training.home import home_folder
 from training.journal.accounting import account
-from training.journal.attempt_log import StepRecord, kept_of
+from training.journal.events import StepRecord
 from training.journal.history import AttemptView, RunHistory
+from training.journal.steps import kept_of
 from training.journal.wall_time import Account
 from training.recovery.faults import Fault
 from training.recovery.rungs import Rung

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from training.journal.attempt_log import StepRecord
+from training.journal.events import StepRecord
 from training.journal.history import RunHistory
 
 

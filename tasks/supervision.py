@@ -29,8 +29,13 @@ from tasks.reporting import PROGRESS_PERIOD_S, Log, Reporter
 from training.errors import InputError, RunConflict
 from training.home import home_folder
 from training.job import Job
-from training.journal.attempt_log import StepRecord
-from training.journal.events import AlertCleared, AlertRaised, AnyNote, CheckpointDamaged
+from training.journal.events import (
+    AlertCleared,
+    AlertRaised,
+    CheckpointDamaged,
+    LedgerEvent,
+    StepRecord,
+)
 from training.journal.history import RunHistory
 from training.journal.ledger import RENEW_S
 from training.recovery.events import PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
@@ -273,7 +278,7 @@ class Supervision:
             history = self.run.history
             self.reporter.account(lambda: self._account(history))
 
-    def _tell_notes(self, notes: Sequence[AnyNote]) -> None:
+    def _tell_notes(self, notes: Sequence[LedgerEvent]) -> None:
         """Tell what the attempt's coordinator noted since the last look."""
         if not notes:
             return

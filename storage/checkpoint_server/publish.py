@@ -49,7 +49,7 @@ class Committing:
     Attributes:
         save: whose shares.
         owner: (placement, attempt) that publishes.
-        announce: file that gets a line afterwards.
+        announce: log of the attempt, which records the commit afterwards.
     """
 
     save: SaveId
@@ -64,6 +64,7 @@ class Publisher:
         store: checkpoints of the run in the object store.
         disk: likewise on the node's disk; None: there is no such tier.
         retain: called after a commit with the step; deletes what is no longer wanted.
+        announce: called after a commit with `Committing.announce` and the step.
         patience_s: how long a commit waits for the records of other ranks.
         clock: monotonic seconds.
         reached: called with the name of each point of a save, for fault injection.
@@ -75,6 +76,7 @@ class Publisher:
         *,
         disk: CheckpointStore | None,
         retain: Callable[[int], None],
+        announce: Callable[[Path, int], None] = lambda _log, _step: None,
         patience_s: float = 1800.0,
         clock: Callable[[], float] = time.monotonic,
         reached: Callable[[str], None] = lambda _point: None,
@@ -82,6 +84,7 @@ class Publisher:
         self._store = store
         self._disk = disk
         self._retain = retain
+        self._announce = announce
         self._patience_s = patience_s
         self._clock = clock
         self._reached = reached
@@ -159,8 +162,7 @@ class Publisher:
 
     def _after_commit(self, task: Committing) -> None:
         if task.announce is not None:
-            with suppress(OSError), task.announce.open("a", encoding="utf-8") as file:
-                file.write(f'{{"kind": "checkpoint", "step": {task.save.step}}}\n')
+            self._announce(task.announce, task.save.step)
         try:
             delete_records(self._store, task.save, range(task.save.world_size))
             self._reached("records_deleted")

@@ -17,9 +17,11 @@ import yaml
 from storage.address import open_store
 from training.injection.outside import LocalRun
 from training.job import Job, parse_job
-from training.journal.attempt_log import kept_steps, parse_live
+from training.journal.attempt_log import parse_lines
+from training.journal.events import StepRecord
 from training.journal.history import RunHistory
 from training.journal.ledger import Ledger
+from training.journal.steps import kept_steps
 
 REPO = Path(__file__).resolve().parents[2]
 RECIPES = REPO / "tests" / "recipes"
@@ -177,8 +179,8 @@ class Running:
     def step(self) -> int:
         """Newest step that the first rank has written down, in any attempt."""
         files = self.folder.glob("nodes/*/*/attempts/*/metrics.jsonl")
-        told = [record.step for path in files for record in parse_live(path.read_text()).steps]
-        return max(told, default=0)
+        events = [event for path in files for event in parse_lines(path.read_text())]
+        return max((one.step for one in events if isinstance(one, StepRecord)), default=0)
 
     def reach(self, step: int, *, timeout_s: float = 120) -> None:
         """Wait until the run has completed `step`."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from training.journal.events import (
     AlertCleared,
     AlertRaised,
-    AnyNote,
     CheckpointDamaged,
     HealthPoint,
+    LedgerEvent,
 )
 from training.journal.history import RunHistory, replay
 from training.journal.records import (
@@ -87,11 +87,11 @@ END: tuple[AnyRecord, ...] = (
 )  # fmt: skip
 
 
-def noted(*notes: AnyNote) -> list[AnyRecord]:
+def noted(*notes: LedgerEvent) -> list[AnyRecord]:
     """Records of the first attempt's notes."""
     return [Noted(**NOW, **KEY, note=note) for note in notes]
 
 
-def told(*notes: AnyNote, ended: bool = False) -> RunHistory:
+def told(*notes: LedgerEvent, ended: bool = False) -> RunHistory:
     """The history of a run of one attempt that these were noted in."""
     return replay([*BEGINNING, *noted(*notes), *(END if ended else ())])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from training.coordinator.metrics import AttemptNow, RunMetrics
-from training.journal.attempt_log import StepRecord
+from training.journal.events import StepRecord
 from training.recovery.attempt import Stage
 from training.recovery.decision import Decision, Recovery
 from training.recovery.events import RecoveryBegan, RecoveryEnded

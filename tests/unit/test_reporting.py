@@ -20,7 +20,7 @@ from tests.unit.noting import (
     STANDS,
     told,
 )
-from training.journal.attempt_log import StepRecord
+from training.journal.events import StepRecord
 from training.recovery.faults import Fault, FaultClass, RecoverableBy
 from training.recovery.ladder import Decision, Rung
 from training.supervisor.report import (

@@ -17,8 +17,9 @@ from perdure.status_view import plain_status, status_panel
 from tests.unit.noting import BEGINNING, CRASH_BEGAN, END, HOT, LINK_BEGAN, LINK_MENDED, NOW, noted
 from training.engines.base import Snapshot
 from training.job import parse_job
-from training.journal.attempt_log import StepRecord, metrics_prefix
+from training.journal.events import StepRecord
 from training.journal.records import RECORD, CheckpointSeen, RunEnded
+from training.journal.steps import metrics_prefix
 from training.supervisor.job_registry import remember_job
 from training.supervisor.observer import AttemptSnapshot
 from training.supervisor.run import Run

@@ -24,8 +24,7 @@ from tests.unit.noting import (
 )
 from training.errors import RunConflict
 from training.job import parse_job
-from training.journal.attempt_log import StepRecord
-from training.journal.events import AnyNote
+from training.journal.events import LedgerEvent, StepRecord
 from training.journal.history import replay
 from training.supervisor.watch import Progress
 from training.wire.requests import read_control, write_control
@@ -85,7 +84,7 @@ def supervision(tmp_path, told, caplog):
 def see(supervision):
     """Has the supervisor see that these were noted, of which the last `fresh` are new."""
 
-    def see(*notes: AnyNote, fresh: int = 0, ended: bool = False, steps=()) -> str:
+    def see(*notes: LedgerEvent, fresh: int = 0, ended: bool = False, steps=()) -> str:
         records = [*BEGINNING, *noted(*notes), *(END if ended else ())]
         supervision.run._book.history = replay(records)
         new = notes[len(notes) - fresh :]

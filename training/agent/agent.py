@@ -30,6 +30,7 @@ from training.agent.workers import WorkerGroup
 from training.files import write_whole
 from training.health.monitor.masking import masked_text
 from training.job import Job
+from training.journal import attempt_log
 from training.processes import MARKER, become_subreaper, kill_container, oom_kills
 from training.wire.agent import (
     AgentConfig,
@@ -244,7 +245,7 @@ class Agent:
             "PERDURE_JOB": str(job_file),
             "PERDURE_DATA_FOLDER": str(self._folder / DATA_FOLDER),
             "PERDURE_DATA_MANIFEST": order.data_manifest_key or "",
-            "PERDURE_METRICS": str(folder / "metrics.jsonl"),
+            "PERDURE_METRICS": str(folder / attempt_log.FILE_NAME),
         }
         environment |= self._keep(order, job_file)
         environment |= self._coordinate(order, folder, self._group)

@@ -37,6 +37,8 @@ from storage.share import SaveId
 from training.files import write_whole
 from training.injection.inside import checkpoint_server_faults
 from training.job import Job
+from training.journal.attempt_log import AttemptLog
+from training.journal.events import CheckpointCommitted
 from training.log import start_logging
 from training.runtime.step_loop.policies import retention_policy
 
@@ -73,6 +75,7 @@ def keep() -> None:
         store,
         disk=disk,
         retain=partial(_retain, store, policy),
+        announce=log_commit,
         reached=checkpoint_server_faults(),
     )
     checkpoint_server = CheckpointServer(
@@ -96,6 +99,20 @@ def _await_agents_end() -> None:
 
 def _retain(store: CheckpointStore, policy: RetentionPolicy, step: int) -> None:
     apply_retention(store, policy, protect={step})
+
+
+def log_commit(log: Path, step: int) -> None:
+    """Record a commit in the log of an attempt; the checkpoint stands where that is not possible.
+
+    Args:
+        log: file of the attempt log.
+        step: of the checkpoint.
+    """
+    try:
+        with AttemptLog(log) as attempt_log:
+            attempt_log.append(CheckpointCommitted(step=step))
+    except OSError as error:
+        _log.error(f"the commit of step {step} is not in the attempt's log: {error}")
 
 
 class HeldInMemory(FrozenModel):

@@ -16,6 +16,7 @@ from training.agent.coordinator_client import CoordinatorProcess, address_file, 
 from training.agent.fork_server import Fork, ForkedProcess, ForkServer, start_alone
 from training.coordinator.config import CoordinatorConfig
 from training.job import RESERVED_NAMES
+from training.journal import attempt_log
 from training.wire.agent import RendezvousOrder
 from training.wire.coordinator import CoordinatorAddress
 
@@ -113,7 +114,7 @@ class Launcher:
             token=new_token(),
             placement=order.start.placement,
             attempt=order.start.attempt,
-            live_file=str(attempt_folder / "metrics.jsonl"),
+            live_file=str(attempt_folder / attempt_log.FILE_NAME),
             address_file=str(address_file(attempt_folder)),
             supported=order.supported,
             past=order.start.past,

@@ -18,8 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_
 from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from training.journal.attempt_log import StepRecord
-from training.journal.events import AnyNote
+from training.journal.events import LedgerEvent, StepRecord
 from training.recovery.attempt import Stage
 from training.recovery.decision import Recovery
 from training.recovery.events import PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
@@ -180,7 +179,7 @@ class RunMetrics(Collector):
         """A checkpoint was committed."""
         self._told.committed_step, self._told.committed_s = step, at_s
 
-    def noted(self, note: AnyNote) -> None:
+    def noted(self, note: LedgerEvent) -> None:
         """The coordinator put something on record."""
         match note:
             case RecoveryBegan():

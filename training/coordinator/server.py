@@ -28,7 +28,9 @@ from training.coordinator.metrics import AttemptNow, RunMetrics
 from training.diagnosis.exits import fault_of_end
 from training.files import write_whole
 from training.job import Job
-from training.journal.attempt_log import MetricsLog, metrics_prefix, parse_live
+from training.journal.attempt_log import AttemptLog, Follower
+from training.journal.events import CheckpointCommitted, StepRecord
+from training.journal.steps import UnsavedSteps, metrics_prefix
 from training.log import start_logging
 from training.recovery.actions import Action, NormAccepted, Noted, ToAgent, ToRank
 from training.recovery.attempt import Attempt, Stage
@@ -76,7 +78,7 @@ class Coordinator:
         self._config = config
         self._job = Job.model_validate_json(config.job)
         self._live = Path(config.live_file)
-        self._offset = 0
+        self._log = Follower.of_file(self._live)
         self._store = open_store(self._job.storage)
         self._records_are_kept = False
         self._heard = asyncio.Event()
@@ -183,7 +185,7 @@ class Coordinator:
         attempt, now_s = self._attempt, time.time()
         match said:
             case WorkerEnded():
-                self._read_live()  # a death is told at the newest step on record
+                self._read_log()  # a death is told at the newest step on record
                 node = attempt.nodes.get(said.rank)
                 fault = fault_of_end(said, node=node, step=attempt.step)
                 attempt.ended(said.rank, fault, now_s=now_s)
@@ -219,9 +221,8 @@ class Coordinator:
                 text = action.note.model_dump_json()
                 _log.info(text)
                 self._metrics.noted(action.note)
-                # A first rank that was killed may have left half a line.
-                with self._live.open("a", encoding="utf-8") as file:
-                    file.write(f"\n{text}\n")
+                with AttemptLog(self._live) as log:
+                    log.append(action.note)
             case ToRank():
                 if isinstance(action.message, Plan) and action.message.plan.savers:
                     self._keep_records()
@@ -254,15 +255,13 @@ class Coordinator:
             return
         self._records_are_kept = True
         config, job = self._config, self._job
-        prefix = metrics_prefix(job.run_id, config.placement, config.attempt)
-        log = MetricsLog.resumed(self._live, prefix)
+        steps = UnsavedSteps(metrics_prefix(job.run_id, config.placement, config.attempt))
+        steps.catch_up(Follower.of_file(self._live))
         try:
-            for key, text in log.take().items():
+            for key, text in steps.take().items():
                 self._store.put(key, text.encode())
         except StorageError as exc:
             _log.error(f"the last step records are not in the store: {exc}")
-        finally:
-            log.close()
 
     async def _tick(self) -> None:
         parent = os.getppid()
@@ -282,24 +281,17 @@ class Coordinator:
         """Follow the step records: which steps there are, which checkpoints were committed."""
         while True:
             await asyncio.sleep(FOLLOW_S)
-            self._read_live()
+            self._read_log()
 
-    def _read_live(self) -> None:
-        try:
-            with self._live.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read(1 << 20)
-        except FileNotFoundError:
-            return  # no step yet
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        live = parse_live(whole.decode(errors="replace"))
-        for record in live.steps:
-            self._attempt.stepped(record.step)
-            self._metrics.step(record)
-        for step in live.checkpoints:
-            self._attempt.committed(step)
-            self._metrics.committed(step, at_s=time.time())
+    def _read_log(self) -> None:
+        for event in self._log.read() or ():
+            match event:
+                case StepRecord():
+                    self._attempt.stepped(event.step)
+                    self._metrics.step(event)
+                case CheckpointCommitted():
+                    self._attempt.committed(event.step)
+                    self._metrics.committed(event.step, at_s=time.time())
 
     async def _watch_control(self) -> None:
         """Ask the store now and then whether somebody wants the run to pause."""

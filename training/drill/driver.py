@@ -17,8 +17,8 @@ from training.drill.hooks import NoHook, RunHook
 from training.injection.inside import fired_at_s
 from training.injection.outside import LocalRun
 from training.job import Job
-from training.journal.attempt_log import kept_steps
 from training.journal.history import RunHistory
+from training.journal.steps import kept_steps
 from training.supervisor.run import Run
 from training.supervisor.runbook import PlainSteps, conduct
 from training.supervisor.watch import EndKind, Progress

@@ -1,16 +1,17 @@
 """What happens in an attempt while it runs, as one union of events.
 
-The coordinator must not wait for the object store while training stands still, so it appends a
-JSON line to the attempt's live file (the one with the step records) before it acts; whoever
-supervises the run copies the events into the ledger. Times are seconds since the epoch.
+Each is a line of the attempt log (attempt_log.py). Step records go into the store, too; every
+other event is copied into the ledger by the supervisor. Times are seconds since the epoch, steps
+completed optimizer steps.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from training.recovery.events import (
     AttemptEvent,
@@ -20,6 +21,53 @@ from training.recovery.events import (
     RecoveryBegan,
     RecoveryEnded,
 )
+
+# A diverged loss is written as Infinity or NaN, not as null.
+_LINE = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """A completed step; written by the first rank.
+
+    A dataclass: making a pydantic model takes 3 us longer, once per step.
+
+    Attributes:
+        step: completed optimizer steps, this one included.
+        loss: mean over the global batch; JSON keeps every digit of it.
+        grad_norm: before clipping.
+        tokens_per_s: of all ranks together.
+        mfu: model FLOP/s over peak FLOP/s, 0 to 1; None when the program does not report it.
+        at_s: when it was completed, seconds since the epoch.
+        step_s: how long it took.
+        position: global samples consumed.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _LINE
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens_per_s: float
+    mfu: float | None
+    at_s: float
+    step_s: float
+    position: int
+    epoch: int
+    placement: int
+    attempt: int
+    kind: Literal["step"] = "step"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointCommitted:
+    """The store has a checkpoint; written by the first rank or the checkpoint server beside it."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _LINE
+
+    step: int
+    kind: Literal["checkpoint"] = "checkpoint"
 
 
 class HealthPoint(StrEnum):
@@ -40,7 +88,7 @@ class HealthPoint(StrEnum):
 
 
 class AlertRaised(AttemptEvent):
-    """A health point left its limits; written by the supervisor. `number` counts alerts alone.
+    """A health point left its limits; recorded by the supervisor. `number` counts alerts alone.
 
     Attributes:
         value: what was measured, in the unit that `text` names.
@@ -83,7 +131,7 @@ class CheckpointDamaged(AttemptEvent):
     is_mended: bool
 
 
-AnyNote = Annotated[
+LedgerEvent = Annotated[
     RecoveryBegan
     | RecoveryEnded
     | LastSave
@@ -94,17 +142,18 @@ AnyNote = Annotated[
     | CheckpointDamaged,
     Field(discriminator="kind"),
 ]
-
-NOTE: TypeAdapter[AnyNote] = TypeAdapter(AnyNote)
-NOTE_KINDS = frozenset(
-    {
-        "recovery_began",
-        "recovery_ended",
-        "last_save",
-        "pause_began",
-        "pause_ended",
-        "alert_raised",
-        "alert_cleared",
-        "checkpoint_damaged",
-    }
-)
+Event = Annotated[
+    StepRecord
+    | CheckpointCommitted
+    | RecoveryBegan
+    | RecoveryEnded
+    | LastSave
+    | PauseBegan
+    | PauseEnded
+    | AlertRaised
+    | AlertCleared
+    | CheckpointDamaged,
+    Field(discriminator="kind"),
+]
+EVENT: TypeAdapter[Event] = TypeAdapter(Event, config=_LINE)
+STEP: TypeAdapter[StepRecord] = TypeAdapter(StepRecord)

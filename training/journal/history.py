@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
-from training.journal.events import AlertCleared, AlertRaised, AnyNote
+from training.journal.events import AlertCleared, AlertRaised, LedgerEvent
 from training.journal.records import (
     AnyRecord,
     AttemptEnded,
@@ -75,7 +75,7 @@ class InProcessRecovery(Span[RecoveryBegan, RecoveryEnded]):
 
 
 def spans(
-    notes: Sequence[AnyNote], began: type[Began], ended: type[Ended]
+    notes: Sequence[LedgerEvent], began: type[Began], ended: type[Ended]
 ) -> list[Span[Began, Ended]]:
     """Pairs of events, in the order in which they began.
 
@@ -96,7 +96,7 @@ class AttemptView:
     ended: AttemptEnded | None = None
     decision: Decision | None = None
     failed_rungs: tuple[Rung, ...] = ()
-    notes: tuple[AnyNote, ...] = ()
+    notes: tuple[LedgerEvent, ...] = ()
 
     @property
     def key(self) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter
 
 from storage.model import FrozenModel
-from training.journal.events import AnyNote
+from training.journal.events import LedgerEvent
 from training.recovery.decision import Decision
 from training.recovery.faults import Fault
 from training.recovery.rungs import Rung
@@ -179,7 +179,7 @@ class Noted(Record):
     kind: Literal["noted"] = "noted"
     placement: int
     attempt: int
-    note: AnyNote
+    note: LedgerEvent
 
 
 class RunEnded(Record):

@@ -39,7 +39,9 @@ from training.errors import InputError
 from training.health.monitor.heartbeat import HeartbeatWriter, Phase
 from training.health.monitor.stack_file import stacks_file
 from training.injection.inside import WorkerInjector
-from training.journal.attempt_log import MetricsLog, StepRecord, metrics_prefix
+from training.journal.attempt_log import AttemptLog, Follower
+from training.journal.events import CheckpointCommitted, StepRecord
+from training.journal.steps import UnsavedSteps, metrics_prefix
 from training.log import start_logging
 from training.recovery.protocol import Reconnected, WorkerFault, WorkerFaultKind
 from training.recovery.repair import Vote
@@ -94,11 +96,14 @@ class Session:
         self._tokens_per_step = 0
         self._flops_per_step = 0.0
         self._peak_flops: float | None = None
-        self._metrics: MetricsLog | None = None
+        self._log: AttemptLog | None = None
+        self._unsaved_steps = UnsavedSteps(
+            metrics_prefix(self.job.run_id, context.placement, context.attempt)
+        )
         self._event_files: EventFiles | None = None
         if self.rank == 0:
-            prefix = metrics_prefix(self.job.run_id, context.placement, context.attempt)
-            self._metrics = MetricsLog.resumed(context.metrics_path, prefix)
+            self._unsaved_steps.catch_up(Follower.of_file(context.metrics_path))
+            self._log = AttemptLog(context.metrics_path)
             self._event_files = EventFiles.of(self.job.watch.tensorboard, self.job.run_id)
         self._contact: CoordinatorClient | None = None
         self._generations: Generations | None = None
@@ -295,8 +300,8 @@ class Session:
         self._loop = loop
         while (step := loop.next_step()) is not None:
             yield step
-        if self._metrics is not None:
-            self._metrics.close()
+        if self._log is not None:
+            self._log.close()
         if self._event_files is not None:
             self._event_files.close()
         Session.newest_step = loop.stand.step
@@ -367,9 +372,8 @@ class Session:
         assert saves is not None  # noqa: S101 set before the first step
         assert checkpointer is not None  # noqa: S101 likewise
         started_s = saves.now_s()
-        if self._metrics is not None:
-            # Kept until the save has them: one that a fault cuts short is done again.
-            self._unsaved_records |= self._metrics.take()
+        # Kept until the save has them: one that a fault cuts short is done again.
+        self._unsaved_records |= self._unsaved_steps.take()
         fresh = checkpointer.save(step, data=data, attachments=self._unsaved_records)
         self._unsaved_records = {}
         # Not when it was wished for: a fault may have had the vote taken again.
@@ -379,8 +383,8 @@ class Session:
             checkpointer.settle(SETTLE_TIMEOUT_S)
         if checkpointer.is_behind:
             return  # the checkpoint server announces the commit, and applies the retention
-        if self._metrics is not None:
-            self._metrics.checkpoint(step)
+        if self._log is not None:
+            self._log.append(CheckpointCommitted(step=step))
         if fresh and self.rank == 0:
             apply_retention(
                 self._checkpoints, retention_policy(self.job.checkpoint), protect={step}
@@ -390,7 +394,7 @@ class Session:
         """Put a completed step on record, once; only the first rank does."""
         if self._links is not None:
             self._links.let_go()
-        if self._metrics is None or self._metrics.last_step == step:
+        if self._log is None or self._unsaved_steps.last_step == step:
             return
         assert self._training is not None  # noqa: S101 checked by steps()
         assert self._loader is not None  # noqa: S101 checked by steps()
@@ -410,7 +414,8 @@ class Session:
             placement=self.context.placement,
             attempt=self.context.attempt,
         )
-        self._metrics.step(record)
+        self._unsaved_steps.add(record)
+        self._log.append(record)
         if self._event_files is not None:
             self._event_files.step(record)
 

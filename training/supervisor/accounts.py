@@ -16,8 +16,9 @@ from typing import Any
 
 from storage.objects import ObjectStore
 from training.journal.accounting import account
-from training.journal.attempt_log import StepReader, StepRecord, identity_of, kept_of
+from training.journal.events import StepRecord
 from training.journal.history import RunHistory
+from training.journal.steps import StepReader, identity_of, kept_of
 from training.journal.wall_time import MEANING, Account, Key, Owner, Stretch
 
 # The same on the terminal and in the picture: greens train, reds were lost to faults.

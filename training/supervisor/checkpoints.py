@@ -21,9 +21,10 @@ from storage.local import LocalStore
 from storage.share import SaveId
 from training.agent.checkpoint_server import HELD_FILE, HeldInMemory
 from training.job import Job
-from training.journal.attempt_log import StepRecord, kept_steps
+from training.journal.events import StepRecord
 from training.journal.history import RunHistory
 from training.journal.ledger import Ledger
+from training.journal.steps import kept_steps
 from training.processes import is_alive
 from training.runtime.step_loop.policies import retention_policy
 

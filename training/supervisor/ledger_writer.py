@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from storage.checkpoint import CheckpointStore
 from storage.errors import PermanentError
 from training.diagnosis.cause import Diagnosis
-from training.journal.attempt_log import StepRecord
-from training.journal.events import AnyNote
+from training.journal.events import LedgerEvent, StepRecord
 from training.journal.history import AttemptView, RunHistory
 from training.journal.ledger import Ledger
 from training.journal.records import (
@@ -56,7 +55,7 @@ class LedgerWriter:
         assert view is not None  # noqa: S101 just appended
         return view
 
-    def progress(self, view: AttemptView, progress: Progress) -> list[AnyNote]:
+    def progress(self, view: AttemptView, progress: Progress) -> list[LedgerEvent]:
         """What a watcher has seen of the attempt. The notes that were not on record before."""
         if progress.steps and self._now(view).first_step is None:
             self._first_step(view, progress.steps[0])
@@ -64,7 +63,7 @@ class LedgerWriter:
             self.checkpoint(view, step)
         return self.notes(view, progress.notes)
 
-    def notes(self, view: AttemptView, notes: Iterable[AnyNote]) -> list[AnyNote]:
+    def notes(self, view: AttemptView, notes: Iterable[LedgerEvent]) -> list[LedgerEvent]:
         """What the attempt's coordinator noted. The notes that were not on record before."""
         known = {(note.kind, note.number) for note in self._now(view).notes}
         fresh = []

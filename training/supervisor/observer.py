@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from training.engines.base import Engine, Placement, Snapshot
 from training.errors import AgentUnreachable, EngineError
-from training.journal.attempt_log import StepRecord, parse_live
-from training.journal.events import AnyNote
+from training.journal.attempt_log import Follower
+from training.journal.events import CheckpointCommitted, Event, LedgerEvent, StepRecord
 from training.journal.history import AttemptView, Pause, spans
 from training.recovery.decision import Recovery
 from training.recovery.events import PauseBegan, PauseEnded
@@ -37,7 +37,7 @@ class AttemptSnapshot:
 
     snapshot: Snapshot | None
     steps: tuple[StepRecord, ...] = ()
-    notes: tuple[AnyNote, ...] = ()
+    notes: tuple[LedgerEvent, ...] = ()
 
 
 class AttemptObserver:
@@ -51,9 +51,9 @@ class AttemptObserver:
     def __init__(self, engine: Engine, placement: Placement) -> None:
         self._engine = engine
         self._placement = placement
-        self._notes: list[AnyNote] = []
+        self._notes: list[LedgerEvent] = []
         self._steps: list[StepRecord] = []
-        self._offset = 0
+        self._log = Follower(engine.metrics)
 
     def pause(self, view: AttemptView) -> Pause | None:
         """The pause that the attempt is in by now.
@@ -79,13 +79,18 @@ class AttemptObserver:
         try:
             if not self._engine.adopt(self._placement):
                 return False
-            while True:
-                text, offset = self._engine.metrics(self._offset)
-                live = parse_live(text)
-                self._notes += live.notes
-                self._steps += live.steps
-                if offset == self._offset:
-                    return True
-                self._offset = offset
+            for events in iter(self._log.read, None):
+                for event in events:
+                    self._take(event)
         except (EngineError, AgentUnreachable):
             return False  # its containers are just going away
+        return True
+
+    def _take(self, event: Event) -> None:
+        match event:
+            case StepRecord():
+                self._steps.append(event)
+            case CheckpointCommitted():
+                pass  # the store has it
+            case _:
+                self._notes.append(event)

@@ -13,8 +13,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from training.journal.attempt_log import StepRecord
-from training.journal.events import AlertCleared, AlertRaised, AnyNote, CheckpointDamaged
+from training.journal.events import (
+    AlertCleared,
+    AlertRaised,
+    CheckpointDamaged,
+    LedgerEvent,
+    StepRecord,
+)
 from training.journal.history import Alert, AttemptView, InProcessRecovery, RunHistory
 from training.recovery.events import LastSave, PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
 from training.recovery.faults import Fault
@@ -317,7 +322,7 @@ def recovery_report(view: AttemptView, recovery: InProcessRecovery) -> str:
     )
 
 
-def note_text(note: AnyNote) -> str:
+def note_text(note: LedgerEvent) -> str:
     """A note as one line of a log."""
     match note:
         case RecoveryBegan():

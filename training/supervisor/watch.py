@@ -16,8 +16,8 @@ from training.diagnosis.exits import EXIT_DONE
 from training.diagnosis.standstill import Stand
 from training.engines.base import Engine, Snapshot
 from training.health.monitor.heartbeat import Phase
-from training.journal.attempt_log import StepRecord, parse_live
-from training.journal.events import AnyNote
+from training.journal.attempt_log import Follower
+from training.journal.events import CheckpointCommitted, Event, LedgerEvent, StepRecord
 from training.wire.agent import AgentState, AgentStatus, NodeText, WorkerLog, WorkerStatus
 
 POLL_S = 0.2
@@ -60,8 +60,24 @@ class Progress:
     snapshot: Snapshot = field(default_factory=Snapshot)
     steps: Sequence[StepRecord] = ()
     checkpoints: Sequence[int] = ()
-    notes: Sequence[AnyNote] = ()
+    notes: Sequence[LedgerEvent] = ()
     last: StepRecord | None = None
+
+    def take(self, events: Iterable[Event]) -> None:
+        """Sort what is new in the attempt log."""
+        steps: list[StepRecord] = []
+        checkpoints: list[int] = []
+        notes: list[LedgerEvent] = []
+        for event in events:
+            match event:
+                case StepRecord():
+                    steps.append(event)
+                case CheckpointCommitted():
+                    checkpoints.append(event.step)
+                case _:
+                    notes.append(event)
+        self.steps, self.checkpoints, self.notes = steps, checkpoints, notes
+        self.last = steps[-1] if steps else self.last
 
     @property
     def is_running(self) -> bool:
@@ -111,7 +127,7 @@ class AttemptWatch:
         self._on_progress = on_progress
         self._slow_node = slow_node
         self._sleep = sleep
-        self._offset = 0
+        self._log = Follower(engine.metrics)
         self._progress = Progress()
         self._proc_start_cnt: dict[str, int] = {}
 
@@ -168,7 +184,7 @@ class AttemptWatch:
         return snapshot
 
     def _observe(self) -> Snapshot:
-        self._read_live()
+        self._read_log()
         progress = self._progress
         progress.snapshot = self._engine.poll()
         for status in progress.snapshot.agents.values():
@@ -176,28 +192,21 @@ class AttemptWatch:
         self._on_progress(progress)
         return progress.snapshot
 
-    def _read_live(self) -> bool:
-        """Read on in the live file. Whether there was more of it."""
-        before = self._offset
-        text, self._offset = self._engine.metrics(before)
-        live, progress = parse_live(text), self._progress
-        progress.steps, progress.checkpoints, progress.notes = (
-            live.steps,
-            live.checkpoints,
-            live.notes,
-        )
-        progress.last = live.steps[-1] if live.steps else progress.last
-        return self._offset > before
+    def _read_log(self) -> bool:
+        """Read on in the attempt log. Whether there was more of it."""
+        events, progress = self._log.read(), self._progress
+        progress.take(events or ())
+        return events is not None
 
-    def _read_live_to_its_end(self) -> None:
+    def _read_log_to_its_end(self) -> None:
         """What the processes wrote at last; whoever decides about their end has to know it."""
-        while self._read_live():
+        while self._read_log():
             self._on_progress(self._progress)
 
     def _end(
         self, kind: EndKind, snapshot: Snapshot, noticed: _Noticed | None = None
     ) -> AttemptEnd:
-        self._read_live_to_its_end()
+        self._read_log_to_its_end()
         noticed = noticed or _Noticed(time.time(), snapshot)
         logs = _logs_by_rank(self._engine) if kind is EndKind.FAILED else {}
         last = self._progress.last

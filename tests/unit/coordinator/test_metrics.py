@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from training.coordinator.metrics import BASE_LABELS, AttemptNow, RunMetrics
-from training.journal.attempt_log import StepRecord
+from training.journal.events import StepRecord
 from training.recovery.attempt import Stage
 from training.recovery.decision import Decision, Recovery
 from training.recovery.events import PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded

@@ -20,7 +20,8 @@ from pydantic import SecretStr
 from storage.local import LocalStore
 from training.coordinator.config import CoordinatorConfig, MetricsAddress, metrics_file
 from training.coordinator.server import Coordinator
-from training.journal.attempt_log import MetricsLog, StepRecord
+from training.journal.attempt_log import AttemptLog
+from training.journal.events import CheckpointCommitted, StepRecord
 from training.recovery.actions import NormAccepted
 from training.wire.coordinator import AgentJoined, CoordinatorAddress, NodeSampled, dump_line
 from training.wire.sample import DeviceSample, HostSample, NodeSample
@@ -104,10 +105,9 @@ def served(tmp_path) -> Iterator[Served]:
 
 
 def test_steps_and_commits_of_the_live_file_are_told(served):
-    log = MetricsLog(served.folder / "metrics.jsonl", "x/")
-    log.step(RECORD)
-    log.checkpoint(5)
-    log.close()
+    with AttemptLog(served.folder / "metrics.jsonl") as log:
+        log.append(RECORD)
+        log.append(CheckpointCommitted(step=5))
     labels = '{attempt="1",placement="1",run_id="run-1"}'
     served.until(f"perdure_step{labels} 7.0")
     assert f"perdure_checkpoint_committed_step{labels} 5.0" in served.text()

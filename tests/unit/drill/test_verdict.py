@@ -12,7 +12,7 @@ from training.drill.hooks import Pauser
 from training.drill.job import drill_job
 from training.drill.table import Drill, Expected
 from training.drill.verdict import Outcome, differences, judge, not_played, recovered
-from training.journal.events import AnyNote
+from training.journal.events import LedgerEvent
 from training.journal.history import RunHistory, replay
 from training.journal.records import (
     AnyRecord,
@@ -61,7 +61,7 @@ def ended(number: int = 1, *, succeeded: bool = True, steps_lost: int = 0) -> Re
     )
 
 
-def attempt(*notes: AnyNote) -> list[AnyRecord]:
+def attempt(*notes: LedgerEvent) -> list[AnyRecord]:
     members = (Member(index=0, node="node-0", schedule_cnt=1),)
     return [
         Placed(at_s=1.0, placement=1, members=members, avoid=(), **E_),
@@ -70,7 +70,7 @@ def attempt(*notes: AnyNote) -> list[AnyRecord]:
     ]
 
 
-def restarted(*notes: AnyNote, to_step: int, from_step: int) -> RunHistory:
+def restarted(*notes: LedgerEvent, to_step: int, from_step: int) -> RunHistory:
     second = {**KEY, "attempt": 2}
     return replay(
         [

@@ -7,7 +7,7 @@ import json
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from training.journal.events import NOTE, NOTE_KINDS, AnyNote
+from training.journal.events import EVENT, LedgerEvent
 from training.journal.history import RunHistory, replay
 from training.journal.records import (
     RECORD,
@@ -50,7 +50,7 @@ def ended(number: int, step: int | None = 14, *, succeeded: bool = True) -> Reco
     )
 
 
-def noted(note: AnyNote, attempt: int = 1) -> Noted:
+def noted(note: LedgerEvent, attempt: int = 1) -> Noted:
     return Noted(**NOW, placement=1, attempt=attempt, note=note)
 
 
@@ -102,10 +102,10 @@ def outlines(history: RunHistory) -> list[tuple[str, bool, bool]]:
         PauseEnded(at_s=2.0, number=3, step=7),
     ],
 )
-def test_every_note_goes_through_the_ledger_unchanged(note):
+def test_every_event_goes_through_log_and_ledger_unchanged(note):
     record = noted(note)
     assert RECORD.validate_json(RECORD.dump_json(record)) == record
-    assert note.kind in NOTE_KINDS
+    assert EVENT.validate_json(EVENT.dump_json(note)) == note
 
 
 def test_recoveries_inside_the_processes_come_before_the_one_that_ended_their_attempt():
@@ -255,7 +255,7 @@ def test_a_past_recovery_fits_into_a_start_order():
 @pytest.mark.parametrize("embedded", ["fault", "decision"])
 def test_an_unknown_field_inside_of_an_embedded_fault_or_decision_is_an_error(embedded):
     document = json.loads(began(1).model_dump_json())
-    assert NOTE.validate_python(document) == began(1)
+    assert EVENT.validate_python(document) == began(1)
     document[embedded]["invented"] = 1
     with pytest.raises(ValidationError, match="invented"):
-        NOTE.validate_python(document)
+        EVENT.validate_python(document)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from training.diagnosis.exits import fault_of_end
-from training.journal.events import AnyNote
+from training.journal.events import LedgerEvent
 from training.recovery.actions import Action, Noted, ToAgent, ToRank
 from training.recovery.attempt import Attempt, Stage
 from training.recovery.decider import InProcessDecider
@@ -214,7 +214,7 @@ class RunOutcome:
     def stage(self) -> Stage:
         return self.attempt.stage
 
-    def notes(self, *kinds: type[AnyNote]) -> list[Any]:
+    def notes(self, *kinds: type[LedgerEvent]) -> list[Any]:
         """The notes, of these kinds."""
         notes = [action.note for action in self.actions if isinstance(action, Noted)]
         return [note for note in notes if not kinds or isinstance(note, kinds)]

@@ -16,8 +16,8 @@ from storage.local import LocalStore
 from storage.safetensors_file import header_size_bytes
 from tests.unit.runtime.trainees import Place, Trainee, train, train_and_fail
 from tests.unit.storage.nodes import Cluster, Node, flip_bit
-from training.journal.attempt_log import parse_live
-from training.journal.events import CheckpointDamaged
+from training.journal.attempt_log import parse_lines
+from training.journal.events import CheckpointCommitted, CheckpointDamaged
 
 SAVES = (2, 4)
 
@@ -162,7 +162,7 @@ def test_a_save_that_was_never_committed_is_published_by_the_attempt_that_restor
     assert (manifest.attempt, manifest.world_size) == (2, 4)
     assert bench.checkpoints.verify(4) == []
     announced = (bench.cluster.folder / "metrics-2.jsonl").read_text()
-    assert announced == '{"kind": "checkpoint", "step": 4}\n'
+    assert list(parse_lines(announced)) == [CheckpointCommitted(step=4)]
     assert bench.store.get("runs/run/metrics/1-4") == b"x"
 
 
@@ -231,8 +231,7 @@ DAMAGES = [flip, cut_off, empty, delete]
 def damages_noted(bench: Bench) -> list[CheckpointDamaged]:
     """What the newest attempt has told of damaged checkpoints."""
     live = bench.cluster.folder / f"metrics-{bench.attempt}.jsonl"
-    notes = parse_live(live.read_text()).notes
-    return [note for note in notes if isinstance(note, CheckpointDamaged)]
+    return [one for one in parse_lines(live.read_text()) if isinstance(one, CheckpointDamaged)]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

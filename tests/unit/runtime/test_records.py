@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from training.journal.attempt_log import StepRecord
+from training.journal.events import StepRecord
 from training.runtime.step_loop.records import EventFiles
 
 

@@ -9,7 +9,7 @@ import pytest
 from storage.local import LocalStore
 from tests.unit.supervisor.cluster import Cluster, ClusterRun, supervise
 from training.job import parse_job
-from training.journal.events import AnyNote
+from training.journal.events import LedgerEvent
 from training.recovery.decision import Decision
 from training.recovery.events import PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
 from training.recovery.faults import Fault, FaultClass
@@ -30,7 +30,7 @@ STANDS = PauseBegan(at_s=12.0, number=2, step=20)
 GOES_ON = PauseEnded(at_s=13.0, number=2, step=20)
 
 
-def lines(*notes: AnyNote) -> str:
+def lines(*notes: LedgerEvent) -> str:
     return "".join(note.model_dump_json() + "\n" for note in notes)
 
 
@@ -86,7 +86,7 @@ def test_a_supervisor_that_takes_over_records_what_it_reads_again_only_once(supe
     begin(supervisor())
     cluster.live[1, 1] += lines(GOES_ON)
     run = supervisor()
-    told: list[AnyNote] = []
+    told: list[LedgerEvent] = []
     supervise(run, lambda progress: told.extend(progress.notes))
     assert list(run.history.attempts[0].notes) == [BEGAN, STANDS, GOES_ON]
     assert told == [GOES_ON], "and is told only what is new"

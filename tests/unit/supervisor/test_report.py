@@ -14,7 +14,7 @@ from tests.unit.noting import (
     STANDS,
     told,
 )
-from training.journal.attempt_log import StepRecord
+from training.journal.events import StepRecord
 from training.supervisor.report import loss_picture, recovery_facts, story_rows
 
 STEP = StepRecord(1, 2.0, 1.0, 1e-3, 1e5, None, 0.0, 0.5, 8, 0, 1, 1)

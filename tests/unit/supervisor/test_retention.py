@@ -14,7 +14,7 @@ from storage.collect import InUse, RemovalKind, take_listing
 from storage.local import LocalStore
 from storage.manifest import Chunk, Manifest, TensorRecord
 from training.job import parse_job
-from training.journal.attempt_log import StepRecord, metrics_prefix
+from training.journal.events import StepRecord
 from training.journal.history import RunHistory, replay
 from training.journal.ledger import Identity, Ledger
 from training.journal.records import (
@@ -25,6 +25,7 @@ from training.journal.records import (
     Member,
     Placed,
 )
+from training.journal.steps import metrics_prefix
 from training.supervisor.checkpoints import in_use_by, losses_of, removals
 
 HOUR_S = 3600.0

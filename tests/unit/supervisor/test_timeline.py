@@ -10,8 +10,9 @@ import pytest
 
 from storage.local import LocalStore
 from tests.unit.noting import BEGINNING, END
-from training.journal.attempt_log import StepRecord, metrics_prefix
+from training.journal.events import StepRecord
 from training.journal.history import replay
+from training.journal.steps import metrics_prefix
 from training.journal.wall_time import MEANING, Account, Owner, Stretch
 from training.supervisor.accounts import (
     COLOURS,

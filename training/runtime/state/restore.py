@@ -25,6 +25,7 @@ from storage.local import LocalStore
 from storage.manifest import Manifest
 from storage.restoring import NodeRestore, NodeShares
 from storage.share import SaveId
+from training.journal.attempt_log import AttemptLog
 from training.journal.events import CheckpointDamaged
 from training.runtime.context import WorkerContext
 
@@ -226,8 +227,8 @@ class Restorer:
             is_mended=is_mended,
         )
         try:
-            with self._context.metrics_path.open("a", encoding="utf-8") as file:
-                file.write(f"{note.model_dump_json()}\n")
+            with AttemptLog(self._context.metrics_path) as log:
+                log.append(note)
         except OSError as exc:
             _log.info(f"the damage is not on record: {exc}")
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from training.journal.attempt_log import StepRecord
+from training.journal.events import StepRecord
 
 _log = logging.getLogger("perdure.runtime")
 

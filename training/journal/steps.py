@@ -1,0 +1,116 @@
+"""Step records in the store: objects with one JSON line per completed step.
+
+The records of a step are in the store before the checkpoint that covers it is committed, so that
+every kept step is on record however its attempt ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from storage.objects import ObjectInfo, ObjectStore
+from training.journal.attempt_log import Follower
+from training.journal.events import STEP, CheckpointCommitted, StepRecord
+
+
+class UnsavedSteps:
+    """Records that no checkpoint covers yet.
+
+    Args:
+        prefix: of the records in the store.
+
+    Attributes:
+        last_step: the step of the newest record, 0 before the first.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._pending: list[StepRecord] = []
+        self.last_step = 0
+
+    def catch_up(self, log: Follower) -> None:
+        """Take over from a first rank that is gone.
+
+        Records beyond the newest commit in its log are pending: the save that held them may not
+        have been finished, and twice in the store is no harm.
+        """
+        committed = 0
+        for event in (event for events in iter(log.read, None) for event in events):
+            if isinstance(event, StepRecord):
+                self.add(event)
+            elif isinstance(event, CheckpointCommitted):
+                # Logged once it is done, after steps that it does not hold.
+                committed = max(committed, event.step)
+        self._pending = [record for record in self._pending if record.step > committed]
+
+    def add(self, record: StepRecord) -> None:
+        """A step was completed."""
+        # A recovery may have gone back: records of steps that are done again are void.
+        while self._pending and self._pending[-1].step >= record.step:
+            self._pending.pop()
+        self._pending.append(record)
+        self.last_step = record.step
+
+    def take(self) -> dict[str, str]:
+        """The records since the last call as an object for the store: its key and its text."""
+        if not self._pending:
+            return {}
+        first, last = self._pending[0].step, self._pending[-1].step
+        lines = [STEP.dump_json(record, exclude={"kind"}) for record in self._pending]
+        self._pending = []
+        return {f"{self._prefix}{first:08d}-{last:08d}.jsonl": b"\n".join([*lines, b""]).decode()}
+
+
+def metrics_prefix(run_id: str, placement: int = 0, attempt: int = 0) -> str:
+    """Where the records of a run, or of one attempt, are in the store."""
+    base = f"runs/{run_id}/metrics/"
+    return f"{base}p{placement:04d}-a{attempt:04d}/" if placement else base
+
+
+def kept_steps(store: ObjectStore, run_id: str) -> dict[int, StepRecord]:
+    """The record of every step that was kept, by step: where a step was done again, the last."""
+    return kept_of(StepReader(store, run_id).read())
+
+
+def kept_of(records: Iterable[StepRecord]) -> dict[int, StepRecord]:
+    """Of every step the record that was kept: where it was done again, the last."""
+    kept: dict[int, StepRecord] = {}
+    for record in records:
+        before = kept.get(record.step)
+        if before is None or _age(record) >= _age(before):
+            kept[record.step] = record
+    return dict(sorted(kept.items()))
+
+
+class StepReader:
+    """Reads every step record in the store, those of steps that were lost too.
+
+    An object that has been read is read again only when it was written again.
+    """
+
+    def __init__(self, store: ObjectStore, run_id: str) -> None:
+        self._store = store
+        self._prefix = metrics_prefix(run_id)
+        self._known: dict[str, ObjectInfo] = {}
+        self._records: dict[tuple[int, int, int, float], StepRecord] = {}
+
+    def read(self) -> list[StepRecord]:
+        """Every record there is by now, each once."""
+        for info in self._store.list(self._prefix):
+            if self._known.get(info.key) == info:
+                continue
+            for line in filter(None, self._store.get(info.key).split(b"\n")):
+                record = STEP.validate_json(line)
+                self._records[identity_of(record)] = record
+            self._known[info.key] = info
+        return list(self._records.values())
+
+
+def identity_of(record: StepRecord) -> tuple[int, int, int, float]:
+    """Tells one completion of a step from another."""
+    return record.placement, record.attempt, record.step, record.at_s
+
+
+def _age(record: StepRecord) -> tuple[int, int, float]:
+    # Within an attempt a recovery may go back; clocks of different nodes are not compared.
+    return record.placement, record.attempt, record.at_s
