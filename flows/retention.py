@@ -18,7 +18,7 @@ from storage.collect import GARBAGE_AFTER_S, totals
 from tasks.retention import choose, delete, tell
 from tasks.states import data_of
 from training.errors import InputError
-from training.home import home_folder
+from training.files import home_folder
 from training.job import Job
 from training.supervisor.job_registry import known_job, known_runs
 

@@ -49,7 +49,7 @@ from storage.manifest import Manifest
 from storage.verification import Verified, record
 from storage.verification import verify as read_all
 from training.errors import InputError, PerdureError
-from training.home import home_folder
+from training.files import home_folder
 from training.supervisor.checkpoints import node_tiers, removals
 
 MODEL_PREFIX = "model/"  # training.runtime.state.checkpointer puts it before the model's names

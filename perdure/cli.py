@@ -32,7 +32,7 @@ from perdure.status import Looker
 from storage.errors import StorageError
 from training.environment import check_environment, worker_variables
 from training.errors import InputError, PerdureError
-from training.home import home_folder
+from training.files import home_folder
 from training.injection.outside import KillInjector
 from training.job import Job, load_job
 from training.journal.accounting import account

@@ -9,7 +9,7 @@ from rich.console import Console
 from perdure import server
 from storage.address import Credentials, open_store
 from storage.objects import ObjectStore
-from training.home import home_folder
+from training.files import home_folder
 from training.job import Job, load_job
 from training.supervisor.job_registry import job_path, known_job
 from training.supervisor.run import Run

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,8 +19,8 @@ from pydantic import ValidationError
 
 from storage.model import FrozenModel
 from training.errors import PerdureError
-from training.home import home_folder
-from training.processes import is_alive
+from training.files import home_folder
+from training.processes import free_port, is_alive
 
 PORTS = range(4200, 4300)
 START_TIMEOUT_S = 120.0
@@ -119,7 +118,11 @@ def start_server(*, port: int | None = None) -> ServerRecord:
     """
     folder = _record_path().parent
     folder.mkdir(parents=True, exist_ok=True)
-    port = port or _free_port()
+    try:
+        port = port or free_port(ports=PORTS)
+    except OSError as error:
+        span = f"{PORTS.start} to {PORTS.stop - 1}"
+        raise PerdureError(f"no free port from {span} for the Prefect server") from error
     log_path = folder / "server.log"
     settings = {
         **CLIENT_SETTINGS,
@@ -190,18 +193,3 @@ def _answers(record: ServerRecord) -> bool:
 
 def _record_path() -> Path:
     return home_folder() / "prefect" / "server.json"
-
-
-def _free_port() -> int:
-    for port in PORTS:
-        with socket.socket() as probe:
-            # As the server itself binds, or a port in TIME_WAIT would look taken.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise PerdureError(
-        f"no free port from {PORTS.start} to {PORTS.stop - 1} for the Prefect server"
-    )

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from storage.checkpoint import Tier
 from training.engines.base import Snapshot
-from training.home import home_folder
+from training.files import home_folder
 from training.journal.accounting import account
 from training.journal.events import StepRecord
 from training.journal.history import AttemptView, RunHistory

@@ -14,7 +14,7 @@ from training.drill.drilling import Drilling
 from training.drill.report import line_of, row_of
 from training.drill.table import Drill
 from training.drill.verdict import Outcome
-from training.home import home_folder
+from training.files import home_folder
 
 PREFIX = "perdure-drill-"
 

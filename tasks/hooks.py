@@ -27,7 +27,7 @@ from tasks.credentials import credentials_of
 from tasks.drill import homes_of
 from tasks.reporting import Log
 from training.errors import RunConflict
-from training.home import home_folder
+from training.files import home_folder
 from training.job import Job
 from training.supervisor.job_registry import known_job, known_runs
 from training.supervisor.run import Run

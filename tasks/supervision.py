@@ -27,7 +27,7 @@ from tasks.patient_client import without_retries
 from tasks.pausing import PauseLink, ServedFlowRun, was_resumed
 from tasks.reporting import PROGRESS_PERIOD_S, Log, Reporter
 from training.errors import InputError, RunConflict
-from training.home import home_folder
+from training.files import home_folder
 from training.job import Job
 from training.journal.events import (
     AlertCleared,

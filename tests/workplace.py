@@ -8,7 +8,6 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import socket
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -21,6 +20,7 @@ import pytest
 from perdure import server
 from tests.process.harness import TEXT, Workbench
 from tests.process.rest import Api
+from training.processes import free_port
 
 
 def kill_leftovers(home: Path) -> None:
@@ -35,14 +35,10 @@ def kill_leftovers(home: Path) -> None:
             continue
 
 
-def free_port(worker_id: str) -> int:
+def server_port(worker_id: str) -> int:
     """A port for a server, from a range that no other worker of the tests looks at."""
     number = int(worker_id.removeprefix("gw")) if worker_id.startswith("gw") else 0
-    for port in range(4300 + 100 * number, 4400 + 100 * number):
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) != 0:
-                return port
-    raise AssertionError("no free port")
+    return free_port(ports=range(4300 + 100 * number, 4400 + 100 * number))
 
 
 @pytest.fixture(scope="session")
@@ -77,7 +73,7 @@ def prefect_server(session_home, worker_id, pytestconfig):
     kept = pytestconfig.cache.mkdir("prefect") / f"{version('prefect')}.db"
     try:
         with migrated_once(session_home / "prefect" / "prefect.db", kept):
-            started = server.start_server(port=free_port(worker_id))
+            started = server.start_server(port=server_port(worker_id))
         yield started
     finally:
         os.environ["PERDURE_HOME"] = str(session_home)

@@ -1,13 +1,22 @@
-"""Small files that are whole or not there, whenever their writer dies and somebody reads."""
+"""Small files of this machine: written whole, read from their end, and where they are kept."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+HOME_ENV = "PERDURE_HOME"
+
+
+def home_folder() -> Path:
+    """`$PERDURE_HOME`, else `~/.perdure`; absolute."""
+    return Path(os.environ.get(HOME_ENV) or Path.home() / ".perdure").expanduser().resolve()
+
 
 def write_whole(path: Path, content: str | bytes, *, private: bool = False) -> None:
-    """Replace a file in one step. Of two writers at a time there must be none.
+    """Replace a file in one step: its readers see all of it or what was there before.
+
+    There must not be two writers at a time.
 
     Args:
         path: in a folder that is there.
@@ -18,10 +27,19 @@ def write_whole(path: Path, content: str | bytes, *, private: bool = False) -> N
         OSError: it cannot be written; what was there stays.
     """
     temporary = path.with_name(f"{path.name}.tmp")
-    temporary.unlink(missing_ok=True)  # left by one that was killed, perhaps for all to read
+    temporary.unlink(missing_ok=True)  # of a writer that was killed, perhaps readable by all
     descriptor = os.open(
         temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666
     )
     with os.fdopen(descriptor, "wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
     temporary.replace(path)
+
+
+def last_line(path: Path) -> str:
+    """The last line of a log, or why there is none."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    except OSError as error:
+        return str(error)
+    return lines[-1] if lines else "its log is empty"

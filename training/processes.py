@@ -1,4 +1,6 @@
-"""Processes of a container, found and ended whatever they did to their sessions and parents.
+"""Processes and ports of this machine.
+
+Processes of a container are found and ended whatever they did to their sessions and parents.
 
 Every process of a container inherits a marker variable; together with the subreaper flag it
 lets nothing get away: not a data loader, not a torchrun child in a session of its own.
@@ -11,6 +13,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
@@ -115,6 +118,26 @@ def is_alive(pid: int, process_started_s: float) -> bool:
     except psutil.NoSuchProcess:
         return False
     return same and _lives(process)
+
+
+def free_port(host: str = "127.0.0.1", *, ports: Iterable[int] = (0,)) -> int:
+    """A port of the host that no process listens on at this moment.
+
+    Args:
+        host: name or address.
+        ports: to try, in order; 0 lets the system choose.
+
+    Raises:
+        OSError: none of them is free.
+    """
+    for port in ports:
+        with socket.socket() as probe:
+            # As servers bind, or a port in TIME_WAIT would look taken.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with contextlib.suppress(OSError):
+                probe.bind((host, port))
+                return int(probe.getsockname()[1])
+    raise OSError(f"{host} has no free port of those that were asked for")
 
 
 def oom_kills(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import socket
 import time
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from training.health.preflight.gang import Seat, check_gang
+from training.processes import free_port
 
 pytestmark = pytest.mark.process
 
@@ -25,17 +25,10 @@ def _seat(rank: int, port: int, together: Any, given: Any) -> None:
     given.put((rank, [(one.name, one.outcome) for one in check_gang(seat, torch.device("cpu"))]))
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
-
-
 def checks_of(ranks: list[int]) -> dict[int, list[tuple[str, str]]]:
     """What each rank finds, of those that come."""
     # Not forked: a fork of a process in which torch has threads may wait for them for ever.
-    context, port = multiprocessing.get_context("spawn"), _free_port()
+    context, port = multiprocessing.get_context("spawn"), free_port()
     given = context.Queue()
     together = context.Barrier(len(ranks))
     processes = [

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from tests.process.harness import REPO, wait_for
-from training.agent.control import free_port
+from training.processes import free_port
 
 HOST = "127.0.0.1"
 UNPACKED = Path(sys.prefix) / "prometheus" / "usr" / "bin" / "prometheus"

@@ -22,14 +22,6 @@ END_S = 5.0
 PR_SET_PDEATHSIG = 1
 
 
-def free_port() -> int:
-    """A port that nothing listens on; the system does not give it out again for a while."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def find_program(name: str) -> str | None:
     """Path of a program beside the interpreter or on PATH."""
     return shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)

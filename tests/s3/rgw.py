@@ -11,8 +11,9 @@ import subprocess
 import uuid
 from pathlib import Path
 
-from tests.s3.programs import HOST, Program, find_program, free_port
+from tests.s3.programs import HOST, Program, find_program
 from tests.s3.servers import ACCESS_KEY, SECRET_KEY
+from training.processes import free_port
 
 PROGRAMS = ("radosgw", "radosgw-admin", "ceph", "ceph-mon", "ceph-osd", "monmaptool")
 MEMORY_BYTES = 2**30  # for all objects; taken as they come

@@ -11,7 +11,8 @@ from typing import Protocol
 
 from moto.server import ThreadedMotoServer
 
-from tests.s3.programs import HOST, Program, find_program, free_port
+from tests.s3.programs import HOST, Program, find_program
+from training.processes import free_port
 
 ACCESS_KEY = "test-access-key"
 SECRET_KEY = "test-secret-key-of-no-account"

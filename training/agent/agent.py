@@ -16,7 +16,7 @@ from pathlib import Path
 
 from storage.errors import StorageError
 from training.agent.checkpoint_server import CheckpointServerProcess, disk_folder
-from training.agent.control import ADDRESS_FILE, ControlServer, free_port, publish_address
+from training.agent.control import ADDRESS_FILE, ControlServer, publish_address
 from training.agent.coordinator_client import AgentCoordinatorClient, address_file, metrics_url
 from training.agent.evidence import device_health, device_logs, stacks_of
 from training.agent.hang_check import HangCheck
@@ -31,7 +31,7 @@ from training.files import write_whole
 from training.health.monitor.masking import masked_text
 from training.job import Job
 from training.journal import attempt_log
-from training.processes import MARKER, become_subreaper, kill_container, oom_kills
+from training.processes import MARKER, become_subreaper, free_port, kill_container, oom_kills
 from training.wire.agent import (
     AgentConfig,
     AgentState,

@@ -122,10 +122,3 @@ class AgentClient:
         if reply.error is not None:
             raise EngineError(f"agent at {where[0]}:{where[1]} refused {order.op}: {reply.error}")
         return reply
-
-
-def free_port(host: str) -> int:
-    """A port of the host that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])

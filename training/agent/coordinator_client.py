@@ -18,7 +18,7 @@ from pydantic import SecretStr, ValidationError
 
 from training.agent.fork_server import Fork, ForkedProcess, ForkServer
 from training.coordinator.config import CoordinatorConfig, MetricsAddress, metrics_file
-from training.files import write_whole
+from training.files import last_line, write_whole
 from training.recovery.protocol import CoordinatorMessage, GiveUp, ReplaceWorker
 from training.wire.coordinator import (
     TO_MEMBER,
@@ -74,7 +74,7 @@ class CoordinatorProcess:
         while not address_file.exists():
             if process.poll() is not None or time.monotonic() > deadline_s:
                 process.kill()
-                raise OSError(f"the coordinator did not start: {_last_line(Path(log))}")
+                raise OSError(f"the coordinator did not start: {last_line(Path(log))}")
             time.sleep(0.005)
         text = address_file.read_text(encoding="utf-8")
         return cls(process, CoordinatorAddress.model_validate_json(text))
@@ -171,10 +171,3 @@ class AgentCoordinatorClient:
         if self.is_open:
             self.is_open = False
             self._on_give_up(why)
-
-
-def _last_line(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1]
-    except (OSError, IndexError):
-        return "it left no log"

@@ -21,7 +21,7 @@ import hyperscan
 from training.diagnosis import codes, exceptions
 from training.diagnosis.recognise import UNEXPLAINED
 from training.diagnosis.rules import load_rules
-from training.home import home_folder
+from training.files import home_folder
 
 _FLAGS = hyperscan.HS_FLAG_MULTILINE | hyperscan.HS_FLAG_PREFILTER
 

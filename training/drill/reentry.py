@@ -16,13 +16,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from training.agent.control import free_port
 from training.agent.workers import platform_variables
 from training.drill.driver import RunDriver
 from training.environment import variables_of, worker_path
 from training.errors import PerdureError
 from training.health.monitor.sources.vendor_tools import end_session
 from training.job import Job
+from training.processes import free_port
 from training.wire.agent import AgentConfig, StartOrder
 from training.wire.check import Check, Outcome
 

@@ -27,7 +27,7 @@ from training.agent.control import ADDRESS_FILE, AgentClient
 from training.engines.base import Greeting, Placement, Snapshot
 from training.environment import variables_of, worker_path
 from training.errors import AgentUnreachable, EngineError
-from training.files import write_whole
+from training.files import last_line, write_whole
 from training.job import Job
 from training.processes import MARKER, is_alive, kill_container
 from training.recovery.ladder import Rung
@@ -98,15 +98,6 @@ class Containers(FrozenModel):
 
     placement: int
     containers: tuple[Container, ...]
-
-
-def last_line(path: Path) -> str:
-    """The last line of a log, or why there is none."""
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    except OSError as error:
-        return str(error)
-    return lines[-1] if lines else "its log is empty"
 
 
 def read_containers(path: Path) -> Containers | None:

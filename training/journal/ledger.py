@@ -26,6 +26,7 @@ from storage.objects import ObjectStore
 from training.errors import RunConflict
 from training.journal.history import RunHistory, replay
 from training.journal.records import RECORD, AnyRecord, SupervisorTook
+from training.processes import is_alive
 
 LEASE_S = 30.0  # a supervisor on another host counts as lost after this long without renewal
 RENEW_S = 5.0
@@ -182,7 +183,7 @@ class Ledger:
             lease = SupervisorLease.model_validate_json(self._store.get(self._lease_key))
         except (NotFound, ValidationError):
             return False
-        return _is_alive(lease, Identity.of_this_process(), now_s=self._clock())
+        return _holder_lives(lease, Identity.of_this_process(), now_s=self._clock())
 
     def _refuse_if_alive(self, identity: Identity) -> None:
         try:
@@ -191,7 +192,7 @@ class Ledger:
             return
         except ValidationError as error:
             raise Corrupt(f"{self._lease_key} is not a supervisor lease") from error
-        if _is_alive(lease, identity, now_s=self._clock()):
+        if _holder_lives(lease, identity, now_s=self._clock()):
             raise RunConflict(
                 f"run {self._run_id} is supervised by process {lease.pid} on {lease.host}; "
                 "one supervisor at a time"
@@ -245,15 +246,8 @@ def _boot_id() -> str:
         return file.read().strip()
 
 
-def _is_alive(lease: SupervisorLease, identity: Identity, *, now_s: float) -> bool:
+def _holder_lives(lease: SupervisorLease, identity: Identity, *, now_s: float) -> bool:
     """Whether the holder of `lease` lives: looked up on the same host, by time on another."""
     if (lease.host, lease.boot_id) != (identity.host, identity.boot_id):
         return now_s - lease.renewed_s < LEASE_S
-    if lease.pid == identity.pid:
-        return False
-    try:
-        process = psutil.Process(lease.pid)
-        same = abs(process.create_time() - lease.process_started_s) < 1.0
-        return same and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    return lease.pid != identity.pid and is_alive(lease.pid, lease.process_started_s)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from training.environment import variables_of
 from training.health.monitor.checking import NodeProgram
 from training.job import Job
+from training.processes import free_port
 from training.wire.check import Check, NodeTask
 
 MAX_RANKS = 4
@@ -35,14 +36,8 @@ def check_here(job: Job, *, environment: Mapping[str, str]) -> tuple[Check, ...]
             world_size=ranks,
             is_new=True,
             gang_host=LOOPBACK if job.preflight.gang else None,
-            gang_port=_free_port(),
+            gang_port=free_port(),
             timeout_s=job.preflight.limit_s,
             with_store=job.storage.credentials_block is None,
         )
         return NodeProgram().run(task, {**environment, **variables})
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
