@@ -87,7 +87,7 @@ class Looker:
             **_facts(self._run, history, records, now_s=now_s),
             "ettr": round(told.ettr, 4),
             "wall_s": round(told.wall_s, 3),
-            "time_s": {o.value: round(s, 3) for o, s in told.seconds.items() if s > 0},
+            "time_s": {owner: round(s, 3) for owner, s in told.seconds.items() if s > 0},
             "checkpoints": self._checkpoints(now_s),
             "nodes": _nodes(history, sight.snapshot),
             "metrics_url": _metrics_url(sight.snapshot),

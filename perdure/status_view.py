@@ -183,9 +183,8 @@ def account_table(account: Account) -> Table:
     table.add_column("time", justify="right", no_wrap=True)
     table.add_column("share", justify="right", no_wrap=True)
     table.add_column("what")
-    colours = {owner.value: colour for owner, colour in COLOURS.items()}
     for row in share_rows(account):
-        colour = colours.get(row["owner"])
+        colour = COLOURS.get(row["owner"])
         mark = Text("\u2588 ", style=colour) if colour is not None else Text("  ")
         table.add_row(mark + Text(row["owner"]), row["time"], row["share"], row["what"])
     return table

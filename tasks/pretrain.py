@@ -23,7 +23,7 @@ from tasks.supervision import Supervision
 from training.engines.base import Placement
 from training.errors import InputError
 from training.job import Job, departures
-from training.recovery.ladder import Rung
+from training.recovery.rungs import RUNGS, Rung
 from training.supervisor.job_checks import check_job
 from training.supervisor.run import Verdict
 from training.supervisor.watch import EndKind
@@ -31,15 +31,6 @@ from training.trainer.data.prepare import PrepareResult, prepare
 from training.trainer.data.tokenizer import open_tokenizer
 from training.wire.check import Outcome
 
-# A task's name and message are what the UI shows of a recovery.
-STATE_NAMES = {
-    Rung.IN_PLACE_RESTART: "RestartInPlace",
-    Rung.HANG_RESTART: "RestartAfterHang",
-    Rung.POD_RESCHEDULE: "ReschedulePod",
-    Rung.JOB_RESCHEDULE_ISOLATED: "RescheduleIsolated",
-    Rung.JOB_RESCHEDULE: "RescheduleJob",
-    Rung.STOP: "Stopped",
-}
 # More than any ladder allows in a row; progress makes restarts free, so a run of weeks needs
 # room. When they run out the flow starts a further task on the same placement.
 IN_PLACE_RETRIES = 100
@@ -178,7 +169,7 @@ def _state_of(verdict: Verdict) -> Verdict:
         return completed(verdict, f"trained to step {verdict.step}")
     if verdict.decision is None:
         return completed(verdict, "stopped on request", name="StoppedOnRequest")
-    return failed(verdict, _state_text(verdict), name=STATE_NAMES[verdict.decision.rung])
+    return failed(verdict, _state_text(verdict), name=RUNGS[verdict.decision.rung].state_name)
 
 
 def _state_text(verdict: Verdict) -> str:

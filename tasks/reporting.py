@@ -29,9 +29,9 @@ from prefect.events import emit_event
 
 from tasks.patient_client import without_retries
 from training.journal.history import AttemptView, InProcessRecovery, RunHistory
+from training.recovery.decision import Decision
 from training.recovery.events import LastSave
 from training.recovery.faults import Fault
-from training.recovery.ladder import Decision
 from training.supervisor.accounts import AccountReport
 from training.supervisor.report import (
     OPEN,

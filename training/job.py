@@ -126,7 +126,7 @@ class Job(FrozenModel):
                 shards = world // (self.parallelism.replicas or 1)
             case ParallelKind.DDP | ParallelKind.DATA_PARALLEL:
                 shards = 1  # whatever one process of the latter drives
-        return Layout(dp=world, weight_shards=shards, optimizer_shards=shards)
+        return Layout(dp=world, optimizer_shards=shards)
 
 
 def _check_world(job: Job) -> None:

@@ -14,8 +14,9 @@ from flows.automations import on_fault, put
 from tasks.reporting import Reporter
 from tests.process.harness import wait_for
 from tests.process.rest import Api, ask
+from training.recovery.decision import Decision
 from training.recovery.faults import Fault, FaultClass
-from training.recovery.ladder import Decision, Rung
+from training.recovery.rungs import Rung
 
 pytestmark = [
     pytest.mark.process,

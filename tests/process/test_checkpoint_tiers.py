@@ -17,7 +17,7 @@ from training.drill.hooks import KillHook
 from training.injection.outside import Kill, KillInjector, LocalRun, Victim
 from training.job import Job, parse_job
 from training.journal.history import RunHistory
-from training.recovery.ladder import Rung
+from training.recovery.rungs import Rung
 from training.supervisor.run import Run
 
 pytestmark = pytest.mark.process

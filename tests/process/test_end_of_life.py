@@ -23,7 +23,7 @@ from training.drill.job import drill_job, write_corpus
 from training.drill.verdict import differences, recovered
 from training.job import Job
 from training.journal.history import AttemptView
-from training.recovery.ladder import Rung
+from training.recovery.rungs import Rung
 from training.specs.drill import DrillFault, DrillKind, DrillPoint
 from training.specs.model import ParallelKind
 

@@ -21,7 +21,7 @@ from training.drill.job import drill_job, write_corpus
 from training.injection.outside import LocalRun
 from training.job import parse_job
 from training.recovery.faults import Fault, FaultClass
-from training.recovery.ladder import Rung
+from training.recovery.rungs import Rung
 from training.specs.model import ParallelKind
 from training.supervisor.run import Run
 from training.supervisor.watch import Progress

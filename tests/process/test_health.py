@@ -17,7 +17,7 @@ from training.health.monitor.health import LATENCY_HOLD_S
 from training.journal.events import HealthPoint
 from training.journal.history import Alert
 from training.recovery.faults import FaultClass
-from training.recovery.ladder import Rung
+from training.recovery.rungs import Rung
 from training.specs.drill import DrillFault, DrillKind
 from training.specs.model import ParallelKind
 

@@ -22,7 +22,7 @@ from training.drill.job import NUM_RANKS, drill_job, write_corpus
 from training.drill.verdict import differences, recovered
 from training.injection.outside import LocalRun
 from training.journal.history import AttemptView, InProcessRecovery
-from training.recovery.ladder import Rung
+from training.recovery.rungs import Rung
 from training.specs.drill import DrillFault, DrillKind, DrillPoint
 from training.specs.model import ParallelKind
 from training.supervisor.run import Run

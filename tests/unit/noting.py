@@ -25,7 +25,7 @@ from training.recovery.decision import Decision
 from training.recovery.events import LastSave, PauseBegan, PauseEnded, RecoveryBegan
 from training.recovery.events import RecoveryEnded as Ended
 from training.recovery.faults import Fault, FaultClass
-from training.recovery.ladder import Rung
+from training.recovery.rungs import Rung
 
 NOW = {"at_s": 0.0, "epoch": 1}
 KEY = {"placement": 1, "attempt": 1}

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from perdure.cli import app, main
 from training.recovery.faults import FaultClass, RecoverableBy
-from training.recovery.ladder import Rung
+from training.recovery.rungs import Rung
 
 TYPE_ERROR = "TypeError: forward() missing 1 required positional argument: 'targets'"
 FRAME = '  File "/w/train.py", line 3, in f'

@@ -21,8 +21,9 @@ from tests.unit.noting import (
     told,
 )
 from training.journal.events import StepRecord
+from training.recovery.decision import Decision
 from training.recovery.faults import Fault, FaultClass, RecoverableBy
-from training.recovery.ladder import Decision, Rung
+from training.recovery.rungs import Rung
 from training.supervisor.report import (
     fault_report,
     note_text,

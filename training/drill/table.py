@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from training.drill.job import HANG_TIMEOUT_S, SAVE_EVERY_STEPS
-from training.recovery.ladder import Rung
+from training.recovery.rungs import Rung
 from training.specs.drill import DrillFault, DrillKind, DrillPoint
 
 STEPS = 40

@@ -13,11 +13,10 @@ from training.drill.job import NUM_RANKS
 from training.drill.table import Drill
 from training.errors import InputError
 from training.job import Job
-from training.recovery.ladder import Rung
+from training.recovery.rungs import ISOLATES
 from training.specs.model import ParallelKind
 
 MIN_NODES = 2
-_LEAVE_A_NODE = frozenset({Rung.POD_RESCHEDULE, Rung.JOB_RESCHEDULE_ISOLATED})
 
 
 def sections_of(job: Job, folder: str, kind: ParallelKind) -> Mapping[str, Mapping[str, Any]]:
@@ -57,7 +56,7 @@ def check_site(job: Job, drills: Iterable[Drill]) -> None:
             f"{MIN_NODES} nodes and {NUM_RANKS} ranks at least",
         )
     for drill in drills:
-        if engine.spares == 0 and _LEAVE_A_NODE & set(drill.expected.rungs):
+        if engine.spares == 0 and ISOLATES & set(drill.expected.rungs):
             raise InputError(
                 "engine.spares", f"0: the drill {drill.name} leaves a node and needs another one"
             )

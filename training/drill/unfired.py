@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from training.drill.campaign import Campaign
 from training.injection.outside import Kill
 from training.journal.history import RunHistory
-from training.recovery.ladder import Rung
+from training.recovery.rungs import Rung
 from training.specs.drill import DrillFault, DrillPoint
 
 # A process that is not there at one look may be on its way; at the next it is.

@@ -14,7 +14,7 @@ from training.drill.hooks import Pauser
 from training.drill.table import Drill, Expected
 from training.job import Job
 from training.journal.history import AttemptView, RunHistory
-from training.recovery.ladder import Rung
+from training.recovery.rungs import Rung
 from training.specs.model import ParallelKind
 from training.supervisor.watch import EndKind
 

@@ -13,7 +13,7 @@ from typing import Protocol, Self
 
 from training.errors import NoCapacity
 from training.journal.records import Member
-from training.recovery.ladder import Rung
+from training.recovery.rungs import Rung
 from training.wire.agent import (
     AgentStatus,
     CheckOrder,

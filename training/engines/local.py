@@ -30,7 +30,7 @@ from training.errors import AgentUnreachable, EngineError
 from training.files import last_line, write_whole
 from training.job import Job
 from training.processes import MARKER, is_alive, kill_container
-from training.recovery.ladder import Rung
+from training.recovery.rungs import Rung
 from training.wire.agent import (
     AgentAddress,
     AgentConfig,

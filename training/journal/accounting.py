@@ -104,7 +104,7 @@ class _Told:
         return self.view.ended is not None and self.view.ended.fault is not None
 
     @property
-    def recovery(self) -> Owner:
+    def recovery(self) -> str:
         """What the time after its end is spent on."""
         if not self.failed:
             return Owner.ENDING
@@ -137,7 +137,8 @@ def _told(view: AttemptView, steps: Sequence[StepTime]) -> _Told:
 def _paint_phases(canvas: Canvas, history: RunHistory, told: Sequence[_Told]) -> None:
     """Before the first step, between steps, and after the last one."""
     is_command = bool(((history.job or {}).get("worker") or {}).get("command"))
-    before_s, before = canvas.from_s, Owner.START_UP
+    before_s = canvas.from_s
+    before: str = Owner.START_UP
     for one in told:
         ends = [at_s for at_s in history.ends if before_s <= at_s <= one.view.started.at_s]
         if ends:
@@ -154,7 +155,7 @@ def _paint_phases(canvas: Canvas, history: RunHistory, told: Sequence[_Told]) ->
 
 
 def _paint_without_steps(
-    canvas: Canvas, one: _Told, before: Owner, before_s: float, until_s: float, *, is_command: bool
+    canvas: Canvas, one: _Told, before: str, before_s: float, until_s: float, *, is_command: bool
 ) -> None:
     """An attempt that is not known to have come to a step."""
     fault = one.view.ended.fault if one.view.ended is not None else None

@@ -14,26 +14,18 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from itertools import pairwise
 
-from training.recovery.rungs import Rung
+from training.recovery.rungs import RUNGS, Rung
 
 Key = tuple[int, int]
 
 
 class Owner(StrEnum):
-    """What a stretch of the wall time was spent on."""
+    """What a stretch of the wall time was spent on; recoveries are in `RECOVERY`, by rung."""
 
     PRODUCTIVE = "productive_step"
     REDONE = "redone_step"
     SAVE = "save_block"
     DETECTION = "detection"
-    OPERATOR_RETRY = "recovery_operator_retry"
-    STEP_RETRY = "recovery_step_retry"
-    PROCESS_REPLACE = "recovery_process_replace"
-    IN_PLACE_RESTART = "recovery_in_place_restart"
-    HANG_RESTART = "recovery_hang_restart"
-    POD_RESCHEDULE = "recovery_pod_reschedule"
-    JOB_RESCHEDULE_ISOLATED = "recovery_job_reschedule_isolated"
-    JOB_RESCHEDULE = "recovery_job_reschedule"
     START_UP = "start_up"
     WAITING = "waiting_for_resources"
     PAUSED = "paused"
@@ -43,30 +35,25 @@ class Owner(StrEnum):
     UNKNOWN = "unknown"
 
 
-MEANING: Mapping[Owner, str] = {
-    Owner.PRODUCTIVE: "steps that were kept",
-    Owner.REDONE: "steps that were lost and done again, and steps that a fault cut short",
-    Owner.SAVE: "training stood between two steps: saves and snapshots",
-    Owner.DETECTION: "from a fault, or the last sign of progress, to its notice",
-    Owner.OPERATOR_RETRY: "recovery: one operation of a collective again",
-    Owner.STEP_RETRY: "recovery: one step again",
-    Owner.PROCESS_REPLACE: "recovery: a new process for a rank",
-    Owner.IN_PLACE_RESTART: "recovery: new processes in the same containers",
-    Owner.HANG_RESTART: "recovery: new processes after a hang",
-    Owner.POD_RESCHEDULE: "recovery: a new container for a member",
-    Owner.JOB_RESCHEDULE_ISOLATED: "recovery: new containers away from isolated nodes",
-    Owner.JOB_RESCHEDULE: "recovery: new containers",
-    Owner.START_UP: "from a start by hand to the first step: data, placement, processes, restore",
-    Owner.WAITING: "no healthy node was free",
-    Owner.PAUSED: "every rank stood on request",
-    Owner.ENDING: "from the last step to the end: the last save, processes and containers",
-    Owner.COMMAND: "a command ran, whose steps are not known",
-    Owner.UNSUPERVISED: "the run had ended, or nobody watched and nothing trained",
-    Owner.UNKNOWN: "since the last record: what it is, the next one tells",
+# Of each rung; stop has none of its own.
+RECOVERY: Mapping[Rung, str] = {
+    rung: f"recovery_{rung}" if row.spent_on else Owner.ENDING for rung, row in RUNGS.items()
 }
 
-RECOVERY: Mapping[Rung, Owner] = {
-    rung: Owner.ENDING if rung is Rung.STOP else Owner(f"recovery_{rung}") for rung in Rung
+# Every owner, in the order in which they are listed.
+MEANING: Mapping[str, str] = {
+    Owner.PRODUCTIVE: "steps that were kept",
+    Owner.REDONE: "steps that were lost and done again, and steps that a fault cut short",
+    Owner.SAVE: "training stopped between two steps: saves and snapshots",
+    Owner.DETECTION: "from a fault, or the last sign of progress, to its notice",
+    **{RECOVERY[rung]: f"recovery: {row.spent_on}" for rung, row in RUNGS.items() if row.spent_on},
+    Owner.START_UP: "from a start by hand to the first step: data, placement, processes, restore",
+    Owner.WAITING: "no healthy node was free",
+    Owner.PAUSED: "every rank was paused on request",
+    Owner.ENDING: "from the last step to the end: the last save, processes and containers",
+    Owner.COMMAND: "a command ran, whose steps are not known",
+    Owner.UNSUPERVISED: "the run had ended, or nothing supervised it and nothing trained",
+    Owner.UNKNOWN: "since the last record: the next one will show what it is",
 }
 
 
@@ -76,7 +63,7 @@ class Stretch:
 
     from_s: float
     to_s: float
-    owner: Owner
+    owner: str
     attempt: Key
 
     @property
@@ -97,9 +84,9 @@ class Account:
         return self.stretches[-1].to_s - self.stretches[0].from_s if self.stretches else 0.0
 
     @property
-    def seconds(self) -> dict[Owner, float]:
+    def seconds(self) -> dict[str, float]:
         """What every owner has, in the order of owners."""
-        found = dict.fromkeys(Owner, 0.0)
+        found = dict.fromkeys(map(str, MEANING), 0.0)
         for stretch in self.stretches:
             found[stretch.owner] += stretch.seconds
         return found
@@ -130,9 +117,9 @@ class Canvas:
 
     from_s: float
     to_s: float
-    _strokes: list[tuple[float, float, int, Owner]] = field(default_factory=list)
+    _strokes: list[tuple[float, float, int, str]] = field(default_factory=list)
 
-    def paint(self, layer: Layer, owner: Owner, from_s: float, to_s: float) -> None:
+    def paint(self, layer: Layer, owner: str, from_s: float, to_s: float) -> None:
         """Nothing, when it would end before it begins."""
         from_s, to_s = max(from_s, self.from_s), min(to_s, self.to_s)
         if from_s < to_s:
@@ -155,10 +142,10 @@ class Canvas:
         if open_ is not None:
             yield open_
 
-    def _pieces(self, moments: Iterable[float]) -> Iterator[tuple[float, float, Owner]]:
+    def _pieces(self, moments: Iterable[float]) -> Iterator[tuple[float, float, str]]:
         strokes = sorted(self._strokes, key=lambda stroke: stroke[0])
         edges = {edge for stroke in strokes for edge in stroke[:2]} | set(moments)
-        above: list[tuple[int, int, float, Owner]] = []
+        above: list[tuple[int, int, float, str]] = []
         newest = 0
         for from_s, to_s in pairwise(sorted(edges)):
             while newest < len(strokes) and strokes[newest][0] <= from_s:

@@ -13,7 +13,7 @@ from typing import Any
 from training.platforms.forms import Platform
 from training.platforms.reading import read_platform
 from training.platforms.settings import Value, shown
-from training.recovery.ladder import Policy
+from training.recovery.rungs import Policy
 
 Entries = dict[str, str]
 

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from training.errors import InputError
-from training.recovery.ladder import Policy
+from training.recovery.rungs import Policy
 
 Value = bool | int | str
 

@@ -18,9 +18,9 @@ from training.recovery.decider import (
     fault_of_trouble,
     rank_at_fault,
 )
+from training.recovery.decision import Decision
 from training.recovery.events import LastSave
 from training.recovery.faults import Fault, FaultClass
-from training.recovery.ladder import IN_PROCESS, Decision, Rung
 from training.recovery.pauses import Pauses
 from training.recovery.protocol import (
     GiveUp,
@@ -38,6 +38,7 @@ from training.recovery.protocol import (
 from training.recovery.ranks import Ranks
 from training.recovery.recoveries import Recoveries, last_save_of, mode_after, mode_of
 from training.recovery.repair import RankReport, RepairMode, RepairPlan, Unmendable, plan_repair
+from training.recovery.rungs import IN_PROCESS, Rung
 
 # Survivors feel a broken link in the same moment in which the kernel closes the connection of a
 # dead process to us: a link alone is to blame when no such end comes.

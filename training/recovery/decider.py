@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from training.recovery.decision import Decision, Recovery
 from training.recovery.faults import Fault, FaultClass
-from training.recovery.ladder import Decision, Policy, Recovery, Rung, decide
+from training.recovery.ladder import decide
 from training.recovery.protocol import WorkerFault, WorkerFaultKind
+from training.recovery.rungs import Policy, Rung
 
 CLASS_OF: Mapping[WorkerFaultKind, FaultClass] = {
     WorkerFaultKind.LINK: FaultClass.LINK_DOWN,

@@ -1,7 +1,6 @@
-"""What goes into a decision and what comes out of it: policy, past recoveries, capacity, answer.
+"""What goes into a decision beside the fault, and what comes out of it.
 
-Frozen records. Budgets are counts of recoveries in a row without progress; progress is a
-checkpoint committed after the recovery.
+Frozen records that messages and the ledger embed as they are.
 """
 
 from __future__ import annotations
@@ -13,48 +12,6 @@ from pydantic import ConfigDict
 
 from training.recovery.faults import Fault
 from training.recovery.rungs import Rung
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """The part of the restart policy that decisions depend on.
-
-    Attributes:
-        max_restarts: reschedulings in a row without progress (job-retry-num).
-        in_place: whether processes may be restarted in their containers.
-        in_place_retries: in-place restarts in a row without progress.
-        unconditional: reschedule on any non-zero exit (job-unconditional-retry).
-        hang: restart when no rank makes progress (hang-retry).
-        pod_retries: single nodes replaced in a row without progress (pod-retry-num).
-        allow_without_isolation: no spare: may the job go back to nodes that were to be isolated.
-        operator_retry: HCCL may re-execute a broken collective (hccl_op_retry).
-        step_retry: UCE and HCCE, re-execution of one step.
-        process_replace: ARF, a new process for one rank.
-        end_of_life_checkpoint: TTP, the survivors save before they are ended.
-        numeric_retry: TRE, re-execution of a step whose loss or norm is abnormal.
-        data_skipping: batches with abnormal loss are skipped; excludes numeric_retry.
-        mindcluster_frequency: MindCluster's limits per code count beside ModelArts' for all.
-    """
-
-    max_restarts: int = 3
-    in_place: bool = True
-    in_place_retries: int = 3
-    unconditional: bool = True
-    hang: bool = True
-    pod_retries: int = 0
-    allow_without_isolation: bool = True
-    operator_retry: bool = False
-    step_retry: bool = True
-    process_replace: bool = True
-    end_of_life_checkpoint: bool = True
-    numeric_retry: bool = False
-    data_skipping: bool = False
-    mindcluster_frequency: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be together."""
-        if self.numeric_retry and self.data_skipping:
-            raise ValueError("numeric_retry=true and data_skipping=true exclude each other")
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,9 @@ class Traits:
         action: what that person should do.
         recoverable_by: the cheapest kind of answer that can help.
         user_fault: whether the user's program, configuration or sizes cause it.
-        hardware_fault: whether a machine, chip or link is broken.
+        hardware_fault: whether a machine, chip or link is broken, whatever the program does.
+        is_worth_saving: whether survivors hold a state worth keeping: it is sound, and something
+            was trained.
     """
 
     meaning: str
@@ -66,6 +68,7 @@ class Traits:
     recoverable_by: RecoverableBy = RecoverableBy.RETRY
     user_fault: bool = False
     hardware_fault: bool = False
+    is_worth_saving: bool = True
 
 
 TRAITS: Mapping[FaultClass, Traits] = {
@@ -130,6 +133,7 @@ TRAITS: Mapping[FaultClass, Traits] = {
     FaultClass.CHECKPOINT_CORRUPT: Traits(
         "A checkpoint is damaged or incomplete.",
         "Go back to the checkpoint before it, or fetch the file again.",
+        is_worth_saving=False,
     ),
     FaultClass.DATALOADER_ERROR: Traits(
         "A process that loads the training data died or failed.",
@@ -139,6 +143,7 @@ TRAITS: Mapping[FaultClass, Traits] = {
         "Loss or gradient norm is not finite, or jumped.",
         "Go back to a checkpoint before it; if it comes back, change data order or step size.",
         RecoverableBy.USER_FIX,
+        is_worth_saving=False,
     ),
     FaultClass.NATIVE_CRASH: Traits(
         "The process was ended by the operating system, not by an exception.",
@@ -160,32 +165,19 @@ TRAITS: Mapping[FaultClass, Traits] = {
         "Correct the setting that the line names.",
         RecoverableBy.USER_FIX,
         user_fault=True,
+        is_worth_saving=False,
     ),
     FaultClass.VERSION_MISMATCH: Traits(
         "Installed libraries, driver or firmware do not fit together.",
         "Install versions that belong together; the line names the odd one.",
         RecoverableBy.USER_FIX,
+        is_worth_saving=False,
     ),
     FaultClass.UNKNOWN: Traits(
         "Nothing that was left explains the failure.",
         "Read the last lines of the rank that ended first.",
     ),
 }
-
-USER_MUST_MEND = frozenset(
-    {FaultClass.USER_CODE_ERROR, FaultClass.LAUNCH_MISCONFIGURED, FaultClass.VERSION_MISMATCH}
-)
-
-# Faults that point at a machine or a chip by themselves, whatever the program does.
-NODE_OR_CHIP = frozenset(
-    {
-        FaultClass.DEVICE_MEMORY_ERROR,
-        FaultClass.DEVICE_LOST,
-        FaultClass.LINK_DOWN,
-        FaultClass.NODE_LOST,
-        FaultClass.FAIL_SLOW,
-    }
-)
 
 # AI core / vector core report wrong input of the application: the chip is healthy
 # (MindCluster faultCode.json, class User; ModelArts does not isolate the node for them).

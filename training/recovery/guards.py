@@ -1,7 +1,7 @@
 """Why a rung does not answer a fault: one guard per rung, and those that concern several.
 
-A guard looks at a `Case` and gives its refusal as a few words, or None. What the rules mean is
-told in rules.py. Pure functions; budgets are counts, windows seconds.
+A guard looks at a `Case` and gives its refusal as a few words, or None; rules.py has the rules
+in words, rungs.py what the policy and the budgets allow. Pure functions; windows are seconds.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from training.recovery.chips import (
     chip_fact,
     escalated,
     heals_in_place,
-    modelarts_frequency,
     times_in_a_row,
 )
-from training.recovery.decision import Policy, Recovery
+from training.recovery.decision import Recovery
 from training.recovery.faults import (
-    NODE_OR_CHIP,
     TRAITS,
     USER_CAUSED_CODES,
     Fault,
@@ -29,21 +27,20 @@ from training.recovery.faults import (
     RecoverableBy,
 )
 from training.recovery.rungs import (
-    COST,
     IN_PROCESS,
     ISOLATES,
     LADDER,
     RESCHEDULES,
+    RUNGS,
     STAYS_ON_CHIP,
+    Policy,
     Rung,
 )
 
-# The first is ours, the sources leave it open: more in a row without a commit is no passing fault.
-IN_PROCESS_IN_A_ROW = 3
-HANG_RESTARTS_IN_A_ROW = 3
+# ModelArts: for one problem with no node or chip at fault; one code of one chip, in a row.
 UNCONDITIONAL_RESCHEDULES_IN_A_ROW = 3
-SAME_CODE_TIMES = modelarts_frequency().times
-SAME_CODE_WINDOW_S = modelarts_frequency().window_s
+SAME_CODE_TIMES = 3
+SAME_CODE_WINDOW_S = 86400.0
 
 # Refusals that say how the run is set up, not what happened: kept out of the reason.
 UNSUPPORTED = "unsupported"
@@ -109,7 +106,16 @@ def rungs_for(fault: Fault) -> tuple[Rung, ...]:
 
 def refusal(rung: Rung, case: Case) -> str | None:
     """Why the rung does not answer the case, None when it does."""
-    return _GUARDS[rung](case) or chip_refusal(rung, case) or _climb_refusal(rung, case)
+    if not RUNGS[rung].is_on(case.policy, case.fault.fault_class):
+        return SWITCHED_OFF
+    if rung in IN_PROCESS and not case.survivors:
+        return ENDED
+    return (
+        _GUARDS[rung](rung, case)
+        or _budget_refusal(rung, case)
+        or chip_refusal(rung, case)
+        or _climb_refusal(rung, case)
+    )
 
 
 def chip_refusal(rung: Rung, case: Case) -> str | None:
@@ -205,7 +211,7 @@ def points_at_hardware(fault: Fault) -> bool:
     """Whether a node or a chip is explicitly at fault."""
     if fault.code in USER_CAUSED_CODES:
         return False
-    return fault.fault_class in NODE_OR_CHIP or fault.chip_code is not None
+    return TRAITS[fault.fault_class].hardware_fault or fault.chip_code is not None
 
 
 def _chip_of(fault: Fault) -> tuple[str | None, int | None, str | None]:
@@ -214,43 +220,36 @@ def _chip_of(fault: Fault) -> tuple[str | None, int | None, str | None]:
 
 def _climb_refusal(rung: Rung, case: Case) -> str | None:
     climbed = any(
-        COST[past.rung] > COST[rung] and same_fault(past.fault, case.fault) for past in case.row
+        past.rung.cost > rung.cost and same_fault(past.fault, case.fault) for past in case.row
     )
     return "a costlier rung already answered this fault" if climbed else None
 
 
-def _in_process_refusal(rung: Rung, case: Case, *, allowed: bool) -> str | None:
-    if not allowed:
-        return SWITCHED_OFF
-    if not case.survivors:
-        return ENDED
+def _budget_refusal(rung: Rung, case: Case) -> str | None:
+    budget = RUNGS[rung].budget
+    if budget is not None and case.asked(rung) >= budget(case.policy):
+        return f"used {case.asked(rung)} of {budget(case.policy)} in a row"
+    used, limit = case.used(*RESCHEDULES), case.policy.max_restarts
+    return f"max_restarts used {used} of {limit}" if rung in RESCHEDULES and used >= limit else None
+
+
+def _in_process_refusal(rung: Rung, case: Case) -> str | None:
     same = [p for p in case.row if p.rung is rung and same_fault(p.fault, case.fault)]
     if any(past.failed for past in same):
         return "the last one failed"
     step = case.fault.step
     if step is not None and any(past.fault.step == step for past in same):
         return f"it did not help at step {step}"
-    return _in_a_row_refusal(case.asked(rung), IN_PROCESS_IN_A_ROW)
+    return None
 
 
-def _in_a_row_refusal(used: int, limit: int) -> str | None:
-    return f"used {used} of {limit} in a row" if used >= limit else None
-
-
-def _operator_refusal(case: Case) -> str | None:
-    allowed = case.policy.operator_retry
-    return _in_process_refusal(Rung.OPERATOR_RETRY, case, allowed=allowed)
-
-
-def _step_refusal(case: Case) -> str | None:
-    if case.fault.fault_class is not FaultClass.NUMERIC_ANOMALY:
-        return _in_process_refusal(Rung.STEP_RETRY, case, allowed=case.policy.step_retry)
+def _step_refusal(rung: Rung, case: Case) -> str | None:
     retries = _numeric_retries(case)
     if any(past.failed for past in retries):
         return "the last one failed"
     if len(retries) > 1:
         return f"step {case.fault.step} was accepted already"
-    return _in_process_refusal(Rung.STEP_RETRY, case, allowed=case.policy.numeric_retry)
+    return _in_process_refusal(rung, case)
 
 
 def _numeric_retries(case: Case) -> Sequence[Recovery]:
@@ -259,43 +258,25 @@ def _numeric_retries(case: Case) -> Sequence[Recovery]:
         past
         for past in case.row
         if past.rung is Rung.STEP_RETRY
-        and past.fault.fault_class is FaultClass.NUMERIC_ANOMALY
+        and past.fault.fault_class is case.fault.fault_class is FaultClass.NUMERIC_ANOMALY
         and past.fault.step == case.fault.step
     ]
 
 
-def _process_refusal(case: Case) -> str | None:
-    is_numeric = case.fault.fault_class is FaultClass.NUMERIC_ANOMALY
-    # Its new process goes back to a snapshot with the others: without the retry there is none.
-    allowed = case.policy.process_replace and (case.policy.numeric_retry or not is_numeric)
-    if allowed and case.survivors and case.fault.rank is None:
-        return "no rank is to blame"
-    return _in_process_refusal(Rung.PROCESS_REPLACE, case, allowed=allowed)
+def _process_refusal(rung: Rung, case: Case) -> str | None:
+    return "no rank is to blame" if case.fault.rank is None else _in_process_refusal(rung, case)
 
 
-def _in_place_refusal(case: Case) -> str | None:
-    if not case.policy.in_place:
-        return SWITCHED_OFF
-    if case.failed(Rung.IN_PLACE_RESTART):
-        return "the last one failed"
-    return _in_a_row_refusal(case.used(Rung.IN_PLACE_RESTART), case.policy.in_place_retries)
+def _failed_refusal(rung: Rung, case: Case) -> str | None:
+    return "the last one failed" if case.failed(rung) else None
 
 
-def _hang_refusal(case: Case) -> str | None:
-    if not case.policy.hang:
-        return SWITCHED_OFF
-    return _in_a_row_refusal(case.asked(Rung.HANG_RESTART), HANG_RESTARTS_IN_A_ROW)
+def _pod_refusal(rung: Rung, case: Case) -> str | None:
+    return _failed_refusal(rung, case) or _isolation_refusal(case)
 
 
-def _pod_refusal(case: Case) -> str | None:
-    used = case.used(Rung.POD_RESCHEDULE)
-    if used >= case.policy.pod_retries:
-        return f"pod_retries used {used} of {case.policy.pod_retries}"
-    return "the last one failed" if case.failed(Rung.POD_RESCHEDULE) else _isolation_refusal(case)
-
-
-def _isolated_refusal(case: Case) -> str | None:
-    if case.failed(Rung.JOB_RESCHEDULE_ISOLATED):
+def _isolated_refusal(rung: Rung, case: Case) -> str | None:
+    if case.failed(rung):
         return "no healthy spare was found"
     if case.failed(Rung.POD_RESCHEDULE):
         return "the node is isolated already"
@@ -307,10 +288,10 @@ def _isolation_refusal(case: Case) -> str | None:
         return "no node is to blame"
     if case.is_user_caused:
         return f"code {case.fault.code} is caused by the program, not by the node"
-    return _budget_refusal(case)
+    return None
 
 
-def _job_refusal(case: Case) -> str | None:
+def _job_refusal(_rung: Rung, case: Case) -> str | None:
     follows_pod = any(
         past.failed and past.rung is Rung.POD_RESCHEDULE and same_fault(past.fault, case.fault)
         for past in case.row
@@ -329,7 +310,7 @@ def _job_refusal(case: Case) -> str | None:
             f"the same problem came back after {unexplained} reschedulings with no node or chip "
             "at fault: the program is to be mended"
         )
-    return _budget_refusal(case)
+    return None
 
 
 def _unexplained_in_a_row(case: Case) -> int:
@@ -345,21 +326,16 @@ def _unexplained_in_a_row(case: Case) -> int:
     return count
 
 
-def _budget_refusal(case: Case) -> str | None:
-    used, limit = case.used(*RESCHEDULES), case.policy.max_restarts
-    return f"max_restarts used {used} of {limit}" if used >= limit else None
-
-
-def _never_refused(_case: Case) -> str | None:
+def _never_refused(_rung: Rung, _case: Case) -> str | None:
     return None
 
 
-_GUARDS: Mapping[Rung, Callable[[Case], str | None]] = {
-    Rung.OPERATOR_RETRY: _operator_refusal,
+_GUARDS: Mapping[Rung, Callable[[Rung, Case], str | None]] = {
+    Rung.OPERATOR_RETRY: _in_process_refusal,
     Rung.STEP_RETRY: _step_refusal,
     Rung.PROCESS_REPLACE: _process_refusal,
-    Rung.IN_PLACE_RESTART: _in_place_refusal,
-    Rung.HANG_RESTART: _hang_refusal,
+    Rung.IN_PLACE_RESTART: _failed_refusal,
+    Rung.HANG_RESTART: _never_refused,
     Rung.POD_RESCHEDULE: _pod_refusal,
     Rung.JOB_RESCHEDULE_ISOLATED: _isolated_refusal,
     Rung.JOB_RESCHEDULE: _job_refusal,

@@ -6,8 +6,8 @@ while processes of the attempt live on, the flow once they have ended. Times are
 are counts of recoveries in a row without progress; progress is a checkpoint committed after the
 recovery.
 
-Around it: rungs.py has the tables, decision.py what goes in and comes out, guards.py why a rung
-does not answer, rules.py the rules in words, chips.py the fault codes.
+Around it: rungs.py has the tables and the policy, decision.py what goes in and comes out,
+guards.py why a rung does not answer, rules.py the rules in words, chips.py the fault codes.
 """
 
 from __future__ import annotations
@@ -15,15 +15,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from training.recovery.chips import Severity
-from training.recovery.decision import Capacity, Decision, Policy, Recovery
-from training.recovery.faults import USER_MUST_MEND, Fault, FaultClass
+from training.recovery.decision import Capacity, Decision, Recovery
+from training.recovery.faults import TRAITS, Fault
 from training.recovery.guards import (
-    HANG_RESTARTS_IN_A_ROW,
-    IN_PROCESS_IN_A_ROW,
-    SAME_CODE_TIMES,
-    SAME_CODE_WINDOW_S,
     SETTINGS,
-    UNCONDITIONAL_RESCHEDULES_IN_A_ROW,
     UNSUPPORTED,
     Case,
     is_accepted,
@@ -34,27 +29,7 @@ from training.recovery.guards import (
     too_often,
 )
 from training.recovery.rules import RULES
-from training.recovery.rungs import (
-    COST,
-    IN_PROCESS,
-    ISOLATES,
-    LADDER,
-    RESCHEDULES,
-    RESTARTS_IN_PLACE,
-    RUNGS,
-    Rung,
-    RungFacts,
-)
-
-# What the survivors hold is not worth keeping, or nothing was trained yet.
-NOTHING_TO_SAVE = frozenset(
-    {
-        FaultClass.NUMERIC_ANOMALY,
-        FaultClass.CHECKPOINT_CORRUPT,
-        FaultClass.LAUNCH_MISCONFIGURED,
-        FaultClass.VERSION_MISMATCH,
-    }
-)
+from training.recovery.rungs import IN_PROCESS, ISOLATES, LADDER, RUNGS, Policy, Rung
 
 
 def decide(
@@ -121,7 +96,7 @@ def _saves_first(rung: Rung, case: Case) -> bool:
         case.survivors
         and case.policy.end_of_life_checkpoint
         and rung not in IN_PROCESS
-        and case.fault.fault_class not in NOTHING_TO_SAVE
+        and TRAITS[case.fault.fault_class].is_worth_saving
     )
 
 
@@ -140,10 +115,10 @@ def _reason(rung: Rung, case: Case, skipped: Sequence[tuple[Rung, str]]) -> str:
         return f"{fault.fault_class} again at step {fault.step} is for the user to mend"
     if is_the_users_again(case):
         return f"{fault.fault_class} again, and its evidence is for the user to mend"
-    if fault.fault_class in USER_MUST_MEND:
+    if LADDER[fault.fault_class] == (Rung.STOP,):
         return f"{fault.fault_class} is for the user to mend"
-    told = [f"{r}: {why}" for r, why in skipped if not (r in IN_PROCESS and why in SETTINGS)]
-    why = f" ({'; '.join(told)})" if told else ""
+    passed = [f"{r}: {why}" for r, why in skipped if not (r in IN_PROCESS and why in SETTINGS)]
+    why = f" ({'; '.join(passed)})" if passed else ""
     return f"{fault.fault_class} at {fault.where}: {rung}{why}"
 
 
@@ -160,10 +135,9 @@ def ladder_markdown() -> str:
         "| rung | source name | what is lost | who acts | Prefect sees |",
         "|---|---|---|---|---|",
     ]
-    for rung, facts in RUNGS.items():
+    for rung, row in RUNGS.items():
         lines.append(
-            f"| `{rung}` | {facts.source_name} | {facts.lost} | {facts.who_acts} "
-            f"| {facts.prefect_sees} |"
+            f"| `{rung}` | {row.source_name} | {row.lost} | {row.who_acts} | {row.scope} |"
         )
     lines += ["", "| fault class | rungs, in order |", "|---|---|"]
     for fault_class, rungs in LADDER.items():
@@ -172,30 +146,3 @@ def ladder_markdown() -> str:
     for name, rule in RULES.items():
         lines.append(f"| {name.replace('_', ' ')} | {rule.sentence} | {rule.source} |")
     return "\n".join(lines)
-
-
-__all__ = [
-    "COST",
-    "HANG_RESTARTS_IN_A_ROW",
-    "IN_PROCESS",
-    "IN_PROCESS_IN_A_ROW",
-    "ISOLATES",
-    "LADDER",
-    "NOTHING_TO_SAVE",
-    "RESCHEDULES",
-    "RESTARTS_IN_PLACE",
-    "RULES",
-    "RUNGS",
-    "SAME_CODE_TIMES",
-    "SAME_CODE_WINDOW_S",
-    "UNCONDITIONAL_RESCHEDULES_IN_A_ROW",
-    "Capacity",
-    "Decision",
-    "Policy",
-    "Recovery",
-    "Rung",
-    "RungFacts",
-    "Severity",
-    "decide",
-    "ladder_markdown",
-]

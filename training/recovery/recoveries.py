@@ -9,9 +9,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from training.recovery.actions import Outbox
+from training.recovery.decision import Decision
 from training.recovery.events import LastSave, RecoveryBegan, RecoveryEnded
 from training.recovery.faults import Fault, FaultClass
-from training.recovery.ladder import Decision
 from training.recovery.protocol import LastSaved
 from training.recovery.repair import RankReport, RepairMode, RepairPlan, steps_lost
 

@@ -51,7 +51,6 @@ class Layout:
         pp: pipeline-parallel size (pipeline_stage).
         optimizer_shards: neighbouring dp ranks that share one optimizer state
             (optimizer_weight_shard_size); 1: every rank has all of its part.
-        weight_shards: the same for the weights; divides optimizer_shards.
         order: how ranks are numbered.
     """
 
@@ -59,21 +58,15 @@ class Layout:
     tp: int = 1
     pp: int = 1
     optimizer_shards: int = 1
-    weight_shards: int = 1
     order: RankOrder = RankOrder.TP_DP_PP
 
     def __post_init__(self) -> None:
         """Refuse sizes that do not fit together."""
-        for name in ("dp", "tp", "pp", "optimizer_shards", "weight_shards"):
+        for name in ("dp", "tp", "pp", "optimizer_shards"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be 1 or more")
         if self.dp % self.optimizer_shards:
             raise ValueError(f"optimizer_shards={self.optimizer_shards} must divide dp={self.dp}")
-        if self.optimizer_shards % self.weight_shards:
-            raise ValueError(
-                f"weight_shards={self.weight_shards} must divide "
-                f"optimizer_shards={self.optimizer_shards}"
-            )
 
     @property
     def world_size(self) -> int:
@@ -93,19 +86,14 @@ class Layout:
             rank, coordinates[axis] = divmod(rank, sizes[axis])
         return coordinates
 
-    def weight_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks with the same weights, ordered by their first rank."""
-        return self._groups(self.weight_shards)
-
     def replica_groups(self) -> tuple[tuple[int, ...], ...]:
         """Ranks with the same weights and optimizer state, ordered by their first rank."""
-        return self._groups(self.optimizer_shards)
-
-    def _groups(self, shards: int) -> tuple[tuple[int, ...], ...]:
         groups: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
         for rank in range(self.world_size):
             place = self.place(rank)
-            groups[place[Axis.TP], place[Axis.PP], place[Axis.DP] % shards].append(rank)
+            groups[place[Axis.TP], place[Axis.PP], place[Axis.DP] % self.optimizer_shards].append(
+                rank
+            )
         return tuple(sorted(tuple(group) for group in groups.values()))
 
 

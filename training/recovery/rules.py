@@ -33,9 +33,9 @@ RULES: Mapping[str, Rule] = {
         _MODELARTS,
     ),
     "a_hint_needs_no_recovery_by_itself": Rule(
-        "An event of severity hint, or of a code that is not handled, asks for nothing; what it "
-        "ended all the same is answered by its class.",
-        f"{_MODELARTS}, {_MINDCLUSTER}",
+        "An event of severity hint asks for nothing; what it ended all the same is answered by "
+        "its class.",
+        _MODELARTS,
     ),
     "minor_and_major_chip_faults_are_healed_in_place": Rule(
         "Severity minor and major heal themselves: in place comes first.", _MODELARTS

@@ -1,16 +1,59 @@
-"""The rungs of the recovery ladder, what each costs, and which of them answer which fault.
+"""The rungs of the recovery ladder: what each is, and which of them answer which fault.
 
-Tables only. A rung's place in `Rung` is its cost: every ladder goes through them in that order
-and ends in stop.
+Tables only, and the policy that they read. A rung is its row of `RUNGS`; its place in `Rung` is
+its cost: every ladder goes through them in that order and ends in stop. Budgets are counts of
+recoveries in a row without progress; progress is a checkpoint committed after the recovery.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 from training.recovery.faults import FaultClass
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The part of the restart policy that decisions depend on.
+
+    Attributes:
+        max_restarts: reschedulings in a row without progress (job-retry-num).
+        in_place: whether processes may be restarted in their containers.
+        in_place_retries: in-place restarts in a row without progress.
+        unconditional: reschedule on any non-zero exit (job-unconditional-retry).
+        hang: restart when no rank makes progress (hang-retry).
+        pod_retries: single nodes replaced in a row without progress (pod-retry-num).
+        allow_without_isolation: no spare: may the job go back to nodes that were to be isolated.
+        operator_retry: HCCL may re-execute a broken collective (hccl_op_retry).
+        step_retry: UCE and HCCE, re-execution of one step.
+        process_replace: ARF, a new process for one rank.
+        end_of_life_checkpoint: TTP, the survivors save before they are ended.
+        numeric_retry: TRE, re-execution of a step whose loss or norm is abnormal.
+        data_skipping: batches with abnormal loss are skipped; excludes numeric_retry.
+        mindcluster_frequency: MindCluster's limits per code count beside ModelArts' for all.
+    """
+
+    max_restarts: int = 3
+    in_place: bool = True
+    in_place_retries: int = 3
+    unconditional: bool = True
+    hang: bool = True
+    pod_retries: int = 0
+    allow_without_isolation: bool = True
+    operator_retry: bool = False
+    step_retry: bool = True
+    process_replace: bool = True
+    end_of_life_checkpoint: bool = True
+    numeric_retry: bool = False
+    data_skipping: bool = False
+    mindcluster_frequency: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be together."""
+        if self.numeric_retry and self.data_skipping:
+            raise ValueError("numeric_retry=true and data_skipping=true exclude each other")
 
 
 class Rung(StrEnum):
@@ -26,53 +69,151 @@ class Rung(StrEnum):
     JOB_RESCHEDULE = "job_reschedule"
     STOP = "stop"
 
+    @property
+    def cost(self) -> int:
+        """Its place on the ladder."""
+        return _COST[self]
 
-COST: Mapping[Rung, int] = {rung: index for index, rung in enumerate(Rung)}
+
+class Scope(StrEnum):
+    """How much of a run a rung begins anew; the value is what Prefect sees of it."""
+
+    PROCESSES = "event"  # they live on: needs survivors, stays on the chip
+    CONTAINERS = "task retry"  # they live on with new processes: stays on the chip
+    PLACEMENT = "new task run"  # new containers
+    RUN = "flow run Failed"
 
 
 @dataclass(frozen=True, slots=True)
-class RungFacts:
-    """What a rung costs and who carries it out; the rows of the printed table."""
+class RungRow:
+    """What there is to know about a rung.
 
+    Attributes:
+        scope: how much of the run it begins anew.
+        source_name: its mechanism where it comes from.
+        who_acts: parts of Perdure that carry it out.
+        spent_on: what the time that it takes is spent on.
+        colour: of that time in pictures.
+        is_on: whether the policy lets it answer faults of a class.
+        budget: how many in a row; None: no number of its own.
+        lost: what is trained again.
+        state_name: of the Prefect state that it begins with; empty for a mere event.
+        isolates: whether it keeps the node of the fault out of further placements.
+    """
+
+    scope: Scope
     source_name: str
-    lost: str
     who_acts: str
-    prefect_sees: str
+    spent_on: str
+    colour: str
+    is_on: Callable[[Policy, FaultClass], bool] = lambda _policy, _class: True
+    budget: Callable[[Policy], int] | None = None
+    lost: str = "steps since checkpoint"
+    state_name: str = ""
+    isolates: bool = False
 
 
-RUNGS: Mapping[Rung, RungFacts] = {
-    Rung.OPERATOR_RETRY: RungFacts(
-        "operator-level online recovery (HCCL retransmission)", "nothing", "runtime", "event"
+# Ours, the sources leave it open: more in a row without a commit is no passing fault.
+IN_PROCESS_IN_A_ROW = 3
+_NUMERIC = FaultClass.NUMERIC_ANOMALY
+
+RUNGS: Mapping[Rung, RungRow] = {
+    Rung.OPERATOR_RETRY: RungRow(
+        Scope.PROCESSES,
+        "operator-level online recovery (HCCL retransmission)",
+        "runtime",
+        "one operation of a collective again",
+        "#ce93d8",
+        is_on=lambda policy, _class: policy.operator_retry,
+        budget=lambda _: IN_PROCESS_IN_A_ROW,
+        lost="nothing",
     ),
-    Rung.STEP_RETRY: RungFacts(
-        "UCE, HCCE, TRE: step-level recomputation", "one step", "runtime, coordinator", "event"
+    Rung.STEP_RETRY: RungRow(
+        Scope.PROCESSES,
+        "UCE, HCCE, TRE: step-level recomputation",
+        "runtime, coordinator",
+        "one step again",
+        "#ba68c8",
+        is_on=lambda policy, met: policy.numeric_retry if met is _NUMERIC else policy.step_retry,
+        budget=lambda _: IN_PROCESS_IN_A_ROW,
+        lost="one step",
     ),
-    Rung.PROCESS_REPLACE: RungFacts(
-        "ARF: process-level rescheduling", "one step", "agent, coordinator", "event"
+    Rung.PROCESS_REPLACE: RungRow(
+        Scope.PROCESSES,
+        "ARF: process-level rescheduling",
+        "agent, coordinator",
+        "a new process for a rank",
+        "#9c4dcc",
+        # After an anomaly all go back to a snapshot: without the retry there is none.
+        is_on=lambda policy, met: (
+            policy.process_replace and (policy.numeric_retry or met is not _NUMERIC)
+        ),
+        budget=lambda _: IN_PROCESS_IN_A_ROW,
+        lost="one step",
     ),
-    Rung.IN_PLACE_RESTART: RungFacts(
-        "in-place recovery (same containers)", "steps since checkpoint", "agent", "task retry"
+    Rung.IN_PLACE_RESTART: RungRow(
+        Scope.CONTAINERS,
+        "in-place recovery (same containers)",
+        "agent",
+        "new processes in the same containers",
+        "#7b1fa2",
+        is_on=lambda policy, _class: policy.in_place,
+        budget=lambda policy: policy.in_place_retries,
+        state_name="RestartInPlace",
     ),
-    Rung.HANG_RESTART: RungFacts(
-        "hang restart (same containers)", "steps since checkpoint", "agent", "task retry"
+    Rung.HANG_RESTART: RungRow(
+        Scope.CONTAINERS,
+        "hang restart (same containers)",
+        "agent",
+        "new processes after a hang",
+        "#6a1b9a",
+        is_on=lambda policy, _class: policy.hang,
+        budget=lambda _: 3,
+        state_name="RestartAfterHang",
     ),
-    Rung.POD_RESCHEDULE: RungFacts(
-        "Pod rescheduling, RSC", "steps since checkpoint", "engine", "new task run"
+    Rung.POD_RESCHEDULE: RungRow(
+        Scope.PLACEMENT,
+        "Pod rescheduling, RSC",
+        "engine",
+        "a new container for a member",
+        "#5e35b1",
+        is_on=lambda policy, _class: policy.pod_retries > 0,
+        budget=lambda policy: policy.pod_retries,
+        state_name="ReschedulePod",
+        isolates=True,
     ),
-    Rung.JOB_RESCHEDULE_ISOLATED: RungFacts(
-        "isolated job-level rescheduling", "steps since checkpoint", "engine", "new task run"
+    Rung.JOB_RESCHEDULE_ISOLATED: RungRow(
+        Scope.PLACEMENT,
+        "isolated job-level rescheduling",
+        "engine",
+        "new containers away from isolated nodes",
+        "#4527a0",
+        state_name="RescheduleIsolated",
+        isolates=True,
     ),
-    Rung.JOB_RESCHEDULE: RungFacts(
-        "unconditional job-level rescheduling", "steps since checkpoint", "engine", "new task run"
+    Rung.JOB_RESCHEDULE: RungRow(
+        Scope.PLACEMENT,
+        "unconditional job-level rescheduling",
+        "engine",
+        "new containers",
+        "#311b92",
+        state_name="RescheduleJob",
     ),
-    Rung.STOP: RungFacts("job failed", "-", "flow", "flow run Failed"),
+    Rung.STOP: RungRow(Scope.RUN, "job failed", "flow", "", "", lost="-", state_name="Stopped"),
 }
 
-IN_PROCESS = frozenset({Rung.OPERATOR_RETRY, Rung.STEP_RETRY, Rung.PROCESS_REPLACE})
-RESTARTS_IN_PLACE = frozenset({Rung.IN_PLACE_RESTART, Rung.HANG_RESTART})
-RESCHEDULES = frozenset({Rung.POD_RESCHEDULE, Rung.JOB_RESCHEDULE_ISOLATED, Rung.JOB_RESCHEDULE})
-ISOLATES = frozenset({Rung.POD_RESCHEDULE, Rung.JOB_RESCHEDULE_ISOLATED})
+_COST = {rung: index for index, rung in enumerate(RUNGS)}
+
+
+def _of(*scopes: Scope) -> frozenset[Rung]:
+    return frozenset(rung for rung, row in RUNGS.items() if row.scope in scopes)
+
+
+IN_PROCESS = _of(Scope.PROCESSES)
+RESTARTS_IN_PLACE = _of(Scope.CONTAINERS)
+RESCHEDULES = _of(Scope.PLACEMENT)
 STAYS_ON_CHIP = IN_PROCESS | RESTARTS_IN_PLACE
+ISOLATES = frozenset(rung for rung, row in RUNGS.items() if row.isolates)
 
 _ISOLATE = (Rung.POD_RESCHEDULE, Rung.JOB_RESCHEDULE_ISOLATED, Rung.JOB_RESCHEDULE, Rung.STOP)
 _HEAL = (Rung.IN_PLACE_RESTART, *_ISOLATE)

@@ -15,7 +15,7 @@ from training.errors import InputError
 from training.platforms.reading import read_platform
 from training.platforms.settings import POLICY_FIELDS, Fact, Reading, Setting, shown
 from training.platforms.tft import TFT, read_snapshot_steps
-from training.recovery.ladder import Policy
+from training.recovery.rungs import Policy
 
 # Recommended save intervals by model size: every epoch, every 500 steps, every 100 to 200 steps.
 EPOCH_BELOW_PARAMETERS = 1_000_000_000

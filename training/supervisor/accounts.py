@@ -19,22 +19,16 @@ from training.journal.accounting import account
 from training.journal.events import StepRecord
 from training.journal.history import RunHistory
 from training.journal.steps import StepReader, identity_of, kept_of
-from training.journal.wall_time import MEANING, Account, Key, Owner, Stretch
+from training.journal.wall_time import MEANING, RECOVERY, Account, Key, Owner, Stretch
+from training.recovery.rungs import RUNGS
 
 # The same on the terminal and in the picture: greens train, reds were lost to faults.
-COLOURS: Mapping[Owner, str] = {
+COLOURS: Mapping[str, str] = {
     Owner.PRODUCTIVE: "#2e7d32",
     Owner.REDONE: "#c0392b",
     Owner.SAVE: "#7cb342",
     Owner.DETECTION: "#d98e04",
-    Owner.OPERATOR_RETRY: "#ce93d8",
-    Owner.STEP_RETRY: "#ba68c8",
-    Owner.PROCESS_REPLACE: "#9c4dcc",
-    Owner.IN_PLACE_RESTART: "#7b1fa2",
-    Owner.HANG_RESTART: "#6a1b9a",
-    Owner.POD_RESCHEDULE: "#5e35b1",
-    Owner.JOB_RESCHEDULE_ISOLATED: "#4527a0",
-    Owner.JOB_RESCHEDULE: "#311b92",
+    **{RECOVERY[rung]: row.colour for rung, row in RUNGS.items() if row.colour},
     Owner.START_UP: "#1f5fa8",
     Owner.WAITING: "#8d6e63",
     Owner.PAUSED: "#4dd0e1",
@@ -119,7 +113,7 @@ class Share:
 def shares(account: Account) -> list[Share]:
     """Of every owner that has any, in the order of owners."""
     return [
-        Share(owner.value, seconds, seconds / account.wall_s, MEANING[owner])
+        Share(owner, seconds, seconds / account.wall_s, MEANING[owner])
         for owner, seconds in account.seconds.items()
         if seconds > 0
     ]
@@ -204,7 +198,7 @@ def _rows(account: Account) -> list[tuple[str, list[Stretch]]]:
 def _draw_row(
     axes: Any, number: int, stretches: Sequence[Stretch], from_s: float, unit_s: float
 ) -> None:
-    bars: defaultdict[Owner, list[tuple[float, float]]] = defaultdict(list)
+    bars: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for stretch in coarse(stretches):
         begin = (stretch.from_s - from_s) / unit_s
         bars[stretch.owner].append((begin, stretch.seconds / unit_s))
@@ -222,7 +216,7 @@ def coarse(stretches: Sequence[Stretch], resolution: int = _RESOLUTION) -> Itera
     if not stretches:
         return
     least_s = (stretches[-1].to_s - stretches[0].from_s) / resolution
-    gathered: defaultdict[Owner, float] = defaultdict(float)
+    gathered: defaultdict[str, float] = defaultdict(float)
     from_s = stretches[0].from_s
     for stretch in stretches:
         if gathered and stretch.seconds >= least_s:
@@ -236,7 +230,7 @@ def coarse(stretches: Sequence[Stretch], resolution: int = _RESOLUTION) -> Itera
         yield Stretch(from_s, stretches[-1].to_s, _most(gathered), stretches[-1].attempt)
 
 
-def _most(gathered: Mapping[Owner, float]) -> Owner:
+def _most(gathered: Mapping[str, float]) -> str:
     return max(gathered, key=lambda owner: gathered[owner])
 
 

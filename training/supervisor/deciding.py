@@ -13,8 +13,11 @@ from training.errors import EngineError
 from training.job import Job
 from training.journal.history import AttemptView, RunHistory
 from training.journal.records import Decided, RungFailed
+from training.recovery.chips import Severity
+from training.recovery.decision import Capacity, Decision, Recovery
 from training.recovery.faults import Fault, FaultClass
-from training.recovery.ladder import Capacity, Decision, Policy, Recovery, Rung, Severity, decide
+from training.recovery.ladder import decide
+from training.recovery.rungs import Policy, Rung
 from training.supervisor.ledger_writer import LedgerWriter
 
 

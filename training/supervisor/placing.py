@@ -22,7 +22,7 @@ from training.job import Job
 from training.journal.history import RunHistory
 from training.journal.ledger import Identity
 from training.journal.records import NodeRefused, Placed
-from training.recovery.ladder import RESTARTS_IN_PLACE, Rung
+from training.recovery.rungs import RESTARTS_IN_PLACE, Rung
 from training.supervisor.deciding import Decider
 from training.supervisor.ledger_writer import LedgerWriter
 from training.wire.agent import CheckOrder

@@ -21,9 +21,9 @@ from training.journal.events import (
     StepRecord,
 )
 from training.journal.history import Alert, AttemptView, InProcessRecovery, RunHistory
+from training.recovery.decision import Decision
 from training.recovery.events import LastSave, PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
 from training.recovery.faults import Fault
-from training.recovery.ladder import Decision
 
 RECOVERING = "recovering"
 MENDED = "mended"

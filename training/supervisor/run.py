@@ -30,9 +30,9 @@ from training.journal.failure_rate import measured_mtbf_s
 from training.journal.history import AttemptView, RunHistory
 from training.journal.ledger import Identity, Ledger
 from training.journal.records import DataReady, RunCreated, RunEnded
-from training.recovery.decision import Recovery
+from training.recovery.decision import Decision, Recovery
 from training.recovery.faults import Fault
-from training.recovery.ladder import RESTARTS_IN_PLACE, Decision
+from training.recovery.rungs import RESTARTS_IN_PLACE
 from training.supervisor.deciding import Decider, recoveries_of
 from training.supervisor.health import AttemptHealth
 from training.supervisor.job_registry import remember_job

@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 from training.engines.base import Placement
 from training.errors import EngineError
 from training.recovery.faults import FaultClass
-from training.recovery.ladder import Rung
+from training.recovery.rungs import Rung
 from training.supervisor.run import Run, Verdict
 from training.supervisor.watch import EndKind, Progress
 from training.trainer.data.prepare import PrepareResult, prepare

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from training.drill.report import line_of, row_of
 from training.drill.verdict import Outcome
-from training.recovery.ladder import Rung
+from training.recovery.rungs import Rung
 
 OUTCOME = Outcome(
     name="replace-rank",

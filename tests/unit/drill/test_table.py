@@ -10,7 +10,7 @@ from training.drill.drilling import KINDS, Drilling, chosen, parallel_kind
 from training.drill.job import NUM_RANKS
 from training.drill.table import DRILLS, STEPS
 from training.errors import InputError
-from training.recovery.ladder import Rung
+from training.recovery.rungs import Rung
 
 
 def test_names_are_unlike_and_all_means_every_one():

@@ -14,7 +14,7 @@ from training.journal.records import AnyRecord, AttemptStarted, FirstStep, Noted
 from training.recovery.decision import Decision
 from training.recovery.events import RecoveryBegan, RecoveryEnded
 from training.recovery.faults import Fault, FaultClass
-from training.recovery.ladder import Rung
+from training.recovery.rungs import Rung
 from training.specs.drill import DrillFault, DrillKind, DrillPoint
 
 EPOCH = 1

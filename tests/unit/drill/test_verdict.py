@@ -27,7 +27,7 @@ from training.journal.records import (
 from training.recovery.decision import Decision
 from training.recovery.events import LastSave, PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
 from training.recovery.faults import Fault, FaultClass
-from training.recovery.ladder import Rung
+from training.recovery.rungs import Rung
 from training.specs.drill import DrillFault, DrillKind
 from training.specs.model import ParallelKind
 

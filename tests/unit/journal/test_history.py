@@ -18,7 +18,7 @@ from training.journal.records import (
 )
 from training.recovery.decision import Decision
 from training.recovery.faults import Fault, FaultClass
-from training.recovery.ladder import Rung
+from training.recovery.rungs import Rung
 from training.supervisor.report import attempt_rows
 
 CRASH = Fault(FaultClass.NATIVE_CRASH, 10.0, "SIGKILL", node="node-1", rank=3, step=14)

@@ -26,7 +26,7 @@ from training.journal.records import (
 from training.recovery.decision import Decision, Recovery
 from training.recovery.events import LastSave, PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
 from training.recovery.faults import Fault, FaultClass
-from training.recovery.ladder import Rung
+from training.recovery.rungs import Rung
 from training.supervisor.observer import past_recoveries
 
 LINK = Fault(fault_class=FaultClass.LINK_DOWN, at_s=10.0, evidence="EI0006", step=14)

@@ -17,7 +17,7 @@ from training.platforms.forms import FORMS, OTHERS, Platform
 from training.platforms.printing import print_platform
 from training.platforms.reading import read_platform
 from training.platforms.settings import PAIRS, POLICY_FIELDS, Fact, Setting
-from training.recovery.ladder import Policy
+from training.recovery.rungs import Policy
 from training.specs.recovery import RestartSpec
 
 SWITCHES = sorted(f.name for f in fields(Policy) if f.type == "bool")

@@ -12,7 +12,6 @@ from training.recovery.actions import Action, Noted, ToAgent, ToRank
 from training.recovery.attempt import Attempt, Stage
 from training.recovery.decider import InProcessDecider
 from training.recovery.events import LastSave, PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
-from training.recovery.ladder import Policy, Rung
 from training.recovery.protocol import (
     CoordinatorMessage,
     GiveUp,
@@ -27,6 +26,7 @@ from training.recovery.protocol import (
     WorkerFaultKind,
 )
 from training.recovery.repair import RankReport, RepairMode, RepairPlan, StepPhase, Vote
+from training.recovery.rungs import Policy, Rung
 
 DDP = ((0, 1, 2, 3),)
 HSDP = ((0, 2), (1, 3))

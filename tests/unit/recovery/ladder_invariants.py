@@ -10,9 +10,11 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from training.recovery.chips import needs_recovery
+from training.recovery.chips import Severity
+from training.recovery.decision import Capacity, Decision, Recovery
 from training.recovery.faults import Fault
-from training.recovery.ladder import Capacity, Decision, Policy, Recovery, Rung, Severity, decide
+from training.recovery.ladder import decide
+from training.recovery.rungs import Policy, Rung
 
 HOUR_S = 3600.0
 CHIP_CODE = "80E01801"  # level RestartBusiness
@@ -144,8 +146,7 @@ def rescheduling_uses_up_the_maximum_restart_count(asked: Asked) -> bool:
 
 
 def a_hint_needs_no_recovery_by_itself(asked: Asked) -> bool:
-    same = asked.again(severity=Severity.HINT) == asked.again(severity=None)
-    return same and not needs_recovery(asked.fault.chip_code, severity=Severity.HINT)
+    return asked.again(severity=Severity.HINT) == asked.again(severity=None)
 
 
 def minor_and_major_chip_faults_are_healed_in_place(asked: Asked) -> bool:

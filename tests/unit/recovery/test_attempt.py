@@ -15,10 +15,10 @@ from training.diagnosis.exits import EXIT_RESTART_ME
 from training.recovery.actions import Noted, ToAgent, ToRank
 from training.recovery.attempt import LINK_SETTLE_S, Stage
 from training.recovery.faults import FaultClass
-from training.recovery.ladder import Rung
 from training.recovery.protocol import NewGeneration, Plan, ReplaceWorker, WorkerFaultKind
 from training.recovery.ranks import END_NOTICE_S
 from training.recovery.repair import Move, RankReport, StepPhase
+from training.recovery.rungs import Rung
 
 
 def test_training_begins_when_the_last_rank_trains():

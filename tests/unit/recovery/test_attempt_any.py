@@ -12,7 +12,6 @@ from tests.unit.recovery.attempts import ALONE, DDP, HSDP, RunOutcome
 from training.recovery.actions import Noted, ToAgent, ToRank
 from training.recovery.attempt import Stage
 from training.recovery.events import RecoveryBegan, RecoveryEnded
-from training.recovery.ladder import IN_PROCESS, Policy
 from training.recovery.protocol import (
     LastSaved,
     NewGeneration,
@@ -22,6 +21,7 @@ from training.recovery.protocol import (
     WorkerFaultKind,
 )
 from training.recovery.repair import RankReport, RepairMode, StepPhase, Vote
+from training.recovery.rungs import IN_PROCESS, Policy
 
 RANKS = st.integers(0, 3)
 STEPS = st.integers(8, 12)

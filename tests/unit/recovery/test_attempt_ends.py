@@ -16,7 +16,6 @@ from tests.unit.recovery.attempts import (
 from training.recovery.actions import ToAgent, ToRank
 from training.recovery.attempt import LINK_SETTLE_S, Stage
 from training.recovery.events import PauseBegan, PauseEnded
-from training.recovery.ladder import Policy, Rung
 from training.recovery.protocol import (
     GiveUp,
     LastSaved,
@@ -26,6 +25,7 @@ from training.recovery.protocol import (
     WorkerFaultKind,
 )
 from training.recovery.repair import RepairMode
+from training.recovery.rungs import Policy, Rung
 
 NO_REPLACING = Policy(process_replace=False)
 

@@ -17,7 +17,6 @@ from tests.unit.recovery.attempts import (
 )
 from training.recovery.actions import NormAccepted
 from training.recovery.attempt import LINK_SETTLE_S, Stage
-from training.recovery.ladder import Policy, Rung
 from training.recovery.protocol import (
     CoordinatorMessage,
     NewGeneration,
@@ -28,6 +27,7 @@ from training.recovery.protocol import (
 )
 from training.recovery.ranks import END_NOTICE_S
 from training.recovery.repair import Move, RepairMode, StepPhase
+from training.recovery.rungs import Policy, Rung
 
 # Operator retry.
 

@@ -12,9 +12,10 @@ from training.recovery.decider import (
     fault_of_trouble,
     rank_at_fault,
 )
+from training.recovery.decision import Recovery
 from training.recovery.faults import Fault, FaultClass
-from training.recovery.ladder import Policy, Recovery, Rung
 from training.recovery.protocol import WorkerEnded, WorkerFault, WorkerFaultKind
+from training.recovery.rungs import Policy, Rung
 
 REPLACE, STOP, IN_PLACE = Rung.PROCESS_REPLACE, Rung.STOP, Rung.IN_PLACE_RESTART
 

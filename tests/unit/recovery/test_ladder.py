@@ -8,20 +8,19 @@ import pytest
 
 from tests.unit.recovery import ladder_invariants, test_ladder_rules
 from tests.unit.recovery.test_ladder_rules import CRASH
-from training.recovery.faults import USER_MUST_MEND, FaultClass
-from training.recovery.ladder import (
-    COST,
+from training.recovery.faults import TRAITS, FaultClass
+from training.recovery.guards import _GUARDS
+from training.recovery.ladder import decide, ladder_markdown
+from training.recovery.rules import RULES
+from training.recovery.rungs import (
     IN_PROCESS,
     ISOLATES,
     LADDER,
     RESCHEDULES,
-    RESTARTS_IN_PLACE,
-    RULES,
     RUNGS,
     Policy,
     Rung,
-    decide,
-    ladder_markdown,
+    Scope,
 )
 
 PAGE = Path(__file__).parents[3] / "docs" / "ladder.md"
@@ -29,7 +28,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "ladder.md"
 
 @pytest.mark.parametrize("fault_class", FaultClass)
 def test_every_class_has_a_ladder_that_gets_costlier_and_ends_in_stop(fault_class):
-    costs = [COST[rung] for rung in LADDER[fault_class]]
+    costs = [rung.cost for rung in LADDER[fault_class]]
     assert costs == sorted(set(costs))
     assert LADDER[fault_class][-1] is Rung.STOP
 
@@ -46,22 +45,28 @@ def test_the_rungs_stand_in_the_order_of_their_cost():
         "job_reschedule",
         "stop",
     ]
-    assert list(RUNGS) == list(Rung)
 
 
-def test_every_rung_but_stop_belongs_to_one_group():
-    groups = (IN_PROCESS, RESTARTS_IN_PLACE, RESCHEDULES)
-    assert sum(len(group) for group in groups) == len(Rung) - 1
-    assert frozenset().union(*groups) == frozenset(Rung) - {Rung.STOP}
-    assert ISOLATES < RESCHEDULES
-
-
-def test_every_rung_answers_some_class():
+def test_a_rung_needs_its_row_and_its_guard_and_answers_some_class():
+    assert list(RUNGS) == list(_GUARDS) == list(Rung)
     assert {rung for rungs in LADDER.values() for rung in rungs} == set(Rung)
+    assert ISOLATES < RESCHEDULES
+    for rung, row in RUNGS.items():
+        assert (row.state_name == "") == (rung in IN_PROCESS), "others end an attempt"
+        assert (row.spent_on == row.colour == "") == (rung is Rung.STOP)
+        assert (row.scope is Scope.RUN) == (rung is Rung.STOP)
+
+
+def test_a_fault_class_needs_its_traits_and_its_ladder():
+    assert list(TRAITS) == list(LADDER) == list(FaultClass)
 
 
 def test_only_what_the_user_must_mend_has_nothing_but_stop():
-    assert {c for c, rungs in LADDER.items() if rungs == (Rung.STOP,)} == USER_MUST_MEND
+    assert {c for c, rungs in LADDER.items() if rungs == (Rung.STOP,)} == {
+        FaultClass.USER_CODE_ERROR,
+        FaultClass.LAUNCH_MISCONFIGURED,
+        FaultClass.VERSION_MISMATCH,
+    }
 
 
 def test_the_call_of_a_supervisor_needs_no_more_than_it_did():
@@ -78,7 +83,7 @@ def test_every_rule_has_a_test_by_example_and_an_invariant_named_after_it():
 
 def test_the_printed_ladder_names_every_rung_class_and_rule():
     text = ladder_markdown()
-    assert all(f"| `{rung}` | {facts.source_name} |" in text for rung, facts in RUNGS.items())
+    assert all(f"| `{rung}` | {row.source_name} |" in text for rung, row in RUNGS.items())
     assert all(f"\n| `{fault_class}` | `" in text for fault_class in FaultClass)
     assert all(f"| {rule.sentence} |" in text for rule in RULES.values())
 

@@ -28,8 +28,11 @@ from tests.unit.recovery.ladder_invariants import (
     ask,
     is_hardware,
 )
+from training.recovery.chips import Severity
+from training.recovery.decision import Capacity, Recovery
 from training.recovery.faults import Fault, FaultClass, RecoverableBy
-from training.recovery.ladder import LADDER, RULES, Capacity, Policy, Recovery, Rung, Severity
+from training.recovery.rules import RULES
+from training.recovery.rungs import LADDER, Policy, Rung
 
 INVARIANTS: Mapping[str, Callable[[Asked], bool]] = {
     name: getattr(ladder_invariants, name) for name in RULES

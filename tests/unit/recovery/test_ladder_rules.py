@@ -8,20 +8,12 @@ from typing import Any
 import pytest
 
 from tests.unit.recovery.ladder_invariants import CHIP_CODE, RESET_CODE, SEPARATE_CODE
-from training.recovery.chips import needs_recovery
+from training.recovery.chips import Severity
+from training.recovery.decision import Capacity, Decision, Recovery
 from training.recovery.faults import Fault, FaultClass, RecoverableBy
-from training.recovery.ladder import (
-    IN_PROCESS,
-    RESTARTS_IN_PLACE,
-    SAME_CODE_WINDOW_S,
-    Capacity,
-    Decision,
-    Policy,
-    Recovery,
-    Rung,
-    Severity,
-    decide,
-)
+from training.recovery.guards import SAME_CODE_WINDOW_S
+from training.recovery.ladder import decide
+from training.recovery.rungs import IN_PROCESS, RESTARTS_IN_PLACE, Policy, Rung
 
 ALL = frozenset(Rung)
 
@@ -90,10 +82,6 @@ def test_a_rung_that_could_not_be_carried_out_uses_up_no_restart():
 
 
 def test_a_hint_needs_no_recovery_by_itself():
-    assert not needs_recovery(CHIP_CODE, severity=Severity.HINT)
-    assert not needs_recovery("81078603"), "not handled, says its table"
-    assert needs_recovery("81078603", severity=Severity.CRITICAL)
-    assert needs_recovery(CHIP_CODE)
     for history in ((), after(CHIP, *[Rung.IN_PLACE_RESTART] * 2)):
         assert choose(CHIP, *history, severity=Severity.HINT) == choose(CHIP, *history)
 

@@ -21,23 +21,21 @@ sizes = st.integers(1, 4)
 
 @st.composite
 def layouts(draw) -> Layout:
-    weight, more, copies = draw(sizes), draw(sizes), draw(sizes)
+    shards, copies = draw(sizes), draw(sizes)
     return Layout(
-        dp=weight * more * copies,
+        dp=shards * copies,
         tp=draw(sizes),
         pp=draw(sizes),
-        optimizer_shards=weight * more,
-        weight_shards=weight,
+        optimizer_shards=shards,
         order=draw(st.sampled_from(RankOrder)),
     )
 
 
 @given(layouts())
 def test_groups_partition_the_ranks_into_equal_parts(layout):
-    for groups in (layout.weight_groups(), layout.replica_groups()):
-        assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
-        assert len({len(group) for group in groups}) == 1
-    assert {len(group) for group in layout.replica_groups()} == {layout.copies}
+    groups = layout.replica_groups()
+    assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
+    assert {len(group) for group in groups} == {layout.copies}
 
 
 @given(layouts())
@@ -47,13 +45,6 @@ def test_members_of_a_group_hold_the_same_part_of_the_model(layout):
         assert len({(place[Axis.TP], place[Axis.PP]) for place in places}) == 1
         assert len({place[Axis.DP] % layout.optimizer_shards for place in places}) == 1
         assert len({place[Axis.DP] for place in places}) == layout.copies
-
-
-@given(layouts())
-def test_ranks_with_the_same_optimizer_state_have_the_same_weights(layout):
-    holder = {rank: group for group in layout.weight_groups() for rank in group}
-    for group in layout.replica_groups():
-        assert set(group) <= set(holder[group[0]])
 
 
 @given(layouts())
@@ -100,12 +91,6 @@ def test_step_retry_without_replicas_is_left_with_faults_that_leave_the_state_wh
     assert "HCCE" in found.reason
 
 
-def test_zero_1_shards_the_optimizer_and_leaves_the_weights_whole():
-    layout = Layout(dp=4, optimizer_shards=4)
-    assert layout.weight_groups() == ((0, 1, 2, 3),)
-    assert layout.copies == 1
-
-
 @pytest.mark.parametrize(("ranks_per_node", "is_lost"), [(8, True), (4, False), (None, False)])
 def test_a_group_inside_one_node_is_lost_with_it(ranks_per_node, is_lost):
     layout = Layout(dp=8, optimizer_shards=4)
@@ -118,7 +103,6 @@ def test_a_group_inside_one_node_is_lost_with_it(ranks_per_node, is_lost):
     ("sizes_", "words"),
     [
         ({"dp": 4, "optimizer_shards": 3}, ["optimizer_shards=3", "dp=4"]),
-        ({"dp": 4, "optimizer_shards": 2, "weight_shards": 4}, ["weight_shards=4", "shards=2"]),
         ({"dp": 0}, ["dp=0", "1 or more"]),
     ],
 )

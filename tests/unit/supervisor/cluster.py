@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from training.engines.base import Engine, Greeting, Placement, Snapshot
 from training.errors import AgentUnreachable
 from training.journal.records import Member
-from training.recovery.ladder import Rung
+from training.recovery.rungs import Rung
 from training.supervisor.run import Run
 from training.supervisor.runbook import PlainSteps, conduct
 from training.supervisor.watch import Progress

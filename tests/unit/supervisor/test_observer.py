@@ -10,10 +10,10 @@ from storage.local import LocalStore
 from tests.unit.supervisor.cluster import Cluster, ClusterRun, supervise
 from training.job import parse_job
 from training.journal.events import LedgerEvent
-from training.recovery.decision import Decision
+from training.recovery.decision import Decision, Recovery
 from training.recovery.events import PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
 from training.recovery.faults import Fault, FaultClass
-from training.recovery.ladder import Recovery, Rung
+from training.recovery.rungs import Rung
 from training.supervisor.observer import NUM_PAST, past_recoveries
 from training.wire.requests import read_control, write_control
 

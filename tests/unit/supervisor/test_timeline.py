@@ -39,7 +39,7 @@ HALF = account_of((5.0, Owner.START_UP), (8.0, Owner.PRODUCTIVE), (3.0, Owner.SA
 
 
 def test_every_owner_has_a_colour_of_its_own():
-    assert set(COLOURS) == set(Owner)
+    assert set(COLOURS) == set(MEANING)
     assert len(set(COLOURS.values())) == len(COLOURS)
 
 

@@ -10,7 +10,7 @@ from training.errors import InputError
 from training.job import Job, parse_job
 from training.platforms.forms import Platform
 from training.platforms.printing import print_platform
-from training.recovery.ladder import Policy
+from training.recovery.rungs import Policy
 from training.supervisor.job_checks import check_job, recovery_notes
 
 
