@@ -22,7 +22,7 @@ from training.errors import InputError
 from training.recovery.replicas import Layout
 from training.specs.data import DataSpec, TokenizerSpec
 from training.specs.drill import DrillSpec
-from training.specs.engine import DEFAULT_RECIPE, LocalEngineSpec, WorkerSpec
+from training.specs.engine import DEFAULT_RECIPE, AnyEngineSpec, LocalEngineSpec, WorkerSpec
 from training.specs.model import (
     BatchSpec,
     ModelSpec,
@@ -69,7 +69,7 @@ class Job(FrozenModel):
     checkpoint: CheckpointSpec = Field(CheckpointSpec(), description="save and retention policy")
     restart: RestartSpec = Field(RestartSpec(), description="restart policy")
     comm: CommSpec = Field(CommSpec(), description="limits and ports of the collectives")
-    engine: LocalEngineSpec = Field(LocalEngineSpec(), description="where the nodes come from")
+    engine: AnyEngineSpec = Field(LocalEngineSpec(), description="where the nodes come from")
     watch: WatchSpec = Field(WatchSpec(), description="what is looked at, and when to tell")
     preflight: PreflightSpec = Field(
         PreflightSpec(), description="what is checked on nodes before they are used"

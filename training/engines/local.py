@@ -115,16 +115,7 @@ def read_containers(path: Path) -> Containers | None:
 
 
 class LocalEngine:
-    """Containers as processes of this machine.
-
-    Args:
-        job: the run's job.
-        home: Perdure's folder on this machine.
-        epoch: the supervisor's epoch; agents obey the highest they have heard.
-        secrets_env: storage credentials for the agents' environment.
-        created_s: when the run was created; what the nodes' disks keep is of this run alone,
-            and not of one before it that was deleted.
-    """
+    """Containers as processes of this machine; the arguments are those of `make_engine`."""
 
     def __init__(
         self,

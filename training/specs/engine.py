@@ -12,24 +12,34 @@ from storage.model import FrozenModel
 DEFAULT_RECIPE = "training.trainer.pretrain:main"
 
 
-class LocalEngineSpec(FrozenModel):
-    """Nodes as agent processes on this machine."""
+class EngineSpec(FrozenModel):
+    """What a job asks of every engine; the section of an engine names its kind and adds its own."""
 
-    kind: Literal["local"] = Field("local", description="engine")
+    kind: str = Field(description="engine")
     nodes: int = Field(2, ge=1, le=64, description="nodes the job needs")
     spares: int = Field(1, ge=0, le=64, description="further nodes to reschedule onto")
     slots_per_node: int = Field(2, ge=1, le=64, description="ranks (devices) of a node")
     grace_s: float = Field(
         20.0, ge=0.1, le=900, description="seconds from SIGTERM to SIGKILL when stopping workers"
     )
-    orphan_timeout_s: float = Field(
-        86_400.0, ge=10, description="agents stop by themselves after this long without supervisor"
-    )
 
     @property
     def world_size(self) -> int:
         """Ranks of the job."""
         return self.nodes * self.slots_per_node
+
+
+class LocalEngineSpec(EngineSpec):
+    """Nodes as agent processes on this machine."""
+
+    kind: Literal["local"] = Field("local", description="engine")
+    orphan_timeout_s: float = Field(
+        86_400.0, ge=10, description="agents stop by themselves after this long without supervisor"
+    )
+
+
+# A further engine makes this a union, told apart by `kind`.
+AnyEngineSpec = LocalEngineSpec
 
 
 class WorkerSpec(FrozenModel):

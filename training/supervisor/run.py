@@ -21,7 +21,7 @@ from training.diagnosis.cause import Diagnosis
 from training.diagnosis.classify import diagnose
 from training.diagnosis.standstill import holding_up
 from training.engines.base import Engine, Placement
-from training.engines.local import LocalEngine
+from training.engines.registry import make_engine
 from training.environment import variables_of
 from training.errors import AgentUnreachable, EngineError
 from training.health.preflight.judging import Judgement
@@ -133,12 +133,11 @@ class Run:
         return self._book.refresh()
 
     def _make_engine(self, epoch: int) -> Engine:
-        secrets_env = worker_environment(self._credentials)
-        return LocalEngine(
+        return make_engine(
             self.job,
             home=self._home,
             epoch=epoch,
-            secrets_env=secrets_env,
+            secrets_env=worker_environment(self._credentials),
             created_s=self.history.created_s,
         )
 
