@@ -28,5 +28,5 @@ def damage_state(training: Training | None) -> None:
 def break_connections(generations: Generations | None) -> None:
     """Shut down the rank's connections to the others; None: it has none that can be restored."""
     if generations is not None:
-        for connection in generations.links().values():
+        for connection in generations.connections().values():
             shut_down(connection.sockets)

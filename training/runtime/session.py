@@ -146,9 +146,9 @@ class Session:
             self._links = ReplayableConnections(
                 generations,
                 open_store=_open_store,
-                tell=self._tell_broken_link,
+                report=self._report_broken_connection,
                 budget_s=self.job.comm.link_retry_s,
-                keeps=self.job.comm.link_retry,
+                replays=self.job.comm.link_retry,
             )
         install(
             generations,
@@ -173,7 +173,7 @@ class Session:
             # What the others built together is built alone here; their state comes later.
             generations.is_alone = True
 
-    def _tell_broken_link(self, text: str, link: int) -> None:
+    def _report_broken_connection(self, text: str, link: int) -> None:
         """An operation was cut short; the training thread does not know."""
         assert self._contact is not None  # noqa: S101 links come with a coordinator
         assert self._generations is not None  # noqa: S101 likewise
@@ -194,7 +194,7 @@ class Session:
         assert self._links is not None  # noqa: S101 asked only where they are kept
         count, problem = 0, None
         try:
-            count = self._links.make_anew(generation, link)
+            count = self._links.reconnect(generation, link)
         except (RuntimeError, WorkerError) as exc:
             problem = f"{type(exc).__name__}: {exc}"[:500]
         self._contact.say(
@@ -393,7 +393,7 @@ class Session:
     def record(self, step: int, vote: Vote, step_s: float) -> None:
         """Put a completed step on record, once; only the first rank does."""
         if self._links is not None:
-            self._links.let_go()
+            self._links.end_step()
         if self._log is None or self._unsaved_steps.last_step == step:
             return
         assert self._training is not None  # noqa: S101 checked by steps()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from storage.local import LocalStore
 from tests.unit.runtime.trainees import Trainee
-from tests.unit.runtime.worlds import Member, Promises, World
+from tests.unit.runtime.worlds import Member, Replay, World
 from training.injection.inside import WorkerInjector, fired_at_s
 from training.runtime.damage import break_connections, damage_state
 from training.specs.drill import DrillFault, DrillKind, DrillPoint
@@ -23,25 +23,25 @@ FAULT = DrillFault(kind=DrillKind.LINK, rank=1, step=STEP, point=DrillPoint.REDU
 
 @pytest.fixture
 def world():
-    world = World(2, Promises(keeps=True))
+    world = World(2, Replay(is_on=True))
     yield world
     world.close()
 
 
 def break_while_reducing(member: Member, folder: Path) -> Any:
     """Two reductions in each of two steps; whether connections were in use when they broke."""
-    assert member.links is not None
+    assert member.connections is not None
     running: list[bool] = []
 
     def note_and_break() -> None:
-        running.extend(not link.is_idle for link in member.generations.links().values())
+        running.extend(not one.is_idle for one in member.generations.connections().values())
         break_connections(member.generations)
 
     faults = WorkerInjector(
         [FAULT], rank=member.rank, store=LocalStore(folder), run_id=RUN_ID,
         damage_state=lambda: None, break_connections=note_and_break,
     )  # fmt: skip
-    member.links.on_begin = faults.on_collective
+    member.connections.on_begin = faults.on_collective
     member.enter_next()
     sums = []
     for step in (STEP - 1, STEP):
@@ -62,11 +62,11 @@ def break_while_reducing(member: Member, folder: Path) -> Any:
 def test_connections_break_once_under_the_first_reduction_of_a_steps_gradients(world, tmp_path):
     world.start(break_while_reducing, tmp_path)
     world.announce(1)
-    world.hear_broken(0)
+    world.receive_broken(0)
     assert len(fired_at_s(LocalStore(tmp_path), RUN_ID)[0]) == 1
     world.reconnect(1, 1)
-    assert [world.hear_relinked(rank).problem for rank in range(2)] == [None, None]
-    (_, first), (running, second) = world.hear_all()
+    assert [world.reconnected(rank).problem for rank in range(2)] == [None, None]
+    (_, first), (running, second) = world.receive_all()
     assert running == [True]
     assert first == second == [2.0] * 4
 

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from training.runtime.process_group.connections import (
     GLOO,
-    Link,
+    Connection,
     Sockets,
     StoreClient,
     new_sockets,
@@ -124,7 +124,7 @@ def test_a_client_of_the_store_that_waits_is_freed_and_others_are_not():
 
 
 class DiesOncePublished(Store):
-    """The store as a rank sees it that tells its address and dies before it connects."""
+    """The store as a rank sees it that publishes its address and dies before it connects."""
 
     def __init__(self, store: Store) -> None:
         super().__init__()
@@ -152,17 +152,17 @@ def test_an_abort_frees_a_rank_whose_peer_died_between_its_address_and_its_conne
                 dist.ProcessGroupGloo(DiesOncePublished(store), 1, 2, timedelta(seconds=60))
             published = store.num_keys()
             assert published
-            link = Link(GLOO, "cpu")
-            waiting = pool.submit(link.connect, store, rank=0, size=2, timeout_s=60)
+            connection = Connection(GLOO, "cpu")
+            waiting = pool.submit(connection.connect, store, rank=0, size=2, timeout_s=60)
             while store.num_keys() == published:
                 os.sched_yield()
-            link.abort()
+            connection.abort()
             with pytest.raises(RuntimeError, match="aborted"):
                 waiting.result(10)
 
 
 def test_a_link_that_is_aborted_before_it_is_made_is_not_made():
-    link = Link(GLOO, "cpu")
-    link.abort()
+    connection = Connection(GLOO, "cpu")
+    connection.abort()
     with pytest.raises(RuntimeError, match="aborted"):
-        link.connect(HashStore(), rank=0, size=2, timeout_s=60)
+        connection.connect(HashStore(), rank=0, size=2, timeout_s=60)

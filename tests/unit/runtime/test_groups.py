@@ -1,6 +1,6 @@
 """Process groups whose inside is swapped: real processes, and a coordinator's part by hand.
 
-Both kinds of facade: the bare one that NCCL and HCCL have, and the promising one that gloo has.
+Both kinds of group: the plain one that NCCL and HCCL have, and the replayable one that gloo has.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.unit.runtime.worlds import Member, Promises, World
+from tests.unit.runtime.worlds import Member, Replay, World
 from training.runtime.errors import Interrupted
 from training.runtime.process_group.connections import open_sockets
-from training.runtime.step_loop.worker_faults import look_at
+from training.runtime.step_loop.worker_faults import classify
 from training.runtime.step_loop.wrappers import settle_buckets
 
 
-@pytest.fixture(params=[None, Promises()], ids=["bare", "promising"])
+@pytest.fixture(params=[None, Replay()], ids=["plain", "replayable"])
 def new_world(request):
     """Worlds; no process of theirs outlives the test."""
     worlds: list[World] = []
@@ -49,7 +49,7 @@ def caught(do: Any) -> BaseException:
     """What `do` raises."""
     try:
         do()
-    except BaseException as error:  # noqa: BLE001 told to the test
+    except BaseException as error:  # noqa: BLE001 the test looks at it
         return error
     raise AssertionError("nothing was raised")
 
@@ -60,18 +60,18 @@ def caught(do: Any) -> BaseException:
 def wait_in_vain(member: Member) -> Any:
     """Rank 0 waits in a collective that rank 1 never enters, until a generation is announced."""
     member.enter_next()
-    member.say(summed(member))
+    member.send(summed(member))
     error: BaseException | None = None
     if member.rank == 0:
         work = dist.all_reduce(torch.ones(1), async_op=True)
-        member.say("waits")
+        member.send("waits")
         error = caught(work.wait)
         again = caught(lambda: summed(member))
-        assert isinstance(again, Interrupted), "the old links are not used any more"
-        seen = look_at(error, is_interrupted=True)
-        assert seen is not None
-        assert seen.trouble is None
-        member.say("failed")
+        assert isinstance(again, Interrupted), "the old connections are not used any more"
+        found = classify(error, is_interrupted=True)
+        assert found is not None
+        assert found.kind is None
+        member.send("failed")
     member.enter_next()
     return summed(member)
 
@@ -80,21 +80,21 @@ def test_a_generation_ends_a_collective_that_waits_and_the_next_one_works(new_wo
     world = new_world(2)
     world.start(wait_in_vain)
     world.announce(1)
-    assert world.hear_all() == [3.0, 3.0]
-    assert world.hear(0) == "waits"
+    assert world.receive_all() == [3.0, 3.0]
+    assert world.receive(0) == "waits"
     world.announce(2, ranks=[0])
-    assert world.hear(0) == "failed", "though rank 1 has heard of nothing, and keeps its end open"
+    assert world.receive(0) == "failed", "though rank 1 does not know of it, and keeps its end open"
     world.announce(2, ranks=[1])
-    assert world.hear_all() == [3.0, 3.0]
+    assert world.receive_all() == [3.0, 3.0]
 
 
 def connect_in_vain(member: Member) -> Any:
-    """Rank 0 makes a link that rank 1 never makes, until a generation is announced."""
+    """Rank 0 makes a connection that rank 1 never makes, until a generation is announced."""
     member.enter_next()
-    member.say("entered")
+    member.send("entered")
     if member.rank == 0:
         error = caught(lambda: summed(member))
-        assert look_at(error, is_interrupted=True) is not None, repr(error)
+        assert classify(error, is_interrupted=True) is not None, repr(error)
     member.enter_next()
     return summed(member)
 
@@ -103,16 +103,16 @@ def test_a_generation_ends_the_making_of_a_link_and_the_next_one_works(new_world
     world = new_world(2)
     world.start(connect_in_vain)
     world.announce(1)
-    assert world.hear_all() == ["entered", "entered"]
+    assert world.receive_all() == ["entered", "entered"]
     world.store.wait(["g1/0/0/0"], timedelta(seconds=60))  # where gloo's rank 0 is to be found
     world.announce(2)
-    assert world.hear_all() == [3.0, 3.0]
+    assert world.receive_all() == [3.0, 3.0]
 
 
 def enter_late(member: Member) -> Any:
     """Enter a generation after the next one was announced."""
     member.enter_next()
-    member.say("first")
+    member.send("first")
     member.enter_next()
     assert member.generations.current == 3
     member.generations.announce(2)
@@ -127,9 +127,9 @@ def test_a_generation_that_is_over_already_is_not_entered(new_world):
     world = new_world(2)
     world.start(enter_late)
     world.announce(1)
-    assert world.hear_all() == ["first", "first"]
+    assert world.receive_all() == ["first", "first"]
     world.announce(3)
-    assert world.hear_all() == [3.0, 3.0]
+    assert world.receive_all() == [3.0, 3.0]
 
 
 def live_long(member: Member) -> Any:
@@ -139,7 +139,7 @@ def live_long(member: Member) -> Any:
         member.enter_next()
         summed(member)
         counts.append(len(open_sockets()))
-        member.say("done")
+        member.send("done")
     return counts
 
 
@@ -148,8 +148,8 @@ def test_generations_that_are_over_leave_no_sockets_behind(new_world):
     world.start(live_long)
     for generation in range(1, 7):
         world.announce(generation)
-        assert world.hear_all() == ["done", "done"]
-    for counts in world.hear_all():
+        assert world.receive_all() == ["done", "done"]
+    for counts in world.receive_all():
         assert counts[-1] <= counts[1]
 
 
@@ -178,13 +178,13 @@ def survive(member: Member) -> Any:
     settle_buckets(wrapped)
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("one", "both"))
     first = gradients(wrapped, member.rank)
-    member.say(first)
+    member.send(first)
     if member.rank == 1:
         time.sleep(600)  # until it is killed
     work = dist.all_reduce(torch.ones(1), async_op=True)
-    member.say("waits")
-    seen = look_at(caught(work.wait), is_interrupted=False)
-    member.say(seen.trouble if seen is not None else None)
+    member.send("waits")
+    found = classify(caught(work.wait), is_interrupted=False)
+    member.send(found.kind if found is not None else None)
     member.enter_next()
     assert gradients(wrapped, member.rank) == first
     return mesh_sum(mesh.get_group("both"), member)
@@ -197,7 +197,7 @@ def join_later(member: Member) -> Any:
         settle_buckets(wrapped)
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("one", "both"))
     member.enter_next()
-    member.say(gradients(wrapped, member.rank))
+    member.send(gradients(wrapped, member.rank))
     return mesh_sum(mesh.get_group("both"), member)
 
 
@@ -211,22 +211,22 @@ def test_survivors_notice_a_death_and_go_on_with_a_new_process_nothing_built_aga
     world = new_world(2)
     world.start(survive)
     world.announce(1)
-    first, second = world.hear_all()
+    first, second = world.receive_all()
     assert first == second
-    assert world.hear(0) == "waits"
+    assert world.receive(0) == "waits"
     world.processes[1].kill()
-    assert world.hear(0) == "link"
+    assert world.receive(0) == "link"
     world.start(join_later, ranks=[1])
     world.announce(2)
-    assert world.hear(1) == first
-    assert world.hear_all() == [3.0, 3.0]
+    assert world.receive(1) == first
+    assert world.receive_all() == [3.0, 3.0]
 
 
-# What a facade answers.
+# The results of collectives.
 
 
 def ask_all(member: Member) -> dict[str, Any]:
-    """Every collective through the facade; rank's own number is its rank + 1."""
+    """Every collective through the group; rank's own number is its rank + 1."""
     member.enter_next()
     return answers(member.rank, member.size)
 
@@ -241,39 +241,41 @@ def answers(rank: int, size: int) -> dict[str, Any]:
     def own(count: int = 1) -> Tensor:
         return torch.full((count,), rank + 1.0)
 
-    told: dict[str, Tensor] = {}
-    dist.all_reduce(told.setdefault("all_reduce", own()))
-    dist.reduce(told.setdefault("reduce", own()), 0)
-    dist.broadcast(told.setdefault("broadcast", own()), 1)
+    results: dict[str, Tensor] = {}
+    dist.all_reduce(results.setdefault("all_reduce", own()))
+    dist.reduce(results.setdefault("reduce", own()), 0)
+    dist.broadcast(results.setdefault("broadcast", own()), 1)
     gathered = [torch.zeros(2) for _ in range(size)]
     dist.all_gather(gathered, own(2))
-    told["all_gather"] = torch.stack(gathered)
-    dist.all_gather_into_tensor(told.setdefault("all_gather_into", torch.zeros(size * 2)), own(2))
+    results["all_gather"] = torch.stack(gathered)
+    dist.all_gather_into_tensor(
+        results.setdefault("all_gather_into", torch.zeros(size * 2)), own(2)
+    )
     whole = torch.arange(size, dtype=torch.float32) + 10 * rank
-    dist.reduce_scatter_tensor(told.setdefault("reduce_scatter", torch.zeros(1)), whole.clone())
+    dist.reduce_scatter_tensor(results.setdefault("reduce_scatter", torch.zeros(1)), whole.clone())
     parts = list(whole.clone().split(1))
-    dist.reduce_scatter(told.setdefault("reduce_scatter_list", torch.zeros(1)), parts)
+    dist.reduce_scatter(results.setdefault("reduce_scatter_list", torch.zeros(1)), parts)
     lists = [torch.zeros(1) for _ in range(size)] if rank == 0 else None
     dist.gather(own(), lists, 0)
-    told["gather"] = torch.stack(lists) if lists is not None else torch.zeros(0)
-    dist.scatter(told.setdefault("scatter", torch.zeros(1)), parts if rank == 0 else None, 0)
-    dist.all_to_all_single(told.setdefault("all_to_all", torch.zeros(size)), whole.clone())
+    results["gather"] = torch.stack(lists) if lists is not None else torch.zeros(0)
+    dist.scatter(results.setdefault("scatter", torch.zeros(1)), parts if rank == 0 else None, 0)
+    dist.all_to_all_single(results.setdefault("all_to_all", torch.zeros(size)), whole.clone())
     coalesced = [own(), own(2)]
     with _coalescing_manager():
         for tensor in coalesced:
             dist.all_reduce(tensor)
-    told["coalesced"] = torch.cat(coalesced)
+    results["coalesced"] = torch.cat(coalesced)
     dist.barrier()
     objects: list[Any] = [None] * size
     dist.all_gather_object(objects, {"rank": rank})
-    return {**{name: tensor.tolist() for name, tensor in told.items()}, "objects": objects}
+    return {**{name: tensor.tolist() for name, tensor in results.items()}, "objects": objects}
 
 
 def test_every_collective_does_what_it_says(new_world):
     world = new_world(2)
     world.start(ask_all)
     world.announce(1)
-    first, second = world.hear_all()
+    first, second = world.receive_all()
     common = {
         "all_reduce": [3.0],
         "broadcast": [2.0],
@@ -294,7 +296,7 @@ def test_every_collective_does_what_it_says(new_world):
 def test_a_rank_that_is_alone_is_answered_as_if_every_rank_had_brought_the_same(new_world):
     world = new_world(2)
     world.start(ask_all_alone, ranks=[0])
-    assert world.hear(0) == {
+    assert world.receive(0) == {
         "all_reduce": [1.0],
         "reduce": [1.0],
         "broadcast": [1.0],
@@ -312,20 +314,22 @@ def test_a_rank_that_is_alone_is_answered_as_if_every_rank_had_brought_the_same(
 
 def ask_one(member: Member) -> Any:
     """Groups of one rank, and of some, in two generations."""
-    told = []
+    results = []
     single = dist.new_group([member.rank], use_local_synchronization=True)
-    assert mesh_sum(single, member) == member.rank + 1.0, "it needs nobody, and no generation"
+    assert mesh_sum(single, member) == member.rank + 1.0, (
+        "it needs no other rank, and no generation"
+    )
     for _ in range(2):
         member.enter_next()
         tensor = torch.tensor([member.rank + 1.0])
         dist.all_reduce(tensor, group=single)
-        told.append(float(tensor))
+        results.append(float(tensor))
         if member.rank > 0:
             pair = dist.new_group([1, 2], use_local_synchronization=True)
-            told.append(mesh_sum(pair, member))
-        told.append(summed(member))
-        member.say("done")
-    return told
+            results.append(mesh_sum(pair, member))
+        results.append(summed(member))
+        member.send("done")
+    return results
 
 
 def test_smaller_groups_have_links_of_their_own(new_world):
@@ -333,5 +337,5 @@ def test_smaller_groups_have_links_of_their_own(new_world):
     world.start(ask_one)
     for generation in (1, 2):
         world.announce(generation)
-        assert world.hear_all() == ["done"] * 3
-    assert world.hear_all() == [[1.0, 6.0] * 2, [2.0, 5.0, 6.0] * 2, [3.0, 5.0, 6.0] * 2]
+        assert world.receive_all() == ["done"] * 3
+    assert world.receive_all() == [[1.0, 6.0] * 2, [2.0, 5.0, 6.0] * 2, [3.0, 5.0, 6.0] * 2]

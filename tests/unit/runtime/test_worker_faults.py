@@ -1,4 +1,4 @@
-"""Which exceptions of a step are faults: what the libraries really say, and what programs say."""
+"""Which exceptions of a step are faults: the texts of libraries, and those of programs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from training.recovery.protocol import WorkerFaultKind
 from training.runtime.errors import Interrupted, NotApplied
-from training.runtime.step_loop.worker_faults import SIGNS, look_at
+from training.runtime.step_loop.worker_faults import ERROR_PATTERNS, classify
 
 GLOO = "/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp"
 CLOSED = (
@@ -16,7 +16,7 @@ CLOSED = (
     "by a remote worker crashing. Check the logs of the remote worker before reporting an error."
 )
 TIMED_OUT = f"[{GLOO}/unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation to complete"
-SAID: dict[str, tuple[WorkerFaultKind, str | None]] = {
+KNOWN: dict[str, tuple[WorkerFaultKind, str | None]] = {
     CLOSED: (WorkerFaultKind.LINK, None),
     f"[{GLOO}/pair.cc:530] Read error [127.0.0.1]:4269: Connection reset by peer": (
         WorkerFaultKind.LINK,
@@ -24,7 +24,7 @@ SAID: dict[str, tuple[WorkerFaultKind, str | None]] = {
     ),
     f"[{GLOO}/pair.cc:301] writev [127.0.0.1]:41811: Broken pipe": (WorkerFaultKind.LINK, None),
     f"Gloo connectFullMesh failed with [{GLOO}/pair.cc:144] no error": (WorkerFaultKind.LINK, None),
-    "the link was aborted while it was made": (WorkerFaultKind.LINK, None),
+    "the connection was aborted while it was established": (WorkerFaultKind.LINK, None),
     TIMED_OUT: (WorkerFaultKind.COLLECTIVE, None),
     "UCE ERROR reason=[device mem error]": (WorkerFaultKind.MEMORY, "507053"),
     "HBM MULTI BIT ECC ERROR.aclrtSynchronizeStream, time is 1700000000": (
@@ -64,23 +64,23 @@ OWN = [
 ]
 
 
-@pytest.mark.parametrize("text", SAID, ids=lambda text: text[-40:])
-def test_what_libraries_say_of_a_fault_is_known(text):
-    seen = look_at(RuntimeError(text), is_interrupted=False)
-    assert seen is not None
-    assert (seen.trouble, seen.code) == SAID[text]
-    assert seen.text == text.splitlines()[0]
+@pytest.mark.parametrize("text", KNOWN, ids=lambda text: text[-40:])
+def test_the_text_of_a_library_names_the_fault(text):
+    found = classify(RuntimeError(text), is_interrupted=False)
+    assert found is not None
+    assert (found.kind, found.code) == KNOWN[text]
+    assert found.text == text.splitlines()[0]
 
 
 @pytest.mark.parametrize("error", OWN, ids=lambda error: f"{type(error).__name__}-{error}"[:40])
 def test_an_exception_of_the_program_is_no_fault(error):
-    assert look_at(error, is_interrupted=False) is None
+    assert classify(error, is_interrupted=False) is None
 
 
-def test_every_sign_is_there_for_a_text_that_is_known():
-    for sign in SIGNS:
-        first = [next(s for s in SIGNS if s.pattern.search(text)) for text in SAID]
-        assert sign in first, f"{sign.pattern.pattern} is never the one that decides"
+def test_every_pattern_decides_for_some_known_text():
+    for pattern, _, _ in ERROR_PATTERNS:
+        first = [next(p for p, _, _ in ERROR_PATTERNS if p.search(text)) for text in KNOWN]
+        assert pattern in first, f"{pattern.pattern} is never the one that decides"
 
 
 @pytest.mark.parametrize(
@@ -92,9 +92,9 @@ def test_every_sign_is_there_for_a_text_that_is_known():
     ],
 )
 def test_errors_of_the_distributed_library_are_links_by_their_type(error):
-    seen = look_at(error, is_interrupted=False)
-    assert seen is not None
-    assert seen.trouble is WorkerFaultKind.LINK
+    found = classify(error, is_interrupted=False)
+    assert found is not None
+    assert found.kind is WorkerFaultKind.LINK
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_errors_of_the_distributed_library_are_links_by_their_type(error):
         RuntimeError(TIMED_OUT),
         RuntimeError("HCCL OP RETRY FAILED"),
         RuntimeError("FORCE STOP reason=[device task abort]"),
-        RuntimeError("the link was aborted while it was made"),
+        RuntimeError("the connection was aborted while it was established"),
         dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed."),
         Interrupted("generation 3 is announced"),
         RuntimeError(
@@ -114,25 +114,25 @@ def test_errors_of_the_distributed_library_are_links_by_their_type(error):
     ],
     ids=lambda error: str(error)[-30:],
 )
-def test_what_a_new_generation_has_cut_short_needs_no_telling(error):
-    seen = look_at(error, is_interrupted=True)
-    assert seen is not None
-    assert seen.trouble is None
+def test_what_a_new_generation_has_cut_short_is_not_reported(error):
+    found = classify(error, is_interrupted=True)
+    assert found is not None
+    assert found.kind is None
 
 
-def test_damaged_memory_is_told_whatever_else_goes_on():
-    seen = look_at(RuntimeError("UCE ERROR"), is_interrupted=True)
-    assert seen is not None
-    assert (seen.trouble, seen.code) == (WorkerFaultKind.MEMORY, "507053")
+def test_damaged_memory_is_reported_whatever_else_happens():
+    found = classify(RuntimeError("UCE ERROR"), is_interrupted=True)
+    assert found is not None
+    assert (found.kind, found.code) == (WorkerFaultKind.MEMORY, "507053")
 
 
 @pytest.mark.parametrize("error", OWN[:6], ids=lambda error: str(error)[:30])
 def test_a_new_generation_excuses_no_exception_of_the_program(error):
-    assert look_at(error, is_interrupted=True) is None
+    assert classify(error, is_interrupted=True) is None
 
 
 def test_an_error_that_comes_through_a_future_is_what_it_was():
     text = f"Got the following error when running the callback: RuntimeError: {CLOSED}"
-    seen = look_at(RuntimeError(text), is_interrupted=False)
-    assert seen is not None
-    assert (seen.trouble, seen.text) == (WorkerFaultKind.LINK, CLOSED)
+    found = classify(RuntimeError(text), is_interrupted=False)
+    assert found is not None
+    assert (found.kind, found.text) == (WorkerFaultKind.LINK, CLOSED)

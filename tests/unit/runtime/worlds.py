@@ -1,8 +1,8 @@
-"""Ranks whose process groups are facades: real processes, and a test that announces generations.
+"""Ranks with reconfigurable process groups: real processes, and a test that announces generations.
 
-A program runs in every rank as `program(member, *arguments)`. What it says comes out of the
-queue of the world; what it returns ends its process. What its links tell, as a session would tell
-the coordinator, comes out of a queue of its own.
+A program runs in every rank as `program(member, *arguments)`. The world receives what it sends;
+what it returns ends its process. What its connections report, as a session would report it to the
+coordinator, comes over a pipe of its own.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from tests.unit.storage.nodes import forked, pipe
+from training.recovery.protocol import Reconnected
 from training.runtime.errors import WorkerError
 from training.runtime.process_group.connections import StoreClient
 from training.runtime.process_group.generations import Generations
@@ -34,83 +35,79 @@ TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
-class Promises:
-    """That the facades of a world promise their results, as those over gloo do in a session."""
+class Replay:
+    """That the groups of a world are replayable ones, as those over gloo are in a session."""
 
-    keeps: bool = False
+    is_on: bool = False
     budget_s: float = TIMEOUT_S
 
 
 @dataclass(frozen=True)
 class Broke:
-    """What a rank tells of a link that broke."""
+    """A rank's report of a connection that broke."""
 
     number: int
     text: str
 
 
-@dataclass(frozen=True)
-class Reconnected:
-    """What came of new links in a rank: how many operations ran again, or why there are none."""
-
-    operations: int
-    problem: str | None
-
-
 @dataclass
 class Member:
-    """One rank, as its program sees it. Its facades are promising ones where it has `links`."""
+    """One rank, as its program sees it. Its groups are replayable where it has `connections`."""
 
     rank: int
     size: int
     generations: Generations
     _pipe: Any
-    _links_pipe: Any
-    links: ReplayableConnections | None = None
-    _news: threading.Condition = field(default_factory=threading.Condition)
-    _telling: threading.Lock = field(default_factory=threading.Lock)
+    _reports_pipe: Any
+    connections: ReplayableConnections | None = None
+    _announced: threading.Condition = field(default_factory=threading.Condition)
+    _reporting: threading.Lock = field(default_factory=threading.Lock)
 
-    def say(self, word: Any) -> None:
-        """Tell the test something."""
-        self._pipe.send(word)
+    def send(self, message: Any) -> None:
+        """Send the test something."""
+        self._pipe.send(message)
 
     def enter_next(self) -> int:
         """Wait for a generation to be announced, and enter it."""
-        with self._news:
-            assert self._news.wait_for(
+        with self._announced:
+            assert self._announced.wait_for(
                 lambda: self.generations.announced > self.generations.current, TIMEOUT_S
             )
         self.generations.enter(self.generations.announced)
         return self.generations.current
 
     def listen(self) -> None:
-        """Announce what the test says, as the thread that listens to a coordinator does."""
+        """Announce what the test sends, as the thread that listens to a coordinator does."""
         while True:
             try:
-                number, link = self._pipe.recv()
+                number, connection = self._pipe.recv()
             except EOFError:
                 os._exit(1)  # the test is gone
-            if link is not None:
-                threading.Thread(target=self._reconnect, args=(number, link), daemon=True).start()
+            if connection is not None:
+                threading.Thread(
+                    target=self._reconnect, args=(number, connection), daemon=True
+                ).start()
                 continue
             self.generations.announce(number)
-            with self._news:
-                self._news.notify_all()
+            with self._announced:
+                self._announced.notify_all()
 
-    def tell_broken(self, text: str, number: int) -> None:
-        """A link broke; from any thread."""
-        with self._telling:
-            self._links_pipe.send(Broke(number, text))
+    def report_broken(self, text: str, number: int) -> None:
+        """A connection broke; from any thread."""
+        with self._reporting:
+            self._reports_pipe.send(Broke(number, text))
 
     def _reconnect(self, generation: int, number: int) -> None:
-        assert self.links is not None
+        assert self.connections is not None
         count, problem = 0, None
         try:
-            count = self.links.make_anew(generation, number)
+            count = self.connections.reconnect(generation, number)
         except (RuntimeError, WorkerError) as error:
             problem = f"{type(error).__name__}: {error}"
-        with self._telling:
-            self._links_pipe.send(Reconnected(count, problem))
+        with self._reporting:
+            self._reports_pipe.send(
+                Reconnected(generation=generation, link=number, operations=count, problem=problem)
+            )
 
 
 @dataclass
@@ -118,13 +115,13 @@ class World:
     """The ranks of a test, and the store in which they find each other."""
 
     size: int
-    promises: Promises | None = None
+    replay: Replay | None = None
     store: TCPStore = field(
         default_factory=lambda: TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     )
     processes: dict[int, BaseProcess] = field(default_factory=dict)
     _pipes: dict[int, Any] = field(default_factory=dict)
-    _links_pipes: dict[int, Any] = field(default_factory=dict)
+    _reports_pipes: dict[int, Any] = field(default_factory=dict)
     _broken: set[int] = field(default_factory=set)
     _reconnected: defaultdict[int, deque[Reconnected]] = field(
         default_factory=lambda: defaultdict(deque)
@@ -133,70 +130,68 @@ class World:
     def start(
         self, program: Callable[..., Any], *arguments: Any, ranks: list[int] | None = None
     ) -> None:
-        """Start ranks, all of them unless told otherwise."""
+        """Start these ranks, by default all of them."""
         for rank in range(self.size) if ranks is None else ranks:
             (mine, theirs), (mine_of_links, theirs_of_links) = pipe(), pipe()
-            self._pipes[rank], self._links_pipes[rank] = mine, mine_of_links
+            self._pipes[rank], self._reports_pipes[rank] = mine, mine_of_links
             ends = (theirs, theirs_of_links)
             where = (rank, self.size, self.store.port)
-            self.processes[rank] = forked(
-                _take_part, program, where, ends, self.promises, arguments
-            )
+            self.processes[rank] = forked(_take_part, program, where, ends, self.replay, arguments)
             for end in ends:
                 end.close()
 
     def announce(self, generation: int, *, ranks: list[int] | None = None) -> None:
-        """A generation begins, for all ranks that live unless told otherwise."""
+        """Announce a generation to these ranks, by default to all that live."""
         for rank, end in self._pipes.items():
             if self.processes[rank].is_alive() and (ranks is None or rank in ranks):
                 end.send((generation, None))
 
     def reconnect(self, generation: int, number: int, *, ranks: list[int] | None = None) -> None:
-        """Have ranks make new links under their facades, all of them unless told otherwise."""
+        """Have these ranks reconnect, by default all of them."""
         for rank in range(self.size) if ranks is None else ranks:
             self._pipes[rank].send((generation, number))
 
-    def hear_broken(self, number: int) -> None:
-        """Hear of any rank that the links broke that were made anew so many times.
+    def receive_broken(self, number: int) -> None:
+        """Wait until a rank reports that its connections, replaced so often before, broke.
 
         Gloo's operations do not always notice, so that it may be another than the one whose
         connections were shut down.
         """
         while number not in self._broken:
-            self._hear_of_links()
+            self._receive_reports()
 
-    def hear_relinked(self, rank: int) -> Reconnected:
-        """What came of new links in a rank."""
+    def reconnected(self, rank: int) -> Reconnected:
+        """How a rank has reconnected."""
         while not self._reconnected[rank]:
-            self._hear_of_links()
+            self._receive_reports()
         return self._reconnected[rank].popleft()
 
-    def forget_links(self) -> None:
-        """A new generation counts its links anew."""
+    def forget_breaks(self) -> None:
+        """Count from 0 again, as a new generation does."""
         self._broken.clear()
 
-    def _hear_of_links(self) -> None:
-        ends = {end: rank for rank, end in self._links_pipes.items()}
+    def _receive_reports(self) -> None:
+        ends = {end: rank for rank, end in self._reports_pipes.items()}
         ready = wait(list(ends), TIMEOUT_S)
-        assert ready, "no rank tells anything of its links"
+        assert ready, "no rank reports anything"
         for end in ready:
             assert isinstance(end, Connection)
             match end.recv():
                 case Broke(number=number):
                     self._broken.add(number)
-                case Reconnected() as word:
-                    self._reconnected[ends[end]].append(word)
+                case Reconnected() as report:
+                    self._reconnected[ends[end]].append(report)
 
-    def hear(self, rank: int) -> Any:
-        """What a rank says next; a failure of its program is one of the test."""
-        assert self._pipes[rank].poll(TIMEOUT_S), f"rank {rank} says nothing"
-        word = self._pipes[rank].recv()
-        assert not isinstance(word, Failed), f"rank {rank}: {word}"
-        return word
+    def receive(self, rank: int) -> Any:
+        """What a rank sends next; a failure of its program is one of the test."""
+        assert self._pipes[rank].poll(TIMEOUT_S), f"rank {rank} sends nothing"
+        message = self._pipes[rank].recv()
+        assert not isinstance(message, Failed), f"rank {rank}: {message}"
+        return message
 
-    def hear_all(self) -> list[Any]:
+    def receive_all(self) -> list[Any]:
         """Likewise, of every rank."""
-        return [self.hear(rank) for rank in range(self.size)]
+        return [self.receive(rank) for rank in range(self.size)]
 
     def close(self) -> None:
         """End all ranks."""
@@ -215,7 +210,7 @@ def _take_part(
     program: Callable[..., Any],
     where: tuple[int, int, int],
     ends: tuple[Any, Any],
-    promises: Promises | None,
+    replay: Replay | None,
     arguments: Any,
 ) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -230,22 +225,22 @@ def _take_part(
         rank, backend="gloo", device="cpu", op_timeout_s=OP_TIMEOUT_S, open_store=open_store
     )
     member = Member(rank, size, generations, end, end_of_links)
-    if promises is None:
+    if replay is None:
         install(generations, world_size=size)
     else:
-        member.links = links = ReplayableConnections(
+        member.connections = connections = ReplayableConnections(
             generations,
             open_store=open_store,
-            tell=member.tell_broken,
-            budget_s=promises.budget_s,
-            keeps=promises.keeps,
+            report=member.report_broken,
+            budget_s=replay.budget_s,
+            replays=replay.is_on,
         )
-        generations.on_announced = links.fail
-        new_group = partial(ReplayableProcessGroup, generations, links)
+        generations.on_announced = connections.fail
+        new_group = partial(ReplayableProcessGroup, generations, connections)
         install(generations, world_size=size, new_group=new_group)
     threading.Thread(target=member.listen, daemon=True).start()
     try:
         end.send(program(member, *arguments))
-    except BaseException:  # noqa: BLE001 told to the test, whatever it is
+    except BaseException:  # noqa: BLE001 whatever it is, the test reports it
         end.send(Failed(traceback.format_exc()))
     os._exit(0)

@@ -1,9 +1,9 @@
-"""The process groups of one generation: made, and aborted while a collective hangs in them.
+"""The connected process groups of one generation, which can be aborted under a hanging collective.
 
 Gloo and the store's client have no abort. Their sockets are shut down instead, found as those
-that came with the group: every operation on them fails at once, in whatever thread it waits.
-Listening sockets are left alone, since gloo ends the process when its accept() fails. NCCL and
-HCCL have an abort of their own. Written against torch 2.13; times are seconds.
+that were opened with the group: every operation on them fails at once, in whatever thread it
+waits. Listening sockets are left alone, since gloo ends the process when its accept() fails. NCCL
+and HCCL have an abort of their own. Written against torch 2.13; times are seconds.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from training.device import abort_group
 
 GLOO = "gloo"
 STORE_TIMEOUT_S = 36_000.0
-_ABORTED = "the link was aborted while it was made"
+_ABORTED = "the connection was aborted while it was established"
 
-Sockets = Mapping[int, str]  # descriptor: what it is, as /proc tells
+Sockets = Mapping[int, str]  # descriptor: what /proc says it is
 
 
 def open_sockets() -> Sockets:
@@ -44,12 +44,12 @@ def open_sockets() -> Sockets:
 
 
 def new_sockets(before: Sockets) -> Sockets:
-    """Those that were not there before."""
+    """The sockets that were opened since `before`."""
     return {fd: target for fd, target in open_sockets().items() if before.get(fd) != target}
 
 
 def shut_down(sockets: Sockets) -> int:
-    """Break connections for good; how many there were."""
+    """Break the TCP connections among these sockets for good; returns how many there were."""
     count = 0
     for descriptor, target in sockets.items():
         with suppress(OSError):
@@ -63,7 +63,7 @@ def shut_down(sockets: Sockets) -> int:
     return count
 
 
-class Link:
+class Connection:
     """One connected group, or the attempt to connect it.
 
     Args:
@@ -85,10 +85,10 @@ class Link:
         self.group: dist.ProcessGroup | None = None
 
     def connect(self, store: Store, *, rank: int, size: int, timeout_s: float) -> dist.ProcessGroup:
-        """Connect to the others; collective.
+        """Connect to the other ranks; collective.
 
         Raises:
-            RuntimeError: it was aborted meanwhile, or somebody did not come.
+            RuntimeError: it was aborted meanwhile, or a rank did not come.
         """
         with self._lock:
             if self._is_aborted:
@@ -96,9 +96,9 @@ class Link:
             self._before, self._is_connecting = open_sockets(), True
         make = partial(_make, self._backend, self._device, store, rank, size, timeout_s)
         if self._backend == GLOO:
-            # Its constructor waits for the connection of a peer that may have died since it told
-            # its address: there is no socket yet that could be shut down. An abort leaves the
-            # thread behind, which ends with the timeout.
+            # Its constructor waits for the connection of a peer that may have died since it
+            # published its address: there is no socket yet that could be shut down. An abort
+            # leaves the thread behind, which ends with the timeout.
             threading.Thread(target=self._connect, args=(make,), daemon=True).start()
         else:
             self._connect(make)
@@ -116,7 +116,7 @@ class Link:
         outcome: dist.ProcessGroup | Exception
         try:
             outcome, self._collectives = make()
-        except Exception as exc:  # noqa: BLE001 raised again where it is waited for
+        except Exception as exc:  # noqa: BLE001 raised again in connect()
             outcome = exc
         with self._lock:
             self._is_connecting = False
@@ -125,7 +125,7 @@ class Link:
         self._outcomes.put(outcome)
 
     def abort(self) -> None:
-        """Have everything that waits in it fail; from any thread."""
+        """Make everything that waits in it fail; from any thread."""
         with self._lock:
             self._is_aborted = True
             if self._is_connecting:
@@ -138,12 +138,12 @@ class Link:
             abort_group(self._collectives)
 
     def began(self) -> None:
-        """An operation begins on it."""
+        """Count an operation that begins on it."""
         with self._lock:
             self._running += 1
 
     def ended(self) -> None:
-        """An operation has come to its end."""
+        """Count an operation that has ended."""
         with self._lock:
             self._running -= 1
 
@@ -154,7 +154,7 @@ class Link:
 
     @property
     def sockets(self) -> Sockets:
-        """Its connections, where the backend has any that can be seen."""
+        """Its sockets, where the backend has any that can be seen."""
         return self._sockets
 
 
@@ -173,7 +173,7 @@ class StoreClient:
         self._sockets = new_sockets(before)
 
     def abort(self) -> None:
-        """Have every call on it fail; from any thread."""
+        """Make every call on it fail; from any thread."""
         shut_down(self._sockets)
 
 
@@ -215,7 +215,10 @@ Started = tuple[dist.Work, Callable[[], None]]
 
 
 def start(group: Any, operation: str, arguments: Sequence[Any], *, rank: int, size: int) -> Started:
-    """Begin a collective.
+    """Begin a collective whose end can be followed.
+
+    Gloo's reduce_scatter (torch 2.13) returns a work without a future: it is an all-reduce of a
+    copy, from which wait() takes this rank's part. So it is here, and the copy can be followed.
 
     Args:
         group: that runs it.
@@ -225,7 +228,7 @@ def start(group: Any, operation: str, arguments: Sequence[Any], *, rank: int, si
         size: number of ranks in it.
 
     Returns:
-        The work, and what is to be done once it has succeeded.
+        The work, and what to call once it has succeeded.
     """
     if not operation.startswith("reduce_scatter"):
         return getattr(group, operation)(*arguments), lambda: None
@@ -237,14 +240,14 @@ def start(group: Any, operation: str, arguments: Sequence[Any], *, rank: int, si
     if given is not None:
         options.reduceOp = given.reduceOp
 
-    def cut() -> None:
+    def take_part() -> None:
         for output, whole in zip(outputs, wholes, strict=True):
             output.copy_(whole.view(size, -1)[rank].view_as(output))
 
-    return group.allreduce_coalesced(wholes, options), cut
+    return group.allreduce_coalesced(wholes, options), take_part
 
 
 def _copy(given: Tensor | Sequence[Tensor]) -> Tensor:
-    """One flat tensor, from the part of every rank or from the whole of them."""
+    """One flat tensor, from one part per rank or from the whole."""
     parts = [given] if isinstance(given, Tensor) else given
     return torch.cat([part.detach().reshape(-1) for part in parts])

@@ -1,6 +1,6 @@
-"""The lives of the process groups in this process, and the links inside each.
+"""The generations of the process groups in this process, and the connections of the current one.
 
-A generation is one life: recovery begins a new one, and what waits in the one before fails.
+Recovery begins a new generation; everything that waits in the one before fails.
 """
 
 from __future__ import annotations
@@ -10,17 +10,16 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from training.runtime.errors import Interrupted
-from training.runtime.process_group.connections import Link, StoreClient
+from training.runtime.process_group.connections import Connection, StoreClient
 
-GIVEN_UP = sys.maxsize  # as a generation: the attempt has none any more
+GIVEN_UP = sys.maxsize  # as a generation: there will be none
 
 
 class Generations:
-    """Which life of the groups this process is in, and which one is announced.
+    """Which generation of the groups this process is in, and which one is announced.
 
     Args:
         rank: global rank.
@@ -37,8 +36,8 @@ class Generations:
         on_announced: called when a newer generation is announced.
         current: generation that this process takes part in, 0 before the first.
         announced: newest one that the coordinator has announced.
-        is_alone: collectives answer without the others, as if every rank had brought the same:
-            while a process that joins later builds what the others have built together.
+        is_alone: collectives return at once, as if every rank had brought the same: while a
+            process that joins later builds what the others have built together.
     """
 
     def __init__(
@@ -66,22 +65,22 @@ class Generations:
         self.is_alone = False
         self._open_store = open_store
         self._client: StoreClient | None = None
-        self._links: dict[str, Link] = {}
-        self._lost: list[Link] = []
+        self._connections: dict[str, Connection] = {}
+        self._retired: list[Connection] = []
         self._lock = threading.Lock()
 
     def announce(self, generation: int) -> None:
-        """A newer generation is there: whatever waits in the present one fails. Any thread."""
+        """Make everything that waits in the current generation fail; from any thread."""
         with self._lock:
             if generation <= self.announced:
                 return
             self.announced = generation
-            links, client = list(self._links.values()), self._client
+            connections, client = list(self._connections.values()), self._client
         problems = []
-        for link in links:
+        for connection in connections:
             try:
-                link.abort()
-            except RuntimeError as exc:  # what a backend's own abort raises; the others are cut
+                connection.abort()
+            except RuntimeError as exc:  # of a backend's own abort; the others are aborted, too
                 problems.append(exc)
         if client is not None:
             client.abort()
@@ -90,24 +89,24 @@ class Generations:
             raise problems[0]
 
     def enter(self, generation: int) -> None:
-        """Leave the old links behind.
+        """Leave the connections of the generation before.
 
         Raises:
             Interrupted: a newer one is announced.
         """
         client = self._open_store()
         with self._lock:
-            # A link whose operations do not end would never be destroyed, and whoever let go of
-            # it would wait for that.
-            self._lost = [one for one in (*self._lost, *self._links.values()) if not one.is_idle]
-            self._links = {}
+            # The destructor of a connection waits for its operations, and some of them never end.
+            before = (*self._retired, *self._connections.values())
+            self._retired = [one for one in before if not one.is_idle]
+            self._connections = {}
             self._client = client
             self.current = generation
         self.check()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Collectives answer without the others while this lasts."""
+        """Let collectives return at once, without the other ranks."""
         before, self.is_alone = self.is_alone, True
         try:
             yield
@@ -133,40 +132,40 @@ class Generations:
             raise self.interruption()
 
     def interruption(self) -> Interrupted:
-        """What those that wait in the present generation are told."""
+        """The error of everything that waits in the current generation."""
         if self.announced == GIVEN_UP:
             return Interrupted("the attempt is given up")
         return Interrupted(f"generation {self.announced} is announced")
 
-    def link(self, name: str, *, rank: int, size: int) -> dist.ProcessGroup:
-        """The inside of a facade, connected when it was not yet; collective in that case.
+    def connection(self, name: str, *, rank: int, size: int) -> Connection:
+        """The connection of a group, made when there is none yet; collective in that case.
 
         Raises:
             Interrupted: a newer generation is announced.
-            RuntimeError: somebody did not come.
+            RuntimeError: a rank did not come.
         """
         self.check()
         with self._lock:
-            link, client = self._links.get(name), self._client
-            if link is None:
-                link = self._links[name] = Link(self.backend, self.device)
-        if link.group is not None:
-            return link.group
+            connection, client = self._connections.get(name), self._client
+            if connection is None:
+                connection = self._connections[name] = Connection(self.backend, self.device)
+        if connection.group is not None:
+            return connection
         assert client is not None  # noqa: S101 enter() comes first
         store = PrefixStore(f"g{self.current}/{name}", client.store)
-        group = link.connect(store, rank=rank, size=size, timeout_s=self.op_timeout_s)
+        connection.connect(store, rank=rank, size=size, timeout_s=self.op_timeout_s)
         if self.announced > self.current:
-            link.abort()
+            connection.abort()
         self.check()
-        return group
+        return connection
 
-    def replace(self, name: str, link: Link) -> None:
-        """Put another link under a facade, to be aborted with the others."""
+    def replace(self, name: str, connection: Connection) -> None:
+        """Give a group another connection, which is aborted with the others."""
         with self._lock:
-            self._lost.append(self._links[name])
-            self._links[name] = link
+            self._retired.append(self._connections[name])
+            self._connections[name] = connection
 
-    def links(self) -> dict[str, Link]:
-        """The links of this generation, by the name of their facade."""
+    def connections(self) -> dict[str, Connection]:
+        """The connections of this generation, by the name of their group."""
         with self._lock:
-            return dict(self._links)
+            return dict(self._connections)

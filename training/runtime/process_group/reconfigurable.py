@@ -1,8 +1,9 @@
-"""Process groups that live as long as their process: facades whose inside is swapped.
+"""Process groups that live as long as their process, and are reconnected by each generation.
 
-DDP, FSDP2, DeviceMesh and checkpoint planners hold these for ever. A generation is one life of
-the links inside; recovery begins a new one, and nothing above is built again. Links are made at
-their first use, under a name that carries the generation. Written against torch 2.13.
+DDP, FSDP2, DeviceMesh and checkpoint planners keep these groups for ever. Recovery begins a new
+generation with new connections inside, and nothing above is built again. Connections are
+established at their first use, under a name that carries the generation. Written against torch
+2.13.
 """
 
 # torch's stubs give a collective two signatures, and a group written in Python is called with
@@ -27,7 +28,7 @@ TRANSFERS = frozenset({"send", "recv"})  # between two ranks, so that counts wou
 
 
 class _Done(dist.Work):
-    """What a collective returns that needed nobody."""
+    """The work of a collective that needed no other rank."""
 
     def __init__(self, value: Any) -> None:
         super().__init__()
@@ -49,7 +50,7 @@ class _Done(dist.Work):
 
 
 class ReconfigurableProcessGroup(dist.ProcessGroup):
-    """One facade. The methods are those that torch calls on a group written in Python."""
+    """One group. The methods are those that torch calls on a group written in Python."""
 
     def __init__(self, generations: Generations, name: str, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # one constructor of two
@@ -57,7 +58,7 @@ class ReconfigurableProcessGroup(dist.ProcessGroup):
         self._name = name
         self._own_rank = rank
         self._own_size = size
-        self._shown_name = name
+        self._group_name = name
         self._description = ""
         kind = dist.ProcessGroup.BackendType.CUSTOM
         self._register_backend(torch.device(generations.device), kind, None)
@@ -66,27 +67,27 @@ class ReconfigurableProcessGroup(dist.ProcessGroup):
         generations = self._generations
         if generations.is_alone or self._own_size == 1:
             return _Done(alone())
-        told = f"{operation} in {self.told_name}"
+        described = f"{operation} in {self.display_name}"
         if operation in TRANSFERS:
-            generations.on_transfer(told)
+            generations.on_transfer(described)
         else:
-            generations.on_collective(told)
-        link = generations.link(self._name, rank=self._own_rank, size=self._own_size)
-        work: dist.Work = getattr(link, operation)(*arguments)
+            generations.on_collective(described)
+        group = generations.connection(self._name, rank=self._own_rank, size=self._own_size).group
+        work: dist.Work = getattr(group, operation)(*arguments)
         return work
 
     @property
-    def told_name(self) -> str:
-        """As a person is told of it."""
+    def display_name(self) -> str:
+        """For hang reports and logs."""
         # torch describes the group of all ranks as default_pg, and names it 0.
         if self._description == "default_pg":
             return "world"
         return self._description or self._name
 
     def connect(self) -> None:
-        """Make the link now; collective."""
+        """Establish the connection now; collective."""
         if not self._generations.is_alone and self._own_size > 1:
-            self._generations.link(self._name, rank=self._own_rank, size=self._own_size)
+            self._generations.connection(self._name, rank=self._own_rank, size=self._own_size)
 
     # torch asks a group without a C++ backend for these by several names.
     def getBackendName(self) -> str:  # noqa: N802, D102
@@ -101,7 +102,7 @@ class ReconfigurableProcessGroup(dist.ProcessGroup):
     @property
     def group_name(self) -> str:
         """As functional collectives and DeviceMesh know it."""
-        return self._shown_name
+        return self._group_name
 
     @property
     def group_desc(self) -> str:
@@ -109,16 +110,16 @@ class ReconfigurableProcessGroup(dist.ProcessGroup):
         return self._description
 
     def _set_group_name(self, name: str) -> None:
-        self._shown_name = name
+        self._group_name = name
 
     def _set_group_desc(self, text: str) -> None:
         self._description = text
 
     def getGroupName(self) -> str:  # noqa: N802, D102
-        return self._shown_name
+        return self._group_name
 
     def setGroupName(self, name: str) -> None:  # noqa: N802, D102
-        self._shown_name = name
+        self._group_name = name
 
     def getGroupDesc(self) -> str:  # noqa: N802, D102
         return self._description
@@ -252,12 +253,12 @@ _new_group: NewGroup | None = None
 def install(
     generations: Generations, *, world_size: int, new_group: NewGroup | None = None
 ) -> None:
-    """Make a facade the default group of this process; nothing is connected yet.
+    """Make a reconfigurable group the default one of this process; nothing is connected yet.
 
     Args:
-        generations: of all facades.
+        generations: of all groups.
         world_size: number of ranks.
-        new_group: makes a facade from name, rank and size; default: a `ReconfigurableProcessGroup`.
+        new_group: makes a group from name, rank and size; default: `ReconfigurableProcessGroup`.
     """
     global _new_group  # noqa: PLW0603 torch keeps one default group a process, too
     _new_group = new_group or partial(ReconfigurableProcessGroup, generations)
@@ -277,7 +278,7 @@ def _create(options: Any, _backend_options: Any) -> ReconfigurableProcessGroup:
 
 
 def default_group() -> ReconfigurableProcessGroup:
-    """The facade of all ranks."""
+    """The group of all ranks."""
     group = dist.group.WORLD
     assert isinstance(group, ReconfigurableProcessGroup)  # noqa: S101 install() made it
     return group

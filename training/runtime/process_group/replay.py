@@ -1,14 +1,14 @@
-"""Collectives whose results are promised, so that nobody waits for a link that is gone.
+"""Process groups over gloo whose operations can be replayed after their connections broke.
 
 Gloo may go on waiting in an operation whose connections are shut down (seen with torch 2.13, in
-about one of thirty aborts): its threads are left to their time-out, and whoever waits for the
-result learns from the promise that it is void.
+about one of thirty aborts). So the result of an operation is a future of its own: when a
+generation ends it fails at once, and gloo's threads are left to their time-out.
 
-Where a job wants it, the operations also outlive a broken link: what went into each is kept, and
-nobody is told but the coordinator. All ranks then make new links and run again, in their order,
-exactly the operations that some rank has not completed. Backward never notices. What is kept is
-let go at the step boundary, except the last operation, which some rank may not have completed
-yet. HCCL has its own retry. Times are seconds.
+Where a job wants it, operations also outlive a broken connection. The inputs of each are copied,
+and only the coordinator learns of the break. All ranks then reconnect and replay, in their order,
+exactly the operations that some rank has not completed; backward never notices. The copies are
+dropped at the step boundary, except that of the last operation, which some rank may not have
+completed yet. HCCL has its own retry. Times are seconds.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from training.runtime.process_group.connections import Link, StoreClient, start
+from training.runtime.process_group.connections import Connection, StoreClient, start
 from training.runtime.process_group.generations import Generations
 from training.runtime.process_group.reconfigurable import TRANSFERS, ReconfigurableProcessGroup
 
-SETTLE_S = 1.0  # for operations to notice that their link is gone
+IDLE_TIMEOUT_S = 1.0  # for operations to notice that their connection is aborted
 POLL_S = 0.002
 
 # Which argument of an operation is read; the first is written, and may be the same.
@@ -50,73 +50,93 @@ INPUT_OF: Mapping[str, int | None] = {
 
 
 @dataclass(slots=True, eq=False)
-class _Kept:
+class _Operation:
     """One operation, until its step is over.
 
     Attributes:
-        operation: by its name.
+        name: of the group's method.
         arguments: of it.
-        inputs: a copy of what it reads.
+        inputs: a copy of what it reads, where operations are replayed.
         number: in its group, from 1.
-        link: that it runs on; what ends on another one is void.
-        is_done: its end is there, and its promise is kept, or about to be.
+        connection: that it runs on; what ends on another one does not count.
+        is_done: it has ended, and its future has a value, or is about to get one.
     """
 
-    operation: str
+    name: str
     arguments: tuple[Any, ...]
     inputs: Any
     number: int = 0
-    link: Link | None = None
+    connection: Connection | None = None
     is_done: bool = False
     _error: Exception | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _promise: torch.futures.Future[Any] = field(default_factory=torch.futures.Future)
+    _end: torch.futures.Future[Any] = field(default_factory=torch.futures.Future)
 
-    def result(self) -> torch.futures.Future[Any]:
-        """What is promised, for one who waits in C++.
+    def future(self) -> torch.futures.Future[Any]:
+        """Its result, for code that waits in C++.
 
         Future.set_exception is Python's own: DDP's reducer would take the exception for a list
-        of tensors. A callback that raises fails the future that it makes, for everybody.
+        of tensors. A callback that raises fails the future that `then` returns, in C++ too.
         """
-        return self._promise.then(lambda _: self._outcome())
+        return self._end.then(lambda _: self._result())
 
-    def cut(self) -> None:
-        """It is over with the link that it runs on, whatever that may still tell."""
+    def detach(self) -> None:
+        """Ignore what its connection still reports."""
         with self._lock:
-            self.link = None
+            self.connection = None
 
-    def claim(self, link: Link) -> bool:
-        """Whether what has ended on a link is the end of the operation; the first time counts.
+    def claim(self, connection: Connection) -> bool:
+        """Whether an end on this connection is the end of the operation; true only once.
 
-        Whoever claims it owes `keep`.
+        Who claims it calls `complete`.
         """
         with self._lock:
-            if self.is_done or self.link is not link:
+            if self.is_done or self.connection is not connection:
                 return False
             self.is_done = True
             return True
 
-    def keep(self, error: Exception | None = None) -> None:
-        """Keep the promise, or break it."""
+    def complete(self, error: Exception | None = None) -> None:
+        """Give the future its value, or this error."""
         self._error = error
-        self._promise.set_result(None)
+        self._end.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        """Break the promise, unless it has its end."""
+        """Fail, unless it has ended."""
         with self._lock:
             if self.is_done:
                 return
             self.is_done = True
-        self.keep(error)
+        self.complete(error)
 
-    def _outcome(self) -> Any:
+    def arguments_again(self) -> tuple[Any, ...]:
+        """The arguments for a replay, which does not write over results in use."""
+        position = INPUT_OF[self.name]
+        if position is None:
+            return self.arguments
+        arguments = list(self.arguments)
+        if self.is_done:
+            arguments[0] = _clone(arguments[0])
+            arguments[position] = _clone(self.inputs)
+            if position == 0:
+                arguments[0] = arguments[position]
+        elif position == 0:
+            _copy(arguments[0], self.inputs)
+        else:
+            arguments[position] = self.inputs
+        return tuple(arguments)
+
+    def _result(self) -> Any:
         if self._error is not None:
             raise self._error
-        return _outputs(self.arguments)
+        written = self.arguments[0] if self.arguments else []
+        if isinstance(written, Tensor):
+            return [written]
+        return list(written) if isinstance(written, list | tuple) else []
 
 
-class _PromisedWork(dist.Work):
-    """What waits for a promise; torch's own wrapper of a future swallows its error in wait()."""
+class _FutureWork(dist.Work):
+    """A work that waits for a future; torch's own wrapper swallows the error in wait()."""
 
     def __init__(self, future: torch.futures.Future[Any]) -> None:
         super().__init__()
@@ -137,175 +157,184 @@ class _PromisedWork(dist.Work):
 
 
 class ReplayableProcessGroup(ReconfigurableProcessGroup):
-    """A facade over gloo that promises results, and may keep what they are made of."""
+    """A group over gloo whose operations fail with their generation, and may be replayed."""
 
     def __init__(
         self,
         generations: Generations,
-        links: ReplayableConnections,
+        connections: ReplayableConnections,
         name: str,
         rank: int,
         size: int,
     ) -> None:
         super().__init__(generations, name, rank, size)
-        self.name_inside = name
-        self._links = links
-        self._kept: dict[int, _Kept] = {}
+        self.key = name
+        self._connections = connections
+        self._operations: dict[int, _Operation] = {}
         self._count = 0
-        self._link: Link | None = None
+        self._connection: Connection | None = None
         self._generation = 0
-        links.add(self)
+        connections.add(self)
 
     def _run(self, operation: str, alone: Callable[[], Any], *arguments: Any) -> dist.Work:
         generations = self._generations
         # Gloo's transfers between two ranks have no future to follow.
         if generations.is_alone or self._own_size == 1 or operation in TRANSFERS:
             return super()._run(operation, alone, *arguments)
-        with self._links.gate:  # while links are made anew, nothing begins
-            generations.on_collective(f"{operation} in {self.told_name}")
-            self._current_link()
-            kept = _Kept(operation, arguments, self._inputs_of(operation, arguments))
+        with self._connections.gate:  # while ranks reconnect, nothing begins
+            generations.on_collective(f"{operation} in {self.display_name}")
+            self._enter_generation()
+            begun = _Operation(operation, arguments, self._inputs_of(operation, arguments))
             self._count += 1
-            self._kept[self._count] = kept
-            kept.number = self._count
-            work = _PromisedWork(kept.result())
-            once_it_runs = self._links.on_begin(operation)
-            self._begin(kept, arguments)
+            self._operations[self._count] = begun
+            begun.number = self._count
+            work = _FutureWork(begun.future())
+            once_it_runs = self._connections.on_begin(operation)
+            self._begin(begun, arguments)
             once_it_runs()
         if generations.announced > generations.current:
-            kept.fail(generations.interruption())
+            begun.fail(generations.interruption())
         return work
 
     def _inputs_of(self, operation: str, arguments: tuple[Any, ...]) -> Any:
         position = INPUT_OF.get(operation)
-        if position is None or not self._links.keeps:
+        if position is None or not self._connections.replays:
             return None
         return _clone(arguments[position])
 
-    def _current_link(self) -> None:
+    def _enter_generation(self) -> None:
         generations = self._generations
         if self._generation != generations.current:
-            self._kept.clear()
-            self._count, self._link = 0, None
+            self._operations.clear()
+            self._count, self._connection = 0, None
             self._generation = generations.current
         generations.check()
-        if self._link is None:
-            generations.link(self._name, rank=self._own_rank, size=self._own_size)
-            self._link = generations.links()[self._name]
+        if self._connection is None:
+            self._connection = generations.connection(
+                self._name, rank=self._own_rank, size=self._own_size
+            )
 
-    def _begin(self, kept: _Kept, arguments: tuple[Any, ...]) -> None:
-        number, link = self._links.number, self._link
-        assert link is not None  # noqa: S101 the callers made it
-        kept.link = link
-        link.began()
+    def _begin(self, operation: _Operation, arguments: tuple[Any, ...]) -> None:
+        number, connection = self._connections.number, self._connection
+        assert connection is not None  # noqa: S101 set by the callers
+        operation.connection = connection
+        connection.began()
         try:
             work, finish = start(
-                link.group, kept.operation, arguments, rank=self._own_rank, size=self._own_size
-            )
+                connection.group, operation.name, arguments,
+                rank=self._own_rank, size=self._own_size,
+            )  # fmt: skip
             future = work.get_future()
-            future.add_done_callback(lambda f: self._ended(kept, f, link, number, finish))
+            future.add_done_callback(
+                lambda f: self._ended(operation, f, connection, number, finish)
+            )
         except RuntimeError as exc:
-            link.ended()
-            self._failed(kept, exc, number)
+            connection.ended()
+            self._failed(operation, exc, number)
 
     def _ended(
         self,
-        kept: _Kept,
+        operation: _Operation,
         future: torch.futures.Future[Any],
-        link: Link,
+        connection: Connection,
         number: int,
         finish: Callable[[], None],
     ) -> None:
-        link.ended()
         try:
             future.value()
+            if operation.claim(connection):
+                self._complete(operation, finish)
         except RuntimeError as exc:
-            self._failed(kept, exc, number)
-            return
-        if not kept.claim(link):
-            return
+            self._failed(operation, exc, number)
+        finally:
+            # Not before: an idle connection may be let go of, and gloo's thread, if it held the
+            # last reference, would join itself ("Resource deadlock avoided", then terminate()).
+            connection.ended()
+
+    def _complete(self, operation: _Operation, finish: Callable[[], None]) -> None:
         try:
             finish()
         except RuntimeError as exc:
-            kept.keep(exc)
+            operation.complete(exc)
             return
-        kept.keep()
+        operation.complete()
         self._generations.on_collective_end()
-        if not self._links.keeps:
-            self._kept.pop(kept.number, None)
+        if not self._connections.replays:
+            self._operations.pop(operation.number, None)
 
-    def _failed(self, kept: _Kept, error: RuntimeError, number: int) -> None:
-        if self._links.keeps and kept.operation in INPUT_OF:
-            self._links.broke(str(error), number)
+    def _failed(self, operation: _Operation, error: RuntimeError, number: int) -> None:
+        if self._connections.replays and operation.name in INPUT_OF:
+            self._connections.broke(str(error), number)
         else:
-            kept.fail(RuntimeError(str(error)))
+            operation.fail(RuntimeError(str(error)))
 
     @property
-    def needs_from(self) -> int:
-        """The first operation that this rank has not completed."""
-        open_ones = (number for number, kept in self._kept.items() if not kept.is_done)
-        return min(open_ones, default=self._count + 1)
+    def first_incomplete(self) -> int:
+        """Number of the first operation that this rank has not completed."""
+        incomplete = (number for number, one in self._operations.items() if not one.is_done)
+        return min(incomplete, default=self._count + 1)
 
     @property
-    def is_linked(self) -> bool:
-        """Whether it has a link in this generation."""
-        return self._link is not None and self._generation == self._generations.current
+    def is_connected(self) -> bool:
+        """Whether it has a connection in this generation."""
+        return self._connection is not None and self._generation == self._generations.current
 
     @property
-    def member(self) -> tuple[int, int]:
-        """Rank and size."""
+    def rank_and_size(self) -> tuple[int, int]:
+        """Of this process in the group."""
         return self._own_rank, self._own_size
 
-    def cut(self) -> None:
-        """From now on no operation completes before it has run again.
+    def detach(self) -> None:
+        """From now on no operation completes before it was replayed.
 
-        A thread of gloo that is late would hand out what is being written once more.
+        A late thread of gloo would hand out a result that the replay is writing.
         """
-        for kept in list(self._kept.values()):
-            kept.cut()
+        for operation in list(self._operations.values()):
+            operation.detach()
 
-    def run_again(self, link: Link, first: int) -> int:
-        """Take a new link, and repeat the operations from `first` on; how many there were.
+    def replay(self, connection: Connection, first: int) -> int:
+        """Repeat the operations from number `first` on over another connection.
+
+        Returns:
+            How many were repeated.
 
         Raises:
-            RuntimeError: one of them is not kept any more.
+            RuntimeError: one of them cannot be replayed any more.
         """
-        self._link = link
-        wanted = range(first, self._count + 1)
-        missing = [
-            n for n in wanted if n not in self._kept or self._kept[n].operation not in INPUT_OF
-        ]
-        if missing:
-            raise RuntimeError(f"operation {missing[0]} of {self._name} is not kept any more")
-        for number in wanted:
-            kept = self._kept[number]
-            self._begin(kept, _again(kept))
-        return self._count + 1 - first
+        self._connection = connection
+        numbers = range(first, self._count + 1)
+        for number in numbers:
+            if number not in self._operations or self._operations[number].name not in INPUT_OF:
+                raise RuntimeError(f"operation {number} of {self._name} is not kept any more")
+        for number in numbers:
+            operation = self._operations[number]
+            self._begin(operation, operation.arguments_again())
+        return len(numbers)
 
-    def let_go(self) -> None:
-        """The step is over: every rank has entered its last operation."""
-        last = self._kept.get(self._count)
-        self._kept = {self._count: last} if last is not None else {}
+    def end_step(self) -> None:
+        """Drop all operations but the last: every rank has entered that one."""
+        last = self._operations.get(self._count)
+        self._operations = {self._count: last} if last is not None else {}
 
     def fail(self, error: Exception) -> None:
-        """A new generation begins: whoever waits for a promise learns that it is void."""
-        for kept in list(self._kept.values()):
-            kept.fail(error)
+        """Fail every operation that has not ended: a new generation begins."""
+        for operation in list(self._operations.values()):
+            operation.fail(error)
 
 
 class ReplayableConnections:
-    """All facades of this process, and the making of new links under them.
+    """The groups of this process, and how their connections are replaced within a generation.
 
     Args:
         generations: of the groups.
         open_store: connects to the rendezvous store.
-        tell: told once of each link that broke: what the error says.
-        budget_s: for new links and the operations that are run again.
-        keeps: whether operations are kept, to be run again.
+        report: called once for each break, with the text of the error and `number`.
+        budget_s: for reconnecting and the operations that are replayed.
+        replays: whether inputs are copied, so that operations can be replayed.
 
     Attributes:
-        number: how often the links of this generation were made anew.
-        gate: held while that goes on.
+        number: how often the connections of this generation were replaced.
+        gate: held while ranks reconnect.
         on_begin: called with the name of an operation that is about to begin; what it returns is
             called as soon as that runs.
     """
@@ -315,45 +344,45 @@ class ReplayableConnections:
         generations: Generations,
         *,
         open_store: Callable[[], StoreClient],
-        tell: Callable[[str, int], None],
+        report: Callable[[str, int], None],
         budget_s: float,
-        keeps: bool,
+        replays: bool,
     ) -> None:
-        self.keeps = keeps
+        self.replays = replays
         self._generations = generations
         self._open_store = open_store
-        self._tell = tell
+        self._report = report
         self._budget_s = budget_s
         self._groups: list[ReplayableProcessGroup] = []
         self._lock = threading.Lock()
-        self._told: tuple[int, int] | None = None
+        self._reported: tuple[int, int] | None = None
         self._client: StoreClient | None = None
         self.number = 0
         self.gate = threading.RLock()
         self.on_begin: Callable[[str], Callable[[], None]] = lambda _operation: lambda: None
 
     def add(self, group: ReplayableProcessGroup) -> None:
-        """A facade was made."""
+        """Register a new group."""
         self._groups.append(group)
 
     def broke(self, text: str, number: int) -> None:
-        """An operation failed on a link; from any thread."""
+        """Report that an operation failed, unless its break is known; from any thread."""
         generations = self._generations
-        where = (generations.current, number)
+        broken = (generations.current, number)
         with self._lock:
             is_old = number != self.number or generations.announced > generations.current
-            if is_old or self._told == where:
+            if is_old or self._reported == broken:
                 return
-            self._told = where
-        self._tell(text, number)
+            self._reported = broken
+        self._report(text, number)
 
-    def let_go(self) -> None:
-        """The step is over."""
+    def end_step(self) -> None:
+        """Drop what was kept for replays of this step."""
         for group in self._groups:
-            group.let_go()
+            group.end_step()
 
     def fail(self) -> None:
-        """A new generation is announced."""
+        """Fail all operations: a new generation is announced."""
         with self._lock:
             self.number = 0
         error = self._generations.interruption()
@@ -361,17 +390,17 @@ class ReplayableConnections:
             group.fail(error)
         client = self._client
         if client is not None:
-            client.abort()  # whoever makes links anew would wait for ranks that do not come
+            client.abort()  # or reconnecting would wait for ranks that do not come
 
-    def make_anew(self, generation: int, number: int) -> int:
-        """Make new links and run again what some rank has not completed. Collective.
+    def reconnect(self, generation: int, number: int) -> int:
+        """Replace all connections and replay what some rank has not completed. Collective.
 
         Args:
-            generation: whose links they are.
-            number: how often they have been made anew.
+            generation: that the connections are of.
+            number: how often they have been replaced with this time.
 
         Returns:
-            How many operations were run again here.
+            How many operations were replayed here.
 
         Raises:
             Interrupted: another generation is announced.
@@ -380,86 +409,67 @@ class ReplayableConnections:
         deadline_s = time.monotonic() + self._budget_s
         generations = self._generations
         generations.check_is(generation)
-        links = list(generations.links().values())
-        for link in links:
-            link.abort()
-        _settle(links, min(deadline_s, time.monotonic() + SETTLE_S))
+        connections = list(generations.connections().values())
+        for connection in connections:
+            connection.abort()
+        _wait_idle(connections, min(deadline_s, time.monotonic() + IDLE_TIMEOUT_S))
         with self.gate:
             with self._lock:  # or fail() would have counted from 0 before this, and not after
                 generations.check_is(generation)
                 self.number = number
-            linked = sorted((g for g in self._groups if g.is_linked), key=lambda g: g.name_inside)
-            for group in linked:
-                group.cut()
+            groups = sorted((g for g in self._groups if g.is_connected), key=lambda g: g.key)
+            for group in groups:
+                group.detach()
             self._client = client = self._open_store()
             try:
-                generations.check_is(generation)  # or nobody would have aborted this client
-                return sum(self._mend(group, client, number, deadline_s) for group in linked)
+                generations.check_is(generation)  # or nothing would have aborted this client
+                return sum(self._replay(group, client, number, deadline_s) for group in groups)
             finally:
                 self._client = None
                 client.abort()
 
-    def _mend(
+    def _replay(
         self, group: ReplayableProcessGroup, client: StoreClient, number: int, deadline_s: float
     ) -> int:
-        rank, size = group.member
-        prefix = f"g{self._generations.current}/{group.name_inside}/l{number}"
+        rank, size = group.rank_and_size
+        prefix = f"g{self._generations.current}/{group.key}/l{number}"
         store = PrefixStore(prefix, client.store)
-        store.set(f"need/{rank}", str(group.needs_from))
+        store.set(f"need/{rank}", str(group.first_incomplete))
         keys = [f"need/{one}" for one in range(size)]
         store.wait(keys, timedelta(seconds=max(0.001, deadline_s - time.monotonic())))
         first = min(int(text) for text in store.multi_get(keys))
-        link = self._linked(group, client, prefix, deadline_s)
-        return group.run_again(link, first)
+        return group.replay(self._new_connection(group, client, prefix, deadline_s), first)
 
-    def _linked(
+    def _new_connection(
         self, group: ReplayableProcessGroup, client: StoreClient, prefix: str, deadline_s: float
-    ) -> Link:
-        """A new link; the network may be down for a while yet."""
-        rank, size = group.member
+    ) -> Connection:
+        """Connect; again and again, since the network may be down for a while yet."""
+        rank, size = group.rank_and_size
+        generations = self._generations
         while True:
-            self._generations.check()
-            # Ranks fail unequally often: whoever comes joins the round that is open.
+            generations.check()
+            # Ranks fail unequally often: each joins the round that is open.
             entries = PrefixStore(prefix, client.store).add("entered", 1)
-            number = (entries - 1) // size
-            link = Link(self._generations.backend, self._generations.device)
-            self._generations.replace(group.name_inside, link)
-            store = PrefixStore(f"{prefix}/{number}", client.store)
+            store = PrefixStore(f"{prefix}/{(entries - 1) // size}", client.store)
+            connection = Connection(generations.backend, generations.device)
+            generations.replace(group.key, connection)
             try:
                 # Its operations have this limit, too; a generation that comes instead ends both.
-                link.connect(store, rank=rank, size=size, timeout_s=self._generations.op_timeout_s)
+                connection.connect(store, rank=rank, size=size, timeout_s=generations.op_timeout_s)
             except RuntimeError:
                 if time.monotonic() > deadline_s:
                     raise
             else:
-                return link
+                return connection
 
 
-def _settle(links: Sequence[Link], until_s: float) -> None:
-    """Wait for operations that were cut short: until their end they write where they always did.
+def _wait_idle(connections: Sequence[Connection], until_s: float) -> None:
+    """Wait for operations that were cut short: until their end they write into their tensors.
 
     One that waits for ever, as gloo's sometimes do, writes nothing more.
     """
-    while time.monotonic() < until_s and not all(link.is_idle for link in links):
+    while time.monotonic() < until_s and not all(one.is_idle for one in connections):
         time.sleep(POLL_S)
-
-
-def _again(kept: _Kept) -> tuple[Any, ...]:
-    """The arguments for a repetition; results that were handed out are not written again."""
-    position = INPUT_OF[kept.operation]
-    if position is None:
-        return kept.arguments
-    arguments = list(kept.arguments)
-    if kept.is_done:
-        arguments[0] = _clone(arguments[0])
-        arguments[position] = _clone(kept.inputs)
-        if position == 0:
-            arguments[0] = arguments[position]
-    elif position == 0:
-        _copy(arguments[0], kept.inputs)
-    else:
-        arguments[position] = kept.inputs
-    return tuple(arguments)
 
 
 def _clone(value: Any) -> Any:
@@ -475,11 +485,3 @@ def _copy(target: Any, source: Any) -> None:
         return
     for one, other in zip(target, source, strict=True):
         _copy(one, other)
-
-
-def _outputs(arguments: tuple[Any, ...]) -> Any:
-    """What a collective's future holds: a list."""
-    written = arguments[0] if arguments else []
-    if isinstance(written, Tensor):
-        return [written]
-    return list(written) if isinstance(written, list | tuple) else []

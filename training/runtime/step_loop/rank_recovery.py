@@ -40,7 +40,7 @@ from training.runtime.state.checkpointer import Checkpointer
 from training.runtime.state.live import Snapshots
 from training.runtime.state.transfer import local_part, receive_header, receive_tensors, send_state
 from training.runtime.step_loop.step import Step
-from training.runtime.step_loop.worker_faults import Seen, look_at
+from training.runtime.step_loop.worker_faults import RecoverableError, classify
 from training.runtime.step_loop.wrappers import reset
 
 _log = logging.getLogger("perdure.runtime")
@@ -123,12 +123,12 @@ class RankRecovery:
         """Find out what the device needs."""
         self.healing = healing_of(self.device)
 
-    def look_at(self, error: BaseException) -> Seen | None:
+    def look_at(self, error: BaseException) -> RecoverableError | None:
         """What an exception is, None when it is the program's own."""
         if isinstance(error, NumericAnomaly):
-            return Seen(WorkerFaultKind.NUMERIC, str(error))
+            return RecoverableError(WorkerFaultKind.NUMERIC, str(error))
         interrupted = self.generations.announced > self.generations.current
-        return look_at(error, is_interrupted=interrupted)
+        return classify(error, is_interrupted=interrupted)
 
     def rejoin(self, stand: Stand, *, error: BaseException | None = None) -> RepairPlan:
         """Tell of a fault, and come out of it together with the others.
@@ -159,7 +159,7 @@ class RankRecovery:
     def _leave(self, error: BaseException | None, given_up: GivenUp) -> NoReturn:
         """End this process with what it knows: its traceback, if the fault was here."""
         seen = self.look_at(error) if error is not None else None
-        if error is not None and (seen is None or seen.trouble is not None):
+        if error is not None and (seen is None or seen.kind is not None):
             raise error from None
         what = f"{given_up}; it ran into: {seen.text}" if seen is not None else str(given_up)
         _log.info(f"rank {self.rank} ends: {what}")
@@ -167,9 +167,9 @@ class RankRecovery:
 
     def _tell(self, error: BaseException, stand: Stand) -> None:
         seen = self.look_at(error)
-        if seen is None or seen.trouble is None:
+        if seen is None or seen.kind is None:
             return
-        stand.is_dirty = stand.is_dirty or seen.trouble is WorkerFaultKind.MEMORY
+        stand.is_dirty = stand.is_dirty or seen.kind is WorkerFaultKind.MEMORY
         flying = stand.in_flight
         vote = flying.vote if flying is not None else None
         finite = vote is None or (math.isfinite(vote.loss) and math.isfinite(vote.grad_norm))
@@ -180,18 +180,22 @@ class RankRecovery:
         seen = self.look_at(error)
         if seen is None:
             raise error
-        stand.is_dirty = stand.is_dirty or seen.trouble is WorkerFaultKind.MEMORY
+        stand.is_dirty = stand.is_dirty or seen.kind is WorkerFaultKind.MEMORY
         if self.generations.announced <= self.generations.current:
             self._say(
-                Seen(WorkerFaultKind.REPAIR, seen.text, seen.code), stand.step, is_finite=True
+                RecoverableError(WorkerFaultKind.REPAIR, seen.text, seen.code),
+                stand.step,
+                is_finite=True,
             )
 
-    def _say(self, seen: Seen, step: int, *, is_finite: bool, vote: Vote | None = None) -> None:
-        assert seen.trouble is not None  # noqa: S101 callers look
+    def _say(
+        self, seen: RecoverableError, step: int, *, is_finite: bool, vote: Vote | None = None
+    ) -> None:
+        assert seen.kind is not None  # noqa: S101 callers look
         self.contact.say(
             WorkerFault(
                 generation=self.generations.current,
-                trouble=seen.trouble,
+                trouble=seen.kind,
                 text=masked_text(seen.text, secret_values(os.environ))[:500],
                 step=step,
                 at_s=time.time(),
