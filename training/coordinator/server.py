@@ -190,7 +190,7 @@ class Coordinator:
                 fault = fault_of_end(said, node=node, step=attempt.step)
                 attempt.ended(said.rank, fault, now_s=now_s)
             case WorkerFault() if rank is not None:
-                _log.info(f"rank {rank} at step {said.step}: {said.trouble}: {said.text}")
+                _log.info(f"rank {rank} at step {said.step}: {said.kind}: {said.text}")
                 attempt.trouble(rank, said, now_s=now_s)
             case Reconnected() if rank is not None:
                 attempt.reconnected(rank, said, now_s=now_s)
@@ -199,7 +199,7 @@ class Coordinator:
             case Trains() if rank is not None:
                 attempt.trains(rank, said.generation, said.step, now_s=now_s)
             case Paused() if rank is not None:
-                attempt.paused(rank, said.step, stands=said.stands, now_s=now_s)
+                attempt.paused(rank, said.step, is_paused=said.is_paused, now_s=now_s)
             case LastSaved() if rank is not None:
                 attempt.last_saved(rank, said, now_s=now_s)
             case Ending() if rank is not None:

@@ -37,7 +37,7 @@ from training.recovery.protocol import (
 )
 from training.recovery.ranks import Ranks
 from training.recovery.recoveries import Recoveries, last_save_of, mode_after, mode_of
-from training.recovery.repair import RankReport, RepairMode, RepairPlan, Unmendable, plan_repair
+from training.recovery.repair import RankReport, RepairMode, RepairPlan, Unrepairable, plan_repair
 from training.recovery.rungs import IN_PROCESS, Rung
 
 # Survivors feel a broken link in the same moment in which the kernel closes the connection of a
@@ -153,16 +153,16 @@ class Attempt:
             self._early.append((rank, seen))  # it waits for a generation, which needs all ranks
             return
         if self.stage is Stage.ENDING:
-            self._give_up(f"{seen.trouble} at rank {rank} while others had come to their end")
+            self._give_up(f"{seen.kind} at rank {rank} while others had come to their end")
             return
-        is_mended = seen.link is not None and seen.link < self._link
+        is_mended = seen.connection is not None and seen.connection < self._link
         if seen.generation < self.generation or is_mended or not self._may_recover():
             return
-        if seen.trouble in (WorkerFaultKind.LINK, WorkerFaultKind.REPAIR):
+        if seen.kind in (WorkerFaultKind.CONNECTION, WorkerFaultKind.REPAIR):
             known = self._suspected
             if known is None:
                 self._suspected = (now_s + LINK_SETTLE_S, rank, seen)
-            elif seen.link is None and known[2].link is not None:
+            elif seen.connection is None and known[2].connection is not None:
                 # This rank has left its step, and needs more than new links.
                 self._suspected = (known[0], rank, seen)
             return
@@ -171,7 +171,7 @@ class Attempt:
     def reconnected(self, rank: int, told: Reconnected, *, now_s: float) -> None:
         """A rank has new links, or could not make them."""
         here = (self.generation, self._link)
-        if self.stage is not Stage.RECONNECTING or (told.generation, told.link) != here:
+        if self.stage is not Stage.RECONNECTING or (told.generation, told.connection) != here:
             return
         if told.problem is not None:
             self._fail(f"rank {rank}: {told.problem}", now_s=now_s)
@@ -234,15 +234,15 @@ class Attempt:
             self._pauses.is_wanted = wanted
             self._tell_all(PauseRequest(wanted=wanted))
 
-    def paused(self, rank: int, step: int, *, stands: bool, now_s: float) -> None:
+    def paused(self, rank: int, step: int, *, is_paused: bool, now_s: float) -> None:
         """A rank stands at a step boundary, or goes on from it."""
-        if stands:
+        if is_paused:
             # The vote may have told it of a wish before its own line did, or of one that is over.
             self._tell(rank, PauseRequest(wanted=self._pauses.is_wanted))
         if rank not in self._ranks.training:
             return  # told before the generation that it is in now
         self.stepped(step)
-        self._pauses.told(rank, step, stands=stands, now_s=now_s)
+        self._pauses.told(rank, step, is_paused=is_paused, now_s=now_s)
 
     @property
     def awaits_its_time(self) -> bool:
@@ -292,14 +292,14 @@ class Attempt:
         node = self.nodes.get(blamed) if blamed is not None else None
         device = device_of(blamed, self.nodes)
         fault = fault_of_trouble(seen, rank=blamed, node=node, device=device)
-        if seen.trouble is WorkerFaultKind.NUMERIC:
+        if seen.kind is WorkerFaultKind.NUMERIC:
             # All ranks took part in its vote: they train, whether or not all have told so yet.
             self._mode = RepairMode.TRAIN
             if seen.grad_norm is not None:
                 self._norms.setdefault(seen.step + 1, []).append(seen.grad_norm)
         # Without a number the rank has left its step, and waits for a generation; before there is
         # a plan, reports of the present one are on their way.
-        can_reconnect = seen.link is not None and self.stage is not Stage.GATHERING
+        can_reconnect = seen.connection is not None and self.stage is not Stage.GATHERING
         self._answer(fault, now_s=now_s, is_finite=seen.is_finite, can_reconnect=can_reconnect)
 
     def _answer(
@@ -341,7 +341,7 @@ class Attempt:
         self._link += 1
         self._reconnected.clear()
         self.stage, self._deadline_s = Stage.RECONNECTING, now_s + self.link_limit_s
-        self._tell_all(Reconnect(generation=self.generation, link=self._link))
+        self._tell_all(Reconnect(generation=self.generation, connection=self._link))
 
     def _announce(self, mode: RepairMode, *, now_s: float, replaced: Collection[int]) -> None:
         """Begin a generation: whoever lives reports, whoever is replaced is started."""
@@ -365,7 +365,7 @@ class Attempt:
         self._locate(reports)
         try:
             plan = plan_repair(reports, self.groups, mode=self._mode, accepted=self._accepted)
-        except Unmendable as exc:
+        except Unrepairable as exc:
             self._fail(str(exc), now_s=now_s)
             return
         self._plan = plan

@@ -15,7 +15,7 @@ from training.recovery.protocol import WorkerFault, WorkerFaultKind
 from training.recovery.rungs import Policy, Rung
 
 CLASS_OF: Mapping[WorkerFaultKind, FaultClass] = {
-    WorkerFaultKind.LINK: FaultClass.LINK_DOWN,
+    WorkerFaultKind.CONNECTION: FaultClass.LINK_DOWN,
     WorkerFaultKind.COLLECTIVE: FaultClass.COLLECTIVE_TIMEOUT,
     WorkerFaultKind.MEMORY: FaultClass.DEVICE_MEMORY_ERROR,
     WorkerFaultKind.NUMERIC: FaultClass.NUMERIC_ANOMALY,
@@ -116,7 +116,7 @@ def _is_older(recovery: Recovery, step: int) -> bool:
 
 def rank_at_fault(seen: WorkerFault, *, told_by: int) -> int | None:
     """Whom a trouble is about: an abnormal step is seen by all ranks, and seldom made by one."""
-    return seen.culprit if seen.trouble is WorkerFaultKind.NUMERIC else told_by
+    return seen.culprit if seen.kind is WorkerFaultKind.NUMERIC else told_by
 
 
 def fault_of_trouble(
@@ -124,7 +124,7 @@ def fault_of_trouble(
 ) -> Fault:
     """The fault that a living worker reports."""
     return Fault(
-        CLASS_OF[seen.trouble],
+        CLASS_OF[seen.kind],
         seen.at_s,
         seen.text,
         node=node,

@@ -26,9 +26,9 @@ class Pauses:
     _standing: set[int] = field(default_factory=set)
     _number: int | None = None
 
-    def told(self, rank: int, step: int, *, stands: bool, now_s: float) -> None:
+    def told(self, rank: int, step: int, *, is_paused: bool, now_s: float) -> None:
         """A rank stands at a step boundary, or goes on from it."""
-        (self._standing.add if stands else self._standing.discard)(rank)
+        (self._standing.add if is_paused else self._standing.discard)(rank)
         if self._number is None and len(self._standing) == self.world_size:
             self._number = self._outbox.next_number()
             self._outbox.note(PauseBegan(at_s=now_s, number=self._number, step=step))

@@ -1,7 +1,7 @@
 """What ranks report to the coordinator of their attempt, and what it orders them to do.
 
-The state machine in attempt.py speaks in these; training/wire carries them between processes.
-Times are seconds since the epoch, steps completed optimizer steps.
+The state machine in attempt.py receives and sends these, training/wire carries them between
+processes. Times are seconds since the epoch, steps completed optimizer steps.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ class CoordinatorMessage(FrozenModel):
 
 
 class WorkerFaultKind(StrEnum):
-    """What a worker noticed, as far as it can tell."""
+    """What a worker noticed, as far as it knows."""
 
-    LINK = "link"  # a connection broke
+    CONNECTION = "connection"  # a connection to another rank broke
     COLLECTIVE = "collective"  # a collective failed or timed out; the state is whole (HCCE)
     MEMORY = "memory"  # this rank's device memory is not to be trusted (UCE)
     NUMERIC = "numeric"  # loss or gradient norm is abnormal (TRE)
-    REPAIR = "repair"  # a recovery came to grief here
+    REPAIR = "repair"  # a recovery failed here
 
 
 class WorkerFault(CoordinatorMessage):
     """A fault that the worker's process outlived."""
 
-    op: Literal["trouble"] = "trouble"
+    op: Literal["worker_fault"] = "worker_fault"
     generation: int
-    trouble: WorkerFaultKind
+    kind: WorkerFaultKind
     text: str
     step: int
     at_s: float
@@ -42,13 +42,15 @@ class WorkerFault(CoordinatorMessage):
     grad_norm: float | None = Field(None, description="of the step, where it was agreed on")
     culprit: int | None = Field(None, description="rank whose own loss made the step abnormal")
     is_finite: bool = True
-    link: int | None = Field(
-        None, description="which links of the generation broke, where they may be made anew"
+    connection: int | None = Field(
+        None,
+        description="how often the connections that broke had been re-established before, "
+        "where they can be again; None: a new generation is needed",
     )
 
 
 class Reconnected(CoordinatorMessage):
-    """New links stand under a rank's groups, and what was cut short runs again.
+    """A rank has re-established its connections, and what was cut short runs again.
 
     Attributes:
         operations: how many were run again here.
@@ -57,7 +59,7 @@ class Reconnected(CoordinatorMessage):
 
     op: Literal["reconnected"] = "reconnected"
     generation: int
-    link: int
+    connection: int
     operations: int = 0
     problem: str | None = None
 
@@ -65,7 +67,7 @@ class Reconnected(CoordinatorMessage):
 class GenerationReport(CoordinatorMessage):
     """A rank's report for a generation."""
 
-    op: Literal["standing"] = "standing"
+    op: Literal["generation_report"] = "generation_report"
     generation: int
     report: RankReport
 
@@ -79,11 +81,11 @@ class Trains(CoordinatorMessage):
 
 
 class Paused(CoordinatorMessage):
-    """A rank stands at a step boundary, or goes on from it."""
+    """A rank is paused at a step boundary, or continues from it."""
 
     op: Literal["paused"] = "paused"
     step: int
-    stands: bool
+    is_paused: bool
 
 
 class LastSaved(CoordinatorMessage):
@@ -125,7 +127,7 @@ class WorkerEnded(CoordinatorMessage):
 
 
 class NewGeneration(CoordinatorMessage):
-    """A life of the groups begins; the one before is over."""
+    """A generation of the process groups begins; the one before is over."""
 
     op: Literal["generation"] = "generation"
     number: int
@@ -140,22 +142,22 @@ class Plan(CoordinatorMessage):
 
 
 class Reconnect(CoordinatorMessage):
-    """Make new links in the same generation, and run again what was cut short."""
+    """Re-establish connections in the same generation, and run again what was cut short."""
 
     op: Literal["reconnect"] = "reconnect"
     generation: int
-    link: int
+    connection: int
 
 
 class PauseRequest(CoordinatorMessage):
-    """Stand at the next step boundary, or go on."""
+    """Pause at the next step boundary, or continue."""
 
     op: Literal["pause"] = "pause"
     wanted: bool
 
 
 class ReplaceWorker(CoordinatorMessage):
-    """Start a new process for a rank whose process is gone."""
+    """Start a new process for a rank whose process has ended."""
 
     op: Literal["replace"] = "replace"
     rank: int
@@ -163,7 +165,7 @@ class ReplaceWorker(CoordinatorMessage):
 
 
 class GiveUp(CoordinatorMessage):
-    """The attempt is not saved inside its processes: report their ends and stop the rest."""
+    """Nothing inside the processes saves the attempt: report their ends and stop the rest."""
 
     op: Literal["give_up"] = "give_up"
     why: str

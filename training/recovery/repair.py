@@ -124,7 +124,7 @@ class RepairPlan(FrozenModel):
     savers: tuple[int, ...] = ()
 
 
-class Unmendable(Exception):  # noqa: N818 a state of affairs, named as it is shown
+class Unrepairable(Exception):  # noqa: N818 a state of affairs, named as it is shown
     """The ranks that live cannot get back to one step by themselves."""
 
 
@@ -145,15 +145,15 @@ def plan_repair(
             already, in a generation that was cut short.
 
     Raises:
-        Unmendable: says what is missing.
+        Unrepairable: says what is missing.
     """
     if mode is RepairMode.ROLL_BACK:
         return _roll_back(reports, groups)
     if not reports:
-        raise Unmendable("no rank lives any more")
+        raise Unrepairable("no rank lives any more")
     clean = [report for report in reports if report.is_clean]
     if not clean:
-        raise Unmendable("no rank has a state that can be trusted")
+        raise Unrepairable("no rank has a state that can be trusted")
     step = max(report.reachable_step for report in clean)
     if mode is RepairMode.ACCEPT:
         assert accepted is not None  # noqa: S101 the decision is about a step
@@ -183,7 +183,7 @@ def _roll_back(reports: Sequence[RankReport], groups: Sequence[Sequence[int]]) -
             holders.setdefault(report.snapshot_step, set()).add(report.rank)
     whole = [step for step, ranks in holders.items() if all(ranks & set(one) for one in groups)]
     if not whole:
-        raise Unmendable("the ranks have no snapshot of one step")
+        raise Unrepairable("the ranks have no snapshot of one step")
     step = max(whole)
     return RepairPlan(
         mode=RepairMode.ROLL_BACK,
@@ -204,7 +204,7 @@ def _moves(
     for rank in sorted(wanting):
         sources = [one for one in _group_of(rank, groups) if one in able]
         if not sources:
-            raise Unmendable(f"no rank that lives has the state of rank {rank}")
+            raise Unrepairable(f"no rank that lives has the state of rank {rank}")
         source = min(sources, key=lambda one: (given[one], one))
         given[source] += 1
         moves.append(Move(source=source, target=rank))
@@ -216,7 +216,7 @@ def _savers(able: set[int], groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
     for group in groups:
         living = [rank for rank in group if rank in able]
         if not living:
-            raise Unmendable(f"no rank of {list(group)} lives: their state is lost")
+            raise Unrepairable(f"no rank of {list(group)} lives: their state is lost")
         chosen.append(living[0])
     return tuple(chosen)
 

@@ -131,7 +131,7 @@ class CoordinatorClient:
         """
         with self._news:
             told = self._wishes_told
-        self.say(Paused(step=step, stands=True))
+        self.say(Paused(step=step, is_paused=True))
         self._wait(
             lambda: (
                 (self._wishes_told > told and not self.pause_wanted)
@@ -176,7 +176,7 @@ class CoordinatorClient:
             self._on_generation(message.number)
         if isinstance(message, Reconnect):
             # Not here: this thread has to hear of a generation that ends the attempt at it.
-            arguments = (message.generation, message.link)
+            arguments = (message.generation, message.connection)
             threading.Thread(target=self.on_reconnect, args=arguments, daemon=True).start()
         with self._news:
             match message:

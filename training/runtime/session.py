@@ -180,11 +180,11 @@ class Session:
         self._contact.say(
             WorkerFault(
                 generation=self._generations.current,
-                trouble=WorkerFaultKind.LINK,
+                kind=WorkerFaultKind.CONNECTION,
                 text=text.strip().splitlines()[0][:500],
                 step=self._loop.stand.step if self._loop is not None else 0,
                 at_s=time.time(),
-                link=link,
+                connection=link,
             )
         )
 
@@ -198,7 +198,7 @@ class Session:
         except (RuntimeError, WorkerError) as exc:
             problem = f"{type(exc).__name__}: {exc}"[:500]
         self._contact.say(
-            Reconnected(generation=generation, link=link, operations=count, problem=problem)
+            Reconnected(generation=generation, connection=link, operations=count, problem=problem)
         )
 
     @property

@@ -133,7 +133,7 @@ class RunOutcome:
             "step": self.attempt.step,
             "at_s": self.now_s,
         }
-        seen = WorkerFault(trouble=trouble, **{**fields, **changes})
+        seen = WorkerFault(kind=trouble, **{**fields, **changes})
         self.attempt.trouble(rank, seen, now_s=self.now_s)
         return self.collect()
 
@@ -206,7 +206,9 @@ class RunOutcome:
                 own.carry_out(message.plan)
                 attempt.trains(rank, message.generation, message.plan.step, now_s=self.now_s)
             case Reconnect():
-                told = Reconnected(generation=message.generation, link=message.link, operations=1)
+                told = Reconnected(
+                    generation=message.generation, connection=message.connection, operations=1
+                )
                 attempt.reconnected(rank, told, now_s=self.now_s)
 
     # What was done.

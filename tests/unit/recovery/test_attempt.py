@@ -189,7 +189,7 @@ def test_a_death_while_a_plan_is_carried_out_begins_anew():
 
 def test_a_broken_link_is_answered_when_no_death_explains_it():
     played = RunOutcome.of()
-    assert played.sees(2, WorkerFaultKind.LINK) == []
+    assert played.sees(2, WorkerFaultKind.CONNECTION) == []
     assert played.passes(LINK_SETTLE_S / 2) == []
     played.passes(LINK_SETTLE_S)
     assert (played.rungs(), played.replaced()) == ([Rung.STEP_RETRY], [])
@@ -200,17 +200,17 @@ def test_a_broken_link_is_answered_when_no_death_explains_it():
 
 def test_the_first_of_several_broken_links_is_answered_and_the_others_do_not_delay_it():
     played = RunOutcome.of()
-    played.sees(2, WorkerFaultKind.LINK)
+    played.sees(2, WorkerFaultKind.CONNECTION)
     played.passes(LINK_SETTLE_S * 0.6)
-    played.sees(0, WorkerFaultKind.LINK)
+    played.sees(0, WorkerFaultKind.CONNECTION)
     played.passes(LINK_SETTLE_S * 0.6)
     assert [note.fault.rank for note in played.began()] == [2]
 
 
 def test_a_death_that_comes_explains_the_broken_links_of_the_others():
     played = RunOutcome.of()
-    played.sees(2, WorkerFaultKind.LINK)
-    played.sees(0, WorkerFaultKind.LINK)
+    played.sees(2, WorkerFaultKind.CONNECTION)
+    played.sees(0, WorkerFaultKind.CONNECTION)
     played.dies(1)
     played.passes(LINK_SETTLE_S * 2)
     assert played.rungs() == [Rung.PROCESS_REPLACE]
@@ -218,7 +218,7 @@ def test_a_death_that_comes_explains_the_broken_links_of_the_others():
 
 def test_a_broken_link_waits_for_word_of_a_connection_that_closed_with_it():
     played = RunOutcome.of()
-    played.sees(2, WorkerFaultKind.LINK)
+    played.sees(2, WorkerFaultKind.CONNECTION)
     played.dies(1, told=False)
     assert played.passes(LINK_SETTLE_S * 2) == []
     played.dies(1)

@@ -77,7 +77,7 @@ def has_saved(rank: int, told: LastSaved) -> Event:
 def has_links(rank: int, offset: int, link: int, problem: str | None) -> Event:
     def act(played: RunOutcome) -> None:
         generation = played.attempt.generation + offset
-        told = Reconnected(generation=generation, link=link, problem=problem)
+        told = Reconnected(generation=generation, connection=link, problem=problem)
         played.attempt.reconnected(rank, told, now_s=played.now_s)
 
     return act
@@ -88,7 +88,7 @@ def ends(rank: int) -> Event:
 
 
 def pauses(rank: int, step: int, stands: bool) -> Event:  # noqa: FBT001 drawn by hypothesis
-    return lambda played: played.attempt.paused(rank, step, stands=stands, now_s=played.now_s)
+    return lambda played: played.attempt.paused(rank, step, is_paused=stands, now_s=played.now_s)
 
 
 PROBLEMS = st.sampled_from([None, None, "the disk is full"])
@@ -102,7 +102,7 @@ FAULTS: st.SearchStrategy[Event] = st.one_of(
         OFFSETS,
         STEPS,
         is_finite=st.booleans(),
-        link=st.sampled_from([None, 0, 1]),
+        connection=st.sampled_from([None, 0, 1]),
         culprit=st.sampled_from([None, 0, 2]),
     ),
 )

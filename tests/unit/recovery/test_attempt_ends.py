@@ -76,7 +76,7 @@ def test_nothing_is_recovered_once_a_rank_came_to_its_end():
     assert (played.rungs(), played.stage()) == ([], Stage.GIVEN_UP)
 
 
-@pytest.mark.parametrize("trouble", [WorkerFaultKind.LINK, WorkerFaultKind.COLLECTIVE])
+@pytest.mark.parametrize("trouble", [WorkerFaultKind.CONNECTION, WorkerFaultKind.COLLECTIVE])
 def test_a_rank_in_trouble_is_not_left_waiting_when_others_came_to_their_end(trouble):
     played = RunOutcome.of()
     played.attempt.ending(0, now_s=played.now_s)
@@ -86,7 +86,7 @@ def test_a_rank_in_trouble_is_not_left_waiting_when_others_came_to_their_end(tro
 
 def test_a_link_that_broke_just_before_a_rank_came_to_its_end_is_not_mended_either():
     played = RunOutcome.of()
-    played.sees(2, WorkerFaultKind.LINK)
+    played.sees(2, WorkerFaultKind.CONNECTION)
     played.attempt.ending(0, now_s=played.now_s)
     played.collect()
     assert isinstance(played.told(2)[-1], GiveUp)
@@ -316,13 +316,13 @@ def test_a_recovery_that_a_fault_above_the_processes_cuts_short_is_noted_as_fail
 
 def stands(played: RunOutcome, *ranks: int, step: int = STEP) -> None:
     for rank in ranks:
-        played.attempt.paused(rank, step, stands=True, now_s=played.now_s)
+        played.attempt.paused(rank, step, is_paused=True, now_s=played.now_s)
     played.collect()
 
 
 def goes_on(played: RunOutcome, *ranks: int) -> None:
     for rank in ranks:
-        played.attempt.paused(rank, STEP, stands=False, now_s=played.now_s)
+        played.attempt.paused(rank, STEP, is_paused=False, now_s=played.now_s)
     played.collect()
 
 

@@ -36,7 +36,7 @@ RETRY = Policy(operator_retry=True)
 
 def broken_link(played: RunOutcome, **changes) -> None:
     """A link is broken under operations that can be run again."""
-    played.sees(2, WorkerFaultKind.LINK, link=0, **changes)
+    played.sees(2, WorkerFaultKind.CONNECTION, connection=0, **changes)
     played.passes(LINK_SETTLE_S)
 
 
@@ -44,7 +44,7 @@ def test_new_links_are_made_in_the_same_generation_where_operations_can_be_run_a
     played = RunOutcome.of(policy=RETRY)
     broken_link(played)
     assert played.stage() is Stage.RECONNECTING
-    assert played.told(0) == [Reconnect(generation=1, link=1)]
+    assert played.told(0) == [Reconnect(generation=1, connection=1)]
     assert played.began()[0].decision.sub_healthy
     played.answer()
     (ended,) = played.ended()
@@ -64,7 +64,7 @@ def test_a_break_of_links_that_were_made_anew_since_is_old_news():
 def test_links_that_cannot_be_made_climb_to_a_new_generation():
     played = RunOutcome.of(policy=RETRY)
     broken_link(played)
-    told = Reconnected(generation=1, link=1, problem="no route")
+    told = Reconnected(generation=1, connection=1, problem="no route")
     played.attempt.reconnected(0, told, now_s=played.now_s)
     played.answer()
     assert played.rungs() == [Rung.OPERATOR_RETRY, Rung.STEP_RETRY]
@@ -87,7 +87,7 @@ def test_word_of_links_of_another_time_does_not_count():
     broken_link(played)
     for generation, link in ((1, 0), (1, 2), (0, 1), (2, 1)):
         for rank in range(4):
-            told = Reconnected(generation=generation, link=link)
+            told = Reconnected(generation=generation, connection=link)
             played.attempt.reconnected(rank, told, now_s=played.now_s)
     assert played.stage() is Stage.RECONNECTING
 
@@ -97,10 +97,10 @@ def test_links_that_break_again_are_made_anew_by_all_again():
     broken_link(played)
     played.answer()
     played.attempt.stepped(STEP + 1)
-    played.sees(2, WorkerFaultKind.LINK, link=1)
+    played.sees(2, WorkerFaultKind.CONNECTION, connection=1)
     played.passes(LINK_SETTLE_S)
-    assert played.told(0)[-1] == Reconnect(generation=1, link=2)
-    told = Reconnected(generation=1, link=2)
+    assert played.told(0)[-1] == Reconnect(generation=1, connection=2)
+    told = Reconnected(generation=1, connection=2)
     played.attempt.reconnected(0, told, now_s=played.now_s)
     assert played.stage() is Stage.RECONNECTING
     played.answer()
@@ -115,7 +115,7 @@ def test_links_of_a_new_generation_are_counted_from_the_beginning():
     played.answer()
     played.attempt.stepped(STEP + 1)
     broken_link(played)
-    assert played.told(0)[-1] == Reconnect(generation=2, link=1)
+    assert played.told(0)[-1] == Reconnect(generation=2, connection=1)
 
 
 def test_a_death_while_links_are_made_is_answered():
@@ -140,7 +140,7 @@ def break_in_a_repair(played: RunOutcome, **changes: Any) -> None:
 def relinks(played: RunOutcome) -> None:
     """All ranks have new links."""
     generation, link = played.attempt.generation, played.attempt._link
-    told = Reconnected(generation=generation, link=link, operations=1)
+    told = Reconnected(generation=generation, connection=link, operations=1)
     for rank in range(4):
         played.attempt.reconnected(rank, told, now_s=played.now_s)
     played.collect()
@@ -427,15 +427,15 @@ def test_a_roll_back_that_comes_to_nothing_leaves_nothing_to_save_and_was_not_tr
 
 def test_a_rank_that_has_left_its_step_needs_a_generation_and_no_new_links():
     played = RunOutcome.of(policy=RETRY)
-    played.sees(2, WorkerFaultKind.LINK)
+    played.sees(2, WorkerFaultKind.CONNECTION)
     played.passes(LINK_SETTLE_S)
     assert played.rungs() == [Rung.STEP_RETRY]
 
 
 def test_one_rank_that_has_left_its_step_speaks_for_all_that_have_not():
     played = RunOutcome.of(policy=RETRY)
-    played.sees(2, WorkerFaultKind.LINK, link=0)
-    played.sees(1, WorkerFaultKind.LINK)
+    played.sees(2, WorkerFaultKind.CONNECTION, connection=0)
+    played.sees(1, WorkerFaultKind.CONNECTION)
     played.passes(LINK_SETTLE_S)
     assert played.rungs() == [Rung.STEP_RETRY]
 
@@ -444,7 +444,7 @@ def test_a_rank_that_leaves_its_step_while_links_are_made_is_not_left_waiting():
     played = RunOutcome.of(policy=RETRY)
     broken_link(played)
     assert played.stage() is Stage.RECONNECTING
-    played.sees(1, WorkerFaultKind.LINK)
+    played.sees(1, WorkerFaultKind.CONNECTION)
     played.passes(LINK_SETTLE_S)
     assert isinstance(played.told(1)[-1], NewGeneration)
 

@@ -66,7 +66,7 @@ def test_a_checkpoint_makes_free_what_was_mended_before_it():
 
 def abnormal() -> Fault:
     seen = WorkerFault(
-        generation=1, trouble=WorkerFaultKind.NUMERIC, text="loss is 9e9", step=7, at_s=100.0
+        generation=1, kind=WorkerFaultKind.NUMERIC, text="loss is 9e9", step=7, at_s=100.0
     )
     return fault_of_trouble(seen, rank=2, node="node-1", device=0)
 
@@ -75,7 +75,7 @@ def test_every_trouble_has_a_class_that_a_living_process_may_answer():
     assert set(CLASS_OF) == set(WorkerFaultKind)
     judge = InProcessDecider(Policy(operator_retry=True, numeric_retry=True), frozenset(Rung))
     for trouble in WorkerFaultKind:
-        seen = WorkerFault(generation=1, trouble=trouble, text="x", step=7, at_s=100.0)
+        seen = WorkerFault(generation=1, kind=trouble, text="x", step=7, at_s=100.0)
         fault = fault_of_trouble(seen, rank=2, node="node-1", device=0)
         decided = judge.decide(fault, now_s=101.0).rung
         assert decided in (Rung.OPERATOR_RETRY, Rung.STEP_RETRY)
@@ -83,7 +83,7 @@ def test_every_trouble_has_a_class_that_a_living_process_may_answer():
 
 def test_the_fault_of_a_trouble_is_what_its_rank_told():
     seen = WorkerFault(
-        generation=3, trouble=WorkerFaultKind.MEMORY, text="UCE", step=7, at_s=100.0, code="507053"
+        generation=3, kind=WorkerFaultKind.MEMORY, text="UCE", step=7, at_s=100.0, code="507053"
     )
     fault = fault_of_trouble(seen, rank=2, node="node-1", device=0)
     assert (fault.fault_class, fault.evidence) == (FaultClass.DEVICE_MEMORY_ERROR, "UCE")
@@ -108,11 +108,11 @@ def test_a_step_that_is_abnormal_again_is_accepted_if_its_numbers_are_any():
 
 
 def test_an_abnormal_step_is_about_the_rank_that_made_it_alone():
-    seen = WorkerFault(generation=1, trouble=WorkerFaultKind.NUMERIC, text="x", step=7, at_s=100.0)
+    seen = WorkerFault(generation=1, kind=WorkerFaultKind.NUMERIC, text="x", step=7, at_s=100.0)
     assert rank_at_fault(seen, told_by=2) is None
     assert rank_at_fault(seen.model_copy(update={"culprit": 0}), told_by=2) == 0
     for trouble in set(WorkerFaultKind) - {WorkerFaultKind.NUMERIC}:
-        other = seen.model_copy(update={"trouble": trouble, "culprit": 0})
+        other = seen.model_copy(update={"kind": trouble, "culprit": 0})
         assert rank_at_fault(other, told_by=2) == 2
 
 

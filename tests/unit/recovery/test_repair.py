@@ -14,7 +14,7 @@ from training.recovery.repair import (
     RepairMode,
     RepairPlan,
     StepPhase,
-    Unmendable,
+    Unrepairable,
     Vote,
     plan_repair,
     steps_lost,
@@ -94,18 +94,18 @@ def test_the_work_of_giving_states_is_spread_over_the_replicas():
 
 
 def test_a_state_that_no_living_rank_has_cannot_be_mended():
-    with pytest.raises(Unmendable, match="no rank that lives has the state of rank 1"):
+    with pytest.raises(Unrepairable, match="no rank that lives has the state of rank 1"):
         plan_repair([at(0), fresh(1), at(2), at(3, is_dirty=True)], HSDP)
 
 
 @pytest.mark.parametrize("mode", [RepairMode.TRAIN, RepairMode.ACCEPT, RepairMode.LAST_SAVE])
 def test_nothing_is_mended_without_any_state_to_trust(mode):
-    with pytest.raises(Unmendable, match="no rank has a state that can be trusted"):
+    with pytest.raises(Unrepairable, match="no rank has a state that can be trusted"):
         plan_repair([fresh(0), at(1, is_dirty=True)], ((0, 1),), mode=mode, accepted=11)
 
 
 def test_survivors_who_die_one_after_the_other_leave_nobody_to_save():
-    with pytest.raises(Unmendable, match="no rank lives any more"):
+    with pytest.raises(Unrepairable, match="no rank lives any more"):
         plan_repair([], [(0, 1)], mode=RepairMode.LAST_SAVE)
 
 
@@ -136,7 +136,7 @@ def test_an_abnormal_step_is_accepted_only_by_ranks_that_hold_its_gradient():
     reports = [at(0, phase=PREPARED, votes=(vote_of(11),)), at(1)]
     plan = plan_repair(reports, ((0, 1),), mode=RepairMode.ACCEPT, accepted=11)
     assert (plan.applies, plan.moves) == ((0,), (Move(source=0, target=1),))
-    with pytest.raises(Unmendable, match="state of rank 0"):
+    with pytest.raises(Unrepairable, match="state of rank 0"):
         plan_repair([at(0), at(1)], ((0, 1),), mode=RepairMode.ACCEPT, accepted=11)
 
 
@@ -189,7 +189,7 @@ def test_a_rank_without_the_snapshot_gets_it_from_a_replica_that_went_back_to_it
 
 @WITHOUT
 def test_without_a_snapshot_in_every_group_of_replicas_nobody_rolls_back(other):
-    with pytest.raises(Unmendable, match="no snapshot of one step"):
+    with pytest.raises(Unrepairable, match="no snapshot of one step"):
         plan_repair([at(0, snapshot_step=8), other], ((0,), (1,)), mode=RepairMode.ROLL_BACK)
 
 
@@ -230,7 +230,7 @@ def test_survivors_apply_what_was_voted_before_they_save():
 
 def test_a_group_of_which_nobody_lives_makes_the_last_save_impossible():
     reports = [at(rank) for rank in range(8) if rank not in (1, 5)]
-    with pytest.raises(Unmendable, match=r"no rank of \[1, 5\] lives"):
+    with pytest.raises(Unrepairable, match=r"no rank of \[1, 5\] lives"):
         plan_repair(reports, EIGHT, mode=RepairMode.LAST_SAVE)
 
 
@@ -270,7 +270,7 @@ def worlds(draw) -> tuple[list[RankReport], tuple[tuple[int, ...], ...]]:
 def planned(reports, groups, mode: RepairMode, *, accepted: int = 3) -> RepairPlan | None:
     try:
         return plan_repair(reports, groups, mode=mode, accepted=accepted)
-    except Unmendable:
+    except Unrepairable:
         return None
 
 

@@ -352,7 +352,7 @@ def test_an_operation_that_cannot_run_again_fails_with_its_link_or_its_generatio
     world.announce(1)
     assert_hit(world.receive(1), of_bytes=LARGE)
     world.announce(2)  # gloo's scatter may wait for ever at both ends
-    assert set(world.receive_all()) <= {WorkerFaultKind.LINK, None}
+    assert set(world.receive_all()) <= {WorkerFaultKind.CONNECTION, None}
     assert world.receive_all() == [3.0, 3.0]
 
 

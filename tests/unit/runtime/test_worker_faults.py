@@ -17,14 +17,20 @@ CLOSED = (
 )
 TIMED_OUT = f"[{GLOO}/unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation to complete"
 KNOWN: dict[str, tuple[WorkerFaultKind, str | None]] = {
-    CLOSED: (WorkerFaultKind.LINK, None),
+    CLOSED: (WorkerFaultKind.CONNECTION, None),
     f"[{GLOO}/pair.cc:530] Read error [127.0.0.1]:4269: Connection reset by peer": (
-        WorkerFaultKind.LINK,
+        WorkerFaultKind.CONNECTION,
         None,
     ),
-    f"[{GLOO}/pair.cc:301] writev [127.0.0.1]:41811: Broken pipe": (WorkerFaultKind.LINK, None),
-    f"Gloo connectFullMesh failed with [{GLOO}/pair.cc:144] no error": (WorkerFaultKind.LINK, None),
-    "the connection was aborted while it was established": (WorkerFaultKind.LINK, None),
+    f"[{GLOO}/pair.cc:301] writev [127.0.0.1]:41811: Broken pipe": (
+        WorkerFaultKind.CONNECTION,
+        None,
+    ),
+    f"Gloo connectFullMesh failed with [{GLOO}/pair.cc:144] no error": (
+        WorkerFaultKind.CONNECTION,
+        None,
+    ),
+    "the connection was aborted while it was established": (WorkerFaultKind.CONNECTION, None),
     TIMED_OUT: (WorkerFaultKind.COLLECTIVE, None),
     "UCE ERROR reason=[device mem error]": (WorkerFaultKind.MEMORY, "507053"),
     "HBM MULTI BIT ECC ERROR.aclrtSynchronizeStream, time is 1700000000": (
@@ -43,8 +49,8 @@ KNOWN: dict[str, tuple[WorkerFaultKind, str | None]] = {
         None,
     ),
     "NCCL error in: /opt/pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:268, remote process "
-    "exited or there was a network error, NCCL version 2.21.5": (WorkerFaultKind.LINK, None),
-    "NCCL communicator was aborted on rank 1.": (WorkerFaultKind.LINK, None),
+    "exited or there was a network error, NCCL version 2.21.5": (WorkerFaultKind.CONNECTION, None),
+    "NCCL communicator was aborted on rank 1.": (WorkerFaultKind.CONNECTION, None),
 }
 OWN = [
     RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"),
@@ -94,7 +100,7 @@ def test_every_pattern_decides_for_some_known_text():
 def test_errors_of_the_distributed_library_are_links_by_their_type(error):
     found = classify(error, is_interrupted=False)
     assert found is not None
-    assert found.kind is WorkerFaultKind.LINK
+    assert found.kind is WorkerFaultKind.CONNECTION
 
 
 @pytest.mark.parametrize(
@@ -135,4 +141,4 @@ def test_an_error_that_comes_through_a_future_is_what_it_was():
     text = f"Got the following error when running the callback: RuntimeError: {CLOSED}"
     found = classify(RuntimeError(text), is_interrupted=False)
     assert found is not None
-    assert (found.kind, found.text) == (WorkerFaultKind.LINK, CLOSED)
+    assert (found.kind, found.text) == (WorkerFaultKind.CONNECTION, CLOSED)

@@ -106,7 +106,9 @@ class Member:
             problem = f"{type(error).__name__}: {error}"
         with self._reporting:
             self._reports_pipe.send(
-                Reconnected(generation=generation, link=number, operations=count, problem=problem)
+                Reconnected(
+                    generation=generation, connection=number, operations=count, problem=problem
+                )
             )
 
 

@@ -215,7 +215,7 @@ class StepLoop:
         mender.contact.stands_still(
             mender.generations.current, step=self.stand.step, until=self.host.is_stopping
         )
-        mender.contact.say(Paused(step=self.stand.step, stands=False))
+        mender.contact.say(Paused(step=self.stand.step, is_paused=False))
 
     def _new_step(self) -> Step:
         stand = self.stand

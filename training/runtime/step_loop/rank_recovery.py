@@ -195,7 +195,7 @@ class RankRecovery:
         self.contact.say(
             WorkerFault(
                 generation=self.generations.current,
-                trouble=seen.kind,
+                kind=seen.kind,
                 text=masked_text(seen.text, secret_values(os.environ))[:500],
                 step=step,
                 at_s=time.time(),

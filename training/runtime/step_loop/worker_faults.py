@@ -29,12 +29,12 @@ ERROR_PATTERNS: tuple[tuple[re.Pattern[str], WorkerFaultKind, str | None], ...] 
         # CUDA runtime
         (r"uncorrectable (NVLink|ECC) error", WorkerFaultKind.MEMORY, None),
         # ProcessGroupNCCL of torch
-        (r"NCCL (error|operation|communicator)", WorkerFaultKind.LINK, None),
+        (r"NCCL (error|operation|communicator)", WorkerFaultKind.CONNECTION, None),
         # gloo of torch 2.13
         (r"gloo/transport.* Timed out waiting", WorkerFaultKind.COLLECTIVE, None),
-        (r"gloo/", WorkerFaultKind.LINK, None),
+        (r"gloo/", WorkerFaultKind.CONNECTION, None),
         # process_group/connections.py
-        (r"the connection was aborted", WorkerFaultKind.LINK, None),
+        (r"the connection was aborted", WorkerFaultKind.CONNECTION, None),
     )
 )
 
@@ -79,6 +79,6 @@ def classify(error: BaseException, *, is_interrupted: bool) -> RecoverableError 
         return RecoverableError(None, first)
     # Errors of the store have a type of their own.
     if isinstance(error, dist.DistError):
-        return RecoverableError(None if is_interrupted else WorkerFaultKind.LINK, first)
+        return RecoverableError(None if is_interrupted else WorkerFaultKind.CONNECTION, first)
     # What the device's task abort leaves behind, once recovery has begun.
     return RecoverableError(None, first) if is_interrupted and "FORCE STOP" in text else None
