@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from training.recovery.protocol import CoordinatorMessage
-from training.wire.coordinator import FROM_MEMBER, CoordinatorAddress, FromMember, dump_line
+from training.wire.coordinator import FROM_MEMBER, CoordinatorAddress, FromMember
+from training.wire.transport import dump_line
 
 HOST = "127.0.0.1"
 TOKEN = "a-token"

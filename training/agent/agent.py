@@ -16,7 +16,7 @@ from pathlib import Path
 
 from storage.errors import StorageError
 from training.agent.checkpoint_server import CheckpointServerProcess, disk_folder
-from training.agent.control import ADDRESS_FILE, ControlServer, publish_address
+from training.agent.control import ADDRESS_FILE, control_server, publish_address
 from training.agent.coordinator_client import AgentCoordinatorClient, address_file, metrics_url
 from training.agent.evidence import device_health, device_logs, stacks_of
 from training.agent.hang_check import HangCheck
@@ -68,7 +68,7 @@ class Agent:
         self._folder = folder
         self._marker = os.environ[MARKER]
         self._lock = threading.Lock()
-        self._server = ControlServer(config.host, config.token, self.handle)
+        self._server = control_server(config.host, config.token, self.handle)
         self._epoch = config.epoch
         self._heard_s = time.monotonic()
         self._proc_start_cnt = 0
@@ -80,12 +80,12 @@ class Agent:
         self._staging_error: str | None = None
         self._free_port_of: tuple[tuple[int, int], int] | None = None  # of a command's attempt
         self._launcher = Launcher(folder, config.host)
-        self._line: AgentCoordinatorClient | None = None
+        self._coordinator: AgentCoordinatorClient | None = None
         self._ending = False
         self._waking = WakeupSignal()
         self._checks = NodeChecks(config, folder)
         self._checkpoint_server = CheckpointServerProcess(folder)
-        self._sampling = Sampling(folder, self._tell_sample)
+        self._sampling = Sampling(folder, self._send_sample)
         self._collector = Collector(config, folder)
         self._oom_kills_before = oom_kills()
 
@@ -279,7 +279,7 @@ class Agent:
             return {}
         path = address_file(folder)
         write_whole(path, order.coordinator.model_dump_json(), private=True)
-        self._line = group.line = AgentCoordinatorClient(
+        self._coordinator = group.coordinator = AgentCoordinatorClient(
             order.coordinator,
             node=self._config.node,
             ranks=group.planned_ranks,
@@ -288,9 +288,9 @@ class Agent:
         )
         return {"PERDURE_COORDINATOR": str(path)}
 
-    def _tell_sample(self, sample: NodeSample) -> None:
-        if self._line is not None:
-            self._line.sampled(self._config.node, sample)
+    def _send_sample(self, sample: NodeSample) -> None:
+        if self._coordinator is not None:
+            self._coordinator.send_sample(sample)
 
     def _on_replace(self, rank: int, generation: int) -> None:
         with self._lock:
@@ -317,8 +317,8 @@ class Agent:
         if self._group.poll():
             self._state = AgentState.ENDED
             self._sampling.end()
-            if self._line is not None:
-                self._line.close()
+            if self._coordinator is not None:
+                self._coordinator.close()
             self._launcher.close_coordinator()
         elif self._group.is_stopping:
             self._state = AgentState.STOPPING

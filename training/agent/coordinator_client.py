@@ -1,4 +1,4 @@
-"""The agent's side of the coordinator: its process on the first node, and the line to it.
+"""The agent's side of the coordinator: its process on the first node, and the connection to it.
 
 Times are seconds.
 """
@@ -6,28 +6,20 @@ Times are seconds.
 from __future__ import annotations
 
 import secrets
-import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import SecretStr, ValidationError
+from pydantic import SecretStr
 
 from training.agent.fork_server import Fork, ForkedProcess, ForkServer
 from training.coordinator.config import CoordinatorConfig, MetricsAddress, metrics_file
 from training.files import last_line, write_whole
-from training.recovery.protocol import CoordinatorMessage, GiveUp, ReplaceWorker
-from training.wire.coordinator import (
-    TO_MEMBER,
-    AgentJoined,
-    CoordinatorAddress,
-    NodeSampled,
-    dump_line,
-)
+from training.recovery.protocol import GiveUp, ReplaceWorker
+from training.wire.coordinator import TO_MEMBER, AgentJoined, CoordinatorAddress, NodeSampled
 from training.wire.sample import NodeSample
+from training.wire.transport import Connection
 
 CONNECT_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 30.0
@@ -103,7 +95,7 @@ def metrics_url(folder: Path) -> str | None:
     return MetricsAddress.model_validate_json(text).url
 
 
-class AgentCoordinatorClient:
+class AgentCoordinatorClient(Connection):
     """An agent's connection to the coordinator.
 
     Args:
@@ -111,7 +103,7 @@ class AgentCoordinatorClient:
         node: name of this node.
         ranks: global ranks on it.
         on_replace: starts a new process for a rank.
-        on_give_up: the attempt is not saved inside its processes, or the line is dead.
+        on_give_up: the attempt is not saved inside its processes, or the coordinator is gone.
     """
 
     def __init__(
@@ -123,51 +115,24 @@ class AgentCoordinatorClient:
         on_replace: Callable[[int, int], None],
         on_give_up: Callable[[str], None],
     ) -> None:
+        self._node = node
         self._on_replace = on_replace
         self._on_give_up = on_give_up
-        self._socket = socket.create_connection(
-            (address.host, address.port), timeout=CONNECT_TIMEOUT_S
-        )
-        self._socket.settimeout(None)
-        self._saying = threading.Lock()  # lines come from several threads, each is to be whole
-        self.is_open = True
-        self.say(AgentJoined(token=SecretStr(address.token), node=node, ranks=tuple(ranks)))
-        threading.Thread(target=self._listen, daemon=True).start()
+        joined = AgentJoined(token=SecretStr(address.token), node=node, ranks=tuple(ranks))
+        super().__init__(address.host, address.port, joined, timeout_s=CONNECT_TIMEOUT_S)
 
-    def say(self, message: CoordinatorMessage) -> bool:
-        """Tell the coordinator something. Whether the line was open."""
-        try:
-            with self._saying:
-                self._socket.sendall(dump_line(message))
-        except OSError:
-            self.is_open = False
-        return self.is_open
+    def send_sample(self, sample: NodeSample) -> bool:
+        """Pass a sample of the node on. Whether the connection took it."""
+        return self.send(NodeSampled(node=self._node, sample=sample.model_dump(mode="json")))
 
-    def sampled(self, node: str, sample: NodeSample) -> bool:
-        """Pass on what a look at the node has shown. Whether the line was open."""
-        return self.is_open and self.say(
-            NodeSampled(node=node, sample=sample.model_dump(mode="json"))
-        )
+    def receive(self, line: bytes) -> None:
+        """Carry out an order."""
+        match TO_MEMBER.validate_json(line):
+            case ReplaceWorker() as order:
+                self._on_replace(order.rank, order.generation)
+            case GiveUp() as given:
+                self._on_give_up(given.why)
 
-    def close(self) -> None:
-        """Hang up."""
-        self.is_open = False
-        with suppress(OSError):  # the other side was faster
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-
-    def _listen(self) -> None:
-        why = "the coordinator is gone"
-        try:
-            with self._socket.makefile("rb") as lines:
-                for line in lines:
-                    match TO_MEMBER.validate_json(line):
-                        case ReplaceWorker() as order:
-                            self._on_replace(order.rank, order.generation)
-                        case GiveUp() as given:
-                            self._on_give_up(given.why)
-        except (OSError, ValidationError, ValueError) as exc:
-            why = f"{why}: {exc}"
-        if self.is_open:
-            self.is_open = False
-            self._on_give_up(why)
+    def lost(self, why: str) -> None:
+        """Nothing is recovered inside processes without a coordinator."""
+        self._on_give_up(f"the coordinator is gone: {why}")

@@ -61,7 +61,7 @@ class WorkerGroup:
         started_s: CLOCK_MONOTONIC when they were started.
         spare: pids of the container that are not the attempt's.
         fork: starts session programs; None: they are started like commands.
-        line: to the coordinator, which may have a process replaced; None: every failure ends
+        coordinator: connection to it; it may have a process replaced; None: every failure ends
             the attempt.
         oom_kills: how often the kernel killed for memory, by now.
     """
@@ -74,7 +74,7 @@ class WorkerGroup:
     started_s: float = 0.0
     spare: frozenset[int] = frozenset()
     fork: Callable[[Fork], ForkedProcess | subprocess.Popen[bytes]] | None = None
-    line: AgentCoordinatorClient | None = None
+    coordinator: AgentCoordinatorClient | None = None
     oom_kills: Callable[[], int] = lambda: 0
     _environment: dict[str, str] = field(default_factory=dict)
     _oom_kills_before: int = 0
@@ -143,17 +143,17 @@ class WorkerGroup:
         self.release()
 
     def release(self) -> None:
-        """No end is answered by the coordinator any more: the attempt has failed."""
-        if self.line is not None:
-            self.line.is_open = False
+        """The coordinator answers no end any more: the attempt has failed."""
+        if self.coordinator is not None:
+            self.coordinator.close()
         for worker in self._workers:
             if worker.is_held:
                 worker.is_held = False
                 self._first_failure_s = self._first_failure_s or time.monotonic()
 
     def _hold(self, worker: _Worker) -> bool:
-        """Tell the coordinator of an end; whether it is there to answer it."""
-        if self.line is None or not self.line.is_open or self._kill_at_s is not None:
+        """Report an end to the coordinator; whether it is there to answer it."""
+        if self.coordinator is None or not self.coordinator.is_open or self._kill_at_s is not None:
             return False
         assert worker.process.returncode is not None  # noqa: S101 it has ended
         error = self._error_of(worker).get("message")
@@ -161,7 +161,7 @@ class WorkerGroup:
         # The kernel counts for the whole host, and a program's own error is no kill.
         is_oom = kills > self._oom_kills_before and _was_killed(worker.process.returncode, error)
         self._oom_kills_before = kills if is_oom else self._oom_kills_before
-        worker.is_held = self.line.say(
+        worker.is_held = self.coordinator.send(
             WorkerEnded(
                 rank=worker.rank,
                 device=worker.local_rank,

@@ -8,7 +8,6 @@ seconds since the epoch.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
 import os
@@ -49,23 +48,22 @@ from training.recovery.protocol import (
 )
 from training.wire.coordinator import (
     FROM_MEMBER,
-    MAX_LINE_BYTES,
     AgentJoined,
     CoordinatorAddress,
     FromMember,
     NodeSampled,
     WorkerJoined,
-    dump_line,
 )
 from training.wire.requests import read_control
 from training.wire.sample import NodeSample
+from training.wire.transport import FIRST_LINE_S, dump_line, is_authentic, next_line
 
 _log = logging.getLogger("perdure.coordinator")
 
 TICK_S = 0.02  # while something is to happen at its time
 IDLE_S = 0.5
-FIRST_LINE_S = 30.0  # a stranger that says nothing keeps no connection
 FOLLOW_S = 0.2
+MAX_REPORT_BYTES = 1 << 20  # of memory for each connection, authentic or not
 CONTROL_S = 2.0
 ABNORMAL_NORMS = "abnormal_global_norm.json"
 SAVE_LIMIT_S = 60.0  # for the end-of-life checkpoint, or the grace period where that is longer
@@ -81,7 +79,7 @@ class Coordinator:
         self._log = Follower.of_file(self._live)
         self._store = open_store(self._job.storage)
         self._records_are_kept = False
-        self._heard = asyncio.Event()
+        self._woken = asyncio.Event()
         self._ranks: dict[int, asyncio.StreamWriter] = {}
         self._agents: dict[str, asyncio.StreamWriter] = {}
         restart = self._job.restart
@@ -110,7 +108,7 @@ class Coordinator:
         config = self._config
         store = TCPStore(config.host, config.store_port, is_master=True, wait_for_workers=False)
         server = await asyncio.start_server(
-            self._converse, config.host, 0, limit=MAX_LINE_BYTES, backlog=1024
+            self._converse, config.host, 0, limit=MAX_REPORT_BYTES, backlog=1024
         )
         address = CoordinatorAddress(
             host=config.host,
@@ -146,10 +144,8 @@ class Coordinator:
         rank: int | None = None
         node: str | None = None
         try:
-            first = await asyncio.wait_for(self._next(reader), FIRST_LINE_S)
-            given = getattr(first, "token", None)
-            secret = given.get_secret_value() if given is not None else ""
-            if not hmac.compare_digest(secret.encode(), self._config.token.encode()):
+            first = await asyncio.wait_for(_next(reader), FIRST_LINE_S)
+            if not is_authentic(getattr(first, "token", None), self._config.token):
                 return
             if isinstance(first, WorkerJoined):
                 rank = first.rank
@@ -160,8 +156,8 @@ class Coordinator:
                 self._agents[node] = writer
                 self._attempt.nodes.update(dict.fromkeys(first.ranks, first.node))
             self._act()
-            while (said := await self._next(reader)) is not None:
-                self._hear(rank, said)
+            while (message := await _next(reader)) is not None:
+                self._receive(rank, message)
                 self._act()
         except (OSError, ValueError) as exc:  # TimeoutError is an OSError
             _log.info(f"a connection ended: {exc}")
@@ -174,46 +170,39 @@ class Coordinator:
                 self._attempt.gone(rank, now_s=time.time())
                 self._act()
 
-    async def _next(self, reader: asyncio.StreamReader) -> FromMember | None:
-        try:
-            line = await reader.readline()
-        except ConnectionError:
-            return None
-        return FROM_MEMBER.validate_json(line) if line else None
-
-    def _hear(self, rank: int | None, said: FromMember) -> None:
+    def _receive(self, rank: int | None, message: FromMember) -> None:
         attempt, now_s = self._attempt, time.time()
-        match said:
+        match message:
             case WorkerEnded():
-                self._read_log()  # a death is told at the newest step on record
-                node = attempt.nodes.get(said.rank)
-                fault = fault_of_end(said, node=node, step=attempt.step)
-                attempt.ended(said.rank, fault, now_s=now_s)
+                self._read_log()  # a death is reported at the newest step on record
+                node = attempt.nodes.get(message.rank)
+                fault = fault_of_end(message, node=node, step=attempt.step)
+                attempt.ended(message.rank, fault, now_s=now_s)
             case WorkerFault() if rank is not None:
-                _log.info(f"rank {rank} at step {said.step}: {said.kind}: {said.text}")
-                attempt.trouble(rank, said, now_s=now_s)
+                _log.info(f"rank {rank} at step {message.step}: {message.kind}: {message.text}")
+                attempt.trouble(rank, message, now_s=now_s)
             case Reconnected() if rank is not None:
-                attempt.reconnected(rank, said, now_s=now_s)
+                attempt.reconnected(rank, message, now_s=now_s)
             case GenerationReport():
-                attempt.standing(said.generation, said.report, now_s=now_s)
+                attempt.standing(message.generation, message.report, now_s=now_s)
             case Trains() if rank is not None:
-                attempt.trains(rank, said.generation, said.step, now_s=now_s)
+                attempt.trains(rank, message.generation, message.step, now_s=now_s)
             case Paused() if rank is not None:
-                attempt.paused(rank, said.step, is_paused=said.is_paused, now_s=now_s)
+                attempt.paused(rank, message.step, is_paused=message.is_paused, now_s=now_s)
             case LastSaved() if rank is not None:
-                attempt.last_saved(rank, said, now_s=now_s)
+                attempt.last_saved(rank, message, now_s=now_s)
             case Ending() if rank is not None:
                 attempt.ending(rank, now_s=now_s)
             case NodeSampled() if rank is None:
-                self._metrics.sampled(said.node, NodeSample.model_validate(said.sample))
+                self._metrics.sampled(message.node, NodeSample.model_validate(message.sample))
             case _:
-                raise ValueError(f"{said.op} is not for this connection")
+                raise ValueError(f"{message.op} is not for this connection")
 
     def _act(self) -> None:
         """Carry out what the attempt wants, in its order."""
         for action in self._attempt.take_actions():
             self._carry_out(action)
-        self._heard.set()
+        self._woken.set()
 
     def _carry_out(self, action: Action) -> None:
         match action:
@@ -267,7 +256,7 @@ class Coordinator:
         parent = os.getppid()
         while True:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._heard.wait(), IDLE_S)
+                await asyncio.wait_for(self._woken.wait(), IDLE_S)
             if os.getppid() != parent:
                 os._exit(1)  # the agent is gone, and its workers with it
             self._attempt.tick(now_s=time.time())
@@ -275,7 +264,7 @@ class Coordinator:
             if self._attempt.awaits_its_time:
                 await asyncio.sleep(TICK_S)
             else:
-                self._heard.clear()
+                self._woken.clear()
 
     async def _follow(self) -> None:
         """Follow the step records: which steps there are, which checkpoints were committed."""
@@ -302,6 +291,11 @@ class Coordinator:
                     self._attempt.pause(wanted=control.pause)
                     self._act()
             await asyncio.sleep(CONTROL_S)
+
+
+async def _next(reader: asyncio.StreamReader) -> FromMember | None:
+    line = await next_line(reader)
+    return FROM_MEMBER.validate_json(line) if line else None
 
 
 def _send(writer: asyncio.StreamWriter | None, message: ToMember) -> None:

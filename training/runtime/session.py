@@ -177,7 +177,7 @@ class Session:
         """An operation was cut short; the training thread does not know."""
         assert self._contact is not None  # noqa: S101 links come with a coordinator
         assert self._generations is not None  # noqa: S101 likewise
-        self._contact.say(
+        self._contact.send(
             WorkerFault(
                 generation=self._generations.current,
                 kind=WorkerFaultKind.CONNECTION,
@@ -197,7 +197,7 @@ class Session:
             count = self._links.reconnect(generation, link)
         except (RuntimeError, WorkerError) as exc:
             problem = f"{type(exc).__name__}: {exc}"[:500]
-        self._contact.say(
+        self._contact.send(
             Reconnected(generation=generation, connection=link, operations=count, problem=problem)
         )
 

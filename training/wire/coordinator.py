@@ -6,7 +6,6 @@ Times are seconds since the epoch, steps completed optimizer steps.
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, SecretStr, TypeAdapter
@@ -23,8 +22,6 @@ from training.recovery.protocol import (
     WorkerEnded,
     WorkerFault,
 )
-
-MAX_LINE_BYTES = 1 << 20
 
 
 class CoordinatorAddress(CoordinatorMessage):
@@ -82,12 +79,3 @@ FromMember = Annotated[
 ]
 FROM_MEMBER: TypeAdapter[FromMember] = TypeAdapter(FromMember)
 TO_MEMBER: TypeAdapter[ToMember] = TypeAdapter(ToMember)
-
-
-def dump_line(message: CoordinatorMessage) -> bytes:
-    """A message as a line; a token in it stands in clear, for this connection alone."""
-    document = message.model_dump(mode="json")
-    token = getattr(message, "token", None)
-    if isinstance(token, SecretStr):
-        document["token"] = token.get_secret_value()
-    return json.dumps(document).encode() + b"\n"

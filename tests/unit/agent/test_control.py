@@ -10,7 +10,7 @@ from threading import Thread
 import psutil
 import pytest
 
-from training.agent.control import AgentClient, ControlServer
+from training.agent.control import AgentClient, control_server
 from training.errors import AgentUnreachable, EngineError
 from training.wire.agent import (
     AgentAddress,
@@ -42,7 +42,7 @@ def server(all_heard):
         all_heard.append(request)
         return Reply(text="heard", offset=5)
 
-    server = ControlServer(HOST, TOKEN, handle)
+    server = control_server(HOST, TOKEN, handle)
     server.start()
     yield server
     server.close()
@@ -110,7 +110,7 @@ def test_a_handler_that_fails_costs_its_caller_the_answer_and_nobody_else(capfd)
             raise OSError("disk full")
         return Reply()
 
-    failing = ControlServer(HOST, TOKEN, handle)
+    failing = control_server(HOST, TOKEN, handle)
     failing.start()
     with pytest.raises(AgentUnreachable):
         client(failing.port).call(StopOrder(grace_s=0))

@@ -62,7 +62,7 @@ def line(far_end, heard):
 
 
 def test_an_agent_says_who_it_is_before_anything_else(line, far_end):
-    line.say(ENDED)
+    line.send(ENDED)
     joined = far_end.hear()
     assert isinstance(joined, AgentJoined)
     assert (joined.node, joined.ranks) == ("node-1", (2, 3))
@@ -72,13 +72,13 @@ def test_an_agent_says_who_it_is_before_anything_else(line, far_end):
 
 def test_a_look_at_the_node_is_passed_on_while_the_line_is_open(line, far_end):
     sample = NodeSample(at_s=1.0, devices=(DeviceSample(index=0, power_w=3.0),))
-    assert line.sampled("node-1", sample)
+    assert line.send_sample(sample)
     far_end.hear()
     told = far_end.hear()
     assert isinstance(told, NodeSampled)
     assert (told.node, NodeSample.model_validate(told.sample)) == ("node-1", sample)
     line.close()
-    assert not line.sampled("node-1", sample)
+    assert not line.send_sample(sample)
 
 
 def test_orders_come_in_their_order(line, far_end, heard):
@@ -95,8 +95,8 @@ def test_orders_come_in_their_order(line, far_end, heard):
 def test_a_coordinator_that_is_gone_gives_the_attempt_up(line, far_end, heard):
     far_end.hear()
     far_end.hang_up()
-    assert heard.next() == "the coordinator is gone"
-    assert not line.say(ENDED)
+    assert heard.next() == "the coordinator is gone: it closed the connection"
+    assert not line.send(ENDED)
 
 
 def test_a_line_that_makes_no_sense_is_no_coordinators(line, far_end, heard):
@@ -110,7 +110,7 @@ def test_an_agent_that_hangs_up_gives_nothing_up(line, far_end, heard):
     assert line.is_open
     line.close()
     assert far_end.is_hung_up_on()
-    assert not line.say(ENDED)
+    assert not line.send(ENDED)
     assert heard.orders.empty()
 
 
@@ -152,7 +152,7 @@ def coordinated(new_group, line, far_end):
     def start(*command: str, **changes: Any) -> Any:
         far_end.hear()
         group = new_group(*command, **changes)
-        group.line = line
+        group.coordinator = line
         group.start(dict(os.environ), proc_start_cnt=1)
         return group
 

@@ -11,7 +11,8 @@ import pytest
 
 from tests.unit.agent.conftest import Container, end_container, start_container, wait_for
 from training.wire.agent import RendezvousOrder, ShutdownOrder, StartOrder, StopOrder
-from training.wire.coordinator import WorkerJoined, dump_line
+from training.wire.coordinator import WorkerJoined
+from training.wire.transport import dump_line
 
 FORK_SERVER_TIMEOUT_S = 90.0  # it imports torch, on a machine that may have much else to do
 RECIPE = """

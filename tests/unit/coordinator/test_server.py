@@ -23,8 +23,9 @@ from training.coordinator.server import Coordinator
 from training.journal.attempt_log import AttemptLog
 from training.journal.events import CheckpointCommitted, StepRecord
 from training.recovery.actions import NormAccepted
-from training.wire.coordinator import AgentJoined, CoordinatorAddress, NodeSampled, dump_line
+from training.wire.coordinator import AgentJoined, CoordinatorAddress, NodeSampled
 from training.wire.sample import DeviceSample, HostSample, NodeSample
+from training.wire.transport import dump_line
 
 HOST = "127.0.0.1"
 TOKEN = "a-token"

@@ -24,7 +24,7 @@ def mender(*, announced: int) -> RankRecovery:
         raise GivenUp("the ladder asks for a restart")
 
     told: list[Any] = []
-    contact: Any = SimpleNamespace(newer_than=newer_than, say=told.append)
+    contact: Any = SimpleNamespace(newer_than=newer_than, send=told.append)
     generations: Any = SimpleNamespace(announced=announced, current=1)
     heartbeat: Any = SimpleNamespace(beat=lambda **_: None)
     nothing: Any = None

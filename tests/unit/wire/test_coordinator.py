@@ -9,7 +9,8 @@ from pydantic import SecretStr, ValidationError
 
 from training.recovery.protocol import GenerationReport, NewGeneration, Plan
 from training.recovery.repair import RankReport, RepairMode, RepairPlan, Vote
-from training.wire.coordinator import FROM_MEMBER, TO_MEMBER, AgentJoined, WorkerJoined, dump_line
+from training.wire.coordinator import FROM_MEMBER, TO_MEMBER, AgentJoined, WorkerJoined
+from training.wire.transport import dump_line
 
 
 @pytest.mark.parametrize(

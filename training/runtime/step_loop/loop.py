@@ -212,10 +212,10 @@ class StepLoop:
         if mender is None:
             return
         self.heartbeat.beat(phase=Phase.PAUSED)
-        mender.contact.stands_still(
+        mender.contact.pause(
             mender.generations.current, step=self.stand.step, until=self.host.is_stopping
         )
-        mender.contact.say(Paused(step=self.stand.step, is_paused=False))
+        mender.contact.send(Paused(step=self.stand.step, is_paused=False))
 
     def _new_step(self) -> Step:
         stand = self.stand
@@ -259,7 +259,7 @@ class StepLoop:
         dist.barrier()
         self.is_over = True
         if self.mender is not None:
-            self.mender.contact.say(Ending(step=self.stand.step))
+            self.mender.contact.send(Ending(step=self.stand.step))
             self.mender.contact.close()
         self.loader.close()
         self.heartbeat.beat(phase=phase)

@@ -192,7 +192,7 @@ class RankRecovery:
         self, seen: RecoverableError, step: int, *, is_finite: bool, vote: Vote | None = None
     ) -> None:
         assert seen.kind is not None  # noqa: S101 callers look
-        self.contact.say(
+        self.contact.send(
             WorkerFault(
                 generation=self.generations.current,
                 kind=seen.kind,
@@ -214,7 +214,7 @@ class RankRecovery:
         self.heartbeat.generation = generation
         snapshot_step = self.snapshots.step if self.snapshots is not None else None
         report = stand.report(self.rank, snapshot_step)
-        self.contact.say(GenerationReport(generation=generation, report=report))
+        self.contact.send(GenerationReport(generation=generation, report=report))
         self._heal(stand)
         # While others are still on their way: no plan wants a gradient that is not ready.
         is_ready = stand.is_fresh or report.phase < StepPhase.PREPARED
@@ -303,13 +303,13 @@ class RankRecovery:
                 )
             except (StorageError, RuntimeError) as exc:
                 problem = f"rank {self.rank}: {type(exc).__name__}: {exc}"[:500]
-        self.contact.say(LastSaved(step=stand.step, problem=problem))
+        self.contact.send(LastSaved(step=stand.step, problem=problem))
         self.contact.close()
         raise SystemExit(EXIT_RESTART_ME)
 
     def trains(self, step: int) -> None:
         """Tell that this rank is in its loop."""
-        self.contact.say(Trains(generation=self.generations.current, step=step))
+        self.contact.send(Trains(generation=self.generations.current, step=step))
 
     def snapshot(self, stand: Stand) -> None:
         """Keep this step to go back to."""

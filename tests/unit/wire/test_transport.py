@@ -1,0 +1,116 @@
+"""Connections on which both sides send: whole lines, and one report of their end."""
+
+from __future__ import annotations
+
+import queue
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from pydantic import BaseModel
+
+from training.wire import transport
+from training.wire.transport import Connection, RequestServer, call, dump_line, is_authentic
+
+HOST = "127.0.0.1"
+TIMEOUT_S = 10
+
+
+class Text(BaseModel):
+    text: str
+
+
+class Client(Connection):
+    def __init__(self, port: int) -> None:
+        self.received: queue.Queue[str] = queue.Queue()
+        self.ends: queue.Queue[str] = queue.Queue()
+        super().__init__(HOST, port, Text(text="joined"), timeout_s=TIMEOUT_S)
+
+    def receive(self, line: bytes) -> None:
+        self.received.put(Text.model_validate_json(line).text)
+
+    def lost(self, why: str) -> None:
+        self.ends.put(why)
+
+
+@pytest.fixture
+def pair():
+    """A client, the server's socket for it, and what comes there."""
+    with socket.create_server((HOST, 0)) as server:
+        client = Client(server.getsockname()[1])
+        server.settimeout(TIMEOUT_S)
+        accepted, _ = server.accept()
+        accepted.settimeout(TIMEOUT_S)
+        with accepted, accepted.makefile("rb") as lines:
+            yield client, accepted, lines
+            client.close()
+
+
+def test_lines_of_several_threads_are_whole_and_come_after_the_first(pair):
+    client, _, lines = pair
+    texts = [f"{number}" * 20_000 for number in range(40)]
+    with ThreadPoolExecutor(8) as pool:
+        for text in texts:
+            pool.submit(client.send, Text(text=text))
+        got = [Text.model_validate_json(lines.readline()).text for _ in range(41)]
+    assert got[0] == "joined"
+    assert sorted(got[1:]) == sorted(texts)
+
+
+def test_a_message_that_comes_in_pieces_is_received_once_it_is_whole(pair):
+    client, server, _ = pair
+    line = dump_line(Text(text="order"))
+    server.sendall(line[:5])
+    server.sendall(line[5:] + line)
+    assert [client.received.get(timeout=TIMEOUT_S) for _ in range(2)] == ["order", "order"]
+
+
+@pytest.mark.parametrize(
+    ("last", "why"),
+    [(b"", "it closed"), (b"nonsense\n", "ValidationError"), (b"x" * 100, "more than 100 bytes")],
+)
+def test_the_end_is_reported_once_and_nothing_is_sent_after_it(pair, monkeypatch, last, why):
+    client, server, _ = pair
+    monkeypatch.setattr(transport, "MAX_LINE_BYTES", 100)
+    server.sendall(last)
+    server.shutdown(socket.SHUT_WR)
+    assert why in client.ends.get(timeout=TIMEOUT_S)
+    assert not client.is_open
+    assert not client.send(Text(text="late"))
+    assert client.ends.empty()
+
+
+def test_a_send_that_fails_is_an_end_too(pair):
+    client, _, _ = pair
+    client._socket.shutdown(socket.SHUT_WR)
+    assert not client.send(Text(text="lost"))
+    assert client.ends.get(timeout=TIMEOUT_S)
+
+
+def test_a_connection_that_is_closed_reports_no_end(pair):
+    client, _, lines = pair
+    client.close()
+    assert lines.readline() == dump_line(Text(text="joined"))
+    assert lines.readline() == b""
+    assert client.ends.empty()
+
+
+def test_a_request_that_is_too_long_gets_no_answer(monkeypatch, capfd):
+    monkeypatch.setattr(transport, "MAX_LINE_BYTES", 100)
+    server = RequestServer(HOST, lambda line: Text(text=f"{len(line)}"))
+    server.start()
+    assert call(HOST, server.port, Text(text="short"), timeout_s=TIMEOUT_S) == b'{"text": "18"}\n'
+    assert _answer(server.port, Text(text="x" * 200)) == b""
+    server.close()
+    assert "more than 100 bytes" in capfd.readouterr().err
+
+
+def _answer(port: int, request: Text) -> bytes:
+    try:
+        return call(HOST, port, request, timeout_s=TIMEOUT_S)
+    except ConnectionError:
+        return b""  # what was not read resets the connection
+
+
+def test_no_token_is_not_the_right_one():
+    assert not is_authentic(None, "a-token")

@@ -1,0 +1,193 @@
+"""JSON lines over TCP between the processes of a run: framing, tokens, deadlines.
+
+One message per line, of a bounded size. The first line of a connection carries a token; a peer
+that sends none in time is disconnected. There are two kinds of connections: a request with its
+reply (supervisor to agent, `call` and `RequestServer`), and one that lasts as long as the attempt,
+on which both sides send (workers and agents to the coordinator, `Connection`). The coordinator
+accepts thousands of those, so its server is asyncio's and uses the framing alone. Times are
+seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import socket
+import socketserver
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+from io import BufferedIOBase
+
+from pydantic import BaseModel, SecretStr
+
+MAX_LINE_BYTES = 16 << 20
+FIRST_LINE_S = 30.0
+
+
+def dump_line(message: BaseModel) -> bytes:
+    """A message as a line; its token is in clear text, for this connection alone."""
+    document = message.model_dump(mode="json")
+    token = getattr(message, "token", None)
+    if isinstance(token, SecretStr):
+        document["token"] = token.get_secret_value()
+    return json.dumps(document).encode() + b"\n"
+
+
+def read_line(stream: BufferedIOBase) -> bytes:
+    """The next line, empty at the end of the connection.
+
+    Raises:
+        OSError: the connection broke, or nothing came in time.
+        ValueError: the line is too long.
+    """
+    line = stream.readline(MAX_LINE_BYTES)
+    if len(line) == MAX_LINE_BYTES:
+        raise ValueError(f"a line of more than {MAX_LINE_BYTES} bytes")
+    return line
+
+
+async def next_line(reader: asyncio.StreamReader) -> bytes:
+    """The next line of an asyncio connection, empty at its end.
+
+    Raises:
+        ValueError: the line is longer than the reader's limit.
+    """
+    try:
+        return await reader.readline()
+    except ConnectionError:
+        return b""
+
+
+def is_authentic(given: SecretStr | None, token: str) -> bool:
+    """Whether a message's token is the right one; compared in constant time."""
+    secret = given.get_secret_value() if given is not None else ""
+    return hmac.compare_digest(secret.encode(), token.encode())
+
+
+def call(host: str, port: int, request: BaseModel, *, timeout_s: float) -> bytes:
+    """Send a request on a connection of its own, return the line that answers it.
+
+    Raises:
+        OSError: nothing listens there, or no reply came in time.
+        ValueError: the reply is too long.
+    """
+    with socket.create_connection((host, port), timeout=timeout_s) as connection:
+        connection.sendall(dump_line(request))
+        with connection.makefile("rb") as lines:
+            return read_line(lines)
+
+
+class RequestServer:
+    """Answers requests, each in a thread of its own, until closed.
+
+    Args:
+        host: address to bind.
+        answer: the reply to a line; what it raises ends that connection alone.
+    """
+
+    def __init__(self, host: str, answer: Callable[[bytes], BaseModel]) -> None:
+        self._server = _Server((host, 0), _Request)
+        self._server.answer = answer
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True
+        )
+
+    @property
+    def port(self) -> int:
+        """The port it listens on."""
+        return int(self._server.server_address[1])
+
+    def start(self) -> None:
+        """Begin to answer."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop answering and free the port."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+    allow_reuse_address = True
+    answer: Callable[[bytes], BaseModel]
+
+
+class _Request(socketserver.StreamRequestHandler):
+    timeout = FIRST_LINE_S
+    server: _Server
+
+    def handle(self) -> None:
+        self.wfile.write(dump_line(self.server.answer(read_line(self.rfile))))
+
+
+class Connection(ABC):
+    """A client's lasting connection: any thread sends, one thread receives.
+
+    Args:
+        host: where the server listens.
+        port: likewise.
+        joined: first message, with the token.
+        timeout_s: limit for connecting.
+
+    Raises:
+        OSError: nothing listens there.
+    """
+
+    def __init__(self, host: str, port: int, joined: BaseModel, *, timeout_s: float) -> None:
+        self._sending = threading.Lock()  # each line is to be whole
+        self._is_open = True
+        self._socket = socket.create_connection((host, port), timeout=timeout_s)
+        self._socket.settimeout(None)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.send(joined)
+        threading.Thread(target=self._listen, daemon=True, name="connection").start()
+
+    @abstractmethod
+    def receive(self, line: bytes) -> None:
+        """Handle a line of the server; what this raises ends the connection."""
+
+    @abstractmethod
+    def lost(self, why: str) -> None:
+        """The connection ended without `close`; called once, by the listening thread."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has neither been closed nor lost."""
+        return self._is_open
+
+    def send(self, message: BaseModel) -> bool:
+        """Send a message. Whether the connection took it."""
+        if not self._is_open:
+            return False
+        try:
+            with self._sending:
+                self._socket.sendall(dump_line(message))
+        except OSError:
+            self._shut_down()  # the listening thread reports it
+            return False
+        return True
+
+    def close(self) -> None:
+        """End the connection from this side."""
+        self._is_open = False
+        self._shut_down()
+
+    def _shut_down(self) -> None:
+        with suppress(OSError):  # the other side was faster
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _listen(self) -> None:
+        why = "it closed the connection"
+        try:
+            with self._socket, self._socket.makefile("rb") as lines:
+                while line := read_line(lines):
+                    self.receive(line)
+        except Exception as exc:  # noqa: BLE001 a member that receives no more must not go on
+            why = f"{type(exc).__name__}: {exc}"
+        if self._is_open:
+            self._is_open = False
+            self.lost(why)
