@@ -13,7 +13,7 @@ from tasks.credentials import credentials_of
 from tasks.drill import clear, new_home, play, tell, undisturbed
 from tasks.hooks import take_drills_down
 from tasks.states import data_of
-from training.drill.drilling import ALL, chosen, drilling_on, parallel_kind
+from training.drill.runner import ALL, chosen, drills_on, parallel_kind
 from training.job import Job
 
 
@@ -35,15 +35,15 @@ def drill(name: str = ALL, job: Job | None = None, parallelism: str | None = Non
     drills, kind = chosen(name), parallel_kind(parallelism, job)
     credentials = credentials_of(job.storage) if job is not None else None
     home = new_home(flow_run.id, flow_run.run_count)
-    drilling = drilling_on(job, drills, kind, home=home, credentials=credentials)
-    where = ", ".join(drilling.places)
+    runner = drills_on(job, drills, kind, home=home, credentials=credentials)
+    where = ", ".join(runner.places)
     get_run_logger().info("logs and ledgers, until all was as expected: %s", where)
-    undisturbed(drilling)
-    outcomes = [data_of(play(drilling, one, return_state=True)) for one in drills]
+    undisturbed(runner)
+    outcomes = [data_of(play(runner, one, return_state=True)) for one in drills]
     run_id = job.run_id if job is not None else None
     tell(outcomes, run_id=run_id, return_state=True)  # the states have told it, too
     bad = [one.name for one in outcomes if not one.as_expected]
     if bad:
         return Failed(message=f"not as expected: {', '.join(bad)}; logs and ledgers: {where}")
-    clear(drilling, return_state=True)  # what stays is no word about the drills
+    clear(runner, return_state=True)  # what stays is no word about the drills
     return Completed(message=f"as expected: {', '.join(one.name for one in outcomes)}")

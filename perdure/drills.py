@@ -18,10 +18,9 @@ from rich.table import Table
 
 from perdure.runs import credentials_of, make_console
 from storage.errors import StorageError
-from training.drill.drilling import Drilling, chosen, drilling_on, parallel_kind
-from training.drill.report import row_of
+from training.drill.runner import DrillRunner, chosen, drills_on, parallel_kind
 from training.drill.table import Drill
-from training.drill.verdict import Outcome
+from training.drill.verdict import DrillOutcome
 from training.errors import InputError
 from training.job import Job
 
@@ -44,23 +43,23 @@ def run_drills(
     drills, kind = chosen(name), parallel_kind(parallelism, job)
     credentials = credentials_of(job) if job is not None else None
     folder = _make_folder(home)
-    drilling = drilling_on(job, drills, kind, home=folder, credentials=credentials)
+    runner = drills_on(job, drills, kind, home=folder, credentials=credentials)
     is_fine = False
     try:
-        outcomes = _played(drilling, drills)
+        outcomes = _played(runner, drills)
         is_fine = all(outcome.as_expected for outcome in outcomes)
         if as_json:
             print(json.dumps([_document(outcome) for outcome in outcomes], indent=1))
         else:
             _show(make_console(), outcomes)
     finally:
-        if not is_fine or home is not None or not _cleared(drilling):
-            for place in drilling.places:
+        if not is_fine or home is not None or not _cleared(runner):
+            for place in runner.places:
                 _say(f"logs and ledgers of the drills: {place}")
     return is_fine
 
 
-def _played(drilling: Drilling, drills: Sequence[Drill]) -> list[Outcome]:
+def _played(runner: DrillRunner, drills: Sequence[Drill]) -> list[DrillOutcome]:
     outcomes = []
     console = Console(stderr=True)
     with console.status("") as status:
@@ -71,17 +70,17 @@ def _played(drilling: Drilling, drills: Sequence[Drill]) -> list[Outcome]:
                 _say(text)
 
         tell("the same job without a fault")
-        drilling.undisturbed()
+        runner.undisturbed()
         for number, drill in enumerate(drills, start=1):
             tell(f"{drill.name} ({number} of {len(drills)})")
-            outcomes.append(drilling.run(drill))
+            outcomes.append(runner.run(drill))
     return outcomes
 
 
-def _cleared(drilling: Drilling) -> bool:
+def _cleared(runner: DrillRunner) -> bool:
     """Whether nothing is left of drills that were as expected."""
     try:
-        drilling.clear()
+        runner.clear()
     except StorageError as error:
         _say(f"could not be deleted: {error}")
         return False
@@ -102,12 +101,12 @@ def _make_folder(home: Path | None) -> Path:
         raise InputError("--home", f"{str(home)!r}: {error.strerror}") from error
 
 
-def _document(outcome: Outcome) -> dict[str, Any]:
+def _document(outcome: DrillOutcome) -> dict[str, Any]:
     return {**asdict(outcome), "as_expected": outcome.as_expected}
 
 
-def _show(console: Console, outcomes: Sequence[Outcome]) -> None:
-    rows = [row_of(outcome) for outcome in outcomes]
+def _show(console: Console, outcomes: Sequence[DrillOutcome]) -> None:
+    rows = [outcome.row for outcome in outcomes]
     table = Table(header_style="bold")
     for column in rows[0]:
         table.add_column(column, overflow="fold")

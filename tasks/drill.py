@@ -10,10 +10,9 @@ from prefect.artifacts import create_table_artifact
 from prefect.cache_policies import NO_CACHE
 
 from tasks.states import completed, failed
-from training.drill.drilling import Drilling
-from training.drill.report import line_of, row_of
+from training.drill.runner import DrillRunner
 from training.drill.table import Drill
-from training.drill.verdict import Outcome
+from training.drill.verdict import DrillOutcome
 from training.files import home_folder
 
 PREFIX = "perdure-drill-"
@@ -36,31 +35,31 @@ def homes_of(flow_run_id: str) -> list[Path]:
 
 
 @task(name="undisturbed", task_run_name="without a fault", cache_policy=NO_CACHE)
-def undisturbed(drilling: Drilling) -> int:
+def undisturbed(runner: DrillRunner) -> int:
     """The run that all drills are compared with. Its steps."""
-    steps = len(drilling.undisturbed().curve)
+    steps = len(runner.undisturbed().curve)
     return completed(steps, f"{steps} steps")
 
 
 @task(name="play", task_run_name="{drill.name}", cache_policy=NO_CACHE)
-def play(drilling: Drilling, drill: Drill) -> Outcome:
+def play(runner: DrillRunner, drill: Drill) -> DrillOutcome:
     """One drill; failed when something is not as expected."""
-    outcome = drilling.run(drill)
+    outcome = runner.run(drill)
     if outcome.as_expected:
-        return completed(outcome, line_of(outcome))
-    return failed(outcome, line_of(outcome), name="NotAsExpected")
+        return completed(outcome, outcome.line)
+    return failed(outcome, outcome.line, name="NotAsExpected")
 
 
 @task(name="clear", task_run_name="delete what is left", cache_policy=NO_CACHE)
-def clear(drilling: Drilling) -> None:
+def clear(runner: DrillRunner) -> None:
     """Delete what drills have left that were as expected."""
-    drilling.clear()
+    runner.clear()
 
 
 @task(name="tell", task_run_name="table of all", cache_policy=NO_CACHE)
-def tell(outcomes: Sequence[Outcome], *, run_id: str | None) -> None:
+def tell(outcomes: Sequence[DrillOutcome], *, run_id: str | None) -> None:
     """The table of all of them, as an artifact of the flow run."""
-    rows = [row_of(outcome) for outcome in outcomes]
+    rows = [outcome.row for outcome in outcomes]
     if run_id is None:
         create_table_artifact(rows, key="drills", description="Drills on this machine")
     else:

@@ -12,8 +12,7 @@ import pytest
 
 from storage.checkpoint import CheckpointStore, StepState
 from tests.process.harness import RECIPES, TEXT
-from training.drill.driver import Curve, RunDriver
-from training.drill.hooks import KillHook
+from training.drill.driver import Curve, RunDriver, kill_hook
 from training.injection.outside import Kill, KillInjector, LocalRun, Victim
 from training.job import Job, parse_job
 from training.journal.history import RunHistory
@@ -95,7 +94,7 @@ def drive(tmp_path_factory) -> Callable[..., Driven]:
         }
         job = parse_job(document)
         injector = KillInjector(LocalRun(home, run_id), kills)
-        played = RunDriver(home).play(job, person=KillHook(injector))
+        played = RunDriver(home).run(job, hook=kill_hook(injector))
         assert played.ended == "completed"
         assert played.left_over == ()
         assert len(injector.fired_s) == len(kills), "every fault really fired"

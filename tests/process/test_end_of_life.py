@@ -77,7 +77,7 @@ class Ended:
 
 def play(home: Path, name: str, **changes: Any) -> Ended:
     job = drill_job(home, name, kind=ParallelKind.HSDP, steps=STEPS, changes={**CHANGES, **changes})
-    return Ended(job, RunDriver(home).play(job))
+    return Ended(job, RunDriver(home).run(job))
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,7 @@ import pytest
 
 from storage.address import open_store
 from tests.process.harness import REPO
-from training.drill.driver import RunDriver, RunOutcome
-from training.drill.hooks import NoHook, RunHook
+from training.drill.driver import RunDriver, RunHook, RunOutcome
 from training.drill.job import drill_job, write_corpus
 from training.injection.outside import LocalRun
 from training.job import parse_job
@@ -43,7 +42,7 @@ class Stopper:
     rank: int
     stopped_s: list[float] = field(default_factory=list)
 
-    def see(self, run: Run, progress: Progress) -> None:
+    def __call__(self, run: Run, progress: Progress) -> None:
         is_due = progress.last is not None and progress.last.step >= STOPPED_AT
         if is_due and not self.stopped_s:
             (worker,) = LocalRun(self.home, run.job.run_id).rank(self.rank)
@@ -63,7 +62,7 @@ class Bench:
         *,
         troubles: str = "",
         pace_s: float = 0.05,
-        person: RunHook | None = None,
+        hook: RunHook | None = None,
         env: Mapping[str, str] | None = None,
         **changes: Any,
     ) -> RunOutcome:
@@ -80,7 +79,7 @@ class Bench:
         job = drill_job(
             self.home, name, kind=ParallelKind.DDP, steps=STEPS, changes={**sections, **changes}
         )
-        return RunDriver(self.home).play(job, person=person or NoHook())
+        return RunDriver(self.home).run(job, hook=hook)
 
     def marks(self, name: str) -> Path:
         return self.home / f"marks-{name}"
@@ -116,7 +115,7 @@ def hung(bench) -> tuple[RunOutcome, Stopper]:
     """One run that hangs four times, each for a reason of its own."""
     stopper = Stopper(bench.home, 2)
     troubles = "hold_lock:1:17,absent:3:27,lost_in_save:0:30"
-    return bench.play("hung", troubles=troubles, person=stopper), stopper
+    return bench.play("hung", troubles=troubles, hook=stopper), stopper
 
 
 def fault_of(played: RunOutcome, number: int) -> Fault:

@@ -48,7 +48,7 @@ def play(
         "env": {"TROUBLES": troubles, "MARKS": str(marks), "PACE_S": str(PACE_S), **(env or {})},
     }
     job = drill_job(home, name, kind=ParallelKind.DDP, steps=steps, changes={**sections, **changes})
-    played = RunDriver(home, limit_s).play(job)
+    played = RunDriver(home, limit_s).run(job)
     assert played.ended == "completed"
     return played
 

@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from training.drill.driver import RunDriver, RunOutcome
-from training.drill.hooks import Pauser, RunHook
+from training.drill.driver import Pauser, RunDriver, RunHook, RunOutcome
 from training.drill.job import NUM_RANKS, drill_job, write_corpus
 from training.drill.verdict import differences, recovered
 from training.injection.outside import LocalRun
@@ -152,7 +151,7 @@ class Witness:
 
     pids: dict[tuple[int, int, int], set[int]] = field(default_factory=dict)
 
-    def see(self, run: Run, progress: Progress) -> None:
+    def __call__(self, run: Run, progress: Progress) -> None:
         for agent in progress.snapshot.agents.values():
             for worker in agent.workers:
                 place = (agent.placement, agent.attempt, worker.rank)
@@ -174,7 +173,7 @@ class Bench:
         *,
         faults: Sequence[DrillFault] = (),
         pace_s: float = PACE_S,
-        person: RunHook | None = None,
+        hook: RunHook | None = None,
         **changes: Any,
     ) -> RunOutcome:
         if name not in self.played:
@@ -182,12 +181,12 @@ class Bench:
             job = drill_job(
                 self.home, name, kind=kind, steps=STEPS, pace_s=pace_s, changes=sections
             )
-            self.played[name] = RunDriver(self.home).play(job, person=person)
+            self.played[name] = RunDriver(self.home).run(job, hook=hook)
         return self.played[name]
 
     def course(self, kind: ParallelKind) -> RunOutcome:
         witness = self.witnesses.setdefault(kind, Witness())
-        return self.play(f"course-{kind}", kind, faults=_all_made(kind), person=witness)
+        return self.play(f"course-{kind}", kind, faults=_all_made(kind), hook=witness)
 
     def times_restored(self, name: str, view: AttemptView) -> int:
         """How often the ranks of an attempt took a checkpoint: the first of them tells."""
@@ -294,8 +293,8 @@ class Caller:
         self.pauser = Pauser(20, 4)
         self.signalled_at: int | None = None
 
-    def see(self, run: Run, progress: Progress) -> None:
-        self.pauser.see(run, progress)
+    def __call__(self, run: Run, progress: Progress) -> None:
+        self.pauser(run, progress)
         if progress.last is not None and progress.last.step >= 10 and self.signalled_at is None:
             self.signalled_at = progress.last.step
             (worker,) = LocalRun(self.home, run.job.run_id).rank(2)
@@ -311,7 +310,7 @@ def called(bench) -> tuple[RunOutcome, Caller]:
         DDP,
         faults=_made(4, LINK, 1, at=DrillPoint.REDUCING),
         pace_s=SLOW_S,
-        person=caller,
+        hook=caller,
         checkpoint={"every_steps": 1000},
         comm={"link_retry": True},
     )
@@ -324,7 +323,7 @@ def test_a_signal_to_one_rank_has_the_next_step_boundary_saved(called):
     assert last == STEPS
     assert caller.signalled_at is not None
     # The look is as old as the supervisor's poll; the boundary is a later one.
-    assert caller.signalled_at < asked < caller.pauser.stood_at[0][0]
+    assert caller.signalled_at < asked < caller.pauser.paused_at[0][0]
 
 
 def test_on_a_wish_every_rank_stands_at_one_step_and_goes_on_from_it_later(called):
@@ -332,7 +331,7 @@ def test_on_a_wish_every_rank_stands_at_one_step_and_goes_on_from_it_later(calle
     (pause,) = [one for view in played.history.attempts for one in view.pauses]
     assert pause.ended is not None
     assert pause.ended.step == pause.began.step
-    assert {step for look in caller.pauser.stood_at for step in look} == {pause.began.step}
+    assert {step for look in caller.pauser.paused_at for step in look} == {pause.began.step}
     assert pause.ended.at_s - pause.began.at_s > 0.5
 
 

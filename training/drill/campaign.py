@@ -1,14 +1,16 @@
-"""Campaigns: a run with many faults of all kinds, drawn from a seed or read from a file.
+"""Campaigns: runs with many faults of all kinds, drawn from a seed or read from a file.
 
-Whatever comes, the curve of the run is that of the undisturbed one, and no process is left over.
-Steps are completed optimizer steps.
+Whatever fault comes, the curve of the run equals that of the undisturbed one, and no process is
+left over. A fault that did not fire has a reason, or the campaign proves too little. Steps are
+completed optimizer steps.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,15 +21,19 @@ from storage.model import FrozenModel
 from training.drill.job import NUM_RANKS
 from training.errors import InputError
 from training.injection.outside import Kill, Victim
+from training.journal.history import RunHistory
+from training.recovery.rungs import Rung
 from training.specs.drill import DrillFault, DrillKind, DrillPoint
 from training.specs.model import ParallelKind
 
 SAVE_EVERY_STEPS = 3
 STEPS_PER_FAULT = 3
 FIRST_STEP = 4  # before, nothing is saved that a restart could begin with
-LINK_RETRY_EVERY = 2  # of so many seeds one has broken links mended under the operations
-MORE_THAN_ONCE = 0.05  # share of faults that come back when their step is done again
+LINK_RETRY_EVERY = 2  # of so many seeds one has operator retry on
+MORE_THAN_ONCE = 0.05  # share of faults that fire again when their step is executed again
 HANG_TIMEOUT_S = 10.0
+# A process that is not there at one poll may be about to start; at the next it is there.
+ENOUGH_POLLS = 2
 
 # Budgets are not what a campaign is about: its faults come too often for any.
 _OVERRIDES: Mapping[str, Mapping[str, Any]] = {
@@ -65,7 +71,7 @@ POINTS: Mapping[DrillKind, tuple[DrillPoint, ...]] = {
     DrillKind.EXCEPTION: _BEFORE_THE_OPTIMIZER,
     DrillKind.NODE: _ANYWHERE,
 }
-# How often each is drawn; what takes a run many seconds to come back from, seldom.
+# How often each is drawn; those that cost a run many seconds, seldom.
 _WEIGHTS: Mapping[DrillKind | Victim, int] = {
     DrillKind.KILL: 12,
     DrillKind.DEVICE_MEMORY: 10,
@@ -96,7 +102,7 @@ _AT_MOST: Mapping[DrillKind | Victim, int] = {
 
 
 class Campaign(FrozenModel):
-    """What is done to a run."""
+    """The faults of one run."""
 
     seed: int = Field(0, description="that it was drawn from")
     parallelism: ParallelKind = Field(ParallelKind.DDP, description="of the job")
@@ -112,15 +118,14 @@ class Campaign(FrozenModel):
 
     @property
     def starts(self) -> int:
-        """How often a person has to start the run: the program's own errors stop it."""
+        """How often the run has to be started: the program's own errors stop it."""
         return 1 + sum(one.times for one in self.faults if one.kind is DrillKind.EXCEPTION)
 
-    def only(self, chosen: Sequence[int]) -> Campaign:
-        """The same with some of its faults and kills, by their place among all of them."""
-        places = set(chosen)
-        faults = tuple(one for n, one in enumerate(self.faults) if n in places)
+    def only(self, chosen: Collection[int]) -> Campaign:
+        """The same with some of its faults and kills, by their index among all of them."""
+        faults = tuple(one for n, one in enumerate(self.faults) if n in chosen)
         first = len(self.faults)
-        kills = tuple(one for n, one in enumerate(self.kills, start=first) if n in places)
+        kills = tuple(one for n, one in enumerate(self.kills, start=first) if n in chosen)
         return self.model_copy(update={"faults": faults, "kills": kills})
 
 
@@ -165,16 +170,16 @@ def _weight(what: DrillKind | Victim, kind: ParallelKind) -> int:
 def _draw_fault(rng: Random, kind: DrillKind, step: int) -> DrillFault:
     point = rng.choice(POINTS[kind])
     if point is DrillPoint.SAVE:
-        step -= step % SAVE_EVERY_STEPS  # others are not saved
-    # An abnormal step that comes back is accepted, and the curve another one.
+        step -= step % SAVE_EVERY_STEPS  # no other step is saved
+    # An abnormal step that is abnormal again is accepted, and changes the curve.
     once = (DrillKind.GRADIENT, DrillKind.EXCEPTION)
-    comes_back = kind not in once and rng.random() < MORE_THAN_ONCE
+    fires_twice = kind not in once and rng.random() < MORE_THAN_ONCE
     return DrillFault(
         kind=kind,
         rank=rng.randrange(NUM_RANKS),
         step=step,
         point=point,
-        times=2 if comes_back else 1,
+        times=2 if fires_twice else 1,
     )
 
 
@@ -197,6 +202,80 @@ def read_campaign(path: Path) -> Campaign:
 
 
 def write_campaign(path: Path, campaign: Campaign) -> None:
-    """Keep a campaign, to be played again."""
+    """Keep a campaign, to be run again."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(campaign.model_dump_json(indent=1) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class Unfired:
+    """A fault that did not fire.
+
+    Attributes:
+        what: description for reports.
+        reason: why it could not fire, None when there is none.
+    """
+
+    what: str
+    reason: str | None
+
+
+def unfired(
+    campaign: Campaign,
+    history: RunHistory,
+    *,
+    fired: Collection[int],
+    killed: Collection[int],
+    num_due: Mapping[int, int],
+) -> list[Unfired]:
+    """The faults of a campaign that did not fire.
+
+    Of a fault that may fire several times only the first is required: the next comes only when
+    its step is executed again.
+
+    Args:
+        campaign: that was run.
+        history: of its run.
+        fired: faults that fired, by their index.
+        killed: kills that hit, likewise.
+        num_due: how often each kill was due while all processes ran, likewise.
+    """
+    recovered_at = set(_recovered_at(history))
+    resumed_from = recovered_at | {view.from_step for view in history.attempts[1:]}
+    last_recovered = max(recovered_at, default=-1)
+    found = [
+        Unfired(
+            f"{fault.kind} of rank {fault.rank} at {fault.point} of step {fault.step}",
+            _fault_reason(fault, resumed_from, last_recovered),
+        )
+        for number, fault in enumerate(campaign.faults)
+        if number not in fired
+    ]
+    for number, kill in enumerate(campaign.kills):
+        if number not in killed:
+            is_over = num_due.get(number, 0) < ENOUGH_POLLS
+            reason = "the run was over before the next poll" if is_over else None
+            found.append(Unfired(str(kill), reason))
+    return found
+
+
+def _fault_reason(fault: DrillFault, resumed_from: set[int], last_recovered: int) -> str | None:
+    if fault.point is DrillPoint.RECOVERY:
+        if last_recovered + 1 < fault.step:
+            return "no recovery inside the processes came so late"
+        return None
+    if fault.step in resumed_from:
+        # Some ranks took the state after this step from others.
+        return "training continued after its step, which the rank may not have executed itself"
+    return None
+
+
+def _recovered_at(history: RunHistory) -> Iterator[int]:
+    """Steps after which a recovery inside the processes let training continue."""
+    for view in history.attempts:
+        for one in view.recoveries:
+            # An operator retry reconnects below the step: no rank passes the recovery point.
+            if one.ended is not None and one.began.decision.rung is not Rung.OPERATOR_RETRY:
+                step = one.ended.step
+                if one.succeeded and step is not None:
+                    yield step

@@ -1,34 +1,32 @@
-"""`python -m training.drill.chaos`: runs that are broken at random, and have to come out the same.
+"""`python -m training.drill.chaos`: runs with random faults, which must equal undisturbed runs.
 
-A fault of a campaign that did not happen counts as one that was not mended, unless there is a
-reason why it could not happen; the reason is printed.
+A fault of a campaign that did not fire counts as a failure unless there is a reason why it could
+not fire; the reason is printed.
 
 A campaign that fails is written to a file, and can be shrunk to the fewest faults that still
-fail. Exit codes: 0 all runs came out as the undisturbed one, 1 one did not, 2 the input is wrong.
+fail. Exit codes: 0 all runs equal the undisturbed one, 1 one does not, 2 the input is wrong.
 Times are seconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import shutil
 import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from storage.errors import StorageError
-from training.drill.campaign import Campaign, draw, read_campaign, write_campaign
-from training.drill.drilling import KINDS, parallel_kind
-from training.drill.driver import RunDriver, RunOutcome
-from training.drill.hooks import KillHook
+from training.drill.campaign import Campaign, draw, read_campaign, unfired, write_campaign
+from training.drill.driver import RunDriver, RunOutcome, kill_hook
 from training.drill.job import drill_job, write_corpus
-from training.drill.shrink import shrink
-from training.drill.unfired import missed
-from training.drill.verdict import differences, recovered
+from training.drill.runner import KINDS, parallel_kind
+from training.drill.verdict import recovered, run_problems
 from training.errors import InputError, PerdureError
 from training.injection.outside import KillInjector, LocalRun
 from training.specs.model import ParallelKind
@@ -36,20 +34,20 @@ from training.supervisor.watch import EndKind
 
 LIMIT_S = 900.0  # of one start of a run
 NUM_FAULTS = 50
-TRIES = 2  # of a part of a campaign: what happens from outside does not hit the same moment again
+TRIES = 2  # of a part of a campaign: a kill from outside does not hit the same moment again
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came of one campaign.
+    """The result of one campaign.
 
     Attributes:
         fired: faults and kills that really happened.
-        rungs: recoveries, by the rung that did it.
+        rungs: number of recoveries, by rung.
         rung_s: how long they took together, likewise.
         took_s: from the start of the run to its end.
-        excused: faults that could not happen, and why.
-        problems: in what the run is not the undisturbed one, and faults that should have happened.
+        excused: faults that could not fire, and why.
+        problems: deviations from the undisturbed run, and faults that should have fired.
     """
 
     fired: int
@@ -62,20 +60,18 @@ class Result:
 
 @dataclass(slots=True)
 class Chaos:
-    """Plays campaigns below a folder.
+    """Runs campaigns below a folder.
 
     Attributes:
         home: Perdure's folder for their runs.
-        say: told what goes on.
     """
 
     home: Path
-    say: Callable[[str], None]
     _undisturbed: dict[tuple[ParallelKind, int], RunOutcome] = field(default_factory=dict)
     _count: int = 0
 
-    def play(self, campaign: Campaign) -> Result:
-        """Run a campaign, and the same job without a fault when that has not been run yet.
+    def run(self, campaign: Campaign) -> Result:
+        """Run a campaign, and before it the same job without a fault if that was not run yet.
 
         Raises:
             PerdureError: a run could not be started.
@@ -94,16 +90,16 @@ class Chaos:
         injector = KillInjector(LocalRun(self.home, job.run_id), campaign.kills)
         began_s = time.monotonic()
         driver = RunDriver(self.home, LIMIT_S)
-        played = driver.play(job, person=KillHook(injector), starts=campaign.starts)
-        return _result(campaign, played, undisturbed, injector, took_s=time.monotonic() - began_s)
+        outcome = driver.run(job, hook=kill_hook(injector), starts=campaign.starts)
+        return _result(campaign, outcome, undisturbed, injector, took_s=time.monotonic() - began_s)
 
     def shortest(self, campaign: Campaign) -> Campaign:
         """The fewest faults of a failing campaign that still fail."""
 
-        def fails(places: Sequence[int]) -> bool:
-            part = campaign.only(places)
-            is_bad = any(self.play(part).problems for _ in range(TRIES))
-            self.say(f"{part.size} faults: {'fails' if is_bad else 'comes out the same'}")
+        def fails(chosen: Sequence[int]) -> bool:
+            part = campaign.only(chosen)
+            is_bad = any(self.run(part).problems for _ in range(TRIES))
+            print(f"{part.size} faults: {'fails' if is_bad else 'equal'}", flush=True)
             return is_bad
 
         return campaign.only(shrink(range(campaign.size), fails))
@@ -120,58 +116,85 @@ class Chaos:
                 steps=campaign.steps,
                 changes=campaign.overrides,
             )
-            self._undisturbed[key] = RunDriver(self.home).play(job)
+            self._undisturbed[key] = RunDriver(self.home).run(job)
         return self._undisturbed[key]
 
 
 def _result(
     campaign: Campaign,
-    played: RunOutcome,
+    outcome: RunOutcome,
     undisturbed: RunOutcome,
     injector: KillInjector,
     *,
     took_s: float,
 ) -> Result:
-    recoveries = recovered(played.history)
+    recoveries = recovered(outcome.history)
     rung_s: dict[str, float] = defaultdict(float)
     for one in recoveries:
         rung_s[one.rung.value] += (one.trains_at_s or one.noticed_at_s) - one.noticed_at_s
-    not_there = missed(
+    silent = unfired(
         campaign,
-        played.history,
-        fired=played.fired_s,
+        outcome.history,
+        fired=outcome.fired_s,
         killed=injector.fired_s,
-        looks=injector.num_due,
+        num_due=injector.num_due,
     )
+    problems = list(run_problems(outcome, undisturbed))
+    if undisturbed.ended != EndKind.COMPLETED:
+        problems.insert(0, f"the undisturbed run ended: {undisturbed.ended}")
     return Result(
-        fired=sum(len(times) for times in played.fired_s.values()) + len(injector.fired_s),
+        fired=sum(len(times) for times in outcome.fired_s.values()) + len(injector.fired_s),
         rungs=Counter(one.rung.value for one in recoveries),
         rung_s=rung_s,
         took_s=took_s,
-        excused=tuple(f"{one.what}: {one.reason}" for one in not_there if one.reason),
-        problems=(
-            *_problems(played, undisturbed),
-            *(f"did not happen: {one.what}" for one in not_there if not one.reason),
-        ),
+        excused=tuple(f"{one.what}: {one.reason}" for one in silent if one.reason),
+        problems=(*problems, *(f"did not fire: {one.what}" for one in silent if not one.reason)),
     )
 
 
-def _problems(played: RunOutcome, undisturbed: RunOutcome) -> Iterator[str]:
-    if undisturbed.ended != EndKind.COMPLETED:
-        yield f"the undisturbed run ended: {undisturbed.ended}"
-    if played.ended != EndKind.COMPLETED:
-        yield f"the run ended: {played.ended}"
-    differing = differences(played.curve, undisturbed.curve)
-    if differing:
-        yield f"the curve differs at {len(differing)} steps, first at step {differing[0]}"
-    elif played.state != undisturbed.state:
-        yield "the curve is equal, the final state is not"
-    if played.left_over:
-        yield f"left over: {', '.join(played.left_over)}"
+def shrink(items: Sequence[int], fails: Callable[[Sequence[int]], bool]) -> list[int]:
+    """A part of `items` that fails, and does not without any one of its items: delta debugging.
+
+    Zeller and Hildebrandt, "Simplifying and isolating failure-inducing input" (IEEE TSE 28,
+    2002): drops one of ever smaller pieces, as long as what remains fails.
+
+    Args:
+        items: that fail together.
+        fails: whether a part of them, in their order, still does; calls are costly.
+    """
+    left = list(items)
+    if fails([]):
+        return []
+    num_pieces = 2
+    while len(left) > 1:
+        pieces = _cut(left, num_pieces)
+        smaller = next((piece for piece in pieces if len(pieces) > 1 and fails(piece)), None)
+        if smaller is not None:
+            left, num_pieces = smaller, 2
+            continue
+        others = (_without(pieces, number) for number in range(len(pieces)))
+        # Of two pieces, each is what remains without the other.
+        smaller = next((one for one in others if num_pieces > 2 and fails(one)), None)
+        if smaller is not None:
+            left, num_pieces = smaller, max(num_pieces - 1, 2)
+        elif num_pieces >= len(left):
+            break
+        else:
+            num_pieces = min(num_pieces * 2, len(left))
+    return left
+
+
+def _cut(items: list[int], num_pieces: int) -> list[list[int]]:
+    bounds = [len(items) * n // num_pieces for n in range(num_pieces + 1)]
+    return [items[a:b] for a, b in itertools.pairwise(bounds)]
+
+
+def _without(pieces: list[list[int]], number: int) -> list[int]:
+    return [item for n, piece in enumerate(pieces) if n != number for item in piece]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for. Returns the exit code."""
+    """Run the campaigns of the command line. Returns the exit code."""
     given = _parser().parse_args(arguments)
     try:
         kind = parallel_kind(given.parallelism)
@@ -204,13 +227,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(campaigns: Sequence[Campaign], *, out: Path, shrinks: bool) -> int:
     home = Path(tempfile.mkdtemp(prefix="perdure-chaos-")).resolve()
-    chaos = Chaos(home, say=lambda text: print(text, flush=True))
+    chaos = Chaos(home)
     num_bad = 0
     for campaign in campaigns:
-        result = chaos.play(campaign)
-        chaos.say(_line(campaign, result))
+        result = chaos.run(campaign)
+        print(_line(campaign, result), flush=True)
         for one in result.excused:
-            chaos.say(f"  could not happen: {one}")
+            print(f"  could not fire: {one}", flush=True)
         if not result.problems:
             continue
         num_bad += 1
@@ -218,9 +241,9 @@ def _run(campaigns: Sequence[Campaign], *, out: Path, shrinks: bool) -> int:
             campaign = chaos.shortest(campaign)  # noqa: PLW2901 the one to keep
         path = out / f"chaos-{campaign.parallelism}-{campaign.seed}.json"
         write_campaign(path, campaign)
-        chaos.say(f"to play it again: python -m training.drill.chaos --campaign {path}")
+        print(f"to run it again: python -m training.drill.chaos --campaign {path}", flush=True)
     if num_bad:
-        chaos.say(f"{num_bad} of {len(campaigns)} campaigns failed; logs and ledgers: {home}")
+        print(f"{num_bad} of {len(campaigns)} campaigns failed; logs and ledgers: {home}")
         return 1
     shutil.rmtree(home, ignore_errors=True)
     return 0
@@ -233,7 +256,7 @@ def _line(campaign: Campaign, result: Result) -> str:
     )
     outcome = "; ".join(result.problems) or "curve and final state equal, nothing left over"
     return (
-        f"seed {campaign.seed} {campaign.parallelism}: {result.fired} faults happened "
+        f"seed {campaign.seed} {campaign.parallelism}: {result.fired} faults fired "
         f"({campaign.size} planned), {rungs or 'no recovery'}; {outcome}; {result.took_s:.0f} s"
     )
 

@@ -1,37 +1,43 @@
-"""A run from its start to its end, under a supervisor without Prefect.
+"""A run from its start to its end, supervised without Prefect, and what is done to it meanwhile.
 
-Times are seconds since the epoch, steps completed optimizer steps.
+A hook is called after every poll of the supervisor, with the newest step: it kills processes, or
+has the run pause and continue. Times are seconds since the epoch, steps completed optimizer steps.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from storage.address import Credentials
 from storage.errors import StorageError
-from training.drill.hooks import NoHook, RunHook
+from training.health.monitor.heartbeat import Phase
 from training.injection.inside import fired_at_s
-from training.injection.outside import LocalRun
+from training.injection.outside import KillInjector, LocalRun
 from training.job import Job
 from training.journal.history import RunHistory
 from training.journal.steps import kept_steps
 from training.supervisor.run import Run
 from training.supervisor.runbook import PlainSteps, conduct
 from training.supervisor.watch import EndKind, Progress
+from training.wire.requests import write_control
 
 LOG = logging.getLogger(__name__)
 LIMIT_S = 300.0  # of one start of a run; a drill that hangs is a drill that failed
 
+PAUSED_FOR_S = 0.5  # a rank that trains on in between would be noticed
+
 Curve = Mapping[int, tuple[float, float]]
+RunHook = Callable[[Run, Progress], None]
 
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """What a run has left.
+    """What remains of a run that is over.
 
     Attributes:
         history: its ledger.
@@ -52,7 +58,7 @@ class RunOutcome:
 
 @dataclass(slots=True)
 class RunDriver:
-    """Plays runs below one folder.
+    """Runs jobs below one folder, without Prefect.
 
     Attributes:
         home: Perdure's folder for them.
@@ -64,12 +70,12 @@ class RunDriver:
     limit_s: float = LIMIT_S
     credentials: Credentials | None = None
 
-    def play(self, job: Job, *, person: RunHook | None = None, starts: int = 1) -> RunOutcome:
+    def run(self, job: Job, *, hook: RunHook | None = None, starts: int = 1) -> RunOutcome:
         """Run a job to its end.
 
         Args:
             job: that has not been run below this folder.
-            person: watches it.
+            hook: called after every poll of the run; None: nothing is.
             starts: how often it is started at most, while it has not reached its target.
 
         Raises:
@@ -78,13 +84,13 @@ class RunDriver:
         """
         ended = ""
         for _ in range(starts):
-            ended = self._start(job, person or NoHook())
+            ended = self._start(job, hook)
             if ended == EndKind.COMPLETED:
                 break
-        return self._left_by(job, ended)
+        return self._outcome(job, ended)
 
-    def _start(self, job: Job, person: RunHook) -> str:
-        """Start it once, and see to its end. Returns how it ended."""
+    def _start(self, job: Job, hook: RunHook | None) -> str:
+        """Start it once. Returns how it ended."""
         run = self._run(job)
         run.take()
         until_s = time.monotonic() + self.limit_s
@@ -92,11 +98,9 @@ class RunDriver:
         def is_late() -> bool:
             return time.monotonic() > until_s
 
-        def on_progress(progress: Progress) -> None:
-            person.see(run, progress)
-
+        on_progress = {} if hook is None else {"on_progress": partial(hook, run)}
         try:
-            end = conduct(run, PlainSteps(run, is_late, on_progress), log=LOG)
+            end = conduct(run, PlainSteps(run, is_late, **on_progress), log=LOG)
         except BaseException:
             run.end("failed", "interrupted")
             raise
@@ -111,16 +115,16 @@ class RunDriver:
     def _run(self, job: Job) -> Run:
         return Run(job, home=self.home, credentials=self.credentials)
 
-    def _left_by(self, job: Job, ended: str) -> RunOutcome:
+    def _outcome(self, job: Job, ended: str) -> RunOutcome:
         run = self._run(job)
         kept = kept_steps(run.store, job.run_id)
         try:
             manifest = run.checkpoints.manifest(job.steps)
-            # In the order of ranks: which attempt and generation a name tells is not the state's.
+            # By rank: attempt and generation in a file's name do not belong to the state.
             files = sorted(manifest.shards.items())
             shards = {f"rank{rank}": one.xxh3_128 for rank, (_, one) in enumerate(files)}
         except StorageError:
-            shards = {}  # it did not come so far
+            shards = {}  # the last step was not reached
         left = LocalRun(self.home, job.run_id).processes()
         return RunOutcome(
             history=run.refresh(),
@@ -130,3 +134,60 @@ class RunDriver:
             left_over=tuple(process.name() for process in left),
             ended=ended,
         )
+
+
+def kill_hook(injector: KillInjector) -> RunHook:
+    """A hook that lets an injector kill what is due."""
+
+    def inject(run: Run, progress: Progress) -> None:
+        if progress.last is not None:
+            step, is_running = progress.last.step, progress.is_running
+            injector.inject(run.history, step, is_running=is_running)
+
+    return inject
+
+
+@dataclass(slots=True)
+class Pauser:
+    """A hook that pauses a run at a step, checks that every rank stays there, and resumes it.
+
+    Attributes:
+        at_step: completed step from which on the pause is requested.
+        num_ranks: of the run.
+        requested_s: when the pause was requested.
+        paused_at: the steps of all ranks, for every poll that found all of them paused.
+        resumed_s: when the run was resumed.
+    """
+
+    at_step: int
+    num_ranks: int
+    requested_s: float | None = None
+    paused_at: list[tuple[int, ...]] = field(default_factory=list)
+    resumed_s: float | None = None
+    _paused_s: float | None = None
+
+    def __call__(self, run: Run, progress: Progress) -> None:
+        """Do what is due."""
+        now_s = time.time()
+        if self.requested_s is None:
+            if progress.last is not None and progress.last.step >= self.at_step:
+                write_control(run.store, run.job.run_id, pause=True)
+                self.requested_s = now_s
+            return
+        if self.resumed_s is not None:
+            return
+        steps = _paused_steps(progress)
+        if len(steps) < self.num_ranks:
+            return
+        self.paused_at.append(steps)
+        self._paused_s = self._paused_s or now_s
+        if now_s - self._paused_s >= PAUSED_FOR_S:
+            write_control(run.store, run.job.run_id, pause=False)
+            self.resumed_s = now_s
+
+
+def _paused_steps(progress: Progress) -> tuple[int, ...]:
+    """Completed steps of the paused ranks."""
+    workers = [one for agent in progress.snapshot.agents.values() for one in agent.workers]
+    paused = Phase.PAUSED.name.lower()
+    return tuple(one.step for one in workers if one.phase == paused and one.step is not None)

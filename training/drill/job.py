@@ -1,7 +1,7 @@
 """The job that drills run: a small decoder, a corpus of its own, four ranks on two nodes or more.
 
-Small enough for any machine, and with everything that could go wrong unseen: dropout, gradients
-accumulated over micro-batches, a learning rate that moves, an epoch that ends on the way.
+Small enough for any machine, and with everything that could go wrong unnoticed: dropout, gradients
+accumulated over micro-batches, a learning rate that changes, an epoch that ends within the run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from training.specs.engine import LocalEngineSpec
 from training.specs.model import ParallelKind
 
 NUM_RANKS = 4
-PACE_ENV = "DRILL_PACE_S"  # seconds that every step takes longer
+PACE_ENV = "DRILL_PACE_S"  # seconds added to every step
 SAVE_EVERY_STEPS = 10
 HANG_TIMEOUT_S = 4.0
 NO_CHANGES: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
@@ -26,7 +26,7 @@ _TEXT = "the quick brown fox jumps over the lazy dog, again and again and again"
 
 
 def write_corpus(home: Path, num_ranks: int = NUM_RANKS) -> Path:
-    """The corpus, below a folder; made once. As many more lines as there are more ranks."""
+    """Write the corpus below a folder, once. Its lines grow with the number of ranks."""
     folder = home / "corpus"
     folder.mkdir(parents=True, exist_ok=True)
     lines = _LINES * max(1, num_ranks // NUM_RANKS)
@@ -45,21 +45,21 @@ def drill_job(
     steps: int,
     pace_s: float = 0.0,
     changes: Mapping[str, Any],
-    site: Mapping[str, Mapping[str, Any]] = NO_CHANGES,
+    target: Mapping[str, Mapping[str, Any]] = NO_CHANGES,
 ) -> Job:
-    """A job on this machine, or where `site` says.
+    """A job on this machine, or where `target` puts it.
 
     Args:
         home: folder of the drill; store and corpus lie below it.
         run_id: of the run.
         kind: of parallelism; hsdp has two replicas.
         steps: target step.
-        pace_s: how much longer every step takes.
+        pace_s: seconds added to every step.
         changes: fields of sections that differ, by section.
-        site: the same, of where it runs.
+        target: the same, of where it runs.
 
     Raises:
-        InputError: the job is none.
+        InputError: the job is not valid.
     """
     parallelism: dict[str, Any] = {"kind": kind}
     if kind is ParallelKind.HSDP:
@@ -82,11 +82,11 @@ def drill_job(
         "optimizer": {"lr": 3e-3, "warmup_steps": 5},
         "checkpoint": {"every_steps": SAVE_EVERY_STEPS},
         "restart": {"pod_retries": 1},
-        "preflight": {"nodes": False},  # of this machine there is nothing to find out
+        "preflight": {"nodes": False},  # they would find nothing on this machine
         "engine": {"nodes": 2, "slots_per_node": NUM_RANKS // 2, "spares": 2, "grace_s": 10},
         "env": {PACE_ENV: f"{pace_s:g}"},
     }
-    document = _changed(_changed(document, site), changes)
+    document = _changed(_changed(document, target), changes)
     num_ranks = LocalEngineSpec.model_validate(document["engine"]).world_size
     batch = {"global_batch_size": 2 * num_ranks, "micro_batch_size": 1}
     return parse_job({"batch": batch, **document})

@@ -1,6 +1,6 @@
-"""The reference program at a pace: who acts from outside finds it at work on any machine.
+"""The reference program, slowed down so that faults from outside hit it on any machine.
 
-The pause changes no number.
+The pauses do not change the numbers.
 """
 
 from __future__ import annotations

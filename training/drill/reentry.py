@@ -68,13 +68,13 @@ def _check_session(job: Job, folder: Path) -> Check:
     curves: list[dict[int, float]] = []
     for number in (1, 2):
         try:
-            played = RunDriver(folder).play(scratch_job(job, folder, number))
+            outcome = RunDriver(folder).run(scratch_job(job, folder, number))
         except PerdureError as error:
             return _failed(f"start {number}: {error}", allowed)
-        curve = {step: loss for step, (loss, _) in played.curve.items()}
+        curve = {step: loss for step, (loss, _) in outcome.curve.items()}
         if len(curve) != STEPS:
-            fault = next((a.ended.fault for a in played.history.attempts if a.ended), None)
-            why = fault.evidence if fault is not None else played.ended
+            fault = next((a.ended.fault for a in outcome.history.attempts if a.ended), None)
+            why = fault.evidence if fault is not None else outcome.ended
             return _failed(f"start {number}: {len(curve)} of {STEPS} steps: {why}", allowed)
         curves.append(curve)
     for step, loss in curves[0].items():

@@ -16,17 +16,17 @@ from training.specs.drill import DrillFault, DrillKind, DrillPoint
 STEPS = 40
 AT_STEP = 13  # in work when the fault comes
 SNAPSHOT_EVERY_STEPS = 5
-PACE_S = 0.1  # of a step, where somebody looks on from outside or a save is to be over
+PACE_S = 0.1  # added to every step where a hook has to see it or a save has to be over
 _ABNORMAL = 1e3  # no step of the small model comes near
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What is to come of a drill.
+    """The expected result of a drill.
 
     Attributes:
-        rungs: that mended it, in order.
-        steps_lost: completed steps that are done again, at most.
+        rungs: that recover the run, in order.
+        steps_lost: completed steps that are executed again, at most.
         last_save: step that the survivors save before their processes end.
     """
 
@@ -41,15 +41,15 @@ class Drill:
 
     Attributes:
         name: on the command line.
-        injected: for a person.
-        expected: what is to come of it.
-        faults: made in the worker processes themselves.
-        hits_replicas: each fault comes to every replica of its rank, too, once that is mended.
-        pauses_at: completed step at which somebody has the run pause, and go on later.
+        injected: description for reports.
+        expected: its result.
+        faults: injected inside the worker processes.
+        hits_replicas: each fault also hits every replica of its rank, during the recovery.
+        pauses_at: completed step at which the run is paused, and resumed later.
         changes: fields of the job that differ, by section.
         without_replicas: expected where no rank holds the state of another; None: the same.
         differs_from: step from which on the curve may differ: an abnormal step was accepted.
-        starts: how often a person starts the run, which ends in between.
+        starts: how often the run is started; it ends in between.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Drill:
 
     @property
     def pace_s(self) -> float:
-        """How much longer every step takes."""
+        """Seconds added to every step."""
         loses_a_node = any(fault.kind is DrillKind.NODE for fault in self.faults)
         return PACE_S if loses_a_node or self.pauses_at is not None else 0.0
 
@@ -131,7 +131,7 @@ DRILLS: tuple[Drill, ...] = (
     ),
     Drill(
         "tre-persistent",
-        "the same, and again when the step is done again: accepted",
+        "the same, and again when the step is executed again: accepted",
         Expected((Rung.STEP_RETRY, Rung.STEP_RETRY), steps_lost=_TO_SNAPSHOT),
         faults=(_fault(DrillKind.GRADIENT, 0, times=2),),
         changes={"restart": _TRE},
@@ -160,7 +160,7 @@ DRILLS: tuple[Drill, ...] = (
     ),
     Drill(
         "death-in-recovery",
-        "a collective of rank 1 fails; SIGKILL of rank 2 while that is mended",
+        "a collective of rank 1 fails; SIGKILL of rank 2 during the recovery",
         Expected((Rung.STEP_RETRY, Rung.PROCESS_REPLACE)),
         faults=(
             _fault(DrillKind.COLLECTIVE, 1),
@@ -170,14 +170,14 @@ DRILLS: tuple[Drill, ...] = (
     ),
     Drill(
         "replica-holder-dies",
-        "SIGKILL of rank 0, and of all with the same state while it is replaced",
+        "SIGKILL of rank 0, and of all ranks with the same state while it is replaced",
         _FROM_CHECKPOINT,
         faults=(_fault(DrillKind.KILL, 0),),
         hits_replicas=True,
     ),
     Drill(
         "end-of-life",
-        "SIGKILL of rank 1, and no process may be replaced",
+        "SIGKILL of rank 1 while process replacement is off",
         Expected((Rung.IN_PLACE_RESTART,), last_save=AT_STEP - 1),
         faults=(_fault(DrillKind.KILL, 1),),
         changes={"restart": {"process_replace": False}},
@@ -185,7 +185,7 @@ DRILLS: tuple[Drill, ...] = (
     ),
     Drill(
         "program-error",
-        "an exception of the program on rank 2; a person starts the run again",
+        "an exception of the program on rank 2; the run is started again",
         Expected((Rung.STOP,), last_save=AT_STEP - 1),
         faults=(_fault(DrillKind.EXCEPTION, 2),),
         without_replicas=Expected((Rung.STOP,), steps_lost=SAVE_EVERY_STEPS),
@@ -206,14 +206,14 @@ DRILLS: tuple[Drill, ...] = (
     ),
     Drill(
         "node-isolated",
-        "the same, and no single pod may be replaced",
+        "the same while pod rescheduling is off",
         Expected((Rung.JOB_RESCHEDULE_ISOLATED,), steps_lost=_WITHOUT_A_NODE),
         faults=(_fault(DrillKind.NODE, 2),),
         changes={"restart": {"pod_retries": 0}},
     ),
     Drill(
         "pause",
-        "a wish to pause, taken back later",
+        "a pause request, withdrawn later",
         Expected(()),
         pauses_at=3,
     ),

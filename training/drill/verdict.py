@@ -9,25 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from training.drill.driver import Curve, RunOutcome
-from training.drill.hooks import Pauser
+from training.drill.driver import Curve, Pauser, RunOutcome
 from training.drill.table import Drill, Expected
 from training.job import Job
 from training.journal.history import AttemptView, RunHistory
 from training.recovery.rungs import Rung
-from training.specs.model import ParallelKind
 from training.supervisor.watch import EndKind
 
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """One recovery that had training go on.
+    """One recovery after which training continued.
 
     Attributes:
-        rung: that did it.
         noticed_at_s: when the fault was noticed.
-        trains_at_s: when training went on, None when it did not.
-        steps_lost: completed steps that were done again.
+        trains_at_s: when training continued, None when it did not.
+        steps_lost: completed steps that were executed again.
     """
 
     rung: Rung
@@ -37,96 +34,102 @@ class Recovered:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What came of one drill.
+class DrillOutcome:
+    """The result of one drill.
 
     Attributes:
         name: of the drill.
         parallelism: of the job.
-        injected: for a person.
+        injected: description for reports.
         fired: how many faults really happened.
-        rungs: that mended it, in order.
+        rungs: that recovered the run, in order.
         detected_s: from the first fault to its notice.
         recovered_s: from the first fault to the end of the last recovery.
-        steps_lost: completed steps that were done again.
-        curve_equal: loss and gradient norm are those of the undisturbed run in every digit.
-        differs_from: step from which on they need not be, None: never.
+        steps_lost: completed steps that were executed again.
+        curve_equal: loss and gradient norm equal those of the undisturbed run in every digit.
+        differs_from: step from which on they may differ, None: never.
         left_over: processes that outlived the run.
-        problems: in what it is not as expected, for a person.
+        problems: deviations from what was expected.
     """
 
     name: str
     parallelism: str
     injected: str
-    fired: int
-    rungs: tuple[Rung, ...]
-    detected_s: float | None
-    recovered_s: float | None
-    steps_lost: int
-    curve_equal: bool
-    differs_from: int | None
-    left_over: int
-    problems: tuple[str, ...]
+    fired: int = 0
+    rungs: tuple[Rung, ...] = ()
+    detected_s: float | None = None
+    recovered_s: float | None = None
+    steps_lost: int = 0
+    curve_equal: bool = False
+    differs_from: int | None = None
+    left_over: int = 0
+    problems: tuple[str, ...] = ()
 
     @property
     def as_expected(self) -> bool:
         """Whether everything was."""
         return not self.problems
 
+    @property
+    def row(self) -> dict[str, str]:
+        """The row of a table, by its headings."""
+        return {
+            "drill": self.name,
+            "injected": self.injected,
+            "detected s": _seconds(self.detected_s),
+            "rung": " ".join(self.rungs) or "-",
+            "recovered s": _seconds(self.recovered_s),
+            "steps lost": str(self.steps_lost),
+            "curve equal": self._curve,
+            "left over": str(self.left_over),
+            "as expected": "yes" if self.as_expected else "NO",
+        }
 
-def not_played(drill: Drill, kind: ParallelKind, why: str) -> Outcome:
-    """What came of a drill whose run could not be started."""
-    return Outcome(
-        name=drill.name,
-        parallelism=kind.value,
-        injected=drill.injected,
-        fired=0,
-        rungs=(),
-        detected_s=None,
-        recovered_s=None,
-        steps_lost=0,
-        curve_equal=False,
-        differs_from=drill.differs_from,
-        left_over=0,
-        problems=(f"could not be run: {why}",),
-    )
+    @property
+    def line(self) -> str:
+        """One line, without the name."""
+        if not self.as_expected:
+            return "; ".join(self.problems)
+        return (
+            f"{', '.join(self.rungs) or 'nothing to recover'}: detected after "
+            f"{_seconds(self.detected_s)} s, recovered after {_seconds(self.recovered_s)} s, "
+            f"{self.steps_lost} steps lost, curve equal: {self._curve}"
+        )
+
+    @property
+    def _curve(self) -> str:
+        if not self.curve_equal:
+            return "no"
+        return "yes" if self.differs_from is None else f"up to step {self.differs_from - 1}"
 
 
 def recovered(history: RunHistory) -> list[Recovered]:
-    """The recoveries that had training go on, in order; a stop is one that a person ends."""
+    """The recoveries after which training continued, in order; after a stop, the user's restart."""
     found: list[Recovered] = []
     for view, after in zip(history.attempts, [*history.attempts[1:], None], strict=True):
         for recovery in view.recoveries:
             if recovery.ended is not None and recovery.ended.succeeded:
-                began = recovery.began
+                began, ended = recovery.began, recovery.ended
                 found.append(
-                    Recovered(
-                        began.decision.rung,
-                        noticed_at_s=began.fault.at_s,
-                        trains_at_s=recovery.ended.at_s,
-                        steps_lost=recovery.ended.steps_lost,
-                    )
+                    Recovered(began.decision.rung, began.fault.at_s, ended.at_s, ended.steps_lost)
                 )
         if view.decision is not None and view.ended is not None and view.ended.fault is not None:
-            found.append(_by_attempt(view.decision.rung, view, after))
+            noticed_at_s, reached = view.ended.fault.at_s, view.ended.to_step or 0
+            found.append(_by_attempt(view.decision.rung, noticed_at_s, reached, after))
     return found
 
 
-def _by_attempt(rung: Rung, view: AttemptView, after: AttemptView | None) -> Recovered:
-    assert view.ended is not None  # noqa: S101 asked by the caller
-    assert view.ended.fault is not None  # noqa: S101 likewise
-    first = after.first_step if after is not None else None
-    reached = view.ended.to_step or 0
-    return Recovered(
-        rung,
-        noticed_at_s=view.ended.fault.at_s,
-        trains_at_s=first.stepped_s if first is not None else None,
-        steps_lost=max(0, reached - after.from_step) if after is not None else 0,
-    )
+def _by_attempt(
+    rung: Rung, noticed_at_s: float, reached: int, after: AttemptView | None
+) -> Recovered:
+    if after is None:
+        return Recovered(rung, noticed_at_s, None, 0)
+    trains_at_s = after.first_step.stepped_s if after.first_step is not None else None
+    return Recovered(rung, noticed_at_s, trains_at_s, max(0, reached - after.from_step))
 
 
 def differences(curve: Curve, undisturbed: Curve, *, before: int | None = None) -> list[int]:
-    """Steps whose numbers are not those of the undisturbed run, or that only one of them has.
+    """Steps whose numbers differ from those of the undisturbed run, or that only one of them has.
 
     Args:
         curve: of the run.
@@ -143,34 +146,33 @@ def differences(curve: Curve, undisturbed: Curve, *, before: int | None = None) 
 
 def judge(
     drill: Drill,
-    played: RunOutcome,
+    outcome: RunOutcome,
     undisturbed: RunOutcome,
     *,
     job: Job,
     expected: Expected,
     pauser: Pauser | None,
-) -> Outcome:
-    """Put together what came of a drill.
+) -> DrillOutcome:
+    """The result of a drill.
 
     Args:
         drill: as in the table.
-        played: what its run has left.
-        undisturbed: what the run without faults has left.
-        job: of `played`.
+        outcome: what remains of its run.
+        undisturbed: what remains of the run without faults.
+        job: of `outcome`.
         expected: of the drill with this parallelism.
-        pauser: the person who had the run pause, if one did.
+        pauser: the hook that paused the run, if one did.
     """
-    recoveries = recovered(played.history)
-    fired = [at_s for times in played.fired_s.values() for at_s in times]
+    recoveries = recovered(outcome.history)
+    fired = [at_s for times in outcome.fired_s.values() for at_s in times]
     noticed = min((one.noticed_at_s for one in recoveries), default=None)
     trains = max((one.trains_at_s or 0.0 for one in recoveries), default=None)
-    if pauser is not None and pauser.asked_s is not None:
-        fired, noticed, trains = [pauser.asked_s], *_pause_times(played.history)
+    if pauser is not None and pauser.requested_s is not None:
+        fired, noticed, trains = [pauser.requested_s], *_pause_times(outcome.history)
     first = min(fired, default=None)
     if first is not None and noticed is not None:
         noticed = max(first, noticed)  # torch elastic records an exception's whole second
-    differing = differences(played.curve, undisturbed.curve, before=drill.differs_from)
-    return Outcome(
+    return DrillOutcome(
         name=drill.name,
         parallelism=job.parallelism.kind.value,
         injected=drill.injected,
@@ -179,29 +181,37 @@ def judge(
         detected_s=_between(first, noticed),
         recovered_s=_between(first, trains),
         steps_lost=sum(one.steps_lost for one in recoveries),
-        curve_equal=not differing,
+        curve_equal=not differences(outcome.curve, undisturbed.curve, before=drill.differs_from),
         differs_from=drill.differs_from,
-        left_over=len(played.left_over),
+        left_over=len(outcome.left_over),
         problems=(
-            *_run_problems(played, undisturbed, differing, drill.differs_from),
-            *_ladder_problems(played.history, recoveries, expected),
-            *_injection_problems(job, played),
-            *(_pause_problems(played.history, pauser) if pauser is not None else ()),
+            *run_problems(outcome, undisturbed, differs_from=drill.differs_from),
+            *_ladder_problems(outcome.history, recoveries, expected),
+            *_injection_problems(job, outcome),
+            *(_pause_problems(outcome.history, pauser) if pauser is not None else ()),
         ),
     )
 
 
-def _run_problems(
-    played: RunOutcome, undisturbed: RunOutcome, differing: Sequence[int], differs_from: int | None
+def run_problems(
+    outcome: RunOutcome, undisturbed: RunOutcome, *, differs_from: int | None = None
 ) -> Iterator[str]:
-    if played.ended != EndKind.COMPLETED:
-        yield f"the run ended: {played.ended}"
+    """Where a run deviates from the undisturbed one.
+
+    Args:
+        outcome: what remains of it.
+        undisturbed: what remains of the run that it is compared with.
+        differs_from: step from which on it may differ, None: never.
+    """
+    if outcome.ended != EndKind.COMPLETED:
+        yield f"the run ended: {outcome.ended}"
+    differing = differences(outcome.curve, undisturbed.curve, before=differs_from)
     if differing:
         yield f"the curve differs at {len(differing)} steps, first at step {differing[0]}"
-    elif differs_from is None and played.state != undisturbed.state:
+    elif differs_from is None and outcome.state != undisturbed.state:
         yield "the curve is equal, the final state is not"
-    if played.left_over:
-        yield f"left over: {', '.join(played.left_over)}"
+    if outcome.left_over:
+        yield f"left over: {', '.join(outcome.left_over)}"
 
 
 def _ladder_problems(
@@ -209,7 +219,7 @@ def _ladder_problems(
 ) -> Iterator[str]:
     rungs = tuple(one.rung for one in recoveries)
     if rungs != expected.rungs:
-        yield f"mended by {_names(rungs)}, expected {_names(expected.rungs)}"
+        yield f"recovered by {_names(rungs)}, expected {_names(expected.rungs)}"
     lost = sum(one.steps_lost for one in recoveries)
     if lost > expected.steps_lost:
         yield f"{lost} completed steps lost, expected at most {expected.steps_lost}"
@@ -220,11 +230,11 @@ def _ladder_problems(
         yield f"the survivors saved step {saved}, expected {expected.last_save}{why}"
 
 
-def _injection_problems(job: Job, played: RunOutcome) -> Iterator[str]:
-    wanted = sum(fault.times for fault in job.drill.faults)
-    fired = sum(len(times) for times in played.fired_s.values())
-    if fired < wanted:
-        yield f"{fired} of {wanted} faults happened"
+def _injection_problems(job: Job, outcome: RunOutcome) -> Iterator[str]:
+    planned = sum(fault.times for fault in job.drill.faults)
+    fired = sum(len(times) for times in outcome.fired_s.values())
+    if fired < planned:
+        yield f"{fired} of {planned} faults happened"
 
 
 def _pause_problems(history: RunHistory, pauser: Pauser) -> Iterator[str]:
@@ -233,14 +243,14 @@ def _pause_problems(history: RunHistory, pauser: Pauser) -> Iterator[str]:
     if len(pauses) != 1 or ended != [pauses[0].began.step]:
         steps = [pause.began.step for pause in pauses]
         yield f"pauses began at steps {steps} and ended at {ended}"
-    if len({step for look in pauser.stood_at for step in look}) != 1:
-        yield f"the ranks stood at steps {pauser.stood_at[:3]}"
+    if len({step for steps in pauser.paused_at for step in steps}) != 1:
+        yield f"the ranks paused at steps {pauser.paused_at[:3]}"
     if pauser.resumed_s is None:
-        yield "the ranks were never seen to stand"
+        yield "the ranks were never seen paused"
 
 
 def _pause_times(history: RunHistory) -> tuple[float | None, float | None]:
-    """When the ranks stood and when they went on."""
+    """When the ranks paused and when they continued."""
     pauses = [pause for view in history.attempts for pause in view.pauses]
     if not pauses:
         return None, None
@@ -250,6 +260,10 @@ def _pause_times(history: RunHistory) -> tuple[float | None, float | None]:
 
 def _between(earlier_s: float | None, later_s: float | None) -> float | None:
     return later_s - earlier_s if earlier_s is not None and later_s else None
+
+
+def _seconds(value: float | None) -> str:
+    return f"{value:.2f}" if value is not None else "-"
 
 
 def _names(rungs: Sequence[Rung]) -> str:

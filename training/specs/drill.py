@@ -1,4 +1,4 @@
-"""Faults that a job makes on purpose, in the worker processes themselves."""
+"""Faults that a job injects on purpose into its own worker processes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class DrillKind(StrEnum):
 
     KILL = "kill"  # SIGKILL to the rank's own process
     STOP = "stop"  # SIGSTOP to it
-    DEVICE_MEMORY = "device_memory"  # the rank's whole state is damaged, and the runtime says so
-    COLLECTIVE = "collective"  # the runtime says that a collective failed
+    DEVICE_MEMORY = "device_memory"  # the rank's whole state is damaged, and the runtime reports it
+    COLLECTIVE = "collective"  # the runtime reports that a collective failed
     LINK = "link"  # the rank's connections to the others are broken
     GRADIENT = "gradient"  # the rank's loss is multiplied, and the gradient norm with it
-    NOT_A_NUMBER = "not_a_number"  # the rank's loss is none, and so is the gradient of all
+    NOT_A_NUMBER = "not_a_number"  # the rank's loss is NaN, and so is the gradient of all
     EXCEPTION = "exception"  # the program raises an error of its own
     NODE = "kill_node"  # SIGKILL to everything on the rank's node, its agent too
 
@@ -34,20 +34,20 @@ class DrillPoint(StrEnum):
     APPLYING = "applying"
     HALF_APPLIED = "half_applied"
     SAVE = "save"
-    RECOVERY = "recovery"  # the first recovery that goes on with the step or a later one
+    RECOVERY = "recovery"  # the first recovery that continues with the step or a later one
 
 
 class DrillFault(FrozenModel):
-    """One fault, made once in the whole run, however often the step is done again."""
+    """One fault, injected once in the whole run, however often its step is executed again."""
 
     kind: DrillKind = Field(description="what happens")
-    rank: int = Field(ge=0, description="global rank that it happens to")
+    rank: int = Field(ge=0, description="global rank that it hits")
     step: int = Field(ge=1, description="step in which it happens")
     point: DrillPoint = Field(DrillPoint.BACKWARD, description="where in the step")
-    times: int = Field(1, ge=1, description="how often, each time that the step comes here")
+    times: int = Field(1, ge=1, description="how often, each time that the step comes to its point")
 
 
 class DrillSpec(FrozenModel):
-    """A drill: a run with faults on purpose."""
+    """A drill: a run with faults injected on purpose."""
 
     faults: tuple[DrillFault, ...] = Field((), description="faults, in any order")

@@ -1,6 +1,8 @@
-"""Campaigns: drawn from a seed, written down, read back."""
+"""Campaigns: drawn from a seed, written to a file, and what of them did not fire."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
@@ -11,11 +13,18 @@ from training.drill.campaign import (
     Campaign,
     draw,
     read_campaign,
+    unfired,
     write_campaign,
 )
 from training.drill.job import NUM_RANKS, drill_job
 from training.errors import InputError
 from training.injection.outside import Kill, Victim
+from training.journal.history import RunHistory, replay
+from training.journal.records import AnyRecord, AttemptStarted, FirstStep, Noted, Placed
+from training.recovery.decision import Decision
+from training.recovery.events import RecoveryBegan, RecoveryEnded
+from training.recovery.faults import Fault, FaultClass
+from training.recovery.rungs import Rung
 from training.specs.drill import DrillFault, DrillKind, DrillPoint
 from training.specs.model import ParallelKind
 
@@ -58,12 +67,12 @@ def test_twenty_seeds_break_everything_that_can_be_broken():
     assert {kill.victim for campaign in drawn for kill in campaign.kills} == set(Victim)
 
 
-def test_every_other_seed_has_broken_links_mended_under_the_operations():
+def test_every_other_seed_has_operator_retry_on():
     drawn = [draw(seed, num_faults=3, kind=ParallelKind.HSDP) for seed in (1, 2, 3, 4)]
     assert [one.overrides["comm"]["link_retry"] for one in drawn] == [False, True, False, True]
 
 
-def test_an_abnormal_step_never_comes_back_for_it_would_be_accepted():
+def test_an_abnormal_step_fires_once_because_the_second_time_is_accepted():
     drawn = [draw(seed, num_faults=50, kind=ParallelKind.DDP) for seed in range(20)]
     gradients = [
         fault for campaign in drawn for fault in campaign.faults if fault.kind is DrillKind.GRADIENT
@@ -71,7 +80,7 @@ def test_an_abnormal_step_never_comes_back_for_it_would_be_accepted():
     assert {fault.times for fault in gradients} == {1}
 
 
-def test_a_part_of_a_campaign_has_the_faults_of_these_places_alone():
+def test_a_part_of_a_campaign_has_only_the_chosen_faults():
     whole = Campaign(
         steps=9,
         faults=tuple(DrillFault(kind=DrillKind.KILL, rank=r, step=5) for r in range(3)),
@@ -85,7 +94,7 @@ def test_a_part_of_a_campaign_has_the_faults_of_these_places_alone():
     assert [kill.victim for kill in part.kills] == [Victim.CHECKPOINT_SERVER]
 
 
-def test_a_person_starts_the_run_again_after_each_error_of_the_program():
+def test_the_run_is_started_again_after_each_error_of_the_program():
     error = DrillFault(kind=DrillKind.EXCEPTION, rank=0, step=5, times=2)
     assert Campaign(steps=9, faults=(error,)).starts == 3
 
@@ -97,7 +106,7 @@ def test_a_campaign_is_read_back_as_it_was_written(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "problem"),
     [
         (None, "No such file"),
         ("{", "is not JSON"),
@@ -105,11 +114,102 @@ def test_a_campaign_is_read_back_as_it_was_written(tmp_path):
         ('{"steps": 9, "kills": [{"victim": "cat", "step": 1}]}', "kills.0.victim"),
     ],
 )
-def test_a_file_that_is_no_campaign_is_refused_in_one_line(tmp_path, text, told):
+def test_a_file_that_is_no_campaign_is_refused_in_one_line(tmp_path, text, problem):
     path = tmp_path / "campaign.json"
     if text is not None:
         path.write_text(text)
     with pytest.raises(InputError) as refused:
         read_campaign(path)
-    assert told in str(refused.value)
+    assert problem in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+EPOCH = 1
+FAULT = Fault(fault_class=FaultClass.LINK_DOWN, at_s=3.0, evidence="gloo")
+
+
+def fault(step: int, point: DrillPoint = DrillPoint.PREPARED, times: int = 1) -> DrillFault:
+    return DrillFault(kind=DrillKind.LINK, rank=1, step=step, point=point, times=times)
+
+
+def history(
+    *, rung: Rung = Rung.STEP_RETRY, goes_on_from: int | None = None, restarted_from: int = 0
+) -> RunHistory:
+    """A run with one recovery inside its processes, and then perhaps a restart."""
+    one: dict[str, Any] = {"placement": 1, "attempt": 1, "epoch": EPOCH}
+    two = {**one, "attempt": 2}
+    notes = (
+        RecoveryBegan(
+            at_s=3.0, number=1, generation=1, fault=FAULT, decision=Decision(rung, None, "r")
+        ),
+        RecoveryEnded(at_s=4.0, number=1, generation=2, succeeded=True, step=goes_on_from),
+    )
+    records: list[AnyRecord] = [
+        Placed(at_s=1.0, placement=1, members=(), avoid=(), epoch=EPOCH),
+        AttemptStarted(at_s=2.0, from_step=0, **one),
+        *(Noted(at_s=note.at_s, note=note, **one) for note in notes),
+    ]
+    if restarted_from:
+        first = restarted_from + 1
+        records += [
+            AttemptStarted(at_s=5.0, from_step=restarted_from, **two),
+            FirstStep(at_s=6.0, step=first, stepped_s=6.0, **two),
+        ]
+    return replay(records)
+
+
+def reasons(campaign: Campaign, past: RunHistory, **given) -> list[str | None]:
+    options = {"fired": (), "killed": (), "num_due": {}, **given}
+    return [one.reason for one in unfired(campaign, past, **options)]
+
+
+def test_what_fired_once_counts_though_it_might_have_fired_again():
+    campaign = Campaign(
+        steps=20, faults=(fault(5, times=2),), kills=(Kill(victim=Victim.NODE, step=7),)
+    )
+    assert unfired(campaign, history(), fired=[0], killed=[0], num_due={0: 9}) == []
+
+
+@pytest.mark.parametrize(
+    ("one", "past", "is_excused"),
+    [
+        pytest.param(fault(8), history(goes_on_from=7), False, id="its step was executed again"),
+        pytest.param(fault(8), history(goes_on_from=8), True, id="others had executed its step"),
+        pytest.param(fault(8), history(restarted_from=8), True, id="a save held its step"),
+        pytest.param(fault(9), history(restarted_from=8), False, id="its step came after a save"),
+        pytest.param(
+            fault(8),
+            history(rung=Rung.OPERATOR_RETRY, goes_on_from=8),
+            False,
+            id="reconnected below the step",
+        ),
+        pytest.param(
+            fault(8, DrillPoint.RECOVERY), history(goes_on_from=6), True, id="no late recovery"
+        ),
+        pytest.param(
+            fault(8, DrillPoint.RECOVERY), history(goes_on_from=7), False, id="a late recovery"
+        ),
+    ],
+)
+def test_a_fault_is_excused_where_its_rank_could_not_come_to_its_point(one, past, is_excused):
+    (reason,) = reasons(Campaign(steps=20, faults=(one,)), past)
+    assert (reason is not None) == is_excused
+
+
+@pytest.mark.parametrize(("num_due", "is_excused"), [(0, True), (1, True), (2, False)])
+def test_a_kill_is_excused_only_when_the_run_was_over_before_a_second_poll(num_due, is_excused):
+    kill = Kill(victim=Victim.FORK_SERVER, index=1, step=5)
+    (reason,) = reasons(Campaign(steps=20, kills=(kill,)), history(), num_due={0: num_due})
+    assert (reason is not None) == is_excused
+
+
+def test_what_did_not_fire_has_a_description():
+    kill = Kill(victim=Victim.FORK_SERVER, index=1, step=5)
+    found = unfired(
+        Campaign(steps=20, faults=(fault(8),), kills=(kill,)),
+        history(), fired=(), killed=(), num_due={},
+    )  # fmt: skip
+    assert [one.what for one in found] == [
+        "link of rank 1 at prepared of step 8",
+        "kill of fork server 1 at step 5",
+    ]

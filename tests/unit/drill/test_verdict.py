@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from training.drill.driver import RunOutcome
-from training.drill.hooks import Pauser
+from training.drill.driver import Pauser, RunOutcome
 from training.drill.job import drill_job
 from training.drill.table import Drill, Expected
-from training.drill.verdict import Outcome, differences, judge, not_played, recovered
+from training.drill.verdict import DrillOutcome, differences, judge, recovered
 from training.journal.events import LedgerEvent
 from training.journal.history import RunHistory, replay
 from training.journal.records import (
@@ -86,7 +85,7 @@ def restarted(*notes: LedgerEvent, to_step: int, from_step: int) -> RunHistory:
     )  # fmt: skip
 
 
-def played(history: RunHistory, **changes: Any) -> RunOutcome:
+def outcome_of(history: RunHistory, **changes: Any) -> RunOutcome:
     one = RunOutcome(
         history=history,
         curve=CURVE,
@@ -98,11 +97,11 @@ def played(history: RunHistory, **changes: Any) -> RunOutcome:
     return replace(one, **changes)
 
 
-MENDED = replay(attempt(began(Rung.PROCESS_REPLACE), ended()))
-UNDISTURBED = played(replay(attempt()), fired_s={})
+RECOVERED = replay(attempt(began(Rung.PROCESS_REPLACE), ended()))
+UNDISTURBED = outcome_of(replay(attempt()), fired_s={})
 
 
-def verdict(tmp_path, one: RunOutcome, drill: Drill = DRILL, **given: Any) -> Outcome:
+def verdict(tmp_path, one: RunOutcome, drill: Drill = DRILL, **given: Any) -> DrillOutcome:
     job = drill_job(
         tmp_path,
         drill.name,
@@ -110,12 +109,12 @@ def verdict(tmp_path, one: RunOutcome, drill: Drill = DRILL, **given: Any) -> Ou
         steps=6,
         changes={"optimizer": {"warmup_steps": 0}, "drill": {"faults": drill.faults}},
     )
-    told: dict[str, Any] = {"expected": drill.expected, "pauser": None}
-    return judge(drill, one, UNDISTURBED, job=job, **{**told, **given})
+    options: dict[str, Any] = {"expected": drill.expected, "pauser": None, **given}
+    return judge(drill, one, UNDISTURBED, job=job, **options)
 
 
-def test_a_drill_that_went_as_expected_has_no_problem_and_tells_its_times(tmp_path):
-    outcome = verdict(tmp_path, played(MENDED))
+def test_a_drill_that_went_as_expected_has_no_problem_and_its_times(tmp_path):
+    outcome = verdict(tmp_path, outcome_of(RECOVERED))
     assert outcome.as_expected
     assert outcome.rungs == (Rung.PROCESS_REPLACE,)
     assert outcome.detected_s == pytest.approx(0.5)
@@ -125,7 +124,7 @@ def test_a_drill_that_went_as_expected_has_no_problem_and_tells_its_times(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "problem"),
     [
         ({"fired_s": {}}, "0 of 1 faults happened"),
         ({"ended": "stopped by the ladder"}, "the run ended: stopped by the ladder"),
@@ -135,18 +134,18 @@ def test_a_drill_that_went_as_expected_has_no_problem_and_tells_its_times(tmp_pa
         ({"state": {"rank00000.safetensors": "01"}}, "the curve is equal, the final state is not"),
     ],
 )
-def test_a_drill_says_in_what_it_is_not_as_expected(tmp_path, changes, told):
-    outcome = verdict(tmp_path, played(MENDED, **changes))
-    assert outcome.problems == (told,)
+def test_a_drill_reports_where_it_is_not_as_expected(tmp_path, changes, problem):
+    outcome = verdict(tmp_path, outcome_of(RECOVERED, **changes))
+    assert outcome.problems == (problem,)
 
 
-def test_a_fault_that_nothing_answered_is_told(tmp_path):
-    outcome = verdict(tmp_path, played(replay(attempt())))
-    assert outcome.problems == ("mended by nothing, expected process_replace",)
+def test_a_fault_without_a_recovery_is_a_problem(tmp_path):
+    outcome = verdict(tmp_path, outcome_of(replay(attempt())))
+    assert outcome.problems == ("recovered by nothing, expected process_replace",)
     assert (outcome.detected_s, outcome.recovered_s) == (None, None)
 
 
-def test_a_recovery_that_failed_mended_nothing_and_the_rung_after_it_did():
+def test_a_failed_recovery_does_not_count_and_the_rung_after_it_does():
     history = restarted(began(Rung.PROCESS_REPLACE), ended(succeeded=False), to_step=3, from_step=2)
     (one,) = recovered(history)
     assert one.rung is Rung.IN_PLACE_RESTART
@@ -154,29 +153,29 @@ def test_a_recovery_that_failed_mended_nothing_and_the_rung_after_it_did():
     assert one.steps_lost == 1
 
 
-def test_steps_that_are_lost_beyond_what_the_rung_may_lose_are_told(tmp_path):
+def test_steps_lost_beyond_what_the_rung_may_lose_are_a_problem(tmp_path):
     drill = replace(DRILL, expected=Expected((Rung.IN_PLACE_RESTART,), steps_lost=1))
-    few = verdict(tmp_path, played(restarted(to_step=3, from_step=2)), drill)
+    few = verdict(tmp_path, outcome_of(restarted(to_step=3, from_step=2)), drill)
     assert few.problems == ()
-    many = verdict(tmp_path, played(restarted(to_step=3, from_step=0)), drill)
+    many = verdict(tmp_path, outcome_of(restarted(to_step=3, from_step=0)), drill)
     assert many.problems == ("3 completed steps lost, expected at most 1",)
 
 
 def test_the_survivors_save_is_expected_where_there_is_one(tmp_path):
     drill = replace(DRILL, expected=Expected((Rung.IN_PLACE_RESTART,), last_save=3))
     saved = restarted(LastSave(at_s=101.0, number=1, step=3), to_step=3, from_step=3)
-    assert verdict(tmp_path, played(saved), drill).as_expected
+    assert verdict(tmp_path, outcome_of(saved), drill).as_expected
     refused = LastSave(at_s=101.0, number=1, step=None, why="no rank of [1] lives")
     lost = restarted(refused, to_step=3, from_step=3)
-    told = "the survivors saved step None, expected 3 (no rank of [1] lives)"
-    assert verdict(tmp_path, played(lost), drill).problems == (told,)
+    problem = "the survivors saved step None, expected 3 (no rank of [1] lives)"
+    assert verdict(tmp_path, outcome_of(lost), drill).problems == (problem,)
 
 
 def test_where_an_abnormal_step_was_accepted_the_curve_counts_up_to_it(tmp_path):
     drill = replace(DRILL, differs_from=4)
     other = {**CURVE, 4: (9.0, 9.0), 5: (9.0, 9.0)}
-    assert verdict(tmp_path, played(MENDED, curve=other, state={}), drill).as_expected
-    before = verdict(tmp_path, played(MENDED, curve={**other, 3: (9.0, 9.0)}), drill)
+    assert verdict(tmp_path, outcome_of(RECOVERED, curve=other, state={}), drill).as_expected
+    before = verdict(tmp_path, outcome_of(RECOVERED, curve={**other, 3: (9.0, 9.0)}), drill)
     assert before.problems == ("the curve differs at 1 steps, first at step 3",)
 
 
@@ -188,17 +187,17 @@ def _paused(*, began_at: int = 4, ended_at: int = 4) -> RunOutcome:
         PauseBegan(at_s=111.0, number=1, step=began_at),
         PauseEnded(at_s=115.0, number=1, step=ended_at),
     )
-    return played(replay(attempt(*notes)), fired_s={})
+    return outcome_of(replay(attempt(*notes)), fired_s={})
 
 
 def _pauser(*looks: tuple[int, ...], resumed_s: float | None = 113.0) -> Pauser:
     one = Pauser(3, 4)
-    one.asked_s, one.resumed_s = 110.0, resumed_s
-    one.stood_at = list(looks)
+    one.requested_s, one.resumed_s = 110.0, resumed_s
+    one.paused_at = list(looks)
     return one
 
 
-def test_a_pause_is_one_at_which_all_ranks_were_seen_to_stand_at_one_step(tmp_path):
+def test_a_pause_keeps_all_ranks_at_one_step(tmp_path):
     pauser = _pauser((4, 4, 4, 4), (4, 4, 4, 4))
     outcome = verdict(tmp_path, _paused(), PAUSE, pauser=pauser)
     assert outcome.as_expected
@@ -206,15 +205,15 @@ def test_a_pause_is_one_at_which_all_ranks_were_seen_to_stand_at_one_step(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("one", "pauser", "told"),
+    ("one", "pauser", "problem"),
     [
-        (_paused(), _pauser((4, 4, 3, 4)), "the ranks stood at steps [(4, 4, 3, 4)]"),
+        (_paused(), _pauser((4, 4, 3, 4)), "the ranks paused at steps [(4, 4, 3, 4)]"),
         (_paused(ended_at=5), _pauser((4, 4, 4, 4)), "pauses began at steps [4] and ended at [5]"),
-        (_paused(), _pauser((4, 4, 4, 4), resumed_s=None), "the ranks were never seen to stand"),
+        (_paused(), _pauser((4, 4, 4, 4), resumed_s=None), "the ranks were never seen paused"),
     ],
 )
-def test_a_pause_in_which_a_rank_moves_is_none(tmp_path, one, pauser, told):
-    assert verdict(tmp_path, one, PAUSE, pauser=pauser).problems == (told,)
+def test_a_pause_in_which_a_rank_moves_is_a_problem(tmp_path, one, pauser, problem):
+    assert verdict(tmp_path, one, PAUSE, pauser=pauser).problems == (problem,)
 
 
 def test_curves_are_compared_step_by_step_and_a_step_that_only_one_has_differs():
@@ -223,7 +222,40 @@ def test_curves_are_compared_step_by_step_and_a_step_that_only_one_has_differs()
     assert differences({1: (1.0, 2.0), 2: (1.0, 1.0)}, {1: (1.0, 1.0)}, before=2) == [1]
 
 
-def test_a_drill_that_could_not_be_run_is_none_that_was_as_expected():
-    outcome = not_played(DRILL, ParallelKind.DDP, "no such store")
-    assert outcome.problems == ("could not be run: no such store",)
-    assert (outcome.name, outcome.fired, outcome.curve_equal) == (DRILL.name, 0, False)
+OUTCOME = DrillOutcome(
+    name="replace-rank",
+    parallelism="ddp",
+    injected="SIGKILL of rank 3",
+    fired=1,
+    rungs=(Rung.PROCESS_REPLACE,),
+    detected_s=0.05,
+    recovered_s=0.7,
+    steps_lost=0,
+    curve_equal=True,
+    differs_from=None,
+    left_over=0,
+    problems=(),
+)
+
+
+def test_a_drill_as_expected_is_shown_with_its_times():
+    assert OUTCOME.line == (
+        "process_replace: detected after 0.05 s, recovered after 0.70 s, 0 steps lost, "
+        "curve equal: yes"
+    )
+    assert list(OUTCOME.row.values()) == [
+        "replace-rank", "SIGKILL of rank 3", "0.05", "process_replace", "0.70", "0", "yes", "0",
+        "yes",
+    ]  # fmt: skip
+
+
+def test_of_a_drill_not_as_expected_the_problems_are_shown():
+    bad = replace(OUTCOME, rungs=(), recovered_s=None, problems=("left over: x", "0 of 1 faults"))
+    assert bad.line == "left over: x; 0 of 1 faults"
+    assert (bad.row["rung"], bad.row["recovered s"]) == ("-", "-")
+    assert bad.row["as expected"] == "NO"
+
+
+def test_a_curve_that_may_differ_from_a_step_on_is_equal_up_to_it():
+    assert replace(OUTCOME, differs_from=13).row["curve equal"] == "up to step 12"
+    assert replace(OUTCOME, curve_equal=False).row["curve equal"] == "no"

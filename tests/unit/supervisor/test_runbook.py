@@ -6,8 +6,7 @@ import pytest
 
 from storage.local import LocalStore
 from tests.unit.supervisor.cluster import Cluster, ClusterRun
-from training.drill.driver import RunDriver, RunOutcome
-from training.drill.hooks import RunHook
+from training.drill.driver import RunDriver, RunHook, RunOutcome
 from training.job import Job, parse_job
 from training.recovery.faults import FaultClass
 from training.supervisor.run import Run
@@ -28,10 +27,10 @@ class ClusterDriver(RunDriver):
 
 @pytest.fixture
 def play(tmp_path, impatient):
-    def play(job: Job, cluster: Cluster, person: RunHook | None = None) -> RunOutcome:
+    def play(job: Job, cluster: Cluster, hook: RunHook | None = None) -> RunOutcome:
         driver = ClusterDriver(tmp_path)
         driver.cluster = cluster
-        return driver.play(job, person=person)
+        return driver.run(job, hook=hook)
 
     return play
 
@@ -55,7 +54,7 @@ class Damage:
     def __init__(self, store: LocalStore) -> None:
         self.store = store
 
-    def see(self, run: Run, progress: Progress) -> None:
+    def __call__(self, run: Run, progress: Progress) -> None:
         if run.history.attempts[-1].key == (1, 1):
             for shard in self.store.list("data/shards/"):
                 self.store.put(shard.key, b"damaged")

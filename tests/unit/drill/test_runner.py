@@ -1,18 +1,79 @@
-"""Drills on the nodes of a job: what they take of it, and what they need."""
+"""The table of drills, the names that the command line knows, and drills on the nodes of a job."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from storage.address import open_store
-from training.drill.drilling import KINDS, Drilling, chosen, drilling_on, parallel_kind
-from training.drill.table import DRILLS
-from training.drill.target import check_site, sections_of
+from training.drill.job import NUM_RANKS
+from training.drill.runner import (
+    KINDS,
+    DrillRunner,
+    check_target,
+    chosen,
+    drills_on,
+    parallel_kind,
+    target_sections,
+)
+from training.drill.table import DRILLS, STEPS
 from training.errors import InputError
 from training.job import Job, parse_job
+from training.recovery.rungs import Rung
 from training.specs.model import ParallelKind
+
+
+def test_names_are_unlike_and_all_means_every_one():
+    names = [drill.name for drill in DRILLS]
+    assert len(set(names)) == len(names)
+    assert chosen("all") == DRILLS
+    assert [drill.name for drill in chosen("tre")] == ["tre"]
+
+
+def test_every_rung_has_a_drill_but_the_one_for_unexplained_faults():
+    drilled = {rung for drill in DRILLS for rung in drill.expected.rungs}
+    assert set(Rung) - drilled == {Rung.JOB_RESCHEDULE}
+
+
+@pytest.mark.parametrize("drill", DRILLS, ids=lambda drill: drill.name)
+def test_a_drill_breaks_something_within_the_run(drill):
+    steps = [fault.step for fault in drill.faults]
+    assert steps or drill.pauses_at
+    assert all(1 < step < STEPS for step in steps)
+    assert all(fault.rank < NUM_RANKS for fault in drill.faults)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("drill", DRILLS, ids=lambda drill: drill.name)
+def test_a_drill_is_a_job_with_each_kind_of_parallelism(tmp_path, drill, kind):
+    job = DrillRunner(tmp_path, kind).job(drill)
+    assert job.run_id == f"{drill.name}-{kind}"
+    assert job.parallelism.kind is kind
+
+
+def test_the_drill_of_a_state_that_is_lost_hits_every_rank_that_holds_it(tmp_path):
+    (drill,) = chosen("replica-holder-dies")
+    hit = {
+        kind: sorted(fault.rank for fault in DrillRunner(tmp_path, kind).job(drill).drill.faults)
+        for kind in KINDS
+    }
+    assert [hit[kind] for kind in KINDS] == [[0, 1, 2, 3], [0, 2], [0]]
+
+
+def test_a_name_that_is_not_there_is_refused_with_those_that_are():
+    with pytest.raises(InputError, match=r"name: 'nope': no such drill; there are all, .*, pause"):
+        chosen("nope")
+    with pytest.raises(InputError, match=r"parallelism: 'tp': must be one of ddp, hsdp, fsdp2"):
+        parallel_kind("tp")
+
+
+def test_the_docs_have_every_drill_with_what_it_does():
+    text = (Path(__file__).parents[3] / "docs" / "recovery.md").read_text(encoding="utf-8")
+    for drill in DRILLS:
+        assert f"| `{drill.name}` | {drill.injected} |" in text
+
 
 FOLDER = "perdure-drill-1"
 
@@ -30,8 +91,8 @@ def job_of(tmp_path, **sections: Any) -> Job:
     )
 
 
-def drilling(tmp_path, job: Job, kind: ParallelKind = ParallelKind.DDP) -> Drilling:
-    return Drilling(tmp_path, kind, sections_of(job, FOLDER, kind))
+def runner(tmp_path, job: Job, kind: ParallelKind = ParallelKind.DDP) -> DrillRunner:
+    return DrillRunner(tmp_path, kind, target_sections(job, FOLDER, kind))
 
 
 def test_a_drill_has_the_engine_and_the_environment_of_the_job_and_a_folder_in_its_store(tmp_path):
@@ -43,7 +104,7 @@ def test_a_drill_has_the_engine_and_the_environment_of_the_job_and_a_folder_in_i
         restart={"start_timeout_s": 1234, "process_replace": False},
         worker={"cwd": str(tmp_path)},
     )
-    drill = drilling(tmp_path, job).job(None)
+    drill = runner(tmp_path, job).job(None)
     assert drill.engine == job.engine
     assert drill.storage.address == f"file://{tmp_path}/store/{FOLDER}"
     assert drill.env["HCCL_DETERMINISTIC"] == "true"
@@ -53,7 +114,7 @@ def test_a_drill_has_the_engine_and_the_environment_of_the_job_and_a_folder_in_i
     assert drill.worker.cwd == str(tmp_path)
 
 
-def test_what_is_expected_of_a_drill_does_not_hang_on_the_policies_of_the_job(tmp_path):
+def test_what_is_expected_of_a_drill_does_not_depend_on_the_policies_of_the_job(tmp_path):
     job = job_of(
         tmp_path,
         steps=90_000,
@@ -62,18 +123,18 @@ def test_what_is_expected_of_a_drill_does_not_hang_on_the_policies_of_the_job(tm
         checkpoint={"every_steps": 500},
         watch={"isolate_fail_slow": True},
     )
-    here, there = Drilling(tmp_path, ParallelKind.DDP).job(None), drilling(tmp_path, job).job(None)
+    here, there = DrillRunner(tmp_path, ParallelKind.DDP).job(None), runner(tmp_path, job).job(None)
     for section in ("model", "optimizer", "checkpoint", "restart", "watch", "steps", "seed"):
         assert getattr(there, section) == getattr(here, section), section
     assert not there.comm.link_retry
     (retry,) = chosen("operator-retry")
-    assert drilling(tmp_path, job).job(retry).comm.link_retry
+    assert runner(tmp_path, job).job(retry).comm.link_retry
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("drill", DRILLS, ids=lambda drill: drill.name)
 def test_every_drill_is_a_job_on_more_nodes(tmp_path, drill, kind):
-    job = drilling(tmp_path, job_of(tmp_path), kind).job(drill)
+    job = runner(tmp_path, job_of(tmp_path), kind).job(drill)
     assert (job.world_size, job.batch.global_batch_size) == (16, 32)
 
 
@@ -82,21 +143,21 @@ def test_every_drill_is_a_job_on_more_nodes(tmp_path, drill, kind):
 )
 def test_too_few_nodes_or_ranks_are_refused(tmp_path, engine):
     with pytest.raises(InputError, match=r"engine: nodes=.* 2 nodes and 4 ranks at least"):
-        check_site(job_of(tmp_path, engine=engine), chosen("tre"))
+        check_target(job_of(tmp_path, engine=engine), chosen("tre"))
 
 
 def test_a_node_can_be_left_where_there_is_another_one(tmp_path):
     bare = job_of(tmp_path, engine={"nodes": 2, "slots_per_node": 4, "spares": 0})
-    check_site(bare, chosen("replace-rank"))
+    check_target(bare, chosen("replace-rank"))
     with pytest.raises(InputError, match=r"engine\.spares: 0: the drill node-lost leaves a node"):
-        check_site(bare, chosen("all"))
+        check_target(bare, chosen("all"))
 
 
-def test_a_store_that_does_not_answer_is_told_before_anything_is_started(tmp_path):
+def test_a_store_that_does_not_answer_is_refused_before_anything_is_started(tmp_path):
     (tmp_path / "store").write_text("a file")
     home = tmp_path / "home"
     with pytest.raises(InputError, match="storage"):
-        drilling_on(job_of(tmp_path), chosen("tre"), ParallelKind.DDP, home=home)
+        drills_on(job_of(tmp_path), chosen("tre"), ParallelKind.DDP, home=home)
     assert not home.exists()
 
 
@@ -104,7 +165,7 @@ def test_drills_clear_what_is_theirs_in_the_store_alone(tmp_path):
     job = job_of(tmp_path)
     store = open_store(job.storage)
     store.put("runs/weeks-long/ledger", b"kept")
-    mine = drilling(tmp_path / "home", job)
+    mine = runner(tmp_path / "home", job)
     mine.home.mkdir()
     open_store(mine.job(None).storage).put("runs/tre-ddp/ledger", b"x")
     assert mine.places == (str(mine.home), f"file://{tmp_path}/store/{FOLDER}")
@@ -119,8 +180,8 @@ def test_an_hsdp_job_has_its_replicas_drilled(tmp_path):
     batch = {"global_batch_size": 9, "micro_batch_size": 1}
     three = {"kind": "hsdp", "replicas": 3}
     job = job_of(tmp_path, engine=engine, batch=batch, parallelism=three)
-    assert drilling(tmp_path, job, ParallelKind.HSDP).job(None).parallelism.replicas == 3
-    plain = drilling(tmp_path, job_of(tmp_path, engine=engine, batch=batch), ParallelKind.HSDP)
+    assert runner(tmp_path, job, ParallelKind.HSDP).job(None).parallelism.replicas == 3
+    plain = runner(tmp_path, job_of(tmp_path, engine=engine, batch=batch), ParallelKind.HSDP)
     with pytest.raises(InputError, match=r"replicas=2 must divide the world size 9"):
         plain.job(None)
 

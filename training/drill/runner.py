@@ -1,32 +1,34 @@
-"""Drills, one after the other, each beside the same job without a fault.
+"""Drills, one after the other, each compared with the same job without a fault.
 
-Times are seconds.
+They run on this machine, or on the engine of a job with its store. Of that job they take where and
+how its processes run; model, data and policies are the drills' own, so that the same is expected
+of them everywhere. Times are seconds.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from storage.address import Credentials, clear
 from storage.errors import StorageError
-from training.drill.driver import LIMIT_S, RunDriver, RunOutcome
-from training.drill.hooks import Pauser, RunHook
-from training.drill.job import NO_CHANGES, drill_job, write_corpus
+from training.drill.driver import LIMIT_S, Pauser, RunDriver, RunOutcome
+from training.drill.job import NO_CHANGES, NUM_RANKS, drill_job, write_corpus
 from training.drill.table import DRILLS, STEPS, Drill
-from training.drill.target import check_site, sections_of
-from training.drill.verdict import Outcome, judge, not_played
+from training.drill.verdict import DrillOutcome, judge
 from training.errors import InputError, PerdureError
 from training.job import Job
+from training.recovery.rungs import ISOLATES
 from training.specs.drill import DrillFault, DrillPoint
 from training.specs.model import ParallelKind
 from training.supervisor.job_checks import check_job
 from training.supervisor.watch import EndKind
 
 ALL = "all"
+MIN_NODES = 2
 KINDS = (ParallelKind.DDP, ParallelKind.HSDP, ParallelKind.FSDP2)
 
 
@@ -63,15 +65,15 @@ def parallel_kind(name: str | None, job: Job | None = None) -> ParallelKind:
     return ParallelKind(name)
 
 
-def drilling_on(
+def drills_on(
     job: Job | None,
     drills: Sequence[Drill],
     kind: ParallelKind,
     *,
     home: Path,
     credentials: Credentials | None = None,
-) -> Drilling:
-    """Drills on the nodes of a job, checked; None: on this machine.
+) -> DrillRunner:
+    """What runs drills on the nodes of a job, which are checked; None: on this machine.
 
     Args:
         job: whose engine, store and environment they take.
@@ -84,38 +86,38 @@ def drilling_on(
         InputError: they cannot be run there, and `home` is gone.
     """
     if job is None:
-        return Drilling(home, kind)
+        return DrillRunner(home, kind)
     try:
-        check_site(job, drills)
-        drilling = Drilling(home, kind, sections_of(job, home.name, kind), credentials)
-        undisturbed = drilling.job(None)
+        check_target(job, drills)
+        runner = DrillRunner(home, kind, target_sections(job, home.name, kind), credentials)
+        undisturbed = runner.job(None)
         write_corpus(home, undisturbed.world_size)
         check_job(undisturbed, credentials=credentials)
     except InputError:
         shutil.rmtree(home, ignore_errors=True)
         raise
-    return drilling
+    return runner
 
 
 @dataclass(slots=True)
-class Drilling:
+class DrillRunner:
     """Runs drills below a folder.
 
     Attributes:
         home: Perdure's folder for their runs.
         kind: of parallelism.
-        site: where they run, as `sections_of` tells it; by default on this machine.
-        credentials: keys of the site's store.
+        target: where they run, as `target_sections` has it; by default on this machine.
+        credentials: keys of the target's store.
     """
 
     home: Path
     kind: ParallelKind
-    site: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    target: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     credentials: Credentials | None = None
     _undisturbed: RunOutcome | None = field(default=None, init=False)
 
-    def run(self, drill: Drill) -> Outcome:
-        """Run one drill, and before the first the undisturbed run.
+    def run(self, drill: Drill) -> DrillOutcome:
+        """Run one drill, and before the first one the undisturbed run.
 
         Raises:
             PerdureError: the undisturbed run did not reach its end.
@@ -123,25 +125,22 @@ class Drilling:
         """
         undisturbed = self.undisturbed()
         job = self.job(drill)
-        pauser = None
-        if drill.pauses_at is not None:
-            pauser = Pauser(drill.pauses_at, job.world_size)
+        pauser = Pauser(drill.pauses_at, job.world_size) if drill.pauses_at is not None else None
         try:
-            played = self._play(job, person=pauser, starts=drill.starts)
+            outcome = self._driver(job).run(job, hook=pauser, starts=drill.starts)
         except (PerdureError, StorageError) as error:
-            # What came of the others is not lost for it.
-            return not_played(drill, self.kind, str(error))
+            # The results of the other drills are kept.
+            return DrillOutcome(
+                drill.name,
+                self.kind.value,
+                drill.injected,
+                differs_from=drill.differs_from,
+                problems=(f"could not be run: {error}",),
+            )
         expected = drill.expected
         if drill.without_replicas is not None and job.layout.copies == 1:
             expected = drill.without_replicas
-        return judge(
-            drill,
-            played,
-            undisturbed,
-            job=job,
-            expected=expected,
-            pauser=pauser,
-        )
+        return judge(drill, outcome, undisturbed, job=job, expected=expected, pauser=pauser)
 
     def undisturbed(self) -> RunOutcome:
         """The run without a fault, made once.
@@ -153,42 +152,41 @@ class Drilling:
         if self._undisturbed is None:
             job = self.job(None)
             write_corpus(self.home, job.world_size)
-            played = self._play(job)
-            if played.ended != EndKind.COMPLETED:
-                faults = [view.ended.fault for view in played.history.attempts if view.ended]
+            outcome = self._driver(job).run(job)
+            if outcome.ended != EndKind.COMPLETED:
+                faults = [view.ended.fault for view in outcome.history.attempts if view.ended]
                 why = "".join(f": {fault.evidence}" for fault in faults[-1:] if fault is not None)
-                raise PerdureError(f"the run without a fault ended: {played.ended}{why}")
-            self._undisturbed = played
+                raise PerdureError(f"the run without a fault ended: {outcome.ended}{why}")
+            self._undisturbed = outcome
         return self._undisturbed
 
     @property
     def places(self) -> tuple[str, ...]:
-        """Where logs and ledgers of the runs are: a folder, and the address of a job's store."""
-        address = (self.job(None).storage.address,) if self.site else ()
+        """Where logs and ledgers of the runs are: a folder, and the address in a job's store."""
+        address = (self.job(None).storage.address,) if self.target else ()
         return (str(self.home), *address)
 
     def clear(self) -> None:
-        """Delete all that they have left, in a job's store, too.
+        """Delete everything they left, also in a job's store.
 
         Raises:
             StorageError: the store refuses.
         """
-        if self.site:
+        if self.target:
             clear(self.job(None).storage, self.credentials)
         shutil.rmtree(self.home, ignore_errors=True)
 
-    def _play(self, job: Job, *, person: RunHook | None = None, starts: int = 1) -> RunOutcome:
+    def _driver(self, job: Job) -> RunDriver:
         limit_s = LIMIT_S
-        if self.site:  # at its pace: before the first fault, and after it
+        if self.target:  # its nodes start slowly: before the first fault, and after it
             limit_s += 2 * job.restart.start_timeout_s
-        play = RunDriver(self.home, limit_s, self.credentials)
-        return play.play(job, person=person, starts=starts)
+        return RunDriver(self.home, limit_s, self.credentials)
 
     def job(self, drill: Drill | None) -> Job:
         """The job that a drill runs; None: the one without a fault.
 
         Raises:
-            InputError: it cannot be run at this site.
+            InputError: it cannot be run on this target.
         """
         if drill is None:
             return self._job("undisturbed")
@@ -212,16 +210,59 @@ class Drilling:
             steps=STEPS,
             pace_s=pace_s,
             changes={**changes, "drill": {"faults": faults}},
-            site=self.site,
+            target=self.target,
         )
 
 
+def target_sections(job: Job, folder: str, kind: ParallelKind) -> Mapping[str, Mapping[str, Any]]:
+    """What the jobs of drills take from a job, by section.
+
+    Args:
+        job: whose engine, store and environment are meant.
+        folder: below the address of its store, for the drills alone.
+        kind: of parallelism of the drills.
+    """
+    address = f"{job.storage.address.rstrip('/')}/{folder}"
+    is_own = kind is ParallelKind.HSDP and kind is job.parallelism.kind
+    return {
+        "parallelism": {"replicas": job.parallelism.replicas} if is_own else {},
+        "storage": {**job.storage.model_dump(), "address": address},
+        "engine": job.engine.model_dump(),
+        # Each drill decides about operator retry by itself.
+        "comm": {**job.comm.model_dump(exclude_unset=True), "link_retry": False},
+        "preflight": job.preflight.model_dump(),
+        "restart": {"start_timeout_s": job.restart.start_timeout_s},
+        "worker": {"cwd": job.worker.cwd},
+        "env": job.env,
+    }
+
+
+def check_target(job: Job, drills: Iterable[Drill]) -> None:
+    """Whether the nodes of a job are enough for these drills.
+
+    Raises:
+        InputError: they are not.
+    """
+    engine = job.engine
+    if engine.nodes < MIN_NODES or engine.world_size < NUM_RANKS:
+        raise InputError(
+            "engine",
+            f"nodes={engine.nodes}, slots_per_node={engine.slots_per_node}: drills need "
+            f"{MIN_NODES} nodes and {NUM_RANKS} ranks at least",
+        )
+    for drill in drills:
+        if engine.spares == 0 and ISOLATES & set(drill.expected.rungs):
+            raise InputError(
+                "engine.spares", f"0: the drill {drill.name} leaves a node and needs another one"
+            )
+
+
 def _on_replicas(job: Job, faults: tuple[DrillFault, ...]) -> Iterator[DrillFault]:
-    """Each fault, and for every other rank with the same state as soon as that is mended."""
+    """Each fault, and for every other rank with the same state during the recovery from it."""
     for fault in faults:
         yield fault
         for group in job.layout.replica_groups():
             others = [rank for rank in group if fault.rank in group and rank != fault.rank]
             for rank in others:
-                # In the same step one would mostly be cut short by the death of the other.
+                # In the same step, one death would mostly prevent the other.
                 yield fault.model_copy(update={"rank": rank, "point": DrillPoint.RECOVERY})
