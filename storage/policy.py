@@ -1,7 +1,6 @@
-"""When to save and what to keep: small frozen policies, combined by `AnyOf` and `KeepAnyOf`.
+"""Which checkpoints to keep: small frozen policies, combined by `KeepAnyOf`.
 
-Policies are pure: step and times are passed in. Times are seconds of one monotonic clock, steps
-completed optimizer steps.
+Steps are completed optimizer steps.
 """
 
 from __future__ import annotations
@@ -13,74 +12,6 @@ from typing import Protocol
 
 from storage.checkpoint import CheckpointStore, StepState
 from storage.leases import read_steps
-
-
-@dataclass(frozen=True, slots=True)
-class SaveContext:
-    """What a save policy may look at beside the step."""
-
-    now_s: float
-    last_save_s: float  # of the newest save; the start of the attempt before the first
-    last_save_step: int | None = None
-
-
-class SavePolicy(Protocol):
-    """Decides at every step boundary."""
-
-    def should_save(self, step: int, *, context: SaveContext) -> bool:
-        """Whether `step`, just completed, is to be saved."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class EveryNSteps:
-    """Save when `interval_steps` divides the step."""
-
-    interval_steps: int
-
-    def __post_init__(self) -> None:
-        _require_positive("interval_steps", self.interval_steps)
-
-    def should_save(self, step: int, *, context: SaveContext) -> bool:
-        """See `SavePolicy`."""
-        return step > 0 and step % self.interval_steps == 0 and step != context.last_save_step
-
-
-@dataclass(frozen=True, slots=True)
-class EverySeconds:
-    """Save when `interval_s` have passed since the newest save."""
-
-    interval_s: float
-
-    def __post_init__(self) -> None:
-        _require_positive("interval_s", self.interval_s)
-
-    def should_save(self, step: int, *, context: SaveContext) -> bool:
-        """See `SavePolicy`."""
-        late = context.now_s - context.last_save_s >= self.interval_s
-        return late and step != context.last_save_step
-
-
-@dataclass(frozen=True, slots=True)
-class AtSteps:
-    """Save at these steps."""
-
-    steps: frozenset[int]
-
-    def should_save(self, step: int, *, context: SaveContext) -> bool:
-        """See `SavePolicy`."""
-        return step in self.steps and step != context.last_save_step
-
-
-@dataclass(frozen=True, slots=True)
-class AnyOf:
-    """Save when one of the policies says so."""
-
-    policies: tuple[SavePolicy, ...]
-
-    def should_save(self, step: int, *, context: SaveContext) -> bool:
-        """See `SavePolicy`."""
-        return any(policy.should_save(step, context=context) for policy in self.policies)
 
 
 class RetentionPolicy(Protocol):

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from types import SimpleNamespace
-
 import pytest
 
+from tests.unit.runtime import trainees
 from training.runtime.step_loop.policies import SaveClock, retention_policy
 from training.specs.recovery import CheckpointSpec
 
 
-@dataclass
-class Loader:
+class Loader(trainees.Loader):
     """A loader of epochs of a few steps, each taking a second."""
 
-    steps_per_epoch: int
-    step: int = 0
+    def __init__(self, steps_per_epoch: int, step: int = 0) -> None:
+        super().__init__()
+        self.steps_per_epoch = steps_per_epoch
+        self.step = step
 
     @property
     def epoch(self) -> int:
@@ -40,14 +39,25 @@ def test_every_n_steps():
     assert saves(CheckpointSpec(every_steps=5), steps=17) == [5, 10, 15]
 
 
+@pytest.mark.parametrize("spec", [{"every_steps": 8}, {"every_s": 8}])
+def test_no_interval_saves_a_step_twice(spec):
+    loader = Loader(7)
+    clock = SaveClock(CheckpointSpec(**spec), loader, 0, clock=lambda: float(loader.step))
+    loader.step = 8
+    assert clock.is_due(8)
+    clock.saved(8, started_s=8)
+    loader.step = 16
+    assert not clock.is_due(8)
+
+
 def test_every_epoch_saves_with_its_last_sample():
     assert saves(CheckpointSpec(every_epochs=1), steps=22) == [7, 14, 21]
 
 
 def test_an_epoch_that_is_due_stays_so_until_it_is_saved():
-    loader = SimpleNamespace(epoch=0)
+    loader = Loader(7)
     clock = SaveClock(CheckpointSpec(every_epochs=1), loader, 0)
-    loader.epoch = 1
+    loader.step = 7
     assert clock.is_due(7)
     assert clock.is_due(7), "its vote was lost to a fault, and the step is done again"
     clock.saved(7, started_s=clock.now_s())
@@ -93,3 +103,27 @@ def test_the_best_checkpoints_are_kept_once_the_losses_are_known():
     spec = CheckpointSpec(keep_last=1, keep_best=1)
     assert retention_policy(spec, {10: 3.0, 20: 1.0, 30: 2.0, 40: 2.5}).keep(steps) == {20, 40}
     assert retention_policy(spec).keep(steps) == set(steps), "nothing can be compared"
+
+
+def test_the_young_daly_interval_follows_from_the_measured_cost_of_a_save():
+    loader = Loader(7)
+    clock = SaveClock(CheckpointSpec(mtbf_s=5000), loader, 0, clock=lambda: float(loader.step))
+    assert clock.is_due(1), "the cost is not known yet"
+    loader.step = 4
+    clock.saved(1, started_s=0)
+    interval_s = 200  # sqrt(2 x 4 x 5000)
+    loader.step = 4 + interval_s - 1
+    assert not clock.is_due(2)
+    loader.step = 4 + interval_s
+    assert clock.is_due(3)
+
+
+@pytest.mark.parametrize(
+    ("num_parameters", "every_steps", "every_epochs"),
+    [(10**8, None, 1), (10**9, 500, None), (10**10, 500, None), (10**11, 200, None)],
+)
+def test_without_an_interval_the_recommended_one_for_the_size_is_taken(
+    num_parameters, every_steps, every_epochs
+):
+    resolved = CheckpointSpec().resolved(num_parameters)
+    assert (resolved.every_steps, resolved.every_epochs) == (every_steps, every_epochs)

@@ -33,11 +33,14 @@ class Loader:
     """Counts samples, and has none."""
 
     samples: int = 0
-    epoch: int = 0
 
     @property
     def position(self) -> int:
         return self.samples
+
+    @property
+    def epoch(self) -> int:
+        return 0
 
     def next_step(self) -> list[MicroBatch]:
         return []

@@ -1,4 +1,4 @@
-"""When to save and what to keep."""
+"""Which checkpoints to keep."""
 
 from __future__ import annotations
 
@@ -10,55 +10,15 @@ import pytest
 from storage.checkpoint import CheckpointStore
 from storage.manifest import Manifest
 from storage.policy import (
-    AnyOf,
-    AtSteps,
-    EveryNSteps,
-    EverySeconds,
     KeepAnyOf,
     KeepBest,
     KeepEvery,
     KeepLast,
     RetentionPolicy,
-    SaveContext,
-    SavePolicy,
     apply_retention,
 )
 
 STEPS = [5, 10, 15, 20, 25]
-
-
-def chosen(policy: SavePolicy, *, last_save_step: int | None = None) -> list[int]:
-    """Which of the steps 0..10 are saved, one second each, without any save in between."""
-    return [
-        step
-        for step in range(11)
-        if policy.should_save(
-            step,
-            context=SaveContext(now_s=float(step), last_save_s=0.0, last_save_step=last_save_step),
-        )
-    ]
-
-
-@pytest.mark.parametrize(
-    ("policy", "steps"),
-    [
-        (EveryNSteps(4), [4, 8]),
-        (EverySeconds(8), [8, 9, 10]),
-        (AtSteps(frozenset({0, 3})), [0, 3]),
-        (AnyOf((EveryNSteps(4), AtSteps(frozenset({3})))), [3, 4, 8]),
-        (AnyOf(()), []),
-    ],
-)
-def test_save_policies_choose_their_steps(policy: SavePolicy, steps: list[int]) -> None:
-    assert chosen(policy) == steps
-
-
-@pytest.mark.parametrize(
-    "policy", [EveryNSteps(8), EverySeconds(8), AtSteps(frozenset({8})), AnyOf((EveryNSteps(8),))]
-)
-def test_no_policy_saves_a_step_twice(policy: SavePolicy) -> None:
-    assert 8 in chosen(policy)
-    assert 8 not in chosen(policy, last_save_step=8)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +57,7 @@ def keep_best(num_steps: int) -> KeepBest:
     return KeepBest(num_steps, {})
 
 
-@pytest.mark.parametrize("make", [keep_best, EveryNSteps, EverySeconds, KeepLast, KeepEvery])
+@pytest.mark.parametrize("make", [keep_best, KeepLast, KeepEvery])
 @pytest.mark.parametrize("value", [0, -1])
 def test_intervals_and_numbers_are_positive(make: Callable[[int], object], value: int) -> None:
     with pytest.raises(ValueError, match=f"={value} must be above 0"):
