@@ -6,12 +6,12 @@ adopts the attempt that still lives.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from prefect import flow, get_run_logger
 from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, Completed, Failed
+from typing_extensions import override
 
 from tasks.hooks import leave_adoptable, take_down
 from tasks.pretrain import check, place, preflight, prepare_data, report, train
@@ -20,7 +20,7 @@ from tasks.supervision import Supervision, has_open_attempt
 from training.engines.base import Placement
 from training.job import Job
 from training.supervisor.run import Verdict
-from training.supervisor.runbook import conduct
+from training.supervisor.runbook import RunSteps, conduct
 from training.trainer.data.prepare import PrepareResult
 
 FINAL_STATES = {"completed": Completed, "cancelled": Cancelled, "failed": Failed}
@@ -41,7 +41,7 @@ def pretrain(job: Job) -> State[Any]:
         run = supervision.run
         if run.is_complete:
             return Completed(message=f"run {job.run_id} was completed before")
-        end = conduct(run, TaskSteps(supervision), log=supervision.logger)
+        end = conduct(TaskSteps(supervision), log=supervision.logger)
         supervision.says(end.outcome)
         report(supervision, return_state=True)  # a picture that fails changes no outcome
         attempts, placements = len(run.history.attempts), len(run.history.placements)
@@ -56,36 +56,33 @@ def prepare(job: Job) -> None:
     prepare_data(job, return_state=True).result()
 
 
-@dataclass(frozen=True, slots=True)
-class TaskSteps:
+class TaskSteps(RunSteps):
     """The steps of the runbook as Prefect tasks."""
 
-    supervision: Supervision
+    def __init__(self, supervision: Supervision) -> None:
+        super().__init__(supervision.run, supervision.stop_wanted, supervision.on_progress)
+        self.supervision = supervision
 
+    @override
     def prepare_data(self) -> PrepareResult:
-        """Prepare the corpus; skipped in milliseconds when it is whole."""
         self.supervision.says("preparing data")
-        return data_of(prepare_data(self.supervision.job, return_state=True))
+        return data_of(prepare_data(self.run.job, return_state=True))
 
+    @override
     def place(self) -> Placement:
-        """Choose nodes and start their containers; named after the placement before."""
-        placed = self.supervision.run.history.placement
+        placed = self.run.history.placement
         name = f"place after {placed.placement}" if placed is not None else "place"
         named = place.with_options(task_run_name=name)
         return data_of(named(self.supervision, return_state=True))
 
+    @override
     def check(self, placement: Placement) -> bool:
-        """Check the nodes of a placement."""
         named = check.with_options(task_run_name=f"check placement {placement.number}")
         return data_of(named(self.supervision, placement, return_state=True))
 
+    @override
     def train(self, placement: Placement, data_manifest_key: str | None) -> Verdict:
-        """Train on a placement; the task's retries are the restarts in place."""
         name = f"placement {placement.number} on {','.join(placement.nodes)}"
         named = train.with_options(task_run_name=name)
         state = named(self.supervision, placement, data_manifest_key, return_state=True)
         return data_of(state)
-
-    def stop_wanted(self) -> bool:
-        """Whether the flow run is being cancelled."""
-        return self.supervision.stop_wanted()

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from training.errors import InputError, PerdureError
 from training.journal.history import Pause, RunHistory
-from training.supervisor.observer import AttemptObserver
 from training.supervisor.run import Run
+from training.supervisor.watch import AttemptObserver
 from training.wire.requests import is_pause_wanted, write_control
 
 POLL_S = 0.5
@@ -45,7 +45,7 @@ class Pausing:
         self._say = say
         self._clock = clock
         self._sleep = sleep
-        self._onlooker: tuple[tuple[int, int], AttemptObserver] | None = None
+        self._observer: tuple[tuple[int, int], AttemptObserver] | None = None
 
     @property
     def _run_id(self) -> str:
@@ -121,9 +121,9 @@ class Pausing:
         view = history.open_attempt
         if view is None or not look_closer:
             return history.pause
-        if self._onlooker is None or self._onlooker[0] != view.key:
-            onlooker = self._run.onlooker()
-            if onlooker is None:
+        if self._observer is None or self._observer[0] != view.key:
+            observer = self._run.observer()
+            if observer is None:
                 return None
-            self._onlooker = view.key, onlooker
-        return self._onlooker[1].pause(view)
+            self._observer = view.key, observer
+        return self._observer[1].pause(view)

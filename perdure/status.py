@@ -25,9 +25,9 @@ from training.recovery.faults import Fault
 from training.recovery.rungs import Rung
 from training.supervisor.accounts import Accountant
 from training.supervisor.checkpoints import node_tiers
-from training.supervisor.observer import AttemptObserver, AttemptSnapshot
 from training.supervisor.report import alert_rows, attempt_rows, outcome_of, recovery_facts
 from training.supervisor.run import Run
+from training.supervisor.watch import AttemptObserver, AttemptSnapshot
 from training.wire.agent import AgentStatus
 from training.wire.requests import is_pause_wanted
 
@@ -65,7 +65,7 @@ class Looker:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._accountant = Accountant(run.store, run.job.run_id)
-        self._onlooker: tuple[tuple[int, int], AttemptObserver] | None = None
+        self._observer: tuple[tuple[int, int], AttemptObserver] | None = None
         self._known_account: Account | None = None
         self._account_due_s = float("-inf")
         self._tiers: tuple[float, dict[str, Any]] = (float("-inf"), {})
@@ -98,12 +98,12 @@ class Looker:
         view = history.open_attempt
         if view is None or history.ended is not None:
             return AttemptSnapshot(None)
-        if self._onlooker is None or self._onlooker[0] != view.key:
-            onlooker = self._run.onlooker()
-            if onlooker is None:
+        if self._observer is None or self._observer[0] != view.key:
+            observer = self._run.observer()
+            if observer is None:
                 return AttemptSnapshot(None)
-            self._onlooker = (view.key, onlooker)
-        return self._onlooker[1].look()
+            self._observer = (view.key, observer)
+        return self._observer[1].look()
 
     def _account(self, history: RunHistory, records: Sequence[StepRecord], now_s: float) -> Account:
         """The account; of a run of many steps an older one while it goes on."""

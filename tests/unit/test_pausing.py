@@ -108,7 +108,7 @@ def test_a_run_that_is_paused_already_stays_so(asking, run, said):
 
 
 class Eyes:
-    """An onlooker that sees one thing after the other."""
+    """An observer that sees one thing after the other."""
 
     def __init__(self, *sights) -> None:
         self.sights = list(sights)
@@ -121,16 +121,16 @@ def test_a_pause_that_is_over_and_was_never_recorded_as_such_confirms_nothing(
     asking, run, monkeypatch
 ):
     append(run, *noted(STANDS))  # its end came when nobody supervised
-    monkeypatch.setattr(run, "onlooker", lambda: Eyes(None))
+    monkeypatch.setattr(run, "observer", lambda: Eyes(None))
     with pytest.raises(PerdureError, match="not seen to pause"):
         asking().pause()
 
 
 def test_a_pause_that_was_never_recorded_is_not_taken_for_over(asking, run, store, monkeypatch):
     write_control(store, "small", pause=True)
-    monkeypatch.setattr(run, "onlooker", lambda: Eyes("stands", "stands", None))
+    monkeypatch.setattr(run, "observer", lambda: Eyes("stands", "stands", None))
     asking().resume()
-    monkeypatch.setattr(run, "onlooker", lambda: Eyes("stands"))
+    monkeypatch.setattr(run, "observer", lambda: Eyes("stands"))
     write_control(store, "small", pause=True)
     with pytest.raises(PerdureError, match="not seen to go on"):
         asking().resume()
@@ -165,7 +165,7 @@ def test_ranks_that_do_not_go_on_are_a_failure(asking, run, store):
 
 
 def test_without_a_supervisor_the_attempts_own_file_confirms(asking, run, monkeypatch):
-    monkeypatch.setattr(run, "onlooker", lambda: Eyes("stands"))
+    monkeypatch.setattr(run, "observer", lambda: Eyes("stands"))
     asking().pause()
 
 

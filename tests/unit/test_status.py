@@ -21,8 +21,8 @@ from training.journal.events import StepRecord
 from training.journal.records import RECORD, CheckpointSeen, RunEnded
 from training.journal.steps import metrics_prefix
 from training.supervisor.job_registry import remember_job
-from training.supervisor.observer import AttemptSnapshot
 from training.supervisor.run import Run
+from training.supervisor.watch import AttemptSnapshot
 from training.wire.agent import AgentState, AgentStatus, HangReport, WorkerStatus
 from training.wire.sample import DeviceSample, NodeSample
 
@@ -113,7 +113,7 @@ def test_an_attempt_that_nobody_supervises_tells_of_itself(run, monkeypatch):
         def look(self) -> AttemptSnapshot:
             return sight
 
-    monkeypatch.setattr(run, "onlooker", AttemptObserver)
+    monkeypatch.setattr(run, "observer", AttemptObserver)
     looker = Looker(run)
     told = looker.look(now_s=22.0)
     assert told.document["step"] == 21, "newer than anything in the store"

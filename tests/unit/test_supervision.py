@@ -86,7 +86,7 @@ def see(supervision):
 
     def see(*notes: LedgerEvent, fresh: int = 0, ended: bool = False, steps=()) -> str:
         records = [*BEGINNING, *noted(*notes), *(END if ended else ())]
-        supervision.run._book.history = replay(records)
+        supervision.run._writer.history = replay(records)
         new = notes[len(notes) - fresh :]
         supervision.on_progress(Progress(notes=new, steps=steps, last=STEP))
         return supervision.activity

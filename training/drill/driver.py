@@ -22,7 +22,7 @@ from training.job import Job
 from training.journal.history import RunHistory
 from training.journal.steps import kept_steps
 from training.supervisor.run import Run
-from training.supervisor.runbook import PlainSteps, conduct
+from training.supervisor.runbook import RunSteps, conduct
 from training.supervisor.watch import EndKind, Progress
 from training.wire.requests import write_control
 
@@ -100,7 +100,7 @@ class RunDriver:
 
         on_progress = {} if hook is None else {"on_progress": partial(hook, run)}
         try:
-            end = conduct(run, PlainSteps(run, is_late, **on_progress), log=LOG)
+            end = conduct(RunSteps(run, is_late, **on_progress), log=LOG)
         except BaseException:
             run.end("failed", "interrupted")
             raise

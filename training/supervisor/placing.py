@@ -11,20 +11,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-from training.engines.base import Engine, Greeting, Placement, plan, plan_replacement
+from training.engines.base import Greeting, Placement, plan, plan_replacement
 from training.environment import variables_of
 from training.errors import AgentUnreachable, EngineError, NoCapacity
 from training.health.preflight.judging import Judgement, judge
-from training.job import Job
 from training.journal.history import RunHistory
 from training.journal.ledger import Identity
 from training.journal.records import NodeRefused, Placed
 from training.recovery.rungs import RESTARTS_IN_PLACE, Rung
 from training.supervisor.deciding import Decider
-from training.supervisor.ledger_writer import LedgerWriter
 from training.wire.agent import CheckOrder
 from training.wire.check import Check, Outcome
 
@@ -32,58 +29,44 @@ SPARE_POLL_S = 1.0
 
 
 class Placer:
-    """Makes the placements of one run.
+    """Makes and checks the placements of one run.
 
     Args:
-        job: of the run.
-        engine: where containers come from.
-        book: of the run.
-        decider: asked when a rung cannot be carried out.
+        decider: of the run, asked when a rung cannot be carried out.
         identity: of this supervisor.
         home: Perdure's folder on this machine.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        engine: Engine,
-        book: LedgerWriter,
-        decider: Decider,
-        *,
-        identity: Identity,
-        home: Path,
-    ) -> None:
-        self._job = job
-        self._engine = engine
-        self._book = book
+    def __init__(self, decider: Decider, *, identity: Identity, home: Path) -> None:
         self._decider = decider
+        self._job, self._engine, self._writer = decider.job, decider.engine, decider.writer
         self._identity = identity
         self._home = home
         self._waited_s = 0.0
 
     def place(self, *, stop_wanted: Callable[[], bool]) -> Placement:
-        """The placement the next attempt stands on: the living one, or a new one.
+        """The placement of the next attempt: the living one, or a new one.
 
         Raises:
             EngineError: no placement is possible, and the ladder says stop.
         """
-        self._decider.decide_what_is_open()
-        current = placement_of(self._book.history)
-        repairs = current is not None and bool(self._book.history.refused_in(current.number))
-        if current is not None and not repairs and self._keeps(self._book.history, current):
+        self._decider.decide_pending()
+        current = placement_of(self._writer.history)
+        repairs = current is not None and bool(self._writer.history.refused_in(current.number))
+        if current is not None and not repairs and self._keeps(self._writer.history, current):
             return current
         while True:
-            rung = self._repair if repairs else _rung_of(self._book.refresh())
+            rung = self._repair if repairs else _rung_of(self._writer.refresh())
             if rung is Rung.STOP:
-                decided = self._book.history.pending_decision
+                decided = self._writer.history.pending_decision
                 reason = decided.reason if decided else "no placement is possible"
-                raise EngineError("; ".join((reason, *_refusals(self._book.history))))
+                raise EngineError("; ".join((reason, *_refusals(self._writer.history))))
             try:
                 return self._carry_out(rung, current, stop_wanted)
             except (EngineError, AgentUnreachable) as error:
                 if stop_wanted():
                     raise EngineError("stopped on request") from error
-                why = "; ".join((str(error), *_refusals(self._book.history)))
+                why = "; ".join((str(error), *_refusals(self._writer.history)))
                 self._decider.rung_failed(rung, why, waited_s=self._waited_s)
                 repairs = False
 
@@ -94,10 +77,10 @@ class Placer:
         return Rung.POD_RESCHEDULE if can else Rung.JOB_RESCHEDULE
 
     def _keeps(self, history: RunHistory, current: Placement) -> bool:
-        """Whether the next attempt stands on the placement that is there.
+        """Whether the next attempt keeps the placement that is there.
 
-        With some of its members gone it is still kept when processes were started on it: the
-        attempt then ends with the loss, and the ladder is asked.
+        It does with some members gone, too, when processes were started on it: the attempt then
+        ends with the loss, and the ladder decides.
         """
         if not history.attempts_in(current.number):
             return self._completes(history, current)
@@ -114,11 +97,10 @@ class Placer:
         """Finish a placement whose supervisor died between its record and its first attempt.
 
         Returns:
-            False when it cannot stand as recorded: members that were to stay are gone.
+            False when it cannot be as recorded: members that were to stay are gone.
         """
         members = {member.index for member in current.members}
-        before = history.placements[-2].members if len(history.placements) > 1 else ()
-        stay = {m.index for m in current.members if m in before}
+        stay = _kept_members(history, current)
         alive = self._engine.adopt(current)
         if alive == members:
             return True
@@ -148,7 +130,7 @@ class Placer:
                 time.sleep(SPARE_POLL_S)
 
     def _new_placement(self, rung: Rung, current: Placement | None) -> Placement:
-        history, nodes = self._book.history, self._engine.nodes()
+        history, nodes = self._writer.history, self._engine.nodes()
         avoid = history.isolated
         if rung is Rung.JOB_RESCHEDULE and self._may_go_back(avoid):
             avoid = history.refused
@@ -170,7 +152,7 @@ class Placer:
         return left < self._job.engine.nodes and self._job.restart.allow_without_isolation
 
     def _record(self, placement: Placement, avoid: tuple[str, ...]) -> None:
-        self._book.ledger.append(
+        self._writer.ledger.append(
             Placed,
             placement=placement.number,
             members=placement.members,
@@ -181,87 +163,46 @@ class Placer:
             waited_s=self._waited_s,
         )
 
-
-def placement_of(history: RunHistory) -> Placement | None:
-    """The placement in effect."""
-    placed = history.placement
-    return Placement(placed.placement, placed.members) if placed is not None else None
-
-
-def _refusals(history: RunHistory) -> list[str]:
-    """Why nodes were refused that nothing but their own checks spoke against."""
-    return [f"{one.node} failed its checks: {one.why}" for one in history.refusals]
-
-
-def _rung_of(history: RunHistory) -> Rung:
-    decided = history.pending_decision
-    if decided is None or len(history.attempts) <= history.budgets_from:
-        return Rung.JOB_RESCHEDULE  # a first placement, or somebody started an ended run again
-    if decided.rung is Rung.STOP:
-        return Rung.STOP  # also after a placement whose nodes were refused
-    done = (
-        history.placement is not None
-        and history.placement.placement > history.attempts[-1].started.placement
-    )
-    # Carried out already, or in place where nothing is left: only new containers help.
-    return Rung.JOB_RESCHEDULE if done or decided.rung in RESTARTS_IN_PLACE else decided.rung
-
-
-@dataclass(frozen=True, slots=True)
-class Checker:
-    """Checks the placements of one run.
-
-    Attributes:
-        job: of the run.
-        engine: where its containers are.
-        book: of the run.
-    """
-
-    job: Job
-    engine: Engine
-    book: LedgerWriter
-
     def check(self, placement: Placement) -> Judgement:
         """Check the nodes that are new, and the gang of all.
 
         Raises:
             EngineError: before the first attempt, something is wrong that no node is to blame for.
         """
-        greetings = self.engine.greet()
-        orders = self._orders(placement, self.book.refresh(), greetings)
-        found = [*self.engine.check(orders), *self._clocks(greetings)]
+        greetings = self._engine.greet()
+        orders = self._check_orders(placement, self._writer.refresh(), greetings)
+        found = [*self._engine.check(orders), *self._check_clocks(greetings)]
         judgement = judge(found)
         for node, why in judgement.refused.items():
-            self.book.ledger.append(NodeRefused, placement=placement.number, node=node, why=why)
-        history = self.book.refresh()
+            self._writer.ledger.append(NodeRefused, placement=placement.number, node=node, why=why)
+        history = self._writer.refresh()
         if judgement.common and not judgement.refused and not history.attempts:
             raise EngineError(f"checks before the first step failed: {'; '.join(judgement.common)}")
         return judgement
 
-    def _orders(
+    def _check_orders(
         self, placement: Placement, history: RunHistory, greetings: Mapping[int, Greeting]
     ) -> dict[int, CheckOrder]:
-        before = history.placements[-2].members if len(history.placements) > 1 else ()
-        kept = {member.index for member in placement.members if member in before}
-        first = greetings.get(0) if self.job.preflight.gang else None
-        variables = variables_of(self.job)
+        kept = _kept_members(history, placement)
+        first = greetings.get(0) if self._job.preflight.gang else None
+        variables = variables_of(self._job)
         return {
             member.index: CheckOrder(
-                job=self.job.model_dump_json(),
+                job=self._job.model_dump_json(),
                 num_nodes=len(placement.members),
-                slots_per_node=self.job.engine.slots_per_node,
+                slots_per_node=self._job.engine.slots_per_node,
                 is_new=member.index not in kept,
                 gang_host=first.host if first is not None else None,
                 gang_port=first.port if first is not None else 0,
                 variables=variables,
-                timeout_s=self.job.preflight.limit_s,
+                timeout_s=self._job.preflight.limit_s,
             )
             for member in placement.members
         }
 
-    def _clocks(self, greetings: Mapping[int, Greeting]) -> Iterator[Check]:
-        """Clocks beside the supervisor's: logs of several nodes are put in order by them."""
-        limit_s = self.job.preflight.clock_skew_s
+    def _check_clocks(self, greetings: Mapping[int, Greeting]) -> Iterator[Check]:
+        """Compare clocks with the supervisor's: they order the logs of several nodes."""
+        limit_s = self._job.preflight.clock_skew_s
         for greeting in greetings.values():
             is_off = abs(greeting.clock_s) > limit_s + greeting.doubt_s
             yield Check(
@@ -272,3 +213,34 @@ class Checker:
                 allowed=f"{limit_s:g} s",
                 figures={"clock_s": greeting.clock_s},
             )
+
+
+def placement_of(history: RunHistory) -> Placement | None:
+    """The placement in effect."""
+    placed = history.placement
+    return Placement(placed.placement, placed.members) if placed is not None else None
+
+
+def _kept_members(history: RunHistory, current: Placement) -> set[int]:
+    """Indices of the members whose container was there in the placement before."""
+    before = history.placements[-2].members if len(history.placements) > 1 else ()
+    return {member.index for member in current.members if member in before}
+
+
+def _refusals(history: RunHistory) -> list[str]:
+    """Why nodes were refused that nothing but their own checks spoke against."""
+    return [f"{one.node} failed its checks: {one.why}" for one in history.refusals]
+
+
+def _rung_of(history: RunHistory) -> Rung:
+    decided = history.pending_decision
+    if decided is None or len(history.attempts) <= history.budgets_from:
+        return Rung.JOB_RESCHEDULE  # a first placement, or an ended run was started again
+    if decided.rung is Rung.STOP:
+        return Rung.STOP  # also after a placement whose nodes were refused
+    done = (
+        history.placement is not None
+        and history.placement.placement > history.attempts[-1].started.placement
+    )
+    # Carried out already, or in place where nothing is left: only new containers help.
+    return Rung.JOB_RESCHEDULE if done or decided.rung in RESTARTS_IN_PLACE else decided.rung

