@@ -19,14 +19,14 @@ from rich.text import Text
 
 from perdure.runs import make_console
 from training.drill.reentry import check_reentry
-from training.health.preflight.local_node import check_here
+from training.health.node_check import check_this_machine
 from training.job import Job, departures, load_job
 from training.supervisor.job_checks import Note, check_job, checklist, recovery_notes
-from training.trainer.data.tokenizer import open_tokenizer
-from training.wire.check import Check, Outcome
+from training.trainer.size import num_parameters, state_bytes
+from training.wire.check import Check, CheckOutcome
 
 EXIT_FAILED = 1
-STYLES = {Outcome.OK: "green", Outcome.WARNING: "yellow", Outcome.FAILED: "red"}
+STYLES = {CheckOutcome.OK: "green", CheckOutcome.WARNING: "yellow", CheckOutcome.FAILED: "red"}
 
 
 def preflight(
@@ -52,10 +52,10 @@ def preflight(
     notes = recovery_notes(job)
     checks = [*checklist(job)]
     if job.preflight.nodes:
-        checks += check_here(job, environment=os.environ)
+        checks += check_this_machine(job, state_bytes=state_bytes(job), environment=os.environ)
     if reentry:
         checks.append(check_reentry(job, lasting_s=reentry_s))
-    is_fine = all(check.outcome is not Outcome.FAILED for check in checks)
+    is_fine = all(check.outcome is not CheckOutcome.FAILED for check in checks)
     if as_json:
         print(json.dumps(_document(job, notes, checks, is_fine=is_fine)))
     else:
@@ -84,8 +84,7 @@ def warn_of_departures(job: Job) -> None:
 def _departures(job: Job) -> list[str]:
     if job.worker.is_command:
         return []
-    vocab_size = open_tokenizer(job.tokenizer).vocab_size
-    return list(departures(job, job.model.num_parameters(vocab_size)))
+    return list(departures(job, num_parameters(job)))
 
 
 def _document(

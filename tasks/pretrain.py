@@ -29,7 +29,8 @@ from training.supervisor.run import Verdict
 from training.supervisor.watch import EndKind
 from training.trainer.data.prepare import PrepareResult, prepare
 from training.trainer.data.tokenizer import open_tokenizer
-from training.wire.check import Outcome
+from training.trainer.size import num_parameters
+from training.wire.check import CheckOutcome
 
 # More than any ladder allows in a row; progress makes restarts free, so a run of weeks needs
 # room. When they run out the flow starts a further task on the same placement.
@@ -47,8 +48,7 @@ def preflight(job: Job) -> None:
     logger = get_run_logger()
     if job.worker.is_command:
         return
-    num_parameters = job.model.num_parameters(open_tokenizer(job.tokenizer).vocab_size)
-    for line in departures(job, num_parameters):
+    for line in departures(job, num_parameters(job)):
         logger.warning("recommended otherwise: %s", line)
 
 
@@ -88,19 +88,19 @@ def place(supervision: Supervision) -> Placement:
 def check(supervision: Supervision, placement: Placement) -> bool:
     """The nodes of a placement, before the first step. Whether it can be used."""
     supervision.says("checking nodes")
-    judgement = supervision.run.check(placement)
+    verdict = supervision.run.check(placement)
     logger = get_run_logger()
-    for one in judgement.checks:
-        if one.outcome in (Outcome.WARNING, Outcome.FAILED):
+    for one in verdict.checks:
+        if one.outcome in (CheckOutcome.WARNING, CheckOutcome.FAILED):
             logger.warning("%s: %s on %s: %s", one.outcome, one.name, one.node, one.seen)
-    for what in judgement.common:
+    for what in verdict.common:
         logger.warning("no single node is to blame, the attempt will show: %s", what)
     supervision.tell_attempts()
-    if judgement.refused:
-        told = "; ".join(f"{node}: {why}" for node, why in judgement.refused.items())
+    if not verdict.is_passed:
+        told = "; ".join(f"{node}: {why}" for node, why in verdict.refused.items())
         return completed(False, f"isolated before the first step: {told}", name="NodesRefused")
-    nodes = len({one.node for one in judgement.checks if one.node is not None})
-    return completed(True, f"{len(judgement.checks)} checks on {nodes} nodes")
+    nodes = len({one.node for one in verdict.checks if one.node is not None})
+    return completed(True, f"{len(verdict.checks)} checks on {nodes} nodes")
 
 
 def may_restart_in_place(_task: Task[..., Any], _task_run: TaskRun, state: State[Any]) -> bool:

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-from training.health.monitor.health import HealthWatch, Look, RankLook, StepLook
-from training.health.monitor.heartbeat import HeartbeatWriter, Phase
-from training.health.monitor.sources.sampling import Sampler
+from training.health.heartbeat import HeartbeatWriter, Phase
+from training.health.points import HealthPoints, RankSample, RunSample, StepSample
+from training.health.sources.sampling import Sampler
 from training.specs.watch import WatchSpec
 
 STEPS = 2000
@@ -71,22 +71,22 @@ def _cpu_s(act: Callable[[], object]) -> float:
 
 def _look_s(num_ranks: int) -> float:
     """Of one look at every rank."""
-    watch = HealthWatch(WatchSpec())
+    watch = HealthPoints(WatchSpec())
     looks = [
-        Look(
+        RunSample(
             at_s=float(number),
             ranks=[
-                RankLook(rank, f"node-{rank // 8}", rank % 8, rank, 2 * number, "step",
+                RankSample(rank, f"node-{rank // 8}", rank % 8, rank, 2 * number, "step",
                          0.1 * number, 0.01 * number, 0.001)
                 for rank in range(num_ranks)
             ],
-            steps=[StepLook(2 * number, 3.0, 0.5), StepLook(2 * number + 1, 3.0, 0.5)],
+            steps=[StepSample(2 * number, 3.0, 0.5), StepSample(2 * number + 1, 3.0, 0.5)],
         )
         for number in range(LOOKS)
     ]  # fmt: skip
     began_s = time.perf_counter()
     for look in looks:
-        watch.look(look)
+        watch.update(look)
     return (time.perf_counter() - began_s) / LOOKS
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import training
-from training.health.monitor.heartbeat import HeartbeatWriter
+from training.health.heartbeat import HeartbeatWriter
 from training.injection.outside import LocalRun, Victim
 from training.job import Job
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from training.health.preflight.gang import Seat, check_gang
+from training.health.gang import Seat, check_gang
 from training.processes import free_port
 
 pytestmark = pytest.mark.process

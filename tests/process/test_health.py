@@ -13,7 +13,7 @@ import pytest
 from tests.process.harness import REPO
 from training.drill.driver import LIMIT_S, RunDriver, RunOutcome
 from training.drill.job import drill_job, write_corpus
-from training.health.monitor.health import LATENCY_HOLD_S
+from training.health.points import LATENCY_HOLD_S
 from training.journal.events import HealthPoint
 from training.journal.history import Alert
 from training.recovery.faults import FaultClass
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.process, pytest.mark.alone]
 
 PACE_S = 0.05
 JUMP_STEP = 40
-SAMPLES = REPO / "tests" / "unit" / "health" / "monitor" / "samples"
+SAMPLES = REPO / "tests" / "unit" / "health" / "samples"
 
 
 def play(

@@ -19,7 +19,7 @@ from tests.process.harness import REPO, Workbench, wait_for
 pytestmark = pytest.mark.process
 
 CHECKS = {"burn_in_s": 0}
-SAMPLES = REPO / "tests" / "unit" / "health" / "monitor" / "samples"
+SAMPLES = REPO / "tests" / "unit" / "health" / "samples"
 # The driver's tool, as it answers for a node whose chip has an alarm, and for one that is well.
 NPU_SMI = f"""#!/bin/sh
 case "$(pwd -P)" in
@@ -101,7 +101,7 @@ def test_a_node_whose_check_dies_is_isolated(bench, undisturbed_pair):
         for process in running.local.processes("node-1"):
             try:
                 leads = os.getsid(process.pid) == process.pid  # its ranks are forks of it
-                if leads and "training.health.preflight.node" in process.cmdline():
+                if leads and "training.health.node_program" in process.cmdline():
                     return process
             except (psutil.NoSuchProcess, ProcessLookupError):
                 continue

@@ -6,7 +6,7 @@ import os
 import stat
 from pathlib import Path
 
-SAMPLES = Path(__file__).parent / "health" / "monitor" / "samples"
+SAMPLES = Path(__file__).parent / "health" / "samples"
 
 
 def install(folder, name, script):

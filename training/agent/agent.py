@@ -28,9 +28,9 @@ from training.agent.sampling import Sampling
 from training.agent.wakeup import WakeupSignal
 from training.agent.workers import WorkerGroup
 from training.files import write_whole
-from training.health.monitor.masking import masked_text
 from training.job import Job
 from training.journal import attempt_log
+from training.masking import masked_text
 from training.processes import MARKER, become_subreaper, free_port, kill_container, oom_kills
 from training.wire.agent import (
     AgentConfig,

@@ -17,15 +17,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from training.health.monitor.sources import vendor_tools
-from training.health.monitor.sources.npu_smi import Chip, parse_table
-from training.health.monitor.sources.sampling import (
+from training.health.sources import vendor_tools
+from training.health.sources.npu_smi import Chip, parse_table
+from training.health.sources.sampling import (
     HCCN_TOOL,
     NPU_SMI,
     health_command,
     link_commands,
 )
-from training.health.monitor.sources.vendor_tools import NoAnswer, find_tool
+from training.health.sources.vendor_tools import NoAnswer, find_tool
 from training.wire.agent import NodeText
 
 MAX_DEVICE_LOGS = 4

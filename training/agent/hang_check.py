@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 import psutil
 
 from training.agent.workers import WorkerGroup
-from training.health.monitor.activity import Activity, ActivityDetector
-from training.health.monitor.hang import HangDetector, Limits
+from training.health.hang import Activity, ActivityDetector, HangDetector, SilenceLimits
 from training.processes import container_processes
 from training.wire.agent import AgentConfig, HangReport
 from training.wire.sample import NodeSample
@@ -45,7 +44,7 @@ class HangCheck:
         """Have detectors that know nothing yet."""
         config = self.config
         self._detector = HangDetector(
-            Limits(
+            SilenceLimits(
                 start_s=config.start_timeout_s,
                 step_s=config.hang_timeout_s,
                 save_s=config.save_timeout_s,

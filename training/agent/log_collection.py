@@ -24,8 +24,8 @@ from storage.errors import StorageError
 from storage.objects import ObjectStore
 from training.agent.evidence import ascend_folder
 from training.agent.workers import WorkerGroup
-from training.health.monitor.masking import masked, secret_values
 from training.job import Job
+from training.masking import masked, secret_values
 from training.wire.agent import AgentConfig, Collected, CollectedFile, CollectOrder, StartOrder
 
 COLLECTED_FILE = "collected.json"

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from storage.address import open_store
-from training.health.monitor.checking import NodeProgram
+from training.health.node_check import NodeProgram
 from training.job import Job
 from training.trainer.data.manifest import load_manifest
 from training.trainer.data.stage import stage
@@ -37,6 +37,7 @@ class NodeChecks:
             slots=order.slots_per_node,
             first_rank=self._config.member * order.slots_per_node,
             world_size=order.num_nodes * order.slots_per_node,
+            state_bytes=order.state_bytes,
             is_new=order.is_new,
             gang_host=order.gang_host,
             gang_port=order.gang_port,

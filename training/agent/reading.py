@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from training.agent.evidence import tail
 from training.agent.workers import WorkerGroup
-from training.health.monitor.masking import masked_text
 from training.journal.attempt_log import FILE_NAME, read_lines
+from training.masking import masked_text
 from training.wire.agent import Reply, WorkerLog
 
 STREAMS = ("stderr", "stdout")

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from training.health.monitor.sources.sampling import LOOK_LIMIT_S, Sampler
+from training.health.sources.sampling import LOOK_LIMIT_S, Sampler
 from training.wire.sample import NodeSample
 
 MISSED_LOOKS = 3

@@ -23,10 +23,9 @@ from typing import IO, Any
 from training.agent.coordinator_client import AgentCoordinatorClient
 from training.agent.evidence import Asked, ascend_folder, process_state
 from training.agent.fork_server import KILL_WAIT_S, Fork, ForkedProcess
-from training.health.monitor.heartbeat import Heartbeat, HeartbeatReader
-from training.health.monitor.masking import masked_text, secret_values
-from training.health.monitor.stack_file import stacks_file
+from training.health.heartbeat import Heartbeat, HeartbeatReader, stacks_file
 from training.job import RESERVED_NAMES
+from training.masking import masked_text, secret_values
 from training.processes import container_processes, reap_adopted, signal_all
 from training.recovery.protocol import WorkerEnded
 from training.wire.agent import AgentConfig, Pulse, StartOrder, WorkerStatus

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from storage.address import Credentials
 from storage.errors import StorageError
-from training.health.monitor.heartbeat import Phase
+from training.health.heartbeat import Phase
 from training.injection.inside import fired_at_s
 from training.injection.outside import KillInjector, LocalRun
 from training.job import Job

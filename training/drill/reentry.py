@@ -20,11 +20,11 @@ from training.agent.workers import platform_variables
 from training.drill.driver import RunDriver
 from training.environment import variables_of, worker_path
 from training.errors import PerdureError
-from training.health.monitor.sources.vendor_tools import end_session
+from training.health.sources.vendor_tools import end_session
 from training.job import Job
 from training.processes import free_port
 from training.wire.agent import AgentConfig, StartOrder
-from training.wire.check import Check, Outcome
+from training.wire.check import Check, CheckOutcome
 
 NAME = "reentry"
 STEPS = 3
@@ -82,7 +82,9 @@ def _check_session(job: Job, folder: Path) -> Check:
             seen = f"step {step}: loss {loss!r}, and {curves[1][step]!r} when started again"
             return _failed(seen, allowed)
     losses = ", ".join(f"{loss:.6f}" for loss in curves[0].values())
-    return Check(name=NAME, outcome=Outcome.OK, seen=f"losses {losses}, twice", allowed=allowed)
+    return Check(
+        name=NAME, outcome=CheckOutcome.OK, seen=f"losses {losses}, twice", allowed=allowed
+    )
 
 
 def _check_command(job: Job, folder: Path, lasting_s: float) -> Check:
@@ -92,7 +94,7 @@ def _check_command(job: Job, folder: Path, lasting_s: float) -> Check:
         if code not in (None, 0):
             return _failed(f"start {number} ended with exit code {code}: {said}", allowed)
     seen = f"started twice, {lasting_s:g} s each time, or to its end"
-    return Check(name=NAME, outcome=Outcome.OK, seen=seen, allowed=allowed)
+    return Check(name=NAME, outcome=CheckOutcome.OK, seen=seen, allowed=allowed)
 
 
 def _start(job: Job, folder: Path, number: int, lasting_s: float) -> tuple[int | None, str]:
@@ -170,4 +172,4 @@ def _variables(job: Job, folder: Path, number: int) -> dict[str, str]:
 
 
 def _failed(seen: str, allowed: str) -> Check:
-    return Check(name=NAME, outcome=Outcome.FAILED, seen=seen, allowed=allowed)
+    return Check(name=NAME, outcome=CheckOutcome.FAILED, seen=seen, allowed=allowed)

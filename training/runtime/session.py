@@ -36,8 +36,7 @@ from storage.tiers import Signs
 from training.device import backend_of, pick_device
 from training.diagnosis.exits import EXIT_RESTART_ME
 from training.errors import InputError
-from training.health.monitor.heartbeat import HeartbeatWriter, Phase
-from training.health.monitor.stack_file import stacks_file
+from training.health.heartbeat import HeartbeatWriter, Phase, stacks_file
 from training.injection.inside import WorkerInjector
 from training.journal.attempt_log import AttemptLog, Follower
 from training.journal.events import CheckpointCommitted, StepRecord

@@ -10,13 +10,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from training.diagnosis.classify import SlowNode
-from training.health.monitor.health import (
+from training.health.points import (
     Condition,
-    HealthWatch,
+    HealthPoints,
     Key,
-    Look,
-    RankLook,
-    StepLook,
+    RankSample,
+    RunSample,
+    StepSample,
     key_of,
 )
 from training.journal.events import AlertCleared, AlertRaised, HealthPoint
@@ -38,15 +38,15 @@ class AttemptHealth:
     """
 
     spec: WatchSpec
-    _watch: HealthWatch = field(init=False)
+    _watch: HealthPoints = field(init=False)
     _raised: dict[Key, AlertRaised] = field(default_factory=dict)
     _count: int = 0
     _looked_s: float = 0.0
-    _steps: list[StepLook] = field(default_factory=list)
+    _steps: list[StepSample] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Begin with nothing out of its limits."""
-        self._watch = HealthWatch(self.spec)
+        self._watch = HealthPoints(self.spec)
 
     def adopt(self, view: AttemptView) -> None:
         """Go on with the alerts that are on record: another supervisor raised them."""
@@ -61,21 +61,21 @@ class AttemptHealth:
         self, progress: Progress, view: AttemptView, history: RunHistory
     ) -> list[AlertRaised | AlertCleared]:
         """What has changed since the last look; at most one a second is taken."""
-        self._steps += [StepLook(one.step, one.loss, one.step_s) for one in progress.steps]
+        self._steps += [StepSample(one.step, one.loss, one.step_s) for one in progress.steps]
         now_s = time.time()
         if now_s - self._looked_s < PERIOD_S:
             return []
         self._looked_s = now_s
         steps, self._steps = self._steps, []
         agents = progress.snapshot.agents.values()
-        look = Look(
+        look = RunSample(
             at_s=now_s,
             nodes={one.node: one.sample for one in agents if one.sample is not None},
             ranks=tuple(_ranks(agents)),
             steps=tuple(steps),
             commits_s=(view.started.at_s, *_commits_s(view, history)),
         )
-        changes = self._watch.look(look)
+        changes = self._watch.update(look)
         return [
             *(self._note(one, now_s) for one in changes.raised),
             *(self._clear(key, now_s) for key in changes.cleared if key in self._raised),
@@ -116,13 +116,13 @@ class AttemptHealth:
         return AlertCleared(at_s=now_s, number=self._raised.pop(key).number)
 
 
-def _ranks(agents: Iterable[AgentStatus]) -> Iterator[RankLook]:
+def _ranks(agents: Iterable[AgentStatus]) -> Iterator[RankSample]:
     for status in agents:
         for worker in status.workers:
             pulse = worker.pulse
             if pulse is None or worker.exit_code is not None or worker.is_recovering:
                 continue
-            yield RankLook(
+            yield RankSample(
                 rank=worker.rank,
                 node=status.node,
                 device=worker.local_rank,

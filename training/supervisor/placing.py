@@ -16,14 +16,15 @@ from pathlib import Path
 from training.engines.base import Greeting, Placement, plan, plan_replacement
 from training.environment import variables_of
 from training.errors import AgentUnreachable, EngineError, NoCapacity
-from training.health.preflight.judging import Judgement, judge
+from training.health.verdict import CheckVerdict, verdict_of
 from training.journal.history import RunHistory
 from training.journal.ledger import Identity
 from training.journal.records import NodeRefused, Placed
 from training.recovery.rungs import RESTARTS_IN_PLACE, Rung
 from training.supervisor.deciding import Decider
+from training.trainer.size import state_bytes
 from training.wire.agent import CheckOrder
-from training.wire.check import Check, Outcome
+from training.wire.check import Check, CheckOutcome
 
 SPARE_POLL_S = 1.0
 
@@ -163,7 +164,7 @@ class Placer:
             waited_s=self._waited_s,
         )
 
-    def check(self, placement: Placement) -> Judgement:
+    def check(self, placement: Placement) -> CheckVerdict:
         """Check the nodes that are new, and the gang of all.
 
         Raises:
@@ -172,25 +173,26 @@ class Placer:
         greetings = self._engine.greet()
         orders = self._check_orders(placement, self._writer.refresh(), greetings)
         found = [*self._engine.check(orders), *self._check_clocks(greetings)]
-        judgement = judge(found)
-        for node, why in judgement.refused.items():
+        verdict = verdict_of(found)
+        for node, why in verdict.refused.items():
             self._writer.ledger.append(NodeRefused, placement=placement.number, node=node, why=why)
         history = self._writer.refresh()
-        if judgement.common and not judgement.refused and not history.attempts:
-            raise EngineError(f"checks before the first step failed: {'; '.join(judgement.common)}")
-        return judgement
+        if verdict.common and not verdict.refused and not history.attempts:
+            raise EngineError(f"checks before the first step failed: {'; '.join(verdict.common)}")
+        return verdict
 
     def _check_orders(
         self, placement: Placement, history: RunHistory, greetings: Mapping[int, Greeting]
     ) -> dict[int, CheckOrder]:
         kept = _kept_members(history, placement)
         first = greetings.get(0) if self._job.preflight.gang else None
-        variables = variables_of(self._job)
+        variables, size_bytes = variables_of(self._job), state_bytes(self._job)
         return {
             member.index: CheckOrder(
                 job=self._job.model_dump_json(),
                 num_nodes=len(placement.members),
                 slots_per_node=self._job.engine.slots_per_node,
+                state_bytes=size_bytes,
                 is_new=member.index not in kept,
                 gang_host=first.host if first is not None else None,
                 gang_port=first.port if first is not None else 0,
@@ -208,7 +210,7 @@ class Placer:
             yield Check(
                 name="clock",
                 node=greeting.node,
-                outcome=Outcome.WARNING if is_off else Outcome.OK,
+                outcome=CheckOutcome.WARNING if is_off else CheckOutcome.OK,
                 seen=f"{greeting.clock_s:+.3f} s, known to {greeting.doubt_s:.3f} s",
                 allowed=f"{limit_s:g} s",
                 figures={"clock_s": greeting.clock_s},

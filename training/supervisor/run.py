@@ -24,7 +24,7 @@ from training.engines.base import Engine, Placement
 from training.engines.registry import make_engine
 from training.environment import variables_of
 from training.errors import AgentUnreachable, EngineError, RunConflict
-from training.health.preflight.judging import Judgement
+from training.health.verdict import CheckVerdict
 from training.job import Job
 from training.journal.failure_rate import measured_mtbf_s
 from training.journal.history import AttemptView, RunHistory
@@ -203,7 +203,7 @@ class Run:
         """Whether a placement is checked: nothing has been started on it yet."""
         return self.job.preflight.nodes and not self.refresh().attempts_in(placement.number)
 
-    def check(self, placement: Placement) -> Judgement:
+    def check(self, placement: Placement) -> CheckVerdict:
         """Check the nodes before a first step.
 
         Nodes that fail are refused: place() again finds others.

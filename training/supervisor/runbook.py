@@ -65,7 +65,7 @@ class RunSteps:
         Raises:
             EngineError: before the first attempt, something is wrong that no node is to blame for.
         """
-        return not self.run.check(placement).refused
+        return self.run.check(placement).is_passed
 
     def train(self, placement: Placement, data_manifest_key: str | None) -> Verdict:
         """Run at least one attempt on a placement. How the last one ended."""

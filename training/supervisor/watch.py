@@ -16,7 +16,7 @@ from training.diagnosis.exits import EXIT_DONE
 from training.diagnosis.standstill import Stand
 from training.engines.base import Engine, Placement, Snapshot
 from training.errors import AgentUnreachable, EngineError
-from training.health.monitor.heartbeat import Phase
+from training.health.heartbeat import Phase
 from training.journal.attempt_log import Follower
 from training.journal.events import CheckpointCommitted, Event, LedgerEvent, StepRecord
 from training.journal.history import AttemptView, Pause, spans

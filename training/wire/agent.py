@@ -156,6 +156,7 @@ class CheckOrder(FrozenModel):
     """Check the node, and the gang with the others; takes seconds.
 
     Attributes:
+        state_bytes: model and optimizer state of the whole job; None: not known.
         is_new: whether the node itself is checked; otherwise it takes part in the gang alone.
         gang_host: where the first node's first rank listens; None: no check of the gang.
         variables: environment of the workers.
@@ -165,6 +166,7 @@ class CheckOrder(FrozenModel):
     job: str
     num_nodes: int
     slots_per_node: int
+    state_bytes: int | None
     is_new: bool
     gang_host: str | None
     gang_port: int = 0

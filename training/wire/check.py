@@ -12,7 +12,7 @@ from pydantic import Field, TypeAdapter
 from storage.model import FrozenModel
 
 
-class Outcome(StrEnum):
+class CheckOutcome(StrEnum):
     """How a check came out, from good to bad."""
 
     SKIPPED = "skipped"  # it does not apply here, `seen` says why
@@ -34,7 +34,7 @@ class Check(FrozenModel):
     """
 
     name: str
-    outcome: Outcome
+    outcome: CheckOutcome
     seen: str
     allowed: str = ""
     node: str | None = None
@@ -50,6 +50,7 @@ class NodeTask(FrozenModel):
         folder: of the container.
         node_folder: that outlives its containers; None: there is none.
         first_rank: of the ranks of this node, one for each slot.
+        state_bytes: model and optimizer state of the whole job; None: not known.
         is_new: whether the node itself is checked; otherwise it takes part in the gang alone.
         gang_host: where the first rank listens; None: no check of the gang.
         with_store: whether the keys of the store are there.
@@ -62,6 +63,7 @@ class NodeTask(FrozenModel):
     slots: int
     first_rank: int
     world_size: int
+    state_bytes: int | None = None
     is_new: bool
     gang_host: str | None
     gang_port: int = 0
@@ -74,10 +76,10 @@ CHECKS: TypeAdapter[tuple[Check, ...]] = TypeAdapter(tuple[Check, ...])
 
 def unanswered(node: str, why: str) -> Check:
     """The check of a node that could not even be asked."""
-    return Check(name="agent", node=node, outcome=Outcome.FAILED, seen=why)
+    return Check(name="agent", node=node, outcome=CheckOutcome.FAILED, seen=why)
 
 
-def worst(outcomes: list[Outcome]) -> Outcome:
+def worst(outcomes: list[CheckOutcome]) -> CheckOutcome:
     """The worst of several outcomes; skipped when there is none."""
-    order = list(Outcome)
-    return max(outcomes, key=order.index, default=Outcome.SKIPPED)
+    order = list(CheckOutcome)
+    return max(outcomes, key=order.index, default=CheckOutcome.SKIPPED)

@@ -44,7 +44,7 @@ while :; do sleep 0.02; done
 """
 BEATING = """
 import pathlib, os, time
-from training.health.monitor.heartbeat import HeartbeatWriter, Phase
+from training.health.heartbeat import HeartbeatWriter, Phase
 writer = HeartbeatWriter(pathlib.Path(os.environ["PERDURE_HEARTBEAT"]))
 for step in range(5, 8):
     writer.beat(phase=Phase.STEP, step=step)

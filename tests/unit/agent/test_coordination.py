@@ -12,7 +12,7 @@ import pytest
 from tests.unit.agent.conftest import wait_for
 from tests.unit.lines import FarEnd
 from training.agent.coordinator_client import AgentCoordinatorClient, new_token
-from training.health.monitor.heartbeat import HeartbeatWriter
+from training.health.heartbeat import HeartbeatWriter
 from training.recovery.protocol import GiveUp, NewGeneration, ReplaceWorker, WorkerEnded
 from training.wire.coordinator import AgentJoined, NodeSampled
 from training.wire.sample import DeviceSample, NodeSample

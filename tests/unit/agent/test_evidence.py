@@ -9,8 +9,8 @@ import pytest
 from tests.unit.driver_tools import SAMPLES, install, only_tools_of
 from training.agent import evidence
 from training.agent.evidence import NO_ANSWER, ascend_folder, device_health, device_logs
-from training.health.monitor.sources.npu_smi import parse_table
-from training.health.monitor.sources.sampling import health_command, link_commands
+from training.health.sources.npu_smi import parse_table
+from training.health.sources.sampling import health_command, link_commands
 from training.wire.agent import EvidenceQuery
 
 

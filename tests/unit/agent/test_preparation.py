@@ -13,7 +13,7 @@ from tests.unit.agent.conftest import EPOCH, JOB, TOKEN, Container, wait_for
 from training.agent.control import AgentClient
 from training.errors import EngineError
 from training.wire.agent import CheckOrder, GreetQuery, Reply
-from training.wire.check import Outcome
+from training.wire.check import CheckOutcome
 
 
 def order(burn_in_s: float = 0.0, store: Path = Path("/nowhere"), **changes) -> CheckOrder:
@@ -23,6 +23,7 @@ def order(burn_in_s: float = 0.0, store: Path = Path("/nowhere"), **changes) -> 
         "job": json.dumps(job),
         "num_nodes": 1,
         "slots_per_node": 1,
+        "state_bytes": None,
         "is_new": True,
         "gang_host": None,
         "variables": {"OMP_NUM_THREADS": "1"},
@@ -47,7 +48,7 @@ def checkers(container: Container) -> list[psutil.Process]:
     found = []
     for process in container.processes():
         try:
-            found += [process] if "training.health.preflight.node" in process.cmdline() else []
+            found += [process] if "training.health.node_program" in process.cmdline() else []
         except psutil.NoSuchProcess:
             continue
     return found
@@ -66,7 +67,7 @@ def test_the_node_is_checked_under_its_own_name(new_container, tmp_path):
     (reply,) = replies
     found = {check.name: check for check in reply.checks}
     assert {check.node for check in reply.checks} == {"node-1"}
-    assert [found[name].outcome for name in ("burn_in", "store")] == [Outcome.OK] * 2
+    assert [found[name].outcome for name in ("burn_in", "store")] == [CheckOutcome.OK] * 2
 
 
 def test_while_an_attempt_runs_nothing_is_checked(shared):
@@ -85,4 +86,4 @@ def test_a_start_ends_a_check_that_a_dead_supervisor_has_left(new_container, tmp
     wait_for(lambda: not checkers(container), timeout_s=10)
     container.until("running")
     thread.join(10)
-    assert replies[0].checks[0].outcome is Outcome.FAILED
+    assert replies[0].checks[0].outcome is CheckOutcome.FAILED

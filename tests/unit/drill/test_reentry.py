@@ -6,7 +6,7 @@ import pytest
 
 from training.drill.reentry import STEPS, check_reentry, scratch_job
 from training.job import parse_job
-from training.wire.check import Outcome
+from training.wire.check import CheckOutcome
 
 
 def job_of(tmp_path, **sections):
@@ -39,10 +39,10 @@ def test_a_scratch_run_trains_the_same_model_in_a_store_of_its_own(tmp_path):
 @pytest.mark.parametrize(
     ("script", "outcome", "word"),
     [
-        ("exit 0", Outcome.OK, "started twice"),
-        ("echo broken; exit 4", Outcome.FAILED, "start 1 ended with exit code 4: broken"),
-        ("test $MA_PROC_START_CNT = 1", Outcome.FAILED, "start 2 ended with exit code 1"),
-        ("exec no-such-program", Outcome.FAILED, "start 1 ended with exit code 127"),
+        ("exit 0", CheckOutcome.OK, "started twice"),
+        ("echo broken; exit 4", CheckOutcome.FAILED, "start 1 ended with exit code 4: broken"),
+        ("test $MA_PROC_START_CNT = 1", CheckOutcome.FAILED, "start 2 ended with exit code 1"),
+        ("exec no-such-program", CheckOutcome.FAILED, "start 1 ended with exit code 127"),
     ],
 )
 def test_a_command_is_started_as_the_first_and_the_second_of_its_container(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from training.health.monitor.heartbeat import HeartbeatWriter
+from training.health.heartbeat import HeartbeatWriter
 from training.runtime.step_loop.loop import StepLoop
 from training.runtime.step_loop.rank_recovery import Stand
 from training.runtime.step_loop.step import Limits

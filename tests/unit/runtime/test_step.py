@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from training.health.monitor.heartbeat import HeartbeatReader, HeartbeatWriter
+from training.health.heartbeat import HeartbeatReader, HeartbeatWriter
 from training.recovery.repair import StepPhase, Vote
 from training.runtime.errors import NotApplied, NumericAnomaly
 from training.runtime.program import Training

@@ -9,15 +9,15 @@ from training.errors import EngineError
 from training.job import Job
 from training.journal.records import NodeRefused
 from training.supervisor.watch import EndKind
-from training.wire.check import Check, Outcome
+from training.wire.check import Check, CheckOutcome
 
 
 def failed(node: str, name: str = "devices", seen: str = "device 0: Alarm") -> Check:
-    return Check(name=name, node=node, outcome=Outcome.FAILED, seen=seen)
+    return Check(name=name, node=node, outcome=CheckOutcome.FAILED, seen=seen)
 
 
 def fine(node: str, name: str = "devices") -> Check:
-    return Check(name=name, node=node, outcome=Outcome.OK, seen="healthy")
+    return Check(name=name, node=node, outcome=CheckOutcome.OK, seen="healthy")
 
 
 NODES = ("node-0", "node-1", "node-2")
@@ -45,7 +45,7 @@ def test_healthy_nodes_are_used(run, cluster):
     one = run()
     placement = one.place()
     assert one.wants_checks(placement)
-    assert not one.check(placement).refused
+    assert one.check(placement).is_passed
     assert one.place() == placement
     assert cluster.checked == [{0: True, 1: True}]
 
@@ -54,12 +54,12 @@ def test_a_node_that_fails_is_isolated_and_its_member_moves_to_the_spare(run, cl
     cluster.checks["node-1"] = [failed("node-1")]
     one = run()
     first = one.place()
-    judgement = one.check(first)
-    assert judgement.refused == {"node-1": "devices: device 0: Alarm"}
+    verdict = one.check(first)
+    assert verdict.refused == {"node-1": "devices: device 0: Alarm"}
     assert one.history.isolated == ("node-1",)
     second = one.place()
     assert (second.number, second.nodes) == (2, ("node-0", "node-2"))
-    assert not one.check(second).refused
+    assert one.check(second).is_passed
     # The node that stayed was checked before; the gang is checked with everybody.
     assert cluster.checked[-1] == {0: False, 1: True}
     assert one.history.attempts == []
@@ -115,8 +115,8 @@ def test_later_an_attempt_is_started_all_the_same(run, cluster, impatient):
     assert one.attempt(placement, **quiet).kind is EndKind.FAILED
     cluster.checks = {node: [failed(node, "all_reduce", "no route")] for node in NODES}
     moved = one.place()
-    judgement = one.check(moved)
-    assert judgement.common == ("all_reduce: no route",)
+    verdict = one.check(moved)
+    assert verdict.common == ("all_reduce: no route",)
     assert one.attempt(moved, **quiet).kind is EndKind.COMPLETED
 
 
@@ -139,14 +139,14 @@ def test_a_job_may_go_without(run, job):
 def test_a_clock_that_is_off_is_a_warning(run, cluster):
     cluster.clock_s = -3.0
     one = run()
-    judgement = one.check(one.place())
-    told = [c for c in judgement.checks if c.name == "clock"]
+    verdict = one.check(one.place())
+    told = [c for c in verdict.checks if c.name == "clock"]
     assert [(c.node, c.outcome) for c in told] == [
-        ("node-0", Outcome.WARNING),
-        ("node-1", Outcome.WARNING),
+        ("node-0", CheckOutcome.WARNING),
+        ("node-1", CheckOutcome.WARNING),
     ]
     assert told[0].seen.startswith("-3.000 s")
-    assert not judgement.refused
+    assert verdict.is_passed
 
 
 def test_a_refused_node_does_not_come_back_where_isolated_ones_may(run, cluster, job, impatient):

@@ -11,7 +11,7 @@ from training.job import Job, parse_job
 from training.recovery.faults import FaultClass
 from training.supervisor.run import Run
 from training.supervisor.watch import Progress
-from training.wire.check import Check, Outcome
+from training.wire.check import Check, CheckOutcome
 
 
 class ClusterDriver(RunDriver):
@@ -38,7 +38,7 @@ def play(tmp_path, impatient):
 def test_no_attempt_is_started_on_a_node_that_failed_its_check(job, play):
     cluster = Cluster(["done"])
     cluster.checks["node-1"] = [
-        Check(name="devices", node="node-1", outcome=Outcome.FAILED, seen="device 0: Alarm")
+        Check(name="devices", node="node-1", outcome=CheckOutcome.FAILED, seen="device 0: Alarm")
     ]
     played = play(job, cluster)
     assert played.ended == "completed"

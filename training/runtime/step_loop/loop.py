@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from training.diagnosis.exits import EXIT_RESTART_ME
-from training.health.monitor.heartbeat import HeartbeatWriter, Phase
+from training.health.heartbeat import HeartbeatWriter, Phase
 from training.recovery.protocol import Ending, Paused
 from training.recovery.repair import Vote
 from training.runtime.errors import WorkerError

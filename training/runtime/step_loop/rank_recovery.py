@@ -21,8 +21,8 @@ from torch import Tensor
 from storage.errors import StorageError
 from training.device import Healing, healing_of
 from training.diagnosis.exits import EXIT_RESTART_ME
-from training.health.monitor.heartbeat import HeartbeatWriter, Phase
-from training.health.monitor.masking import masked_text, secret_values
+from training.health.heartbeat import HeartbeatWriter, Phase
+from training.masking import masked_text, secret_values
 from training.recovery.protocol import (
     GenerationReport,
     LastSaved,

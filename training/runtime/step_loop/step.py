@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from training.health.monitor.heartbeat import HeartbeatWriter
+from training.health.heartbeat import HeartbeatWriter
 from training.recovery.repair import StepPhase, Vote
 from training.runtime.errors import NotApplied, NumericAnomaly
 from training.runtime.program import MicroBatch, Training

@@ -1,0 +1,69 @@
+"""When a program without a heartbeat hangs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from training.health.hang import Activity, ActivityDetector, Inactivity
+
+QUIET_S = 600.0
+PERIOD_S = 10.0
+
+
+def judged(
+    until_s: float,
+    *,
+    log: Callable[[float], int] = lambda _at_s: 0,
+    io: Callable[[float], int] = lambda _at_s: 0,
+    cpu_s: Callable[[float], float] = lambda _at_s: 0.0,
+    use: Callable[[float], float | None] = lambda _at_s: None,
+) -> tuple[float, Inactivity] | None:
+    """When a program that does this is judged to hang, and how; None when it never is."""
+    detector = ActivityDetector(QUIET_S)
+    at_s = 0.0
+    while at_s <= until_s:
+        found = detector.judge(Activity(at_s, log(at_s), io(at_s), cpu_s(at_s), use(at_s)))
+        if found is not None:
+            return at_s, found
+        at_s += PERIOD_S
+    return None
+
+
+def test_silence_with_idle_processors_is_a_hang_after_the_quiet_time():
+    found = judged(1000.0)
+    assert found == (QUIET_S + PERIOD_S, Inactivity(QUIET_S + PERIOD_S, 0.0))
+
+
+def test_processes_that_wait_by_spinning_are_a_hang_as_well():
+    found = judged(1000.0, cpu_s=lambda at_s: 8.0 * at_s)
+    assert found is not None
+    assert found[1].cores == 8.0
+
+
+def test_output_is_a_sign_of_life():
+    assert judged(5000.0, log=lambda at_s: int(at_s / 500.0)) is None
+
+
+def test_input_and_output_of_the_processes_are_signs_of_life():
+    assert judged(5000.0, io=lambda at_s: int(at_s / 590.0)) is None
+
+
+def test_the_quiet_time_begins_with_the_last_sign_of_life():
+    found = judged(5000.0, log=lambda at_s: min(int(at_s), 1000))
+    assert found is not None
+    assert found[0] == 1000.0 + QUIET_S + PERIOD_S
+
+
+def test_processors_that_are_used_unevenly_compute():
+    uneven = judged(5000.0, cpu_s=lambda at_s: at_s + (at_s % 50.0 < 20.0) * 5.0)
+    assert uneven is None
+
+
+def test_devices_that_are_used_unevenly_compute():
+    assert judged(5000.0, use=lambda at_s: 90.0 if at_s % 40.0 < 20.0 else 30.0) is None
+    found = judged(5000.0, use=lambda _at_s: 100.0)
+    assert found is not None
+
+
+def test_a_first_reading_says_nothing():
+    assert ActivityDetector(0.001).judge(Activity(1e6, 5, 5, 5.0)) is None

@@ -1,0 +1,138 @@
+"""Disk, memory, ports and store of a node."""
+
+from __future__ import annotations
+
+import socket
+from collections import namedtuple
+
+import psutil
+import pytest
+
+from storage.address import StorageSpec, open_store
+from storage.errors import PermanentError
+from training.health import host
+from training.health.host import (
+    check_disk,
+    check_disks,
+    check_memory,
+    check_ports,
+    check_store,
+)
+from training.job import parse_job
+from training.wire.check import CheckOutcome
+
+STATE_BYTES = 1_000_000
+Disk = namedtuple("Disk", "total free")  # noqa: PYI024 as psutil has it
+Memory = namedtuple("Memory", "available")  # noqa: PYI024 likewise
+
+
+@pytest.fixture
+def job(tmp_path):
+    def build(**sections):
+        return parse_job(
+            {
+                "run_id": "r",
+                "storage": {"address": f"file://{tmp_path}/store"},
+                "data": {"sources": ["/corpus"]},
+                **sections,
+            }
+        )
+
+    return build
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    def have(total, free):
+        monkeypatch.setattr(psutil, "disk_usage", lambda _path: Disk(total, free))
+
+    return have
+
+
+@pytest.mark.parametrize(
+    ("free", "outcome"),
+    [(50, CheckOutcome.OK), (9, CheckOutcome.FAILED), (11, CheckOutcome.WARNING)],
+)
+def test_a_disk_needs_room_for_the_checkpoints(tmp_path, disk, free, outcome):
+    disk(1000, free * 10)
+    found = check_disk("disk", tmp_path, needed_bytes=100, low_percent=20)
+    assert found.outcome is outcome
+    assert found.allowed == "100 B free"
+
+
+def test_a_disk_that_takes_no_file_has_failed_whatever_its_numbers(tmp_path, monkeypatch):
+    def refuse(_folder):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(host, "_try_to_write", refuse)
+    found = check_disk("disk", tmp_path, needed_bytes=0, low_percent=0)
+    assert found.outcome is CheckOutcome.FAILED
+    assert "Read-only" in found.seen
+
+
+def test_nothing_is_left_on_the_disk(tmp_path):
+    check_disk("disk", tmp_path, needed_bytes=0, low_percent=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_store_that_is_a_folder_needs_room_for_all_that_is_kept(job, tmp_path, disk):
+    kept = job(checkpoint={"keep_last": 3})
+    disk(total=40 * STATE_BYTES, free=4 * STATE_BYTES - 1)
+    node, store = check_disks(kept, tmp_path, STATE_BYTES)
+    assert (node.name, node.outcome) == ("disk", CheckOutcome.WARNING)
+    assert (store.name, store.outcome) == ("store_disk", CheckOutcome.FAILED)
+
+
+def test_host_memory_has_to_take_two_saves(job, monkeypatch):
+    needed = 2 * STATE_BYTES // 2  # two nodes
+    for available, outcome in ((needed, CheckOutcome.OK), (needed - 1, CheckOutcome.FAILED)):
+        memory = Memory(available)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda memory=memory: memory)
+        assert check_memory(job(), 2, STATE_BYTES).outcome is outcome
+    without = job(checkpoint={"host_memory": False})
+    assert check_memory(without, 2, STATE_BYTES).outcome is CheckOutcome.OK
+
+
+def test_ports_of_hccl_and_of_the_rendezvous_have_to_be_free(job):
+    fixed = job(comm={"master_port": 29_400, "if_base_port": 61_000})
+    free = check_ports(fixed, is_first=True, has_npus=True, used=lambda: {80})
+    assert (free.outcome, free.seen) == (CheckOutcome.OK, "33 ports are free")
+    taken = check_ports(fixed, is_first=True, has_npus=True, used=lambda: {61_031, 29_400, 61_032})
+    assert (taken.outcome, taken.seen) == (CheckOutcome.FAILED, "in use: 29400, 61031")
+    other = check_ports(fixed, is_first=False, has_npus=False, used=lambda: {29_400})
+    assert other.outcome is CheckOutcome.SKIPPED
+
+
+def test_a_store_without_keys_has_failed_and_the_other_checks_go_on(job, monkeypatch):
+    def refuse(_spec):
+        raise ValueError("no keys")
+
+    monkeypatch.setattr(host, "open_store", refuse)
+    found = host.check_store_of(job())
+    assert (found.outcome, found.seen) == (CheckOutcome.FAILED, "cannot open: no keys")
+
+
+def test_a_port_that_somebody_listens_on_is_found():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        assert listener.getsockname()[1] in host.listening_ports()
+
+
+def test_a_store_is_written_read_and_left_as_it_was(tmp_path):
+    store = open_store(StorageSpec(address=f"file://{tmp_path}"))
+    found = check_store(store, "runs/r/", size_bytes=1000)
+    assert found.outcome is CheckOutcome.OK
+    assert found.figures["write_mb_s"] > 0
+    assert list(store.list("")) == []
+
+
+def test_a_store_that_refuses_has_failed(tmp_path, monkeypatch):
+    store = open_store(StorageSpec(address=f"file://{tmp_path}"))
+
+    def refuse(*_arguments, **_options):
+        raise PermanentError("access denied")
+
+    monkeypatch.setattr(type(store), "put", refuse)
+    found = check_store(store, "runs/r/", size_bytes=10)
+    assert (found.outcome, found.seen) == (CheckOutcome.FAILED, "cannot write: access denied")

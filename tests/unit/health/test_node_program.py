@@ -1,0 +1,101 @@
+"""The program that checks a node, with a gang of its own."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from training.health.node_check import NodeProgram, check_this_machine
+from training.health.node_program import merged
+from training.job import parse_job
+from training.wire.check import Check, CheckOutcome, NodeTask
+
+
+@pytest.fixture
+def job(tmp_path):
+    return parse_job(
+        {
+            "run_id": "r",
+            "storage": {"address": f"file://{tmp_path}/store"},
+            "worker": {"command": ["true"]},
+            "engine": {"nodes": 1, "slots_per_node": 2},
+            "preflight": {"burn_in_s": 0.0, "timeout_s": 100},
+        }
+    )
+
+
+def test_this_machine_is_checked_as_a_node_with_a_gang_of_processes(job):
+    found = {
+        check.name: check
+        for check in check_this_machine(job, state_bytes=None, environment=os.environ)
+    }
+    expected = (
+        "burn_in",
+        "join",
+        "all_reduce",
+        "disk",
+        "store_disk",
+        "memory",
+        "store",
+        "versions",
+    )
+    assert [
+        name
+        for name in expected
+        if found[name].outcome not in (CheckOutcome.OK, CheckOutcome.WARNING)
+    ] == []
+    assert found["all_reduce"].seen.startswith("gloo, 2 ranks: ")
+    assert found["all_reduce"].figures["bus_bandwidth_mb_s"] > 0
+    assert found["burn_in"].figures["gflop_s"] > 0
+    assert {check.node for check in found.values()} == {found["disk"].node}
+
+
+def test_a_rank_that_does_not_come_is_named_by_the_others(job, tmp_path):
+    hurried = job.preflight.model_copy(update={"timeout_s": 21.0})
+    task = NodeTask(
+        job=job.model_copy(update={"preflight": hurried}).model_dump_json(),
+        node="node-0",
+        folder=str(tmp_path),
+        node_folder=None,
+        slots=1,
+        first_rank=0,
+        world_size=2,
+        is_new=False,
+        gang_host="127.0.0.1",
+        gang_port=0,
+        timeout_s=60.0,
+    )
+    joined, reduced = NodeProgram().run(task, os.environ)
+    assert (joined.name, joined.outcome) == ("join", CheckOutcome.OK)
+    assert reduced.outcome is CheckOutcome.WARNING
+    assert reduced.seen == "no answer from ranks 1 within 7 s"
+
+
+def test_a_program_that_gives_no_result_is_a_failed_check(job, tmp_path):
+    task = NodeTask(
+        job="{}",
+        node="node-0",
+        folder=str(tmp_path),
+        node_folder=None,
+        slots=1,
+        first_rank=0,
+        world_size=1,
+        is_new=True,
+        gang_host=None,
+        timeout_s=60.0,
+    )
+    (check,) = NodeProgram().run(task, os.environ)
+    assert (check.node, check.outcome) == ("node-0", CheckOutcome.FAILED)
+    assert check.seen == "the program ended with exit code 1 and no result"
+
+
+def test_the_worst_rank_speaks_for_its_node():
+    fine = Check(name="burn_in", outcome=CheckOutcome.OK, seen="fine", figures={"gflop_s": 10})
+    ill = Check(name="burn_in", outcome=CheckOutcome.FAILED, seen="wrong", figures={"gflop_s": 20})
+    joined = Check(name="join", outcome=CheckOutcome.OK, seen="joined", seconds=2)
+    burnt, gang = merged([[fine, joined], [ill, joined], [fine, joined]])
+    assert (burnt.outcome, burnt.seen, round(burnt.figures["gflop_s"], 1)) == (
+        CheckOutcome.FAILED, "wrong", 13.3,
+    )  # fmt: skip
+    assert (gang.seen, gang.seconds) == ("joined", 2)

@@ -1,0 +1,251 @@
+"""When a run that gets on is told to be out of its limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from training.health.points import (
+    CLEAR_S,
+    Condition,
+    HealthPoints,
+    RankSample,
+    RunSample,
+    StepSample,
+)
+from training.journal.events import HealthPoint
+from training.specs.watch import WatchSpec
+from training.wire.sample import DeviceSample, HostSample, NodeSample
+
+SPEC = WatchSpec()
+
+
+def device(**seen: Any) -> dict[str, NodeSample]:
+    """What one node shows, whose only device is like this."""
+    return {"node-0": NodeSample(at_s=0.0, devices=(DeviceSample(index=0, **seen),))}
+
+
+def host(**seen: Any) -> dict[str, NodeSample]:
+    return {"node-0": NodeSample(at_s=0.0, host=HostSample(**seen))}
+
+
+def rank(number: int, **changes: Any) -> RankSample:
+    fields: dict[str, Any] = {
+        "rank": number,
+        "node": f"node-{number // 2}",
+        "device": number % 2,
+        "pid": 100 + number,
+        "step": 0,
+        "phase": "step",
+        "waited_s": 0.0,
+        "data_s": 0.0,
+        "latency_s": 0.001,
+    }
+    return RankSample(**{**fields, **changes})
+
+
+def raised(
+    look_at: Callable[[float], RunSample], *, until_s: float, spec: WatchSpec = SPEC
+) -> list[tuple[float, Condition]]:
+    """Everything that is told of a run that looks like this, a look a second."""
+    watch, at_s = HealthPoints(spec), 0.0
+    found: list[tuple[float, Condition]] = []
+    while at_s <= until_s:
+        found += [(at_s, one) for one in watch.update(look_at(at_s)).raised]
+        at_s += 1.0
+    return found
+
+
+def points(found: Sequence[tuple[float, Condition]]) -> list[HealthPoint]:
+    return [one.point for _, one in found]
+
+
+def test_a_device_that_is_hardly_used_is_told_after_five_minutes_of_training():
+    nodes = device(utilisation_percent=30.0)
+    found = raised(lambda s: RunSample(s, nodes, [rank(0)]), until_s=400)
+    assert [(at_s, one.point, one.value) for at_s, one in found] == [
+        (300.0, HealthPoint.UTILISATION_LOW, 30.0)
+    ]
+
+
+def test_a_device_may_idle_while_the_run_saves():
+    nodes = device(utilisation_percent=0.0)
+    found = raised(lambda s: RunSample(s, nodes, [rank(0, phase="save")]), until_s=400)
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("seen", "point"),
+    [
+        ({"memory_percent": 95.5}, HealthPoint.MEMORY_HIGH),
+        ({"health": "Alarm", "error_codes": ("80E01801",)}, HealthPoint.DEVICE_UNHEALTHY),
+        ({"link_is_up": False}, HealthPoint.LINK_DOWN),
+        ({"link_is_up": False, "health": "OK"}, HealthPoint.LINK_DOWN),
+    ],
+)
+def test_what_a_device_says_against_itself_is_told_at_once(seen, point):
+    found = raised(lambda s: RunSample(s, device(**seen)), until_s=100)
+    assert points(found) == [point]
+    assert (found[0][1].node, found[0][1].device) == ("node-0", 0)
+
+
+def test_a_device_that_is_ill_is_told_so_even_when_its_port_is_down():
+    found = raised(lambda s: RunSample(s, device(health="Alarm", link_is_up=False)), until_s=100)
+    assert set(points(found)) == {HealthPoint.DEVICE_UNHEALTHY, HealthPoint.LINK_DOWN}
+
+
+def test_a_device_inside_its_limits_is_not_told():
+    nodes = device(utilisation_percent=90.0, memory_percent=94.0, health="OK", link_is_up=True)
+    assert raised(lambda s: RunSample(s, nodes, [rank(0)]), until_s=1000) == []
+
+
+def test_what_no_tool_says_is_not_told():
+    assert raised(lambda s: RunSample(s, device(), [rank(0)]), until_s=1000) == []
+
+
+def test_a_filling_disk_is_told():
+    found = raised(lambda s: RunSample(s, host(disk_free_percent=100.0 - s)), until_s=99)
+    assert [(at_s, one.point) for at_s, one in found] == [(91.0, HealthPoint.DISK_FILLING)]
+
+
+def test_a_point_is_cleared_after_it_was_inside_its_limits_for_a_while_and_may_come_again():
+    watch = HealthPoints(SPEC)
+    full, free = host(disk_free_percent=1.0), host(disk_free_percent=50.0)
+    assert points([(0, one) for one in watch.update(RunSample(0.0, full)).raised])
+    assert watch.update(RunSample(1.0, free)).cleared == ()
+    assert watch.update(RunSample(2.0, full)).raised == ()
+    (key,) = watch.update(RunSample(3.0 + CLEAR_S, free)).cleared
+    assert key[0] is HealthPoint.DISK_FILLING
+    assert watch.update(RunSample(100.0, full)).raised != ()
+
+
+def steps(losses: Sequence[float] = (), times: Sequence[float] = ()) -> list[HealthPoint]:
+    """What is told of steps with these losses or durations."""
+    watch = HealthPoints(SPEC)
+    found: list[Condition] = []
+    for number, value in enumerate(losses or times, start=1):
+        one = StepSample(number, value if losses else 1.0, value if times else 1.0)
+        found += watch.update(RunSample(float(number), steps=(one,))).raised
+    return [one.point for one in found]
+
+
+def test_a_loss_that_jumps_is_told():
+    assert steps(losses=[3.0] * 20 + [6.5]) == [HealthPoint.LOSS_ABNORMAL]
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_is_told_from_the_first_step_on(loss):
+    assert steps(losses=[loss]) == [HealthPoint.LOSS_ABNORMAL]
+
+
+def test_a_small_loss_may_waver_by_more_than_its_mean():
+    # Of a run that has learned its text by heart.
+    wavering = [0.05, 0.2, 0.1, 0.07, 0.22, 0.12] * 10
+    assert steps(losses=[*wavering, 0.29]) == []
+    assert steps(losses=[*wavering, 1.5]) == [HealthPoint.LOSS_ABNORMAL]
+
+
+def test_a_loss_that_falls_and_wavers_is_not_told():
+    assert steps(losses=[10.0 / (1 + n / 10) + n % 3 for n in range(100)]) == []
+
+
+def test_steps_that_get_slow_are_told_and_one_slow_step_is_not():
+    assert steps(times=[1.0] * 30 + [9.0] + [1.0] * 30) == []
+    assert steps(times=[1.0] * 30 + [2.6] * 15) == []
+    assert steps(times=[1.0] * 30 + [2.6] * 25) == [HealthPoint.STEP_SLOW]
+    assert steps(times=[30.0] * 30 + [70.0] * 2) == []
+    assert steps(times=[30.0] * 30 + [70.0] * 5) == [HealthPoint.STEP_SLOW]
+
+
+def test_many_short_steps_of_one_slow_moment_are_no_trend():
+    assert steps(times=[0.1] * 300 + [0.5] * 50 + [0.1] * 300) == []
+    assert steps(times=[0.1] * 300 + [0.5] * 130) == [HealthPoint.STEP_SLOW]
+
+
+def test_a_slow_start_is_no_standard_of_comparison():
+    assert steps(times=[30.0] + [1.0] * 60) == []
+
+
+def test_the_latency_is_that_of_the_rank_that_came_last():
+    slow = [rank(0, latency_s=9.0), rank(1, latency_s=0.1)]
+    assert raised(lambda s: RunSample(s, ranks=slow), until_s=10) == []
+    all_slow = [rank(0, latency_s=9.0), rank(1, latency_s=0.6)]
+    found = raised(lambda s: RunSample(s, ranks=all_slow), until_s=10)
+    assert points(found) == [HealthPoint.LATENCY_HIGH]
+    assert found[0][1].value == pytest.approx(600.0)
+
+
+def gang(at_s: float, *, late: int | None = None, starved: int | None = None) -> RunSample:
+    """Four ranks with two steps a second; who waits for a late one waits half of the time."""
+    ranks = [
+        rank(
+            number,
+            step=int(2 * at_s),
+            waited_s=at_s * (0.55 if late is not None and number != late else 0.05),
+            data_s=at_s * (0.6 if number == starved else 0.01),
+        )
+        for number in range(4)
+    ]
+    return RunSample(at_s, ranks=ranks)
+
+
+def test_a_rank_that_is_always_later_than_the_others_is_told():
+    found = raised(lambda s: gang(s, late=2), until_s=60)
+    assert points(found) == [HealthPoint.STRAGGLER]
+    one = found[0][1]
+    assert (one.rank, one.node) == (2, "node-1")
+    assert one.value == pytest.approx(0.5)
+
+
+def test_ranks_that_wait_alike_have_no_straggler():
+    assert raised(gang, until_s=600) == []
+
+
+def test_a_rank_that_is_late_for_a_moment_is_no_straggler():
+    def look(at_s: float) -> RunSample:
+        return gang(at_s, late=int(at_s / 6) % 4)
+
+    assert HealthPoint.STRAGGLER not in points(raised(look, until_s=300))
+
+
+def test_a_starving_rank_is_told():
+    found = raised(lambda s: gang(s, starved=1), until_s=60)
+    assert points(found) == [HealthPoint.DATA_STARVED]
+    assert found[0][1].rank == 1
+
+
+def test_new_processes_are_not_compared_with_those_before_them():
+    def look(at_s: float) -> RunSample:
+        one = gang(at_s, late=2)
+        life = int(at_s / 10)  # which is shorter than three windows
+        return RunSample(at_s, ranks=_renewed(one.ranks, life))
+
+    assert raised(look, until_s=100) == []
+
+
+def _renewed(ranks: Sequence[RankSample], life: int) -> list[RankSample]:
+    return [
+        RankSample(
+            one.rank, one.node, one.device, one.pid + 1000 * life, one.step, one.phase,
+            one.waited_s, one.data_s, one.latency_s,
+        )
+        for one in ranks
+    ]  # fmt: skip
+
+
+def test_a_checkpoint_that_is_much_older_than_usual_is_told():
+    commits_s = [0.0, 100.0, 200.0, 300.0]
+    found = raised(lambda s: RunSample(300.0 + s, commits_s=commits_s), until_s=400)
+    assert [(at_s, one.point) for at_s, one in found] == [(301.0, HealthPoint.CHECKPOINT_OLD)]
+
+
+def test_frequent_checkpoints_may_be_a_minute_old():
+    commits_s = [0.0, 1.0, 2.0]
+    found = raised(lambda s: RunSample(2.0 + s, commits_s=commits_s), until_s=60)
+    assert found == []
+
+
+def test_one_commit_is_no_interval():
+    assert raised(lambda s: RunSample(s, commits_s=[0.0]), until_s=10_000) == []

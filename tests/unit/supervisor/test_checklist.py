@@ -1,0 +1,53 @@
+"""Whether a job is set up to outlast its faults."""
+
+from __future__ import annotations
+
+import pytest
+
+from training.job import parse_job
+from training.supervisor.job_checks import checklist
+from training.wire.check import CheckOutcome
+
+
+def outcomes(**sections):
+    job = parse_job(
+        {
+            "run_id": "r",
+            "storage": {"address": "file:///store"},
+            "data": {"sources": ["/corpus"]},
+            "steps": 1000,
+            **sections,
+        }
+    )
+    return {check.name: check.outcome for check in checklist(job)}
+
+
+def test_the_defaults_have_nothing_to_complain_about():
+    assert set(outcomes().values()) == {CheckOutcome.OK}
+
+
+@pytest.mark.parametrize(
+    ("sections", "name"),
+    [
+        ({"checkpoint": {"every_steps": 2000}}, "checkpoint_interval"),
+        ({"checkpoint": {"every_steps": 400}}, "checkpoint_interval"),
+        ({"checkpoint": {"every_s": 7200, "mtbf_s": 3600}}, "checkpoint_interval"),
+        ({"checkpoint": {"keep_last": 1}}, "retention"),
+        ({"restart": {"unconditional": False}}, "restart_policy"),
+        ({"engine": {"spares": 0}}, "spares"),
+        ({"parallelism": {"kind": "fsdp2"}}, "replicas"),
+    ],
+)
+def test_what_weakens_recovery_is_a_warning(sections, name):
+    found = outcomes(**sections)
+    assert [n for n, outcome in found.items() if outcome is CheckOutcome.WARNING] == [name]
+
+
+def test_a_sane_interval_of_the_job_s_own_passes():
+    assert outcomes(checkpoint={"every_steps": 100})["checkpoint_interval"] is CheckOutcome.OK
+
+
+def test_of_a_command_only_what_is_known_is_judged():
+    found = outcomes(worker={"command": ["true"]})
+    assert "checkpoint_interval" not in found
+    assert found["replicas"] is CheckOutcome.SKIPPED

@@ -1,0 +1,228 @@
+"""The heartbeat of a worker: one record in a memory-mapped file.
+
+The writer is the training process, the reader the node agent; the record stays readable when
+the writer is stopped or dead, and writing it takes microseconds because nothing leaves memory.
+Times are nanoseconds of CLOCK_MONOTONIC, which all processes of one host share.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import threading
+import time
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Self
+
+_OPERATION_BYTES = 48
+_RECORD = struct.Struct(f"<QIIqqQQQQQQQ{_OPERATION_BYTES}s")
+_SEQUENCE = struct.Struct("<Q")
+_SIZE = 4096
+
+
+class Phase(IntEnum):
+    """What a worker is doing.
+
+    AGREE is a part of a save in which the ranks only talk to each other.
+    """
+
+    START = 0
+    RESTORE = 1
+    DATA = 2
+    STEP = 3
+    SAVE = 4
+    DONE = 5
+    STOPPED = 6
+    RECOVER = 7
+    PAUSED = 8
+    EVALUATE = 9
+    AGREE = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """One reading.
+
+    Attributes:
+        pid: process that wrote it.
+        phase: what it was doing.
+        generation: life of the process groups, from 0.
+        step: completed optimizer steps; -1 before the state was restored.
+        entered: collectives entered since the newest step was completed. Every rank goes
+            through the same ones, so that counts of one step compare.
+        left: those of them that have come to their end.
+        beat_ns: when the training thread last wrote it.
+        stepped_ns: when a step was last completed, 0 before this process's first one.
+        waited_ns: time with a collective that was entered and had not ended, of the whole life
+            of the process. The rank that comes last to each waits least.
+        data_ns: spent on waiting for the data loader, likewise.
+        latency_ns: of the newest vote, the collective that ends a step.
+        operation: the newest collective or transfer, with its group; ASCII.
+    """
+
+    pid: int
+    phase: Phase
+    generation: int
+    step: int
+    entered: int
+    left: int
+    beat_ns: int
+    stepped_ns: int
+    waited_ns: int = 0
+    data_ns: int = 0
+    latency_ns: int = 0
+    operation: str = ""
+
+    @property
+    def is_in_collective(self) -> bool:
+        """Whether a collective that it entered has not come to its end."""
+        return self.left < self.entered
+
+
+class HeartbeatWriter:
+    """Writes this process's heartbeat; ends of collectives are told by threads of their own."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(descriptor, _SIZE)
+            self._map = mmap.mmap(descriptor, _SIZE)
+        finally:
+            os.close(descriptor)
+        self._pid = os.getpid()
+        self._sequence = 0
+        self._phase = Phase.START
+        self._step = -1
+        self._stepped_ns = 0
+        self._entered = 0
+        self._left = 0
+        self._beat_ns = 0
+        self._waited_ns = 0
+        self._waits_from_ns = 0
+        self._data_ns = 0
+        self._latency_ns = 0
+        self._operation = b""
+        self._lock = threading.Lock()
+        self.generation = 0
+        self.beat()
+
+    def beat(self, *, phase: Phase | None = None, step: int | None = None) -> None:
+        """Record a new phase or a new step, or merely that the process lives."""
+        with self._lock:
+            if phase is not None:
+                self._phase = phase
+            if step is not None and step != self._step:
+                # The first one is the restored step: none has been completed here yet.
+                if self._step >= 0:
+                    self._stepped_ns = time.monotonic_ns()
+                self._step = step
+                self._entered = self._left = 0
+            self._write()
+
+    def enter_collective(self, operation: str = "") -> None:
+        """Record that a collective begins."""
+        with self._lock:
+            if self._left == self._entered:
+                self._waits_from_ns = time.monotonic_ns()
+            self._entered += 1
+            self._operation = operation.encode("ascii", "replace")[:_OPERATION_BYTES]
+            self._write()
+
+    def leave_collective(self) -> None:
+        """Record that a collective has come to its end; no sign that the training thread lives."""
+        with self._lock:
+            if self._left < self._entered:  # one of the step before may come late
+                self._left += 1
+                if self._left == self._entered:
+                    self._waited_ns += time.monotonic_ns() - self._waits_from_ns
+            self._write(is_beat=False)
+
+    def transfer(self, operation: str) -> None:
+        """Record that a transfer between two ranks begins, which the others do not have."""
+        with self._lock:
+            self._operation = operation.encode("ascii", "replace")[:_OPERATION_BYTES]
+            self._write()
+
+    def voted(self, took_ns: int) -> None:
+        """Record that the vote of a step is taken, and with it every collective before it."""
+        with self._lock:
+            if self._left < self._entered:
+                self._left = self._entered
+                self._waited_ns += time.monotonic_ns() - self._waits_from_ns
+            self._latency_ns = took_ns
+            self._write()
+
+    def waited_for_data(self, took_ns: int) -> None:
+        """Record how long the loader took for a batch."""
+        with self._lock:
+            self._data_ns += took_ns
+            self._write()
+
+    def _write(self, *, is_beat: bool = True) -> None:
+        # An odd sequence number marks a record under construction (seqlock), so a reader never
+        # takes half of one for whole, even if the writer was killed in between.
+        if is_beat:
+            self._beat_ns = time.monotonic_ns()
+        _SEQUENCE.pack_into(self._map, 0, self._sequence + 1)
+        _RECORD.pack_into(
+            self._map,
+            0,
+            self._sequence + 1,
+            self._pid,
+            self._phase,
+            self.generation,
+            self._step,
+            self._entered,
+            self._left,
+            self._beat_ns,
+            self._stepped_ns,
+            self._waited_ns,
+            self._data_ns,
+            self._latency_ns,
+            self._operation,
+        )
+        self._sequence += 2
+        _SEQUENCE.pack_into(self._map, 0, self._sequence)
+
+
+class HeartbeatReader:
+    """Reads another process's heartbeat."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._last: Heartbeat | None = None
+
+    def read(self) -> Heartbeat | None:
+        """The newest whole record that was ever read, None before there is one."""
+        try:
+            data, again = (self._path.read_bytes()[: _RECORD.size] for _ in range(2))
+        except FileNotFoundError:
+            return self._last
+        # The writer may have begun between the sequence and what stands behind it.
+        if len(data) < _RECORD.size or data != again:
+            return self._last
+        sequence, pid, phase, *numbers, operation = _RECORD.unpack(data)
+        if sequence and sequence % 2 == 0:
+            text = operation.rstrip(b"\0").decode("ascii", "replace")
+            values = (*numbers, text)
+            self._last = Heartbeat(pid, Phase(phase), *values)
+        return self._last
+
+    @classmethod
+    def of(cls, folder: Path, local_rank: int) -> Self:
+        """The reader for one local rank of the attempt whose folder this is."""
+        return cls(folder / f"heartbeat-{local_rank}")
+
+
+def stacks_file(folder: Path, local_rank: int) -> Path:
+    """Where a process prints them on SIGUSR2.
+
+    Args:
+        folder: of the attempt on its node.
+        local_rank: of the process.
+    """
+    return folder / f"stacks-{local_rank}.txt"

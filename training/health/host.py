@@ -1,0 +1,178 @@
+"""A node beside its devices: disk, memory, ports, and the way to the store.
+
+Times are seconds, sizes bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+
+import psutil
+
+from storage.address import open_store
+from storage.errors import Corrupt, StorageError
+from storage.objects import ObjectStore
+from training.environment import HOST_PORTS
+from training.job import Job
+from training.wire.check import Check, CheckOutcome
+
+PROBE_BYTES = 4 << 20
+FILE_SCHEME = "file://"
+DISK_COPIES = 2  # the newest save, and the one being written
+
+
+def check_disks(job: Job, folder: Path, state_bytes: int | None) -> Iterator[Check]:
+    """Room for what checkpoints need: on the node's own disk, and in a store that is a folder.
+
+    Args:
+        job: whose checkpoints are meant.
+        folder: of the node's disk.
+        state_bytes: model and optimizer state of the whole job; None: not known.
+    """
+    is_folder = job.storage.address.startswith(FILE_SCHEME)
+    on_node = job.checkpoint.node_disk
+    has_tier = not is_folder if on_node is None else on_node
+    share = DISK_COPIES * (state_bytes or 0) // job.engine.nodes if has_tier else 0
+    low = job.watch.disk_free_low_percent
+    yield check_disk("disk", folder, needed_bytes=share, low_percent=low)
+    if is_folder:
+        path = Path(job.storage.address.removeprefix(FILE_SCHEME))
+        needed = (job.checkpoint.keep_last + 1) * (state_bytes or 0)
+        yield check_disk("store_disk", _nearest(path), needed_bytes=needed, low_percent=low)
+
+
+def check_disk(name: str, folder: Path, *, needed_bytes: int, low_percent: float) -> Check:
+    """Whether a file system has room, and takes a file."""
+    allowed = f"{_size(needed_bytes)} free" if needed_bytes else f"{low_percent:g} % free"
+    try:
+        disk = psutil.disk_usage(str(folder))
+        _try_to_write(folder)
+    except OSError as error:
+        return Check(
+            name=name, outcome=CheckOutcome.FAILED, seen=f"{folder}: {error}", allowed=allowed
+        )
+    free_percent = 100.0 * disk.free / disk.total if disk.total else 0.0
+    outcome = CheckOutcome.OK
+    if disk.free < needed_bytes:
+        outcome = CheckOutcome.FAILED
+    elif free_percent < low_percent:
+        outcome = CheckOutcome.WARNING
+    return Check(
+        name=name,
+        outcome=outcome,
+        seen=f"{_size(disk.free)} free ({free_percent:.0f} %) on {folder}",
+        allowed=allowed,
+        figures={"free_bytes": float(disk.free)},
+    )
+
+
+def _try_to_write(folder: Path) -> None:
+    """A disk may have room by its numbers and be read-only, or out of inodes."""
+    probe = folder / f".preflight-{uuid.uuid4().hex}"
+    try:
+        with probe.open("wb") as file:
+            file.write(bytes(1 << 16))
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def _nearest(path: Path) -> Path:
+    """The folder itself, or the first of its parents that exists."""
+    return next((folder for folder in (path, *path.parents) if folder.is_dir()), Path("/"))
+
+
+def check_memory(job: Job, slots: int, state_bytes: int | None) -> Check:
+    """Room for the saves in host memory: twice the node's share of the state."""
+    available = psutil.virtual_memory().available
+    seen = f"{_size(available)} available"
+    if state_bytes is None or not job.checkpoint.host_memory:
+        return Check(name="memory", outcome=CheckOutcome.OK, seen=seen)
+    needed = 2 * state_bytes * slots // job.engine.world_size
+    return Check(
+        name="memory",
+        outcome=CheckOutcome.OK if available >= needed else CheckOutcome.FAILED,
+        seen=seen,
+        allowed=f"{_size(needed)} for saves in host memory",
+    )
+
+
+def check_ports(
+    job: Job, *, is_first: bool, has_npus: bool, used: Callable[[], Collection[int]]
+) -> Check:
+    """Whether nobody listens where the job will.
+
+    Args:
+        job: whose ports are meant.
+        is_first: whether the node has the first rank, and its rendezvous.
+        has_npus: whether HCCL will open its host ports here.
+        used: tells the ports that somebody listens on; asked when that matters.
+    """
+    base = job.comm.if_base_port
+    wanted = list(range(base, base + HOST_PORTS)) if has_npus else []
+    wanted += [job.comm.master_port] if is_first and job.comm.master_port else []
+    if not wanted:
+        seen = "any free port is taken: no NPUs, and comm.master_port=0"
+        return Check(name="ports", outcome=CheckOutcome.SKIPPED, seen=seen)
+    taken = sorted(set(wanted) & set(used()))
+    told = f"in use: {', '.join(map(str, taken))}" if taken else f"{len(wanted)} ports are free"
+    allowed = f"{wanted[0]} to {wanted[-1]} free" if len(wanted) > 1 else f"{wanted[0]} free"
+    outcome = CheckOutcome.FAILED if taken else CheckOutcome.OK
+    return Check(name="ports", outcome=outcome, seen=told, allowed=allowed)
+
+
+def listening_ports() -> frozenset[int]:
+    """TCP ports of this machine that somebody listens on."""
+    return frozenset(
+        one.laddr.port
+        for one in psutil.net_connections("tcp")
+        if one.status == psutil.CONN_LISTEN and one.laddr
+    )
+
+
+def check_store_of(job: Job) -> Check:
+    """The job's store, as this node reaches it."""
+    try:
+        store = open_store(job.storage)
+    except (StorageError, ValueError) as error:
+        return Check(name="store", outcome=CheckOutcome.FAILED, seen=f"cannot open: {error}")
+    return check_store(store, f"runs/{job.run_id}/")
+
+
+def check_store(store: ObjectStore, prefix: str, *, size_bytes: int = PROBE_BYTES) -> Check:
+    """Write, read and delete an object, as saves and restores will."""
+    key = f"{prefix.rstrip('/')}/preflight-{uuid.uuid4().hex}"
+    data = os.urandom(size_bytes)
+    action = "write"
+    try:
+        began_s = time.perf_counter()
+        store.put(key, data)
+        wrote_s = time.perf_counter() - began_s
+        action = "read"
+        began_s = time.perf_counter()
+        if store.get(key) != data:
+            raise Corrupt(f"{store.url(key)}: other bytes came back than were written")
+        read_s = time.perf_counter() - began_s
+        action = "delete"
+        store.delete(key)
+    except StorageError as error:
+        return Check(name="store", outcome=CheckOutcome.FAILED, seen=f"cannot {action}: {error}")
+    figures = {
+        "write_mb_s": size_bytes / wrote_s / 1e6,
+        "read_mb_s": size_bytes / read_s / 1e6,
+    }
+    seen = f"write {figures['write_mb_s']:.0f} MB/s, read {figures['read_mb_s']:.0f} MB/s"
+    return Check(name="store", outcome=CheckOutcome.OK, seen=seen, figures=figures)
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.4g} TB"
