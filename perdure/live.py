@@ -22,7 +22,7 @@ from rich.text import Text
 from tasks.observe import Observation
 from training.journal.events import StepRecord
 from training.journal.history import AttemptView, RunHistory
-from training.supervisor.report import NOT_MENDED, AttemptRow, note_text
+from training.supervisor.report import NOT_MENDED, AttemptRow, event_text
 
 PLAIN_EVERY_S = 5.0
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -202,7 +202,7 @@ def _events(history: RunHistory) -> list[str]:
 
 def _events_of(view: AttemptView) -> list[str]:
     placement, attempt = view.key
-    lines = [f"attempt {placement}.{attempt}: {note_text(note)}" for note in view.notes]
+    lines = [f"attempt {placement}.{attempt}: {event_text(event)}" for event in view.events]
     return [*lines, _event(view)] if view.decision is not None else lines
 
 

@@ -80,7 +80,7 @@ class Looker:
         history = self._run.refresh()
         sight = self._sight(history)
         self._accountant.saw(sight.steps)
-        _add_notes(history, sight)
+        _add_events(history, sight)
         every = self._accountant.records(history)
         records, told = kept_of(every), self._account(history, every, now_s)
         document = {
@@ -134,14 +134,14 @@ class Looker:
         return found
 
 
-def _add_notes(history: RunHistory, sight: AttemptSnapshot) -> None:
+def _add_events(history: RunHistory, sight: AttemptSnapshot) -> None:
     """What the living attempt noted and nobody has put on record yet."""
     view = history.open_attempt
     if view is None:
         return
-    known = {(note.kind, note.number) for note in view.notes}
-    fresh = [note for note in sight.notes if (note.kind, note.number) not in known]
-    history.attempts[-1] = replace(view, notes=(*view.notes, *fresh))
+    known = {(event.kind, event.number) for event in view.events}
+    fresh = [event for event in sight.events if (event.kind, event.number) not in known]
+    history.attempts[-1] = replace(view, events=(*view.events, *fresh))
 
 
 def _facts(

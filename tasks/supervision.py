@@ -43,8 +43,8 @@ from training.supervisor.accounts import Accountant, AccountReport, account_repo
 from training.supervisor.report import (
     alert_facts,
     alert_rows,
+    event_text,
     loss_picture,
-    note_text,
     progress_text,
     standing,
     story_rows,
@@ -266,7 +266,7 @@ class Supervision:
         self._stood = stands is not None
         self._publish(tuple(progress.steps))
         self.accountant.saw(progress.steps)
-        self._tell_notes(progress.notes)
+        self._report_events(progress.events)
         if progress.checkpoints:
             self.reporter.checkpoints(self.run.history)
             self.reporter.event("checkpoint", {"step": progress.checkpoints[-1]})
@@ -278,29 +278,29 @@ class Supervision:
             history = self.run.history
             self.reporter.account(lambda: self._account(history))
 
-    def _tell_notes(self, notes: Sequence[LedgerEvent]) -> None:
-        """Tell what the attempt's coordinator noted since the last look."""
-        if not notes:
+    def _report_events(self, events: Sequence[LedgerEvent]) -> None:
+        """Report what is new in the attempt log."""
+        if not events:
             return
         view = self.run.history.attempts[-1]
         recoveries = {recovery.began.number: recovery for recovery in view.recoveries}
-        for note in notes:
-            self.logger.info(note_text(note))
-            match note:
+        for event in events:
+            self.logger.info(event_text(event))
+            match event:
                 case RecoveryBegan():
-                    self.reporter.recovery_began(view, recoveries[note.number])
-                case RecoveryEnded() if note.number in recoveries:
-                    self.reporter.recovery_over(view, recoveries[note.number])
+                    self.reporter.recovery_began(view, recoveries[event.number])
+                case RecoveryEnded() if event.number in recoveries:
+                    self.reporter.recovery_over(view, recoveries[event.number])
                 case PauseBegan() | PauseEnded():
-                    stands = isinstance(note, PauseBegan)
-                    self.reporter.event("pause", {"paused": stands, "step": note.step})
+                    stands = isinstance(event, PauseBegan)
+                    self.reporter.event("pause", {"paused": stands, "step": event.step})
                 case CheckpointDamaged():
-                    facts = note.model_dump(mode="json", exclude={"kind", "number"})
+                    facts = event.model_dump(mode="json", exclude={"kind", "number"})
                     self.reporter.event("checkpoint_damaged", facts)
                 case AlertRaised():
-                    self.reporter.event("alert", alert_facts(view, note))
+                    self.reporter.event("alert", alert_facts(view, event))
                 case AlertCleared():
-                    self.reporter.event("alert_cleared", alert_facts(view, note))
+                    self.reporter.event("alert_cleared", alert_facts(view, event))
         self.tell_attempts()
 
     def tell_cut_off(self) -> None:

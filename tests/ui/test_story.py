@@ -11,7 +11,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from tasks.reporting import Reporter
 from tests.process.harness import wait_for
 from tests.ui.conftest import TIMEOUT_MS
-from tests.unit.noting import COOLED, HOT, told
+from tests.unit.histories import COOLED, HOT, history_of
 from training.supervisor.report import alert_rows
 
 pytestmark = [
@@ -135,7 +135,7 @@ def test_alerts_say_what_is_open_and_what_is_past(api, visitor, root, prefect_se
         reporter = Reporter("hot", None, logging.getLogger("test"))
         past = HOT.model_copy(update={"number": 2, "text": "memory at 97 %"})
         over = COOLED.model_copy(update={"number": 2})
-        reporter.alerts(alert_rows(told(HOT, past, over)))
+        reporter.alerts(alert_rows(history_of(HOT, past, over)))
         reporter.start()
         reporter.close()
     (artifact,) = api.artifacts("hot-alerts").values()

@@ -52,9 +52,9 @@ def exported() -> dict[str, set[str]]:
     )
     metrics.step(StepRecord(1, 1.0, 1.0, 1.0, 1.0, 0.5, 1.0, 1.0, 1, 0, 1, 1))
     metrics.committed(1, at_s=1.0)
-    metrics.noted(RecoveryBegan(at_s=1.0, number=1, generation=1, fault=fault,
+    metrics.record(RecoveryBegan(at_s=1.0, number=1, generation=1, fault=fault,
                                 decision=Decision(Rung.STEP_RETRY, None, "")))  # fmt: skip
-    metrics.noted(RecoveryEnded(at_s=2.0, number=1, generation=2, succeeded=True))
+    metrics.record(RecoveryEnded(at_s=2.0, number=1, generation=2, succeeded=True))
     device = DeviceSample(index=0, utilisation_percent=1, memory_percent=1, temperature_c=1,
                           memory_total_bytes=1, power_w=1, link_is_up=True)  # fmt: skip
     host = HostSample(cpu_percent=1, memory_percent=1, disk_free_percent=1, disk_free_bytes=1)

@@ -8,16 +8,16 @@ from rich.console import Console
 
 from perdure.live import LiveView, attempts_view, sparkline
 from tasks.observe import Observation
-from tests.unit.noting import (
+from tests.unit.histories import (
     CRASH_BEGAN,
     CRASH_FAILED,
     GOES_ON,
     LINK_BEGAN,
     LINK_MENDED,
     STANDS,
-    told,
+    history_of,
 )
-from training.supervisor.report import AttemptRow, note_text, story_rows
+from training.supervisor.report import AttemptRow, event_text, story_rows
 
 ROW = AttemptRow(
     1, 2, "node-0,node-1", "1,1", "2,2", 30, 77, "failed", "node_lost: the agent of node-1 is gone",
@@ -53,7 +53,7 @@ def test_a_sparkline_has_the_asked_width_and_falls_with_the_loss():
     assert (line[0], line[-1]) == ("█", "▁")
 
 
-MENDED = told(LINK_BEGAN, LINK_MENDED, CRASH_BEGAN, CRASH_FAILED, ended=True)
+MENDED = history_of(LINK_BEGAN, LINK_MENDED, CRASH_BEGAN, CRASH_FAILED, ended=True)
 
 
 def test_a_wide_terminal_shows_recoveries_inside_the_processes_as_generations():
@@ -87,13 +87,13 @@ def observed(*histories_and_activities) -> str:
 
 def test_a_person_is_told_once_of_every_recovery_and_pause():
     text = observed(
-        (told(LINK_BEGAN), "recovering: link_down -> step_retry"),
-        (told(LINK_BEGAN, LINK_MENDED), "training"),
-        (told(LINK_BEGAN, LINK_MENDED, STANDS), "paused at step 20"),
-        (told(LINK_BEGAN, LINK_MENDED, STANDS, GOES_ON), "training"),
+        (history_of(LINK_BEGAN), "recovering: link_down -> step_retry"),
+        (history_of(LINK_BEGAN, LINK_MENDED), "training"),
+        (history_of(LINK_BEGAN, LINK_MENDED, STANDS), "paused at step 20"),
+        (history_of(LINK_BEGAN, LINK_MENDED, STANDS, GOES_ON), "training"),
     )
     assert text.splitlines() == [
-        f"attempt 1.1: {note_text(LINK_BEGAN)}",
+        f"attempt 1.1: {event_text(LINK_BEGAN)}",
         "attempt 1.1: recovering: link_down -> step_retry",
         "attempt 1.1: recovery 1: training goes on from step 14 after 0.62 s, 0 steps done again",
         "attempt 1.1: training",

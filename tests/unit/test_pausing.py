@@ -11,7 +11,7 @@ from perdure import pausing
 from perdure.cli import app, main
 from perdure.pausing import Pausing
 from storage.local import LocalStore
-from tests.unit.noting import BEGINNING, GOES_ON, LINK_BEGAN, LINK_MENDED, NOW, STANDS, noted
+from tests.unit.histories import BEGINNING, GOES_ON, LINK_BEGAN, LINK_MENDED, NOW, STANDS, seen
 from training.errors import InputError, PerdureError
 from training.job import parse_job
 from training.journal.records import RECORD, RunEnded
@@ -87,7 +87,7 @@ def asking(run, said):
 
 
 def test_a_pause_is_a_wish_in_the_store_and_over_when_the_ranks_stand(asking, store, said):
-    asking(*noted(STANDS)).pause()
+    asking(*seen(STANDS)).pause()
     assert read_control(store, "small").pause
     assert said == [
         "small: waiting until every rank stands at a step boundary",
@@ -102,7 +102,7 @@ def test_a_pause_that_nobody_confirms_is_a_failure_and_the_wish_remains(asking, 
 
 
 def test_a_run_that_is_paused_already_stays_so(asking, run, said):
-    append(run, *noted(STANDS))
+    append(run, *seen(STANDS))
     asking().pause()
     assert said[-1].startswith("small: paused")
 
@@ -120,7 +120,7 @@ class Eyes:
 def test_a_pause_that_is_over_and_was_never_recorded_as_such_confirms_nothing(
     asking, run, monkeypatch
 ):
-    append(run, *noted(STANDS))  # its end came when nobody supervised
+    append(run, *seen(STANDS))  # its end came when nobody supervised
     monkeypatch.setattr(run, "observer", lambda: Eyes(None))
     with pytest.raises(PerdureError, match="not seen to pause"):
         asking().pause()
@@ -138,8 +138,8 @@ def test_a_pause_that_was_never_recorded_is_not_taken_for_over(asking, run, stor
 
 def test_resuming_takes_the_wish_back_and_is_over_when_the_ranks_go_on(asking, run, store, said):
     write_control(store, "small", pause=True)
-    append(run, *noted(STANDS))
-    asking(*noted(GOES_ON)).resume()
+    append(run, *seen(STANDS))
+    asking(*seen(GOES_ON)).resume()
     assert not read_control(store, "small").pause
     assert said == ["small: waiting until the ranks go on", "small: goes on"]
 
@@ -159,7 +159,7 @@ def test_a_run_that_is_not_paused_is_not_resumed(asking, store, said):
 
 def test_ranks_that_do_not_go_on_are_a_failure(asking, run, store):
     write_control(store, "small", pause=True)
-    append(run, *noted(STANDS))
+    append(run, *seen(STANDS))
     with pytest.raises(PerdureError, match="not seen to go on within 5 s"):
         asking(wait_s=5.0).resume()
 
@@ -205,9 +205,9 @@ def test_a_command_cannot_be_paused(document, perdure_home, failing):
 def test_the_commands_wait_as_long_as_they_are_told(run, store, failing, monkeypatch):
     monkeypatch.setattr(pausing, "POLL_S", 0.0)
     assert "within 0 s" in failing("pause", "small", "--wait-s", "0", code=1)
-    append(run, *noted(STANDS))
+    append(run, *seen(STANDS))
     assert "within 0 s" in failing("resume", "small", "--wait-s", "0", code=1)
-    append(run, *noted(GOES_ON))
+    append(run, *seen(GOES_ON))
     done = CliRunner().invoke(app, ["resume", "small"])
     assert (done.exit_code, done.stdout) == (0, "small: is not paused\n")
 
@@ -222,7 +222,7 @@ def test_status_says_that_a_run_is_paused_and_how_it_goes_on(run, store):
     assert json.loads(status("--json"))["state"] == "running"
     write_control(store, "small", pause=True)
     assert "asked to pause; `perdure resume small` has it go on" in status()
-    append(run, *noted(STANDS))
+    append(run, *seen(STANDS))
     told = json.loads(status("--json"))
     assert (told["state"], told["pause_wanted"]) == ("paused", True)
     assert told["pause"] == {"at_s": 20.0, "step": 20}
@@ -232,7 +232,7 @@ def test_status_says_that_a_run_is_paused_and_how_it_goes_on(run, store):
 
 def test_status_counts_recoveries_inside_the_processes_and_shows_the_last(run):
     assert "inside the processes" not in status()
-    append(run, *noted(LINK_BEGAN, LINK_MENDED))
+    append(run, *seen(LINK_BEGAN, LINK_MENDED))
     line = "recoveries inside the processes: 1, the last: link_down -> step_retry: mended"
     assert line in status()
     told = json.loads(status("--json"))

@@ -9,7 +9,7 @@ import pytest
 
 from tasks import reporting
 from tasks.reporting import Reporter, labels_of
-from tests.unit.noting import (
+from tests.unit.histories import (
     CRASH_BEGAN,
     CRASH_FAILED,
     DAMAGED,
@@ -18,15 +18,15 @@ from tests.unit.noting import (
     LINK_MENDED,
     SAVED,
     STANDS,
-    told,
+    history_of,
 )
 from training.journal.events import StepRecord
 from training.recovery.decision import Decision
 from training.recovery.faults import Fault, FaultClass, RecoverableBy
 from training.recovery.rungs import Rung
 from training.supervisor.report import (
+    event_text,
     fault_report,
-    note_text,
     progress_text,
     recovery_report,
     standing,
@@ -139,8 +139,8 @@ def test_a_fault_report_tells_what_the_survivors_saved():
     )
 
 
-def report_of(*notes, ended: bool = False) -> str:
-    view = told(*notes, ended=ended).attempts[0]
+def report_of(*events, ended: bool = False) -> str:
+    view = history_of(*events, ended=ended).attempts[0]
     return recovery_report(view, view.recoveries[-1])
 
 
@@ -174,10 +174,10 @@ def test_links_that_were_made_anew_leave_the_job_sub_healthy():
     assert "sub-healthy" not in report_of(LINK_BEGAN, LINK_MENDED)
     failed = LINK_MENDED.model_copy(update={"succeeded": False, "why": "too late"})
     assert "sub-healthy" not in report_of(began, failed)
-    history = told(began, LINK_MENDED)
+    history = history_of(began, LINK_MENDED)
     assert [m.began.number for m in history.sub_healthy] == [1]
     assert [row.outcome for row in story_rows(history)][1:] == ["mended, sub-healthy"]
-    assert told(began, failed).sub_healthy == []
+    assert history_of(began, failed).sub_healthy == []
 
 
 LINES = {
@@ -194,13 +194,13 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize(("note", "text"), LINES.items())
-def test_every_note_is_a_line_of_the_log(note, text):
-    assert note_text(note) == text
+@pytest.mark.parametrize(("event", "text"), LINES.items())
+def test_every_note_is_a_line_of_the_log(event, text):
+    assert event_text(event) == text
 
 
 @pytest.mark.parametrize(
-    ("notes", "activity"),
+    ("events", "activity"),
     [
         ((), None),
         ((LINK_BEGAN,), "recovering: link_down -> step_retry"),
@@ -209,9 +209,9 @@ def test_every_note_is_a_line_of_the_log(note, text):
         ((STANDS, GOES_ON), None),
     ],
 )
-def test_a_run_that_does_not_train_says_what_it_does(notes, activity):
-    assert standing(told(*notes)) == activity
-    assert standing(told(*notes, ended=True)) is None
+def test_a_run_that_does_not_train_says_what_it_does(events, activity):
+    assert standing(history_of(*events)) == activity
+    assert standing(history_of(*events, ended=True)) is None
 
 
 @pytest.fixture
@@ -225,9 +225,9 @@ def reported(monkeypatch):
 
 def test_a_recovery_inside_the_processes_is_two_events_and_one_report(reported):
     reporter, events = reported
-    under_way = told(LINK_BEGAN).attempts[0]
+    under_way = history_of(LINK_BEGAN).attempts[0]
     reporter.recovery_began(under_way, under_way.recoveries[0])
-    over = told(LINK_BEGAN, LINK_MENDED).attempts[0]
+    over = history_of(LINK_BEGAN, LINK_MENDED).attempts[0]
     reporter.recovery_over(over, over.recoveries[0])
     (fault, noticed), (recovery, outcome) = events
     assert (fault, noticed["fault_class"], noticed["rank"]) == ("fault", "link_down", 3)

@@ -14,7 +14,16 @@ from typer.testing import CliRunner
 from perdure.cli import app, main
 from perdure.status import Looker
 from perdure.status_view import plain_status, status_panel
-from tests.unit.noting import BEGINNING, CRASH_BEGAN, END, HOT, LINK_BEGAN, LINK_MENDED, NOW, noted
+from tests.unit.histories import (
+    BEGINNING,
+    CRASH_BEGAN,
+    END,
+    HOT,
+    LINK_BEGAN,
+    LINK_MENDED,
+    NOW,
+    seen,
+)
 from training.engines.base import Snapshot
 from training.job import parse_job
 from training.journal.events import StepRecord
@@ -79,7 +88,7 @@ def test_a_script_reads_step_pace_and_where_the_time_went(run):
 
 
 def test_a_person_reads_faults_and_what_was_done_and_open_alerts(run):
-    append(run, *BEGINNING, *noted(LINK_BEGAN, LINK_MENDED, HOT, CRASH_BEGAN))
+    append(run, *BEGINNING, *seen(LINK_BEGAN, LINK_MENDED, HOT, CRASH_BEGAN))
     train(run, 11, 12)
     status = Looker(run).look(now_s=60.0)
     for text in (shown(status_panel(status, 160)), shown(plain_status(status, 160))):
@@ -122,7 +131,7 @@ def test_an_attempt_that_nobody_supervises_tells_of_itself(run, monkeypatch):
     assert "node-0: running, ok; rank 1 step after step 20" in text
     assert "node-1: running, rank 1 silent for 70 s; device 0: Alarm" in text
     looker.look(now_s=23.0)
-    assert len(told.history.attempts[0].notes) == 1
+    assert len(told.history.attempts[0].events) == 1
 
 
 def test_status_of_a_job_file_needs_no_run_on_this_machine(run, document, tmp_path):

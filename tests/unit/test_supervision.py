@@ -9,7 +9,7 @@ from prefect.exceptions import Abort
 
 from tasks import supervision as module
 from tasks.supervision import Supervision
-from tests.unit.noting import (
+from tests.unit.histories import (
     BEGINNING,
     COOLED,
     CRASH_BEGAN,
@@ -20,7 +20,7 @@ from tests.unit.noting import (
     LINK_BEGAN,
     LINK_MENDED,
     STANDS,
-    noted,
+    seen,
 )
 from training.errors import RunConflict
 from training.job import parse_job
@@ -82,13 +82,13 @@ def supervision(tmp_path, told, caplog):
 
 @pytest.fixture
 def see(supervision):
-    """Has the supervisor see that these were noted, of which the last `fresh` are new."""
+    """Has the supervisor see these events, of which the last `fresh` are new."""
 
-    def see(*notes: LedgerEvent, fresh: int = 0, ended: bool = False, steps=()) -> str:
-        records = [*BEGINNING, *noted(*notes), *(END if ended else ())]
+    def see(*events: LedgerEvent, fresh: int = 0, ended: bool = False, steps=()) -> str:
+        records = [*BEGINNING, *seen(*events), *(END if ended else ())]
         supervision.run._writer.history = replay(records)
-        new = notes[len(notes) - fresh :]
-        supervision.on_progress(Progress(notes=new, steps=steps, last=STEP))
+        new = events[len(events) - fresh :]
+        supervision.on_progress(Progress(events=new, steps=steps, last=STEP))
         return supervision.activity
 
     return see

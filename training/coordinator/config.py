@@ -31,7 +31,7 @@ class CoordinatorConfig(FrozenModel):
         store_port: port of the rendezvous store, 0: any free one.
         placement: of the attempt.
         attempt: number of the attempt in its placement.
-        live_file: the attempt's step records; notes are appended there.
+        live_file: the attempt's step records; events are appended there.
         address_file: written once it listens.
         supported: rungs that the engine can do.
         past: recoveries of the run so far, oldest first.

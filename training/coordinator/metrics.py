@@ -179,17 +179,17 @@ class RunMetrics(Collector):
         """A checkpoint was committed."""
         self._told.committed_step, self._told.committed_s = step, at_s
 
-    def noted(self, note: LedgerEvent) -> None:
+    def record(self, event: LedgerEvent) -> None:
         """The coordinator put something on record."""
-        match note:
+        match event:
             case RecoveryBegan():
-                which = (note.decision.rung.value, note.fault.fault_class)
-                self._began[note.number] = which
+                which = (event.decision.rung.value, event.fault.fault_class)
+                self._began[event.number] = which
                 # A counter that begins with its first event has no increase to show.
                 for outcome in (MENDED, FAILED):
                     self._recoveries.labels(*self._labels, *which, outcome)
             case RecoveryEnded():
-                self._recovery_ended(note)
+                self._recovery_ended(event)
             case PauseBegan():
                 self._told.is_paused = True
             case PauseEnded():
@@ -197,13 +197,13 @@ class RunMetrics(Collector):
             case _:
                 pass  # a last save ends the attempt; alerts are the supervisor's
 
-    def _recovery_ended(self, note: RecoveryEnded) -> None:
-        rung, fault_class = self._began.pop(note.number)
-        outcome = MENDED if note.succeeded else FAILED
+    def _recovery_ended(self, event: RecoveryEnded) -> None:
+        rung, fault_class = self._began.pop(event.number)
+        outcome = MENDED if event.succeeded else FAILED
         self._recoveries.labels(*self._labels, rung, fault_class, outcome).inc()
-        if note.succeeded:
-            self._durations.labels(*self._labels, rung).observe(note.duration_s)
-            self._lost.inc(note.steps_lost)
+        if event.succeeded:
+            self._durations.labels(*self._labels, rung).observe(event.duration_s)
+            self._lost.inc(event.steps_lost)
 
     def sampled(self, node: str, sample: NodeSample) -> None:
         """An agent has looked at its node."""

@@ -209,7 +209,7 @@ class Coordinator:
             case Noted():
                 text = action.note.model_dump_json()
                 _log.info(text)
-                self._metrics.noted(action.note)
+                self._metrics.record(action.note)
                 with AttemptLog(self._live) as log:
                     log.append(action.note)
             case ToRank():

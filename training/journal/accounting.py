@@ -71,7 +71,7 @@ def account(history: RunHistory, steps: Iterable[StepTime], *, now_s: float) -> 
     _paint_phases(canvas, history, told)
     _paint_steps(canvas, history, told)
     for one in told:
-        _paint_notes(canvas, one)
+        _paint_events(canvas, one)
     _paint_unsupervised(canvas, history, told)
     for from_s, until_s in history.waits:
         canvas.paint(Layer.WAITING, Owner.WAITING, from_s, until_s)
@@ -232,7 +232,7 @@ def _lost_in(view: AttemptView, steps: Sequence[StepTime], goes_on_from: float) 
     return lost
 
 
-def _paint_notes(canvas: Canvas, one: _Told) -> None:
+def _paint_events(canvas: Canvas, one: _Told) -> None:
     """Pauses and recoveries inside the processes."""
     until_s = one.noticed_s if one.noticed_s is not None else canvas.to_s
     for pause in one.view.pauses:

@@ -18,10 +18,10 @@ from training.journal.records import (
     CheckpointSeen,
     DataReady,
     Decided,
+    EventSeen,
     FirstStep,
     Member,
     NodeRefused,
-    Noted,
     Placed,
     RunCreated,
     RunEnded,
@@ -75,15 +75,15 @@ class InProcessRecovery(Span[RecoveryBegan, RecoveryEnded]):
 
 
 def spans(
-    notes: Sequence[LedgerEvent], began: type[Began], ended: type[Ended]
+    events: Sequence[LedgerEvent], began: type[Began], ended: type[Ended]
 ) -> list[Span[Began, Ended]]:
     """Pairs of events, in the order in which they began.
 
     An end without its beginning (a line that was lost with a node) is left out.
     """
-    ends = {note.number: note for note in notes if isinstance(note, ended)}
-    begins = {note.number: note for note in notes if isinstance(note, began)}
-    return [Span(note, ends.get(number)) for number, note in begins.items()]
+    ends = {event.number: event for event in events if isinstance(event, ended)}
+    begins = {event.number: event for event in events if isinstance(event, began)}
+    return [Span(event, ends.get(number)) for number, event in begins.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class AttemptView:
     ended: AttemptEnded | None = None
     decision: Decision | None = None
     failed_rungs: tuple[Rung, ...] = ()
-    notes: tuple[LedgerEvent, ...] = ()
+    events: tuple[LedgerEvent, ...] = ()
 
     @property
     def key(self) -> tuple[int, int]:
@@ -114,23 +114,23 @@ class AttemptView:
     @property
     def recoveries(self) -> list[InProcessRecovery]:
         """Recoveries inside its processes, oldest first."""
-        found = spans(self.notes, RecoveryBegan, RecoveryEnded)
+        found = spans(self.events, RecoveryBegan, RecoveryEnded)
         return [InProcessRecovery(one.began, one.ended) for one in found]
 
     @property
     def pauses(self) -> list[Pause]:
         """Times at which all its ranks were paused on request, oldest first."""
-        return spans(self.notes, PauseBegan, PauseEnded)
+        return spans(self.events, PauseBegan, PauseEnded)
 
     @property
     def alerts(self) -> list[Alert]:
         """Health points that left their limits, oldest first."""
-        return spans(self.notes, AlertRaised, AlertCleared)
+        return spans(self.events, AlertRaised, AlertCleared)
 
     @property
     def last_save(self) -> LastSave | None:
         """What became of its end-of-life checkpoint, None when none was tried."""
-        return next((note for note in reversed(self.notes) if isinstance(note, LastSave)), None)
+        return next((event for event in reversed(self.events) if isinstance(event, LastSave)), None)
 
     @property
     def pause(self) -> Pause | None:
@@ -345,7 +345,7 @@ def _apply(history: RunHistory, record: AnyRecord) -> None:
         case AttemptStarted():
             history.ended = None  # a completed run may be given a larger target
             history.attempts.append(AttemptView(record, history.placements[-1].members))
-        case FirstStep() | AttemptEnded() | Decided() | RungFailed() | Noted():
+        case FirstStep() | AttemptEnded() | Decided() | RungFailed() | EventSeen():
             _update_attempt(history, record)
         case CheckpointSeen():
             history.checkpoints.append(record)
@@ -362,7 +362,7 @@ def _take_over(history: RunHistory, record: SupervisorTook) -> None:
 
 
 def _update_attempt(
-    history: RunHistory, record: FirstStep | AttemptEnded | Decided | RungFailed | Noted
+    history: RunHistory, record: FirstStep | AttemptEnded | Decided | RungFailed | EventSeen
 ) -> None:
     key = (record.placement, record.attempt)
     for index, view in enumerate(history.attempts):
@@ -381,8 +381,8 @@ def _update_attempt(
                 # The decision is superseded: the ladder is asked again.
                 failed = (*view.failed_rungs, record.rung)
                 history.attempts[index] = replace(view, failed_rungs=failed, decision=None)
-            case Noted():
-                history.attempts[index] = replace(view, notes=(*view.notes, record.note))
+            case EventSeen():
+                history.attempts[index] = replace(view, events=(*view.events, record.event))
 
 
 def _has_failed(view: AttemptView, recovery: InProcessRecovery) -> bool:

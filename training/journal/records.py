@@ -170,16 +170,16 @@ class CheckpointSeen(Record):
     step: int
 
 
-class Noted(Record):
-    """What an attempt's coordinator noted, copied from the attempt's live file.
+class EventSeen(Record):
+    """An event of an attempt, copied from its log.
 
-    The note has a time of its own; `at_s` is when the supervisor read it.
+    The event has a time of its own; `at_s` is when the supervisor read it.
     """
 
-    kind: Literal["noted"] = "noted"
+    kind: Literal["event"] = "event"
     placement: int
     attempt: int
-    note: LedgerEvent
+    event: LedgerEvent
 
 
 class RunEnded(Record):
@@ -202,7 +202,7 @@ AnyRecord = Annotated[
     | Decided
     | RungFailed
     | CheckpointSeen
-    | Noted
+    | EventSeen
     | RunEnded,
     Field(discriminator="kind"),
 ]

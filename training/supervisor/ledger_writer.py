@@ -21,8 +21,8 @@ from training.journal.records import (
     AttemptEnded,
     AttemptStarted,
     CheckpointSeen,
+    EventSeen,
     FirstStep,
-    Noted,
 )
 from training.supervisor.watch import Progress
 
@@ -70,17 +70,17 @@ class LedgerWriter:
             self.refresh()
         for step in progress.checkpoints:
             self.checkpoint(view, step)
-        return self.notes(view, progress.notes)
+        return self.record_events(view, progress.events)
 
-    def notes(self, view: AttemptView, notes: Iterable[LedgerEvent]) -> list[LedgerEvent]:
+    def record_events(self, view: AttemptView, events: Iterable[LedgerEvent]) -> list[LedgerEvent]:
         """Record events of the attempt. Those that were not on record before."""
-        known = {(note.kind, note.number) for note in self._now(view).notes}
+        known = {(event.kind, event.number) for event in self._now(view).events}
         fresh = []
-        for note in notes:
-            if (note.kind, note.number) not in known:
-                known.add((note.kind, note.number))
-                self.append(view, Noted, note=note)
-                fresh.append(note)
+        for event in events:
+            if (event.kind, event.number) not in known:
+                known.add((event.kind, event.number))
+                self.append(view, EventSeen, event=event)
+                fresh.append(event)
         if fresh:
             self.refresh()
         return fresh

@@ -222,13 +222,13 @@ def _alert_row(view: AttemptView, alert: Alert) -> AlertRow:
     )
 
 
-def alert_facts(view: AttemptView, note: AlertRaised | AlertCleared) -> dict[str, Any]:
+def alert_facts(view: AttemptView, event: AlertRaised | AlertCleared) -> dict[str, Any]:
     """What raised an alert, or has cleared it, as plain values, for events."""
     placement, attempt = view.key
-    raised = next((a.began for a in view.alerts if a.began.number == note.number), None)
+    raised = next((a.began for a in view.alerts if a.began.number == event.number), None)
     told = raised.model_dump(mode="json", exclude={"kind"}) if raised is not None else {}
     where = {"placement": placement, "attempt": attempt}
-    return {**told, **where, "number": note.number, "at_s": note.at_s}
+    return {**told, **where, "number": event.number, "at_s": event.at_s}
 
 
 def alert_place(raised: AlertRaised) -> str:
@@ -300,7 +300,7 @@ def fault_report(
 ) -> str:
     """The report of a fault that ended an attempt."""
     isolate = f"\n\nNode **{decision.isolate}** is isolated." if decision.isolate else ""
-    saved = f"\n\n{_sentence(note_text(last_save))}" if last_save is not None else ""
+    saved = f"\n\n{_sentence(event_text(last_save))}" if last_save is not None else ""
     return (
         f"{_heading(fault, f'Attempt {placement}.{attempt}')}"
         f"**Decision: `{decision.rung}`.** {decision.reason}{isolate}{saved}\n"
@@ -322,37 +322,39 @@ def recovery_report(view: AttemptView, recovery: InProcessRecovery) -> str:
     )
 
 
-def note_text(note: LedgerEvent) -> str:
-    """A note as one line of a log."""
-    match note:
+def event_text(event: LedgerEvent) -> str:
+    """An event as one line of a log."""
+    match event:
         case RecoveryBegan():
-            where = note.fault.where
-            what = f"{note.fault.fault_class} at {where}: {note.fault.evidence[:160]}"
-            began = f"recovery {note.number}, generation {note.generation}"
-            return f"{began}: {what} -> {note.decision.rung}"
+            where = event.fault.where
+            what = f"{event.fault.fault_class} at {where}: {event.fault.evidence[:160]}"
+            began = f"recovery {event.number}, generation {event.generation}"
+            return f"{began}: {what} -> {event.decision.rung}"
         case RecoveryEnded():
-            took = f"after {note.duration_s:.2f} s, {note.steps_lost} steps done again"
-            went = f": training goes on from step {note.step} {took}"
-            return f"recovery {note.number}{went if note.succeeded else f' failed: {note.why}'}"
+            took = f"after {event.duration_s:.2f} s, {event.steps_lost} steps done again"
+            went = f": training goes on from step {event.step} {took}"
+            return f"recovery {event.number}{went if event.succeeded else f' failed: {event.why}'}"
         case LastSave():
-            saved = f"end-of-life checkpoint of step {note.step} by ranks {_ranks(note.ranks)}"
-            return saved if note.step is not None else f"no end-of-life checkpoint: {note.why}"
+            saved = f"end-of-life checkpoint of step {event.step} by ranks {_ranks(event.ranks)}"
+            return saved if event.step is not None else f"no end-of-life checkpoint: {event.why}"
         case PauseBegan() | PauseEnded():
-            stands = f": every rank stands at step {note.step}"
-            goes_on = f" is over: training goes on from step {note.step}"
-            return f"pause {note.number}{stands if isinstance(note, PauseBegan) else goes_on}"
+            stands = f": every rank stands at step {event.step}"
+            goes_on = f" is over: training goes on from step {event.step}"
+            return f"pause {event.number}{stands if isinstance(event, PauseBegan) else goes_on}"
         case CheckpointDamaged():
-            done = "mended from a node" if note.is_mended else "set aside, the one before is taken"
-            return f"checkpoint of step {note.step} is damaged, {done}: {note.text}"
+            done = "mended from a node" if event.is_mended else "set aside, the one before is taken"
+            return f"checkpoint of step {event.step} is damaged, {done}: {event.text}"
         case AlertRaised() | AlertCleared():
-            told = f", {note.point}: {note.text}" if isinstance(note, AlertRaised) else " is over"
-            return f"alert {note.number}{told}"
+            told = (
+                f", {event.point}: {event.text}" if isinstance(event, AlertRaised) else " is over"
+            )
+            return f"alert {event.number}{told}"
 
 
 def standing(history: RunHistory) -> str | None:
     """What the living attempt is doing when it is not training, None when it is."""
     view = history.open_attempt
-    if view is None or not view.notes:
+    if view is None or not view.events:
         return None
     if view.pause is not None:
         return f"paused at step {view.pause.began.step}"

@@ -324,9 +324,9 @@ class Run:
         then: Callable[[Progress], None],
     ) -> None:
         # A supervisor that adopts an attempt reads its log from the beginning.
-        noted = self._writer.progress(view, progress)
+        recorded = self._writer.progress(view, progress)
         alerts = health.look(progress, view, self.history)
-        progress.notes = [*noted, *self._writer.notes(view, alerts)]
+        progress.events = [*recorded, *self._writer.record_events(view, alerts)]
         then(progress)
 
     def _conclude(self, view: AttemptView, end: AttemptEnd) -> Verdict:

@@ -63,14 +63,14 @@ class Progress:
     snapshot: Snapshot = field(default_factory=Snapshot)
     steps: Sequence[StepRecord] = ()
     checkpoints: Sequence[int] = ()
-    notes: Sequence[LedgerEvent] = ()
+    events: Sequence[LedgerEvent] = ()
     last: StepRecord | None = None
 
     def take(self, events: Iterable[Event]) -> None:
         """Sort what is new in the attempt log."""
         steps: list[StepRecord] = []
         checkpoints: list[int] = []
-        notes: list[LedgerEvent] = []
+        others: list[LedgerEvent] = []
         for event in events:
             match event:
                 case StepRecord():
@@ -78,8 +78,8 @@ class Progress:
                 case CheckpointCommitted():
                     checkpoints.append(event.step)
                 case _:
-                    notes.append(event)
-        self.steps, self.checkpoints, self.notes = steps, checkpoints, notes
+                    others.append(event)
+        self.steps, self.checkpoints, self.events = steps, checkpoints, others
         self.last = steps[-1] if steps else self.last
 
     @property
@@ -245,12 +245,12 @@ class AttemptSnapshot:
     Attributes:
         snapshot: of its members; None when no agent of it can be reached from here.
         steps: completed since the last look.
-        notes: of its coordinator, from the beginning.
+        events: of its coordinator, from the beginning.
     """
 
     snapshot: Snapshot | None
     steps: tuple[StepRecord, ...] = ()
-    notes: tuple[LedgerEvent, ...] = ()
+    events: tuple[LedgerEvent, ...] = ()
 
 
 class AttemptObserver:
@@ -264,7 +264,7 @@ class AttemptObserver:
     def __init__(self, engine: Engine, placement: Placement) -> None:
         self._engine = engine
         self._placement = placement
-        self._notes: list[LedgerEvent] = []
+        self._events: list[LedgerEvent] = []
         self._steps: list[StepRecord] = []
         self._log = Follower(engine.metrics)
 
@@ -275,7 +275,7 @@ class AttemptObserver:
             view: the attempt as it is on record; its log may be out of reach.
         """
         self._read_on()
-        pauses = spans((*view.notes, *self._notes), PauseBegan, PauseEnded)
+        pauses = spans((*view.events, *self._events), PauseBegan, PauseEnded)
         return pauses[-1] if pauses and pauses[-1].ended is None else None
 
     def look(self) -> AttemptSnapshot:
@@ -285,7 +285,7 @@ class AttemptObserver:
         except (EngineError, AgentUnreachable):
             snapshot = None
         steps, self._steps = tuple(self._steps), []
-        return AttemptSnapshot(snapshot, steps, tuple(self._notes))
+        return AttemptSnapshot(snapshot, steps, tuple(self._events))
 
     def _read_on(self) -> bool:
         """Read the log to its end. Whether any agent of the attempt lives."""
@@ -295,7 +295,7 @@ class AttemptObserver:
             for events in iter(self._log.read, None):
                 progress = Progress()
                 progress.take(events)
-                self._notes += progress.notes
+                self._events += progress.events
                 self._steps += progress.steps
         except (EngineError, AgentUnreachable):
             return False  # its containers are just going away

@@ -80,7 +80,7 @@ def began(number: int) -> RecoveryBegan:
 def test_every_series_says_which_run_placement_and_attempt_it_is_of(metrics):
     metrics.step(RECORD)
     metrics.sampled("node-0", SAMPLE)
-    metrics.noted(began(1))
+    metrics.record(began(1))
     samples = [sample for family in metrics.registry.collect() for sample in family.samples]
     assert len(samples) > 50
     assert all({name: s.labels[name] for name in BASE_LABELS} == LABELS for s in samples)
@@ -124,11 +124,11 @@ def test_the_age_of_a_checkpoint_grows_from_the_begin_of_the_attempt_or_from_a_c
 
 def test_a_recovery_is_counted_once_with_its_rung_and_its_fault(metrics, value):
     which = {"rung": "process_replace", "fault_class": "native_crash"}
-    metrics.noted(began(1))
+    metrics.record(began(1))
     assert value("perdure_recoveries_total", **which, outcome="mended") == 0
     ended = RecoveryEnded(at_s=92.0, number=1, generation=2, succeeded=True, steps_lost=1,
                           duration_s=0.4)  # fmt: skip
-    metrics.noted(ended)
+    metrics.record(ended)
     assert value("perdure_recoveries_total", **which, outcome="mended") == 1
     assert value("perdure_recoveries_total", **which, outcome="failed") == 0
     rung = {"rung": "process_replace"}
@@ -137,8 +137,8 @@ def test_a_recovery_is_counted_once_with_its_rung_and_its_fault(metrics, value):
 
 
 def test_a_recovery_that_failed_has_no_duration(metrics, value):
-    metrics.noted(began(1))
-    metrics.noted(RecoveryEnded(at_s=92.0, number=1, generation=1, succeeded=False, why="no"))
+    metrics.record(began(1))
+    metrics.record(RecoveryEnded(at_s=92.0, number=1, generation=1, succeeded=False, why="no"))
     which = {"rung": "process_replace", "fault_class": "native_crash"}
     assert value("perdure_recoveries_total", **which, outcome="failed") == 1
     assert value("perdure_recovery_duration_seconds_count", rung="process_replace") is None
@@ -158,9 +158,9 @@ def test_one_stage_is_one_and_the_others_are_zero(value):
 
 def test_a_pause_shows(metrics, value):
     assert value("perdure_paused") == 0
-    metrics.noted(PauseBegan(at_s=1.0, number=1, step=7))
+    metrics.record(PauseBegan(at_s=1.0, number=1, step=7))
     assert value("perdure_paused") == 1
-    metrics.noted(PauseEnded(at_s=2.0, number=1, step=7))
+    metrics.record(PauseEnded(at_s=2.0, number=1, step=7))
     assert value("perdure_paused") == 0
 
 

@@ -20,7 +20,7 @@ from training.drill.job import NUM_RANKS, drill_job
 from training.errors import InputError
 from training.injection.outside import Kill, Victim
 from training.journal.history import RunHistory, replay
-from training.journal.records import AnyRecord, AttemptStarted, FirstStep, Noted, Placed
+from training.journal.records import AnyRecord, AttemptStarted, EventSeen, FirstStep, Placed
 from training.recovery.decision import Decision
 from training.recovery.events import RecoveryBegan, RecoveryEnded
 from training.recovery.faults import Fault, FaultClass
@@ -138,7 +138,7 @@ def history(
     """A run with one recovery inside its processes, and then perhaps a restart."""
     one: dict[str, Any] = {"placement": 1, "attempt": 1, "epoch": EPOCH}
     two = {**one, "attempt": 2}
-    notes = (
+    events = (
         RecoveryBegan(
             at_s=3.0, number=1, generation=1, fault=FAULT, decision=Decision(rung, None, "r")
         ),
@@ -147,7 +147,7 @@ def history(
     records: list[AnyRecord] = [
         Placed(at_s=1.0, placement=1, members=(), avoid=(), epoch=EPOCH),
         AttemptStarted(at_s=2.0, from_step=0, **one),
-        *(Noted(at_s=note.at_s, note=note, **one) for note in notes),
+        *(EventSeen(at_s=event.at_s, event=event, **one) for event in events),
     ]
     if restarted_from:
         first = restarted_from + 1

@@ -18,9 +18,9 @@ from training.journal.records import (
     AttemptEnded,
     AttemptStarted,
     Decided,
+    EventSeen,
     FirstStep,
     Member,
-    Noted,
     Placed,
 )
 from training.recovery.decision import Decision
@@ -60,20 +60,20 @@ def ended(number: int = 1, *, succeeded: bool = True, steps_lost: int = 0) -> Re
     )
 
 
-def attempt(*notes: LedgerEvent) -> list[AnyRecord]:
+def attempt(*events: LedgerEvent) -> list[AnyRecord]:
     members = (Member(index=0, node="node-0", schedule_cnt=1),)
     return [
         Placed(at_s=1.0, placement=1, members=members, avoid=(), **E_),
         AttemptStarted(at_s=2.0, from_step=0, **KEY),
-        *(Noted(at_s=note.at_s, note=note, **KEY) for note in notes),
+        *(EventSeen(at_s=event.at_s, event=event, **KEY) for event in events),
     ]
 
 
-def restarted(*notes: LedgerEvent, to_step: int, from_step: int) -> RunHistory:
+def restarted(*events: LedgerEvent, to_step: int, from_step: int) -> RunHistory:
     second = {**KEY, "attempt": 2}
     return replay(
         [
-            *attempt(*notes),
+            *attempt(*events),
             AttemptEnded(
                 at_s=101.0, outcome="failed", to_step=to_step, proc_start_cnt={},
                 fault=FAULT, duration_s=99.0, **KEY,
@@ -183,11 +183,11 @@ PAUSE = replace(DRILL, faults=(), pauses_at=3, expected=Expected(()))
 
 
 def _paused(*, began_at: int = 4, ended_at: int = 4) -> RunOutcome:
-    notes = (
+    events = (
         PauseBegan(at_s=111.0, number=1, step=began_at),
         PauseEnded(at_s=115.0, number=1, step=ended_at),
     )
-    return outcome_of(replay(attempt(*notes)), fired_s={})
+    return outcome_of(replay(attempt(*events)), fired_s={})
 
 
 def _pauser(*looks: tuple[int, ...], resumed_s: float | None = 113.0) -> Pauser:

@@ -17,9 +17,9 @@ from training.journal.records import (
     AttemptEnded,
     AttemptStarted,
     Decided,
+    EventSeen,
     FirstStep,
     Member,
-    Noted,
     Placed,
     RunCreated,
     RunEnded,
@@ -121,10 +121,10 @@ class Story:
             )
         )  # fmt: skip
 
-    def noted(self, note) -> None:
+    def seen(self, event) -> None:
         placement, attempt = self.key
         self.records.append(
-            Noted(at_s=note.at_s, epoch=1, placement=placement, attempt=attempt, note=note)
+            EventSeen(at_s=event.at_s, epoch=1, placement=placement, attempt=attempt, event=event)
         )
 
     def ended(self, at_s: float, outcome: str = "completed") -> None:
@@ -224,8 +224,8 @@ def test_a_recovery_inside_the_processes_lies_between_two_steps():
     story = Story()
     story.started(105.0)
     story.trained((1, 111.0))
-    for note in replaced(1, 111.5, 114.0, step=1):
-        story.noted(note)
+    for event in replaced(1, 111.5, 114.0, step=1):
+        story.seen(event)
     story.trained((2, 115.25))
     assert spent(story.account(now_s=116.0)) == {
         "start_up": 10, "productive_step": 2, "detection": 0.5, "recovery_process_replace": 2.75,
@@ -237,8 +237,8 @@ def test_a_recovery_that_goes_back_loses_steps_with_and_without_records():
     story = Story()
     story.started(105.0)
     story.trained((1, 111.0), (2, 112.0))
-    for note in replaced(1, 114.5, 116.0, step=1, lost=3):
-        story.noted(note)
+    for event in replaced(1, 114.5, 116.0, step=1, lost=3):
+        story.seen(event)
     story.trained((2, 117.0))
     told = spent(story.account(now_s=117.0))
     assert told["productive_step"] == 2
@@ -250,8 +250,8 @@ def test_a_step_that_a_recovery_finishes_is_not_productive_all_the_while():
     story = Story()
     story.started(105.0)
     story.trained((1, 111.0))
-    for note in replaced(1, 117.0, 119.0, step=2):
-        story.noted(note)
+    for event in replaced(1, 117.0, 119.0, step=2):
+        story.seen(event)
     story.steps.append(Done(2, 120.0, step_s=9.0))
     told = spent(story.account(now_s=120.0))
     assert told["recovery_process_replace"] == 2
@@ -263,9 +263,9 @@ def test_a_pause_is_a_pause_and_lasts_until_now():
     story = Story()
     story.started(105.0)
     story.trained((1, 111.0))
-    story.noted(PauseBegan(at_s=112.0, number=1, step=1))
+    story.seen(PauseBegan(at_s=112.0, number=1, step=1))
     assert spent(story.account(now_s=120.0))["paused"] == 8
-    story.noted(PauseEnded(at_s=121.0, number=1, step=1))
+    story.seen(PauseEnded(at_s=121.0, number=1, step=1))
     story.trained((2, 123.0))
     assert spent(story.account(now_s=123.0))["paused"] == 9
 
@@ -326,15 +326,15 @@ TIMES = st.floats(min_value=50.0, max_value=400.0, allow_nan=False)
 def note_something(draw, story: Story, at_s: float) -> None:
     number = len(story.records)
     if draw(st.booleans()):
-        notes = replaced(
+        events = replaced(
             number, at_s, draw(TIMES), step=draw(st.integers(0, 30)), lost=draw(st.integers(0, 5))
         )
-        for note in notes[: draw(st.integers(1, 2))]:
-            story.noted(note)
+        for event in events[: draw(st.integers(1, 2))]:
+            story.seen(event)
         return
-    story.noted(PauseBegan(at_s=at_s, number=number, step=1))
+    story.seen(PauseBegan(at_s=at_s, number=number, step=1))
     if draw(st.booleans()):
-        story.noted(PauseEnded(at_s=draw(TIMES), number=number, step=1))
+        story.seen(PauseEnded(at_s=draw(TIMES), number=number, step=1))
 
 
 def find_no_node(draw, story: Story, at_s: float) -> None:
@@ -362,7 +362,7 @@ def fail(draw, story: Story, at_s: float) -> None:
 
 @st.composite
 def stories(draw) -> Story:
-    """Any records, in any order of times: clocks differ, notes come late, files are lost."""
+    """Any records, in any order of times: clocks differ, events come late, files are lost."""
     story = Story()
     for move in draw(st.lists(st.integers(0, 7), max_size=40)):
         at_s = draw(TIMES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.noting import BEGINNING, KEY, NOW
+from tests.unit.histories import BEGINNING, KEY, NOW
 from training.journal.failure_rate import measured_mtbf_s
 from training.journal.history import RunHistory, replay
 from training.journal.records import AttemptEnded, AttemptStarted

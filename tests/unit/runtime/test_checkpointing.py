@@ -228,7 +228,7 @@ def delete(bench: Bench, key: str) -> None:
 DAMAGES = [flip, cut_off, empty, delete]
 
 
-def damages_noted(bench: Bench) -> list[CheckpointDamaged]:
+def damages_logged(bench: Bench) -> list[CheckpointDamaged]:
     """What the newest attempt has told of damaged checkpoints."""
     live = bench.cluster.folder / f"metrics-{bench.attempt}.jsonl"
     return [one for one in parse_lines(live.read_text()) if isinstance(one, CheckpointDamaged)]
@@ -242,9 +242,9 @@ def test_a_damaged_shard_that_no_node_holds_sets_the_step_aside(bench, damage):
     damage(bench, shard)
     assert agree(bench.train(until=2, saves=()), before, 2)
     assert bench.checkpoints.states() == {2: StepState.COMMITTED, 4: StepState.SET_ASIDE}
-    (note,) = damages_noted(bench)
-    assert (note.step, note.is_mended) == (4, False)
-    assert shard.rpartition("/")[2] in note.text
+    (event,) = damages_logged(bench)
+    assert (event.step, event.is_mended) == (4, False)
+    assert shard.rpartition("/")[2] in event.text
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -254,7 +254,7 @@ def test_a_shard_that_a_node_holds_is_put_again_however_it_was_damaged(bench, da
     damage(bench, bench.shard(4, 1))
     assert agree(bench.train(saves=()), before, 4)
     assert bench.checkpoints.verify(4) == []
-    assert [(note.step, note.is_mended) for note in damages_noted(bench)] == [(4, True)]
+    assert [(event.step, event.is_mended) for event in damages_logged(bench)] == [(4, True)]
 
 
 def test_a_manifest_that_is_damaged_by_one_bit_sets_the_step_aside(bench):
@@ -262,8 +262,8 @@ def test_a_manifest_that_is_damaged_by_one_bit_sets_the_step_aside(bench):
     flip_bit(bench.store, bench.checkpoints.key(4, "manifest.json"), 4001)
     assert agree(bench.train(until=2, saves=(), keeps=False), before, 2)
     assert bench.checkpoints.states() == {2: StepState.COMMITTED, 4: StepState.SET_ASIDE}
-    (note,) = damages_noted(bench)
-    assert "xxh3_128" in note.text
+    (event,) = damages_logged(bench)
+    assert "xxh3_128" in event.text
 
 
 def test_a_step_that_was_set_aside_can_be_saved_again(bench):

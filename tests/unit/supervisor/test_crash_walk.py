@@ -59,8 +59,8 @@ def walk(job: Job, home, cluster: Cluster, *, die_at: int | None) -> tuple[Run, 
 
 
 NOTES = "".join(
-    note.model_dump_json() + "\n"
-    for note in (PauseBegan(at_s=1.0, number=1, step=3), PauseEnded(at_s=2.0, number=1, step=3))
+    event.model_dump_json() + "\n"
+    for event in (PauseBegan(at_s=1.0, number=1, step=3), PauseEnded(at_s=2.0, number=1, step=3))
 )
 SCRIPTS = {
     "done": (["done"], "completed"),
@@ -90,7 +90,7 @@ def test_a_supervisor_killed_between_any_two_actions_is_followed_to_the_same_end
             failed = view.ended is not None and view.ended.outcome == "failed"
             assert view.ended is not None
             assert (view.decision is not None) == failed, f"killed at action {die_at}"
-            noted = [note.kind for note in view.notes]
+            noted = [event.kind for event in view.events]
             expected = ["pause_began", "pause_ended"] if view.key == (1, 1) else []
             assert noted == expected, f"killed at action {die_at}"
         counts = [m.schedule_cnt for p in history.placements for m in p.members]

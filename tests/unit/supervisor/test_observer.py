@@ -31,8 +31,8 @@ STANDS = PauseBegan(at_s=12.0, number=2, step=20)
 GOES_ON = PauseEnded(at_s=13.0, number=2, step=20)
 
 
-def lines(*notes: LedgerEvent) -> str:
-    return "".join(note.model_dump_json() + "\n" for note in notes)
+def lines(*events: LedgerEvent) -> str:
+    return "".join(event.model_dump_json() + "\n" for event in events)
 
 
 @pytest.fixture
@@ -65,10 +65,10 @@ def begin(run: ClusterRun) -> None:
 
 
 def kinds_on_record(run: ClusterRun) -> list[str]:
-    """The kinds of the ledger's records, notes by their own."""
+    """The kinds of the ledger's records, events by their own."""
     run.refresh()
     records = run.ledger._records
-    return [one.note.kind if one.kind == "noted" else one.kind for one in records]
+    return [one.event.kind if one.kind == "event" else one.kind for one in records]
 
 
 def test_the_last_notes_are_on_record_before_the_ladder_is_asked(supervisor, cluster):
@@ -88,8 +88,8 @@ def test_a_supervisor_that_takes_over_records_what_it_reads_again_only_once(supe
     cluster.live[1, 1] += lines(GOES_ON)
     run = supervisor()
     told: list[LedgerEvent] = []
-    supervise(run, lambda progress: told.extend(progress.notes))
-    assert list(run.history.attempts[0].notes) == [BEGAN, STANDS, GOES_ON]
+    supervise(run, lambda progress: told.extend(progress.events))
+    assert list(run.history.attempts[0].events) == [BEGAN, STANDS, GOES_ON]
     assert told == [GOES_ON], "and is told only what is new"
 
 
@@ -105,7 +105,7 @@ def test_a_line_that_nobody_understands_ends_no_supervision(supervisor, cluster)
     run = supervisor()
     supervise(run)
     assert run.refresh().ended_well
-    assert list(run.history.attempts[0].notes) == [STANDS]
+    assert list(run.history.attempts[0].events) == [STANDS]
 
 
 def test_the_next_attempt_is_told_of_the_recoveries_before_it(supervisor, cluster):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from tests.unit.noting import (
+from tests.unit.histories import (
     CRASH_BEGAN,
     CRASH_FAILED,
     GOES_ON,
     LINK_BEGAN,
     LINK_MENDED,
     STANDS,
-    told,
+    history_of,
 )
 from training.journal.events import StepRecord
 from training.supervisor.report import loss_picture, recovery_facts, story_rows
@@ -21,7 +21,7 @@ STEP = StepRecord(1, 2.0, 1.0, 1e-3, 1e5, None, 0.0, 0.5, 8, 0, 1, 1)
 
 
 def test_a_recovery_inside_the_processes_is_a_row_below_its_attempt():
-    history = told(LINK_BEGAN, LINK_MENDED, CRASH_BEGAN, CRASH_FAILED, ended=True)
+    history = history_of(LINK_BEGAN, LINK_MENDED, CRASH_BEGAN, CRASH_FAILED, ended=True)
     attempt, link, crash = story_rows(history)
     assert (attempt.generation, attempt.rung, attempt.outcome) == (
         None, "in_place_restart", "failed",
@@ -33,28 +33,30 @@ def test_a_recovery_inside_the_processes_is_a_row_below_its_attempt():
 
 
 def test_a_generation_goes_from_where_it_began_to_its_fault():
-    _, link, crash = story_rows(told(LINK_BEGAN, LINK_MENDED, CRASH_BEGAN))
+    _, link, crash = story_rows(history_of(LINK_BEGAN, LINK_MENDED, CRASH_BEGAN))
     assert (link.from_step, link.to_step) == (10, 14)
     assert (crash.from_step, crash.to_step) == (14, 40)
 
 
 def test_the_seconds_to_the_next_step_are_those_of_the_recovery():
-    _, link, crash = story_rows(told(LINK_BEGAN, LINK_MENDED, CRASH_BEGAN, CRASH_FAILED))
+    _, link, crash = story_rows(history_of(LINK_BEGAN, LINK_MENDED, CRASH_BEGAN, CRASH_FAILED))
     assert (link.seconds_to_next_step, crash.seconds_to_next_step) == (0.62, None)
 
 
 def test_a_recovery_that_goes_on_is_told_from_one_that_its_attempt_cut_off():
-    outcomes = [story_rows(told(LINK_BEGAN, ended=ended))[1].outcome for ended in (False, True)]
+    outcomes = [
+        story_rows(history_of(LINK_BEGAN, ended=ended))[1].outcome for ended in (False, True)
+    ]
     assert outcomes == ["recovering", "not mended"]
 
 
 def test_every_row_has_the_same_columns_whatever_it_tells():
-    history = told(LINK_BEGAN, LINK_MENDED, STANDS, GOES_ON, ended=True)
+    history = history_of(LINK_BEGAN, LINK_MENDED, STANDS, GOES_ON, ended=True)
     assert len(story_rows(history)) == 2, "a pause is no fault"
 
 
 def test_the_facts_of_a_recovery_are_plain_values():
-    view = told(LINK_BEGAN, LINK_MENDED, CRASH_BEGAN, CRASH_FAILED).attempts[0]
+    view = history_of(LINK_BEGAN, LINK_MENDED, CRASH_BEGAN, CRASH_FAILED).attempts[0]
     link, crash = (json.loads(json.dumps(recovery_facts(view, one))) for one in view.recoveries)
     assert link == {
         "placement": 1, "attempt": 1, "number": 1, "generation": 1, "fault_class": "link_down",
@@ -69,8 +71,8 @@ def test_the_facts_of_a_recovery_are_plain_values():
 
 def test_the_picture_marks_what_was_mended_and_what_was_not():
     kept = {step: replace(STEP, step=step, loss=10.0 / step) for step in range(1, 41)}
-    plain = loss_picture(told(), kept)
-    marked = loss_picture(told(LINK_BEGAN, LINK_MENDED, ended=True), kept)
+    plain = loss_picture(history_of(), kept)
+    marked = loss_picture(history_of(LINK_BEGAN, LINK_MENDED, ended=True), kept)
     assert plain.startswith(b"\x89PNG")
     assert marked.startswith(b"\x89PNG")
     assert marked != plain
@@ -78,4 +80,4 @@ def test_the_picture_marks_what_was_mended_and_what_was_not():
 
 def test_a_thousand_recoveries_still_make_a_picture():
     many = [LINK_BEGAN.model_copy(update={"number": number}) for number in range(1, 1001)]
-    assert loss_picture(told(*many), {1: STEP}).startswith(b"\x89PNG")
+    assert loss_picture(history_of(*many), {1: STEP}).startswith(b"\x89PNG")

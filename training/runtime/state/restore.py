@@ -219,7 +219,7 @@ class Restorer:
         if self._context.rank != 0:
             return
         self._num_damaged += 1
-        note = CheckpointDamaged(
+        event = CheckpointDamaged(
             at_s=time.time(),
             number=self._num_damaged,
             step=step,
@@ -228,7 +228,7 @@ class Restorer:
         )
         try:
             with AttemptLog(self._context.metrics_path) as log:
-                log.append(note)
+                log.append(event)
         except OSError as exc:
             _log.info(f"the damage is not on record: {exc}")
 

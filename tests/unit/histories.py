@@ -15,8 +15,8 @@ from training.journal.records import (
     AttemptEnded,
     AttemptStarted,
     Decided,
+    EventSeen,
     Member,
-    Noted,
     Placed,
     RunCreated,
     SupervisorTook,
@@ -87,11 +87,11 @@ END: tuple[AnyRecord, ...] = (
 )  # fmt: skip
 
 
-def noted(*notes: LedgerEvent) -> list[AnyRecord]:
-    """Records of the first attempt's notes."""
-    return [Noted(**NOW, **KEY, note=note) for note in notes]
+def seen(*events: LedgerEvent) -> list[AnyRecord]:
+    """Records of the first attempt's events."""
+    return [EventSeen(**NOW, **KEY, event=event) for event in events]
 
 
-def told(*notes: LedgerEvent, ended: bool = False) -> RunHistory:
+def history_of(*events: LedgerEvent, ended: bool = False) -> RunHistory:
     """The history of a run of one attempt that these were noted in."""
-    return replay([*BEGINNING, *noted(*notes), *(END if ended else ())])
+    return replay([*BEGINNING, *seen(*events), *(END if ended else ())])
