@@ -31,7 +31,7 @@ from training.journal.attempt_log import AttemptLog, Follower
 from training.journal.events import CheckpointCommitted, StepRecord
 from training.journal.steps import UnsavedSteps, metrics_prefix
 from training.log import start_logging
-from training.recovery.actions import Action, NormAccepted, Noted, ToAgent, ToRank
+from training.recovery.actions import Action, LogEvent, NormAccepted, ToAgent, ToRank
 from training.recovery.attempt import Attempt, Stage
 from training.recovery.decider import InProcessDecider
 from training.recovery.protocol import (
@@ -94,7 +94,7 @@ class Coordinator:
             judge,
             repair_limit_s=restart.start_timeout_s,
             save_limit_s=max(SAVE_LIMIT_S, self._job.engine.grace_s),
-            link_limit_s=self._job.comm.link_retry_s,
+            reconnect_limit_s=self._job.comm.link_retry_s,
         )
         self._metrics = RunMetrics(
             (self._job.run_id, str(config.placement), str(config.attempt)),
@@ -167,7 +167,7 @@ class Coordinator:
                 self._metrics.forget(node)
             if rank is not None and self._ranks.get(rank) is writer:
                 del self._ranks[rank]
-                self._attempt.gone(rank, now_s=time.time())
+                self._attempt.disconnected(rank, now_s=time.time())
                 self._act()
 
     def _receive(self, rank: int | None, message: FromMember) -> None:
@@ -180,11 +180,11 @@ class Coordinator:
                 attempt.ended(message.rank, fault, now_s=now_s)
             case WorkerFault() if rank is not None:
                 _log.info(f"rank {rank} at step {message.step}: {message.kind}: {message.text}")
-                attempt.trouble(rank, message, now_s=now_s)
+                attempt.worker_fault(rank, message, now_s=now_s)
             case Reconnected() if rank is not None:
                 attempt.reconnected(rank, message, now_s=now_s)
             case GenerationReport():
-                attempt.standing(message.generation, message.report, now_s=now_s)
+                attempt.generation_report(message.generation, message.report, now_s=now_s)
             case Trains() if rank is not None:
                 attempt.trains(rank, message.generation, message.step, now_s=now_s)
             case Paused() if rank is not None:
@@ -206,12 +206,12 @@ class Coordinator:
 
     def _carry_out(self, action: Action) -> None:
         match action:
-            case Noted():
-                text = action.note.model_dump_json()
+            case LogEvent():
+                text = action.event.model_dump_json()
                 _log.info(text)
-                self._metrics.record(action.note)
+                self._metrics.record(action.event)
                 with AttemptLog(self._live) as log:
-                    log.append(action.note)
+                    log.append(action.event)
             case ToRank():
                 if isinstance(action.message, Plan) and action.message.plan.savers:
                     self._keep_records()
@@ -261,7 +261,7 @@ class Coordinator:
                 os._exit(1)  # the agent is gone, and its workers with it
             self._attempt.tick(now_s=time.time())
             self._act()
-            if self._attempt.awaits_its_time:
+            if self._attempt.has_deadline:
                 await asyncio.sleep(TICK_S)
             else:
                 self._woken.clear()

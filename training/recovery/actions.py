@@ -1,11 +1,18 @@
-"""What an attempt wants done, in the order in which it is to be done."""
+"""What an attempt orders and records, in the order in which it is to be carried out.
+
+Times are seconds since the epoch, steps completed optimizer steps.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 
-from training.recovery.events import RecoveryEvent
-from training.recovery.protocol import ToMember
+from training.recovery.decision import Decision
+from training.recovery.events import LastSave, RecoveryBegan, RecoveryEnded, RecoveryEvent
+from training.recovery.faults import Fault, FaultClass
+from training.recovery.protocol import LastSaved, ToMember
+from training.recovery.repair import RankReport, RepairMode, RepairPlan, steps_lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +32,10 @@ class ToAgent:
 
 
 @dataclass(frozen=True, slots=True)
-class Noted:
-    """Something for the ledger, to be written before the actions after it."""
+class LogEvent:
+    """An event for the attempt's log, to be written before the actions after it."""
 
-    note: RecoveryEvent
+    event: RecoveryEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +46,12 @@ class NormAccepted:
     norms: tuple[float, ...]
 
 
-Action = ToRank | ToAgent | Noted | NormAccepted
+Action = ToRank | ToAgent | LogEvent | NormAccepted
 
 
 @dataclass(slots=True)
 class Outbox:
-    """Actions that nobody has taken yet, and the numbers of what is noted."""
+    """Actions that are not taken yet, and the numbers of what is recorded."""
 
     _actions: list[Action] = field(default_factory=list)
     _number: int = 0
@@ -53,9 +60,9 @@ class Outbox:
         """One more action, after the others."""
         self._actions.append(action)
 
-    def note(self, note: RecoveryEvent) -> None:
-        """Something for the ledger."""
-        self.add(Noted(note))
+    def record(self, event: RecoveryEvent) -> None:
+        """One more event for the log, after the other actions."""
+        self.add(LogEvent(event))
 
     def next_number(self) -> int:
         """Of a recovery, pause or last save, from 1."""
@@ -66,3 +73,141 @@ class Outbox:
         """All of them; each is handed out once."""
         actions, self._actions = self._actions, []
         return actions
+
+
+@dataclass(slots=True)
+class Recoveries:
+    """Those that have begun and not ended; a fault in the middle of one begins another."""
+
+    _outbox: Outbox
+    _open: list[RecoveryBegan] = field(default_factory=list)
+
+    @property
+    def newest_fault(self) -> Fault:
+        """What the last one that began answers."""
+        return self._open[-1].fault
+
+    def begin(
+        self, fault: Fault, decision: Decision, *, generation: int, now_s: float
+    ) -> frozenset[int]:
+        """A decision is about to be carried out. Returns the ranks that get a new process."""
+        number = self._outbox.next_number()
+        began = RecoveryBegan(
+            at_s=now_s, number=number, generation=generation, fault=fault, decision=decision
+        )
+        self._open.append(began)
+        self._outbox.record(began)
+        return began.replaced
+
+    def locate(self, step: int) -> list[tuple[Fault, Fault]]:
+        """Put deaths at the step in which they happened; a dead rank itself reported none.
+
+        Args:
+            step: that the slowest of the others has completed.
+
+        Returns:
+            The faults whose step is now known, each as it was and as it is.
+        """
+        found = []
+        for index, one in enumerate(self._open):
+            # An abnormal step was reported with its number; since then ranks may have gone back.
+            is_known = one.fault.fault_class is FaultClass.NUMERIC_ANOMALY
+            if one.replaced and not is_known and one.fault.step != step:
+                fault = replace(one.fault, step=step)
+                self._open[index] = one.model_copy(update={"fault": fault})
+                found.append((one.fault, fault))
+        return found
+
+    def end(
+        self,
+        plan: RepairPlan | None,
+        reports: Mapping[int, RankReport],
+        *,
+        generation: int,
+        now_s: float,
+        why_not: str | None = None,
+    ) -> None:
+        """All of them are over: together they have led to one plan, or to none.
+
+        Args:
+            plan: that was carried out, None without one.
+            reports: that it was made from, by rank.
+            generation: that training goes on in.
+            now_s: when.
+            why_not: why training does not go on, None when it does.
+        """
+        replaced = {rank for one in self._open for rank in one.replaced}
+        moved = {move.target for move in plan.moves} if plan is not None else set()
+        for one in self._open:
+            self._outbox.record(
+                RecoveryEnded(
+                    at_s=now_s,
+                    number=one.number,
+                    generation=generation,
+                    succeeded=why_not is None,
+                    why=why_not or "",
+                    step=plan.step if plan is not None else None,
+                    replaced=tuple(sorted(one.replaced)),
+                    repaired=tuple(sorted(moved - replaced)),
+                    steps_lost=steps_lost(reports, plan) if plan is not None else 0,
+                    duration_s=now_s - one.fault.at_s,
+                    cut_short=why_not is not None and one is not self._open[-1],
+                )
+            )
+        self._open.clear()
+
+
+def mode_after(unfinished: RepairMode, requested: RepairMode) -> RepairMode:
+    """What a generation is for that begins before all ranks train in the one before.
+
+    A rank that went back to a snapshot, or accepted a gradient, has another state than those
+    that have not yet: all carry out what was decided. Only the end of the processes comes before
+    it.
+
+    Args:
+        unfinished: what the generation before was for; TRAIN when all ranks train.
+        requested: what the fault asks for that cut it short.
+    """
+    if requested is RepairMode.LAST_SAVE or unfinished is RepairMode.TRAIN:
+        return requested
+    return unfinished
+
+
+def mode_of(decision: Decision, fault: Fault) -> RepairMode:
+    """What the generation is for that a decision begins."""
+    if decision.accept_abnormal:
+        return RepairMode.ACCEPT
+    is_numeric = fault.fault_class is FaultClass.NUMERIC_ANOMALY
+    return RepairMode.ROLL_BACK if is_numeric else RepairMode.TRAIN
+
+
+def last_save_of(
+    plan: RepairPlan,
+    saved: Mapping[int, LastSaved],
+    dead: Collection[int],
+    *,
+    outbox: Outbox,
+    now_s: float,
+) -> LastSave | None:
+    """What became of the end-of-life checkpoint, None while the survivors write it.
+
+    Args:
+        plan: that names the savers.
+        saved: what ranks have reported, by rank.
+        dead: ranks whose processes have ended.
+        outbox: gives the event its number.
+        now_s: when.
+    """
+    savers = set(plan.savers)
+    problems = [report.problem for report in saved.values() if report.problem]
+    problems += [f"rank {rank} ended while it saved" for rank in sorted(savers & set(dead))
+                 if rank not in saved]  # fmt: skip
+    if not problems and not savers <= set(saved):
+        return None
+    return LastSave(
+        at_s=now_s,
+        number=outbox.next_number(),
+        step=None if problems else plan.step,
+        ranks=tuple(sorted(savers)),
+        why=problems[0] if problems else "",
+    )

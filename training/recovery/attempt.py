@@ -1,7 +1,7 @@
-"""The life of an attempt as its coordinator sees it: events in, actions out.
+"""An attempt from its start to its end: events in, actions out.
 
-No I/O and no clock: the shell around it (server.py) feeds events with their time and carries
-the actions out, tests and the simulator do the same without processes. Times are seconds since
+No I/O and no clock: the coordinator's server passes events in with their time and carries the
+actions out, tests do the same without processes. Times are seconds since
 the epoch, steps completed optimizer steps.
 """
 
@@ -11,17 +11,21 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from training.recovery.actions import Action, NormAccepted, Outbox, ToAgent, ToRank
-from training.recovery.decider import (
-    InProcessDecider,
-    device_of,
-    fault_of_trouble,
-    rank_at_fault,
+from training.recovery.actions import (
+    Action,
+    NormAccepted,
+    Outbox,
+    Recoveries,
+    ToAgent,
+    ToRank,
+    last_save_of,
+    mode_after,
+    mode_of,
 )
+from training.recovery.decider import InProcessDecider, device_of, fault_of_report
 from training.recovery.decision import Decision
 from training.recovery.events import LastSave
 from training.recovery.faults import Fault, FaultClass
-from training.recovery.pauses import Pauses
 from training.recovery.protocol import (
     GiveUp,
     LastSaved,
@@ -35,24 +39,23 @@ from training.recovery.protocol import (
     WorkerFault,
     WorkerFaultKind,
 )
-from training.recovery.ranks import Ranks
-from training.recovery.recoveries import Recoveries, last_save_of, mode_after, mode_of
+from training.recovery.ranks import Pauses, Ranks
 from training.recovery.repair import RankReport, RepairMode, RepairPlan, Unrepairable, plan_repair
 from training.recovery.rungs import IN_PROCESS, Rung
 
-# Survivors feel a broken link in the same moment in which the kernel closes the connection of a
-# dead process to us: a link alone is to blame when no such end comes.
-LINK_SETTLE_S = 0.05
+# Survivors notice a broken connection in the same moment in which the kernel closes the dead
+# process's connection to us: only when no such end follows is the connection alone at fault.
+CONNECTION_SETTLE_S = 0.05
 
 
 class Stage(StrEnum):
-    """Where the attempt stands."""
+    """State of the attempt."""
 
     STARTING = "starting"
     TRAINING = "training"
     GATHERING = "gathering"  # a generation is announced, reports come in
     REPAIRING = "repairing"  # the plan is out
-    RECONNECTING = "reconnecting"  # links are made anew, in the same generation
+    RECONNECTING = "reconnecting"  # connections are re-established, in the same generation
     SAVING = "saving"  # the survivors write the end-of-life checkpoint
     GIVEN_UP = "given_up"
     ENDING = "ending"
@@ -69,26 +72,26 @@ class Attempt:
     Attributes:
         world_size: number of ranks.
         groups: ranks that hold the same state.
-        judge: asks the ladder.
+        decider: chooses the rung.
         repair_limit_s: for all ranks to report, and to carry a plan out.
         save_limit_s: for the end-of-life checkpoint.
-        link_limit_s: for new links in the same generation.
-        nodes: by rank, the node it runs on, as the agents told.
+        reconnect_limit_s: for new connections in the same generation.
+        nodes: by rank, the node it runs on, as the agents report.
         step: newest completed step that is known.
     """
 
     world_size: int
     groups: Sequence[Sequence[int]]
-    judge: InProcessDecider
+    decider: InProcessDecider
     repair_limit_s: float
     save_limit_s: float
-    link_limit_s: float = 30.0
+    reconnect_limit_s: float = 30.0
     nodes: dict[int, str] = field(default_factory=dict)
     stage: Stage = Stage.STARTING
     generation: int = 1
     step: int = 0
     _ranks: Ranks = field(default_factory=Ranks)
-    _early: list[tuple[int, WorkerFault]] = field(default_factory=list)
+    _early_faults: list[tuple[int, WorkerFault]] = field(default_factory=list)
     _reports: dict[int, RankReport] = field(default_factory=dict)
     _mode: RepairMode = RepairMode.TRAIN  # of the newest generation, until all ranks train in it
     _accepted: int | None = None  # newest abnormal step that is taken as it is
@@ -97,7 +100,7 @@ class Attempt:
     _deadline_s: float | None = None
     _saved: dict[int, LastSaved] = field(default_factory=dict)
     _why: str = ""
-    _link: int = 0  # how often the links of the generation were made anew
+    _connection: int = 0  # how often those of the generation were re-established
     _reconnected: set[int] = field(default_factory=set)
     _norms: dict[int, list[float]] = field(default_factory=dict)  # of abnormal steps
     _outbox: Outbox = field(default_factory=Outbox)
@@ -105,7 +108,7 @@ class Attempt:
     _pauses: Pauses = field(init=False)
 
     def __post_init__(self) -> None:
-        """Have one outbox for all notes."""
+        """Have one outbox for all events."""
         self._recoveries = Recoveries(self._outbox)
         self._pauses = Pauses(self.world_size, self._outbox)
 
@@ -124,11 +127,11 @@ class Attempt:
         """A worker has connected."""
         self._ranks.joined(rank)
         if self.stage is Stage.GIVEN_UP:
-            self._tell(rank, GiveUp(why=self._why))
+            self._send(rank, GiveUp(why=self._why))
             return
-        self._tell(rank, NewGeneration(number=self.generation))
-        if self._pauses.is_wanted:
-            self._tell(rank, PauseRequest(wanted=True))
+        self._send(rank, NewGeneration(number=self.generation))
+        if self._pauses.is_requested:
+            self._send(rank, PauseRequest(wanted=True))
 
     def trains(self, rank: int, generation: int, step: int, *, now_s: float) -> None:
         """A rank is in its loop, in a generation."""
@@ -141,55 +144,56 @@ class Attempt:
 
     def committed(self, step: int) -> None:
         """A checkpoint of this step was committed."""
-        self.judge.committed(step)
+        self.decider.committed(step)
 
     def stepped(self, step: int) -> None:
         """A step is on record."""
         self.step = max(self.step, step)
 
-    def trouble(self, rank: int, seen: WorkerFault, *, now_s: float) -> None:
-        """A worker has noticed a fault and lives."""
+    def worker_fault(self, rank: int, report: WorkerFault, *, now_s: float) -> None:
+        """A worker reports a fault that it outlived."""
         if self.stage is Stage.STARTING:
-            self._early.append((rank, seen))  # it waits for a generation, which needs all ranks
+            # It waits for a generation, which needs all ranks.
+            self._early_faults.append((rank, report))
             return
         if self.stage is Stage.ENDING:
-            self._give_up(f"{seen.kind} at rank {rank} while others had come to their end")
+            self._give_up(f"{report.kind} at rank {rank} while others had come to their end")
             return
-        is_mended = seen.connection is not None and seen.connection < self._link
-        if seen.generation < self.generation or is_mended or not self._may_recover():
+        is_over = report.connection is not None and report.connection < self._connection
+        if report.generation < self.generation or is_over or not self._may_recover():
             return
-        if seen.kind in (WorkerFaultKind.CONNECTION, WorkerFaultKind.REPAIR):
+        if report.kind in (WorkerFaultKind.CONNECTION, WorkerFaultKind.REPAIR):
             known = self._suspected
             if known is None:
-                self._suspected = (now_s + LINK_SETTLE_S, rank, seen)
-            elif seen.connection is None and known[2].connection is not None:
-                # This rank has left its step, and needs more than new links.
-                self._suspected = (known[0], rank, seen)
+                self._suspected = (now_s + CONNECTION_SETTLE_S, rank, report)
+            elif report.connection is None and known[2].connection is not None:
+                # This rank has left its step, and needs more than new connections.
+                self._suspected = (known[0], rank, report)
             return
-        self._answer_trouble(rank, seen, now_s=now_s)
+        self._answer_worker_fault(rank, report, now_s=now_s)
 
-    def reconnected(self, rank: int, told: Reconnected, *, now_s: float) -> None:
-        """A rank has new links, or could not make them."""
-        here = (self.generation, self._link)
-        if self.stage is not Stage.RECONNECTING or (told.generation, told.connection) != here:
+    def reconnected(self, rank: int, report: Reconnected, *, now_s: float) -> None:
+        """A rank has re-established its connections, or could not."""
+        about = (report.generation, report.connection)
+        if self.stage is not Stage.RECONNECTING or about != (self.generation, self._connection):
             return
-        if told.problem is not None:
-            self._fail(f"rank {rank}: {told.problem}", now_s=now_s)
+        if report.problem is not None:
+            self._fail(f"rank {rank}: {report.problem}", now_s=now_s)
             return
         self._reconnected.add(rank)
         if len(self._reconnected) < self.world_size:
             return
         if self._all_ranks_train:
-            self._go_on(now_s=now_s)
-        else:  # the links broke in the middle of a repair
+            self._resume(now_s=now_s)
+        else:  # the connections broke in the middle of a repair
             self.stage, self._deadline_s = Stage.REPAIRING, now_s + self.repair_limit_s
 
-    def gone(self, rank: int, *, now_s: float) -> None:
+    def disconnected(self, rank: int, *, now_s: float) -> None:
         """The connection of a worker is closed: its process has ended, or is about to."""
-        self._ranks.gone(rank, now_s=now_s)
+        self._ranks.disconnected(rank, now_s=now_s)
 
     def ended(self, rank: int, fault: Fault, *, now_s: float) -> None:
-        """A worker's process has ended; `fault` is what its exit says."""
+        """A worker's process has ended; `fault` is what its exit shows."""
         self._ranks.ended(rank)
         if self.stage is Stage.SAVING:
             self._check_saved(now_s=now_s)
@@ -203,7 +207,7 @@ class Attempt:
         self._suspected = None
         self._answer(fault, now_s=now_s)
 
-    def standing(self, generation: int, report: RankReport, *, now_s: float) -> None:
+    def generation_report(self, generation: int, report: RankReport, *, now_s: float) -> None:
         """A rank reports for a generation."""
         if generation != self.generation or self.stage is not Stage.GATHERING:
             return
@@ -211,10 +215,10 @@ class Attempt:
         self._reports[report.rank] = report
         self._check_reports(now_s=now_s)
 
-    def last_saved(self, rank: int, told: LastSaved, *, now_s: float) -> None:
+    def last_saved(self, rank: int, report: LastSaved, *, now_s: float) -> None:
         """A survivor's part in the end-of-life checkpoint is over."""
         if self.stage is Stage.SAVING:
-            self._saved[rank] = told
+            self._saved[rank] = report
             self._check_saved(now_s=now_s)
 
     def ending(self, rank: int, *, now_s: float) -> None:
@@ -229,24 +233,24 @@ class Attempt:
             self._give_up(why)
 
     def pause(self, *, wanted: bool) -> None:
-        """Somebody wants the ranks to stand still, or to go on."""
-        if wanted != self._pauses.is_wanted:
-            self._pauses.is_wanted = wanted
-            self._tell_all(PauseRequest(wanted=wanted))
+        """The user wants the ranks to pause, or to continue."""
+        if wanted != self._pauses.is_requested:
+            self._pauses.is_requested = wanted
+            self._broadcast(PauseRequest(wanted=wanted))
 
     def paused(self, rank: int, step: int, *, is_paused: bool, now_s: float) -> None:
-        """A rank stands at a step boundary, or goes on from it."""
+        """A rank is paused at a step boundary, or continues from it."""
         if is_paused:
-            # The vote may have told it of a wish before its own line did, or of one that is over.
-            self._tell(rank, PauseRequest(wanted=self._pauses.is_wanted))
+            # The vote may have brought a request before the message did, or one that is over.
+            self._send(rank, PauseRequest(wanted=self._pauses.is_requested))
         if rank not in self._ranks.training:
-            return  # told before the generation that it is in now
+            return  # reported before the generation that it is in now
         self.stepped(step)
-        self._pauses.told(rank, step, is_paused=is_paused, now_s=now_s)
+        self._pauses.reported(rank, step, is_paused=is_paused, now_s=now_s)
 
     @property
-    def awaits_its_time(self) -> bool:
-        """Whether `tick` may have something to do soon, even if nobody says anything."""
+    def has_deadline(self) -> bool:
+        """Whether `tick` may have something to do soon, even if no message comes."""
         is_due = self._suspected is not None or self._deadline_s is not None
         return is_due or not self._ranks.are_all_explained
 
@@ -255,7 +259,7 @@ class Attempt:
         suspected = self._suspected
         if suspected is not None and now_s >= suspected[0] and self._ranks.are_all_explained:
             self._suspected = None
-            self._answer_trouble(*suspected[1:], now_s=now_s)
+            self._answer_worker_fault(*suspected[1:], now_s=now_s)
         for rank in self._ranks.unexplained(now_s=now_s):
             fault = Fault(
                 FaultClass.NATIVE_CRASH,
@@ -268,14 +272,12 @@ class Attempt:
             )
             self.ended(rank, fault, now_s=now_s)
         if self._deadline_s is not None and now_s > self._deadline_s:
-            self._too_late(now_s=now_s)
+            self._deadline_passed(now_s=now_s)
 
     # What follows from them.
 
     def _may_recover(self) -> bool:
-        if self._mode is RepairMode.LAST_SAVE:
-            return False
-        return self.stage in _RECOVERABLE
+        return self._mode is not RepairMode.LAST_SAVE and self.stage in _RECOVERABLE
 
     def _check_reports(self, *, now_s: float) -> None:
         if set(self._reports) >= self._expected():
@@ -287,20 +289,17 @@ class Attempt:
             return self._ranks.survivors
         return set(range(self.world_size))
 
-    def _answer_trouble(self, rank: int, seen: WorkerFault, *, now_s: float) -> None:
-        blamed = rank_at_fault(seen, told_by=rank)
-        node = self.nodes.get(blamed) if blamed is not None else None
-        device = device_of(blamed, self.nodes)
-        fault = fault_of_trouble(seen, rank=blamed, node=node, device=device)
-        if seen.kind is WorkerFaultKind.NUMERIC:
-            # All ranks took part in its vote: they train, whether or not all have told so yet.
+    def _answer_worker_fault(self, rank: int, report: WorkerFault, *, now_s: float) -> None:
+        fault = fault_of_report(report, reported_by=rank, nodes=self.nodes)
+        if report.kind is WorkerFaultKind.NUMERIC:
+            # All ranks took part in its vote: they train, whether or not all have reported it yet.
             self._mode = RepairMode.TRAIN
-            if seen.grad_norm is not None:
-                self._norms.setdefault(seen.step + 1, []).append(seen.grad_norm)
+            if report.grad_norm is not None:
+                self._norms.setdefault(report.step + 1, []).append(report.grad_norm)
         # Without a number the rank has left its step, and waits for a generation; before there is
         # a plan, reports of the present one are on their way.
-        can_reconnect = seen.connection is not None and self.stage is not Stage.GATHERING
-        self._answer(fault, now_s=now_s, is_finite=seen.is_finite, can_reconnect=can_reconnect)
+        can_reconnect = report.connection is not None and self.stage is not Stage.GATHERING
+        self._answer(fault, now_s=now_s, is_finite=report.is_finite, can_reconnect=can_reconnect)
 
     def _answer(
         self,
@@ -311,9 +310,9 @@ class Attempt:
         can_reconnect: bool = False,
         is_missing: bool = False,
     ) -> None:
-        """Ask the ladder, and begin what it says."""
+        """Choose the rung, and begin it."""
         is_dead = fault.rank is not None and self._ranks.have_lost(fault.rank)
-        decision = self.judge.decide(
+        decision = self.decider.decide(
             fault,
             now_s=now_s,
             is_dead=is_dead or is_missing,  # it can do nothing again
@@ -325,7 +324,7 @@ class Attempt:
             return
         if decision.accept_abnormal and fault.step is not None:
             self._accepted = fault.step + 1
-        self.judge.began(fault, decision.rung)
+        self.decider.began(fault, decision.rung)
         replaced = self._recoveries.begin(fault, decision, generation=self.generation, now_s=now_s)
         if decision.rung is Rung.OPERATOR_RETRY:
             self._reconnect(now_s=now_s)
@@ -337,16 +336,16 @@ class Attempt:
             self._outbox.add(NormAccepted(fault.step + 1, norms))
 
     def _reconnect(self, *, now_s: float) -> None:
-        """Have new links made under the operations that the broken ones cut short."""
-        self._link += 1
+        """Have connections re-established under the operations that were cut short."""
+        self._connection += 1
         self._reconnected.clear()
-        self.stage, self._deadline_s = Stage.RECONNECTING, now_s + self.link_limit_s
-        self._tell_all(Reconnect(generation=self.generation, connection=self._link))
+        self.stage, self._deadline_s = Stage.RECONNECTING, now_s + self.reconnect_limit_s
+        self._broadcast(Reconnect(generation=self.generation, connection=self._connection))
 
     def _announce(self, mode: RepairMode, *, now_s: float, replaced: Collection[int]) -> None:
-        """Begin a generation: whoever lives reports, whoever is replaced is started."""
+        """Begin a generation: ranks that live report, those that are replaced are started."""
         self.generation += 1
-        self._link = 0
+        self._connection = 0
         self._mode = mode_after(self._mode, mode)
         self.stage, self._plan = Stage.GATHERING, None
         self._reports.clear()
@@ -358,7 +357,7 @@ class Attempt:
             self._ranks.replaced(rank)
             message = ReplaceWorker(rank=rank, generation=self.generation)
             self._outbox.add(ToAgent(rank, message))
-        self._tell_all(NewGeneration(number=self.generation))
+        self._broadcast(NewGeneration(number=self.generation))
 
     def _make_plan(self, *, now_s: float) -> None:
         reports = [r for rank, r in self._reports.items() if rank in self._expected()]
@@ -372,16 +371,16 @@ class Attempt:
         saves = self._mode is RepairMode.LAST_SAVE
         self.stage = Stage.SAVING if saves else Stage.REPAIRING
         self._deadline_s = now_s + (self.save_limit_s if saves else self.repair_limit_s)
-        self._tell_all(Plan(generation=self.generation, plan=plan))
+        self._broadcast(Plan(generation=self.generation, plan=plan))
 
     def _locate(self, reports: Sequence[RankReport]) -> None:
-        """Tell the ladder in which step processes died: the step records come late."""
+        """Correct the step in which processes died: the step records come late."""
         steps = [report.step for report in reports if report.is_clean]
         for was, fault in self._recoveries.locate(min(steps)) if steps else ():
-            self.judge.corrected(was, fault)
+            self.decider.corrected(was, fault)
 
     def _fail(self, why: str, *, now_s: float, missing: Sequence[int] = ()) -> None:
-        """What was begun cannot be done: ask the ladder for the next rung.
+        """What was begun cannot be carried out: ask the ladder for the next rung.
 
         Args:
             why: it cannot.
@@ -396,22 +395,25 @@ class Attempt:
         if is_other:
             node, device = self.nodes.get(missing[0]), device_of(missing[0], self.nodes)
             fault = replace(fault, rank=missing[0], node=node, device=device)
-        self.judge.failed()
+        self.decider.failed()
         self._close_recoveries(why, now_s=now_s)
         self._answer(fault, now_s=now_s, is_missing=is_other)
 
-    def _too_late(self, *, now_s: float) -> None:
+    def _deadline_passed(self, *, now_s: float) -> None:
         self._deadline_s = None
         if self.stage is Stage.SAVING:
             self._save_failed("the survivors did not finish in time", now_s=now_s)
         elif self.stage is Stage.RECONNECTING:
             missing = sorted(set(range(self.world_size)) - self._reconnected)
-            self._fail(f"ranks {missing} have no links after {self.link_limit_s:g} s", now_s=now_s)
+            self._fail(
+                f"ranks {missing} have no connections after {self.reconnect_limit_s:g} s",
+                now_s=now_s,
+            )
         elif self.stage in (Stage.GATHERING, Stage.REPAIRING):
-            here = set(self._reports) if self.stage is Stage.GATHERING else self._ranks.training
-            missing = sorted(self._expected() - here)
+            present = set(self._reports) if self.stage is Stage.GATHERING else self._ranks.training
+            missing = sorted(self._expected() - present)
             if self._mode is RepairMode.LAST_SAVE:
-                self._make_plan(now_s=now_s)  # who has come may hold the whole state
+                self._make_plan(now_s=now_s)  # the ranks that reported may hold the whole state
                 return
             why = f"ranks {missing} did not come within {self.repair_limit_s:g} s"
             self._fail(why, now_s=now_s, missing=missing)
@@ -424,13 +426,13 @@ class Attempt:
         self._mode = RepairMode.TRAIN
         if self.stage is Stage.STARTING:
             self.stage = Stage.TRAINING
-            for rank, seen in self._early:
-                self.trouble(rank, seen, now_s=now_s)
-            self._early.clear()
+            for rank, report in self._early_faults:
+                self.worker_fault(rank, report, now_s=now_s)
+            self._early_faults.clear()
         elif self.stage is Stage.REPAIRING:
-            self._go_on(now_s=now_s)
+            self._resume(now_s=now_s)
 
-    def _go_on(self, *, now_s: float) -> None:
+    def _resume(self, *, now_s: float) -> None:
         """Everything that was begun is done."""
         self.stage, self._deadline_s = Stage.TRAINING, None
         self._close_recoveries(now_s=now_s)
@@ -456,18 +458,18 @@ class Attempt:
         self._give_up(decision.reason)
 
     def _check_saved(self, *, now_s: float) -> None:
-        """Whether the survivors have come to an end with their checkpoint."""
+        """Whether the survivors are done with their checkpoint."""
         assert self._plan is not None  # noqa: S101 SAVING follows a plan
-        note = last_save_of(
+        event = last_save_of(
             self._plan, self._saved, self._ranks.dead, outbox=self._outbox, now_s=now_s
         )
-        if note is not None:
-            self._outbox.note(note)
+        if event is not None:
+            self._outbox.record(event)
             self._give_up(self._why)
 
     def _save_failed(self, why: str, *, now_s: float) -> None:
         number = self._outbox.next_number()
-        self._outbox.note(LastSave(at_s=now_s, number=number, step=None, why=why))
+        self._outbox.record(LastSave(at_s=now_s, number=number, step=None, why=why))
         self._give_up(self._why)
 
     def _give_up(self, why: str) -> None:
@@ -475,12 +477,12 @@ class Attempt:
             return
         self.stage, self._why, self._deadline_s = Stage.GIVEN_UP, why, None
         self._suspected = None
-        self._tell_all(GiveUp(why=why))
+        self._broadcast(GiveUp(why=why))
         self._outbox.add(ToAgent(None, GiveUp(why=why)))
 
-    def _tell(self, rank: int, message: ToMember) -> None:
+    def _send(self, rank: int, message: ToMember) -> None:
         self._outbox.add(ToRank(rank, message))
 
-    def _tell_all(self, message: ToMember) -> None:
+    def _broadcast(self, message: ToMember) -> None:
         for rank in sorted(self._ranks.living):
-            self._tell(rank, message)
+            self._send(rank, message)

@@ -1,4 +1,4 @@
-"""What the coordinator asks the ladder, and what it remembers to ask well.
+"""Chooses rungs while processes of the attempt live: the ladder, and what it has to remember.
 
 Pure: the clock is passed in. Times are seconds since the epoch, steps completed optimizer steps.
 """
@@ -28,7 +28,7 @@ _NEEDS_THE_PROCESS = frozenset({Rung.OPERATOR_RETRY, Rung.STEP_RETRY})
 
 @dataclass(slots=True)
 class InProcessDecider:
-    """Asks the ladder about faults that processes of the attempt outlive.
+    """Chooses what answers faults that processes of the attempt outlive.
 
     Attributes:
         policy: of the job.
@@ -61,7 +61,7 @@ class InProcessDecider:
             now_s: the time.
             is_dead: the process that it is about has ended, and can do nothing again.
             is_finite: loss and norm are numbers; nothing else is ever accepted.
-            can_reconnect: the operations that were cut short are kept, and nobody has left the
+            can_reconnect: the operations that were cut short are kept, and no rank has left the
                 step.
         """
         lacking = frozenset() if can_reconnect else frozenset({Rung.OPERATOR_RETRY})
@@ -88,7 +88,7 @@ class InProcessDecider:
         self.past.append(Recovery(fault, rung, progressed=False))
 
     def failed(self) -> None:
-        """The last recovery came to grief."""
+        """The last recovery failed."""
         self.past[-1] = replace(self.past[-1], failed=True)
 
     def corrected(self, was: Fault, fault: Fault) -> None:
@@ -96,9 +96,9 @@ class InProcessDecider:
         self.past = [replace(one, fault=fault) if one.fault is was else one for one in self.past]
 
     def committed(self, step: int) -> None:
-        """A checkpoint was committed: what was mended before its step was trained is free.
+        """A checkpoint was committed: recoveries before its step was trained are free.
 
-        Told by steps: a save from before a fault may be committed after it. The attempts before
+        Decided by steps: a save from before a fault may be committed after it. The attempts before
         this one may have been further; whatever this one commits is new.
         """
         self.past = [
@@ -114,29 +114,30 @@ def _is_older(recovery: Recovery, step: int) -> bool:
     return recovery.fault.step is None or recovery.fault.step < step
 
 
-def rank_at_fault(seen: WorkerFault, *, told_by: int) -> int | None:
-    """Whom a trouble is about: an abnormal step is seen by all ranks, and seldom made by one."""
-    return seen.culprit if seen.kind is WorkerFaultKind.NUMERIC else told_by
+def fault_of_report(report: WorkerFault, *, reported_by: int, nodes: Mapping[int, str]) -> Fault:
+    """The fault that a living worker reports.
 
-
-def fault_of_trouble(
-    seen: WorkerFault, *, rank: int | None, node: str | None, device: int | None
-) -> Fault:
-    """The fault that a living worker reports."""
+    Args:
+        report: all ranks report an abnormal step, which one of them made, or none.
+        reported_by: global rank.
+        nodes: by rank, its node.
+    """
+    is_numeric = report.kind is WorkerFaultKind.NUMERIC
+    rank = report.culprit if is_numeric else reported_by
     return Fault(
-        CLASS_OF[seen.kind],
-        seen.at_s,
-        seen.text,
-        node=node,
+        CLASS_OF[report.kind],
+        report.at_s,
+        report.text,
+        node=nodes.get(rank) if rank is not None else None,
         rank=rank,
-        device=device,
-        code=seen.code,
-        step=seen.step,
+        device=device_of(rank, nodes),
+        code=report.code,
+        step=report.step,
     )
 
 
 def device_of(rank: int | None, nodes: Mapping[int, str]) -> int | None:
-    """Which device of its node a rank computes on, None where nobody has told.
+    """Which device of its node a rank computes on, None where its node is not known.
 
     Args:
         rank: global rank, None for none in particular.

@@ -1,13 +1,16 @@
-"""How the worker processes of an attempt stand, as far as their coordinator knows.
+"""State of the worker processes of an attempt, as far as their coordinator knows it.
 
-Times are seconds since the epoch.
+Times are seconds since the epoch, steps completed optimizer steps.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-END_NOTICE_S = 5.0  # for the agent to tell how a process ended whose connection is gone
+from training.recovery.actions import Outbox
+from training.recovery.events import PauseBegan, PauseEnded
+
+END_NOTICE_S = 5.0  # for the agent to report how a process ended whose connection is closed
 
 
 @dataclass(slots=True)
@@ -25,9 +28,9 @@ class Ranks:
     training: set[int] = field(default_factory=set)
     ending: set[int] = field(default_factory=set)
     dead: set[int] = field(default_factory=set)
-    _coming: set[int] = field(default_factory=set)  # started, and not heard of yet
-    _building: set[int] = field(default_factory=set)  # likewise, or without a report yet
-    _gone_s: dict[int, float] = field(default_factory=dict)
+    _starting: set[int] = field(default_factory=set)  # have not connected yet
+    _building: set[int] = field(default_factory=set)  # have not reported yet
+    _disconnected_s: dict[int, float] = field(default_factory=dict)
 
     @property
     def survivors(self) -> set[int]:
@@ -46,44 +49,77 @@ class Ranks:
 
     @property
     def are_all_explained(self) -> bool:
-        """Whether no connection is closed without a word on how its process ended."""
-        return not self._gone_s
+        """Whether the end of every process whose connection closed has been reported."""
+        return not self._disconnected_s
 
     def have_lost(self, rank: int) -> bool:
-        """Whether its process has ended, and what is started in its place has not come yet."""
-        return rank in self.dead | self._coming
+        """Whether its process has ended, and the one started in its place is not connected yet."""
+        return rank in self.dead | self._starting
 
     def joined(self, rank: int) -> None:
         """It has connected."""
         self.living.add(rank)
-        self._coming.discard(rank)
+        self._starting.discard(rank)
 
     def reported(self, rank: int) -> None:
-        """It has told how it stands."""
+        """It has reported its state."""
         self._building.discard(rank)
 
-    def gone(self, rank: int, *, now_s: float) -> None:
+    def disconnected(self, rank: int, *, now_s: float) -> None:
         """Its connection is closed."""
         self.living.discard(rank)
         # The connection may be that of the process before.
-        if rank not in self._coming | self.ending:
-            self._gone_s[rank] = now_s
+        if rank not in self._starting | self.ending:
+            self._disconnected_s[rank] = now_s
 
     def ended(self, rank: int) -> None:
         """Its process has ended."""
-        self._gone_s.pop(rank, None)
+        self._disconnected_s.pop(rank, None)
         self.living.discard(rank)
         self.training.discard(rank)
-        self._coming.discard(rank)
+        self._starting.discard(rank)
         self.dead.add(rank)
 
     def replaced(self, rank: int) -> None:
         """A new process is started for it."""
         self.dead.discard(rank)
         self.living.discard(rank)
-        self._coming.add(rank)
+        self._starting.add(rank)
         self._building.add(rank)
 
     def unexplained(self, *, now_s: float) -> list[int]:
-        """Ranks that are gone, and nobody has told in time how they ended."""
-        return [rank for rank, since_s in self._gone_s.items() if now_s > since_s + END_NOTICE_S]
+        """Ranks whose connection closed so long ago that the agent's report is overdue."""
+        since = self._disconnected_s.items()
+        return [rank for rank, since_s in since if now_s > since_s + END_NOTICE_S]
+
+
+@dataclass(slots=True)
+class Pauses:
+    """Which ranks are paused; records when all of them are, and when they continue.
+
+    Attributes:
+        world_size: ranks that a pause holds together.
+        is_requested: whether the user wants one.
+    """
+
+    world_size: int
+    _outbox: Outbox
+    is_requested: bool = False
+    _paused: set[int] = field(default_factory=set)
+    _number: int | None = None
+
+    def reported(self, rank: int, step: int, *, is_paused: bool, now_s: float) -> None:
+        """A rank is paused at a step boundary, or continues from it."""
+        (self._paused.add if is_paused else self._paused.discard)(rank)
+        if self._number is None and len(self._paused) == self.world_size:
+            self._number = self._outbox.next_number()
+            self._outbox.record(PauseBegan(at_s=now_s, number=self._number, step=step))
+        elif not self._paused:
+            self.end(step, now_s=now_s)
+
+    def end(self, step: int, *, now_s: float) -> None:
+        """The ranks are not paused together any more: they continue, or a recovery moves them."""
+        self._paused.clear()  # a paused rank comes back to its loop, and reports it again
+        if self._number is not None:
+            self._outbox.record(PauseEnded(at_s=now_s, number=self._number, step=step))
+            self._number = None

@@ -8,7 +8,7 @@ from typing import Any
 
 from training.diagnosis.exits import fault_of_end
 from training.journal.events import LedgerEvent
-from training.recovery.actions import Action, Noted, ToAgent, ToRank
+from training.recovery.actions import Action, LogEvent, ToAgent, ToRank
 from training.recovery.attempt import Attempt, Stage
 from training.recovery.decider import InProcessDecider
 from training.recovery.events import LastSave, PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
@@ -80,7 +80,7 @@ class RunOutcome:
             InProcessDecider(policy or Policy(), frozenset(supported)),
             repair_limit_s=REPAIR_LIMIT_S,
             save_limit_s=SAVE_LIMIT_S,
-            link_limit_s=LINK_LIMIT_S,
+            reconnect_limit_s=LINK_LIMIT_S,
             nodes={rank: f"node-{rank // ranks_per_node}" for rank in range(world_size)},
         )
         played = cls(attempt)
@@ -115,7 +115,7 @@ class RunOutcome:
 
     def dies(self, rank: int, *, told: bool = True, **changes: Any) -> list[Action]:
         """A process is killed: its connection closes, and its agent tells."""
-        self.attempt.gone(rank, now_s=self.now_s)
+        self.attempt.disconnected(rank, now_s=self.now_s)
         self.ranks.pop(rank, None)
         if told:
             fields: dict[str, Any] = {"device": rank % 2, "exit_code": -9, "at_s": self.now_s}
@@ -134,7 +134,7 @@ class RunOutcome:
             "at_s": self.now_s,
         }
         seen = WorkerFault(kind=trouble, **{**fields, **changes})
-        self.attempt.trouble(rank, seen, now_s=self.now_s)
+        self.attempt.worker_fault(rank, seen, now_s=self.now_s)
         return self.collect()
 
     def damaged(self, rank: int) -> list[Action]:
@@ -191,7 +191,7 @@ class RunOutcome:
     def reports(self, rank: int, **changes: Any) -> list[Action]:
         """A rank reports for the present generation."""
         report = self.ranks[rank].report.model_copy(update=changes)
-        self.attempt.standing(self.attempt.generation, report, now_s=self.now_s)
+        self.attempt.generation_report(self.attempt.generation, report, now_s=self.now_s)
         return self.collect()
 
     def _reply(self, rank: int, message: CoordinatorMessage) -> None:
@@ -199,7 +199,7 @@ class RunOutcome:
         match message:
             case NewGeneration():
                 own.generation = message.number
-                attempt.standing(own.generation, own.report, now_s=self.now_s)
+                attempt.generation_report(own.generation, own.report, now_s=self.now_s)
             case Plan() if message.plan.mode is RepairMode.LAST_SAVE:
                 attempt.last_saved(rank, LastSaved(step=message.plan.step), now_s=self.now_s)
             case Plan():
@@ -218,7 +218,7 @@ class RunOutcome:
 
     def notes(self, *kinds: type[LedgerEvent]) -> list[Any]:
         """The notes, of these kinds."""
-        notes = [action.note for action in self.actions if isinstance(action, Noted)]
+        notes = [action.event for action in self.actions if isinstance(action, LogEvent)]
         return [note for note in notes if not kinds or isinstance(note, kinds)]
 
     def began(self) -> list[RecoveryBegan]:

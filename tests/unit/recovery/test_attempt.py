@@ -12,8 +12,8 @@ from tests.unit.recovery.attempts import (
     RunOutcome,
 )
 from training.diagnosis.exits import EXIT_RESTART_ME
-from training.recovery.actions import Noted, ToAgent, ToRank
-from training.recovery.attempt import LINK_SETTLE_S, Stage
+from training.recovery.actions import LogEvent, ToAgent, ToRank
+from training.recovery.attempt import CONNECTION_SETTLE_S, Stage
 from training.recovery.faults import FaultClass
 from training.recovery.protocol import NewGeneration, Plan, ReplaceWorker, WorkerFaultKind
 from training.recovery.ranks import END_NOTICE_S
@@ -41,7 +41,7 @@ def test_a_rank_that_joins_is_told_the_generation():
 def test_a_death_is_noted_then_the_rank_replaced_and_the_others_called_to_a_new_generation():
     played = RunOutcome.of()
     note, *rest = played.dies(1)
-    assert isinstance(note, Noted)
+    assert isinstance(note, LogEvent)
     assert (played.began()[0].decision.rung, played.began()[0].generation) == (
         Rung.PROCESS_REPLACE,
         1,
@@ -158,7 +158,7 @@ def test_reports_for_a_generation_before_do_not_count():
     played.dies(2)
     for rank in range(4):
         report = RankReport(rank=rank, step=STEP)
-        played.attempt.standing(2, report, now_s=played.now_s)
+        played.attempt.generation_report(2, report, now_s=played.now_s)
     assert played.stage() is Stage.GATHERING
 
 
@@ -190,8 +190,8 @@ def test_a_death_while_a_plan_is_carried_out_begins_anew():
 def test_a_broken_link_is_answered_when_no_death_explains_it():
     played = RunOutcome.of()
     assert played.sees(2, WorkerFaultKind.CONNECTION) == []
-    assert played.passes(LINK_SETTLE_S / 2) == []
-    played.passes(LINK_SETTLE_S)
+    assert played.passes(CONNECTION_SETTLE_S / 2) == []
+    played.passes(CONNECTION_SETTLE_S)
     assert (played.rungs(), played.replaced()) == ([Rung.STEP_RETRY], [])
     assert played.began()[0].fault.fault_class is FaultClass.LINK_DOWN
     played.answer()
@@ -201,9 +201,9 @@ def test_a_broken_link_is_answered_when_no_death_explains_it():
 def test_the_first_of_several_broken_links_is_answered_and_the_others_do_not_delay_it():
     played = RunOutcome.of()
     played.sees(2, WorkerFaultKind.CONNECTION)
-    played.passes(LINK_SETTLE_S * 0.6)
+    played.passes(CONNECTION_SETTLE_S * 0.6)
     played.sees(0, WorkerFaultKind.CONNECTION)
-    played.passes(LINK_SETTLE_S * 0.6)
+    played.passes(CONNECTION_SETTLE_S * 0.6)
     assert [note.fault.rank for note in played.began()] == [2]
 
 
@@ -212,7 +212,7 @@ def test_a_death_that_comes_explains_the_broken_links_of_the_others():
     played.sees(2, WorkerFaultKind.CONNECTION)
     played.sees(0, WorkerFaultKind.CONNECTION)
     played.dies(1)
-    played.passes(LINK_SETTLE_S * 2)
+    played.passes(CONNECTION_SETTLE_S * 2)
     assert played.rungs() == [Rung.PROCESS_REPLACE]
 
 
@@ -220,7 +220,7 @@ def test_a_broken_link_waits_for_word_of_a_connection_that_closed_with_it():
     played = RunOutcome.of()
     played.sees(2, WorkerFaultKind.CONNECTION)
     played.dies(1, told=False)
-    assert played.passes(LINK_SETTLE_S * 2) == []
+    assert played.passes(CONNECTION_SETTLE_S * 2) == []
     played.dies(1)
     assert played.rungs() == [Rung.PROCESS_REPLACE]
 
@@ -247,7 +247,7 @@ def test_a_recovery_that_comes_to_grief_somewhere_begins_anew():
     played.sees(2, WorkerFaultKind.COLLECTIVE)
     played.answer(until=lambda message: isinstance(message, Plan))
     played.sees(3, WorkerFaultKind.REPAIR)
-    played.passes(LINK_SETTLE_S)
+    played.passes(CONNECTION_SETTLE_S)
     assert (played.stage(), played.attempt.generation) == (Stage.GATHERING, 3)
     played.answer()
     assert played.stage() is Stage.TRAINING

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.recovery.attempts import ALONE, DDP, HSDP, RunOutcome
-from training.recovery.actions import Noted, ToAgent, ToRank
+from training.recovery.actions import LogEvent, ToAgent, ToRank
 from training.recovery.attempt import Stage
 from training.recovery.events import RecoveryBegan, RecoveryEnded
 from training.recovery.protocol import (
@@ -65,7 +65,7 @@ def sees(rank: int, trouble: WorkerFaultKind, offset: int, step: int, **changes:
 
 
 def stands_at(report: RankReport, offset: int) -> Event:
-    return lambda played: played.attempt.standing(
+    return lambda played: played.attempt.generation_report(
         played.attempt.generation + offset, report, now_s=played.now_s
     )
 
@@ -173,11 +173,11 @@ def records_recoveries_before_it_acts_on_them_and_ends_them_once(played: RunOutc
     ended: set[int] = set()
     for action in played.actions:
         match action:
-            case Noted(RecoveryBegan() as note):
+            case LogEvent(RecoveryBegan() as note):
                 assert note.decision.rung in IN_PROCESS
                 assert note.number not in begun
                 begun.add(note.number)
-            case Noted(RecoveryEnded() as over):
+            case LogEvent(RecoveryEnded() as over):
                 assert over.number in begun - ended
                 ended.add(over.number)
                 assert over.duration_s >= 0

@@ -14,7 +14,7 @@ from tests.unit.recovery.attempts import (
     RunOutcome,
 )
 from training.recovery.actions import ToAgent, ToRank
-from training.recovery.attempt import LINK_SETTLE_S, Stage
+from training.recovery.attempt import CONNECTION_SETTLE_S, Stage
 from training.recovery.events import PauseBegan, PauseEnded
 from training.recovery.protocol import (
     GiveUp,
@@ -64,7 +64,7 @@ def test_ranks_that_come_to_their_end_are_not_missed():
     played = RunOutcome.of()
     for rank in range(4):
         played.attempt.ending(rank, now_s=played.now_s)
-        played.attempt.gone(rank, now_s=played.now_s)
+        played.attempt.disconnected(rank, now_s=played.now_s)
     assert played.stage() is Stage.ENDING
     assert played.passes(1000.0) == []
 
@@ -90,7 +90,7 @@ def test_a_link_that_broke_just_before_a_rank_came_to_its_end_is_not_mended_eith
     played.attempt.ending(0, now_s=played.now_s)
     played.collect()
     assert isinstance(played.told(2)[-1], GiveUp)
-    assert played.passes(LINK_SETTLE_S * 2) == []
+    assert played.passes(CONNECTION_SETTLE_S * 2) == []
 
 
 def test_a_recovery_that_a_rank_has_left_by_its_end_is_given_up_at_once():

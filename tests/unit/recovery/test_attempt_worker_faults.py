@@ -16,7 +16,7 @@ from tests.unit.recovery.attempts import (
     RunOutcome,
 )
 from training.recovery.actions import NormAccepted
-from training.recovery.attempt import LINK_SETTLE_S, Stage
+from training.recovery.attempt import CONNECTION_SETTLE_S, Stage
 from training.recovery.protocol import (
     CoordinatorMessage,
     NewGeneration,
@@ -37,7 +37,7 @@ RETRY = Policy(operator_retry=True)
 def broken_link(played: RunOutcome, **changes) -> None:
     """A link is broken under operations that can be run again."""
     played.sees(2, WorkerFaultKind.CONNECTION, connection=0, **changes)
-    played.passes(LINK_SETTLE_S)
+    played.passes(CONNECTION_SETTLE_S)
 
 
 def test_new_links_are_made_in_the_same_generation_where_operations_can_be_run_again():
@@ -78,7 +78,7 @@ def test_links_that_are_not_made_in_time_climb_to_a_new_generation():
     played.answer(silent={1, 3})
     assert played.passes(LINK_LIMIT_S) == []
     played.passes(0.1)
-    assert played.ended()[0].why == "ranks [1, 3] have no links after 10 s"
+    assert played.ended()[0].why == "ranks [1, 3] have no connections after 10 s"
     assert played.stage() is Stage.GATHERING
 
 
@@ -98,7 +98,7 @@ def test_links_that_break_again_are_made_anew_by_all_again():
     played.answer()
     played.attempt.stepped(STEP + 1)
     played.sees(2, WorkerFaultKind.CONNECTION, connection=1)
-    played.passes(LINK_SETTLE_S)
+    played.passes(CONNECTION_SETTLE_S)
     assert played.told(0)[-1] == Reconnect(generation=1, connection=2)
     told = Reconnected(generation=1, connection=2)
     played.attempt.reconnected(0, told, now_s=played.now_s)
@@ -139,7 +139,7 @@ def break_in_a_repair(played: RunOutcome, **changes: Any) -> None:
 
 def relinks(played: RunOutcome) -> None:
     """All ranks have new links."""
-    generation, link = played.attempt.generation, played.attempt._link
+    generation, link = played.attempt.generation, played.attempt._connection
     told = Reconnected(generation=generation, connection=link, operations=1)
     for rank in range(4):
         played.attempt.reconnected(rank, told, now_s=played.now_s)
@@ -166,7 +166,7 @@ def test_a_repair_that_is_done_while_links_are_made_ends_with_the_last_of_them()
     break_in_a_repair(played)
     played.trains(3)
     assert (played.stage(), played.ended()) == (Stage.RECONNECTING, [])
-    assert played.attempt.awaits_its_time, "new links have a limit whoever trains"
+    assert played.attempt.has_deadline, "new links have a limit whoever trains"
     relinks(played)
     assert played.stage() is Stage.TRAINING
     assert [note.succeeded for note in played.ended()] == [True, True]
@@ -208,7 +208,7 @@ def test_damage_that_comes_back_at_the_same_step_gets_a_new_process():
     assert played.rungs() == [Rung.STEP_RETRY, Rung.PROCESS_REPLACE]
     assert played.replaced() == [0]
     assert NewGeneration(number=3) not in played.told(0), "the process before is to end"
-    played.attempt.gone(0, now_s=played.now_s)  # it is ended by its agent, and nobody minds
+    played.attempt.disconnected(0, now_s=played.now_s)  # it is ended by its agent, and nobody minds
     assert played.passes(END_NOTICE_S * 2) == []
     played.answer()
     assert played.stage() is Stage.TRAINING
@@ -428,7 +428,7 @@ def test_a_roll_back_that_comes_to_nothing_leaves_nothing_to_save_and_was_not_tr
 def test_a_rank_that_has_left_its_step_needs_a_generation_and_no_new_links():
     played = RunOutcome.of(policy=RETRY)
     played.sees(2, WorkerFaultKind.CONNECTION)
-    played.passes(LINK_SETTLE_S)
+    played.passes(CONNECTION_SETTLE_S)
     assert played.rungs() == [Rung.STEP_RETRY]
 
 
@@ -436,7 +436,7 @@ def test_one_rank_that_has_left_its_step_speaks_for_all_that_have_not():
     played = RunOutcome.of(policy=RETRY)
     played.sees(2, WorkerFaultKind.CONNECTION, connection=0)
     played.sees(1, WorkerFaultKind.CONNECTION)
-    played.passes(LINK_SETTLE_S)
+    played.passes(CONNECTION_SETTLE_S)
     assert played.rungs() == [Rung.STEP_RETRY]
 
 
@@ -445,7 +445,7 @@ def test_a_rank_that_leaves_its_step_while_links_are_made_is_not_left_waiting():
     broken_link(played)
     assert played.stage() is Stage.RECONNECTING
     played.sees(1, WorkerFaultKind.CONNECTION)
-    played.passes(LINK_SETTLE_S)
+    played.passes(CONNECTION_SETTLE_S)
     assert isinstance(played.told(1)[-1], NewGeneration)
 
 

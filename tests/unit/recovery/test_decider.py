@@ -1,4 +1,4 @@
-"""What the coordinator makes of the end of a worker, and of what a living one tells."""
+"""What answers the end of a worker, and what a living one reports."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from training.recovery.decider import (
     CLASS_OF,
     InProcessDecider,
     device_of,
-    fault_of_trouble,
-    rank_at_fault,
+    fault_of_report,
 )
 from training.recovery.decision import Recovery
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.protocol import WorkerEnded, WorkerFault, WorkerFaultKind
 from training.recovery.rungs import Policy, Rung
 
+NODES = {0: "node-0", 2: "node-1"}
 REPLACE, STOP, IN_PLACE = Rung.PROCESS_REPLACE, Rung.STOP, Rung.IN_PLACE_RESTART
 
 
@@ -41,105 +41,106 @@ def ended(exit_code: int, *, error: str | None = None, is_oom: bool = False) -> 
         (ended(1, error="ValueError: no"), FaultClass.USER_CODE_ERROR, STOP),
         (ended(EXIT_ABOVE_PROCESS), FaultClass.DEVICE_LOST, Rung.JOB_RESCHEDULE_ISOLATED),
     ],
-    ids=["killed", "crashed", "oom", "lost its line", "beyond healing", "exception", "above"],
+    ids=["killed", "crashed", "oom", "lost its connection", "beyond healing", "exception", "above"],
 )
 def test_a_process_that_ended_is_replaced_unless_the_program_or_the_container_is_to_blame(
     end, fault_class, rung
 ):
     fault = fault_of_end(end, node="node-1", step=7)
     assert (fault.fault_class, fault.rank, fault.step) == (fault_class, 2, 7)
-    judge = InProcessDecider(Policy(operator_retry=True), frozenset(Rung))
-    assert judge.decide(fault, now_s=101.0, is_dead=True).rung is rung
+    decider = InProcessDecider(Policy(operator_retry=True), frozenset(Rung))
+    assert decider.decide(fault, now_s=101.0, is_dead=True).rung is rung
 
 
-def test_a_checkpoint_makes_free_what_was_mended_before_it():
-    judge = InProcessDecider(Policy(), frozenset(Rung))
+def test_a_checkpoint_makes_free_recoveries_before_it():
+    decider = InProcessDecider(Policy(), frozenset(Rung))
     for step in range(3):
         fault = fault_of_end(ended(-9), node="node-1", step=step)
-        assert judge.decide(fault, now_s=101.0, is_dead=True).rung is REPLACE
-        judge.began(fault, REPLACE)
+        assert decider.decide(fault, now_s=101.0, is_dead=True).rung is REPLACE
+        decider.began(fault, REPLACE)
     fourth = fault_of_end(ended(-9), node="node-1", step=3)
-    assert judge.decide(fourth, now_s=101.0, is_dead=True).rung is IN_PLACE
-    judge.committed(4)
-    assert judge.decide(fourth, now_s=103.0, is_dead=True).rung is REPLACE
+    assert decider.decide(fourth, now_s=101.0, is_dead=True).rung is IN_PLACE
+    decider.committed(4)
+    assert decider.decide(fourth, now_s=103.0, is_dead=True).rung is REPLACE
 
 
 def abnormal() -> Fault:
-    seen = WorkerFault(
-        generation=1, kind=WorkerFaultKind.NUMERIC, text="loss is 9e9", step=7, at_s=100.0
+    report = WorkerFault(
+        generation=1, kind=WorkerFaultKind.NUMERIC, text="9e9", step=7, at_s=100.0, culprit=2
     )
-    return fault_of_trouble(seen, rank=2, node="node-1", device=0)
+    return fault_of_report(report, reported_by=0, nodes=NODES)
 
 
-def test_every_trouble_has_a_class_that_a_living_process_may_answer():
+def test_every_worker_fault_has_a_class_that_a_living_process_may_answer():
     assert set(CLASS_OF) == set(WorkerFaultKind)
-    judge = InProcessDecider(Policy(operator_retry=True, numeric_retry=True), frozenset(Rung))
-    for trouble in WorkerFaultKind:
-        seen = WorkerFault(generation=1, kind=trouble, text="x", step=7, at_s=100.0)
-        fault = fault_of_trouble(seen, rank=2, node="node-1", device=0)
-        decided = judge.decide(fault, now_s=101.0).rung
+    decider = InProcessDecider(Policy(operator_retry=True, numeric_retry=True), frozenset(Rung))
+    for kind in WorkerFaultKind:
+        report = WorkerFault(generation=1, kind=kind, text="x", step=7, at_s=100.0)
+        fault = fault_of_report(report, reported_by=2, nodes=NODES)
+        decided = decider.decide(fault, now_s=101.0).rung
         assert decided in (Rung.OPERATOR_RETRY, Rung.STEP_RETRY)
 
 
-def test_the_fault_of_a_trouble_is_what_its_rank_told():
-    seen = WorkerFault(
+def test_the_fault_of_a_report_is_what_its_rank_reported():
+    report = WorkerFault(
         generation=3, kind=WorkerFaultKind.MEMORY, text="UCE", step=7, at_s=100.0, code="507053"
     )
-    fault = fault_of_trouble(seen, rank=2, node="node-1", device=0)
+    fault = fault_of_report(report, reported_by=2, nodes=NODES)
     assert (fault.fault_class, fault.evidence) == (FaultClass.DEVICE_MEMORY_ERROR, "UCE")
     assert (fault.rank, fault.node, fault.device) == (2, "node-1", 0)
     assert (fault.code, fault.step, fault.at_s) == ("507053", 7, 100.0)
 
 
-def test_the_end_of_a_process_tells_its_error_or_how_it_was_ended():
-    told = fault_of_end(ended(1, error="ValueError: no"), node="node-1", step=7)
-    assert told.evidence == "rank 2: ValueError: no"
+def test_the_end_of_a_process_shows_its_error_or_how_it_was_ended():
+    fault = fault_of_end(ended(1, error="ValueError: no"), node="node-1", step=7)
+    assert fault.evidence == "rank 2: ValueError: no"
     assert fault_of_end(ended(-9), node=None, step=7).evidence == "rank 2: killed by signal 9"
     assert fault_of_end(ended(3), node=None, step=7).evidence == "rank 2: exit code 3"
 
 
 def test_a_step_that_is_abnormal_again_is_accepted_if_its_numbers_are_any():
-    judge = InProcessDecider(Policy(numeric_retry=True), frozenset(Rung))
-    judge.began(abnormal(), Rung.STEP_RETRY)
-    assert judge.decide(abnormal(), now_s=101.0).accept_abnormal
-    refused = judge.decide(abnormal(), now_s=101.0, is_finite=False)
+    decider = InProcessDecider(Policy(numeric_retry=True), frozenset(Rung))
+    decider.began(abnormal(), Rung.STEP_RETRY)
+    assert decider.decide(abnormal(), now_s=101.0).accept_abnormal
+    refused = decider.decide(abnormal(), now_s=101.0, is_finite=False)
     assert (refused.rung, refused.accept_abnormal) == (REPLACE, False)
-    assert not judge.decide(abnormal(), now_s=101.0).accept_abnormal, "and never again"
+    assert not decider.decide(abnormal(), now_s=101.0).accept_abnormal, "and never again"
 
 
 def test_an_abnormal_step_is_about_the_rank_that_made_it_alone():
-    seen = WorkerFault(generation=1, kind=WorkerFaultKind.NUMERIC, text="x", step=7, at_s=100.0)
-    assert rank_at_fault(seen, told_by=2) is None
-    assert rank_at_fault(seen.model_copy(update={"culprit": 0}), told_by=2) == 0
-    for trouble in set(WorkerFaultKind) - {WorkerFaultKind.NUMERIC}:
-        other = seen.model_copy(update={"kind": trouble, "culprit": 0})
-        assert rank_at_fault(other, told_by=2) == 2
+    report = WorkerFault(generation=1, kind=WorkerFaultKind.NUMERIC, text="x", step=7, at_s=100.0)
+    assert fault_of_report(report, reported_by=2, nodes=NODES).rank is None
+    made = report.model_copy(update={"culprit": 0})
+    assert fault_of_report(made, reported_by=2, nodes=NODES).rank == 0
+    for kind in set(WorkerFaultKind) - {WorkerFaultKind.NUMERIC}:
+        other = report.model_copy(update={"kind": kind, "culprit": 0})
+        assert fault_of_report(other, reported_by=2, nodes=NODES).rank == 2
 
 
 def test_a_recovery_that_failed_is_not_tried_again():
-    judge = InProcessDecider(Policy(), frozenset(Rung))
+    decider = InProcessDecider(Policy(), frozenset(Rung))
     fault = fault_of_end(ended(-9), node="node-1", step=7)
-    judge.began(fault, REPLACE)
-    judge.failed()
-    assert judge.decide(fault, now_s=101.0).rung is IN_PLACE
+    decider.began(fault, REPLACE)
+    decider.failed()
+    assert decider.decide(fault, now_s=101.0).rung is IN_PLACE
 
 
 def test_a_checkpoint_of_a_step_from_before_the_fault_frees_nothing():
-    judge = InProcessDecider(Policy(), frozenset(Rung))
+    decider = InProcessDecider(Policy(), frozenset(Rung))
     fault = fault_of_end(ended(-9), node="node-1", step=7)
-    judge.began(fault, REPLACE)
-    judge.committed(7)
-    assert judge.decide(fault, now_s=101.0).rung is IN_PLACE
+    decider.began(fault, REPLACE)
+    decider.committed(7)
+    assert decider.decide(fault, now_s=101.0).rung is IN_PLACE
 
 
 def test_any_checkpoint_is_new_to_recoveries_of_other_attempts():
     fault = fault_of_end(ended(-9), node="node-1", step=700)
-    judge = InProcessDecider(
+    decider = InProcessDecider(
         Policy(), frozenset(Rung), [Recovery(fault, IN_PLACE, progressed=False)]
     )
-    assert judge.decide(fault, now_s=101.0).rung is not REPLACE
-    judge.committed(4)
-    assert judge.decide(fault, now_s=101.0).rung is REPLACE
+    assert decider.decide(fault, now_s=101.0).rung is not REPLACE
+    decider.committed(4)
+    assert decider.decide(fault, now_s=101.0).rung is REPLACE
 
 
 def test_a_device_is_the_place_of_a_rank_among_those_of_its_node():
