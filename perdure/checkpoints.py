@@ -1,39 +1,44 @@
-"""`perdure checkpoints`: what a run has saved, whether it is whole, and what may go.
+"""`perdure checkpoints`: what a run has saved, whether it is intact, and what may be deleted.
 
-Exit codes as of every command: 0 fine, 1 a checkpoint is damaged or the store failed, 2 the
-input is wrong.
+Times are seconds since the epoch, ages seconds, sizes bytes.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
 
-from perdure.checkpoint_views import (
-    reading_bar,
-    removal_object,
-    removals_table,
-    row_object,
-    rows_of,
-    rows_view,
+from perdure.console import (
+    EXIT_FAILED,
+    AsJson,
+    RunName,
+    make_console,
+    make_table,
+    print_json,
+    warn,
 )
-from perdure.runs import make_console, named_run
+from perdure.runs import named_job, store_of
 from storage.checkpoint import (
     CheckpointStore,
     SetAside,
     StepObjects,
     StepState,
+    Tier,
     read_manifest,
     set_aside_reason,
 )
-from storage.collect import abort_uploads, carry_out, totals
+from storage.collect import Removal, abort_uploads, carry_out, totals
 from storage.errors import StorageError
 from storage.export import (
     WHOLE_NAME,
@@ -46,28 +51,25 @@ from storage.export import (
 from storage.export import export as write_export
 from storage.leases import reading
 from storage.manifest import Manifest
-from storage.verification import Verified, record
+from storage.verification import Verified, last_outcome, record
 from storage.verification import verify as read_all
 from training.errors import InputError, PerdureError
 from training.files import home_folder
+from training.supervisor.accounts import duration_text
 from training.supervisor.checkpoints import node_tiers, removals
 
 MODEL_PREFIX = "model/"  # training.runtime.state.checkpointer puts it before the model's names
 FILE_SUFFIX = ".safetensors"
 UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 MAX_LISTED = 10
-EXIT_DAMAGED = 1
+STATE_NAMES = {
+    StepState.COMMITTED: "committed",
+    StepState.SET_ASIDE: "set_aside",
+    StepState.UNCOMMITTED: "incomplete",
+}
 
 app = typer.Typer(help="The checkpoints of a run.", no_args_is_help=True)
 
-RunName = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN",
-        help="run_id of a run that is known on this machine, or a job file",
-        show_default=False,
-    ),
-]
 StepNumber = Annotated[int | None, typer.Option("--step", help="default: the newest")]
 Output = Annotated[
     Path,
@@ -75,7 +77,6 @@ Output = Annotated[
         "--output", "-o", metavar="DIR|FILE", help="a name that ends with .safetensors is FILE"
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="for scripts")]
 
 
 class Dtype(StrEnum):
@@ -89,13 +90,18 @@ class Dtype(StrEnum):
 def show_list(run: RunName, *, as_json: AsJson = False) -> None:
     """List them, newest first: age, size, who saved it, state, last verification."""
     checkpoints = _checkpoints_of(run)
-    rows = rows_of(checkpoints, tiers=node_tiers(home_folder(), checkpoints.run_id))
+    on_nodes = node_tiers(home_folder(), checkpoints.run_id)
+    rows = [_row(checkpoints, step, on_nodes) for step in reversed(checkpoints.list_steps())]
     if as_json:
-        typer.echo(json.dumps([row_object(row) for row in rows], indent=1))
+        print_json(rows)
     elif rows:
-        make_console().print(rows_view(rows, now_s=checkpoints.clock()))
+        console = make_console()
+        console.print(_rows_table(rows, checkpoints.clock()))
+        for row in rows:
+            if row["reason"]:  # in the table it would tear the columns apart
+                console.print(f"step {row['step']} was set aside: {row['reason']}")
     else:
-        typer.echo(f"{checkpoints.run_id}: no checkpoints")
+        print(f"{checkpoints.run_id}: no checkpoints")
 
 
 @app.command()
@@ -121,11 +127,11 @@ def verify(
             reason = SetAside(outcome.step, outcome.damages).reason
             checkpoints.set_aside(outcome.step, reason)
         if not as_json:
-            _tell_outcome(outcome, was_set_aside=set_aside)
+            _print_outcome(outcome, was_set_aside=set_aside)
     if as_json:
-        typer.echo(json.dumps([_outcome_object(o, set_aside) for o in outcomes], indent=1))
+        print_json([_outcome_object(o, set_aside) for o in outcomes])
     if not all(outcome.is_intact for outcome in outcomes):
-        raise typer.Exit(EXIT_DAMAGED)
+        raise typer.Exit(EXIT_FAILED)
 
 
 @app.command()
@@ -158,17 +164,17 @@ def export(
         written = _write(checkpoints, manifest, files, folder, force=force)
     for path in others:
         path.unlink()
-    told = {
+    result = {
         "step": manifest.step,
         "files": [str(path) for path in written],
         "num_tensors": len(weights),
         "size_bytes": sum(file.layout.size_bytes for file in files),
     }
     if as_json:
-        typer.echo(json.dumps(told, indent=1))
+        print_json(result)
         return
-    typer.echo("\n".join(map(str, written)))
-    typer.echo("step {step}: {num_tensors} tensors, {size_bytes} bytes".format_map(told))
+    print("\n".join(map(str, written)))
+    print("step {step}: {num_tensors} tensors, {size_bytes} bytes".format_map(result))
 
 
 @app.command()
@@ -176,39 +182,42 @@ def gc(
     run: RunName,
     *,
     older_than: Annotated[
-        str, typer.Option(metavar="AGE", help="what is younger stays: 90m, 24h, 7d")
+        str, typer.Option(metavar="AGE", help="younger objects stay: 90m, 24h, 7d")
     ] = "24h",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would go")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="only print what would be deleted")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Delete what broken saves left; never a committed checkpoint."""
     older_than_s = parse_age_s(older_than)
-    job, store = named_run(run)
-    checkpoints = CheckpointStore(store, job.run_id)
+    job = named_job(run)
+    checkpoints = CheckpointStore(store_of(job), job.run_id)
     decided = removals(job, checkpoints, garbage_after_s=older_than_s, with_retention=False)
     gone = decided if dry_run else carry_out(checkpoints, decided)
     uploads = 0 if dry_run else abort_uploads(checkpoints, older_than_s)
     if as_json:
-        told = {
-            "dry_run": dry_run,
-            "removed": [removal_object(removal) for removal in gone],
-            "size_bytes": sum(removal.size_bytes for removal in gone),
-            "uploads_aborted": uploads,
-        }
-        typer.echo(json.dumps(told, indent=1))
+        print_json(
+            {
+                "dry_run": dry_run,
+                "removed": [_removal_object(removal) for removal in gone],
+                "size_bytes": sum(removal.size_bytes for removal in gone),
+                "uploads_aborted": uploads,
+            }
+        )
         return
     if gone:
-        make_console().print(removals_table(gone))
-    typer.echo(f"{'would remove' if dry_run else 'removed'}: {totals(gone)}")
+        make_console().print(_removals_table(gone))
+    print(f"{'would remove' if dry_run else 'removed'}: {totals(gone)}")
     if uploads:
-        typer.echo(f"unfinished uploads aborted: {uploads}")
+        print(f"unfinished uploads aborted: {uploads}")
 
 
 def parse_age_s(text: str) -> float:
-    """Seconds of an age as a person writes it: a number with s, m, h or d.
+    """Seconds of an age on the command line: a number with s, m, h or d.
 
     Raises:
-        InputError: it is none.
+        InputError: it is not such an age.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text.strip())
     if match is None:
@@ -217,8 +226,8 @@ def parse_age_s(text: str) -> float:
 
 
 def _checkpoints_of(run: str) -> CheckpointStore:
-    job, store = named_run(run)
-    return CheckpointStore(store, job.run_id)
+    job = named_job(run)
+    return CheckpointStore(store_of(job), job.run_id)
 
 
 def _all_committed(checkpoints: CheckpointStore) -> list[StepObjects]:
@@ -255,22 +264,22 @@ def _verify_one(checkpoints: CheckpointStore, step: StepObjects) -> Verified:
     with reading(checkpoints, step.step):
         manifest = read_manifest(checkpoints, step)
         total = manifest.size_bytes if manifest is not None else 0
-        with reading_bar(f"step {step.step}", total) as on_bytes:
+        with _progress_bar(f"step {step.step}", total) as on_bytes:
             outcome = read_all(checkpoints, step.step, manifest, on_bytes=on_bytes)
     try:
         record(checkpoints, outcome)
     except StorageError as error:  # the outcome holds also where nothing may be written
-        typer.echo(f"perdure: the outcome is not kept: {error}", err=True)
+        warn(f"the outcome is not kept: {error}")
     return outcome
 
 
-def _tell_outcome(outcome: Verified, *, was_set_aside: bool) -> None:
+def _print_outcome(outcome: Verified, *, was_set_aside: bool) -> None:
     if outcome.is_intact:
-        typer.echo(f"step {outcome.step}: intact, {outcome.size_bytes} bytes read")
+        print(f"step {outcome.step}: intact, {outcome.size_bytes} bytes read")
         return
-    typer.echo(f"step {outcome.step}: damaged{', set aside' if was_set_aside else ''}")
+    print(f"step {outcome.step}: damaged{', set aside' if was_set_aside else ''}")
     for damage in outcome.damages:
-        typer.echo(f"  {damage.file} {damage.kind}: {damage.detail}")
+        print(f"  {damage.file} {damage.kind}: {damage.detail}")
 
 
 def _outcome_object(outcome: Verified, set_aside: bool) -> dict[str, object]:  # noqa: FBT001
@@ -308,17 +317,116 @@ def _write(
     force: bool,
 ) -> list[Path]:
     total = bytes_to_read(manifest, files)
-    with _told_in_one_line(folder), reading_bar(f"step {manifest.step}", total) as on_bytes:
+    with _one_line_errors(folder), _progress_bar(f"step {manifest.step}", total) as on_bytes:
         return write_export(
             checkpoints, manifest, files, folder=folder, force=force, on_bytes=on_bytes
         )
 
 
 @contextmanager
-def _told_in_one_line(folder: Path) -> Iterator[None]:
+def _one_line_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except FileExistsError as error:
         raise InputError("--output", f"{error}; --force replaces it") from error
     except OSError as error:
         raise PerdureError(f"{error.filename or folder}: {error.strerror}") from error
+
+
+def _row(
+    checkpoints: CheckpointStore, step: StepObjects, tiers: Mapping[int, Sequence[Tier]]
+) -> dict[str, Any]:
+    """One checkpoint, as `--json` prints it; what only a manifest knows is None without one.
+
+    Its time is that of the manifest, else of its newest object; its size that of all objects.
+    """
+    manifest = read_manifest(checkpoints, step)
+    written_at_s = manifest.written_at_s if manifest is not None else step.modified_s
+    verified = last_outcome(checkpoints, step, manifest)
+    return {
+        "step": step.step,
+        "written_at_s": written_at_s,
+        "age_s": round(max(0.0, checkpoints.clock() - written_at_s), 3),
+        "size_bytes": step.size_bytes,
+        "world_size": manifest.world_size if manifest is not None else None,
+        "placement": manifest.placement if manifest is not None else None,
+        "attempt": manifest.attempt if manifest is not None else None,
+        "state": STATE_NAMES[step.state],
+        "reason": set_aside_reason(checkpoints, step),
+        "verified": {
+            "verified_at_s": verified.verified_at_s,
+            "intact": verified.is_intact,
+            "damages": len(verified.damages),
+        }
+        if verified is not None
+        else None,
+        "tiers": list(step.tiers(tiers)),
+    }
+
+
+def _rows_table(rows: Sequence[dict[str, Any]], now_s: float) -> Table:
+    numbers = ("step", "age", "size", "ranks", "attempt")
+    table = make_table(*numbers, "state", "verified", "tiers", right=numbers)
+    for row in rows:
+        is_committed = row["state"] == STATE_NAMES[StepState.COMMITTED]
+        table.add_row(
+            str(row["step"]),
+            duration_text(row["age_s"]),
+            decimal(row["size_bytes"]),
+            str(row["world_size"] or ""),
+            "" if row["placement"] is None else f"{row['placement']}.{row['attempt']}",
+            Text(row["state"].replace("_", " "), style="" if is_committed else "yellow"),
+            _verified_text(row["verified"], now_s),
+            ", ".join(row["tiers"]),
+        )
+    return table
+
+
+def _verified_text(verified: dict[str, Any] | None, now_s: float) -> Text:
+    if verified is None:
+        return Text("never", style="dim")
+    age = duration_text(max(0.0, now_s - verified["verified_at_s"]))
+    if verified["intact"]:
+        return Text(f"intact, {age} ago", style="green")
+    number = verified["damages"]
+    return Text(f"{number} damage{'s' if number > 1 else ''}, {age} ago", style="red")
+
+
+def _removals_table(removals: Sequence[Removal]) -> Table:
+    numbers = ("step", "objects", "size")
+    table = make_table("what", *numbers, "why", right=numbers)
+    for removal in removals:
+        table.add_row(
+            removal.kind.replace("_", " "),
+            "" if removal.step is None else str(removal.step),
+            str(len(removal.objects)),
+            decimal(removal.size_bytes),
+            removal.reason,
+        )
+    return table
+
+
+def _removal_object(removal: Removal) -> dict[str, Any]:
+    return {
+        "kind": removal.kind,
+        "step": removal.step,
+        "keys": [info.key for info in removal.objects],
+        "size_bytes": removal.size_bytes,
+        "reason": removal.reason,
+    }
+
+
+@contextmanager
+def _progress_bar(description: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal, on stderr so that stdout stays for a script; elsewhere nothing."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    with Progress(
+        *columns,
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as progress:
+        task = progress.add_task(description, total=total_bytes)
+        yield lambda count: progress.advance(task, count)

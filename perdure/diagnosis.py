@@ -1,4 +1,4 @@
-"""`perdure diagnose`: what broke, for a person or for a script."""
+"""`perdure diagnose`: what broke, from any logs."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from perdure.console import EXIT_INPUT, AsJson, make_console, print_json, warn
 from training.diagnosis.sources import (
     STANDARD_INPUT,
     Case,
@@ -31,17 +33,35 @@ LINE_WIDTH = 400
 NOTHING = "No failure was found"
 
 
-def cases_of(paths: Sequence[str], *, each: bool) -> Iterator[Case]:
-    """Diagnose what a person named, in the order given.
+def diagnose(
+    paths: Annotated[
+        list[str], typer.Argument(metavar="PATH...", help='log, folder of logs, or "-"')
+    ],
+    *,
+    as_json: AsJson = False,
+    each: Annotated[
+        bool, typer.Option("--each", help="every file of a folder is a case of its own")
+    ] = False,
+) -> None:
+    """Find out what broke, from any logs: a folder is one attempt with the logs of its ranks."""
+    objects, is_whole = [], True
+    console = make_console()
+    for case in _cases(paths, each=each):
+        is_whole = is_whole and bool(case.readings)
+        for line in case.unreadable:
+            warn(f"not read: {line}")
+        if as_json:
+            objects.append(_object(case))
+        else:
+            _show(console, case)
+    if as_json:
+        print_json(objects)
+    if not is_whole:
+        raise typer.Exit(EXIT_INPUT)
 
-    Args:
-        paths: files, folders, or "-" for standard input.
-        each: every file below a folder is a case of its own, not a part of one attempt.
 
-    Raises:
-        InputError: a path does not exist or holds no logs. What cannot be read is a case that
-            says so, so that the others are not lost.
-    """
+def _cases(paths: Sequence[str], *, each: bool) -> Iterator[Case]:
+    """Diagnose the given paths in their order; what cannot be read is a case that reports it."""
     if paths.count(STANDARD_INPUT) > 1:
         raise InputError("PATH", "'-' can be read once")
     found = [(path, files_of(Path(path))) for path in paths]
@@ -56,8 +76,7 @@ def cases_of(paths: Sequence[str], *, each: bool) -> Iterator[Case]:
                 yield Case(name, None, (), [str(error)])
 
 
-def as_object(case: Case) -> dict[str, Any]:
-    """One element of the list that `--json` prints."""
+def _object(case: Case) -> dict[str, Any]:
     if case.diagnosis is None:
         return {
             "path": case.path,
@@ -75,7 +94,7 @@ def as_object(case: Case) -> dict[str, Any]:
     fault = case.diagnosis.fault
     return {
         "path": case.path,
-        **_words(fault),
+        **_key_line(fault),
         "file": case.diagnosis.source,
         "node": fault.node,
         "rank": fault.rank,
@@ -86,12 +105,12 @@ def as_object(case: Case) -> dict[str, Any]:
         "recoverable_by": fault.recoverable_by,
         "explanation": fault.explanation,
         "action": fault.action,
-        "rung": first_answer(fault).rung,
-        "runners_up": [_words(other) for other in case.diagnosis.runners_up],
+        "rung": _first_decision(fault).rung,
+        "runners_up": [_key_line(other) for other in case.diagnosis.runners_up],
     }
 
 
-def _words(fault: Fault) -> dict[str, Any]:
+def _key_line(fault: Fault) -> dict[str, Any]:
     return {"fault_class": fault.fault_class, "key_line": fault.evidence}
 
 
@@ -101,22 +120,22 @@ def _nothing(case: Case) -> str:
     size_bytes = sum(reading.size_bytes for reading in case.readings)
     files = f"{len(case.readings)} files, " if len(case.readings) > 1 else ""
     garbled = [r.source.name for r in case.readings if not r.is_text]
-    more = f"; {', '.join(garbled[:3])} is no text" if garbled else ""
+    more = f"; {', '.join(garbled[:3])} is not text" if garbled else ""
     return f"{NOTHING} ({files}{size_bytes} bytes read{more})."
 
 
-def first_answer(fault: Fault) -> Decision:
-    """What the ladder says to a first fault when every rung can be done."""
+def _first_decision(fault: Fault) -> Decision:
+    """What the ladder decides for a first fault when every rung is supported."""
     return decide(fault, now_s=fault.at_s, history=(), supported=frozenset(Rung), policy=Policy())
 
 
-def show_case(console: Console, case: Case) -> None:
-    """Print one case for a person."""
+def _show(console: Console, case: Case) -> None:
     if case.diagnosis is None:
-        console.print(f"{case.path}: {_nothing(case)}", markup=False, highlight=False)
+        console.print(f"{case.path}: {_nothing(case)}")
         return
     fault = case.diagnosis.fault
-    title = f"{fault.fault_class} at {fault.where}" if _placed(fault) else str(fault.fault_class)
+    is_located = fault.node is not None or fault.rank is not None
+    title = f"{fault.fault_class} at {fault.where}" if is_located else str(fault.fault_class)
     body: list[RenderableType] = [*_context(case), Text(), _facts(fault)]
     if case.diagnosis.runners_up:
         body += [Text(), Text("Less likely:", style="dim")]
@@ -140,10 +159,6 @@ def _label(case: Case) -> str:
     return case.path if source in {None, own} else f"{case.path}: {source}"
 
 
-def _placed(fault: Fault) -> bool:
-    return fault.node is not None or fault.rank is not None
-
-
 def _context(case: Case) -> Iterator[Text]:
     assert case.diagnosis is not None  # noqa: S101 checked by the caller
     line = case.diagnosis.fault.evidence
@@ -159,7 +174,7 @@ def _context(case: Case) -> Iterator[Text]:
 
 
 def _facts(fault: Fault) -> Table:
-    decision = first_answer(fault)
+    decision = _first_decision(fault)
     blame = [
         word
         for word, holds in (("the program", fault.user_fault), ("hardware", fault.hardware_fault))
@@ -170,7 +185,7 @@ def _facts(fault: Fault) -> Table:
         ("code", fault.code or ""),
         ("device", "" if fault.device is None else str(fault.device)),
         ("cause lies in", " and ".join(blame)),
-        ("mended by", str(fault.recoverable_by)),
+        ("recovered by", str(fault.recoverable_by)),
         ("Perdure would", f"{decision.rung}: {decision.reason}"),
         ("you should", fault.action),
     ]

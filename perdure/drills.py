@@ -1,98 +1,112 @@
-"""`perdure drill`: faults made on purpose, and what became of them.
+"""`perdure drill`: faults injected on purpose, and whether the run recovered from them.
 
 Times are seconds.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
+import typer
 from rich.console import Console
-from rich.table import Table
 
-from perdure.runs import credentials_of, make_console
+from perdure.console import (
+    EXIT_FAILED,
+    AsJson,
+    Overrides,
+    make_console,
+    make_table,
+    print_json,
+    warn,
+)
+from perdure.runs import credentials_of
 from storage.errors import StorageError
 from training.drill.runner import DrillRunner, chosen, drills_on, parallel_kind
 from training.drill.table import Drill
 from training.drill.verdict import DrillOutcome
 from training.errors import InputError
-from training.job import Job
+from training.job import load_job
 
 
-def run_drills(
-    name: str, *, job: Job | None, parallelism: str | None, home: Path | None, as_json: bool
-) -> bool:
-    """Run the drills of a name and print what came of them. Whether all was as expected.
+def drill(
+    name: Annotated[str, typer.Argument(help="a drill, or all of them", show_default=False)],
+    *,
+    as_json: AsJson = False,
+    job_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--job", help="on the engine and with the store of this job file, not on this machine"
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    parallelism: Annotated[
+        str | None, typer.Option(help="ddp, hsdp or fsdp2; default: the job's, else ddp")
+    ] = None,
+    home: Annotated[
+        Path | None, typer.Option(help="keep the drills' folder below this one")
+    ] = None,
+) -> None:
+    """Break a small run on purpose, and compare it with an undisturbed one.
 
-    Args:
-        name: of a drill, or of all.
-        job: whose nodes they run on; None: this machine.
-        parallelism: of the drills' own run; None: the job's.
-        home: where to keep logs and ledgers; None: they are kept only of what went wrong.
-        as_json: for scripts.
-
-    Raises:
-        InputError: no such drill or parallelism, or they cannot be run there.
+    The run is Perdure's own, on this machine or on the nodes of a job; the job itself is not run.
     """
+    if job_file is None and overrides:
+        raise InputError("--set", "overrides fields of a job: give --job, too")
+    job = load_job(job_file, overrides or ()) if job_file is not None else None
     drills, kind = chosen(name), parallel_kind(parallelism, job)
     credentials = credentials_of(job) if job is not None else None
     folder = _make_folder(home)
     runner = drills_on(job, drills, kind, home=folder, credentials=credentials)
     is_fine = False
     try:
-        outcomes = _played(runner, drills)
+        outcomes = _run(runner, drills)
         is_fine = all(outcome.as_expected for outcome in outcomes)
         if as_json:
-            print(json.dumps([_document(outcome) for outcome in outcomes], indent=1))
+            print_json([{**asdict(one), "as_expected": one.as_expected} for one in outcomes])
         else:
             _show(make_console(), outcomes)
     finally:
-        if not is_fine or home is not None or not _cleared(runner):
+        # They are kept of drills that failed, and where a folder was named.
+        if not is_fine or home is not None or not _clear(runner):
             for place in runner.places:
-                _say(f"logs and ledgers of the drills: {place}")
-    return is_fine
+                warn(f"logs and ledgers of the drills: {place}")
+    raise typer.Exit(0 if is_fine else EXIT_FAILED)
 
 
-def _played(runner: DrillRunner, drills: Sequence[Drill]) -> list[DrillOutcome]:
+def _run(runner: DrillRunner, drills: Sequence[Drill]) -> list[DrillOutcome]:
     outcomes = []
     console = Console(stderr=True)
     with console.status("") as status:
 
-        def tell(text: str) -> None:
+        def show(text: str) -> None:
             status.update(text)
             if not console.is_terminal:
-                _say(text)
+                warn(text)
 
-        tell("the same job without a fault")
+        show("the same job without a fault")
         runner.undisturbed()
         for number, drill in enumerate(drills, start=1):
-            tell(f"{drill.name} ({number} of {len(drills)})")
+            show(f"{drill.name} ({number} of {len(drills)})")
             outcomes.append(runner.run(drill))
     return outcomes
 
 
-def _cleared(runner: DrillRunner) -> bool:
-    """Whether nothing is left of drills that were as expected."""
+def _clear(runner: DrillRunner) -> bool:
+    """Delete what the drills left. Whether that was possible."""
     try:
         runner.clear()
     except StorageError as error:
-        _say(f"could not be deleted: {error}")
+        warn(f"could not be deleted: {error}")
         return False
     return True
 
 
-def _say(text: str) -> None:
-    print(f"perdure: {text}", file=sys.stderr)
-
-
 def _make_folder(home: Path | None) -> Path:
-    """A folder of its own, so that no run of an earlier drill has the name of one of these."""
+    """A new folder, so that no run of an earlier drill has the name of one of these."""
     try:
         if home is not None:
             home.mkdir(parents=True, exist_ok=True)
@@ -101,18 +115,11 @@ def _make_folder(home: Path | None) -> Path:
         raise InputError("--home", f"{str(home)!r}: {error.strerror}") from error
 
 
-def _document(outcome: DrillOutcome) -> dict[str, Any]:
-    return {**asdict(outcome), "as_expected": outcome.as_expected}
-
-
 def _show(console: Console, outcomes: Sequence[DrillOutcome]) -> None:
-    rows = [outcome.row for outcome in outcomes]
-    table = Table(header_style="bold")
-    for column in rows[0]:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*row.values())
+    table = make_table(*outcomes[0].row)
+    for one in outcomes:
+        table.add_row(*one.row.values())
     console.print(table)
     for one in outcomes:
         for problem in one.problems:
-            console.print(f"{one.name}: {problem}", markup=False, highlight=False, soft_wrap=True)
+            console.print(f"{one.name}: {problem}", soft_wrap=True)

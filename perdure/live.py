@@ -1,4 +1,4 @@
-"""What a person sees on the terminal while a run goes on, and the table after it.
+"""What the terminal shows while a run is supervised.
 
 On a terminal a live panel, otherwise one line per event. Times are seconds.
 """
@@ -19,16 +19,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from perdure.tables import WIDTH, sparkline
 from tasks.observe import Observation
 from training.journal.events import StepRecord
 from training.journal.history import AttemptView, RunHistory
-from training.supervisor.report import NOT_MENDED, AttemptRow, event_text
+from training.supervisor.report import event_text
 
 PLAIN_EVERY_S = 5.0
-_SPARKS = "▁▂▃▄▅▆▇█"
-_SPARK_WIDTH = 60
 _NUM_EVENTS = 8
-TABLE_WIDTH = 165
 
 
 class LiveView:
@@ -62,7 +60,7 @@ class LiveView:
             self._live.stop()
 
     def observe(self, observation: Observation) -> None:
-        """Take in what the run says; called from the flow's thread."""
+        """Show an observation; called from the flow's thread."""
         with self._lock:
             fresh = [e for e in _events(observation.history) if e not in self._known_events]
             self._known_events.update(fresh)
@@ -75,13 +73,13 @@ class LiveView:
 
     def _print(self, seen: Observation, fresh: Sequence[str], *, changed: bool) -> None:
         for event in fresh:
-            self._console.print(event, highlight=False, soft_wrap=True, markup=False)
+            self._console.print(event, soft_wrap=True)
         due = bool(seen.steps) and time.monotonic() - self._printed_s > PLAIN_EVERY_S
         if changed or due:
             self._printed_s = time.monotonic()
             parts = (_attempt_of(seen.history) + ":", _step_line(seen), seen.activity)
             line = " ".join(part for part in parts if part)
-            self._console.print(line, highlight=False, soft_wrap=True, markup=False)
+            self._console.print(line, soft_wrap=True)
 
     def _render(self) -> RenderableType:
         with self._lock:
@@ -93,11 +91,11 @@ class LiveView:
         done = seen.last.step if seen.last is not None else 0
         if seen.target_step is not None:
             bar = Table.grid()  # a bar alone would not end its line
-            bar.add_row(ProgressBar(total=seen.target_step, completed=done, width=_SPARK_WIDTH))
+            bar.add_row(ProgressBar(total=seen.target_step, completed=done, width=WIDTH))
             rows.append(bar)
         rows.append(Text(_step_line(seen)))
         if losses:
-            rows.append(Text(f"loss {sparkline(losses, _SPARK_WIDTH)}", style="cyan"))
+            rows.append(Text(f"loss {sparkline(losses, WIDTH)}", style="cyan"))
         rows += [Text(event, style="yellow") for event in events]
         rows.append(Text(f"Prefect UI: {self._ui_url}", style="dim"))
         title = f"perdure: {seen.run_id}, {_attempt_of(seen.history)}"
@@ -109,77 +107,6 @@ def _colour_of(activity: str) -> str | None:
     if "recover" in activity:
         return "yellow"
     return "cyan" if activity.startswith("paused") else None
-
-
-def sparkline(values: Sequence[float], width: int) -> str:
-    """The values as a line of block characters, averaged down to `width` of them."""
-    size = max(1, -(-len(values) // width))
-    means = [
-        sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)
-    ]
-    low, high = min(means), max(means)
-    span = (high - low) or 1.0
-    return "".join(_SPARKS[round((mean - low) / span * (len(_SPARKS) - 1))] for mean in means)
-
-
-def attempts_view(rows: Sequence[AttemptRow], width: int) -> RenderableType:
-    """The attempts as a table, or line by line where a table would be folded letter by letter."""
-    if width >= TABLE_WIDTH:
-        return attempts_table(rows)
-    return Group(*(Text(_attempt_text(row)) for row in rows))
-
-
-def _attempt_text(row: AttemptRow) -> str:
-    if row.generation is not None:
-        return f"  {_recovery_text(row)}"
-    text = (
-        f"attempt {row.placement}.{row.attempt} on {row.nodes} "
-        f"(MA_SCHEDULE_CNT {row.schedule_cnt}, MA_PROC_START_CNT {row.proc_start_cnt or '-'}): "
-        f"steps {row.from_step} to {_text(row.to_step) or '?'}, {row.fault or row.outcome}"
-    )
-    if row.rung:
-        text += f" -> {row.rung}"
-    if row.seconds_to_next_step is not None:
-        text += f", {row.seconds_to_next_step} s to the next step"
-    return text
-
-
-def _recovery_text(row: AttemptRow) -> str:
-    place = f" on {row.nodes}" if row.nodes else ""
-    reached = f" at step {row.to_step}" if row.to_step is not None else ""
-    took = f" in {row.seconds_to_next_step} s" if row.seconds_to_next_step is not None else ""
-    what = f"generation {row.generation}{place}{reached}, {row.fault}"
-    return f"{what} -> {row.rung}: {row.outcome}{took}"
-
-
-def attempts_table(rows: Sequence[AttemptRow]) -> Table:
-    """The table of attempts for a wide terminal."""
-    table = Table(title="Attempts", title_justify="left", header_style="bold")
-    for name in (
-        "placement", "attempt", "nodes", "MA_SCHEDULE_CNT", "MA_PROC_START_CNT", "from step",
-        "to step", "outcome", "rung", "s to next step",
-    ):  # fmt: skip
-        table.add_column(name, overflow="fold")
-    for row in rows:
-        inside = f", generation {row.generation}" if row.generation is not None else ""
-        failed = f" ({row.outcome})" if row.outcome == NOT_MENDED else ""
-        table.add_row(
-            str(row.placement),
-            f"{row.attempt}{inside}",
-            row.nodes,
-            row.schedule_cnt,
-            row.proc_start_cnt,
-            str(row.from_step),
-            _text(row.to_step),
-            row.fault or row.outcome,
-            f"{row.rung}{failed}",
-            _text(row.seconds_to_next_step),
-        )
-    return table
-
-
-def _text(value: float | None) -> str:
-    return "" if value is None else str(value)
 
 
 def _attempt_of(history: RunHistory) -> str:

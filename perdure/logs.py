@@ -1,27 +1,25 @@
-"""`perdure logs`: what the nodes have put into the store of their attempts' logs.
+"""`perdure logs`: the logs of a run's attempts that its nodes have put into the store.
 
-Reads the store and the ledger alone, so that it also works where nothing of the run is. Sizes
-are bytes.
+Reads the store and the ledger alone, so that it works on any machine. Sizes are bytes.
 """
 
 from __future__ import annotations
 
 import gzip
-import json
 import re
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from io import BytesIO
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from pydantic import ValidationError
 from rich.filesize import decimal
-from rich.table import Table
 
-from perdure.runs import make_console, named_run
+from perdure.console import AsJson, RunName, make_console, make_table, print_json, warn
+from perdure.runs import named_job, store_of
 from storage.objects import ObjectStore
 from training.agent.log_collection import COLLECTED_FILE, logs_prefix
 from training.errors import InputError
@@ -35,14 +33,6 @@ _RANK = re.compile(r"rank-(\d+)\.")
 _PACKED = ".gz"
 
 Key = tuple[int, int]  # placement and attempt
-RunName = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN",
-        help="run_id of a run that is known on this machine, or a job file",
-        show_default=False,
-    ),
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +41,9 @@ class LogRow:
 
     Attributes:
         file: its name on the node.
-        rank: global rank whose it is, None when it is no rank's.
+        rank: global rank that wrote it, None when no rank did.
         size_bytes: compressed.
-        cut_bytes: of the log that are left out before it; None while that is not known.
+        cut_bytes: left out at its beginning; None while that is not known.
     """
 
     placement: int
@@ -67,16 +57,16 @@ class LogRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Shelf:
-    """The logs of a run.
+class LogIndex:
+    """The logs of a run in its store.
 
     Attributes:
         rows: by attempt, node and file.
-        indexes: what nodes told when they had put everything there.
+        collected: what each node wrote when it had put all its logs there.
     """
 
     rows: Sequence[LogRow]
-    indexes: dict[tuple[Key, str], Collected]
+    collected: dict[tuple[Key, str], Collected]
 
 
 def logs(
@@ -91,59 +81,58 @@ def logs(
     file: Annotated[
         str | None, typer.Option(help="print the logs of this name, such as coordinator.log")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="list for scripts")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the logs of a run that are in its store, or print those of a rank.
 
-    Nodes put them there at the end of each attempt, secrets masked. Printed are those of the
-    newest attempt that has any, unless --attempt names one.
+    Nodes put them there at the end of each attempt, with secrets masked. Without --attempt, the
+    logs of the newest attempt that has any are printed.
     """
-    job, store = named_run(run)
+    job = named_job(run)
+    store = store_of(job)
     wanted = _attempt_of(attempt)
-    shelf = read_shelf(store, job.run_id)
-    rows = [row for row in shelf.rows if wanted in (None, (row.placement, row.attempt))]
+    index = _read_index(store, job.run_id)
+    rows = [row for row in index.rows if wanted in (None, (row.placement, row.attempt))]
     if rank is not None or file is not None:
         chosen = _chosen(rows, rank=rank, file=file)
         if chosen:
             _print_logs(store, chosen)
         elif rows and file is None and rank in range(job.engine.world_size):
-            print(f"perdure: rank {rank} wrote nothing that is kept", file=sys.stderr)
+            warn(f"rank {rank} wrote nothing that is kept")
         else:
             ranks = sorted({row.rank for row in rows if row.rank is not None})
-            told = f"there are none of these in the store; ranks: {ranks or 'none'}"
-            raise InputError("logs", told)
+            raise InputError("logs", f"no such logs in the store; ranks: {ranks or 'none'}")
         return
     history = Ledger(store, job.run_id).read()
-    gaps = list(gaps_of(shelf, history, wanted))
+    gaps = list(_gaps(index, history, wanted))
     if as_json:
-        print(json.dumps({"logs": list(map(asdict, rows)), "gaps": gaps}, indent=1))
+        print_json({"logs": list(map(asdict, rows)), "gaps": gaps})
     else:
         _show(job, rows, gaps)
 
 
-def read_shelf(store: ObjectStore, run_id: str) -> Shelf:
-    """What there is in the store."""
+def _read_index(store: ObjectStore, run_id: str) -> LogIndex:
     found: list[tuple[Key, str, str, str, int]] = []
-    indexes: dict[tuple[Key, str], Collected] = {}
+    collected: dict[tuple[Key, str], Collected] = {}
     prefix = logs_prefix(run_id)
     for info in store.list(prefix):
         match = _KEY.fullmatch(info.key.removeprefix(prefix))
         if match is None:
-            continue  # somebody else's
+            continue  # not Perdure's
         key, node, name = (int(match[1]), int(match[2])), match[3], match[4]
         if name == COLLECTED_FILE:
-            indexes[(key, node)] = _index(store, info.key)
+            collected[(key, node)] = _collected(store, info.key)
         elif name.endswith(_PACKED):
             found.append((key, node, name.removesuffix(_PACKED), info.key, info.size_bytes))
-    cuts = {file.key: file.cut_bytes for index in indexes.values() for file in index.files}
+    cuts = {file.key: file.cut_bytes for one in collected.values() for file in one.files}
     rows = [
         LogRow(*key, node, name, _rank_of(name), size, cuts.get(object_key), object_key)
         for key, node, name, object_key, size in sorted(found)
     ]
-    return Shelf(rows, indexes)
+    return LogIndex(rows, collected)
 
 
-def gaps_of(shelf: Shelf, history: RunHistory, wanted: Key | None = None) -> Iterator[str]:
+def _gaps(index: LogIndex, history: RunHistory, wanted: Key | None) -> Iterator[str]:
     """What is missing of the attempts that have ended, and why, as far as that is known."""
     members = {placed.placement: placed.members for placed in history.placements}
     for view in history.attempts:
@@ -151,14 +140,14 @@ def gaps_of(shelf: Shelf, history: RunHistory, wanted: Key | None = None) -> Ite
             continue
         name = ".".join(map(str, view.key))
         for member in members.get(view.key[0], ()):
-            index = shelf.indexes.get((view.key, member.node))
-            if index is None:
-                yield f"attempt {name}: {member.node} was lost or did not come to its end with it"
+            collected = index.collected.get((view.key, member.node))
+            if collected is None:
+                yield f"attempt {name}: {member.node} was lost or did not finish collecting"
             else:
-                yield from (f"attempt {name}: {member.node}: {p}" for p in index.problems)
+                yield from (f"attempt {name}: {member.node}: {p}" for p in collected.problems)
 
 
-def _index(store: ObjectStore, key: str) -> Collected:
+def _collected(store: ObjectStore, key: str) -> Collected:
     try:
         return Collected.model_validate_json(store.get(key))
     except ValidationError as error:
@@ -200,19 +189,15 @@ def _print_logs(store: ObjectStore, rows: Sequence[LogRow]) -> None:
 
 def _show(job: Job, rows: Sequence[LogRow], gaps: Sequence[str]) -> None:
     console = make_console()
-    said: dict[str, Any] = {"markup": False, "highlight": False}
     if not rows:
-        limit = job.watch.log_limit_bytes
-        why = "" if limit else ": watch.log_limit_bytes is 0"
-        console.print(f"{job.run_id}: no logs in the store{why}", **said)
+        why = "" if job.watch.log_limit_bytes else ": watch.log_limit_bytes is 0"
+        console.print(f"{job.run_id}: no logs in the store{why}")
     else:
-        table = Table(header_style="bold")
-        for name in ("attempt", "node", "file", "size", "left out"):
-            table.add_column(name, overflow="fold")
+        table = make_table("attempt", "node", "file", "size", "left out")
         for row in rows:
             cut = decimal(row.cut_bytes) if row.cut_bytes else ""
-            where = f"{row.placement}.{row.attempt}"
-            table.add_row(where, row.node, row.file, decimal(row.size_bytes), cut)
+            attempt = f"{row.placement}.{row.attempt}"
+            table.add_row(attempt, row.node, row.file, decimal(row.size_bytes), cut)
         console.print(table)
     for gap in gaps:
-        console.print(gap, **said)
+        console.print(gap)

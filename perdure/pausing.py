@@ -1,34 +1,55 @@
-"""`perdure pause` and `perdure resume`: a wish, and waiting until the ranks have heeded it.
+"""`perdure pause` and `perdure resume`: a request, and waiting until the ranks have followed it.
 
-The wish lies in the run's store, where the coordinator of the attempt finds it; nobody needs to
-supervise the run. Times are seconds.
+The request lies in the run's store, where the coordinator of the attempt finds it; the run needs
+no supervisor for it. Times are seconds.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Annotated
 
+import typer
+
+from perdure.console import RunId
+from perdure.runs import OpenAttempt, run_to_observe
 from training.errors import InputError, PerdureError
 from training.journal.history import Pause, RunHistory
 from training.supervisor.run import Run
-from training.supervisor.watch import AttemptObserver
 from training.wire.requests import is_pause_wanted, write_control
 
 POLL_S = 0.5
-# A supervisor has it on record at once; without one the attempt's own file tells.
-ONLOOKER_AFTER_S = 5.0
+# A supervisor records a pause at once; without one only the attempt's own log shows it.
+OBSERVE_AFTER_S = 5.0
 
-Say = Callable[[str], None]
+WaitS = Annotated[
+    float, typer.Option("--wait-s", min=0, help="seconds to wait until the ranks have followed")
+]
+
+
+def pause(run_id: RunId, *, wait_s: WaitS = 60.0) -> None:
+    """Stop every rank of a run at one step boundary until it is resumed.
+
+    The state stays in memory, nothing is saved for it. The run stays paused whatever happens to
+    its processes: a new attempt stops at its first step boundary, and `perdure run` adopts a
+    paused run without resuming it. Only `perdure resume`, the Resume button of Prefect, or the
+    end of the run, as by `perdure cancel`, ends the pause.
+    """
+    Pausing(run_to_observe(run_id), wait_s=wait_s).pause()
+
+
+def resume(run_id: RunId, *, wait_s: WaitS = 60.0) -> None:
+    """Continue a paused run from where it is."""
+    Pausing(run_to_observe(run_id), wait_s=wait_s).resume()
 
 
 class Pausing:
     """Pauses and resumes one run.
 
     Args:
-        run: that is not taken for it.
-        wait_s: how long to wait until the ranks stand, or go on.
-        say: told what is waited for.
+        run: not taken by this process.
+        wait_s: how long to wait until the ranks have paused or continued.
     """
 
     def __init__(
@@ -36,27 +57,22 @@ class Pausing:
         run: Run,
         *,
         wait_s: float,
-        say: Say,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._run = run
+        self._run_id = run.job.run_id
         self._wait_s = wait_s
-        self._say = say
         self._clock = clock
         self._sleep = sleep
-        self._observer: tuple[tuple[int, int], AttemptObserver] | None = None
-
-    @property
-    def _run_id(self) -> str:
-        return self._run.job.run_id
+        self._open_attempt = OpenAttempt(run)
 
     def pause(self) -> None:
-        """Have every rank stand at one step boundary.
+        """Request a pause, and wait until every rank has stopped at one step boundary.
 
         Raises:
             InputError: the run is not running, or cannot be paused.
-            PerdureError: it was not seen to stand in time; the wish remains.
+            PerdureError: no pause was confirmed in time; the request remains.
         """
         self._refuse_ended()
         if self._run.job.worker.is_command:
@@ -64,32 +80,33 @@ class Pausing:
                 "run_id", f"{self._run_id!r}: runs a command, only a session can be paused"
             )
         write_control(self._run.store, self._run_id, pause=True)
-        self._say(f"{self._run_id}: waiting until every rank stands at a step boundary")
-        seen = self._await(paused=True)
-        if not seen:
+        self._print("waiting until every rank pauses at a step boundary")
+        if not self._await(paused=True):
             raise PerdureError(
-                f"{self._run_id}: not seen to pause within {self._wait_s:g} s; it will once its "
-                f"ranks get to it, unless `perdure resume {self._run_id}` takes the wish back"
+                f"{self._run_id}: no pause was confirmed within {self._wait_s:g} s; its ranks "
+                f"will still pause, unless `perdure resume {self._run_id}` withdraws the request"
             )
-        self._say(f"{self._run_id}: paused; `perdure resume {self._run_id}` has it go on")
+        self._print(f"paused; `perdure resume {self._run_id}` continues it")
 
     def resume(self) -> None:
-        """Have a paused run go on.
+        """Withdraw the request, and wait until the ranks train.
 
         Raises:
             InputError: the run is not running.
-            PerdureError: it was not seen to go on in time; it may yet.
+            PerdureError: training was not confirmed in time; it may still continue.
         """
         history = self._refuse_ended()
-        wanted = is_pause_wanted(self._run.store, self._run_id)
-        if not wanted and history.pause is None:
-            self._say(f"{self._run_id}: is not paused")
+        if history.pause is None and not is_pause_wanted(self._run.store, self._run_id):
+            self._print("is not paused")
             return
         write_control(self._run.store, self._run_id, pause=False)
-        self._say(f"{self._run_id}: waiting until the ranks go on")
+        self._print("waiting until the ranks continue")
         if not self._await(paused=False):
-            raise PerdureError(f"{self._run_id}: not seen to go on within {self._wait_s:g} s")
-        self._say(f"{self._run_id}: goes on")
+            raise PerdureError(f"{self._run_id}: still paused after {self._wait_s:g} s")
+        self._print("training continues")
+
+    def _print(self, text: str) -> None:
+        print(f"{self._run_id}: {text}", flush=True)
 
     def _refuse_ended(self) -> RunHistory:
         history = self._run.refresh()
@@ -101,29 +118,25 @@ class Pausing:
         return history
 
     def _await(self, *, paused: bool) -> bool:
-        """Whether the ranks were seen to stand, or to go on, in time."""
+        """Whether the ranks have paused, or continued, in time."""
         began_s = self._clock()
-        # What the ledger says already may be old: perhaps nobody has written since.
+        # A ledger that agrees already may be old: perhaps no supervisor has written since.
         is_old = (self._run.history.pause is not None) is paused
-        closer_after_s = 0.0 if is_old else min(ONLOOKER_AFTER_S, self._wait_s)
+        observe_after_s = 0.0 if is_old else min(OBSERVE_AFTER_S, self._wait_s)
         while True:
             waited_s = self._clock() - began_s
-            pause = self._seen(look_closer=waited_s >= closer_after_s)
+            pause = self._pause(observe=waited_s >= observe_after_s)
             if (pause is not None) is paused:
                 return True
             if waited_s >= self._wait_s:
                 return False
             self._sleep(POLL_S)
 
-    def _seen(self, *, look_closer: bool) -> Pause | None:
-        """The pause that the run is in, by its ledger or by its attempt's own file."""
+    def _pause(self, *, observe: bool) -> Pause | None:
+        """The pause that the run is in, by its ledger or by its attempt's own log."""
         history = self._refuse_ended()
         view = history.open_attempt
-        if view is None or not look_closer:
+        if view is None or not observe:
             return history.pause
-        if self._observer is None or self._observer[0] != view.key:
-            observer = self._run.observer()
-            if observer is None:
-                return None
-            self._observer = view.key, observer
-        return self._observer[1].pause(view)
+        observer = self._open_attempt.observer(history)
+        return observer.pause(view) if observer is not None else None

@@ -1,23 +1,25 @@
-"""`perdure preflight`: the checks of a job, of this machine as one of its nodes, and of re-entry.
-
-Exit codes: 0 fine, 1 a check failed, 2 the input is wrong.
-"""
+"""`perdure preflight`: the checks of a job, of this machine as one of its nodes, of re-entry."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from perdure.runs import make_console
+from perdure.console import (
+    EXIT_FAILED,
+    AsJson,
+    JobFile,
+    Overrides,
+    make_console,
+    make_table,
+    print_json,
+    warn,
+)
 from training.drill.reentry import check_reentry
 from training.health.node_check import check_this_machine
 from training.job import Job, departures, load_job
@@ -25,17 +27,14 @@ from training.supervisor.job_checks import Note, check_job, checklist, recovery_
 from training.trainer.size import num_parameters, state_bytes
 from training.wire.check import Check, CheckOutcome
 
-EXIT_FAILED = 1
 STYLES = {CheckOutcome.OK: "green", CheckOutcome.WARNING: "yellow", CheckOutcome.FAILED: "red"}
 
 
 def preflight(
-    job_file: Annotated[Path, typer.Argument(help="job file (YAML or JSON)", show_default=False)],
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a field")
-    ] = None,
+    job_file: JobFile,
+    overrides: Overrides = None,
     *,
-    as_json: Annotated[bool, typer.Option("--json", help="for scripts")] = False,
+    as_json: AsJson = False,
     reentry: Annotated[
         bool, typer.Option("--reentry", help="also start the program twice for a few steps")
     ] = False,
@@ -57,7 +56,7 @@ def preflight(
         checks.append(check_reentry(job, lasting_s=reentry_s))
     is_fine = all(check.outcome is not CheckOutcome.FAILED for check in checks)
     if as_json:
-        print(json.dumps(_document(job, notes, checks, is_fine=is_fine)))
+        print_json(_document(job, notes, checks, is_fine=is_fine), indent=None)
     else:
         warn_of_departures(job)
         _show(make_console(), job, notes, checks)
@@ -66,7 +65,7 @@ def preflight(
 
 
 def check_inputs(job: Job) -> None:
-    """What can be known wrong without a node.
+    """Check what needs no node.
 
     Raises:
         InputError: the first problem.
@@ -76,9 +75,9 @@ def check_inputs(job: Job) -> None:
 
 
 def warn_of_departures(job: Job) -> None:
-    """Tell where the job departs from the recommended settings."""
+    """Print where the job departs from the recommended settings."""
     for line in _departures(job):
-        print(f"perdure: recommended otherwise: {line}", file=sys.stderr)
+        warn(f"recommended otherwise: {line}")
 
 
 def _departures(job: Job) -> list[str]:
@@ -99,15 +98,13 @@ def _document(
 
 
 def _show(console: Console, job: Job, notes: Sequence[Note], checks: Sequence[Check]) -> None:
-    console.print(f"{job.run_id}: world size {job.world_size}, everything found", highlight=False)
+    console.print(f"{job.run_id}: world size {job.world_size}, everything found")
     for note in notes:
         if note.is_warning:
-            print(f"perdure: {note.line}", file=sys.stderr)
+            warn(note.line)
         else:
-            console.print(note.line, markup=False, highlight=False)
-    table = Table(header_style="bold")
-    for name in ("check", "outcome", "seen", "allowed", "s"):
-        table.add_column(name, overflow="fold", justify="right" if name == "s" else "left")
+            console.print(note.line)
+    table = make_table("check", "outcome", "seen", "allowed", "s", right=("s",))
     for check in checks:
         style = STYLES.get(check.outcome, "dim")
         took = f"{check.seconds:.1f}" if check.seconds else ""

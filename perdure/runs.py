@@ -1,44 +1,34 @@
-"""Runs by their name, their stores, and the terminal: what several commands need."""
+"""Runs by their name, and their stores."""
 
 from __future__ import annotations
 
 from pathlib import Path
-
-from rich.console import Console
 
 from perdure import server
 from storage.address import Credentials, open_store
 from storage.objects import ObjectStore
 from training.files import home_folder
 from training.job import Job, load_job
+from training.journal.history import RunHistory
 from training.supervisor.job_registry import job_path, known_job
 from training.supervisor.run import Run
-
-PIPED_WIDTH = 180
-
-
-def known_run(run_id: str) -> tuple[Job, ObjectStore]:
-    """The job of a run that was started on this machine, and its store.
-
-    Raises:
-        InputError: there is no such run.
-    """
-    job = known_job(home_folder(), run_id)
-    return job, store_of(job)
+from training.supervisor.watch import AttemptObserver
 
 
-def named_run(run: str) -> tuple[Job, ObjectStore]:
-    """The run of a run_id that is known on this machine, or of a job file.
+def named_job(run: str) -> Job:
+    """The job of a run that was started on this machine, or of a job file.
+
+    Args:
+        run: run_id or path.
 
     Raises:
-        InputError: there is no such run or file, or the file is no job.
+        InputError: there is no such run or file, or the file holds no job.
     """
     path = Path(run)
     is_name = "/" not in run and "." not in run
     if is_name and (job_path(home_folder(), run).exists() or not path.is_file()):
-        return known_run(run)
-    job = load_job(path)
-    return job, store_of(job)
+        return known_job(home_folder(), run)
+    return load_job(path)
 
 
 def store_of(job: Job) -> ObjectStore:
@@ -46,13 +36,13 @@ def store_of(job: Job) -> ObjectStore:
     return open_store(job.storage, credentials_of(job))
 
 
-def run_to_look_at(run_id: str) -> Run:
-    """A run that is known on this machine, or of a job file; not taken by this process.
+def run_to_observe(run: str) -> Run:
+    """The run that `named_job` finds; it is not taken by this process.
 
     Raises:
-        InputError: there is no such run or file, or the file is no job.
+        InputError: there is none.
     """
-    job, _ = named_run(run_id)
+    job = named_job(run)
     return Run(job, home=home_folder(), credentials=credentials_of(job))
 
 
@@ -70,7 +60,23 @@ def credentials_of(job: Job) -> Credentials | None:
     return of_block(job.storage)
 
 
-def make_console() -> Console:
-    """The terminal; piped output is not folded to the width of one that is not there."""
-    console = Console()
-    return console if console.is_terminal else Console(width=PIPED_WIDTH)
+class OpenAttempt:
+    """The observer of a run's open attempt; an attempt keeps its observer.
+
+    Args:
+        run: not taken by this process.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._key: tuple[int, int] | None = None
+        self._observer: AttemptObserver | None = None
+
+    def observer(self, history: RunHistory) -> AttemptObserver | None:
+        """What observes the open attempt of a history; None: there is none."""
+        view = history.open_attempt
+        if view is None or history.ended is not None:
+            return None
+        if self._observer is None or self._key != view.key:
+            self._key, self._observer = view.key, self._run.observer()
+        return self._observer

@@ -1,7 +1,7 @@
 """The Prefect server of this machine, for those who have none configured.
 
 SQLite, loopback, in `$PERDURE_HOME/prefect`; it outlives the command that started it, so that
-the UI can be looked at after a run. Times are seconds.
+the UI still shows a run that is over. Times are seconds.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import httpx
 import psutil
+import typer
 from pydantic import ValidationError
 
 from storage.model import FrozenModel
@@ -22,12 +23,14 @@ from training.errors import PerdureError
 from training.files import home_folder
 from training.processes import free_port, is_alive
 
+app = typer.Typer(help="The Prefect server of this machine.", no_args_is_help=True)
+
 PORTS = range(4200, 4300)
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 8.0
 
-# Long runs need more patience with a server that is down than the client's default minute, and
-# a heartbeat that the resurrecting automations can rely on.
+# Long runs wait longer for a server that is down than the client's default minute, and send the
+# heartbeat that the resurrecting automations rely on.
 CLIENT_SETTINGS = {
     "PREFECT_CLIENT_MAX_RETRIES": "10",
     "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
@@ -58,13 +61,26 @@ class ServerRecord(FrozenModel):
 
     @property
     def ui_url(self) -> str:
-        """What a person opens."""
+        """The address for a browser."""
         return f"http://127.0.0.1:{self.port}"
+
+
+@app.command("start")
+def start() -> None:
+    """Start the server unless one runs."""
+    record = find_server() or start_server()
+    print(f"Prefect UI: {record.ui_url}\nexport PREFECT_API_URL={record.api_url}")
+
+
+@app.command("stop")
+def stop() -> None:
+    """Stop it."""
+    print("stopped" if stop_server() else "no server was running")
 
 
 def configured_api() -> str | None:
     """The API address that environment or profile give, None when there is none."""
-    # Reading settings imports Prefect: a second that a mistyped job should not cost.
+    # Reading settings imports Prefect: a second, which a mistyped job should not cost.
     from prefect.settings import PREFECT_API_URL  # noqa: PLC0415
 
     url: str | None = PREFECT_API_URL.value()
@@ -85,16 +101,16 @@ def use_server() -> str:
     given = os.environ.get("PREFECT_API_URL") or configured_api()
     if given:
         return given.removesuffix("/api")
-    record = _started() or start_server()
+    record = _running_server() or start_server()
     os.environ["PREFECT_API_URL"] = record.api_url
     _reload_settings()
     return record.ui_url
 
 
-def _started() -> ServerRecord | None:
-    """The server that lives on this machine, once it answers: a busy one gets its time."""
+def _running_server() -> ServerRecord | None:
+    """The server that runs on this machine, once it answers; a busy one gets time to do so."""
     deadline_s = time.monotonic() + START_TIMEOUT_S
-    while (record := _living()) is not None and time.monotonic() < deadline_s:
+    while (record := _alive_server()) is not None and time.monotonic() < deadline_s:
         if _answers(record):
             return record
         time.sleep(0.5)
@@ -103,7 +119,7 @@ def _started() -> ServerRecord | None:
 
 def find_server() -> ServerRecord | None:
     """The server started before, when it is alive and answers."""
-    record = _living()
+    record = _alive_server()
     return record if record is not None and _answers(record) else None
 
 
@@ -128,7 +144,7 @@ def start_server(*, port: int | None = None) -> ServerRecord:
         **CLIENT_SETTINGS,
         **SERVER_SETTINGS,
         "PREFECT_HOME": str(folder),
-        # On another port than 4200 its pages would ask whatever server is there (3.8.8).
+        # On another port than 4200 its pages would call whatever server is there (3.8.8).
         "PREFECT_SERVER_UI_API_URL": f"http://127.0.0.1:{port}/api",
     }
     with log_path.open("ab") as log:
@@ -155,7 +171,7 @@ def start_server(*, port: int | None = None) -> ServerRecord:
 
 def stop_server() -> bool:
     """End the server of this machine. Whether there was one."""
-    record = _living()
+    record = _alive_server()
     _record_path().unlink(missing_ok=True)
     if record is None:
         return False
@@ -163,8 +179,8 @@ def stop_server() -> bool:
     family = [process, *process.children(recursive=True)]
     process.send_signal(signal.SIGTERM)
     _, alive = psutil.wait_procs(family, timeout=STOP_TIMEOUT_S)
-    for straggler in alive:
-        straggler.kill()
+    for one in alive:
+        one.kill()
     return True
 
 
@@ -175,8 +191,8 @@ def _reload_settings() -> None:
     refresh_global_settings_context()
 
 
-def _living() -> ServerRecord | None:
-    """The server started before, when its process lives; it may be too busy to answer."""
+def _alive_server() -> ServerRecord | None:
+    """The server started before, when its process is alive; it may be too busy to answer."""
     try:
         record = ServerRecord.model_validate_json(_record_path().read_text(encoding="utf-8"))
     except (OSError, ValidationError):

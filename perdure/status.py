@@ -1,18 +1,29 @@
-"""How a run stands, from its ledger, its store and what its agents on this machine say.
+"""`perdure status`: the state of a run, from its ledger, its store and its agents on this machine.
 
-Nothing is taken or told: the run may be supervised by another process, or by none. Times are
+Nothing is taken or changed: the run may be supervised by another process, or by none. Times are
 seconds since the epoch, durations seconds, steps completed optimizer steps.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from datetime import UTC, datetime
+from typing import Annotated, Any
 
+import typer
 from pydantic import TypeAdapter
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
+from perdure.console import AsJson, RunName, make_console, print_json
+from perdure.runs import OpenAttempt, run_to_observe
+from perdure.tables import WIDTH, account_bar, account_table, attempts_view, sparkline
 from storage.checkpoint import Tier
 from training.engines.base import Snapshot
 from training.files import home_folder
@@ -23,11 +34,18 @@ from training.journal.steps import kept_of
 from training.journal.wall_time import Account
 from training.recovery.faults import Fault
 from training.recovery.rungs import Rung
-from training.supervisor.accounts import Accountant
+from training.supervisor.accounts import Accountant, duration_text, ettr_text
 from training.supervisor.checkpoints import node_tiers
-from training.supervisor.report import alert_rows, attempt_rows, outcome_of, recovery_facts
+from training.supervisor.report import (
+    OPEN,
+    alert_rows,
+    attempt_rows,
+    outcome_of,
+    recovery_facts,
+    story_rows,
+)
 from training.supervisor.run import Run
-from training.supervisor.watch import AttemptObserver, AttemptSnapshot
+from training.supervisor.watch import AttemptSnapshot
 from training.wire.agent import AgentStatus
 from training.wire.requests import is_pause_wanted
 
@@ -37,15 +55,43 @@ ACCOUNT_SHARE = 0.1  # of the time, at most, goes into making accounts
 _NUM_FAULTS = 5
 _FAULT = TypeAdapter(Fault)
 _PACE_STEPS = 50
+REFRESH_S = 2.0
+_MAX_RANKS = 8  # of a node by name; more of them are shown as a range
+_NUM_ATTEMPTS = 12
+_COLOURS = {"completed": "green", "running": "green", "paused": "cyan", "failed": "red"}
+
+
+def status(
+    run: RunName = "",
+    *,
+    once: Annotated[bool, typer.Option("--once", help="print it once, also on a terminal")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show the state of a run, also when no process supervises it.
+
+    From its ledger and its store, and from its node agents when they run on this machine. On a
+    terminal it is refreshed until the run ends or Ctrl-C is pressed.
+    """
+    monitor = RunMonitor(run_to_observe(run))
+    if as_json:
+        print_json(monitor.status().document)
+        return
+    console = make_console()
+    if not console.is_terminal:
+        console.print(plain_status(monitor.status(), console.width))
+    elif once:
+        console.print(status_panel(monitor.status(), console.width))
+    else:
+        _watch(console, monitor)
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """One look at a run.
+    """The state of a run.
 
     Attributes:
-        history: what is on record, with what the living attempt has noted since.
-        document: the same as a script reads it.
+        history: its ledger, with what the open attempt has logged since.
+        document: the same for scripts.
         records: of every step that counts so far, by step.
     """
 
@@ -55,8 +101,8 @@ class Status:
     account: Account
 
 
-class Looker:
-    """Looks at one run, again and again; what has been read is not read again.
+class RunMonitor:
+    """Reads the state of one run, repeatedly; what was read once is not read again.
 
     Args:
         run: not taken by this process.
@@ -65,60 +111,50 @@ class Looker:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._accountant = Accountant(run.store, run.job.run_id)
-        self._observer: tuple[tuple[int, int], AttemptObserver] | None = None
+        self._open_attempt = OpenAttempt(run)
         self._known_account: Account | None = None
         self._account_due_s = float("-inf")
         self._tiers: tuple[float, dict[str, Any]] = (float("-inf"), {})
 
-    def look(self, *, now_s: float | None = None) -> Status:
-        """How the run stands.
+    def status(self, *, now_s: float | None = None) -> Status:
+        """The state of the run by now.
 
         Raises:
             StorageError: the store does not answer.
         """
         now_s = time.time() if now_s is None else now_s
         history = self._run.refresh()
-        sight = self._sight(history)
-        self._accountant.saw(sight.steps)
-        _add_events(history, sight)
+        observer = self._open_attempt.observer(history)
+        seen = observer.look() if observer is not None else AttemptSnapshot(None)
+        self._accountant.saw(seen.steps)
+        _add_events(history, seen)
         every = self._accountant.records(history)
-        records, told = kept_of(every), self._account(history, every, now_s)
+        records, spent = kept_of(every), self._account(history, every, now_s)
         document = {
             **_facts(self._run, history, records, now_s=now_s),
-            "ettr": round(told.ettr, 4),
-            "wall_s": round(told.wall_s, 3),
-            "time_s": {owner: round(s, 3) for owner, s in told.seconds.items() if s > 0},
+            "ettr": round(spent.ettr, 4),
+            "wall_s": round(spent.wall_s, 3),
+            "time_s": {owner: round(s, 3) for owner, s in spent.seconds.items() if s > 0},
             "checkpoints": self._checkpoints(now_s),
-            "nodes": _nodes(history, sight.snapshot),
-            "metrics_url": _metrics_url(sight.snapshot),
+            "nodes": _nodes(history, seen.snapshot),
+            "metrics_url": _metrics_url(seen.snapshot),
         }
-        return Status(history, document, records, told)
-
-    def _sight(self, history: RunHistory) -> AttemptSnapshot:
-        view = history.open_attempt
-        if view is None or history.ended is not None:
-            return AttemptSnapshot(None)
-        if self._observer is None or self._observer[0] != view.key:
-            observer = self._run.observer()
-            if observer is None:
-                return AttemptSnapshot(None)
-            self._observer = (view.key, observer)
-        return self._observer[1].look()
+        return Status(history, document, records, spent)
 
     def _account(self, history: RunHistory, records: Sequence[StepRecord], now_s: float) -> Account:
-        """The account; of a run of many steps an older one while it goes on."""
+        """The account; while a run of many steps goes on, perhaps an older one."""
         known = self._known_account
         if known is not None and history.ended is None and now_s < self._account_due_s:
             return known
         began_s = time.monotonic()
-        told = self._known_account = account(history, records, now_s=now_s)
+        made = self._known_account = account(history, records, now_s=now_s)
         self._account_due_s = now_s + (time.monotonic() - began_s) / ACCOUNT_SHARE
-        return told
+        return made
 
     def _checkpoints(self, now_s: float) -> dict[str, Any]:
         """Per tier how many checkpoints it holds, and the newest."""
-        looked_s, known = self._tiers
-        if now_s - looked_s < CHECKPOINTS_PERIOD_S:
+        listed_s, known = self._tiers
+        if now_s - listed_s < CHECKPOINTS_PERIOD_S:
             return known
         on_nodes = node_tiers(home_folder(), self._run.job.run_id)
         steps: dict[str, list[int]] = {tier.value: [] for tier in Tier}
@@ -134,20 +170,20 @@ class Looker:
         return found
 
 
-def _add_events(history: RunHistory, sight: AttemptSnapshot) -> None:
-    """What the living attempt noted and nobody has put on record yet."""
+def _add_events(history: RunHistory, seen: AttemptSnapshot) -> None:
+    """Add what the open attempt has logged and no supervisor has recorded yet."""
     view = history.open_attempt
     if view is None:
         return
     known = {(event.kind, event.number) for event in view.events}
-    fresh = [event for event in sight.events if (event.kind, event.number) not in known]
+    fresh = [event for event in seen.events if (event.kind, event.number) not in known]
     history.attempts[-1] = replace(view, events=(*view.events, *fresh))
 
 
 def _facts(
     run: Run, history: RunHistory, records: dict[int, StepRecord], *, now_s: float
 ) -> dict[str, Any]:
-    """What does not depend on a look at agents."""
+    """What does not depend on the agents."""
     job, pause = run.job, history.pause
     target = None if job.worker.is_command else job.steps
     last = records[max(records)] if records else None
@@ -169,9 +205,9 @@ def _facts(
         "pause_wanted": is_pause_wanted(run.store, job.run_id),
         "pause": pause.began.model_dump(include={"at_s", "step"}) if pause is not None else None,
         "attempts": [asdict(row) for row in attempt_rows(history)],
-        "recoveries": _recoveries(history),
-        "fault": last_fault(history),
-        "faults": last_faults(history),
+        "recoveries": [recovery_facts(v, one) for v in history.attempts for one in v.recoveries],
+        "fault": _last_fault(history),
+        "faults": _last_faults(history),
         "alerts": [asdict(row) for row in alert_rows(history)],
     }
 
@@ -189,13 +225,13 @@ def _eta_s(history: RunHistory, records: dict[int, StepRecord], target: int | No
 
 
 def _metrics_url(snapshot: Snapshot | None) -> str | None:
-    """Where the living attempt answers Prometheus."""
+    """Where the open attempt answers Prometheus."""
     agents = snapshot.agents.values() if snapshot is not None else ()
     return next((status.metrics_url for status in agents if status.metrics_url), None)
 
 
 def _nodes(history: RunHistory, snapshot: Snapshot | None) -> list[dict[str, Any]]:
-    """The nodes that the run stands on; without an answer only their names are known."""
+    """The nodes of the run; without an answer only their names are known."""
     view = history.open_attempt
     if history.ended is not None or history.placement is None:
         return []
@@ -233,7 +269,7 @@ def _health(status: AgentStatus) -> str:
     if status.staging_error is not None:
         wrong.append(status.staging_error)
     if status.oom_kills:
-        wrong.append(f"{status.oom_kills} killed for want of memory")
+        wrong.append(f"{status.oom_kills} killed because memory ran out")
     devices = status.sample.devices if status.sample is not None else ()
     for device in devices:
         if not device.is_healthy:
@@ -242,48 +278,21 @@ def _health(status: AgentStatus) -> str:
     return "; ".join(wrong) or "ok"
 
 
-def person_lines(document: dict[str, Any]) -> list[str]:
-    """The same for a person, without tables."""
-    return [*(f"{name}: {document[name]}" for name in LINES), *notices(document)]
-
-
-def notices(document: dict[str, Any]) -> list[str]:
-    """What a person should know beyond the numbers."""
-    lines = []
-    if document["state"] == "running" and not document["supervised"]:
-        lines.append("nobody supervises it; `perdure run` with its job file takes it up again")
-    if document["sub_healthy"]:
-        lines.append(
-            f"sub-healthy: links broke {document['sub_healthy']} times under collectives, which "
-            "were done again; look at the network between its nodes"
-        )
-    if document["pause"] is not None:
-        lines.append(f"paused at step {document['pause']['step']}{_how_on(document)}")
-    elif document["pause_wanted"]:
-        lines.append(f"asked to pause{_how_on(document)}")
-    recoveries = document["recoveries"]
-    if recoveries:
-        last = recoveries[-1]
-        went = f"{last['fault_class']} -> {last['rung']}: {last['outcome']}"
-        lines.append(f"recoveries inside the processes: {len(recoveries)}, the last: {went}")
-    return lines
-
-
-def last_fault(history: RunHistory) -> dict[str, Any] | None:
-    """The newest fault that ended an attempt, without the fields that say nothing."""
+def _last_fault(history: RunHistory) -> dict[str, Any] | None:
+    """The newest fault that ended an attempt, without the fields that have their defaults."""
     faults = [a.ended.fault for a in history.attempts if a.ended is not None and a.ended.fault]
     return _FAULT.dump_python(faults[-1], mode="json", exclude_defaults=True) if faults else None
 
 
-def last_faults(history: RunHistory, limit: int = _NUM_FAULTS) -> list[dict[str, Any]]:
+def _last_faults(history: RunHistory) -> list[dict[str, Any]]:
     """The newest faults and what was done about each, newest first."""
     found = [fault for view in history.attempts for fault in _faults_of(view)]
-    return sorted(found, key=lambda fault: -fault["at_s"])[:limit]
+    return sorted(found, key=lambda fault: -fault["at_s"])[:_NUM_FAULTS]
 
 
 def _faults_of(view: AttemptView) -> list[dict[str, Any]]:
     found = [
-        _fault_told(
+        _fault_facts(
             view, recovery.began.fault, recovery.began.decision.rung, outcome_of(view, recovery)
         )
         for recovery in view.recoveries
@@ -291,11 +300,13 @@ def _faults_of(view: AttemptView) -> list[dict[str, Any]]:
     fault = view.ended.fault if view.ended is not None else None
     if fault is not None:
         rung = view.decision.rung if view.decision is not None else None
-        found.append(_fault_told(view, fault, rung, "ended the attempt"))
+        found.append(_fault_facts(view, fault, rung, "ended the attempt"))
     return found
 
 
-def _fault_told(view: AttemptView, fault: Fault, rung: Rung | None, outcome: str) -> dict[str, Any]:
+def _fault_facts(
+    view: AttemptView, fault: Fault, rung: Rung | None, outcome: str
+) -> dict[str, Any]:
     return {
         "at_s": fault.at_s,
         "attempt": "{}.{}".format(*view.key),
@@ -316,11 +327,164 @@ def _state(history: RunHistory) -> str:
     return "paused" if history.pause is not None else "running"
 
 
-def _recoveries(history: RunHistory) -> list[dict[str, Any]]:
-    return [
-        recovery_facts(view, recovery) for view in history.attempts for recovery in view.recoveries
+def _watch(console: Console, monitor: RunMonitor) -> None:
+    """Show the state until the run ends or Ctrl-C is pressed."""
+    status = monitor.status()
+    # What is too high for the terminal is cut off below while it is live, and whole at the end.
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        try:
+            while status.history.ended is None:
+                live.update(status_panel(status, console.width), refresh=True)
+                time.sleep(REFRESH_S)
+                status = monitor.status()
+        except KeyboardInterrupt:
+            pass
+    console.print(status_panel(status, console.width))
+
+
+def status_panel(status: Status, width: int) -> RenderableType:
+    """Everything, in a frame, for a terminal."""
+    document = status.document
+    colour = _COLOURS.get(document["state"], "yellow")
+    rows: list[RenderableType] = [Text(_headline(document), style=f"bold {colour}")]
+    if document["target_step"] is not None:
+        bar = Table.grid()  # a bar alone would not end its line
+        bar.add_row(
+            ProgressBar(total=document["target_step"], completed=document["step"], width=WIDTH)
+        )
+        rows.append(bar)
+    losses = [record.loss for record in status.records.values()]
+    if losses:
+        line = f"loss {sparkline(losses, WIDTH)} {losses[-1]:.4f}"
+        rows.append(Text(line, style="cyan"))
+    if status.account.stretches:
+        rows.append(Text(ettr_text(status.account)))
+    rows += [Text(line) for line in _notices(document)]
+    rows += _details(status, width - 4)
+    return Panel(Group(*rows), title=f"perdure: {document['run_id']}", border_style=colour)
+
+
+def plain_status(status: Status, width: int) -> RenderableType:
+    """Everything, line by line, for a pipe."""
+    document = status.document
+    texts = [*(f"{name}: {document[name]}" for name in LINES), *_notices(document)]
+    lines = [Text(line) for line in (*texts, _headline(document))]
+    fault = document["fault"]
+    rest = [Text("newest fault:")] if fault else []
+    rest += [Text(f"    {name}: {value}") for name, value in (fault or {}).items()]
+    return Group(*lines, *_details(status, width), *rest)
+
+
+def _headline(document: dict[str, Any]) -> str:
+    """State, step, speed and what is left, in a line."""
+    parts = [document["state"], f"step {document['step']} / {document['target_step'] or '?'}"]
+    if document["tokens_per_s"] and document["state"] == "running":
+        parts.append(f"{document['tokens_per_s']:,.0f} tokens/s")
+    if document["eta_s"] is not None:
+        parts.append(f"{duration_text(document['eta_s'])} left")
+    if document["last_step_age_s"] is not None and document["state"] == "running":
+        parts.append(f"last step {duration_text(document['last_step_age_s'])} ago")
+    return ", ".join(parts)
+
+
+def _details(status: Status, width: int) -> list[RenderableType]:
+    document = status.document
+    rows: list[RenderableType] = []
+    rows += _alert_lines(document["alerts"])
+    if document["nodes"]:
+        rows += [Text("Nodes", style="bold"), *_node_lines(document["nodes"])]
+    if document["faults"]:
+        rows += [Text("Newest faults", style="bold"), *_fault_lines(document["faults"])]
+    rows += [Text("Checkpoints", style="bold"), Text(_checkpoint_line(document["checkpoints"]))]
+    if status.history.attempts:
+        shown = story_rows(status.history)[-_NUM_ATTEMPTS:]
+        rows += ["", attempts_view(shown, width)]
+    if status.account.stretches:
+        rows += [Text("Where the time went", style="bold")]
+        rows += [account_bar(status.account), account_table(status.account)]
+    return rows
+
+
+def _alert_lines(alerts: Sequence[dict[str, Any]]) -> Iterator[RenderableType]:
+    """Open alerts; of past ones their number."""
+    opened = [alert for alert in alerts if alert["state"] == OPEN]
+    for alert in opened:
+        where = f" ({alert['where']})" if alert["where"] else ""
+        text = f"ALERT {alert['point']}: {alert['what']}{where}, since {alert['since']} UTC"
+        yield Text(text, style="bold red")
+    if len(alerts) > len(opened):
+        yield Text(f"{len(alerts) - len(opened)} past alerts", style="dim")
+
+
+def _node_lines(nodes: Sequence[dict[str, Any]]) -> Iterator[Text]:
+    for node in nodes:
+        if node["state"] is None:
+            health = node.get("health", "not reachable from this machine")
+            yield Text(f"  {node['node']}: {health}", style="dim")
+            continue
+        ranks = _ranks_text(node.get("ranks", []))
+        is_well = node["health"] == "ok"
+        text = f"  {node['node']}: {node['state']}, {node['health']}{ranks}"
+        yield Text(text, style="" if is_well else "bold red")
+
+
+def _ranks_text(ranks: Sequence[dict[str, Any]]) -> str:
+    if not ranks:
+        return ""
+    if len(ranks) > _MAX_RANKS:
+        steps = [rank["step"] for rank in ranks if rank["step"] is not None]
+        reached = f" at steps {min(steps)} to {max(steps)}" if steps else ""
+        return f"; ranks {ranks[0]['rank']} to {ranks[-1]['rank']}{reached}"
+    return "".join(f"; rank {rank['rank']} {_rank_text(rank)}" for rank in ranks)
+
+
+def _rank_text(rank: dict[str, Any]) -> str:
+    if rank["exit_code"] is not None:
+        return f"ended with {rank['exit_code']}"
+    step = f" after step {rank['step']}" if rank["step"] is not None else ""
+    return f"{rank['phase'] or 'runs'}{step}"
+
+
+def _fault_lines(faults: Sequence[dict[str, Any]]) -> Iterator[Text]:
+    for fault in faults:
+        at = datetime.fromtimestamp(fault["at_s"], UTC)
+        step = f" at step {fault['step']}" if fault["step"] is not None else ""
+        did = f" -> {fault['rung'] or 'undecided'} ({fault['outcome']})"
+        evidence = " ".join(fault["evidence"].split())[:100]
+        yield Text(
+            f"  {at:%m-%d %H:%M:%S} {fault['fault_class']} on {fault['where']}{step}, "
+            f"attempt {fault['attempt']}{did}: {evidence}"
+        )
+
+
+def _checkpoint_line(tiers: dict[str, Any]) -> str:
+    parts = [
+        f"{tier}: step {held['newest']} ({held['count']} held)"
+        if held["count"]
+        else f"{tier}: none"
+        for tier, held in tiers.items()
     ]
+    return "  " + ", ".join(parts)
 
 
-def _how_on(document: dict[str, Any]) -> str:
-    return f"; `perdure resume {document['run_id']}` has it go on"
+def _notices(document: dict[str, Any]) -> list[str]:
+    """What matters beyond the numbers."""
+    lines = []
+    resume = f"`perdure resume {document['run_id']}` continues it"
+    if document["state"] == "running" and not document["supervised"]:
+        lines.append("no process supervises it; `perdure run` with its job file adopts it")
+    if document["sub_healthy"]:
+        lines.append(
+            f"sub-healthy: connections broke {document['sub_healthy']} times under collectives, "
+            "which were executed again; look at the network between its nodes"
+        )
+    if document["pause"] is not None:
+        lines.append(f"paused at step {document['pause']['step']}; {resume}")
+    elif document["pause_wanted"]:
+        lines.append(f"pause requested; {resume}")
+    recoveries = document["recoveries"]
+    if recoveries:
+        last = recoveries[-1]
+        text = f"{last['fault_class']} -> {last['rung']}: {last['outcome']}"
+        lines.append(f"recoveries inside the processes: {len(recoveries)}, the last: {text}")
+    return lines

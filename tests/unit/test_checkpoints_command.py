@@ -1,4 +1,4 @@
-"""`perdure checkpoints`: what a person and a script are told, and what is done."""
+"""`perdure checkpoints`: what it prints, and what it does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import yaml
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from perdure.checkpoint_views import age_text
 from perdure.checkpoints import parse_age_s
 from perdure.cli import app, main
 from storage import dcp
@@ -54,18 +53,18 @@ def perdure(*arguments, code=0):
     return done.stdout
 
 
-def told(*arguments, code=0):
+def objects(*arguments, code=0):
     return json.loads(perdure(*arguments, "--json", code=code))
 
 
-def refused(capsys, *arguments, code=2):
+def error_line(capsys, *arguments, code=2):
     """The one line with which the command ends."""
     with pytest.raises(SystemExit) as ended:
         main(["checkpoints", *map(str, arguments)])
-    said = capsys.readouterr()
-    assert (ended.value.code, said.out) == (code, "")
-    assert said.err.count("\n") == 1
-    return said.err.strip()
+    out = capsys.readouterr()
+    assert (ended.value.code, out.out) == (code, "")
+    assert out.err.count("\n") == 1
+    return out.err.strip()
 
 
 def damage(checkpoints, step):
@@ -79,7 +78,7 @@ def test_ls_shows_every_step_newest_first_with_its_state(checkpoints):
     perdure("verify", "small", "--step", 20, "--set-aside", code=1)
     perdure("verify", "small")
     checkpoints.put_shard(40, SHARD, b"123")
-    rows = told("ls", "small")
+    rows = objects("ls", "small")
     assert [row["step"] for row in rows] == [40, 30, 20, 10]
     states = ["incomplete", "committed", "set_aside", "committed"]
     assert [row["state"] for row in rows] == states
@@ -93,59 +92,59 @@ def test_ls_shows_every_step_newest_first_with_its_state(checkpoints):
     assert all(0 <= row["age_s"] < 60 for row in rows)
 
 
-def test_ls_for_a_person_is_a_table(checkpoints):
+def test_ls_prints_a_table(checkpoints):
     checkpoints.set_aside(20, "its [shard] is lost")
-    said = perdure("ls", "small")
-    lines = [line.split("\u2502")[1].strip() for line in said.splitlines() if "\u2502" in line]
+    out = perdure("ls", "small")
+    lines = [line.split("\u2502")[1].strip() for line in out.splitlines() if "\u2502" in line]
     assert lines == ["30", "20", "10"]
-    assert "step 20 was set aside: its [shard] is lost" in said
-    assert "1.1" in said
-    assert "never" in said
+    assert "step 20 was set aside: its [shard] is lost" in out
+    assert "1.1" in out
+    assert "never" in out
 
 
-def test_ls_of_a_run_without_checkpoints_says_so(document, perdure_home):
+def test_ls_of_a_run_without_checkpoints(document, perdure_home):
     remember_job(perdure_home, parse_job(document))
     assert perdure("ls", "small") == "small: no checkpoints\n"
-    assert told("ls", "small") == []
+    assert objects("ls", "small") == []
 
 
 def test_a_job_file_names_its_run(checkpoints, document, tmp_path, monkeypatch, perdure_home):
     (perdure_home / "runs" / "small" / "job.json").unlink()
     path = tmp_path / "job.yaml"
     path.write_text(yaml.safe_dump(document))
-    assert len(told("ls", path)) == 3
+    assert len(objects("ls", path)) == 3
     path.rename(tmp_path / "jobfile")
     monkeypatch.chdir(tmp_path)
-    assert len(told("ls", "jobfile")) == 3
+    assert len(objects("ls", "jobfile")) == 3
 
 
 def test_verify_takes_the_newest_and_keeps_the_outcome(checkpoints):
-    (outcome,) = told("verify", "small")
+    (outcome,) = objects("verify", "small")
     assert (outcome["step"], outcome["intact"], outcome["damages"]) == (30, True, [])
     assert outcome["size_bytes"] == checkpoints.manifest(30).size_bytes
-    assert told("ls", "small")[0]["verified"] == {
+    assert objects("ls", "small")[0]["verified"] == {
         "verified_at_s": outcome["verified_at_s"], "intact": True, "damages": 0,
     }  # fmt: skip
 
 
 def test_verify_all_reads_every_step_and_ends_with_1_when_one_is_damaged(checkpoints):
     damage(checkpoints, 20)
-    outcomes = told("verify", "small", "--all", code=1)
+    outcomes = objects("verify", "small", "--all", code=1)
     assert [(o["step"], o["intact"]) for o in outcomes] == [(30, True), (20, False), (10, True)]
     (found,) = outcomes[1]["damages"]
     assert (found["file"], found["kind"]) == (SHARD, "hash_differs")
     assert not outcomes[1]["set_aside"]
     assert checkpoints.steps() == [10, 20, 30]
-    said = perdure("verify", "small", "--all", code=1)
-    assert "step 20: damaged\n" in said
-    assert f"  {SHARD} hash_differs: " in said
-    assert "step 10: intact" in said
+    out = perdure("verify", "small", "--all", code=1)
+    assert "step 20: damaged\n" in out
+    assert f"  {SHARD} hash_differs: " in out
+    assert "step 10: intact" in out
 
 
-def test_verify_sets_damaged_ones_aside_when_it_is_told_to(checkpoints):
+def test_verify_sets_damaged_ones_aside_on_request(checkpoints):
     damage(checkpoints, 30)
-    said = perdure("verify", "small", "--all", "--set-aside", code=1)
-    assert "step 30: damaged, set aside" in said
+    out = perdure("verify", "small", "--all", "--set-aside", code=1)
+    assert "step 30: damaged, set aside" in out
     assert checkpoints.steps() == [10, 20]
     assert perdure("verify", "small").startswith("step 20: intact")
 
@@ -161,8 +160,8 @@ def test_verify_holds_also_where_nothing_may_be_written(checkpoints):
 
 
 def test_export_writes_the_weights_alone_under_their_own_names(checkpoints, tmp_path):
-    said = perdure("export", "small", "--step", 20, "-o", tmp_path / "out")
-    assert said.splitlines()[0] == str(tmp_path / "out" / "model.safetensors")
+    out = perdure("export", "small", "--step", 20, "-o", tmp_path / "out")
+    assert out.splitlines()[0] == str(tmp_path / "out" / "model.safetensors")
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert sorted(found) == ["n", "w"]
     assert torch.equal(found["w"], WEIGHT + 20)
@@ -170,29 +169,29 @@ def test_export_writes_the_weights_alone_under_their_own_names(checkpoints, tmp_
 
 def test_export_takes_the_newest_the_name_of_a_file_and_a_type(checkpoints, tmp_path):
     path = tmp_path / "mine.safetensors"
-    said = told("export", "small", "-o", path, "--dtype", "bf16")
+    out = objects("export", "small", "-o", path, "--dtype", "bf16")
     size_bytes = path.stat().st_size
-    assert said == {"step": 30, "files": [str(path)], "num_tensors": 2, "size_bytes": size_bytes}
+    assert out == {"step": 30, "files": [str(path)], "num_tensors": 2, "size_bytes": size_bytes}
     found = load_file(path)
     assert torch.equal(found["w"], (WEIGHT + 30).bfloat16())
     assert found["n"] == 30
 
 
-def test_export_replaces_nothing_unless_it_is_told_to(checkpoints, tmp_path, capsys):
+def test_export_replaces_nothing_unless_forced(checkpoints, tmp_path, capsys):
     perdure("export", "small", "--step", 10, "-o", tmp_path)
-    assert "--force" in refused(capsys, "export", "small", "-o", tmp_path)
+    assert "--force" in error_line(capsys, "export", "small", "-o", tmp_path)
     assert torch.equal(load_file(tmp_path / "model.safetensors")["w"], WEIGHT + 10)
     perdure("export", "small", "-o", tmp_path, "--force")
     assert torch.equal(load_file(tmp_path / "model.safetensors")["w"], WEIGHT + 30)
 
 
-def test_an_export_leaves_no_files_of_another_one_for_a_loader_to_mix_up(
+def test_an_export_leaves_no_files_of_another_one_that_a_loader_would_mix_in(
     checkpoints, tmp_path, capsys
 ):
     out = tmp_path / "out"
     perdure("export", "small", "-o", out)
     several = ("export", "small", "-o", out, "--shard-size-bytes", 20)
-    assert "model.safetensors is of another export" in refused(capsys, *several)
+    assert "model.safetensors is of another export" in error_line(capsys, *several)
     perdure(*several, "--force")
     names = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
     assert sorted(p.name for p in out.iterdir()) == [*names, "model.safetensors.index.json"]
@@ -204,41 +203,41 @@ def test_an_export_of_a_damaged_checkpoint_ends_with_1_and_leaves_nothing(
     checkpoints, tmp_path, capsys
 ):
     damage(checkpoints, 30)
-    assert SHARD in refused(capsys, "export", "small", "-o", tmp_path / "out", code=1)
+    assert SHARD in error_line(capsys, "export", "small", "-o", tmp_path / "out", code=1)
     assert not (tmp_path / "out").exists()
 
 
-def test_an_output_that_cannot_be_written_is_told_in_one_line(checkpoints, tmp_path, capsys):
+def test_an_output_that_cannot_be_written_is_one_line(checkpoints, tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    line = refused(capsys, "export", "small", "-o", tmp_path / "file" / "out", code=1)
+    line = error_line(capsys, "export", "small", "-o", tmp_path / "file" / "out", code=1)
     assert "Not a directory" in line
 
 
 def test_gc_deletes_what_broken_saves_left_and_no_checkpoint(checkpoints):
     checkpoints.put_shard(15, SHARD, b"broken")
     checkpoints.put_shard(30, shard_name(1, 0, 5), b"stray")
-    assert told("gc", "small")["removed"] == [], "they are younger than a day"
-    planned = told("gc", "small", "--older-than", "0s", "--dry-run")
+    assert objects("gc", "small")["removed"] == [], "they are younger than a day"
+    planned = objects("gc", "small", "--older-than", "0s", "--dry-run")
     assert planned["dry_run"]
     assert [(one["kind"], one["step"]) for one in planned["removed"]] == [
         ("broken_save", 15), ("stray_shard", 30),
     ]  # fmt: skip
     assert planned["size_bytes"] == len(b"broken") + len(b"stray")
-    said = perdure("gc", "small", "--older-than", "0s", "--dry-run")
-    assert "would remove: 2 objects, 11 bytes" in said
+    out = perdure("gc", "small", "--older-than", "0s", "--dry-run")
+    assert "would remove: 2 objects, 11 bytes" in out
     assert 15 in checkpoints.states()
-    said = perdure("gc", "small", "--older-than", "0s")
-    assert "broken save" in said
-    assert "removed: 2 objects, 11 bytes" in said
+    out = perdure("gc", "small", "--older-than", "0s")
+    assert "broken save" in out
+    assert "removed: 2 objects, 11 bytes" in out
     assert list(checkpoints.states()) == checkpoints.steps() == [10, 20, 30]
-    assert [one["intact"] for one in told("verify", "small", "--all")] == [True] * 3
+    assert [one["intact"] for one in objects("verify", "small", "--all")] == [True] * 3
     assert perdure("gc", "small", "--older-than", "0s") == "removed: 0 objects, 0 bytes\n"
 
 
 def test_gc_leaves_the_save_alone_that_a_living_attempt_may_be_writing(checkpoints):
     checkpoints.fence(1, 1)
     checkpoints.put_shard(40, SHARD, b"under way")
-    assert told("gc", "small", "--older-than", "0s")["removed"] == []
+    assert objects("gc", "small", "--older-than", "0s")["removed"] == []
 
 
 @pytest.mark.parametrize(
@@ -256,19 +255,19 @@ def test_gc_leaves_the_save_alone_that_a_living_attempt_may_be_writing(checkpoin
     ],
 )
 def test_a_mistake_ends_with_one_line_and_2(checkpoints, capsys, arguments, message):
-    assert message in refused(capsys, *arguments)
+    assert message in error_line(capsys, *arguments)
 
 
-def test_a_step_that_was_set_aside_is_not_read_and_the_reason_told(checkpoints, capsys):
+def test_a_step_that_was_set_aside_is_not_read_and_the_reason_shown(checkpoints, capsys):
     checkpoints.set_aside(20, "lost")
-    line = refused(capsys, "verify", "small", "--step", 20)
+    line = error_line(capsys, "verify", "small", "--step", 20)
     assert line == "perdure: --step: 20 was set aside: lost"
 
 
 def test_a_run_without_checkpoints_has_nothing_to_verify(document, perdure_home, capsys):
     remember_job(perdure_home, parse_job(document))
     for more in ([], ["--all"], ["--step", 3]):
-        assert "'small' has no committed checkpoint" in refused(capsys, "verify", "small", *more)
+        assert "'small' has no committed checkpoint" in error_line(capsys, "verify", "small", *more)
 
 
 @pytest.mark.parametrize(
@@ -282,11 +281,3 @@ def test_ages_are_written_with_a_unit(text, age_s):
 def test_other_ages_are_refused(text):
     with pytest.raises(InputError):
         parse_age_s(text)
-
-
-@pytest.mark.parametrize(
-    ("age_s", "text"),
-    [(0, "0s"), (59.9, "59s"), (61, "1m 1s"), (7384, "2h 3m"), (90_000, "1d 1h")],
-)
-def test_ages_are_shown_in_two_units(age_s, text):
-    assert age_text(age_s) == text

@@ -1,4 +1,4 @@
-"""`perdure diagnose`: what a script and what a person are told."""
+"""`perdure diagnose`: what it prints, on a terminal and for scripts."""
 
 from __future__ import annotations
 
@@ -127,14 +127,14 @@ def test_text_that_is_no_ascii_is_printed_as_it_is(logs):
     assert "\u4e2d\u6587" in perdure("--json", logs / "a.log")
 
 
-def test_a_file_that_is_no_text_is_said_to_be_none(logs):
+def test_a_file_that_is_not_text_is_reported(logs):
     (logs / "weights").write_bytes(bytes(range(7)) * 9999)
     (case,) = objects(logs / "weights")
     assert case["fault_class"] is None
-    assert "weights is no text" in case["explanation"]
+    assert "weights is not text" in case["explanation"]
 
 
-def test_a_person_sees_the_key_line_in_its_surroundings(logs):
+def test_the_key_line_is_shown_in_its_surroundings(logs):
     said = perdure(logs / "attempt" / "node-1" / "rank_1.log")
     lines = [line.strip("\u2502 ") for line in said.splitlines()]
     key = lines.index(f"> {TYPE_ERROR}")
@@ -142,19 +142,19 @@ def test_a_person_sees_the_key_line_in_its_surroundings(logs):
     assert sum(line.startswith(">") for line in lines) == 1
 
 
-def test_a_person_is_told_where_it_failed_and_what_perdure_would_do(logs):
+def test_the_place_of_the_failure_and_what_perdure_would_do_are_shown(logs):
     said = perdure(logs / "attempt")
     assert "user_code_error at rank 1 on node-1" in said
     assert f"> {TYPE_ERROR}" in said
     assert "node-1/rank_1.log" in said
     assert "Perdure would  stop: " in said
-    assert "mended by      user-fix" in said
+    assert "recovered by   user-fix" in said
     assert "cause lies in  the program" in said
     assert "Less likely:" in said
     assert "collective_timeout: EI0002" in said
 
 
-def test_a_person_sees_the_surroundings_in_a_folder_with_one_log(logs):
+def test_the_surroundings_are_shown_in_a_folder_with_one_log(logs):
     (logs / "attempt" / "node-0" / "rank_0.log").unlink()
     (logs / "attempt" / "node-2" / "rank_2.log").unlink()
     assert 'File "/w/train.py", line 3, in f' in perdure(logs / "attempt")
@@ -187,7 +187,7 @@ def test_markup_in_a_path_is_shown_as_it_stands(logs):
     assert perdure(logs / "[red]a[").startswith(f"{logs}/[red]a[: No failure")
 
 
-def test_a_person_is_told_when_nothing_failed(logs):
+def test_it_is_shown_when_nothing_failed(logs):
     said = perdure(logs / "healthy.log", logs / "healthy.log")
     assert said == f"{logs}/healthy.log: No failure was found ({len(HEALTHY)} bytes read).\n" * 2
 

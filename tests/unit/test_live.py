@@ -1,4 +1,4 @@
-"""What a person sees of the attempts, on a wide terminal and on a narrow one."""
+"""What the terminal shows of a supervised run, on a wide one and on a narrow one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import io
 
 from rich.console import Console
 
-from perdure.live import LiveView, attempts_view, sparkline
+from perdure.live import LiveView
+from perdure.tables import attempts_view, sparkline
 from tasks.observe import Observation
 from tests.unit.histories import (
     CRASH_BEGAN,
@@ -53,11 +54,11 @@ def test_a_sparkline_has_the_asked_width_and_falls_with_the_loss():
     assert (line[0], line[-1]) == ("█", "▁")
 
 
-MENDED = history_of(LINK_BEGAN, LINK_MENDED, CRASH_BEGAN, CRASH_FAILED, ended=True)
+RECOVERED = history_of(LINK_BEGAN, LINK_MENDED, CRASH_BEGAN, CRASH_FAILED, ended=True)
 
 
 def test_a_wide_terminal_shows_recoveries_inside_the_processes_as_generations():
-    text = shown(220, story_rows(MENDED))
+    text = shown(220, story_rows(RECOVERED))
     for words in (
         "1, generation 1",
         "step_retry",
@@ -68,7 +69,7 @@ def test_a_wide_terminal_shows_recoveries_inside_the_processes_as_generations():
 
 
 def test_a_narrow_terminal_shows_recoveries_below_their_attempt():
-    lines = [line.rstrip() for line in shown(120, story_rows(MENDED)).splitlines()]
+    lines = [line.rstrip() for line in shown(120, story_rows(RECOVERED)).splitlines()]
     assert lines[2:] == [
         "  generation 1 on node-1 at step 14, link_down: EI0006 -> step_retry: mended in 0.62 s",
         "  generation 2 on node-0 at step 40, native_crash: SIGKILL -> process_replace: not mended",
@@ -85,7 +86,7 @@ def observed(*histories_and_activities) -> str:
     return console.file.getvalue()
 
 
-def test_a_person_is_told_once_of_every_recovery_and_pause():
+def test_every_recovery_and_pause_is_printed_once():
     text = observed(
         (history_of(LINK_BEGAN), "recovering: link_down -> step_retry"),
         (history_of(LINK_BEGAN, LINK_MENDED), "training"),

@@ -1,4 +1,4 @@
-"""`perdure logs`: what is in the store of a run's logs."""
+"""`perdure logs`: the logs of a run in its store."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def job(tmp_path, perdure_home):
 
 
 @pytest.fixture
-def shelf(job):
+def logs(job):
     """Two attempts on two nodes; of the second, node-1 was lost."""
     store = open_store(job.storage)
     ledger = Ledger(store, "small")
@@ -65,24 +65,24 @@ def perdure(*arguments):
     return done.stdout
 
 
-def test_without_a_rank_logs_are_listed_with_what_is_missing(shelf):
+def test_without_a_rank_logs_are_listed_with_what_is_missing(logs):
     text = perdure()
     assert "rank-00001.stderr.log" in text
     assert "2.0 kB" in text
-    assert "attempt 1.2: node-1 was lost or did not come to its end with it" in text
+    assert "attempt 1.2: node-1 was lost or did not finish collecting" in text
     assert "attempt 1.1: node-1: checkpoint-server.log: gone" in text
 
 
-def test_a_script_gets_the_list_as_objects(shelf):
-    told = json.loads(perdure("--json", "--attempt", "1.1"))
-    assert [(row["rank"], row["node"], row["cut_bytes"]) for row in told["logs"]] == [
+def test_a_script_gets_the_list_as_objects(logs):
+    document = json.loads(perdure("--json", "--attempt", "1.1"))
+    assert [(row["rank"], row["node"], row["cut_bytes"]) for row in document["logs"]] == [
         (0, "node-0", 0),
         (1, "node-1", 2000),
     ]
-    assert told["gaps"] == ["attempt 1.1: node-1: checkpoint-server.log: gone"]
+    assert document["gaps"] == ["attempt 1.1: node-1: checkpoint-server.log: gone"]
 
 
-def test_a_ranks_logs_are_those_of_the_newest_attempt_that_has_them(shelf):
+def test_a_ranks_logs_are_those_of_the_newest_attempt_that_has_them(logs):
     assert perdure("--rank", "0") == (
         "==> node-0/rank-00000.stderr.log, attempt 1.2 <==\nrank 0 in attempt 2\n\n"
     )
@@ -92,7 +92,7 @@ def test_a_ranks_logs_are_those_of_the_newest_attempt_that_has_them(shelf):
     assert "rank 0 in attempt 2" in perdure("--file", "rank-00000.stderr.log")
 
 
-def test_what_is_not_there_is_an_input_error(shelf, capsys):
+def test_what_is_not_there_is_an_input_error(logs, capsys):
     with pytest.raises(SystemExit) as end:
         main(["logs", "small", "--rank", "7"])
     assert end.value.code == 2
@@ -102,11 +102,11 @@ def test_what_is_not_there_is_an_input_error(shelf, capsys):
     assert end.value.code == 2
 
 
-def test_a_rank_that_wrote_nothing_is_no_error(shelf):
+def test_a_rank_that_wrote_nothing_is_no_error(logs):
     done = CliRunner().invoke(app, ["logs", "small", "--rank", "1", "--attempt", "1.2"])
     assert (done.exit_code, done.stdout) == (0, "")
     assert done.stderr == "perdure: rank 1 wrote nothing that is kept\n"
 
 
-def test_a_run_without_logs_says_so(job):
+def test_a_run_without_logs_prints_so(job):
     assert "no logs in the store" in perdure()

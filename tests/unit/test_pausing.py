@@ -1,4 +1,4 @@
-"""`perdure pause`, `resume` and what `status` says of it."""
+"""`perdure pause`, `resume`, and how `status` shows a pause."""
 
 from __future__ import annotations
 
@@ -71,107 +71,116 @@ class Ranks:
 
 
 @pytest.fixture
-def said():
-    return []
+def printed(capsys):
+    def printed() -> list[str]:
+        return capsys.readouterr().out.splitlines()
+
+    return printed
 
 
 @pytest.fixture
-def asking(run, said):
-    """Somebody who asks the run to pause or resume while things happen to it."""
+def pausing_of(run):
+    """Pauses or resumes the run while records are appended."""
 
     def make(*then, wait_s: float = 60.0) -> Pausing:
         ranks = Ranks(run, *then)
-        return Pausing(run, wait_s=wait_s, say=said.append, clock=ranks.clock, sleep=ranks.sleep)
+        return Pausing(run, wait_s=wait_s, clock=ranks.clock, sleep=ranks.sleep)
 
     return make
 
 
-def test_a_pause_is_a_wish_in_the_store_and_over_when_the_ranks_stand(asking, store, said):
-    asking(*seen(STANDS)).pause()
+def test_a_pause_is_a_request_in_the_store_and_confirmed_when_the_ranks_pause(
+    pausing_of, store, printed
+):
+    pausing_of(*seen(STANDS)).pause()
     assert read_control(store, "small").pause
-    assert said == [
-        "small: waiting until every rank stands at a step boundary",
-        "small: paused; `perdure resume small` has it go on",
+    assert printed() == [
+        "small: waiting until every rank pauses at a step boundary",
+        "small: paused; `perdure resume small` continues it",
     ]
 
 
-def test_a_pause_that_nobody_confirms_is_a_failure_and_the_wish_remains(asking, store):
-    with pytest.raises(PerdureError, match=r"not seen to pause within 60 s.*perdure resume small"):
-        asking().pause()
+def test_a_pause_without_confirmation_is_a_failure_and_the_request_remains(pausing_of, store):
+    with pytest.raises(
+        PerdureError, match=r"no pause was confirmed within 60 s.*perdure resume small"
+    ):
+        pausing_of().pause()
     assert read_control(store, "small").pause
 
 
-def test_a_run_that_is_paused_already_stays_so(asking, run, said):
+def test_a_run_that_is_paused_already_stays_so(pausing_of, run, printed):
     append(run, *seen(STANDS))
-    asking().pause()
-    assert said[-1].startswith("small: paused")
+    pausing_of().pause()
+    assert printed()[-1].startswith("small: paused")
 
 
-class Eyes:
-    """An observer that sees one thing after the other."""
+class Observer:
+    """Observes one pause after the other."""
 
-    def __init__(self, *sights) -> None:
-        self.sights = list(sights)
+    def __init__(self, *pauses) -> None:
+        self.pauses = list(pauses)
 
     def pause(self, view):
-        return self.sights.pop(0) if len(self.sights) > 1 else self.sights[0]
+        return self.pauses.pop(0) if len(self.pauses) > 1 else self.pauses[0]
 
 
-def test_a_pause_that_is_over_and_was_never_recorded_as_such_confirms_nothing(
-    asking, run, monkeypatch
+def test_a_pause_whose_end_was_not_recorded_confirms_nothing(pausing_of, run, monkeypatch):
+    append(run, *seen(STANDS))  # its end came without a supervisor
+    monkeypatch.setattr(run, "observer", lambda: Observer(None))
+    with pytest.raises(PerdureError, match="no pause was confirmed"):
+        pausing_of().pause()
+
+
+def test_a_pause_that_was_never_recorded_is_not_taken_for_over(pausing_of, run, store, monkeypatch):
+    write_control(store, "small", pause=True)
+    monkeypatch.setattr(run, "observer", lambda: Observer("stands", "stands", None))
+    pausing_of().resume()
+    monkeypatch.setattr(run, "observer", lambda: Observer("stands"))
+    write_control(store, "small", pause=True)
+    with pytest.raises(PerdureError, match="still paused after"):
+        pausing_of().resume()
+
+
+def test_resuming_withdraws_the_request_and_ends_when_the_ranks_continue(
+    pausing_of, run, store, printed
 ):
-    append(run, *seen(STANDS))  # its end came when nobody supervised
-    monkeypatch.setattr(run, "observer", lambda: Eyes(None))
-    with pytest.raises(PerdureError, match="not seen to pause"):
-        asking().pause()
-
-
-def test_a_pause_that_was_never_recorded_is_not_taken_for_over(asking, run, store, monkeypatch):
-    write_control(store, "small", pause=True)
-    monkeypatch.setattr(run, "observer", lambda: Eyes("stands", "stands", None))
-    asking().resume()
-    monkeypatch.setattr(run, "observer", lambda: Eyes("stands"))
-    write_control(store, "small", pause=True)
-    with pytest.raises(PerdureError, match="not seen to go on"):
-        asking().resume()
-
-
-def test_resuming_takes_the_wish_back_and_is_over_when_the_ranks_go_on(asking, run, store, said):
     write_control(store, "small", pause=True)
     append(run, *seen(STANDS))
-    asking(*seen(GOES_ON)).resume()
+    pausing_of(*seen(GOES_ON)).resume()
     assert not read_control(store, "small").pause
-    assert said == ["small: waiting until the ranks go on", "small: goes on"]
+    assert printed() == ["small: waiting until the ranks continue", "small: training continues"]
 
 
-def test_a_wish_that_the_ranks_have_not_heeded_yet_can_be_taken_back(asking, store, said):
+def test_a_request_that_the_ranks_have_not_followed_yet_can_be_withdrawn(
+    pausing_of, store, printed
+):
     write_control(store, "small", pause=True)
-    asking().resume()
+    pausing_of().resume()
     assert not read_control(store, "small").pause
-    assert said[-1] == "small: goes on"
+    assert printed()[-1] == "small: training continues"
 
 
-def test_a_run_that_is_not_paused_is_not_resumed(asking, store, said):
-    asking().resume()
-    assert said == ["small: is not paused"]
+def test_a_run_that_is_not_paused_is_not_resumed(pausing_of, store, printed):
+    pausing_of().resume()
+    assert printed() == ["small: is not paused"]
     assert list(store.list(control_key("small"))) == []
 
 
-def test_ranks_that_do_not_go_on_are_a_failure(asking, run, store):
+def test_ranks_that_do_not_continue_are_a_failure(pausing_of, run, store):
     write_control(store, "small", pause=True)
     append(run, *seen(STANDS))
-    with pytest.raises(PerdureError, match="not seen to go on within 5 s"):
-        asking(wait_s=5.0).resume()
+    with pytest.raises(PerdureError, match="still paused after 5 s"):
+        pausing_of(wait_s=5.0).resume()
 
 
-def test_without_a_supervisor_the_attempts_own_file_confirms(asking, run, monkeypatch):
-    monkeypatch.setattr(run, "observer", lambda: Eyes("stands"))
-    asking().pause()
+def test_without_a_supervisor_the_attempts_own_log_confirms(pausing_of, run, monkeypatch):
+    monkeypatch.setattr(run, "observer", lambda: Observer("stands"))
+    pausing_of().pause()
 
 
-def test_a_run_that_ends_while_it_is_waited_for_is_not_waited_for_any_longer(asking):
+def test_a_run_that_ends_while_it_is_waited_for_is_not_waited_for_any_longer(pausing_of):
     with pytest.raises(InputError, match="is not running: completed"):
-        asking(ENDED).pause()
+        pausing_of(ENDED).pause()
 
 
 @pytest.fixture
@@ -202,11 +211,11 @@ def test_a_command_cannot_be_paused(document, perdure_home, failing):
     assert "only a session can be paused" in failing("pause", "small", code=2)
 
 
-def test_the_commands_wait_as_long_as_they_are_told(run, store, failing, monkeypatch):
+def test_the_commands_wait_as_long_as_requested(run, store, failing, monkeypatch):
     monkeypatch.setattr(pausing, "POLL_S", 0.0)
-    assert "within 0 s" in failing("pause", "small", "--wait-s", "0", code=1)
+    assert "0 s" in failing("pause", "small", "--wait-s", "0", code=1)
     append(run, *seen(STANDS))
-    assert "within 0 s" in failing("resume", "small", "--wait-s", "0", code=1)
+    assert "0 s" in failing("resume", "small", "--wait-s", "0", code=1)
     append(run, *seen(GOES_ON))
     done = CliRunner().invoke(app, ["resume", "small"])
     assert (done.exit_code, done.stdout) == (0, "small: is not paused\n")
@@ -218,16 +227,16 @@ def status(*arguments: str) -> str:
     return done.stdout
 
 
-def test_status_says_that_a_run_is_paused_and_how_it_goes_on(run, store):
+def test_status_shows_that_a_run_is_paused_and_how_to_resume_it(run, store):
     assert json.loads(status("--json"))["state"] == "running"
     write_control(store, "small", pause=True)
-    assert "asked to pause; `perdure resume small` has it go on" in status()
+    assert "pause requested; `perdure resume small` continues it" in status()
     append(run, *seen(STANDS))
     told = json.loads(status("--json"))
     assert (told["state"], told["pause_wanted"]) == ("paused", True)
     assert told["pause"] == {"at_s": 20.0, "step": 20}
     assert "state: paused" in status()
-    assert "paused at step 20; `perdure resume small` has it go on" in status()
+    assert "paused at step 20; `perdure resume small` continues it" in status()
 
 
 def test_status_counts_recoveries_inside_the_processes_and_shows_the_last(run):

@@ -1,4 +1,4 @@
-"""`perdure status`: from the ledger and the store alone, for people and for scripts."""
+"""`perdure status`: from the ledger and the store alone, on a terminal and for scripts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from perdure.cli import app, main
-from perdure.status import Looker
-from perdure.status_view import plain_status, status_panel
+from perdure.status import RunMonitor, plain_status, status_panel
 from tests.unit.histories import (
     BEGINNING,
     CRASH_BEGAN,
@@ -76,7 +75,7 @@ def shown(view) -> str:
 def test_a_script_reads_step_pace_and_where_the_time_went(run):
     append(run, *BEGINNING, SAVED)
     train(run, *range(1, 21))
-    told = Looker(run).look(now_s=30.0).document
+    told = RunMonitor(run).status(now_s=30.0).document
     json.dumps(told)
     assert (told["state"], told["supervised"]) == ("running", False)
     assert (told["step"], told["committed_step"], told["target_step"]) == (20, 10, 60)
@@ -87,10 +86,10 @@ def test_a_script_reads_step_pace_and_where_the_time_went(run):
     assert [node["state"] for node in told["nodes"]] == [None, None]
 
 
-def test_a_person_reads_faults_and_what_was_done_and_open_alerts(run):
+def test_a_terminal_shows_faults_and_what_was_done_and_open_alerts(run):
     append(run, *BEGINNING, *seen(LINK_BEGAN, LINK_MENDED, HOT, CRASH_BEGAN))
     train(run, 11, 12)
-    status = Looker(run).look(now_s=60.0)
+    status = RunMonitor(run).status(now_s=60.0)
     for text in (shown(status_panel(status, 160)), shown(plain_status(status, 160))):
         assert "ALERT memory_high: memory at 98 % (node-1, device 3)" in text
         assert "link_down on rank 3 on node-1 at step 14, attempt 1.1 -> step_retry" in text
@@ -98,13 +97,13 @@ def test_a_person_reads_faults_and_what_was_done_and_open_alerts(run):
         assert "node-0: not reachable from this machine" in text
         assert "running, step 12 / 60" in text
         assert "productive_step" in text
-        assert "nobody supervises it" in text
+        assert "no process supervises it" in text
     assert [fault["fault_class"] for fault in status.document["faults"]] == [
         "native_crash", "link_down",
     ]  # fmt: skip
 
 
-def test_an_attempt_that_nobody_supervises_tells_of_itself(run, monkeypatch):
+def test_an_attempt_without_a_supervisor_is_observed(run, monkeypatch):
     append(run, *BEGINNING)
     hung = AgentStatus(
         node="node-1", member=1, state=AgentState.RUNNING, schedule_cnt=1, proc_start_cnt=1,
@@ -114,23 +113,23 @@ def test_an_attempt_that_nobody_supervises_tells_of_itself(run, monkeypatch):
         sample=NodeSample(at_s=1.0, devices=(DeviceSample(index=0, health="Alarm"),)),
     )  # fmt: skip
     well = hung.model_copy(update={"node": "node-0", "hang": None, "sample": None})
-    sight = AttemptSnapshot(
+    snapshot = AttemptSnapshot(
         Snapshot({0: well, 1: hung}), (replace(STEP, step=21, at_s=21.0),), (LINK_BEGAN,)
     )
 
     class AttemptObserver:
         def look(self) -> AttemptSnapshot:
-            return sight
+            return snapshot
 
     monkeypatch.setattr(run, "observer", AttemptObserver)
-    looker = Looker(run)
-    told = looker.look(now_s=22.0)
+    monitor = RunMonitor(run)
+    told = monitor.status(now_s=22.0)
     assert told.document["step"] == 21, "newer than anything in the store"
     assert [fault["rung"] for fault in told.document["faults"]] == ["step_retry"]
     text = shown(status_panel(told, 160))
     assert "node-0: running, ok; rank 1 step after step 20" in text
     assert "node-1: running, rank 1 silent for 70 s; device 0: Alarm" in text
-    looker.look(now_s=23.0)
+    monitor.status(now_s=23.0)
     assert len(told.history.attempts[0].events) == 1
 
 
@@ -158,7 +157,7 @@ def test_a_run_that_is_not_known_is_wrong_input():
     assert CliRunner().invoke(app, ["status", "nowhere"]).exit_code != 0
 
 
-def test_without_a_name_the_known_runs_are_told(run, perdure_home, capsys):
+def test_without_a_name_the_known_runs_are_listed(run, perdure_home, capsys):
     remember_job(perdure_home, run.job)
     with pytest.raises(SystemExit) as end:
         main(["status"])

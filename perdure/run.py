@@ -1,0 +1,165 @@
+"""`perdure run` and `perdure demo`: a run in this process, under a live view.
+
+Prefect reads its settings when it is imported, so it is imported after the server is known.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from perdure import server
+from perdure.console import EXIT_FAILED, JobFile, Overrides, make_console, warn
+from perdure.preflight import check_inputs, warn_of_departures
+from perdure.runs import store_of
+from perdure.tables import account_table, attempts_view
+from storage.address import StorageSpec
+from training.errors import PerdureError
+from training.files import home_folder
+from training.injection.outside import Kill, KillInjector, LocalRun, Victim
+from training.job import Job, load_job
+from training.journal.accounting import account
+from training.journal.ledger import Ledger
+from training.journal.steps import StepReader, kept_of
+from training.journal.wall_time import Account
+from training.specs.data import DataSpec
+from training.specs.engine import LocalEngineSpec
+from training.specs.model import BatchSpec, ModelSpec, OptimizerSpec
+from training.specs.recovery import CheckpointSpec, RestartSpec
+from training.supervisor.accounts import ettr_text, timeline_picture
+from training.supervisor.job_checks import check_job
+from training.supervisor.report import loss_picture, story_rows
+from training.wire.requests import is_pause_wanted
+
+DEMO_KILLS = (
+    Kill(victim=Victim.RANK, index=1, step=34),
+    Kill(victim=Victim.NODE, index=1, step=77),
+)
+
+
+def run(job_file: JobFile, overrides: Overrides = None) -> None:
+    """Run the pretrain flow in this process; start it again to adopt a living run.
+
+    A run that was paused stays paused until `perdure resume`.
+    """
+    job = load_job(job_file, overrides or ())
+    check_inputs(job)
+    warn_of_departures(job)
+    raise typer.Exit(_supervise(job))
+
+
+def demo() -> None:
+    """Run the main job on this machine, kill a worker and a node, and watch it recover."""
+    home = home_folder()
+    job = demo_job(home)
+    check_inputs(job)
+    injector = KillInjector(LocalRun(home, job.run_id), DEMO_KILLS)
+    code = _supervise(job, injector)
+    for number in injector.fired_s:
+        print(f"injected: {DEMO_KILLS[number]}")
+    program = shutil.which("perdure") or Path(sys.executable).with_name("perdure")
+    print(f"show it again with: PERDURE_HOME={home} {program} status {job.run_id}")
+    missing = [str(kill) for n, kill in enumerate(DEMO_KILLS) if n not in injector.fired_s]
+    if missing:
+        raise PerdureError(f"did not fire: {', '.join(missing)}")
+    raise typer.Exit(code)
+
+
+def demo_job(home: Path) -> Job:
+    """The main job on the local engine: a small decoder on the standard library's sources.
+
+    Four ranks on two nodes and a spare; a run id of its own each time.
+    """
+    return Job(
+        run_id=f"demo-{time.strftime('%m%d-%H%M%S')}",
+        storage=StorageSpec(address=f"file://{home / 'store'}"),
+        steps=120,
+        seed=7,
+        data=DataSpec(sources=(sysconfig.get_path("stdlib") + "/*.py",), shard_size_bytes=1 << 20),
+        model=ModelSpec(num_layers=4, hidden_size=128, num_heads=4, seq_len=128),
+        batch=BatchSpec(global_batch_size=16, micro_batch_size=2),
+        optimizer=OptimizerSpec(lr=2e-3, warmup_steps=10),
+        checkpoint=CheckpointSpec(every_steps=10),
+        restart=RestartSpec(max_restarts=3, pod_retries=1),
+        engine=LocalEngineSpec(nodes=2, slots_per_node=2, spares=1, grace_s=10),
+    )
+
+
+def _supervise(job: Job, injector: KillInjector | None = None) -> int:
+    """Run the flow under a live view, then print the table. Returns the exit code."""
+    console = make_console()
+    with console.status("starting the Prefect server"):
+        os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
+        ui_url = server.use_server()
+        from flows.pretrain import pretrain  # noqa: PLC0415 imports Prefect
+        from perdure.live import LiveView  # noqa: PLC0415 imports Prefect
+        from tasks.credentials import credentials_of  # noqa: PLC0415 imports Prefect
+        from tasks.observe import Observation, observed_by  # noqa: PLC0415 imports Prefect
+
+        if job.storage.credentials_block is not None:
+            check_job(job, credentials=credentials_of(job.storage))
+
+    def inject(observation: Observation) -> None:
+        if injector is not None and observation.steps:
+            injector.inject(observation.history, observation.steps[-1].step)
+
+    if is_pause_wanted(store_of(job), job.run_id):
+        warn(f"{job.run_id}: pause requested; `perdure resume {job.run_id}` continues it")
+    view = LiveView(console, ui_url=ui_url)
+    with view, observed_by(view.observe), observed_by(inject):
+        state = _run_flow(lambda: pretrain(job, return_state=True))
+    _print_outcome(console, job, ui_url)
+    message = (state.message or state.name).removeprefix("Flow run encountered an exception: ")
+    text = f"{state.type.value.lower()}: {message}"
+    console.print(text, soft_wrap=True)
+    return 0 if state.is_completed() else EXIT_FAILED
+
+
+def _run_flow(flow: Callable[[], Any]) -> Any:
+    try:
+        return flow()
+    except KeyboardInterrupt:
+        raise PerdureError("cancelled: the processes of the run are stopped") from None
+
+
+def _print_outcome(console: Console, job: Job, ui_url: str) -> None:
+    store = store_of(job)
+    folder = home_folder() / "runs" / job.run_id
+    history = Ledger(store, job.run_id).read()
+    rows = story_rows(history)
+    if rows:
+        console.print(attempts_view(rows, console.width))
+    last = history.attempts[-1].ended if history.attempts else None
+    if last is not None and last.fault is not None:
+        console.print(f"fault: {last.fault.evidence}")
+        console.print(f"       {last.fault.explanation}")
+    records = StepReader(store, job.run_id).read()
+    kept = kept_of(records)
+    if kept:
+        picture = folder / "loss.png"
+        picture.write_bytes(loss_picture(history, kept))
+        console.print(f"steps kept: {len(kept)}")
+        console.print(f"loss picture: {picture}", soft_wrap=True)
+    _print_account(console, account(history, records, now_s=time.time()), job, folder)
+    console.print(f"Prefect UI: {ui_url}", soft_wrap=True)
+
+
+def _print_account(console: Console, spent: Account, job: Job, folder: Path) -> None:
+    """Where the time went."""
+    if not spent.stretches:
+        return
+    picture = folder / "timeline.png"
+    picture.write_bytes(timeline_picture(spent))
+    if job.worker.command is None:  # the steps of a command are not known
+        console.print(ettr_text(spent))
+    console.print(account_table(spent))
+    console.print(f"timeline picture: {picture}", soft_wrap=True)
