@@ -1,4 +1,7 @@
-"""The entries that platforms know, and what each of them means in our words.
+"""The entries that platforms know, what each of them sets of our policy, and reading them.
+
+What no entry names keeps its value. MS_ENABLE_TFT, HIGH_AVAILABILITY and recover-strategy are
+complete lists: what they leave out is off.
 
 Sources: ModelArts' training job annotations (JobMetadata of its API, "Fault Recovery
 Mechanism"); MindFormers "Training High Availability" and "Data Skipping"; MindSpeed-LLM "High
@@ -8,12 +11,23 @@ progress.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from training.platforms.settings import Fact, Setting
-from training.platforms.texts import CoordinatorMessage, Reader, number, refuse, source_of
+from training.errors import InputError
+from training.platforms.settings import (
+    Fact,
+    Finding,
+    Reader,
+    Reading,
+    Setting,
+    combine,
+    number,
+    refuse,
+    source_of,
+)
 from training.platforms.tft import read_tft
 
 
@@ -44,7 +58,7 @@ class Form:
 
 
 def _count(field: str) -> Reader:
-    def read(name: str, text: str) -> Iterator[CoordinatorMessage]:
+    def read(name: str, text: str) -> Iterator[Finding]:
         yield Setting(field, number(name, text, low=1, high=128), source_of(name, text))
 
     return read
@@ -53,7 +67,7 @@ def _count(field: str) -> Reader:
 def _choice(setting: str, *, words: Mapping[str, bool]) -> Reader:
     """A word that switches `setting` on or off."""
 
-    def read(name: str, text: str) -> Iterator[CoordinatorMessage]:
+    def read(name: str, text: str) -> Iterator[Finding]:
         if text not in words:
             raise refuse(name, text, " or ".join(words))
         yield Setting(setting, words[text], source_of(name, text))
@@ -64,7 +78,7 @@ def _choice(setting: str, *, words: Mapping[str, bool]) -> Reader:
 def _fact(fact: Fact, words: tuple[str, ...], but: Mapping[str, str]) -> Reader:
     """A word that only matters beside others; `but` holds the warning that it comes with."""
 
-    def read(name: str, text: str) -> Iterator[CoordinatorMessage]:
+    def read(name: str, text: str) -> Iterator[Finding]:
         if text not in words:
             raise refuse(name, text, " or ".join(words))
         yield Setting(fact, text, source_of(name, text))
@@ -99,7 +113,7 @@ def _listed(name: str, text: str, allowed: tuple[str, ...]) -> list[str]:
     return words
 
 
-def _read_strategies(name: str, text: str) -> Iterator[CoordinatorMessage]:
+def _read_strategies(name: str, text: str) -> Iterator[Finding]:
     """recover-strategy: what is not in the list is off."""
     words = _listed(name, text, tuple(_STRATEGIES))
     source = source_of(name, text)
@@ -115,7 +129,7 @@ def _read_strategies(name: str, text: str) -> Iterator[CoordinatorMessage]:
         yield f"{source}: {_ELASTIC}"
 
 
-def _read_availability(name: str, text: str) -> Iterator[CoordinatorMessage]:
+def _read_availability(name: str, text: str) -> Iterator[Finding]:
     """HIGH_AVAILABILITY: each word brings dump with it (--enable-high-availability)."""
     words = _listed(name, text, _AVAILABILITY)
     source = source_of(name, text)
@@ -126,7 +140,7 @@ def _read_availability(name: str, text: str) -> Iterator[CoordinatorMessage]:
         yield f"{source}: {_ELASTIC}"
 
 
-def _read_retry_times(name: str, text: str) -> Iterator[CoordinatorMessage]:
+def _read_retry_times(name: str, text: str) -> Iterator[Finding]:
     times, source = number(name, text, low=0, high=100), source_of(name, text)
     yield Setting("unconditional", times > 0, source)
     yield Setting(Fact.SERVICE_RETRY, times > 0, source)
@@ -134,7 +148,7 @@ def _read_retry_times(name: str, text: str) -> Iterator[CoordinatorMessage]:
         yield Setting("max_restarts", times, source)
 
 
-def _read_scheduling(name: str, text: str) -> Iterator[CoordinatorMessage]:
+def _read_scheduling(name: str, text: str) -> Iterator[Finding]:
     if text not in _SCHEDULING:
         raise refuse(name, text, " or ".join(_SCHEDULING))
     source = source_of(name, text)
@@ -169,7 +183,7 @@ FORMS: Mapping[str, Form] = {
         Platform.MODELARTS, "1 to 128", "pod_retries", _count("pod_retries")
     ),
     "fault-tolerance/hccl_op_retry": Form(
-        Platform.MODELARTS, "true, false", "comm.op_retry.enabled, which must say the same",
+        Platform.MODELARTS, "true, false", "comm.op_retry.enabled, which must be the same",
         _choice("operator_retry", words=_TRUE_FALSE),
     ),
     "MS_ENABLE_TFT": Form(
@@ -215,7 +229,7 @@ FORMS: Mapping[str, Form] = {
     ),
 }  # fmt: skip
 
-# Entries that stand beside the ones above and say nothing that a restart policy could hold.
+# Entries beside the ones above that set nothing a restart policy could hold.
 _NOT_RECOVERY = "is not about recovery"
 OTHERS: Mapping[str, str] = {
     "job_template": _NOT_RECOVERY,
@@ -237,3 +251,36 @@ OTHERS: Mapping[str, str] = {
     "MS_TFT_IP": "has no meaning without MindIO",
     "MS_TFT_PORT": "has no meaning without MindIO",
 }
+
+
+def read_platform(entries: Mapping[str, str], *, given: Sequence[Setting] = ()) -> Reading:
+    """Read annotations, labels and environment variables, all in one mapping.
+
+    Args:
+        entries: name to text, as the platform has them.
+        given: what the job itself sets; must not contradict the entries.
+
+    Raises:
+        InputError: an unknown name, a value that is not allowed, or two settings that
+            contradict or exclude each other; names both.
+    """
+    settings: list[Setting] = []
+    warnings: list[str] = []
+    for name, text in entries.items():
+        if name in OTHERS:
+            warnings.append(f"{name}: {OTHERS[name]}, ignored")
+            continue
+        if name not in FORMS:
+            raise InputError(name, f"{text!r}: no such setting; {_hint(name)}")
+        for found in FORMS[name].read(name, text):
+            if isinstance(found, Setting):
+                settings.append(found)
+            else:
+                warnings.append(found)
+    return combine([*settings, *given], warnings)
+
+
+def _hint(name: str) -> str:
+    by_leaf = {known.rpartition("/")[2]: known for known in FORMS}
+    close = difflib.get_close_matches(name.rpartition("/")[2], by_leaf, n=1)
+    return f"did you mean {by_leaf[close[0]]}?" if close else f"known are {', '.join(FORMS)}"

@@ -1,6 +1,6 @@
 """Our policy as a platform's recovery settings.
 
-What is printed is read back, so that every field which the platform cannot say, or says
+What is printed is read back, so that every field which the platform cannot hold, or holds
 differently, is a warning.
 """
 
@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from training.platforms.forms import Platform
-from training.platforms.reading import read_platform
+from training.platforms.forms import Platform, read_platform
 from training.platforms.settings import Value, shown
 from training.recovery.rungs import Policy
 
@@ -20,7 +19,7 @@ Entries = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Printed:
-    """A policy in a platform's words.
+    """A policy as a platform's entries.
 
     Attributes:
         entries: name to text.
@@ -32,21 +31,21 @@ class Printed:
 
 
 def print_platform(policy: Policy, platform: Platform) -> Printed:
-    """The entries for `platform`, and what they leave unsaid."""
+    """The entries for `platform`, and what they cannot hold."""
     entries = _PRINTERS[platform](policy)
     read = read_platform(entries).fields
-    unsaid: dict[str, Any] = {**asdict(Policy()), **_UNSAID[platform]}
+    unnamed: dict[str, Any] = {**asdict(Policy()), **_UNNAMED[platform]}
     warnings = []
     for name, value in asdict(policy).items():
-        if value == read.get(name, unsaid[name]):
+        if value == read.get(name, unnamed[name]):
             continue
-        why = f"can only say {shown(read[name])}" if name in read else _no_entry(name, unsaid)
+        why = f"can only be {shown(read[name])}" if name in read else _no_entry(name, unnamed)
         warnings.append(f"{name}={shown(value)}: {platform} {why}")
     return Printed(entries, tuple(warnings))
 
 
-def _no_entry(name: str, unsaid: Mapping[str, Value]) -> str:
-    return f"has no entry for it, there it is {shown(unsaid[name])}"
+def _no_entry(name: str, unnamed: Mapping[str, Value]) -> str:
+    return f"has no entry for it, there it is {shown(unnamed[name])}"
 
 
 def _modelarts(policy: Policy) -> Entries:
@@ -118,7 +117,7 @@ _NONE_IN_PROCESS: Mapping[str, Value] = {
     "process_replace": False,
     "end_of_life_checkpoint": False,
 }
-_UNSAID: Mapping[Platform, Mapping[str, Value]] = {
+_UNNAMED: Mapping[Platform, Mapping[str, Value]] = {
     Platform.MODELARTS: _NONE_IN_PROCESS,
     Platform.MINDFORMERS: {},
     Platform.MINDSPEED: _NONE_IN_PROCESS,

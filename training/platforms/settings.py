@@ -1,13 +1,14 @@
-"""What a platform's entry says about our policy, and how several entries are put together.
+"""Settings of our policy that a platform's entries make, and how several are combined.
 
 An entry is a name and a text (annotation, label or environment variable). It becomes settings:
-a field of `Policy`, or a fact that only matters for what may stand beside it. The same field
+a field of `Policy`, or a fact that only matters for which others it allows. The same field
 set twice must be set alike; pairs that exclude each other are a table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from types import MappingProxyType
@@ -26,7 +27,7 @@ SWITCHED_COUNTS: Mapping[str, tuple[int, int]] = MappingProxyType({"pod_retries"
 
 
 class Fact(StrEnum):
-    """What entries and job say besides the policy, for the table of pairs."""
+    """What entries and job set besides the policy, for the table of pairs."""
 
     CHIP = "chip"
     MC2 = "mc2"
@@ -40,7 +41,7 @@ class Fact(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One statement.
+    """One field or fact, set.
 
     Attributes:
         name: field of `Policy`, or a `Fact`.
@@ -53,6 +54,10 @@ class Setting:
     value: Value
     source: str
     is_implied: bool = False
+
+
+Finding = Setting | str  # a setting, or a warning
+Reader = Callable[[str, str], Iterator[Finding]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +102,7 @@ PAIRS: tuple[Pair, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What entries say, taken together.
+    """What entries set, taken together.
 
     Attributes:
         fields: values of the `Policy` fields that were named.
@@ -116,7 +121,7 @@ class Reading:
 
 
 def combine(settings: Sequence[Setting], warnings: Sequence[str]) -> Reading:
-    """Put statements together.
+    """Combine settings.
 
     Raises:
         InputError: two of them contradict or exclude each other; names both.
@@ -136,7 +141,7 @@ def combine(settings: Sequence[Setting], warnings: Sequence[str]) -> Reading:
 
 
 def _agree(past: Setting, new: Setting) -> Setting:
-    """The more exact of two statements about one field."""
+    """The more exact of two settings of one field."""
     if past.is_implied or new.is_implied:
         return new if past.is_implied else past
     if type(past.value) is type(new.value) and past.value == new.value:
@@ -172,3 +177,20 @@ def _resolved(setting: Setting) -> bool | int:
 def shown(value: Value | None) -> str:
     """A value as a job file has it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def source_of(name: str, text: str) -> str:
+    """An entry as messages quote it."""
+    return f"{name}={text!r}"
+
+
+def refuse(name: str, text: str, allowed: str) -> InputError:
+    """The error for a value that is not allowed."""
+    return InputError(name, f"{text!r} must be {allowed}")
+
+
+def number(name: str, text: str, *, low: int, high: int) -> int:
+    """A decimal number within limits."""
+    if not re.fullmatch(r"[0-9]{1,9}", text) or not low <= int(text) <= high:
+        raise refuse(name, text, f"a number from {low} to {high}")
+    return int(text)

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from training.errors import InputError
-from training.platforms.settings import Setting
-from training.platforms.texts import CoordinatorMessage, number
+from training.platforms.settings import Finding, Setting, number
 
 _ON_OFF = ("0", "1")
 _STEPS = "TRE_SNAPSHOT_STEPS"
@@ -59,7 +58,7 @@ def _tft_values(name: str, text: str) -> dict[str, str]:
     return values
 
 
-def read_tft(name: str, text: str) -> Iterator[CoordinatorMessage]:
+def read_tft(name: str, text: str) -> Iterator[Finding]:
     """All switches at once: one that is not named is off."""
     values = _tft_values(name, text)
     on = {key: values.get(key, "0") != "0" for key in _TFT}

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from storage.model import FrozenModel
 from training.errors import InputError
-from training.platforms.reading import read_platform
+from training.platforms.forms import read_platform
 from training.platforms.settings import POLICY_FIELDS, Fact, Reading, Setting, shown
 from training.platforms.tft import TFT, read_snapshot_steps
 from training.recovery.rungs import Policy

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from training.errors import InputError
-from training.platforms.forms import FORMS, OTHERS, Platform
+from training.platforms.forms import FORMS, OTHERS, Platform, read_platform
 from training.platforms.printing import print_platform
-from training.platforms.reading import read_platform
 from training.platforms.settings import PAIRS, POLICY_FIELDS, Fact, Setting
 from training.recovery.rungs import Policy
 from training.specs.recovery import RestartSpec
