@@ -84,19 +84,21 @@ $(VENV)/.ui-browser: | $(VENV)/.installed
 		echo "make: no chromium, so tests of tests/ui are skipped: apt-get install --no-install-recommends $(UI_PACKAGES)"; \
 	fi
 
-# Two at a time; tests that tell time by seconds have the machine for themselves.
-SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
+# Two at a time, a file's tests on one worker; tests that measure seconds have the machine for
+# themselves. The slowest twenty of each part are listed.
+TEST := $(BIN)/python -m pytest --durations 20
+SIDE_BY_SIDE := --numprocesses 2 --dist loadgroup
 
 test: $(VENV)/.installed $(VENV)/.s3-servers $(VENV)/.prometheus $(VENV)/.ui-browser
-	$(BIN)/python -m pytest tests/unit $(SIDE_BY_SIDE)
-	$(BIN)/python -m pytest tests/ui tests/process tests/s3 -m "not alone and not long" \
+	$(TEST) tests/unit --numprocesses 2 --dist loadfile
+	$(TEST) tests/ui tests/process tests/s3 -m "not alone and not long" \
 		$(SIDE_BY_SIDE) --no-loadscope-reorder  # the files of the longest first
-	$(BIN)/python -m pytest tests/process -m "alone and not long"
+	$(TEST) tests/process -m "alone and not long"
 
 # The other real runs: variants of faults, kinds of parallelism, programs, outages.
 test-long: $(VENV)/.installed $(VENV)/.s3-servers $(VENV)/.prometheus $(VENV)/.ui-browser
-	$(BIN)/python -m pytest tests/process tests/ui -m "long and not alone" $(SIDE_BY_SIDE)
-	$(BIN)/python -m pytest tests/process -m "long and alone"
+	$(TEST) tests/process tests/ui -m "long and not alone" $(SIDE_BY_SIDE)
+	$(TEST) tests/process -m "long and alone"
 
 # More than ten minutes of a run that has nothing wrong.
 soak: $(VENV)/.installed

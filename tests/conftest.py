@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-from tests.workplace import api, bench, prefect_server, session_home
+from tests.workplace import api, bench, broken, prefect_server, session_home
 
-__all__ = ["api", "bench", "prefect_server", "session_home"]
+__all__ = ["api", "bench", "broken", "prefect_server", "session_home"]
 
 # A change is judged by the same examples wherever it is tested, however slow the machine; new
 # ones are tried with HYPOTHESIS_PROFILE=random.
@@ -33,3 +34,30 @@ def perdure_logger(monkeypatch):
     logger = logging.getLogger("perdure")
     for name, value in (("handlers", []), ("level", logging.INFO), ("propagate", True)):
         monkeypatch.setattr(logger, name, value)
+
+
+def pytest_collection_modifyitems(items):
+    """Tests of a file stay on one worker, and files that look at the same run as well."""
+    for item in items:
+        shares_a_run = "broken" in item.fixturenames
+        item.add_marker(pytest.mark.xdist_group("broken" if shares_a_run else item.path.stem))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Where a run that failed a test has left its logs."""
+    report = yield
+    found = (getattr(value, "home", value) for value in item.funcargs.values())
+    homes = {one for one in found if isinstance(one, Path) and (one / "runs").is_dir()}
+    if report.failed and homes:
+        lines = [
+            f"{home}/{part}"
+            for home in sorted(homes)
+            for part in (
+                "*.out",
+                "runs/RUN/nodes/NODE/*/agent.log",
+                "runs/RUN/nodes/*/*/attempts/*",
+            )
+        ]
+        report.sections.append(("Logs of the runs", "\n".join(lines)))
+    return report

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from perdure import server
-from tests.process.harness import TEXT, Workbench
+from tests.process.harness import TEXT, Running, Workbench
 from tests.process.rest import Api
 from training.processes import free_port
 
@@ -100,3 +100,20 @@ def bench(session_home, prefect_server) -> Workbench:
     for index in range(6):
         (corpus / f"{index}.txt").write_text((f"{index} " + TEXT) * 80)
     return Workbench(session_home, prefect_server.api_url, corpus)
+
+
+@pytest.fixture(scope="session")
+def broken(bench) -> Running:
+    """The main job, finished: a rank was killed, one fell silent, and a node was lost."""
+    job = bench.job("main-job", restart={"hang_timeout_s": 6, "pod_retries": 1})
+    job["data"] = {**job["data"], "num_workers": 1}
+    running: Running = bench.start(job)
+    running.reach(13, timeout_s=240)
+    assert len(running.local.kill_rank(1)) == 1
+    running.reach(23)
+    (silent,) = running.local.rank(0)
+    silent.suspend()
+    running.reach(41)
+    assert len(running.local.kill_node("node-1")) >= 3
+    assert running.finish() == 0, running.out
+    return running

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.process.harness import Workbench
+from training.drill.job import write_corpus
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,14 @@ def interruptible():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    """A folder for runs without Prefect, with the drills' corpus."""
+    folder: Path = tmp_path_factory.mktemp("home")
+    write_corpus(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import yaml
 
 from storage.address import open_store
+from training.drill.job import drill_job
 from training.injection.outside import LocalRun
 from training.job import Job, parse_job
 from training.journal.attempt_log import parse_lines
@@ -22,6 +24,7 @@ from training.journal.events import StepRecord
 from training.journal.history import RunHistory
 from training.journal.ledger import Ledger
 from training.journal.steps import kept_steps
+from training.specs.model import ParallelKind
 
 REPO = Path(__file__).resolve().parents[2]
 RECIPES = REPO / "tests" / "recipes"
@@ -38,6 +41,30 @@ def wait_for(
             raise AssertionError(f"not within {timeout_s:.0f} s: {what}")
         time.sleep(period_s)
     return value
+
+
+def troubled_job(
+    home: Path,
+    name: str,
+    *,
+    steps: int,
+    troubles: str = "",
+    pace_s: float = 0.05,
+    env: Mapping[str, str] | None = None,
+    **changes: Mapping[str, Any],
+) -> Job:
+    """A job whose ranks misbehave as tests/recipes/troubled.py has it; `marks-NAME` keeps marks."""
+    marks = home / f"marks-{name}"
+    marks.mkdir()
+    given = {"TROUBLES": troubles, "MARKS": str(marks), "PACE_S": str(pace_s), **(env or {})}
+    sections: dict[str, Any] = {
+        "worker": {"recipe": "tests.recipes.troubled:main", "cwd": str(REPO)},
+        "batch": {"global_batch_size": 8, "micro_batch_size": 2},
+        "env": given,
+    }
+    return drill_job(
+        home, name, kind=ParallelKind.DDP, steps=steps, changes={**sections, **changes}
+    )
 
 
 @dataclass
@@ -64,9 +91,13 @@ class Workbench:
             "restart": {"pod_retries": 1},
             "preflight": {"nodes": False},  # its own tests have it on
             "engine": {"nodes": 2, "slots_per_node": 2, "spares": 1, "grace_s": 10},
-            "env": {"PACE_S": "0.1"},
         }
-        return {**document, **changes}
+        pace = {"PACE_S": "0.1", "HURRY": str(self.hurry_file(run_id))}
+        return {**document, **changes, "env": {**pace, **changes.get("env", {})}}
+
+    def hurry_file(self, run_id: str) -> Path:
+        """The file with which a run's steps come without a pause."""
+        return self.home / f"{run_id}.hurry"
 
     def pair(self, run_id: str, **changes: Any) -> dict[str, Any]:
         """A job of two ranks on one node, for what does not need more: it starts faster."""
@@ -198,13 +229,24 @@ class Running:
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
 
-    def finish(self, *, timeout_s: float = 180) -> int:
+    def hurry(self) -> None:
+        """Have the remaining steps come without a pause: nothing more is done to the run."""
+        self.bench.hurry_file(self.job.run_id).touch()
+
+    def finish(self, *, timeout_s: float = 180, hurry: bool = True) -> int:
         """Wait for the end of `perdure run`. Returns its exit code."""
         assert self.process is not None
+        if hurry:
+            self.hurry()
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"{self.job.run_id} did not end:\n{self.out}") from None
+
+    def status(self) -> dict[str, Any]:
+        """What `perdure status` reports."""
+        report: dict[str, Any] = json.loads(self.bench.perdure("status", self.job.run_id, "--json"))
+        return report
 
     def curve(self) -> dict[int, float]:
         """Loss of every kept step, all digits."""

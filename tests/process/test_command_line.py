@@ -62,7 +62,7 @@ def test_cancel_stops_a_run_by_its_name(bench):
     running.reach(3)
     done = perdure(bench.environment, "cancel", "by-name")
     assert done.returncode == 0, done.stderr
-    assert running.finish(timeout_s=60) == 1
+    assert running.finish(timeout_s=60, hurry=False) == 1
     running.leave_nothing()
 
     orphaned = bench.start({**job, "run_id": "by-name-2"})

@@ -15,7 +15,7 @@ import yaml
 
 from tests.process.harness import REPO
 
-pytestmark = [pytest.mark.process, pytest.mark.alone]
+pytestmark = pytest.mark.process
 
 
 def drill(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -19,7 +19,7 @@ from storage.address import open_store
 from storage.checkpoint import CheckpointStore
 from storage.errors import NotFound
 from training.drill.driver import RunDriver, RunOutcome
-from training.drill.job import drill_job, write_corpus
+from training.drill.job import drill_job
 from training.drill.verdict import differences, recovered
 from training.job import Job
 from training.journal.history import AttemptView
@@ -78,13 +78,6 @@ class Ended:
 def play(home: Path, name: str, **changes: Any) -> Ended:
     job = drill_job(home, name, kind=ParallelKind.HSDP, steps=STEPS, changes={**CHANGES, **changes})
     return Ended(job, RunDriver(home).run(job))
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("end-of-life")
-    write_corpus(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

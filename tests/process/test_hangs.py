@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,12 @@ from typing import Any
 import pytest
 
 from storage.address import open_store
-from tests.process.harness import REPO
+from tests.process.harness import troubled_job
 from training.drill.driver import RunDriver, RunHook, RunOutcome
-from training.drill.job import drill_job, write_corpus
 from training.injection.outside import LocalRun
 from training.job import parse_job
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.rungs import Rung
-from training.specs.model import ParallelKind
 from training.supervisor.run import Run
 from training.supervisor.watch import Progress
 
@@ -56,29 +53,9 @@ class Bench:
 
     home: Path
 
-    def play(
-        self,
-        name: str,
-        *,
-        troubles: str = "",
-        pace_s: float = 0.05,
-        hook: RunHook | None = None,
-        env: Mapping[str, str] | None = None,
-        **changes: Any,
-    ) -> RunOutcome:
-        marks = self.marks(name)
-        marks.mkdir()
-        given = {"TROUBLES": troubles, "MARKS": str(marks), "PACE_S": str(pace_s), **(env or {})}
-        sections: dict[str, Any] = {
-            "worker": {"recipe": "tests.recipes.troubled:main", "cwd": str(REPO)},
-            "batch": {"global_batch_size": 8, "micro_batch_size": 2},
-            "checkpoint": {"every_steps": 5},
-            "restart": {"hang_timeout_s": LIMIT_S},
-            "env": given,
-        }
-        job = drill_job(
-            self.home, name, kind=ParallelKind.DDP, steps=STEPS, changes={**sections, **changes}
-        )
+    def play(self, name: str, *, hook: RunHook | None = None, **changes: Any) -> RunOutcome:
+        sections = {"checkpoint": {"every_steps": 5}, "restart": {"hang_timeout_s": LIMIT_S}}
+        job = troubled_job(self.home, name, steps=STEPS, **{**sections, **changes})
         return RunDriver(self.home).run(job, hook=hook)
 
     def marks(self, name: str) -> Path:
@@ -97,9 +74,7 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    home = tmp_path_factory.mktemp("hangs")
-    write_corpus(home)
+def bench(home) -> Bench:
     return Bench(home)
 
 

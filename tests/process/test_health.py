@@ -4,50 +4,31 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.process.harness import REPO
+from tests.process.harness import REPO, troubled_job
 from training.drill.driver import LIMIT_S, RunDriver, RunOutcome
-from training.drill.job import drill_job, write_corpus
 from training.health.points import LATENCY_HOLD_S
 from training.journal.events import HealthPoint
 from training.journal.history import Alert
 from training.recovery.faults import FaultClass
 from training.recovery.rungs import Rung
 from training.specs.drill import DrillFault, DrillKind
-from training.specs.model import ParallelKind
 
 pytestmark = [pytest.mark.process, pytest.mark.alone]
 
-PACE_S = 0.05
 JUMP_STEP = 40
 SAMPLES = REPO / "tests" / "unit" / "health" / "samples"
 
 
-def play(
-    home: Path,
-    name: str,
-    *,
-    steps: int,
-    troubles: str = "",
-    env: Mapping[str, str] | None = None,
-    limit_s: float = LIMIT_S,
-    **changes: Any,
-) -> RunOutcome:
+def play(home: Path, name: str, *, limit_s: float = LIMIT_S, **changes: Any) -> RunOutcome:
     """A run of the troubled program, whose alerts alone are of interest."""
-    marks = home / f"marks-{name}"
-    marks.mkdir()
-    sections: dict[str, Any] = {
-        "worker": {"recipe": "tests.recipes.troubled:main", "cwd": str(REPO)},
-        "batch": {"global_batch_size": 8, "micro_batch_size": 2},
-        "checkpoint": {"every_steps": 40},
-        "env": {"TROUBLES": troubles, "MARKS": str(marks), "PACE_S": str(PACE_S), **(env or {})},
-    }
-    job = drill_job(home, name, kind=ParallelKind.DDP, steps=steps, changes={**sections, **changes})
+    job = troubled_job(home, name, **{"checkpoint": {"every_steps": 40}, **changes})
     played = RunDriver(home, limit_s).run(job)
     assert played.ended == "completed"
     return played
@@ -62,13 +43,6 @@ def alerts(played: RunOutcome, point: HealthPoint) -> list[Alert]:
 def rungs(played: RunOutcome) -> list[Rung]:
     """How the attempts that ended with a fault were answered."""
     return [view.decision.rung for view in played.history.attempts if view.decision is not None]
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("health")
-    write_corpus(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -136,34 +110,23 @@ def test_a_rank_that_waits_for_its_data_is_named(home):
     assert alert.began.value > 0.5
 
 
-@pytest.fixture
-def nearly_full(home) -> Iterator[float]:
-    """A limit that the disk is inside of, until a file takes one percent of it."""
+@contextmanager
+def filled_disk(home: Path) -> Iterator[float]:
+    """A limit, in percent of free space, that a file takes the disk half a percent beyond."""
     usage = shutil.disk_usage(home)
+    filling = home / "filling"
+    with filling.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, usage.total // 100)
     yield 100.0 * usage.free / usage.total - 0.5
-    (home / "filling").unlink(missing_ok=True)
-
-
-def test_a_disk_that_fills_is_told(home, nearly_full):
-    size_bytes = shutil.disk_usage(home).total // 100
-    with (home / "filling").open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, size_bytes)
-    played = play(
-        home,
-        "full-disk",
-        steps=60,
-        watch={"disk_free_low_percent": nearly_full, "sample_every_s": 0.5},
-    )
-    told = alerts(played, HealthPoint.DISK_FILLING)
-    assert {alert.began.node for alert in told} == {"node-0", "node-1"}
-    assert all(alert.began.value < nearly_full for alert in told)
+    filling.unlink()
 
 
 @pytest.fixture(scope="module")
 def ill(home, tmp_path_factory) -> RunOutcome:
-    """A run on devices in alarm, full, idle and without a link, by the word of stand-in tools.
+    """A run with devices in alarm, full, idle and without a link: stand-in tools report that.
 
-    Its loss jumps in one step, and its limit for the smallest collective is one that none keeps.
+    Its loss jumps in one step, no collective is as fast as its limit, and its disk fills to a
+    percent beyond its limit.
     """
     folder = tmp_path_factory.mktemp("tools")
     tool = folder / "npu-smi"
@@ -178,7 +141,7 @@ def ill(home, tmp_path_factory) -> RunOutcome:
     of_ports.write_text('#!/bin/sh\necho "link status: DOWN"\n')
     for one in (tool, of_ports):
         one.chmod(0o755)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, filled_disk(home) as disk_limit_percent:
         patch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
         jump = DrillFault(kind=DrillKind.GRADIENT, rank=1, step=JUMP_STEP)
         return play(
@@ -186,8 +149,13 @@ def ill(home, tmp_path_factory) -> RunOutcome:
             "ill-device",
             steps=60,
             # However fast the machine, this is longer than what has to hold before it is told.
-            env={"PACE_S": str(2 * LATENCY_HOLD_S / 60)},
-            watch={"sample_every_s": 0.5, "low_for_s": 2, "latency_high_ms": 0.001},
+            pace_s=2 * LATENCY_HOLD_S / 60,
+            watch={
+                "sample_every_s": 0.5,
+                "low_for_s": 2,
+                "latency_high_ms": 0.001,
+                "disk_free_low_percent": disk_limit_percent,
+            },
             drill={"faults": [jump]},
         )
 
@@ -196,6 +164,12 @@ def test_a_device_that_its_driver_calls_ill_is_told(ill):
     told = alerts(ill, HealthPoint.DEVICE_UNHEALTHY)
     assert {alert.began.node for alert in told} == {"node-0", "node-1"}
     assert "Alarm, codes A4025021, 8C03A000, 8C084E00" in told[0].began.text
+
+
+def test_a_disk_that_fills_is_told(ill):
+    told = alerts(ill, HealthPoint.DISK_FILLING)
+    assert {alert.began.node for alert in told} == {"node-0", "node-1"}
+    assert all(alert.began.value < alert.began.limit for alert in told)
 
 
 def test_a_port_without_a_link_is_told(ill):

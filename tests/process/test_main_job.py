@@ -7,46 +7,46 @@ import re
 
 import pytest
 
+from tests.process.harness import wait_for
+
 pytestmark = pytest.mark.process
 
+RUNGS = ["process_replace", "hang_restart", "pod_reschedule"]
+ACCOUNTS = {
+    "productive_step", "redone_step", "save_block", "start_up", "detection", "ending",
+    *(f"recovery_{rung}" for rung in RUNGS),
+}  # fmt: skip
 
-def test_a_killed_worker_and_a_lost_node_leave_the_loss_curve_bit_for_bit(bench, undisturbed):
-    job = bench.job("faults")
-    job["data"] = {**job["data"], "num_workers": 1}
-    running = bench.start(job)
-    running.reach(13)
-    killed = running.local.kill_rank(1)
-    running.reach(33)
-    lost = running.local.kill_node("node-1")
-    assert running.finish() == 0, running.out
 
-    assert (len(killed), len(lost) >= 3) == (1, True), "the faults really fired"
-    assert running.curve() == undisturbed.curve()
-    assert list(running.curve()) == list(range(1, 61))
-    assert running.rungs() == ["process_replace", "pod_reschedule"]
-    first, _ = running.history.attempts
-    assert (first.ended.fault.fault_class, first.ended.fault.node) == ("node_lost", "node-1")
-    assert running.history.isolated == ("node-1",)
+def test_a_killed_rank_a_silent_one_and_a_lost_node_leave_the_loss_curve_bit_for_bit(
+    broken, undisturbed
+):
+    assert broken.curve() == undisturbed.curve()
+    assert list(broken.curve()) == list(range(1, 61))
+    assert broken.rungs() == RUNGS
+    faults = [view.ended.fault for view in broken.history.attempts]
+    assert [(one.fault_class, one.node) for one in faults if one] == [
+        ("hang", "node-0"), ("node_lost", "node-1"),
+    ]  # fmt: skip
+    assert broken.history.isolated == ("node-1",)
+    assert len(broken.history.data) == 1
+    broken.leave_nothing()
 
+
+def test_containers_and_process_starts_are_counted_as_the_platform_does(broken):
     counts = [
-        re.search(r"rank (\d) .*CNT=(\d+) .*CNT=(\d+)", line) for line in running.worker_lines()
+        re.search(r"rank (\d) .*CNT=(\d+) .*CNT=(\d+)", line) for line in broken.worker_lines()
     ]
     assert sorted(tuple(map(int, m.groups())) for m in counts if m) == [
-        (0, 1, 1), (0, 1, 2),  # node-0: one container, two process starts
-        (2, 1, 1), (2, 2, 1),  # node-1, then a new container on node-2
+        (0, 1, 1), (0, 1, 2), (0, 1, 3),  # node-0: one container, three process starts
+        (2, 1, 1), (2, 1, 2), (2, 2, 1),  # node-1, then a new container on node-2
     ]  # fmt: skip
-    assert [[m.schedule_cnt for m in p.members] for p in running.history.placements] == [
-        [1, 1],
-        [1, 2],
-    ]
-    assert len(running.history.data) == 1
-    assert_replacement_is_told(running)
-    running.leave_nothing()
+    placements = broken.history.placements
+    assert [[m.schedule_cnt for m in one.members] for one in placements] == [[1, 1], [1, 2]]
 
 
-def assert_replacement_is_told(running) -> None:
-    """The ledger, the terminal and the status tell of the new process for rank 1."""
-    (recovery,) = running.history.attempts[0].recoveries
+def test_a_new_process_for_a_rank_is_in_the_ledger_on_the_terminal_and_in_the_status(broken):
+    (recovery,) = broken.history.attempts[0].recoveries
     began, ended = recovery.began, recovery.ended
     assert (began.fault.fault_class, began.fault.node, began.fault.rank) == (
         "native_crash", "node-0", 1,
@@ -55,20 +55,55 @@ def assert_replacement_is_told(running) -> None:
     assert ended.steps_lost == 0
     assert 13 <= ended.step <= began.fault.step + 1
 
-    rows = [line.split("\u2502")[1:-1] for line in running.out.splitlines() if "\u2502" in line]
+    rows = [line.split("\u2502")[1:-1] for line in broken.out.splitlines() if "\u2502" in line]
     cells = [[cell.strip() for cell in row] for row in rows]
     (row,) = [row for row in cells if row[1] == "1, generation 1"]
     assert (row[0], row[2], row[8]) == ("1", "node-0", "process_replace")
     assert float(row[9]) == round(ended.duration_s, 2)
-    assert "recovery 1, generation 1: native_crash at rank 1 on node-0" in running.out
-    assert f"recovery 1: training goes on from step {ended.step} after" in running.out
+    assert "recovery 1, generation 1: native_crash at rank 1 on node-0" in broken.out
+    assert f"recovery 1: training goes on from step {ended.step} after" in broken.out
 
-    status = json.loads(running.bench.perdure("status", running.job.run_id, "--json"))
-    (recovery,) = status["recoveries"]
+    (recovery,) = broken.status()["recoveries"]
     assert (recovery["rung"], recovery["outcome"]) == ("process_replace", "mended")
+
+
+def test_every_second_of_a_broken_run_has_an_owner(broken):
+    status = broken.status()
     spent = status["time_s"]
-    assert {"productive_step", "recovery_process_replace", "recovery_pod_reschedule"} <= set(spent)
+    assert set(spent) >= ACCOUNTS
+    assert set(spent).isdisjoint({"unknown", "unsupervised"})
     assert sum(spent.values()) == pytest.approx(status["wall_s"], abs=0.01)
+    assert status["ettr"] == pytest.approx(spent["productive_step"] / status["wall_s"], abs=1e-3)
+
+
+def test_the_server_has_attempts_reports_and_events_of_a_broken_run(broken, api):
+    tasks = api.task_runs("main-job")
+    assert tasks["attempt 1.1 from step 0"] == "RestartAfterHang"
+    assert tasks["attempt 1.2 from step 20"] == "ReschedulePod"
+    assert tasks["placement 2 on node-0,node-2"] == "Completed"
+    keys = api.artifacts("main-job-")
+    assert {
+        "main-job-progress", "main-job-attempts", "main-job-checkpoints", "main-job-loss",
+        "main-job-fault-p1-a1-r1", "main-job-fault-p1-a1", "main-job-fault-p1-a2",
+    } <= set(keys)  # fmt: skip
+    replaced = keys["main-job-fault-p1-a1-r1"]["data"]
+    assert "killed by signal 9" in replaced
+    assert "**Decision: `process_replace`**, inside the processes." in replaced
+    assert "| new processes | 1 |" in replaced
+    assert "**Decision: `hang_restart`.**" in keys["main-job-fault-p1-a1"]["data"]
+    assert "100" in str(keys["main-job-progress"]["data"])
+    rows = json.loads(keys["main-job-attempts"]["data"])
+    assert [(row["attempt"], row["generation"], row["rung"]) for row in rows[:3]] == [
+        (1, None, "hang_restart"), (1, 1, "process_replace"), (2, None, "pod_reschedule"),
+    ]  # fmt: skip
+    wait_for(lambda: len(api.events("main-job", "recovery")) == 3, timeout_s=30, what="events")
+    first, *others = api.events("main-job", "recovery")
+    assert (first["rung"], first["replaced"], first["outcome"]) == (
+        "process_replace", [1], "mended",
+    )  # fmt: skip
+    assert [one["rung"] for one in others] == RUNGS[1:]
+    faults = api.events("main-job", "fault")
+    assert [fault["fault_class"] for fault in faults] == ["native_crash", "hang", "node_lost"]
 
 
 @pytest.mark.long

@@ -94,7 +94,7 @@ def running(bench):
 @pytest.fixture
 def prometheus(running, tmp_path):
     """Scrapes the address that `perdure status` tells."""
-    status = json.loads(running.bench.perdure("status", running.job.run_id, "--json"))
+    status = running.status()
     url = urllib.parse.urlsplit(status["metrics_url"])
     assert (url.hostname, url.path) == (HOST, "/metrics")
     prometheus = Prometheus(tmp_path, url.netloc)

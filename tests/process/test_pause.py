@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from tests.process.harness import wait_for
@@ -38,7 +36,7 @@ def test_a_run_pauses_and_goes_on_by_command_in_the_same_processes(bench, api, u
     running, stood_at = start_paused(bench, "paused")
     wait_for_state(api, "paused", "Paused")
     workers = pids(running)
-    status = json.loads(bench.perdure("status", "paused", "--json"))
+    status = running.status()
     assert (status["state"], status["pause"]["step"]) == ("paused", stood_at)
     assert pids(running) == workers
     assert running.step() == stood_at, "nobody trained meanwhile"

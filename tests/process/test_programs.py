@@ -146,7 +146,7 @@ def test_a_damaged_token_shard_is_redone_alone_when_the_run_is_started_again(ben
     changed = [path for path in shards if path.stat().st_mtime_ns != before[path]]
     assert changed == [shards[1]]
     second.process.send_signal(signal.SIGINT)
-    assert second.finish(timeout_s=60) == 1
+    assert second.finish(timeout_s=60, hurry=False) == 1
     second.leave_nothing()
 
 

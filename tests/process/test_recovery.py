@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from training.drill.driver import Pauser, RunDriver, RunHook, RunOutcome
-from training.drill.job import NUM_RANKS, drill_job, write_corpus
+from training.drill.job import NUM_RANKS, drill_job
 from training.drill.verdict import differences, recovered
 from training.injection.outside import LocalRun
 from training.journal.history import AttemptView, InProcessRecovery
@@ -205,9 +205,7 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    home = tmp_path_factory.mktemp("recovery")
-    write_corpus(home)
+def bench(home) -> Bench:
     return Bench(home)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 
 import pytest
@@ -14,17 +13,13 @@ pytestmark = pytest.mark.process
 IN_FAULTS = {"redone_step", "detection", "recovery_hang_restart", "recovery_in_place_restart"}
 
 
-def status_of(running) -> dict:
-    return json.loads(running.bench.perdure("status", running.job.run_id, "--json"))
-
-
 @pytest.mark.long
 def test_a_run_whose_flow_is_dead_tells_of_its_ranks_all_the_same(bench, undisturbed_pair):
     document = bench.apart("abandoned", steps=60, env={"PACE_S": "0.5"})
     running = bench.start(document)
     running.reach(4)
     running.kill_supervisor()
-    told = status_of(running)
+    told = running.status()
     assert (told["state"], told["supervised"]) == ("running", False)
     assert [node["node"] for node in told["nodes"]] == ["node-0", "node-1"]
     assert {node["state"] for node in told["nodes"]} == {"running"}
@@ -33,7 +28,7 @@ def test_a_run_whose_flow_is_dead_tells_of_its_ranks_all_the_same(bench, undistu
     assert told["step"] >= 4, "though no checkpoint covers it yet"
     assert told["eta_s"] > 0
     later = wait_for(
-        lambda: (now := status_of(running))["step"] > told["step"] and now,
+        lambda: (now := running.status())["step"] > told["step"] and now,
         timeout_s=60,
         what="a later step",
     )
@@ -41,16 +36,17 @@ def test_a_run_whose_flow_is_dead_tells_of_its_ranks_all_the_same(bench, undistu
     plain = bench.perdure("status", "abandoned")
     assert "nobody supervises it" in plain
     assert "node-0: running, ok; rank 0" in plain
-    again = bench.start({**document, "env": {"PACE_S": "0.5"}})
+    again = bench.start(document)
     assert again.finish() == 0, again.out
     assert again.curve() == undisturbed_pair.curve()
-    done = status_of(again)
+    done = again.status()
     assert (done["state"], done["step"], done["nodes"]) == ("completed", 60, [])
     assert done["checkpoints"]["store"]["newest"] == 60
     again.leave_nothing()
 
 
-def test_every_second_of_a_broken_run_has_an_owner(bench, undisturbed_pair):
+@pytest.mark.long
+def test_every_second_of_a_run_that_is_restarted_in_place_has_an_owner(bench, undisturbed_pair):
     """A rank dies, later the other falls silent: with a fault's time known, and one unknown."""
     restart = {"hang_timeout_s": 5, "process_replace": False, "end_of_life_checkpoint": False}
     running = bench.start(bench.pair("accounted", restart=restart))
@@ -62,10 +58,10 @@ def test_every_second_of_a_broken_run_has_an_owner(bench, undisturbed_pair):
     (silent,) = running.local.rank(0)
     silent.suspend()
     silent_s = time.time()
-    assert running.finish() == 0, running.out
+    assert running.finish(hurry=False) == 0, running.out
     assert running.curve() == undisturbed_pair.curve()
     assert running.rungs() == ["in_place_restart", "hang_restart"]
-    told = status_of(running)
+    told = running.status()
     spent = told["time_s"]
     assert sum(spent.values()) == pytest.approx(told["wall_s"], abs=0.01)
     assert told["ettr"] == pytest.approx(spent["productive_step"] / told["wall_s"], abs=1e-3)

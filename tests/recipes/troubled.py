@@ -121,6 +121,6 @@ def main(job) -> None:
             inputs, targets = step.batch()
             step.backward(model(inputs, targets))
             step.apply()
-        if evaluate_s and step.number % 10 == 0:
+        if evaluate_s and step.number % 16 == 0:
             with session.evaluation():
                 time.sleep(evaluate_s)

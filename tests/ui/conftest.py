@@ -13,6 +13,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 TIMEOUT_MS = 60_000  # the machine may be busy
 SETTLE_MS = 2_500  # charts move into their place
+SCREENSHOTS = os.environ.get("PERDURE_SCREENSHOTS")  # a folder; without one, none are taken
 
 
 @pytest.fixture(scope="session")
@@ -29,11 +30,10 @@ def browser() -> Iterator[Browser]:
 
 @dataclass
 class Visitor:
-    """Somebody who looks at the UI and takes pictures of it."""
+    """A browser on the UI, which takes pictures of it where they are wanted."""
 
     page: Page
     ui_url: str
-    folder: Path
 
     def goto(self, path: str) -> Page:
         """Open a page of the UI."""
@@ -42,15 +42,14 @@ class Visitor:
 
     def keep(self, name: str) -> None:
         """Keep a picture of the page as it is."""
-        self.page.wait_for_timeout(SETTLE_MS)
-        self.page.screenshot(path=self.folder / f"{name}.png", full_page=True)
+        if SCREENSHOTS:
+            self.page.wait_for_timeout(SETTLE_MS)
+            self.page.screenshot(path=Path(SCREENSHOTS) / f"{name}.png", full_page=True)
 
 
 @pytest.fixture
-def visitor(browser, prefect_server, tmp_path) -> Iterator[Visitor]:
-    folder = Path(os.environ.get("PERDURE_SCREENSHOTS") or tmp_path / "screenshots")
-    folder.mkdir(parents=True, exist_ok=True)
+def visitor(browser, prefect_server) -> Iterator[Visitor]:
     context = browser.new_context(viewport={"width": 1500, "height": 1100})
     context.set_default_timeout(TIMEOUT_MS)
-    yield Visitor(context.new_page(), prefect_server.ui_url, folder)
+    yield Visitor(context.new_page(), prefect_server.ui_url)
     context.close()

@@ -214,26 +214,29 @@ def test_workers_start_at_the_first_step_and_end_with_close(dataset: TokenDatase
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("fate", ["killed", "not closed", "stuck workers", "terminated"])
 def test_workers_never_outlive_the_trainer_nor_hold_it(
-    make_dataset: MakeDataset, tmp_path: Path, fate: str
+    make_dataset: MakeDataset, tmp_path: Path
 ) -> None:
     paths, manifest = make_dataset()
     (tmp_path / "manifest.json").write_text(manifest.model_dump_json())
     program = tmp_path / "trainer.py"
     program.write_text(TRAINER)
-    arguments = [str(tmp_path / "manifest.json"), fate, *map(str, paths)]
-    done = subprocess.run(
-        [sys.executable, str(program), *arguments],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert done.returncode == (-signal.SIGKILL if fate == "killed" else 0), done.stderr
-    pids = [int(pid) for pid in done.stdout.split()]
-    assert len(pids) == 2
-    workers = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    _, alive = psutil.wait_procs(workers, timeout=10)
-    assert alive == []
+    fates = ("killed", "not closed", "stuck workers", "terminated")
+    trainers = {
+        fate: subprocess.Popen(
+            [sys.executable, program, tmp_path / "manifest.json", fate, *paths],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        for fate in fates
+    }
+    for fate, trainer in trainers.items():
+        out, err = trainer.communicate(timeout=120)
+        assert trainer.returncode == (-signal.SIGKILL if fate == "killed" else 0), err
+        pids = [int(pid) for pid in out.split()]
+        assert len(pids) == 2
+        workers = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+        _, alive = psutil.wait_procs(workers, timeout=10)
+        assert (fate, alive) == (fate, [])

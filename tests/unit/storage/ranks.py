@@ -1,6 +1,6 @@
-"""One rank of a gloo world: `python ranks.py SCENARIO RANK WORLD_SIZE FOLDER`.
+"""The ranks of a gloo world: `python ranks.py SCENARIO WORLD_SIZE FOLDER`.
 
-Exits with 0 when everything that the scenario asserts held on this rank.
+Exits with 0 when everything that the scenario asserts held on every rank.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.spawn import start_processes
 
 from storage import dcp
 from storage.checkpoint import CheckpointStore
@@ -106,12 +107,16 @@ def load(rank: int, world_size: int, folder: Path) -> None:
 
 
 def main() -> None:
-    scenario, rank, world_size, folder = (
-        sys.argv[1],
-        int(sys.argv[2]),
-        int(sys.argv[3]),
-        sys.argv[4],
+    scenario, world_size, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    # Forked, so that torch is imported once; nothing has used its threads yet.
+    ranks = start_processes(
+        run_rank, (scenario, world_size, folder), world_size, join=False, start_method="fork"
     )
+    while not ranks.join():
+        pass
+
+
+def run_rank(rank: int, scenario: str, world_size: int, folder: str) -> None:
     torch.set_num_threads(1)
     rendezvous = f"file://{folder}-{scenario}-{world_size}-rendezvous"
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)

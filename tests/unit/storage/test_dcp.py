@@ -72,22 +72,15 @@ def save(checkpoints: CheckpointStore, state: dict[str, Tensor], *, step: int = 
 
 def run_ranks(scenario: str, *, num_ranks: int, folder: Path) -> None:
     script = str(Path(__file__).with_name("ranks.py"))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, script, scenario, str(rank), str(num_ranks), str(folder)],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(num_ranks)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * num_ranks, "\n".join(outputs)
+    done = subprocess.run(
+        [sys.executable, script, scenario, str(num_ranks), str(folder)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
