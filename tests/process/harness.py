@@ -7,8 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import yaml
 
 from storage.address import open_store
+from tests.waiting import wait_for
 from training.drill.job import drill_job
 from training.injection.outside import LocalRun
 from training.job import Job, parse_job
@@ -29,18 +29,6 @@ from training.specs.model import ParallelKind
 REPO = Path(__file__).resolve().parents[2]
 RECIPES = REPO / "tests" / "recipes"
 TEXT = "the quick brown fox jumps over the lazy dog, again and again and again\n"
-
-
-def wait_for(
-    condition: Callable[[], Any], *, timeout_s: float, what: str, period_s: float = 0.1
-) -> Any:
-    """Poll until `condition` gives something true."""
-    deadline_s = time.monotonic() + timeout_s
-    while not (value := condition()):
-        if time.monotonic() > deadline_s:
-            raise AssertionError(f"not within {timeout_s:.0f} s: {what}")
-        time.sleep(period_s)
-    return value
 
 
 def troubled_job(

@@ -12,8 +12,8 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.automations import on_fault, put
 from tasks.reporting import Reporter
-from tests.process.harness import wait_for
 from tests.process.rest import Api, ask
+from tests.waiting import wait_for
 from training.recovery.decision import Decision
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.rungs import Rung

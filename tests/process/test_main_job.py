@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.process.harness import wait_for
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.process
 

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.process.harness import REPO, wait_for
+from tests.process.harness import REPO
+from tests.waiting import wait_for
 from training.processes import free_port
 
 HOST = "127.0.0.1"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.process.harness import wait_for
 from tests.process.rest import Api
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.process
 

@@ -16,8 +16,9 @@ import pytest
 from perdure import server
 from storage.address import open_store
 from storage.checkpoint import CheckpointStore
-from tests.process.harness import REPO, wait_for
+from tests.process.harness import REPO
 from tests.process.rest import ask
+from tests.waiting import wait_for
 from training.injection.outside import LocalRun
 
 pytestmark = [pytest.mark.process, pytest.mark.prefect]

@@ -14,7 +14,8 @@ import psutil
 import pytest
 import yaml
 
-from tests.process.harness import REPO, Workbench, wait_for
+from tests.process.harness import REPO, Workbench
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.process
 

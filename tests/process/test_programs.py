@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from tests.process.harness import RECIPES, TEXT, wait_for
+from tests.process.harness import RECIPES, TEXT
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.process
 

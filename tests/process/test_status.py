@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.process.harness import wait_for
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.process
 

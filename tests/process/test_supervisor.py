@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.process.harness import wait_for
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.process
 

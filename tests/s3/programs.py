@@ -11,10 +11,10 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+
+from tests.waiting import wait_for
 
 HOST = "127.0.0.1"
 START_S = 30.0
@@ -25,15 +25,6 @@ PR_SET_PDEATHSIG = 1
 def find_program(name: str) -> str | None:
     """Path of a program beside the interpreter or on PATH."""
     return shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
-
-
-def wait_until(condition: Callable[[], Any], *, timeout_s: float, what: str) -> None:
-    """Poll until `condition` holds."""
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline_s:
-            raise AssertionError(f"not within {timeout_s:.0f} s: {what}")
-        time.sleep(0.02)
 
 
 def listens(port: int) -> bool:
@@ -70,7 +61,7 @@ class Program:
                 )
             return listens(port)
 
-        wait_until(ready, timeout_s=START_S, what=f"{self._process.args!r} listens on {port}")
+        wait_for(ready, timeout_s=START_S, what=f"{self._process.args!r} listens on {port}")
 
     def kill(self) -> None:
         """End it as a power cut would."""

@@ -8,7 +8,7 @@ from storage.errors import StorageError
 from storage.s3 import S3Store
 from storage.s3_client import server_time_s
 from tests.s3.conftest import RCLONE, RGW, Opener
-from tests.s3.programs import wait_until
+from tests.waiting import wait_for
 
 on_rgw = pytest.mark.parametrize("server", [RGW], indirect=True)
 
@@ -38,7 +38,7 @@ def test_old_uploads_below_the_prefix_are_dropped(open_store: Opener) -> None:
         dropped.append(store.abort_uploads("run/", 1.0))
         return sum(dropped) == 3
 
-    wait_until(all_dropped, timeout_s=10.0, what="the three are a second old")
+    wait_for(all_dropped, timeout_s=10.0, what="the three are a second old")
     assert unfinished(store) == {"runner/c"}
     dropped.clear()
 
@@ -46,7 +46,7 @@ def test_old_uploads_below_the_prefix_are_dropped(open_store: Opener) -> None:
         dropped.append(store.abort_uploads("", 1.0))
         return sum(dropped) == 1
 
-    wait_until(last_dropped, timeout_s=10.0, what="the fourth is a second old")
+    wait_for(last_dropped, timeout_s=10.0, what="the fourth is a second old")
     assert store.abort_uploads("", 0.0) == 0
 
 
@@ -64,7 +64,7 @@ def test_a_young_upload_goes_on_beside_old_ones(
         begun_s = max(upload["Initiated"].timestamp() for upload in answer["Uploads"])
         return server_time_s(answer) - begun_s > 2.5
 
-    wait_until(are_old, timeout_s=10.0, what="the two are old")
+    wait_for(are_old, timeout_s=10.0, what="the two are old")
     pages: list[int] = []
 
     def paged(**arguments):

@@ -20,11 +20,12 @@ from storage.collect import InUse, Rules, abort_uploads, carry_out, decide, take
 from storage.s3 import S3Store
 from storage.s3_client import PART_SIZE_BYTES
 from tests.s3.conftest import BUCKET, RGW, Opener
-from tests.s3.programs import HOST, wait_until
+from tests.s3.programs import HOST
 from tests.s3.proxy import Answer, FaultProxy, InUpload, LostAnswer, Unheard
 from tests.s3.rgw import Rgw
 from tests.s3.servers import ACCESS_KEY, SECRET_KEY
 from tests.unit.storage.nodes import RUN_ID, save, share_of
+from tests.waiting import wait_for
 from training.agent.checkpoint_server import CheckpointServerProcess
 from training.job import Job
 
@@ -155,7 +156,7 @@ def collect(run: Run) -> None:
         dropped.append(abort_uploads(run.checkpoints, 0.0))
         return sum(dropped) == 1
 
-    wait_until(gc, timeout_s=10.0, what="the upload is dropped")
+    wait_for(gc, timeout_s=10.0, what="the upload is dropped")
     assert run.uploads() == []
 
 
@@ -177,9 +178,9 @@ def test_a_gateway_killed_and_restarted_in_the_middle_of_a_save_is_outlasted(
     run.proxy.inject(fault, method="PUT", path=path)
     run.save(saving, step=NEW, large=True)
     try:
-        wait_until(lambda: run.proxy.struck, timeout_s=30.0, what="the gateway is killed")
+        wait_for(lambda: run.proxy.struck, timeout_s=30.0, what="the gateway is killed")
         # Not from now on: the pauses between the tries become longer.
-        wait_until(lambda: run.count("PUT", path) > 1, timeout_s=30.0, what="it is tried again")
+        wait_for(lambda: run.count("PUT", path) > 1, timeout_s=30.0, what="it is tried again")
         assert run.announced() == [OLD]
     finally:
         server.start_gateway()
@@ -224,7 +225,7 @@ def test_a_connection_that_stalls_at_the_manifest_costs_its_time_out(
     run.proxy.inject(fault, method="PUT", path="manifest.json")
     began_s = time.monotonic()
     run.save(saving, step=NEW)
-    wait_until(lambda: run.proxy.struck, timeout_s=30.0, what="it stalls")
+    wait_for(lambda: run.proxy.struck, timeout_s=30.0, what="it stalls")
     assert run.offered() == [OLD], "every shard is there, and yet nothing is offered"
     run.settle(saving)
     assert time.monotonic() - began_s > READ_TIMEOUT_S
@@ -288,7 +289,7 @@ def test_of_two_checkpoint_servers_either_may_be_killed_in_the_middle_of_its_upl
     run.save(*clients, step=NEW, large=True)
     assert run.died(victim)
     assert run.proxy.struck == [fault]
-    wait_until(
+    wait_for(
         lambda: run.count("PUT", f"rank{1 - victim:05d}.json") == 2,
         timeout_s=30.0,
         what="the other one's record of the new step is under way",

@@ -22,10 +22,10 @@ from storage.errors import (
 )
 from storage.retry import Retry
 from tests.s3.conftest import RGW, Opener
-from tests.s3.programs import wait_until
 from tests.s3.proxy import Answer, Fault, FaultProxy, InUpload, LostAnswer, Page, Reset, Stall
 from tests.s3.rgw import Rgw
 from tests.s3.servers import ACCESS_KEY, SECRET_KEY
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.parametrize("server", [RGW], indirect=True)
 
@@ -53,9 +53,9 @@ def test_a_gateway_killed_and_restarted_in_the_middle_of_an_upload_is_outlasted(
     )
     upload = Thread(target=store.put, args=("shard", data))
     upload.start()
-    wait_until(lambda: proxy.struck, timeout_s=20.0, what="the second part is under way")
+    wait_for(lambda: proxy.struck, timeout_s=20.0, what="the second part is under way")
     num_requests = len(proxy.requests)
-    wait_until(lambda: len(proxy.requests) > num_requests, timeout_s=10.0, what="it is retried")
+    wait_for(lambda: len(proxy.requests) > num_requests, timeout_s=10.0, what="it is retried")
     server.start_gateway()
     assert list(open_store(direct=True).list("")) == [], "nothing is visible before it is whole"
     upload.join()
@@ -77,7 +77,7 @@ def test_an_upload_that_a_dead_gateway_ends_leaves_no_half_of_an_object(
     with pytest.raises(NotFound):
         direct.stat("shard")
     # The parts are still there, until someone drops them: the age counts in whole seconds.
-    wait_until(lambda: direct.abort_uploads("", 0.0) == 1, timeout_s=5.0, what="it is dropped")
+    wait_for(lambda: direct.abort_uploads("", 0.0) == 1, timeout_s=5.0, what="it is dropped")
 
 
 def test_a_whole_object_cut_off_while_it_is_sent_is_not_published(

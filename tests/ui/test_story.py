@@ -9,9 +9,9 @@ from playwright.sync_api import expect
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tasks.reporting import Reporter
-from tests.process.harness import wait_for
 from tests.ui.conftest import TIMEOUT_MS
 from tests.unit.histories import COOLED, HOT, history_of
+from tests.waiting import wait_for
 from training.supervisor.report import alert_rows
 
 pytestmark = [

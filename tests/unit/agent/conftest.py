@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.waiting import wait_for
 from training.agent.agent import CONFIG_FILE
 from training.agent.control import ADDRESS_FILE, AgentClient
 from training.agent.workers import WorkerGroup
@@ -44,15 +44,6 @@ JOB = json.dumps(
         "watch": {"log_limit_bytes": 0},
     }
 )
-
-
-def wait_for(condition: Callable[[], Any], *, timeout_s: float = 30.0) -> Any:
-    """Poll until `condition` gives something true."""
-    deadline_s = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline_s, f"not within {timeout_s:g} s"
-        time.sleep(0.05)
-    return value
 
 
 @dataclass

@@ -15,7 +15,8 @@ import pytest
 
 from storage.checkpoint_server.client import CheckpointClient
 from storage.errors import TimedOut
-from tests.unit.agent.conftest import EPOCH, Container, wait_for
+from tests.unit.agent.conftest import EPOCH, Container
+from tests.waiting import wait_for
 from training.agent.checkpoint_server import REVIVED_AFTER_S, CheckpointServerProcess
 from training.agent.control import ADDRESS_FILE
 from training.errors import AgentUnreachable, EngineError

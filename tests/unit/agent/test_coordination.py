@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.agent.conftest import wait_for
 from tests.unit.lines import FarEnd
+from tests.waiting import wait_for
 from training.agent.coordinator_client import AgentCoordinatorClient, new_token
 from training.health.heartbeat import HeartbeatWriter
 from training.recovery.protocol import GiveUp, NewGeneration, ReplaceWorker, WorkerEnded

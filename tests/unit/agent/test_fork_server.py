@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.agent.conftest import wait_for
+from tests.waiting import wait_for
 from training.agent import fork_server as module
 from training.agent.fork_server import Fork, ForkedProcess, ForkServer
 from training.agent.launcher import COLD_START, Launcher

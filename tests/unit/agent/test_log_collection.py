@@ -14,7 +14,8 @@ import pytest
 
 from storage.errors import TransientError
 from storage.local import LocalStore
-from tests.unit.agent.conftest import JOB, TOKEN, wait_for
+from tests.unit.agent.conftest import JOB, TOKEN
+from tests.waiting import wait_for
 from training.agent import log_collection
 from training.agent.evidence import ascend_folder
 from training.agent.log_collection import (

@@ -9,7 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.unit.agent.conftest import EPOCH, JOB, TOKEN, Container, wait_for
+from tests.unit.agent.conftest import EPOCH, JOB, TOKEN, Container
+from tests.waiting import wait_for
 from training.agent.control import AgentClient
 from training.errors import EngineError
 from training.wire.agent import CheckOrder, GreetQuery, Reply

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import threading
 
-from tests.unit.agent.conftest import JOB, wait_for
+from tests.unit.agent.conftest import JOB
+from tests.waiting import wait_for
 from training.agent.sampling import Sampling
 from training.wire.agent import StopOrder
 

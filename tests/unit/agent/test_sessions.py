@@ -9,7 +9,8 @@ import socket
 import psutil
 import pytest
 
-from tests.unit.agent.conftest import Container, end_container, start_container, wait_for
+from tests.unit.agent.conftest import Container, end_container, start_container
+from tests.waiting import wait_for
 from training.wire.agent import RendezvousOrder, ShutdownOrder, StartOrder, StopOrder
 from training.wire.coordinator import WorkerJoined
 from training.wire.transport import dump_line

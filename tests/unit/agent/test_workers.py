@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from tests.unit.agent.conftest import wait_for
+from tests.waiting import wait_for
 from training.agent.workers import WorkerGroup, _read_error
 from training.wire.agent import WorkerStatus
 

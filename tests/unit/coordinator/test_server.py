@@ -6,7 +6,6 @@ import asyncio
 import json
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -18,6 +17,7 @@ import pytest
 from pydantic import SecretStr
 
 from storage.local import LocalStore
+from tests.waiting import wait_for
 from training.coordinator.config import CoordinatorConfig, MetricsAddress, metrics_file
 from training.coordinator.server import Coordinator
 from training.journal.attempt_log import AttemptLog
@@ -33,14 +33,6 @@ RECORD = StepRecord(
     step=7, loss=1.5, grad_norm=0.5, lr=1e-3, tokens_per_s=1000.0, mfu=None, at_s=99.0,
     step_s=2.5, position=56, epoch=0, placement=1, attempt=1,
 )  # fmt: skip
-
-
-def wait_for(condition: Callable[[], Any]) -> Any:
-    deadline_s = time.monotonic() + 10
-    while not (value := condition()):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
-    return value
 
 
 class Served:
