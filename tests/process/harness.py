@@ -128,7 +128,7 @@ class Workbench:
         return Running(self, parse_job(document), process)
 
     def look(self, document: dict[str, Any]) -> Running:
-        """A run that somebody else started."""
+        """A run that another process started."""
         return Running(self, parse_job(document), None)
 
     def perdure(self, *arguments: str) -> str:
@@ -182,7 +182,7 @@ class Running:
 
     @property
     def history(self) -> RunHistory:
-        """The ledger, as it stands."""
+        """The ledger, as it is now."""
         return Ledger(open_store(self.job.storage), self.job.run_id).read()
 
     @property
@@ -250,7 +250,7 @@ class Running:
         return found
 
     def worker_lines(self) -> list[str]:
-        """What the first rank of each node said at its start, in every attempt."""
+        """What the first rank of each node printed at its start, in every attempt."""
         return [
             line
             for path in sorted(self.folder.glob("nodes/*/*/attempts/*/rank-*.stdout.log"))

@@ -103,7 +103,7 @@ class Api:
         ask("POST", url, {"state": state, "force": True})
 
     def ended(self, flow_run: dict) -> str:
-        """What a flow run says of its end; "" before."""
+        """The message with which a flow run ended; "" before."""
         state = ask("GET", f"{self.url}/flow_runs/{flow_run['id']}").json()["state"]
         return state["message"] if state["type"] in ("COMPLETED", "FAILED", "CRASHED") else ""
 

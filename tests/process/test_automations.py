@@ -49,7 +49,7 @@ def state_of(api, flow_run: UUID) -> str:
 
 
 def fail(run_id: str, flow_run: UUID, *classes: FaultClass) -> None:
-    """Tell the server of faults of a run, as its supervisor does."""
+    """Report faults of a run to the server, as its supervisor does."""
     reporter = Reporter(run_id, flow_run, logging.getLogger("test"))
     reporter.start()
     for number, fault_class in enumerate(classes, 1):
@@ -59,7 +59,7 @@ def fail(run_id: str, flow_run: UUID, *classes: FaultClass) -> None:
 
 
 def seen(api, run_id: str) -> list[str]:
-    """Classes of the faults that the server has been told of."""
+    """Classes of the faults that the server knows."""
     return [fault["fault_class"] for fault in api.events(run_id, "fault")]
 
 

@@ -1,4 +1,4 @@
-"""`perdure drill` as a person or a script runs it."""
+"""`perdure drill` as a user or a script runs it."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def drill(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.long
-def test_a_drill_tells_a_script_what_it_did_and_what_came_of_it(tmp_path):
+def test_a_drill_reports_to_a_script_what_it_did_and_how_it_ended(tmp_path):
     done = drill("replace-rank", "--json", "--home", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    (told,) = json.loads(done.stdout)
-    assert told["name"] == "replace-rank"
-    assert told["rungs"] == ["process_replace"]
-    assert 0 < told["detected_s"] < 10
-    assert 0 < told["recovered_s"] < 60
-    assert (told["steps_lost"], told["left_over"]) == (0, 0)
-    assert (told["curve_equal"], told["as_expected"]) == (True, True)
+    (result,) = json.loads(done.stdout)
+    assert result["name"] == "replace-rank"
+    assert result["rungs"] == ["process_replace"]
+    assert 0 < result["detected_s"] < 10
+    assert 0 < result["recovered_s"] < 60
+    assert (result["steps_lost"], result["left_over"]) == (0, 0)
+    assert (result["curve_equal"], result["as_expected"]) == (True, True)
     assert "logs and ledgers of the drills" in done.stderr
 
 
@@ -60,15 +60,15 @@ def test_a_drill_runs_on_the_nodes_of_a_job_and_leaves_nothing_in_its_store(tmp_
     path.write_text(yaml.safe_dump(job))
     done = drill(name, "--json", "--job", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
-    (told,) = json.loads(done.stdout)
-    assert (told["parallelism"], told["rungs"]) == ("hsdp", [rung])
-    assert (told["fired"], told["curve_equal"], told["as_expected"]) == (1, True, True)
+    (result,) = json.loads(done.stdout)
+    assert (result["parallelism"], result["rungs"]) == ("hsdp", [rung])
+    assert (result["fired"], result["curve_equal"], result["as_expected"]) == (1, True, True)
     assert list(store.iterdir()) == []
-    assert f"perdure: {name} (1 of 1)" in done.stderr.splitlines(), "told on the way"
+    assert f"perdure: {name} (1 of 1)" in done.stderr.splitlines(), "reported on the way"
 
 
 @pytest.mark.long
-def test_where_the_run_without_a_fault_has_left_its_logs_is_told(tmp_path):
+def test_the_logs_of_the_run_without_a_fault_are_named(tmp_path):
     job = {
         "run_id": "weeks-long",
         "storage": {"address": f"file://{tmp_path}/store"},
@@ -80,20 +80,20 @@ def test_where_the_run_without_a_fault_has_left_its_logs_is_told(tmp_path):
     done = drill("tre", "--job", str(path))
     assert done.returncode == 1
     assert re.search("the run without a fault ended: user_code_error .*: ValueError", done.stderr)
-    told = re.findall("logs and ledgers of the drills: (.*)", done.stderr)
-    assert len(told) == 2
-    assert Path(told[0], "runs", "undisturbed-ddp").is_dir()
-    shutil.rmtree(told[0])
+    folders = re.findall("logs and ledgers of the drills: (.*)", done.stderr)
+    assert len(folders) == 2
+    assert Path(folders[0], "runs", "undisturbed-ddp").is_dir()
+    shutil.rmtree(folders[0])
 
 
-def test_fields_of_a_job_are_set_where_there_is_one():
+def test_fields_of_a_job_can_only_be_set_with_a_job():
     done = drill("tre", "--set", "engine.nodes=3")
     assert done.returncode == 2
     assert "--set" in done.stderr
     assert "--job" in done.stderr
 
 
-def test_a_drill_that_there_is_not_is_told_with_those_that_there_are():
+def test_an_unknown_drill_is_refused_with_the_names_of_the_known_ones():
     done = drill("no-such-drill")
     assert done.returncode == 2
     assert "no-such-drill" in done.stderr

@@ -131,7 +131,7 @@ def test_what_the_others_have_saved_is_nothing_when_one_of_them_dies_over_it(ber
     assert bereaved.attempts[4].from_step == SAVER - SAVER % SAVE_EVERY_STEPS
 
 
-def test_no_digit_of_the_run_differs_from_one_that_nobody_died_in(home, bereaved):
+def test_no_digit_of_the_run_differs_from_one_without_a_death(home, bereaved):
     undisturbed = play(home, "undisturbed").played
     played = bereaved.played
     assert (played.ended, undisturbed.ended) == ("completed", "completed")

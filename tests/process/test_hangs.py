@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.process, pytest.mark.alone]
 STEPS = 34
 LIMIT_S = 2.0
 RESOLUTION_S = 1.0  # the agent looks once a second
-SETTLE_S = 2.0  # the supervisor's look, and what it grants the others to tell theirs
+SETTLE_S = 2.0  # the supervisor's poll, and its wait for the reports of the others
 STOPPED_AT = 8
 
 

@@ -36,8 +36,8 @@ def play(home: Path, name: str, *, limit_s: float = LIMIT_S, **changes: Any) -> 
 
 def alerts(played: RunOutcome, point: HealthPoint) -> list[Alert]:
     """The alerts about one point."""
-    told = [alert for view in played.history.attempts for alert in view.alerts]
-    return [alert for alert in told if alert.began.point is point]
+    found = [alert for view in played.history.attempts for alert in view.alerts]
+    return [alert for alert in found if alert.began.point is point]
 
 
 def rungs(played: RunOutcome) -> list[Rung]:
@@ -65,7 +65,7 @@ def test_a_rank_that_is_later_than_the_others_is_named(left):
     assert alert.began.value > 0.3
 
 
-def test_steps_that_take_longer_than_they_did_are_told(left):
+def test_steps_that_take_longer_than_before_raise_an_alert(left):
     alert = alerts(left, HealthPoint.STEP_SLOW)[0]
     assert alert.began.value > alert.began.limit
     assert alert.began.step is not None
@@ -122,7 +122,7 @@ def filled_disk(home: Path) -> Iterator[float]:
 
 
 @pytest.fixture(scope="module")
-def ill(home, tmp_path_factory) -> RunOutcome:
+def unhealthy(home, tmp_path_factory) -> RunOutcome:
     """A run with devices in alarm, full, idle and without a link: stand-in tools report that.
 
     Its loss jumps in one step, no collective is as fast as its limit, and its disk fills to a
@@ -146,9 +146,9 @@ def ill(home, tmp_path_factory) -> RunOutcome:
         jump = DrillFault(kind=DrillKind.GRADIENT, rank=1, step=JUMP_STEP)
         return play(
             home,
-            "ill-device",
+            "unhealthy-device",
             steps=60,
-            # However fast the machine, this is longer than what has to hold before it is told.
+            # However fast the machine, a limit is exceeded for long enough.
             pace_s=2 * LATENCY_HOLD_S / 60,
             watch={
                 "sample_every_s": 0.5,
@@ -160,50 +160,50 @@ def ill(home, tmp_path_factory) -> RunOutcome:
         )
 
 
-def test_a_device_that_its_driver_calls_ill_is_told(ill):
-    told = alerts(ill, HealthPoint.DEVICE_UNHEALTHY)
-    assert {alert.began.node for alert in told} == {"node-0", "node-1"}
-    assert "Alarm, codes A4025021, 8C03A000, 8C084E00" in told[0].began.text
+def test_a_device_that_its_driver_reports_unhealthy_raises_an_alert(unhealthy):
+    found = alerts(unhealthy, HealthPoint.DEVICE_UNHEALTHY)
+    assert {alert.began.node for alert in found} == {"node-0", "node-1"}
+    assert "Alarm, codes A4025021, 8C03A000, 8C084E00" in found[0].began.text
 
 
-def test_a_disk_that_fills_is_told(ill):
-    told = alerts(ill, HealthPoint.DISK_FILLING)
-    assert {alert.began.node for alert in told} == {"node-0", "node-1"}
-    assert all(alert.began.value < alert.began.limit for alert in told)
+def test_a_disk_that_fills_raises_an_alert(unhealthy):
+    found = alerts(unhealthy, HealthPoint.DISK_FILLING)
+    assert {alert.began.node for alert in found} == {"node-0", "node-1"}
+    assert all(alert.began.value < alert.began.limit for alert in found)
 
 
-def test_a_port_without_a_link_is_told(ill):
-    told = alerts(ill, HealthPoint.LINK_DOWN)
-    assert {alert.began.node for alert in told} == {"node-0", "node-1"}
+def test_a_port_without_a_link_raises_an_alert(unhealthy):
+    found = alerts(unhealthy, HealthPoint.LINK_DOWN)
+    assert {alert.began.node for alert in found} == {"node-0", "node-1"}
 
 
-def test_a_device_whose_memory_is_nearly_full_is_told(ill):
-    told = alerts(ill, HealthPoint.MEMORY_HIGH)
-    assert {alert.began.node for alert in told} == {"node-0", "node-1"}
-    assert {round(alert.began.value) for alert in told} == {98}
+def test_a_device_whose_memory_is_nearly_full_raises_an_alert(unhealthy):
+    found = alerts(unhealthy, HealthPoint.MEMORY_HIGH)
+    assert {alert.began.node for alert in found} == {"node-0", "node-1"}
+    assert {round(alert.began.value) for alert in found} == {98}
 
 
-def test_a_device_that_is_hardly_used_while_ranks_train_is_told_after_a_while(ill):
-    told = alerts(ill, HealthPoint.UTILISATION_LOW)
-    assert {alert.began.node for alert in told} == {"node-0", "node-1"}
-    began_s = ill.history.attempts[0].started.at_s
-    assert min(alert.began.at_s for alert in told) - began_s >= 2
+def test_a_device_that_is_hardly_used_while_ranks_train_raises_an_alert_after_a_while(unhealthy):
+    found = alerts(unhealthy, HealthPoint.UTILISATION_LOW)
+    assert {alert.began.node for alert in found} == {"node-0", "node-1"}
+    began_s = unhealthy.history.attempts[0].started.at_s
+    assert min(alert.began.at_s for alert in found) - began_s >= 2
 
 
-def test_a_collective_over_its_limit_is_told(ill):
-    (alert,) = alerts(ill, HealthPoint.LATENCY_HIGH)
+def test_a_collective_over_its_limit_raises_an_alert(unhealthy):
+    (alert,) = alerts(unhealthy, HealthPoint.LATENCY_HIGH)
     assert alert.began.value > alert.began.limit == 0.001
 
 
-def test_a_loss_that_jumps_is_told_with_its_step(ill):
-    assert len(ill.fired_s[0]) == 1
-    (alert,) = alerts(ill, HealthPoint.LOSS_ABNORMAL)
+def test_a_loss_that_jumps_raises_an_alert_with_its_step(unhealthy):
+    assert len(unhealthy.fired_s[0]) == 1
+    (alert,) = alerts(unhealthy, HealthPoint.LOSS_ABNORMAL)
     assert alert.began.step == JUMP_STEP
-    assert alert.began.value > 2 * ill.curve[JUMP_STEP - 1][0]
+    assert alert.began.value > 2 * unhealthy.curve[JUMP_STEP - 1][0]
 
 
 @pytest.mark.long
-def test_a_checkpoint_that_gets_old_is_told(home):
+def test_a_checkpoint_that_gets_old_raises_an_alert(home):
     played = play(
         home,
         "old-checkpoint",

@@ -12,9 +12,9 @@ from training.agent.log_collection import logs_prefix
 pytestmark = pytest.mark.process
 
 SECRET = "hf-this-is-of-the-users-environment"
-# Fails in its first attempt, and says what it should not. A command's `$$` becomes `$`.
+# Fails in its first attempt, and prints secrets. A command's `$$` becomes `$`.
 PROGRAM = """
-echo "rank says: token is $HF_TOKEN, attempt $PERDURE_ATTEMPT"
+echo "rank prints: token is $HF_TOKEN, attempt $PERDURE_ATTEMPT"
 echo "password=hunter2" >&2
 sleep 1
 test "$PERDURE_ATTEMPT" != 1 || kill -SEGV $$$$
@@ -29,14 +29,14 @@ def test_the_logs_of_every_attempt_are_in_the_store_without_secrets(bench):
     assert running.finish() == 0, running.out
     assert running.rungs() == ["in_place_restart"]
 
-    told = json.loads(bench.perdure("logs", "logs", "--json"))
-    assert told["gaps"] == []
-    files = {(row["attempt"], row["node"], row["file"]) for row in told["logs"]}
+    report = json.loads(bench.perdure("logs", "logs", "--json"))
+    assert report["gaps"] == []
+    files = {(row["attempt"], row["node"], row["file"]) for row in report["logs"]}
     for attempt in (1, 2):
         for rank in (0, 1):
             assert (attempt, f"node-{rank}", f"rank-{rank:05d}.stdout.log") in files
     text = bench.perdure("logs", "logs", "--rank", "1", "--attempt", "1.1")
-    assert "rank says: token is ***, attempt 1" in text
+    assert "rank prints: token is ***, attempt 1" in text
     assert "password=***" in text
     assert "attempt 2" in bench.perdure("logs", "logs", "--rank", "1")
 
@@ -46,7 +46,7 @@ def test_the_logs_of_every_attempt_are_in_the_store_without_secrets(bench):
 
 
 @pytest.mark.long
-def test_a_lost_node_leaves_a_gap_that_is_told(bench):
+def test_the_gap_that_a_lost_node_leaves_is_reported(bench):
     running = bench.start(bench.apart("logs-lost", steps=40))
     running.reach(3)
     assert running.local.kill_node("node-1")

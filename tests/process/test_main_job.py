@@ -173,7 +173,7 @@ def test_a_recipe_that_returns_without_training_is_a_fault_and_not_a_success(ben
 
 
 @pytest.mark.long
-def test_without_a_healthy_spare_the_run_says_so_and_follows_its_policy(bench):
+def test_without_a_healthy_spare_the_run_reports_it_and_follows_its_policy(bench):
     job = bench.apart("no-spare", restart={"spare_wait_s": 1, "allow_without_isolation": False})
     job["engine"] = {**job["engine"], "spares": 0}
     running = bench.start(job)

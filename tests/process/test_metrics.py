@@ -94,7 +94,7 @@ def running(bench):
 
 @pytest.fixture
 def prometheus(running, tmp_path):
-    """Scrapes the address that `perdure status` tells."""
+    """Scrapes the address that `perdure status` prints."""
     status = running.status()
     url = urllib.parse.urlsplit(status["metrics_url"])
     assert (url.hostname, url.path) == (HOST, "/metrics")
@@ -114,14 +114,14 @@ def expressions() -> Iterator[str]:
 
 
 def test_prometheus_answers_what_the_dashboard_asks_and_shows_a_recovery(running, prometheus):
-    mended = 'perdure_recoveries_total{run_id="metrics",outcome="mended"}'
+    recoveries = 'perdure_recoveries_total{run_id="metrics",outcome="mended"}'
     wait_for(lambda: (prometheus.value("perdure_step") or 0) > 5, timeout_s=30, what="steps")
     assert prometheus.value("perdure_generation") == 1
-    assert prometheus.ask(mended) == []
+    assert prometheus.ask(recoveries) == []
 
     assert len(running.local.kill_rank(1)) == 1
-    wait_for(lambda: prometheus.value(mended) == 1, timeout_s=60, what="a recovery is counted")
-    (recovery,) = prometheus.ask(mended)
+    wait_for(lambda: prometheus.value(recoveries) == 1, timeout_s=60, what="a recovery is counted")
+    (recovery,) = prometheus.ask(recoveries)
     labels = recovery["metric"]
     assert (labels["rung"], labels["fault_class"]) == ("process_replace", "native_crash")
     assert (labels["placement"], labels["attempt"]) == ("1", "1")

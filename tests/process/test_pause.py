@@ -1,4 +1,4 @@
-"""Pausing by command: every rank stands at one step, and the curve does not know of it."""
+"""Pausing by command: every rank stops at one step, and the curve stays the same."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ WAIT = ("--wait-s", "120")
 
 
 def start_paused(bench, run_id: str):
-    """A run that is asked to pause while its processes start, and the step it stands at.
+    """A run that is asked to pause while its processes start, and the step it stops at.
 
     Asked later, a busy machine would take longer to start the command than the run to end.
     """
     running = bench.start(bench.pair(run_id))
     wait_for(lambda: running.history.attempts, timeout_s=60, what=running.out)
-    said = bench.perdure("pause", run_id, *WAIT)
-    assert f"`perdure resume {run_id}` has it go on" in said
+    printed = bench.perdure("pause", run_id, *WAIT)
+    assert f"`perdure resume {run_id}` has it go on" in printed
     return running, running.step()
 
 
@@ -39,7 +39,7 @@ def test_a_run_pauses_and_goes_on_by_command_in_the_same_processes(bench, api, u
     status = running.status()
     assert (status["state"], status["pause"]["step"]) == ("paused", stood_at)
     assert pids(running) == workers
-    assert running.step() == stood_at, "nobody trained meanwhile"
+    assert running.step() == stood_at, "no rank trained meanwhile"
 
     assert "paused: goes on" in bench.perdure("resume", "paused", *WAIT)
     assert running.finish() == 0, running.out
@@ -52,7 +52,7 @@ def test_a_run_pauses_and_goes_on_by_command_in_the_same_processes(bench, api, u
 
 
 @pytest.mark.long
-def test_a_process_that_dies_in_a_pause_is_replaced_and_stands_until_the_ui_resumes_the_run(
+def test_a_process_that_dies_in_a_pause_is_replaced_and_waits_until_the_ui_resumes_the_run(
     bench, api, undisturbed_pair
 ):
     running, stood_at = start_paused(bench, "paused-and-hurt")
@@ -61,7 +61,7 @@ def test_a_process_that_dies_in_a_pause_is_replaced_and_stands_until_the_ui_resu
     wait_for(
         lambda: running.rungs() == ["process_replace"] and running.history.pause is not None,
         timeout_s=60,
-        what="a new process that stands",
+        what="a new process that is paused",
     )
     assert pids(running) != before
     assert running.step() == stood_at

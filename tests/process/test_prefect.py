@@ -78,7 +78,7 @@ def test_a_deployment_run_completes(bench, deployed, api, undisturbed_pair):
 
 
 @pytest.mark.long
-def test_the_pause_button_has_the_ranks_stand_and_resume_has_them_go_on(
+def test_the_pause_button_stops_the_ranks_and_resume_has_them_go_on(
     bench, deployed, api, undisturbed_pair
 ):
     job = bench.pair("suspended", env={"PACE_S": "0.3"})
@@ -128,20 +128,22 @@ def test_checkpoint_retention_gives_up_what_the_policy_does_not_keep(bench, depl
     assert running.finish() == 0, running.out
     checkpoints = CheckpointStore(open_store(running.job.storage), "trimmed")
     saved = [2, 4, 6, 8, 10]
-    assert checkpoints.steps() == saved, "a run alone does not tell which is the best"
+    assert checkpoints.steps() == saved, "a run alone does not know which is the best"
     checkpoints.put_shard(7, "p0001-a0001-rank00000.safetensors", b"broken")
 
-    def retain(*, dry_run: bool, told: str) -> None:
+    def retain(*, dry_run: bool, reported: str) -> None:
         bench.prefect(
             "deployment", "run", "checkpoint-retention/local",
             "-p", f"job={json.dumps(job)}", "-p", "older_than_s=0",
             "-p", f"dry_run={json.dumps(dry_run)}",
         )  # fmt: skip
-        wait_for(lambda: told in str(api.artifacts("trimmed-retention")), timeout_s=60, what=told)
+        wait_for(
+            lambda: reported in str(api.artifacts("trimmed-retention")), timeout_s=60, what=reported
+        )
 
-    retain(dry_run=True, told="Would be removed")
+    retain(dry_run=True, reported="Would be removed")
     assert list(checkpoints.states()) == [2, 4, 6, 7, 8, 10]
-    retain(dry_run=False, told="Removed")
+    retain(dry_run=False, reported="Removed")
     curve = running.curve()
     left = {min(saved, key=curve.__getitem__), 8, 10}
     assert checkpoints.steps() == sorted(left)
@@ -176,7 +178,7 @@ def test_the_schedule_of_the_retention_works_as_it_is_deployed(bench, deployed, 
     finally:
         api.set_schedule(deployment, active=False)
         (bench.home / "runs" / "broken" / "job.json").unlink()
-    assert "broken" in api.ended(flow_run), "one that fails is told of, and keeps nobody waiting"
+    assert "broken" in api.ended(flow_run), "a run that fails is named, and the others go on"
     curve, saved = running.curve(), [2, 4, 6, 8, 10]
     checkpoints = CheckpointStore(open_store(running.job.storage), "hourly")
     assert checkpoints.steps() == sorted({min(saved, key=curve.__getitem__), 8, 10})
@@ -193,10 +195,10 @@ def test_drills_are_tasks_of_a_deployment_with_a_table(bench, deployed, api):
     table = api.artifacts("drilled-drills")["drilled-drills"]
     assert table["description"] == "Drills on the nodes of drilled"
     (row,) = json.loads(table["data"])
-    told = [row[column] for column in ("rung", "steps lost", "curve equal", "as expected")]
-    assert told == ["process_replace", "0", "yes", "yes"]
-    said = "logs and ledgers, until all was as expected: "
-    (places,) = [one.removeprefix(said) for one in api.logs(name) if one.startswith(said)]
+    values = [row[column] for column in ("rung", "steps lost", "curve equal", "as expected")]
+    assert values == ["process_replace", "0", "yes", "yes"]
+    prefix = "logs and ledgers, until all was as expected: "
+    (places,) = [one.removeprefix(prefix) for one in api.logs(name) if one.startswith(prefix)]
     home, store = places.split(", ")
     assert store == f"{job['storage']['address']}/{Path(home).name}"
     assert not Path(home).exists()
@@ -264,7 +266,7 @@ def test_the_death_of_flow_server_and_worker_costs_no_step(
     supervisor = running.history.supervisor
     assert supervisor is not None
     os.kill(supervisor.pid, signal.SIGKILL)
-    # The worker says Crashed, the automation schedules the same flow run again.
+    # The worker reports Crashed, the automation schedules the same flow run again.
     wait_for(lambda: running.history.epoch == 2, timeout_s=90, what="the flow to come back")
     wait_for(lambda: api.state("outages") == "Running", timeout_s=30, what="Running")
     assert {p.pid for rank in (0, 1) for p in running.local.rank(rank)} == workers, "adopted"
@@ -287,7 +289,9 @@ def test_the_death_of_flow_server_and_worker_costs_no_step(
     assert running.rungs() == ["in_place_restart"]
     assert len(running.history.attempts) == 2, "nothing was started twice"
     keys = api.artifacts("outages-")
-    assert "outages-fault-p1-a1" in keys, "what could not be told during the outage was told later"
+    assert "outages-fault-p1-a1" in keys, (
+        "what could not be reported during the outage was reported later"
+    )
     assert running.curve() == undisturbed_long.curve()
     assert list(running.curve()) == list(range(1, LONG_STEPS + 1))
     running.leave_nothing()

@@ -24,7 +24,7 @@ SAMPLES = REPO / "tests" / "unit" / "health" / "samples"
 # The driver's tool, as it answers for a node whose chip has an alarm, and for one that is well.
 NPU_SMI = f"""#!/bin/sh
 case "$(pwd -P)" in
-*/nodes/$ILL_NODE/*) health=npu-smi-health-alarm.txt ;;
+*/nodes/$BAD_NODE/*) health=npu-smi-health-alarm.txt ;;
 *) health=npu-smi-health.txt ;;
 esac
 case "$*" in
@@ -39,12 +39,12 @@ esac
 def with_npu_smi(bench, tmp_path):
     """A bench whose machine has the driver's tool; it has an alarm for one node."""
 
-    def build(ill_node: str) -> Workbench:
+    def build(bad_node: str) -> Workbench:
         tool = tmp_path / "npu-smi"
         tool.write_text(NPU_SMI)
         tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
         path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-        return dataclasses.replace(bench, env={"PATH": path, "ILL_NODE": ill_node})
+        return dataclasses.replace(bench, env={"PATH": path, "BAD_NODE": bad_node})
 
     return build
 
@@ -141,11 +141,11 @@ def test_the_command_checks_this_machine_and_that_the_program_starts_twice(bench
         bench, bench.apart("checked", env={"PACE_S": "0"}, preflight=CHECKS), "--json", "--reentry"
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    told = json.loads(done.stdout)
-    outcomes = {check["name"]: check["outcome"] for check in told["checks"]}
-    assert told["ok"]
+    report = json.loads(done.stdout)
+    outcomes = {check["name"]: check["outcome"] for check in report["checks"]}
+    assert report["ok"]
     assert [outcomes[n] for n in ("burn_in", "all_reduce", "store", "reentry")] == ["ok"] * 4
-    reentry = next(check for check in told["checks"] if check["name"] == "reentry")
+    reentry = next(check for check in report["checks"] if check["name"] == "reentry")
     assert reentry["seen"].startswith("losses ")
 
 

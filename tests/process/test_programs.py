@@ -263,7 +263,7 @@ if os.environ["MA_SCHEDULE_CNT"] == "1" and os.environ["VC_TASK_INDEX"] == "1":
 
 
 @pytest.mark.long
-def test_a_device_log_says_why_and_its_node_is_left(bench, tmp_path):
+def test_a_device_log_gives_the_reason_and_its_node_is_replaced(bench, tmp_path):
     program = tmp_path / "on_a_bad_device.py"
     program.write_text(DEVICE_LOG)
     job = {

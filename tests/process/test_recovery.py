@@ -1,7 +1,7 @@
 """Recovery inside the processes, with real processes and real signals.
 
 One run for each kind of parallelism meets its faults one after the other, far enough apart for
-each to be mended by itself, and comes out as the run of the same job that met none.
+each to be recovered from by itself, and comes out as the run of the same job that met none.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RETRY, REPLACE = (Rung.STEP_RETRY,), (Rung.PROCESS_REPLACE,)
 IN_PLACE = Rung.IN_PLACE_RESTART
 STEPS = 66
 PACE_S = 0.03  # a save has to reach the store between two faults, or budgets are used up
-SLOW_S = 0.1  # for wishes, which are looked for every other second
+SLOW_S = 0.1  # for requests, which are looked for every other second
 CHANGES: Mapping[str, Mapping[str, Any]] = {
     "checkpoint": {"every_steps": 4},
     "restart": {
@@ -55,9 +55,9 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Fault:
-    """What a run meets at a step, and the rungs that mend it, in order."""
+    """What a run meets at a step, and the rungs that answer it, in order."""
 
-    told: str
+    name: str
     made: tuple[DrillFault, ...]
     rungs: tuple[Rung, ...]
 
@@ -84,17 +84,17 @@ COURSES: Mapping[ParallelKind, Sequence[Fault]] = {
         Fault("the death of rank 3", _made(31, KILL, 3, at=DrillPoint.HALF_APPLIED), REPLACE),
         Fault("the death of two ranks", _made(37, KILL, 1, 2), REPLACE * 2),
         Fault(
-            "a death while another fault is mended",
+            "a death during another recovery",
             (*_made(43, HCCE, 1), *_made(43, KILL, 2, at=DrillPoint.RECOVERY)),
             (*RETRY, *REPLACE),
         ),
         Fault(
-            "a failed collective while an abnormal gradient is mended",
+            "a failed collective during the recovery from an abnormal gradient",
             (*_made(49, DrillKind.GRADIENT, 2), *_made(49, HCCE, 0, at=DrillPoint.RECOVERY)),
             RETRY * 2,
         ),
         Fault(
-            "a death while an abnormal gradient is mended",
+            "a death during the recovery from an abnormal gradient",
             # Of step 54, back to the snapshot of step 52: the recovery goes on with step 53.
             (*_made(55, DrillKind.GRADIENT, 3), *_made(53, KILL, 1, at=DrillPoint.RECOVERY)),
             (*RETRY, *REPLACE),
@@ -117,7 +117,7 @@ COURSES: Mapping[ParallelKind, Sequence[Fault]] = {
         ),
         Fault("two deaths in one step", _made(35, KILL, 2, times=2), (*REPLACE, IN_PLACE)),
         Fault(
-            "the death of rank 0 while an abnormal gradient is mended",
+            "the death of rank 0 during the recovery from an abnormal gradient",
             (*_made(47, DrillKind.GRADIENT, 3), *_made(45, KILL, 0, at=DrillPoint.RECOVERY)),
             (*RETRY, *REPLACE),
         ),
@@ -135,7 +135,7 @@ COURSES: Mapping[ParallelKind, Sequence[Fault]] = {
 LONG = {DDP: (), HSDP: (pytest.mark.long,), FSDP2: (pytest.mark.long,)}
 KINDS = [pytest.param(kind, marks=LONG[kind], id=kind.value) for kind in COURSES]
 PAIRS = [
-    pytest.param(kind, fault, marks=LONG[kind], id=f"{kind}, {fault.told}")
+    pytest.param(kind, fault, marks=LONG[kind], id=f"{kind}, {fault.name}")
     for kind, course in COURSES.items()
     for fault in course
 ]
@@ -189,7 +189,7 @@ class Bench:
         return self.play(f"course-{kind}", kind, faults=_all_made(kind), hook=witness)
 
     def times_restored(self, name: str, view: AttemptView) -> int:
-        """How often the ranks of an attempt took a checkpoint: the first of them tells."""
+        """How often the ranks of an attempt restored a checkpoint, as the first of them logs it."""
         folder = "p{:04d}-a{:04d}".format(*view.key)
         logs = self.home.glob(f"runs/{name}/nodes/*/*/attempts/{folder}/rank-00000.stdout.log")
         (log,) = logs
@@ -224,7 +224,7 @@ def _span_s(played: RunOutcome, kind: ParallelKind, fault: Fault) -> tuple[float
 
 
 @pytest.mark.parametrize(("kind", "fault"), PAIRS)
-def test_a_fault_is_mended_by_the_cheapest_rung_that_answers_it(bench, kind, fault):
+def test_a_fault_is_recovered_from_by_the_cheapest_rung_that_answers_it(bench, kind, fault):
     played = bench.course(kind)
     made = _all_made(kind)
     for one in fault.made:
@@ -301,7 +301,7 @@ class Caller:
 
 @pytest.fixture(scope="module")
 def called(bench) -> tuple[RunOutcome, Caller]:
-    """A run that is not saved but on request, whose links are mended under its operations."""
+    """A run that saves on request alone, and whose connections are re-established."""
     caller = Caller(bench.home)
     played = bench.play(
         "called",
@@ -324,7 +324,7 @@ def test_a_signal_to_one_rank_has_the_next_step_boundary_saved(called):
     assert caller.signalled_at < asked < caller.pauser.paused_at[0][0]
 
 
-def test_on_a_wish_every_rank_stands_at_one_step_and_goes_on_from_it_later(called):
+def test_on_request_every_rank_stops_at_one_step_and_goes_on_from_it_later(called):
     played, caller = called
     (pause,) = [one for view in played.history.attempts for one in view.pauses]
     assert pause.ended is not None
@@ -333,7 +333,9 @@ def test_on_a_wish_every_rank_stands_at_one_step_and_goes_on_from_it_later(calle
     assert pause.ended.at_s - pause.began.at_s > 0.5
 
 
-def test_a_broken_link_is_mended_under_the_operations_where_the_job_wants_it(called):
+def test_a_broken_connection_is_re_established_under_the_operations_where_the_job_asks_for_it(
+    called,
+):
     played, _ = called
     assert len(played.fired_s[0]) == 1
     (recovery,) = _recoveries(played)

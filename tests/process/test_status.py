@@ -14,25 +14,25 @@ IN_FAULTS = {"redone_step", "detection", "recovery_hang_restart", "recovery_in_p
 
 
 @pytest.mark.long
-def test_a_run_whose_flow_is_dead_tells_of_its_ranks_all_the_same(bench, undisturbed_pair):
+def test_the_status_of_a_run_whose_flow_is_dead_still_shows_its_ranks(bench, undisturbed_pair):
     document = bench.apart("abandoned", steps=60, env={"PACE_S": "0.5"})
     running = bench.start(document)
     running.reach(4)
     running.kill_supervisor()
-    told = running.status()
-    assert (told["state"], told["supervised"]) == ("running", False)
-    assert [node["node"] for node in told["nodes"]] == ["node-0", "node-1"]
-    assert {node["state"] for node in told["nodes"]} == {"running"}
-    ranks = [rank for node in told["nodes"] for rank in node["ranks"]]
+    status = running.status()
+    assert (status["state"], status["supervised"]) == ("running", False)
+    assert [node["node"] for node in status["nodes"]] == ["node-0", "node-1"]
+    assert {node["state"] for node in status["nodes"]} == {"running"}
+    ranks = [rank for node in status["nodes"] for rank in node["ranks"]]
     assert [rank["rank"] for rank in ranks] == [0, 1]
-    assert told["step"] >= 4, "though no checkpoint covers it yet"
-    assert told["eta_s"] > 0
+    assert status["step"] >= 4, "though no checkpoint covers it yet"
+    assert status["eta_s"] > 0
     later = wait_for(
-        lambda: (now := running.status())["step"] > told["step"] and now,
+        lambda: (now := running.status())["step"] > status["step"] and now,
         timeout_s=60,
         what="a later step",
     )
-    assert later["time_s"]["productive_step"] > told["time_s"]["productive_step"]
+    assert later["time_s"]["productive_step"] > status["time_s"]["productive_step"]
     plain = bench.perdure("status", "abandoned")
     assert "nobody supervises it" in plain
     assert "node-0: running, ok; rank 0" in plain
@@ -61,10 +61,10 @@ def test_every_second_of_a_run_that_is_restarted_in_place_has_an_owner(bench, un
     assert running.finish(hurry=False) == 0, running.out
     assert running.curve() == undisturbed_pair.curve()
     assert running.rungs() == ["in_place_restart", "hang_restart"]
-    told = running.status()
-    spent = told["time_s"]
-    assert sum(spent.values()) == pytest.approx(told["wall_s"], abs=0.01)
-    assert told["ettr"] == pytest.approx(spent["productive_step"] / told["wall_s"], abs=1e-3)
+    status = running.status()
+    spent = status["time_s"]
+    assert sum(spent.values()) == pytest.approx(status["wall_s"], abs=0.01)
+    assert status["ettr"] == pytest.approx(spent["productive_step"] / status["wall_s"], abs=1e-3)
     assert set(spent) >= IN_FAULTS | {"productive_step", "save_block", "start_up", "ending"}
     assert "unknown" not in spent
     assert "unsupervised" not in spent

@@ -40,7 +40,7 @@ def test_a_second_start_adopts_the_living_attempt_and_training_never_stopped(
 
 
 @pytest.mark.long
-def test_a_fault_while_nobody_supervises_is_mended_by_the_next_supervisor(bench, undisturbed_pair):
+def test_a_fault_in_a_run_without_a_supervisor_is_answered_by_the_next_one(bench, undisturbed_pair):
     job = bench.pair("unwatched", restart={"process_replace": False})
     first = bench.start(job)
     first.reach(12)
@@ -61,10 +61,10 @@ def test_a_fault_while_nobody_supervises_is_mended_by_the_next_supervisor(bench,
 
 
 @pytest.mark.long
-def test_a_process_is_replaced_while_nobody_supervises_and_the_next_one_reads_of_it(
+def test_a_process_is_replaced_without_a_supervisor_and_the_next_one_records_it(
     bench, undisturbed_pair
 ):
-    job = bench.pair("self-mended")
+    job = bench.pair("self-recovered")
     first = bench.start(job)
     first.reach(12)
     first.kill_supervisor()
@@ -72,7 +72,7 @@ def test_a_process_is_replaced_while_nobody_supervises_and_the_next_one_reads_of
     at_death = first.step()
     wait_for(lambda: first.step() > at_death + 3, timeout_s=30, what="steps after the death")
     assert [process.pid for process in first.local.rank(1)] != [killed]
-    assert first.rungs() == [], "nobody has copied it into the ledger yet"
+    assert first.rungs() == [], "no supervisor has copied it into the ledger yet"
 
     second = bench.start(job)
     assert second.finish() == 0, second.out
@@ -83,7 +83,7 @@ def test_a_process_is_replaced_while_nobody_supervises_and_the_next_one_reads_of
 
 
 @pytest.mark.long
-def test_a_run_whose_containers_are_all_gone_is_placed_anew(bench, undisturbed_pair):
+def test_a_run_whose_containers_are_all_gone_is_placed_again(bench, undisturbed_pair):
     job = bench.pair("vanished")
     first = bench.start(job)
     first.reach(12)

@@ -1,4 +1,4 @@
-"""A user's session program whose ranks misbehave as TROUBLES says.
+"""A user's session program whose ranks misbehave as TROUBLES lists it.
 
 TROUBLES is a list of kind:rank:step[:seconds], kinds as below; those of ONCE happen once, whatever
 is restarted, and leave a file in MARKS. A rank is slow on SLOW_NODE alone, where that is given.
@@ -41,10 +41,10 @@ class Troubles:
 
     def __init__(self, rank: int) -> None:
         self.marks = Path(os.environ["MARKS"])
-        told = [one.split(":") for one in os.environ.get("TROUBLES", "").split(",") if one]
+        listed = [one.split(":") for one in os.environ.get("TROUBLES", "").split(",") if one]
         self.mine = [
             (kind, int(step), float(rest[0]) if rest else 0.0)
-            for kind, at_rank, step, *rest in told
+            for kind, at_rank, step, *rest in listed
             if int(at_rank) == rank
         ]
         self.rank = rank

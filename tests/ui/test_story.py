@@ -1,4 +1,4 @@
-"""What a person sees in the Prefect UI of a run that was broken three times."""
+"""What a user sees in the Prefect UI of a run that was broken three times."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def root(request) -> str:
     return {"v1": "", "v2": "/v2"}[request.param]
 
 
-# Polled as one: V2 draws a page anew while it loads.
+# Polled as one: V2 redraws a page while it loads.
 DRAWN = """() => {
     const pictures = [...document.querySelectorAll("img[src^='data:image/png']")];
     return pictures.length > 0 && pictures.every(one => one.complete && one.naturalWidth > 500);
 }"""
 
 
-def test_the_page_of_the_run_tells_attempts_states_and_reasons(broken, api, visitor, root):
+def test_the_page_of_the_run_shows_attempts_states_and_reasons(broken, api, visitor, root):
     run_id = api.flow_runs(NAME)[0]["id"]
     page = visitor.goto(f"{root}/runs/flow-run/{run_id}")
     expect(page.get_by_text(NAME, exact=True).first).to_be_visible()
@@ -70,7 +70,7 @@ def test_the_page_of_the_run_tells_attempts_states_and_reasons(broken, api, visi
     visitor.keep(f"artifacts{root.replace('/', '-')}")
 
 
-def test_the_state_of_an_attempt_says_class_place_step_and_evidence(broken, api, visitor, root):
+def test_the_state_of_an_attempt_shows_class_place_step_and_evidence(broken, api, visitor, root):
     task_run_id = api.task_run_ids(NAME)["attempt 1.1 from step 0"]
     page = visitor.goto(f"{root}/runs/task-run/{task_run_id}")
     expect(page.get_by_text("hang on rank 0 on node-0").first).to_be_visible()
@@ -114,7 +114,7 @@ def test_tables_are_tables(artifacts, visitor, root, name):
     visitor.keep(f"{name}{root.replace('/', '-')}")
 
 
-def test_alerts_say_what_is_open_and_what_is_past(api, visitor, root, prefect_server):
+def test_alerts_are_shown_as_open_or_past(api, visitor, root, prefect_server):
     with temporary_settings({PREFECT_API_URL: prefect_server.api_url}):
         reporter = Reporter("hot", None, logging.getLogger("test"))
         past = HOT.model_copy(update={"number": 2, "text": "memory at 97 %"})
