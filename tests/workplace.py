@@ -1,6 +1,7 @@
 """The Prefect server and the folders that real runs of a test session have in common.
 
-One server for all of them: Prefect's client of events keeps to the first server that a process reports to.
+One server for all of them: Prefect's client of events keeps to the first one that a process
+reports to.
 """
 
 from __future__ import annotations
