@@ -80,12 +80,12 @@ class Workbench:
             "preflight": {"nodes": False},  # its own tests have it on
             "engine": {"nodes": 2, "slots_per_node": 2, "spares": 1, "grace_s": 10},
         }
-        pace = {"PACE_S": "0.1", "HURRY": str(self.hurry_file(run_id))}
+        pace = {"PACE_S": "0.1", "PACE_FILE": str(self.pace_file(run_id))}
         return {**document, **changes, "env": {**pace, **changes.get("env", {})}}
 
-    def hurry_file(self, run_id: str) -> Path:
-        """The file with which a run's steps come without a pause."""
-        return self.home / f"{run_id}.hurry"
+    def pace_file(self, run_id: str) -> Path:
+        """Where a run looks for how long to pause in a step."""
+        return self.home / f"{run_id}.pace"
 
     def pair(self, run_id: str, **changes: Any) -> dict[str, Any]:
         """A job of two ranks on one node, for what does not need more: it starts faster."""
@@ -217,15 +217,18 @@ class Running:
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
 
-    def hurry(self) -> None:
-        """Have the remaining steps come without a pause: nothing more is done to the run."""
-        self.bench.hurry_file(self.job.run_id).touch()
+    def pace(self, seconds: float) -> None:
+        """From now on, pause for so long in every step."""
+        file = self.bench.pace_file(self.job.run_id)
+        part = file.with_suffix(".part")
+        part.write_text(f"{seconds:g}")
+        part.replace(file)
 
     def finish(self, *, timeout_s: float = 180, hurry: bool = True) -> int:
-        """Wait for the end of `perdure run`. Returns its exit code."""
+        """Wait for the end of `perdure run`, by default without pauses. Returns its exit code."""
         assert self.process is not None
         if hurry:
-            self.hurry()
+            self.pace(0)
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:

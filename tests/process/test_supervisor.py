@@ -13,8 +13,7 @@ def test_a_second_start_adopts_the_living_attempt_and_training_never_stopped(
     bench, undisturbed_pair
 ):
     store = {"address": f"file://{bench.home}/store-adopted"}  # with no corpus prepared yet
-    # Slow enough for a third start before it is over.
-    job = bench.pair("adopted", storage=store, env={"PACE_S": "0.5"})
+    job = bench.pair("adopted", storage=store)
     first = bench.start(job)
     first.reach(5)
     workers = {p.pid for rank in (0, 1) for p in first.local.rank(rank)}
@@ -22,6 +21,7 @@ def test_a_second_start_adopts_the_living_attempt_and_training_never_stopped(
     at_death = first.step()
     wait_for(lambda: first.step() > at_death + 3, timeout_s=30, what="steps without a supervisor")
 
+    first.pace(2.0)  # or a busy machine would start the third when all is over
     second = bench.start(job)
     wait_for(lambda: "adopted" in second.out, timeout_s=60, what="adoption")
     assert {p.pid for rank in (0, 1) for p in second.local.rank(rank)} == workers

@@ -1,7 +1,7 @@
 """A user's own session program: a small recurrent model, paced so that faults find it at work.
 
-`PACE_S` in the environment is a pause per step, until there is a file `HURRY`; neither changes a
-number.
+`PACE_S` in the environment is a pause per step; what the file `PACE_FILE` holds, once there is one,
+comes in its place. Neither changes a number.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def main(job) -> None:
     torch.manual_seed(session.rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     session.register(model=model, optimizer=optimizer, data=make_loader(job, session, dataset))
-    hurry = Path(os.environ.get("HURRY", "/not/there"))
+    pace = Path(os.environ.get("PACE_FILE", "/not/there"))
     for step in session.steps(until=job.steps):
         with step:
-            time.sleep(0.0 if hurry.exists() else float(os.environ["PACE_S"]))
+            time.sleep(float(pace.read_text() if pace.exists() else os.environ["PACE_S"]))
             inputs, targets = step.batch()
             step.backward(model(inputs, targets))
             step.apply()
