@@ -27,10 +27,9 @@ from training.errors import PerdureError
 from training.files import home_folder
 from training.injection.outside import Kill, KillInjector, LocalRun, Victim
 from training.job import Job, load_job
-from training.journal.accounting import account
 from training.journal.ledger import Ledger
 from training.journal.steps import StepReader, kept_of
-from training.journal.wall_time import Account
+from training.journal.time_account import Account, account
 from training.specs.data import DataSpec
 from training.specs.engine import LocalEngineSpec
 from training.specs.model import BatchSpec, ModelSpec, OptimizerSpec
@@ -155,7 +154,7 @@ def _print_outcome(console: Console, job: Job, ui_url: str) -> None:
 
 def _print_account(console: Console, spent: Account, job: Job, folder: Path) -> None:
     """Where the time went."""
-    if not spent.stretches:
+    if not spent.intervals:
         return
     picture = folder / "timeline.png"
     picture.write_bytes(timeline_picture(spent))

@@ -27,11 +27,10 @@ from perdure.tables import WIDTH, account_bar, account_table, attempts_view, spa
 from storage.checkpoint import Tier
 from training.engines.base import Snapshot
 from training.files import home_folder
-from training.journal.accounting import account
 from training.journal.events import StepRecord
 from training.journal.history import AttemptView, RunHistory
 from training.journal.steps import kept_of
-from training.journal.wall_time import Account
+from training.journal.time_account import Account, account
 from training.recovery.faults import Fault
 from training.recovery.rungs import Rung
 from training.supervisor.accounts import Accountant, duration_text, ettr_text
@@ -357,7 +356,7 @@ def status_panel(status: Status, width: int) -> RenderableType:
     if losses:
         line = f"loss {sparkline(losses, WIDTH)} {losses[-1]:.4f}"
         rows.append(Text(line, style="cyan"))
-    if status.account.stretches:
+    if status.account.intervals:
         rows.append(Text(ettr_text(status.account)))
     rows += [Text(line) for line in _notices(document)]
     rows += _details(status, width - 4)
@@ -399,7 +398,7 @@ def _details(status: Status, width: int) -> list[RenderableType]:
     if status.history.attempts:
         shown = story_rows(status.history)[-_NUM_ATTEMPTS:]
         rows += ["", attempts_view(shown, width)]
-    if status.account.stretches:
+    if status.account.intervals:
         rows += [Text("Where the time went", style="bold")]
         rows += [account_bar(status.account), account_table(status.account)]
     return rows

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from perdure.console import make_table
-from training.journal.wall_time import Account
+from training.journal.time_account import Account
 from training.supervisor.accounts import COLOURS, coarse, share_rows
 from training.supervisor.report import NOT_MENDED, AttemptRow
 
@@ -91,9 +91,9 @@ def _text(value: float | None) -> str:
 def account_bar(account: Account) -> Text:
     """The wall time from left to right, in the colours of its owners."""
     bar = Text("  ")
-    for stretch in coarse(account.stretches, WIDTH):
-        cells = round(stretch.seconds / account.wall_s * WIDTH)
-        bar.append("\u2588" * max(1, cells), style=COLOURS[stretch.owner])
+    for interval in coarse(account.intervals, WIDTH):
+        cells = round(interval.seconds / account.wall_s * WIDTH)
+        bar.append("\u2588" * max(1, cells), style=COLOURS[interval.owner])
     return bar
 
 

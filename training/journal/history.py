@@ -280,6 +280,20 @@ class RunHistory:
                 found.append(Recovery(fault, view.decision.rung, progressed=later))
         return found
 
+    def mtbf_s(self, expected_s: float) -> float:
+        """Mean seconds between failures that cost steps, measured.
+
+        The expectation counts like one failure that has been seen after that time (the mean of a
+        gamma prior of shape 1), so one early fault does not have a run save all the time, and
+        after many the expectation does not matter.
+
+        Args:
+            expected_s: of the job.
+        """
+        ended = [view.ended for view in self.attempts if view.ended is not None]
+        lived_s = sum(end.duration_s for end in ended)
+        return (expected_s + lived_s) / (1 + sum(end.outcome == "failed" for end in ended))
+
     def _progress_within(self, view: AttemptView, recovery: InProcessRecovery) -> bool:
         """Whether its own attempt committed a step that was trained after the recovery.
 

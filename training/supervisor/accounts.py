@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from storage.objects import ObjectStore
-from training.journal.accounting import account
 from training.journal.events import StepRecord
 from training.journal.history import RunHistory
 from training.journal.steps import StepReader, identity_of, kept_of
-from training.journal.wall_time import MEANING, RECOVERY, Account, Key, Owner, Stretch
+from training.journal.time_account import MEANING, RECOVERY, Account, Interval, Key, Owner, account
 from training.recovery.rungs import RUNGS
 
 # The same on the terminal and in the picture: greens train, reds were lost to faults.
@@ -38,7 +37,7 @@ COLOURS: Mapping[str, str] = {
     Owner.UNKNOWN: "#cfd8dc",
 }
 _NUM_ROWS = 30  # attempts in a picture; the newest ones
-_RESOLUTION = 1500  # stretches across a picture; shorter ones are drawn with their neighbours
+_RESOLUTION = 1500  # intervals across a picture; shorter ones are drawn with their neighbours
 _UNITS = (("days", 86_400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
 
 
@@ -166,9 +165,9 @@ def timeline_picture(account: Account) -> bytes:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     unit, unit_s = next((one for one in _UNITS if account.wall_s >= 3 * one[1]), _UNITS[-1])
-    from_s = account.stretches[0].from_s if account.stretches else 0.0
-    for number, (_, stretches) in enumerate(rows):
-        _draw_row(axes, number, stretches, from_s, unit_s)
+    from_s = account.intervals[0].from_s if account.intervals else 0.0
+    for number, (_, intervals) in enumerate(rows):
+        _draw_row(axes, number, intervals, from_s, unit_s)
     axes.set_yticks(range(len(rows)), [name for name, _ in rows])
     axes.invert_yaxis()
     axes.set_xlim(0, max(account.wall_s / unit_s, 1e-9))
@@ -186,48 +185,48 @@ def timeline_picture(account: Account) -> bytes:
     return buffer.getvalue()
 
 
-def _rows(account: Account) -> list[tuple[str, list[Stretch]]]:
-    by_attempt: defaultdict[Key, list[Stretch]] = defaultdict(list)
-    for stretch in account.stretches:
-        if stretch.attempt != (0, 0):
-            by_attempt[stretch.attempt].append(stretch)
+def _rows(account: Account) -> list[tuple[str, list[Interval]]]:
+    by_attempt: defaultdict[Key, list[Interval]] = defaultdict(list)
+    for interval in account.intervals:
+        if interval.attempt != (0, 0):
+            by_attempt[interval.attempt].append(interval)
     attempts = [("attempt {}.{}".format(*key), by_attempt[key]) for key in by_attempt]
-    return [("whole run", list(account.stretches)), *attempts[-_NUM_ROWS:]]
+    return [("whole run", list(account.intervals)), *attempts[-_NUM_ROWS:]]
 
 
 def _draw_row(
-    axes: Any, number: int, stretches: Sequence[Stretch], from_s: float, unit_s: float
+    axes: Any, number: int, intervals: Sequence[Interval], from_s: float, unit_s: float
 ) -> None:
     bars: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-    for stretch in coarse(stretches):
-        begin = (stretch.from_s - from_s) / unit_s
-        bars[stretch.owner].append((begin, stretch.seconds / unit_s))
+    for interval in coarse(intervals):
+        begin = (interval.from_s - from_s) / unit_s
+        bars[interval.owner].append((begin, interval.seconds / unit_s))
     for owner, ranges in bars.items():
         axes.broken_barh(ranges, (number - 0.4, 0.8), color=COLOURS[owner], linewidth=0)
 
 
-def coarse(stretches: Sequence[Stretch], resolution: int = _RESOLUTION) -> Iterator[Stretch]:
+def coarse(intervals: Sequence[Interval], resolution: int = _RESOLUTION) -> Iterator[Interval]:
     """Stretches that can be seen: short ones together go to whoever has most of them.
 
     Args:
-        stretches: without gaps.
+        intervals: without gaps.
         resolution: how many fit side by side at most.
     """
-    if not stretches:
+    if not intervals:
         return
-    least_s = (stretches[-1].to_s - stretches[0].from_s) / resolution
+    least_s = (intervals[-1].to_s - intervals[0].from_s) / resolution
     gathered: defaultdict[str, float] = defaultdict(float)
-    from_s = stretches[0].from_s
-    for stretch in stretches:
-        if gathered and stretch.seconds >= least_s:
-            yield Stretch(from_s, stretch.from_s, _most(gathered), stretch.attempt)
-            gathered, from_s = defaultdict(float), stretch.from_s
-        gathered[stretch.owner] += stretch.seconds
-        if stretch.to_s - from_s >= least_s:
-            yield Stretch(from_s, stretch.to_s, _most(gathered), stretch.attempt)
-            gathered, from_s = defaultdict(float), stretch.to_s
+    from_s = intervals[0].from_s
+    for interval in intervals:
+        if gathered and interval.seconds >= least_s:
+            yield Interval(from_s, interval.from_s, _most(gathered), interval.attempt)
+            gathered, from_s = defaultdict(float), interval.from_s
+        gathered[interval.owner] += interval.seconds
+        if interval.to_s - from_s >= least_s:
+            yield Interval(from_s, interval.to_s, _most(gathered), interval.attempt)
+            gathered, from_s = defaultdict(float), interval.to_s
     if gathered:
-        yield Stretch(from_s, stretches[-1].to_s, _most(gathered), stretches[-1].attempt)
+        yield Interval(from_s, intervals[-1].to_s, _most(gathered), intervals[-1].attempt)
 
 
 def _most(gathered: Mapping[str, float]) -> str:

@@ -26,7 +26,6 @@ from training.environment import variables_of
 from training.errors import AgentUnreachable, EngineError, RunConflict
 from training.health.verdict import CheckVerdict
 from training.job import Job
-from training.journal.failure_rate import measured_mtbf_s
 from training.journal.history import AttemptView, RunHistory
 from training.journal.ledger import Identity, Ledger
 from training.journal.records import DataReady, RunCreated, RunEnded
@@ -313,7 +312,7 @@ class Run:
         job = self.job
         if job.checkpoint.mtbf_s is None:
             return job
-        measured = {"mtbf_s": measured_mtbf_s(job.checkpoint.mtbf_s, self.history)}
+        measured = {"mtbf_s": self.history.mtbf_s(job.checkpoint.mtbf_s)}
         return job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update=measured)})
 
     def _on_progress(

@@ -1,13 +1,23 @@
-"""What a supervisor learns from a ledger."""
+"""What a supervisor learns from a ledger: attempts, recoveries, pauses, the failure rate."""
 
 from __future__ import annotations
 
-from training.journal.history import replay
+import json
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from training.journal.events import EVENT, LedgerEvent
+from training.journal.history import RunHistory, replay
 from training.journal.records import (
+    RECORD,
+    AnyRecord,
     AttemptEnded,
     AttemptStarted,
     CheckpointSeen,
     Decided,
+    EventSeen,
     FirstStep,
     Member,
     Placed,
@@ -16,142 +26,363 @@ from training.journal.records import (
     RungFailed,
     SupervisorTook,
 )
-from training.recovery.decision import Decision
+from training.recovery.decision import Decision, Recovery
+from training.recovery.events import LastSave, PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.rungs import Rung
 from training.supervisor.report import attempt_rows
 
-CRASH = Fault(FaultClass.NATIVE_CRASH, 10.0, "SIGKILL", node="node-1", rank=3, step=14)
+LINK = Fault(fault_class=FaultClass.LINK_DOWN, at_s=10.0, evidence="EI0006", step=14)
+CRASH = Fault(fault_class=FaultClass.NATIVE_CRASH, at_s=30.0, evidence="SIGKILL", rank=3, step=40)
+NOW: dict[str, Any] = {"at_s": 0.0, "epoch": 1}
+DAY_S = 86_400.0
+BEGINNING: list[AnyRecord] = [
+    SupervisorTook(**NOW, supervisor="a", host="h", pid=1),
+    RunCreated(**NOW, job={}),
+    Placed(
+        **NOW, placement=1, avoid=(),
+        members=tuple(Member(index=n, node=f"node-{n}", schedule_cnt=1) for n in (0, 1)),
+    ),
+]  # fmt: skip
 
 
-def told(at_s: float = 0.0) -> dict:
-    return {"at_s": at_s, "epoch": 1}
+def began(number: int, rung: Rung = Rung.STEP_RETRY, *, at_s: float = 10.0) -> RecoveryBegan:
+    return RecoveryBegan(
+        at_s=at_s,
+        number=number,
+        generation=number,
+        fault=LINK,
+        decision=Decision(rung, None, "because"),
+    )
 
 
-def beginning() -> list:
-    return [
-        SupervisorTook(**told(), supervisor="a", host="h", pid=1),
-        RunCreated(**told(), job={}),
-        Placed(
-            **told(),
-            placement=1,
-            members=(
-                Member(index=0, node="node-0", schedule_cnt=1),
-                Member(index=1, node="node-1", schedule_cnt=1),
-            ),
-            avoid=(),
-        ),
+def ended(number: int, step: int | None = 14, *, succeeded: bool = True) -> RecoveryEnded:
+    return RecoveryEnded(
+        at_s=11.0, number=number, generation=number + 1, succeeded=succeeded, step=step
+    )
+
+
+def seen(event: LedgerEvent, attempt: int = 1) -> EventSeen:
+    return EventSeen(**NOW, placement=1, attempt=attempt, event=event)
+
+
+def started(attempt: int, from_step: int = 10) -> AttemptStarted:
+    return AttemptStarted(**NOW, placement=1, attempt=attempt, from_step=from_step)
+
+
+def committed(step: int, attempt: int = 1) -> CheckpointSeen:
+    return CheckpointSeen(**NOW, placement=1, attempt=attempt, step=step)
+
+
+def failed(
+    attempt: int,
+    rung: Rung = Rung.IN_PLACE_RESTART,
+    *,
+    isolate: str | None = None,
+    outcome: str = "failed",
+    duration_s: float = 5.0,
+) -> list[AnyRecord]:
+    """The end of an attempt, and the decision about it where a fault was the reason."""
+    is_failed = outcome == "failed"
+    end = AttemptEnded(
+        **NOW, placement=1, attempt=attempt, outcome=outcome, to_step=40, duration_s=duration_s,
+        proc_start_cnt={"node-0": 1, "node-1": 1}, fault=CRASH if is_failed else None,
+    )  # fmt: skip
+    return [end, *([decided(attempt, rung, isolate)] if is_failed else [])]
+
+
+def decided(attempt: int, rung: Rung, isolate: str | None = None) -> Decided:
+    decision = Decision(rung, isolate, "because")
+    return Decided(**NOW, placement=1, attempt=attempt, decision=decision)
+
+
+def history_of(*records: AnyRecord) -> RunHistory:
+    """The history of a run of which these are the records after its first attempt began."""
+    return replay([*BEGINNING, started(1), *records])
+
+
+def outlines(history: RunHistory) -> list[tuple[str, bool, bool]]:
+    return [(one.rung.value, one.progressed, one.failed) for one in history.recoveries()]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        began(1),
+        ended(1),
+        LastSave(at_s=1.0, number=2, step=None, why="no replica of rank 3 lives"),
+        PauseBegan(at_s=1.0, number=3, step=7),
+        PauseEnded(at_s=2.0, number=3, step=7),
+    ],
+)
+def test_every_event_goes_through_log_and_ledger_unchanged(event):
+    record = seen(event)
+    assert RECORD.validate_json(RECORD.dump_json(record)) == record
+    assert EVENT.validate_json(EVENT.dump_json(event)) == event
+
+
+def test_recoveries_inside_the_processes_come_before_the_one_that_ended_their_attempt():
+    history = history_of(
+        seen(began(1)), seen(ended(1)), seen(began(2, Rung.PROCESS_REPLACE)),
+        seen(ended(2, succeeded=False)), *failed(1), started(2),
+        seen(began(1, Rung.OPERATOR_RETRY), 2), seen(ended(1), 2),
+    )  # fmt: skip
+    assert [rung for rung, _, _ in outlines(history)] == [
+        "step_retry", "process_replace", "in_place_restart", "operator_retry",
+    ]  # fmt: skip
+    assert [one.fault.fault_class.value for one in history.recoveries()] == [
+        "link_down", "link_down", "native_crash", "link_down",
+    ]  # fmt: skip
+
+
+def test_a_recovery_that_goes_on_in_a_living_attempt_has_neither_failed_nor_progressed():
+    assert outlines(history_of(seen(began(1)))) == [("step_retry", False, False)]
+
+
+def test_a_recovery_that_came_to_grief_has_failed():
+    history = history_of(seen(began(1)), seen(ended(1, None, succeeded=False)))
+    assert outlines(history) == [("step_retry", False, True)]
+
+
+def test_a_recovery_that_another_fault_cut_short_is_told_from_one_that_failed():
+    cut = ended(1, None, succeeded=False).model_copy(update={"cut_short": True})
+    history = history_of(
+        seen(began(1)), seen(began(2, Rung.PROCESS_REPLACE)),
+        seen(cut), seen(ended(2, None, succeeded=False)), *failed(1),
+    )  # fmt: skip
+    assert [one.cut_short for one in history.recoveries()] == [True, False, False]
+    assert [one.cut_short for one in history.recoveries()] == [True, False, False]
+
+
+@pytest.mark.parametrize("outcome", ["failed", "stopped"])
+def test_a_recovery_whose_attempt_ended_first_has_failed(outcome):
+    history = history_of(seen(began(1)), *failed(1, outcome=outcome))
+    assert outlines(history)[0] == ("step_retry", False, True)
+
+
+def test_an_end_that_was_lost_with_a_node_is_no_failure_of_a_completed_attempt():
+    assert outlines(history_of(seen(began(1)), *failed(1, outcome="completed"))) == [
+        ("step_retry", False, False)
     ]
 
 
-def attempt(number: int, rung: Rung | None = None, *, isolate: str | None = None) -> list:
-    records: list = [AttemptStarted(**told(), placement=1, attempt=number, from_step=10)]
-    if rung is None:
-        return records
-    return [
-        *records,
-        AttemptEnded(
-            **told(12.0),
-            placement=1,
-            attempt=number,
-            outcome="failed",
-            to_step=14,
-            proc_start_cnt={"node-0": number, "node-1": number},
-            fault=CRASH,
-            duration_s=5.0,
-        ),
-        Decided(
-            **told(12.0), placement=1, attempt=number, decision=Decision(rung, isolate, "because")
-        ),
+def test_a_step_committed_after_a_recovery_is_progress():
+    mended = [seen(began(1)), seen(ended(1, 14))]
+    assert outlines(history_of(*mended, committed(15))) == [("step_retry", True, False)]
+
+
+def test_a_save_from_before_the_fault_is_no_progress_when_it_is_committed_after_it():
+    mended = [seen(began(1)), seen(ended(1, 14))]
+    assert outlines(history_of(*mended, committed(14))) == [("step_retry", False, False)]
+
+
+def test_the_order_of_notes_and_commits_in_the_ledger_does_not_matter():
+    # A supervisor that takes over reads hours of an attempt at once.
+    mended = [seen(began(1)), seen(ended(1, 14))]
+    assert outlines(history_of(committed(20), *mended)) == [("step_retry", True, False)]
+
+
+def test_only_recoveries_before_the_progress_are_free():
+    history = history_of(
+        seen(began(1)), seen(ended(1, 14)), committed(20), seen(began(2)), seen(ended(2, 25))
+    )
+    assert [progressed for _, progressed, _ in outlines(history)] == [True, False]
+
+
+def test_what_the_survivors_save_after_a_failed_recovery_is_no_progress_of_it():
+    history = history_of(
+        seen(began(1)), seen(ended(1, 14, succeeded=False)),
+        seen(LastSave(at_s=12.0, number=2, step=15)), *failed(1), committed(15),
+    )  # fmt: skip
+    assert outlines(history) == [("step_retry", False, True), ("in_place_restart", False, False)]
+    assert history.attempts[0].last_save == LastSave(at_s=12.0, number=2, step=15)
+
+
+def test_a_later_attempt_that_commits_a_new_step_makes_all_before_it_free():
+    history = history_of(
+        seen(began(1)), seen(ended(1, succeeded=False)), *failed(1), started(2, 14)
+    )
+    assert [progressed for _, progressed, _ in outlines(history)] == [False, False]
+    history = history_of(
+        seen(began(1)), seen(ended(1, succeeded=False)), *failed(1), started(2, 14),
+        committed(20, attempt=2),
+    )  # fmt: skip
+    assert [progressed for _, progressed, _ in outlines(history)] == [True, True]
+
+
+def test_an_attempt_that_saves_what_it_began_with_at_the_end_of_its_life_got_nowhere():
+    again = [started(2, 14), *failed(2), committed(14, attempt=2)]
+    assert [progressed for _, progressed, _ in outlines(history_of(*failed(1), *again))] == [
+        False,
+        False,
     ]
+
+
+def test_what_an_attempt_began_with_is_told_by_its_first_step():
+    # The nodes' memory had step 18, the store 14: a commit of 18 brings nothing new.
+    first = FirstStep(**NOW, placement=1, attempt=2, step=19, stepped_s=0.0)
+    history = history_of(*failed(1), started(2, 14), first, committed(18, attempt=2))
+    assert [progressed for _, progressed, _ in outlines(history)] == [False]
+
+
+def test_budgets_start_anew_for_recoveries_inside_the_processes_too():
+    history = history_of(
+        seen(began(1)), *failed(1, Rung.STOP), RunEnded(**NOW, outcome="failed", message="over")
+    )
+    assert history.recoveries() == []
+
+
+def test_an_attempt_lists_its_recoveries_with_their_ends():
+    history = history_of(seen(began(1)), seen(ended(1)), seen(began(2)))
+    first, second = history.attempts[0].recoveries
+    assert (first.began, first.ended, first.succeeded) == (began(1), ended(1), True)
+    assert (second.began, second.ended, second.succeeded) == (began(2), None, False)
+
+
+def test_an_end_without_its_beginning_says_nothing():
+    history = history_of(seen(ended(7)), seen(PauseEnded(at_s=1.0, number=8, step=3)))
+    assert history.attempts[0].recoveries == []
+    assert history.attempts[0].pauses == []
+    assert history.recoveries() == []
+
+
+def test_a_run_is_paused_from_the_moment_all_ranks_stand_until_they_go_on():
+    stands, goes_on = PauseBegan(at_s=1.0, number=1, step=7), PauseEnded(at_s=5.0, number=1, step=7)
+    assert history_of().pause is None
+    paused = history_of(seen(stands))
+    assert paused.pause is not None
+    assert paused.pause.began == stands
+    resumed = history_of(seen(stands), seen(goes_on))
+    assert resumed.pause is None
+    assert [(one.began, one.ended) for one in resumed.attempts[0].pauses] == [(stands, goes_on)]
+
+
+def test_nothing_that_has_ended_is_paused():
+    stands = seen(PauseBegan(at_s=1.0, number=1, step=7))
+    assert history_of(stands, *failed(1)).pause is None
+    assert history_of(stands, *failed(1), started(2)).pause is None
+    assert history_of(stands, RunEnded(**NOW, outcome="cancelled", message="")).pause is None
+
+
+def test_a_past_recovery_fits_into_a_start_order():
+    past = Recovery(fault=LINK, rung=Rung.STEP_RETRY, progressed=True)
+    as_json = TypeAdapter(Recovery)
+    assert as_json.validate_json(as_json.dump_json(past)) == past
+
+
+@pytest.mark.parametrize("embedded", ["fault", "decision"])
+def test_an_unknown_field_inside_of_an_embedded_fault_or_decision_is_an_error(embedded):
+    document = json.loads(began(1).model_dump_json())
+    assert EVENT.validate_python(document) == began(1)
+    document[embedded]["invented"] = 1
+    with pytest.raises(ValidationError, match="invented"):
+        EVENT.validate_python(document)
 
 
 def test_an_attempt_without_an_end_is_the_open_one():
-    history = replay([*beginning(), *attempt(1, Rung.IN_PLACE_RESTART), *attempt(2)])
+    history = history_of(*failed(1), started(2))
     assert history.open_attempt is not None
     assert history.open_attempt.key == (1, 2)
 
 
 def test_a_recovery_has_progressed_once_a_later_attempt_commits_a_checkpoint():
-    records = [*beginning(), *attempt(1, Rung.IN_PLACE_RESTART), *attempt(2)]
-    assert [r.progressed for r in replay(records).recoveries()] == [False]
-    records.append(CheckpointSeen(**told(), placement=1, attempt=2, step=20))
-    assert [r.progressed for r in replay(records).recoveries()] == [True]
+    records = [*failed(1), started(2)]
+    assert outlines(history_of(*records)) == [("in_place_restart", False, False)]
+    records.append(committed(20, attempt=2))
+    assert outlines(history_of(*records)) == [("in_place_restart", True, False)]
 
 
 def test_a_checkpoint_of_the_attempt_that_failed_is_no_progress():
-    records = [*beginning(), *attempt(1, Rung.IN_PLACE_RESTART)]
-    records.append(CheckpointSeen(**told(), placement=1, attempt=1, step=10))
-    assert [r.progressed for r in replay(records).recoveries()] == [False]
+    assert outlines(history_of(*failed(1), committed(10))) == [("in_place_restart", False, False)]
 
 
 def test_where_steps_are_unknown_a_long_attempt_is_progress():
-    two = [*beginning(), *attempt(1, Rung.IN_PLACE_RESTART), *attempt(2, Rung.IN_PLACE_RESTART)]
-    history = replay(two)
+    history = history_of(*failed(1), started(2), *failed(2))
     assert [r.progressed for r in history.recoveries(progress_after_s=4.0)] == [True, False]
     assert [r.progressed for r in history.recoveries(progress_after_s=6.0)] == [False, False]
 
 
 def test_a_node_stays_isolated_when_its_rescheduling_failed_and_another_was_decided():
-    records = [*beginning(), *attempt(1, Rung.POD_RESCHEDULE, isolate="node-1")]
-    key = {"placement": 1, "attempt": 1}
-    records.append(RungFailed(**told(), **key, rung=Rung.POD_RESCHEDULE, why="no agent started"))
-    records.append(
-        Decided(**told(), **key, decision=Decision(Rung.JOB_RESCHEDULE, None, "because"))
+    rung = Rung.POD_RESCHEDULE
+    history = history_of(
+        *failed(1, rung, isolate="node-1"),
+        RungFailed(**NOW, placement=1, attempt=1, rung=rung, why="no agent started"),
+        decided(1, Rung.JOB_RESCHEDULE),
     )
-    history = replay(records)
     assert history.isolated == ("node-1",)
-    assert [(r.rung, r.failed) for r in history.recoveries()] == [
-        (Rung.POD_RESCHEDULE, True),
-        (Rung.JOB_RESCHEDULE, False),
+    assert outlines(history) == [
+        ("pod_reschedule", False, True),
+        ("job_reschedule", False, False),
     ]
 
 
 def test_isolated_nodes_stay_on_record_in_their_order():
-    history = replay(
-        [*beginning(), *attempt(1, Rung.JOB_RESCHEDULE_ISOLATED, isolate="node-1"), *attempt(2)]
-    )
-    assert history.isolated == ("node-1",)
+    isolating = failed(1, Rung.JOB_RESCHEDULE_ISOLATED, isolate="node-1")
+    assert history_of(*isolating, started(2)).isolated == ("node-1",)
 
 
 def test_a_rung_that_could_not_be_carried_out_is_a_failed_recovery():
-    records = [*beginning(), *attempt(1, Rung.POD_RESCHEDULE)]
-    records.append(
-        RungFailed(**told(), placement=1, attempt=1, rung=Rung.POD_RESCHEDULE, why="no spare")
-    )
-    history = replay(records)
-    assert [(r.rung, r.failed) for r in history.recoveries()] == [(Rung.POD_RESCHEDULE, True)]
+    rung = Rung.POD_RESCHEDULE
+    spent = RungFailed(**NOW, placement=1, attempt=1, rung=rung, why="no spare")
+    history = history_of(*failed(1, rung), spent)
+    assert outlines(history) == [("pod_reschedule", False, True)]
     assert history.undecided is not None, "the ladder is to be asked again"
 
 
-def test_budgets_start_anew_when_somebody_starts_a_failed_run_again():
-    records = [*beginning(), *attempt(1, Rung.STOP)]
-    records.append(RunEnded(**told(), outcome="failed", message="user code"))
-    records.append(SupervisorTook(at_s=0.0, epoch=2, supervisor="b", host="h", pid=2))
-    history = replay(records)
+SECOND = SupervisorTook(at_s=0.0, epoch=2, supervisor="b", host="h", pid=2)
+
+
+def test_budgets_start_anew_when_a_failed_run_is_started_again():
+    end = RunEnded(**NOW, outcome="failed", message="user code")
+    history = history_of(*failed(1, Rung.STOP), end, SECOND)
     assert history.recoveries() == []
     assert history.ended is None
     assert history.epoch == 2
 
 
 def test_a_completed_run_stays_completed_when_it_is_taken_again():
-    records = [*beginning(), RunEnded(**told(), outcome="completed", message="done")]
-    records.append(SupervisorTook(at_s=0.0, epoch=2, supervisor="b", host="h", pid=2))
-    assert replay(records).ended_well
+    end = RunEnded(**NOW, outcome="completed", message="done")
+    assert replay([*BEGINNING, end, SECOND]).ended_well
 
 
 def test_the_table_of_attempts_counts_seconds_from_the_fault_to_the_next_step():
-    records = [*beginning(), *attempt(1, Rung.IN_PLACE_RESTART), *attempt(2)]
-    records.append(FirstStep(**told(), placement=1, attempt=2, step=11, stepped_s=17.5))
-    first, second = attempt_rows(replay(records))
+    step = FirstStep(**NOW, placement=1, attempt=2, step=11, stepped_s=37.5)
+    first, second = attempt_rows(history_of(*failed(1), started(2), step))
     assert first.seconds_to_next_step == 7.5
     assert (first.schedule_cnt, first.proc_start_cnt) == ("1,1", "1,1")
-    assert (first.rung, first.to_step) == ("in_place_restart", 14)
+    assert (first.rung, first.to_step) == ("in_place_restart", 40)
     assert second.outcome == "running"
 
 
 def test_an_attempt_that_was_restored_from_the_nodes_began_beyond_the_store():
-    first = FirstStep(**told(20.0), placement=1, attempt=1, step=16, stepped_s=20.0)
-    before, after = replay([*beginning(), *attempt(1)]), replay([*beginning(), *attempt(1), first])
-    assert [row.from_step for row in attempt_rows(before)] == [10]
-    assert [row.from_step for row in attempt_rows(after)] == [15]
+    first = FirstStep(at_s=20.0, epoch=1, placement=1, attempt=1, step=16, stepped_s=20.0)
+    assert [row.from_step for row in attempt_rows(history_of())] == [10]
+    assert [row.from_step for row in attempt_rows(history_of(first))] == [15]
+
+
+def lived(*attempts: tuple[str, float]) -> RunHistory:
+    """A run whose attempts ended like this after so long."""
+    records = list(BEGINNING)
+    for number, (outcome, duration_s) in enumerate(attempts, start=1):
+        records += [started(number), *failed(number, outcome=outcome, duration_s=duration_s)]
+    return replay(records)
+
+
+@pytest.mark.parametrize(
+    ("attempts", "mtbf_s"),
+    [
+        ((), DAY_S),
+        ((("failed", DAY_S),), DAY_S),
+        ((("failed", 0.0),), DAY_S / 2),
+        ((("stopped", DAY_S),), 2 * DAY_S),
+        ((("failed", 3600.0),) * 99, (DAY_S + 99 * 3600) / 100),
+    ],
+)
+def test_the_mean_time_between_failures_is_measured_from_the_jobs_expectation_on(attempts, mtbf_s):
+    assert lived(*attempts).mtbf_s(DAY_S) == pytest.approx(mtbf_s)
+
+
+def test_failures_bring_it_down_and_good_times_bring_it_up():
+    bad = lived(("failed", 60.0), ("failed", 60.0))
+    good = lived(("failed", 60.0), ("failed", 60.0), ("stopped", 30 * DAY_S))
+    assert bad.mtbf_s(DAY_S) < DAY_S < good.mtbf_s(DAY_S)

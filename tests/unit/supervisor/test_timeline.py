@@ -13,7 +13,7 @@ from tests.unit.histories import BEGINNING, END
 from training.journal.events import StepRecord
 from training.journal.history import replay
 from training.journal.steps import metrics_prefix
-from training.journal.wall_time import MEANING, Account, Owner, Stretch
+from training.journal.time_account import MEANING, Account, Interval, Owner
 from training.supervisor.accounts import (
     COLOURS,
     Accountant,
@@ -28,11 +28,11 @@ STEP = StepRecord(11, 2.0, 1.0, 1e-3, 1e5, None, 5.0, 0.5, 8, 0, 1, 1)
 
 
 def account_of(*parts: tuple[float, Owner]) -> Account:
-    at_s, stretches = 100.0, []
+    at_s, intervals = 100.0, []
     for seconds, owner in parts:
-        stretches.append(Stretch(at_s, at_s + seconds, owner, (1, 1)))
+        intervals.append(Interval(at_s, at_s + seconds, owner, (1, 1)))
         at_s += seconds
-    return Account(tuple(stretches))
+    return Account(tuple(intervals))
 
 
 HALF = account_of((5.0, Owner.START_UP), (8.0, Owner.PRODUCTIVE), (3.0, Owner.SAVE))
@@ -66,11 +66,11 @@ def test_a_duration_is_told_in_its_two_largest_units(seconds, text):
 def test_what_is_too_short_to_be_seen_goes_with_its_neighbours_and_nothing_is_lost():
     parts = [part for _ in range(5000) for part in ((0.9, Owner.PRODUCTIVE), (0.1, Owner.SAVE))]
     told = account_of(*parts, (500.0, Owner.START_UP))
-    drawn = list(coarse(told.stretches, 100))
+    drawn = list(coarse(told.intervals, 100))
     assert len(drawn) <= 102
     assert {one.owner for one in drawn} == {Owner.PRODUCTIVE, Owner.START_UP}
-    assert drawn[0].from_s == told.stretches[0].from_s
-    assert drawn[-1].to_s == told.stretches[-1].to_s
+    assert drawn[0].from_s == told.intervals[0].from_s
+    assert drawn[-1].to_s == told.intervals[-1].to_s
     assert all(one.to_s == other.from_s for one, other in pairwise(drawn))
     assert list(coarse(())) == []
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.journal.accounting import account
+from tests.unit.journal.records import record
+from training.journal.events import StepRecord
 from training.journal.history import RunHistory, replay
 from training.journal.records import (
     AnyRecord,
@@ -26,22 +28,15 @@ from training.journal.records import (
     RungFailed,
     SupervisorTook,
 )
-from training.journal.wall_time import MEANING, RECOVERY, Account, Owner
+from training.journal.time_account import MEANING, RECOVERY, Account, Owner, account
 from training.recovery.decision import Decision
 from training.recovery.events import PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.rungs import Rung
 
 
-@dataclass(frozen=True)
-class Done:
-    """A step's record, as far as an account needs it."""
-
-    step: int
-    at_s: float
-    step_s: float = 1.0
-    placement: int = 1
-    attempt: int = 1
+def done(step: int, at_s: float, step_s: float = 1.0, key: tuple[int, int] = (1, 1)) -> StepRecord:
+    return replace(record(step, attempt=key), at_s=at_s, step_s=step_s)
 
 
 def fault(at_s: float, step: int | None = None) -> Fault:
@@ -53,46 +48,37 @@ class Story:
 
     def __init__(self) -> None:
         self.records: list[AnyRecord] = []
-        self.steps: list[Done] = []
+        self.steps: list[StepRecord] = []
         self.key = (1, 0)
         self.took(100.0)
-        self.records.append(RunCreated(at_s=100.0, epoch=1, job={"run_id": "run"}))
+        self._write(RunCreated, 100.0, job={"run_id": "run"})
         self.placed(103.0)
 
+    def _write(self, build: type[AnyRecord], at_s: float, **fields: Any) -> None:
+        self.records.append(build(at_s=at_s, epoch=1, **fields))
+
+    def _write_of_attempt(self, build: type[AnyRecord], at_s: float, **fields: Any) -> None:
+        placement, attempt = self.key
+        self._write(build, at_s, placement=placement, attempt=attempt, **fields)
+
     def took(self, at_s: float) -> None:
-        self.records.append(SupervisorTook(at_s=at_s, epoch=1, supervisor="a", host="h", pid=1))
+        self._write(SupervisorTook, at_s, supervisor="a", host="h", pid=1)
 
     def placed(self, at_s: float, *, placement: int = 1, waited_s: float = 0.0) -> None:
-        member = Member(index=0, node="node-0", schedule_cnt=1)
-        self.records.append(
-            Placed(
-                at_s=at_s, epoch=1, placement=placement, members=(member,), avoid=(),
-                waited_s=waited_s,
-            )
-        )  # fmt: skip
+        members = (Member(index=0, node="node-0", schedule_cnt=1),)
+        self._write(Placed, at_s, placement=placement, members=members, avoid=(), waited_s=waited_s)
         self.key = (placement, 0)
 
     def started(self, at_s: float, from_step: int = 0) -> None:
-        placement, attempt = self.key[0], self.key[1] + 1
-        self.key = (placement, attempt)
-        self.records.append(
-            AttemptStarted(
-                at_s=at_s, epoch=1, placement=placement, attempt=attempt, from_step=from_step
-            )
-        )
+        self.key = (self.key[0], self.key[1] + 1)
+        self._write_of_attempt(AttemptStarted, at_s, from_step=from_step)
 
     def trained(self, *steps: tuple[int, float], step_s: float = 1.0) -> None:
         """Steps and when they were completed."""
-        if not any((done.placement, done.attempt) == self.key for done in self.steps):
+        if not any((one.placement, one.attempt) == self.key for one in self.steps):
             step, at_s = steps[0]
-            placement, attempt = self.key
-            self.records.append(
-                FirstStep(
-                    at_s=at_s, epoch=1, placement=placement, attempt=attempt, step=step,
-                    stepped_s=at_s,
-                )
-            )  # fmt: skip
-        self.steps += [Done(step, at_s, step_s, *self.key) for step, at_s in steps]
+            self._write_of_attempt(FirstStep, at_s, step=step, stepped_s=at_s)
+        self.steps += [done(step, at_s, step_s, self.key) for step, at_s in steps]
 
     def failed(
         self, at_s: float, *, fault_s: float, noticed_s: float | None = None,
@@ -100,35 +86,22 @@ class Story:
     ) -> None:  # fmt: skip
         self._ended(at_s, "failed", fault(fault_s), noticed_s, stepped_s)
         if rung is not None:
-            placement, attempt = self.key
-            self.records.append(
-                Decided(
-                    at_s=at_s, epoch=1, placement=placement, attempt=attempt,
-                    decision=Decision(rung, None, "because"),
-                )
-            )  # fmt: skip
+            self._write_of_attempt(Decided, at_s, decision=Decision(rung, None, "because"))
 
     def stopped(self, at_s: float) -> None:
         self._ended(at_s, "stopped", None, None, None)
 
     def _ended(self, at_s, outcome, fault, noticed_s, stepped_s) -> None:
-        placement, attempt = self.key
-        self.records.append(
-            AttemptEnded(
-                at_s=at_s, epoch=1, placement=placement, attempt=attempt, outcome=outcome,
-                to_step=None, proc_start_cnt={}, fault=fault, duration_s=1.0,
-                noticed_s=noticed_s, stepped_s=stepped_s,
-            )
+        self._write_of_attempt(
+            AttemptEnded, at_s, outcome=outcome, to_step=None, proc_start_cnt={}, fault=fault,
+            duration_s=1.0, noticed_s=noticed_s, stepped_s=stepped_s,
         )  # fmt: skip
 
     def seen(self, event) -> None:
-        placement, attempt = self.key
-        self.records.append(
-            EventSeen(at_s=event.at_s, epoch=1, placement=placement, attempt=attempt, event=event)
-        )
+        self._write_of_attempt(EventSeen, event.at_s, event=event)
 
     def ended(self, at_s: float, outcome: str = "completed") -> None:
-        self.records.append(RunEnded(at_s=at_s, epoch=1, outcome=outcome, message=""))
+        self._write(RunEnded, at_s, outcome=outcome, message="")
 
     @property
     def history(self) -> RunHistory:
@@ -252,7 +225,7 @@ def test_a_step_that_a_recovery_finishes_is_not_productive_all_the_while():
     story.trained((1, 111.0))
     for event in replaced(1, 117.0, 119.0, step=2):
         story.seen(event)
-    story.steps.append(Done(2, 120.0, step_s=9.0))
+    story.steps.append(done(2, 120.0, step_s=9.0))
     told = spent(story.account(now_s=120.0))
     assert told["recovery_process_replace"] == 2
     assert told["detection"] == 1.0
@@ -393,8 +366,8 @@ def test_the_owners_add_up_to_the_wall_time(story, now_s):
     assert all(s >= 0 for s in seconds.values())
     assert math.fsum(seconds.values()) == pytest.approx(wall_s, abs=1e-6)
     assert told.wall_s == pytest.approx(wall_s, abs=1e-9)
-    assert all(one.from_s < one.to_s for one in told.stretches)
-    assert all(one.to_s == other.from_s for one, other in pairwise(told.stretches))
+    assert all(one.from_s < one.to_s for one in told.intervals)
+    assert all(one.to_s == other.from_s for one, other in pairwise(told.intervals))
     if wall_s > 0:
         assert told.ettr == pytest.approx(seconds[Owner.PRODUCTIVE] / wall_s)
         assert 0.0 <= told.ettr <= 1.0

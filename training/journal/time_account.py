@@ -1,0 +1,407 @@
+"""Where a run's time went: every second of its wall time has exactly one owner.
+
+Intervals lie in layers: guesses from what came before and after at the bottom, what was measured
+on top. The topmost interval owns its time, so that whatever the records contain, and however the
+clocks of nodes differ, the parts are never negative and add up to the wall time. ETTR is the share
+of steps that were kept.
+
+A step's record holds when it was completed and how long it took; the time between two steps is
+what training waited for saves. Of a step that a fault cut short nothing is recorded: where the
+moment of the fault is known it counts as re-done, for no longer than a usual step. Times are
+seconds since the epoch, durations seconds.
+"""
+
+from __future__ import annotations
+
+import heapq
+import statistics
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum, StrEnum
+from itertools import groupby, pairwise
+
+from training.journal.events import StepRecord
+from training.journal.history import AttemptView, InProcessRecovery, RunHistory
+from training.recovery.rungs import RUNGS, Rung
+
+Key = tuple[int, int]
+
+
+class Owner(StrEnum):
+    """What an interval of the wall time was spent on; recoveries are in `RECOVERY`, by rung."""
+
+    PRODUCTIVE = "productive_step"
+    REDONE = "redone_step"
+    SAVE = "save_block"
+    DETECTION = "detection"
+    START_UP = "start_up"
+    WAITING = "waiting_for_resources"
+    PAUSED = "paused"
+    ENDING = "ending"
+    COMMAND = "command"
+    UNSUPERVISED = "unsupervised"
+    UNKNOWN = "unknown"
+
+
+# Of each rung; stop has none of its own.
+RECOVERY: Mapping[Rung, str] = {
+    rung: f"recovery_{rung}" if row.spent_on else Owner.ENDING for rung, row in RUNGS.items()
+}
+
+# Every owner, in the order in which they are listed.
+MEANING: Mapping[str, str] = {
+    Owner.PRODUCTIVE: "steps that were kept",
+    Owner.REDONE: "steps that were lost and done again, and steps that a fault cut short",
+    Owner.SAVE: "training stopped between two steps: saves and snapshots",
+    Owner.DETECTION: "from a fault, or the last sign of progress, to its notice",
+    **{RECOVERY[rung]: f"recovery: {row.spent_on}" for rung, row in RUNGS.items() if row.spent_on},
+    Owner.START_UP: "from a start by hand to the first step: data, placement, processes, restore",
+    Owner.WAITING: "no healthy node was free",
+    Owner.PAUSED: "every rank was paused on request",
+    Owner.ENDING: "from the last step to the end: the last save, processes and containers",
+    Owner.COMMAND: "a command ran, whose steps are not known",
+    Owner.UNSUPERVISED: "the run had ended, or nothing supervised it and nothing trained",
+    Owner.UNKNOWN: "since the last record: the next one will show what it is",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Time with one owner; `attempt` is the newest one begun, (0, 0) before any."""
+
+    from_s: float
+    to_s: float
+    owner: str
+    attempt: Key
+
+    @property
+    def seconds(self) -> float:
+        """How long it is."""
+        return self.to_s - self.from_s
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """The wall time of a run from its creation to its end, or to now, without gaps."""
+
+    intervals: tuple[Interval, ...]
+
+    @property
+    def wall_s(self) -> float:
+        """From the run's creation to its end."""
+        return self.intervals[-1].to_s - self.intervals[0].from_s if self.intervals else 0.0
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """What every owner has, in the order of owners."""
+        found = dict.fromkeys(map(str, MEANING), 0.0)
+        for interval in self.intervals:
+            found[interval.owner] += interval.seconds
+        return found
+
+    @property
+    def ettr(self) -> float:
+        """Time on steps that were kept over wall time, 0 to 1."""
+        return self.seconds[Owner.PRODUCTIVE] / self.wall_s if self.wall_s > 0 else 0.0
+
+
+class Layer(IntEnum):
+    """Which of two intervals owns their common time: the one of the higher layer."""
+
+    NOTHING = 0
+    PHASE = 1
+    UNSUPERVISED = 2
+    WAITING = 3
+    AROUND = 4  # a recovery inside the processes
+    STEP = 5
+    IN_STEP = 6
+    PAUSE = 7
+    RECOVERY = 8
+
+
+@dataclass(slots=True)
+class Timeline:
+    """Overlapping intervals between two moments; what lies outside is cut off."""
+
+    from_s: float
+    to_s: float
+    _added: list[tuple[float, float, int, str]] = field(default_factory=list)
+
+    def add(self, layer: Layer, owner: str, from_s: float, to_s: float) -> None:
+        """Add an interval, unless it would end before it begins."""
+        from_s, to_s = max(from_s, self.from_s), min(to_s, self.to_s)
+        if from_s < to_s:
+            self._added.append((from_s, to_s, layer, owner))
+
+    def intervals(self, starts: Sequence[tuple[float, Key]]) -> Iterator[Interval]:
+        """The topmost intervals, neighbours of one owner and attempt as one."""
+        began = sorted((max(at_s, self.from_s), key) for at_s, key in starts)
+        moments = [at_s for at_s, _ in began if at_s < self.to_s]
+        keys = [(0, 0), *(key for _, key in began)]
+        pieces = (
+            Interval(from_s, to_s, owner, keys[bisect_right(moments, from_s)])
+            for from_s, to_s, owner in self._pieces(moments)
+        )
+        for _, same in groupby(pieces, key=lambda one: (one.owner, one.attempt)):
+            first, *others = same
+            yield replace(first, to_s=(others or [first])[-1].to_s)
+
+    def _pieces(self, moments: Iterable[float]) -> Iterator[tuple[float, float, str]]:
+        added = sorted(self._added, key=lambda one: one[0])
+        edges = {edge for one in added for edge in one[:2]} | set(moments)
+        above: list[tuple[int, int, float, str]] = []
+        newest = 0
+        for from_s, to_s in pairwise(sorted(edges)):
+            while newest < len(added) and added[newest][0] <= from_s:
+                _, until_s, layer, owner = added[newest]
+                # Of one layer the one that began last.
+                heapq.heappush(above, (-layer, -newest, until_s, owner))
+                newest += 1
+            while above[0][2] <= from_s:
+                heapq.heappop(above)
+            yield from_s, to_s, above[0][3]
+
+
+def account(history: RunHistory, steps: Iterable[StepRecord], *, now_s: float) -> Account:
+    """Give every second of the run an owner.
+
+    Args:
+        history: of the run.
+        steps: every step on record, those that were lost too, in any order.
+        now_s: end of the account of a run that goes on.
+    """
+    if history.job is None:
+        return Account(())
+    to_s = history.ended.at_s if history.ended is not None else now_s
+    timeline = Timeline(history.created_s, max(history.created_s, to_s))
+    timeline.add(Layer.NOTHING, Owner.UNKNOWN, timeline.from_s, timeline.to_s)
+    by_attempt: dict[Key, list[StepRecord]] = {}
+    for step in steps:
+        by_attempt.setdefault((step.placement, step.attempt), []).append(step)
+    attempts = [_attempt_of(view, by_attempt.get(view.key, [])) for view in history.attempts]
+    _add_phases(timeline, history, attempts)
+    _add_steps(timeline, history, attempts)
+    for one in attempts:
+        _add_events(timeline, one)
+    _add_unsupervised(timeline, history, attempts)
+    for from_s, until_s in history.waits:
+        timeline.add(Layer.WAITING, Owner.WAITING, from_s, until_s)
+    starts = [(view.started.at_s, view.key) for view in history.attempts]
+    return Account(tuple(timeline.intervals(starts)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """An attempt and its steps.
+
+    Attributes:
+        steps: on record, in the order in which they were completed.
+        began_s: when its first step began; None when no step is known.
+        stepped_s: when the last step was completed that is known of.
+        noticed_s: when its end was noticed; None while it goes on.
+        usual_s: how long a step takes.
+    """
+
+    view: AttemptView
+    steps: Sequence[StepRecord]
+    began_s: float | None
+    stepped_s: float | None
+    noticed_s: float | None
+    usual_s: float
+
+    @property
+    def failed(self) -> bool:
+        """Whether a fault ended it."""
+        return self.view.ended is not None and self.view.ended.fault is not None
+
+    @property
+    def recovery(self) -> str:
+        """What the time after its end is spent on."""
+        if not self.failed:
+            return Owner.ENDING
+        decision = self.view.decision
+        return RECOVERY[decision.rung] if decision is not None else Owner.UNKNOWN
+
+
+def _attempt_of(view: AttemptView, steps: Sequence[StepRecord]) -> _Attempt:
+    done = sorted(steps, key=lambda step: step.at_s)
+    ended, first = view.ended, view.first_step
+    began = [done[0].at_s - done[0].step_s] if done else []
+    began += [first.stepped_s] if first is not None and not done else []
+    stepped = [done[-1].at_s] if done else []
+    stepped += [first.stepped_s] if first is not None else []
+    stepped += [ended.stepped_s] if ended is not None and ended.stepped_s is not None else []
+    noticed_s = None
+    if ended is not None:
+        fault_s = ended.fault.at_s if ended.fault is not None else ended.at_s
+        noticed_s = min(ended.noticed_s or fault_s, ended.at_s)
+    return _Attempt(
+        view,
+        done,
+        began_s=min((*began, *stepped), default=None),
+        stepped_s=max(stepped, default=None),
+        noticed_s=noticed_s,
+        usual_s=statistics.median(step.step_s for step in done) if done else 0.0,
+    )
+
+
+def _add_phases(timeline: Timeline, history: RunHistory, attempts: Sequence[_Attempt]) -> None:
+    """Before the first step, between steps, and after the last one."""
+    is_command = bool(((history.job or {}).get("worker") or {}).get("command"))
+    before_s = timeline.from_s
+    before: str = Owner.START_UP
+    for one in attempts:
+        ends = [at_s for at_s in history.ends if before_s <= at_s <= one.view.started.at_s]
+        if ends:
+            timeline.add(Layer.PHASE, before, before_s, ends[0])
+            before_s, before = ends[0], Owner.START_UP
+        until_s = one.noticed_s if one.noticed_s is not None else timeline.to_s
+        if one.began_s is None or one.stepped_s is None:
+            _add_without_steps(timeline, one, before, before_s, until_s, is_command=is_command)
+        else:
+            timeline.add(Layer.PHASE, before, before_s, one.began_s)
+            _add_between(timeline, one, until_s)
+        before_s, before = until_s, one.recovery
+    timeline.add(Layer.PHASE, before, before_s, timeline.to_s)
+
+
+def _add_without_steps(
+    timeline: Timeline,
+    one: _Attempt,
+    before: str,
+    before_s: float,
+    until_s: float,
+    *,
+    is_command: bool,
+) -> None:
+    """An attempt that is not known to have come to a step."""
+    fault = one.view.ended.fault if one.view.ended is not None else None
+    symptom_s = min(fault.at_s, until_s) if fault is not None else until_s
+    timeline.add(Layer.PHASE, before, before_s, symptom_s)
+    timeline.add(Layer.PHASE, Owner.DETECTION, max(before_s, symptom_s), until_s)
+    if is_command:
+        timeline.add(Layer.PHASE, Owner.COMMAND, one.view.started.at_s, symptom_s)
+
+
+def _add_between(timeline: Timeline, one: _Attempt, until_s: float) -> None:
+    """From the first step of an attempt to the notice of its end."""
+    assert one.began_s is not None  # noqa: S101 asked of attempts with steps
+    assert one.stepped_s is not None  # noqa: S101 likewise
+    recorded_s = one.steps[-1].at_s if one.steps else one.began_s
+    timeline.add(Layer.PHASE, Owner.SAVE, one.began_s, recorded_s)
+    # Records of steps that no checkpoint covers are lost with the attempt, as the steps are.
+    timeline.add(Layer.PHASE, Owner.REDONE, recorded_s, one.stepped_s)
+    if one.noticed_s is None:
+        return
+    if not one.failed:
+        timeline.add(Layer.PHASE, Owner.ENDING, one.stepped_s, until_s)
+        return
+    fault = one.view.ended.fault if one.view.ended is not None else None
+    cut_s = one.stepped_s
+    if fault is not None and fault.at_s < until_s:
+        cut_s = max(cut_s, min(fault.at_s, one.stepped_s + one.usual_s))
+    timeline.add(Layer.PHASE, Owner.REDONE, one.stepped_s, cut_s)
+    timeline.add(Layer.PHASE, Owner.DETECTION, cut_s, until_s)
+
+
+def _add_steps(timeline: Timeline, history: RunHistory, attempts: Sequence[_Attempt]) -> None:
+    for one, lost in zip(
+        attempts, _lost_steps(history, [one.steps for one in attempts]), strict=True
+    ):
+        for step in one.steps:
+            owner = Owner.REDONE if id(step) in lost else Owner.PRODUCTIVE
+            timeline.add(Layer.STEP, owner, step.at_s - step.step_s, step.at_s)
+
+
+def _lost_steps(history: RunHistory, steps: Sequence[Sequence[StepRecord]]) -> list[set[int]]:
+    """Of every attempt the `id` of the records whose steps were lost.
+
+    A step is lost when a later attempt, or a recovery in the same one, went back behind it.
+
+    Args:
+        history: of the run.
+        steps: of every attempt, in the order in which they were completed.
+    """
+    found: list[set[int]] = []
+    goes_on_from: float = float("inf")
+    for view, own in zip(reversed(history.attempts), reversed(steps), strict=True):
+        found.append(_lost_in(view, own, goes_on_from))
+        if view.first_step is not None or own:
+            first = own[0].step - 1 if own else view.from_step
+            goes_on_from = min(goes_on_from, view.from_step, first)
+    return found[::-1]
+
+
+def _lost_in(view: AttemptView, steps: Sequence[StepRecord], goes_on_from: float) -> set[int]:
+    back = [
+        (recovery.began.fault.at_s, recovery.ended.step)
+        for recovery in view.recoveries
+        if recovery.ended is not None
+        and recovery.ended.succeeded
+        and recovery.ended.step is not None
+    ]
+    back.sort()
+    lost, newest = set(), goes_on_from
+    for step in reversed(steps):
+        while back and back[-1][0] >= step.at_s:
+            newest = min(newest, back.pop()[1])
+        if step.step > newest:
+            lost.add(id(step))
+        newest = min(newest, step.step - 1)
+    return lost
+
+
+def _add_events(timeline: Timeline, one: _Attempt) -> None:
+    """Pauses and recoveries inside the processes."""
+    until_s = one.noticed_s if one.noticed_s is not None else timeline.to_s
+    for pause in one.view.pauses:
+        to_s = pause.ended.at_s if pause.ended is not None else until_s
+        timeline.add(Layer.PAUSE, Owner.PAUSED, pause.began.at_s, to_s)
+    for recovery in one.view.recoveries:
+        _add_recovery(timeline, one, recovery, until_s)
+
+
+def _add_recovery(
+    timeline: Timeline, one: _Attempt, recovery: InProcessRecovery, until_s: float
+) -> None:
+    owner, noticed_s = RECOVERY[recovery.began.decision.rung], recovery.began.fault.at_s
+    over_s = recovery.ended.at_s if recovery.ended is not None else until_s
+    timeline.add(Layer.RECOVERY, owner, noticed_s, over_s)
+    index = bisect_right(one.steps, noticed_s, key=lambda step: step.at_s)
+    last = one.steps[index - 1] if index else None
+    if last is not None:
+        lost_s = _missing(recovery, last) * one.usual_s
+        timeline.add(Layer.AROUND, Owner.DETECTION, last.at_s, noticed_s)
+        timeline.add(Layer.AROUND, Owner.REDONE, last.at_s, min(last.at_s + lost_s, noticed_s))
+    if index == len(one.steps):
+        return
+    following = one.steps[index]
+    begin_s = following.at_s - following.step_s
+    if recovery.succeeded:
+        timeline.add(Layer.AROUND, owner, over_s, begin_s)
+    # The record of a step that was finished by the recovery itself spans the fault.
+    timeline.add(Layer.IN_STEP, Owner.DETECTION, begin_s + one.usual_s, noticed_s)
+
+
+def _missing(recovery: InProcessRecovery, last: StepRecord) -> int:
+    """How many of the steps that a recovery lost are not on record."""
+    ended = recovery.ended
+    if ended is None or ended.step is None:
+        return 0
+    return max(0, ended.step + ended.steps_lost - last.step)
+
+
+def _add_unsupervised(
+    timeline: Timeline, history: RunHistory, attempts: Sequence[_Attempt]
+) -> None:
+    """Times without a supervisor in which, as far as is known, nothing trained."""
+    alive = sorted(
+        (one.view.started.at_s, one.stepped_s) for one in attempts if one.stepped_s is not None
+    )
+    for from_s, until_s in history.unattended:
+        at_s = from_s
+        for began_s, stepped_s in alive:
+            timeline.add(Layer.UNSUPERVISED, Owner.UNSUPERVISED, at_s, min(began_s, until_s))
+            at_s = max(at_s, stepped_s)
+        timeline.add(Layer.UNSUPERVISED, Owner.UNSUPERVISED, at_s, until_s)
