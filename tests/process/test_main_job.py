@@ -153,7 +153,7 @@ def test_an_error_in_the_users_program_stops_at_once_with_the_diagnosis(bench):
     (attempt,) = running.history.attempts
     assert attempt.ended.fault.fault_class == "user_code_error"
     assert "forward() got an unexpected argument" in attempt.ended.fault.evidence
-    assert "for the user to mend" in running.out
+    assert "for the user to fix" in running.out
     running.leave_nothing()
 
 

@@ -9,9 +9,9 @@ nothing but their arguments. Two scales exist and should not be mixed up:
   code has which severity is not public; only what the platforms conclude from it is.
 
 The only relations found between the two: MindCluster takes an unknown code of severity hint or
-minor as not handled and any other as separate (its guide on fault levels); ModelArts says that
-minor and major codes heal themselves in place, that a hint needs nothing and that critical never
-heals (its guide on fault tolerance). The ladder follows ModelArts where a severity is known, and
+minor as not handled and any other as separate (its guide on fault levels); for ModelArts
+minor and major codes heal themselves in place, a hint needs nothing and critical never heals
+(its guide on fault tolerance). The ladder follows ModelArts where a severity is known, and
 never heals in place what the level of a known code wants separated.
 
 Times are seconds, points in time seconds since the epoch.
@@ -29,7 +29,7 @@ from typing import Any
 
 
 class Severity(IntEnum):
-    """How bad the driver says an event is; the values are the driver's."""
+    """How bad an event is; names and values are the driver's."""
 
     HINT = 0
     MINOR = 1
@@ -74,7 +74,7 @@ class ChipFact:
         code: as it is reported, such as "80E01801".
         level: what it asks for; None: described, but in no level.
         kind: what is behind it.
-        cause: a few words, empty when nobody describes it.
+        cause: a few words, empty when the source has none.
     """
 
     code: str
@@ -88,7 +88,7 @@ class FrequencyRule:
     """A code that comes `times` times within `window_s` asks for `level`.
 
     Attributes:
-        release_s: it is over this long after the last time; None: a person releases it.
+        release_s: it is over this long after the last time; None: only a release by hand ends it.
     """
 
     codes: frozenset[str]
@@ -105,12 +105,12 @@ class _Tables:
 
 
 def chip_fact(code: str) -> ChipFact | None:
-    """What the tables say about a code; None for one they do not have."""
+    """What the tables have about a code; None for one they do not have."""
     return _tables().facts.get(code)
 
 
 def heals_in_place(code: str | None, *, severity: Severity | None = None) -> bool:
-    """Whether new processes on the same chip can mend it, as far as code and severity tell."""
+    """Whether new processes on the same chip can heal it, as far as code and severity show."""
     fact = chip_fact(code) if code is not None else None
     separated = fact is not None and fact.level in SEPARATED
     return severity is not Severity.CRITICAL and not separated

@@ -43,7 +43,7 @@ class Capacity:
 
     Attributes:
         healthy: nodes that may take part, the one at fault counted.
-        needed: nodes that the job stands on.
+        needed: nodes that the job runs on.
     """
 
     healthy: int
@@ -63,7 +63,7 @@ class Decision:
             rung starts (TTP), as far as they hold a complete set of replicas.
         accept_abnormal: the step that is abnormal again is taken as it is and recorded, instead
             of being executed once more; only with step_retry.
-        sub_healthy: whether the job is marked sub-healthy once the rung has mended it.
+        sub_healthy: whether the job is marked sub-healthy once the rung has succeeded.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")

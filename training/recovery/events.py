@@ -1,4 +1,4 @@
-"""What the coordinator of an attempt puts on record: recoveries, last saves, pauses.
+"""Events that the coordinator of an attempt records: recoveries, last saves, pauses.
 
 Written before it is acted on. Times are seconds since the epoch, steps completed optimizer steps.
 """
@@ -90,7 +90,7 @@ class LastSave(AttemptEvent):
 
 
 class PauseBegan(AttemptEvent):
-    """Every rank stands at the same step boundary."""
+    """Every rank is paused at the same step boundary."""
 
     kind: Literal["pause_began"] = "pause_began"
     step: int

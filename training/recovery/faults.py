@@ -51,11 +51,11 @@ class RecoverableBy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What holds for a class as long as the evidence says nothing else.
+    """What holds for a class unless the evidence shows otherwise.
 
     Attributes:
-        meaning: one sentence for a person.
-        action: what that person should do.
+        meaning: one sentence for the user.
+        action: what the user should do.
         recoverable_by: the cheapest kind of answer that can help.
         user_fault: whether the user's program, configuration or sizes cause it.
         hardware_fault: whether a machine, chip or link is broken, whatever the program does.
@@ -73,7 +73,7 @@ class Traits:
 
 TRAITS: Mapping[FaultClass, Traits] = {
     FaultClass.DEVICE_MEMORY_ERROR: Traits(
-        "The device's memory returned data that its error correction could not mend.",
+        "The device's memory returned data that its error correction could not repair.",
         "Read the device's ECC counters; replace the device when the error comes back.",
         RecoverableBy.ISOLATE,
         hardware_fault=True,
@@ -115,7 +115,7 @@ TRAITS: Mapping[FaultClass, Traits] = {
         "Compare the stacks of the ranks: the one outside the collective holds the others up.",
     ),
     FaultClass.NODE_LOST: Traits(
-        "A node, or the container on it, is gone.",
+        "A node, or the container on it, is lost.",
         "Look at the node's own log before it takes part again.",
         RecoverableBy.RESCHEDULE,
         hardware_fault=True,
@@ -156,7 +156,7 @@ TRAITS: Mapping[FaultClass, Traits] = {
     ),
     FaultClass.USER_CODE_ERROR: Traits(
         "The training program raised an error that it will raise again.",
-        "Mend the program at the line shown.",
+        "Fix the program at the line shown.",
         RecoverableBy.USER_FIX,
         user_fault=True,
     ),
@@ -197,12 +197,12 @@ class Fault:
         device: local device index.
         code: chip fault code such as "80E01801", or a symptom code such as "SIGKILL".
         step: last completed step when it happened; None when unknown.
-        explanation: one paragraph for a person.
-        action: what a person should do about it.
+        explanation: one paragraph for the user.
+        action: what the user should do about it.
         recoverable_by: the cheapest kind of answer that can help; None: as its class has it.
         user_fault: whether the user's program or settings cause it; None: as its class has it.
         hardware_fault: whether hardware is broken; None: as its class has it.
-        severity: what the driver says, 0 hint to 3 critical; None: it says nothing.
+        severity: the driver's, 0 hint to 3 critical; None: it reported none.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -230,7 +230,7 @@ class Fault:
 
     @property
     def where(self) -> str:
-        """Node and rank as a person would say it."""
+        """Rank and node, for messages."""
         if self.rank is None:
             return self.node or "unknown node"
         return f"rank {self.rank} on {self.node or 'unknown node'}"

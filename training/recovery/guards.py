@@ -42,7 +42,7 @@ UNCONDITIONAL_RESCHEDULES_IN_A_ROW = 3
 SAME_CODE_TIMES = 3
 SAME_CODE_WINDOW_S = 86400.0
 
-# Refusals that say how the run is set up, not what happened: kept out of the reason.
+# Refusals that come from how the run is set up, not from what happened: not in the reason.
 UNSUPPORTED = "unsupported"
 SWITCHED_OFF = "switched off"
 ENDED = "the processes have ended"
@@ -59,7 +59,7 @@ class Case:
         policy: the job's restart policy.
         too_often: why the chip is not to be trusted after so many reports of the code, None
             while it is.
-        severity: the driver's word about the fault, None when it said nothing.
+        severity: the driver's, None when it reported none.
         survivors: whether processes of the attempt live on.
     """
 
@@ -72,7 +72,7 @@ class Case:
 
     @property
     def is_user_caused(self) -> bool:
-        """Whether the code says that the program, not the chip, is at fault."""
+        """Whether the code means that the program, not the chip, is at fault."""
         return self.fault.code in USER_CAUSED_CODES
 
     def used(self, *rungs: Rung) -> int:
@@ -161,21 +161,21 @@ def is_oom_again(case: Case) -> bool:
 
 
 def is_the_users_again(case: Case) -> bool:
-    """Whether the evidence says that only the user can mend it, and it came back so soon.
+    """Whether, by the evidence, only the user can fix it, and it came back so soon.
 
-    A full disk or a quota may be mended by another process in the meantime, so the first one is
+    Another process may free a full disk or a quota in the meantime, so the first one is
     answered like any other of its class. A class that is always the user's has a ladder of its
     own.
     """
-    return _says_user_fix(case.fault) and any(
+    return _needs_user_fix(case.fault) and any(
         not past.failed
-        and _says_user_fix(past.fault)
+        and _needs_user_fix(past.fault)
         and past.fault.fault_class is case.fault.fault_class
         for past in case.row
     )
 
 
-def _says_user_fix(fault: Fault) -> bool:
+def _needs_user_fix(fault: Fault) -> bool:
     theirs = RecoverableBy.USER_FIX
     return fault.recoverable_by is theirs and TRAITS[fault.fault_class].recoverable_by != theirs
 
@@ -186,7 +186,7 @@ def too_often(
     """Why a chip that reports this code again is not to be trusted, None while it is.
 
     ModelArts counts the same code of the same chip in a row; MindCluster, where the policy wants
-    its limits too, has a number per code and counts every one since a person released the chip.
+    its limits too, has a number per code and counts every one since the chip was released by hand.
     """
     code = fault.chip_code
     if code is None or fault.device is None or fault.node is None:
@@ -308,7 +308,7 @@ def _job_refusal(_rung: Rung, case: Case) -> str | None:
     if unexplained >= UNCONDITIONAL_RESCHEDULES_IN_A_ROW:
         return (
             f"the same problem came back after {unexplained} reschedulings with no node or chip "
-            "at fault: the program is to be mended"
+            "at fault: the program is to be fixed"
         )
     return None
 

@@ -53,7 +53,7 @@ def decide(
         policy: the job's restart policy.
         survivors: whether processes of the attempt live on. Rungs inside the processes and the
             end-of-life checkpoint need some; a caller that asks after the end has none.
-        severity: what the driver says about the fault, None when it says nothing.
+        severity: the driver's, None when it reported none.
         capacity: nodes there are, for the reason of a decision that isolates; None: unknown.
     """
     row = _row_without_progress(history)
@@ -112,11 +112,11 @@ def _row_without_progress(history: Sequence[Recovery]) -> Sequence[Recovery]:
 def _reason(rung: Rung, case: Case, skipped: Sequence[tuple[Rung, str]]) -> str:
     fault = case.fault
     if is_oom_again(case):
-        return f"{fault.fault_class} again at step {fault.step} is for the user to mend"
+        return f"{fault.fault_class} again at step {fault.step} is for the user to fix"
     if is_the_users_again(case):
-        return f"{fault.fault_class} again, and its evidence is for the user to mend"
+        return f"{fault.fault_class} again, and its evidence is for the user to fix"
     if LADDER[fault.fault_class] == (Rung.STOP,):
-        return f"{fault.fault_class} is for the user to mend"
+        return f"{fault.fault_class} is for the user to fix"
     passed = [f"{r}: {why}" for r, why in skipped if not (r in IN_PROCESS and why in SETTINGS)]
     why = f" ({'; '.join(passed)})" if passed else ""
     return f"{fault.fault_class} at {fault.where}: {rung}{why}"

@@ -3,7 +3,7 @@
 A step is RUN (forward, backward, reduction), then PREPARED (this rank holds the reduced
 gradient), then one all-reduce makes it VOTED (every rank holds it), then APPLYING. A gradient
 that every rank was known to hold is applied by those that have not done so yet; every other step
-in flight is done again. Whoever's state is not to be trusted gets it from a replica. Steps are
+in flight is done again. A rank whose state is not to be trusted gets it from a replica. Steps are
 completed optimizer steps.
 """
 
@@ -56,7 +56,7 @@ class Vote(FrozenModel):
 
 
 class RankReport(FrozenModel):
-    """How a rank stands when a generation begins.
+    """State of a rank when a generation begins.
 
     Attributes:
         step: completed steps in its state.
@@ -109,7 +109,7 @@ class RepairPlan(FrozenModel):
         moves: states that are copied.
         rolls_back: every rank that no state is copied to takes its snapshot of `step`; only
             then are states copied.
-        vote: of `step`, for the record of it, None when nobody knows it.
+        vote: of `step`, for the record of it, None when no rank knows it.
         pending: what is to be done before the next step, by name.
         savers: LAST_SAVE: who saves, one rank per replica group.
     """
@@ -145,7 +145,7 @@ def plan_repair(
             already, in a generation that was cut short.
 
     Raises:
-        Unrepairable: says what is missing.
+        Unrepairable: names what is missing.
     """
     if mode is RepairMode.ROLL_BACK:
         return _roll_back(reports, groups)
@@ -227,8 +227,8 @@ def _group_of(rank: int, groups: Sequence[Sequence[int]]) -> Sequence[int]:
 
 def _pending(reports: Sequence[RankReport], step: int) -> tuple[str, ...]:
     """What some rank at this step has not done yet; all of them do it, for it needs all."""
-    told = (name for report in reports if report.step == step for name in report.pending)
-    return tuple(dict.fromkeys(told))
+    pending = (name for report in reports if report.step == step for name in report.pending)
+    return tuple(dict.fromkeys(pending))
 
 
 def steps_lost(reports: Mapping[int, RankReport], plan: RepairPlan) -> int:

@@ -1,6 +1,6 @@
 """Which ranks hold the same state: what recovery inside the processes can copy from.
 
-A rank's place on the axes tensor (tp), data (dp) and pipeline (pp) parallelism says which part
+A rank's place on the axes tensor (tp), data (dp) and pipeline (pp) parallelism shows which part
 of the model it holds. Ranks that differ only in dp hold the same part; sharding along dp (the
 optimizer state with ZeRO-1 or MindSpore's optimizer parallelism, the weights as well with
 FSDP) cuts it further, in runs of neighbouring dp ranks. MindFormers' rule follows:
@@ -103,7 +103,7 @@ class Feasibility:
 
     Attributes:
         is_possible: whether it has.
-        reason: one sentence fragment for a person, with the numbers.
+        reason: one sentence fragment for the user, with the numbers.
     """
 
     is_possible: bool

@@ -16,7 +16,7 @@ _OURS = "Perdure"
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a rule says, and whose it is."""
+    """A rule in words, and whose it is."""
 
     sentence: str
     source: str
@@ -82,8 +82,8 @@ RULES: Mapping[str, Rule] = {
     "a_pod_reschedule_that_fails_becomes_a_job_reschedule": Rule(
         "The node is isolated already; no isolation is asked for twice.", _MODELARTS
     ),
-    "an_isolation_without_a_healthy_spare_says_so": Rule(
-        "The reason tells how many nodes are left; the engine waits `spare_wait_s` for one.",
+    "an_isolation_without_a_healthy_spare_reports_it": Rule(
+        "The reason gives how many nodes are left; the engine waits `spare_wait_s` for one.",
         _OURS,
     ),
     "without_a_spare_the_job_goes_back_only_if_the_policy_allows": Rule(
@@ -127,13 +127,13 @@ RULES: Mapping[str, Rule] = {
     "an_operator_retry_that_fails_becomes_a_step_retry": Rule(
         "HCCE: the step is executed again; so it is when the same step fails again.", _MINDSPORE
     ),
-    "a_job_mended_by_operator_retry_is_sub_healthy_and_goes_on": Rule(
+    "a_job_recovered_by_operator_retry_is_sub_healthy_and_goes_on": Rule(
         "`operator_retry` marks the job; nothing else changes.", _MODELARTS
     ),
     "a_recovery_followed_by_progress_is_free": Rule(
         "Budgets count recoveries in a row without a newly committed step.", _OURS
     ),
-    "what_the_user_must_mend_stops_at_once": Rule(
+    "what_the_user_must_fix_stops_at_once": Rule(
         "`user_code_error`, `launch_misconfigured`, `version_mismatch`: no restart is burnt.",
         _OURS,
     ),
@@ -141,11 +141,11 @@ RULES: Mapping[str, Rule] = {
         "The sizes are to be changed; a third try would end the same.", _OURS
     ),
     "what_the_evidence_leaves_to_the_user_is_tried_once": Rule(
-        "A class that retries mend otherwise, with evidence that they will not (a full disk): "
+        "A class that retries help otherwise, with evidence that they will not (a full disk): "
         "again without progress, `stop`.",
         _OURS,
     ),
-    "an_unsupported_rung_is_skipped_and_the_decision_says_so": Rule(
+    "an_unsupported_rung_is_skipped_and_the_decision_names_it": Rule(
         "What the engine or the run's depth cannot do is listed with the decision.", _OURS
     ),
     "rungs_inside_the_processes_need_survivors_and_come_three_times_in_a_row": Rule(

@@ -76,7 +76,7 @@ class Rung(StrEnum):
 
 
 class Scope(StrEnum):
-    """How much of a run a rung begins anew; the value is what Prefect sees of it."""
+    """How much of a run a rung starts again; the value is what Prefect sees of it."""
 
     PROCESSES = "event"  # they live on: needs survivors, stays on the chip
     CONTAINERS = "task retry"  # they live on with new processes: stays on the chip
@@ -89,7 +89,7 @@ class RungRow:
     """What there is to know about a rung.
 
     Attributes:
-        scope: how much of the run it begins anew.
+        scope: how much of the run it starts again.
         source_name: its mechanism where it comes from.
         who_acts: parts of Perdure that carry it out.
         spent_on: what the time that it takes is spent on.
@@ -219,7 +219,7 @@ _ISOLATE = (Rung.POD_RESCHEDULE, Rung.JOB_RESCHEDULE_ISOLATED, Rung.JOB_RESCHEDU
 _HEAL = (Rung.IN_PLACE_RESTART, *_ISOLATE)
 _NOT_THE_NODE = (Rung.IN_PLACE_RESTART, Rung.JOB_RESCHEDULE, Rung.STOP)
 
-# Rungs inside the processes answer what they can mend. One process that died is replaced; a
+# Rungs inside the processes answer what they can recover from. One process that died is replaced; a
 # link or collective that failed leaves the state whole, so the step is executed again; a
 # program's own exception is never retried there. An abnormal step that came again and cannot be
 # accepted may be one process's doing. A device that is lost is not met again by a

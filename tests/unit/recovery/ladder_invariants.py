@@ -226,7 +226,7 @@ def a_pod_reschedule_that_fails_becomes_a_job_reschedule(asked: Asked) -> bool:
     return not failed(asked, Rung.POD_RESCHEDULE) or asked.decision.rung not in ISOLATING
 
 
-def an_isolation_without_a_healthy_spare_says_so(asked: Asked) -> bool:
+def an_isolation_without_a_healthy_spare_reports_it(asked: Asked) -> bool:
     capacity = asked.capacity
     lacking = (
         asked.decision.isolate is not None
@@ -303,7 +303,7 @@ def an_operator_retry_that_fails_becomes_a_step_retry(asked: Asked) -> bool:
     return not tried or asked.decision.rung is not Rung.OPERATOR_RETRY
 
 
-def a_job_mended_by_operator_retry_is_sub_healthy_and_goes_on(asked: Asked) -> bool:
+def a_job_recovered_by_operator_retry_is_sub_healthy_and_goes_on(asked: Asked) -> bool:
     return asked.decision.sub_healthy == (asked.decision.rung is Rung.OPERATOR_RETRY)
 
 
@@ -312,7 +312,7 @@ def a_recovery_followed_by_progress_is_free(asked: Asked) -> bool:
     return often or asked.again(history=asked.row) == asked.decision
 
 
-def what_the_user_must_mend_stops_at_once(asked: Asked) -> bool:
+def what_the_user_must_fix_stops_at_once(asked: Asked) -> bool:
     return asked.fault.fault_class not in FOR_THE_USER or asked.decision.rung is Rung.STOP
 
 
@@ -337,7 +337,7 @@ def what_the_evidence_leaves_to_the_user_is_tried_once(asked: Asked) -> bool:
     return not (theirs and again) or asked.decision.rung is Rung.STOP
 
 
-def an_unsupported_rung_is_skipped_and_the_decision_says_so(asked: Asked) -> bool:
+def an_unsupported_rung_is_skipped_and_the_decision_names_it(asked: Asked) -> bool:
     rung, skipped = asked.decision.rung, asked.decision.skipped
     named = [Rung(text.split(":")[0]) for text in skipped]
     unsupported = {Rung(text.split(":")[0]) for text in skipped if text.endswith(": unsupported")}

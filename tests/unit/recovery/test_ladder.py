@@ -61,7 +61,7 @@ def test_a_fault_class_needs_its_traits_and_its_ladder():
     assert list(TRAITS) == list(LADDER) == list(FaultClass)
 
 
-def test_only_what_the_user_must_mend_has_nothing_but_stop():
+def test_only_what_the_user_must_fix_has_nothing_but_stop():
     assert {c for c, rungs in LADDER.items() if rungs == (Rung.STOP,)} == {
         FaultClass.USER_CODE_ERROR,
         FaultClass.LAUNCH_MISCONFIGURED,

@@ -192,7 +192,7 @@ def test_the_fourth_time_the_same_problem_comes_the_program_is_at_fault():
     history = after(UNKNOWN, *[Rung.IN_PLACE_RESTART] * 3, *[Rung.JOB_RESCHEDULE] * 3)
     decision = choose(UNKNOWN, *history, max_restarts=100)
     assert decision.rung is Rung.STOP
-    assert "the program is to be mended" in decision.reason
+    assert "the program is to be fixed" in decision.reason
     assert choose(UNKNOWN, *history[:-1], max_restarts=100).rung is Rung.JOB_RESCHEDULE
 
 
@@ -233,7 +233,7 @@ def test_a_pod_reschedule_that_fails_becomes_a_job_reschedule():
         assert "job_reschedule_isolated: the node is isolated already" in decision.skipped
 
 
-def test_an_isolation_without_a_healthy_spare_says_so():
+def test_an_isolation_without_a_healthy_spare_reports_it():
     decision = choose(NODE, capacity=Capacity(healthy=2, needed=2))
     assert (decision.rung, decision.isolate) == (Rung.JOB_RESCHEDULE_ISOLATED, "node-1")
     assert decision.reason.endswith("; no healthy spare: 1 of 2 nodes left without it")
@@ -344,7 +344,7 @@ def test_an_operator_retry_that_fails_becomes_a_step_retry():
         assert decision.rung is Rung.STEP_RETRY
 
 
-def test_a_job_mended_by_operator_retry_is_sub_healthy_and_goes_on():
+def test_a_job_recovered_by_operator_retry_is_sub_healthy_and_goes_on():
     mended = choose(LINK, survivors=True, operator_retry=True)
     assert mended.sub_healthy
     assert (mended.isolate, mended.end_of_life_checkpoint) == (None, False)
@@ -364,10 +364,10 @@ def test_a_recovery_followed_by_progress_is_free():
     [FaultClass.USER_CODE_ERROR, FaultClass.LAUNCH_MISCONFIGURED, FaultClass.VERSION_MISMATCH],
 )
 @pytest.mark.parametrize("code", [None, CHIP_CODE])
-def test_what_the_user_must_mend_stops_at_once(fault_class, code):
+def test_what_the_user_must_fix_stops_at_once(fault_class, code):
     decision = choose(fault(fault_class, node="node-0", code=code), survivors=True)
     assert decision.rung is Rung.STOP
-    assert decision.reason == f"{fault_class} is for the user to mend"
+    assert decision.reason == f"{fault_class} is for the user to fix"
 
 
 def test_a_device_out_of_memory_twice_at_the_same_step_stops():
@@ -375,7 +375,7 @@ def test_a_device_out_of_memory_twice_at_the_same_step_stops():
     assert choose(oom).rung is Rung.IN_PLACE_RESTART
     again = choose(oom, *after(oom, Rung.IN_PLACE_RESTART))
     assert again.rung is Rung.STOP
-    assert again.reason == "device_oom again at step 7 is for the user to mend"
+    assert again.reason == "device_oom again at step 7 is for the user to fix"
     elsewhere = replace(oom, step=900)
     assert choose(elsewhere, *after(oom, Rung.IN_PLACE_RESTART)).rung is Rung.IN_PLACE_RESTART
 
@@ -385,7 +385,7 @@ def test_what_the_evidence_leaves_to_the_user_is_tried_once():
     assert choose(full).rung is Rung.IN_PLACE_RESTART
     again = choose(full, *after(full, Rung.IN_PLACE_RESTART))
     assert again.rung is Rung.STOP
-    assert again.reason == "storage_error again, and its evidence is for the user to mend"
+    assert again.reason == "storage_error again, and its evidence is for the user to fix"
     mended = after(full, Rung.IN_PLACE_RESTART, progressed=True)
     assert choose(full, *mended).rung is Rung.IN_PLACE_RESTART
     slow = replace(full, recoverable_by=RecoverableBy.RETRY)
@@ -394,7 +394,7 @@ def test_what_the_evidence_leaves_to_the_user_is_tried_once():
     assert choose(host, *after(host, Rung.IN_PLACE_RESTART)).rung is Rung.IN_PLACE_RESTART
 
 
-def test_an_unsupported_rung_is_skipped_and_the_decision_says_so():
+def test_an_unsupported_rung_is_skipped_and_the_decision_names_it():
     decision = choose(CRASH, supported=ALL - {Rung.IN_PLACE_RESTART})
     assert decision.rung is Rung.JOB_RESCHEDULE_ISOLATED
     assert "in_place_restart: unsupported" in decision.skipped
