@@ -10,7 +10,7 @@ from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 
 from tasks.credentials import credentials_of
-from tasks.drill import clear, new_home, play, tell, undisturbed
+from tasks.drill import clear, new_home, play, publish_table, undisturbed
 from tasks.hooks import take_drills_down
 from tasks.states import data_of
 from training.drill.runner import ALL, chosen, drills_on, parallel_kind
@@ -41,9 +41,9 @@ def drill(name: str = ALL, job: Job | None = None, parallelism: str | None = Non
     undisturbed(runner)
     outcomes = [data_of(play(runner, one, return_state=True)) for one in drills]
     run_id = job.run_id if job is not None else None
-    tell(outcomes, run_id=run_id, return_state=True)  # the states have told it, too
+    publish_table(outcomes, run_id=run_id, return_state=True)  # the states have it, too
     bad = [one.name for one in outcomes if not one.as_expected]
     if bad:
         return Failed(message=f"not as expected: {', '.join(bad)}; logs and ledgers: {where}")
-    clear(runner, return_state=True)  # what stays is no word about the drills
+    clear(runner, return_state=True)  # files left behind do not change the result
     return Completed(message=f"as expected: {', '.join(one.name for one in outcomes)}")

@@ -1,7 +1,7 @@
-"""The pretrain flow: the order of work, as a runbook would have it.
+"""The pretrain flow: the runbook of a run, with a Prefect task for each step.
 
-One flow run per run; started again, it takes the run up where the ledger says it stands, and
-adopts the attempt that still lives.
+One flow run per run; started again, it takes the run up where its ledger stops, and adopts the
+attempt if it is still alive.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def pretrain(job: Job) -> State[Any]:
         if run.is_complete:
             return Completed(message=f"run {job.run_id} was completed before")
         end = conduct(TaskSteps(supervision), log=supervision.logger)
-        supervision.says(end.outcome)
+        supervision.show(end.outcome)
         report(supervision, return_state=True)  # a picture that fails changes no outcome
         attempts, placements = len(run.history.attempts), len(run.history.placements)
         text = f"{end.message}; {attempts} attempts on {placements} placements"
@@ -65,7 +65,7 @@ class TaskSteps(RunSteps):
 
     @override
     def prepare_data(self) -> PrepareResult:
-        self.supervision.says("preparing data")
+        self.supervision.show("preparing data")
         return data_of(prepare_data(self.run.job, return_state=True))
 
     @override

@@ -15,7 +15,7 @@ from prefect.states import Completed, Failed
 from pydantic import Field
 
 from storage.collect import GARBAGE_AFTER_S, totals
-from tasks.retention import choose, delete, tell
+from tasks.retention import choose, delete, publish_table
 from tasks.states import data_of
 from training.errors import InputError
 from training.files import home_folder
@@ -34,14 +34,14 @@ def retain(
     Args:
         job: as the pretrain deployment has it.
         older_than_s: age in seconds from which what a broken save left is garbage.
-        dry_run: only tell what would be removed.
+        dry_run: only list what would be removed.
     """
     chosen = data_of(choose(job, older_than_s, return_state=True))
     if dry_run:
-        tell(job, chosen, dry_run=True)
+        publish_table(job, chosen, dry_run=True)
         return Completed(message=f"would remove {totals(chosen)}")
     gone = data_of(delete(job, chosen, older_than_s, return_state=True))
-    tell(job, gone, dry_run=False)
+    publish_table(job, gone, dry_run=False)
     return Completed(message=f"removed {totals(gone)}")
 
 
@@ -54,7 +54,7 @@ def retain_all(
 
     Args:
         older_than_s: age in seconds from which what a broken save left is garbage.
-        dry_run: only tell what would be removed.
+        dry_run: only list what would be removed.
     """
     home = home_folder()
     runs, failed = known_runs(home), []

@@ -11,7 +11,7 @@ from rich.text import Text
 from perdure.console import make_table
 from training.journal.time_account import Account
 from training.supervisor.accounts import COLOURS, coarse, share_rows
-from training.supervisor.report import NOT_MENDED, AttemptRow
+from training.supervisor.report import NOT_RECOVERED, AttemptRow
 
 WIDTH = 60  # of bars and lines
 TABLE_WIDTH = 165  # a narrower terminal would fold the table of attempts letter by letter
@@ -68,7 +68,7 @@ def _attempts_table(rows: Sequence[AttemptRow]) -> Table:
     table.title, table.title_justify = "Attempts", "left"
     for row in rows:
         inside = f", generation {row.generation}" if row.generation is not None else ""
-        failed = f" ({row.outcome})" if row.outcome == NOT_MENDED else ""
+        failed = f" ({row.outcome})" if row.outcome == NOT_RECOVERED else ""
         table.add_row(
             str(row.placement),
             f"{row.attempt}{inside}",

@@ -57,7 +57,7 @@ def clear(runner: DrillRunner) -> None:
 
 
 @task(name="tell", task_run_name="table of all", cache_policy=NO_CACHE)
-def tell(outcomes: Sequence[DrillOutcome], *, run_id: str | None) -> None:
+def publish_table(outcomes: Sequence[DrillOutcome], *, run_id: str | None) -> None:
     """The table of all of them, as an artifact of the flow run."""
     rows = [outcome.row for outcome in outcomes]
     if run_id is None:

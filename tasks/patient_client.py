@@ -1,10 +1,11 @@
-"""A Prefect client that tries once, for whoever asks again by himself."""
+"""A Prefect client that sends each request once, for callers that repeat it themselves."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.context import SettingsContext, get_settings_context
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, Settings
 
@@ -15,11 +16,21 @@ _made: tuple[Settings, Settings] | None = None
 def without_retries() -> Iterator[None]:
     """Inside, what fails once has failed: the client's own back-off grows to minutes."""
     context = get_settings_context()
-    with SettingsContext(profile=context.profile, settings=_impatient(context.settings)):
+    with SettingsContext(profile=context.profile, settings=_without_retries(context.settings)):
         yield
 
 
-def _impatient(settings: Settings) -> Settings:
+@contextmanager
+def client_without_retries() -> Iterator[SyncPrefectClient]:
+    """A client for one try: with a run's retries, a cancellation would wait for half an hour."""
+    with (
+        without_retries(),
+        get_client(sync_client=True, httpx_settings={"timeout": 5.0}) as client,
+    ):
+        yield client
+
+
+def _without_retries(settings: Settings) -> Settings:
     """The same settings without retries, made once: reading all sources takes a tenth of a second.
 
     Two threads that make them at once make the same.

@@ -1,4 +1,4 @@
-"""Pausing with Prefect's own means: a flow run's state and the wish to pause its run, kept in step.
+"""Pausing with Prefect: a flow run's state and the request to pause its run follow each other.
 
 Of the two the one that changed since the last look is right. Facts about Prefect 3.8.8: a state
 `Suspended` (the pause button of a deployed run) has the engine end this process at the end of
@@ -9,7 +9,7 @@ flow run.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient
@@ -20,82 +20,8 @@ from storage.objects import ObjectStore
 from training.wire.requests import is_pause_wanted, take_back, write_control
 
 
-class FlowRun(Protocol):
-    """The flow run that supervises, as the server has it. Any call may fail."""
-
-    def show_paused(self, message: str) -> None:
-        """Put it into a paused state."""
-        ...
-
-    def lift_limit(self, state: State[Any]) -> None:
-        """Have it stay in its paused state for as long as it takes."""
-        ...
-
-    def resume(self) -> None:
-        """Do what the Resume button does."""
-        ...
-
-
-class PauseLink:
-    """Keeps one flow run and one run in step.
-
-    Attributes:
-        is_handed_over: whether another process supervises from now on; this one is to leave.
-    """
-
-    def __init__(self, store: ObjectStore, run_id: str) -> None:
-        self._store = store
-        self._run_id = run_id
-        self._paused: State[Any] | None = None  # the state at the last look, if it was a pause
-        self._is_resuming = False  # it is we who have it resume
-        self.is_handed_over = False
-
-    def look(self, state: State[Any], flow_run: FlowRun, *, stands_at: int | None) -> None:
-        """Compare both sides, and have the other one follow.
-
-        Args:
-            state: of the flow run, now.
-            flow_run: to be changed.
-            stands_at: step at which the ranks stand, None while they do not.
-
-        Raises:
-            Exception: server or store did not answer; the next look tries again.
-        """
-        if state.is_paused():
-            self._see_paused(state, flow_run)
-        elif self._paused is not None:
-            self._see_no_longer_paused(state, self._paused)
-        elif stands_at is not None and state.is_running() and self._is_wanted():
-            flow_run.show_paused(f"paused at step {stands_at}")
-            self._paused = Paused()
-
-    def _see_paused(self, state: State[Any], flow_run: FlowRun) -> None:
-        if self._paused is None:
-            write_control(self._store, self._run_id, pause=True)
-        self._paused = state
-        self._is_resuming = not self._is_wanted()
-        if self._is_resuming:
-            flow_run.resume()
-            return
-        if state.state_details.pause_timeout is not None:
-            flow_run.lift_limit(state)
-
-    def _see_no_longer_paused(self, state: State[Any], before: State[Any]) -> None:
-        if not (state.is_running() or state.is_scheduled() or state.is_pending()):
-            return  # cancelled, or failed by the server: the ranks do not go on because of that
-        if not self._is_resuming:  # or somebody may want the next pause already
-            take_back(self._store, self._run_id)
-        self._paused, self._is_resuming = None, False
-        # Somebody else may be Running in our name already when we look.
-        rescheduled = before.state_details.pause_reschedule
-        self.is_handed_over = rescheduled or not state.is_running()
-
-    def _is_wanted(self) -> bool:
-        return is_pause_wanted(self._store, self._run_id)
-
-
 class ServedFlowRun:
-    """A flow run on the Prefect server.
+    """The flow run that supervises, as the server has it. Any call may fail.
 
     Args:
         client: of the server.
@@ -124,8 +50,66 @@ class ServedFlowRun:
         self._client.resume_flow_run(self._flow_run_id)
 
 
+class PauseLink:
+    """Keeps one flow run and one run in step.
+
+    Attributes:
+        is_handed_over: whether another process supervises from now on; this one is to leave.
+    """
+
+    def __init__(self, store: ObjectStore, run_id: str) -> None:
+        self._store = store
+        self._run_id = run_id
+        self._paused: State[Any] | None = None  # the state at the last look, if it was a pause
+        self._is_resuming = False  # this process has it resume
+        self.is_handed_over = False
+
+    def look(self, state: State[Any], flow_run: ServedFlowRun, *, paused_at: int | None) -> None:
+        """Compare both sides, and have the other one follow.
+
+        Args:
+            state: of the flow run, now.
+            flow_run: to be changed.
+            paused_at: step at which all ranks are paused, None while they are not.
+
+        Raises:
+            Exception: server or store did not answer; the next look tries again.
+        """
+        if state.is_paused():
+            self._see_paused(state, flow_run)
+        elif self._paused is not None:
+            self._see_no_longer_paused(state, self._paused)
+        elif paused_at is not None and state.is_running() and self._is_wanted():
+            flow_run.show_paused(f"paused at step {paused_at}")
+            self._paused = Paused()
+
+    def _see_paused(self, state: State[Any], flow_run: ServedFlowRun) -> None:
+        if self._paused is None:
+            write_control(self._store, self._run_id, pause=True)
+        self._paused = state
+        self._is_resuming = not self._is_wanted()
+        if self._is_resuming:
+            flow_run.resume()
+            return
+        if state.state_details.pause_timeout is not None:
+            flow_run.lift_limit(state)
+
+    def _see_no_longer_paused(self, state: State[Any], before: State[Any]) -> None:
+        if not (state.is_running() or state.is_scheduled() or state.is_pending()):
+            return  # cancelled, or failed by the server: the ranks do not go on because of that
+        if not self._is_resuming:  # or a next pause may be requested already
+            take_back(self._store, self._run_id)
+        self._paused, self._is_resuming = None, False
+        # Another process may be Running under our name already when we look.
+        rescheduled = before.state_details.pause_reschedule
+        self.is_handed_over = rescheduled or not state.is_running()
+
+    def _is_wanted(self) -> bool:
+        return is_pause_wanted(self._store, self._run_id)
+
+
 def was_resumed(states: list[State[Any]]) -> bool:
-    """Whether a flow run that has just begun to run did so because somebody resumed it.
+    """Whether a flow run that has just begun to run did so because a user resumed it.
 
     Args:
         states: that it went through, oldest first.

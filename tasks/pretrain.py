@@ -1,6 +1,6 @@
 """The tasks of a pretraining run: one side effect each, idempotent.
 
-`train` stands for a placement and its Prefect retries are the in-place restarts; `attempt`,
+`train` is one placement, and its Prefect retries are the in-place restarts; `attempt`,
 nested in it, is one start of the processes with a bar of its own in the timeline. The ladder
 has decided, and the decision is in the ledger, before a state is returned; the retry condition
 only carries it out. States that come from another run lose name and data in Prefect 3.8.8, so
@@ -75,10 +75,10 @@ def prepare_data(job: Job) -> PrepareResult:
 @task(name="place", cache_policy=NO_CACHE)
 def place(supervision: Supervision) -> Placement:
     """Nodes and containers for the next attempt: the living ones, or new ones."""
-    supervision.says("finding nodes and starting their containers")
+    supervision.show("finding nodes and starting their containers")
     placement = supervision.run.place(stop_wanted=supervision.stop_wanted)
     avoid = supervision.run.refresh().isolated
-    supervision.tell_attempts()
+    supervision.report_attempts()
     kept_out = f"; isolated: {', '.join(avoid)}" if avoid else ""
     message = f"placement {placement.number} on {', '.join(placement.nodes)}{kept_out}"
     return completed(placement, message)
@@ -87,7 +87,7 @@ def place(supervision: Supervision) -> Placement:
 @task(name="check", cache_policy=NO_CACHE)
 def check(supervision: Supervision, placement: Placement) -> bool:
     """The nodes of a placement, before the first step. Whether it can be used."""
-    supervision.says("checking nodes")
+    supervision.show("checking nodes")
     verdict = supervision.run.check(placement)
     logger = get_run_logger()
     for one in verdict.checks:
@@ -95,10 +95,10 @@ def check(supervision: Supervision, placement: Placement) -> bool:
             logger.warning("%s: %s on %s: %s", one.outcome, one.name, one.node, one.seen)
     for what in verdict.common:
         logger.warning("no single node is to blame, the attempt will show: %s", what)
-    supervision.tell_attempts()
+    supervision.report_attempts()
     if not verdict.is_passed:
-        told = "; ".join(f"{node}: {why}" for node, why in verdict.refused.items())
-        return completed(False, f"isolated before the first step: {told}", name="NodesRefused")
+        reasons = "; ".join(f"{node}: {why}" for node, why in verdict.refused.items())
+        return completed(False, f"isolated before the first step: {reasons}", name="NodesRefused")
     nodes = len({one.node for one in verdict.checks if one.node is not None})
     return completed(True, f"{len(verdict.checks)} checks on {nodes} nodes")
 
@@ -111,7 +111,7 @@ def may_restart_in_place(_task: Task[..., Any], _task_run: TaskRun, state: State
     return isinstance(state.data, Verdict) and state.data.restarts_in_place
 
 
-def tell_reschedule(_task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> None:
+def report_reschedule(_task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> None:
     """Post-mortem of a placement: the retries are over, the flow reschedules or stops."""
     get_run_logger().warning("%s ends: %s: %s", task_run.name, state.name, state.message)
 
@@ -121,7 +121,7 @@ def tell_reschedule(_task: Task[..., Any], task_run: TaskRun, state: State[Any])
     cache_policy=NO_CACHE,
     retries=IN_PLACE_RETRIES,
     retry_condition_fn=may_restart_in_place,
-    on_failure=[tell_reschedule],
+    on_failure=[report_reschedule],
 )
 def train(supervision: Supervision, placement: Placement, data_manifest_key: str | None) -> Verdict:
     """Train on one placement; a retry of this task is an in-place restart."""
@@ -141,26 +141,19 @@ def attempt(
 ) -> Verdict:
     """One start of the training processes, or the living one adopted, watched to its end."""
     adopted = supervision.run.refresh().open_attempt is not None
-    supervision.says("watching an adopted attempt" if adopted else "starting processes")
+    supervision.show("watching an adopted attempt" if adopted else "starting processes")
     verdict = supervision.run.attempt(
         placement,
         data_manifest_key=data_manifest_key,
         stop_wanted=supervision.stop_wanted,
         on_progress=supervision.on_progress,
     )
-    supervision.tell_cut_off()
+    supervision.report_cut_off()
     if verdict.fault is not None and verdict.decision is not None:
-        supervision.reporter.fault(
-            verdict.placement,
-            verdict.attempt,
-            verdict.fault,
-            verdict.decision,
-            runners_up=verdict.runners_up,
-            last_save=supervision.run.history.attempts[-1].last_save,
-        )
+        supervision.reporter.fault(supervision.run.history.attempts[-1])
         stops = verdict.decision.rung is Rung.STOP
-        supervision.says(f"{'stopping' if stops else 'recovering'}: {_state_text(verdict)}")
-    supervision.tell_attempts()
+        supervision.show(f"{'stopping' if stops else 'recovering'}: {_state_text(verdict)}")
+    supervision.report_attempts()
     return _state_of(verdict)
 
 
@@ -186,9 +179,9 @@ def _state_text(verdict: Verdict) -> str:
 def report(supervision: Supervision) -> None:
     """What is left to read, in the UI and the store: tables, the loss and the timeline."""
     supervision.run.refresh()
-    supervision.tell_attempts()
+    supervision.report_attempts()
     supervision.reporter.checkpoints(supervision.run.history)
-    supervision.tell_account()
-    supervision.tell_progress()
+    supervision.report_account()
+    supervision.report_progress()
     if not supervision.job.worker.is_command:
-        supervision.tell_picture()
+        supervision.report_picture()

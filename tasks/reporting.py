@@ -1,8 +1,9 @@
-"""Artifacts and events, told to the Prefect server from a thread of their own.
+"""Artifacts and events, sent to the Prefect server from a thread of their own.
 
 With the server down one artifact call blocks for over a minute (3.8.8: five client retries
 with back-off), so nothing here may run in the flow's thread, and nothing here may fail a run:
-what cannot be told waits and is tried again. Of updates to the same thing only the newest waits.
+what the server did not take waits and is sent again. Of updates to one artifact only the newest
+waits.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from prefect.artifacts import (
     create_markdown_artifact,
     create_progress_artifact,
     create_table_artifact,
-    update_progress_artifact,
 )
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
@@ -29,8 +29,6 @@ from prefect.events import emit_event
 
 from tasks.patient_client import without_retries
 from training.journal.history import AttemptView, InProcessRecovery, RunHistory
-from training.recovery.decision import Decision
-from training.recovery.events import LastSave
 from training.recovery.faults import Fault
 from training.supervisor.accounts import AccountReport
 from training.supervisor.report import (
@@ -49,12 +47,11 @@ PROGRESS_PERIOD_S = 2.0
 # Of a payload: labels of the event's resource, `perdure.fault_class` and so on.
 LABELS = ("fault_class", "rung", "point", "node", "recoverable_by")
 
-Tell = Callable[[], None]
 Log = logging.Logger | logging.LoggerAdapter[logging.Logger]
 
 
 class Reporter:
-    """Tells the Prefect server about a run.
+    """Reports a run to the Prefect server.
 
     Start it inside the flow: artifacts are linked to the flow run of the starting context.
     """
@@ -63,10 +60,10 @@ class Reporter:
         self._run_id = run_id
         self._flow_run_id = flow_run_id
         self._logger = logger
-        self._waiting: dict[str, Tell] = {}
+        self._waiting: dict[str, Callable[[], None]] = {}
         self._wake = threading.Condition()
         self._closing = False
-        self._is_deaf = False
+        self._is_refused = False  # the last report was; an outage is one line of the log
         self._artifact_ids: dict[str, UUID] = {}
         context = contextvars.copy_context()
         self._thread = threading.Thread(
@@ -74,11 +71,11 @@ class Reporter:
         )
 
     def start(self) -> None:
-        """Begin to tell."""
+        """Begin to send."""
         self._thread.start()
 
     def close(self) -> None:
-        """Tell what is waiting, for a bounded time, and end."""
+        """Send what is waiting, for a bounded time, and end."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -90,16 +87,16 @@ class Reporter:
         """The progress bar of the run."""
         if target is not None:
             percent = min(100.0, 100.0 * step / target)
-            self._submit("progress", lambda: self._tell_progress(percent, text))
+            self._artifact("progress", create_progress_artifact, percent, text)
 
     def attempts(self, rows: Sequence[AttemptRow]) -> None:
         """The table of attempts."""
-        table = [_story_first(asdict(row)) for row in rows]
+        table = [_important_first(asdict(row)) for row in rows]
         whole = [row for row in rows if row.generation is None]
         title = (
             f"{len(whole)} attempts, the last {whole[-1].outcome}" if whole else "No attempt yet"
         )
-        self._submit("attempts", lambda: self._tell_table("attempts", table, title))
+        self._artifact("attempts", create_table_artifact, table, title)
 
     def checkpoints(self, history: RunHistory) -> None:
         """The table of committed checkpoints."""
@@ -108,7 +105,7 @@ class Reporter:
             for seen in history.checkpoints
         ]
         title = f"{len(table)} committed, the newest of step {history.committed_step}"
-        self._submit("checkpoints", lambda: self._tell_table("checkpoints", table, title))
+        self._artifact("checkpoints", create_table_artifact, table, title)
 
     def account(self, build: Callable[[], AccountReport]) -> None:
         """Where the run's time went: a table, and a picture of the attempts.
@@ -116,44 +113,44 @@ class Reporter:
         Args:
             build: called in the thread of the reporter: reading and drawing take their time.
         """
-        self._submit("account", lambda: self._tell_account(build()))
+
+        def send() -> None:
+            report = build()
+            self._put("ettr", create_table_artifact, report.rows, report.text)
+            picture = _inline("where the time of every attempt went", report.png)
+            text = f"{report.text}.\n\n{picture}"
+            self._put("timeline", create_markdown_artifact, text, "Timeline of the attempts")
+
+        self._submit("account", send)
 
     def alerts(self, rows: Sequence[AlertRow]) -> None:
         """The table of alerts."""
         table = [asdict(row) for row in rows]
         num_open = sum(row.state == OPEN for row in rows)
         title = f"Alerts: {num_open} open, {len(rows) - num_open} past"
-        self._submit("alerts", lambda: self._tell_table("alerts", table, title))
+        self._artifact("alerts", create_table_artifact, table, title)
 
-    def fault(
-        self,
-        placement: int,
-        attempt: int,
-        fault: Fault,
-        decision: Decision,
-        *,
-        runners_up: Sequence[Fault] = (),
-        last_save: LastSave | None = None,
-    ) -> None:
-        """The report and the events of a fault that ended an attempt, and what is done about it."""
-        name = f"fault-p{placement}-a{attempt}"
-        text = fault_report(
-            placement, attempt, fault, decision, runners_up=runners_up, last_save=last_save
-        )
+    def fault(self, view: AttemptView) -> None:
+        """The report and the events of the fault that ended an attempt, and of the decision."""
+        assert view.ended is not None  # noqa: S101 the caller saw it fail
+        assert view.ended.fault is not None  # noqa: S101 likewise
+        assert view.decision is not None  # noqa: S101 likewise
+        fault, decision, (placement, attempt) = view.ended.fault, view.decision, view.key
         title = _headline(fault, decision.rung)
-        self._submit(name, lambda: self._tell_markdown(name, text, title))
+        name = f"fault-p{placement}-a{attempt}"
+        self._artifact(name, create_markdown_artifact, fault_report(view), title)
         self._fault_event(fault)
         self.event("recovery", {"rung": decision.rung, "reason": decision.reason,
                                 "isolate": decision.isolate, "placement": placement,
                                 "attempt": attempt})  # fmt: skip
 
     def recovery_began(self, view: AttemptView, recovery: InProcessRecovery) -> None:
-        """The report and the event of a fault that processes of the attempt outlived."""
+        """The report and the event of a fault that processes of the attempt survived."""
         self._recovery_report(view, recovery)
         self._fault_event(recovery.began.fault)
 
     def recovery_over(self, view: AttemptView, recovery: InProcessRecovery) -> None:
-        """The report and the event of a recovery inside the processes that came to its end."""
+        """The report and the event of a recovery inside the processes that ended."""
         self._recovery_report(view, recovery)
         self.event("recovery", recovery_facts(view, recovery))
 
@@ -162,7 +159,7 @@ class Reporter:
         name = f"fault-p{placement}-a{attempt}-r{recovery.began.number}"
         text, began = recovery_report(view, recovery), recovery.began
         title = _headline(began.fault, f"{began.decision.rung} ({outcome_of(view, recovery)})")
-        self._submit(name, lambda: self._tell_markdown(name, text, title))
+        self._artifact(name, create_markdown_artifact, text, title)
 
     def _fault_event(self, fault: Fault) -> None:
         self.event("fault", {"fault_class": fault.fault_class, "evidence": fault.evidence,
@@ -175,7 +172,7 @@ class Reporter:
     def picture(self, png: bytes) -> None:
         """The loss picture; inline, so that the UI needs no file server."""
         text = _inline("loss with faults marked", png)
-        self._submit("loss", lambda: self._tell_markdown("loss", text, "Loss, faults marked"))
+        self._artifact("loss", create_markdown_artifact, text, "Loss, faults marked")
 
     def event(self, kind: str, payload: Mapping[str, Any]) -> None:
         """An event `perdure.<kind>` about this run, for automations."""
@@ -194,14 +191,14 @@ class Reporter:
             )
         document = json.loads(json.dumps(payload))
 
-        def tell() -> None:
+        def send() -> None:
             emit_event(f"perdure.{kind}", resource=resource, related=related, payload=document)
 
-        self._submit(f"event-{kind}-{id(tell)}", tell)
+        self._submit(f"event-{kind}-{id(send)}", send)
 
-    def _submit(self, name: str, tell: Tell) -> None:
+    def _submit(self, name: str, send: Callable[[], None]) -> None:
         with self._wake:
-            self._waiting[name] = tell
+            self._waiting[name] = send
             self._wake.notify()
 
     def _loop(self) -> None:
@@ -211,66 +208,41 @@ class Reporter:
                 if not self._waiting:
                     return
                 name = next(iter(self._waiting))
-                tell = self._waiting.pop(name)
+                send = self._waiting.pop(name)
             try:
-                # Tried again here: a server that is back is to be noticed before the run ends.
+                # Retried here: a server that is back is to be noticed before the run ends.
                 with without_retries():
-                    tell()
-                self._is_deaf = False
+                    send()
+                self._is_refused = False
             except Exception as error:  # noqa: BLE001 a dead server must never end a run
-                self._retry_later(name, tell, error)
+                self._retry_later(name, send, error)
 
-    def _retry_later(self, name: str, tell: Tell, error: Exception) -> None:
-        """Keep what could not be told, unless something newer of its name is waiting."""
-        if not self._is_deaf:
-            self._is_deaf = True
+    def _retry_later(self, name: str, send: Callable[[], None], error: Exception) -> None:
+        """Keep what was not sent, unless something newer of its name is waiting."""
+        if not self._is_refused:
+            self._is_refused = True
             self._logger.warning("the Prefect server does not take %s, retrying: %s", name, error)
         with self._wake:
             if self._closing:
                 return
-            self._waiting.setdefault(name, tell)
+            self._waiting.setdefault(name, send)
             self._wake.wait_for(lambda: self._closing, RETRY_S)
 
-    def _key(self, name: str) -> str:
-        return f"{self._run_id}-{name}"
+    def _artifact(
+        self, name: str, create: Callable[..., Any], content: Any, description: str
+    ) -> None:
+        self._submit(name, lambda: self._put(name, create, content, description))
 
-    def _tell_progress(self, percent: float, text: str) -> None:
-        known = self._artifact_ids.get("progress")
-        if known is None:
-            created: Any = create_progress_artifact(
-                percent, key=self._key("progress"), description=text
-            )
-            self._artifact_ids["progress"] = created
-        else:
-            update_progress_artifact(known, percent, description=text)
-
-    def _tell_table(self, name: str, table: list[dict[str, Any]], description: str) -> None:
-        if not self._update(name, json.dumps(table), description):
-            created: Any = create_table_artifact(
-                table, key=self._key(name), description=description
-            )
-            self._artifact_ids[name] = created
-
-    def _tell_markdown(self, name: str, text: str, description: str) -> None:
-        if not self._update(name, text, description):
-            created: Any = create_markdown_artifact(
-                text, key=self._key(name), description=description
-            )
-            self._artifact_ids[name] = created
-
-    def _tell_account(self, told: AccountReport) -> None:
-        self._tell_table("ettr", told.rows, told.text)
-        picture = _inline("where the time of every attempt went", told.png)
-        self._tell_markdown("timeline", f"{told.text}.\n\n{picture}", "Timeline of the attempts")
-
-    def _update(self, name: str, data: str, description: str) -> bool:
-        """Change an artifact in place; a new version each time would be thousands in a run."""
-        known = self._artifact_ids.get(name)
-        if known is None:
-            return False
+    def _put(self, name: str, create: Callable[..., Any], content: Any, description: str) -> None:
+        """Create an artifact, or change it in place: versions would be thousands in a run."""
+        artifact_id = self._artifact_ids.get(name)
+        if artifact_id is None:
+            key = f"{self._run_id}-{name}"
+            self._artifact_ids[name] = create(content, key=key, description=description)
+            return
+        data = json.dumps(content) if isinstance(content, list) else content
         with get_client(sync_client=True) as client:
-            client.update_artifact(known, ArtifactUpdate(data=data, description=description))
-        return True
+            client.update_artifact(artifact_id, ArtifactUpdate(data=data, description=description))
 
 
 def _headline(fault: Fault, answer: str) -> str:
@@ -279,7 +251,7 @@ def _headline(fault: Fault, answer: str) -> str:
     return f"{fault.fault_class} -> {answer}: {fault.where}{step}"
 
 
-def _story_first(row: dict[str, Any]) -> dict[str, Any]:
+def _important_first(row: dict[str, Any]) -> dict[str, Any]:
     """The same, with what is read first where a narrow page shows it."""
     first = ("placement", "attempt", "generation", "outcome", "rung", "fault")
     return {name: row[name] for name in first} | row

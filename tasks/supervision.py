@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 from uuid import UUID
 
 import httpx
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import State
 from prefect.exceptions import Abort, PrefectException
 from prefect.runtime import flow_run as flow_run_runtime
@@ -23,7 +23,7 @@ from prefect.runtime import flow_run as flow_run_runtime
 from storage.errors import StorageError
 from tasks.credentials import credentials_of
 from tasks.observe import Observation, publish
-from tasks.patient_client import without_retries
+from tasks.patient_client import client_without_retries
 from tasks.pausing import PauseLink, ServedFlowRun, was_resumed
 from tasks.reporting import PROGRESS_PERIOD_S, Log, Reporter
 from training.errors import InputError, RunConflict
@@ -41,12 +41,12 @@ from training.journal.ledger import RENEW_S
 from training.recovery.events import PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
 from training.supervisor.accounts import Accountant, AccountReport, account_report
 from training.supervisor.report import (
+    activity_of,
     alert_facts,
     alert_rows,
     event_text,
     loss_picture,
     progress_text,
-    standing,
     story_rows,
 )
 from training.supervisor.run import Run
@@ -59,6 +59,9 @@ ACCOUNT_SHARE = 0.05  # of the time, at most, goes into making accounts
 HANDOVER_S = 30.0  # for the supervisor before to notice, and to leave
 HANDOVER_POLL_S = 1.0
 HANDED_OVER = "resumed: another process supervises the run from now on"
+
+
+T = TypeVar("T")
 
 
 class _Periodic(threading.Thread):
@@ -80,8 +83,8 @@ class _Periodic(threading.Thread):
         self._closed.set()
 
 
-class LeaseCheckpointServer(_Periodic):
-    """Says in the store that this supervisor lives; notices when it has been superseded."""
+class LeaseRenewal(_Periodic):
+    """Renews the supervisor's lease in the store; notices when it has been superseded."""
 
     def __init__(self, run: Run, logger: Log) -> None:
         super().__init__("perdure-lease", RENEW_S)
@@ -101,10 +104,10 @@ class LeaseCheckpointServer(_Periodic):
 
 
 class Control(_Periodic):
-    """Asks the server what is wanted of the run: to be cancelled, to pause, to go on.
+    """Polls the server for requests to cancel the run, to pause it and to resume it.
 
     A worker's own observer gives up for good after a server outage of half a minute (3.8.8),
-    and nobody watches a flow that was started in the foreground.
+    and a flow that was started in the foreground has none.
     """
 
     def __init__(self, flow_run_id: UUID, run: Run) -> None:
@@ -120,12 +123,8 @@ class Control(_Periodic):
         return self._link.is_handed_over
 
     def tick(self) -> None:
-        """Ask once; no answer means no wish."""
-        try:
-            with _impatient_client() as client:
-                self._look(client)
-        except (httpx.HTTPError, PrefectException, OSError, StorageError):
-            return  # the next look tells
+        """Poll once; no answer means no request."""
+        _ask(self._look, None)
 
     def _look(self, client: SyncPrefectClient) -> None:
         state = client.read_flow_run(self._flow_run_id).state
@@ -133,53 +132,35 @@ class Control(_Periodic):
             return
         self.cancel_wanted = self.cancel_wanted or _is_cancelled(state)
         pause = self._run.history.pause
-        self._link.look(
-            state,
-            ServedFlowRun(client, self._flow_run_id),
-            stands_at=pause.began.step if pause is not None else None,
-        )
+        flow_run = ServedFlowRun(client, self._flow_run_id)
+        self._link.look(state, flow_run, paused_at=pause.began.step if pause is not None else None)
 
 
 def has_open_attempt(job: Job) -> bool:
-    """Whether an attempt of the run may be alive: it is adopted whatever preflight would say."""
+    """Whether an attempt of the run may be alive: it is adopted whatever preflight would find."""
     try:
         run = Run(job, home=home_folder(), credentials=credentials_of(job.storage))
         return run.refresh().open_attempt is not None
     except (StorageError, InputError):
-        return False  # preflight will say what is wrong
+        return False  # preflight reports what is wrong
 
 
-def is_cancelling(flow_run_id: UUID) -> bool:
-    """Whether the server says that this flow run is (being) cancelled; False without answer."""
+def _ask(question: Callable[[SyncPrefectClient], T], default: T) -> T:
+    """The server's answer to one request; the default when there is none."""
     try:
-        with _impatient_client() as client:
-            state = client.read_flow_run(flow_run_id).state
-    except (httpx.HTTPError, PrefectException, OSError):
-        return False
-    return state is not None and _is_cancelled(state)
+        with client_without_retries() as client:
+            return question(client)
+    except (httpx.HTTPError, PrefectException, OSError, StorageError):
+        return default
 
 
-@contextmanager
-def _impatient_client() -> Iterator[SyncPrefectClient]:
-    """One try: with the patience that a run has, a cancellation would wait for half an hour."""
-    with (
-        without_retries(),
-        get_client(sync_client=True, httpx_settings={"timeout": 5.0}) as client,
-    ):
-        yield client
-
-
-def _is_cancelled(state: State[Any]) -> bool:
-    return state.is_cancelling() or state.is_cancelled()
+def _is_cancelled(state: State[Any] | None) -> bool:
+    return state is not None and (state.is_cancelling() or state.is_cancelled())
 
 
 def _is_resumed(flow_run_id: UUID) -> bool:
-    """Whether somebody resumed the flow run that begins here; False without answer."""
-    try:
-        with _impatient_client() as client:
-            return was_resumed(client.read_flow_run_states(flow_run_id))
-    except (httpx.HTTPError, PrefectException, OSError):
-        return False
+    """Whether the flow run that begins here was resumed by a user; False without answer."""
+    return _ask(lambda client: was_resumed(client.read_flow_run_states(flow_run_id)), default=False)
 
 
 class Supervision:
@@ -192,15 +173,15 @@ class Supervision:
         self.flow_run_id = _flow_run_id()
         self.reporter = Reporter(job.run_id, self.flow_run_id, logger)
         self.activity = "starting"
-        self._lease = LeaseCheckpointServer(self.run, logger)
+        self._lease = LeaseRenewal(self.run, logger)
         self._control = Control(self.flow_run_id, self.run) if self.flow_run_id else None
         self.accountant = Accountant(self.run.store, job.run_id)
-        self._told_s = 0.0
+        self._progress_s = 0.0
         self._accounted_s = time.monotonic()
         self._account_period_s = ACCOUNT_PERIOD_S
         self._ettr: float | None = None
         self._last: StepRecord | None = None
-        self._stood = False  # at the last look, for a pause or a recovery
+        self._was_interrupted = False  # at the last look, by a pause or a recovery
 
     def __enter__(self) -> Self:
         history = self._take()
@@ -239,7 +220,7 @@ class Supervision:
 
         Raises:
             RunConflict: another supervisor has taken the run.
-            Abort: somebody resumed the flow run, and a worker starts another process for it.
+            Abort: the flow run was resumed, and a worker starts another process for it.
         """
         if self._lease.superseded is not None:
             raise self._lease.superseded
@@ -248,31 +229,31 @@ class Supervision:
             raise Abort(HANDED_OVER)
         return self._control is not None and self._control.cancel_wanted
 
-    def says(self, activity: str) -> None:
-        """What is being done now, for the terminal and the UI."""
+    def show(self, activity: str) -> None:
+        """Show what is being done now, on the terminal and in the UI."""
         self.activity = activity
         self._publish(())
 
     def on_progress(self, progress: Progress) -> None:
-        """Pass on what a watcher sees."""
+        """Report what a watcher sees."""
         self._last = progress.last or self._last
-        stands = standing(self.run.history)
-        if stands is not None:
-            self.activity = stands
-        elif progress.steps or self._stood:
+        interruption = activity_of(self.run.history)
+        if interruption is not None:
+            self.activity = interruption
+        elif progress.steps or self._was_interrupted:
             self.activity = "training"
         elif self.target_step is None and progress.is_running:
             self.activity = "the command is running"
-        self._stood = stands is not None
+        self._was_interrupted = interruption is not None
         self._publish(tuple(progress.steps))
         self.accountant.saw(progress.steps)
         self._report_events(progress.events)
         if progress.checkpoints:
             self.reporter.checkpoints(self.run.history)
             self.reporter.event("checkpoint", {"step": progress.checkpoints[-1]})
-        if time.monotonic() - self._told_s > PROGRESS_PERIOD_S:
-            self._told_s = time.monotonic()
-            self.tell_progress()
+        if time.monotonic() - self._progress_s > PROGRESS_PERIOD_S:
+            self._progress_s = time.monotonic()
+            self.report_progress()
         if time.monotonic() - self._accounted_s > self._account_period_s:
             self._accounted_s = time.monotonic()
             history = self.run.history
@@ -292,8 +273,8 @@ class Supervision:
                 case RecoveryEnded() if event.number in recoveries:
                     self.reporter.recovery_over(view, recoveries[event.number])
                 case PauseBegan() | PauseEnded():
-                    stands = isinstance(event, PauseBegan)
-                    self.reporter.event("pause", {"paused": stands, "step": event.step})
+                    paused = isinstance(event, PauseBegan)
+                    self.reporter.event("pause", {"paused": paused, "step": event.step})
                 case CheckpointDamaged():
                     facts = event.model_dump(mode="json", exclude={"kind", "number"})
                     self.reporter.event("checkpoint_damaged", facts)
@@ -301,44 +282,44 @@ class Supervision:
                     self.reporter.event("alert", alert_facts(view, event))
                 case AlertCleared():
                     self.reporter.event("alert_cleared", alert_facts(view, event))
-        self.tell_attempts()
+        self.report_attempts()
 
-    def tell_cut_off(self) -> None:
-        """Tell of recoveries that the end of the newest attempt cut off."""
+    def report_cut_off(self) -> None:
+        """Report recoveries that the end of the newest attempt cut off."""
         view = self.run.history.attempts[-1]
         for recovery in view.recoveries:
             if recovery.ended is None:
                 self.reporter.recovery_over(view, recovery)
 
-    def tell_progress(self) -> None:
+    def report_progress(self) -> None:
         """Update the progress bar and the table of attempts."""
         step = self._last.step if self._last is not None else self.run.history.committed_step
         text = progress_text(self._last, self.target_step, self.activity, ettr=self._ettr)
         self.reporter.progress(step, self.target_step, text)
 
-    def tell_attempts(self) -> None:
+    def report_attempts(self) -> None:
         """Update the table of attempts, and that of alerts when there are any."""
         self.reporter.attempts(story_rows(self.run.history))
         alerts = alert_rows(self.run.history)
         if alerts:
             self.reporter.alerts(alerts)
 
-    def tell_account(self) -> None:
-        """Say where the time went, in the UI and the store."""
-        told = self._account(self.run.history)
-        self.run.store.put(f"runs/{self.job.run_id}/timeline.png", told.png)
-        self.reporter.account(lambda: told)
+    def report_account(self) -> None:
+        """Show where the time went, in the UI and the store."""
+        report = self._account(self.run.history)
+        self.run.store.put(f"runs/{self.job.run_id}/timeline.png", report.png)
+        self.reporter.account(lambda: report)
 
     def _account(self, history: RunHistory) -> AccountReport:
         began_s = time.monotonic()
         account = self.accountant.account(history, now_s=time.time())
         self._ettr = account.ettr
-        told = account_report(account)
+        report = account_report(account)
         took_s = time.monotonic() - began_s
         self._account_period_s = max(ACCOUNT_PERIOD_S, took_s / ACCOUNT_SHARE)
-        return told
+        return report
 
-    def tell_picture(self) -> bytes:
+    def report_picture(self) -> bytes:
         """Draw the loss picture, put it into the UI and the store; returns the PNG."""
         png = loss_picture(self.run.history, self.accountant.kept())
         self.run.store.put(f"runs/{self.job.run_id}/loss.png", png)
@@ -361,7 +342,7 @@ class Supervision:
             take_back(self.run.store, self.job.run_id)
         elif is_pause_wanted(self.run.store, self.job.run_id):
             self.logger.warning(
-                "run %s is asked to pause: its ranks stand until `perdure resume %s`",
+                "run %s is paused on request: its ranks wait for `perdure resume %s`",
                 self.job.run_id, self.job.run_id,
             )  # fmt: skip
         return history
@@ -375,9 +356,12 @@ class Supervision:
         )
 
     def _interrupted(self, kind: type[BaseException]) -> None:
-        """This process is told to end: a cancellation takes all down, anything else nothing."""
-        asked = self.flow_run_id is not None and is_cancelling(self.flow_run_id)
-        if asked or issubclass(kind, KeyboardInterrupt):
+        """End this process: a cancellation takes everything down, any other reason nothing."""
+        flow_run_id = self.flow_run_id
+        cancelled = flow_run_id is not None and _ask(
+            lambda client: _is_cancelled(client.read_flow_run(flow_run_id).state), default=False
+        )
+        if cancelled or issubclass(kind, KeyboardInterrupt):
             self.logger.info("cancelled: stopping the processes of the run")
             self.run.end("cancelled", f"cancelled ({kind.__name__})")
             return

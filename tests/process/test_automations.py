@@ -13,6 +13,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from flows.automations import on_fault, put
 from tasks.reporting import Reporter
 from tests.process.rest import Api, ask
+from tests.unit.histories import failed
 from tests.waiting import wait_for
 from training.recovery.decision import Decision
 from training.recovery.faults import Fault, FaultClass
@@ -54,7 +55,8 @@ def fail(run_id: str, flow_run: UUID, *classes: FaultClass) -> None:
     reporter.start()
     for number, fault_class in enumerate(classes, 1):
         fault = Fault(fault_class, time.time(), "made by a test", node="node-1", step=7)
-        reporter.fault(1, number, fault, Decision(Rung.IN_PLACE_RESTART, None, "a test"))
+        decision = Decision(Rung.IN_PLACE_RESTART, None, "a test")
+        reporter.fault(failed(fault, decision, number=number))
     reporter.close()
 
 

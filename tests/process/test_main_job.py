@@ -64,7 +64,7 @@ def test_a_new_process_for_a_rank_is_in_the_ledger_on_the_terminal_and_in_the_st
     assert f"recovery 1: training goes on from step {ended.step} after" in broken.out
 
     (recovery,) = broken.status()["recoveries"]
-    assert (recovery["rung"], recovery["outcome"]) == ("process_replace", "mended")
+    assert (recovery["rung"], recovery["outcome"]) == ("process_replace", "recovered")
 
 
 def test_every_second_of_a_broken_run_has_an_owner(broken):
@@ -99,7 +99,7 @@ def test_the_server_has_attempts_reports_and_events_of_a_broken_run(broken, api)
     wait_for(lambda: len(api.events("main-job", "recovery")) == 3, timeout_s=30, what="events")
     first, *others = api.events("main-job", "recovery")
     assert (first["rung"], first["replaced"], first["outcome"]) == (
-        "process_replace", [1], "mended",
+        "process_replace", [1], "recovered",
     )  # fmt: skip
     assert [one["rung"] for one in others] == RUNGS[1:]
     faults = api.events("main-job", "fault")

@@ -9,7 +9,7 @@ from training.journal.events import (
     HealthPoint,
     LedgerEvent,
 )
-from training.journal.history import RunHistory, replay
+from training.journal.history import AttemptView, RunHistory, replay
 from training.journal.records import (
     AnyRecord,
     AttemptEnded,
@@ -95,3 +95,20 @@ def seen(*events: LedgerEvent) -> list[AnyRecord]:
 def history_of(*events: LedgerEvent, ended: bool = False) -> RunHistory:
     """The history of a run of one attempt that these were noted in."""
     return replay([*BEGINNING, *seen(*events), *(END if ended else ())])
+
+
+def failed(
+    fault: Fault,
+    decision: Decision,
+    *events: LedgerEvent,
+    number: int = 1,
+    runners_up: tuple[Fault, ...] = (),
+) -> AttemptView:
+    """An attempt of the first placement that a fault ended, with the decision about it."""
+    key = {"placement": 1, "attempt": number}
+    ended = AttemptEnded(
+        **NOW, **key, outcome="failed", to_step=fault.step, fault=fault, runners_up=runners_up,
+        duration_s=5.0, proc_start_cnt={},
+    )  # fmt: skip
+    started = AttemptStarted(**NOW, **key, from_step=0)
+    return AttemptView(started, (), ended=ended, decision=decision, events=events)

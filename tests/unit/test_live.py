@@ -63,7 +63,7 @@ def test_a_wide_terminal_shows_recoveries_inside_the_processes_as_generations():
         "1, generation 1",
         "step_retry",
         "1, generation 2",
-        "process_replace (not mended)",
+        "process_replace (not recovered)",
     ):
         assert words in text
 
@@ -71,8 +71,11 @@ def test_a_wide_terminal_shows_recoveries_inside_the_processes_as_generations():
 def test_a_narrow_terminal_shows_recoveries_below_their_attempt():
     lines = [line.rstrip() for line in shown(120, story_rows(RECOVERED)).splitlines()]
     assert lines[2:] == [
-        "  generation 1 on node-1 at step 14, link_down: EI0006 -> step_retry: mended in 0.62 s",
-        "  generation 2 on node-0 at step 40, native_crash: SIGKILL -> process_replace: not mended",
+        "  generation 1 on node-1 at step 14, link_down: EI0006 -> step_retry: recovered in 0.62 s",
+        (
+            "  generation 2 on node-0 at step 40, native_crash: SIGKILL -> process_replace: "
+            "not recovered"
+        ),
     ]
 
 
@@ -98,7 +101,7 @@ def test_every_recovery_and_pause_is_printed_once():
         "attempt 1.1: recovering: link_down -> step_retry",
         "attempt 1.1: recovery 1: training goes on from step 14 after 0.62 s, 0 steps done again",
         "attempt 1.1: training",
-        "attempt 1.1: pause 4: every rank stands at step 20",
+        "attempt 1.1: pause 4: every rank is paused at step 20",
         "attempt 1.1: paused at step 20",
         "attempt 1.1: pause 4 is over: training goes on from step 20",
         "attempt 1.1: training",

@@ -1,4 +1,4 @@
-"""A flow run's state and the wish to pause its run follow each other."""
+"""A flow run's state and the request to pause its run follow each other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from prefect.states import (
 
 from storage.errors import TimedOut
 from storage.local import LocalStore
-from tasks.pausing import PauseLink, was_resumed
+from tasks.pausing import PauseLink, ServedFlowRun, was_resumed
 from training.wire.requests import read_control, write_control
 
 
@@ -27,7 +27,7 @@ def store(tmp_path):
     return LocalStore(tmp_path)
 
 
-class FlowRun:
+class FlowRun(ServedFlowRun):
     """A flow run on a server that may be out of reach."""
 
     def __init__(self, state: State) -> None:
@@ -51,19 +51,19 @@ class FlowRun:
 
 
 class Linked:
-    """A run and its flow run, looked at now and then."""
+    """A run and its flow run, polled."""
 
     def __init__(self, store) -> None:
         self.store, self.flow_run = store, FlowRun(Running())
         self.link = PauseLink(store, "run")
-        self.stands_at: int | None = None
+        self.paused_at: int | None = None
 
     def look(self, state: State | None = None) -> None:
         self.flow_run.state = state or self.flow_run.state
-        self.link.look(self.flow_run.state, self.flow_run, stands_at=self.stands_at)
+        self.link.look(self.flow_run.state, self.flow_run, paused_at=self.paused_at)
 
     @property
-    def wish(self) -> bool:
+    def is_requested(self) -> bool:
         return read_control(self.store, "run").pause
 
 
@@ -72,15 +72,15 @@ def linked(store):
     return Linked(store)
 
 
-def test_the_pause_button_is_a_wish_to_pause_and_resume_takes_it_back(linked):
+def test_the_pause_button_requests_a_pause_and_resume_withdraws_it(linked):
     linked.look()
-    assert not linked.wish
+    assert not linked.is_requested
     linked.look(Suspended())
-    assert linked.wish
+    assert linked.is_requested
     linked.look()
-    assert linked.wish
+    assert linked.is_requested
     linked.look(Scheduled(name="Resuming"))
-    assert not linked.wish
+    assert not linked.is_requested
 
 
 def test_the_limit_of_the_pause_dialog_does_not_fail_a_run_of_months(linked):
@@ -97,7 +97,7 @@ def test_a_limit_that_cannot_be_lifted_now_is_lifted_later(linked):
     linked.flow_run.is_down = False
     linked.look()
     assert linked.flow_run.state.state_details.pause_timeout is None
-    assert linked.wish
+    assert linked.is_requested
 
 
 @pytest.mark.parametrize("state", [Scheduled(name="Resuming"), Pending(), Running()])
@@ -106,22 +106,22 @@ def test_a_suspended_flow_run_that_is_resumed_is_another_processs_from_then_on(l
     assert not linked.link.is_handed_over
     linked.look(state)
     assert linked.link.is_handed_over
-    assert not linked.wish
+    assert not linked.is_requested
 
 
 def test_a_flow_run_that_is_paused_in_place_stays_with_its_process(linked):
     linked.look(Paused())
-    assert linked.wish
+    assert linked.is_requested
     linked.look(Running())
-    assert not linked.wish
+    assert not linked.is_requested
     assert not linked.link.is_handed_over
 
 
-def test_a_run_paused_by_command_is_shown_as_paused_once_its_ranks_stand(linked, store):
+def test_a_run_paused_by_command_is_shown_as_paused_once_its_ranks_are_paused(linked, store):
     write_control(store, "run", pause=True)
     linked.look()
     assert linked.flow_run.state.is_running()
-    linked.stands_at = 20
+    linked.paused_at = 20
     linked.look()
     assert linked.flow_run.state.is_paused()
     assert linked.flow_run.state.message == "paused at step 20"
@@ -130,10 +130,10 @@ def test_a_run_paused_by_command_is_shown_as_paused_once_its_ranks_stand(linked,
 
 def test_the_resume_button_ends_a_pause_by_command(linked, store):
     write_control(store, "run", pause=True)
-    linked.stands_at = 20
+    linked.paused_at = 20
     linked.look()
     linked.look(Running())
-    assert not linked.wish
+    assert not linked.is_requested
     linked.look()  # the ranks have not gone on yet
     assert linked.flow_run.state.is_running()
 
@@ -145,22 +145,20 @@ def test_the_resume_command_ends_a_pause_by_button(linked, store, paused, after)
     linked.look()
     assert linked.flow_run.state.name == after
     linked.look()
-    assert not linked.wish
+    assert not linked.is_requested
     assert linked.link.is_handed_over == (after == "Resuming")
 
 
-def test_a_wish_that_comes_right_after_a_resume_command_is_not_taken_for_the_former_one(
-    linked, store
-):
+def test_a_request_right_after_a_resume_command_is_not_taken_for_the_former_one(linked, store):
     linked.look(Paused())
     write_control(store, "run", pause=False)
     linked.look()
     write_control(store, "run", pause=True)
     linked.look()
-    assert linked.wish
+    assert linked.is_requested
 
 
-def test_a_flow_run_that_does_not_resume_is_asked_again(linked, store):
+def test_a_flow_run_that_does_not_resume_is_resumed_again(linked, store):
     linked.look(Suspended())
     write_control(store, "run", pause=False)
     linked.flow_run.is_down = True
@@ -170,7 +168,7 @@ def test_a_flow_run_that_does_not_resume_is_asked_again(linked, store):
     linked.look()
     assert linked.flow_run.state.name == "Resuming"
     linked.look()
-    assert not linked.wish
+    assert not linked.is_requested
     assert linked.link.is_handed_over
 
 
@@ -178,11 +176,11 @@ def test_a_flow_run_that_does_not_resume_is_asked_again(linked, store):
 def test_ranks_do_not_go_on_because_the_flow_run_is_over(linked, state):
     linked.look(Suspended())
     linked.look(state)
-    assert linked.wish
+    assert linked.is_requested
     assert not linked.link.is_handed_over
 
 
-def test_a_wish_that_the_store_did_not_take_is_expressed_again(linked, monkeypatch):
+def test_a_request_that_the_store_did_not_take_is_written_again(linked, monkeypatch):
     put = LocalStore.put
 
     def refuse(*_arguments, **_options):
@@ -193,16 +191,16 @@ def test_a_wish_that_the_store_did_not_take_is_expressed_again(linked, monkeypat
         linked.look(Suspended())
     monkeypatch.setattr(LocalStore, "put", put)
     linked.look()
-    assert linked.wish
+    assert linked.is_requested
 
 
-def test_a_flow_run_of_a_run_that_nobody_paused_is_left_alone(linked):
-    linked.stands_at = 20  # has been told to go on and does not yet
+def test_a_flow_run_of_a_run_that_was_not_paused_is_left_alone(linked):
+    linked.paused_at = 20  # was resumed, and its ranks do not go on yet
     linked.look()
     assert linked.flow_run.state.name == "Running"
 
 
-def test_only_a_flow_run_that_somebody_resumed_takes_the_wish_back_at_its_start():
+def test_only_a_flow_run_that_was_resumed_withdraws_the_request_at_its_start():
     before: list[State] = [Scheduled(), Pending(), Running()]
     resumed = [*before, Suspended(), Scheduled(name="Resuming"), Pending(), Running()]
     assert was_resumed(resumed)

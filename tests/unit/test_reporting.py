@@ -1,4 +1,4 @@
-"""Telling the Prefect server: never in the way of a run, never lost while the run lives."""
+"""Reports to the Prefect server: they never delay a run, and none is lost while it goes on."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tests.unit.histories import (
     LINK_MENDED,
     SAVED,
     STANDS,
+    failed,
     history_of,
 )
 from training.journal.events import StepRecord
@@ -25,11 +26,11 @@ from training.recovery.decision import Decision
 from training.recovery.faults import Fault, FaultClass, RecoverableBy
 from training.recovery.rungs import Rung
 from training.supervisor.report import (
+    activity_of,
     event_text,
     fault_report,
     progress_text,
     recovery_report,
-    standing,
     story_rows,
 )
 
@@ -43,22 +44,22 @@ def reporter(monkeypatch):
     reporter.close()
 
 
-def test_what_the_server_did_not_take_is_told_again_until_it_does(reporter, caplog):
-    told = threading.Event()
+def test_what_the_server_did_not_take_is_sent_again_until_it_does(reporter, caplog):
+    sent = threading.Event()
     refusals = iter([ConnectionError("down"), ConnectionError("down"), None])
 
-    def tell() -> None:
+    def send() -> None:
         refusal = next(refusals)
         if refusal is not None:
             raise refusal
-        told.set()
+        sent.set()
 
-    reporter._submit("fault-p1-a1", tell)
-    assert told.wait(5)
+    reporter._submit("fault-p1-a1", send)
+    assert sent.wait(5)
     assert caplog.text.count("does not take") == 1, "an outage is one line in the log"
 
 
-def test_of_updates_to_the_same_thing_only_the_newest_is_told(reporter):
+def test_of_updates_to_the_same_artifact_only_the_newest_is_sent(reporter):
     busy, release, done = threading.Event(), threading.Event(), threading.Event()
     seen: list[int] = []
 
@@ -79,15 +80,15 @@ def test_of_updates_to_the_same_thing_only_the_newest_is_told(reporter):
 def test_closing_does_not_wait_for_a_server_that_is_down(monkeypatch):
     monkeypatch.setattr(reporting, "CLOSE_TIMEOUT_S", 5.0)
     reporter = Reporter("run", None, logging.getLogger("test"))
-    failed = threading.Event()
+    refused = threading.Event()
 
-    def tell() -> None:
-        failed.set()
+    def send() -> None:
+        refused.set()
         raise ConnectionError("down")
 
     reporter.start()
-    reporter._submit("attempts", tell)
-    assert failed.wait(5)
+    reporter._submit("attempts", send)
+    assert refused.wait(5)
     reporter.close()
     assert not reporter._thread.is_alive()
 
@@ -97,12 +98,12 @@ def test_a_fault_report_names_class_evidence_place_decision_and_isolation():
     decision = Decision(
         Rung.POD_RESCHEDULE, "node-1", "node_lost: pod_reschedule", ("in_place_restart: off",)
     )
-    text = fault_report(1, 2, fault, decision)
+    text = fault_report(failed(fault, decision))
     for word in ("node_lost", "node-1", "after step 77", "is gone", "pod_reschedule", "isolated"):
         assert word in text
 
 
-def test_a_fault_report_says_whose_fault_it_is_what_to_do_and_what_else_it_may_be():
+def test_a_fault_report_names_the_cause_what_to_do_and_what_else_it_may_be():
     fault = Fault(
         FaultClass.DEVICE_MEMORY_ERROR,
         0.0,
@@ -116,26 +117,26 @@ def test_a_fault_report_says_whose_fault_it_is_what_to_do_and_what_else_it_may_b
         hardware_fault=True,
     )
     other = Fault(FaultClass.COLLECTIVE_TIMEOUT, 0.0, "EI0002: waited too long")
-    text = fault_report(1, 1, fault, Decision(Rung.STOP, None, "over"), runners_up=[other])
+    text = fault_report(failed(fault, Decision(Rung.STOP, None, "over"), runners_up=(other,)))
     for row in (
         "| code | 507053 |",
         "| device | 3 |",
         "| cause lies in | hardware |",
-        "| mended by | isolate |",
+        "| recovered by | isolate |",
         "| you should | Have the device tested. |",
         "- collective_timeout: `EI0002: waited too long`",
     ):
         assert row in text
 
 
-def test_a_fault_report_tells_what_the_survivors_saved():
+def test_a_fault_report_shows_what_the_survivors_saved():
     fault, decision = Fault(FaultClass.NATIVE_CRASH, 0.0, "SIGKILL"), Decision(Rung.STOP, None, "x")
     assert "End-of-life checkpoint of step 40 by ranks 0, 2." in fault_report(
-        1, 1, fault, decision, last_save=SAVED
+        failed(fault, decision, SAVED)
     )
     nothing = SAVED.model_copy(update={"step": None, "why": "rank 1 has no replica"})
     assert "No end-of-life checkpoint: rank 1 has no replica." in fault_report(
-        1, 1, fault, decision, last_save=nothing
+        failed(fault, decision, nothing)
     )
 
 
@@ -151,7 +152,7 @@ def test_the_report_of_a_recovery_names_fault_decision_and_outcome():
         "Attempt 1.1, generation 1, after step 14.",
         "EI0006",
         "`step_retry`**, inside the processes",
-        "**Mended** after 0.62 s.",
+        "**Recovered** after 0.62 s.",
         "| goes on from step | 14 |",
         "| new processes | none |",
         "| state from a replica | 3 |",
@@ -159,7 +160,7 @@ def test_the_report_of_a_recovery_names_fault_decision_and_outcome():
         assert words in text
 
 
-def test_the_report_of_a_recovery_that_failed_says_why():
+def test_the_report_of_a_recovery_that_failed_names_the_cause():
     text = report_of(CRASH_BEGAN, CRASH_FAILED)
     assert "**Failed** after 1.50 s: no replica of rank 1." in text
     assert "- not `step_retry: switched off`" in text
@@ -167,7 +168,7 @@ def test_the_report_of_a_recovery_that_failed_says_why():
     assert "**Failed**: the attempt ended first." in report_of(CRASH_BEGAN, ended=True)
 
 
-def test_links_that_were_made_anew_leave_the_job_sub_healthy():
+def test_reconnected_links_leave_the_job_sub_healthy():
     decision = Decision(Rung.OPERATOR_RETRY, None, "", sub_healthy=True)
     began = LINK_BEGAN.model_copy(update={"decision": decision})
     assert "The job is sub-healthy" in report_of(began, LINK_MENDED)
@@ -176,7 +177,7 @@ def test_links_that_were_made_anew_leave_the_job_sub_healthy():
     assert "sub-healthy" not in report_of(began, failed)
     history = history_of(began, LINK_MENDED)
     assert [m.began.number for m in history.sub_healthy] == [1]
-    assert [row.outcome for row in story_rows(history)][1:] == ["mended, sub-healthy"]
+    assert [row.outcome for row in story_rows(history)][1:] == ["recovered, sub-healthy"]
     assert history_of(began, failed).sub_healthy == []
 
 
@@ -184,12 +185,12 @@ LINES = {
     DAMAGED: "checkpoint of step 40 is damaged, set aside, the one before is taken: rank 3's file",
     DAMAGED.model_copy(
         update={"is_mended": True}
-    ): "checkpoint of step 40 is damaged, mended from a node: rank 3's file",
+    ): "checkpoint of step 40 is damaged, repaired from a node: rank 3's file",
     LINK_BEGAN: "recovery 1, generation 1: link_down at rank 3 on node-1: EI0006 -> step_retry",
     LINK_MENDED: "recovery 1: training goes on from step 14 after 0.62 s, 0 steps done again",
     CRASH_FAILED: "recovery 2 failed: no replica of rank 1",
     SAVED: "end-of-life checkpoint of step 40 by ranks 0, 2",
-    STANDS: "pause 4: every rank stands at step 20",
+    STANDS: "pause 4: every rank is paused at step 20",
     GOES_ON: "pause 4 is over: training goes on from step 20",
 }
 
@@ -209,14 +210,14 @@ def test_every_note_is_a_line_of_the_log(event, text):
         ((STANDS, GOES_ON), None),
     ],
 )
-def test_a_run_that_does_not_train_says_what_it_does(events, activity):
-    assert standing(history_of(*events)) == activity
-    assert standing(history_of(*events, ended=True)) is None
+def test_a_run_that_does_not_train_shows_what_it_does(events, activity):
+    assert activity_of(history_of(*events)) == activity
+    assert activity_of(history_of(*events, ended=True)) is None
 
 
 @pytest.fixture
 def reported(monkeypatch):
-    """What a reporter tells, by name, without a server."""
+    """What a reporter reports, by name, without a server."""
     reporter = Reporter("run", None, logging.getLogger("test"))
     events: list[tuple[str, dict]] = []
     monkeypatch.setattr(reporter, "event", lambda kind, payload: events.append((kind, payload)))
@@ -245,7 +246,7 @@ def test_what_automations_can_ask_for_is_a_label_of_the_event():
     }
 
 
-def test_the_progress_line_tells_where_the_run_is_and_how_well_it_uses_its_time():
+def test_the_progress_line_shows_step_loss_speed_and_ettr():
     last = StepRecord(15, 2.0, 1.0, 1e-3, 1e5, None, 0.0, 0.5, 8, 0, 1, 1)
     assert progress_text(last, 60, "training", ettr=0.914) == (
         "step 15 / 60, loss 2.0000, 100,000 tokens/s, ETTR 91.4%: training"

@@ -1,4 +1,4 @@
-"""The flow process as supervisor: what it says a run does, and how it hands over."""
+"""The flow process as supervisor: what it shows of a run, and how it hands over."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from training.wire.requests import read_control, write_control
 STEP = StepRecord(15, 2.0, 1.0, 1e-3, 1e5, None, 0.0, 0.5, 8, 0, 1, 1)
 
 
-class Told:
+class Recorder:
     """A reporter that remembers events, and which reports were written."""
 
     def __init__(self) -> None:
@@ -61,12 +61,12 @@ class Told:
 
 
 @pytest.fixture
-def told() -> Told:
-    return Told()
+def reported() -> Recorder:
+    return Recorder()
 
 
 @pytest.fixture
-def supervision(tmp_path, told, caplog):
+def supervision(tmp_path, reported, caplog):
     job = parse_job(
         {
             "run_id": "small",
@@ -76,7 +76,7 @@ def supervision(tmp_path, told, caplog):
     )
     caplog.set_level(logging.INFO)
     made = Supervision(job, logging.getLogger("test"))
-    made.reporter = told
+    made.reporter = reported
     return made
 
 
@@ -103,35 +103,35 @@ def test_the_activity_follows_recoveries_and_pauses(see):
     assert see(STANDS, GOES_ON, fresh=1) == "training"
 
 
-def test_a_supervisor_that_adopts_a_paused_attempt_says_that_it_is_paused(see, told):
+def test_a_supervisor_that_adopts_a_paused_attempt_shows_that_it_is_paused(see, reported):
     assert see(STANDS, fresh=0) == "paused at step 20"
-    assert told.events == [], "what is on record was told by the one before"
+    assert reported.events == [], "what is on record was reported by the supervisor before"
 
 
-def test_a_recovery_that_is_read_whole_is_told_whole(see, told, caplog):
+def test_a_recovery_that_is_read_whole_is_reported_whole(see, reported, caplog):
     see(LINK_BEGAN, LINK_MENDED, fresh=2)
-    assert told.events == [("fault", 1), ("recovery", (1, True))]
-    assert told.rows == 2
+    assert reported.events == [("fault", 1), ("recovery", (1, True))]
+    assert reported.rows == 2
     assert "recovery 1: training goes on from step 14" in caplog.text
 
 
-def test_a_pause_is_an_event(see, told):
+def test_a_pause_is_an_event(see, reported):
     see(STANDS, fresh=1)
     see(STANDS, GOES_ON, fresh=1)
-    assert told.events == [
+    assert reported.events == [
         ("pause", {"paused": True, "step": 20}),
         ("pause", {"paused": False, "step": 20}),
     ]
 
 
-def test_an_alert_is_an_event_and_a_table_that_says_when_it_is_over(see, told, caplog):
+def test_an_alert_is_an_event_and_a_row_that_shows_when_it_is_over(see, reported, caplog):
     see(HOT, fresh=1)
-    assert [(row.state, row.where, row.lasted_s) for row in told.alert_rows] == [
+    assert [(row.state, row.where, row.lasted_s) for row in reported.alert_rows] == [
         ("open", "node-1, device 3", None)
     ]
     see(HOT, COOLED, fresh=1)
-    assert [(row.state, row.lasted_s) for row in told.alert_rows] == [("past", 12.5)]
-    (raised, facts), (cleared, later) = told.events
+    assert [(row.state, row.lasted_s) for row in reported.alert_rows] == [("past", 12.5)]
+    (raised, facts), (cleared, later) = reported.events
     assert (raised, cleared) == ("alert", "alert_cleared")
     assert {"point": "memory_high", "text": "memory at 98 %", "value": 98.0, "limit": 95.0,
             "node": "node-1", "attempt": 1, "at_s": 40.0}.items() <= facts.items()  # fmt: skip
@@ -139,27 +139,27 @@ def test_an_alert_is_an_event_and_a_table_that_says_when_it_is_over(see, told, c
     assert "alert 1, memory_high: memory at 98 %" in caplog.text
 
 
-def test_where_the_time_went_is_told_and_stays_in_the_store(supervision, see, told):
+def test_where_the_time_went_is_reported_and_stays_in_the_store(supervision, see, reported):
     see(steps=[STEP])
-    supervision.tell_account()
-    assert told.accounted.rows[-1]["owner"] == "wall time"
+    supervision.report_account()
+    assert reported.accounted.rows[-1]["owner"] == "wall time"
     png = supervision.run.store.get("runs/small/timeline.png")
-    assert png == told.accounted.png
+    assert png == reported.accounted.png
     assert png.startswith(b"\x89PNG")
 
 
-def test_a_recovery_that_the_end_of_its_attempt_cut_off_is_told_as_failed(see, supervision, told):
+def test_a_recovery_that_its_attempts_end_cut_off_is_reported_as_failed(see, supervision, reported):
     see(LINK_BEGAN, LINK_MENDED, CRASH_BEGAN, ended=True)
-    supervision.tell_cut_off()
-    assert told.events == [("recovery", (2, False))]
+    supervision.report_cut_off()
+    assert reported.events == [("recovery", (2, False))]
     see(CRASH_BEGAN, CRASH_FAILED, ended=True)
-    supervision.tell_cut_off()
-    assert len(told.events) == 1, "its own end was told already"
+    supervision.report_cut_off()
+    assert len(reported.events) == 1, "its own end was reported already"
 
 
-def test_an_end_whose_beginning_was_lost_ends_no_supervision(see, told):
+def test_an_end_whose_beginning_was_lost_ends_no_supervision(see, reported):
     see(LINK_MENDED, fresh=1)
-    assert told.events == []
+    assert reported.events == []
 
 
 class HandedOverTo:
@@ -185,7 +185,7 @@ def test_what_is_handed_over_can_be_taken_at_once(supervision, monkeypatch, capl
 
 @pytest.fixture
 def resumed(supervision, monkeypatch):
-    """A supervisor of a flow run that somebody resumed; waits without time passing."""
+    """A supervisor of a flow run that was resumed; waits without time passing."""
     monkeypatch.setattr(supervision, "flow_run_id", "an id")
     monkeypatch.setattr(module, "_is_resumed", lambda _id: True)
     monkeypatch.setattr(module, "HANDOVER_POLL_S", 0.0)
@@ -226,8 +226,8 @@ def test_a_run_that_is_merely_started_again_does_not_wait_for_another_supervisor
         supervision._take()
 
 
-def test_a_paused_run_that_is_started_again_stays_paused_and_says_so(supervision, caplog):
+def test_a_paused_run_that_is_started_again_stays_paused_with_a_warning(supervision, caplog):
     write_control(supervision.run.store, "small", pause=True)
     supervision._take()
     assert read_control(supervision.run.store, "small").pause
-    assert "its ranks stand until `perdure resume small`" in caplog.text
+    assert "its ranks wait for `perdure resume small`" in caplog.text

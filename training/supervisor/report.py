@@ -26,9 +26,9 @@ from training.recovery.events import LastSave, PauseBegan, PauseEnded, RecoveryB
 from training.recovery.faults import Fault
 
 RECOVERING = "recovering"
-MENDED = "mended"
-SUB_HEALTHY = "mended, sub-healthy"
-NOT_MENDED = "not mended"
+RECOVERED = "recovered"
+SUB_HEALTHY = "recovered, sub-healthy"
+NOT_RECOVERED = "not recovered"
 OPEN = "open"
 PAST = "past"
 _NUM_LABELS = 20  # in a picture; more of them hide each other
@@ -91,7 +91,7 @@ def _row(view: AttemptView, later: Sequence[AttemptView]) -> AttemptRow:
         from_step=view.from_step,
         to_step=ended.to_step if ended is not None else None,
         outcome=ended.outcome if ended is not None else "running",
-        fault=_told(fault) if fault is not None else "",
+        fault=_fault_text(fault) if fault is not None else "",
         rung=view.decision.rung.value if view.decision is not None else "",
         seconds_to_next_step=_seconds_to_next_step(view, later),
     )
@@ -111,7 +111,7 @@ def _recovery_rows(view: AttemptView) -> list[AttemptRow]:
                 from_step=from_step,
                 to_step=fault.step,
                 outcome=outcome_of(view, recovery),
-                fault=_told(fault),
+                fault=_fault_text(fault),
                 rung=recovery.began.decision.rung.value,
                 seconds_to_next_step=_duration_s(recovery) if recovery.succeeded else None,
                 generation=recovery.began.generation,
@@ -122,10 +122,10 @@ def _recovery_rows(view: AttemptView) -> list[AttemptRow]:
 
 
 def outcome_of(view: AttemptView, recovery: InProcessRecovery) -> str:
-    """How a recovery inside the processes of an attempt went, in a word or two."""
+    """How a recovery inside the processes of an attempt went: one of the texts above."""
     if recovery.succeeded:
-        return SUB_HEALTHY if recovery.left_sub_healthy else MENDED
-    return RECOVERING if recovery.ended is None and view.ended is None else NOT_MENDED
+        return SUB_HEALTHY if recovery.left_sub_healthy else RECOVERED
+    return RECOVERING if recovery.ended is None and view.ended is None else NOT_RECOVERED
 
 
 def recovery_facts(view: AttemptView, recovery: InProcessRecovery) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def _duration_s(recovery: InProcessRecovery) -> float | None:
     return round(recovery.ended.duration_s, 2) if recovery.ended is not None else None
 
 
-def _told(fault: Fault) -> str:
+def _fault_text(fault: Fault) -> str:
     return f"{fault.fault_class}: {_short(fault.evidence)}"
 
 
@@ -200,8 +200,8 @@ class AlertRow:
 
 def alert_rows(history: RunHistory) -> list[AlertRow]:
     """The table of alerts: open ones first, then the newest first."""
-    told = [(view, alert) for view in history.attempts for alert in view.alerts]
-    rows = [_alert_row(view, alert) for view, alert in reversed(told)]
+    alerts = [(view, alert) for view in history.attempts for alert in view.alerts]
+    rows = [_alert_row(view, alert) for view, alert in reversed(alerts)]
     return sorted(rows, key=lambda row: row.state != OPEN)
 
 
@@ -226,9 +226,9 @@ def alert_facts(view: AttemptView, event: AlertRaised | AlertCleared) -> dict[st
     """What raised an alert, or has cleared it, as plain values, for events."""
     placement, attempt = view.key
     raised = next((a.began for a in view.alerts if a.began.number == event.number), None)
-    told = raised.model_dump(mode="json", exclude={"kind"}) if raised is not None else {}
+    facts = raised.model_dump(mode="json", exclude={"kind"}) if raised is not None else {}
     where = {"placement": placement, "attempt": attempt}
-    return {**told, **where, "number": event.number, "at_s": event.at_s}
+    return {**facts, **where, "number": event.number, "at_s": event.at_s}
 
 
 def alert_place(raised: AlertRaised) -> str:
@@ -267,7 +267,7 @@ def loss_picture(history: RunHistory, kept: Mapping[int, StepRecord]) -> bytes:
     axes.set_xlabel("step (green marks: committed checkpoints)")
     axes.set_ylabel("loss")
     axes.grid(alpha=0.25)
-    axes.set_title("Loss of every kept step; faults in red, mended inside the processes in orange")
+    axes.set_title("Loss of every kept step; faults in red, recovered in the processes in orange")
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
@@ -289,35 +289,31 @@ def _marks(history: RunHistory) -> list[tuple[int, str, str]]:
     return found
 
 
-def fault_report(
-    placement: int,
-    attempt: int,
-    fault: Fault,
-    decision: Decision,
-    *,
-    runners_up: Sequence[Fault] = (),
-    last_save: LastSave | None = None,
-) -> str:
-    """The report of a fault that ended an attempt."""
+def fault_report(view: AttemptView) -> str:
+    """The report of the fault that ended an attempt, and of the decision about it."""
+    assert view.ended is not None  # noqa: S101 the caller saw it fail
+    assert view.ended.fault is not None  # noqa: S101 likewise
+    assert view.decision is not None  # noqa: S101 likewise
+    decision = view.decision
     isolate = f"\n\nNode **{decision.isolate}** is isolated." if decision.isolate else ""
-    saved = f"\n\n{_sentence(event_text(last_save))}" if last_save is not None else ""
+    saved = f"\n\n{_sentence(event_text(view.last_save))}" if view.last_save is not None else ""
     return (
-        f"{_heading(fault, f'Attempt {placement}.{attempt}')}"
+        f"{_heading(view.ended.fault, 'Attempt {}.{}'.format(*view.key))}"
         f"**Decision: `{decision.rung}`.** {decision.reason}{isolate}{saved}\n"
-        f"{_passed_over(decision.skipped)}\n"
-        f"{_less_likely(runners_up)}"
+        f"{_skipped(decision)}\n"
+        f"{_less_likely(view.ended.runners_up)}"
     )
 
 
 def recovery_report(view: AttemptView, recovery: InProcessRecovery) -> str:
-    """The report of a fault that processes of an attempt outlived, and of what was done."""
+    """The report of a fault that processes of an attempt survived, and of what was done."""
     began = recovery.began
     placement, attempt = view.key
     where = f"Attempt {placement}.{attempt}, generation {began.generation}"
     return (
         f"{_heading(began.fault, where)}"
         f"**Decision: `{began.decision.rung}`**, inside the processes. {began.decision.reason}\n"
-        f"{_passed_over(began.decision.skipped)}\n\n"
+        f"{_skipped(began.decision)}\n\n"
         f"{_outcome(view, recovery)}\n"
     )
 
@@ -338,20 +334,21 @@ def event_text(event: LedgerEvent) -> str:
             saved = f"end-of-life checkpoint of step {event.step} by ranks {_ranks(event.ranks)}"
             return saved if event.step is not None else f"no end-of-life checkpoint: {event.why}"
         case PauseBegan() | PauseEnded():
-            stands = f": every rank stands at step {event.step}"
+            paused = f": every rank is paused at step {event.step}"
             goes_on = f" is over: training goes on from step {event.step}"
-            return f"pause {event.number}{stands if isinstance(event, PauseBegan) else goes_on}"
+            return f"pause {event.number}{paused if isinstance(event, PauseBegan) else goes_on}"
         case CheckpointDamaged():
-            done = "mended from a node" if event.is_mended else "set aside, the one before is taken"
+            aside = "set aside, the one before is taken"
+            done = "repaired from a node" if event.is_mended else aside
             return f"checkpoint of step {event.step} is damaged, {done}: {event.text}"
         case AlertRaised() | AlertCleared():
-            told = (
-                f", {event.point}: {event.text}" if isinstance(event, AlertRaised) else " is over"
-            )
-            return f"alert {event.number}{told}"
+            what = " is over"
+            if isinstance(event, AlertRaised):
+                what = f", {event.point}: {event.text}"
+            return f"alert {event.number}{what}"
 
 
-def standing(history: RunHistory) -> str | None:
+def activity_of(history: RunHistory) -> str | None:
     """What the living attempt is doing when it is not training, None when it is."""
     view = history.open_attempt
     if view is None or not view.events:
@@ -391,15 +388,19 @@ def _facts(fault: Fault) -> str:
         ("code", fault.code),
         ("device", fault.device),
         ("cause lies in", " and ".join(who for who, holds in blame if holds)),
-        ("mended by", fault.recoverable_by),
+        ("recovered by", fault.recoverable_by),
         ("you should", fault.action),
     )
-    told = "".join(f"| {name} | {value} |\n" for name, value in rows if value not in {None, ""})
-    return f"| | |\n|---|---|\n{told}\n" if told else ""
+    known = [(name, value) for name, value in rows if value not in {None, ""}]
+    return f"{_table(known)}\n" if known else ""
 
 
-def _passed_over(skipped: Sequence[str]) -> str:
-    return "".join(f"\n- not `{text}`" for text in skipped)
+def _table(rows: Sequence[tuple[str, object]]) -> str:
+    return "| | |\n|---|---|\n" + "".join(f"| {name} | {value} |\n" for name, value in rows)
+
+
+def _skipped(decision: Decision) -> str:
+    return "".join(f"\n- not `{text}`" for text in decision.skipped)
 
 
 def _outcome(view: AttemptView, recovery: InProcessRecovery) -> str:
@@ -415,9 +416,8 @@ def _outcome(view: AttemptView, recovery: InProcessRecovery) -> str:
         ("new processes", _ranks(ended.replaced) or "none"),
         ("state from a replica", _ranks(ended.repaired) or "none"),
     )
-    told = "".join(f"| {name} | {value} |\n" for name, value in rows)
     mark = SUB_HEALTHY_TEXT if recovery.left_sub_healthy else ""
-    return f"**Mended** after {ended.duration_s:.2f} s.{mark}\n\n| | |\n|---|---|\n{told}"
+    return f"**Recovered** after {ended.duration_s:.2f} s.{mark}\n\n{_table(rows)}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

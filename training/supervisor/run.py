@@ -61,7 +61,6 @@ class Verdict:
     step: int | None
     fault: Fault | None = None
     decision: Decision | None = None
-    runners_up: tuple[Fault, ...] = ()
 
     def __repr__(self) -> str:
         # Prefect puts it behind a state's message, in a line of the log for people.
@@ -349,8 +348,7 @@ class Run:
             return Verdict(end.kind, placement, attempt, end.last_step)
         fault = diagnosis.fault
         decision = self._decider.decide(view, fault)
-        others = diagnosis.runners_up
-        return Verdict(end.kind, placement, attempt, end.last_step, fault, decision, others)
+        return Verdict(end.kind, placement, attempt, end.last_step, fault, decision)
 
     def _with_stacks(self, view: AttemptView, end: AttemptEnd, diagnosis: Diagnosis) -> Diagnosis:
         """Put the stacks of a hang into the store, and name the place in its fault."""

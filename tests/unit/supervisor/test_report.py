@@ -1,4 +1,4 @@
-"""The table of attempts and the picture, with what was mended inside the processes."""
+"""The table of attempts and the picture, with what was recovered inside the processes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def test_a_recovery_inside_the_processes_is_a_row_below_its_attempt():
     assert (attempt.generation, attempt.rung, attempt.outcome) == (
         None, "in_place_restart", "failed",
     )  # fmt: skip
-    assert (link.generation, link.rung, link.outcome) == (1, "step_retry", "mended")
-    assert (crash.generation, crash.rung, crash.outcome) == (2, "process_replace", "not mended")
+    assert (link.generation, link.rung, link.outcome) == (1, "step_retry", "recovered")
+    assert (crash.generation, crash.rung, crash.outcome) == (2, "process_replace", "not recovered")
     assert [row.nodes for row in (link, crash)] == ["node-1", "node-0"]
     assert link.fault == "link_down: EI0006"
 
@@ -47,7 +47,7 @@ def test_a_recovery_that_goes_on_is_told_from_one_that_its_attempt_cut_off():
     outcomes = [
         story_rows(history_of(LINK_BEGAN, ended=ended))[1].outcome for ended in (False, True)
     ]
-    assert outcomes == ["recovering", "not mended"]
+    assert outcomes == ["recovering", "not recovered"]
 
 
 def test_every_row_has_the_same_columns_whatever_it_tells():
@@ -63,7 +63,7 @@ def test_the_facts_of_a_recovery_are_plain_values():
         "evidence": "EI0006", "node": "node-1", "rank": 3, "rung": "step_retry",
         "reason": "link_down is mended", "step": 14, "steps_lost": 0, "duration_s": 0.62,
         "replaced": [], "repaired": [3], "succeeded": True, "sub_healthy": False,
-        "outcome": "mended", "why": "",
+        "outcome": "recovered", "why": "",
     }  # fmt: skip
     assert (crash["succeeded"], crash["why"]) == (False, "no replica of rank 1")
     assert (crash["step"], crash["duration_s"]) == (40, 1.5)
