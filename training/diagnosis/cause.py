@@ -20,11 +20,11 @@ from training.recovery.faults import TRAITS, Fault, FaultClass, RecoverableBy
 
 MAX_RUNNERS_UP = 5
 MAX_EVIDENCE_CHARS = 2000
-ONE_EVENT_S = 60.0  # what a source says within this time is about one event
+ONE_EVENT_S = 60.0  # what a source prints within this time is about one event
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class LogSource:
     """Findings of one file or process, with what is known about where it ran.
 
     Attributes:
@@ -46,7 +46,7 @@ class Source:
 class Candidate:
     """One possible cause."""
 
-    source: Source
+    source: LogSource
     finding: Finding
 
     @property
@@ -72,7 +72,7 @@ class Diagnosis:
 
 
 def counts_as_failure(finding: Finding) -> bool:
-    """Whether a finding stands for a failure: not logged as harmless, not survived by training."""
+    """Whether a finding is a failure: not logged as harmless, not survived by training."""
     if finding.is_low_level:
         return False
     lasting = finding.hardware_fault or TRAITS[finding.fault_class].hardware_fault
@@ -80,7 +80,7 @@ def counts_as_failure(finding: Finding) -> bool:
     return not finding.is_survived or bool(lasting) or diverged
 
 
-def rank_candidates(sources: Sequence[Source], *, has_failed: bool = False) -> list[Candidate]:
+def rank_candidates(sources: Sequence[LogSource], *, has_failed: bool = False) -> list[Candidate]:
     """Every finding that counts, first cause first.
 
     Args:
@@ -106,7 +106,7 @@ def rank_candidates(sources: Sequence[Source], *, has_failed: bool = False) -> l
         first.setdefault((candidate.source.order, candidate.finding.role), candidate)
 
     def key(candidate: Candidate) -> tuple[int, float, int, int, int, int]:
-        """A source is as early as its first line of the role; then comes its telling line."""
+        """A source is as early as its first line of the role; then comes its most precise line."""
         source, finding = candidate.source, candidate.finding
         began = first[source.order, finding.role]
         began_s = inf if began.at_s is None else began.at_s
@@ -124,8 +124,8 @@ def _is_later(candidate: Candidate, began: Candidate) -> bool:
     return candidate.at_s - began.at_s > ONE_EVENT_S
 
 
-# torch_npu wraps what CANN says, CANN collects what its modules logged and adds the calls that
-# led there: what stands nearest to the device says most.
+# torch_npu wraps what CANN reports, CANN collects what its modules logged and adds the calls that
+# led there: what is nearest to the device is most precise.
 _PLOG = re.compile(
     r"\[ERROR\] ?[A-Z]+\(\d+,|\bThe error from device\b"
     r"|\b[kK]ernel execute failed\b|\bKernel task happen error\b"
@@ -136,12 +136,12 @@ _WRAPPER = re.compile(
     r"\bfunction error: |Error: .{0,300}\berror code is \d{6}\b"
     r"|\bcall aclnn\w+ failed\b(?!.*detail:E\w+: \[)"
 )
-_SAYS_LITTLE = re.compile(r"\b(?:RuntimeError|Exception|OSError): |Error:?\s*$")
+_IS_VAGUE = re.compile(r"\b(?:RuntimeError|Exception|OSError): |Error:?\s*$")
 _SUMMARY_OF_EXIT = re.compile(r"^\s*exitcode\s*: ")
 _FRAME_OF_SUMMARY = re.compile(
     r"^\s*error_file\s*:|\bTo enable traceback\b|Root Cause|<NO_OTHER_FAILURES>"
 )
-# The exception after it says the same; or the line only announces what comes next.
+# The exception after it repeats it; or the line only announces what comes next.
 _ANNOUNCES = re.compile(
     r"THCudaCheck FAIL|\bfollowing (?:error|exception|reason)s?\b[^:\n]{0,60}:\s*$"
 )
@@ -149,7 +149,7 @@ _BEHIND_PROGRESS_BAR = re.compile(r"\d(?:it/s|s/it)\b")
 
 
 class _Detail(IntEnum):
-    """How much a line says, compared with lines of the same role in its source."""
+    """How precise a line is, compared with lines of the same role in its source."""
 
     NEAREST = 0
     OWN_WORDS = 1
@@ -162,7 +162,7 @@ class _Detail(IntEnum):
 _DETAILS: Sequence[tuple[_Detail, Callable[[Finding], object]]] = (
     (_Detail.WRAPPER, lambda f: _WRAPPER.search(f.line)),
     (_Detail.NEAREST, lambda f: _PLOG.search(f.line)),
-    (_Detail.GENERAL, lambda f: f.rule == EXCEPTION_RULE and _SAYS_LITTLE.search(f.line)),
+    (_Detail.GENERAL, lambda f: f.rule == EXCEPTION_RULE and _IS_VAGUE.search(f.line)),
     (_Detail.CODE, lambda f: f.rule.startswith(CODE_RULE) and not _CANN_CODE.search(f.line)),
     (_Detail.CALLER, lambda f: _SUMMARY_OF_EXIT.search(f.line)),
     (_Detail.GENERAL, lambda f: _FRAME_OF_SUMMARY.search(f.line)),
@@ -177,35 +177,37 @@ def _detail(finding: Finding) -> _Detail:
 
 
 def _informed(best: Candidate, ranked: Sequence[Candidate]) -> Candidate:
-    """A line that names a failed kernel, with what its event says about it elsewhere.
+    """A line that names a failed kernel, with what other lines of its event add.
 
-    "EZ9999: <what failed>" has the telling words, the exception around it the telling number,
-    and the dump of the core's errors tells when the kernel's own addresses are wrong.
+    "EZ9999: <what failed>" describes the failure, the exception around it has the number,
+    and the dump of the core's errors shows when the kernel's own addresses are wrong.
     """
     finding = best.finding
     if finding.fault_class is not FaultClass.OPERATOR_ERROR or finding.role is Role.ROOT:
         return best
     same = [o for o in ranked if o.source is best.source]
     theirs = [o.finding for o in same if o.finding.fault_class is FaultClass.OPERATOR_ERROR]
-    if any(told.recoverable_by is RecoverableBy.USER_FIX for told in theirs):
+    if any(one.recoverable_by is RecoverableBy.USER_FIX for one in theirs):
         answer = finding.recoverable_by or RecoverableBy.USER_FIX
         finding = replace(finding, recoverable_by=answer)
         best = replace(best, finding=finding)
     for other in same:
-        told = other.finding
-        if _detail(told) is _Detail.WRAPPER:
+        wrapper = other.finding
+        if _detail(wrapper) is _Detail.WRAPPER:
             informed = replace(
                 finding,
-                fault_class=told.fault_class,
-                code=finding.code or told.code,
-                recoverable_by=finding.recoverable_by or told.recoverable_by,
-                why=finding.why or told.why,
+                fault_class=wrapper.fault_class,
+                code=finding.code or wrapper.code,
+                recoverable_by=finding.recoverable_by or wrapper.recoverable_by,
+                why=finding.why or wrapper.why,
             )
             return replace(best, finding=informed)
     return best
 
 
-def choose(sources: Sequence[Source], *, at_s: float, step: int | None = None) -> Diagnosis | None:
+def choose(
+    sources: Sequence[LogSource], *, at_s: float, step: int | None = None
+) -> Diagnosis | None:
     """The first cause with its runners-up; None when nothing counts as a failure.
 
     Args:
@@ -233,7 +235,7 @@ def _kind(candidate: Candidate) -> tuple[str, FaultClass]:
 
 
 def fault_of(candidate: Candidate, *, at_s: float, step: int | None) -> Fault:
-    """The fault that a candidate stands for, with its class's traits filled in."""
+    """The fault that a candidate is, with its class's traits filled in."""
     finding, source, origin = candidate.finding, candidate.source, candidate.finding.origin
     traits = TRAITS[finding.fault_class]
     answer = finding.recoverable_by or _usual_answer(finding)
@@ -265,8 +267,8 @@ def _usual_answer(finding: Finding) -> RecoverableBy:
     return TRAITS[finding.fault_class].recoverable_by
 
 
-def _either(told: bool | None, default: bool) -> bool:  # noqa: FBT001 a value, not a switch
-    return default if told is None else told
+def _either(value: bool | None, default: bool) -> bool:  # noqa: FBT001 a value, not a switch
+    return default if value is None else value
 
 
 _ACTIONS = {

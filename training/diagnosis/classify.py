@@ -16,16 +16,16 @@ from training.diagnosis.cause import (
     MAX_RUNNERS_UP,
     Candidate,
     Diagnosis,
-    Source,
+    LogSource,
     fault_of,
     rank_candidates,
 )
-from training.diagnosis.exits import AGREED, EXIT_DONE, EXIT_RESTART_ME, signal_name, signal_of
+from training.diagnosis.exits import EXIT_DONE, ExitMeaning, meaning_of, signal_name, signal_of
 from training.diagnosis.peers import compare
 from training.diagnosis.recognise import Finding, recognise
 from training.diagnosis.rules import Role
 from training.diagnosis.scan import scan_text
-from training.diagnosis.standstill import Stand, holding_up
+from training.diagnosis.standstill import RankProgress, standstill_of
 from training.recovery.faults import TRAITS, Fault, FaultClass
 
 MAX_EVIDENCE_CHARS = 500
@@ -78,7 +78,7 @@ class SlowNode:
 
 @dataclass(frozen=True, slots=True)
 class NodeOutput:
-    """Text of a node that is no worker's output: a device log, or what a health command says."""
+    """Text of a node that is no worker's output: a device log, or what a health command prints."""
 
     node: str
     name: str
@@ -92,7 +92,7 @@ class Evidence:
     """Everything known about the end of an attempt.
 
     Attributes:
-        stands: where the ranks stood when one of them was found to be silent.
+        rank_progress: of all ranks when one of them was found to be silent.
     """
 
     at_s: float
@@ -104,7 +104,7 @@ class Evidence:
     oom_nodes: Sequence[str] = ()
     refusal: str | None = None
     outputs: Sequence[NodeOutput] = ()
-    stands: Sequence[Stand] = ()
+    rank_progress: Sequence[RankProgress] = ()
     slow: SlowNode | None = None
 
 
@@ -132,7 +132,7 @@ class _Cause:
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:
-    """Name the first cause. Total: evidence that says nothing gives `unknown`."""
+    """Name the first cause. Total: evidence that shows nothing gives `unknown`."""
     causes = [
         *_lost_nodes(evidence),
         *_staging(evidence),
@@ -196,8 +196,8 @@ def _lost_nodes(evidence: Evidence) -> Iterator[_Cause]:
 def _staging(evidence: Evidence) -> Iterator[_Cause]:
     for node, error in (evidence.staging_errors or {}).items():
         why = (
-            "The processes could not be started: the token shards were not to be had, or the "
-            "node's folders not to be written."
+            "The processes could not be started: the token shards could not be read, or the "
+            "node's folders could not be written."
         )
         fault = _fault(FaultClass.STORAGE_ERROR, evidence, error, node=node, why=why)
         yield _Cause(_Tier.ROOT, fault)
@@ -218,7 +218,7 @@ def _slowness(evidence: Evidence) -> Iterator[_Cause]:
 
 
 def _silence(evidence: Evidence) -> Iterator[_Cause]:
-    found = holding_up(evidence.stands) if evidence.silent else None
+    found = standstill_of(evidence.rank_progress) if evidence.silent else None
     if found is not None and found.missing:
         first = found.missing[0]
         why = f"The processes live but make no progress. {'; '.join(found.ranks)}."
@@ -242,10 +242,10 @@ def _silence(evidence: Evidence) -> Iterator[_Cause]:
 
 
 def _outputs(evidence: Evidence) -> Iterator[_Cause]:
-    """What device logs and health commands say; their clocks are not the agents'."""
+    """Device logs and the output of health commands; their clocks are not the agents'."""
     year = _year(evidence)
     sources = [
-        Source(
+        LogSource(
             output.name,
             scan_text(output.text, year=year).findings,
             order,
@@ -267,7 +267,7 @@ def _workers(evidence: Evidence) -> Iterator[_Cause]:
     year = _year(evidence)
     logs = compare(
         [
-            Source(str(end.rank), scan_text(end.log, year=year).findings, order, end.rank)
+            LogSource(str(end.rank), scan_text(end.log, year=year).findings, order, end.rank)
             for order, end in enumerate(failed)
         ]
     )
@@ -279,10 +279,10 @@ def _year(evidence: Evidence) -> int:
     return datetime.fromtimestamp(evidence.at_s, UTC).year
 
 
-def _explained(end: WorkerEnd, log: Source) -> Finding | None:
+def _explained(end: WorkerEnd, log: LogSource) -> Finding | None:
     """The finding that explains an exit: the recorded exception, else the output."""
-    if end.error and (told := recognise(end.error, "Traceback (most recent call last)")):
-        return told
+    if end.error and (raised := recognise(end.error, "Traceback (most recent call last)")):
+        return raised
     ranked = rank_candidates([log], has_failed=True)
     return ranked[0].finding if ranked else None
 
@@ -290,20 +290,20 @@ def _explained(end: WorkerEnd, log: Source) -> Finding | None:
 def _worker(end: WorkerEnd, found: Finding | None, evidence: Evidence) -> _Cause:
     if end.stopped:
         return _ended(_Tier.STOPPED, FaultClass.UNKNOWN, "stopped", end, evidence)
-    if end.exit_code in AGREED:
-        fault_class, meaning = AGREED[end.exit_code]
-        line = found.line if found else f"exit code {end.exit_code}: {meaning}"
-        # Survivors ask for a restart as well, and clocks of two nodes do not tell who was first.
-        tier = _Tier.SYMPTOM if end.exit_code == EXIT_RESTART_ME else _Tier.ROOT
-        return _ended(tier, fault_class, line, end, evidence, why=meaning)
+    meaning = meaning_of(end.exit_code, is_oom=end.node in evidence.oom_nodes)
     number = signal_of(end.exit_code)
-    if number is not None and (end.exit_code < 0 or found is None or _only_guesses(found)):
-        return _signalled(number, end, found, evidence)
+    if meaning is not None and number is None:
+        line = found.line if found else f"exit code {end.exit_code}: {meaning.text}"
+        tier = _Tier.SYMPTOM if meaning.is_symptom else _Tier.ROOT
+        return _ended(tier, meaning.fault_class, line, end, evidence, why=meaning.text)
+    if meaning and number and (end.exit_code < 0 or found is None or _only_guesses(found)):
+        return _signalled(meaning, number, end, found, evidence)
     if found is None or found.role is Role.HINT:
-        line = end.error or (found.line if found else _last_line(end.log))
+        lines = [line.strip() for line in end.log.splitlines() if line.strip()]
+        line = end.error or (found.line if found else next(reversed(lines), ""))
         line = line or f"exit code {end.exit_code}"
         return _ended(_Tier.UNEXPLAINED, FaultClass.UNKNOWN, line, end, evidence)
-    return _told(end, found, evidence)
+    return _explained_by_output(end, found, evidence)
 
 
 def _only_guesses(found: Finding) -> bool:
@@ -311,35 +311,30 @@ def _only_guesses(found: Finding) -> bool:
     return found.role is not Role.ROOT and found.fault_class is FaultClass.HOST_OOM
 
 
-def _told(end: WorkerEnd, found: Finding, evidence: Evidence) -> _Cause:
+def _explained_by_output(end: WorkerEnd, found: Finding, evidence: Evidence) -> _Cause:
     """A worker whose end its output explains."""
     killed = _only_guesses(found)
     if killed and end.node not in evidence.oom_nodes:
-        # Elsewhere a killed process means memory; here the node says that none was killed for it.
+        # Elsewhere a killed process means memory; here the kernel of the node killed none for it.
         why = "A process was killed, and not by the kernel's OOM killer."
         return _ended(_Tier.ROOT, FaultClass.NATIVE_CRASH, found.line, end, evidence, why=why)
     crashed = found.fault_class is FaultClass.NATIVE_CRASH
     tier = _Tier.ROOT if killed or crashed else _TIER_OF[found.role]
-    candidate = Candidate(Source(str(end.rank), (found,), rank=end.rank, node=end.node), found)
+    candidate = Candidate(LogSource(str(end.rank), (found,), rank=end.rank, node=end.node), found)
     fault = fault_of(candidate, at_s=end.ended_s, step=evidence.step)
     return _Cause(tier, _placed(fault, end))
 
 
-def _signalled(number: int, end: WorkerEnd, found: Finding | None, evidence: Evidence) -> _Cause:
+def _signalled(
+    meaning: ExitMeaning, number: int, end: WorkerEnd, found: Finding | None, evidence: Evidence
+) -> _Cause:
     name = signal_name(number) or f"SIG{number}"
-    line = f"rank {end.rank} ended by {name}"
-    if name == "SIGTERM":
-        why = "Something outside asked the process to end."
-        return _ended(_Tier.ROOT, FaultClass.PREEMPTED, line, end, evidence, name, why)
-    if name == "SIGKILL" and end.node in evidence.oom_nodes:
-        why = "The kernel's OOM killer was active on the node."
-        return _ended(_Tier.ROOT, FaultClass.HOST_OOM, line, end, evidence, name, why)
     echo = (FaultClass.COLLECTIVE_TIMEOUT, FaultClass.LINK_DOWN)
     if name == "SIGABRT" and found and found.role is not Role.ROOT and found.fault_class in echo:
         # Communication libraries abort the process when a peer is gone.
         return _ended(_Tier.CASCADE, found.fault_class, found.line, end, evidence, name, found.why)
-    why = "The process was ended by the operating system, not by an exception."
-    return _ended(_Tier.ROOT, FaultClass.NATIVE_CRASH, line, end, evidence, name, why)
+    line = f"rank {end.rank} ended by {name}"
+    return _ended(_Tier.ROOT, meaning.fault_class, line, end, evidence, name, meaning.text)
 
 
 def _ended(
@@ -367,11 +362,3 @@ def _placed(fault: Fault, end: WorkerEnd) -> Fault:
         device=end.device,
         explanation=f"{fault.explanation}{more}".strip(),
     )
-
-
-def _last_line(text: str) -> str:
-    lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1].strip() if lines else ""
-
-
-__all__ = ["Diagnosis", "Evidence", "NodeOutput", "SilentRank", "WorkerEnd", "diagnose"]

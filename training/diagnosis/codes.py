@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
-from training.diagnosis.rules import Judgement, Role
+from training.diagnosis.rules import Classification, Role
 from training.recovery.chips import ChipLevel, Kind, chip_fact
 from training.recovery.faults import RecoverableBy
 
@@ -43,7 +43,7 @@ PATTERNS: Mapping[str, str] = {name: "|".join(rows) for name, rows in _LOOK_UPS.
 _COMPILED = {name: re.compile(pattern) for name, pattern in PATTERNS.items()}
 
 
-class CodeSpec(Judgement):
+class CodeSpec(Classification):
     """One row of `codes.toml`: codes, or the first characters of codes, that mean the same."""
 
     codes: tuple[str, ...]

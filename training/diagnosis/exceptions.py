@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
-from training.diagnosis.rules import Judgement, Role
+from training.diagnosis.rules import Classification, Role
 from training.recovery.faults import FaultClass, RecoverableBy
 
 _NAMES = (
@@ -43,7 +43,7 @@ _HANDLING = "During handling of the above exception, another exception occurred"
 _ERRNO_USER = {"1", "2", "13", "17", "20", "21", "22", "28", "30", "122"}
 
 
-class ExceptionSpec(Judgement):
+class ExceptionSpec(Classification):
     """One row of `exceptions.toml`.
 
     Attributes:

@@ -1,9 +1,13 @@
-"""What the exit code of a worker says: the codes agreed with the runtime, and signals."""
+"""What the exit code of a worker means: the codes agreed with the runtime, and signals.
+
+One table, read while an attempt lives (`fault_of_end`) and when it has ended (`classify`).
+"""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.protocol import WorkerEnded
@@ -14,13 +18,64 @@ EXIT_RESTART_ME = 75
 EXIT_ABOVE_PROCESS = 76
 EXIT_NO_COMMAND = 127
 SHELL_SIGNAL_BASE = 128  # a shell whose child was ended by signal n exits with 128 + n
+# Raised by training/device.py, which loads torch.
+DEVICE_BEYOND_HEALING = "DeviceBeyondHealing"
 
-AGREED: Mapping[int, tuple[FaultClass, str]] = {
-    EXIT_USER: (FaultClass.USER_CODE_ERROR, "The program says that its user must mend it."),
-    EXIT_RESTART_ME: (FaultClass.UNKNOWN, "The worker saved its state and asks for a restart."),
-    EXIT_ABOVE_PROCESS: (FaultClass.DEVICE_LOST, "The worker cannot go on in this container."),
-    EXIT_NO_COMMAND: (FaultClass.LAUNCH_MISCONFIGURED, "The command was not found."),
+
+@dataclass(frozen=True, slots=True)
+class ExitMeaning:
+    """What an exit code means.
+
+    Attributes:
+        text: one sentence for the report.
+        is_symptom: workers that another one's fault has stopped end so, too.
+        alone: its class where it is the only end of a living attempt, if that differs.
+    """
+
+    fault_class: FaultClass
+    text: str
+    is_symptom: bool = False
+    alone: FaultClass | None = None
+
+
+EXITS: Mapping[int, ExitMeaning] = {
+    EXIT_USER: ExitMeaning(
+        FaultClass.USER_CODE_ERROR, "The program reports that its user must fix it."
+    ),
+    # Every survivor of a fault asks for a restart. A rank that asks for it while the others go on
+    # has lost its connection to the coordinator.
+    EXIT_RESTART_ME: ExitMeaning(
+        FaultClass.UNKNOWN,
+        "The worker saved its state and asks for a restart.",
+        is_symptom=True,
+        alone=FaultClass.COLLECTIVE_TIMEOUT,
+    ),
+    EXIT_ABOVE_PROCESS: ExitMeaning(
+        FaultClass.DEVICE_LOST, "The worker cannot go on in this container."
+    ),
+    EXIT_NO_COMMAND: ExitMeaning(FaultClass.LAUNCH_MISCONFIGURED, "The command was not found."),
+    -signal.SIGTERM: ExitMeaning(
+        FaultClass.PREEMPTED, "Something outside asked the process to end."
+    ),
 }
+CRASHED = ExitMeaning(
+    FaultClass.NATIVE_CRASH,
+    "The process was ended by the operating system, not by an exception.",
+)
+OUT_OF_MEMORY = ExitMeaning(FaultClass.HOST_OOM, "The kernel's OOM killer was active on the node.")
+
+
+def meaning_of(exit_code: int, *, is_oom: bool = False) -> ExitMeaning | None:
+    """What an exit code means; None where only the worker's output explains it.
+
+    Args:
+        exit_code: negative for a signal, or 128 + signal from a shell.
+        is_oom: the kernel killed for memory on the node meanwhile.
+    """
+    number = signal_of(exit_code)
+    if number == signal.SIGKILL and is_oom:
+        return OUT_OF_MEMORY
+    return EXITS.get(exit_code) if number is None else EXITS.get(-number, CRASHED)
 
 
 def signal_name(number: int) -> str | None:
@@ -36,30 +91,21 @@ def signal_of(exit_code: int) -> int | None:
     return number if signal_name(number) is not None else None
 
 
-# Raised by training/device.py, which loads torch.
-DEVICE_BEYOND_HEALING = "DeviceBeyondHealing"
-_CLASS_OF_EXIT: Mapping[int, FaultClass] = {
-    # It lost its line to the coordinator: only then does a rank alone ask for a restart.
-    EXIT_RESTART_ME: FaultClass.COLLECTIVE_TIMEOUT,
-    EXIT_ABOVE_PROCESS: FaultClass.DEVICE_LOST,
-}
-
-
 def fault_of_end(ended: WorkerEnded, *, node: str | None, step: int) -> Fault:
-    """The fault that a worker's end is, as far as its exit tells.
+    """The fault of a worker that ended while its attempt lives, as far as its exit shows.
 
     A process that ends by an exception of its own is the program's business: the whole diagnosis
-    looks at it once the attempt has ended.
+    reads its output once the attempt has ended.
     """
-    if ended.is_oom:
-        fault_class = FaultClass.HOST_OOM
-    elif ended.exit_code < 0:
-        fault_class = FaultClass.NATIVE_CRASH
-    elif (ended.error or "").startswith(DEVICE_BEYOND_HEALING):
+    meaning = OUT_OF_MEMORY if ended.is_oom else meaning_of(ended.exit_code)
+    if ended.exit_code >= 0 and (ended.error or "").startswith(DEVICE_BEYOND_HEALING):
         fault_class = FaultClass.DEVICE_MEMORY_ERROR
+    elif meaning is None:
+        fault_class = FaultClass.USER_CODE_ERROR
     else:
-        fault_class = _CLASS_OF_EXIT.get(ended.exit_code, FaultClass.USER_CODE_ERROR)
-    text = ended.error or _exit_text(ended.exit_code)
+        fault_class = meaning.alone or meaning.fault_class
+    code = ended.exit_code
+    text = ended.error or (f"killed by signal {-code}" if code < 0 else f"exit code {code}")
     return Fault(
         fault_class,
         ended.at_s,
@@ -69,7 +115,3 @@ def fault_of_end(ended: WorkerEnded, *, node: str | None, step: int) -> Fault:
         device=ended.device,
         step=step,
     )
-
-
-def _exit_text(code: int) -> str:
-    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"

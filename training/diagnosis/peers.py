@@ -1,16 +1,20 @@
-"""Who held the collective up: compared over the ranks that report it.
+"""What only a comparison of several ranks' output shows.
 
 When every rank prints the same timeout, the reports differ in what matters: the operator a rank
-was in, how far it had come, and which rank wrote nothing at all.
+was in, how far it had come, and which rank wrote nothing at all. Clocks are merged by what all
+ranks do at the same time: ranks of a synchronous training finish a step together, so lines about
+the same step have the same time, or a clock is off. Times and offsets are seconds.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
-from training.diagnosis.cause import Source
+from training.diagnosis.cause import LogSource
+from training.diagnosis.lines import time_of
 from training.diagnosis.recognise import Finding
 from training.diagnosis.rules import Role
 from training.recovery.faults import FaultClass, RecoverableBy
@@ -19,7 +23,7 @@ from training.recovery.faults import FaultClass, RecoverableBy
 _HCCL_OP = re.compile(
     r"\[TaskExecStage\].{0,80}base information is .{0,80}tag\[([A-Za-z]+)_([^\]]+)\]"
 )
-MIN_HEARD = 2  # one rank's log says nothing about the others
+MIN_REPORTING = 2  # one rank's log shows nothing about the others
 _HCCL_PROCESS = re.compile(r"\bHCCL\((\d+),")
 _NCCL_OP = re.compile(
     r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(\d+), OpType=(\w+)"
@@ -27,11 +31,17 @@ _NCCL_OP = re.compile(
 # Ranks number the collectives of each group: [PG ID 1 PG GUID 3(TP) Rank 5], [PG 3 Rank 5]
 _NCCL_GROUP = re.compile(r"\[PG (?:ID \d+ PG GUID )?(.{1,80}?) Rank \d+\]")
 _NCCL_LAST = re.compile(r"last enqueued NCCL work: (-?\d+), last completed NCCL work: (-?\d+)")
+MIN_COMMON_STEPS = 2
+MAX_ANCHORS = 500
+MAX_LINES = 2000
+# Ranks of one node print the same step this far apart without any clock being wrong.
+TOLERATED_S = 1.0
+_STEP = re.compile(r"\b(?:iteration|[sS]tep|global_step)['\"]?[\s=:\[]{1,4}(\d{1,15})\b")
 
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """One rank's word about the collective it was stuck in."""
+    """One rank's report of the collective it was stuck in."""
 
     source: int
     finding: Finding
@@ -45,7 +55,7 @@ class _Report:
         return self.source, self.finding.origin.rank, process[1] if process else None
 
 
-def compare(sources: Sequence[Source]) -> list[Source]:
+def compare(sources: Sequence[LogSource]) -> list[LogSource]:
     """The sources with what only their comparison shows put on record as findings."""
     reports = list(_reports(sources))
     extra: dict[int, list[Finding]] = {}
@@ -70,7 +80,7 @@ def compare(sources: Sequence[Source]) -> list[Source]:
     return _name_the_missing(compared)
 
 
-def _name_the_missing(sources: Sequence[Source]) -> list[Source]:
+def _name_the_missing(sources: Sequence[LogSource]) -> list[LogSource]:
     """Timeouts, with the rank that wrote none or that had come least far, where one shows."""
     waits = [f for s in sources for f in s.findings if _is_wait(f)]
     ranks = {s.rank for s in sources if s.rank is not None} | {
@@ -80,15 +90,15 @@ def _name_the_missing(sources: Sequence[Source]) -> list[Source]:
     slow = laggard(f for s in sources for f in s.findings)
     if missing:
         listed = ", ".join(map(str, missing[:8]))
-        told = f"All but rank {listed} report the wait: look there first."
+        hint = f"All but rank {listed} report the wait: look there first."
     elif slow is not None and slow.origin.rank is not None:
         missing = (slow.origin.rank,)
-        told = f"Rank {slow.origin.rank} had begun the fewest collectives: look there first."
+        hint = f"Rank {slow.origin.rank} had begun the fewest collectives: look there first."
     else:
         return list(sources)
     rank = missing[0] if len(missing) == 1 else None
     return [
-        replace(s, findings=[_waited_for(f, rank, told) if _is_wait(f) else f for f in s.findings])
+        replace(s, findings=[_waited_for(f, rank, hint) if _is_wait(f) else f for f in s.findings])
         for s in sources
     ]
 
@@ -97,12 +107,12 @@ def _is_wait(finding: Finding) -> bool:
     return finding.fault_class is FaultClass.COLLECTIVE_TIMEOUT and finding.role is not Role.ROOT
 
 
-def _waited_for(finding: Finding, rank: int | None, told: str) -> Finding:
+def _waited_for(finding: Finding, rank: int | None, hint: str) -> Finding:
     origin = finding.origin if rank is None else replace(finding.origin, rank=rank)
-    return replace(finding, origin=origin, why=f"{finding.why} {told}".strip())
+    return replace(finding, origin=origin, why=f"{finding.why} {hint}".strip())
 
 
-def _reports(sources: Sequence[Source]) -> Iterable[_Report]:
+def _reports(sources: Sequence[LogSource]) -> Iterable[_Report]:
     for index, source in enumerate(sources):
         for finding in source.findings:
             if found := _HCCL_OP.search(finding.line):
@@ -123,9 +133,9 @@ def _other_operator(reports: Sequence[_Report]) -> tuple[_Report, _Report] | Non
     return None
 
 
-def missing_ranks(sources: Sequence[Source], world_size: int) -> tuple[int, ...]:
+def missing_ranks(sources: Sequence[LogSource], world_size: int) -> tuple[int, ...]:
     """Ranks that did not report a timeout while at least half of the others did."""
-    heard = {
+    reporting = {
         rank
         for source in sources
         for finding in source.findings
@@ -133,14 +143,46 @@ def missing_ranks(sources: Sequence[Source], world_size: int) -> tuple[int, ...]
         for rank in [finding.origin.rank if finding.origin.rank is not None else source.rank]
         if rank is not None
     }
-    missing = tuple(sorted(set(range(world_size)) - heard))
-    is_telling = len(heard) >= MIN_HEARD and 0 < len(missing) <= world_size // 2
-    return missing if is_telling else ()
+    missing = tuple(sorted(set(range(world_size)) - reporting))
+    is_clear = len(reporting) >= MIN_REPORTING and 0 < len(missing) <= world_size // 2
+    return missing if is_clear else ()
 
 
 def laggard(findings: Iterable[Finding]) -> Finding | None:
     """The report of the rank that had enqueued the fewest NCCL collectives, when they differ."""
-    heard = [(int(m[1]), f) for f in findings if (m := _NCCL_LAST.search(f.line))]
-    if len({number for number, _ in heard}) < 2:
+    counts = [(int(m[1]), f) for f in findings if (m := _NCCL_LAST.search(f.line))]
+    if len({number for number, _ in counts}) < 2:
         return None
-    return min(heard, key=lambda pair: pair[0])[1]
+    return min(counts, key=lambda pair: pair[0])[1]
+
+
+def anchors(text: str, *, year: int) -> dict[int, float]:
+    """Step to the first time it is mentioned, for the newest steps of a text."""
+    found: dict[int, float] = {}
+    for line in text.splitlines()[-MAX_LINES:]:
+        step = _STEP.search(line)
+        stamp = time_of(line, year=year) if step is not None else None
+        if step is not None and stamp is not None:
+            found.setdefault(int(step[1]), stamp)
+    newest = sorted(found)[-MAX_ANCHORS:]
+    return {step: found[step] for step in newest}
+
+
+def offsets(sources: Sequence[Mapping[int, float]]) -> list[float]:
+    """For each source, what must be added to its times to get those of the reference.
+
+    The reference is the first source with the most steps. A source that shares too few steps
+    with it, or differs from it no more than ranks do by themselves, keeps its own time.
+    """
+    if not sources:
+        return []
+    reference = max(sources, key=len)
+    return [_offset(reference, steps) for steps in sources]
+
+
+def _offset(reference: Mapping[int, float], steps: Mapping[int, float]) -> float:
+    common = reference.keys() & steps.keys()
+    if len(common) < MIN_COMMON_STEPS:
+        return 0.0
+    difference = median(reference[step] - steps[step] for step in common)
+    return difference if abs(difference) > TOLERATED_S else 0.0

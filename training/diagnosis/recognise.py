@@ -1,17 +1,30 @@
-"""What one line of output says: by a rule, else by its code, else as an exception, else little.
+"""What one line of output means: by a rule, else by its code, else as an exception, else little.
 
-Pure: a line and the text shortly before it in, a `Finding` or nothing out.
+`recognise` is pure: a line and the text shortly before it in, a `Finding` or nothing out. All
+patterns are also compiled together, to find the lines that are worth reading. That takes seconds,
+so the compiled form is kept on this machine, under a name that holds for these patterns, this
+Hyperscan and this kind of machine alone. It is trusted like Python's own bytecode cache: a file
+of the user's, with a checksum against damage. Without a place for it the patterns are compiled
+each time.
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
+import platform
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import hyperscan
 
 from training.diagnosis import codes, exceptions
 from training.diagnosis.lines import Origin, is_low_level
-from training.diagnosis.rules import Judgement, Role, Rule, match_line
+from training.diagnosis.rules import Classification, Role, Rule, load_rules, match_line
+from training.files import home_folder
 from training.recovery.faults import FaultClass, RecoverableBy
 
 CODE_RULE = "code-"
@@ -23,19 +36,20 @@ UNEXPLAINED = (
     r"|NCCL WARN "
 )
 _UNEXPLAINED = re.compile(UNEXPLAINED)
-_NOTHING_KNOWN = Judgement.model_validate({"class": FaultClass.UNKNOWN, "role": "hint"})
+_NOTHING_KNOWN = Classification.model_validate({"class": FaultClass.UNKNOWN, "role": "hint"})
 _PART_OF_TRACEBACK = re.compile(r'File "|\^\^\^|~~~|Trace[Bb]ack \(most recent')
+_FLAGS = hyperscan.HS_FLAG_MULTILINE | hyperscan.HS_FLAG_PREFILTER
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A line that says something about a fault.
+    """A line that is evidence of a fault.
 
     Attributes:
         rule: id of the rule that recognised it; "code-" with a table's name, "exception" and
             "error-line" for the general ones.
         offset: where the line begins in its source.
-        origin: what the line itself tells about time and place.
+        origin: time and place in the line itself.
         seen_s: time of the line, or of the nearest line before it that has one.
         is_low_level: logged as information or a warning, and its rule does not count those.
         is_survived: training went on after it in the same source.
@@ -69,20 +83,20 @@ class Finding:
 
 
 def recognise(line: str, before: str, candidates: Iterable[Rule] | None = None) -> Finding | None:
-    """What a line says: by the first rule that matches, else by a code, else as an exception.
+    """What a line means: by the first rule that matches, else by a code, else as an exception.
 
     Args:
         line: one line of output.
         before: text shortly before it.
         candidates: rules to try, in order; None: all.
     """
-    if _says_nothing(line, before):
+    if _is_no_evidence(line, before):
         return None
     if matched := match_line(line, before, candidates):
         rule, found = matched
-        told = _by_code(line) if rule.role is not Role.ROOT else None
-        says_more = told and (told.role is Role.ROOT or rule.spec.yields_to_code)
-        return told if says_more else _by_rule(rule, found, line)
+        coded = _by_code(line) if rule.role is not Role.ROOT else None
+        is_better = coded and (coded.role is Role.ROOT or rule.spec.yields_to_code)
+        return coded if is_better else _by_rule(rule, found, line)
     return _by_code(line) or _by_exception(line, before) or _by_level(line)
 
 
@@ -93,7 +107,7 @@ _ADVICE = re.compile(
 _FRAME_END = re.compile(r'File "[^"\n]+", line \d+(?:, in [^\n]+)?$')
 
 
-def _says_nothing(line: str, before: str) -> bool:
+def _is_no_evidence(line: str, before: str) -> bool:
     """Whether a line is advice, or source code quoted in a traceback."""
     if _ADVICE.search(line):
         return True
@@ -101,18 +115,18 @@ def _says_nothing(line: str, before: str) -> bool:
     return quoted and not exceptions.names_exception(line)
 
 
-def _judged(rule: str, judgement: Judgement, line: str, why: str) -> Finding:
-    """What a row of a table says about a line."""
+def _classified(rule: str, row: Classification, line: str, why: str) -> Finding:
+    """A line with its row of a table."""
     return Finding(
         rule=rule,
-        fault_class=judgement.fault_class,
-        role=judgement.role,
+        fault_class=row.fault_class,
+        role=row.role,
         line=line,
         offset=0,
         origin=Origin(),
-        recoverable_by=judgement.recoverable_by,
-        user_fault=judgement.user_fault,
-        hardware_fault=judgement.hardware_fault,
+        recoverable_by=row.recoverable_by,
+        user_fault=row.user_fault,
+        hardware_fault=row.hardware_fault,
         why=why,
         is_low_level=is_low_level(line),
     )
@@ -121,7 +135,7 @@ def _judged(rule: str, judgement: Judgement, line: str, why: str) -> Finding:
 def _by_rule(rule: Rule, found: re.Match[str], line: str) -> Finding:
     spec, groups = rule.spec, found.groupdict()
     rank, device = groups.get("rank"), groups.get("device")
-    finding = _judged(rule.id, spec, line, spec.why)
+    finding = _classified(rule.id, spec, line, spec.why)
     return replace(
         finding,
         origin=Origin(
@@ -141,7 +155,7 @@ def _by_code(line: str) -> Finding | None:
     if fact is None:
         return None
     why = f"Code {fact.code}: {fact.spec.means}."
-    return replace(_judged(f"{CODE_RULE}{fact.table}", fact.spec, line, why), code=fact.code)
+    return replace(_classified(f"{CODE_RULE}{fact.table}", fact.spec, line, why), code=fact.code)
 
 
 def _by_exception(line: str, before: str) -> Finding | None:
@@ -150,7 +164,7 @@ def _by_exception(line: str, before: str) -> Finding | None:
         return None
     where = f" in {raised.frame}." if raised.frame is not None else "."
     return replace(
-        _judged(EXCEPTION_RULE, raised.spec, line, f"Python raised {raised.type}{where}"),
+        _classified(EXCEPTION_RULE, raised.spec, line, f"Python raised {raised.type}{where}"),
         role=raised.role,
         recoverable_by=raised.recoverable_by,
         frame=raised.frame,
@@ -160,4 +174,80 @@ def _by_exception(line: str, before: str) -> Finding | None:
 def _by_level(line: str) -> Finding | None:
     if _UNEXPLAINED.search(line) is None or _PART_OF_TRACEBACK.search(line):
         return None
-    return _judged(_LEVEL_RULE, _NOTHING_KNOWN, line, "")
+    return _classified(_LEVEL_RULE, _NOTHING_KNOWN, line, "")
+
+
+@cache
+def patterns() -> Sequence[bytes]:
+    """One pattern per rule, in their order, then those of the general recognisers.
+
+    The last one is the beginning of a traceback.
+    """
+    specs = (rule.spec for rule in load_rules())
+    general = (*codes.PATTERNS.values(), exceptions.PREFILTER, UNEXPLAINED, exceptions.TRACEBACK)
+    return [portable(text) for text in (*(s.prefilter or s.pattern for s in specs), *general)]
+
+
+@cache
+def every_match() -> hyperscan.Database:
+    """Reports every place where a pattern matches."""
+    wanted = patterns()
+    key = hashlib.sha256(
+        b"\n".join(
+            [
+                *wanted,
+                importlib.metadata.version("hyperscan").encode(),
+                platform.machine().encode(),
+            ]
+        )
+    ).hexdigest()
+    path = home_folder() / "cache" / f"diagnosis-{key[:32]}"
+    found = _load(path)
+    if found is None:
+        found = _compile(wanted)
+        _keep(path, found)
+    return found
+
+
+def portable(pattern: str) -> bytes:
+    """A rule's pattern for the automaton: nothing may run past the end of a line."""
+    without_names = re.sub(r"\(\?P<\w+>", "(", pattern)
+    return re.sub(r"(?<!\\)\[\^", r"[^\\n", without_names).encode()
+
+
+def _compile(wanted: Sequence[bytes]) -> hyperscan.Database:
+    database = hyperscan.Database()
+    database.compile(
+        expressions=wanted,
+        ids=list(range(len(wanted))),
+        elements=len(wanted),
+        flags=[_FLAGS] * len(wanted),
+    )
+    return database
+
+
+def _load(path: Path) -> hyperscan.Database | None:
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    checksum, body = data[:32], data[32:]
+    if hashlib.sha256(body).digest() != checksum:
+        return None
+    try:
+        database = hyperscan.loadb(body, mode=hyperscan.HS_MODE_BLOCK)
+    except hyperscan.error:
+        return None  # compiled for other processors
+    database.scratch = hyperscan.Scratch(database)
+    return database
+
+
+def _keep(path: Path, database: hyperscan.Database) -> None:
+    body = hyperscan.dumpb(database)
+    temporary = path.with_suffix(f".{id(database):x}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(hashlib.sha256(body).digest() + body)
+        temporary.replace(path)
+    except OSError:
+        return  # nowhere to keep it: the next process compiles again

@@ -48,7 +48,7 @@ class Role(IntEnum):
     HINT = 4  # an error that nothing explains
 
 
-class Judgement(FrozenModel):
+class Classification(FrozenModel):
     """What a row of any table says: the class, how near to the cause, and what differs from it."""
 
     fault_class: FaultClass = Field(alias="class")
@@ -63,7 +63,7 @@ class Judgement(FrozenModel):
         return Role[self.role_name.upper()]
 
 
-class RuleSpec(Judgement):
+class RuleSpec(Classification):
     """One rule as its file has it.
 
     Attributes:

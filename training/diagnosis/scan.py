@@ -1,25 +1,28 @@
-"""Reading output of any size in one pass and bounded memory: which lines say something.
+"""Reading output of any size in one pass and bounded memory: which lines are evidence.
 
 A multi-pattern automaton (Hyperscan) names the lines that some rule may match; only those are
 looked at by Python. A flood of equal messages costs little: per block and rule a bounded number
-of lines is read, per rule the first and the last ones of a source are kept. Sizes are bytes.
+of lines is read, per rule the first and the last ones of a source are kept. Sizes and offsets
+are bytes; offsets count in the cleaned output, where a carriage return ends a line like a newline
+does and colours are gone.
 """
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import hyperscan
 
-from training.diagnosis import automaton, exceptions
+from training.diagnosis import exceptions
 from training.diagnosis.lines import Origin, has_clock, origin_of, time_of
-from training.diagnosis.pages import Page, distinct, looks_like_text, regions, shape_of
-from training.diagnosis.progress import Progress
-from training.diagnosis.recognise import Finding, recognise
+from training.diagnosis.recognise import Finding, every_match, patterns, recognise
 from training.diagnosis.rules import Role, load_rules
+from training.diagnosis.series import StepCounts
 
 CONTEXT_SIZE_BYTES = 8 << 10
 TAIL_SIZE_BYTES = 1 << 20
@@ -37,6 +40,12 @@ KEPT_AT_EACH_END = 32
 FIRST_SAMPLE_BYTES = 32 << 10
 SAMPLE_BYTES = 4 << 10
 SAMPLE_LINES = 16
+BLOCK_SIZE_BYTES = 1 << 20
+MAX_LINE_SIZE_BYTES = 256 << 10
+
+_ANSI = re.compile(rb"\x1b\[[0-9;]*[A-Za-z]")
+_SAMPLE_SIZE_BYTES = 64 << 10
+_ONE_DIGIT = bytes.maketrans(b"123456789", b"000000000")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +75,7 @@ class _State:
         default_factory=lambda: defaultdict(lambda: deque(maxlen=KEPT_AT_EACH_END))
     )
     num_read: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-    progress: Progress = field(default_factory=Progress)
+    progress: StepCounts = field(default_factory=StepCounts)
     seen_s: float | None = None
     is_flooded: bool = False
     _region: bytes = b""
@@ -232,7 +241,7 @@ def _hits(text: bytes, limit: int | None) -> tuple[list[tuple[int, int]], int | 
     """(end, pattern) of matches, sorted, and where the search stopped at the limit."""
     hits: list[tuple[int, int]] = []
     has_traceback = False
-    traceback_mark = len(automaton.patterns()) - 1
+    traceback_mark = len(patterns()) - 1
 
     def note(pattern: int, _start: int, end: int, _flags: int, _context: object) -> bool | None:
         nonlocal has_traceback
@@ -243,7 +252,7 @@ def _hits(text: bytes, limit: int | None) -> tuple[list[tuple[int, int]], int | 
         return (limit is not None and len(hits) >= limit) or None
 
     try:
-        automaton.every_match().scan(text, match_event_handler=note)
+        every_match().scan(text, match_event_handler=note)
     except hyperscan.ScanTerminated:
         # The last line may have more matches; it is read again with the rest.
         reached = text.rfind(b"\n", 0, hits[-1][0] - 1) + 1
@@ -257,7 +266,7 @@ def _hits(text: bytes, limit: int | None) -> tuple[list[tuple[int, int]], int | 
 def _finding(
     region: bytes, context: bytes, where: tuple[int, int, int], ids: set[int], year: int
 ) -> Finding | None:
-    """What a line says; `where` is its begin and end, and the end of the first match in it."""
+    """What a line means; `where` is its begin and end, and the end of the first match in it."""
     rules = load_rules()
     begin, stop, end = where
     if stop - begin > MAX_LINE_CHARS:
@@ -275,12 +284,12 @@ def _finding(
     if finding is None:
         return None
     origin = origin_of(line, year=year)
-    told = finding.origin
+    own = finding.origin
     origin = Origin(
         at_s=origin.at_s,
-        rank=told.rank if told.rank is not None else origin.rank,
-        node=told.node or origin.node,
-        device=told.device if told.device is not None else origin.device,
+        rank=own.rank if own.rank is not None else origin.rank,
+        node=own.node or origin.node,
+        device=own.device if own.device is not None else origin.device,
         code=finding.code or origin.code,
     )
     return replace(
@@ -289,3 +298,79 @@ def _finding(
         code=origin.code,
         replaces=exceptions.was_raised_in_handling(line, before),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Text to search, and where its lines were.
+
+    Attributes:
+        base: offset of the text in the output.
+        starts: where each line of the text begins; empty for text that is a piece of the output.
+        origins: where that line begins in the output, counted from `base`.
+    """
+
+    text: bytes
+    base: int
+    starts: Sequence[int] = ()
+    origins: Sequence[int] = ()
+
+    def offset_of(self, position: int) -> int:
+        """Where a line that begins at `position` of the text is in the output."""
+        if not self.starts:
+            return self.base + position
+        return self.base + self.origins[bisect_right(self.starts, position) - 1]
+
+
+def regions(chunks: Iterable[bytes]) -> Iterable[bytes]:
+    """Pieces of at most a block that end at the end of a line; a line without end is cut."""
+    rest = b""
+    for chunk in chunks:
+        for begin in range(0, len(chunk), BLOCK_SIZE_BYTES):
+            data = rest + chunk[begin : begin + BLOCK_SIZE_BYTES]
+            cut = data.rfind(b"\n") + 1 or data.rfind(b"\r") + 1
+            if not cut and len(data) < MAX_LINE_SIZE_BYTES:
+                rest = data
+                continue
+            cut = cut or len(data)
+            rest = data[cut:]
+            yield _clean(data[:cut])
+    if rest:
+        yield _clean(rest)
+
+
+def _clean(region: bytes) -> bytes:
+    # A single byte is looked for many times faster than three.
+    if b"{" in region and (region.startswith(b'{"') or b'\n{"' in region):
+        # A line of JSON: the newlines inside its texts, of the same length as they were.
+        region = region.replace(b"\\n", b" \n")
+    if b"\r" in region:
+        region = region.replace(b"\r\n", b" \n").replace(b"\r", b"\n")
+    return _ANSI.sub(b"", region) if b"\x1b" in region else region
+
+
+def looks_like_text(region: bytes) -> bool:
+    """Whether the beginning of some output is text: hardly any control characters."""
+    sample = region[:_SAMPLE_SIZE_BYTES]
+    control = sum(sample.count(bytes([code])) for code in (*range(9), *range(14, 27)))
+    return control <= len(sample) // 20
+
+
+def shape_of(line: bytes) -> bytes:
+    """A line with every digit made the same: equal for lines that differ in digits alone."""
+    return line.translate(_ONE_DIGIT)
+
+
+def distinct(region: bytes, base: int) -> Page:
+    """The lines of a region without those that differ from an earlier one in digits alone.
+
+    A flood of one message, from a thousand ranks at slightly different times, becomes one line.
+    """
+    lines = region.split(b"\n")
+    firsts = dict(zip(reversed(shape_of(region).split(b"\n")),
+                      range(len(lines) - 1, -1, -1), strict=True))  # fmt: skip
+    kept = sorted(firsts.values())
+    begins = list(accumulate(map(len, lines), initial=0))  # without the ends of the lines before
+    starts = list(accumulate((len(lines[index]) + 1 for index in kept), initial=0))
+    text = b"\n".join([lines[index] for index in kept])
+    return Page(text, base, starts[:-1], [begins[index] + index for index in kept])

@@ -1,13 +1,16 @@
-"""Faults that no single line shows: a loss that jumped, a run that prints but does not train.
+"""What no single line of a source shows, but several do.
 
-Read from the end of a source. Losses and norms are what the program prints, times are seconds.
+A loss that jumped, a run that prints but does not train, the stacks of a process that does not
+move: read from the end of a source. Whether training went on after a line: by the steps and
+epochs that the output counts. Losses and norms are what the program prints, times are seconds.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -39,6 +42,35 @@ _END_CHARS = 4000
 STALL_S = 1800.0
 STALL_STEPS = 10
 MAX_LINES = 40_000
+# How far a count must have moved on before an earlier error counts as survived.
+MARGINS: Mapping[str, float] = {"step": 3, "epoch": 1, "bar": 5, "loss": 40, "done": 1}
+_MIN_BAR = 20  # shorter bars load files and the like
+_STEP = re.compile(
+    r"\biteration\s{1,8}(\d{1,12})\s?/"
+    r"|(?:\b|_)(?:global_)?[sS]teps?['\"]?\s?[=:]?\s?\[?\s?(\d{1,12})\b"
+    r"|\b[iI]ter(?:ation)?['\"]?\s?[=:]?\s?\[?\s?(\d{1,12})\b"
+)
+_EPOCH = re.compile(r"\b[eE]poch['\"]?\s?[=:#]?\s?\[?\s?(\d{1,7}(?:\.\d+)?)")
+_BAR = re.compile(r"\b(\d{1,12})/(\d{1,12}) \[\d[\d:]*<")
+_SHOWS_LOSS = re.compile(
+    r"(?:\b(?:loss|ppl|perplexity|acc)|\u635f\u5931)\w*['\"]?\s?[:=\uff1a]?\s?\d"
+)
+_DONE = re.compile(
+    r"train_runtime|[Tt]raining (?:is )?(?:completed?|finished|done)\b|[Ff]inished training"
+    r"|[Mm]odel (?:was )?saved\b"
+)
+_NAMES_RANK = re.compile(r"\b[rR]ank[ =:]?\d+|\[rank\d+\]|\[default\d+\]")
+# py-spy: `Thread 1439102 (idle): "MainThread"` and `    wait (threading.py:306)`
+_PY_SPY_THREAD = re.compile(r'^\s*Thread (?:0x)?[0-9A-Fa-f]+ \((?:idle|active)[^)]*\)(?:: "(.+)")?')
+_PY_SPY_FRAME = re.compile(r"^\s+[\w<>.]+ \(([^():\n]+\.pyx?):\d+\)")
+# faulthandler: `Current thread 0x00007f (most recent call first):` and `  File "x.py", line 3 in f`
+_FAULTHANDLER_THREAD = re.compile(r"^(?:Current t|T)hread 0x[0-9a-f]+.*\(most recent call first\)")
+_FAULTHANDLER_FRAME = re.compile(r'^\s+File "([^"\n]+)", line \d+ in [\w<]')
+
+_STANDARD = re.compile(
+    r"(?:^|/lib/python3\.\d+/)(?:threading|queue|selectors|socket|ssl|subprocess|signal|concurrent"
+    r"/futures/\w+|multiprocessing/\w+|asyncio/\w+|contextlib|runpy)\.py$"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +125,8 @@ def _measurements(text: str) -> list[Measurement]:
             continue
         norm = _NORM.search(line)
         # A norm of zero was not computed.
-        told = float(norm[1]) if norm and float(norm[1]) else None
-        found.append(Measurement(line.rstrip(), float(loss[1]), told))
+        value = float(norm[1]) if norm and float(norm[1]) else None
+        found.append(Measurement(line.rstrip(), float(loss[1]), value))
     return found
 
 
@@ -150,7 +182,7 @@ def find_stall(text: str, *, year: int) -> Finding | None:
     )
 
 
-# Steps of a start-up that are waited for without a word: a log that ends with one hangs there.
+# Steps of a start-up that are waited for without output: a log that ends with one hangs there.
 _WAITS = re.compile(
     r"as PyTorch extensions root\.\.\.\s*$|All distributed processes registered\. Starting with"
     r"|Initializing TorchBackend in DeepSpeed with backend|Added key: store_based_barrier_key"
@@ -188,3 +220,104 @@ def _step_duration_s(line: str) -> float:
     if found is None:
         return 0.0
     return float(found[2]) / (1000.0 if found[1] else 1.0)
+
+
+class StepCounts:
+    """The steps and epochs that one source counts, in the order of its output.
+
+    Many ranks may print one step more after one of them has failed; a run that survived an error
+    counts on. Values are sampled near the ends of each piece of output, not read everywhere.
+    """
+
+    def __init__(self) -> None:
+        self._offsets: dict[str, list[int]] = {}
+        self._values: dict[str, list[float]] = {}
+        self._highest: dict[str, list[float]] = {}  # up to each sample
+        self._num_losses = 0
+
+    def read(self, text: str, offset: int) -> None:
+        """Take over every count in a piece of output that begins at `offset`."""
+        for line in text.split("\n"):
+            if not line.lstrip().startswith(("wandb:", "swanlab:")):
+                counted = _count(line)
+                if counted is not None:
+                    self._add(*counted, offset)
+                is_counted = counted is not None and counted[0] != "bar"
+                if not is_counted and _SHOWS_LOSS.search(line) and not _NAMES_RANK.search(line):
+                    self._num_losses += 1
+                    self._add("loss", float(self._num_losses), offset)
+            offset += len(line.encode("utf-8", "replace")) + 1
+
+    def _add(self, kind: str, value: float, offset: int) -> None:
+        highest = self._highest.setdefault(kind, [])
+        self._offsets.setdefault(kind, []).append(offset)
+        self._values.setdefault(kind, []).append(value)
+        highest.append(max(value, highest[-1]) if highest else value)
+
+    def goes_on_after(self, offset: int) -> bool:
+        """Whether a count moved on by more than other ranks' last lines would."""
+        for kind, margin in MARGINS.items():
+            offsets = self._offsets.get(kind, [])
+            cut = bisect_right(offsets, offset)
+            if cut == len(offsets):
+                continue
+            before = self._highest[kind][cut - 1] if cut else self._values[kind][cut]
+            if kind == "done" or self._highest[kind][-1] >= before + margin:
+                return True
+        return False
+
+    def began_before(self, offset: int) -> bool:
+        """Whether training counted anything before the line at `offset`, or in it.
+
+        A process that crashes behind its progress bar leaves both on one line.
+        """
+        kinds = ("step", "epoch", "loss")
+        return any(kind in self._offsets and self._offsets[kind][0] <= offset for kind in kinds)
+
+
+def _count(line: str) -> tuple[str, float] | None:
+    if _DONE.search(line):
+        return "done", 1.0
+    if found := _STEP.search(line):
+        return "step", float(next(group for group in found.groups() if group))
+    if (found := _BAR.search(line)) and int(found[2]) >= _MIN_BAR:
+        return "bar", float(found[1])
+    if found := _EPOCH.search(line):
+        return "epoch", float(found[1])
+    return None
+
+
+def find_stacks(text: str, *, year: int) -> Finding | None:
+    """The frame at which the main thread of a dump is; None without a dump."""
+    lines = text.splitlines()
+    heads = [(i, m) for i, line in enumerate(lines) if (m := _PY_SPY_THREAD.match(line))]
+    main = next((i for i, m in heads if m[1] == "MainThread"), heads[0][0] if heads else None)
+    if main is not None:
+        return _finding(lines, main, _PY_SPY_FRAME, text, year)
+    current = [i for i, line in enumerate(lines) if _FAULTHANDLER_THREAD.match(line)]
+    if current:
+        return _finding(lines, current[-1], _FAULTHANDLER_FRAME, text, year)
+    return None
+
+
+def _finding(
+    lines: list[str], head: int, frame: re.Pattern[str], text: str, year: int
+) -> Finding | None:
+    frames = []
+    for line in lines[head + 1 :]:
+        if not line[:1].isspace() or _PY_SPY_THREAD.match(line):
+            break
+        if found := frame.match(line):  # else a native frame, or variables
+            frames.append((line, found[1]))
+    if not frames:
+        return None
+    inner = next((line for line, path in frames if not _STANDARD.search(path)), frames[0][0])
+    return Finding(
+        rule="stack-dump",
+        fault_class=FaultClass.HANG,
+        role=Role.SYMPTOM,
+        line=inner,
+        offset=text.find(inner),
+        origin=origin_of(inner, year=year),
+        why="The stacks of a process that did not move were taken; the main thread is here.",
+    )

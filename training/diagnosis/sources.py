@@ -20,14 +20,17 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from training.diagnosis.cause import Diagnosis, Source, choose
-from training.diagnosis.clocks import anchors, offsets
-from training.diagnosis.pages import BLOCK_SIZE_BYTES, MAX_LINE_SIZE_BYTES
-from training.diagnosis.peers import compare
+from training.diagnosis.cause import Diagnosis, LogSource, choose
+from training.diagnosis.peers import anchors, compare, offsets
 from training.diagnosis.recognise import Finding
-from training.diagnosis.scan import MAX_LINE_CHARS, Scan, scan
-from training.diagnosis.series import find_jump, find_stall, find_wait
-from training.diagnosis.stacks import find_stacks
+from training.diagnosis.scan import (
+    BLOCK_SIZE_BYTES,
+    MAX_LINE_CHARS,
+    MAX_LINE_SIZE_BYTES,
+    Scan,
+    scan,
+)
+from training.diagnosis.series import find_jump, find_stacks, find_stall, find_wait
 from training.errors import InputError
 from training.recovery.faults import FaultClass, RecoverableBy
 
@@ -61,7 +64,7 @@ class Reading:
         steps: step to the time it was printed, to compare clocks by.
     """
 
-    source: Source
+    source: LogSource
     steps: dict[int, float]
     size_bytes: int
     is_text: bool
@@ -163,7 +166,7 @@ def read_scan(name: str, seen: Scan, *, order: int, year: int) -> Reading:
     rank = _PATH_RANK.search(name) or _PATH_WORKER.search(name)
     device = _PATH_DEVICE.search(name) or _TORCHRUN_LOCAL_RANK.search(name)
     node = _PATH_NODE.search(name)
-    source = Source(
+    source = LogSource(
         name=name,
         findings=findings,
         order=order,

@@ -1,7 +1,7 @@
-"""Which rank holds the others up, from where each of them stands. Pure.
+"""Which rank holds the others up, from the progress of each. Pure.
 
-Ranks of one step go through the same collectives in the same order. Who waits in one has
-entered it; who has entered fewer, or stands outside of all, is whom the others wait for.
+Ranks of one step go through the same collectives in the same order. A rank that waits in one has
+entered it; the others wait for the rank that has entered fewer, or that is in none.
 Times are seconds, steps completed optimizer steps.
 """
 
@@ -15,8 +15,8 @@ STOPPED = frozenset({"T", "t"})
 
 
 @dataclass(frozen=True, slots=True)
-class Stand:
-    """Where one rank stands.
+class RankProgress:
+    """How far one rank has come.
 
     Attributes:
         phase: of its heartbeat.
@@ -44,8 +44,8 @@ class Stand:
         return self.left < self.entered
 
     @property
-    def told(self) -> str:
-        """For a person."""
+    def text(self) -> str:
+        """For the report."""
         if self.process_state in STOPPED:
             where = f"stopped by a signal (state {self.process_state})"
         elif self.waits:
@@ -57,67 +57,67 @@ class Stand:
 
 @dataclass(frozen=True, slots=True)
 class Standstill:
-    """What the stands of all ranks say together.
+    """What the progress of all ranks shows together.
 
     Attributes:
-        missing: ranks that the others wait for; empty when none stands out.
+        missing: ranks that the others wait for; empty when no rank differs.
         line: for the evidence.
-        ranks: where everybody stands, in groups, a line each.
+        ranks: what every rank is doing, a line for each group.
     """
 
-    missing: tuple[Stand, ...]
+    missing: tuple[RankProgress, ...]
     line: str
     ranks: tuple[str, ...]
 
 
-def holding_up(stands: Sequence[Stand]) -> Standstill | None:
-    """Find the ranks that are missing; None without any stand."""
-    if not stands:
+def standstill_of(ranks: Sequence[RankProgress]) -> Standstill | None:
+    """Find the ranks that the others wait for; None without any rank."""
+    if not ranks:
         return None
-    missing = _missing(stands)
-    return Standstill(missing, _line(stands, missing), tuple(_grouped(stands)))
+    missing = _missing(ranks)
+    return Standstill(missing, _line(ranks, missing), tuple(_grouped(ranks)))
 
 
-def _missing(stands: Sequence[Stand]) -> tuple[Stand, ...]:
-    stopped = [one for one in stands if one.process_state in STOPPED]
-    waiting = [one for one in stands if one.waits]
-    absent = [one for one in stands if not one.waits]
+def _missing(ranks: Sequence[RankProgress]) -> tuple[RankProgress, ...]:
+    stopped = [one for one in ranks if one.process_state in STOPPED]
+    waiting = [one for one in ranks if one.waits]
+    absent = [one for one in ranks if not one.waits]
     if stopped:
-        found: Sequence[Stand] = stopped
+        found: Sequence[RankProgress] = stopped
     elif waiting and absent:
         found = absent
     elif waiting:
-        first = min((one.step, one.entered) for one in stands)
-        found = [one for one in stands if (one.step, one.entered) == first]
+        first = min((one.step, one.entered) for one in ranks)
+        found = [one for one in ranks if (one.step, one.entered) == first]
     else:
-        # NoHook waits for anybody: the one that stopped first may hold the others up elsewhere.
-        longest_s = max(one.silent_s for one in stands)
-        found = [one for one in stands if one.silent_s == longest_s]
-    return tuple(found) if len(found) < len(stands) or len(stands) == 1 else ()
+        # No rank is in a collective: the one that stopped first may hold the others up elsewhere.
+        longest_s = max(one.silent_s for one in ranks)
+        found = [one for one in ranks if one.silent_s == longest_s]
+    return tuple(found) if len(found) < len(ranks) or len(ranks) == 1 else ()
 
 
-def _line(stands: Sequence[Stand], missing: Sequence[Stand]) -> str:
+def _line(ranks: Sequence[RankProgress], missing: Sequence[RankProgress]) -> str:
     if not missing:
-        inside = [one for one in stands if one.waits]
-        if len(inside) == len(stands):
+        inside = [one for one in ranks if one.waits]
+        if len(inside) == len(ranks):
             what = inside[0].operation or "a collective"
-            return f"all {len(stands)} ranks wait in {what}: a link or a device between them"
-        return f"all {len(stands)} ranks stand in phase {stands[0].phase}"
-    who = ", ".join(f"rank {one.rank} on {one.node}: {one.told}" for one in missing[:MAX_NAMED])
+            return f"all {len(ranks)} ranks wait in {what}: a link or a device between them"
+        return f"all {len(ranks)} ranks are in phase {ranks[0].phase}"
+    who = ", ".join(f"rank {one.rank} on {one.node}: {one.text}" for one in missing[:MAX_NAMED])
     names = {one.rank for one in missing}
-    others = [one for one in stands if one.waits and one.rank not in names]
+    others = [one for one in ranks if one.waits and one.rank not in names]
     if not others:
         return who
     return f"{who}; {_names([one.rank for one in others])}: waiting in {others[0].operation}"
 
 
-def _grouped(stands: Sequence[Stand]) -> Iterator[str]:
-    """One line for each different stand, so that thousands of ranks stay readable."""
+def _grouped(ranks: Sequence[RankProgress]) -> Iterator[str]:
+    """One line for each different text, so that thousands of ranks stay readable."""
     groups: dict[str, list[int]] = {}
-    for one in stands:
-        groups.setdefault(one.told, []).append(one.rank)
-    for told, ranks in groups.items():
-        yield f"{_names(ranks)}: {told}"
+    for one in ranks:
+        groups.setdefault(one.text, []).append(one.rank)
+    for text, members in groups.items():
+        yield f"{_names(members)}: {text}"
 
 
 def _names(ranks: Collection[int]) -> str:
@@ -128,6 +128,6 @@ def _names(ranks: Collection[int]) -> str:
             spans[-1][1:] = [rank]
         else:
             spans.append([rank])
-    told = [str(s[0]) if len(s) == 1 else f"{s[0]} to {s[1]}" for s in spans[:MAX_NAMED]]
+    names = [str(s[0]) if len(s) == 1 else f"{s[0]} to {s[1]}" for s in spans[:MAX_NAMED]]
     more = f" and {len(spans) - MAX_NAMED} more spans" if len(spans) > MAX_NAMED else ""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(told)}{more}"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(names)}{more}"

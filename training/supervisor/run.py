@@ -19,7 +19,7 @@ from storage.errors import StorageError
 from training.agent.log_collection import await_collected
 from training.diagnosis.cause import Diagnosis
 from training.diagnosis.classify import diagnose
-from training.diagnosis.standstill import holding_up
+from training.diagnosis.standstill import standstill_of
 from training.engines.base import Engine, Placement
 from training.engines.registry import make_engine
 from training.environment import variables_of
@@ -390,7 +390,7 @@ def _refuse_elsewhere(history: RunHistory, identity: Identity, home: Path) -> No
 
 
 def _stacks_text(end: AttemptEnd) -> str:
-    stood = holding_up(end.evidence.stands)
+    stood = standstill_of(end.evidence.rank_progress)
     lines = [stood.line, *stood.ranks] if stood is not None else []
     told = [f"{said.name} on {node}\n{said.text.rstrip()}" for node, said in end.stacks]
     return "\n\n".join(["\n".join(lines), *told]) + "\n"

@@ -13,7 +13,7 @@ from enum import StrEnum
 
 from training.diagnosis.classify import Evidence, NodeOutput, SilentRank, SlowNode, WorkerEnd
 from training.diagnosis.exits import EXIT_DONE
-from training.diagnosis.standstill import Stand
+from training.diagnosis.standstill import RankProgress
 from training.engines.base import Engine, Placement, Snapshot
 from training.errors import AgentUnreachable, EngineError
 from training.health.heartbeat import Phase
@@ -225,7 +225,7 @@ class AttemptWatch:
             oom_nodes=tuple(s.node for s in statuses if s.oom_kills),
             refusal=noticed.refusal,
             outputs=tuple(_outputs(self._engine)) if kind is EndKind.FAILED else (),
-            stands=tuple(stands_of(noticed.snapshot.agents.values())),
+            rank_progress=tuple(progress_of(noticed.snapshot.agents.values())),
             slow=noticed.slow,
         )
         return AttemptEnd(
@@ -388,13 +388,13 @@ def _silent(statuses: Iterable[AgentStatus]) -> Iterator[SilentRank]:
             )
 
 
-def stands_of(statuses: Iterable[AgentStatus]) -> Iterator[Stand]:
+def progress_of(statuses: Iterable[AgentStatus]) -> Iterator[RankProgress]:
     """Where every rank that lives and writes a heartbeat stands."""
     for status in statuses:
         for worker in status.workers:
             if worker.pulse is None or worker.exit_code is not None:
                 continue
-            yield Stand(
+            yield RankProgress(
                 rank=worker.rank,
                 node=status.node,
                 device=worker.local_rank,

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from training.diagnosis.cause import MAX_RUNNERS_UP, Diagnosis, Source, choose
+from training.diagnosis.cause import MAX_RUNNERS_UP, Diagnosis, LogSource, choose
 from training.diagnosis.scan import scan_text
 from training.recovery.faults import TRAITS, Fault, FaultClass, RecoverableBy
 
@@ -56,8 +56,8 @@ def notify_timeout(*, at_s: float) -> str:
     )
 
 
-def source(text: str, order: int = 0, **place) -> Source:
-    return Source(f"rank_{order}.log", scan_text(text, year=YEAR).findings, order, **place)
+def source(text: str, order: int = 0, **place) -> LogSource:
+    return LogSource(f"rank_{order}.log", scan_text(text, year=YEAR).findings, order, **place)
 
 
 def diagnosis(*texts: str) -> Diagnosis:
@@ -128,7 +128,7 @@ def test_a_crash_behind_a_progress_bar_with_a_loss_is_one_after_steps():
 
 def test_nothing_that_counts_is_no_failure():
     assert choose([], at_s=99.0) is None
-    assert choose([source("step 12 loss 3.4\n"), Source("b", ())], at_s=99.0) is None
+    assert choose([source("step 12 loss 3.4\n"), LogSource("b", ())], at_s=99.0) is None
     assert choose([source(f"[INFO] {TYPE_ERROR}\n")], at_s=99.0) is None
 
 

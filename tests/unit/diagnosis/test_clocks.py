@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from training.diagnosis.clocks import MAX_ANCHORS, anchors, offsets
+from training.diagnosis.peers import MAX_ANCHORS, anchors, offsets
 
 YEAR = 2026
 STARTED_S = datetime(2026, 8, 1, 10, tzinfo=UTC).timestamp()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from training.diagnosis.cause import Source
+from training.diagnosis.cause import LogSource
 from training.diagnosis.peers import compare, laggard, missing_ranks
 from training.diagnosis.recognise import Finding
 from training.diagnosis.rules import Role
@@ -29,13 +29,13 @@ def hccl(op: str, group: str = "group_name_0") -> str:
     )
 
 
-def source(order: int, *lines: str, rank: int | None = None) -> Source:
+def source(order: int, *lines: str, rank: int | None = None) -> LogSource:
     findings = scan_text("\n".join(lines), year=2026).findings
     assert len(findings) == len(lines)
-    return Source(f"rank_{order}.log", findings, order=order, rank=rank)
+    return LogSource(f"rank_{order}.log", findings, order=order, rank=rank)
 
 
-def odd(*sources: Source) -> tuple[int, Finding] | None:
+def odd(*sources: LogSource) -> tuple[int, Finding] | None:
     """Position of the source that something was put on record for, and what."""
     compared = compare(sources)
     extra = [
@@ -101,7 +101,7 @@ def test_ranks_that_share_one_log_are_compared():
 
 
 def test_sources_without_reports_are_passed_through():
-    sources = [source(0, "TypeError: x"), Source("b", [])]
+    sources = [source(0, "TypeError: x"), LogSource("b", [])]
     assert compare(sources) == sources
     assert compare([]) == []
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.diagnosis.pages import BLOCK_SIZE_BYTES
 from training.diagnosis.recognise import Finding, recognise
 from training.diagnosis.rules import Role
 from training.diagnosis.scan import (
+    BLOCK_SIZE_BYTES,
     KEPT_AT_EACH_END,
     MAX_LINE_CHARS,
     TAIL_SIZE_BYTES,

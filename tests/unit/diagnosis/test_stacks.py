@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from training.diagnosis.rules import Role
-from training.diagnosis.stacks import find_stacks
+from training.diagnosis.series import find_stacks
 from training.recovery.faults import FaultClass
 
 PY_SPY = """\
