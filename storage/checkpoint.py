@@ -285,7 +285,7 @@ class CheckpointStore:
     def put_shard(self, step: int, name: str, data: bytes | memoryview) -> ShardRecord:
         """Write one shard of a step that is not committed yet; returns its size and hash."""
         self.store.put(self.key(step, name), data)
-        return ShardRecord(size_bytes=memoryview(data).nbytes, xxh3_128=digest(data))
+        return ShardRecord.of(data)
 
     def key(self, step: int, name: str) -> str:
         """Key of an object of `step`."""

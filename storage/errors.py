@@ -19,6 +19,25 @@ Each takes one message, so that it can be pickled between ranks and raised again
 from __future__ import annotations
 
 
+def describe(problem: BaseException) -> tuple[str, str]:
+    """Class and text of what went wrong, for another process; see `error_of`."""
+    if isinstance(problem, StorageError):
+        return type(problem).__name__, str(problem)
+    if isinstance(problem, (KeyError, RuntimeError, ValueError)):
+        return "ValueError", str(problem)
+    return "StorageError", repr(problem)
+
+
+def error_of(kind: str, text: str) -> StorageError | ValueError:
+    """The error that another process described."""
+    if kind == "ValueError":
+        return ValueError(text)
+    found = globals().get(kind)
+    if isinstance(found, type) and issubclass(found, StorageError):
+        return found(text)
+    return StorageError(text)
+
+
 class StorageError(Exception):
     """Root of the errors of this layer; the text is one line and holds no secrets."""
 

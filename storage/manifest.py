@@ -101,6 +101,11 @@ class ShardRecord(Record):
     size_bytes: NonNegativeInt
     xxh3_128: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
+    @classmethod
+    def of(cls, data: bytes | memoryview) -> Self:
+        """Of a file's bytes."""
+        return cls(size_bytes=memoryview(data).nbytes, xxh3_128=digest(data))
+
 
 class Manifest(Record):
     """The commit marker of one checkpoint."""

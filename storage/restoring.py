@@ -7,6 +7,7 @@ one. What ranks tell each other is JSON over the process group. Sizes are bytes.
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,21 +18,41 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from storage import dcp
 from storage.checkpoint import CheckpointStore, Tier
 from storage.checkpoint_server.client import CheckpointClient
 from storage.checkpoint_server.protocol import HeldShare
 from storage.errors import Corrupt, StorageError
-from storage.gather import gather_json
+from storage.loading import ManifestReader, ShardReads
 from storage.manifest import Chunk, Manifest, digest
-from storage.reading import ShardReads
+from storage.model import FrozenModel
 from storage.share import SaveId, WrittenShare, delete_records, merge
-from storage.staging import raw
-from storage.tiers import Assembled, Held, assemble
+from storage.staging import gather_json, raw
 
 _log = logging.getLogger("perdure.storage")
 
 PIECE_BYTES = 64 * 2**20
+
+
+class Held(FrozenModel):
+    """One share that a node can give, as the ranks tell each other."""
+
+    save: SaveId
+    rank: int
+    tier: Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """A save of which the nodes together hold every share.
+
+    Attributes:
+        holders: by rank of the share, the lowest rank of today that has it at hand.
+        local: by rank of today, the shares that its node holds, with the nearest tier.
+    """
+
+    save: SaveId
+    holders: Mapping[int, int]
+    local: Mapping[int, Mapping[int, Tier]]
 
 
 @dataclass(slots=True)
@@ -250,7 +271,7 @@ def planned(
 ) -> tuple[LoadPlanner, dict[str, list[tuple[ReadItem, Chunk]]]]:
     """What `state` wants of a checkpoint, by shard, and the planner that knows where it goes."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    metadata = dcp.ManifestReader(reads).read_metadata()
+    metadata = ManifestReader(reads).read_metadata()
     planner.set_up_planner(dict(state), metadata, is_coordinator=False)
     return planner, reads.by_shard(planner.create_local_plan().items)
 
@@ -276,3 +297,39 @@ def _rank() -> int:
 
 def _shard(save: SaveId, rank: int) -> str:
     return save.shard(rank)
+
+
+def assemble(held: Mapping[int, Sequence[Held]], *, before: tuple[int, int]) -> list[Assembled]:
+    """The saves that the nodes hold whole, newest step first. Pure.
+
+    Args:
+        held: by rank of today, what its node holds.
+        before: (placement, attempt) of now; what is not older belongs to another life of the run.
+    """
+    by_save: defaultdict[SaveId, dict[int, dict[int, Tier]]] = defaultdict(dict)
+    for reader, shares in held.items():
+        for one in shares:
+            if one.save.owner >= before:
+                continue
+            tiers = by_save[one.save].setdefault(reader, {})
+            tiers[one.rank] = min(tiers.get(one.rank, one.tier), one.tier, key=_nearness)
+    whole = [
+        Assembled(save, holders, local)
+        for save, local in by_save.items()
+        if len(holders := _holders(local)) == save.world_size
+    ]
+    return sorted(whole, key=lambda one: (one.save.step, one.save.owner), reverse=True)
+
+
+def _holders(local: Mapping[int, Mapping[int, Tier]]) -> dict[int, int]:
+    """By rank of the share, who gives it: memory before disk, then the lowest rank."""
+    best: dict[int, tuple[int, int]] = {}
+    for reader, tiers in local.items():
+        for rank, tier in tiers.items():
+            offer = (_nearness(tier), reader)
+            best[rank] = min(best.get(rank, offer), offer)
+    return {rank: reader for rank, (_, reader) in best.items()}
+
+
+def _nearness(tier: Tier) -> int:
+    return list(Tier).index(tier)

@@ -142,6 +142,20 @@ def merge(
         raise Corrupt(f"step {first.step}: the shares do not make a whole: {problem}") from exc
 
 
+def put_share(
+    checkpoints: CheckpointStore, written: WrittenShare, data: bytes | memoryview
+) -> None:
+    """Write a share's file, and before it what goes with it."""
+    put_attachments(checkpoints, written.share)
+    checkpoints.store.put(checkpoints.key(written.share.step, written.share.shard), data)
+
+
+def put_attachments(checkpoints: CheckpointStore, share: Share) -> None:
+    """Write the objects that go with a share."""
+    for key, text in share.attachments.items():
+        checkpoints.store.put(key, text.encode())
+
+
 def put_record(checkpoints: CheckpointStore, written: WrittenShare) -> None:
     """Write the record of a share beside its shard."""
     key = _record_key(checkpoints, written.share.save_id, written.share.rank)

@@ -1,11 +1,12 @@
 """Which rank saves what, and a rank's share as the bytes of one safetensors file.
 
-torch's planner does the de-duplication of replicas and knows about sharding; the ranks ask each
-other only when something has changed since the last save. Sizes are bytes.
+torch's planner removes duplicates of replicas and knows about sharding; the ranks exchange plans
+only when something has changed since the last save. Sizes are bytes.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
 from storage import safetensors_file
 from storage.manifest import Chunk
@@ -40,14 +41,8 @@ DTYPES: Mapping[str, torch.dtype] = {
     "I64": torch.int64,
     "F64": torch.float64,
 }
+_REFUSED = 2  # a vote; 1: the plan has changed
 DTYPE_CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
-
-
-def save_planner() -> DefaultSavePlanner:
-    """A planner that has replicated tensors written once, spread over the ranks."""
-    return DefaultSavePlanner(
-        flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=False
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +76,7 @@ class Staging:
 
     @classmethod
     def of(cls, items: Sequence[WriteItem], planner: SavePlanner, shard: str) -> Staging:
-        """Lay out what a plan gives to this rank.
-
-        Raises:
-            ValueError: something cannot be saved.
-        """
+        """Lay out what a plan gives to this rank."""
         staged = [StagedItem(i, _chunk_of(i, shard), _resolved(i, planner)) for i in items]
         layout = safetensors_file.plan_layout(
             [(s.chunk.key, DTYPE_CODES[s.tensor.dtype], tuple(s.tensor.shape)) for s in staged]
@@ -170,14 +161,20 @@ class SavePlans:
         Raises:
             ValueError: something in `state` cannot be saved.
         """
-        planner = save_planner()
-        alone = self.is_alone or not dist.is_initialized()
-        planner.set_up_planner(dict(state), None, alone or dist.get_rank(self.group) == 0)
+        # Replicated tensors are written once, spread over the ranks.
+        planner = DefaultSavePlanner(
+            flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=False
+        )
+        planner.set_up_planner(dict(state), None, self._is_first)
         local = planner.create_local_plan()
-        refuse_objects(local)
-        shape = tuple(map(_shape_of, local.items))
-        if self._any_rank(changed=shape != self._shape, alone=alone):
-            self._items = _agreed(planner, local, alone=alone, group=self.group)
+        problem = _problem_of(local)
+        shape = tuple(map(_shape_of, local.items)) if problem is None else None
+        vote = _REFUSED if problem is not None else int(shape != self._shape)
+        highest = self._highest(vote)
+        if highest == _REFUSED:
+            raise ValueError(problem or "another rank has what cannot be saved")
+        if highest:
+            self._items = self._agreed(planner, local)
             self._shape = shape
             self._places.clear()
         if shard in self._places:
@@ -186,23 +183,53 @@ class SavePlans:
         self._places[shard] = staging.places
         return staging
 
-    def _any_rank(self, *, changed: bool, alone: bool) -> bool:
-        if alone:
-            return changed
-        vote = torch.tensor([int(changed)], device=self.device)
-        dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self.group)
-        return bool(vote.item())
+    def gather_json(self, document: Any) -> list[Any]:
+        """What every rank gives, by its rank in the group."""
+        return [document] if self._alone else gather_json(document, self.device, self.group)
+
+    def gather_to_first(self, value: Any) -> list[Any] | None:
+        """What every rank gives, on the first rank; None on the others."""
+        if self._alone:
+            return [value]
+        gathered = [None] * dist.get_world_size(self.group) if self._is_first else None
+        dist.gather_object(value, gathered, group=self.group, group_dst=0)
+        return gathered
+
+    @property
+    def _alone(self) -> bool:
+        return self.is_alone or not dist.is_initialized()
+
+    @property
+    def _is_first(self) -> bool:
+        return self._alone or dist.get_rank(self.group) == 0
+
+    def _highest(self, vote: int) -> int:
+        if self._alone:
+            return vote
+        votes = torch.tensor([vote], device=self.device)
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.group)
+        return int(votes.item())
+
+    def _agreed(self, planner: DefaultSavePlanner, local: SavePlan) -> Sequence[WriteItem]:
+        """What this rank saves once replicas are spread over the ranks."""
+        gathered = self.gather_to_first(local)
+        spread: list[Any] | None = None
+        if gathered is not None:
+            spread, _ = planner.create_global_plan(gathered)
+        own: list[Any] = [spread[0] if spread is not None else None]
+        if not self._alone:
+            dist.scatter_object_list(own, spread, group=self.group, group_src=0)
+        return planner.finish_plan(own[0]).items
 
 
-def refuse_objects(plan: SavePlan) -> None:
-    """Raise for what is not a tensor.
-
-    Raises:
-        ValueError: naming it.
-    """
+def _problem_of(plan: SavePlan) -> str | None:
+    """Why something in a plan cannot be saved, else None."""
     for item in plan.items:
-        if item.type is WriteItemType.BYTE_IO:
-            raise ValueError(f"{item.index.fqn} is not a tensor: put it into extra")
+        if item.tensor_data is None:
+            return f"{item.index.fqn} is not a tensor: put it into extra"
+        if item.tensor_data.properties.dtype not in DTYPE_CODES:
+            return f"{item.index.fqn}: {item.tensor_data.properties.dtype} cannot be saved"
+    return None
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -221,37 +248,42 @@ def raw(tensor: Tensor) -> memoryview:
     return flat.numpy().data if flat.numel() else memoryview(b"")
 
 
-def _agreed(
-    planner: DefaultSavePlanner,
-    local: SavePlan,
-    *,
-    alone: bool,
-    group: dist.ProcessGroup | None,
-) -> Sequence[WriteItem]:
-    """What this rank saves once replicas are spread over the ranks."""
-    if alone:
-        plans, _ = planner.create_global_plan([local])
-        return planner.finish_plan(plans[0]).items
-    first = dist.get_rank(group) == 0
-    gathered: list[Any] | None = [None] * dist.get_world_size(group) if first else None
-    dist.gather_object(local, gathered, group=group, group_dst=0)
-    spread: list[Any] | None = None
-    if gathered is not None:
-        spread, _ = planner.create_global_plan(gathered)
-    own: list[Any] = [None]
-    dist.scatter_object_list(own, spread, group=group, group_src=0)
-    return planner.finish_plan(own[0]).items
+def gather_json(
+    document: Any, device: torch.device, group: dist.ProcessGroup | None = None
+) -> list[Any]:
+    """JSON of every rank, by its rank in the group. Collective.
+
+    Args:
+        document: of this rank.
+        device: where the bytes are exchanged.
+        group: None: all ranks.
+    """
+    if not dist.is_initialized():
+        return [document]
+    data = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
+    size = torch.tensor([data.numel()], device=device)
+    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, size, group=group)
+    longest = max(int(one.item()) for one in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: data.numel()] = data.to(device)
+    gathered = [torch.zeros_like(padded) for _ in sizes]
+    dist.all_gather(gathered, padded, group=group)
+    return [
+        json.loads(raw(one[: int(length.item())].cpu()).tobytes())
+        for one, length in zip(gathered, sizes, strict=True)
+    ]
 
 
 def _shape_of(item: WriteItem) -> tuple[Any, ...]:
     data = item.tensor_data
-    assert data is not None  # noqa: S101 BYTE_IO items are refused before
+    assert data is not None  # noqa: S101 others are refused before
     box = data.chunk
     return item.index.fqn, data.properties.dtype, data.size, box.offsets, box.sizes
 
 
 def _chunk_of(item: WriteItem, shard: str) -> Chunk:
-    assert item.tensor_data is not None  # noqa: S101 BYTE_IO items are refused before
+    assert item.tensor_data is not None  # noqa: S101 others are refused before
     box, size = item.tensor_data.chunk, item.tensor_data.size
     name = item.index.fqn
     if math.prod(box.sizes) != math.prod(size):
@@ -261,7 +293,5 @@ def _chunk_of(item: WriteItem, shard: str) -> Chunk:
 
 def _resolved(item: WriteItem, planner: SavePlanner) -> Tensor:
     tensor = planner.resolve_data(item)
-    assert isinstance(tensor, Tensor)  # noqa: S101 BYTE_IO items are refused before
-    if tensor.dtype not in DTYPE_CODES:
-        raise ValueError(f"{item.index.fqn}: {tensor.dtype} cannot be saved")
+    assert isinstance(tensor, Tensor)  # noqa: S101 others are refused before
     return tensor.detach()

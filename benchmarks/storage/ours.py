@@ -17,14 +17,14 @@ import torch
 
 from benchmarks.storage.measuring import BUCKET, Action, Setting
 from benchmarks.storage.state import check, clear
-from storage import dcp
 from storage.address import StorageSpec, open_store
 from storage.checkpoint import CheckpointStore
 from storage.checkpoint_server.client import CheckpointClient
+from storage.loading import load
 from storage.manifest import Manifest
 from storage.restoring import NodeRestore, NodeShares
+from storage.saving import DirectSaver, TieredSaver
 from storage.staging import SavePlans
-from storage.tiers import TieredSaver
 from training.job import Job
 
 RUN_ID = "bench"
@@ -53,12 +53,12 @@ class Saves:
         """Seconds from handing a save over to its being committed."""
         self.save()
         began_s = time.perf_counter()
-        self.saver.client.settle(on_wait=lambda: None, timeout_s=SETTLE_TIMEOUT_S)
+        self.saver.settle(SETTLE_TIMEOUT_S)
         return time.perf_counter() - began_s
 
     def forget(self) -> None:
         """Wait for what is on its way, and make room in the store."""
-        self.saver.client.settle(on_wait=lambda: None, timeout_s=SETTLE_TIMEOUT_S)
+        self.saver.settle(SETTLE_TIMEOUT_S)
         for step in self.checkpoints.steps():
             self.checkpoints.delete(step)
 
@@ -106,16 +106,15 @@ def from_memory(setting: Setting) -> Iterator[Action]:
 def from_store(setting: Setting) -> Iterator[Action]:
     """A restore from the store, every byte compared with its hash."""
     checkpoints = _checkpoints(setting)
-    manifest = dcp.save(
-        setting.state,
+    saver = DirectSaver(
         checkpoints=checkpoints,
-        step=1,
+        plans=SavePlans(),
+        run_id=RUN_ID,
         placement=PLACEMENT,
         attempt=ATTEMPT,
-        extra={},
     )
-    assert manifest is not None  # noqa: S101 this is the first rank
-    restores = _Restores(setting, checkpoints, manifest)
+    saver.save(setting.state, 1, {})
+    restores = _Restores(setting, checkpoints, saver.newest)
     yield Action(restores.load, before=restores.clear, after=restores.check)
     checkpoints.delete(1)
 
@@ -136,7 +135,7 @@ class _Restores:
         assert self.manifest is not None  # noqa: S101 given where this is used
         every = frozenset(self.manifest.shards)
         began_s = time.perf_counter()
-        dcp.load(self.setting.state, self.manifest, checkpoints=self.checkpoints, verify=every)
+        load(self.setting.state, self.manifest, checkpoints=self.checkpoints, verify=every)
         return time.perf_counter() - began_s
 
 
@@ -146,13 +145,11 @@ def _saves(setting: Setting) -> Iterator[Saves]:
         name = stack.enter_context(_checkpoint_server(setting))
         client = stack.enter_context(CheckpointClient(name))
         saver = TieredSaver(
-            client,
-            SavePlans(),
+            client=client,
+            plans=SavePlans(),
             run_id=RUN_ID,
             placement=PLACEMENT,
             attempt=ATTEMPT,
-            rank=0,
-            world_size=1,
         )
         refused = saver.prepare(setting.state)
         if refused is not None:

@@ -10,7 +10,6 @@ import mmap
 import os
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -31,7 +30,7 @@ from storage.checkpoint_server.protocol import (
     receive,
     send,
 )
-from storage.errors import StorageError, TimedOut
+from storage.errors import StorageError, TimedOut, error_of
 from storage.share import SaveId, Share
 
 START_TIMEOUT_S = 30.0
@@ -82,29 +81,7 @@ class CheckpointClient:
         """Have memory ready for the saves of a rank. Returns why there is none, else None."""
         return self._ask(Prepare(rank=rank, size_bytes=size_bytes))[0].refused
 
-    def reserve(
-        self, rank: int, size_bytes: int, *, on_wait: Callable[[], None], timeout_s: float
-    ) -> ReservedSlot:
-        """A slot, once the save before the last one is published.
-
-        Args:
-            rank: whose share it will hold.
-            size_bytes: of the share.
-            on_wait: called now and then while none is free.
-            timeout_s: give up after it.
-
-        Raises:
-            StorageError: an earlier save of this node failed for good; told once.
-            TimedOut: none became free.
-        """
-        deadline_s = time.monotonic() + timeout_s
-        while (slot := self.try_reserve(rank, size_bytes)) is None:
-            on_wait()
-            if time.monotonic() > deadline_s:
-                raise TimedOut(f"no slot for a save within {timeout_s:g} s: the store is too slow")
-        return slot
-
-    def try_reserve(self, rank: int, size_bytes: int) -> ReservedSlot | None:
+    def reserve(self, rank: int, size_bytes: int) -> ReservedSlot | None:
         """A slot, or None when none became free within a moment.
 
         Raises:
@@ -153,26 +130,15 @@ class CheckpointClient:
         """
         return self._asked(Settle(timeout_s=TURN_S, owner=self.owner))[0].busy
 
-    def settle(self, *, on_wait: Callable[[], None], timeout_s: float) -> None:
-        """Wait until everything that was handed over is published.
-
-        Raises:
-            StorageError: some of it failed.
-            TimedOut: it takes longer than `timeout_s`.
-        """
-        deadline_s = time.monotonic() + timeout_s
-        while self.is_busy():
-            on_wait()
-            if time.monotonic() > deadline_s:
-                raise TimedOut(f"saves are not in the store after {timeout_s:g} s")
-
     def _asked(self, request: Message) -> tuple[Reply, int | None]:
         """Ask; what was refused, and what failed meanwhile, is raised."""
         reply, descriptor = self._ask(request)
         if reply.failure is not None or reply.refused is not None:
             if descriptor is not None:
                 os.close(descriptor)
-            raise reply.failure.error if reply.failure else StorageError(str(reply.refused))
+            if reply.failure is not None:
+                raise error_of(reply.failure.kind, reply.failure.text)
+            raise StorageError(str(reply.refused))
         return reply, descriptor
 
     def _ask(self, request: Message) -> tuple[Reply, int | None]:

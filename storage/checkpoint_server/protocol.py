@@ -14,9 +14,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from storage import errors
 from storage.checkpoint import Tier
-from storage.errors import StorageError
 from storage.model import FrozenModel
 from storage.share import SaveId, Share, WrittenShare
 
@@ -123,22 +121,10 @@ class HeldShare(Message):
 
 
 class Failure(Message):
-    """What went wrong with a save that was handed over."""
+    """What went wrong with a save that was handed over; see `storage.errors.describe`."""
 
-    kind: str = Field(description="name of a class in storage.errors")
-    message: str
-
-    @classmethod
-    def of(cls, error: StorageError) -> Failure:
-        """The record of an error."""
-        return cls(kind=type(error).__name__, message=str(error))
-
-    @property
-    def error(self) -> StorageError:
-        """The error that is recorded."""
-        found = getattr(errors, self.kind, StorageError)
-        kind: type[StorageError] = found if issubclass(found, StorageError) else StorageError
-        return kind(self.message)
+    kind: str
+    text: str
 
 
 class Reply(Message):

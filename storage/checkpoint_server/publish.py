@@ -27,7 +27,9 @@ from storage.share import (
     delete_records,
     merge,
     parse_record,
+    put_attachments,
     put_record,
+    put_share,
     read_record,
     recorded_ranks,
 )
@@ -110,9 +112,7 @@ class Publisher:
         Raises:
             StorageError: the store refused or failed.
         """
-        share = written.share
-        self.attach(share)
-        self._store.store.put(self._store.key(share.step, share.shard), data)
+        put_share(self._store, written, data)
         self._reached("shard_in_store")
         put_record(self._store, written)
         self._reached("record_in_store")
@@ -131,8 +131,7 @@ class Publisher:
 
     def attach(self, share: Share) -> None:
         """Put what goes with a share into the store."""
-        for key, text in share.attachments.items():
-            self._store.store.put(key, text.encode())
+        put_attachments(self._store, share)
 
     def commit(self, task: Committing) -> bool:
         """Publish a save once all its shares are in the store.

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from storage.manifest import ShardRecord, digest
+from storage.manifest import ShardRecord
 from storage.share import SaveId, Share, WrittenShare
 
 SLOTS_PER_RANK = 2
@@ -67,7 +67,7 @@ class Slot:
         assert self.share is not None  # noqa: S101 a READY slot has a share
         if self.record is None:
             with self.view() as view:
-                self.record = ShardRecord(size_bytes=view.nbytes, xxh3_128=digest(view))
+                self.record = ShardRecord.of(view)
         return WrittenShare(share=self.share, record=self.record)
 
     def view(self) -> memoryview:

@@ -80,13 +80,11 @@ class Tasks:
             _log.info(str(exc))  # ours was superseded: as it should be
         except StorageError as exc:
             _log.error(f"{type(exc).__name__}: {exc}")
-            self._note(owner, Failure.of(exc))
-        except Exception as exc:  # noqa: BLE001 or the save would be lost and nobody told
+            self._note(owner, type(exc).__name__, str(exc))
+        except Exception as exc:  # noqa: BLE001 or the save would be lost without a report
             traceback.print_exc()
-            self._note(
-                owner, Failure(kind="StorageError", message=f"the checkpoint server: {exc!r}")
-            )
+            self._note(owner, "StorageError", f"the checkpoint server: {exc!r}")
 
-    def _note(self, owner: Owner, failure: Failure) -> None:
+    def _note(self, owner: Owner, kind: str, text: str) -> None:
         with self._lock:
-            self._failures[owner] = failure
+            self._failures[owner] = Failure(kind=kind, text=text)

@@ -24,7 +24,7 @@ from tests.s3.programs import HOST
 from tests.s3.proxy import Answer, FaultProxy, InUpload, LostAnswer, Unheard
 from tests.s3.rgw import Rgw
 from tests.s3.servers import ACCESS_KEY, SECRET_KEY
-from tests.unit.storage.nodes import RUN_ID, save, share_of
+from tests.unit.storage.nodes import RUN_ID, save, settle, share_of
 from tests.waiting import wait_for
 from training.agent.checkpoint_server import CheckpointServerProcess
 from training.job import Job
@@ -93,7 +93,7 @@ class Run:
 
     def settle(self, *clients: CheckpointClient) -> None:
         for client in clients:
-            client.settle(on_wait=lambda: None, timeout_s=SETTLES_S)
+            settle(client, timeout_s=SETTLES_S)
 
     def offered(self) -> list[int]:
         """Steps that a restore may take, each of them read from end to end."""

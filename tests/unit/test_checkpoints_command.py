@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from perdure.checkpoints import parse_age_s
 from perdure.cli import app, main
-from storage import dcp
 from storage.address import open_store
 from storage.checkpoint import CheckpointStore, shard_name
+from tests.unit.storage.stores import save_directly
 from training.errors import InputError
 from training.job import parse_job
 from training.supervisor.job_registry import remember_job
@@ -42,7 +42,7 @@ def checkpoints(document, perdure_home):
     checkpoints = CheckpointStore(open_store(job.storage), "small")
     for step in (10, 20, 30):
         state = {"model/w": WEIGHT + step, "model/n": torch.tensor(step), "optim/m": WEIGHT}
-        dcp.save(state, checkpoints=checkpoints, step=step, placement=1, attempt=1, extra={})
+        save_directly(checkpoints, state, step=step, owner=(1, 1))
     return checkpoints
 
 

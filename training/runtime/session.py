@@ -32,7 +32,7 @@ from torch import nn
 from storage.address import open_store
 from storage.checkpoint import CheckpointStore
 from storage.policy import apply_retention
-from storage.tiers import Signs
+from storage.saving import SaveHooks
 from training.device import backend_of, pick_device
 from training.diagnosis.exits import EXIT_RESTART_ME
 from training.errors import InputError
@@ -284,10 +284,10 @@ class Session:
             training,
             loader,
             self.device,
-            signs=Signs(
-                waits=self._heartbeat.beat,
-                agrees=partial(self._heartbeat.beat, phase=Phase.AGREE),
-                copies=partial(self._heartbeat.beat, phase=Phase.SAVE),
+            hooks=SaveHooks(
+                on_wait=self._heartbeat.beat,
+                on_agree=partial(self._heartbeat.beat, phase=Phase.AGREE),
+                on_copy=partial(self._heartbeat.beat, phase=Phase.SAVE),
             ),
         )
         loop = self._new_loop(training, loader, self._checkpointer, until)

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from storage.checkpoint import CheckpointStore, shard_name
-from storage.checkpoint_server.client import CheckpointClient
+from storage.checkpoint_server.client import CheckpointClient, ReservedSlot
 from storage.local import LocalStore
 from storage.manifest import Chunk, ShardRecord, digest
 from storage.share import PartOfTensor, Share, WrittenShare
@@ -90,16 +90,26 @@ def written(share: Share) -> WrittenShare:
     )
 
 
+def reserve(client: CheckpointClient, share: Share, *, timeout_s: float = 20) -> ReservedSlot:
+    """A slot, once one is free."""
+    deadline_s = time.monotonic() + timeout_s
+    while (slot := client.reserve(share.rank, share.size_bytes)) is None:
+        assert time.monotonic() < deadline_s, "no slot became free"
+    return slot
+
+
 def save(client: CheckpointClient, share: Share, *, announce: Path | None = None) -> None:
     """Save as a worker does: reserve, copy, hand over."""
-    slot = client.reserve(share.rank, share.size_bytes, on_wait=lambda: None, timeout_s=20)
+    slot = reserve(client, share)
     slot.memory[: share.size_bytes] = bytes_of(share)
     client.ready(slot, share, announce=str(announce) if announce else None)
 
 
-def settle(client: CheckpointClient) -> None:
+def settle(client: CheckpointClient, *, timeout_s: float = 20) -> None:
     """Wait until everything that was handed over is published."""
-    client.settle(on_wait=lambda: None, timeout_s=20)
+    deadline_s = time.monotonic() + timeout_s
+    while client.is_busy():
+        assert time.monotonic() < deadline_s, "saves are not in the store"
 
 
 def _preload() -> None:

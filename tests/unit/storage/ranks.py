@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import start_processes
 
-from storage import dcp
 from storage.checkpoint import CheckpointStore
 from storage.errors import PermanentError, PreconditionFailed, StaleAttempt
+from storage.loading import load as load_state
 from storage.local import LocalStore
+from storage.saving import DirectSaver
+from storage.staging import SavePlans
 
 REPLICATED, SHARDED, PLAIN, FAILED = 10, 20, 25, 30
 RANKS_THAT_SAVED = 4
@@ -61,31 +62,43 @@ def sharded_model(seed: int, world_size: int) -> nn.Module:
 
 def save(rank: int, world_size: int, folder: Path) -> None:
     checkpoints = CheckpointStore(LocalStore(folder), "run")
-    saved = partial(dcp.save, placement=0, attempt=1, extra={"rank": rank})
+    saver = DirectSaver(
+        checkpoints=checkpoints,
+        plans=SavePlans(),
+        run_id="run",
+        placement=0,
+        attempt=1,
+        rank=rank,
+        world_size=world_size,
+    )
+    extra = {"rank": rank}
     state = replicated_state() | rank_state(rank)
-    manifest = saved(state, checkpoints=checkpoints, step=REPLICATED)
-    assert (manifest is not None) == (rank == 0)
+    saver.save(state, REPLICATED, extra)
+    assert (saver.newest is not None) == (rank == 0)
 
-    sharded = sharded_model(0, world_size)
-    saved(sharded.state_dict(), checkpoints=checkpoints, step=SHARDED)
+    saver.save(sharded_model(0, world_size).state_dict(), SHARDED, extra)
     # As DDP has it: the same whole tensors on every rank.
-    saved(model(2).state_dict(), checkpoints=checkpoints, step=PLAIN)
+    saver.save(model(2).state_dict(), PLAIN, extra)
 
-    full = CheckpointStore(FullDisk(folder), "run")
+    saver.checkpoints = CheckpointStore(FullDisk(folder), "run")
     with pytest.raises(PermanentError, match=r"^rank 2: .*the disk is full$"):
-        saved(state, checkpoints=full, step=FAILED)
+        saver.save(state, FAILED, extra)
+    saver.checkpoints = checkpoints
     no_json: Any = {1, 2}
-    with pytest.raises(ValueError, match=r"^rank 0: (?s:.*)extra"):  # only the coordinator fails
-        saved(state, checkpoints=checkpoints, step=FAILED, extra={"bad": no_json})
+    with pytest.raises(ValueError, match=r"^rank 0: (?s:.*)extra"):
+        saver.save(state, FAILED, {"bad": no_json} if rank == 0 else extra)
+    no_tensor: Any = 3
+    with pytest.raises(ValueError, match="cannot be saved" if rank else "bad is not a tensor"):
+        saver.save(state if rank else state | {"bad": no_tensor}, FAILED, extra)
     assert checkpoints.steps() == [REPLICATED, SHARDED, PLAIN]
 
     with pytest.raises(PreconditionFailed):
-        saved(state, checkpoints=checkpoints, step=SHARDED)
+        saver.save(state, SHARDED, extra)
     if rank == 0:
         checkpoints.fence(0, 2)
     dist.barrier()
     with pytest.raises(StaleAttempt):
-        saved(state, checkpoints=checkpoints, step=FAILED)
+        saver.save(state, FAILED, extra)
 
 
 def load(rank: int, world_size: int, folder: Path) -> None:
@@ -93,13 +106,13 @@ def load(rank: int, world_size: int, folder: Path) -> None:
     own = rank_state(rank) if rank < RANKS_THAT_SAVED else {}
     expected = replicated_state() | own
     state = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
-    dcp.load(state, checkpoints.manifest(REPLICATED), checkpoints=checkpoints)
+    load_state(state, checkpoints.manifest(REPLICATED), checkpoints=checkpoints)
     for name, tensor in expected.items():
         assert torch.equal(state[name], tensor), name
 
     for step, seed in ((SHARDED, 0), (PLAIN, 2)):
         sharded = sharded_model(1, world_size)
-        dcp.load(sharded.state_dict(), checkpoints.manifest(step), checkpoints=checkpoints)
+        load_state(sharded.state_dict(), checkpoints.manifest(step), checkpoints=checkpoints)
         original = model(seed).state_dict()
         for name, parameter in sharded.named_parameters():
             assert isinstance(parameter, DTensor)

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from torch import Tensor
+
+from storage.checkpoint import CheckpointStore
 from storage.errors import PermanentError, StorageError
 from storage.local import LocalStore
+from storage.manifest import Manifest
 from storage.objects import ObjectInfo
+from storage.saving import DirectSaver
+from storage.staging import SavePlans
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +76,24 @@ class UnreadableStore(LocalStore):
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         raise StorageError(f"{self.url(prefix)}: the medium cannot be read")
+
+
+def save_directly(
+    checkpoints: CheckpointStore,
+    state: Mapping[str, Tensor],
+    *,
+    step: int = 10,
+    owner: tuple[int, int] = (0, 0),
+    extra: dict[str, Any] | None = None,
+) -> Manifest:
+    """Save `state` in this process alone, and commit it."""
+    saver = DirectSaver(
+        checkpoints=checkpoints,
+        plans=SavePlans(),
+        run_id=checkpoints.run_id,
+        placement=owner[0],
+        attempt=owner[1],
+    )
+    saver.save(state, step, extra or {})
+    assert saver.newest is not None
+    return saver.newest

@@ -18,17 +18,21 @@ from threading import Event, Thread
 
 import psutil
 import pytest
+import torch
 
 from storage.checkpoint import CheckpointStore, StepState
 from storage.checkpoint_server.client import CheckpointClient
 from storage.errors import NotFound, StaleAttempt, StorageError, TimedOut
 from storage.local import LocalStore
 from storage.manifest import digest
+from storage.saving import SaveHooks, TieredSaver
+from storage.staging import SavePlans
 from tests.unit.storage.nodes import (
     Cluster,
     bytes_of,
     forked,
     pipe,
+    reserve,
     save,
     settle,
     share_of,
@@ -113,7 +117,7 @@ def test_a_worker_learns_that_its_checkpoint_server_is_gone(cluster):
 def copy_and_stall(name: str, told: Connection) -> None:
     """A worker that is in the middle of a copy, and stays there."""
     client = CheckpointClient(name)
-    slot = client.reserve(0, 64, on_wait=lambda: None, timeout_s=20)
+    slot = reserve(client, share_of(10))
     slot.memory[:32] = bytes(32)
     told.send("copying")
     signal.pause()
@@ -352,7 +356,17 @@ def test_two_hundred_saves_while_the_newest_is_read_over_and_over(cluster, tmp_p
 def test_waiting_for_a_slow_store_shows_that_the_worker_is_alive(cluster):
     client = cluster.node(disk=False).client()
     turns: list[float] = []
-    save(client, share_of(10, world_size=2))
-    with pytest.raises(TimedOut, match="saves are not in the store after 1 s"):
-        client.settle(on_wait=lambda: turns.append(time.monotonic()), timeout_s=1)
+    saver = TieredSaver(
+        client=client,
+        plans=SavePlans(),
+        run_id="run",
+        placement=1,
+        attempt=1,
+        world_size=2,
+        hooks=SaveHooks(on_wait=lambda: turns.append(time.monotonic())),
+    )
+    state = {"weight": torch.zeros(4)}
+    saver.save(state, 10, {})
+    with pytest.raises(StorageError, match="TimedOut: saves are not in the store yet"):
+        saver.settle(timeout_s=1)
     assert len(turns) >= 1

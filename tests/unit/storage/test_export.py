@@ -18,7 +18,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from storage import dcp
 from storage import export as module
 from storage.checkpoint import CheckpointStore, shard_name
 from storage.errors import Corrupt, NotFound, PermanentError
@@ -27,6 +26,7 @@ from storage.local import LocalStore
 from storage.manifest import Chunk, Manifest, ShardRecord, TensorRecord
 from storage.s3 import S3Store
 from storage.safetensors_file import plan_layout
+from tests.unit.storage.stores import save_directly
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -163,8 +163,7 @@ def test_what_the_planners_saved_is_exported_without_a_process_group(
     checkpoints: CheckpointStore, tmp_path: Path
 ) -> None:
     state = {PREFIX + name: tensor for name, tensor in weights().items()}
-    manifest = dcp.save(state, checkpoints=checkpoints, step=3, placement=0, attempt=0, extra={})
-    assert manifest is not None
+    manifest = save_directly(checkpoints, state, step=3)
     assert_same(exported(checkpoints, manifest, tmp_path / "out"), weights())
 
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from storage.checkpoint import Tier
+from storage.restoring import Held, assemble
 from storage.share import SaveId
-from storage.tiers import Held, assemble
 
 NOW = (2, 1)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -17,14 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from storage import dcp
 from storage.checkpoint import CheckpointStore
 from storage.checkpoint_server.client import CheckpointClient
 from storage.errors import StorageError
-from storage.gather import gather_json
 from storage.manifest import Manifest
+from storage.saving import DirectSaver, SaveHooks, TieredSaver
 from storage.staging import SavePlans
-from storage.tiers import Signs, TieredSaver
 from training.device import device_rng_state, pin, set_device_rng_state, synchronize
 from training.runtime.context import WorkerContext
 from training.runtime.program import Loader, Training
@@ -34,7 +31,7 @@ from training.runtime.state.restore import Restorer, StateOf, from_first
 
 _log = logging.getLogger("perdure.runtime")
 
-NO_SIGNS = Signs()
+NO_HOOKS = SaveHooks()
 
 
 class Checkpointer:
@@ -46,7 +43,7 @@ class Checkpointer:
         training: what is saved.
         data: its position.
         device: of this rank.
-        signs: of life, while something takes long.
+        hooks: called while a save takes long.
     """
 
     def __init__(
@@ -57,34 +54,33 @@ class Checkpointer:
         data: Loader,
         device: torch.device,
         *,
-        signs: Signs = NO_SIGNS,
+        hooks: SaveHooks = NO_HOOKS,
     ) -> None:
         self._context = context
         self._checkpoints = checkpoints
         self._training = training
         self._data = data
         self._device = device
-        self._signs = signs
-        self._saver: TieredSaver | None = None
+        self._hooks = hooks
+        self._saver: TieredSaver | DirectSaver | None = None
         self._is_prepared = False
         self._newest_saved: int | None = 0
         self._generation = 0
         self.live = LiveState(training)
-        self._restorer = Restorer(context, checkpoints, device, self._load, signs.waits)
+        self._restorer = Restorer(context, checkpoints, device, self._load, hooks.on_wait)
 
     def prepare(self) -> None:
         """Have the checkpoint server make room, once the optimizer has its state. Collective."""
-        checkpoint_server = self._context.checkpoint_server
         self._is_prepared = True
-        if checkpoint_server is None:
-            return
-        saver = self._new_saver(checkpoint_server, SavePlans(self._device))
-        tensors, _ = self._full_state({})
-        refused = [why for why in gather_json(_refusal(saver, tensors), self._device) if why]
-        if refused:
-            _log.info(f"saves go to the store while training waits: {refused[0]}")
-            saver.close()
-            return
+        plans = SavePlans(self._device)
+        saver = self._new_saver(plans)
+        if isinstance(saver, TieredSaver):
+            tensors, _ = self._full_state({})
+            refused = [why for why in plans.gather_json(_refusal(saver, tensors)) if why]
+            if refused:
+                _log.warning(f"saves go to the store while training waits: {refused[0]}")
+                saver.close()
+                saver = self._new_saver(plans, is_direct=True)
         self._saver = saver
 
     def forget(self, generation: int) -> None:
@@ -97,9 +93,9 @@ class Checkpointer:
         self._generation = generation
         self._is_prepared = False
         self._newest_saved = None
-        if self._saver is not None:
+        if isinstance(self._saver, TieredSaver):
             self._saver.close()
-            self._saver = None
+        self._saver = None
 
     def last_save(
         self, step: int, savers: Sequence[int], *, data: dict[str, Any], timeout_s: float
@@ -125,37 +121,34 @@ class Checkpointer:
         plans = SavePlans(self._device, is_alone=len(savers) == 1)
         if not plans.is_alone:
             plans.group = dist.new_group(list(savers), use_local_synchronization=True)
-        if self._context.checkpoint_server is None:
-            dcp.save(
-                tensors,
-                checkpoints=self._checkpoints,
-                step=step,
-                placement=self._context.placement,
-                attempt=self._context.attempt,
-                extra=extra,
-                process_group=plans.group,
-                is_alone=plans.is_alone,
-            )
-            return
-        saver = self._new_saver(self._context.checkpoint_server, plans)
+        saver = self._new_saver(plans)
         saver.rank, saver.world_size = list(savers).index(self._context.rank), len(savers)
         saver.first_file += self._context.world_size
-        saver.save(tensors, step, extra, announce=str(self._context.metrics_path))
-        saver.client.settle(on_wait=self._signs.waits, timeout_s=timeout_s)
+        saver.save(tensors, step, extra)
+        if isinstance(saver, TieredSaver):
+            saver.settle(timeout_s)
 
-    def _new_saver(self, checkpoint_server: str, plans: SavePlans) -> TieredSaver:
+    def _new_saver(self, plans: SavePlans, *, is_direct: bool = False) -> TieredSaver | DirectSaver:
+        context = self._context
+        common: dict[str, Any] = {
+            "plans": plans,
+            "run_id": context.job.run_id,
+            "placement": context.placement,
+            "attempt": context.attempt,
+            "rank": context.rank,
+            "world_size": context.world_size,
+            "hooks": self._hooks,
+            "synchronize": partial(synchronize, self._device),
+            "first_file": 2 * self._generation * context.world_size,
+        }
+        if context.checkpoint_server is None or is_direct:
+            return DirectSaver(checkpoints=self._checkpoints, **common)
+        owner = (context.placement, context.attempt)  # whose failures are reported to us
         return TieredSaver(
-            CheckpointClient(checkpoint_server, owner=self._owner),
-            plans,
-            run_id=self._context.job.run_id,
-            placement=self._context.placement,
-            attempt=self._context.attempt,
-            rank=self._context.rank,
-            world_size=self._context.world_size,
-            signs=self._signs,
-            synchronize=partial(synchronize, self._device),
+            client=CheckpointClient(context.checkpoint_server, owner=owner),
+            announce=str(context.metrics_path),
             pin=partial(pin, device=self._device),
-            first_file=2 * self._generation * self._context.world_size,
+            **common,
         )
 
     def save(
@@ -182,32 +175,15 @@ class Checkpointer:
         if self._is_committed(step):
             return False
         tensors, extra = self._full_state(data)
-        if self._saver is not None:
-            self._saver.save(
-                tensors,
-                step,
-                extra,
-                attachments=attachments,
-                announce=str(self._context.metrics_path),
-            )
-        else:
-            for key, text in (attachments or {}).items():
-                self._checkpoints.store.put(key, text.encode())
-            dcp.save(
-                tensors,
-                checkpoints=self._checkpoints,
-                step=step,
-                placement=self._context.placement,
-                attempt=self._context.attempt,
-                extra=extra,
-            )
+        assert self._saver is not None  # noqa: S101 made by prepare
+        self._saver.save(tensors, step, extra, attachments=attachments)
         self._newest_saved = step
         return True
 
     @property
     def is_behind(self) -> bool:
         """Whether what `save` returns from may not be in the store yet."""
-        return self._saver is not None
+        return isinstance(self._saver, TieredSaver)
 
     def settle(self, timeout_s: float) -> None:
         """Wait until everything that was saved is committed. Collective.
@@ -215,31 +191,11 @@ class Checkpointer:
         Raises:
             StorageError: on every rank, when one of them could not publish.
         """
-        checkpoint_server = self._context.checkpoint_server
-        if checkpoint_server is None:
-            return
-        client = (
-            self._saver.client
-            if self._saver is not None
-            else CheckpointClient(checkpoint_server, owner=self._owner)
-        )
-        deadline_s = time.monotonic() + timeout_s
-        self._signs.agrees()
-        # In turns: waiting for a slower checkpoint server, a rank must not outlast a collective's
-        # limit.
-        while True:
-            told = gather_json(_turn_of(client, late=time.monotonic() > deadline_s), self._device)
-            problems = [one["problem"] for one in told if one["problem"]]
-            if problems:
-                raise StorageError(problems[0])
-            if not any(one["busy"] for one in told):
-                return
-            self._signs.waits()
-
-    @property
-    def _owner(self) -> tuple[int, int]:
-        """Whose failures the checkpoint server tells us."""
-        return self._context.placement, self._context.attempt
+        saver = self._saver
+        if saver is None:
+            saver = self._new_saver(SavePlans(self._device))  # what was restored is published
+        if isinstance(saver, TieredSaver):
+            saver.settle(timeout_s)
 
     def restore(self) -> int:
         """Restore the newest step that the nodes or the store have whole. Collective.
@@ -255,7 +211,7 @@ class Checkpointer:
         return self._restorer.restore()
 
     def _is_committed(self, step: int) -> bool:
-        if self._saver is not None:
+        if self.is_behind:
             return False  # the checkpoint server finds out, and no request holds training up
         return bool(from_first(lambda: step in self._checkpoints.steps(), self._device))
 
@@ -318,13 +274,3 @@ def _refusal(saver: TieredSaver, tensors: Mapping[str, Tensor]) -> str | None:
         return saver.prepare(tensors)
     except StorageError as exc:
         return str(exc)
-
-
-def _turn_of(client: CheckpointClient, *, late: bool) -> dict[str, Any]:
-    """State of this node's checkpoint server after a moment: publishing, done, or failed."""
-    try:
-        busy = client.is_busy()
-    except StorageError as exc:
-        return {"busy": False, "problem": f"{type(exc).__name__}: {exc}"}
-    problem = "saves are not in the store yet, and there is no more time" if busy and late else None
-    return {"busy": busy, "problem": problem}

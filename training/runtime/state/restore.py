@@ -16,15 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from storage import dcp
 from storage.checkpoint import CheckpointStore
 from storage.checkpoint_server.client import CheckpointClient
 from storage.errors import Corrupt, NotFound, StorageError
-from storage.gather import gather_json
+from storage.loading import load
 from storage.local import LocalStore
 from storage.manifest import Manifest
 from storage.restoring import NodeRestore, NodeShares
 from storage.share import SaveId
+from storage.staging import gather_json
 from training.journal.attempt_log import AttemptLog
 from training.journal.events import CheckpointDamaged
 from training.runtime.context import WorkerContext
@@ -172,7 +172,7 @@ class Restorer:
         at_hand = [frozenset(names) for names in gather_json(sorted(held), self._device)]
         hashing = _readers(sorted(manifest.shards), at_hand)
         verify = frozenset(s for s, rank in hashing.items() if rank == self._context.rank)
-        dcp.load(state, manifest, checkpoints=self._checkpoints, held=held, verify=verify)
+        load(state, manifest, checkpoints=self._checkpoints, held=held, verify=verify)
         return manifest
 
     def _mend(

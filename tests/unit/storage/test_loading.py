@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,15 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from storage import dcp, reading
+from storage import loading
 from storage.checkpoint import CheckpointStore
 from storage.errors import Corrupt, NotFound, StorageError
+from storage.loading import ManifestReader, ShardReads, load
 from storage.local import LocalStore
 from storage.manifest import Manifest
-from storage.reading import ShardReads
 from storage.staging import DTYPES
 from tests.unit.storage.nodes import flip_bit
-from tests.unit.storage.stores import RecordingStore
+from tests.unit.storage.stores import RecordingStore, save_directly
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -41,12 +41,6 @@ def store(tmp_path) -> RecordingStore:
 @pytest.fixture
 def checkpoints(store) -> CheckpointStore:
     return CheckpointStore(store, "run")
-
-
-def save(checkpoints: CheckpointStore, state: Mapping[str, Tensor]) -> Manifest:
-    manifest = dcp.save(state, checkpoints=checkpoints, step=10, placement=0, attempt=0, extra={})
-    assert manifest is not None
-    return manifest
 
 
 def held(checkpoints: CheckpointStore) -> dict[str, Tensor]:
@@ -73,7 +67,7 @@ def read_boxes(reads: ShardReads, boxes: Sequence[tuple[str, tuple[int, ...], Te
     """Fill tensors with boxes of what was saved: (name, offsets in it, target)."""
     state = {f"{number}": target for number, (_, _, target) in enumerate(boxes)}
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(state), dcp.ManifestReader(reads).read_metadata(), False)
+    planner.set_up_planner(dict(state), ManifestReader(reads).read_metadata(), False)
     items = [
         ReadItem(
             type=LoadItemType.TENSOR,
@@ -119,7 +113,7 @@ def test_any_boxes_of_any_tensor_come_back_bit_by_bit(
         "wanted": random_bits(DTYPES[code], shape, 2),
         "zzz": random_bits(torch.float64, (3,), 3),
     }
-    manifest = save(checkpoints, state)
+    manifest = save_directly(checkpoints, state)
     reads = ShardReads(
         checkpoints,
         manifest,
@@ -141,7 +135,7 @@ def test_any_boxes_of_any_tensor_come_back_bit_by_bit(
 
 
 def test_a_target_of_another_type_gets_the_values(checkpoints):
-    manifest = save(checkpoints, {"a": torch.tensor([1.5, -2.0])})
+    manifest = save_directly(checkpoints, {"a": torch.tensor([1.5, -2.0])})
     target = torch.zeros(2, dtype=torch.float64)
     read_boxes(ShardReads(checkpoints, manifest), [("a", (0,), target)])
     assert target.tolist() == [1.5, -2.0]
@@ -149,32 +143,32 @@ def test_a_target_of_another_type_gets_the_values(checkpoints):
 
 def test_small_neighbours_are_fetched_with_one_request(checkpoints, store):
     state = {f"{n:02d}": random_bits(torch.float32, (50, n + 1), n) for n in range(30)}
-    manifest = save(checkpoints, state)
+    manifest = save_directly(checkpoints, state)
     store.reads.clear()
     loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-    dcp.load(loaded, manifest, checkpoints=checkpoints)
+    load(loaded, manifest, checkpoints=checkpoints)
     assert len(store.reads) == 2, "the header, and everything else"
     assert all(bits(loaded[name]) == bits(state[name]) for name in state)
 
 
 def test_far_neighbours_are_fetched_apart_and_nothing_in_between(checkpoints, store):
     state = {name: random_bits(torch.uint8, (MIB,), n) for n, name in enumerate("abc")}
-    manifest = save(checkpoints, state)
+    manifest = save_directly(checkpoints, state)
     store.reads.clear()
     loaded = {name: torch.zeros(MIB, dtype=torch.uint8) for name in "ac"}
-    dcp.load(loaded, manifest, checkpoints=checkpoints)
+    load(loaded, manifest, checkpoints=checkpoints)
     assert sorted(request.size_bytes for request in store.reads[1:]) == [MIB, MIB]
     assert all(bits(loaded[name]) == bits(state[name]) for name in "ac")
 
 
 @pytest.mark.parametrize("verify", [False, True])
 def test_a_large_tensor_is_fetched_in_pieces(checkpoints, store, monkeypatch, verify):
-    monkeypatch.setattr(reading, "SPAN_BYTES", 64 * KIB)
+    monkeypatch.setattr(loading, "SPAN_BYTES", 64 * KIB)
     state = {"large": random_bits(torch.int32, (100 * KIB,), 1), "small": torch.ones(3)}
-    manifest = save(checkpoints, state)
+    manifest = save_directly(checkpoints, state)
     store.reads.clear()
     loaded = {"large": torch.zeros(100 * KIB, dtype=torch.int32)}
-    dcp.load(
+    load(
         loaded,
         manifest,
         checkpoints=checkpoints,
@@ -188,20 +182,20 @@ def test_a_large_tensor_is_fetched_in_pieces(checkpoints, store, monkeypatch, ve
 
 def test_a_header_longer_than_the_first_request_is_read_whole(checkpoints):
     state = {f"a long name {'x' * 300} {n}": torch.tensor([n]) for n in range(1000)}
-    manifest = save(checkpoints, state)
+    manifest = save_directly(checkpoints, state)
     name = next(reversed(state))
     loaded = {name: torch.zeros(1, dtype=torch.int64)}
-    dcp.load(loaded, manifest, checkpoints=checkpoints)
+    load(loaded, manifest, checkpoints=checkpoints)
     assert loaded[name].item() == 999
 
 
 def test_memory_at_hand_costs_no_request(checkpoints, store):
     state = {"a": random_bits(torch.int16, (7, 9), 1)}
-    manifest = save(checkpoints, state)
+    manifest = save_directly(checkpoints, state)
     file = held(checkpoints)
     store.reads.clear()
     loaded = {"a": torch.zeros(7, 9, dtype=torch.int16)}
-    dcp.load(loaded, manifest, checkpoints=checkpoints, held=file)
+    load(loaded, manifest, checkpoints=checkpoints, held=file)
     assert bits(loaded["a"]) == bits(state["a"])
     assert store.reads == []
 
@@ -210,14 +204,14 @@ def test_memory_at_hand_costs_no_request(checkpoints, store):
 def mixed(checkpoints) -> tuple[Manifest, dict[str, Tensor], int]:
     """A checkpoint of which only some is wanted: manifest, what is wanted, bits of the file."""
     state = {f"{n}": random_bits(torch.float32, (n + 2, 3), n) for n in range(8)}
-    manifest = save(checkpoints, state)
+    manifest = save_directly(checkpoints, state)
     wanted = {name: torch.zeros_like(state[name]) for name in ("1", "2", "6")}
     return manifest, wanted, 8 * manifest.shards[SHARD].size_bytes
 
 
 def verified(checkpoints: CheckpointStore, mixed: Any) -> None:
     manifest, wanted, _ = mixed
-    dcp.load(wanted, manifest, checkpoints=checkpoints, verify=frozenset({SHARD}))
+    load(wanted, manifest, checkpoints=checkpoints, verify=frozenset({SHARD}))
 
 
 def test_a_whole_shard_passes(checkpoints, mixed):
@@ -261,7 +255,7 @@ def test_a_deleted_shard_is_found(checkpoints, mixed):
 
 def test_boxes_that_overlap_are_read_and_hashed_as_one_file(checkpoints):
     tensor = random_bits(torch.int64, (20, 4), 5)
-    manifest = save(checkpoints, {"a": tensor})
+    manifest = save_directly(checkpoints, {"a": tensor})
     boxes = [((0, 0), 20, 4), ((3, 1), 5, 2), ((3, 0), 9, 4), ((0, 0), 20, 4), ((19, 3), 1, 1)]
     wanted = [("a", at, torch.zeros(n, m, dtype=torch.int64)) for at, n, m in boxes]
     read_boxes(ShardReads(checkpoints, manifest, verify=frozenset({SHARD})), wanted)
@@ -270,11 +264,11 @@ def test_boxes_that_overlap_are_read_and_hashed_as_one_file(checkpoints):
 
 
 def test_what_one_request_meets_is_raised(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(reading, "SPAN_BYTES", KIB)
+    monkeypatch.setattr(loading, "SPAN_BYTES", KIB)
     store = LocalStore(tmp_path / "store")
     checkpoints = CheckpointStore(store, "run")
-    manifest = save(checkpoints, {"a": torch.zeros(100 * KIB, dtype=torch.uint8)})
+    manifest = save_directly(checkpoints, {"a": torch.zeros(100 * KIB, dtype=torch.uint8)})
     key = checkpoints.key(10, SHARD)
     store.put(key, store.get(key)[: 50 * KIB])
     with pytest.raises(StorageError, match="ends"):
-        dcp.load({"a": torch.ones(100 * KIB, dtype=torch.uint8)}, manifest, checkpoints=checkpoints)
+        load({"a": torch.ones(100 * KIB, dtype=torch.uint8)}, manifest, checkpoints=checkpoints)

@@ -1,4 +1,4 @@
-"""storage.dcp: bit-exact, resharded, all or nothing, and nothing executed."""
+"""Saves and loads: bit-exact, resharded, all or nothing, and nothing executed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load as load_with_the_library
 from torch import Tensor, nn
 
-from storage import dcp
 from storage.checkpoint import CheckpointStore, StepState
 from storage.errors import Corrupt, PreconditionFailed
+from storage.loading import load
 from storage.local import LocalStore
-from storage.manifest import Manifest
 from storage.s3 import S3Store
+from tests.unit.storage.stores import save_directly
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -62,14 +62,6 @@ def bits(tensor: Tensor) -> bytes:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def save(checkpoints: CheckpointStore, state: dict[str, Tensor], *, step: int = 10) -> Manifest:
-    manifest = dcp.save(
-        state, checkpoints=checkpoints, step=step, placement=0, attempt=0, extra={"seen": 3}
-    )
-    assert manifest is not None
-    return manifest
-
-
 def run_ranks(scenario: str, *, num_ranks: int, folder: Path) -> None:
     script = str(Path(__file__).with_name("ranks.py"))
     done = subprocess.run(
@@ -97,12 +89,12 @@ def of_four(saved_on_four: Path) -> CheckpointStore:
 
 def test_every_kind_of_tensor_comes_back_bit_by_bit(checkpoints: CheckpointStore) -> None:
     state = every_kind()
-    manifest = save(checkpoints, state)
+    manifest = save_directly(checkpoints, state, extra={"seen": 3})
     assert manifest == checkpoints.manifest(10)
     assert manifest.extra == {"seen": 3}
     assert checkpoints.verify(10) == []
     loaded = zeros_like(state)
-    dcp.load(loaded, manifest, checkpoints=checkpoints)
+    load(loaded, manifest, checkpoints=checkpoints)
     for name, tensor in state.items():
         assert loaded[name].shape == tensor.shape
         assert bits(loaded[name]) == bits(tensor), name
@@ -111,16 +103,16 @@ def test_every_kind_of_tensor_comes_back_bit_by_bit(checkpoints: CheckpointStore
 def test_tensors_come_back_from_s3(s3: S3Store) -> None:
     checkpoints = CheckpointStore(s3, "run-1")
     state = {"a": torch.arange(10), "b": torch.tensor(1.5)}
-    manifest = save(checkpoints, state)
+    manifest = save_directly(checkpoints, state)
     loaded = zeros_like(state)
-    dcp.load(loaded, manifest, checkpoints=checkpoints)
+    load(loaded, manifest, checkpoints=checkpoints)
     assert torch.equal(loaded["a"], state["a"])
     assert torch.equal(loaded["b"], state["b"])
 
 
 def test_the_safetensors_library_opens_our_shards(checkpoints: CheckpointStore) -> None:
     state = every_kind()
-    save(checkpoints, state)
+    save_directly(checkpoints, state)
     opened = load_with_the_library(checkpoints.store.get(checkpoints.key(10, SHARD)))
     assert set(opened) == set(state)
     for name, tensor in state.items():
@@ -131,19 +123,19 @@ def test_the_safetensors_library_opens_our_shards(checkpoints: CheckpointStore) 
 def test_loading_fills_the_callers_tensors_in_place(checkpoints: CheckpointStore) -> None:
     model = nn.Linear(3, 2)
     saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    manifest = save(checkpoints, saved)
+    manifest = save_directly(checkpoints, saved)
     weight = model.weight
     with torch.no_grad():
         weight.zero_()
-    dcp.load(model.state_dict(), manifest, checkpoints=checkpoints)
+    load(model.state_dict(), manifest, checkpoints=checkpoints)
     assert model.weight is weight
     assert torch.equal(weight, saved["weight"])
 
 
 def test_part_of_a_checkpoint_may_be_loaded(checkpoints: CheckpointStore) -> None:
-    manifest = save(checkpoints, {"a": torch.ones(2), "b": torch.ones(2)})
+    manifest = save_directly(checkpoints, {"a": torch.ones(2), "b": torch.ones(2)})
     loaded = {"b": torch.zeros(2)}
-    dcp.load(loaded, manifest, checkpoints=checkpoints)
+    load(loaded, manifest, checkpoints=checkpoints)
     assert torch.equal(loaded["b"], torch.ones(2))
 
 
@@ -154,9 +146,9 @@ def test_part_of_a_checkpoint_may_be_loaded(checkpoints: CheckpointStore) -> Non
 def test_what_the_checkpoint_does_not_hold_is_an_error(
     checkpoints: CheckpointStore, wanted: dict[str, Tensor], message: str
 ) -> None:
-    manifest = save(checkpoints, {"a": torch.ones(2)})
+    manifest = save_directly(checkpoints, {"a": torch.ones(2)})
     with pytest.raises(ValueError, match=message):
-        dcp.load(wanted, manifest, checkpoints=checkpoints)
+        load(wanted, manifest, checkpoints=checkpoints)
 
 
 @pytest.mark.parametrize(
@@ -171,14 +163,14 @@ def test_what_cannot_be_saved_is_an_error_and_nothing_is_committed(
     checkpoints: CheckpointStore, value: Tensor, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        save(checkpoints, {"good": torch.zeros(1), "bad": value})
+        save_directly(checkpoints, {"good": torch.zeros(1), "bad": value})
     assert checkpoints.steps() == []
 
 
 def test_a_second_save_of_a_step_leaves_the_first_untouched(checkpoints: CheckpointStore) -> None:
-    manifest = save(checkpoints, {"a": torch.ones(2)})
+    manifest = save_directly(checkpoints, {"a": torch.ones(2)})
     with pytest.raises(PreconditionFailed):
-        save(checkpoints, {"a": torch.zeros(2)})
+        save_directly(checkpoints, {"a": torch.zeros(2)})
     assert checkpoints.manifest(10) == manifest
     assert checkpoints.verify(10) == []
 
@@ -196,7 +188,7 @@ class Bomb:
 def test_a_pickle_in_place_of_a_shard_is_rejected_without_executing_it(
     checkpoints: CheckpointStore, tmp_path: Path
 ) -> None:
-    manifest = save(checkpoints, {"a": torch.ones(200)})
+    manifest = save_directly(checkpoints, {"a": torch.ones(200)})
     marker = tmp_path / "executed"
     payload = pickle.dumps(Bomb(marker))
     size_bytes = manifest.shards[SHARD].size_bytes
@@ -206,18 +198,18 @@ def test_a_pickle_in_place_of_a_shard_is_rejected_without_executing_it(
         checkpoints.store.put(checkpoints.key(10, SHARD), data)
         assert len(checkpoints.verify(10)) == 1
         with pytest.raises(Corrupt, match=r"rank 0: .*not a safetensors"):
-            dcp.load({"a": torch.zeros(200)}, manifest, checkpoints=checkpoints)
+            load({"a": torch.zeros(200)}, manifest, checkpoints=checkpoints)
     assert not marker.exists()
     pickle.loads(payload)  # noqa: S301 proves that the payload would have worked
     assert marker.exists()
 
 
 def test_a_shard_that_ends_before_its_data_is_corrupt(checkpoints: CheckpointStore) -> None:
-    manifest = save(checkpoints, {"a": torch.ones(200)})
+    manifest = save_directly(checkpoints, {"a": torch.ones(200)})
     key = checkpoints.key(10, SHARD)
     checkpoints.store.put(key, checkpoints.store.get(key)[:-1])
     with pytest.raises(Corrupt, match="ends"):
-        dcp.load({"a": torch.zeros(200)}, manifest, checkpoints=checkpoints)
+        load({"a": torch.zeros(200)}, manifest, checkpoints=checkpoints)
 
 
 def test_a_replicated_state_is_written_once_and_spread_over_the_ranks(
@@ -242,7 +234,7 @@ def test_a_replicated_state_is_written_once_and_spread_over_the_ranks(
 def test_names_that_one_rank_has_survive(of_four: CheckpointStore) -> None:
     manifest = of_four.manifest(REPLICATED)
     loaded = {f"random/rank{r:05d}": torch.zeros(r + 1, dtype=torch.uint8) for r in range(4)}
-    dcp.load(loaded, manifest, checkpoints=of_four)
+    load(loaded, manifest, checkpoints=of_four)
     for rank in range(4):
         name = f"random/rank{rank:05d}"
         assert manifest.tensors[name].chunks[0].shard.endswith(f"{name[7:]}.safetensors")
@@ -260,7 +252,7 @@ def test_a_state_of_four_ranks_loads_in_one_process(of_four: CheckpointStore) ->
     generator = torch.Generator().manual_seed(7)
     original = [torch.randn(8, 8, generator=generator).bfloat16() for _ in range(8)]
     loaded = {f"weight/{n}": torch.zeros(8, 8, dtype=torch.bfloat16) for n in range(8)}
-    dcp.load(loaded, of_four.manifest(REPLICATED), checkpoints=of_four)
+    load(loaded, of_four.manifest(REPLICATED), checkpoints=of_four)
     for number, tensor in enumerate(original):
         assert torch.equal(loaded[f"weight/{number}"], tensor)
 
@@ -272,7 +264,7 @@ def test_fsdp_shards_of_four_ranks_load_into_a_plain_model(of_four: CheckpointSt
     torch.manual_seed(0)
     original = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3), nn.Linear(3, 1))
     model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3), nn.Linear(3, 1))
-    dcp.load(model.state_dict(), manifest, checkpoints=of_four)
+    load(model.state_dict(), manifest, checkpoints=of_four)
     for loaded, expected in zip(model.parameters(), original.parameters(), strict=True):
         assert torch.equal(loaded, expected)
 

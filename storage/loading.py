@@ -1,4 +1,7 @@
-"""Reading the parts of a checkpoint that a rank needs, each straight to where it belongs.
+"""Loading the parts of a checkpoint that a rank needs, each straight to where it belongs.
+
+torch's load planner does the resharding. Nothing read from storage is unpickled. `load` is
+collective: with a process group every rank of it must call it.
 
 What a plan wants of a shard becomes segments, ranges of bytes of its file. Neighbouring small ones
 are fetched together, many at a time; a large one goes into the tensor's own memory. A shard may
@@ -11,23 +14,127 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import xxhash
 from torch import Tensor
-from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load as torch_load
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
 
 from storage import safetensors_file
 from storage.checkpoint import CheckpointStore
-from storage.errors import Corrupt
-from storage.manifest import Chunk, Manifest
+from storage.errors import Corrupt, describe, error_of
+from storage.manifest import Chunk, Manifest, TensorRecord
 from storage.objects import each_in_parallel, in_parallel
 from storage.staging import DTYPES, raw
 
 SPAN_BYTES = 64 * 2**20
 GAP_BYTES = 256 * 2**10  # rather read over than asked for twice
 NUM_THREADS = 4
+
+
+def load(
+    state: Mapping[str, Tensor],
+    manifest: Manifest,
+    *,
+    checkpoints: CheckpointStore,
+    held: Mapping[str, Tensor] | None = None,
+    verify: frozenset[str] = frozenset(),
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Fill the tensors of `state` in place; collective. Another world size is resharded.
+
+    Args:
+        state: tensors by name.
+        manifest: of the checkpoint.
+        checkpoints: where it is.
+        held: whole shards that this rank holds in memory, uint8, by name.
+        verify: shards whose hash this rank compares; it reads them whole.
+        process_group: default: all ranks.
+
+    Raises:
+        StorageError: on every rank, when one of them failed; `state` is then undefined.
+        ValueError: a tensor is missing from the checkpoint or has another shape.
+    """
+    reads = ShardReads(checkpoints, manifest, held or {}, verify)
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        torch_load(
+            dict(state),
+            storage_reader=ManifestReader(reads),
+            planner=planner,
+            process_group=process_group,
+            no_dist=not dist.is_initialized(),
+        )
+    except CheckpointException as error:
+        _raise_cause(error)
+
+
+def _raise_cause(error: CheckpointException) -> NoReturn:
+    """Raise the failure of the lowest rank: torch's wrapper hides what is wrong."""
+    rank = min(error.failures)
+    cause = error.failures[rank][0]
+    # torch's own is a BaseException and would pass by every `except Exception`.
+    kind, text = describe(cause)
+    raise error_of(kind, f"rank {rank}: {text}") from error
+
+
+class ManifestReader(StorageReader):
+    """Reads what a manifest vouches for."""
+
+    def __init__(self, reads: ShardReads) -> None:
+        self._reads = reads
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing is kept between loads."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002 torch's signature
+        """The manifest in torch's terms."""
+        return Metadata(
+            {name: _storage_metadata(name, t) for name, t in self._reads.manifest.tensors.items()}
+        )
+
+    def set_up_storage_reader(
+        self,
+        metadata: Metadata,
+        is_coordinator: bool,  # noqa: FBT001 torch's signature
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """The manifest is all that is needed."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Nothing to add."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Nothing to add."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read every item into the tensor that the planner gives for it."""
+        self._reads.read(plan.items, planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003
+        """Never chosen by an id."""
+        return False
 
 
 @dataclass(slots=True)
@@ -203,6 +310,19 @@ class ShardReads:
 
     def _url(self, shard: str) -> str:
         return self.checkpoints.store.url(self.checkpoints.key(self.manifest.step, shard))
+
+
+def _storage_metadata(name: str, record: TensorRecord) -> TensorStorageMetadata:
+    if record.dtype not in DTYPES:
+        raise Corrupt(f"{name}: dtype {record.dtype} is unknown here")
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=DTYPES[record.dtype]),
+        size=torch.Size(record.shape),
+        chunks=[
+            ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.lengths))
+            for c in record.chunks
+        ],
+    )
 
 
 def _copy_held(file: memoryview, segments: Sequence[Segment]) -> None:
