@@ -1,5 +1,6 @@
 """Bytes and checkpoints: object stores, the commit protocol, retention.
 
-The bottom layer: it imports nothing of ours and never prefect; torch only where checkpoints are saved and loaded.
+The bottom layer: it imports nothing of ours and never prefect; torch only where
+checkpoints are saved and loaded.
 Times are seconds, sizes bytes, steps completed optimizer steps.
 """

@@ -31,7 +31,7 @@ from storage.checkpoint import (
 from storage.errors import NotFound
 from storage.leases import is_read
 from storage.objects import ObjectInfo
-from storage.policy import RetentionPolicy
+from storage.retention import Retention
 
 MIN_KEPT_STEPS = 2  # the newest, and the one that is taken when it turns out to be damaged
 GARBAGE_AFTER_S = 24 * 3600.0  # longer than any save takes
@@ -112,7 +112,7 @@ class Rules:
     """
 
     garbage_after_s: float = GARBAGE_AFTER_S
-    retention: RetentionPolicy | None = None
+    retention: Retention | None = None
 
     def __post_init__(self) -> None:
         if not self.garbage_after_s >= 0:
@@ -147,7 +147,7 @@ def decide(listing: Listing, *, rules: Rules, in_use: InUse, now_s: float) -> li
     for step in listing.steps:
         if step.step in given_up:
             objects = tuple(step.objects.values())
-            reason = "the retention policy gives it up"
+            reason = "retention gives it up"
             removals.append(Removal(RemovalKind.RETENTION, step.step, objects, reason))
     newest = max(listing.committed, default=-1)
     for step in listing.steps:
@@ -198,7 +198,7 @@ def totals(removals: Iterable[Removal]) -> str:
 
 
 def _given_up(
-    committed: Sequence[int], retention: RetentionPolicy | None, in_use: InUse
+    committed: Sequence[int], retention: Retention | None, in_use: InUse
 ) -> frozenset[int]:
     if retention is None or in_use.is_restoring:
         return frozenset()

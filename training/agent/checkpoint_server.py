@@ -31,7 +31,7 @@ from storage.checkpoint_server.publish import Publisher
 from storage.checkpoint_server.server import CheckpointServer
 from storage.local import LocalStore
 from storage.model import FrozenModel
-from storage.policy import RetentionPolicy, apply_retention
+from storage.retention import Retention, apply_retention
 from storage.retry import Retry
 from storage.share import SaveId
 from training.files import write_whole
@@ -40,7 +40,6 @@ from training.job import Job
 from training.journal.attempt_log import AttemptLog
 from training.journal.events import CheckpointCommitted
 from training.log import start_logging
-from training.runtime.step_loop.policies import retention_policy
 
 _log = logging.getLogger("perdure.agent")
 
@@ -70,11 +69,10 @@ def keep() -> None:
     disk = CheckpointStore(LocalStore(Path(sys.argv[3])), job.run_id) if sys.argv[3:] else None
     patient = Retry(max_tries=1_000, cap_s=30.0, give_up_after_s=OUTAGE_S)
     store = CheckpointStore(open_store(job.storage, retry=patient), job.run_id)
-    policy = retention_policy(job.checkpoint)
     publisher = Publisher(
         store,
         disk=disk,
-        retain=partial(_retain, store, policy),
+        retain=partial(_retain, store, job.checkpoint.retention()),
         announce=log_commit,
         reached=checkpoint_server_faults(),
     )
@@ -97,8 +95,8 @@ def _await_agents_end() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _retain(store: CheckpointStore, policy: RetentionPolicy, step: int) -> None:
-    apply_retention(store, policy, protect={step})
+def _retain(store: CheckpointStore, retention: Retention, step: int) -> None:
+    apply_retention(store, retention, protect={step})
 
 
 def log_commit(log: Path, step: int) -> None:

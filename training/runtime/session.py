@@ -31,7 +31,7 @@ from torch import nn
 
 from storage.address import open_store
 from storage.checkpoint import CheckpointStore
-from storage.policy import apply_retention
+from storage.retention import apply_retention
 from storage.saving import SaveHooks
 from training.device import backend_of, pick_device
 from training.diagnosis.exits import EXIT_RESTART_ME
@@ -57,9 +57,9 @@ from training.runtime.state.checkpointer import Checkpointer
 from training.runtime.state.live import Snapshots
 from training.runtime.state.random_numbers import Undrawn, seeded_after
 from training.runtime.step_loop.loop import SETTLE_TIMEOUT_S, StepLoop
-from training.runtime.step_loop.policies import SaveClock, retention_policy
 from training.runtime.step_loop.rank_recovery import RankRecovery
 from training.runtime.step_loop.records import EventFiles
+from training.runtime.step_loop.save_clock import SaveClock
 from training.runtime.step_loop.step import Limits, Step, StepRequests
 from training.runtime.step_loop.wrappers import settle_buckets
 from training.specs.recovery import CheckpointSpec
@@ -385,9 +385,7 @@ class Session:
         if self._log is not None:
             self._log.append(CheckpointCommitted(step=step))
         if fresh and self.rank == 0:
-            apply_retention(
-                self._checkpoints, retention_policy(self.job.checkpoint), protect={step}
-            )
+            apply_retention(self._checkpoints, self.job.checkpoint.retention(), protect={step})
 
     def record(self, step: int, vote: Vote, step_s: float) -> None:
         """Put a completed step on record, once; only the first rank does."""

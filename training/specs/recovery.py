@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from storage.model import FrozenModel
+from storage.retention import Retention
 from training.errors import InputError
 from training.platforms.forms import read_platform
 from training.platforms.settings import POLICY_FIELDS, Fact, Reading, Setting, shown
@@ -62,6 +63,15 @@ class CheckpointSpec(FrozenModel):
         if self.has_interval:
             return self
         return self.model_copy(update=recommended_interval(num_parameters))
+
+    def retention(self, losses: Mapping[int, float] | None = None) -> Retention:
+        """Which checkpoints to keep.
+
+        Args:
+            losses: training loss by step. With keep_best, a step that is not among them is kept,
+                so that a caller without any deletes nothing.
+        """
+        return Retention(self.keep_last, self.keep_every_steps, self.keep_best, losses or {})
 
 
 def recommended_interval(num_parameters: int) -> dict[str, int]:

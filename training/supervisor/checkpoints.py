@@ -26,7 +26,6 @@ from training.journal.history import RunHistory
 from training.journal.ledger import Ledger
 from training.journal.steps import kept_steps
 from training.processes import is_alive
-from training.runtime.step_loop.policies import retention_policy
 
 LOSS = "loss"  # in a manifest's extra state, of a program that writes it
 
@@ -59,7 +58,7 @@ def removals(
     policy = None
     if with_retention:
         best = job.checkpoint.keep_best is not None
-        policy = retention_policy(job.checkpoint, losses_of(checkpoints, listing) if best else None)
+        policy = job.checkpoint.retention(losses_of(checkpoints, listing) if best else None)
     rules = Rules(garbage_after_s=garbage_after_s, retention=policy)
     return decide(listing, rules=rules, in_use=in_use, now_s=now_s)
 

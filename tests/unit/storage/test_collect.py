@@ -29,7 +29,7 @@ from storage.collect import (
 )
 from storage.local import LocalStore
 from storage.objects import ObjectInfo, ObjectStore
-from storage.policy import KeepAnyOf, KeepBest, KeepEvery, KeepLast
+from storage.retention import Retention
 from tests.unit.storage.conftest import Committer
 
 NOW_S = 100_000.0
@@ -133,13 +133,13 @@ def test_probes_of_checks_that_were_killed_are_garbage() -> None:
 
 def test_retention_gives_up_what_the_policy_does_not_keep() -> None:
     found = listing(*(committed(step, age_s=0) for step in (5, 10, 15, 20, 25)))
-    rules = Rules(retention=KeepAnyOf((KeepLast(3), KeepBest(1, {5: 1.0, 10: 0.5}))))
+    rules = Rules(retention=Retention(3, keep_best=1, losses={5: 1.0, 10: 0.5}))
     assert removed(found, rules=rules) == [(RemovalKind.RETENTION, 5)]
 
 
 def test_a_step_that_somebody_restores_from_is_kept() -> None:
     found = listing(*(committed(step) for step in (5, 10, 15, 20, 25)))
-    rules = Rules(retention=KeepLast(1))
+    rules = Rules(retention=Retention(1))
     using = InUse(is_living=True, reading=frozenset({10}))
     assert removed(found, rules=rules, in_use=using) == [
         (RemovalKind.RETENTION, 5),
@@ -149,7 +149,7 @@ def test_a_step_that_somebody_restores_from_is_kept() -> None:
 
 def test_while_an_attempt_looks_for_a_whole_step_none_is_given_up() -> None:
     found = listing(*(committed(step) for step in (5, 10, 15, 20, 25)), broken(7))
-    rules = Rules(garbage_after_s=24 * HOUR_S, retention=KeepLast(1))
+    rules = Rules(garbage_after_s=24 * HOUR_S, retention=Retention(1))
     using = InUse(is_living=True, is_restoring=True)
     assert removed(found, rules=rules, in_use=using) == [(RemovalKind.BROKEN_SAVE, 7)]
 
@@ -189,9 +189,13 @@ RULES = st.builds(
     Rules,
     garbage_after_s=st.floats(0, 2 * OLD_S),
     retention=st.none()
-    | st.builds(KeepLast, st.integers(1, 4))
-    | st.builds(KeepEvery, st.integers(1, 9))
-    | st.builds(KeepBest, st.integers(1, 3), st.dictionaries(st.integers(0, 30), st.floats(0, 1))),
+    | st.builds(
+        Retention,
+        st.none() | st.integers(1, 4),
+        st.none() | st.integers(1, 9),
+        st.none() | st.integers(1, 3),
+        st.dictionaries(st.integers(0, 30), st.floats(0, 1)),
+    ),
 )
 
 
@@ -253,7 +257,7 @@ def test_a_listing_and_its_removal_in_every_kind_of_store(
     checkpoints.put_shard(12, shard_name(0, 0, 0), b"broken")
     store.put(f"runs/run-1/{PROBE}", b"probe")
     store.put("runs/run-10/checkpoints/step-00000012/x", b"another run")
-    rules = Rules(garbage_after_s=0, retention=KeepLast(2))
+    rules = Rules(garbage_after_s=0, retention=Retention(2))
     removals = decide(take_listing(checkpoints), rules=rules, in_use=DEAD, now_s=9e9)
     gone = carry_out(checkpoints, removals)
     assert [(one.kind, one.step) for one in gone] == [

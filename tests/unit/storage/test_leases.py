@@ -8,7 +8,7 @@ from storage.checkpoint import CheckpointStore
 from storage.collect import InUse, Rules, carry_out, decide, take_listing
 from storage.errors import AccessDenied
 from storage.leases import LEASE_S, read_steps, reading
-from storage.policy import KeepLast, apply_retention
+from storage.retention import Retention, apply_retention
 
 
 @pytest.fixture(autouse=True)
@@ -24,12 +24,12 @@ def read_now(checkpoints: CheckpointStore) -> frozenset[int]:
 
 def retain(checkpoints: CheckpointStore) -> list[int]:
     """As a checkpoint server does after a commit."""
-    return apply_retention(checkpoints, KeepLast(1), protect=())
+    return apply_retention(checkpoints, Retention(1), protect=())
 
 
 def collect(checkpoints: CheckpointStore, *, later_s: float = 0.0) -> list[int | None]:
     """As the scheduled retention does."""
-    rules = Rules(retention=KeepLast(1))
+    rules = Rules(retention=Retention(1))
     now_s = checkpoints.store.now_s() + later_s
     found = decide(take_listing(checkpoints), rules=rules, in_use=InUse(), now_s=now_s)
     return [removal.step for removal in carry_out(checkpoints, found)]

@@ -1,4 +1,4 @@
-"""When a job saves and which checkpoints it keeps.
+"""When a job saves.
 
 Times are seconds of one monotonic clock, steps completed optimizer steps.
 """
@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
-from storage import policy
 from training.runtime.program import Loader
 from training.specs.recovery import CheckpointSpec
 
@@ -67,21 +66,3 @@ class SaveClock:
     def now_s(self) -> float:
         """The clock."""
         return self._clock()
-
-
-def retention_policy(
-    spec: CheckpointSpec, losses: Mapping[int, float] | None = None
-) -> policy.RetentionPolicy:
-    """The retention policy of a job.
-
-    Args:
-        spec: the job's.
-        losses: training loss by step. With keep_best, a step that is not among them is kept, so
-            a caller who knows no losses gives nothing up.
-    """
-    keep: list[policy.RetentionPolicy] = [policy.KeepLast(spec.keep_last)]
-    if spec.keep_every_steps is not None:
-        keep.append(policy.KeepEvery(spec.keep_every_steps))
-    if spec.keep_best is not None:
-        keep.append(policy.KeepBest(spec.keep_best, losses or {}))
-    return policy.KeepAnyOf(tuple(keep))

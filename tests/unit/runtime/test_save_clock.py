@@ -1,11 +1,11 @@
-"""The save and retention policies of a job."""
+"""When a job saves, and what it keeps."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.unit.runtime import trainees
-from training.runtime.step_loop.policies import SaveClock, retention_policy
+from training.runtime.step_loop.save_clock import SaveClock
 from training.specs.recovery import CheckpointSpec
 
 
@@ -93,16 +93,16 @@ def test_without_an_interval_nothing_is_due():
 
 def test_the_newest_checkpoints_are_kept_and_the_marked_ones():
     steps = list(range(10, 110, 10))
-    assert retention_policy(CheckpointSpec(keep_last=2)).keep(steps) == {90, 100}
+    assert CheckpointSpec(keep_last=2).retention().keep(steps) == {90, 100}
     spec = CheckpointSpec(keep_last=2, keep_every_steps=40)
-    assert retention_policy(spec).keep(steps) == {40, 80, 90, 100}
+    assert spec.retention().keep(steps) == {40, 80, 90, 100}
 
 
 def test_the_best_checkpoints_are_kept_once_the_losses_are_known():
     steps = [10, 20, 30, 40]
     spec = CheckpointSpec(keep_last=1, keep_best=1)
-    assert retention_policy(spec, {10: 3.0, 20: 1.0, 30: 2.0, 40: 2.5}).keep(steps) == {20, 40}
-    assert retention_policy(spec).keep(steps) == set(steps), "nothing can be compared"
+    assert spec.retention({10: 3.0, 20: 1.0, 30: 2.0, 40: 2.5}).keep(steps) == {20, 40}
+    assert spec.retention().keep(steps) == set(steps), "nothing can be compared"
 
 
 def test_the_young_daly_interval_follows_from_the_measured_cost_of_a_save():
