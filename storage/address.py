@@ -170,7 +170,7 @@ def check_reachable(store: ObjectStore, prefix: str) -> None:
         store.put(key, payload)
         action = "read"
         if store.get(key) != payload:
-            raise Corrupt(f"{store.url(key)}: other bytes came back than were written")
+            raise Corrupt(f"{store.url(key)}: the bytes read differ from those written")
         action = "delete"
         store.delete(key)
     except StorageError as exc:

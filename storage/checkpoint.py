@@ -191,7 +191,7 @@ class CheckpointStore:
         """Let nothing older than (placement, attempt) publish from now on.
 
         A commit that passed its check a moment before can still land. It is whole and of this
-        run, so it does no harm; the new attempt meets PreconditionFailed if it saves that step.
+        run, so it does no harm; the new attempt gets PreconditionFailed if it saves that step.
 
         Raises:
             StaleAttempt: the fence is already beyond (placement, attempt).
@@ -261,7 +261,7 @@ class CheckpointStore:
         """Read every shard of a committed step and compare; empty when it is whole.
 
         Raises:
-            StorageError: the store does not answer or lets us in; says nothing of the checkpoint.
+            StorageError: the store does not answer or refuses; the checkpoint may be whole.
         """
         try:
             manifest = self.manifest(step)
@@ -272,7 +272,7 @@ class CheckpointStore:
         return self.verify_shards(step, manifest.shards, on_bytes=on_bytes)
 
     def set_aside(self, step: int, reason: str) -> None:
-        """Stop offering a step, but keep its objects for a look at them."""
+        """Stop offering a step, but keep its objects for inspection."""
         record = {"step": step, "reason": reason, "set_aside_at_s": self.clock()}
         self.store.put(self.key(step, SET_ASIDE_NAME), json.dumps(record).encode())
 
@@ -311,7 +311,7 @@ class CheckpointStore:
         return True
 
     def _clear_set_aside(self, step: int) -> None:
-        """Make room for a step that is saved anew; a crash between leaves no offered checkpoint."""
+        """Make room for a step that is saved again; a crash in between offers no checkpoint."""
         try:
             record = self.store.get(self.key(step, SET_ASIDE_NAME))
         except NotFound:
@@ -335,7 +335,7 @@ class CheckpointStore:
             on_bytes: called with the size of every piece that was read.
 
         Raises:
-            StorageError: the store does not answer or lets us in; says nothing of the checkpoint.
+            StorageError: the store does not answer or refuses; the checkpoint may be whole.
         """
         sizes = {name: info.size_bytes for name, info in self._objects(step).items()}
         found = (
@@ -362,7 +362,7 @@ class CheckpointStore:
             return Damage(name, DamageKind.HASH_DIFFERS, detail)
         try:
             found = self._digest_object(self.key(step, name), size_bytes, on_bytes)
-        except (NotFound, Corrupt) as exc:  # others, as AccessDenied, say nothing of the shard
+        except (NotFound, Corrupt) as exc:  # others, as AccessDenied, are no damage
             return Damage(name, DamageKind.UNREADABLE, str(exc))
         if found != wanted.xxh3_128:
             detail = f"xxh3_128 {found} instead of {wanted.xxh3_128}"
@@ -403,7 +403,7 @@ def read_manifest(checkpoints: CheckpointStore, step: StepObjects) -> Manifest |
     """The manifest of a step, also of one that was set aside; None when there is no readable one.
 
     Raises:
-        StorageError: the store does not answer; says nothing of the manifest.
+        StorageError: the store does not answer; the manifest may be whole.
     """
     if MANIFEST_NAME not in step.objects:
         return None

@@ -1,10 +1,10 @@
 """What may be deleted of a run's checkpoints, and the deleting.
 
 `decide` is pure: a listing, rules and the time go in, removals with their reasons come out.
-`carry_out` looks at every object once more before it removes it. What is never decided on:
+`carry_out` checks every object again before it removes it. Never removed are:
 
-- the newest two committed steps, and the steps that somebody may be reading;
-- a step set aside, which is kept for a look at it;
+- the newest two committed steps, and the steps that may be being read;
+- a step set aside, which is kept for inspection;
 - an uncommitted step that was touched within the age, or that a living attempt may be writing:
   no later step is committed. Whose name its objects bear does not matter: an attempt also publishes
   what the one before it could not.
@@ -190,7 +190,7 @@ def abort_uploads(checkpoints: CheckpointStore, older_than_s: float) -> int:
 
 
 def totals(removals: Iterable[Removal]) -> str:
-    """How much all of it is, for people."""
+    """How much all of it is, as text."""
     every = list(removals)
     objects = sum(len(removal.objects) for removal in every)
     size_bytes = sum(removal.size_bytes for removal in every)
@@ -247,7 +247,7 @@ def _is_committed(checkpoints: CheckpointStore, step: int | None) -> bool:
 
 
 def _delete_unchanged(checkpoints: CheckpointStore, listed: ObjectInfo) -> bool:
-    """Delete an object unless somebody has written it anew since it was listed."""
+    """Delete an object unless it was written again since it was listed."""
     try:
         if checkpoints.store.stat(listed.key).etag != listed.etag:
             return False

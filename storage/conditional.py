@@ -2,8 +2,8 @@
 
 Writers of one key exclude each other with claims: empty objects whose names order them, as in
 Lamport's bakery. A writer announces itself, takes a number above all that it sees, waits for those
-before it, looks whether the object is there, publishes, and withdraws. Nothing but a listing that
-shows what was written is asked of the store.
+before it, checks whether the object is there, publishes, and withdraws. All that the store must
+give is a listing that shows what was written.
 
 A claim that its writer left behind ends by its age. Ages are differences of two times of the
 server, so that the writers' clocks play no part. A writer publishes only while its claim is
@@ -80,7 +80,7 @@ def publish_once(
         new_identity: never gives the same text twice, on whatever machine.
 
     Returns:
-        Whether it was published: False when someone else was first.
+        Whether it was published: False when another writer was first.
 
     Raises:
         StorageError: it may or may not be published.
@@ -114,7 +114,7 @@ class _Claimant:
     def attempt(self) -> bool:
         if not self._await_turn():
             was_ours = self._in_doubt and self._target.is_ours()
-            self._in_doubt = False  # nobody publishes over an object: no claim is needed now
+            self._in_doubt = False  # no writer publishes over an object: no claim is needed now
             return was_ours
         was_in_doubt, self._in_doubt = self._in_doubt, True
         try:
@@ -173,14 +173,14 @@ class _Claimant:
         ticket = f"{TICKET}{number:010d}-{identity}"
         self._write(ticket)
         claims = self._room.read()
-        # Whoever took our marker for a dead one's does not wait for our ticket.
+        # A writer that took our marker for an abandoned one does not wait for our ticket.
         in_time = self._may_rely_on(marker, claims)
         self._awaited = {name for name in self._living(claims) if name.startswith(CHOOSING)}
         self._remove(marker)
         return ticket if in_time else None
 
     def _may_rely_on(self, name: str, claims: Claims) -> bool:
-        """Whether nobody can have taken our claim for a dead one's, nor will for a while."""
+        """Whether no writer can have taken our claim for an abandoned one, nor soon will."""
         written_s = claims.written_s.get(name)
         if written_s is None:
             return False
@@ -204,6 +204,6 @@ class _Claimant:
         self._ours.discard(name)
 
     def _give_back(self) -> None:
-        """Let go of a ticket that others may pass; a try in doubt keeps it until they do."""
+        """Release a ticket that others may pass; a try in doubt keeps it until they do."""
         self._ticket = None
         self.leave()

@@ -7,7 +7,7 @@ StorageError
       - TimedOut            no answer: time-out, refused or broken connection
   + PermanentError          do not retry
       - NotFound            no object of that key
-      - PreconditionFailed  someone else published first
+      - PreconditionFailed  another writer published first
       - AccessDenied        credentials are missing, wrong or not enough
       - Corrupt             size, hash or format differ from what was published
       - StaleAttempt        a newer attempt owns the run; this one must stop
@@ -69,7 +69,7 @@ class NotFound(PermanentError):
 
 
 class PreconditionFailed(PermanentError):
-    """Someone else published first."""
+    """Another writer published first."""
 
 
 class AccessDenied(PermanentError):

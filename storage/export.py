@@ -151,8 +151,8 @@ def _in_order(
     found: list[tuple[Entry, _Piece]] = []
     for piece in pieces:
         entry = entries.get(piece.chunk.key)
-        told = (piece.weight.record.dtype, piece.chunk.lengths)
-        if entry is None or (entry.dtype, entry.shape) != told:
+        published = (piece.weight.record.dtype, piece.chunk.lengths)
+        if entry is None or (entry.dtype, entry.shape) != published:
             raise Corrupt(f"{url}: {piece.chunk.key} is not as the manifest says")
         found.append((entry, piece))
     return sorted(found, key=lambda one: (one[0].begin, one[0].end))
@@ -246,7 +246,7 @@ def _make_folder(folder: Path, cleanup: ExitStack) -> None:
 
 
 def _remove_folder(path: Path) -> None:
-    with suppress(OSError):  # somebody has put something there
+    with suppress(OSError):  # another program has put something there
         path.rmdir()
 
 
@@ -265,7 +265,7 @@ def _flush(outputs: Sequence[BinaryIO]) -> None:
 def _publish(temporaries: Sequence[Path], targets: Sequence[Path], *, force: bool) -> None:
     """Give the files their names, the index last, and keep them through a power cut."""
     if not force:
-        _refuse_existing(targets)  # hours may have passed since it was asked
+        _refuse_existing(targets)  # hours may have passed since the first check
     for temporary, target in zip(temporaries, targets, strict=True):
         temporary.replace(target)
     descriptor = os.open(targets[0].parent, os.O_RDONLY | os.O_DIRECTORY)

@@ -1,7 +1,7 @@
-"""Steps that somebody reads: retention leaves them until they are read.
+"""Leases of steps that are being read: retention leaves those steps alone.
 
-A reader keeps an object in the step's folder and writes it anew now and then; one that was
-killed is believed for `LEASE_S`. Times are seconds, by the store's clock.
+A reader keeps an object in the step's folder and renews it; the lease of one that was killed ends
+after `LEASE_S`. Times are seconds, by the store's clock.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def reading(checkpoints: CheckpointStore, step: int) -> Iterator[None]:
     """Have no retention delete `step` meanwhile.
 
     To be entered before the manifest is read. A reader that may not write reads all the same,
-    and is told that nobody waits for it.
+    and warns that retention does not wait for it.
     """
     key = checkpoints.key(step, f"{READER_PREFIX}{uuid.uuid4().hex}.json")
     document = json.dumps({"step": step, "read_at_s": checkpoints.clock()}).encode()
@@ -58,7 +58,7 @@ def reading(checkpoints: CheckpointStore, step: int) -> Iterator[None]:
 
 
 def read_steps(checkpoints: CheckpointStore, listed: Sequence[StepObjects]) -> frozenset[int]:
-    """Steps of a listing that are read; the store is asked for its time if any may be."""
+    """Steps of a listing that are being read; one request for the time if any may be."""
     if not any(_readers(step) for step in listed):
         return frozenset()
     now_s = checkpoints.store.now_s()
@@ -66,7 +66,7 @@ def read_steps(checkpoints: CheckpointStore, listed: Sequence[StepObjects]) -> f
 
 
 def is_read(step: StepObjects, *, now_s: float) -> bool:
-    """Whether a listing shows a reader of a step that has told of itself lately."""
+    """Whether a listing shows a lease of a step that has not ended."""
     return any(now_s - info.modified_s < LEASE_S for info in _readers(step))
 
 

@@ -42,7 +42,7 @@ from storage.objects import each_in_parallel, in_parallel
 from storage.staging import DTYPES, raw
 
 SPAN_BYTES = 64 * 2**20
-GAP_BYTES = 256 * 2**10  # rather read over than asked for twice
+GAP_BYTES = 256 * 2**10  # cheaper to read than a second request
 NUM_THREADS = 4
 
 
@@ -353,7 +353,7 @@ def _contiguous_range(
 
 
 def _with_gaps(segments: Sequence[Segment], begin: int, end: int) -> list[Segment]:
-    """The segments, in order, with what nobody wants in between: the hash wants it all."""
+    """The segments, in order, with unwanted bytes in between: the hash needs them all."""
     filled: list[Segment] = []
     at = begin
     for segment in segments:

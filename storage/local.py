@@ -33,7 +33,7 @@ TEMPORARY_FOLDER = ".tmp"
 ABANDONED_AFTER_S = 3600.0
 MAX_PUBLISH_TRIES = 5
 
-# errno -> (class, what to tell); anything else is a PermanentError with the system's words
+# errno -> (class, text); anything else is a PermanentError with the system's text
 OS_ERRORS: Mapping[int, tuple[type[StorageError], str]] = {
     errno.ENOENT: (NotFound, "no such object"),
     errno.ENOTDIR: (NotFound, "no such object: a part of the key is a file"),
@@ -128,7 +128,7 @@ class LocalStore:
                     path = Path(parent, name)
                     key = path.relative_to(self._root).as_posix()
                     if key.startswith(prefix):
-                        # deleted by someone else while we walk
+                        # deleted by another process while we walk
                         with suppress(FileNotFoundError):
                             found.append(_info(key, path.stat()))
         return iter(sorted(found, key=lambda info: info.key))
@@ -207,7 +207,7 @@ class LocalStore:
 
     def _prune(self, folder: Path) -> None:
         """Remove folders that became empty; an object store has none."""
-        with suppress(OSError):  # not empty, or someone else was faster
+        with suppress(OSError):  # not empty, or another process was faster
             while folder != self._root:
                 folder.rmdir()
                 folder = folder.parent

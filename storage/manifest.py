@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what was saved, where its bytes are, how to tell they are whole.
+"""The manifest of a checkpoint: what was saved, where its bytes are, and their hashes.
 
 Readers trust it alone. dtypes are the codes of the safetensors format ("BF16"); offsets, lengths
 and shapes count elements, sizes bytes; `written_at_s` is wall time.
@@ -156,7 +156,7 @@ def parse_manifest(data: bytes, *, url: str) -> Manifest:
         raise Corrupt(f"{url}: not JSON: {exc}") from exc
 
 
-_SEAL = re.compile(rb',"xxh3_128":"([0-9a-f]{32})"\}\Z')
+_HASH_FIELD = re.compile(rb',"xxh3_128":"([0-9a-f]{32})"\}\Z')
 
 
 def digest(data: bytes | memoryview) -> str:
@@ -176,11 +176,11 @@ def verified_document(data: bytes, *, url: str) -> bytes:
     Raises:
         Corrupt: it is not as it was checksummed.
     """
-    seal = _SEAL.search(data)
-    if seal is None:
+    field = _HASH_FIELD.search(data)
+    if field is None:
         raise Corrupt(f"{url}: not a document with its hash at the end")
-    body = data[: seal.start()] + b"}"
+    body = data[: field.start()] + b"}"
     found = digest(body)
-    if found != seal[1].decode():
-        raise Corrupt(f"{url}: xxh3_128 {found} instead of {seal[1].decode()}")
+    if found != field[1].decode():
+        raise Corrupt(f"{url}: xxh3_128 {found} instead of {field[1].decode()}")
     return body

@@ -1,4 +1,4 @@
-"""What the rest of the package asks of an object store.
+"""The interface of an object store, and helpers for its users.
 
 Keys are '/'-separated strings relative to the store's address. An object appears whole or not at
 all; `put` replaces. Sizes are bytes, times seconds since the epoch by the store's clock.
@@ -41,7 +41,7 @@ class ObjectStore(Protocol):
             if_absent: publish only when nothing is there.
 
         Raises:
-            PreconditionFailed: `if_absent` was asked and the object exists.
+            PreconditionFailed: `if_absent` is set and the object exists.
             ValueError: `if_absent` with more than one part's worth of bytes (s3).
         """
         ...

@@ -1,7 +1,7 @@
 """Restoring from the nodes' own memory and disks, and from the store with their help.
 
 Collective: every rank takes the same steps, and learns of the others' failures before the next
-one. What ranks tell each other is JSON over the process group. Sizes are bytes.
+one. Ranks exchange JSON over the process group. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _log = logging.getLogger("perdure.storage")
 PIECE_BYTES = 64 * 2**20
 
 
-class Held(FrozenModel):
-    """One share that a node can give, as the ranks tell each other."""
+class NodeShare(FrozenModel):
+    """One share that a node can give, as the ranks exchange it."""
 
     save: SaveId
     rank: int
@@ -42,11 +42,11 @@ class Held(FrozenModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Assembled:
+class RestorableSave:
     """A save of which the nodes together hold every share.
 
     Attributes:
-        holders: by rank of the share, the lowest rank of today that has it at hand.
+        holders: by rank of the share, the lowest rank of today whose node has it.
         local: by rank of today, the shares that its node holds, with the nearest tier.
     """
 
@@ -69,19 +69,18 @@ class NodeShares:
     _held: Sequence[HeldShare] = ()
     _damaged: set[tuple[SaveId, int]] = field(default_factory=set)
 
-    def refresh(self) -> list[Held]:
-        """Ask the checkpoint server what there is; what turned out damaged is left out.
+    def refresh(self) -> list[NodeShare]:
+        """List what the checkpoint server holds; what turned out damaged is left out.
 
-        A checkpoint server that does not answer has nothing: the other ranks must not wait for this
-            one.
+        A server that does not answer holds nothing: the other ranks must not wait for this one.
         """
         try:
-            told = self.client.shares()
+            shares = self.client.shares()
         except StorageError as exc:
             _log.info(str(exc))
-            told = ()
-        self._held = [h for h in told if h.tier is Tier.MEMORY or _id(h) not in self._damaged]
-        return [Held(save=_id(h)[0], rank=_id(h)[1], tier=h.tier) for h in self._held]
+            shares = ()
+        self._held = [h for h in shares if h.tier is Tier.MEMORY or _id(h) not in self._damaged]
+        return [NodeShare(save=_id(h)[0], rank=_id(h)[1], tier=h.tier) for h in self._held]
 
     def written(self, save: SaveId, rank: int) -> WrittenShare:
         """What a held share is made of."""
@@ -109,7 +108,7 @@ class NodeShares:
         return self._read_disk(written)
 
     def _read_disk(self, written: WrittenShare) -> Tensor:
-        assert self.disk is not None  # noqa: S101 the checkpoint server said that it lies there
+        assert self.disk is not None  # noqa: S101 the checkpoint server has listed it there
         share = written.share
         file = torch.empty(written.record.size_bytes, dtype=torch.uint8)
         try:
@@ -144,16 +143,19 @@ class NodeRestore:
     before: tuple[int, int]
     device: torch.device
 
-    def candidates(self) -> list[Assembled]:
+    def candidates(self) -> list[RestorableSave]:
         """Saves that the nodes hold whole, newest first; the same on every rank."""
-        told = gather_json([h.model_dump(mode="json") for h in self.node.refresh()], self.device)
-        held = {rank: [Held.model_validate(h) for h in told[rank]] for rank in range(len(told))}
-        return assemble(held, before=self.before)
+        own = [one.model_dump(mode="json") for one in self.node.refresh()]
+        held = {
+            rank: [NodeShare.model_validate(one) for one in of_rank]
+            for rank, of_rank in enumerate(gather_json(own, self.device))
+        }
+        return restorable_saves(held, before=self.before)
 
     def load(
-        self, chosen: Assembled, state_of: Callable[[Manifest], Mapping[str, Tensor]]
+        self, chosen: RestorableSave, state_of: Callable[[Manifest], Mapping[str, Tensor]]
     ) -> Manifest | None:
-        """Fill a state; None when a share turned out damaged: ask for candidates again.
+        """Fill a state; None when a share turned out damaged: look for candidates again.
 
         Raises:
             Corrupt: on every rank, when a share does not hold what it should; the state is then
@@ -227,17 +229,17 @@ class NodeRestore:
             return False
         return True
 
-    def _manifest(self, chosen: Assembled) -> Manifest:
+    def _manifest(self, chosen: RestorableSave) -> Manifest:
         own = [
             self.node.written(chosen.save, rank).model_dump(mode="json")
             for rank, holder in chosen.holders.items()
             if holder == _rank()
         ]
-        told = gather_json(own, self.device)
-        shares = [WrittenShare.model_validate(one) for of_rank in told for one in of_rank]
+        gathered = gather_json(own, self.device)
+        shares = [WrittenShare.model_validate(one) for of_rank in gathered for one in of_rank]
         return merge(shares, owner=chosen.save.owner, written_at_s=self.checkpoints.clock())
 
-    def _open(self, chosen: Assembled, ranks: Iterable[int]) -> dict[int, Tensor] | None:
+    def _open(self, chosen: RestorableSave, ranks: Iterable[int]) -> dict[int, Tensor] | None:
         here = chosen.local.get(_rank(), {})
         opened: dict[int, Tensor] = {}
         damaged = False
@@ -269,7 +271,7 @@ class NodeRestore:
 def planned(
     state: Mapping[str, Tensor], reads: ShardReads
 ) -> tuple[LoadPlanner, dict[str, list[tuple[ReadItem, Chunk]]]]:
-    """What `state` wants of a checkpoint, by shard, and the planner that knows where it goes."""
+    """What `state` needs of a checkpoint, by shard, and the planner that knows where it goes."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     metadata = ManifestReader(reads).read_metadata()
     planner.set_up_planner(dict(state), metadata, is_coordinator=False)
@@ -299,12 +301,14 @@ def _shard(save: SaveId, rank: int) -> str:
     return save.shard(rank)
 
 
-def assemble(held: Mapping[int, Sequence[Held]], *, before: tuple[int, int]) -> list[Assembled]:
+def restorable_saves(
+    held: Mapping[int, Sequence[NodeShare]], *, before: tuple[int, int]
+) -> list[RestorableSave]:
     """The saves that the nodes hold whole, newest step first. Pure.
 
     Args:
         held: by rank of today, what its node holds.
-        before: (placement, attempt) of now; what is not older belongs to another life of the run.
+        before: (placement, attempt) of now; saves that are not older are of no use.
     """
     by_save: defaultdict[SaveId, dict[int, dict[int, Tier]]] = defaultdict(dict)
     for reader, shares in held.items():
@@ -314,7 +318,7 @@ def assemble(held: Mapping[int, Sequence[Held]], *, before: tuple[int, int]) -> 
             tiers = by_save[one.save].setdefault(reader, {})
             tiers[one.rank] = min(tiers.get(one.rank, one.tier), one.tier, key=_nearness)
     whole = [
-        Assembled(save, holders, local)
+        RestorableSave(save, holders, local)
         for save, local in by_save.items()
         if len(holders := _holders(local)) == save.world_size
     ]

@@ -21,8 +21,8 @@ class Retry:
     """Repeat an operation while it raises `TransientError`.
 
     The n-th pause is drawn from [d/2, d] with d = min(cap_s, base_s * 2**(n-1)): never so short
-    that a throttled store is hammered, never the same on a thousand ranks. What the store asks
-    for comes on top, or the thousand would come back at the same moment.
+    that a throttled store is hammered, never the same on a thousand ranks. A pause that the store
+    requests is added to it, or the thousand would return at the same moment.
     """
 
     max_tries: int = 6

@@ -173,7 +173,7 @@ class S3Store:
                 page = self._call(
                     prefix, lambda _tries: self._client().list_multipart_uploads(**request)
                 )
-            except NotFound:  # so does rclone say that there are none
+            except NotFound:  # rclone's answer when there are none
                 return aborted
             now_s = now_s or server_time_s(page)  # one time for all pages
             for upload in page.get("Uploads", []):
@@ -320,7 +320,7 @@ class S3Store:
             parts = in_parallel(send, numbers, num_threads=self._options.num_threads)
             self._complete(key, upload_id, parts, view.nbytes)
         except BaseException:
-            # Best effort: the first failure is the one to tell about.
+            # Best effort: the first failure is the one to report.
             with suppress(StorageError):
                 self._folded(
                     key,

@@ -162,7 +162,7 @@ def read_into(body: StreamingBody, outs: Sequence[memoryview]) -> int:
     except (HTTPException, OSError) as exc:
         raise ResponseStreamingError(error=exc) from exc
     finally:
-        if answer.length:  # still to come: not to be taken for the next answer
+        if answer.length:  # what is left must not be read as the next answer
             raw.close()
         raw.release_conn()
     if answer.length and filled < sum(out.nbytes for out in outs):
@@ -173,7 +173,7 @@ def read_into(body: StreamingBody, outs: Sequence[memoryview]) -> int:
 def _plain_answer(body: StreamingBody, raw: object) -> HTTPResponse | None:
     """The answer below urllib3's, whose own `readinto` makes bytes first; None: must be copied.
 
-    A body of another class looks at what passes, as for a checksum, and one without a length is
+    A body of another class reads along, as for a checksum, and one without a length is
     in chunks.
     """
     answer = getattr(raw, "_fp", None)
@@ -219,7 +219,7 @@ class Body(io.RawIOBase):
         return True
 
     def seekable(self) -> bool:
-        """Whether `seek` works: always; a request that is repeated starts anew."""
+        """Whether `seek` works: always; a request that is repeated starts from the beginning."""
         return True
 
     def tell(self) -> int:
@@ -259,13 +259,13 @@ def fold(
     if isinstance(error, boto.ClientError):
         return _fold_answer(error, url)
     if isinstance(error, ResponseParserError):
-        # Its text quotes the answer, which comes from who knows where.
+        # Its text quotes the answer, whose origin is unknown.
         return ServerError(f"{url}: the answer is no S3 answer; is a gateway in front ill?")
     return _fold_failure(error, url)
 
 
 def _fold_failure(error: boto.BotoCoreError, url: str) -> StorageError:
-    """For what boto3 met on its own side of the connection."""
+    """For failures on our side of the connection."""
     cause = getattr(error, "kwargs", {}).get("error")
     if isinstance(cause, ValueError):
         # Its text quotes the header, which may be the session token.
@@ -306,7 +306,7 @@ def server_time_s(answer: Mapping[str, Any]) -> float:
     """When the store gave `answer`, by its own clock, in whole seconds.
 
     Raises:
-        PermanentError: it does not tell, against the rules of HTTP.
+        PermanentError: the answer has no date, against the rules of HTTP.
     """
     date = _date(_headers(answer).get("date", ""))
     if date is None:

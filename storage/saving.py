@@ -131,7 +131,7 @@ class TieredSaver(_Saver):
             step: completed optimizer steps.
             extra: JSON; the first rank's counts.
             attachments: objects that the store gets before the checkpoint, by key; they stay
-                with the share, so that whoever publishes it publishes them.
+                with the share, so that its publisher publishes them, too.
 
         Raises:
             StorageError: an earlier save failed for good, or the checkpoint server is gone.
@@ -180,10 +180,10 @@ class TieredSaver(_Saver):
         return slots[0]
 
     def _in_turns(self, is_done: Callable[[], bool], *, timeout_s: float, late: str) -> None:
-        """Ask on every rank, a moment each time, until it is done on all.
+        """Try on every rank, a moment each time, until it is done on all.
 
-        In turns: a rank that waited alone would look like one that hangs, and outlast a
-        collective's limit.
+        A rank that waited alone would look like one that hangs, and would exceed the time limit
+        of a collective.
         """
         deadline_s = time.monotonic() + timeout_s
         while True:

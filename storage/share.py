@@ -1,7 +1,7 @@
 """One rank's share of a checkpoint, and how the shares of all ranks become its manifest.
 
 A share lies in host memory, on a node's disk or, until the manifest is committed, beside its
-shard in the store: whoever holds one share of every rank can restore, and can publish.
+shard in the store: one share of every rank is enough to restore, and to publish.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def parse_record(data: bytes, *, url: str) -> WrittenShare:
 
 
 def delete_records(checkpoints: CheckpointStore, save: SaveId, ranks: Collection[int]) -> None:
-    """Remove the records of a save; the manifest has what they said."""
+    """Remove the records of a save; the manifest has what they held."""
     for rank in ranks:
         checkpoints.store.delete(_record_key(checkpoints, save, rank))
 

@@ -1,7 +1,7 @@
-"""Reading a checkpoint from end to end, and what came of it the last time.
+"""Reading a checkpoint from end to end, and the recorded outcome of the last time.
 
 `verified.json` in the step's folder holds the outcome of the newest verification. It names the
-save that was read, so that a step which was set aside and saved anew does not inherit it. Times
+save that was read, so that a step which was set aside and saved again does not inherit it. Times
 are seconds since the epoch, sizes bytes.
 """
 
@@ -56,7 +56,7 @@ def verify(
 
     Raises:
         NotFound: the step was removed meanwhile.
-        StorageError: the store does not answer; says nothing of the checkpoint.
+        StorageError: the store does not answer; the checkpoint may be whole.
     """
     damages = checkpoints.verify(step, on_bytes=on_bytes)
     if damages and step not in checkpoints.states():

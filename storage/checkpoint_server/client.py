@@ -49,11 +49,11 @@ class ReservedSlot:
 
 @dataclass(slots=True)
 class CheckpointClient:
-    """Speaks to the checkpoint server of this node.
+    """A connection to the checkpoint server of this node.
 
     Attributes:
         name: of the checkpoint server's socket.
-        owner: (placement, attempt) that saves and is told of its failures; None: of all.
+        owner: (placement, attempt) that saves, and whose failures are raised; None: any.
 
     Raises (every call):
         TimedOut: the checkpoint server is gone.
@@ -72,7 +72,7 @@ class CheckpointClient:
         self.close()
 
     def close(self) -> None:
-        """Let go of everything that was reserved or opened."""
+        """Release everything that was reserved or opened."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -85,7 +85,7 @@ class CheckpointClient:
         """A slot, or None when none became free within a moment.
 
         Raises:
-            StorageError: an earlier save of this node failed for good; told once.
+            StorageError: an earlier save of this node failed for good; raised once.
         """
         request = Reserve(rank=rank, size_bytes=size_bytes, timeout_s=TURN_S, owner=self.owner)
         reply, descriptor = self._asked(request)
@@ -126,12 +126,12 @@ class CheckpointClient:
         """Whether something handed over is still on its way to the store, after a moment's wait.
 
         Raises:
-            StorageError: some of it failed; told once.
+            StorageError: some of it failed; raised once.
         """
         return self._asked(Settle(timeout_s=TURN_S, owner=self.owner))[0].busy
 
     def _asked(self, request: Message) -> tuple[Reply, int | None]:
-        """Ask; what was refused, and what failed meanwhile, is raised."""
+        """The reply; a refusal, or what failed meanwhile, is raised."""
         reply, descriptor = self._ask(request)
         if reply.failure is not None or reply.refused is not None:
             if descriptor is not None:

@@ -1,4 +1,4 @@
-"""What a worker and its node's checkpoint server say to each other.
+"""The messages between a worker and its node's checkpoint server.
 
 Messages are JSON behind an 8-byte length, over a Unix socket in the abstract namespace; a reply
 may carry one file descriptor of memory. Both ends check that the other is of the same user.
@@ -38,12 +38,12 @@ class Prepare(Message):
 
 
 class Reserve(Message):
-    """Ask for a slot to copy into; the reply carries its memory.
+    """Request a slot to copy into; the reply carries its memory.
 
     The slot is the connection's until `Ready`; what a broken connection leaves is discarded.
 
     Attributes:
-        owner: (placement, attempt) that asks and is told of its failures; None: of all.
+        owner: (placement, attempt) whose failures the reply may carry; None: of any.
     """
 
     op: Literal["reserve"] = "reserve"
@@ -67,13 +67,13 @@ class Ready(Message):
 
 
 class ListShares(Message):
-    """Ask which shares are held."""
+    """Request the list of shares that are held."""
 
     op: Literal["list"] = "list"
 
 
 class Open(Message):
-    """Ask for the memory of a share; it stays as it is until the connection is closed."""
+    """Request the memory of a share; it stays as it is until the connection is closed."""
 
     op: Literal["open"] = "open"
     save: SaveId
@@ -81,7 +81,7 @@ class Open(Message):
 
 
 class Republish(Message):
-    """Have every share of a save that is held put into the store, and commit it if asked to.
+    """Have every share of a save that is held put into the store.
 
     Attributes:
         owner: (placement, attempt) that publishes.
@@ -99,7 +99,7 @@ class Settle(Message):
     """Wait until everything that was handed over is in the store, or has failed.
 
     Attributes:
-        owner: (placement, attempt) that asks and is told of its failures; None: of all.
+        owner: (placement, attempt) whose failures the reply may carry; None: of any.
     """
 
     op: Literal["settle"] = "settle"
@@ -136,7 +136,7 @@ class Reply(Message):
         memory_id: changes when the slot has other memory than before.
         size_bytes: of that memory.
         busy: no slot became free, or not everything has settled, within the time.
-        failure: of a save that was handed over before, told once.
+        failure: of a save that was handed over before; reported once.
     """
 
     refused: str | None = None

@@ -2,7 +2,7 @@
 
 The checkpoint server of the first rank commits once every rank's record lies in the store, so
 checkpoint servers need no connection to each other. Killed anywhere, what is there is a committed
-checkpoint or an unfinished one that nobody is offered. Sizes are bytes, times seconds.
+checkpoint or an unfinished one that is never offered. Sizes are bytes, times seconds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _log = logging.getLogger("perdure.storage")
 RECORD_THREADS = 16
 POLL_FIRST_S = 0.05
 POLL_LONGEST_S = 1.0
-CHECK_S = 5.0  # between two looks at who owns the run, while records are awaited
+CHECK_S = 5.0  # between two checks of who owns the run, while records are awaited
 DISK_KEEPS_SAVES = 2
 _SHARE = re.compile(r"/step-(\d+)/p(\d+)-a(\d+)-rank\d+\.")
 
@@ -67,7 +67,7 @@ class Publisher:
         disk: likewise on the node's disk; None: there is no such tier.
         retain: called after a commit with the step; deletes what is no longer wanted.
         announce: called after a commit with `Committing.announce` and the step.
-        patience_s: how long a commit waits for the records of other ranks.
+        wait_s: how long a commit waits for the records of other ranks.
         clock: monotonic seconds.
         reached: called with the name of each point of a save, for fault injection.
     """
@@ -79,7 +79,7 @@ class Publisher:
         disk: CheckpointStore | None,
         retain: Callable[[int], None],
         announce: Callable[[Path, int], None] = lambda _log, _step: None,
-        patience_s: float = 1800.0,
+        wait_s: float = 1800.0,
         clock: Callable[[], float] = time.monotonic,
         reached: Callable[[str], None] = lambda _point: None,
     ) -> None:
@@ -87,7 +87,7 @@ class Publisher:
         self._disk = disk
         self._retain = retain
         self._announce = announce
-        self._patience_s = patience_s
+        self._wait_s = wait_s
         self._clock = clock
         self._reached = reached
         self._newest: tuple[tuple[int, int], int] | None = None
@@ -100,7 +100,7 @@ class Publisher:
         self._ending.set()
 
     def write_to_disk(self, written: WrittenShare, data: memoryview) -> None:
-        """Put a share onto the node's disk, if there is such a tier; a full one is only told."""
+        """Put a share onto the node's disk, if there is such a tier; a full one is only logged."""
         self._reached("before_shard")
         if self._disk is not None:
             self._write_to_disk(self._disk, written, data)
@@ -178,7 +178,7 @@ class Publisher:
             step = task.save.step
             if self._newest is not None and self._newest[0] > task.owner:
                 raise StaleAttempt(f"step {step}: a newer attempt saves meanwhile")
-            if self._ending.is_set() or self._clock() > began_s + self._patience_s:
+            if self._ending.is_set() or self._clock() > began_s + self._wait_s:
                 here = recorded_ranks(self._store, task.save)
                 missing = sorted(set(range(task.save.world_size)) - here)
                 raise StorageError(f"step {step}: the shares of ranks {missing} did not come")
@@ -208,7 +208,7 @@ class Publisher:
 
     @contextmanager
     def _spared(self, save: tuple[int, int, int]) -> Iterator[None]:
-        """While a save is being written, nobody prunes it."""
+        """Keeps a save that is being written from being pruned."""
         with self._disk_lock:
             self._onto_disk.append(save)
         try:
@@ -218,7 +218,7 @@ class Publisher:
                 self._onto_disk.remove(save)
 
     def _prune(self, disk: CheckpointStore, *, keep_saves: int) -> None:
-        # Whoever begins to write meanwhile waits: its files are not in the listing.
+        # A save that begins meanwhile waits: its files are not in the listing.
         with self._disk_lock:
             prune_disk(disk, keep_saves=keep_saves, writing=self._onto_disk)
 

@@ -48,7 +48,7 @@ DISK_THREADS = 4
 UPLOAD_THREADS = 4
 COMMIT_THREADS = 4
 # At the end the checkpoint servers of other nodes upload too; a commit gives them this long.
-OTHERS_PATIENCE_S = 10.0
+OTHERS_WAIT_S = 10.0
 ACCEPT_PAUSE_S = 1.0
 
 
@@ -68,8 +68,8 @@ class CheckpointServer:
         publisher: writes and commits.
         disk: the node's disk tier, if there is one.
         store: the run's checkpoints in the object store.
-        available_bytes: asks how much memory the host can still give.
-        note: told what the memory holds whenever that changes.
+        available_bytes: returns how much memory the host can still give.
+        note: called with what the memory holds whenever that changes.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class CheckpointServer:
         self._commits = ThreadPoolExecutor(COMMIT_THREADS)
         self._tasks = Tasks()
         self._lock = threading.Lock()
-        self._asked_again: set[tuple[tuple[int, int], SaveId, int]] = set()
+        self._republished: set[tuple[tuple[int, int], SaveId, int]] = set()
         self._noting = threading.Lock()
         self._noted: Sequence[tuple[SaveId, int]] = []
         self._closing = threading.Event()
@@ -111,7 +111,7 @@ class CheckpointServer:
                 ).start()
             except (OSError, RuntimeError) as exc:
                 if not self._closing.is_set():
-                    # Out of descriptors or threads, say: the saves that are held outlast it.
+                    # Out of descriptors or threads, perhaps: the saves that are held outlast it.
                     _log.error(f"no connection taken: {exc}")
                     self._closing.wait(ACCEPT_PAUSE_S)
 
@@ -124,7 +124,7 @@ class CheckpointServer:
         self._listener.close()
         self._tasks.wait(timeout_s, pools=(self._disk_writes, self._uploads))
         left_s = max(0.0, deadline_s - time.monotonic())
-        settled = self._tasks.wait(min(OTHERS_PATIENCE_S, left_s / 2))
+        settled = self._tasks.wait(min(OTHERS_WAIT_S, left_s / 2))
         self._publisher.end()
         self._tasks.wait(max(0.0, deadline_s - time.monotonic()))
         return settled
@@ -153,7 +153,7 @@ class CheckpointServer:
         descriptor = None
         try:
             reply, descriptor = self._answer(connection, request)
-        except Exception as exc:  # noqa: BLE001 the worker is to know, and others go on
+        except Exception as exc:  # noqa: BLE001 the worker gets it, and others go on
             _log.error(f"{request.op}: {type(exc).__name__}: {exc}")
             reply = Reply(refused=f"the checkpoint server: {type(exc).__name__}: {exc}")
         send(connection.socket, reply, descriptor)
@@ -196,7 +196,7 @@ class CheckpointServer:
 
     def _reserve(self, connection: _Connection, request: Reserve) -> tuple[Reply, int | None]:
         failure = self._tasks.take_failure(request.owner)
-        if failure is not None:  # before a slot: its copy would never come
+        if failure is not None:  # before a slot is taken: it would stay COPYING
             return Reply(failure=failure), None
         try:
             slot = self._slots.reserve(
@@ -270,21 +270,21 @@ class CheckpointServer:
             if save == request.save:
                 work = partial(self._publish_again, save, rank, request.owner)
             elif share.attachments and share.step < request.save.step:
-                # Steps of saves before it that never came so far: this one keeps them.
+                # Steps of earlier saves that were not published: this one keeps them.
                 work = partial(self._publisher.attach, share)
-            if work is not None and self._is_first_to_ask(request.owner, save, rank):
+            if work is not None and self._is_first_request(request.owner, save, rank):
                 self._tasks.begin(self._uploads, work, owner=request.owner)
         if request.commit:
             announce = Path(request.announce) if request.announce else None
             self._begin_commit(Committing(request.save, request.owner, announce))
 
-    def _is_first_to_ask(self, owner: tuple[int, int], save: SaveId, rank: int) -> bool:
-        """Whether no worker of an attempt asked for this before: each of a node's ranks does."""
+    def _is_first_request(self, owner: tuple[int, int], save: SaveId, rank: int) -> bool:
+        """Whether no worker of an attempt requested this before: each of a node's ranks does."""
         with self._lock:
-            if (owner, save, rank) in self._asked_again:
+            if (owner, save, rank) in self._republished:
                 return False
-            self._asked_again = {one for one in self._asked_again if one[0] >= owner}
-            self._asked_again.add((owner, save, rank))
+            self._republished = {one for one in self._republished if one[0] >= owner}
+            self._republished.add((owner, save, rank))
             return True
 
     def _publish_again(self, save: SaveId, rank: int, owner: tuple[int, int]) -> None:

@@ -1,7 +1,7 @@
 """Host memory for checkpoints: two slots a rank, so that one whole share is always there.
 
 A slot is EMPTY, COPYING while its worker writes, or READY. A READY slot is given away again only
-when a newer one of the rank is READY, its share is published (or cannot be), and nobody reads it.
+when a newer one of the rank is READY, its share is published (or cannot be), and has no reader.
 The memory is anonymous (memfd): it lives as long as the checkpoint server, whatever happens to
 workers, and is reused, because fresh pages cost six times the copy. Sizes are bytes, times seconds.
 """
@@ -34,7 +34,7 @@ class SlotState(StrEnum):
 
 
 class NoMemory(Exception):  # noqa: N818 a state of affairs
-    """The host has not enough memory for a slot; the text says how much it has."""
+    """The host has not enough memory for a slot; the text names both sizes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +44,7 @@ class Slot:
     Attributes:
         number: names the slot within its checkpoint server.
         writer: connection that copies into it.
-        record: size and hash of the share, None until somebody asked.
+        record: size and hash of the share, None until they are wanted.
         settled: whether its share was published, or will never be.
         readers: how many connections read it.
     """
@@ -82,7 +82,7 @@ class SlotTable:
     """The slots of all ranks of a node; safe for use from several threads.
 
     Attributes:
-        available_bytes: asks how much memory the host can still give.
+        available_bytes: returns how much memory the host can still give.
     """
 
     available_bytes: Callable[[], int]
@@ -162,7 +162,7 @@ class SlotTable:
             return [(s.share.save_id, s.share.rank) for s in self._all() if s.share is not None]
 
     def unpin(self, slot: Slot) -> None:
-        """Let go of a slot."""
+        """Release a slot."""
         with self._changed:
             slot.readers -= 1
             self._changed.notify_all()
@@ -234,7 +234,7 @@ class SlotTable:
 
 
 def _age_key(slot: Slot) -> tuple[int, int, int]:
-    assert slot.share is not None  # noqa: S101 asked for READY slots alone
+    assert slot.share is not None  # noqa: S101 called for READY slots alone
     return (*slot.share.save_id.owner, slot.share.step)
 
 
@@ -284,7 +284,7 @@ def _memory_groups(root: Path, line: str) -> Iterator[tuple[Path, _Names]]:
     if controllers and "memory" not in controllers.split(","):
         return
     top, names = (root / _MOUNTED / "memory", _V1) if controllers else (root / _MOUNTED, _V2)
-    # A container may be told its path as the host sees it, and see its own group at the top.
+    # A container may get its path as the host has it, and have its own group at the top.
     own = Path(path.lstrip("/"))
     for part in (own, *own.parents):
         if ".." not in part.parts:

@@ -22,7 +22,7 @@ Owner = tuple[int, int]  # placement and attempt
 
 
 class Tasks:
-    """Work in thread pools; each failure is told once, to the attempt that it belongs to."""
+    """Work in thread pools; each failure is reported once, to its attempt."""
 
     def __init__(self) -> None:
         self._open: list[tuple[ThreadPoolExecutor, Future[None]]] = []
@@ -37,17 +37,17 @@ class Tasks:
             self._open = [*unfinished, (pool, future)]
 
     def take_failure(self, owner: Owner | None) -> Failure | None:
-        """What failed since it was last asked, for an attempt; None: for any."""
+        """What failed since the last call, for an attempt; None: for any."""
         with self._lock:
             mine = [one for one in self._failures if owner is None or one == owner]
-            told = self._failures[max(mine)] if mine else None
-            # What failed for attempts before it, nobody will ask for.
+            newest = self._failures[max(mine)] if mine else None
+            # Failures of attempts before it have no reader any more.
             self._failures = {
                 one: failure
                 for one, failure in self._failures.items()
                 if owner is not None and one > owner
             }
-            return told
+            return newest
 
     def wait(
         self, timeout_s: float, *, pools: Collection[ThreadPoolExecutor] | None = None
@@ -64,8 +64,8 @@ class Tasks:
         deadline_s = time.monotonic() + timeout_s
         while True:
             with self._lock:
-                asked = [f for pool, f in self._open if pools is None or pool in pools]
-            waiting = [future for future in asked if not future.done()]
+                open_ = [f for pool, f in self._open if pools is None or pool in pools]
+            waiting = [future for future in open_ if not future.done()]
             if not waiting:
                 return True
             with suppress(TimeoutError):

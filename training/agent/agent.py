@@ -2,8 +2,8 @@
 
 It starts and stops workers on a supervisor's orders, counts process starts, watches exits and
 heartbeats, and keeps living when the supervisor does not: the attempt goes on, and its outcome
-waits to be asked for. Without any supervisor for `orphan_timeout_s` it stops its workers and
-ends (fencing). Times are seconds of CLOCK_MONOTONIC unless a name says otherwise.
+waits until it is queried. Without any supervisor for `orphan_timeout_s` it stops its workers and
+ends (fencing). Times are seconds of CLOCK_MONOTONIC unless a name states otherwise.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Agent:
         self._lock = threading.Lock()
         self._server = control_server(config.host, config.token, self.handle)
         self._epoch = config.epoch
-        self._heard_s = time.monotonic()
+        self._called_s = time.monotonic()
         self._proc_start_cnt = 0
         self._order: StartOrder | None = None
         self._group: WorkerGroup | None = None
@@ -90,7 +90,7 @@ class Agent:
         self._oom_kills_before = oom_kills()
 
     def run(self) -> None:
-        """Serve until told to shut down, or until no supervisor has been heard for too long."""
+        """Serve until a shutdown order, or until no supervisor has called for too long."""
         become_subreaper()
         signal.signal(signal.SIGTERM, self._on_terminate)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -110,7 +110,7 @@ class Agent:
     def _watch(self) -> None:
         checked_s = 0.0
         while not (self._ending and self._is_quiet()):
-            self._waking.sleep(TICK_S if self._is_pressed() else HANG_CHECK_S)
+            self._waking.sleep(TICK_S if self._is_busy() else HANG_CHECK_S)
             with self._lock:
                 self._tick()
                 if time.monotonic() - checked_s > HANG_CHECK_S - TICK_S:
@@ -118,7 +118,7 @@ class Agent:
                     self._check_hang()
                     self._check_orphaned()
 
-    def _is_pressed(self) -> bool:
+    def _is_busy(self) -> bool:
         """Whether there is more to do than to wait for the next end of a process."""
         return not self._is_quiet() and self._group is not None and self._group.is_ending
 
@@ -136,7 +136,7 @@ class Agent:
             return self._refuse(request.epoch) or self._obey(request.order)
 
     def status(self) -> AgentStatus:
-        """How this node stands."""
+        """The status of this node."""
         return AgentStatus(
             node=self._config.node,
             member=self._config.member,
@@ -330,10 +330,10 @@ class Agent:
             return
         assert self._group is not None  # noqa: S101 RUNNING implies a group
         assert self._hang_check is not None  # noqa: S101 likewise
-        self._hang = self._hang_check.look(self._group, sample=self._sampling.newest)
+        self._hang = self._hang_check.check(self._group, sample=self._sampling.newest)
 
     def _check_orphaned(self) -> None:
-        if time.monotonic() - self._heard_s > self._config.orphan_timeout_s:
+        if time.monotonic() - self._called_s > self._config.orphan_timeout_s:
             self._stop(self._order.grace_s if self._order else 0.0)
             self._ending = True
 
@@ -356,11 +356,11 @@ class Agent:
         return Reply(port=self._free_port_of[1])
 
     def _refuse(self, epoch: int) -> Reply | None:
-        """Hear a supervisor, unless a newer one was heard before."""
+        """Take note of a supervisor's call, unless a newer one has called before."""
         if epoch < self._epoch:
             return Reply(error=f"epoch {epoch} is superseded by {self._epoch}")
         self._epoch = epoch
-        self._heard_s = time.monotonic()
+        self._called_s = time.monotonic()
         return None
 
     def _evidence(self, epoch: int, tail_bytes: int) -> Reply:
@@ -383,7 +383,7 @@ class Agent:
         """Runs other programs: not under the lock."""
         with self._lock:
             refused = self._refuse(epoch)
-            workers = self._group.asked_for_stacks() if self._group is not None else []
+            workers = self._group.stacks_targets() if self._group is not None else []
         return refused or Reply(texts=tuple(stacks_of(workers)))
 
     def _check(self, epoch: int, order: CheckOrder) -> Reply:

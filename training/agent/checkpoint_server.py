@@ -52,7 +52,7 @@ REVIVED_AFTER_S = 5.0  # since its start
 
 
 def main() -> None:
-    """Keep the checkpoints of one node until told to end, and end then."""
+    """Keep the checkpoints of one node until SIGTERM, then end."""
     keep()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -60,15 +60,15 @@ def main() -> None:
 
 
 def keep() -> None:
-    """Keep the checkpoints of one node until told to end."""
+    """Keep the checkpoints of one node until SIGTERM."""
     start_logging()
     # Blocked before there are threads and waited for by name: a handler runs in the main thread
     # alone, and a signal that the kernel gives to another one would not wake it from a wait.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     job = Job.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
     disk = CheckpointStore(LocalStore(Path(sys.argv[3])), job.run_id) if sys.argv[3:] else None
-    patient = Retry(max_tries=1_000, cap_s=30.0, give_up_after_s=OUTAGE_S)
-    store = CheckpointStore(open_store(job.storage, retry=patient), job.run_id)
+    retry = Retry(max_tries=1_000, cap_s=30.0, give_up_after_s=OUTAGE_S)
+    store = CheckpointStore(open_store(job.storage, retry=retry), job.run_id)
     publisher = Publisher(
         store,
         disk=disk,
@@ -89,7 +89,7 @@ def keep() -> None:
 
 def _await_agents_end() -> None:
     """Notice that the agent is gone: its end of the pipe closes, however it died."""
-    if stat.S_ISFIFO(os.fstat(0).st_mode):  # not one that a person started
+    if stat.S_ISFIFO(os.fstat(0).st_mode):  # not one that was started by hand
         while os.read(0, 1):
             pass
         os.kill(os.getpid(), signal.SIGTERM)
@@ -114,7 +114,7 @@ def log_commit(log: Path, step: int) -> None:
 
 
 class HeldInMemory(FrozenModel):
-    """What a checkpoint server's memory holds, as a file in its container's folder tells.
+    """What a checkpoint server's memory holds, as a file in its container's folder has it.
 
     Attributes:
         pid: of the checkpoint server.
@@ -171,8 +171,8 @@ class CheckpointServerProcess:
     def revive(self, *, now_s: float) -> bool:
         """Start one that has died again, under its name. Whether it was.
 
-        Workers that ask for it anew after a recovery would wait in vain. One that dies at once is
-        left alone for a while.
+        Workers that connect again after a recovery would wait in vain. One that dies at once is
+        not started again for a while.
         """
         if self._process is None or self._process.poll() is None:
             return False

@@ -1,7 +1,7 @@
-"""What a node knows about a failure beside its workers' output: device logs and device health.
+"""What a node knows about a failure beside its workers' output: device logs, health, stacks.
 
 CANN writes its own log per process (plog) into a folder that the agent chose; the tools of the
-driver say how a device is. Both are read after an attempt failed, never while it runs: they are
+driver report how a device is. Both are read after an attempt failed, never while it runs: they are
 evidence for the diagnosis, which does not depend on them. Sizes are bytes, times seconds.
 """
 
@@ -62,16 +62,16 @@ def _dated(folder: Path) -> Iterator[tuple[float, Path]]:
 
 
 def device_health(devices: Sequence[int]) -> Iterator[NodeText]:
-    """What the driver's tools say, where they are installed: the table, then of each device.
+    """What the driver's tools report, where they are installed: the table, then each device.
 
-    One that hangs ends the asking, and so does `HEALTH_DEADLINE_S` for all of them together.
+    One that hangs ends the queries, and so does `HEALTH_DEADLINE_S` for all of them together.
 
     Args:
         devices: as workers count them, places in the table: a card may have more than one chip.
     """
     if find_tool(NPU_SMI) is None:
         return
-    table = ask((NPU_SMI, "info"), None)
+    table = output_of((NPU_SMI, "info"), None)
     yield table
     if table.text.startswith(NO_ANSWER):
         return
@@ -79,9 +79,9 @@ def device_health(devices: Sequence[int]) -> Iterator[NodeText]:
     chips = dict(enumerate(parse_table(table.text)))
     for device in devices:
         for command in _commands(chips[device]) if device in chips else ():
-            said = ask(command, device)
-            yield said
-            if said.text.startswith(NO_ANSWER) or time.monotonic() > deadline_s:
+            output = output_of(command, device)
+            yield output
+            if output.text.startswith(NO_ANSWER) or time.monotonic() > deadline_s:
                 return
 
 
@@ -91,7 +91,9 @@ def _commands(chip: Chip) -> Iterator[Sequence[str]]:
         yield from link_commands(chip)
 
 
-def ask(command: Sequence[str], device: int | None, *, timeout_s: float | None = None) -> NodeText:
+def output_of(
+    command: Sequence[str], device: int | None, *, timeout_s: float | None = None
+) -> NodeText:
     """What a program prints, or that it gives no answer in time (`COMMAND_TIMEOUT_S`)."""
     try:
         text = vendor_tools.ask(command, timeout_s=timeout_s or COMMAND_TIMEOUT_S)
@@ -122,7 +124,7 @@ _STATES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class StacksTarget:
     """A worker whose stacks are wanted.
 
     Attributes:
@@ -135,7 +137,7 @@ class Asked:
     own_file: Path | None
 
 
-def stacks_of(workers: Sequence[Asked]) -> Iterator[NodeText]:
+def stacks_of(workers: Sequence[StacksTarget]) -> Iterator[NodeText]:
     """The stacks of each worker, as far as there is an answer before the deadline."""
     deadline_s = time.monotonic() + DEADLINE_S
     for worker in workers:
@@ -143,12 +145,12 @@ def stacks_of(workers: Sequence[Asked]) -> Iterator[NodeText]:
         text = _spied(worker, is_stopped=state in "Tt", deadline_s=deadline_s)
         if text is None:
             text = _own(worker) if state not in "TtZ" else None
-        told = text if text is not None else f"{NO_ANSWER}: no stacks"
+        stacks = text if text is not None else f"{NO_ANSWER}: no stacks"
         yield NodeText(
             name=f"stacks of rank {worker.rank}",
             rank=worker.rank,
             device=worker.device,
-            text=f"process {worker.pid} is {_STATES.get(state, state)}\n{told}",
+            text=f"process {worker.pid} is {_STATES.get(state, state)}\n{stacks}",
         )
 
 
@@ -161,8 +163,8 @@ def process_state(pid: int) -> str:
         return "Z"
 
 
-def _spied(worker: Asked, *, is_stopped: bool, deadline_s: float) -> str | None:
-    """What py-spy says; native frames need the process to be held for a moment."""
+def _spied(worker: StacksTarget, *, is_stopped: bool, deadline_s: float) -> str | None:
+    """What py-spy prints; native frames need the process to be stopped for a moment."""
     program = _py_spy()
     if program is None:
         return None
@@ -175,9 +177,9 @@ def _spied(worker: Asked, *, is_stopped: bool, deadline_s: float) -> str | None:
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
             return None
-        said = ask(command, worker.device, timeout_s=min(timeout_s, left_s))
-        if "Thread" in said.text:
-            return said.text
+        output = output_of(command, worker.device, timeout_s=min(timeout_s, left_s))
+        if "Thread" in output.text:
+            return output.text
     return None
 
 
@@ -186,7 +188,7 @@ def _py_spy() -> str | None:
     return str(beside) if beside.exists() else shutil.which("py-spy")
 
 
-def _own(worker: Asked) -> str | None:
+def _own(worker: StacksTarget) -> str | None:
     """What the process prints itself."""
     file = worker.own_file
     if file is None or not file.exists():

@@ -50,7 +50,7 @@ _COMM_BYTES = 15
 
 
 class Fork(FrozenModel):
-    """What the fork server is asked for.
+    """What the fork server is to fork.
 
     Attributes:
         function: module:function that the new process runs, without arguments.
@@ -72,7 +72,7 @@ class Fork(FrozenModel):
 
 @dataclass(slots=True)
 class ForkedProcess:
-    """A child that somebody else has started for us; speaks like subprocess.Popen."""
+    """A child that the fork server has started for us; has the methods of subprocess.Popen."""
 
     pid: int
     returncode: int | None = None
@@ -95,7 +95,7 @@ class ForkedProcess:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL it, and wait for its end, but not for ever: a driver may not let go of it."""
+        """SIGKILL it, and wait for its end, but not for ever: a driver may hold it."""
         with suppress(ProcessLookupError):
             if self.poll() is None:
                 os.kill(self.pid, signal.SIGKILL)
@@ -110,13 +110,13 @@ class ForkServer:
     Args:
         variables: environment of everything that is forked from it, as far as it decides how
             libraries load: threads, allocators, drivers.
-        log: file for what it says.
+        log: file for its output.
     """
 
     def __init__(self, variables: Mapping[str, str], log: Path) -> None:
         self._variables = dict(variables)
         self._log = log
-        self._lock = threading.Lock()  # an answer is for whoever asked
+        self._lock = threading.Lock()  # each answer is for one request
         self._process: subprocess.Popen[bytes] | None = None
 
     def serves(self, variables: Mapping[str, str]) -> bool:
@@ -133,7 +133,7 @@ class ForkServer:
         """Start it, and wait until it has imported everything.
 
         Raises:
-            OSError: it did not come up.
+            OSError: it did not start.
         """
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -144,7 +144,7 @@ class ForkServer:
                 stderr=log,
                 start_new_session=True,
             )
-        assert self._process.stdout is not None  # noqa: S101 asked for
+        assert self._process.stdout is not None  # noqa: S101 opened above
         in_time, _, _ = select.select([self._process.stdout], [], [], START_TIMEOUT_S)
         if not in_time or self._line() != READY:
             self.close()
@@ -192,7 +192,7 @@ def start_alone(wanted: Fork) -> subprocess.Popen[bytes]:
         env=wanted.environment,
         stdin=subprocess.PIPE,
     )
-    assert process.stdin is not None  # noqa: S101 asked for
+    assert process.stdin is not None  # noqa: S101 opened above
     with process.stdin:  # not an argument: the environment holds keys, and ps shows arguments
         process.stdin.write(wanted.model_dump_json().encode())
     return process
@@ -213,7 +213,7 @@ def serve() -> None:
         reader, writer = os.pipe()
         between = os.fork()
         if between == 0:
-            answers.close()  # or nobody would notice the end of this process while a fork lives
+            answers.close()  # or the end of this process would go unnoticed while a fork lives
             _leave_orphan(wanted, writer)
         os.close(writer)
         os.waitpid(between, 0)  # from here on the agent is the parent
@@ -229,7 +229,7 @@ def _leave_orphan(wanted: Fork, writer: int) -> None:
         os._exit(0)
     os.close(writer)
     while os.getppid() == between:
-        time.sleep(0.0005)  # whoever looks for its parent is to find the agent
+        time.sleep(0.0005)  # its parent must be the agent before it runs
     os._exit(_run(wanted))
 
 

@@ -1,4 +1,4 @@
-"""The agent's look at its workers: do they get on?
+"""The agent's check of its workers: do they make progress?
 
 Session workers, and programs that write a heartbeat of their own, are judged by it; commands
 without one by what their processes do. Times are seconds of CLOCK_MONOTONIC.
@@ -54,8 +54,8 @@ class HangCheck:
         )
         self._activity = ActivityDetector(config.command_quiet_s)
 
-    def look(self, group: WorkerGroup, *, sample: NodeSample | None = None) -> HangReport | None:
-        """The worst silence beyond its limit, None when all get on."""
+    def check(self, group: WorkerGroup, *, sample: NodeSample | None = None) -> HangReport | None:
+        """The worst silence beyond its limit, None when all make progress."""
         beats = group.heartbeats()
         if self.is_command and not beats:
             return self._look_at_command(group, sample)

@@ -51,13 +51,13 @@ class Launcher:
         return fork_server | frozenset(coordinator)
 
     def warm(self, variables: Mapping[str, str]) -> None:
-        """Begin with the fork server before an attempt asks for it: its imports take seconds."""
+        """Begin with the fork server before an attempt needs it: its imports take seconds."""
         threading.Thread(target=self._warm, args=(variables,), daemon=True).start()
 
     def _warm(self, given: Mapping[str, str]) -> None:
         try:
             self.prepare(given)
-        except OSError as error:  # whoever needs it tries again, and tells
+        except OSError as error:  # the attempt that needs it tries again, and fails
             _log.warning(str(error))
 
     def prepare(self, given: Mapping[str, str]) -> None:
@@ -67,7 +67,7 @@ class Launcher:
             given: their variables.
 
         Raises:
-            OSError: it does not come up.
+            OSError: it does not start.
         """
         variables = _variables(os.environ, given)
         with self._lock:
@@ -79,7 +79,7 @@ class Launcher:
             self._fork_server.start()
 
     def fork(self, wanted: Fork) -> ForkedProcess | subprocess.Popen[bytes]:
-        """A process from the fork_server, or one of its own where that is asked for.
+        """A process from the fork server, or an interpreter of its own with `COLD_START`.
 
         Raises:
             OSError: there is none.
@@ -94,7 +94,7 @@ class Launcher:
         """Start the coordinator of an attempt, once.
 
         Raises:
-            OSError: it does not come up.
+            OSError: it does not start.
         """
         with self._lock:  # an order may be repeated while the first one is at it
             return self._open_coordinator(order, attempt_folder)
@@ -138,6 +138,6 @@ class Launcher:
 
 
 def _variables(environment: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
-    # The supervisor may itself run as somebody's rank.
+    # The supervisor may itself run as a rank of another program.
     inherited = {k: v for k, v in environment.items() if k not in RESERVED_NAMES}
     return {**inherited, **given}

@@ -4,8 +4,8 @@
     runs/<run_id>/logs/p0001-a0002/<node>/collected.json              written last
 
 Secrets are masked before anything leaves the node. What a node and attempt may put there is
-limited; the most telling logs come first, and of a log that is cut the newest end is kept. It
-happens in threads of their own while the next attempt starts: nobody waits for it but the end of
+limited; the most useful logs come first, and of a log that is cut the newest end is kept. It
+happens in threads of its own while the next attempt starts: nothing waits for it but the end of
 the run. Sizes are bytes, times seconds.
 """
 
@@ -34,7 +34,7 @@ PIECE_BYTES = 256 << 10
 RAW_PER_BYTE = 8
 MIN_KEPT_BYTES = 4 << 10
 CLOSE_TIMEOUT_S = 5.0
-_GZIP = 31  # zlib's word for a gzip header
+_GZIP = 31  # zlib's wbits for a gzip header
 _OF_CONTAINER = ("agent.log", "checkpoint-server.log", "fork-server.log")
 _STREAMS = ("stderr", "stdout")
 
@@ -78,7 +78,7 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is to be collected: `logs` in the order of what they tell, most first."""
+    """What is to be collected: `logs`, the most useful first."""
 
     key: Key
     logs: Sequence[Log]
@@ -125,7 +125,7 @@ class Collector:
         return self._states[key]
 
     def close(self, started: StartOrder | None, group: WorkerGroup | None) -> None:
-        """Collect what nobody asked for yet, and wait for it a little: the container goes away."""
+        """Collect what was not requested yet, and wait for it a little: the container goes away."""
         if started is not None:
             order = CollectOrder(placement=started.placement, attempt=started.attempt)
             self.collect(order, started, group)
@@ -145,7 +145,7 @@ class Collector:
         return Work(key, logs, secrets, job)
 
     def _logs(self, group: WorkerGroup | None) -> Iterator[Log]:
-        """What there is, the most telling first."""
+        """What there is, the most useful first."""
         failed: Sequence[int] = ()
         if group is not None:
             failed = [w.rank for w in group.statuses() if w.exit_code and not w.stopped_by_agent]
@@ -169,7 +169,7 @@ class Collector:
             try:
                 work = self._work(started, group)
                 self._put_all(work, open_store(work.job.storage))
-            except Exception as error:  # noqa: BLE001 whoever waits is to learn of it
+            except Exception as error:  # noqa: BLE001 the supervisor that waits gets it
                 self._add(key, problem=f"{type(error).__name__}: {error}")
             finally:
                 done = self._states[key].model_copy(update={"is_done": True})
@@ -303,15 +303,15 @@ def _state(key: Key, *, is_done: bool = False, problems: tuple[str, ...] = ()) -
 
 
 def await_collected(
-    ask: Callable[[], Sequence[tuple[str, Collected]]],
+    query: Callable[[], Sequence[tuple[str, Collected]]],
     *,
     timeout_s: float,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Sequence[tuple[str, Collected]]:
-    """Ask until every node has done its part, or for `timeout_s`. The last answer."""
+    """Query until every node has done its part, or for `timeout_s`. The last answer."""
     deadline_s = time.monotonic() + timeout_s
-    told = ask()
-    while not all(state.is_done for _, state in told) and time.monotonic() < deadline_s:
+    states = query()
+    while not all(state.is_done for _, state in states) and time.monotonic() < deadline_s:
         sleep(0.1)
-        told = ask()
-    return told
+        states = query()
+    return states

@@ -54,7 +54,7 @@ DATA_FOLDER = "data"
 
 
 def stage_data(order: StartOrder, folder: Path) -> None:
-    """Have the order's shards in the container's folder; none are asked for by commands.
+    """Have the order's shards in the container's folder; commands need none.
 
     Raises:
         StorageError: they cannot be read.

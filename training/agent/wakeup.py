@@ -1,4 +1,4 @@
-"""Sleeping until a process ends, or somebody wants the sleeper. Times are seconds."""
+"""Sleeping until a process ends, or another thread wakes the sleeper. Times are seconds."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Self
 class WakeupSignal:
     """Wakes the main thread, for which it catches SIGCHLD while it is entered.
 
-    The kernel tells of every end, adopted processes included: looking fifty times a second would
-    take as much of a core and still be later.
+    The kernel signals every end, adopted processes included: polling fifty times a second would
+    cost more of a core and still notice it later.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class WakeupSignal:
         """From any thread: have the sleeper wake, or not fall asleep the next time."""
         try:
             self._writer.send(b"\0")
-        except OSError:  # as many bytes as fit wait for it, or it sleeps no more
+        except OSError:  # its buffer is full, or it sleeps no more
             return
 
     def sleep(self, timeout_s: float) -> None:
@@ -48,4 +48,4 @@ class WakeupSignal:
 
 
 def _noticed(_number: int, _frame: FrameType | None) -> None:
-    """Python tells the wakeup descriptor of signals that it has a handler for."""
+    """Python writes to the wakeup descriptor only for signals that have a handler."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from training.agent.coordinator_client import AgentCoordinatorClient
-from training.agent.evidence import Asked, ascend_folder, process_state
+from training.agent.evidence import StacksTarget, ascend_folder, process_state
 from training.agent.fork_server import KILL_WAIT_S, Fork, ForkedProcess
 from training.health.heartbeat import Heartbeat, HeartbeatReader, stacks_file
 from training.job import RESERVED_NAMES
@@ -33,7 +33,7 @@ from training.wire.agent import AgentConfig, Pulse, StartOrder, WorkerStatus
 _log = logging.getLogger("perdure.agent")
 
 # After the first failure the others get this long to record what they saw before they are
-# stopped: the diagnosis tells the first cause from the echoes.
+# stopped: the diagnosis separates the first cause from its consequences.
 SETTLE_S = 1.0
 WORKER_FUNCTION = "training.runtime.worker:run"
 
@@ -86,7 +86,7 @@ class WorkerGroup:
         """Start one process per slot, or one per node for a command."""
         self.started_s = time.monotonic()
         self._oom_kills_before = self.oom_kills()
-        # The supervisor may itself run as somebody's rank.
+        # The supervisor may itself run as a rank of another program.
         inherited = {k: v for k, v in environment.items() if k not in RESERVED_NAMES}
         self._environment = {
             **inherited,
@@ -216,7 +216,7 @@ class WorkerGroup:
                 )
             except OSError as error:
                 err.write(f"perdure: cannot start {command[0]!r}: {error.strerror}\n".encode())
-                # A process that says so and exits as a shell would keeps one path for failures.
+                # A process that exits as a shell would keeps one path for failures.
                 return subprocess.Popen(["/bin/sh", "-c", "exit 127"], stdout=out, stderr=err)
 
     def _open_log(self, rank: int, stream: str) -> IO[bytes]:
@@ -260,14 +260,14 @@ class WorkerGroup:
         return not running and not left
 
     def stop(self, grace_s: float) -> None:
-        """Ask everything to end, once; `poll` kills what is left after `grace_s`."""
+        """Send SIGTERM to everything, once; `poll` kills what is left after `grace_s`."""
         deadline_s = time.monotonic() + grace_s
         if self._kill_at_s is not None:
             self._kill_at_s = min(self._kill_at_s, deadline_s)
             return
         self._kill_at_s = deadline_s
         self.release()
-        # Asked now: one that ended by itself since the last poll was not stopped by us.
+        # Checked now: one that ended by itself since the last poll was not stopped by us.
         leaders = [w for w in self._workers if w.process.poll() is None]
         # Only the leaders: torchrun forwards the signal, and a data loader that got it would
         # end under a trainer that is just saving. What outlives its leader is swept up next.
@@ -282,7 +282,7 @@ class WorkerGroup:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether the processes were asked to end, or have ended."""
+        """Whether the processes were stopped, or have ended."""
         return self._kill_at_s is not None
 
     def heartbeats(self) -> dict[int, Heartbeat]:
@@ -306,10 +306,10 @@ class WorkerGroup:
         is_own = self.order.is_command or (beat is not None and beat.pid == worker.process.pid)
         return beat if is_own else None
 
-    def asked_for_stacks(self) -> list[Asked]:
-        """The workers that run, for whoever asks where they stand."""
+    def stacks_targets(self) -> list[StacksTarget]:
+        """The workers that run, for queries of their stacks."""
         return [
-            Asked(
+            StacksTarget(
                 rank=worker.rank,
                 device=worker.local_rank,
                 pid=worker.process.pid,
@@ -323,7 +323,7 @@ class WorkerGroup:
 
     @property
     def secrets(self) -> frozenset[str]:
-        """Values of the workers' variables that nobody else is to read."""
+        """Values of the workers' variables that must not leave the node."""
         return secret_values(self._environment)
 
     def log_bytes(self) -> int:
@@ -332,7 +332,7 @@ class WorkerGroup:
         return sum(path.stat().st_size for path in paths if path.exists())
 
     def statuses(self) -> tuple[WorkerStatus, ...]:
-        """How each worker stands."""
+        """The status of each worker."""
         return tuple(self._status(worker) for worker in self._workers)
 
     def _error_of(self, worker: _Worker) -> dict[str, Any]:
@@ -376,7 +376,7 @@ def _pulse(worker: _Worker, beat: Heartbeat) -> Pulse:
 
 
 def _was_killed(exit_code: int, error: str | None) -> bool:
-    """Whether a process, or a child that it tells of (a data loader), ended by SIGKILL."""
+    """Whether a process, or a child that it names (a data loader), ended by SIGKILL."""
     return exit_code == -signal.SIGKILL or "killed" in (error or "").lower()
 
 
@@ -412,7 +412,7 @@ def platform_variables(
     """The variables that ModelArts and Volcano set in a training container, and our own.
 
     Names follow ModelArts' list of container environment variables; MA_SCHEDULE_CNT and
-    MA_PROC_START_CNT tell a re-entrant script which kind of restart it is in.
+    MA_PROC_START_CNT show a re-entrant script which kind of restart it is in.
     """
     mount = str(folder)
     return {

@@ -70,7 +70,7 @@ def bench(tmp_path, memory_bytes) -> Iterator[Bench]:
     name = f"perdure-test-{uuid.uuid4().hex}"
     checkpoint_server = CheckpointServer(
         name,
-        publisher=Publisher(checkpoints, disk=disk, retain=lambda _step: None, patience_s=5),
+        publisher=Publisher(checkpoints, disk=disk, retain=lambda _step: None, wait_s=5),
         store=checkpoints,
         disk=disk,
         available_bytes=lambda: memory_bytes[0],
@@ -368,7 +368,7 @@ def restarted(tmp_path, bench, client) -> Iterator[CheckpointClient]:
     checkpoints = CheckpointStore(LocalStore(tmp_path / "store"), RUN_ID)
     checkpoint_server = CheckpointServer(
         name,
-        publisher=Publisher(checkpoints, disk=bench.disk, retain=lambda _: None, patience_s=5),
+        publisher=Publisher(checkpoints, disk=bench.disk, retain=lambda _: None, wait_s=5),
         store=checkpoints,
         disk=bench.disk,
     )

@@ -40,7 +40,7 @@ def publisher(
     checkpoints: CheckpointStore,
     disk: CheckpointStore | None = None,
     *,
-    patience_s: float = 0.0,
+    wait_s: float = 0.0,
     points: list[str] | None = None,
     retained: list[int] | None = None,
     announce: Callable[[Path, int], None] = lambda _log, _step: None,
@@ -50,7 +50,7 @@ def publisher(
         disk=disk,
         retain=(retained if retained is not None else []).append,
         announce=announce,
-        patience_s=patience_s,
+        wait_s=wait_s,
         reached=(points if points is not None else []).append,
     )
 
@@ -103,7 +103,7 @@ def test_attachments_are_in_the_store_before_the_checkpoint_is(checkpoints, stor
 
 
 def test_a_checkpoint_is_committed_once_the_last_ranks_record_is_there(checkpoints):
-    publishing = publisher(checkpoints, patience_s=20)
+    publishing = publisher(checkpoints, wait_s=20)
     task = write(publishing, 10, world_size=3)
     write(publishing, 10, rank=2, world_size=3)
     committing = Thread(target=publishing.commit, args=(task,))
@@ -125,7 +125,7 @@ def test_a_rank_whose_share_never_comes_is_named(checkpoints):
 
 
 def test_a_commit_that_waits_gives_up_at_the_end(checkpoints):
-    publishing = publisher(checkpoints, patience_s=1000)
+    publishing = publisher(checkpoints, wait_s=1000)
     task = write(publishing, 10, world_size=2)
     publishing.end()
     with pytest.raises(StorageError, match="did not come"):
@@ -166,7 +166,7 @@ def test_an_attempt_that_was_fenced_off_cannot_publish(checkpoints):
 
 
 def test_an_attempt_that_waits_for_its_ranks_gives_way_to_a_newer_one(checkpoints):
-    publishing = publisher(checkpoints, patience_s=1000)
+    publishing = publisher(checkpoints, wait_s=1000)
     waiting = write(publishing, 20, world_size=2)
     newer = write(publishing, 10, owner=(1, 2))
     assert publishing.commit(newer)
@@ -184,9 +184,7 @@ def interrupted(checkpoints: CheckpointStore, meanwhile: Callable[[], object]) -
             meanwhile()
         return float(now_s)
 
-    return Publisher(
-        checkpoints, disk=None, retain=lambda _step: None, patience_s=1000, clock=clock
-    )
+    return Publisher(checkpoints, disk=None, retain=lambda _step: None, wait_s=1000, clock=clock)
 
 
 def test_a_commit_that_waits_gives_way_to_an_attempt_of_other_nodes(checkpoints):
