@@ -175,11 +175,6 @@ class SlotTable:
                 slot.readers += 1
             return whole
 
-    def wait_settled(self, timeout_s: float) -> bool:
-        """Wait until nothing is being copied out; whether it came so far."""
-        with self._changed:
-            return self._changed.wait_for(lambda: all(s.settled for s in self._all()), timeout_s)
-
     def _free(self, rank: int) -> Slot | None:
         slots = self._of(rank)
         empty = next((s for s in slots if s.state is SlotState.EMPTY), None)

@@ -19,6 +19,7 @@ from tests.s3.programs import HOST
 from tests.s3.proxy import FaultProxy
 from tests.s3.rgw import Rgw
 from tests.s3.servers import ACCESS_KEY, SECRET_KEY, Folder, Moto, Rclone, Server
+from tests.unit.storage.conftest import _no_credentials_from_outside  # noqa: F401 a fixture
 
 KINDS: dict[str, type[Server]] = {"local": Folder, "moto": Moto, "rclone": Rclone, "rgw": Rgw}
 # What tests are parametrised with.
@@ -33,15 +34,6 @@ FOLDER = Path(__file__).parent
 CONNECTIONS: dict[S3Options, Any] = {}
 
 Opener = Callable[..., S3Store]
-
-
-@pytest.fixture(autouse=True)
-def _no_credentials_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("AWS_CONFIG_FILE", "/dev/null")
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/dev/null")
 
 
 @pytest.fixture(scope="session")
@@ -76,7 +68,7 @@ def running_proxy(server: Server) -> Iterator[FaultProxy]:
 
 @pytest.fixture
 def proxy(running_proxy: FaultProxy) -> Iterator[FaultProxy]:
-    """Stands in front of the server and hands everything on, until told otherwise."""
+    """A proxy in front of the server that hands everything on, until a test changes that."""
     yield running_proxy
     running_proxy.reset()
 

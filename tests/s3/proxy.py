@@ -52,7 +52,7 @@ class Page(Answer):
 
 @dataclass(frozen=True)
 class LostAnswer:
-    """The server does what it is asked to; the connection is reset before it can tell."""
+    """The server does what is requested; the connection is reset before it can answer."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ ms bind ipv4 = true
 auth cluster required = none
 auth service required = none
 auth client required = none
-# Encryption needs the keys that are not asked for.
+# Encryption needs the keys that are not requested.
 ms mon client mode = crc
 ms mon service mode = crc
 ms mon cluster mode = crc

@@ -1,4 +1,4 @@
-"""Parts of uploads that nobody finishes: what is dropped and what is left alone."""
+"""Parts of uploads that no writer finishes: what is dropped and what is left alone."""
 
 from __future__ import annotations
 

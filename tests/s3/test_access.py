@@ -92,16 +92,16 @@ def test_the_keys_of_the_profile_that_is_named_open_the_store(
 
 
 @pytest.mark.parametrize(
-    ("profile", "told"),
+    ("profile", "message"),
     [(None, "SignatureDoesNotMatch"), ("left", "InvalidAccessKeyId"), ("nobody", "nobody")],
 )
 def test_a_profile_without_the_right_keys_is_refused_and_no_other_is_tried(
-    server: Rgw, profiles: None, monkeypatch: pytest.MonkeyPatch, profile: str | None, told: str
+    server: Rgw, profiles: None, monkeypatch: pytest.MonkeyPatch, profile: str | None, message: str
 ) -> None:
     if profile is not None:
         monkeypatch.setenv("AWS_PROFILE", profile)
     store = open_store(spec_of(f"http://{HOST}:{server.port}"), retry=ONCE)
-    with pytest.raises(AccessDenied, match=told) as raised:
+    with pytest.raises(AccessDenied, match=message) as raised:
         store.put("a", b"data")
     assert "wrong-secret-key" not in str(raised.value)
 
@@ -112,7 +112,7 @@ class Tls:
 
     endpoint: str
     ca_bundle: Path
-    other_bundle: Path  # of somebody else
+    other_bundle: Path  # of another authority
 
 
 def authority(folder: Path, name: str) -> Path:
@@ -178,7 +178,7 @@ def test_a_server_that_the_ca_bundle_vouches_for_is_trusted(tls: Tls) -> None:
 
 @pytest.mark.usefixtures("_keys")
 @pytest.mark.parametrize("bundle", [None, "other_bundle"])
-def test_a_server_that_nobody_vouches_for_is_refused_and_sent_nothing(
+def test_a_server_that_no_authority_vouches_for_is_refused_and_sent_nothing(
     tls: Tls, bundle: str | None
 ) -> None:
     trusted = open_store(spec := spec_of(tls.endpoint, ca_bundle=str(tls.ca_bundle)))
@@ -194,10 +194,10 @@ def test_a_server_that_nobody_vouches_for_is_refused_and_sent_nothing(
 @pytest.fixture
 def names_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stands for a domain name system that knows our domain; nothing is left of it afterwards."""
-    ask = socket.getaddrinfo
+    resolve = socket.getaddrinfo
 
     def answer(host: str, *arguments: Any, **more: Any) -> Any:
-        return ask(HOST if host.endswith(DOMAIN) else host, *arguments, **more)
+        return resolve(HOST if host.endswith(DOMAIN) else host, *arguments, **more)
 
     monkeypatch.setattr(socket, "getaddrinfo", answer)
 

@@ -24,7 +24,7 @@ from tests.s3.programs import HOST
 from tests.s3.proxy import Answer, FaultProxy, InUpload, LostAnswer, Unheard
 from tests.s3.rgw import Rgw
 from tests.s3.servers import ACCESS_KEY, SECRET_KEY
-from tests.unit.storage.nodes import RUN_ID, save, settle, share_of
+from tests.unit.storage.nodes import RUN_ID, offered, save, settle, share_of
 from tests.waiting import wait_for
 from training.agent.checkpoint_server import CheckpointServerProcess
 from training.job import Job
@@ -72,7 +72,7 @@ class Run:
         return self._clients[-1]
 
     def kill_checkpoint_server(self, number: int = -1) -> None:
-        """As a power cut would; the newest one unless told otherwise."""
+        """As a power cut would; the newest one by default."""
         (pid,) = self._checkpoint_servers[number].pids
         os.kill(pid, signal.SIGKILL)
 
@@ -96,13 +96,10 @@ class Run:
             settle(client, timeout_s=SETTLES_S)
 
     def offered(self) -> list[int]:
-        """Steps that a restore may take, each of them read from end to end."""
-        steps = self.checkpoints.steps()
-        assert [step for step in steps if self.checkpoints.verify(step)] == []
-        return steps
+        return offered(self.checkpoints)
 
     def announced(self) -> list[int]:
-        """Steps that were told to be committed, in order."""
+        """Steps that were announced as committed, in order."""
         lines = (self.folder / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line)["step"] for line in lines]
 
@@ -145,7 +142,7 @@ def saving(run: Run) -> CheckpointClient:
 
 
 def collect(run: Run) -> None:
-    """As gc does when nobody lives, with everything old enough; one upload is left to drop."""
+    """As gc does when no attempt lives, with everything old enough; one upload is left to drop."""
     dropped: list[int] = []
 
     def gc() -> bool:  # the age of uploads counts in whole seconds
@@ -245,7 +242,7 @@ def test_a_manifest_whose_answer_was_lost_is_committed_once(
     assert run.proxy.struck == [fault]
     assert run.count("PUT", "manifest.json") == 3, "of the old one, unanswered, and again"
     assert run.offered() == [OLD, NEW]
-    assert run.announced() == [OLD, NEW], "told once, and told"
+    assert run.announced() == [OLD, NEW], "announced once each"
     names = {info.key.rpartition("/")[2] for info in run.store.list("runs/")}
     assert names == {"manifest.json", share_of(NEW).shard}, "tidied up after the commit"
     saves_on(run, saving)

@@ -9,7 +9,7 @@ from threading import Barrier
 import pytest
 
 from storage.errors import Corrupt, NotFound, PreconditionFailed
-from storage.objects import ObjectStore
+from storage.objects import ObjectStore, check_key
 from storage.s3 import S3Store
 from tests.s3.conftest import EVERY_KIND, PART_SIZE_BYTES
 
@@ -46,7 +46,7 @@ def test_what_was_put_is_what_comes_back(store: ObjectStore) -> None:
 def test_the_time_of_a_store_is_by_the_clock_of_its_objects(store: ObjectStore) -> None:
     before_s = store.now_s()
     store.put("a", b"1")
-    # Either may be told in whole seconds.
+    # Either may be in whole seconds.
     assert before_s <= store.stat("a").modified_s <= store.now_s() + 1.0
 
 
@@ -136,9 +136,13 @@ def test_listing_goes_through_all_pages(
 def test_a_listing_and_a_stat_agree(store: ObjectStore) -> None:
     store.put("a/b", b"data")
     (listed,) = store.list("a/")
-    told = store.stat("a/b")
-    assert (listed.key, listed.size_bytes, listed.etag) == (told.key, told.size_bytes, told.etag)
-    assert abs(listed.modified_s - told.modified_s) <= 1.0
+    stated = store.stat("a/b")
+    assert (listed.key, listed.size_bytes, listed.etag) == (
+        stated.key,
+        stated.size_bytes,
+        stated.etag,
+    )
+    assert abs(listed.modified_s - stated.modified_s) <= 1.0
 
 
 def test_deleted_objects_are_gone(store: ObjectStore) -> None:
@@ -204,3 +208,23 @@ def test_prefixes_that_leave_the_address_are_refused(store: ObjectStore) -> None
     for prefix in ("../", "/", "a/../../"):
         with pytest.raises(ValueError, match="not a key"):
             list(store.list(prefix))
+
+
+def test_one_read_fills_pieces_of_memory_one_after_the_other(store: ObjectStore) -> None:
+    store.put("a", bytes(range(100)))
+    for sizes in ((3, 0, 20, 1), (24,)):
+        outs = [bytearray(size) for size in sizes]
+        store.get_scattered("a", [memoryview(out) for out in outs], start=50)
+        assert b"".join(outs) == bytes(range(50, 74))
+
+
+def test_a_read_of_pieces_refuses_an_object_that_ends_before(store: ObjectStore) -> None:
+    store.put("a", bytes(100))
+    for start in (90, 100, 200):
+        with pytest.raises(Corrupt, match="ends"):
+            store.get_scattered("a", [memoryview(bytearray(8))] * 2, start=start)
+
+
+def test_dots_inside_names_are_fine(store: ObjectStore) -> None:
+    assert store.url("run-1.2/..a/b..c").endswith("/run-1.2/..a/b..c")
+    assert check_key("run-1.2/..a/b..c") == "run-1.2/..a/b..c"

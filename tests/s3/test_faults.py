@@ -229,7 +229,7 @@ def test_a_refusal_is_final(
 @pytest.mark.parametrize(
     "wrong", [{"secret_key": "wrong-secret-key"}, {"access_key": "unknown-access-key"}]
 )
-def test_wrong_keys_are_told_at_once_and_never_shown(
+def test_wrong_keys_are_reported_at_once_and_never_shown(
     open_store: Opener, retry: Retry, pauses_s: list[float], wrong: dict[str, str]
 ) -> None:
     store = open_store(direct=True, retry=retry, **wrong)
@@ -298,7 +298,7 @@ def test_a_store_that_refuses_conditions_is_served_with_claims(
         (400, "InvalidArgument", PermanentError),
     ],
 )
-def test_answers_are_told_apart(
+def test_answers_are_kept_apart(
     proxy: FaultProxy, open_store: Opener, status: int, code: str, expected: type[StorageError]
 ) -> None:
     proxy.inject(Answer(status, code), method="GET")

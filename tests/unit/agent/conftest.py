@@ -177,7 +177,7 @@ def new_container(tmp_path):
 
 @pytest.fixture(scope="module")
 def long_lived(tmp_path_factory):
-    """An agent that was started by somebody's rank 7."""
+    """An agent that was started by rank 7 of another program."""
     folder = tmp_path_factory.mktemp("agent") / "container"
     container = start_container(folder, {"RANK": "7", "WORLD_SIZE": "8", "LOCAL_RANK": "7"})
     yield container

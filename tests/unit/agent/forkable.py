@@ -26,7 +26,7 @@ def tell() -> None:
 
 
 def end_with() -> None:
-    """Exit as sys.exit() is told to by the argument, a JSON value."""
+    """Exit with sys.exit() of the argument, a JSON value."""
     sys.exit(json.loads(sys.argv[1]))
 
 

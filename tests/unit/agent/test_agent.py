@@ -1,4 +1,4 @@
-"""A real agent: what its workers get, and what is left when it is told to stop."""
+"""A real agent: what its workers get, and what is left when it stops."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_command_gets_the_platforms_variables_and_is_no_rank(shared):
         "MY_OWN": "x y",
     }
     assert {name: seen.get(name) for name in expected} == expected
-    # The agent itself was started with these: they belong to somebody else.
+    # The agent itself was started with these: they belong to another program.
     assert seen.keys().isdisjoint({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"})
 
 

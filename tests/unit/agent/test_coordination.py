@@ -74,9 +74,9 @@ def test_a_look_at_the_node_is_passed_on_while_the_line_is_open(line, far_end):
     sample = NodeSample(at_s=1.0, devices=(DeviceSample(index=0, power_w=3.0),))
     assert line.send_sample(sample)
     far_end.hear()
-    told = far_end.hear()
-    assert isinstance(told, NodeSampled)
-    assert (told.node, NodeSample.model_validate(told.sample)) == ("node-1", sample)
+    message = far_end.hear()
+    assert isinstance(message, NodeSampled)
+    assert (message.node, NodeSample.model_validate(message.sample)) == ("node-1", sample)
     line.close()
     assert not line.send_sample(sample)
 
@@ -114,7 +114,7 @@ def test_an_agent_that_hangs_up_gives_nothing_up(line, far_end, heard):
     assert heard.orders.empty()
 
 
-def test_nobody_at_the_address_is_an_error(far_end, heard):
+def test_a_closed_port_is_an_error(far_end, heard):
     address = far_end.address
     far_end.close()
     with pytest.raises(OSError, match="refused"):
@@ -167,7 +167,9 @@ exit 3
 """
 
 
-def test_an_end_is_told_to_the_coordinator_and_held_back_from_the_supervisor(coordinated, far_end):
+def test_an_end_is_reported_to_the_coordinator_and_held_back_from_the_supervisor(
+    coordinated, far_end
+):
     group = coordinated("sh", "-c", 'if [ "$LOCAL_RANK" = 1 ]; then exit 3; fi; sleep 600')
     status = until(group, lambda worker: worker.is_recovering, local_rank=1)
     assert (status.exit_code, status.ended_s) == (None, None)
@@ -201,11 +203,11 @@ def test_an_end_carries_the_error_that_was_recorded_and_whether_memory_was_short
     assert (ended.error, ended.is_oom) == (error, is_oom)
 
 
-def test_a_worker_that_ends_well_is_nobodys_business(coordinated, far_end, line):
+def test_a_worker_that_ends_well_is_not_reported(coordinated, far_end, line):
     group = coordinated("true", slots_per_node=1)
     wait_for(group.poll)
     line.close()
-    assert far_end.is_hung_up_on(), "nothing was said"
+    assert far_end.is_hung_up_on(), "nothing was sent"
 
 
 def test_a_replaced_worker_knows_the_generation_that_it_joins(coordinated, tmp_path):
@@ -237,10 +239,10 @@ def test_the_heartbeat_that_a_process_left_says_nothing_of_the_one_in_its_place(
     assert group.mute_ranks()[0] > began_s, "it has all of its time to begin"
 
 
-def test_an_error_is_told_without_the_secrets_of_the_environment(coordinated, monkeypatch):
+def test_an_error_is_reported_without_the_secrets_of_the_environment(coordinated, monkeypatch):
     monkeypatch.setenv("MY_API_KEY", "very-secret-key")
-    told = RECORD.format("E: no access with very-secret-key")
-    group = coordinated("sh", "-c", told, slots_per_node=1)
+    program = RECORD.format("E: no access with very-secret-key")
+    group = coordinated("sh", "-c", program, slots_per_node=1)
     status = until(group, lambda worker: worker.is_recovering)
     assert status.error == "E: no access with ***"
 
@@ -255,7 +257,7 @@ def test_an_end_that_the_coordinator_gives_up_on_is_reported_and_ends_the_others
     assert group.statuses()[0].stopped_by_agent
 
 
-def test_after_giving_up_no_end_is_told_any_more(coordinated, far_end, line, tmp_path):
+def test_after_giving_up_no_end_is_reported_any_more(coordinated, far_end, line, tmp_path):
     script = 'if [ "$LOCAL_RANK" = 0 ]; then while [ ! -e go ]; do sleep 0.02; done; fi; exit 3'
     group = coordinated("sh", "-c", script)
     until(group, lambda worker: worker.is_recovering, local_rank=1)

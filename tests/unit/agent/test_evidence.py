@@ -50,8 +50,8 @@ def test_every_device_is_asked_about_by_card_and_chip(tools):
     install(tools, "npu-smi", f'[ "$*" = info ] && cat {table} || echo "asked: $*"')
     install(tools, "hccn_tool", 'echo "asked: $*"')
     chips = parse_table(table.read_text())
-    told, *texts = device_health([0, 1])
-    assert (told.device, told.text) == (None, table.read_text())
+    first, *texts = device_health([0, 1])
+    assert (first.device, first.text) == (None, table.read_text())
     assert [(text.device, text.text) for text in texts] == [
         (device, f"asked: {' '.join(command[1:])}\n")
         for device, chip in enumerate(chips[:2])
@@ -79,9 +79,9 @@ def test_a_driver_that_does_not_answer_is_asked_no_more(tools, monkeypatch):
 
 def test_the_agent_hands_over_what_its_workers_left(shared):
     folder = "$ASCEND_PROCESS_LOG_PATH/plog"
-    program = f'mkdir -p "{folder}" && echo told > "{folder}/a.log"'
+    program = f'mkdir -p "{folder}" && echo logged > "{folder}/a.log"'
     shared.finish("sh", "-c", program)
     texts = shared.call(EvidenceQuery(tail_bytes=1000)).texts
     assert [(text.rank, text.text) for text in texts if text.name.endswith("a.log")] == [
-        (1, "told\n")
+        (1, "logged\n")
     ]

@@ -92,7 +92,9 @@ def test_a_fork_finds_what_was_asked_for_and_nothing_of_its_fork_server(forked, 
     assert found["has_torch"], "it would take seconds to import"
 
 
-def test_a_fork_is_the_child_of_whoever_reaps_orphans_from_its_first_line_on(forked, tmp_path):
+def test_a_fork_is_the_child_of_the_process_that_reaps_orphans_from_its_first_line_on(
+    forked, tmp_path
+):
     assert ended(forked("tell")) == 0
     assert json.loads((tmp_path / "forked.out").read_text())["parent"] == os.getpid()
 
@@ -104,15 +106,15 @@ def test_a_long_name_is_cut_as_the_kernel_would(forked, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("argument", "code", "said"),
+    ("argument", "code", "printed"),
     [("null", 0, ""), ("0", 0, ""), ("75", 75, ""), ("257", 1, ""), ('"no good"', 1, "no good\n")],
 )
-def test_a_fork_exits_as_the_interpreter_would(forked, tmp_path, argument, code, said):
+def test_a_fork_exits_as_the_interpreter_would(forked, tmp_path, argument, code, printed):
     assert ended(forked("end_with", argument)) == code
-    assert (tmp_path / "forked.err").read_text() == said
+    assert (tmp_path / "forked.err").read_text() == printed
 
 
-def test_an_exception_is_told_in_the_forks_own_log(forked, tmp_path):
+def test_an_exception_is_printed_in_the_forks_own_log(forked, tmp_path):
     assert ended(forked("fail")) == 1
     assert (tmp_path / "forked.err").read_text().endswith("ValueError: own\n")
 
@@ -130,7 +132,7 @@ def test_a_signal_that_ends_a_fork_is_its_exit_code(forked, tmp_path, number):
     assert process.poll() is None
     process.send_signal(number)
     assert ended(process) == -number
-    process.send_signal(signal.SIGTERM)  # and nobody who has its number by now gets it
+    process.send_signal(signal.SIGTERM)  # no other process that has its pid by now gets it
     process.kill()
     assert process.returncode == -number
 
@@ -143,7 +145,7 @@ def test_killing_a_fork_waits_for_its_end(forked):
         os.kill(process.pid, 0)
 
 
-def test_a_fork_that_somebody_else_has_collected_counts_as_killed(forked):
+def test_a_fork_that_was_reaped_elsewhere_counts_as_killed(forked):
     process = forked("tell")
     os.waitpid(process.pid, 0)
     assert process.poll() == -signal.SIGKILL
@@ -180,7 +182,7 @@ def test_what_was_forked_outlives_a_fork_server_and_its_end_is_noticed(subreaper
     assert one._process is not None
     assert one._process.stdout is not None
     at_end, _, _ = select.select([one._process.stdout], [], [], 5)
-    assert at_end, "the fork holds the pipe open, and whoever asked waits for ever"
+    assert at_end, "the fork holds the pipe open, and the agent waits for ever"
     with pytest.raises(OSError, match=r"fork server|Broken pipe"):
         one.fork(wanted("stay", tmp_path))
     one.close()

@@ -139,7 +139,7 @@ def test_secrets_are_masked_before_anything_leaves_the_node(
     assert text_of(store, "rank-00001.stdout.log") == "***-x *** *** password=***\n"
 
 
-def test_a_store_that_fails_is_told_and_not_waited_for_again_and_again(
+def test_a_store_that_fails_is_reported_and_waited_for_once(
     new_group, collector, tmp_path, monkeypatch
 ):
     group = run(new_group, "sh", "-c", "echo out; echo err >&2", job=job_text(tmp_path / "store"))
@@ -156,7 +156,7 @@ def test_a_store_that_fails_is_told_and_not_waited_for_again_and_again(
     assert state.problems == ("rank-00001.stderr.log: 503",)
 
 
-def test_a_slow_store_keeps_nobody_waiting(new_group, collector, tmp_path, monkeypatch):
+def test_a_slow_store_keeps_no_order_waiting(new_group, collector, tmp_path, monkeypatch):
     group = run(new_group, "echo", "out", job=job_text(tmp_path / "store"))
     is_up = threading.Event()
     inner = LocalStore(tmp_path / "store")
@@ -190,7 +190,7 @@ def test_a_container_that_goes_away_waits_for_a_slow_store_only_so_long(
     is_over.set()
 
 
-def test_an_agent_that_shuts_down_collects_what_nobody_asked_for(new_container, store, tmp_path):
+def test_an_agent_that_shuts_down_collects_what_was_not_requested(new_container, store, tmp_path):
     container = new_container()
     container.finish("echo", "hello", job=job_text(tmp_path / "store"), attempt=1)
     container.call(ShutdownOrder(grace_s=1))
@@ -234,9 +234,9 @@ def test_a_cut_in_the_middle_of_a_secret_shows_no_part_of_it(tmp_path):
     text = "".join(f"{line[:-1]} {secret}\n" for line in noise(3000)).encode()
     packed = pack(log_of(tmp_path / "log", text), frozenset({secret}), limit_bytes=40_000)
     assert packed is not None
-    told = gzip.decompress(packed.data)
-    assert b"***" in told
-    assert b"end-of" not in told
+    text = gzip.decompress(packed.data)
+    assert b"***" in text
+    assert b"end-of" not in text
 
 
 def test_where_there_is_no_room_a_log_is_left_out(tmp_path):
@@ -256,9 +256,9 @@ def test_compressing_ends_as_soon_as_the_limit_is_passed():
     assert len(given) < 20
 
 
-def test_whoever_waits_for_the_logs_waits_only_so_long():
+def test_the_wait_for_the_logs_has_a_limit():
     state = Collected(placement=1, attempt=1, is_done=False)
     slept: list[float] = []
-    told = await_collected(lambda: [("node-0", state)], timeout_s=0.0, sleep=slept.append)
-    assert told == [("node-0", state)]
+    states = await_collected(lambda: [("node-0", state)], timeout_s=0.0, sleep=slept.append)
+    assert states == [("node-0", state)]
     assert slept == []

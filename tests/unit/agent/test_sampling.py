@@ -30,11 +30,11 @@ def test_samples_are_taken_while_an_attempt_runs_and_the_last_one_stays(new_cont
 
 def test_what_was_seen_before_a_look_that_hangs_says_nothing_of_now(tmp_path):
     now = [100.0]
-    told = threading.Event()
-    sampling = Sampling(tmp_path, lambda _sample: told.set(), clock=lambda: now[0])
+    sampled = threading.Event()
+    sampling = Sampling(tmp_path, lambda _sample: sampled.set(), clock=lambda: now[0])
     sampling.begin(1, every_s=600.0)
     try:
-        assert told.wait(30)
+        assert sampled.wait(30)
         now[0] += 1800.0
         assert sampling.newest is not None
         assert sampling.newest.host.disk_free_bytes

@@ -48,7 +48,7 @@ def test_a_worker_that_ended_just_before_the_order_to_stop_was_not_stopped(new_g
     group = new_group("sh", "-c", "exit 3", is_command=True)
     start(group)
     (status,) = group.statuses()
-    os.waitid(os.P_PID, status.pid, os.WEXITED | os.WNOWAIT)  # ended, and nobody has noticed
+    os.waitid(os.P_PID, status.pid, os.WEXITED | os.WNOWAIT)  # ended, and the agent has not noticed
     group.stop(5)
     wait_for(group.poll)
     (status,) = group.statuses()

@@ -233,7 +233,7 @@ class Node:
 
     @property
     def log(self) -> str:
-        """What the checkpoint server said."""
+        """What the checkpoint server logged."""
         return (self.folder / "checkpoint-server.log").read_text()
 
     def disk_tier(self) -> CheckpointStore:
@@ -283,14 +283,16 @@ class Cluster:
             for rank in range(num_ranks)
         ]
         try:
-            told = _answers(ranks, queue)
+            answers = _answers(ranks, queue)
         finally:
             for process in ranks:
                 process.join(30)
                 process.kill()
-        failed = [f"rank {r}: {told[r]}" for r in sorted(told) if isinstance(told[r], _Failed)]
+        failed = [
+            f"rank {r}: {answers[r]}" for r in sorted(answers) if isinstance(answers[r], _Failed)
+        ]
         assert not failed, "\n".join(failed)
-        return [told[rank] for rank in range(num_ranks)]
+        return [answers[rank] for rank in range(num_ranks)]
 
     def close(self) -> None:
         """End every checkpoint server."""
@@ -300,17 +302,17 @@ class Cluster:
 
 def _answers(ranks: list[BaseProcess], queue: Any) -> dict[int, Any]:
     """What each rank puts into the queue; one that ends without a word has failed."""
-    told: dict[int, Any] = {}
-    while len(told) < len(ranks):
+    answers: dict[int, Any] = {}
+    while len(answers) < len(ranks):
         ended = [not process.is_alive() for process in ranks]
         if not queue.empty():
             rank, answer = queue.get()
-            told[rank] = answer
+            answers[rank] = answer
             continue
-        silent = [r for r, gone in enumerate(ended) if gone and r not in told]
+        silent = [r for r, gone in enumerate(ended) if gone and r not in answers]
         assert not silent, f"ranks {silent} ended without an answer"
         time.sleep(0.01)
-    return told
+    return answers
 
 
 class _Failed(str):
@@ -334,7 +336,7 @@ def _take_part(
     )
     try:
         answer = program(rank, *arguments)
-    except BaseException:  # noqa: BLE001 told to the test, whatever it is
+    except BaseException:  # noqa: BLE001 handed to the test, whatever it is
         answer = _Failed(traceback.format_exc())
     queue.put((rank, answer))
     # torch 2.13: a gloo world may abort while the interpreter is torn down.
@@ -346,3 +348,10 @@ def flip_bit(store: LocalStore, key: str, at: int) -> None:
     data = bytearray(store.get(key))
     data[at // 8] ^= 1 << (at % 8)
     store.put(key, bytes(data))
+
+
+def offered(checkpoints: CheckpointStore) -> list[int]:
+    """Steps that a restore may take, each of them read from end to end."""
+    steps = checkpoints.steps()
+    assert [step for step in steps if checkpoints.verify(step)] == []
+    return steps

@@ -1,4 +1,4 @@
-"""Stores that tell what was asked of them, or have no room."""
+"""Stores that record their requests, or have no room; a save into one."""
 
 from __future__ import annotations
 

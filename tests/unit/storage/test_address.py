@@ -120,7 +120,7 @@ def test_a_reachable_store_is_left_as_it_was(tmp_path: Path) -> None:
     assert list(store.list("")) == []
 
 
-def test_an_unreachable_store_says_what_failed(
+def test_the_check_of_an_unreachable_store_names_what_failed(
     local: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""The checkpoint server and its clients: what is handed over is published, held, and told about."""
+"""The checkpoint server and its clients: what is handed over is published, held, and reported."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from os import sched_yield
 from pathlib import Path
@@ -62,10 +62,10 @@ def memory_bytes() -> list[int]:
     return [1 << 30]
 
 
-@pytest.fixture
-def bench(tmp_path, memory_bytes) -> Iterator[Bench]:
-    store = FullStore(tmp_path / "store", room_bytes=1 << 30)
-    disk = CheckpointStore(LocalStore(tmp_path / "disk"), RUN_ID)
+@contextmanager
+def serving(
+    store: FullStore, disk: CheckpointStore, available_bytes: Callable[[], int] | None = None
+) -> Iterator[Bench]:
     checkpoints = CheckpointStore(store, RUN_ID)
     name = f"perdure-test-{uuid.uuid4().hex}"
     checkpoint_server = CheckpointServer(
@@ -73,13 +73,21 @@ def bench(tmp_path, memory_bytes) -> Iterator[Bench]:
         publisher=Publisher(checkpoints, disk=disk, retain=lambda _step: None, wait_s=5),
         store=checkpoints,
         disk=disk,
-        available_bytes=lambda: memory_bytes[0],
+        available_bytes=available_bytes,
     )
     thread = Thread(target=checkpoint_server.serve, daemon=True)
     thread.start()
     yield Bench(checkpoint_server, name, store, disk)
     checkpoint_server.close(5)
     thread.join()
+
+
+@pytest.fixture
+def bench(tmp_path, memory_bytes) -> Iterator[Bench]:
+    store = FullStore(tmp_path / "store", room_bytes=1 << 30)
+    disk = CheckpointStore(LocalStore(tmp_path / "disk"), RUN_ID)
+    with serving(store, disk, lambda: memory_bytes[0]) as bench:
+        yield bench
 
 
 @pytest.fixture
@@ -184,7 +192,7 @@ def test_what_a_reader_has_open_is_not_given_away(bench, client):
         client.open(share_of(10).save_id, 0)
 
 
-def test_a_store_without_room_is_told_once_and_the_next_save_works(bench, client):
+def test_a_store_without_room_is_reported_once_and_the_next_save_works(bench, client):
     bench.store.room_bytes = 10
     save(client, share_of(10))
     with pytest.raises(PermanentError, match="the disk is full"):
@@ -209,7 +217,7 @@ def test_a_failure_reaches_the_next_save_and_costs_no_slot(bench, client):
     assert bench.checkpoints.steps() == [20, 30, 40]
 
 
-def test_an_error_that_nobody_foresaw_reaches_the_worker_too(bench, client):
+def test_an_unforeseen_error_reaches_the_worker_too(bench, client):
     bench.store.error = ZeroDivisionError("in a library")
     save(client, share_of(10))
     with pytest.raises(StorageError, match="in a library"):
@@ -295,7 +303,7 @@ def test_a_share_whose_slot_is_given_away_is_noted_as_gone(bench, client):
     assert noted == [[10], [10, 20], [20]]
 
 
-def test_a_failure_of_a_dead_attempt_is_not_told_to_the_next_one(bench, client):
+def test_a_failure_of_a_dead_attempt_is_not_reported_to_the_next_one(bench, client):
     bench.store.room_bytes = 10
     save(client, share_of(10))
     bench.checkpoint_server._tasks.wait(5)
@@ -307,7 +315,7 @@ def test_a_failure_of_a_dead_attempt_is_not_told_to_the_next_one(bench, client):
     assert bench.checkpoints.steps() == [20]
 
 
-def test_a_failure_of_an_attempt_is_told_to_its_own_workers(bench):
+def test_a_failure_of_an_attempt_is_reported_to_its_own_workers(bench):
     bench.store.room_bytes = 10
     with (
         CheckpointClient(bench.name, owner=(1, 2)) as mine,
@@ -360,24 +368,12 @@ def test_what_the_store_refused_before_is_published_by_the_next_attempt(bench, c
 
 
 @pytest.fixture
-def restarted(tmp_path, bench, client) -> Iterator[CheckpointClient]:
+def restarted(bench, client) -> Iterator[CheckpointClient]:
     """A second server over the disk of one whose memory is gone; only step 10 is on it."""
     attachments = {"runs/run/metrics/1-10": "ten lines"}
     lost_upload(bench, client, 10, attachments=attachments)
-    name = f"perdure-test-{uuid.uuid4().hex}"
-    checkpoints = CheckpointStore(LocalStore(tmp_path / "store"), RUN_ID)
-    checkpoint_server = CheckpointServer(
-        name,
-        publisher=Publisher(checkpoints, disk=bench.disk, retain=lambda _: None, wait_s=5),
-        store=checkpoints,
-        disk=bench.disk,
-    )
-    thread = Thread(target=checkpoint_server.serve, daemon=True)
-    thread.start()
-    with CheckpointClient(name) as second:
-        yield second
-    checkpoint_server.close(5)
-    thread.join()
+    with serving(bench.store, bench.disk) as second, CheckpointClient(second.name) as theirs:
+        yield theirs
 
 
 def test_what_only_the_disk_has_is_published_with_all_that_goes_with_it(bench, restarted):
@@ -431,7 +427,7 @@ def test_a_committed_save_is_not_published_again(bench, client):
     assert bench.checkpoints.manifest(10).attempt == 1
 
 
-def test_a_save_that_every_worker_asks_for_is_published_once(bench, client, monkeypatch):
+def test_a_save_that_every_worker_requests_is_published_once(bench, client, monkeypatch):
     lost_upload(bench, client, 10)
     uploads: list[int] = []
     upload = bench.checkpoint_server._publisher.upload
@@ -486,7 +482,7 @@ def test_a_connection_that_cannot_be_taken_does_not_end_the_checkpoint_server(
     assert caplog.text.count("no connection taken: [Errno 24]") == 1
 
 
-def test_an_error_while_answering_is_told_and_the_connection_goes_on(
+def test_an_error_while_answering_is_reported_and_the_connection_goes_on(
     bench, client, monkeypatch, caplog
 ):
     def fail() -> None:
@@ -506,7 +502,7 @@ def num_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 names alone
 
 
-def test_descriptors_that_nobody_asked_for_are_closed(bench, tmp_path):
+def test_descriptors_that_were_not_requested_are_closed(bench, tmp_path):
     with socket.socket(socket.AF_UNIX) as peer, (tmp_path / "file").open("wb") as file:
         peer.connect(f"\0{bench.name}")
         before = None
@@ -528,7 +524,7 @@ def test_the_descriptor_of_a_message_that_was_cut_short_is_closed(tmp_path):
         assert num_descriptors() == before
 
 
-def test_a_peer_that_talks_nonsense_is_left_and_others_are_served(bench, client):
+def test_a_peer_that_sends_nonsense_is_dropped_and_others_are_served(bench, client):
     for nonsense in (b"\xff" * 8, b"\x02\0\0\0\0\0\0\0{}", b"\x05\0\0\0\0\0\0\0xx", b"\x01"):
         with socket.socket(socket.AF_UNIX) as peer:
             peer.connect(f"\0{bench.name}")
@@ -611,7 +607,7 @@ def test_the_end_waits_for_what_was_handed_over(bench, client):
     assert bench.checkpoints.steps() == [10]
 
 
-def test_the_end_says_when_something_was_not_published(bench, client):
+def test_the_end_reports_when_something_was_not_published(bench, client):
     save(client, share_of(10, world_size=2))
     before_s = time.monotonic()
     assert bench.checkpoint_server.close(0.2) is False

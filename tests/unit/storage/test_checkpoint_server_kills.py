@@ -1,7 +1,7 @@
 """Checkpoint servers killed between any two writes of a save leave the old or the new one.
 
 The points of a save that have names are those of storage/checkpoint_server/publish.py; between them
-a checkpoint server is ended before a write that is told by its key. Uploads in parts, which a
+a checkpoint server is ended before a write that is named by its key. Uploads in parts, which a
 folder has not, are broken off in tests/s3/test_checkpoints.py.
 """
 
@@ -21,10 +21,10 @@ from storage.collect import InUse, Rules, carry_out, decide, take_listing
 from storage.errors import TimedOut
 from storage.manifest import digest
 from storage.share import parse_record
-from tests.unit.storage.nodes import Before, Cluster, Node, save, settle, share_of
+from tests.unit.storage.nodes import Before, Cluster, Node, offered, save, settle, share_of
 
 OLDER, OLD, NEW, NEXT = 10, 20, 30, 40
-# The writes of one checkpoint server's save in their order, and how each of them is told.
+# The writes of one checkpoint server's save in their order, and how each of them is recognised.
 WRITES = {
     "shard onto the disk": r"put .*/disk/.*\.safetensors$",
     "record onto the disk": r"put .*/disk/.*\.json$",
@@ -41,20 +41,18 @@ ORDER = list(WRITES)
 RECORD = re.compile(r"rank\d+\.json$")
 
 
-def offered(checkpoints: CheckpointStore) -> list[int]:
-    """Steps that a restore may take, each of them read from end to end.
+def readable(checkpoints: CheckpointStore) -> list[int]:
+    """Steps that a restore may take.
 
-    So is every shard that a record vouches for: the other checkpoint server may commit it at any
-    moment.
+    Every shard that a record vouches for is read, too: the other checkpoint server may commit it
+    at any moment.
     """
-    steps = checkpoints.steps()
-    assert [step for step in steps if checkpoints.verify(step)] == []
     for info in checkpoints.store.list("runs/run/checkpoints/"):
         if RECORD.search(info.key):
             written = parse_record(checkpoints.store.get(info.key), url=info.key)
             shards = {written.share.shard: written.record}
             assert checkpoints.verify_shards(written.share.step, shards) == []
-    return steps
+    return offered(checkpoints)
 
 
 def on_disk(node: Node) -> list[int]:
@@ -74,13 +72,8 @@ def save_all(clients: list[CheckpointClient], step: int, attempt: int) -> None:
             save(client, share_of(step, rank=rank, world_size=len(clients), owner=(1, attempt)))
 
 
-def settle_all(clients: list[CheckpointClient]) -> None:
-    for client in clients:
-        settle(client)
-
-
 def collect(checkpoints: CheckpointStore) -> None:
-    """As gc does when nobody lives, with everything old enough."""
+    """As gc does when no attempt lives, with everything old enough."""
     listing = take_listing(checkpoints)
     rules, dead = Rules(garbage_after_s=0.0), InUse(is_living=False)
     removals = decide(listing, rules=rules, in_use=dead, now_s=time.time() + 60.0)
@@ -88,19 +81,20 @@ def collect(checkpoints: CheckpointStore) -> None:
 
 
 def next_attempt_saves(cluster: Cluster) -> None:
-    """With every checkpoint server there again, whatever is left stands in nobody's way."""
+    """With every checkpoint server there again, whatever is left is no obstacle."""
     checkpoints = cluster.checkpoints
     checkpoints.fence(1, 3)
     clients = [node.client() for node in cluster.nodes]
     save_all(clients, NEW, attempt=3)
     save_all(clients, NEXT, attempt=3)
-    settle_all(clients)
-    assert offered(checkpoints) == [NEW, NEXT]
+    for client in clients:
+        settle(client)
+    assert readable(checkpoints) == [NEW, NEXT]
     for node in cluster.nodes:
         assert NEXT in on_disk(node)
     collect(checkpoints)
     assert checkpoints.states() == {NEW: StepState.COMMITTED, NEXT: StepState.COMMITTED}
-    assert offered(checkpoints) == [NEW, NEXT]
+    assert readable(checkpoints) == [NEW, NEXT]
     named = {
         checkpoints.key(step, name)
         for step in (NEW, NEXT)
@@ -117,7 +111,7 @@ def saved(cluster: Cluster) -> Cluster:
     for step in (OLDER, OLD):
         save(client, share_of(step))
     settle(client)
-    assert offered(cluster.checkpoints) == [OLDER, OLD]
+    assert readable(cluster.checkpoints) == [OLDER, OLD]
     return cluster
 
 
@@ -134,7 +128,7 @@ def test_a_server_killed_before_any_of_its_writes_leaves_the_old_checkpoint_or_t
     expected = [OLD, NEW] if done["manifest"] else [OLDER, OLD]
     if done["manifest"] and not done["older manifest out of the store"]:
         expected = [OLDER, OLD, NEW]
-    assert offered(saved.checkpoints) == expected
+    assert readable(saved.checkpoints) == expected
     assert (NEW in on_disk(node)) == done["record onto the disk"]
     assert OLD in on_disk(node)
     node.start()
@@ -149,7 +143,7 @@ def test_a_save_has_no_other_writes(saved):
     settle(client)
     assert node.process is not None
     assert node.process.is_alive()
-    assert offered(saved.checkpoints) == [OLD, NEW]
+    assert readable(saved.checkpoints) == [OLD, NEW]
     save_all([client], NEXT, attempt=2)
     assert node.ended() == -signal.SIGKILL, "the first write of the save after it is one more"
 
@@ -160,8 +154,9 @@ def pair(cluster: Cluster) -> Cluster:
     clients = [cluster.node().client() for _ in range(2)]
     for step in (OLDER, OLD):
         save_all(clients, step, attempt=1)
-    settle_all(clients)
-    assert offered(cluster.checkpoints) == [OLDER, OLD]
+    for client in clients:
+        settle(client)
+    assert readable(cluster.checkpoints) == [OLDER, OLD]
     return cluster
 
 
@@ -210,7 +205,7 @@ def test_of_two_checkpoint_servers_either_may_be_killed_anywhere_in_a_save_of_bo
     assert node.ended() == -signal.SIGKILL, "it really died there"
     if victim == 0 or steps == NEW_ONES:
         settle(clients[1 - victim])
-    assert offered(pair.checkpoints) == steps
+    assert readable(pair.checkpoints) == steps
     assert other.process is not None
     assert other.process.is_alive(), "and takes part in the next attempt as it is"
     node.start()

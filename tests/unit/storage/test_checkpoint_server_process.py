@@ -31,6 +31,7 @@ from tests.unit.storage.nodes import (
     Cluster,
     bytes_of,
     forked,
+    offered,
     pipe,
     reserve,
     save,
@@ -49,13 +50,6 @@ POINTS = [
 ]
 BEFORE_COMMIT = POINTS[:5]
 MIB = 2**20
-
-
-def offered(checkpoints: CheckpointStore) -> list[int]:
-    """Steps that a restore may take, each of them read from end to end."""
-    steps = checkpoints.steps()
-    assert [step for step in steps if checkpoints.verify(step)] == []
-    return steps
 
 
 def held(client: CheckpointClient) -> list[tuple[int, str]]:
@@ -114,12 +108,12 @@ def test_a_worker_learns_that_its_checkpoint_server_is_gone(cluster):
         settle(client)
 
 
-def copy_and_stall(name: str, told: Connection) -> None:
+def copy_and_stall(name: str, ready: Connection) -> None:
     """A worker that is in the middle of a copy, and stays there."""
     client = CheckpointClient(name)
     slot = reserve(client, share_of(10))
     slot.memory[:32] = bytes(32)
-    told.send("copying")
+    ready.send("copying")
     signal.pause()
 
 
@@ -199,7 +193,7 @@ def small_disk(tmp_path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def test_a_node_disk_that_is_full_is_told_and_the_store_gets_every_save(cluster, small_disk):
+def test_a_node_disk_that_is_full_is_logged_and_the_store_gets_every_save(cluster, small_disk):
     node = cluster.node()
     node.disk = small_disk / "disk"
     client = node.start().client()
@@ -217,7 +211,7 @@ def test_a_node_disk_that_is_full_is_told_and_the_store_gets_every_save(cluster,
         assert digest(file) == one.written.record.xxh3_128
 
 
-def test_a_store_that_is_full_is_told_to_the_worker_once(tmp_path, small_disk):
+def test_a_store_that_is_full_is_reported_to_the_worker_once(tmp_path, small_disk):
     (small_disk / "run").mkdir()
     cluster = Cluster.at(small_disk / "run", keep_last=1)
     node = cluster.node(disk=False)
@@ -253,6 +247,16 @@ def test_a_wall_clock_that_goes_backwards_changes_nothing(cluster, tmp_path):
     assert sorted(held(client)) == [(20, "disk"), (20, "memory"), (30, "disk"), (30, "memory")]
 
 
+def started(script: str, folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """A checkpoint server by a script of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-c", script, str(folder / "job.json"), *arguments],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
 def test_the_checkpoint_server_starts_as_a_command_and_never_loads_torch(cluster, tmp_path):
     name = f"perdure-test-{uuid.uuid4().hex}"
     script = (
@@ -261,12 +265,7 @@ def test_the_checkpoint_server_starts_as_a_command_and_never_loads_torch(cluster
         "checkpoint_server.keep()\n"
         "print(json.dumps(sorted(m for m in sys.modules if '.' not in m)))\n"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path / "job.json"), name, str(tmp_path / "disk")],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    process = started(script, tmp_path, name, str(tmp_path / "disk"))
     with CheckpointClient(name) as client:
         save(client, share_of(10))
         settle(client)
@@ -289,12 +288,7 @@ def test_the_checkpoint_server_ends_in_time_though_an_upload_hangs(cluster, tmp_
         " or time.sleep(600)\n"
         "checkpoint_server.main()\n"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path / "job.json"), name],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    process = started(script, tmp_path, name)
     with CheckpointClient(name) as client:
         save(client, share_of(10))
     assert process.stdout is not None

@@ -137,7 +137,7 @@ def test_retention_gives_up_what_the_policy_does_not_keep() -> None:
     assert removed(found, rules=rules) == [(RemovalKind.RETENTION, 5)]
 
 
-def test_a_step_that_somebody_restores_from_is_kept() -> None:
+def test_a_step_that_is_being_restored_is_kept() -> None:
     found = listing(*(committed(step) for step in (5, 10, 15, 20, 25)))
     rules = Rules(retention=Retention(1))
     using = InUse(is_living=True, reading=frozenset({10}))
@@ -318,10 +318,10 @@ def test_a_manifest_that_cannot_be_read_names_no_strays(
 class UploadsStore(LocalStore):
     """Knows of three unfinished uploads."""
 
-    asked: tuple[str, float] | None = None
+    request: tuple[str, float] | None = None
 
     def abort_uploads(self, prefix: str, older_than_s: float) -> int:
-        self.asked = (prefix, older_than_s)
+        self.request = (prefix, older_than_s)
         return 3
 
 
@@ -329,10 +329,10 @@ def test_unfinished_uploads_are_aborted_where_the_store_knows_such(tmp_path, loc
     assert abort_uploads(CheckpointStore(local, "run-1"), 60.0) == 0
     store = UploadsStore(tmp_path)
     assert abort_uploads(CheckpointStore(store, "run-1"), 60.0) == 3
-    assert store.asked == ("runs/run-1/", 60.0)
+    assert store.request == ("runs/run-1/", 60.0)
 
 
-def test_the_totals_are_for_people() -> None:
+def test_the_totals_are_plain_text() -> None:
     one = Removal(RemovalKind.PROBE, None, (info(1, "x", 0),), "why")
     assert totals([one]) == "1 object, 100 bytes"
     assert totals([one, one]) == "2 objects, 200 bytes"

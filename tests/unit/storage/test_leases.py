@@ -60,7 +60,7 @@ def test_a_reader_leaves_nothing_behind_though_it_fails(checkpoints):
     assert read_now(checkpoints) == set()
 
 
-def test_a_reader_that_was_killed_is_believed_for_a_while_only(checkpoints):
+def test_the_lease_of_a_killed_reader_ends(checkpoints):
     checkpoints.store.put(checkpoints.key(10, "reading-0.json"), b"{}")
     assert collect(checkpoints) == [20]
     assert collect(checkpoints, later_s=LEASE_S + 1) == [10]

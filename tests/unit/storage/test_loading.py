@@ -231,7 +231,7 @@ def test_a_flipped_bit_anywhere_is_found(checkpoints, mixed, store):
     verified(checkpoints, mixed)
 
 
-def test_a_damage_that_nobody_wants_is_found_all_the_same(checkpoints, mixed, store):
+def test_damage_outside_of_the_wanted_tensors_is_found_too(checkpoints, mixed, store):
     manifest, _, size_bits = mixed
     flip_bit(LocalStore(store._root), checkpoints.key(10, SHARD), size_bits - 1)
     reads = ShardReads(checkpoints, manifest, verify=frozenset({SHARD}))

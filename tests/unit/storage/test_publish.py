@@ -79,7 +79,7 @@ def test_the_record_follows_its_shard_and_the_manifest_comes_last(checkpoints, s
     assert publishing.commit(write(publishing, 10)) is True
     record, shard = "p0001-a0001-rank00000.json", "p0001-a0001-rank00000.safetensors"
     assert names(store.writes) == [shard, record, MANIFEST, record]
-    assert store.writes[-1].startswith("-"), "the manifest has what the record said"
+    assert store.writes[-1].startswith("-"), "the manifest has what the record held"
     assert points == [
         "before_shard",
         "shard_on_disk",
@@ -214,7 +214,7 @@ def test_the_announcement_follows_the_commit(checkpoints, tmp_path):
     assert announced == [(log, 10, [10])]
 
 
-def test_records_of_a_commit_that_was_cut_short_harm_nobody(checkpoints, store):
+def test_records_of_a_commit_that_was_cut_short_do_no_harm(checkpoints, store):
     publishing = publisher(checkpoints)
     task = write(publishing, 10)
     record = store.get(checkpoints.key(10, "p0001-a0001-rank00000.json"))
@@ -267,7 +267,7 @@ def test_a_step_saved_by_two_attempts_is_on_disk_as_the_newer_saved_it(checkpoin
     assert found == {(1, 2)}
 
 
-def test_a_full_disk_is_told_and_the_store_gets_the_share(checkpoints, tmp_path, caplog):
+def test_a_full_disk_is_logged_and_the_store_gets_the_share(checkpoints, tmp_path, caplog):
     full = CheckpointStore(FullStore(tmp_path / "full", room_bytes=10), RUN_ID)
     publishing = publisher(checkpoints, full)
     assert publishing.commit(write(publishing, 10))

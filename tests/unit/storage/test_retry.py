@@ -9,7 +9,7 @@ from storage.retry import Retry
 
 
 class Flaky:
-    """Fails a number of times, then answers with how often it was asked before."""
+    """Fails a number of times, then answers with how often it was called before."""
 
     def __init__(self, num_failures: int, error: type[Exception] = Throttled) -> None:
         self.num_failures = num_failures

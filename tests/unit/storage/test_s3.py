@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from itertools import pairwise
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -32,8 +34,6 @@ from storage.s3_client import S3Options, fold
 from tests.unit.storage.conftest import FaultyS3, _Handler
 
 MIB = 2**20
-
-
 HOUR_S = 3600.0
 
 
@@ -136,16 +136,6 @@ def test_a_conditional_put_beyond_one_request_is_refused(s3, monkeypatch) -> Non
         s3.put("manifest", b"four", if_absent=True)
 
 
-def test_listing_goes_through_all_pages(s3: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = [f"many/{number:02d}" for number in range(7)]
-    for key in keys:
-        s3.put(key, b"")
-    client = s3._client()
-    list_page = client.list_objects_v2
-    monkeypatch.setattr(client, "list_objects_v2", lambda **a: list_page(MaxKeys=3, **a))
-    assert [info.key for info in s3.list("many/")] == keys
-
-
 def test_stores_of_other_prefixes_are_apart(s3: S3Store) -> None:
     other = S3Store(s3._bucket, "team/run", options=s3._options)
     s3.put("a", b"1")
@@ -194,7 +184,7 @@ def test_the_folder_of_the_claims_is_no_place_for_objects(s3: S3Store) -> None:
     assert list(above.list("")) == [], "nor does a store further up show it"
 
 
-def test_a_store_that_tells_no_time_cannot_have_claims(
+def test_a_store_that_gives_no_time_cannot_have_claims(
     s3: S3Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = s3._client()
@@ -216,7 +206,7 @@ def test_a_store_that_tells_no_time_cannot_have_claims(
     assert list(s3.list("")) == []
 
 
-def test_a_refused_probe_says_so_and_is_asked_again(faulty: Any, faulty_store: S3Store) -> None:
+def test_a_refused_probe_is_an_error_and_is_sent_again(faulty: Any, faulty_store: S3Store) -> None:
     faulty.faults[:] = ["denied"]
     with pytest.raises(AccessDenied):
         faulty_store.put("a", b"ours", if_absent=True)
@@ -295,7 +285,7 @@ def test_a_conditional_put_that_lost_to_another_during_its_retry_fails(
     assert faulty.objects["/bucket/a"] == b"theirs"
 
 
-def test_a_conflict_of_two_conditional_puts_is_asked_again(
+def test_a_conflict_of_two_conditional_puts_is_sent_again(
     faulty: Any, faulty_store: S3Store
 ) -> None:
     assert faulty_store.has_conditional_put()
@@ -361,7 +351,7 @@ def test_every_error_of_boto_has_its_class(
     assert str(folded).startswith("s3://bucket/a: ")
 
 
-def test_missing_keys_are_told_at_once(faulty: Any, pauses_s: list[float]) -> None:
+def test_missing_keys_are_reported_at_once(faulty: Any, pauses_s: list[float]) -> None:
     options = S3Options(endpoint=faulty.endpoint, region="us-east-1")
     store = S3Store("bucket", options=options, retry=Retry(sleep=pauses_s.append))
     with pytest.raises(AccessDenied, match="Unable to locate credentials"):
@@ -369,7 +359,7 @@ def test_missing_keys_are_told_at_once(faulty: Any, pauses_s: list[float]) -> No
     assert pauses_s == []
 
 
-def test_a_missing_ca_bundle_is_told_at_once(faulty: Any, faulty_store: S3Store) -> None:
+def test_a_missing_ca_bundle_is_reported_at_once(faulty: Any, faulty_store: S3Store) -> None:
     endpoint = faulty.endpoint.replace("http", "https")
     options = replace(faulty_store._options, endpoint=endpoint, ca_bundle="/no/such/bundle.pem")
     store = S3Store("bucket", options=options, retry=faulty_store._retry)
@@ -417,3 +407,21 @@ def test_a_server_without_a_date_is_not_asked_for_ages(
     monkeypatch.setattr(_Handler, "date_time_string", lambda *_args: "today")
     with pytest.raises(PermanentError, match="have no Date"):
         faulty_store.now_s()
+
+
+def test_exactly_one_of_racing_writers_wins(faulty_store: S3Store) -> None:
+    num_writers = 8
+    barrier = Barrier(num_writers)
+
+    def write(number: int) -> bool:
+        barrier.wait()
+        try:
+            faulty_store.put("folder/claim", str(number).encode() * 1000, if_absent=True)
+        except PreconditionFailed:
+            return False
+        return True
+
+    with ThreadPoolExecutor(num_writers) as pool:
+        won = list(pool.map(write, range(num_writers)))
+    assert won.count(True) == 1
+    assert faulty_store.get("folder/claim") == str(won.index(True)).encode() * 1000

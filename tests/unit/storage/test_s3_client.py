@@ -70,15 +70,15 @@ def test_a_copied_body_that_breaks_off_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("met", "told"),
+    ("raised", "expected"),
     [
         (SSLError("bad record"), ResponseStreamingError),
         (Urllib3ReadTimeoutError(None, None, "late"), ReadTimeoutError),  # type: ignore[arg-type]
     ],
 )
-def test_what_breaks_a_body_is_told_in_botocores_words(met: Exception, told: type) -> None:
-    stream: Any = Failing(met)
-    with pytest.raises(told):
+def test_what_breaks_a_body_is_an_error_of_botocore(raised: Exception, expected: type) -> None:
+    stream: Any = Failing(raised)
+    with pytest.raises(expected):
         read_into(StreamingBody(stream, 10), [memoryview(bytearray(10))])
 
 

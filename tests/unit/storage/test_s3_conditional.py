@@ -1,7 +1,7 @@
 """Publishing once by claims: writers interleaved request by request, killed, stalled, unanswered.
 
 The store is in memory and its requests happen one by one in an order that the test chooses; the
-time is the server's and passes only when the test says so.
+time is the server's and passes only when the test moves it.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def check_one_winner(world: World, writers: list[Writer]) -> None:
     assert len(winners) <= 1
     assert all(world.published == [writer.data] for writer in winners)
     if any(writer.outcome is False for writer in writers):
-        assert world.object is not None, "someone gave way to nobody"
+        assert world.object is not None, "a writer gave way to no other"
 
 
 def identity(writer: Writer) -> int:
@@ -233,7 +233,7 @@ def test_two_writers_have_one_winner_however_they_take_turns() -> None:
     assert num_races == 3060
 
 
-def test_a_listing_read_in_pieces_hides_nobody() -> None:
+def test_a_listing_read_in_pieces_hides_no_writer() -> None:
     """A ticket made after its piece was read, by a writer whose marker is gone in the other."""
     world, writers = meet(2)
     world.is_in_first_piece = lambda name: name.startswith(TICKET)
@@ -365,7 +365,7 @@ def test_a_put_without_an_answer_keeps_its_claim_until_it_cannot_land() -> None:
     first.failures = [TimedOut] * Retry().max_tries
     finish(world, [first])
     assert isinstance(first.outcome, TimedOut)
-    assert world.claims, "nobody may publish while the put may still land"
+    assert world.claims, "no writer may publish while the put may still land"
     began_s = world.now_s
     finish(world, [second])
     assert second.outcome is True

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import struct
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load as load_with_the_library
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from storage.checkpoint import CheckpointStore, StepState
-from storage.errors import Corrupt, PreconditionFailed
+from storage.errors import Corrupt, PermanentError, PreconditionFailed, StaleAttempt
 from storage.loading import load
 from storage.local import LocalStore
 from storage.s3 import S3Store
+from storage.saving import DirectSaver
+from storage.staging import SavePlans
+from tests.unit.storage.nodes import Cluster
 from tests.unit.storage.stores import save_directly
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-ROOT = Path(__file__).parents[3]
 REPLICATED, SHARDED, PLAIN, FAILED = 10, 20, 25, 30
+RANKS_THAT_SAVED = 4
 SHARD = "p0000-a0000-rank00000.safetensors"
 
 
@@ -62,29 +68,108 @@ def bits(tensor: Tensor) -> bytes:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def run_ranks(scenario: str, *, num_ranks: int, folder: Path) -> None:
-    script = str(Path(__file__).with_name("ranks.py"))
-    done = subprocess.run(
-        [sys.executable, script, scenario, str(num_ranks), str(folder)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+class FullDisk(LocalStore):
+    """Takes no shard of rank 2."""
+
+    def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
+        if "rank00002" in key:
+            raise PermanentError(f"{key}: the disk is full")
+        super().put(key, data, if_absent=if_absent)
+
+
+def replicated_state() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return {f"weight/{n}": torch.randn(8, 8, generator=generator).bfloat16() for n in range(8)}
+
+
+def rank_state(rank: int) -> dict[str, Tensor]:
+    return {f"random/rank{rank:05d}": torch.full((rank + 1,), rank, dtype=torch.uint8)}
+
+
+def model(seed: int) -> nn.Module:
+    """Its layers have 6, 3 and 1 rows: on 4 ranks some hold nothing of a parameter."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3), nn.Linear(3, 1))
+
+
+def sharded_model(seed: int, world_size: int) -> nn.Module:
+    sharded = model(seed)
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (world_size,)))
+    return sharded
+
+
+def save_on_rank(rank: int, folder: Path) -> None:
+    world_size = dist.get_world_size()
+    checkpoints = CheckpointStore(LocalStore(folder), "run")
+    saver = DirectSaver(
+        checkpoints=checkpoints,
+        plans=SavePlans(),
+        run_id="run",
+        placement=0,
+        attempt=1,
+        rank=rank,
+        world_size=world_size,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    extra = {"rank": rank}
+    state = replicated_state() | rank_state(rank)
+    saver.save(state, REPLICATED, extra)
+    assert (saver.newest is not None) == (rank == 0)
+
+    saver.save(sharded_model(0, world_size).state_dict(), SHARDED, extra)
+    # As DDP has it: the same whole tensors on every rank.
+    saver.save(model(2).state_dict(), PLAIN, extra)
+
+    saver.checkpoints = CheckpointStore(FullDisk(folder), "run")
+    with pytest.raises(PermanentError, match=r"^rank 2: .*the disk is full$"):
+        saver.save(state, FAILED, extra)
+    saver.checkpoints = checkpoints
+    no_json: Any = {1, 2}
+    with pytest.raises(ValueError, match=r"^rank 0: (?s:.*)extra"):
+        saver.save(state, FAILED, {"bad": no_json} if rank == 0 else extra)
+    no_tensor: Any = 3
+    with pytest.raises(ValueError, match="cannot be saved" if rank else "bad is not a tensor"):
+        saver.save(state if rank else state | {"bad": no_tensor}, FAILED, extra)
+    assert checkpoints.steps() == [REPLICATED, SHARDED, PLAIN]
+
+    with pytest.raises(PreconditionFailed):
+        saver.save(state, SHARDED, extra)
+    if rank == 0:
+        checkpoints.fence(0, 2)
+    dist.barrier()
+    with pytest.raises(StaleAttempt):
+        saver.save(state, FAILED, extra)
+
+
+def load_on_rank(rank: int, folder: Path) -> None:
+    world_size = dist.get_world_size()
+    checkpoints = CheckpointStore(LocalStore(folder), "run")
+    own = rank_state(rank) if rank < RANKS_THAT_SAVED else {}
+    expected = replicated_state() | own
+    state = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    load(state, checkpoints.manifest(REPLICATED), checkpoints=checkpoints)
+    for name, tensor in expected.items():
+        assert torch.equal(state[name], tensor), name
+
+    for step, seed in ((SHARDED, 0), (PLAIN, 2)):
+        sharded = sharded_model(1, world_size)
+        load(sharded.state_dict(), checkpoints.manifest(step), checkpoints=checkpoints)
+        original = model(seed).state_dict()
+        for name, parameter in sharded.named_parameters():
+            assert isinstance(parameter, DTensor)
+            assert torch.equal(parameter.full_tensor(), original[name]), (step, name)
 
 
 @pytest.fixture(scope="module")
-def saved_on_four(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("four") / "store"
-    run_ranks("save", num_ranks=4, folder=folder)
-    return folder
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Cluster.at(tmp_path_factory.mktemp("four"))
+    cluster.run(save_on_rank, cluster.folder / "store", num_ranks=4)
+    yield cluster
+    cluster.close()
 
 
 @pytest.fixture
-def of_four(saved_on_four: Path) -> CheckpointStore:
-    return CheckpointStore(LocalStore(saved_on_four), "run")
+def of_four(cluster: Cluster) -> CheckpointStore:
+    return cluster.checkpoints
 
 
 def test_every_kind_of_tensor_comes_back_bit_by_bit(checkpoints: CheckpointStore) -> None:
@@ -121,14 +206,14 @@ def test_the_safetensors_library_opens_our_shards(checkpoints: CheckpointStore) 
 
 
 def test_loading_fills_the_callers_tensors_in_place(checkpoints: CheckpointStore) -> None:
-    model = nn.Linear(3, 2)
-    saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    linear = nn.Linear(3, 2)
+    saved = {name: tensor.clone() for name, tensor in linear.state_dict().items()}
     manifest = save_directly(checkpoints, saved)
-    weight = model.weight
+    weight = linear.weight
     with torch.no_grad():
         weight.zero_()
-    load(model.state_dict(), manifest, checkpoints=checkpoints)
-    assert model.weight is weight
+    load(linear.state_dict(), manifest, checkpoints=checkpoints)
+    assert linear.weight is weight
     assert torch.equal(weight, saved["weight"])
 
 
@@ -243,29 +328,25 @@ def test_names_that_one_rank_has_survive(of_four: CheckpointStore) -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 8])
 def test_a_state_of_four_ranks_replicated_or_sharded_loads_into_shards_of_two_and_of_eight(
-    saved_on_four: Path, num_ranks: int
+    cluster: Cluster, num_ranks: int
 ) -> None:
-    run_ranks("load", num_ranks=num_ranks, folder=saved_on_four)
+    cluster.run(load_on_rank, cluster.folder / "store", num_ranks=num_ranks)
 
 
 def test_a_state_of_four_ranks_loads_in_one_process(of_four: CheckpointStore) -> None:
-    generator = torch.Generator().manual_seed(7)
-    original = [torch.randn(8, 8, generator=generator).bfloat16() for _ in range(8)]
-    loaded = {f"weight/{n}": torch.zeros(8, 8, dtype=torch.bfloat16) for n in range(8)}
+    loaded = zeros_like(replicated_state())
     load(loaded, of_four.manifest(REPLICATED), checkpoints=of_four)
-    for number, tensor in enumerate(original):
-        assert torch.equal(loaded[f"weight/{number}"], tensor)
+    for name, tensor in replicated_state().items():
+        assert torch.equal(loaded[name], tensor)
 
 
 def test_fsdp_shards_of_four_ranks_load_into_a_plain_model(of_four: CheckpointStore) -> None:
     manifest = of_four.manifest(SHARDED)
     assert len(manifest.tensors["0.weight"].chunks) >= 3
     assert of_four.verify(SHARDED) == []
-    torch.manual_seed(0)
-    original = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3), nn.Linear(3, 1))
-    model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3), nn.Linear(3, 1))
-    load(model.state_dict(), manifest, checkpoints=of_four)
-    for loaded, expected in zip(model.parameters(), original.parameters(), strict=True):
+    plain = model(1)
+    load(plain.state_dict(), manifest, checkpoints=of_four)
+    for loaded, expected in zip(plain.parameters(), model(0).parameters(), strict=True):
         assert torch.equal(loaded, expected)
 
 

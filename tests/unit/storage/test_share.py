@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from typing import Any
 
 import pytest
@@ -11,12 +12,13 @@ from hypothesis import strategies as st
 
 from storage.checkpoint import CheckpointStore, shard_name
 from storage.errors import Corrupt, NotFound
-from storage.manifest import Chunk, checksummed
+from storage.manifest import Chunk, checksummed, parse_manifest, verified_document
 from storage.share import (
     PartOfTensor,
     WrittenShare,
     delete_records,
     merge,
+    parse_record,
     put_record,
     read_record,
     recorded_ranks,
@@ -183,7 +185,9 @@ def test_a_record_that_is_none_is_corrupt(checkpoints: CheckpointStore, data: by
 
 
 @pytest.mark.parametrize("text", ["{}", '{"share":null}'])
-def test_a_sealed_document_that_is_no_record_is_corrupt(checkpoints: CheckpointStore, text: str):
+def test_a_checksummed_document_that_is_no_record_is_corrupt(
+    checkpoints: CheckpointStore, text: str
+):
     checkpoints.store.put(checkpoints.key(10, "p0001-a0001-rank00000.json"), checksummed(text))
     with pytest.raises(Corrupt, match="not the record of a share"):
         read_record(checkpoints, share_of(10).save_id, 0)
@@ -206,3 +210,49 @@ def test_numbers_that_json_does_not_know_come_back(checkpoints: CheckpointStore)
     one = changed(world(1)[0], run_id=checkpoints.run_id, extra={"loss": float("inf")})
     put_record(checkpoints, one)
     assert read_record(checkpoints, one.share.save_id, 0).share.extra == {"loss": float("inf")}
+
+
+def flips(data: bytes):
+    """The data with one bit flipped, each in its turn."""
+    for number in range(8 * len(data)):
+        changed = bytearray(data)
+        changed[number // 8] ^= 1 << number % 8
+        yield bytes(changed)
+
+
+def test_a_checksummed_document_is_json_and_comes_back():
+    data = checksummed('{"step":5,"extra":{"x":[1,2]}}')
+    assert json.loads(data)["step"] == 5
+    assert verified_document(data, url="u") == b'{"step":5,"extra":{"x":[1,2]}}'
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"[1]", b'{"step":5}', b'{"xxh3_128":"0"}'])
+def test_what_was_not_checksummed_is_corrupt(data):
+    with pytest.raises(Corrupt, match="u: not a document with its hash"):
+        verified_document(data, url="u")
+
+
+def test_a_flipped_bit_of_a_manifest_is_found(checkpoints, commit):
+    commit(checkpoints, 10)
+    data = checkpoints.store.get(checkpoints.key(10, "manifest.json"))
+    for changed in flips(data):
+        with pytest.raises(Corrupt):
+            parse_manifest(changed, url="u")
+
+
+def test_a_flipped_bit_of_a_share_record_is_found(checkpoints):
+    put_record(checkpoints, written(share_of(10)))
+    (info,) = checkpoints.store.list("runs/")
+    for changed in flips(checkpoints.store.get(info.key)):
+        with pytest.raises(Corrupt):
+            parse_record(changed, url="u")
+
+
+def test_a_flipped_bit_of_the_fence_is_found(checkpoints: CheckpointStore):
+    checkpoints.fence(3, 2)
+    key = f"runs/{checkpoints.run_id}/fence.json"
+    data = checkpoints.store.get(key)
+    for changed in flips(data):
+        checkpoints.store.put(key, changed)
+        with pytest.raises(Corrupt):
+            checkpoints.read_fence()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Event, Thread
 
 import pytest
@@ -12,7 +13,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from storage.checkpoint_server.slots import SLOTS_PER_RANK, NoMemory, Slot, SlotState, SlotTable
+from storage.checkpoint_server.slots import (
+    SLOTS_PER_RANK,
+    UNLIMITED,
+    NoMemory,
+    Slot,
+    SlotState,
+    SlotTable,
+    cgroup_left_bytes,
+)
 from storage.manifest import digest
 from tests.unit.storage.nodes import bytes_of, share_of
 
@@ -68,7 +77,7 @@ def test_the_record_is_the_hash_of_the_share_and_not_of_the_whole_memory(table):
     assert (record.size_bytes, record.xxh3_128) == (64, digest(bytes_of(share)))
 
 
-def test_only_the_writer_may_say_that_its_copy_is_whole(table):
+def test_only_the_writer_may_hand_its_copy_over(table):
     slot = reserve(table, writer=object())
     assert table.ready(slot.number, share_of(10), writer=object()) is None
     assert table.ready(99, share_of(10), writer=object()) is None
@@ -307,8 +316,73 @@ class SlotMachine(RuleBasedStateMachine):
             slot = self.slots[number]
             save = (slot.share.save_id.owner, slot.share.step) if slot.share else None
             assert (slot.state, save, slot.readers) == (one.state, one.save, one.readers)
-        assert self.table.wait_settled(0) == all(one.settled for one in self.model.values())
+            assert slot.settled == one.settled
 
 
 SlotMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 TestSlotMachine = SlotMachine.TestCase
+
+
+V1 = "12:cpu,cpuacct:/pod\n11:memory:/pod/container\n1:name=systemd:/pod\n0::/elsewhere\n"
+
+
+def belong(root: Path, groups: str) -> None:
+    (root / "proc/self").mkdir(parents=True, exist_ok=True)
+    (root / "proc/self/cgroup").write_text(groups)
+
+
+def group_v2(root: Path, path: str, limit: str, used: int, cache: int = 0) -> None:
+    folder = root / "sys/fs/cgroup" / path
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 1\ninactive_file {cache}\n")
+
+
+def group_v1(root: Path, path: str, limit: int, used: int, cache: int) -> None:
+    folder = root / "sys/fs/cgroup/memory" / path
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
+    (folder / "memory.usage_in_bytes").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"inactive_file 7\ntotal_inactive_file {cache}\n")
+
+
+def test_without_control_groups_nothing_is_limited(tmp_path):
+    assert cgroup_left_bytes(tmp_path) == UNLIMITED
+    belong(tmp_path, "0::/\n")
+    assert cgroup_left_bytes(tmp_path) == UNLIMITED
+
+
+def test_a_limit_leaves_what_is_not_used_and_the_page_cache(tmp_path):
+    belong(tmp_path, "0::/pod\n")
+    group_v2(tmp_path, "pod", "1000", 700, cache=200)
+    assert cgroup_left_bytes(tmp_path) == 500
+
+
+def test_a_group_above_its_limit_leaves_nothing(tmp_path):
+    belong(tmp_path, "0::/pod\n")
+    group_v2(tmp_path, "pod", "1000", 1200)
+    assert cgroup_left_bytes(tmp_path) == 0
+
+
+@pytest.mark.parametrize(("inner", "outer"), [("1000", "300"), ("300", "1000"), ("max", "300")])
+def test_the_tightest_of_a_group_and_those_above_it_counts(tmp_path, inner, outer):
+    belong(tmp_path, "0::/pod/container/step\n")
+    group_v2(tmp_path, "pod", outer, 0)
+    group_v2(tmp_path, "pod/container", inner, 0)
+    assert cgroup_left_bytes(tmp_path) == 300
+
+
+@pytest.mark.parametrize("path", ["/", "/docker/as-the-host-sees-it", "/../.."])
+def test_a_container_that_sees_its_own_group_at_the_top_has_its_limit(tmp_path, path):
+    belong(tmp_path, f"0::{path}\n")
+    group_v2(tmp_path, "", "1000", 400)
+    assert cgroup_left_bytes(tmp_path) == 600
+
+
+def test_the_memory_controller_of_version_1_limits_too(tmp_path):
+    belong(tmp_path, V1)
+    group_v1(tmp_path, "", 9223372036854771712, 5000, 0)
+    group_v1(tmp_path, "pod", 2000, 1800, 400)
+    group_v1(tmp_path, "pod/container", 1000, 100, 0)
+    assert cgroup_left_bytes(tmp_path) == 600

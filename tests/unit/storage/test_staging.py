@@ -107,15 +107,15 @@ def _counting(function, called, name):
     return counted
 
 
-def test_ranks_spread_replicas_and_ask_each_other_only_when_something_changed(cluster):
-    told = cluster.run(save_three_times, num_ranks=4)
-    for rank, one in enumerate(told):
+def test_ranks_spread_replicas_and_exchange_plans_only_when_something_changed(cluster):
+    found = cluster.run(save_three_times, num_ranks=4)
+    for rank, one in enumerate(found):
         assert one["first"] == one["second"]
         assert f"own{rank}" in one["first"]
         assert len(one["first"]) == 3, "two of eight replicas, and what it alone has"
         assert one["counts"] == [3, 1, 3], "a vote; the plans go round only with a change"
         assert ("more" in one["third"]) == (rank == 3)
-    saved = sorted(name for one in told for name in one["third"])
+    saved = sorted(name for one in found for name in one["third"])
     assert saved == sorted([f"w{n}" for n in range(8)] + [f"own{r}" for r in range(4)] + ["more"])
 
 

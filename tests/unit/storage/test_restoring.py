@@ -16,50 +16,52 @@ def save(step: int, *, owner: tuple[int, int] = (1, 1), world_size: int = 4) -> 
     return SaveId(step=step, placement=owner[0], attempt=owner[1], world_size=world_size)
 
 
-def told(of: SaveId, *ranks: int, tier: Tier = Tier.MEMORY) -> list[NodeShare]:
+def node_shares(of: SaveId, *ranks: int, tier: Tier = Tier.MEMORY) -> list[NodeShare]:
     return [NodeShare(save=of, rank=rank, tier=tier) for rank in ranks]
 
 
 def two_nodes(first: list[NodeShare], second: list[NodeShare]) -> dict[int, list[NodeShare]]:
-    """What ranks 0 and 1 are told by one checkpoint server, 2 and 3 by another."""
+    """What ranks 0 and 1 get from one checkpoint server, 2 and 3 from another."""
     return {0: first, 1: first, 2: second, 3: second}
 
 
 def test_a_save_of_which_every_share_is_on_some_node_is_offered():
-    (only,) = restorable_saves(two_nodes(told(save(10), 0, 1), told(save(10), 2, 3)), before=NOW)
+    (only,) = restorable_saves(
+        two_nodes(node_shares(save(10), 0, 1), node_shares(save(10), 2, 3)), before=NOW
+    )
     assert only.save == save(10)
     assert only.holders == {0: 0, 1: 0, 2: 2, 3: 2}
     assert only.local[3] == {2: Tier.MEMORY, 3: Tier.MEMORY}
 
 
 def test_the_newest_whole_save_comes_first_and_a_newer_half_is_none():
-    first = told(save(10), 0, 1) + told(save(20), 0, 1) + told(save(30), 0, 1)
-    second = told(save(10), 2, 3) + told(save(20), 2, 3) + told(save(30), 2)
+    first = node_shares(save(10), 0, 1) + node_shares(save(20), 0, 1) + node_shares(save(30), 0, 1)
+    second = node_shares(save(10), 2, 3) + node_shares(save(20), 2, 3) + node_shares(save(30), 2)
     found = restorable_saves(two_nodes(first, second), before=NOW)
     assert [one.save.step for one in found] == [20, 10]
 
 
 def test_shares_of_different_saves_of_a_step_do_not_mix():
-    first, second = told(save(10), 0, 1), told(save(10, owner=(1, 2)), 2, 3)
+    first, second = node_shares(save(10), 0, 1), node_shares(save(10, owner=(1, 2)), 2, 3)
     assert restorable_saves(two_nodes(first, second), before=NOW) == []
 
 
 def test_of_two_saves_of_a_step_the_newer_attempts_comes_first():
     whole = [0, 1, 2, 3]
-    here = told(save(10), *whole) + told(save(10, owner=(1, 2)), *whole)
+    here = node_shares(save(10), *whole) + node_shares(save(10, owner=(1, 2)), *whole)
     found = restorable_saves({0: here}, before=NOW)
     assert [one.save.owner for one in found] == [(1, 2), (1, 1)]
 
 
 def test_a_save_of_this_attempt_or_a_later_one_is_of_another_life_of_the_run():
-    here = [h for o in ((2, 1), (2, 2), (3, 1)) for h in told(save(90, owner=o), 0, 1, 2, 3)]
+    here = [h for o in ((2, 1), (2, 2), (3, 1)) for h in node_shares(save(90, owner=o), 0, 1, 2, 3)]
     assert restorable_saves({0: here}, before=NOW) == []
     assert len(restorable_saves({0: here}, before=(3, 2))) == 3
 
 
 def test_memory_is_nearer_than_disk_on_a_node_and_between_nodes():
-    both = told(save(10), 0, 1, tier=Tier.DISK) + told(save(10), 0, 1)
-    disk = told(save(10), 0, 1, 2, 3, tier=Tier.DISK)
+    both = node_shares(save(10), 0, 1, tier=Tier.DISK) + node_shares(save(10), 0, 1)
+    disk = node_shares(save(10), 0, 1, 2, 3, tier=Tier.DISK)
     (only,) = restorable_saves(two_nodes(disk, both), before=NOW)
     assert only.holders == {0: 2, 1: 2, 2: 0, 3: 0}
     assert only.local[2] == {0: Tier.MEMORY, 1: Tier.MEMORY}
@@ -68,14 +70,16 @@ def test_memory_is_nearer_than_disk_on_a_node_and_between_nodes():
 
 def test_a_save_of_another_world_size_is_whole_with_its_own_ranks():
     eight = save(10, world_size=8)
-    (only,) = restorable_saves({0: told(eight, *range(5)), 1: told(eight, 5, 6, 7)}, before=NOW)
+    (only,) = restorable_saves(
+        {0: node_shares(eight, *range(5)), 1: node_shares(eight, 5, 6, 7)}, before=NOW
+    )
     assert set(only.holders) == set(range(8))
-    assert restorable_saves({0: told(eight, *range(4))}, before=NOW) == []
+    assert restorable_saves({0: node_shares(eight, *range(4))}, before=NOW) == []
 
 
 def test_a_rank_that_the_save_does_not_know_makes_nothing_whole():
     two = save(10, world_size=2)
-    assert restorable_saves({0: told(two, 0)}, before=NOW) == []
+    assert restorable_saves({0: node_shares(two, 0)}, before=NOW) == []
 
 
 def test_nodes_that_hold_nothing_offer_nothing():
@@ -99,7 +103,7 @@ def test_what_is_offered_is_held_and_in_order(shares):
     held: dict[int, list[NodeShare]] = {reader: [] for reader in range(4)}
     for reader, step, attempt, rank, tier in shares:
         of = save(step, owner=(1, attempt), world_size=3)
-        held[reader] += told(of, rank, tier=tier)
+        held[reader] += node_shares(of, rank, tier=tier)
     found = restorable_saves(held, before=(1, 4))
     keys = [(one.save.step, one.save.owner) for one in found]
     assert keys == sorted(keys, reverse=True)
