@@ -7,7 +7,7 @@ import pytest
 from storage.errors import StorageError
 from storage.s3 import S3Store
 from storage.s3_client import server_time_s
-from tests.s3.conftest import RCLONE, RGW, Opener
+from tests.s3.conftest import RCLONE, RGW
 from tests.waiting import wait_for
 
 on_rgw = pytest.mark.parametrize("server", [RGW], indirect=True)
@@ -26,7 +26,7 @@ def unfinished(store: S3Store) -> set[str]:
 
 
 @on_rgw
-def test_old_uploads_below_the_prefix_are_dropped(open_store: Opener) -> None:
+def test_old_uploads_below_the_prefix_are_dropped(open_store):
     store = open_store(direct=True)
     for key in ("run/a", "run/b", "run/b", "runner/c"):
         begin(store, key)
@@ -51,9 +51,7 @@ def test_old_uploads_below_the_prefix_are_dropped(open_store: Opener) -> None:
 
 
 @on_rgw
-def test_a_young_upload_goes_on_beside_old_ones(
-    open_store: Opener, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_young_upload_goes_on_beside_old_ones(open_store, monkeypatch):
     store = open_store(direct=True)
     listing = store._client().list_multipart_uploads
     for key in ("a-old", "z-old"):
@@ -79,13 +77,13 @@ def test_a_young_upload_goes_on_beside_old_ones(
 
 
 @on_rgw
-def test_uploads_of_a_missing_bucket_are_an_error(open_store: Opener) -> None:
+def test_uploads_of_a_missing_bucket_are_an_error(open_store):
     store = S3Store("no-such-bucket", options=open_store(direct=True)._options)
     with pytest.raises(StorageError, match="NoSuchBucket"):
         store.abort_uploads("", 0.0)
 
 
 @pytest.mark.parametrize("server", [RCLONE, RGW], indirect=True)
-def test_a_store_without_uploads_has_nothing_to_drop(store: S3Store) -> None:
+def test_a_store_without_uploads_has_nothing_to_drop(store):
     assert store.abort_uploads("", 0.0) == 0
     assert store.abort_uploads("run/", 0.0) == 0

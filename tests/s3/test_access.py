@@ -15,9 +15,8 @@ from storage.address import Credentials, StorageSpec, check_reachable, clear, op
 from storage.errors import AccessDenied, NotFound, PermanentError
 from storage.objects import ObjectStore
 from storage.retry import Retry
-from tests.s3.conftest import BUCKET, RGW, Opener, open_s3
+from tests.s3.conftest import BUCKET, RGW, open_s3
 from tests.s3.programs import HOST, find_program
-from tests.s3.proxy import FaultProxy
 from tests.s3.rgw import DOMAIN, Rgw
 from tests.s3.servers import ACCESS_KEY, SECRET_KEY
 
@@ -52,9 +51,7 @@ def profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
 
 
-def test_an_address_is_cleared_with_what_no_listing_shows_and_nothing_beside_it(
-    server: Rgw,
-) -> None:
+def test_an_address_is_cleared_with_what_no_listing_shows_and_nothing_beside_it(server):
     keys = Credentials.model_validate({"access_key": ACCESS_KEY, "secret_key": SECRET_KEY})
     whole = spec_of(f"http://{HOST}:{server.port}")
     mine = whole.model_copy(update={"address": f"{whole.address}/drills"})
@@ -75,15 +72,13 @@ def test_an_address_is_cleared_with_what_no_listing_shows_and_nothing_beside_it(
     assert "Uploads" not in uploads
 
 
-def test_a_whole_bucket_is_not_cleared(server: Rgw) -> None:
+def test_a_whole_bucket_is_not_cleared(server):
     bucket = spec_of(f"http://{HOST}:{server.port}", address=f"s3://{BUCKET}")
     with pytest.raises(ValueError, match="a whole bucket is not cleared"):
         clear(bucket)
 
 
-def test_the_keys_of_the_profile_that_is_named_open_the_store(
-    server: Rgw, profiles: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_keys_of_the_profile_that_is_named_open_the_store(server, profiles, monkeypatch):
     monkeypatch.setenv("AWS_PROFILE", "team")
     store = open_store(spec_of(f"http://{HOST}:{server.port}"))
     check_reachable(store, "runs")
@@ -96,8 +91,8 @@ def test_the_keys_of_the_profile_that_is_named_open_the_store(
     [(None, "SignatureDoesNotMatch"), ("left", "InvalidAccessKeyId"), ("nobody", "nobody")],
 )
 def test_a_profile_without_the_right_keys_is_refused_and_no_other_is_tried(
-    server: Rgw, profiles: None, monkeypatch: pytest.MonkeyPatch, profile: str | None, message: str
-) -> None:
+    server, profiles, monkeypatch, profile, message
+):
     if profile is not None:
         monkeypatch.setenv("AWS_PROFILE", profile)
     store = open_store(spec_of(f"http://{HOST}:{server.port}"), retry=ONCE)
@@ -166,7 +161,7 @@ def _keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_keys")
-def test_a_server_that_the_ca_bundle_vouches_for_is_trusted(tls: Tls) -> None:
+def test_a_server_that_the_ca_bundle_vouches_for_is_trusted(tls):
     store = open_store(spec_of(tls.endpoint, ca_bundle=str(tls.ca_bundle)))
     data = bytes(range(256)) * 8192
     store.put("a", data)
@@ -178,9 +173,7 @@ def test_a_server_that_the_ca_bundle_vouches_for_is_trusted(tls: Tls) -> None:
 
 @pytest.mark.usefixtures("_keys")
 @pytest.mark.parametrize("bundle", [None, "other_bundle"])
-def test_a_server_that_no_authority_vouches_for_is_refused_and_sent_nothing(
-    tls: Tls, bundle: str | None
-) -> None:
+def test_a_server_that_no_authority_vouches_for_is_refused_and_sent_nothing(tls, bundle):
     trusted = open_store(spec := spec_of(tls.endpoint, ca_bundle=str(tls.ca_bundle)))
     path = str(getattr(tls, bundle)) if bundle else None
     distrusted: ObjectStore = open_store(spec.model_copy(update={"ca_bundle": path}), retry=ONCE)
@@ -213,8 +206,8 @@ def names_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_buckets_name_goes_where_the_addressing_style_says(
-    proxy: FaultProxy, open_store: Opener, style: str, endpoint: str, host: str, root: str
-) -> None:
+    proxy, open_store, style, endpoint, host, root
+):
     port = proxy.server_port
     store = open_store(endpoint=f"http://{endpoint}:{port}", addressing_style=style)
     prefix = store._prefix

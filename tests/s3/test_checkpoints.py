@@ -22,7 +22,6 @@ from storage.s3_client import PART_SIZE_BYTES
 from tests.s3.conftest import BUCKET, RGW, Opener
 from tests.s3.programs import HOST
 from tests.s3.proxy import Answer, FaultProxy, InUpload, LostAnswer, Unheard
-from tests.s3.rgw import Rgw
 from tests.s3.servers import ACCESS_KEY, SECRET_KEY
 from tests.unit.storage.nodes import RUN_ID, offered, save, settle, share_of
 from tests.waiting import wait_for
@@ -168,8 +167,8 @@ def saves_on(run: Run, client: CheckpointClient, *, attempt: int = 1) -> None:
 
 @pytest.mark.parametrize(("path", "after_bytes"), [("partNumber=1", 8 * MIB), ("manifest.json", 1)])
 def test_a_gateway_killed_and_restarted_in_the_middle_of_a_save_is_outlasted(
-    server: Rgw, run: Run, saving: CheckpointClient, path: str, after_bytes: int
-) -> None:
+    server, run, saving, path, after_bytes
+):
     fault = InUpload(server.kill_gateway, after_bytes)
     run.proxy.requests.clear()
     run.proxy.inject(fault, method="PUT", path=path)
@@ -189,9 +188,7 @@ def test_a_gateway_killed_and_restarted_in_the_middle_of_a_save_is_outlasted(
     saves_on(run, saving)
 
 
-def test_a_storm_of_throttling_through_a_whole_save_is_waited_out(
-    run: Run, saving: CheckpointClient
-) -> None:
+def test_a_storm_of_throttling_through_a_whole_save_is_waited_out(run, saving):
     run.proxy.requests.clear()
     run.proxy.inject_each(Answer(503, "SlowDown"))
     run.save(saving, step=NEW, large=True)
@@ -215,9 +212,7 @@ def test_a_storm_of_throttling_through_a_whole_save_is_waited_out(
     saves_on(run, saving)
 
 
-def test_a_connection_that_stalls_at_the_manifest_costs_its_time_out(
-    run: Run, saving: CheckpointClient
-) -> None:
+def test_a_connection_that_stalls_at_the_manifest_costs_its_time_out(run, saving):
     fault = Unheard()
     run.proxy.inject(fault, method="PUT", path="manifest.json")
     began_s = time.monotonic()
@@ -232,9 +227,7 @@ def test_a_connection_that_stalls_at_the_manifest_costs_its_time_out(
     saves_on(run, saving)
 
 
-def test_a_manifest_whose_answer_was_lost_is_committed_once(
-    run: Run, saving: CheckpointClient
-) -> None:
+def test_a_manifest_whose_answer_was_lost_is_committed_once(run, saving):
     fault = LostAnswer()
     run.proxy.inject(fault, method="PUT", path="manifest.json")
     run.save(saving, step=NEW)
@@ -248,9 +241,7 @@ def test_a_manifest_whose_answer_was_lost_is_committed_once(
     saves_on(run, saving)
 
 
-def test_of_a_checkpoint_server_killed_in_the_middle_of_an_upload_gc_leaves_nothing(
-    run: Run, saving: CheckpointClient
-) -> None:
+def test_of_a_checkpoint_server_killed_in_the_middle_of_an_upload_gc_leaves_nothing(run, saving):
     fault = InUpload(run.kill_checkpoint_server, after_bytes=8 * MIB)
     run.proxy.inject(fault, method="PUT", path="partNumber=1")
     run.save(saving, step=NEW, large=True)
@@ -271,9 +262,7 @@ def test_of_a_checkpoint_server_killed_in_the_middle_of_an_upload_gc_leaves_noth
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_of_two_checkpoint_servers_either_may_be_killed_in_the_middle_of_its_upload(
-    run: Run, victim: int
-) -> None:
+def test_of_two_checkpoint_servers_either_may_be_killed_in_the_middle_of_its_upload(run, victim):
     clients = [run.checkpoint_server(), run.checkpoint_server()]
     run.save(*clients, step=OLD)
     run.settle(*clients)

@@ -14,7 +14,7 @@ from storage.errors import PreconditionFailed
 from storage.objects import ObjectStore
 from storage.retry import Retry
 from tests.s3.conftest import RCLONE, Opener
-from tests.s3.proxy import FaultProxy, InUpload
+from tests.s3.proxy import InUpload
 from tests.s3.servers import Server
 
 NUM_WRITERS = 8
@@ -69,8 +69,8 @@ def test_one_of_eight_writers_wins_every_race(
 
 @pytest.mark.parametrize("server", [RCLONE], indirect=True)
 def test_a_writer_killed_with_a_claim_in_hand_holds_the_others_up_for_its_lifetime_only(
-    server: Server, proxy: FaultProxy, open_store: Opener
-) -> None:
+    server, proxy, open_store
+):
     has_claim, released = Event(), proxy.released
 
     def freeze() -> None:

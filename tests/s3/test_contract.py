@@ -9,7 +9,7 @@ from threading import Barrier
 import pytest
 
 from storage.errors import Corrupt, NotFound, PreconditionFailed
-from storage.objects import ObjectStore, check_key
+from storage.objects import check_key
 from storage.s3 import S3Store
 from tests.s3.conftest import EVERY_KIND, PART_SIZE_BYTES
 
@@ -32,7 +32,7 @@ ODD_KEYS = [
 ]
 
 
-def test_what_was_put_is_what_comes_back(store: ObjectStore) -> None:
+def test_what_was_put_is_what_comes_back(store):
     store.put("a/b", b"0123456789")
     assert store.get("a/b") == b"0123456789"
     assert store.get("a/b", start=3) == b"3456789"
@@ -43,14 +43,14 @@ def test_what_was_put_is_what_comes_back(store: ObjectStore) -> None:
     assert store.get("a/b", start=99) == b""
 
 
-def test_the_time_of_a_store_is_by_the_clock_of_its_objects(store: ObjectStore) -> None:
+def test_the_time_of_a_store_is_by_the_clock_of_its_objects(store):
     before_s = store.now_s()
     store.put("a", b"1")
     # Either may be in whole seconds.
     assert before_s <= store.stat("a").modified_s <= store.now_s() + 1.0
 
 
-def test_put_replaces(store: ObjectStore) -> None:
+def test_put_replaces(store):
     store.put("a", b"first, and longer")
     etag = store.stat("a").etag
     store.put("a", b"second")
@@ -58,7 +58,7 @@ def test_put_replaces(store: ObjectStore) -> None:
     assert store.stat("a").etag != etag
 
 
-def test_empty_objects_are_objects(store: ObjectStore) -> None:
+def test_empty_objects_are_objects(store):
     store.put("a", b"")
     assert store.get("a") == b""
     assert store.get("a", length=8) == b""
@@ -68,14 +68,14 @@ def test_empty_objects_are_objects(store: ObjectStore) -> None:
     assert [info.size_bytes for info in store.list("")] == [0]
 
 
-def test_get_into_fills_the_callers_memory(store: ObjectStore) -> None:
+def test_get_into_fills_the_callers_memory(store):
     store.put("a", bytes(range(100)))
     out = bytearray(20)
     store.get_into("a", memoryview(out), start=50)
     assert bytes(out) == bytes(range(50, 70))
 
 
-def test_get_into_refuses_an_object_that_ends_before(store: ObjectStore) -> None:
+def test_get_into_refuses_an_object_that_ends_before(store):
     store.put("a", bytes(100))
     for start in (90, 100, 200):
         with pytest.raises(Corrupt, match="ends"):
@@ -83,7 +83,7 @@ def test_get_into_refuses_an_object_that_ends_before(store: ObjectStore) -> None
 
 
 @pytest.mark.parametrize("size_bytes", [PART_SIZE_BYTES, PART_SIZE_BYTES + 1, 16 * MIB + 3])
-def test_large_objects_go_and_come_in_parts(store: ObjectStore, size_bytes: int) -> None:
+def test_large_objects_go_and_come_in_parts(store, size_bytes):
     data = os.urandom(size_bytes)
     store.put("shard", memoryview(data))
     assert store.stat("shard").size_bytes == size_bytes
@@ -96,7 +96,7 @@ def test_large_objects_go_and_come_in_parts(store: ObjectStore, size_bytes: int)
     assert store.get("shard", start=size_bytes - 5, length=99) == data[-5:]
 
 
-def test_what_is_not_there_is_not_found(store: ObjectStore) -> None:
+def test_what_is_not_there_is_not_found(store):
     for read in (
         lambda: store.get("no/such"),
         lambda: store.get("no/such", length=0),
@@ -109,7 +109,7 @@ def test_what_is_not_there_is_not_found(store: ObjectStore) -> None:
     store.delete("no/such")
 
 
-def test_listing_is_by_prefix_and_in_key_order(store: ObjectStore) -> None:
+def test_listing_is_by_prefix_and_in_key_order(store):
     for key in ("run/b", "run/a/z", "run/a-1", "runner", "other"):
         store.put(key, key.encode())
     assert [info.key for info in store.list("run/")] == ["run/a-1", "run/a/z", "run/b"]
@@ -119,9 +119,7 @@ def test_listing_is_by_prefix_and_in_key_order(store: ObjectStore) -> None:
     assert next(iter(store.list("runner"))).size_bytes == 6
 
 
-def test_listing_goes_through_all_pages(
-    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_listing_goes_through_all_pages(store, monkeypatch):
     if not isinstance(store, S3Store):
         pytest.skip("a folder is listed at once")
     keys = [f"many/{number:02d}" for number in range(7)]
@@ -133,7 +131,7 @@ def test_listing_goes_through_all_pages(
     assert [info.key for info in store.list("many/")] == keys
 
 
-def test_a_listing_and_a_stat_agree(store: ObjectStore) -> None:
+def test_a_listing_and_a_stat_agree(store):
     store.put("a/b", b"data")
     (listed,) = store.list("a/")
     stated = store.stat("a/b")
@@ -145,7 +143,7 @@ def test_a_listing_and_a_stat_agree(store: ObjectStore) -> None:
     assert abs(listed.modified_s - stated.modified_s) <= 1.0
 
 
-def test_deleted_objects_are_gone(store: ObjectStore) -> None:
+def test_deleted_objects_are_gone(store):
     store.put("a/b", b"1")
     store.delete("a/b")
     assert list(store.list("")) == []
@@ -154,7 +152,7 @@ def test_deleted_objects_are_gone(store: ObjectStore) -> None:
 
 
 @pytest.mark.parametrize("key", ODD_KEYS)
-def test_odd_keys_come_back_as_they_are(store: ObjectStore, key: str) -> None:
+def test_odd_keys_come_back_as_they_are(store, key):
     store.put(key, key.encode())
     assert store.get(key) == key.encode()
     assert [info.key for info in store.list("")] == [key]
@@ -163,7 +161,7 @@ def test_odd_keys_come_back_as_they_are(store: ObjectStore, key: str) -> None:
     assert list(store.list("")) == []
 
 
-def test_if_absent_publishes_once(store: ObjectStore) -> None:
+def test_if_absent_publishes_once(store):
     store.put("a", b"first", if_absent=True)
     with pytest.raises(PreconditionFailed, match="a: "):
         store.put("a", b"second", if_absent=True)
@@ -174,9 +172,7 @@ def test_if_absent_publishes_once(store: ObjectStore) -> None:
     assert store.get("a") == b"third"
 
 
-def test_exactly_one_of_racing_writers_wins(
-    request: pytest.FixtureRequest, store: ObjectStore
-) -> None:
+def test_exactly_one_of_racing_writers_wins(request, store):
     if "moto" in request.node.callspec.id:
         pytest.skip("moto looks and writes in two steps")
     num_writers = 8
@@ -197,20 +193,20 @@ def test_exactly_one_of_racing_writers_wins(
     assert [info.key for info in store.list("")] == ["folder/claim"]
 
 
-def test_keys_that_leave_the_address_are_refused(store: ObjectStore) -> None:
+def test_keys_that_leave_the_address_are_refused(store):
     for key in ESCAPES:
         for use in (lambda key: store.put(key, b""), store.get, store.stat, store.delete):
             with pytest.raises(ValueError, match="not a key"):
                 use(key)
 
 
-def test_prefixes_that_leave_the_address_are_refused(store: ObjectStore) -> None:
+def test_prefixes_that_leave_the_address_are_refused(store):
     for prefix in ("../", "/", "a/../../"):
         with pytest.raises(ValueError, match="not a key"):
             list(store.list(prefix))
 
 
-def test_one_read_fills_pieces_of_memory_one_after_the_other(store: ObjectStore) -> None:
+def test_one_read_fills_pieces_of_memory_one_after_the_other(store):
     store.put("a", bytes(range(100)))
     for sizes in ((3, 0, 20, 1), (24,)):
         outs = [bytearray(size) for size in sizes]
@@ -218,13 +214,13 @@ def test_one_read_fills_pieces_of_memory_one_after_the_other(store: ObjectStore)
         assert b"".join(outs) == bytes(range(50, 74))
 
 
-def test_a_read_of_pieces_refuses_an_object_that_ends_before(store: ObjectStore) -> None:
+def test_a_read_of_pieces_refuses_an_object_that_ends_before(store):
     store.put("a", bytes(100))
     for start in (90, 100, 200):
         with pytest.raises(Corrupt, match="ends"):
             store.get_scattered("a", [memoryview(bytearray(8))] * 2, start=start)
 
 
-def test_dots_inside_names_are_fine(store: ObjectStore) -> None:
+def test_dots_inside_names_are_fine(store):
     assert store.url("run-1.2/..a/b..c").endswith("/run-1.2/..a/b..c")
     assert check_key("run-1.2/..a/b..c") == "run-1.2/..a/b..c"

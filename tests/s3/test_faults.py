@@ -21,9 +21,8 @@ from storage.errors import (
     TimedOut,
 )
 from storage.retry import Retry
-from tests.s3.conftest import RGW, Opener
-from tests.s3.proxy import Answer, Fault, FaultProxy, InUpload, LostAnswer, Page, Reset, Stall
-from tests.s3.rgw import Rgw
+from tests.s3.conftest import RGW
+from tests.s3.proxy import Answer, Fault, InUpload, LostAnswer, Page, Reset, Stall
 from tests.s3.servers import ACCESS_KEY, SECRET_KEY
 from tests.waiting import wait_for
 
@@ -44,8 +43,8 @@ def retry(pauses_s: list[float]) -> Retry:
 
 
 def test_a_gateway_killed_and_restarted_in_the_middle_of_an_upload_is_outlasted(
-    server: Rgw, proxy: FaultProxy, open_store: Opener
-) -> None:
+    server, proxy, open_store
+):
     data = os.urandom(16 * MIB)
     store = open_store(retry=Retry(max_tries=12, base_s=0.1, cap_s=1.0))
     proxy.inject(
@@ -62,9 +61,7 @@ def test_a_gateway_killed_and_restarted_in_the_middle_of_an_upload_is_outlasted(
     assert open_store(direct=True).get("shard") == data
 
 
-def test_an_upload_that_a_dead_gateway_ends_leaves_no_half_of_an_object(
-    server: Rgw, proxy: FaultProxy, open_store: Opener
-) -> None:
+def test_an_upload_that_a_dead_gateway_ends_leaves_no_half_of_an_object(server, proxy, open_store):
     store = open_store(retry=Retry(max_tries=2, base_s=0.01))
     proxy.inject(InUpload(server.kill_gateway, after_bytes=MIB), method="PUT", path="partNumber=3")
     try:
@@ -80,9 +77,7 @@ def test_an_upload_that_a_dead_gateway_ends_leaves_no_half_of_an_object(
     wait_for(lambda: direct.abort_uploads("", 0.0) == 1, timeout_s=5.0, what="it is dropped")
 
 
-def test_a_whole_object_cut_off_while_it_is_sent_is_not_published(
-    server: Rgw, proxy: FaultProxy, open_store: Opener
-) -> None:
+def test_a_whole_object_cut_off_while_it_is_sent_is_not_published(server, proxy, open_store):
     store = open_store(retry=Retry(max_tries=1))
     store.put("a", b"old")
     proxy.inject(InUpload(server.kill_gateway, after_bytes=MIB), method="PUT")
@@ -96,8 +91,8 @@ def test_a_whole_object_cut_off_while_it_is_sent_is_not_published(
 
 @pytest.mark.parametrize(("status", "code"), [(503, "SlowDown"), (429, "TooManyRequests")])
 def test_a_storm_of_throttling_is_waited_out_by_every_part(
-    proxy: FaultProxy, open_store: Opener, retry: Retry, pauses_s: list[float], status, code
-) -> None:
+    proxy, open_store, retry, pauses_s, status, code
+):
     data = os.urandom(16 * MIB)
     store = open_store(retry=retry)
     for number in range(1, 5):
@@ -111,9 +106,7 @@ def test_a_storm_of_throttling_is_waited_out_by_every_part(
     assert sorted(pauses_s)[-4] >= 1.0
 
 
-def test_throttling_without_end_is_given_up_as_such(
-    proxy: FaultProxy, open_store: Opener, retry: Retry, pauses_s: list[float]
-) -> None:
+def test_throttling_without_end_is_given_up_as_such(proxy, open_store, retry, pauses_s):
     proxy.inject(Answer(503, "SlowDown"), method="GET", times=100)
     with pytest.raises(Throttled, match="answered 503 SlowDown"):
         open_store(retry=retry).get("a")
@@ -136,8 +129,8 @@ def test_throttling_without_end_is_given_up_as_such(
     ],
 )
 def test_a_pause_that_the_store_asks_for_is_kept(
-    proxy: FaultProxy, open_store: Opener, retry: Retry, pauses_s: list[float], status, headers
-) -> None:
+    proxy, open_store, retry, pauses_s, status, headers
+):
     proxy.inject(Answer(status, "SlowDown", headers), method="PUT", times=3)
     open_store(retry=retry).put("a", b"data")
     assert len(pauses_s) == 3
@@ -146,9 +139,7 @@ def test_a_pause_that_the_store_asks_for_is_kept(
 
 
 @pytest.mark.parametrize("after_bytes", [0, 1000, 3 * MIB])
-def test_an_answer_that_stalls_is_asked_for_again(
-    proxy: FaultProxy, open_store: Opener, retry: Retry, pauses_s: list[float], after_bytes
-) -> None:
+def test_an_answer_that_stalls_is_asked_for_again(proxy, open_store, retry, pauses_s, after_bytes):
     data = os.urandom(4 * MIB)
     store = open_store(retry=retry, read_timeout_s=0.5)
     store.put("a", data)
@@ -159,9 +150,7 @@ def test_an_answer_that_stalls_is_asked_for_again(
     assert len(pauses_s) == len(proxy.struck) == 1
 
 
-def test_an_upload_that_stalls_is_sent_again(
-    proxy: FaultProxy, open_store: Opener, retry: Retry, pauses_s: list[float]
-) -> None:
+def test_an_upload_that_stalls_is_sent_again(proxy, open_store, retry, pauses_s):
     store = open_store(retry=retry, read_timeout_s=0.5)
     proxy.inject(InUpload(partial(proxy.released.wait, 30.0), after_bytes=1), method="PUT")
     store.put("a", bytes(MIB))
@@ -169,7 +158,7 @@ def test_an_upload_that_stalls_is_sent_again(
     assert store.stat("a").size_bytes == MIB
 
 
-def test_a_store_that_stays_silent_is_a_time_out(proxy: FaultProxy, open_store: Opener) -> None:
+def test_a_store_that_stays_silent_is_a_time_out(proxy, open_store):
     store = open_store(retry=Retry(max_tries=1), read_timeout_s=0.3)
     proxy.inject(InUpload(partial(proxy.released.wait, 30.0), after_bytes=1), method="PUT")
     with pytest.raises(TimedOut, match="Read timeout"):
@@ -178,8 +167,8 @@ def test_a_store_that_stays_silent_is_a_time_out(proxy: FaultProxy, open_store: 
 
 @pytest.mark.parametrize("after_bytes", [0, 1, 3 * MIB])
 def test_a_connection_reset_in_the_middle_of_a_range_costs_that_range_only(
-    proxy: FaultProxy, open_store: Opener, retry: Retry, pauses_s: list[float], after_bytes
-) -> None:
+    proxy, open_store, retry, pauses_s, after_bytes
+):
     data = os.urandom(16 * MIB)
     store = open_store(retry=retry)
     store.put("shard", data)
@@ -192,9 +181,7 @@ def test_a_connection_reset_in_the_middle_of_a_range_costs_that_range_only(
     assert len(proxy.requests) - num_before == 4 + 1
 
 
-def test_internal_errors_are_asked_again(
-    proxy: FaultProxy, open_store: Opener, retry: Retry, pauses_s: list[float]
-) -> None:
+def test_internal_errors_are_asked_again(proxy, open_store, retry, pauses_s):
     store = open_store(retry=retry)
     for method in ("PUT", "GET", "HEAD", "DELETE"):
         proxy.inject(Answer(500, "InternalError"), method=method, times=2)
@@ -206,9 +193,7 @@ def test_internal_errors_are_asked_again(
     assert len(pauses_s) == len(proxy.struck) == 8
 
 
-def test_an_answer_that_is_not_s3s_is_asked_for_again(
-    proxy: FaultProxy, open_store: Opener, retry: Retry, pauses_s: list[float]
-) -> None:
+def test_an_answer_that_is_not_s3s_is_asked_for_again(proxy, open_store, retry, pauses_s):
     store = open_store(retry=retry)
     store.put("a", b"data")
     proxy.inject(Page(), method="GET", path="list-type")
@@ -216,9 +201,7 @@ def test_an_answer_that_is_not_s3s_is_asked_for_again(
     assert len(pauses_s) == len(proxy.struck) == 1
 
 
-def test_a_refusal_is_final(
-    proxy: FaultProxy, open_store: Opener, retry: Retry, pauses_s: list[float]
-) -> None:
+def test_a_refusal_is_final(proxy, open_store, retry, pauses_s):
     proxy.inject(Answer(403, "AccessDenied"), method="PUT")
     with pytest.raises(AccessDenied, match="403 AccessDenied"):
         open_store(retry=retry).put("a", b"data")
@@ -229,9 +212,7 @@ def test_a_refusal_is_final(
 @pytest.mark.parametrize(
     "wrong", [{"secret_key": "wrong-secret-key"}, {"access_key": "unknown-access-key"}]
 )
-def test_wrong_keys_are_reported_at_once_and_never_shown(
-    open_store: Opener, retry: Retry, pauses_s: list[float], wrong: dict[str, str]
-) -> None:
+def test_wrong_keys_are_reported_at_once_and_never_shown(open_store, retry, pauses_s, wrong):
     store = open_store(direct=True, retry=retry, **wrong)
     for use in (
         lambda: store.put("a", b"data"),
@@ -247,9 +228,7 @@ def test_wrong_keys_are_reported_at_once_and_never_shown(
     assert pauses_s == []
 
 
-def test_a_conditional_put_whose_answer_was_lost_is_a_success(
-    proxy: FaultProxy, open_store: Opener, retry: Retry, pauses_s: list[float]
-) -> None:
+def test_a_conditional_put_whose_answer_was_lost_is_a_success(proxy, open_store, retry, pauses_s):
     store = open_store(retry=retry)
     assert store.has_conditional_put()
     proxy.inject(LostAnswer(), method="PUT")
@@ -260,9 +239,7 @@ def test_a_conditional_put_whose_answer_was_lost_is_a_success(
     assert store.get("a") == b"ours"
 
 
-def test_a_completed_upload_whose_answer_was_lost_is_a_success(
-    proxy: FaultProxy, open_store: Opener, retry: Retry, pauses_s: list[float]
-) -> None:
+def test_a_completed_upload_whose_answer_was_lost_is_a_success(proxy, open_store, retry, pauses_s):
     data = os.urandom(6 * MIB)
     store = open_store(retry=retry)
     proxy.inject(LostAnswer(), method="POST", path="uploadId")
@@ -271,9 +248,7 @@ def test_a_completed_upload_whose_answer_was_lost_is_a_success(
     assert store.get("shard") == data
 
 
-def test_a_store_that_refuses_conditions_is_served_with_claims(
-    proxy: FaultProxy, open_store: Opener
-) -> None:
+def test_a_store_that_refuses_conditions_is_served_with_claims(proxy, open_store):
     store = open_store()
     proxy.inject(Answer(501, "NotImplemented"), method="PUT", path=".claims/probe")
     store.put("a", b"ours", if_absent=True)
@@ -298,18 +273,14 @@ def test_a_store_that_refuses_conditions_is_served_with_claims(
         (400, "InvalidArgument", PermanentError),
     ],
 )
-def test_answers_are_kept_apart(
-    proxy: FaultProxy, open_store: Opener, status: int, code: str, expected: type[StorageError]
-) -> None:
+def test_answers_are_kept_apart(proxy, open_store, status, code, expected):
     proxy.inject(Answer(status, code), method="GET")
     with pytest.raises(StorageError) as raised:
         open_store(retry=Retry(max_tries=1)).get("a")
     assert type(raised.value) is expected
 
 
-def test_a_mixture_of_faults_loses_and_doubles_nothing(
-    proxy: FaultProxy, open_store: Opener, retry: Retry
-) -> None:
+def test_a_mixture_of_faults_loses_and_doubles_nothing(proxy, open_store, retry):
     rng = random.Random(1)  # noqa: S311 the same faults every time
     store = open_store(retry=retry, read_timeout_s=2.0)
     faults: list[Fault] = [Answer(503, "SlowDown"), Answer(500, "InternalError"), LostAnswer()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,7 +42,7 @@ KEYS: dict[str, Any] = {
         ({"address": "s3://b", "adress": 0}, "Extra inputs"),
     ],
 )
-def test_each_mistake_has_one_clear_message(fields: dict[str, Any], message: str) -> None:
+def test_each_mistake_has_one_clear_message(fields, message):
     with pytest.raises(ValidationError) as raised:
         StorageSpec(**fields)
     assert raised.value.error_count() == 1
@@ -59,7 +58,7 @@ def test_each_mistake_has_one_clear_message(fields: dict[str, Any], message: str
         KEYS | {"secret_key": ["KEY-SECRET"]},
     ],
 )
-def test_error_texts_of_credentials_hold_no_keys(fields: dict[str, Any]) -> None:
+def test_error_texts_of_credentials_hold_no_keys(fields):
     with pytest.raises(ValidationError) as raised:
         Credentials(**fields)
     assert "SECRET" not in str(raised.value)
@@ -68,19 +67,19 @@ def test_error_texts_of_credentials_hold_no_keys(fields: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     "fields", [KEYS, {"endpoint": "https://AKID-SECRET:KEY-SECRET@obs.example"}]
 )
-def test_keys_given_to_a_spec_are_refused_and_not_shown(fields: dict[str, Any]) -> None:
+def test_keys_given_to_a_spec_are_refused_and_not_shown(fields):
     with pytest.raises(ValidationError) as raised:
         StorageSpec(address="s3://bucket", **fields)
     assert "SECRET" not in str(raised.value)
 
 
-def test_keys_appear_in_no_text_of_the_credentials() -> None:
+def test_keys_appear_in_no_text_of_the_credentials():
     keys = Credentials(**KEYS)
     texts = [repr(keys), str(keys), keys.model_dump_json(), str(keys.model_dump())]
     assert all("SECRET" not in text for text in texts)
 
 
-def test_keys_reach_children_by_environment_only() -> None:
+def test_keys_reach_children_by_environment_only():
     assert worker_environment(Credentials(**KEYS)) == {
         "AWS_ACCESS_KEY_ID": "AKID-SECRET",
         "AWS_SECRET_ACCESS_KEY": "KEY-SECRET",
@@ -89,7 +88,7 @@ def test_keys_reach_children_by_environment_only() -> None:
     assert worker_environment(None) == {}
 
 
-def test_addresses_open_their_store(tmp_path: Path) -> None:
+def test_addresses_open_their_store(tmp_path):
     local = open_store(StorageSpec(address=f"file://{tmp_path}/store"))
     assert isinstance(local, LocalStore)
     assert local.url("a") == f"file://{tmp_path}/store/a"
@@ -101,7 +100,7 @@ def test_addresses_open_their_store(tmp_path: Path) -> None:
     assert s3._options.secret_key == SecretStr("KEY-SECRET")
 
 
-def test_the_keys_of_a_spec_open_a_real_bucket(s3: S3Store, moto_endpoint: str) -> None:
+def test_the_keys_of_a_spec_open_a_real_bucket(s3, moto_endpoint):
     spec = StorageSpec(
         address=f"s3://{s3._bucket}/team",
         endpoint=moto_endpoint,
@@ -113,16 +112,14 @@ def test_the_keys_of_a_spec_open_a_real_bucket(s3: S3Store, moto_endpoint: str) 
     assert list(store.list("")) == [], "the probe is removed"
 
 
-def test_a_reachable_store_is_left_as_it_was(tmp_path: Path) -> None:
+def test_a_reachable_store_is_left_as_it_was(tmp_path):
     store = LocalStore(tmp_path / "store")
     check_reachable(store, "")
     check_reachable(store, "runs/")
     assert list(store.list("")) == []
 
 
-def test_the_check_of_an_unreachable_store_names_what_failed(
-    local: LocalStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_check_of_an_unreachable_store_names_what_failed(local, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(local, "get", lambda _key: b"other")
         with pytest.raises(Corrupt, match=r"storage check: cannot read: .*other bytes"):

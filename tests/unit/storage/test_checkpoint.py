@@ -28,9 +28,7 @@ from storage.errors import (
     StaleAttempt,
     Throttled,
 )
-from storage.local import LocalStore
 from storage.manifest import Manifest, checksummed, digest, parse_manifest
-from storage.s3 import S3Store
 from tests.unit.storage.conftest import Committer
 
 Commit = Callable[..., Manifest]
@@ -65,9 +63,7 @@ def flipped(data: bytes) -> bytes:
     return data[:700] + bytes([data[700] ^ 1]) + data[701:]
 
 
-def test_a_committed_step_is_offered_with_what_was_published(
-    checkpoints: CheckpointStore, commit: Commit
-) -> None:
+def test_a_committed_step_is_offered_with_what_was_published(checkpoints, commit):
     published = commit(checkpoints, 10)
     assert checkpoints.steps() == [10]
     assert checkpoints.latest() == 10
@@ -77,14 +73,14 @@ def test_a_committed_step_is_offered_with_what_was_published(
     assert published.written_at_s == 1000.0
 
 
-def test_a_run_without_checkpoints_has_no_latest(checkpoints: CheckpointStore) -> None:
+def test_a_run_without_checkpoints_has_no_latest(checkpoints):
     assert checkpoints.latest() is None
     assert checkpoints.steps() == []
     with pytest.raises(NotFound):
         checkpoints.manifest(10)
 
 
-def test_latest_can_be_asked_below_a_step(checkpoints: CheckpointStore, commit: Commit) -> None:
+def test_latest_can_be_asked_below_a_step(checkpoints, commit):
     for step in (5, 10, 123456789):
         commit(checkpoints, step)
     assert checkpoints.latest() == 123456789
@@ -93,8 +89,8 @@ def test_latest_can_be_asked_below_a_step(checkpoints: CheckpointStore, commit: 
 
 
 def test_a_writer_killed_before_the_manifest_leaves_the_older_step_latest(
-    local: LocalStore, checkpoints: CheckpointStore, commit: Commit
-) -> None:
+    local, checkpoints, commit
+):
     commit(checkpoints, 10)
     command = [sys.executable, "-c", textwrap.dedent(WRITER), str(local._root)]
     killed = subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, check=False)
@@ -107,7 +103,7 @@ def test_a_writer_killed_before_the_manifest_leaves_the_older_step_latest(
     assert checkpoints.verify(20) == []
 
 
-def test_committing_a_step_twice_fails(checkpoints: CheckpointStore, commit: Commit) -> None:
+def test_committing_a_step_twice_fails(checkpoints, commit):
     published = commit(checkpoints, 10)
     with pytest.raises(PreconditionFailed, match="committed already"):
         checkpoints.commit(published)
@@ -116,9 +112,7 @@ def test_committing_a_step_twice_fails(checkpoints: CheckpointStore, commit: Com
     assert checkpoints.manifest(10) == published
 
 
-def test_of_two_committers_that_passed_the_check_one_fails(
-    checkpoints: CheckpointStore, commit: Commit, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_committers_that_passed_the_check_one_fails(checkpoints, commit, monkeypatch):
     published = commit(checkpoints, 10)
     monkeypatch.setattr(checkpoints, "check_may_commit", lambda *_: None)
     with pytest.raises(PreconditionFailed, match="exists already"):
@@ -126,9 +120,7 @@ def test_of_two_committers_that_passed_the_check_one_fails(
 
 
 @pytest.mark.parametrize("stale", [(1, 1), (0, 9)])
-def test_a_stale_attempt_cannot_commit(
-    checkpoints: CheckpointStore, commit: Commit, stale: tuple[int, int]
-) -> None:
+def test_a_stale_attempt_cannot_commit(checkpoints, commit, stale):
     checkpoints.fence(1, 2)
     with pytest.raises(StaleAttempt, match="placement 1 attempt 2, which owns the run"):
         commit(checkpoints, 10, placement=stale[0], attempt=stale[1])
@@ -136,7 +128,7 @@ def test_a_stale_attempt_cannot_commit(
     commit(checkpoints, 10, placement=1, attempt=2)
 
 
-def test_the_fence_only_moves_forward(checkpoints: CheckpointStore) -> None:
+def test_the_fence_only_moves_forward(checkpoints):
     assert checkpoints.read_fence() is None
     checkpoints.fence(1, 2)
     checkpoints.fence(1, 2)
@@ -146,17 +138,13 @@ def test_the_fence_only_moves_forward(checkpoints: CheckpointStore) -> None:
     assert checkpoints.read_fence() == (2, 0)
 
 
-def test_a_damaged_fence_lets_no_attempt_publish(
-    checkpoints: CheckpointStore, commit: Commit
-) -> None:
+def test_a_damaged_fence_lets_no_attempt_publish(checkpoints, commit):
     checkpoints.store.put("runs/run-1/fence.json", checksummed('{"placement":-1}'))
     with pytest.raises(Corrupt, match="not a fence"):
         commit(checkpoints, 10)
 
 
-def test_manifests_of_another_run_are_refused(
-    local: LocalStore, checkpoints: CheckpointStore, commit: Commit
-) -> None:
+def test_manifests_of_another_run_are_refused(local, checkpoints, commit):
     published = commit(checkpoints, 10)
     other = CheckpointStore(local, "run-2")
     with pytest.raises(ValueError, match=r"'run-1'.*'run-2'"):
@@ -167,7 +155,7 @@ def test_manifests_of_another_run_are_refused(
 
 
 @pytest.mark.parametrize("run_id", ["", "../x", "a/b", ".hidden", "a b"])
-def test_run_ids_cannot_leave_their_folder(local: LocalStore, run_id: str) -> None:
+def test_run_ids_cannot_leave_their_folder(local, run_id):
     with pytest.raises(ValueError, match="should match pattern"):
         CheckpointStore(local, run_id)
 
@@ -184,11 +172,8 @@ def test_run_ids_cannot_leave_their_folder(local: LocalStore, run_id: str) -> No
     ids=["flipped bit", "truncated", "too long", "emptied", "deleted"],
 )
 def test_a_damaged_shard_is_found_and_a_step_that_was_set_aside_is_not_offered(
-    checkpoints: CheckpointStore,
-    commit: Commit,
-    harm: Callable[[bytes], bytes | None],
-    kind: DamageKind,
-) -> None:
+    checkpoints, commit, harm, kind
+):
     commit(checkpoints, 10)
     commit(checkpoints, 20)
     damage(checkpoints, 20, harm(checkpoints.store.get(checkpoints.key(20, SHARD))))
@@ -206,7 +191,7 @@ def test_a_damaged_shard_is_found_and_a_step_that_was_set_aside_is_not_offered(
     assert checkpoints.verify(10) == []
 
 
-def test_a_set_aside_step_may_be_saved_anew(checkpoints: CheckpointStore, commit: Commit) -> None:
+def test_a_set_aside_step_may_be_saved_anew(checkpoints, commit):
     commit(checkpoints, 10)
     checkpoints.set_aside(10, "test")
     anew = commit(checkpoints, 10, attempt=1)
@@ -218,7 +203,7 @@ def test_a_set_aside_step_may_be_saved_anew(checkpoints: CheckpointStore, commit
     assert checkpoints.steps() == [10]
 
 
-def test_an_unreadable_manifest_is_damage(checkpoints: CheckpointStore, commit: Commit) -> None:
+def test_an_unreadable_manifest_is_damage(checkpoints, commit):
     commit(checkpoints, 10)
     commit(checkpoints, 20)
     checkpoints.store.put(checkpoints.key(20, "manifest.json"), b'{"half')
@@ -229,11 +214,8 @@ def test_an_unreadable_manifest_is_damage(checkpoints: CheckpointStore, commit: 
 
 @pytest.mark.parametrize("error", [Throttled, AccessDenied])
 def test_a_store_that_does_not_let_us_read_says_nothing_of_the_checkpoint(
-    checkpoints: CheckpointStore,
-    commit: Commit,
-    monkeypatch: pytest.MonkeyPatch,
-    error: type[Exception],
-) -> None:
+    checkpoints, commit, monkeypatch, error
+):
     commit(checkpoints, 10)
 
     def failing(*_: object, **__: object) -> None:
@@ -246,9 +228,7 @@ def test_a_store_that_does_not_let_us_read_says_nothing_of_the_checkpoint(
     assert checkpoints.steps() == [10]
 
 
-def test_a_medium_that_fails_is_damage(
-    checkpoints: CheckpointStore, commit: Commit, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_medium_that_fails_is_damage(checkpoints, commit, monkeypatch):
     commit(checkpoints, 10)
 
     def failing(*_: object, **__: object) -> None:
@@ -258,9 +238,7 @@ def test_a_medium_that_fails_is_damage(
     assert {found.kind for found in checkpoints.verify(10)} == {DamageKind.UNREADABLE}
 
 
-def test_deleting_a_step_removes_its_manifest_first(
-    checkpoints: CheckpointStore, commit: Commit, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deleting_a_step_removes_its_manifest_first(checkpoints, commit, monkeypatch):
     commit(checkpoints, 10)
     commit(checkpoints, 100)
     deleted: list[str] = []
@@ -277,7 +255,7 @@ def test_deleting_a_step_removes_its_manifest_first(
     assert checkpoints.verify(100) == []
 
 
-def test_the_protocol_holds_on_s3(s3: S3Store, commit: Commit) -> None:
+def test_the_protocol_holds_on_s3(s3, commit):
     checkpoints = CheckpointStore(s3, "run-1")
     checkpoints.fence(0, 0)
     commit(checkpoints, 10)
@@ -293,29 +271,27 @@ def test_the_protocol_holds_on_s3(s3: S3Store, commit: Commit) -> None:
         commit(checkpoints, 10)
 
 
-def test_manifests_survive_their_bytes(checkpoints: CheckpointStore, commit: Commit) -> None:
+def test_manifests_survive_their_bytes(checkpoints, commit):
     published = commit(checkpoints, 10)
     with_extra = published.model_copy(update={"extra": {"loss": 1e-300, "names": ["a", None]}})
     assert parse_manifest(with_extra.to_bytes(), url="u") == with_extra
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"format_version": 2}', b"\xff"])
-def test_what_is_no_manifest_is_an_error_of_one_line(data: bytes) -> None:
+def test_what_is_no_manifest_is_an_error_of_one_line(data):
     with pytest.raises(Corrupt, match=r"^u: not ") as raised:
         parse_manifest(data, url="u")
     assert "\n" not in str(raised.value)
 
 
-def test_a_manifest_whose_chunks_do_not_cover_is_refused(
-    checkpoints: CheckpointStore, commit: Commit
-) -> None:
+def test_a_manifest_whose_chunks_do_not_cover_is_refused(checkpoints, commit):
     saved = commit(checkpoints, 10).model_dump_json()
     text = checksummed(saved.replace('"shape":[1]', '"shape":[2]'))
     with pytest.raises(Corrupt, match="1 elements of 2"):
         parse_manifest(text, url="u")
 
 
-def test_the_hash_is_xxh3_128() -> None:
+def test_the_hash_is_xxh3_128():
     assert digest(b"") == "99aa06d3014798d86001c324468d497f"
 
 
@@ -329,12 +305,12 @@ def mixed(checkpoints: CheckpointStore, commit: Committer) -> CheckpointStore:
     return checkpoints
 
 
-def test_the_states_are_those_of_the_checkpoint_store(mixed: CheckpointStore) -> None:
+def test_the_states_are_those_of_the_checkpoint_store(mixed):
     assert {s.step: s.state for s in mixed.list_steps()} == mixed.states()
     assert [s.state for s in mixed.list_steps()][2:] == [StepState.SET_ASIDE, StepState.UNCOMMITTED]
 
 
-def test_size_and_age_are_those_of_all_objects_of_a_step(mixed: CheckpointStore) -> None:
+def test_size_and_age_are_those_of_all_objects_of_a_step(mixed):
     step = mixed.list_steps()[0]
     infos = [mixed.store.stat(mixed.key(5, name)) for name in step.objects]
     assert len(infos) == 3
@@ -342,38 +318,36 @@ def test_size_and_age_are_those_of_all_objects_of_a_step(mixed: CheckpointStore)
     assert step.modified_s == max(info.modified_s for info in infos)
 
 
-def test_a_manifest_is_read_also_when_its_step_was_set_aside(mixed: CheckpointStore) -> None:
+def test_a_manifest_is_read_also_when_its_step_was_set_aside(mixed):
     manifests = [read_manifest(mixed, step) for step in mixed.list_steps()]
     assert [m and m.step for m in manifests] == [5, 10, 15, None]
 
 
-def test_an_unreadable_manifest_is_none_at_all(mixed: CheckpointStore) -> None:
+def test_an_unreadable_manifest_is_none_at_all(mixed):
     mixed.store.put(mixed.key(10, MANIFEST_NAME), b"{")
     assert read_manifest(mixed, mixed.list_steps()[1]) is None
 
 
-def test_a_manifest_that_was_deleted_since_the_listing_is_none(mixed: CheckpointStore) -> None:
+def test_a_manifest_that_was_deleted_since_the_listing_is_none(mixed):
     step = mixed.list_steps()[1]
     mixed.delete(10)
     assert read_manifest(mixed, step) is None
 
 
-def test_a_step_set_aside_has_its_reason(mixed: CheckpointStore) -> None:
+def test_a_step_set_aside_has_its_reason(mixed):
     reasons = [set_aside_reason(mixed, step) for step in mixed.list_steps()]
     assert reasons == [None, None, "shard lost", None]
     mixed.store.put(mixed.key(15, "set-aside.json"), b"[]")
     assert set_aside_reason(mixed, mixed.list_steps()[2]) == "its record cannot be read"
 
 
-def test_objects_beside_the_step_folders_are_no_steps(mixed: CheckpointStore) -> None:
+def test_objects_beside_the_step_folders_are_no_steps(mixed):
     for key in ("x", "checkpoints/step-00000001", "checkpoints/step-x/y", "checkpoints/other/y"):
         mixed.store.put(f"runs/run-1/{key}", b"")
     assert [s.step for s in mixed.list_steps()] == [5, 10, 15, 20]
 
 
-def test_the_tiers_of_a_step_come_nearest_first_and_the_store_counts_once_committed(
-    mixed: CheckpointStore,
-) -> None:
+def test_the_tiers_of_a_step_come_nearest_first_and_the_store_counts_once_committed(mixed):
     nodes = {20: [Tier.MEMORY, Tier.DISK], 15: [Tier.MEMORY]}
     found = {step.step: step.tiers(nodes) for step in mixed.list_steps()}
     for step in mixed.list_steps():

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from os import sched_yield
-from pathlib import Path
 from threading import Event, Lock, Thread
 
 import pytest
@@ -581,7 +580,7 @@ def test_a_checkpoint_server_of_another_user_is_refused():
         other.communicate(b"")
 
 
-def test_messages_and_descriptors_arrive_as_sent(tmp_path: Path):
+def test_messages_and_descriptors_arrive_as_sent(tmp_path):
     one, other = socket.socketpair()
     with one, other, (tmp_path / "file").open("wb+") as file:
         big = Ready(slot=1, share=share_of(10, size_bytes=64), announce="x" * 300_000)

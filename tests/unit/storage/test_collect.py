@@ -28,7 +28,7 @@ from storage.collect import (
     totals,
 )
 from storage.local import LocalStore
-from storage.objects import ObjectInfo, ObjectStore
+from storage.objects import ObjectInfo
 from storage.retention import Retention
 from tests.unit.storage.conftest import Committer
 
@@ -69,24 +69,24 @@ def removed(found: Listing, *, rules: Rules = DAY, in_use: InUse = DEAD) -> list
     return [(removal.kind, removal.step) for removal in removals]
 
 
-def test_a_save_that_broke_long_ago_is_garbage() -> None:
+def test_a_save_that_broke_long_ago_is_garbage():
     found = removed(listing(broken(5), committed(10), broken(15)))
     assert found == [(RemovalKind.BROKEN_SAVE, 5), (RemovalKind.BROKEN_SAVE, 15)]
 
 
-def test_a_step_that_was_touched_a_moment_ago_is_being_written() -> None:
+def test_a_step_that_was_touched_a_moment_ago_is_being_written():
     mixed = folder(5, shard_name(1, 1, 0))
     young = info(5, shard_name(1, 1, 1), YOUNG_S)
     touched = StepObjects(5, {**mixed.objects, shard_name(1, 1, 1): young})
     assert removed(listing(touched, committed(10), broken(15, age_s=YOUNG_S))) == []
 
 
-def test_the_save_of_a_living_attempt_is_left_alone_however_long_it_takes() -> None:
+def test_the_save_of_a_living_attempt_is_left_alone_however_long_it_takes():
     assert removed(listing(committed(10), broken(15)), in_use=ALIVE) == []
     assert removed(listing(broken(0)), in_use=ALIVE) == []
 
 
-def test_the_shards_of_a_broken_save_go_after_the_records_that_vouch_for_them() -> None:
+def test_the_shards_of_a_broken_save_go_after_the_records_that_vouch_for_them():
     records = [f"p0001-a0001-rank{rank:05d}.json" for rank in (0, 1)]
     shards = [shard_name(1, 1, rank) for rank in (0, 1)]
     save = folder(5, shards[0], records[0], shards[1], records[1])
@@ -94,18 +94,18 @@ def test_the_shards_of_a_broken_save_go_after_the_records_that_vouch_for_them() 
     assert [one.key.rpartition("/")[2] for one in removal.objects] == [*records, *shards]
 
 
-def test_a_save_is_garbage_once_a_later_step_is_committed_and_it_is_old() -> None:
+def test_a_save_is_garbage_once_a_later_step_is_committed_and_it_is_old():
     found = removed(listing(broken(5), committed(10)), in_use=ALIVE)
     assert found == [(RemovalKind.BROKEN_SAVE, 5)]
     assert removed(listing(broken(5, age_s=YOUNG_S), committed(10)), in_use=ALIVE) == []
 
 
-def test_a_damaged_step_that_was_set_aside_does_not_count_as_committed_and_stays() -> None:
+def test_a_damaged_step_that_was_set_aside_does_not_count_as_committed_and_stays():
     aside = folder(20, MANIFEST_NAME, SET_ASIDE_NAME, shard_name(1, 1, 0), shard_name(0, 1, 0))
     assert removed(listing(committed(10), broken(15), aside), in_use=ALIVE) == []
 
 
-def test_a_shard_that_the_manifest_does_not_name_is_garbage_in_a_committed_step() -> None:
+def test_a_shard_that_the_manifest_does_not_name_is_garbage_in_a_committed_step():
     stray, other = shard_name(1, 0, 7), "verified.json"
     (removal,) = decide(listing(committed(10, stray, other)), rules=DAY, in_use=DEAD, now_s=NOW_S)
     assert (removal.kind, removal.step) == (RemovalKind.STRAY_SHARD, 10)
@@ -113,31 +113,31 @@ def test_a_shard_that_the_manifest_does_not_name_is_garbage_in_a_committed_step(
     assert removed(listing(committed(10, stray, age_s=YOUNG_S))) == []
 
 
-def test_records_beside_the_shards_are_garbage_in_a_committed_step_too() -> None:
+def test_records_beside_the_shards_are_garbage_in_a_committed_step_too():
     record = "p0001-a0001-rank00000.json"
     (removal,) = decide(listing(committed(10, record)), rules=DAY, in_use=ALIVE, now_s=NOW_S)
     assert [one.key.rpartition("/")[2] for one in removal.objects] == [record]
     assert removal.kind is RemovalKind.STRAY_SHARD
 
 
-def test_a_step_whose_manifest_cannot_be_read_keeps_all_its_shards() -> None:
+def test_a_step_whose_manifest_cannot_be_read_keeps_all_its_shards():
     unreadable = Listing((committed(10, shard_name(1, 0, 7)),), {})
     assert removed(unreadable) == []
 
 
-def test_probes_of_checks_that_were_killed_are_garbage() -> None:
+def test_probes_of_checks_that_were_killed_are_garbage():
     old, young = (ObjectInfo(f"runs/run-1/{PROBE}", 9, "e", NOW_S - a) for a in (OLD_S, YOUNG_S))
     (removal,) = decide(listing(probes=(old, young)), rules=DAY, in_use=DEAD, now_s=NOW_S)
     assert (removal.kind, removal.objects) == (RemovalKind.PROBE, (old,))
 
 
-def test_retention_gives_up_what_the_policy_does_not_keep() -> None:
+def test_retention_gives_up_what_the_policy_does_not_keep():
     found = listing(*(committed(step, age_s=0) for step in (5, 10, 15, 20, 25)))
     rules = Rules(retention=Retention(3, keep_best=1, losses={5: 1.0, 10: 0.5}))
     assert removed(found, rules=rules) == [(RemovalKind.RETENTION, 5)]
 
 
-def test_a_step_that_is_being_restored_is_kept() -> None:
+def test_a_step_that_is_being_restored_is_kept():
     found = listing(*(committed(step) for step in (5, 10, 15, 20, 25)))
     rules = Rules(retention=Retention(1))
     using = InUse(is_living=True, reading=frozenset({10}))
@@ -147,7 +147,7 @@ def test_a_step_that_is_being_restored_is_kept() -> None:
     ]
 
 
-def test_while_an_attempt_looks_for_a_whole_step_none_is_given_up() -> None:
+def test_while_an_attempt_looks_for_a_whole_step_none_is_given_up():
     found = listing(*(committed(step) for step in (5, 10, 15, 20, 25)), broken(7))
     rules = Rules(garbage_after_s=24 * HOUR_S, retention=Retention(1))
     using = InUse(is_living=True, is_restoring=True)
@@ -155,7 +155,7 @@ def test_while_an_attempt_looks_for_a_whole_step_none_is_given_up() -> None:
 
 
 @pytest.mark.parametrize("age_s", [-1.0, float("nan")])
-def test_an_age_is_not_negative(age_s: float) -> None:
+def test_an_age_is_not_negative(age_s):
     with pytest.raises(ValueError, match="garbage_after_s"):
         Rules(garbage_after_s=age_s)
 
@@ -200,9 +200,7 @@ RULES = st.builds(
 
 
 @given(found=listings(), rules=RULES, in_use=USES)
-def test_whatever_lies_there_what_is_needed_stays(
-    found: Listing, rules: Rules, in_use: InUse
-) -> None:
+def test_whatever_lies_there_what_is_needed_stays(found, rules, in_use):
     removals = decide(found, rules=rules, in_use=in_use, now_s=NOW_S)
     gone = {one.key for removal in removals for one in removal.objects}
     newest = set(found.committed[-MIN_KEPT_STEPS:])
@@ -223,9 +221,7 @@ def test_whatever_lies_there_what_is_needed_stays(
 
 
 @given(found=listings(), rules=RULES, in_use=USES)
-def test_no_object_is_named_twice_and_every_removal_has_a_reason(
-    found: Listing, rules: Rules, in_use: InUse
-) -> None:
+def test_no_object_is_named_twice_and_every_removal_has_a_reason(found, rules, in_use):
     removals = decide(found, rules=rules, in_use=in_use, now_s=NOW_S)
     keys = [one.key for removal in removals for one in removal.objects]
     assert len(keys) == len(set(keys))
@@ -233,9 +229,7 @@ def test_no_object_is_named_twice_and_every_removal_has_a_reason(
 
 
 @given(found=listings(), rules=RULES, in_use=USES)
-def test_what_is_left_after_a_removal_holds_nothing_more_to_remove(
-    found: Listing, rules: Rules, in_use: InUse
-) -> None:
+def test_what_is_left_after_a_removal_holds_nothing_more_to_remove(found, rules, in_use):
     removals = decide(found, rules=rules, in_use=in_use, now_s=NOW_S)
     gone = {one.key for removal in removals for one in removal.objects}
     left = [
@@ -247,9 +241,7 @@ def test_what_is_left_after_a_removal_holds_nothing_more_to_remove(
     assert again == []
 
 
-def test_a_listing_and_its_removal_in_every_kind_of_store(
-    store: ObjectStore, commit: Committer
-) -> None:
+def test_a_listing_and_its_removal_in_every_kind_of_store(store, commit):
     checkpoints = CheckpointStore(store, "run-1")
     for step in (5, 10, 15, 20):
         commit(checkpoints, step)
@@ -283,32 +275,24 @@ def decided(checkpoints: CheckpointStore, commit: Committer) -> list[Removal]:
     return decide(take_listing(checkpoints), rules=rules, in_use=DEAD, now_s=9e9)
 
 
-def test_a_step_that_is_committed_after_the_decision_stays(
-    checkpoints: CheckpointStore, commit: Committer, decided: list[Removal]
-) -> None:
+def test_a_step_that_is_committed_after_the_decision_stays(checkpoints, commit, decided):
     commit(checkpoints, 5)
     assert carry_out(checkpoints, decided) == []
     assert checkpoints.verify(5) == []
 
 
-def test_an_object_that_is_written_anew_after_the_decision_stays(
-    checkpoints: CheckpointStore, decided: list[Removal]
-) -> None:
+def test_an_object_that_is_written_anew_after_the_decision_stays(checkpoints, decided):
     checkpoints.put_shard(5, shard_name(0, 0, 0), b"new")
     assert carry_out(checkpoints, decided) == []
     assert checkpoints.store.get(checkpoints.key(5, shard_name(0, 0, 0))) == b"new"
 
 
-def test_an_object_that_is_gone_after_the_decision_is_no_error(
-    checkpoints: CheckpointStore, decided: list[Removal]
-) -> None:
+def test_an_object_that_is_gone_after_the_decision_is_no_error(checkpoints, decided):
     checkpoints.delete(5)
     assert carry_out(checkpoints, decided) == []
 
 
-def test_a_manifest_that_cannot_be_read_names_no_strays(
-    checkpoints: CheckpointStore, commit: Committer
-) -> None:
+def test_a_manifest_that_cannot_be_read_names_no_strays(checkpoints, commit):
     commit(checkpoints, 5)
     checkpoints.store.put(checkpoints.key(5, MANIFEST_NAME), b"{")
     found = take_listing(checkpoints)
@@ -325,14 +309,14 @@ class UploadsStore(LocalStore):
         return 3
 
 
-def test_unfinished_uploads_are_aborted_where_the_store_knows_such(tmp_path, local) -> None:
+def test_unfinished_uploads_are_aborted_where_the_store_knows_such(tmp_path, local):
     assert abort_uploads(CheckpointStore(local, "run-1"), 60.0) == 0
     store = UploadsStore(tmp_path)
     assert abort_uploads(CheckpointStore(store, "run-1"), 60.0) == 3
     assert store.request == ("runs/run-1/", 60.0)
 
 
-def test_the_totals_are_plain_text() -> None:
+def test_the_totals_are_plain_text():
     one = Removal(RemovalKind.PROBE, None, (info(1, "x", 0),), "why")
     assert totals([one]) == "1 object, 100 bytes"
     assert totals([one, one]) == "2 objects, 200 bytes"

@@ -32,7 +32,6 @@ from storage.export import (
 )
 from storage.local import LocalStore
 from storage.manifest import Chunk, Manifest, ShardRecord, TensorRecord
-from storage.s3 import S3Store
 from storage.safetensors_file import plan_layout
 from tests.unit.storage.stores import save_directly
 
@@ -143,9 +142,7 @@ SHARDINGS = {
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
-def test_weights_come_out_of_any_sharding_bit_by_bit(
-    checkpoints: CheckpointStore, tmp_path: Path, sharding: str
-) -> None:
+def test_weights_come_out_of_any_sharding_bit_by_bit(checkpoints, tmp_path, sharding):
     manifest = publish(checkpoints, weights(), SHARDINGS[sharding])
     assert_same(exported(checkpoints, manifest, tmp_path / "out"), weights())
 
@@ -156,8 +153,8 @@ def test_weights_come_out_of_any_sharding_bit_by_bit(
     block_bytes=st.sampled_from([4, 12, 64]),
 )
 def test_every_shape_cut_along_every_dim_is_put_together_in_blocks_of_any_size(
-    tmp_path_factory: pytest.TempPathFactory, shape: list[int], parts: int, block_bytes: int
-) -> None:
+    tmp_path_factory, shape, parts, block_bytes
+):
     folder = tmp_path_factory.mktemp("export")
     checkpoints = CheckpointStore(LocalStore(folder / "store"), "run-1")
     tensor = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
@@ -167,23 +164,19 @@ def test_every_shape_cut_along_every_dim_is_put_together_in_blocks_of_any_size(
         assert_same(exported(checkpoints, manifest, folder / "out"), {"a": tensor})
 
 
-def test_what_the_planners_saved_is_exported_without_a_process_group(
-    checkpoints: CheckpointStore, tmp_path: Path
-) -> None:
+def test_what_the_planners_saved_is_exported_without_a_process_group(checkpoints, tmp_path):
     state = {PREFIX + name: tensor for name, tensor in weights().items()}
     manifest = save_directly(checkpoints, state, step=3)
     assert_same(exported(checkpoints, manifest, tmp_path / "out"), weights())
 
 
-def test_weights_come_out_of_an_object_store(s3: S3Store, tmp_path: Path) -> None:
+def test_weights_come_out_of_an_object_store(s3, tmp_path):
     checkpoints = CheckpointStore(s3, "run-1")
     manifest = publish(checkpoints, weights(), SHARDINGS["grid"])
     assert_same(exported(checkpoints, manifest, tmp_path), weights())
 
 
-def test_the_file_says_what_hugging_face_asks_for(
-    checkpoints: CheckpointStore, tmp_path: Path
-) -> None:
+def test_the_file_says_what_hugging_face_asks_for(checkpoints, tmp_path):
     exported(checkpoints, publish(checkpoints, weights(), {}), tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
@@ -191,17 +184,15 @@ def test_the_file_says_what_hugging_face_asks_for(
 
 @pytest.mark.parametrize(("code", "dtype"), [("BF16", torch.bfloat16), ("F32", torch.float32)])
 def test_floating_point_weights_are_converted_and_others_left_alone(
-    checkpoints: CheckpointStore, tmp_path: Path, code: str, dtype: torch.dtype
-) -> None:
+    checkpoints, tmp_path, code, dtype
+):
     manifest = publish(checkpoints, weights(), SHARDINGS["grid"])
     found = exported(checkpoints, manifest, tmp_path, dtype=code)
     wanted = {n: t.to(dtype) if t.is_floating_point() else t for n, t in weights().items()}
     assert_same(found, wanted)
 
 
-def test_several_files_have_an_index_as_hugging_face_writes_it(
-    checkpoints: CheckpointStore, tmp_path: Path
-) -> None:
+def test_several_files_have_an_index_as_hugging_face_writes_it(checkpoints, tmp_path):
     manifest = publish(checkpoints, weights(), SHARDINGS["grid"])
     files = plan_files(weights_of(manifest, prefix=PREFIX), shard_size_bytes=200)
     export(checkpoints, manifest, files, folder=tmp_path, force=False)
@@ -221,16 +212,14 @@ def test_several_files_have_an_index_as_hugging_face_writes_it(
     assert len(list(tmp_path.iterdir())) == count + 1 + 1, "and the store beside them"
 
 
-def test_what_fits_into_one_file_gets_no_index(checkpoints: CheckpointStore) -> None:
+def test_what_fits_into_one_file_gets_no_index(checkpoints):
     manifest = publish(checkpoints, weights(), {})
     files = plan_files(weights_of(manifest, prefix=PREFIX), shard_size_bytes=10**6)
     assert [file.name for file in files] == ["model.safetensors"]
 
 
 @pytest.mark.parametrize("byte", [3, 400, -1])
-def test_a_damaged_shard_is_an_error_and_no_output_is_left(
-    checkpoints: CheckpointStore, tmp_path: Path, byte: int
-) -> None:
+def test_a_damaged_shard_is_an_error_and_no_output_is_left(checkpoints, tmp_path, byte):
     """Also where the damage is not in the weights: nothing tells that they are whole then."""
     manifest = publish(checkpoints, weights(), SHARDINGS["grid"])
     for shard in manifest.shards:
@@ -245,9 +234,7 @@ def test_a_damaged_shard_is_an_error_and_no_output_is_left(
         checkpoints.store.put(key, whole)
 
 
-def test_a_truncated_or_missing_shard_is_an_error_too(
-    checkpoints: CheckpointStore, tmp_path: Path
-) -> None:
+def test_a_truncated_or_missing_shard_is_an_error_too(checkpoints, tmp_path):
     manifest = publish(checkpoints, weights(), {})
     key = checkpoints.key(10, min(manifest.shards))
     checkpoints.store.put(key, checkpoints.store.get(key)[:-1])
@@ -259,9 +246,7 @@ def test_a_truncated_or_missing_shard_is_an_error_too(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_file_that_is_there_is_replaced_only_by_force(
-    checkpoints: CheckpointStore, tmp_path: Path
-) -> None:
+def test_a_file_that_is_there_is_replaced_only_by_force(checkpoints, tmp_path):
     manifest = publish(checkpoints, weights(), {})
     path = tmp_path / "model.safetensors"
     path.write_text("mine")
@@ -273,9 +258,7 @@ def test_a_file_that_is_there_is_replaced_only_by_force(
     assert_same(load_file(path), weights())
 
 
-def test_a_file_that_appears_meanwhile_is_not_replaced(
-    checkpoints: CheckpointStore, tmp_path: Path
-) -> None:
+def test_a_file_that_appears_meanwhile_is_not_replaced(checkpoints, tmp_path):
     manifest = publish(checkpoints, weights(), {})
     path = tmp_path / "model.safetensors"
     files = plan_files(weights_of(manifest, prefix=PREFIX))
@@ -289,9 +272,7 @@ def test_a_file_that_appears_meanwhile_is_not_replaced(
     assert [p.name for p in tmp_path.iterdir() if p.is_file()] == ["model.safetensors"]
 
 
-def test_only_shards_that_hold_weights_are_read(
-    checkpoints: CheckpointStore, tmp_path: Path
-) -> None:
+def test_only_shards_that_hold_weights_are_read(checkpoints, tmp_path):
     manifest = publish(checkpoints, {"a": torch.zeros(3)}, {})
     files = plan_files(weights_of(manifest, prefix=PREFIX))
     counts: list[int] = []
@@ -299,9 +280,7 @@ def test_only_shards_that_hold_weights_are_read(
     assert sum(counts) == bytes_to_read(manifest, files) < manifest.size_bytes
 
 
-def test_memory_is_bounded_by_blocks_and_not_by_tensors(
-    checkpoints: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_bounded_by_blocks_and_not_by_tensors(checkpoints, tmp_path, monkeypatch):
     tensor = torch.zeros(4_000_000)
     manifest = publish(checkpoints, {"a": tensor}, {"a": list(cut(tensor.shape, 0, 2))})
     monkeypatch.setattr(module, "BLOCK_BYTES", 2**16)
@@ -313,15 +292,13 @@ def test_memory_is_bounded_by_blocks_and_not_by_tensors(
     assert peak_bytes < 2**20 < tensor.nbytes
 
 
-def test_a_checkpoint_without_weights_is_an_error(checkpoints: CheckpointStore) -> None:
+def test_a_checkpoint_without_weights_is_an_error(checkpoints):
     manifest = publish(checkpoints, {}, {})
     with pytest.raises(PermanentError, match="no tensor whose name begins with model/"):
         weights_of(manifest, prefix=PREFIX)
 
 
-def test_files_of_another_export_are_kept_apart_from_these(
-    checkpoints: CheckpointStore, tmp_path: Path
-) -> None:
+def test_files_of_another_export_are_kept_apart_from_these(checkpoints, tmp_path):
     manifest = publish(checkpoints, weights(), {})
     planned = weights_of(manifest, prefix=PREFIX)
     one, several = plan_files(planned), plan_files(planned, shard_size_bytes=200)
@@ -332,9 +309,7 @@ def test_files_of_another_export_are_kept_apart_from_these(
     assert len(other_exports(tmp_path, one)) == len(several) + 1
 
 
-def test_a_stream_of_an_object_ends_where_the_manifest_says(
-    checkpoints: CheckpointStore,
-) -> None:
+def test_a_stream_of_an_object_ends_where_the_manifest_says(checkpoints):
     checkpoints.store.put("a", b"0123456789")
     stream = module._HashedObject(checkpoints.store, "a", 7, lambda _count: None)
     assert io.BufferedReader(stream, 4).read() == b"0123456"
@@ -352,9 +327,7 @@ SPECIAL = [0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-45, 1e-41, 3
 @pytest.mark.parametrize("source", TORCH)
 @pytest.mark.parametrize("target", ["F32", "BF16"])
 @given(values=st.lists(st.floats(width=32), max_size=30))
-def test_every_value_becomes_what_torch_makes_of_it(
-    source: str, target: str, values: list[float]
-) -> None:
+def test_every_value_becomes_what_torch_makes_of_it(source, target, values):
     tensor = torch.tensor(SPECIAL + values, dtype=torch.float64).to(TORCH[source])
     data = convert(raw(tensor), source, target)
     found = torch.frombuffer(bytearray(data), dtype=TORCH[target])
@@ -364,19 +337,19 @@ def test_every_value_becomes_what_torch_makes_of_it(
     assert raw(found[kept]) == raw(expected[kept])
 
 
-def test_the_same_type_is_left_alone() -> None:
+def test_the_same_type_is_left_alone():
     data = bytes(range(16))
     for dtype in ("I64", "F8_E4M3", "BF16"):
         assert convert(data, dtype, dtype) is data
 
 
 @pytest.mark.parametrize(("source", "target"), [("I64", "F32"), ("F32", "I64"), ("F32", "F16")])
-def test_other_conversions_are_refused(source: str, target: str) -> None:
+def test_other_conversions_are_refused(source, target):
     with pytest.raises(ValueError, match=f"no conversion from {source} to {target}"):
         convert(b"", source, target)
 
 
-def test_integers_and_8_bit_floats_take_no_part() -> None:
+def test_integers_and_8_bit_floats_take_no_part():
     assert [d for d in ("F64", "BF16", "I32", "BOOL", "F8_E5M2") if is_convertible(d)] == [
         "F64",
         "BF16",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -263,7 +262,7 @@ def test_boxes_that_overlap_are_read_and_hashed_as_one_file(checkpoints):
         assert torch.equal(target, tensor[i : i + n, j : j + m])
 
 
-def test_what_one_request_meets_is_raised(tmp_path: Path, monkeypatch):
+def test_what_one_request_meets_is_raised(tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "SPAN_BYTES", KIB)
     store = LocalStore(tmp_path / "store")
     checkpoints = CheckpointStore(store, "run")

@@ -30,9 +30,7 @@ def temporaries(local: LocalStore) -> list[Path]:
     return list((local._root / TEMPORARY_FOLDER).iterdir())
 
 
-def test_a_writer_killed_before_the_rename_leaves_the_old_object(
-    local: LocalStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_writer_killed_before_the_rename_leaves_the_old_object(local, monkeypatch):
     local.put("a/b", b"old")
     seen: list[bytes] = []
 
@@ -49,9 +47,7 @@ def test_a_writer_killed_before_the_rename_leaves_the_old_object(
     assert [info.key for info in local.list("")] == ["a/b"]
 
 
-def test_data_is_synced_before_it_gets_its_name_and_the_folder_after(
-    local: LocalStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_is_synced_before_it_gets_its_name_and_the_folder_after(local, monkeypatch):
     local.put("a/warm", b"")  # creates the folders
     events: list[str] = []
     sync, replace = os.fsync, Path.replace
@@ -70,7 +66,7 @@ def test_data_is_synced_before_it_gets_its_name_and_the_folder_after(
     assert events == [f"sync {TEMPORARY_FOLDER}", "rename", f"sync {local._root.name}"]
 
 
-def test_temporary_files_are_never_listed(local: LocalStore) -> None:
+def test_temporary_files_are_never_listed(local):
     local.put("a", b"1")
     (local._root / TEMPORARY_FOLDER / "123-abc").write_bytes(b"half")
     assert [info.key for info in local.list("")] == ["a"]
@@ -78,7 +74,7 @@ def test_temporary_files_are_never_listed(local: LocalStore) -> None:
     assert list(local.list(f"{TEMPORARY_FOLDER}/1")) == []
 
 
-def test_nothing_temporary_remains_after_any_put(local: LocalStore) -> None:
+def test_nothing_temporary_remains_after_any_put(local):
     local.put("a", b"1")
     local.put("a", b"2", if_absent=False)
     local.put("b", b"3", if_absent=True)
@@ -87,7 +83,7 @@ def test_nothing_temporary_remains_after_any_put(local: LocalStore) -> None:
     assert temporaries(local) == []
 
 
-def test_the_first_put_of_a_store_removes_abandoned_temporaries_only(tmp_path: Path) -> None:
+def test_the_first_put_of_a_store_removes_abandoned_temporaries_only(tmp_path):
     folder = tmp_path / TEMPORARY_FOLDER
     folder.mkdir()
     (folder / "abandoned").write_bytes(b"x")
@@ -99,9 +95,7 @@ def test_the_first_put_of_a_store_removes_abandoned_temporaries_only(tmp_path: P
 
 
 @pytest.mark.parametrize("ahead_s", [-48 * HOUR_S, 48 * HOUR_S])
-def test_the_time_is_the_file_systems_whatever_the_machines_clock_says(
-    local: LocalStore, monkeypatch: pytest.MonkeyPatch, ahead_s: float
-) -> None:
+def test_the_time_is_the_file_systems_whatever_the_machines_clock_says(local, monkeypatch, ahead_s):
     monkeypatch.setattr(time, "time", lambda: ahead_s)
     before_s = local.now_s()
     local.put("a", b"1")
@@ -109,15 +103,13 @@ def test_the_time_is_the_file_systems_whatever_the_machines_clock_says(
     assert temporaries(local) == []
 
 
-def test_asking_the_time_makes_no_store(tmp_path: Path) -> None:
+def test_asking_the_time_makes_no_store(tmp_path):
     before_s = time.time()
     assert before_s <= LocalStore(tmp_path / "gone" / "store").now_s() <= time.time()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_store_that_may_not_be_written_has_this_machines_time(
-    local: LocalStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_may_not_be_written_has_this_machines_time(local, monkeypatch):
     local.put("a", b"1")
 
     def read_only(*_: object, **__: object) -> None:
@@ -128,9 +120,7 @@ def test_a_store_that_may_not_be_written_has_this_machines_time(
     assert local.now_s() == 7.0
 
 
-def test_a_link_that_nfs_made_but_calls_taken_counts_as_made(
-    local: LocalStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_that_nfs_made_but_calls_taken_counts_as_made(local, monkeypatch):
     link = os.link
 
     def repeated(source: Path, target: Path) -> None:
@@ -142,9 +132,7 @@ def test_a_link_that_nfs_made_but_calls_taken_counts_as_made(
     assert local.get("a") == b"ours"
 
 
-def test_a_folder_pruned_between_making_and_renaming_is_made_again(
-    local: LocalStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_pruned_between_making_and_renaming_is_made_again(local, monkeypatch):
     replace = Path.replace
     pruned: list[Path] = []
 
@@ -160,7 +148,7 @@ def test_a_folder_pruned_between_making_and_renaming_is_made_again(
     assert local.get("a/b") == b"1"
 
 
-def test_deleting_the_last_object_removes_its_folders(local: LocalStore) -> None:
+def test_deleting_the_last_object_removes_its_folders(local):
     local.put("a/b/c", b"1")
     local.put("a/d", b"1")
     local.delete("a/b/c")
@@ -168,7 +156,7 @@ def test_deleting_the_last_object_removes_its_folders(local: LocalStore) -> None
     assert local.get("a/d") == b"1"
 
 
-def test_a_folder_is_no_object(local: LocalStore) -> None:
+def test_a_folder_is_no_object(local):
     local.put("a/b", b"1")
     with pytest.raises(NotFound):
         local.stat("a")
@@ -191,8 +179,8 @@ def test_a_folder_is_no_object(local: LocalStore) -> None:
     ],
 )
 def test_operating_system_errors_become_ours_and_name_the_object(
-    local: LocalStore, monkeypatch: pytest.MonkeyPatch, number: int, expected: type[Exception]
-) -> None:
+    local, monkeypatch, number, expected
+):
     local.put("warm", b"")
 
     def failing(_descriptor: int) -> None:
@@ -204,9 +192,7 @@ def test_operating_system_errors_become_ours_and_name_the_object(
     assert temporaries(local) == []
 
 
-def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(
-    local: LocalStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(local, monkeypatch):
     local.put("runs/a/b", b"1")
 
     def denied(_folder: object) -> None:
@@ -217,11 +203,11 @@ def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(
         list(local.list("runs/a/"))
 
 
-def test_the_root_must_be_absolute() -> None:
+def test_the_root_must_be_absolute():
     with pytest.raises(ValueError, match="not an absolute path"):
         LocalStore(Path("relative"))
 
 
-def test_the_stores_own_folder_is_no_key(local: LocalStore) -> None:
+def test_the_stores_own_folder_is_no_key(local):
     with pytest.raises(ValueError, match="the store's own"):
         local.put(f"{TEMPORARY_FOLDER}/x", b"")

@@ -288,7 +288,7 @@ def test_shares_on_disk_are_those_that_are_whole(checkpoints, disk):
     assert [one.share.rank for one in shares_on_disk(disk)] == [0]
 
 
-def test_a_disk_that_was_never_written_holds_nothing(tmp_path: Path):
+def test_a_disk_that_was_never_written_holds_nothing(tmp_path):
     assert shares_on_disk(CheckpointStore(LocalStore(tmp_path / "none"), RUN_ID)) == []
 
 

@@ -24,27 +24,27 @@ class Flaky:
         return tries
 
 
-def test_transient_errors_are_repeated_until_they_pass() -> None:
+def test_transient_errors_are_repeated_until_they_pass():
     pauses_s: list[float] = []
     retry = Retry(max_tries=5, sleep=pauses_s.append)
     assert retry.run(Flaky(4)) == 4
     assert len(pauses_s) == 4
 
 
-def test_the_last_error_is_raised_when_tries_are_used_up() -> None:
+def test_the_last_error_is_raised_when_tries_are_used_up():
     retry = Retry(max_tries=3, sleep=lambda _: None)
     with pytest.raises(Throttled, match="failure 3"):
         retry.run(Flaky(99))
 
 
-def test_permanent_errors_are_not_repeated() -> None:
+def test_permanent_errors_are_not_repeated():
     operation = Flaky(99, PermanentError)
     with pytest.raises(PermanentError, match="failure 1"):
         Retry(sleep=lambda _: None).run(operation)
     assert operation.num_calls == 1
 
 
-def test_pauses_grow_to_their_cap_and_never_vanish() -> None:
+def test_pauses_grow_to_their_cap_and_never_vanish():
     retry = Retry(base_s=1.0, cap_s=8.0)
     for tries in range(1, 10):
         longest_s = min(8.0, 2.0 ** (tries - 1))
@@ -52,7 +52,7 @@ def test_pauses_grow_to_their_cap_and_never_vanish() -> None:
             assert longest_s / 2 <= retry.pause_s(tries) <= longest_s
 
 
-def test_nothing_is_tried_after_the_time_is_used_up() -> None:
+def test_nothing_is_tried_after_the_time_is_used_up():
     now_s = 0.0
 
     def sleep(pause_s: float) -> None:

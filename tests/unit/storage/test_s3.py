@@ -31,7 +31,7 @@ from storage.errors import (
 from storage.retry import Retry
 from storage.s3 import S3Store
 from storage.s3_client import S3Options, fold
-from tests.unit.storage.conftest import FaultyS3, _Handler
+from tests.unit.storage.conftest import _Handler
 
 MIB = 2**20
 HOUR_S = 3600.0
@@ -64,9 +64,7 @@ def watch_calls(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("size_bytes", [5 * MIB, 5 * MIB + 1, 16 * MIB + 3])
-def test_parts_and_ranges_bring_back_the_same_bytes(
-    s3: S3Store, monkeypatch: pytest.MonkeyPatch, size_bytes: int
-) -> None:
+def test_parts_and_ranges_bring_back_the_same_bytes(s3, monkeypatch, size_bytes):
     data = random_bytes(size_bytes)
     sent = watch_calls(s3, monkeypatch)
     s3.put("shard", memoryview(data))
@@ -81,9 +79,7 @@ def test_parts_and_ranges_bring_back_the_same_bytes(
     assert middle == data[777 : 777 + len(middle)]
 
 
-def test_a_failed_part_aborts_the_upload_and_nothing_appears(
-    s3: S3Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_part_aborts_the_upload_and_nothing_appears(s3, monkeypatch):
     client = s3._client()
     upload_part = client.upload_part
 
@@ -99,9 +95,7 @@ def test_a_failed_part_aborts_the_upload_and_nothing_appears(
     assert "Uploads" not in client.list_multipart_uploads(Bucket=s3._bucket)
 
 
-def test_a_completed_upload_whose_answer_was_lost_is_a_success(
-    s3: S3Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_completed_upload_whose_answer_was_lost_is_a_success(s3, monkeypatch):
     monkeypatch.setattr(s3, "_retry", Retry(sleep=lambda _: None))
     client = s3._client()
     complete = client.complete_multipart_upload
@@ -122,7 +116,7 @@ def test_a_completed_upload_whose_answer_was_lost_is_a_success(
     assert s3.get("shard") == data
 
 
-def test_a_conditional_put_is_never_sent_in_parts(s3: S3Store) -> None:
+def test_a_conditional_put_is_never_sent_in_parts(s3):
     s3.put("manifest", bytes(6 * MIB), if_absent=True)
     assert s3.stat("manifest").size_bytes == 6 * MIB
     assert "-" not in s3.stat("manifest").etag, "the mark of parts"
@@ -130,22 +124,20 @@ def test_a_conditional_put_is_never_sent_in_parts(s3: S3Store) -> None:
         s3.put("manifest", bytes(7 * MIB), if_absent=True)
 
 
-def test_a_conditional_put_beyond_one_request_is_refused(s3, monkeypatch) -> None:
+def test_a_conditional_put_beyond_one_request_is_refused(s3, monkeypatch):
     monkeypatch.setattr(s3_module, "MAX_PUT_BYTES", 3)
     with pytest.raises(ValueError, match="if_absent with 4 bytes: one request takes 3"):
         s3.put("manifest", b"four", if_absent=True)
 
 
-def test_stores_of_other_prefixes_are_apart(s3: S3Store) -> None:
+def test_stores_of_other_prefixes_are_apart(s3):
     other = S3Store(s3._bucket, "team/run", options=s3._options)
     s3.put("a", b"1")
     assert list(other.list("")) == []
     assert s3.url("a") == f"s3://{s3._bucket}/team/runs/a"
 
 
-def test_a_store_that_honours_conditions_is_recognised_once(
-    s3: S3Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_honours_conditions_is_recognised_once(s3, monkeypatch):
     sent = watch_calls(s3, monkeypatch)
     assert s3.has_conditional_put()
     assert s3.has_conditional_put()
@@ -154,9 +146,7 @@ def test_a_store_that_honours_conditions_is_recognised_once(
 
 
 @pytest.mark.parametrize("answer", ["ignored", "NotImplemented"])
-def test_a_store_without_conditions_is_recognised(
-    s3: S3Store, monkeypatch: pytest.MonkeyPatch, answer: str
-) -> None:
+def test_a_store_without_conditions_is_recognised(s3, monkeypatch, answer):
     client = s3._client()
     put = client.put_object
 
@@ -174,7 +164,7 @@ def test_a_store_without_conditions_is_recognised(
     assert s3.get("a") == b"first"
 
 
-def test_the_folder_of_the_claims_is_no_place_for_objects(s3: S3Store) -> None:
+def test_the_folder_of_the_claims_is_no_place_for_objects(s3):
     assert s3.has_conditional_put()
     assert list(s3.list(".claims/")) == list(s3.list(".cl")) == []
     for use in (lambda key: s3.put(key, b""), s3.get, s3.stat, s3.delete):
@@ -184,9 +174,7 @@ def test_the_folder_of_the_claims_is_no_place_for_objects(s3: S3Store) -> None:
     assert list(above.list("")) == [], "nor does a store further up show it"
 
 
-def test_a_store_that_gives_no_time_cannot_have_claims(
-    s3: S3Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_gives_no_time_cannot_have_claims(s3, monkeypatch):
     client = s3._client()
     put, list_page = client.put_object, client.list_objects_v2
 
@@ -206,7 +194,7 @@ def test_a_store_that_gives_no_time_cannot_have_claims(
     assert list(s3.list("")) == []
 
 
-def test_a_refused_probe_is_an_error_and_is_sent_again(faulty: Any, faulty_store: S3Store) -> None:
+def test_a_refused_probe_is_an_error_and_is_sent_again(faulty, faulty_store):
     faulty.faults[:] = ["denied"]
     with pytest.raises(AccessDenied):
         faulty_store.put("a", b"ours", if_absent=True)
@@ -214,16 +202,14 @@ def test_a_refused_probe_is_an_error_and_is_sent_again(faulty: Any, faulty_store
     assert faulty.objects["/bucket/a"] == b"ours"
 
 
-def test_a_forked_child_makes_its_own_connections(
-    s3: S3Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forked_child_makes_its_own_connections(s3, monkeypatch):
     ours = s3._client()
     assert s3._client() is ours
     monkeypatch.setattr(os, "getpid", lambda: -1)
     assert s3._client() is not ours
 
 
-def test_a_missing_bucket_is_not_an_empty_one(s3: S3Store) -> None:
+def test_a_missing_bucket_is_not_an_empty_one(s3):
     missing = S3Store("no-such-bucket", options=s3._options)
     with pytest.raises(PermanentError, match="NoSuchBucket") as raised:
         missing.get("a")
@@ -232,9 +218,7 @@ def test_a_missing_bucket_is_not_an_empty_one(s3: S3Store) -> None:
         list(missing.list(""))
 
 
-def test_throttling_is_waited_out(
-    faulty: Any, faulty_store: S3Store, pauses_s: list[float]
-) -> None:
+def test_throttling_is_waited_out(faulty, faulty_store, pauses_s):
     faulty.faults[:] = ["slow_down"] * 3
     faulty_store.put("a", b"data")
     assert faulty.objects == {"/bucket/a": b"data"}
@@ -243,9 +227,7 @@ def test_throttling_is_waited_out(
     assert all(later > earlier / 2 for earlier, later in pairwise(pauses_s))
 
 
-def test_throttling_without_end_is_given_up(
-    faulty: Any, faulty_store: S3Store, pauses_s: list[float]
-) -> None:
+def test_throttling_without_end_is_given_up(faulty, faulty_store, pauses_s):
     faulty.faults[:] = ["slow_down"] * 100
     with pytest.raises(Throttled, match="s3://bucket/a: PutObject answered 503 SlowDown"):
         faulty_store.put("a", b"data")
@@ -253,9 +235,7 @@ def test_throttling_without_end_is_given_up(
     assert len(pauses_s) == Retry().max_tries - 1
 
 
-def test_a_refusal_is_not_repeated(
-    faulty: Any, faulty_store: S3Store, pauses_s: list[float]
-) -> None:
+def test_a_refusal_is_not_repeated(faulty, faulty_store, pauses_s):
     faulty.faults[:] = ["denied"]
     with pytest.raises(AccessDenied, match="403 AccessDenied"):
         faulty_store.put("a", b"data")
@@ -263,9 +243,7 @@ def test_a_refusal_is_not_repeated(
     assert pauses_s == []
 
 
-def test_a_conditional_put_whose_answer_was_lost_is_a_success(
-    faulty: Any, faulty_store: S3Store
-) -> None:
+def test_a_conditional_put_whose_answer_was_lost_is_a_success(faulty, faulty_store):
     assert faulty_store.has_conditional_put()
     faulty.requests.clear()
     faulty.faults[:] = ["answer_lost"]
@@ -274,9 +252,7 @@ def test_a_conditional_put_whose_answer_was_lost_is_a_success(
     assert faulty.requests == ["PUT", "PUT", "GET"]
 
 
-def test_a_conditional_put_that_lost_to_another_during_its_retry_fails(
-    faulty: Any, faulty_store: S3Store
-) -> None:
+def test_a_conditional_put_that_lost_to_another_during_its_retry_fails(faulty, faulty_store):
     assert faulty_store.has_conditional_put()
     faulty.objects["/bucket/a"] = b"theirs"
     faulty.faults[:] = ["slow_down"]
@@ -285,16 +261,14 @@ def test_a_conditional_put_that_lost_to_another_during_its_retry_fails(
     assert faulty.objects["/bucket/a"] == b"theirs"
 
 
-def test_a_conflict_of_two_conditional_puts_is_sent_again(
-    faulty: Any, faulty_store: S3Store
-) -> None:
+def test_a_conflict_of_two_conditional_puts_is_sent_again(faulty, faulty_store):
     assert faulty_store.has_conditional_put()
     faulty.faults[:] = ["conflict"]
     faulty_store.put("a", b"ours", if_absent=True)
     assert faulty.objects["/bucket/a"] == b"ours"
 
 
-def test_an_answer_that_breaks_off_is_read_again(faulty: Any, faulty_store: S3Store) -> None:
+def test_an_answer_that_breaks_off_is_read_again(faulty, faulty_store):
     faulty.objects["/bucket/a"] = b"0123456789"
     faulty.faults[:] = ["half_a_body"]
     assert faulty_store.get("a") == b"0123456789"
@@ -305,9 +279,7 @@ def test_an_answer_that_breaks_off_is_read_again(faulty: Any, faulty_store: S3St
     assert len(faulty.requests) == 4
 
 
-def test_a_store_that_cannot_be_reached_is_tried_again(
-    faulty_store: S3Store, pauses_s: list[float]
-) -> None:
+def test_a_store_that_cannot_be_reached_is_tried_again(faulty_store, pauses_s):
     options = replace(faulty_store._options, endpoint="http://127.0.0.1:1")
     unreachable = S3Store("bucket", options=options, retry=faulty_store._retry)
     with pytest.raises(TimedOut, match="Could not connect"):
@@ -343,15 +315,13 @@ def test_a_store_that_cannot_be_reached_is_tried_again(
         (refused("PutObject", 418, "Unheard"), PermanentError),
     ],
 )
-def test_every_error_of_boto_has_its_class(
-    error: boto.BotoCoreError | ClientError, expected: type[StorageError]
-) -> None:
+def test_every_error_of_boto_has_its_class(error, expected):
     folded = fold(error, "s3://bucket/a")
     assert type(folded) is expected
     assert str(folded).startswith("s3://bucket/a: ")
 
 
-def test_missing_keys_are_reported_at_once(faulty: Any, pauses_s: list[float]) -> None:
+def test_missing_keys_are_reported_at_once(faulty, pauses_s):
     options = S3Options(endpoint=faulty.endpoint, region="us-east-1")
     store = S3Store("bucket", options=options, retry=Retry(sleep=pauses_s.append))
     with pytest.raises(AccessDenied, match="Unable to locate credentials"):
@@ -359,7 +329,7 @@ def test_missing_keys_are_reported_at_once(faulty: Any, pauses_s: list[float]) -
     assert pauses_s == []
 
 
-def test_a_missing_ca_bundle_is_reported_at_once(faulty: Any, faulty_store: S3Store) -> None:
+def test_a_missing_ca_bundle_is_reported_at_once(faulty, faulty_store):
     endpoint = faulty.endpoint.replace("http", "https")
     options = replace(faulty_store._options, endpoint=endpoint, ca_bundle="/no/such/bundle.pem")
     store = S3Store("bucket", options=options, retry=faulty_store._retry)
@@ -368,9 +338,7 @@ def test_a_missing_ca_bundle_is_reported_at_once(faulty: Any, faulty_store: S3St
     assert not isinstance(raised.value, TransientError)
 
 
-def test_keys_never_reach_an_error_or_its_traceback(
-    faulty: Any, faulty_store: S3Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_never_reach_an_error_or_its_traceback(faulty, faulty_store, monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDSECRET\n")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "KEYSECRET\n")
     monkeypatch.setenv("AWS_SESSION_TOKEN", "TOKENSECRET\n")
@@ -385,7 +353,7 @@ def test_keys_never_reach_an_error_or_its_traceback(
     assert "SECRET" not in f"{options} {options!r} {asdict(options)}"
 
 
-def test_every_error_is_one_line(faulty: Any, faulty_store: S3Store) -> None:
+def test_every_error_is_one_line(faulty, faulty_store):
     faulty.faults[:] = ["denied"]
     with pytest.raises(StorageError) as raised:
         faulty_store.get("a")
@@ -393,23 +361,19 @@ def test_every_error_is_one_line(faulty: Any, faulty_store: S3Store) -> None:
 
 
 @pytest.mark.parametrize("ahead_s", [-7 * HOUR_S, 7 * HOUR_S])
-def test_the_time_of_a_store_is_that_of_its_server(
-    faulty: FaultyS3, faulty_store: S3Store, ahead_s: float
-) -> None:
+def test_the_time_of_a_store_is_that_of_its_server(faulty, faulty_store, ahead_s):
     faulty.ahead_s = ahead_s
     faulty.faults.append("slow_down")
     assert faulty_store.now_s() == pytest.approx(time.time() + ahead_s, abs=60.0)
 
 
-def test_a_server_without_a_date_is_not_asked_for_ages(
-    faulty_store: S3Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_without_a_date_is_not_asked_for_ages(faulty_store, monkeypatch):
     monkeypatch.setattr(_Handler, "date_time_string", lambda *_args: "today")
     with pytest.raises(PermanentError, match="have no Date"):
         faulty_store.now_s()
 
 
-def test_exactly_one_of_racing_writers_wins(faulty_store: S3Store) -> None:
+def test_exactly_one_of_racing_writers_wins(faulty_store):
     num_writers = 8
     barrier = Barrier(num_writers)
 

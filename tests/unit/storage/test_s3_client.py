@@ -13,7 +13,6 @@ from botocore.response import StreamingBody
 from urllib3.exceptions import ReadTimeoutError as Urllib3ReadTimeoutError
 from urllib3.exceptions import SSLError
 
-from storage.s3 import S3Store
 from storage.s3_client import COPY_SIZE_BYTES, SEND_SIZE_BYTES, Body, read_into
 
 
@@ -32,7 +31,7 @@ def body_of(data: bytes, *, length: int) -> StreamingBody:
     return StreamingBody(raw, length)
 
 
-def test_a_body_is_sent_in_large_pieces_of_the_memory_itself() -> None:
+def test_a_body_is_sent_in_large_pieces_of_the_memory_itself():
     memory = bytearray(3 * SEND_SIZE_BYTES + 5)
     body = Body(memoryview(memory))
     sent: list[Any] = [body.read(16 * 2**10) for _ in range(5)]
@@ -40,7 +39,7 @@ def test_a_body_is_sent_in_large_pieces_of_the_memory_itself() -> None:
     assert all(piece.obj is memory for piece in sent)
 
 
-def test_a_body_starts_anew_for_another_try() -> None:
+def test_a_body_starts_anew_for_another_try():
     body = Body(memoryview(b"0123456789"))
     assert bytes(body.read()) == b"0123456789"
     assert body.seek(4) == 4
@@ -51,7 +50,7 @@ def test_a_body_starts_anew_for_another_try() -> None:
     assert out[:2] == b"89"
 
 
-def test_a_stream_of_another_kind_is_copied() -> None:
+def test_a_stream_of_another_kind_is_copied():
     data = os.urandom(COPY_SIZE_BYTES + 7)
     outs = [bytearray(3), bytearray(len(data) - 3)]
     filled = read_into(body_of(data, length=len(data)), [memoryview(out) for out in outs])
@@ -59,12 +58,12 @@ def test_a_stream_of_another_kind_is_copied() -> None:
     assert b"".join(outs) == data
 
 
-def test_a_body_shorter_than_what_is_asked_for_tells_how_much_came() -> None:
+def test_a_body_shorter_than_what_is_asked_for_tells_how_much_came():
     out = bytearray(10)
     assert read_into(body_of(b"01234", length=5), [memoryview(out)]) == 5
 
 
-def test_a_copied_body_that_breaks_off_is_an_error() -> None:
+def test_a_copied_body_that_breaks_off_is_an_error():
     with pytest.raises(IncompleteReadError):
         read_into(body_of(b"01234", length=10), [memoryview(bytearray(10))])
 
@@ -76,15 +75,13 @@ def test_a_copied_body_that_breaks_off_is_an_error() -> None:
         (Urllib3ReadTimeoutError(None, None, "late"), ReadTimeoutError),  # type: ignore[arg-type]
     ],
 )
-def test_what_breaks_a_body_is_an_error_of_botocore(raised: Exception, expected: type) -> None:
+def test_what_breaks_a_body_is_an_error_of_botocore(raised, expected):
     stream: Any = Failing(raised)
     with pytest.raises(expected):
         read_into(StreamingBody(stream, 10), [memoryview(bytearray(10))])
 
 
-def test_a_scattered_answer_that_breaks_off_is_read_again(
-    faulty: Any, faulty_store: S3Store
-) -> None:
+def test_a_scattered_answer_that_breaks_off_is_read_again(faulty, faulty_store):
     faulty.objects["/bucket/a"] = b"0123456789"
     faulty.faults[:] = ["half_a_body"]
     outs = [bytearray(3), bytearray(7)]
@@ -93,9 +90,7 @@ def test_a_scattered_answer_that_breaks_off_is_read_again(
     assert len(faulty.requests) == 2
 
 
-def test_what_is_left_of_an_answer_is_not_taken_for_the_next(
-    faulty: Any, faulty_store: S3Store
-) -> None:
+def test_what_is_left_of_an_answer_is_not_taken_for_the_next(faulty, faulty_store):
     faulty.objects["/bucket/a"] = b"0123456789"  # this server does not look at ranges
     out = bytearray(4)
     faulty_store.get_into("a", memoryview(out))

@@ -200,7 +200,7 @@ def meet(num_writers: int) -> tuple[World, list[Writer]]:
     return world, [Writer(world, number) for number in range(num_writers)]
 
 
-def test_a_lone_writer_publishes_and_leaves_no_claim() -> None:
+def test_a_lone_writer_publishes_and_leaves_no_claim():
     world, (writer,) = meet(1)
     finish(world, [writer])
     assert writer.outcome is True
@@ -208,7 +208,7 @@ def test_a_lone_writer_publishes_and_leaves_no_claim() -> None:
     assert world.claims == {}
 
 
-def test_what_is_there_is_seen_at_once() -> None:
+def test_what_is_there_is_seen_at_once():
     world, (writer,) = meet(1)
     world.object = "old"
     finish(world, [writer])
@@ -216,7 +216,7 @@ def test_what_is_there_is_seen_at_once() -> None:
     assert world.object == "old"
 
 
-def test_two_writers_have_one_winner_however_they_take_turns() -> None:
+def test_two_writers_have_one_winner_however_they_take_turns():
     """All interleavings with up to four changes of turn."""
     num_races = 0
     for changes in itertools.combinations(range(0, 36, 2), 4):
@@ -233,7 +233,7 @@ def test_two_writers_have_one_winner_however_they_take_turns() -> None:
     assert num_races == 3060
 
 
-def test_a_listing_read_in_pieces_hides_no_writer() -> None:
+def test_a_listing_read_in_pieces_hides_no_writer():
     """A ticket made after its piece was read, by a writer whose marker is gone in the other."""
     world, writers = meet(2)
     world.is_in_first_piece = lambda name: name.startswith(TICKET)
@@ -267,7 +267,7 @@ FAILURES = st.lists(st.sampled_from([TimedOut, ServerError, Throttled, Permanent
 
 @given(actions=ACTIONS, failures=st.lists(FAILURES, min_size=4, max_size=4))
 @settings(max_examples=400)
-def test_no_fault_makes_two_winners_or_blocks_the_others(actions, failures) -> None:
+def test_no_fault_makes_two_winners_or_blocks_the_others(actions, failures):
     world, writers = meet(4)
     for writer, theirs in zip(writers, failures, strict=True):
         writer.failures = list(theirs)
@@ -306,7 +306,7 @@ def land_all(world: World) -> None:
 
 
 @pytest.mark.parametrize("num_steps", range(1, 14))
-def test_a_writer_killed_anywhere_blocks_for_a_lifetime_at_most(num_steps) -> None:
+def test_a_writer_killed_anywhere_blocks_for_a_lifetime_at_most(num_steps):
     world, (dead, other) = meet(2)
     for _ in range(num_steps):
         dead.step()
@@ -318,7 +318,7 @@ def test_a_writer_killed_anywhere_blocks_for_a_lifetime_at_most(num_steps) -> No
     assert world.claims == {}, "the claims of the dead are removed"
 
 
-def test_a_writer_that_stalled_takes_a_new_number() -> None:
+def test_a_writer_that_stalled_takes_a_new_number():
     world, (writer,) = meet(1)
     while not any(name.startswith(TICKET) for name in world.claims):
         writer.step()
@@ -329,7 +329,7 @@ def test_a_writer_that_stalled_takes_a_new_number() -> None:
     assert before not in world.claims
 
 
-def test_a_writer_whose_turn_came_late_does_not_publish() -> None:
+def test_a_writer_whose_turn_came_late_does_not_publish():
     world, (slow, other) = meet(2)
     slow.run_to("remove")
     slow.run_to("read")
@@ -345,7 +345,7 @@ def test_a_writer_whose_turn_came_late_does_not_publish() -> None:
     assert world.published == [other.data]
 
 
-def test_a_writer_taken_for_dead_while_it_chose_gets_a_new_number() -> None:
+def test_a_writer_taken_for_dead_while_it_chose_gets_a_new_number():
     world, writers = meet(2)
     slow, other = sorted(writers, key=identity)  # with equal numbers, the slow one is first
     for request in ("write", "read", "write"):
@@ -360,7 +360,7 @@ def test_a_writer_taken_for_dead_while_it_chose_gets_a_new_number() -> None:
     assert world.published == [other.data]
 
 
-def test_a_put_without_an_answer_keeps_its_claim_until_it_cannot_land() -> None:
+def test_a_put_without_an_answer_keeps_its_claim_until_it_cannot_land():
     world, (first, second) = meet(2)
     first.failures = [TimedOut] * Retry().max_tries
     finish(world, [first])
@@ -372,7 +372,7 @@ def test_a_put_without_an_answer_keeps_its_claim_until_it_cannot_land() -> None:
     assert world.now_s - began_s > LIFETIME_S / 2
 
 
-def test_a_put_that_landed_without_an_answer_is_a_success() -> None:
+def test_a_put_that_landed_without_an_answer_is_a_success():
     world, (writer,) = meet(1)
     writer.failures = [TimedOut]
     while not world.on_their_way:
@@ -383,7 +383,7 @@ def test_a_put_that_landed_without_an_answer_is_a_success() -> None:
     assert world.claims == {}
 
 
-def test_claims_that_are_old_when_they_are_made_are_an_error_not_a_loop() -> None:
+def test_claims_that_are_old_when_they_are_made_are_an_error_not_a_loop():
     world, (writer,) = meet(1)
     writer.sees_clock_ahead_s = LIFETIME_S
     writer.retry = Retry(max_tries=1, sleep=writer._sleep)

@@ -12,7 +12,7 @@ from storage.safetensors_file import LENGTH, header_size_bytes, parse_header, pl
 TENSORS = [("b", "BF16", (3,)), ("a", "U8", (5,)), ("c", "F64", (2, 2)), ("d", "F32", ())]
 
 
-def test_a_layout_is_parsed_back_without_gaps_and_aligned() -> None:
+def test_a_layout_is_parsed_back_without_gaps_and_aligned():
     layout = plan_layout(TENSORS)
     assert header_size_bytes(layout.header[:8], url="u") == len(layout.header)
     parsed = parse_header(layout.header, size_bytes=layout.size_bytes, url="u")
@@ -27,20 +27,20 @@ def test_a_layout_is_parsed_back_without_gaps_and_aligned() -> None:
     assert parsed["b"].begin % 2 == 0
 
 
-def test_metadata_stands_in_the_header_and_is_no_tensor() -> None:
+def test_metadata_stands_in_the_header_and_is_no_tensor():
     layout = plan_layout(TENSORS, metadata={"format": "pt"})
     assert json.loads(layout.header[8:])["__metadata__"] == {"format": "pt"}
     parsed = parse_header(layout.header, size_bytes=layout.size_bytes, url="u")
     assert parsed == layout.entries
 
 
-def test_one_name_for_two_tensors_is_refused() -> None:
+def test_one_name_for_two_tensors_is_refused():
     with pytest.raises(ValueError, match="two tensors are called 'a'"):
         plan_layout([("a", "U8", (1,)), ("a", "F32", (1,))])
 
 
 @pytest.mark.parametrize("prefix", [b"", b"1234567", b"\x80\x04\x95abcdefg"[:8], b"PK\x03\x04abcd"])
-def test_what_begins_otherwise_is_no_container(prefix: bytes) -> None:
+def test_what_begins_otherwise_is_no_container(prefix):
     with pytest.raises(Corrupt, match="safetensors file"):
         header_size_bytes(prefix, url="u")
 
@@ -70,13 +70,13 @@ def entry(**changes: object) -> str:
         entry(data_offsets=[0, float("inf")]),
     ],
 )
-def test_what_is_no_fitting_header_is_corrupt(text: str) -> None:
+def test_what_is_no_fitting_header_is_corrupt(text):
     header = LENGTH.pack(len(text)) + text.encode()
     with pytest.raises(Corrupt, match="u: "):
         parse_header(header, size_bytes=len(header) + 4, url="u")
 
 
-def test_metadata_of_other_writers_is_skipped() -> None:
+def test_metadata_of_other_writers_is_skipped():
     text = json.dumps({"__metadata__": {"format": "pt"}} | json.loads(entry())).encode()
     header = LENGTH.pack(len(text)) + text
     assert list(parse_header(header, size_bytes=len(header) + 4, url="u")) == ["a"]

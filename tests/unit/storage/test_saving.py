@@ -21,7 +21,6 @@ from storage.checkpoint import CheckpointStore, StepState
 from storage.errors import Corrupt, PermanentError, PreconditionFailed, StaleAttempt
 from storage.loading import load
 from storage.local import LocalStore
-from storage.s3 import S3Store
 from storage.saving import DirectSaver
 from storage.staging import SavePlans
 from tests.unit.storage.nodes import Cluster
@@ -172,7 +171,7 @@ def of_four(cluster: Cluster) -> CheckpointStore:
     return cluster.checkpoints
 
 
-def test_every_kind_of_tensor_comes_back_bit_by_bit(checkpoints: CheckpointStore) -> None:
+def test_every_kind_of_tensor_comes_back_bit_by_bit(checkpoints):
     state = every_kind()
     manifest = save_directly(checkpoints, state, extra={"seen": 3})
     assert manifest == checkpoints.manifest(10)
@@ -185,7 +184,7 @@ def test_every_kind_of_tensor_comes_back_bit_by_bit(checkpoints: CheckpointStore
         assert bits(loaded[name]) == bits(tensor), name
 
 
-def test_tensors_come_back_from_s3(s3: S3Store) -> None:
+def test_tensors_come_back_from_s3(s3):
     checkpoints = CheckpointStore(s3, "run-1")
     state = {"a": torch.arange(10), "b": torch.tensor(1.5)}
     manifest = save_directly(checkpoints, state)
@@ -195,7 +194,7 @@ def test_tensors_come_back_from_s3(s3: S3Store) -> None:
     assert torch.equal(loaded["b"], state["b"])
 
 
-def test_the_safetensors_library_opens_our_shards(checkpoints: CheckpointStore) -> None:
+def test_the_safetensors_library_opens_our_shards(checkpoints):
     state = every_kind()
     save_directly(checkpoints, state)
     opened = load_with_the_library(checkpoints.store.get(checkpoints.key(10, SHARD)))
@@ -205,7 +204,7 @@ def test_the_safetensors_library_opens_our_shards(checkpoints: CheckpointStore) 
         assert bits(opened[name]) == bits(tensor), name
 
 
-def test_loading_fills_the_callers_tensors_in_place(checkpoints: CheckpointStore) -> None:
+def test_loading_fills_the_callers_tensors_in_place(checkpoints):
     linear = nn.Linear(3, 2)
     saved = {name: tensor.clone() for name, tensor in linear.state_dict().items()}
     manifest = save_directly(checkpoints, saved)
@@ -217,7 +216,7 @@ def test_loading_fills_the_callers_tensors_in_place(checkpoints: CheckpointStore
     assert torch.equal(weight, saved["weight"])
 
 
-def test_part_of_a_checkpoint_may_be_loaded(checkpoints: CheckpointStore) -> None:
+def test_part_of_a_checkpoint_may_be_loaded(checkpoints):
     manifest = save_directly(checkpoints, {"a": torch.ones(2), "b": torch.ones(2)})
     loaded = {"b": torch.zeros(2)}
     load(loaded, manifest, checkpoints=checkpoints)
@@ -228,9 +227,7 @@ def test_part_of_a_checkpoint_may_be_loaded(checkpoints: CheckpointStore) -> Non
     ("wanted", "message"),
     [({"c": torch.zeros(2)}, "Missing key.*c"), ({"a": torch.zeros(3)}, "rank 0: .*a")],
 )
-def test_what_the_checkpoint_does_not_hold_is_an_error(
-    checkpoints: CheckpointStore, wanted: dict[str, Tensor], message: str
-) -> None:
+def test_what_the_checkpoint_does_not_hold_is_an_error(checkpoints, wanted, message):
     manifest = save_directly(checkpoints, {"a": torch.ones(2)})
     with pytest.raises(ValueError, match=message):
         load(wanted, manifest, checkpoints=checkpoints)
@@ -244,15 +241,13 @@ def test_what_the_checkpoint_does_not_hold_is_an_error(
         (torch.zeros(1, dtype=torch.complex64), "bad: torch.complex64 cannot be saved"),
     ],
 )
-def test_what_cannot_be_saved_is_an_error_and_nothing_is_committed(
-    checkpoints: CheckpointStore, value: Tensor, message: str
-) -> None:
+def test_what_cannot_be_saved_is_an_error_and_nothing_is_committed(checkpoints, value, message):
     with pytest.raises(ValueError, match=message):
         save_directly(checkpoints, {"good": torch.zeros(1), "bad": value})
     assert checkpoints.steps() == []
 
 
-def test_a_second_save_of_a_step_leaves_the_first_untouched(checkpoints: CheckpointStore) -> None:
+def test_a_second_save_of_a_step_leaves_the_first_untouched(checkpoints):
     manifest = save_directly(checkpoints, {"a": torch.ones(2)})
     with pytest.raises(PreconditionFailed):
         save_directly(checkpoints, {"a": torch.zeros(2)})
@@ -270,9 +265,7 @@ class Bomb:
         return (Path.touch, (self.path,))
 
 
-def test_a_pickle_in_place_of_a_shard_is_rejected_without_executing_it(
-    checkpoints: CheckpointStore, tmp_path: Path
-) -> None:
+def test_a_pickle_in_place_of_a_shard_is_rejected_without_executing_it(checkpoints, tmp_path):
     manifest = save_directly(checkpoints, {"a": torch.ones(200)})
     marker = tmp_path / "executed"
     payload = pickle.dumps(Bomb(marker))
@@ -289,7 +282,7 @@ def test_a_pickle_in_place_of_a_shard_is_rejected_without_executing_it(
     assert marker.exists()
 
 
-def test_a_shard_that_ends_before_its_data_is_corrupt(checkpoints: CheckpointStore) -> None:
+def test_a_shard_that_ends_before_its_data_is_corrupt(checkpoints):
     manifest = save_directly(checkpoints, {"a": torch.ones(200)})
     key = checkpoints.key(10, SHARD)
     checkpoints.store.put(key, checkpoints.store.get(key)[:-1])
@@ -297,9 +290,7 @@ def test_a_shard_that_ends_before_its_data_is_corrupt(checkpoints: CheckpointSto
         load({"a": torch.zeros(200)}, manifest, checkpoints=checkpoints)
 
 
-def test_a_replicated_state_is_written_once_and_spread_over_the_ranks(
-    of_four: CheckpointStore,
-) -> None:
+def test_a_replicated_state_is_written_once_and_spread_over_the_ranks(of_four):
     manifest = of_four.manifest(REPLICATED)
     assert manifest.world_size == 4
     assert manifest.extra == {"rank": 0}
@@ -316,7 +307,7 @@ def test_a_replicated_state_is_written_once_and_spread_over_the_ranks(
     assert of_four.verify(REPLICATED) == []
 
 
-def test_names_that_one_rank_has_survive(of_four: CheckpointStore) -> None:
+def test_names_that_one_rank_has_survive(of_four):
     manifest = of_four.manifest(REPLICATED)
     loaded = {f"random/rank{r:05d}": torch.zeros(r + 1, dtype=torch.uint8) for r in range(4)}
     load(loaded, manifest, checkpoints=of_four)
@@ -328,19 +319,19 @@ def test_names_that_one_rank_has_survive(of_four: CheckpointStore) -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 8])
 def test_a_state_of_four_ranks_replicated_or_sharded_loads_into_shards_of_two_and_of_eight(
-    cluster: Cluster, num_ranks: int
-) -> None:
+    cluster, num_ranks
+):
     cluster.run(load_on_rank, cluster.folder / "store", num_ranks=num_ranks)
 
 
-def test_a_state_of_four_ranks_loads_in_one_process(of_four: CheckpointStore) -> None:
+def test_a_state_of_four_ranks_loads_in_one_process(of_four):
     loaded = zeros_like(replicated_state())
     load(loaded, of_four.manifest(REPLICATED), checkpoints=of_four)
     for name, tensor in replicated_state().items():
         assert torch.equal(loaded[name], tensor)
 
 
-def test_fsdp_shards_of_four_ranks_load_into_a_plain_model(of_four: CheckpointStore) -> None:
+def test_fsdp_shards_of_four_ranks_load_into_a_plain_model(of_four):
     manifest = of_four.manifest(SHARDED)
     assert len(manifest.tensors["0.weight"].chunks) >= 3
     assert of_four.verify(SHARDED) == []
@@ -350,7 +341,7 @@ def test_fsdp_shards_of_four_ranks_load_into_a_plain_model(of_four: CheckpointSt
         assert torch.equal(loaded, expected)
 
 
-def test_a_rank_whose_write_failed_left_nothing_committed(of_four: CheckpointStore) -> None:
+def test_a_rank_whose_write_failed_left_nothing_committed(of_four):
     assert of_four.states() == {
         REPLICATED: StepState.COMMITTED,
         SHARDED: StepState.COMMITTED,

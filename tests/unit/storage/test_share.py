@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.checkpoint import CheckpointStore, shard_name
+from storage.checkpoint import shard_name
 from storage.errors import Corrupt, NotFound
 from storage.manifest import Chunk, checksummed, parse_manifest, verified_document
 from storage.share import (
@@ -155,7 +155,7 @@ def test_ranks_that_disagree_about_a_tensor_are_corrupt(other):
         merge([first, changed(second, tensors={"weight": part})], owner=OWNER, written_at_s=0.0)
 
 
-def test_records_are_found_by_save_and_rank(checkpoints: CheckpointStore):
+def test_records_are_found_by_save_and_rank(checkpoints):
     of_run = [changed(one, run_id=checkpoints.run_id) for one in world(3) + world(3, step=20)]
     for one in of_run[:2] + of_run[4:]:
         put_record(checkpoints, one)
@@ -169,14 +169,14 @@ def test_records_are_found_by_save_and_rank(checkpoints: CheckpointStore):
     assert recorded_ranks(checkpoints, of_run[4].share.save_id) == {1, 2}
 
 
-def test_another_attempts_record_does_not_count(checkpoints: CheckpointStore):
+def test_another_attempts_record_does_not_count(checkpoints):
     put_record(checkpoints, changed(world(1)[0], run_id=checkpoints.run_id))
     later = share_of(10, owner=(1, 2), run_id=checkpoints.run_id)
     assert recorded_ranks(checkpoints, later.save_id) == set()
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"\xff", b"[1]", b'{"share": null}'])
-def test_a_record_that_is_none_is_corrupt(checkpoints: CheckpointStore, data: bytes):
+def test_a_record_that_is_none_is_corrupt(checkpoints, data):
     save = share_of(10).save_id
     key = checkpoints.key(10, "p0001-a0001-rank00000.json")
     checkpoints.store.put(key, data)
@@ -185,9 +185,7 @@ def test_a_record_that_is_none_is_corrupt(checkpoints: CheckpointStore, data: by
 
 
 @pytest.mark.parametrize("text", ["{}", '{"share":null}'])
-def test_a_checksummed_document_that_is_no_record_is_corrupt(
-    checkpoints: CheckpointStore, text: str
-):
+def test_a_checksummed_document_that_is_no_record_is_corrupt(checkpoints, text):
     checkpoints.store.put(checkpoints.key(10, "p0001-a0001-rank00000.json"), checksummed(text))
     with pytest.raises(Corrupt, match="not the record of a share"):
         read_record(checkpoints, share_of(10).save_id, 0)
@@ -196,9 +194,7 @@ def test_a_checksummed_document_that_is_no_record_is_corrupt(
 @pytest.mark.parametrize(
     "foreign", [{"rank": 1}, {"step": 20}, {"attempt": 2}, {"run_id": "other"}, {"world_size": 9}]
 )
-def test_a_record_of_something_else_in_its_place_is_corrupt(
-    checkpoints: CheckpointStore, foreign: dict[str, Any]
-):
+def test_a_record_of_something_else_in_its_place_is_corrupt(checkpoints, foreign):
     own = changed(world(1)[0], run_id=checkpoints.run_id)
     key = checkpoints.key(10, "p0001-a0001-rank00000.json")
     checkpoints.store.put(key, checksummed(changed(own, **foreign).model_dump_json()))
@@ -206,7 +202,7 @@ def test_a_record_of_something_else_in_its_place_is_corrupt(
         read_record(checkpoints, own.share.save_id, 0)
 
 
-def test_numbers_that_json_does_not_know_come_back(checkpoints: CheckpointStore):
+def test_numbers_that_json_does_not_know_come_back(checkpoints):
     one = changed(world(1)[0], run_id=checkpoints.run_id, extra={"loss": float("inf")})
     put_record(checkpoints, one)
     assert read_record(checkpoints, one.share.save_id, 0).share.extra == {"loss": float("inf")}
@@ -248,7 +244,7 @@ def test_a_flipped_bit_of_a_share_record_is_found(checkpoints):
             parse_record(changed, url="u")
 
 
-def test_a_flipped_bit_of_the_fence_is_found(checkpoints: CheckpointStore):
+def test_a_flipped_bit_of_the_fence_is_found(checkpoints):
     checkpoints.fence(3, 2)
     key = f"runs/{checkpoints.run_id}/fence.json"
     data = checkpoints.store.get(key)

@@ -15,7 +15,6 @@ from storage.errors import NotFound
 from storage.verification import VERIFIED_NAME, Verified, last_outcome
 from storage.verification import record as keep
 from storage.verification import verify as read_all
-from tests.unit.storage.conftest import Committer
 
 SHARD = "p0000-a0000-rank00001.safetensors"
 
@@ -34,9 +33,7 @@ def remembered(checkpoints: CheckpointStore, step: int) -> Verified | None:
     return last_outcome(checkpoints, listed, read_manifest(checkpoints, listed))
 
 
-def test_a_whole_checkpoint_is_intact_and_every_byte_of_it_was_read(
-    checkpoints: CheckpointStore, commit: Committer
-) -> None:
+def test_a_whole_checkpoint_is_intact_and_every_byte_of_it_was_read(checkpoints, commit):
     manifest = commit(checkpoints, 5)
     counts: list[int] = []
     outcome = read_all(checkpoints, 5, manifest, on_bytes=counts.append)
@@ -45,9 +42,7 @@ def test_a_whole_checkpoint_is_intact_and_every_byte_of_it_was_read(
     assert outcome.verified_at_s == 1000.0
 
 
-def test_what_was_found_is_kept_with_the_step(
-    checkpoints: CheckpointStore, commit: Committer
-) -> None:
+def test_what_was_found_is_kept_with_the_step(checkpoints, commit):
     commit(checkpoints, 5)
     assert remembered(checkpoints, 5) is None
     checkpoints.store.put(checkpoints.key(5, SHARD), b"other")
@@ -58,9 +53,7 @@ def test_what_was_found_is_kept_with_the_step(
     assert checkpoints.steps() == [5], "the record changes nothing of what is offered"
 
 
-def test_an_unreadable_manifest_is_a_damage_that_is_remembered(
-    checkpoints: CheckpointStore, commit: Committer
-) -> None:
+def test_an_unreadable_manifest_is_a_damage_that_is_remembered(checkpoints, commit):
     commit(checkpoints, 5)
     checkpoints.store.put(checkpoints.key(5, MANIFEST_NAME), b"{")
     outcome = verify(checkpoints, 5)
@@ -69,9 +62,7 @@ def test_an_unreadable_manifest_is_a_damage_that_is_remembered(
     assert remembered(checkpoints, 5) == outcome
 
 
-def test_a_step_that_is_saved_anew_does_not_inherit_the_outcome(
-    checkpoints: CheckpointStore, commit: Committer
-) -> None:
+def test_a_step_that_is_saved_anew_does_not_inherit_the_outcome(checkpoints, commit):
     commit(checkpoints, 5)
     keep(checkpoints, verify(checkpoints, 5))
     checkpoints.set_aside(5, "test")
@@ -81,25 +72,19 @@ def test_a_step_that_is_saved_anew_does_not_inherit_the_outcome(
     assert remembered(checkpoints, 5) is None
 
 
-def test_a_record_that_cannot_be_read_is_none(
-    checkpoints: CheckpointStore, commit: Committer
-) -> None:
+def test_a_record_that_cannot_be_read_is_none(checkpoints, commit):
     commit(checkpoints, 5)
     checkpoints.store.put(checkpoints.key(5, VERIFIED_NAME), b"{}")
     assert remembered(checkpoints, 5) is None
 
 
-def test_a_step_that_is_removed_while_it_is_read_is_gone_and_not_damaged(
-    checkpoints: CheckpointStore, commit: Committer
-) -> None:
+def test_a_step_that_is_removed_while_it_is_read_is_gone_and_not_damaged(checkpoints, commit):
     manifest = commit(checkpoints, 5)
     with pytest.raises(NotFound, match="was removed while it was read"):
         read_all(checkpoints, 5, manifest, on_bytes=lambda _count: checkpoints.delete(5))
 
 
-def test_the_bytes_that_a_verification_reads_are_counted(
-    checkpoints: CheckpointStore, commit: Committer
-) -> None:
+def test_the_bytes_that_a_verification_reads_are_counted(checkpoints, commit):
     manifest = commit(checkpoints, 5)
     counts: list[int] = []
     read_all(checkpoints, 5, manifest, on_bytes=counts.append)
