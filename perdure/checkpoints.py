@@ -49,8 +49,8 @@ from storage.export import (
     weights_of,
 )
 from storage.export import export as write_export
-from storage.leases import reading
 from storage.manifest import Manifest
+from storage.retention import reading
 from storage.verification import Verified, last_outcome, record
 from storage.verification import verify as read_all
 from training.errors import InputError, PerdureError

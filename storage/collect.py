@@ -29,9 +29,8 @@ from storage.checkpoint import (
     read_manifest,
 )
 from storage.errors import NotFound
-from storage.leases import is_read
 from storage.objects import ObjectInfo
-from storage.retention import Retention
+from storage.retention import Retention, is_read
 
 MIN_KEPT_STEPS = 2  # the newest, and the one that is taken when it turns out to be damaged
 GARBAGE_AFTER_S = 24 * 3600.0  # longer than any save takes

@@ -25,7 +25,7 @@ from storage.errors import Corrupt, StorageError
 from storage.loading import ManifestReader, ShardReads
 from storage.manifest import Chunk, Manifest, digest
 from storage.model import FrozenModel
-from storage.share import SaveId, WrittenShare, delete_records, merge
+from storage.share import SaveId, WrittenShare, delete_records, merge, read_share
 from storage.staging import gather_json, raw
 
 _log = logging.getLogger("perdure.storage")
@@ -112,9 +112,7 @@ class NodeShares:
         share = written.share
         file = torch.empty(written.record.size_bytes, dtype=torch.uint8)
         try:
-            self.disk.store.get_into(self.disk.key(share.step, share.shard), raw(file))
-            if digest(raw(file)) != written.record.xxh3_128:
-                raise Corrupt(f"{self.disk.url(share.step)}: {share.shard} is damaged")
+            read_share(self.disk, written, raw(file))
         except StorageError:
             self._damaged.add((share.save_id, share.rank))
             with suppress(StorageError):  # never offered again, to later attempts either

@@ -21,6 +21,7 @@ from storage.manifest import (
     ShardRecord,
     TensorRecord,
     checksummed,
+    digest,
     verified_document,
 )
 
@@ -154,6 +155,23 @@ def put_attachments(checkpoints: CheckpointStore, share: Share) -> None:
     """Write the objects that go with a share."""
     for key, text in share.attachments.items():
         checkpoints.store.put(key, text.encode())
+
+
+def read_share(checkpoints: CheckpointStore, written: WrittenShare, out: memoryview) -> None:
+    """Read a share's file.
+
+    Args:
+        checkpoints: where it is.
+        written: the share.
+        out: memory of its size.
+
+    Raises:
+        Corrupt: the file is not as it was written.
+    """
+    share = written.share
+    checkpoints.store.get_into(checkpoints.key(share.step, share.shard), out)
+    if digest(out) != written.record.xxh3_128:
+        raise Corrupt(f"{checkpoints.url(share.step)}: {share.shard} is damaged")
 
 
 def put_record(checkpoints: CheckpointStore, written: WrittenShare) -> None:

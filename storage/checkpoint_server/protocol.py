@@ -12,10 +12,10 @@ import socket
 import struct
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from storage.checkpoint import Tier
-from storage.model import FrozenModel
+from storage.manifest import Record
 from storage.share import SaveId, Share, WrittenShare
 
 _LENGTH = struct.Struct("<Q")
@@ -23,10 +23,8 @@ _CREDENTIALS = struct.Struct("3i")
 MAX_MESSAGE_BYTES = 1 << 30
 
 
-class Message(FrozenModel):
-    """Immutable, and an unknown field is an error."""
-
-    model_config = ConfigDict(ser_json_inf_nan="constants")
+class Message(Record):
+    """One message of either side."""
 
 
 class Prepare(Message):

@@ -38,9 +38,8 @@ from storage.checkpoint_server.publish import Committing, Publisher, is_recorded
 from storage.checkpoint_server.slots import NoMemory, Slot, SlotTable
 from storage.checkpoint_server.slots import available_bytes as host_available_bytes
 from storage.checkpoint_server.tasks import Tasks
-from storage.errors import Corrupt, StorageError
-from storage.manifest import digest
-from storage.share import SaveId, WrittenShare
+from storage.errors import StorageError
+from storage.share import SaveId, WrittenShare, read_share
 
 _log = logging.getLogger("perdure.storage")
 
@@ -308,9 +307,8 @@ class CheckpointServer:
             return  # it was in memory, and newer saves have its slot
         here = (one for one in shares_on_disk(self._disk) if one.share.save_id == save)
         for written in (one for one in here if one.share.rank == rank):
-            data = memoryview(self._disk.store.get(self._disk.key(save.step, written.share.shard)))
-            if digest(data) != written.record.xxh3_128:
-                raise Corrupt(f"{self._disk.url(save.step)}: {written.share.shard} is damaged")
+            data = memoryview(bytearray(written.record.size_bytes))
+            read_share(self._disk, written, data)
             self._publisher.upload(written, data)
 
     def _held(self) -> Sequence[HeldShare]:

@@ -122,7 +122,9 @@ def test_a_reachable_store_is_left_as_it_was(tmp_path):
 def test_the_check_of_an_unreachable_store_names_what_failed(local, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(local, "get", lambda _key: b"other")
-        with pytest.raises(Corrupt, match=r"storage check: cannot read: .*other bytes"):
+        with pytest.raises(
+            Corrupt, match=r"storage check: cannot read: .*differ from those written"
+        ):
             check_reachable(local, "x")
 
     def denied(*_: object) -> None:

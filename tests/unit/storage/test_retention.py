@@ -1,4 +1,4 @@
-"""What to keep."""
+"""What to keep, and what stays because it is being read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import math
 
 import pytest
 
-from storage.retention import Retention, apply_retention
+from storage.checkpoint import CheckpointStore
+from storage.collect import InUse, Rules, carry_out, decide, take_listing
+from storage.errors import AccessDenied
+from storage.retention import LEASE_S, Retention, apply_retention, read_steps, reading
 
 STEPS = [5, 10, 15, 20, 25]
 LOSSES = dict(zip(STEPS, [5.0, 1.0, 3.0, 2.0, 4.0], strict=True))
@@ -82,3 +85,69 @@ def test_a_newer_damaged_step_does_not_count_as_the_newest(checkpoints, commit):
 
 def test_retention_of_an_empty_run_does_nothing(checkpoints):
     assert apply_retention(checkpoints, Retention(1), protect=()) == []
+
+
+@pytest.fixture
+def four_steps(checkpoints, commit) -> CheckpointStore:
+    for step in (10, 20, 30, 40):
+        commit(checkpoints, step)
+    return checkpoints
+
+
+def read_now(checkpoints: CheckpointStore) -> frozenset[int]:
+    """Steps that a listing shows a reader of."""
+    return read_steps(checkpoints, checkpoints.list_steps())
+
+
+def retain(checkpoints: CheckpointStore) -> list[int]:
+    """As a checkpoint server does after a commit."""
+    return apply_retention(checkpoints, Retention(1), protect=())
+
+
+def collect(checkpoints: CheckpointStore, *, later_s: float = 0.0) -> list[int | None]:
+    """As the scheduled retention does."""
+    rules = Rules(retention=Retention(1))
+    now_s = checkpoints.store.now_s() + later_s
+    found = decide(take_listing(checkpoints), rules=rules, in_use=InUse(), now_s=now_s)
+    return [removal.step for removal in carry_out(checkpoints, found)]
+
+
+def test_a_step_that_is_read_stays_until_it_is_read(four_steps):
+    with reading(four_steps, 20), reading(four_steps, 20):
+        assert retain(four_steps) == [10, 30]
+        assert four_steps.verify(20) == []
+    assert retain(four_steps) == [20]
+    assert four_steps.steps() == [40]
+
+
+def test_the_scheduled_retention_leaves_it_too(four_steps):
+    with reading(four_steps, 10):
+        assert collect(four_steps) == [20]
+    assert collect(four_steps) == [10]
+
+
+def test_a_reader_leaves_nothing_behind_though_it_fails(four_steps):
+    def read() -> None:
+        with reading(four_steps, 10):
+            assert read_now(four_steps) == {10}
+            raise RuntimeError("interrupted")
+
+    with pytest.raises(RuntimeError, match="interrupted"):
+        read()
+    assert read_now(four_steps) == set()
+
+
+def test_the_lease_of_a_killed_reader_ends(four_steps):
+    four_steps.store.put(four_steps.key(10, "reading-0.json"), b"{}")
+    assert collect(four_steps) == [20]
+    assert collect(four_steps, later_s=LEASE_S + 1) == [10]
+
+
+def test_a_reader_that_may_not_write_reads_all_the_same(four_steps, monkeypatch, caplog):
+    def refuse(key: str, *_: object, **__: object) -> None:
+        raise AccessDenied(f"{key}: read only")
+
+    monkeypatch.setattr(four_steps.store, "put", refuse)
+    with reading(four_steps, 10):
+        assert four_steps.verify(10) == []
+    assert "step 10 may be deleted while it is read" in caplog.text
