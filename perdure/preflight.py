@@ -25,7 +25,7 @@ from training.health.node_check import check_this_machine
 from training.job import Job, departures, load_job
 from training.supervisor.job_checks import Note, check_job, checklist, recovery_notes
 from training.trainer.size import num_parameters, state_bytes
-from training.wire.check import Check, CheckOutcome
+from training.wire.node import Check, CheckOutcome
 
 STYLES = {CheckOutcome.OK: "green", CheckOutcome.WARNING: "yellow", CheckOutcome.FAILED: "red"}
 

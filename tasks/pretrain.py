@@ -30,7 +30,7 @@ from training.supervisor.watch import EndKind
 from training.trainer.data.prepare import PrepareResult, prepare
 from training.trainer.data.tokenizer import open_tokenizer
 from training.trainer.size import num_parameters
-from training.wire.check import CheckOutcome
+from training.wire.node import CheckOutcome
 
 # More than any ladder allows in a row; progress makes restarts free, so a run of weeks needs
 # room. When they run out the flow starts a further task on the same placement.

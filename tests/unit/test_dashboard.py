@@ -16,7 +16,7 @@ from training.recovery.decision import Decision, Recovery
 from training.recovery.events import RecoveryBegan, RecoveryEnded
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.rungs import Rung
-from training.wire.sample import DeviceSample, HostSample, NodeSample
+from training.wire.node import DeviceSample, HostSample, NodeSample
 
 FILE = Path(__file__).resolve().parents[2] / "dashboards" / "perdure.json"
 GRAFANA_10 = 38
@@ -47,7 +47,7 @@ def exported() -> dict[str, set[str]]:
     metrics = RunMetrics(
         ("run", "1", "1"),
         target_step=10,
-        standing=lambda: AttemptNow(Stage.TRAINING, 1, {"training": 1}),
+        state=lambda: AttemptNow(Stage.TRAINING, 1, {"training": 1}),
         past=[Recovery(fault=fault, rung=Rung.HANG_RESTART, progressed=True)],
     )
     metrics.step(StepRecord(1, 1.0, 1.0, 1.0, 1.0, 0.5, 1.0, 1.0, 1, 0, 1, 1))

@@ -32,7 +32,7 @@ from training.supervisor.job_registry import remember_job
 from training.supervisor.run import Run
 from training.supervisor.watch import AttemptSnapshot
 from training.wire.agent import AgentState, AgentStatus, HangReport, WorkerStatus
-from training.wire.sample import DeviceSample, NodeSample
+from training.wire.node import DeviceSample, NodeSample
 
 STEP = StepRecord(1, 2.0, 1.0, 1e-3, 12_000.0, None, 1.0, 0.5, 8, 0, 1, 1)
 SAVED = CheckpointSeen(**NOW, placement=1, attempt=1, step=10)

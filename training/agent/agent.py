@@ -53,7 +53,7 @@ from training.wire.agent import (
     StatusQuery,
     StopOrder,
 )
-from training.wire.sample import NodeSample
+from training.wire.node import NodeSample
 
 TICK_S = 0.02
 HANG_CHECK_S = 1.0

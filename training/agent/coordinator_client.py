@@ -18,7 +18,7 @@ from training.coordinator.config import CoordinatorConfig, MetricsAddress, metri
 from training.files import last_line, write_whole
 from training.recovery.protocol import GiveUp, ReplaceWorker
 from training.wire.coordinator import TO_MEMBER, AgentJoined, CoordinatorAddress, NodeSampled
-from training.wire.sample import NodeSample
+from training.wire.node import NodeSample
 from training.wire.transport import Connection
 
 CONNECT_TIMEOUT_S = 30.0

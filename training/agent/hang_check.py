@@ -16,7 +16,7 @@ from training.agent.workers import WorkerGroup
 from training.health.hang import Activity, ActivityDetector, HangDetector, SilenceLimits
 from training.processes import container_processes
 from training.wire.agent import AgentConfig, HangReport
-from training.wire.sample import NodeSample
+from training.wire.node import NodeSample
 
 READINGS_IN_QUIET_TIME = 60.0
 MAX_PERIOD_S = 30.0

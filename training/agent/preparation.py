@@ -11,7 +11,7 @@ from training.job import Job
 from training.trainer.data.manifest import load_manifest
 from training.trainer.data.stage import stage
 from training.wire.agent import AgentConfig, CheckOrder, StartOrder
-from training.wire.check import Check, NodeTask
+from training.wire.node import Check, NodeTask
 
 
 class NodeChecks:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from training.health.sources.sampling import LOOK_LIMIT_S, Sampler
-from training.wire.sample import NodeSample
+from training.wire.node import NodeSample
 
 MISSED_SAMPLES = 3
 

@@ -1,4 +1,4 @@
-"""What a node agent and a coordinator tell each other in files of the attempt's folder."""
+"""What an agent and a coordinator exchange in files of the attempt's folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class MetricsAddress(FrozenModel):
 
 
 def metrics_file(attempt_folder: Path) -> Path:
-    """Where a coordinator writes its `MetricsAddress`, once somebody is answered there."""
+    """Where a coordinator writes its `MetricsAddress`, once it answers there."""
     return attempt_folder / _METRICS_FILE
 
 
@@ -27,11 +27,11 @@ class CoordinatorConfig(FrozenModel):
 
     Attributes:
         job: as JSON, without secrets.
-        host: address to bind; loopback unless told otherwise.
+        host: address to bind; loopback unless configured otherwise.
         store_port: port of the rendezvous store, 0: any free one.
         placement: of the attempt.
         attempt: number of the attempt in its placement.
-        live_file: the attempt's step records; events are appended there.
+        live_file: the attempt log.
         address_file: written once it listens.
         supported: rungs that the engine can do.
         past: recoveries of the run so far, oldest first.

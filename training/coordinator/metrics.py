@@ -1,8 +1,8 @@
-"""What the coordinator tells Prometheus about its attempt.
+"""What the coordinator exports to Prometheus about its attempt.
 
 Names follow Prometheus' conventions: base units, `_total` for counters, `_ratio` for shares of
-one. Every series carries run_id, placement and attempt. Most are computed when somebody asks,
-from the newest of each thing that was told; only what is counted is kept as a counter. Times are
+one. Every series carries run_id, placement and attempt. Most are computed at each scrape,
+from the newest report of each thing; only what is counted is kept as a counter. Times are
 seconds since the epoch, steps completed optimizer steps.
 """
 
@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Histogram, start_http_server
+from prometheus_client import Counter as CounterMetric
 from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -22,12 +24,13 @@ from training.journal.events import LedgerEvent, StepRecord
 from training.recovery.attempt import Stage
 from training.recovery.decision import Recovery
 from training.recovery.events import PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
-from training.wire.sample import DeviceSample, HostSample, NodeSample
+from training.wire.node import DeviceSample, HostSample, NodeSample
 
 BASE_LABELS = ("run_id", "placement", "attempt")
 STEP_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1, 2, 3, 5, 7.5, 10, 15, 20, 30, 60, 120, 300, 600)
 RECOVERY_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
-MENDED, FAILED = "mended", "failed"
+SUCCEEDED, FAILED = "mended", "failed"  # values of the label `outcome`
+PACKAGES = (("version", "perdure"), ("torch", "torch"))
 
 # Of the newest step record, device sample and host sample: name, what it is, where it is read.
 STEP_GAUGES: Sequence[tuple[str, str, Callable[[StepRecord], float | None]]] = (
@@ -60,7 +63,7 @@ DEVICE_GAUGES: Sequence[tuple[str, str, Callable[[DeviceSample], float | None]]]
     ("perdure_device_power_watts", "Drawn by the device.", lambda d: d.power_w),
     (
         "perdure_device_healthy",
-        "1 when nothing that its driver says speaks against it.",
+        "1 when neither its driver nor its link reports a fault.",
         lambda d: float(d.is_healthy),
     ),
     (
@@ -84,7 +87,7 @@ HOST_GAUGES: Sequence[tuple[str, str, Callable[[HostSample], float | None]]] = (
 
 @dataclass(frozen=True, slots=True)
 class AttemptNow:
-    """How the attempt stands at the moment.
+    """The state of the attempt at the moment.
 
     Attributes:
         stage: of the attempt.
@@ -97,38 +100,13 @@ class AttemptNow:
     ranks: Mapping[str, int]
 
 
-@dataclass(slots=True)
-class Told:
-    """The newest of each thing that the coordinator was told.
-
-    Attributes:
-        began_s: when the attempt began.
-        target_step: of the run, None where it has none.
-        record: of the newest step.
-        committed_step: of the newest checkpoint of this attempt.
-        committed_s: when its commit was heard of.
-        is_paused: whether all ranks stand at one step boundary.
-        samples: newest of each node whose agent is connected.
-        past: recoveries of the run before this attempt, by rung and fault class.
-    """
-
-    began_s: float
-    target_step: int | None
-    record: StepRecord | None = None
-    committed_step: int | None = None
-    committed_s: float | None = None
-    is_paused: bool = False
-    samples: dict[str, NodeSample] = field(default_factory=dict)
-    past: dict[tuple[str, str], int] = field(default_factory=dict)
-
-
 class RunMetrics(Collector):
     """The metrics of one attempt, in a registry of their own.
 
     Args:
         labels: values of `BASE_LABELS`.
         target_step: of the run.
-        standing: how the attempt stands; called from the threads of the endpoint.
+        state: of the attempt; called from the threads of the endpoint.
         past: recoveries of the run so far.
         clock: seconds since the epoch.
     """
@@ -138,18 +116,25 @@ class RunMetrics(Collector):
         labels: Sequence[str],
         *,
         target_step: int | None,
-        standing: Callable[[], AttemptNow],
+        state: Callable[[], AttemptNow],
         past: Sequence[Recovery] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._labels = tuple(labels)
-        self._standing = standing
+        self._target_step = target_step
+        self._state = state
         self._clock = clock
-        self._told = Told(began_s=clock(), target_step=target_step, past=_tally(past))
+        self._began_s = clock()
+        self._past = Counter((one.rung.value, one.fault.fault_class.value) for one in past)
+        self._step: StepRecord | None = None
+        self._committed_step: int | None = None
+        self._committed_s = self._began_s
+        self._is_paused = False
+        self._samples: dict[str, NodeSample] = {}
         self._began: dict[int, tuple[str, str]] = {}  # rung and fault class, by number
         self.registry = CollectorRegistry()
         self._steps = _step_durations(self.registry).labels(*self._labels)
-        self._recoveries = Counter(
+        self._recoveries = CounterMetric(
             "perdure_recoveries_total",
             "Recoveries inside the processes of the attempt that came to their end.",
             (*BASE_LABELS, "rung", "fault_class", "outcome"),
@@ -162,7 +147,7 @@ class RunMetrics(Collector):
             buckets=RECOVERY_BUCKETS_S,
             registry=self.registry,
         )
-        self._lost = Counter(
+        self._lost = CounterMetric(
             "perdure_steps_lost_total",
             "Completed steps that were done again after recoveries inside the processes.",
             BASE_LABELS,
@@ -172,50 +157,116 @@ class RunMetrics(Collector):
 
     def step(self, record: StepRecord) -> None:
         """A step was completed."""
-        self._told.record = record
+        self._step = record
         self._steps.observe(record.step_s)
 
     def committed(self, step: int, *, at_s: float) -> None:
         """A checkpoint was committed."""
-        self._told.committed_step, self._told.committed_s = step, at_s
+        self._committed_step, self._committed_s = step, at_s
 
     def record(self, event: LedgerEvent) -> None:
-        """The coordinator put something on record."""
+        """The coordinator recorded an event."""
         match event:
             case RecoveryBegan():
                 which = (event.decision.rung.value, event.fault.fault_class)
                 self._began[event.number] = which
                 # A counter that begins with its first event has no increase to show.
-                for outcome in (MENDED, FAILED):
+                for outcome in (SUCCEEDED, FAILED):
                     self._recoveries.labels(*self._labels, *which, outcome)
             case RecoveryEnded():
                 self._recovery_ended(event)
             case PauseBegan():
-                self._told.is_paused = True
+                self._is_paused = True
             case PauseEnded():
-                self._told.is_paused = False
+                self._is_paused = False
             case _:
                 pass  # a last save ends the attempt; alerts are the supervisor's
 
     def _recovery_ended(self, event: RecoveryEnded) -> None:
         rung, fault_class = self._began.pop(event.number)
-        outcome = MENDED if event.succeeded else FAILED
+        outcome = SUCCEEDED if event.succeeded else FAILED
         self._recoveries.labels(*self._labels, rung, fault_class, outcome).inc()
         if event.succeeded:
             self._durations.labels(*self._labels, rung).observe(event.duration_s)
             self._lost.inc(event.steps_lost)
 
     def sampled(self, node: str, sample: NodeSample) -> None:
-        """An agent has looked at its node."""
-        self._told.samples[node] = sample
+        """An agent has sampled its node."""
+        self._samples[node] = sample
 
     def forget(self, node: str) -> None:
-        """The agent of a node is not connected any more: nobody knows how it stands."""
-        self._told.samples.pop(node, None)
+        """The agent of a node is not connected any more: its state is not known."""
+        self._samples.pop(node, None)
 
     def collect(self) -> Iterator[Metric]:
-        """Everything that is no counter, as it stands now."""
-        return gauges(self._told, self._standing(), labels=self._labels, now_s=self._clock())
+        """Everything that is no counter, as it is now; what is not known yet has no series."""
+        yield self._info()
+        yield from self._attempt_gauges()
+        if self._step is not None:
+            for name, text, read in STEP_GAUGES:
+                yield self._gauge(name, text, read(self._step))
+        # Copied: agents come and go while Prometheus scrapes.
+        samples = sorted(self._samples.copy().items())
+        ages = [((node,), max(0.0, self._clock() - sample.at_s)) for node, sample in samples]
+        yield self._gauges("perdure_sample_age_seconds", "Of the newest sample of a node.",
+                           ages, further=("node",))  # fmt: skip
+        for name, text, read_device in DEVICE_GAUGES:
+            of_devices = [
+                ((node, str(device.index)), read_device(device))
+                for node, sample in samples
+                for device in sample.devices
+            ]
+            yield self._gauges(name, text, of_devices, further=("node", "device"))
+        for name, text, read_host in HOST_GAUGES:
+            of_hosts = [((node,), read_host(sample.host)) for node, sample in samples]
+            yield self._gauges(name, text, of_hosts, further=("node",))
+
+    def _attempt_gauges(self) -> Iterator[Metric]:
+        state = self._state()
+        yield from (
+            self._gauge("perdure_target_step", "At which the run is complete.", self._target_step),
+            self._gauge("perdure_generation", "Of the process groups, from 1.", state.generation),
+            self._gauge("perdure_attempt_start_time_seconds", "When the attempt began.",
+                        self._began_s),
+            self._gauge("perdure_paused", "1 while all ranks are paused at one step boundary.",
+                        self._is_paused),
+            self._gauge("perdure_checkpoint_age_seconds",
+                        "Since the newest commit, before the first since the attempt began.",
+                        max(0.0, self._clock() - self._committed_s)),
+            self._gauge("perdure_checkpoint_committed_step",
+                        "Of the newest checkpoint of the attempt.", self._committed_step),
+        )  # fmt: skip
+        stages = [((stage.value,), float(stage is state.stage)) for stage in Stage]
+        yield self._gauges("perdure_attempt_stage", "1 for the stage that the attempt is in.",
+                           stages, further=("stage",))  # fmt: skip
+        yield self._gauges("perdure_ranks", "Ranks in each state; one may be in several.",
+                           [((name,), count) for name, count in sorted(state.ranks.items())],
+                           further=("state",))  # fmt: skip
+        yield self._gauges("perdure_past_recoveries", "Recoveries of the run before this attempt.",
+                           sorted(self._past.items()), further=("rung", "fault_class"))  # fmt: skip
+
+    def _gauge(self, name: str, text: str, value: float | None) -> Metric:
+        return self._gauges(name, text, [((), value)])
+
+    def _gauges(
+        self,
+        name: str,
+        text: str,
+        values: Iterable[tuple[Sequence[str], float | None]],
+        *,
+        further: Sequence[str] = (),
+    ) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=(*BASE_LABELS, *further))
+        for labels, value in values:
+            if value is not None:
+                family.add_metric((*self._labels, *labels), value)
+        return family
+
+    def _info(self) -> Metric:
+        family = InfoMetricFamily("perdure_build", "What runs.", labels=BASE_LABELS)
+        versions = {name: _version(package) for name, package in PACKAGES}
+        family.add_metric(self._labels, {**versions, "python": platform.python_version()})
+        return family
 
     def describe(self) -> Iterator[Metric]:
         """Nothing in advance: the registry need not ask for values to know the names."""
@@ -231,73 +282,6 @@ class RunMetrics(Collector):
         return int(server.server_port)
 
 
-def gauges(
-    told: Told, standing: AttemptNow, *, labels: Sequence[str], now_s: float
-) -> Iterator[Metric]:
-    """What the attempt shows at one moment; what is not known yet has no series."""
-    yield _info(labels)
-    yield from _attempt_gauges(told, standing, labels=labels, now_s=now_s)
-    if told.record is not None:
-        for name, text, read in STEP_GAUGES:
-            value = read(told.record)
-            if value is not None:
-                yield _gauge(name, text, labels, [((), value)])
-    # Copied: agents come and go while somebody scrapes.
-    samples = sorted(told.samples.copy().items())
-    ages = [((node,), max(0.0, now_s - sample.at_s)) for node, sample in samples]
-    yield _gauge("perdure_sample_age_seconds", "Of the newest look at a node.",
-                 labels, ages, further=("node",))  # fmt: skip
-    for name, text, read_device in DEVICE_GAUGES:
-        found = [
-            ((node, str(device.index)), value)
-            for node, sample in samples
-            for device in sample.devices
-            if (value := read_device(device)) is not None
-        ]
-        yield _gauge(name, text, labels, found, further=("node", "device"))
-    for name, text, read_host in HOST_GAUGES:
-        of_hosts = [
-            ((node,), value)
-            for node, sample in samples
-            if (value := read_host(sample.host)) is not None
-        ]
-        yield _gauge(name, text, labels, of_hosts, further=("node",))
-
-
-def _attempt_gauges(
-    told: Told, standing: AttemptNow, *, labels: Sequence[str], now_s: float
-) -> Iterator[Metric]:
-    since_s = told.committed_s if told.committed_s is not None else told.began_s
-    plain = (
-        ("perdure_target_step", "At which the run is complete.", told.target_step),
-        ("perdure_generation", "Of the process groups, from 1.", standing.generation),
-        ("perdure_attempt_start_time_seconds", "When the attempt began.", told.began_s),
-        ("perdure_paused", "1 while all ranks stand at one step boundary.", told.is_paused),
-        (
-            "perdure_checkpoint_age_seconds",
-            "Since the newest commit, before the first since the attempt began.",
-            max(0.0, now_s - since_s),
-        ),
-        (
-            "perdure_checkpoint_committed_step",
-            "Of the newest checkpoint of the attempt.",
-            told.committed_step,
-        ),
-    )
-    for name, text, value in plain:
-        if value is not None:
-            yield _gauge(name, text, labels, [((), float(value))])
-    stages = [((stage.value,), float(stage is standing.stage)) for stage in Stage]
-    yield _gauge("perdure_attempt_stage", "1 for the stage that the attempt is in.",
-                 labels, stages, further=("stage",))  # fmt: skip
-    ranks = [((state,), float(count)) for state, count in sorted(standing.ranks.items())]
-    yield _gauge("perdure_ranks", "Ranks in each state; one may be in several.",
-                 labels, ranks, further=("state",))  # fmt: skip
-    past = [(key, float(count)) for key, count in sorted(told.past.items())]
-    yield _gauge("perdure_past_recoveries", "Recoveries of the run before this attempt.",
-                 labels, past, further=("rung", "fault_class"))  # fmt: skip
-
-
 def _step_durations(registry: CollectorRegistry) -> Histogram:
     return Histogram(
         "perdure_step_duration_seconds",
@@ -306,35 +290,6 @@ def _step_durations(registry: CollectorRegistry) -> Histogram:
         buckets=STEP_BUCKETS_S,
         registry=registry,
     )
-
-
-def _tally(past: Sequence[Recovery]) -> dict[tuple[str, str], int]:
-    found: dict[tuple[str, str], int] = {}
-    for one in past:
-        key = (one.rung.value, one.fault.fault_class)
-        found[key] = found.get(key, 0) + 1
-    return found
-
-
-def _info(labels: Sequence[str]) -> Metric:
-    family = InfoMetricFamily("perdure_build", "What runs.", labels=BASE_LABELS)
-    told = {"version": _version("perdure"), "torch": _version("torch")}
-    family.add_metric(labels, {**told, "python": platform.python_version()})
-    return family
-
-
-def _gauge(
-    name: str,
-    text: str,
-    labels: Sequence[str],
-    values: Sequence[tuple[Sequence[str], float]],
-    *,
-    further: Sequence[str] = (),
-) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=(*BASE_LABELS, *further))
-    for more, value in values:
-        family.add_metric((*labels, *more), value)
-    return family
 
 
 def _ratio(percent: float | None) -> float | None:

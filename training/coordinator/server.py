@@ -54,8 +54,8 @@ from training.wire.coordinator import (
     NodeSampled,
     WorkerJoined,
 )
+from training.wire.node import NodeSample
 from training.wire.requests import read_control
-from training.wire.sample import NodeSample
 from training.wire.transport import FIRST_LINE_S, dump_line, is_authentic, next_line
 
 _log = logging.getLogger("perdure.coordinator")
@@ -75,15 +75,15 @@ class Coordinator:
     def __init__(self, config: CoordinatorConfig) -> None:
         self._config = config
         self._job = Job.model_validate_json(config.job)
-        self._live = Path(config.live_file)
-        self._log = Follower.of_file(self._live)
+        self._path = Path(config.live_file)
+        self._log = Follower.of_file(self._path)
         self._store = open_store(self._job.storage)
         self._records_are_kept = False
         self._woken = asyncio.Event()
         self._ranks: dict[int, asyncio.StreamWriter] = {}
         self._agents: dict[str, asyncio.StreamWriter] = {}
         restart = self._job.restart
-        judge = InProcessDecider(
+        decider = InProcessDecider(
             restart.policy(operator_retry=self._job.comm.link_retry),
             frozenset(config.supported),
             list(config.past),
@@ -91,7 +91,7 @@ class Coordinator:
         self._attempt = Attempt(
             self._job.engine.world_size,
             self._job.layout.replica_groups(),
-            judge,
+            decider,
             repair_limit_s=restart.start_timeout_s,
             save_limit_s=max(SAVE_LIMIT_S, self._job.engine.grace_s),
             reconnect_limit_s=self._job.comm.link_retry_s,
@@ -99,7 +99,7 @@ class Coordinator:
         self._metrics = RunMetrics(
             (self._job.run_id, str(config.placement), str(config.attempt)),
             target_step=None if self._job.worker.is_command else self._job.steps,
-            standing=self._standing,
+            state=self._state,
             past=config.past,
         )
 
@@ -136,7 +136,7 @@ class Coordinator:
         path = metrics_file(Path(config.address_file).parent)
         write_whole(path, address.model_dump_json(), private=True)
 
-    def _standing(self) -> AttemptNow:
+    def _state(self) -> AttemptNow:
         attempt = self._attempt
         return AttemptNow(attempt.stage, attempt.generation, attempt.rank_counts)
 
@@ -199,7 +199,7 @@ class Coordinator:
                 raise ValueError(f"{message.op} is not for this connection")
 
     def _act(self) -> None:
-        """Carry out what the attempt wants, in its order."""
+        """Carry out the orders of the attempt, in their sequence."""
         for action in self._attempt.take_actions():
             self._carry_out(action)
         self._woken.set()
@@ -210,7 +210,7 @@ class Coordinator:
                 text = action.event.model_dump_json()
                 _log.info(text)
                 self._metrics.record(action.event)
-                with AttemptLog(self._live) as log:
+                with AttemptLog(self._path) as log:
                     log.append(action.event)
             case ToRank():
                 if isinstance(action.message, Plan) and action.message.plan.savers:
@@ -245,7 +245,7 @@ class Coordinator:
         self._records_are_kept = True
         config, job = self._config, self._job
         steps = UnsavedSteps(metrics_prefix(job.run_id, config.placement, config.attempt))
-        steps.catch_up(Follower.of_file(self._live))
+        steps.catch_up(Follower.of_file(self._path))
         try:
             for key, text in steps.take().items():
                 self._store.put(key, text.encode())
@@ -267,7 +267,7 @@ class Coordinator:
                 self._woken.clear()
 
     async def _follow(self) -> None:
-        """Follow the step records: which steps there are, which checkpoints were committed."""
+        """Follow the attempt log: which steps there are, which checkpoints were committed."""
         while True:
             await asyncio.sleep(FOLLOW_S)
             self._read_log()
@@ -283,10 +283,10 @@ class Coordinator:
                     self._metrics.committed(event.step, at_s=time.time())
 
     async def _watch_control(self) -> None:
-        """Ask the store now and then whether somebody wants the run to pause."""
+        """Read from the store now and then whether the run is to pause."""
         while True:
             if self._attempt.stage is not Stage.STARTING:
-                with suppress(StorageError):  # asked again soon; training does not wait for it
+                with suppress(StorageError):  # read again soon; training does not wait for it
                     control = await asyncio.to_thread(read_control, self._store, self._job.run_id)
                     self._attempt.pause(wanted=control.pause)
                     self._act()

@@ -24,7 +24,7 @@ from training.health.sources.vendor_tools import end_session
 from training.job import Job
 from training.processes import free_port
 from training.wire.agent import AgentConfig, StartOrder
-from training.wire.check import Check, CheckOutcome
+from training.wire.node import Check, CheckOutcome
 
 NAME = "reentry"
 STEPS = 3

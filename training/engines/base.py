@@ -23,7 +23,7 @@ from training.wire.agent import (
     StartOrder,
     WorkerLog,
 )
-from training.wire.check import Check
+from training.wire.node import Check
 
 
 @dataclass(frozen=True, slots=True)

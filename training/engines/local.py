@@ -53,7 +53,7 @@ from training.wire.agent import (
     StopOrder,
     WorkerLog,
 )
-from training.wire.check import Check, unanswered
+from training.wire.node import Check, unanswered
 
 LOOPBACK = "127.0.0.1"
 AGENT_START_TIMEOUT_S = 60.0

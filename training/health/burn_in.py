@@ -18,7 +18,7 @@ import torch
 import xxhash
 
 from training.device import synchronize
-from training.wire.check import Check, CheckOutcome
+from training.wire.node import Check, CheckOutcome
 
 SEED = 20_260_000
 LARGEST = 8

@@ -9,8 +9,7 @@ from pathlib import Path
 from training.health.sources import hccn, npu_smi
 from training.health.sources.sampling import HCCN_TOOL, NPU_SMI, Sampler
 from training.health.sources.vendor_tools import NoAnswer, ask, find_tool
-from training.wire.check import Check, CheckOutcome, worst
-from training.wire.sample import DeviceSample, NodeSample
+from training.wire.node import Check, CheckOutcome, DeviceSample, NodeSample, worst
 
 Ask = Callable[[Sequence[str]], str]
 

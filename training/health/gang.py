@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from training.device import backend_of, synchronize
 from training.health.verdict import ALL_REDUCE, JOIN
-from training.wire.check import Check, CheckOutcome
+from training.wire.node import Check, CheckOutcome
 
 POLL_S = 0.1
 LEAVE_S = 5.0  # for the others to be done with the store before its owner leaves

@@ -18,7 +18,7 @@ from storage.errors import Corrupt, StorageError
 from storage.objects import ObjectStore
 from training.environment import HOST_PORTS
 from training.job import Job
-from training.wire.check import Check, CheckOutcome
+from training.wire.node import Check, CheckOutcome
 
 PROBE_BYTES = 4 << 20
 FILE_SCHEME = "file://"

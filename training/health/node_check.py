@@ -15,7 +15,7 @@ from training.environment import variables_of
 from training.health.sources.vendor_tools import end_session
 from training.job import Job
 from training.processes import free_port
-from training.wire.check import CHECKS, Check, CheckOutcome, NodeTask
+from training.wire.node import CHECKS, Check, CheckOutcome, NodeTask
 
 MAX_RANKS = 4
 LOOPBACK = "127.0.0.1"

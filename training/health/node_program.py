@@ -31,7 +31,7 @@ from training.health.host import (
 )
 from training.health.versions import check_versions, installed
 from training.job import Job
-from training.wire.check import CHECKS, Check, CheckOutcome, NodeTask, worst
+from training.wire.node import CHECKS, Check, CheckOutcome, NodeTask, worst
 
 END_MARGIN_S = 5.0  # for the answer of a node that is late with some of its checks
 MAX_TOLD = 4  # ranks with a trouble that are told one by one

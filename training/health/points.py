@@ -15,7 +15,7 @@ from statistics import fmean, median, pstdev
 
 from training.journal.events import AlertRaised, HealthPoint
 from training.specs.watch import WatchSpec
-from training.wire.sample import NodeSample
+from training.wire.node import NodeSample
 
 Key = tuple[HealthPoint, str | None, int | None]
 

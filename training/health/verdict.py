@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from training.health.versions import NAME as VERSIONS
-from training.wire.check import Check, CheckOutcome
+from training.wire.node import Check, CheckOutcome
 
 # Checks of the gang; named here, for this module must not load torch.
 JOIN = "join"

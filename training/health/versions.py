@@ -18,7 +18,7 @@ from pathlib import Path
 
 from training.health.sources.nvml import driver_version
 from training.health.sources.vendor_tools import assignments
-from training.wire.check import Check, CheckOutcome
+from training.wire.node import Check, CheckOutcome
 
 NAME = "versions"
 DRIVER_FILE = Path("/usr/local/Ascend/driver/version.info")

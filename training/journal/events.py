@@ -13,14 +13,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from training.recovery.events import (
-    AttemptEvent,
-    LastSave,
-    PauseBegan,
-    PauseEnded,
-    RecoveryBegan,
-    RecoveryEnded,
-)
+from training.recovery.events import AttemptEvent, RecoveryEvent
 
 # A diverged loss is written as Infinity or NaN, not as null.
 _LINE = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
@@ -131,29 +124,8 @@ class CheckpointDamaged(AttemptEvent):
     is_mended: bool
 
 
-LedgerEvent = Annotated[
-    RecoveryBegan
-    | RecoveryEnded
-    | LastSave
-    | PauseBegan
-    | PauseEnded
-    | AlertRaised
-    | AlertCleared
-    | CheckpointDamaged,
-    Field(discriminator="kind"),
-]
-Event = Annotated[
-    StepRecord
-    | CheckpointCommitted
-    | RecoveryBegan
-    | RecoveryEnded
-    | LastSave
-    | PauseBegan
-    | PauseEnded
-    | AlertRaised
-    | AlertCleared
-    | CheckpointDamaged,
-    Field(discriminator="kind"),
-]
+_Recorded = RecoveryEvent | AlertRaised | AlertCleared | CheckpointDamaged
+LedgerEvent = Annotated[_Recorded, Field(discriminator="kind")]
+Event = Annotated[StepRecord | CheckpointCommitted | _Recorded, Field(discriminator="kind")]
 EVENT: TypeAdapter[Event] = TypeAdapter(Event, config=_LINE)
 STEP: TypeAdapter[StepRecord] = TypeAdapter(StepRecord)

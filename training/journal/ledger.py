@@ -2,7 +2,7 @@
 
 Keys are `runs/<run_id>/ledger/<sequence>.json` with consecutive sequence numbers, written with
 a conditional put: of two supervisors that append the same number one wins, the other re-reads
-and finds out who reigns. Every record carries the epoch of its supervisor; a supervisor that
+and finds the other's epoch. Every record carries the epoch of its supervisor; a supervisor that
 sees a higher epoch than its own has been superseded and must end.
 """
 
@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -30,23 +30,11 @@ from training.processes import is_alive
 
 LEASE_S = 30.0  # a supervisor on another host counts as lost after this long without renewal
 RENEW_S = 5.0
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class SupervisorLease(FrozenModel):
-    """Who supervises a run, renewed while it lives. A hint for taking over, not the lock."""
-
-    supervisor: str
-    epoch: int
-    host: str
-    boot_id: str
-    pid: int
-    process_started_s: float
-    renewed_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """This process as a supervisor."""
+class Identity(FrozenModel):
+    """A process as a supervisor."""
 
     supervisor: str
     host: str
@@ -60,10 +48,17 @@ class Identity:
         return cls(
             supervisor=uuid.uuid4().hex[:12],
             host=socket.gethostname(),
-            boot_id=_boot_id(),
+            boot_id=BOOT_ID.read_text(encoding="ascii").strip(),
             pid=os.getpid(),
             process_started_s=psutil.Process().create_time(),
         )
+
+
+class SupervisorLease(Identity):
+    """The supervisor of a run, renewed while it lives. A hint for taking over, not the lock."""
+
+    epoch: int
+    renewed_s: float
 
 
 class Ledger:
@@ -84,7 +79,7 @@ class Ledger:
 
     @property
     def epoch(self) -> int:
-        """The epoch this process reigns under; 0 while it only reads."""
+        """The epoch of this supervisor; 0 while it only reads."""
         return self._epoch
 
     def read(self) -> RunHistory:
@@ -133,14 +128,14 @@ class Ledger:
             record = build(at_s=self._clock(), epoch=self._epoch, **fields)
             while not self._put(len(self._records), record):
                 self._catch_up()
-                self.ensure_reigning()
+                self.ensure_current()
             self._records.append(record)
 
-    def ensure_reigning(self) -> None:
-        """Check, from the records already read, that nobody took the run from us.
+    def ensure_current(self) -> None:
+        """Check, from the records already read, that no other supervisor took the run.
 
         Raises:
-            RunConflict: somebody did.
+            RunConflict: one did.
         """
         newest = replay(self._records).supervisor
         if newest is not None and newest.epoch > self._epoch > 0:
@@ -149,26 +144,18 @@ class Ledger:
             )
 
     def renew(self) -> None:
-        """Say that this supervisor lives; call every RENEW_S seconds.
+        """Renew the lease of this supervisor; call every RENEW_S seconds.
 
         Raises:
-            RunConflict: somebody took the run.
+            RunConflict: another supervisor took the run.
         """
-        who = self._identity
-        if who is None:
+        identity = self._identity
+        if identity is None:
             return  # given up a moment ago
         with self._lock:
             self._catch_up()
-            self.ensure_reigning()
-        lease = SupervisorLease(
-            supervisor=who.supervisor,
-            epoch=self._epoch,
-            host=who.host,
-            boot_id=who.boot_id,
-            pid=who.pid,
-            process_started_s=who.process_started_s,
-            renewed_s=self._clock(),
-        )
+            self.ensure_current()
+        lease = SupervisorLease(**identity.model_dump(), epoch=self._epoch, renewed_s=self._clock())
         self._store.put(self._lease_key, lease.model_dump_json().encode())
 
     def release(self) -> None:
@@ -178,21 +165,30 @@ class Ledger:
             self._identity = None
 
     def is_supervised(self) -> bool:
-        """Whether somebody supervises the run at the moment, as far as the store tells."""
+        """Whether a supervisor of the run lives, as far as the store shows."""
         try:
-            lease = SupervisorLease.model_validate_json(self._store.get(self._lease_key))
-        except (NotFound, ValidationError):
+            lease = self._lease()
+        except Corrupt:
             return False
-        return _holder_lives(lease, Identity.of_this_process(), now_s=self._clock())
+        return lease is not None and self._is_held(lease, Identity.of_this_process())
 
-    def _refuse_if_alive(self, identity: Identity) -> None:
+    def _lease(self) -> SupervisorLease | None:
         try:
-            lease = SupervisorLease.model_validate_json(self._store.get(self._lease_key))
+            return SupervisorLease.model_validate_json(self._store.get(self._lease_key))
         except NotFound:
-            return
+            return None
         except ValidationError as error:
             raise Corrupt(f"{self._lease_key} is not a supervisor lease") from error
-        if _holder_lives(lease, identity, now_s=self._clock()):
+
+    def _is_held(self, lease: SupervisorLease, identity: Identity) -> bool:
+        """Whether another holder lives: looked up on the same host, by time on another."""
+        if (lease.host, lease.boot_id) != (identity.host, identity.boot_id):
+            return self._clock() - lease.renewed_s < LEASE_S
+        return lease.pid != identity.pid and is_alive(lease.pid, lease.process_started_s)
+
+    def _refuse_if_alive(self, identity: Identity) -> None:
+        lease = self._lease()
+        if lease is not None and self._is_held(lease, identity):
             raise RunConflict(
                 f"run {self._run_id} is supervised by process {lease.pid} on {lease.host}; "
                 "one supervisor at a time"
@@ -206,16 +202,12 @@ class Ledger:
         age_s = self._clock() - newest.at_s
         here = newest.host == identity.host
         alive = not here or (newest.pid != identity.pid and psutil.pid_exists(newest.pid))
-        if alive and 0 <= age_s < RENEW_S and not self._has_lease_of(newest.epoch):
+        if not alive or not 0 <= age_s < RENEW_S:
+            return
+        lease = self._lease()
+        if lease is None or lease.epoch < newest.epoch:
             holder = f"process {newest.pid} on {newest.host}"
             raise RunConflict(f"run {self._run_id} was taken by {holder} a moment ago")
-
-    def _has_lease_of(self, epoch: int) -> bool:
-        try:
-            lease = SupervisorLease.model_validate_json(self._store.get(self._lease_key))
-        except NotFound:
-            return False
-        return lease.epoch >= epoch
 
     def _catch_up(self) -> None:
         start = f"{self._prefix}{len(self._records):08d}"
@@ -239,15 +231,3 @@ class Ledger:
 
 def _key(prefix: str, sequence: int) -> str:
     return f"{prefix}{sequence:08d}.json"
-
-
-def _boot_id() -> str:
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:  # noqa: PTH123 procfs
-        return file.read().strip()
-
-
-def _holder_lives(lease: SupervisorLease, identity: Identity, *, now_s: float) -> bool:
-    """Whether the holder of `lease` lives: looked up on the same host, by time on another."""
-    if (lease.host, lease.boot_id) != (identity.host, identity.boot_id):
-        return now_s - lease.renewed_s < LEASE_S
-    return lease.pid != identity.pid and is_alive(lease.pid, lease.process_started_s)

@@ -18,10 +18,17 @@ from training.recovery.rungs import Rung
 
 
 class Record(FrozenModel):
-    """Common part: when it was written, and under which supervisor's reign."""
+    """Common part: when it was written, and by which supervisor."""
 
     at_s: float
-    epoch: int = Field(ge=1, description="reign of the supervisor that wrote it, from 1")
+    epoch: int = Field(ge=1, description="of the supervisor that wrote it, from 1")
+
+
+class AttemptRecord(Record):
+    """Common part of what is about one attempt."""
+
+    placement: int
+    attempt: int
 
 
 class RunCreated(Record):
@@ -96,26 +103,22 @@ class NodeRefused(Record):
     why: str
 
 
-class AttemptStarted(Record):
-    """The processes of an attempt were told to start."""
+class AttemptStarted(AttemptRecord):
+    """The processes of an attempt were ordered to start."""
 
     kind: Literal["attempt_started"] = "attempt_started"
-    placement: int
-    attempt: int
     from_step: int
 
 
-class FirstStep(Record):
+class FirstStep(AttemptRecord):
     """An attempt completed its first step: the recovery before it is over."""
 
     kind: Literal["first_step"] = "first_step"
-    placement: int
-    attempt: int
     step: int
     stepped_s: float
 
 
-class AttemptEnded(Record):
+class AttemptEnded(AttemptRecord):
     """How an attempt ended: completed, failed with a fault, or stopped on request.
 
     Attributes:
@@ -125,8 +128,6 @@ class AttemptEnded(Record):
     """
 
     kind: Literal["attempt_ended"] = "attempt_ended"
-    placement: int
-    attempt: int
     outcome: Literal["completed", "failed", "stopped"]
     to_step: int | None
     proc_start_cnt: dict[str, int]
@@ -137,16 +138,14 @@ class AttemptEnded(Record):
     stepped_s: float | None = None
 
 
-class Decided(Record):
+class Decided(AttemptRecord):
     """The decision about a fault; written before the action starts."""
 
     kind: Literal["decided"] = "decided"
-    placement: int
-    attempt: int
     decision: Decision
 
 
-class RungFailed(Record):
+class RungFailed(AttemptRecord):
     """The chosen rung could not be carried out; the ladder is asked again.
 
     Attributes:
@@ -154,31 +153,25 @@ class RungFailed(Record):
     """
 
     kind: Literal["rung_failed"] = "rung_failed"
-    placement: int
-    attempt: int
     rung: Rung
     why: str
     waited_s: float = 0.0
 
 
-class CheckpointSeen(Record):
+class CheckpointSeen(AttemptRecord):
     """A checkpoint that an attempt committed."""
 
     kind: Literal["checkpoint"] = "checkpoint"
-    placement: int
-    attempt: int
     step: int
 
 
-class EventSeen(Record):
+class EventSeen(AttemptRecord):
     """An event of an attempt, copied from its log.
 
     The event has a time of its own; `at_s` is when the supervisor read it.
     """
 
     kind: Literal["event"] = "event"
-    placement: int
-    attempt: int
     event: LedgerEvent
 
 

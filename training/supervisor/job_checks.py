@@ -23,7 +23,7 @@ from training.platforms.settings import shown
 from training.recovery.replicas import Mechanism, feasibility
 from training.trainer.data.corpus import CorpusError, check_sources
 from training.trainer.data.tokenizer import open_tokenizer
-from training.wire.check import Check, CheckOutcome
+from training.wire.node import Check, CheckOutcome
 
 MANY_SAVES_LOST = 0.25  # of all steps, to do again after the worst moment to fail
 

@@ -24,7 +24,7 @@ from training.recovery.rungs import RESTARTS_IN_PLACE, Rung
 from training.supervisor.deciding import Decider
 from training.trainer.size import state_bytes
 from training.wire.agent import CheckOrder
-from training.wire.check import Check, CheckOutcome
+from training.wire.node import Check, CheckOutcome
 
 SPARE_POLL_S = 1.0
 

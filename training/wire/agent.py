@@ -15,9 +15,8 @@ from pydantic import Field, SecretStr, TypeAdapter
 from storage.model import FrozenModel
 from training.recovery.decision import Recovery
 from training.recovery.rungs import Rung
-from training.wire.check import Check
 from training.wire.coordinator import CoordinatorAddress
-from training.wire.sample import NodeSample
+from training.wire.node import Check, NodeSample
 
 
 class AgentConfig(FrozenModel):

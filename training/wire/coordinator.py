@@ -55,7 +55,7 @@ class NodeSampled(CoordinatorMessage):
     """An agent has looked at its node.
 
     Attributes:
-        sample: a `NodeSample` (training/wire/sample.py) as JSON has it.
+        sample: a `NodeSample` (training/wire/node.py) as JSON has it.
     """
 
     op: Literal["node_sampled"] = "node_sampled"

@@ -1,8 +1,8 @@
-"""What a person wants of a run while it goes on: one small object in its store.
+"""What a user requests of a run while it goes on: one small object in its store.
 
-The coordinator of an attempt looks at it every other second, so a wish reaches the ranks without
-any supervisor. It stands until it is taken back, over attempts and supervisors; the end of the
-run takes it back. Of two wishes the later one counts. Times are seconds since the epoch.
+The coordinator of an attempt reads it every other second, so a request reaches the ranks without
+any supervisor. It holds over attempts and supervisors until it is withdrawn, at the latest when
+the run ends. Of two requests the later one counts. Times are seconds since the epoch.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from storage.objects import ObjectStore
 
 
 class Control(FrozenModel):
-    """A wish.
+    """A request.
 
     Attributes:
-        pause: whether all ranks are to stand still at a step boundary.
-        at_s: when it was expressed, 0 when there never was one.
+        pause: whether all ranks are to pause at a step boundary.
+        at_s: when it was made, 0 when there never was one.
     """
 
     pause: bool = False
@@ -30,10 +30,10 @@ class Control(FrozenModel):
 
 
 def read_control(store: ObjectStore, run_id: str) -> Control:
-    """What is wanted of the run now.
+    """What is requested of the run now.
 
     Raises:
-        Corrupt: the object is no wish.
+        Corrupt: the object is no request.
         StorageError: the store does not answer.
     """
     key = control_key(run_id)
@@ -46,7 +46,7 @@ def read_control(store: ObjectStore, run_id: str) -> Control:
 
 
 def is_pause_wanted(store: ObjectStore, run_id: str) -> bool:
-    """Whether the run is to pause; what cannot be read is heeded by nobody.
+    """Whether the run is to pause; what cannot be read counts as no request.
 
     Raises:
         StorageError: the store does not answer.
@@ -60,7 +60,7 @@ def is_pause_wanted(store: ObjectStore, run_id: str) -> bool:
 def write_control(
     store: ObjectStore, run_id: str, *, pause: bool, clock: Callable[[], float] = time.time
 ) -> Control:
-    """Want something else of the run.
+    """Request something else of the run.
 
     Raises:
         StorageError: the store does not answer.
@@ -71,7 +71,7 @@ def write_control(
 
 
 def take_back(store: ObjectStore, run_id: str) -> None:
-    """Want nothing of the run any more.
+    """Withdraw the request.
 
     Raises:
         StorageError: the store does not answer.
@@ -79,11 +79,11 @@ def take_back(store: ObjectStore, run_id: str) -> None:
     try:
         wanted = read_control(store, run_id).pause
     except Corrupt:
-        wanted = True  # a sound one in its place
+        wanted = True  # replaced by a sound one
     if wanted:
         write_control(store, run_id, pause=False)
 
 
 def control_key(run_id: str) -> str:
-    """Where the wish lies in the store."""
+    """Where the request is in the store."""
     return f"runs/{run_id}/control.json"

@@ -15,7 +15,7 @@ from training.agent.coordinator_client import AgentCoordinatorClient, new_token
 from training.health.heartbeat import HeartbeatWriter
 from training.recovery.protocol import GiveUp, NewGeneration, ReplaceWorker, WorkerEnded
 from training.wire.coordinator import AgentJoined, NodeSampled
-from training.wire.sample import DeviceSample, NodeSample
+from training.wire.node import DeviceSample, NodeSample
 
 ENDED = WorkerEnded(rank=3, device=1, exit_code=-9, at_s=1.0)
 

@@ -14,7 +14,7 @@ from tests.waiting import wait_for
 from training.agent.control import AgentClient
 from training.errors import EngineError
 from training.wire.agent import CheckOrder, GreetQuery, Reply
-from training.wire.check import CheckOutcome
+from training.wire.node import CheckOutcome
 
 
 def order(burn_in_s: float = 0.0, store: Path = Path("/nowhere"), **changes) -> CheckOrder:

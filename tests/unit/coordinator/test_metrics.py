@@ -17,7 +17,7 @@ from training.recovery.decision import Decision, Recovery
 from training.recovery.events import PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.rungs import Rung
-from training.wire.sample import DeviceSample, HostSample, NodeSample
+from training.wire.node import DeviceSample, HostSample, NodeSample
 
 LABELS = {"run_id": "run-1", "placement": "2", "attempt": "3"}
 RECORD = StepRecord(
@@ -60,7 +60,7 @@ def now() -> AttemptNow:
 def metrics(clock, now):
     past = [Recovery(fault=FAULT, rung=Rung.IN_PLACE_RESTART, progressed=True)] * 2
     return RunMetrics(
-        list(LABELS.values()), target_step=60, standing=lambda: now, past=past, clock=clock
+        list(LABELS.values()), target_step=60, state=lambda: now, past=past, clock=clock
     )
 
 

@@ -24,7 +24,7 @@ from training.journal.attempt_log import AttemptLog
 from training.journal.events import CheckpointCommitted, StepRecord
 from training.recovery.actions import NormAccepted
 from training.wire.coordinator import AgentJoined, CoordinatorAddress, NodeSampled
-from training.wire.sample import DeviceSample, HostSample, NodeSample
+from training.wire.node import DeviceSample, HostSample, NodeSample
 from training.wire.transport import dump_line
 
 HOST = "127.0.0.1"

@@ -6,7 +6,7 @@ import pytest
 
 from training.drill.reentry import STEPS, check_reentry, scratch_job
 from training.job import parse_job
-from training.wire.check import CheckOutcome
+from training.wire.node import CheckOutcome
 
 
 def job_of(tmp_path, **sections):

@@ -15,7 +15,7 @@ from training.health.burn_in import (
     digest,
     matrices,
 )
-from training.wire.check import CheckOutcome
+from training.wire.node import CheckOutcome
 
 CPU = torch.device("cpu")
 

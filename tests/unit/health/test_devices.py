@@ -8,8 +8,7 @@ from tests.unit.driver_tools import SAMPLES
 from training.health import devices
 from training.health.devices import check_history, judge_devices
 from training.health.sources.vendor_tools import NoAnswer
-from training.wire.check import CheckOutcome
-from training.wire.sample import DeviceSample, NodeSample
+from training.wire.node import CheckOutcome, DeviceSample, NodeSample
 
 NO_TOOLS = ("npu-smi: not installed", "nvml: nvidia-ml-py is not installed")
 

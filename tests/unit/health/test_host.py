@@ -19,7 +19,7 @@ from training.health.host import (
     check_store,
 )
 from training.job import parse_job
-from training.wire.check import CheckOutcome
+from training.wire.node import CheckOutcome
 
 STATE_BYTES = 1_000_000
 Disk = namedtuple("Disk", "total free")  # noqa: PYI024 as psutil has it

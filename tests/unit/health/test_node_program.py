@@ -9,7 +9,7 @@ import pytest
 from training.health.node_check import NodeProgram, check_this_machine
 from training.health.node_program import merged
 from training.job import parse_job
-from training.wire.check import Check, CheckOutcome, NodeTask
+from training.wire.node import Check, CheckOutcome, NodeTask
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from training.health.points import (
 )
 from training.journal.events import HealthPoint
 from training.specs.watch import WatchSpec
-from training.wire.sample import DeviceSample, HostSample, NodeSample
+from training.wire.node import DeviceSample, HostSample, NodeSample
 
 SPEC = WatchSpec()
 

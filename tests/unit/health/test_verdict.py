@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from training.health.verdict import verdict_of
-from training.wire.check import Check, CheckOutcome
+from training.wire.node import Check, CheckOutcome
 
 
 def check(node, outcome=CheckOutcome.OK, name="devices", **more):

@@ -13,7 +13,7 @@ from training.health.versions import (
     installed,
     table,
 )
-from training.wire.check import CheckOutcome
+from training.wire.node import CheckOutcome
 
 DRIVER = assignments(SAMPLES / "driver-version.info")
 TOOLKIT = assignments(SAMPLES / "ascend_toolkit_install.info")

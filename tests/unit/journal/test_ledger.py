@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 
 import pytest
 
@@ -13,7 +12,9 @@ from training.errors import RunConflict
 from training.journal.ledger import LEASE_S, Identity, Ledger
 from training.journal.records import RunCreated, RunEnded
 
-ELSEWHERE = Identity("other", "another-host", "another-boot", 4711, 0.0)
+ELSEWHERE = Identity(
+    supervisor="other", host="another-host", boot_id="another-boot", pid=4711, process_started_s=0.0
+)
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def test_a_supervisor_whose_lease_ran_out_is_succeeded(store):
 
 def test_a_dead_supervisor_of_this_host_is_succeeded_at_once(store):
     here = Identity.of_this_process()
-    Ledger(store, "run").take(replace(here, pid=2**22 + 1))
+    Ledger(store, "run").take(here.model_copy(update={"pid": 2**22 + 1}))
     assert Ledger(store, "run").take(here).epoch == 2
 
 
@@ -111,7 +112,8 @@ def test_of_many_that_take_a_run_at_once_exactly_one_wins(store):
         barrier.wait()
         try:
             # Each on a host of its own: a lease then tells by its time that its holder lives.
-            ledger.take(replace(ELSEWHERE, supervisor=str(index), host=f"host-{index}"))
+            host = {"supervisor": str(index), "host": f"host-{index}"}
+            ledger.take(ELSEWHERE.model_copy(update=host))
         except RunConflict:
             return
         won.append(index)

@@ -22,7 +22,7 @@ from training.wire.agent import (
     WorkerLog,
     WorkerStatus,
 )
-from training.wire.check import Check
+from training.wire.node import Check
 
 # Exit code and error of every worker, by how its attempt ends.
 WORKER_ENDS: dict[str, tuple[int, str | None]] = {

@@ -9,7 +9,7 @@ from training.errors import EngineError
 from training.job import Job
 from training.journal.records import NodeRefused
 from training.supervisor.watch import EndKind
-from training.wire.check import Check, CheckOutcome
+from training.wire.node import Check, CheckOutcome
 
 
 def failed(node: str, name: str = "devices", seen: str = "device 0: Alarm") -> Check:

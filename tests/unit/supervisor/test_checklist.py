@@ -6,7 +6,7 @@ import pytest
 
 from training.job import parse_job
 from training.supervisor.job_checks import checklist
-from training.wire.check import CheckOutcome
+from training.wire.node import CheckOutcome
 
 
 def outcomes(**sections):

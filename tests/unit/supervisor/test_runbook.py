@@ -11,7 +11,7 @@ from training.job import Job, parse_job
 from training.recovery.faults import FaultClass
 from training.supervisor.run import Run
 from training.supervisor.watch import Progress
-from training.wire.check import Check, CheckOutcome
+from training.wire.node import Check, CheckOutcome
 
 
 class ClusterDriver(RunDriver):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from training.wire.sample import HostSample
+from training.wire.node import HostSample
 
 
 class HostSource:

@@ -13,7 +13,7 @@ from pathlib import Path
 from training.health.sources import hccn, npu_smi, nvml
 from training.health.sources.host import HostSource
 from training.health.sources.vendor_tools import NoAnswer, ask, find_tool
-from training.wire.sample import DeviceSample, HostSample, NodeSample
+from training.wire.node import DeviceSample, HostSample, NodeSample
 
 NPU_SMI, HCCN_TOOL = "npu-smi", "hccn_tool"
 LOOK_LIMIT_S = 20.0  # of all tools together; what is left then is a gap

@@ -1,6 +1,7 @@
-"""One check of a node before it is used, and what a node is asked to check.
+"""What a node reports about itself: checks before it is used, samples while it works.
 
-Written by the program that checks and read by whoever asked. Times are seconds.
+What a tool does not report is None; a tool that is missing, or gives no answer, is a gap with its
+name. Percentages are 0 to 100, sizes bytes, times seconds; `at_s` since the epoch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ class CheckOutcome(StrEnum):
 
     SKIPPED = "skipped"  # it does not apply here, `seen` says why
     OK = "ok"
-    WARNING = "warning"  # it can be used, and somebody should look
+    WARNING = "warning"  # it can be used, and an operator should look
     FAILED = "failed"  # it must not be used
 
 
@@ -75,7 +76,7 @@ CHECKS: TypeAdapter[tuple[Check, ...]] = TypeAdapter(tuple[Check, ...])
 
 
 def unanswered(node: str, why: str) -> Check:
-    """The check of a node that could not even be asked."""
+    """The check of a node whose agent did not answer."""
     return Check(name="agent", node=node, outcome=CheckOutcome.FAILED, seen=why)
 
 
@@ -83,3 +84,55 @@ def worst(outcomes: list[CheckOutcome]) -> CheckOutcome:
     """The worst of several outcomes; skipped when there is none."""
     order = list(CheckOutcome)
     return max(outcomes, key=order.index, default=CheckOutcome.SKIPPED)
+
+
+class DeviceSample(FrozenModel):
+    """One device.
+
+    Attributes:
+        index: as workers count them (LOCAL_RANK).
+        health: word of its driver: OK, Warning, Alarm, Critical; None when it reports none.
+        error_codes: that its driver reports at the moment.
+        link_is_up: of its network port.
+        net_health: word of hccn_tool: Success, Init, Socket failed, ...
+    """
+
+    index: int
+    name: str = ""
+    health: str | None = None
+    error_codes: tuple[str, ...] = ()
+    utilisation_percent: float | None = None
+    memory_percent: float | None = None
+    memory_total_bytes: int | None = None
+    temperature_c: float | None = None
+    power_w: float | None = None
+    link_is_up: bool | None = None
+    net_health: str | None = None
+
+    @property
+    def is_ill(self) -> bool:
+        """Whether its driver reports a fault."""
+        return self.health not in (None, "OK", "Warning")
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether neither its driver nor its link reports a fault."""
+        return not self.is_ill and self.link_is_up is not False
+
+
+class HostSample(FrozenModel):
+    """The host, or the part of it that the container sees."""
+
+    cpu_percent: float | None = None
+    memory_percent: float | None = None
+    disk_free_percent: float | None = None
+    disk_free_bytes: int | None = None
+
+
+class NodeSample(FrozenModel):
+    """A sample of a node."""
+
+    at_s: float
+    devices: tuple[DeviceSample, ...] = ()
+    host: HostSample = HostSample()
+    gaps: tuple[str, ...] = ()
