@@ -20,7 +20,7 @@ def start_paused(bench, run_id: str):
     running = bench.start(bench.pair(run_id))
     wait_for(lambda: running.history.attempts, timeout_s=60, what=running.out)
     printed = bench.perdure("pause", run_id, *WAIT)
-    assert f"`perdure resume {run_id}` has it go on" in printed
+    assert f"`perdure resume {run_id}` continues it" in printed
     return running, running.step()
 
 
@@ -41,7 +41,7 @@ def test_a_run_pauses_and_goes_on_by_command_in_the_same_processes(bench, api, u
     assert pids(running) == workers
     assert running.step() == stood_at, "no rank trained meanwhile"
 
-    assert "paused: goes on" in bench.perdure("resume", "paused", *WAIT)
+    assert "paused: training continues" in bench.perdure("resume", "paused", *WAIT)
     assert running.finish() == 0, running.out
     assert running.curve() == undisturbed_pair.curve()
     (attempt,) = running.history.attempts

@@ -34,7 +34,7 @@ def test_the_status_of_a_run_whose_flow_is_dead_still_shows_its_ranks(bench, und
     )
     assert later["time_s"]["productive_step"] > status["time_s"]["productive_step"]
     plain = bench.perdure("status", "abandoned")
-    assert "nobody supervises it" in plain
+    assert "no process supervises it" in plain
     assert "node-0: running, ok; rank 0" in plain
     again = bench.start(document)
     assert again.finish() == 0, again.out
