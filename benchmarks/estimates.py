@@ -1,4 +1,4 @@
-"""What a sample of measurements says of all of them."""
+"""Estimates from a sample of measurements."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def ladder(*, markdown: Annotated[bool, typer.Option("--markdown")] = False) -> 
     if markdown or not sys.stdout.isatty():
         print(text)
         return
-    from rich.markdown import Markdown  # noqa: PLC0415 only for a person
+    from rich.markdown import Markdown  # noqa: PLC0415 only for a terminal
 
     make_console().print(Markdown(text))
 

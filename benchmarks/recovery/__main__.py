@@ -92,10 +92,10 @@ def _recovery(arguments: argparse.Namespace) -> bool:
                 found[name].append(Recovery.of(logs, curve))
             except (NotRunError, ValueError) as exc:
                 missing[name] = str(exc)
-    told = targets(found)
-    print(recovery_table(found, missing), beside_equal(found), verdicts(told), sep="\n")
+    results = targets(found)
+    print(recovery_table(found, missing), beside_equal(found), verdicts(results), sep="\n")
     print(f"load {load} to {_load()}")
-    return _all_ran(missing) and all(one.is_met for one in told)
+    return _all_ran(missing) and all(one.is_met for one in results)
 
 
 def _undisturbed(name: str, steps: int, curves: dict[str, Curve | NotRunError]) -> Curve:
@@ -121,9 +121,9 @@ def _overhead(arguments: argparse.Namespace) -> bool:
             costs[name] = overhead.measure(name, rounds=arguments.blocks)
         except NotRunError as exc:
             missing[name] = str(exc)
-    told = overhead.targets(costs)
-    print(overhead.table(costs), verdicts(told), f"load {load} to {_load()}", sep="\n")
-    return _all_ran(missing) and all(one.is_met for one in told)
+    results = overhead.targets(costs)
+    print(overhead.table(costs), verdicts(results), f"load {load} to {_load()}", sep="\n")
+    return _all_ran(missing) and all(one.is_met for one in results)
 
 
 def _chosen(arguments: argparse.Namespace, known: Iterable[str]) -> list[str]:
@@ -132,10 +132,10 @@ def _chosen(arguments: argparse.Namespace, known: Iterable[str]) -> list[str]:
 
 
 def _all_ran(missing: Mapping[str, str]) -> bool:
-    """Whether every contender came to its end each time; says of the others why not."""
+    """Whether every contender reached its end each time; prints why others did not."""
     if missing:
-        told = "; ".join(f"{name}: {why}" for name, why in missing.items())
-        print(f"bench-recovery: not all contenders ran: {told}", file=sys.stderr)
+        text = "; ".join(f"{name}: {why}" for name, why in missing.items())
+        print(f"bench-recovery: not all contenders ran: {text}", file=sys.stderr)
     return not missing
 
 

@@ -1,4 +1,4 @@
-"""Who takes part, and what ours is to reach beside them.
+"""The programs that are compared, and the targets of ours.
 
 Times are seconds.
 """
@@ -20,14 +20,14 @@ WARM = "perdure new process, warm"
 COLD = "perdure new process, cold"
 TORCHRUN = "torchrun --max-restarts"
 TORCHFT = "torchft"
-TORCHFT_SHORT = "torchft, 0.5 s of patience"
+TORCHFT_SHORT = "torchft, 0.5 s heartbeat timeout"
 IN_PROCESS = "nvrx in-process"
 IN_PROCESS_SPARE = "nvrx in-process, spare rank"
 
 STEP_RETRY_STEPS = 5.0
 WARM_BESIDE_TORCHRUN = 10.0
 WARM_BESIDE_BEST = 3.0
-# Relative; DDP sorts its buckets anew after a restart, which moves the last digits.
+# Relative; DDP sorts its buckets again after a restart, which moves the last digits.
 SAME_LOSS = 1e-5
 
 
@@ -53,7 +53,7 @@ OURS: Mapping[str, Contender] = {
 PEERS: Mapping[str, Contender] = {
     TORCHRUN: Contender(peers.torchrun, "torchrun"),
     TORCHFT: Contender(peers.replicas(), "torchft"),
-    TORCHFT_SHORT: Contender(peers.replicas(*peers.SHORT_PATIENCE), "torchft"),
+    TORCHFT_SHORT: Contender(peers.replicas(*peers.SHORT_TIMEOUT), "torchft"),
     IN_PROCESS: Contender(peers.in_process, "nvrx"),
     IN_PROCESS_SPARE: Contender(peers.in_process_spare, "nvrx"),
 }
@@ -68,7 +68,7 @@ UNDISTURBED: Mapping[str, Start] = {
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What ours is to reach, and whether it does."""
+    """A target of ours, and whether it is met."""
 
     text: str
     is_met: bool
@@ -78,11 +78,11 @@ def targets(found: Mapping[str, list[Recovery]]) -> list[Target]:
     """All targets whose contenders ran."""
     resume_s = {name: median(one.resume_s for one in all_) for name, all_ in found.items() if all_}
     best = min(resume_s.keys() & PEERS.keys(), key=lambda name: resume_s[name], default=None)
-    told = []
+    results = []
     for name in (one for one in (HCCE, UCE) if one in resume_s):
         steps = median(one.resume_steps for one in found[name])
         text = f"{name} within {STEP_RETRY_STEPS:g} step times: {steps:.2f}"
-        told.append(Target(text, steps <= STEP_RETRY_STEPS))
+        results.append(Target(text, steps <= STEP_RETRY_STEPS))
     rows = (
         (WARM, TORCHRUN, WARM_BESIDE_TORCHRUN),
         (WARM, best, WARM_BESIDE_BEST),
@@ -92,8 +92,8 @@ def targets(found: Mapping[str, list[Recovery]]) -> list[Target]:
         if name in resume_s and other in resume_s:
             ratio = resume_s[other] / resume_s[name]
             text = f"{name} {limit:g} x as fast as {other}: {ratio:.2f} x"
-            told.append(Target(text, ratio >= limit))
-    return told + _without_loss({name: runs for name, runs in found.items() if name in OURS})
+            results.append(Target(text, ratio >= limit))
+    return results + _without_loss({name: runs for name, runs in found.items() if name in OURS})
 
 
 def _without_loss(ours: Mapping[str, list[Recovery]]) -> list[Target]:
@@ -111,14 +111,14 @@ def _without_loss(ours: Mapping[str, list[Recovery]]) -> list[Target]:
 
 
 def beside_equal(found: Mapping[str, list[Recovery]]) -> str:
-    """Ours beside the fastest peer that goes on with the same batch, and so with the same loss."""
+    """Ours beside the fastest peer that continues with the same batch, hence the same loss."""
     equal = {
         name: median(one.resume_s for one in runs)
         for name, runs in found.items()
         if name in PEERS and runs and max(one.difference for one in runs) < SAME_LOSS
     }
     if not equal or not found.get(WARM):
-        return "no peer went on with the same loss"
+        return "no peer continued with the same loss"
     best = min(equal, key=lambda name: equal[name])
     ratio = equal[best] / median(one.resume_s for one in found[WARM])
     return f"the fastest peer whose loss stays the same is {best}: {WARM} {ratio:.2f} x as fast"

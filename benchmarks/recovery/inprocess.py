@@ -4,7 +4,7 @@
 
 Model, optimizer and store outlive restarts; process group, DDP and the state, loaded from the
 checkpoint of the newest step, do not. Its intervals are set as short as they go without starving
-its own monitor: what is measured is its work, not its patience. Written against 0.4.
+its own monitor: its work is measured, not its timeouts. Written against 0.4.
 """
 
 import gc

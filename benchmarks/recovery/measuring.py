@@ -1,4 +1,4 @@
-"""What the logs of one run tell: when steps went on, which were done again, how the loss went.
+"""Results from the logs of one run: when steps continued, which were executed again, the loss.
 
 Times are seconds, since the epoch where a name ends in `at_s`.
 """
@@ -114,7 +114,7 @@ class Recovery:
 
     @classmethod
     def of(cls, logs: Logs, undisturbed: Curve) -> Self:
-        """What a run's logs tell.
+        """The results in a run's logs.
 
         Raises:
             ValueError: there was no fault, or no step came after it.

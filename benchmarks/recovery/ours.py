@@ -1,4 +1,4 @@
-"""Perdure's side: the same training as a session job, with faults of its own making.
+"""Perdure's side: the same training as a session job, with faults that it injects itself.
 
 The run is on the local engine, all ranks on one node, without a Prefect server, which has no part
 in what is measured. No checkpoint is taken before the last step. Times are seconds since the
@@ -42,7 +42,7 @@ def replaced(workload: Workload) -> None:
 
 
 def replaced_cold(workload: Workload) -> None:
-    """Likewise, from an interpreter of its own."""
+    """Likewise, from a new interpreter."""
     # The agent, which starts the processes, inherits it.
     os.environ[COLD_START] = "1"
     replaced(workload)
@@ -63,7 +63,7 @@ def step_retry(kind: DrillKind) -> Start:
 
 def session(**changes: Mapping[str, Any]) -> Start:
     """A run without a fault; `changes` are fields of sections of the job."""
-    # Whoever gives turns has limits of his own, and the others take their time in between.
+    # The turns have limits of their own, and the other contenders run in between.
     return lambda workload: _run(_job(workload, **changes), workload.folder, limit_s=math.inf)
 
 
@@ -84,10 +84,10 @@ def _job(workload: Workload, **changes: Mapping[str, Any]) -> Job:
 
 
 def _run(job: Job, folder: Path, *, limit_s: float = LIMIT_S) -> None:
-    """Run it to its end, and leave word of when its fault was.
+    """Run it to its end, and write down when its fault fired.
 
     Raises:
-        RuntimeError: it did not come to its end within one attempt.
+        RuntimeError: it did not reach its end within one attempt.
     """
     run = Run(job, home=folder / "home")
     run.take()

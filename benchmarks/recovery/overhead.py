@@ -152,7 +152,7 @@ def _memory(logs: Logs) -> float:
 
 def targets(costs: Mapping[str, Cost]) -> list[Target]:
     """A session costs next to nothing, whatever it keeps."""
-    told = []
+    results = []
     for name, cost in costs.items():
         ratios = cost.ratios(lambda one: one.median_s)
         low, high = median_interval(ratios)
@@ -161,8 +161,8 @@ def targets(costs: Mapping[str, Cost]) -> list[Target]:
             f"{name} costs under {LIMIT:.0%} of the median step: {share:+.2%}, "
             f"with 95 % confidence {low - 1:+.2%} to {high - 1:+.2%}"
         )
-        told.append(Target(text, share < LIMIT))
-    return told
+        results.append(Target(text, share < LIMIT))
+    return results
 
 
 def table(costs: Mapping[str, Cost]) -> str:

@@ -15,7 +15,7 @@ from benchmarks.recovery.workload import NUM_RANKS, REPLICA, VARIABLE, Start, Wo
 HOST = "127.0.0.1"
 MAX_RESTARTS = "3"
 # Of torchft's lighthouse, whose own value of 5 s is fifty heartbeats.
-SHORT_PATIENCE = ("--heartbeat_timeout_ms", "500")
+SHORT_TIMEOUT = ("--heartbeat_timeout_ms", "500")
 
 
 def torchrun(workload: Workload) -> None:
@@ -35,7 +35,7 @@ def torchrun(workload: Workload) -> None:
 
 
 def plain(workload: Workload) -> None:
-    """Processes that nobody watches."""
+    """Processes without a supervisor."""
     programs = _programs(workload)
     _start_ranks(programs, "plain", workload.num_ranks)
     programs.wait(is_fine=lambda _, code: code == 0)
@@ -60,21 +60,21 @@ def _in_process(workload: Workload, count: int) -> None:
     programs.wait(is_fine=lambda name, code: code == 0 or (name, code) == (victim, -signal.SIGKILL))
 
 
-def replicas(*patience: str) -> Start:
+def replicas(*options: str) -> Start:
     """The others go on without a killed replica; torchrun, one for each, starts it again.
 
     Args:
-        patience: options of the lighthouse.
+        options: of the lighthouse.
     """
-    return lambda workload: _replicas(workload, patience)
+    return lambda workload: _replicas(workload, options)
 
 
-def _replicas(workload: Workload, patience: Sequence[str]) -> None:
+def _replicas(workload: Workload, options: Sequence[str]) -> None:
     _require("torchft")
     programs = _programs(workload)
     port = free_ports(1)
     lighthouse = ("--bind", f"{HOST}:{port}", "--min_replicas", "2")
-    programs.start("lighthouse", [beside_python("torchft_lighthouse"), *lighthouse, *patience])
+    programs.start("lighthouse", [beside_python("torchft_lighthouse"), *lighthouse, *options])
     for rank in range(NUM_RANKS):
         programs.start(
             f"replica-{rank}",
@@ -85,7 +85,7 @@ def _replicas(workload: Workload, patience: Sequence[str]) -> None:
             TORCHFT_LIGHTHOUSE=f"http://{HOST}:{port}",
             **{REPLICA: str(rank)},
         )
-    # The one that was killed may come back when the others are done; nobody waits for it then.
+    # The one that was killed may come back when the others are done; it is not waited for then.
     but = ["lighthouse"]
     if workload.kill_step is not None:
         but.append(f"replica-{workload.kill_rank}")

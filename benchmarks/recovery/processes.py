@@ -95,7 +95,7 @@ def beside_python(name: str) -> str:
 
 
 def free_ports(count: int) -> int:
-    """The first of so many neighbouring ports that nobody listens on."""
+    """The first of so many neighbouring free ports."""
     for first in range(21_000, 29_000, count):
         with suppress(OSError):
             for port in range(first, first + count):

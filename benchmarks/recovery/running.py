@@ -1,4 +1,4 @@
-"""One run of one contender: in a process of its own, in a folder of its own, with an end.
+"""One run of one contender: in its own process and folder, with a deadline.
 
 Times are seconds.
 """
@@ -20,7 +20,7 @@ RUN_TIMEOUT_S = 240.0
 
 
 class NotRunError(Exception):
-    """A run that did not come to its end; the text says why."""
+    """A run that did not reach its end; the text is the reason."""
 
 
 def run(kind: str, name: str, *, steps: int, kill_step: int | None = None) -> Logs:

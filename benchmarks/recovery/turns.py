@@ -63,7 +63,7 @@ class Group:
         Raises:
             NotRunError: it does not end.
         """
-        assert self.workload.block_steps is not None  # noqa: S101 or nobody would wait
+        assert self.workload.block_steps is not None  # noqa: S101 or no rank would wait
         try:
             for pipe in self._pipes:
                 os.write(pipe, b"\n")
@@ -111,7 +111,7 @@ class Group:
     def _open(self, path: Path) -> int:
         until_s = time.monotonic() + TURN_TIMEOUT_S
         while True:
-            with suppress(OSError):  # nobody reads yet
+            with suppress(OSError):  # no rank reads yet
                 return os.open(path, os.O_WRONLY | os.O_NONBLOCK)
             self._check(until_s)
             time.sleep(POLL_S)

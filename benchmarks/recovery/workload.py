@@ -36,12 +36,12 @@ REPLICA = "BENCH_REPLICA"  # the rank of a process that is a group of its own
 
 
 class Workload(BaseModel):
-    """What the processes of one run are told, in an environment variable.
+    """The parameters of one run's processes, in an environment variable.
 
     Attributes:
         folder: for logs and checkpoints.
         steps: target.
-        kill_step: step in which a rank kills itself, None: nobody does.
+        kill_step: step in which a rank kills itself, None: none does.
         kill_rank: which one.
         saves: whether every step is saved, and restarts begin from the newest.
         num_ranks: that train.
@@ -60,7 +60,7 @@ class Workload(BaseModel):
 
     @classmethod
     def of_environment(cls) -> Self:
-        """What this process was told."""
+        """The parameters of this process."""
         return cls.model_validate_json(os.environ[VARIABLE])
 
     def kill_if_due(self, *, step: int, rank: int) -> None:
@@ -92,7 +92,7 @@ class Turns:
 
 
 def pipe_path(folder: Path, rank: int) -> Path:
-    """Where a rank is told that it is its turn."""
+    """Where a rank learns that it is its turn."""
     return folder / f"turn-{rank}"
 
 

@@ -49,7 +49,7 @@ class Blocks:
         return views
 
     def give_back(self, views: list[memoryview]) -> None:
-        """Take blocks back; nobody reads them any more."""
+        """Take blocks back that are no longer read."""
         self._free += [memoryview(v.obj) for v in views if isinstance(v.obj, mmap.mmap)]
 
 
@@ -93,7 +93,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One response; `size_bytes` is told for HEAD, whose body stays away."""
+    """One response; `size_bytes` is set for HEAD, which has no body."""
 
     status: HTTPStatus = HTTPStatus.OK
     body: list[memoryview] = field(default_factory=list)
@@ -159,8 +159,8 @@ class Sink:
         if stored is None:
             return _failure(HTTPStatus.NOT_FOUND, "NoSuchKey")
         kept = self._keep(request.key, [memoryview(bytes(view)) for view in stored.views])
-        told = f"<ETag>{kept.headers['ETag']}</ETag><LastModified>{_STARTED}</LastModified>"
-        return _document("CopyObjectResult", told)
+        text = f"<ETag>{kept.headers['ETag']}</ETag><LastModified>{_STARTED}</LastModified>"
+        return _document("CopyObjectResult", text)
 
     def _keep(self, key: str, views: list[memoryview]) -> Answer:
         etag = f'"{next(self._numbers):032x}"'
@@ -187,8 +187,8 @@ class Sink:
             upload_id = f"upload{next(self._numbers)}"
             self._uploads[upload_id] = {}
             bucket, _, key = request.key.partition("/")
-            told = f"<Bucket>{bucket}</Bucket><Key>{escape(key)}</Key>"
-            text = f"{told}<UploadId>{upload_id}</UploadId>"
+            names = f"<Bucket>{bucket}</Bucket><Key>{escape(key)}</Key>"
+            text = f"{names}<UploadId>{upload_id}</UploadId>"
             return _document("InitiateMultipartUploadResult", text)
         if "delete" in request.query:
             bucket = request.key.partition("/")[0]

@@ -40,7 +40,7 @@ WRITES = ("beat", "enter_collective", "leave_collective", "transfer", "voted", "
 
 
 class Workload(BaseModel):
-    """What the ranks are told.
+    """The parameters of the ranks.
 
     Attributes:
         folder: for the times of the steps.

@@ -36,7 +36,7 @@ def test_a_contender_that_did_not_run_fails_the_program_in_one_line(monkeypatch,
     assert told == ["bench-recovery: not all contenders ran: torchft: torchft is not installed"]
 
 
-def test_a_contender_that_nobody_knows_is_refused(monkeypatch, capsys):
+def test_an_unknown_contender_is_refused(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["bench", "--contender", "nobody"])
     assert bench.main() == 2
     assert "'nobody'" in capsys.readouterr().err

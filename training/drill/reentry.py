@@ -49,7 +49,7 @@ def check_reentry(job: Job, *, lasting_s: float) -> Check:
 
 
 def scratch_job(job: Job, folder: Path, number: int) -> Job:
-    """The job for a few steps, in a store that nobody else knows."""
+    """The job for a few steps, in a scratch store."""
     changes = {
         "run_id": f"reentry-{number}",
         "steps": STEPS,
@@ -90,15 +90,15 @@ def _check_session(job: Job, folder: Path) -> Check:
 def _check_command(job: Job, folder: Path, lasting_s: float) -> Check:
     allowed = "a second start after SIGTERM does not fail"
     for number in (1, 2):
-        code, said = _start(job, folder, number, lasting_s)
+        code, line = _start(job, folder, number, lasting_s)
         if code not in (None, 0):
-            return _failed(f"start {number} ended with exit code {code}: {said}", allowed)
+            return _failed(f"start {number} ended with exit code {code}: {line}", allowed)
     seen = f"started twice, {lasting_s:g} s each time, or to its end"
     return Check(name=NAME, outcome=CheckOutcome.OK, seen=seen, allowed=allowed)
 
 
 def _start(job: Job, folder: Path, number: int, lasting_s: float) -> tuple[int | None, str]:
-    """Run the command for a while. Its exit code, None when it went on; what it said last."""
+    """Run the command for a while. Its exit code, None when it was still running; its last line."""
     assert job.worker.command is not None  # noqa: S101 checked by the caller
     variables = _variables(job, folder, number)
     command = [string.Template(part).safe_substitute(variables) for part in job.worker.command]
