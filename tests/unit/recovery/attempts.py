@@ -30,11 +30,11 @@ from training.recovery.rungs import Policy, Rung
 
 DDP = ((0, 1, 2, 3),)
 HSDP = ((0, 2), (1, 3))
-ALONE = ((0,), (1,), (2,), (3,))  # nobody has a replica
+ALONE = ((0,), (1,), (2,), (3,))  # no rank has a replica
 EIGHT = ((0, 4), (1, 5), (2, 6), (3, 7))
 REPAIR_LIMIT_S = 30.0
 SAVE_LIMIT_S = 60.0
-LINK_LIMIT_S = 10.0
+RECONNECT_LIMIT_S = 10.0
 STEP = 10
 
 
@@ -53,7 +53,7 @@ class Rank:
 
 
 @dataclass
-class RunOutcome:
+class AttemptHarness:
     """An attempt in training, and all that it did since."""
 
     attempt: Attempt
@@ -71,8 +71,8 @@ class RunOutcome:
         supported: Collection[Rung] = frozenset(Rung),
         is_training: bool = True,
         ranks_per_node: int = 2,
-    ) -> RunOutcome:
-        """All ranks have connected; unless told otherwise they train."""
+    ) -> AttemptHarness:
+        """All ranks have connected; they train unless `is_training` is off."""
         world_size = sum(len(group) for group in groups)
         attempt = Attempt(
             world_size,
@@ -80,20 +80,20 @@ class RunOutcome:
             InProcessDecider(policy or Policy(), frozenset(supported)),
             repair_limit_s=REPAIR_LIMIT_S,
             save_limit_s=SAVE_LIMIT_S,
-            reconnect_limit_s=LINK_LIMIT_S,
+            reconnect_limit_s=RECONNECT_LIMIT_S,
             nodes={rank: f"node-{rank // ranks_per_node}" for rank in range(world_size)},
         )
-        played = cls(attempt)
+        harness = cls(attempt)
         for rank in range(world_size):
             attempt.joined(rank)
-            played.ranks[rank] = Rank(RankReport(rank=rank, step=STEP, snapshot_step=STEP - 2))
+            harness.ranks[rank] = Rank(RankReport(rank=rank, step=STEP, snapshot_step=STEP - 2))
         if is_training:
             for rank in range(world_size):
-                played.trains(rank)
-            played.collect()
-            played.actions.clear()
-            played._answered = 0
-        return played
+                harness.trains(rank)
+            harness.collect()
+            harness.actions.clear()
+            harness._answered = 0
+        return harness
 
     # Events.
 
@@ -107,17 +107,17 @@ class RunOutcome:
         self.actions += new
         return new
 
-    def passes(self, delay_s: float) -> list[Action]:
+    def advance(self, delay_s: float) -> list[Action]:
         """Time passes."""
         self.now_s += delay_s
         self.attempt.tick(now_s=self.now_s)
         return self.collect()
 
-    def dies(self, rank: int, *, told: bool = True, **changes: Any) -> list[Action]:
-        """A process is killed: its connection closes, and its agent tells."""
+    def kill(self, rank: int, *, is_reported: bool = True, **changes: Any) -> list[Action]:
+        """A process is killed: its connection closes, and its agent reports it."""
         self.attempt.disconnected(rank, now_s=self.now_s)
         self.ranks.pop(rank, None)
-        if told:
+        if is_reported:
             fields: dict[str, Any] = {"device": rank % 2, "exit_code": -9, "at_s": self.now_s}
             ended = WorkerEnded(rank=rank, **{**fields, **changes})
             node, step = self.attempt.nodes.get(rank), self.attempt.step
@@ -125,25 +125,25 @@ class RunOutcome:
             self.attempt.ended(rank, fault, now_s=self.now_s)
         return self.collect()
 
-    def sees(self, rank: int, trouble: WorkerFaultKind, **changes: Any) -> list[Action]:
-        """A process tells of a fault that it outlives."""
+    def worker_fault(self, rank: int, kind: WorkerFaultKind, **changes: Any) -> list[Action]:
+        """A process reports a fault that it outlives."""
         fields: dict[str, Any] = {
             "generation": self.attempt.generation,
-            "text": f"{trouble} broke",
+            "text": f"{kind} broke",
             "step": self.attempt.step,
             "at_s": self.now_s,
         }
-        seen = WorkerFault(kind=trouble, **{**fields, **changes})
-        self.attempt.worker_fault(rank, seen, now_s=self.now_s)
+        report = WorkerFault(kind=kind, **{**fields, **changes})
+        self.attempt.worker_fault(rank, report, now_s=self.now_s)
         return self.collect()
 
-    def damaged(self, rank: int) -> list[Action]:
-        """A rank's memory is damaged, and it says so."""
+    def memory_fault(self, rank: int) -> list[Action]:
+        """A rank reports that its memory is damaged."""
         own = self.ranks[rank]
         own.report = own.report.model_copy(update={"is_dirty": True})
-        return self.sees(rank, WorkerFaultKind.MEMORY)
+        return self.worker_fault(rank, WorkerFaultKind.MEMORY)
 
-    def stand_at(self, step: int, phase: StepPhase, *, vote: Vote | None = None) -> None:
+    def progress_to(self, step: int, phase: StepPhase, *, vote: Vote | None = None) -> None:
         """Every rank is as far as this."""
         for rank in self.ranks.values():
             votes = (vote,) if vote is not None else ()
@@ -159,10 +159,10 @@ class RunOutcome:
         silent: Collection[int] = (),
         until: Callable[[CoordinatorMessage], bool] = lambda _message: False,
     ) -> None:
-        """Agents and ranks do what they were told, up to where nothing more is said.
+        """Agents and ranks carry out their orders, until no more come.
 
         Args:
-            silent: ranks that say nothing.
+            silent: ranks that do not answer.
             until: stops at the first message of this kind, unanswered.
         """
         self.collect()
@@ -173,17 +173,17 @@ class RunOutcome:
             self._answered += 1
             match action:
                 case ToAgent(rank=int(rank), message=ReplaceWorker()) if rank not in silent:
-                    self.starts(rank)
+                    self.start(rank)
                 case ToRank() if action.rank not in silent and action.rank in self.ranks:
                     self._reply(action.rank, action.message)
             self.collect()
 
-    def overtakes(self) -> None:
-        """Whatever comes now comes before what was told and not answered yet."""
+    def skip_unanswered(self) -> None:
+        """What comes now comes before answers to the orders so far."""
         self.collect()
         self._answered = len(self.actions)
 
-    def starts(self, rank: int) -> None:
+    def start(self, rank: int) -> None:
         """A new process has connected."""
         self.ranks[rank] = Rank(RankReport(rank=rank, step=0, is_fresh=True), generation=0)
         self.attempt.joined(rank)
@@ -206,46 +206,46 @@ class RunOutcome:
                 own.carry_out(message.plan)
                 attempt.trains(rank, message.generation, message.plan.step, now_s=self.now_s)
             case Reconnect():
-                told = Reconnected(
+                report = Reconnected(
                     generation=message.generation, connection=message.connection, operations=1
                 )
-                attempt.reconnected(rank, told, now_s=self.now_s)
+                attempt.reconnected(rank, report, now_s=self.now_s)
 
     # What was done.
 
     def stage(self) -> Stage:
         return self.attempt.stage
 
-    def notes(self, *kinds: type[LedgerEvent]) -> list[Any]:
-        """The notes, of these kinds."""
-        notes = [action.event for action in self.actions if isinstance(action, LogEvent)]
-        return [note for note in notes if not kinds or isinstance(note, kinds)]
+    def events(self, *kinds: type[LedgerEvent]) -> list[Any]:
+        """The events, of these kinds."""
+        events = [action.event for action in self.actions if isinstance(action, LogEvent)]
+        return [event for event in events if not kinds or isinstance(event, kinds)]
 
     def began(self) -> list[RecoveryBegan]:
-        return self.notes(RecoveryBegan)
+        return self.events(RecoveryBegan)
 
     def ended(self) -> list[RecoveryEnded]:
-        return self.notes(RecoveryEnded)
+        return self.events(RecoveryEnded)
 
     def rungs(self) -> list[Rung]:
         """What was begun, in its order."""
-        return [note.decision.rung for note in self.began()]
+        return [event.decision.rung for event in self.began()]
 
     def pauses(self) -> list[PauseBegan | PauseEnded]:
-        return self.notes(PauseBegan, PauseEnded)
+        return self.events(PauseBegan, PauseEnded)
 
     def last_save(self) -> LastSave:
         """What became of the end-of-life checkpoint."""
-        (note,) = self.notes(LastSave)
-        assert isinstance(note, LastSave)
-        return note
+        (event,) = self.events(LastSave)
+        assert isinstance(event, LastSave)
+        return event
 
-    def told(self, rank: int) -> list[CoordinatorMessage]:
-        """What a rank was told."""
+    def sent_to(self, rank: int) -> list[CoordinatorMessage]:
+        """Messages to a rank."""
         return [a.message for a in self.actions if isinstance(a, ToRank) and a.rank == rank]
 
     def replaced(self) -> list[int]:
-        """Ranks whose agents were told to start a new process."""
+        """Ranks whose agents were ordered to start a new process."""
         return [
             action.message.rank
             for action in self.actions
@@ -259,6 +259,6 @@ class RunOutcome:
         return newest.plan
 
     def given_up(self) -> list[str]:
-        """Why, as every agent was told."""
+        """Why, as every agent received it."""
         messages = [a.message for a in self.actions if isinstance(a, ToAgent) and a.rank is None]
         return [message.why for message in messages if isinstance(message, GiveUp)]

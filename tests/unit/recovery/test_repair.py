@@ -169,7 +169,7 @@ WITHOUT = pytest.mark.parametrize(
     "other",
     [
         at(1, snapshot_step=None),
-        at(1, 8, snapshot_step=None),  # where it stands is not known to be good
+        at(1, 8, snapshot_step=None),  # its state is not known to be good
         at(1, snapshot_step=7),
         at(1, snapshot_step=8, is_dirty=True),
         fresh(1),
