@@ -230,27 +230,23 @@ FORMS: Mapping[str, Form] = {
 }  # fmt: skip
 
 # Entries beside the ones above that set nothing a restart policy could hold.
-_NOT_RECOVERY = "is not about recovery"
 OTHERS: Mapping[str, str] = {
-    "job_template": _NOT_RECOVERY,
-    "jupyter-lab/enable": _NOT_RECOVERY,
-    "tensorboard/enable": _NOT_RECOVERY,
-    "mindstudio-insight/enable": _NOT_RECOVERY,
-    "performance_diagnosis_enabled": _NOT_RECOVERY,
-    "record/code-dir": _NOT_RECOVERY,
-    "framework": _NOT_RECOVERY,
-    "ring-controller.atlas": _NOT_RECOVERY,
-    "tor-affinity": _NOT_RECOVERY,
-    "sp-block": _NOT_RECOVERY,
-    "huawei.com/schedule_policy": _NOT_RECOVERY,
-    "huawei.com/schedule_minAvailable": _NOT_RECOVERY,
+    **dict.fromkeys(
+        (
+            "job_template", "jupyter-lab/enable", "tensorboard/enable",
+            "mindstudio-insight/enable", "performance_diagnosis_enabled", "record/code-dir",
+            "framework", "ring-controller.atlas", "tor-affinity", "sp-block",
+            "huawei.com/schedule_policy", "huawei.com/schedule_minAvailable",
+        ),
+        "is not about recovery",
+    ),
     "process-recover-enable": "follows from recover-strategy",
     "huawei.com/recover_policy_path": "a rescheduled pod that fails goes on to the job level here",
     "wait-reschedule-timeout": "is restart.spare_wait_s here",
     "MINDIO_FOR_MINDSPORE": "has no meaning without MindIO",
     "MS_TFT_IP": "has no meaning without MindIO",
     "MS_TFT_PORT": "has no meaning without MindIO",
-}
+}  # fmt: skip
 
 
 def read_platform(entries: Mapping[str, str], *, given: Sequence[Setting] = ()) -> Reading:

@@ -98,15 +98,9 @@ class FrequencyRule:
     release_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Tables:
-    facts: Mapping[str, ChipFact]
-    frequency: Sequence[FrequencyRule]
-
-
 def chip_fact(code: str) -> ChipFact | None:
     """What the tables have about a code; None for one they do not have."""
-    return _tables().facts.get(code)
+    return _facts().get(code)
 
 
 def heals_in_place(code: str | None, *, severity: Severity | None = None) -> bool:
@@ -127,7 +121,7 @@ def escalated(code: str, occurrences_s: Iterable[float], *, now_s: float) -> Chi
     past = sorted(at_s for at_s in occurrences_s if at_s <= now_s)
     reached = [
         rule.level
-        for rule in _tables().frequency
+        for rule in _frequency()
         if code in rule.codes and _is_reached(rule, past) and not _is_over(rule, past, now_s)
     ]
     return max(reached, key=list(ChipLevel).index, default=None)
@@ -165,26 +159,22 @@ def _is_over(rule: FrequencyRule, past: Sequence[float], now_s: float) -> bool:
 
 
 @cache
-def _tables() -> _Tables:
-    text = files("training.recovery").joinpath("chips.toml").read_text("utf-8")
-    return _parse(tomllib.loads(text))
+def _tables() -> Mapping[str, Any]:
+    return tomllib.loads(files("training.recovery").joinpath("chips.toml").read_text("utf-8"))
 
 
-def _parse(tables: Mapping[str, Any]) -> _Tables:
-    return _Tables(
-        facts=_facts_of(tables["group"], tables["causes"]),
-        frequency=[
-            FrequencyRule(frozenset(row.pop("codes")), **row | {"level": ChipLevel(row["level"])})
-            for row in tables["frequency"]
-        ],
-    )
+@cache
+def _frequency() -> Sequence[FrequencyRule]:
+    return [
+        FrequencyRule(**row | {"codes": frozenset(row["codes"]), "level": ChipLevel(row["level"])})
+        for row in _tables()["frequency"]
+    ]
 
 
-def _facts_of(
-    groups: Iterable[Mapping[str, Any]], causes: Mapping[str, tuple[str, str]]
-) -> dict[str, ChipFact]:
-    facts: dict[str, ChipFact] = {}
-    for group in groups:
+@cache
+def _facts() -> Mapping[str, ChipFact]:
+    causes, facts = _tables()["causes"], {}
+    for group in _tables()["group"]:
         level = ChipLevel(group["level"]) if group["level"] else None
         for code in group["codes"]:
             kind, cause = causes.get(code, (Kind.UNKNOWN, ""))

@@ -101,17 +101,10 @@ class InProcessDecider:
         Decided by steps: a save from before a fault may be committed after it. The attempts before
         this one may have been further; whatever this one commits is new.
         """
-        self.past = [
-            replace(one, progressed=True)
-            if number < self._num_before or _is_older(one, step)
-            else one
-            for number, one in enumerate(self.past)
-        ]
-
-
-def _is_older(recovery: Recovery, step: int) -> bool:
-    """Whether a step was trained after a recovery."""
-    return recovery.fault.step is None or recovery.fault.step < step
+        for number, one in enumerate(self.past):
+            is_older = one.fault.step is None or one.fault.step < step
+            if number < self._num_before or is_older:
+                self.past[number] = replace(one, progressed=True)
 
 
 def fault_of_report(report: WorkerFault, *, reported_by: int, nodes: Mapping[int, str]) -> Fault:

@@ -326,18 +326,14 @@ def _unexplained_in_a_row(case: Case) -> int:
     return count
 
 
-def _never_refused(_rung: Rung, _case: Case) -> str | None:
-    return None
-
-
 _GUARDS: Mapping[Rung, Callable[[Rung, Case], str | None]] = {
     Rung.OPERATOR_RETRY: _in_process_refusal,
     Rung.STEP_RETRY: _step_refusal,
     Rung.PROCESS_REPLACE: _process_refusal,
     Rung.IN_PLACE_RESTART: _failed_refusal,
-    Rung.HANG_RESTART: _never_refused,
+    Rung.HANG_RESTART: lambda _rung, _case: None,
     Rung.POD_RESCHEDULE: _pod_refusal,
     Rung.JOB_RESCHEDULE_ISOLATED: _isolated_refusal,
     Rung.JOB_RESCHEDULE: _job_refusal,
-    Rung.STOP: _never_refused,
+    Rung.STOP: lambda _rung, _case: None,
 }

@@ -63,18 +63,14 @@ def decide(
         reason = f"{fault.fault_class}: step {fault.step} is abnormal again, accepted and recorded"
         return Decision(Rung.STEP_RETRY, None, reason, accept_abnormal=True)
     skipped: list[tuple[Rung, str]] = []
-    for rung in _ladder_of(case):
+    ends = is_oom_again(case) or is_the_users_again(case)
+    for rung in (Rung.STOP,) if ends else rungs_for(fault):
         known = rung in supported or rung is Rung.STOP
         why_not = refusal(rung, case) if known else UNSUPPORTED
         if why_not is None:
             return _decision(rung, case, skipped, capacity)
         skipped.append((rung, why_not))
     raise AssertionError(f"the ladder of {fault.fault_class} does not end in stop")
-
-
-def _ladder_of(case: Case) -> tuple[Rung, ...]:
-    ends = is_oom_again(case) or is_the_users_again(case)
-    return (Rung.STOP,) if ends else rungs_for(case.fault)
 
 
 def _decision(

@@ -118,14 +118,6 @@ class Mechanism(StrEnum):
     END_OF_LIFE_CHECKPOINT = "end_of_life_checkpoint"
 
 
-# What is left of a mechanism when no rank has a replica (MindFormers: HCCE needs none).
-_WITHOUT_REPLICAS: Mapping[Mechanism, str] = {
-    Mechanism.STEP_RETRY: "; only faults that leave the state whole (HCCE) are re-executed",
-    Mechanism.PROCESS_REPLACE: "",
-    Mechanism.END_OF_LIFE_CHECKPOINT: "",
-}
-
-
 def feasibility(
     mechanism: Mechanism, layout: Layout, *, ranks_per_node: int | None = None
 ) -> Feasibility:
@@ -137,11 +129,13 @@ def feasibility(
         ranks_per_node: neighbouring ranks that a lost node takes away; None: unknown.
     """
     if layout.copies < COPIES_NEEDED:
+        # MindFormers: HCCE needs no replica.
+        left = "; only faults that leave the state whole (HCCE) are re-executed"
         return Feasibility(
             is_possible=False,
             reason=f"data_parallel / optimizer_weight_shard_size = {layout.dp} / "
             f"{layout.optimizer_shards} = {layout.copies}, needs >= {COPIES_NEEDED}"
-            f"{_WITHOUT_REPLICAS[mechanism]}",
+            f"{left if mechanism is Mechanism.STEP_RETRY else ''}",
         )
     groups = layout.replica_groups()
     reason = f"{layout.copies} copies of every shard: {groups_text(groups)}"

@@ -72,7 +72,7 @@ class Rung(StrEnum):
     @property
     def cost(self) -> int:
         """Its place on the ladder."""
-        return _COST[self]
+        return list(Rung).index(self)
 
 
 class Scope(StrEnum):
@@ -201,8 +201,6 @@ RUNGS: Mapping[Rung, RungRow] = {
     ),
     Rung.STOP: RungRow(Scope.RUN, "job failed", "flow", "", "", lost="-", state_name="Stopped"),
 }
-
-_COST = {rung: index for index, rung in enumerate(RUNGS)}
 
 
 def _of(*scopes: Scope) -> frozenset[Rung]:

@@ -11,7 +11,8 @@ from training.recovery.chips import (
     ChipLevel,
     Kind,
     Severity,
-    _tables,
+    _facts,
+    _frequency,
     chip_fact,
     escalated,
     heals_in_place,
@@ -23,7 +24,7 @@ DAY_S = 86400.0
 UCE = "80E01801"  # twice
 PARITY = "80E18005"  # three times
 LINK = "81078603"  # five times
-FACTS = tuple(_tables().facts.values())
+FACTS = tuple(_facts().values())
 SWITCH = "[0x08520003,na,L2,na]"
 
 
@@ -76,10 +77,10 @@ def test_the_codes_that_the_program_causes_are_the_same_everywhere():
 
 
 def test_every_rule_is_about_known_codes():
-    for rule in _tables().frequency:
+    for rule in _frequency():
         assert rule.codes
         assert all(chip_fact(code) is not None for code in rule.codes)
-    assert [len(rule.codes) for rule in _tables().frequency] == [41, 1, 1]
+    assert [len(rule.codes) for rule in _frequency()] == [41, 1, 1]
 
 
 @pytest.mark.parametrize(("code", "times"), [(UCE, 2), (PARITY, 3), (LINK, 5)])
