@@ -5,7 +5,7 @@ together, and does not retry what has crashed. Heartbeat lost -> Crashed, Crashe
 again: the same flow run is picked up by a worker and adopts the attempt, which never stopped.
 
 `ensure` is a build step of prefect.yaml: `prefect deploy --all` creates or updates both.
-`on_fault` is for whoever wants to be told, or something done, when a certain fault happens:
+`on_fault` makes one that sends a message, or starts something, when a certain fault happens:
 
     put([on_fault(FaultClass.NODE_LOST, [RunDeployment(source="selected", deployment_id=...)])])
 

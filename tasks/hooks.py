@@ -42,7 +42,7 @@ UNFINISHED = (
 
 
 def take_down(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:  # noqa: ARG001
-    """After a cancellation: no process of the run is left, and the ledger says why."""
+    """After a cancellation: no process of the run is left, and the ledger has the reason."""
     _end(_run_of(flow_run), flow_run_logger(flow_run, flow))
 
 
@@ -56,7 +56,7 @@ def take_drills_down(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any])
 
 
 def leave_adoptable(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:  # noqa: ARG001
-    """After a crash: say in the flow run's log that a living attempt waits to be adopted."""
+    """After a crash: log that a living attempt waits to be adopted."""
     logger = flow_run_logger(flow_run, flow)
     run = _run_of(flow_run)
     history = run.ledger.read()
@@ -93,7 +93,7 @@ def cancel_run(job: Job) -> str:
     """Cancel through the run's supervisor; without one, take the containers down here.
 
     Returns:
-        What was done, for a person.
+        What was done, for the user.
 
     Raises:
         RunConflict: a supervisor lives, and the Prefect server knows none of its flow runs.
@@ -105,16 +105,16 @@ def cancel_run(job: Job) -> str:
     try:
         run.take()
     except RunConflict:
-        if not _tell_supervisors(job.run_id, Cancelling(message="perdure cancel")):
+        if not _set_flow_runs(job.run_id, Cancelling(message="perdure cancel")):
             raise
-        return f"{job.run_id}: its supervisor has been told to cancel"
+        return f"{job.run_id}: its supervisor cancels it"
     run.end("cancelled", "perdure cancel")
     # Or an automation would bring the crashed flow run back.
-    _tell_supervisors(job.run_id, Cancelled(message="perdure cancel"))
+    _set_flow_runs(job.run_id, Cancelled(message="perdure cancel"))
     return f"{job.run_id}: no supervisor was alive; its processes are stopped"
 
 
-def _tell_supervisors(name: str, state: State[Any]) -> int:
+def _set_flow_runs(name: str, state: State[Any]) -> int:
     """Put every unfinished pretrain flow run of that name into a state. Returns their number."""
     with get_client(sync_client=True) as client:
         found = client.read_flow_runs(

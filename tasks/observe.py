@@ -1,4 +1,4 @@
-"""What a run is doing right now, for whoever shows it: the terminal, the artifacts.
+"""What a run is doing right now, for the terminal and the artifacts.
 
 Observers are called from the flow's thread and must return at once.
 """
@@ -18,7 +18,7 @@ class Observation:
     """One look at a run.
 
     Attributes:
-        activity: what is being done, for a person: "training", "recovering: ...".
+        activity: what is being done, for the user: "training", "recovering: ...".
         steps: step records that are new since the last look.
     """
 

@@ -1,4 +1,4 @@
-"""The tasks of the retention of a run's checkpoints: deciding, deleting, telling the UI."""
+"""The tasks of the retention of a run's checkpoints: choosing, deleting, reporting."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def choose(job: Job, older_than_s: float) -> list[Removal]:
 
 @task(name="delete", task_run_name="delete", cache_policy=NO_CACHE)
 def delete(job: Job, chosen: Sequence[Removal], older_than_s: float) -> list[Removal]:
-    """Delete what was chosen, as far as nobody has touched it since."""
+    """Delete what was chosen, as far as it has not changed since."""
     checkpoints = _checkpoints_of(job)
     gone = carry_out(checkpoints, chosen)
     uploads = abort_uploads(checkpoints, older_than_s)

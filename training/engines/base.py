@@ -28,7 +28,7 @@ from training.wire.node import Check
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The gang of containers a run stands on; members in order of their index."""
+    """The gang of containers of a run; members in order of their index."""
 
     number: int
     members: tuple[Member, ...]
@@ -41,7 +41,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """How every member stands at one moment.
+    """The state of every member at one moment.
 
     Attributes:
         agents: status by member index, of the members that answered.
@@ -77,9 +77,9 @@ class Greeting:
     doubt_s: float
 
     @classmethod
-    def of(cls, node: str, host: str, reply: Reply, *, sent_s: float, heard_s: float) -> Self:
+    def of(cls, node: str, host: str, reply: Reply, *, sent_s: float, answered_s: float) -> Self:
         """A reply to a greeting that was sent and answered at these times."""
-        doubt_s = (heard_s - sent_s) / 2
+        doubt_s = (answered_s - sent_s) / 2
         clock_s = (reply.at_s or 0.0) - sent_s - doubt_s
         return cls(node, host, reply.port or 0, clock_s, doubt_s)
 
@@ -87,7 +87,7 @@ class Greeting:
 class Engine(Protocol):
     """Where containers come from.
 
-    Calls may raise EngineError, and AgentUnreachable where they speak to an agent.
+    Calls may raise EngineError, and AgentUnreachable where they call an agent.
     """
 
     @property
@@ -124,7 +124,7 @@ class Engine(Protocol):
         ...
 
     def poll(self) -> Snapshot:
-        """How the members stand; a member that does not answer is tried for a while first."""
+        """The state of the members; one that does not answer is tried for a while first."""
         ...
 
     def stop(self, grace_s: float) -> None:
@@ -140,17 +140,17 @@ class Engine(Protocol):
         ...
 
     def texts(self, tail_bytes: int) -> Sequence[tuple[str, NodeText]]:
-        """Device logs and what the driver's tools say, with the name of the node."""
+        """Device logs and the output of the driver's tools, with the name of the node."""
         ...
 
     def stacks(self) -> Sequence[tuple[str, NodeText]]:
-        """Where the threads of every worker stand, with the name of the node."""
+        """The stack of every thread of the workers, with the name of the node."""
         ...
 
     def collect_logs(self, placement: int, attempt: int) -> Sequence[tuple[str, Collected]]:
         """Have every node put its logs of an ended attempt into the store, in the background.
 
-        Returns how far each is that answers at once, with its name; asked again it tells again.
+        Returns how far each is that answers at once, with its name; may be called again.
         """
         ...
 

@@ -60,6 +60,7 @@ AGENT_START_TIMEOUT_S = 60.0
 RENDEZVOUS_TIMEOUT_S = 120.0  # the first one imports torch, which a cold disk makes slow
 SILENT_AGENT_S = 15.0  # an agent that lives but does not answer for this long is lost
 SHUTDOWN_MARGIN_S = 10.0
+CALL_TIMEOUT_S = 10.0
 SHUTDOWN_TIMEOUT_S = 5.0  # for the answer; one that hangs is ended by force
 COLLECT_TIMEOUT_S = 3.0  # it answers at once, and a recovery must not wait for one that does not
 CHECK_MARGIN_S = 15.0  # beyond what the node gives itself for its checks
@@ -170,9 +171,9 @@ class LocalEngine:
         found = {}
         for index, container in self._containers.items():
             sent_s = time.time()
-            with suppress(AgentUnreachable, EngineError):  # its check will say so
+            with suppress(AgentUnreachable, EngineError):  # its check reports it
                 reply = self._client(container).call(GreetQuery())
-                times = {"sent_s": sent_s, "heard_s": time.time()}
+                times = {"sent_s": sent_s, "answered_s": time.time()}
                 found[index] = Greeting.of(container.node, LOOPBACK, reply, **times)
         return found
 
@@ -212,7 +213,7 @@ class LocalEngine:
             self._client(container).call(filled)
 
     def poll(self) -> Snapshot:
-        """How the members stand."""
+        """The state of the members."""
         agents: dict[int, AgentStatus] = {}
         lost: list[str] = []
         unanswered: list[str] = []
@@ -241,21 +242,15 @@ class LocalEngine:
 
     def logs(self, tail_bytes: int) -> Sequence[tuple[str, WorkerLog]]:
         """The end of each worker's output, of the containers that answer."""
-        found: list[tuple[str, WorkerLog]] = []
-        for container in self._containers.values():
-            try:
-                reply = self._client(container).call(LogsQuery(tail_bytes=tail_bytes))
-            except (AgentUnreachable, EngineError):
-                continue
-            found += [(container.node, log) for log in reply.logs]
-        return found
+        replies = self._ask_all(LogsQuery(tail_bytes=tail_bytes), timeout_s=CALL_TIMEOUT_S)
+        return [(node, log) for node, reply in replies for log in reply.logs]
 
     def texts(self, tail_bytes: int) -> Sequence[tuple[str, NodeText]]:
-        """Device logs and what the driver's tools say, of the containers that answer."""
+        """Device logs and the output of the driver's tools, of the containers that answer."""
         return self._texts(EvidenceQuery(tail_bytes=tail_bytes))
 
     def stacks(self) -> Sequence[tuple[str, NodeText]]:
-        """Where the threads of every worker stand, of the containers that answer."""
+        """The stack of every thread of the workers, of the containers that answer."""
         return self._texts(StacksQuery())
 
     def _texts(self, query: EvidenceQuery | StacksQuery) -> Sequence[tuple[str, NodeText]]:
@@ -273,7 +268,7 @@ class LocalEngine:
             try:
                 return container.node, self._client(container, timeout_s=timeout_s).call(query)
             except (AgentUnreachable, EngineError):
-                return None  # whoever asks does without; what is gone is named already
+                return None  # the caller does without; what is gone is named already
 
         with ThreadPoolExecutor(max_workers=16) as pool:
             answers = pool.map(ask, self._containers.values())
@@ -291,8 +286,8 @@ class LocalEngine:
             asked = pool.map(
                 lambda one: self._try(one, order, timeout_s=SHUTDOWN_TIMEOUT_S), containers
             )
-            # What does not answer has nobody who would end it in order.
-            ending = [one for one, heard in zip(containers, asked, strict=True) if heard]
+            # A container that does not answer cannot end by itself.
+            ending = [one for one, received in zip(containers, asked, strict=True) if received]
         deadline_s = time.monotonic() + grace_s + SHUTDOWN_MARGIN_S
         while time.monotonic() < deadline_s and any(one.address() is not None for one in ending):
             self._reap()
@@ -311,16 +306,20 @@ class LocalEngine:
         return time.monotonic() - self._answered_s.get(index, 0.0) > SILENT_AGENT_S
 
     def _try(
-        self, container: Container, order: StopOrder | ShutdownOrder, *, timeout_s: float = 10.0
+        self,
+        container: Container,
+        order: StopOrder | ShutdownOrder,
+        *,
+        timeout_s: float = CALL_TIMEOUT_S,
     ) -> bool:
-        """Whether it heard; if not the caller ends what is left by force, or it is lost already."""
+        """Whether it answered; if not, the caller ends it by force, or it is lost already."""
         try:
             self._client(container, timeout_s=timeout_s).call(order)
         except AgentUnreachable:
             return False
         return True
 
-    def _client(self, container: Container, *, timeout_s: float = 10.0) -> AgentClient:
+    def _client(self, container: Container, *, timeout_s: float = CALL_TIMEOUT_S) -> AgentClient:
         address = container.address()
         if address is None:
             raise AgentUnreachable(f"the agent of {container.node} is gone")

@@ -52,7 +52,7 @@ class Accountant:
         self._reading = threading.Lock()
 
     def saw(self, steps: Iterable[StepRecord]) -> None:
-        """Steps that a living attempt told of; returns at once."""
+        """Add steps of a living attempt; returns at once."""
         with self._lock:
             for record in steps:
                 key = record.placement, record.attempt
@@ -94,40 +94,17 @@ class Accountant:
             return kept_of(self._reader.read())
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """One owner's part of the wall time.
-
-    Attributes:
-        share: 0 to 1.
-        what: it was spent on.
-    """
-
-    owner: str
-    seconds: float
-    share: float
-    what: str
-
-
-def shares(account: Account) -> list[Share]:
-    """Of every owner that has any, in the order of owners."""
-    return [
-        Share(owner, seconds, seconds / account.wall_s, MEANING[owner])
-        for owner, seconds in account.seconds.items()
-        if seconds > 0
-    ]
-
-
 def share_rows(account: Account) -> list[dict[str, str]]:
-    """The shares for a person, with the sum as the last row."""
+    """A row for every owner that has any time, with the sum as the last row."""
     rows = [
         {
-            "owner": one.owner,
-            "time": duration_text(one.seconds),
-            "share": f"{one.share:.1%}",
-            "what": one.what,
+            "owner": owner,
+            "time": duration_text(seconds),
+            "share": f"{seconds / account.wall_s:.1%}",
+            "what": MEANING[owner],
         }
-        for one in shares(account)
+        for owner, seconds in account.seconds.items()
+        if seconds > 0
     ]
     wall = duration_text(account.wall_s)
     return [*rows, {"owner": "wall time", "time": wall, "share": "100.0%", "what": ""}]
@@ -206,7 +183,7 @@ def _draw_row(
 
 
 def coarse(intervals: Sequence[Interval], resolution: int = _RESOLUTION) -> Iterator[Interval]:
-    """Stretches that can be seen: short ones together go to whoever has most of them.
+    """Stretches that can be seen: short ones are joined and get the owner of most of their time.
 
     Args:
         intervals: without gaps.

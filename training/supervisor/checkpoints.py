@@ -67,7 +67,7 @@ def in_use_by(history: RunHistory, fence: tuple[int, int] | None) -> InUse:
     """What the run's attempt may be reading and writing.
 
     Args:
-        history: of the run; an empty one says nothing of who lives.
+        history: of the run; an empty one does not show whether an attempt is alive.
         fence: (placement, attempt) that owns the run.
     """
     view = history.open_attempt

@@ -55,7 +55,7 @@ class Note:
     """One line about the job's recovery.
 
     Attributes:
-        line: for a person.
+        line: shown to the user.
         is_warning: whether the job asked for something that will not be.
     """
 
@@ -158,7 +158,7 @@ def _check_storage(spec: StorageSpec, credentials: Credentials | None, run_id: s
 
 
 def checklist(job: Job) -> Iterator[Check]:
-    """One check for every thing that recovery stands on."""
+    """One check for everything that recovery depends on."""
     if not job.worker.is_command:
         yield _interval(job)
         yield _retention(job)
@@ -172,7 +172,7 @@ def _interval(job: Job) -> Check:
     allowed = f"at most {MANY_SAVES_LOST:.0%} of {job.steps} steps"
     if not spec.has_interval:
         seen = "none of the job's own: the recommended one for the model's size is taken"
-        return _told("checkpoint_interval", CheckOutcome.OK, seen, allowed)
+        return _check("checkpoint_interval", CheckOutcome.OK, seen, allowed)
     chosen = [
         f"{name}={getattr(spec, name)}"
         for name in ("every_steps", "every_epochs", "every_s", "mtbf_s")
@@ -181,22 +181,22 @@ def _interval(job: Job) -> Check:
     seen = ", ".join(chosen)
     every = spec.every_steps
     if every is not None and every > job.steps:
-        told = f"{seen}: no save before the end, at step {job.steps}"
-        return _told("checkpoint_interval", CheckOutcome.WARNING, told, allowed)
+        text = f"{seen}: no save before the end, at step {job.steps}"
+        return _check("checkpoint_interval", CheckOutcome.WARNING, text, allowed)
     if every is not None and every > MANY_SAVES_LOST * job.steps:
-        told = f"{seen}: a fault costs up to {every} of {job.steps} steps"
-        return _told("checkpoint_interval", CheckOutcome.WARNING, told, allowed)
+        text = f"{seen}: a fault costs up to {every} of {job.steps} steps"
+        return _check("checkpoint_interval", CheckOutcome.WARNING, text, allowed)
     if spec.every_s is not None and spec.mtbf_s is not None and spec.every_s > spec.mtbf_s:
-        told = f"{seen}: more time between saves than between failures"
-        return _told("checkpoint_interval", CheckOutcome.WARNING, told, "every_s below mtbf_s")
-    return _told("checkpoint_interval", CheckOutcome.OK, seen, allowed)
+        text = f"{seen}: more time between saves than between failures"
+        return _check("checkpoint_interval", CheckOutcome.WARNING, text, "every_s below mtbf_s")
+    return _check("checkpoint_interval", CheckOutcome.OK, seen, allowed)
 
 
 def _retention(job: Job) -> Check:
     kept = job.checkpoint.keep_last
     outcome = CheckOutcome.OK if kept > 1 else CheckOutcome.WARNING
     why = "" if kept > 1 else ": a damaged one leaves nothing to go back to"
-    return _told("retention", outcome, f"keep_last={kept}{why}", "more than one checkpoint")
+    return _check("retention", outcome, f"keep_last={kept}{why}", "more than one checkpoint")
 
 
 def _restarts(job: Job) -> Check:
@@ -206,11 +206,11 @@ def _restarts(job: Job) -> Check:
         f"in_place={spec.in_place}, hang={spec.hang}"
     )
     off = [name for name in ("unconditional", "hang") if not getattr(spec, name)]
-    told = f"{seen}: {' and '.join(off)} off, some faults end the run" if off else seen
-    return _told(
+    text = f"{seen}: {' and '.join(off)} off, some faults end the run" if off else seen
+    return _check(
         "restart_policy",
         CheckOutcome.WARNING if off else CheckOutcome.OK,
-        told,
+        text,
         "every fault has an answer",
     )
 
@@ -219,24 +219,24 @@ def _spares(job: Job) -> Check:
     spares = job.engine.spares
     outcome = CheckOutcome.OK if spares else CheckOutcome.WARNING
     why = "" if spares else ": a node that is isolated is not replaced"
-    return _told("spares", outcome, f"spares={spares}{why}", "a spare node")
+    return _check("spares", outcome, f"spares={spares}{why}", "a spare node")
 
 
 def _replicas(job: Job) -> Check:
     if job.worker.is_command:
         seen = "a command's state is not known: it is restarted from its own checkpoints"
-        return _told("replicas", CheckOutcome.SKIPPED, seen)
-    wished = [note.line for note in recovery_notes(job) if note.is_warning]
+        return _check("replicas", CheckOutcome.SKIPPED, seen)
+    impossible = [note.line for note in recovery_notes(job) if note.is_warning]
     copies = job.layout.copies
-    if wished:
-        return _told("replicas", CheckOutcome.WARNING, "; ".join(wished))
+    if impossible:
+        return _check("replicas", CheckOutcome.WARNING, "; ".join(impossible))
     if copies == 1:
         seen = "one copy of every shard: a lost process costs the steps since the last save"
-        return _told("replicas", CheckOutcome.WARNING, seen, "two copies or more")
-    return _told(
+        return _check("replicas", CheckOutcome.WARNING, seen, "two copies or more")
+    return _check(
         "replicas", CheckOutcome.OK, f"{copies} copies of every shard", "two copies or more"
     )
 
 
-def _told(name: str, outcome: CheckOutcome, seen: str, allowed: str = "") -> Check:
+def _check(name: str, outcome: CheckOutcome, seen: str, allowed: str = "") -> Check:
     return Check(name=name, outcome=outcome, seen=seen, allowed=allowed)

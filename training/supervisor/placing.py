@@ -3,8 +3,8 @@
 Whatever a supervisor was doing when it died is found again and finished. Nodes that fail their
 checks are on record as refused before anything is done about it; the next placement avoids them.
 What fails everywhere is no node's fault: before the first attempt of a run it ends the run, with
-the words of the check; later the attempt is started all the same, and the ladder answers what
-becomes of it. Times are seconds.
+the message of the check; later the attempt is started all the same, and the ladder answers
+what fails. Times are seconds.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Placer:
         """The placement of the next attempt: the living one, or a new one.
 
         Raises:
-            EngineError: no placement is possible, and the ladder says stop.
+            EngineError: no placement is possible, and the ladder stops the run.
         """
         self._decider.decide_pending()
         current = placement_of(self._writer.history)

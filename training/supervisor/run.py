@@ -63,7 +63,7 @@ class Verdict:
     decision: Decision | None = None
 
     def __repr__(self) -> str:
-        # Prefect puts it behind a state's message, in a line of the log for people.
+        # Prefect puts it behind a state's message, in a line of the log.
         return f"<attempt {self.placement}.{self.attempt} {self.kind}>"
 
     @property
@@ -193,7 +193,7 @@ class Run:
         """The placement of the next attempt: the living one, or a new one.
 
         Raises:
-            EngineError: no placement is possible, and the ladder says stop.
+            EngineError: no placement is possible, and the ladder stops the run.
         """
         return self._placer.place(stop_wanted=stop_wanted)
 
@@ -390,7 +390,7 @@ def _refuse_elsewhere(history: RunHistory, identity: Identity, home: Path) -> No
 
 
 def _stacks_text(end: AttemptEnd) -> str:
-    stood = standstill_of(end.evidence.rank_progress)
-    lines = [stood.line, *stood.ranks] if stood is not None else []
-    told = [f"{said.name} on {node}\n{said.text.rstrip()}" for node, said in end.stacks]
-    return "\n\n".join(["\n".join(lines), *told]) + "\n"
+    cause = standstill_of(end.evidence.rank_progress)
+    lines = [cause.line, *cause.ranks] if cause is not None else []
+    stacks = [f"{one.name} on {node}\n{one.text.rstrip()}" for node, one in end.stacks]
+    return "\n\n".join(["\n".join(lines), *stacks]) + "\n"

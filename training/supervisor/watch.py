@@ -1,6 +1,6 @@
 """Watching one attempt from outside, until no process of it is left.
 
-The watcher decides nothing about recovery: it notices the first trouble, lets the others
+The watcher decides nothing about recovery: it notices the first failure, lets the others
 report theirs, has everything stopped, and hands the evidence on. Times are seconds.
 """
 
@@ -45,7 +45,7 @@ class AttemptEnd:
 
     Attributes:
         stepped_s: when the last step that was seen was completed.
-        stacks: where the threads of every worker stood, when one of them was silent.
+        stacks: the stack of every thread of the workers, when one of them was silent.
     """
 
     kind: EndKind
@@ -91,7 +91,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class _Noticed:
-    """The first trouble, and how everything stood then."""
+    """The first failure, and the state of the attempt then."""
 
     at_s: float
     snapshot: Snapshot
@@ -150,7 +150,7 @@ class AttemptWatch:
             if starting and time.monotonic() - began_s > self._start_timeout_s:
                 text = f"{', '.join(starting)} did not start within {self._start_timeout_s:g} s"
                 return self.wind_up(refusal=text)
-            if _in_trouble(snapshot) or (snapshot.is_over and not starting):
+            if _has_failure(snapshot) or (snapshot.is_over and not starting):
                 return self.wind_up()
             slow = self._slow_node()
             if slow is not None:
@@ -158,24 +158,24 @@ class AttemptWatch:
             self._sleep(POLL_S)
 
     def wind_up(self, *, refusal: str | None = None, slow: SlowNode | None = None) -> AttemptEnd:
-        """After the first trouble: let the others report, stop them, look once more.
+        """After the first failure: let the others report, stop them, look once more.
 
         Args:
-            refusal: why processes could not be started, when that is the trouble.
+            refusal: why processes could not be started, when that is the failure.
             slow: the node that is to be left, when nothing else has happened.
         """
         at_s = time.time()
         self._sleep(SETTLE_S)
-        troubled = self._observe()
-        hangs = any(status.hang is not None for status in troubled.agents.values())
-        # While they stand; what they are told to do next would move them.
+        failed = self._observe()
+        hangs = any(status.hang is not None for status in failed.agents.values())
+        # Before the order to stop, which would change them.
         stacks = tuple(self._engine.stacks()) if hangs else ()
         # Ranks that are merely slow can save together; peers of a dead one cannot.
         grace_s = self._grace_s if slow is not None else FAULT_GRACE_S
         self._engine.stop(grace_s)
         final = self._await_end(grace_s)
-        lost = tuple(dict.fromkeys((*troubled.lost, *final.lost, *_not_over(final))))
-        noticed = _Noticed(at_s, troubled, refusal, slow, stacks)
+        lost = tuple(dict.fromkeys((*failed.lost, *final.lost, *_not_over(final))))
+        noticed = _Noticed(at_s, failed, refusal, slow, stacks)
         return self._end(EndKind.FAILED, Snapshot(final.agents, lost), noticed)
 
     def _await_end(self, grace_s: float) -> Snapshot:
@@ -202,7 +202,7 @@ class AttemptWatch:
         return events is not None
 
     def _read_log_to_its_end(self) -> None:
-        """What the processes wrote at last; whoever decides about their end has to know it."""
+        """Read what the processes wrote last, which the decision about their end needs."""
         while self._read_log():
             self._on_progress(self._progress)
 
@@ -318,12 +318,12 @@ def _starting(snapshot: Snapshot) -> list[str]:
 
 
 def _not_over(snapshot: Snapshot) -> list[str]:
-    """Nodes whose processes did not end when told: they are as good as lost."""
+    """Nodes whose processes did not end when ordered: they count as lost."""
     alive = [status.node for status in snapshot.agents.values() if not status.is_over]
     return [*alive, *snapshot.unanswered]
 
 
-def _in_trouble(snapshot: Snapshot) -> bool:
+def _has_failure(snapshot: Snapshot) -> bool:
     return bool(snapshot.lost) or any(
         status.hang is not None
         or status.staging_error is not None
@@ -340,7 +340,7 @@ def _done(worker: WorkerStatus) -> bool:
     """Whether the worker did all its work.
 
     torch 2.13 aborts one process in about fifty while it exits, after collectives of DTensors
-    over gloo ("terminate called without an active exception"). Once the worker has said that
+    over gloo ("terminate called without an active exception"). Once the worker has reported that
     it is done, how the interpreter ends is no fault.
     """
     if worker.exit_code is None:
@@ -357,8 +357,8 @@ def _logs_by_rank(engine: Engine) -> dict[int, list[WorkerLog]]:
 
 
 def _outputs(engine: Engine) -> Iterator[NodeOutput]:
-    for node, said in engine.texts(DEVICE_LOG_TAIL_BYTES):
-        yield NodeOutput(node, said.name, said.text, rank=said.rank, device=said.device)
+    for node, one in engine.texts(DEVICE_LOG_TAIL_BYTES):
+        yield NodeOutput(node, one.name, one.text, rank=one.rank, device=one.device)
 
 
 def _ends(statuses: Sequence[AgentStatus], logs: dict[int, list[WorkerLog]]) -> Iterator[WorkerEnd]:
@@ -389,7 +389,7 @@ def _silent(statuses: Iterable[AgentStatus]) -> Iterator[SilentRank]:
 
 
 def progress_of(statuses: Iterable[AgentStatus]) -> Iterator[RankProgress]:
-    """Where every rank that lives and writes a heartbeat stands."""
+    """The progress of every rank that lives and writes a heartbeat."""
     for status in statuses:
         for worker in status.workers:
             if worker.pulse is None or worker.exit_code is not None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.supervisor.cluster import Cluster, ClusterRun
+from training.engines.base import Placement
 from training.errors import EngineError
 from training.job import Job
 from training.journal.records import NodeRefused
+from training.supervisor.run import Verdict
+from training.supervisor.runbook import RunSteps
 from training.supervisor.watch import EndKind
 from training.wire.node import Check, CheckOutcome
 
@@ -41,6 +44,10 @@ def run(job, tmp_path, cluster):
     return build
 
 
+def attempt(one: ClusterRun, placement: Placement) -> Verdict:
+    return RunSteps(one).train(placement, None)
+
+
 def test_healthy_nodes_are_used(run, cluster):
     one = run()
     placement = one.place()
@@ -60,7 +67,7 @@ def test_a_node_that_fails_is_isolated_and_its_member_moves_to_the_spare(run, cl
     second = one.place()
     assert (second.number, second.nodes) == (2, ("node-0", "node-2"))
     assert one.check(second).is_passed
-    # The node that stayed was checked before; the gang is checked with everybody.
+    # The node that stayed was checked before; the gang is checked with every node.
     assert cluster.checked[-1] == {0: False, 1: True}
     assert one.history.attempts == []
 
@@ -77,7 +84,7 @@ def test_the_refusal_is_on_record_for_a_supervisor_that_takes_over(run, cluster)
     assert refusal.why == "devices: device 0: Alarm"
 
 
-def test_without_a_spare_the_run_says_so_and_names_the_check(run, cluster, job):
+def test_without_a_spare_the_run_fails_and_names_the_check(run, cluster, job):
     cluster.checks["node-1"] = [failed("node-1")]
     cluster.checks["node-2"] = [failed("node-2", "disk", "disk full")]
     one = run()
@@ -89,7 +96,7 @@ def test_without_a_spare_the_run_says_so_and_names_the_check(run, cluster, job):
     assert "node-2 failed its checks: disk: disk full" in str(caught.value)
 
 
-def test_whoever_starts_an_ended_run_again_has_the_nodes_checked_again(run, cluster):
+def test_an_ended_run_that_is_started_again_has_its_nodes_checked_again(run, cluster):
     cluster.checks["node-1"] = [failed("node-1")]
     one = run()
     one.check(one.place())
@@ -111,21 +118,19 @@ def test_later_an_attempt_is_started_all_the_same(run, cluster, impatient):
     one = run()
     placement = one.place()
     one.check(placement)
-    quiet = {"data_manifest_key": None, "stop_wanted": lambda: False, "on_progress": lambda _: None}
-    assert one.attempt(placement, **quiet).kind is EndKind.FAILED
+    assert attempt(one, placement).kind is EndKind.FAILED
     cluster.checks = {node: [failed(node, "all_reduce", "no route")] for node in NODES}
     moved = one.place()
     verdict = one.check(moved)
     assert verdict.common == ("all_reduce: no route",)
-    assert one.attempt(moved, **quiet).kind is EndKind.COMPLETED
+    assert attempt(one, moved).kind is EndKind.COMPLETED
 
 
 def test_a_placement_with_attempts_is_not_checked(run, cluster, impatient):
     cluster.outcomes = ["crash", "done"]
     one = run()
     placement = one.place()
-    quiet = {"data_manifest_key": None, "stop_wanted": lambda: False, "on_progress": lambda _: None}
-    one.attempt(placement, **quiet)
+    attempt(one, placement)
     assert one.place() == placement
     assert not one.wants_checks(placement)
 
@@ -140,12 +145,12 @@ def test_a_clock_that_is_off_is_a_warning(run, cluster):
     cluster.clock_s = -3.0
     one = run()
     verdict = one.check(one.place())
-    told = [c for c in verdict.checks if c.name == "clock"]
-    assert [(c.node, c.outcome) for c in told] == [
+    clocks = [c for c in verdict.checks if c.name == "clock"]
+    assert [(c.node, c.outcome) for c in clocks] == [
         ("node-0", CheckOutcome.WARNING),
         ("node-1", CheckOutcome.WARNING),
     ]
-    assert told[0].seen.startswith("-3.000 s")
+    assert clocks[0].seen.startswith("-3.000 s")
     assert verdict.is_passed
 
 
@@ -156,8 +161,7 @@ def test_a_refused_node_does_not_come_back_where_isolated_ones_may(run, cluster,
     one = run()
     placement = one.place()
     one.check(placement)
-    quiet = {"data_manifest_key": None, "stop_wanted": lambda: False, "on_progress": lambda _: None}
-    one.attempt(placement, **quiet)
+    attempt(one, placement)
     moved = one.place()
     assert moved.nodes == ("node-0", "node-2")
     one.check(moved)
@@ -173,8 +177,7 @@ def test_a_spare_that_is_refused_after_a_fault_ends_the_run_when_nothing_else_is
     one = run(job.model_copy(update={"restart": restart}))
     placement = one.place()
     one.check(placement)
-    quiet = {"data_manifest_key": None, "stop_wanted": lambda: False, "on_progress": lambda _: None}
-    one.attempt(placement, **quiet)
+    attempt(one, placement)
     one.check(one.place())
     with pytest.raises(EngineError, match="node-2 failed its checks: devices: device 0: Alarm"):
         one.place()
