@@ -31,22 +31,22 @@ RECIPES = REPO / "tests" / "recipes"
 TEXT = "the quick brown fox jumps over the lazy dog, again and again and again\n"
 
 
-def troubled_job(
+def faulty_job(
     home: Path,
     name: str,
     *,
     steps: int,
-    troubles: str = "",
+    faults: str = "",
     pace_s: float = 0.05,
     env: Mapping[str, str] | None = None,
     **changes: Mapping[str, Any],
 ) -> Job:
-    """A job whose ranks misbehave as tests/recipes/troubled.py has it; `marks-NAME` keeps marks."""
+    """A job whose ranks misbehave as tests/recipes/faulty.py has it; `marks-NAME` keeps marks."""
     marks = home / f"marks-{name}"
     marks.mkdir()
-    given = {"TROUBLES": troubles, "MARKS": str(marks), "PACE_S": str(pace_s), **(env or {})}
+    given = {"FAULTS": faults, "MARKS": str(marks), "PACE_S": str(pace_s), **(env or {})}
     sections: dict[str, Any] = {
-        "worker": {"recipe": "tests.recipes.troubled:main", "cwd": str(REPO)},
+        "worker": {"recipe": "tests.recipes.faulty:main", "cwd": str(REPO)},
         "batch": {"global_batch_size": 8, "micro_batch_size": 2},
         "env": given,
     }

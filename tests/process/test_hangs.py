@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from storage.address import open_store
-from tests.process.harness import troubled_job
+from tests.process.harness import faulty_job
 from training.drill.driver import RunDriver, RunHook, RunOutcome
 from training.injection.outside import LocalRun
 from training.job import parse_job
@@ -49,13 +49,13 @@ class Stopper:
 
 @dataclass
 class Bench:
-    """Runs of the troubled program."""
+    """Runs of the faulty program."""
 
     home: Path
 
     def play(self, name: str, *, hook: RunHook | None = None, **changes: Any) -> RunOutcome:
         sections = {"checkpoint": {"every_steps": 5}, "restart": {"hang_timeout_s": LIMIT_S}}
-        job = troubled_job(self.home, name, steps=STEPS, **{**sections, **changes})
+        job = faulty_job(self.home, name, steps=STEPS, **{**sections, **changes})
         return RunDriver(self.home).run(job, hook=hook)
 
     def marks(self, name: str) -> Path:
@@ -89,8 +89,8 @@ def undisturbed(bench) -> RunOutcome:
 def hung(bench) -> tuple[RunOutcome, Stopper]:
     """One run that hangs four times, each for a reason of its own."""
     stopper = Stopper(bench.home, 2)
-    troubles = "hold_lock:1:17,absent:3:27,lost_in_save:0:30"
-    return bench.play("hung", troubles=troubles, hook=stopper), stopper
+    faults = "hold_lock:1:17,absent:3:27,lost_in_save:0:30"
+    return bench.play("hung", faults=faults, hook=stopper), stopper
 
 
 def fault_of(played: RunOutcome, number: int) -> Fault:
@@ -164,7 +164,7 @@ def test_a_rank_that_is_lost_in_a_save_is_found_as_soon_as_one_in_a_step(bench, 
 def test_a_slow_first_step_and_long_saves_are_no_hang(bench):
     played = bench.play(
         "slow-start",
-        troubles=f"pause:1:1:{2 * LIMIT_S}",
+        faults=f"pause:1:1:{2 * LIMIT_S}",
         pace_s=0.0,
         env={"SAVE_S": str(2 * LIMIT_S)},
         checkpoint={"every_steps": 15},

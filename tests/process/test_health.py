@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.process.harness import REPO, troubled_job
+from tests.process.harness import REPO, faulty_job
 from training.drill.driver import LIMIT_S, RunDriver, RunOutcome
 from training.health.points import LATENCY_HOLD_S
 from training.journal.events import HealthPoint
@@ -27,8 +27,8 @@ SAMPLES = REPO / "tests" / "unit" / "health" / "samples"
 
 
 def play(home: Path, name: str, *, limit_s: float = LIMIT_S, **changes: Any) -> RunOutcome:
-    """A run of the troubled program, whose alerts alone are of interest."""
-    job = troubled_job(home, name, **{"checkpoint": {"every_steps": 40}, **changes})
+    """A run of the faulty program, whose alerts alone are of interest."""
+    job = faulty_job(home, name, **{"checkpoint": {"every_steps": 40}, **changes})
     played = RunDriver(home, limit_s).run(job)
     assert played.ended == "completed"
     return played
@@ -52,7 +52,7 @@ def left(home) -> RunOutcome:
         home,
         "slow-rank",
         steps=170,
-        troubles="slow:3:20:0.15",
+        faults="slow:3:20:0.15",
         env={"SLOW_NODE": "node-1"},
         watch={"isolate_fail_slow": True, "step_slow_for_s": 5},
         checkpoint={"every_steps": 10},
@@ -94,7 +94,7 @@ def test_a_rank_that_is_slow_wherever_it_runs_costs_one_node_at_most(home):
         home,
         "slow-anywhere",
         steps=190,
-        troubles="slow:3:20:0.15",
+        faults="slow:3:20:0.15",
         watch={"isolate_fail_slow": True},
         checkpoint={"every_steps": 10},
     )
@@ -104,7 +104,7 @@ def test_a_rank_that_is_slow_wherever_it_runs_costs_one_node_at_most(home):
 
 @pytest.mark.long
 def test_a_rank_that_waits_for_its_data_is_named(home):
-    played = play(home, "starving", steps=110, troubles="starve:1:1:0.2")
+    played = play(home, "starving", steps=110, faults="starve:1:1:0.2")
     (alert,) = alerts(played, HealthPoint.DATA_STARVED)
     assert (alert.began.rank, alert.began.node) == (1, "node-0")
     assert alert.began.value > 0.5
@@ -208,7 +208,7 @@ def test_a_checkpoint_that_gets_old_raises_an_alert(home):
         home,
         "old-checkpoint",
         steps=60,
-        troubles="pause:1:40:75",
+        faults="pause:1:40:75",
         restart={"hang_timeout_s": 200},
         checkpoint={"every_steps": 5},
     )

@@ -31,8 +31,8 @@ class WorkerContext:
         checkpoint_server: name of the node's checkpoint server's socket, None: saves go straight to
             the store.
         disk_tier: folder for checkpoints on the node's disk, None: there is none.
-        coordinator: file with the address of the attempt's coordinator, None: nobody recovers
-            this process in place.
+        coordinator: file with the address of the attempt's coordinator, None: there is no
+            recovery inside the process.
         generation: of the process groups, in which this process takes the place of another;
             None: it is one of the first.
     """

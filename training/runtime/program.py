@@ -13,7 +13,7 @@ MicroBatch = tuple[Tensor, Tensor]  # inputs and targets
 
 
 class Scheduler(Protocol):
-    """What the session needs of a learning rate scheduler."""
+    """A learning rate scheduler, as the session uses it."""
 
     def step(self) -> None:
         """Advance by one optimizer step."""
@@ -33,7 +33,7 @@ class Scheduler(Protocol):
 
 
 class Loader(Protocol):
-    """What a session needs of a resumable data loader."""
+    """A resumable data loader, as the session uses it."""
 
     @property
     def position(self) -> int:
@@ -70,4 +70,5 @@ class Training:
     optimizer: torch.optim.Optimizer
     scheduler: Scheduler | None
     scaler: torch.amp.GradScaler | None
+    loader: Loader
     grad_clip_norm: float

@@ -2,24 +2,15 @@
 
 Runs the job's recipe under torch elastic's error recorder, which leaves the exception and its
 time for the node agent. Exit codes: 0 done, 75 restart me, 76 needs a rung above the process,
-2 the user must mend it; anything else is classified from log and code.
+2 the user has to fix it; anything else is classified from log and code.
 """
 
 from __future__ import annotations
 
-import gc
 import importlib
 import logging
-import os
-import shutil
-import socket
 import sys
-import threading
 from collections.abc import Callable
-from contextlib import suppress
-from multiprocessing import connection, forkserver, resource_tracker
-from pathlib import Path
-from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -29,6 +20,7 @@ from training.job import Job
 from training.log import start_logging
 from training.runtime.context import WorkerContext
 from training.runtime.errors import GivenUp, Interrupted, RecipeEndedEarly
+from training.runtime.forking import serve_forks
 from training.runtime.session import Session
 
 _log = logging.getLogger("perdure.runtime")
@@ -60,8 +52,8 @@ def main() -> None:
         serve_forks()  # before the program starts threads
     try:
         load_recipe(job.recipe)(job)
-    except (GivenUp, Interrupted) as told:  # outside of the loop, which answers them itself
-        _log.info(f"this rank ends: {told}")
+    except (GivenUp, Interrupted) as exc:  # outside of the loop, which handles them itself
+        _log.info(f"this rank ends: {exc}")
         sys.exit(EXIT_RESTART_ME)
     if Session.newest_step < job.steps:
         raise RecipeEndedEarly(
@@ -79,47 +71,6 @@ def run() -> None:
     except InputError as error:
         _log.error(str(error))
         sys.exit(EXIT_USER)
-
-
-NAME = "data-loaders"
-
-
-def serve_forks() -> None:
-    """Have multiprocessing's fork server forked now; nothing happens where it cannot be.
-
-    Written against the private parts of Python 3.11 to 3.13; 3.14 has clients prove themselves.
-    """
-    server: Any = forkserver._forkserver  # noqa: SLF001 there is no public way
-    is_known = hasattr(server, "_forkserver_pid") and not hasattr(server, "_forkserver_authkey")
-    if not is_known or server._forkserver_pid is not None or threading.active_count() > 1:  # noqa: SLF001
-        return
-    resource_tracker.ensure_running()
-    address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(address)
-        Path(address).chmod(0o600)
-        listener.listen()
-        # Every client holds the writing end; when the last is gone, so is the server.
-        alive, held = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            os.close(held)
-            _serve(listener.detach(), alive, Path(address).parent)
-        os.close(alive)
-    server._forkserver_address = address  # noqa: SLF001
-    server._forkserver_alive_fd = held  # noqa: SLF001
-    server._forkserver_pid = pid  # noqa: SLF001
-
-
-def _serve(listener: int, alive: int, folder: Path) -> None:
-    """Be the fork server; never returns."""
-    with suppress(BaseException):  # its end is a SystemExit
-        gc.freeze()  # or the first collection in a loader would copy every page
-        Path("/proc/self/comm").write_text(NAME, encoding="utf-8")
-        forkserver.main(listener, alive, [])
-    # The worker may have been killed: nobody else tidies up.
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(0)
 
 
 if __name__ == "__main__":

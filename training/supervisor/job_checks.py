@@ -21,7 +21,7 @@ from training.errors import InputError
 from training.job import Job
 from training.platforms.settings import shown
 from training.recovery.replicas import Mechanism, feasibility
-from training.trainer.data.corpus import CorpusError, check_sources
+from training.trainer.data.corpus import CorpusError, find_sources
 from training.trainer.data.tokenizer import open_tokenizer
 from training.wire.node import Check, CheckOutcome
 
@@ -141,7 +141,7 @@ def _is_importable(module: str) -> bool:
 def _check_data(job: Job) -> None:
     assert job.data is not None  # noqa: S101 checked by the caller
     try:
-        check_sources(job.data)
+        find_sources(job.data)
     except CorpusError as error:
         raise InputError("data.sources", str(error)) from error
     try:

@@ -12,13 +12,7 @@ import pytest
 import zstandard
 
 from training.specs.data import DataSpec
-from training.trainer.data.corpus import (
-    BLOCK_CHARS,
-    CorpusError,
-    check_sources,
-    find_sources,
-    iterate_documents,
-)
+from training.trainer.data.corpus import BLOCK_CHARS, CorpusError, find_sources, iterate_documents
 
 Write = Callable[[str, str | bytes], Path]
 
@@ -154,6 +148,6 @@ def test_unusable_sources_are_named_in_one_line(write: Write, tmp_path: Path) ->
         "s3://bucket/corpus": "paths of mounted files",
     }.items():
         with pytest.raises(CorpusError) as caught:
-            check_sources(DataSpec(sources=(str(source),)))
+            find_sources(DataSpec(sources=(str(source),)))
         assert said in str(caught.value)
         assert str(source) in str(caught.value)

@@ -13,7 +13,7 @@ from storage.local import LocalStore
 from tests.unit.runtime.trainees import Trainee
 from tests.unit.runtime.worlds import Member, Replay, World
 from training.injection.inside import WorkerInjector, fired_at_s
-from training.runtime.damage import break_connections, damage_state
+from training.runtime.state.live import damage
 from training.specs.drill import DrillFault, DrillKind, DrillPoint
 
 STEP = 5
@@ -35,7 +35,7 @@ def break_while_reducing(member: Member, folder: Path) -> Any:
 
     def note_and_break() -> None:
         running.extend(not one.is_idle for one in member.generations.connections().values())
-        break_connections(member.generations)
+        member.generations.break_connections()
 
     faults = WorkerInjector(
         [FAULT], rank=member.rank, store=LocalStore(folder), run_id=RUN_ID,
@@ -78,7 +78,7 @@ def test_damaged_memory_leaves_no_value_of_the_state_what_it_was(tmp_path):
     faults = WorkerInjector(
         [FAULT.model_copy(update=memory)],
         rank=FAULT.rank, store=LocalStore(tmp_path), run_id=RUN_ID,
-        damage_state=lambda: damage_state(trainee.training), break_connections=lambda: None,
+        damage_state=lambda: damage(trainee.training), break_connections=lambda: None,
     )  # fmt: skip
     with pytest.raises(RuntimeError, match="UCE ERROR"):
         faults.reached("backward", STEP)

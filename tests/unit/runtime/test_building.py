@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from training.runtime.state.random_numbers import Undrawn, seeded_after
+from training.runtime.state.random_numbers import UninitializedParameters, seeded_after
 
 
 class Buffered(nn.Module):
@@ -37,7 +37,7 @@ class Buffered(nn.Module):
 def test_no_random_number_is_drawn_for_a_parameter(fill):
     parameter = nn.Parameter(torch.ones(8, 8))
     before = torch.get_rng_state()
-    with Undrawn():
+    with UninitializedParameters():
         fill(parameter)
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -54,7 +54,7 @@ def test_no_random_number_is_drawn_for_a_parameter(fill):
 )
 def test_layers_of_torch_are_made_without_drawing(make):
     before = torch.get_rng_state()
-    with Undrawn():
+    with UninitializedParameters():
         made = make()
     assert torch.equal(torch.get_rng_state(), before)
     assert {name: one.shape for name, one in made.state_dict().items()} == {
@@ -66,7 +66,7 @@ def test_what_is_no_random_number_of_a_parameter_is_made_as_ever():
     torch.manual_seed(1)
     expected = Buffered()
     torch.manual_seed(1)
-    with Undrawn():
+    with UninitializedParameters():
         made = Buffered()
         norm = nn.LayerNorm(8)
     assert torch.equal(made.noise, expected.noise)
@@ -78,7 +78,7 @@ def test_what_is_no_random_number_of_a_parameter_is_made_as_ever():
 @pytest.mark.parametrize("seed", [1, 2])
 def test_what_is_drawn_afterwards_is_the_same_whether_parameters_were_drawn_or_not(seed):
     drawn = []
-    for around in (nullcontext(), Undrawn()):
+    for around in (nullcontext(), UninitializedParameters()):
         torch.manual_seed(seed)
         with seeded_after(), around:
             nn.Linear(8, 8)

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.unit.runtime.trainees import Loader
 from training.runtime.program import Training
 from training.runtime.state.live import LiveState
-from training.runtime.state.transfer import Room
+from training.runtime.state.transfer import TensorLayout
 
 INPUTS = torch.linspace(-1, 1, 12).reshape(3, 4)
 
@@ -23,7 +24,7 @@ def made(seed: int, optimizer: Any = torch.optim.AdamW, **settings: Any) -> Trai
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
     adam = optimizer(model.parameters(), lr=0.1, **settings)
     scheduler = torch.optim.lr_scheduler.StepLR(adam, step_size=2, gamma=0.5)
-    return Training(model, adam, scheduler, None, 1.0)
+    return Training(model, adam, scheduler, None, Loader(), 1.0)
 
 
 def step(training: Training) -> None:
@@ -33,7 +34,7 @@ def step(training: Training) -> None:
     training.scheduler.step()  # type: ignore[union-attr]
 
 
-def adopt(training: Training, source: Training, *, rooms: bool = True) -> None:
+def adopt(training: Training, source: Training, *, layouts: bool = True) -> None:
     """What a new process does with what its replica sends."""
     tensors, extra = LiveState(source).whole()
 
@@ -43,8 +44,8 @@ def adopt(training: Training, source: Training, *, rooms: bool = True) -> None:
             with torch.no_grad():
                 tensor.copy_(tensors[name])
 
-    told = {name: Room.of(tensor) for name, tensor in tensors.items()}
-    LiveState(training).adopt(extra, fill, told if rooms else None)
+    told = {name: TensorLayout.of(tensor) for name, tensor in tensors.items()}
+    LiveState(training).adopt(extra, fill, told if layouts else None)
 
 
 def all_of(training: Training) -> tuple[Any, ...]:
@@ -62,7 +63,7 @@ class Copying(torch.optim.AdamW):
         return copy.deepcopy(super().state_dict())
 
 
-@pytest.mark.parametrize("rooms", [True, False], ids=["rooms told", "rooms not told"])
+@pytest.mark.parametrize("layouts", [True, False], ids=["layouts told", "layouts not told"])
 @pytest.mark.parametrize(
     ("optimizer", "settings"),
     [
@@ -74,11 +75,11 @@ class Copying(torch.optim.AdamW):
         (Copying, {}),
     ],
 )
-def test_a_new_process_trains_on_as_its_replica_does(optimizer, settings, rooms):
+def test_a_new_process_trains_on_as_its_replica_does(optimizer, settings, layouts):
     replica, fresh = (made(seed, optimizer, **settings) for seed in (1, 2))
     for _ in range(3):
         step(replica)
-    adopt(fresh, replica, rooms=rooms)
+    adopt(fresh, replica, layouts=layouts)
     for _ in range(3):
         assert all_of(fresh) == all_of(replica)
         step(fresh)
@@ -122,7 +123,7 @@ def test_room_for_the_state_is_made_without_a_step(monkeypatch):
 
 def test_a_type_of_numbers_that_nobody_knows_is_refused():
     with pytest.raises(ValueError, match="of type 'load', unknown here"):
-        Room("load", [2], "cpu").made_beside(torch.zeros(1))
+        TensorLayout("load", [2], "cpu").empty_beside(torch.zeros(1))
 
 
 class Tied(nn.Module):
@@ -144,7 +145,7 @@ def tied(seed: int) -> Training:
     model = Tied()
     adam = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(adam, step_size=2, gamma=0.5)
-    return Training(model, adam, scheduler, None, 1.0)
+    return Training(model, adam, scheduler, None, Loader(), 1.0)
 
 
 def test_a_weight_with_two_names_has_one_state():
@@ -161,7 +162,9 @@ def test_a_state_for_what_has_another_name_here_is_left_to_the_optimizer():
     replica, fresh = made(1), made(2)
     step(replica)
     tensors, extra = LiveState(replica).whole()
-    told = {name.replace("2.weight", "3.weight"): Room.of(one) for name, one in tensors.items()}
+    told = {
+        name.replace("2.weight", "3.weight"): TensorLayout.of(one) for name, one in tensors.items()
+    }
     LiveState(fresh).adopt({**extra}, lambda _: None, told)
     names, _ = LiveState(fresh).whole()
     assert names.keys() == tensors.keys()

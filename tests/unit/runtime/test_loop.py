@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.unit.runtime.trainees import Place
+from tests.unit.storage.nodes import Cluster
 from training.health.heartbeat import HeartbeatWriter
-from training.runtime.step_loop.loop import StepLoop
-from training.runtime.step_loop.rank_recovery import Stand
-from training.runtime.step_loop.step import Limits
+from training.runtime.program import Training
+from training.runtime.step_loop.loop import AgentRequests, StepLoop
+from training.runtime.step_loop.rank_recovery import RankState
 
 SAVED_AT = {"position": 216}
 AHEAD = {"position": 224}
@@ -23,31 +25,33 @@ def test_a_save_has_the_position_after_its_step_though_the_next_batch_is_handed_
 ):
     # A fault in step 28 has the ranks take their state from each other, and what step 27 asked
     # for is done once more, while the batch of step 28 waits for the second try.
+    Cluster.at(tmp_path)
     saved: list[Any] = []
-    host: Any = SimpleNamespace(
-        save=lambda step, *, data, is_last: saved.append((step, data, is_last)),
-        wishes=None,
-        loss_factor=None,
+    checkpointer: Any = SimpleNamespace(
+        restore=lambda: 27,
+        save=lambda step, **given: saved.append((step, given["data"])),
+        settle=lambda _timeout_s: saved.append("settled"),
+        is_behind=True,
     )
-    loader: Any = SimpleNamespace(state_dict=lambda: AHEAD)
-    nothing: Any = None
+    data: Any = SimpleNamespace(state_dict=lambda: AHEAD, epoch=0)
+    model = torch.nn.Linear(1, 1)
+    faults: Any = SimpleNamespace(reached=lambda _point, _step: None)
+    records: Any = SimpleNamespace(unsaved=dict, saved=lambda: None)
     loop = StepLoop(
-        host,
-        until=60,
-        rank=0,
-        seed=1,
-        training=nothing,
-        loader=loader,
-        checkpointer=nothing,
+        60,
+        context=Place(tmp_path, 1, (None,), (None,)).context(0, 1),
+        training=Training(model, torch.optim.SGD(model.parameters()), None, None, data, 1.0),
+        checkpointer=checkpointer,
         device=torch.device("cpu"),
         heartbeat=HeartbeatWriter(tmp_path / "heartbeat"),
-        limits=Limits(),
-        snapshot_every_steps=1,
-        mender=None,
-        reached=lambda _point, _step: None,
-        stand=Stand(27, SAVED_AT, batch=(), pending=(pending,)),
+        faults=faults,
+        records=records,
+        requests=AgentRequests(),
+        recovery=None,
     )
+    loop.begin()
+    loop.state = RankState(27, SAVED_AT, batch=(), pending=(pending,))
     step = loop.next_step()
-    assert saved == [(27, SAVED_AT, is_last)]
+    assert saved == [(27, SAVED_AT), *["settled"] * is_last]
     assert step is not None
     assert step.number == 28

@@ -11,34 +11,26 @@ import torch
 from training.diagnosis.exits import EXIT_RESTART_ME
 from training.recovery.repair import Move, RepairMode, RepairPlan
 from training.runtime.errors import GivenUp, Interrupted
-from training.runtime.step_loop.rank_recovery import RankRecovery, Stand
+from training.runtime.step_loop.rank_recovery import RankRecovery, RankState
 
 PEER_CLOSED = "[gloo/transport/tcp/pair.cc:538] Connection closed by peer [::1]:4123"
 WRAPPED = "Got the following error when running the callback: "
 
 
-def mender(*, announced: int) -> RankRecovery:
+def recovery(*, announced: int) -> RankRecovery:
     """Of rank 3, whose coordinator has given the attempt up."""
 
     def newer_than(_generation: int) -> int:
         raise GivenUp("the ladder asks for a restart")
 
-    told: list[Any] = []
-    contact: Any = SimpleNamespace(newer_than=newer_than, send=told.append)
-    generations: Any = SimpleNamespace(announced=announced, current=1)
+    groups: Any = SimpleNamespace(
+        client=SimpleNamespace(newer_than=newer_than, send=lambda _message: None),
+        generations=SimpleNamespace(announced=announced, current=1),
+    )
+    context: Any = SimpleNamespace(rank=3)
     heartbeat: Any = SimpleNamespace(beat=lambda **_: None)
     nothing: Any = None
-    return RankRecovery(
-        rank=3,
-        contact=contact,
-        generations=generations,
-        training=nothing,
-        loader=nothing,
-        checkpointer=nothing,
-        device=torch.device("cpu"),
-        heartbeat=heartbeat,
-        save_limit_s=1.0,
-    )
+    return RankRecovery(groups, context, nothing, nothing, torch.device("cpu"), heartbeat, nothing)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +43,7 @@ def mender(*, announced: int) -> RankRecovery:
 )
 def test_a_rank_that_was_interrupted_for_another_ones_fault_asks_for_a_restart(error, caplog):
     with pytest.raises(SystemExit) as ended:
-        mender(announced=2).rejoin(Stand(4, {}), error=error)
+        recovery(announced=2).rejoin(RankState(4, {}), error=error)
     assert ended.value.code == EXIT_RESTART_ME
     assert "rank 3 ends: the ladder asks for a restart; it ran into: " in caplog.text
 
@@ -59,19 +51,19 @@ def test_a_rank_that_was_interrupted_for_another_ones_fault_asks_for_a_restart(e
 def test_a_rank_with_a_fault_of_its_own_leaves_the_traceback():
     error = RuntimeError("UCE ERROR")
     with pytest.raises(RuntimeError) as raised:
-        mender(announced=1).rejoin(Stand(4, {}), error=error)
+        recovery(announced=1).rejoin(RankState(4, {}), error=error)
     assert raised.value is error
 
 
-def test_the_batch_of_a_step_in_flight_is_kept_by_a_plan_that_comes_to_nothing():
-    stand = Stand(74, {})
+def test_the_batch_of_a_step_in_flight_is_kept_by_a_plan_that_fails():
+    state = RankState(74, {})
     batch: Any = ["the batch of step 75"]
     flying: Any = SimpleNamespace(number=75, data=batch, vote=None)
-    stand.in_flight = flying
+    state.in_flight = flying
     plan = RepairPlan(mode=RepairMode.ROLL_BACK, step=72, rolls_back=True)
-    mender(announced=2)._catch_up(stand, plan)
-    assert stand.batch is batch
-    assert stand.in_flight is None
+    recovery(announced=2)._end_step_in_flight(state, plan)
+    assert state.batch is batch
+    assert state.in_flight is None
 
 
 @pytest.mark.parametrize(("target", "goes_back"), [(3, False), (2, True)])
@@ -83,24 +75,27 @@ def test_a_rank_that_is_given_a_state_takes_no_snapshot_of_its_own(target, goes_
         adopt=lambda _extra, _fill: taken.append("snapshot"),
         load_state_dict=lambda _data: None,
     )
-    own = mender(announced=2)
-    own.snapshots, own.loader = parts, parts
+    own = recovery(announced=2)
+    own.snapshots = parts
+    own.training = cast("Any", SimpleNamespace(loader=parts))
     own.checkpointer = cast("Any", SimpleNamespace(live=parts))
     moves = (Move(source=0, target=target),)
     plan = RepairPlan(mode=RepairMode.ROLL_BACK, step=72, rolls_back=True, moves=moves)
-    own._roll_back(Stand(74, {}), plan)
+    own._roll_back(RankState(74, {}), plan)
     assert taken == ["snapshot"] * goes_back
 
 
-def test_a_rank_that_hears_of_the_end_while_it_stands_asks_for_a_restart(caplog):
+def test_a_rank_whose_pause_ends_with_the_attempt_asks_for_a_restart(caplog):
     with pytest.raises(SystemExit) as ended:
-        mender(announced=1).rejoin(Stand(4, {}), error=GivenUp("the ladder asks for a restart"))
+        recovery(announced=1).rejoin(
+            RankState(4, {}), error=GivenUp("the ladder asks for a restart")
+        )
     assert ended.value.code == EXIT_RESTART_ME
     assert "it ran into: the ladder asks for a restart" in caplog.text
 
 
 def test_a_process_that_was_to_take_anothers_place_asks_for_a_restart(caplog):
     with pytest.raises(SystemExit) as ended:
-        mender(announced=1).rejoin(Stand(0, {}, is_fresh=True))
+        recovery(announced=1).rejoin(RankState(0, {}, is_fresh=True))
     assert ended.value.code == EXIT_RESTART_ME
     assert "rank 3 ends: the ladder asks for a restart\n" in caplog.text

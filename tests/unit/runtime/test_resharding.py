@@ -52,7 +52,9 @@ class Student:
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=2, gamma=0.7)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=4)
         self.data = Loader()
-        self.training = Training(self.model, self.optimizer, self.scheduler, self.scaler, 1.0)
+        self.training = Training(
+            self.model, self.optimizer, self.scheduler, self.scaler, self.data, 1.0
+        )
         self._is_split = is_split
 
     def step(self) -> float:

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.unit.runtime.trainees import Loader
 from training.health.heartbeat import HeartbeatReader, HeartbeatWriter
 from training.recovery.repair import StepPhase, Vote
 from training.runtime.errors import NotApplied, NumericAnomaly
 from training.runtime.program import Training
-from training.runtime.step_loop.step import Limits, Step, StepRequests, Surroundings
+from training.runtime.step_loop.step import Limits, Step, StepContext, StepRequests
 from training.specs.model import ModelSpec, OptimizerSpec
 from training.trainer.model import Decoder
 from training.trainer.optimize import make_optimizer, make_scheduler
@@ -38,38 +39,39 @@ class Trainee:
 
     training: Training
     heartbeat: HeartbeatWriter
-    wishes: StepRequests = field(default_factory=lambda: StepRequests(stop=False, save=False))
+    requests: StepRequests = field(default_factory=lambda: StepRequests(stop=False, save=False))
     limits: Limits = field(default_factory=Limits)
     faults: dict[str, BaseException] = field(default_factory=dict)  # by the point they come at
-    mended: tuple[type[BaseException], ...] = ()
-    loss_factor: float = 1.0
+    recoverable: tuple[type[BaseException], ...] = ()
+    factor: float = 1.0
     asked: list[int] = field(default_factory=list)
     points: list[str] = field(default_factory=list)
 
-    def _reached(self, point: str, _number: int) -> None:
+    def reached(self, point: str, _number: int) -> None:
         self.points.append(point)
         if point in self.faults:
             raise self.faults.pop(point)
 
-    def _wish(self, number: int) -> StepRequests:
+    def loss_factor(self, _number: int) -> float:
+        return self.factor
+
+    def _requests(self, number: int) -> StepRequests:
         self.asked.append(number)
-        return self.wishes
+        return self.requests
 
     def step(self, number: int = 1, *, micro_batches: int = 1) -> Step:
-        return Step(
-            number,
-            batch=list(zip(INPUTS.chunk(micro_batches), TARGETS.chunk(micro_batches), strict=True)),
+        faults: Any = self
+        context = StepContext(
             training=self.training,
             device=torch.device("cpu"),
             heartbeat=self.heartbeat,
-            around=Surroundings(
-                self._wish,
-                lambda error: isinstance(error, self.mended),
-                self._reached,
-                lambda _number: self.loss_factor,
-            ),
+            faults=faults,
+            requests=self._requests,
+            is_recoverable=lambda error: isinstance(error, self.recoverable),
             limits=self.limits,
         )
+        batch = zip(INPUTS.chunk(micro_batches), TARGETS.chunk(micro_batches), strict=True)
+        return Step(number, list(batch), context)
 
     def take(self, step: Step, *, spoil: Spoil = lambda _, loss: loss) -> Step:
         """Take the step, its losses by micro-batch changed by `spoil`."""
@@ -105,7 +107,7 @@ def make(tmp_path):
         model: nn.Module = DistributedDataParallel(plain) if ddp else plain
         optimizer = make_optimizer(model, OPTIMIZER)
         scheduler = make_scheduler(optimizer, OPTIMIZER, steps=20)
-        training = Training(model, optimizer, scheduler, scaler, CLIP_NORM)
+        training = Training(model, optimizer, scheduler, scaler, Loader(), CLIP_NORM)
         return Trainee(training, HeartbeatWriter(tmp_path / "heartbeat-0"))
 
     return make
@@ -203,7 +205,7 @@ def test_gradients_that_are_no_numbers_are_an_anomaly_though_the_loss_is_fine(ma
         # What is added is 0 with an infinite slope.
         trainee.take(step, spoil=lambda _, loss: loss + (loss - loss.detach()).sqrt())
     assert step.vote is not None
-    assert step.vote.culprit is None, "the reduced gradient tells nobody whose it was"
+    assert step.vote.culprit is None, "the reduced gradient does not show whose it was"
     assert trainee.state() == before
 
 
@@ -230,20 +232,20 @@ def test_a_scaled_step_is_the_unscaled_one(make):
 
 
 @pytest.mark.parametrize(
-    "wished",
+    "requested",
     [(True, False, False), (False, True, False), (False, False, True), (True, True, True)],
 )
-def test_the_wishes_of_the_step_boundary_are_part_of_the_vote(make, wished):
+def test_the_requests_for_the_step_boundary_are_part_of_the_vote(make, requested):
     trainee = make()
-    stop, save, pause = wished
-    trainee.wishes = StepRequests(stop=stop, save=save, pause=pause)
+    stop, save, pause = requested
+    trainee.requests = StepRequests(stop=stop, save=save, pause=pause)
     step = trainee.take(trainee.step(9))
     assert step.vote is not None
-    assert (step.vote.stop, step.vote.save, step.vote.pause) == wished
+    assert (step.vote.stop, step.vote.save, step.vote.pause) == requested
     assert trainee.asked == [9]
 
 
-def test_the_heartbeat_tells_how_long_the_vote_took(make, tmp_path):
+def test_the_heartbeat_has_how_long_the_vote_took(make, tmp_path):
     trainee = make()
     trainee.take(trainee.step())
     beat = HeartbeatReader.of(tmp_path, 0).read()
@@ -276,12 +278,10 @@ def test_a_step_passes_its_points_in_their_order(make):
         ("half_applied", StepPhase.APPLYING),
     ],
 )
-def test_a_fault_that_is_mended_leaves_the_step_quietly_and_tells_how_far_it_was(
-    make, point, phase
-):
+def test_a_recoverable_fault_leaves_the_step_quietly_with_how_far_it_was(make, point, phase):
     trainee = make()
     fault = ConnectionError("broken")
-    trainee.mended, trainee.faults = (ConnectionError,), {point: fault}
+    trainee.recoverable, trainee.faults = (ConnectionError,), {point: fault}
     step = trainee.take(trainee.step())
     assert step.error is fault
     assert fault.__traceback__ is None, "its frames hold what the step made"
@@ -291,7 +291,7 @@ def test_a_fault_that_is_mended_leaves_the_step_quietly_and_tells_how_far_it_was
 
 def test_a_fault_of_another_kind_is_the_programs_own(make):
     trainee = make()
-    trainee.mended, trainee.faults = (ConnectionError,), {"backward": KeyError("own")}
+    trainee.recoverable, trainee.faults = (ConnectionError,), {"backward": KeyError("own")}
     with pytest.raises(KeyError):
         trainee.take(trainee.step())
 
@@ -300,7 +300,7 @@ def test_a_fault_of_another_kind_is_the_programs_own(make):
 def test_a_gradient_that_is_held_is_applied_later_as_if_nothing_had_happened(make, point):
     plain, cut = make(), make()
     undisturbed = plain.take(plain.step())
-    cut.mended, cut.faults = (ConnectionError,), {point: ConnectionError()}
+    cut.recoverable, cut.faults = (ConnectionError,), {point: ConnectionError()}
     step = cut.take(cut.step())
     step.finish(undisturbed.vote)
     assert step.is_applied
@@ -331,7 +331,7 @@ def test_a_step_beyond_a_limit_is_an_anomaly_and_applies_nothing(make, limits, w
 def test_an_abnormal_step_may_be_accepted_with_the_gradient_that_it_holds(make):
     plain, limited = make(), make()
     plain.take(plain.step())
-    limited.limits, limited.mended = Limits(loss=0.5), (NumericAnomaly,)
+    limited.limits, limited.recoverable = Limits(loss=0.5), (NumericAnomaly,)
     step = limited.take(limited.step())
     assert step.phase is StepPhase.PREPARED
     step.finish(step.vote)
@@ -345,9 +345,9 @@ def test_a_limit_is_for_the_loss_of_all_micro_batches_together(make):
     assert trainee.asked == [1]
 
 
-def test_a_drill_multiplies_the_loss_of_a_step_and_its_gradients_alike(make):
+def test_an_injected_fault_multiplies_the_loss_of_a_step_and_its_gradients_alike(make):
     plain, drilled = make(), make()
-    drilled.loss_factor = 100.0
+    drilled.factor = 100.0
     first, second = plain.take(plain.step()), drilled.take(drilled.step(micro_batches=2))
     assert first.vote is not None
     assert second.vote is not None

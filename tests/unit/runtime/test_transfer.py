@@ -11,7 +11,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from tests.unit.storage.nodes import Cluster
-from training.runtime.state.transfer import Room, receive_header, receive_tensors, send_state
+from training.runtime.state.transfer import (
+    TensorLayout,
+    receive_header,
+    receive_tensors,
+    send_state,
+)
 
 CPU = torch.device("cpu")
 EXTRA = {"data": {"samples": 12}, "optimizer": {}, "scheduler": None, "text": "gr\u00fc\u00df"}
@@ -64,11 +69,11 @@ def give_or_take(rank: int) -> Any:
     if rank == 0:
         send_state(state(), EXTRA, to=1, device=CPU)
         return as_bytes(state())
-    rooms, extra = receive_header(source=0, device=CPU)
+    layouts, extra = receive_header(source=0, device=CPU)
     tensors = blank()
-    receive_tensors(tensors, rooms, source=0, device=CPU)
+    receive_tensors(tensors, layouts, source=0, device=CPU)
     assert extra == EXTRA
-    assert rooms == {name: Room.of(tensor) for name, tensor in state().items()}
+    assert layouts == {name: TensorLayout.of(tensor) for name, tensor in state().items()}
     return as_bytes(tensors)
 
 
@@ -84,8 +89,8 @@ def give_shards(rank: int) -> list[float]:
     if rank == 0:
         send_state({"weight": tensor}, {}, to=1, device=CPU)
     else:
-        rooms, _ = receive_header(source=0, device=CPU)
-        receive_tensors({"weight": tensor}, rooms, source=0, device=CPU)
+        layouts, _ = receive_header(source=0, device=CPU)
+        receive_tensors({"weight": tensor}, layouts, source=0, device=CPU)
     return list(tensor.to_local().tolist())
 
 

@@ -71,8 +71,8 @@ class Pupil:
         self.bare = made(name)
         self.model = wrapped(self.bare, kind)
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
-        self.training = Training(self.model, optimizer, None, None, 1.0)
         self.data = Loader()
+        self.training = Training(self.model, optimizer, None, None, self.data, 1.0)
 
     def step(self) -> None:
         generator = torch.Generator().manual_seed(self.data.samples)

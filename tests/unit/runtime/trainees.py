@@ -76,7 +76,9 @@ class Trainee:
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=3, gamma=0.7)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=4)
         self.data = Loader()
-        self.training = Training(self.model, self.optimizer, self.scheduler, self.scaler, 1.0)
+        self.training = Training(
+            self.model, self.optimizer, self.scheduler, self.scaler, self.data, 1.0
+        )
         self._sharded = sharded
         torch.manual_seed(100 + rank)
         random.seed(200 + rank)
@@ -167,7 +169,7 @@ class Place:
         """Of one rank."""
         checkpoints = CheckpointStore(LocalStore(self.folder / "store"), "run")
         context = self.context(rank, world_size)
-        return Checkpointer(context, checkpoints, trainee.training, trainee.data, CPU)
+        return Checkpointer(context, checkpoints, trainee.training, CPU)
 
 
 def train(

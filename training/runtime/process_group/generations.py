@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from torch._C._distributed_c10d import PrefixStore
 
 from training.runtime.errors import Interrupted
-from training.runtime.process_group.connections import Connection, StoreClient
+from training.runtime.process_group.connections import Connection, StoreClient, shut_down
 
 GIVEN_UP = sys.maxsize  # as a generation: there will be none
 
@@ -169,3 +169,8 @@ class Generations:
         """The connections of this generation, by the name of their group."""
         with self._lock:
             return dict(self._connections)
+
+    def break_connections(self) -> None:
+        """Shut down the sockets of this generation, as a fault of the network does."""
+        for connection in self.connections().values():
+            shut_down(connection.sockets)

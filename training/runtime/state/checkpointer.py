@@ -20,13 +20,14 @@ from storage.checkpoint import CheckpointStore
 from storage.checkpoint_server.client import CheckpointClient
 from storage.errors import StorageError
 from storage.manifest import Manifest
+from storage.retention import apply_retention
 from storage.saving import DirectSaver, SaveHooks, TieredSaver
 from storage.staging import SavePlans
-from training.device import device_rng_state, pin, set_device_rng_state, synchronize
+from training.device import pin, synchronize
 from training.runtime.context import WorkerContext
-from training.runtime.program import Loader, Training
+from training.runtime.program import Training
 from training.runtime.state.live import LiveState
-from training.runtime.state.random_numbers import python_states, set_python_states
+from training.runtime.state.random_numbers import random_states, set_random_states
 from training.runtime.state.restore import Restorer, StateOf, from_first
 
 _log = logging.getLogger("perdure.runtime")
@@ -41,9 +42,11 @@ class Checkpointer:
         context: of this process.
         checkpoints: of the run, in the store.
         training: what is saved.
-        data: its position.
         device: of this rank.
         hooks: called while a save takes long.
+
+    Attributes:
+        live: the state of the training.
     """
 
     def __init__(
@@ -51,27 +54,23 @@ class Checkpointer:
         context: WorkerContext,
         checkpoints: CheckpointStore,
         training: Training,
-        data: Loader,
         device: torch.device,
         *,
         hooks: SaveHooks = NO_HOOKS,
     ) -> None:
         self._context = context
         self._checkpoints = checkpoints
-        self._training = training
-        self._data = data
+        self._loader = training.loader
         self._device = device
         self._hooks = hooks
         self._saver: TieredSaver | DirectSaver | None = None
-        self._is_prepared = False
         self._newest_saved: int | None = 0
         self._generation = 0
         self.live = LiveState(training)
         self._restorer = Restorer(context, checkpoints, device, self._load, hooks.on_wait)
 
     def prepare(self) -> None:
-        """Have the checkpoint server make room, once the optimizer has its state. Collective."""
-        self._is_prepared = True
+        """Have the checkpoint server allocate memory, for the optimizer's state too. Collective."""
         plans = SavePlans(self._device)
         saver = self._new_saver(plans)
         if isinstance(saver, TieredSaver):
@@ -84,14 +83,13 @@ class Checkpointer:
         self._saver = saver
 
     def forget(self, generation: int) -> None:
-        """Let go of what was agreed with the other ranks: some of them are new processes.
+        """Drop what was agreed with the other ranks: some of them are new processes.
 
-        A save that was being copied is discarded; the next one prepares anew. After going back,
-        training comes by steps that it has saved: their files get names of this generation, or
-        they would be written over files that are published, or on their way.
+        A save that was being copied is discarded; the next one prepares again. After a roll-back,
+        training repeats steps that it has saved: their files get names of this generation, or
+        they would be written over files that are published, or being uploaded.
         """
         self._generation = generation
-        self._is_prepared = False
         self._newest_saved = None
         if isinstance(self._saver, TieredSaver):
             self._saver.close()
@@ -159,7 +157,7 @@ class Checkpointer:
         Args:
             step: completed optimizer steps.
             data: position of the data after `step`. The loader itself may be further by a batch,
-                which was handed out for a step that is to be done again.
+                which was handed out for a step that is to be executed again.
             attachments: objects that the store gets before the checkpoint, by key.
 
         Returns:
@@ -170,7 +168,7 @@ class Checkpointer:
         """
         if step == self._newest_saved:
             return False
-        if not self._is_prepared:
+        if self._saver is None:
             self.prepare()
         if self._is_committed(step):
             return False
@@ -197,6 +195,12 @@ class Checkpointer:
         if isinstance(saver, TieredSaver):
             saver.settle(timeout_s)
 
+    def apply_retention(self, step: int) -> None:
+        """Delete what the job does not keep now that `step` is committed; on the first rank."""
+        if self._context.rank == 0:
+            retention = self._context.job.checkpoint.retention()
+            apply_retention(self._checkpoints, retention, protect={step})
+
     def restore(self) -> int:
         """Restore the newest step that the nodes or the store have whole. Collective.
 
@@ -212,60 +216,45 @@ class Checkpointer:
 
     def _is_committed(self, step: int) -> bool:
         if self.is_behind:
-            return False  # the checkpoint server finds out, and no request holds training up
+            return False  # the checkpoint server finds out, and training waits for no request
         return bool(from_first(lambda: step in self._checkpoints.steps(), self._device))
 
     def _load(self, read: Callable[[StateOf], Manifest | None]) -> Manifest | None:
         """Fill the training with what `read` fills tensors with; None when it gave up."""
         tensors, _ = self.live.tensors()
-        random_states: dict[str, Tensor] = {}
+        own_random: dict[str, Tensor] = {}
 
-        def wanted(manifest: Manifest) -> dict[str, Tensor]:
+        def state_of(manifest: Manifest) -> dict[str, Tensor]:
             own = (n for n in manifest.tensors if n.startswith(self._random_prefix))
             for name in own:
                 shape = manifest.tensors[name].shape
-                random_states[name] = torch.empty(shape, dtype=torch.uint8)
-            return {**tensors, **random_states}
+                own_random[name] = torch.empty(shape, dtype=torch.uint8)
+            return {**tensors, **own_random}
 
-        manifest = read(wanted)
+        manifest = read(state_of)
         if manifest is None:
             return None
         extra: dict[str, Any] = dict(manifest.extra)
         self.live.put(tensors, extra)
-        self._data.load_state_dict(extra["data"])
-        self._set_random_states(random_states)
+        self._loader.load_state_dict(extra["data"])
+        # A rank that the saved world did not have keeps the state its seed gave it.
+        prefix = self._random_prefix
+        set_random_states({n.removeprefix(prefix): s for n, s in own_random.items()}, self._device)
         self._newest_saved = manifest.step
         return manifest
 
     def _full_state(self, data: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """All that is saved: tensors by name, and the rest as JSON."""
         tensors, settings = self.live.tensors()
+        for name, state in random_states(self._device).items():
+            tensors[self._random_prefix + name] = state
         extra = {"data": data, "optimizer": settings, **self.live.parts()}
-        # JSON has no tuples: say so here and not in the manifest's validation.
-        return {**tensors, **self._random_states()}, json.loads(json.dumps(extra))
+        # JSON has no tuples: convert here, and not in the manifest's validation.
+        return tensors, json.loads(json.dumps(extra))
 
     @property
     def _random_prefix(self) -> str:
         return f"random/rank{self._context.rank:05d}/"
-
-    def _random_states(self) -> dict[str, Tensor]:
-        """Random states of this rank as uint8 tensors, [bytes]."""
-        states = {"torch": torch.get_rng_state(), "python": python_states()}
-        device_state = device_rng_state(self._device)
-        if device_state is not None:
-            states["device"] = device_state.cpu()
-        return {self._random_prefix + name: state for name, state in states.items()}
-
-    def _set_random_states(self, states: dict[str, Tensor]) -> None:
-        # A rank that the saved world did not have keeps the state its seed gave it.
-        for name, state in states.items():
-            match name.removeprefix(self._random_prefix):
-                case "torch":
-                    torch.set_rng_state(state)
-                case "device":
-                    set_device_rng_state(self._device, state)
-                case "python":
-                    set_python_states(state)
 
 
 def _refusal(saver: TieredSaver, tensors: Mapping[str, Tensor]) -> str | None:

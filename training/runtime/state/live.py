@@ -6,8 +6,10 @@ A tensor of it is the very one that trains; only values are put in its place. Si
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,11 +21,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel
 
 from training.runtime.program import Training
-from training.runtime.state.transfer import Room, local_part
+from training.runtime.state.transfer import TensorLayout, local_part
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 _STATE = "optim/state."
@@ -97,19 +98,19 @@ class LiveState:
         self,
         extra: dict[str, Any],
         fill: Callable[[Mapping[str, Tensor]], None],
-        rooms: Mapping[str, Room] | None = None,
+        layouts: Mapping[str, TensorLayout] | None = None,
     ) -> None:
         """Become what another rank's `whole` was.
 
         Args:
             extra: of it.
             fill: fills tensors, by name, with the other's.
-            rooms: how the other's tensors look, where that is known.
+            layouts: how the other's tensors look, where that is known.
         """
         optimizer = self._training.optimizer
         if not extra["optimizer"]:
             optimizer.state.clear()
-        elif not optimizer.state and not self._make_room(rooms or {}):
+        elif not optimizer.state and not self._allocate_state(layouts or {}):
             self.tensors()
         tensors, _ = self.whole()
         fill(tensors)
@@ -119,7 +120,7 @@ class LiveState:
             group.update(_revived(kept))  # a schedule's state does not bring its rate along
         self._put_parts(extra)
 
-    def _make_room(self, rooms: Mapping[str, Room]) -> bool:
+    def _allocate_state(self, layouts: Mapping[str, TensorLayout]) -> bool:
         """Give an optimizer without a state one that looks like another's, values to come.
 
         Its own way is a step with gradients of zeros: several times the time that the values
@@ -132,15 +133,15 @@ class LiveState:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if any(type(p.data) is not Tensor or p.data_ptr() not in names for p in parameters):
             return False
-        by_name: dict[str, dict[str, Room]] = {}
-        for key, room in rooms.items():
+        by_name: dict[str, dict[str, TensorLayout]] = {}
+        for key, layout in layouts.items():
             if key.startswith(_STATE):
                 name, _, part = key.removeprefix(_STATE).rpartition(".")
-                by_name.setdefault(f"model/{name}", {})[part] = room
+                by_name.setdefault(f"model/{name}", {})[part] = layout
         for parameter in parameters:
             if own := by_name.pop(names[parameter.data_ptr()], None):
                 optimizer.state[parameter] = {
-                    part: room.made_beside(parameter) for part, room in own.items()
+                    part: layout.empty_beside(parameter) for part, layout in own.items()
                 }
         if by_name:  # the other has a state for what has another name here
             optimizer.state.clear()
@@ -213,11 +214,6 @@ class Snapshots:
         """Completed steps in the newest copy, None without one."""
         return self._copies[self._newest].step if self._newest is not None else None
 
-    @property
-    def size_bytes(self) -> int:
-        """Of all buffers."""
-        return sum(t.nbytes for one in self._copies for t in one.tensors)
-
     def take(self, step: int, tensors: Mapping[str, Tensor], extra: dict[str, Any]) -> None:
         """Copy the state of a step.
 
@@ -229,7 +225,7 @@ class Snapshots:
         if (names := tuple(tensors)) != self._names:
             self._names, self._newest = names, None
             self._copies.clear()
-        live = [_local(tensor) for tensor in tensors.values()]
+        live = [local_part(tensor) for tensor in tensors.values()]
         if len(self._copies) < 2:
             self._copies.append(_Copy([_on_host(one) for one in live]))
         free = 0 if self._newest is None else 1 - self._newest
@@ -245,19 +241,25 @@ class Snapshots:
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Put the newest copy back into these tensors."""
-        live = [_local(tensors[name]) for name in self._names]
+        live = [local_part(tensors[name]) for name in self._names]
         with torch.no_grad():
             torch._foreach_copy_(live, self._copies[self._newest_index].tensors)
 
     @property
     def _newest_index(self) -> int:
-        assert self._newest is not None  # noqa: S101 asked for only where `step` is told
+        assert self._newest is not None  # noqa: S101 asked for only where `step` is not None
         return self._newest
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _on_host(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+
+
+def damage(training: Training) -> None:
+    """Overwrite all tensors of a training, as an injected fault of the device's memory does."""
+    kept = chain.from_iterable(one.values() for one in training.optimizer.state.values())
+    with torch.no_grad():
+        for value in chain(training.model.parameters(), training.model.buffers(), kept):
+            if isinstance(value, Tensor):
+                own = local_part(value)
+                own.fill_(math.nan if own.is_floating_point() else -1)

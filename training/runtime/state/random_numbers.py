@@ -20,6 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from training.device import device_rng_state, set_device_rng_state
+
+PYTHON_STATE_BYTES = 32 * 2**10  # two Mersenne twisters of 624 words, as JSON
+
 
 def seed_of(seed: int, *, rank: int, step: int) -> int:
     """A seed for the generators of one rank in one step, 63 bits, unlike that of any other."""
@@ -44,27 +48,39 @@ def _has_device() -> bool:
     return torch.accelerator.is_available()
 
 
-SIZE_BYTES = 32 * 2**10  # two Mersenne twisters of 624 words, as JSON
+def random_states(device: torch.device) -> dict[str, Tensor]:
+    """The states of this process's generators by name, uint8 [bytes] each on the host."""
+    states = {"torch": torch.get_rng_state(), "python": _python_state()}
+    device_state = device_rng_state(device)
+    if device_state is not None:
+        states["device"] = device_state.cpu()
+    return states
 
 
-def python_states() -> Tensor:
-    """The states as they are, uint8 [SIZE_BYTES].
+def set_random_states(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Set those of `random_states` that are given."""
+    if "torch" in states:
+        torch.set_rng_state(states["torch"])
+    if "device" in states:
+        set_device_rng_state(device, states["device"])
+    if "python" in states:
+        _set_python_state(states["python"])
 
-    Always of one size, or every save would have to be planned anew.
-    """
+
+def _python_state() -> Tensor:
+    """Of Python's and numpy's generators; always of one size, or every save would be planned."""
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002
     document = {
         "random": [version, list(internal), gauss],
         "numpy": [name, keys.tolist(), position, has_gauss, cached],  # type: ignore[union-attr]
     }
-    data = json.dumps(document).encode().ljust(SIZE_BYTES)
+    data = json.dumps(document).encode().ljust(PYTHON_STATE_BYTES)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def set_python_states(states: Tensor) -> None:
-    """Set what `python_states` returned."""
-    document = json.loads(bytes(states.tolist()))
+def _set_python_state(state: Tensor) -> None:
+    document = json.loads(bytes(state.tolist()))
     version, internal, gauss = document["random"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, cached = document["numpy"]
@@ -81,8 +97,8 @@ _FILLS = frozenset(
 )  # fmt: skip
 
 
-class Undrawn(TorchFunctionMode):
-    """While it is entered, parameters keep whatever their memory held; buffers are drawn."""
+class UninitializedParameters(TorchFunctionMode):
+    """While it is entered, parameters keep what their memory held; buffers are initialised."""
 
     def __torch_function__(
         self,
@@ -91,7 +107,7 @@ class Undrawn(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Do what was called, unless it fills a parameter with random numbers."""
+        """Call `func`, unless it fills a parameter with random numbers."""
         named = kwargs or {}
         if func in _FILLS:
             filled = args[0] if args else named["tensor"]
@@ -102,7 +118,7 @@ class Undrawn(TorchFunctionMode):
 
 @contextmanager
 def seeded_after() -> Iterator[None]:
-    """What is drawn afterwards does not depend on how much was drawn within.
+    """Make the random numbers drawn afterwards independent of how many are drawn within.
 
     Torch's generators, of the host and of devices, are seeded at the end with a number that
     follows from the host's at the beginning.

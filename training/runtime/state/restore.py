@@ -1,4 +1,4 @@
-"""Restoring: the choice between what the nodes hold and what the store has, and mending it.
+"""Restoring: the choice between what the nodes hold and what the store has, and its repair.
 
 Collective: every rank takes the same steps, on the first rank's answers. Steps are completed
 optimizer steps.
@@ -42,11 +42,8 @@ class Restorer:
         context: of this process.
         checkpoints: of the run, in the store.
         device: of this rank.
-        load: fills the training with what it is given fills tensors with.
+        load: fills the training by the function it is given, which fills tensors.
         on_wait: called now and then while something takes long.
-
-    Attributes:
-        republishes: whether what was restored is on its way to the store.
     """
 
     def __init__(
@@ -63,7 +60,6 @@ class Restorer:
         self._load = load
         self._on_wait = on_wait
         self._is_touched = False
-        self.republishes = False
         self._num_damaged = 0
 
     def restore(self) -> int:
@@ -76,16 +72,13 @@ class Restorer:
             Corrupt: every checkpoint is damaged, and the state was touched on the way: new
                 processes start from nothing.
         """
-        committed = from_first(self._latest_committed, self._device)
+        committed = from_first(self._checkpoints.latest, self._device)
         nodes = self._nodes()
         if nodes is not None:
             step = self._restore_from_nodes(nodes, committed)
             if step is not None:
                 return step
         return self._restore_from_store(nodes)
-
-    def _latest_committed(self) -> int | None:
-        return self._checkpoints.latest()
 
     def _nodes(self) -> NodeRestore | None:
         checkpoint_server, disk = self._context.checkpoint_server, self._context.disk_tier
@@ -104,20 +97,19 @@ class Restorer:
             try:
                 manifest = self._fill(partial(nodes.load, chosen))
             except Corrupt as exc:
-                self._tell(f"step {chosen.save.step} cannot be restored from the nodes: {exc}")
+                self._log(f"step {chosen.save.step} cannot be restored from the nodes: {exc}")
                 return None
             if manifest is not None:
                 break
         if manifest.step != committed:
             self._publish(nodes, chosen.save)
         nodes.node.client.close()
-        self._tell(f"step {manifest.step} restored from the nodes' memory or disks")
+        self._log(f"step {manifest.step} restored from the nodes' memory or disks")
         return manifest.step
 
     def _publish(self, nodes: NodeRestore, save: SaveId) -> None:
-        """Let the store have what so far only the nodes have."""
+        """Copy to the store what so far only the nodes have."""
         context = self._context
-        self.republishes = True
         nodes.node.client.republish(
             save,
             owner=(context.placement, context.attempt),
@@ -128,16 +120,15 @@ class Restorer:
     def _restore_from_store(self, nodes: NodeRestore | None) -> int:
         """The newest committed step; shards that a node holds are taken from there."""
         tried: set[int] = set()
-        while (told := from_first(self._newest_manifest, self._device)) is not None:
-            step, text, why = told
-            problem = why
+        while (newest := from_first(self._newest_manifest, self._device)) is not None:
+            step, text, problem = newest
             if text is not None:
                 manifest = Manifest.model_validate_json(text)
                 problem = self._read_committed(manifest, None if step in tried else nodes)
             if problem is None:
-                self._tell(f"step {step} restored from the store")
+                self._log(f"step {step} restored from the store")
                 return int(step)
-            self._mend(step, text, nodes, problem, is_again=step in tried)
+            self._repair(step, text, nodes, problem, is_again=step in tried)
             tried.add(step)
         if self._is_touched:
             raise Corrupt("no whole checkpoint is left; new processes start from step 0")
@@ -175,7 +166,7 @@ class Restorer:
         load(state, manifest, checkpoints=self._checkpoints, held=held, verify=verify)
         return manifest
 
-    def _mend(
+    def _repair(
         self, step: int, text: str | None, nodes: NodeRestore | None, why: str, *, is_again: bool
     ) -> None:
         """Have damaged shards replaced from a node, or stop offering the step. Collective.
@@ -189,18 +180,18 @@ class Restorer:
             if not damaged and is_again:
                 raise StorageError(f"step {step} is whole in the store, and cannot be read: {why}")
             if not damaged:
-                self._tell(f"step {step} is read again, it is whole in the store: {why}")
+                self._log(f"step {step} is read again, it is whole in the store: {why}")
                 return
-        told = "; ".join(damaged) or why
+        damage = "; ".join(damaged) or why
         if nodes is not None and text is not None and not is_again:
             nodes.node.refresh()
             names = [line.partition(" ")[0] for line in damaged]
             if nodes.repair(Manifest.model_validate_json(text), names):
-                self._note_damage(step, told, is_mended=True)
+                self._log_damage(step, damage, is_mended=True)
                 return
         if self._context.rank == 0:
-            self._checkpoints.set_aside(step, told)
-        self._note_damage(step, told, is_mended=False)
+            self._checkpoints.set_aside(step, damage)
+        self._log_damage(step, damage, is_mended=False)
         from_first(lambda: None, self._device)  # the others look for the next one after that
 
     def _damaged_shards(self, manifest: Manifest) -> list[str]:
@@ -210,12 +201,12 @@ class Restorer:
             manifest.step, {name: manifest.shards[name] for name in own}
         )
         self._on_wait()
-        told = gather_json([f"{d.file} {d.kind}: {d.detail}" for d in damages], self._device)
-        return [line for of_rank in told for line in of_rank]
+        lines = [f"{one.file} {one.kind}: {one.detail}" for one in damages]
+        return [line for of_rank in gather_json(lines, self._device) for line in of_rank]
 
-    def _note_damage(self, step: int, text: str, *, is_mended: bool) -> None:
-        """Into the rank's log, and by the live file into the run's ledger."""
-        self._tell(f"checkpoint of step {step} {'mended' if is_mended else 'set aside'}: {text}")
+    def _log_damage(self, step: int, text: str, *, is_mended: bool) -> None:
+        """In the rank's log, and through the attempt's log in the run's ledger."""
+        self._log(f"checkpoint of step {step} {'repaired' if is_mended else 'set aside'}: {text}")
         if self._context.rank != 0:
             return
         self._num_damaged += 1
@@ -232,7 +223,7 @@ class Restorer:
         except OSError as exc:
             _log.info(f"the damage is not on record: {exc}")
 
-    def _tell(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         if self._context.rank == 0:
             _log.info(text)
 
@@ -253,5 +244,5 @@ def _readers(shards: Sequence[str], at_hand: Sequence[frozenset[str]]) -> dict[s
 
 
 def from_first(answer: Callable[[], Any], device: torch.device) -> Any:
-    """The first rank's answer, JSON, on every rank; the others do not ask."""
+    """The first rank's answer, JSON, on every rank; the others do not call `answer`."""
     return gather_json(answer() if dist.get_rank() == 0 else None, device)[0]

@@ -1,7 +1,7 @@
 """A rank's state, sent to the one that lost it: tensors over the process group, the rest as JSON.
 
-Both sides must be linked. Tensors are sent many at a time: waiting for each costs a state of many
-small tensors several times what its bytes do. Sizes are bytes.
+Both sides must be connected. Tensors are sent many at a time: waiting for each costs a state of
+many small tensors several times what its bytes do. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor
 
 from storage.staging import raw
 
-IN_FLIGHT = 32
+MAX_TRANSFERS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class TensorLayout:
     """How a tensor looks, whatever its values: what another rank needs to make one.
 
     Attributes:
@@ -38,16 +38,12 @@ class Room:
     device: str
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Room:
+    def of(cls, tensor: Tensor) -> TensorLayout:
         """That of a tensor."""
         dtype = str(tensor.dtype).removeprefix("torch.")
         return cls(dtype, list(local_part(tensor).shape), tensor.device.type)
 
-    def as_json(self) -> tuple[str, Sequence[int], str]:
-        """Its fields in their order."""
-        return self.dtype, self.shape, self.device
-
-    def made_beside(self, parameter: Tensor) -> Tensor:
+    def empty_beside(self, parameter: Tensor) -> Tensor:
         """A tensor without values, on the parameter's device if that is of this type.
 
         Raises:
@@ -61,22 +57,22 @@ class Room:
 
 
 @dataclass(slots=True)
-class _Flights:
-    """Transfers that have begun, oldest first, and what is done once each has ended."""
+class _Transfers:
+    """Transfers that have begun, oldest first, and what to call once each has ended."""
 
     _waiting: deque[tuple[dist.Work, Callable[[], object]]] = field(default_factory=deque)
 
     def add(self, work: dist.Work | None, then: Callable[[], object]) -> None:
         assert work is not None  # noqa: S101 None is for those outside of the group
         self._waiting.append((work, then))
-        if len(self._waiting) == IN_FLIGHT:
-            self._land()
+        if len(self._waiting) == MAX_TRANSFERS:
+            self._finish_oldest()
 
-    def land_all(self) -> None:
+    def finish_all(self) -> None:
         while self._waiting:
-            self._land()
+            self._finish_oldest()
 
-    def _land(self) -> None:
+    def _finish_oldest(self) -> None:
         work, then = self._waiting.popleft()
         work.wait()
         then()
@@ -88,26 +84,30 @@ def send_state(
     """Send a state.
 
     Raises:
-        RuntimeError: the link broke.
+        RuntimeError: the connection broke.
     """
-    rooms = {name: Room.of(tensor).as_json() for name, tensor in tensors.items()}
-    _send_json({"rooms": rooms, "extra": extra}, to=to, device=device)
-    flights = _Flights()
+    layouts = {name: astuple(TensorLayout.of(tensor)) for name, tensor in tensors.items()}
+    _send_json({"layouts": layouts, "extra": extra}, to=to, device=device)
+    transfers = _Transfers()
     for tensor in tensors.values():
         # An optimizer may keep step counts on the host, which NCCL and HCCL do not send.
         flat = local_part(tensor).contiguous().reshape(-1).to(device)
-        flights.add(dist.isend(flat, to), flat.numel)  # which keeps it until then
-    flights.land_all()
+        transfers.add(dist.isend(flat, to), flat.numel)  # which keeps it until then
+    transfers.finish_all()
 
 
-def receive_header(*, source: int, device: torch.device) -> tuple[dict[str, Room], dict[str, Any]]:
+def receive_header(
+    *, source: int, device: torch.device
+) -> tuple[dict[str, TensorLayout], dict[str, Any]]:
     """How the tensors look that follow, by name in their order, and the rest of the state.
 
     Raises:
-        RuntimeError: the link broke.
+        RuntimeError: the connection broke.
     """
     document = _receive_json(source=source, device=device)
-    return {name: Room(*told) for name, told in document["rooms"].items()}, document["extra"]
+    return {name: TensorLayout(*fields) for name, fields in document["layouts"].items()}, document[
+        "extra"
+    ]
 
 
 def receive_tensors(
@@ -116,21 +116,21 @@ def receive_tensors(
     """Fill the tensors of these names, in this order.
 
     Raises:
-        RuntimeError: the link broke.
+        RuntimeError: the connection broke.
         ValueError: the other side has other tensors.
     """
     names = list(names)
     if missing := [name for name in names if name not in tensors]:
         raise ValueError(f"the replica has {missing[0]}, which this rank has not")
-    flights = _Flights()
+    transfers = _Transfers()
     with torch.no_grad():
         for name in names:
             own = local_part(tensors[name])
             is_fit = own.is_contiguous() and own.device.type == device.type
             fresh = partial(torch.empty, own.numel(), dtype=own.dtype, device=device)
             flat = own.reshape(-1) if is_fit else fresh()
-            flights.add(dist.irecv(flat, source), partial(_fill, own, flat))
-        flights.land_all()
+            transfers.add(dist.irecv(flat, source), partial(_fill, own, flat))
+        transfers.finish_all()
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -1,59 +1,64 @@
-"""From one step boundary to the next, faults included.
+"""The loop from one step boundary to the next, faults included.
 
 Everything that needs all ranks, the step itself, a save, the end, may be cut short by a fault.
-What was still to be done is told to the coordinator then, and done again by all ranks once they
-stand at one step. Times are seconds, steps completed optimizer steps.
+What was still to be done is reported to the coordinator then, and done again by all ranks once
+they are at one step. Times are seconds, steps completed optimizer steps.
 """
 
 from __future__ import annotations
 
+import signal
+import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from training.diagnosis.exits import EXIT_RESTART_ME
 from training.health.heartbeat import HeartbeatWriter, Phase
+from training.injection.inside import WorkerInjector
 from training.recovery.protocol import Ending, Paused
 from training.recovery.repair import Vote
+from training.runtime.context import WorkerContext
 from training.runtime.errors import WorkerError
-from training.runtime.program import Loader, Training
+from training.runtime.program import Training
 from training.runtime.state.checkpointer import Checkpointer
 from training.runtime.state.random_numbers import seed_step
-from training.runtime.step_loop.rank_recovery import RankRecovery, Stand
-from training.runtime.step_loop.step import Limits, Step, StepRequests, Surroundings
+from training.runtime.step_loop.rank_recovery import RankRecovery, RankState
+from training.runtime.step_loop.records import StepRecords
+from training.runtime.step_loop.save_clock import SaveClock
+from training.runtime.step_loop.step import Limits, Step, StepContext, StepRequests
 
 SETTLE_TIMEOUT_S = 1800.0  # for the last save to reach the store
 
 
-class Host(Protocol):
-    """What the loop needs of its session."""
+class AgentRequests:
+    """What the node agent or a user requests of this process by a signal.
 
-    def wishes(self, number: int) -> StepRequests:
-        """What this rank brings to the agreement of a step."""
-        ...
+    Attributes:
+        stop: SIGTERM came: save and end at the next step boundary.
+        save: SIGUSR1 came: save at the next step boundary.
+        in_loop: there are step boundaries; without them SIGTERM ends the process at once.
+    """
 
-    def loss_factor(self, number: int) -> float:
-        """What a drill multiplies the loss of a step with."""
-        ...
+    def __init__(self) -> None:
+        self.stop = False
+        self.save = False
+        self.in_loop = False
 
-    def record(self, step: int, vote: Vote, step_s: float) -> None:
-        """Put a completed step on record."""
-        ...
+    def install(self) -> None:
+        """Handle the signals from now on."""
+        signal.signal(signal.SIGTERM, self._on_terminate)
+        signal.signal(signal.SIGUSR1, self._on_save)
 
-    def save(self, step: int, *, data: dict[str, Any], is_last: bool) -> None:
-        """Save a step, with the position of the data after it; collective.
+    def _on_save(self, _number: int, _frame: object) -> None:
+        self.save = True
 
-        Waits for the store when it is the last one.
-        """
-        ...
-
-    def is_stopping(self) -> bool:
-        """Whether this process was asked to end."""
-        ...
+    def _on_terminate(self, _number: int, _frame: object) -> None:
+        if not self.in_loop:
+            sys.exit(EXIT_RESTART_ME)
+        self.stop = True
 
 
 @dataclass(slots=True)
@@ -61,59 +66,71 @@ class StepLoop:
     """The steps of one process.
 
     Attributes:
-        host: the session.
         until: target step.
-        rank: of this process.
-        seed: of the job.
+        context: of this process.
         training: what is trained.
-        loader: its data.
-        checkpointer: saves and restores.
+        checkpointer: saves and restores it.
         device: of this rank.
         heartbeat: shows that this process lives.
-        limits: beyond which a step is abnormal.
-        mender: mends faults while the process lives; None: they end it.
-        snapshot_every_steps: how often the state is kept to go back to, where it is.
-        reached: told of points where drills make faults.
-        is_over: the loop came to its end.
-        stand: where this rank stands.
+        faults: injects the faults of a drill.
+        records: of completed steps.
+        requests: of the agent.
+        recovery: from faults while the process lives; None: they end it.
+        state: of this rank.
     """
 
-    host: Host
     until: int
-    rank: int
-    seed: int
+    context: WorkerContext
     training: Training
-    loader: Loader
     checkpointer: Checkpointer
     device: torch.device
     heartbeat: HeartbeatWriter
-    limits: Limits
-    snapshot_every_steps: int
-    mender: RankRecovery | None
-    reached: Callable[[str, int], None]
-    stand: Stand = field(default_factory=lambda: Stand(0, {}))
-    is_over: bool = False
+    faults: WorkerInjector
+    records: StepRecords
+    requests: AgentRequests
+    recovery: RankRecovery | None
+    state: RankState = field(default_factory=lambda: RankState(0, {}))
+    _steps: StepContext = field(init=False)
+    _clock: SaveClock = field(init=False)
     _is_first: bool = True
     _started_s: float = 0.0
 
-    def begin(self, *, is_fresh: bool) -> None:
-        """Restore, or take the place of another process. Collective.
+    def __post_init__(self) -> None:
+        """Prepare what all steps have in common."""
+        restart = self.context.job.restart
+        self._steps = StepContext(
+            training=self.training,
+            device=self.device,
+            heartbeat=self.heartbeat,
+            faults=self.faults,
+            requests=self._requests_at,
+            is_recoverable=self._is_recoverable,
+            limits=Limits(restart.abnormal_loss, restart.abnormal_grad_norm),
+        )
 
-        Args:
-            is_fresh: this process takes the place of another.
-        """
+    def begin(self) -> None:
+        """Restore, or take the place of another process. Collective."""
         self.heartbeat.beat(phase=Phase.RESTORE)
-        if is_fresh:
-            assert self.mender is not None  # noqa: S101 nobody else starts such a process
-            self.stand.is_fresh = True
-            self._rejoin(None)
+        if self.context.generation is not None:
+            self.state.is_fresh = True
+            self._recover(None)
         else:
-            self.stand.step = self.checkpointer.restore()
-            self.stand.data = self.loader.state_dict()
-            if self.mender is not None:
-                self.mender.snapshot(self.stand)
-                self.mender.trains(self.stand.step)
-        self.heartbeat.beat(phase=Phase.DATA, step=self.stand.step)
+            self.state.step = self.checkpointer.restore()
+            self.state.data = self.training.loader.state_dict()
+            if self.recovery is not None:
+                self.recovery.snapshot(self.state)
+                self.recovery.report_training(self.state.step)
+        self._at_step(Phase.DATA)
+        # A job without an interval gets the recommended one for the size of its model.
+        num_parameters = sum(p.numel() for p in self.training.model.parameters())
+        spec = self.context.job.checkpoint.resolved(num_parameters)
+        self._clock = SaveClock(spec, self.training.loader, self.state.step)
+        self.requests.in_loop = True
+
+    def _at_step(self, phase: Phase | None = None) -> None:
+        self.heartbeat.beat(phase=phase, step=self.state.step)
+        if self.recovery is not None:
+            self.recovery.groups.step = self.state.step
 
     def next_step(self) -> Step | None:
         """The next step, or the one before once more; None at the end.
@@ -126,31 +143,50 @@ class StepLoop:
             try:
                 self._finish_step()
                 self._do_pending()
-                if self.stand.step >= self.until:
+                if self.state.step >= self.until:
                     self._end()
                     return None
                 return self._new_step()
             except (RuntimeError, WorkerError) as error:
-                if self.mender is None or self.mender.look_at(error) is None:
+                if not self._is_recoverable(error):
                     raise
-                self._rejoin(error)
+                self._recover(error)
 
-    def _rejoin(self, error: BaseException | None) -> None:
-        assert self.mender is not None  # noqa: S101 asked by the callers
-        plan = self.mender.rejoin(self.stand, error=error)
-        stand = self.stand
+    def _is_recoverable(self, error: BaseException) -> bool:
+        return self.recovery is not None and self.recovery.classify(error) is not None
+
+    def _requests_at(self, number: int) -> StepRequests:
+        # Only the first rank's clock and policy count, or the ranks would disagree.
+        is_due = self.context.rank == 0 and self._clock.is_due(number)
+        return StepRequests(
+            stop=self.requests.stop,
+            save=is_due or self.requests.save,
+            pause=self.recovery is not None and self.recovery.groups.client.pause_wanted,
+        )
+
+    def _recover(self, error: BaseException | None) -> None:
+        assert self.recovery is not None  # noqa: S101 asked by the callers
+        plan = self.recovery.rejoin(self.state, error=error)
+        state = self.state
         self._is_first = False  # on every rank alike; the next save prepares
         if plan.applies or plan.moves or plan.pending:
-            # Whoever took a state has not done yet what the others have.
-            stand.pending = self._after(stand.vote)
-        self.heartbeat.beat(step=stand.step)
-        if stand.vote is not None:
-            self.host.record(stand.step, stand.vote, time.perf_counter() - self._started_s)
-        self.mender.snapshot(stand)
+            # A rank that took a state has not done yet what the others have.
+            state.pending = self._after(state.vote)
+        self._at_step()
+        self._record(state.vote)
+        self.recovery.snapshot(state)
+
+    def _record(self, vote: Vote | None) -> None:
+        if vote is None:
+            return
+        if self.recovery is not None:
+            self.recovery.groups.end_step()
+        step_s = time.perf_counter() - self._started_s
+        self.records.add(self.state.step, vote, self.training, step_s=step_s)
 
     def _finish_step(self) -> None:
         """Take in how the step that was handed out has ended."""
-        step = self.stand.in_flight
+        step = self.state.in_flight
         if step is None:
             return
         if step.error is not None:
@@ -158,36 +194,35 @@ class StepLoop:
             raise error
         if not step.is_applied:
             raise ValueError(f"step {step.number}: use it as `with step:`")
-        vote = step.vote
-        assert vote is not None  # noqa: S101 nothing is applied before it
-        stand = self.stand
-        stand.step, stand.vote, stand.in_flight = step.number, vote, None
-        stand.data = self.loader.state_dict()
-        stand.pending = self._after(vote)
-        self.host.record(stand.step, vote, time.perf_counter() - self._started_s)
-        self.heartbeat.beat(step=stand.step)
-        if self.mender is not None and stand.step % self.snapshot_every_steps == 0:
-            self.mender.snapshot(stand)
+        state = self.state
+        state.step, state.vote, state.in_flight = step.number, step.vote, None
+        state.data = self.training.loader.state_dict()
+        state.pending = self._after(step.vote)
+        self._record(step.vote)
+        self._at_step()
+        every = self.context.job.restart.snapshot_every_steps
+        if self.recovery is not None and state.step % every == 0:
+            self.recovery.snapshot(state)
 
     def _after(self, vote: Vote | None) -> tuple[str, ...]:
-        """What the agreement of a step asks for before the next one."""
+        """What is to be done, by the vote of a step, before the next one."""
         pending: list[str] = ["prepare"] if self._is_first else []
-        is_last = self.stand.step >= self.until or (vote is not None and vote.stop)
+        is_last = self.state.step >= self.until or (vote is not None and vote.stop)
         if is_last:
             pending.append("last_save")
         elif vote is not None and vote.save:
             pending.append("save")
         if vote is not None and vote.pause and not is_last:
             pending.append("pause")
-        if vote is not None and vote.stop and self.stand.step < self.until:
+        if vote is not None and vote.stop and self.state.step < self.until:
             pending.append("stop")
         return tuple(pending)
 
     def _do_pending(self) -> None:
-        stand = self.stand
-        while stand.pending:
-            self._do(stand.pending[0])
-            stand.pending = stand.pending[1:]
+        state = self.state
+        while state.pending:
+            self._do(state.pending[0])
+            state.pending = state.pending[1:]
 
     def _do(self, name: str) -> None:
         match name:
@@ -196,56 +231,59 @@ class StepLoop:
                 self.checkpointer.prepare()
                 self._is_first = False
             case "save" | "last_save":
-                self.reached("save", self.stand.step)
+                self.faults.reached("save", self.state.step)
                 self.heartbeat.beat(phase=Phase.SAVE)
-                stand = self.stand
-                self.host.save(stand.step, data=stand.data, is_last=name == "last_save")
+                self._save(is_last=name == "last_save")
             case "pause":
-                self._stand_still()
+                self._pause()
             case "stop":
                 self._leave(Phase.STOPPED)
                 raise SystemExit(EXIT_RESTART_ME)
 
-    def _stand_still(self) -> None:
-        """Wait at this step boundary, as all ranks do, until nobody wants it any more."""
-        mender = self.mender
-        if mender is None:
+    def _save(self, *, is_last: bool) -> None:
+        """Save this step, and wait for the store when it is the last one; collective."""
+        step, started_s = self.state.step, self._clock.now_s()
+        is_new = self.checkpointer.save(
+            step, data=self.state.data, attachments=self.records.unsaved()
+        )
+        self.records.saved()
+        # Not when the request was voted on: a fault may have had the vote taken again.
+        self.requests.save = False
+        self._clock.saved(step, started_s=started_s)
+        if is_last:
+            self.checkpointer.settle(SETTLE_TIMEOUT_S)
+        if not self.checkpointer.is_behind:  # else the checkpoint server does the rest
+            self.records.committed(step)
+            if is_new:
+                self.checkpointer.apply_retention(step)
+
+    def _pause(self) -> None:
+        """Wait at this step boundary, as all ranks do, until the pause is over."""
+        if self.recovery is None:
             return
         self.heartbeat.beat(phase=Phase.PAUSED)
-        mender.contact.pause(
-            mender.generations.current, step=self.stand.step, until=self.host.is_stopping
+        groups = self.recovery.groups
+        groups.client.pause(
+            groups.generations.current, step=self.state.step, until=lambda: self.requests.stop
         )
-        mender.contact.send(Paused(step=self.stand.step, is_paused=False))
+        groups.client.send(Paused(step=self.state.step, is_paused=False))
 
     def _new_step(self) -> Step:
-        stand = self.stand
-        number = stand.step + 1
+        state, loader = self.state, self.training.loader
+        number = state.step + 1
         self._started_s = time.perf_counter()  # waiting for data is part of a step
         self.heartbeat.beat(phase=Phase.DATA)
-        if stand.batch is not None:
-            batch, stand.batch = stand.batch, None
+        if state.batch is not None:
+            batch, state.batch = state.batch, None
         else:
-            stand.data = self.loader.state_dict()
+            state.data = loader.state_dict()
             began_ns = time.monotonic_ns()
-            batch = self.loader.next_step()
+            batch = loader.next_step()
             self.heartbeat.waited_for_data(time.monotonic_ns() - began_ns)
         self.heartbeat.beat(phase=Phase.STEP)
-        seed_step(self.seed, rank=self.rank, step=number)
-        stand.in_flight = Step(
-            number,
-            batch=batch,
-            training=self.training,
-            device=self.device,
-            heartbeat=self.heartbeat,
-            around=Surroundings(
-                self.host.wishes, self._may_mend, self.reached, self.host.loss_factor
-            ),
-            limits=self.limits,
-        )
-        return stand.in_flight
-
-    def _may_mend(self, error: BaseException) -> bool:
-        return self.mender is not None and self.mender.look_at(error) is not None
+        seed_step(self.context.job.seed, rank=self.context.rank, step=number)
+        state.in_flight = Step(number, batch, self._steps)
+        return state.in_flight
 
     def _end(self) -> None:
         """The target is reached."""
@@ -257,10 +295,11 @@ class StepLoop:
     def _leave(self, phase: Phase) -> None:
         """End together: a rank that left early would look like a failure to the others."""
         dist.barrier()
-        self.is_over = True
-        if self.mender is not None:
-            self.mender.contact.send(Ending(step=self.stand.step))
-            self.mender.contact.close()
-        self.loader.close()
+        self.requests.in_loop = False
+        if self.recovery is not None:
+            client = self.recovery.groups.client
+            client.send(Ending(step=self.state.step))
+            client.close()
+        self.training.loader.close()
         self.heartbeat.beat(phase=phase)
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""How a rank comes out of a fault at the same step as all others, on the coordinator's plan.
+"""How a rank recovers from a fault at the same step as all others, on the coordinator's plan.
 
 Times are seconds, steps completed optimizer steps.
 """
@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -22,6 +22,7 @@ from storage.errors import StorageError
 from training.device import Healing, healing_of
 from training.diagnosis.exits import EXIT_RESTART_ME
 from training.health.heartbeat import HeartbeatWriter, Phase
+from training.injection.inside import WorkerInjector
 from training.masking import masked_text, secret_values
 from training.recovery.protocol import (
     GenerationReport,
@@ -31,11 +32,11 @@ from training.recovery.protocol import (
     WorkerFaultKind,
 )
 from training.recovery.repair import RankReport, RepairMode, RepairPlan, StepPhase, Vote
-from training.runtime.coordinator_client import CoordinatorClient
+from training.runtime.context import WorkerContext
 from training.runtime.errors import GivenUp, NumericAnomaly, WorkerError
-from training.runtime.process_group.generations import Generations
+from training.runtime.process_group.attempt_groups import AttemptGroups
 from training.runtime.process_group.reconfigurable import default_group
-from training.runtime.program import Loader, MicroBatch, Training
+from training.runtime.program import MicroBatch, Training
 from training.runtime.state.checkpointer import Checkpointer
 from training.runtime.state.live import Snapshots
 from training.runtime.state.transfer import local_part, receive_header, receive_tensors, send_state
@@ -47,18 +48,18 @@ _log = logging.getLogger("perdure.runtime")
 
 
 @dataclass(slots=True)
-class Stand:
-    """Where this rank stands.
+class RankState:
+    """Where this rank is in its training.
 
     Attributes:
-        step: completed steps in its state.
+        step: completed steps in its tensors.
         data: position of the data after them.
         vote: of the last of them, None when it was not taken here.
         in_flight: the step after, once it is handed out.
-        batch: of the step after, which is to be done again.
+        batch: of the step after, which is to be executed again.
         pending: what is to be done before the next step, by name.
         is_fresh: there is no state yet: this process takes the place of another.
-        is_dirty: the state is not to be trusted.
+        is_dirty: the tensors are not to be trusted.
     """
 
     step: int
@@ -72,14 +73,13 @@ class Stand:
 
     def report(self, rank: int, snapshot_step: int | None) -> RankReport:
         """For the coordinator."""
-        flying = self.in_flight
-        half = flying is not None and flying.is_dirty
-        votes = (self.vote, flying.vote if flying is not None else None)
+        step = self.in_flight
+        votes = (self.vote, step.vote if step is not None else None)
         return RankReport(
             rank=rank,
             step=self.step,
-            phase=flying.phase if flying is not None else StepPhase.RUN,
-            is_dirty=self.is_dirty or half,
+            phase=step.phase if step is not None else StepPhase.RUN,
+            is_dirty=self.is_dirty or (step is not None and step.is_dirty),
             is_fresh=self.is_fresh,
             snapshot_step=snapshot_step,
             votes=tuple(vote for vote in votes if vote is not None),
@@ -89,33 +89,27 @@ class Stand:
 
 @dataclass(slots=True)
 class RankRecovery:
-    """Brings this rank back to one step with the others.
+    """Brings this rank to one step with the others.
 
     Attributes:
-        rank: of this process.
-        contact: to the coordinator.
-        generations: of the process groups.
+        groups: of this process.
+        context: of this process.
         training: what is trained.
-        loader: its data.
         checkpointer: gives and takes state.
         device: of this rank.
         heartbeat: shows that this process lives.
-        save_limit_s: for the end-of-life checkpoint to reach the store.
-        reached: told of points where drills make faults.
+        faults: injects the faults of a drill.
         snapshots: to go back to, None when the job has none.
         healing: what the device needs.
     """
 
-    rank: int
-    contact: CoordinatorClient
-    generations: Generations
+    groups: AttemptGroups
+    context: WorkerContext
     training: Training
-    loader: Loader
     checkpointer: Checkpointer
     device: torch.device
     heartbeat: HeartbeatWriter
-    save_limit_s: float
-    reached: Callable[[str, int], None] = lambda _point, _step: None
+    faults: WorkerInjector
     snapshots: Snapshots | None = None
     healing: Healing = field(init=False)
 
@@ -123,18 +117,21 @@ class RankRecovery:
         """Find out what the device needs."""
         self.healing = healing_of(self.device)
 
-    def look_at(self, error: BaseException) -> RecoverableError | None:
+    def classify(self, error: BaseException) -> RecoverableError | None:
         """What an exception is, None when it is the program's own."""
         if isinstance(error, NumericAnomaly):
             return RecoverableError(WorkerFaultKind.NUMERIC, str(error))
-        interrupted = self.generations.announced > self.generations.current
-        return classify(error, is_interrupted=interrupted)
+        return classify(error, is_interrupted=self._is_interrupted)
 
-    def rejoin(self, stand: Stand, *, error: BaseException | None = None) -> RepairPlan:
-        """Tell of a fault, and come out of it together with the others.
+    @property
+    def _is_interrupted(self) -> bool:
+        return self.groups.generations.announced > self.groups.generations.current
+
+    def rejoin(self, state: RankState, *, error: BaseException | None = None) -> RepairPlan:
+        """Report a fault, and recover from it together with the others.
 
         Args:
-            stand: where this rank stands; brought up to date.
+            state: of this rank; brought up to date.
             error: what was caught, None for a process that takes the place of another.
 
         Raises:
@@ -144,176 +141,177 @@ class RankRecovery:
         """
         self.heartbeat.beat(phase=Phase.RECOVER)
         if error is not None:
-            self._tell(error, stand)
+            self._report(error, state)
         while True:
             try:
-                plan = self._follow(stand)
+                plan = self._follow_plan(state)
             except GivenUp as exc:
                 self._leave(error, exc)
             except (RuntimeError, WorkerError) as exc:
-                self._stumbled(exc, stand)
+                self._report_failed_recovery(exc, state)
             else:
                 self.heartbeat.beat(phase=Phase.STEP)
                 return plan
 
     def _leave(self, error: BaseException | None, given_up: GivenUp) -> NoReturn:
         """End this process with what it knows: its traceback, if the fault was here."""
-        seen = self.look_at(error) if error is not None else None
-        if error is not None and (seen is None or seen.kind is not None):
+        found = self.classify(error) if error is not None else None
+        if error is not None and (found is None or found.kind is not None):
             raise error from None
-        what = f"{given_up}; it ran into: {seen.text}" if seen is not None else str(given_up)
-        _log.info(f"rank {self.rank} ends: {what}")
+        reason = f"{given_up}; it ran into: {found.text}" if found is not None else str(given_up)
+        _log.info(f"rank {self.context.rank} ends: {reason}")
         raise SystemExit(EXIT_RESTART_ME) from None
 
-    def _tell(self, error: BaseException, stand: Stand) -> None:
-        seen = self.look_at(error)
-        if seen is None or seen.kind is None:
+    def _report(self, error: BaseException, state: RankState) -> None:
+        found = self.classify(error)
+        if found is None or found.kind is None:
             return
-        stand.is_dirty = stand.is_dirty or seen.kind is WorkerFaultKind.MEMORY
-        flying = stand.in_flight
-        vote = flying.vote if flying is not None else None
-        finite = vote is None or (math.isfinite(vote.loss) and math.isfinite(vote.grad_norm))
-        self._say(seen, stand.step, is_finite=finite, vote=vote)
+        state.is_dirty = state.is_dirty or found.kind is WorkerFaultKind.MEMORY
+        vote = state.in_flight.vote if state.in_flight is not None else None
+        self._send_fault(found.kind, found, state.step, vote)
 
-    def _stumbled(self, error: BaseException, stand: Stand) -> None:
-        """A fault inside the recovery: somebody tells the coordinator, and it begins anew."""
-        seen = self.look_at(error)
-        if seen is None:
+    def _report_failed_recovery(self, error: BaseException, state: RankState) -> None:
+        """Have the coordinator begin another generation, unless there is one already."""
+        found = self.classify(error)
+        if found is None:
             raise error
-        stand.is_dirty = stand.is_dirty or seen.kind is WorkerFaultKind.MEMORY
-        if self.generations.announced <= self.generations.current:
-            self._say(
-                RecoverableError(WorkerFaultKind.REPAIR, seen.text, seen.code),
-                stand.step,
-                is_finite=True,
-            )
+        state.is_dirty = state.is_dirty or found.kind is WorkerFaultKind.MEMORY
+        if not self._is_interrupted:
+            self._send_fault(WorkerFaultKind.REPAIR, found, state.step)
 
-    def _say(
-        self, seen: RecoverableError, step: int, *, is_finite: bool, vote: Vote | None = None
+    def _send_fault(
+        self, kind: WorkerFaultKind, found: RecoverableError, step: int, vote: Vote | None = None
     ) -> None:
-        assert seen.kind is not None  # noqa: S101 callers look
-        self.contact.send(
+        self.groups.client.send(
             WorkerFault(
-                generation=self.generations.current,
-                kind=seen.kind,
-                text=masked_text(seen.text, secret_values(os.environ))[:500],
+                generation=self.groups.generations.current,
+                kind=kind,
+                text=masked_text(found.text, secret_values(os.environ))[:500],
                 step=step,
                 at_s=time.time(),
-                code=seen.code,
+                code=found.code,
                 grad_norm=vote.grad_norm if vote is not None else None,
                 culprit=vote.culprit if vote is not None else None,
-                is_finite=is_finite,
+                is_finite=vote is None
+                or (math.isfinite(vote.loss) and math.isfinite(vote.grad_norm)),
             )
         )
 
-    def _follow(self, stand: Stand) -> RepairPlan:
+    def _follow_plan(self, state: RankState) -> RepairPlan:
         """Take part in the newest generation, up to where training goes on."""
-        generation = self.contact.newer_than(self.generations.current)
+        client, generations, rank = self.groups.client, self.groups.generations, self.context.rank
+        generation = client.newer_than(generations.current)
         self.healing.stop()
-        self.generations.enter(generation)
+        generations.enter(generation)
         self.heartbeat.generation = generation
         snapshot_step = self.snapshots.step if self.snapshots is not None else None
-        report = stand.report(self.rank, snapshot_step)
-        self.contact.send(GenerationReport(generation=generation, report=report))
-        self._heal(stand)
-        # While others are still on their way: no plan wants a gradient that is not ready.
-        is_ready = stand.is_fresh or report.phase < StepPhase.PREPARED
-        if is_ready and not stand.is_fresh:
-            reset(self.training, self.generations)
-        plan = self.contact.plan_for(generation)
-        self.reached("recovery", plan.step + 1)
-        self._catch_up(stand, plan)
+        report = state.report(rank, snapshot_step)
+        client.send(GenerationReport(generation=generation, report=report))
+        self._heal(state)
+        # While others are still on their way: no plan applies a gradient that is not reduced.
+        is_ready = state.is_fresh or report.phase < StepPhase.PREPARED
+        if is_ready and not state.is_fresh:
+            reset(self.training, generations)
+        plan = client.plan_for(generation)
+        self.faults.reached("recovery", plan.step + 1)
+        self._end_step_in_flight(state, plan)
         if not is_ready:
-            reset(self.training, self.generations)
+            reset(self.training, generations)
         self.checkpointer.forget(generation)
         if plan.mode is RepairMode.LAST_SAVE:
-            self._save_and_end(stand, plan)
-        # By everybody and at once: a link made inside a transfer between two would wait for the
-        # others, who wait in their next collective.
+            self._save_and_end(state, plan)
+        # By all ranks and at once: a connection established inside a transfer between two would
+        # wait for the others, who wait in their next collective.
         default_group().connect()
         if plan.rolls_back:
-            self._roll_back(stand, plan)
-        self._exchange(stand, plan)
-        self.generations.check()
-        stand.vote = plan.vote
-        stand.pending = plan.pending
-        self.trains(stand.step)
+            self._roll_back(state, plan)
+        self._transfer(state, plan)
+        generations.check()
+        state.vote = plan.vote
+        state.pending = plan.pending
+        self.report_training(state.step)
         return plan
 
-    def _heal(self, stand: Stand) -> None:
+    def _heal(self, state: RankState) -> None:
         """Have the device take work again; one that cannot is left to a new process."""
         parts = (self.training.model.parameters(), self.training.model.buffers())
-        state = self.training.optimizer.state.values()
-        tensors = [*chain(*parts), *(v for one in state for v in one.values())]
+        optimizer = self.training.optimizer.state.values()
+        tensors = [*chain(*parts), *(v for one in optimizer for v in one.values())]
         self.healing.clean(
             [local_part(one) for one in tensors if isinstance(one, Tensor)],
-            is_damaged=stand.is_dirty,
+            is_damaged=state.is_dirty,
         )
 
-    def _catch_up(self, stand: Stand, plan: RepairPlan) -> None:
-        """Apply a gradient that every rank was known to hold."""
-        flying = stand.in_flight
-        if self.rank in plan.applies and flying is not None:
-            flying.finish(plan.vote)
-            stand.step, stand.data = flying.number, self.loader.state_dict()
-            stand.vote = flying.vote  # a fault may come before the end, and it is reported again
-        elif flying is not None:
-            # Whatever this plan is about: it may come to nothing, and the next one may have this
-            # very step done again.
-            stand.batch = flying.data
-        stand.in_flight = None
+    def _end_step_in_flight(self, state: RankState, plan: RepairPlan) -> None:
+        """Apply a gradient that every rank was known to hold, or keep the batch for later."""
+        step = state.in_flight
+        if self.context.rank in plan.applies and step is not None:
+            step.finish(plan.vote)
+            state.step, state.data = step.number, self.training.loader.state_dict()
+            state.vote = step.vote  # another fault may come before the end: it is reported again
+        elif step is not None:
+            # Whatever this plan is: it may fail, and the next one may execute this step again.
+            state.batch = step.data
+        state.in_flight = None
 
-    def _exchange(self, stand: Stand, plan: RepairPlan) -> None:
-        """Give this rank's state to whoever lost theirs, or take one."""
+    def _transfer(self, state: RankState, plan: RepairPlan) -> None:
+        """Send this rank's state to those that lost theirs, or receive one."""
+        live, rank = self.checkpointer.live, self.context.rank
         for move in plan.moves:
-            if move.source == self.rank:
-                tensors, extra = self.checkpointer.live.whole()
-                extra["data"] = stand.data
+            if move.source == rank:
+                tensors, extra = live.whole()
+                extra["data"] = state.data
                 send_state(tensors, extra, to=move.target, device=self.device)
-            elif move.target == self.rank:
-                rooms, extra = receive_header(source=move.source, device=self.device)
-                stand.is_dirty = True  # until it is whole
-                fill = partial(receive_tensors, names=rooms, source=move.source, device=self.device)
-                self.checkpointer.live.adopt(extra, fill, rooms)
-                self._stand_at(stand, plan, extra["data"])
-                stand.is_fresh = False
+            elif move.target == rank:
+                layouts, extra = receive_header(source=move.source, device=self.device)
+                state.is_dirty = True  # until it is whole
+                fill = partial(
+                    receive_tensors, names=layouts, source=move.source, device=self.device
+                )
+                live.adopt(extra, fill, layouts)
+                self._move_to(state, plan, extra["data"])
+                state.is_fresh = False
 
-    def _roll_back(self, stand: Stand, plan: RepairPlan) -> None:
-        """Take this rank's own snapshot, unless it gets another one's."""
-        if any(move.target == self.rank for move in plan.moves):
+    def _roll_back(self, state: RankState, plan: RepairPlan) -> None:
+        """Take this rank's own snapshot, unless it receives another one's."""
+        if any(move.target == self.context.rank for move in plan.moves):
             return
         assert self.snapshots is not None  # noqa: S101 the plan follows from what was reported
-        kept = self.snapshots.extra
-        self.checkpointer.live.adopt(kept, self.snapshots.restore)
-        self._stand_at(stand, plan, kept["data"])
+        extra = self.snapshots.extra
+        self.checkpointer.live.adopt(extra, self.snapshots.restore)
+        self._move_to(state, plan, extra["data"])
 
-    def _stand_at(self, stand: Stand, plan: RepairPlan, data: dict[str, Any]) -> None:
-        self.loader.load_state_dict(data)
-        stand.step, stand.vote, stand.data = plan.step, plan.vote, data
-        stand.batch, stand.is_dirty = None, False
+    def _move_to(self, state: RankState, plan: RepairPlan, data: dict[str, Any]) -> None:
+        self.training.loader.load_state_dict(data)
+        state.step, state.vote, state.data = plan.step, plan.vote, data
+        state.batch, state.is_dirty = None, False
 
-    def _save_and_end(self, stand: Stand, plan: RepairPlan) -> None:
-        """The end-of-life checkpoint."""
+    def _save_and_end(self, state: RankState, plan: RepairPlan) -> NoReturn:
+        """Write the end-of-life checkpoint."""
         problem = None
-        if self.rank in plan.savers:
+        if self.context.rank in plan.savers:
             self.heartbeat.beat(phase=Phase.SAVE)
             try:
                 self.checkpointer.last_save(
-                    stand.step, plan.savers, data=stand.data, timeout_s=self.save_limit_s
+                    state.step,
+                    plan.savers,
+                    data=state.data,
+                    timeout_s=self.context.job.engine.grace_s,
                 )
             except (StorageError, RuntimeError) as exc:
-                problem = f"rank {self.rank}: {type(exc).__name__}: {exc}"[:500]
-        self.contact.send(LastSaved(step=stand.step, problem=problem))
-        self.contact.close()
+                problem = f"rank {self.context.rank}: {type(exc).__name__}: {exc}"[:500]
+        self.groups.client.send(LastSaved(step=state.step, problem=problem))
+        self.groups.client.close()
         raise SystemExit(EXIT_RESTART_ME)
 
-    def trains(self, step: int) -> None:
-        """Tell that this rank is in its loop."""
-        self.contact.send(Trains(generation=self.generations.current, step=step))
+    def report_training(self, step: int) -> None:
+        """Report that this rank is in its loop."""
+        generation = self.groups.generations.current
+        self.groups.client.send(Trains(generation=generation, step=step))
 
-    def snapshot(self, stand: Stand) -> None:
+    def snapshot(self, state: RankState) -> None:
         """Keep this step to go back to."""
         if self.snapshots is not None:
             tensors, extra = self.checkpointer.live.whole()
-            extra["data"] = stand.data
-            self.snapshots.take(stand.step, tensors, extra)
+            extra["data"] = state.data
+            self.snapshots.take(state.step, tensors, extra)

@@ -1,18 +1,24 @@
-"""TensorBoard's event files, for those who look at runs with it: optional, and never a fault.
+"""What the first rank puts on record of completed steps: the attempt's log, and event files.
 
-One folder per run. A later attempt goes on in it; what was told of steps that are done again is
-void, as TensorBoard understands `purge_step`.
+The event files are TensorBoard's: optional, and never a fault. One folder per run; a later attempt
+continues in it, and `purge_step` voids the records of steps that are executed again.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from training.journal.events import StepRecord
+from training.journal.attempt_log import AttemptLog, Follower
+from training.journal.events import CheckpointCommitted, StepRecord
+from training.journal.steps import UnsavedSteps, metrics_prefix
+from training.recovery.repair import Vote
+from training.runtime.context import WorkerContext
+from training.runtime.program import Training
 
 _log = logging.getLogger("perdure.runtime")
 
@@ -25,6 +31,92 @@ SCALARS: Sequence[tuple[str, Callable[[StepRecord], float | None]]] = (
     ("mfu", lambda record: record.mfu),
     ("step_time_s", lambda record: record.step_s),
 )
+
+
+class StepRecords:
+    """Records of completed steps; only the first rank keeps any.
+
+    A save takes the records since the one before into the store. They stay unsaved until it has
+    succeeded: a save that a fault cuts short is done again.
+
+    Args:
+        context: of this process.
+    """
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+        self._steps = UnsavedSteps(
+            metrics_prefix(context.job.run_id, context.placement, context.attempt)
+        )
+        self._unsaved: dict[str, str] = {}
+        self._log: AttemptLog | None = None
+        self._event_files: EventFiles | None = None
+        if context.rank == 0:
+            self._steps.catch_up(Follower.of_file(context.metrics_path))
+            self._log = AttemptLog(context.metrics_path)
+            self._event_files = EventFiles.of(context.job.watch.tensorboard, context.job.run_id)
+        self._tokens_per_step = 0
+        self._flops_per_step = 0.0
+        self._peak_flops: float | None = None
+
+    def measure(
+        self, *, tokens_per_step: int, flops_per_step: float, peak_flops: float | None
+    ) -> None:
+        """Set how much a step computes on all ranks, and what one device could at its best."""
+        self._tokens_per_step = tokens_per_step
+        self._flops_per_step = flops_per_step
+        self._peak_flops = peak_flops
+
+    def add(self, step: int, vote: Vote, training: Training, *, step_s: float) -> None:
+        """Put a completed step on record, once."""
+        if self._log is None or self._steps.last_step == step:
+            return
+        context, scheduler = self._context, training.scheduler
+        lr = scheduler.get_last_lr()[0] if scheduler is not None else context.job.optimizer.lr
+        record = StepRecord(
+            step=step,
+            loss=vote.loss,
+            grad_norm=vote.grad_norm,
+            lr=float(lr),
+            tokens_per_s=self._tokens_per_step / step_s,
+            mfu=self._mfu(step_s),
+            at_s=time.time(),
+            step_s=step_s,
+            position=training.loader.position,
+            epoch=training.loader.epoch,
+            placement=context.placement,
+            attempt=context.attempt,
+        )
+        self._steps.add(record)
+        self._log.append(record)
+        if self._event_files is not None:
+            self._event_files.step(record)
+
+    def unsaved(self) -> dict[str, str]:
+        """Objects for the store, by key, with the records that no save has taken yet."""
+        self._unsaved |= self._steps.take()
+        return self._unsaved
+
+    def saved(self) -> None:
+        """A save has taken what `unsaved` returned."""
+        self._unsaved = {}
+
+    def committed(self, step: int) -> None:
+        """Record that a checkpoint is in the store."""
+        if self._log is not None:
+            self._log.append(CheckpointCommitted(step=step))
+
+    def close(self) -> None:
+        """Write what is left."""
+        if self._log is not None:
+            self._log.close()
+        if self._event_files is not None:
+            self._event_files.close()
+
+    def _mfu(self, step_s: float) -> float | None:
+        if not self._peak_flops or not self._flops_per_step:
+            return None
+        return self._flops_per_step / step_s / (self._peak_flops * self._context.world_size)
 
 
 class EventFiles:
@@ -43,7 +135,7 @@ class EventFiles:
 
     @classmethod
     def of(cls, folder: str | None, run_id: str) -> Self | None:
-        """Event files below a folder; None where none are wanted, or nobody can write them."""
+        """Event files below a folder; None where none are wanted, or TensorBoard is missing."""
         if folder is None:
             return None
         try:

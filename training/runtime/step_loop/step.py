@@ -2,7 +2,7 @@
 
 `with step:` is left with every rank having applied the step, or by an exception with none
 having applied it: the last thing before the optimizer runs is one small all-reduce that
-carries the loss and every wish of the step boundary.
+carries the loss and every request for the step boundary.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from training.health.heartbeat import HeartbeatWriter
+from training.injection.inside import WorkerInjector
 from training.recovery.repair import StepPhase, Vote
 from training.runtime.errors import NotApplied, NumericAnomaly
 from training.runtime.program import MicroBatch, Training
@@ -29,7 +30,7 @@ from training.runtime.program import MicroBatch, Training
 
 @dataclass(frozen=True, slots=True)
 class StepRequests:
-    """What this rank brings to the agreement of a step."""
+    """What this rank requests for the step boundary; the vote carries it to the others."""
 
     stop: bool
     save: bool
@@ -63,57 +64,51 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What a step asks and tells the session around it, mostly with its number.
+class StepContext:
+    """What the steps of a loop have in common.
 
     Attributes:
-        wishes: what this rank brings to the agreement.
-        may_mend: whether a fault that left the step is mended, so that nobody else sees it.
-        reached: told of the points where drills make faults, by name.
-        loss_factor: what a drill multiplies the loss with.
+        training: what is trained.
+        device: of this rank.
+        heartbeat: takes the time of the vote.
+        faults: injects the faults of a drill.
+        requests: this rank's for the boundary after a step, by its number.
+        is_recoverable: whether recovery handles an exception that leaves the step.
+        limits: beyond which a step is abnormal.
     """
 
-    wishes: Callable[[int], StepRequests]
-    may_mend: Callable[[BaseException], bool] = lambda _error: False
-    reached: Callable[[str, int], None] = lambda _point, _number: None
-    loss_factor: Callable[[int], float] = lambda _number: 1.0
+    training: Training
+    device: torch.device
+    heartbeat: HeartbeatWriter
+    faults: WorkerInjector
+    requests: Callable[[int], StepRequests]
+    is_recoverable: Callable[[BaseException], bool]
+    limits: Limits
 
 
 class Step:
     """One step, from its batch to its application. `number` counts it in, from 1.
 
     Attributes:
+        data: its micro-batches, on the host.
         vote: what all ranks agreed on, None before.
         phase: how far this rank is in it.
         is_applied: the optimizer has run.
         is_dirty: the optimizer is running: the state belongs to no step.
-        error: a fault that left the step undone, for the loop to mend.
+        error: a fault that left the step undone, for the loop to recover from.
     """
 
-    def __init__(
-        self,
-        number: int,
-        *,
-        batch: Sequence[MicroBatch],
-        training: Training,
-        device: torch.device,
-        heartbeat: HeartbeatWriter,
-        around: Surroundings,
-        limits: Limits = Limits(),
-    ) -> None:
+    def __init__(self, number: int, data: Sequence[MicroBatch], context: StepContext) -> None:
         self.number = number
+        self.data = data
         self.vote: Vote | None = None
         self.phase = StepPhase.RUN
         self.is_applied = False
         self.is_dirty = False
         self.error: BaseException | None = None
-        self._batch = batch
-        self._training = training
-        self._device = device
-        self._heartbeat = heartbeat
-        self._around = around
-        self._limits = limits
-        self._loss_sum = torch.zeros((), device=device)
+        self._training = context.training
+        self._context = context
+        self._loss_sum = torch.zeros((), device=context.device)
         self._factor: float | None = None
 
     def __enter__(self) -> Self:
@@ -129,7 +124,7 @@ class Step:
             if not self.is_applied:
                 raise NotApplied(f"step {self.number}: the body ended without step.apply()")
             return False
-        if not self._around.may_mend(error):
+        if not self._context.is_recoverable(error):
             return False
         # Its frames hold tensors and groups of the broken step.
         error.__traceback__ = None
@@ -141,39 +136,34 @@ class Step:
         """Before clipping; 0 before the agreement."""
         return self.vote.grad_norm if self.vote is not None else 0.0
 
-    @property
-    def data(self) -> Sequence[MicroBatch]:
-        """The micro-batches, on the host."""
-        return self._batch
-
     def batch(self) -> MicroBatch:
         """The batch of a step that has just one micro-batch, on the device.
 
         Raises:
             ValueError: the job accumulates gradients; use micro_batches().
         """
-        if len(self._batch) != 1:
+        if len(self.data) != 1:
             raise ValueError(
-                f"batch(): {len(self._batch)} micro-batches, loop over step.micro_batches()"
+                f"batch(): {len(self.data)} micro-batches, loop over step.micro_batches()"
             )
         return next(self.micro_batches())
 
     def micro_batches(self) -> Iterator[MicroBatch]:
         """Every micro-batch on the device; gradients are reduced with the last one only."""
-        self._around.reached("start", self.number)  # not on entering, which nobody answers for
-        for index, (inputs, targets) in enumerate(self._batch):
-            _reduce_gradients(self._training.model, when=index == len(self._batch) - 1)
+        self._reached("start")  # not on entering: __exit__ does not handle its errors
+        for index, (inputs, targets) in enumerate(self.data):
+            _reduce_gradients(self._training.model, when=index == len(self.data) - 1)
             yield (
-                inputs.to(self._device, non_blocking=True),
-                targets.to(self._device, non_blocking=True),
+                inputs.to(self._context.device, non_blocking=True),
+                targets.to(self._context.device, non_blocking=True),
             )
 
     def backward(self, loss: Tensor) -> None:
         """Backward of one micro-batch's mean loss, weighted so that the step is their mean."""
-        self._around.reached("backward", self.number)
-        share = loss / len(self._batch)
+        self._reached("backward")
+        share = loss / len(self.data)
         if self._factor is None:  # one for all micro-batches
-            self._factor = self._around.loss_factor(self.number)
+            self._factor = self._context.faults.loss_factor(self.number)
         if self._factor != 1.0:
             share = share * self._factor
         self._loss_sum += share.detach()
@@ -193,45 +183,48 @@ class Step:
             nn.utils.clip_grad_norm_(training.model.parameters(), training.grad_clip_norm)
         )
         self.phase = StepPhase.PREPARED
-        self._around.reached("prepared", self.number)
+        self._reached("prepared")
         self.vote = self._agree(norm)
-        refused = self._limits.refusal(self.vote, has_scaler=training.scaler is not None)
+        refused = self._context.limits.refusal(self.vote, has_scaler=training.scaler is not None)
         if refused is not None:
             raise NumericAnomaly(f"{refused} at step {self.number}")
         self.phase = StepPhase.VOTED
-        self._around.reached("voted", self.number)
+        self._reached("voted")
         self.finish(self.vote)
 
     def finish(self, vote: Vote | None) -> None:
-        """Let the optimizer run on the gradient that is here: all ranks hold theirs."""
+        """Let the optimizer run on this rank's gradient: all ranks hold theirs."""
         training = self._training
         self.vote = vote or self.vote
         self.phase, self.is_dirty = StepPhase.APPLYING, True
-        self._around.reached("applying", self.number)
+        self._reached("applying")
         if training.scaler is not None:
             training.scaler.step(training.optimizer)
             training.scaler.update()
         else:
             training.optimizer.step()
-        self._around.reached("half_applied", self.number)
+        self._reached("half_applied")
         if training.scheduler is not None:
             training.scheduler.step()
         training.optimizer.zero_grad(set_to_none=True)
         self.is_dirty, self.is_applied = False, True
 
+    def _reached(self, point: str) -> None:
+        self._context.faults.reached(point, self.number)
+
     def _agree(self, norm: float) -> Vote:
-        wishes = self._around.wishes(self.number)
-        flags = [float(wishes.stop), float(wishes.save), float(wishes.pause)]
-        # One way to the device for all that the host brings. How many ranks have an abnormal loss,
-        # and the sum of them, name the one where it is alone.
-        told = torch.tensor([*flags, 1.0, float(dist.get_rank())], device=self._device)
+        requests = self._context.requests(self.number)
+        flags = [float(requests.stop), float(requests.save), float(requests.pause)]
+        # One copy to the device for everything from the host. The number of ranks whose loss is
+        # abnormal, and the sum of those ranks, name the culprit where it is the only one.
+        others = torch.tensor([*flags, 1.0, float(dist.get_rank())], device=self._context.device)
         own_loss = self._loss_sum.float().reshape(1)
-        told[len(flags) :] *= self._is_abnormal(own_loss)
-        vote = torch.cat([own_loss, told])
+        others[len(flags) :] *= self._is_abnormal(own_loss)
+        vote = torch.cat([own_loss, others])
         began_ns = time.monotonic_ns()
         dist.all_reduce(vote)
         loss_sum, stop, save, pause, num_culprits, culprits = vote.tolist()
-        self._heartbeat.voted(time.monotonic_ns() - began_ns)
+        self._context.heartbeat.voted(time.monotonic_ns() - began_ns)
         return Vote(
             step=self.number,
             loss=loss_sum / dist.get_world_size(),
@@ -243,10 +236,10 @@ class Step:
         )
 
     def _is_abnormal(self, own_loss: Tensor) -> Tensor:
-        """Whether this rank's own loss is, told where it is: the host would wait for the device."""
+        """Whether this rank's own loss is, as a tensor: the host does not wait for the device."""
         is_abnormal = ~own_loss.isfinite()
-        if self._limits.loss is not None:
-            is_abnormal |= own_loss > self._limits.loss
+        if self._context.limits.loss is not None:
+            is_abnormal |= own_loss > self._context.limits.loss
         return is_abnormal
 
 

@@ -13,18 +13,16 @@ import glob
 import io
 import json
 import os
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from training.specs.data import DataSpec
+from training.specs.data import DataSpec
 
 BLOCK_CHARS = 1024 * 1024
 MAX_ROW_BYTES = 1024 * 1024 * 1024
@@ -41,7 +39,7 @@ class CorpusError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One file of the corpus as it was found; size and time tell whether it changed since."""
+    """One file of the corpus as it was found; a change shows in its size or time."""
 
     path: Path  # absolute
     size_bytes: int
@@ -67,15 +65,6 @@ def find_sources(spec: DataSpec) -> tuple[SourceFile, ...]:
     if not found:
         raise CorpusError(f"data.sources={list(spec.sources)}: all {len(paths)} files are empty")
     return found
-
-
-def check_sources(spec: DataSpec) -> None:
-    """Find the sources and read nothing of them.
-
-    Raises:
-        CorpusError: as `find_sources`.
-    """
-    find_sources(spec)
 
 
 def iterate_documents(

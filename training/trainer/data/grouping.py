@@ -8,23 +8,18 @@ borders beside it and not those of all that follow. Sizes are bytes.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import xxhash
 
 from storage.errors import NotFound
 from storage.model import FrozenModel
 from storage.objects import ObjectStore
+from training.specs.data import DataSpec
 from training.trainer.data.corpus import BLOCK_CHARS, SourceFile
-from training.trainer.data.hashing import hash_bytes, hash_file
-from training.trainer.data.manifest import FORMAT_VERSION, Shard, Source
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from training.specs.data import DataSpec
-    from training.trainer.data.tokenizer import Tokenizer
+from training.trainer.data.manifest import FORMAT_VERSION, Shard, Source, hash_bytes, hash_file
+from training.trainer.data.tokenizer import Tokenizer
 
 HASH_RANGE = 1 << 64
 
@@ -108,7 +103,7 @@ def load_receipt(store: ObjectStore, key: str, group: Group) -> tuple[Receipt | 
     try:
         receipt = Receipt.model_validate_json(store.get(key))
     except (NotFound, ValueError):
-        return None, False  # without one the group is done anew, which is always right
+        return None, False  # without one the group is prepared again, which is always right
     recorded = {source.path: source for source in receipt.sources}
     touched = False
     for source in group.sources:

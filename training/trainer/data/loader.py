@@ -16,22 +16,19 @@ import multiprocessing.forkserver
 import os
 import signal
 import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from training.trainer.data.manifest import Manifest
 from training.trainer.data.order import SampleOrder
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from multiprocessing.process import BaseProcess
-    from pathlib import Path
-
-    from training.trainer.data.manifest import Manifest
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -207,11 +204,6 @@ class ResumableLoader:
     def epoch(self) -> int:
         """Epoch of the next sample, from 0."""
         return self._position // self._order.num_samples
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps until every sample was seen once; the last may reach into the next epoch."""
-        return -(-self._order.num_samples // self._cut.global_batch_size)
 
     def next_step(self) -> list[Pair]:
         """This rank's micro-batches of the next step: (inputs, targets), int64 [B, S] each.

@@ -1,21 +1,23 @@
 """The record of a prepared corpus: token shards, their hashes, and what they were made of.
 
 A corpus is prepared when its manifest is there; shards without one mean nothing. Shards hold
-little-endian ids of one dtype and nothing else, in manifest order. Sizes are bytes.
+little-endian ids of one dtype and nothing else, in manifest order. Hashes are XXH3-128 as 32 hex
+digits: they detect damage, not malice. Sizes are bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal, Self
 
 import numpy as np
+import xxhash
 from pydantic import Field, ValidationError, model_validator
 
 from storage.errors import Corrupt
 from storage.model import FrozenModel
 from storage.objects import ObjectStore
-from training.trainer.data.hashing import hash_bytes
 
 FORMAT_VERSION = 1  # also part of every fingerprint
 MAX_UINT16_VOCAB = 65536
@@ -25,6 +27,9 @@ DTYPES: Mapping[DtypeName, np.dtype[np.unsignedinteger]] = {
     "uint16": np.dtype("<u2"),
     "uint32": np.dtype("<u4"),
 }
+
+
+CHUNK_BYTES = 8 * 1024 * 1024
 
 
 class Source(FrozenModel):
@@ -103,3 +108,36 @@ def load_manifest(store: ObjectStore, key: str) -> Manifest:
         first = exc.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"])) or "manifest"
         raise Corrupt(f"{store.url(key)}: {place}: {first['msg']}") from exc
+
+
+def hash_bytes(data: bytes | memoryview) -> str:
+    """Hash of bytes in memory."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def hash_file(path: Path) -> str:
+    """Hash of a file's content.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def hash_object(store: ObjectStore, key: str, size_bytes: int) -> str:
+    """Hash of the first `size_bytes` of an object.
+
+    Raises:
+        StorageError: as `ObjectStore.get_into` does; Corrupt where the object ends before.
+    """
+    digest = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(min(CHUNK_BYTES, size_bytes)))
+    for start in range(0, size_bytes, CHUNK_BYTES):
+        chunk = buffer[: min(CHUNK_BYTES, size_bytes - start)]
+        store.get_into(key, chunk, start=start)
+        digest.update(chunk)
+    return digest.hexdigest()

@@ -30,16 +30,16 @@ from training.trainer.data.grouping import (
     load_receipt,
     settings_fingerprint,
 )
-from training.trainer.data.hashing import hash_bytes
 from training.trainer.data.manifest import (
     DTYPES,
     Manifest,
     Shard,
     Source,
     dtype_name,
+    hash_bytes,
     load_manifest,
 )
-from training.trainer.data.shard_cache import Shelf
+from training.trainer.data.shard_cache import ShardCache
 from training.trainer.data.tokenizer import Tokenizer
 
 ENCODE_BATCH_CHARS = 2 * 1024 * 1024
@@ -98,7 +98,7 @@ class _Preparation:
         self._prefix = prefix
         self._log = log
         self._settings = settings_fingerprint(spec, tokenizer)
-        self._shelf = Shelf(store, prefix)
+        self._cache = ShardCache(store, prefix)
         self._written = 0
         self._damaged: set[str] = set()
 
@@ -113,7 +113,7 @@ class _Preparation:
             groups = group_sources(sources, shard_size_bytes=self._spec.shard_size_bytes)
             shards = [shard for group in groups for shard in self._settle(group)]
             manifest = self._manifest(inputs, shards)
-        self._shelf.save()
+        self._cache.save()
         if not skipped:
             self._store.put(key, manifest.model_dump_json().encode())
         return PrepareResult(
@@ -135,7 +135,7 @@ class _Preparation:
         except Corrupt as exc:
             self._log(f"manifest is damaged and will be made again: {exc}")
             return None
-        return manifest if all(map(self._shelf.is_intact, manifest.shards)) else None
+        return manifest if all(map(self._cache.is_intact, manifest.shards)) else None
 
     def _manifest(self, inputs: str, shards: list[Shard]) -> Manifest:
         if not shards:
@@ -155,7 +155,7 @@ class _Preparation:
         key = f"{self._prefix}/groups/{group.name(self._settings)}.json"
         try:
             receipt, touched = load_receipt(self._store, key, group)
-            if receipt is None or not self._mend(group, receipt):
+            if receipt is None or not self._repair(group, receipt):
                 receipt, touched = self._make(group), True
         except OSError as exc:
             raise CorpusError(f"{exc.filename}: cannot be read: {exc.strerror}") from exc
@@ -169,9 +169,9 @@ class _Preparation:
         shards = tuple(self._write_parts(group, stem=stem, sources=sources))
         return Receipt(stem=stem, sources=sources, shards=shards)
 
-    def _mend(self, group: Group, receipt: Receipt) -> bool:
+    def _repair(self, group: Group, receipt: Receipt) -> bool:
         """Redo the shards that are not intact; False if they come out different."""
-        damaged = {s.key: s for s in receipt.shards if not self._shelf.is_intact(s)}
+        damaged = {s.key: s for s in receipt.shards if not self._cache.is_intact(s)}
         for key in damaged:
             self._log(f"shard {key} is missing or damaged and will be made again")
         self._damaged |= damaged.keys()
@@ -200,7 +200,7 @@ class _Preparation:
         for source in group.sources:
             if source.changed():
                 raise CorpusError(
-                    f"{source.path}: changed while it was read; sources must keep still meanwhile"
+                    f"{source.path}: changed while it was read; sources must not change meanwhile"
                 )
 
     def _documents(self, group: Group) -> Iterator[str]:
@@ -214,7 +214,7 @@ class _Preparation:
     def _write(self, key: str, texts: Iterator[str], sources: tuple[Source, ...]) -> Shard:
         tokens, num_documents = self._encode(texts)
         data = tokens.view(np.uint8).data
-        self._shelf.put(key, data)
+        self._cache.put(key, data)
         self._written += 1
         self._log(f"shard {key}: {num_documents} documents, {tokens.size} tokens")
         return Shard(

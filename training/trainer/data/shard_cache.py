@@ -1,24 +1,21 @@
 """Which shards in the store are intact, without reading those that did not change.
 
-A record beside the manifests holds size, version and time of every shard that was written or
-hashed; a shard that still looks the same in a listing is not read again. The record is only a
-memo: without it every shard is hashed once. Sizes are bytes.
+A cache beside the manifests holds size, version and time of every shard that was written or
+hashed; a shard with the same ones in a listing is not read again. Without the cache every shard
+is hashed once. Sizes are bytes.
 """
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from storage.errors import Corrupt, NotFound
-from training.trainer.data.hashing import hash_object
-
-if TYPE_CHECKING:
-    from storage.objects import ObjectInfo, ObjectStore
-    from training.trainer.data.manifest import Shard
+from storage.objects import ObjectInfo, ObjectStore
+from training.trainer.data.manifest import Shard, hash_object
 
 
-class Shelf:
+class ShardCache:
     """The shards below one prefix of a store, as one listing shows them.
 
     Raises:
@@ -29,7 +26,7 @@ class Shelf:
         self._store = store
         self._folder = f"{prefix}/shards/"
         self._record_key = f"{prefix}/verified.json"
-        self._looks = self._list()
+        self._listed = self._list()
         self._record = self._load()
         self._saved = dict(self._record)
         self._damaged: set[str] = set()
@@ -41,17 +38,17 @@ class Shelf:
         Raises:
             StorageError: the store failed.
         """
-        look = self._looks.get(shard.key)
-        if shard.key in self._damaged or look is None or look[0] != shard.size_bytes:
+        version = self._listed.get(shard.key)
+        if shard.key in self._damaged or version is None or version[0] != shard.size_bytes:
             return False
-        if self._record.get(shard.key) == look:
+        if self._record.get(shard.key) == version:
             return True
         try:
             intact = hash_object(self._store, shard.key, shard.size_bytes) == shard.xxh3_128
         except (Corrupt, NotFound):
             intact = False
         if intact:
-            self._record[shard.key] = look
+            self._record[shard.key] = version
         else:
             self._damaged.add(shard.key)
         return intact
@@ -73,17 +70,19 @@ class Shelf:
         """
         if self._written:
             # A listing and a stat may differ in the resolution of times: always listings.
-            self._looks = self._list()
+            self._listed = self._list()
             self._record.update(
-                {key: self._looks[key] for key in self._written if key in self._looks}
+                {key: self._listed[key] for key in self._written if key in self._listed}
             )
-        self._record = {key: look for key, look in self._record.items() if key in self._looks}
+        self._record = {
+            key: version for key, version in self._record.items() if key in self._listed
+        }
         if self._record != self._saved:
             self._store.put(self._record_key, json.dumps(self._record).encode())
             self._saved = dict(self._record)
 
     def _list(self) -> dict[str, list[Any]]:
-        return {info.key: _look(info) for info in self._store.list(self._folder)}
+        return {info.key: _version(info) for info in self._store.list(self._folder)}
 
     def _load(self) -> dict[str, list[Any]]:
         try:
@@ -93,5 +92,5 @@ class Shelf:
         return record if isinstance(record, dict) else {}
 
 
-def _look(info: ObjectInfo) -> list[Any]:
+def _version(info: ObjectInfo) -> list[Any]:
     return [info.size_bytes, info.etag, info.modified_s]

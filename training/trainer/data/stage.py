@@ -12,23 +12,18 @@ import fcntl
 import json
 import os
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import xxhash
 
 from storage.errors import Corrupt, NotFound
+from storage.objects import ObjectStore
 from training.files import write_whole
-from training.trainer.data.hashing import CHUNK_BYTES, hash_file
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from storage.objects import ObjectStore
-    from training.trainer.data.manifest import Manifest, Shard
+from training.trainer.data.manifest import CHUNK_BYTES, Manifest, Shard, hash_file
 
 RECORD_NAME = "verified.json"
 LOCK_NAME = ".lock"

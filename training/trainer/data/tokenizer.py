@@ -1,4 +1,4 @@
-"""From text to token ids and back.
+"""From text to token ids.
 
 Ids are in [0, vocab_size); no tokenizer adds special tokens by itself, the end of a document is
 the caller's `eos_id`. Two tokenizers of one fingerprint give the same ids for the same text.
@@ -6,26 +6,23 @@ the caller's `eos_id`. Two tokenizers of one fingerprint give the same ids for t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import tokenizers
 
-from training.trainer.data.hashing import hash_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from training.specs.data import TokenizerSpec
+from training.specs.data import TokenizerSpec
+from training.trainer.data.manifest import hash_bytes
 
 NUM_BYTES = 256
 EOS_NAMES = ("<|endoftext|>", "</s>", "<eos>", "[SEP]", "<|eos|>", "<|im_end|>")
 
 
 class Tokenizer(Protocol):
-    """What the rest of the package asks of a tokenizer."""
+    """A tokenizer, as the preparation uses it."""
 
     @property
     def vocab_size(self) -> int:
@@ -42,16 +39,8 @@ class Tokenizer(Protocol):
         """Changes whenever the ids of some text would."""
         ...
 
-    def encode(self, text: str) -> npt.NDArray[np.uint32]:
-        """Ids of `text`, [T], without an end of document."""
-        ...
-
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
-        """Ids of each text, as `encode` gives them."""
-        ...
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`; what is not UTF-8 shows as U+FFFD."""
+        """Ids of each text, [T], without an end of document."""
         ...
 
 
@@ -62,18 +51,10 @@ class ByteTokenizer:
     eos_id = NUM_BYTES
     fingerprint = "byte-1"
 
-    def encode(self, text: str) -> npt.NDArray[np.uint32]:
-        """See `Tokenizer.encode`."""
-        return np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8).astype(np.uint32)
-
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
         """See `Tokenizer.encode_batch`."""
-        return [self.encode(text) for text in texts]
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """See `Tokenizer.decode`; ends of document are left out."""
-        kept = bytes(int(token) for token in ids if int(token) < NUM_BYTES)
-        return kept.decode("utf-8", errors="replace")
+        data = (text.encode("utf-8", "replace") for text in texts)
+        return [np.frombuffer(one, dtype=np.uint8).astype(np.uint32) for one in data]
 
 
 class FileTokenizer:
@@ -109,19 +90,10 @@ class FileTokenizer:
         self.vocab_size = max(vocabulary.values()) + 1
         self.fingerprint = f"file-1-{hash_bytes(content)}"
 
-    def encode(self, text: str) -> npt.NDArray[np.uint32]:
-        """See `Tokenizer.encode`."""
-        return self.encode_batch([text])[0]
-
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
         """See `Tokenizer.encode_batch`; uses all cores."""
         encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings]
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """See `Tokenizer.decode`; special tokens are left out."""
-        text: str = self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True)
-        return text
 
 
 def open_tokenizer(spec: TokenizerSpec) -> Tokenizer:

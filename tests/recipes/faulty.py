@@ -1,6 +1,6 @@
-"""A user's session program whose ranks misbehave as TROUBLES lists it.
+"""A user's session program whose ranks misbehave as FAULTS lists it.
 
-TROUBLES is a list of kind:rank:step[:seconds], kinds as below; those of ONCE happen once, whatever
+FAULTS is a list of kind:rank:step[:seconds], kinds as below; those of ONCE happen once, whatever
 is restarted, and leave a file in MARKS. A rank is slow on SLOW_NODE alone, where that is given.
 PACE_S is a pause per step.
 """
@@ -12,17 +12,19 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import training
 from tests.recipes.paced import Guesser
+from training.runtime.state.checkpointer import Checkpointer
 from training.trainer.pretrain import make_loader, open_data, seed_all
 
 
 def hold_the_lock(_seconds: float) -> None:
-    """A C function that does not return and does not let go of the interpreter's lock."""
+    """Call a C function that neither returns nor releases the interpreter's lock."""
     ctypes.PyDLL(None).sleep(3600)
 
 
@@ -36,12 +38,12 @@ ONCE = {"hold_lock": hold_the_lock, "absent": leave_for_good, "pause": time.slee
 IN_SAVES = {"lost_in_save": leave_for_good}
 
 
-class Troubles:
+class Faults:
     """What this rank is to do, and when."""
 
     def __init__(self, rank: int) -> None:
         self.marks = Path(os.environ["MARKS"])
-        listed = [one.split(":") for one in os.environ.get("TROUBLES", "").split(",") if one]
+        listed = [one.split(":") for one in os.environ.get("FAULTS", "").split(",") if one]
         self.mine = [
             (kind, int(step), float(rest[0]) if rest else 0.0)
             for kind, at_rank, step, *rest in listed
@@ -71,12 +73,12 @@ class Troubles:
         return sum(s for kind, step, s in self.mine if kind == "starve" and step <= number)
 
 
-class Hungry:
+class SlowLoader:
     """A loader that keeps its rank waiting."""
 
-    def __init__(self, loader, troubles: Troubles) -> None:
+    def __init__(self, loader, faults: Faults) -> None:
         self.loader = loader
-        self.troubles = troubles
+        self.faults = faults
         self.number = 0
 
     def __getattr__(self, name: str):
@@ -84,40 +86,40 @@ class Hungry:
 
     def next_step(self):
         self.number += 1
-        time.sleep(self.troubles.starves(self.number))
+        time.sleep(self.faults.starves(self.number))
         return self.loader.next_step()
 
 
-def slowly(save, seconds: float, troubles: Troubles):
-    """Saves that keep the training for so long, if they come to their end."""
+def save_slowly(seconds: float, faults: Faults) -> None:
+    """Have saves take so much longer, if they end at all."""
+    save = Checkpointer.save
 
-    def save_slowly(step: int, **asked) -> None:
-        troubles.once(step, IN_SAVES)
+    def slow_save(self: Checkpointer, step: int, **arguments: Any) -> bool:
+        faults.once(step, IN_SAVES)
         time.sleep(seconds)
-        save(step, **asked)
+        return save(self, step, **arguments)
 
-    return save_slowly
+    Checkpointer.save = slow_save  # type: ignore[method-assign]
 
 
 def main(job) -> None:
     seed_all(job.seed)
     session = training.join()
-    troubles = Troubles(session.rank)
+    faults = Faults(session.rank)
     dataset, manifest = open_data(job, session)
     with session.building():
         guesser = Guesser(manifest.vocab_size)
     model = DistributedDataParallel(guesser)
     torch.manual_seed(session.rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    loader = Hungry(make_loader(job, session, dataset), troubles)
+    loader = SlowLoader(make_loader(job, session, dataset), faults)
     session.register(model=model, optimizer=optimizer, data=loader)
-    save_s = float(os.environ.get("SAVE_S", "0"))
-    session.save = slowly(session.save, save_s, troubles)  # type: ignore[method-assign]
+    save_slowly(float(os.environ.get("SAVE_S", "0")), faults)
     evaluate_s = float(os.environ.get("EVALUATE_S", "0"))
     for step in session.steps(until=job.steps):
         with step:
             time.sleep(float(os.environ.get("PACE_S", "0")))
-            troubles.happen(step.number)
+            faults.happen(step.number)
             inputs, targets = step.batch()
             step.backward(model(inputs, targets))
             step.apply()

@@ -1,0 +1,117 @@
+"""This process's place in the process groups of its attempt, under the attempt's coordinator."""
+
+from __future__ import annotations
+
+import os
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from training.device import backend_of
+from training.health.heartbeat import HeartbeatWriter
+from training.recovery.protocol import Reconnected, WorkerFault, WorkerFaultKind
+from training.runtime.context import WorkerContext
+from training.runtime.coordinator_client import CoordinatorClient
+from training.runtime.errors import WorkerError
+from training.runtime.process_group.connections import GLOO, StoreClient
+from training.runtime.process_group.generations import Generations
+from training.runtime.process_group.reconfigurable import NewGroup, install
+from training.runtime.process_group.replay import ReplayableConnections, ReplayableProcessGroup
+
+
+class AttemptGroups:
+    """The groups of this process; joins the current generation, or waits for one to join.
+
+    Args:
+        context: of this process.
+        coordinator: file with the address of the coordinator.
+        device: of this rank.
+        heartbeat: counts collectives.
+
+    Attributes:
+        generations: of the groups.
+        client: of the coordinator.
+        step: newest completed one, for the reports of broken connections.
+        connections: that can be replaced within a generation; None: the backend has none.
+    """
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        coordinator: Path,
+        device: torch.device,
+        heartbeat: HeartbeatWriter,
+    ) -> None:
+        comm = context.job.comm
+        self.step = 0
+        self.generations = Generations(
+            context.rank,
+            backend=backend_of(device),
+            device=device.type,
+            op_timeout_s=comm.timeout_s,
+            open_store=_open_store,
+            on_collective=heartbeat.enter_collective,
+            on_collective_end=heartbeat.leave_collective,
+            on_transfer=heartbeat.transfer,
+        )
+        self.connections: ReplayableConnections | None = None
+        new_group: NewGroup | None = None
+        if self.generations.backend == GLOO:
+            self.connections = ReplayableConnections(
+                self.generations,
+                open_store=_open_store,
+                report=self._report_broken,
+                budget_s=comm.link_retry_s,
+                replays=comm.link_retry,
+            )
+            new_group = partial(ReplayableProcessGroup, self.generations, self.connections)
+        install(self.generations, world_size=context.world_size, new_group=new_group)
+        self.client = CoordinatorClient.of_file(
+            coordinator,
+            rank=context.rank,
+            on_generation=self.generations.announce,
+            on_wait=heartbeat.beat,
+        )
+        if self.connections is not None:
+            self.generations.on_announced = self.connections.fail
+            self.client.on_reconnect = partial(self._reconnect, self.connections)
+        if context.generation is None:
+            self.generations.enter(self.client.newer_than(0))
+        else:
+            # What the others built together is built alone here; their state comes later.
+            self.generations.is_alone = True
+
+    def end_step(self) -> None:
+        """All ranks have completed a step: nothing of it will be replayed."""
+        if self.connections is not None:
+            self.connections.end_step()
+
+    def _report_broken(self, text: str, number: int) -> None:
+        """Report connections that broke under an operation; the training thread goes on waiting."""
+        self.client.send(
+            WorkerFault(
+                generation=self.generations.current,
+                kind=WorkerFaultKind.CONNECTION,
+                text=text.strip().splitlines()[0][:500],
+                step=self.step,
+                at_s=time.time(),
+                connection=number,
+            )
+        )
+
+    def _reconnect(self, connections: ReplayableConnections, generation: int, number: int) -> None:
+        """Replace the connections under operations that were cut short; in a thread of its own."""
+        count, problem = 0, None
+        try:
+            count = connections.reconnect(generation, number)
+        except (RuntimeError, WorkerError) as exc:
+            problem = f"{type(exc).__name__}: {exc}"[:500]
+        self.client.send(
+            Reconnected(generation=generation, connection=number, operations=count, problem=problem)
+        )
+
+
+def _open_store() -> StoreClient:
+    return StoreClient(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
