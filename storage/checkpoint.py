@@ -176,7 +176,7 @@ class CheckpointStore:
         """Raise what `commit` would raise, before any shard is written.
 
         A second save of a committed step must not begin: the same attempt uses the same shard
-        names, and would overwrite what the manifest vouches for.
+        names, and would overwrite what the manifest lists.
         """
         fence = self.read_fence()
         if fence is not None and (placement, attempt) < fence:

@@ -43,7 +43,7 @@ _PROBE = re.compile(r"/probe-[0-9a-f]{32}$")
 class RemovalKind(StrEnum):
     """Why something is deleted."""
 
-    RETENTION = "retention"  # a whole checkpoint that the policy gives up
+    RETENTION = "retention"  # a whole checkpoint that the rules give up
     BROKEN_SAVE = "broken_save"  # a step that was never committed
     STRAY_SHARD = "stray_shard"  # in a committed step whose manifest does not name it
     PROBE = "probe"  # left by a storage check that was killed
@@ -218,7 +218,7 @@ def _garbage_of(
             if step.modified_s > before_s or (in_use.is_living and not is_behind):
                 return []
             why = f"step {newest} is committed" if is_behind else "no attempt lives"
-            # Shards last: a record without its shard would vouch for what is gone.
+            # Shards last: a record without its shard would name what is gone.
             objects = sorted(
                 step.objects.values(), key=lambda info: info.key.endswith(SHARD_SUFFIX)
             )

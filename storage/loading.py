@@ -5,7 +5,7 @@ collective: with a process group every rank of it must call it.
 
 What a plan wants of a shard becomes segments, ranges of bytes of its file. Neighbouring small ones
 are fetched together, many at a time; a large one goes into the tensor's own memory. A shard may
-instead be at hand whole, in memory that a checkpoint server shares. Sizes and offsets are bytes.
+instead be in memory as a whole, shared by a checkpoint server. Sizes and offsets are bytes.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _raise_cause(error: CheckpointException) -> NoReturn:
 
 
 class ManifestReader(StorageReader):
-    """Reads what a manifest vouches for."""
+    """Reads what a manifest lists."""
 
     def __init__(self, reads: ShardReads) -> None:
         self._reads = reads
@@ -169,7 +169,7 @@ class ShardReads:
     """What one rank wants of a checkpoint, by shard.
 
     Attributes:
-        held: whole files at hand, uint8, by name of the shard.
+        held: whole files in memory, uint8, by name of the shard.
         verify: shards whose hash this rank compares; they are read whole.
     """
 
@@ -205,7 +205,7 @@ class ShardReads:
         *,
         held: Tensor | None,
     ) -> None:
-        """Fill the tensors that one shard holds; from `held` when the file is at hand."""
+        """Fill the tensors that one shard holds; from `held` when the file is in memory."""
         header, entries = self._header(shard, held)
         segments = [
             s

@@ -46,8 +46,8 @@ class RestorableSave:
     """A save of which the nodes together hold every share.
 
     Attributes:
-        holders: by rank of the share, the lowest rank of today whose node has it.
-        local: by rank of today, the shares that its node holds, with the nearest tier.
+        holders: by rank of the share, the lowest current rank whose node has it.
+        local: by current rank, the shares that its node holds, with the nearest tier.
     """
 
     save: SaveId
@@ -163,11 +163,11 @@ class NodeRestore:
         reads = ShardReads(self.checkpoints, manifest)
         planner, by_shard = planned(state_of(manifest), reads)
         needed = {r for r in chosen.holders if _shard(chosen.save, r) in by_shard}
-        here = chosen.local.get(_rank(), {})
-        remote = [set(r) for r in gather_json(sorted(needed - here.keys()), self.device)]
+        local = chosen.local.get(_rank(), {})
+        remote = [set(r) for r in gather_json(sorted(needed - local.keys()), self.device)]
         wanted = set().union(*remote)
         giving = {rank for rank in wanted if chosen.holders[rank] == _rank()}
-        opened = self._open(chosen, (needed & here.keys()) | giving)
+        opened = self._open(chosen, (needed & local.keys()) | giving)
         if opened is None:
             return None
         problem = None
@@ -188,7 +188,7 @@ class NodeRestore:
         return manifest
 
     def held_of(self, manifest: Manifest, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Files of a committed checkpoint that `state` wants and this node has at hand."""
+        """Files of a committed checkpoint that `state` wants and this node holds."""
         _, wanted = planned(state, ShardReads(self.checkpoints, manifest))
         files: dict[str, Tensor] = {}
         for shard, held in self.node.named(manifest).items():
@@ -238,12 +238,12 @@ class NodeRestore:
         return merge(shares, owner=chosen.save.owner, written_at_s=self.checkpoints.clock())
 
     def _open(self, chosen: RestorableSave, ranks: Iterable[int]) -> dict[int, Tensor] | None:
-        here = chosen.local.get(_rank(), {})
+        local = chosen.local.get(_rank(), {})
         opened: dict[int, Tensor] = {}
         damaged = False
         for rank in sorted(ranks):
             try:
-                opened[rank] = self.node.read(chosen.save, rank, here[rank])
+                opened[rank] = self.node.read(chosen.save, rank, local[rank])
             except StorageError as exc:
                 _log.info(str(exc))
                 damaged = True
@@ -305,7 +305,7 @@ def restorable_saves(
     """The saves that the nodes hold whole, newest step first. Pure.
 
     Args:
-        held: by rank of today, what its node holds.
+        held: by current rank, what its node holds.
         before: (placement, attempt) of now; saves that are not older are of no use.
     """
     by_save: defaultdict[SaveId, dict[int, dict[int, Tier]]] = defaultdict(dict)

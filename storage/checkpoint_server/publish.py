@@ -1,7 +1,7 @@
 """From shares to a committed checkpoint: node disk, object store, manifest.
 
 The checkpoint server of the first rank commits once every rank's record lies in the store, so
-checkpoint servers need no connection to each other. Killed anywhere, what is there is a committed
+checkpoint servers need no connection to each other. Killed anywhere, it leaves a committed
 checkpoint or an unfinished one that is never offered. Sizes are bytes, times seconds.
 """
 
@@ -179,8 +179,8 @@ class Publisher:
             if self._newest is not None and self._newest[0] > task.owner:
                 raise StaleAttempt(f"step {step}: a newer attempt saves meanwhile")
             if self._ending.is_set() or self._clock() > began_s + self._wait_s:
-                here = recorded_ranks(self._store, task.save)
-                missing = sorted(set(range(task.save.world_size)) - here)
+                recorded = recorded_ranks(self._store, task.save)
+                missing = sorted(set(range(task.save.world_size)) - recorded)
                 raise StorageError(f"step {step}: the shares of ranks {missing} did not come")
             if self._clock() - checked_s >= CHECK_S:
                 # By another node's checkpoint server too, or, by this one, for the attempt before.

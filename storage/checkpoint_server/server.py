@@ -218,7 +218,9 @@ class CheckpointServer:
         if request.share.rank == 0:
             announce = Path(request.announce) if request.announce else None
             task = Committing(save, save.owner, announce)
-        self._tasks.begin(self._disk_writes, partial(self._keep, slot, task), owner=save.owner)
+        self._tasks.begin(
+            self._disk_writes, partial(self._hash_and_write, slot, task), owner=save.owner
+        )
         return Reply()
 
     def _note_held(self) -> None:
@@ -229,7 +231,7 @@ class CheckpointServer:
                 self._noted = saves
                 self._note(saves)
 
-    def _keep(self, slot: Slot, task: Committing | None) -> None:
+    def _hash_and_write(self, slot: Slot, task: Committing | None) -> None:
         """Hash a share and put it onto the disk; then it waits its turn for the store."""
         try:
             written = slot.written()
@@ -305,8 +307,9 @@ class CheckpointServer:
     def _publish_from_disk(self, save: SaveId, rank: int) -> None:
         if self._disk is None:
             return  # it was in memory, and newer saves have its slot
-        here = (one for one in shares_on_disk(self._disk) if one.share.save_id == save)
-        for written in (one for one in here if one.share.rank == rank):
+        for written in shares_on_disk(self._disk):
+            if (written.share.save_id, written.share.rank) != (save, rank):
+                continue
             data = memoryview(bytearray(written.record.size_bytes))
             read_share(self._disk, written, data)
             self._publisher.upload(written, data)

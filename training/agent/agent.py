@@ -247,8 +247,8 @@ class Agent:
             "PERDURE_DATA_MANIFEST": order.data_manifest_key or "",
             "PERDURE_METRICS": str(folder / attempt_log.FILE_NAME),
         }
-        environment |= self._keep(order, job_file)
-        environment |= self._coordinate(order, folder, self._group)
+        environment |= self._start_checkpoint_server(order, job_file)
+        environment |= self._join_coordinator(order, folder, self._group)
         self._group.spare = self._spare()
         self._group.start(environment, proc_start_cnt=self._proc_start_cnt + 1)
         self._proc_start_cnt += 1
@@ -257,7 +257,7 @@ class Agent:
             order.slots_per_node, Job.model_validate_json(order.job).watch.sample_every_s
         )
 
-    def _keep(self, order: StartOrder, job_file: Path) -> dict[str, str]:
+    def _start_checkpoint_server(self, order: StartOrder, job_file: Path) -> dict[str, str]:
         """Start a checkpoint server for session programs; returns its workers' variables."""
         if order.is_command:
             return {}
@@ -273,7 +273,9 @@ class Agent:
         name = f"p{order.placement:04d}-a{order.attempt:04d}"
         return self._folder / "attempts" / name
 
-    def _coordinate(self, order: StartOrder, folder: Path, group: WorkerGroup) -> dict[str, str]:
+    def _join_coordinator(
+        self, order: StartOrder, folder: Path, group: WorkerGroup
+    ) -> dict[str, str]:
         """Call the attempt's coordinator; what workers need to do so."""
         if order.coordinator is None:
             return {}

@@ -52,15 +52,15 @@ REVIVED_AFTER_S = 5.0  # since its start
 
 
 def main() -> None:
-    """Keep the checkpoints of one node until SIGTERM, then end."""
-    keep()
+    """Serve one node's checkpoints until SIGTERM, then end."""
+    serve()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # an upload that hangs would be waited for at the interpreter's exit
 
 
-def keep() -> None:
-    """Keep the checkpoints of one node until SIGTERM."""
+def serve() -> None:
+    """Serve one node's checkpoints until SIGTERM."""
     start_logging()
     # Blocked before there are threads and waited for by name: a handler runs in the main thread
     # alone, and a signal that the kernel gives to another one would not wake it from a wait.
@@ -100,7 +100,7 @@ def _retain(store: CheckpointStore, retention: Retention, step: int) -> None:
 
 
 def log_commit(log: Path, step: int) -> None:
-    """Record a commit in the log of an attempt; the checkpoint stands where that is not possible.
+    """Record a commit in the log of an attempt; the checkpoint is valid even where that fails.
 
     Args:
         log: file of the attempt log.

@@ -167,7 +167,7 @@ def checkpoint_servers(container: Container) -> list[int]:
 
 
 @pytest.fixture
-def keeping(new_container, tmp_path) -> Container:
+def with_checkpoint_server(new_container, tmp_path) -> Container:
     """A container with a checkpoint server, and an attempt in it that failed to start."""
     job = {
         "run_id": f"run-{uuid.uuid4().hex}",
@@ -181,12 +181,14 @@ def keeping(new_container, tmp_path) -> Container:
     return container
 
 
-def test_an_attempt_that_cannot_be_started_costs_the_checkpoint_server_nothing(keeping):
-    (pid,) = checkpoint_servers(keeping)
-    assert psutil.Process(pid).ppid() == keeping.process.pid
-    keeping.call(ShutdownOrder(grace_s=5))
-    assert keeping.process.wait(10) == 0
-    assert keeping.processes() == []
+def test_an_attempt_that_cannot_be_started_costs_the_checkpoint_server_nothing(
+    with_checkpoint_server,
+):
+    (pid,) = checkpoint_servers(with_checkpoint_server)
+    assert psutil.Process(pid).ppid() == with_checkpoint_server.process.pid
+    with_checkpoint_server.call(ShutdownOrder(grace_s=5))
+    assert with_checkpoint_server.process.wait(10) == 0
+    assert with_checkpoint_server.processes() == []
 
 
 def test_a_checkpoint_server_that_dies_is_started_again_under_its_name_but_not_at_once(tmp_path):
@@ -220,9 +222,9 @@ def test_a_checkpoint_server_that_dies_is_started_again_under_its_name_but_not_a
         checkpoint_server.close(5)
 
 
-def test_a_checkpoint_server_whose_agent_was_killed_ends(keeping):
-    (pid,) = checkpoint_servers(keeping)
-    keeping.process.kill()
+def test_a_checkpoint_server_whose_agent_was_killed_ends(with_checkpoint_server):
+    (pid,) = checkpoint_servers(with_checkpoint_server)
+    with_checkpoint_server.process.kill()
     wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie")
 
 

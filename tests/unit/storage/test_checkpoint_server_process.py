@@ -262,7 +262,7 @@ def test_the_checkpoint_server_starts_as_a_command_and_never_loads_torch(cluster
     script = (
         "import sys, json\n"
         "from training.agent import checkpoint_server\n"
-        "checkpoint_server.keep()\n"
+        "checkpoint_server.serve()\n"
         "print(json.dumps(sorted(m for m in sys.modules if '.' not in m)))\n"
     )
     process = started(script, tmp_path, name, str(tmp_path / "disk"))
