@@ -137,8 +137,8 @@ def retries_of_step(asked: Asked) -> list[Recovery]:
 
 
 def restarts_in_place_do_not_use_up_the_maximum_restart_count(asked: Asked) -> bool:
-    told = re.findall(r"max_restarts used (\d+) of", " ".join(asked.decision.skipped))
-    return all(int(used) == rescheduled(asked) for used in told)
+    counted = re.findall(r"max_restarts used (\d+) of", " ".join(asked.decision.skipped))
+    return all(int(used) == rescheduled(asked) for used in counted)
 
 
 def rescheduling_uses_up_the_maximum_restart_count(asked: Asked) -> bool:

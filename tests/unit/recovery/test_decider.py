@@ -12,7 +12,7 @@ from training.recovery.decider import (
     fault_of_report,
 )
 from training.recovery.decision import Recovery
-from training.recovery.faults import Fault, FaultClass
+from training.recovery.faults import FaultClass
 from training.recovery.protocol import WorkerEnded, WorkerFault, WorkerFaultKind
 from training.recovery.rungs import Policy, Rung
 
@@ -76,13 +76,6 @@ def test_a_checkpoint_makes_free_recoveries_before_it():
     assert decider.decide(fourth, now_s=103.0, is_dead=True).rung is REPLACE
 
 
-def abnormal() -> Fault:
-    report = WorkerFault(
-        generation=1, kind=WorkerFaultKind.NUMERIC, text="9e9", step=7, at_s=100.0, culprit=2
-    )
-    return fault_of_report(report, reported_by=0, nodes=NODES)
-
-
 def test_every_worker_fault_has_a_class_that_a_living_process_may_answer():
     assert set(CLASS_OF) == set(WorkerFaultKind)
     decider = InProcessDecider(Policy(operator_retry=True, numeric_retry=True), frozenset(Rung))
@@ -110,15 +103,6 @@ def test_the_end_of_a_process_shows_its_error_or_how_it_was_ended():
     assert fault_of_end(ended(3), node=None, step=7).evidence == "rank 2: exit code 3"
 
 
-def test_a_step_that_is_abnormal_again_is_accepted_if_its_numbers_are_any():
-    decider = InProcessDecider(Policy(numeric_retry=True), frozenset(Rung))
-    decider.began(abnormal(), Rung.STEP_RETRY)
-    assert decider.decide(abnormal(), now_s=101.0).accept_abnormal
-    refused = decider.decide(abnormal(), now_s=101.0, is_finite=False)
-    assert (refused.rung, refused.accept_abnormal) == (REPLACE, False)
-    assert not decider.decide(abnormal(), now_s=101.0).accept_abnormal, "and never again"
-
-
 def test_an_abnormal_step_is_about_the_rank_that_made_it_alone():
     report = WorkerFault(generation=1, kind=WorkerFaultKind.NUMERIC, text="x", step=7, at_s=100.0)
     assert fault_of_report(report, reported_by=2, nodes=NODES).rank is None
@@ -127,14 +111,6 @@ def test_an_abnormal_step_is_about_the_rank_that_made_it_alone():
     for kind in set(WorkerFaultKind) - {WorkerFaultKind.NUMERIC}:
         other = report.model_copy(update={"kind": kind, "culprit": 0})
         assert fault_of_report(other, reported_by=2, nodes=NODES).rank == 2
-
-
-def test_a_recovery_that_failed_is_not_tried_again():
-    decider = InProcessDecider(Policy(), frozenset(Rung))
-    fault = fault_of_end(ended(-9), node="node-1", step=7)
-    decider.began(fault, REPLACE)
-    decider.failed()
-    assert decider.decide(fault, now_s=101.0).rung is IN_PLACE
 
 
 def test_a_checkpoint_of_a_step_from_before_the_fault_frees_nothing():

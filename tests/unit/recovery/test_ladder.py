@@ -33,7 +33,7 @@ def test_every_class_has_a_ladder_that_gets_costlier_and_ends_in_stop(fault_clas
     assert LADDER[fault_class][-1] is Rung.STOP
 
 
-def test_the_rungs_stand_in_the_order_of_their_cost():
+def test_the_rungs_are_in_the_order_of_their_cost():
     assert [str(rung) for rung in RUNGS] == [
         "operator_retry",
         "step_retry",

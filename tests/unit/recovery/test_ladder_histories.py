@@ -84,7 +84,7 @@ CAPACITIES = st.one_of(
 
 @st.composite
 def runs(draw: st.DrawFn) -> list[Asked]:
-    """A run of up to a dozen faults, few of them different, each answered as the ladder says."""
+    """A run of up to a dozen faults, few of them different, each answered by the ladder."""
     pool = draw(st.lists(FAULTS, min_size=1, max_size=3))
     return _answered(
         draw,

@@ -198,7 +198,7 @@ def test_the_fourth_time_the_same_problem_comes_the_program_is_at_fault():
 
 @pytest.mark.parametrize("answer", [Rung.JOB_RESCHEDULE, Rung.POD_RESCHEDULE])
 @pytest.mark.parametrize("between", [NODE, replace(CHIP, fault_class=FaultClass.UNKNOWN)])
-def test_a_node_or_chip_fault_in_between_starts_the_count_anew(answer, between):
+def test_a_node_or_chip_fault_in_between_restarts_the_count(answer, between):
     history = (
         *after(UNKNOWN, *[Rung.IN_PLACE_RESTART] * 3, *[Rung.JOB_RESCHEDULE] * 2),
         *after(between, answer),
