@@ -10,7 +10,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tasks.reporting import Reporter
 from tests.ui.conftest import TIMEOUT_MS
-from tests.unit.histories import COOLED, HOT, history_of
+from tests.unit.journal.histories import COOLED, HOT, history_of
 from tests.waiting import wait_for
 from training.supervisor.report import alert_rows
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.lines import FarEnd
+from tests.unit.wire.far_end import FarEnd
 from tests.waiting import wait_for
 from training.agent.coordinator_client import AgentCoordinatorClient, new_token
 from training.health.heartbeat import HeartbeatWriter

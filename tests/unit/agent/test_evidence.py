@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tests.unit.driver_tools import SAMPLES, install, only_tools_of
+from tests.unit.health.driver_tools import SAMPLES, install, only_tools_of
 from training.agent import evidence
 from training.agent.evidence import NO_ANSWER, ascend_folder, device_health, device_logs
 from training.health.sources.npu_smi import parse_table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.driver_tools import SAMPLES
+from tests.unit.health.driver_tools import SAMPLES
 from training.health import devices
 from training.health.devices import check_history, judge_devices
 from training.health.sources.vendor_tools import NoAnswer

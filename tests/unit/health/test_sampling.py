@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.driver_tools import SAMPLES, install, only_tools_of
+from tests.unit.health.driver_tools import SAMPLES, install, only_tools_of
 from training.health.sources import nvml, sampling, vendor_tools
 from training.health.sources.nvml import NoNvml, read_devices
 from training.health.sources.sampling import Sampler

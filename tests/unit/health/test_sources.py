@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.driver_tools import SAMPLES
+from tests.unit.health.driver_tools import SAMPLES
 from training.health.sources.hccn import (
     parse_counters,
     parse_link,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.unit.driver_tools import SAMPLES
+from tests.unit.health.driver_tools import SAMPLES
 from training.health.sources.vendor_tools import assignments
 from training.health.versions import (
     Installed,

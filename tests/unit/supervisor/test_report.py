@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from tests.unit.histories import (
+from tests.unit.journal.histories import (
     CRASH_BEGAN,
     CRASH_FAILED,
     GOES_ON,

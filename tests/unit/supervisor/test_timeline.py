@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from storage.local import LocalStore
-from tests.unit.histories import BEGINNING, END
+from tests.unit.journal.histories import BEGINNING, END
 from training.journal.events import StepRecord
 from training.journal.history import replay
 from training.journal.steps import metrics_prefix

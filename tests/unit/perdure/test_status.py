@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from perdure.cli import app, main
 from perdure.status import RunMonitor, plain_status, status_panel
-from tests.unit.histories import (
+from tests.unit.journal.histories import (
     BEGINNING,
     CRASH_BEGAN,
     END,

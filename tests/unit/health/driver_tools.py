@@ -6,7 +6,7 @@ import os
 import stat
 from pathlib import Path
 
-SAMPLES = Path(__file__).parent / "health" / "samples"
+SAMPLES = Path(__file__).parent / "samples"
 
 
 def install(folder, name, script):

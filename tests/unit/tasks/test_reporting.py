@@ -9,7 +9,7 @@ import pytest
 
 from tasks import reporting
 from tasks.reporting import Reporter, labels_of
-from tests.unit.histories import (
+from tests.unit.journal.histories import (
     CRASH_BEGAN,
     CRASH_FAILED,
     DAMAGED,

@@ -9,7 +9,7 @@ from rich.console import Console
 from perdure.live import LiveView
 from perdure.tables import attempts_view, sparkline
 from tasks.observe import Observation
-from tests.unit.histories import (
+from tests.unit.journal.histories import (
     CRASH_BEGAN,
     CRASH_FAILED,
     GOES_ON,

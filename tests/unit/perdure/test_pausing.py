@@ -11,7 +11,15 @@ from perdure import pausing
 from perdure.cli import app, main
 from perdure.pausing import Pausing
 from storage.local import LocalStore
-from tests.unit.histories import BEGINNING, GOES_ON, LINK_BEGAN, LINK_MENDED, NOW, STANDS, seen
+from tests.unit.journal.histories import (
+    BEGINNING,
+    GOES_ON,
+    LINK_BEGAN,
+    LINK_MENDED,
+    NOW,
+    STANDS,
+    seen,
+)
 from training.errors import InputError, PerdureError
 from training.job import parse_job
 from training.journal.records import RECORD, RunEnded

@@ -9,7 +9,7 @@ from prefect.exceptions import Abort
 
 from tasks import supervision as module
 from tasks.supervision import Supervision
-from tests.unit.histories import (
+from tests.unit.journal.histories import (
     BEGINNING,
     COOLED,
     CRASH_BEGAN,
