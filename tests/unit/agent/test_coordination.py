@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.wire.far_end import FarEnd
+from tests.unit.agent.coordinator_end import CoordinatorEnd
 from tests.waiting import wait_for
 from training.agent.coordinator_client import AgentCoordinatorClient, new_token
 from training.health.heartbeat import HeartbeatWriter
@@ -37,93 +37,93 @@ class Heard:
 
 
 @pytest.fixture
-def far_end():
-    end = FarEnd()
+def coordinator():
+    end = CoordinatorEnd()
     yield end
     end.close()
 
 
 @pytest.fixture
-def heard() -> Heard:
+def orders() -> Heard:
     return Heard()
 
 
 @pytest.fixture
-def line(far_end, heard):
+def line(coordinator, orders):
     line = AgentCoordinatorClient(
-        far_end.address,
+        coordinator.address,
         node="node-1",
         ranks=[2, 3],
-        on_replace=heard.replace,
-        on_give_up=heard.give_up,
+        on_replace=orders.replace,
+        on_give_up=orders.give_up,
     )
     yield line
     line.close()
 
 
-def test_an_agent_says_who_it_is_before_anything_else(line, far_end):
+def test_an_agent_identifies_itself_before_anything_else(line, coordinator):
     line.send(ENDED)
-    joined = far_end.hear()
+    joined = coordinator.receive()
     assert isinstance(joined, AgentJoined)
     assert (joined.node, joined.ranks) == ("node-1", (2, 3))
-    assert joined.token.get_secret_value() == far_end.address.token
-    assert far_end.hear() == ENDED
+    assert joined.token.get_secret_value() == coordinator.address.token
+    assert coordinator.receive() == ENDED
 
 
-def test_a_look_at_the_node_is_passed_on_while_the_line_is_open(line, far_end):
+def test_a_sample_of_the_node_is_passed_on_while_the_connection_is_open(line, coordinator):
     sample = NodeSample(at_s=1.0, devices=(DeviceSample(index=0, power_w=3.0),))
     assert line.send_sample(sample)
-    far_end.hear()
-    message = far_end.hear()
-    assert isinstance(message, NodeSampled)
-    assert (message.node, NodeSample.model_validate(message.sample)) == ("node-1", sample)
+    coordinator.receive()
+    sampled = coordinator.receive()
+    assert isinstance(sampled, NodeSampled)
+    assert (sampled.node, NodeSample.model_validate(sampled.sample)) == ("node-1", sample)
     line.close()
     assert not line.send_sample(sample)
 
 
-def test_orders_come_in_their_order(line, far_end, heard):
-    far_end.hear()
-    far_end.say(
+def test_orders_come_in_their_order(line, coordinator, orders):
+    coordinator.receive()
+    coordinator.send(
         ReplaceWorker(rank=3, generation=2),
         NewGeneration(number=2),
         ReplaceWorker(rank=2, generation=3),
         GiveUp(why="enough"),
     )
-    assert [heard.next() for _ in range(3)] == [(3, 2), (2, 3), "enough"]
+    assert [orders.next() for _ in range(3)] == [(3, 2), (2, 3), "enough"]
 
 
-def test_a_coordinator_that_is_gone_gives_the_attempt_up(line, far_end, heard):
-    far_end.hear()
-    far_end.hang_up()
-    assert heard.next() == "the coordinator is gone: it closed the connection"
+def test_a_coordinator_that_is_gone_gives_the_attempt_up(line, coordinator, orders):
+    coordinator.receive()
+    coordinator.disconnect()
+    assert orders.next() == "the coordinator is gone: it closed the connection"
     assert not line.send(ENDED)
 
 
-def test_a_line_that_makes_no_sense_is_no_coordinators(line, far_end, heard):
-    far_end.hear()
-    far_end.line.sendall(b'{"op": "explode"}\n')
-    assert heard.next().startswith("the coordinator is gone: ")
+def test_a_message_that_makes_no_sense_is_not_from_a_coordinator(line, coordinator, orders):
+    coordinator.receive()
+    coordinator.connection.sendall(b'{"op": "explode"}\n')
+    assert orders.next().startswith("the coordinator is gone: ")
 
 
-def test_an_agent_that_hangs_up_gives_nothing_up(line, far_end, heard):
-    far_end.hear()
+def test_an_agent_that_disconnects_does_not_give_up(line, coordinator, orders):
+    coordinator.receive()
     assert line.is_open
     line.close()
-    assert far_end.is_hung_up_on()
+    assert coordinator.is_closed_by_peer()
     assert not line.send(ENDED)
-    assert heard.orders.empty()
+    assert orders.orders.empty()
 
 
-def test_a_closed_port_is_an_error(far_end, heard):
-    address = far_end.address
-    far_end.close()
+def test_an_address_that_refuses_connections_is_an_error(coordinator, orders):
+    address = coordinator.address
+    coordinator.close()
     with pytest.raises(OSError, match="refused"):
         AgentCoordinatorClient(
             address,
             node="node-1",
             ranks=[2],
-            on_replace=heard.replace,
-            on_give_up=heard.give_up,
+            on_replace=orders.replace,
+            on_give_up=orders.give_up,
         )
 
 
@@ -146,11 +146,11 @@ def until(group, condition: Callable[[Any], bool], *, local_rank: int = 0) -> An
 
 
 @pytest.fixture
-def coordinated(new_group, line, far_end):
+def coordinated(new_group, line, coordinator):
     """Starts a group whose line is the test's."""
 
     def start(*command: str, **changes: Any) -> Any:
-        far_end.hear()
+        coordinator.receive()
         group = new_group(*command, **changes)
         group.coordinator = line
         group.start(dict(os.environ), proc_start_cnt=1)
@@ -168,12 +168,12 @@ exit 3
 
 
 def test_an_end_is_reported_to_the_coordinator_and_held_back_from_the_supervisor(
-    coordinated, far_end
+    coordinated, coordinator
 ):
     group = coordinated("sh", "-c", 'if [ "$LOCAL_RANK" = 1 ]; then exit 3; fi; sleep 600')
     status = until(group, lambda worker: worker.is_recovering, local_rank=1)
     assert (status.exit_code, status.ended_s) == (None, None)
-    ended = far_end.hear()
+    ended = coordinator.receive()
     assert isinstance(ended, WorkerEnded)
     assert (ended.rank, ended.device, ended.exit_code, ended.is_oom) == (3, 1, 3, False)
 
@@ -190,7 +190,7 @@ RECORD = """echo '{{"message": "{}"}}' > $TORCHELASTIC_ERROR_FILE; exit 1"""
     ],
 )
 def test_an_end_carries_the_error_that_was_recorded_and_whether_memory_was_short(
-    coordinated, far_end, end, error, is_oom
+    coordinated, coordinator, end, error, is_oom
 ):
     kills = iter([4, 5])
     group = coordinated(
@@ -198,16 +198,16 @@ def test_an_end_carries_the_error_that_was_recorded_and_whether_memory_was_short
         slots_per_node=1, oom_kills=lambda: next(kills, 5),
     )  # fmt: skip
     until(group, lambda worker: worker.is_recovering)
-    ended = far_end.hear()
+    ended = coordinator.receive()
     assert isinstance(ended, WorkerEnded)
     assert (ended.error, ended.is_oom) == (error, is_oom)
 
 
-def test_a_worker_that_ends_well_is_not_reported(coordinated, far_end, line):
+def test_a_worker_that_ends_well_is_not_reported(coordinated, coordinator, line):
     group = coordinated("true", slots_per_node=1)
     wait_for(group.poll)
     line.close()
-    assert far_end.is_hung_up_on(), "nothing was sent"
+    assert coordinator.is_closed_by_peer(), "nothing was sent"
 
 
 def test_a_replaced_worker_knows_the_generation_that_it_joins(coordinated, tmp_path):
@@ -230,7 +230,7 @@ def test_a_worker_that_is_replaced_while_it_lives_is_ended_first(coordinated, tm
     assert not group.statuses()[0].is_recovering
 
 
-def test_the_heartbeat_that_a_process_left_says_nothing_of_the_one_in_its_place(coordinated):
+def test_the_heartbeat_that_a_process_left_is_not_taken_for_that_of_its_successor(coordinated):
     group = coordinated("sleep", "600", slots_per_node=1, is_command=False)
     HeartbeatWriter(group.folder / "heartbeat-0").beat(step=7)
     assert group.heartbeats() == {}
@@ -241,8 +241,8 @@ def test_the_heartbeat_that_a_process_left_says_nothing_of_the_one_in_its_place(
 
 def test_an_error_is_reported_without_the_secrets_of_the_environment(coordinated, monkeypatch):
     monkeypatch.setenv("MY_API_KEY", "very-secret-key")
-    program = RECORD.format("E: no access with very-secret-key")
-    group = coordinated("sh", "-c", program, slots_per_node=1)
+    text = RECORD.format("E: no access with very-secret-key")
+    group = coordinated("sh", "-c", text, slots_per_node=1)
     status = until(group, lambda worker: worker.is_recovering)
     assert status.error == "E: no access with ***"
 
@@ -257,7 +257,7 @@ def test_an_end_that_the_coordinator_gives_up_on_is_reported_and_ends_the_others
     assert group.statuses()[0].stopped_by_agent
 
 
-def test_after_giving_up_no_end_is_reported_any_more(coordinated, far_end, line, tmp_path):
+def test_after_giving_up_no_end_is_told_any_more(coordinated, coordinator, line, tmp_path):
     script = 'if [ "$LOCAL_RANK" = 0 ]; then while [ ! -e go ]; do sleep 0.02; done; fi; exit 3'
     group = coordinated("sh", "-c", script)
     until(group, lambda worker: worker.is_recovering, local_rank=1)
@@ -265,15 +265,15 @@ def test_after_giving_up_no_end_is_reported_any_more(coordinated, far_end, line,
     (tmp_path / "go").touch()
     wait_for(group.poll)
     line.close()
-    assert isinstance(far_end.hear(), WorkerEnded)
-    assert far_end.is_hung_up_on()
+    assert isinstance(coordinator.receive(), WorkerEnded)
+    assert coordinator.is_closed_by_peer()
     assert [worker.exit_code for worker in group.statuses()] == [3, 3]
 
 
-def test_a_failure_without_a_line_ends_the_attempt(coordinated, far_end, line, heard):
+def test_a_failure_without_a_line_ends_the_attempt(coordinated, coordinator, line, orders):
     group = coordinated("sh", "-c", "sleep 0.2; exit 3", slots_per_node=1)
-    far_end.hang_up()
-    heard.next()
+    coordinator.disconnect()
+    orders.next()
     wait_for(group.poll)
     assert group.statuses()[0].exit_code == 3
 

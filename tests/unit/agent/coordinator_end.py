@@ -1,4 +1,4 @@
-"""The coordinator's end of a line, held by a test: real sockets, and a word at a time."""
+"""The coordinator's end of a connection: real sockets, and one message at a time."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ TIMEOUT_S = 10.0
 
 
 @dataclass
-class FarEnd:
+class CoordinatorEnd:
     """Listens for one member."""
 
     server: socket.socket = field(default_factory=lambda: socket.create_server((HOST, 0)))
-    line: socket.socket | None = None
+    connection: socket.socket | None = None
     _lines: Any = None
 
     @property
@@ -28,31 +28,31 @@ class FarEnd:
         port = self.server.getsockname()[1]
         return CoordinatorAddress(host=HOST, port=port, store_port=1, token=TOKEN)
 
-    def hear(self) -> FromMember:
-        """What the member says next."""
-        if self.line is None:
+    def receive(self) -> FromMember:
+        """The next message of the member."""
+        if self.connection is None:
             self.server.settimeout(TIMEOUT_S)
-            self.line, _ = self.server.accept()
-            self.line.settimeout(TIMEOUT_S)
-            self._lines = self.line.makefile("rb")
+            self.connection, _ = self.server.accept()
+            self.connection.settimeout(TIMEOUT_S)
+            self._lines = self.connection.makefile("rb")
         return FROM_MEMBER.validate_json(self._lines.readline())
 
-    def is_hung_up_on(self) -> bool:
-        """Whether the member has closed the line."""
+    def is_closed_by_peer(self) -> bool:
+        """Whether the member has closed the connection."""
         return bool(self._lines.readline() == b"")
 
-    def say(self, *messages: CoordinatorMessage) -> None:
-        """Say something; the member has spoken first."""
-        assert self.line is not None
-        self.line.sendall(b"".join(dump_line(message) for message in messages))
+    def send(self, *messages: CoordinatorMessage) -> None:
+        """Send messages, once the member has connected."""
+        assert self.connection is not None
+        self.connection.sendall(b"".join(dump_line(message) for message in messages))
 
-    def hang_up(self) -> None:
-        """Close the line."""
-        if self.line is not None:
+    def disconnect(self) -> None:
+        """Close the connection."""
+        if self.connection is not None:
             self._lines.close()
-            self.line.close()
+            self.connection.close()
 
     def close(self) -> None:
         """End everything."""
-        self.hang_up()
+        self.disconnect()
         self.server.close()
