@@ -107,19 +107,6 @@ def test_the_server_has_attempts_reports_and_events_of_a_broken_run(broken, api)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("rung", ["process_replace", "in_place_restart"])
-def test_the_first_rank_may_die_as_well_as_any_other(bench, undisturbed_pair, rung):
-    restart = {"process_replace": rung == "process_replace"}
-    running = bench.start(bench.pair(f"rank-0-dies-{rung[:2]}", restart=restart))
-    running.reach(5)
-    assert len(running.local.kill_rank(0)) == 1
-    assert running.finish() == 0, running.out
-    assert running.curve() == undisturbed_pair.curve()
-    assert running.rungs() == [rung]
-    running.leave_nothing()
-
-
-@pytest.mark.long
 def test_without_pod_retries_a_lost_node_reschedules_the_whole_job(bench, undisturbed_pair):
     running = bench.start(bench.apart("job-level", restart={"pod_retries": 0}))
     running.reach(12)
@@ -129,18 +116,6 @@ def test_without_pod_retries_a_lost_node_reschedules_the_whole_job(bench, undist
     assert running.rungs() == ["job_reschedule_isolated"]
     members = [[(m.node, m.schedule_cnt) for m in p.members] for p in running.history.placements]
     assert members == [[("node-0", 1), ("node-1", 1)], [("node-2", 2), ("node-1", 2)]]
-    running.leave_nothing()
-
-
-@pytest.mark.long
-def test_a_silent_rank_is_noticed_and_the_processes_are_restarted(bench, undisturbed_pair):
-    running = bench.start(bench.pair("silent", restart={"hang_timeout_s": 4}))
-    running.reach(12)
-    (victim,) = running.local.rank(1)
-    victim.suspend()
-    assert running.finish() == 0, running.out
-    assert running.curve() == undisturbed_pair.curve()
-    assert running.rungs() == ["hang_restart"]
     running.leave_nothing()
 
 

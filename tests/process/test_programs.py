@@ -151,30 +151,6 @@ def test_a_damaged_token_shard_is_redone_alone_when_the_run_is_started_again(ben
     second.leave_nothing()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "parallelism", [{"kind": "fsdp2"}, {"kind": "hsdp", "replicas": 2}], ids=["fsdp2", "hsdp"]
-)
-def test_sharded_wrappings_resume_bit_for_bit(bench, parallelism):
-    size = {"engine": {"nodes": 1, "slots_per_node": 4, "spares": 0, "grace_s": 10}}
-    if parallelism["kind"] == "fsdp2":
-        size["engine"]["slots_per_node"] = 2
-    name = parallelism["kind"]
-    restart = {"process_replace": False}
-    changes = {
-        "steps": 16, "worker": {}, "parallelism": parallelism, "restart": restart, **size,
-    }  # fmt: skip
-    plain = bench.start(bench.job(f"plain-{name}", **changes))
-    assert plain.finish() == 0, plain.out
-    running = bench.start(bench.job(f"killed-{name}", **changes))
-    running.reach(12)
-    assert len(running.local.kill_rank(1)) == 1
-    assert running.finish() == 0, running.out
-    assert running.rungs() == ["in_place_restart"]
-    assert running.curve() == plain.curve()
-    running.leave_nothing()
-
-
 @pytest.fixture(scope="module")
 def s3(tmp_path_factory):
     """A real HTTP server that speaks S3."""

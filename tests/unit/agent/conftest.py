@@ -46,6 +46,45 @@ JOB = json.dumps(
 )
 
 
+def start_order(folder: Path, *command: str, **changes: Any) -> StartOrder:
+    """An order to start a command on two nodes of two slots."""
+    fields: dict[str, Any] = {
+        "placement": 1,
+        "attempt": 1,
+        "num_nodes": 2,
+        "slots_per_node": 2,
+        "hosts": ("127.0.0.1", "127.0.0.2"),
+        "master_addr": "127.0.0.1",
+        "master_port": 29511,
+        "command": command,
+        "is_command": False,
+        "cwd": str(folder),
+        "grace_s": 5,
+        "log_path": None,
+        "variables": {},
+        "job": "{}",
+        "data_manifest_key": None,
+    }
+    return StartOrder(**{**fields, **changes})
+
+
+def agent_config(**changes: Any) -> AgentConfig:
+    """Of an agent that is member 1 of its gang and was scheduled for the third time."""
+    fields: dict[str, Any] = {
+        "run_id": "run-1",
+        "node": "node-1",
+        "member": 1,
+        "schedule_cnt": 3,
+        "token": TOKEN,
+        "epoch": 0,
+        "orphan_timeout_s": 600.0,
+        "start_timeout_s": 600.0,
+        "hang_timeout_s": None,
+        "detect_hangs": True,
+    }
+    return AgentConfig(**{**fields, **changes})
+
+
 @dataclass
 class Container:
     """A scratch folder and the agent that lives in it."""
@@ -80,24 +119,15 @@ class Container:
 
     def order(self, *command: str, **changes: Any) -> StartOrder:
         """A start order of a command, on two nodes, with a number of its own."""
-        fields: dict[str, Any] = {
+        fields = {
             "placement": 3,
             "attempt": next(self.attempts),
-            "num_nodes": 2,
-            "slots_per_node": 2,
-            "hosts": ("127.0.0.1", "127.0.0.2"),
-            "master_addr": "127.0.0.1",
-            "master_port": 29511,
-            "command": command,
             "is_command": True,
-            "cwd": str(self.folder),
             "grace_s": 0.5,
-            "log_path": None,
             "variables": {"OMP_NUM_THREADS": "1"},
             "job": JOB,
-            "data_manifest_key": None,
         }
-        return StartOrder(**{**fields, **changes})
+        return start_order(self.folder, *command, **{**fields, **changes})
 
     def start(self, *command: str, **changes: Any) -> StartOrder:
         """Start a command. Returns the order."""
@@ -127,19 +157,7 @@ class Container:
 
 def start_container(folder: Path, environment: dict[str, str], **changes: Any) -> Container:
     """Start an agent that is member 1 of its gang and was scheduled for the third time."""
-    fields: dict[str, Any] = {
-        "run_id": "run-1",
-        "node": "node-1",
-        "member": 1,
-        "schedule_cnt": 3,
-        "token": TOKEN,
-        "epoch": 0,
-        "orphan_timeout_s": 600.0,
-        "start_timeout_s": 600.0,
-        "hang_timeout_s": None,
-        "detect_hangs": True,
-    }
-    config = AgentConfig(**{**fields, **changes})
+    config = agent_config(**changes)
     folder.mkdir(parents=True)
     (folder / CONFIG_FILE).write_text(config.model_dump_json())
     with (folder / "agent.log").open("ab") as log:
@@ -201,36 +219,8 @@ def new_group(tmp_path):
     def new_group(
         *command: str, oom_kills: Callable[[], int] = lambda: 0, **changes: Any
     ) -> WorkerGroup:
-        config = AgentConfig(
-            run_id="run-1",
-            node="node-1",
-            member=1,
-            schedule_cnt=1,
-            token=TOKEN,
-            epoch=1,
-            orphan_timeout_s=60,
-            start_timeout_s=60,
-            hang_timeout_s=None,
-            detect_hangs=False,
-        )
-        fields: dict[str, Any] = {
-            "placement": 1,
-            "attempt": 1,
-            "num_nodes": 2,
-            "slots_per_node": 2,
-            "hosts": ("127.0.0.1", "127.0.0.2"),
-            "master_addr": "127.0.0.1",
-            "master_port": 29511,
-            "command": command,
-            "is_command": False,
-            "cwd": str(tmp_path),
-            "grace_s": 5,
-            "log_path": None,
-            "variables": {},
-            "job": "{}",
-            "data_manifest_key": None,
-        }
-        order = StartOrder(**{**fields, **changes})
+        config = agent_config(schedule_cnt=1, epoch=1, detect_hangs=False)
+        order = start_order(tmp_path, *command, **changes)
         # No process carries this marker: nothing but the workers themselves is waited for.
         group = WorkerGroup(config, order, str(tmp_path), tmp_path, tmp_path, oom_kills=oom_kills)
         groups.append(group)

@@ -15,12 +15,12 @@ import pytest
 
 from storage.checkpoint_server.client import CheckpointClient
 from storage.errors import TimedOut
+from tests.jobs import job_document, small_job
 from tests.unit.agent.conftest import EPOCH, Container
 from tests.waiting import wait_for
 from training.agent.checkpoint_server import REVIVED_AFTER_S, CheckpointServerProcess
 from training.agent.control import ADDRESS_FILE
 from training.errors import AgentUnreachable, EngineError
-from training.job import parse_job
 from training.processes import is_alive, kill_container
 from training.wire.agent import (
     MetricsQuery,
@@ -169,11 +169,7 @@ def checkpoint_servers(container: Container) -> list[int]:
 @pytest.fixture
 def with_checkpoint_server(new_container, tmp_path) -> Container:
     """A container with a checkpoint server, and an attempt in it that failed to start."""
-    job = {
-        "run_id": f"run-{uuid.uuid4().hex}",
-        "storage": {"address": f"file://{tmp_path}/store"},
-        "worker": {"recipe": "module:main"},
-    }
+    job = job_document(tmp_path, run_id=f"run-{uuid.uuid4().hex}")
     (tmp_path / "file").write_text("not a folder")
     container = new_container()
     changes = {"is_command": False, "job": json.dumps(job), "log_path": str(tmp_path / "file")}
@@ -192,13 +188,7 @@ def test_an_attempt_that_cannot_be_started_costs_the_checkpoint_server_nothing(
 
 
 def test_a_checkpoint_server_that_dies_is_started_again_under_its_name_but_not_at_once(tmp_path):
-    job = parse_job(
-        {
-            "run_id": f"run-{uuid.uuid4().hex}",
-            "storage": {"address": f"file://{tmp_path}/store"},
-            "worker": {"recipe": "module:main"},
-        }
-    )
+    job = small_job(tmp_path, run_id=f"run-{uuid.uuid4().hex}")
     job_file = tmp_path / "job.json"
     job_file.write_text(job.model_dump_json())
     checkpoint_server = CheckpointServerProcess(tmp_path)

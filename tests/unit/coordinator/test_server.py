@@ -17,6 +17,7 @@ import pytest
 from pydantic import SecretStr
 
 from storage.local import LocalStore
+from tests.jobs import job_document
 from tests.waiting import wait_for
 from training.coordinator.config import CoordinatorConfig, MetricsAddress, metrics_file
 from training.coordinator.server import Coordinator
@@ -40,12 +41,7 @@ class Served:
 
     def __init__(self, folder: Path, **watch: Any) -> None:
         self.folder = folder
-        job = {
-            "run_id": "run-1",
-            "storage": {"address": f"file://{folder}/store"},
-            "worker": {"recipe": "module:main"},
-            "watch": watch,
-        }
+        job = job_document(folder, run_id="run-1", watch=watch)
         self.config = CoordinatorConfig(
             job=json.dumps(job),
             host=HOST,

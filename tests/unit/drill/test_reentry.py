@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from tests.jobs import small_job
 from training.drill.reentry import STEPS, check_reentry, scratch_job
-from training.job import parse_job
 from training.wire.node import CheckOutcome
 
 
 def job_of(tmp_path, **sections):
-    return parse_job(
-        {
-            "run_id": "r",
-            "storage": {"address": f"file://{tmp_path}/store"},
-            "data": {"sources": ["/corpus"]},
-            **sections,
-        }
-    )
+    return small_job(tmp_path, **{"data": {"sources": ["/corpus"]}, **sections})
 
 
 def test_a_scratch_run_trains_the_same_model_in_a_store_of_its_own(tmp_path):

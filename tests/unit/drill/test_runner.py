@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from storage.address import open_store
+from tests.jobs import small_job
 from training.drill.job import NUM_RANKS
 from training.drill.runner import (
     KINDS,
@@ -20,7 +21,7 @@ from training.drill.runner import (
 )
 from training.drill.table import DRILLS, STEPS
 from training.errors import InputError
-from training.job import Job, parse_job
+from training.job import Job
 from training.recovery.rungs import Rung
 from training.specs.model import ParallelKind
 
@@ -79,16 +80,14 @@ FOLDER = "perdure-drill-1"
 
 
 def job_of(tmp_path, **sections: Any) -> Job:
-    return parse_job(
-        {
-            "run_id": "weeks-long",
-            "storage": {"address": f"file://{tmp_path}/store/"},
-            "data": {"sources": ["/corpus"]},
-            "engine": {"nodes": 4, "slots_per_node": 4, "spares": 1, "grace_s": 33},
-            "batch": {"global_batch_size": 960, "micro_batch_size": 2},
-            **sections,
-        }
-    )
+    own = {
+        "run_id": "weeks-long",
+        "storage": {"address": f"file://{tmp_path}/store/"},
+        "data": {"sources": ["/corpus"]},
+        "engine": {"nodes": 4, "slots_per_node": 4, "spares": 1, "grace_s": 33},
+        "batch": {"global_batch_size": 960, "micro_batch_size": 2},
+    }
+    return small_job(**{**own, **sections})
 
 
 def runner(tmp_path, job: Job, kind: ParallelKind = ParallelKind.DDP) -> DrillRunner:

@@ -10,11 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.jobs import small_job
 from training.agent.control import ADDRESS_FILE
 from training.engines import local
 from training.engines.base import plan
 from training.engines.local import LocalEngine
-from training.job import Job
 from training.wire.agent import AgentAddress
 
 GRACE_S = 20.0
@@ -22,13 +22,10 @@ GRACE_S = 20.0
 
 @pytest.fixture
 def engine(tmp_path) -> Iterator[LocalEngine]:
-    job = Job.model_validate(
-        {
-            "run_id": "run",
-            "storage": {"address": f"file://{tmp_path}/store"},
-            "worker": {"recipe": "module:main"},
-            "engine": {"nodes": 2, "spares": 1, "grace_s": GRACE_S},
-        }
+    job = small_job(
+        tmp_path,
+        worker={"recipe": "module:main"},
+        engine={"nodes": 2, "spares": 1, "grace_s": GRACE_S},
     )
     engine = LocalEngine(job, home=tmp_path / "home", epoch=1)
     yield engine

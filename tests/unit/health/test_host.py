@@ -10,6 +10,7 @@ import pytest
 
 from storage.address import StorageSpec, open_store
 from storage.errors import PermanentError
+from tests.jobs import small_job
 from training.health import host
 from training.health.host import (
     check_disk,
@@ -18,7 +19,6 @@ from training.health.host import (
     check_ports,
     check_store,
 )
-from training.job import parse_job
 from training.wire.node import CheckOutcome
 
 STATE_BYTES = 1_000_000
@@ -29,14 +29,7 @@ Memory = namedtuple("Memory", "available")  # noqa: PYI024 likewise
 @pytest.fixture
 def job(tmp_path):
     def build(**sections):
-        return parse_job(
-            {
-                "run_id": "r",
-                "storage": {"address": f"file://{tmp_path}/store"},
-                "data": {"sources": ["/corpus"]},
-                **sections,
-            }
-        )
+        return small_job(tmp_path, **sections)
 
     return build
 

@@ -6,22 +6,19 @@ import os
 
 import pytest
 
+from tests.jobs import small_job
 from training.health.node_check import NodeProgram, check_this_machine
 from training.health.node_program import merged
-from training.job import parse_job
 from training.wire.node import Check, CheckOutcome, NodeTask
 
 
 @pytest.fixture
 def job(tmp_path):
-    return parse_job(
-        {
-            "run_id": "r",
-            "storage": {"address": f"file://{tmp_path}/store"},
-            "worker": {"command": ["true"]},
-            "engine": {"nodes": 1, "slots_per_node": 2},
-            "preflight": {"burn_in_s": 0.0, "timeout_s": 100},
-        }
+    return small_job(
+        tmp_path,
+        worker={"command": ["true"]},
+        engine={"nodes": 1, "slots_per_node": 2},
+        preflight={"burn_in_s": 0.0, "timeout_s": 100},
     )
 
 

@@ -14,6 +14,7 @@ from perdure.checkpoints import parse_age_s
 from perdure.cli import app, main
 from storage.address import open_store
 from storage.checkpoint import CheckpointStore, shard_name
+from tests.jobs import job_document
 from tests.unit.storage.stores import save_directly
 from training.errors import InputError
 from training.job import parse_job
@@ -27,11 +28,7 @@ WEIGHT = torch.arange(12, dtype=torch.float32).reshape(3, 4)
 
 @pytest.fixture
 def document(tmp_path):
-    return {
-        "run_id": "small",
-        "storage": {"address": f"file://{tmp_path}/store"},
-        "data": {"sources": ["/corpus"]},
-    }
+    return job_document(tmp_path, run_id="small")
 
 
 @pytest.fixture

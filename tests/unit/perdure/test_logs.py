@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from perdure.cli import app, main
 from storage.address import open_store
+from tests.jobs import small_job
 from training.agent.log_collection import COLLECTED_FILE, logs_prefix
-from training.job import parse_job
 from training.journal.ledger import Identity, Ledger
 from training.journal.records import AttemptEnded, AttemptStarted, Member, Placed, RunCreated
 from training.supervisor.job_registry import remember_job
@@ -22,14 +22,7 @@ GONE = "checkpoint-server.log: gone"
 
 @pytest.fixture
 def job(tmp_path, perdure_home):
-    job = parse_job(
-        {
-            "run_id": "small",
-            "storage": {"address": f"file://{tmp_path}/store"},
-            "data": {"sources": ["/corpus"]},
-            "engine": {"nodes": 2, "slots_per_node": 1},
-        }
-    )
+    job = small_job(tmp_path, run_id="small", engine={"nodes": 2, "slots_per_node": 1})
     remember_job(perdure_home, job)
     return job
 

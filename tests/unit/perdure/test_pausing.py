@@ -11,6 +11,7 @@ from perdure import pausing
 from perdure.cli import app, main
 from perdure.pausing import Pausing
 from storage.local import LocalStore
+from tests.jobs import job_document
 from tests.unit.journal.histories import (
     BEGINNING,
     GOES_ON,
@@ -30,11 +31,7 @@ from training.wire.requests import control_key, read_control, write_control
 
 @pytest.fixture
 def document(tmp_path):
-    return {
-        "run_id": "small",
-        "storage": {"address": f"file://{tmp_path}/store"},
-        "data": {"sources": ["/corpus"]},
-    }
+    return job_document(tmp_path, run_id="small")
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from perdure.cli import app, main
 from perdure.status import RunMonitor, plain_status, status_panel
+from tests.jobs import job_document
 from tests.unit.journal.histories import (
     BEGINNING,
     CRASH_BEGAN,
@@ -40,12 +41,7 @@ SAVED = CheckpointSeen(**NOW, placement=1, attempt=1, step=10)
 
 @pytest.fixture
 def document(tmp_path):
-    return {
-        "run_id": "small",
-        "storage": {"address": f"file://{tmp_path}/store"},
-        "data": {"sources": ["/corpus"]},
-        "steps": 60,
-    }
+    return job_document(tmp_path, run_id="small", steps=60)
 
 
 @pytest.fixture

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from training.job import Job, parse_job
+from tests.jobs import small_job
+from training.job import Job
 from training.supervisor import watch
 
 
 @pytest.fixture
 def job(tmp_path) -> Job:
-    return parse_job(
-        {
-            "run_id": "walk",
-            "storage": {"address": f"file://{tmp_path}/store"},
-            "worker": {"command": ["true"]},
-            "engine": {"nodes": 2, "slots_per_node": 1, "spares": 1, "grace_s": 0.1},
-            "restart": {"pod_retries": 1, "spare_wait_s": 0},
-        }
+    return small_job(
+        tmp_path,
+        run_id="walk",
+        worker={"command": ["true"]},
+        engine={"nodes": 2, "slots_per_node": 1, "spares": 1, "grace_s": 0.1},
+        restart={"pod_retries": 1, "spare_wait_s": 0},
     )
 
 

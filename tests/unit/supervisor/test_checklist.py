@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from training.job import parse_job
+from tests.jobs import small_job
 from training.supervisor.job_checks import checklist
 from training.wire.node import CheckOutcome
 
 
 def outcomes(**sections):
-    job = parse_job(
-        {
-            "run_id": "r",
-            "storage": {"address": "file:///store"},
-            "data": {"sources": ["/corpus"]},
-            "steps": 1000,
-            **sections,
-        }
-    )
+    job = small_job(**{"data": {"sources": ["/corpus"]}, "steps": 1000, **sections})
     return {check.name: check.outcome for check in checklist(job)}
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.jobs import small_job
 from training.errors import InputError
 from training.job import Job, parse_job
 from training.platforms.forms import Platform
@@ -17,15 +18,8 @@ from training.supervisor.job_checks import check_job, recovery_notes
 @pytest.fixture
 def job(tmp_path):
     def build(**sections) -> Job:
-        return parse_job(
-            {
-                "run_id": "r",
-                "storage": {"address": f"file://{tmp_path}/store"},
-                "worker": {"recipe": "mine:main"},
-                "batch": {"global_batch_size": 16},
-                **sections,
-            }
-        )
+        own = {"worker": {"recipe": "mine:main"}, "batch": {"global_batch_size": 16}}
+        return small_job(tmp_path, **{**own, **sections})
 
     return build
 

@@ -6,19 +6,13 @@ import os
 
 import pytest
 
+from tests.jobs import small_job
 from training.errors import InputError
-from training.job import parse_job
 from training.supervisor.job_registry import job_path, known_job, known_runs, remember_job
 
 
 def job(run_id):
-    return parse_job(
-        {
-            "run_id": run_id,
-            "storage": {"address": "file:///nowhere"},
-            "data": {"sources": ["/corpus"]},
-        }
-    )
+    return small_job(run_id=run_id)
 
 
 def test_what_was_started_is_known_by_its_name(tmp_path):

@@ -13,7 +13,7 @@ from storage.checkpoint import CheckpointStore, shard_name
 from storage.collect import InUse, RemovalKind, take_listing
 from storage.local import LocalStore
 from storage.manifest import Chunk, Manifest, TensorRecord
-from training.job import parse_job
+from tests.jobs import small_job
 from training.journal.events import StepRecord
 from training.journal.history import RunHistory, replay
 from training.journal.ledger import Identity, Ledger
@@ -78,14 +78,7 @@ def record_losses(checkpoints, losses):
 
 
 def job(**checkpoint):
-    return parse_job(
-        {
-            "run_id": "run",
-            "storage": {"address": "file:///nowhere"},
-            "data": {"sources": ["/corpus"]},
-            "checkpoint": checkpoint,
-        }
-    )
+    return small_job(checkpoint=checkpoint)
 
 
 def gone(checkpoints, spec, *, with_retention=True):

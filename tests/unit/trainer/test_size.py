@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from training.job import parse_job
+from tests.jobs import small_job
 from training.trainer.size import num_parameters, state_bytes
 
 
 def job(**sections):
-    document = {"run_id": "r", "storage": {"address": "file:///store"}, **sections}
-    return parse_job({"data": {"sources": ["/corpus"]}, **document})
+    return small_job(**{"data": {"sources": ["/corpus"]}, **sections})
 
 
 def test_the_state_is_weights_and_both_moments():
