@@ -13,7 +13,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from flows.automations import on_fault, put
 from tasks.reporting import Reporter
 from tests.process.rest import Api, ask
-from tests.unit.histories import failed
+from tests.unit.journal.histories import failed
 from tests.waiting import wait_for
 from training.recovery.decision import Decision
 from training.recovery.faults import Fault, FaultClass
