@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from storage.checkpoint import CheckpointStore, StepState
-from tests.process.harness import RECIPES, TEXT
 from training.drill.driver import Curve, RunDriver, kill_hook
+from training.drill.job import drill_job
 from training.injection.outside import Kill, KillInjector, LocalRun, Victim
-from training.job import Job, parse_job
+from training.job import Job
 from training.journal.history import RunHistory
 from training.recovery.rungs import Rung
+from training.specs.model import ParallelKind
 from training.supervisor.run import Run
 
 pytestmark = pytest.mark.process
@@ -64,35 +65,22 @@ class Driven:
 
 
 @pytest.fixture(scope="module")
-def drive(tmp_path_factory) -> Callable[..., Driven]:
-    home = tmp_path_factory.mktemp("tiers")
-    corpus = home / "corpus"
-    corpus.mkdir()
-    for index in range(6):
-        (corpus / f"{index}.txt").write_text((f"{index} " + TEXT) * 80)
-
+def drive(home) -> Callable[..., Driven]:
     def drive(
         run_id: str,
         *kills: Kill,
         pace_s: float = 0.1,
-        restart: dict[str, Any] | None = None,
+        restart: Mapping[str, Any] | None = None,
         **checkpoint: Any,
     ) -> Driven:
-        document = {
-            "run_id": run_id,
-            "storage": {"address": f"file://{home}/store"},
-            "steps": STEPS,
-            "seed": 11,
-            "worker": {"recipe": "paced:main", "cwd": str(RECIPES)},
-            "data": {"sources": [str(corpus)], "shard_size_bytes": 8192, "num_workers": 0},
-            "model": {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "seq_len": 16},
-            "batch": {"global_batch_size": 8, "micro_batch_size": 4},
+        changes = {
+            "engine": {"slots_per_node": 1, "spares": 1},
             "checkpoint": {"every_steps": EVERY, "keep_last": 2, **checkpoint},
-            "restart": {"pod_retries": 1, **(restart or {})},
-            "engine": {"nodes": 2, "slots_per_node": 1, "spares": 1, "grace_s": 10},
-            "env": {"PACE_S": str(pace_s)},
+            "restart": restart or {},
         }
-        job = parse_job(document)
+        job = drill_job(
+            home, run_id, kind=ParallelKind.DDP, steps=STEPS, pace_s=pace_s, changes=changes
+        )
         injector = KillInjector(LocalRun(home, run_id), kills)
         played = RunDriver(home).run(job, hook=kill_hook(injector))
         assert played.ended == "completed"
