@@ -38,6 +38,10 @@ RECONNECT_LIMIT_S = 10.0
 STEP = 10
 
 
+def is_plan(message: CoordinatorMessage) -> bool:
+    return isinstance(message, Plan)
+
+
 @dataclass
 class Rank:
     """One worker process, as far as it matters here."""

@@ -10,8 +10,8 @@ from tests.unit.recovery.attempts import (
     REPAIR_LIMIT_S,
     STEP,
     AttemptHarness,
+    is_plan,
 )
-from training.diagnosis.exits import EXIT_RESTART_ME
 from training.recovery.actions import LogEvent, ToAgent, ToRank
 from training.recovery.attempt import CONNECTION_SETTLE_S, Stage
 from training.recovery.faults import FaultClass
@@ -38,7 +38,7 @@ def test_a_rank_that_joins_receives_the_generation():
 # A process that died.
 
 
-def test_a_death_is_noted_then_the_rank_replaced_and_the_others_called_to_a_new_generation():
+def test_a_death_is_recorded_then_the_rank_replaced_and_the_others_called_to_a_new_generation():
     harness = AttemptHarness.of()
     event, *rest = harness.kill(1)
     assert isinstance(event, LogEvent)
@@ -89,14 +89,6 @@ def test_a_connection_that_closes_is_no_death_until_the_agent_reports_it_or_the_
     assert harness.replaced() == [1]
 
 
-def test_a_process_that_lost_its_line_gets_a_successor():
-    harness = AttemptHarness.of()
-    harness.kill(1, exit_code=EXIT_RESTART_ME)
-    assert harness.replaced() == [1]
-    harness.answer()
-    assert harness.stage() is Stage.TRAINING
-
-
 def test_two_deaths_at_once_are_recovered_together():
     harness = AttemptHarness.of(HSDP)
     harness.kill(1)
@@ -130,7 +122,7 @@ def test_a_new_process_that_ends_before_it_has_connected_is_started_again():
     assert harness.stage() is Stage.TRAINING
 
 
-def test_a_new_process_whose_connection_closes_is_missed_as_any_other():
+def test_a_new_process_whose_connection_closes_is_replaced_like_any_other():
     harness = AttemptHarness.of()
     harness.kill(1)
     harness.answer()
@@ -152,7 +144,7 @@ def test_a_death_while_reports_come_in_begins_again():
     assert harness.stage() is Stage.TRAINING
 
 
-def test_reports_for_a_generation_before_do_not_count():
+def test_reports_for_an_earlier_generation_do_not_count():
     harness = AttemptHarness.of(HSDP)
     harness.kill(1)
     harness.kill(2)
@@ -162,10 +154,10 @@ def test_reports_for_a_generation_before_do_not_count():
     assert harness.stage() is Stage.GATHERING
 
 
-def test_ranks_that_train_in_a_generation_before_do_not_count():
+def test_ranks_that_train_in_an_earlier_generation_do_not_count():
     harness = AttemptHarness.of()
     harness.worker_fault(2, WorkerFaultKind.COLLECTIVE)
-    harness.answer(until=lambda message: isinstance(message, Plan))
+    harness.answer(until=is_plan)
     for rank in range(4):
         harness.trains(rank, generation=1)
     assert harness.stage() is Stage.REPAIRING
@@ -174,7 +166,7 @@ def test_ranks_that_train_in_a_generation_before_do_not_count():
 def test_a_death_while_a_plan_is_carried_out_begins_again():
     harness = AttemptHarness.of(HSDP)
     harness.kill(1)
-    harness.answer(until=lambda message: isinstance(message, Plan))
+    harness.answer(until=is_plan)
     assert harness.stage() is Stage.REPAIRING
     harness.trains(0)
     harness.kill(2)
@@ -245,7 +237,7 @@ def test_a_collective_that_failed_is_answered_at_once():
 def test_a_recovery_that_fails_on_one_rank_begins_again():
     harness = AttemptHarness.of()
     harness.worker_fault(2, WorkerFaultKind.COLLECTIVE)
-    harness.answer(until=lambda message: isinstance(message, Plan))
+    harness.answer(until=is_plan)
     harness.worker_fault(3, WorkerFaultKind.REPAIR)
     harness.advance(CONNECTION_SETTLE_S)
     assert (harness.stage(), harness.attempt.generation) == (Stage.GATHERING, 3)
@@ -269,7 +261,7 @@ def test_a_fault_of_a_rank_that_trains_is_answered_though_others_are_still_start
 # Time.
 
 
-def test_ranks_that_do_not_report_in_time_are_named_and_the_next_rung_is_asked():
+def test_ranks_that_do_not_report_in_time_are_named_and_the_next_rung_is_tried():
     harness = AttemptHarness.of()
     harness.memory_fault(0)
     harness.answer(silent={2, 3})
@@ -285,7 +277,7 @@ def test_ranks_that_do_not_report_in_time_are_named_and_the_next_rung_is_asked()
 def test_ranks_that_do_not_carry_the_plan_out_in_time_are_named():
     harness = AttemptHarness.of()
     harness.memory_fault(0)
-    harness.answer(until=lambda message: isinstance(message, Plan))
+    harness.answer(until=is_plan)
     harness.trains(0)
     harness.trains(3)
     harness.advance(REPAIR_LIMIT_S + 0.1)

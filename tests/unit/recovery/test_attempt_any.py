@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.recovery.attempts import ALONE, DDP, HSDP, AttemptHarness
+from tests.unit.recovery.attempts import ALONE, DDP, HSDP, AttemptHarness, is_plan
 from training.recovery.actions import LogEvent, ToAgent, ToRank
 from training.recovery.attempt import Stage
 from training.recovery.events import RecoveryBegan, RecoveryEnded
@@ -110,7 +110,7 @@ FAULTS: st.SearchStrategy[Event] = st.one_of(
 )
 ANSWERS: st.SearchStrategy[Event] = st.one_of(
     st.just(lambda harness: harness.answer()),
-    st.just(lambda harness: harness.answer(until=lambda message: isinstance(message, Plan))),
+    st.just(lambda harness: harness.answer(until=is_plan)),
     RANKS.map(lambda rank: lambda harness: harness.answer(silent={rank})),
 )
 OTHERS: st.SearchStrategy[Event] = st.one_of(

@@ -12,6 +12,7 @@ from tests.unit.recovery.attempts import (
     SAVE_LIMIT_S,
     STEP,
     AttemptHarness,
+    is_plan,
 )
 from training.recovery.actions import ToAgent, ToRank
 from training.recovery.attempt import CONNECTION_SETTLE_S, Stage
@@ -21,17 +22,12 @@ from training.recovery.protocol import (
     LastSaved,
     NewGeneration,
     PauseRequest,
-    Plan,
     WorkerFaultKind,
 )
 from training.recovery.repair import RepairMode
 from training.recovery.rungs import Policy, Rung
 
 NO_REPLACING = Policy(process_replace=False)
-
-
-def is_plan(message) -> bool:
-    return isinstance(message, Plan)
 
 
 # Beginning and end.
@@ -60,7 +56,7 @@ def test_a_rank_that_comes_too_late_learns_that_all_is_over():
     assert isinstance(action.message, GiveUp)
 
 
-def test_ranks_that_come_to_their_end_are_not_missed():
+def test_ranks_that_have_ended_are_not_replaced():
     harness = AttemptHarness.of()
     for rank in range(4):
         harness.attempt.ending(rank, now_s=harness.now_s)
@@ -288,17 +284,6 @@ def test_damage_that_no_replica_repairs_climbs_to_the_end():
     assert harness.stage() is Stage.GIVEN_UP
 
 
-def test_damage_that_does_not_go_away_climbs_to_a_last_save_of_the_replicas():
-    harness = AttemptHarness.of(HSDP)
-    for _ in range(2):
-        harness.memory_fault(0)
-        harness.answer()
-    harness.memory_fault(0)
-    harness.answer()
-    assert harness.rungs() == [Rung.STEP_RETRY, Rung.PROCESS_REPLACE]
-    assert (harness.last_save().step, harness.last_save().ranks) == (STEP, (1, 2))
-
-
 def test_a_rank_that_ended_by_an_error_of_the_program_is_not_replaced():
     harness = AttemptHarness.of()
     harness.kill(1, exit_code=1, error="ValueError: own")
@@ -308,7 +293,7 @@ def test_a_rank_that_ended_by_an_error_of_the_program_is_not_replaced():
     assert "user_code_error" in harness.given_up()[0]
 
 
-def test_a_recovery_that_a_fault_above_the_processes_cuts_short_is_noted_as_failed():
+def test_a_recovery_that_a_fault_above_the_processes_cuts_short_is_recorded_as_failed():
     harness = AttemptHarness.of(HSDP)
     harness.memory_fault(0)
     harness.kill(1, exit_code=1, error="ValueError: own")

@@ -14,13 +14,12 @@ from tests.unit.recovery.attempts import (
     REPAIR_LIMIT_S,
     STEP,
     AttemptHarness,
+    is_plan,
 )
 from training.recovery.actions import NormAccepted
 from training.recovery.attempt import CONNECTION_SETTLE_S, Stage
 from training.recovery.protocol import (
-    CoordinatorMessage,
     NewGeneration,
-    Plan,
     Reconnect,
     Reconnected,
     WorkerFaultKind,
@@ -200,7 +199,7 @@ def test_a_damaged_rank_gets_its_state_from_a_replica():
     assert (harness.rungs(), harness.replaced()) == ([Rung.STEP_RETRY], [])
 
 
-def test_damage_that_comes_back_at_the_same_step_gets_a_new_process():
+def test_damage_that_comes_back_at_the_same_step_costs_the_process_then_the_attempt():
     harness = AttemptHarness.of(HSDP)
     harness.memory_fault(0)
     harness.answer()
@@ -208,12 +207,14 @@ def test_damage_that_comes_back_at_the_same_step_gets_a_new_process():
     assert harness.rungs() == [Rung.STEP_RETRY, Rung.PROCESS_REPLACE]
     assert harness.replaced() == [0]
     assert NewGeneration(number=3) not in harness.sent_to(0), "the process before is to end"
-    harness.attempt.disconnected(
-        0, now_s=harness.now_s
-    )  # it is ended by its agent, and nothing follows
+    harness.attempt.disconnected(0, now_s=harness.now_s)  # its agent has ended it
     assert harness.advance(END_NOTICE_S * 2) == []
     harness.answer()
     assert harness.stage() is Stage.TRAINING
+    harness.memory_fault(0)
+    harness.answer()
+    assert len(harness.rungs()) == 2
+    assert (harness.last_save().step, harness.last_save().ranks) == (STEP, (1, 2))
 
 
 # Abnormal steps.
@@ -230,42 +231,28 @@ def abnormal(harness: AttemptHarness, **changes: Any) -> None:
         )
 
 
-def test_an_abnormal_step_is_done_again_from_the_snapshot_and_accepted_the_second_time():
+def test_an_abnormal_step_is_done_again_then_accepted_and_recorded_and_never_retried_a_third_time():
     harness = AttemptHarness.of(policy=TRE)
-    abnormal(harness)
+    abnormal(harness, grad_norm=900.0)
     harness.answer()
     assert (harness.plan().mode, harness.plan().step) == (RepairMode.ROLL_BACK, STEP - 2)
     assert harness.ended()[0].steps_lost == 2
     assert harness.attempt.step == STEP - 2
-    accept_second_time(harness)
+    accept_second_time(harness, grad_norm=901.0)
     assert harness.plan().mode is RepairMode.ACCEPT
     assert (harness.plan().step, harness.plan().applies) == (STEP + 1, (0, 1, 2, 3))
-    assert [event.decision.accept_abnormal for event in harness.began()] == [False, True]
+    assert [note.decision.accept_abnormal for note in harness.began()] == [False, True]
+    recorded = [action for action in harness.actions if isinstance(action, NormAccepted)]
+    assert recorded == [NormAccepted(STEP + 1, (900.0, 901.0))]
+    abnormal(harness)
+    assert harness.stage() is Stage.GIVEN_UP
+    assert "was accepted already" in harness.given_up()[0]
 
 
 def accept_second_time(harness: AttemptHarness, **changes) -> None:
     harness.progress_to(STEP, StepPhase.PREPARED)
     abnormal(harness, **changes)
     harness.answer()
-
-
-def test_the_norms_of_an_accepted_step_are_put_on_record_before_and_after():
-    harness = AttemptHarness.of(policy=TRE)
-    abnormal(harness, grad_norm=900.0)
-    harness.answer()
-    accept_second_time(harness, grad_norm=901.0)
-    recorded = [action for action in harness.actions if isinstance(action, NormAccepted)]
-    assert recorded == [NormAccepted(STEP + 1, (900.0, 901.0))]
-
-
-def test_a_step_that_was_accepted_is_not_asked_about_a_third_time():
-    harness = AttemptHarness.of(policy=TRE)
-    abnormal(harness)
-    harness.answer()
-    accept_second_time(harness)
-    abnormal(harness)
-    assert harness.stage() is Stage.GIVEN_UP
-    assert "was accepted already" in harness.given_up()[0]
 
 
 def test_a_step_that_is_not_finite_is_never_accepted():
@@ -327,10 +314,6 @@ def rank_ends(harness: AttemptHarness) -> None:
     harness.kill(2)
 
 
-def is_plan(message: CoordinatorMessage) -> bool:
-    return isinstance(message, Plan)
-
-
 def cut_short(
     harness: AttemptHarness, stage: Stage, fault: Callable[[AttemptHarness], None]
 ) -> None:
@@ -357,7 +340,9 @@ CUTS = pytest.mark.parametrize(
 
 
 @CUTS
-def test_a_roll_back_that_another_fault_cuts_short_is_carried_out_by_all_ranks(stage, fault):
+def test_a_roll_back_that_another_fault_cuts_short_is_carried_out_by_all_ranks_and_counts_once(
+    stage, fault
+):
     harness = AttemptHarness.of(policy=TRE)
     abnormal(harness)
     cut_short(harness, stage, fault)
@@ -366,17 +351,6 @@ def test_a_roll_back_that_another_fault_cuts_short_is_carried_out_by_all_ranks(s
     assert (harness.plan().rolls_back, harness.plan().moves) == (True, moves)
     assert harness.stage() is Stage.TRAINING
     assert [(event.succeeded, event.cut_short) for event in harness.ended()] == [(True, False)] * 2
-
-
-@CUTS
-def test_a_retry_that_was_cut_short_and_made_in_the_end_counts_once(stage, fault):
-    harness = AttemptHarness.of(policy=TRE)
-    abnormal(harness)
-    cut_short(harness, stage, fault)
-    accept_second_time(harness)
-    assert harness.began()[-1].decision.accept_abnormal
-    assert harness.plan().mode is RepairMode.ACCEPT
-    assert harness.stage() is Stage.TRAINING
 
 
 @CUTS
@@ -438,7 +412,7 @@ def test_a_rank_that_has_left_its_step_needs_a_generation_and_no_new_connections
     assert harness.rungs() == [Rung.STEP_RETRY]
 
 
-def test_one_rank_that_has_left_its_step_speaks_for_all_that_have_not():
+def test_one_rank_that_has_left_its_step_has_all_get_a_new_generation():
     harness = AttemptHarness.of(policy=RETRY)
     harness.worker_fault(2, WorkerFaultKind.CONNECTION, connection=0)
     harness.worker_fault(1, WorkerFaultKind.CONNECTION)
@@ -453,12 +427,3 @@ def test_a_rank_that_leaves_its_step_while_ranks_reconnect_is_not_left_waiting()
     harness.worker_fault(1, WorkerFaultKind.CONNECTION)
     harness.advance(CONNECTION_SETTLE_S)
     assert isinstance(harness.sent_to(1)[-1], NewGeneration)
-
-
-def test_the_rank_that_does_not_come_is_the_one_that_is_replaced():
-    harness = AttemptHarness.of()
-    harness.worker_fault(2, WorkerFaultKind.COLLECTIVE)
-    harness.answer(silent={1})
-    harness.advance(REPAIR_LIMIT_S + 0.1)
-    assert harness.rungs() == [Rung.STEP_RETRY, Rung.PROCESS_REPLACE]
-    assert harness.replaced() == [1]

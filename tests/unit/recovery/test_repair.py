@@ -47,7 +47,7 @@ def test_ranks_that_are_all_at_one_step_do_nothing():
     assert plan == RepairPlan(mode=RepairMode.TRAIN, step=10)
 
 
-def test_a_step_in_flight_that_nobody_voted_is_done_again():
+def test_a_step_in_flight_without_a_vote_is_done_again():
     reports = [at(0, phase=PREPARED), at(1), at(2, phase=PREPARED), at(3)]
     plan = plan_repair(reports, DDP)
     assert (plan.step, plan.applies, plan.moves) == (10, (), ())
@@ -93,18 +93,18 @@ def test_the_work_of_giving_states_is_spread_over_the_replicas():
     assert plan.moves == (Move(source=1, target=0), Move(source=3, target=2))
 
 
-def test_a_state_that_no_living_rank_has_cannot_be_mended():
+def test_a_state_that_no_living_rank_has_cannot_be_repaired():
     with pytest.raises(Unrepairable, match="no rank that lives has the state of rank 1"):
         plan_repair([at(0), fresh(1), at(2), at(3, is_dirty=True)], HSDP)
 
 
 @pytest.mark.parametrize("mode", [RepairMode.TRAIN, RepairMode.ACCEPT, RepairMode.LAST_SAVE])
-def test_nothing_is_mended_without_any_state_to_trust(mode):
+def test_nothing_is_repaired_without_any_state_to_trust(mode):
     with pytest.raises(Unrepairable, match="no rank has a state that can be trusted"):
         plan_repair([fresh(0), at(1, is_dirty=True)], ((0, 1),), mode=mode, accepted=11)
 
 
-def test_survivors_who_die_one_after_the_other_leave_nobody_to_save():
+def test_survivors_that_die_one_after_the_other_leave_no_saver():
     with pytest.raises(Unrepairable, match="no rank lives any more"):
         plan_repair([], [(0, 1)], mode=RepairMode.LAST_SAVE)
 
@@ -188,7 +188,7 @@ def test_a_rank_without_the_snapshot_gets_it_from_a_replica_that_went_back_to_it
 
 
 @WITHOUT
-def test_without_a_snapshot_in_every_group_of_replicas_nobody_rolls_back(other):
+def test_without_a_snapshot_in_every_group_of_replicas_no_rank_rolls_back(other):
     with pytest.raises(Unrepairable, match="no snapshot of one step"):
         plan_repair([at(0, snapshot_step=8), other], ((0,), (1,)), mode=RepairMode.ROLL_BACK)
 
@@ -228,7 +228,7 @@ def test_survivors_apply_what_was_voted_before_they_save():
     assert (plan.step, plan.applies, plan.savers) == (11, (0, 1), (0, 1))
 
 
-def test_a_group_of_which_nobody_lives_makes_the_last_save_impossible():
+def test_a_group_without_a_living_rank_makes_the_last_save_impossible():
     reports = [at(rank) for rank in range(8) if rank not in (1, 5)]
     with pytest.raises(Unrepairable, match=r"no rank of \[1, 5\] lives"):
         plan_repair(reports, EIGHT, mode=RepairMode.LAST_SAVE)
@@ -337,7 +337,7 @@ def test_a_step_that_a_rank_to_be_trusted_knows_as_voted_is_never_lost(world):
 
 
 @given(worlds())
-def test_training_is_mended_exactly_when_each_group_can_reach_the_step(world):
+def test_training_can_be_repaired_exactly_when_each_group_can_reach_the_step(world):
     reports, groups = world
     clean = [report for report in reports if report.is_clean]
     target = max((report.reachable_step for report in clean), default=None)
