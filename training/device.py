@@ -209,7 +209,7 @@ class NpuHealing:
         if is_damaged:
             level = self._npu.check_uce_in_memory(self._index)
             if level not in (UCE_LOW_LEVEL, UCE_HIGH_LEVEL):
-                raise DeviceBeyondHealing(f"check_uce_in_memory says {level}: not recoverable")
+                raise DeviceBeyondHealing(f"check_uce_in_memory gives {level}: not recoverable")
             if level == UCE_HIGH_LEVEL:
                 recovery = importlib.import_module("torch_npu.npu._recovery")
                 for tensor in tensors:

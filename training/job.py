@@ -70,7 +70,7 @@ class Job(FrozenModel):
     restart: RestartSpec = Field(RestartSpec(), description="restart policy")
     comm: CommSpec = Field(CommSpec(), description="limits and ports of the collectives")
     engine: AnyEngineSpec = Field(LocalEngineSpec(), description="where the nodes come from")
-    watch: WatchSpec = Field(WatchSpec(), description="what is looked at, and when to tell")
+    watch: WatchSpec = Field(WatchSpec(), description="what is watched, and when to alert")
     preflight: PreflightSpec = Field(
         PreflightSpec(), description="what is checked on nodes before they are used"
     )
@@ -246,7 +246,7 @@ def _field_of(location: tuple[int | str, ...]) -> str:
     return ".".join(str(part) for part in location)
 
 
-# What to say instead of pydantic's words for a value of the wrong shape.
+# Messages in place of pydantic's for a value of the wrong shape.
 _SHAPES = {
     "tuple_type": "must be a list, [a, b, ...]",
     "model_type": "must be a section with fields of its own",

@@ -1,7 +1,7 @@
 """Secrets out of logs, before they leave the node.
 
-What is known is masked wherever it stands: values of credentials, tokens, and of environment
-variables whose names say that they are secret. What is not known is masked by its form. Pure and
+What is known is masked wherever it is: values of credentials, tokens, and of environment
+variables whose names mark them as secret. What is not known is masked by its form. Pure and
 streaming: bytes come in pieces of any size, a piece may end in the middle of a secret. Sizes are
 bytes.
 """
@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from urllib.parse import quote
 
 MASK = b"***"
-# A shorter value would be masked everywhere, and tell itself by that.
+# A shorter value would be masked everywhere, and would give itself away by that.
 MIN_SECRET_BYTES = 6
 # No match is longer, so that one that ends beyond what has been read can be waited for.
 MAX_MATCH_BYTES = 8 << 10
@@ -63,7 +63,7 @@ _PEM_END = re.compile(rb"-----END [A-Z0-9 ]{0,40}PRIVATE KEY-----")
 
 
 def secret_values(environment: Mapping[str, str]) -> frozenset[str]:
-    """Values of the variables whose names say that they are secret."""
+    """Values of the variables whose names mark them as secret."""
     return frozenset(value for name, value in environment.items() if is_secret_name(name))
 
 
@@ -92,7 +92,7 @@ def masked_text(text: str, secrets: Collection[str]) -> str:
 
 
 class _Lines:
-    """Masks line by line; of a line that does not end, what can be told already."""
+    """Masks line by line; of a line that does not end, what is certain already."""
 
     def __init__(self, literals: Sequence[bytes]) -> None:
         self._literals = literals

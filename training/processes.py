@@ -143,7 +143,7 @@ def free_port(host: str = "127.0.0.1", *, ports: Iterable[int] = (0,)) -> int:
 def oom_kills(
     read: Callable[[Path], str] = lambda path: path.read_text(encoding="ascii"),
 ) -> int:
-    """How often the kernel killed for memory on this host, 0 where it does not say."""
+    """How often the kernel killed for memory on this host, 0 where it is not known."""
     try:
         lines = read(Path("/proc/vmstat")).splitlines()
     except OSError:

@@ -14,8 +14,9 @@ from pathlib import Path
 from statistics import median
 
 from training.health.heartbeat import HeartbeatWriter, Phase
-from training.health.points import HealthPoints, RankSample, RunSample, StepSample
+from training.health.points import HealthPoints, RankSample, RunSample
 from training.health.sources.sampling import Sampler
+from training.journal.events import StepRecord
 from training.specs.watch import WatchSpec
 
 STEPS = 2000
@@ -80,7 +81,10 @@ def _look_s(num_ranks: int) -> float:
                          0.1 * number, 0.01 * number, 0.001)
                 for rank in range(num_ranks)
             ],
-            steps=[StepSample(2 * number, 3.0, 0.5), StepSample(2 * number + 1, 3.0, 0.5)],
+            steps=[
+                StepRecord(2 * number + i, 3.0, 1.0, 1e-3, 1.0, None, 0.0, 0.5, 0, 0, 1, 1)
+                for i in range(2)
+            ],
         )
         for number in range(LOOKS)
     ]  # fmt: skip

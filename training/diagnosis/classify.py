@@ -307,7 +307,7 @@ def _worker(end: WorkerEnd, found: Finding | None, evidence: Evidence) -> _Cause
 
 
 def _only_guesses(found: Finding) -> bool:
-    """Whether a finding infers from an exit what the exit code itself says."""
+    """Whether a finding infers from an exit what the exit code itself shows."""
     return found.role is not Role.ROOT and found.fault_class is FaultClass.HOST_OOM
 
 

@@ -1,6 +1,6 @@
-"""Numbers in error messages, looked up: what a code means when the text says nothing more.
+"""Numbers in error messages, looked up: what a code means when the text adds nothing.
 
-The tables are in `codes.toml`. A code is a symptom unless its table says that it names a cause.
+The tables are in `codes.toml`. A code is a symptom unless its table marks it as a cause.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LOOK_UPS: Mapping[str, tuple[str, ...]] = {
     "family": (r"(?:^|[\s(\[])(?P<family>E[A-Z]\d{4}|E[1-9]\d{4})(?=[:)\]]|\[PID|: )",),
 }
 
-# "EZ9999: Inner Error!" announces the line that says what happened.
+# "EZ9999: Inner Error!" announces the line that describes what happened.
 _HEADER = re.compile(r"\bE\w\d{4}: Inner Error!\s*$")
 
 # One pattern per table, so that a scanner can look for lines worth reading.
@@ -98,24 +98,24 @@ def _of_chip(code: str, spec: CodeSpec) -> CodeSpec:
     fact = chip_fact(code)
     if fact is None:
         return spec
-    told: dict[str, object] = {}
+    known: dict[str, object] = {}
     if fact.level is not None:
-        told["recoverable_by"] = ANSWERS[fact.level]
+        known["recoverable_by"] = ANSWERS[fact.level]
     if fact.cause:
-        told["means"] = f"{spec.means} ({fact.cause})"
+        known["means"] = f"{spec.means} ({fact.cause})"
     if fact.kind is Kind.USER:
-        told |= {
+        known |= {
             "recoverable_by": RecoverableBy.USER_FIX,
             "user_fault": True,
             "hardware_fault": False,
         }
     elif fact.kind is Kind.HARDWARE:
-        told["hardware_fault"] = True
-    return spec.model_copy(update=told)
+        known["hardware_fault"] = True
+    return spec.model_copy(update=known)
 
 
 def look_up(line: str) -> CodeFact | None:
-    """The most telling code of a line, looked up; None when it carries none that is known."""
+    """The most precise code of a line, looked up; None when it carries none that is known."""
     if _HEADER.search(line):
         return None
     for table, pattern in _COMPILED.items():

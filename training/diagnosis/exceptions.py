@@ -1,7 +1,7 @@
 """Python exceptions that no rule knows: judged by their type and by the files they came through.
 
 What they have in common lets a message never seen before land right: the same program raises the
-same exception again on the same input, so it is the user's to mend, unless its type speaks of
+same exception again on the same input, so the user has to fix it, unless its type is one of
 storage, peers, memory or versions.
 """
 
@@ -21,14 +21,14 @@ _NAMES = (
     r"|NotFound|TooLarge|Unsupported|Expired|BadZipFile)|Unsupported|BadZipFile"
     r"|Exception(?=:\s)|Stop(?:Async)?Iteration"
 )
-# A name with its module needs no telling ending: "pyarrow.lib.ArrowInvalid: ...".
+# A name with its module needs no such ending: "pyarrow.lib.ArrowInvalid: ...".
 _WITH_MODULE = r"^\s*(?:[a-z_]\w*\.){1,8}(?P<dotted>[A-Z]\w+|error|timeout|gaierror)(?:: |[ \t]*$)"
 PATTERN = (
     rf"(?:^|[\s\]:|>)\"])(?:[A-Za-z_]\w*\.){{0,8}}(?P<type>{_NAMES})(?::\s|:?\s*$)|{_WITH_MODULE}"
 )
 _PATTERN = re.compile(PATTERN)
 # The same without what comes before the name: cheap to look for in every line. A name that only
-# its module tells is looked for after a traceback alone.
+# its module marks is looked for after a traceback alone.
 PREFILTER = (
     r"(?:Error|Exception|Interrupt|Timeout|Failure|Failed|Exit|Conflict|Disconnected|NotFound"
     r"|TooLarge|Unsupported|Expired|BadZipFile|Iteration)(?::\s|:?\s*$)"
@@ -81,7 +81,7 @@ def load_exceptions() -> tuple[ExceptionSpec, ...]:
 
 
 def judge(line: str, before: str) -> Raised | None:
-    """InProcessDecider a line as the last one of a traceback.
+    """Classify a line as the last one of a traceback.
 
     Args:
         line: one line of output.

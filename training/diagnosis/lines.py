@@ -72,7 +72,7 @@ _CODES: Sequence[re.Pattern[str]] = (
     re.compile(r"\b(ERR\d{5})\b"),
 )
 
-# Lines below error level do not announce a failure unless their rule says so.
+# Lines below error level are no failure unless their rule makes them one.
 _LOW_LEVEL = re.compile(
     r"\[(?:W|I|D|WARN(?:ING)?|INFO|DEBUG|EVENT)\b"
     r"|(?:^|[\s:|])(?:WARN(?:ING)?|INFO|DEBUG)\s?[:\]|\s-]"
@@ -111,7 +111,7 @@ _PROGRESS = re.compile("|".join(PROGRESS))
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a line tells about where it comes from; None where it tells nothing."""
+    """Where a line comes from; None where it does not show that."""
 
     at_s: float | None = None
     rank: int | None = None
@@ -169,7 +169,7 @@ def time_of(line: str, *, year: int) -> float | None:
 
 
 def severity_of(line: str) -> int | None:
-    """What the driver says about an event, 0 hint to 3 critical; None when it says nothing."""
+    """The driver's severity of an event, 0 hint to 3 critical; None where it has none."""
     found = _SEVERITY.search(line)
     if found is None:
         return None

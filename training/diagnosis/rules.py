@@ -1,11 +1,11 @@
-"""The rule table: what one line of output says about a fault.
+"""The rule table: what one line of output means.
 
-A rule names the class of a line and its role. `root` is a cause in itself; `symptom` says what
+A rule names the class of a line and its role. `root` is a cause in itself; `symptom` shows what
 failed but not why; `cascade` is an echo of another rank's or process's end. A better role wins
-over a worse one wherever it stands, so an echo that was printed first hides nothing.
+over a worse one wherever it is, so an echo that was printed first hides nothing.
 
 The files are read in the order of `FILES` and the first rule that matches a line names it, so
-special messages stand before general ones.
+special messages come before general ones.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Role(IntEnum):
 
 
 class Classification(FrozenModel):
-    """What a row of any table says: the class, how near to the cause, and what differs from it."""
+    """What a row of any table holds: the class, how near to the cause, and what differs from it."""
 
     fault_class: FaultClass = Field(alias="class")
     role_name: Literal["root", "symptom", "cascade", "hint"] = Field(alias="role")
@@ -70,12 +70,12 @@ class RuleSpec(Classification):
         pattern: searched in one line; groups named code, rank, device and node are taken over.
         prefilter: matches every line that `pattern` matches, and others too: what the automaton
             looks for where `pattern` begins with words that every healthy line has.
-        yields_to_code: a code in the line that the tables know says more than the rule.
+        yields_to_code: a code in the line that the tables know is more precise than the rule.
         after: must be found in the text shortly before the line, too.
         after_example: such text, for a rule that has `after`.
         any_level: the line counts even when it is logged as information or a warning.
-        repeated: what the line tells is tried again each time, so the last one counts.
-        why: what the line means, where the class's own sentence says too little.
+        repeated: what the line reports is tried again each time, so the last one counts.
+        why: what the line means, where the class's own sentence is too vague.
     """
 
     id: str
@@ -114,7 +114,7 @@ class Rule:
 
     @property
     def fault_class(self) -> FaultClass:
-        """What the line says is broken."""
+        """What is broken by this line."""
         return self.spec.fault_class
 
 

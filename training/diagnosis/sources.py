@@ -87,7 +87,7 @@ class Case:
 
 
 def files_of(path: Path) -> list[Path]:
-    """The logs below a folder, sorted; a file stands for itself.
+    """The logs below a folder, sorted; a file by itself.
 
     Raises:
         InputError: there is no such file or folder, or no log in it.

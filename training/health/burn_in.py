@@ -73,8 +73,12 @@ def burn(
     size = CPU_SIZE if device.type == "cpu" else DEVICE_SIZE
     a, b = (torch.from_numpy(m).to(device=device, dtype=torch.float32) for m in matrices(size))
     first = multiply(a, b)
-    told = digest(first.cpu().numpy().astype(np.int32))
-    wrong = 0 if told == DIGESTS[size] else int((first != multiply(a, b)).sum()) or first.numel()
+    first_digest = digest(first.cpu().numpy().astype(np.int32))
+    wrong = (
+        0
+        if first_digest == DIGESTS[size]
+        else int((first != multiply(a, b)).sum()) or first.numel()
+    )
     began_s = clock()
     repeats = 0
     while not wrong and (repeats < 1 or clock() - began_s < seconds):

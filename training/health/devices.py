@@ -15,7 +15,7 @@ Ask = Callable[[Sequence[str]], str]
 
 
 def check_devices(folder: Path, slots: int) -> tuple[Check, ...]:
-    """Look once, and judge what was seen."""
+    """Take one sample, and judge it."""
     seen = Sampler(folder, slots).look()
     if find_tool(NPU_SMI) is None:
         return (judge_devices(seen, slots),)
@@ -30,9 +30,9 @@ def judge_devices(sample: NodeSample, slots: int) -> Check:
         return Check(name="devices", outcome=CheckOutcome.SKIPPED, seen=f"no devices known: {why}")
     sick = [_complaint(device) for device in sample.devices if not device.is_healthy]
     missing = slots - len(sample.devices)
-    told = [*sick, *([f"{missing} of {slots} devices are missing"] if missing > 0 else [])]
-    if told:
-        gaps = [*told, *sample.gaps]
+    wrong = [*sick, *([f"{missing} of {slots} devices are missing"] if missing > 0 else [])]
+    if wrong:
+        gaps = [*wrong, *sample.gaps]
         return Check(
             name="devices", outcome=CheckOutcome.FAILED, seen="; ".join(gaps), allowed=allowed
         )
@@ -61,7 +61,7 @@ def _complaint(device: DeviceSample) -> str:
 
 
 def _is_doubtful(device: DeviceSample) -> bool:
-    """Usable, but not beyond doubt; Init is said before a detector has been configured."""
+    """Usable, but not beyond doubt; a network is Init before its detector has been configured."""
     is_fine = device.health in (None, "OK") and not device.error_codes
     return not is_fine or device.net_health not in (None, "Success", "Init")
 
@@ -70,15 +70,15 @@ def check_history(slots: int, *, ask_tool: Ask = ask) -> Check:
     """Memory errors, losses of link and packet errors of NPUs since their driver was loaded."""
     try:
         chips = npu_smi.parse_table(ask_tool((NPU_SMI, "info")))[:slots]
-        told = [line for chip in chips for line in _past(chip, ask_tool)]
+        found = [line for chip in chips for line in _past(chip, ask_tool)]
     except NoAnswer as error:
         return Check(
             name="device_history", outcome=CheckOutcome.WARNING, seen=f"no answer: {error}"
         )
     return Check(
         name="device_history",
-        outcome=worst([outcome for outcome, _ in told] or [CheckOutcome.OK]),
-        seen="; ".join(line for _, line in told) or "no memory errors, no losses of link",
+        outcome=worst([outcome for outcome, _ in found] or [CheckOutcome.OK]),
+        seen="; ".join(line for _, line in found) or "no memory errors, no losses of link",
         allowed=f"fewer than {PAGES_LIMIT} isolated pages, no uncorrected memory errors",
     )
 

@@ -59,41 +59,41 @@ def check_gang(seat: Seat, device: torch.device) -> tuple[Check, ...]:
             timeout=timedelta(seconds=seat.join_s),
             wait_for_workers=False,
         )
-        _say(store, "joined", seat.rank)
+        _mark(store, "joined", seat.rank)
     except (RuntimeError, ValueError) as error:  # DistError is a RuntimeError
         seen = f"rank {seat.rank} does not reach {seat.host}:{seat.port}: {_first_line(error)}"
-        return (_told(JOIN, CheckOutcome.FAILED, seen, began_s),)
-    joined = _told(JOIN, CheckOutcome.OK, f"rank {seat.rank} joined", began_s)
+        return (_check(JOIN, CheckOutcome.FAILED, seen, began_s),)
+    joined = _check(JOIN, CheckOutcome.OK, f"rank {seat.rank} joined", began_s)
     try:
         absent = _await_all(store, "joined", seat.world_size, seat.join_s)
-    except RuntimeError as error:  # rank 0 has given up on somebody, and has left with the store
+    except RuntimeError as error:  # rank 0 has given up on another rank, and its store has ended
         seen = f"rank 0 left while rank {seat.rank} waited for the others: {_first_line(error)}"
-        return joined, _told(ALL_REDUCE, CheckOutcome.WARNING, seen, began_s)
+        return joined, _check(ALL_REDUCE, CheckOutcome.WARNING, seen, began_s)
     if absent:
         if seat.rank == 0:
             time.sleep(LEAVE_S)  # the others may have begun to wait a little later
         ranks = ", ".join(map(str, absent[:8]))
         seen = f"no answer from ranks {ranks} within {seat.join_s:g} s"
-        return joined, _told(ALL_REDUCE, CheckOutcome.WARNING, seen, began_s)
+        return joined, _check(ALL_REDUCE, CheckOutcome.WARNING, seen, began_s)
     reduced = _all_reduce(seat, store, device)
-    _say(store, "left", seat.rank)
+    _mark(store, "left", seat.rank)
     if seat.rank == 0:
         _await_all(store, "left", seat.world_size, LEAVE_S)
     return joined, reduced
 
 
-def _say(store: Store, word: str, rank: int) -> None:
-    store.set(f"{word}/{rank}", "")
-    store.add(word, 1)
+def _mark(store: Store, stage: str, rank: int) -> None:
+    store.set(f"{stage}/{rank}", "")
+    store.add(stage, 1)
 
 
-def _await_all(store: Store, word: str, world_size: int, timeout_s: float) -> list[int]:
-    """Wait until every rank has said a word. Those that have not."""
+def _await_all(store: Store, stage: str, world_size: int, timeout_s: float) -> list[int]:
+    """Wait until every rank has marked a stage. Those that have not."""
     until_s = time.monotonic() + timeout_s
-    # Counted: a look at every rank's word from every rank would be millions in a large gang.
-    while store.add(word, 0) < world_size:
+    # Counted: if every rank read every rank's mark, a large gang would make millions of reads.
+    while store.add(stage, 0) < world_size:
         if time.monotonic() > until_s:
-            return [rank for rank in range(world_size) if not store.check([f"{word}/{rank}"])]
+            return [rank for rank in range(world_size) if not store.check([f"{stage}/{rank}"])]
         time.sleep(POLL_S)
     return []
 
@@ -114,7 +114,7 @@ def _all_reduce(seat: Seat, store: Store, device: torch.device) -> Check:
             dist.destroy_process_group()
     except (RuntimeError, ValueError) as error:
         seen = f"rank {seat.rank}: {_first_line(error)}"
-        return _told(ALL_REDUCE, CheckOutcome.FAILED, seen, began_s)
+        return _check(ALL_REDUCE, CheckOutcome.FAILED, seen, began_s)
 
 
 def _measured(seat: Seat, device: torch.device, began_s: float) -> Check:
@@ -129,8 +129,8 @@ def _measured(seat: Seat, device: torch.device, began_s: float) -> Check:
         f"{backend_of(device)}, {seat.world_size} ranks: {latency_s * 1e6:.0f} us for 4 B, "
         f"{bandwidth / 1e6:.0f} MB/s for {large >> 20} MiB"
     )
-    told = _told(ALL_REDUCE, CheckOutcome.OK, seen, began_s)
-    return told.model_copy(update={"figures": figures, "allowed": "every sum right"})
+    check = _check(ALL_REDUCE, CheckOutcome.OK, seen, began_s)
+    return check.model_copy(update={"figures": figures, "allowed": "every sum right"})
 
 
 def _timed(seat: Seat, device: torch.device, count: int, repeats: int) -> Iterator[float]:
@@ -153,7 +153,7 @@ def _timed(seat: Seat, device: torch.device, count: int, repeats: int) -> Iterat
             yield took_s
 
 
-def _told(name: str, outcome: CheckOutcome, seen: str, began_s: float) -> Check:
+def _check(name: str, outcome: CheckOutcome, seen: str, began_s: float) -> Check:
     return Check(name=name, outcome=outcome, seen=seen, seconds=time.monotonic() - began_s)
 
 

@@ -83,7 +83,7 @@ class Heartbeat:
 
 
 class HeartbeatWriter:
-    """Writes this process's heartbeat; ends of collectives are told by threads of their own."""
+    """Writes this process's heartbeat; ends of collectives are recorded by threads of their own."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -202,7 +202,7 @@ class HeartbeatReader:
             data, again = (self._path.read_bytes()[: _RECORD.size] for _ in range(2))
         except FileNotFoundError:
             return self._last
-        # The writer may have begun between the sequence and what stands behind it.
+        # The writer may have begun between the sequence and what follows it.
         if len(data) < _RECORD.size or data != again:
             return self._last
         sequence, pid, phase, *numbers, operation = _RECORD.unpack(data)

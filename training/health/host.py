@@ -105,13 +105,13 @@ def check_memory(job: Job, slots: int, state_bytes: int | None) -> Check:
 def check_ports(
     job: Job, *, is_first: bool, has_npus: bool, used: Callable[[], Collection[int]]
 ) -> Check:
-    """Whether nobody listens where the job will.
+    """Whether the ports that the job will listen on are free.
 
     Args:
         job: whose ports are meant.
         is_first: whether the node has the first rank, and its rendezvous.
         has_npus: whether HCCL will open its host ports here.
-        used: tells the ports that somebody listens on; asked when that matters.
+        used: lists the ports in use; called only where that matters.
     """
     base = job.comm.if_base_port
     wanted = list(range(base, base + HOST_PORTS)) if has_npus else []
@@ -120,14 +120,14 @@ def check_ports(
         seen = "any free port is taken: no NPUs, and comm.master_port=0"
         return Check(name="ports", outcome=CheckOutcome.SKIPPED, seen=seen)
     taken = sorted(set(wanted) & set(used()))
-    told = f"in use: {', '.join(map(str, taken))}" if taken else f"{len(wanted)} ports are free"
+    seen = f"in use: {', '.join(map(str, taken))}" if taken else f"{len(wanted)} ports are free"
     allowed = f"{wanted[0]} to {wanted[-1]} free" if len(wanted) > 1 else f"{wanted[0]} free"
     outcome = CheckOutcome.FAILED if taken else CheckOutcome.OK
-    return Check(name="ports", outcome=outcome, seen=told, allowed=allowed)
+    return Check(name="ports", outcome=outcome, seen=seen, allowed=allowed)
 
 
 def listening_ports() -> frozenset[int]:
-    """TCP ports of this machine that somebody listens on."""
+    """TCP ports of this machine that a process listens on."""
     return frozenset(
         one.laddr.port
         for one in psutil.net_connections("tcp")

@@ -34,7 +34,7 @@ from training.job import Job
 from training.wire.node import CHECKS, Check, CheckOutcome, NodeTask, worst
 
 END_MARGIN_S = 5.0  # for the answer of a node that is late with some of its checks
-MAX_TOLD = 4  # ranks with a trouble that are told one by one
+MAX_LISTED = 4  # ranks with a failure that are listed one by one
 
 
 def main() -> None:
@@ -52,12 +52,12 @@ def check_node(task: NodeTask) -> tuple[Check, ...]:
     ranks = [_fork(task, job, local_rank) for local_rank in range(task.slots)]
     try:
         of_host = _of_host(job, task) if task.is_new else []
-        told = [rank.await_checks(until_s) for rank in ranks]
+        found = [rank.await_checks(until_s) for rank in ranks]
     finally:
         for rank in ranks:
             rank.end()
-    found = (*of_host, *ports, *merged(told))
-    return tuple(check.model_copy(update={"node": task.node}) for check in found)
+    every = (*of_host, *ports, *merged(found))
+    return tuple(check.model_copy(update={"node": task.node}) for check in every)
 
 
 def _ports(job: Job, task: NodeTask) -> Sequence[Check]:
@@ -99,7 +99,7 @@ class _Rank:
     is_over: bool = False
 
     def await_checks(self, until_s: float) -> tuple[Check, ...]:
-        """What it found; that it ended without a word, or is late, is a failed check."""
+        """What it found; that it ended without a result, or is late, is a failed check."""
         text = self._read(until_s)
         if text is None:
             seen = f"slot {self.local_rank}: no result in time"
@@ -178,8 +178,8 @@ def merged(ranks: Sequence[Sequence[Check]]) -> Iterator[Check]:
         of_name = [check for checks in ranks for check in checks if check.name == name]
         outcome = worst([check.outcome for check in of_name])
         having = list(dict.fromkeys(c.seen for c in of_name if c.outcome is outcome))
-        told = 1 if outcome is CheckOutcome.OK else MAX_TOLD
-        more = f"; and {len(having) - told} more" if len(having) > told else ""
+        limit = 1 if outcome is CheckOutcome.OK else MAX_LISTED
+        more = f"; and {len(having) - limit} more" if len(having) > limit else ""
         figures = {
             figure: statistics.fmean(c.figures[figure] for c in of_name if figure in c.figures)
             for figure in of_name[0].figures
@@ -187,7 +187,7 @@ def merged(ranks: Sequence[Sequence[Check]]) -> Iterator[Check]:
         yield of_name[0].model_copy(
             update={
                 "outcome": outcome,
-                "seen": "; ".join(having[:told]) + more,
+                "seen": "; ".join(having[:limit]) + more,
                 "figures": figures,
                 "seconds": max(check.seconds for check in of_name),
             }

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median, pstdev
 
-from training.journal.events import AlertRaised, HealthPoint
+from training.journal.events import AlertRaised, HealthPoint, StepRecord
 from training.specs.watch import WatchSpec
 from training.wire.node import NodeSample
 
@@ -57,15 +57,6 @@ class RankSample:
 
 
 @dataclass(frozen=True, slots=True)
-class StepSample:
-    """A step, from its record."""
-
-    step: int
-    loss: float
-    step_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class RunSample:
     """A run at one moment.
 
@@ -80,7 +71,7 @@ class RunSample:
     at_s: float
     nodes: Mapping[str, NodeSample] = field(default_factory=dict)
     ranks: Sequence[RankSample] = ()
-    steps: Sequence[StepSample] = ()
+    steps: Sequence[StepRecord] = ()
     commits_s: Sequence[float] = ()
 
 
@@ -168,7 +159,7 @@ class HealthPoints:
         else:
             yield from (one for one in self._of_window if key_of(one) in self.open)
 
-    def _of_steps(self, steps: Sequence[StepSample]) -> Iterator[Condition]:
+    def _of_steps(self, steps: Sequence[StepRecord]) -> Iterator[Condition]:
         for one in steps:
             yield from self._of_loss(one)
             self._steps_s.append(one.step_s)
@@ -184,7 +175,7 @@ class HealthPoints:
             text = f"steps take {now_s:.3g} s, {usual_s:.3g} s before"
             yield Condition(HealthPoint.STEP_SLOW, text, now_s, limit_s, step=self._step)
 
-    def _of_loss(self, one: StepSample) -> Iterator[Condition]:
+    def _of_loss(self, one: StepRecord) -> Iterator[Condition]:
         losses, limit = self._losses, math.inf
         mean = fmean(losses) if losses else math.nan
         if len(losses) >= MIN_STEPS:

@@ -1,4 +1,4 @@
-"""Where a run stands and what its worker processes are. Times are seconds."""
+"""Where a run is placed and what its worker processes are. Times are seconds."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LocalEngineSpec(EngineSpec):
     )
 
 
-# A further engine makes this a union, told apart by `kind`.
+# A further engine makes this a union, distinguished by `kind`.
 AnyEngineSpec = LocalEngineSpec
 
 

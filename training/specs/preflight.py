@@ -22,7 +22,9 @@ class PreflightSpec(FrozenModel):
         "late has failed"
     )  # fmt: skip
     clock_skew_s: float = Field(
-        0.5, gt=0, description="a node's clock that is off by more is told; logs are compared by it"
+        0.5,
+        gt=0,
+        description="a node's clock that is off by more is a warning; logs are compared by it",
     )
 
     @property

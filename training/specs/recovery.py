@@ -156,7 +156,7 @@ class RestartSpec(FrozenModel):
         if not isinstance(entries, dict) or not all(
             isinstance(text, str) for item in entries.items() for text in item
         ):
-            return document  # the field's own type says what is wrong
+            return document  # the field's own type reports what is wrong
         fields = read_platform(entries).fields
         interval = _snapshot_interval(entries, document)
         return {n: v for n, v in fields.items() if n in cls.model_fields} | interval | document
@@ -175,7 +175,7 @@ class RestartSpec(FrozenModel):
         return Policy(**own, operator_retry=operator_retry)
 
     def read_platform(self, given: Sequence[Setting] = ()) -> Reading:
-        """What from_platform says, beside what the job says elsewhere."""
+        """from_platform as fields, beside what the job has elsewhere."""
         return read_platform(self.from_platform, given=given)
 
 
@@ -250,7 +250,7 @@ class CommSpec(FrozenModel):
         return self
 
     def settings(self) -> tuple[Setting, ...]:
-        """What stands beside the entries of a platform, for its contradictions."""
+        """Settings beside the entries of a platform, for its contradictions."""
         enabled = self.op_retry.enabled
         unset = "" if "op_retry" in self.model_fields_set else " (its default)"
         return (

@@ -12,7 +12,7 @@ from storage.model import FrozenModel
 
 
 class WatchSpec(FrozenModel):
-    """What is looked at while a run goes on, and from which value on somebody is told."""
+    """What is watched while a run goes on, and from which value on an alert is raised."""
 
     sample_every_s: float = Field(
         10.0, ge=0.1, le=600, description="between two looks at the devices and hosts"
@@ -35,7 +35,10 @@ class WatchSpec(FrozenModel):
         "and then an even use of processors, is a hang (MA_HANG_DETECT_TIME)"
     )  # fmt: skip
     utilisation_low_percent: float = Field(
-        50.0, ge=0, le=100, description="a device used less than this is told after low_for_s"
+        50.0,
+        ge=0,
+        le=100,
+        description="a device used less than this raises an alert after low_for_s",
     )
     low_for_s: float = Field(300.0, gt=0, description="see utilisation_low_percent")
     memory_high_percent: float = Field(95.0, gt=0, le=100, description="of a device's memory")

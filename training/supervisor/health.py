@@ -16,10 +16,9 @@ from training.health.points import (
     Key,
     RankSample,
     RunSample,
-    StepSample,
     key_of,
 )
-from training.journal.events import AlertCleared, AlertRaised, HealthPoint
+from training.journal.events import AlertCleared, AlertRaised, HealthPoint, StepRecord
 from training.journal.history import AttemptView, RunHistory
 from training.recovery.faults import FaultClass
 from training.specs.watch import WatchSpec
@@ -42,7 +41,7 @@ class AttemptHealth:
     _raised: dict[Key, AlertRaised] = field(default_factory=dict)
     _count: int = 0
     _looked_s: float = 0.0
-    _steps: list[StepSample] = field(default_factory=list)
+    _steps: list[StepRecord] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Begin with nothing out of its limits."""
@@ -61,7 +60,7 @@ class AttemptHealth:
         self, progress: Progress, view: AttemptView, history: RunHistory
     ) -> list[AlertRaised | AlertCleared]:
         """What has changed since the last look; at most one a second is taken."""
-        self._steps += [StepSample(one.step, one.loss, one.step_s) for one in progress.steps]
+        self._steps += progress.steps
         now_s = time.time()
         if now_s - self._looked_s < PERIOD_S:
             return []

@@ -16,7 +16,7 @@ from storage.model import FrozenModel
 class CheckOutcome(StrEnum):
     """How a check came out, from good to bad."""
 
-    SKIPPED = "skipped"  # it does not apply here, `seen` says why
+    SKIPPED = "skipped"  # it does not apply here, `seen` has the reason
     OK = "ok"
     WARNING = "warning"  # it can be used, and an operator should look
     FAILED = "failed"  # it must not be used

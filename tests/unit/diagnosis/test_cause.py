@@ -220,7 +220,7 @@ WRAPPER = (
 
 
 @pytest.mark.parametrize("is_detail_first", [True, False])
-def test_what_cann_says_in_detail_is_shown_before_the_exception_around_it(is_detail_first):
+def test_what_cann_reports_in_detail_is_shown_before_the_exception_around_it(is_detail_first):
     lines = [DETAIL, WRAPPER.format("507015")]
     fault = cause("\n".join(lines if is_detail_first else lines[::-1]))
     assert fault.fault_class is FaultClass.OPERATOR_ERROR
@@ -237,12 +237,12 @@ def test_the_code_in_the_wrapper_gives_the_detail_its_class(lines):
     assert fault.code == "EZ9999"
 
 
-def test_the_wrapper_of_another_rank_says_nothing_about_the_detail():
+def test_the_wrapper_of_another_rank_adds_nothing_to_the_detail():
     fault = cause(DETAIL, LOST)
     assert (fault.fault_class, fault.evidence) == (FaultClass.OPERATOR_ERROR, DETAIL)
 
 
-def test_the_dump_of_a_core_tells_that_the_kernels_own_addresses_are_wrong():
+def test_the_dump_of_a_core_shows_that_the_kernels_own_addresses_are_wrong():
     core = (
         "EZ9999[PID: 35] 2026-08-03-20:55:35.272.841 (EZ9999):  The error from device(chipId:0, "
         "dieId:1), serial number is 25, there is an exception of fftsplus aicore error, core id "
@@ -258,7 +258,7 @@ def test_the_dump_of_a_core_tells_that_the_kernels_own_addresses_are_wrong():
     assert answers == [RecoverableBy.RETRY, RecoverableBy.USER_FIX, RecoverableBy.RETRY]
 
 
-def test_a_crash_before_any_step_is_the_users_to_mend_and_later_a_matter_of_a_retry():
+def test_a_crash_before_any_step_is_the_users_to_fix_and_later_a_matter_of_a_retry():
     crash = "Segmentation fault (core dumped)\n"
     assert cause(f"loading\n{crash}").recoverable_by is RecoverableBy.USER_FIX
     assert cause(f"{STEP}\n{crash}").recoverable_by is RecoverableBy.RETRY
@@ -276,7 +276,7 @@ def test_a_fault_carries_the_traits_of_its_class_and_what_is_known_of_its_place(
     assert fault.explanation.startswith(traits.meaning)
 
 
-def test_what_a_line_says_of_its_place_beats_the_name_of_its_file():
+def test_what_a_line_shows_of_its_place_beats_the_name_of_its_file():
     found = choose([source(f"[rank7]: {UCE} on npu:4\n", rank=3, device=2)], at_s=99.0)
     assert found is not None
     assert (found.fault.rank, found.fault.device) == (7, 4)

@@ -47,7 +47,7 @@ def raised(line: str, before: str = ""):
         ("FloatingPointError: x", FaultClass.NUMERIC_ANOMALY, Role.ROOT),
     ],
 )  # fmt: skip
-def test_the_type_of_an_exception_says_its_class(line, fault_class, role):
+def test_the_type_of_an_exception_gives_its_class(line, fault_class, role):
     found = raised(line)
     assert (found.spec.fault_class, found.role) == (fault_class, role)
 
@@ -116,7 +116,7 @@ def test_the_frame_is_the_innermost_file_of_the_last_traceback():
         ("ValueError: [Errno 28] not storage", None),
     ],
 )
-def test_the_number_of_an_os_error_says_whether_a_retry_can_help(line, answer):
+def test_the_number_of_an_os_error_decides_whether_a_retry_can_help(line, answer):
     assert raised(line).recoverable_by is answer
 
 
@@ -154,7 +154,7 @@ def test_an_exception_mentioned_within_a_log_message_is_no_cause():
     "line",
     ["Caught exception OSError: x", "Retrying after OSError: x", "falling back, OSError: x"],
 )
-def test_an_exception_that_somebody_dealt_with_is_an_echo(line):
+def test_an_exception_that_was_handled_is_an_echo(line):
     assert raised(line, traceback("/w/train.py")).role is Role.CASCADE
 
 

@@ -119,11 +119,11 @@ def test_a_chips_code_is_answered_by_its_level_and_by_who_caused_it(code, answer
     assert fact.spec.means.endswith(")")
 
 
-def test_a_number_that_no_table_knows_says_nothing():
+def test_a_number_that_no_table_knows_is_no_evidence():
     assert look_up("error code is 507999") is None
     assert look_up("error code is 0") is None
 
 
-def test_no_code_stands_twice_in_a_table():
+def test_no_code_is_twice_in_a_table():
     rows = [code for table in load_codes().values() for code in table]
     assert len(rows) > 150

@@ -183,7 +183,7 @@ def test_empty_output_holds_nothing():
     assert lines_of(read("\n" * 1000)) == []
 
 
-def test_binary_data_is_said_to_be_no_text():
+def test_binary_data_is_no_text():
     data = random.Random(7).randbytes(3 << 20)  # noqa: S311 no secret
     seen = read(data)
     assert not seen.is_text
@@ -291,13 +291,13 @@ def test_ncclls_warnings_count():
 @pytest.mark.parametrize(
     "quoted", ["    raise ValueError('CUDA out of memory')", "    check(x)  # ERROR"]
 )
-def test_source_code_quoted_in_a_traceback_says_nothing(quoted):
+def test_source_code_quoted_in_a_traceback_is_no_evidence(quoted):
     text = f"Traceback (most recent call last):\n{FRAME}\n{quoted}\n{ODD_ERROR}\n"
     assert lines_of(read(text)) == [ODD_ERROR]
 
 
 @pytest.mark.parametrize("head", ["Possible Cause", "  Possible cause", "Solution", "  Suggestion"])
-def test_advice_printed_with_an_error_says_nothing(head):
+def test_advice_printed_with_an_error_is_no_evidence(head):
     assert lines_of(read(f"{head}: the device is lost, error code is 507010\n")) == []
 
 

@@ -1,4 +1,4 @@
-"""Faults that no single line shows: a loss that jumps, a run that prints but does not train."""
+"""What only several lines show: a loss that jumps, a run that does not train, a dump of stacks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,39 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from training.diagnosis.rules import Role
-from training.diagnosis.series import find_jump, find_stall, find_wait
+from training.diagnosis.series import find_jump, find_stacks, find_stall, find_wait
 from training.recovery.faults import FaultClass, RecoverableBy
 
 YEAR = 2026
 STARTED_S = datetime(2026, 8, 1, 10, tzinfo=UTC).timestamp()
+PY_SPY = """\
+Process 4711: python train.py
+Python v3.11.4 (/usr/bin/python3.11)
+
+Thread 4800 (idle): "pin_memory"
+    select (selectors.py:415)
+    run (torch/utils/data/pin_memory.py:9)
+Thread 4711 (idle): "MainThread"
+    wait (threading.py:320)
+    get (queue.py:171)
+    barrier (torch/distributed/distributed_c10d.py:3683)
+    train (train.py:306)
+    <module> (train.py:400)
+Thread 4801 (active): "logger"
+    emit (logger.py:12)
+"""
+
+FAULTHANDLER = """\
+Timeout (0:10:00)!
+Thread 0x00007f5cf2ffd640 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 324 in wait
+  File "/w/logger.py", line 12 in run
+
+Current thread 0x00007f5e1f2b1740 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 324 in wait
+  File "/lib/torch/distributed/distributed_c10d.py", line 2810 in all_reduce
+  File "/w/train.py", line 306 in <module>
+"""
 
 
 def stamped(at_s: float, text: str) -> str:
@@ -93,7 +121,7 @@ def test_a_norm_that_is_printed_must_confirm_the_jump():
     assert "iteration 20/" in found.line
 
 
-def test_the_norm_of_the_step_before_a_skipped_one_says_nothing():
+def test_the_norm_of_the_step_before_a_skipped_one_shows_nothing():
     losses = [2.0] * 20 + [6.0] * 10
     found = find_jump(log(losses, [0.9, 0.8] * 9 + [0.9] * 12), year=YEAR)
     assert found is not None
@@ -199,3 +227,65 @@ def test_any_lines_can_be_read(lines):
     find_jump("\n".join(lines), year=YEAR)
     find_stall("\n".join(lines), year=YEAR)
     find_wait("\n".join(lines), year=YEAR)
+
+
+def frame(text: str) -> str | None:
+    found = find_stacks(text, year=2026)
+    return None if found is None else found.line.strip()
+
+
+def test_py_spy_shows_where_the_main_thread_is_outside_the_standard_library():
+    found = find_stacks(PY_SPY, year=2026)
+    assert found is not None
+    assert (found.fault_class, found.role) == (FaultClass.HANG, Role.SYMPTOM)
+    assert found.line == "    barrier (torch/distributed/distributed_c10d.py:3683)"
+    assert PY_SPY[found.offset :].startswith(found.line)
+
+
+def test_faulthandler_shows_where_the_current_thread_is():
+    expected = 'File "/lib/torch/distributed/distributed_c10d.py", line 2810 in all_reduce'
+    assert frame(FAULTHANDLER) == expected
+
+
+def test_native_frames_and_variables_are_passed_over():
+    text = (
+        'Thread 4711 (idle): "MainThread"\n'
+        "    pthread_cond_timedwait@@GLIBC_2.3.2 (libpthread-2.27.so)\n"
+        "    synchronize (torch/npu/streams.py:12)\n"
+        "        Arguments:\n            self: <Stream at 0x7f>\n"
+        "    train (train.py:306)\n"
+        'Thread 4800 (idle): "other"\n    emit (logger.py:12)\n'
+    )
+    assert frame(text) == "synchronize (torch/npu/streams.py:12)"
+
+
+def test_a_stack_within_the_standard_library_shows_its_innermost_frame():
+    text = 'Thread 1 (idle): "MainThread"\n    wait (threading.py:320)\n    get (queue.py:171)\n'
+    assert frame(text) == "wait (threading.py:320)"
+
+
+def test_without_a_main_thread_the_first_one_is_taken():
+    text = "Thread 0x7F (active+gil)\n    f (a.py:1)\nThread 0x8F (idle)\n    g (b.py:2)\n"
+    assert frame(text) == "f (a.py:1)"
+
+
+def test_a_stack_of_the_module_alone_is_a_stack():
+    text = (
+        'Current thread 0x00007f (most recent call first):\n  File "/w/a.py", line 3 in <module>\n'
+    )
+    assert frame(text) == 'File "/w/a.py", line 3 in <module>'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "step 12 loss 3.4\n",
+        'Thread 1 (idle): "MainThread"\n',
+        'Thread 1 (idle): "MainThread"\nstep 12 loss 3.4\n    f (a.py:1)\n',
+        'Traceback (most recent call last):\n  File "a.py", line 3, in f\nTypeError: x\n',
+        "Thread pool with 8 threads\n    wait (threading.py:320)\n",
+    ],
+)
+def test_a_log_without_a_dump_has_no_stacks(text):
+    assert find_stacks(text, year=2026) is None

@@ -62,7 +62,7 @@ def case_of(path: Path) -> Case:
         ("train.log", None, None, None),
     ],
 )
-def test_a_path_tells_rank_node_and_device(name, rank, node, device):
+def test_a_path_gives_rank_node_and_device(name, rank, node, device):
     source = read_scan(name, scan_text(HEALTHY, year=YEAR), order=0, year=YEAR).source
     assert (source.rank, source.node, source.device) == (rank, node, device)
 
@@ -81,7 +81,7 @@ def test_a_folder_is_one_attempt(tmp_path):
     assert len(case.readings) == 16
 
 
-def test_a_folder_with_one_log_tells_as_much_as_one_with_many(tmp_path):
+def test_a_folder_with_one_log_shows_as_much_as_one_with_many(tmp_path):
     case = case_of(write(tmp_path, **{"node-1__rank_11.log": FAILED}))
     assert case.diagnosis is not None
     assert case.diagnosis.source == "node-1/rank_11.log"
@@ -197,7 +197,7 @@ def test_a_folder_without_logs_and_a_missing_path_are_wrong_input(tmp_path):
         files_of(Path("/dev/null"))
 
 
-def test_the_context_of_a_line_is_what_stands_around_it(tmp_path):
+def test_the_context_of_a_line_is_what_is_around_it(tmp_path):
     file = write(tmp_path, a="".join(f"line {n}\n" for n in range(9))) / "a"
     assert context_of(file, "line 4", radius=2) == [f"line {n}" for n in (2, 3, 4, 5, 6)]
     assert context_of(file, "line 0", radius=2) == ["line 0", "line 1", "line 2"]

@@ -65,5 +65,5 @@ def test_devices_that_are_used_unevenly_compute():
     assert found is not None
 
 
-def test_a_first_reading_says_nothing():
+def test_a_first_reading_proves_nothing():
     assert ActivityDetector(0.001).judge(Activity(1e6, 5, 5, 5.0)) is None

@@ -75,7 +75,7 @@ def test_a_clean_past_passes(monkeypatch):
     assert check_history(2, ask_tool=answering()).outcome is CheckOutcome.OK
 
 
-def test_losses_of_the_link_are_told(monkeypatch):
+def test_losses_of_the_link_are_reported(monkeypatch):
     monkeypatch.setattr(devices, "find_tool", lambda name: name)
     ask = answering(link_stat="hccn-link-stat.txt", _stat="hccn-stat.txt")
     check = check_history(1, ask_tool=ask)

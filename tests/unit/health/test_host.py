@@ -105,7 +105,7 @@ def test_a_store_without_keys_has_failed_and_the_other_checks_go_on(job, monkeyp
     assert (found.outcome, found.seen) == (CheckOutcome.FAILED, "cannot open: no keys")
 
 
-def test_a_port_that_somebody_listens_on_is_found():
+def test_a_port_in_use_is_found():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()

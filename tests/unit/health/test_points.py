@@ -13,9 +13,8 @@ from training.health.points import (
     HealthPoints,
     RankSample,
     RunSample,
-    StepSample,
 )
-from training.journal.events import HealthPoint
+from training.journal.events import HealthPoint, StepRecord
 from training.specs.watch import WatchSpec
 from training.wire.node import DeviceSample, HostSample, NodeSample
 
@@ -62,7 +61,7 @@ def points(found: Sequence[tuple[float, Condition]]) -> list[HealthPoint]:
     return [one.point for _, one in found]
 
 
-def test_a_device_that_is_hardly_used_is_told_after_five_minutes_of_training():
+def test_a_device_that_is_hardly_used_raises_an_alert_after_five_minutes_of_training():
     nodes = device(utilisation_percent=30.0)
     found = raised(lambda s: RunSample(s, nodes, [rank(0)]), until_s=400)
     assert [(at_s, one.point, one.value) for at_s, one in found] == [
@@ -85,27 +84,27 @@ def test_a_device_may_idle_while_the_run_saves():
         ({"link_is_up": False, "health": "OK"}, HealthPoint.LINK_DOWN),
     ],
 )
-def test_what_a_device_says_against_itself_is_told_at_once(seen, point):
+def test_an_error_of_a_device_is_reported_at_once(seen, point):
     found = raised(lambda s: RunSample(s, device(**seen)), until_s=100)
     assert points(found) == [point]
     assert (found[0][1].node, found[0][1].device) == ("node-0", 0)
 
 
-def test_a_device_that_is_ill_is_told_so_even_when_its_port_is_down():
+def test_a_device_that_is_ill_is_reported_even_when_its_port_is_down():
     found = raised(lambda s: RunSample(s, device(health="Alarm", link_is_up=False)), until_s=100)
     assert set(points(found)) == {HealthPoint.DEVICE_UNHEALTHY, HealthPoint.LINK_DOWN}
 
 
-def test_a_device_inside_its_limits_is_not_told():
+def test_a_device_inside_its_limits_raises_no_alert():
     nodes = device(utilisation_percent=90.0, memory_percent=94.0, health="OK", link_is_up=True)
     assert raised(lambda s: RunSample(s, nodes, [rank(0)]), until_s=1000) == []
 
 
-def test_what_no_tool_says_is_not_told():
+def test_what_no_tool_measures_raises_no_alert():
     assert raised(lambda s: RunSample(s, device(), [rank(0)]), until_s=1000) == []
 
 
-def test_a_filling_disk_is_told():
+def test_a_filling_disk_raises_an_alert():
     found = raised(lambda s: RunSample(s, host(disk_free_percent=100.0 - s)), until_s=99)
     assert [(at_s, one.point) for at_s, one in found] == [(91.0, HealthPoint.DISK_FILLING)]
 
@@ -126,17 +125,18 @@ def steps(losses: Sequence[float] = (), times: Sequence[float] = ()) -> list[Hea
     watch = HealthPoints(SPEC)
     found: list[Condition] = []
     for number, value in enumerate(losses or times, start=1):
-        one = StepSample(number, value if losses else 1.0, value if times else 1.0)
+        loss, step_s = value if losses else 1.0, value if times else 1.0
+        one = StepRecord(number, loss, 1.0, 1e-3, 1.0, None, 0.0, step_s, 0, 0, 1, 1)
         found += watch.update(RunSample(float(number), steps=(one,))).raised
     return [one.point for one in found]
 
 
-def test_a_loss_that_jumps_is_told():
+def test_a_loss_that_jumps_raises_an_alert():
     assert steps(losses=[3.0] * 20 + [6.5]) == [HealthPoint.LOSS_ABNORMAL]
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
-def test_a_loss_that_is_no_number_is_told_from_the_first_step_on(loss):
+def test_a_loss_that_is_no_number_raises_an_alert_from_the_first_step_on(loss):
     assert steps(losses=[loss]) == [HealthPoint.LOSS_ABNORMAL]
 
 
@@ -147,11 +147,11 @@ def test_a_small_loss_may_waver_by_more_than_its_mean():
     assert steps(losses=[*wavering, 1.5]) == [HealthPoint.LOSS_ABNORMAL]
 
 
-def test_a_loss_that_falls_and_wavers_is_not_told():
+def test_a_loss_that_falls_and_wavers_raises_no_alert():
     assert steps(losses=[10.0 / (1 + n / 10) + n % 3 for n in range(100)]) == []
 
 
-def test_steps_that_get_slow_are_told_and_one_slow_step_is_not():
+def test_steps_that_get_slow_raise_an_alert_and_one_slow_step_is_not():
     assert steps(times=[1.0] * 30 + [9.0] + [1.0] * 30) == []
     assert steps(times=[1.0] * 30 + [2.6] * 15) == []
     assert steps(times=[1.0] * 30 + [2.6] * 25) == [HealthPoint.STEP_SLOW]
@@ -191,7 +191,7 @@ def gang(at_s: float, *, late: int | None = None, starved: int | None = None) ->
     return RunSample(at_s, ranks=ranks)
 
 
-def test_a_rank_that_is_always_later_than_the_others_is_told():
+def test_a_rank_that_is_always_later_than_the_others_raises_an_alert():
     found = raised(lambda s: gang(s, late=2), until_s=60)
     assert points(found) == [HealthPoint.STRAGGLER]
     one = found[0][1]
@@ -210,7 +210,7 @@ def test_a_rank_that_is_late_for_a_moment_is_no_straggler():
     assert HealthPoint.STRAGGLER not in points(raised(look, until_s=300))
 
 
-def test_a_starving_rank_is_told():
+def test_a_starving_rank_raises_an_alert():
     found = raised(lambda s: gang(s, starved=1), until_s=60)
     assert points(found) == [HealthPoint.DATA_STARVED]
     assert found[0][1].rank == 1
@@ -235,7 +235,7 @@ def _renewed(ranks: Sequence[RankSample], life: int) -> list[RankSample]:
     ]  # fmt: skip
 
 
-def test_a_checkpoint_that_is_much_older_than_usual_is_told():
+def test_a_checkpoint_that_is_much_older_than_usual_raises_an_alert():
     commits_s = [0.0, 100.0, 200.0, 300.0]
     found = raised(lambda s: RunSample(300.0 + s, commits_s=commits_s), until_s=400)
     assert [(at_s, one.point) for at_s, one in found] == [(301.0, HealthPoint.CHECKPOINT_OLD)]

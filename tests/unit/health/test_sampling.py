@@ -69,7 +69,7 @@ def test_an_alarm_comes_with_its_codes(tools, tmp_path):
     assert seen.gaps == ("hccn_tool: not installed",)
 
 
-def test_a_tool_that_gives_no_answer_is_a_gap_and_what_was_told_stays(tools, tmp_path):
+def test_a_tool_that_gives_no_answer_is_a_gap_and_the_rest_stays(tools, tmp_path):
     install(tools, "npu-smi", npu_smi())
 
     def impatient(command):
@@ -138,7 +138,7 @@ def library(**changes):
     return SimpleNamespace(**{**calls, **changes})
 
 
-def test_nvml_tells_what_the_device_supports():
+def test_nvml_reports_what_the_device_supports():
     (device,) = read_devices(2, library=library())
     assert (device.index, device.name, device.health) == (0, "NVIDIA H200", "OK")
     assert (device.utilisation_percent, device.memory_percent, device.power_w) == (97, 25, 512)

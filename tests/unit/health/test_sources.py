@@ -50,7 +50,7 @@ def sample(name: str) -> str:
     return (SAMPLES / name).read_text()
 
 
-def test_the_table_tells_of_every_chip():
+def test_the_table_lists_every_chip():
     first, last = parse_table(sample("npu-smi-info.txt"))
     assert (first.npu, first.chip, first.physical, first.name) == (0, 0, 0, "xxx")
     assert (first.health, first.power_w, first.temperature_c) == ("OK", 73.1, 37)
@@ -59,7 +59,7 @@ def test_the_table_tells_of_every_chip():
     assert (last.npu, last.physical, last.temperature_c) == (7, 7, 38)
 
 
-def test_two_chips_of_a_card_are_told_apart_and_processes_are_no_chips():
+def test_two_chips_of_a_card_are_distinguished_and_processes_are_no_chips():
     first, second = parse_table(TWO_CHIPS)
     assert [(c.npu, c.chip, c.physical, c.health) for c in (first, second)] == [
         (4, 0, 8, "OK"),

@@ -33,7 +33,7 @@ def test_a_machine_without_npu_skips_what_is_about_it():
     assert fit.outcome is CheckOutcome.SKIPPED
 
 
-def test_this_machine_tells_its_torch():
+def test_this_machine_reports_its_torch():
     assert installed().torch.startswith("2.")
 
 

@@ -55,7 +55,7 @@ def test_each_mechanism_has_a_line_with_the_copies(job):
     ]
 
 
-def test_without_replicas_a_default_is_a_note_and_a_wish_a_warning(job):
+def test_without_replicas_a_default_is_a_note_and_a_request_a_warning(job):
     sharded = {"kind": "fsdp2"}
     assert lines(job(parallelism=sharded), warnings=True) == []
     wished = job(parallelism=sharded, restart={"process_replace": True, "step_retry": False})
@@ -65,7 +65,7 @@ def test_without_replicas_a_default_is_a_note_and_a_wish_a_warning(job):
     assert "step_retry: off (restart.step_retry=false)" in lines(wished)
 
 
-def test_a_wish_in_a_platform_s_words_is_a_wish(job):
+def test_a_request_in_a_platforms_form_is_a_request(job):
     wished = job(
         parallelism={"kind": "fsdp2"}, restart={"from_platform": {"HIGH_AVAILABILITY": "recover"}}
     )

@@ -143,7 +143,7 @@ def test_damaged_tensors_are_made_safe_before_the_npu_starts_again(npu):
 @pytest.mark.parametrize("level", [0, 1, 4])
 def test_an_npu_that_the_driver_does_not_repair_is_left_to_a_new_process(npu, level):
     npu.level = level
-    with pytest.raises(DeviceBeyondHealing, match=f"check_uce_in_memory says {level}"):
+    with pytest.raises(DeviceBeyondHealing, match=f"check_uce_in_memory gives {level}"):
         heal_npu(is_damaged=True)
     assert npu.calls[-1] == ("check_uce_in_memory", NPU_INDEX), "it was not started again"
 

@@ -188,7 +188,9 @@ def test_storage_that_cannot_be_written_is_refused_before_anything_starts(good, 
     assert "storage.address" in capsys.readouterr().err
 
 
-def test_an_s3_store_that_nobody_serves_is_refused_in_one_line(good, tmp_path, capsys, monkeypatch):
+def test_an_s3_store_that_no_server_serves_is_refused_in_one_line(
+    good, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "very-secret")
     storage = {

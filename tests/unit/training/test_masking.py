@@ -25,7 +25,7 @@ def mask(text: str, *secrets: str) -> str:
     return b"".join(masked([text.encode()], secrets)).decode()
 
 
-def test_a_known_value_is_masked_wherever_it_stands():
+def test_a_known_value_is_masked_wherever_it_is():
     assert mask(f"using {SECRET}, twice: {SECRET}\n", SECRET) == "using ***, twice: ***\n"
 
 
@@ -81,7 +81,7 @@ def test_what_looks_like_a_secret_is_masked(text, told):
         '{"kind": "step", "step": 12, "loss": 5.545177459716797}',
     ],
 )
-def test_what_a_training_log_says_stays(text):
+def test_what_a_training_log_shows_stays(text):
     assert mask(text) == text
 
 
@@ -149,7 +149,7 @@ def test_a_line_without_end_is_given_away_before_its_end():
         ("KEYBOARD", False), ("PATH", False), ("MONKEY_ISLAND", True),
     ],
 )  # fmt: skip
-def test_names_say_whether_a_variable_is_secret(name, is_secret):
+def test_names_decide_whether_a_variable_is_secret(name, is_secret):
     assert is_secret_name(name) is is_secret
 
 

@@ -38,13 +38,13 @@ class LinkHistory:
 
 
 def parse_link(text: str) -> bool | None:
-    """`-link -g`: whether the link is up; None when it does not say."""
+    """`-link -g`: whether the link is up; None when it is not printed."""
     word = fields(text).get("link status")
     return None if word is None else word.upper() == "UP"
 
 
 def parse_net_health(text: str) -> str | None:
-    """`-net_health -g`: its word; None when it does not say."""
+    """`-net_health -g`: as printed; None when it is not printed."""
     return fields(text).get("net health status") or None
 
 
@@ -54,7 +54,7 @@ def parse_counters(text: str) -> dict[str, int]:
 
 
 def parse_link_history(text: str) -> LinkHistory | None:
-    """`-link_stat -g`; None when it does not say."""
+    """`-link_stat -g`; None when it is not printed."""
     plain = _PREFIX.sub("", text)
     found = fields(plain)
     count = found.get("link up count", "")

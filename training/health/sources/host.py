@@ -21,7 +21,7 @@ class HostSource:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        psutil.cpu_percent()  # the use of processors is told since the call before
+        psutil.cpu_percent()  # the use of processors is measured since the call before
 
     def read(self) -> HostSample:
         """The host as it is; processors since the last time."""

@@ -126,8 +126,8 @@ def parse_health(text: str) -> Health:
     """`npu-smi info -t health`, with and without `-c`; no word when it is not that."""
     found = fields(text)
     word = found.get("Health Status") or found.get("Health")
-    said = found.get("Error Code", "NA")
-    codes = () if said in ("NA", "") else tuple(said.split())
+    printed = found.get("Error Code", "NA")
+    codes = () if printed in ("NA", "") else tuple(printed.split())
     sentences = []
     for line in text.splitlines():
         name, colon, value = line.partition(":")

@@ -21,10 +21,10 @@ def read_devices(count: int, *, library: Any | None = None) -> tuple[DeviceSampl
 
     Args:
         count: how many the node has to have.
-        library: stands for pynvml.
+        library: in place of pynvml.
 
     Raises:
-        NoNvml: says what is missing.
+        NoNvml: names what is missing.
     """
     nvml = library if library is not None else _import()
     try:
@@ -66,16 +66,16 @@ def _read(nvml: Any, index: int) -> DeviceSample:
     """One device; what it does not support is None."""
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
 
-    def told(call: Callable[[], Any]) -> Any | None:
+    def supported(call: Callable[[], Any]) -> Any | None:
         try:
             return call()
         except nvml.NVMLError:
-            return None  # a device that is split, or too old, does not tell everything
+            return None  # a device that is split, or too old, does not have everything
 
-    rates = told(lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
-    memory = told(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
-    power_mw = told(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
-    damage = told(
+    rates = supported(lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
+    memory = supported(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+    power_mw = supported(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
+    damage = supported(
         lambda: nvml.nvmlDeviceGetTotalEccErrors(
             handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
         )
@@ -88,7 +88,7 @@ def _read(nvml: Any, index: int) -> DeviceSample:
         utilisation_percent=float(rates.gpu) if rates is not None else None,
         memory_percent=100.0 * memory.used / memory.total if memory is not None else None,
         memory_total_bytes=int(memory.total) if memory is not None else None,
-        temperature_c=told(
+        temperature_c=supported(
             lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
         ),
         power_w=power_mw / 1000.0 if power_mw is not None else None,

@@ -90,23 +90,23 @@ class Sampler:
         return tuple(found)
 
     def _detailed(self, index: int, chip: npu_smi.Chip, *, has_hccn: bool) -> DeviceSample:
-        """One device with what only its own commands tell."""
+        """One device with what only its own commands show."""
         health = npu_smi.parse_health(self._ask(health_command(chip)))
         if chip.utilisation_percent is None:
             usages = npu_smi.parse_usages(self._ask(usages_command(chip)))
             chip = npu_smi.filled(chip, usages[chip.chip]) if chip.chip < len(usages) else chip
-        told: dict[str, object] = {
+        more: dict[str, object] = {
             "health": health.word or chip.health,
             "error_codes": health.error_codes,
         }
         if has_hccn:
             link, net = (self._ask(command) for command in link_commands(chip))
-            told |= {"link_is_up": hccn.parse_link(link), "net_health": hccn.parse_net_health(net)}
-        return device_of(index, chip).model_copy(update=told)
+            more |= {"link_is_up": hccn.parse_link(link), "net_health": hccn.parse_net_health(net)}
+        return device_of(index, chip).model_copy(update=more)
 
 
 def device_of(index: int, chip: npu_smi.Chip) -> DeviceSample:
-    """What the table alone tells of a device."""
+    """What the table alone shows of a device."""
     return DeviceSample(
         index=index,
         name=chip.name,
