@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from storage.checkpoint import CheckpointStore, StepState
+from storage.checkpoint_server.publish import prune_disk
 from storage.errors import Corrupt
 from storage.local import LocalStore
 from storage.safetensors_file import header_size_bytes
-from tests.unit.runtime.trainees import Place, Trainee, train, train_and_fail
+from tests.unit.runtime.trainees import Place, Trainee, train, train_and_fail, train_and_save_again
 from tests.unit.storage.nodes import Cluster, Node, flip_bit
 from training.journal.attempt_log import parse_lines
 from training.journal.events import CheckpointCommitted, CheckpointDamaged
@@ -90,10 +91,10 @@ def bench(tmp_path) -> Iterator[Bench]:
     cluster.close()
 
 
-def agree(told: list[dict[Any, Any]], before: list[dict[Any, Any]], step: int) -> bool:
+def agree(results: list[dict[Any, Any]], before: list[dict[Any, Any]], step: int) -> bool:
     """Whether every rank restored `step`, as it was."""
-    return [one["restored"] for one in told] == [step] * len(told) and all(
-        one[step] == before[0][step] for one in told
+    return [one["restored"] for one in results] == [step] * len(results) and all(
+        one[step] == before[0][step] for one in results
     )
 
 
@@ -102,19 +103,19 @@ def test_a_restart_in_place_reads_memory_alone_and_resumes_as_if_never_stopped(b
     bench.read_by_nobody()
     bench.nodes[0].disk_tier().delete(4)
     bench.nodes[1].disk_tier().delete(4)
-    told = bench.train(until=7, saves=())
-    assert agree(told, never_stopped, 4)
+    results = bench.train(until=7, saves=())
+    assert agree(results, never_stopped, 4)
     for rank in range(4):
         for step in (5, 6, 7):
-            assert told[rank][step] == never_stopped[rank][step]
-    assert len({one["random"] for one in told}) == 4, "each rank has its own random state"
+            assert results[rank][step] == never_stopped[rank][step]
+    assert len({one["random"] for one in results}) == 4, "each rank has its own random state"
 
 
 def test_sharded_states_come_back_over_the_process_group_and_from_memory(bench):
     before = bench.train(sharded=True)
     bench.read_by_nobody()
-    told = bench.train(until=5, saves=(), sharded=True)
-    assert agree(told, before, 4)
+    results = bench.train(until=5, saves=(), sharded=True)
+    assert agree(results, before, 4)
 
 
 def test_checkpoint_servers_that_lost_their_memory_restore_from_their_disks(bench):
@@ -156,8 +157,8 @@ def test_a_new_node_is_given_what_the_store_has_and_the_other_node_its_own(bench
 def test_a_save_that_was_never_committed_is_published_by_the_attempt_that_restores_it(bench):
     before = bench.train()
     bench.uncommit(4)
-    told = bench.train(until=5, saves=())
-    assert agree(told, before, 4)
+    results = bench.train(until=5, saves=())
+    assert agree(results, before, 4)
     manifest = bench.checkpoints.manifest(4)
     assert (manifest.attempt, manifest.world_size) == (2, 4)
     assert bench.checkpoints.verify(4) == []
@@ -203,8 +204,8 @@ def test_a_damaged_shard_in_the_store_is_replaced_from_the_node_that_holds_it(be
     # In the data of the weights: who reads it unhashed goes on with a wrong model.
     data = header_size_bytes(bench.store.get(bench.shard(4, rank), length=8), url="")
     flip_bit(bench.store, bench.shard(4, rank), 8 * (data + 40))
-    told = bench.train(saves=())
-    assert agree(told, before, 4)
+    results = bench.train(saves=())
+    assert agree(results, before, 4)
     assert bench.checkpoints.verify(4) == []
     assert bench.checkpoints.states() == {2: StepState.COMMITTED, 4: StepState.COMMITTED}
 
@@ -229,7 +230,7 @@ DAMAGES = [flip, cut_off, empty, delete]
 
 
 def damages_logged(bench: Bench) -> list[CheckpointDamaged]:
-    """What the newest attempt has told of damaged checkpoints."""
+    """What the newest attempt has logged of damaged checkpoints."""
     live = bench.cluster.folder / f"metrics-{bench.attempt}.jsonl"
     return [one for one in parse_lines(live.read_text()) if isinstance(one, CheckpointDamaged)]
 
@@ -270,9 +271,9 @@ def test_a_step_that_was_set_aside_can_be_saved_again(bench):
     before = bench.train()
     lose_one_node(bench)
     flip_bit(bench.store, bench.shard(4, 3), 4000)
-    told = bench.train(saves=(4,))
-    assert agree(told, before, 2)
-    assert told[0][4] == before[0][4]
+    results = bench.train(saves=(4,))
+    assert agree(results, before, 2)
+    assert results[0][4] == before[0][4]
     assert bench.checkpoints.states() == {2: StepState.COMMITTED, 4: StepState.COMMITTED}
     assert bench.checkpoints.verify(4) == []
 
@@ -420,3 +421,48 @@ def test_a_damaged_checkpoint_alone_is_set_aside_and_the_one_before_taken(tmp_pa
     with pytest.raises(Corrupt, match="new processes start from step 0"):
         bare.checkpointer(other, 0, 1).restore()
     assert bare.checkpointer(Trainee(), 0, 1).restore() == 0
+
+
+def save_twice(bench: Bench, *, between: str):
+    """What the ranks had at both saves."""
+    return bench.cluster.run(train_and_save_again, bench.place(), 4, between, num_ranks=4)
+
+
+def test_what_is_committed_stays_as_it_is_when_its_step_is_saved_again(bench):
+    results = save_twice(bench, between="settle")
+    first, second = results[0]
+    assert first != second
+    assert bench.checkpoints.verify(4) == []
+    assert set(bench.checkpoints.manifest(4).shards) == {
+        info.key.rpartition("/")[2]
+        for info in bench.store.list("runs/run/checkpoints/step-00000004/")
+        if info.key.endswith(".safetensors")
+    }, "nothing was uploaded a second time"
+    results = bench.train(saves=(), keeps=False)
+    assert agree(results, [{4: first}], 4)
+
+
+def test_two_saves_of_a_step_on_their_way_at_once_are_never_mixed(bench):
+    results = save_twice(bench, between="")
+    assert bench.checkpoints.verify(4) == []
+    restored = bench.train(saves=(), keeps=False)
+    assert any(agree(restored, [{4: weights}], 4) for weights in results[0])
+
+
+@pytest.mark.parametrize("has_memory", [True, False])
+def test_nodes_that_hold_both_saves_of_a_step_restore_one_of_them_whole(bench, has_memory):
+    results = save_twice(bench, between="")
+    bench.uncommit(4)
+    if not has_memory:
+        bench.restarted(0, 1)
+    restored = bench.train(saves=())
+    assert any(agree(restored, [{4: weights}], 4) for weights in results[0])
+
+
+def test_a_disk_gives_up_both_saves_of_an_old_step(bench):
+    save_twice(bench, between="")
+    bench.train(until=6, saves=(5, 6))
+    for node in bench.nodes:
+        disk = node.disk_tier()
+        prune_disk(disk, keep_saves=2)
+        assert {step for step, _ in disk.states().items()} == {5, 6}

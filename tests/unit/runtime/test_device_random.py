@@ -126,8 +126,8 @@ def cluster(tmp_path) -> Iterator[Cluster]:
 
 
 def test_a_device_goes_on_from_the_state_that_was_set_and_others_are_left_alone(cluster):
-    (told,) = cluster.run(seam, num_ranks=1)
-    assert told == {"dtype": True, "repeats": True, "second goes on": True}
+    (results,) = cluster.run(seam, num_ranks=1)
+    assert results == {"dtype": True, "repeats": True, "second goes on": True}
 
 
 def test_the_cpu_has_no_state_beside_torchs_own():
@@ -141,8 +141,8 @@ def test_every_rank_gets_its_devices_random_state_back(cluster, keeps):
     def attempt(number: int, num_ranks: int, name: str | None) -> list[Drawn]:
         cluster.checkpoints.fence(1, number)
         place = Place(cluster.folder, number, (name,), (None,))
-        told: list[Drawn] = cluster.run(draw, place, num_ranks=num_ranks)
-        return told
+        results: list[Drawn] = cluster.run(draw, place, num_ranks=num_ranks)
+        return results
 
     before = attempt(1, 2, node.name)
     assert [one.restored for one in before] == [0, 0]

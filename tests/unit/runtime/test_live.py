@@ -1,4 +1,4 @@
-"""A rank becomes what its replica is, value by value and setting by setting."""
+"""A rank takes the state of its replica, value by value, or goes back to a copy of its own."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from tests.unit.runtime.trainees import Loader
 from training.runtime.program import Training
-from training.runtime.state.live import LiveState
+from training.runtime.state.live import LiveState, Snapshots
 from training.runtime.state.transfer import TensorLayout
 
 INPUTS = torch.linspace(-1, 1, 12).reshape(3, 4)
@@ -44,8 +46,8 @@ def adopt(training: Training, source: Training, *, layouts: bool = True) -> None
             with torch.no_grad():
                 tensor.copy_(tensors[name])
 
-    told = {name: TensorLayout.of(tensor) for name, tensor in tensors.items()}
-    LiveState(training).adopt(extra, fill, told if layouts else None)
+    sent = {name: TensorLayout.of(tensor) for name, tensor in tensors.items()}
+    LiveState(training).adopt(extra, fill, sent if layouts else None)
 
 
 def all_of(training: Training) -> tuple[Any, ...]:
@@ -63,7 +65,7 @@ class Copying(torch.optim.AdamW):
         return copy.deepcopy(super().state_dict())
 
 
-@pytest.mark.parametrize("layouts", [True, False], ids=["layouts told", "layouts not told"])
+@pytest.mark.parametrize("layouts", [True, False], ids=["layouts sent", "layouts not sent"])
 @pytest.mark.parametrize(
     ("optimizer", "settings"),
     [
@@ -109,7 +111,7 @@ def test_a_replica_before_its_first_step_leaves_no_state_behind():
     assert all_of(other) == all_of(replica)
 
 
-def test_room_for_the_state_is_made_without_a_step(monkeypatch):
+def test_the_state_is_allocated_without_a_step(monkeypatch):
     replica, fresh = made(1), made(2)
     step(replica)
 
@@ -121,7 +123,7 @@ def test_room_for_the_state_is_made_without_a_step(monkeypatch):
     assert all_of(fresh)[0] == all_of(replica)[0]
 
 
-def test_a_type_of_numbers_that_nobody_knows_is_refused():
+def test_an_unknown_type_of_numbers_is_refused():
     with pytest.raises(ValueError, match="of type 'load', unknown here"):
         TensorLayout("load", [2], "cpu").empty_beside(torch.zeros(1))
 
@@ -162,9 +164,118 @@ def test_a_state_for_what_has_another_name_here_is_left_to_the_optimizer():
     replica, fresh = made(1), made(2)
     step(replica)
     tensors, extra = LiveState(replica).whole()
-    told = {
+    results = {
         name.replace("2.weight", "3.weight"): TensorLayout.of(one) for name, one in tensors.items()
     }
-    LiveState(fresh).adopt({**extra}, lambda _: None, told)
+    LiveState(fresh).adopt({**extra}, lambda _: None, results)
     names, _ = LiveState(fresh).whole()
     assert names.keys() == tensors.keys()
+
+
+def state(value: float) -> dict[str, Tensor]:
+    """A state whose tensors all hold one value, of several types and shapes."""
+    return {
+        "weight": torch.full((3, 5), float(value), requires_grad=True),
+        "half": torch.full((7,), value, dtype=torch.bfloat16),
+        "count": torch.full((), int(value), dtype=torch.int64),
+    }
+
+
+def taken(*steps: int) -> Snapshots:
+    """Snapshots of steps; each state holds its step."""
+    snapshots = Snapshots()
+    for step in steps:
+        snapshots.take(step, state(step), {"data": step})
+    return snapshots
+
+
+def restored(snapshots: Snapshots) -> list[float]:
+    live = state(-1)
+    snapshots.restore(live)
+    return sorted({float(value) for tensor in live.values() for value in tensor.detach().flatten()})
+
+
+def test_there_is_none_before_the_first():
+    assert Snapshots().step is None
+
+
+@pytest.mark.parametrize("steps", [(4,), (4, 8), (4, 8, 12), (4, 8, 12, 16)])
+def test_the_newest_copy_is_the_one_to_go_back_to(steps):
+    snapshots = taken(*steps)
+    assert (snapshots.step, snapshots.extra) == (steps[-1], {"data": steps[-1]})
+    assert restored(snapshots) == [steps[-1]]
+
+
+def test_a_copy_does_not_change_with_the_state():
+    live = state(4)
+    snapshots = Snapshots()
+    snapshots.take(4, live, {})
+    with torch.no_grad():
+        for tensor in live.values():
+            tensor.fill_(99)
+    assert restored(snapshots) == [4]
+
+
+def test_a_state_may_go_back_to_the_same_copy_twice():
+    snapshots = taken(4, 8)
+    assert restored(snapshots) == restored(snapshots) == [8]
+    snapshots.take(9, state(9), {})
+    assert restored(snapshots) == [9]
+
+
+@pytest.fixture
+def cut_short(monkeypatch):
+    """Has the next copies fail after their first tensor."""
+
+    def fail(into: list[Tensor], live: list[Tensor]) -> None:
+        into[0].copy_(live[0])
+        raise RuntimeError("UCE ERROR")
+
+    def take(snapshots: Snapshots, step: int) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(torch, "_foreach_copy_", fail)
+            with pytest.raises(RuntimeError, match="UCE"):
+                snapshots.take(step, state(step), {"data": step})
+
+    return take
+
+
+@pytest.mark.parametrize("earlier", [(4,), (4, 8), (2, 4, 8)])
+def test_a_copy_that_is_cut_short_is_never_offered(cut_short, earlier):
+    snapshots = taken(*earlier)
+    cut_short(snapshots, 20)
+    assert (snapshots.step, snapshots.extra) == (earlier[-1], {"data": earlier[-1]})
+    assert restored(snapshots) == [earlier[-1]]
+    snapshots.take(21, state(21), {"data": 21})
+    assert (snapshots.step, restored(snapshots)) == (21, [21])
+
+
+def test_the_first_copy_that_is_cut_short_is_none(cut_short):
+    snapshots = Snapshots()
+    cut_short(snapshots, 4)
+    assert snapshots.step is None
+
+
+def test_two_copies_are_kept_and_no_more_memory_is_taken():
+    assert [len(taken(*range(number))._copies) for number in (1, 2, 10)] == [1, 2, 2]
+
+
+def test_a_state_of_other_tensors_makes_the_copies_before_void():
+    # The optimizer has its state only from the first step on.
+    snapshots = taken(0)
+    more = state(5) | {"optim/exp_avg": torch.full((4,), 5.0)}
+    snapshots.take(5, more, {})
+    live = {name: torch.zeros_like(tensor) for name, tensor in more.items()}
+    snapshots.restore(live)
+    assert all(float(value) == 5 for tensor in live.values() for value in tensor.flatten())
+
+
+@pytest.mark.usefixtures("group")
+def test_of_a_sharded_tensor_the_own_part_is_kept():
+    mesh = init_device_mesh("cpu", (1,))
+    tensor = DTensor.from_local(torch.full((4,), 3.0), mesh, [Replicate()])
+    snapshots = Snapshots()
+    snapshots.take(3, {"weight": tensor}, {})
+    tensor.to_local().fill_(9)
+    snapshots.restore({"weight": tensor})
+    assert torch.equal(tensor.to_local(), torch.full((4,), 3.0))

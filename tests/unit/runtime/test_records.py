@@ -24,7 +24,7 @@ def test_without_the_package_there_is_one_warning(tmp_path, monkeypatch, caplog)
     assert "install perdure[tensorboard]" in caplog.text
 
 
-def test_a_full_disk_is_told_once_and_training_goes_on(tmp_path, caplog):
+def test_a_full_disk_is_logged_once_and_training_goes_on(tmp_path, caplog):
     def open_writer(*_args, **_kwargs):
         raise OSError(28, "No space left on device")
 
@@ -51,4 +51,4 @@ def test_a_later_attempt_goes_on_where_it_began_again(tmp_path):
     assert [(e.step, e.value) for e in read.Scalars("loss")] == [
         (1, 9.0), (2, 9.0), (3, 5.0), (4, 5.0), (5, 5.0), (6, 5.0),
     ]  # fmt: skip
-    assert "mfu" not in read.Tags()["scalars"], "nothing is told of what is not known"
+    assert "mfu" not in read.Tags()["scalars"], "what is not known has no record"

@@ -153,11 +153,11 @@ def attempt(
     cluster.checkpoints.fence(1, number)
     names = tuple(node.name if keeps else None for node in cluster.nodes)
     place = Place(cluster.folder, number, names, (None,) * len(names))
-    told = cluster.run(study, place, kind, is_split, num_ranks=num_ranks)
-    assert {one.has_shards for one in told} == {kind == "fsdp"}
-    for other in told[1:]:
-        assert (other.losses, other.tensors) == (told[0].losses, told[0].tensors)
-    return told
+    results = cluster.run(study, place, kind, is_split, num_ranks=num_ranks)
+    assert {one.has_shards for one in results} == {kind == "fsdp"}
+    for other in results[1:]:
+        assert (other.losses, other.tensors) == (results[0].losses, results[0].tensors)
+    return results
 
 
 @pytest.mark.parametrize(
@@ -188,19 +188,21 @@ def test_the_full_state_goes_to_another_world_and_trains_on_as_if_never_stopped(
         for part in ("step", "exp_avg", "exp_avg_sq")
     }
     for number, (kind, num_ranks) in enumerate(readers, start=2):
-        for told in attempt(cluster, number, kind, num_ranks, keeps=keeps, is_split=is_split):
-            assert told.restored == SAVED
-            assert told.settings == {step: never_stopped.settings[step] for step in told.settings}
-            assert set(told.tensors[SAVED]) == names
+        for results in attempt(cluster, number, kind, num_ranks, keeps=keeps, is_split=is_split):
+            assert results.restored == SAVED
+            assert results.settings == {
+                step: never_stopped.settings[step] for step in results.settings
+            }
+            assert set(results.tensors[SAVED]) == names
             for name in names:
-                assert told.tensors[SAVED][name] == never_stopped.tensors[SAVED][name], name
+                assert results.tensors[SAVED][name] == never_stopped.tensors[SAVED][name], name
             if is_split:
-                first, second = (told.losses[step] for step in (SAVED + 1, SAVED + 2))
+                first, second = (results.losses[step] for step in (SAVED + 1, SAVED + 2))
                 assert first == pytest.approx(never_stopped.losses[SAVED + 1], rel=SAME_STATE)
                 assert second == pytest.approx(never_stopped.losses[SAVED + 2], rel=NEXT_STATE)
             else:
                 for step in (SAVED + 1, SAVED + 2):
-                    assert told.losses[step] == never_stopped.losses[step]
+                    assert results.losses[step] == never_stopped.losses[step]
                     for name in names:
                         wanted = never_stopped.tensors[step][name]
-                        assert told.tensors[step][name] == wanted, name
+                        assert results.tensors[step][name] == wanted, name

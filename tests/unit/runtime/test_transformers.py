@@ -131,10 +131,10 @@ def test_from_pretrained_gives_the_weights_that_were_trained(
         app, ["checkpoints", "export", cluster.job.run_id, "-o", str(folder), *options]
     )
     assert done.exit_code == 0, done.output
-    model, told = transformers.AutoModelForCausalLM.from_pretrained(
+    model, results = transformers.AutoModelForCausalLM.from_pretrained(
         folder, output_loading_info=True, local_files_only=True
     )
-    assert {key: list(found) for key, found in told.items() if found} == {}
+    assert {key: list(found) for key, found in results.items() if found} == {}
     trained, loaded = load_file(kept), dict(model.named_parameters())
     assert set(loaded) == set(trained)
     assert all(same_bits(loaded[n], tensor) for n, tensor in trained.items())

@@ -16,21 +16,13 @@ CLOSED = (
     "by a remote worker crashing. Check the logs of the remote worker before reporting an error."
 )
 TIMED_OUT = f"[{GLOO}/unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation to complete"
+BROKEN = (WorkerFaultKind.CONNECTION, None)
 KNOWN: dict[str, tuple[WorkerFaultKind, str | None]] = {
-    CLOSED: (WorkerFaultKind.CONNECTION, None),
-    f"[{GLOO}/pair.cc:530] Read error [127.0.0.1]:4269: Connection reset by peer": (
-        WorkerFaultKind.CONNECTION,
-        None,
-    ),
-    f"[{GLOO}/pair.cc:301] writev [127.0.0.1]:41811: Broken pipe": (
-        WorkerFaultKind.CONNECTION,
-        None,
-    ),
-    f"Gloo connectFullMesh failed with [{GLOO}/pair.cc:144] no error": (
-        WorkerFaultKind.CONNECTION,
-        None,
-    ),
-    "the connection was aborted while it was established": (WorkerFaultKind.CONNECTION, None),
+    CLOSED: BROKEN,
+    f"[{GLOO}/pair.cc:530] Read error [127.0.0.1]:4269: Connection reset by peer": BROKEN,
+    f"[{GLOO}/pair.cc:301] writev [127.0.0.1]:41811: Broken pipe": BROKEN,
+    f"Gloo connectFullMesh failed with [{GLOO}/pair.cc:144] no error": BROKEN,
+    "the connection was aborted while it was established": BROKEN,
     TIMED_OUT: (WorkerFaultKind.COLLECTIVE, None),
     "UCE ERROR reason=[device mem error]": (WorkerFaultKind.MEMORY, "507053"),
     "HBM MULTI BIT ECC ERROR.aclrtSynchronizeStream, time is 1700000000": (
@@ -49,8 +41,8 @@ KNOWN: dict[str, tuple[WorkerFaultKind, str | None]] = {
         None,
     ),
     "NCCL error in: /opt/pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:268, remote process "
-    "exited or there was a network error, NCCL version 2.21.5": (WorkerFaultKind.CONNECTION, None),
-    "NCCL communicator was aborted on rank 1.": (WorkerFaultKind.CONNECTION, None),
+    "exited or there was a network error, NCCL version 2.21.5": BROKEN,
+    "NCCL communicator was aborted on rank 1.": BROKEN,
 }
 OWN = [
     RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"),
