@@ -11,10 +11,11 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from perdure.checkpoints import parse_age_s
-from perdure.cli import app, main
+from perdure.cli import app
 from storage.address import open_store
 from storage.checkpoint import CheckpointStore, shard_name
 from tests.jobs import job_document
+from tests.unit.perdure.commands import error_line, perdure
 from tests.unit.storage.stores import save_directly
 from training.errors import InputError
 from training.job import parse_job
@@ -43,25 +44,12 @@ def checkpoints(document, perdure_home):
     return checkpoints
 
 
-def perdure(*arguments, code=0):
-    """What the command prints."""
-    done = CliRunner().invoke(app, ["checkpoints", *map(str, arguments)])
-    assert done.exit_code == code, done.output
-    return done.stdout
+def printed(*arguments, code=0):
+    return perdure("checkpoints", *arguments, code=code)
 
 
 def objects(*arguments, code=0):
-    return json.loads(perdure(*arguments, "--json", code=code))
-
-
-def error_line(capsys, *arguments, code=2):
-    """The one line with which the command ends."""
-    with pytest.raises(SystemExit) as ended:
-        main(["checkpoints", *map(str, arguments)])
-    out = capsys.readouterr()
-    assert (ended.value.code, out.out) == (code, "")
-    assert out.err.count("\n") == 1
-    return out.err.strip()
+    return json.loads(printed(*arguments, "--json", code=code))
 
 
 def damage(checkpoints, step):
@@ -72,8 +60,8 @@ def damage(checkpoints, step):
 
 def test_ls_shows_every_step_newest_first_with_its_state(checkpoints):
     damage(checkpoints, 20)
-    perdure("verify", "small", "--step", 20, "--set-aside", code=1)
-    perdure("verify", "small")
+    printed("verify", "small", "--step", 20, "--set-aside", code=1)
+    printed("verify", "small")
     checkpoints.put_shard(40, SHARD, b"123")
     rows = objects("ls", "small")
     assert [row["step"] for row in rows] == [40, 30, 20, 10]
@@ -91,7 +79,7 @@ def test_ls_shows_every_step_newest_first_with_its_state(checkpoints):
 
 def test_ls_prints_a_table(checkpoints):
     checkpoints.set_aside(20, "its [shard] is lost")
-    out = perdure("ls", "small")
+    out = printed("ls", "small")
     lines = [line.split("\u2502")[1].strip() for line in out.splitlines() if "\u2502" in line]
     assert lines == ["30", "20", "10"]
     assert "step 20 was set aside: its [shard] is lost" in out
@@ -101,7 +89,7 @@ def test_ls_prints_a_table(checkpoints):
 
 def test_ls_of_a_run_without_checkpoints(document, perdure_home):
     remember_job(perdure_home, parse_job(document))
-    assert perdure("ls", "small") == "small: no checkpoints\n"
+    assert printed("ls", "small") == "small: no checkpoints\n"
     assert objects("ls", "small") == []
 
 
@@ -132,7 +120,7 @@ def test_verify_all_reads_every_step_and_ends_with_1_when_one_is_damaged(checkpo
     assert (found["file"], found["kind"]) == (SHARD, "hash_differs")
     assert not outcomes[1]["set_aside"]
     assert checkpoints.steps() == [10, 20, 30]
-    out = perdure("verify", "small", "--all", code=1)
+    out = printed("verify", "small", "--all", code=1)
     assert "step 20: damaged\n" in out
     assert f"  {SHARD} hash_differs: " in out
     assert "step 10: intact" in out
@@ -140,10 +128,10 @@ def test_verify_all_reads_every_step_and_ends_with_1_when_one_is_damaged(checkpo
 
 def test_verify_sets_damaged_ones_aside_on_request(checkpoints):
     damage(checkpoints, 30)
-    out = perdure("verify", "small", "--all", "--set-aside", code=1)
+    out = printed("verify", "small", "--all", "--set-aside", code=1)
     assert "step 30: damaged, set aside" in out
     assert checkpoints.steps() == [10, 20]
-    assert perdure("verify", "small").startswith("step 20: intact")
+    assert printed("verify", "small").startswith("step 20: intact")
 
 
 def test_verify_holds_also_where_nothing_may_be_written(checkpoints):
@@ -157,7 +145,7 @@ def test_verify_holds_also_where_nothing_may_be_written(checkpoints):
 
 
 def test_export_writes_the_weights_alone_under_their_own_names(checkpoints, tmp_path):
-    out = perdure("export", "small", "--step", 20, "-o", tmp_path / "out")
+    out = printed("export", "small", "--step", 20, "-o", tmp_path / "out")
     assert out.splitlines()[0] == str(tmp_path / "out" / "model.safetensors")
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert sorted(found) == ["n", "w"]
@@ -175,10 +163,10 @@ def test_export_takes_the_newest_the_name_of_a_file_and_a_type(checkpoints, tmp_
 
 
 def test_export_replaces_nothing_unless_forced(checkpoints, tmp_path, capsys):
-    perdure("export", "small", "--step", 10, "-o", tmp_path)
-    assert "--force" in error_line(capsys, "export", "small", "-o", tmp_path)
+    printed("export", "small", "--step", 10, "-o", tmp_path)
+    assert "--force" in error_line(capsys, "checkpoints", "export", "small", "-o", tmp_path)
     assert torch.equal(load_file(tmp_path / "model.safetensors")["w"], WEIGHT + 10)
-    perdure("export", "small", "-o", tmp_path, "--force")
+    printed("export", "small", "-o", tmp_path, "--force")
     assert torch.equal(load_file(tmp_path / "model.safetensors")["w"], WEIGHT + 30)
 
 
@@ -186,13 +174,13 @@ def test_an_export_leaves_no_files_of_another_one_that_a_loader_would_mix_in(
     checkpoints, tmp_path, capsys
 ):
     out = tmp_path / "out"
-    perdure("export", "small", "-o", out)
+    printed("export", "small", "-o", out)
     several = ("export", "small", "-o", out, "--shard-size-bytes", 20)
-    assert "model.safetensors is of another export" in error_line(capsys, *several)
-    perdure(*several, "--force")
+    assert "model.safetensors is of another export" in error_line(capsys, "checkpoints", *several)
+    printed(*several, "--force")
     names = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
     assert sorted(p.name for p in out.iterdir()) == [*names, "model.safetensors.index.json"]
-    perdure("export", "small", "-o", out, "--force")
+    printed("export", "small", "-o", out, "--force")
     assert [p.name for p in out.iterdir()] == ["model.safetensors"]
 
 
@@ -200,13 +188,17 @@ def test_an_export_of_a_damaged_checkpoint_ends_with_1_and_leaves_nothing(
     checkpoints, tmp_path, capsys
 ):
     damage(checkpoints, 30)
-    assert SHARD in error_line(capsys, "export", "small", "-o", tmp_path / "out", code=1)
+    assert SHARD in error_line(
+        capsys, "checkpoints", "export", "small", "-o", tmp_path / "out", code=1
+    )
     assert not (tmp_path / "out").exists()
 
 
 def test_an_output_that_cannot_be_written_is_one_line(checkpoints, tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    line = error_line(capsys, "export", "small", "-o", tmp_path / "file" / "out", code=1)
+    line = error_line(
+        capsys, "checkpoints", "export", "small", "-o", tmp_path / "file" / "out", code=1
+    )
     assert "Not a directory" in line
 
 
@@ -220,15 +212,15 @@ def test_gc_deletes_what_broken_saves_left_and_no_checkpoint(checkpoints):
         ("broken_save", 15), ("stray_shard", 30),
     ]  # fmt: skip
     assert planned["size_bytes"] == len(b"broken") + len(b"stray")
-    out = perdure("gc", "small", "--older-than", "0s", "--dry-run")
+    out = printed("gc", "small", "--older-than", "0s", "--dry-run")
     assert "would remove: 2 objects, 11 bytes" in out
     assert 15 in checkpoints.states()
-    out = perdure("gc", "small", "--older-than", "0s")
+    out = printed("gc", "small", "--older-than", "0s")
     assert "broken save" in out
     assert "removed: 2 objects, 11 bytes" in out
     assert list(checkpoints.states()) == checkpoints.steps() == [10, 20, 30]
     assert [one["intact"] for one in objects("verify", "small", "--all")] == [True] * 3
-    assert perdure("gc", "small", "--older-than", "0s") == "removed: 0 objects, 0 bytes\n"
+    assert printed("gc", "small", "--older-than", "0s") == "removed: 0 objects, 0 bytes\n"
 
 
 def test_gc_leaves_the_save_alone_that_a_living_attempt_may_be_writing(checkpoints):
@@ -252,19 +244,21 @@ def test_gc_leaves_the_save_alone_that_a_living_attempt_may_be_writing(checkpoin
     ],
 )
 def test_a_mistake_ends_with_one_line_and_2(checkpoints, capsys, arguments, message):
-    assert message in error_line(capsys, *arguments)
+    assert message in error_line(capsys, "checkpoints", *arguments)
 
 
 def test_a_step_that_was_set_aside_is_not_read_and_the_reason_shown(checkpoints, capsys):
     checkpoints.set_aside(20, "lost")
-    line = error_line(capsys, "verify", "small", "--step", 20)
+    line = error_line(capsys, "checkpoints", "verify", "small", "--step", 20)
     assert line == "perdure: --step: 20 was set aside: lost"
 
 
 def test_a_run_without_checkpoints_has_nothing_to_verify(document, perdure_home, capsys):
     remember_job(perdure_home, parse_job(document))
     for more in ([], ["--all"], ["--step", 3]):
-        assert "'small' has no committed checkpoint" in error_line(capsys, "verify", "small", *more)
+        assert "'small' has no committed checkpoint" in error_line(
+            capsys, "checkpoints", "verify", "small", *more
+        )
 
 
 @pytest.mark.parametrize(

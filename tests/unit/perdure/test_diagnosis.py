@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from perdure.cli import app, main
+from tests.unit.perdure.commands import error_line, perdure
 from training.recovery.faults import FaultClass, RecoverableBy
 from training.recovery.rungs import Rung
 
@@ -27,6 +28,14 @@ KEYS = {
 }  # fmt: skip
 
 
+def diagnosis(*arguments: str | Path, given: str | bytes = "") -> str:
+    return perdure("diagnose", *arguments, stdin=given)
+
+
+def objects(*arguments: str | Path, given: str | bytes = "") -> list[dict]:
+    return json.loads(diagnosis("--json", *arguments, given=given))
+
+
 @pytest.fixture
 def logs(tmp_path):
     """An attempt of three ranks, a healthy log, and a folder that holds nothing."""
@@ -38,27 +47,6 @@ def logs(tmp_path):
     (tmp_path / "healthy.log").write_text(HEALTHY)
     (tmp_path / "empty").mkdir()
     return tmp_path
-
-
-def perdure(*arguments: str | Path, given: str | bytes = "") -> str:
-    """What the command prints when all is well."""
-    done = CliRunner().invoke(app, ["diagnose", *map(str, arguments)], input=given)
-    assert done.exit_code == 0, done.output
-    return done.output
-
-
-def objects(*arguments: str | Path, given: str | bytes = "") -> list[dict]:
-    return json.loads(perdure("--json", *arguments, given=given))
-
-
-def refused(capsys, *arguments: str | Path) -> str:
-    """The one line with which the command refuses its input."""
-    with pytest.raises(SystemExit) as ended:
-        main(["diagnose", *map(str, arguments)])
-    said = capsys.readouterr()
-    assert (ended.value.code, said.out) == (2, "")
-    assert said.err.count("\n") == 1
-    return said.err.strip()
 
 
 def test_json_is_a_list_with_one_object_per_path_in_the_order_given(logs):
@@ -113,7 +101,7 @@ def test_each_makes_every_file_of_a_folder_a_case_of_its_own(logs):
 def test_a_dash_is_the_standard_input():
     (case,) = objects("-", given=FAILED)
     assert (case["path"], case["key_line"]) == ("-", TYPE_ERROR)
-    assert f"> {TYPE_ERROR}" in perdure("-", given=FAILED)
+    assert f"> {TYPE_ERROR}" in diagnosis("-", given=FAILED)
 
 
 @pytest.mark.parametrize("packed", [gzip.compress(FAILED.encode()), FAILED.encode("utf-16")])
@@ -124,7 +112,7 @@ def test_standard_input_may_be_compressed_or_utf_16(packed):
 
 def test_text_that_is_no_ascii_is_printed_as_it_is(logs):
     (logs / "a.log").write_text("ValueError: \u4e2d\u6587\n", encoding="utf-8")
-    assert "\u4e2d\u6587" in perdure("--json", logs / "a.log")
+    assert "\u4e2d\u6587" in diagnosis("--json", logs / "a.log")
 
 
 def test_a_file_that_is_not_text_is_reported(logs):
@@ -135,61 +123,61 @@ def test_a_file_that_is_not_text_is_reported(logs):
 
 
 def test_the_key_line_is_shown_in_its_surroundings(logs):
-    said = perdure(logs / "attempt" / "node-1" / "rank_1.log")
-    lines = [line.strip("\u2502 ") for line in said.splitlines()]
+    text = diagnosis(logs / "attempt" / "node-1" / "rank_1.log")
+    lines = [line.strip("\u2502 ") for line in text.splitlines()]
     key = lines.index(f"> {TYPE_ERROR}")
     assert lines[key - 2 : key] == ['File "/w/train.py", line 3, in f', "f()"]
     assert sum(line.startswith(">") for line in lines) == 1
 
 
 def test_the_place_of_the_failure_and_what_perdure_would_do_are_shown(logs):
-    said = perdure(logs / "attempt")
-    assert "user_code_error at rank 1 on node-1" in said
-    assert f"> {TYPE_ERROR}" in said
-    assert "node-1/rank_1.log" in said
-    assert "Perdure would  stop: " in said
-    assert "recovered by   user-fix" in said
-    assert "cause lies in  the program" in said
-    assert "Less likely:" in said
-    assert "collective_timeout: EI0002" in said
+    text = diagnosis(logs / "attempt")
+    assert "user_code_error at rank 1 on node-1" in text
+    assert f"> {TYPE_ERROR}" in text
+    assert "node-1/rank_1.log" in text
+    assert "Perdure would  stop: " in text
+    assert "recovered by   user-fix" in text
+    assert "cause lies in  the program" in text
+    assert "Less likely:" in text
+    assert "collective_timeout: EI0002" in text
 
 
 def test_the_surroundings_are_shown_in_a_folder_with_one_log(logs):
     (logs / "attempt" / "node-0" / "rank_0.log").unlink()
     (logs / "attempt" / "node-2" / "rank_2.log").unlink()
-    assert 'File "/w/train.py", line 3, in f' in perdure(logs / "attempt")
+    assert 'File "/w/train.py", line 3, in f' in diagnosis(logs / "attempt")
 
 
 def test_a_line_with_colours_is_shown_in_its_surroundings(logs):
     (logs / "a.log").write_text(f"before\n\x1b[31m{TYPE_ERROR}\x1b[0m\nafter\n")
-    said = perdure(logs / "a.log")
-    assert f"> {TYPE_ERROR}" in said
-    assert "before" in said
-    assert "after" in said
+    text = diagnosis(logs / "a.log")
+    assert f"> {TYPE_ERROR}" in text
+    assert "before" in text
+    assert "after" in text
 
 
 def test_markup_in_a_log_is_shown_as_it_stands(logs):
     (logs / "a.log").write_text("[bold]before[/]\nValueError: [red]odd[/red] [/]\n")
-    said = perdure(logs / "a.log")
-    assert "[bold]before[/]" in said
-    assert "> ValueError: [red]odd[/red] [/]" in said
+    text = diagnosis(logs / "a.log")
+    assert "[bold]before[/]" in text
+    assert "> ValueError: [red]odd[/red] [/]" in text
 
 
 def test_a_line_too_long_to_be_shown_whole_is_shown_in_part(logs):
     (logs / "a.log").write_text(f"before\nValueError: odd {'x' * 3000}\nafter\n")
-    said = perdure(logs / "a.log")
-    assert "> ValueError: odd" in said
-    assert 300 < said.count("x") < 500
+    text = diagnosis(logs / "a.log")
+    assert "> ValueError: odd" in text
+    assert 300 < text.count("x") < 500
 
 
 def test_markup_in_a_path_is_shown_as_it_stands(logs):
     (logs / "[red]a[").write_text(HEALTHY)
-    assert perdure(logs / "[red]a[").startswith(f"{logs}/[red]a[: No failure")
+    assert diagnosis(logs / "[red]a[").startswith(f"{logs}/[red]a[: No failure")
 
 
 def test_it_is_shown_when_nothing_failed(logs):
-    said = perdure(logs / "healthy.log", logs / "healthy.log")
-    assert said == f"{logs}/healthy.log: No failure was found ({len(HEALTHY)} bytes read).\n" * 2
+    text = diagnosis(logs / "healthy.log", logs / "healthy.log")
+    assert text == f"{logs}/healthy.log: No failure was found ({len(HEALTHY)} bytes read).\n" * 2
 
 
 @pytest.mark.parametrize(
@@ -200,10 +188,10 @@ def test_it_is_shown_when_nothing_failed(logs):
 def test_input_that_cannot_be_read_is_refused_in_one_line_before_anything_is_said(
     logs, capsys, name, message, more
 ):
-    said = refused(capsys, logs / "healthy.log", logs / name, *more)
-    assert said.startswith("perdure: ")
-    assert str(logs / name) in said
-    assert message in said
+    text = error_line(capsys, "diagnose", logs / "healthy.log", logs / name, *more)
+    assert text.startswith("perdure: ")
+    assert str(logs / name) in text
+    assert message in text
 
 
 def test_a_damaged_log_is_said_and_the_others_are_diagnosed(logs):
@@ -220,7 +208,7 @@ def test_a_damaged_log_is_said_and_the_others_are_diagnosed(logs):
 
 
 def test_the_standard_input_can_be_named_once(capsys):
-    assert "'-'" in refused(capsys, "-", "-")
+    assert "'-'" in error_line(capsys, "diagnose", "-", "-")
 
 
 def test_without_a_path_the_use_is_explained(capsys):

@@ -18,6 +18,7 @@ from tests.unit.journal.histories import (
     STANDS,
     history_of,
 )
+from tests.unit.perdure.commands import shown
 from training.supervisor.report import AttemptRow, event_text, story_rows
 
 ROW = AttemptRow(
@@ -26,22 +27,19 @@ ROW = AttemptRow(
 )  # fmt: skip
 
 
-def shown(width: int, rows=(ROW,)) -> str:
-    console = Console(file=io.StringIO(), width=width)
-    console.print(attempts_view(list(rows), console.width))
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+def attempts(width: int, rows=(ROW,)) -> str:
+    return shown(attempts_view(list(rows), width), width)
 
 
 def test_a_wide_terminal_shows_every_column_of_the_table():
-    text = shown(180)
+    text = attempts(180)
     for word in ("MA_SCHEDULE_CNT", "MA_PROC_START_CNT", "from step", "to step", "s to next step"):
         assert word in text
     assert "pod_reschedule" in text
 
 
 def test_a_narrow_terminal_shows_words_and_not_letters():
-    words = " ".join(shown(80).split())
+    words = " ".join(attempts(80).split())
     assert "attempt 1.2 on node-0,node-1" in words
     assert "MA_PROC_START_CNT 2,2" in words
     assert "steps 30 to 77" in words
@@ -58,7 +56,7 @@ RECOVERED = history_of(LINK_BEGAN, LINK_MENDED, CRASH_BEGAN, CRASH_FAILED, ended
 
 
 def test_a_wide_terminal_shows_recoveries_inside_the_processes_as_generations():
-    text = shown(220, story_rows(RECOVERED))
+    text = attempts(220, story_rows(RECOVERED))
     for words in (
         "1, generation 1",
         "step_retry",
@@ -69,7 +67,7 @@ def test_a_wide_terminal_shows_recoveries_inside_the_processes_as_generations():
 
 
 def test_a_narrow_terminal_shows_recoveries_below_their_attempt():
-    lines = [line.rstrip() for line in shown(120, story_rows(RECOVERED)).splitlines()]
+    lines = [line.rstrip() for line in attempts(120, story_rows(RECOVERED)).splitlines()]
     assert lines[2:] == [
         "  generation 1 on node-1 at step 14, link_down: EI0006 -> step_retry: recovered in 0.62 s",
         (

@@ -8,9 +8,10 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from perdure.cli import app, main
+from perdure.cli import app
 from storage.address import open_store
 from tests.jobs import small_job
+from tests.unit.perdure.commands import error_line, perdure
 from training.agent.log_collection import COLLECTED_FILE, logs_prefix
 from training.journal.ledger import Identity, Ledger
 from training.journal.records import AttemptEnded, AttemptStarted, Member, Placed, RunCreated
@@ -52,14 +53,12 @@ def logs(job):
     return store
 
 
-def perdure(*arguments):
-    done = CliRunner().invoke(app, ["logs", "small", *arguments])
-    assert done.exit_code == 0, done.output
-    return done.stdout
+def printed(*arguments):
+    return perdure("logs", "small", *arguments)
 
 
 def test_without_a_rank_logs_are_listed_with_what_is_missing(logs):
-    text = perdure()
+    text = printed()
     assert "rank-00001.stderr.log" in text
     assert "2.0 kB" in text
     assert "attempt 1.2: node-1 was lost or did not finish collecting" in text
@@ -67,7 +66,7 @@ def test_without_a_rank_logs_are_listed_with_what_is_missing(logs):
 
 
 def test_a_script_gets_the_list_as_objects(logs):
-    document = json.loads(perdure("--json", "--attempt", "1.1"))
+    document = json.loads(printed("--json", "--attempt", "1.1"))
     assert [(row["rank"], row["node"], row["cut_bytes"]) for row in document["logs"]] == [
         (0, "node-0", 0),
         (1, "node-1", 2000),
@@ -76,23 +75,18 @@ def test_a_script_gets_the_list_as_objects(logs):
 
 
 def test_a_ranks_logs_are_those_of_the_newest_attempt_that_has_them(logs):
-    assert perdure("--rank", "0") == (
+    assert printed("--rank", "0") == (
         "==> node-0/rank-00000.stderr.log, attempt 1.2 <==\nrank 0 in attempt 2\n\n"
     )
-    assert "rank 1 in attempt 1" in perdure("--rank", "1")
-    assert "without its first 2.0 kB" in perdure("--rank", "1")
-    assert "rank 0 in attempt 1" in perdure("--rank", "0", "--attempt", "1.1")
-    assert "rank 0 in attempt 2" in perdure("--file", "rank-00000.stderr.log")
+    assert "rank 1 in attempt 1" in printed("--rank", "1")
+    assert "without its first 2.0 kB" in printed("--rank", "1")
+    assert "rank 0 in attempt 1" in printed("--rank", "0", "--attempt", "1.1")
+    assert "rank 0 in attempt 2" in printed("--file", "rank-00000.stderr.log")
 
 
 def test_what_is_not_there_is_an_input_error(logs, capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["logs", "small", "--rank", "7"])
-    assert end.value.code == 2
-    assert "ranks: [0, 1]" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as end:
-        main(["logs", "small", "--attempt", "two"])
-    assert end.value.code == 2
+    assert "ranks: [0, 1]" in error_line(capsys, "logs", "small", "--rank", 7)
+    assert "--attempt: 'two'" in error_line(capsys, "logs", "small", "--attempt", "two")
 
 
 def test_a_rank_that_wrote_nothing_is_no_error(logs):
@@ -102,4 +96,4 @@ def test_a_rank_that_wrote_nothing_is_no_error(logs):
 
 
 def test_a_run_without_logs_prints_so(job):
-    assert "no logs in the store" in perdure()
+    assert "no logs in the store" in printed()

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from perdure import pausing
-from perdure.cli import app, main
+from perdure.cli import app
 from perdure.pausing import Pausing
 from storage.local import LocalStore
 from tests.jobs import job_document
@@ -21,9 +21,10 @@ from tests.unit.journal.histories import (
     STANDS,
     seen,
 )
+from tests.unit.perdure.commands import append, error_line, perdure
 from training.errors import InputError, PerdureError
 from training.job import parse_job
-from training.journal.records import RECORD, RunEnded
+from training.journal.records import RunEnded
 from training.supervisor.job_registry import remember_job
 from training.supervisor.run import Run
 from training.wire.requests import control_key, read_control, write_control
@@ -47,14 +48,6 @@ def run(document, perdure_home):
     made = Run(job, home=perdure_home)
     append(made, *BEGINNING)
     return made
-
-
-def append(run, *records) -> None:
-    """Put records into a run's ledger, as its supervisor would."""
-    taken = len(list(run.store.list(f"runs/{run.job.run_id}/ledger/")))
-    for number, record in enumerate(records, taken):
-        key = f"runs/{run.job.run_id}/ledger/{number:08d}.json"
-        run.store.put(key, RECORD.dump_json(record))
 
 
 ENDED = RunEnded(**NOW, outcome="completed", message="step 60 reached")
@@ -188,48 +181,33 @@ def test_a_run_that_ends_while_it_is_waited_for_is_not_waited_for_any_longer(pau
         pausing_of(ENDED).pause()
 
 
-@pytest.fixture
-def failing(capsys):
-    def fail(*arguments: str, code: int) -> str:
-        with pytest.raises(SystemExit) as ended:
-            main(arguments)
-        assert ended.value.code == code
-        err = capsys.readouterr().err
-        assert err.count("\n") == 1
-        return err.strip()
-
-    return fail
-
-
 @pytest.mark.parametrize("command", ["pause", "resume"])
-def test_what_does_not_run_is_neither_paused_nor_resumed(command, run, failing):
+def test_what_does_not_run_is_neither_paused_nor_resumed(command, run, capsys):
     append(run, ENDED)
-    line = failing(command, "small", code=2)
+    line = error_line(capsys, command, "small", code=2)
     assert line == "perdure: run_id: 'small': is not running: completed"
-    assert "no such run" in failing(command, "other", code=2)
+    assert "no such run" in error_line(capsys, command, "other", code=2)
 
 
-def test_a_command_cannot_be_paused(document, perdure_home, failing):
+def test_a_command_cannot_be_paused(document, perdure_home, capsys):
     job = parse_job({**document, "worker": {"command": ["true"]}})
     remember_job(perdure_home, job)
     append(Run(job, home=perdure_home), *BEGINNING)
-    assert "only a session can be paused" in failing("pause", "small", code=2)
+    assert "only a session can be paused" in error_line(capsys, "pause", "small", code=2)
 
 
-def test_the_commands_wait_as_long_as_requested(run, store, failing, monkeypatch):
+def test_the_commands_wait_as_long_as_requested(run, store, capsys, monkeypatch):
     monkeypatch.setattr(pausing, "POLL_S", 0.0)
-    assert "0 s" in failing("pause", "small", "--wait-s", "0", code=1)
+    assert "0 s" in error_line(capsys, "pause", "small", "--wait-s", "0", code=1)
     append(run, *seen(STANDS))
-    assert "0 s" in failing("resume", "small", "--wait-s", "0", code=1)
+    assert "0 s" in error_line(capsys, "resume", "small", "--wait-s", "0", code=1)
     append(run, *seen(GOES_ON))
     done = CliRunner().invoke(app, ["resume", "small"])
     assert (done.exit_code, done.stdout) == (0, "small: is not paused\n")
 
 
 def status(*arguments: str) -> str:
-    done = CliRunner().invoke(app, ["status", "small", *arguments])
-    assert done.exit_code == 0, done.output
-    return done.stdout
+    return perdure("status", "small", *arguments)
 
 
 def test_status_shows_that_a_run_is_paused_and_how_to_resume_it(run, store):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
 from dataclasses import asdict, replace
 
 import pytest
 import yaml
-from rich.console import Console
 from typer.testing import CliRunner
 
-from perdure.cli import app, main
+from perdure.cli import app
 from perdure.status import RunMonitor, plain_status, status_panel
 from tests.jobs import job_document
 from tests.unit.journal.histories import (
@@ -24,10 +22,11 @@ from tests.unit.journal.histories import (
     NOW,
     seen,
 )
+from tests.unit.perdure.commands import append, error_line, shown
 from training.engines.base import Snapshot
 from training.job import parse_job
 from training.journal.events import StepRecord
-from training.journal.records import RECORD, CheckpointSeen, RunEnded
+from training.journal.records import CheckpointSeen, RunEnded
 from training.journal.steps import metrics_prefix
 from training.supervisor.job_registry import remember_job
 from training.supervisor.run import Run
@@ -49,11 +48,6 @@ def run(document, perdure_home):
     return Run(parse_job(document), home=perdure_home)
 
 
-def append(run, *records) -> None:
-    for number, record in enumerate(records):
-        run.store.put(f"runs/small/ledger/{number:08d}.json", RECORD.dump_json(record))
-
-
 def train(run, *numbers: int) -> None:
     records = [replace(STEP, step=n, at_s=float(n), loss=4.0 - n / 20) for n in numbers]
     lines = "".join(json.dumps(asdict(record)) + "\n" for record in records)
@@ -61,25 +55,22 @@ def train(run, *numbers: int) -> None:
     run.store.put(key, lines.encode())
 
 
-def shown(view) -> str:
-    console = Console(file=io.StringIO(), width=160)
-    console.print(view)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
-
-
 def test_a_script_reads_step_pace_and_where_the_time_went(run):
     append(run, *BEGINNING, SAVED)
     train(run, *range(1, 21))
-    told = RunMonitor(run).status(now_s=30.0).document
-    json.dumps(told)
-    assert (told["state"], told["supervised"]) == ("running", False)
-    assert (told["step"], told["committed_step"], told["target_step"]) == (20, 10, 60)
-    assert told["eta_s"] == pytest.approx(40 * 19.5 / 20, abs=0.1)
-    assert (told["tokens_per_s"], told["loss"], told["last_step_age_s"]) == (12_000.0, 3.0, 10.0)
-    assert told["ettr"] == pytest.approx(10 / 30, abs=1e-3)
-    assert sum(told["time_s"].values()) == pytest.approx(told["wall_s"])
-    assert [node["state"] for node in told["nodes"]] == [None, None]
+    document = RunMonitor(run).status(now_s=30.0).document
+    json.dumps(document)
+    assert (document["state"], document["supervised"]) == ("running", False)
+    assert (document["step"], document["committed_step"], document["target_step"]) == (20, 10, 60)
+    assert document["eta_s"] == pytest.approx(40 * 19.5 / 20, abs=0.1)
+    assert (document["tokens_per_s"], document["loss"], document["last_step_age_s"]) == (
+        12_000.0,
+        3.0,
+        10.0,
+    )
+    assert document["ettr"] == pytest.approx(10 / 30, abs=1e-3)
+    assert sum(document["time_s"].values()) == pytest.approx(document["wall_s"])
+    assert [node["state"] for node in document["nodes"]] == [None, None]
 
 
 def test_a_terminal_shows_faults_and_what_was_done_and_open_alerts(run):
@@ -119,14 +110,14 @@ def test_an_attempt_without_a_supervisor_is_observed(run, monkeypatch):
 
     monkeypatch.setattr(run, "observer", AttemptObserver)
     monitor = RunMonitor(run)
-    told = monitor.status(now_s=22.0)
-    assert told.document["step"] == 21, "newer than anything in the store"
-    assert [fault["rung"] for fault in told.document["faults"]] == ["step_retry"]
-    text = shown(status_panel(told, 160))
+    status = monitor.status(now_s=22.0)
+    assert status.document["step"] == 21, "newer than anything in the store"
+    assert [fault["rung"] for fault in status.document["faults"]] == ["step_retry"]
+    text = shown(status_panel(status, 160))
     assert "node-0: running, ok; rank 1 step after step 20" in text
     assert "node-1: running, rank 1 silent for 70 s; device 0: Alarm" in text
     monitor.status(now_s=23.0)
-    assert len(told.history.attempts[0].events) == 1
+    assert len(status.history.attempts[0].events) == 1
 
 
 def test_status_of_a_job_file_needs_no_run_on_this_machine(run, document, tmp_path):
@@ -155,8 +146,5 @@ def test_a_run_that_is_not_known_is_wrong_input():
 
 def test_without_a_name_the_known_runs_are_listed(run, perdure_home, capsys):
     remember_job(perdure_home, run.job)
-    with pytest.raises(SystemExit) as end:
-        main(["status"])
-    assert end.value.code == 2
-    told = capsys.readouterr().err
-    assert f"name a run; known: small (PERDURE_HOME is {perdure_home})" in told
+    line = error_line(capsys, "status")
+    assert f"name a run; known: small (PERDURE_HOME is {perdure_home})" in line
