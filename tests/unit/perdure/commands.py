@@ -20,13 +20,15 @@ def perdure(*arguments: Any, code: int = 0, stdin: str | bytes = "") -> str:
     return done.stdout
 
 
-def error_line(capsys: pytest.CaptureFixture[str], *arguments: Any, code: int = 2) -> str:
-    """The one line on stderr with which a command ends; with code 2 nothing was on stdout."""
+def error_line(
+    capsys: pytest.CaptureFixture[str], *arguments: Any, code: int = 2, prints: bool = False
+) -> str:
+    """The one line on stderr with which a command ends; `prints`: also something on stdout."""
     with pytest.raises(SystemExit) as ended:
         main(list(map(str, arguments)))
     captured = capsys.readouterr()
     assert ended.value.code == code
-    assert code == 1 or captured.out == ""
+    assert prints or captured.out == ""
     assert captured.err.count("\n") == 1
     return captured.err.strip()
 

@@ -198,9 +198,9 @@ def test_a_command_cannot_be_paused(document, perdure_home, capsys):
 
 def test_the_commands_wait_as_long_as_requested(run, store, capsys, monkeypatch):
     monkeypatch.setattr(pausing, "POLL_S", 0.0)
-    assert "0 s" in error_line(capsys, "pause", "small", "--wait-s", "0", code=1)
+    assert "0 s" in error_line(capsys, "pause", "small", "--wait-s", "0", code=1, prints=True)
     append(run, *seen(STANDS))
-    assert "0 s" in error_line(capsys, "resume", "small", "--wait-s", "0", code=1)
+    assert "0 s" in error_line(capsys, "resume", "small", "--wait-s", "0", code=1, prints=True)
     append(run, *seen(GOES_ON))
     done = CliRunner().invoke(app, ["resume", "small"])
     assert (done.exit_code, done.stdout) == (0, "small: is not paused\n")
