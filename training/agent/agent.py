@@ -23,7 +23,6 @@ from training.agent.hang_check import HangCheck
 from training.agent.launcher import Launcher
 from training.agent.log_collection import Collector
 from training.agent.preparation import DATA_FOLDER, NodeChecks, stage_data
-from training.agent.reading import read_logs, read_metrics
 from training.agent.sampling import Sampling
 from training.agent.wakeup import WakeupSignal
 from training.agent.workers import WorkerGroup
@@ -166,15 +165,22 @@ class Agent:
             case StatusQuery():
                 reply = Reply(status=self.status())
             case MetricsQuery():
-                reply = read_metrics(self._group, order.offset)
+                reply = self._read_log(order.offset)
             case LogsQuery():
-                reply = Reply(logs=read_logs(self._group, order.tail_bytes))
+                logs = self._group.logs(order.tail_bytes) if self._group is not None else ()
+                reply = Reply(logs=logs)
             case GreetQuery():
                 reply = Reply(at_s=time.time(), port=free_port(self._config.host))
             case CollectOrder():
                 collected = self._collector.collect(order, self._order, self._group)
                 reply = Reply(collected=collected)
         return reply
+
+    def _read_log(self, offset: int) -> Reply:
+        if self._group is None:
+            return Reply(text="", offset=offset)
+        text, offset = attempt_log.read_lines(self._group.folder / attempt_log.FILE_NAME, offset)
+        return Reply(text=text, offset=offset)
 
     def _start(self, order: StartOrder) -> Reply:
         if self._ending:

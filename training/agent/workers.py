@@ -21,16 +21,18 @@ from pathlib import Path
 from typing import IO, Any
 
 from training.agent.coordinator_client import AgentCoordinatorClient
-from training.agent.evidence import StacksTarget, ascend_folder, process_state
+from training.agent.evidence import StacksTarget, ascend_folder, process_state, tail
 from training.agent.fork_server import KILL_WAIT_S, Fork, ForkedProcess
 from training.health.heartbeat import Heartbeat, HeartbeatReader, stacks_file
 from training.job import RESERVED_NAMES
 from training.masking import masked_text, secret_values
 from training.processes import container_processes, reap_adopted, signal_all
 from training.recovery.protocol import WorkerEnded
-from training.wire.agent import AgentConfig, Pulse, StartOrder, WorkerStatus
+from training.wire.agent import AgentConfig, Pulse, StartOrder, WorkerLog, WorkerStatus
 
 _log = logging.getLogger("perdure.agent")
+
+STREAMS = ("stderr", "stdout")
 
 # After the first failure the others get this long to record what they saw before they are
 # stopped: the diagnosis separates the first cause from its consequences.
@@ -225,6 +227,17 @@ class WorkerGroup:
     def log_path(self, rank: int, stream: str) -> Path:
         """Where a rank's stdout or stderr goes."""
         return self.log_folder / f"rank-{rank:05d}.{stream}.log"
+
+    def logs(self, tail_bytes: int) -> tuple[WorkerLog, ...]:
+        """The end of each worker's output, without secrets."""
+        paths = [(rank, self.log_path(rank, stream)) for rank in self.ranks for stream in STREAMS]
+        return tuple(
+            WorkerLog(
+                rank=rank, path=str(path), text=masked_text(tail(path, tail_bytes), self.secrets)
+            )
+            for rank, path in paths
+            if path.exists()
+        )
 
     @property
     def ranks(self) -> list[int]:

@@ -64,7 +64,7 @@ class CheckpointCommitted:
 
 
 class HealthPoint(StrEnum):
-    """What is looked at; each alert is about one of them."""
+    """What is monitored; each alert is about one of them."""
 
     UTILISATION_LOW = "utilisation_low"
     MEMORY_HIGH = "memory_high"

@@ -1,4 +1,4 @@
-"""A run as its ledger tells it: a pure fold over the records.
+"""A run's past as its ledger has it: a pure fold over the records.
 
 Everything a supervisor knows about the past comes from here, so that a supervisor that takes
 over knows what the one before knew. Times are seconds, steps completed optimizer steps.
@@ -105,7 +105,7 @@ class AttemptView:
 
     @property
     def from_step(self) -> int:
-        """Step it went on from: told by its first step; until then the store's newest one.
+        """Step it went on from, known by its first step; until then the store's newest one.
 
         The memory of the nodes may have had a newer one than the store.
         """
@@ -144,13 +144,13 @@ class RunHistory:
     """What has happened so far.
 
     Attributes:
-        epoch: reign of the newest supervisor, 0 before the first.
+        epoch: of the newest supervisor, 0 before the first.
         job: the job document the run was created with, None for an empty ledger.
         placements: every placement, oldest first.
         attempts: every attempt, oldest first.
         ended: how the run ended, None while it goes on.
-        budgets_from: attempts before this index count no more: whoever starts an ended run
-            again has looked at it.
+        budgets_from: attempts before this index count no more: the user who starts an
+            ended run again has seen them.
         updated_s: when the newest record was written.
         unattended: from the last record of a supervisor to the next supervisor, each time.
         ends: when the run ended, each time.
@@ -255,7 +255,7 @@ class RunHistory:
 
         Args:
             progress_after_s: for programs whose steps are unknown, an attempt that lasted this
-                long counts as progress; None when committed steps tell.
+                long counts as progress; None where committed steps show it.
         """
         found: list[Recovery] = []
         for index, view in enumerate(self.attempts):
@@ -297,8 +297,8 @@ class RunHistory:
     def _progress_within(self, view: AttemptView, recovery: InProcessRecovery) -> bool:
         """Whether its own attempt committed a step that was trained after the recovery.
 
-        Told by steps: a save from before the fault may be committed after it, and one of an end
-        of life holds nothing new.
+        By steps, not by time: a save from before the fault may be committed after it, and one of
+        an end of life holds nothing new.
         """
         ended = recovery.ended
         if ended is None or not ended.succeeded or ended.step is None:
@@ -370,7 +370,7 @@ def _apply(history: RunHistory, record: AnyRecord) -> None:
 def _take_over(history: RunHistory, record: SupervisorTook) -> None:
     history.supervisor = record
     if history.ended is not None:
-        history.refusals.clear()  # somebody has looked at them, and they are checked again
+        history.refusals.clear()  # the user has seen them, and they are checked again
     if not history.ended_well:
         history.ended = None
 
@@ -379,24 +379,25 @@ def _update_attempt(
     history: RunHistory, record: FirstStep | AttemptEnded | Decided | RungFailed | EventSeen
 ) -> None:
     key = (record.placement, record.attempt)
-    for index, view in enumerate(history.attempts):
-        if view.key != key:
-            continue
-        match record:
-            case FirstStep():
-                history.attempts[index] = replace(view, first_step=record)
-            case AttemptEnded():
-                history.attempts[index] = replace(view, ended=record)
-            case Decided():
-                history.attempts[index] = replace(view, decision=record.decision)
-                isolate = record.decision.isolate
-                history.isolations += [isolate] if isolate is not None else []
-            case RungFailed():
-                # The decision is superseded: the ladder is asked again.
-                failed = (*view.failed_rungs, record.rung)
-                history.attempts[index] = replace(view, failed_rungs=failed, decision=None)
-            case EventSeen():
-                history.attempts[index] = replace(view, events=(*view.events, record.event))
+    index = next((i for i, view in enumerate(history.attempts) if view.key == key), None)
+    if index is None:
+        return
+    view = history.attempts[index]
+    match record:
+        case FirstStep():
+            view = replace(view, first_step=record)
+        case AttemptEnded():
+            view = replace(view, ended=record)
+        case Decided():
+            view = replace(view, decision=record.decision)
+            isolate = record.decision.isolate
+            history.isolations += [isolate] if isolate is not None else []
+        case RungFailed():
+            # The decision is superseded: the ladder is asked again.
+            view = replace(view, failed_rungs=(*view.failed_rungs, record.rung), decision=None)
+        case EventSeen():
+            view = replace(view, events=(*view.events, record.event))
+    history.attempts[index] = view
 
 
 def _has_failed(view: AttemptView, recovery: InProcessRecovery) -> bool:

@@ -65,7 +65,7 @@ class Member(FrozenModel):
 
     Attributes:
         index: node rank in the gang (VC_TASK_INDEX).
-        node: name of the node it stands on.
+        node: name of the node it runs on.
         schedule_cnt: how many times this member has been scheduled (MA_SCHEDULE_CNT).
     """
 
@@ -75,7 +75,7 @@ class Member(FrozenModel):
 
 
 class Placed(Record):
-    """A new placement: the gang of containers the next attempts stand on.
+    """A new placement: the gang of containers of the next attempts.
 
     Attributes:
         host: of the supervisor that made it; an engine of this machine is bound to it.

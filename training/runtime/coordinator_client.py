@@ -40,7 +40,7 @@ class CoordinatorClient(Connection):
     """A worker's side of the connection.
 
     Args:
-        address: where the coordinator listens.
+        address_file: of the coordinator.
         rank: of this process.
         on_generation: called by the listening thread with the number of a new generation.
         on_wait: called now and then while the training thread waits for the coordinator.
@@ -52,11 +52,11 @@ class CoordinatorClient(Connection):
 
     def __init__(
         self,
-        address: CoordinatorAddress,
+        address_file: Path,
         *,
         rank: int,
         on_generation: Callable[[int], None],
-        on_wait: Callable[[], None] = lambda: None,
+        on_wait: Callable[[], None],
     ) -> None:
         self._on_generation = on_generation
         self._on_wait = on_wait
@@ -67,21 +67,9 @@ class CoordinatorClient(Connection):
         self.pause_wanted = False
         self._num_pause_requests = 0
         self.on_reconnect: Callable[[int, int], None] = lambda _generation, _link: None
+        address = CoordinatorAddress.model_validate_json(address_file.read_text(encoding="utf-8"))
         joined = WorkerJoined(token=SecretStr(address.token), rank=rank, pid=os.getpid())
         super().__init__(address.host, address.port, joined, timeout_s=CONNECT_TIMEOUT_S)
-
-    @classmethod
-    def of_file(
-        cls,
-        path: Path,
-        *,
-        rank: int,
-        on_generation: Callable[[int], None],
-        on_wait: Callable[[], None],
-    ) -> CoordinatorClient:
-        """Connect to the coordinator whose address a file holds."""
-        address = CoordinatorAddress.model_validate_json(path.read_text(encoding="utf-8"))
-        return cls(address, rank=rank, on_generation=on_generation, on_wait=on_wait)
 
     def newer_than(self, generation: int) -> int:
         """Wait for a generation after this one.

@@ -1,7 +1,7 @@
-"""What a supervisor and a node agent say to each other, and what an agent is started with.
+"""The messages of supervisors and node agents, and the configuration of an agent.
 
 One JSON object per line over TCP, request then reply. Every request carries the agent's token
-and the supervisor's epoch; an agent that has heard a higher epoch refuses a lower one, so a
+and the supervisor's epoch; an agent that has received a higher epoch refuses a lower one, so a
 superseded supervisor cannot start or stop anything. Times are seconds since the epoch.
 """
 
@@ -105,7 +105,7 @@ class RendezvousOrder(FrozenModel):
 
 
 class StatusQuery(FrozenModel):
-    """Ask how things stand."""
+    """Ask for the state of the node."""
 
     op: Literal["status"] = "status"
 
@@ -125,20 +125,20 @@ class LogsQuery(FrozenModel):
 
 
 class EvidenceQuery(FrozenModel):
-    """Ask for device logs and for what the driver's tools say; takes seconds."""
+    """Ask for device logs and for what the driver's tools report; takes seconds."""
 
     op: Literal["evidence"] = "evidence"
     tail_bytes: int = Field(ge=1, le=1 << 20)
 
 
 class StacksQuery(FrozenModel):
-    """Ask where the threads of every worker stand; takes seconds."""
+    """Ask for the stacks of every worker's threads; takes seconds."""
 
     op: Literal["stacks"] = "stacks"
 
 
 class CollectOrder(FrozenModel):
-    """Put the logs of an ended attempt into the store, in the background; told again: how far."""
+    """Put the logs of an ended attempt into the store, in the background; repeated: how far."""
 
     op: Literal["collect"] = "collect"
     placement: int
@@ -216,7 +216,7 @@ class AgentState(StrEnum):
 
 
 class Pulse(FrozenModel):
-    """What a worker's heartbeat says beside step and phase.
+    """What a worker's heartbeat holds beside step and phase.
 
     Attributes:
         entered: collectives entered since the process started.
@@ -253,7 +253,7 @@ class WorkerStatus(FrozenModel):
         stopped_by_agent: whether the agent had asked it to stop before it ended.
         is_recovering: its process has ended, and the coordinator may replace it.
         generation: of the process groups, by its heartbeat.
-        pulse: what else its heartbeat says.
+        pulse: what else its heartbeat holds.
     """
 
     rank: int
@@ -283,7 +283,7 @@ class HangReport(FrozenModel):
 
 
 class AgentStatus(FrozenModel):
-    """How a node stands."""
+    """The state of a node."""
 
     node: str
     member: int

@@ -52,7 +52,7 @@ class AgentJoined(CoordinatorMessage):
 
 
 class NodeSampled(CoordinatorMessage):
-    """An agent has looked at its node.
+    """An agent has sampled its node.
 
     Attributes:
         sample: a `NodeSample` (training/wire/node.py) as JSON has it.

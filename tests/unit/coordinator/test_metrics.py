@@ -1,4 +1,4 @@
-"""What the coordinator tells Prometheus."""
+"""What the coordinator exports to Prometheus."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def began(number: int) -> RecoveryBegan:
     return RecoveryBegan(at_s=90.0, number=number, generation=1, fault=FAULT, decision=decision)
 
 
-def test_every_series_says_which_run_placement_and_attempt_it_is_of(metrics):
+def test_every_series_carries_run_placement_and_attempt(metrics):
     metrics.step(RECORD)
     metrics.sampled("node-0", SAMPLE)
     metrics.record(began(1))
@@ -86,13 +86,13 @@ def test_every_series_says_which_run_placement_and_attempt_it_is_of(metrics):
     assert all({name: s.labels[name] for name in BASE_LABELS} == LABELS for s in samples)
 
 
-def test_before_the_first_step_nothing_is_said_of_steps(value):
+def test_before_the_first_step_there_is_no_series_of_steps(value):
     assert value("perdure_step") is None
     assert value("perdure_loss") is None
     assert value("perdure_target_step") == 60
 
 
-def test_the_newest_step_is_told_and_all_durations_are_counted(metrics, value):
+def test_the_newest_step_is_exported_and_all_durations_are_counted(metrics, value):
     metrics.step(RECORD)
     metrics.step(RECORD)
     assert value("perdure_step") == 7

@@ -1,4 +1,4 @@
-"""The coordinator as a server: what members tell it is what Prometheus is told."""
+"""The coordinator as a server: what members report is what Prometheus gets."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Served:
             await task
 
         with suppress(asyncio.CancelledError):
-            asyncio.run(main())  # which ends what still talks with somebody, too
+            asyncio.run(main())  # which ends open connections, too
 
     @property
     def address(self) -> CoordinatorAddress:
@@ -93,7 +93,7 @@ def served(tmp_path) -> Iterator[Served]:
     served.close()
 
 
-def test_steps_and_commits_of_the_live_file_are_told(served):
+def test_steps_and_commits_of_the_attempt_log_are_exported(served):
     with AttemptLog(served.folder / "metrics.jsonl") as log:
         log.append(RECORD)
         log.append(CheckpointCommitted(step=5))
@@ -103,15 +103,15 @@ def test_steps_and_commits_of_the_live_file_are_told(served):
     assert f"perdure_step_duration_seconds_count{labels} 1.0" in served.text()
 
 
-def test_an_agents_looks_are_told_until_it_is_gone(served):
+def test_an_agents_samples_are_exported_until_it_is_gone(served):
     sample = NodeSample(
         at_s=1.0, devices=(DeviceSample(index=0, power_w=99.0),), host=HostSample(cpu_percent=50.0)
     )
     where = (served.address.host, served.address.port)
     with socket.create_connection(where) as line:
         joined = AgentJoined(token=SecretStr(TOKEN), node="node-7", ranks=(0,))
-        told = NodeSampled(node="node-7", sample=sample.model_dump(mode="json"))
-        line.sendall(dump_line(joined) + dump_line(told))
+        sampled = NodeSampled(node="node-7", sample=sample.model_dump(mode="json"))
+        line.sendall(dump_line(joined) + dump_line(sampled))
         served.until('node="node-7"')
         assert "perdure_device_power_watts" in served.text()
     wait_for(lambda: 'node="node-7"' not in served.text())

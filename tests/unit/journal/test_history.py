@@ -139,12 +139,12 @@ def test_a_recovery_that_goes_on_in_a_living_attempt_has_neither_failed_nor_prog
     assert outlines(history_of(seen(began(1)))) == [("step_retry", False, False)]
 
 
-def test_a_recovery_that_came_to_grief_has_failed():
+def test_a_recovery_that_did_not_succeed_has_failed():
     history = history_of(seen(began(1)), seen(ended(1, None, succeeded=False)))
     assert outlines(history) == [("step_retry", False, True)]
 
 
-def test_a_recovery_that_another_fault_cut_short_is_told_from_one_that_failed():
+def test_a_recovery_that_another_fault_cut_short_is_kept_apart_from_one_that_failed():
     cut = ended(1, None, succeeded=False).model_copy(update={"cut_short": True})
     history = history_of(
         seen(began(1)), seen(began(2, Rung.PROCESS_REPLACE)),
@@ -167,19 +167,19 @@ def test_an_end_that_was_lost_with_a_node_is_no_failure_of_a_completed_attempt()
 
 
 def test_a_step_committed_after_a_recovery_is_progress():
-    mended = [seen(began(1)), seen(ended(1, 14))]
-    assert outlines(history_of(*mended, committed(15))) == [("step_retry", True, False)]
+    recovered = [seen(began(1)), seen(ended(1, 14))]
+    assert outlines(history_of(*recovered, committed(15))) == [("step_retry", True, False)]
 
 
 def test_a_save_from_before_the_fault_is_no_progress_when_it_is_committed_after_it():
-    mended = [seen(began(1)), seen(ended(1, 14))]
-    assert outlines(history_of(*mended, committed(14))) == [("step_retry", False, False)]
+    recovered = [seen(began(1)), seen(ended(1, 14))]
+    assert outlines(history_of(*recovered, committed(14))) == [("step_retry", False, False)]
 
 
-def test_the_order_of_notes_and_commits_in_the_ledger_does_not_matter():
+def test_the_order_of_events_and_commits_in_the_ledger_does_not_matter():
     # A supervisor that takes over reads hours of an attempt at once.
-    mended = [seen(began(1)), seen(ended(1, 14))]
-    assert outlines(history_of(committed(20), *mended)) == [("step_retry", True, False)]
+    recovered = [seen(began(1)), seen(ended(1, 14))]
+    assert outlines(history_of(committed(20), *recovered)) == [("step_retry", True, False)]
 
 
 def test_only_recoveries_before_the_progress_are_free():
@@ -218,7 +218,7 @@ def test_an_attempt_that_saves_what_it_began_with_at_the_end_of_its_life_got_now
     ]
 
 
-def test_what_an_attempt_began_with_is_told_by_its_first_step():
+def test_what_an_attempt_began_with_is_known_by_its_first_step():
     # The nodes' memory had step 18, the store 14: a commit of 18 brings nothing new.
     first = FirstStep(**NOW, placement=1, attempt=2, step=19, stepped_s=0.0)
     history = history_of(*failed(1), started(2, 14), first, committed(18, attempt=2))
@@ -239,14 +239,14 @@ def test_an_attempt_lists_its_recoveries_with_their_ends():
     assert (second.began, second.ended, second.succeeded) == (began(2), None, False)
 
 
-def test_an_end_without_its_beginning_says_nothing():
+def test_an_end_without_its_beginning_is_left_out():
     history = history_of(seen(ended(7)), seen(PauseEnded(at_s=1.0, number=8, step=3)))
     assert history.attempts[0].recoveries == []
     assert history.attempts[0].pauses == []
     assert history.recoveries() == []
 
 
-def test_a_run_is_paused_from_the_moment_all_ranks_stand_until_they_go_on():
+def test_a_run_is_paused_from_the_moment_all_ranks_have_paused_until_they_go_on():
     stands, goes_on = PauseBegan(at_s=1.0, number=1, step=7), PauseEnded(at_s=5.0, number=1, step=7)
     assert history_of().pause is None
     paused = history_of(seen(stands))

@@ -61,7 +61,7 @@ def test_a_dead_supervisor_of_this_host_is_succeeded_at_once(store):
     assert Ledger(store, "run").take(here).epoch == 2
 
 
-def test_a_superseded_supervisor_cannot_append_and_is_told_by_whom(store):
+def test_a_superseded_supervisor_cannot_append_and_learns_by_whom(store):
     clock = Clock()
     old = Ledger(store, "run", clock=clock)
     old.take(ELSEWHERE)

@@ -1,4 +1,4 @@
-"""Every second of a run's wall time has one owner, whatever the records say."""
+"""Every second of a run's wall time has one owner, whatever the records contain."""
 
 from __future__ import annotations
 
@@ -126,10 +126,10 @@ def test_a_run_without_faults_is_start_up_steps_saves_and_ending():
     story.trained((1, 111.0), (2, 112.0), (3, 116.0), (4, 117.0))
     story.stopped(120.0)
     story.ended(121.0)
-    told = story.account()
-    assert spent(told) == {"productive_step": 4, "save_block": 3, "start_up": 10, "ending": 4}
-    assert told.wall_s == 21
-    assert told.ettr == pytest.approx(4 / 21)
+    accounted = story.account()
+    assert spent(accounted) == {"productive_step": 4, "save_block": 3, "start_up": 10, "ending": 4}
+    assert accounted.wall_s == 21
+    assert accounted.ettr == pytest.approx(4 / 21)
 
 
 def test_steps_without_a_record_are_those_that_were_lost():
@@ -176,9 +176,9 @@ def test_a_hang_is_detection_from_the_last_step():
     story.started(105.0)
     story.trained((1, 111.0))
     story.failed(175.0, fault_s=171.0, noticed_s=171.0, stepped_s=111.0, rung=Rung.HANG_RESTART)
-    told = story.account(now_s=180.0)
-    assert spent(told)["detection"] == 60
-    assert spent(told)["recovery_hang_restart"] == 9, "from the notice until now"
+    accounted = story.account(now_s=180.0)
+    assert spent(accounted)["detection"] == 60
+    assert spent(accounted)["recovery_hang_restart"] == 9, "from the notice until now"
 
 
 def replaced(number: int, noticed_s: float, over_s: float, *, step: int, lost: int = 0):
@@ -213,10 +213,10 @@ def test_a_recovery_that_goes_back_loses_steps_with_and_without_records():
     for event in replaced(1, 114.5, 116.0, step=1, lost=3):
         story.seen(event)
     story.trained((2, 117.0))
-    told = spent(story.account(now_s=117.0))
-    assert told["productive_step"] == 2
-    assert told["redone_step"] == 3, "one with a record, two without"
-    assert told["detection"] == 0.5
+    accounted = spent(story.account(now_s=117.0))
+    assert accounted["productive_step"] == 2
+    assert accounted["redone_step"] == 3, "one with a record, two without"
+    assert accounted["detection"] == 0.5
 
 
 def test_a_step_that_a_recovery_finishes_is_not_productive_all_the_while():
@@ -226,10 +226,10 @@ def test_a_step_that_a_recovery_finishes_is_not_productive_all_the_while():
     for event in replaced(1, 117.0, 119.0, step=2):
         story.seen(event)
     story.steps.append(done(2, 120.0, step_s=9.0))
-    told = spent(story.account(now_s=120.0))
-    assert told["recovery_process_replace"] == 2
-    assert told["detection"] == 1.0
-    assert told["productive_step"] == 1 + 5 + 1
+    accounted = spent(story.account(now_s=120.0))
+    assert accounted["recovery_process_replace"] == 2
+    assert accounted["detection"] == 1.0
+    assert accounted["productive_step"] == 1 + 5 + 1
 
 
 def test_a_pause_is_a_pause_and_lasts_until_now():
@@ -262,8 +262,8 @@ def test_what_trained_on_while_nobody_watched_is_not_unsupervised():
     story.started(105.0)
     story.trained(*((step, 110.0 + step) for step in range(1, 31)))
     story.took(140.0)
-    told = spent(story.account(now_s=140.0))
-    assert "unsupervised" not in told
+    accounted = spent(story.account(now_s=140.0))
+    assert "unsupervised" not in accounted
     story.took(180.0)
     story.trained((31, 181.0))
     assert story.account(now_s=181.0).seconds[Owner.UNSUPERVISED] == 0
@@ -358,16 +358,16 @@ def stories(draw) -> Story:
 
 @given(story=stories(), now_s=TIMES)
 def test_the_owners_add_up_to_the_wall_time(story, now_s):
-    told = story.account(now_s=now_s)
+    accounted = story.account(now_s=now_s)
     history = story.history
     to_s = history.ended.at_s if history.ended is not None else now_s
     wall_s = max(0.0, to_s - history.created_s)
-    seconds = told.seconds
+    seconds = accounted.seconds
     assert all(s >= 0 for s in seconds.values())
     assert math.fsum(seconds.values()) == pytest.approx(wall_s, abs=1e-6)
-    assert told.wall_s == pytest.approx(wall_s, abs=1e-9)
-    assert all(one.from_s < one.to_s for one in told.intervals)
-    assert all(one.to_s == other.from_s for one, other in pairwise(told.intervals))
+    assert accounted.wall_s == pytest.approx(wall_s, abs=1e-9)
+    assert all(one.from_s < one.to_s for one in accounted.intervals)
+    assert all(one.to_s == other.from_s for one, other in pairwise(accounted.intervals))
     if wall_s > 0:
-        assert told.ettr == pytest.approx(seconds[Owner.PRODUCTIVE] / wall_s)
-        assert 0.0 <= told.ettr <= 1.0
+        assert accounted.ettr == pytest.approx(seconds[Owner.PRODUCTIVE] / wall_s)
+        assert 0.0 <= accounted.ettr <= 1.0

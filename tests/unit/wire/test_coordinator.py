@@ -1,4 +1,4 @@
-"""What members of an attempt say to each other, as it goes over the wire."""
+"""The messages of an attempt's members as they go over the wire."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def test_a_number_that_is_infinite_arrives_as_it_is_both_ways(norm):
 def test_a_loss_that_is_no_number_arrives_as_such():
     vote = Vote(step=4, loss=math.nan, grad_norm=1.0)
     plan = Plan(generation=2, plan=RepairPlan(mode=RepairMode.ACCEPT, step=4, vote=vote))
-    heard = TO_MEMBER.validate_json(dump_line(plan))
-    assert isinstance(heard, Plan)
-    assert heard.plan.vote is not None
-    assert math.isnan(heard.plan.vote.loss)
+    received = TO_MEMBER.validate_json(dump_line(plan))
+    assert isinstance(received, Plan)
+    assert received.plan.vote is not None
+    assert math.isnan(received.plan.vote.loss)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +58,6 @@ def test_what_is_not_known_is_refused(line):
         FROM_MEMBER.validate_json(line)
 
 
-def test_what_is_said_to_a_member_is_nothing_that_a_member_says():
+def test_an_order_to_a_member_is_not_a_report_of_one():
     with pytest.raises(ValidationError):
         FROM_MEMBER.validate_json(dump_line(NewGeneration(number=2)))

@@ -1,4 +1,4 @@
-"""What a person wants of a run, as the coordinator reads it."""
+"""What a user requests of a run, as the coordinator reads it."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ def store(tmp_path) -> LocalStore:
     return LocalStore(tmp_path)
 
 
-def test_nothing_is_wanted_of_a_run_that_nobody_asked_anything(store):
+def test_a_run_without_a_request_is_not_to_pause(store):
     assert read_control(store, "run") == Control(pause=False, at_s=0.0)
 
 
-def test_of_two_wishes_the_later_one_counts(store):
+def test_of_two_requests_the_later_one_counts(store):
     write_control(store, "run", pause=True, clock=lambda: 5.0)
     assert read_control(store, "run") == Control(pause=True, at_s=5.0)
     write_control(store, "run", pause=False, clock=lambda: 6.0)
     assert read_control(store, "run") == Control(pause=False, at_s=6.0)
 
 
-def test_a_wish_is_an_object_of_its_run_alone_and_plain_json(store):
+def test_a_request_is_an_object_of_its_run_alone_and_plain_json(store):
     write_control(store, "run", pause=True, clock=lambda: 5.0)
     assert json.loads(store.get("runs/run/control.json")) == {"pause": True, "at_s": 5.0}
     assert not read_control(store, "run-2").pause
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"pause": "often"}', '{"stop": true}'])
-def test_an_object_that_is_no_wish_is_said_to_be_none(store, text):
+def test_an_object_that_is_no_request_is_reported_as_corrupt(store, text):
     store.put(control_key("run"), text.encode())
     with pytest.raises(Corrupt, match=r"runs/run/control\.json"):
         read_control(store, "run")
 
 
-def test_a_wish_can_be_taken_back_even_where_it_cannot_be_read(store):
+def test_a_request_can_be_withdrawn_even_where_it_cannot_be_read(store):
     store.put(control_key("run"), b"{")
     take_back(store, "run")
     assert not read_control(store, "run").pause
 
 
-def test_taking_back_what_nobody_wanted_writes_nothing(store):
+def test_withdrawing_where_there_is_no_request_writes_nothing(store):
     take_back(store, "run")
     assert list(store.list("runs/")) == []
     write_control(store, "run", pause=False, clock=lambda: 5.0)

@@ -87,14 +87,6 @@ def test_a_send_that_fails_is_an_end_too(pair):
     assert client.ends.get(timeout=TIMEOUT_S)
 
 
-def test_a_connection_that_is_closed_reports_no_end(pair):
-    client, _, lines = pair
-    client.close()
-    assert lines.readline() == dump_line(Text(text="joined"))
-    assert lines.readline() == b""
-    assert client.ends.empty()
-
-
 def test_a_request_that_is_too_long_gets_no_answer(monkeypatch, capfd):
     monkeypatch.setattr(transport, "MAX_LINE_BYTES", 100)
     server = RequestServer(HOST, lambda line: Text(text=f"{len(line)}"))

@@ -68,7 +68,7 @@ class AttemptGroups:
             )
             new_group = partial(ReplayableProcessGroup, self.generations, self.connections)
         install(self.generations, world_size=context.world_size, new_group=new_group)
-        self.client = CoordinatorClient.of_file(
+        self.client = CoordinatorClient(
             coordinator,
             rank=context.rank,
             on_generation=self.generations.announce,
