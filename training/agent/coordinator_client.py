@@ -14,10 +14,17 @@ from pathlib import Path
 from pydantic import SecretStr
 
 from training.agent.fork_server import Fork, ForkedProcess, ForkServer
-from training.coordinator.config import CoordinatorConfig, MetricsAddress, metrics_file
 from training.files import last_line, write_whole
 from training.recovery.protocol import GiveUp, ReplaceWorker
-from training.wire.coordinator import TO_MEMBER, AgentJoined, CoordinatorAddress, NodeSampled
+from training.wire.coordinator import (
+    TO_MEMBER,
+    AgentJoined,
+    CoordinatorAddress,
+    CoordinatorConfig,
+    MetricsAddress,
+    NodeSampled,
+    metrics_file,
+)
 from training.wire.node import NodeSample
 from training.wire.transport import Connection
 

@@ -14,11 +14,10 @@ from pathlib import Path
 
 from training.agent.coordinator_client import CoordinatorProcess, address_file, new_token
 from training.agent.fork_server import Fork, ForkedProcess, ForkServer, start_alone
-from training.coordinator.config import CoordinatorConfig
 from training.job import RESERVED_NAMES
 from training.journal import attempt_log
 from training.wire.agent import RendezvousOrder
-from training.wire.coordinator import CoordinatorAddress
+from training.wire.coordinator import CoordinatorAddress, CoordinatorConfig
 
 _log = logging.getLogger("perdure.agent")
 

@@ -22,7 +22,6 @@ from torch._C._distributed_c10d import TCPStore
 
 from storage.address import open_store
 from storage.errors import NotFound, StorageError
-from training.coordinator.config import CoordinatorConfig, MetricsAddress, metrics_file
 from training.coordinator.metrics import AttemptNow, RunMetrics
 from training.diagnosis.exits import fault_of_end
 from training.files import write_whole
@@ -50,9 +49,12 @@ from training.wire.coordinator import (
     FROM_MEMBER,
     AgentJoined,
     CoordinatorAddress,
+    CoordinatorConfig,
     FromMember,
+    MetricsAddress,
     NodeSampled,
     WorkerJoined,
+    metrics_file,
 )
 from training.wire.node import NodeSample
 from training.wire.requests import read_control

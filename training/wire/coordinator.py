@@ -1,15 +1,19 @@
 """What workers, node agents and the coordinator of an attempt send each other.
 
 One JSON object per line over TCP; the first line of a connection carries the attempt's token.
-Times are seconds since the epoch, steps completed optimizer steps.
+In files of the attempt's folder an agent and its coordinator exchange the configuration and the
+addresses. Times are seconds since the epoch, steps completed optimizer steps.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, SecretStr, TypeAdapter
 
+from storage.model import FrozenModel
+from training.recovery.decision import Recovery
 from training.recovery.protocol import (
     CoordinatorMessage,
     Ending,
@@ -22,6 +26,45 @@ from training.recovery.protocol import (
     WorkerEnded,
     WorkerFault,
 )
+from training.recovery.rungs import Rung
+
+
+class MetricsAddress(FrozenModel):
+    """Where the coordinator answers Prometheus."""
+
+    url: str
+
+
+def metrics_file(attempt_folder: Path) -> Path:
+    """Where a coordinator writes its `MetricsAddress`, once it answers there."""
+    return attempt_folder / "metrics-address.json"
+
+
+class CoordinatorConfig(FrozenModel):
+    """How to coordinate one attempt: a private file, for it has the token.
+
+    Attributes:
+        job: as JSON, without secrets.
+        host: address to bind; loopback unless configured otherwise.
+        store_port: port of the rendezvous store, 0: any free one.
+        placement: of the attempt.
+        attempt: number of the attempt in its placement.
+        live_file: the attempt log.
+        address_file: written once it listens.
+        supported: rungs that the engine can do.
+        past: recoveries of the run so far, oldest first.
+    """
+
+    job: str
+    host: str
+    store_port: int
+    token: str
+    placement: int
+    attempt: int
+    live_file: str
+    address_file: str
+    supported: tuple[Rung, ...]
+    past: tuple[Recovery, ...] = ()
 
 
 class CoordinatorAddress(CoordinatorMessage):

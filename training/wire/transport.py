@@ -80,7 +80,7 @@ def call(host: str, port: int, request: BaseModel, *, timeout_s: float) -> bytes
             return read_line(lines)
 
 
-class RequestServer:
+class RequestServer(socketserver.ThreadingTCPServer):
     """Answers requests, each in a thread of its own, until closed.
 
     Args:
@@ -88,37 +88,31 @@ class RequestServer:
         answer: the reply to a line; what it raises ends that connection alone.
     """
 
+    daemon_threads = True
+    allow_reuse_address = True
+
     def __init__(self, host: str, answer: Callable[[bytes], BaseModel]) -> None:
-        self._server = _Server((host, 0), _Request)
-        self._server.answer = answer
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True
-        )
+        super().__init__((host, 0), _Request)
+        self.answer = answer
 
     @property
     def port(self) -> int:
         """The port it listens on."""
-        return int(self._server.server_address[1])
+        return int(self.server_address[1])
 
     def start(self) -> None:
         """Begin to answer."""
-        self._thread.start()
+        threading.Thread(target=self.serve_forever, args=(0.1,), daemon=True).start()
 
     def close(self) -> None:
         """Stop answering and free the port."""
-        self._server.shutdown()
-        self._server.server_close()
-
-
-class _Server(socketserver.ThreadingTCPServer):
-    daemon_threads = True
-    allow_reuse_address = True
-    answer: Callable[[bytes], BaseModel]
+        self.shutdown()
+        self.server_close()
 
 
 class _Request(socketserver.StreamRequestHandler):
     timeout = FIRST_LINE_S
-    server: _Server
+    server: RequestServer
 
     def handle(self) -> None:
         self.wfile.write(dump_line(self.server.answer(read_line(self.rfile))))

@@ -19,12 +19,18 @@ from pydantic import SecretStr
 from storage.local import LocalStore
 from tests.jobs import job_document
 from tests.waiting import wait_for
-from training.coordinator.config import CoordinatorConfig, MetricsAddress, metrics_file
 from training.coordinator.server import Coordinator
 from training.journal.attempt_log import AttemptLog
 from training.journal.events import CheckpointCommitted, StepRecord
 from training.recovery.actions import NormAccepted
-from training.wire.coordinator import AgentJoined, CoordinatorAddress, NodeSampled
+from training.wire.coordinator import (
+    AgentJoined,
+    CoordinatorAddress,
+    CoordinatorConfig,
+    MetricsAddress,
+    NodeSampled,
+    metrics_file,
+)
 from training.wire.node import DeviceSample, HostSample, NodeSample
 from training.wire.transport import dump_line
 

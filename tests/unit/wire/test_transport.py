@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from training.wire import transport
-from training.wire.transport import Connection, RequestServer, call, dump_line, is_authentic
+from training.wire.transport import Connection, RequestServer, call, is_authentic
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 10
@@ -55,14 +55,6 @@ def test_lines_of_several_threads_are_whole_and_come_after_the_first(pair):
         got = [Text.model_validate_json(lines.readline()).text for _ in range(41)]
     assert got[0] == "joined"
     assert sorted(got[1:]) == sorted(texts)
-
-
-def test_a_message_that_comes_in_pieces_is_received_once_it_is_whole(pair):
-    client, server, _ = pair
-    line = dump_line(Text(text="order"))
-    server.sendall(line[:5])
-    server.sendall(line[5:] + line)
-    assert [client.received.get(timeout=TIMEOUT_S) for _ in range(2)] == ["order", "order"]
 
 
 @pytest.mark.parametrize(
