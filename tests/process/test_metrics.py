@@ -114,7 +114,7 @@ def expressions() -> Iterator[str]:
 
 
 def test_prometheus_answers_what_the_dashboard_asks_and_shows_a_recovery(running, prometheus):
-    recoveries = 'perdure_recoveries_total{run_id="metrics",outcome="mended"}'
+    recoveries = 'perdure_recoveries_total{run_id="metrics",outcome="recovered"}'
     wait_for(lambda: (prometheus.value("perdure_step") or 0) > 5, timeout_s=30, what="steps")
     assert prometheus.value("perdure_generation") == 1
     assert prometheus.ask(recoveries) == []

@@ -29,7 +29,7 @@ from training.wire.node import DeviceSample, HostSample, NodeSample
 BASE_LABELS = ("run_id", "placement", "attempt")
 STEP_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1, 2, 3, 5, 7.5, 10, 15, 20, 30, 60, 120, 300, 600)
 RECOVERY_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
-SUCCEEDED, FAILED = "mended", "failed"  # values of the label `outcome`
+SUCCEEDED, FAILED = "recovered", "failed"  # values of the label `outcome`
 PACKAGES = (("version", "perdure"), ("torch", "torch"))
 
 # Of the newest step record, device sample and host sample: name, what it is, where it is read.

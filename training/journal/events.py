@@ -114,14 +114,14 @@ class CheckpointDamaged(AttemptEvent):
     Attributes:
         step: of the checkpoint.
         text: what is wrong with which file.
-        is_mended: whether a node that held the same bytes put them into the store again; else
+        is_repaired: whether a node that held the same bytes put them into the store again; else
             the step was set aside, and the one before is taken.
     """
 
     kind: Literal["checkpoint_damaged"] = "checkpoint_damaged"
     step: int
     text: str
-    is_mended: bool
+    is_repaired: bool
 
 
 _Recorded = RecoveryEvent | AlertRaised | AlertCleared | CheckpointDamaged

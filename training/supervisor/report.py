@@ -339,7 +339,7 @@ def event_text(event: LedgerEvent) -> str:
             return f"pause {event.number}{paused if isinstance(event, PauseBegan) else goes_on}"
         case CheckpointDamaged():
             aside = "set aside, the one before is taken"
-            done = "repaired from a node" if event.is_mended else aside
+            done = "repaired from a node" if event.is_repaired else aside
             return f"checkpoint of step {event.step} is damaged, {done}: {event.text}"
         case AlertRaised() | AlertCleared():
             what = " is over"

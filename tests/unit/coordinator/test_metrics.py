@@ -125,11 +125,11 @@ def test_the_age_of_a_checkpoint_grows_from_the_begin_of_the_attempt_or_from_a_c
 def test_a_recovery_is_counted_once_with_its_rung_and_its_fault(metrics, value):
     which = {"rung": "process_replace", "fault_class": "native_crash"}
     metrics.record(began(1))
-    assert value("perdure_recoveries_total", **which, outcome="mended") == 0
+    assert value("perdure_recoveries_total", **which, outcome="recovered") == 0
     ended = RecoveryEnded(at_s=92.0, number=1, generation=2, succeeded=True, steps_lost=1,
                           duration_s=0.4)  # fmt: skip
     metrics.record(ended)
-    assert value("perdure_recoveries_total", **which, outcome="mended") == 1
+    assert value("perdure_recoveries_total", **which, outcome="recovered") == 1
     assert value("perdure_recoveries_total", **which, outcome="failed") == 0
     rung = {"rung": "process_replace"}
     assert value("perdure_recovery_duration_seconds_bucket", **rung, le="0.5") == 1

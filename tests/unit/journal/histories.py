@@ -42,7 +42,7 @@ LINK_BEGAN = RecoveryBegan(
     number=1,
     generation=1,
     fault=LINK,
-    decision=Decision(Rung.STEP_RETRY, None, "link_down is mended"),
+    decision=Decision(Rung.STEP_RETRY, None, "link_down is recovered"),
 )
 LINK_MENDED = Ended(
     at_s=10.6, number=1, generation=2, succeeded=True, step=14, repaired=(3,), duration_s=0.625
@@ -57,7 +57,7 @@ CRASH_FAILED = Ended(
 SAVED = LastSave(at_s=32.0, number=3, step=40, ranks=(0, 2))
 STANDS = PauseBegan(at_s=20.0, number=4, step=20)
 GOES_ON = PauseEnded(at_s=25.0, number=4, step=20)
-DAMAGED = CheckpointDamaged(at_s=1.0, number=1, step=40, text="rank 3's file", is_mended=False)
+DAMAGED = CheckpointDamaged(at_s=1.0, number=1, step=40, text="rank 3's file", is_repaired=False)
 HOT = AlertRaised(
     at_s=40.0, number=1, point=HealthPoint.MEMORY_HIGH, text="memory at 98 %", value=98.0,
     limit=95.0, node="node-1", device=3, step=20,

@@ -345,9 +345,9 @@ def test_an_operator_retry_that_fails_becomes_a_step_retry():
 
 
 def test_a_job_recovered_by_operator_retry_is_sub_healthy_and_goes_on():
-    mended = choose(LINK, survivors=True, operator_retry=True)
-    assert mended.sub_healthy
-    assert (mended.isolate, mended.end_of_life_checkpoint) == (None, False)
+    recovered = choose(LINK, survivors=True, operator_retry=True)
+    assert recovered.sub_healthy
+    assert (recovered.isolate, recovered.end_of_life_checkpoint) == (None, False)
     assert not choose(LINK, survivors=True).sub_healthy
 
 
@@ -386,8 +386,8 @@ def test_what_the_evidence_leaves_to_the_user_is_tried_once():
     again = choose(full, *after(full, Rung.IN_PLACE_RESTART))
     assert again.rung is Rung.STOP
     assert again.reason == "storage_error again, and its evidence is for the user to fix"
-    mended = after(full, Rung.IN_PLACE_RESTART, progressed=True)
-    assert choose(full, *mended).rung is Rung.IN_PLACE_RESTART
+    recovered = after(full, Rung.IN_PLACE_RESTART, progressed=True)
+    assert choose(full, *recovered).rung is Rung.IN_PLACE_RESTART
     slow = replace(full, recoverable_by=RecoverableBy.RETRY)
     assert choose(slow, *after(full, Rung.IN_PLACE_RESTART)).rung is Rung.IN_PLACE_RESTART
     host = fault(FaultClass.HOST_OOM, node="node-0", recoverable_by=RecoverableBy.USER_FIX)

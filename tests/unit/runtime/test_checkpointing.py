@@ -244,7 +244,7 @@ def test_a_damaged_shard_that_no_node_holds_sets_the_step_aside(bench, damage):
     assert agree(bench.train(until=2, saves=()), before, 2)
     assert bench.checkpoints.states() == {2: StepState.COMMITTED, 4: StepState.SET_ASIDE}
     (event,) = damages_logged(bench)
-    assert (event.step, event.is_mended) == (4, False)
+    assert (event.step, event.is_repaired) == (4, False)
     assert shard.rpartition("/")[2] in event.text
 
 
@@ -255,7 +255,7 @@ def test_a_shard_that_a_node_holds_is_put_again_however_it_was_damaged(bench, da
     damage(bench, bench.shard(4, 1))
     assert agree(bench.train(saves=()), before, 4)
     assert bench.checkpoints.verify(4) == []
-    assert [(event.step, event.is_mended) for event in damages_logged(bench)] == [(4, True)]
+    assert [(event.step, event.is_repaired) for event in damages_logged(bench)] == [(4, True)]
 
 
 def test_a_manifest_that_is_damaged_by_one_bit_sets_the_step_aside(bench):

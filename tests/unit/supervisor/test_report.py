@@ -61,7 +61,7 @@ def test_the_facts_of_a_recovery_are_plain_values():
     assert link == {
         "placement": 1, "attempt": 1, "number": 1, "generation": 1, "fault_class": "link_down",
         "evidence": "EI0006", "node": "node-1", "rank": 3, "rung": "step_retry",
-        "reason": "link_down is mended", "step": 14, "steps_lost": 0, "duration_s": 0.62,
+        "reason": "link_down is recovered", "step": 14, "steps_lost": 0, "duration_s": 0.62,
         "replaced": [], "repaired": [3], "succeeded": True, "sub_healthy": False,
         "outcome": "recovered", "why": "",
     }  # fmt: skip
@@ -69,7 +69,7 @@ def test_the_facts_of_a_recovery_are_plain_values():
     assert (crash["step"], crash["duration_s"]) == (40, 1.5)
 
 
-def test_the_picture_marks_what_was_mended_and_what_was_not():
+def test_the_picture_marks_recovered_faults_and_the_others():
     kept = {step: replace(STEP, step=step, loss=10.0 / step) for step in range(1, 41)}
     plain = loss_picture(history_of(), kept)
     marked = loss_picture(history_of(LINK_BEGAN, LINK_MENDED, ended=True), kept)

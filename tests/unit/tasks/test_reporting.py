@@ -184,7 +184,7 @@ def test_reconnected_links_leave_the_job_sub_healthy():
 LINES = {
     DAMAGED: "checkpoint of step 40 is damaged, set aside, the one before is taken: rank 3's file",
     DAMAGED.model_copy(
-        update={"is_mended": True}
+        update={"is_repaired": True}
     ): "checkpoint of step 40 is damaged, repaired from a node: rank 3's file",
     LINK_BEGAN: "recovery 1, generation 1: link_down at rank 3 on node-1: EI0006 -> step_retry",
     LINK_MENDED: "recovery 1: training goes on from step 14 after 0.62 s, 0 steps done again",

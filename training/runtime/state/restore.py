@@ -187,11 +187,11 @@ class Restorer:
             nodes.node.refresh()
             names = [line.partition(" ")[0] for line in damaged]
             if nodes.repair(Manifest.model_validate_json(text), names):
-                self._log_damage(step, damage, is_mended=True)
+                self._log_damage(step, damage, is_repaired=True)
                 return
         if self._context.rank == 0:
             self._checkpoints.set_aside(step, damage)
-        self._log_damage(step, damage, is_mended=False)
+        self._log_damage(step, damage, is_repaired=False)
         from_first(lambda: None, self._device)  # the others look for the next one after that
 
     def _damaged_shards(self, manifest: Manifest) -> list[str]:
@@ -204,9 +204,9 @@ class Restorer:
         lines = [f"{one.file} {one.kind}: {one.detail}" for one in damages]
         return [line for of_rank in gather_json(lines, self._device) for line in of_rank]
 
-    def _log_damage(self, step: int, text: str, *, is_mended: bool) -> None:
+    def _log_damage(self, step: int, text: str, *, is_repaired: bool) -> None:
         """In the rank's log, and through the attempt's log in the run's ledger."""
-        self._log(f"checkpoint of step {step} {'repaired' if is_mended else 'set aside'}: {text}")
+        self._log(f"checkpoint of step {step} {'repaired' if is_repaired else 'set aside'}: {text}")
         if self._context.rank != 0:
             return
         self._num_damaged += 1
@@ -215,7 +215,7 @@ class Restorer:
             number=self._num_damaged,
             step=step,
             text=text[:1000],
-            is_mended=is_mended,
+            is_repaired=is_repaired,
         )
         try:
             with AttemptLog(self._context.metrics_path) as log:
