@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 from perdure.cli import app
 from training.job import parse_job
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```yaml\n(.*?)```", README, flags=re.DOTALL)
 
 
@@ -29,9 +30,18 @@ def test_every_command_in_the_readme_exists(command):
 
 
 def test_every_make_target_and_file_in_the_readme_exists():
-    root = Path(__file__).parents[2]
-    makefile = (root / "Makefile").read_text(encoding="utf-8")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"make ([a-z-]+)", README):
         assert f"\n{target}:" in makefile or target == "demo"
     for path in re.findall(r"\]\(([\w/.-]+)\)|`((?:training|flows)/[\w/]+\.py)`", README):
-        assert (root / (path[0] or path[1])).exists(), path
+        assert (ROOT / (path[0] or path[1])).exists(), path
+
+
+@pytest.mark.parametrize(
+    "page", [*sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"], ids=lambda p: p.name
+)
+def test_every_file_that_a_page_of_the_documentation_names_exists(page):
+    text = page.read_text(encoding="utf-8")
+    rooms = "perdure|flows|tasks|training|storage|tests|docs|dashboards"
+    for path in re.findall(rf"`((?:{rooms})/[\w./*-]*)`", text):
+        assert any(ROOT.glob(path.rstrip("/"))), path
