@@ -47,7 +47,7 @@ def test_a_run_pauses_and_goes_on_by_command_in_the_same_processes(bench, api, u
     (attempt,) = running.history.attempts
     (pause,) = attempt.pauses
     assert (pause.began.step, pause.ended.step) == (stood_at, stood_at)
-    assert f"every rank stands at step {stood_at}" in running.out
+    assert f"every rank is paused at step {stood_at}" in running.out
     running.leave_nothing()
 
 
