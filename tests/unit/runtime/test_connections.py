@@ -160,7 +160,8 @@ def test_an_abort_frees_a_rank_whose_peer_died_between_its_address_and_its_conne
             while store.num_keys() == published:
                 os.sched_yield()
             connection.abort()
-            with pytest.raises(RuntimeError, match="aborted"):
+            # On a busy machine gloo may notice first that the dead peer refuses its connection.
+            with pytest.raises(RuntimeError, match=r"aborted|Connection refused"):
                 waiting.result(10)
 
 

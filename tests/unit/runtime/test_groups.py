@@ -215,7 +215,7 @@ def test_survivors_notice_a_death_and_go_on_with_a_new_process_nothing_built_aga
     assert first == second
     assert world.receive(0) == "waits"
     world.processes[1].kill()
-    assert world.receive(0) == "link"
+    assert world.receive(0) == "connection"
     world.start(join_later, ranks=[1])
     world.announce(2)
     assert world.receive(1) == first

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -27,26 +27,32 @@ BACKEND = "perdure"
 TRANSFERS = frozenset({"send", "recv"})  # between two ranks, so that counts would differ
 
 
-class _Done(dist.Work):
-    """The work of a collective that needed no other rank."""
+class FutureWork(dist.Work):
+    """A work that waits for a future; torch's own wrapper swallows the error in wait()."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, future: torch.futures.Future[Any]) -> None:
         super().__init__()
-        self._value = value
-        self._future: torch.futures.Future[Any] = torch.futures.Future()
-        self._future.set_result(value)
+        self._future = future
 
-    def wait(self, timeout: Any = None) -> bool:  # noqa: ARG002 torch's signature
+    @classmethod
+    def done(cls, result: Any) -> Self:
+        """The work of a collective that needs no other rank."""
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(result)
+        return cls(future)
+
+    def wait(self, timeout: Any = None) -> bool:  # noqa: ARG002, D102 torch's signature
+        self._future.wait()
         return True
 
-    def get_future(self) -> torch.futures.Future[Any]:
+    def get_future(self) -> torch.futures.Future[Any]:  # noqa: D102
         return self._future
 
-    def is_completed(self) -> bool:
-        return True
+    def is_completed(self) -> bool:  # noqa: D102
+        return self._future.done()
 
-    def result(self) -> Any:
-        return self._value
+    def result(self) -> Any:  # noqa: D102
+        return self._future.value()
 
 
 class ReconfigurableProcessGroup(dist.ProcessGroup):
@@ -66,7 +72,7 @@ class ReconfigurableProcessGroup(dist.ProcessGroup):
     def _run(self, operation: str, alone: Callable[[], Any], *arguments: Any) -> dist.Work:
         generations = self._generations
         if generations.is_alone or self._own_size == 1:
-            return _Done(alone())
+            return FutureWork.done(alone())
         described = f"{operation} in {self.display_name}"
         if operation in TRANSFERS:
             generations.on_transfer(described)
@@ -109,23 +115,19 @@ class ReconfigurableProcessGroup(dist.ProcessGroup):
         """As DeviceMesh sets it."""
         return self._description
 
-    def _set_group_name(self, name: str) -> None:
+    def setGroupName(self, name: str) -> None:  # noqa: N802, D102
         self._group_name = name
 
-    def _set_group_desc(self, text: str) -> None:
-        self._description = text
+    def setGroupDesc(self, desc: str) -> None:  # noqa: N802, D102
+        self._description = desc
 
     def getGroupName(self) -> str:  # noqa: N802, D102
         return self._group_name
 
-    def setGroupName(self, name: str) -> None:  # noqa: N802, D102
-        self._group_name = name
-
     def getGroupDesc(self) -> str:  # noqa: N802, D102
         return self._description
 
-    def setGroupDesc(self, text: str) -> None:  # noqa: N802, D102
-        self._description = text
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
 
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:  # noqa: D102
         return self._run("allreduce", lambda: tensors, tensors, opts or dist.AllreduceOptions())

@@ -27,7 +27,11 @@ from torch._C._distributed_c10d import PrefixStore
 
 from training.runtime.process_group.connections import Connection, StoreClient, start
 from training.runtime.process_group.generations import Generations
-from training.runtime.process_group.reconfigurable import TRANSFERS, ReconfigurableProcessGroup
+from training.runtime.process_group.reconfigurable import (
+    TRANSFERS,
+    FutureWork,
+    ReconfigurableProcessGroup,
+)
 
 IDLE_TIMEOUT_S = 1.0  # for operations to notice that their connection is aborted
 POLL_S = 0.002
@@ -135,27 +139,6 @@ class _Operation:
         return list(written) if isinstance(written, list | tuple) else []
 
 
-class _FutureWork(dist.Work):
-    """A work that waits for a future; torch's own wrapper swallows the error in wait()."""
-
-    def __init__(self, future: torch.futures.Future[Any]) -> None:
-        super().__init__()
-        self._future = future
-
-    def wait(self, timeout: Any = None) -> bool:  # noqa: ARG002 torch's signature
-        self._future.wait()
-        return True
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        return self._future
-
-    def is_completed(self) -> bool:
-        return self._future.done()
-
-    def result(self) -> Any:
-        return self._future.value()
-
-
 class ReplayableProcessGroup(ReconfigurableProcessGroup):
     """A group over gloo whose operations fail with their generation, and may be replayed."""
 
@@ -188,7 +171,7 @@ class ReplayableProcessGroup(ReconfigurableProcessGroup):
             self._count += 1
             self._operations[self._count] = begun
             begun.number = self._count
-            work = _FutureWork(begun.future())
+            work = FutureWork(begun.future())
             once_it_runs = self._connections.on_begin(operation)
             self._begin(begun, arguments)
             once_it_runs()
