@@ -137,7 +137,7 @@ def test_a_checkpoint_server_that_died_is_there_again_for_those_who_ask_after_a_
     assert driven.curve == undisturbed.curve
     assert driven.rungs == []
     (first, *_) = driven.history.attempts
-    assert [one.began.rung for one in first.recoveries] == [Rung.PROCESS_REPLACE]
+    assert [one.began.decision.rung for one in first.recoveries] == [Rung.PROCESS_REPLACE]
     assert len(driven.logs()) == 2
     assert not any(
         "saves go to the store while training waits" in text for _, text in driven.logs()
