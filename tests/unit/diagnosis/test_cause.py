@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 
 import pytest
 
+from tests.values import not_none
 from training.diagnosis.cause import MAX_RUNNERS_UP, Diagnosis, LogSource, choose
 from training.diagnosis.scan import scan_text
 from training.recovery.faults import TRAITS, Fault, FaultClass, RecoverableBy
@@ -61,9 +62,9 @@ def source(text: str, order: int = 0, **place) -> LogSource:
 
 
 def diagnosis(*texts: str) -> Diagnosis:
-    found = choose([source(text, order) for order, text in enumerate(texts)], at_s=99.0, step=40)
-    assert found is not None
-    return found
+    return not_none(
+        choose([source(text, order) for order, text in enumerate(texts)], at_s=99.0, step=40)
+    )
 
 
 def cause(*texts: str) -> Fault:
@@ -143,8 +144,7 @@ def test_the_earliest_of_several_causes_wins_across_sources(first):
 def test_a_clock_that_is_off_does_not_decide_which_cause_was_first():
     late = source(traceback(DEVICE_OOM, at_s=100), 0)
     ahead = source(traceback(TYPE_ERROR, at_s=150), 1, clock_offset_s=-60.0)
-    found = choose([late, ahead], at_s=99.0)
-    assert found is not None
+    found = not_none(choose([late, ahead], at_s=99.0))
     assert (found.source, found.fault.at_s) == ("rank_1.log", STARTED_S + 90)
 
 
@@ -265,10 +265,9 @@ def test_a_crash_before_any_step_is_the_users_to_fix_and_later_a_matter_of_a_ret
 
 
 def test_a_fault_carries_the_traits_of_its_class_and_what_is_known_of_its_place():
-    found = choose(
-        [source(traceback(TYPE_ERROR), rank=3, node="node-1", device=2)], at_s=99.0, step=40
+    found = not_none(
+        choose([source(traceback(TYPE_ERROR), rank=3, node="node-1", device=2)], at_s=99.0, step=40)
     )
-    assert found is not None
     fault, traits = found.fault, TRAITS[FaultClass.USER_CODE_ERROR]
     assert (fault.rank, fault.node, fault.device, fault.step) == (3, "node-1", 2, 40)
     assert (fault.user_fault, fault.hardware_fault) == (True, False)
@@ -277,8 +276,7 @@ def test_a_fault_carries_the_traits_of_its_class_and_what_is_known_of_its_place(
 
 
 def test_what_a_line_shows_of_its_place_beats_the_name_of_its_file():
-    found = choose([source(f"[rank7]: {UCE} on npu:4\n", rank=3, device=2)], at_s=99.0)
-    assert found is not None
+    found = not_none(choose([source(f"[rank7]: {UCE} on npu:4\n", rank=3, device=2)], at_s=99.0))
     assert (found.fault.rank, found.fault.device) == (7, 4)
 
 
@@ -291,8 +289,7 @@ def test_one_rank_with_a_type_error_outweighs_63_that_wait_for_it(cause_at, echo
     ]
     texts[cause_at] = traceback(TYPE_ERROR, at_s=100)
     sources = [source(text, order, rank=order) for order, text in enumerate(texts)]
-    found = choose(sources, at_s=9999.0)
-    assert found is not None
+    found = not_none(choose(sources, at_s=9999.0))
     assert (found.fault.evidence, found.fault.rank) == (TYPE_ERROR, cause_at)
     assert (found.source, found.fault.at_s) == (f"rank_{cause_at}.log", STARTED_S + 100)
     assert [fault.fault_class for fault in found.runners_up] == [FaultClass.COLLECTIVE_TIMEOUT]

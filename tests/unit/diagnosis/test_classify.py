@@ -93,25 +93,30 @@ def test_a_killed_process_is_a_native_crash():
     assert fault.chip_code is None
 
 
-def test_a_killed_process_on_a_node_that_ran_out_of_memory_was_killed_for_it():
-    fault = cause(end(-signal.SIGKILL, rank=3), oom_nodes=["node-1"])
-    assert (fault.fault_class, fault.code) == (FaultClass.HOST_OOM, "SIGKILL")
-
-
-def test_memory_pressure_on_another_node_does_not_explain_a_killed_process():
-    fault = cause(end(-signal.SIGKILL, rank=3), oom_nodes=["node-0"])
-    assert fault.fault_class is FaultClass.NATIVE_CRASH
-
-
-def test_a_terminated_process_that_we_did_not_terminate_was_preempted():
-    fault = cause(end(-signal.SIGTERM))
-    assert (fault.fault_class, fault.code) == (FaultClass.PREEMPTED, "SIGTERM")
-
-
-@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT])
-def test_a_process_ended_by_its_own_fault_is_a_native_crash(number):
-    fault = cause(end(-number, log=ABORT_NOTE))
-    assert (fault.fault_class, fault.code) == (FaultClass.NATIVE_CRASH, number.name)
+@pytest.mark.parametrize(
+    ("killed", "oom_node", "fault_class", "code"),
+    [
+        (end(-signal.SIGKILL, rank=3), "node-1", FaultClass.HOST_OOM, "SIGKILL"),
+        (end(-signal.SIGKILL, rank=3), "node-0", FaultClass.NATIVE_CRASH, "SIGKILL"),
+        (end(-signal.SIGTERM), None, FaultClass.PREEMPTED, "SIGTERM"),
+        (end(-signal.SIGSEGV, log=ABORT_NOTE), None, FaultClass.NATIVE_CRASH, "SIGSEGV"),
+        (end(-signal.SIGBUS, log=ABORT_NOTE), None, FaultClass.NATIVE_CRASH, "SIGBUS"),
+        (end(-signal.SIGFPE, log=ABORT_NOTE), None, FaultClass.NATIVE_CRASH, "SIGFPE"),
+        (end(-signal.SIGABRT, log=ABORT_NOTE), None, FaultClass.NATIVE_CRASH, "SIGABRT"),
+        (end(-40), None, FaultClass.NATIVE_CRASH, "SIG40"),
+        (end(128 + 9), None, FaultClass.NATIVE_CRASH, "SIGKILL"),
+        (end(128 + 6), None, FaultClass.NATIVE_CRASH, "SIGABRT"),
+    ],
+    ids=[
+        "its node ran out of memory", "another node ran out of memory", "terminated by others",
+        "SEGV", "BUS", "FPE", "ABRT", "a signal without a name", "shell: KILL", "shell: ABRT",
+    ],
+)  # fmt: skip
+def test_a_process_ended_by_a_signal_has_the_class_of_the_signal(
+    killed, oom_node, fault_class, code
+):
+    fault = cause(killed, oom_nodes=[oom_node] if oom_node else [])
+    assert (fault.fault_class, fault.code) == (fault_class, code)
 
 
 def test_an_abort_with_a_communication_message_is_an_echo():
@@ -122,11 +127,6 @@ def test_an_abort_with_a_communication_message_is_an_echo():
     assert (fault.rank, fault.code) == (3, "SIGKILL")
     alone = cause(end(-signal.SIGABRT, rank=1, log=WATCHDOG))
     assert (alone.fault_class, alone.code) == (FaultClass.COLLECTIVE_TIMEOUT, "SIGABRT")
-
-
-def test_a_signal_without_a_name_is_a_native_crash_all_the_same():
-    fault = cause(end(-40))
-    assert (fault.fault_class, fault.code) == (FaultClass.NATIVE_CRASH, "SIG40")
 
 
 @pytest.mark.parametrize(
@@ -266,13 +266,6 @@ def test_torchruns_summary_of_an_aborted_child_is_a_native_crash_when_no_peer_is
     fault = cause(end(1, log=f"{ABORT_NOTE}\n{torchrun_summary(first=-6)}"))
     assert fault.fault_class is FaultClass.NATIVE_CRASH
     assert fault.evidence == ABORT_NOTE
-
-
-@pytest.mark.parametrize("number", [9, 6])
-def test_a_shell_that_reports_the_signal_of_its_child_counts_as_ended_by_it(number):
-    fault = cause(end(128 + number))
-    assert fault.fault_class is FaultClass.NATIVE_CRASH
-    assert fault.code == signal.Signals(number).name
 
 
 LINES = st.sampled_from([*(rule.spec.example for rule in load_rules()), "", "noise", "Oops: no"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.values import not_none
 from training.diagnosis.exceptions import (
     judge,
     load_exceptions,
@@ -20,9 +21,7 @@ def traceback(*files: str) -> str:
 
 
 def raised(line: str, before: str = ""):
-    found = judge(line, before)
-    assert found is not None
-    return found
+    return not_none(judge(line, before))
 
 
 @pytest.mark.parametrize(

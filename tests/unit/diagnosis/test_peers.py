@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 
 import pytest
 
+from tests.values import not_none
 from training.diagnosis.cause import LogSource
 from training.diagnosis.peers import MAX_ANCHORS, anchors, compare, laggard, missing_ranks, offsets
 from training.diagnosis.recognise import Finding
@@ -61,47 +62,42 @@ def odd(*sources: LogSource) -> tuple[int, Finding] | None:
     ids=["nccl", "hccl"],
 )
 def test_ranks_of_one_group_in_different_collectives_are_the_programs_fault(lines):
-    found = odd(*(source(order, line) for order, line in enumerate(lines)))
-    assert found is not None
-    index, finding = found
+    index, finding = not_none(odd(*(source(order, line) for order, line in enumerate(lines))))
     assert (index, finding.line) == (2, lines[2])
     assert (finding.fault_class, finding.role) == (FaultClass.LAUNCH_MISCONFIGURED, Role.ROOT)
     assert finding.recoverable_by is RecoverableBy.USER_FIX
 
 
 def test_the_explanation_names_both_collectives():
-    found = odd(
-        source(0, nccl(0, "ALLGATHER", group="7(TP)")),
-        source(1, nccl(1, "ALLREDUCE")),
-        source(2, nccl(2, "BROADCAST")),
+    found = not_none(
+        odd(
+            source(0, nccl(0, "ALLGATHER", group="7(TP)")),
+            source(1, nccl(1, "ALLREDUCE")),
+            source(2, nccl(2, "BROADCAST")),
+        )
     )
-    assert found is not None
     assert "ALLREDUCE and BROADCAST" in found[1].why
 
 
-def test_ranks_in_the_same_collective_add_nothing():
-    assert odd(*(source(rank, nccl(rank, "ALLREDUCE")) for rank in range(4))) is None
-    assert odd(*(source(rank, hccl("AllReduce")) for rank in range(4))) is None
-
-
-def test_collectives_of_different_groups_may_differ():
-    tensor, data = nccl(0, "ALLGATHER", group="3(TP)"), nccl(1, "ALLREDUCE", group="4(DP)")
-    assert odd(source(0, tensor), source(1, data)) is None
-    assert odd(source(0, hccl("AllGather", "a")), source(1, hccl("AllReduce", "b"))) is None
-
-
-def test_collectives_with_different_numbers_may_differ():
-    early, late = nccl(0, "ALLGATHER", number=12), nccl(1, "ALLREDUCE", number=13)
-    assert odd(source(0, early), source(1, late)) is None
-
-
-def test_one_rank_that_reports_two_starts_does_not_disagree_with_itself():
-    assert odd(source(0, nccl(0, "ALLGATHER"), nccl(0, "ALLREDUCE"))) is None
+@pytest.mark.parametrize(
+    "reports",
+    [
+        [[nccl(rank, "ALLREDUCE")] for rank in range(4)],
+        [[hccl("AllReduce")] for _ in range(4)],
+        [[nccl(0, "ALLGATHER", group="3(TP)")], [nccl(1, "ALLREDUCE", group="4(DP)")]],
+        [[hccl("AllGather", "a")], [hccl("AllReduce", "b")]],
+        [[nccl(0, "ALLGATHER", number=12)], [nccl(1, "ALLREDUCE", number=13)]],
+        [[nccl(0, "ALLGATHER"), nccl(0, "ALLREDUCE")]],
+    ],
+    ids=["same", "same in hccl", "other groups", "other groups in hccl", "other numbers",
+         "two starts of one rank"],
+)  # fmt: skip
+def test_collectives_that_may_differ_add_nothing(reports):
+    assert odd(*(source(order, *lines) for order, lines in enumerate(reports))) is None
 
 
 def test_ranks_that_share_one_log_are_compared():
-    found = odd(source(0, nccl(0, "ALLREDUCE"), nccl(1, "BROADCAST")))
-    assert found is not None
+    found = not_none(odd(source(0, nccl(0, "ALLREDUCE"), nccl(1, "BROADCAST"))))
     assert found[1].origin.rank == 1
 
 
@@ -135,8 +131,7 @@ def test_the_rank_that_enqueued_the_fewest_collectives_lags():
     findings = [
         f for rank, n in enumerate((14, 12, 14)) for f in source(rank, enqueued(rank, n)).findings
     ]
-    found = laggard(findings)
-    assert found is not None
+    found = not_none(laggard(findings))
     assert found.origin.rank == 1
     assert laggard(findings[::2]) is None
     assert laggard([]) is None

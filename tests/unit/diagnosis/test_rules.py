@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.values import not_none
 from training.diagnosis.codes import load_codes, look_up
 from training.diagnosis.recognise import recognise
 from training.diagnosis.rules import Role, load_rules, match_line
@@ -97,8 +98,7 @@ def test_ordinary_output_is_caught_by_no_rule(line):
     ],
 )
 def test_a_number_after_error_code_is_looked_up(line, code, fault_class):
-    fact = look_up(line)
-    assert fact is not None
+    fact = not_none(look_up(line))
     assert (fact.code, fact.spec.fault_class) == (code, fault_class)
 
 
@@ -112,8 +112,7 @@ def test_a_number_after_error_code_is_looked_up(line, code, fault_class):
     ],
 )
 def test_a_chips_code_is_answered_by_its_level_and_by_who_caused_it(code, answer, user_fault):
-    fact = look_up(f"Fault RAS occurs in the system: [event_id:0x{code.lower()}]")
-    assert fact is not None
+    fact = not_none(look_up(f"Fault RAS occurs in the system: [event_id:0x{code.lower()}]"))
     assert (fact.code, fact.spec.recoverable_by) == (code, answer)
     assert fact.spec.user_fault is user_fault
     assert fact.spec.means.endswith(")")

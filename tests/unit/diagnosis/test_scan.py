@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.values import not_none
 from training.diagnosis.recognise import Finding, recognise
 from training.diagnosis.rules import Role
 from training.diagnosis.scan import (
@@ -144,30 +145,24 @@ def test_a_last_line_without_a_newline_counts():
     assert lines_of(scan([b"noise\nTypeErr", TYPE_ERROR[7:].encode()], year=YEAR)) == [TYPE_ERROR]
 
 
-@pytest.mark.parametrize("end", ["\r\n", "\r", "\n\r\n"])
-def test_other_ends_of_lines_are_ends_of_lines(end):
-    seen = read(end.join(["noise", TYPE_ERROR, "noise", DEVICE_OOM, ""]))
-    assert lines_of(seen) == [TYPE_ERROR, DEVICE_OOM]
+BAR = "\r".join(f"{n:3d}%|##        | {n}/100 [00:01<00:02, 9.9it/s]" for n in range(100))
 
 
-def test_a_progress_bar_does_not_swallow_the_error_behind_it():
-    bar = "\r".join(f"{n:3d}%|##        | {n}/100 [00:01<00:02, 9.9it/s]" for n in range(100))
-    assert lines_of(read(f"{bar}\r{TYPE_ERROR}\n")) == [TYPE_ERROR]
-
-
-def test_colours_do_not_hide_a_finding_nor_stay_in_its_line():
-    seen = read("\x1b[1;31mTypeError\x1b[0m: \x1b[33mx\x1b[0m is odd\n")
-    assert lines_of(seen) == ["TypeError: x is odd"]
-
-
-def test_zeros_in_the_text_do_not_end_it():
-    data = b"a\0b\n" * 3 + TYPE_ERROR.encode() + b"\n\0\0\0\n" + DEVICE_OOM.encode() + b"\n"
-    assert lines_of(read(data)) == [TYPE_ERROR, DEVICE_OOM]
-
-
-def test_bytes_that_are_no_utf_8_are_replaced():
-    seen = read(b"\xff\xfe\xc3\n" + b"ValueError: \xff odd \xe4\xb8\n")
-    assert lines_of(seen) == ["ValueError: \ufffd odd \ufffd"]
+@pytest.mark.parametrize(
+    ("output", "lines"),
+    [
+        *((end.join(["noise", TYPE_ERROR, "noise", DEVICE_OOM, ""]), [TYPE_ERROR, DEVICE_OOM])
+          for end in ("\r\n", "\r", "\n\r\n")),
+        (f"{BAR}\r{TYPE_ERROR}\n", [TYPE_ERROR]),
+        ("\x1b[1;31mTypeError\x1b[0m: \x1b[33mx\x1b[0m is odd\n", ["TypeError: x is odd"]),
+        ("a\0b\n" * 3 + f"{TYPE_ERROR}\n\0\0\0\n{DEVICE_OOM}\n", [TYPE_ERROR, DEVICE_OOM]),
+        (b"\xff\xfe\xc3\nValueError: \xff odd \xe4\xb8\n", ["ValueError: \ufffd odd \ufffd"]),
+    ],
+    ids=["CR LF", "CR", "LF CR LF", "progress bar", "colours", "zeros", "no UTF-8"],
+)  # fmt: skip
+def test_line_ends_bars_colours_and_odd_bytes_hide_no_finding(output, lines):
+    seen = read(output)
+    assert lines_of(seen) == lines
     assert seen.is_text
 
 
@@ -283,8 +278,7 @@ def test_information_and_warnings_do_not_count(prefix):
 
 def test_ncclls_warnings_count():
     line = "node-1:5776:5902 [0] x.cc:60 NCCL WARN socketProgress: Connection closed by remote peer"
-    found = recognise(line, "")
-    assert found is not None
+    found = not_none(recognise(line, ""))
     assert not found.is_low_level
 
 

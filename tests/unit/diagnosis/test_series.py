@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.values import not_none
+from training.diagnosis.recognise import Finding
 from training.diagnosis.rules import Role
 from training.diagnosis.series import find_jump, find_stacks, find_stall, find_wait
 from training.recovery.faults import FaultClass, RecoverableBy
@@ -57,9 +59,12 @@ def log(losses: Sequence[float], norms: Sequence[float] = ()) -> str:
     )
 
 
+def jump(text: str) -> Finding:
+    return not_none(find_jump(text, year=YEAR))
+
+
 def test_a_loss_that_jumps_and_stays_up_is_a_fault_for_the_user():
-    found = find_jump(log([2.0] * 20 + [6.0] * 10), year=YEAR)
-    assert found is not None
+    found = jump(log([2.0] * 20 + [6.0] * 10))
     assert (found.fault_class, found.role) == (FaultClass.NUMERIC_ANOMALY, Role.ROOT)
     assert found.recoverable_by is RecoverableBy.USER_FIX
     assert "iteration 20/" in found.line
@@ -67,18 +72,15 @@ def test_a_loss_that_jumps_and_stays_up_is_a_fault_for_the_user():
 
 
 def test_a_jump_that_recovers_can_be_answered_by_a_retry():
-    found = find_jump(log([2.0] * 20 + [6.0] * 4 + [2.1] * 10), year=YEAR)
-    assert found is not None
+    found = jump(log([2.0] * 20 + [6.0] * 4 + [2.1] * 10))
     assert found.recoverable_by is RecoverableBy.RETRY
     assert "iteration 20/" in found.line
 
 
 def test_a_jump_that_comes_down_steadily_can_be_answered_by_a_retry():
-    found = find_jump(log([2.0] * 20 + [6.0, 7.0, 6.5, 6.0, 5.6]), year=YEAR)
-    assert found is not None
+    found = jump(log([2.0] * 20 + [6.0, 7.0, 6.5, 6.0, 5.6]))
     assert found.recoverable_by is RecoverableBy.RETRY
-    found = find_jump(log([2.0] * 20 + [6.0, 7.0, 6.5, 6.9, 5.6]), year=YEAR)
-    assert found is not None
+    found = jump(log([2.0] * 20 + [6.0, 7.0, 6.5, 6.9, 5.6]))
     assert found.recoverable_by is RecoverableBy.USER_FIX
 
 
@@ -88,8 +90,7 @@ def test_a_norm_of_zero_was_not_computed():
 
 def test_a_jump_has_the_time_and_the_place_of_its_line():
     text = log([2.0] * 20 + [6.0] * 10)
-    found = find_jump(text, year=YEAR)
-    assert found is not None
+    found = jump(text)
     assert found.seen_s == STARTED_S + 200
     assert text[found.offset :].startswith(found.line)
 
@@ -113,31 +114,26 @@ def test_an_ordinary_loss_does_not_jump(losses):
     assert find_jump(log(losses), year=YEAR) is None
 
 
-def test_a_norm_that_is_printed_must_confirm_the_jump():
-    losses = [2.0] * 20 + [6.0] * 10
-    assert find_jump(log(losses, [0.9, 0.8] * 15), year=YEAR) is None
-    found = find_jump(log(losses, [0.9] * 20 + [45.0] * 10), year=YEAR)
-    assert found is not None
-    assert "iteration 20/" in found.line
+LEFT_ITS_COURSE = [2.0] * 20 + [6.0] * 10
 
 
-def test_the_norm_of_the_step_before_a_skipped_one_shows_nothing():
-    losses = [2.0] * 20 + [6.0] * 10
-    found = find_jump(log(losses, [0.9, 0.8] * 9 + [0.9] * 12), year=YEAR)
-    assert found is not None
-    assert "iteration 20/" in found.line
-
-
-def test_a_loss_that_climbs_step_by_step_has_left_its_course_whatever_its_norm():
-    found = find_jump(log([2.0] * 20 + [2.2, 2.4, 2.9, 4.0], [0.9, 0.8] * 12), year=YEAR)
-    assert found is not None
-    assert "iteration 23/" in found.line
+@pytest.mark.parametrize(
+    ("losses", "norms", "step"),
+    [
+        (LEFT_ITS_COURSE, [0.9] * 20 + [45.0] * 10, 20),
+        (LEFT_ITS_COURSE, [0.9, 0.8] * 9 + [0.9] * 12, 20),
+        ([2.0] * 20 + [2.2, 2.4, 2.9, 4.0], [0.9, 0.8] * 12, 23),
+    ],
+    ids=["confirmed", "the norm of a skipped step", "climbs step by step whatever its norm"],
+)
+def test_a_norm_that_is_printed_must_confirm_the_jump(losses, norms, step):
+    assert find_jump(log(LEFT_ITS_COURSE, [0.9, 0.8] * 15), year=YEAR) is None
+    assert f"iteration {step}/" in jump(log(losses, norms)).line
 
 
 def test_a_norm_confirms_a_jump_of_one_step():
     losses = [2.0] * 20 + [6.0] + [2.0] * 5
-    found = find_jump(log(losses, [0.9] * 20 + [float("inf")] + [0.9] * 5), year=YEAR)
-    assert found is not None
+    found = jump(log(losses, [0.9] * 20 + [float("inf")] + [0.9] * 5))
     assert found.recoverable_by is RecoverableBy.RETRY
 
 
@@ -147,9 +143,8 @@ def test_a_norm_confirms_a_jump_of_one_step():
 )
 def test_losses_are_read_in_each_trainers_format(line):
     text = "\n".join(line.format(loss) for loss in [2.0] * 20 + [6.0] * 10)
-    found = find_jump(text.replace("'grad_norm': 0.5", "'x': 1"), year=YEAR)
-    assert found is not None
-    assert found.line == text.replace("'grad_norm': 0.5", "'x': 1").splitlines()[20]
+    text = text.replace("'grad_norm': 0.5", "'x': 1")
+    assert jump(text).line == text.splitlines()[20]
 
 
 def test_a_loss_scale_is_no_loss():
@@ -163,8 +158,7 @@ def test_a_loss_scale_is_no_loss():
      "All distributed processes registered. Starting with 8 processes"],
 )  # fmt: skip
 def test_a_log_that_ends_where_it_waits_hangs(last):
-    found = find_wait(f"loading\n{last}\n-----\n\n", year=YEAR)
-    assert found is not None
+    found = not_none(find_wait(f"loading\n{last}\n-----\n\n", year=YEAR))
     assert (found.fault_class, found.line) == (FaultClass.HANG, last)
     assert find_wait(f"{last}\nloaded\n", year=YEAR) is None
 
@@ -177,8 +171,7 @@ def steps(count: int = 5, *, every_s: float = 10, more: str = "") -> str:
 
 def test_a_run_that_prints_for_half_an_hour_without_a_step_stalls():
     text = steps() + "".join(stamped(60 * n, "heartbeat sent") for n in range(1, 41))
-    found = find_stall(text, year=YEAR)
-    assert found is not None
+    found = not_none(find_stall(text, year=YEAR))
     assert (found.fault_class, found.role) == (FaultClass.HANG, Role.SYMPTOM)
     assert found.seen_s == STARTED_S + 2400
     assert found.line.endswith("heartbeat sent")
@@ -235,8 +228,7 @@ def frame(text: str) -> str | None:
 
 
 def test_py_spy_shows_where_the_main_thread_is_outside_the_standard_library():
-    found = find_stacks(PY_SPY, year=2026)
-    assert found is not None
+    found = not_none(find_stacks(PY_SPY, year=2026))
     assert (found.fault_class, found.role) == (FaultClass.HANG, Role.SYMPTOM)
     assert found.line == "    barrier (torch/distributed/distributed_c10d.py:3683)"
     assert PY_SPY[found.offset :].startswith(found.line)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.values import not_none
+from training.diagnosis.cause import Diagnosis
 from training.diagnosis.scan import scan_text
 from training.diagnosis.sources import Case, context_of, diagnose_files, files_of, read_scan
 from training.errors import InputError
@@ -36,6 +38,10 @@ def write(folder: Path, **texts: str) -> Path:
 
 def case_of(path: Path) -> Case:
     return diagnose_files(str(path), files_of(path), at_s=AT_S, year=YEAR)
+
+
+def diagnosis_of(path: Path) -> Diagnosis:
+    return not_none(case_of(path).diagnosis)
 
 
 @pytest.mark.parametrize(
@@ -74,24 +80,21 @@ def test_a_folder_is_one_attempt(tmp_path):
         **{"node-1__rank_11.log": FAILED},
     )
     case = case_of(folder)
-    assert case.diagnosis is not None
-    assert case.diagnosis.source == "node-1/rank_11.log"
-    fault = case.diagnosis.fault
+    found = not_none(case.diagnosis)
+    assert found.source == "node-1/rank_11.log"
+    fault = found.fault
     assert (fault.evidence, fault.rank, fault.node) == (TYPE_ERROR, 11, "node-1")
     assert len(case.readings) == 16
 
 
 def test_a_folder_with_one_log_shows_as_much_as_one_with_many(tmp_path):
-    case = case_of(write(tmp_path, **{"node-1__rank_11.log": FAILED}))
-    assert case.diagnosis is not None
-    assert case.diagnosis.source == "node-1/rank_11.log"
-    assert case.diagnosis.fault.node == "node-1"
+    found = diagnosis_of(write(tmp_path, **{"node-1__rank_11.log": FAILED}))
+    assert (found.source, found.fault.node) == ("node-1/rank_11.log", "node-1")
 
 
 def test_a_file_that_is_named_itself_is_its_own_name(tmp_path):
-    case = case_of(write(tmp_path, **{"rank_3.log": FAILED}) / "rank_3.log")
-    assert case.diagnosis is not None
-    assert (case.diagnosis.source, case.diagnosis.fault.rank) == ("rank_3.log", 3)
+    found = diagnosis_of(write(tmp_path, **{"rank_3.log": FAILED}) / "rank_3.log")
+    assert (found.source, found.fault.rank) == ("rank_3.log", 3)
 
 
 def test_clocks_of_nodes_are_merged_before_the_first_cause_is_chosen(tmp_path):
@@ -109,10 +112,8 @@ def test_clocks_of_nodes_are_merged_before_the_first_cause_is_chosen(tmp_path):
             "node-2.log": log(ahead_s=300, failed_s=95, line=FAILED.replace("Type", "Key")),
         },
     )
-    case = case_of(folder)
-    assert case.diagnosis is not None
-    assert case.diagnosis.source == "node-2.log"
-    assert case.diagnosis.fault.at_s == 1_780_000_095
+    found = diagnosis_of(folder)
+    assert (found.source, found.fault.at_s) == ("node-2.log", 1_780_000_095)
 
 
 def test_a_healthy_attempt_has_no_diagnosis_but_its_readings(tmp_path):
@@ -125,25 +126,20 @@ def test_a_healthy_attempt_has_no_diagnosis_but_its_readings(tmp_path):
 def test_a_run_whose_loss_jumps_is_diagnosed_with_the_line(tmp_path):
     losses = [2.0] * 20 + [7.0] * 5
     lines = [f"iteration {n}/ 100 | lm loss: {loss}\n" for n, loss in enumerate(losses)]
-    case = case_of(write(tmp_path, a="".join(lines)))
-    assert case.diagnosis is not None
-    assert case.diagnosis.fault.fault_class is FaultClass.NUMERIC_ANOMALY
-    assert case.diagnosis.fault.evidence == lines[20].strip()
+    fault = diagnosis_of(write(tmp_path, a="".join(lines))).fault
+    assert fault.fault_class is FaultClass.NUMERIC_ANOMALY
+    assert fault.evidence == lines[20].strip()
 
 
 def test_a_stack_dump_alone_is_a_hang(tmp_path):
     text = 'Thread 1 (idle): "MainThread"\n    synchronize (torch/npu/streams.py:12)\n'
-    case = case_of(write(tmp_path, a=text))
-    assert case.diagnosis is not None
-    assert case.diagnosis.fault.fault_class is FaultClass.HANG
+    assert diagnosis_of(write(tmp_path, a=text)).fault.fault_class is FaultClass.HANG
 
 
 def test_a_compressed_log_is_read_whatever_its_name(tmp_path):
     for name in ("train.log.gz", "train.log"):
         (tmp_path / name).write_bytes(gzip.compress(FAILED.encode()))
-        case = case_of(tmp_path / name)
-        assert case.diagnosis is not None
-        assert case.diagnosis.fault.evidence == TYPE_ERROR
+        assert diagnosis_of(tmp_path / name).fault.evidence == TYPE_ERROR
         assert context_of(tmp_path / name, TYPE_ERROR, radius=1) == ["    f()", TYPE_ERROR]
 
 
@@ -154,11 +150,9 @@ def test_a_log_in_utf_16_is_read_as_text(tmp_path, encoding, pack):
     text = mark + "époque 1\r\n" * 200_000 + FAILED
     file = tmp_path / "train.log"
     file.write_bytes(pack(text.encode(encoding)))
-    case = case_of(file)
-    assert case.diagnosis is not None
-    assert case.diagnosis.fault.evidence == TYPE_ERROR
-    near = case.diagnosis.offset
-    assert context_of(file, TYPE_ERROR, radius=1, near=near) == ["    f()", TYPE_ERROR]
+    found = diagnosis_of(file)
+    assert found.fault.evidence == TYPE_ERROR
+    assert context_of(file, TYPE_ERROR, radius=1, near=found.offset) == ["    f()", TYPE_ERROR]
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped"])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
+from tests.unit.journal.histories import began, ended, placed, seen, started, stepped
 from training.drill.campaign import (
     FIRST_STEP,
     POINTS,
@@ -20,9 +19,6 @@ from training.drill.job import NUM_RANKS, drill_job
 from training.errors import InputError
 from training.injection.outside import Kill, Victim
 from training.journal.history import RunHistory, replay
-from training.journal.records import AnyRecord, AttemptStarted, EventSeen, FirstStep, Placed
-from training.recovery.decision import Decision
-from training.recovery.events import RecoveryBegan, RecoveryEnded
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.rungs import Rung
 from training.specs.drill import DrillFault, DrillKind, DrillPoint
@@ -124,7 +120,6 @@ def test_a_file_that_is_no_campaign_is_refused_in_one_line(tmp_path, text, probl
     assert "\n" not in str(refused.value)
 
 
-EPOCH = 1
 FAULT = Fault(fault_class=FaultClass.LINK_DOWN, at_s=3.0, evidence="gloo")
 
 
@@ -136,25 +131,10 @@ def history(
     *, rung: Rung = Rung.STEP_RETRY, goes_on_from: int | None = None, restarted_from: int = 0
 ) -> RunHistory:
     """A run with one recovery inside its processes, and then perhaps a restart."""
-    one: dict[str, Any] = {"placement": 1, "attempt": 1, "epoch": EPOCH}
-    two = {**one, "attempt": 2}
-    events = (
-        RecoveryBegan(
-            at_s=3.0, number=1, generation=1, fault=FAULT, decision=Decision(rung, None, "r")
-        ),
-        RecoveryEnded(at_s=4.0, number=1, generation=2, succeeded=True, step=goes_on_from),
-    )
-    records: list[AnyRecord] = [
-        Placed(at_s=1.0, placement=1, members=(), avoid=(), epoch=EPOCH),
-        AttemptStarted(at_s=2.0, from_step=0, **one),
-        *(EventSeen(at_s=event.at_s, event=event, **one) for event in events),
-    ]
+    events = (began(1, rung, FAULT), ended(1, goes_on_from))
+    records = [placed(num_nodes=0), started(1, 0), *seen(*events)]
     if restarted_from:
-        first = restarted_from + 1
-        records += [
-            AttemptStarted(at_s=5.0, from_step=restarted_from, **two),
-            FirstStep(at_s=6.0, step=first, stepped_s=6.0, **two),
-        ]
+        records += [started(2, restarted_from), stepped(2, restarted_from + 1, 6.0)]
     return replay(records)
 
 

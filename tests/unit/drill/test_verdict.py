@@ -7,24 +7,24 @@ from typing import Any
 
 import pytest
 
+from tests.unit.journal.histories import (
+    began,
+    decided,
+    ended,
+    over,
+    placed,
+    seen,
+    started,
+    stepped,
+)
 from training.drill.driver import Pauser, RunOutcome
 from training.drill.job import drill_job
 from training.drill.table import Drill, Expected
 from training.drill.verdict import DrillOutcome, differences, judge, recovered
 from training.journal.events import LedgerEvent
 from training.journal.history import RunHistory, replay
-from training.journal.records import (
-    AnyRecord,
-    AttemptEnded,
-    AttemptStarted,
-    Decided,
-    EventSeen,
-    FirstStep,
-    Member,
-    Placed,
-)
-from training.recovery.decision import Decision
-from training.recovery.events import LastSave, PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
+from training.journal.records import AnyRecord
+from training.recovery.events import LastSave, PauseBegan, PauseEnded, RecoveryEnded
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.rungs import Rung
 from training.specs.drill import DrillFault, DrillKind
@@ -34,55 +34,30 @@ CURVE = {step: (4.0 - step / 10, 1.0) for step in range(1, 7)}
 FAULT_AT_S = 100.0
 KILL = DrillFault(kind=DrillKind.KILL, rank=1, step=4)
 DRILL = Drill("one", "SIGKILL of rank 1", Expected((Rung.PROCESS_REPLACE,)), faults=(KILL,))
-E_: dict[str, Any] = {"epoch": 1}
-KEY: dict[str, Any] = {"placement": 1, "attempt": 1, "epoch": 1}
 FAULT = Fault(fault_class=FaultClass.NATIVE_CRASH, at_s=FAULT_AT_S + 0.5, evidence="killed")
 
 
-def began(rung: Rung, number: int = 1) -> RecoveryBegan:
-    return RecoveryBegan(
-        at_s=FAULT_AT_S + 0.6,
-        number=number,
-        generation=1,
-        fault=FAULT,
-        decision=Decision(rung, None, "r"),
-    )
+BEGAN = began(1, Rung.PROCESS_REPLACE, FAULT)
 
 
-def ended(number: int = 1, *, succeeded: bool = True, steps_lost: int = 0) -> RecoveryEnded:
-    return RecoveryEnded(
-        at_s=FAULT_AT_S + 2.0,
-        number=number,
-        generation=2,
-        succeeded=succeeded,
-        step=3,
-        steps_lost=steps_lost,
-    )
+def end(**changes: Any) -> RecoveryEnded:
+    return ended(1, 3, at_s=FAULT_AT_S + 2.0, **changes)
 
 
 def attempt(*events: LedgerEvent) -> list[AnyRecord]:
-    members = (Member(index=0, node="node-0", schedule_cnt=1),)
-    return [
-        Placed(at_s=1.0, placement=1, members=members, avoid=(), **E_),
-        AttemptStarted(at_s=2.0, from_step=0, **KEY),
-        *(EventSeen(at_s=event.at_s, event=event, **KEY) for event in events),
-    ]
+    return [placed(num_nodes=1, at_s=1.0), started(1, 0, at_s=2.0), *seen(*events)]
 
 
 def restarted(*events: LedgerEvent, to_step: int, from_step: int) -> RunHistory:
-    second = {**KEY, "attempt": 2}
     return replay(
         [
             *attempt(*events),
-            AttemptEnded(
-                at_s=101.0, outcome="failed", to_step=to_step, proc_start_cnt={},
-                fault=FAULT, duration_s=99.0, **KEY,
-            ),
-            Decided(at_s=101.0, decision=Decision(Rung.IN_PLACE_RESTART, None, "r"), **KEY),
-            AttemptStarted(at_s=102.0, from_step=from_step, **second),
-            FirstStep(at_s=108.1, step=from_step + 1, stepped_s=108.0, **second),
+            over(1, at_s=101.0, to_step=to_step, fault=FAULT, duration_s=99.0),
+            decided(),
+            started(2, from_step, at_s=102.0),
+            stepped(2, from_step + 1, 108.0),
         ]
-    )  # fmt: skip
+    )
 
 
 def outcome_of(history: RunHistory, **changes: Any) -> RunOutcome:
@@ -97,7 +72,7 @@ def outcome_of(history: RunHistory, **changes: Any) -> RunOutcome:
     return replace(one, **changes)
 
 
-RECOVERED = replay(attempt(began(Rung.PROCESS_REPLACE), ended()))
+RECOVERED = replay(attempt(BEGAN, end()))
 UNDISTURBED = outcome_of(replay(attempt()), fired_s={})
 
 
@@ -146,7 +121,7 @@ def test_a_fault_without_a_recovery_is_a_problem(tmp_path):
 
 
 def test_a_failed_recovery_does_not_count_and_the_rung_after_it_does():
-    history = restarted(began(Rung.PROCESS_REPLACE), ended(succeeded=False), to_step=3, from_step=2)
+    history = restarted(BEGAN, end(succeeded=False), to_step=3, from_step=2)
     (one,) = recovered(history)
     assert one.rung is Rung.IN_PLACE_RESTART
     assert (one.noticed_at_s, one.trains_at_s) == (FAULT_AT_S + 0.5, 108.0)

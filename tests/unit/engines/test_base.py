@@ -47,65 +47,57 @@ def test_a_first_placement_passes_over_nodes_to_be_avoided():
     assert plan(NODES, 2, previous=None, avoid={"node-0"}).nodes == ("node-1", "node-2")
 
 
-def test_a_new_placement_keeps_the_former_nodes_and_counts_every_member_up():
-    before = placement(4, ("node-3", 2), ("node-0", 1))
-    assert plan(NODES, 2, previous=before, avoid=()) == placement(5, ("node-3", 3), ("node-0", 2))
+TWO = placement(1, ("node-0", 1), ("node-1", 1))
+THREE = placement(1, ("node-0", 1), ("node-1", 1), ("node-2", 3))
 
 
-def test_avoided_nodes_are_replaced_by_spares_in_order_where_they_stood():
-    before = placement(1, ("node-0", 1), ("node-1", 1), ("node-2", 3))
-    after = plan(NODES, 3, previous=before, avoid={"node-0", "node-2"})
-    assert after == placement(2, ("node-3", 2), ("node-1", 2), ("node-4", 4))
-
-
-def test_a_node_that_is_to_be_avoided_is_no_spare():
-    before = placement(1, ("node-0", 1), ("node-1", 1))
-    assert plan(NODES, 2, previous=before, avoid={"node-1", "node-2"}).nodes == ("node-0", "node-3")
-
-
-def test_a_node_is_taken_back_once_it_is_no_longer_avoided():
-    before = placement(2, ("node-2", 2), ("node-1", 2))
-    assert plan(NODES[:3], 2, previous=before, avoid={"node-2"}).nodes == ("node-0", "node-1")
+@pytest.mark.parametrize(
+    ("nodes", "before", "avoid", "after"),
+    [
+        (NODES, placement(4, ("node-3", 2), ("node-0", 1)), (),
+         placement(5, ("node-3", 3), ("node-0", 2))),
+        (NODES, THREE, {"node-0", "node-2"},
+         placement(2, ("node-3", 2), ("node-1", 2), ("node-4", 4))),
+        (NODES, TWO, {"node-1", "node-2"}, placement(2, ("node-0", 2), ("node-3", 2))),
+        (NODES[:3], placement(2, ("node-2", 2), ("node-1", 2)), {"node-2"},
+         placement(3, ("node-0", 3), ("node-1", 3))),
+    ],
+    ids=["keeps the former nodes", "spares in order in the places of avoided nodes",
+         "an avoided node is no spare", "a node that is no longer avoided"],
+)  # fmt: skip
+def test_a_new_placement_replaces_avoided_nodes_and_counts_every_member_up(
+    nodes, before, avoid, after
+):
+    assert plan(nodes, len(before.members), previous=before, avoid=avoid) == after
 
 
 def test_too_few_nodes_are_no_capacity_and_the_isolated_ones_are_named():
-    before = placement(1, ("node-0", 1), ("node-1", 1))
     with pytest.raises(NoCapacity, match=r"among 3 nodes; isolated: node-1, node-2$"):
-        plan(NODES[:3], 2, previous=before, avoid={"node-2", "node-1"})
+        plan(NODES[:3], 2, previous=TWO, avoid={"node-2", "node-1"})
     with pytest.raises(NoCapacity, match=r"among 1 nodes; isolated: none$"):
         plan(NODES[:1], 2, previous=None, avoid=())
 
 
-def test_a_replacement_moves_only_the_members_on_avoided_nodes():
-    before = placement(1, ("node-0", 1), ("node-1", 1), ("node-2", 1))
-    after, moved = plan_replacement(NODES, previous=before, avoid={"node-1"}, lost=())
-    assert after == placement(2, ("node-0", 1), ("node-3", 2), ("node-2", 1))
-    assert moved == (1,)
-
-
-def test_a_lost_container_on_a_node_that_is_not_avoided_comes_back_there():
-    before = placement(1, ("node-0", 1), ("node-1", 2))
-    after, moved = plan_replacement(NODES, previous=before, avoid=(), lost={"node-1"})
-    assert after == placement(2, ("node-0", 1), ("node-1", 3))
-    assert moved == (1,)
-
-
-def test_a_lost_node_that_is_avoided_is_replaced_by_a_spare():
-    before = placement(1, ("node-0", 1), ("node-1", 1))
-    after, moved = plan_replacement(NODES, previous=before, avoid=["node-0"], lost=["node-0"])
-    assert (after.nodes, moved) == (("node-2", "node-1"), (0,))
+@pytest.mark.parametrize(
+    ("before", "avoid", "lost", "members", "moved"),
+    [
+        (THREE, {"node-1"}, (), [("node-0", 1), ("node-3", 2), ("node-2", 3)], (1,)),
+        (TWO, (), {"node-1"}, [("node-0", 1), ("node-1", 2)], (1,)),
+        (TWO, ["node-0"], ["node-0"], [("node-2", 2), ("node-1", 1)], (0,)),
+        (TWO, {"node-4"}, (), [("node-0", 1), ("node-1", 1)], ()),
+    ],
+    ids=["on avoided nodes", "lost on a node that is not avoided", "lost and avoided", "none"],
+)
+def test_a_replacement_moves_only_the_members_that_are_avoided_or_lost(
+    before, avoid, lost, members, moved
+):
+    after = plan_replacement(NODES, previous=before, avoid=avoid, lost=lost)
+    assert after == (placement(2, *members), moved)
 
 
 def test_a_replacement_without_a_spare_is_no_capacity():
-    before = placement(1, ("node-0", 1), ("node-1", 1))
     with pytest.raises(NoCapacity, match="isolated: node-1"):
-        plan_replacement(NODES[:2], previous=before, avoid={"node-1"}, lost={"node-1"})
-
-
-def test_a_replacement_of_nothing_moves_nobody():
-    before = placement(1, ("node-0", 1), ("node-1", 1))
-    after, moved = plan_replacement(NODES, previous=before, avoid={"node-4"}, lost=())
-    assert (after.members, moved) == (before.members, ())
+        plan_replacement(NODES[:2], previous=TWO, avoid={"node-1"}, lost={"node-1"})
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
+from tests.values import not_none
 from training.health.hang import Activity, ActivityDetector, Inactivity
 
 QUIET_S = 600.0
@@ -35,34 +38,31 @@ def test_silence_with_idle_processors_is_a_hang_after_the_quiet_time():
 
 
 def test_processes_that_wait_by_spinning_are_a_hang_as_well():
-    found = judged(1000.0, cpu_s=lambda at_s: 8.0 * at_s)
-    assert found is not None
+    found = not_none(judged(1000.0, cpu_s=lambda at_s: 8.0 * at_s))
     assert found[1].cores == 8.0
 
 
-def test_output_is_a_sign_of_life():
-    assert judged(5000.0, log=lambda at_s: int(at_s / 500.0)) is None
-
-
-def test_input_and_output_of_the_processes_are_signs_of_life():
-    assert judged(5000.0, io=lambda at_s: int(at_s / 590.0)) is None
-
-
 def test_the_quiet_time_begins_with_the_last_sign_of_life():
-    found = judged(5000.0, log=lambda at_s: min(int(at_s), 1000))
-    assert found is not None
+    found = not_none(judged(5000.0, log=lambda at_s: min(int(at_s), 1000)))
     assert found[0] == 1000.0 + QUIET_S + PERIOD_S
 
 
-def test_processors_that_are_used_unevenly_compute():
-    uneven = judged(5000.0, cpu_s=lambda at_s: at_s + (at_s % 50.0 < 20.0) * 5.0)
-    assert uneven is None
+@pytest.mark.parametrize(
+    "signs",
+    [
+        {"log": lambda at_s: int(at_s / 500.0)},
+        {"io": lambda at_s: int(at_s / 590.0)},
+        {"cpu_s": lambda at_s: at_s + (at_s % 50.0 < 20.0) * 5.0},
+        {"use": lambda at_s: 90.0 if at_s % 40.0 < 20.0 else 30.0},
+    ],
+    ids=["output", "input and output of the processes", "uneven processors", "uneven devices"],
+)
+def test_output_and_uneven_use_are_signs_of_life(signs):
+    assert judged(5000.0, **signs) is None
 
 
-def test_devices_that_are_used_unevenly_compute():
-    assert judged(5000.0, use=lambda at_s: 90.0 if at_s % 40.0 < 20.0 else 30.0) is None
-    found = judged(5000.0, use=lambda _at_s: 100.0)
-    assert found is not None
+def test_devices_that_are_used_evenly_are_no_sign_of_life():
+    assert judged(5000.0, use=lambda _at_s: 100.0) is not None
 
 
 def test_a_first_reading_proves_nothing():

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.values import not_none
 from training.health.hang import MIN_LIMIT_S, WINDOW, Hang, HangDetector, SilenceLimits
 from training.health.heartbeat import Heartbeat, HeartbeatReader, HeartbeatWriter, Phase
 
@@ -37,23 +38,19 @@ def judge(detector: HangDetector, now_s: float, **beats: Heartbeat) -> Hang | No
     return detector.judge(by_rank, now_s=now_s, since_s=START_S)
 
 
-def test_the_limit_before_any_step_is_the_one_for_the_start():
-    assert HangDetector(SilenceLimits(START_LIMIT_S)).limit_s == START_LIMIT_S
-
-
-def test_the_limit_is_ten_times_the_median_step():
-    detector, _ = trained(10.0, 10.0, 20.0, 500.0, 11.0)
-    assert detector.limit_s == 110.0
-
-
-def test_the_limit_of_fast_steps_is_a_minute():
-    detector, _ = trained(*[0.2] * 20)
-    assert detector.limit_s == MIN_LIMIT_S == 60.0
-
-
-def test_the_limit_follows_the_newest_steps():
-    detector, _ = trained(*[100.0] * WINDOW, *[8.0] * WINDOW)
-    assert detector.limit_s == 80.0
+@pytest.mark.parametrize(
+    ("steps_s", "limit_s"),
+    [
+        ([10.0, 10.0, 20.0, 500.0, 11.0], 110.0),
+        ([0.2] * 20, MIN_LIMIT_S),
+        ([*[100.0] * WINDOW, *[8.0] * WINDOW], 80.0),
+    ],
+    ids=["ten times the median step", "a minute for fast steps", "of the newest steps"],
+)
+def test_the_limit_is_learned_from_the_steps(steps_s, limit_s):
+    assert HangDetector(SilenceLimits(START_LIMIT_S)).limit_s == START_LIMIT_S, "before any step"
+    assert trained(*steps_s)[0].limit_s == limit_s
+    assert MIN_LIMIT_S == 60.0
 
 
 def test_steps_between_two_readings_share_their_time():
@@ -78,10 +75,15 @@ def test_silence_is_a_hang_only_beyond_the_limit():
 
 def test_the_rank_that_is_silent_longest_is_named():
     detector, now_s = trained(*[0.5] * 5)
-    verdict = judge(
-        detector, now_s + 70, rank0=beat(6, now_s), rank1=beat(5, now_s - 1), rank2=beat(6, now_s)
+    verdict = not_none(
+        judge(
+            detector,
+            now_s + 70,
+            rank0=beat(6, now_s),
+            rank1=beat(5, now_s - 1),
+            rank2=beat(6, now_s),
+        )
     )
-    assert verdict is not None
     assert (verdict.local_rank, verdict.step) == (1, 5)
 
 
@@ -104,8 +106,7 @@ def test_the_first_step_gets_the_limit_for_the_start_though_the_job_gives_a_shor
     writer.beat(phase=Phase.RESTORE)
     writer.beat(phase=Phase.DATA, step=40)
     writer.beat(phase=Phase.STEP)
-    reading = HeartbeatReader.of(tmp_path, 0).read()
-    assert reading is not None
+    reading = not_none(HeartbeatReader.of(tmp_path, 0).read())
     detector = HangDetector(SilenceLimits(START_LIMIT_S, 5.0))
     restored_s = reading.beat_ns / 1e9
     for silent_s, hung in ((6, False), (START_LIMIT_S - 1, False), (START_LIMIT_S + 1, True)):
@@ -139,8 +140,7 @@ def test_a_phase_may_have_a_limit_of_its_own(phase, limit_s):
     limits = SilenceLimits(START_LIMIT_S, 5.0, save_s=900.0, restore_s=1200.0, evaluate_s=3600.0)
     detector, slow = HangDetector(limits), beat(6, START_S + 10, phase=phase)
     assert judge(detector, START_S + 10 + limit_s, rank0=slow) is None
-    verdict = judge(detector, START_S + 11 + limit_s, rank0=slow)
-    assert verdict is not None
+    verdict = not_none(judge(detector, START_S + 11 + limit_s, rank0=slow))
     assert (verdict.limit_s, verdict.phase) == (limit_s, phase)
 
 
@@ -156,8 +156,7 @@ def test_a_rank_that_has_ended_its_loop_has_the_longest_of_all_limits(phase):
     detector = HangDetector(limits)
     ended = beat(6, START_S, phase=phase)
     assert judge(detector, START_S + 39, rank0=ended) is None
-    found = judge(detector, START_S + 41, rank0=ended)
-    assert found is not None
+    found = not_none(judge(detector, START_S + 41, rank0=ended))
     assert (found.limit_s, found.phase) == (40.0, phase)
 
 
@@ -198,6 +197,5 @@ def test_a_rank_that_never_wrote_a_heartbeat_is_a_hang_after_the_start_limit():
     detector = HangDetector(SilenceLimits(START_LIMIT_S))
     soon_s, late_s = START_S + START_LIMIT_S - 1, START_S + START_LIMIT_S + 1
     assert detector.judge({}, mute={1: START_S}, now_s=soon_s, since_s=START_S) is None
-    found = detector.judge({}, mute={1: START_S}, now_s=late_s, since_s=START_S)
-    assert found is not None
+    found = not_none(detector.judge({}, mute={1: START_S}, now_s=late_s, since_s=START_S))
     assert (found.local_rank, found.phase, found.step) == (1, Phase.START, -1)

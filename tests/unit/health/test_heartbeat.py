@@ -11,12 +11,23 @@ import time
 
 import pytest
 
-from training.health.heartbeat import HeartbeatReader, HeartbeatWriter, Phase
+from tests.values import not_none
+from training.health.heartbeat import Heartbeat, HeartbeatReader, HeartbeatWriter, Phase
 
 
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "attempt" / "heartbeat-0"
+
+
+@pytest.fixture
+def writer(path):
+    return HeartbeatWriter(path)
+
+
+def read(path) -> Heartbeat:
+    """What a new reader finds."""
+    return not_none(HeartbeatReader(path).read())
 
 
 def tear(path) -> None:
@@ -38,8 +49,7 @@ def test_what_is_written_is_read(path):
     writer.leave_collective()
     writer.voted(9_000)
     writer.enter_collective("barrier in world")
-    beat = HeartbeatReader(path).read()
-    assert beat is not None
+    beat = read(path)
     assert (beat.pid, beat.phase, beat.step) == (os.getpid(), Phase.STEP, 41)
     assert (beat.generation, beat.entered, beat.left) == (0, 3, 2)
     assert (beat.data_ns, beat.latency_ns) == (500, 9_000)
@@ -49,55 +59,45 @@ def test_what_is_written_is_read(path):
     assert before_ns < beat.stepped_ns <= beat.beat_ns <= time.monotonic_ns()
 
 
-def test_collectives_are_counted_from_one_completed_step_to_the_next(path):
-    writer = HeartbeatWriter(path)
+def test_collectives_are_counted_from_one_completed_step_to_the_next(path, writer):
     writer.beat(step=6)
     writer.enter_collective("allreduce in world")
     writer.beat(step=7)
     writer.leave_collective()
-    beat = HeartbeatReader(path).read()
-    assert beat is not None
+    beat = read(path)
     assert (beat.entered, beat.left) == (0, 0)
 
 
-def test_the_end_of_a_collective_is_no_sign_that_the_training_thread_lives(path):
-    writer = HeartbeatWriter(path)
+def test_the_end_of_a_collective_is_no_sign_that_the_training_thread_lives(path, writer):
     writer.enter_collective("allreduce in world")
-    entered = HeartbeatReader(path).read()
+    entered = read(path)
     writer.leave_collective()
-    left = HeartbeatReader(path).read()
-    assert entered is not None
-    assert left is not None
+    left = read(path)
     assert left.beat_ns == entered.beat_ns
     assert entered.is_in_collective
     assert not left.is_in_collective
 
 
-def test_collectives_that_overlap_are_waited_for_once(path):
-    writer = HeartbeatWriter(path)
+def test_collectives_that_overlap_are_waited_for_once(path, writer):
     before_ns = time.monotonic_ns()
     writer.enter_collective("allreduce in world")
     writer.enter_collective("allreduce in world")
     writer.leave_collective()
-    open_ = HeartbeatReader(path).read()
+    open_ = read(path)
     writer.leave_collective()
-    ended = HeartbeatReader(path).read()
-    assert open_ is not None
-    assert ended is not None
+    ended = read(path)
     assert open_.waited_ns == 0
     assert 0 < ended.waited_ns <= time.monotonic_ns() - before_ns
 
 
 def test_a_name_that_is_too_long_or_no_ascii_is_cut_and_replaced(path):
     HeartbeatWriter(path).transfer("send in gr\u00fcn" + "x" * 100)
-    beat = HeartbeatReader(path).read()
-    assert beat is not None
+    beat = read(path)
     assert beat.operation.startswith("send in gr?n")
     assert len(beat.operation) == 48
 
 
-def test_threads_that_write_at_once_leave_whole_records(path):
-    writer = HeartbeatWriter(path)
+def test_threads_that_write_at_once_leave_whole_records(path, writer):
     reader = HeartbeatReader(path)
     assert reader.read() is not None  # from here on it has a whole record to fall back on
     seen = []
@@ -112,36 +112,29 @@ def test_threads_that_write_at_once_leave_whole_records(path):
         thread.start()
     while any(thread.is_alive() for thread in threads):
         seen.append(reader.read())
-    last = reader.read()
-    assert last is not None
+    last = not_none(reader.read())
     assert (last.entered, last.left) == (9000, 9000)
     assert all(one is not None and one.left <= one.entered for one in seen)
 
 
 def test_a_writer_beats_as_soon_as_it_is_made(path):
     HeartbeatWriter(path)
-    beat = HeartbeatReader(path).read()
-    assert beat is not None
+    beat = read(path)
     assert (beat.phase, beat.step, beat.stepped_ns) == (Phase.START, -1, 0)
 
 
-def test_restoring_a_step_is_not_completing_one(path):
-    writer = HeartbeatWriter(path)
+def test_restoring_a_step_is_not_completing_one(path, writer):
     writer.beat(phase=Phase.DATA, step=40)
-    restored = HeartbeatReader(path).read()
-    assert restored is not None
+    restored = read(path)
     assert (restored.step, restored.stepped_ns) == (40, 0)
 
 
-def test_a_beat_without_a_new_step_moves_the_beat_alone(path):
-    writer = HeartbeatWriter(path)
+def test_a_beat_without_a_new_step_moves_the_beat_alone(path, writer):
     writer.beat(step=6)
     writer.beat(step=7)
-    first = HeartbeatReader(path).read()
+    first = read(path)
     writer.beat(step=7)
-    second = HeartbeatReader(path).read()
-    assert first is not None
-    assert second is not None
+    second = read(path)
     assert second.stepped_ns == first.stepped_ns > 0
     assert second.beat_ns > first.beat_ns
 
@@ -158,8 +151,7 @@ def test_a_reader_before_the_writer_sees_nothing_then_the_first_record(path):
     assert reader.read() is not None
 
 
-def test_a_torn_record_keeps_the_last_whole_one(path):
-    writer = HeartbeatWriter(path)
+def test_a_torn_record_keeps_the_last_whole_one(path, writer):
     writer.beat(phase=Phase.STEP, step=9)
     reader = HeartbeatReader(path)
     whole = reader.read()
@@ -167,8 +159,7 @@ def test_a_torn_record_keeps_the_last_whole_one(path):
     assert reader.read() == whole
     assert HeartbeatReader(path).read() is None
     writer.beat(step=10)
-    after = reader.read()
-    assert after is not None
+    after = not_none(reader.read())
     assert (after.pid, after.step) == (os.getpid(), 10)
 
 
@@ -189,8 +180,7 @@ def test_the_record_of_a_killed_writer_stays_readable(path):
     )
     killed = subprocess.Popen([sys.executable, "-c", code, str(path)])
     assert killed.wait() == -9
-    beat = HeartbeatReader(path).read()
-    assert beat is not None
+    beat = read(path)
     assert (beat.pid, beat.phase, beat.step) == (killed.pid, Phase.SAVE, 12)
 
 
@@ -205,6 +195,5 @@ def test_the_cost_of_a_beat_is_printed(path):
     for step in range(count):
         writer.beat(step=step)
     print(f"one beat: {(time.perf_counter() - before_s) / count * 1e6:.2f} us")
-    beat = HeartbeatReader(path).read()
-    assert beat is not None
+    beat = read(path)
     assert beat.step == count - 1

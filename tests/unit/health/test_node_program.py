@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +22,15 @@ def job(tmp_path):
         engine={"nodes": 1, "slots_per_node": 2},
         preflight={"burn_in_s": 0.0, "timeout_s": 100},
     )
+
+
+def task_of(job: str, folder: Path, *, is_new: bool = False, **changes: Any) -> NodeTask:
+    """The check of a node with one slot, whose gang is that node alone."""
+    fields: dict[str, Any] = {"world_size": 1, "gang_host": None, **changes}
+    return NodeTask(
+        job=job, node="node-0", folder=str(folder), node_folder=None, slots=1, first_rank=0,
+        is_new=is_new, timeout_s=60.0, **fields,
+    )  # fmt: skip
 
 
 def test_this_machine_is_checked_as_a_node_with_a_gang_of_processes(job):
@@ -50,19 +61,8 @@ def test_this_machine_is_checked_as_a_node_with_a_gang_of_processes(job):
 
 def test_a_rank_that_does_not_come_is_named_by_the_others(job, tmp_path):
     hurried = job.preflight.model_copy(update={"timeout_s": 21.0})
-    task = NodeTask(
-        job=job.model_copy(update={"preflight": hurried}).model_dump_json(),
-        node="node-0",
-        folder=str(tmp_path),
-        node_folder=None,
-        slots=1,
-        first_rank=0,
-        world_size=2,
-        is_new=False,
-        gang_host="127.0.0.1",
-        gang_port=0,
-        timeout_s=60.0,
-    )
+    document = job.model_copy(update={"preflight": hurried}).model_dump_json()
+    task = task_of(document, tmp_path, world_size=2, gang_host="127.0.0.1", gang_port=0)
     joined, reduced = NodeProgram().run(task, os.environ)
     assert (joined.name, joined.outcome) == ("join", CheckOutcome.OK)
     assert reduced.outcome is CheckOutcome.WARNING
@@ -70,19 +70,7 @@ def test_a_rank_that_does_not_come_is_named_by_the_others(job, tmp_path):
 
 
 def test_a_program_that_gives_no_result_is_a_failed_check(job, tmp_path):
-    task = NodeTask(
-        job="{}",
-        node="node-0",
-        folder=str(tmp_path),
-        node_folder=None,
-        slots=1,
-        first_rank=0,
-        world_size=1,
-        is_new=True,
-        gang_host=None,
-        timeout_s=60.0,
-    )
-    (check,) = NodeProgram().run(task, os.environ)
+    (check,) = NodeProgram().run(task_of("{}", tmp_path, is_new=True), os.environ)
     assert (check.node, check.outcome) == ("node-0", CheckOutcome.FAILED)
     assert check.seen == "the program ended with exit code 1 and no result"
 

@@ -131,41 +131,41 @@ def steps(losses: Sequence[float] = (), times: Sequence[float] = ()) -> list[Hea
     return [one.point for one in found]
 
 
-def test_a_loss_that_jumps_raises_an_alert():
-    assert steps(losses=[3.0] * 20 + [6.5]) == [HealthPoint.LOSS_ABNORMAL]
+WAVERING = [0.05, 0.2, 0.1, 0.07, 0.22, 0.12] * 10  # of a run that knows its text by heart
 
 
-@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
-def test_a_loss_that_is_no_number_raises_an_alert_from_the_first_step_on(loss):
-    assert steps(losses=[loss]) == [HealthPoint.LOSS_ABNORMAL]
+@pytest.mark.parametrize(
+    ("losses", "is_abnormal"),
+    [
+        ([3.0] * 20 + [6.5], True),
+        ([float("nan")], True),
+        ([float("inf")], True),
+        ([*WAVERING, 0.29], False),
+        ([*WAVERING, 1.5], True),
+        ([10.0 / (1 + n / 10) + n % 3 for n in range(100)], False),
+    ],
+    ids=["jumps", "nan from the first step on", "inf from the first step on",
+         "small and wavers by more than its mean", "small and jumps", "falls and wavers"],
+)  # fmt: skip
+def test_a_loss_that_jumps_or_is_no_number_raises_an_alert(losses, is_abnormal):
+    assert steps(losses=losses) == [HealthPoint.LOSS_ABNORMAL] * is_abnormal
 
 
-def test_a_small_loss_may_waver_by_more_than_its_mean():
-    # Of a run that has learned its text by heart.
-    wavering = [0.05, 0.2, 0.1, 0.07, 0.22, 0.12] * 10
-    assert steps(losses=[*wavering, 0.29]) == []
-    assert steps(losses=[*wavering, 1.5]) == [HealthPoint.LOSS_ABNORMAL]
-
-
-def test_a_loss_that_falls_and_wavers_raises_no_alert():
-    assert steps(losses=[10.0 / (1 + n / 10) + n % 3 for n in range(100)]) == []
-
-
-def test_steps_that_get_slow_raise_an_alert_and_one_slow_step_is_not():
-    assert steps(times=[1.0] * 30 + [9.0] + [1.0] * 30) == []
-    assert steps(times=[1.0] * 30 + [2.6] * 15) == []
-    assert steps(times=[1.0] * 30 + [2.6] * 25) == [HealthPoint.STEP_SLOW]
-    assert steps(times=[30.0] * 30 + [70.0] * 2) == []
-    assert steps(times=[30.0] * 30 + [70.0] * 5) == [HealthPoint.STEP_SLOW]
-
-
-def test_many_short_steps_of_one_slow_moment_are_no_trend():
-    assert steps(times=[0.1] * 300 + [0.5] * 50 + [0.1] * 300) == []
-    assert steps(times=[0.1] * 300 + [0.5] * 130) == [HealthPoint.STEP_SLOW]
-
-
-def test_a_slow_start_is_no_standard_of_comparison():
-    assert steps(times=[30.0] + [1.0] * 60) == []
+@pytest.mark.parametrize(
+    ("times", "is_slow"),
+    [
+        ([1.0] * 30 + [9.0] + [1.0] * 30, False),
+        ([1.0] * 30 + [2.6] * 15, False),
+        ([1.0] * 30 + [2.6] * 25, True),
+        ([30.0] * 30 + [70.0] * 2, False),
+        ([30.0] * 30 + [70.0] * 5, True),
+        ([0.1] * 300 + [0.5] * 50 + [0.1] * 300, False),  # many short steps of one slow moment
+        ([0.1] * 300 + [0.5] * 130, True),
+        ([30.0] + [1.0] * 60, False),  # a slow start is no standard of comparison
+    ],
+)
+def test_steps_that_get_slow_raise_an_alert_and_one_slow_moment_does_not(times, is_slow):
+    assert steps(times=times) == [HealthPoint.STEP_SLOW] * is_slow
 
 
 def test_the_latency_is_that_of_the_rank_that_came_last():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.health.driver_tools import SAMPLES
+from tests.values import not_none
 from training.health.sources.hccn import (
     parse_counters,
     parse_link,
@@ -159,8 +160,7 @@ def test_every_counter_of_a_port_is_read():
     [("hccn-link-stat.txt", 2, False), ("hccn-link-stat-device.txt", 1, True)],
 )
 def test_the_record_of_a_link_counts_its_losses(name, losses, newest):
-    history = parse_link_history(sample(name))
-    assert history is not None
+    history = not_none(parse_link_history(sample(name)))
     assert (history.up_count, history.num_losses, history.changes[0][1]) == (2, losses, newest)
 
 

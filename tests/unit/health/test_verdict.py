@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from training.health.verdict import verdict_of
 from training.wire.node import Check, CheckOutcome
 
@@ -13,44 +15,35 @@ def check(node, outcome=CheckOutcome.OK, name="devices", **more):
 FAILED = CheckOutcome.FAILED
 
 
-def test_nothing_failed_nothing_refused():
-    verdict = verdict_of([check("a"), check("b"), check("b", CheckOutcome.WARNING, "disk")])
-    assert (verdict.refused, verdict.common) == ({}, ())
-
-
-def test_a_check_that_fails_on_some_nodes_counts_against_them():
-    verdict = verdict_of([check("a"), check("b", FAILED, seen="Alarm"), check("c")])
-    assert (verdict.refused, verdict.common) == ({"b": "devices: Alarm"}, ())
-
-
-def test_a_check_that_fails_everywhere_counts_against_what_they_share():
-    verdict = verdict_of([check("a", FAILED, "store"), check("b", FAILED, "store")])
-    assert (verdict.refused, verdict.common) == ({}, ("store: store",))
-
-
-def test_the_only_node_that_was_checked_is_refused():
-    checks = [check("a", CheckOutcome.SKIPPED), check("b", FAILED)]
-    assert verdict_of(checks).refused == {"b": "devices: devices"}
-
-
-def test_a_store_that_fails_the_only_node_that_was_checked_counts_against_the_store():
-    verdict = verdict_of([check("b", FAILED, "store"), check("b")])
-    assert (verdict.refused, verdict.common) == ({}, ("store: store",))
-
-
-def test_a_rank_that_does_not_join_is_refused_and_the_others_are_not():
-    checks = [
-        check("a", name="join"),
-        check("a", CheckOutcome.WARNING, "all_reduce"),
-        check("b", FAILED, "join"),
-    ]
-    assert verdict_of(checks).refused == {"b": "join: join"}
-
-
-def test_when_most_do_not_reach_the_first_node_no_node_is_refused():
-    checks = [check("a", name="join"), *[check(n, FAILED, "join") for n in "bc"]]
+@pytest.mark.parametrize(
+    ("checks", "refused", "common"),
+    [
+        ([check("a"), check("b"), check("b", CheckOutcome.WARNING, "disk")], {}, ()),
+        ([check("a"), check("b", FAILED, seen="Alarm"), check("c")], {"b": "devices: Alarm"}, ()),
+        ([check(n, FAILED, "store") for n in "ab"], {}, ("store: store",)),
+        ([check("a", CheckOutcome.SKIPPED), check("b", FAILED)], {"b": "devices: devices"}, ()),
+        ([check("b", FAILED, "store"), check("b")], {}, ("store: store",)),
+        (
+            [
+                check("a", name="join"),
+                check("a", CheckOutcome.WARNING, "all_reduce"),
+                check("b", FAILED, "join"),
+            ],
+            {"b": "join: join"},
+            (),
+        ),
+        ([check("a", name="join"), *[check(n, FAILED, "join") for n in "bc"]], {}, ("join: join",)),
+    ],
+    ids=[
+        "nothing failed", "failed on some nodes", "failed on every node", "the only node checked",
+        "the store, seen from one node", "a rank that does not join", "most ranks do not join",
+    ],
+)  # fmt: skip
+def test_a_failed_check_counts_against_its_node_or_against_what_the_nodes_share(
+    checks, refused, common
+):
     verdict = verdict_of(checks)
-    assert (verdict.refused, verdict.common) == ({}, ("join: join",))
+    assert (verdict.refused, verdict.common) == (refused, common)
 
 
 def test_an_all_reduce_that_fails_for_half_or_more_is_no_single_nodes_fault():

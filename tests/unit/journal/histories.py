@@ -1,6 +1,8 @@
-"""Notes of a coordinator and the history they make, for tests of what people are shown."""
+"""Records and events of runs, from which tests of what is shown of a run make its history."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from training.journal.events import (
     AlertCleared,
@@ -16,6 +18,7 @@ from training.journal.records import (
     AttemptStarted,
     Decided,
     EventSeen,
+    FirstStep,
     Member,
     Placed,
     RunCreated,
@@ -27,8 +30,7 @@ from training.recovery.events import RecoveryEnded as Ended
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.rungs import Rung
 
-NOW = {"at_s": 0.0, "epoch": 1}
-KEY = {"placement": 1, "attempt": 1}
+NOW: dict[str, Any] = {"at_s": 0.0, "epoch": 1}
 LINK = Fault(
     fault_class=FaultClass.LINK_DOWN, at_s=10.0, evidence="EI0006", node="node-1",
     rank=3, step=14,
@@ -37,22 +39,30 @@ CRASH = Fault(
     fault_class=FaultClass.NATIVE_CRASH, at_s=30.0, evidence="SIGKILL", node="node-0", rank=1,
     step=40,
 )  # fmt: skip
-LINK_BEGAN = RecoveryBegan(
-    at_s=10.0,
-    number=1,
-    generation=1,
-    fault=LINK,
-    decision=Decision(Rung.STEP_RETRY, None, "link_down is recovered"),
-)
-LINK_MENDED = Ended(
-    at_s=10.6, number=1, generation=2, succeeded=True, step=14, repaired=(3,), duration_s=0.625
-)
+
+
+def began(number: int, rung: Rung = Rung.STEP_RETRY, fault: Fault = LINK) -> RecoveryBegan:
+    """The beginning of a recovery inside the processes, in a generation of its number."""
+    return RecoveryBegan(
+        at_s=fault.at_s, number=number, generation=number, fault=fault,
+        decision=Decision(rung, None, "because"),
+    )  # fmt: skip
+
+
+def ended(number: int, step: int | None = 14, **changes: Any) -> Ended:
+    """The end of a recovery, which succeeded and took a second."""
+    fields: dict[str, Any] = {"at_s": LINK.at_s + 1.0, "succeeded": True, **changes}
+    return Ended(number=number, generation=number + 1, step=step, **fields)
+
+
+LINK_BEGAN = began(1)
+LINK_MENDED = ended(1, at_s=10.6, repaired=(3,), duration_s=0.625)
 CRASH_BEGAN = RecoveryBegan(
     at_s=30.0, number=2, generation=2, fault=CRASH,
     decision=Decision(Rung.PROCESS_REPLACE, None, "one died", ("step_retry: switched off",)),
 )  # fmt: skip
-CRASH_FAILED = Ended(
-    at_s=31.5, number=2, generation=2, succeeded=False, why="no replica of rank 1", duration_s=1.5
+CRASH_FAILED = ended(
+    2, None, at_s=31.5, succeeded=False, why="no replica of rank 1", duration_s=1.5
 )
 SAVED = LastSave(at_s=32.0, number=3, step=40, ranks=(0, 2))
 STANDS = PauseBegan(at_s=20.0, number=4, step=20)
@@ -64,37 +74,52 @@ HOT = AlertRaised(
 )  # fmt: skip
 COOLED = AlertCleared(at_s=52.5, number=1)
 
-BEGINNING: tuple[AnyRecord, ...] = (
-    SupervisorTook(**NOW, supervisor="a", host="h", pid=1),
-    RunCreated(**NOW, job={}),
-    Placed(
-        **NOW,
-        placement=1,
-        members=(
-            Member(index=0, node="node-0", schedule_cnt=1),
-            Member(index=1, node="node-1", schedule_cnt=1),
-        ),
-        avoid=(),
-    ),
-    AttemptStarted(**NOW, **KEY, from_step=10),
-)
-END: tuple[AnyRecord, ...] = (
-    AttemptEnded(
-        **NOW, **KEY, outcome="failed", to_step=40, fault=CRASH, duration_s=5.0,
-        proc_start_cnt={"node-0": 1, "node-1": 1},
-    ),
-    Decided(**NOW, **KEY, decision=Decision(Rung.IN_PLACE_RESTART, None, "because")),
-)  # fmt: skip
+
+def placed(number: int = 1, num_nodes: int = 2, *, at_s: float = 0.0) -> Placed:
+    """A placement on the first nodes."""
+    members = tuple(Member(index=n, node=f"node-{n}", schedule_cnt=1) for n in range(num_nodes))
+    return Placed(at_s=at_s, epoch=1, placement=number, members=members, avoid=())
 
 
-def seen(*events: LedgerEvent) -> list[AnyRecord]:
-    """Records of the first attempt's events."""
-    return [EventSeen(**NOW, **KEY, event=event) for event in events]
+def started(attempt: int = 1, from_step: int = 10, *, at_s: float = 0.0) -> AttemptStarted:
+    return AttemptStarted(at_s=at_s, epoch=1, placement=1, attempt=attempt, from_step=from_step)
 
 
-def history_of(*events: LedgerEvent, ended: bool = False) -> RunHistory:
+def stepped(attempt: int, step: int, at_s: float = 0.0) -> FirstStep:
+    return FirstStep(at_s=at_s, epoch=1, placement=1, attempt=attempt, step=step, stepped_s=at_s)
+
+
+def over(attempt: int = 1, outcome: str = "failed", **changes: Any) -> AttemptEnded:
+    """The end of an attempt, by a crash where it failed."""
+    fields: dict[str, Any] = {
+        **NOW, "to_step": 40, "fault": CRASH if outcome == "failed" else None, "duration_s": 5.0,
+        "proc_start_cnt": {"node-0": 1, "node-1": 1},
+    }  # fmt: skip
+    return AttemptEnded(placement=1, attempt=attempt, outcome=outcome, **{**fields, **changes})
+
+
+def decided(
+    attempt: int = 1, rung: Rung = Rung.IN_PLACE_RESTART, isolate: str | None = None
+) -> Decided:
+    decision = Decision(rung, isolate, "because")
+    return Decided(**NOW, placement=1, attempt=attempt, decision=decision)
+
+
+def seen(*events: LedgerEvent, attempt: int = 1) -> list[AnyRecord]:
+    """Records of an attempt's events."""
+    return [
+        EventSeen(at_s=one.at_s, epoch=1, placement=1, attempt=attempt, event=one) for one in events
+    ]
+
+
+TAKEN = SupervisorTook(**NOW, supervisor="a", host="h", pid=1)
+BEGINNING: tuple[AnyRecord, ...] = (TAKEN, RunCreated(**NOW, job={}), placed(), started())
+END: tuple[AnyRecord, ...] = (over(), decided())
+
+
+def history_of(*events: LedgerEvent, has_ended: bool = False) -> RunHistory:
     """The history of a run of one attempt that these were noted in."""
-    return replay([*BEGINNING, *seen(*events), *(END if ended else ())])
+    return replay([*BEGINNING, *seen(*events), *(END if has_ended else ())])
 
 
 def failed(
@@ -105,10 +130,5 @@ def failed(
     runners_up: tuple[Fault, ...] = (),
 ) -> AttemptView:
     """An attempt of the first placement that a fault ended, with the decision about it."""
-    key = {"placement": 1, "attempt": number}
-    ended = AttemptEnded(
-        **NOW, **key, outcome="failed", to_step=fault.step, fault=fault, runners_up=runners_up,
-        duration_s=5.0, proc_start_cnt={},
-    )  # fmt: skip
-    started = AttemptStarted(**NOW, **key, from_step=0)
-    return AttemptView(started, (), ended=ended, decision=decision, events=events)
+    end = over(number, to_step=fault.step, fault=fault, runners_up=runners_up, proc_start_cnt={})
+    return AttemptView(started(number, 0), (), ended=end, decision=decision, events=events)

@@ -3,71 +3,43 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from tests.unit.journal.histories import (
+    BEGINNING,
+    LINK,
+    NOW,
+    TAKEN,
+    began,
+    decided,
+    ended,
+    over,
+    placed,
+    started,
+    stepped,
+)
 from training.journal.events import EVENT, LedgerEvent
 from training.journal.history import RunHistory, replay
 from training.journal.records import (
     RECORD,
     AnyRecord,
-    AttemptEnded,
-    AttemptStarted,
     CheckpointSeen,
-    Decided,
     EventSeen,
-    FirstStep,
-    Member,
-    Placed,
-    RunCreated,
     RunEnded,
     RungFailed,
-    SupervisorTook,
 )
-from training.recovery.decision import Decision, Recovery
-from training.recovery.events import LastSave, PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
-from training.recovery.faults import Fault, FaultClass
+from training.recovery.decision import Recovery
+from training.recovery.events import LastSave, PauseBegan, PauseEnded
 from training.recovery.rungs import Rung
 from training.supervisor.report import attempt_rows
 
-LINK = Fault(fault_class=FaultClass.LINK_DOWN, at_s=10.0, evidence="EI0006", step=14)
-CRASH = Fault(fault_class=FaultClass.NATIVE_CRASH, at_s=30.0, evidence="SIGKILL", rank=3, step=40)
-NOW: dict[str, Any] = {"at_s": 0.0, "epoch": 1}
 DAY_S = 86_400.0
-BEGINNING: list[AnyRecord] = [
-    SupervisorTook(**NOW, supervisor="a", host="h", pid=1),
-    RunCreated(**NOW, job={}),
-    Placed(
-        **NOW, placement=1, avoid=(),
-        members=tuple(Member(index=n, node=f"node-{n}", schedule_cnt=1) for n in (0, 1)),
-    ),
-]  # fmt: skip
-
-
-def began(number: int, rung: Rung = Rung.STEP_RETRY, *, at_s: float = 10.0) -> RecoveryBegan:
-    return RecoveryBegan(
-        at_s=at_s,
-        number=number,
-        generation=number,
-        fault=LINK,
-        decision=Decision(rung, None, "because"),
-    )
-
-
-def ended(number: int, step: int | None = 14, *, succeeded: bool = True) -> RecoveryEnded:
-    return RecoveryEnded(
-        at_s=11.0, number=number, generation=number + 1, succeeded=succeeded, step=step
-    )
 
 
 def seen(event: LedgerEvent, attempt: int = 1) -> EventSeen:
     return EventSeen(**NOW, placement=1, attempt=attempt, event=event)
-
-
-def started(attempt: int, from_step: int = 10) -> AttemptStarted:
-    return AttemptStarted(**NOW, placement=1, attempt=attempt, from_step=from_step)
 
 
 def committed(step: int, attempt: int = 1) -> CheckpointSeen:
@@ -83,26 +55,21 @@ def failed(
     duration_s: float = 5.0,
 ) -> list[AnyRecord]:
     """The end of an attempt, and the decision about it where a fault was the reason."""
-    is_failed = outcome == "failed"
-    end = AttemptEnded(
-        **NOW, placement=1, attempt=attempt, outcome=outcome, to_step=40, duration_s=duration_s,
-        proc_start_cnt={"node-0": 1, "node-1": 1}, fault=CRASH if is_failed else None,
-    )  # fmt: skip
-    return [end, *([decided(attempt, rung, isolate)] if is_failed else [])]
-
-
-def decided(attempt: int, rung: Rung, isolate: str | None = None) -> Decided:
-    decision = Decision(rung, isolate, "because")
-    return Decided(**NOW, placement=1, attempt=attempt, decision=decision)
+    end = over(attempt, outcome, duration_s=duration_s)
+    return [end, *([decided(attempt, rung, isolate)] if outcome == "failed" else [])]
 
 
 def history_of(*records: AnyRecord) -> RunHistory:
     """The history of a run of which these are the records after its first attempt began."""
-    return replay([*BEGINNING, started(1), *records])
+    return replay([*BEGINNING, *records])
 
 
 def outlines(history: RunHistory) -> list[tuple[str, bool, bool]]:
     return [(one.rung.value, one.progressed, one.failed) for one in history.recoveries()]
+
+
+def progress(*records: AnyRecord) -> list[bool]:
+    return [progressed for _, progressed, _ in outlines(history_of(*records))]
 
 
 @pytest.mark.parametrize(
@@ -135,15 +102,6 @@ def test_recoveries_inside_the_processes_come_before_the_one_that_ended_their_at
     ]  # fmt: skip
 
 
-def test_a_recovery_that_goes_on_in_a_living_attempt_has_neither_failed_nor_progressed():
-    assert outlines(history_of(seen(began(1)))) == [("step_retry", False, False)]
-
-
-def test_a_recovery_that_did_not_succeed_has_failed():
-    history = history_of(seen(began(1)), seen(ended(1, None, succeeded=False)))
-    assert outlines(history) == [("step_retry", False, True)]
-
-
 def test_a_recovery_that_another_fault_cut_short_is_kept_apart_from_one_that_failed():
     cut = ended(1, None, succeeded=False).model_copy(update={"cut_short": True})
     history = history_of(
@@ -151,42 +109,40 @@ def test_a_recovery_that_another_fault_cut_short_is_kept_apart_from_one_that_fai
         seen(cut), seen(ended(2, None, succeeded=False)), *failed(1),
     )  # fmt: skip
     assert [one.cut_short for one in history.recoveries()] == [True, False, False]
-    assert [one.cut_short for one in history.recoveries()] == [True, False, False]
 
 
-@pytest.mark.parametrize("outcome", ["failed", "stopped"])
-def test_a_recovery_whose_attempt_ended_first_has_failed(outcome):
-    history = history_of(seen(began(1)), *failed(1, outcome=outcome))
-    assert outlines(history)[0] == ("step_retry", False, True)
+RECOVERED = (seen(began(1)), seen(ended(1, 14)))
 
 
-def test_an_end_that_was_lost_with_a_node_is_no_failure_of_a_completed_attempt():
-    assert outlines(history_of(seen(began(1)), *failed(1, outcome="completed"))) == [
-        ("step_retry", False, False)
-    ]
-
-
-def test_a_step_committed_after_a_recovery_is_progress():
-    recovered = [seen(began(1)), seen(ended(1, 14))]
-    assert outlines(history_of(*recovered, committed(15))) == [("step_retry", True, False)]
-
-
-def test_a_save_from_before_the_fault_is_no_progress_when_it_is_committed_after_it():
-    recovered = [seen(began(1)), seen(ended(1, 14))]
-    assert outlines(history_of(*recovered, committed(14))) == [("step_retry", False, False)]
-
-
-def test_the_order_of_events_and_commits_in_the_ledger_does_not_matter():
-    # A supervisor that takes over reads hours of an attempt at once.
-    recovered = [seen(began(1)), seen(ended(1, 14))]
-    assert outlines(history_of(committed(20), *recovered)) == [("step_retry", True, False)]
+@pytest.mark.parametrize(
+    ("records", "progressed", "has_failed"),
+    [
+        ([seen(began(1))], False, False),
+        ([seen(began(1)), seen(ended(1, None, succeeded=False))], False, True),
+        ([seen(began(1)), *failed(1)], False, True),
+        ([seen(began(1)), *failed(1, outcome="stopped")], False, True),
+        ([seen(began(1)), *failed(1, outcome="completed")], False, False),
+        ([*RECOVERED, committed(15)], True, False),
+        ([*RECOVERED, committed(14)], False, False),
+        # A supervisor that takes over reads hours of an attempt at once.
+        ([committed(20), *RECOVERED], True, False),
+    ],
+    ids=[
+        "goes on in a living attempt", "did not succeed", "its attempt failed first",
+        "its attempt was stopped first", "its end was lost, its attempt completed",
+        "a later step was committed", "a save from before the fault was committed after it",
+        "the commit is on record before the recovery",
+    ],
+)  # fmt: skip
+def test_a_recovery_has_progressed_by_a_new_step_and_failed_by_its_end(
+    records, progressed, has_failed
+):
+    assert outlines(history_of(*records))[0] == ("step_retry", progressed, has_failed)
 
 
 def test_only_recoveries_before_the_progress_are_free():
-    history = history_of(
-        seen(began(1)), seen(ended(1, 14)), committed(20), seen(began(2)), seen(ended(2, 25))
-    )
-    assert [progressed for _, progressed, _ in outlines(history)] == [True, False]
+    again = (seen(began(2)), seen(ended(2, 25)))
+    assert progress(*RECOVERED, committed(20), *again) == [True, False]
 
 
 def test_what_the_survivors_save_after_a_failed_recovery_is_no_progress_of_it():
@@ -199,30 +155,25 @@ def test_what_the_survivors_save_after_a_failed_recovery_is_no_progress_of_it():
 
 
 def test_a_later_attempt_that_commits_a_new_step_makes_all_before_it_free():
-    history = history_of(
-        seen(began(1)), seen(ended(1, succeeded=False)), *failed(1), started(2, 14)
-    )
-    assert [progressed for _, progressed, _ in outlines(history)] == [False, False]
-    history = history_of(
-        seen(began(1)), seen(ended(1, succeeded=False)), *failed(1), started(2, 14),
-        committed(20, attempt=2),
-    )  # fmt: skip
-    assert [progressed for _, progressed, _ in outlines(history)] == [True, True]
+    before: list[AnyRecord] = [
+        seen(began(1)),
+        seen(ended(1, succeeded=False)),
+        *failed(1),
+        started(2, 14),
+    ]
+    assert progress(*before) == [False, False]
+    assert progress(*before, committed(20, attempt=2)) == [True, True]
 
 
 def test_an_attempt_that_saves_what_it_began_with_at_the_end_of_its_life_got_nowhere():
-    again = [started(2, 14), *failed(2), committed(14, attempt=2)]
-    assert [progressed for _, progressed, _ in outlines(history_of(*failed(1), *again))] == [
-        False,
-        False,
-    ]
+    again: list[AnyRecord] = [started(2, 14), *failed(2), committed(14, attempt=2)]
+    assert progress(*failed(1), *again) == [False, False]
 
 
 def test_what_an_attempt_began_with_is_known_by_its_first_step():
     # The nodes' memory had step 18, the store 14: a commit of 18 brings nothing new.
-    first = FirstStep(**NOW, placement=1, attempt=2, step=19, stepped_s=0.0)
-    history = history_of(*failed(1), started(2, 14), first, committed(18, attempt=2))
-    assert [progressed for _, progressed, _ in outlines(history)] == [False]
+    restored: list[AnyRecord] = [started(2, 14), stepped(2, 19), committed(18, attempt=2)]
+    assert progress(*failed(1), *restored) == [False]
 
 
 def test_budgets_start_anew_for_recoveries_inside_the_processes_too():
@@ -329,7 +280,7 @@ def test_a_rung_that_could_not_be_carried_out_is_a_failed_recovery():
     assert history.undecided is not None, "the ladder is to be asked again"
 
 
-SECOND = SupervisorTook(at_s=0.0, epoch=2, supervisor="b", host="h", pid=2)
+SECOND = TAKEN.model_copy(update={"epoch": 2, "supervisor": "b", "pid": 2})
 
 
 def test_budgets_start_anew_when_a_failed_run_is_started_again():
@@ -342,12 +293,11 @@ def test_budgets_start_anew_when_a_failed_run_is_started_again():
 
 def test_a_completed_run_stays_completed_when_it_is_taken_again():
     end = RunEnded(**NOW, outcome="completed", message="done")
-    assert replay([*BEGINNING, end, SECOND]).ended_well
+    assert replay([*BEGINNING[:-1], end, SECOND]).ended_well
 
 
 def test_the_table_of_attempts_counts_seconds_from_the_fault_to_the_next_step():
-    step = FirstStep(**NOW, placement=1, attempt=2, step=11, stepped_s=37.5)
-    first, second = attempt_rows(history_of(*failed(1), started(2), step))
+    first, second = attempt_rows(history_of(*failed(1), started(2), stepped(2, 11, 37.5)))
     assert first.seconds_to_next_step == 7.5
     assert (first.schedule_cnt, first.proc_start_cnt) == ("1,1", "1,1")
     assert (first.rung, first.to_step) == ("in_place_restart", 40)
@@ -355,14 +305,13 @@ def test_the_table_of_attempts_counts_seconds_from_the_fault_to_the_next_step():
 
 
 def test_an_attempt_that_was_restored_from_the_nodes_began_beyond_the_store():
-    first = FirstStep(at_s=20.0, epoch=1, placement=1, attempt=1, step=16, stepped_s=20.0)
     assert [row.from_step for row in attempt_rows(history_of())] == [10]
-    assert [row.from_step for row in attempt_rows(history_of(first))] == [15]
+    assert [row.from_step for row in attempt_rows(history_of(stepped(1, 16, 20.0)))] == [15]
 
 
 def lived(*attempts: tuple[str, float]) -> RunHistory:
     """A run whose attempts ended like this after so long."""
-    records = list(BEGINNING)
+    records: list[AnyRecord] = [TAKEN, placed()]
     for number, (outcome, duration_s) in enumerate(attempts, start=1):
         records += [started(number), *failed(number, outcome=outcome, duration_s=duration_s)]
     return replay(records)

@@ -111,6 +111,15 @@ class Story:
         return account(self.history, self.steps, now_s=now_s)
 
 
+def begun(*steps: tuple[int, float]) -> Story:
+    """A run whose first attempt has started at 105 s and completed these steps."""
+    story = Story()
+    story.started(105.0)
+    if steps:
+        story.trained(*steps)
+    return story
+
+
 def spent(account: Account) -> dict[str, float]:
     return {owner: round(s, 6) for owner, s in account.seconds.items() if s}
 
@@ -121,9 +130,7 @@ def test_every_owner_is_explained_and_every_rung_has_one():
 
 
 def test_a_run_without_faults_is_start_up_steps_saves_and_ending():
-    story = Story()
-    story.started(105.0)
-    story.trained((1, 111.0), (2, 112.0), (3, 116.0), (4, 117.0))
+    story = begun((1, 111.0), (2, 112.0), (3, 116.0), (4, 117.0))
     story.stopped(120.0)
     story.ended(121.0)
     accounted = story.account()
@@ -134,9 +141,7 @@ def test_a_run_without_faults_is_start_up_steps_saves_and_ending():
 
 def test_steps_without_a_record_are_those_that_were_lost():
     """Records are in the store up to step 2; the supervisor saw a step at 118 s."""
-    story = Story()
-    story.started(105.0)
-    story.trained((1, 111.0), (2, 112.0))
+    story = begun((1, 111.0), (2, 112.0))
     story.failed(130.0, fault_s=118.5, noticed_s=120.0, stepped_s=118.0)
     story.started(132.0, from_step=2)
     story.trained((3, 141.0), (4, 142.0))
@@ -152,9 +157,7 @@ def test_steps_without_a_record_are_those_that_were_lost():
 
 
 def test_a_step_that_is_done_again_is_lost_the_first_time():
-    story = Story()
-    story.started(105.0)
-    story.trained((1, 111.0), (2, 112.0), (3, 113.0))
+    story = begun((1, 111.0), (2, 112.0), (3, 113.0))
     story.failed(115.0, fault_s=114.0, noticed_s=114.0, stepped_s=113.0, rung=Rung.POD_RESCHEDULE)
     story.placed(120.0, placement=2, waited_s=4.0)
     story.started(121.0, from_step=1)
@@ -172,9 +175,7 @@ def test_a_step_that_is_done_again_is_lost_the_first_time():
 
 
 def test_a_hang_is_detection_from_the_last_step():
-    story = Story()
-    story.started(105.0)
-    story.trained((1, 111.0))
+    story = begun((1, 111.0))
     story.failed(175.0, fault_s=171.0, noticed_s=171.0, stepped_s=111.0, rung=Rung.HANG_RESTART)
     accounted = story.account(now_s=180.0)
     assert spent(accounted)["detection"] == 60
@@ -194,9 +195,7 @@ def replaced(number: int, noticed_s: float, over_s: float, *, step: int, lost: i
 
 
 def test_a_recovery_inside_the_processes_lies_between_two_steps():
-    story = Story()
-    story.started(105.0)
-    story.trained((1, 111.0))
+    story = begun((1, 111.0))
     for event in replaced(1, 111.5, 114.0, step=1):
         story.seen(event)
     story.trained((2, 115.25))
@@ -207,9 +206,7 @@ def test_a_recovery_inside_the_processes_lies_between_two_steps():
 
 
 def test_a_recovery_that_goes_back_loses_steps_with_and_without_records():
-    story = Story()
-    story.started(105.0)
-    story.trained((1, 111.0), (2, 112.0))
+    story = begun((1, 111.0), (2, 112.0))
     for event in replaced(1, 114.5, 116.0, step=1, lost=3):
         story.seen(event)
     story.trained((2, 117.0))
@@ -220,9 +217,7 @@ def test_a_recovery_that_goes_back_loses_steps_with_and_without_records():
 
 
 def test_a_step_that_a_recovery_finishes_is_not_productive_all_the_while():
-    story = Story()
-    story.started(105.0)
-    story.trained((1, 111.0))
+    story = begun((1, 111.0))
     for event in replaced(1, 117.0, 119.0, step=2):
         story.seen(event)
     story.steps.append(done(2, 120.0, step_s=9.0))
@@ -233,9 +228,7 @@ def test_a_step_that_a_recovery_finishes_is_not_productive_all_the_while():
 
 
 def test_a_pause_is_a_pause_and_lasts_until_now():
-    story = Story()
-    story.started(105.0)
-    story.trained((1, 111.0))
+    story = begun((1, 111.0))
     story.seen(PauseBegan(at_s=112.0, number=1, step=1))
     assert spent(story.account(now_s=120.0))["paused"] == 8
     story.seen(PauseEnded(at_s=121.0, number=1, step=1))
@@ -244,9 +237,7 @@ def test_a_pause_is_a_pause_and_lasts_until_now():
 
 
 def test_the_time_after_the_end_of_a_run_that_is_taken_up_again_is_unsupervised():
-    story = Story()
-    story.started(105.0)
-    story.trained((1, 111.0))
+    story = begun((1, 111.0))
     story.stopped(112.0)
     story.ended(113.0, "cancelled")
     story.took(500.0)
@@ -258,9 +249,7 @@ def test_the_time_after_the_end_of_a_run_that_is_taken_up_again_is_unsupervised(
 
 
 def test_what_trained_on_while_nobody_watched_is_not_unsupervised():
-    story = Story()
-    story.started(105.0)
-    story.trained(*((step, 110.0 + step) for step in range(1, 31)))
+    story = begun(*((step, 110.0 + step) for step in range(1, 31)))
     story.took(140.0)
     accounted = spent(story.account(now_s=140.0))
     assert "unsupervised" not in accounted
@@ -270,8 +259,7 @@ def test_what_trained_on_while_nobody_watched_is_not_unsupervised():
 
 
 def test_an_attempt_that_never_came_to_a_step_is_start_up_and_then_recovery():
-    story = Story()
-    story.started(105.0)
+    story = begun()
     story.failed(108.0, fault_s=106.0, noticed_s=107.0)
     story.started(109.0)
     story.trained((1, 116.0))

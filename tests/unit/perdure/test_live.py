@@ -52,7 +52,7 @@ def test_a_sparkline_has_the_asked_width_and_falls_with_the_loss():
     assert (line[0], line[-1]) == ("█", "▁")
 
 
-RECOVERED = history_of(LINK_BEGAN, LINK_MENDED, CRASH_BEGAN, CRASH_FAILED, ended=True)
+RECOVERED = history_of(LINK_BEGAN, LINK_MENDED, CRASH_BEGAN, CRASH_FAILED, has_ended=True)
 
 
 def test_a_wide_terminal_shows_recoveries_inside_the_processes_as_generations():

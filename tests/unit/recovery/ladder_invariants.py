@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from training.recovery.chips import Severity
@@ -50,19 +50,9 @@ class Asked:
 
     def again(self, **other: Any) -> Decision:
         """The answer to nearly the same question."""
-        words = {
-            name: getattr(self, name)
-            for name in (
-                "now_s",
-                "history",
-                "supported",
-                "policy",
-                "survivors",
-                "severity",
-                "capacity",
-            )
-        }
-        return decide(self.fault, **{**words, **other})
+        given = {one.name: getattr(self, one.name) for one in fields(self)}
+        del given["fault"], given["decision"]
+        return decide(self.fault, **{**given, **other})
 
     @property
     def row(self) -> tuple[Recovery, ...]:

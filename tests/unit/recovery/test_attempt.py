@@ -38,8 +38,9 @@ def test_a_rank_that_joins_receives_the_generation():
 # A process that died.
 
 
-def test_a_death_is_recorded_then_the_rank_replaced_and_the_others_called_to_a_new_generation():
-    harness = AttemptHarness.of()
+def test_a_death_is_recorded_then_the_rank_replaced_and_the_others_called_to_a_new_generation(
+    harness,
+):
     event, *rest = harness.kill(1)
     assert isinstance(event, LogEvent)
     assert (harness.began()[0].decision.rung, harness.began()[0].generation) == (
@@ -55,21 +56,19 @@ def test_a_death_is_recorded_then_the_rank_replaced_and_the_others_called_to_a_n
     ]
 
 
-def test_a_death_is_recovered_when_every_rank_trains_in_the_new_generation():
-    harness = AttemptHarness.of(HSDP)
-    harness.kill(1)
-    harness.now_s += 0.5
-    harness.answer()
-    assert harness.plan().moves == (Move(source=3, target=1),)
-    (ended,) = harness.ended()
+def test_a_death_is_recovered_when_every_rank_trains_in_the_new_generation(sharded):
+    sharded.kill(1)
+    sharded.now_s += 0.5
+    sharded.answer()
+    assert sharded.plan().moves == (Move(source=3, target=1),)
+    (ended,) = sharded.ended()
     assert ended.succeeded
     assert (ended.number, ended.generation, ended.step) == (1, 2, STEP)
     assert (ended.replaced, ended.repaired, ended.duration_s) == ((1,), (), 0.5)
-    assert (harness.stage(), harness.attempt.generation) == (Stage.TRAINING, 2)
+    assert (sharded.stage(), sharded.attempt.generation) == (Stage.TRAINING, 2)
 
 
-def test_a_plan_waits_for_the_new_process():
-    harness = AttemptHarness.of()
+def test_a_plan_waits_for_the_new_process(harness):
     harness.kill(1)
     harness.answer(silent={1})
     assert not any(isinstance(message, Plan) for message in harness.sent_to(0))
@@ -78,8 +77,9 @@ def test_a_plan_waits_for_the_new_process():
     assert harness.stage() is Stage.TRAINING
 
 
-def test_a_connection_that_closes_is_no_death_until_the_agent_reports_it_or_the_notice_is_over():
-    harness = AttemptHarness.of()
+def test_a_connection_that_closes_is_no_death_until_the_agent_reports_it_or_the_notice_is_over(
+    harness,
+):
     assert harness.kill(1, is_reported=False) == []
     assert harness.advance(END_NOTICE_S) == []
     harness.advance(0.1)
@@ -89,31 +89,28 @@ def test_a_connection_that_closes_is_no_death_until_the_agent_reports_it_or_the_
     assert harness.replaced() == [1]
 
 
-def test_two_deaths_at_once_are_recovered_together():
-    harness = AttemptHarness.of(HSDP)
-    harness.kill(1)
-    harness.kill(2)
-    assert harness.replaced() == [1, 2]
-    harness.answer()
-    first, second = harness.ended()
+def test_two_deaths_at_once_are_recovered_together(sharded):
+    sharded.kill(1)
+    sharded.kill(2)
+    assert sharded.replaced() == [1, 2]
+    sharded.answer()
+    first, second = sharded.ended()
     assert (first.number, second.number) == (1, 2)
     assert (first.replaced, second.replaced) == ((1,), (2,))
     assert (first.generation, second.generation) == (3, 3)
-    assert set(harness.plan().moves) == {Move(source=3, target=1), Move(source=0, target=2)}
+    assert set(sharded.plan().moves) == {Move(source=3, target=1), Move(source=0, target=2)}
 
 
-def test_a_rank_that_one_recovery_replaced_is_not_called_repaired_by_another():
-    harness = AttemptHarness.of(HSDP)
-    harness.kill(1)
-    harness.memory_fault(2)
-    harness.answer()
-    replaced, repaired = harness.ended()
+def test_a_rank_that_one_recovery_replaced_is_not_called_repaired_by_another(sharded):
+    sharded.kill(1)
+    sharded.memory_fault(2)
+    sharded.answer()
+    replaced, repaired = sharded.ended()
     assert (replaced.replaced, replaced.repaired) == ((1,), (2,))
     assert (repaired.replaced, repaired.repaired) == ((), (2,))
 
 
-def test_a_new_process_that_ends_before_it_has_connected_is_started_again():
-    harness = AttemptHarness.of()
+def test_a_new_process_that_ends_before_it_has_connected_is_started_again(harness):
     harness.kill(1)
     harness.attempt.step += 1  # or the ladder would find that it did not help
     harness.kill(1)
@@ -122,8 +119,7 @@ def test_a_new_process_that_ends_before_it_has_connected_is_started_again():
     assert harness.stage() is Stage.TRAINING
 
 
-def test_a_new_process_whose_connection_closes_is_replaced_like_any_other():
-    harness = AttemptHarness.of()
+def test_a_new_process_whose_connection_closes_is_replaced_like_any_other(harness):
     harness.kill(1)
     harness.answer()
     harness.attempt.stepped(STEP + 1)
@@ -132,30 +128,27 @@ def test_a_new_process_whose_connection_closes_is_replaced_like_any_other():
     assert harness.replaced() == [1, 1]
 
 
-def test_a_death_while_reports_come_in_begins_again():
-    harness = AttemptHarness.of(HSDP)
-    harness.kill(1)
-    harness.reports(0)
-    harness.kill(2)
-    assert harness.attempt.generation == 3
-    harness.reports(3)  # of this generation; what rank 0 reported was of the one before
-    assert harness.stage() is Stage.GATHERING
-    harness.answer()
-    assert harness.stage() is Stage.TRAINING
+def test_a_death_while_reports_come_in_begins_again(sharded):
+    sharded.kill(1)
+    sharded.reports(0)
+    sharded.kill(2)
+    assert sharded.attempt.generation == 3
+    sharded.reports(3)  # of this generation; what rank 0 reported was of the one before
+    assert sharded.stage() is Stage.GATHERING
+    sharded.answer()
+    assert sharded.stage() is Stage.TRAINING
 
 
-def test_reports_for_an_earlier_generation_do_not_count():
-    harness = AttemptHarness.of(HSDP)
-    harness.kill(1)
-    harness.kill(2)
+def test_reports_for_an_earlier_generation_do_not_count(sharded):
+    sharded.kill(1)
+    sharded.kill(2)
     for rank in range(4):
         report = RankReport(rank=rank, step=STEP)
-        harness.attempt.generation_report(2, report, now_s=harness.now_s)
-    assert harness.stage() is Stage.GATHERING
+        sharded.attempt.generation_report(2, report, now_s=sharded.now_s)
+    assert sharded.stage() is Stage.GATHERING
 
 
-def test_ranks_that_train_in_an_earlier_generation_do_not_count():
-    harness = AttemptHarness.of()
+def test_ranks_that_train_in_an_earlier_generation_do_not_count(harness):
     harness.worker_fault(2, WorkerFaultKind.COLLECTIVE)
     harness.answer(until=is_plan)
     for rank in range(4):
@@ -163,24 +156,22 @@ def test_ranks_that_train_in_an_earlier_generation_do_not_count():
     assert harness.stage() is Stage.REPAIRING
 
 
-def test_a_death_while_a_plan_is_carried_out_begins_again():
-    harness = AttemptHarness.of(HSDP)
-    harness.kill(1)
-    harness.answer(until=is_plan)
-    assert harness.stage() is Stage.REPAIRING
-    harness.trains(0)
-    harness.kill(2)
-    assert (harness.stage(), harness.attempt.generation) == (Stage.GATHERING, 3)
-    harness.answer()
-    assert harness.stage() is Stage.TRAINING
-    assert [event.succeeded for event in harness.ended()] == [True, True]
+def test_a_death_while_a_plan_is_carried_out_begins_again(sharded):
+    sharded.kill(1)
+    sharded.answer(until=is_plan)
+    assert sharded.stage() is Stage.REPAIRING
+    sharded.trains(0)
+    sharded.kill(2)
+    assert (sharded.stage(), sharded.attempt.generation) == (Stage.GATHERING, 3)
+    sharded.answer()
+    assert sharded.stage() is Stage.TRAINING
+    assert [event.succeeded for event in sharded.ended()] == [True, True]
 
 
 # A connection, or a collective.
 
 
-def test_a_broken_connection_is_answered_when_no_death_explains_it():
-    harness = AttemptHarness.of()
+def test_a_broken_connection_is_answered_when_no_death_explains_it(harness):
     assert harness.worker_fault(2, WorkerFaultKind.CONNECTION) == []
     assert harness.advance(CONNECTION_SETTLE_S / 2) == []
     harness.advance(CONNECTION_SETTLE_S)
@@ -190,8 +181,9 @@ def test_a_broken_connection_is_answered_when_no_death_explains_it():
     assert harness.stage() is Stage.TRAINING
 
 
-def test_the_first_of_several_broken_connections_is_answered_and_the_others_do_not_delay_it():
-    harness = AttemptHarness.of()
+def test_the_first_of_several_broken_connections_is_answered_and_the_others_do_not_delay_it(
+    harness,
+):
     harness.worker_fault(2, WorkerFaultKind.CONNECTION)
     harness.advance(CONNECTION_SETTLE_S * 0.6)
     harness.worker_fault(0, WorkerFaultKind.CONNECTION)
@@ -199,8 +191,7 @@ def test_the_first_of_several_broken_connections_is_answered_and_the_others_do_n
     assert [event.fault.rank for event in harness.began()] == [2]
 
 
-def test_a_death_that_comes_explains_the_broken_connections_of_the_others():
-    harness = AttemptHarness.of()
+def test_a_death_that_comes_explains_the_broken_connections_of_the_others(harness):
     harness.worker_fault(2, WorkerFaultKind.CONNECTION)
     harness.worker_fault(0, WorkerFaultKind.CONNECTION)
     harness.kill(1)
@@ -208,8 +199,7 @@ def test_a_death_that_comes_explains_the_broken_connections_of_the_others():
     assert harness.rungs() == [Rung.PROCESS_REPLACE]
 
 
-def test_a_broken_connection_waits_for_the_end_of_a_process_that_closed_with_it():
-    harness = AttemptHarness.of()
+def test_a_broken_connection_waits_for_the_end_of_a_process_that_closed_with_it(harness):
     harness.worker_fault(2, WorkerFaultKind.CONNECTION)
     harness.kill(1, is_reported=False)
     assert harness.advance(CONNECTION_SETTLE_S * 2) == []
@@ -217,8 +207,7 @@ def test_a_broken_connection_waits_for_the_end_of_a_process_that_closed_with_it(
     assert harness.rungs() == [Rung.PROCESS_REPLACE]
 
 
-def test_a_worker_fault_of_a_generation_before_is_ignored():
-    harness = AttemptHarness.of()
+def test_a_worker_fault_of_a_generation_before_is_ignored(harness):
     harness.worker_fault(2, WorkerFaultKind.COLLECTIVE)
     assert harness.attempt.generation == 2
     assert harness.worker_fault(3, WorkerFaultKind.COLLECTIVE, generation=1) == []
@@ -226,16 +215,14 @@ def test_a_worker_fault_of_a_generation_before_is_ignored():
     assert len(harness.began()) == 1
 
 
-def test_a_collective_that_failed_is_answered_at_once():
-    harness = AttemptHarness.of()
+def test_a_collective_that_failed_is_answered_at_once(harness):
     harness.worker_fault(2, WorkerFaultKind.COLLECTIVE, code="507057")
     (began,) = harness.began()
     assert (began.decision.rung, began.fault.code) == (Rung.STEP_RETRY, "507057")
     assert (began.fault.rank, began.fault.device) == (2, 0)
 
 
-def test_a_recovery_that_fails_on_one_rank_begins_again():
-    harness = AttemptHarness.of()
+def test_a_recovery_that_fails_on_one_rank_begins_again(harness):
     harness.worker_fault(2, WorkerFaultKind.COLLECTIVE)
     harness.answer(until=is_plan)
     harness.worker_fault(3, WorkerFaultKind.REPAIR)
@@ -261,8 +248,7 @@ def test_a_fault_of_a_rank_that_trains_is_answered_though_others_are_still_start
 # Time.
 
 
-def test_ranks_that_do_not_report_in_time_are_named_and_the_next_rung_is_tried():
-    harness = AttemptHarness.of()
+def test_ranks_that_do_not_report_in_time_are_named_and_the_next_rung_is_tried(harness):
     harness.memory_fault(0)
     harness.answer(silent={2, 3})
     assert harness.advance(REPAIR_LIMIT_S) == []
@@ -274,8 +260,7 @@ def test_ranks_that_do_not_report_in_time_are_named_and_the_next_rung_is_tried()
     )
 
 
-def test_ranks_that_do_not_carry_the_plan_out_in_time_are_named():
-    harness = AttemptHarness.of()
+def test_ranks_that_do_not_carry_the_plan_out_in_time_are_named(harness):
     harness.memory_fault(0)
     harness.answer(until=is_plan)
     harness.trains(0)
@@ -284,15 +269,13 @@ def test_ranks_that_do_not_carry_the_plan_out_in_time_are_named():
     assert harness.ended()[0].why == "ranks [1, 2] did not come within 30 s"
 
 
-def test_a_recovery_in_time_leaves_no_deadline_behind():
-    harness = AttemptHarness.of()
+def test_a_recovery_in_time_leaves_no_deadline_behind(harness):
     harness.memory_fault(0)
     harness.answer()
     assert harness.advance(10 * REPAIR_LIMIT_S) == []
 
 
-def test_a_committed_checkpoint_makes_the_recoveries_before_it_free():
-    harness = AttemptHarness.of()
+def test_a_committed_checkpoint_makes_the_recoveries_before_it_free(harness):
     for step in range(STEP, STEP + 6):
         harness.progress_to(step, StepPhase.RUN)
         harness.worker_fault(2, WorkerFaultKind.COLLECTIVE, step=step)
@@ -311,8 +294,7 @@ def test_recoveries_in_a_row_without_a_checkpoint_climb(groups):
     assert harness.rungs() == [Rung.STEP_RETRY] * 3 + [Rung.PROCESS_REPLACE]
 
 
-def test_a_second_death_in_one_step_climbs_though_its_record_came_late_at_the_first():
-    harness = AttemptHarness.of()
+def test_a_second_death_in_one_step_climbs_though_its_record_came_late_at_the_first(harness):
     harness.progress_to(STEP + 3, StepPhase.RUN)  # the records that are known end at STEP
     harness.kill(2)
     harness.answer()
@@ -321,8 +303,7 @@ def test_a_second_death_in_one_step_climbs_though_its_record_came_late_at_the_fi
     assert harness.stage() is Stage.GATHERING  # of the survivors' last save
 
 
-def test_a_death_in_a_later_step_is_not_taken_for_the_same_one():
-    harness = AttemptHarness.of()
+def test_a_death_in_a_later_step_is_not_taken_for_the_same_one(harness):
     harness.kill(2)
     harness.answer()
     harness.progress_to(STEP + 1, StepPhase.RUN)

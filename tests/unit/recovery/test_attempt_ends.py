@@ -56,8 +56,7 @@ def test_a_rank_that_comes_too_late_learns_that_all_is_over():
     assert isinstance(action.message, GiveUp)
 
 
-def test_ranks_that_have_ended_are_not_replaced():
-    harness = AttemptHarness.of()
+def test_ranks_that_have_ended_are_not_replaced(harness):
     for rank in range(4):
         harness.attempt.ending(rank, now_s=harness.now_s)
         harness.attempt.disconnected(rank, now_s=harness.now_s)
@@ -65,23 +64,22 @@ def test_ranks_that_have_ended_are_not_replaced():
     assert harness.advance(1000.0) == []
 
 
-def test_nothing_is_recovered_once_a_rank_came_to_its_end():
-    harness = AttemptHarness.of()
+def test_nothing_is_recovered_once_a_rank_came_to_its_end(harness):
     harness.attempt.ending(0, now_s=harness.now_s)
     harness.kill(2)
     assert (harness.rungs(), harness.stage()) == ([], Stage.GIVEN_UP)
 
 
 @pytest.mark.parametrize("kind", [WorkerFaultKind.CONNECTION, WorkerFaultKind.COLLECTIVE])
-def test_a_rank_with_a_fault_is_not_left_waiting_when_others_came_to_their_end(kind):
-    harness = AttemptHarness.of()
+def test_a_rank_with_a_fault_is_not_left_waiting_when_others_came_to_their_end(harness, kind):
     harness.attempt.ending(0, now_s=harness.now_s)
     harness.worker_fault(2, kind)
     assert isinstance(harness.sent_to(2)[-1], GiveUp)
 
 
-def test_a_connection_that_broke_just_before_a_rank_came_to_its_end_is_not_recovered_either():
-    harness = AttemptHarness.of()
+def test_a_connection_that_broke_just_before_a_rank_came_to_its_end_is_not_recovered_either(
+    harness,
+):
     harness.worker_fault(2, WorkerFaultKind.CONNECTION)
     harness.attempt.ending(0, now_s=harness.now_s)
     harness.collect()
@@ -89,8 +87,7 @@ def test_a_connection_that_broke_just_before_a_rank_came_to_its_end_is_not_recov
     assert harness.advance(CONNECTION_SETTLE_S * 2) == []
 
 
-def test_a_recovery_that_a_rank_has_left_by_its_end_is_given_up_at_once():
-    harness = AttemptHarness.of()
+def test_a_recovery_that_a_rank_has_left_by_its_end_is_given_up_at_once(harness):
     harness.worker_fault(2, WorkerFaultKind.COLLECTIVE)
     harness.attempt.ending(0, now_s=harness.now_s)
     harness.collect()
@@ -124,6 +121,15 @@ def test_a_worker_fault_that_waits_for_an_explanation_is_forgotten_when_all_is_g
 # The last save.
 
 
+@pytest.fixture
+def saving() -> AttemptHarness:
+    """Rank 1 has ended and is not replaced; ranks 0 and 3 are to save."""
+    harness = AttemptHarness.of(HSDP, policy=NO_REPLACING)
+    harness.kill(1)
+    harness.answer(until=is_plan)
+    return harness
+
+
 def test_survivors_save_one_rank_of_each_group_when_their_processes_are_to_be_lost():
     harness = AttemptHarness.of(EIGHT, policy=NO_REPLACING)
     harness.kill(1)
@@ -141,16 +147,13 @@ def test_survivors_save_one_rank_of_each_group_when_their_processes_are_to_be_lo
     assert harness.given_up()[0].startswith("native_crash at rank 1")
 
 
-def test_an_attempt_is_over_only_when_all_savers_are_done():
-    harness = AttemptHarness.of(HSDP, policy=NO_REPLACING)
-    harness.kill(1)
-    harness.answer(until=is_plan)
+def test_an_attempt_is_over_only_when_all_savers_are_done(saving):
     for rank in (2, 0):
-        assert harness.stage() is Stage.SAVING
-        harness.attempt.last_saved(rank, LastSaved(step=STEP), now_s=harness.now_s)
-    assert harness.stage() is Stage.SAVING, "rank 2 saves nothing, and rank 3 is not done"
-    harness.attempt.last_saved(3, LastSaved(step=STEP), now_s=harness.now_s)
-    assert harness.stage() is Stage.GIVEN_UP
+        assert saving.stage() is Stage.SAVING
+        saving.attempt.last_saved(rank, LastSaved(step=STEP), now_s=saving.now_s)
+    assert saving.stage() is Stage.SAVING, "rank 2 saves nothing, and rank 3 is not done"
+    saving.attempt.last_saved(3, LastSaved(step=STEP), now_s=saving.now_s)
+    assert saving.stage() is Stage.GIVEN_UP
 
 
 def test_the_policy_may_have_no_last_save():
@@ -159,37 +162,42 @@ def test_the_policy_may_have_no_last_save():
     assert harness.stage() is Stage.GIVEN_UP
 
 
-def test_a_saver_that_ends_makes_the_last_save_fail():
-    harness = AttemptHarness.of(HSDP, policy=NO_REPLACING)
-    harness.kill(1)
-    harness.answer(until=is_plan)
+def saver_ends(harness: AttemptHarness) -> None:
     harness.kill(0)
-    saved = harness.last_save()
-    assert (saved.step, saved.why) == (None, "rank 0 ended while it saved")
-    assert harness.stage() is Stage.GIVEN_UP
 
 
-def test_a_saver_that_ends_after_its_part_is_done_is_no_failure():
-    harness = AttemptHarness.of(HSDP, policy=NO_REPLACING)
-    harness.kill(1)
-    harness.answer(until=is_plan)
-    harness.attempt.last_saved(0, LastSaved(step=STEP), now_s=harness.now_s)
-    harness.kill(0)
-    harness.kill(2)
-    harness.attempt.last_saved(3, LastSaved(step=STEP), now_s=harness.now_s)
-    harness.collect()
-    assert harness.last_save().step == STEP
-
-
-def test_a_saver_that_cannot_write_reports_why():
-    harness = AttemptHarness.of(HSDP, policy=NO_REPLACING)
-    harness.kill(1)
-    harness.answer(until=is_plan)
+def saver_cannot_write(harness: AttemptHarness) -> None:
     report = LastSaved(step=STEP, problem="rank 3: the disk is full")
     harness.attempt.last_saved(3, report, now_s=harness.now_s)
     harness.collect()
-    assert (harness.last_save().step, harness.last_save().why) == (None, "rank 3: the disk is full")
-    assert harness.stage() is Stage.GIVEN_UP
+
+
+def time_is_over(harness: AttemptHarness) -> None:
+    assert harness.advance(SAVE_LIMIT_S) == []
+    harness.advance(0.1)
+
+
+@pytest.mark.parametrize(
+    ("fails", "why"),
+    [
+        (saver_ends, "rank 0 ended while it saved"),
+        (saver_cannot_write, "rank 3: the disk is full"),
+        (time_is_over, "the survivors did not finish in time"),
+    ],
+)
+def test_a_last_save_that_one_saver_does_not_finish_fails_and_names_the_reason(saving, fails, why):
+    fails(saving)
+    assert (saving.last_save().step, saving.last_save().why) == (None, why)
+    assert saving.stage() is Stage.GIVEN_UP
+
+
+def test_a_saver_that_ends_after_its_part_is_done_is_no_failure(saving):
+    saving.attempt.last_saved(0, LastSaved(step=STEP), now_s=saving.now_s)
+    saving.kill(0)
+    saving.kill(2)
+    saving.attempt.last_saved(3, LastSaved(step=STEP), now_s=saving.now_s)
+    saving.collect()
+    assert saving.last_save().step == STEP
 
 
 def test_a_state_that_died_with_its_last_holder_is_not_saved():
@@ -242,26 +250,15 @@ def test_without_a_survivor_that_alone_holds_a_state_nothing_is_saved():
     assert harness.stage() is Stage.GIVEN_UP
 
 
-def test_savers_have_their_time_and_no_more():
-    harness = AttemptHarness.of(policy=NO_REPLACING)
-    harness.kill(1)
-    harness.answer(until=is_plan)
-    assert harness.advance(SAVE_LIMIT_S) == []
-    harness.advance(0.1)
-    assert harness.last_save().why == "the survivors did not finish in time"
-    assert harness.stage() is Stage.GIVEN_UP
-
-
-def test_a_last_save_does_not_wait_for_a_new_process_that_is_being_built():
-    harness = AttemptHarness.of(HSDP)
-    harness.kill(1)
-    harness.answer(silent={1})
-    harness.start(1)  # it has connected, and makes its model
-    harness.collect()
-    harness.kill(0, exit_code=1, error="ValueError: own")  # a fault that ends the processes
-    harness.answer(silent={1}, until=is_plan)
-    assert harness.stage() is Stage.SAVING
-    assert harness.plan().savers == (2, 3)
+def test_a_last_save_does_not_wait_for_a_new_process_that_is_being_built(sharded):
+    sharded.kill(1)
+    sharded.answer(silent={1})
+    sharded.start(1)  # it has connected, and makes its model
+    sharded.collect()
+    sharded.kill(0, exit_code=1, error="ValueError: own")  # a fault that ends the processes
+    sharded.answer(silent={1}, until=is_plan)
+    assert sharded.stage() is Stage.SAVING
+    assert sharded.plan().savers == (2, 3)
 
 
 def test_a_new_process_alone_has_nothing_to_save():
@@ -284,8 +281,7 @@ def test_damage_that_no_replica_repairs_climbs_to_the_end():
     assert harness.stage() is Stage.GIVEN_UP
 
 
-def test_a_rank_that_ended_by_an_error_of_the_program_is_not_replaced():
-    harness = AttemptHarness.of()
+def test_a_rank_that_ended_by_an_error_of_the_program_is_not_replaced(harness):
     harness.kill(1, exit_code=1, error="ValueError: own")
     assert harness.rungs() == []
     harness.answer()
@@ -293,11 +289,10 @@ def test_a_rank_that_ended_by_an_error_of_the_program_is_not_replaced():
     assert "user_code_error" in harness.given_up()[0]
 
 
-def test_a_recovery_that_a_fault_above_the_processes_cuts_short_is_recorded_as_failed():
-    harness = AttemptHarness.of(HSDP)
-    harness.memory_fault(0)
-    harness.kill(1, exit_code=1, error="ValueError: own")
-    assert [event.succeeded for event in harness.ended()] == [False]
+def test_a_recovery_that_a_fault_above_the_processes_cuts_short_is_recorded_as_failed(sharded):
+    sharded.memory_fault(0)
+    sharded.kill(1, exit_code=1, error="ValueError: own")
+    assert [event.succeeded for event in sharded.ended()] == [False]
 
 
 # Pauses.
@@ -315,8 +310,7 @@ def goes_on(harness: AttemptHarness, *ranks: int) -> None:
     harness.collect()
 
 
-def test_a_pause_request_goes_to_all_ranks_once():
-    harness = AttemptHarness.of()
+def test_a_pause_request_goes_to_all_ranks_once(harness):
     harness.attempt.pause(wanted=True)
     assert harness.collect() == [ToRank(rank, PauseRequest(wanted=True)) for rank in range(4)]
     harness.attempt.pause(wanted=True)
@@ -326,24 +320,21 @@ def test_a_pause_request_goes_to_all_ranks_once():
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-def test_a_paused_rank_learns_whether_the_pause_is_still_wanted(wanted):
-    harness = AttemptHarness.of()
+def test_a_paused_rank_learns_whether_the_pause_is_still_wanted(harness, wanted):
     harness.attempt.pause(wanted=wanted)
     harness.collect()
     pause_ranks(harness, 2)
     assert harness.sent_to(2)[-1] == PauseRequest(wanted=wanted)
 
 
-def test_a_new_process_learns_that_a_pause_is_wanted():
-    harness = AttemptHarness.of()
+def test_a_new_process_learns_that_a_pause_is_wanted(harness):
     harness.attempt.pause(wanted=True)
     harness.kill(1)
     harness.answer()
     assert PauseRequest(wanted=True) in harness.sent_to(1)[-3:]
 
 
-def test_a_pause_begins_when_all_ranks_are_paused_and_ends_when_all_continue():
-    harness = AttemptHarness.of()
+def test_a_pause_begins_when_all_ranks_are_paused_and_ends_when_all_continue(harness):
     pause_ranks(harness, 0, 1, 2)
     assert harness.pauses() == []
     pause_ranks(harness, 3)
@@ -355,8 +346,7 @@ def test_a_pause_begins_when_all_ranks_are_paused_and_ends_when_all_continue():
     assert harness.pauses()[1] == PauseEnded(at_s=harness.now_s, number=1, step=STEP)
 
 
-def test_pauses_and_recoveries_have_numbers_of_their_own():
-    harness = AttemptHarness.of()
+def test_pauses_and_recoveries_have_numbers_of_their_own(harness):
     pause_ranks(harness, *range(4))
     goes_on(harness, *range(4))
     harness.worker_fault(2, WorkerFaultKind.COLLECTIVE)
@@ -366,8 +356,7 @@ def test_pauses_and_recoveries_have_numbers_of_their_own():
     assert harness.began()[0].number == 2
 
 
-def test_a_recovery_ends_a_pause_and_the_one_after_it_is_another():
-    harness = AttemptHarness.of()
+def test_a_recovery_ends_a_pause_and_the_one_after_it_is_another(harness):
     pause_ranks(harness, *range(4), step=STEP + 3)
     harness.kill(1)
     assert [type(event) for event in harness.pauses()] == [PauseBegan, PauseEnded]
@@ -380,8 +369,7 @@ def test_a_recovery_ends_a_pause_and_the_one_after_it_is_another():
     assert [event.number for event in harness.pauses()] == [1, 1, 3]
 
 
-def test_a_pause_that_is_withdrawn_in_a_recovery_is_over():
-    harness = AttemptHarness.of()
+def test_a_pause_that_is_withdrawn_in_a_recovery_is_over(harness):
     harness.attempt.pause(wanted=True)
     pause_ranks(harness, *range(4))
     harness.kill(1)
@@ -395,8 +383,7 @@ def test_a_pause_that_is_withdrawn_in_a_recovery_is_over():
     ]
 
 
-def test_a_dead_rank_is_not_paused():
-    harness = AttemptHarness.of()
+def test_a_dead_rank_is_not_paused(harness):
     pause_ranks(harness, 0, 1, 2)
     harness.kill(1)
     harness.answer()

@@ -33,107 +33,103 @@ from training.recovery.rungs import Policy, Rung
 RETRY = Policy(operator_retry=True)
 
 
-def broken_connection(harness: AttemptHarness, **changes) -> None:
+def broken_connection(harness: AttemptHarness) -> None:
     """A connection is broken under operations that can be run again."""
-    harness.worker_fault(2, WorkerFaultKind.CONNECTION, connection=0, **changes)
+    harness.worker_fault(2, WorkerFaultKind.CONNECTION, connection=0)
     harness.advance(CONNECTION_SETTLE_S)
 
 
-def test_connections_are_re_established_in_the_same_generation_where_operations_can_be_run_again():
+@pytest.fixture
+def reconnecting() -> AttemptHarness:
     harness = AttemptHarness.of(policy=RETRY)
     broken_connection(harness)
-    assert harness.stage() is Stage.RECONNECTING
-    assert harness.sent_to(0) == [Reconnect(generation=1, connection=1)]
-    assert harness.began()[0].decision.sub_healthy
-    harness.answer()
-    (ended,) = harness.ended()
+    return harness
+
+
+def test_connections_are_re_established_in_the_same_generation_where_operations_can_be_run_again(
+    reconnecting,
+):
+    assert reconnecting.stage() is Stage.RECONNECTING
+    assert reconnecting.sent_to(0) == [Reconnect(generation=1, connection=1)]
+    assert reconnecting.began()[0].decision.sub_healthy
+    reconnecting.answer()
+    (ended,) = reconnecting.ended()
     assert ended.succeeded
     assert (ended.generation, ended.replaced, ended.steps_lost) == (1, (), 0)
-    assert (harness.stage(), harness.attempt.generation) == (Stage.TRAINING, 1)
+    assert (reconnecting.stage(), reconnecting.attempt.generation) == (Stage.TRAINING, 1)
 
 
-def test_a_break_of_connections_that_were_re_established_since_is_ignored():
-    harness = AttemptHarness.of(policy=RETRY)
-    broken_connection(harness)
-    broken_connection(harness)
-    harness.answer()
-    assert harness.rungs() == [Rung.OPERATOR_RETRY]
+def test_a_break_of_connections_that_were_re_established_since_is_ignored(reconnecting):
+    broken_connection(reconnecting)
+    reconnecting.answer()
+    assert reconnecting.rungs() == [Rung.OPERATOR_RETRY]
 
 
-def test_connections_that_cannot_be_re_established_climb_to_a_new_generation():
-    harness = AttemptHarness.of(policy=RETRY)
-    broken_connection(harness)
+def test_connections_that_cannot_be_re_established_climb_to_a_new_generation(reconnecting):
     report = Reconnected(generation=1, connection=1, problem="no route")
-    harness.attempt.reconnected(0, report, now_s=harness.now_s)
-    harness.answer()
-    assert harness.rungs() == [Rung.OPERATOR_RETRY, Rung.STEP_RETRY]
-    assert [event.succeeded for event in harness.ended()] == [False, True]
-    assert harness.ended()[0].why == "rank 0: no route"
+    reconnecting.attempt.reconnected(0, report, now_s=reconnecting.now_s)
+    reconnecting.answer()
+    assert reconnecting.rungs() == [Rung.OPERATOR_RETRY, Rung.STEP_RETRY]
+    assert [event.succeeded for event in reconnecting.ended()] == [False, True]
+    assert reconnecting.ended()[0].why == "rank 0: no route"
 
 
-def test_connections_that_are_not_re_established_in_time_climb_to_a_new_generation():
-    harness = AttemptHarness.of(policy=RETRY)
-    broken_connection(harness)
-    harness.answer(silent={1, 3})
-    assert harness.advance(RECONNECT_LIMIT_S) == []
-    harness.advance(0.1)
-    assert harness.ended()[0].why == "ranks [1, 3] have no connections after 10 s"
-    assert harness.stage() is Stage.GATHERING
+def test_connections_that_are_not_re_established_in_time_climb_to_a_new_generation(reconnecting):
+    reconnecting.answer(silent={1, 3})
+    assert reconnecting.advance(RECONNECT_LIMIT_S) == []
+    reconnecting.advance(0.1)
+    assert reconnecting.ended()[0].why == "ranks [1, 3] have no connections after 10 s"
+    assert reconnecting.stage() is Stage.GATHERING
 
 
-def test_reports_of_other_connections_do_not_count():
-    harness = AttemptHarness.of(policy=RETRY)
-    broken_connection(harness)
+def test_reports_of_other_connections_do_not_count(reconnecting):
     for generation, connection in ((1, 0), (1, 2), (0, 1), (2, 1)):
         for rank in range(4):
             report = Reconnected(generation=generation, connection=connection)
-            harness.attempt.reconnected(rank, report, now_s=harness.now_s)
-    assert harness.stage() is Stage.RECONNECTING
+            reconnecting.attempt.reconnected(rank, report, now_s=reconnecting.now_s)
+    assert reconnecting.stage() is Stage.RECONNECTING
 
 
-def test_connections_that_break_again_are_re_established_by_all_again():
-    harness = AttemptHarness.of(policy=RETRY)
-    broken_connection(harness)
-    harness.answer()
-    harness.attempt.stepped(STEP + 1)
-    harness.worker_fault(2, WorkerFaultKind.CONNECTION, connection=1)
-    harness.advance(CONNECTION_SETTLE_S)
-    assert harness.sent_to(0)[-1] == Reconnect(generation=1, connection=2)
+def test_connections_that_break_again_are_re_established_by_all_again(reconnecting):
+    reconnecting.answer()
+    reconnecting.attempt.stepped(STEP + 1)
+    reconnecting.worker_fault(2, WorkerFaultKind.CONNECTION, connection=1)
+    reconnecting.advance(CONNECTION_SETTLE_S)
+    assert reconnecting.sent_to(0)[-1] == Reconnect(generation=1, connection=2)
     report = Reconnected(generation=1, connection=2)
-    harness.attempt.reconnected(0, report, now_s=harness.now_s)
-    assert harness.stage() is Stage.RECONNECTING
-    harness.answer()
-    assert harness.stage() is Stage.TRAINING
+    reconnecting.attempt.reconnected(0, report, now_s=reconnecting.now_s)
+    assert reconnecting.stage() is Stage.RECONNECTING
+    reconnecting.answer()
+    assert reconnecting.stage() is Stage.TRAINING
 
 
-def test_connections_of_a_new_generation_are_counted_from_the_beginning():
-    harness = AttemptHarness.of(policy=RETRY)
-    broken_connection(harness)
-    harness.answer()
-    harness.worker_fault(2, WorkerFaultKind.COLLECTIVE)
-    harness.answer()
-    harness.attempt.stepped(STEP + 1)
-    broken_connection(harness)
-    assert harness.sent_to(0)[-1] == Reconnect(generation=2, connection=1)
+def test_connections_of_a_new_generation_are_counted_from_the_beginning(reconnecting):
+    reconnecting.answer()
+    reconnecting.worker_fault(2, WorkerFaultKind.COLLECTIVE)
+    reconnecting.answer()
+    reconnecting.attempt.stepped(STEP + 1)
+    broken_connection(reconnecting)
+    assert reconnecting.sent_to(0)[-1] == Reconnect(generation=2, connection=1)
 
 
-def test_a_death_while_ranks_reconnect_is_answered():
-    harness = AttemptHarness.of(policy=RETRY)
-    broken_connection(harness)
-    harness.kill(1)
-    harness.answer()
-    assert harness.rungs() == [Rung.OPERATOR_RETRY, Rung.PROCESS_REPLACE]
-    assert harness.stage() is Stage.TRAINING
+def test_a_death_while_ranks_reconnect_is_answered(reconnecting):
+    reconnecting.kill(1)
+    reconnecting.answer()
+    assert reconnecting.rungs() == [Rung.OPERATOR_RETRY, Rung.PROCESS_REPLACE]
+    assert reconnecting.stage() is Stage.TRAINING
 
 
-def break_in_a_repair(harness: AttemptHarness, **changes: Any) -> None:
+@pytest.fixture
+def broken_twice() -> AttemptHarness:
     """Rank 3 ends; before it has the state of another, a connection of those that train breaks."""
+    harness = AttemptHarness.of(policy=RETRY)
     harness.kill(3)
     harness.answer(until=is_plan)
     for rank in range(3):
         harness.trains(rank)
     harness.skip_unanswered()
-    broken_connection(harness, **changes)
+    broken_connection(harness)
+    return harness
 
 
 def reconnects(harness: AttemptHarness) -> None:
@@ -145,38 +141,32 @@ def reconnects(harness: AttemptHarness) -> None:
     harness.collect()
 
 
-def test_reconnecting_in_the_middle_of_a_repair_do_not_end_it():
-    harness = AttemptHarness.of(policy=RETRY)
-    break_in_a_repair(harness)
-    assert harness.stage() is Stage.RECONNECTING
-    reconnects(harness)
-    assert (harness.stage(), harness.ended()) == (Stage.REPAIRING, [])
-    harness.advance(7.0)
-    harness.trains(3)
-    harness.collect()
-    assert harness.stage() is Stage.TRAINING
-    assert [(event.step, event.succeeded) for event in harness.ended()] == [(STEP, True)] * 2
-    assert [event.replaced for event in harness.ended()] == [(3,), ()]
-    assert all(event.duration_s >= 7.0 for event in harness.ended())
+def test_reconnecting_in_the_middle_of_a_repair_do_not_end_it(broken_twice):
+    assert broken_twice.stage() is Stage.RECONNECTING
+    reconnects(broken_twice)
+    assert (broken_twice.stage(), broken_twice.ended()) == (Stage.REPAIRING, [])
+    broken_twice.advance(7.0)
+    broken_twice.trains(3)
+    broken_twice.collect()
+    assert broken_twice.stage() is Stage.TRAINING
+    assert [(event.step, event.succeeded) for event in broken_twice.ended()] == [(STEP, True)] * 2
+    assert [event.replaced for event in broken_twice.ended()] == [(3,), ()]
+    assert all(event.duration_s >= 7.0 for event in broken_twice.ended())
 
 
-def test_a_repair_that_is_done_while_ranks_reconnect_ends_with_the_last_of_them():
-    harness = AttemptHarness.of(policy=RETRY)
-    break_in_a_repair(harness)
-    harness.trains(3)
-    assert (harness.stage(), harness.ended()) == (Stage.RECONNECTING, [])
-    assert harness.attempt.has_deadline, "reconnecting has a limit whichever ranks train"
-    reconnects(harness)
-    assert harness.stage() is Stage.TRAINING
-    assert [event.succeeded for event in harness.ended()] == [True, True]
+def test_a_repair_that_is_done_while_ranks_reconnect_ends_with_the_last_of_them(broken_twice):
+    broken_twice.trains(3)
+    assert (broken_twice.stage(), broken_twice.ended()) == (Stage.RECONNECTING, [])
+    assert broken_twice.attempt.has_deadline, "reconnecting has a limit whichever ranks train"
+    reconnects(broken_twice)
+    assert broken_twice.stage() is Stage.TRAINING
+    assert [event.succeeded for event in broken_twice.ended()] == [True, True]
 
 
-def test_a_repair_that_goes_on_after_reconnecting_has_its_limit_again():
-    harness = AttemptHarness.of(policy=RETRY)
-    break_in_a_repair(harness)
-    reconnects(harness)
-    harness.advance(REPAIR_LIMIT_S + 0.1)
-    assert harness.ended()[0].why == "ranks [3] did not come within 30 s"
+def test_a_repair_that_goes_on_after_reconnecting_has_its_limit_again(broken_twice):
+    reconnects(broken_twice)
+    broken_twice.advance(REPAIR_LIMIT_S + 0.1)
+    assert broken_twice.ended()[0].why == "ranks [3] did not come within 30 s"
 
 
 def test_connections_that_break_before_there_is_a_plan_begin_another_generation():
@@ -190,31 +180,29 @@ def test_connections_that_break_before_there_is_a_plan_begin_another_generation(
 # A rank's memory.
 
 
-def test_a_damaged_rank_gets_its_state_from_a_replica():
-    harness = AttemptHarness.of(HSDP)
-    harness.memory_fault(0)
-    harness.answer()
-    (ended,) = harness.ended()
+def test_a_damaged_rank_gets_its_state_from_a_replica(sharded):
+    sharded.memory_fault(0)
+    sharded.answer()
+    (ended,) = sharded.ended()
     assert (ended.succeeded, ended.replaced, ended.repaired) == (True, (), (0,))
-    assert (harness.rungs(), harness.replaced()) == ([Rung.STEP_RETRY], [])
+    assert (sharded.rungs(), sharded.replaced()) == ([Rung.STEP_RETRY], [])
 
 
-def test_damage_that_comes_back_at_the_same_step_costs_the_process_then_the_attempt():
-    harness = AttemptHarness.of(HSDP)
-    harness.memory_fault(0)
-    harness.answer()
-    harness.memory_fault(0)
-    assert harness.rungs() == [Rung.STEP_RETRY, Rung.PROCESS_REPLACE]
-    assert harness.replaced() == [0]
-    assert NewGeneration(number=3) not in harness.sent_to(0), "the process before is to end"
-    harness.attempt.disconnected(0, now_s=harness.now_s)  # its agent has ended it
-    assert harness.advance(END_NOTICE_S * 2) == []
-    harness.answer()
-    assert harness.stage() is Stage.TRAINING
-    harness.memory_fault(0)
-    harness.answer()
-    assert len(harness.rungs()) == 2
-    assert (harness.last_save().step, harness.last_save().ranks) == (STEP, (1, 2))
+def test_damage_that_comes_back_at_the_same_step_costs_the_process_then_the_attempt(sharded):
+    sharded.memory_fault(0)
+    sharded.answer()
+    sharded.memory_fault(0)
+    assert sharded.rungs() == [Rung.STEP_RETRY, Rung.PROCESS_REPLACE]
+    assert sharded.replaced() == [0]
+    assert NewGeneration(number=3) not in sharded.sent_to(0), "the process before is to end"
+    sharded.attempt.disconnected(0, now_s=sharded.now_s)  # its agent has ended it
+    assert sharded.advance(END_NOTICE_S * 2) == []
+    sharded.answer()
+    assert sharded.stage() is Stage.TRAINING
+    sharded.memory_fault(0)
+    sharded.answer()
+    assert len(sharded.rungs()) == 2
+    assert (sharded.last_save().step, sharded.last_save().ranks) == (STEP, (1, 2))
 
 
 # Abnormal steps.
@@ -420,10 +408,8 @@ def test_one_rank_that_has_left_its_step_has_all_get_a_new_generation():
     assert harness.rungs() == [Rung.STEP_RETRY]
 
 
-def test_a_rank_that_leaves_its_step_while_ranks_reconnect_is_not_left_waiting():
-    harness = AttemptHarness.of(policy=RETRY)
-    broken_connection(harness)
-    assert harness.stage() is Stage.RECONNECTING
-    harness.worker_fault(1, WorkerFaultKind.CONNECTION)
-    harness.advance(CONNECTION_SETTLE_S)
-    assert isinstance(harness.sent_to(1)[-1], NewGeneration)
+def test_a_rank_that_leaves_its_step_while_ranks_reconnect_is_not_left_waiting(reconnecting):
+    assert reconnecting.stage() is Stage.RECONNECTING
+    reconnecting.worker_fault(1, WorkerFaultKind.CONNECTION)
+    reconnecting.advance(CONNECTION_SETTLE_S)
+    assert isinstance(reconnecting.sent_to(1)[-1], NewGeneration)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.values import not_none
 from training.recovery.chips import (
     SEPARATED,
     ChipLevel,
@@ -58,8 +59,7 @@ def test_every_described_code_is_in_a_group_and_causes_are_short():
     ],
 )
 def test_a_known_code_has_its_level_and_kind(code, level, kind):
-    fact = chip_fact(code)
-    assert fact is not None
+    fact = not_none(chip_fact(code))
     assert (fact.level, fact.kind) == (level, kind)
 
 

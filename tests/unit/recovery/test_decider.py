@@ -35,26 +35,14 @@ def ended(exit_code: int, *, error: str | None = None, is_oom: bool = False) -> 
         (ended(EXIT_RESTART_ME), FaultClass.COLLECTIVE_TIMEOUT, REPLACE),
         (ended(-15), FaultClass.PREEMPTED, Rung.JOB_RESCHEDULE),
         (ended(127), FaultClass.LAUNCH_MISCONFIGURED, STOP),
-        (
-            ended(1, error="DeviceBeyondHealing: check_uce_in_memory says 4"),
-            FaultClass.DEVICE_MEMORY_ERROR,
-            REPLACE,
-        ),
+        (ended(1, error="DeviceBeyondHealing: check_uce_in_memory gives 4"),
+         FaultClass.DEVICE_MEMORY_ERROR, REPLACE),
         (ended(1, error="ValueError: no"), FaultClass.USER_CODE_ERROR, STOP),
         (ended(EXIT_ABOVE_PROCESS), FaultClass.DEVICE_LOST, Rung.JOB_RESCHEDULE_ISOLATED),
     ],
-    ids=[
-        "killed",
-        "crashed",
-        "oom",
-        "lost its connection",
-        "terminated",
-        "no command",
-        "beyond healing",
-        "exception",
-        "above",
-    ],
-)
+    ids=["killed", "crashed", "oom", "lost its connection", "terminated", "no command",
+         "beyond healing", "exception", "above"],
+)  # fmt: skip
 def test_a_process_that_ended_is_replaced_unless_the_program_or_the_container_is_to_blame(
     end, fault_class, rung
 ):

@@ -8,27 +8,16 @@ from dataclasses import replace
 import pytest
 
 from storage.local import LocalStore
+from tests.unit.journal.histories import GOES_ON, LINK, STANDS, began, ended
 from tests.unit.supervisor.cluster import Cluster, ClusterRun, supervise
 from training.job import parse_job
 from training.journal.events import LedgerEvent
-from training.recovery.decision import Decision
-from training.recovery.events import PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
-from training.recovery.faults import Fault, FaultClass
 from training.recovery.rungs import Rung
 from training.supervisor.run import MAX_PAST
 from training.wire.requests import read_control, write_control
 
-LINK = Fault(fault_class=FaultClass.LINK_DOWN, at_s=10.0, evidence="EI0006", step=14)
-BEGAN = RecoveryBegan(
-    at_s=10.0,
-    number=1,
-    generation=1,
-    fault=LINK,
-    decision=Decision(Rung.STEP_RETRY, None, "because"),
-)
-FAILED = RecoveryEnded(at_s=11.0, number=1, generation=1, succeeded=False, why="no replica")
-STANDS = PauseBegan(at_s=12.0, number=2, step=20)
-GOES_ON = PauseEnded(at_s=13.0, number=2, step=20)
+BEGAN = began(1)
+FAILED = ended(1, None, succeeded=False, why="no replica")
 
 
 def lines(*events: LedgerEvent) -> str:

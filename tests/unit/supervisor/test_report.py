@@ -21,7 +21,7 @@ STEP = StepRecord(1, 2.0, 1.0, 1e-3, 1e5, None, 0.0, 0.5, 8, 0, 1, 1)
 
 
 def test_a_recovery_inside_the_processes_is_a_row_below_its_attempt():
-    history = history_of(LINK_BEGAN, LINK_MENDED, CRASH_BEGAN, CRASH_FAILED, ended=True)
+    history = history_of(LINK_BEGAN, LINK_MENDED, CRASH_BEGAN, CRASH_FAILED, has_ended=True)
     attempt, link, crash = story_rows(history)
     assert (attempt.generation, attempt.rung, attempt.outcome) == (
         None, "in_place_restart", "failed",
@@ -45,13 +45,13 @@ def test_the_seconds_to_the_next_step_are_those_of_the_recovery():
 
 def test_a_recovery_that_goes_on_is_told_from_one_that_its_attempt_cut_off():
     outcomes = [
-        story_rows(history_of(LINK_BEGAN, ended=ended))[1].outcome for ended in (False, True)
+        story_rows(history_of(LINK_BEGAN, has_ended=ended))[1].outcome for ended in (False, True)
     ]
     assert outcomes == ["recovering", "not recovered"]
 
 
 def test_every_row_has_the_same_columns_whatever_it_tells():
-    history = history_of(LINK_BEGAN, LINK_MENDED, STANDS, GOES_ON, ended=True)
+    history = history_of(LINK_BEGAN, LINK_MENDED, STANDS, GOES_ON, has_ended=True)
     assert len(story_rows(history)) == 2, "a pause is no fault"
 
 
@@ -61,7 +61,7 @@ def test_the_facts_of_a_recovery_are_plain_values():
     assert link == {
         "placement": 1, "attempt": 1, "number": 1, "generation": 1, "fault_class": "link_down",
         "evidence": "EI0006", "node": "node-1", "rank": 3, "rung": "step_retry",
-        "reason": "link_down is recovered", "step": 14, "steps_lost": 0, "duration_s": 0.62,
+        "reason": "because", "step": 14, "steps_lost": 0, "duration_s": 0.62,
         "replaced": [], "repaired": [3], "succeeded": True, "sub_healthy": False,
         "outcome": "recovered", "why": "",
     }  # fmt: skip
@@ -72,7 +72,7 @@ def test_the_facts_of_a_recovery_are_plain_values():
 def test_the_picture_marks_recovered_faults_and_the_others():
     kept = {step: replace(STEP, step=step, loss=10.0 / step) for step in range(1, 41)}
     plain = loss_picture(history_of(), kept)
-    marked = loss_picture(history_of(LINK_BEGAN, LINK_MENDED, ended=True), kept)
+    marked = loss_picture(history_of(LINK_BEGAN, LINK_MENDED, has_ended=True), kept)
     assert plain.startswith(b"\x89PNG")
     assert marked.startswith(b"\x89PNG")
     assert marked != plain

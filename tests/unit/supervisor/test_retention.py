@@ -14,6 +14,7 @@ from storage.collect import InUse, RemovalKind, take_listing
 from storage.local import LocalStore
 from storage.manifest import Chunk, Manifest, TensorRecord
 from tests.jobs import small_job
+from tests.unit.journal.histories import over, placed, started, stepped
 from training.journal.events import StepRecord
 from training.journal.history import RunHistory, replay
 from training.journal.ledger import Identity, Ledger
@@ -22,7 +23,6 @@ from training.journal.records import (
     AttemptEnded,
     AttemptStarted,
     FirstStep,
-    Member,
     Placed,
 )
 from training.journal.steps import metrics_prefix
@@ -87,18 +87,10 @@ def gone(checkpoints, spec, *, with_retention=True):
 
 
 def history(*records: AnyRecord) -> RunHistory:
-    placed = Placed(
-        at_s=0, epoch=1, placement=1, members=(Member(index=0, node="a", schedule_cnt=1),), avoid=()
-    )
-    return replay([placed, *records])
+    return replay([placed(num_nodes=1), *records])
 
 
-STARTED = AttemptStarted(at_s=0, epoch=1, placement=1, attempt=2, from_step=20)
-STEPPED = FirstStep(at_s=0, epoch=1, placement=1, attempt=2, step=21, stepped_s=0)
-ENDED = AttemptEnded(
-    at_s=0, epoch=1, placement=1, attempt=2, outcome="stopped", to_step=None,
-    proc_start_cnt={}, duration_s=1,
-)  # fmt: skip
+STARTED, STEPPED, ENDED = started(2, 20), stepped(2, 21), over(2, "stopped")
 
 
 def test_an_attempt_that_has_started_may_be_reading_any_step():
@@ -112,7 +104,7 @@ def test_an_attempt_that_has_stepped_has_read_what_it_needs():
 
 
 @pytest.mark.parametrize("fence", [None, (1, 1), (1, 2)])
-def test_after_the_end_of_the_last_attempt_nobody_lives(fence):
+def test_after_the_end_of_the_last_attempt_no_owner_lives(fence):
     assert in_use_by(history(STARTED, STEPPED, ENDED), fence) == InUse(is_living=False)
 
 
@@ -122,7 +114,7 @@ def test_an_owner_of_the_run_that_the_ledger_does_not_know_may_live(fence):
 
 
 @pytest.mark.parametrize("fence", [None, (1, 1)])
-def test_without_a_ledger_somebody_may_live(fence):
+def test_without_a_ledger_an_owner_may_live(fence):
     assert in_use_by(RunHistory(), fence) == InUse(is_living=True)
 
 
@@ -138,27 +130,26 @@ def test_without_retention_only_garbage_goes(checkpoints):
     assert found == [(RemovalKind.BROKEN_SAVE, 35)]
 
 
-def end(checkpoints):
-    """NoHook lives, so that age alone keeps what broken saves left."""
+def begin(checkpoints) -> Ledger:
+    """The ledger of a run whose attempt started from step 20."""
     ledger = Ledger(checkpoints.store, "run")
     ledger.take(Identity.of_this_process())
-    ledger.append(
-        Placed, placement=1, members=(Member(index=0, node="a", schedule_cnt=1),), avoid=()
-    )
+    ledger.append(Placed, placement=1, members=placed(num_nodes=1).members, avoid=())
     ledger.append(AttemptStarted, placement=1, attempt=2, from_step=20)
-    ledger.append(
-        AttemptEnded, placement=1, attempt=2, outcome="stopped", to_step=None, proc_start_cnt={},
-        duration_s=1,
-    )  # fmt: skip
+    return ledger
 
 
 @pytest.mark.parametrize("ahead_s", [-7 * HOUR_S, 0.0, 7 * HOUR_S])
 def test_what_is_young_by_the_stores_clock_stays_whatever_this_machines_says(
     checkpoints, monkeypatch, ahead_s
 ):
-    end(checkpoints)
+    # No attempt lives, so that age alone keeps what broken saves left.
+    begin(checkpoints).append(
+        AttemptEnded, placement=1, attempt=2, outcome="stopped", to_step=None, proc_start_cnt={},
+        duration_s=1,
+    )  # fmt: skip
     checkpoints.store.ahead_s = ahead_s
-    monkeypatch.setattr(time, "time", lambda: 9e9)  # nobody is to look at it
+    monkeypatch.setattr(time, "time", lambda: 9e9)  # it does not count
     checkpoints.put_shard(45, shard_name(1, 1, 0), b"old")
     old = checkpoints.store.local_path(checkpoints.key(45, shard_name(1, 1, 0)))
     old_s = old.stat().st_mtime - 2 * HOUR_S
@@ -187,12 +178,7 @@ def test_a_manifest_may_hold_the_loss_itself(checkpoints):
 
 
 def test_what_an_attempt_of_the_ledger_uses_stays(checkpoints):
-    ledger = Ledger(checkpoints.store, "run")
-    ledger.take(Identity.of_this_process())
-    ledger.append(
-        Placed, placement=1, members=(Member(index=0, node="a", schedule_cnt=1),), avoid=()
-    )
-    ledger.append(AttemptStarted, placement=1, attempt=2, from_step=20)
+    ledger = begin(checkpoints)
     assert gone(checkpoints, job(keep_last=1)) == [("broken_save", 35)]
     ledger.append(FirstStep, placement=1, attempt=2, step=21, stepped_s=0.0)
     assert gone(checkpoints, job(keep_last=1)) == [

@@ -141,7 +141,7 @@ def test_a_fault_report_shows_what_the_survivors_saved():
 
 
 def report_of(*events, ended: bool = False) -> str:
-    view = history_of(*events, ended=ended).attempts[0]
+    view = history_of(*events, has_ended=ended).attempts[0]
     return recovery_report(view, view.recoveries[-1])
 
 
@@ -212,7 +212,7 @@ def test_every_note_is_a_line_of_the_log(event, text):
 )
 def test_a_run_that_does_not_train_shows_what_it_does(events, activity):
     assert activity_of(history_of(*events)) == activity
-    assert activity_of(history_of(*events, ended=True)) is None
+    assert activity_of(history_of(*events, has_ended=True)) is None
 
 
 @pytest.fixture

@@ -45,6 +45,20 @@ def changed(document: dict, key: str, value) -> dict:
     return copy
 
 
+@pytest.fixture
+def error_of(capsys):
+    """The one line of a command that is refused with exit code 2."""
+
+    def error_of(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as exit_:
+            main(list(arguments))
+        err: str = capsys.readouterr().err
+        assert (exit_.value.code, err.count("\n")) == (2, 1), err
+        return err
+
+    return error_of
+
+
 # (field, value, words that the one line must hold: the field, and what is allowed)
 WRONG = [
     ("run_id", ..., ["run_id", "missing"]),
@@ -132,64 +146,39 @@ WRONG = [
     ("key", "value", "words"), WRONG, ids=[f"{w[0]}-{i}" for i, w in enumerate(WRONG)]
 )
 def test_a_wrong_job_gives_one_line_and_exit_code_2_and_starts_nothing(
-    key, value, words, good, tmp_path, capsys, perdure_home
+    key, value, words, good, tmp_path, error_of, perdure_home
 ):
-    path = write(tmp_path, changed(good, key, value))
-    with pytest.raises(SystemExit) as exit_:
-        main(["run", path])
-    assert exit_.value.code == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1, err
+    err = error_of("run", write(tmp_path, changed(good, key, value)))
     assert [word for word in words if word not in err] == [], err
     assert "hunter2" not in err
     assert not perdure_home.exists()
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ("[1, 2]", ["mapping"]),
-        ("a: [unclosed", ["not YAML"]),
-        ("", ["mapping"]),
-    ],
+    ("content", "word"),
+    [("[1, 2]", "mapping"), ("a: [unclosed", "not YAML"), ("", "mapping")],
 )
-def test_a_file_that_is_no_job_gives_one_line_and_exit_code_2(content, words, tmp_path, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main(["run", write(tmp_path, content)])
-    assert exit_.value.code == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert all(word in err for word in words)
+def test_a_file_that_is_no_job_gives_one_line_and_exit_code_2(content, word, tmp_path, error_of):
+    assert word in error_of("run", write(tmp_path, content))
 
 
-def test_a_job_file_that_is_not_there_gives_one_line_and_exit_code_2(tmp_path, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main(["run", str(tmp_path / "none.yaml")])
-    assert exit_.value.code == 2
-    assert "cannot be read" in capsys.readouterr().err
+def test_a_job_file_that_is_not_there_gives_one_line_and_exit_code_2(tmp_path, error_of):
+    assert "cannot be read" in error_of("run", str(tmp_path / "none.yaml"))
 
 
-def test_an_empty_corpus_is_refused_before_anything_starts(good, tmp_path, capsys):
+def test_an_empty_corpus_and_a_store_that_cannot_be_written_are_refused_before_anything_starts(
+    good, tmp_path, error_of
+):
     empty = tmp_path / "empty.txt"
     empty.write_text("")
-    with pytest.raises(SystemExit) as exit_:
-        main(["run", write(tmp_path, changed(good, "data.sources", [str(empty)]))])
-    assert exit_.value.code == 2
-    assert "empty" in capsys.readouterr().err
-
-
-def test_storage_that_cannot_be_written_is_refused_before_anything_starts(good, tmp_path, capsys):
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    address = f"file://{blocked}/store"
-    with pytest.raises(SystemExit) as exit_:
-        main(["run", write(tmp_path, changed(good, "storage.address", address))])
-    assert exit_.value.code == 2
-    assert "storage.address" in capsys.readouterr().err
+    job = write(tmp_path, changed(good, "data.sources", [str(empty)]))
+    assert "empty" in error_of("run", job)
+    job = write(tmp_path, changed(good, "storage.address", f"file://{empty}/store"))
+    assert "storage.address" in error_of("run", job)
 
 
 def test_an_s3_store_that_no_server_serves_is_refused_in_one_line(
-    good, tmp_path, capsys, monkeypatch
+    good, tmp_path, error_of, monkeypatch
 ):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "very-secret")
@@ -200,21 +189,14 @@ def test_an_s3_store_that_no_server_serves_is_refused_in_one_line(
         "connect_timeout_s": 0.2,
         "read_timeout_s": 0.2,
     }
-    with pytest.raises(SystemExit) as exit_:
-        main(["run", write(tmp_path, changed(good, "storage", storage))])
-    assert exit_.value.code == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
+    err = error_of("run", write(tmp_path, changed(good, "storage", storage)))
     assert "storage.address" in err
     assert "very-secret" not in err
 
 
 @pytest.mark.parametrize("override", ["steps", "=3", "model=3"])
-def test_a_wrong_override_is_refused(override, good, tmp_path, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main(["preflight", write(tmp_path, good), "--set", override])
-    assert exit_.value.code == 2
-    assert capsys.readouterr().err.count("\n") == 1
+def test_a_wrong_override_is_refused(override, good, tmp_path, error_of):
+    assert error_of("preflight", write(tmp_path, good), "--set", override)
 
 
 def test_a_good_job_passes_preflight(good, tmp_path, capsys):
