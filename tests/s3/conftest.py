@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import SecretStr
 
 from storage.local import LocalStore
 from storage.objects import ObjectStore
@@ -20,6 +19,7 @@ from tests.s3.proxy import FaultProxy
 from tests.s3.rgw import Rgw
 from tests.s3.servers import ACCESS_KEY, SECRET_KEY, Folder, Moto, Rclone, Server
 from tests.unit.storage.conftest import _no_credentials_from_outside  # noqa: F401 a fixture
+from tests.unit.storage.stores import s3_options
 
 KINDS: dict[str, type[Server]] = {"local": Folder, "moto": Moto, "rclone": Rclone, "rgw": Rgw}
 # What tests are parametrised with.
@@ -28,7 +28,6 @@ RGW = pytest.param("rgw", marks=pytest.mark.process)
 EVERY_KIND = ["local", "moto", RCLONE, RGW]
 
 BUCKET = "bucket"
-PART_SIZE_BYTES = 5 * 2**20  # the smallest part that S3 takes
 
 FOLDER = Path(__file__).parent
 CONNECTIONS: dict[S3Options, Any] = {}
@@ -87,17 +86,9 @@ def open_store(server: Server, proxy: FaultProxy) -> Opener:
 
 def open_s3(port: int, prefix: str, *, retry: Retry | None = None, **changes) -> S3Store:
     """A store on the server of that port; `changes` are of the options."""
-    options: dict[str, Any] = {
-        "endpoint": f"http://{HOST}:{port}",
-        "region": "us-east-1",
-        "addressing_style": "path",
-        "access_key": ACCESS_KEY,
-        "secret_key": SECRET_KEY,
-        "part_size_bytes": PART_SIZE_BYTES,
-        **changes,
-    }
-    secrets = {name: SecretStr(options[name]) for name in ("access_key", "secret_key")}
-    store = S3Store(BUCKET, prefix, options=S3Options(**options | secrets), retry=retry)
+    keys = {"access_key": ACCESS_KEY, "secret_key": SECRET_KEY}
+    options = s3_options(f"http://{HOST}:{port}", **keys | changes)
+    store = S3Store(BUCKET, prefix, options=options, retry=retry)
     # A client takes longer to make than most tests to run, and all of one server are alike.
     store._connection = CONNECTIONS.get(store._options)
     store._client()

@@ -16,17 +16,17 @@ import pytest
 
 from storage.checkpoint import CheckpointStore, StepState
 from storage.checkpoint_server.client import CheckpointClient
-from storage.collect import InUse, Rules, abort_uploads, carry_out, decide, take_listing
+from storage.collect import abort_uploads
 from storage.s3 import S3Store
 from storage.s3_client import PART_SIZE_BYTES
+from tests.jobs import small_job
 from tests.s3.conftest import BUCKET, RGW, Opener
 from tests.s3.programs import HOST
 from tests.s3.proxy import Answer, FaultProxy, InUpload, LostAnswer, Unheard
 from tests.s3.servers import ACCESS_KEY, SECRET_KEY
-from tests.unit.storage.nodes import RUN_ID, offered, save, settle, share_of
+from tests.unit.storage.nodes import RUN_ID, collect, offered, save, settle, share_of
 from tests.waiting import wait_for
 from training.agent.checkpoint_server import CheckpointServerProcess
-from training.job import Job
 
 pytestmark = pytest.mark.parametrize("server", [RGW], indirect=True)
 
@@ -60,10 +60,8 @@ class Run:
             "addressing_style": "path",
             "read_timeout_s": READ_TIMEOUT_S,
         }
-        worker, checkpoint = {"recipe": "own:main"}, {"keep_last": 2, "node_disk": False}
-        job = Job.model_validate(
-            {"run_id": RUN_ID, "storage": storage, "worker": worker, "checkpoint": checkpoint}
-        )
+        checkpoint = {"keep_last": 2, "node_disk": False}
+        job = small_job(storage=storage, worker={"recipe": "own:main"}, checkpoint=checkpoint)
         file = self.folder / "job.json"
         file.write_text(job.model_dump_json())
         self._checkpoint_servers.append(CheckpointServerProcess(self.folder))
@@ -140,15 +138,12 @@ def saving(run: Run) -> CheckpointClient:
     return client
 
 
-def collect(run: Run) -> None:
+def collect_all(run: Run) -> None:
     """As gc does when no attempt lives, with everything old enough; one upload is left to drop."""
     dropped: list[int] = []
 
     def gc() -> bool:  # the age of uploads counts in whole seconds
-        listing = take_listing(run.checkpoints)
-        rules, dead = Rules(garbage_after_s=0.0), InUse(is_living=False)
-        removals = decide(listing, rules=rules, in_use=dead, now_s=time.time() + 60.0)
-        carry_out(run.checkpoints, removals)
+        collect(run.checkpoints)
         dropped.append(abort_uploads(run.checkpoints, 0.0))
         return sum(dropped) == 1
 
@@ -157,7 +152,9 @@ def collect(run: Run) -> None:
 
 
 def saves_on(run: Run, client: CheckpointClient, *, attempt: int = 1) -> None:
-    """What is left does not stand in the way of the next save."""
+    """The new step is published, and what is left is not in the way of the next save."""
+    assert run.offered() == [OLD, NEW]
+    assert run.announced() == [OLD, NEW], "announced once each"
     run.save(client, step=NEXT, attempt=attempt)
     run.settle(client)
     assert run.checkpoints.verify(NEXT) == []
@@ -183,8 +180,6 @@ def test_a_gateway_killed_and_restarted_in_the_middle_of_a_save_is_outlasted(
     assert run.offered()[0] == OLD, "the old one, and the new one only whole"
     run.settle(saving)
     assert run.proxy.struck == [fault]
-    assert run.offered() == [OLD, NEW]
-    assert run.announced() == [OLD, NEW]
     saves_on(run, saving)
 
 
@@ -207,8 +202,6 @@ def test_a_storm_of_throttling_through_a_whole_save_is_waited_out(run, saving):
     ):
         assert run.count(method, path) >= 2, (method, path)
     run.proxy.reset()
-    assert run.offered() == [OLD, NEW]
-    assert run.announced() == [OLD, NEW]
     saves_on(run, saving)
 
 
@@ -222,8 +215,6 @@ def test_a_connection_that_stalls_at_the_manifest_costs_its_time_out(run, saving
     run.settle(saving)
     assert time.monotonic() - began_s > READ_TIMEOUT_S
     assert run.count("PUT", "manifest.json") == 3, "of the old one, stalled, and again"
-    assert run.offered() == [OLD, NEW]
-    assert run.announced() == [OLD, NEW]
     saves_on(run, saving)
 
 
@@ -234,8 +225,6 @@ def test_a_manifest_whose_answer_was_lost_is_committed_once(run, saving):
     run.settle(saving)
     assert run.proxy.struck == [fault]
     assert run.count("PUT", "manifest.json") == 3, "of the old one, unanswered, and again"
-    assert run.offered() == [OLD, NEW]
-    assert run.announced() == [OLD, NEW], "announced once each"
     names = {info.key.rpartition("/")[2] for info in run.store.list("runs/")}
     assert names == {"manifest.json", share_of(NEW).shard}, "tidied up after the commit"
     saves_on(run, saving)
@@ -250,14 +239,13 @@ def test_of_a_checkpoint_server_killed_in_the_middle_of_an_upload_gc_leaves_noth
     assert run.offered() == [OLD]
     assert run.uploads() == [share_of(NEW).shard]
 
-    collect(run)
+    collect_all(run)
     assert run.checkpoints.states() == {OLD: StepState.COMMITTED}
     assert run.offered() == [OLD]
 
     client = run.checkpoint_server()
     run.save(client, step=NEW, attempt=2, large=True)
     run.settle(client)
-    assert run.offered() == [OLD, NEW]
     saves_on(run, client, attempt=2)
 
 
@@ -282,7 +270,7 @@ def test_of_two_checkpoint_servers_either_may_be_killed_in_the_middle_of_its_upl
     )
     assert run.offered() == [OLD]
     assert run.uploads() == [shard]
-    collect(run)
+    collect_all(run)
 
     run.checkpoints.fence(1, 2)
     clients[victim] = run.checkpoint_server()

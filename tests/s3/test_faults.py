@@ -13,11 +13,6 @@ import pytest
 from storage.errors import (
     AccessDenied,
     NotFound,
-    PermanentError,
-    PreconditionFailed,
-    ServerError,
-    StorageError,
-    Throttled,
     TimedOut,
 )
 from storage.retry import Retry
@@ -104,13 +99,6 @@ def test_a_storm_of_throttling_is_waited_out_by_every_part(
     # Each of the four waited 0.125 .. 0.25 s first and 1 .. 2 s at last.
     assert sorted(pauses_s)[3] <= 0.25
     assert sorted(pauses_s)[-4] >= 1.0
-
-
-def test_throttling_without_end_is_given_up_as_such(proxy, open_store, retry, pauses_s):
-    proxy.inject(Answer(503, "SlowDown"), method="GET", times=100)
-    with pytest.raises(Throttled, match="answered 503 SlowDown"):
-        open_store(retry=retry).get("a")
-    assert len(proxy.struck) == len(pauses_s) + 1 == Retry().max_tries
 
 
 @pytest.mark.parametrize(
@@ -201,14 +189,6 @@ def test_an_answer_that_is_not_s3s_is_asked_for_again(proxy, open_store, retry, 
     assert len(pauses_s) == len(proxy.struck) == 1
 
 
-def test_a_refusal_is_final(proxy, open_store, retry, pauses_s):
-    proxy.inject(Answer(403, "AccessDenied"), method="PUT")
-    with pytest.raises(AccessDenied, match="403 AccessDenied"):
-        open_store(retry=retry).put("a", b"data")
-    assert [method for method, _ in proxy.requests] == ["PUT"]
-    assert pauses_s == []
-
-
 @pytest.mark.parametrize(
     "wrong", [{"secret_key": "wrong-secret-key"}, {"access_key": "unknown-access-key"}]
 )
@@ -228,17 +208,6 @@ def test_wrong_keys_are_reported_at_once_and_never_shown(open_store, retry, paus
     assert pauses_s == []
 
 
-def test_a_conditional_put_whose_answer_was_lost_is_a_success(proxy, open_store, retry, pauses_s):
-    store = open_store(retry=retry)
-    assert store.has_conditional_put()
-    proxy.inject(LostAnswer(), method="PUT")
-    store.put("a", b"ours", if_absent=True)
-    assert len(pauses_s) == 1
-    with pytest.raises(PreconditionFailed):
-        store.put("a", b"theirs", if_absent=True)
-    assert store.get("a") == b"ours"
-
-
 def test_a_completed_upload_whose_answer_was_lost_is_a_success(proxy, open_store, retry, pauses_s):
     data = os.urandom(6 * MIB)
     store = open_store(retry=retry)
@@ -246,38 +215,6 @@ def test_a_completed_upload_whose_answer_was_lost_is_a_success(proxy, open_store
     store.put("shard", data)
     assert len(pauses_s) == len(proxy.struck) == 1
     assert store.get("shard") == data
-
-
-def test_a_store_that_refuses_conditions_is_served_with_claims(proxy, open_store):
-    store = open_store()
-    proxy.inject(Answer(501, "NotImplemented"), method="PUT", path=".claims/probe")
-    store.put("a", b"ours", if_absent=True)
-    assert any("/ticket-" in path for _, path in proxy.requests)
-    with pytest.raises(PreconditionFailed):
-        store.put("a", b"theirs", if_absent=True)
-    assert [info.key for info in store.list("")] == ["a"]
-
-
-@pytest.mark.parametrize(
-    ("status", "code", "expected"),
-    [
-        (503, "SlowDown", Throttled),
-        (503, "", Throttled),
-        (429, "", Throttled),
-        (500, "InternalError", ServerError),
-        (502, "", ServerError),
-        (504, "", TimedOut),
-        (400, "RequestTimeout", TimedOut),
-        (403, "AccessDenied", AccessDenied),
-        (404, "NoSuchKey", NotFound),
-        (400, "InvalidArgument", PermanentError),
-    ],
-)
-def test_answers_are_kept_apart(proxy, open_store, status, code, expected):
-    proxy.inject(Answer(status, code), method="GET")
-    with pytest.raises(StorageError) as raised:
-        open_store(retry=Retry(max_tries=1)).get("a")
-    assert type(raised.value) is expected
 
 
 def test_a_mixture_of_faults_loses_and_doubles_nothing(proxy, open_store, retry):

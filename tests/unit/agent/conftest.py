@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.jobs import job_document
 from tests.waiting import wait_for
 from training.agent.agent import CONFIG_FILE
 from training.agent.control import ADDRESS_FILE, AgentClient
@@ -34,16 +35,20 @@ from training.wire.agent import (
 
 TOKEN = "a-token"
 EPOCH = 10
-# Its programs here save nothing, so that no checkpoint server is needed.
-JOB = json.dumps(
-    {
+
+
+def job_text(folder: Path | None = None, **sections: Any) -> str:
+    """The text of a job whose store lies below a folder; without one, no log is collected.
+
+    Its programs here save nothing, so that no checkpoint server is needed.
+    """
+    own = {
         "run_id": "run-1",
-        "storage": {"address": "file:///nowhere"},
         "worker": {"recipe": "module:main"},
         "checkpoint": {"host_memory": False},
-        "watch": {"log_limit_bytes": 0},
+        "watch": {"log_limit_bytes": 1 << 20 if folder else 0},
     }
-)
+    return json.dumps(job_document(folder, **own | sections))
 
 
 def start_order(folder: Path, *command: str, **changes: Any) -> StartOrder:
@@ -125,7 +130,7 @@ class Container:
             "is_command": True,
             "grace_s": 0.5,
             "variables": {"OMP_NUM_THREADS": "1"},
-            "job": JOB,
+            "job": job_text(),
         }
         return start_order(self.folder, *command, **{**fields, **changes})
 

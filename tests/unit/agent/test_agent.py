@@ -16,7 +16,7 @@ import pytest
 from storage.checkpoint_server.client import CheckpointClient
 from storage.errors import TimedOut
 from tests.jobs import job_document, small_job
-from tests.unit.agent.conftest import EPOCH, Container
+from tests.unit.agent.conftest import EPOCH, Container, job_text
 from tests.waiting import wait_for
 from training.agent.checkpoint_server import REVIVED_AFTER_S, CheckpointServerProcess
 from training.agent.control import ADDRESS_FILE
@@ -100,17 +100,13 @@ def test_every_start_of_processes_is_counted_and_the_schedule_count_stays(shared
         assert (seen["MA_PROC_START_CNT"], seen["MA_SCHEDULE_CNT"]) == (str(count), "3")
 
 
-def test_output_goes_to_a_log_for_each_stream(shared):
-    shared.finish("sh", "-c", "echo to-out; echo to-err >&2")
-    assert shared.logs() == {STDOUT: "to-out\n", STDERR: "to-err\n"}
-
-
-def test_logs_go_where_the_job_says(shared, tmp_path):
-    order = shared.order("echo", "hello", log_path=str(tmp_path / "logs"))
-    shared.call(order)
+def test_output_goes_to_a_log_for_each_stream_where_the_job_has_it(shared, tmp_path):
+    script = "echo to-out; echo to-err >&2"
+    order = shared.start("sh", "-c", script, log_path=str(tmp_path / "logs"))
     shared.until("ended")
+    assert shared.logs() == {STDOUT: "to-out\n", STDERR: "to-err\n"}
     path = tmp_path / "logs" / "run-1" / f"p0003-a{order.attempt:04d}" / STDOUT
-    assert path.read_text() == "hello\n"
+    assert path.read_text() == "to-out\n"
 
 
 def test_variables_in_the_command_are_filled_in_and_others_left_alone(shared):
@@ -135,15 +131,10 @@ def test_the_end_of_a_worker_is_reported_with_its_exit_code(shared):
     assert before_s < worker.ended_s <= time.time()
 
 
-def test_a_command_that_is_not_there_ends_as_a_shell_would_say(shared):
-    (worker,) = shared.finish("no-such-program").workers
-    assert worker.exit_code == 127
+def test_a_command_or_a_folder_that_is_not_there_ends_as_in_a_shell(shared, tmp_path):
+    assert shared.finish("no-such-program").workers[0].exit_code == 127
     assert "perdure: cannot start 'no-such-program'" in shared.logs()[STDERR]
-
-
-def test_a_folder_that_is_not_there_is_reported_as_a_failed_start(shared, tmp_path):
-    (worker,) = shared.finish("true", cwd=str(tmp_path / "gone")).workers
-    assert worker.exit_code == 127
+    assert shared.finish("true", cwd=str(tmp_path / "gone")).workers[0].exit_code == 127
 
 
 def test_logs_that_cannot_be_written_end_the_attempt_with_an_error(shared, tmp_path):
@@ -226,7 +217,7 @@ def test_what_a_worker_recorded_as_its_error_is_reported(shared, tmp_path):
     assert (worker.error, worker.error_s) == ("ValueError: bad", 9.0)
 
 
-def test_a_repeated_start_order_starts_nothing(shared):
+def test_a_repeated_start_order_starts_nothing_also_after_a_stop(shared):
     order = shared.start("sleep", "600")
     running = shared.until("running")
     shared.call(order)
@@ -236,34 +227,19 @@ def test_a_repeated_start_order_starts_nothing(shared):
     with pytest.raises(EngineError, match=f"attempt {order.attempt} is still running"):
         shared.call(shared.order("true"))
     shared.call(StopOrder(grace_s=5))
-    shared.until("ended")
+    (worker,) = shared.until("ended").workers
+    assert (worker.exit_code, worker.stopped_by_agent) == (-signal.SIGTERM, True)
     shared.call(order)
     assert shared.status().state == "ended"
 
 
-def test_a_stopped_worker_is_marked_as_stopped(shared):
-    shared.start("sleep", "600")
-    shared.until("running")
-    shared.call(StopOrder(grace_s=5))
-    (worker,) = shared.until("ended").workers
-    assert (worker.exit_code, worker.stopped_by_agent) == (-signal.SIGTERM, True)
-
-
-def test_a_worker_that_ignores_the_order_to_stop_is_killed_after_the_grace_period(shared):
+@pytest.mark.parametrize("graces_s", [(0.3,), (600, 0.1, 600)])
+def test_a_worker_that_ignores_sigterm_is_killed_after_the_shortest_grace_period(shared, graces_s):
     shared.start("sh", "-c", "trap '' TERM; echo up; while :; do sleep 0.02; done")
     until_logged(shared, "up")
-    shared.call(StopOrder(grace_s=0.3))
-    assert shared.status().state == "stopping"
-    (worker,) = shared.until("ended").workers
-    assert worker.exit_code == -signal.SIGKILL
-
-
-def test_a_second_order_to_stop_may_shorten_the_grace_period_but_not_lengthen_it(shared):
-    shared.start("sh", "-c", "trap '' TERM; echo up; while :; do sleep 0.02; done")
-    until_logged(shared, "up")
-    shared.call(StopOrder(grace_s=600))
-    shared.call(StopOrder(grace_s=0.1))
-    shared.call(StopOrder(grace_s=600))
+    for grace_s in graces_s:
+        shared.call(StopOrder(grace_s=grace_s))
+        assert shared.status().state == "stopping"
     assert shared.until("ended").workers[0].exit_code == -signal.SIGKILL
 
 
@@ -287,13 +263,10 @@ def test_what_outlives_a_stopped_worker_is_asked_to_end_before_the_grace_period_
     assert "swept" in shared.logs()[STDOUT]
 
 
-def test_what_a_worker_leaves_behind_is_gone_when_the_attempt_is_over(shared):
-    shared.finish("sh", "-c", "setsid sleep 600 & exit 0")
+@pytest.mark.parametrize("own", ["", "env -i "])
+def test_what_a_worker_leaves_behind_is_gone_when_the_attempt_is_over(shared, own):
+    shared.finish("sh", "-c", f"{own}setsid sleep 600 & sleep 0.2; exit 0")
     assert [process.pid for process in shared.processes()] == [shared.process.pid]
-
-
-def test_a_grandchild_with_an_environment_of_its_own_is_gone_as_well(shared):
-    shared.finish("sh", "-c", "env -i setsid sleep 600 & sleep 0.2; exit 0")
     assert psutil.Process(shared.process.pid).children(recursive=True) == []
 
 
@@ -313,12 +286,7 @@ def test_a_start_that_was_stopped_while_its_data_came_does_not_touch_the_next_on
     pipe = tmp_path / "store" / key
     pipe.parent.mkdir(parents=True)
     os.mkfifo(pipe)  # reading it takes as long as we like
-    job = {
-        "run_id": "run-1",
-        "storage": {"address": f"file://{tmp_path}/store"},
-        "worker": {"command": ["true"]},
-    }
-    shared.start("true", job=json.dumps(job), data_manifest_key=key)
+    shared.start("true", job=job_text(tmp_path), data_manifest_key=key)
     shared.until("staging")
     shared.call(StopOrder(grace_s=1))
     assert shared.status().state == "ended"
@@ -335,12 +303,7 @@ def test_a_start_that_was_stopped_while_its_data_came_does_not_touch_the_next_on
 
 
 def test_data_that_cannot_be_staged_ends_the_attempt_with_an_error(shared, tmp_path):
-    job = {
-        "run_id": "run-1",
-        "storage": {"address": f"file://{tmp_path}/store"},
-        "worker": {"command": ["true"]},
-    }
-    status = shared.finish("true", job=json.dumps(job), data_manifest_key="no/such.json")
+    status = shared.finish("true", job=job_text(tmp_path), data_manifest_key="no/such.json")
     assert status.staging_error is not None
     assert "no/such.json" in status.staging_error
     assert status.workers == ()
@@ -434,13 +397,9 @@ def test_what_is_spared_outlives_the_rest_of_its_container(new_container):
     assert [one.pid for one in container.processes()] == [container.address.pid]
 
 
-def test_a_reused_pid_is_not_the_process_that_had_it(shared):
+def test_the_address_of_an_agent_is_published_whole_and_a_reused_pid_is_not_its_process(shared):
+    assert not (shared.folder / f"{ADDRESS_FILE}.tmp").exists()
     address = shared.address
+    assert address.pid == shared.process.pid
     assert is_alive(address.pid, address.process_started_s)
     assert not is_alive(address.pid, address.process_started_s - 60)
-
-
-def test_the_address_of_an_agent_is_published_whole(shared):
-    assert Path(shared.folder / ADDRESS_FILE).is_file()
-    assert not (shared.folder / f"{ADDRESS_FILE}.tmp").exists()
-    assert shared.address.pid == shared.process.pid

@@ -14,7 +14,7 @@ from tests.waiting import wait_for
 from training.agent.coordinator_client import AgentCoordinatorClient, new_token
 from training.health.heartbeat import HeartbeatWriter
 from training.recovery.protocol import GiveUp, NewGeneration, ReplaceWorker, WorkerEnded
-from training.wire.coordinator import AgentJoined, NodeSampled
+from training.wire.coordinator import AgentJoined, CoordinatorAddress, NodeSampled
 from training.wire.node import DeviceSample, NodeSample
 
 ENDED = WorkerEnded(rank=3, device=1, exit_code=-9, at_s=1.0)
@@ -48,15 +48,19 @@ def orders() -> Heard:
     return Heard()
 
 
-@pytest.fixture
-def line(coordinator, orders):
-    line = AgentCoordinatorClient(
-        coordinator.address,
+def connect(address: CoordinatorAddress, orders: Heard) -> AgentCoordinatorClient:
+    return AgentCoordinatorClient(
+        address,
         node="node-1",
         ranks=[2, 3],
         on_replace=orders.replace,
         on_give_up=orders.give_up,
     )
+
+
+@pytest.fixture
+def line(coordinator, orders):
+    line = connect(coordinator.address, orders)
     yield line
     line.close()
 
@@ -118,13 +122,7 @@ def test_an_address_that_refuses_connections_is_an_error(coordinator, orders):
     address = coordinator.address
     coordinator.close()
     with pytest.raises(OSError, match="refused"):
-        AgentCoordinatorClient(
-            address,
-            node="node-1",
-            ranks=[2],
-            on_replace=orders.replace,
-            on_give_up=orders.give_up,
-        )
+        connect(address, orders)
 
 
 def test_tokens_are_not_repeated():

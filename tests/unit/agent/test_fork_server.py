@@ -81,28 +81,23 @@ def ended(process: ForkedProcess | subprocess.Popen[bytes]) -> int:
     return process.returncode
 
 
-def test_a_fork_finds_what_was_asked_for_and_nothing_of_its_fork_server(forked, tmp_path):
-    assert ended(forked("tell", "one", "two", name="rank-12")) == 0
-    found = json.loads((tmp_path / "rank-12.out").read_text())
+def found_by(process: ForkedProcess | subprocess.Popen[bytes], out: Path) -> dict[str, Any]:
+    """What a process that was given "one" and "two" found; the common part is checked."""
+    assert ended(process) == 0
+    found: dict[str, Any] = json.loads(out.read_text())
     assert found["environment"] == {"OWN": "x y\n=z", "PYTHONPATH": ROOT}
-    assert (found["arguments"], found["cwd"]) == (["one", "two"], str(tmp_path))
-    assert found["name"] == "rank-12"
+    assert (found["arguments"], found["cwd"]) == (["one", "two"], str(out.parent))
     assert found["leads_session"]
     assert found["input"] == ""
+    return found
+
+
+def test_a_fork_finds_what_was_asked_for_and_nothing_of_its_fork_server(forked, tmp_path):
+    process = forked("tell", "one", "two", name="rank-12-with-a-long-name")
+    found = found_by(process, tmp_path / "rank-12-with-a-long-name.out")
+    assert found["name"] == "rank-12-with-a-", "cut as the kernel does"
+    assert found["parent"] == os.getpid(), "which reaps orphans"
     assert found["has_torch"], "it would take seconds to import"
-
-
-def test_a_fork_is_the_child_of_the_process_that_reaps_orphans_from_its_first_line_on(
-    forked, tmp_path
-):
-    assert ended(forked("tell")) == 0
-    assert json.loads((tmp_path / "forked.out").read_text())["parent"] == os.getpid()
-
-
-def test_a_long_name_is_cut_as_the_kernel_would(forked, tmp_path):
-    assert ended(forked("tell", name="a-name-of-twenty-one")) == 0
-    found = json.loads((tmp_path / "a-name-of-twenty-one.out").read_text())
-    assert found["name"] == "a-name-of-twent"
 
 
 @pytest.mark.parametrize(
@@ -219,13 +214,9 @@ def test_a_worker_that_must_not_be_forked_finds_the_same_and_imports_for_itself(
 ):
     monkeypatch.setenv(COLD_START, "1")
     launcher = Launcher(tmp_path, "127.0.0.1")  # without a fork server
-    process = launcher.fork(wanted("tell", tmp_path, ("one",), name="rank-12"))
-    assert ended(process) == 0
-    found = json.loads((tmp_path / "rank-12.out").read_text())
-    assert found["environment"] == {"OWN": "x y\n=z", "PYTHONPATH": ROOT}
-    assert (found["arguments"], found["cwd"]) == (["one"], str(tmp_path))
-    assert (found["name"], found["input"]) == ("rank-12", "")
-    assert found["leads_session"]
+    process = launcher.fork(wanted("tell", tmp_path, ("one", "two"), name="rank-12"))
+    found = found_by(process, tmp_path / "rank-12.out")
+    assert found["name"] == "rank-12"
     assert not found["has_torch"]
     assert ended(launcher.fork(wanted("end_with", tmp_path, ("75",)))) == 75
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import json
 import os
 import threading
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 
 from storage.errors import TransientError
 from storage.local import LocalStore
-from tests.unit.agent.conftest import JOB, TOKEN
+from tests.unit.agent.conftest import TOKEN, job_text
 from tests.waiting import wait_for
 from training.agent import log_collection
 from training.agent.evidence import ascend_folder
@@ -32,11 +31,6 @@ from training.wire.agent import AgentConfig, Collected, CollectOrder, ShutdownOr
 
 PREFIX = "runs/run-1/logs/p0001-a0001/node-1/"
 ORDER = CollectOrder(placement=1, attempt=1)
-
-
-def job_text(store: Path, limit_bytes: int = 1 << 20, **changes: Any) -> str:
-    fields = {"storage": {"address": f"file://{store}"}, "watch": {"log_limit_bytes": limit_bytes}}
-    return json.dumps(json.loads(JOB) | fields | changes)
 
 
 @pytest.fixture
@@ -76,7 +70,7 @@ def run(new_group: Any, *command: str, **changes: Any) -> WorkerGroup:
 
 def test_all_logs_come_the_most_telling_first(new_group, collector, store, tmp_path):
     group = run(new_group, "sh", "-c", "echo out; echo err >&2; exit 3",
-                job=job_text(tmp_path / "store"))  # fmt: skip
+                job=job_text(tmp_path))  # fmt: skip
     for name in ("coordinator.log", "agent.log", "fork-server.log"):
         (tmp_path / name).write_text(f"of {name}\n")
     (tmp_path / "checkpoint-server.log").write_text("")
@@ -100,7 +94,7 @@ def test_all_logs_come_the_most_telling_first(new_group, collector, store, tmp_p
 
 
 def test_an_attempt_that_is_gone_or_never_was_has_nothing(new_group, collector, tmp_path):
-    group = run(new_group, "true", job=job_text(tmp_path / "store"))
+    group = run(new_group, "true", job=job_text(tmp_path))
     for started in (None, group.order):
         state = collector.collect(CollectOrder(placement=1, attempt=2), started, group)
         assert state.is_done
@@ -108,7 +102,7 @@ def test_an_attempt_that_is_gone_or_never_was_has_nothing(new_group, collector, 
 
 
 def test_with_a_limit_of_zero_nothing_is_collected(new_group, collector, store, tmp_path):
-    group = run(new_group, "echo", "out", job=job_text(tmp_path / "store", 0))
+    group = run(new_group, "echo", "out", job=job_text(tmp_path, watch={"log_limit_bytes": 0}))
     assert collected(collector, group).files == ()
     assert list(store.list("runs/")) == []
 
@@ -118,10 +112,10 @@ def test_what_the_container_wrote_before_the_attempt_is_not_the_attempts(
 ):
     log = tmp_path / "agent.log"
     log.write_text("first\n")
-    collected(collector, run(new_group, "true", job=job_text(tmp_path / "store")))
+    collected(collector, run(new_group, "true", job=job_text(tmp_path)))
     with log.open("a") as file:
         file.write("second\n")
-    group = run(new_group, "true", job=job_text(tmp_path / "store"), attempt=2)
+    group = run(new_group, "true", job=job_text(tmp_path), attempt=2)
     order = CollectOrder(placement=1, attempt=2)
     wait_for(lambda: collector.collect(order, group.order, group).is_done)
     key = f"{logs_prefix('run-1', 1, 2)}node-1/agent.log.gz"
@@ -134,7 +128,7 @@ def test_secrets_are_masked_before_anything_leaves_the_node(
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "from/the/environment")
     printed = f"{TOKEN}-x from/the/environment of-the-job-1 password=form"
     group = run(new_group, "echo", printed,
-                job=job_text(tmp_path / "store", env={"HF_TOKEN": "of-the-job-1"}))  # fmt: skip
+                job=job_text(tmp_path, env={"HF_TOKEN": "of-the-job-1"}))  # fmt: skip
     collected(collector, group)
     assert text_of(store, "rank-00001.stdout.log") == "***-x *** *** password=***\n"
 
@@ -142,7 +136,7 @@ def test_secrets_are_masked_before_anything_leaves_the_node(
 def test_a_store_that_fails_is_reported_and_waited_for_once(
     new_group, collector, tmp_path, monkeypatch
 ):
-    group = run(new_group, "sh", "-c", "echo out; echo err >&2", job=job_text(tmp_path / "store"))
+    group = run(new_group, "sh", "-c", "echo out; echo err >&2", job=job_text(tmp_path))
     tries = []
 
     class Down:
@@ -157,7 +151,7 @@ def test_a_store_that_fails_is_reported_and_waited_for_once(
 
 
 def test_a_slow_store_keeps_no_order_waiting(new_group, collector, tmp_path, monkeypatch):
-    group = run(new_group, "echo", "out", job=job_text(tmp_path / "store"))
+    group = run(new_group, "echo", "out", job=job_text(tmp_path))
     is_up = threading.Event()
     inner = LocalStore(tmp_path / "store")
 
@@ -176,7 +170,7 @@ def test_a_slow_store_keeps_no_order_waiting(new_group, collector, tmp_path, mon
 def test_a_container_that_goes_away_waits_for_a_slow_store_only_so_long(
     new_group, collector, tmp_path, monkeypatch
 ):
-    group = run(new_group, "echo", "out", job=job_text(tmp_path / "store"))
+    group = run(new_group, "echo", "out", job=job_text(tmp_path))
     is_over = threading.Event()
 
     class Hung:
@@ -192,7 +186,7 @@ def test_a_container_that_goes_away_waits_for_a_slow_store_only_so_long(
 
 def test_an_agent_that_shuts_down_collects_what_was_not_requested(new_container, store, tmp_path):
     container = new_container()
-    container.finish("echo", "hello", job=job_text(tmp_path / "store"), attempt=1)
+    container.finish("echo", "hello", job=job_text(tmp_path), attempt=1)
     container.call(ShutdownOrder(grace_s=1))
     container.process.wait(20)
     keys = [info.key for info in store.list(logs_prefix("run-1"))]
@@ -201,7 +195,7 @@ def test_an_agent_that_shuts_down_collects_what_was_not_requested(new_container,
 
 def test_an_agent_answers_while_it_collects_and_tells_how_far_it_is(new_container, tmp_path):
     container = new_container()
-    order = container.start("echo", "hello", job=job_text(tmp_path / "store"))
+    order = container.start("echo", "hello", job=job_text(tmp_path))
     container.until("ended")
     wanted = CollectOrder(placement=order.placement, attempt=order.attempt)
     assert container.call(wanted).collected is not None

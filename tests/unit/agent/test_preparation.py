@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.unit.agent.conftest import EPOCH, JOB, TOKEN, Container
+from tests.unit.agent.conftest import EPOCH, TOKEN, Container, job_text
 from tests.waiting import wait_for
 from training.agent.control import AgentClient
 from training.errors import EngineError
@@ -17,20 +16,17 @@ from training.wire.agent import CheckOrder, GreetQuery, Reply
 from training.wire.node import CheckOutcome
 
 
-def order(burn_in_s: float = 0.0, store: Path = Path("/nowhere"), **changes) -> CheckOrder:
-    own = {"preflight": {"burn_in_s": burn_in_s}, "storage": {"address": f"file://{store}"}}
-    job = json.loads(JOB) | own
-    fields = {
-        "job": json.dumps(job),
-        "num_nodes": 1,
-        "slots_per_node": 1,
-        "state_bytes": None,
-        "is_new": True,
-        "gang_host": None,
-        "variables": {"OMP_NUM_THREADS": "1"},
-        "timeout_s": 60.0,
-    }
-    return CheckOrder(**{**fields, **changes})
+def order(folder: Path | None = None, burn_in_s: float = 0.0) -> CheckOrder:
+    return CheckOrder(
+        job=job_text(folder, preflight={"burn_in_s": burn_in_s}),
+        num_nodes=1,
+        slots_per_node=1,
+        state_bytes=None,
+        is_new=True,
+        gang_host=None,
+        variables={"OMP_NUM_THREADS": "1"},
+        timeout_s=60.0,
+    )
 
 
 def ask(container: Container, what: CheckOrder, replies: list[Reply]) -> threading.Thread:
@@ -64,7 +60,7 @@ def test_a_node_tells_its_clock_and_a_free_port(shared):
 def test_the_node_is_checked_under_its_own_name(new_container, tmp_path):
     container = new_container()
     replies: list[Reply] = []
-    ask(container, order(store=tmp_path), replies).join(90)
+    ask(container, order(tmp_path), replies).join(90)
     (reply,) = replies
     found = {check.name: check for check in reply.checks}
     assert {check.node for check in reply.checks} == {"node-1"}
@@ -81,7 +77,7 @@ def test_while_an_attempt_runs_nothing_is_checked(shared):
 def test_a_start_ends_a_check_that_a_dead_supervisor_has_left(new_container, tmp_path):
     container = new_container()
     replies: list[Reply] = []
-    thread = ask(container, order(burn_in_s=50.0, store=tmp_path), replies)
+    thread = ask(container, order(tmp_path, burn_in_s=50.0), replies)
     wait_for(lambda: len(checkers(container)) >= 2, timeout_s=60)
     container.start("sleep", "600")
     wait_for(lambda: not checkers(container), timeout_s=10)

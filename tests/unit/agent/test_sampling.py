@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import threading
 
-from tests.unit.agent.conftest import JOB
+from tests.unit.agent.conftest import job_text
 from tests.waiting import wait_for
 from training.agent.sampling import Sampling
 from training.wire.agent import StopOrder
 
-OFTEN = json.dumps(json.loads(JOB) | {"watch": {"sample_every_s": 0.1, "log_limit_bytes": 0}})
+OFTEN = job_text(watch={"sample_every_s": 0.1, "log_limit_bytes": 0})
 
 
 def test_samples_are_taken_while_an_attempt_runs_and_the_last_one_stays(new_container):

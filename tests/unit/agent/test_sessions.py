@@ -9,7 +9,7 @@ import socket
 import psutil
 import pytest
 
-from tests.unit.agent.conftest import Container, end_container, start_container
+from tests.unit.agent.conftest import Container, end_container, job_text, start_container
 from tests.waiting import wait_for
 from training.wire.agent import RendezvousOrder, ShutdownOrder, StartOrder, StopOrder
 from training.wire.coordinator import WorkerJoined
@@ -29,21 +29,6 @@ def main(job):
         time.sleep(600)
     sys.exit(0)
 """
-
-
-def document(todo: str) -> str:
-    return json.dumps(
-        {
-            "run_id": "run-1",
-            "storage": {"address": "file:///nowhere"},
-            "worker": {"recipe": "own:main"},
-            "checkpoint": {"host_memory": False},
-            "engine": {"nodes": 2, "slots_per_node": 2},
-            "batch": {"global_batch_size": 8, "micro_batch_size": 1},
-            "watch": {"log_limit_bytes": 0},
-            "env": {"TODO": todo},
-        }
-    )
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +53,13 @@ def shared(container):
 
 
 def order(container: Container, todo: str) -> StartOrder:
-    return container.order("unused", is_command=False, job=document(todo))
+    job = job_text(
+        worker={"recipe": "own:main"},
+        engine={"nodes": 2, "slots_per_node": 2},
+        batch={"global_batch_size": 8, "micro_batch_size": 1},
+        env={"TODO": todo},
+    )
+    return container.order("unused", is_command=False, job=job)
 
 
 def names(container: Container) -> list[str]:
@@ -79,6 +70,14 @@ def names(container: Container) -> list[str]:
 
 def until_up(container: Container) -> None:
     wait_for(lambda: sum("up\n" in text for text in container.logs().values()) == 2)
+
+
+def start_coordinated(container: Container) -> None:
+    """Start workers that stay, with a coordinator on their node."""
+    start = order(container, "stay")
+    address = container.call(RendezvousOrder(port=0, start=start, supported=())).coordinator
+    container.call(start.model_copy(update={"coordinator": address}))
+    until_up(container)
 
 
 def test_workers_are_named_after_their_ranks_and_know_their_place(shared):
@@ -133,10 +132,7 @@ def test_a_rendezvous_is_a_coordinator_and_ends_with_its_attempt(shared):
 
 def test_a_rank_that_is_killed_is_replaced_as_the_coordinator_says_or_ends_the_attempt(shared):
     # Its ranks never train: the coordinator gives the attempt up.
-    start = order(shared, "stay")
-    address = shared.call(RendezvousOrder(port=0, start=start, supported=())).coordinator
-    shared.call(start.model_copy(update={"coordinator": address}))
-    until_up(shared)
+    start_coordinated(shared)
     (victim,) = [one for one in shared.processes() if one.name() == "rank-3"]
     victim.kill()
     status = shared.until("ended")
@@ -148,10 +144,7 @@ def test_a_rank_that_is_killed_is_replaced_as_the_coordinator_says_or_ends_the_a
 
 def test_a_shutdown_leaves_nothing_of_a_session_program(container):
     # The last one here, for it ends the agent of the others: a fork server takes seconds to start.
-    start = order(container, "stay")
-    address = container.call(RendezvousOrder(port=0, start=start, supported=())).coordinator
-    container.call(start.model_copy(update={"coordinator": address}))
-    until_up(container)
+    start_coordinated(container)
     children = psutil.Process(container.process.pid).children(recursive=True)
     assert len(children) == 4
     container.call(ShutdownOrder(grace_s=1))

@@ -57,26 +57,24 @@ def test_a_worker_that_ended_just_before_the_order_to_stop_was_not_stopped(new_g
 
 
 @pytest.mark.parametrize(
-    "document",
+    ("document", "found"),
     [
-        "",
-        "no json",
-        "[1]",
-        "{}",
-        '{"message": [1]}',
-        '{"message": {"message": "x", "extraInfo": null}}',
-        '{"message": {"message": "x", "extraInfo": {"timestamp": "soon"}}}',
+        (None, {}),
+        ("", {}),
+        ("no json", {}),
+        ("[1]", {}),
+        ("{}", {}),
+        ('{"message": [1]}', {}),
+        ('{"message": {"message": "x", "extraInfo": null}}', {}),
+        ('{"message": {"message": "x", "extraInfo": {"timestamp": "soon"}}}', {}),
+        ('{"message": "Oops: no"}', {"message": "Oops: no"}),
+        (r'{"message": "  Oops: no\nsecond line\n"}', {"message": "Oops: no"}),
     ],
 )
-def test_an_error_file_that_makes_no_sense_says_nothing(tmp_path, document):
+def test_an_error_file_holds_a_message_with_or_without_its_time_or_nothing_at_all(
+    tmp_path, document, found
+):
     path = tmp_path / "error.json"
-    assert _read_error(path) == {}
-    path.write_text(document)
-    assert _read_error(path) == {}
-
-
-@pytest.mark.parametrize("text", ["Oops: no", "  Oops: no\nsecond line\n"])
-def test_an_error_file_may_hold_the_message_alone(tmp_path, text):
-    path = tmp_path / "error.json"
-    path.write_text(f'{{"message": {text!r}}}'.replace("'", '"'))
-    assert _read_error(path) == {"message": "Oops: no"}
+    if document is not None:
+        path.write_text(document)
+    assert _read_error(path) == found

@@ -11,7 +11,6 @@ from threading import Lock, Thread
 
 import pytest
 from moto.server import ThreadedMotoServer
-from pydantic import SecretStr
 
 from storage.checkpoint import CheckpointStore, shard_name
 from storage.local import LocalStore
@@ -19,11 +18,10 @@ from storage.manifest import Chunk, Manifest, ShardRecord, TensorRecord
 from storage.objects import ObjectStore
 from storage.retry import Retry
 from storage.s3 import S3Store
-from storage.s3_client import S3Options
 from tests.unit.storage.nodes import Cluster
+from tests.unit.storage.stores import s3_options
 
 RUN_ID = "run-1"
-PART_SIZE_BYTES = 5 * 2**20  # the smallest part that S3 takes
 
 
 REFUSALS = {  # fault -> answer; nothing is done
@@ -136,7 +134,7 @@ def moto_endpoint() -> Iterator[str]:
 @pytest.fixture
 def s3(moto_endpoint: str) -> S3Store:
     """An empty bucket of the moto server."""
-    store = S3Store(f"bucket-{uuid.uuid4().hex}", "team/runs", options=_options(moto_endpoint))
+    store = S3Store(f"bucket-{uuid.uuid4().hex}", "team/runs", options=s3_options(moto_endpoint))
     store._client().create_bucket(Bucket=store._bucket)
     return store
 
@@ -161,7 +159,7 @@ def pauses_s() -> list[float]:
 @pytest.fixture
 def faulty_store(faulty: FaultyS3, pauses_s: list[float]) -> S3Store:
     retry = Retry(clock=lambda: 0.0, sleep=pauses_s.append)
-    return S3Store("bucket", options=_options(faulty.endpoint), retry=retry)
+    return S3Store("bucket", options=s3_options(faulty.endpoint), retry=retry)
 
 
 @pytest.fixture
@@ -186,9 +184,12 @@ Committer = Callable[..., Manifest]
 
 @pytest.fixture
 def commit() -> Committer:
-    """Write two shards and publish them."""
+    """Write two shards of each step and publish them. Returns the last manifest."""
 
-    def publish(
+    def publish(checkpoints: CheckpointStore, *steps: int, **owner: int) -> Manifest:
+        return [publish_one(checkpoints, step, **owner) for step in steps][-1]
+
+    def publish_one(
         checkpoints: CheckpointStore, step: int, *, placement: int = 0, attempt: int = 0
     ) -> Manifest:
         shards: dict[str, ShardRecord] = {}
@@ -210,17 +211,6 @@ def commit() -> Committer:
         return manifest
 
     return publish
-
-
-def _options(endpoint: str) -> S3Options:
-    return S3Options(
-        endpoint=endpoint,
-        region="us-east-1",
-        addressing_style="path",
-        access_key=SecretStr("key"),
-        secret_key=SecretStr("secret"),
-        part_size_bytes=PART_SIZE_BYTES,
-    )
 
 
 @pytest.fixture

@@ -26,9 +26,11 @@ import torch.distributed as dist
 
 from storage.checkpoint import CheckpointStore, shard_name
 from storage.checkpoint_server.client import CheckpointClient, ReservedSlot
+from storage.collect import InUse, Rules, carry_out, decide, take_listing
 from storage.local import LocalStore
 from storage.manifest import Chunk, ShardRecord, digest
 from storage.share import PartOfTensor, Share, WrittenShare
+from tests.jobs import small_job
 from training.agent import checkpoint_server
 from training.injection.inside import CHECKPOINT_SERVER_DIES_AT
 from training.job import Job
@@ -110,6 +112,13 @@ def settle(client: CheckpointClient, *, timeout_s: float = 20) -> None:
     deadline_s = time.monotonic() + timeout_s
     while client.is_busy():
         assert time.monotonic() < deadline_s, "saves are not in the store"
+
+
+def save_steps(client: CheckpointClient, *steps: int, **fields: Any) -> None:
+    """Save steps one after the other, and wait until they are published."""
+    for step in steps:
+        save(client, share_of(step, **fields))
+    settle(client)
 
 
 def _preload() -> None:
@@ -254,11 +263,7 @@ class Cluster:
     @classmethod
     def at(cls, folder: Path, **checkpoint: Any) -> Cluster:
         """A job whose store is a folder."""
-        storage = {"address": f"file://{folder}/store"}
-        worker = {"recipe": "own:main"}
-        job = Job.model_validate(
-            {"run_id": RUN_ID, "storage": storage, "worker": worker, "checkpoint": checkpoint}
-        )
+        job = small_job(folder, worker={"recipe": "own:main"}, checkpoint=checkpoint)
         (folder / "job.json").write_text(job.model_dump_json())
         return cls(folder, job)
 
@@ -341,6 +346,13 @@ def _take_part(
     queue.put((rank, answer))
     # torch 2.13: a gloo world may abort while the interpreter is torn down.
     os._exit(0)
+
+
+def collect(checkpoints: CheckpointStore) -> None:
+    """As gc does when no attempt lives, with everything old enough."""
+    rules, dead = Rules(garbage_after_s=0.0), InUse(is_living=False)
+    found = take_listing(checkpoints)
+    carry_out(checkpoints, decide(found, rules=rules, in_use=dead, now_s=time.time() + 60.0))
 
 
 def flip_bit(store: LocalStore, key: str, at: int) -> None:

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
+import torch
+from pydantic import SecretStr
 from torch import Tensor
 
 from storage.checkpoint import CheckpointStore
-from storage.errors import PermanentError, StorageError
+from storage.errors import PermanentError, PreconditionFailed, StorageError
 from storage.local import LocalStore
 from storage.manifest import Manifest
-from storage.objects import ObjectInfo
+from storage.objects import ObjectInfo, ObjectStore
+from storage.s3_client import S3Options
 from storage.saving import DirectSaver
 from storage.staging import SavePlans
+
+PART_SIZE_BYTES = 5 * 2**20  # the smallest part that S3 takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +83,44 @@ class UnreadableStore(LocalStore):
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         raise StorageError(f"{self.url(prefix)}: the medium cannot be read")
+
+
+def s3_options(endpoint: str, **changes: Any) -> S3Options:
+    """Of a store in parts of the smallest size; keys may be given as plain text."""
+    options: dict[str, Any] = {
+        "endpoint": endpoint,
+        "region": "us-east-1",
+        "addressing_style": "path",
+        "access_key": "key",
+        "secret_key": "secret",
+        "part_size_bytes": PART_SIZE_BYTES,
+        **changes,
+    }
+    secrets = {name: SecretStr(options[name]) for name in ("access_key", "secret_key")}
+    return S3Options(**options | secrets)
+
+
+def race(stores: Sequence[ObjectStore], key: str) -> None:
+    """Have all stores publish an object of their own at once; exactly one wins."""
+    barrier = Barrier(len(stores))
+
+    def write(number: int) -> bool:
+        barrier.wait()
+        try:
+            stores[number].put(key, str(number).encode() * 1000, if_absent=True)
+        except PreconditionFailed:
+            return False
+        return True
+
+    with ThreadPoolExecutor(len(stores)) as pool:
+        won = list(pool.map(write, range(len(stores))))
+    assert won.count(True) == 1
+    assert stores[0].get(key) == str(won.index(True)).encode() * 1000
+
+
+def bits(tensor: Tensor) -> bytes:
+    """Of the elements in their order."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def save_directly(

@@ -7,6 +7,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -81,8 +82,7 @@ def test_a_run_without_checkpoints_has_no_latest(checkpoints):
 
 
 def test_latest_can_be_asked_below_a_step(checkpoints, commit):
-    for step in (5, 10, 123456789):
-        commit(checkpoints, step)
+    commit(checkpoints, 5, 10, 123456789)
     assert checkpoints.latest() == 123456789
     assert checkpoints.latest(before=10) == 5
     assert checkpoints.latest(before=5) is None
@@ -174,8 +174,7 @@ def test_run_ids_cannot_leave_their_folder(local, run_id):
 def test_a_damaged_shard_is_found_and_a_step_that_was_set_aside_is_not_offered(
     checkpoints, commit, harm, kind
 ):
-    commit(checkpoints, 10)
-    commit(checkpoints, 20)
+    commit(checkpoints, 10, 20)
     damage(checkpoints, 20, harm(checkpoints.store.get(checkpoints.key(20, SHARD))))
     (found,) = checkpoints.verify(20)
     assert (found.file, found.kind) == (SHARD, kind)
@@ -204,53 +203,33 @@ def test_a_set_aside_step_may_be_saved_anew(checkpoints, commit):
 
 
 def test_an_unreadable_manifest_is_damage(checkpoints, commit):
-    commit(checkpoints, 10)
-    commit(checkpoints, 20)
+    commit(checkpoints, 10, 20)
     checkpoints.store.put(checkpoints.key(20, "manifest.json"), b'{"half')
     (found,) = checkpoints.verify(20)
     assert found.kind is DamageKind.UNREADABLE
     assert checkpoints.verify(10) == []
 
 
-@pytest.mark.parametrize("error", [Throttled, AccessDenied])
-def test_a_store_that_does_not_let_us_read_says_nothing_of_the_checkpoint(
-    checkpoints, commit, monkeypatch, error
+def test_a_medium_that_fails_is_damage_and_a_store_that_refuses_to_read_is_none(
+    checkpoints, commit, monkeypatch
 ):
     commit(checkpoints, 10)
-
-    def failing(*_: object, **__: object) -> None:
-        raise error("no")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoints.store, "get_into", failing)
+    get_into = Mock(side_effect=Corrupt("the medium cannot be read"))
+    monkeypatch.setattr(checkpoints.store, "get_into", get_into)
+    assert {found.kind for found in checkpoints.verify(10)} == {DamageKind.UNREADABLE}
+    for error in (Throttled, AccessDenied):
+        get_into.side_effect = error("no")
         with pytest.raises(error):
             checkpoints.verify(10)
     assert checkpoints.steps() == [10]
 
 
-def test_a_medium_that_fails_is_damage(checkpoints, commit, monkeypatch):
-    commit(checkpoints, 10)
-
-    def failing(*_: object, **__: object) -> None:
-        raise Corrupt("the medium cannot be read")
-
-    monkeypatch.setattr(checkpoints.store, "get_into", failing)
-    assert {found.kind for found in checkpoints.verify(10)} == {DamageKind.UNREADABLE}
-
-
 def test_deleting_a_step_removes_its_manifest_first(checkpoints, commit, monkeypatch):
-    commit(checkpoints, 10)
-    commit(checkpoints, 100)
-    deleted: list[str] = []
-    delete = checkpoints.store.delete
-
-    def watched(key: str) -> None:
-        deleted.append(key)
-        delete(key)
-
-    monkeypatch.setattr(checkpoints.store, "delete", watched)
+    commit(checkpoints, 10, 100)
+    delete = Mock(wraps=checkpoints.store.delete)
+    monkeypatch.setattr(checkpoints.store, "delete", delete)
     checkpoints.delete(10)
-    assert deleted[0].endswith("step-00000010/manifest.json")
+    assert delete.call_args_list[0].args[0].endswith("step-00000010/manifest.json")
     assert checkpoints.states() == {100: StepState.COMMITTED}
     assert checkpoints.verify(100) == []
 
@@ -258,8 +237,7 @@ def test_deleting_a_step_removes_its_manifest_first(checkpoints, commit, monkeyp
 def test_the_protocol_holds_on_s3(s3, commit):
     checkpoints = CheckpointStore(s3, "run-1")
     checkpoints.fence(0, 0)
-    commit(checkpoints, 10)
-    commit(checkpoints, 20)
+    commit(checkpoints, 10, 20)
     shard = checkpoints.key(20, SHARD)
     s3.put(shard, flipped(s3.get(shard)))
     (found,) = checkpoints.verify(20)
@@ -298,8 +276,7 @@ def test_the_hash_is_xxh3_128():
 @pytest.fixture
 def mixed(checkpoints: CheckpointStore, commit: Committer) -> CheckpointStore:
     """Steps 5 and 10 are committed, 15 was set aside, 20 was never committed."""
-    for step in (5, 10, 15):
-        commit(checkpoints, step)
+    commit(checkpoints, 5, 10, 15)
     checkpoints.set_aside(15, "shard lost")
     checkpoints.put_shard(20, "p0001-a0001-rank00000.safetensors", b"123")
     return checkpoints
@@ -323,13 +300,10 @@ def test_a_manifest_is_read_also_when_its_step_was_set_aside(mixed):
     assert [m and m.step for m in manifests] == [5, 10, 15, None]
 
 
-def test_an_unreadable_manifest_is_none_at_all(mixed):
-    mixed.store.put(mixed.key(10, MANIFEST_NAME), b"{")
-    assert read_manifest(mixed, mixed.list_steps()[1]) is None
-
-
-def test_a_manifest_that_was_deleted_since_the_listing_is_none(mixed):
+def test_a_manifest_that_cannot_be_read_or_was_deleted_since_the_listing_is_none(mixed):
     step = mixed.list_steps()[1]
+    mixed.store.put(mixed.key(10, MANIFEST_NAME), b"{")
+    assert read_manifest(mixed, step) is None
     mixed.delete(10)
     assert read_manifest(mixed, step) is None
 

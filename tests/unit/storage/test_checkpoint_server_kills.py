@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import signal
-import time
 from contextlib import suppress
 
 import pytest
@@ -17,11 +16,20 @@ import pytest
 from storage.checkpoint import CheckpointStore, StepState
 from storage.checkpoint_server.client import CheckpointClient
 from storage.checkpoint_server.publish import shares_on_disk
-from storage.collect import InUse, Rules, carry_out, decide, take_listing
 from storage.errors import TimedOut
 from storage.manifest import digest
 from storage.share import parse_record
-from tests.unit.storage.nodes import Before, Cluster, Node, offered, save, settle, share_of
+from tests.unit.storage.nodes import (
+    Before,
+    Cluster,
+    Node,
+    collect,
+    offered,
+    save,
+    save_steps,
+    settle,
+    share_of,
+)
 
 OLDER, OLD, NEW, NEXT = 10, 20, 30, 40
 # The writes of one checkpoint server's save in their order, and how each of them is recognised.
@@ -72,15 +80,7 @@ def save_all(clients: list[CheckpointClient], step: int, attempt: int) -> None:
             save(client, share_of(step, rank=rank, world_size=len(clients), owner=(1, attempt)))
 
 
-def collect(checkpoints: CheckpointStore) -> None:
-    """As gc does when no attempt lives, with everything old enough."""
-    listing = take_listing(checkpoints)
-    rules, dead = Rules(garbage_after_s=0.0), InUse(is_living=False)
-    removals = decide(listing, rules=rules, in_use=dead, now_s=time.time() + 60.0)
-    carry_out(checkpoints, removals)
-
-
-def next_attempt_saves(cluster: Cluster) -> None:
+def next_attempt_saves(cluster: Cluster, *, was_committed: bool) -> None:
     """With every checkpoint server there again, whatever is left is no obstacle."""
     checkpoints = cluster.checkpoints
     checkpoints.fence(1, 3)
@@ -90,6 +90,7 @@ def next_attempt_saves(cluster: Cluster) -> None:
     for client in clients:
         settle(client)
     assert readable(checkpoints) == [NEW, NEXT]
+    assert checkpoints.manifest(NEW).attempt == (2 if was_committed else 3)
     for node in cluster.nodes:
         assert NEXT in on_disk(node)
     collect(checkpoints)
@@ -108,9 +109,7 @@ def next_attempt_saves(cluster: Cluster) -> None:
 def saved(cluster: Cluster) -> Cluster:
     """One node, which has saved two steps."""
     client = cluster.node().client()
-    for step in (OLDER, OLD):
-        save(client, share_of(step))
-    settle(client)
+    save_steps(client, OLDER, OLD)
     assert readable(cluster.checkpoints) == [OLDER, OLD]
     return cluster
 
@@ -132,15 +131,14 @@ def test_a_server_killed_before_any_of_its_writes_leaves_the_old_checkpoint_or_t
     assert (NEW in on_disk(node)) == done["record onto the disk"]
     assert OLD in on_disk(node)
     node.start()
-    next_attempt_saves(saved)
+    next_attempt_saves(saved, was_committed=done["manifest"])
 
 
 def test_a_save_has_no_other_writes(saved):
     (node,) = saved.nodes
     node.start(dies_at=Before("", len(WRITES) + 1))
     client = node.client()
-    save(client, share_of(NEW, owner=(1, 2)))
-    settle(client)
+    save_steps(client, NEW, owner=(1, 2))
     assert node.process is not None
     assert node.process.is_alive()
     assert readable(saved.checkpoints) == [OLD, NEW]
@@ -209,4 +207,4 @@ def test_of_two_checkpoint_servers_either_may_be_killed_anywhere_in_a_save_of_bo
     assert other.process is not None
     assert other.process.is_alive(), "and takes part in the next attempt as it is"
     node.start()
-    next_attempt_saves(pair)
+    next_attempt_saves(pair, was_committed=NEW in steps)

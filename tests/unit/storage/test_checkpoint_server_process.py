@@ -35,51 +35,16 @@ from tests.unit.storage.nodes import (
     pipe,
     reserve,
     save,
+    save_steps,
     settle,
     share_of,
 )
 
-POINTS = [
-    "before_shard",
-    "shard_on_disk",
-    "shard_in_store",
-    "record_in_store",
-    "before_manifest",
-    "committed",
-    "records_deleted",
-]
-BEFORE_COMMIT = POINTS[:5]
 MIB = 2**20
 
 
 def held(client: CheckpointClient) -> list[tuple[int, str]]:
     return [(one.written.share.step, one.tier.value) for one in client.shares()]
-
-
-@pytest.mark.parametrize("point", POINTS)
-def test_a_checkpoint_server_killed_anywhere_leaves_the_old_checkpoint_or_the_new_one(
-    cluster, point
-):
-    node = cluster.node()
-    first = node.client()
-    save(first, share_of(10))
-    settle(first)
-
-    node.start(dies_at=point)
-    with suppress(TimedOut):  # it may be gone before it answers
-        save(node.client(), share_of(20, owner=(1, 2)))
-    assert node.ended() == -signal.SIGKILL, "it really died there"
-    assert offered(cluster.checkpoints) == ([10] if point in BEFORE_COMMIT else [10, 20])
-
-    client = node.start().client()
-    on_disk = [step for step, tier in held(client) if tier == "disk"]
-    assert on_disk == ([10] if point == "before_shard" else [10, 20])
-    save(client, share_of(20, owner=(1, 3)))
-    save(client, share_of(30, owner=(1, 3)))
-    settle(client)
-    assert offered(cluster.checkpoints) == [20, 30]
-    committed_by = cluster.checkpoints.manifest(20).attempt
-    assert committed_by == (3 if point in BEFORE_COMMIT else 2)
 
 
 @pytest.mark.parametrize("point", ["shard_on_disk", "record_in_store", "before_manifest"])
@@ -120,9 +85,7 @@ def copy_and_stall(name: str, ready: Connection) -> None:
 def test_a_worker_killed_in_the_middle_of_a_copy_loses_nothing_that_was_ready(cluster):
     node = cluster.node()
     client = node.client()
-    for step in (10, 20):
-        save(client, share_of(step))
-    settle(client)
+    save_steps(client, 10, 20)
     ours, theirs = pipe()
     worker = forked(copy_and_stall, node.name, theirs)
     assert ours.recv() == "copying"
@@ -133,8 +96,7 @@ def test_a_worker_killed_in_the_middle_of_a_copy_loses_nothing_that_was_ready(cl
     assert (20, "memory") in held(client)
     assert bytes(client.open(share_of(20).save_id, 0)[:64]) == bytes_of(share_of(20))
     client.close()
-    save(client, share_of(30))
-    settle(client)
+    save_steps(client, 30)
     assert [step for step, tier in held(client) if tier == "memory"] == [30, 20]
     assert offered(cluster.checkpoints) == [20, 30]
 
@@ -143,13 +105,11 @@ def test_of_two_attempts_that_save_a_step_the_stale_one_cannot_publish(cluster):
     stale, new = cluster.node(disk=False).client(), cluster.node(disk=False).client()
     save(stale, share_of(10, world_size=2))
     cluster.checkpoints.fence(2, 1)
-    save(stale, share_of(10, rank=1, world_size=2))
-    settle(stale)
+    save_steps(stale, 10, rank=1, world_size=2)
     assert offered(cluster.checkpoints) == []
     assert StaleAttempt.__name__ not in cluster.nodes[0].log
     assert "placement 1 attempt 1 is older than placement 2 attempt 1" in cluster.nodes[0].log
-    save(new, share_of(10, owner=(2, 1)))
-    settle(new)
+    save_steps(new, 10, owner=(2, 1))
     assert offered(cluster.checkpoints) == [10]
     manifest = cluster.checkpoints.manifest(10)
     assert (manifest.placement, manifest.world_size) == (2, 1)
@@ -198,8 +158,7 @@ def test_a_node_disk_that_is_full_is_logged_and_the_store_gets_every_save(cluste
     node.disk = small_disk / "disk"
     client = node.start().client()
     for step in (10, 20, 30):
-        save(client, share_of(step, size_bytes=900 * 1024))
-        settle(client)
+        save_steps(client, step, size_bytes=900 * 1024)
     assert offered(cluster.checkpoints) == [20, 30]
     assert "is not on the node's disk" in node.log
     assert "the disk is full" in node.log
@@ -217,16 +176,14 @@ def test_a_store_that_is_full_is_reported_to_the_worker_once(tmp_path, small_dis
     node = cluster.node(disk=False)
     try:
         client = node.client()
-        save(client, share_of(10, size_bytes=MIB))
-        settle(client)
+        save_steps(client, 10, size_bytes=MIB)
         save(client, share_of(20, size_bytes=MIB))
         with pytest.raises(StorageError, match="the disk is full"):
             settle(client)
         settle(client)
         assert offered(cluster.checkpoints) == [10]
         assert {20} <= {step for step, _ in held(client)}, "memory has it still"
-        save(client, share_of(30, size_bytes=2))
-        settle(client)
+        save_steps(client, 30, size_bytes=2)
         assert offered(cluster.checkpoints) == [30]
     finally:
         cluster.close()
@@ -235,14 +192,11 @@ def test_a_store_that_is_full_is_reported_to_the_worker_once(tmp_path, small_dis
 def test_a_wall_clock_that_goes_backwards_changes_nothing(cluster, tmp_path):
     node = cluster.node()
     client = node.client()
-    save(client, share_of(10))
-    settle(client)
+    save_steps(client, 10)
     ahead = time.time() + 10 * 365 * 86400
     for path in [*(tmp_path / "store").rglob("*"), *(tmp_path / "node-0" / "disk").rglob("*")]:
         os.utime(path, (ahead, ahead))
-    for step in (20, 30):
-        save(client, share_of(step))
-    settle(client)
+    save_steps(client, 20, 30)
     assert offered(cluster.checkpoints) == [20, 30]
     assert sorted(held(client)) == [(20, "disk"), (20, "memory"), (30, "disk"), (30, "memory")]
 
@@ -267,8 +221,7 @@ def test_the_checkpoint_server_starts_as_a_command_and_never_loads_torch(cluster
     )
     process = started(script, tmp_path, name, str(tmp_path / "disk"))
     with CheckpointClient(name) as client:
-        save(client, share_of(10))
-        settle(client)
+        save_steps(client, 10)
     process.terminate()
     out, _ = process.communicate(timeout=30)
     assert process.returncode == 0

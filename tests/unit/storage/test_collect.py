@@ -69,6 +69,12 @@ def removed(found: Listing, *, rules: Rules = DAY, in_use: InUse = DEAD) -> list
     return [(removal.kind, removal.step) for removal in removals]
 
 
+def only_removal(found: Listing, *, in_use: InUse = DEAD) -> tuple[Removal, list[str]]:
+    """The removal, and the names of its objects."""
+    (removal,) = decide(found, rules=DAY, in_use=in_use, now_s=NOW_S)
+    return removal, [one.key.rpartition("/")[2] for one in removal.objects]
+
+
 def test_a_save_that_broke_long_ago_is_garbage():
     found = removed(listing(broken(5), committed(10), broken(15)))
     assert found == [(RemovalKind.BROKEN_SAVE, 5), (RemovalKind.BROKEN_SAVE, 15)]
@@ -90,8 +96,7 @@ def test_the_shards_of_a_broken_save_go_after_the_records_that_vouch_for_them():
     records = [f"p0001-a0001-rank{rank:05d}.json" for rank in (0, 1)]
     shards = [shard_name(1, 1, rank) for rank in (0, 1)]
     save = folder(5, shards[0], records[0], shards[1], records[1])
-    (removal,) = decide(listing(save), rules=DAY, in_use=DEAD, now_s=NOW_S)
-    assert [one.key.rpartition("/")[2] for one in removal.objects] == [*records, *shards]
+    assert only_removal(listing(save))[1] == [*records, *shards]
 
 
 def test_a_save_is_garbage_once_a_later_step_is_committed_and_it_is_old():
@@ -105,19 +110,15 @@ def test_a_damaged_step_that_was_set_aside_does_not_count_as_committed_and_stays
     assert removed(listing(committed(10), broken(15), aside), in_use=ALIVE) == []
 
 
-def test_a_shard_that_the_manifest_does_not_name_is_garbage_in_a_committed_step():
-    stray, other = shard_name(1, 0, 7), "verified.json"
-    (removal,) = decide(listing(committed(10, stray, other)), rules=DAY, in_use=DEAD, now_s=NOW_S)
-    assert (removal.kind, removal.step) == (RemovalKind.STRAY_SHARD, 10)
-    assert [one.key.rpartition("/")[2] for one in removal.objects] == [stray]
+@pytest.mark.parametrize(
+    ("stray", "in_use"), [(shard_name(1, 0, 7), DEAD), ("p0001-a0001-rank00000.json", ALIVE)]
+)
+def test_shards_and_records_that_the_manifest_does_not_name_are_garbage_in_a_committed_step(
+    stray, in_use
+):
+    removal, names = only_removal(listing(committed(10, stray, "verified.json")), in_use=in_use)
+    assert (removal.kind, removal.step, names) == (RemovalKind.STRAY_SHARD, 10, [stray])
     assert removed(listing(committed(10, stray, age_s=YOUNG_S))) == []
-
-
-def test_records_beside_the_shards_are_garbage_in_a_committed_step_too():
-    record = "p0001-a0001-rank00000.json"
-    (removal,) = decide(listing(committed(10, record)), rules=DAY, in_use=ALIVE, now_s=NOW_S)
-    assert [one.key.rpartition("/")[2] for one in removal.objects] == [record]
-    assert removal.kind is RemovalKind.STRAY_SHARD
 
 
 def test_a_step_whose_manifest_cannot_be_read_keeps_all_its_shards():
@@ -127,7 +128,7 @@ def test_a_step_whose_manifest_cannot_be_read_keeps_all_its_shards():
 
 def test_probes_of_checks_that_were_killed_are_garbage():
     old, young = (ObjectInfo(f"runs/run-1/{PROBE}", 9, "e", NOW_S - a) for a in (OLD_S, YOUNG_S))
-    (removal,) = decide(listing(probes=(old, young)), rules=DAY, in_use=DEAD, now_s=NOW_S)
+    removal, _ = only_removal(listing(probes=(old, young)))
     assert (removal.kind, removal.objects) == (RemovalKind.PROBE, (old,))
 
 
@@ -221,17 +222,13 @@ def test_whatever_lies_there_what_is_needed_stays(found, rules, in_use):
 
 
 @given(found=listings(), rules=RULES, in_use=USES)
-def test_no_object_is_named_twice_and_every_removal_has_a_reason(found, rules, in_use):
+def test_each_object_is_removed_once_for_a_reason_and_then_nothing_is_left_to_remove(
+    found, rules, in_use
+):
     removals = decide(found, rules=rules, in_use=in_use, now_s=NOW_S)
-    keys = [one.key for removal in removals for one in removal.objects]
-    assert len(keys) == len(set(keys))
+    gone = [one.key for removal in removals for one in removal.objects]
+    assert len(gone) == len(set(gone))
     assert all(removal.reason and removal.objects for removal in removals)
-
-
-@given(found=listings(), rules=RULES, in_use=USES)
-def test_what_is_left_after_a_removal_holds_nothing_more_to_remove(found, rules, in_use):
-    removals = decide(found, rules=rules, in_use=in_use, now_s=NOW_S)
-    gone = {one.key for removal in removals for one in removal.objects}
     left = [
         StepObjects(s.step, {n: one for n, one in s.objects.items() if one.key not in gone})
         for s in found.steps
@@ -243,8 +240,7 @@ def test_what_is_left_after_a_removal_holds_nothing_more_to_remove(found, rules,
 
 def test_a_listing_and_its_removal_in_every_kind_of_store(store, commit):
     checkpoints = CheckpointStore(store, "run-1")
-    for step in (5, 10, 15, 20):
-        commit(checkpoints, step)
+    commit(checkpoints, 5, 10, 15, 20)
     checkpoints.put_shard(20, shard_name(0, 7, 9), b"stray")
     checkpoints.put_shard(12, shard_name(0, 0, 0), b"broken")
     store.put(f"runs/run-1/{PROBE}", b"probe")

@@ -23,7 +23,7 @@ from storage.local import LocalStore
 from storage.manifest import Manifest
 from storage.staging import DTYPES
 from tests.unit.storage.nodes import flip_bit
-from tests.unit.storage.stores import RecordingStore, save_directly
+from tests.unit.storage.stores import RecordingStore, bits, save_directly
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -56,10 +56,6 @@ def random_bits(dtype: torch.dtype, shape: Sequence[int], seed: int) -> Tensor:
     if dtype is torch.bool:
         data %= 2
     return data.view(dtype).reshape(list(shape))
-
-
-def bits(tensor: Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def read_boxes(reads: ShardReads, boxes: Sequence[tuple[str, tuple[int, ...], Tensor]]) -> None:
@@ -213,14 +209,11 @@ def verified(checkpoints: CheckpointStore, mixed: Any) -> None:
     load(wanted, manifest, checkpoints=checkpoints, verify=frozenset({SHARD}))
 
 
-def test_a_whole_shard_passes(checkpoints, mixed):
-    verified(checkpoints, mixed)
-
-
-def test_a_flipped_bit_anywhere_is_found(checkpoints, mixed, store):
+def test_a_whole_shard_passes_and_a_flipped_bit_anywhere_is_found(checkpoints, mixed, store):
     size_bits = mixed[2]
     key = checkpoints.key(10, SHARD)
     folder = LocalStore(store._root)
+    verified(checkpoints, mixed)
     # Every byte of the header's length, then a prime stride through header, data and gaps.
     for at in [*range(0, 64, 3), *range(64, size_bits, 61), size_bits - 1]:
         flip_bit(folder, key, at)

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 
@@ -37,22 +38,11 @@ def disk(tmp_path) -> CheckpointStore:
 
 
 def publisher(
-    checkpoints: CheckpointStore,
-    disk: CheckpointStore | None = None,
-    *,
-    wait_s: float = 0.0,
-    points: list[str] | None = None,
-    retained: list[int] | None = None,
-    announce: Callable[[Path, int], None] = lambda _log, _step: None,
+    checkpoints: CheckpointStore, disk: CheckpointStore | None = None, **changes: Any
 ) -> Publisher:
-    return Publisher(
-        checkpoints,
-        disk=disk,
-        retain=(retained if retained is not None else []).append,
-        announce=announce,
-        wait_s=wait_s,
-        reached=(points if points is not None else []).append,
-    )
+    """One that does not wait for other ranks, unless `wait_s` is among the changes."""
+    fields = {"retain": lambda _step: None, "announce": lambda _log, _step: None, "wait_s": 0.0}
+    return Publisher(checkpoints, disk=disk, **{**fields, **changes})
 
 
 def put(to: Publisher, share: Share) -> None:
@@ -61,12 +51,10 @@ def put(to: Publisher, share: Share) -> None:
     to.upload(written(share), memoryview(bytes_of(share)))
 
 
-def write(
-    to: Publisher, step: int, *, rank: int = 0, world_size: int = 1, owner: tuple[int, int] = (1, 1)
-) -> Committing:
-    share = share_of(step, rank=rank, world_size=world_size, owner=owner)
+def write(to: Publisher, step: int, **fields: Any) -> Committing:
+    share = share_of(step, **fields)
     put(to, share)
-    return Committing(share.save_id, owner)
+    return Committing(share.save_id, share.save_id.owner)
 
 
 def names(keys: list[str]) -> list[str]:
@@ -75,7 +63,7 @@ def names(keys: list[str]) -> list[str]:
 
 def test_the_record_follows_its_shard_and_the_manifest_comes_last(checkpoints, store):
     points: list[str] = []
-    publishing = publisher(checkpoints, points=points)
+    publishing = publisher(checkpoints, reached=points.append)
     assert publishing.commit(write(publishing, 10)) is True
     record, shard = "p0001-a0001-rank00000.json", "p0001-a0001-rank00000.safetensors"
     assert names(store.writes) == [shard, record, MANIFEST, record]
@@ -95,9 +83,7 @@ def test_the_record_follows_its_shard_and_the_manifest_comes_last(checkpoints, s
 
 def test_attachments_are_in_the_store_before_the_checkpoint_is(checkpoints, store):
     publishing = publisher(checkpoints)
-    share = share_of(10, attachments={"runs/run/metrics/a": "text"})
-    put(publishing, share)
-    publishing.commit(Committing(share.save_id, (1, 1)))
+    publishing.commit(write(publishing, 10, attachments={"runs/run/metrics/a": "text"}))
     assert names(store.writes).index("a") < names(store.writes).index(MANIFEST)
     assert store.get("runs/run/metrics/a") == b"text"
 
@@ -143,7 +129,7 @@ def test_shares_of_which_one_is_damaged_in_its_record_are_not_committed(checkpoi
 
 def test_a_step_that_is_committed_stays_as_it_is(checkpoints):
     retained: list[int] = []
-    publishing = publisher(checkpoints, retained=retained)
+    publishing = publisher(checkpoints, retain=retained.append)
     task = write(publishing, 10)
     assert publishing.commit(task)
     before = checkpoints.manifest(10)
@@ -184,7 +170,7 @@ def interrupted(checkpoints: CheckpointStore, meanwhile: Callable[[], object]) -
             meanwhile()
         return float(now_s)
 
-    return Publisher(checkpoints, disk=None, retain=lambda _step: None, wait_s=1000, clock=clock)
+    return publisher(checkpoints, wait_s=1000, clock=clock)
 
 
 def test_a_commit_that_waits_gives_way_to_an_attempt_of_other_nodes(checkpoints):
@@ -249,22 +235,19 @@ def test_a_save_that_overtakes_another_on_the_disk_leaves_it_alone(checkpoints, 
     assert sorted(held.share.step for held in shares_on_disk(disk)) == [20, 30]
 
 
-def test_after_going_back_the_disk_keeps_what_the_new_attempt_saves(checkpoints, disk):
+@pytest.mark.parametrize(
+    ("before", "after", "kept"), [((100, 110), (60, 70, 80), [70, 80]), ((60,), (60, 70), [60, 70])]
+)
+def test_after_going_back_the_disk_keeps_what_the_new_attempt_saves(
+    checkpoints, disk, before, after, kept
+):
     publishing = publisher(checkpoints, disk)
-    for step in (100, 110):
+    for step in before:
         write(publishing, step)
-    for step in (60, 70, 80):
+    for step in after:
         write(publishing, step, owner=(1, 2))
-    assert [one.share.step for one in shares_on_disk(disk)] == [70, 80]
-
-
-def test_a_step_saved_by_two_attempts_is_on_disk_as_the_newer_saved_it(checkpoints, disk):
-    publishing = publisher(checkpoints, disk)
-    write(publishing, 60)
-    write(publishing, 60, owner=(1, 2))
-    write(publishing, 70, owner=(1, 2))
-    found = {one.share.save_id.owner for one in shares_on_disk(disk)}
-    assert found == {(1, 2)}
+    found = [(one.share.step, one.share.save_id.owner) for one in shares_on_disk(disk)]
+    assert found == [(step, (1, 2)) for step in kept]
 
 
 def test_a_full_disk_is_logged_and_the_store_gets_the_share(checkpoints, tmp_path, caplog):

@@ -59,16 +59,14 @@ def test_intervals_and_numbers_are_positive(name, value):
 
 
 def test_retention_deletes_the_rest_oldest_first(checkpoints, commit):
-    for step in STEPS:
-        commit(checkpoints, step)
+    commit(checkpoints, *STEPS)
     assert apply_retention(checkpoints, Retention(2), protect={10}) == [5, 15]
     assert checkpoints.steps() == [10, 20, 25]
     assert apply_retention(checkpoints, Retention(2), protect=()) == [10]
 
 
 def test_the_newest_is_never_deleted(checkpoints, commit):
-    for step in STEPS:
-        commit(checkpoints, step)
+    commit(checkpoints, *STEPS)
     assert apply_retention(checkpoints, Retention(), protect=()) == STEPS[:-1]
     assert apply_retention(checkpoints, Retention(keep_every_steps=1000), protect=()) == []
     assert checkpoints.steps() == [25]
@@ -76,8 +74,7 @@ def test_the_newest_is_never_deleted(checkpoints, commit):
 
 
 def test_a_newer_damaged_step_does_not_count_as_the_newest(checkpoints, commit):
-    for step in STEPS:
-        commit(checkpoints, step)
+    commit(checkpoints, *STEPS)
     checkpoints.set_aside(25, "test")
     apply_retention(checkpoints, Retention(), protect=())
     assert checkpoints.steps() == [20]
@@ -89,8 +86,7 @@ def test_retention_of_an_empty_run_does_nothing(checkpoints):
 
 @pytest.fixture
 def four_steps(checkpoints, commit) -> CheckpointStore:
-    for step in (10, 20, 30, 40):
-        commit(checkpoints, step)
+    commit(checkpoints, 10, 20, 30, 40)
     return checkpoints
 
 

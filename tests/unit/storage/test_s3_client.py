@@ -81,15 +81,6 @@ def test_what_breaks_a_body_is_an_error_of_botocore(raised, expected):
         read_into(StreamingBody(stream, 10), [memoryview(bytearray(10))])
 
 
-def test_a_scattered_answer_that_breaks_off_is_read_again(faulty, faulty_store):
-    faulty.objects["/bucket/a"] = b"0123456789"
-    faulty.faults[:] = ["half_a_body"]
-    outs = [bytearray(3), bytearray(7)]
-    faulty_store.get_scattered("a", [memoryview(out) for out in outs])
-    assert outs == [b"012", b"3456789"]
-    assert len(faulty.requests) == 2
-
-
 def test_what_is_left_of_an_answer_is_not_taken_for_the_next(faulty, faulty_store):
     faulty.objects["/bucket/a"] = b"0123456789"  # this server does not look at ranges
     out = bytearray(4)

@@ -74,9 +74,3 @@ def test_what_is_no_fitting_header_is_corrupt(text):
     header = LENGTH.pack(len(text)) + text.encode()
     with pytest.raises(Corrupt, match="u: "):
         parse_header(header, size_bytes=len(header) + 4, url="u")
-
-
-def test_metadata_of_other_writers_is_skipped():
-    text = json.dumps({"__metadata__": {"format": "pt"}} | json.loads(entry())).encode()
-    header = LENGTH.pack(len(text)) + text
-    assert list(parse_header(header, size_bytes=len(header) + 4, url="u")) == ["a"]

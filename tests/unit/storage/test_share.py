@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from storage.checkpoint import shard_name
 from storage.errors import Corrupt, NotFound
-from storage.manifest import Chunk, checksummed, parse_manifest, verified_document
+from storage.manifest import Chunk, Manifest, checksummed, parse_manifest, verified_document
 from storage.share import (
     PartOfTensor,
     WrittenShare,
@@ -36,11 +37,15 @@ def changed(one: WrittenShare, **fields: Any) -> WrittenShare:
     return one.model_copy(update={"share": one.share.model_copy(update=fields)})
 
 
+def merged(shares: list[WrittenShare]) -> Manifest:
+    return merge(shares, owner=OWNER, written_at_s=5.0)
+
+
 @given(size=st.integers(1, 40), order=st.randoms(use_true_random=False))
 def test_the_shares_of_all_ranks_in_any_order_make_the_manifest(size, order):
     shares = world(size)
     order.shuffle(shares)
-    manifest = merge(shares, owner=OWNER, written_at_s=5.0)
+    manifest = merged(shares)
     assert (manifest.placement, manifest.attempt, manifest.step) == (*OWNER, 10)
     assert manifest.world_size == size
     assert manifest.written_at_s == 5.0
@@ -52,7 +57,7 @@ def test_the_shares_of_all_ranks_in_any_order_make_the_manifest(size, order):
 
 def test_the_first_ranks_extra_is_the_checkpoints():
     shares = [changed(one, extra={"rank": one.share.rank}) for one in world(3)]
-    assert merge(shares[::-1], owner=OWNER, written_at_s=0.0).extra == {"rank": 0}
+    assert merged(shares[::-1]).extra == {"rank": 0}
 
 
 @given(size=st.integers(2, 8), data=st.data())
@@ -60,12 +65,12 @@ def test_a_rank_that_is_missing_or_there_twice_is_corrupt(size, data):
     shares = world(size)
     lost = data.draw(st.integers(0, size - 1))
     with pytest.raises(Corrupt, match="not one share of each"):
-        merge(shares[:lost] + shares[lost + 1 :], owner=OWNER, written_at_s=0.0)
+        merged(shares[:lost] + shares[lost + 1 :])
     twice = data.draw(st.integers(0, size - 1))
     with pytest.raises(Corrupt, match="not one share of each"):
-        merge([*shares, shares[twice]], owner=OWNER, written_at_s=0.0)
+        merged([*shares, shares[twice]])
     with pytest.raises(Corrupt, match="not one share of each"):
-        merge([*shares[:lost], *shares[lost + 1 :], shares[lost - 1]], owner=OWNER, written_at_s=0)
+        merged([*shares[:lost], *shares[lost + 1 :], shares[lost - 1]])
 
 
 @pytest.mark.parametrize(
@@ -77,7 +82,7 @@ def test_a_share_of_another_save_is_corrupt(foreign, rank):
     shares = world(3)
     shares[rank] = changed(shares[rank], **foreign)
     with pytest.raises(Corrupt, match="not one share of each"):
-        merge(shares, owner=OWNER, written_at_s=0.0)
+        merged(shares)
 
 
 @st.composite
@@ -115,7 +120,7 @@ def sharded(shape: tuple[int, ...], dealt: list[list[Chunk]]) -> list[WrittenSha
 @given(shardings())
 def test_any_way_of_cutting_a_tensor_over_the_ranks_makes_a_whole(sharding):
     shape, dealt = sharding
-    manifest = merge(sharded(shape, dealt), owner=OWNER, written_at_s=0.0)
+    manifest = merged(sharded(shape, dealt))
     assert manifest.tensors["w"].shape == shape
     assert set(manifest.tensors["w"].chunks) == {chunk for chunks in dealt for chunk in chunks}
 
@@ -129,12 +134,12 @@ def test_a_chunk_that_is_missing_or_there_twice_is_corrupt(sharding, data):
     twice = [list(chunks) for chunks in dealt]
     twice[rank].append(dealt[rank][at])
     with pytest.raises(Corrupt):
-        merge(sharded(shape, twice), owner=OWNER, written_at_s=0.0)
+        merged(sharded(shape, twice))
     if sum(map(len, dealt)) > 1:
         missing = [list(chunks) for chunks in dealt]
         del missing[rank][at]
         with pytest.raises(Corrupt):
-            merge(sharded(shape, missing), owner=OWNER, written_at_s=0.0)
+            merged(sharded(shape, missing))
 
 
 def test_an_overlap_that_makes_up_for_a_hole_is_corrupt():
@@ -142,7 +147,7 @@ def test_an_overlap_that_makes_up_for_a_hole_is_corrupt():
         Chunk(offsets=(0,), lengths=(4,), shard=shard_name(1, 1, rank), key="w") for rank in (0, 1)
     ]
     with pytest.raises(Corrupt):
-        merge(sharded((8,), [[halves[0]], [halves[1]]]), owner=OWNER, written_at_s=0.0)
+        merged(sharded((8,), [[halves[0]], [halves[1]]]))
 
 
 @pytest.mark.parametrize(
@@ -152,7 +157,7 @@ def test_ranks_that_disagree_about_a_tensor_are_corrupt(other):
     first, second = world(2)
     part = second.share.tensors["weight"].model_copy(update=other)
     with pytest.raises(Corrupt, match="weight: ranks saved it with different types or shapes"):
-        merge([first, changed(second, tensors={"weight": part})], owner=OWNER, written_at_s=0.0)
+        merged([first, changed(second, tensors={"weight": part})])
 
 
 def test_records_are_found_by_save_and_rank(checkpoints):
@@ -175,18 +180,13 @@ def test_another_attempts_record_does_not_count(checkpoints):
     assert recorded_ranks(checkpoints, later.save_id) == set()
 
 
-@pytest.mark.parametrize("data", [b"", b"{}", b"\xff", b"[1]", b'{"share": null}'])
-def test_a_record_that_is_none_is_corrupt(checkpoints, data):
-    save = share_of(10).save_id
+@pytest.mark.parametrize("text", ["", "{}", '{"share":null}'])
+def test_a_document_that_is_no_record_or_is_not_checksummed_is_corrupt(checkpoints, text):
     key = checkpoints.key(10, "p0001-a0001-rank00000.json")
-    checkpoints.store.put(key, data)
+    checkpoints.store.put(key, text.encode())
     with pytest.raises(Corrupt, match="not a document with its hash at the end"):
-        read_record(checkpoints, save, 0)
-
-
-@pytest.mark.parametrize("text", ["{}", '{"share":null}'])
-def test_a_checksummed_document_that_is_no_record_is_corrupt(checkpoints, text):
-    checkpoints.store.put(checkpoints.key(10, "p0001-a0001-rank00000.json"), checksummed(text))
+        read_record(checkpoints, share_of(10).save_id, 0)
+    checkpoints.store.put(key, checksummed(text or "{}"))
     with pytest.raises(Corrupt, match="not the record of a share"):
         read_record(checkpoints, share_of(10).save_id, 0)
 
@@ -222,33 +222,23 @@ def test_a_checksummed_document_is_json_and_comes_back():
     assert verified_document(data, url="u") == b'{"step":5,"extra":{"x":[1,2]}}'
 
 
-@pytest.mark.parametrize("data", [b"", b"{}", b"[1]", b'{"step":5}', b'{"xxh3_128":"0"}'])
+@pytest.mark.parametrize("data", [b"", b"{}", b"\xff", b"[1]", b'{"step":5}', b'{"xxh3_128":"0"}'])
 def test_what_was_not_checksummed_is_corrupt(data):
     with pytest.raises(Corrupt, match="u: not a document with its hash"):
         verified_document(data, url="u")
 
 
-def test_a_flipped_bit_of_a_manifest_is_found(checkpoints, commit):
+def test_a_flipped_bit_of_a_manifest_a_share_record_or_the_fence_is_found(checkpoints, commit):
     commit(checkpoints, 10)
-    data = checkpoints.store.get(checkpoints.key(10, "manifest.json"))
-    for changed in flips(data):
-        with pytest.raises(Corrupt):
-            parse_manifest(changed, url="u")
-
-
-def test_a_flipped_bit_of_a_share_record_is_found(checkpoints):
-    put_record(checkpoints, written(share_of(10)))
-    (info,) = checkpoints.store.list("runs/")
-    for changed in flips(checkpoints.store.get(info.key)):
-        with pytest.raises(Corrupt):
-            parse_record(changed, url="u")
-
-
-def test_a_flipped_bit_of_the_fence_is_found(checkpoints):
+    put_record(checkpoints, changed(world(1)[0], run_id=checkpoints.run_id))
     checkpoints.fence(3, 2)
-    key = f"runs/{checkpoints.run_id}/fence.json"
-    data = checkpoints.store.get(key)
-    for changed in flips(data):
-        checkpoints.store.put(key, changed)
-        with pytest.raises(Corrupt):
-            checkpoints.read_fence()
+    fence = f"runs/{checkpoints.run_id}/fence.json"
+    readers: dict[str, Callable[[bytes], object]] = {
+        checkpoints.key(10, "manifest.json"): lambda data: parse_manifest(data, url="u"),
+        checkpoints.key(10, "p0001-a0001-rank00000.json"): lambda data: parse_record(data, url="u"),
+        fence: lambda data: (checkpoints.store.put(fence, data), checkpoints.read_fence()),
+    }
+    for key, read in readers.items():
+        for damaged in flips(checkpoints.store.get(key)):
+            with pytest.raises(Corrupt):
+                read(damaged)

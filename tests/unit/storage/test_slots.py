@@ -56,12 +56,16 @@ def publish(table: SlotTable, step: int, *, owner: tuple[int, int] = (1, 1)) -> 
     return slot
 
 
-def test_a_slot_is_empty_then_copying_then_ready(table):
+def test_a_slot_is_copied_into_and_then_handed_over_once_and_by_its_writer_alone(table):
     writer = object()
     slot = reserve(table, writer=writer)
+    assert table.ready(slot.number, share_of(10), writer=object()) is None
+    assert table.ready(99, share_of(10), writer=writer) is None
     assert (slot.state, slot.share) == (SlotState.COPYING, None)
     assert table.ready(slot.number, share_of(10), writer=writer) is slot
     assert (slot.state, slot.share) == (SlotState.READY, share_of(10))
+    assert table.ready(slot.number, share_of(20), writer=writer) is None
+    assert slot.share == share_of(10)
 
 
 def test_the_record_is_the_hash_of_the_share_and_not_of_the_whole_memory(table):
@@ -75,21 +79,6 @@ def test_the_record_is_the_hash_of_the_share_and_not_of_the_whole_memory(table):
     table.ready(slot.number, share, writer=writer)
     record = slot.written().record
     assert (record.size_bytes, record.xxh3_128) == (64, digest(bytes_of(share)))
-
-
-def test_only_the_writer_may_hand_its_copy_over(table):
-    slot = reserve(table, writer=object())
-    assert table.ready(slot.number, share_of(10), writer=object()) is None
-    assert table.ready(99, share_of(10), writer=object()) is None
-    assert slot.state is SlotState.COPYING
-
-
-def test_a_copy_is_ready_once(table):
-    writer = object()
-    slot = reserve(table, writer=writer)
-    assert table.ready(slot.number, share_of(10), writer=writer) is slot
-    assert table.ready(slot.number, share_of(20), writer=writer) is None
-    assert slot.share == share_of(10)
 
 
 def test_a_save_waits_while_the_one_before_the_last_is_not_published(table):
@@ -331,7 +320,7 @@ def belong(root: Path, groups: str) -> None:
     (root / "proc/self/cgroup").write_text(groups)
 
 
-def group_v2(root: Path, path: str, limit: str, used: int, cache: int = 0) -> None:
+def group_v2(root: Path, path: str, limit: str, used: int, cache: int) -> None:
     folder = root / "sys/fs/cgroup" / path
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "memory.max").write_text(f"{limit}\n")
@@ -353,31 +342,28 @@ def test_without_control_groups_nothing_is_limited(tmp_path):
     assert cgroup_left_bytes(tmp_path) == UNLIMITED
 
 
-def test_a_limit_leaves_what_is_not_used_and_the_page_cache(tmp_path):
-    belong(tmp_path, "0::/pod\n")
-    group_v2(tmp_path, "pod", "1000", 700, cache=200)
-    assert cgroup_left_bytes(tmp_path) == 500
-
-
-def test_a_group_above_its_limit_leaves_nothing(tmp_path):
-    belong(tmp_path, "0::/pod\n")
-    group_v2(tmp_path, "pod", "1000", 1200)
-    assert cgroup_left_bytes(tmp_path) == 0
-
-
-@pytest.mark.parametrize(("inner", "outer"), [("1000", "300"), ("300", "1000"), ("max", "300")])
-def test_the_tightest_of_a_group_and_those_above_it_counts(tmp_path, inner, outer):
-    belong(tmp_path, "0::/pod/container/step\n")
-    group_v2(tmp_path, "pod", outer, 0)
-    group_v2(tmp_path, "pod/container", inner, 0)
-    assert cgroup_left_bytes(tmp_path) == 300
-
-
-@pytest.mark.parametrize("path", ["/", "/docker/as-the-host-sees-it", "/../.."])
-def test_a_container_that_sees_its_own_group_at_the_top_has_its_limit(tmp_path, path):
-    belong(tmp_path, f"0::{path}\n")
-    group_v2(tmp_path, "", "1000", 400)
-    assert cgroup_left_bytes(tmp_path) == 600
+@pytest.mark.parametrize(
+    ("own", "groups", "left_bytes"),
+    [
+        ("/pod", {"pod": ("1000", 700, 200)}, 500),
+        ("/pod", {"pod": ("1000", 1200, 0)}, 0),
+        # The tightest of a group and those above it.
+        ("/pod/in/step", {"pod": ("300", 0, 0), "pod/in": ("1000", 0, 0)}, 300),
+        ("/pod/in/step", {"pod": ("1000", 0, 0), "pod/in": ("300", 0, 0)}, 300),
+        ("/pod/in/step", {"pod": ("300", 0, 0), "pod/in": ("max", 0, 0)}, 300),
+        # A container that sees its own group at the top.
+        ("/", {"": ("1000", 400, 0)}, 600),
+        ("/docker/as-the-host-sees-it", {"": ("1000", 400, 0)}, 600),
+        ("/../..", {"": ("1000", 400, 0)}, 600),
+    ],
+)
+def test_a_limit_of_version_2_leaves_what_is_not_used_and_the_page_cache(
+    tmp_path, own, groups, left_bytes
+):
+    belong(tmp_path, f"0::{own}\n")
+    for path, limits in groups.items():
+        group_v2(tmp_path, path, *limits)
+    assert cgroup_left_bytes(tmp_path) == left_bytes
 
 
 def test_the_memory_controller_of_version_1_limits_too(tmp_path):

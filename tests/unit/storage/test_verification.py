@@ -82,10 +82,3 @@ def test_a_step_that_is_removed_while_it_is_read_is_gone_and_not_damaged(checkpo
     manifest = commit(checkpoints, 5)
     with pytest.raises(NotFound, match="was removed while it was read"):
         read_all(checkpoints, 5, manifest, on_bytes=lambda _count: checkpoints.delete(5))
-
-
-def test_the_bytes_that_a_verification_reads_are_counted(checkpoints, commit):
-    manifest = commit(checkpoints, 5)
-    counts: list[int] = []
-    read_all(checkpoints, 5, manifest, on_bytes=counts.append)
-    assert sum(counts) == manifest.size_bytes
