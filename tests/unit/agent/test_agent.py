@@ -123,9 +123,13 @@ def test_cann_writes_its_log_beside_the_ranks_own_unless_the_job_says_otherwise(
     assert variables(shared)["ASCEND_PROCESS_LOG_PATH"] == "/own"
 
 
-def test_the_end_of_a_worker_is_reported_with_its_exit_code(shared):
+def test_the_end_of_a_worker_is_reported_with_its_exit_code_and_its_error(shared, tmp_path):
+    recorded = {"message": "ValueError: bad\nmore", "extraInfo": {"timestamp": "9"}}
+    (tmp_path / "error.json").write_text(json.dumps({"message": recorded}))
+    script = f"cp {tmp_path}/error.json $TORCHELASTIC_ERROR_FILE; exit 3"
     before_s = time.time()
-    (worker,) = shared.finish("sh", "-c", "exit 3").workers
+    (worker,) = shared.finish("sh", "-c", script).workers
+    assert (worker.error, worker.error_s) == ("ValueError: bad", 9.0)
     assert (worker.rank, worker.exit_code, worker.stopped_by_agent) == (1, 3, False)
     assert worker.ended_s is not None
     assert before_s < worker.ended_s <= time.time()
@@ -207,14 +211,6 @@ def test_a_checkpoint_server_whose_agent_was_killed_ends(with_checkpoint_server)
     (pid,) = checkpoint_servers(with_checkpoint_server)
     with_checkpoint_server.process.kill()
     wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie")
-
-
-def test_what_a_worker_recorded_as_its_error_is_reported(shared, tmp_path):
-    recorded = {"message": "ValueError: bad\nmore", "extraInfo": {"timestamp": "9"}}
-    (tmp_path / "error.json").write_text(json.dumps({"message": recorded}))
-    script = f"cp {tmp_path}/error.json $TORCHELASTIC_ERROR_FILE; exit 1"
-    (worker,) = shared.finish("sh", "-c", script).workers
-    assert (worker.error, worker.error_s) == ("ValueError: bad", 9.0)
 
 
 def test_a_repeated_start_order_starts_nothing_also_after_a_stop(shared):

@@ -25,21 +25,15 @@ TOKEN = "the-token"
 HOST = "127.0.0.1"
 
 
-@pytest.fixture(scope="module")
-def all_heard() -> list[Request]:
+@pytest.fixture
+def heard() -> list[Request]:
     return []
 
 
 @pytest.fixture
-def heard(all_heard):
-    all_heard.clear()
-    return all_heard
-
-
-@pytest.fixture(scope="module")
-def server(all_heard):
+def server(heard):
     def handle(request: Request) -> Reply:
-        all_heard.append(request)
+        heard.append(request)
         return Reply(text="heard", offset=5)
 
     server = control_server(HOST, TOKEN, handle)

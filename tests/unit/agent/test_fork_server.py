@@ -196,17 +196,16 @@ def test_a_fork_server_that_cannot_import_says_where_to_look(tmp_path):
     assert one.pids == frozenset()
 
 
-def test_a_fork_server_that_takes_too_long_is_ended(tmp_path, monkeypatch):
+def test_a_fork_server_forks_nothing_before_its_start_and_is_ended_when_that_takes_too_long(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(module, "START_TIMEOUT_S", 0.0)
     one = ForkServer(VARIABLES, tmp_path / "fork-server.log")
+    with pytest.raises(OSError, match="not started"):
+        one.fork(wanted("tell", tmp_path))
     with pytest.raises(OSError, match="did not start"):
         one.start()
     assert one.pids == frozenset()
-
-
-def test_a_fork_server_that_was_not_started_forks_nothing(tmp_path):
-    with pytest.raises(OSError, match="not started"):
-        ForkServer(VARIABLES, tmp_path / "fork-server.log").fork(wanted("tell", tmp_path))
 
 
 def test_a_worker_that_must_not_be_forked_finds_the_same_and_imports_for_itself(

@@ -35,7 +35,7 @@ def main(job):
 def container(tmp_path_factory):
     """One agent for all tests here, with the recipe where its workers start."""
     folder = tmp_path_factory.mktemp("agent") / "container"
-    container = start_container(folder, {})
+    container = start_container(folder, {"RANK": "7"})  # of another program
     (folder / "own.py").write_text(RECIPE)
     container.call(order(container, "end"))
     wait_for(lambda: container.status().is_over, timeout_s=FORK_SERVER_TIMEOUT_S)
@@ -89,6 +89,8 @@ def test_workers_are_named_after_their_ranks_and_know_their_place(shared):
         assert (seen["RANK"], seen["LOCAL_RANK"]) == (str(rank), str(rank - 2))
         assert (seen["WORLD_SIZE"], seen["MA_SCHEDULE_CNT"]) == ("4", "3")
         assert (seen["OMP_NUM_THREADS"], seen["PERDURE_RUN_ID"]) == ("1", "run-1")
+        assert (seen["LOCAL_WORLD_SIZE"], seen["NODE_RANK"], seen["GROUP_RANK"]) == ("2", "1", "1")
+        assert seen["PERDURE_HEARTBEAT"].endswith(f"heartbeat-{rank - 2}")
     shared.call(StopOrder(grace_s=5))
     status = shared.until("ended")
     assert [w.exit_code for w in status.workers] == [-signal.SIGTERM, -signal.SIGTERM]
@@ -99,7 +101,10 @@ def test_a_worker_that_ends_well_leaves_the_fork_server_for_the_next_attempt(sha
     for _ in range(2):
         shared.call(order(shared, "end"))
         status = shared.until("ended")
-        assert [(w.rank, w.exit_code) for w in status.workers] == [(2, 0), (3, 0)]
+        assert [(w.rank, w.local_rank, w.exit_code) for w in status.workers] == [
+            (2, 0, 0),
+            (3, 1, 0),
+        ]
         fork_servers.append([one.pid for one in shared.processes()])
     assert fork_servers[0] == fork_servers[1]
     assert len(fork_servers[0]) == 2

@@ -62,17 +62,6 @@ def test_what_a_killed_checkpoint_server_had_on_disk_is_published_by_the_next(cl
     assert cluster.checkpoints.manifest(20).attempt == 2
 
 
-def test_a_worker_learns_that_its_checkpoint_server_is_gone(cluster):
-    node = cluster.node()
-    client = node.client()
-    save(client, share_of(10))
-    assert node.process is not None
-    node.process.kill()
-    node.process.join()
-    with pytest.raises(TimedOut, match=r"the checkpoint server of this node does not answer: .*"):
-        settle(client)
-
-
 def copy_and_stall(name: str, ready: Connection) -> None:
     """A worker that is in the middle of a copy, and stays there."""
     client = CheckpointClient(name)
