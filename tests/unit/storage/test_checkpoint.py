@@ -74,14 +74,11 @@ def test_a_committed_step_is_offered_with_what_was_published(checkpoints, commit
     assert published.written_at_s == 1000.0
 
 
-def test_a_run_without_checkpoints_has_no_latest(checkpoints):
+def test_latest_can_be_asked_below_a_step_and_is_none_without_checkpoints(checkpoints, commit):
     assert checkpoints.latest() is None
     assert checkpoints.steps() == []
     with pytest.raises(NotFound):
         checkpoints.manifest(10)
-
-
-def test_latest_can_be_asked_below_a_step(checkpoints, commit):
     commit(checkpoints, 5, 10, 123456789)
     assert checkpoints.latest() == 123456789
     assert checkpoints.latest(before=10) == 5

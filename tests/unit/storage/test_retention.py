@@ -58,7 +58,8 @@ def test_intervals_and_numbers_are_positive(name, value):
         Retention(**{name: value})
 
 
-def test_retention_deletes_the_rest_oldest_first(checkpoints, commit):
+def test_retention_deletes_the_rest_oldest_first_and_nothing_of_an_empty_run(checkpoints, commit):
+    assert apply_retention(checkpoints, Retention(2), protect=()) == []
     commit(checkpoints, *STEPS)
     assert apply_retention(checkpoints, Retention(2), protect={10}) == [5, 15]
     assert checkpoints.steps() == [10, 20, 25]
@@ -78,10 +79,6 @@ def test_a_newer_damaged_step_does_not_count_as_the_newest(checkpoints, commit):
     checkpoints.set_aside(25, "test")
     apply_retention(checkpoints, Retention(), protect=())
     assert checkpoints.steps() == [20]
-
-
-def test_retention_of_an_empty_run_does_nothing(checkpoints):
-    assert apply_retention(checkpoints, Retention(1), protect=()) == []
 
 
 @pytest.fixture
