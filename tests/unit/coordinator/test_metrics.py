@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.unit.journal.histories import began, ended
 from training.coordinator.metrics import BASE_LABELS, AttemptNow, RunMetrics
 from training.journal.events import StepRecord
 from training.recovery.attempt import Stage
-from training.recovery.decision import Decision, Recovery
-from training.recovery.events import PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
+from training.recovery.decision import Recovery
+from training.recovery.events import PauseBegan, PauseEnded
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.rungs import Rung
 from training.wire.node import DeviceSample, HostSample, NodeSample
@@ -72,15 +73,13 @@ def value(metrics) -> Callable[..., Any]:
     return value
 
 
-def began(number: int) -> RecoveryBegan:
-    decision = Decision(Rung.PROCESS_REPLACE, None, "its process died")
-    return RecoveryBegan(at_s=90.0, number=number, generation=1, fault=FAULT, decision=decision)
+BEGAN = began(1, Rung.PROCESS_REPLACE, FAULT)
 
 
 def test_every_series_carries_run_placement_and_attempt(metrics):
     metrics.step(RECORD)
     metrics.sampled("node-0", SAMPLE)
-    metrics.record(began(1))
+    metrics.record(BEGAN)
     samples = [sample for family in metrics.registry.collect() for sample in family.samples]
     assert len(samples) > 50
     assert all({name: s.labels[name] for name in BASE_LABELS} == LABELS for s in samples)
@@ -124,11 +123,9 @@ def test_the_age_of_a_checkpoint_grows_from_the_begin_of_the_attempt_or_from_a_c
 
 def test_a_recovery_is_counted_once_with_its_rung_and_its_fault(metrics, value):
     which = {"rung": "process_replace", "fault_class": "native_crash"}
-    metrics.record(began(1))
+    metrics.record(BEGAN)
     assert value("perdure_recoveries_total", **which, outcome="recovered") == 0
-    ended = RecoveryEnded(at_s=92.0, number=1, generation=2, succeeded=True, steps_lost=1,
-                          duration_s=0.4)  # fmt: skip
-    metrics.record(ended)
+    metrics.record(ended(1, steps_lost=1, duration_s=0.4))
     assert value("perdure_recoveries_total", **which, outcome="recovered") == 1
     assert value("perdure_recoveries_total", **which, outcome="failed") == 0
     rung = {"rung": "process_replace"}
@@ -137,8 +134,8 @@ def test_a_recovery_is_counted_once_with_its_rung_and_its_fault(metrics, value):
 
 
 def test_a_recovery_that_failed_has_no_duration(metrics, value):
-    metrics.record(began(1))
-    metrics.record(RecoveryEnded(at_s=92.0, number=1, generation=1, succeeded=False, why="no"))
+    metrics.record(BEGAN)
+    metrics.record(ended(1, None, succeeded=False, why="no"))
     which = {"rung": "process_replace", "fault_class": "native_crash"}
     assert value("perdure_recoveries_total", **which, outcome="failed") == 1
     assert value("perdure_recovery_duration_seconds_count", rung="process_replace") is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import signal
 
 import pytest
@@ -70,18 +71,17 @@ def test_the_earliest_of_several_causes_wins(first):
     assert fault.rank == first
 
 
-def test_an_echo_is_named_when_nothing_else_is_known():
-    fault = cause(
-        end(1, rank=1, ended_s=2.0, error=PEER_CLOSED), end(1, rank=0, ended_s=1.0, log=WATCHDOG)
-    )
-    assert (fault.fault_class, fault.rank) == (FaultClass.COLLECTIVE_TIMEOUT, 0)
-
-
-def test_an_echo_beats_an_end_that_nothing_explains():
-    fault = cause(
-        end(1, rank=0, ended_s=1.0, error="Oops"), end(1, rank=1, ended_s=2.0, error=PEER_CLOSED)
-    )
-    assert fault.fault_class is FaultClass.COLLECTIVE_TIMEOUT
+@pytest.mark.parametrize(
+    ("first", "second", "named"),
+    [
+        ({"log": WATCHDOG}, {"error": PEER_CLOSED}, 0),
+        ({"error": "Oops"}, {"error": PEER_CLOSED}, 1),
+    ],
+    ids=["the first echo where nothing else is known", "an echo before an unexplained end"],
+)
+def test_an_echo_is_named_when_no_cause_is_known(first, second, named):
+    fault = cause(end(1, rank=1, ended_s=2.0, **second), end(1, rank=0, ended_s=1.0, **first))
+    assert (fault.fault_class, fault.rank) == (FaultClass.COLLECTIVE_TIMEOUT, named)
 
 
 def test_a_killed_process_is_a_native_crash():
@@ -238,34 +238,29 @@ def test_the_last_exception_of_a_chained_traceback_names_the_fault():
     assert cause(end(1, log=log)).fault_class is FaultClass.DEVICE_OOM
 
 
-def test_torchruns_summary_of_a_killed_child_is_a_native_crash():
-    fault = cause(end(1, log=torchrun_summary(first=-9)))
-    assert fault.fault_class is FaultClass.NATIVE_CRASH
-    assert "(SIGKILL)" in fault.evidence
+@pytest.mark.parametrize(
+    ("log", "fault_class", "evidence"),
+    [
+        (torchrun_summary(first=-9), FaultClass.NATIVE_CRASH, r".*\(SIGKILL\).*"),
+        (f"[rank0]: {TYPE_ERROR}\n{torchrun_summary(first=1)}", FaultClass.USER_CODE_ERROR,
+         ".*" + re.escape(TYPE_ERROR)),
+        (f"{ABORT_NOTE}\n{torchrun_summary(first=-6)}", FaultClass.NATIVE_CRASH, ABORT_NOTE),
+        (f"{WATCHDOG}\n{torchrun_summary(first=-6)}", FaultClass.COLLECTIVE_TIMEOUT, ".*"),
+    ],
+    ids=["a killed child", "a traceback of the child", "an aborted child",
+         "a child aborted by its communication library"],
+)  # fmt: skip
+def test_torchruns_summary_gives_the_fault_of_its_child(log, fault_class, evidence):
+    fault = cause(end(1, log=log))
+    assert fault.fault_class is fault_class
+    assert re.fullmatch(evidence, fault.evidence, re.DOTALL)
 
 
-def test_torchruns_summary_of_a_failed_child_leaves_the_word_to_the_childs_traceback():
-    fault = cause(end(1, log=f"[rank0]: {TYPE_ERROR}\n{torchrun_summary(first=1)}"))
-    assert fault.fault_class is FaultClass.USER_CODE_ERROR
-
-
-def test_torchruns_summary_of_the_peer_of_a_dead_rank_is_an_echo():
+@pytest.mark.parametrize(("echo", "exit_code"), [(PEER_CLOSED, 1), (WATCHDOG, -6)])
+def test_torchruns_summary_of_the_peer_of_a_dead_rank_is_an_echo(echo, exit_code):
     there = end(1, rank=2, ended_s=2.0, log=torchrun_summary(first=-9))
-    here = end(1, rank=0, ended_s=1.0, log=f"{PEER_CLOSED}\n{torchrun_summary(first=1)}")
+    here = end(1, rank=0, ended_s=1.0, log=f"{echo}\n{torchrun_summary(first=exit_code)}")
     assert cause(here, there).rank == 2
-
-
-def test_torchruns_summary_of_a_child_aborted_by_its_communication_library_is_an_echo():
-    there = end(1, rank=2, ended_s=2.0, log=torchrun_summary(first=-9))
-    here = end(1, rank=0, ended_s=1.0, log=f"{WATCHDOG}\n{torchrun_summary(first=-6)}")
-    assert cause(here, there).rank == 2
-    assert cause(here).fault_class is FaultClass.COLLECTIVE_TIMEOUT
-
-
-def test_torchruns_summary_of_an_aborted_child_is_a_native_crash_when_no_peer_is_gone():
-    fault = cause(end(1, log=f"{ABORT_NOTE}\n{torchrun_summary(first=-6)}"))
-    assert fault.fault_class is FaultClass.NATIVE_CRASH
-    assert fault.evidence == ABORT_NOTE
 
 
 LINES = st.sampled_from([*(rule.spec.example for rule in load_rules()), "", "noise", "Oops: no"])

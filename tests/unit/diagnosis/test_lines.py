@@ -107,55 +107,37 @@ def test_anything_that_resembles_a_time_is_read_or_left_alone(line):
 
 
 @pytest.mark.parametrize(
-    ("line", "rank"),
+    ("line", "field", "value"),
     [
-        ("[rank3]: TypeError: x", 3),
-        ("[rank: 12] TypeError: x", 12),
-        ("[PG ID 1 PG GUID 3(TP) Rank 5] Watchdog", 5),
-        ("[Rank 7] Watchdog", 7),
-        ("rankId[9], index[21]", 9),
-        ("RankID: 4 failed", 4),
-        ("[1,6]<stderr>:TypeError: x", 6),
-        ("rank=8 died", 8),
-        ("ranks agree", None),
+        ("[rank3]: TypeError: x", "rank", 3),
+        ("[rank: 12] TypeError: x", "rank", 12),
+        ("[PG ID 1 PG GUID 3(TP) Rank 5] Watchdog", "rank", 5),
+        ("[Rank 7] Watchdog", "rank", 7),
+        ("rankId[9], index[21]", "rank", 9),
+        ("RankID: 4 failed", "rank", 4),
+        ("[1,6]<stderr>:TypeError: x", "rank", 6),
+        ("rank=8 died", "rank", 8),
+        ("ranks agree", "rank", None),
+        ("device_id=3 failed", "device", 3),
+        ("deviceId[5] failed", "device", 5),
+        ("devId:2, x", "device", 2),
+        ("RuntimeError: npu:6 is lost", "device", 6),
+        ("tensor on cuda:1", "device", 1),
+        ("GPU 7 has 80 GiB", "device", 7),
+        ("[default2]:TypeError: x", "device", 2),
+        ("node-1:5776:5902 [4] NCCL WARN x", "device", 4),
+        ("local_rank: 1 (pid: 4711)", "device", 1),
+        ("no device named", "device", None),
+        ("node-1:5776:5902 [0] NCCL WARN x", "node", "node-1"),
+        ("Aug  1 08:38:31 host3 kernel: x", "node", "host3"),
+        ("[worker-2:1] x", "node", "worker-2"),
+        ("process died on node 'gpu-17'", "node", "gpu-17"),
+        ("  host      : trn-04", "node", "trn-04"),
+        ("2025-11-21 13:18:47 x", "node", None),
     ],
 )
-def test_the_rank_is_read_from_each_stacks_prefix(line, rank):
-    assert origin_of(line, year=YEAR).rank == rank
-
-
-@pytest.mark.parametrize(
-    ("line", "device"),
-    [
-        ("device_id=3 failed", 3),
-        ("deviceId[5] failed", 5),
-        ("devId:2, x", 2),
-        ("RuntimeError: npu:6 is lost", 6),
-        ("tensor on cuda:1", 1),
-        ("GPU 7 has 80 GiB", 7),
-        ("[default2]:TypeError: x", 2),
-        ("node-1:5776:5902 [4] NCCL WARN x", 4),
-        ("local_rank: 1 (pid: 4711)", 1),
-        ("no device named", None),
-    ],
-)
-def test_the_device_is_read_from_each_stacks_prefix(line, device):
-    assert origin_of(line, year=YEAR).device == device
-
-
-@pytest.mark.parametrize(
-    ("line", "node"),
-    [
-        ("node-1:5776:5902 [0] NCCL WARN x", "node-1"),
-        ("Aug  1 08:38:31 host3 kernel: x", "host3"),
-        ("[worker-2:1] x", "worker-2"),
-        ("process died on node 'gpu-17'", "gpu-17"),
-        ("  host      : trn-04", "trn-04"),
-        ("2025-11-21 13:18:47 x", None),
-    ],
-)
-def test_the_node_is_read_from_each_stacks_prefix(line, node):
-    assert origin_of(line, year=YEAR).node == node
+def test_rank_device_and_node_are_read_from_each_stacks_prefix(line, field, value):
+    assert getattr(origin_of(line, year=YEAR), field) == value
 
 
 @pytest.mark.parametrize(
@@ -177,36 +159,27 @@ def test_the_code_is_read_as_each_stack_prints_it(line, code):
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("line", "is_low"),
     [
-        "[INFO] RuntimeError: x",
-        "2025-11-21 13:18:47,639 - WARNING - x",
-        "INFO: x",
-        "W0809 10:11:12.1 1 x.go:1] x",
-        "[rank0]:[W321 02:07:08.4 x.cpp:1] x",
-        "level=warning msg=x",
-        "/a/b.py:3: FutureWarning: x",
-        "[W compiler_depend.ts:5] x",
+        ("[INFO] RuntimeError: x", True),
+        ("2025-11-21 13:18:47,639 - WARNING - x", True),
+        ("INFO: x", True),
+        ("W0809 10:11:12.1 1 x.go:1] x", True),
+        ("[rank0]:[W321 02:07:08.4 x.cpp:1] x", True),
+        ("level=warning msg=x", True),
+        ("/a/b.py:3: FutureWarning: x", True),
+        ("[W compiler_depend.ts:5] x", True),
+        ("", False),
+        ("[ERROR] HCCL(1,python): x", False),
+        ("2025-11-21 13:18:47,639 - ERROR - x", False),
+        ("E0809 10:11:12.1 1 x.go:1] x", False),
+        ("node-1:1:2 [0] x.cc:60 NCCL WARN x", False),
+        ("CRITICAL: x", False),
+        ("TypeError: INFORMATION missing", False),
     ],
 )
-def test_information_and_warnings_are_low_level(line):
-    assert is_low_level(line)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "",
-        "[ERROR] HCCL(1,python): x",
-        "2025-11-21 13:18:47,639 - ERROR - x",
-        "E0809 10:11:12.1 1 x.go:1] x",
-        "node-1:1:2 [0] x.cc:60 NCCL WARN x",
-        "CRITICAL: x",
-        "TypeError: INFORMATION missing",
-    ],
-)
-def test_errors_and_plain_lines_are_not_low_level(line):
-    assert not is_low_level(line)
+def test_information_and_warnings_are_low_level_and_errors_and_plain_lines_are_not(line, is_low):
+    assert is_low_level(line) is is_low
 
 
 @pytest.mark.parametrize(

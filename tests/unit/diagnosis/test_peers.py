@@ -171,17 +171,18 @@ def test_steps_are_read_in_each_trainers_form(words):
     assert anchors(f"2026-08-01 10:00:00 {words} loss 2\n", year=YEAR) == {7: STARTED_S}
 
 
-def test_steps_without_a_time_and_times_without_a_step_are_no_anchors():
-    assert anchors("step 7 loss 2\n2026-08-01 10:00:00 steps done\n", year=YEAR) == {}
+@pytest.mark.parametrize(
+    "line",
+    ["step 7 loss 2", "2026-08-01 10:00:00 steps done", f"2026-08-01 10:00:00 step {'1' * 5000}"],
+    ids=["without a time", "without a step", "thousands of digits"],
+)
+def test_lines_without_a_step_and_a_time_are_no_anchors(line):
+    assert anchors(f"{line}\n", year=YEAR) == {}
 
 
 def test_only_the_newest_steps_are_kept():
     found = anchors(iterations(range(MAX_ANCHORS + 50)), year=YEAR)
     assert (len(found), min(found)) == (MAX_ANCHORS, 50)
-
-
-def test_a_number_of_thousands_of_digits_is_no_step():
-    assert anchors(f"2026-08-01 10:00:00 step {'1' * 5000}\n", year=YEAR) == {}
 
 
 @pytest.mark.parametrize("ahead_s", [-3600.0, -7.5, 7.5, 3600.0])
@@ -190,18 +191,19 @@ def test_a_clock_that_is_off_is_corrected(ahead_s):
     assert shifts == [0.0, -ahead_s, 0.0]
 
 
-def test_an_offset_is_not_misled_by_one_late_step():
-    late = {**steps(range(10), ahead_s=60.0), 4: STARTED_S + 5000}
-    assert offsets([steps(range(20)), late]) == [0.0, -60.0]
-
-
-def test_small_differences_are_tolerated():
-    assert offsets([steps(range(20)), steps(range(20), ahead_s=0.9)]) == [0.0, 0.0]
-
-
-@pytest.mark.parametrize("common", [range(0), range(19, 25), range(30, 40)])
-def test_sources_with_too_few_steps_in_common_keep_their_time(common):
-    assert offsets([steps(range(20)), steps(common, ahead_s=60.0)]) == [0.0, 0.0]
+@pytest.mark.parametrize(
+    ("other", "shift"),
+    [
+        ({**steps(range(10), ahead_s=60.0), 4: STARTED_S + 5000}, -60.0),
+        (steps(range(20), ahead_s=0.9), 0.0),
+        (steps(range(0), ahead_s=60.0), 0.0),
+        (steps(range(19, 25), ahead_s=60.0), 0.0),
+        (steps(range(30, 40), ahead_s=60.0), 0.0),
+    ],
+    ids=["one late step", "a small difference", "no steps", "few in common", "none in common"],
+)
+def test_an_offset_needs_several_common_steps_and_is_not_misled_by_one(other, shift):
+    assert offsets([steps(range(20)), other]) == [0.0, shift]
 
 
 def test_no_sources_have_no_offsets():

@@ -276,23 +276,25 @@ def test_information_and_warnings_do_not_count(prefix):
     assert found is None or found.is_low_level
 
 
-def test_ncclls_warnings_count():
+def test_nccls_warnings_count():
     line = "node-1:5776:5902 [0] x.cc:60 NCCL WARN socketProgress: Connection closed by remote peer"
-    found = not_none(recognise(line, ""))
-    assert not found.is_low_level
+    assert not not_none(recognise(line, "")).is_low_level
+
+
+TRACEBACK = f"Traceback (most recent call last):\n{FRAME}\n"
+ADVICE = ("Possible Cause", "  Possible cause", "Solution", "  Suggestion")
 
 
 @pytest.mark.parametrize(
-    "quoted", ["    raise ValueError('CUDA out of memory')", "    check(x)  # ERROR"]
+    ("text", "lines"),
+    [
+        (f"{TRACEBACK}    raise ValueError('CUDA out of memory')\n{ODD_ERROR}\n", [ODD_ERROR]),
+        (f"{TRACEBACK}    check(x)  # ERROR\n{ODD_ERROR}\n", [ODD_ERROR]),
+        *((f"{head}: the device is lost, error code is 507010\n", []) for head in ADVICE),
+    ],
 )
-def test_source_code_quoted_in_a_traceback_is_no_evidence(quoted):
-    text = f"Traceback (most recent call last):\n{FRAME}\n{quoted}\n{ODD_ERROR}\n"
-    assert lines_of(read(text)) == [ODD_ERROR]
-
-
-@pytest.mark.parametrize("head", ["Possible Cause", "  Possible cause", "Solution", "  Suggestion"])
-def test_advice_printed_with_an_error_is_no_evidence(head):
-    assert lines_of(read(f"{head}: the device is lost, error code is 507010\n")) == []
+def test_source_code_in_a_traceback_and_advice_printed_with_an_error_are_no_evidence(text, lines):
+    assert lines_of(read(text)) == lines
 
 
 DIRECT = "The above exception was the direct cause of the following exception:"
@@ -302,20 +304,21 @@ def roles(text: str) -> dict[str, Role]:
     return {finding.line: finding.role for finding in read(text).findings}
 
 
-def test_an_exception_raised_while_another_was_handled_replaces_it():
-    found = roles(f"{traceback('KeyError: 1')}\n{HANDLING}\n\n{traceback(ODD_ERROR)}")
-    assert found == {"KeyError: 1": Role.CASCADE, ODD_ERROR: Role.ROOT}
-
-
-def test_a_direct_cause_stays_a_cause():
-    found = roles(f"{traceback('KeyError: 1')}\n{DIRECT}\n\n{traceback(ODD_ERROR)}")
-    assert found == {"KeyError: 1": Role.ROOT, ODD_ERROR: Role.ROOT}
-
-
-def test_an_exception_of_another_rank_replaces_nothing():
-    other = f"[rank3]: {ODD_ERROR}\n"
-    text = f"{traceback('KeyError: 1')}\n{HANDLING}\n\nTraceback (most recent call last):\n{other}"
-    assert roles(text)["KeyError: 1"] is Role.ROOT
+@pytest.mark.parametrize(
+    ("between", "last", "role"),
+    [
+        (HANDLING, traceback(ODD_ERROR), Role.CASCADE),
+        (DIRECT, traceback(ODD_ERROR), Role.ROOT),
+        (HANDLING, f"Traceback (most recent call last):\n[rank3]: {ODD_ERROR}\n", Role.ROOT),
+    ],
+    ids=["raised while another was handled", "of a direct cause", "of another rank"],
+)
+def test_an_exception_is_replaced_by_one_that_its_own_rank_raised_in_handling_it(
+    between, last, role
+):
+    found = roles(f"{traceback('KeyError: 1')}\n{between}\n\n{last}")
+    assert found.pop("KeyError: 1") is role
+    assert list(found.values()) == [Role.ROOT]
 
 
 def test_steps_are_counted_before_and_after_each_finding():

@@ -234,38 +234,35 @@ def test_py_spy_shows_where_the_main_thread_is_outside_the_standard_library():
     assert PY_SPY[found.offset :].startswith(found.line)
 
 
-def test_faulthandler_shows_where_the_current_thread_is():
-    expected = 'File "/lib/torch/distributed/distributed_c10d.py", line 2810 in all_reduce'
-    assert frame(FAULTHANDLER) == expected
+NATIVE = (
+    'Thread 4711 (idle): "MainThread"\n'
+    "    pthread_cond_timedwait@@GLIBC_2.3.2 (libpthread-2.27.so)\n"
+    "    synchronize (torch/npu/streams.py:12)\n"
+    "        Arguments:\n            self: <Stream at 0x7f>\n"
+    "    train (train.py:306)\n"
+    'Thread 4800 (idle): "other"\n    emit (logger.py:12)\n'
+)
+LIBRARY = 'Thread 1 (idle): "MainThread"\n    wait (threading.py:320)\n    get (queue.py:171)\n'
+NO_MAIN = "Thread 0x7F (active+gil)\n    f (a.py:1)\nThread 0x8F (idle)\n    g (b.py:2)\n"
+MODULE = 'Current thread 0x00007f (most recent call first):\n  File "/w/a.py", line 3 in <module>\n'
 
 
-def test_native_frames_and_variables_are_passed_over():
-    text = (
-        'Thread 4711 (idle): "MainThread"\n'
-        "    pthread_cond_timedwait@@GLIBC_2.3.2 (libpthread-2.27.so)\n"
-        "    synchronize (torch/npu/streams.py:12)\n"
-        "        Arguments:\n            self: <Stream at 0x7f>\n"
-        "    train (train.py:306)\n"
-        'Thread 4800 (idle): "other"\n    emit (logger.py:12)\n'
-    )
-    assert frame(text) == "synchronize (torch/npu/streams.py:12)"
-
-
-def test_a_stack_within_the_standard_library_shows_its_innermost_frame():
-    text = 'Thread 1 (idle): "MainThread"\n    wait (threading.py:320)\n    get (queue.py:171)\n'
-    assert frame(text) == "wait (threading.py:320)"
-
-
-def test_without_a_main_thread_the_first_one_is_taken():
-    text = "Thread 0x7F (active+gil)\n    f (a.py:1)\nThread 0x8F (idle)\n    g (b.py:2)\n"
-    assert frame(text) == "f (a.py:1)"
-
-
-def test_a_stack_of_the_module_alone_is_a_stack():
-    text = (
-        'Current thread 0x00007f (most recent call first):\n  File "/w/a.py", line 3 in <module>\n'
-    )
-    assert frame(text) == 'File "/w/a.py", line 3 in <module>'
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (FAULTHANDLER,
+         'File "/lib/torch/distributed/distributed_c10d.py", line 2810 in all_reduce'),
+        (NATIVE, "synchronize (torch/npu/streams.py:12)"),
+        (LIBRARY, "wait (threading.py:320)"),
+        (NO_MAIN, "f (a.py:1)"),
+        (MODULE, 'File "/w/a.py", line 3 in <module>'),
+    ],
+    ids=["faulthandler: the current thread", "native frames and variables are passed over",
+         "the innermost frame within the standard library", "the first of no main thread",
+         "the module alone"],
+)  # fmt: skip
+def test_a_dump_shows_where_its_main_thread_is(text, line):
+    assert frame(text) == line
 
 
 @pytest.mark.parametrize(

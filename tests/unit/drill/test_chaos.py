@@ -7,20 +7,15 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.journal.histories import placed, started
 from training.drill.campaign import Campaign
 from training.drill.chaos import _result, shrink
 from training.drill.driver import RunOutcome
 from training.injection.outside import Kill, KillInjector, LocalRun, Victim
 from training.journal.history import replay
-from training.journal.records import AttemptStarted, Placed
 from training.specs.drill import DrillFault, DrillKind, DrillPoint
 
-QUIET = replay(
-    [
-        Placed(at_s=1.0, placement=1, members=(), avoid=(), epoch=1),
-        AttemptStarted(at_s=2.0, placement=1, attempt=1, epoch=1, from_step=0),
-    ]
-)
+QUIET = replay([placed(num_nodes=0), started(1, 0)])
 
 
 def test_a_fault_that_did_not_fire_is_a_problem_and_one_that_could_not_is_excused(tmp_path):

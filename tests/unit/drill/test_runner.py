@@ -46,14 +46,6 @@ def test_a_drill_breaks_something_within_the_run(drill):
     assert all(fault.rank < NUM_RANKS for fault in drill.faults)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("drill", DRILLS, ids=lambda drill: drill.name)
-def test_a_drill_is_a_job_with_each_kind_of_parallelism(tmp_path, drill, kind):
-    job = DrillRunner(tmp_path, kind).job(drill)
-    assert job.run_id == f"{drill.name}-{kind}"
-    assert job.parallelism.kind is kind
-
-
 def test_the_drill_of_a_state_that_is_lost_hits_every_rank_that_holds_it(tmp_path):
     (drill,) = chosen("replica-holder-dies")
     hit = {
@@ -94,6 +86,16 @@ def runner(tmp_path, job: Job, kind: ParallelKind = ParallelKind.DDP) -> DrillRu
     return DrillRunner(tmp_path, kind, target_sections(job, FOLDER, kind))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("drill", DRILLS, ids=lambda drill: drill.name)
+def test_a_drill_is_a_job_with_each_kind_of_parallelism_and_on_more_nodes(tmp_path, drill, kind):
+    job = DrillRunner(tmp_path, kind).job(drill)
+    assert job.run_id == f"{drill.name}-{kind}"
+    assert job.parallelism.kind is kind
+    wide = runner(tmp_path, job_of(tmp_path), kind).job(drill)
+    assert (wide.world_size, wide.batch.global_batch_size) == (16, 32)
+
+
 def test_a_drill_has_the_engine_and_the_environment_of_the_job_and_a_folder_in_its_store(tmp_path):
     job = job_of(
         tmp_path,
@@ -128,13 +130,6 @@ def test_what_is_expected_of_a_drill_does_not_depend_on_the_policies_of_the_job(
     assert not there.comm.link_retry
     (retry,) = chosen("operator-retry")
     assert runner(tmp_path, job).job(retry).comm.link_retry
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("drill", DRILLS, ids=lambda drill: drill.name)
-def test_every_drill_is_a_job_on_more_nodes(tmp_path, drill, kind):
-    job = runner(tmp_path, job_of(tmp_path), kind).job(drill)
-    assert (job.world_size, job.batch.global_batch_size) == (16, 32)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,13 @@ HCCN = f"""case "$*" in
 esac"""
 
 
+@pytest.fixture
+def npu(tools):
+    """npu-smi with two devices."""
+    install(tools, "npu-smi", npu_smi())
+    return tools
+
+
 def test_a_node_without_any_tool_has_gaps_and_a_host(tools, tmp_path, monkeypatch):
     def missing():
         raise NoNvml("nvidia-ml-py is not installed")
@@ -44,9 +51,8 @@ def test_a_node_without_any_tool_has_gaps_and_a_host(tools, tmp_path, monkeypatc
     assert (seen.host.disk_free_bytes or 0) > 0
 
 
-def test_devices_come_from_the_tools_of_the_driver(tools, tmp_path):
-    install(tools, "npu-smi", npu_smi())
-    install(tools, "hccn_tool", HCCN)
+def test_devices_come_from_the_tools_of_the_driver(npu, tmp_path):
+    install(npu, "hccn_tool", HCCN)
     seen = Sampler(tmp_path, 8).look()
     assert [(d.index, d.health, d.link_is_up, d.net_health) for d in seen.devices] == [
         (0, "OK", True, "Init"),
@@ -55,8 +61,7 @@ def test_devices_come_from_the_tools_of_the_driver(tools, tmp_path):
     assert seen.gaps == ()
 
 
-def test_only_the_devices_that_are_used_are_looked_at(tools, tmp_path):
-    install(tools, "npu-smi", npu_smi())
+def test_only_the_devices_that_are_used_are_looked_at(npu, tmp_path):
     assert [d.index for d in Sampler(tmp_path, 1).look().devices] == [0]
 
 
@@ -69,9 +74,7 @@ def test_an_alarm_comes_with_its_codes(tools, tmp_path):
     assert seen.gaps == ("hccn_tool: not installed",)
 
 
-def test_a_tool_that_gives_no_answer_is_a_gap_and_the_rest_stays(tools, tmp_path):
-    install(tools, "npu-smi", npu_smi())
-
+def test_a_tool_that_gives_no_answer_is_a_gap_and_the_rest_stays(npu, tmp_path):
     def impatient(command):
         if "health" in command:
             raise NoAnswer("timed out")
@@ -82,8 +85,7 @@ def test_a_tool_that_gives_no_answer_is_a_gap_and_the_rest_stays(tools, tmp_path
     assert seen.gaps[-1] == "no answer: timed out"
 
 
-def test_tools_that_are_slow_are_not_asked_about_every_device(tools, tmp_path):
-    install(tools, "npu-smi", npu_smi())
+def test_tools_that_are_slow_are_not_asked_about_every_device(npu, tmp_path):
     times = iter([0.0, 1.0, sampling.LOOK_LIMIT_S + 1])
     seen = Sampler(tmp_path, 2, clock=lambda: next(times)).look()
     assert len(seen.devices) == 2

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from tests.unit.health.driver_tools import SAMPLES
 from training.health.sources.vendor_tools import assignments
 from training.health.versions import (
@@ -37,21 +39,22 @@ def test_this_machine_reports_its_torch():
     assert installed().torch.startswith("2.")
 
 
-def test_a_pair_of_the_table_passes():
-    assert check_versions(NPU)[1].outcome is CheckOutcome.OK
-
-
-def test_another_torch_fails():
-    fit = check_versions(replace(NPU, torch="2.11.0"))[1]
-    assert fit.outcome is CheckOutcome.FAILED
-    assert "torch_npu 2.12.0 needs torch 2.12.0, not 2.11.0" in fit.seen
-
-
-def test_another_cann_is_a_warning_and_so_is_an_unknown_pair():
-    fit = check_versions(replace(NPU, toolkit={**NPU.toolkit, "version": "8.5.0"}))[1]
-    assert (fit.outcome, "goes with CANN 9.1.0" in fit.seen) == (CheckOutcome.WARNING, True)
-    fit = check_versions(replace(NPU, torch="2.13.0", torch_npu="2.13.0"))[1]
-    assert (fit.outcome, "not in the table" in fit.seen) == (CheckOutcome.WARNING, True)
+@pytest.mark.parametrize(
+    ("changes", "outcome", "words"),
+    [
+        ({}, CheckOutcome.OK, ""),
+        ({"torch": "2.11.0"}, CheckOutcome.FAILED,
+         "torch_npu 2.12.0 needs torch 2.12.0, not 2.11.0"),
+        ({"toolkit": {**NPU.toolkit, "version": "8.5.0"}}, CheckOutcome.WARNING,
+         "goes with CANN 9.1.0"),
+        ({"torch": "2.13.0", "torch_npu": "2.13.0"}, CheckOutcome.WARNING, "not in the table"),
+    ],
+    ids=["a pair of the table", "another torch", "another CANN", "an unknown pair"],
+)  # fmt: skip
+def test_versions_that_do_not_fit_fail_and_unknown_ones_are_a_warning(changes, outcome, words):
+    fit = check_versions(replace(NPU, **changes))[1]
+    assert fit.outcome is outcome
+    assert words in fit.seen
 
 
 def test_driver_and_toolkit_name_each_other():

@@ -30,6 +30,14 @@ class Clock:
         return self.now_s
 
 
+@pytest.fixture
+def clock(store):
+    """The time, at which a supervisor elsewhere has taken the run."""
+    clock = Clock()
+    Ledger(store, "run", clock=clock).take(ELSEWHERE)
+    return clock
+
+
 def test_what_one_supervisor_appends_the_next_one_reads(store):
     first = Ledger(store, "run")
     first.take(Identity.of_this_process())
@@ -40,17 +48,13 @@ def test_what_one_supervisor_appends_the_next_one_reads(store):
     assert history.epoch == 2
 
 
-def test_a_second_supervisor_is_refused_while_the_first_lives_on_another_host(store):
-    clock = Clock()
-    Ledger(store, "run", clock=clock).take(ELSEWHERE)
+def test_a_second_supervisor_is_refused_while_the_first_lives_on_another_host(store, clock):
     clock.now_s += LEASE_S / 2
     with pytest.raises(RunConflict, match="another-host"):
         Ledger(store, "run", clock=clock).take(Identity.of_this_process())
 
 
-def test_a_supervisor_whose_lease_ran_out_is_succeeded(store):
-    clock = Clock()
-    Ledger(store, "run", clock=clock).take(ELSEWHERE)
+def test_a_supervisor_whose_lease_ran_out_is_succeeded(store, clock):
     clock.now_s += LEASE_S + 1
     assert Ledger(store, "run", clock=clock).take(Identity.of_this_process()).epoch == 2
 
@@ -73,9 +77,7 @@ def test_a_superseded_supervisor_cannot_append_and_learns_by_whom(store):
         old.renew()
 
 
-def test_a_run_taken_a_moment_ago_is_not_taken_again_before_its_lease_is_there(store):
-    clock = Clock()
-    Ledger(store, "run", clock=clock).take(ELSEWHERE)
+def test_a_run_taken_a_moment_ago_is_not_taken_again_before_its_lease_is_there(store, clock):
     store.delete("runs/run/supervisor.json")
     with pytest.raises(RunConflict, match="a moment ago"):
         Ledger(store, "run", clock=clock).take(Identity.of_this_process())
@@ -96,9 +98,7 @@ class LeaseBetween(LocalStore):
         return super().get(key, start=start, length=length)
 
 
-def test_a_lease_that_comes_between_two_looks_is_not_overlooked(tmp_path):
-    clock = Clock()
-    Ledger(LocalStore(tmp_path), "run", clock=clock).take(ELSEWHERE)
+def test_a_lease_that_comes_between_two_looks_is_not_overlooked(tmp_path, clock):
     with pytest.raises(RunConflict):
         Ledger(LeaseBetween(tmp_path), "run", clock=clock).take(Identity.of_this_process())
 

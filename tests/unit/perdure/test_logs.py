@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 from perdure.cli import app
 from storage.address import open_store
 from tests.jobs import small_job
-from tests.unit.perdure.commands import error_line, perdure
+from tests.unit.journal.histories import BEGINNING, over, started
+from tests.unit.perdure.commands import append, error_line, perdure
 from training.agent.log_collection import COLLECTED_FILE, logs_prefix
-from training.journal.ledger import Identity, Ledger
-from training.journal.records import AttemptEnded, AttemptStarted, Member, Placed, RunCreated
 from training.supervisor.job_registry import remember_job
+from training.supervisor.run import Run
 from training.wire.agent import Collected, CollectedFile
 
 GONE = "checkpoint-server.log: gone"
@@ -29,19 +29,11 @@ def job(tmp_path, perdure_home):
 
 
 @pytest.fixture
-def logs(job):
+def logs(job, perdure_home):
     """Two attempts on two nodes; of the second, node-1 was lost."""
     store = open_store(job.storage)
-    ledger = Ledger(store, "small")
-    ledger.take(Identity.of_this_process())
-    ledger.append(RunCreated, job=job.model_dump(mode="json"), cwd="/")
-    members = (Member(index=0, node="node-0", schedule_cnt=1),
-               Member(index=1, node="node-1", schedule_cnt=1))  # fmt: skip
-    ledger.append(Placed, placement=1, members=members, avoid=())
+    append(Run(job, home=perdure_home), *BEGINNING, over(1), started(2), over(2))
     for attempt in (1, 2):
-        ledger.append(AttemptStarted, placement=1, attempt=attempt, from_step=0)
-        ledger.append(AttemptEnded, placement=1, attempt=attempt, outcome="failed", to_step=3,
-                      proc_start_cnt={}, duration_s=1.0)  # fmt: skip
         for rank in (0, 1) if attempt == 1 else (0,):
             prefix = f"{logs_prefix('small', 1, attempt)}node-{rank}/"
             key = f"{prefix}rank-{rank:05d}.stderr.log.gz"

@@ -22,7 +22,7 @@ from tests.unit.journal.histories import (
     NOW,
     seen,
 )
-from tests.unit.perdure.commands import append, error_line, shown
+from tests.unit.perdure.commands import append, error_line, perdure, shown
 from training.engines.base import Snapshot
 from training.job import parse_job
 from training.journal.events import StepRecord
@@ -124,20 +124,17 @@ def test_status_of_a_job_file_needs_no_run_on_this_machine(run, document, tmp_pa
     append(run, *BEGINNING, *END, RunEnded(**NOW, outcome="failed", message="over"))
     path = tmp_path / "job.yaml"
     path.write_text(yaml.safe_dump(document))
-    result = CliRunner().invoke(app, ["status", str(path)])
-    assert result.exit_code == 0, result.output
-    assert "state: failed" in result.output
-    assert "native_crash on rank 1 on node-0" in result.output
-    assert "newest fault:\n    fault_class: native_crash\n" in result.output
-    assert "evidence: SIGKILL" in result.output
+    text = perdure("status", path)
+    assert "state: failed" in text
+    assert "native_crash on rank 1 on node-0" in text
+    assert "newest fault:\n    fault_class: native_crash\n" in text
+    assert "evidence: SIGKILL" in text
 
 
 def test_status_is_printed_once_when_piped_and_as_one_object_for_scripts(run, perdure_home):
     remember_job(perdure_home, run.job)
-    result = CliRunner().invoke(app, ["status", "small", "--json"])
-    assert json.loads(result.output)["state"] == "not started"
-    plain = CliRunner().invoke(app, ["status", "small"])
-    assert "state: not started" in plain.output
+    assert json.loads(perdure("status", "small", "--json"))["state"] == "not started"
+    assert "state: not started" in perdure("status", "small")
 
 
 def test_a_run_that_is_not_known_is_wrong_input():

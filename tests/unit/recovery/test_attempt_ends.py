@@ -71,17 +71,15 @@ def test_nothing_is_recovered_once_a_rank_came_to_its_end(harness):
 
 
 @pytest.mark.parametrize("kind", [WorkerFaultKind.CONNECTION, WorkerFaultKind.COLLECTIVE])
-def test_a_rank_with_a_fault_is_not_left_waiting_when_others_came_to_their_end(harness, kind):
-    harness.attempt.ending(0, now_s=harness.now_s)
-    harness.worker_fault(2, kind)
-    assert isinstance(harness.sent_to(2)[-1], GiveUp)
-
-
-def test_a_connection_that_broke_just_before_a_rank_came_to_its_end_is_not_recovered_either(
-    harness,
+@pytest.mark.parametrize("is_fault_first", [True, False])
+def test_a_rank_with_a_fault_is_not_left_waiting_when_others_came_to_their_end(
+    harness, kind, is_fault_first
 ):
-    harness.worker_fault(2, WorkerFaultKind.CONNECTION)
+    if is_fault_first:
+        harness.worker_fault(2, kind)
     harness.attempt.ending(0, now_s=harness.now_s)
+    if not is_fault_first:
+        harness.worker_fault(2, kind)
     harness.collect()
     assert isinstance(harness.sent_to(2)[-1], GiveUp)
     assert harness.advance(CONNECTION_SETTLE_S * 2) == []

@@ -219,6 +219,14 @@ def abnormal(harness: AttemptHarness, **changes: Any) -> None:
         )
 
 
+@pytest.fixture
+def rolling_back() -> AttemptHarness:
+    """All ranks have found a step abnormal."""
+    harness = AttemptHarness.of(policy=TRE)
+    abnormal(harness)
+    return harness
+
+
 def test_an_abnormal_step_is_done_again_then_accepted_and_recorded_and_never_retried_a_third_time():
     harness = AttemptHarness.of(policy=TRE)
     abnormal(harness, grad_norm=900.0)
@@ -329,55 +337,51 @@ CUTS = pytest.mark.parametrize(
 
 @CUTS
 def test_a_roll_back_that_another_fault_cuts_short_is_carried_out_by_all_ranks_and_counts_once(
-    stage, fault
+    rolling_back, stage, fault
 ):
-    harness = AttemptHarness.of(policy=TRE)
-    abnormal(harness)
-    cut_short(harness, stage, fault)
-    assert (harness.plan().mode, harness.plan().step) == (RepairMode.ROLL_BACK, STEP - 2)
+    cut_short(rolling_back, stage, fault)
+    assert (rolling_back.plan().mode, rolling_back.plan().step) == (RepairMode.ROLL_BACK, STEP - 2)
     moves = (Move(source=0, target=2),) if fault is rank_ends else ()
-    assert (harness.plan().rolls_back, harness.plan().moves) == (True, moves)
-    assert harness.stage() is Stage.TRAINING
-    assert [(event.succeeded, event.cut_short) for event in harness.ended()] == [(True, False)] * 2
+    assert (rolling_back.plan().rolls_back, rolling_back.plan().moves) == (True, moves)
+    assert rolling_back.stage() is Stage.TRAINING
+    assert [(event.succeeded, event.cut_short) for event in rolling_back.ended()] == [
+        (True, False)
+    ] * 2
 
 
 @CUTS
-def test_an_acceptance_that_another_fault_cuts_short_is_carried_out_by_all_ranks(stage, fault):
-    harness = AttemptHarness.of(policy=TRE)
-    abnormal(harness)
-    harness.answer()
-    harness.progress_to(STEP, StepPhase.PREPARED)
-    abnormal(harness)
-    cut_short(harness, stage, fault)
-    assert (harness.plan().mode, harness.plan().step) == (RepairMode.ACCEPT, STEP + 1)
-    assert harness.stage() is Stage.TRAINING
-    assert [rank.report.step for rank in harness.ranks.values()] == [STEP + 1] * 4
+def test_an_acceptance_that_another_fault_cuts_short_is_carried_out_by_all_ranks(
+    rolling_back, stage, fault
+):
+    rolling_back.answer()
+    rolling_back.progress_to(STEP, StepPhase.PREPARED)
+    abnormal(rolling_back)
+    cut_short(rolling_back, stage, fault)
+    assert (rolling_back.plan().mode, rolling_back.plan().step) == (RepairMode.ACCEPT, STEP + 1)
+    assert rolling_back.stage() is Stage.TRAINING
+    assert [rank.report.step for rank in rolling_back.ranks.values()] == [STEP + 1] * 4
 
 
 @CUTS
-def test_what_comes_after_a_roll_back_is_recovered_where_it_is(stage, fault):
-    harness = AttemptHarness.of(policy=TRE)
-    abnormal(harness)
-    cut_short(harness, stage, fault)
-    harness.progress_to(STEP + 1, StepPhase.RUN)
-    harness.attempt.stepped(STEP + 1)
-    harness.kill(3)
-    harness.answer()
-    assert (harness.plan().mode, harness.plan().step) == (RepairMode.TRAIN, STEP + 1)
+def test_what_comes_after_a_roll_back_is_recovered_where_it_is(rolling_back, stage, fault):
+    cut_short(rolling_back, stage, fault)
+    rolling_back.progress_to(STEP + 1, StepPhase.RUN)
+    rolling_back.attempt.stepped(STEP + 1)
+    rolling_back.kill(3)
+    rolling_back.answer()
+    assert (rolling_back.plan().mode, rolling_back.plan().step) == (RepairMode.TRAIN, STEP + 1)
 
 
-def test_a_step_that_comes_out_abnormal_proves_that_all_ranks_train():
-    harness = AttemptHarness.of(policy=TRE)
-    abnormal(harness)
-    harness.answer(until=is_plan)
+def test_a_step_that_comes_out_abnormal_proves_that_all_ranks_train(rolling_back):
+    rolling_back.answer(until=is_plan)
     for rank in range(3):  # the word of the last one takes longer
-        harness.trains(rank, step=STEP - 2)
-    harness.progress_to(STEP, StepPhase.PREPARED)
-    harness.skip_unanswered()
-    abnormal(harness)
-    harness.answer()
-    assert (harness.plan().mode, harness.plan().step) == (RepairMode.ACCEPT, STEP + 1)
-    assert harness.stage() is Stage.TRAINING
+        rolling_back.trains(rank, step=STEP - 2)
+    rolling_back.progress_to(STEP, StepPhase.PREPARED)
+    rolling_back.skip_unanswered()
+    abnormal(rolling_back)
+    rolling_back.answer()
+    assert (rolling_back.plan().mode, rolling_back.plan().step) == (RepairMode.ACCEPT, STEP + 1)
+    assert rolling_back.stage() is Stage.TRAINING
 
 
 def test_a_roll_back_that_comes_to_nothing_leaves_nothing_to_save_and_was_not_tried():

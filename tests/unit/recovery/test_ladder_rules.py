@@ -52,6 +52,11 @@ def failing(given_fault: Fault, rung: Rung) -> Recovery:
     return Recovery(given_fault, rung, progressed=False, failed=True)
 
 
+def retried(met: Fault, *history: Recovery, **policy: Any) -> Decision:
+    """The decision about a living process where abnormal steps are executed again."""
+    return choose(met, *history, survivors=True, numeric_retry=True, **policy)
+
+
 CRASH = fault(FaultClass.NATIVE_CRASH, node="node-1", rank=3, device=1, code="SIGKILL", step=40)
 NODE = fault(FaultClass.NODE_LOST, node="node-1", code="NODE_LOST")
 HANG = fault(FaultClass.HANG, node="node-0", rank=0)
@@ -273,7 +278,7 @@ def test_survivors_save_before_processes_are_lost():
 
 
 def test_an_abnormal_step_is_executed_again_from_the_last_good_snapshot():
-    decision = choose(ABNORMAL, survivors=True, numeric_retry=True)
+    decision = retried(ABNORMAL)
     assert (decision.rung, decision.accept_abnormal) == (Rung.STEP_RETRY, False)
     off = choose(ABNORMAL, survivors=True)
     assert off.rung is Rung.IN_PLACE_RESTART
@@ -281,53 +286,43 @@ def test_an_abnormal_step_is_executed_again_from_the_last_good_snapshot():
 
 
 def test_the_same_step_abnormal_again_is_accepted_and_never_retried_a_third_time():
-    def asked(*history):
-        return choose(
-            replace(ABNORMAL, node="node-9"), *history, survivors=True, numeric_retry=True
-        )
-
+    moved = replace(ABNORMAL, node="node-9")
     once = after(ABNORMAL, Rung.STEP_RETRY)
-    assert asked(*once) == Decision(
+    assert retried(moved, *once) == Decision(
         Rung.STEP_RETRY,
         None,
         "numeric_anomaly: step 40 is abnormal again, accepted and recorded",
         accept_abnormal=True,
     )
-    third = asked(*once, *once)
+    third = retried(moved, *once, *once)
     assert third.rung is Rung.PROCESS_REPLACE
     assert "step_retry: step 40 was accepted already" in third.skipped
     elsewhere = after(replace(ABNORMAL, step=39), Rung.STEP_RETRY)
-    assert not asked(*elsewhere).accept_abnormal
-    assert asked(failing(ABNORMAL, Rung.STEP_RETRY)).rung is Rung.PROCESS_REPLACE
+    assert not retried(moved, *elsewhere).accept_abnormal
+    assert retried(moved, failing(ABNORMAL, Rung.STEP_RETRY)).rung is Rung.PROCESS_REPLACE
     assert choose(ABNORMAL, *once, survivors=True).rung is Rung.IN_PLACE_RESTART, "switched off"
 
 
 def test_an_abnormal_step_that_cannot_be_accepted_costs_the_process_that_made_it():
-    def asked(met, *history, **policy):
-        return choose(met, *history, survivors=True, numeric_retry=True, **policy)
-
     no_number = (*after(ABNORMAL, Rung.STEP_RETRY), failing(ABNORMAL, Rung.STEP_RETRY))
     for history in (no_number, after(ABNORMAL, *[Rung.STEP_RETRY] * 2)):
-        assert asked(ABNORMAL, *history).rung is Rung.PROCESS_REPLACE
-        nobody = asked(replace(ABNORMAL, rank=None, node=None), *history)
-        assert nobody.rung is Rung.IN_PLACE_RESTART
-        assert "process_replace: no rank is to blame" in nobody.skipped
-        assert asked(ABNORMAL, *history, process_replace=False).rung is Rung.IN_PLACE_RESTART
+        assert retried(ABNORMAL, *history).rung is Rung.PROCESS_REPLACE
+        unknown = retried(replace(ABNORMAL, rank=None, node=None), *history)
+        assert unknown.rung is Rung.IN_PLACE_RESTART
+        assert "process_replace: no rank is to blame" in unknown.skipped
+        assert retried(ABNORMAL, *history, process_replace=False).rung is Rung.IN_PLACE_RESTART
         replaced = (*history, *after(ABNORMAL, Rung.PROCESS_REPLACE))
-        last = asked(ABNORMAL, *replaced)
+        last = retried(ABNORMAL, *replaced)
         assert (last.rung, last.end_of_life_checkpoint) == (Rung.IN_PLACE_RESTART, False)
         assert "process_replace: it did not help at step 40" in last.skipped
 
 
 def test_a_retry_that_another_fault_cut_short_was_not_made():
-    def asked(*history):
-        return choose(ABNORMAL, *history, survivors=True, numeric_retry=True)
-
     cut = replace(failing(ABNORMAL, Rung.STEP_RETRY), cut_short=True)
-    assert asked(cut) == asked()
+    assert retried(ABNORMAL, cut) == retried(ABNORMAL)
     once = after(ABNORMAL, Rung.STEP_RETRY)
-    assert asked(*once, cut) == asked(*once)
-    assert asked(*once, cut).accept_abnormal
+    assert retried(ABNORMAL, *once, cut) == retried(ABNORMAL, *once)
+    assert retried(ABNORMAL, *once, cut).accept_abnormal
 
 
 def test_re_execution_of_abnormal_steps_and_data_skipping_exclude_each_other():
@@ -400,10 +395,8 @@ def test_an_unsupported_rung_is_skipped_and_the_decision_names_it():
     assert "in_place_restart: unsupported" in decision.skipped
     assert "in_place_restart: unsupported" in decision.reason
     once = after(ABNORMAL, Rung.STEP_RETRY)
-    outside = choose(
-        ABNORMAL, *once, supported=ALL - IN_PROCESS, survivors=True, numeric_retry=True
-    )
-    assert outside.rung is Rung.IN_PLACE_RESTART, "nobody there could accept the step either"
+    outside = retried(ABNORMAL, *once, supported=ALL - IN_PROCESS)
+    assert outside.rung is Rung.IN_PLACE_RESTART, "no process there could accept the step either"
 
 
 def test_rungs_inside_the_processes_that_are_not_there_stay_out_of_the_reason():

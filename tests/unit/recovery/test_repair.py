@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -41,56 +42,100 @@ def fresh(rank: int) -> RankReport:
 
 # Examples.
 
+PAIR = ((0, 1),)
+TRAIN, ACCEPT = RepairMode.TRAIN, RepairMode.ACCEPT
+ROLL_BACK, LAST_SAVE = RepairMode.ROLL_BACK, RepairMode.LAST_SAVE
+VOTED_11: dict[str, Any] = {"phase": VOTED, "votes": (vote_of(11),)}
+EXAMPLES: dict[str, tuple[list[RankReport], Sequence[Sequence[int]], RepairPlan]] = {
+    "ranks that are all at one step do nothing": (
+        [at(rank) for rank in range(4)], DDP, RepairPlan(mode=TRAIN, step=10),
+    ),
+    "a step in flight without a vote is done again": (
+        [at(0, phase=PREPARED), at(1), at(2, phase=PREPARED), at(3)], DDP,
+        RepairPlan(mode=TRAIN, step=10),
+    ),
+    "a gradient that one rank knew all to hold is applied by those who have not": (
+        [
+            at(0, phase=VOTED, votes=(vote_of(10), vote_of(11))),
+            at(1, phase=PREPARED, votes=(vote_of(10),)),
+            at(2, 11, votes=(vote_of(11),)),
+            at(3, phase=PREPARED),
+        ],
+        DDP, RepairPlan(mode=TRAIN, step=11, applies=(0, 1, 3), vote=vote_of(11)),
+    ),
+    "a new process gets the state of a replica in its group": (
+        [at(0), fresh(1), at(2), at(3)], HSDP,
+        RepairPlan(mode=TRAIN, step=10, moves=(Move(source=3, target=1),)),
+    ),
+    "a new process gets the state after the step that its replica applies": (
+        [at(0, 11), at(1, **VOTED_11), at(2, 11), fresh(3)], HSDP,
+        RepairPlan(mode=TRAIN, step=11, applies=(1,), moves=(Move(source=1, target=3),),
+                   vote=vote_of(11)),
+    ),
+    "a rank in the middle of its optimizer is repaired however far it was": (
+        [at(0, phase=APPLYING, is_dirty=True), at(1, 11), at(2, 11), at(3, 11)], DDP,
+        RepairPlan(mode=TRAIN, step=11, moves=(Move(source=1, target=0),)),
+    ),
+    "a damaged rank that was ahead is brought back to the others": (
+        [at(0, 11, is_dirty=True), at(1), at(2, phase=PREPARED), at(3)], DDP,
+        RepairPlan(mode=TRAIN, step=10, moves=(Move(source=1, target=0),)),
+    ),
+    "the work of giving states is spread over the replicas": (
+        [fresh(0), at(1), fresh(2), at(3)], DDP,
+        RepairPlan(mode=TRAIN, step=10,
+                   moves=(Move(source=1, target=0), Move(source=3, target=2))),
+    ),
+    "what some rank had still to do at this step is done by all once": (
+        [
+            at(0, pending=("save", "pause")), at(1, pending=("pause",)), at(2),
+            at(3, 9, phase=VOTED, pending=("prepare",)),
+        ],
+        DDP, RepairPlan(mode=TRAIN, step=10, applies=(3,), pending=("save", "pause")),
+    ),
+    "a step that some ranks have accepted already is accepted by the others": (
+        [at(0, 11, votes=(vote_of(11),)), at(1, phase=PREPARED), at(2, 11), fresh(3)], HSDP,
+        RepairPlan(mode=ACCEPT, step=11, applies=(1,), moves=(Move(source=1, target=3),),
+                   vote=vote_of(11)),
+    ),
+    "a step that was voted after the accepted one is not lost": (
+        [at(0, 11, phase=VOTED), at(1, 11, phase=PREPARED)], PAIR,
+        RepairPlan(mode=ACCEPT, step=12, applies=(0, 1)),
+    ),
+    "all ranks roll back to the snapshot that they have in common": (
+        [at(rank, snapshot_step=8, phase=PREPARED) for rank in range(4)], DDP,
+        RepairPlan(mode=ROLL_BACK, step=8, rolls_back=True),
+    ),
+    "a snapshot from before the first step counts": (
+        [at(rank, 3, snapshot_step=0) for rank in range(2)], PAIR,
+        RepairPlan(mode=ROLL_BACK, step=0, rolls_back=True),
+    ),
+    "all go back to the newest snapshot that every group has": (
+        [at(rank, snapshot_step=9 if rank == 2 else 8) for rank in range(4)], HSDP,
+        RepairPlan(mode=ROLL_BACK, step=8, rolls_back=True, moves=(Move(source=0, target=2),)),
+    ),
+    "ranks that went back already go back with those who have not": (
+        [at(0, 8, snapshot_step=8), at(1, snapshot_step=8, phase=PREPARED), fresh(2)],
+        ((0, 1, 2),),
+        RepairPlan(mode=ROLL_BACK, step=8, rolls_back=True, moves=(Move(source=0, target=2),)),
+    ),
+    "one rank of each group that lives saves at the end": (
+        [at(rank) for rank in range(8) if rank != 1], EIGHT,
+        RepairPlan(mode=LAST_SAVE, step=10, savers=(0, 5, 2, 3)),
+    ),
+    "a rank that is damaged or behind saves nothing": (
+        [at(0, is_dirty=True), at(1, 9), at(2), at(3)], HSDP,
+        RepairPlan(mode=LAST_SAVE, step=10, savers=(2, 3)),
+    ),
+    "survivors apply what was voted before they save": (
+        [at(0, **VOTED_11), at(1, phase=PREPARED)], HSDP,
+        RepairPlan(mode=LAST_SAVE, step=11, applies=(0, 1), savers=(0, 1), vote=vote_of(11)),
+    ),
+}  # fmt: skip
 
-def test_ranks_that_are_all_at_one_step_do_nothing():
-    plan = plan_repair([at(rank) for rank in range(4)], DDP)
-    assert plan == RepairPlan(mode=RepairMode.TRAIN, step=10)
 
-
-def test_a_step_in_flight_without_a_vote_is_done_again():
-    reports = [at(0, phase=PREPARED), at(1), at(2, phase=PREPARED), at(3)]
-    plan = plan_repair(reports, DDP)
-    assert (plan.step, plan.applies, plan.moves) == (10, (), ())
-
-
-def test_a_gradient_that_one_rank_knew_all_to_hold_is_applied_by_those_who_have_not():
-    reports = [
-        at(0, phase=VOTED, votes=(vote_of(10), vote_of(11))),
-        at(1, phase=PREPARED, votes=(vote_of(10),)),
-        at(2, 11, votes=(vote_of(11),)),
-        at(3, phase=PREPARED),
-    ]
-    plan = plan_repair(reports, DDP)
-    assert (plan.step, plan.applies, plan.moves) == (11, (0, 1, 3), ())
-    assert plan.vote == vote_of(11)
-
-
-def test_a_new_process_gets_the_state_of_a_replica_in_its_group():
-    plan = plan_repair([at(0), fresh(1), at(2), at(3)], HSDP)
-    assert plan.moves == (Move(source=3, target=1),)
-
-
-def test_a_new_process_gets_the_state_after_the_step_that_its_replica_applies():
-    reports = [at(0, 11), at(1, phase=VOTED, votes=(vote_of(11),)), at(2, 11), fresh(3)]
-    plan = plan_repair(reports, HSDP)
-    assert (plan.step, plan.applies, plan.moves) == (11, (1,), (Move(source=1, target=3),))
-
-
-def test_a_rank_in_the_middle_of_its_optimizer_is_repaired_however_far_it_was():
-    reports = [at(0, phase=APPLYING, is_dirty=True), at(1, 11), at(2, 11), at(3, 11)]
-    plan = plan_repair(reports, DDP)
-    assert (plan.step, plan.moves) == (11, (Move(source=1, target=0),))
-
-
-def test_a_damaged_rank_that_was_ahead_is_brought_back_to_the_others():
-    reports = [at(0, 11, is_dirty=True), at(1), at(2, phase=PREPARED), at(3)]
-    plan = plan_repair(reports, DDP)
-    assert (plan.step, plan.moves) == (10, (Move(source=1, target=0),))
-
-
-def test_the_work_of_giving_states_is_spread_over_the_replicas():
-    plan = plan_repair([fresh(0), at(1), fresh(2), at(3)], DDP)
-    assert plan.moves == (Move(source=1, target=0), Move(source=3, target=2))
+@pytest.mark.parametrize(("reports", "groups", "plan"), EXAMPLES.values(), ids=EXAMPLES)
+def test_a_plan_brings_the_ranks_to_one_step(reports, groups, plan):
+    assert plan_repair(reports, groups, mode=plan.mode, accepted=11) == plan
 
 
 def test_a_state_that_no_living_rank_has_cannot_be_repaired():
@@ -107,16 +152,6 @@ def test_nothing_is_repaired_without_any_state_to_trust(mode):
 def test_survivors_that_die_one_after_the_other_leave_no_saver():
     with pytest.raises(Unrepairable, match="no rank lives any more"):
         plan_repair([], [(0, 1)], mode=RepairMode.LAST_SAVE)
-
-
-def test_what_some_rank_had_still_to_do_at_this_step_is_done_by_all_once():
-    reports = [
-        at(0, pending=("save", "pause")),
-        at(1, pending=("pause",)),
-        at(2),
-        at(3, 9, phase=VOTED, pending=("prepare",)),
-    ]
-    assert plan_repair(reports, DDP).pending == ("save", "pause")
 
 
 def test_the_vote_of_a_plan_is_that_of_its_step_and_of_no_other():
@@ -138,31 +173,6 @@ def test_an_abnormal_step_is_accepted_only_by_ranks_that_hold_its_gradient():
     assert (plan.applies, plan.moves) == ((0,), (Move(source=0, target=1),))
     with pytest.raises(Unrepairable, match="state of rank 0"):
         plan_repair([at(0), at(1)], ((0, 1),), mode=RepairMode.ACCEPT, accepted=11)
-
-
-def test_a_step_that_some_ranks_have_accepted_already_is_accepted_by_the_others():
-    reports = [at(0, 11, votes=(vote_of(11),)), at(1, phase=PREPARED), at(2, 11), fresh(3)]
-    plan = plan_repair(reports, HSDP, mode=RepairMode.ACCEPT, accepted=11)
-    assert (plan.mode, plan.step, plan.applies) == (RepairMode.ACCEPT, 11, (1,))
-    assert (plan.moves, plan.vote) == ((Move(source=1, target=3),), vote_of(11))
-
-
-def test_a_step_that_was_voted_after_the_accepted_one_is_not_lost():
-    reports = [at(0, 11, phase=VOTED), at(1, 11, phase=PREPARED)]
-    plan = plan_repair(reports, ((0, 1),), mode=RepairMode.ACCEPT, accepted=11)
-    assert (plan.step, plan.applies) == (12, (0, 1))
-
-
-def test_all_ranks_roll_back_to_the_snapshot_that_they_have_in_common():
-    reports = [at(rank, snapshot_step=8, phase=PREPARED) for rank in range(4)]
-    plan = plan_repair(reports, DDP, mode=RepairMode.ROLL_BACK)
-    assert plan == RepairPlan(mode=RepairMode.ROLL_BACK, step=8, rolls_back=True)
-
-
-def test_a_snapshot_from_before_the_first_step_counts():
-    reports = [at(rank, 3, snapshot_step=0) for rank in range(2)]
-    plan = plan_repair(reports, ((0, 1),), mode=RepairMode.ROLL_BACK)
-    assert (plan.step, plan.rolls_back) == (0, True)
 
 
 WITHOUT = pytest.mark.parametrize(
@@ -191,41 +201,6 @@ def test_a_rank_without_the_snapshot_gets_it_from_a_replica_that_went_back_to_it
 def test_without_a_snapshot_in_every_group_of_replicas_no_rank_rolls_back(other):
     with pytest.raises(Unrepairable, match="no snapshot of one step"):
         plan_repair([at(0, snapshot_step=8), other], ((0,), (1,)), mode=RepairMode.ROLL_BACK)
-
-
-def test_all_go_back_to_the_newest_snapshot_that_every_group_has():
-    reports = [
-        at(0, snapshot_step=8),
-        at(1, snapshot_step=8),
-        at(2, snapshot_step=9),
-        at(3, snapshot_step=8),
-    ]
-    plan = plan_repair(reports, HSDP, mode=RepairMode.ROLL_BACK)
-    assert (plan.step, plan.moves) == (8, (Move(source=0, target=2),))
-
-
-def test_ranks_that_went_back_already_go_back_with_those_who_have_not():
-    reports = [at(0, 8, snapshot_step=8), at(1, snapshot_step=8, phase=PREPARED), fresh(2)]
-    plan = plan_repair(reports, ((0, 1, 2),), mode=RepairMode.ROLL_BACK)
-    assert (plan.step, plan.moves) == (8, (Move(source=0, target=2),))
-
-
-def test_one_rank_of_each_group_that_lives_saves_at_the_end():
-    survivors = [at(rank) for rank in range(8) if rank != 1]
-    plan = plan_repair(survivors, EIGHT, mode=RepairMode.LAST_SAVE)
-    assert plan.savers == (0, 5, 2, 3)
-    assert plan.moves == ()
-
-
-def test_a_rank_that_is_damaged_or_behind_saves_nothing():
-    reports = [at(0, is_dirty=True), at(1, 9), at(2), at(3)]
-    assert plan_repair(reports, HSDP, mode=RepairMode.LAST_SAVE).savers == (2, 3)
-
-
-def test_survivors_apply_what_was_voted_before_they_save():
-    reports = [at(0, phase=VOTED, votes=(vote_of(11),)), at(1, phase=PREPARED)]
-    plan = plan_repair(reports, ((0, 2), (1, 3)), mode=RepairMode.LAST_SAVE)
-    assert (plan.step, plan.applies, plan.savers) == (11, (0, 1), (0, 1))
 
 
 def test_a_group_without_a_living_rank_makes_the_last_save_impossible():

@@ -44,12 +44,17 @@ def run(job, tmp_path, cluster):
     return build
 
 
+@pytest.fixture
+def one(run):
+    """A run that a supervisor has taken, before its nodes are checked."""
+    return run()
+
+
 def attempt(one: ClusterRun, placement: Placement) -> Verdict:
     return RunSteps(one).train(placement, None)
 
 
-def test_healthy_nodes_are_used(run, cluster):
-    one = run()
+def test_healthy_nodes_are_used(one, cluster):
     placement = one.place()
     assert one.wants_checks(placement)
     assert one.check(placement).is_passed
@@ -57,9 +62,8 @@ def test_healthy_nodes_are_used(run, cluster):
     assert cluster.checked == [{0: True, 1: True}]
 
 
-def test_a_node_that_fails_is_isolated_and_its_member_moves_to_the_spare(run, cluster):
+def test_a_node_that_fails_is_isolated_and_its_member_moves_to_the_spare(one, cluster):
     cluster.checks["node-1"] = [failed("node-1")]
-    one = run()
     first = one.place()
     verdict = one.check(first)
     assert verdict.refused == {"node-1": "devices: device 0: Alarm"}
@@ -72,9 +76,8 @@ def test_a_node_that_fails_is_isolated_and_its_member_moves_to_the_spare(run, cl
     assert one.history.attempts == []
 
 
-def test_the_refusal_is_on_record_for_a_supervisor_that_takes_over(run, cluster):
+def test_the_refusal_is_on_record_for_a_supervisor_that_takes_over(run, one, cluster):
     cluster.checks["node-0"] = [failed("node-0")]
-    one = run()
     one.check(one.place())
     one.ledger.release()
     other = run()
@@ -84,10 +87,9 @@ def test_the_refusal_is_on_record_for_a_supervisor_that_takes_over(run, cluster)
     assert refusal.why == "devices: device 0: Alarm"
 
 
-def test_without_a_spare_the_run_fails_and_names_the_check(run, cluster, job):
+def test_without_a_spare_the_run_fails_and_names_the_check(one, cluster, job):
     cluster.checks["node-1"] = [failed("node-1")]
     cluster.checks["node-2"] = [failed("node-2", "disk", "disk full")]
-    one = run()
     one.check(one.place())
     one.check(one.place())
     with pytest.raises(EngineError, match="no healthy spare") as caught:
@@ -96,26 +98,23 @@ def test_without_a_spare_the_run_fails_and_names_the_check(run, cluster, job):
     assert "node-2 failed its checks: disk: disk full" in str(caught.value)
 
 
-def test_an_ended_run_that_is_started_again_has_its_nodes_checked_again(run, cluster):
+def test_an_ended_run_that_is_started_again_has_its_nodes_checked_again(run, one, cluster):
     cluster.checks["node-1"] = [failed("node-1")]
-    one = run()
     one.check(one.place())
     one.end("failed", "no placement")
     other = run()
     assert other.history.isolated == ()
 
 
-def test_what_fails_everywhere_is_no_node_s_fault_and_ends_a_run_that_has_not_begun(run, cluster):
+def test_what_fails_everywhere_is_no_node_s_fault_and_ends_a_run_that_has_not_begun(one, cluster):
     cluster.checks = {node: [failed(node, "store", "cannot write")] for node in NODES}
-    one = run()
     with pytest.raises(EngineError, match="store: cannot write"):
         one.check(one.place())
     assert one.history.refusals == []
 
 
-def test_later_an_attempt_is_started_all_the_same(run, cluster, impatient):
+def test_later_an_attempt_is_started_all_the_same(one, cluster, impatient):
     cluster.outcomes = ["node lost", "done"]
-    one = run()
     placement = one.place()
     one.check(placement)
     assert attempt(one, placement).kind is EndKind.FAILED
@@ -126,9 +125,8 @@ def test_later_an_attempt_is_started_all_the_same(run, cluster, impatient):
     assert attempt(one, moved).kind is EndKind.COMPLETED
 
 
-def test_a_placement_with_attempts_is_not_checked(run, cluster, impatient):
+def test_a_placement_with_attempts_is_not_checked(one, cluster, impatient):
     cluster.outcomes = ["crash", "done"]
-    one = run()
     placement = one.place()
     attempt(one, placement)
     assert one.place() == placement
@@ -141,9 +139,8 @@ def test_a_job_may_go_without(run, job):
     assert not one.wants_checks(one.place())
 
 
-def test_a_clock_that_is_off_is_a_warning(run, cluster):
+def test_a_clock_that_is_off_is_a_warning(one, cluster):
     cluster.clock_s = -3.0
-    one = run()
     verdict = one.check(one.place())
     clocks = [c for c in verdict.checks if c.name == "clock"]
     assert [(c.node, c.outcome) for c in clocks] == [
@@ -154,11 +151,10 @@ def test_a_clock_that_is_off_is_a_warning(run, cluster):
     assert verdict.is_passed
 
 
-def test_a_refused_node_does_not_come_back_where_isolated_ones_may(run, cluster, job, impatient):
+def test_a_refused_node_does_not_come_back_where_isolated_ones_may(one, cluster, job, impatient):
     """allow_without_isolation is about nodes that had a fault, not about those that cannot work."""
     cluster.checks["node-2"] = [failed("node-2")]
     cluster.outcomes = ["node lost", "done"]
-    one = run()
     placement = one.place()
     one.check(placement)
     attempt(one, placement)
