@@ -23,10 +23,9 @@ from training.diagnosis.sources import (
     files_of,
 )
 from training.errors import InputError
-from training.recovery.decision import Decision
 from training.recovery.faults import Fault
 from training.recovery.ladder import decide
-from training.recovery.rungs import Policy, Rung
+from training.recovery.rungs import Decision, Policy, Rung
 
 CONTEXT_LINES = 3
 LINE_WIDTH = 400

@@ -38,7 +38,7 @@ from training.journal.events import (
 )
 from training.journal.history import RunHistory
 from training.journal.ledger import RENEW_S
-from training.recovery.events import PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
+from training.recovery.protocol import PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
 from training.supervisor.accounts import Accountant, AccountReport, account_report
 from training.supervisor.report import (
     activity_of,

@@ -15,9 +15,8 @@ from tasks.reporting import Reporter
 from tests.process.rest import Api, ask
 from tests.unit.journal.histories import failed
 from tests.waiting import wait_for
-from training.recovery.decision import Decision
 from training.recovery.faults import Fault, FaultClass
-from training.recovery.rungs import Rung
+from training.recovery.rungs import Decision, Rung
 
 pytestmark = [
     pytest.mark.process,

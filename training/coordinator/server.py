@@ -32,7 +32,7 @@ from training.journal.steps import UnsavedSteps, metrics_prefix
 from training.log import start_logging
 from training.recovery.actions import Action, LogEvent, NormAccepted, ToAgent, ToRank
 from training.recovery.attempt import Attempt, Stage
-from training.recovery.decider import InProcessDecider
+from training.recovery.ladder import InProcessDecider
 from training.recovery.protocol import (
     Ending,
     GenerationReport,

@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from training.recovery.events import AttemptEvent, RecoveryEvent
+from training.recovery.protocol import AttemptEvent, RecoveryEvent
 
 # A diverged loss is written as Infinity or NaN, not as null.
 _LINE = ConfigDict(extra="forbid", ser_json_inf_nan="constants")

@@ -28,8 +28,7 @@ from training.journal.records import (
     RungFailed,
     SupervisorTook,
 )
-from training.recovery.decision import Decision, Recovery
-from training.recovery.events import (
+from training.recovery.protocol import (
     AttemptEvent,
     LastSave,
     PauseBegan,
@@ -37,7 +36,7 @@ from training.recovery.events import (
     RecoveryBegan,
     RecoveryEnded,
 )
-from training.recovery.rungs import Rung
+from training.recovery.rungs import Decision, Recovery, Rung
 
 Began = TypeVar("Began", bound=AttemptEvent)
 Ended = TypeVar("Ended", bound=AttemptEvent)

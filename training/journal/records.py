@@ -12,9 +12,8 @@ from pydantic import Field, TypeAdapter
 
 from storage.model import FrozenModel
 from training.journal.events import LedgerEvent
-from training.recovery.decision import Decision
 from training.recovery.faults import Fault
-from training.recovery.rungs import Rung
+from training.recovery.rungs import Decision, Rung
 
 
 class Record(FrozenModel):

@@ -8,11 +8,17 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from training.recovery.decision import Decision
-from training.recovery.events import LastSave, RecoveryBegan, RecoveryEnded, RecoveryEvent
 from training.recovery.faults import Fault, FaultClass
-from training.recovery.protocol import LastSaved, ToMember
+from training.recovery.protocol import (
+    LastSave,
+    LastSaved,
+    RecoveryBegan,
+    RecoveryEnded,
+    RecoveryEvent,
+    ToMember,
+)
 from training.recovery.repair import RankReport, RepairMode, RepairPlan, steps_lost
+from training.recovery.rungs import Decision
 
 
 @dataclass(frozen=True, slots=True)

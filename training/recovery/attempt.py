@@ -22,12 +22,11 @@ from training.recovery.actions import (
     mode_after,
     mode_of,
 )
-from training.recovery.decider import InProcessDecider, device_of, fault_of_report
-from training.recovery.decision import Decision
-from training.recovery.events import LastSave
 from training.recovery.faults import Fault, FaultClass
+from training.recovery.ladder import InProcessDecider, device_of, fault_of_report
 from training.recovery.protocol import (
     GiveUp,
+    LastSave,
     LastSaved,
     NewGeneration,
     PauseRequest,
@@ -41,7 +40,7 @@ from training.recovery.protocol import (
 )
 from training.recovery.ranks import Pauses, Ranks
 from training.recovery.repair import RankReport, RepairMode, RepairPlan, Unrepairable, plan_repair
-from training.recovery.rungs import IN_PROCESS, Rung
+from training.recovery.rungs import IN_PROCESS, Decision, Rung
 
 # Survivors notice a broken connection in the same moment in which the kernel closes the dead
 # process's connection to us: only when no such end follows is the connection alone at fault.

@@ -18,7 +18,6 @@ from training.recovery.chips import (
     heals_in_place,
     times_in_a_row,
 )
-from training.recovery.decision import Recovery
 from training.recovery.faults import (
     TRAITS,
     USER_CAUSED_CODES,
@@ -34,6 +33,7 @@ from training.recovery.rungs import (
     RUNGS,
     STAYS_ON_CHIP,
     Policy,
+    Recovery,
     Rung,
 )
 

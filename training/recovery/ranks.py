@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from training.recovery.actions import Outbox
-from training.recovery.events import PauseBegan, PauseEnded
+from training.recovery.protocol import PauseBegan, PauseEnded
 
 END_NOTICE_S = 5.0  # for the agent to report how a process ended whose connection is closed
 

@@ -1,8 +1,8 @@
-"""The rungs of the recovery ladder: what each is, and which of them answer which fault.
+"""The rungs of the recovery ladder, the policy that they read, and what is decided by them.
 
-Tables only, and the policy that they read. A rung is its row of `RUNGS`; its place in `Rung` is
-its cost: every ladder goes through them in that order and ends in stop. Budgets are counts of
-recoveries in a row without progress; progress is a checkpoint committed after the recovery.
+A rung is its row of `RUNGS`; its place in `Rung` is its cost: every ladder goes through them in
+that order and ends in stop. Budgets are counts of recoveries in a row without progress; progress
+is a checkpoint committed after the recovery.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import ClassVar
 
-from training.recovery.faults import FaultClass
+from pydantic import ConfigDict
+
+from training.recovery.faults import Fault, FaultClass
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,3 +247,66 @@ LADDER: Mapping[FaultClass, tuple[Rung, ...]] = {
     FaultClass.VERSION_MISMATCH: (Rung.STOP,),
     FaultClass.UNKNOWN: _NOT_THE_NODE,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """One past recovery of the run; a start order carries it as it is.
+
+    Attributes:
+        fault: what it answered.
+        rung: what was done.
+        progressed: whether a new step was committed after it.
+        failed: whether the rung itself could not be carried out (no spare, no container, no
+            replica to repair from).
+        cut_short: whether another fault came before the rung was carried out, and the processes
+            ended over it.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    fault: Fault
+    rung: Rung
+    progressed: bool
+    failed: bool = False
+    cut_short: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """How many nodes there are for the job.
+
+    Attributes:
+        healthy: nodes that may take part, the one at fault counted.
+        needed: nodes that the job runs on.
+    """
+
+    healthy: int
+    needed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to do about a fault; records embed it as it is.
+
+    Attributes:
+        rung: the recovery action.
+        isolate: node to keep out of further placements, None for no node.
+        reason: stable text, shown in the UI and asserted in tests.
+        skipped: rungs passed over, each with why.
+        end_of_life_checkpoint: whether the survivors commit the last completed step before the
+            rung starts (TTP), as far as they hold a complete set of replicas.
+        accept_abnormal: the step that is abnormal again is taken as it is and recorded, instead
+            of being executed once more; only with step_retry.
+        sub_healthy: whether the job is marked sub-healthy once the rung has succeeded.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    rung: Rung
+    isolate: str | None
+    reason: str
+    skipped: tuple[str, ...] = ()
+    end_of_life_checkpoint: bool = False
+    accept_abnormal: bool = False
+    sub_healthy: bool = False

@@ -1,4 +1,4 @@
-"""Errors raised inside a worker.
+"""Errors raised inside a worker, and which exceptions of a step are faults that it survives.
 
 WorkerError
   + NumericAnomaly    the loss is not a number
@@ -6,11 +6,21 @@ WorkerError
   + RecipeEndedEarly  the program returned before the target step
   + Interrupted       a newer generation of the process groups is announced
   + GivenUp           the attempt is not saved inside its processes
+
+Faults are recognised by their text, because torch and torch_npu raise RuntimeError for nearly
+everything. An exception that is not recognised is the program's own, and its step is never
+executed again.
 """
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
 from training.errors import PerdureError
+from training.recovery.protocol import WorkerFaultKind
 
 
 class WorkerError(PerdureError):
@@ -35,3 +45,72 @@ class Interrupted(WorkerError):  # noqa: N818 a state of affairs, named as it is
 
 class GivenUp(WorkerError):  # noqa: N818 a state of affairs, named as it is shown
     """The coordinator has given the attempt up."""
+
+
+# Pattern, kind of fault, and the runtime's own code for it. The first pattern that matches counts.
+ERROR_PATTERNS: tuple[tuple[re.Pattern[str], WorkerFaultKind, str | None], ...] = tuple(
+    (re.compile(pattern), kind, code)
+    for pattern, kind, code in (
+        # torch_npu: aclrt error text
+        (r"UCE ERROR", WorkerFaultKind.MEMORY, "507053"),
+        (r"HBM MULTI BIT ECC ERROR", WorkerFaultKind.MEMORY, "507054"),
+        (r"SUSPECT MEM ERROR", WorkerFaultKind.MEMORY, "507055"),
+        (r"(HCCS|UB) LINK ERROR", WorkerFaultKind.COLLECTIVE, "507056"),
+        (r"SUSPECT REMOTE ERROR", WorkerFaultKind.COLLECTIVE, "507057"),
+        (r"HCCL OP RETRY FAILED", WorkerFaultKind.COLLECTIVE, "507904"),
+        # CUDA runtime
+        (r"uncorrectable (NVLink|ECC) error", WorkerFaultKind.MEMORY, None),
+        # ProcessGroupNCCL of torch
+        (r"NCCL (error|operation|communicator)", WorkerFaultKind.CONNECTION, None),
+        # gloo of torch 2.13
+        (r"gloo/transport.* Timed out waiting", WorkerFaultKind.COLLECTIVE, None),
+        (r"gloo/", WorkerFaultKind.CONNECTION, None),
+        # process_group/generations.py
+        (r"the connection was aborted", WorkerFaultKind.CONNECTION, None),
+    )
+)
+
+# What torch.futures puts before the text of an error that a callback raised.
+_WRAPPED = "Got the following error when running the callback: RuntimeError: "
+
+
+@dataclass(frozen=True, slots=True)
+class RecoverableError:
+    """An exception of a step that the process outlives.
+
+    Attributes:
+        kind: of the fault to report; None when a newer generation ended the step.
+        text: first line of the exception.
+        code: of the runtime, as in its own tables.
+    """
+
+    kind: WorkerFaultKind | None
+    text: str
+    code: str | None = None
+
+
+def classify(error: BaseException, *, is_interrupted: bool) -> RecoverableError | None:
+    """What an exception is, None when it is the program's own.
+
+    Args:
+        error: left the step.
+        is_interrupted: a newer generation is announced: connections were aborted under the step.
+    """
+    text = str(error).removeprefix(_WRAPPED)
+    if isinstance(error, Interrupted | GivenUp):
+        return RecoverableError(None, text)
+    if not isinstance(error, RuntimeError | dist.DistError):
+        return None
+    first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
+    for pattern, kind, code in ERROR_PATTERNS:
+        if pattern.search(text):
+            is_result = is_interrupted and kind is not WorkerFaultKind.MEMORY
+            return RecoverableError(None if is_result else kind, first, code)
+    # What was raised under C++ comes back as another type, with the text that it had.
+    if is_interrupted and Interrupted.__name__ in text:
+        return RecoverableError(None, first)
+    # Errors of the store have a type of their own.
+    if isinstance(error, dist.DistError):
+        return RecoverableError(None if is_interrupted else WorkerFaultKind.CONNECTION, first)
+    # What the device's task abort leaves behind, once recovery has begun.
+    return RecoverableError(None, first) if is_interrupted and "FORCE STOP" in text else None

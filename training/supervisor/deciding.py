@@ -15,10 +15,9 @@ from training.job import Job
 from training.journal.history import AttemptView, RunHistory
 from training.journal.records import Decided, RungFailed
 from training.recovery.chips import Severity
-from training.recovery.decision import Capacity, Decision, Recovery
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.ladder import decide
-from training.recovery.rungs import Rung
+from training.recovery.rungs import Capacity, Decision, Recovery, Rung
 from training.supervisor.ledger_writer import LedgerWriter
 
 

@@ -21,9 +21,15 @@ from training.journal.events import (
     StepRecord,
 )
 from training.journal.history import Alert, AttemptView, InProcessRecovery, RunHistory
-from training.recovery.decision import Decision
-from training.recovery.events import LastSave, PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
 from training.recovery.faults import Fault
+from training.recovery.protocol import (
+    LastSave,
+    PauseBegan,
+    PauseEnded,
+    RecoveryBegan,
+    RecoveryEnded,
+)
+from training.recovery.rungs import Decision
 
 RECOVERING = "recovering"
 RECOVERED = "recovered"

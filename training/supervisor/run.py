@@ -29,9 +29,8 @@ from training.job import Job
 from training.journal.history import AttemptView, RunHistory
 from training.journal.ledger import Identity, Ledger
 from training.journal.records import DataReady, RunCreated, RunEnded
-from training.recovery.decision import Decision
 from training.recovery.faults import Fault
-from training.recovery.rungs import RESTARTS_IN_PLACE
+from training.recovery.rungs import RESTARTS_IN_PLACE, Decision
 from training.supervisor.deciding import Decider, recoveries_of
 from training.supervisor.health import AttemptHealth
 from training.supervisor.job_registry import remember_job

@@ -20,7 +20,7 @@ from training.health.heartbeat import Phase
 from training.journal.attempt_log import Follower
 from training.journal.events import CheckpointCommitted, Event, LedgerEvent, StepRecord
 from training.journal.history import AttemptView, Pause, spans
-from training.recovery.events import PauseBegan, PauseEnded
+from training.recovery.protocol import PauseBegan, PauseEnded
 from training.wire.agent import AgentState, AgentStatus, NodeText, WorkerLog, WorkerStatus
 
 POLL_S = 0.2

@@ -13,8 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field, SecretStr, TypeAdapter
 
 from storage.model import FrozenModel
-from training.recovery.decision import Recovery
-from training.recovery.rungs import Rung
+from training.recovery.rungs import Recovery, Rung
 from training.wire.coordinator import CoordinatorAddress
 from training.wire.node import Check, NodeSample
 

@@ -13,7 +13,6 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, SecretStr, TypeAdapter
 
 from storage.model import FrozenModel
-from training.recovery.decision import Recovery
 from training.recovery.protocol import (
     CoordinatorMessage,
     Ending,
@@ -26,7 +25,7 @@ from training.recovery.protocol import (
     WorkerEnded,
     WorkerFault,
 )
-from training.recovery.rungs import Rung
+from training.recovery.rungs import Recovery, Rung
 
 
 class MetricsAddress(FrozenModel):

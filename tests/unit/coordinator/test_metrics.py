@@ -14,10 +14,9 @@ from tests.unit.journal.histories import began, ended
 from training.coordinator.metrics import BASE_LABELS, AttemptNow, RunMetrics
 from training.journal.events import StepRecord
 from training.recovery.attempt import Stage
-from training.recovery.decision import Recovery
-from training.recovery.events import PauseBegan, PauseEnded
 from training.recovery.faults import Fault, FaultClass
-from training.recovery.rungs import Rung
+from training.recovery.protocol import PauseBegan, PauseEnded
+from training.recovery.rungs import Recovery, Rung
 from training.wire.node import DeviceSample, HostSample, NodeSample
 
 LABELS = {"run_id": "run-1", "placement": "2", "attempt": "3"}

@@ -24,8 +24,8 @@ from training.drill.verdict import DrillOutcome, differences, judge, recovered
 from training.journal.events import LedgerEvent
 from training.journal.history import RunHistory, replay
 from training.journal.records import AnyRecord
-from training.recovery.events import LastSave, PauseBegan, PauseEnded, RecoveryEnded
 from training.recovery.faults import Fault, FaultClass
+from training.recovery.protocol import LastSave, PauseBegan, PauseEnded, RecoveryEnded
 from training.recovery.rungs import Rung
 from training.specs.drill import DrillFault, DrillKind
 from training.specs.model import ParallelKind

@@ -24,11 +24,10 @@ from training.journal.records import (
     RunCreated,
     SupervisorTook,
 )
-from training.recovery.decision import Decision
-from training.recovery.events import LastSave, PauseBegan, PauseEnded, RecoveryBegan
-from training.recovery.events import RecoveryEnded as Ended
 from training.recovery.faults import Fault, FaultClass
-from training.recovery.rungs import Rung
+from training.recovery.protocol import LastSave, PauseBegan, PauseEnded, RecoveryBegan
+from training.recovery.protocol import RecoveryEnded as Ended
+from training.recovery.rungs import Decision, Rung
 
 NOW: dict[str, Any] = {"at_s": 0.0, "epoch": 1}
 LINK = Fault(

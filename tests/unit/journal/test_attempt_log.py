@@ -19,7 +19,7 @@ from tests.unit.journal.records import RECORD, record
 from training.agent.checkpoint_server import log_commit
 from training.journal.attempt_log import AttemptLog, Follower, parse_lines, read_lines
 from training.journal.events import CheckpointCommitted, Event
-from training.recovery.events import LastSave, PauseBegan
+from training.recovery.protocol import LastSave, PauseBegan
 
 PAUSED = PauseBegan(at_s=5.0, number=1, step=4)
 SAVED = LastSave(at_s=6.0, number=2, step=4, ranks=(0, 1))

@@ -30,9 +30,8 @@ from training.journal.records import (
     RunEnded,
     RungFailed,
 )
-from training.recovery.decision import Recovery
-from training.recovery.events import LastSave, PauseBegan, PauseEnded
-from training.recovery.rungs import Rung
+from training.recovery.protocol import LastSave, PauseBegan, PauseEnded
+from training.recovery.rungs import Recovery, Rung
 from training.supervisor.report import attempt_rows
 
 DAY_S = 86_400.0

@@ -29,10 +29,9 @@ from training.journal.records import (
     SupervisorTook,
 )
 from training.journal.time_account import MEANING, RECOVERY, Account, Owner, account
-from training.recovery.decision import Decision
-from training.recovery.events import PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
 from training.recovery.faults import Fault, FaultClass
-from training.recovery.rungs import Rung
+from training.recovery.protocol import PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
+from training.recovery.rungs import Decision, Rung
 
 
 def done(step: int, at_s: float, step_s: float = 1.0, key: tuple[int, int] = (1, 1)) -> StepRecord:

@@ -10,16 +10,20 @@ from training.diagnosis.exits import fault_of_end
 from training.journal.events import LedgerEvent
 from training.recovery.actions import Action, LogEvent, ToAgent, ToRank
 from training.recovery.attempt import Attempt, Stage
-from training.recovery.decider import InProcessDecider
-from training.recovery.events import LastSave, PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
+from training.recovery.ladder import InProcessDecider
 from training.recovery.protocol import (
     CoordinatorMessage,
     GiveUp,
+    LastSave,
     LastSaved,
     NewGeneration,
+    PauseBegan,
+    PauseEnded,
     Plan,
     Reconnect,
     Reconnected,
+    RecoveryBegan,
+    RecoveryEnded,
     ReplaceWorker,
     WorkerEnded,
     WorkerFault,

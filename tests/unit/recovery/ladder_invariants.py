@@ -11,10 +11,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from training.recovery.chips import Severity
-from training.recovery.decision import Capacity, Decision, Recovery
 from training.recovery.faults import Fault
 from training.recovery.ladder import decide
-from training.recovery.rungs import Policy, Rung
+from training.recovery.rungs import Capacity, Decision, Policy, Recovery, Rung
 
 HOUR_S = 3600.0
 CHIP_CODE = "80E01801"  # level RestartBusiness

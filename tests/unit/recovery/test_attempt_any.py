@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from tests.unit.recovery.attempts import ALONE, DDP, HSDP, AttemptHarness, is_plan
 from training.recovery.actions import LogEvent, ToAgent, ToRank
 from training.recovery.attempt import Stage
-from training.recovery.events import RecoveryBegan, RecoveryEnded
 from training.recovery.protocol import (
     LastSaved,
     NewGeneration,
     Plan,
     Reconnected,
+    RecoveryBegan,
+    RecoveryEnded,
     ReplaceWorker,
     WorkerFaultKind,
 )

@@ -16,11 +16,12 @@ from tests.unit.recovery.attempts import (
 )
 from training.recovery.actions import ToAgent, ToRank
 from training.recovery.attempt import CONNECTION_SETTLE_S, Stage
-from training.recovery.events import PauseBegan, PauseEnded
 from training.recovery.protocol import (
     GiveUp,
     LastSaved,
     NewGeneration,
+    PauseBegan,
+    PauseEnded,
     PauseRequest,
     WorkerFaultKind,
 )

@@ -5,16 +5,15 @@ from __future__ import annotations
 import pytest
 
 from training.diagnosis.exits import EXIT_ABOVE_PROCESS, EXIT_RESTART_ME, fault_of_end
-from training.recovery.decider import (
+from training.recovery.faults import FaultClass
+from training.recovery.ladder import (
     CLASS_OF,
     InProcessDecider,
     device_of,
     fault_of_report,
 )
-from training.recovery.decision import Recovery
-from training.recovery.faults import FaultClass
 from training.recovery.protocol import WorkerEnded, WorkerFault, WorkerFaultKind
-from training.recovery.rungs import Policy, Rung
+from training.recovery.rungs import Policy, Recovery, Rung
 
 NODES = {0: "node-0", 2: "node-1"}
 REPLACE, STOP, IN_PLACE = Rung.PROCESS_REPLACE, Rung.STOP, Rung.IN_PLACE_RESTART

@@ -29,10 +29,9 @@ from tests.unit.recovery.ladder_invariants import (
     is_hardware,
 )
 from training.recovery.chips import Severity
-from training.recovery.decision import Capacity, Recovery
 from training.recovery.faults import Fault, FaultClass, RecoverableBy
 from training.recovery.rules import RULES
-from training.recovery.rungs import LADDER, Policy, Rung
+from training.recovery.rungs import LADDER, Capacity, Policy, Recovery, Rung
 
 INVARIANTS: Mapping[str, Callable[[Asked], bool]] = {
     name: getattr(ladder_invariants, name) for name in RULES

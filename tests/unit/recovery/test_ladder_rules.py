@@ -9,11 +9,18 @@ import pytest
 
 from tests.unit.recovery.ladder_invariants import CHIP_CODE, RESET_CODE, SEPARATE_CODE
 from training.recovery.chips import Severity
-from training.recovery.decision import Capacity, Decision, Recovery
 from training.recovery.faults import Fault, FaultClass, RecoverableBy
 from training.recovery.guards import SAME_CODE_WINDOW_S
 from training.recovery.ladder import decide
-from training.recovery.rungs import IN_PROCESS, RESTARTS_IN_PLACE, Policy, Rung
+from training.recovery.rungs import (
+    IN_PROCESS,
+    RESTARTS_IN_PLACE,
+    Capacity,
+    Decision,
+    Policy,
+    Recovery,
+    Rung,
+)
 
 ALL = frozenset(Rung)
 

@@ -18,9 +18,8 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.unit.runtime.worlds import Member, Replay, World
-from training.runtime.errors import Interrupted
-from training.runtime.process_group.connections import open_sockets
-from training.runtime.step_loop.worker_faults import classify
+from training.runtime.errors import Interrupted, classify
+from training.runtime.process_group.generations import open_sockets
 from training.runtime.step_loop.wrappers import settle_buckets
 
 

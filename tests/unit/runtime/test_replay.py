@@ -24,10 +24,9 @@ from torch import Tensor
 
 from tests.unit.runtime.worlds import TIMEOUT_S, Member, Replay, World
 from training.recovery.protocol import WorkerFaultKind
-from training.runtime.errors import WorkerError
-from training.runtime.process_group.connections import Connection, shut_down
+from training.runtime.errors import WorkerError, classify
+from training.runtime.process_group.generations import Connection, shut_down
 from training.runtime.process_group.replay import ReplayableProcessGroup
-from training.runtime.step_loop.worker_faults import classify
 
 MEBIBYTE = 2**20
 LARGE = 64 * MEBIBYTE

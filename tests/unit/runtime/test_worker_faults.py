@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 
 from training.recovery.protocol import WorkerFaultKind
-from training.runtime.errors import Interrupted, NotApplied
-from training.runtime.step_loop.worker_faults import ERROR_PATTERNS, classify
+from training.runtime.errors import ERROR_PATTERNS, Interrupted, NotApplied, classify
 
 GLOO = "/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp"
 CLOSED = (

@@ -24,8 +24,7 @@ from torch._C._distributed_c10d import TCPStore
 from tests.unit.storage.nodes import forked, pipe
 from training.recovery.protocol import Reconnected
 from training.runtime.errors import WorkerError
-from training.runtime.process_group.connections import StoreClient
-from training.runtime.process_group.generations import Generations
+from training.runtime.process_group.generations import Generations, StoreClient
 from training.runtime.process_group.reconfigurable import install
 from training.runtime.process_group.replay import ReplayableConnections, ReplayableProcessGroup
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.unit.supervisor.cluster import Cluster, FakeEngine, supervise
 from training.job import Job
-from training.recovery.events import PauseBegan, PauseEnded
+from training.recovery.protocol import PauseBegan, PauseEnded
 from training.supervisor.run import Run
 
 

@@ -22,9 +22,8 @@ from tests.unit.journal.histories import (
     history_of,
 )
 from training.journal.events import StepRecord
-from training.recovery.decision import Decision
 from training.recovery.faults import Fault, FaultClass, RecoverableBy
-from training.recovery.rungs import Rung
+from training.recovery.rungs import Decision, Rung
 from training.supervisor.report import (
     activity_of,
     event_text,

@@ -15,8 +15,7 @@ from training.recovery.protocol import Reconnected, WorkerFault, WorkerFaultKind
 from training.runtime.context import WorkerContext
 from training.runtime.coordinator_client import CoordinatorClient
 from training.runtime.errors import WorkerError
-from training.runtime.process_group.connections import GLOO, StoreClient
-from training.runtime.process_group.generations import Generations
+from training.runtime.process_group.generations import GLOO, Generations, StoreClient
 from training.runtime.process_group.reconfigurable import NewGroup, install
 from training.runtime.process_group.replay import ReplayableConnections, ReplayableProcessGroup
 

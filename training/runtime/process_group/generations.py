@@ -1,19 +1,261 @@
 """The generations of the process groups in this process, and the connections of the current one.
 
 Recovery begins a new generation; everything that waits in the one before fails.
+
+Gloo and the store's client have no abort. Their sockets are shut down instead, found as those
+that were opened with the group: every operation on them fails at once, in whatever thread it
+waits. Listening sockets are left alone, since gloo ends the process when its accept() fails. NCCL
+and HCCL have an abort of their own. Written against torch 2.13; times are seconds.
 """
 
 from __future__ import annotations
 
+import datetime as dt
+import os
+import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from training.device import abort_group
 from training.runtime.errors import Interrupted
-from training.runtime.process_group.connections import Connection, StoreClient, shut_down
+
+GLOO = "gloo"
+STORE_TIMEOUT_S = 36_000.0
+_ABORTED = "the connection was aborted while it was established"
+
+Sockets = Mapping[int, str]  # descriptor: what /proc says it is
+
+
+def open_sockets() -> Sockets:
+    """The sockets that this process has."""
+    found: dict[int, str] = {}
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 the names alone, and fast
+        with suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{name}")  # noqa: PTH115 likewise
+            if target.startswith("socket:"):
+                found[int(name)] = target
+    return found
+
+
+def new_sockets(before: Sockets) -> Sockets:
+    """The sockets that were opened since `before`."""
+    return {fd: target for fd, target in open_sockets().items() if before.get(fd) != target}
+
+
+def shut_down(sockets: Sockets) -> int:
+    """Break the TCP connections among these sockets for good; returns how many there were."""
+    count = 0
+    for descriptor, target in sockets.items():
+        with suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{descriptor}") != target:  # noqa: PTH115
+                continue  # closed, and another file has its number
+            with socket.socket(fileno=os.dup(descriptor)) as one:
+                is_tcp = one.family in (socket.AF_INET, socket.AF_INET6)
+                if is_tcp and not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    one.shutdown(socket.SHUT_RDWR)
+                    count += 1
+    return count
+
+
+class Connection:
+    """One connected group, or the attempt to connect it.
+
+    Args:
+        backend: name of the collective library.
+        device: type of the tensors.
+    """
+
+    def __init__(self, backend: str, device: str) -> None:
+        self._backend = backend
+        self._device = device
+        self._lock = threading.Lock()
+        self._before: Sockets = {}
+        self._sockets: Sockets = {}
+        self._is_aborted = False
+        self._is_connecting = False
+        self._collectives: Any = None
+        self._running = 0
+        self._outcomes: SimpleQueue[dist.ProcessGroup | Exception] = SimpleQueue()
+        self.group: dist.ProcessGroup | None = None
+
+    def connect(self, store: Store, *, rank: int, size: int, timeout_s: float) -> dist.ProcessGroup:
+        """Connect to the other ranks; collective.
+
+        Raises:
+            RuntimeError: it was aborted meanwhile, or a rank did not come.
+        """
+        with self._lock:
+            if self._is_aborted:
+                raise RuntimeError(_ABORTED)
+            self._before, self._is_connecting = open_sockets(), True
+        make = partial(_make, self._backend, self._device, store, rank, size, timeout_s)
+        if self._backend == GLOO:
+            # Its constructor waits for the connection of a peer that may have died since it
+            # published its address: there is no socket yet that could be shut down. An abort
+            # leaves the thread behind, which ends with the timeout.
+            threading.Thread(target=self._connect, args=(make,), daemon=True).start()
+        else:
+            self._connect(make)
+        outcome = self._outcomes.get()
+        if isinstance(outcome, Exception):
+            raise outcome
+        with self._lock:
+            self.group = outcome
+        if self._is_aborted:
+            self.abort()
+            raise RuntimeError(_ABORTED)
+        return outcome
+
+    def _connect(self, make: Callable[[], tuple[dist.ProcessGroup, Any]]) -> None:
+        outcome: dist.ProcessGroup | Exception
+        try:
+            outcome, self._collectives = make()
+        except Exception as exc:  # noqa: BLE001 raised again in connect()
+            outcome = exc
+        with self._lock:
+            self._is_connecting = False
+            if not self._is_aborted:
+                self._sockets = new_sockets(self._before)
+        self._outcomes.put(outcome)
+
+    def abort(self) -> None:
+        """Make everything that waits in it fail; from any thread."""
+        with self._lock:
+            self._is_aborted = True
+            if self._is_connecting:
+                self._sockets = new_sockets(self._before)
+            sockets = self._sockets
+        if self._backend == GLOO:
+            shut_down(sockets)
+            self._outcomes.put(RuntimeError(_ABORTED))
+        elif self._collectives is not None:
+            abort_group(self._collectives)
+
+    def began(self) -> None:
+        """Count an operation that begins on it."""
+        with self._lock:
+            self._running += 1
+
+    def ended(self) -> None:
+        """Count an operation that has ended."""
+        with self._lock:
+            self._running -= 1
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing runs on it: gloo's destructor waits for its operations."""
+        return self._running == 0 and not self._is_connecting
+
+    @property
+    def sockets(self) -> Sockets:
+        """Its sockets, where the backend has any that can be seen."""
+        return self._sockets
+
+
+class StoreClient:
+    """A client of the rendezvous store that can be aborted."""
+
+    def __init__(self, host: str, port: int) -> None:
+        before = open_sockets()
+        self.store: Store = TCPStore(
+            host,
+            port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=dt.timedelta(seconds=STORE_TIMEOUT_S),
+        )
+        self._sockets = new_sockets(before)
+
+    def abort(self) -> None:
+        """Make every call on it fail; from any thread."""
+        shut_down(self._sockets)
+
+
+def _make(
+    backend: str, device: str, store: Store, rank: int, size: int, timeout_s: float
+) -> tuple[dist.ProcessGroup, Any]:
+    timeout = dt.timedelta(seconds=timeout_s)
+    group = dist.ProcessGroup(store, rank, size)
+    if backend == GLOO:
+        kind = dist.ProcessGroup.BackendType.GLOO
+        collectives: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
+        collectives._set_sequence_number_for_group()  # noqa: SLF001 as torch's own helper does
+    elif backend == "nccl":
+        kind = dist.ProcessGroup.BackendType.NCCL
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout  # noqa: SLF001 as torch's own helper does
+        collectives = dist.ProcessGroupNCCL(store, rank, size, options)
+        collectives._set_sequence_number_for_group()  # noqa: SLF001
+    else:
+        kind = dist.ProcessGroup.BackendType.CUSTOM
+        collectives = _plugin(backend, store, rank, size, timeout)
+    group._set_default_backend(kind)  # noqa: SLF001
+    group._register_backend(torch.device(device), kind, collectives)  # noqa: SLF001
+    return group, collectives
+
+
+def _plugin(backend: str, store: Store, rank: int, size: int, timeout: dt.timedelta) -> Any:
+    """A backend that another library registered: HCCL of torch_npu."""
+    plugin = dist.Backend._plugins[backend.upper()]  # noqa: SLF001 there is no public way
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, rank, size, timeout)
+    options = torch._C._distributed_c10d._DistributedBackendOptions()  # noqa: SLF001
+    options.store, options.timeout = store, timeout
+    options.group_rank, options.group_size = rank, size
+    return plugin.creator_fn(options, None)
+
+
+Started = tuple[dist.Work, Callable[[], None]]
+
+
+def start(group: Any, operation: str, arguments: Sequence[Any], *, rank: int, size: int) -> Started:
+    """Begin a collective whose end can be followed.
+
+    Gloo's reduce_scatter (torch 2.13) returns a work without a future: it is an all-reduce of a
+    copy, from which wait() takes this rank's part. So it is here, and the copy can be followed.
+
+    Args:
+        group: that runs it.
+        operation: method of the group.
+        arguments: of the method.
+        rank: of this process in the group.
+        size: number of ranks in it.
+
+    Returns:
+        The work, and what to call once it has succeeded.
+    """
+    if not operation.startswith("reduce_scatter"):
+        return getattr(group, operation)(*arguments), lambda: None
+    outputs, inputs, given = arguments
+    if operation == "reduce_scatter_single":
+        outputs, inputs = [outputs], [inputs]
+    wholes = [_copy(one) for one in inputs]
+    options = dist.AllreduceCoalescedOptions()
+    if given is not None:
+        options.reduceOp = given.reduceOp
+
+    def take_part() -> None:
+        for output, whole in zip(outputs, wholes, strict=True):
+            output.copy_(whole.view(size, -1)[rank].view_as(output))
+
+    return group.allreduce_coalesced(wholes, options), take_part
+
+
+def _copy(given: Tensor | Sequence[Tensor]) -> Tensor:
+    """One flat tensor, from one part per rank or from the whole."""
+    parts = [given] if isinstance(given, Tensor) else given
+    return torch.cat([part.detach().reshape(-1) for part in parts])
+
 
 GIVEN_UP = sys.maxsize  # as a generation: there will be none
 

@@ -25,8 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from training.runtime.process_group.connections import Connection, StoreClient, start
-from training.runtime.process_group.generations import Generations
+from training.runtime.process_group.generations import Connection, Generations, StoreClient, start
 from training.runtime.process_group.reconfigurable import (
     TRANSFERS,
     FutureWork,

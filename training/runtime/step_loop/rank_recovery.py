@@ -33,7 +33,7 @@ from training.recovery.protocol import (
 )
 from training.recovery.repair import RankReport, RepairMode, RepairPlan, StepPhase, Vote
 from training.runtime.context import WorkerContext
-from training.runtime.errors import GivenUp, NumericAnomaly, WorkerError
+from training.runtime.errors import GivenUp, NumericAnomaly, RecoverableError, WorkerError, classify
 from training.runtime.process_group.attempt_groups import AttemptGroups
 from training.runtime.process_group.reconfigurable import default_group
 from training.runtime.program import MicroBatch, Training
@@ -41,7 +41,6 @@ from training.runtime.state.checkpointer import Checkpointer
 from training.runtime.state.live import Snapshots
 from training.runtime.state.transfer import local_part, receive_header, receive_tensors, send_state
 from training.runtime.step_loop.step import Step
-from training.runtime.step_loop.worker_faults import RecoverableError, classify
 from training.runtime.step_loop.wrappers import reset
 
 _log = logging.getLogger("perdure.runtime")
