@@ -140,7 +140,7 @@ def test_a_recovery_that_failed_has_no_duration(metrics, value):
     assert value("perdure_recovery_duration_seconds_count", rung="process_replace") is None
 
 
-def test_recoveries_before_the_attempt_are_told_apart(value):
+def test_recoveries_before_the_attempt_are_counted_apart(value):
     which = {"rung": "in_place_restart", "fault_class": "native_crash"}
     assert value("perdure_past_recoveries", **which) == 2
 
@@ -160,7 +160,7 @@ def test_a_pause_shows(metrics, value):
     assert value("perdure_paused") == 0
 
 
-def test_devices_and_hosts_are_told_in_base_units(metrics, value):
+def test_devices_and_hosts_are_exported_in_base_units(metrics, value):
     metrics.sampled("node-0", SAMPLE)
     first = {"node": "node-0", "device": "0"}
     assert value("perdure_device_utilisation_ratio", **first) == 0.8
@@ -185,7 +185,7 @@ def test_a_node_whose_agent_is_gone_shows_nothing_old(metrics, value):
     assert value("perdure_device_healthy", node="node-0", device="0") is None
 
 
-def test_the_endpoint_speaks_prometheus_text(metrics):
+def test_the_endpoint_serves_prometheus_text(metrics):
     metrics.step(RECORD)
     port = metrics.serve("127.0.0.1", 0)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:

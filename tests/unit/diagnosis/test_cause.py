@@ -75,7 +75,7 @@ PARTS = (traceback(TYPE_ERROR), notify_timeout(at_s=5), f"{PEER_CLOSED}\n", f"{U
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
-def test_a_cause_beats_a_symptom_beats_an_echo_wherever_they_stand(order):
+def test_a_cause_beats_a_symptom_beats_an_echo_wherever_they_are(order):
     parts = [PARTS[i] for i in order]
     assert cause("".join(parts)).evidence == TYPE_ERROR
     assert cause(*parts).evidence == TYPE_ERROR

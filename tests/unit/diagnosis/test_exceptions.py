@@ -119,7 +119,7 @@ def test_the_number_of_an_os_error_decides_whether_a_retry_can_help(line, answer
     assert raised(line).recoverable_by is answer
 
 
-def test_a_dotted_name_without_a_telling_ending_counts_only_after_a_traceback():
+def test_a_dotted_name_without_a_known_ending_counts_only_after_a_traceback():
     line = "pyarrow.lib.ArrowInvalid: Not an Arrow file"
     assert judge(line, "reading a.parquet\n") is None
     found = raised(line, traceback("/w/data.py"))

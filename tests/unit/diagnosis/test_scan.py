@@ -132,7 +132,7 @@ def test_every_form_of_an_exceptions_last_line_is_found_in_a_log(line):
     assert lines_of(read(f"noise\nTraceback (most recent call last):\n{FRAME}\n{line}\n")) == [line]
 
 
-def test_the_traceback_of_an_exception_may_stand_in_the_block_before():
+def test_the_traceback_of_an_exception_may_be_in_the_block_before():
     data = "x" * 79 + "\n"
     data = data * (BLOCK_SIZE_BYTES // 80) + traceback(ODD_ERROR)
     cut = len(data) - len(ODD_ERROR) - 1

@@ -75,7 +75,7 @@ def test_a_program_that_gives_no_result_is_a_failed_check(job, tmp_path):
     assert check.seen == "the program ended with exit code 1 and no result"
 
 
-def test_the_worst_rank_speaks_for_its_node():
+def test_the_worst_rank_decides_for_its_node():
     fine = Check(name="burn_in", outcome=CheckOutcome.OK, seen="fine", figures={"gflop_s": 10})
     ill = Check(name="burn_in", outcome=CheckOutcome.FAILED, seen="wrong", figures={"gflop_s": 20})
     joined = Check(name="join", outcome=CheckOutcome.OK, seen="joined", seconds=2)

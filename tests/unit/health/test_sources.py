@@ -124,7 +124,7 @@ def test_usages_have_a_block_for_every_chip():
     assert parse_usages("Invalid card id.") == ()
 
 
-def test_newer_drivers_tell_the_use_of_all_cores():
+def test_newer_drivers_report_the_use_of_all_cores():
     text = "Aicore Usage Rate(%) : 3\nNPU Utilization(%) : 44\nChip ID : 0\n"
     (usage,) = parse_usages(text)
     assert usage.utilisation_percent == 44

@@ -55,7 +55,7 @@ def ended(number: int, step: int | None = 14, **changes: Any) -> Ended:
 
 
 LINK_BEGAN = began(1)
-LINK_MENDED = ended(1, at_s=10.6, repaired=(3,), duration_s=0.625)
+LINK_RECOVERED = ended(1, at_s=10.6, repaired=(3,), duration_s=0.625)
 CRASH_BEGAN = RecoveryBegan(
     at_s=30.0, number=2, generation=2, fault=CRASH,
     decision=Decision(Rung.PROCESS_REPLACE, None, "one died", ("step_retry: switched off",)),

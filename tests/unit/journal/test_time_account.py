@@ -247,7 +247,7 @@ def test_the_time_after_the_end_of_a_run_that_is_taken_up_again_is_unsupervised(
     }  # fmt: skip
 
 
-def test_what_trained_on_while_nobody_watched_is_not_unsupervised():
+def test_what_trained_on_without_a_supervisor_is_not_unsupervised():
     story = begun(*((step, 110.0 + step) for step in range(1, 31)))
     story.took(140.0)
     accounted = spent(story.account(now_s=140.0))
@@ -267,7 +267,7 @@ def test_an_attempt_that_never_came_to_a_step_is_start_up_and_then_recovery():
     }  # fmt: skip
 
 
-def test_a_command_is_not_said_to_be_productive():
+def test_a_command_is_not_counted_as_productive():
     story = Story()
     created = RunCreated(at_s=100.0, epoch=1, job={"worker": {"command": ["torchrun"]}})
     story.records[1] = created

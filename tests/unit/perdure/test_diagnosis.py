@@ -58,7 +58,7 @@ def test_json_is_a_list_with_one_object_per_path_in_the_order_given(logs):
     assert all(set(case) == KEYS for case in found)
 
 
-def test_json_says_what_failed_where_and_what_can_be_done(logs):
+def test_json_shows_what_failed_where_and_what_can_be_done(logs):
     (case,) = objects(logs / "attempt")
     assert case == {
         "path": str(logs / "attempt"),
@@ -81,7 +81,7 @@ def test_json_says_what_failed_where_and_what_can_be_done(logs):
     assert case["action"]
 
 
-def test_json_of_a_healthy_log_says_that_nothing_failed(logs):
+def test_json_of_a_healthy_log_shows_that_nothing_failed(logs):
     (case,) = objects(logs / "healthy.log")
     assert case["fault_class"] is None
     assert case["key_line"] is None
@@ -166,7 +166,7 @@ def test_a_line_is_shown_in_its_surroundings_as_it_is_and_not_beyond_a_length(lo
     assert "xx" not in log or text.count("x") > 300
 
 
-def test_markup_in_a_path_is_shown_as_it_stands(logs):
+def test_markup_in_a_path_is_shown_as_it_is(logs):
     (logs / "[red]a[").write_text(HEALTHY)
     assert diagnosis(logs / "[red]a[").startswith(f"{logs}/[red]a[: No failure")
 
@@ -181,7 +181,7 @@ def test_it_is_shown_when_nothing_failed(logs):
     [("missing", "no such file or folder"), ("empty", "holds no logs")],
 )
 @pytest.mark.parametrize("more", [[], ["--json"], ["--each"]])
-def test_input_that_cannot_be_read_is_refused_in_one_line_before_anything_is_said(
+def test_input_that_cannot_be_read_is_refused_in_one_line_before_anything_is_printed(
     logs, capsys, name, message, more
 ):
     text = error_line(capsys, "diagnose", logs / "healthy.log", logs / name, *more)
@@ -190,7 +190,7 @@ def test_input_that_cannot_be_read_is_refused_in_one_line_before_anything_is_sai
     assert message in text
 
 
-def test_a_damaged_log_is_said_and_the_others_are_diagnosed(logs):
+def test_a_damaged_log_is_reported_and_the_others_are_diagnosed(logs):
     damaged = logs / "a.log.gz"
     damaged.write_bytes(b"\x1f\x8b\x08\x00" + b"\xff" * 50)
     cause = logs / "attempt" / "node-1" / "rank_1.log"

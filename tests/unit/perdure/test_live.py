@@ -14,7 +14,7 @@ from tests.unit.journal.histories import (
     CRASH_FAILED,
     GOES_ON,
     LINK_BEGAN,
-    LINK_MENDED,
+    LINK_RECOVERED,
     STANDS,
     history_of,
 )
@@ -52,7 +52,7 @@ def test_a_sparkline_has_the_asked_width_and_falls_with_the_loss():
     assert (line[0], line[-1]) == ("█", "▁")
 
 
-RECOVERED = history_of(LINK_BEGAN, LINK_MENDED, CRASH_BEGAN, CRASH_FAILED, has_ended=True)
+RECOVERED = history_of(LINK_BEGAN, LINK_RECOVERED, CRASH_BEGAN, CRASH_FAILED, has_ended=True)
 
 
 def test_a_wide_terminal_shows_recoveries_inside_the_processes_as_generations():
@@ -90,9 +90,9 @@ def observed(*histories_and_activities) -> str:
 def test_every_recovery_and_pause_is_printed_once():
     text = observed(
         (history_of(LINK_BEGAN), "recovering: link_down -> step_retry"),
-        (history_of(LINK_BEGAN, LINK_MENDED), "training"),
-        (history_of(LINK_BEGAN, LINK_MENDED, STANDS), "paused at step 20"),
-        (history_of(LINK_BEGAN, LINK_MENDED, STANDS, GOES_ON), "training"),
+        (history_of(LINK_BEGAN, LINK_RECOVERED), "training"),
+        (history_of(LINK_BEGAN, LINK_RECOVERED, STANDS), "paused at step 20"),
+        (history_of(LINK_BEGAN, LINK_RECOVERED, STANDS, GOES_ON), "training"),
     )
     assert text.splitlines() == [
         f"attempt 1.1: {event_text(LINK_BEGAN)}",

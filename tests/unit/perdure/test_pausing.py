@@ -16,7 +16,7 @@ from tests.unit.journal.histories import (
     BEGINNING,
     GOES_ON,
     LINK_BEGAN,
-    LINK_MENDED,
+    LINK_RECOVERED,
     NOW,
     STANDS,
     seen,
@@ -224,7 +224,7 @@ def test_status_shows_that_a_run_is_paused_and_how_to_resume_it(run, store):
 
 def test_status_counts_recoveries_inside_the_processes_and_shows_the_last(run):
     assert "inside the processes" not in status()
-    append(run, *seen(LINK_BEGAN, LINK_MENDED))
+    append(run, *seen(LINK_BEGAN, LINK_RECOVERED))
     line = "recoveries inside the processes: 1, the last: link_down -> step_retry: recovered"
     assert line in status()
     told = json.loads(status("--json"))

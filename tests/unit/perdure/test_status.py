@@ -18,7 +18,7 @@ from tests.unit.journal.histories import (
     END,
     HOT,
     LINK_BEGAN,
-    LINK_MENDED,
+    LINK_RECOVERED,
     NOW,
     seen,
 )
@@ -74,7 +74,7 @@ def test_a_script_reads_step_pace_and_where_the_time_went(run):
 
 
 def test_a_terminal_shows_faults_and_what_was_done_and_open_alerts(run):
-    append(run, *BEGINNING, *seen(LINK_BEGAN, LINK_MENDED, HOT, CRASH_BEGAN))
+    append(run, *BEGINNING, *seen(LINK_BEGAN, LINK_RECOVERED, HOT, CRASH_BEGAN))
     train(run, 11, 12)
     status = RunMonitor(run).status(now_s=60.0)
     for text in (shown(status_panel(status, 160)), shown(plain_status(status, 160))):

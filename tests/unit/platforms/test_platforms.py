@@ -81,7 +81,7 @@ def test_the_documentation_lists_every_form():
     assert [line for line in lines if line not in text] == []
 
 
-def test_the_tables_speak_only_of_fields_of_the_policy():
+def test_the_tables_name_only_fields_of_the_policy():
     known = POLICY_FIELDS | set(Fact)
     assert {p.name for p in PAIRS} | {p.other for p in PAIRS} <= known
     assert set(FORMS).isdisjoint(OTHERS)

@@ -58,18 +58,18 @@ def test_each_mechanism_has_a_line_with_the_copies(job):
 def test_without_replicas_a_default_is_a_note_and_a_request_a_warning(job):
     sharded = {"kind": "fsdp2"}
     assert lines(job(parallelism=sharded), warnings=True) == []
-    wished = job(parallelism=sharded, restart={"process_replace": True, "step_retry": False})
-    (line,) = lines(wished, warnings=True)
+    requested = job(parallelism=sharded, restart={"process_replace": True, "step_retry": False})
+    (line,) = lines(requested, warnings=True)
     assert line.startswith("process_replace: not possible: ")
     assert "optimizer_weight_shard_size = 4 / 4 = 1, needs >= 2" in line
-    assert "step_retry: off (restart.step_retry=false)" in lines(wished)
+    assert "step_retry: off (restart.step_retry=false)" in lines(requested)
 
 
 def test_a_request_in_a_platforms_form_is_a_request(job):
-    wished = job(
+    requested = job(
         parallelism={"kind": "fsdp2"}, restart={"from_platform": {"HIGH_AVAILABILITY": "recover"}}
     )
-    assert any(line.startswith("process_replace: not") for line in lines(wished, warnings=True))
+    assert any(line.startswith("process_replace: not") for line in lines(requested, warnings=True))
 
 
 def test_a_command_takes_no_part(job):

@@ -23,7 +23,7 @@ def test_what_was_started_is_known_by_its_name(tmp_path):
     assert known_job(tmp_path, "first") == job("first")
 
 
-def test_a_name_that_nobody_knows_is_told_with_those_that_are(tmp_path):
+def test_an_unknown_name_is_reported_with_the_known_ones(tmp_path):
     remember_job(tmp_path, job("first"))
     with pytest.raises(InputError, match="'other': no such run on this machine; known: first"):
         known_job(tmp_path, "other")

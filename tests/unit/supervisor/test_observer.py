@@ -89,7 +89,7 @@ def test_the_same_numbers_in_a_later_attempt_are_other_notes(supervisor, cluster
     assert [len(view.pauses) for view in run.history.attempts] == [1, 1]
 
 
-def test_a_line_that_nobody_understands_ends_no_supervision(supervisor, cluster):
+def test_a_line_that_cannot_be_read_ends_no_supervision(supervisor, cluster):
     cluster.live[1, 1] = '{"kind": "step", "lo\n\x00\n{"kind": "news"}\n' + lines(STANDS)
     run = supervisor()
     supervise(run)
@@ -97,7 +97,7 @@ def test_a_line_that_nobody_understands_ends_no_supervision(supervisor, cluster)
     assert list(run.history.attempts[0].events) == [STANDS]
 
 
-def test_the_next_attempt_is_told_of_the_recoveries_before_it(supervisor, cluster):
+def test_the_next_attempt_receives_the_recoveries_before_it(supervisor, cluster):
     cluster.live[1, 1] = lines(BEGAN, FAILED)
     supervise(supervisor())
     told = [[(one.rung.value, one.failed) for one in order.past] for order in cluster.orders]
@@ -117,23 +117,23 @@ def test_of_many_recoveries_the_next_attempt_gets_the_newest_oldest_first(superv
     assert restart.rung is Rung.IN_PLACE_RESTART
 
 
-def test_the_end_of_a_run_takes_a_wish_to_pause_back(supervisor, job, tmp_path, monkeypatch):
+def test_the_end_of_a_run_withdraws_a_pause_request(supervisor, job, tmp_path, monkeypatch):
     store = LocalStore(tmp_path / "store")
     write_control(store, job.run_id, pause=True)
     run = supervisor()
-    wished_while_alive: list[bool] = []
+    requested_while_alive: list[bool] = []
     run.take()
     monkeypatch.setattr(
         run.engine,
         "cancel",
-        lambda _grace_s: wished_while_alive.append(read_control(store, job.run_id).pause),
+        lambda _grace_s: requested_while_alive.append(read_control(store, job.run_id).pause),
     )
     run.end("cancelled", "test")
-    assert wished_while_alive == [True], "or its processes would train on for a moment"
+    assert requested_while_alive == [True], "or its processes would train on for a moment"
     assert not read_control(store, job.run_id).pause
 
 
-def test_an_observer_sees_a_pause_that_nobody_has_recorded_yet(supervisor, cluster):
+def test_an_observer_sees_a_pause_that_is_not_on_record_yet(supervisor, cluster):
     begin(supervisor())
     run = supervisor()
     observer, view = run.observer(), run.history.open_attempt
@@ -172,9 +172,7 @@ def test_there_is_nothing_to_look_at_where_no_attempt_lives(supervisor, cluster)
     assert run.observer() is None
 
 
-def test_workers_are_told_the_failure_rate_that_the_run_has_shown(
-    job, tmp_path, cluster, impatient
-):
+def test_workers_receive_the_failure_rate_that_the_run_has_shown(job, tmp_path, cluster, impatient):
     expecting = job.checkpoint.model_copy(update={"mtbf_s": 1000.0})
     cluster.live[1, 1] = lines(BEGAN, FAILED)
     run = ClusterRun(job.model_copy(update={"checkpoint": expecting}), home=tmp_path)

@@ -10,7 +10,7 @@ from tests.unit.journal.histories import (
     CRASH_FAILED,
     GOES_ON,
     LINK_BEGAN,
-    LINK_MENDED,
+    LINK_RECOVERED,
     STANDS,
     history_of,
 )
@@ -21,7 +21,7 @@ STEP = StepRecord(1, 2.0, 1.0, 1e-3, 1e5, None, 0.0, 0.5, 8, 0, 1, 1)
 
 
 def test_a_recovery_inside_the_processes_is_a_row_below_its_attempt():
-    history = history_of(LINK_BEGAN, LINK_MENDED, CRASH_BEGAN, CRASH_FAILED, has_ended=True)
+    history = history_of(LINK_BEGAN, LINK_RECOVERED, CRASH_BEGAN, CRASH_FAILED, has_ended=True)
     attempt, link, crash = story_rows(history)
     assert (attempt.generation, attempt.rung, attempt.outcome) == (
         None, "in_place_restart", "failed",
@@ -34,20 +34,20 @@ def test_a_recovery_inside_the_processes_is_a_row_below_its_attempt():
     assert (link.seconds_to_next_step, crash.seconds_to_next_step) == (0.62, None)
 
 
-def test_a_recovery_that_goes_on_is_told_from_one_that_its_attempt_cut_off():
+def test_a_recovery_that_goes_on_differs_from_one_that_its_attempt_cut_off():
     outcomes = [
         story_rows(history_of(LINK_BEGAN, has_ended=ended))[1].outcome for ended in (False, True)
     ]
     assert outcomes == ["recovering", "not recovered"]
 
 
-def test_every_row_has_the_same_columns_whatever_it_tells():
-    history = history_of(LINK_BEGAN, LINK_MENDED, STANDS, GOES_ON, has_ended=True)
+def test_every_row_has_the_same_columns_whatever_it_shows():
+    history = history_of(LINK_BEGAN, LINK_RECOVERED, STANDS, GOES_ON, has_ended=True)
     assert len(story_rows(history)) == 2, "a pause is no fault"
 
 
 def test_the_facts_of_a_recovery_are_plain_values():
-    view = history_of(LINK_BEGAN, LINK_MENDED, CRASH_BEGAN, CRASH_FAILED).attempts[0]
+    view = history_of(LINK_BEGAN, LINK_RECOVERED, CRASH_BEGAN, CRASH_FAILED).attempts[0]
     link, crash = (json.loads(json.dumps(recovery_facts(view, one))) for one in view.recoveries)
     assert link == {
         "placement": 1, "attempt": 1, "number": 1, "generation": 1, "fault_class": "link_down",
@@ -63,7 +63,7 @@ def test_the_facts_of_a_recovery_are_plain_values():
 def test_the_picture_marks_recovered_faults_and_the_others():
     kept = {step: replace(STEP, step=step, loss=10.0 / step) for step in range(1, 41)}
     plain = loss_picture(history_of(), kept)
-    marked = loss_picture(history_of(LINK_BEGAN, LINK_MENDED, has_ended=True), kept)
+    marked = loss_picture(history_of(LINK_BEGAN, LINK_RECOVERED, has_ended=True), kept)
     assert plain.startswith(b"\x89PNG")
     assert marked.startswith(b"\x89PNG")
     assert marked != plain

@@ -63,7 +63,7 @@ def test_the_memory_of_a_checkpoint_server_that_is_gone_holds_nothing(tmp_path, 
     assert node_tiers(tmp_path, RUN) == {}
 
 
-def test_memory_and_disk_are_told_apart(tmp_path, note):
+def test_memory_and_disk_are_different_tiers(tmp_path, note):
     note("node-0", [(save(10), 0), (save(10), 1)])
     put_on_disk(tmp_path, "node-0", save(10), 0)
     put_on_disk(tmp_path, "node-1", save(10), 1)

@@ -59,7 +59,7 @@ def test_the_rows_add_up_and_explain_themselves():
     ("seconds", "text"),
     [(0.04, "0.04 s"), (59.94, "59.9 s"), (60.0, "1m 0s"), (3700.0, "1h 1m"), (1e6, "11d 13h")],
 )
-def test_a_duration_is_told_in_its_two_largest_units(seconds, text):
+def test_a_duration_is_shown_in_its_two_largest_units(seconds, text):
     assert duration_text(seconds) == text
 
 

@@ -15,7 +15,7 @@ from tests.unit.journal.histories import (
     DAMAGED,
     GOES_ON,
     LINK_BEGAN,
-    LINK_MENDED,
+    LINK_RECOVERED,
     SAVED,
     STANDS,
     failed,
@@ -145,7 +145,7 @@ def report_of(*events, ended: bool = False) -> str:
 
 
 def test_the_report_of_a_recovery_names_fault_decision_and_outcome():
-    text = report_of(LINK_BEGAN, LINK_MENDED)
+    text = report_of(LINK_BEGAN, LINK_RECOVERED)
     for words in (
         "## link_down at rank 3 on node-1",
         "Attempt 1.1, generation 1, after step 14.",
@@ -170,11 +170,11 @@ def test_the_report_of_a_recovery_that_failed_names_the_cause():
 def test_reconnected_links_leave_the_job_sub_healthy():
     decision = Decision(Rung.OPERATOR_RETRY, None, "", sub_healthy=True)
     began = LINK_BEGAN.model_copy(update={"decision": decision})
-    assert "The job is sub-healthy" in report_of(began, LINK_MENDED)
-    assert "sub-healthy" not in report_of(LINK_BEGAN, LINK_MENDED)
-    failed = LINK_MENDED.model_copy(update={"succeeded": False, "why": "too late"})
+    assert "The job is sub-healthy" in report_of(began, LINK_RECOVERED)
+    assert "sub-healthy" not in report_of(LINK_BEGAN, LINK_RECOVERED)
+    failed = LINK_RECOVERED.model_copy(update={"succeeded": False, "why": "too late"})
     assert "sub-healthy" not in report_of(began, failed)
-    history = history_of(began, LINK_MENDED)
+    history = history_of(began, LINK_RECOVERED)
     assert [m.began.number for m in history.sub_healthy] == [1]
     assert [row.outcome for row in story_rows(history)][1:] == ["recovered, sub-healthy"]
     assert history_of(began, failed).sub_healthy == []
@@ -186,7 +186,7 @@ LINES = {
         update={"is_repaired": True}
     ): "checkpoint of step 40 is damaged, repaired from a node: rank 3's file",
     LINK_BEGAN: "recovery 1, generation 1: link_down at rank 3 on node-1: EI0006 -> step_retry",
-    LINK_MENDED: "recovery 1: training goes on from step 14 after 0.62 s, 0 steps done again",
+    LINK_RECOVERED: "recovery 1: training goes on from step 14 after 0.62 s, 0 steps done again",
     CRASH_FAILED: "recovery 2 failed: no replica of rank 1",
     SAVED: "end-of-life checkpoint of step 40 by ranks 0, 2",
     STANDS: "pause 4: every rank is paused at step 20",
@@ -204,8 +204,8 @@ def test_every_note_is_a_line_of_the_log(event, text):
     [
         ((), None),
         ((LINK_BEGAN,), "recovering: link_down -> step_retry"),
-        ((LINK_BEGAN, LINK_MENDED), None),
-        ((LINK_BEGAN, LINK_MENDED, STANDS), "paused at step 20"),
+        ((LINK_BEGAN, LINK_RECOVERED), None),
+        ((LINK_BEGAN, LINK_RECOVERED, STANDS), "paused at step 20"),
         ((STANDS, GOES_ON), None),
     ],
 )
@@ -227,7 +227,7 @@ def test_a_recovery_inside_the_processes_is_two_events_and_one_report(reported):
     reporter, events = reported
     under_way = history_of(LINK_BEGAN).attempts[0]
     reporter.recovery_began(under_way, under_way.recoveries[0])
-    over = history_of(LINK_BEGAN, LINK_MENDED).attempts[0]
+    over = history_of(LINK_BEGAN, LINK_RECOVERED).attempts[0]
     reporter.recovery_over(over, over.recoveries[0])
     (fault, noticed), (recovery, outcome) = events
     assert (fault, noticed["fault_class"], noticed["rank"]) == ("fault", "link_down", 3)

@@ -18,7 +18,7 @@ from tests.unit.journal.histories import (
     GOES_ON,
     HOT,
     LINK_BEGAN,
-    LINK_MENDED,
+    LINK_RECOVERED,
     STANDS,
     seen,
 )
@@ -98,7 +98,7 @@ def test_the_activity_follows_recoveries_and_pauses(see):
     assert see(steps=[STEP]) == "training"
     assert see(LINK_BEGAN, fresh=1, steps=[STEP]) == "recovering: link_down -> step_retry"
     assert see(LINK_BEGAN) == "recovering: link_down -> step_retry"
-    assert see(LINK_BEGAN, LINK_MENDED, fresh=1) == "training"
+    assert see(LINK_BEGAN, LINK_RECOVERED, fresh=1) == "training"
     assert see(STANDS, fresh=1) == "paused at step 20"
     assert see(STANDS, GOES_ON, fresh=1) == "training"
 
@@ -109,7 +109,7 @@ def test_a_supervisor_that_adopts_a_paused_attempt_shows_that_it_is_paused(see, 
 
 
 def test_a_recovery_that_is_read_whole_is_reported_whole(see, reported, caplog):
-    see(LINK_BEGAN, LINK_MENDED, fresh=2)
+    see(LINK_BEGAN, LINK_RECOVERED, fresh=2)
     assert reported.events == [("fault", 1), ("recovery", (1, True))]
     assert reported.rows == 2
     assert "recovery 1: training goes on from step 14" in caplog.text
@@ -149,7 +149,7 @@ def test_where_the_time_went_is_reported_and_stays_in_the_store(supervision, see
 
 
 def test_a_recovery_that_its_attempts_end_cut_off_is_reported_as_failed(see, supervision, reported):
-    see(LINK_BEGAN, LINK_MENDED, CRASH_BEGAN, ended=True)
+    see(LINK_BEGAN, LINK_RECOVERED, CRASH_BEGAN, ended=True)
     supervision.report_cut_off()
     assert reported.events == [("recovery", (2, False))]
     see(CRASH_BEGAN, CRASH_FAILED, ended=True)
@@ -158,7 +158,7 @@ def test_a_recovery_that_its_attempts_end_cut_off_is_reported_as_failed(see, sup
 
 
 def test_an_end_whose_beginning_was_lost_ends_no_supervision(see, reported):
-    see(LINK_MENDED, fresh=1)
+    see(LINK_RECOVERED, fresh=1)
     assert reported.events == []
 
 
