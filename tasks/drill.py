@@ -56,7 +56,7 @@ def clear(runner: DrillRunner) -> None:
     runner.clear()
 
 
-@task(name="tell", task_run_name="table of all", cache_policy=NO_CACHE)
+@task(name="report", task_run_name="table of all", cache_policy=NO_CACHE)
 def publish_table(outcomes: Sequence[DrillOutcome], *, run_id: str | None) -> None:
     """The table of all of them, as an artifact of the flow run."""
     rows = [outcome.row for outcome in outcomes]

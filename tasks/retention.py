@@ -37,7 +37,7 @@ def delete(job: Job, chosen: Sequence[Removal], older_than_s: float) -> list[Rem
     return completed(gone, f"{totals(gone)}; unfinished uploads aborted: {uploads}")
 
 
-@task(name="tell", task_run_name="tell", cache_policy=NO_CACHE)
+@task(name="report", task_run_name="report", cache_policy=NO_CACHE)
 def publish_table(job: Job, gone: Sequence[Removal], *, dry_run: bool) -> None:
     """The table of what was deleted, as an artifact of the run."""
     create_table_artifact(

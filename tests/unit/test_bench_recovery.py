@@ -32,8 +32,8 @@ def test_a_contender_that_did_not_run_fails_the_program_in_one_line(monkeypatch,
     monkeypatch.setattr(bench, "run", not_installed)
     monkeypatch.setattr("sys.argv", ["bench", "--only", "recovery", "--contender", "torchft"])
     assert bench.main() == 1
-    told = capsys.readouterr().err.splitlines()
-    assert told == ["bench-recovery: not all contenders ran: torchft: torchft is not installed"]
+    reported = capsys.readouterr().err.splitlines()
+    assert reported == ["bench-recovery: not all contenders ran: torchft: torchft is not installed"]
 
 
 def test_an_unknown_contender_is_refused(monkeypatch, capsys):

@@ -114,8 +114,8 @@ def test_panels_do_not_lie_upon_each_other(dashboard):
 
 def test_every_metric_is_in_the_documentation_and_no_other():
     text = (FILE.parents[1] / "docs" / "watching.md").read_text(encoding="utf-8")
-    told = set(re.findall(r"`(perdure_[a-z_]+)`", text))
+    reported = set(re.findall(r"`(perdure_[a-z_]+)`", text))
     parts = ("_bucket", "_count", "_sum", "_created")
     names = {name for name in exported() if not name.endswith(parts)}
     histograms = {"perdure_step_duration_seconds", "perdure_recovery_duration_seconds"}
-    assert told == names | histograms
+    assert reported == names | histograms

@@ -246,9 +246,9 @@ def test_the_dump_of_a_core_shows_that_the_kernels_own_addresses_are_wrong():
         "       The extend info: errcode:(0, 0x8000, 0) errorStr: When the D-cache reads and "
         "writes data to the UB, the response value returned by the bus is a non-zero value.\n"
     )
-    alone, told, elsewhere = cause(core), cause(core + dump), cause(core, dump)
-    assert told.evidence == alone.evidence == core.strip()
-    answers = [fault.recoverable_by for fault in (alone, told, elsewhere)]
+    alone, reported, elsewhere = cause(core), cause(core + dump), cause(core, dump)
+    assert reported.evidence == alone.evidence == core.strip()
+    answers = [fault.recoverable_by for fault in (alone, reported, elsewhere)]
     assert answers == [RecoverableBy.RETRY, RecoverableBy.USER_FIX, RecoverableBy.RETRY]
 
 

@@ -57,7 +57,7 @@ def lines_of(seen: Scan) -> list[str]:
     return [finding.line for finding in seen.findings]
 
 
-def told(seen: Scan) -> list[tuple]:
+def reported(seen: Scan) -> list[tuple]:
     """What a finding says, without the parts that are only roughly known."""
     return [(f.rule, f.line, f.offset, f.role, f.seen_s, f.origin, f.frame) for f in seen.findings]
 
@@ -86,14 +86,14 @@ ENDS = st.sampled_from(["\n", "\r\n", "\r", "\n\n"])
 def test_the_pieces_in_which_output_arrives_do_not_matter(lines, sizes):
     data = "".join(f"{line}{end}" for line, end in lines).encode()
     whole, split = read(data), scan(pieces(data, sizes), year=YEAR)
-    assert told(split) == told(whole)
+    assert reported(split) == reported(whole)
     assert (split.size_bytes, split.is_text) == (whole.size_bytes, whole.is_text)
 
 
 def test_a_time_long_before_a_finding_is_known_however_the_output_arrives():
     data = "2026-03-21 02:07:08 hello\n" + "noise\n" * 3000 + traceback(TYPE_ERROR)
     line_by_line = scan((line.encode() for line in data.splitlines(keepends=True)), year=YEAR)
-    assert told(line_by_line) == told(read(data))
+    assert reported(line_by_line) == reported(read(data))
 
 
 def test_the_end_of_output_is_kept_however_it_arrives():

@@ -17,7 +17,7 @@ START_LIMIT_S = 600.0
 def beat(
     step: int, at_s: float, *, phase: Phase = Phase.STEP, stepped_s: float | None = None
 ) -> Heartbeat:
-    """A reading: a step completed, and the beat written, at the same time unless told."""
+    """A reading: a step completed, and the beat written, at the same time unless given."""
     stepped_s = at_s if stepped_s is None else stepped_s
     return Heartbeat(1, phase, 0, step, 0, 0, round(at_s * 1e9), round(stepped_s * 1e9))
 

@@ -1,4 +1,4 @@
-"""When a run that gets on is told to be out of its limits."""
+"""When a run that makes progress raises an alert."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def rank(number: int, **changes: Any) -> RankSample:
 def raised(
     look_at: Callable[[float], RunSample], *, until_s: float, spec: WatchSpec = SPEC
 ) -> list[tuple[float, Condition]]:
-    """Everything that is told of a run that looks like this, a look a second."""
+    """All changes of a run in these states, one look a second."""
     watch, at_s = HealthPoints(spec), 0.0
     found: list[tuple[float, Condition]] = []
     while at_s <= until_s:
@@ -121,7 +121,7 @@ def test_a_point_is_cleared_after_it_was_inside_its_limits_for_a_while_and_may_c
 
 
 def steps(losses: Sequence[float] = (), times: Sequence[float] = ()) -> list[HealthPoint]:
-    """What is told of steps with these losses or durations."""
+    """The changes of steps with these losses or durations."""
     watch = HealthPoints(SPEC)
     found: list[Condition] = []
     for number, value in enumerate(losses or times, start=1):

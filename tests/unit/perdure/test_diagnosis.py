@@ -197,10 +197,10 @@ def test_a_damaged_log_is_reported_and_the_others_are_diagnosed(logs):
     done = CliRunner().invoke(app, ["diagnose", "--json", str(damaged), str(cause)])
     assert done.exit_code == 2
     assert f"perdure: not read: PATH: '{damaged}'" in done.stderr
-    unread, told = json.loads(done.stdout)
+    unread, reported = json.loads(done.stdout)
     assert (unread["fault_class"], unread["path"]) == (None, str(damaged))
     assert "could not be read" in unread["explanation"]
-    assert told["key_line"] == TYPE_ERROR
+    assert reported["key_line"] == TYPE_ERROR
 
 
 def test_the_standard_input_can_be_named_once(capsys):

@@ -215,9 +215,9 @@ def test_status_shows_that_a_run_is_paused_and_how_to_resume_it(run, store):
     write_control(store, "small", pause=True)
     assert "pause requested; `perdure resume small` continues it" in status()
     append(run, *seen(STANDS))
-    told = json.loads(status("--json"))
-    assert (told["state"], told["pause_wanted"]) == ("paused", True)
-    assert told["pause"] == {"at_s": 20.0, "step": 20}
+    reported = json.loads(status("--json"))
+    assert (reported["state"], reported["pause_wanted"]) == ("paused", True)
+    assert reported["pause"] == {"at_s": 20.0, "step": 20}
     assert "state: paused" in status()
     assert "paused at step 20; `perdure resume small` continues it" in status()
 
@@ -227,6 +227,6 @@ def test_status_counts_recoveries_inside_the_processes_and_shows_the_last(run):
     append(run, *seen(LINK_BEGAN, LINK_RECOVERED))
     line = "recoveries inside the processes: 1, the last: link_down -> step_retry: recovered"
     assert line in status()
-    told = json.loads(status("--json"))
-    assert [one["rung"] for one in told["recoveries"]] == ["step_retry"]
-    assert len(told["attempts"]) == 1, "an attempt is an attempt"
+    reported = json.loads(status("--json"))
+    assert [one["rung"] for one in reported["recoveries"]] == ["step_retry"]
+    assert len(reported["attempts"]) == 1, "an attempt is an attempt"

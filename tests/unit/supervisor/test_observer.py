@@ -76,10 +76,10 @@ def test_a_supervisor_that_takes_over_records_what_it_reads_again_only_once(supe
     begin(supervisor())
     cluster.live[1, 1] += lines(GOES_ON)
     run = supervisor()
-    told: list[LedgerEvent] = []
-    supervise(run, lambda progress: told.extend(progress.events))
+    reported: list[LedgerEvent] = []
+    supervise(run, lambda progress: reported.extend(progress.events))
     assert list(run.history.attempts[0].events) == [BEGAN, STANDS, GOES_ON]
-    assert told == [GOES_ON], "and is told only what is new"
+    assert reported == [GOES_ON], "and gets only what is new"
 
 
 def test_the_same_numbers_in_a_later_attempt_are_other_notes(supervisor, cluster):
@@ -100,8 +100,8 @@ def test_a_line_that_cannot_be_read_ends_no_supervision(supervisor, cluster):
 def test_the_next_attempt_receives_the_recoveries_before_it(supervisor, cluster):
     cluster.live[1, 1] = lines(BEGAN, FAILED)
     supervise(supervisor())
-    told = [[(one.rung.value, one.failed) for one in order.past] for order in cluster.orders]
-    assert told == [[], [("step_retry", True), ("in_place_restart", False)]]
+    reported = [[(one.rung.value, one.failed) for one in order.past] for order in cluster.orders]
+    assert reported == [[], [("step_retry", True), ("in_place_restart", False)]]
 
 
 def test_of_many_recoveries_the_next_attempt_gets_the_newest_oldest_first(supervisor, cluster):
@@ -178,8 +178,8 @@ def test_workers_receive_the_failure_rate_that_the_run_has_shown(job, tmp_path, 
     run = ClusterRun(job.model_copy(update={"checkpoint": expecting}), home=tmp_path)
     run.cluster = cluster
     supervise(run)
-    told = [parse_job(json.loads(order.job)).checkpoint.mtbf_s for order in cluster.orders]
-    assert told[0] == 1000.0
-    assert told[1] == pytest.approx(500.0, abs=5.0), "one failure in no time at all"
+    reported = [parse_job(json.loads(order.job)).checkpoint.mtbf_s for order in cluster.orders]
+    assert reported[0] == 1000.0
+    assert reported[1] == pytest.approx(500.0, abs=5.0), "one failure in no time at all"
     assert run.history.job is not None
     assert run.history.job["checkpoint"]["mtbf_s"] == 1000.0, "the job stays what it was"

@@ -1,4 +1,4 @@
-"""What people are told about the tiers of a run's checkpoints."""
+"""What users see of the tiers of a run's checkpoints."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def note(tmp_path):
     def write(node: str, held: list[tuple[SaveId, int]], *, pid: int | None = None) -> None:
         folder = tmp_path / "runs" / RUN / "nodes" / node / "p0001-m0-s1"
         folder.mkdir(parents=True)
-        told = HeldInMemory(
+        reported = HeldInMemory(
             pid=os.getpid() if pid is None else pid,
             process_started_s=psutil.Process().create_time(),
             saves=tuple(held),
         )
-        (folder / HELD_FILE).write_text(told.model_dump_json())
+        (folder / HELD_FILE).write_text(reported.model_dump_json())
 
     return write
 

@@ -65,19 +65,19 @@ def test_a_duration_is_shown_in_its_two_largest_units(seconds, text):
 
 def test_what_is_too_short_to_be_seen_goes_with_its_neighbours_and_nothing_is_lost():
     parts = [part for _ in range(5000) for part in ((0.9, Owner.PRODUCTIVE), (0.1, Owner.SAVE))]
-    told = account_of(*parts, (500.0, Owner.START_UP))
-    drawn = list(coarse(told.intervals, 100))
+    reported = account_of(*parts, (500.0, Owner.START_UP))
+    drawn = list(coarse(reported.intervals, 100))
     assert len(drawn) <= 102
     assert {one.owner for one in drawn} == {Owner.PRODUCTIVE, Owner.START_UP}
-    assert drawn[0].from_s == told.intervals[0].from_s
-    assert drawn[-1].to_s == told.intervals[-1].to_s
+    assert drawn[0].from_s == reported.intervals[0].from_s
+    assert drawn[-1].to_s == reported.intervals[-1].to_s
     assert all(one.to_s == other.from_s for one, other in pairwise(drawn))
     assert list(coarse(())) == []
 
 
-@pytest.mark.parametrize("told", [HALF, Account(())])
-def test_the_picture_is_a_png(told):
-    assert timeline_picture(told).startswith(b"\x89PNG")
+@pytest.mark.parametrize("reported", [HALF, Account(())])
+def test_the_picture_is_a_png(reported):
+    assert timeline_picture(reported).startswith(b"\x89PNG")
 
 
 @pytest.fixture

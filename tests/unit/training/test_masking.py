@@ -42,7 +42,7 @@ def test_a_known_value_is_masked_wherever_it_is_unless_it_is_short(text, secrets
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "reported"),
     [
         ("key AKIAIOSFODNN7EXAMPLE used", "key *** used"),
         ("Authorization: AWS4-HMAC-SHA256 Credential=A/b, Signature=fe5f\nnext",
@@ -64,8 +64,8 @@ def test_a_known_value_is_masked_wherever_it_is_unless_it_is_short(text, secrets
         ("eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY.SflKxwRJSMeKKF2QT4fw", "***"),
     ],
 )  # fmt: skip
-def test_what_looks_like_a_secret_is_masked(text, told):
-    assert mask(text) == told
+def test_what_looks_like_a_secret_is_masked(text, reported):
+    assert mask(text) == reported
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def test_what_a_training_log_shows_stays(text):
 
 def test_the_lines_of_a_private_key_are_gone():
     key = "-----BEGIN RSA PRIVATE KEY-----\nMIIE\nabc\n-----END RSA PRIVATE KEY-----"
-    told = mask(f"before\n{key}\nafter\n")
-    assert told == (
+    reported = mask(f"before\n{key}\nafter\n")
+    assert reported == (
         "before\n-----BEGIN RSA PRIVATE KEY-----***-----END RSA PRIVATE KEY-----\nafter\n"
     )
 
@@ -113,11 +113,11 @@ def test_a_secret_that_is_cut_between_pieces_is_masked_all_the_same(cuts, before
     text = f"{before} {SECRET}\n{after} password=hunter22 X-Amz-Signature={'0af1' * 8}".encode()
     bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[a:b] for a, b in pairwise(bounds)]
-    told = b"".join(masked(pieces, [SECRET]))
-    assert SECRET.encode() not in told
-    assert b"hunter22" not in told
-    assert b"0af10af1" not in told
-    assert told.count(MASK) >= 3
+    reported = b"".join(masked(pieces, [SECRET]))
+    assert SECRET.encode() not in reported
+    assert b"hunter22" not in reported
+    assert b"0af10af1" not in reported
+    assert reported.count(MASK) >= 3
 
 
 @pytest.mark.parametrize("shift", [0, 1, 17, 39, 40, 41, 100])
@@ -127,8 +127,8 @@ def test_a_secret_at_the_edge_of_a_line_without_end_is_masked(shift):
     text = b"x" * (edge - shift) + SECRET.encode() + b"y" * WINDOW_BYTES
     for size in (1000, 4096, len(text)):
         pieces = [text[at : at + size] for at in range(0, len(text), size)]
-        told = b"".join(masked(pieces, [SECRET]))
-        assert told == text.replace(SECRET.encode(), MASK), (shift, size)
+        reported = b"".join(masked(pieces, [SECRET]))
+        assert reported == text.replace(SECRET.encode(), MASK), (shift, size)
 
 
 def test_a_line_without_end_is_given_away_before_its_end():
