@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from tests.unit.runtime.trainees import Place, Trainee, train, train_and_fail, t
 from tests.unit.storage.nodes import Cluster, Node, flip_bit
 from training.journal.attempt_log import parse_lines
 from training.journal.events import CheckpointCommitted, CheckpointDamaged
+from training.runtime.state.checkpointer import Checkpointer
 
 SAVES = (2, 4)
 
@@ -62,10 +63,19 @@ class Bench:
         """One attempt to its end."""
         return self.cluster.run(train, self.place(**place), until, saves, num_ranks=num_ranks)
 
-    def restarted(self, *numbers: int) -> None:
-        """Kill checkpoint servers and start them anew: their memory is gone."""
+    def restart(self, *numbers: int) -> None:
+        """Kill checkpoint servers and start others: their memory is gone."""
         for number in numbers:
             self.nodes[number].start()
+
+    def replace(self, *numbers: int) -> None:
+        """Replace nodes by others: memory and disk are gone."""
+        for number in numbers:
+            node = self.nodes[number]
+            node.kill()
+            assert node.disk is not None
+            node.disk = node.disk.with_name("another-disk")
+            node.start()
 
     def uncommit(self, step: int) -> None:
         """As if the store had never got a step."""
@@ -75,20 +85,18 @@ class Bench:
         """Key of a shard of a committed step, in the store."""
         return self.checkpoints.key(step, sorted(self.checkpoints.manifest(step).shards)[rank])
 
-    def read_by_nobody(self) -> None:
-        """Have the store's shards and manifests unreadable, and so known to be not read."""
+    def make_store_unreadable(self) -> None:
+        """Spoil all shards of the store: what is restored was read elsewhere."""
         for info in list(self.store.list("runs/run/checkpoints/")):
             if info.key.endswith(".safetensors"):
                 self.store.put(info.key, b"not a shard")
 
 
 @pytest.fixture
-def bench(tmp_path) -> Iterator[Bench]:
-    cluster = Cluster.at(tmp_path, keep_last=5)
+def bench(cluster) -> Bench:
     cluster.node()
     cluster.node()
-    yield Bench(cluster)
-    cluster.close()
+    return Bench(cluster)
 
 
 def agree(results: list[dict[Any, Any]], before: list[dict[Any, Any]], step: int) -> bool:
@@ -100,7 +108,7 @@ def agree(results: list[dict[Any, Any]], before: list[dict[Any, Any]], step: int
 
 def test_a_restart_in_place_reads_memory_alone_and_resumes_as_if_never_stopped(bench):
     never_stopped = bench.train(until=7)
-    bench.read_by_nobody()
+    bench.make_store_unreadable()
     bench.nodes[0].disk_tier().delete(4)
     bench.nodes[1].disk_tier().delete(4)
     results = bench.train(until=7, saves=())
@@ -111,30 +119,26 @@ def test_a_restart_in_place_reads_memory_alone_and_resumes_as_if_never_stopped(b
     assert len({one["random"] for one in results}) == 4, "each rank has its own random state"
 
 
-def test_sharded_states_come_back_over_the_process_group_and_from_memory(bench):
-    before = bench.train(sharded=True)
-    bench.read_by_nobody()
-    results = bench.train(until=5, saves=(), sharded=True)
+@pytest.mark.parametrize(
+    ("restarted", "num_ranks", "sharded"),
+    [
+        pytest.param((), 4, True, id="sharded, over the process group and from memory"),
+        pytest.param((0, 1), 4, False, id="from both disks, the servers lost their memory"),
+        pytest.param((1,), 4, False, id="from the memory of one node and the disk of the other"),
+        pytest.param((), 2, False, id="by another world size"),
+    ],
+)
+def test_what_the_nodes_hold_makes_a_whole(bench, restarted, num_ranks, sharded):
+    before = bench.train(sharded=sharded)
+    bench.make_store_unreadable()
+    bench.restart(*restarted)
+    results = bench.train(until=4 + sharded, saves=(), num_ranks=num_ranks, sharded=sharded)
     assert agree(results, before, 4)
-
-
-def test_checkpoint_servers_that_lost_their_memory_restore_from_their_disks(bench):
-    before = bench.train()
-    bench.read_by_nobody()
-    bench.restarted(0, 1)
-    assert agree(bench.train(saves=()), before, 4)
-
-
-def test_memory_of_one_node_and_disk_of_the_other_make_a_whole(bench):
-    before = bench.train()
-    bench.read_by_nobody()
-    bench.restarted(1)
-    assert agree(bench.train(saves=()), before, 4)
 
 
 def test_a_damaged_share_on_a_disk_falls_back_to_what_is_whole(bench):
     before = bench.train()
-    bench.restarted(0, 1)
+    bench.restart(0, 1)
     disk = bench.nodes[1].disk_tier()
     flip_bit(disk.store, disk.key(4, "p0001-a0001-rank00002.safetensors"), 5000)
     bench.uncommit(4)
@@ -143,11 +147,7 @@ def test_a_damaged_share_on_a_disk_falls_back_to_what_is_whole(bench):
 
 def test_a_new_node_is_given_what_the_store_has_and_the_other_node_its_own(bench):
     before = bench.train()
-    second = bench.nodes[1]
-    second.kill()
-    assert second.disk is not None
-    second.disk = second.disk.with_name("another-disk")
-    second.start()
+    bench.replace(1)
     for rank in (0, 1):
         key = bench.shard(4, rank)
         bench.store.put(key, bench.store.get(key))
@@ -170,16 +170,10 @@ def test_a_save_that_was_never_committed_is_published_by_the_attempt_that_restor
 def test_what_is_republished_from_disks_restores_from_the_store(bench):
     before = bench.train()
     bench.uncommit(4)
-    bench.restarted(0, 1)
+    bench.restart(0, 1)
     assert agree(bench.train(saves=()), before, 4)
     assert bench.checkpoints.verify(4) == []
     assert agree(bench.train(saves=(), keeps=False), before, 4)
-
-
-def test_another_world_size_restores_what_four_ranks_saved(bench):
-    before = bench.train()
-    bench.read_by_nobody()
-    assert agree(bench.train(saves=(), num_ranks=2), before, 4)
 
 
 def test_a_newer_committed_step_is_better_than_an_older_one_in_memory(bench):
@@ -188,26 +182,10 @@ def test_a_newer_committed_step_is_better_than_an_older_one_in_memory(bench):
     assert agree(bench.train(until=6, saves=()), before, 6)
 
 
-def lose_one_node(bench: Bench) -> None:
-    """The first node keeps its memory, the second has neither memory nor disk."""
-    second = bench.nodes[1]
-    second.kill()
-    assert second.disk is not None
-    second.disk = second.disk.with_name("another-disk")
-    second.start()
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_damaged_shard_in_the_store_is_replaced_from_the_node_that_holds_it(bench, rank):
-    before = bench.train()
-    lose_one_node(bench)
-    # In the data of the weights: who reads it unhashed goes on with a wrong model.
-    data = header_size_bytes(bench.store.get(bench.shard(4, rank), length=8), url="")
-    flip_bit(bench.store, bench.shard(4, rank), 8 * (data + 40))
-    results = bench.train(saves=())
-    assert agree(results, before, 4)
-    assert bench.checkpoints.verify(4) == []
-    assert bench.checkpoints.states() == {2: StepState.COMMITTED, 4: StepState.COMMITTED}
+def flip_weight(bench: Bench, key: str) -> None:
+    """A rank that reads the shard unhashed goes on with a wrong model."""
+    data = header_size_bytes(bench.store.get(key, length=8), url="")
+    flip_bit(bench.store, key, 8 * (data + 40))
 
 
 def flip(bench: Bench, key: str) -> None:
@@ -238,7 +216,7 @@ def damages_logged(bench: Bench) -> list[CheckpointDamaged]:
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_shard_that_no_node_holds_sets_the_step_aside(bench, damage):
     before = bench.train()
-    lose_one_node(bench)
+    bench.replace(1)
     shard = bench.shard(4, 3)
     damage(bench, shard)
     assert agree(bench.train(until=2, saves=()), before, 2)
@@ -248,13 +226,16 @@ def test_a_damaged_shard_that_no_node_holds_sets_the_step_aside(bench, damage):
     assert shard.rpartition("/")[2] in event.text
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_shard_that_a_node_holds_is_put_again_however_it_was_damaged(bench, damage):
+@pytest.mark.parametrize(
+    ("damage", "rank"), [(flip_weight, 0), (flip_weight, 1), *((one, 1) for one in DAMAGES)]
+)
+def test_a_damaged_shard_in_the_store_is_replaced_from_the_node_that_holds_it(bench, damage, rank):
     before = bench.train()
-    lose_one_node(bench)
-    damage(bench, bench.shard(4, 1))
+    bench.replace(1)
+    damage(bench, bench.shard(4, rank))
     assert agree(bench.train(saves=()), before, 4)
     assert bench.checkpoints.verify(4) == []
+    assert bench.checkpoints.states() == {2: StepState.COMMITTED, 4: StepState.COMMITTED}
     assert [(event.step, event.is_repaired) for event in damages_logged(bench)] == [(4, True)]
 
 
@@ -269,7 +250,7 @@ def test_a_manifest_that_is_damaged_by_one_bit_sets_the_step_aside(bench):
 
 def test_a_step_that_was_set_aside_can_be_saved_again(bench):
     before = bench.train()
-    lose_one_node(bench)
+    bench.replace(1)
     flip_bit(bench.store, bench.shard(4, 3), 4000)
     results = bench.train(saves=(4,))
     assert agree(results, before, 2)
@@ -280,11 +261,7 @@ def test_a_step_that_was_set_aside_can_be_saved_again(bench):
 
 def test_when_every_checkpoint_is_damaged_new_processes_start_from_nothing(bench):
     bench.train()
-    for node in bench.nodes:
-        node.kill()
-        assert node.disk is not None
-        node.disk = node.disk.with_name("another-disk")
-        node.start()
+    bench.replace(0, 1)
     for step in SAVES:
         flip_bit(bench.store, bench.shard(step, 3), 4000)
     errors = bench.cluster.run(train_and_fail, bench.place(), 4, (), num_ranks=4)
@@ -302,43 +279,46 @@ def test_a_store_that_fails_is_known_on_every_rank_at_the_end(bench):
 
 
 @pytest.fixture
-def alone(tmp_path, group) -> Iterator[Callable[[int], Place]]:
+def alone(cluster, group) -> Callable[[int], Place]:
     """One rank with a checkpoint server, in this process."""
-    cluster = Cluster.at(tmp_path, keep_last=5)
     node = cluster.node()
+    return lambda attempt: Place(cluster.folder, attempt, (node.name,), (node.disk,))
 
-    def place(attempt: int) -> Place:
-        return Place(tmp_path, attempt, (node.name,), (node.disk,))
 
-    yield place
-    cluster.close()
+def begun(place: Place) -> tuple[Trainee, Checkpointer]:
+    """A training on one rank, ready to save its first step."""
+    trainee = Trainee()
+    checkpointer = place.checkpointer(trainee, 0, 1)
+    assert checkpointer.restore() == 0
+    trainee.step()
+    checkpointer.prepare()
+    return trainee, checkpointer
+
+
+def restored(place: Place, step: int) -> Trainee:
+    """Another training, which has restored this step."""
+    other = Trainee(seed=5)
+    assert place.checkpointer(other, 0, 1).restore() == step
+    return other
 
 
 def test_all_state_comes_back_from_memory_as_it_was(alone):
-    trainee = Trainee()
-    checkpointer = alone(1).checkpointer(trainee, 0, 1)
-    assert checkpointer.restore() == 0
-    for step in range(1, 7):
+    trainee, checkpointer = begun(alone(1))
+    for _ in range(5):
         trainee.step()
-        if step == 1:
-            checkpointer.prepare()
     assert checkpointer.is_behind
     assert checkpointer.save(6, data=trainee.data.state_dict()) is True
     saved = trainee.state()
     expected = [trainee.step() for _ in range(4)]
 
-    other = Trainee(seed=7)
-    assert alone(2).checkpointer(other, 0, 1).restore() == 6
+    other = restored(alone(2), 6)
     assert other.state() == saved
     assert [other.step() for _ in range(4)] == expected
     assert other.state() == trainee.state()
 
 
 def test_a_step_is_saved_once(alone, tmp_path):
-    trainee = Trainee()
-    checkpointer = alone(1).checkpointer(trainee, 0, 1)
-    trainee.step()
-    checkpointer.prepare()
+    trainee, checkpointer = begun(alone(1))
     assert checkpointer.save(1, data=trainee.data.state_dict()) is True
     assert checkpointer.save(1, data=trainee.data.state_dict()) is False
     checkpointer.settle(20)
@@ -348,60 +328,34 @@ def test_a_step_is_saved_once(alone, tmp_path):
 
 
 def test_what_follows_a_save_does_not_reach_into_it(alone, tmp_path):
-    trainee = Trainee()
-    checkpointer = alone(1).checkpointer(trainee, 0, 1)
-    trainee.step()
-    checkpointer.prepare()
+    trainee, checkpointer = begun(alone(1))
     checkpointer.save(1, data=trainee.data.state_dict())
     saved = trainee.state()
     with torch.no_grad():
         for parameter in trainee.model.parameters():
             parameter.fill_(9.0)
     checkpointer.settle(20)
-    other = Trainee(seed=3)
-    assert alone(2).checkpointer(other, 0, 1).restore() == 1
-    assert other.state() == saved
+    assert restored(alone(2), 1).state() == saved
 
 
-def test_without_an_answer_of_the_checkpoint_server_the_store_serves(tmp_path, group, monkeypatch):
+@pytest.mark.parametrize("server", [None, f"absent-{uuid.uuid4().hex}"], ids=["none", "silent"])
+def test_without_a_checkpoint_server_saves_wait_for_the_store_and_restore_from_it(
+    tmp_path, group, monkeypatch, server
+):
     monkeypatch.setattr("storage.checkpoint_server.client.START_TIMEOUT_S", 0.1)
-    Cluster.at(tmp_path)
-    nowhere = Place(tmp_path, 1, (f"nobody-{uuid.uuid4().hex}",), (None,))
-    trainee = Trainee()
-    checkpointer = nowhere.checkpointer(trainee, 0, 1)
-    assert checkpointer.restore() == 0
-    trainee.step()
-    checkpointer.prepare()
+    cluster = Cluster.at(tmp_path)
+    place = Place(tmp_path, 1, (server,), (None,))
+    trainee, checkpointer = begun(place)
     assert checkpointer.is_behind is False
-    assert checkpointer.save(1, data=trainee.data.state_dict()) is True
-    other = Trainee(seed=5)
-    assert nowhere.checkpointer(other, 0, 1).restore() == 1
-    assert other.state() == trainee.state()
-
-
-def test_without_a_checkpoint_server_saves_wait_for_the_store_and_restore_from_it(tmp_path, group):
-    Cluster.at(tmp_path)
-    bare = Place(tmp_path, 1, (None,), (None,))
-    trainee = Trainee()
-    checkpointer = bare.checkpointer(trainee, 0, 1)
-    trainee.step()
-    checkpointer.prepare()
-    assert checkpointer.is_behind is False
-    assert (
-        checkpointer.save(
-            1, data=trainee.data.state_dict(), attachments={"runs/run/metrics/a": "text"}
-        )
-        is True
-    )
-    assert checkpointer.save(1, data=trainee.data.state_dict()) is False
-    assert CheckpointStore(LocalStore(tmp_path / "store"), "run").steps() == [1]
-    other = Trainee(seed=5)
-    assert bare.checkpointer(other, 0, 1).restore() == 1
-    assert other.state() == trainee.state()
+    data, attachments = trainee.data.state_dict(), {"runs/run/metrics/a": "text"}
+    assert checkpointer.save(1, data=data, attachments=attachments) is True
+    assert checkpointer.save(1, data=data) is False
+    assert cluster.checkpoints.steps() == [1]
+    assert restored(place, 1).state() == trainee.state()
 
 
 def test_a_damaged_checkpoint_alone_is_set_aside_and_the_one_before_taken(tmp_path, group):
-    Cluster.at(tmp_path)
+    cluster = Cluster.at(tmp_path)
     bare = Place(tmp_path, 1, (None,), (None,))
     trainee = Trainee()
     checkpointer = bare.checkpointer(trainee, 0, 1)
@@ -410,12 +364,10 @@ def test_a_damaged_checkpoint_alone_is_set_aside_and_the_one_before_taken(tmp_pa
         trainee.step()
         checkpointer.save(step, data=trainee.data.state_dict())
         states[step] = trainee.state()
-    store = LocalStore(tmp_path / "store")
-    checkpoints = CheckpointStore(store, "run")
+    store, checkpoints = LocalStore(tmp_path / "store"), cluster.checkpoints
     (shard,) = checkpoints.manifest(2).shards
     flip_bit(store, checkpoints.key(2, shard), 8 * 3000)
-    other = Trainee(seed=5)
-    assert bare.checkpointer(other, 0, 1).restore() == 1
+    other = restored(bare, 1)
     assert other.state() == states[1]
     flip_bit(store, checkpoints.key(1, shard), 8 * 3000)
     with pytest.raises(Corrupt, match="new processes start from step 0"):
@@ -454,7 +406,7 @@ def test_nodes_that_hold_both_saves_of_a_step_restore_one_of_them_whole(bench, h
     results = save_twice(bench, between="")
     bench.uncommit(4)
     if not has_memory:
-        bench.restarted(0, 1)
+        bench.restart(0, 1)
     restored = bench.train(saves=())
     assert any(agree(restored, [{4: weights}], 4) for weights in results[0])
 

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch.utils.backend_registration import rename_privateuse1_backend
 
 from tests.unit.runtime.trainees import CPU, Place, Trainee
-from tests.unit.storage.nodes import Cluster
 from training.device import device_rng_state, set_device_rng_state
 from training.runtime.state.checkpointer import Checkpointer
 
@@ -116,13 +115,6 @@ def seam(_rank: int) -> Mapping[str, bool]:
         "repeats": stand_in.draws(0) == expected,
         "second goes on": stand_in.draws(1) != beside and device_rng_state(second) is not None,
     }
-
-
-@pytest.fixture
-def cluster(tmp_path) -> Iterator[Cluster]:
-    cluster = Cluster.at(tmp_path, keep_last=5)
-    yield cluster
-    cluster.close()
 
 
 def test_a_device_goes_on_from_the_state_that_was_set_and_others_are_left_alone(cluster):

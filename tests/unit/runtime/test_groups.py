@@ -17,31 +17,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.unit.runtime.worlds import Member, Replay, World
+from tests.unit.runtime.worlds import Member, Replay, summed
 from training.runtime.errors import Interrupted, classify
 from training.runtime.process_group.generations import open_sockets
 from training.runtime.step_loop.wrappers import settle_buckets
 
 
 @pytest.fixture(params=[None, Replay()], ids=["plain", "replayable"])
-def new_world(request):
-    """Worlds; no process of theirs outlives the test."""
-    worlds: list[World] = []
-
-    def new_world(size: int) -> World:
-        worlds.append(World(size, request.param))
-        return worlds[-1]
-
-    yield new_world
-    for world in worlds:
-        world.close()
-
-
-def summed(member: Member) -> float:
-    """The sum over the ranks of their numbers from 1."""
-    tensor = torch.tensor([member.rank + 1.0])
-    dist.all_reduce(tensor)
-    return float(tensor)
+def new_world(make_world, request):
+    return lambda program, size=2, **which: make_world(program, request.param, size=size, **which)
 
 
 def caught(do: Any) -> BaseException:
@@ -76,9 +60,7 @@ def wait_in_vain(member: Member) -> Any:
 
 
 def test_a_generation_ends_a_collective_that_waits_and_the_next_one_works(new_world):
-    world = new_world(2)
-    world.start(wait_in_vain)
-    world.announce(1)
+    world = new_world(wait_in_vain)
     assert world.receive_all() == [3.0, 3.0]
     assert world.receive(0) == "waits"
     world.announce(2, ranks=[0])
@@ -98,10 +80,8 @@ def connect_in_vain(member: Member) -> Any:
     return summed(member)
 
 
-def test_a_generation_ends_the_making_of_a_link_and_the_next_one_works(new_world):
-    world = new_world(2)
-    world.start(connect_in_vain)
-    world.announce(1)
+def test_a_generation_ends_the_making_of_a_connection_and_the_next_one_works(new_world):
+    world = new_world(connect_in_vain)
     assert world.receive_all() == ["entered", "entered"]
     world.store.wait(["g1/0/0/0"], timedelta(seconds=60))  # where gloo's rank 0 is to be found
     world.announce(2)
@@ -123,9 +103,7 @@ def enter_late(member: Member) -> Any:
 
 
 def test_a_generation_that_is_over_already_is_not_entered(new_world):
-    world = new_world(2)
-    world.start(enter_late)
-    world.announce(1)
+    world = new_world(enter_late)
     assert world.receive_all() == ["first", "first"]
     world.announce(3)
     assert world.receive_all() == [3.0, 3.0]
@@ -143,11 +121,11 @@ def live_long(member: Member) -> Any:
 
 
 def test_generations_that_are_over_leave_no_sockets_behind(new_world):
-    world = new_world(2)
-    world.start(live_long)
-    for generation in range(1, 7):
-        world.announce(generation)
+    world = new_world(live_long)
+    for generation in range(2, 7):
         assert world.receive_all() == ["done", "done"]
+        world.announce(generation)
+    assert world.receive_all() == ["done", "done"]
     for counts in world.receive_all():
         assert counts[-1] <= counts[1]
 
@@ -186,7 +164,7 @@ def survive(member: Member) -> Any:
     member.send(found.kind if found is not None else None)
     member.enter_next()
     assert gradients(wrapped, member.rank) == first
-    return mesh_sum(mesh.get_group("both"), member)
+    return summed(member, mesh.get_group("both"))
 
 
 def join_later(member: Member) -> Any:
@@ -197,19 +175,11 @@ def join_later(member: Member) -> Any:
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("one", "both"))
     member.enter_next()
     member.send(gradients(wrapped, member.rank))
-    return mesh_sum(mesh.get_group("both"), member)
-
-
-def mesh_sum(group: dist.ProcessGroup, member: Member) -> float:
-    tensor = torch.tensor([member.rank + 1.0])
-    dist.all_reduce(tensor, group=group)
-    return float(tensor)
+    return summed(member, mesh.get_group("both"))
 
 
 def test_survivors_notice_a_death_and_go_on_with_a_new_process_nothing_built_again(new_world):
-    world = new_world(2)
-    world.start(survive)
-    world.announce(1)
+    world = new_world(survive)
     first, second = world.receive_all()
     assert first == second
     assert world.receive(0) == "waits"
@@ -224,19 +194,19 @@ def test_survivors_notice_a_death_and_go_on_with_a_new_process_nothing_built_aga
 # The results of collectives.
 
 
-def ask_all(member: Member) -> dict[str, Any]:
+def run_all(member: Member) -> dict[str, Any]:
     """Every collective through the group; rank's own number is its rank + 1."""
     member.enter_next()
-    return answers(member.rank, member.size)
+    return results_of_all(member.rank, member.size)
 
 
-def ask_all_alone(member: Member) -> dict[str, Any]:
+def run_all_alone(member: Member) -> dict[str, Any]:
     """Likewise, of a rank that is alone in its world: no generation is ever entered."""
     with member.generations.alone():
-        return answers(member.rank, member.size)
+        return results_of_all(member.rank, member.size)
 
 
-def answers(rank: int, size: int) -> dict[str, Any]:
+def results_of_all(rank: int, size: int) -> dict[str, Any]:
     def own(count: int = 1) -> Tensor:
         return torch.full((count,), rank + 1.0)
 
@@ -270,10 +240,8 @@ def answers(rank: int, size: int) -> dict[str, Any]:
     return {**{name: tensor.tolist() for name, tensor in results.items()}, "objects": objects}
 
 
-def test_every_collective_does_what_it_says(new_world):
-    world = new_world(2)
-    world.start(ask_all)
-    world.announce(1)
+def test_every_collective_gives_its_result(new_world):
+    world = new_world(run_all)
     first, second = world.receive_all()
     common = {
         "all_reduce": [3.0],
@@ -292,9 +260,8 @@ def test_every_collective_does_what_it_says(new_world):
     assert (first["all_to_all"], second["all_to_all"]) == ([0.0, 10.0], [1.0, 11.0])
 
 
-def test_a_rank_that_is_alone_is_answered_as_if_every_rank_had_brought_the_same(new_world):
-    world = new_world(2)
-    world.start(ask_all_alone, ranks=[0])
+def test_a_rank_that_is_alone_gets_results_as_if_every_rank_had_brought_the_same(new_world):
+    world = new_world(run_all_alone, ranks=[0])
     assert world.receive(0) == {
         "all_reduce": [1.0],
         "reduce": [1.0],
@@ -311,30 +278,25 @@ def test_a_rank_that_is_alone_is_answered_as_if_every_rank_had_brought_the_same(
     }
 
 
-def ask_one(member: Member) -> Any:
+def use_smaller_groups(member: Member) -> Any:
     """Groups of one rank, and of some, in two generations."""
     results = []
     single = dist.new_group([member.rank], use_local_synchronization=True)
-    assert mesh_sum(single, member) == member.rank + 1.0, (
-        "it needs no other rank, and no generation"
-    )
+    assert summed(member, single) == member.rank + 1.0, "it needs no other rank, and no generation"
     for _ in range(2):
         member.enter_next()
-        tensor = torch.tensor([member.rank + 1.0])
-        dist.all_reduce(tensor, group=single)
-        results.append(float(tensor))
+        results.append(summed(member, single))
         if member.rank > 0:
             pair = dist.new_group([1, 2], use_local_synchronization=True)
-            results.append(mesh_sum(pair, member))
+            results.append(summed(member, pair))
         results.append(summed(member))
         member.send("done")
     return results
 
 
-def test_smaller_groups_have_links_of_their_own(new_world):
-    world = new_world(3)
-    world.start(ask_one)
-    for generation in (1, 2):
-        world.announce(generation)
-        assert world.receive_all() == ["done"] * 3
+def test_smaller_groups_have_connections_of_their_own(new_world):
+    world = new_world(use_smaller_groups, size=3)
+    assert world.receive_all() == ["done"] * 3
+    world.announce(2)
+    assert world.receive_all() == ["done"] * 3
     assert world.receive_all() == [[1.0, 6.0] * 2, [2.0, 5.0, 6.0] * 2, [3.0, 5.0, 6.0] * 2]

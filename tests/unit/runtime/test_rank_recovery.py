@@ -14,6 +14,7 @@ from training.runtime.errors import GivenUp, Interrupted
 from training.runtime.step_loop.rank_recovery import RankRecovery, RankState
 
 PEER_CLOSED = "[gloo/transport/tcp/pair.cc:538] Connection closed by peer [::1]:4123"
+RESTART = "the ladder asks for a restart"
 WRAPPED = "Got the following error when running the callback: "
 
 
@@ -21,7 +22,7 @@ def recovery(*, announced: int) -> RankRecovery:
     """Of rank 3, whose coordinator has given the attempt up."""
 
     def newer_than(_generation: int) -> int:
-        raise GivenUp("the ladder asks for a restart")
+        raise GivenUp(RESTART)
 
     groups: Any = SimpleNamespace(
         client=SimpleNamespace(newer_than=newer_than, send=lambda _message: None),
@@ -34,18 +35,21 @@ def recovery(*, announced: int) -> RankRecovery:
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("announced", "error", "ran_into"),
     [
-        Interrupted("generation 2 is announced"),
-        RuntimeError(f"{WRAPPED}Interrupted: generation 2 is announced"),
-        RuntimeError(f"{WRAPPED}RuntimeError: {PEER_CLOSED}"),
+        (2, Interrupted("generation 2 is announced"), "; it ran into: "),
+        (2, RuntimeError(f"{WRAPPED}Interrupted: generation 2 is announced"), "; it ran into: "),
+        (2, RuntimeError(f"{WRAPPED}RuntimeError: {PEER_CLOSED}"), "; it ran into: "),
+        pytest.param(1, GivenUp(RESTART), f"; it ran into: {RESTART}", id="a pause"),
+        pytest.param(1, None, "\n", id="a process that was to take another's place"),
     ],
 )
-def test_a_rank_that_was_interrupted_for_another_ones_fault_asks_for_a_restart(error, caplog):
+def test_a_rank_without_a_fault_of_its_own_requests_a_restart(announced, error, ran_into, caplog):
+    state = RankState(4, {}, is_fresh=error is None)
     with pytest.raises(SystemExit) as ended:
-        recovery(announced=2).rejoin(RankState(4, {}), error=error)
+        recovery(announced=announced).rejoin(state, error=error)
     assert ended.value.code == EXIT_RESTART_ME
-    assert "rank 3 ends: the ladder asks for a restart; it ran into: " in caplog.text
+    assert f"rank 3 ends: {RESTART}{ran_into}" in caplog.text
 
 
 def test_a_rank_with_a_fault_of_its_own_leaves_the_traceback():
@@ -83,19 +87,3 @@ def test_a_rank_that_is_given_a_state_takes_no_snapshot_of_its_own(target, goes_
     plan = RepairPlan(mode=RepairMode.ROLL_BACK, step=72, rolls_back=True, moves=moves)
     own._roll_back(RankState(74, {}), plan)
     assert taken == ["snapshot"] * goes_back
-
-
-def test_a_rank_whose_pause_ends_with_the_attempt_asks_for_a_restart(caplog):
-    with pytest.raises(SystemExit) as ended:
-        recovery(announced=1).rejoin(
-            RankState(4, {}), error=GivenUp("the ladder asks for a restart")
-        )
-    assert ended.value.code == EXIT_RESTART_ME
-    assert "it ran into: the ladder asks for a restart" in caplog.text
-
-
-def test_a_process_that_was_to_take_anothers_place_asks_for_a_restart(caplog):
-    with pytest.raises(SystemExit) as ended:
-        recovery(announced=1).rejoin(RankState(0, {}, is_fresh=True))
-    assert ended.value.code == EXIT_RESTART_ME
-    assert "rank 3 ends: the ladder asks for a restart\n" in caplog.text

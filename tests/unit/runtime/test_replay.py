@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.unit.runtime.worlds import TIMEOUT_S, Member, Replay, World
+from tests.unit.runtime.worlds import TIMEOUT_S, Member, Replay, World, summed
 from training.recovery.protocol import WorkerFaultKind
 from training.runtime.errors import WorkerError, classify
 from training.runtime.process_group.generations import Connection, shut_down
@@ -39,17 +39,11 @@ _RECEIVED_AT = 8 + 24 * 4 + 3 * 8
 
 
 @pytest.fixture
-def new_world():
-    """Worlds whose operations are kept; no process of theirs outlives the test."""
-    worlds: list[World] = []
+def new_world(make_world):
+    def new_world(program: Any, size: int = 3, replay: Replay = REPLAYS) -> World:
+        return make_world(program, replay, size=size)
 
-    def new_world(size: int = 3, replay: Replay = REPLAYS) -> World:
-        worlds.append(World(size, replay))
-        return worlds[-1]
-
-    yield new_world
-    for world in worlds:
-        world.close()
+    return new_world
 
 
 def connections(connection: Connection) -> Iterator[socket.socket]:
@@ -91,7 +85,9 @@ class Breaker(threading.Thread):
         super().__init__(daemon=True)
         self.strikes: list[tuple[int, bool]] = []
         self._generations = member.generations
-        self._before = {connection: received_bytes(connection) for connection in self._links()}
+        self._before = {
+            connection: received_bytes(connection) for connection in self._group_connections()
+        }
         for connection in self._before:
             slow_down(connection)
         self.start()
@@ -99,7 +95,7 @@ class Breaker(threading.Thread):
     def run(self) -> None:
         until_s = time.monotonic() + TIMEOUT_S
         while not self.strikes and time.monotonic() < until_s:
-            for connection in self._links():
+            for connection in self._group_connections():
                 if connection not in self._before:
                     self._before[connection] = 0
                     slow_down(connection)
@@ -111,7 +107,7 @@ class Breaker(threading.Thread):
                 self.strikes.append((came, was_running))
                 return
 
-    def _links(self) -> list[Connection]:
+    def _group_connections(self) -> list[Connection]:
         return [one for one in self._generations.connections().values() if one.group is not None]
 
 
@@ -131,12 +127,6 @@ def noise(rank: int, size_bytes: int) -> Tensor:
 def is_same(one: Tensor, other: Tensor) -> bool:
     """Bit by bit."""
     return torch.equal(one.view(torch.int32), other.view(torch.int32))
-
-
-def summed(member: Member) -> float:
-    tensor = torch.tensor([member.rank + 1.0])
-    dist.all_reduce(tensor)
-    return float(tensor)
 
 
 def fault_of(member: Member, do: Callable[[], Any]) -> WorkerFaultKind | None:
@@ -159,6 +149,12 @@ def release(world: World, signal: str) -> None:
     world.store.set(signal, "set")
 
 
+def replace_broken(world: World) -> None:
+    """Have the ranks replace the connections of generation 1 once one reports a break."""
+    world.receive_broken(0)
+    world.reconnect(1, 1)
+
+
 def replayed(world: World) -> list[int]:
     """How many operations each rank has replayed, all of them reconnected."""
     reports = [world.reconnected(rank) for rank in range(world.size)]
@@ -169,31 +165,16 @@ def replayed(world: World) -> list[int]:
 # Operations that are cut short.
 
 
-def reduce_large(member: Member) -> Any:
-    """The same all-reduce twice, the second time over connections that break; what came of it."""
-    member.enter_next()
-    own = noise(member.rank, LARGE)
-    undisturbed, disturbed = own.clone(), own.clone()
-    dist.all_reduce(undisturbed)
-    breaker = Breaker(member) if member.rank == 1 else None
-    dist.all_reduce(disturbed)
-    strikes = breaker.strikes if breaker is not None else []
-    return strikes, is_same(disturbed, undisturbed), summed(member)
+Begin = Callable[[int, int], tuple[list[Any], list[Tensor]]]
 
 
-def test_an_all_reduce_whose_connections_break_on_the_way_ends_with_the_same_bits(new_world):
-    world = new_world()
-    world.start(reduce_large)
-    world.announce(1)
-    world.receive_broken(0)
-    world.reconnect(1, 1)
-    assert replayed(world) == [1, 1, 1]
-    results = world.receive_all()
-    assert_hit(results[1][0], of_bytes=2 * LARGE)
-    assert [(same, after) for _, same, after in results] == [(True, 6.0)] * 3
+def begin_one(rank: int, _size: int) -> tuple[list[Any], list[Tensor]]:
+    """One all-reduce; what it writes."""
+    total = noise(rank, LARGE)
+    return [dist.all_reduce(total, async_op=True)], [total]
 
 
-def begin_several(rank: int, size: int) -> tuple[list[dist.Work], list[Tensor]]:
+def begin_several(rank: int, size: int) -> tuple[list[Any], list[Tensor]]:
     """Several operations at once, in one order; what they write."""
     own = noise(rank, LARGE // 4)
     sums = [own * factor for factor in (1, 3)]
@@ -208,36 +189,44 @@ def begin_several(rank: int, size: int) -> tuple[list[dist.Work], list[Tensor]]:
         dist.barrier(async_op=True),
         dist.all_reduce(sums[1], async_op=True),
     ]
-    return [work for work in works if work is not None], [*sums, gathered, sent, part]
+    return works, [*sums, gathered, sent, part]
 
 
-def run_several(member: Member) -> Any:
-    """Several operations in a row, undisturbed and over connections that break."""
+def run_twice(member: Member, begin: Begin) -> Any:
+    """The same operations undisturbed and over connections that break; what came of them."""
     member.enter_next()
-    works, undisturbed = begin_several(member.rank, member.size)
-    for work in works:
-        work.wait()
-    breaker = Breaker(member) if member.rank == 1 else None
-    works, disturbed = begin_several(member.rank, member.size)
-    for work in works:
-        work.wait()
+    outputs, breaker = [], None
+    for is_disturbed in (False, True):
+        if is_disturbed and member.rank == 1:
+            breaker = Breaker(member)
+        works, written = begin(member.rank, member.size)
+        for work in works:
+            work.wait()
+        outputs.append(written)
     strikes = breaker.strikes if breaker is not None else []
-    same = [is_same(one, other) for one, other in zip(disturbed, undisturbed, strict=True)]
-    return strikes, same, summed(member)
+    return strikes, [is_same(*both) for both in zip(*outputs, strict=True)], summed(member)
 
 
 # Not twice in a row: gloo's threads end the process ("terminate called after throwing an instance
 # of gloo::IoException") in about one of ten second breaks, which is a death like any other.
-def test_several_operations_end_with_the_same_bits_though_their_links_break(new_world):
-    world = new_world()
-    world.start(run_several)
-    world.announce(1)
-    world.receive_broken(0)
-    world.reconnect(1, 1)
-    assert max(replayed(world)) >= 1, "by a rank that has entered some"
+@pytest.mark.parametrize(
+    ("begin", "of_bytes", "num_outputs"),
+    [
+        pytest.param(begin_one, 2 * LARGE, 1, id="an all-reduce"),
+        pytest.param(begin_several, 4 * LARGE, 5, id="several operations at once"),
+    ],
+)
+def test_operations_whose_connections_break_on_the_way_end_with_the_same_bits(
+    new_world, begin, of_bytes, num_outputs
+):
+    world = new_world(partial(run_twice, begin=begin))
+    replace_broken(world)
+    counts = replayed(world)
+    assert max(counts) >= 1, "by a rank that has entered some"
+    assert begin is begin_several or counts == [1, 1, 1]
     results = world.receive_all()
-    assert_hit(results[1][0], of_bytes=4 * LARGE)
-    assert [(same, after) for _, same, after in results] == [([True] * 5, 6.0)] * 3
+    assert_hit(results[1][0], of_bytes=of_bytes)
+    assert [(same, after) for _, same, after in results] == [([True] * num_outputs, 6.0)] * 3
 
 
 # Ranks that have come unequally far.
@@ -285,17 +274,10 @@ def break_ahead(member: Member, running: dist.Work, *, forgets: bool) -> None:
     member.send("broke")
 
 
-def get_ahead_and_keep(member: Member) -> Any:
-    return get_ahead(member, forgets=False)
-
-
 def test_ranks_repeat_what_one_of_them_lacks_and_results_in_use_are_not_written_again(new_world):
-    world = new_world()
-    world.start(get_ahead_and_keep)
-    world.announce(1)
+    world = new_world(partial(get_ahead, forgets=False))
     assert world.receive(1) == "broke"
-    world.receive_broken(0)
-    world.reconnect(1, 1)
+    replace_broken(world)
     assert replayed(world) == [3, 3, 0], "rank 2 has entered none of them yet"
     release(world, "reconnected")
     results = world.receive_all()
@@ -312,12 +294,9 @@ def get_ahead_and_forget(member: Member) -> Any:
 
 
 def test_an_operation_that_is_not_kept_any_more_is_left_to_a_new_generation(new_world):
-    world = new_world()
-    world.start(get_ahead_and_forget)
-    world.announce(1)
+    world = new_world(get_ahead_and_forget)
     assert world.receive(1) == "broke"
-    world.receive_broken(0)
-    world.reconnect(1, 1)
+    replace_broken(world)
     assert [world.reconnected(rank).problem for rank in range(3)] == [
         None, "RuntimeError: operation 2 of 0 is not kept any more", None,
     ]  # fmt: skip
@@ -345,10 +324,8 @@ def scatter_large(member: Member) -> Any:
     return summed(member)
 
 
-def test_an_operation_that_cannot_run_again_fails_with_its_link_or_its_generation(new_world):
-    world = new_world(2)
-    world.start(scatter_large)
-    world.announce(1)
+def test_an_operation_that_cannot_run_again_fails_with_its_connection_or_its_generation(new_world):
+    world = new_world(scatter_large, size=2)
     assert_hit(world.receive(1), of_bytes=LARGE)
     world.announce(2)  # gloo's scatter may wait for ever at both ends
     assert set(world.receive_all()) <= {WorkerFaultKind.CONNECTION, None}
@@ -358,7 +335,7 @@ def test_an_operation_that_cannot_run_again_fails_with_its_link_or_its_generatio
 # New connections that do not come about.
 
 
-def wait_without_links(member: Member) -> Any:
+def wait_without_connections(member: Member) -> Any:
     """Rank 1 waits in an operation that rank 0 never enters, and its connections break."""
     for _ in range(2):
         member.enter_next()
@@ -380,12 +357,11 @@ def wait_without_links(member: Member) -> Any:
         pytest.param(TIMEOUT_S, [0, 1], id="a generation comes while an operation runs again"),
     ],
 )
-def test_without_new_links_the_next_generation_begins_as_if_nothing_had_been(
+def test_without_new_connections_the_next_generation_begins_as_if_nothing_had_been(
     new_world, budget_s, reconnected
 ):
-    world = new_world(2, Replay(is_on=True, budget_s=budget_s))
-    world.start(wait_without_links)
-    world.announce(1)
+    replay = Replay(is_on=True, budget_s=budget_s)
+    world = new_world(wait_without_connections, size=2, replay=replay)
     for generation in (1, 2):
         assert world.receive_all() == [3.0, 3.0]
         assert world.receive(1) == "broke"
@@ -466,9 +442,7 @@ def _hold_first_end() -> tuple[SimpleQueue[Callable[[], None]], SimpleQueue[int]
 
 
 def test_an_end_that_comes_late_does_not_hand_out_what_is_being_written_again(new_world):
-    world = new_world(2)
-    world.start(end_late)
-    world.announce(1)
+    world = new_world(end_late, size=2)
     assert world.receive_all() == ["done", "done"]
     world.reconnect(1, 1)  # a connection of another group may have broken
     assert world.receive(0) is False

@@ -8,20 +8,17 @@ ranks; how far losses may then be apart is the tests' bound.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.unit.runtime.trainees import Loader, Place
+from tests.unit.runtime.trainees import Loader, Place, cycle, shard, whole
 from tests.unit.storage.nodes import Cluster
 from training.runtime.program import Training
 
@@ -41,10 +38,7 @@ class Student:
         self.seen = torch.zeros((), dtype=torch.int64)
         self.model.register_buffer("seen", self.seen)
         if kind == "fsdp":
-            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-            for layer in (layers[0], layers[3]):
-                fully_shard(layer, mesh=mesh)
-            fully_shard(self.model, mesh=mesh)
+            shard(self.model, layers[0], layers[3])
         else:
             self.model = DistributedDataParallel(self.model)
         parameters = self.model.parameters()
@@ -55,10 +49,11 @@ class Student:
         self.training = Training(
             self.model, self.optimizer, self.scheduler, self.scaler, self.data, 1.0
         )
+        self.losses: list[float] = []
         self._is_split = is_split
 
-    def step(self) -> float:
-        """One step; the loss of the whole batch."""
+    def step(self) -> None:
+        """One step; keeps the loss of the whole batch."""
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
         generator = torch.Generator().manual_seed(self.data.samples)
         inputs, wanted = (torch.randn(BATCH_SIZE, n, generator=generator) for n in (5, 3))
@@ -78,15 +73,15 @@ class Student:
         self.seen += 1
         loss = share.detach().clone()
         dist.all_reduce(loss)
-        return float(loss.item())
+        self.losses.append(float(loss.item()))
 
     def tensors(self) -> dict[str, Any]:
         """Every tensor of model and optimizer, whole, by name."""
         model = {n.removeprefix("module."): t for n, t in self.model.state_dict().items()}
-        found = {f"model/{name}": _whole(tensor) for name, tensor in model.items()}
+        found = {f"model/{name}": whole(tensor).tolist() for name, tensor in model.items()}
         for number, state in self.optimizer.state_dict()["state"].items():
             for name, value in state.items():
-                found[f"optimizer/{number}/{name}"] = _whole(value)
+                found[f"optimizer/{number}/{name}"] = whole(value).tolist()
         return found
 
     def settings(self) -> dict[str, Any]:
@@ -100,7 +95,7 @@ class Student:
 
 
 @dataclass(frozen=True)
-class Told:
+class Seen:
     """What one rank saw."""
 
     restored: int
@@ -110,45 +105,25 @@ class Told:
     has_shards: bool
 
 
-def study(rank: int, place: Place, kind: str, is_split: bool) -> Told:  # noqa: FBT001 a process's
-    """Restore, go on to the last step, and save on the way where nothing was restored."""
+def study(rank: int, place: Place, kind: str, is_split: bool) -> Seen:  # noqa: FBT001 a process's
+    """Restore, go on to the last step, and save on the way."""
     student = Student(kind, is_split=is_split, seed=place.attempt)
-    checkpointer = place.checkpointer(student, rank, dist.get_world_size())
-    step = restored = checkpointer.restore()
-    tensors, settings, losses = {}, {}, {}
-    if restored:
-        tensors[step], settings[step] = student.tensors(), student.settings()
-    while step < LAST:
-        step += 1
-        losses[step] = student.step()
-        tensors[step], settings[step] = student.tensors(), student.settings()
-        if step == SAVED and not restored:
-            checkpointer.save(step, data=student.data.state_dict())
-    checkpointer.settle(20)
+    tensors, settings = {}, {}
+
+    def note(step: int) -> None:
+        if step:
+            tensors[step], settings[step] = student.tensors(), student.settings()
+
+    restored = cycle(student, rank, place, LAST, (SAVED,), note=note)
     sharded = [isinstance(one, DTensor) for one in student.model.parameters()]
     assert all(sharded) or not any(sharded)
-    return Told(restored, tensors, settings, losses, all(sharded))
-
-
-def _whole(tensor: Tensor) -> Any:
-    if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor()
-    return tensor.tolist()
-
-
-@pytest.fixture
-def cluster(tmp_path) -> Iterator[Cluster]:
-    """Two nodes with a checkpoint server each, and no disk tier."""
-    cluster = Cluster.at(tmp_path, keep_last=5)
-    for _ in range(2):
-        cluster.node(disk=False)
-    yield cluster
-    cluster.close()
+    losses = dict(enumerate(student.losses, start=restored + 1))
+    return Seen(restored, tensors, settings, losses, all(sharded))
 
 
 def attempt(
     cluster: Cluster, number: int, kind: str, num_ranks: int, *, keeps: bool, is_split: bool
-) -> list[Told]:
+) -> list[Seen]:
     """One attempt of a run to its end; what its ranks saw."""
     cluster.checkpoints.fence(1, number)
     names = tuple(node.name if keeps else None for node in cluster.nodes)
@@ -178,6 +153,8 @@ def attempt(
 def test_the_full_state_goes_to_another_world_and_trains_on_as_if_never_stopped(
     cluster, saver, readers, is_split, keeps
 ):
+    for _ in range(2):
+        cluster.node(disk=False)
     never_stopped = attempt(cluster, 1, saver, 4, keeps=keeps, is_split=is_split)[0]
     assert never_stopped.restored == 0
     assert cluster.checkpoints.verify(SAVED) == []

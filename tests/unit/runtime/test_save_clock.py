@@ -35,8 +35,23 @@ def saves(spec: CheckpointSpec, *, steps: int, start: int = 0, steps_per_epoch: 
     return saved
 
 
-def test_every_n_steps():
-    assert saves(CheckpointSpec(every_steps=5), steps=17) == [5, 10, 15]
+@pytest.mark.parametrize(
+    ("spec", "start", "expected"),
+    [
+        pytest.param({"every_steps": 5}, 0, [5, 10, 15, 20, 25, 30], id="every n steps"),
+        pytest.param(
+            {"every_epochs": 1}, 0, [7, 14, 21, 28], id="with the last sample of an epoch"
+        ),
+        pytest.param({"every_epochs": 2}, 0, [14, 28], id="every second epoch"),
+        pytest.param({"every_epochs": 2}, 9, [14, 28], id="epochs of the run, not of the attempt"),
+        pytest.param(
+            {"every_s": 4}, 0, [4, 8, 12, 16, 20, 24, 28], id="seconds since the last save"
+        ),
+        pytest.param({}, 0, [], id="no interval"),
+    ],
+)
+def test_a_job_saves_when_an_interval_is_due(spec, start, expected):
+    assert saves(CheckpointSpec(**spec), start=start, steps=30) == expected
 
 
 @pytest.mark.parametrize("spec", [{"every_steps": 8}, {"every_s": 8}])
@@ -50,10 +65,6 @@ def test_no_interval_saves_a_step_twice(spec):
     assert not clock.is_due(8)
 
 
-def test_every_epoch_saves_with_its_last_sample():
-    assert saves(CheckpointSpec(every_epochs=1), steps=22) == [7, 14, 21]
-
-
 def test_an_epoch_that_is_due_stays_so_until_it_is_saved():
     loader = Loader(7)
     clock = SaveClock(CheckpointSpec(every_epochs=1), loader, 0)
@@ -64,31 +75,11 @@ def test_an_epoch_that_is_due_stays_so_until_it_is_saved():
     assert not clock.is_due(8)
 
 
-def test_every_second_epoch():
-    assert saves(CheckpointSpec(every_epochs=2), steps=30) == [14, 28]
-
-
-def test_epochs_are_counted_from_the_start_of_the_run_not_of_the_attempt():
-    assert saves(CheckpointSpec(every_epochs=2), start=9, steps=30) == [14, 28]
-
-
-def test_seconds_are_counted_from_the_last_save():
-    assert saves(CheckpointSpec(every_s=4), steps=13) == [4, 8, 12]
-
-
-def test_several_intervals_save_when_either_is_due():
-    assert saves(CheckpointSpec(every_steps=5, every_epochs=1), steps=16) == [5, 7, 10, 14, 15]
-
-
-@pytest.mark.parametrize("every_steps", [7, 14, 1])
-def test_an_epoch_that_ends_with_a_due_step_is_saved_once(every_steps):
+@pytest.mark.parametrize("every_steps", [5, 7, 14, 1])
+def test_several_intervals_save_when_either_is_due_and_once_when_both_are(every_steps):
     spec = CheckpointSpec(every_steps=every_steps, every_epochs=1)
     due = {n for n in range(1, 31) if n % every_steps == 0 or n % 7 == 0}
     assert saves(spec, steps=30) == sorted(due)
-
-
-def test_without_an_interval_nothing_is_due():
-    assert saves(CheckpointSpec(), steps=30) == []
 
 
 def test_the_newest_checkpoints_are_kept_and_the_marked_ones():

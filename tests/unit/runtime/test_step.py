@@ -117,6 +117,11 @@ def weights(trainee: Trainee) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in trainee.training.model.parameters()])
 
 
+def vote_of(step: Step) -> Vote:
+    assert step.vote is not None
+    return step.vote
+
+
 def test_a_step_is_one_of_plain_pytorch(make):
     trainee, plain = make(), make(ddp=False)
     step = trainee.take(trainee.step())
@@ -137,9 +142,7 @@ def test_accumulated_micro_batches_are_one_big_batch(make, micro_batches, ddp):
     for number in (1, 2, 3):
         big = whole.take(whole.step(number))
         small = parts.take(parts.step(number, micro_batches=micro_batches))
-        assert big.vote is not None
-        assert small.vote is not None
-        assert small.vote.loss == pytest.approx(big.vote.loss, rel=1e-5)
+        assert vote_of(small).loss == pytest.approx(vote_of(big).loss, rel=1e-5)
         assert small.grad_norm == pytest.approx(big.grad_norm, rel=1e-4)
     torch.testing.assert_close(weights(parts), weights(whole), rtol=1e-3, atol=1e-5)
 
@@ -181,32 +184,44 @@ def test_an_error_in_the_body_is_not_hidden(make):
         raise ZeroDivisionError
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("when", [0, 1])
-def test_a_loss_that_is_no_number_is_an_anomaly_and_applies_nothing(make, value, when):
+def added(value: float, *, to: int) -> Spoil:
+    """Add to the loss of one micro-batch."""
+    return lambda index, loss: loss + value if index == to else loss
+
+
+def steep(_index: int, loss: torch.Tensor) -> torch.Tensor:
+    """What is added is 0 with an infinite slope."""
+    return loss + (loss - loss.detach()).sqrt()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "limits", "words", "culprit"),
+    [
+        *(
+            (added(float(value), to=when), Limits(), r"loss is -?(nan|inf)", 0)
+            for value in ("nan", "inf", "-inf")
+            for when in (0, 1)
+        ),
+        # The reduced gradient does not show whose it was.
+        (steep, Limits(), r"gradient norm is (nan|inf)", None),
+        (added(0, to=0), Limits(loss=0.5), r"loss is 3\.\d+, over 0\.5", 0),
+        (added(0, to=0), Limits(grad_norm=0.25), r"gradient norm is \d\.\d+, over 0\.25", None),
+    ],
+)
+def test_an_abnormal_step_is_an_anomaly_with_its_culprit_and_applies_nothing(
+    make, spoil, limits, words, culprit
+):
     trainee = make()
     trainee.take(trainee.step(1))
+    trainee.limits = limits
     before = trainee.state()
     step = trainee.step(2, micro_batches=2)
-    with pytest.raises(NumericAnomaly, match=r"^loss is -?(nan|inf) at step 2$"):
-        trainee.take(step, spoil=lambda index, loss: loss + value if index == when else loss)
-    assert step.vote is not None
-    assert step.vote.culprit == 0
+    with pytest.raises(NumericAnomaly, match=f"^{words} at step 2$"):
+        trainee.take(step, spoil=spoil)
+    assert vote_of(step).culprit == culprit
     assert trainee.state() == before
     assert step.phase is StepPhase.PREPARED
     assert not step.is_applied
-
-
-def test_gradients_that_are_no_numbers_are_an_anomaly_though_the_loss_is_fine(make):
-    trainee = make()
-    before = trainee.state()
-    step = trainee.step(3)
-    with pytest.raises(NumericAnomaly, match=r"^gradient norm is (nan|inf) at step 3$"):
-        # What is added is 0 with an infinite slope.
-        trainee.take(step, spoil=lambda _, loss: loss + (loss - loss.detach()).sqrt())
-    assert step.vote is not None
-    assert step.vote.culprit is None, "the reduced gradient does not show whose it was"
-    assert trainee.state() == before
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")
@@ -224,9 +239,7 @@ def test_a_scaled_step_is_the_unscaled_one(make):
     scaled, plain = make(scaler=torch.amp.GradScaler("cpu", init_scale=1024.0)), make()
     first = scaled.take(scaled.step())
     second = plain.take(plain.step())
-    assert first.vote is not None
-    assert second.vote is not None
-    assert first.vote.loss == second.vote.loss
+    assert vote_of(first).loss == vote_of(second).loss
     assert first.grad_norm == pytest.approx(second.grad_norm)
     torch.testing.assert_close(weights(scaled), weights(plain))
 
@@ -239,9 +252,8 @@ def test_the_requests_for_the_step_boundary_are_part_of_the_vote(make, requested
     trainee = make()
     stop, save, pause = requested
     trainee.requests = StepRequests(stop=stop, save=save, pause=pause)
-    step = trainee.take(trainee.step(9))
-    assert step.vote is not None
-    assert (step.vote.stop, step.vote.save, step.vote.pause) == requested
+    vote = vote_of(trainee.take(trainee.step(9)))
+    assert (vote.stop, vote.save, vote.pause) == requested
     assert trainee.asked == [9]
 
 
@@ -296,46 +308,30 @@ def test_a_fault_of_another_kind_is_the_programs_own(make):
         trainee.take(trainee.step())
 
 
-@pytest.mark.parametrize("point", ["prepared", "voted"])
-def test_a_gradient_that_is_held_is_applied_later_as_if_nothing_had_happened(make, point):
-    plain, cut = make(), make()
-    undisturbed = plain.take(plain.step())
-    cut.recoverable, cut.faults = (ConnectionError,), {point: ConnectionError()}
-    step = cut.take(cut.step())
-    step.finish(undisturbed.vote)
-    assert step.is_applied
-    assert not step.is_dirty
-    assert step.vote == undisturbed.vote
-    assert cut.state() == plain.state()
-
-
 @pytest.mark.parametrize(
-    ("limits", "words", "culprit"),
+    ("limits", "faults", "phase"),
     [
-        (Limits(loss=0.5), r"^loss is 3\.\d+, over 0\.5 at step 1$", 0),
-        (Limits(grad_norm=0.25), r"^gradient norm is \d\.\d+, over 0\.25 at step 1$", None),
+        (Limits(), {"prepared": ConnectionError()}, StepPhase.PREPARED),
+        (Limits(), {"voted": ConnectionError()}, StepPhase.VOTED),
+        # A user may accept an abnormal step.
+        (Limits(loss=0.5), {}, StepPhase.PREPARED),
     ],
 )
-def test_a_step_beyond_a_limit_is_an_anomaly_and_applies_nothing(make, limits, words, culprit):
-    trainee = make()
-    trainee.limits = limits
-    before = trainee.state()
-    step = trainee.step()
-    with pytest.raises(NumericAnomaly, match=words):
-        trainee.take(step)
-    assert step.vote is not None
-    assert step.vote.culprit == culprit
-    assert trainee.state() == before
-
-
-def test_an_abnormal_step_may_be_accepted_with_the_gradient_that_it_holds(make):
-    plain, limited = make(), make()
-    plain.take(plain.step())
-    limited.limits, limited.recoverable = Limits(loss=0.5), (NumericAnomaly,)
-    step = limited.take(limited.step())
-    assert step.phase is StepPhase.PREPARED
-    step.finish(step.vote)
-    assert limited.state() == plain.state()
+def test_a_gradient_that_is_held_is_applied_later_as_if_nothing_had_happened(
+    make, limits, faults, phase
+):
+    plain, cut = make(), make()
+    undisturbed = plain.take(plain.step())
+    cut.recoverable = (ConnectionError, NumericAnomaly)
+    cut.limits, cut.faults = limits, dict(faults)
+    step = cut.take(cut.step())
+    assert (step.phase, step.is_applied) == (phase, False)
+    agreed = undisturbed.vote if faults else step.vote
+    step.finish(agreed)
+    assert step.is_applied
+    assert not step.is_dirty
+    assert step.vote == agreed
+    assert cut.state() == plain.state()
 
 
 def test_a_limit_is_for_the_loss_of_all_micro_batches_together(make):
@@ -349,7 +345,5 @@ def test_an_injected_fault_multiplies_the_loss_of_a_step_and_its_gradients_alike
     plain, drilled = make(), make()
     drilled.factor = 100.0
     first, second = plain.take(plain.step()), drilled.take(drilled.step(micro_batches=2))
-    assert first.vote is not None
-    assert second.vote is not None
-    assert second.vote.loss == pytest.approx(100 * first.vote.loss, rel=1e-4)
+    assert vote_of(second).loss == pytest.approx(100 * vote_of(first).loss, rel=1e-4)
     assert second.grad_norm == pytest.approx(100 * first.grad_norm, rel=1e-4)

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from tests.unit.storage.nodes import Cluster
 from training.runtime.state.transfer import (
     TensorLayout,
     receive_header,
@@ -20,13 +19,6 @@ from training.runtime.state.transfer import (
 
 CPU = torch.device("cpu")
 EXTRA = {"data": {"samples": 12}, "optimizer": {}, "scheduler": None, "text": "gr\u00fc\u00df"}
-
-
-@pytest.fixture
-def cluster(tmp_path):
-    cluster = Cluster.at(tmp_path)
-    yield cluster
-    cluster.close()
 
 
 def state() -> dict[str, Tensor]:

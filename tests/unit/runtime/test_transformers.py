@@ -11,14 +11,11 @@ import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from typer.testing import CliRunner
 
 from perdure.cli import app
-from tests.unit.runtime.trainees import Loader, Place
+from tests.unit.runtime.trainees import Loader, Place, cycle, shard, whole
 from tests.unit.storage.nodes import Cluster
 from training.runtime.program import Training
 from training.supervisor.job_registry import remember_job
@@ -52,12 +49,8 @@ def wrapped(model: nn.Module, kind: str) -> nn.Module:
         case "ddp":
             return DistributedDataParallel(model)
         case "fsdp":
-            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-            for name, layer in model.named_modules():
-                if name.rpartition(".")[2].isdecimal():
-                    fully_shard(layer, mesh=mesh)
-            fully_shard(model, mesh=mesh)
-            return model
+            named = model.named_modules()
+            return shard(model, *(m for n, m in named if n.rpartition(".")[2].isdecimal()))
         case "data_parallel":
             return DataParallel(model)
         case _:
@@ -86,21 +79,15 @@ class Pupil:
 def learn(rank: int, place: Place, name: str, kind: str, kept: Path) -> bool:
     """Train a few steps, save the last, and keep the weights aside. Whether they have changed."""
     pupil = Pupil(name, kind)
-    checkpointer = place.checkpointer(pupil, rank, dist.get_world_size())
-    for _ in range(STEPS):
-        pupil.step()
-    checkpointer.save(STEPS, data=pupil.data.state_dict())
-    weights = {n: whole(p) for n, p in pupil.bare.named_parameters()}  # tied ones once
+    cycle(pupil, rank, place, STEPS, (STEPS,))
+    # Tied ones once.
+    named = pupil.bare.named_parameters()
+    weights = {n: whole(p).detach().contiguous() for n, p in named}
     if rank == 0:
         save_file(weights, kept)
     before = dict(made(name).named_parameters())
     dist.barrier()
     return all(not torch.equal(before[n], tensor) for n, tensor in weights.items())
-
-
-def whole(tensor: Tensor) -> Tensor:
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.detach().contiguous()
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -61,6 +62,22 @@ class Trained(Protocol):
     training: Training
     data: Loader
 
+    def step(self) -> Any:
+        """Complete one optimizer step."""
+
+
+def shard(model: nn.Module, *layers: nn.Module) -> nn.Module:
+    """FSDP2 over all ranks, of these layers and of what is left."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for one in (*layers, model):
+        fully_shard(one, mesh=mesh)
+    return model
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that may be distributed."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
 
 class Trainee:
     """Everything that a checkpoint holds, and a step that depends on all of it."""
@@ -71,7 +88,7 @@ class Trainee:
         self.seen = torch.zeros((), dtype=torch.int64)
         self.model.register_buffer("seen", self.seen)
         if sharded:
-            fully_shard(self.model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+            shard(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05, betas=(0.8, 0.95))
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=3, gamma=0.7)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=4)
@@ -129,9 +146,9 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(part) for part in value]
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
-    return value.tolist() if isinstance(value, (Tensor, np.ndarray)) else value
+    if isinstance(value, Tensor):
+        return whole(value).tolist()
+    return value.tolist() if isinstance(value, np.ndarray) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,34 +189,55 @@ class Place:
         return Checkpointer(context, checkpoints, trainee.training, CPU)
 
 
-def train(
-    rank: int, place: Place, until: int, saves: tuple[int, ...], *, settles: bool = True
-) -> dict[Any, Any]:
-    """Restore, train to a step and save at some; what was restored, and weights by step."""
-    world_size = dist.get_world_size()
+def cycle(
+    trained: Trained,
+    rank: int,
+    place: Place,
+    until: int,
+    saves: tuple[int, ...] = (),
+    *,
+    note: Callable[[int], None] = lambda _step: None,
+) -> int:
+    """Restore, train to a step and save at some; the step that was restored.
+
+    Args:
+        trained: what the rank trains.
+        rank: this one.
+        place: of the attempt.
+        until: last step.
+        saves: steps to save.
+        note: called with the step that was restored, and with each one after it.
+    """
+    checkpointer = place.checkpointer(trained, rank, dist.get_world_size())
+    restored = checkpointer.restore()
+    note(restored)
+    for step in range(restored + 1, until + 1):
+        trained.step()
+        if step == restored + 1:
+            checkpointer.prepare()
+        note(step)
+        if step in saves:
+            attachments = {f"runs/run/metrics/{place.attempt}-{step}": "x"}
+            checkpointer.save(step, data=trained.data.state_dict(), attachments=attachments)
+    checkpointer.settle(20)
+    dist.barrier()
+    return restored
+
+
+def train(rank: int, place: Place, until: int, saves: tuple[int, ...]) -> dict[Any, Any]:
+    """One attempt; what was restored, random numbers then, and weights by step."""
     trainee = Trainee(rank, sharded=place.sharded, seed=place.attempt)
     for parameter in trainee.model.parameters():
         if not place.sharded:
             dist.broadcast(parameter.data, 0)
-    checkpointer = place.checkpointer(trainee, rank, world_size)
-    restored = checkpointer.restore()
-    told: dict[Any, Any] = {"restored": restored, restored: trainee.weights()}
-    told["random"] = float(torch.get_rng_state().double().sum())
-    for step in range(restored + 1, until + 1):
-        trainee.step()
-        if step == restored + 1:
-            checkpointer.prepare()
-        told[step] = trainee.weights()
-        if step in saves:
-            checkpointer.save(
-                step,
-                data=trainee.data.state_dict(),
-                attachments={f"runs/run/metrics/{place.attempt}-{step}": "x"},
-            )
-    if settles:
-        checkpointer.settle(20)
-    dist.barrier()
-    return told
+    seen: dict[Any, Any] = {}
+
+    def note(step: int) -> None:
+        seen.setdefault("random", float(torch.get_rng_state().double().sum()))
+        seen[step] = trainee.weights()
+
+    seen["restored"] = cycle(trainee, rank, place, until, saves, note=note)
+    return seen
 
 
 def train_and_fail(rank: int, place: Place, until: int, saves: tuple[int, ...]) -> str:

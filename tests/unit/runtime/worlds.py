@@ -19,6 +19,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from tests.unit.storage.nodes import forked, pipe
@@ -199,6 +200,13 @@ class World:
         for process in self.processes.values():
             process.kill()
             process.join()
+
+
+def summed(member: Member, group: dist.ProcessGroup | None = None) -> float:
+    """The sum over the ranks of a group of their numbers from 1."""
+    tensor = torch.tensor([member.rank + 1.0])
+    dist.all_reduce(tensor, group=group)
+    return float(tensor)
 
 
 class Failed(str):

@@ -19,26 +19,21 @@ def model() -> Decoder:
     return Decoder(ModelSpec(num_layers=1, hidden_size=16, num_heads=2, seq_len=8), 32)
 
 
-def test_the_warm_up_is_linear_and_its_first_step_is_not_lost():
-    assert [lr_ratio(done, SPEC, steps=100) for done in (0, 4, 9)] == [0.1, 0.5, 1.0]
+FREE = OptimizerSpec(warmup_steps=0, min_lr_ratio=0.0)
 
 
-def test_the_cosine_begins_at_the_peak_and_ends_at_the_floor():
-    assert lr_ratio(10, SPEC, steps=100) == 1.0
-    assert lr_ratio(55, SPEC, steps=100) == pytest.approx(0.55)
-    assert lr_ratio(100, SPEC, steps=100) == pytest.approx(0.1)
-    assert lr_ratio(1000, SPEC, steps=100) == pytest.approx(0.1)
-
-
-def test_without_warm_up_the_first_step_is_at_the_peak():
-    spec = OptimizerSpec(warmup_steps=0, min_lr_ratio=0.0)
-    assert lr_ratio(0, spec, steps=50) == 1.0
-    assert lr_ratio(50, spec, steps=50) == pytest.approx(0.0)
-
-
-def test_a_warm_up_as_long_as_the_run_never_leaves_the_peak_early():
-    assert lr_ratio(9, SPEC, steps=10) == 1.0
-    assert 0.1 <= lr_ratio(10, SPEC, steps=10) <= 1.0
+@pytest.mark.parametrize(
+    ("spec", "steps", "ratios"),
+    [
+        pytest.param(SPEC, 100, {0: 0.1, 4: 0.5, 9: 1.0}, id="the first step is not lost"),
+        pytest.param(SPEC, 100, {10: 1.0, 55: 0.55, 100: 0.1, 1000: 0.1}, id="to the floor"),
+        pytest.param(FREE, 50, {0: 1.0, 50: 0.0}, id="no warm-up"),
+        pytest.param(SPEC, 10, {9: 1.0, 10: 1.0}, id="a warm-up as long as the run"),
+    ],
+)
+def test_the_warm_up_is_linear_and_a_cosine_goes_from_the_peak_to_the_floor(spec, steps, ratios):
+    for done, ratio in ratios.items():
+        assert lr_ratio(done, spec, steps=steps) == pytest.approx(ratio)
 
 
 @given(st.integers(0, 50), st.integers(1, 200), st.floats(0, 1))

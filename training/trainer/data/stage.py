@@ -1,6 +1,6 @@
 """Token shards as local files: in place where the store has paths, else copied to a folder.
 
-A copy appears under its name only after its hash was checked. A record beside the copies says
+A copy appears under its name only after its hash was checked. A record beside the copies lists
 which files passed and what they looked like then, so a later call costs one stat per file.
 Processes of one node may stage into one folder at once: the first copies, the others find it
 done. Sizes are bytes, times seconds.
@@ -38,7 +38,6 @@ class StageResult:
     paths: tuple[Path, ...]
     skipped: bool  # nothing was copied
     duration_s: float
-    copied_bytes: int
 
 
 def stage(manifest: Manifest, store: ObjectStore, folder: Path) -> StageResult:
@@ -51,7 +50,7 @@ def stage(manifest: Manifest, store: ObjectStore, folder: Path) -> StageResult:
 
     Raises:
         NotFound: a shard is not in the store; prepare again.
-        Corrupt: a shard is not what the manifest says; prepare again.
+        Corrupt: a shard is not what the manifest records; prepare again.
         StorageError: the store failed.
         OSError: the folder cannot be written.
     """
@@ -61,18 +60,16 @@ def stage(manifest: Manifest, store: ObjectStore, folder: Path) -> StageResult:
     if len(in_place) == len(places):
         for path, shard in zip(in_place, manifest.shards, strict=True):
             _check_size(path, shard)
-        return StageResult(in_place, skipped=True, duration_s=_since(started_s), copied_bytes=0)
+        return StageResult(in_place, skipped=True, duration_s=time.monotonic() - started_s)
     folder.mkdir(parents=True, exist_ok=True)
     paths = tuple(folder / shard.key.rpartition("/")[2] for shard in manifest.shards)
     with _locked(folder):
-        copied_bytes = _complete(manifest, store, folder)
-    return StageResult(
-        paths, skipped=copied_bytes == 0, duration_s=_since(started_s), copied_bytes=copied_bytes
-    )
+        is_complete = _complete(manifest, store, folder)
+    return StageResult(paths, skipped=is_complete, duration_s=time.monotonic() - started_s)
 
 
-def _complete(manifest: Manifest, store: ObjectStore, folder: Path) -> int:
-    """Fetch what is missing or damaged; returns the bytes fetched."""
+def _complete(manifest: Manifest, store: ObjectStore, folder: Path) -> bool:
+    """Fetch what is missing or damaged; whether nothing was."""
     for abandoned in folder.glob(f"*{TEMPORARY_SUFFIX}"):
         abandoned.unlink()
     record = _read_record(folder)
@@ -83,7 +80,7 @@ def _complete(manifest: Manifest, store: ObjectStore, folder: Path) -> int:
     now = {path.name: _look(path) for _, path in wanted}
     if now.items() - record.items():
         write_whole(folder / RECORD_NAME, json.dumps({**record, **now}))
-    return sum(shard.size_bytes for shard, _ in missing)
+    return not missing
 
 
 def _is_intact(path: Path, shard: Shard, record: dict[str, str]) -> bool:
@@ -144,7 +141,3 @@ def _locked(folder: Path) -> Iterator[None]:
     with (folder / LOCK_NAME).open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _since(started_s: float) -> float:
-    return time.monotonic() - started_s

@@ -17,7 +17,7 @@ Write = Callable[[str, str | bytes], Path]
 
 
 class RecordingStore(LocalStore):
-    """Counts what is put; `is_remote` hides the files behind it."""
+    """Keeps the keys that are put; `is_remote` hides the files behind it."""
 
     is_remote = False
 
@@ -31,6 +31,11 @@ class RecordingStore(LocalStore):
 
     def local_path(self, key: str) -> Path | None:
         return None if self.is_remote else super().local_path(key)
+
+    def path(self, key: str) -> Path:
+        path = super().local_path(key)
+        assert path is not None
+        return path
 
 
 @pytest.fixture

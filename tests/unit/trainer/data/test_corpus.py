@@ -11,10 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from tests.unit.trainer.data.conftest import Write
 from training.specs.data import DataSpec
 from training.trainer.data.corpus import BLOCK_CHARS, CorpusError, find_sources, iterate_documents
-
-Write = Callable[[str, str | bytes], Path]
 
 PACKERS: dict[str, Callable[[bytes], bytes]] = {
     "": bytes,
@@ -83,7 +82,7 @@ def test_what_is_not_utf8_is_replaced(write: Write) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "problem"),
     [
         ("{broken", "broken JSON"),
         ('{"body": "x"}', "no field 'text'; fields are 'body'"),
@@ -92,11 +91,11 @@ def test_what_is_not_utf8_is_replaced(write: Write) -> None:
         ("[" * 100_000, "broken JSON"),
     ],
 )
-def test_a_bad_row_is_named_with_file_and_line(write: Write, row: str, said: str) -> None:
+def test_a_bad_row_is_named_with_file_and_line(write: Write, row: str, problem: str) -> None:
     path = write("a.jsonl", '{"text": "fine"}\n' + row + "\n")
     with pytest.raises(CorpusError, match="line 2") as caught:
         read(path)
-    assert said in str(caught.value)
+    assert problem in str(caught.value)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -139,7 +138,7 @@ def test_unusable_sources_are_named_in_one_line(write: Write, tmp_path: Path) ->
     write("a.csv", "x")
     write("empty.txt", "")
     corpus = tmp_path / "corpus"
-    for source, said in {
+    for source, problem in {
         corpus / "none": "no such file or folder",
         corpus / "a.csv": "unknown suffix; known are .txt",
         corpus / "*.pdf": "nothing usable among 0 files",
@@ -149,5 +148,5 @@ def test_unusable_sources_are_named_in_one_line(write: Write, tmp_path: Path) ->
     }.items():
         with pytest.raises(CorpusError) as caught:
             find_sources(DataSpec(sources=(str(source),)))
-        assert said in str(caught.value)
+        assert problem in str(caught.value)
         assert str(source) in str(caught.value)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -61,27 +62,10 @@ def dataset(make_dataset: MakeDataset) -> TokenDataset:
     return TokenDataset(paths, manifest, SEQ_LEN)
 
 
-def make(
-    dataset: TokenDataset,
-    *,
-    rank: int = 0,
-    world_size: int = 1,
-    seed: int = 5,
-    num_workers: int = 0,
-    shuffle: bool = True,
-    prefetch_factor: int = 2,
-) -> ResumableLoader:
-    return ResumableLoader(
-        dataset,
-        global_batch_size=BATCH,
-        micro_batch_size=2,
-        rank=rank,
-        world_size=world_size,
-        seed=seed,
-        num_workers=num_workers,
-        shuffle=shuffle,
-        prefetch_factor=prefetch_factor,
-    )
+def make(dataset: TokenDataset, *, num_workers: int = 0, **changes: Any) -> ResumableLoader:
+    settings: dict[str, Any] = {"rank": 0, "world_size": 1, "seed": 5, "prefetch_factor": 2}
+    sizes = {"global_batch_size": BATCH, "micro_batch_size": 2, "num_workers": num_workers}
+    return ResumableLoader(dataset, **{**settings, **sizes, **changes})
 
 
 def take(loader: ResumableLoader, num_steps: int) -> torch.Tensor:

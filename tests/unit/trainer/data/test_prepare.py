@@ -11,13 +11,12 @@ import pytest
 
 from storage.errors import Corrupt, NotFound
 from storage.local import LocalStore
+from tests.unit.trainer.data.conftest import RecordingStore, Write
 from training.specs.data import DataSpec
 from training.trainer.data.corpus import CorpusError
 from training.trainer.data.manifest import Manifest, load_manifest
 from training.trainer.data.prepare import PrepareResult, prepare
 from training.trainer.data.tokenizer import ByteTokenizer
-
-Write = Callable[[str, str | bytes], Path]
 
 NUM_FILES = 6
 KILLED = 17
@@ -42,28 +41,6 @@ class Dying(LocalStore):
 spec = DataSpec(sources=(sys.argv[1],), shard_size_bytes=4096)
 prepare(spec, ByteTokenizer(), Dying(Path(sys.argv[2])))
 """
-
-
-class RecordingStore(LocalStore):
-    """Keeps the keys that are put."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        self.puts: list[str] = []
-
-    def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
-        self.puts.append(key)
-        super().put(key, data, if_absent=if_absent)
-
-    def path(self, key: str) -> Path:
-        path = self.local_path(key)
-        assert path is not None
-        return path
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> RecordingStore:
-    return RecordingStore(tmp_path / "store")
 
 
 @pytest.fixture
@@ -105,31 +82,20 @@ def test_every_document_ends_with_eos_and_the_manifest_counts_them(
     assert (manifest.num_documents, manifest.num_tokens) == (NUM_FILES, NUM_FILES * 3001)
     assert (manifest.dtype, manifest.vocab_size) == ("uint16", 257)
     assert counts(result) == (NUM_FILES, 0, 0)
+    assert store.puts[-1] == result.manifest_key, "the manifest is written last"
 
 
-def test_the_manifest_is_written_last(corpus: Path, store: RecordingStore) -> None:
-    result = run(corpus, store)
-    assert store.puts[-1] == result.manifest_key
-
-
-def test_a_second_preparation_is_skipped_and_writes_nothing(
-    corpus: Path, store: RecordingStore
+def test_a_second_preparation_is_skipped_and_neither_writes_nor_reads_shards(
+    corpus: Path, store: RecordingStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = run(corpus, store)
     store.puts.clear()
+    monkeypatch.setattr(store, "get_into", None)
     again = run(corpus, store)
     assert again.skipped
     assert again.manifest == first.manifest
     assert counts(again) == (0, NUM_FILES, 0)
     assert store.puts == []
-
-
-def test_the_second_preparation_does_not_read_shards(
-    corpus: Path, store: RecordingStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run(corpus, store)
-    monkeypatch.setattr(store, "get_into", None)
-    assert run(corpus, store).skipped
 
 
 def test_without_the_record_shards_are_hashed_and_the_record_is_back(
@@ -142,12 +108,16 @@ def test_without_the_record_shards_are_hashed_and_the_record_is_back(
     assert store.puts == ["data/verified.json"]
 
 
-def test_a_damaged_shard_is_redone_alone(
-    corpus: Path, store: RecordingStore, damage: Callable[[Path], None]
+@pytest.mark.parametrize("is_missing", [True, False])
+def test_a_damaged_or_missing_shard_is_redone_alone(
+    corpus: Path, store: RecordingStore, damage: Callable[[Path], None], *, is_missing: bool
 ) -> None:
     first = run(corpus, store)
     key = first.manifest.shards[2].key
-    damage(store.path(key))
+    if is_missing:
+        store.delete(key)
+    else:
+        damage(store.path(key))
     store.puts.clear()
     lines: list[str] = []
     again = run(corpus, store, lines.append)
@@ -158,14 +128,6 @@ def test_a_damaged_shard_is_redone_alone(
     assert tokens(again.manifest, store) == expected(corpus)
     assert any(key in line and "damaged" in line for line in lines)
     assert run(corpus, store).skipped
-
-
-def test_a_missing_shard_is_redone_alone(corpus: Path, store: RecordingStore) -> None:
-    first = run(corpus, store)
-    store.delete(first.manifest.shards[0].key)
-    again = run(corpus, store)
-    assert counts(again) == (1, NUM_FILES - 1, 1)
-    assert again.manifest == first.manifest
 
 
 def test_a_damaged_part_of_a_large_source_is_redone_alone(
@@ -194,23 +156,30 @@ def test_large_text_is_split_at_line_ends(write: Write, store: RecordingStore) -
     assert len(ends) == result.manifest.num_documents
 
 
-def test_a_changed_source_redoes_its_own_shard_only(corpus: Path, store: RecordingStore) -> None:
-    first = run(corpus, store)
+def change(corpus: Path) -> None:
     (corpus / "3.txt").write_text("another text " * 200)
+
+
+def add_and_remove(corpus: Path) -> None:
+    (corpus / "2b.txt").write_text("n" * 3000)
+    (corpus / "5.txt").unlink()
+
+
+def change_and_keep_the_size(corpus: Path) -> None:
+    path = corpus / "1.txt"
+    path.write_text(path.read_text().upper())
+    os.utime(path, ns=(1, 1))
+
+
+@pytest.mark.parametrize("edit", [change, add_and_remove, change_and_keep_the_size])
+def test_a_changed_source_redoes_its_own_shard_only(
+    corpus: Path, store: RecordingStore, edit: Callable[[Path], None]
+) -> None:
+    first = run(corpus, store)
+    edit(corpus)
     again = run(corpus, store)
     assert counts(again) == (1, NUM_FILES - 1, 0)
     assert again.manifest_key != first.manifest_key
-    assert tokens(again.manifest, store) == expected(corpus)
-
-
-def test_new_and_removed_sources_leave_the_others_alone(
-    corpus: Path, store: RecordingStore
-) -> None:
-    run(corpus, store)
-    (corpus / "2b.txt").write_text("n" * 3000)
-    (corpus / "5.txt").unlink()
-    again = run(corpus, store)
-    assert counts(again) == (1, NUM_FILES - 1, 0)
     assert tokens(again.manifest, store) == expected(corpus)
 
 
@@ -237,18 +206,6 @@ def test_touched_sources_with_the_same_content_rewrite_no_shard(
     assert again.manifest.content_fingerprint == first.manifest.content_fingerprint
     assert {source.mtime_ns for shard in again.manifest.shards for source in shard.sources} == {1}
     assert run(corpus, store).skipped
-
-
-def test_other_content_of_the_same_size_is_noticed_by_its_time(
-    corpus: Path, store: RecordingStore
-) -> None:
-    run(corpus, store)
-    path = corpus / "1.txt"
-    path.write_text(path.read_text().upper())
-    os.utime(path, ns=(1, 1))
-    again = run(corpus, store)
-    assert counts(again) == (1, NUM_FILES - 1, 0)
-    assert tokens(again.manifest, store) == expected(corpus)
 
 
 def test_a_damaged_manifest_is_made_again_from_the_same_shards(

@@ -1,19 +1,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from storage.errors import Corrupt, NotFound
 from storage.local import LocalStore
+from tests.unit.trainer.data.conftest import Write
 from training.specs.data import DataSpec
 from training.trainer.data.manifest import Manifest
 from training.trainer.data.prepare import prepare
-from training.trainer.data.stage import stage
+from training.trainer.data.stage import StageResult, stage
 from training.trainer.data.tokenizer import ByteTokenizer
 
-Write = Callable[[str, str | bytes], Path]
 MakeManifest = Callable[[LocalStore], Manifest]
 
 
@@ -34,7 +35,7 @@ def test_a_store_with_paths_is_used_in_place(
     manifest = make_manifest(store)
     result = stage(manifest, store, tmp_path / "node")
     assert result.paths == tuple(store.local_path(shard.key) for shard in manifest.shards)
-    assert (result.skipped, result.copied_bytes) == (True, 0)
+    assert result.skipped
     assert not (tmp_path / "node").exists()
 
 
@@ -52,64 +53,68 @@ def test_a_missing_or_short_shard_in_place_is_named(
         stage(manifest, store, tmp_path)
 
 
-def test_shards_are_copied_once(
-    make_manifest: MakeManifest,
-    remote_store: LocalStore,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    manifest = make_manifest(remote_store)
-    result = stage(manifest, remote_store, tmp_path / "node")
-    for path, shard in zip(result.paths, manifest.shards, strict=True):
-        assert path.read_bytes() == remote_store.get(shard.key)
+@dataclass
+class Remote:
+    """Shards in a store that has no paths, and a node's folder for copies of them."""
+
+    manifest: Manifest
+    store: LocalStore
+    folder: Path
+
+    def stage(self) -> StageResult:
+        return stage(self.manifest, self.store, self.folder)
+
+
+@pytest.fixture
+def remote(make_manifest: MakeManifest, remote_store: LocalStore, tmp_path: Path) -> Remote:
+    return Remote(make_manifest(remote_store), remote_store, tmp_path / "node")
+
+
+def test_shards_are_copied_once(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = remote.stage()
+    for path, shard in zip(result.paths, remote.manifest.shards, strict=True):
+        assert path.read_bytes() == remote.store.get(shard.key)
     assert not result.skipped
-    assert result.copied_bytes == sum(shard.size_bytes for shard in manifest.shards)
-    monkeypatch.setattr(remote_store, "get_into", None)
-    again = stage(manifest, remote_store, tmp_path / "node")
-    assert (again.skipped, again.copied_bytes, again.paths) == (True, 0, result.paths)
+    monkeypatch.setattr(remote.store, "get_into", None)
+    again = remote.stage()
+    assert (again.skipped, again.paths) == (True, result.paths)
 
 
 def test_a_damaged_copy_is_fetched_again_alone(
-    make_manifest: MakeManifest,
-    remote_store: LocalStore,
-    tmp_path: Path,
-    damage: Callable[[Path], None],
+    remote: Remote, damage: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manifest = make_manifest(remote_store)
-    paths = stage(manifest, remote_store, tmp_path / "node").paths
-    damage(paths[2])
-    again = stage(manifest, remote_store, tmp_path / "node")
-    assert again.copied_bytes == manifest.shards[2].size_bytes
-    assert paths[2].read_bytes() == remote_store.get(manifest.shards[2].key)
-    assert stage(manifest, remote_store, tmp_path / "node").skipped
+    path = remote.stage().paths[2]
+    damage(path)
+    fetched = []
+
+    def get_into(key: str, buffer: memoryview, *, start: int = 0) -> None:
+        fetched.append(key)
+        LocalStore.get_into(remote.store, key, buffer, start=start)
+
+    monkeypatch.setattr(remote.store, "get_into", get_into)
+    assert not remote.stage().skipped
+    assert set(fetched) == {remote.manifest.shards[2].key}
+    assert path.read_bytes() == remote.store.get(remote.manifest.shards[2].key)
+    assert remote.stage().skipped
 
 
-def test_copies_without_a_record_are_hashed_not_fetched(
-    make_manifest: MakeManifest, remote_store: LocalStore, tmp_path: Path
-) -> None:
-    manifest = make_manifest(remote_store)
-    stage(manifest, remote_store, tmp_path / "node")
-    (tmp_path / "node" / "verified.json").write_text("[]")
-    assert stage(manifest, remote_store, tmp_path / "node").skipped
+def test_copies_without_a_record_are_hashed_not_fetched(remote: Remote) -> None:
+    remote.stage()
+    (remote.folder / "verified.json").write_text("[]")
+    assert remote.stage().skipped
 
 
-def test_a_damaged_object_never_gets_its_name(
-    make_manifest: MakeManifest, remote_store: LocalStore, tmp_path: Path
-) -> None:
-    manifest = make_manifest(remote_store)
-    shard = manifest.shards[0]
-    remote_store.put(shard.key, bytes(shard.size_bytes))
+def test_a_damaged_object_never_gets_its_name(remote: Remote) -> None:
+    shard = remote.manifest.shards[0]
+    remote.store.put(shard.key, bytes(shard.size_bytes))
     with pytest.raises(Corrupt, match="prepare the data again"):
-        stage(manifest, remote_store, tmp_path / "node")
-    assert not (tmp_path / "node" / shard.key.rpartition("/")[2]).exists()
+        remote.stage()
+    assert not (remote.folder / shard.key.rpartition("/")[2]).exists()
 
 
-def test_what_a_killed_copy_left_is_removed(
-    make_manifest: MakeManifest, remote_store: LocalStore, tmp_path: Path
-) -> None:
-    manifest = make_manifest(remote_store)
-    abandoned = tmp_path / "node" / "x.tokens.partial"
+def test_what_a_killed_copy_left_is_removed(remote: Remote) -> None:
+    abandoned = remote.folder / "x.tokens.partial"
     abandoned.parent.mkdir()
     abandoned.write_bytes(b"half")
-    stage(manifest, remote_store, tmp_path / "node")
+    remote.stage()
     assert not abandoned.exists()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import torch
-import torch.distributed as dist
 
 
 @pytest.fixture(scope="module")
 def group():
+    import torch  # only where a group is needed: most tests start sooner without it
+    import torch.distributed as dist
+
     torch.set_num_threads(1)
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
