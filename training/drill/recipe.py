@@ -10,10 +10,10 @@ import time
 
 from training.drill.job import PACE_ENV
 from training.job import Job
-from training.trainer.pretrain import pretrain
+from training.trainer import pretrain
 
 
 def main(job: Job) -> None:
     """Train up to the job's target step."""
     pace_s = float(os.environ.get(PACE_ENV, "0"))
-    pretrain(job, in_step=lambda: time.sleep(pace_s))
+    pretrain.main(job, in_step=lambda: time.sleep(pace_s))

@@ -35,22 +35,13 @@ def wrap(
         case ParallelKind.DATA_PARALLEL:
             return model if device.type == "cpu" else DataParallel(model)
         case ParallelKind.FSDP2 | ParallelKind.HSDP:
-            return _shard(model, spec, precision, device, world_size)
-
-
-def _shard(
-    model: Decoder,
-    spec: ParallelSpec,
-    precision: Precision,
-    device: torch.device,
-    world_size: int,
-) -> nn.Module:
-    replicas = spec.replicas or 1
-    shape = (replicas, world_size // replicas) if spec.replicas else (world_size,)
-    names = ("replicate", "shard") if spec.replicas else ("shard",)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
-    policy = MixedPrecisionPolicy(param_dtype=DTYPES[precision], reduce_dtype=torch.float32)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)  # in place: the model is an FSDPModule now
-    return model
+            replicas = spec.replicas or 1
+            shape = (replicas, world_size // replicas) if spec.replicas else (world_size,)
+            names = ("replicate", "shard") if spec.replicas else ("shard",)
+            mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+            policy = MixedPrecisionPolicy(param_dtype=DTYPES[precision], reduce_dtype=torch.float32)
+            for block in model.blocks:
+                fully_shard(block, mesh=mesh, mp_policy=policy)
+            # In place: the model is an FSDPModule afterwards.
+            fully_shard(model, mesh=mesh, mp_policy=policy)
+            return model

@@ -1,6 +1,6 @@
 """The reference recipe: pretrain the decoder on the job's corpus, on every rank.
 
-It knows nothing of faults: `session.steps()` restores, saves, and says when to end.
+It knows nothing of faults: `session.steps()` restores, saves, and decides when to end.
 """
 
 from __future__ import annotations
@@ -29,12 +29,7 @@ from training.trainer.parallel import DTYPES, wrap
 _log = logging.getLogger("perdure.trainer")
 
 
-def main(job: Job) -> None:
-    """Train up to the job's target step."""
-    pretrain(job)
-
-
-def pretrain(job: Job, *, in_step: Callable[[], None] = lambda: None) -> None:
+def main(job: Job, *, in_step: Callable[[], None] = lambda: None) -> None:
     """Train up to the job's target step.
 
     Args:

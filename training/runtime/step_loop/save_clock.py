@@ -24,7 +24,7 @@ class SaveClock:
         spec: of the job, with an interval.
         loader: counts the epochs.
         step: that was restored.
-        clock: monotonic.
+        clock: monotonic; `now_s` is this clock.
     """
 
     def __init__(
@@ -37,13 +37,13 @@ class SaveClock:
     ) -> None:
         self._spec = spec
         self._loader = loader
-        self._clock = clock
+        self.now_s = clock
         self._step, self._saved_s, self._saved_epoch = step, clock(), loader.epoch
         self._cost_s: float | None = None
 
     def is_due(self, step: int) -> bool:
         """Whether `step` is to be saved; asked again when a step is executed again."""
-        spec, since_save_s = self._spec, self._clock() - self._saved_s
+        spec, since_save_s = self._spec, self.now_s() - self._saved_s
         if step != self._step and (
             (spec.every_steps is not None and step % spec.every_steps == 0)
             or (spec.every_s is not None and since_save_s >= spec.every_s)
@@ -60,9 +60,5 @@ class SaveClock:
 
     def saved(self, step: int, *, started_s: float) -> None:
         """Note a save that began at `started_s` of the same clock."""
-        self._step, self._saved_s, self._saved_epoch = step, self._clock(), self._loader.epoch
+        self._step, self._saved_s, self._saved_epoch = step, self.now_s(), self._loader.epoch
         self._cost_s = self._saved_s - started_s
-
-    def now_s(self) -> float:
-        """The clock."""
-        return self._clock()

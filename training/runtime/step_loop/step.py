@@ -131,11 +131,6 @@ class Step:
         self.error = error
         return True
 
-    @property
-    def grad_norm(self) -> float:
-        """Before clipping; 0 before the agreement."""
-        return self.vote.grad_norm if self.vote is not None else 0.0
-
     def batch(self) -> MicroBatch:
         """The batch of a step that has just one micro-batch, on the device.
 

@@ -22,7 +22,7 @@ from training.runtime.program import Training
 
 
 def reset(training: Training, generations: Generations) -> None:
-    """Make a training ready to begin a step again; talks to nobody."""
+    """Make a training ready to begin a step again; not collective."""
     model = training.model
     training.optimizer.zero_grad(set_to_none=True)
     if training.scaler is not None:

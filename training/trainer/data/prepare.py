@@ -10,39 +10,54 @@ times seconds.
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from storage.errors import Corrupt, NotFound
+from storage.model import FrozenModel
 from storage.objects import ObjectStore, check_key
 from training.specs.data import DataSpec
-from training.trainer.data.corpus import BLOCK_CHARS, CorpusError, find_sources, iterate_documents
-from training.trainer.data.grouping import (
-    Group,
-    Receipt,
-    describe_sources,
-    fingerprint,
-    group_sources,
-    load_receipt,
-    settings_fingerprint,
+from training.trainer.data.corpus import (
+    BLOCK_CHARS,
+    CorpusError,
+    SourceFile,
+    find_sources,
+    iterate_documents,
 )
 from training.trainer.data.manifest import (
     DTYPES,
+    FORMAT_VERSION,
     Manifest,
     Shard,
     Source,
     dtype_name,
     hash_bytes,
+    hash_file,
     load_manifest,
 )
 from training.trainer.data.shard_cache import ShardCache
 from training.trainer.data.tokenizer import Tokenizer
 
 ENCODE_BATCH_CHARS = 2 * 1024 * 1024
+HASH_RANGE = 1 << 64
+
+# The unit that is reused or redone when the corpus changes: a run of sources in path order with
+# about `shard_size_bytes` of text, or one larger source.
+Group = tuple[SourceFile, ...]
+
+
+class Receipt(FrozenModel):
+    """What became of a group: written after its shards, and all that reuse needs."""
+
+    stem: str  # shard keys without '-PART.tokens'
+    sources: tuple[Source, ...]
+    shards: tuple[Shard, ...]  # none when the sources hold no text
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +167,7 @@ class _Preparation:
 
     def _settle(self, group: Group) -> tuple[Shard, ...]:
         """The group's shards, made or reused."""
-        key = f"{self._prefix}/groups/{group.name(self._settings)}.json"
+        key = f"{self._prefix}/groups/{_name(self._settings, group)}.json"
         try:
             receipt, touched = load_receipt(self._store, key, group)
             if receipt is None or not self._repair(group, receipt):
@@ -164,7 +179,7 @@ class _Preparation:
         return receipt.shards
 
     def _make(self, group: Group) -> Receipt:
-        stem = f"{self._prefix}/shards/{group.fingerprint(self._settings)}"
+        stem = f"{self._prefix}/shards/{fingerprint(self._settings, group)}"
         sources = describe_sources(group)
         shards = tuple(self._write_parts(group, stem=stem, sources=sources))
         return Receipt(stem=stem, sources=sources, shards=shards)
@@ -197,7 +212,7 @@ class _Preparation:
             if keep is not None and key not in keep:
                 continue  # read, to find the parts behind it, but not tokenized
             yield self._write(key, (text for _, text in items), sources)
-        for source in group.sources:
+        for source in group:
             if source.changed():
                 raise CorpusError(
                     f"{source.path}: changed while it was read; sources must not change meanwhile"
@@ -206,7 +221,7 @@ class _Preparation:
     def _documents(self, group: Group) -> Iterator[str]:
         # Text has no documents of its own: without smaller blocks it could not fill small shards.
         block_chars = min(BLOCK_CHARS, self._spec.shard_size_bytes)
-        for source in group.sources:
+        for source in group:
             yield from iterate_documents(
                 source.path, text_field=self._spec.text_field, block_chars=block_chars
             )
@@ -238,6 +253,102 @@ class _Preparation:
                     raise ValueError(f"id {ids.max()} is beyond vocab_size={vocab_size}")
                 pieces += (ids.astype(dtype), end)
         return np.concatenate(pieces, dtype=dtype), len(pieces) // 2
+
+
+def settings_fingerprint(spec: DataSpec, tokenizer: Tokenizer) -> str:
+    """Of everything but the sources that decides about the content of shards."""
+    identity = (tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eos_id)
+    layout = (FORMAT_VERSION, BLOCK_CHARS, spec.text_field, spec.shard_size_bytes)
+    return _digest("", [*identity, *layout])
+
+
+def fingerprint(settings: str, sources: Iterable[SourceFile]) -> str:
+    """Same as long as no file was touched; names manifests and shards."""
+    return _digest(settings, [(str(s.path), s.size_bytes, s.mtime_ns) for s in sources])
+
+
+def _name(settings: str, group: Group) -> str:
+    """Same as long as the same files have the same sizes; finds the receipt."""
+    return _digest(settings, [(str(s.path), s.size_bytes) for s in group])
+
+
+def group_sources(sources: Iterable[SourceFile], *, shard_size_bytes: int) -> Iterator[Group]:
+    """Cut the sources, in their order, into groups of at most the given size where possible.
+
+    Where groups end depends on the neighbourhood only, so a new or grown file moves the borders
+    beside it and not those of all that follow.
+    """
+    group: list[SourceFile] = []
+    size_bytes = 0
+    for source in sources:
+        if group and size_bytes + source.size_bytes > shard_size_bytes:
+            yield tuple(group)
+            group, size_bytes = [], 0
+        group.append(source)
+        size_bytes += source.size_bytes
+        if size_bytes > shard_size_bytes // 4 and _ends_group(source, shard_size_bytes):
+            yield tuple(group)
+            group, size_bytes = [], 0
+    if group:
+        yield tuple(group)
+
+
+def describe_sources(group: Group) -> tuple[Source, ...]:
+    """The group's sources with their hashes, which takes a reading of each.
+
+    Raises:
+        OSError: one cannot be read.
+    """
+    return tuple(
+        Source(
+            path=str(source.path),
+            size_bytes=source.size_bytes,
+            mtime_ns=source.mtime_ns,
+            xxh3_128=hash_file(source.path),
+        )
+        for source in group
+    )
+
+
+def load_receipt(store: ObjectStore, key: str, group: Group) -> tuple[Receipt | None, bool]:
+    """The group's receipt if it still holds, and whether files were merely touched since.
+
+    Raises:
+        OSError: a touched file cannot be read.
+        StorageError: the store failed.
+    """
+    try:
+        receipt = Receipt.model_validate_json(store.get(key))
+    except (NotFound, ValueError):
+        return None, False  # without one the group is prepared again, which is always right
+    recorded = {source.path: source for source in receipt.sources}
+    touched = False
+    for source in group:
+        known = recorded.get(str(source.path))
+        if known is None or known.size_bytes != source.size_bytes:
+            return None, False
+        if known.mtime_ns != source.mtime_ns:
+            touched = True
+            if known.xxh3_128 != hash_file(source.path):
+                return None, False
+    return _touched(receipt, group) if touched else receipt, touched
+
+
+def _touched(receipt: Receipt, group: Group) -> Receipt:
+    times = {str(source.path): source.mtime_ns for source in group}
+    sources = tuple(s.model_copy(update={"mtime_ns": times[s.path]}) for s in receipt.sources)
+    shards = tuple(s.model_copy(update={"sources": sources}) for s in receipt.shards)
+    return receipt.model_copy(update={"sources": sources, "shards": shards})
+
+
+def _ends_group(source: SourceFile, shard_size_bytes: int) -> bool:
+    """By the hash of its path, about twice per `shard_size_bytes` of sources."""
+    value = xxhash.xxh3_64_intdigest(str(source.path).encode("utf-8", "surrogateescape"))
+    return value * shard_size_bytes < 2 * source.size_bytes * HASH_RANGE
+
+
+def _digest(settings: str, content: object) -> str:
+    return hash_bytes(json.dumps([settings, content]).encode())
 
 
 def _split(texts: Iterable[str], limit_bytes: int) -> Iterator[tuple[int, str]]:

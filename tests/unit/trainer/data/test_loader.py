@@ -15,9 +15,8 @@ import psutil
 import pytest
 import torch
 
-from training.trainer.data.loader import ResumableLoader, TokenDataset
+from training.trainer.data.loader import ResumableLoader, SampleOrder, TokenDataset
 from training.trainer.data.manifest import Manifest
-from training.trainer.data.order import SampleOrder
 
 MakeDataset = Callable[..., tuple[tuple[Path, ...], Manifest]]
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.trainer.data.order import SampleOrder, permute
+from training.trainer.data.loader import SampleOrder, permute
 
 
 @given(n=st.integers(1, 3000), seed=st.integers(-(2**63), 2**64), epoch=st.integers(0, 10**6))
