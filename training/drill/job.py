@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import Any
 
 from training.job import Job, parse_job
-from training.specs.engine import LocalEngineSpec
 from training.specs.model import ParallelKind
 
 NUM_RANKS = 4
@@ -87,7 +86,7 @@ def drill_job(
         "env": {PACE_ENV: f"{pace_s:g}"},
     }
     document = _changed(_changed(document, target), changes)
-    num_ranks = LocalEngineSpec.model_validate(document["engine"]).world_size
+    num_ranks = document["engine"]["nodes"] * document["engine"]["slots_per_node"]
     batch = {"global_batch_size": 2 * num_ranks, "micro_batch_size": 1}
     return parse_job({"batch": batch, **document})
 

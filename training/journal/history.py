@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, assert_never
 
 from training.journal.events import AlertCleared, AlertRaised, LedgerEvent
 from training.journal.records import (
@@ -364,6 +364,8 @@ def _apply(history: RunHistory, record: AnyRecord) -> None:
             history.checkpoints.append(record)
         case RunEnded():
             history.ended, history.budgets_from = record, len(history.attempts)
+        case _:
+            assert_never(record)
 
 
 def _take_over(history: RunHistory, record: SupervisorTook) -> None:

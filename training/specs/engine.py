@@ -22,6 +22,9 @@ class EngineSpec(FrozenModel):
     grace_s: float = Field(
         20.0, ge=0.1, le=900, description="seconds from SIGTERM to SIGKILL when stopping workers"
     )
+    orphan_timeout_s: float = Field(
+        86_400.0, ge=10, description="agents stop by themselves after this long without supervisor"
+    )
 
     @property
     def world_size(self) -> int:
@@ -33,12 +36,10 @@ class LocalEngineSpec(EngineSpec):
     """Nodes as agent processes on this machine."""
 
     kind: Literal["local"] = Field("local", description="engine")
-    orphan_timeout_s: float = Field(
-        86_400.0, ge=10, description="agents stop by themselves after this long without supervisor"
-    )
 
 
-# A further engine makes this a union, distinguished by `kind`.
+# A second engine makes this a union with a callable `pydantic.Discriminator`, so that a section
+# without a kind stays local; the tag that it adds to error paths is to be left out in job.py.
 AnyEngineSpec = LocalEngineSpec
 
 

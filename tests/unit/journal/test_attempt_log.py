@@ -8,18 +8,23 @@ import logging
 import math
 import multiprocessing
 import os
+import re
 import signal
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
+from functools import partial
+from itertools import chain, pairwise
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from tests.unit.journal.records import RECORD, record
+from tests.waiting import wait_for
 from training.agent.checkpoint_server import log_commit
 from training.journal.attempt_log import AttemptLog, Follower, parse_lines, read_lines
-from training.journal.events import CheckpointCommitted, Event
-from training.recovery.protocol import LastSave, PauseBegan
+from training.journal.events import CheckpointCommitted, Event, LedgerEvent
+from training.recovery.protocol import AttemptEvent, LastSave, PauseBegan
 
 PAUSED = PauseBegan(at_s=5.0, number=1, step=4)
 SAVED = LastSave(at_s=6.0, number=2, step=4, ranks=(0, 1))
@@ -116,15 +121,20 @@ def _append_until_killed(path: str, attempt: int) -> None:
             log.append(SAVED.model_copy(update={"number": step, "why": f"{attempt}" * 9_000}))
 
 
+def _have_written(file: Path, lives: int) -> bool:
+    """Whether so many lives of both writers have written their first event."""
+    data = file.read_bytes() if file.exists() else b""
+    first = re.findall(rb'"number":1,[^\n]*?"why":"(.)', data)
+    return all(first.count(writer) >= lives for writer in (b"1", b"2"))
+
+
 def test_of_two_writers_that_are_killed_every_whole_event_is_read_in_its_order(file):
     spawn = multiprocessing.get_context("fork")
     for round_ in range(3):
         writers = [spawn.Process(target=_append_until_killed, args=(str(file), n)) for n in (1, 2)]
         for writer in writers:
             writer.start()
-        size = file.stat().st_size if file.exists() else 0
-        while not file.exists() or file.stat().st_size < size + 1_000_000:
-            pass
+        wait_for(partial(_have_written, file, round_ + 1))
         for writer in writers:
             assert writer.pid is not None
             os.kill(writer.pid, signal.SIGKILL)
@@ -141,6 +151,18 @@ def test_of_two_writers_that_are_killed_every_whole_event_is_read_in_its_order(f
     for of_writer in numbers.values():
         assert of_writer.count(1) == 3
         assert all(b in (a + 1, 1) for a, b in pairwise(of_writer))
+
+
+def test_every_event_is_in_the_union_that_the_log_and_the_ledger_read():
+    events = set(_leaves(AttemptEvent))
+    assert events == set(get_args(get_args(LedgerEvent)[0])), "training/journal/events.py"
+    assert events < set(get_args(get_args(Event)[0]))
+
+
+def _leaves(kind: type) -> Iterator[type]:
+    """The classes below a class that have none below them."""
+    below: list[type] = type.__subclasses__(kind)
+    yield from chain.from_iterable(map(_leaves, below)) if below else [kind]
 
 
 def test_a_follower_that_meets_half_a_line_waits_for_the_rest_of_it(file):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import get_args
 
 import pytest
 
@@ -10,7 +11,7 @@ from storage.errors import Corrupt, NotFound
 from storage.local import LocalStore
 from training.errors import RunConflict
 from training.journal.ledger import LEASE_S, Identity, Ledger
-from training.journal.records import RunCreated, RunEnded
+from training.journal.records import AnyRecord, AttemptRecord, Record, RunCreated, RunEnded
 
 ELSEWHERE = Identity(
     supervisor="other", host="another-host", boot_id="another-boot", pid=4711, process_started_s=0.0
@@ -139,3 +140,8 @@ def test_a_record_of_an_unknown_kind_is_refused(store):
     store.put("runs/run/ledger/00000000.json", b'{"kind": "mystery", "at_s": 1, "epoch": 1}')
     with pytest.raises(Corrupt):
         Ledger(store, "run").read()
+
+
+def test_every_record_is_in_the_union_that_a_ledger_reads():
+    kinds = {kind for base in (Record, AttemptRecord) for kind in base.__subclasses__()}
+    assert kinds - {AttemptRecord} == set(get_args(get_args(AnyRecord)[0])), "journal/records.py"

@@ -48,7 +48,9 @@ def test_the_rungs_are_in_the_order_of_their_cost():
 
 
 def test_a_rung_needs_its_row_and_its_guard_and_answers_some_class():
-    assert list(RUNGS) == list(_GUARDS) == list(Rung)
+    assert set(RUNGS) == set(Rung), "training/recovery/rungs.py: RUNGS needs a row for each rung"
+    assert set(_GUARDS) == set(Rung), "training/recovery/guards.py: _GUARDS needs each rung"
+    assert list(RUNGS) == list(_GUARDS) == list(Rung), "in the order of Rung"
     assert {rung for rungs in LADDER.values() for rung in rungs} == set(Rung)
     assert ISOLATES < RESCHEDULES
     for rung, row in RUNGS.items():
@@ -58,7 +60,9 @@ def test_a_rung_needs_its_row_and_its_guard_and_answers_some_class():
 
 
 def test_a_fault_class_needs_its_traits_and_its_ladder():
-    assert list(TRAITS) == list(LADDER) == list(FaultClass)
+    assert set(TRAITS) == set(FaultClass), "training/recovery/faults.py: TRAITS needs each class"
+    assert set(LADDER) == set(FaultClass), "training/recovery/rungs.py: LADDER needs each class"
+    assert list(TRAITS) == list(LADDER) == list(FaultClass), "in the order of FaultClass"
 
 
 def test_only_what_the_user_must_fix_has_nothing_but_stop():
