@@ -6,7 +6,6 @@ import fcntl
 import json
 import signal
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,7 @@ import pytest
 from tests.process.harness import Workbench
 from training.drill.job import write_corpus
 
-
-@dataclass(frozen=True)
-class Undisturbed:
-    """What is kept of a run without a fault: its losses, by step."""
-
-    losses: Mapping[int, float]
-
-    def curve(self) -> Mapping[int, float]:
-        """Loss of every step, all digits."""
-        return self.losses
+Curve = Mapping[int, float]  # loss of every step, all digits
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -51,20 +41,20 @@ def common_folder(tmp_path_factory, worker_id) -> Path:
 
 
 @pytest.fixture(scope="session")
-def undisturbed_pair(bench, common_folder) -> Undisturbed:
+def undisturbed_pair(bench, common_folder) -> Curve:
     """The two-rank job without a fault."""
     return _once(bench, bench.pair, "undisturbed-pair", common_folder)
 
 
 @pytest.fixture(scope="session")
-def undisturbed(bench, common_folder) -> Undisturbed:
+def undisturbed(bench, common_folder) -> Curve:
     """The small job without a fault: what every curve is compared with."""
     return _once(bench, bench.job, "undisturbed", common_folder)
 
 
 def _once(
     bench: Workbench, document_of: Callable[..., dict[str, Any]], run_id: str, folder: Path
-) -> Undisturbed:
+) -> Curve:
     """The run that the first worker makes; the others wait for it."""
     kept = folder / f"{run_id}.json"
     with (folder / f"{run_id}.lock").open("w") as lock:
@@ -74,4 +64,4 @@ def _once(
             assert running.finish() == 0, running.out
             kept.write_text(json.dumps(running.curve()))
     losses = json.loads(kept.read_text())
-    return Undisturbed({int(step): loss for step, loss in losses.items()})
+    return {int(step): loss for step, loss in losses.items()}

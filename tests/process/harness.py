@@ -16,7 +16,9 @@ import yaml
 
 from storage.address import open_store
 from tests.waiting import wait_for
+from training.drill.driver import RunOutcome
 from training.drill.job import drill_job
+from training.drill.verdict import differences
 from training.injection.outside import LocalRun
 from training.job import Job, parse_job
 from training.journal.attempt_log import parse_lines
@@ -53,6 +55,15 @@ def faulty_job(
     return drill_job(
         home, name, kind=ParallelKind.DDP, steps=steps, changes={**sections, **changes}
     )
+
+
+def assert_as_undisturbed(played: RunOutcome, undisturbed: RunOutcome, *, steps: int) -> None:
+    """That a run completed with every step, and that no digit differs from the other run."""
+    assert (played.ended, undisturbed.ended) == ("completed", "completed")
+    assert list(played.curve) == list(range(1, steps + 1))
+    assert differences(played.curve, undisturbed.curve) == []
+    assert played.state == undisturbed.state
+    assert played.left_over == ()
 
 
 @dataclass
@@ -131,33 +142,32 @@ class Workbench:
         """A run that another process started."""
         return Running(self, parse_job(document), None)
 
-    def perdure(self, *arguments: str) -> str:
-        """The `perdure` command; what it printed."""
-        done = subprocess.run(
-            [sys.executable, "-m", "perdure", *arguments],
+    def python(
+        self, *arguments: str, timeout_s: float = 200, cwd: Path | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """An interpreter with these arguments, to its end."""
+        return subprocess.run(
+            [sys.executable, *arguments],
             env=self.environment,
+            cwd=cwd,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=timeout_s,
             check=False,
         )
+
+    def perdure(self, *arguments: str) -> str:
+        """The `perdure` command; what it printed."""
+        done = self.python("-m", "perdure", *arguments)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
     def prefect(self, *arguments: str, tries: int = 3) -> str:
         """The `prefect` command; a busy machine gets a second and a third try."""
+        command = ("-X", "faulthandler", "-m", "prefect", *arguments)
         try:
-            done = subprocess.run(
-                [sys.executable, "-X", "faulthandler", "-m", "prefect", *arguments],
-                env=self.environment,
-                cwd=REPO,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=60,
-                check=False,
-            )
+            done = self.python(*command, timeout_s=60, cwd=REPO)
         except subprocess.TimeoutExpired as error:
             if tries == 1:
                 raise AssertionError(f"prefect {arguments}: hangs: {error.output}") from error
@@ -234,6 +244,12 @@ class Running:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"{self.job.run_id} did not end:\n{self.out}") from None
 
+    def complete(self, curve: Mapping[int, float] | None = None) -> None:
+        """Assert that the run completes, with this loss curve, and leaves no process."""
+        assert self.finish() == 0, self.out
+        assert curve is None or self.curve() == curve
+        self.leave_nothing()
+
     def status(self) -> dict[str, Any]:
         """What `perdure status` reports."""
         report: dict[str, Any] = json.loads(self.bench.perdure("status", self.job.run_id, "--json"))
@@ -252,13 +268,13 @@ class Running:
             found += [view.decision.rung.value] if view.decision is not None else []
         return found
 
-    def worker_lines(self) -> list[str]:
-        """What the first rank of each node printed at its start, in every attempt."""
+    def worker_lines(self, text: str) -> list[str]:
+        """The lines with a text that ranks printed, in every attempt."""
         return [
             line
             for path in sorted(self.folder.glob("nodes/*/*/attempts/*/rank-*.stdout.log"))
             for line in path.read_text().splitlines()
-            if "MA_SCHEDULE_CNT" in line
+            if text in line
         ]
 
     def leave_nothing(self) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import httpx
 
+from tests.waiting import wait_for
+
 BUSY_S = 60.0
 
 
@@ -38,6 +40,10 @@ class Api:
     def state(self, name: str) -> str:
         found = self.flow_runs(name)
         return found[0]["state"]["name"] if found else "none"
+
+    def wait_for(self, name: str, state: str, *, timeout_s: float = 60) -> None:
+        what = f"{name} in state {state}"
+        wait_for(lambda: self.state(name) == state, timeout_s=timeout_s, what=what)
 
     def task_runs(self, name: str) -> dict[str, str]:
         return {task["name"]: task["state"]["name"] for task in self._task_runs(name)}

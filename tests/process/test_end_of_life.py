@@ -18,9 +18,10 @@ import pytest
 from storage.address import open_store
 from storage.checkpoint import CheckpointStore
 from storage.errors import NotFound
+from tests.process.harness import assert_as_undisturbed
 from training.drill.driver import RunDriver, RunOutcome
 from training.drill.job import drill_job
-from training.drill.verdict import differences, recovered
+from training.drill.verdict import recovered
 from training.job import Job
 from training.journal.history import AttemptView
 from training.recovery.rungs import Rung
@@ -106,7 +107,6 @@ def test_one_survivor_of_each_group_saves_and_the_next_attempt_goes_on_exactly_t
     bereaved, number, step, savers
 ):
     saved = bereaved.attempts[number].last_save
-    assert saved is not None
     assert (saved.step, saved.ranks, saved.why) == (step - 1, savers, "")
     assert bereaved.has_committed(step - 1)
     assert bereaved.attempts[number + 1].from_step == step - 1
@@ -115,7 +115,6 @@ def test_one_survivor_of_each_group_saves_and_the_next_attempt_goes_on_exactly_t
 
 def test_a_group_without_a_survivor_is_named_and_nothing_is_written(bereaved):
     saved = bereaved.attempts[2].last_save
-    assert saved is not None
     assert saved.step is None
     assert saved.why == "no rank of [1, 5] lives: their state is lost"
     assert not bereaved.has_committed(BOTH - 1)
@@ -124,7 +123,6 @@ def test_a_group_without_a_survivor_is_named_and_nothing_is_written(bereaved):
 
 def test_what_the_others_have_saved_is_nothing_when_one_of_them_dies_over_it(bereaved):
     saved = bereaved.attempts[3].last_save
-    assert saved is not None
     assert (saved.step, saved.ranks) == (None, (0, 2, 3, 5))
     assert saved.why
     assert not bereaved.has_committed(SAVER - 1)
@@ -133,10 +131,5 @@ def test_what_the_others_have_saved_is_nothing_when_one_of_them_dies_over_it(ber
 
 def test_no_digit_of_the_run_differs_from_one_without_a_death(home, bereaved):
     undisturbed = play(home, "undisturbed").played
-    played = bereaved.played
-    assert (played.ended, undisturbed.ended) == ("completed", "completed")
-    assert list(played.curve) == list(range(1, STEPS + 1))
-    assert differences(played.curve, undisturbed.curve) == []
-    assert played.state == undisturbed.state
-    assert len(played.state) == NUM_RANKS
-    assert played.left_over == ()
+    assert_as_undisturbed(bereaved.played, undisturbed, steps=STEPS)
+    assert len(bereaved.played.state) == NUM_RANKS

@@ -78,7 +78,6 @@ def test_a_node_that_holds_the_others_up_is_left_after_the_next_checkpoint(left)
     assert first.ended is not None
     assert first.decision is not None
     fault = first.ended.fault
-    assert fault is not None
     assert (fault.fault_class, fault.node, fault.rank) == (FaultClass.FAIL_SLOW, "node-1", 3)
     assert (first.decision.rung, first.decision.isolate) == (Rung.POD_RESCHEDULE, "node-1")
     commits = [c for c in left.history.checkpoints if (c.placement, c.attempt) == first.key]

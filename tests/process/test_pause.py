@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.process.rest import Api
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.process
@@ -24,17 +23,13 @@ def start_paused(bench, run_id: str):
     return running, running.step()
 
 
-def wait_for_state(api: Api, run_id: str, state: str) -> None:
-    wait_for(lambda: api.state(run_id) == state, timeout_s=60, what=f"{run_id} in state {state}")
-
-
 def pids(running) -> list[int]:
     return sorted(process.pid for rank in (0, 1) for process in running.local.rank(rank))
 
 
 def test_a_run_pauses_and_goes_on_by_command_in_the_same_processes(bench, api, undisturbed_pair):
     running, stood_at = start_paused(bench, "paused")
-    wait_for_state(api, "paused", "Paused")
+    api.wait_for("paused", "Paused")
     workers = pids(running)
     status = running.status()
     assert (status["state"], status["pause"]["step"]) == ("paused", stood_at)
@@ -42,13 +37,11 @@ def test_a_run_pauses_and_goes_on_by_command_in_the_same_processes(bench, api, u
     assert running.step() == stood_at, "no rank trained meanwhile"
 
     assert "paused: training continues" in bench.perdure("resume", "paused", *WAIT)
-    assert running.finish() == 0, running.out
-    assert running.curve() == undisturbed_pair.curve()
+    running.complete(undisturbed_pair)
     (attempt,) = running.history.attempts
     (pause,) = attempt.pauses
     assert (pause.began.step, pause.ended.step) == (stood_at, stood_at)
     assert f"every rank is paused at step {stood_at}" in running.out
-    running.leave_nothing()
 
 
 @pytest.mark.long
@@ -66,10 +59,8 @@ def test_a_process_that_dies_in_a_pause_is_replaced_and_waits_until_the_ui_resum
     assert pids(running) != before
     assert running.step() == stood_at
 
-    wait_for_state(api, "paused-and-hurt", "Paused")
+    api.wait_for("paused-and-hurt", "Paused")
     api.resume("paused-and-hurt")  # as the button does
-    assert running.finish() == 0, running.out
-    assert running.curve() == undisturbed_pair.curve()
+    running.complete(undisturbed_pair)
     (attempt,) = running.history.attempts
     assert [pause.began.step for pause in attempt.pauses] == [stood_at, stood_at]
-    running.leave_nothing()

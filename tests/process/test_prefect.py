@@ -67,10 +67,8 @@ def test_a_deployment_run_completes(bench, deployed, api, undisturbed_pair):
     job = bench.pair("deployed", env={"PACE_S": "0"})
     run_deployment(bench, job)
     running = bench.look(job)
-    wait_for(
-        lambda: api.state("deployed") == "Completed", timeout_s=120, what=api.state("deployed")
-    )
-    assert running.curve() == undisturbed_pair.curve()
+    api.wait_for("deployed", "Completed", timeout_s=120)
+    assert running.curve() == undisturbed_pair
     tasks = api.task_runs("deployed")
     assert tasks["attempt 1.1 from step 0"] == "Completed"
     assert tasks["placement 1 on node-0"] == "Completed"
@@ -90,10 +88,8 @@ def test_the_pause_button_stops_the_ranks_and_resume_has_them_go_on(
     stood_at = running.step()
     assert api.state("suspended") == "Suspended"
     api.resume("suspended")
-    wait_for(
-        lambda: api.state("suspended") == "Completed", timeout_s=120, what=api.state("suspended")
-    )
-    assert running.curve() == undisturbed_pair.curve()
+    api.wait_for("suspended", "Completed", timeout_s=120)
+    assert running.curve() == undisturbed_pair
     (attempt,) = running.history.attempts
     assert [pause.began.step for pause in attempt.pauses] == [stood_at]
     assert running.history.epoch == 2, "the process that Resume starts adopts the attempt"
@@ -104,7 +100,7 @@ def test_the_pause_button_stops_the_ranks_and_resume_has_them_go_on(
 def test_a_schedule_starts_the_run_and_prepare_data_is_a_deployment(bench, deployed, api):
     job = bench.pair("scheduled", steps=10, env={"PACE_S": "0"})
     run_deployment(bench, {**job, "run_id": "prepared"}, "prepare-data/local")
-    wait_for(lambda: api.state("prepared") == "Completed", timeout_s=60, what="prepare-data")
+    api.wait_for("prepared", "Completed", timeout_s=60)
     soon = (dt.datetime.now(dt.UTC) + dt.timedelta(seconds=12)).isoformat()
     deployment = api.deployment("pretrain/local")
     schedule = {
@@ -114,7 +110,7 @@ def test_a_schedule_starts_the_run_and_prepare_data_is_a_deployment(bench, deplo
     }
     url = f"{api.url}/deployments/{deployment['id']}/schedules"
     (made,) = ask("POST", url, [schedule]).json()
-    wait_for(lambda: api.state("scheduled") == "Completed", timeout_s=90, what="the scheduled run")
+    api.wait_for("scheduled", "Completed", timeout_s=90)
     ask("DELETE", f"{url}/{made['id']}")
     # The corpus had been prepared by the other deployment: nothing was left to do.
     assert [data.skipped for data in bench.look(job).history.data] == [True]
@@ -190,7 +186,7 @@ def test_drills_are_tasks_of_a_deployment_with_a_table(bench, deployed, api):
     name = "replace-rank"
     given = ["-p", f"name={name}", "-p", f"job={json.dumps(job)}"]
     bench.prefect("deployment", "run", "drill/local", *given)
-    wait_for(lambda: api.state(name) == "Completed", timeout_s=180, what="the drill")
+    api.wait_for(name, "Completed", timeout_s=180)
     assert {"without a fault", name} <= set(api.task_runs(name))
     table = api.artifacts("drilled-drills")["drilled-drills"]
     assert table["description"] == "Drills on the nodes of drilled"
@@ -214,7 +210,7 @@ def test_of_drills_that_are_cancelled_no_process_is_left(bench, deployed, api):
     local = LocalRun(home, "hang-ddp")
     wait_for(lambda: local.rank(2), timeout_s=120, what="the drill at work")
     api.cancel(name)
-    wait_for(lambda: api.state(name) == "Cancelled", timeout_s=90, what="its cancellation")
+    api.wait_for(name, "Cancelled", timeout_s=90)
     wait_for(lambda: not local.processes(), timeout_s=60, what="the end of its processes")
 
 
@@ -227,10 +223,7 @@ def test_cancelling_stops_every_process_within_the_grace_period(bench, deployed,
     asked_s = time.monotonic()
     wait_for(lambda: not running.local.processes(), timeout_s=45, what="the end of all processes")
     took_s = time.monotonic() - asked_s
-    wait_for(
-        lambda: api.state("cancelled") == "Cancelled", timeout_s=60, what=api.state("cancelled")
-    )
-    assert running.history.ended is not None
+    api.wait_for("cancelled", "Cancelled", timeout_s=60)
     assert running.history.ended.outcome == "cancelled"
     # Saved at the step boundary where it was stopped: nothing that was trained is lost.
     assert max(running.curve()) >= 4
@@ -268,7 +261,7 @@ def test_the_death_of_flow_server_and_worker_costs_no_step(
     os.kill(supervisor.pid, signal.SIGKILL)
     # The worker reports Crashed, the automation schedules the same flow run again.
     wait_for(lambda: running.history.epoch == 2, timeout_s=90, what="the flow to come back")
-    wait_for(lambda: api.state("outages") == "Running", timeout_s=30, what="Running")
+    api.wait_for("outages", "Running", timeout_s=30)
     assert {p.pid for rank in (0, 1) for p in running.local.rank(rank)} == workers, "adopted"
 
     before = running.step()
@@ -285,7 +278,7 @@ def test_the_death_of_flow_server_and_worker_costs_no_step(
 
     workers = {p.pid for rank in (0, 1) for p in running.local.rank(rank)}
     os.kill(deployed[0].pid, signal.SIGKILL)
-    wait_for(lambda: api.state("outages") == "Completed", timeout_s=240, what=api.state("outages"))
+    api.wait_for("outages", "Completed", timeout_s=240)
     assert running.rungs() == ["in_place_restart"]
     assert len(running.history.attempts) == 2, "nothing was started twice"
     keys = api.artifacts("outages-")

@@ -6,8 +6,6 @@ import dataclasses
 import json
 import os
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import psutil
@@ -70,7 +68,7 @@ def test_a_node_with_an_alarm_is_isolated_before_the_first_step(with_npu_smi, un
     (attempt,) = history.attempts
     assert (attempt.started.placement, attempt.started.at_s > refusal.at_s) == (2, True)
     assert attempts_of(running, "node-1") == []
-    assert running.curve() == undisturbed_pair.curve()
+    assert running.curve() == undisturbed_pair
     assert running.rungs() == []
     running.leave_nothing()
 
@@ -110,29 +108,19 @@ def test_a_node_whose_check_dies_is_isolated(bench, undisturbed_pair):
 
     found = wait_for(checker, timeout_s=120, what="the check of node-1")
     found.kill()
-    assert running.finish() == 0, running.out
+    running.complete(undisturbed_pair)
     (refusal,) = running.history.refusals
     assert (refusal.node, refusal.why) == (
         "node-1",
         "node: the program ended with exit code -9 and no result",
     )
     assert attempts_of(running, "node-1") == []
-    assert running.curve() == undisturbed_pair.curve()
-    running.leave_nothing()
 
 
 def preflight(bench, document, *options):
     path = bench.home / f"{document['run_id']}.yaml"
     path.write_text(yaml.safe_dump(document))
-    return subprocess.run(
-        [sys.executable, "-m", "perdure", "preflight", str(path), *options],
-        env=bench.environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    return bench.python("-m", "perdure", "preflight", str(path), *options)
 
 
 @pytest.mark.long

@@ -52,12 +52,7 @@ def test_an_unchanged_script_runs_as_a_command_is_killed_and_comes_back(bench, t
     assert running.rungs() == ["in_place_restart", "job_reschedule_isolated"]
     assert "completed: the command has ended well" in running.out
     assert "ETTR" not in running.out
-    starts = [
-        line
-        for path in sorted(running.folder.glob("nodes/*/*/attempts/*/rank-*.stdout.log"))
-        for line in path.read_text().splitlines()
-        if line.startswith("start")
-    ]
+    starts = running.worker_lines("start ")
     assert sorted(starts) == [
         "start 1.1 hosts 1 rank False",
         "start 1.2 hosts 1 rank False",
@@ -169,9 +164,8 @@ def test_a_run_on_an_object_store_survives_a_killed_worker(
 ):
     import boto3
 
-    keys = {"AWS_ACCESS_KEY_ID": "access-id", "AWS_SECRET_ACCESS_KEY": "very-secret-key"}
-    for name, value in keys.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "access-id")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "very-secret-key")
     boto3.client("s3", endpoint_url=s3, region_name="us-east-1").create_bucket(Bucket="pretrain")
     storage = {"address": "s3://pretrain/team", "endpoint": s3, "region": "us-east-1"}
     storage = {**storage, "addressing_style": "path"}
@@ -179,10 +173,8 @@ def test_a_run_on_an_object_store_survives_a_killed_worker(
     running = bench.start(bench.pair("object-store", storage=storage, restart=restart))
     running.reach(12)
     assert len(running.local.kill_rank(1)) == 1
-    assert running.finish() == 0, running.out
+    running.complete(undisturbed_pair)
     assert running.rungs() == ["in_place_restart"]
-    assert running.curve() == undisturbed_pair.curve()
-    running.leave_nothing()
     kept = [p for p in bench.home.rglob("*") if p.is_file() and "object-store" in str(p)]
     assert [p for p in kept if b"very-secret-key" in p.read_bytes()] == []
 
@@ -249,7 +241,7 @@ def test_a_device_log_gives_the_reason_and_its_node_is_replaced(bench, tmp_path)
         "engine": {"nodes": 2, "slots_per_node": 1, "spares": 1, "grace_s": 2},
     }
     running = bench.start(job)
-    assert running.finish() == 0, running.out
+    running.complete()
     (ended, _) = running.history.attempts
     fault = ended.ended.fault
     assert (fault.fault_class, fault.node, fault.rank) == ("device_lost", "node-1", 1)
@@ -258,4 +250,3 @@ def test_a_device_log_gives_the_reason_and_its_node_is_replaced(bench, tmp_path)
     assert any("507011" in other.evidence for other in ended.ended.runners_up)
     assert running.rungs() == ["job_reschedule_isolated"]
     assert running.history.isolated == ("node-1",)
-    running.leave_nothing()

@@ -38,7 +38,7 @@ def test_the_status_of_a_run_whose_flow_is_dead_still_shows_its_ranks(bench, und
     assert "node-0: running, ok; rank 0" in plain
     again = bench.start(document)
     assert again.finish() == 0, again.out
-    assert again.curve() == undisturbed_pair.curve()
+    assert again.curve() == undisturbed_pair
     done = again.status()
     assert (done["state"], done["step"], done["nodes"]) == ("completed", 60, [])
     assert done["checkpoints"]["store"]["newest"] == 60
@@ -59,7 +59,7 @@ def test_every_second_of_a_run_that_is_restarted_in_place_has_an_owner(bench, un
     silent.suspend()
     silent_s = time.time()
     assert running.finish(hurry=False) == 0, running.out
-    assert running.curve() == undisturbed_pair.curve()
+    assert running.curve() == undisturbed_pair
     assert running.rungs() == ["in_place_restart", "hang_restart"]
     status = running.status()
     spent = status["time_s"]

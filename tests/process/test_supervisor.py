@@ -30,13 +30,11 @@ def test_a_second_start_adopts_the_living_attempt_and_training_never_stopped(
     assert third.finish(hurry=False) == 1
     assert "is supervised by process" in third.out
 
-    assert second.finish() == 0, second.out
+    second.complete(undisturbed_pair)
     assert len(second.history.attempts) == 1
     assert second.history.epoch == 2
     assert [data.skipped for data in second.history.data] == [False, True]
     assert second.history.data[1].duration_s < 1.0
-    assert second.curve() == undisturbed_pair.curve()
-    second.leave_nothing()
 
 
 @pytest.mark.long
@@ -52,12 +50,10 @@ def test_a_fault_in_a_run_without_a_supervisor_is_answered_by_the_next_one(bench
         what="the peers of the dead rank to end",
     )
     second = bench.start(job)
-    assert second.finish() == 0, second.out
+    second.complete(undisturbed_pair)
     assert second.rungs() == ["in_place_restart"]
     ended, after = second.history.attempts
     assert after.from_step == ended.last_save.step >= 12, "the survivor saved before it ended"
-    assert second.curve() == undisturbed_pair.curve()
-    second.leave_nothing()
 
 
 @pytest.mark.long
@@ -75,11 +71,9 @@ def test_a_process_is_replaced_without_a_supervisor_and_the_next_one_records_it(
     assert first.rungs() == [], "no supervisor has copied it into the ledger yet"
 
     second = bench.start(job)
-    assert second.finish() == 0, second.out
+    second.complete(undisturbed_pair)
     assert second.rungs() == ["process_replace"]
     assert len(second.history.attempts) == 1
-    assert second.curve() == undisturbed_pair.curve()
-    second.leave_nothing()
 
 
 @pytest.mark.long
@@ -91,11 +85,9 @@ def test_a_run_whose_containers_are_all_gone_is_placed_again(bench, undisturbed_
     for process in first.local.processes():
         process.kill()
     second = bench.start(job)
-    assert second.finish() == 0, second.out
+    second.complete(undisturbed_pair)
     assert second.rungs() == ["job_reschedule"]
     assert second.history.isolated == ()
-    assert second.curve() == undisturbed_pair.curve()
-    second.leave_nothing()
 
 
 @pytest.mark.long

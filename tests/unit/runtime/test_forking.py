@@ -42,7 +42,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def run(tmp_path):
-    """Runs the program until nobody has its output open any more.
+    """Runs the program until no process has its output open any more.
 
     What it found in its loader, and what it printed after that.
     """
@@ -62,20 +62,15 @@ def run(tmp_path):
 
 
 def lives(pid: int) -> bool:
-    # Where nobody collects orphans, they stay as zombies.
+    # Orphans that no process collects stay as zombies.
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
-def test_a_loader_is_a_fork_of_the_trainer_and_needs_to_import_nothing(run):
-    loader, further = run()
-    assert loader["inherited"] is True
+@pytest.mark.parametrize(("arguments", "inherited"), [((), True), (("threaded",), False)])
+def test_a_loader_is_a_fork_of_the_trainer_unless_that_has_threads(run, arguments, inherited):
+    loader, further = run(*arguments)
+    assert loader["inherited"] is inherited, "a fork needs to import nothing"
     assert further == ["0"], "its end is seen by the trainer"
-
-
-def test_a_process_that_has_threads_is_not_forked(run):
-    loader, further = run("threaded")
-    assert loader["inherited"] is False
-    assert further == ["0"]
 
 
 def test_the_server_ends_with_a_trainer_that_is_killed_and_tidies_up(run):

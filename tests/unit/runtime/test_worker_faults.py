@@ -7,7 +7,13 @@ import torch
 import torch.distributed as dist
 
 from training.recovery.protocol import WorkerFaultKind
-from training.runtime.errors import ERROR_PATTERNS, Interrupted, NotApplied, classify
+from training.runtime.errors import (
+    ERROR_PATTERNS,
+    Interrupted,
+    NotApplied,
+    RecoverableError,
+    classify,
+)
 
 GLOO = "/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp"
 CLOSED = (
@@ -61,12 +67,18 @@ OWN = [
 ]
 
 
+def found(error: BaseException, *, is_interrupted: bool = False) -> RecoverableError:
+    """What an exception is that is not the program's own."""
+    result = classify(error, is_interrupted=is_interrupted)
+    assert result is not None
+    return result
+
+
 @pytest.mark.parametrize("text", KNOWN, ids=lambda text: text[-40:])
 def test_the_text_of_a_library_names_the_fault(text):
-    found = classify(RuntimeError(text), is_interrupted=False)
-    assert found is not None
-    assert (found.kind, found.code) == KNOWN[text]
-    assert found.text == text.splitlines()[0]
+    assert found(RuntimeError(text)) == RecoverableError(
+        KNOWN[text][0], text.splitlines()[0], KNOWN[text][1]
+    )
 
 
 @pytest.mark.parametrize("error", OWN, ids=lambda error: f"{type(error).__name__}-{error}"[:40])
@@ -88,10 +100,8 @@ def test_every_pattern_decides_for_some_known_text():
         dist.DistBackendError("[Rank 0] Watchdog caught collective operation timeout"),
     ],
 )
-def test_errors_of_the_distributed_library_are_links_by_their_type(error):
-    found = classify(error, is_interrupted=False)
-    assert found is not None
-    assert found.kind is WorkerFaultKind.CONNECTION
+def test_errors_of_the_distributed_library_are_broken_connections_by_their_type(error):
+    assert found(error).kind is WorkerFaultKind.CONNECTION
 
 
 @pytest.mark.parametrize(
@@ -112,15 +122,12 @@ def test_errors_of_the_distributed_library_are_links_by_their_type(error):
     ids=lambda error: str(error)[-30:],
 )
 def test_what_a_new_generation_has_cut_short_is_not_reported(error):
-    found = classify(error, is_interrupted=True)
-    assert found is not None
-    assert found.kind is None
+    assert found(error, is_interrupted=True).kind is None
 
 
 def test_damaged_memory_is_reported_whatever_else_happens():
-    found = classify(RuntimeError("UCE ERROR"), is_interrupted=True)
-    assert found is not None
-    assert (found.kind, found.code) == (WorkerFaultKind.MEMORY, "507053")
+    fault = found(RuntimeError("UCE ERROR"), is_interrupted=True)
+    assert (fault.kind, fault.code) == (WorkerFaultKind.MEMORY, "507053")
 
 
 @pytest.mark.parametrize("error", OWN[:6], ids=lambda error: str(error)[:30])
@@ -130,6 +137,4 @@ def test_a_new_generation_excuses_no_exception_of_the_program(error):
 
 def test_an_error_that_comes_through_a_future_is_what_it_was():
     text = f"Got the following error when running the callback: RuntimeError: {CLOSED}"
-    found = classify(RuntimeError(text), is_interrupted=False)
-    assert found is not None
-    assert (found.kind, found.text) == (WorkerFaultKind.CONNECTION, CLOSED)
+    assert found(RuntimeError(text)) == RecoverableError(WorkerFaultKind.CONNECTION, CLOSED)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -242,11 +243,9 @@ def train(rank: int, place: Place, until: int, saves: tuple[int, ...]) -> dict[A
 
 def train_and_fail(rank: int, place: Place, until: int, saves: tuple[int, ...]) -> str:
     """Likewise, and the error that the end brings."""
-    try:
+    with pytest.raises(StorageError) as caught:
         train(rank, place, until, saves)
-    except StorageError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    return f"{caught.type.__name__}: {caught.value}"
 
 
 def train_and_save_again(rank: int, place: Place, step: int, between: str) -> tuple[Any, Any]:

@@ -42,14 +42,6 @@ class Replay:
     budget_s: float = TIMEOUT_S
 
 
-@dataclass(frozen=True)
-class Broke:
-    """A rank's report of a connection that broke."""
-
-    number: int
-    text: str
-
-
 @dataclass
 class Member:
     """One rank, as its program sees it. Its groups are replayable where it has `connections`."""
@@ -92,10 +84,10 @@ class Member:
             with self._announced:
                 self._announced.notify_all()
 
-    def report_broken(self, text: str, number: int) -> None:
-        """A connection broke; from any thread."""
+    def report_broken(self, _text: str, number: int) -> None:
+        """A connection broke, replaced so often before; from any thread."""
         with self._reporting:
-            self._reports_pipe.send(Broke(number, text))
+            self._reports_pipe.send(number)
 
     def _reconnect(self, generation: int, number: int) -> None:
         assert self.connections is not None
@@ -179,7 +171,7 @@ class World:
         for end in ready:
             assert isinstance(end, Connection)
             match end.recv():
-                case Broke(number=number):
+                case int(number):
                     self._broken.add(number)
                 case Reconnected() as report:
                     self._reconnected[ends[end]].append(report)

@@ -27,6 +27,6 @@ def test_every_field_is_described(model: type[BaseModel]) -> None:
     assert all(field.description for field in model.model_fields.values())
 
 
-def test_a_field_nobody_knows_is_an_error() -> None:
+def test_an_unknown_field_is_an_error() -> None:
     with pytest.raises(ValidationError, match="extra"):
         DataSpec.model_validate({"sources": ["a.txt"], "shards": 3})

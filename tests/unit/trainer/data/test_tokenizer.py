@@ -40,7 +40,7 @@ def test_fingerprint_follows_the_content(tmp_path: Path) -> None:
     assert len({first.fingerprint, other.fingerprint, ByteTokenizer().fingerprint}) == 3
 
 
-def test_a_file_without_end_says_what_was_looked_for(tmp_path: Path) -> None:
+def test_the_error_of_a_file_without_an_end_lists_what_was_looked_for(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"looked for <\|endoftext\|>, </s>"):
         open_tokenizer(save(tmp_path / "t.json", {"[UNK]": 0}))
 
