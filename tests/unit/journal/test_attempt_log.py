@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -119,6 +120,7 @@ def _append_until_killed(path: str, attempt: int) -> None:
         for step in range(1, 1_000_000):
             # Longer than a page: a kill may cut it.
             log.append(SAVED.model_copy(update={"number": step, "why": f"{attempt}" * 9_000}))
+            time.sleep(0.0005)  # or the file grows by 100 MB while it is watched
 
 
 def _have_written(file: Path, lives: int) -> bool:
