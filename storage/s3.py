@@ -8,6 +8,7 @@ times seconds.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -194,7 +195,8 @@ class S3Store:
             self._remove(key.removeprefix(self._prefix), {"Bucket": self._bucket, "Key": key})
 
         in_parallel(remove, keys, num_threads=CLEARING_STREAMS)
-        self.abort_uploads("", 0)
+        # Of any age: the server counts its time in whole seconds, and may be behind an upload.
+        self.abort_uploads("", -math.inf)
 
     def _pages(self, prefix: str) -> Iterator[dict[str, Any]]:
         request = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}

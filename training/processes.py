@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import signal
 import socket
@@ -93,6 +94,18 @@ def signal_all(processes: Iterable[psutil.Process], number: signal.Signals) -> N
             process.send_signal(number)
 
 
+def oldest_first(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """In the order of their starts: parents before what they started, also where pids wrap."""
+    return sorted(processes, key=_started_s)
+
+
+def _started_s(process: psutil.Process) -> float:
+    try:
+        return process.create_time()
+    except psutil.NoSuchProcess:
+        return math.inf
+
+
 def kill_container(
     marker: str, *, spare: Collection[int] = frozenset(), timeout_s: float = 10.0
 ) -> bool:
@@ -105,7 +118,7 @@ def kill_container(
     while processes := container_processes(marker, spare=spare):
         if time.monotonic() > deadline_s:
             return False
-        signal_all(processes, signal.SIGKILL)
+        signal_all(oldest_first(processes), signal.SIGKILL)
         psutil.wait_procs(processes, timeout=0.2)
     return True
 

@@ -86,8 +86,8 @@ def open_store(server: Server, proxy: FaultProxy) -> Opener:
 
 def open_s3(port: int, prefix: str, *, retry: Retry | None = None, **changes) -> S3Store:
     """A store on the server of that port; `changes` are of the options."""
-    keys = {"access_key": ACCESS_KEY, "secret_key": SECRET_KEY}
-    options = s3_options(f"http://{HOST}:{port}", **keys | changes)
+    own = {"access_key": ACCESS_KEY, "secret_key": SECRET_KEY, "endpoint": f"http://{HOST}:{port}"}
+    options = s3_options(**own | changes)
     store = S3Store(BUCKET, prefix, options=options, retry=retry)
     # A client takes longer to make than most tests to run, and all of one server are alike.
     store._connection = CONNECTIONS.get(store._options)

@@ -19,7 +19,7 @@ from pydantic import Field
 
 from storage.model import FrozenModel
 from training.journal.history import RunHistory
-from training.processes import MARKER, signal_all
+from training.processes import MARKER, oldest_first, signal_all
 
 
 class Victim(StrEnum):
@@ -126,7 +126,7 @@ class LocalRun:
 
     def kill_node(self, node: str) -> list[int]:
         """SIGKILL everything on a node, its agent first: the machine is gone."""
-        return _kill(sorted(self.processes(node), key=lambda p: p.pid))
+        return _kill(oldest_first(self.processes(node)))
 
 
 def _kill(processes: list[psutil.Process]) -> list[int]:
