@@ -24,7 +24,7 @@ from statistics import median
 
 from training.diagnosis.recognise import every_match
 from training.diagnosis.rules import load_rules
-from training.diagnosis.sources import Case, diagnose_files
+from training.diagnosis.sources import PathDiagnosis, diagnose_files
 
 MEGABYTE = 1_000_000
 TARGET_MB_PER_S = 200.0
@@ -109,7 +109,7 @@ def main() -> int:
     return 0 if is_fast else 1
 
 
-def _diagnose(path: Path) -> Case:
+def _diagnose(path: Path) -> PathDiagnosis:
     return diagnose_files(str(path), [path], at_s=0.0, year=2026)
 
 

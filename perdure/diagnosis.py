@@ -17,7 +17,7 @@ from rich.text import Text
 from perdure.console import EXIT_INPUT, AsJson, make_console, print_json, warn
 from training.diagnosis.sources import (
     STANDARD_INPUT,
-    Case,
+    PathDiagnosis,
     context_of,
     diagnose_files,
     files_of,
@@ -59,7 +59,7 @@ def diagnose(
         raise typer.Exit(EXIT_INPUT)
 
 
-def _cases(paths: Sequence[str], *, each: bool) -> Iterator[Case]:
+def _cases(paths: Sequence[str], *, each: bool) -> Iterator[PathDiagnosis]:
     """Diagnose the given paths in their order; what cannot be read is a case that reports it."""
     if paths.count(STANDARD_INPUT) > 1:
         raise InputError("PATH", "'-' can be read once")
@@ -72,10 +72,10 @@ def _cases(paths: Sequence[str], *, each: bool) -> Iterator[Case]:
             try:
                 yield diagnose_files(name, group, at_s=now_s, year=year)
             except InputError as error:
-                yield Case(name, None, (), [str(error)])
+                yield PathDiagnosis(name, None, (), [str(error)])
 
 
-def _object(case: Case) -> dict[str, Any]:
+def _object(case: PathDiagnosis) -> dict[str, Any]:
     if case.diagnosis is None:
         return {
             "path": case.path,
@@ -113,7 +113,7 @@ def _key_line(fault: Fault) -> dict[str, Any]:
     return {"fault_class": fault.fault_class, "key_line": fault.evidence}
 
 
-def _nothing(case: Case) -> str:
+def _nothing(case: PathDiagnosis) -> str:
     if not case.readings:
         return f"It could not be read: {'; '.join(case.unreadable)}."
     size_bytes = sum(reading.size_bytes for reading in case.readings)
@@ -128,7 +128,7 @@ def _first_decision(fault: Fault) -> Decision:
     return decide(fault, now_s=fault.at_s, history=(), supported=frozenset(Rung), policy=Policy())
 
 
-def _show(console: Console, case: Case) -> None:
+def _show(console: Console, case: PathDiagnosis) -> None:
     if case.diagnosis is None:
         console.print(f"{case.path}: {_nothing(case)}")
         return
@@ -152,13 +152,13 @@ def _show(console: Console, case: Case) -> None:
     console.print(panel)
 
 
-def _label(case: Case) -> str:
+def _label(case: PathDiagnosis) -> str:
     source = case.diagnosis.source if case.diagnosis is not None else None
     own = Path(case.path).name
     return case.path if source in {None, own} else f"{case.path}: {source}"
 
 
-def _context(case: Case) -> Iterator[Text]:
+def _context(case: PathDiagnosis) -> Iterator[Text]:
     assert case.diagnosis is not None  # noqa: S101 checked by the caller
     line = case.diagnosis.fault.evidence
     around = [line]

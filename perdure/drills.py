@@ -25,9 +25,9 @@ from perdure.console import (
 )
 from perdure.runs import credentials_of
 from storage.errors import StorageError
+from training.drill.evaluation import DrillOutcome
 from training.drill.runner import DrillRunner, chosen, drills_on, parallel_kind
 from training.drill.table import Drill
-from training.drill.verdict import DrillOutcome
 from training.errors import InputError
 from training.job import load_job
 

@@ -100,7 +100,7 @@ def _supervise(job: Job, injector: KillInjector | None = None) -> int:
         os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
         ui_url = server.use_server()
         from flows.pretrain import pretrain  # noqa: PLC0415 imports Prefect
-        from perdure.live import LiveView  # noqa: PLC0415 imports Prefect
+        from perdure.panel import LiveView  # noqa: PLC0415 imports Prefect
         from tasks.credentials import credentials_of  # noqa: PLC0415 imports Prefect
         from tasks.observe import Observation, observed_by  # noqa: PLC0415 imports Prefect
 

@@ -18,7 +18,7 @@ import psutil
 import typer
 from pydantic import ValidationError
 
-from storage.model import FrozenModel
+from storage.frozen_model import FrozenModel
 from training.errors import PerdureError
 from training.files import home_folder
 from training.processes import free_port, is_alive

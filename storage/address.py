@@ -13,8 +13,8 @@ from typing import Literal, Self
 from pydantic import ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from storage.errors import Corrupt, StorageError
+from storage.frozen_model import FrozenModel
 from storage.local import LocalStore
-from storage.model import FrozenModel
 from storage.objects import ObjectStore, check_key
 from storage.retry import Retry
 

@@ -27,6 +27,7 @@ from storage.errors import (
     PreconditionFailed,
     StaleAttempt,
 )
+from storage.frozen_model import FrozenModel
 from storage.manifest import (
     Manifest,
     RunId,
@@ -36,7 +37,6 @@ from storage.manifest import (
     parse_manifest,
     verified_document,
 )
-from storage.model import FrozenModel
 from storage.objects import ObjectInfo, ObjectStore
 
 MANIFEST_NAME = "manifest.json"

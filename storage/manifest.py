@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from storage.errors import Corrupt
-from storage.model import FrozenModel
+from storage.frozen_model import FrozenModel
 
 FORMAT_VERSION: Literal[1] = 1
 
@@ -31,14 +31,14 @@ RunId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 ShardName = Annotated[str, Field(pattern=r"^p\d{4,}-a\d{4,}-rank\d{5,}\.safetensors$")]
 
 
-class Record(FrozenModel):
+class ManifestPart(FrozenModel):
     """Frozen, and an unknown field is an error."""
 
     # Constants, or pydantic would write a NaN of the extra state as null.
     model_config = ConfigDict(ser_json_inf_nan="constants")
 
 
-class Chunk(Record):
+class Chunk(ManifestPart):
     """A box of a tensor: `lengths` elements from `offsets`, stored as `key` in file `shard`."""
 
     offsets: tuple[NonNegativeInt, ...]
@@ -47,7 +47,7 @@ class Chunk(Record):
     key: str
 
 
-class TensorRecord(Record):
+class TensorRecord(ManifestPart):
     """One tensor of the state; its chunks do not overlap and cover it."""
 
     dtype: str
@@ -95,7 +95,7 @@ def _overlap(one: Chunk, other: Chunk) -> bool:
     return all(max(a, b) < min(a + m, b + n) for a, m, b, n in ends)
 
 
-class ShardRecord(Record):
+class ShardRecord(ManifestPart):
     """Size and hash of one file."""
 
     size_bytes: NonNegativeInt
@@ -107,7 +107,7 @@ class ShardRecord(Record):
         return cls(size_bytes=memoryview(data).nbytes, xxh3_128=digest(data))
 
 
-class Manifest(Record):
+class Manifest(ManifestPart):
     """The commit marker of one checkpoint."""
 
     format_version: Literal[1] = FORMAT_VERSION

@@ -22,9 +22,9 @@ from storage.checkpoint import CheckpointStore, Tier
 from storage.checkpoint_server.client import CheckpointClient
 from storage.checkpoint_server.protocol import HeldShare
 from storage.errors import Corrupt, StorageError
+from storage.frozen_model import FrozenModel
 from storage.loading import ManifestReader, ShardReads
 from storage.manifest import Chunk, Manifest, digest
-from storage.model import FrozenModel
 from storage.share import SaveId, WrittenShare, delete_records, merge, read_share
 from storage.staging import gather_json, raw
 

@@ -16,7 +16,7 @@ from storage.errors import Corrupt
 from storage.manifest import (
     Chunk,
     Manifest,
-    Record,
+    ManifestPart,
     RunId,
     ShardRecord,
     TensorRecord,
@@ -28,7 +28,7 @@ from storage.manifest import (
 RECORD_SUFFIX = ".json"
 
 
-class PartOfTensor(Record):
+class PartOfTensor(ManifestPart):
     """What one rank saves of a tensor; the shape is that of the whole."""
 
     dtype: str
@@ -36,7 +36,7 @@ class PartOfTensor(Record):
     chunks: tuple[Chunk, ...]
 
 
-class Share(Record):
+class Share(ManifestPart):
     """What one rank adds to a checkpoint.
 
     Attributes:
@@ -77,7 +77,7 @@ class Share(Record):
         )
 
 
-class SaveId(Record):
+class SaveId(ManifestPart):
     """One save of one attempt: what all its shares have in common."""
 
     step: NonNegativeInt
@@ -96,7 +96,7 @@ class SaveId(Record):
         return self.placement, self.attempt
 
 
-class WrittenShare(Record):
+class WrittenShare(ManifestPart):
     """A share whose file has been written and hashed."""
 
     share: Share

@@ -13,8 +13,8 @@ from pydantic import ValidationError
 
 from storage.checkpoint import CheckpointStore, Damage, StepObjects
 from storage.errors import NotFound
+from storage.frozen_model import FrozenModel
 from storage.manifest import Manifest
-from storage.model import FrozenModel
 
 VERIFIED_NAME = "verified.json"
 

@@ -10,9 +10,9 @@ from prefect.artifacts import create_table_artifact
 from prefect.cache_policies import NO_CACHE
 
 from tasks.states import completed, failed
+from training.drill.evaluation import DrillOutcome
 from training.drill.runner import DrillRunner
 from training.drill.table import Drill
-from training.drill.verdict import DrillOutcome
 from training.files import home_folder
 
 PREFIX = "perdure-drill-"

@@ -103,7 +103,7 @@ class LeaseRenewal(_Periodic):
             self._logger.warning("supervisor lease not renewed: %s", error)
 
 
-class Control(_Periodic):
+class RequestPoller(_Periodic):
     """Polls the server for requests to cancel the run, to pause it and to resume it.
 
     A worker's own observer gives up for good after a server outage of half a minute (3.8.8),
@@ -174,7 +174,7 @@ class Supervision:
         self.reporter = Reporter(job.run_id, self.flow_run_id, logger)
         self.activity = "starting"
         self._lease = LeaseRenewal(self.run, logger)
-        self._control = Control(self.flow_run_id, self.run) if self.flow_run_id else None
+        self._requests = RequestPoller(self.flow_run_id, self.run) if self.flow_run_id else None
         self.accountant = Accountant(self.run.store, job.run_id)
         self._progress_s = 0.0
         self._accounted_s = time.monotonic()
@@ -192,8 +192,8 @@ class Supervision:
             )  # fmt: skip
         self.reporter.start()
         self._lease.start()
-        if self._control is not None:
-            self._control.start()
+        if self._requests is not None:
+            self._requests.start()
         return self
 
     def __exit__(
@@ -204,8 +204,8 @@ class Supervision:
     ) -> None:
         self._lease.close()
         self._lease.join(RENEW_S)  # a late renewal would bring back a lease that was given up
-        if self._control is not None:
-            self._control.close()
+        if self._requests is not None:
+            self._requests.close()
         if kind is not None and not issubclass(kind, Exception):
             self._interrupted(kind)
         self.reporter.close()
@@ -224,10 +224,10 @@ class Supervision:
         """
         if self._lease.superseded is not None:
             raise self._lease.superseded
-        if self._control is not None and self._control.is_handed_over:
+        if self._requests is not None and self._requests.is_handed_over:
             # The one way out that leaves the state of the flow run to that process (3.8.8).
             raise Abort(HANDED_OVER)
-        return self._control is not None and self._control.cancel_wanted
+        return self._requests is not None and self._requests.cancel_wanted
 
     def show(self, activity: str) -> None:
         """Show what is being done now, on the terminal and in the UI."""
@@ -365,7 +365,7 @@ class Supervision:
             self.logger.info("cancelled: stopping the processes of the run")
             self.run.end("cancelled", f"cancelled ({kind.__name__})")
             return
-        if self._control is not None and self._control.is_handed_over:
+        if self._requests is not None and self._requests.is_handed_over:
             self.logger.info(HANDED_OVER)
         else:
             self.logger.warning(

@@ -17,9 +17,9 @@ import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from storage.address import Credentials, StorageSpec
-from storage.model import FrozenModel
+from storage.frozen_model import FrozenModel
 from training.errors import InputError
-from training.recovery.replicas import Layout
+from training.recovery.replicas import ParallelLayout
 from training.specs.data import DataSpec, TokenizerSpec
 from training.specs.drill import DrillSpec
 from training.specs.engine import DEFAULT_RECIPE, AnyEngineSpec, LocalEngineSpec, WorkerSpec
@@ -116,7 +116,7 @@ class Job(FrozenModel):
         return self.engine.nodes if self.worker.is_command else self.engine.world_size
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> ParallelLayout:
         """The parallel layout of a session job."""
         world = self.engine.world_size
         match self.parallelism.kind:
@@ -126,7 +126,7 @@ class Job(FrozenModel):
                 shards = world // (self.parallelism.replicas or 1)
             case ParallelKind.DDP | ParallelKind.DATA_PARALLEL:
                 shards = 1  # whatever one process of the latter drives
-        return Layout(dp=world, optimizer_shards=shards)
+        return ParallelLayout(dp=world, optimizer_shards=shards)
 
 
 def _check_world(job: Job) -> None:

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from storage.checkpoint import Tier
-from storage.manifest import Record
+from storage.manifest import ManifestPart
 from storage.share import SaveId, Share, WrittenShare
 
 _LENGTH = struct.Struct("<Q")
@@ -23,7 +23,7 @@ _CREDENTIALS = struct.Struct("3i")
 MAX_MESSAGE_BYTES = 1 << 30
 
 
-class Message(Record):
+class Message(ManifestPart):
     """One message of either side."""
 
 

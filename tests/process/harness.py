@@ -17,8 +17,8 @@ import yaml
 from storage.address import open_store
 from tests.waiting import wait_for
 from training.drill.driver import RunOutcome
+from training.drill.evaluation import differences
 from training.drill.job import drill_job
-from training.drill.verdict import differences
 from training.injection.outside import LocalRun
 from training.job import Job, parse_job
 from training.journal.attempt_log import parse_lines

@@ -20,8 +20,8 @@ from storage.checkpoint import CheckpointStore
 from storage.errors import NotFound
 from tests.process.harness import assert_as_undisturbed
 from training.drill.driver import RunDriver, RunOutcome
+from training.drill.evaluation import recovered
 from training.drill.job import drill_job
-from training.drill.verdict import recovered
 from training.job import Job
 from training.journal.history import AttemptView
 from training.recovery.rungs import Rung

@@ -18,8 +18,8 @@ import pytest
 
 from tests.process.harness import assert_as_undisturbed
 from training.drill.driver import Pauser, RunDriver, RunHook, RunOutcome
+from training.drill.evaluation import differences, recovered
 from training.drill.job import NUM_RANKS, drill_job
-from training.drill.verdict import differences, recovered
 from training.injection.outside import LocalRun
 from training.journal.history import AttemptView, InProcessRecovery
 from training.recovery.rungs import Rung

@@ -23,7 +23,7 @@ from training.agent.hang_check import HangCheck
 from training.agent.launcher import Launcher
 from training.agent.log_collection import Collector
 from training.agent.preparation import DATA_FOLDER, NodeChecks, stage_data
-from training.agent.sampling import Sampling
+from training.agent.sampler import Sampling
 from training.agent.wakeup import WakeupSignal
 from training.agent.workers import WorkerGroup
 from training.files import write_whole
@@ -33,6 +33,7 @@ from training.masking import masked_text
 from training.processes import MARKER, become_subreaper, free_port, kill_container, oom_kills
 from training.wire.agent import (
     AgentConfig,
+    AgentReply,
     AgentState,
     AgentStatus,
     CheckOrder,
@@ -44,7 +45,6 @@ from training.wire.agent import (
     MetricsQuery,
     Order,
     RendezvousOrder,
-    Reply,
     Request,
     ShutdownOrder,
     StacksQuery,
@@ -121,7 +121,7 @@ class Agent:
         """Whether there is more to do than to wait for the next end of a process."""
         return not self._is_quiet() and self._group is not None and self._group.is_ending
 
-    def handle(self, request: Request) -> Reply:
+    def handle(self, request: Request) -> AgentReply:
         """Answer one request of a supervisor."""
         if isinstance(request.order, RendezvousOrder):
             return self._open_rendezvous(request.epoch, request.order)
@@ -152,8 +152,8 @@ class Agent:
             metrics_url=metrics_url(self._attempt_folder(self._order)) if self._order else None,
         )
 
-    def _obey(self, order: Order) -> Reply:
-        reply = Reply()
+    def _obey(self, order: Order) -> AgentReply:
+        reply = AgentReply()
         match order:
             case StartOrder():
                 reply = self._start(order)
@@ -163,35 +163,37 @@ class Agent:
                 self._stop(order.grace_s)
                 self._ending = True
             case StatusQuery():
-                reply = Reply(status=self.status())
+                reply = AgentReply(status=self.status())
             case MetricsQuery():
                 reply = self._read_log(order.offset)
             case LogsQuery():
                 logs = self._group.logs(order.tail_bytes) if self._group is not None else ()
-                reply = Reply(logs=logs)
+                reply = AgentReply(logs=logs)
             case GreetQuery():
-                reply = Reply(at_s=time.time(), port=free_port(self._config.host))
+                reply = AgentReply(at_s=time.time(), port=free_port(self._config.host))
             case CollectOrder():
                 collected = self._collector.collect(order, self._order, self._group)
-                reply = Reply(collected=collected)
+                reply = AgentReply(collected=collected)
         return reply
 
-    def _read_log(self, offset: int) -> Reply:
+    def _read_log(self, offset: int) -> AgentReply:
         if self._group is None:
-            return Reply(text="", offset=offset)
+            return AgentReply(text="", offset=offset)
         text, offset = attempt_log.read_lines(self._group.folder / attempt_log.FILE_NAME, offset)
-        return Reply(text=text, offset=offset)
+        return AgentReply(text=text, offset=offset)
 
-    def _start(self, order: StartOrder) -> Reply:
+    def _start(self, order: StartOrder) -> AgentReply:
         if self._ending:
-            return Reply(error="the agent is shutting down")
+            return AgentReply(error="the agent is shutting down")
         if self._order and (order.placement, order.attempt) == (
             self._order.placement,
             self._order.attempt,
         ):
-            return Reply()  # a repeated order, after a lost reply
+            return AgentReply()  # a repeated order, after a lost reply
         if not self._is_quiet():
-            return Reply(error=f"attempt {self._order and self._order.attempt} is still running")
+            return AgentReply(
+                error=f"attempt {self._order and self._order.attempt} is still running"
+            )
         self._checks.end()
         self._order, self._group = order, None
         self._hang, self._staging_error = None, None
@@ -199,7 +201,7 @@ class Agent:
         self._oom_kills_before = oom_kills()
         self._state = AgentState.STAGING
         threading.Thread(target=self._stage_and_launch, args=(order,), daemon=True).start()
-        return Reply()
+        return AgentReply()
 
     def _stage_and_launch(self, order: StartOrder) -> None:
         """Bring the token shards here, then start the workers; runs in a thread of its own."""
@@ -345,7 +347,7 @@ class Agent:
             self._stop(self._order.grace_s if self._order else 0.0)
             self._ending = True
 
-    def _open_rendezvous(self, epoch: int, order: RendezvousOrder) -> Reply:
+    def _open_rendezvous(self, epoch: int, order: RendezvousOrder) -> AgentReply:
         """Starts processes, which takes its time: not under the lock."""
         with self._lock:
             refused = self._refuse(epoch)
@@ -356,51 +358,51 @@ class Agent:
             try:
                 address = self._launcher.open_coordinator(order, self._attempt_folder(start))
             except OSError as error:
-                return Reply(error=f"rendezvous: {error}")
-            return Reply(port=address.store_port, coordinator=address)
+                return AgentReply(error=f"rendezvous: {error}")
+            return AgentReply(port=address.store_port, coordinator=address)
         key = (start.placement, start.attempt)
         if self._free_port_of is None or self._free_port_of[0] != key:
             self._free_port_of = (key, order.port or free_port(self._config.host))
-        return Reply(port=self._free_port_of[1])
+        return AgentReply(port=self._free_port_of[1])
 
-    def _refuse(self, epoch: int) -> Reply | None:
+    def _refuse(self, epoch: int) -> AgentReply | None:
         """Take note of a supervisor's call, unless a newer one has called before."""
         if epoch < self._epoch:
-            return Reply(error=f"epoch {epoch} is superseded by {self._epoch}")
+            return AgentReply(error=f"epoch {epoch} is superseded by {self._epoch}")
         self._epoch = epoch
         self._called_s = time.monotonic()
         return None
 
-    def _evidence(self, epoch: int, tail_bytes: int) -> Reply:
+    def _evidence(self, epoch: int, tail_bytes: int) -> AgentReply:
         """Runs the driver's tools, which take their time: not under the lock."""
         with self._lock:
             refused, group = self._refuse(epoch), self._group
         if refused is not None or group is None:
-            return refused or Reply()
+            return refused or AgentReply()
         devices = range(self._order.slots_per_node if self._order else 0)
         logs = device_logs(group.log_folder, group.ranks, tail_bytes)
         texts = (*logs, *device_health(devices))
-        return Reply(
+        return AgentReply(
             texts=tuple(
                 one.model_copy(update={"text": masked_text(one.text, group.secrets)})
                 for one in texts
             )
         )
 
-    def _stacks(self, epoch: int) -> Reply:
+    def _stacks(self, epoch: int) -> AgentReply:
         """Runs other programs: not under the lock."""
         with self._lock:
             refused = self._refuse(epoch)
             workers = self._group.stacks_targets() if self._group is not None else []
-        return refused or Reply(texts=tuple(stacks_of(workers)))
+        return refused or AgentReply(texts=tuple(stacks_of(workers)))
 
-    def _check(self, epoch: int, order: CheckOrder) -> Reply:
+    def _check(self, epoch: int, order: CheckOrder) -> AgentReply:
         """Runs a program that takes its time: not under the lock."""
         with self._lock:
             refused = self._refuse(epoch)
             if refused is None and not self._is_quiet():
-                refused = Reply(error="an attempt is running")
-        return refused or Reply(checks=self._checks.run(order))
+                refused = AgentReply(error="an attempt is running")
+        return refused or AgentReply(checks=self._checks.run(order))
 
     def _is_quiet(self) -> bool:
         return self._state in (AgentState.IDLE, AgentState.ENDED)

@@ -29,8 +29,8 @@ from storage.address import FILE_SCHEME, open_store
 from storage.checkpoint import CheckpointStore
 from storage.checkpoint_server.publish import Publisher
 from storage.checkpoint_server.server import CheckpointServer
+from storage.frozen_model import FrozenModel
 from storage.local import LocalStore
-from storage.model import FrozenModel
 from storage.retention import Retention, apply_retention
 from storage.retry import Retry
 from storage.share import SaveId

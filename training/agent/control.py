@@ -14,22 +14,24 @@ from pydantic import SecretStr, ValidationError
 
 from training.errors import AgentUnreachable, EngineError
 from training.files import write_whole
-from training.wire.agent import REQUEST, AgentAddress, Order, Reply, Request
+from training.wire.agent import REQUEST, AgentAddress, AgentReply, Order, Request
 from training.wire.transport import RequestServer, call, is_authentic
 
 ADDRESS_FILE = "address.json"
 
 
-def control_server(host: str, token: str, handler: Callable[[Request], Reply]) -> RequestServer:
+def control_server(
+    host: str, token: str, handler: Callable[[Request], AgentReply]
+) -> RequestServer:
     """A server that hands every request with the token to one function."""
 
-    def answer(line: bytes) -> Reply:
+    def answer(line: bytes) -> AgentReply:
         try:
             request = REQUEST.validate_json(line)
         except ValidationError as error:
-            return Reply(error=f"not a request: {error.error_count()} problems")
+            return AgentReply(error=f"not a request: {error.error_count()} problems")
         if not is_authentic(request.token, token):
-            return Reply(error="wrong token")
+            return AgentReply(error="wrong token")
         return handler(request)
 
     return RequestServer(host, answer)
@@ -62,12 +64,14 @@ class AgentClient:
         self._epoch = epoch
         self._timeout_s = timeout_s
 
-    def call(self, order: Order) -> Reply:
+    def call(self, order: Order) -> AgentReply:
         """Send an order, return the reply."""
         request = Request(token=SecretStr(self._token), epoch=self._epoch, order=order)
         host, port = self.address.host, self.address.port
         try:
-            reply = Reply.model_validate_json(call(host, port, request, timeout_s=self._timeout_s))
+            reply = AgentReply.model_validate_json(
+                call(host, port, request, timeout_s=self._timeout_s)
+            )
         except (OSError, ValueError) as error:
             raise AgentUnreachable(f"agent at {host}:{port}: {error}") from error
         if reply.error is not None:

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from storage.model import FrozenModel
+from storage.frozen_model import FrozenModel
 
 KILL_WAIT_S = 5.0
 # Whatever a worker would import before its first step; an optimizer loads torch._dynamo.

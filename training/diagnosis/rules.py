@@ -21,7 +21,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from storage.model import FrozenModel
+from storage.frozen_model import FrozenModel
 from training.recovery.faults import FaultClass, RecoverableBy
 
 # Special before general: ourselves, platforms, then what they share, then the language.

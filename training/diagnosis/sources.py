@@ -57,7 +57,7 @@ _TORCHRUN_LOCAL_RANK = re.compile(r"(?:^|/)attempt_\d+/(\d+)/std(?:out|err)\.log
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ScannedLog:
     """One file, read.
 
     Attributes:
@@ -71,7 +71,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class PathDiagnosis:
     """What was asked about, and what was found.
 
     Attributes:
@@ -82,7 +82,7 @@ class Case:
 
     path: str
     diagnosis: Diagnosis | None
-    readings: Sequence[Reading]
+    readings: Sequence[ScannedLog]
     unreadable: Sequence[str] = ()
 
 
@@ -108,7 +108,7 @@ def files_of(path: Path) -> list[Path]:
     return found
 
 
-def diagnose_files(path: str, files: Sequence[Path], *, at_s: float, year: int) -> Case:
+def diagnose_files(path: str, files: Sequence[Path], *, at_s: float, year: int) -> PathDiagnosis:
     """Diagnose files that belong to one attempt.
 
     Args:
@@ -120,7 +120,7 @@ def diagnose_files(path: str, files: Sequence[Path], *, at_s: float, year: int) 
     Raises:
         InputError: none of the files can be read.
     """
-    readings: list[Reading] = []
+    readings: list[ScannedLog] = []
     unreadable: list[InputError] = []
     for order, file in enumerate(files):
         try:
@@ -135,10 +135,10 @@ def diagnose_files(path: str, files: Sequence[Path], *, at_s: float, year: int) 
         for reading, shift in zip(readings, shifts, strict=True)
     ]
     skipped = [str(error) for error in unreadable]
-    return Case(path, choose(compare(merged), at_s=at_s), readings, skipped)
+    return PathDiagnosis(path, choose(compare(merged), at_s=at_s), readings, skipped)
 
 
-def read_file(file: Path, *, base: Path, order: int, year: int) -> Reading:
+def read_file(file: Path, *, base: Path, order: int, year: int) -> ScannedLog:
     """Read one file into a source.
 
     Raises:
@@ -153,7 +153,7 @@ def read_file(file: Path, *, base: Path, order: int, year: int) -> Reading:
     return read_scan(name, seen, order=order, year=year)
 
 
-def read_scan(name: str, seen: Scan, *, order: int, year: int) -> Reading:
+def read_scan(name: str, seen: Scan, *, order: int, year: int) -> ScannedLog:
     """A scan with the faults that only several lines show, placed by its name."""
     finders = (find_jump, find_stall, find_wait, find_stacks) if seen.is_text else ()
     further = [find(seen.tail, year=year) for find in finders]
@@ -174,7 +174,7 @@ def read_scan(name: str, seen: Scan, *, order: int, year: int) -> Reading:
         node=node[1] if node else None,
         device=int(device[1]) if device else None,
     )
-    return Reading(source, anchors(seen.tail, year=year), seen.size_bytes, seen.is_text)
+    return ScannedLog(source, anchors(seen.tail, year=year), seen.size_bytes, seen.is_text)
 
 
 def _resumed(finding: Finding, text: str) -> Finding:

@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from storage.model import FrozenModel
+from storage.frozen_model import FrozenModel
 from training.drill.job import NUM_RANKS
 from training.errors import InputError
 from training.injection.outside import Kill, Victim

@@ -24,9 +24,9 @@ from pathlib import Path
 from storage.errors import StorageError
 from training.drill.campaign import Campaign, draw, read_campaign, unfired, write_campaign
 from training.drill.driver import RunDriver, RunOutcome, kill_hook
+from training.drill.evaluation import recovered, run_problems
 from training.drill.job import drill_job, write_corpus
 from training.drill.runner import KINDS, parallel_kind
-from training.drill.verdict import recovered, run_problems
 from training.errors import InputError, PerdureError
 from training.injection.outside import KillInjector, LocalRun
 from training.specs.model import ParallelKind

@@ -16,9 +16,9 @@ from typing import Any
 from storage.address import Credentials, clear
 from storage.errors import StorageError
 from training.drill.driver import LIMIT_S, Pauser, RunDriver, RunOutcome
+from training.drill.evaluation import DrillOutcome, judge
 from training.drill.job import NO_CHANGES, NUM_RANKS, drill_job, write_corpus
 from training.drill.table import DRILLS, STEPS, Drill
-from training.drill.verdict import DrillOutcome, judge
 from training.errors import InputError, PerdureError
 from training.job import Job
 from training.recovery.rungs import ISOLATES

@@ -15,11 +15,11 @@ from training.errors import NoCapacity
 from training.journal.records import Member
 from training.recovery.rungs import Rung
 from training.wire.agent import (
+    AgentReply,
     AgentStatus,
     CheckOrder,
     Collected,
     NodeText,
-    Reply,
     StartOrder,
     WorkerLog,
 )
@@ -77,7 +77,9 @@ class Greeting:
     doubt_s: float
 
     @classmethod
-    def of(cls, node: str, host: str, reply: Reply, *, sent_s: float, answered_s: float) -> Self:
+    def of(
+        cls, node: str, host: str, reply: AgentReply, *, sent_s: float, answered_s: float
+    ) -> Self:
         """A reply to a greeting that was sent and answered at these times."""
         doubt_s = (answered_s - sent_s) / 2
         clock_s = (reply.at_s or 0.0) - sent_s - doubt_s

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from storage.model import FrozenModel
+from storage.frozen_model import FrozenModel
 from training.agent.agent import CONFIG_FILE
 from training.agent.control import ADDRESS_FILE, AgentClient
 from training.engines.base import Greeting, Placement, Snapshot
@@ -34,6 +34,7 @@ from training.recovery.rungs import Rung
 from training.wire.agent import (
     AgentAddress,
     AgentConfig,
+    AgentReply,
     AgentStatus,
     CheckOrder,
     Collected,
@@ -45,7 +46,6 @@ from training.wire.agent import (
     NodeText,
     Order,
     RendezvousOrder,
-    Reply,
     ShutdownOrder,
     StacksQuery,
     StartOrder,
@@ -263,8 +263,8 @@ class LocalEngine:
         replies = self._ask_all(order, timeout_s=COLLECT_TIMEOUT_S)
         return [(node, reply.collected) for node, reply in replies if reply.collected is not None]
 
-    def _ask_all(self, query: Order, *, timeout_s: float) -> Sequence[tuple[str, Reply]]:
-        def ask(container: Container) -> tuple[str, Reply] | None:
+    def _ask_all(self, query: Order, *, timeout_s: float) -> Sequence[tuple[str, AgentReply]]:
+        def ask(container: Container) -> tuple[str, AgentReply] | None:
             try:
                 return container.node, self._client(container, timeout_s=timeout_s).call(query)
             except (AgentUnreachable, EngineError):

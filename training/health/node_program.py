@@ -22,7 +22,7 @@ from pathlib import Path
 from training.device import pick_device
 from training.health import burn_in, gang
 from training.health.devices import check_devices, has_torch_npu
-from training.health.host import (
+from training.health.host_checks import (
     check_disks,
     check_memory,
     check_ports,

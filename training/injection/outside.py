@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 from pydantic import Field
 
-from storage.model import FrozenModel
+from storage.frozen_model import FrozenModel
 from training.journal.history import RunHistory
 from training.processes import MARKER, oldest_first, signal_all
 

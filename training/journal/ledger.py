@@ -21,7 +21,7 @@ import psutil
 from pydantic import ValidationError
 
 from storage.errors import Corrupt, NotFound, PreconditionFailed
-from storage.model import FrozenModel
+from storage.frozen_model import FrozenModel
 from storage.objects import ObjectStore
 from training.errors import RunConflict
 from training.journal.history import RunHistory, replay

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
-from storage.model import FrozenModel
+from storage.frozen_model import FrozenModel
 from training.journal.events import LedgerEvent
 from training.recovery.faults import Fault
 from training.recovery.rungs import Decision, Rung

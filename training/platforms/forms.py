@@ -20,8 +20,8 @@ from training.errors import InputError
 from training.platforms.settings import (
     Fact,
     Finding,
+    ImportedSettings,
     Reader,
-    Reading,
     Setting,
     combine,
     number,
@@ -249,7 +249,7 @@ OTHERS: Mapping[str, str] = {
 }  # fmt: skip
 
 
-def read_platform(entries: Mapping[str, str], *, given: Sequence[Setting] = ()) -> Reading:
+def read_platform(entries: Mapping[str, str], *, given: Sequence[Setting] = ()) -> ImportedSettings:
     """Read annotations, labels and environment variables, all in one mapping.
 
     Args:

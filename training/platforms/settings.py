@@ -101,7 +101,7 @@ PAIRS: tuple[Pair, ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ImportedSettings:
     """What entries set, taken together.
 
     Attributes:
@@ -120,7 +120,7 @@ class Reading:
         return replace(base or Policy(), **named)
 
 
-def combine(settings: Sequence[Setting], warnings: Sequence[str]) -> Reading:
+def combine(settings: Sequence[Setting], warnings: Sequence[str]) -> ImportedSettings:
     """Combine settings.
 
     Raises:
@@ -133,7 +133,7 @@ def combine(settings: Sequence[Setting], warnings: Sequence[str]) -> Reading:
     for pair in PAIRS:
         _check(pair, known)
     named = {n: s for n, s in known.items() if n in POLICY_FIELDS}
-    return Reading(
+    return ImportedSettings(
         {name: _resolved(setting) for name, setting in named.items()},
         {name: setting.source for name, setting in named.items()},
         tuple(dict.fromkeys(warnings)),

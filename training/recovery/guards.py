@@ -1,7 +1,8 @@
 """Why a rung does not answer a fault: one guard per rung, and those that concern several.
 
-A guard looks at a `Case` and gives its refusal as a few words, or None; rules.py has the rules
-in words, rungs.py what the policy and the budgets allow. Pure functions; windows are seconds.
+A guard looks at a `Case` and gives its refusal as a few words, or None; ladder_rules.py has the
+rules in words, rungs.py what the policy and the budgets allow. Pure functions; windows are
+seconds.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ are counts of recoveries in a row without progress; progress is a checkpoint com
 recovery.
 
 Around it: rungs.py has the tables, the policy and the answer, guards.py why a rung does not
-answer, rules.py the rules in words, chips.py the fault codes.
+answer, ladder_rules.py the rules in words, chips.py the fault codes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from training.recovery.guards import (
     rungs_for,
     too_often,
 )
+from training.recovery.ladder_rules import RULES
 from training.recovery.protocol import WorkerFault, WorkerFaultKind
-from training.recovery.rules import RULES
 from training.recovery.rungs import (
     IN_PROCESS,
     ISOLATES,

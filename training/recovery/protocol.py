@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from storage.model import FrozenModel
+from storage.frozen_model import FrozenModel
 from training.recovery.faults import Fault
 from training.recovery.repair import RankReport, RepairPlan
 from training.recovery.rungs import Decision, Rung

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from enum import IntEnum, StrEnum
 
-from storage.model import FrozenModel
+from storage.frozen_model import FrozenModel
 
 
 class StepPhase(IntEnum):

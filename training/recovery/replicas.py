@@ -42,7 +42,7 @@ class RankOrder(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ParallelLayout:
     """A parallel layout.
 
     Attributes:
@@ -119,7 +119,7 @@ class Mechanism(StrEnum):
 
 
 def feasibility(
-    mechanism: Mechanism, layout: Layout, *, ranks_per_node: int | None = None
+    mechanism: Mechanism, layout: ParallelLayout, *, ranks_per_node: int | None = None
 ) -> Feasibility:
     """Whether the layout carries a mechanism.
 

@@ -42,8 +42,8 @@ from training.runtime.state.live import Snapshots, damage
 from training.runtime.state.random_numbers import UninitializedParameters, seeded_after
 from training.runtime.step_loop.loop import AgentRequests, StepLoop
 from training.runtime.step_loop.rank_recovery import RankRecovery
-from training.runtime.step_loop.records import StepRecords
 from training.runtime.step_loop.step import Step
+from training.runtime.step_loop.step_records import StepRecords
 from training.runtime.step_loop.wrappers import settle_buckets
 
 

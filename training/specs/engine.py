@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from storage.model import FrozenModel
+from storage.frozen_model import FrozenModel
 
 DEFAULT_RECIPE = "training.trainer.pretrain:main"
 

@@ -10,7 +10,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from storage.model import FrozenModel
+from storage.frozen_model import FrozenModel
 
 
 class ModelSpec(FrozenModel):

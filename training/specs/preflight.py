@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from storage.model import FrozenModel
+from storage.frozen_model import FrozenModel
 
 
 class PreflightSpec(FrozenModel):

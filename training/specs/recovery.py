@@ -10,11 +10,11 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from storage.model import FrozenModel
+from storage.frozen_model import FrozenModel
 from storage.retention import Retention
 from training.errors import InputError
 from training.platforms.forms import read_platform
-from training.platforms.settings import POLICY_FIELDS, Fact, Reading, Setting, shown
+from training.platforms.settings import POLICY_FIELDS, Fact, ImportedSettings, Setting, shown
 from training.platforms.tft import TFT, read_snapshot_steps
 from training.recovery.rungs import Policy
 
@@ -174,7 +174,7 @@ class RestartSpec(FrozenModel):
         }
         return Policy(**own, operator_retry=operator_retry)
 
-    def read_platform(self, given: Sequence[Setting] = ()) -> Reading:
+    def read_platform(self, given: Sequence[Setting] = ()) -> ImportedSettings:
         """from_platform as fields, beside what the job has elsewhere."""
         return read_platform(self.from_platform, given=given)
 

@@ -20,7 +20,7 @@ from training.job import Job
 from training.runtime.session import Session
 from training.specs.model import ParallelKind, Precision
 from training.trainer.data.loader import ResumableLoader, TokenDataset
-from training.trainer.data.manifest import Manifest, load_manifest
+from training.trainer.data.manifest import CorpusManifest, load_manifest
 from training.trainer.data.stage import stage
 from training.trainer.model import Decoder, flops_per_token
 from training.trainer.optimize import make_optimizer, make_scheduler
@@ -92,7 +92,7 @@ def seed_all(seed: int) -> None:
     torch.use_deterministic_algorithms(mode=True, warn_only=True)
 
 
-def open_data(job: Job, session: Session) -> tuple[TokenDataset, Manifest]:
+def open_data(job: Job, session: Session) -> tuple[TokenDataset, CorpusManifest]:
     """The prepared corpus, memory-mapped; the node agent has staged it already."""
     store = open_store(job.storage)
     manifest = load_manifest(store, session.context.data_manifest_key)

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, SecretStr, TypeAdapter
 
-from storage.model import FrozenModel
+from storage.frozen_model import FrozenModel
 from training.recovery.rungs import Recovery, Rung
 from training.wire.coordinator import CoordinatorAddress
 from training.wire.node import Check, NodeSample
@@ -358,7 +358,7 @@ class Collected(FrozenModel):
     problems: tuple[str, ...] = ()
 
 
-class Reply(FrozenModel):
+class AgentReply(FrozenModel):
     """One line back; `error` is set when the request was refused."""
 
     error: str | None = None

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, SecretStr, TypeAdapter
 
-from storage.model import FrozenModel
+from storage.frozen_model import FrozenModel
 from training.recovery.protocol import (
     CoordinatorMessage,
     Ending,

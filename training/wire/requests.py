@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pydantic import ValidationError
 
 from storage.errors import Corrupt, NotFound
-from storage.model import FrozenModel
+from storage.frozen_model import FrozenModel
 from storage.objects import ObjectStore
 
 

@@ -24,10 +24,10 @@ from training.processes import MARKER, container_processes, kill_container
 from training.wire.agent import (
     AgentAddress,
     AgentConfig,
+    AgentReply,
     AgentStatus,
     LogsQuery,
     Order,
-    Reply,
     StartOrder,
     StatusQuery,
     StopOrder,
@@ -114,7 +114,7 @@ class Container:
     def client(self, *, token: str = TOKEN, epoch: int = EPOCH) -> AgentClient:
         return AgentClient(self.address, token=token, epoch=epoch)
 
-    def call(self, order: Order) -> Reply:
+    def call(self, order: Order) -> AgentReply:
         return self.client().call(order)
 
     def status(self) -> AgentStatus:

@@ -14,8 +14,8 @@ from training.agent.control import AgentClient, control_server
 from training.errors import AgentUnreachable, EngineError
 from training.wire.agent import (
     AgentAddress,
+    AgentReply,
     MetricsQuery,
-    Reply,
     Request,
     StatusQuery,
     StopOrder,
@@ -32,9 +32,9 @@ def heard() -> list[Request]:
 
 @pytest.fixture
 def server(heard):
-    def handle(request: Request) -> Reply:
+    def handle(request: Request) -> AgentReply:
         heard.append(request)
-        return Reply(text="heard", offset=5)
+        return AgentReply(text="heard", offset=5)
 
     server = control_server(HOST, TOKEN, handle)
     server.start()
@@ -50,12 +50,12 @@ def client(port: int, *, token: str = TOKEN, epoch: int = 1) -> AgentClient:
     return AgentClient(address, token=token, epoch=epoch, timeout_s=5.0)
 
 
-def say(port: int, line: bytes) -> Reply:
+def say(port: int, line: bytes) -> AgentReply:
     with socket.create_connection((HOST, port), timeout=5) as connection:
         connection.sendall(line)
         connection.shutdown(socket.SHUT_WR)
         with connection.makefile("rb") as lines:
-            return Reply.model_validate_json(lines.readline())
+            return AgentReply.model_validate_json(lines.readline())
 
 
 def test_an_order_reaches_the_handler_and_its_reply_the_caller(server, heard):
@@ -99,16 +99,16 @@ def test_a_refusal_does_not_repeat_the_token(server):
 
 
 def test_a_handler_that_fails_costs_its_caller_the_answer_and_nobody_else(capfd):
-    def handle(request: Request) -> Reply:
+    def handle(request: Request) -> AgentReply:
         if isinstance(request.order, StopOrder):
             raise OSError("disk full")
-        return Reply()
+        return AgentReply()
 
     failing = control_server(HOST, TOKEN, handle)
     failing.start()
     with pytest.raises(AgentUnreachable):
         client(failing.port).call(StopOrder(grace_s=0))
-    assert client(failing.port).call(StatusQuery()) == Reply()
+    assert client(failing.port).call(StatusQuery()) == AgentReply()
     failing.close()
     assert "disk full" in capfd.readouterr().err
 

@@ -12,7 +12,7 @@ from tests.unit.agent.conftest import EPOCH, TOKEN, Container, job_text
 from tests.waiting import wait_for
 from training.agent.control import AgentClient
 from training.errors import EngineError
-from training.wire.agent import CheckOrder, GreetQuery, Reply
+from training.wire.agent import AgentReply, CheckOrder, GreetQuery
 from training.wire.node import CheckOutcome
 
 
@@ -29,7 +29,7 @@ def order(folder: Path | None = None, burn_in_s: float = 0.0) -> CheckOrder:
     )
 
 
-def ask(container: Container, what: CheckOrder, replies: list[Reply]) -> threading.Thread:
+def ask(container: Container, what: CheckOrder, replies: list[AgentReply]) -> threading.Thread:
     """Ask in a thread of its own: the answer takes its time."""
 
     def call() -> None:
@@ -59,7 +59,7 @@ def test_a_node_tells_its_clock_and_a_free_port(shared):
 
 def test_the_node_is_checked_under_its_own_name(new_container, tmp_path):
     container = new_container()
-    replies: list[Reply] = []
+    replies: list[AgentReply] = []
     ask(container, order(tmp_path), replies).join(90)
     (reply,) = replies
     found = {check.name: check for check in reply.checks}
@@ -76,7 +76,7 @@ def test_while_an_attempt_runs_nothing_is_checked(shared):
 
 def test_a_start_ends_a_check_that_a_dead_supervisor_has_left(new_container, tmp_path):
     container = new_container()
-    replies: list[Reply] = []
+    replies: list[AgentReply] = []
     thread = ask(container, order(tmp_path, burn_in_s=50.0), replies)
     wait_for(lambda: len(checkers(container)) >= 2, timeout_s=60)
     container.start("sleep", "600")

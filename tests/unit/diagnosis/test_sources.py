@@ -11,7 +11,13 @@ import pytest
 from tests.values import not_none
 from training.diagnosis.cause import Diagnosis
 from training.diagnosis.scan import scan_text
-from training.diagnosis.sources import Case, context_of, diagnose_files, files_of, read_scan
+from training.diagnosis.sources import (
+    PathDiagnosis,
+    context_of,
+    diagnose_files,
+    files_of,
+    read_scan,
+)
 from training.errors import InputError
 from training.recovery.faults import FaultClass
 
@@ -36,7 +42,7 @@ def write(folder: Path, **texts: str) -> Path:
     return folder
 
 
-def case_of(path: Path) -> Case:
+def case_of(path: Path) -> PathDiagnosis:
     return diagnose_files(str(path), files_of(path), at_s=AT_S, year=YEAR)
 
 

@@ -11,7 +11,7 @@ from tests.unit.recovery.test_ladder_rules import CRASH
 from training.recovery.faults import TRAITS, FaultClass
 from training.recovery.guards import _GUARDS
 from training.recovery.ladder import decide, ladder_markdown
-from training.recovery.rules import RULES
+from training.recovery.ladder_rules import RULES
 from training.recovery.rungs import (
     IN_PROCESS,
     ISOLATES,

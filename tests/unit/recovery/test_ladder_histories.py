@@ -30,7 +30,7 @@ from tests.unit.recovery.ladder_invariants import (
 )
 from training.recovery.chips import Severity
 from training.recovery.faults import Fault, FaultClass, RecoverableBy
-from training.recovery.rules import RULES
+from training.recovery.ladder_rules import RULES
 from training.recovery.rungs import LADDER, Capacity, Policy, Recovery, Rung
 
 INVARIANTS: Mapping[str, Callable[[Asked], bool]] = {

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from training.recovery.replicas import (
     Axis,
-    Layout,
     Mechanism,
+    ParallelLayout,
     RankOrder,
     feasibility,
     groups_text,
@@ -20,9 +20,9 @@ sizes = st.integers(1, 4)
 
 
 @st.composite
-def layouts(draw) -> Layout:
+def layouts(draw) -> ParallelLayout:
     shards, copies = draw(sizes), draw(sizes)
-    return Layout(
+    return ParallelLayout(
         dp=shards * copies,
         tp=draw(sizes),
         pp=draw(sizes),
@@ -63,10 +63,10 @@ def test_recovery_from_replicas_needs_two_copies(layout, mechanism):
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(dp=2, tp=4),
-        Layout(dp=4, tp=2, optimizer_shards=2),
-        Layout(dp=8, optimizer_shards=4),
-        Layout(dp=2, tp=2, pp=2, order=RankOrder.TP_PP_DP),
+        ParallelLayout(dp=2, tp=4),
+        ParallelLayout(dp=4, tp=2, optimizer_shards=2),
+        ParallelLayout(dp=8, optimizer_shards=4),
+        ParallelLayout(dp=2, tp=2, pp=2, order=RankOrder.TP_PP_DP),
     ],
     ids=["dp2-mp4", "dp4-mp2-shard2", "dp8-shard4", "tp2-pp2-dp2"],
 )
@@ -76,24 +76,24 @@ def test_eight_cards_as_in_mindformers_documentation(layout):
 
 
 def test_pipeline_stages_are_blocks_of_ranks():
-    assert Layout(dp=2, tp=2, pp=2).replica_groups() == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert ParallelLayout(dp=2, tp=2, pp=2).replica_groups() == ((0, 2), (1, 3), (4, 6), (5, 7))
 
 
 def test_eight_cards_with_as_many_shards_as_data_parallel_ranks_have_no_replicas():
-    found = feasibility(Mechanism.PROCESS_REPLACE, Layout(dp=2, tp=4, optimizer_shards=2))
+    found = feasibility(Mechanism.PROCESS_REPLACE, ParallelLayout(dp=2, tp=4, optimizer_shards=2))
     assert not found.is_possible
     assert found.reason == ("data_parallel / optimizer_weight_shard_size = 2 / 2 = 1, needs >= 2")
 
 
 def test_step_retry_without_replicas_is_left_with_faults_that_leave_the_state_whole():
-    found = feasibility(Mechanism.STEP_RETRY, Layout(dp=2, optimizer_shards=2))
+    found = feasibility(Mechanism.STEP_RETRY, ParallelLayout(dp=2, optimizer_shards=2))
     assert not found.is_possible
     assert "HCCE" in found.reason
 
 
 @pytest.mark.parametrize(("ranks_per_node", "is_lost"), [(8, True), (4, False), (None, False)])
 def test_a_group_inside_one_node_is_lost_with_it(ranks_per_node, is_lost):
-    layout = Layout(dp=8, optimizer_shards=4)
+    layout = ParallelLayout(dp=8, optimizer_shards=4)
     found = feasibility(Mechanism.PROCESS_REPLACE, layout, ranks_per_node=ranks_per_node)
     assert found.is_possible
     assert ("a lost node takes every copy of [0, 4]" in found.reason) is is_lost
@@ -108,11 +108,11 @@ def test_a_group_inside_one_node_is_lost_with_it(ranks_per_node, is_lost):
 )
 def test_sizes_that_do_not_fit_are_refused_by_name(sizes_, words):
     with pytest.raises(ValueError, match="must") as caught:
-        Layout(**sizes_)
+        ParallelLayout(**sizes_)
     assert all(word in str(caught.value) for word in words)
 
 
 def test_many_and_large_groups_are_shortened_in_a_line():
-    assert groups_text(Layout(dp=64).replica_groups()) == "[0, 1, 2, 3, 4, 5, ..., 63]"
-    many = Layout(dp=2, tp=16).replica_groups()
+    assert groups_text(ParallelLayout(dp=64).replica_groups()) == "[0, 1, 2, 3, 4, 5, ..., 63]"
+    many = ParallelLayout(dp=2, tp=16).replica_groups()
     assert groups_text(many).endswith("[3, 19] and 12 more")

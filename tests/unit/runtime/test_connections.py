@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from training.runtime.process_group.generations import (
     GLOO,
-    Connection,
+    GroupConnection,
     Sockets,
     StoreClient,
     new_sockets,
@@ -145,18 +145,18 @@ def test_an_abort_frees_a_rank_whose_peer_died_between_its_address_and_its_conne
                 dist.ProcessGroupGloo(DiesOncePublished(store), 1, 2, timedelta(seconds=60))
             published = store.num_keys()
             assert published
-            connection = Connection(GLOO, "cpu")
+            connection = GroupConnection(GLOO, "cpu")
             waiting = pool.submit(connection.connect, store, rank=0, size=2, timeout_s=60)
             while store.num_keys() == published:
                 os.sched_yield()
             connection.abort()
             # On a busy machine gloo may notice first that the dead peer refuses its connection.
-            with pytest.raises(RuntimeError, match=r"aborted|Connection refused"):
+            with pytest.raises(RuntimeError, match=r"aborted|GroupConnection refused"):
                 waiting.result(10)
 
 
 def test_a_connection_that_is_aborted_before_it_is_made_is_not_made():
-    connection = Connection(GLOO, "cpu")
+    connection = GroupConnection(GLOO, "cpu")
     connection.abort()
     with pytest.raises(RuntimeError, match="aborted"):
         connection.connect(HashStore(), rank=0, size=2, timeout_s=60)

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from training.journal.events import StepRecord
-from training.runtime.step_loop.records import EventFiles
+from training.runtime.step_loop.step_records import EventFiles
 
 
 def record(step: int, loss: float) -> StepRecord:

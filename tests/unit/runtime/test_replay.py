@@ -25,7 +25,7 @@ from torch import Tensor
 from tests.unit.runtime.worlds import TIMEOUT_S, Member, Replay, World, summed
 from training.recovery.protocol import WorkerFaultKind
 from training.runtime.errors import WorkerError, classify
-from training.runtime.process_group.generations import Connection, shut_down
+from training.runtime.process_group.generations import GroupConnection, shut_down
 from training.runtime.process_group.replay import ReplayableProcessGroup
 
 MEBIBYTE = 2**20
@@ -46,7 +46,7 @@ def new_world(make_world):
     return new_world
 
 
-def connections(connection: Connection) -> Iterator[socket.socket]:
+def connections(connection: GroupConnection) -> Iterator[socket.socket]:
     """The connections of a connection that are still open."""
     for descriptor, target in connection.sockets.items():
         # Gloo closes those that are broken, and something else may have their number then.
@@ -58,7 +58,7 @@ def connections(connection: Connection) -> Iterator[socket.socket]:
                 yield one
 
 
-def received_bytes(connection: Connection) -> int:
+def received_bytes(connection: GroupConnection) -> int:
     """What has come over a connection."""
     total = 0
     for one in connections(connection):
@@ -67,7 +67,7 @@ def received_bytes(connection: Connection) -> int:
     return total
 
 
-def slow_down(connection: Connection) -> None:
+def slow_down(connection: GroupConnection) -> None:
     """Have a transfer take seconds, or an operation could be over before a break."""
     for one in connections(connection):
         one.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, SLOW_BYTES_PER_S)
@@ -107,7 +107,7 @@ class Breaker(threading.Thread):
                 self.strikes.append((came, was_running))
                 return
 
-    def _group_connections(self) -> list[Connection]:
+    def _group_connections(self) -> list[GroupConnection]:
         return [one for one in self._generations.connections().values() if one.group is not None]
 
 
@@ -411,7 +411,7 @@ def _hold_replay(member: Member, signal: str) -> None:
     """Have this rank replay nothing before the test releases it."""
     replay = ReplayableProcessGroup.replay
 
-    def later(group: ReplayableProcessGroup, connection: Connection, first: int) -> int:
+    def later(group: ReplayableProcessGroup, connection: GroupConnection, first: int) -> int:
         wait_for(member, signal)
         return replay(group, connection, first)
 
@@ -432,7 +432,7 @@ def _hold_first_end() -> tuple[SimpleQueue[Callable[[], None]], SimpleQueue[int]
         ReplayableProcessGroup._ended = ended  # type: ignore[method-assign]
         ends.put(partial(ended, group, *arguments))
 
-    def count(group: ReplayableProcessGroup, connection: Connection, first: int) -> int:
+    def count(group: ReplayableProcessGroup, connection: GroupConnection, first: int) -> int:
         begun.put(number := replay(group, connection, first))
         return number
 

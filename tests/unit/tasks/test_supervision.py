@@ -169,14 +169,14 @@ class HandedOverTo:
 
 def test_a_supervisor_leaves_when_its_flow_run_is_another_processs(supervision, monkeypatch):
     assert not supervision.stop_wanted()
-    monkeypatch.setattr(supervision, "_control", HandedOverTo())
+    monkeypatch.setattr(supervision, "_requests", HandedOverTo())
     with pytest.raises(Abort, match="another process supervises the run"):
         supervision.stop_wanted()
 
 
 def test_what_is_handed_over_can_be_taken_at_once(supervision, monkeypatch, caplog):
     supervision._take()
-    monkeypatch.setattr(supervision, "_control", HandedOverTo())
+    monkeypatch.setattr(supervision, "_requests", HandedOverTo())
     supervision._interrupted(Abort)
     assert list(supervision.run.store.list("runs/small/supervisor.json")) == []
     assert supervision.run.refresh().ended is None

@@ -67,7 +67,7 @@ def shut_down(sockets: Sockets) -> int:
     return count
 
 
-class Connection:
+class GroupConnection:
     """One connected group, or the attempt to connect it.
 
     Args:
@@ -307,8 +307,8 @@ class Generations:
         self.is_alone = False
         self._open_store = open_store
         self._client: StoreClient | None = None
-        self._connections: dict[str, Connection] = {}
-        self._retired: list[Connection] = []
+        self._connections: dict[str, GroupConnection] = {}
+        self._retired: list[GroupConnection] = []
         self._lock = threading.Lock()
 
     def announce(self, generation: int) -> None:
@@ -379,7 +379,7 @@ class Generations:
             return Interrupted("the attempt is given up")
         return Interrupted(f"generation {self.announced} is announced")
 
-    def connection(self, name: str, *, rank: int, size: int) -> Connection:
+    def connection(self, name: str, *, rank: int, size: int) -> GroupConnection:
         """The connection of a group, made when there is none yet; collective in that case.
 
         Raises:
@@ -390,7 +390,7 @@ class Generations:
         with self._lock:
             connection, client = self._connections.get(name), self._client
             if connection is None:
-                connection = self._connections[name] = Connection(self.backend, self.device)
+                connection = self._connections[name] = GroupConnection(self.backend, self.device)
         if connection.group is not None:
             return connection
         assert client is not None  # noqa: S101 enter() comes first
@@ -401,13 +401,13 @@ class Generations:
         self.check()
         return connection
 
-    def replace(self, name: str, connection: Connection) -> None:
+    def replace(self, name: str, connection: GroupConnection) -> None:
         """Give a group another connection, which is aborted with the others."""
         with self._lock:
             self._retired.append(self._connections[name])
             self._connections[name] = connection
 
-    def connections(self) -> dict[str, Connection]:
+    def connections(self) -> dict[str, GroupConnection]:
         """The connections of this generation, by the name of their group."""
         with self._lock:
             return dict(self._connections)

@@ -25,7 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from training.runtime.process_group.generations import Connection, Generations, StoreClient, start
+from training.runtime.process_group.generations import (
+    Generations,
+    GroupConnection,
+    StoreClient,
+    start,
+)
 from training.runtime.process_group.reconfigurable import (
     TRANSFERS,
     FutureWork,
@@ -69,7 +74,7 @@ class _Operation:
     arguments: tuple[Any, ...]
     inputs: Any
     number: int = 0
-    connection: Connection | None = None
+    connection: GroupConnection | None = None
     is_done: bool = False
     _error: Exception | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -88,7 +93,7 @@ class _Operation:
         with self._lock:
             self.connection = None
 
-    def claim(self, connection: Connection) -> bool:
+    def claim(self, connection: GroupConnection) -> bool:
         """Whether an end on this connection is the end of the operation; true only once.
 
         Who claims it calls `complete`.
@@ -154,7 +159,7 @@ class ReplayableProcessGroup(ReconfigurableProcessGroup):
         self._connections = connections
         self._operations: dict[int, _Operation] = {}
         self._count = 0
-        self._connection: Connection | None = None
+        self._connection: GroupConnection | None = None
         self._generation = 0
         connections.add(self)
 
@@ -218,7 +223,7 @@ class ReplayableProcessGroup(ReconfigurableProcessGroup):
         self,
         operation: _Operation,
         future: torch.futures.Future[Any],
-        connection: Connection,
+        connection: GroupConnection,
         number: int,
         finish: Callable[[], None],
     ) -> None:
@@ -274,7 +279,7 @@ class ReplayableProcessGroup(ReconfigurableProcessGroup):
         for operation in list(self._operations.values()):
             operation.detach()
 
-    def replay(self, connection: Connection, first: int) -> int:
+    def replay(self, connection: GroupConnection, first: int) -> int:
         """Repeat the operations from number `first` on over another connection.
 
         Returns:
@@ -424,7 +429,7 @@ class ReplayableConnections:
 
     def _new_connection(
         self, group: ReplayableProcessGroup, client: StoreClient, prefix: str, deadline_s: float
-    ) -> Connection:
+    ) -> GroupConnection:
         """Connect; again and again, since the network may be down for a while yet."""
         rank, size = group.rank_and_size
         generations = self._generations
@@ -433,7 +438,7 @@ class ReplayableConnections:
             # Ranks fail unequally often: each joins the round that is open.
             entries = PrefixStore(prefix, client.store).add("entered", 1)
             store = PrefixStore(f"{prefix}/{(entries - 1) // size}", client.store)
-            connection = Connection(generations.backend, generations.device)
+            connection = GroupConnection(generations.backend, generations.device)
             generations.replace(group.key, connection)
             try:
                 # Its operations have this limit, too; a generation that comes instead ends both.
@@ -445,7 +450,7 @@ class ReplayableConnections:
                 return connection
 
 
-def _wait_idle(connections: Sequence[Connection], until_s: float) -> None:
+def _wait_idle(connections: Sequence[GroupConnection], until_s: float) -> None:
     """Wait for operations that were cut short: until their end they write into their tensors.
 
     One that waits for ever, as gloo's sometimes do, writes nothing more.

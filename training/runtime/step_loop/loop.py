@@ -26,9 +26,9 @@ from training.runtime.program import Training
 from training.runtime.state.checkpointer import Checkpointer
 from training.runtime.state.random_numbers import seed_step
 from training.runtime.step_loop.rank_recovery import RankRecovery, RankState
-from training.runtime.step_loop.records import StepRecords
 from training.runtime.step_loop.save_clock import SaveClock
 from training.runtime.step_loop.step import Limits, Step, StepContext, StepRequests
+from training.runtime.step_loop.step_records import StepRecords
 
 SETTLE_TIMEOUT_S = 1800.0  # for the last save to reach the store
 

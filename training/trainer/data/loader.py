@@ -30,7 +30,7 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader, Dataset
 
-from training.trainer.data.manifest import Manifest
+from training.trainer.data.manifest import CorpusManifest
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -52,7 +52,7 @@ class TokenDataset(Dataset[Pair]):
         ValueError: a file is not there or has another size, or not even one sample fits.
     """
 
-    def __init__(self, paths: Sequence[Path], manifest: Manifest, seq_len: int) -> None:
+    def __init__(self, paths: Sequence[Path], manifest: CorpusManifest, seq_len: int) -> None:
         if len(paths) != len(manifest.shards):
             raise ValueError(f"{len(paths)} paths for {len(manifest.shards)} shards")
         for path, shard in zip(paths, manifest.shards, strict=True):

@@ -16,7 +16,7 @@ import xxhash
 from pydantic import Field, ValidationError, model_validator
 
 from storage.errors import Corrupt
-from storage.model import FrozenModel
+from storage.frozen_model import FrozenModel
 from storage.objects import ObjectStore
 
 FORMAT_VERSION = 1  # also part of every fingerprint
@@ -52,7 +52,7 @@ class Shard(FrozenModel):
     sources: tuple[Source, ...]  # of the whole group; a large source has several shards
 
 
-class Manifest(FrozenModel):
+class CorpusManifest(FrozenModel):
     """Everything a reader needs to know about a prepared corpus."""
 
     format_version: Literal[1] = 1
@@ -94,7 +94,7 @@ def dtype_name(vocab_size: int) -> DtypeName:
     return "uint16" if vocab_size <= MAX_UINT16_VOCAB else "uint32"
 
 
-def load_manifest(store: ObjectStore, key: str) -> Manifest:
+def load_manifest(store: ObjectStore, key: str) -> CorpusManifest:
     """Read and check a manifest.
 
     Raises:
@@ -103,7 +103,7 @@ def load_manifest(store: ObjectStore, key: str) -> Manifest:
         StorageError: the store failed.
     """
     try:
-        return Manifest.model_validate_json(store.get(key))
+        return CorpusManifest.model_validate_json(store.get(key))
     except ValidationError as exc:
         first = exc.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"])) or "manifest"

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import xxhash
 
 from storage.errors import Corrupt, NotFound
-from storage.model import FrozenModel
+from storage.frozen_model import FrozenModel
 from storage.objects import ObjectStore, check_key
 from training.specs.data import DataSpec
 from training.trainer.data.corpus import (
@@ -33,7 +33,7 @@ from training.trainer.data.corpus import (
 from training.trainer.data.manifest import (
     DTYPES,
     FORMAT_VERSION,
-    Manifest,
+    CorpusManifest,
     Shard,
     Source,
     dtype_name,
@@ -64,7 +64,7 @@ class Receipt(FrozenModel):
 class PrepareResult:
     """The manifest and what it took."""
 
-    manifest: Manifest
+    manifest: CorpusManifest
     manifest_key: str
     skipped: bool  # everything was there and intact
     written_shards: int
@@ -141,7 +141,7 @@ class _Preparation:
             duration_s=time.monotonic() - started_s,
         )
 
-    def _committed(self, key: str) -> Manifest | None:
+    def _committed(self, key: str) -> CorpusManifest | None:
         """The manifest of these inputs, if there is one and all its shards are intact."""
         try:
             manifest = load_manifest(self._store, key)
@@ -152,10 +152,10 @@ class _Preparation:
             return None
         return manifest if all(map(self._cache.is_intact, manifest.shards)) else None
 
-    def _manifest(self, inputs: str, shards: list[Shard]) -> Manifest:
+    def _manifest(self, inputs: str, shards: list[Shard]) -> CorpusManifest:
         if not shards:
             raise CorpusError(f"data.sources={list(self._spec.sources)}: no text in any file")
-        return Manifest(
+        return CorpusManifest(
             fingerprint=inputs,
             tokenizer_fingerprint=self._tokenizer.fingerprint,
             vocab_size=self._tokenizer.vocab_size,

@@ -23,7 +23,7 @@ import xxhash
 from storage.errors import Corrupt, NotFound
 from storage.objects import ObjectStore
 from training.files import write_whole
-from training.trainer.data.manifest import CHUNK_BYTES, Manifest, Shard, hash_file
+from training.trainer.data.manifest import CHUNK_BYTES, CorpusManifest, Shard, hash_file
 
 RECORD_NAME = "verified.json"
 LOCK_NAME = ".lock"
@@ -40,7 +40,7 @@ class StageResult:
     duration_s: float
 
 
-def stage(manifest: Manifest, store: ObjectStore, folder: Path) -> StageResult:
+def stage(manifest: CorpusManifest, store: ObjectStore, folder: Path) -> StageResult:
     """Make every shard available as a local file.
 
     Args:
@@ -68,7 +68,7 @@ def stage(manifest: Manifest, store: ObjectStore, folder: Path) -> StageResult:
     return StageResult(paths, skipped=is_complete, duration_s=time.monotonic() - started_s)
 
 
-def _complete(manifest: Manifest, store: ObjectStore, folder: Path) -> bool:
+def _complete(manifest: CorpusManifest, store: ObjectStore, folder: Path) -> bool:
     """Fetch what is missing or damaged; whether nothing was."""
     for abandoned in folder.glob(f"*{TEMPORARY_SUFFIX}"):
         abandoned.unlink()

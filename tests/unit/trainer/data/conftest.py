@@ -8,7 +8,7 @@ import pytest
 
 from storage.local import LocalStore
 from training.specs.data import DataSpec
-from training.trainer.data.manifest import Manifest
+from training.trainer.data.manifest import CorpusManifest
 from training.trainer.data.prepare import prepare
 from training.trainer.data.stage import stage
 from training.trainer.data.tokenizer import ByteTokenizer
@@ -80,10 +80,10 @@ def damage() -> Callable[[Path], None]:
 @pytest.fixture
 def make_dataset(
     tmp_path: Path, write: Write, store: RecordingStore
-) -> Callable[..., tuple[tuple[Path, ...], Manifest]]:
+) -> Callable[..., tuple[tuple[Path, ...], CorpusManifest]]:
     """Tokens in several shards, staged: (paths, manifest)."""
 
-    def _make(num_lines: int = 700) -> tuple[tuple[Path, ...], Manifest]:
+    def _make(num_lines: int = 700) -> tuple[tuple[Path, ...], CorpusManifest]:
         lines = "".join(f"{number} is followed by {number + 1}.\n" for number in range(num_lines))
         write("numbers.txt", lines)
         spec = DataSpec(sources=(str(tmp_path / "corpus"),), shard_size_bytes=4096)

@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from training.trainer.data.loader import ResumableLoader, SampleOrder, TokenDataset, permute
-from training.trainer.data.manifest import Manifest
+from training.trainer.data.manifest import CorpusManifest
 
-MakeDataset = Callable[..., tuple[tuple[Path, ...], Manifest]]
+MakeDataset = Callable[..., tuple[tuple[Path, ...], CorpusManifest]]
 
 SEQ_LEN = 32
 BATCH = 8
@@ -29,10 +29,10 @@ TRAINER = """
 import multiprocessing, os, signal, sys
 from pathlib import Path
 from training.trainer.data.loader import ResumableLoader, TokenDataset
-from training.trainer.data.manifest import Manifest
+from training.trainer.data.manifest import CorpusManifest
 
 def main():
-    manifest = Manifest.model_validate_json(Path(sys.argv[1]).read_bytes())
+    manifest = CorpusManifest.model_validate_json(Path(sys.argv[1]).read_bytes())
     dataset = TokenDataset([Path(path) for path in sys.argv[3:]], manifest, 32)
     loader = ResumableLoader(dataset, global_batch_size=4, micro_batch_size=2, rank=0,
                              world_size=1, seed=1, num_workers=2)

@@ -14,7 +14,7 @@ from storage.local import LocalStore
 from tests.unit.trainer.data.conftest import RecordingStore, Write
 from training.specs.data import DataSpec
 from training.trainer.data.corpus import CorpusError
-from training.trainer.data.manifest import Manifest, load_manifest
+from training.trainer.data.manifest import CorpusManifest, load_manifest
 from training.trainer.data.prepare import PrepareResult, prepare
 from training.trainer.data.tokenizer import ByteTokenizer
 
@@ -56,7 +56,7 @@ def run(corpus: Path, store: LocalStore, log: Callable[[str], None] | None = Non
     return prepare(spec, ByteTokenizer(), store, log=log)
 
 
-def tokens(manifest: Manifest, store: LocalStore) -> list[int]:
+def tokens(manifest: CorpusManifest, store: LocalStore) -> list[int]:
     data = b"".join(store.get(shard.key) for shard in manifest.shards)
     return [int(token) for token in np.frombuffer(data, manifest.numpy_dtype)]
 

@@ -10,17 +10,17 @@ from storage.errors import Corrupt, NotFound
 from storage.local import LocalStore
 from tests.unit.trainer.data.conftest import Write
 from training.specs.data import DataSpec
-from training.trainer.data.manifest import Manifest
+from training.trainer.data.manifest import CorpusManifest
 from training.trainer.data.prepare import prepare
 from training.trainer.data.stage import StageResult, stage
 from training.trainer.data.tokenizer import ByteTokenizer
 
-MakeManifest = Callable[[LocalStore], Manifest]
+MakeManifest = Callable[[LocalStore], CorpusManifest]
 
 
 @pytest.fixture
 def make_manifest(write: Write) -> MakeManifest:
-    def _make(store: LocalStore) -> Manifest:
+    def _make(store: LocalStore) -> CorpusManifest:
         for number in range(4):
             path = write(f"{number}.txt", f"{number}" * 3000)
         spec = DataSpec(sources=(str(path.parent),), shard_size_bytes=4096)
@@ -57,7 +57,7 @@ def test_a_missing_or_short_shard_in_place_is_named(
 class Remote:
     """Shards in a store that has no paths, and a node's folder for copies of them."""
 
-    manifest: Manifest
+    manifest: CorpusManifest
     store: LocalStore
     folder: Path
 

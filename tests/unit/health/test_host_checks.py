@@ -11,8 +11,8 @@ import pytest
 from storage.address import StorageSpec, open_store
 from storage.errors import PermanentError
 from tests.jobs import small_job
-from training.health import host
-from training.health.host import (
+from training.health import host_checks
+from training.health.host_checks import (
     check_disk,
     check_disks,
     check_memory,
@@ -57,7 +57,7 @@ def test_a_disk_that_takes_no_file_has_failed_whatever_its_numbers(tmp_path, mon
     def refuse(_folder):
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(host, "_try_to_write", refuse)
+    monkeypatch.setattr(host_checks, "_try_to_write", refuse)
     found = check_disk("disk", tmp_path, needed_bytes=0, low_percent=0)
     assert found.outcome is CheckOutcome.FAILED
     assert "Read-only" in found.seen
@@ -100,8 +100,8 @@ def test_a_store_without_keys_has_failed_and_the_other_checks_go_on(job, monkeyp
     def refuse(_spec):
         raise ValueError("no keys")
 
-    monkeypatch.setattr(host, "open_store", refuse)
-    found = host.check_store_of(job())
+    monkeypatch.setattr(host_checks, "open_store", refuse)
+    found = host_checks.check_store_of(job())
     assert (found.outcome, found.seen) == (CheckOutcome.FAILED, "cannot open: no keys")
 
 
@@ -109,7 +109,7 @@ def test_a_port_in_use_is_found():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        assert listener.getsockname()[1] in host.listening_ports()
+        assert listener.getsockname()[1] in host_checks.listening_ports()
 
 
 def test_a_store_is_written_read_and_left_as_it_was(tmp_path):

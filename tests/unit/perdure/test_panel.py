@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from perdure.live import LiveView
+from perdure.panel import LiveView
 from perdure.tables import attempts_view, sparkline
 from tasks.observe import Observation
 from tests.unit.journal.histories import (

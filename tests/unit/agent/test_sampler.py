@@ -6,7 +6,7 @@ import threading
 
 from tests.unit.agent.conftest import job_text
 from tests.waiting import wait_for
-from training.agent.sampling import Sampling
+from training.agent.sampler import Sampling
 from training.wire.agent import StopOrder
 
 OFTEN = job_text(watch={"sample_every_s": 0.1, "log_limit_bytes": 0})

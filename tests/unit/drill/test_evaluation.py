@@ -18,9 +18,9 @@ from tests.unit.journal.histories import (
     stepped,
 )
 from training.drill.driver import Pauser, RunOutcome
+from training.drill.evaluation import DrillOutcome, differences, judge, recovered
 from training.drill.job import drill_job
 from training.drill.table import Drill, Expected
-from training.drill.verdict import DrillOutcome, differences, judge, recovered
 from training.journal.events import LedgerEvent
 from training.journal.history import RunHistory, replay
 from training.journal.records import AnyRecord
