@@ -162,6 +162,7 @@ def export(
         if others and not force:
             raise InputError("--output", f"{others[0]} is of another export; --force removes it")
         written = _write(checkpoints, manifest, files, folder, force=force)
+    # A loader would take them for part of the new export; gone only once that is whole on disk.
     for path in others:
         path.unlink()
     result = {
@@ -193,6 +194,7 @@ def gc(
     older_than_s = parse_age_s(older_than)
     job = named_job(run)
     checkpoints = CheckpointStore(store_of(job), job.run_id)
+    # The policy is left to the run and its deployment: gc deletes no committed checkpoint.
     decided = removals(job, checkpoints, garbage_after_s=older_than_s, with_retention=False)
     gone = decided if dry_run else carry_out(checkpoints, decided)
     uploads = 0 if dry_run else abort_uploads(checkpoints, older_than_s)
@@ -261,6 +263,7 @@ def _pick(checkpoints: CheckpointStore, step: int | None) -> StepObjects:
 
 
 def _verify_one(checkpoints: CheckpointStore, step: StepObjects) -> Verified:
+    # The retention of a living run would else delete the shards under the reader.
     with reading(checkpoints, step.step):
         manifest = read_manifest(checkpoints, step)
         total = manifest.size_bytes if manifest is not None else 0
@@ -343,6 +346,7 @@ def _row(
     manifest = read_manifest(checkpoints, step)
     written_at_s = manifest.written_at_s if manifest is not None else step.modified_s
     verified = last_outcome(checkpoints, step, manifest)
+    # The clock of the node that saved it may be ahead of this machine's.
     return {
         "step": step.step,
         "written_at_s": written_at_s,

@@ -115,5 +115,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _fail(message: str, code: int) -> None:
+    # What another library says of its error may have several lines; a script expects one.
     warn(" ".join(message.split()))
     raise SystemExit(code)

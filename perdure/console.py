@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 EXIT_FAILED = 1  # the run, a check or a store failed
-EXIT_INPUT = 2
-PIPED_WIDTH = 180
+EXIT_INPUT = 2  # as typer's own, for a wrong option
+PIPED_WIDTH = 180  # room for the table of attempts (TABLE_WIDTH in tables.py)
 
 JobFile = Annotated[Path, typer.Argument(help="job file (YAML or JSON)", show_default=False)]
 Overrides = Annotated[

@@ -63,6 +63,7 @@ def _cases(paths: Sequence[str], *, each: bool) -> Iterator[PathDiagnosis]:
     """Diagnose the given paths in their order; what cannot be read is a case that reports it."""
     if paths.count(STANDARD_INPUT) > 1:
         raise InputError("PATH", "'-' can be read once")
+    # Every path before any is read: a mistyped last one is refused before a long log is read.
     found = [(path, files_of(Path(path))) for path in paths]
     now_s = time.time()
     year = datetime.fromtimestamp(now_s, UTC).year
@@ -71,12 +72,13 @@ def _cases(paths: Sequence[str], *, each: bool) -> Iterator[PathDiagnosis]:
         for name, group in groups:
             try:
                 yield diagnose_files(name, group, at_s=now_s, year=year)
-            except InputError as error:
+            except InputError as error:  # must not cost the others their diagnosis
                 yield PathDiagnosis(name, None, (), [str(error)])
 
 
 def _object(case: PathDiagnosis) -> dict[str, Any]:
     if case.diagnosis is None:
+        # The same keys as with a diagnosis: scripts index them without asking.
         return {
             "path": case.path,
             "fault_class": None,
@@ -161,7 +163,7 @@ def _label(case: PathDiagnosis) -> str:
 def _context(case: PathDiagnosis) -> Iterator[Text]:
     assert case.diagnosis is not None  # noqa: S101 checked by the caller
     line = case.diagnosis.fault.evidence
-    around = [line]
+    around = [line]  # all there is of standard input, which cannot be read twice
     if case.path != STANDARD_INPUT and case.diagnosis.source is not None:
         base = Path(case.path)
         file = base if base.is_file() else base / case.diagnosis.source

@@ -70,7 +70,7 @@ def drill(
         else:
             _show(make_console(), outcomes)
     finally:
-        # They are kept of drills that failed, and where a folder was named.
+        # They are kept of drills that failed or were interrupted, and where a folder was named.
         if not is_fine or home is not None or not _clear(runner):
             for place in runner.places:
                 warn(f"logs and ledgers of the drills: {place}")
@@ -79,12 +79,12 @@ def drill(
 
 def _run(runner: DrillRunner, drills: Sequence[Drill]) -> list[DrillOutcome]:
     outcomes = []
-    console = Console(stderr=True)
+    console = Console(stderr=True)  # stdout is for the table, or for a script's JSON
     with console.status("") as status:
 
         def show(text: str) -> None:
             status.update(text)
-            if not console.is_terminal:
+            if not console.is_terminal:  # where rich shows no status
                 warn(text)
 
         show("the same job without a fault")

@@ -98,6 +98,7 @@ def logs(
         if chosen:
             _print_logs(store, chosen)
         elif rows and file is None and rank in range(job.engine.world_size):
+            # A rank that exists and printed nothing is no mistake of the user's.
             warn(f"rank {rank} wrote nothing that is kept")
         else:
             ranks = sorted({row.rank for row in rows if row.rank is not None})
@@ -137,7 +138,7 @@ def _gaps(index: LogIndex, history: RunHistory, wanted: Key | None) -> Iterator[
     members = {placed.placement: placed.members for placed in history.placements}
     for view in history.attempts:
         if view.ended is None or wanted not in (None, view.key):
-            continue
+            continue  # nodes collect when their attempt has ended: nothing is missing yet
         name = ".".join(map(str, view.key))
         for member in members.get(view.key[0], ()):
             collected = index.collected.get((view.key, member.node))
@@ -176,7 +177,7 @@ def _chosen(rows: Sequence[LogRow], *, rank: int | None, file: str | None) -> li
 
 
 def _print_logs(store: ObjectStore, rows: Sequence[LogRow]) -> None:
-    out = sys.stdout.buffer
+    out = sys.stdout.buffer  # bytes: what a rank prints need not be UTF-8
     for row in rows:
         cut = f", without its first {decimal(row.cut_bytes)}" if row.cut_bytes else ""
         head = f"==> {row.node}/{row.file}, attempt {row.placement}.{row.attempt}{cut} <==\n"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -35,7 +35,7 @@ class LiveView:
     def __init__(self, console: Console, *, ui_url: str) -> None:
         self._console = console
         self._ui_url = ui_url
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # the flow's thread observes, rich's thread renders
         self._seen: Observation | None = None
         self._losses: deque[float] = deque(maxlen=4096)
         self._events: deque[str] = deque(maxlen=_NUM_EVENTS)
@@ -72,7 +72,7 @@ class LiveView:
             self._print(observation, fresh, changed=changed)
 
     def _print(self, seen: Observation, fresh: Sequence[str], *, changed: bool) -> None:
-        for event in fresh:
+        for event in fresh:  # soft_wrap: a log that is searched by line needs them whole
             self._console.print(event, soft_wrap=True)
         due = bool(seen.steps) and time.monotonic() - self._printed_s > PLAIN_EVERY_S
         if changed or due:
@@ -127,16 +127,12 @@ def _events(history: RunHistory) -> list[str]:
     return [line for view in history.attempts for line in _events_of(view)]
 
 
-def _events_of(view: AttemptView) -> list[str]:
-    placement, attempt = view.key
-    lines = [f"attempt {placement}.{attempt}: {event_text(event)}" for event in view.events]
-    return [*lines, _event(view)] if view.decision is not None else lines
-
-
-def _event(view: AttemptView) -> str:
-    assert view.decision is not None  # noqa: S101 filtered by the caller
+def _events_of(view: AttemptView) -> Iterator[str]:
+    name = "attempt {}.{}".format(*view.key)
+    yield from (f"{name}: {event_text(event)}" for event in view.events)
+    if view.decision is None:
+        return
     fault = view.ended.fault if view.ended is not None else None
     what = f"{fault.fault_class}: {fault.evidence}" if fault is not None else "?"
     isolated = f", {view.decision.isolate} isolated" if view.decision.isolate else ""
-    placement, attempt = view.key
-    return f"fault in attempt {placement}.{attempt}: {what} -> {view.decision.rung}{isolated}"
+    yield f"fault in {name}: {what} -> {view.decision.rung}{isolated}"

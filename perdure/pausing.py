@@ -96,6 +96,7 @@ class Pausing:
             PerdureError: training was not confirmed in time; it may still continue.
         """
         history = self._refuse_ended()
+        # A request may not have reached the ranks yet, and a pause may outlast its request.
         if history.pause is None and not is_pause_wanted(self._run.store, self._run_id):
             self._print("is not paused")
             return

@@ -10,9 +10,7 @@ import shutil
 import sys
 import sysconfig
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import typer
 from rich.console import Console
@@ -97,6 +95,7 @@ def _supervise(job: Job, injector: KillInjector | None = None) -> int:
     """Run the flow under a live view, then print the table. Returns the exit code."""
     console = make_console()
     with console.status("starting the Prefect server"):
+        # Lines of Prefect's own logger would tear the live view; whoever sets it gets them.
         os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
         ui_url = server.use_server()
         from flows.pretrain import pretrain  # noqa: PLC0415 imports Prefect
@@ -104,6 +103,7 @@ def _supervise(job: Job, injector: KillInjector | None = None) -> int:
         from tasks.credentials import credentials_of  # noqa: PLC0415 imports Prefect
         from tasks.observe import Observation, observed_by  # noqa: PLC0415 imports Prefect
 
+        # What check_inputs had to leave out: the keys are a block of the server.
         if job.storage.credentials_block is not None:
             check_job(job, credentials=credentials_of(job.storage))
 
@@ -115,19 +115,16 @@ def _supervise(job: Job, injector: KillInjector | None = None) -> int:
         warn(f"{job.run_id}: pause requested; `perdure resume {job.run_id}` continues it")
     view = LiveView(console, ui_url=ui_url)
     with view, observed_by(view.observe), observed_by(inject):
-        state = _run_flow(lambda: pretrain(job, return_state=True))
+        try:
+            state = pretrain(job, return_state=True)
+        except KeyboardInterrupt:
+            raise PerdureError("cancelled: the processes of the run are stopped") from None
     _print_outcome(console, job, ui_url)
-    message = (state.message or state.name).removeprefix("Flow run encountered an exception: ")
+    # Prefect puts this before the text of every exception (3.8.8).
+    message = (state.message or str(state.name)).removeprefix("Flow run encountered an exception: ")
     text = f"{state.type.value.lower()}: {message}"
     console.print(text, soft_wrap=True)
     return 0 if state.is_completed() else EXIT_FAILED
-
-
-def _run_flow(flow: Callable[[], Any]) -> Any:
-    try:
-        return flow()
-    except KeyboardInterrupt:
-        raise PerdureError("cancelled: the processes of the run are stopped") from None
 
 
 def _print_outcome(console: Console, job: Job, ui_url: str) -> None:

@@ -25,6 +25,7 @@ def named_job(run: str) -> Job:
         InputError: there is no such run or file, or the file holds no job.
     """
     path = Path(run)
+    # A file that happens to have the name of a known run does not hide it.
     is_name = "/" not in run and "." not in run
     if is_name and (job_path(home_folder(), run).exists() or not path.is_file()):
         return known_job(home_folder(), run)
@@ -53,7 +54,7 @@ def credentials_of(job: Job) -> Credentials | None:
         InputError: there is no such block.
     """
     if job.storage.credentials_block is None:
-        return None
+        return None  # without a server, and without Prefect's second and 82 MB of imports (3.8.8)
     server.use_server()
     from tasks.credentials import credentials_of as of_block  # noqa: PLC0415 imports Prefect
 
@@ -77,6 +78,7 @@ class OpenAttempt:
         view = history.open_attempt
         if view is None or history.ended is not None:
             return None
+        # A new observer would read the attempt's log from its beginning at every look.
         if self._observer is None or self._key != view.key:
             self._key, self._observer = view.key, self._run.observer()
         return self._observer

@@ -25,14 +25,15 @@ from training.processes import free_port, is_alive
 
 app = typer.Typer(help="The Prefect server of this machine.", no_args_is_help=True)
 
-PORTS = range(4200, 4300)
-START_TIMEOUT_S = 120.0
+PORTS = range(4200, 4300)  # from Prefect's own on
+START_TIMEOUT_S = 120.0  # 18 s were measured for a first start, 23 s on a loaded machine
 STOP_TIMEOUT_S = 8.0
 
-# Long runs wait longer for a server that is down than the client's default minute, and send the
-# heartbeat that the resurrecting automations rely on.
 CLIENT_SETTINGS = {
+    # Ten wait half an hour for a server that is down. After the default five, a minute, a flow
+    # cannot set its final state and stays Running for ever (3.8.8).
     "PREFECT_CLIENT_MAX_RETRIES": "10",
+    # The shortest that Prefect allows; the automations that resurrect a run rely on it.
     "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
     # Rather no server than one inside the flow's process that ends with it.
     "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
@@ -51,7 +52,7 @@ class ServerRecord(FrozenModel):
     """The server that runs on this machine."""
 
     pid: int
-    process_started_s: float
+    process_started_s: float  # another process may have the pid by now
     port: int
 
     @property
@@ -154,10 +155,11 @@ def start_server(*, port: int | None = None) -> ServerRecord:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            start_new_session=True,
+            start_new_session=True,  # Ctrl-C in the terminal of this command is not for it
         )
     started_s = psutil.Process(process.pid).create_time()
     record = ServerRecord(pid=process.pid, process_started_s=started_s, port=port)
+    # Before it answers: a second command waits for this server instead of starting its own.
     _record_path().write_text(record.model_dump_json(), encoding="utf-8")
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while not _answers(record):

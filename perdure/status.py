@@ -61,7 +61,7 @@ _COLOURS = {"completed": "green", "running": "green", "paused": "cyan", "failed"
 
 
 def status(
-    run: RunName = "",
+    run: RunName = "",  # the error about no name lists the known runs
     *,
     once: Annotated[bool, typer.Option("--once", help="print it once, also on a terminal")] = False,
     as_json: AsJson = False,
@@ -186,6 +186,7 @@ def _facts(
     job, pause = run.job, history.pause
     target = None if job.worker.is_command else job.steps
     last = records[max(records)] if records else None
+    # Records above the newest commit are lost with their attempt, and a command has none.
     step = max(last.step if last is not None else 0, history.committed_step)
     is_supervised = history.ended is None and run.ledger.is_supervised()
     return {
@@ -217,6 +218,7 @@ def _eta_s(history: RunHistory, records: dict[int, StepRecord], target: int | No
     if target is None or history.ended is not None or not newest:
         return None
     attempt = (newest[-1].placement, newest[-1].attempt)
+    # The downtime before a restart is no part of the pace.
     own = [one for one in newest if (one.placement, one.attempt) == attempt]
     first, last = own[0], own[-1]
     pace_s = (last.at_s - first.at_s + first.step_s) / len(own)
@@ -248,12 +250,7 @@ def _node(status: AgentStatus) -> dict[str, Any]:
         "state": status.state.value,
         "health": _health(status),
         "ranks": [
-            {
-                "rank": worker.rank,
-                "step": worker.step,
-                "phase": worker.phase,
-                "exit_code": worker.exit_code,
-            }
+            worker.model_dump(include={"rank", "step", "phase", "exit_code"})
             for worker in status.workers
         ],
         "sample": status.sample.model_dump(mode="json") if status.sample is not None else None,
@@ -291,10 +288,8 @@ def _last_faults(history: RunHistory) -> list[dict[str, Any]]:
 
 def _faults_of(view: AttemptView) -> list[dict[str, Any]]:
     found = [
-        _fault_facts(
-            view, recovery.began.fault, recovery.began.decision.rung, outcome_of(view, recovery)
-        )
-        for recovery in view.recoveries
+        _fault_facts(view, one.began.fault, one.began.decision.rung, outcome_of(view, one))
+        for one in view.recoveries
     ]
     fault = view.ended.fault if view.ended is not None else None
     if fault is not None:

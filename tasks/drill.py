@@ -24,6 +24,7 @@ def new_home(flow_run_id: str, run_count: int) -> Path:
     Raises:
         OSError: it cannot be made.
     """
+    # A flow run that is retried keeps its id, and its runs must not meet those of the last try.
     home = home_folder() / "drills" / f"{PREFIX}{flow_run_id}-{run_count}"
     home.mkdir(parents=True)
     return home

@@ -37,7 +37,7 @@ UNFINISHED = (
     StateType.PENDING,
     StateType.RUNNING,
     StateType.PAUSED,
-    StateType.CRASHED,
+    StateType.CRASHED,  # final for Prefect, not for an automation
 )
 
 

@@ -65,6 +65,7 @@ class Reporter:
         self._closing = False
         self._is_refused = False  # the last report was; an outage is one line of the log
         self._artifact_ids: dict[str, UUID] = {}
+        # A bare thread's artifacts have no flow run, and Prefect calls them deprecated (3.8.8).
         context = contextvars.copy_context()
         self._thread = threading.Thread(
             target=context.run, args=(self._loop,), name="perdure-reporter", daemon=True
@@ -189,11 +190,13 @@ class Reporter:
                     "prefect.resource.role": "flow-run",
                 }
             )
+        # It is sent later, from another thread: a copy, and plain JSON in place of enums.
         document = json.loads(json.dumps(payload))
 
         def send() -> None:
             emit_event(f"perdure.{kind}", resource=resource, related=related, payload=document)
 
+        # Unlike an artifact, an event is not replaced by the next: its name is its own.
         self._submit(f"event-{kind}-{id(send)}", send)
 
     def _submit(self, name: str, send: Callable[[], None]) -> None:

@@ -60,7 +60,6 @@ HANDOVER_S = 30.0  # for the supervisor before to notice, and to leave
 HANDOVER_POLL_S = 1.0
 HANDED_OVER = "resumed: another process supervises the run from now on"
 
-
 T = TypeVar("T")
 
 
@@ -206,6 +205,8 @@ class Supervision:
         self._lease.join(RENEW_S)  # a late renewal would bring back a lease that was given up
         if self._requests is not None:
             self._requests.close()
+        # What ends a flow's process is no Exception (3.8.8): TerminationSignal, KeyboardInterrupt,
+        # CancelledError, Abort.
         if kind is not None and not issubclass(kind, Exception):
             self._interrupted(kind)
         self.reporter.close()
@@ -348,12 +349,9 @@ class Supervision:
         return history
 
     def _publish(self, steps: tuple[StepRecord, ...]) -> None:
-        history = self.run.history
-        publish(
-            Observation(
-                self.job.run_id, self.target_step, self.activity, history, self._last, steps
-            )
-        )
+        run_id, history = self.job.run_id, self.run.history
+        seen = Observation(run_id, self.target_step, self.activity, history, self._last, steps)
+        publish(seen)
 
     def _interrupted(self, kind: type[BaseException]) -> None:
         """End this process: a cancellation takes everything down, any other reason nothing."""

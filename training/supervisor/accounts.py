@@ -49,14 +49,14 @@ class Accountant:
         self._seen: dict[tuple[int, int, int, float], StepRecord] = {}
         self._attempt: Key | None = None
         self._lock = threading.Lock()
-        self._reading = threading.Lock()
+        self._reading = threading.Lock()  # its own: a slow store must not hold up saw()
 
     def saw(self, steps: Iterable[StepRecord]) -> None:
         """Add steps of a living attempt; returns at once."""
         with self._lock:
             for record in steps:
                 key = record.placement, record.attempt
-                if key != self._attempt:
+                if key != self._attempt:  # what the store lacks of the last one is lost with it
                     self._seen, self._attempt = {}, key
                 self._seen[identity_of(record)] = record
 

