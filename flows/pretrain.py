@@ -42,7 +42,7 @@ def pretrain(job: Job) -> State[Any]:
         if run.is_complete:
             return Completed(message=f"run {job.run_id} was completed before")
         end = conduct(TaskSteps(supervision), log=supervision.logger)
-        supervision.show(end.outcome)
+        supervision.story.show(end.outcome)
         report(supervision, return_state=True)  # a picture that fails changes no outcome
         attempts, placements = len(run.history.attempts), len(run.history.placements)
         text = f"{end.message}; {attempts} attempts on {placements} placements"
@@ -60,12 +60,12 @@ class TaskSteps(RunSteps):
     """The steps of the runbook as Prefect tasks."""
 
     def __init__(self, supervision: Supervision) -> None:
-        super().__init__(supervision.run, supervision.stop_wanted, supervision.on_progress)
+        super().__init__(supervision.run, supervision.stop_wanted, supervision.story.on_progress)
         self.supervision = supervision
 
     @override
     def prepare_data(self) -> PrepareResult:
-        self.supervision.show("preparing data")
+        self.supervision.story.show("preparing data")
         return data_of(prepare_data(self.run.job, return_state=True))
 
     @override

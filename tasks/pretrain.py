@@ -75,10 +75,10 @@ def prepare_data(job: Job) -> PrepareResult:
 @task(name="place", cache_policy=NO_CACHE)
 def place(supervision: Supervision) -> Placement:
     """Nodes and containers for the next attempt: the living ones, or new ones."""
-    supervision.show("finding nodes and starting their containers")
+    supervision.story.show("finding nodes and starting their containers")
     placement = supervision.run.place(stop_wanted=supervision.stop_wanted)
     avoid = supervision.run.refresh().isolated
-    supervision.report_attempts()
+    supervision.story.report_attempts()
     kept_out = f"; isolated: {', '.join(avoid)}" if avoid else ""
     message = f"placement {placement.number} on {', '.join(placement.nodes)}{kept_out}"
     return completed(placement, message)
@@ -87,7 +87,7 @@ def place(supervision: Supervision) -> Placement:
 @task(name="check", cache_policy=NO_CACHE)
 def check(supervision: Supervision, placement: Placement) -> bool:
     """The nodes of a placement, before the first step. Whether it can be used."""
-    supervision.show("checking nodes")
+    supervision.story.show("checking nodes")
     verdict = supervision.run.check(placement)
     logger = get_run_logger()
     for one in verdict.checks:
@@ -95,7 +95,7 @@ def check(supervision: Supervision, placement: Placement) -> bool:
             logger.warning("%s: %s on %s: %s", one.outcome, one.name, one.node, one.seen)
     for what in verdict.common:
         logger.warning("no single node is to blame, the attempt will show: %s", what)
-    supervision.report_attempts()
+    supervision.story.report_attempts()
     if not verdict.is_passed:
         reasons = "; ".join(f"{node}: {why}" for node, why in verdict.refused.items())
         return completed(False, f"isolated before the first step: {reasons}", name="NodesRefused")
@@ -141,19 +141,19 @@ def attempt(
 ) -> Verdict:
     """One start of the training processes, or the living one adopted, watched to its end."""
     adopted = supervision.run.refresh().open_attempt is not None
-    supervision.show("watching an adopted attempt" if adopted else "starting processes")
+    supervision.story.show("watching an adopted attempt" if adopted else "starting processes")
     verdict = supervision.run.attempt(
         placement,
         data_manifest_key=data_manifest_key,
         stop_wanted=supervision.stop_wanted,
-        on_progress=supervision.on_progress,
+        on_progress=supervision.story.on_progress,
     )
-    supervision.report_cut_off()
+    supervision.story.report_cut_off()
     if verdict.fault is not None and verdict.decision is not None:
-        supervision.reporter.fault(supervision.run.history.attempts[-1])
+        supervision.story.reporter.fault(supervision.run.history.attempts[-1])
         stops = verdict.decision.rung is Rung.STOP
-        supervision.show(f"{'stopping' if stops else 'recovering'}: {_state_text(verdict)}")
-    supervision.report_attempts()
+        supervision.story.show(f"{'stopping' if stops else 'recovering'}: {_state_text(verdict)}")
+    supervision.story.report_attempts()
     return _state_of(verdict)
 
 
@@ -179,9 +179,9 @@ def _state_text(verdict: Verdict) -> str:
 def report(supervision: Supervision) -> None:
     """What is left to read, in the UI and the store: tables, the loss and the timeline."""
     supervision.run.refresh()
-    supervision.report_attempts()
-    supervision.reporter.checkpoints(supervision.run.history)
-    supervision.report_account()
-    supervision.report_progress()
+    supervision.story.report_attempts()
+    supervision.story.reporter.checkpoints(supervision.run.history)
+    supervision.story.report_account()
+    supervision.story.report_progress()
     if not supervision.job.worker.is_command:
-        supervision.report_picture()
+        supervision.story.report_picture()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -22,40 +22,19 @@ from prefect.runtime import flow_run as flow_run_runtime
 
 from storage.errors import StorageError
 from tasks.credentials import credentials_of
-from tasks.observe import Observation, publish
 from tasks.patient_client import client_without_retries
 from tasks.pausing import PauseLink, ServedFlowRun, was_resumed
-from tasks.reporting import PROGRESS_PERIOD_S, Log, Reporter
+from tasks.reporting import Log, Reporter
+from tasks.story import RunStory
 from training.errors import InputError, RunConflict
 from training.files import home_folder
 from training.job import Job
-from training.journal.events import (
-    AlertCleared,
-    AlertRaised,
-    CheckpointDamaged,
-    LedgerEvent,
-    StepRecord,
-)
 from training.journal.history import RunHistory
 from training.journal.ledger import RENEW_S
-from training.recovery.protocol import PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
-from training.supervisor.accounts import Accountant, AccountReport, account_report
-from training.supervisor.report import (
-    activity_of,
-    alert_facts,
-    alert_rows,
-    event_text,
-    loss_picture,
-    progress_text,
-    story_rows,
-)
 from training.supervisor.run import Run
-from training.supervisor.watch import Progress
 from training.wire.requests import is_pause_wanted, take_back
 
 CONTROL_PERIOD_S = 3.0
-ACCOUNT_PERIOD_S = 30.0
-ACCOUNT_SHARE = 0.05  # of the time, at most, goes into making accounts
 HANDOVER_S = 30.0  # for the supervisor before to notice, and to leave
 HANDOVER_POLL_S = 1.0
 HANDED_OVER = "resumed: another process supervises the run from now on"
@@ -170,17 +149,14 @@ class Supervision:
         self.logger = logger
         self.run = Run(job, home=home_folder(), credentials=credentials_of(job.storage))
         self.flow_run_id = _flow_run_id()
-        self.reporter = Reporter(job.run_id, self.flow_run_id, logger)
-        self.activity = "starting"
+        self.story = RunStory(
+            self.run,
+            Reporter(job.run_id, self.flow_run_id, logger),
+            logger,
+            target_step=None if job.worker.is_command else job.steps,
+        )
         self._lease = LeaseRenewal(self.run, logger)
         self._requests = RequestPoller(self.flow_run_id, self.run) if self.flow_run_id else None
-        self.accountant = Accountant(self.run.store, job.run_id)
-        self._progress_s = 0.0
-        self._accounted_s = time.monotonic()
-        self._account_period_s = ACCOUNT_PERIOD_S
-        self._ettr: float | None = None
-        self._last: StepRecord | None = None
-        self._was_interrupted = False  # at the last look, by a pause or a recovery
 
     def __enter__(self) -> Self:
         history = self._take()
@@ -189,7 +165,7 @@ class Supervision:
                 "run %s is taken up again: %d attempts so far, committed step %d",
                 self.job.run_id, len(history.attempts), history.committed_step,
             )  # fmt: skip
-        self.reporter.start()
+        self.story.start()
         self._lease.start()
         if self._requests is not None:
             self._requests.start()
@@ -209,12 +185,7 @@ class Supervision:
         # CancelledError, Abort.
         if kind is not None and not issubclass(kind, Exception):
             self._interrupted(kind)
-        self.reporter.close()
-
-    @property
-    def target_step(self) -> int | None:
-        """The step the run ends at; None when the program decides."""
-        return None if self.job.worker.is_command else self.job.steps
+        self.story.close()
 
     def stop_wanted(self) -> bool:
         """Whether the run is to be cancelled.
@@ -229,103 +200,6 @@ class Supervision:
             # The one way out that leaves the state of the flow run to that process (3.8.8).
             raise Abort(HANDED_OVER)
         return self._requests is not None and self._requests.cancel_wanted
-
-    def show(self, activity: str) -> None:
-        """Show what is being done now, on the terminal and in the UI."""
-        self.activity = activity
-        self._publish(())
-
-    def on_progress(self, progress: Progress) -> None:
-        """Report what a watcher sees."""
-        self._last = progress.last or self._last
-        interruption = activity_of(self.run.history)
-        if interruption is not None:
-            self.activity = interruption
-        elif progress.steps or self._was_interrupted:
-            self.activity = "training"
-        elif self.target_step is None and progress.is_running:
-            self.activity = "the command is running"
-        self._was_interrupted = interruption is not None
-        self._publish(tuple(progress.steps))
-        self.accountant.saw(progress.steps)
-        self._report_events(progress.events)
-        if progress.checkpoints:
-            self.reporter.checkpoints(self.run.history)
-            self.reporter.event("checkpoint", {"step": progress.checkpoints[-1]})
-        if time.monotonic() - self._progress_s > PROGRESS_PERIOD_S:
-            self._progress_s = time.monotonic()
-            self.report_progress()
-        if time.monotonic() - self._accounted_s > self._account_period_s:
-            self._accounted_s = time.monotonic()
-            history = self.run.history
-            self.reporter.account(lambda: self._account(history))
-
-    def _report_events(self, events: Sequence[LedgerEvent]) -> None:
-        """Report what is new in the attempt log."""
-        if not events:
-            return
-        view = self.run.history.attempts[-1]
-        recoveries = {recovery.began.number: recovery for recovery in view.recoveries}
-        for event in events:
-            self.logger.info(event_text(event))
-            match event:
-                case RecoveryBegan():
-                    self.reporter.recovery_began(view, recoveries[event.number])
-                case RecoveryEnded() if event.number in recoveries:
-                    self.reporter.recovery_over(view, recoveries[event.number])
-                case PauseBegan() | PauseEnded():
-                    paused = isinstance(event, PauseBegan)
-                    self.reporter.event("pause", {"paused": paused, "step": event.step})
-                case CheckpointDamaged():
-                    facts = event.model_dump(mode="json", exclude={"kind", "number"})
-                    self.reporter.event("checkpoint_damaged", facts)
-                case AlertRaised():
-                    self.reporter.event("alert", alert_facts(view, event))
-                case AlertCleared():
-                    self.reporter.event("alert_cleared", alert_facts(view, event))
-        self.report_attempts()
-
-    def report_cut_off(self) -> None:
-        """Report recoveries that the end of the newest attempt cut off."""
-        view = self.run.history.attempts[-1]
-        for recovery in view.recoveries:
-            if recovery.ended is None:
-                self.reporter.recovery_over(view, recovery)
-
-    def report_progress(self) -> None:
-        """Update the progress bar and the table of attempts."""
-        step = self._last.step if self._last is not None else self.run.history.committed_step
-        text = progress_text(self._last, self.target_step, self.activity, ettr=self._ettr)
-        self.reporter.progress(step, self.target_step, text)
-
-    def report_attempts(self) -> None:
-        """Update the table of attempts, and that of alerts when there are any."""
-        self.reporter.attempts(story_rows(self.run.history))
-        alerts = alert_rows(self.run.history)
-        if alerts:
-            self.reporter.alerts(alerts)
-
-    def report_account(self) -> None:
-        """Show where the time went, in the UI and the store."""
-        report = self._account(self.run.history)
-        self.run.store.put(f"runs/{self.job.run_id}/timeline.png", report.png)
-        self.reporter.account(lambda: report)
-
-    def _account(self, history: RunHistory) -> AccountReport:
-        began_s = time.monotonic()
-        account = self.accountant.account(history, now_s=time.time())
-        self._ettr = account.ettr
-        report = account_report(account)
-        took_s = time.monotonic() - began_s
-        self._account_period_s = max(ACCOUNT_PERIOD_S, took_s / ACCOUNT_SHARE)
-        return report
-
-    def report_picture(self) -> bytes:
-        """Draw the loss picture, put it into the UI and the store; returns the PNG."""
-        png = loss_picture(self.run.history, self.accountant.kept())
-        self.run.store.put(f"runs/{self.job.run_id}/loss.png", png)
-        self.reporter.picture(png)
-        return png
 
     def _take(self) -> RunHistory:
         """Take the run; after a Resume the supervisor before may need a moment to leave."""
@@ -347,11 +221,6 @@ class Supervision:
                 self.job.run_id, self.job.run_id,
             )  # fmt: skip
         return history
-
-    def _publish(self, steps: tuple[StepRecord, ...]) -> None:
-        run_id, history = self.job.run_id, self.run.history
-        seen = Observation(run_id, self.target_step, self.activity, history, self._last, steps)
-        publish(seen)
 
     def _interrupted(self, kind: type[BaseException]) -> None:
         """End this process: a cancellation takes everything down, any other reason nothing."""
