@@ -43,7 +43,7 @@ from training.specs.recovery import (
 from training.specs.watch import WatchSpec
 
 MAX_USER_VARIABLES = 100  # ModelArts' limit for own environment variables of a training job
-SECRET_FIELDS = frozenset(Credentials.model_fields)
+SECRET_FIELDS = frozenset(Credentials.model_fields)  # ledger and Prefect show a job in clear text
 RESERVED_PREFIXES = ("MA_", "VC_", "PERDURE_")
 RESERVED_NAMES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK"})
 
@@ -53,6 +53,7 @@ class Job(FrozenModel):
 
     run_id: str = Field(
         description="name of the run: 1 to 63 of a-z, 0-9 and -, starting with a letter or digit",
+        # It is in the keys of artifacts, for which Prefect takes nothing else (3.8.8).
         pattern=r"^[a-z0-9][a-z0-9-]{0,62}$",
     )
     storage: StorageSpec = Field(description="where checkpoints, data and the ledger are kept")
@@ -113,6 +114,7 @@ class Job(FrozenModel):
     @property
     def world_size(self) -> int:
         """Number of ranks: one per slot, for commands one per node."""
+        # A command such as torchrun starts the ranks of its node by itself.
         return self.engine.nodes if self.worker.is_command else self.engine.world_size
 
     @property

@@ -99,6 +99,7 @@ class Agent:
             self._launcher.warm(self._config.variables)
         with self._waking:
             self._watch()
+        # Saves that are nowhere else first, then logs; only then is ended what is left.
         self._checkpoint_server.close(self._order.grace_s if self._order else 0.0)
         self._launcher.close()
         self._collector.close(self._order, self._group)
@@ -123,6 +124,7 @@ class Agent:
 
     def handle(self, request: Request) -> AgentReply:
         """Answer one request of a supervisor."""
+        # These run programs. Under the lock, status would wait, and a silent node counts as lost.
         if isinstance(request.order, RendezvousOrder):
             return self._open_rendezvous(request.epoch, request.order)
         if isinstance(request.order, EvidenceQuery):

@@ -46,7 +46,7 @@ PRELOADED = (
 ONE = "--one"
 READY = b"ready\n"
 START_TIMEOUT_S = 120.0
-_COMM_BYTES = 15
+_COMM_BYTES = 15  # Linux keeps 16 of a process's name, with the zero at its end
 
 
 class Fork(FrozenModel):
@@ -258,6 +258,7 @@ def _become(wanted: Fork) -> None:
     os.chdir(wanted.cwd)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
+    # Appended: a rank's new process continues the log of the one that it replaces.
     for descriptor, path in ((1, wanted.stdout), (2, wanted.stderr)):
         opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(opened, descriptor)

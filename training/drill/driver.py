@@ -101,7 +101,7 @@ class RunDriver:
         on_progress = {} if hook is None else {"on_progress": partial(hook, run)}
         try:
             end = conduct(RunSteps(run, is_late, **on_progress), log=LOG)
-        except BaseException:
+        except BaseException:  # Ctrl-C and Prefect's cancellation, too: no process is to be left
             run.end("failed", "interrupted")
             raise
         match end.outcome:

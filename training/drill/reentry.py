@@ -54,6 +54,7 @@ def scratch_job(job: Job, folder: Path, number: int) -> Job:
         "run_id": f"reentry-{number}",
         "steps": STEPS,
         "storage": {"address": f"file://{folder / STORE_FOLDER}"},
+        # A job refuses a warm-up of more than its steps.
         "optimizer": job.optimizer.model_dump() | {"warmup_steps": 0},
         "engine": job.engine.model_dump() | {"spares": 0},
         "preflight": {"nodes": False},
@@ -112,10 +113,10 @@ def _start(job: Job, folder: Path, number: int, lasting_s: float) -> tuple[int |
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                start_new_session=True,  # end_session() ends what it has started, too
             )
         except OSError as error:
-            return 127, str(error)
+            return 127, str(error)  # as a shell has it
         try:
             code: int | None = process.wait(lasting_s)
         except subprocess.TimeoutExpired:

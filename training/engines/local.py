@@ -67,6 +67,7 @@ CHECK_MARGIN_S = 15.0  # beyond what the node gives itself for its checks
 EVIDENCE_TIMEOUT_S = 60.0  # the driver's tools are asked one by one for every device
 LIFE_PREFIX = "life-"
 _CONTAINERS_FILE = "containers.json"
+# A supervisor's own flow run, container or rank is not that of its workers.
 _NOT_INHERITED = ("PREFECT_", "MA_", "VC_", "TORCHELASTIC_")
 
 
@@ -163,6 +164,7 @@ class LocalEngine:
         """Find the containers of a placement made earlier. Indices of the members that live."""
         if self._load() != placement.number:
             return frozenset()
+        # Silence counts from here: a new supervisor has not asked anybody yet.
         self._answered_s = dict.fromkeys(self._containers, time.monotonic())
         return frozenset(i for i, c in self._containers.items() if c.address() is not None)
 
@@ -201,14 +203,8 @@ class LocalEngine:
         )
         first = self._client(self._containers[0], timeout_s=RENDEZVOUS_TIMEOUT_S)
         reply = first.call(rendezvous)
-        filled = order.model_copy(
-            update={
-                "hosts": hosts,
-                "master_addr": LOOPBACK,
-                "master_port": reply.port,
-                "coordinator": reply.coordinator,
-            }
-        )
+        opened = {"master_port": reply.port, "coordinator": reply.coordinator}
+        filled = order.model_copy(update={"hosts": hosts, "master_addr": LOOPBACK, **opened})
         for container in self._containers.values():
             self._client(container).call(filled)
 
@@ -329,6 +325,7 @@ class LocalEngine:
         for member in placement.members:
             if member.index in members:
                 self._containers[member.index] = self._create(placement, member.index)
+        # Before they start: the next supervisor has to find and end what this one leaves.
         self._save(placement.number)
         fresh = [self._containers[index] for index in sorted(members)]
         self._await_agents(fresh, [self._spawn(container) for container in fresh])
@@ -378,17 +375,12 @@ class LocalEngine:
 
     def _spawn(self, container: Container) -> subprocess.Popen[bytes]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_INHERITED)}
-        environment = {
-            **kept,
-            **self._secrets_env,
-            "PATH": worker_path(),
-            MARKER: container.folder,
-        }
+        own = {"PATH": worker_path(), MARKER: container.folder}
         with (container.path / "agent.log").open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "training.agent", container.folder],
                 cwd=container.path,
-                env=environment,
+                env={**kept, **self._secrets_env, **own},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -57,7 +57,7 @@ def check_gang(seat: Seat, device: torch.device) -> tuple[Check, ...]:
             seat.world_size,
             is_master=seat.rank == 0,
             timeout=timedelta(seconds=seat.join_s),
-            wait_for_workers=False,
+            wait_for_workers=False,  # _await_all can name those who do not come
         )
         _mark(store, "joined", seat.rank)
     except (RuntimeError, ValueError) as error:  # DistError is a RuntimeError

@@ -26,6 +26,7 @@ class AttemptLog:
     """Appends events. A line is one write, which no other writer's line gets into."""
 
     def __init__(self, path: Path) -> None:
+        # O_APPEND: the end is found and written to in one step, whoever else writes (POSIX).
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
 
     def append(self, event: Event) -> None:
@@ -67,6 +68,7 @@ def read_lines(path: Path, offset: int) -> tuple[str, int]:
     except FileNotFoundError:
         return "", offset  # no event yet
     whole = data[: data.rfind(b"\n") + 1]
+    # A killed writer may have cut its line within a character.
     return whole.decode(errors="replace"), offset + len(whole)
 
 
@@ -102,7 +104,7 @@ class Follower:
     def read(self) -> list[Event] | None:
         """The next events, None when there are no more lines yet."""
         text, offset = self._read(self._offset)
-        if offset == self._offset:
+        if offset == self._offset:  # no lines at all: those of unknown kinds give an empty list
             return None
         self._offset = offset
         return list(parse_lines(text))

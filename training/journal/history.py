@@ -372,7 +372,7 @@ def _take_over(history: RunHistory, record: SupervisorTook) -> None:
     history.supervisor = record
     if history.ended is not None:
         history.refusals.clear()  # the user has seen them, and they are checked again
-    if not history.ended_well:
+    if not history.ended_well:  # failed or cancelled: started again, it goes on
         history.ended = None
 
 

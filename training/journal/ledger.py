@@ -29,8 +29,8 @@ from training.journal.records import RECORD, AnyRecord, SupervisorTook
 from training.processes import is_alive
 
 LEASE_S = 30.0  # a supervisor on another host counts as lost after this long without renewal
-RENEW_S = 5.0
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+RENEW_S = 5.0  # five renewals in a row may fail before another host takes over
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # pids from before a reboot mean nothing
 
 
 class Identity(FrozenModel):
@@ -230,4 +230,5 @@ class Ledger:
 
 
 def _key(prefix: str, sequence: int) -> str:
+    # Padded: stores list keys as text, and records are read in the order of the list.
     return f"{prefix}{sequence:08d}.json"

@@ -155,7 +155,8 @@ class Timeline:
         for from_s, to_s in pairwise(sorted(edges)):
             while newest < len(added) and added[newest][0] <= from_s:
                 _, until_s, layer, owner = added[newest]
-                # Of one layer the one that began last.
+                # Of one layer the one that began last. A heap, for an account is made again while
+                # the run goes on, over all of its steps.
                 heapq.heappush(above, (-layer, -newest, until_s, owner))
                 newest += 1
             while above[0][2] <= from_s:
@@ -348,6 +349,7 @@ def _lost_in(view: AttemptView, steps: Sequence[StepRecord], goes_on_from: float
             newest = min(newest, back.pop()[1])
         if step.step > newest:
             lost.add(id(step))
+        # Of a step that was done again the last completion counts.
         newest = min(newest, step.step - 1)
     return lost
 

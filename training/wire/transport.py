@@ -30,6 +30,7 @@ FIRST_LINE_S = 30.0
 def dump_line(message: BaseModel) -> bytes:
     """A message as a line; its token is in clear text, for this connection alone."""
     document = message.model_dump(mode="json")
+    # pydantic writes a SecretStr as asterisks.
     token = getattr(message, "token", None)
     if isinstance(token, SecretStr):
         document["token"] = token.get_secret_value()
@@ -63,6 +64,7 @@ async def next_line(reader: asyncio.StreamReader) -> bytes:
 
 def is_authentic(given: SecretStr | None, token: str) -> bool:
     """Whether a message's token is the right one; compared in constant time."""
+    # As bytes: of text, compare_digest takes ASCII alone.
     secret = given.get_secret_value() if given is not None else ""
     return hmac.compare_digest(secret.encode(), token.encode())
 
@@ -88,7 +90,7 @@ class RequestServer(socketserver.ThreadingTCPServer):
         answer: the reply to a line; what it raises ends that connection alone.
     """
 
-    daemon_threads = True
+    daemon_threads = True  # or close() would wait for a check of minutes
     allow_reuse_address = True
 
     def __init__(self, host: str, answer: Callable[[bytes], BaseModel]) -> None:
@@ -111,7 +113,7 @@ class RequestServer(socketserver.ThreadingTCPServer):
 
 
 class _Request(socketserver.StreamRequestHandler):
-    timeout = FIRST_LINE_S
+    timeout = FIRST_LINE_S  # socketserver's name: nobody holds a thread without a token for long
     server: RequestServer
 
     def handle(self) -> None:
@@ -135,7 +137,8 @@ class Connection(ABC):
         self._sending = threading.Lock()  # each line is to be whole
         self._is_open = True
         self._socket = socket.create_connection((host, port), timeout=timeout_s)
-        self._socket.settimeout(None)
+        self._socket.settimeout(None)  # create_connection leaves its own, and peers may be silent
+        # Without it a second small line waits until the first one is acknowledged.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.send(joined)
         threading.Thread(target=self._listen, daemon=True, name="connection").start()
@@ -171,6 +174,7 @@ class Connection(ABC):
         self._shut_down()
 
     def _shut_down(self) -> None:
+        # Closing alone does not wake a thread that waits in recv (Linux).
         with suppress(OSError):  # the other side was faster
             self._socket.shutdown(socket.SHUT_RDWR)
 
