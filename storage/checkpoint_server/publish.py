@@ -66,7 +66,8 @@ class Publisher:
         store: checkpoints of the run in the object store.
         disk: likewise on the node's disk; None: there is no such tier.
         retain: called after a commit with the step; deletes what is no longer wanted.
-        announce: called after a commit with `Committing.announce` and the step.
+        announce: called after a commit with `Committing.announce` and the step; an OSError of it
+            is only logged.
         wait_s: how long a commit waits for the records of other ranks.
         clock: monotonic seconds.
         reached: called with the name of each point of a save, for fault injection.
@@ -160,15 +161,20 @@ class Publisher:
         return True
 
     def _after_commit(self, task: Committing) -> None:
+        # The checkpoint is committed, whatever fails from here on.
+        step = task.save.step
         if task.announce is not None:
-            self._announce(task.announce, task.save.step)
+            try:
+                self._announce(task.announce, step)
+            except OSError as exc:
+                _log.error(f"the commit of step {step} is not in the attempt's log: {exc}")
         try:
             delete_records(self._store, task.save, range(task.save.world_size))
             self._reached("records_deleted")
-            self._retain(task.save.step)
+            self._retain(step)
         except StorageError as exc:
-            # The checkpoint is committed; the next retention, or gc, does what was left.
-            _log.error(f"step {task.save.step}: not tidied up: {exc}")
+            # The next retention, or gc, does what was left.
+            _log.error(f"step {step}: not tidied up: {exc}")
 
     def _await_records(self, task: Committing) -> bool:
         """Wait for the record of every rank; False when the step was committed meanwhile."""

@@ -100,17 +100,17 @@ def _retain(store: CheckpointStore, retention: Retention, step: int) -> None:
 
 
 def log_commit(log: Path, step: int) -> None:
-    """Record a commit in the log of an attempt; the checkpoint is valid even where that fails.
+    """Record a commit in the log of an attempt.
 
     Args:
         log: file of the attempt log.
         step: of the checkpoint.
+
+    Raises:
+        OSError: the log cannot be written.
     """
-    try:
-        with AttemptLog(log) as attempt_log:
-            attempt_log.append(CheckpointCommitted(step=step))
-    except OSError as error:
-        _log.error(f"the commit of step {step} is not in the attempt's log: {error}")
+    with AttemptLog(log) as attempt_log:
+        attempt_log.append(CheckpointCommitted(step=step))
 
 
 class HeldInMemory(FrozenModel):

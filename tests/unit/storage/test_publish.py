@@ -18,6 +18,7 @@ from storage.local import LocalStore
 from storage.share import Share, WrittenShare, put_record, recorded_ranks
 from tests.unit.storage.nodes import RUN_ID, bytes_of, flip_bit, share_of, written
 from tests.unit.storage.stores import FullStore, RecordingStore
+from training.agent.checkpoint_server import log_commit
 
 MANIFEST = "manifest.json"
 
@@ -198,6 +199,19 @@ def test_the_announcement_follows_the_commit(checkpoints, tmp_path):
     log = tmp_path / "metrics.jsonl"
     publishing.commit(Committing(task.save, task.owner, announce=log))
     assert announced == [(log, 10, [10])]
+
+
+@pytest.mark.parametrize("nowhere", ["gone/metrics.jsonl", "."])
+def test_a_checkpoint_that_cannot_be_announced_is_committed_and_retained_all_the_same(
+    checkpoints, store, tmp_path, caplog, nowhere
+):
+    retained: list[int] = []
+    publishing = publisher(checkpoints, retain=retained.append, announce=log_commit)
+    task = write(publishing, 10)
+    assert publishing.commit(Committing(task.save, task.owner, announce=tmp_path / nowhere))
+    assert checkpoints.steps() == retained == [10]
+    assert recorded_ranks(checkpoints, task.save) == set(), "tidied up, too"
+    assert "the commit of step 10 is not in the attempt's log" in caplog.text
 
 
 def test_records_of_a_commit_that_was_cut_short_do_no_harm(checkpoints, store):
