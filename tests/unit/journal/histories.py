@@ -40,11 +40,16 @@ CRASH = Fault(
 )  # fmt: skip
 
 
+def reason_of(fault: Fault, rung: Rung) -> str:
+    """As the ladder words it where no cheaper rung was passed over."""
+    return f"{fault.fault_class} at {fault.where}: {rung}"
+
+
 def began(number: int, rung: Rung = Rung.STEP_RETRY, fault: Fault = LINK) -> RecoveryBegan:
     """The beginning of a recovery inside the processes, in a generation of its number."""
     return RecoveryBegan(
         at_s=fault.at_s, number=number, generation=number, fault=fault,
-        decision=Decision(rung, None, "because"),
+        decision=Decision(rung, None, reason_of(fault, rung)),
     )  # fmt: skip
 
 
@@ -100,7 +105,7 @@ def over(attempt: int = 1, outcome: str = "failed", **changes: Any) -> AttemptEn
 def decided(
     attempt: int = 1, rung: Rung = Rung.IN_PLACE_RESTART, isolate: str | None = None
 ) -> Decided:
-    decision = Decision(rung, isolate, "because")
+    decision = Decision(rung, isolate, reason_of(CRASH, rung))
     return Decided(**NOW, placement=1, attempt=attempt, decision=decision)
 
 

@@ -85,7 +85,7 @@ class Story:
     ) -> None:  # fmt: skip
         self._ended(at_s, "failed", fault(fault_s), noticed_s, stepped_s)
         if rung is not None:
-            self._write_of_attempt(Decided, at_s, decision=Decision(rung, None, "because"))
+            self._write_of_attempt(Decided, at_s, decision=Decision(rung, None, "native_crash"))
 
     def stopped(self, at_s: float) -> None:
         self._ended(at_s, "stopped", None, None, None)

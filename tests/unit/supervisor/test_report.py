@@ -52,7 +52,8 @@ def test_the_facts_of_a_recovery_are_plain_values():
     assert link == {
         "placement": 1, "attempt": 1, "number": 1, "generation": 1, "fault_class": "link_down",
         "evidence": "EI0006", "node": "node-1", "rank": 3, "rung": "step_retry",
-        "reason": "because", "step": 14, "steps_lost": 0, "duration_s": 0.62,
+        "reason": "link_down at rank 3 on node-1: step_retry",
+        "step": 14, "steps_lost": 0, "duration_s": 0.62,
         "replaced": [], "repaired": [3], "succeeded": True, "sub_healthy": False,
         "outcome": "recovered", "why": "",
     }  # fmt: skip

@@ -98,7 +98,8 @@ def test_a_fault_report_names_class_evidence_place_decision_and_isolation():
         Rung.POD_RESCHEDULE, "node-1", "node_lost: pod_reschedule", ("in_place_restart: off",)
     )
     text = fault_report(failed(fault, decision))
-    for word in ("node_lost", "node-1", "after step 77", "is gone", "pod_reschedule", "isolated"):
+    assert "**Decision: `pod_reschedule`.** node_lost: pod_reschedule" in text
+    for word in ("node_lost", "node-1", "after step 77", "is gone", "isolated"):
         assert word in text
 
 
@@ -150,7 +151,7 @@ def test_the_report_of_a_recovery_names_fault_decision_and_outcome():
         "## link_down at rank 3 on node-1",
         "Attempt 1.1, generation 1, after step 14.",
         "EI0006",
-        "`step_retry`**, inside the processes",
+        "`step_retry`**, inside the processes. link_down at rank 3 on node-1: step_retry\n",
         "**Recovered** after 0.62 s.",
         "| goes on from step | 14 |",
         "| new processes | none |",
