@@ -13,6 +13,7 @@ import pytest
 from storage.errors import (
     AccessDenied,
     NotFound,
+    PreconditionFailed,
     TimedOut,
 )
 from storage.retry import Retry
@@ -206,6 +207,34 @@ def test_wrong_keys_are_reported_at_once_and_never_shown(open_store, retry, paus
         for key in (ACCESS_KEY, SECRET_KEY, *wrong.values()):
             assert key not in text
     assert pauses_s == []
+
+
+def test_a_conditional_put_whose_answer_was_lost_is_a_success(proxy, open_store, retry, pauses_s):
+    store = open_store(retry=retry)
+    assert store.has_conditional_put()
+    num_before = len(proxy.requests)
+    proxy.inject(LostAnswer(), method="PUT", path="/a")
+    store.put("a", b"ours", if_absent=True)
+    assert proxy.struck == [LostAnswer()]
+    assert len(pauses_s) == 1
+    # Refused by the object of its own first try, which it then reads.
+    assert [method for method, _ in proxy.requests[num_before:]] == ["PUT", "PUT", "GET"]
+    with pytest.raises(PreconditionFailed):
+        store.put("a", b"theirs", if_absent=True)
+    assert open_store(direct=True).get("a") == b"ours"
+
+
+def test_a_conditional_put_that_lost_and_whose_answer_was_lost_fails(
+    proxy, open_store, retry, pauses_s
+):
+    open_store(direct=True).put("a", b"theirs", if_absent=True)
+    store = open_store(retry=retry)
+    assert store.has_conditional_put()
+    proxy.inject(LostAnswer(), method="PUT", path="/a")
+    with pytest.raises(PreconditionFailed):
+        store.put("a", b"ours", if_absent=True)
+    assert len(pauses_s) == len(proxy.struck) == 1
+    assert open_store(direct=True).get("a") == b"theirs"
 
 
 def test_a_completed_upload_whose_answer_was_lost_is_a_success(proxy, open_store, retry, pauses_s):
