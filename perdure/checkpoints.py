@@ -19,15 +19,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-from perdure.console import (
-    EXIT_FAILED,
-    AsJson,
-    RunName,
-    make_console,
-    make_table,
-    print_json,
-    warn,
-)
+from perdure.console import EXIT_FAILED, AsJson, RunName, make_console, make_table, print_json, warn
 from perdure.runs import named_job, store_of
 from storage.checkpoint import (
     CheckpointStore,

@@ -21,12 +21,7 @@ from enum import StrEnum
 import xxhash
 from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 
-from storage.errors import (
-    Corrupt,
-    NotFound,
-    PreconditionFailed,
-    StaleAttempt,
-)
+from storage.errors import Corrupt, NotFound, PreconditionFailed, StaleAttempt
 from storage.frozen_model import FrozenModel
 from storage.manifest import (
     Manifest,

@@ -13,14 +13,7 @@ from collections.abc import Sequence
 from typing import Annotated, Literal, Self
 
 import xxhash
-from pydantic import (
-    ConfigDict,
-    Field,
-    JsonValue,
-    NonNegativeInt,
-    ValidationError,
-    model_validator,
-)
+from pydantic import ConfigDict, Field, JsonValue, NonNegativeInt, ValidationError, model_validator
 
 from storage.errors import Corrupt
 from storage.frozen_model import FrozenModel

@@ -19,12 +19,7 @@ from pathlib import Path
 
 from training.health.sources import vendor_tools
 from training.health.sources.npu_smi import Chip, parse_table
-from training.health.sources.sampling import (
-    HCCN_TOOL,
-    NPU_SMI,
-    health_command,
-    link_commands,
-)
+from training.health.sources.sampling import HCCN_TOOL, NPU_SMI, health_command, link_commands
 from training.health.sources.vendor_tools import NoAnswer, find_tool
 from training.wire.agent import NodeText
 

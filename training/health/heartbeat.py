@@ -76,11 +76,6 @@ class Heartbeat:
     latency_ns: int = 0
     operation: str = ""
 
-    @property
-    def is_in_collective(self) -> bool:
-        """Whether a collective that it entered has not come to its end."""
-        return self.left < self.entered
-
 
 class HeartbeatWriter:
     """Writes this process's heartbeat; ends of collectives are recorded by threads of their own."""

@@ -77,7 +77,6 @@ class HealthPoint(StrEnum):
     DATA_STARVED = "data_starved"
     CHECKPOINT_OLD = "checkpoint_old"
     DISK_FILLING = "disk_filling"
-    HEARTBEAT_LOST = "heartbeat_lost"
 
 
 class AlertRaised(AttemptEvent):

@@ -19,13 +19,7 @@ from training.recovery.chips import (
     heals_in_place,
     times_in_a_row,
 )
-from training.recovery.faults import (
-    TRAITS,
-    USER_CAUSED_CODES,
-    Fault,
-    FaultClass,
-    RecoverableBy,
-)
+from training.recovery.faults import TRAITS, USER_CAUSED_CODES, Fault, FaultClass, RecoverableBy
 from training.recovery.rungs import (
     IN_PROCESS,
     ISOLATES,

@@ -16,14 +16,7 @@ from pathlib import Path
 from pydantic import SecretStr
 
 from training.diagnosis.exits import EXIT_RESTART_ME
-from training.recovery.protocol import (
-    GiveUp,
-    NewGeneration,
-    Paused,
-    PauseRequest,
-    Plan,
-    Reconnect,
-)
+from training.recovery.protocol import GiveUp, NewGeneration, Paused, PauseRequest, Plan, Reconnect
 from training.recovery.repair import RepairPlan
 from training.runtime.errors import GivenUp, Interrupted
 from training.runtime.process_group.generations import GIVEN_UP

@@ -10,14 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from training.diagnosis.classify import SlowNode
-from training.health.points import (
-    Condition,
-    HealthPoints,
-    Key,
-    RankSample,
-    RunSample,
-    key_of,
-)
+from training.health.points import Condition, HealthPoints, Key, RankSample, RunSample, key_of
 from training.journal.events import AlertCleared, AlertRaised, HealthPoint, StepRecord
 from training.journal.history import AttemptView, RunHistory
 from training.recovery.faults import FaultClass

@@ -55,7 +55,6 @@ def test_what_is_written_is_read(path):
     assert (beat.data_ns, beat.latency_ns) == (500, 9_000)
     assert 0 < beat.waited_ns < time.monotonic_ns() - before_ns
     assert beat.operation == "barrier in world"
-    assert beat.is_in_collective
     assert before_ns < beat.stepped_ns <= beat.beat_ns <= time.monotonic_ns()
 
 
@@ -74,8 +73,8 @@ def test_the_end_of_a_collective_is_no_sign_that_the_training_thread_lives(path,
     writer.leave_collective()
     left = read(path)
     assert left.beat_ns == entered.beat_ns
-    assert entered.is_in_collective
-    assert not left.is_in_collective
+    assert (entered.entered, entered.left) == (1, 0)
+    assert (left.entered, left.left) == (1, 1)
 
 
 def test_collectives_that_overlap_are_waited_for_once(path, writer):

@@ -16,7 +16,6 @@ MIB = 1 << 20
 # A row of the table: three columns between bars.
 _ROW = re.compile(r"^\|([^|]*)\|([^|]*)\|([^|]*)\|\s*$")
 _USED_OF_TOTAL = re.compile(r"(\d+)\s*/\s*(\d+)")
-NO_CARD = "Invalid card id"
 
 
 @dataclass(frozen=True, slots=True)
