@@ -27,7 +27,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.events import emit_event
 
-from tasks.patient_client import without_retries
+from tasks.prefect_client import without_retries
 from training.journal.history import AttemptView, InProcessRecovery, RunHistory
 from training.recovery.faults import Fault
 from training.supervisor.accounts import AccountReport

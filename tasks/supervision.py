@@ -22,8 +22,8 @@ from prefect.runtime import flow_run as flow_run_runtime
 
 from storage.errors import StorageError
 from tasks.credentials import credentials_of
-from tasks.patient_client import client_without_retries
 from tasks.pausing import PauseLink, ServedFlowRun, was_resumed
+from tasks.prefect_client import client_without_retries
 from tasks.reporting import Log, Reporter
 from tasks.story import RunStory
 from training.errors import InputError, RunConflict

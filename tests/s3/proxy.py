@@ -78,11 +78,11 @@ class InUpload:
 
 
 @dataclass(frozen=True)
-class Unheard:
-    """The request is swallowed here: the server never hears of it, and nothing is answered."""
+class LostRequest:
+    """The request is dropped here: it never reaches the server, and nothing is answered."""
 
 
-Fault = Answer | LostAnswer | Reset | Stall | InUpload | Unheard
+Fault = Answer | LostAnswer | Reset | Stall | InUpload | LostRequest
 
 
 @dataclass
@@ -178,7 +178,7 @@ class _Handler(BaseHTTPRequestHandler):
         if isinstance(fault, Answer):
             self._answer_here(fault)
             return
-        if isinstance(fault, Unheard):
+        if isinstance(fault, LostRequest):
             self.server.released.wait(UPSTREAM_S)
             self._reset()
             return

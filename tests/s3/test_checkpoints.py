@@ -22,7 +22,7 @@ from storage.s3_client import PART_SIZE_BYTES
 from tests.jobs import small_job
 from tests.s3.conftest import BUCKET, RGW, Opener
 from tests.s3.programs import HOST
-from tests.s3.proxy import Answer, FaultProxy, InUpload, LostAnswer, Unheard
+from tests.s3.proxy import Answer, FaultProxy, InUpload, LostAnswer, LostRequest
 from tests.s3.servers import ACCESS_KEY, SECRET_KEY
 from tests.unit.storage.nodes import RUN_ID, collect, offered, save, settle, share_of
 from tests.waiting import wait_for
@@ -206,7 +206,7 @@ def test_a_storm_of_throttling_through_a_whole_save_is_waited_out(run, saving):
 
 
 def test_a_connection_that_stalls_at_the_manifest_costs_its_time_out(run, saving):
-    fault = Unheard()
+    fault = LostRequest()
     run.proxy.inject(fault, method="PUT", path="manifest.json")
     began_s = time.monotonic()
     run.save(saving, step=NEW)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 
-def tell() -> None:
+def print_findings() -> None:
     """Print what this process finds."""
     found: dict[str, Any] = {
         "environment": dict(os.environ),
@@ -35,12 +35,12 @@ def fail() -> None:
     raise ValueError("own")
 
 
-def say_who() -> None:
+def print_pid() -> None:
     """Print the pid, into a file that is named after the request."""
     print(os.getpid())
 
 
 def stay() -> None:
-    """Say that it is up, and stay."""
+    """Print that it is up, and stay."""
     print("up", flush=True)
     time.sleep(600)

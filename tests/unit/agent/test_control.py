@@ -26,15 +26,15 @@ HOST = "127.0.0.1"
 
 
 @pytest.fixture
-def heard() -> list[Request]:
+def requests() -> list[Request]:
     return []
 
 
 @pytest.fixture
-def server(heard):
+def server(requests):
     def handle(request: Request) -> AgentReply:
-        heard.append(request)
-        return AgentReply(text="heard", offset=5)
+        requests.append(request)
+        return AgentReply(text="received", offset=5)
 
     server = control_server(HOST, TOKEN, handle)
     server.start()
@@ -50,7 +50,7 @@ def client(port: int, *, token: str = TOKEN, epoch: int = 1) -> AgentClient:
     return AgentClient(address, token=token, epoch=epoch, timeout_s=5.0)
 
 
-def say(port: int, line: bytes) -> AgentReply:
+def send_line(port: int, line: bytes) -> AgentReply:
     with socket.create_connection((HOST, port), timeout=5) as connection:
         connection.sendall(line)
         connection.shutdown(socket.SHUT_WR)
@@ -58,17 +58,17 @@ def say(port: int, line: bytes) -> AgentReply:
             return AgentReply.model_validate_json(lines.readline())
 
 
-def test_an_order_reaches_the_handler_and_its_reply_the_caller(server, heard):
+def test_an_order_reaches_the_handler_and_its_reply_the_caller(server, requests):
     reply = client(server.port, epoch=4).call(MetricsQuery(offset=17))
-    assert (reply.text, reply.offset) == ("heard", 5)
-    assert [(r.epoch, r.order) for r in heard] == [(4, MetricsQuery(offset=17))]
+    assert (reply.text, reply.offset) == ("received", 5)
+    assert [(r.epoch, r.order) for r in requests] == [(4, MetricsQuery(offset=17))]
 
 
 @pytest.mark.parametrize("token", ["wrong", "", "the-token ", "schlüssel"])
-def test_a_wrong_token_is_refused(server, heard, token):
+def test_a_wrong_token_is_refused(server, requests, token):
     with pytest.raises(EngineError, match="refused stop: wrong token"):
         client(server.port, token=token).call(StopOrder(grace_s=1))
-    assert heard == []
+    assert requests == []
 
 
 @pytest.mark.parametrize(
@@ -85,17 +85,17 @@ def test_a_wrong_token_is_refused(server, heard, token):
         b'{"token": "the-token", "epoch": 1, "order": {"op": "sta',
     ],
 )
-def test_a_garbage_line_gets_an_error_and_the_next_caller_an_answer(server, heard, line):
-    error = say(server.port, line).error
+def test_a_garbage_line_gets_an_error_and_the_next_caller_an_answer(server, requests, line):
+    error = send_line(server.port, line).error
     assert error is not None
     assert error.startswith("not a request")
-    assert heard == []
-    assert client(server.port).call(StatusQuery()).text == "heard"
+    assert requests == []
+    assert client(server.port).call(StatusQuery()).text == "received"
 
 
 def test_a_refusal_does_not_repeat_the_token(server):
     line = json.dumps({"token": TOKEN, "epoch": "x", "order": {"op": "status"}}).encode()
-    assert TOKEN not in str(say(server.port, line + b"\n").error)
+    assert TOKEN not in str(send_line(server.port, line + b"\n").error)
 
 
 def test_a_handler_that_fails_costs_its_caller_the_answer_and_nobody_else(capfd):
@@ -113,9 +113,9 @@ def test_a_handler_that_fails_costs_its_caller_the_answer_and_nobody_else(capfd)
     assert "disk full" in capfd.readouterr().err
 
 
-def test_a_caller_that_says_nothing_holds_up_nobody(server):
+def test_a_caller_that_sends_nothing_holds_up_nobody(server):
     with socket.create_connection((HOST, server.port)):
-        assert client(server.port).call(StatusQuery()).text == "heard"
+        assert client(server.port).call(StatusQuery()).text == "received"
 
 
 def test_nobody_at_the_address_is_unreachable():

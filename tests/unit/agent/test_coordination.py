@@ -20,7 +20,7 @@ from training.wire.node import DeviceSample, NodeSample
 ENDED = WorkerEnded(rank=3, device=1, exit_code=-9, at_s=1.0)
 
 
-class Heard:
+class Orders:
     """What the coordinator had the agent do, in its order."""
 
     def __init__(self) -> None:
@@ -44,11 +44,11 @@ def coordinator():
 
 
 @pytest.fixture
-def orders() -> Heard:
-    return Heard()
+def orders() -> Orders:
+    return Orders()
 
 
-def connect(address: CoordinatorAddress, orders: Heard) -> AgentCoordinatorClient:
+def connect(address: CoordinatorAddress, orders: Orders) -> AgentCoordinatorClient:
     return AgentCoordinatorClient(
         address,
         node="node-1",
@@ -255,7 +255,7 @@ def test_an_end_that_the_coordinator_gives_up_on_is_reported_and_ends_the_others
     assert group.statuses()[0].stopped_by_agent
 
 
-def test_after_giving_up_no_end_is_told_any_more(coordinated, coordinator, line, tmp_path):
+def test_after_giving_up_no_end_is_reported_any_more(coordinated, coordinator, line, tmp_path):
     script = 'if [ "$LOCAL_RANK" = 0 ]; then while [ ! -e go ]; do sleep 0.02; done; fi; exit 3'
     group = coordinated("sh", "-c", script)
     until(group, lambda worker: worker.is_recovering, local_rank=1)

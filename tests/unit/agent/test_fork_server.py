@@ -93,7 +93,7 @@ def found_by(process: ForkedProcess | subprocess.Popen[bytes], out: Path) -> dic
 
 
 def test_a_fork_finds_what_was_asked_for_and_nothing_of_its_fork_server(forked, tmp_path):
-    process = forked("tell", "one", "two", name="rank-12-with-a-long-name")
+    process = forked("print_findings", "one", "two", name="rank-12-with-a-long-name")
     found = found_by(process, tmp_path / "rank-12-with-a-long-name.out")
     assert found["name"] == "rank-12-with-a-", "cut as the kernel does"
     assert found["parent"] == os.getpid(), "which reaps orphans"
@@ -117,7 +117,7 @@ def test_an_exception_is_printed_in_the_forks_own_log(forked, tmp_path):
 def test_a_function_that_is_not_there_fails_in_the_fork_alone(forked, tmp_path):
     assert ended(forked("no_such")) == 1
     assert "no_such" in (tmp_path / "forked.err").read_text()
-    assert ended(forked("tell")) == 0
+    assert ended(forked("print_findings")) == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
@@ -141,21 +141,21 @@ def test_killing_a_fork_waits_for_its_end(forked):
 
 
 def test_a_fork_that_was_reaped_elsewhere_counts_as_killed(forked):
-    process = forked("tell")
+    process = forked("print_findings")
     os.waitpid(process.pid, 0)
     assert process.poll() == -signal.SIGKILL
 
 
 def test_logs_are_appended_to(forked, tmp_path):
     for _ in range(2):
-        assert ended(forked("say_who")) == 0
+        assert ended(forked("print_pid")) == 0
     assert len((tmp_path / "forked.out").read_text().splitlines()) == 2
 
 
 def test_everybody_gets_the_process_that_they_asked_for(forked, tmp_path):
     names = [f"n{number}" for number in range(12)]
     with ThreadPoolExecutor(len(names)) as pool:
-        processes = list(pool.map(lambda name: forked("say_who", name=name), names))
+        processes = list(pool.map(lambda name: forked("print_pid", name=name), names))
     for name, process in zip(names, processes, strict=True):
         assert ended(process) == 0
         assert (tmp_path / f"{name}.out").read_text().strip() == str(process.pid)
@@ -202,7 +202,7 @@ def test_a_fork_server_forks_nothing_before_its_start_and_is_ended_when_that_tak
     monkeypatch.setattr(module, "START_TIMEOUT_S", 0.0)
     one = ForkServer(VARIABLES, tmp_path / "fork-server.log")
     with pytest.raises(OSError, match="not started"):
-        one.fork(wanted("tell", tmp_path))
+        one.fork(wanted("print_findings", tmp_path))
     with pytest.raises(OSError, match="did not start"):
         one.start()
     assert one.pids == frozenset()
@@ -213,7 +213,7 @@ def test_a_worker_that_must_not_be_forked_finds_the_same_and_imports_for_itself(
 ):
     monkeypatch.setenv(COLD_START, "1")
     launcher = Launcher(tmp_path, "127.0.0.1")  # without a fork server
-    process = launcher.fork(wanted("tell", tmp_path, ("one", "two"), name="rank-12"))
+    process = launcher.fork(wanted("print_findings", tmp_path, ("one", "two"), name="rank-12"))
     found = found_by(process, tmp_path / "rank-12.out")
     assert found["name"] == "rank-12"
     assert not found["has_torch"]

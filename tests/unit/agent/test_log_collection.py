@@ -68,7 +68,7 @@ def run(new_group: Any, *command: str, **changes: Any) -> WorkerGroup:
     return group
 
 
-def test_all_logs_come_the_most_telling_first(new_group, collector, store, tmp_path):
+def test_all_logs_come_the_most_informative_first(new_group, collector, store, tmp_path):
     group = run(new_group, "sh", "-c", "echo out; echo err >&2; exit 3",
                 job=job_text(tmp_path))  # fmt: skip
     for name in ("coordinator.log", "agent.log", "fork-server.log"):
@@ -193,7 +193,7 @@ def test_an_agent_that_shuts_down_collects_what_was_not_requested(new_container,
     assert "runs/run-1/logs/p0003-a0001/node-1/rank-00001.stdout.log.gz" in keys
 
 
-def test_an_agent_answers_while_it_collects_and_tells_how_far_it_is(new_container, tmp_path):
+def test_an_agent_answers_while_it_collects_and_reports_how_far_it_is(new_container, tmp_path):
     container = new_container()
     order = container.start("echo", "hello", job=job_text(tmp_path))
     container.until("ended")

@@ -51,7 +51,7 @@ def checkers(container: Container) -> list[psutil.Process]:
     return found
 
 
-def test_a_node_tells_its_clock_and_a_free_port(shared):
+def test_a_node_reports_its_clock_and_a_free_port(shared):
     reply = shared.call(GreetQuery())
     assert reply.at_s > 0
     assert 1024 <= reply.port <= 65535

@@ -72,8 +72,8 @@ def test_rule_ids_are_unique_and_every_rule_names_its_source():
 
 def test_every_class_but_unknown_has_rules_and_a_cause_among_them():
     causes = {rule.fault_class for rule in RULES if rule.role is Role.ROOT}
-    told_by_the_watcher = {FaultClass.UNKNOWN, FaultClass.HANG, FaultClass.FAIL_SLOW}
-    assert causes >= set(FaultClass) - told_by_the_watcher
+    without_rules = {FaultClass.UNKNOWN, FaultClass.HANG, FaultClass.FAIL_SLOW}
+    assert causes >= set(FaultClass) - without_rules
 
 
 @pytest.mark.parametrize("line", ORDINARY)

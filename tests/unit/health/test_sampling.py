@@ -75,12 +75,12 @@ def test_an_alarm_comes_with_its_codes(tools, tmp_path):
 
 
 def test_a_tool_that_gives_no_answer_is_a_gap_and_the_rest_stays(npu, tmp_path):
-    def impatient(command):
+    def timing_out(command):
         if "health" in command:
             raise NoAnswer("timed out")
         return ask(command)
 
-    seen = Sampler(tmp_path, 2, ask_tool=impatient).look()
+    seen = Sampler(tmp_path, 2, ask_tool=timing_out).look()
     assert [device.health for device in seen.devices] == ["OK", "OK"]
     assert seen.gaps[-1] == "no answer: timed out"
 

@@ -313,10 +313,10 @@ def test_every_error_of_boto_has_its_class(error, expected):
         (503, "SlowDown", Throttled),
         (503, "", Throttled),
         (429, "", Throttled),
-        (429, "Unheard", Throttled),
+        (429, "UnknownCode", Throttled),
         (500, "InternalError", ServerError),
         (502, "", ServerError),
-        (599, "Unheard", ServerError),
+        (599, "UnknownCode", ServerError),
         (504, "", TimedOut),
         (400, "RequestTimeout", TimedOut),
         (403, "AccessDenied", AccessDenied),
@@ -324,7 +324,7 @@ def test_every_error_of_boto_has_its_class(error, expected):
         (404, "NoSuchKey", NotFound),
         (404, "NoSuchBucket", PermanentError),
         (400, "InvalidArgument", PermanentError),
-        (418, "Unheard", PermanentError),
+        (418, "UnknownCode", PermanentError),
     ],
 )
 def test_answers_are_kept_apart(faulty, faulty_store, monkeypatch, status, code, expected):

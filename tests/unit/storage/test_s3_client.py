@@ -58,7 +58,7 @@ def test_a_stream_of_another_kind_is_copied():
     assert b"".join(outs) == data
 
 
-def test_a_body_shorter_than_what_is_asked_for_tells_how_much_came():
+def test_a_body_shorter_than_what_is_asked_for_shows_how_much_came():
     out = bytearray(10)
     assert read_into(body_of(b"01234", length=5), [memoryview(out)]) == 5
 

@@ -113,7 +113,7 @@ def test_what_fails_everywhere_is_no_node_s_fault_and_ends_a_run_that_has_not_be
     assert one.history.refusals == []
 
 
-def test_later_an_attempt_is_started_all_the_same(one, cluster, impatient):
+def test_later_an_attempt_is_started_all_the_same(one, cluster, without_waits):
     cluster.outcomes = ["node lost", "done"]
     placement = one.place()
     one.check(placement)
@@ -125,7 +125,7 @@ def test_later_an_attempt_is_started_all_the_same(one, cluster, impatient):
     assert attempt(one, moved).kind is EndKind.COMPLETED
 
 
-def test_a_placement_with_attempts_is_not_checked(one, cluster, impatient):
+def test_a_placement_with_attempts_is_not_checked(one, cluster, without_waits):
     cluster.outcomes = ["crash", "done"]
     placement = one.place()
     attempt(one, placement)
@@ -151,7 +151,9 @@ def test_a_clock_that_is_off_is_a_warning(one, cluster):
     assert verdict.is_passed
 
 
-def test_a_refused_node_does_not_come_back_where_isolated_ones_may(one, cluster, job, impatient):
+def test_a_refused_node_does_not_come_back_where_isolated_ones_may(
+    one, cluster, job, without_waits
+):
     """allow_without_isolation is about nodes that had a fault, not about those that cannot work."""
     cluster.checks["node-2"] = [failed("node-2")]
     cluster.outcomes = ["node lost", "done"]
@@ -165,7 +167,7 @@ def test_a_refused_node_does_not_come_back_where_isolated_ones_may(one, cluster,
 
 
 def test_a_spare_that_is_refused_after_a_fault_ends_the_run_when_nothing_else_is_left(
-    run, cluster, job, impatient
+    run, cluster, job, without_waits
 ):
     cluster.checks["node-2"] = [failed("node-2")]
     cluster.outcomes = ["node lost", "done"]

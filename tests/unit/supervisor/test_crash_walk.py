@@ -72,7 +72,7 @@ SCRIPTS = {
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_supervisor_killed_between_any_two_actions_is_followed_to_the_same_end(
-    name, job, tmp_path, impatient
+    name, job, tmp_path, without_waits
 ):
     outcomes, end = SCRIPTS[name]
     for die_at in itertools.count():
@@ -101,7 +101,7 @@ def test_a_supervisor_killed_between_any_two_actions_is_followed_to_the_same_end
 
 
 def test_an_agent_that_is_gone_before_the_start_is_a_lost_node_and_not_the_end(
-    job, tmp_path, impatient
+    job, tmp_path, without_waits
 ):
     cluster = Cluster(["done"])
     run = WalkedRun(job, home=tmp_path)

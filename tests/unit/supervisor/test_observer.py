@@ -30,7 +30,7 @@ def cluster() -> Cluster:
 
 
 @pytest.fixture
-def supervisor(job, tmp_path, cluster, impatient):
+def supervisor(job, tmp_path, cluster, without_waits):
     """Makes a supervisor of the same run."""
 
     def make() -> ClusterRun:
@@ -172,7 +172,9 @@ def test_there_is_nothing_to_look_at_where_no_attempt_lives(supervisor, cluster)
     assert run.observer() is None
 
 
-def test_workers_receive_the_failure_rate_that_the_run_has_shown(job, tmp_path, cluster, impatient):
+def test_workers_receive_the_failure_rate_that_the_run_has_shown(
+    job, tmp_path, cluster, without_waits
+):
     expecting = job.checkpoint.model_copy(update={"mtbf_s": 1000.0})
     cluster.live[1, 1] = lines(BEGAN, FAILED)
     run = ClusterRun(job.model_copy(update={"checkpoint": expecting}), home=tmp_path)

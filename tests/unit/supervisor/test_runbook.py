@@ -26,7 +26,7 @@ class ClusterDriver(RunDriver):
 
 
 @pytest.fixture
-def play(tmp_path, impatient):
+def play(tmp_path, without_waits):
     def play(job: Job, cluster: Cluster, hook: RunHook | None = None) -> RunOutcome:
         driver = ClusterDriver(tmp_path)
         driver.cluster = cluster

@@ -1,4 +1,4 @@
-"""What is told of a run while it is supervised: activity, events, tables, the account."""
+"""What is reported of a run while it is supervised: activity, events, tables, the account."""
 
 from __future__ import annotations
 
