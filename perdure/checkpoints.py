@@ -338,10 +338,10 @@ def _row(
     manifest = read_manifest(checkpoints, step)
     written_at_s = manifest.written_at_s if manifest is not None else step.modified_s
     verified = last_outcome(checkpoints, step, manifest)
-    # The clock of the node that saved it may be ahead of this machine's.
     return {
         "step": step.step,
         "written_at_s": written_at_s,
+        # The clock of the node that saved it may be ahead of this machine's.
         "age_s": round(max(0.0, checkpoints.clock() - written_at_s), 3),
         "size_bytes": step.size_bytes,
         "world_size": manifest.world_size if manifest is not None else None,

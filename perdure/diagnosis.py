@@ -63,7 +63,7 @@ def _cases(paths: Sequence[str], *, each: bool) -> Iterator[PathDiagnosis]:
     """Diagnose the given paths in their order; what cannot be read is a case that reports it."""
     if paths.count(STANDARD_INPUT) > 1:
         raise InputError("PATH", "'-' can be read once")
-    # Every path before any is read: a mistyped last one is refused before a long log is read.
+    # All paths first, so that a mistyped one is refused before a long log has been read.
     found = [(path, files_of(Path(path))) for path in paths]
     now_s = time.time()
     year = datetime.fromtimestamp(now_s, UTC).year
