@@ -12,15 +12,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Annotated
 
 import httpx
 import psutil
 import typer
 from pydantic import ValidationError
 
+from perdure.console import warn
+from perdure.ports import owner_of, owner_text
 from storage.frozen_model import FrozenModel
-from training.errors import PerdureError
-from training.files import home_folder
+from training.errors import InputError, PerdureError
+from training.files import home_folder, write_whole
 from training.processes import free_port, is_alive
 
 app = typer.Typer(help="The Prefect server of this machine.", no_args_is_help=True)
@@ -66,10 +69,40 @@ class ServerRecord(FrozenModel):
         return f"http://127.0.0.1:{self.port}"
 
 
+class ServerSettings(FrozenModel):
+    """What a user chose for the server, for its next starts.
+
+    Attributes:
+        port: None: the first free one of `PORTS`.
+    """
+
+    port: int | None = None
+
+
+Port = Annotated[
+    int | None,
+    typer.Option(
+        "--port", min=0, max=65_535, show_default=False,
+        help="to listen on, also at the next starts; 0: the first free one from "
+        f"{PORTS.start}, which is the default",
+    ),
+]  # fmt: skip
+
+
 @app.command("start")
-def start() -> None:
+def start(port: Port = None) -> None:
     """Start the server unless one runs."""
-    record = find_server() or start_server()
+    record = _running_server()
+    if record is not None and port and port != record.port:
+        raise InputError(
+            "--port",
+            f"{port}: the server of this PERDURE_HOME runs on port {record.port} already; "
+            "`perdure server stop` comes first",
+        )
+    if record is None:
+        record = start_server(port=_chosen_port() if port is None else port or None)
+    if port is not None:
+        _remember(ServerSettings(port=port or None))
     print(f"Prefect UI: {record.ui_url}\nexport PREFECT_API_URL={record.api_url}")
 
 
@@ -102,7 +135,7 @@ def use_server() -> str:
     given = os.environ.get("PREFECT_API_URL") or configured_api()
     if given:
         return given.removesuffix("/api")
-    record = _running_server() or start_server()
+    record = _running_server() or start_server(port=_chosen_port())
     os.environ["PREFECT_API_URL"] = record.api_url
     _reload_settings()
     return record.ui_url
@@ -131,15 +164,12 @@ def start_server(*, port: int | None = None) -> ServerRecord:
         port: default: the first free one from 4200.
 
     Raises:
+        InputError: another process has that port.
         PerdureError: it ended, or did not answer in time.
     """
     folder = _record_path().parent
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        port = port or free_port(ports=PORTS)
-    except OSError as error:
-        span = f"{PORTS.start} to {PORTS.stop - 1}"
-        raise PerdureError(f"no free port from {span} for the Prefect server") from error
+    port = _free(port) if port is not None else _first_free()
     log_path = folder / "server.log"
     settings = {
         **CLIENT_SETTINGS,
@@ -160,7 +190,7 @@ def start_server(*, port: int | None = None) -> ServerRecord:
     started_s = psutil.Process(process.pid).create_time()
     record = ServerRecord(pid=process.pid, process_started_s=started_s, port=port)
     # Before it answers: a second command waits for this server instead of starting its own.
-    _record_path().write_text(record.model_dump_json(), encoding="utf-8")
+    write_whole(_record_path(), record.model_dump_json())
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while not _answers(record):
         if process.poll() is not None or time.monotonic() > deadline_s:
@@ -169,6 +199,30 @@ def start_server(*, port: int | None = None) -> ServerRecord:
             raise PerdureError(f"the Prefect server did not start; see {log_path}")
         time.sleep(0.3)
     return record
+
+
+def _free(port: int) -> int:
+    """The same port.
+
+    Raises:
+        InputError: it is taken; by whom.
+    """
+    try:
+        return free_port(ports=(port,))
+    except OSError:
+        raise InputError("--port", owner_text(owner_of(port), port)) from None
+
+
+def _first_free() -> int:
+    """The first free port of `PORTS`; where that is not the usual one, the user is told why."""
+    try:
+        port = free_port(ports=PORTS)
+    except OSError as error:
+        span = f"{PORTS.start} to {PORTS.stop - 1}"
+        raise PerdureError(f"no free port from {span} for the Prefect server") from error
+    if port != PORTS.start:
+        warn(f"{owner_text(owner_of(PORTS.start), PORTS.start)}; now using port {port}")
+    return port
 
 
 def stop_server() -> bool:
@@ -207,6 +261,23 @@ def _answers(record: ServerRecord) -> bool:
         return httpx.get(f"{record.api_url}/health", timeout=5.0).status_code == httpx.codes.OK
     except httpx.HTTPError:
         return False
+
+
+def _chosen_port() -> int | None:
+    """The port that a user chose at an earlier start."""
+    try:
+        text = _settings_path().read_text(encoding="utf-8")
+        return ServerSettings.model_validate_json(text).port
+    except (OSError, ValidationError):
+        return None
+
+
+def _remember(settings: ServerSettings) -> None:
+    write_whole(_settings_path(), settings.model_dump_json())
+
+
+def _settings_path() -> Path:
+    return home_folder() / "prefect" / "settings.json"
 
 
 def _record_path() -> Path:

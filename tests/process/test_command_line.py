@@ -12,7 +12,9 @@ import pytest
 import yaml
 
 from tests.process.harness import Workbench
+from tests.waiting import wait_for
 from tests.workplace import kill_leftovers
+from training.processes import free_port
 
 pytestmark = [pytest.mark.process, pytest.mark.prefect]
 
@@ -71,3 +73,45 @@ def test_cancel_stops_a_run_by_its_name(bench):
     done = perdure(bench.environment, "cancel", "by-name-2")
     assert "no supervisor was alive" in done.stdout
     orphaned.leave_nothing()
+
+
+def test_the_port_of_another_homes_server_is_refused_and_the_home_is_named(bench, bare):
+    _, environment = bare
+    port = httpx.URL(bench.api_url).port
+    done = perdure(environment, "server", "start", "--port", str(port))
+    assert done.returncode == 2
+    assert f"the Prefect server of PERDURE_HOME={bench.home}" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.long
+def test_a_chosen_port_is_kept_for_the_next_start_and_whose_it_is_meanwhile_is_said(bare):
+    home, environment = bare
+    port = str(free_port())
+    url = f"http://127.0.0.1:{port}"
+    assert url in perdure(environment, "server", "start", "--port", port).stdout
+    assert url in perdure(environment, "server", "start").stdout
+    assert perdure(environment, "server", "stop").stdout.strip() == "stopped"
+
+    foreign = subprocess.Popen(
+        [sys.executable, "-m", "prefect", "server", "start", "--port", port],
+        env={**environment, "PREFECT_HOME": str(home / "foreign")},
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        wait_for(lambda: answers(f"{url}/api/health"), timeout_s=120)
+        done = perdure(environment, "server", "start")
+        assert done.returncode == 2
+        assert "a Prefect server that perdure did not start" in done.stderr
+    finally:
+        foreign.terminate()
+        foreign.wait(30)
+    assert url in perdure(environment, "server", "start").stdout
+    assert perdure(environment, "server", "stop").stdout.strip() == "stopped"
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=5).is_success
+    except httpx.HTTPError:
+        return False

@@ -1,0 +1,72 @@
+"""Whose a port is."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+from perdure.ports import PortOwner, owner_of, owner_text
+from perdure.server import ServerRecord
+from tests.unit.perdure.commands import error_line
+from training.processes import free_port
+
+TEXTS = {
+    "ours": (
+        PortOwner(7, "python -m uvicorn", is_prefect=True, home="/srv/a"),
+        "the Prefect server of PERDURE_HOME=/srv/a (pid 7)",
+        "PERDURE_HOME=/srv/a perdure server stop",
+    ),
+    "a Prefect server": (
+        PortOwner(7, "python -m uvicorn", is_prefect=True),
+        "a Prefect server that perdure did not start (pid 7)",
+        "export PREFECT_API_URL=http://127.0.0.1:4200/api",
+    ),
+    "another program": (
+        PortOwner(7, "nginx: master", is_prefect=False),
+        "another program (pid 7: nginx: master)",
+        "--port",
+    ),
+    "another user": (
+        PortOwner(None, "", is_prefect=False),
+        "another program (a process of another user)",
+        "--port",
+    ),
+    "nobody": (None, "port 4200 cannot be bound by this user", "--port"),
+}
+
+
+@pytest.mark.parametrize("case", TEXTS)
+def test_a_busy_port_is_explained_on_one_line_that_says_what_to_do(case):
+    owner, who, advice = TEXTS[case]
+    text = owner_text(owner, 4200)
+    assert who in text
+    assert advice in text
+    assert "\n" not in text
+
+
+def test_the_owner_of_a_port_is_the_process_that_listens_on_it():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        owner = owner_of(taken.getsockname()[1])
+    assert owner is not None
+    assert (owner.pid, owner.is_prefect, owner.home) == (os.getpid(), False, None)
+    assert "python" in owner.command
+    assert owner_of(free_port()) is None
+
+
+def test_server_start_on_the_port_of_another_program_names_it_and_starts_nothing(
+    capsys, perdure_home
+):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        line = error_line(capsys, "server", "start", "--port", port)
+    assert f"port {port} is taken by another program (pid {os.getpid()}" in line
+    assert not (perdure_home / "prefect" / "server.json").exists()
+
+
+def test_a_second_port_for_a_server_that_runs_is_refused(capsys, perdure_home, monkeypatch):
+    record = ServerRecord(pid=1, process_started_s=0.0, port=4711)
+    monkeypatch.setattr("perdure.server._running_server", lambda: record)
+    line = error_line(capsys, "server", "start", "--port", 4712)
+    assert "runs on port 4711 already" in line
