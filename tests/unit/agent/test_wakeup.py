@@ -51,7 +51,7 @@ def test_each_cause_wakes_once(waking):
     assert took_s(waking, 0.05) >= 0.04
 
 
-def test_more_wakeups_than_the_pipe_holds_are_no_error(waking):
+def test_more_wakeups_than_the_socket_holds_are_no_error(waking):
     for _ in range(100_000):
         waking.wake()
     assert took_s(waking, LONG_S) < LONG_S / 2
