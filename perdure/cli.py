@@ -29,6 +29,7 @@ from perdure.console import (
 from perdure.diagnosis import diagnose
 from perdure.drills import drill
 from perdure.logs import logs
+from perdure.nodes import nodes
 from perdure.pausing import pause, resume
 from perdure.preflight import preflight
 from perdure.run import demo, run
@@ -50,7 +51,7 @@ app = typer.Typer(
 )
 app.add_typer(server.app, name="server")
 app.add_typer(checkpoints.app, name="checkpoints")
-for command in (run, demo, drill, status, pause, resume, logs, diagnose, preflight):
+for command in (run, demo, drill, status, pause, resume, logs, nodes, diagnose, preflight):
     app.command()(command)
 
 

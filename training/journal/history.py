@@ -22,6 +22,7 @@ from training.journal.records import (
     FirstStep,
     Member,
     NodeRefused,
+    NodeReleased,
     Placed,
     RunCreated,
     RunEnded,
@@ -138,6 +139,20 @@ class AttemptView:
         return pauses[-1] if pauses and pauses[-1].ended is None else None
 
 
+@dataclass(frozen=True, slots=True)
+class Isolation:
+    """A node that is kept out of placements.
+
+    Attributes:
+        why: the fault that it is taken to be the cause of, or the check that it failed.
+        at_s: since when.
+    """
+
+    node: str
+    why: str
+    at_s: float
+
+
 @dataclass(slots=True)
 class RunHistory:
     """What has happened so far.
@@ -153,7 +168,9 @@ class RunHistory:
         updated_s: when the newest record was written.
         unattended: from the last record of a supervisor to the next supervisor, each time.
         ends: when the run ended, each time.
+        isolations: nodes that decisions isolated; one may be there several times.
         refusals: nodes that failed their checks, since the run last ended.
+        released: nodes that users have let back in, and when, the last time.
         waits: for nodes to become free: from, to.
     """
 
@@ -168,8 +185,9 @@ class RunHistory:
     ended: RunEnded | None = None
     budgets_from: int = 0
     cwd: str | None = None
-    isolations: list[str] = field(default_factory=list)
+    isolations: list[Isolation] = field(default_factory=list)
     refusals: list[NodeRefused] = field(default_factory=list)
+    released: dict[str, float] = field(default_factory=dict)
     updated_s: float = 0.0
     unattended: list[tuple[float, float]] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
@@ -204,7 +222,18 @@ class RunHistory:
     @property
     def isolated(self) -> tuple[str, ...]:
         """Nodes that decisions or failed checks keep out of placements, in that order."""
-        return tuple(dict.fromkeys((*self.isolations, *self.refused)))
+        return tuple(one.node for one in self.isolated_nodes)
+
+    @property
+    def isolated_nodes(self) -> list[Isolation]:
+        """The same with reasons: the first isolation of each node."""
+        refused = (
+            Isolation(one.node, f"failed its checks: {one.why}", one.at_s) for one in self.refusals
+        )
+        found: dict[str, Isolation] = {}
+        for one in (*self.isolations, *refused):
+            found.setdefault(one.node, one)
+        return list(found.values())
 
     @property
     def refused(self) -> tuple[str, ...]:
@@ -277,7 +306,11 @@ class RunHistory:
             found += [Recovery(fault, r, progressed=False, failed=True) for r in view.failed_rungs]
             if view.decision is not None:
                 found.append(Recovery(fault, view.decision.rung, progressed=later))
-        return found
+        # A node that was let back in begins anew.
+        return [one for one in found if one.fault.at_s >= self._released_s(one.fault.node)]
+
+    def _released_s(self, node: str | None) -> float:
+        return self.released.get(node, float("-inf")) if node is not None else float("-inf")
 
     def mtbf_s(self, expected_s: float) -> float:
         """Mean seconds between failures that cost steps, measured.
@@ -339,7 +372,8 @@ def _keep_time(history: RunHistory, record: AnyRecord) -> None:
             history.waits.append((record.at_s - record.waited_s, record.at_s))
         case RunEnded():
             history.ends.append(record.at_s)
-    history.updated_s = record.at_s
+    if not isinstance(record, NodeReleased):  # a user's; it does not show that a supervisor lived
+        history.updated_s = record.at_s
 
 
 def _apply(history: RunHistory, record: AnyRecord) -> None:
@@ -353,8 +387,8 @@ def _apply(history: RunHistory, record: AnyRecord) -> None:
             history.data.append(record)
         case Placed():
             history.placements.append(record)
-        case NodeRefused():
-            history.refusals.append(record)
+        case NodeRefused() | NodeReleased():
+            _keep_out_or_let_in(history, record)
         case AttemptStarted():
             history.ended = None  # a completed run may be given a larger target
             history.attempts.append(AttemptView(record, history.placements[-1].members))
@@ -376,6 +410,15 @@ def _take_over(history: RunHistory, record: SupervisorTook) -> None:
         history.ended = None
 
 
+def _keep_out_or_let_in(history: RunHistory, record: NodeRefused | NodeReleased) -> None:
+    if isinstance(record, NodeRefused):
+        history.refusals.append(record)
+        return
+    history.released[record.node] = record.at_s
+    history.isolations = [one for one in history.isolations if one.node != record.node]
+    history.refusals = [one for one in history.refusals if one.node != record.node]
+
+
 def _update_attempt(
     history: RunHistory, record: FirstStep | AttemptEnded | Decided | RungFailed | EventSeen
 ) -> None:
@@ -391,14 +434,20 @@ def _update_attempt(
             view = replace(view, ended=record)
         case Decided():
             view = replace(view, decision=record.decision)
-            isolate = record.decision.isolate
-            history.isolations += [isolate] if isolate is not None else []
+            if record.decision.isolate is not None:
+                why = _why_isolated(view, record.decision)
+                history.isolations.append(Isolation(record.decision.isolate, why, record.at_s))
         case RungFailed():
             # The decision is superseded: the ladder is asked again.
             view = replace(view, failed_rungs=(*view.failed_rungs, record.rung), decision=None)
         case EventSeen():
             view = replace(view, events=(*view.events, record.event))
     history.attempts[index] = view
+
+
+def _why_isolated(view: AttemptView, decision: Decision) -> str:
+    fault = view.ended.fault if view.ended is not None else None
+    return f"{fault.fault_class}: {fault.evidence}" if fault is not None else decision.reason
 
 
 def _has_failed(view: AttemptView, recovery: InProcessRecovery) -> bool:

@@ -131,6 +131,19 @@ class Ledger:
                 self.ensure_current()
             self._records.append(record)
 
+    def note(self, build: type[AnyRecord], **fields: Any) -> None:
+        """Append a record of a user; the run may be supervised by another process, or by none.
+
+        A supervisor that appends at the same moment reads it and appends after it.
+        """
+        with self._lock:
+            while True:
+                epoch = max(1, self.read().epoch)
+                record = build(at_s=self._clock(), epoch=epoch, **fields)
+                if self._put(len(self._records), record):
+                    self._records.append(record)
+                    return
+
     def ensure_current(self) -> None:
         """Check, from the records already read, that no other supervisor took the run.
 

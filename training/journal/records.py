@@ -102,6 +102,16 @@ class NodeRefused(Record):
     why: str
 
 
+class NodeReleased(Record):
+    """A user has let an isolated node back in; written without taking the run.
+
+    What the node did before counts no more: the user is taken to have mended it.
+    """
+
+    kind: Literal["node_released"] = "node_released"
+    node: str
+
+
 class AttemptStarted(AttemptRecord):
     """The processes of an attempt were ordered to start."""
 
@@ -188,6 +198,7 @@ AnyRecord = Annotated[
     | DataReady
     | Placed
     | NodeRefused
+    | NodeReleased
     | AttemptStarted
     | FirstStep
     | AttemptEnded

@@ -131,7 +131,8 @@ class Placer:
                 time.sleep(SPARE_POLL_S)
 
     def _new_placement(self, rung: Rung, current: Placement | None) -> Placement:
-        history, nodes = self._writer.history, self._engine.nodes()
+        # Read again: while it waits for a spare, a user may release a node.
+        history, nodes = self._writer.refresh(), self._engine.nodes()
         avoid = history.isolated
         if rung is Rung.JOB_RESCHEDULE and self._may_go_back(avoid):
             avoid = history.refused

@@ -9,6 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from tests.unit.journal.histories import (
     BEGINNING,
+    CRASH,
     LINK,
     NOW,
     TAKEN,
@@ -27,6 +28,8 @@ from training.journal.records import (
     AnyRecord,
     CheckpointSeen,
     EventSeen,
+    NodeRefused,
+    NodeReleased,
     RunEnded,
     RungFailed,
 )
@@ -269,6 +272,20 @@ def test_a_node_stays_isolated_when_its_rescheduling_failed_and_another_was_deci
 def test_isolated_nodes_stay_on_record_in_their_order():
     isolating = failed(1, Rung.JOB_RESCHEDULE_ISOLATED, isolate="node-1")
     assert history_of(*isolating, started(2)).isolated == ("node-1",)
+
+
+def test_a_released_node_is_isolated_no_more_and_what_it_did_before_counts_no_more():
+    rung = Rung.JOB_RESCHEDULE_ISOLATED
+    isolating = (*failed(1, rung, isolate="node-0"), started(2))
+    (isolation,) = history_of(*isolating).isolated_nodes
+    assert (isolation.node, isolation.why) == ("node-0", "native_crash: SIGKILL")
+    refusal = NodeRefused(**NOW, placement=1, node="node-0", why="devices: Alarm")
+    release = NodeReleased(at_s=CRASH.at_s + 1, epoch=1, node="node-0")
+    history = history_of(*isolating, refusal, release)
+    assert history.isolated == ()
+    assert history.recoveries() == []
+    again = failed(2, rung, isolate="node-0")
+    assert history_of(*isolating, release, *again).isolated == ("node-0",)
 
 
 def test_a_rung_that_could_not_be_carried_out_is_a_failed_recovery():

@@ -11,7 +11,14 @@ from storage.errors import Corrupt, NotFound
 from storage.local import LocalStore
 from training.errors import RunConflict
 from training.journal.ledger import LEASE_S, Identity, Ledger
-from training.journal.records import AnyRecord, AttemptRecord, Record, RunCreated, RunEnded
+from training.journal.records import (
+    AnyRecord,
+    AttemptRecord,
+    NodeReleased,
+    Record,
+    RunCreated,
+    RunEnded,
+)
 
 ELSEWHERE = Identity(
     supervisor="other", host="another-host", boot_id="another-boot", pid=4711, process_started_s=0.0
@@ -145,3 +152,17 @@ def test_a_record_of_an_unknown_kind_is_refused(store):
 def test_every_record_is_in_the_union_that_a_ledger_reads():
     kinds = {kind for base in (Record, AttemptRecord) for kind in base.__subclasses__()}
     assert kinds - {AttemptRecord} == set(get_args(get_args(AnyRecord)[0])), "journal/records.py"
+
+
+def test_a_users_note_needs_no_lease_and_costs_the_supervisor_none_of_its_records(store):
+    supervisor, user = Ledger(store, "run"), Ledger(store, "run")
+    supervisor.take(Identity.of_this_process())
+    supervisor.append(RunCreated, job={"run_id": "run"})
+    user.read()
+    supervisor.append(RunEnded, outcome="failed", message="x")
+    user.note(NodeReleased, node="node-1")
+    supervisor.append(RunEnded, outcome="completed", message="y")
+    history = Ledger(store, "run").read()
+    assert history.ended_well
+    assert list(history.released) == ["node-1"]
+    assert history.epoch == 1

@@ -14,6 +14,7 @@ import pytest
 
 from tests.unit.supervisor.cluster import Cluster, FakeEngine, supervise
 from training.job import Job
+from training.journal.records import NodeReleased
 from training.recovery.protocol import PauseBegan, PauseEnded
 from training.supervisor.run import Run
 
@@ -118,6 +119,27 @@ def test_an_agent_that_is_gone_before_the_start_is_a_lost_node_and_not_the_end(
         "node_lost"
     ]
     assert history.isolated == ("node-1",)
+
+
+def test_a_node_that_is_released_while_the_run_waits_for_a_spare_is_used_at_once(
+    job, tmp_path, without_waits, monkeypatch
+):
+    waits = job.restart.model_copy(update={"spare_wait_s": 60.0})
+    job = job.model_copy(update={"restart": waits})
+    cluster = Cluster(["node lost", "node lost", "done"])  # two nodes are needed, two are lost
+    run = WalkedRun(job, home=tmp_path)
+    run.cluster, run.tick = cluster, lambda _what: None
+
+    def release(_seconds: float) -> None:
+        if run.history.isolated == ("node-1", "node-2"):
+            Run(job, home=tmp_path).ledger.note(NodeReleased, node="node-1")
+
+    monkeypatch.setattr("training.supervisor.placing.time.sleep", release)
+    supervise(run)
+    history = run.ledger.read()
+    assert history.ended_well
+    assert history.isolated == ("node-2",)
+    assert {member.node for member in history.placements[-1].members} == {"node-0", "node-1"}
 
 
 def test_a_run_with_an_open_attempt_is_not_started_from_another_home(job, tmp_path):

@@ -1,0 +1,77 @@
+"""`perdure nodes`: which nodes of a run are isolated and why, and letting one back in.
+
+Reads and writes the ledger; a supervisor that lives reads it before it makes a placement.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import typer
+
+from perdure.console import AsJson, RunName, make_console, make_table, print_json
+from perdure.runs import named_job, store_of
+from training.errors import InputError
+from training.journal.history import RunHistory
+from training.journal.ledger import Ledger
+from training.journal.records import NodeReleased
+
+
+def nodes(
+    run: RunName,
+    *,
+    release: Annotated[
+        str | None,
+        typer.Option(metavar="NODE", help="let an isolated node back in, once it is mended"),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the nodes of a run that are isolated, with the reason, or release one.
+
+    A released node is a spare again: the next placement may use it, and what it did before
+    counts no more. A living run goes on where it is.
+    """
+    job = named_job(run)
+    ledger = Ledger(store_of(job), job.run_id)
+    history = ledger.read()
+    if history.job is None:
+        raise InputError("run", f"{job.run_id!r}: never started")
+    if release is not None:
+        _refuse_unknown(history, release)
+        ledger.note(NodeReleased, node=release)
+        history = ledger.read()
+    if as_json:
+        print_json(_document(history, release))
+    elif release is not None:
+        print(f"{job.run_id}: {release} is released; the next placement may use it")
+    else:
+        _show(job.run_id, history)
+
+
+def _refuse_unknown(history: RunHistory, node: str) -> None:
+    if node not in history.isolated:
+        isolated = ", ".join(history.isolated) or "none"
+        raise InputError("--release", f"{node!r}: is not isolated; isolated: {isolated}")
+
+
+def _document(history: RunHistory, released: str | None) -> dict[str, Any]:
+    placed = history.placement if history.ended is None else None
+    return {
+        "isolated": [asdict(one) for one in history.isolated_nodes],
+        "in_use": [member.node for member in placed.members] if placed is not None else [],
+        "released": released,
+    }
+
+
+def _show(run_id: str, history: RunHistory) -> None:
+    if not history.isolated_nodes:
+        print(f"{run_id}: no node is isolated")
+        return
+    table = make_table("isolated node", "since (UTC)", "why")
+    for one in history.isolated_nodes:
+        since = datetime.fromtimestamp(one.at_s, UTC)
+        table.add_row(one.node, f"{since:%Y-%m-%d %H:%M:%S}", " ".join(one.why.split()))
+    make_console().print(table)
+    print(f"once a node is mended: perdure nodes {run_id} --release NODE")

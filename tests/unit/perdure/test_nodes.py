@@ -1,0 +1,57 @@
+"""`perdure nodes`: what keeps nodes out of a run, and letting one back in."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.jobs import small_job
+from tests.unit.journal.histories import BEGINNING, NOW, decided, over
+from tests.unit.perdure.commands import append, error_line, perdure
+from training.journal.records import NodeRefused
+from training.recovery.rungs import Rung
+from training.supervisor.job_registry import remember_job
+from training.supervisor.run import Run
+
+ISOLATED = (over(1), decided(1, Rung.POD_RESCHEDULE, isolate="node-1"))
+REFUSED = NodeRefused(**NOW, placement=1, node="node-2", why="devices: device 0: Alarm")
+
+
+@pytest.fixture
+def run(tmp_path, perdure_home) -> Run:
+    job = small_job(tmp_path, run_id="small")
+    remember_job(perdure_home, job)
+    return Run(job, home=perdure_home)
+
+
+def test_isolated_nodes_are_listed_with_the_reason(run):
+    append(run, *BEGINNING, *ISOLATED, REFUSED)
+    text = perdure("nodes", "small")
+    assert "native_crash: SIGKILL" in text
+    assert "failed its checks: devices: device 0: Alarm" in text
+    assert "1970-01-01 00:00:00" in text
+    assert "perdure nodes small --release NODE" in text
+    found = json.loads(perdure("nodes", "small", "--json"))
+    assert [one["node"] for one in found["isolated"]] == ["node-1", "node-2"]
+    assert found["in_use"] == ["node-0", "node-1"]
+
+
+def test_a_released_node_is_isolated_no_more(run):
+    append(run, *BEGINNING, *ISOLATED, REFUSED)
+    text = perdure("nodes", "small", "--release", "node-1")
+    assert text == "small: node-1 is released; the next placement may use it\n"
+    assert run.refresh().isolated == ("node-2",)
+    found = json.loads(perdure("nodes", "small", "--release", "node-2", "--json"))
+    assert (found["isolated"], found["released"]) == ([], "node-2")
+    assert perdure("nodes", "small") == "small: no node is isolated\n"
+
+
+def test_only_an_isolated_node_can_be_released(run, capsys):
+    append(run, *BEGINNING, *ISOLATED)
+    line = error_line(capsys, "nodes", "small", "--release", "node-7")
+    assert line == "perdure: --release: 'node-7': is not isolated; isolated: node-1"
+
+
+def test_a_run_that_never_started_has_no_nodes(run, capsys):
+    assert "never started" in error_line(capsys, "nodes", "small")
