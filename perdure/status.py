@@ -269,8 +269,9 @@ def _health(status: AgentStatus) -> str:
     devices = status.sample.devices if status.sample is not None else ()
     for device in devices:
         if not device.is_healthy:
-            link = "link down" if device.link_is_up is False else device.health
-            wrong.append(f"device {device.index}: {link}")
+            link = "link down" if device.link_is_up is False else None
+            seen = ", ".join(filter(None, (device.health if device.is_ill else None, link)))
+            wrong.append(f"device {device.index}: {seen}")
     return "; ".join(wrong) or "ok"
 
 

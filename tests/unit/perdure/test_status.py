@@ -48,6 +48,14 @@ def run(document, perdure_home):
     return Run(parse_job(document), home=perdure_home)
 
 
+# An ill device whose port is down as well, one that is well, one with nothing but its port down.
+DEVICES = (
+    DeviceSample(index=0, health="Alarm", link_is_up=False),
+    DeviceSample(index=1, health="OK"),
+    DeviceSample(index=2, health="OK", link_is_up=False),
+)
+
+
 def train(run, *numbers: int) -> None:
     records = [replace(STEP, step=n, at_s=float(n), loss=4.0 - n / 20) for n in numbers]
     lines = "".join(json.dumps(asdict(record)) + "\n" for record in records)
@@ -97,7 +105,7 @@ def test_an_attempt_without_a_supervisor_is_observed(run, monkeypatch):
         placement=1, attempt=1,
         workers=(WorkerStatus(rank=1, local_rank=0, pid=7, step=20, phase="step"),),
         hang=HangReport(rank=1, silent_s=70.0, limit_s=60.0, phase="step", step=20),
-        sample=NodeSample(at_s=1.0, devices=(DeviceSample(index=0, health="Alarm"),)),
+        sample=NodeSample(at_s=1.0, devices=DEVICES),
     )  # fmt: skip
     well = hung.model_copy(update={"node": "node-0", "hang": None, "sample": None})
     snapshot = AttemptSnapshot(
@@ -115,7 +123,8 @@ def test_an_attempt_without_a_supervisor_is_observed(run, monkeypatch):
     assert [fault["rung"] for fault in status.document["faults"]] == ["step_retry"]
     text = shown(status_panel(status, 160))
     assert "node-0: running, ok; rank 1 step after step 20" in text
-    assert "node-1: running, rank 1 silent for 70 s; device 0: Alarm" in text
+    wrong = "rank 1 silent for 70 s; device 0: Alarm, link down; device 2: link down"
+    assert f"node-1: running, {wrong}" in text
     monitor.status(now_s=23.0)
     assert len(status.history.attempts[0].events) == 1
 
