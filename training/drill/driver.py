@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from storage.address import Credentials
 from storage.errors import StorageError
+from training.errors import EngineError
 from training.health.heartbeat import Phase
 from training.injection.inside import fired_at_s
 from training.injection.outside import KillInjector, LocalRun
@@ -102,7 +104,8 @@ class RunDriver:
         try:
             end = conduct(RunSteps(run, is_late, **on_progress), log=LOG)
         except BaseException:  # Ctrl-C and Prefect's cancellation, too: no process is to be left
-            run.end("failed", "interrupted")
+            with suppress(EngineError):  # what came first is of use
+                run.end("failed", "interrupted")
             raise
         match end.outcome:
             case "completed":

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from training.engines.base import Engine
 from training.engines.local import LocalEngine
+from training.errors import InputError
 from training.job import Job
 
 ENGINES: Mapping[str, Callable[..., Engine]] = {"local": LocalEngine}
@@ -24,6 +25,12 @@ def make_engine(
         secrets_env: storage credentials for the agents' environment.
         created_s: when the run was created, seconds since the epoch; nodes' disks keep what
             belongs to this run alone, not to an earlier one of its name that was deleted.
+
+    Raises:
+        InputError: there is no engine of that kind.
     """
-    make = ENGINES[job.engine.kind]
+    make = ENGINES.get(job.engine.kind)
+    if make is None:
+        known = " or ".join(ENGINES)
+        raise InputError("engine.kind", f"{job.engine.kind!r} has no engine here, choose {known}")
     return make(job, home=home, epoch=epoch, secrets_env=secrets_env, created_s=created_s)

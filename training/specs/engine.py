@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from storage.frozen_model import FrozenModel
 
@@ -26,6 +26,13 @@ class EngineSpec(FrozenModel):
         86_400.0, ge=10, description="agents stop by themselves after this long without supervisor"
     )
 
+    @field_validator("kind")
+    @classmethod
+    def _check_kind(cls, kind: str) -> str:
+        if kind not in _sections():
+            raise ValueError(f"{kind!r} is no engine, choose {' or '.join(_sections())}")
+        return kind
+
     @property
     def world_size(self) -> int:
         """Ranks of the job."""
@@ -38,9 +45,19 @@ class LocalEngineSpec(EngineSpec):
     kind: Literal["local"] = Field("local", description="engine")
 
 
-# A second engine makes this a union with a callable `pydantic.Discriminator`, so that a section
-# without a kind stays local; the tag that it adds to error paths is to be left out in job.py.
-AnyEngineSpec = LocalEngineSpec
+def _sections() -> dict[str, type[EngineSpec]]:
+    return {spec.model_fields["kind"].default: spec for spec in EngineSpec.__subclasses__()}
+
+
+def _of_its_kind(section: Any) -> EngineSpec:
+    # Not a discriminator: its schema (oneOf) is no part of Prefect's form (3.8.8), and its errors
+    # have the kind in the path of the field.
+    kind = section.get("kind", "local") if isinstance(section, dict) else None
+    return _sections().get(str(kind), EngineSpec).model_validate(section)
+
+
+# Every engine's section, as a union; one without a kind is local.
+AnyEngineSpec = Annotated[LocalEngineSpec, BeforeValidator(_of_its_kind)]
 
 
 class WorkerSpec(FrozenModel):

@@ -16,8 +16,10 @@ from pathlib import Path
 
 from storage.address import Credentials, StorageSpec, check_reachable, open_store
 from storage.errors import StorageError
+from training.engines.registry import make_engine
 from training.environment import check_environment, worker_path
-from training.errors import InputError
+from training.errors import EngineError, InputError
+from training.files import home_folder
 from training.job import Job
 from training.platforms.settings import shown
 from training.recovery.replicas import Mechanism, feasibility
@@ -42,6 +44,7 @@ def check_job(
         InputError: the first problem.
     """
     check_environment(job)
+    _check_engine(job)
     _check_platform(job)
     _check_program(job)
     if job.data is not None and not job.worker.is_command:
@@ -90,6 +93,13 @@ def _mechanism_note(job: Job, mechanism: Mechanism) -> Note:
     if can.is_possible:
         return Note(f"{mechanism}: possible, {can.reason}")
     return Note(f"{mechanism}: not possible: {can.reason}", is_warning=asked)
+
+
+def _check_engine(job: Job) -> None:
+    try:
+        make_engine(job, home=home_folder(), epoch=0, secrets_env={}, created_s=0.0).nodes()
+    except EngineError as error:
+        raise InputError("engine", str(error)) from error
 
 
 def _check_platform(job: Job) -> None:

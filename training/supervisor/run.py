@@ -248,10 +248,15 @@ class Run:
 
         Raises:
             RunConflict: another supervisor has taken the run; nothing was done.
+            EngineError: the containers cannot be taken down; its text begins with `message`.
         """
         self.ledger.renew()  # fails where another has the run, before its containers are touched
-        self._await_logs()
-        self.engine.cancel(self.job.engine.grace_s)
+        try:
+            self._await_logs()
+            self.engine.cancel(self.job.engine.grace_s)
+        except (EngineError, AgentUnreachable) as error:
+            text = f"{message}; the containers cannot be taken down: {error}"
+            raise EngineError(text) from error
         view = self.refresh().open_attempt
         if view is not None:
             self._writer.missed_checkpoints(view)

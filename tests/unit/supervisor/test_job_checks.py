@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tests.jobs import small_job
-from training.errors import InputError
+from training.engines.local import LocalEngine
+from training.errors import EngineError, InputError
 from training.job import Job, parse_job
 from training.platforms.forms import Platform
 from training.platforms.printing import print_platform
@@ -26,6 +27,15 @@ def job(tmp_path):
 
 def lines(job: Job, *, warnings: bool = False) -> list[str]:
     return [note.line for note in recovery_notes(job) if note.is_warning is warnings]
+
+
+def test_an_engine_that_cannot_name_its_nodes_is_reported_before_anything_starts(job, monkeypatch):
+    def unreachable(_engine: LocalEngine) -> None:
+        raise EngineError("no answer from the cluster")
+
+    monkeypatch.setattr(LocalEngine, "nodes", unreachable)
+    with pytest.raises(InputError, match="engine: no answer from the cluster"):
+        check_job(job(), with_storage=False)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from storage.local import LocalStore
-from tests.unit.supervisor.cluster import Cluster, ClusterRun
+from tests.unit.supervisor.cluster import Cluster, ClusterRun, FakeEngine
 from training.drill.driver import RunDriver, RunHook, RunOutcome
+from training.engines.base import Placement
+from training.errors import EngineError
 from training.job import Job, parse_job
 from training.recovery.faults import FaultClass
 from training.supervisor.run import Run
@@ -46,6 +48,19 @@ def test_no_attempt_is_started_on_a_node_that_failed_its_check(job, play):
     (view,) = played.history.attempts
     assert view.key == (2, 1)
     assert [member.node for member in view.members] == ["node-0", "node-2"]
+
+
+def test_the_first_failure_is_told_when_the_containers_cannot_be_taken_down_either(
+    job, play, monkeypatch
+):
+    def refuse(self: FakeEngine, what: object) -> None:
+        raise EngineError("no pods" if isinstance(what, Placement) else "no answer")
+
+    monkeypatch.setattr(FakeEngine, "submit", refuse)
+    monkeypatch.setattr(FakeEngine, "cancel", refuse)
+    message = "no placement: no pods; the containers cannot be taken down: no answer"
+    with pytest.raises(EngineError, match=message):
+        play(job, Cluster(["done"]))
 
 
 class Damage:
