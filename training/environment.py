@@ -15,6 +15,7 @@ from pathlib import Path
 
 from training.errors import InputError
 from training.job import Job
+from training.processes import interface_of
 
 # Added on top of HCCL_EXEC_TIMEOUT: the event wait must outlast the execution limit
 # (torch_npu: HCCL_EVENT_TIMEOUT default 1868 against HCCL_EXEC_TIMEOUT default 1836).
@@ -67,6 +68,19 @@ def worker_variables(job: Job) -> list[Variable]:
 def variables_of(job: Job) -> dict[str, str]:
     """The same by name, as processes are given them."""
     return {variable.name: variable.value for variable in worker_variables(job)}
+
+
+def interface_variables(host: str) -> dict[str, str]:
+    """Variables that keep a node's process groups on the network of its address.
+
+    Without them gloo listens wherever the name of the machine leads to. What the platform or the
+    job sets comes before them.
+
+    Args:
+        host: address of the node that the engine gives.
+    """
+    interface = interface_of(host)
+    return {"GLOO_SOCKET_IFNAME": interface} if interface is not None else {}
 
 
 def worker_path() -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import ipaddress
 import math
 import os
 import signal
@@ -23,6 +24,7 @@ import psutil
 
 MARKER = "PERDURE_CONTAINER"
 _PR_SET_CHILD_SUBREAPER = 36
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def become_subreaper() -> None:
@@ -151,6 +153,24 @@ def free_port(host: str = "127.0.0.1", *, ports: Iterable[int] = (0,)) -> int:
                 probe.bind((host, port))
                 return int(probe.getsockname()[1])
     raise OSError(f"{host} has no free port of those that were asked for")
+
+
+def interface_of(host: str) -> str | None:
+    """The network interface of this machine that has the address of a host, None: none has."""
+    with contextlib.suppress(OSError):
+        address = ipaddress.ip_address(socket.getaddrinfo(host, None)[0][4][0])
+        for name, assigned in psutil.net_if_addrs().items():
+            if any(_has(one.family, one.address, address) for one in assigned):
+                return name
+    return None
+
+
+def _has(family: int, assigned: str, address: _Address) -> bool:
+    if family not in (socket.AF_INET, socket.AF_INET6):
+        return False
+    found = ipaddress.ip_address(assigned.partition("%")[0])  # a link-local one names its interface
+    # All of 127.0.0.0/8 is on the loopback interface, which has only its first address.
+    return found == address or (found.is_loopback and address.is_loopback)
 
 
 def oom_kills(

@@ -26,6 +26,7 @@ from training.agent.preparation import DATA_FOLDER, NodeChecks, stage_data
 from training.agent.sampler import Sampling
 from training.agent.wakeup import WakeupSignal
 from training.agent.workers import WorkerGroup
+from training.environment import interface_variables
 from training.files import write_whole
 from training.job import Job
 from training.journal import attempt_log
@@ -251,6 +252,7 @@ class Agent:
         self._group = WorkerGroup(self._config, order, self._marker, folder, logs, fork=fork)
         self._group.oom_kills = oom_kills
         environment = {
+            **interface_variables(self._config.host),
             **os.environ,
             "PERDURE_JOB": str(job_file),
             "PERDURE_DATA_FOLDER": str(self._folder / DATA_FOLDER),

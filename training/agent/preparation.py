@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from storage.address import open_store
+from training.environment import interface_variables
 from training.health.node_check import NodeProgram
 from training.job import Job
 from training.trainer.data.manifest import load_manifest
@@ -43,7 +44,8 @@ class NodeChecks:
             gang_port=order.gang_port,
             timeout_s=order.timeout_s,
         )
-        return self._program.run(task, {**os.environ, **order.variables})
+        environment = {**interface_variables(self._config.host), **os.environ, **order.variables}
+        return self._program.run(task, environment)
 
     def end(self) -> None:
         """End what is being checked."""

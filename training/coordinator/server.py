@@ -18,7 +18,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from pydantic import ValidationError
-from torch._C._distributed_c10d import TCPStore
 
 from storage.address import open_store
 from storage.errors import NotFound, StorageError
@@ -57,6 +56,7 @@ from training.wire.coordinator import (
     metrics_file,
 )
 from training.wire.node import NodeSample
+from training.wire.rendezvous import serve_store
 from training.wire.requests import read_control
 from training.wire.transport import FIRST_LINE_S, dump_line, is_authentic, next_line
 
@@ -108,7 +108,7 @@ class Coordinator:
     async def serve(self) -> None:
         """Listen, and go on until the process is ended."""
         config = self._config
-        store = TCPStore(config.host, config.store_port, is_master=True, wait_for_workers=False)
+        store = serve_store(config.host, config.store_port)
         server = await asyncio.start_server(
             self._converse, config.host, 0, limit=MAX_REPORT_BYTES, backlog=1024
         )

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from training.device import backend_of, synchronize
 from training.health.verdict import ALL_REDUCE, JOIN
 from training.wire.node import Check, CheckOutcome
+from training.wire.rendezvous import serve_store
 
 POLL_S = 0.1
 LEAVE_S = 5.0  # for the others to be done with the store before its owner leaves
@@ -51,16 +52,9 @@ def check_gang(seat: Seat, device: torch.device) -> tuple[Check, ...]:
         return (Check(name=ALL_REDUCE, outcome=CheckOutcome.SKIPPED, seen="one rank has no peers"),)
     began_s = time.monotonic()
     try:
-        store = TCPStore(
-            seat.host,
-            seat.port,
-            seat.world_size,
-            is_master=seat.rank == 0,
-            timeout=timedelta(seconds=seat.join_s),
-            wait_for_workers=False,  # _await_all can name those who do not come
-        )
+        store = _open_store(seat)
         _mark(store, "joined", seat.rank)
-    except (RuntimeError, ValueError) as error:  # DistError is a RuntimeError
+    except (OSError, RuntimeError, ValueError) as error:  # DistError is a RuntimeError
         seen = f"rank {seat.rank} does not reach {seat.host}:{seat.port}: {_first_line(error)}"
         return (_check(JOIN, CheckOutcome.FAILED, seen, began_s),)
     joined = _check(JOIN, CheckOutcome.OK, f"rank {seat.rank} joined", began_s)
@@ -80,6 +74,19 @@ def check_gang(seat: Seat, device: torch.device) -> tuple[Check, ...]:
     if seat.rank == 0:
         _await_all(store, "left", seat.world_size, LEAVE_S)
     return joined, reduced
+
+
+def _open_store(seat: Seat) -> Store:
+    if seat.rank == 0:
+        return serve_store(seat.host, seat.port, seat.world_size, timeout_s=seat.join_s)
+    return TCPStore(
+        seat.host,
+        seat.port,
+        seat.world_size,
+        is_master=False,
+        timeout=timedelta(seconds=seat.join_s),
+        wait_for_workers=False,  # _await_all can name those who do not come
+    )
 
 
 def _mark(store: Store, stage: str, rank: int) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from pydantic import ValidationError
 
-from training.environment import variables_of
+from training.environment import interface_variables, variables_of
 from training.health.sources.vendor_tools import end_session
 from training.job import Job
 from training.processes import free_port
@@ -82,7 +82,7 @@ def check_this_machine(
         environment: of the processes, with the keys of the store.
     """
     ranks = min(job.engine.world_size, MAX_RANKS)
-    variables = variables_of(job)
+    variables, local = variables_of(job), interface_variables(LOOPBACK)
     with tempfile.TemporaryDirectory(prefix="perdure-preflight-") as folder:
         task = NodeTask(
             job=job.model_dump_json(),
@@ -99,4 +99,4 @@ def check_this_machine(
             timeout_s=job.preflight.limit_s,
             with_store=job.storage.credentials_block is None,
         )
-        return NodeProgram().run(task, {**environment, **variables})
+        return NodeProgram().run(task, {**local, **environment, **variables})

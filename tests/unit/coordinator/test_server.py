@@ -8,13 +8,17 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from pydantic import SecretStr
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistNetworkError
 
 from storage.local import LocalStore
 from tests.jobs import job_document
@@ -146,3 +150,22 @@ def test_an_abnormal_step_that_was_accepted_is_added_to_the_runs_list(served, be
         return
     earlier = {"3": [90.0, 91.0]} if before is not None else {}
     assert json.loads(store.get(key)) == {**earlier, "7": [1e9, 1e9]}
+
+
+def test_the_rendezvous_store_listens_on_the_hosts_own_address_alone(served):
+    port = served.address.store_port
+    assert sorted(addresses_of(port)) == [HOST]
+    for other in ("127.0.0.2", "::1"):  # this machine's as well, as a peer's would be
+        with pytest.raises(DistNetworkError):
+            TCPStore(other, port, timeout=timedelta(seconds=2)).set("written/from/outside", "1")
+    inside = TCPStore(HOST, port)
+    inside.set("written/from/inside", "1")
+    assert not inside.check(["written/from/outside"])
+
+
+def addresses_of(port: int) -> list[str]:
+    """Where this process listens on a port."""
+    found = psutil.Process().net_connections("tcp")
+    return [
+        one.laddr.ip for one in found if one.status == psutil.CONN_LISTEN and one.laddr.port == port
+    ]

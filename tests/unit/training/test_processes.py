@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import time
 
 import psutil
 
-from training.processes import oldest_first
+from training.processes import interface_of, oldest_first
 
 
 def test_a_process_is_killed_before_those_that_it_started_whatever_their_pids():
@@ -24,3 +25,16 @@ def test_a_process_is_killed_before_those_that_it_started_whatever_their_pids():
         for process in started:
             process.kill()
             process.wait()
+
+
+def test_the_interface_of_an_address_is_the_one_that_has_it():
+    loopback = interface_of("127.0.0.1")
+    assert loopback == interface_of("127.0.0.2") == interface_of("localhost")
+    assigned = psutil.net_if_addrs()
+    assert loopback in assigned
+    for name, addresses in assigned.items():
+        for one in addresses:
+            if one.family == socket.AF_INET:
+                assert interface_of(one.address) == name
+    assert interface_of("192.0.2.254") is None, "of documentation, nobody's"
+    assert interface_of("no-such-host.invalid") is None
