@@ -7,6 +7,7 @@ dump or error text. Times are seconds.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal, Self
 
@@ -70,17 +71,16 @@ class StorageSpec(FrozenModel):
     @field_validator("address")
     @classmethod
     def _known_address(cls, address: str) -> str:
-        if address.startswith(FILE_SCHEME):
-            if not address.removeprefix(FILE_SCHEME).startswith("/"):
-                raise ValueError(f"{address!r} is a relative path; write file:///absolute/folder")
-        elif address.startswith(S3_SCHEME):
+        if not address.startswith(tuple(STORES)):
+            raise ValueError(f"{address!r} begins with neither {' nor '.join(STORES)}")
+        if address.startswith(FILE_SCHEME) and not address.startswith(f"{FILE_SCHEME}/"):
+            raise ValueError(f"{address!r} is a relative path; write file:///absolute/folder")
+        if address.startswith(S3_SCHEME):
             bucket, _, prefix = address.removeprefix(S3_SCHEME).partition("/")
             if not bucket:
                 raise ValueError(f"{address!r} names no bucket; write s3://bucket/prefix")
             if prefix.strip("/"):
                 check_key(prefix.strip("/"))
-        else:
-            raise ValueError(f"{address!r} is neither file:///folder nor s3://bucket/prefix")
         return address
 
     @field_validator("endpoint")
@@ -94,9 +94,15 @@ class StorageSpec(FrozenModel):
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
-        if self.endpoint is not None and self.address.startswith(FILE_SCHEME):
+        if self.endpoint is not None and self.folder is not None:
             raise ValueError(f"endpoint={self.endpoint!r} needs an s3:// address")
         return self
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder that is the store, None for a store that is elsewhere."""
+        path = self.address.removeprefix(FILE_SCHEME)
+        return Path(path) if path != self.address else None
 
 
 def open_store(
@@ -109,8 +115,13 @@ def open_store(
         credentials: keys; None: boto3's default chain (environment, profile, instance role).
         retry: how long an object store's passing failures are waited for; None: `Retry()`.
     """
-    if spec.address.startswith(FILE_SCHEME):
-        return LocalStore(Path(spec.address.removeprefix(FILE_SCHEME)))
+    scheme = next(one for one in STORES if spec.address.startswith(one))
+    return STORES[scheme](spec, credentials, retry)
+
+
+def _open_s3(
+    spec: StorageSpec, credentials: Credentials | None, retry: Retry | None
+) -> ObjectStore:
     # boto3 takes a quarter of a second to import.
     from storage.s3 import S3Store  # noqa: PLC0415
     from storage.s3_client import S3Options  # noqa: PLC0415
@@ -128,6 +139,13 @@ def open_store(
         read_timeout_s=spec.read_timeout_s,
     )
     return S3Store(bucket, prefix, options=options, retry=retry)
+
+
+# What opens the store of an address, by the scheme that the address begins with.
+STORES: Mapping[str, Callable[[StorageSpec, Credentials | None, Retry | None], ObjectStore]] = {
+    FILE_SCHEME: lambda spec, *_: LocalStore(Path(spec.address.removeprefix(FILE_SCHEME))),
+    S3_SCHEME: _open_s3,
+}
 
 
 def clear(spec: StorageSpec, credentials: Credentials | None = None) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from storage.address import FILE_SCHEME, S3_SCHEME
 from storage.local import LocalStore
 from storage.objects import ObjectStore
 from storage.retry import Retry
@@ -44,7 +45,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory) -> Iterator[Server]
         pytest.skip(missing)
     running = kind(tmp_path_factory.mktemp(request.param))
     try:
-        if running.port:
+        if running.scheme == S3_SCHEME:
             open_s3(running.port, "")._client().create_bucket(Bucket=BUCKET)
         yield running
     finally:
@@ -54,8 +55,9 @@ def server(request: pytest.FixtureRequest, tmp_path_factory) -> Iterator[Server]
 @pytest.fixture
 def store(server: Server, tmp_path: Path) -> ObjectStore:
     """An empty store on the server."""
-    if not server.port:
+    if server.scheme == FILE_SCHEME:
         return LocalStore(tmp_path / "store")
+    assert server.scheme == S3_SCHEME, "tests/s3/conftest.py: the fixture `store` opens no such"
     return open_s3(server.port, f"team/{uuid.uuid4().hex}")
 
 

@@ -11,6 +11,7 @@ import subprocess
 import uuid
 from pathlib import Path
 
+from storage.address import S3_SCHEME
 from tests.s3.programs import HOST, Program, find_program
 from tests.s3.servers import ACCESS_KEY, SECRET_KEY
 from training.processes import free_port
@@ -75,6 +76,8 @@ rgw enable quota threads = false
 
 class Rgw:
     """A cluster of one node, with a gateway that can be killed."""
+
+    scheme = S3_SCHEME
 
     def __init__(self, folder: Path) -> None:
         self.port = free_port()

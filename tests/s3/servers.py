@@ -11,6 +11,7 @@ from typing import Protocol
 
 from moto.server import ThreadedMotoServer
 
+from storage.address import FILE_SCHEME, S3_SCHEME
 from tests.s3.programs import HOST, Program, find_program
 from training.processes import free_port
 
@@ -19,8 +20,9 @@ SECRET_KEY = "test-secret-key-of-no-account"
 
 
 class Server(Protocol):
-    """A running S3 server."""
+    """What a store needs to run."""
 
+    scheme: str  # of the store's addresses, as in STORES of storage/address.py
     port: int  # 0: it is a folder, not a server
 
     def __init__(self, folder: Path) -> None: ...
@@ -36,6 +38,7 @@ class Server(Protocol):
 class Folder:
     """No server: stands for `LocalStore`."""
 
+    scheme = FILE_SCHEME
     port = 0
 
     def __init__(self, folder: Path) -> None:
@@ -51,6 +54,8 @@ class Folder:
 
 class Rclone:
     """`rclone serve s3` of a folder."""
+
+    scheme = S3_SCHEME
 
     def __init__(self, folder: Path) -> None:
         self.port = free_port()
@@ -78,6 +83,8 @@ class Rclone:
 
 class Moto:
     """moto's server, in a thread."""
+
+    scheme = S3_SCHEME
 
     def __init__(self, folder: Path) -> None:
         self._server = ThreadedMotoServer(ip_address=HOST, port=0, verbose=False)

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import psutil
 
-from storage.address import FILE_SCHEME, open_store
+from storage.address import open_store
 from storage.checkpoint import CheckpointStore
 from storage.checkpoint_server.publish import Publisher
 from storage.checkpoint_server.server import CheckpointServer
@@ -224,7 +224,7 @@ def disk_folder(job: Job, node_folder: Path | None) -> Path | None:
     """Where the node's disk tier lies, None when the job has none."""
     wanted = job.checkpoint.node_disk
     if wanted is None:
-        wanted = not job.storage.address.startswith(FILE_SCHEME)
+        wanted = job.storage.folder is None
     return node_folder / "checkpoints" if wanted and node_folder is not None else None
 
 

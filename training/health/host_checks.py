@@ -21,7 +21,6 @@ from training.job import Job
 from training.wire.node import Check, CheckOutcome
 
 PROBE_BYTES = 4 << 20
-FILE_SCHEME = "file://"
 DISK_COPIES = 2  # the newest save, and the one being written
 
 
@@ -33,14 +32,13 @@ def check_disks(job: Job, folder: Path, state_bytes: int | None) -> Iterator[Che
         folder: of the node's disk.
         state_bytes: model and optimizer state of the whole job; None: not known.
     """
-    is_folder = job.storage.address.startswith(FILE_SCHEME)
+    path = job.storage.folder
     on_node = job.checkpoint.node_disk
-    has_tier = not is_folder if on_node is None else on_node
+    has_tier = path is None if on_node is None else on_node
     share = DISK_COPIES * (state_bytes or 0) // job.engine.nodes if has_tier else 0
     low = job.watch.disk_free_low_percent
     yield check_disk("disk", folder, needed_bytes=share, low_percent=low)
-    if is_folder:
-        path = Path(job.storage.address.removeprefix(FILE_SCHEME))
+    if path is not None:
         needed = (job.checkpoint.keep_last + 1) * (state_bytes or 0)
         yield check_disk("store_disk", _nearest(path), needed_bytes=needed, low_percent=low)
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 import pytest
 from pydantic import SecretStr, ValidationError
 
+from storage import address
 from storage.address import (
+    STORES,
     Credentials,
     StorageSpec,
     check_reachable,
@@ -16,7 +21,9 @@ from storage.address import (
 )
 from storage.errors import AccessDenied, Corrupt
 from storage.local import LocalStore
+from storage.objects import ObjectStore
 from storage.s3 import S3Store
+from tests.s3.conftest import EVERY_KIND, KINDS
 
 KEYS: dict[str, Any] = {
     "access_key": "AKID-SECRET",
@@ -30,8 +37,8 @@ KEYS: dict[str, Any] = {
     [
         ({"address": "file://relative/folder"}, "is a relative path; write file:///absolute"),
         ({"address": "file://"}, "is a relative path"),
-        ({"address": "/folder"}, "is neither file:///folder nor s3://bucket/prefix"),
-        ({"address": "gs://bucket/x"}, "'gs://bucket/x' is neither"),
+        ({"address": "/folder"}, "begins with neither file:// nor s3://"),
+        ({"address": "gs://bucket/x"}, "'gs://bucket/x' begins with neither"),
         ({"address": "s3://"}, "names no bucket"),
         ({"address": "s3:///prefix"}, "names no bucket"),
         ({"address": "s3://bucket/a/../b"}, "without '.' or '..'"),
@@ -94,6 +101,30 @@ def test_addresses_open_their_store(tmp_path):
     assert s3.url("c") == "s3://bucket/a/b/c"
     assert s3.local_path("c") is None
     assert s3._options.secret_key == SecretStr("KEY-SECRET")
+
+
+def test_only_a_folder_is_a_folder(tmp_path):
+    assert StorageSpec(address=f"file://{tmp_path}/store").folder == tmp_path / "store"
+    assert StorageSpec(address="s3://bucket/a").folder is None
+
+
+def test_every_store_has_an_address_and_is_tested_as_the_others_are():
+    wanted = {name for name in vars(ObjectStore) if not name.startswith("_")}
+    package = import_module("storage")
+    modules = [import_module(f"storage.{one.name}") for one in iter_modules(package.__path__)]
+    stores = {
+        one.__name__
+        for module in modules
+        for one in vars(module).values()
+        if isinstance(one, type) and wanted <= set(dir(one)) and one is not ObjectStore
+    }
+    source = Path(address.__file__).read_text(encoding="utf-8")
+    without = [name for name in stores if f"{name}(" not in source]
+    assert not without, "storage/address.py: STORES needs a line for each store"
+    tested = {kind.scheme for kind in KINDS.values()}
+    assert tested == set(STORES), "tests/s3/conftest.py: KINDS needs a server for each scheme"
+    kinds = {getattr(one, "values", (one,))[0] for one in EVERY_KIND}
+    assert kinds == set(KINDS), "tests/s3/conftest.py: EVERY_KIND needs each of KINDS"
 
 
 def test_the_keys_of_a_spec_open_a_real_bucket(s3, moto_endpoint):
