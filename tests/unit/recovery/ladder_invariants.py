@@ -1,6 +1,7 @@
 """What must hold of every answer of the ladder: one function for each of its rules, by its name.
 
-Written from the rules' sentences and without the ladder's own helpers.
+Written from the rules' sentences and what the tables have on a rung or a class, without the
+ladder's own helpers.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from training.recovery.chips import Severity
-from training.recovery.faults import Fault
+from training.recovery.faults import TRAITS, Fault, RecoverableBy
 from training.recovery.ladder import decide
-from training.recovery.rungs import Capacity, Decision, Policy, Recovery, Rung
+from training.recovery.rungs import LADDER, RUNGS, Capacity, Decision, Policy, Recovery, Rung, Scope
 
 HOUR_S = 3600.0
 CHIP_CODE = "80E01801"  # level RestartBusiness
@@ -22,15 +23,23 @@ SEPARATE_CODE = "80E18402"  # level SeparateNPU
 USER_CODE = "80C98002"
 
 ORDER = list(Rung)
-IN_PROCESS = (Rung.OPERATOR_RETRY, Rung.STEP_RETRY, Rung.PROCESS_REPLACE)
-ON_CHIP = (*IN_PROCESS, Rung.IN_PLACE_RESTART, Rung.HANG_RESTART)
-ISOLATING = (Rung.POD_RESCHEDULE, Rung.JOB_RESCHEDULE_ISOLATED)
-RESCHEDULING = (*ISOLATING, Rung.JOB_RESCHEDULE)
-HARDWARE = ("device_memory_error", "device_lost", "link_down", "node_lost")
-MAY_ISOLATE = (*HARDWARE, "operator_error", "host_oom", "collective_timeout", "native_crash")
-FOR_THE_USER = ("user_code_error", "launch_misconfigured", "version_mismatch")
-ALWAYS_THE_USERS = (*FOR_THE_USER, "device_oom", "host_oom", "numeric_anomaly")
-NOT_SAVED = ("numeric_anomaly", "checkpoint_corrupt", "launch_misconfigured", "version_mismatch")
+
+
+def rungs_of(*scopes: Scope) -> tuple[Rung, ...]:
+    return tuple(rung for rung, row in RUNGS.items() if row.scope in scopes)
+
+
+IN_PROCESS = rungs_of(Scope.PROCESSES)
+ON_CHIP = rungs_of(Scope.PROCESSES, Scope.CONTAINERS)
+RESCHEDULING = rungs_of(Scope.PLACEMENT)
+ISOLATING = tuple(rung for rung, row in RUNGS.items() if row.isolates)
+HARDWARE = tuple(met for met, traits in TRAITS.items() if traits.hardware_fault)
+MAY_ISOLATE = tuple(met for met, rungs in LADDER.items() if set(rungs) & set(ISOLATING))
+FOR_THE_USER = tuple(met for met, rungs in LADDER.items() if rungs == (Rung.STOP,))
+ALWAYS_THE_USERS = tuple(
+    met for met, traits in TRAITS.items() if traits.recoverable_by is RecoverableBy.USER_FIX
+)
+NOT_SAVED = tuple(met for met, traits in TRAITS.items() if not traits.is_worth_saving)
 
 
 @dataclass(frozen=True)

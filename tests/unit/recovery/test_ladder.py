@@ -8,7 +8,8 @@ import pytest
 
 from tests.unit.recovery import ladder_invariants, test_ladder_rules
 from tests.unit.recovery.test_ladder_rules import CRASH
-from training.recovery.faults import TRAITS, FaultClass
+from training.platforms.settings import POLICY_FIELDS
+from training.recovery.faults import TRAITS, FaultClass, RecoverableBy
 from training.recovery.guards import _GUARDS
 from training.recovery.ladder import decide, ladder_markdown
 from training.recovery.ladder_rules import RULES
@@ -22,41 +23,9 @@ from training.recovery.rungs import (
     Rung,
     Scope,
 )
+from training.specs.recovery import RestartSpec
 
 PAGE = Path(__file__).parents[3] / "docs" / "ladder.md"
-
-
-@pytest.mark.parametrize("fault_class", FaultClass)
-def test_every_class_has_a_ladder_that_gets_costlier_and_ends_in_stop(fault_class):
-    costs = [rung.cost for rung in LADDER[fault_class]]
-    assert costs == sorted(set(costs))
-    assert LADDER[fault_class][-1] is Rung.STOP
-
-
-def test_the_rungs_are_in_the_order_of_their_cost():
-    assert [str(rung) for rung in RUNGS] == [
-        "operator_retry",
-        "step_retry",
-        "process_replace",
-        "in_place_restart",
-        "hang_restart",
-        "pod_reschedule",
-        "job_reschedule_isolated",
-        "job_reschedule",
-        "stop",
-    ]
-
-
-def test_a_rung_needs_its_row_and_its_guard_and_answers_some_class():
-    assert set(RUNGS) == set(Rung), "training/recovery/rungs.py: RUNGS needs a row for each rung"
-    assert set(_GUARDS) == set(Rung), "training/recovery/guards.py: _GUARDS needs each rung"
-    assert list(RUNGS) == list(_GUARDS) == list(Rung), "in the order of Rung"
-    assert {rung for rungs in LADDER.values() for rung in rungs} == set(Rung)
-    assert ISOLATES < RESCHEDULES
-    for rung, row in RUNGS.items():
-        assert (row.state_name == "") == (rung in IN_PROCESS), "others end an attempt"
-        assert (row.spent_on == row.colour == "") == (rung is Rung.STOP)
-        assert (row.scope is Scope.RUN) == (rung is Rung.STOP)
 
 
 def test_a_fault_class_needs_its_traits_and_its_ladder():
@@ -65,12 +34,45 @@ def test_a_fault_class_needs_its_traits_and_its_ladder():
     assert list(TRAITS) == list(LADDER) == list(FaultClass), "in the order of FaultClass"
 
 
-def test_only_what_the_user_must_fix_has_nothing_but_stop():
-    assert {c for c, rungs in LADDER.items() if rungs == (Rung.STOP,)} == {
-        FaultClass.USER_CODE_ERROR,
-        FaultClass.LAUNCH_MISCONFIGURED,
-        FaultClass.VERSION_MISMATCH,
-    }
+@pytest.mark.parametrize("fault_class", LADDER)
+def test_every_ladder_gets_costlier_and_ends_in_stop(fault_class):
+    costs = [rung.cost for rung in LADDER[fault_class]]
+    assert costs == sorted(set(costs))
+    assert LADDER[fault_class][-1] is Rung.STOP
+
+
+@pytest.mark.parametrize("fault_class", [met for met in LADDER if LADDER[met] == (Rung.STOP,)])
+def test_only_what_the_user_must_fix_has_nothing_but_stop(fault_class):
+    assert TRAITS[fault_class].recoverable_by is RecoverableBy.USER_FIX
+
+
+def test_a_rung_needs_its_row_and_its_guard_and_answers_some_class():
+    assert set(RUNGS) == set(Rung), "training/recovery/rungs.py: RUNGS needs a row for each rung"
+    assert set(_GUARDS) == set(Rung), "training/recovery/guards.py: _GUARDS needs each rung"
+    assert list(RUNGS) == list(_GUARDS) == list(Rung), "in the order of Rung"
+    used = {rung for rungs in LADDER.values() for rung in rungs}
+    assert used == set(Rung), "training/recovery/rungs.py: LADDER needs each rung in some ladder"
+
+
+def test_what_starts_more_of_a_run_again_costs_more():
+    scopes = [row.scope for row in RUNGS.values()]
+    assert scopes == sorted(scopes, key=list(Scope).index), (
+        "training/recovery/rungs.py: Rung is in the order of cost, so of scope"
+    )
+
+
+def test_the_scope_of_a_rung_decides_what_its_row_has():
+    assert ISOLATES < RESCHEDULES
+    for rung, row in RUNGS.items():
+        assert (row.state_name == "") == (rung in IN_PROCESS), f"{rung}: others end an attempt"
+        assert (row.spent_on == row.colour == "") == (rung is Rung.STOP), rung
+        assert (row.scope is Scope.RUN) == (rung is Rung.STOP), rung
+
+
+def test_a_job_can_set_every_switch_of_the_policy():
+    elsewhere = {"operator_retry"}  # comm.op_retry and comm.link_retry turn it on
+    missing = POLICY_FIELDS - elsewhere - set(RestartSpec.model_fields)
+    assert not missing, "training/specs/recovery.py: RestartSpec needs a field of the same name"
 
 
 def test_the_call_of_a_supervisor_needs_no_more_than_it_did():
@@ -81,8 +83,10 @@ def test_the_call_of_a_supervisor_needs_no_more_than_it_did():
 
 
 def test_every_rule_has_a_test_by_example_and_an_invariant_named_after_it():
-    assert [name for name in RULES if not hasattr(test_ladder_rules, f"test_{name}")] == []
-    assert [name for name in RULES if not hasattr(ladder_invariants, name)] == []
+    without_test = [name for name in RULES if not hasattr(test_ladder_rules, f"test_{name}")]
+    assert not without_test, "tests/unit/recovery/test_ladder_rules.py needs test_<rule>"
+    without_invariant = [name for name in RULES if not hasattr(ladder_invariants, name)]
+    assert not without_invariant, "tests/unit/recovery/ladder_invariants.py needs <rule>"
 
 
 def test_the_printed_ladder_names_every_rung_class_and_rule():

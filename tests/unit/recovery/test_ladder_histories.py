@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -31,7 +30,7 @@ from tests.unit.recovery.ladder_invariants import (
 from training.recovery.chips import Severity
 from training.recovery.faults import Fault, FaultClass, RecoverableBy
 from training.recovery.ladder_rules import RULES
-from training.recovery.rungs import LADDER, Capacity, Policy, Recovery, Rung
+from training.recovery.rungs import LADDER, RUNGS, Capacity, Policy, Recovery, Rung
 
 INVARIANTS: Mapping[str, Callable[[Asked], bool]] = {
     name: getattr(ladder_invariants, name) for name in RULES
@@ -191,14 +190,10 @@ def cheapest_with_a_budget(asked: Asked) -> Rung:
         p.rung is Rung.JOB_RESCHEDULE and not p.failed and p.fault.fault_class is key[0]
         for p in since
     )
-    budgets = {
-        **dict.fromkeys((*IN_PROCESS, Rung.HANG_RESTART), 3),
-        Rung.IN_PLACE_RESTART: policy.in_place_retries,
-        Rung.POD_RESCHEDULE: policy.pod_retries,
-    }
 
     def may(rung: Rung) -> bool:
-        if ORDER.index(rung) < floor or used[rung] >= budgets.get(rung, math.inf):
+        budget = RUNGS[rung].budget
+        if ORDER.index(rung) < floor or (budget is not None and used[rung] >= budget(policy)):
             return False
         if rung in IN_PROCESS:
             return asked.survivors and rung not in broken_here
@@ -267,9 +262,10 @@ def test_the_same_fault_again_and_again_stops_in_a_bounded_number_of_decisions(
 
 def most_decisions(policy: Policy) -> int:
     """The longest row: every budget used up, and what may fail besides having failed once."""
-    inside = 3 * 3 + 3  # an abnormal step may be accepted after each retry
-    in_place = policy.in_place_retries + 1
-    return inside + in_place + 3 + policy.max_restarts + 2
+    accepted = 3  # an abnormal step may be, after each retry
+    stays = [row for rung, row in RUNGS.items() if rung not in RESCHEDULING]
+    budgets = sum(row.budget(policy) for row in stays if row.budget is not None)
+    return accepted + budgets + policy.max_restarts + len(RESCHEDULING)
 
 
 @given(any_question())
