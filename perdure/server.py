@@ -23,7 +23,7 @@ from perdure.console import warn
 from perdure.ports import owner_of, owner_text
 from storage.frozen_model import FrozenModel
 from training.errors import InputError, PerdureError
-from training.files import home_folder, write_whole
+from training.files import home_folder, private_folder, write_whole
 from training.processes import free_port, is_alive
 
 app = typer.Typer(help="The Prefect server of this machine.", no_args_is_help=True)
@@ -167,8 +167,7 @@ def start_server(*, port: int | None = None) -> ServerRecord:
         InputError: another process has that port.
         PerdureError: it ended, or did not answer in time.
     """
-    folder = _record_path().parent
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = private_folder(_record_path().parent)  # its database holds the jobs of all flow runs
     port = _free(port) if port is not None else _first_free()
     log_path = folder / "server.log"
     settings = {
@@ -190,7 +189,7 @@ def start_server(*, port: int | None = None) -> ServerRecord:
     started_s = psutil.Process(process.pid).create_time()
     record = ServerRecord(pid=process.pid, process_started_s=started_s, port=port)
     # Before it answers: a second command waits for this server instead of starting its own.
-    write_whole(_record_path(), record.model_dump_json())
+    write_whole(_record_path(), record.model_dump_json(), private=True)
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while not _answers(record):
         if process.poll() is not None or time.monotonic() > deadline_s:
@@ -273,7 +272,7 @@ def _chosen_port() -> int | None:
 
 
 def _remember(settings: ServerSettings) -> None:
-    write_whole(_settings_path(), settings.model_dump_json())
+    write_whole(_settings_path(), settings.model_dump_json(), private=True)
 
 
 def _settings_path() -> Path:

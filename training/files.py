@@ -13,6 +13,18 @@ def home_folder() -> Path:
     return Path(os.environ.get(HOME_ENV) or Path.home() / ".perdure").expanduser().resolve()
 
 
+def private_folder(path: Path) -> Path:
+    """A folder that its owner alone may enter, made where it is missing; what is in it is private.
+
+    Raises:
+        OSError: it cannot be made, or belongs to another user.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.stat().st_mode & 0o077:  # made by an earlier version, or by a caller's mkdir(parents)
+        path.chmod(0o700)
+    return path
+
+
 def write_whole(path: Path, content: str | bytes, *, private: bool = False) -> None:
     """Replace a file in one step: its readers see all of it or what was there before.
 
@@ -21,7 +33,7 @@ def write_whole(path: Path, content: str | bytes, *, private: bool = False) -> N
     Args:
         path: in a folder that is there.
         content: text is written as UTF-8.
-        private: readable by the owner alone, for it holds a token.
+        private: readable by the owner alone, for it holds a token or a job.
 
     Raises:
         OSError: it cannot be written; what was there stays.

@@ -51,3 +51,20 @@ def test_every_socket_of_a_run_listens_on_its_nodes_own_address_alone(living):
     for port in ports:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.2", port), timeout=5)
+
+
+def test_files_that_hold_a_job_or_a_token_are_their_owners_alone(living):
+    files = [
+        *living.folder.glob("*.json"),
+        *living.folder.glob("nodes/*/*/*.json"),
+        *living.folder.glob("nodes/*/*/attempts/*/*.json"),
+        *(living.bench.home / "prefect").glob("*.json"),
+    ]
+    names = {path.name for path in files}
+    assert {"job.json", "containers.json", "agent.json", "coordinator-config.json"} <= names
+    assert {"coordinator-address.json", "server.json"} <= names
+    open_to_others = [path for path in files if path.stat().st_mode & 0o077]
+    assert {path.name for path in open_to_others} <= {"held.json", "metrics-address.json"}
+    (container,) = living.folder.glob("nodes/*/p*")
+    for folder in (living.folder, container, living.bench.home / "prefect"):
+        assert not folder.stat().st_mode & 0o077, folder

@@ -244,7 +244,7 @@ class Agent:
         folder = self._attempt_folder(order)
         folder.mkdir(parents=True, exist_ok=True)
         job_file = folder / "job.json"
-        job_file.write_text(order.job, encoding="utf-8")
+        write_whole(job_file, order.job, private=True)
         logs = (
             Path(order.log_path) / self._config.run_id / folder.name if order.log_path else folder
         )

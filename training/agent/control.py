@@ -45,7 +45,7 @@ def publish_address(folder: Path, host: str, port: int) -> None:
         host=host,
         port=port,
     )
-    write_whole(folder / ADDRESS_FILE, address.model_dump_json())
+    write_whole(folder / ADDRESS_FILE, address.model_dump_json(), private=True)
 
 
 class AgentClient:

@@ -27,7 +27,7 @@ from training.agent.control import ADDRESS_FILE, AgentClient
 from training.engines.base import Greeting, Placement, Snapshot
 from training.environment import variables_of, worker_path
 from training.errors import AgentUnreachable, EngineError
-from training.files import last_line, write_whole
+from training.files import last_line, private_folder, write_whole
 from training.job import Job
 from training.processes import MARKER, is_alive, kill_container
 from training.recovery.rungs import Rung
@@ -337,7 +337,8 @@ class LocalEngine:
         # Left by a supervisor that died between this line and the save below.
         shutil.rmtree(folder, ignore_errors=True)
         self._forget_other_lives(folder.parent)
-        folder.mkdir(parents=True)
+        private_folder(self._root)
+        folder.mkdir(mode=0o700, parents=True)
         token = secrets.token_hex(16)
         config = AgentConfig(
             run_id=self._job.run_id,
@@ -414,7 +415,7 @@ class LocalEngine:
     def _save(self, placement: int) -> None:
         containers = tuple(c for _, c in sorted(self._containers.items()))
         document = Containers(placement=placement, containers=containers)
-        self._root.mkdir(parents=True, exist_ok=True)
+        private_folder(self._root)
         write_whole(self._root / _CONTAINERS_FILE, document.model_dump_json(), private=True)
 
     def _load(self) -> int | None:

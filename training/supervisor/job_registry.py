@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from training.errors import InputError
-from training.files import write_whole
+from training.files import private_folder, write_whole
 from training.job import Job, parse_job
 
 MAX_LISTED = 10
@@ -15,8 +15,9 @@ MAX_LISTED = 10
 def remember_job(home: Path, job: Job) -> None:
     """Note on this machine where a run's storage is, for commands that get its name alone."""
     path = job_path(home, job.run_id)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, job.model_dump_json(indent=1))  # the scheduled retention reads it any time
+    private_folder(path.parent)
+    # Whole: the scheduled retention reads it any time.
+    write_whole(path, job.model_dump_json(indent=1), private=True)
 
 
 def job_path(home: Path, run_id: str) -> Path:

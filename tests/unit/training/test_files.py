@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from training.files import write_whole
+from training.files import private_folder, write_whole
 
 
 def mode_of(path: Path) -> int:
@@ -38,3 +38,11 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path):
     with pytest.raises(OSError, match="record"):
         write_whole(path, "new")
     assert path.read_text() == "old"
+
+
+def test_a_private_folder_is_closed_to_others_also_when_it_was_there(tmp_path):
+    for folder in (tmp_path / "new" / "below", tmp_path / "old"):
+        if folder.name == "old":
+            folder.mkdir(mode=0o755)
+        assert private_folder(folder) == folder
+        assert mode_of(folder) == 0o700
