@@ -14,7 +14,16 @@ from prefect.states import Cancelled, Completed, Failed
 from typing_extensions import override
 
 from tasks.hooks import leave_adoptable, take_down
-from tasks.pretrain import check, place, preflight, prepare_data, report, train
+from tasks.pretrain import (
+    check,
+    place,
+    preflight,
+    prepare_data,
+    report,
+    restart_options,
+    train,
+)
+from tasks.retry_delay import NotWanted
 from tasks.states import data_of
 from tasks.supervision import Supervision, has_open_attempt
 from training.engines.base import Placement
@@ -82,7 +91,15 @@ class TaskSteps(RunSteps):
 
     @override
     def train(self, placement: Placement, data_manifest_key: str | None) -> Verdict:
-        name = f"placement {placement.number} on {','.join(placement.nodes)}"
-        named = train.with_options(task_run_name=name)
-        state = named(self.supervision, placement, data_manifest_key, return_state=True)
+        history, number = self.run.history, placement.number
+        name = f"placement {number} on {','.join(placement.nodes)}"
+        if history.open_attempt is None and history.attempts_in(number):
+            name += ", continued"
+        named = train.with_options(task_run_name=name, **restart_options(self.run.job))
+        try:
+            with self.supervision.retry_delay:
+                state = named(self.supervision, placement, data_manifest_key, return_state=True)
+        except NotWanted:
+            self.stop_wanted()  # raises where another process supervises from now on
+            return self.run.stopped()
         return data_of(state)

@@ -2,18 +2,20 @@
 
 `train` is one placement, and its Prefect retries are the in-place restarts; `attempt`,
 nested in it, is one start of the processes with a bar of its own in the timeline. The ladder
-has decided, and the decision is in the ledger, before a state is returned; the retry condition
-only carries it out. States that come from another run lose name and data in Prefect 3.8.8, so
-every task returns a fresh one.
+has decided, and the decision is in the ledger, before an attempt's state is returned, since that
+state is named after it; the attempt's failure hook publishes both, and the retry condition of
+`train` carries the decision out. States that come from another run lose name and data in Prefect
+3.8.8, so every task returns a fresh one.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
+from prefect.runtime import task_run as this_task_run
 from prefect.tasks import Task
 
 from storage.address import open_store
@@ -23,7 +25,7 @@ from tasks.supervision import Supervision
 from training.engines.base import Placement
 from training.errors import InputError
 from training.job import Job, departures
-from training.recovery.rungs import RUNGS, Rung
+from training.recovery.rungs import RUNGS, Rung, restarts_in_a_row
 from training.supervisor.job_checks import check_job
 from training.supervisor.run import Verdict
 from training.supervisor.watch import EndKind
@@ -31,10 +33,6 @@ from training.trainer.data.prepare import PrepareResult, prepare
 from training.trainer.data.tokenizer import open_tokenizer
 from training.trainer.size import num_parameters
 from training.wire.node import CheckOutcome
-
-# More than any ladder allows in a row; progress makes restarts free, so a run of weeks needs
-# room. When they run out the flow starts a further task on the same placement.
-IN_PLACE_RETRIES = 100
 
 
 @task(name="preflight", task_run_name="preflight", cache_policy=NO_CACHE)
@@ -103,6 +101,25 @@ def check(supervision: Supervision, placement: Placement) -> bool:
     return completed(True, f"{len(verdict.checks)} checks on {nodes} nodes")
 
 
+class RestartOptions(TypedDict):
+    """The restart policy of a job, as options of the task of a placement."""
+
+    retries: int
+    retry_delay_seconds: float
+
+
+def restart_options(job: Job) -> RestartOptions:
+    """Retries: as many restarts in place as the policy allows in a row without progress.
+
+    Progress makes restarts free, so a long run may use them up while the ladder still decides
+    for a restart in place: the flow then goes on with a further task on the same placement.
+    """
+    policy = job.restart.policy(operator_retry=job.comm.op_retry.enabled)
+    return RestartOptions(
+        retries=restarts_in_a_row(policy), retry_delay_seconds=job.restart.delay_s
+    )
+
+
 def may_restart_in_place(_task: Task[..., Any], _task_run: TaskRun, state: State[Any]) -> bool:
     """Whether the decision in the failed state is one that the same containers carry out.
 
@@ -111,31 +128,48 @@ def may_restart_in_place(_task: Task[..., Any], _task_run: TaskRun, state: State
     return isinstance(state.data, Verdict) and state.data.restarts_in_place
 
 
-def report_reschedule(_task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> None:
-    """Post-mortem of a placement: the retries are over, the flow reschedules or stops."""
-    get_run_logger().warning("%s ends: %s: %s", task_run.name, state.name, state.message)
+def publish_decision(_task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> None:
+    """Publish what broke an attempt and what answers it: log, fault report, events."""
+    verdict: Any = data_of(state)
+    if not isinstance(verdict, Verdict):
+        return  # the task itself raised: nothing was decided
+    # Prefect gives a hook no arguments of its task (3.8.8).
+    supervision: Supervision = this_task_run.parameters["supervision"]
+    supervision.logger.warning("%s: %s: %s", task_run.name, state.name, state.message)
+    supervision.story.reporter.fault(supervision.run.history.attempts[-1])
+    stops = verdict.decision is not None and verdict.decision.rung is Rung.STOP
+    supervision.story.show(f"{'stopping' if stops else 'recovering'}: {state.message}")
 
 
-@task(
-    name="train",
-    cache_policy=NO_CACHE,
-    retries=IN_PLACE_RETRIES,
-    retry_condition_fn=may_restart_in_place,
-    on_failure=[report_reschedule],
-)
+@task(name="train", cache_policy=NO_CACHE, retry_condition_fn=may_restart_in_place)
 def train(supervision: Supervision, placement: Placement, data_manifest_key: str | None) -> Verdict:
-    """Train on one placement; a retry of this task is an in-place restart."""
+    """Train on one placement; a retry of this task is an in-place restart.
+
+    Its retries and their delay are the job's restart policy, see `restart_options`.
+    """
+    tries: int = this_task_run.run_count
+    supervision.retry_delay.over()
+    if tries == 1:  # before a retry, Prefect has waited
+        supervision.run.wait_to_restart(placement, supervision.stop_wanted)
     history = supervision.run.refresh()
+    if history.open_attempt is None and history.attempts and supervision.stop_wanted():
+        return _state_of(supervision.run.stopped())
     number = len(history.attempts_in(placement.number))
     adopted = history.open_attempt is not None
     name = f"attempt {placement.number}.{number if adopted else number + 1}"
     step = f" from step {history.committed_step}"
     named = attempt.with_options(task_run_name=name + (" (adopted)" if adopted else step))
-    state = named(supervision, placement, data_manifest_key, return_state=True)
-    return _state_of(data_of(state))
+    verdict = data_of(named(supervision, placement, data_manifest_key, return_state=True))
+    if not verdict.restarts_in_place:
+        return _state_of(verdict)
+    if tries > restart_options(supervision.job)["retries"]:
+        message = f"{_state_text(verdict)}; goes on in a task of its own"
+        return completed(verdict, message, name="Continued")
+    supervision.retry_delay.begin()
+    return _state_of(verdict)
 
 
-@task(name="attempt", cache_policy=NO_CACHE)
+@task(name="attempt", cache_policy=NO_CACHE, on_failure=[publish_decision])
 def attempt(
     supervision: Supervision, placement: Placement, data_manifest_key: str | None
 ) -> Verdict:
@@ -149,10 +183,6 @@ def attempt(
         on_progress=supervision.story.on_progress,
     )
     supervision.story.report_cut_off()
-    if verdict.fault is not None and verdict.decision is not None:
-        supervision.story.reporter.fault(supervision.run.history.attempts[-1])
-        stops = verdict.decision.rung is Rung.STOP
-        supervision.story.show(f"{'stopping' if stops else 'recovering'}: {_state_text(verdict)}")
     supervision.story.report_attempts()
     return _state_of(verdict)
 

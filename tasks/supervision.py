@@ -25,6 +25,7 @@ from tasks.credentials import credentials_of
 from tasks.pausing import PauseLink, ServedFlowRun, was_resumed
 from tasks.prefect_client import client_without_retries
 from tasks.reporting import Log, Reporter
+from tasks.retry_delay import RetryDelay
 from tasks.story import RunStory
 from training.errors import InputError, RunConflict
 from training.files import home_folder
@@ -155,6 +156,7 @@ class Supervision:
             logger,
             target_step=None if job.worker.is_command else job.steps,
         )
+        self.retry_delay = RetryDelay(self.stop_wanted)
         self._lease = LeaseRenewal(self.run, logger)
         self._requests = RequestPoller(self.flow_run_id, self.run) if self.flow_run_id else None
 

@@ -216,6 +216,15 @@ RESCHEDULES = _of(Scope.PLACEMENT)
 STAYS_ON_CHIP = IN_PROCESS | RESTARTS_IN_PLACE
 ISOLATES = frozenset(rung for rung, row in RUNGS.items() if row.isolates)
 
+
+def restarts_in_a_row(policy: Policy) -> int:
+    """How many restarts in place the policy allows in a row without progress."""
+    rows = [RUNGS[rung] for rung in RESTARTS_IN_PLACE]
+    # Neither switch depends on the class of the fault.
+    allowed = [row.budget for row in rows if row.is_on(policy, FaultClass.UNKNOWN)]
+    return sum(budget(policy) for budget in allowed if budget is not None)
+
+
 _ISOLATE = (Rung.POD_RESCHEDULE, Rung.JOB_RESCHEDULE_ISOLATED, Rung.JOB_RESCHEDULE, Rung.STOP)
 _HEAL = (Rung.IN_PLACE_RESTART, *_ISOLATE)
 _NOT_THE_NODE = (Rung.IN_PLACE_RESTART, Rung.JOB_RESCHEDULE, Rung.STOP)

@@ -222,7 +222,6 @@ class Run:
         """Start the next attempt, or adopt the living one, and watch it to its end."""
         view = self.refresh().open_attempt
         if view is None:
-            self._wait(placement, stop_wanted)
             view = self._writer.begin_attempt(placement.number)
         health = AttemptHealth(self.job.watch)
         health.adopt(view)
@@ -274,13 +273,20 @@ class Run:
             last = attempts[-1]
             await_collected(lambda: self.engine.collect_logs(*last.key), timeout_s=LOGS_WAIT_S)
 
-    def _wait(self, placement: Placement, stop_wanted: Callable[[], bool]) -> None:
-        """Wait before a restart, as the policy has it; a request to stop ends the wait."""
-        if not self.history.attempts_in(placement.number):
+    def wait_to_restart(self, placement: Placement, stop_wanted: Callable[[], bool]) -> None:
+        """Wait before a restart in place, as the policy has it; a request to stop ends the wait."""
+        history = self.refresh()
+        if history.open_attempt is not None or not history.attempts_in(placement.number):
             return
         until_s = time.monotonic() + self.job.restart.delay_s
         while time.monotonic() < until_s and not stop_wanted():
             time.sleep(min(1.0, until_s - time.monotonic()))
+
+    def stopped(self) -> Verdict:
+        """The verdict where a stop was requested between two attempts: none is started."""
+        view = self.history.attempts[-1]
+        assert view.ended is not None  # noqa: S101 the caller saw it end
+        return Verdict(EndKind.STOPPED, *view.key, view.ended.to_step)
 
     def _already_started(self, view: AttemptView) -> bool:
         """Whether every agent has begun this attempt: it is adopted, not started again."""

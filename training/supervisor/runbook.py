@@ -69,6 +69,7 @@ class RunSteps:
 
     def train(self, placement: Placement, data_manifest_key: str | None) -> Verdict:
         """Run at least one attempt on a placement. How the last one ended."""
+        self.run.wait_to_restart(placement, self.stop_wanted)
         return self.run.attempt(
             placement,
             data_manifest_key=data_manifest_key,

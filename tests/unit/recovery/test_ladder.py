@@ -22,6 +22,7 @@ from training.recovery.rungs import (
     Policy,
     Rung,
     Scope,
+    restarts_in_a_row,
 )
 from training.specs.recovery import RestartSpec
 
@@ -111,3 +112,16 @@ def test_the_page_about_the_ladder_holds_exactly_the_printed_tables():
         "docs/ladder.md is out of date: keep its introduction and replace everything from the "
         "first table on with the output of `perdure ladder --markdown`"
     )
+
+
+@pytest.mark.parametrize(
+    ("policy", "restarts"),
+    [
+        (Policy(in_place_retries=5, hang=False), 5),
+        (Policy(in_place=False), 3),
+        (Policy(in_place_retries=5), 8),
+        (Policy(in_place=False, hang=False), 0),
+    ],
+)
+def test_a_policy_allows_so_many_restarts_in_place_in_a_row(policy, restarts):
+    assert restarts_in_a_row(policy) == restarts
