@@ -14,11 +14,11 @@ from prefect.states import Cancelled, Completed, Failed
 from typing_extensions import override
 
 from tasks.hooks import leave_adoptable, take_down
+from tasks.preparation import ensure_data
 from tasks.pretrain import (
     check,
     place,
     preflight,
-    prepare_data,
     report,
     restart_options,
     train,
@@ -30,7 +30,7 @@ from training.engines.base import Placement
 from training.job import Job
 from training.supervisor.run import Verdict
 from training.supervisor.runbook import RunSteps, conduct
-from training.trainer.data.prepare import PrepareResult
+from training.trainer.data.prepare import DataOutcome
 
 FINAL_STATES = {"completed": Completed, "cancelled": Cancelled, "failed": Failed}
 
@@ -62,7 +62,7 @@ def pretrain(job: Job) -> State[Any]:
 def prepare(job: Job) -> None:
     """Prepare the corpus of a job, so that its run finds everything there."""
     preflight(job)
-    prepare_data(job, return_state=True).result()
+    ensure_data(job)
 
 
 class TaskSteps(RunSteps):
@@ -73,9 +73,9 @@ class TaskSteps(RunSteps):
         self.supervision = supervision
 
     @override
-    def prepare_data(self) -> PrepareResult:
+    def prepare_data(self) -> DataOutcome:
         self.supervision.story.show("preparing data")
-        return data_of(prepare_data(self.run.job, return_state=True))
+        return ensure_data(self.run.job)
 
     @override
     def place(self) -> Placement:

@@ -18,19 +18,15 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.runtime import task_run as this_task_run
 from prefect.tasks import Task
 
-from storage.address import open_store
 from tasks.credentials import credentials_of
 from tasks.states import completed, data_of, failed
 from tasks.supervision import Supervision
 from training.engines.base import Placement
-from training.errors import InputError
 from training.job import Job, departures
 from training.recovery.rungs import RUNGS, Rung, restarts_in_a_row
 from training.supervisor.job_checks import check_job
 from training.supervisor.run import Verdict
 from training.supervisor.watch import EndKind
-from training.trainer.data.prepare import PrepareResult, prepare
-from training.trainer.data.tokenizer import open_tokenizer
 from training.trainer.size import num_parameters
 from training.wire.node import CheckOutcome
 
@@ -48,26 +44,6 @@ def preflight(job: Job) -> None:
         return
     for line in departures(job, num_parameters(job)):
         logger.warning("recommended otherwise: %s", line)
-
-
-@task(name="prepare_data", task_run_name="prepare_data", cache_policy=NO_CACHE)
-def prepare_data(job: Job) -> PrepareResult:
-    """Token shards and their manifest; skipped when they are there and whole."""
-    if job.data is None:
-        raise InputError("data", "is missing")
-    logger = get_run_logger()
-    store = open_store(job.storage, credentials_of(job.storage))
-    result = prepare(job.data, open_tokenizer(job.tokenizer), store, log=logger.info)
-    shards = len(result.manifest.shards)
-    counts = f"{shards} shards, {result.manifest.num_tokens:,} tokens"
-    if result.skipped:
-        message = f"manifest holds: {counts}, checked in {result.duration_s * 1e3:.0f} ms"
-        return completed(result, message, name="Cached")
-    message = (
-        f"{counts}: {result.written_shards} written, {result.reused_shards} reused, "
-        f"{result.damaged_shards} damaged ones redone, in {result.duration_s:.1f} s"
-    )
-    return completed(result, message)
 
 
 @task(name="place", cache_policy=NO_CACHE)

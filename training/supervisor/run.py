@@ -37,7 +37,7 @@ from training.supervisor.job_registry import remember_job
 from training.supervisor.ledger_writer import LedgerWriter
 from training.supervisor.placing import Placer, placement_of
 from training.supervisor.watch import AttemptEnd, AttemptObserver, AttemptWatch, EndKind, Progress
-from training.trainer.data.prepare import PrepareResult
+from training.trainer.data.prepare import DataOutcome
 from training.wire.agent import AgentState, StartOrder
 from training.wire.requests import take_back
 
@@ -170,16 +170,16 @@ class Run:
             return None
         return AttemptObserver(self._make_engine(history.epoch), placement)
 
-    def record_data(self, result: PrepareResult) -> None:
+    def record_data(self, outcome: DataOutcome) -> None:
         """Put the outcome of data preparation on record."""
         self.ledger.append(
             DataReady,
-            manifest_key=result.manifest_key,
-            num_tokens=result.manifest.num_tokens,
-            skipped=result.skipped,
-            written_shards=result.written_shards,
-            damaged_shards=result.damaged_shards,
-            duration_s=result.duration_s,
+            manifest_key=outcome.manifest_key,
+            num_tokens=outcome.num_tokens,
+            skipped=outcome.skipped,
+            written_shards=outcome.written_shards,
+            damaged_shards=outcome.damaged_shards,
+            duration_s=outcome.duration_s,
         )
 
     def pending_end(self) -> Verdict | None:

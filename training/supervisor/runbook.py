@@ -17,7 +17,7 @@ from training.recovery.faults import FaultClass
 from training.recovery.rungs import Rung
 from training.supervisor.run import Run, Verdict
 from training.supervisor.watch import EndKind, Progress
-from training.trainer.data.prepare import PrepareResult, prepare
+from training.trainer.data.prepare import DataOutcome, prepare
 from training.trainer.data.tokenizer import open_tokenizer
 
 Log = logging.Logger | logging.LoggerAdapter[logging.Logger]
@@ -45,11 +45,11 @@ class RunSteps:
     stop_wanted: Callable[[], bool] = lambda: False
     on_progress: Callable[[Progress], None] = lambda _progress: None
 
-    def prepare_data(self) -> PrepareResult:
+    def prepare_data(self) -> DataOutcome:
         """Bring token shards and their manifest into the store; only what is missing is made."""
         job = self.run.job
         assert job.data is not None  # noqa: S101 the runbook asks for jobs with data alone
-        return prepare(job.data, open_tokenizer(job.tokenizer), self.run.store)
+        return prepare(job.data, open_tokenizer(job.tokenizer), self.run.store).outcome
 
     def place(self) -> Placement:
         """Choose nodes and start their containers, or find the containers that are there.
@@ -116,15 +116,15 @@ def _prepare_data(steps: RunSteps, log: Log) -> str | None:
         return None
     history = run.history
     try:
-        result = steps.prepare_data()
+        outcome = steps.prepare_data()
     except Exception as error:
         if history.open_attempt is None or not history.data:
             raise
         # The corpus is not needed to go on watching an attempt that has read its shards.
         log.warning("data not checked: %s", error)
         return history.data[-1].manifest_key
-    run.record_data(result)
-    return result.manifest_key
+    run.record_data(outcome)
+    return outcome.manifest_key
 
 
 def _place(steps: RunSteps) -> Placement:

@@ -60,6 +60,19 @@ class Receipt(FrozenModel):
     shards: tuple[Shard, ...]  # none when the sources hold no text
 
 
+class DataOutcome(FrozenModel):
+    """What a preparation came to, in plain values, as ledger and orchestrator keep it."""
+
+    manifest_key: str
+    num_tokens: int
+    num_shards: int
+    skipped: bool  # everything was there and intact
+    written_shards: int
+    reused_shards: int
+    damaged_shards: int
+    duration_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class PrepareResult:
     """The manifest and what it took."""
@@ -71,6 +84,72 @@ class PrepareResult:
     reused_shards: int
     damaged_shards: int  # recorded, but missing or different: redone
     duration_s: float
+
+    @property
+    def outcome(self) -> DataOutcome:
+        """The same in plain values."""
+        return DataOutcome(
+            manifest_key=self.manifest_key,
+            num_tokens=self.manifest.num_tokens,
+            num_shards=len(self.manifest.shards),
+            skipped=self.skipped,
+            written_shards=self.written_shards,
+            reused_shards=self.reused_shards,
+            damaged_shards=self.damaged_shards,
+            duration_s=self.duration_s,
+        )
+
+
+def inputs_of(spec: DataSpec, tokenizer: Tokenizer) -> str:
+    """The fingerprint of the inputs, which names their manifest; no source is read for it.
+
+    Raises:
+        CorpusError: the sources cannot be used.
+    """
+    return fingerprint(settings_fingerprint(spec, tokenizer), find_sources(spec))
+
+
+def find_prepared(
+    store: ObjectStore,
+    inputs: str,
+    *,
+    prefix: str = "data",
+    log: Callable[[str], None] | None = None,
+) -> PrepareResult | None:
+    """What an earlier preparation of these inputs has left, if all of it is there and intact.
+
+    Args:
+        store: that was prepared into.
+        inputs: as `inputs_of` has it.
+        prefix: key prefix of everything written.
+        log: takes a line when the manifest is damaged.
+
+    Raises:
+        StorageError: the store failed.
+    """
+    started_s = time.monotonic()
+    key = f"{prefix}/manifests/{inputs}.json"
+    try:
+        manifest = load_manifest(store, key)
+    except NotFound:
+        return None
+    except Corrupt as exc:
+        (log or _ignore)(f"manifest is damaged and will be made again: {exc}")
+        return None
+    cache = ShardCache(store, prefix)
+    intact = all(map(cache.is_intact, manifest.shards))
+    cache.save()
+    if not intact:
+        return None
+    return PrepareResult(
+        manifest=manifest,
+        manifest_key=key,
+        skipped=True,
+        written_shards=0,
+        reused_shards=len(manifest.shards),
+        damaged_shards=0,
+        duration_s=time.monotonic() - started_s,
+    )
 
 
 def prepare(
@@ -95,7 +174,11 @@ def prepare(
         StorageError: the store failed.
         ValueError: the prefix is not a key, or the tokenizer gives ids beyond its vocabulary.
     """
-    return _Preparation(spec, tokenizer, store, check_key(prefix), log or _ignore).run()
+    inputs = inputs_of(spec, tokenizer)
+    found = find_prepared(store, inputs, prefix=check_key(prefix), log=log)
+    if found is not None:
+        return found
+    return _Preparation(spec, tokenizer, store, prefix, log or _ignore).run()
 
 
 class _Preparation:
@@ -122,35 +205,19 @@ class _Preparation:
         sources = find_sources(self._spec)
         inputs = fingerprint(self._settings, sources)
         key = f"{self._prefix}/manifests/{inputs}.json"
-        manifest = self._committed(key)
-        skipped = manifest is not None
-        if manifest is None:
-            groups = group_sources(sources, shard_size_bytes=self._spec.shard_size_bytes)
-            shards = [shard for group in groups for shard in self._settle(group)]
-            manifest = self._manifest(inputs, shards)
+        groups = group_sources(sources, shard_size_bytes=self._spec.shard_size_bytes)
+        manifest = self._manifest(inputs, [s for group in groups for s in self._settle(group)])
         self._cache.save()
-        if not skipped:
-            self._store.put(key, manifest.model_dump_json().encode())
+        self._store.put(key, manifest.model_dump_json().encode())
         return PrepareResult(
             manifest=manifest,
             manifest_key=key,
-            skipped=skipped,
+            skipped=False,
             written_shards=self._written,
             reused_shards=len(manifest.shards) - self._written,
             damaged_shards=len(self._damaged),
             duration_s=time.monotonic() - started_s,
         )
-
-    def _committed(self, key: str) -> CorpusManifest | None:
-        """The manifest of these inputs, if there is one and all its shards are intact."""
-        try:
-            manifest = load_manifest(self._store, key)
-        except NotFound:
-            return None
-        except Corrupt as exc:
-            self._log(f"manifest is damaged and will be made again: {exc}")
-            return None
-        return manifest if all(map(self._cache.is_intact, manifest.shards)) else None
 
     def _manifest(self, inputs: str, shards: list[Shard]) -> CorpusManifest:
         if not shards:
