@@ -84,6 +84,24 @@ $(VENV)/.ui-browser: | $(VENV)/.installed
 		echo "make: no chromium, so tests of tests/ui are skipped: apt-get install --no-install-recommends $(UI_PACKAGES)"; \
 	fi
 
+# Debian's PostgreSQL and Redis, on which two Prefect servers are tested; without them those tests
+# are skipped, and fail where CI is set.
+HA_PACKAGES := postgresql redis-server
+
+$(VENV)/.prefect-servers: | $(VENV)/.installed
+	@missing() { ! ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || ! command -v psql >/dev/null \
+		|| ! command -v redis-server >/dev/null; }; \
+	if missing && test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
+		echo "make: installing $(HA_PACKAGES) with apt-get"; \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y \
+			--no-install-recommends $(HA_PACKAGES) >$@.log 2>&1; \
+	fi; \
+	if missing; then \
+		echo "make: no PostgreSQL and Redis, so tests/process/test_two_servers.py is skipped: apt-get install --no-install-recommends $(HA_PACKAGES)"; \
+	else \
+		touch $@; \
+	fi
+
 # Two at a time, a file's tests on one worker; tests that measure seconds have the machine for
 # themselves. The slowest twenty of each part are listed.
 TEST := $(BIN)/python -m pytest --durations 20
@@ -96,7 +114,8 @@ test: $(VENV)/.installed $(VENV)/.s3-servers $(VENV)/.prometheus $(VENV)/.ui-bro
 	$(TEST) tests/process -m "alone and not long"
 
 # The other real runs: variants of faults, kinds of parallelism, programs, outages.
-test-long: $(VENV)/.installed $(VENV)/.s3-servers $(VENV)/.prometheus $(VENV)/.ui-browser
+test-long: $(VENV)/.installed $(VENV)/.s3-servers $(VENV)/.prometheus $(VENV)/.ui-browser \
+		$(VENV)/.prefect-servers
 	$(TEST) tests/process tests/ui -m "long and not alone" $(SIDE_BY_SIDE)
 	$(TEST) tests/process -m "long and alone"
 

@@ -104,6 +104,8 @@ def start(port: Port = None) -> None:
     if port is not None:
         _remember(ServerSettings(port=port or None))
     print(f"Prefect UI: {record.ui_url}\nexport PREFECT_API_URL={record.api_url}")
+    if os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):
+        print('export PREFECT_API_AUTH_STRING="$PREFECT_SERVER_API_AUTH_STRING"')
 
 
 @app.command("stop")
@@ -128,17 +130,42 @@ def use_server() -> str:
         Address of the UI.
 
     Raises:
+        InputError: the server asks for another auth string than this shell has.
         PerdureError: the server did not start.
     """
     for name, value in CLIENT_SETTINGS.items():
         os.environ.setdefault(name, value)
     given = os.environ.get("PREFECT_API_URL") or configured_api()
-    if given:
-        return given.removesuffix("/api")
-    record = _running_server() or start_server(port=_chosen_port())
-    os.environ["PREFECT_API_URL"] = record.api_url
-    _reload_settings()
-    return record.ui_url
+    if not given:
+        record = _running_server() or start_server(port=_chosen_port())
+        given = os.environ["PREFECT_API_URL"] = record.api_url
+        # This machine's server has it from the same shell as its clients.
+        if of_server := os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):
+            os.environ.setdefault("PREFECT_API_AUTH_STRING", of_server)
+        _reload_settings()
+    _refuse_unauthorized(given)
+    return given.removesuffix("/api")
+
+
+def _refuse_unauthorized(api_url: str) -> None:
+    """Say on one line that the auth string is wrong, which the flow would say with a traceback.
+
+    Raises:
+        InputError: the server refuses requests with this auth string, or without one.
+    """
+    from tasks.prefect_client import client_without_retries  # noqa: PLC0415 imports Prefect
+
+    try:
+        with client_without_retries() as client:
+            client.api_version()
+    except httpx.HTTPStatusError as error:
+        if error.response.status_code == httpx.codes.UNAUTHORIZED:
+            raise InputError(
+                "PREFECT_API_AUTH_STRING",
+                f"is not the one that the Prefect server at {api_url} was started with",
+            ) from None
+    except httpx.HTTPError:
+        return  # what needs the server waits for it
 
 
 def _running_server() -> ServerRecord | None:

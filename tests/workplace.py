@@ -96,11 +96,16 @@ def api(prefect_server) -> Api:
 @pytest.fixture(scope="session")
 def bench(session_home, prefect_server) -> Workbench:
     """Where runs are made."""
-    corpus = session_home / "corpus"
+    return make_bench(session_home, prefect_server.api_url)
+
+
+def make_bench(home: Path, api_url: str, env: dict[str, str] | None = None) -> Workbench:
+    """A bench in a folder, with a small corpus."""
+    corpus = home / "corpus"
     corpus.mkdir()
     for index in range(6):
         (corpus / f"{index}.txt").write_text((f"{index} " + TEXT) * 80)
-    return Workbench(session_home, prefect_server.api_url, corpus)
+    return Workbench(home, api_url, corpus, env or {})
 
 
 @pytest.fixture(scope="session")

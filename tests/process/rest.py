@@ -13,15 +13,20 @@ from tests.waiting import wait_for
 BUSY_S = 60.0
 
 
-def ask(method: str, url: str, body: Any = None) -> httpx.Response:
+def ask(method: str, url: str, body: Any = None, *, auth: str = "") -> httpx.Response:
     """One request. A server that has too much to do, SQLite's lock for one, is asked again.
+
+    Args:
+        auth: the server's auth string, name:password.
 
     Raises:
         httpx.HTTPStatusError: it refuses.
     """
     deadline_s = time.monotonic() + BUSY_S
+    name, _, password = auth.partition(":")
+    given = (name, password) if auth else None
     while True:
-        answer = httpx.request(method, url, json=body, timeout=30)
+        answer = httpx.request(method, url, json=body, timeout=30, auth=given)
         if not answer.is_server_error or time.monotonic() > deadline_s:
             return answer.raise_for_status()
         time.sleep(0.5)
@@ -30,8 +35,13 @@ def ask(method: str, url: str, body: Any = None) -> httpx.Response:
 class Api:
     """What tests look at and do, by the names of runs and deployments."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, auth: str = "") -> None:
         self.url = url
+        self._auth = auth
+
+    def ask(self, method: str, path: str, body: Any = None) -> httpx.Response:
+        """One request to a path below the API's address."""
+        return ask(method, f"{self.url}/{path}", body, auth=self._auth)
 
     def flow_runs(self, name: str) -> list[dict]:
         body = {"flow_runs": {"name": {"any_": [name]}}, "sort": "EXPECTED_START_TIME_DESC"}
@@ -74,7 +84,7 @@ class Api:
             "resource": {"id": [f"perdure.run.{name}"]},
             "order": "ASC",
         }
-        found = ask("POST", f"{self.url}/events/filter", {"filter": wanted}).json()
+        found = self.ask("POST", "events/filter", {"filter": wanted}).json()
         return [event["payload"] for event in found["events"]]
 
     def cancel(self, name: str) -> None:
@@ -87,10 +97,10 @@ class Api:
 
     def resume(self, name: str) -> None:
         run_id = self.flow_runs(name)[0]["id"]
-        ask("POST", f"{self.url}/flow_runs/{run_id}/resume")
+        self.ask("POST", f"flow_runs/{run_id}/resume")
 
     def deployment(self, name: str) -> dict:
-        found: dict[str, Any] = ask("GET", f"{self.url}/deployments/name/{name}").json()
+        found: dict[str, Any] = self.ask("GET", f"deployments/name/{name}").json()
         return found
 
     def scheduled_runs(self, deployment: dict) -> list[dict]:
@@ -105,23 +115,23 @@ class Api:
         """What the UI does with a scheduled run that is not waited for."""
         now = dt.datetime.now(dt.UTC).isoformat()
         state = {"type": "SCHEDULED", "state_details": {"scheduled_time": now}}
-        url = f"{self.url}/flow_runs/{flow_run['id']}/set_state"
-        ask("POST", url, {"state": state, "force": True})
+        url = f"flow_runs/{flow_run['id']}/set_state"
+        self.ask("POST", url, {"state": state, "force": True})
 
     def ended(self, flow_run: dict) -> str:
         """The message with which a flow run ended; "" before."""
-        state = ask("GET", f"{self.url}/flow_runs/{flow_run['id']}").json()["state"]
+        state = self.ask("GET", f"flow_runs/{flow_run['id']}").json()["state"]
         return state["message"] if state["type"] in ("COMPLETED", "FAILED", "CRASHED") else ""
 
     def set_schedule(self, deployment: dict, *, active: bool) -> None:
         (schedule,) = deployment["schedules"]
-        url = f"{self.url}/deployments/{deployment['id']}/schedules/{schedule['id']}"
-        ask("PATCH", url, {"active": active})
+        url = f"deployments/{deployment['id']}/schedules/{schedule['id']}"
+        self.ask("PATCH", url, {"active": active})
 
     def _set_state(self, name: str, state: dict) -> None:
         run_id = self.flow_runs(name)[0]["id"]
-        ask("POST", f"{self.url}/flow_runs/{run_id}/set_state", {"state": state})
+        self.ask("POST", f"flow_runs/{run_id}/set_state", {"state": state})
 
     def _found(self, things: str, body: dict) -> list[dict]:
-        found: list[dict] = ask("POST", f"{self.url}/{things}/filter", body).json()
+        found: list[dict] = self.ask("POST", f"{things}/filter", body).json()
         return found

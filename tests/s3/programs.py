@@ -39,7 +39,7 @@ def listens(port: int) -> bool:
 class Program:
     """One running program; its output goes to a file."""
 
-    def __init__(self, command: Sequence[str], *, log: Path) -> None:
+    def __init__(self, command: Sequence[str], *, log: Path, user: str | None = None) -> None:
         self._log = log
         with log.open("ab") as out:
             self._process = subprocess.Popen(
@@ -47,6 +47,7 @@ class Program:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
+                user=user,
                 start_new_session=True,  # an interrupt at the terminal ends pytest, which ends us
                 preexec_fn=_die_with_parent,  # noqa: PLW1509 no thread of ours holds a lock it needs
             )
