@@ -178,12 +178,6 @@ def _running_server() -> ServerRecord | None:
     return None
 
 
-def find_server() -> ServerRecord | None:
-    """The server started before, when it is alive and answers."""
-    record = _alive_server()
-    return record if record is not None and _answers(record) else None
-
-
 def start_server(*, port: int | None = None) -> ServerRecord:
     """Start a server in a session of its own and wait until it answers.
 

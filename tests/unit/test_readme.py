@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from perdure.cli import app
 from training.job import parse_job
 
 ROOT = Path(__file__).parents[2]
+MODULES = sorted((ROOT / "perdure").glob("*.py"))
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```yaml\n(.*?)```", README, flags=re.DOTALL)
 
@@ -26,7 +28,21 @@ def test_every_job_in_the_readme_is_one(block):
 
 @pytest.mark.parametrize("command", sorted(set(re.findall(r"perdure ([a-z]+)", README))))
 def test_every_command_in_the_readme_exists(command):
-    assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0
+    found = CliRunner().invoke(app, [command, "--help"]).exit_code == 0
+    assert found, f"perdure/cli.py registers no command {command!r}"
+
+
+def test_every_public_function_of_the_command_line_is_a_command_or_called():
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in MODULES]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    used = {node.id for node in nodes if isinstance(node, ast.Name)}
+    used |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    defined = [node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
+    unused = {
+        one.name for one in defined
+        if not (one.name.startswith("_") or one.decorator_list or one.name in used)
+    }  # fmt: skip
+    assert not unused, "perdure/cli.py registers no such command, and nothing calls it"
 
 
 def test_every_make_target_and_file_in_the_readme_exists():
