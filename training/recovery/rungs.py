@@ -79,7 +79,7 @@ class Rung(StrEnum):
 
 
 class Scope(StrEnum):
-    """How much of a run a rung starts again; the value is what Prefect sees of it."""
+    """How much of a run a rung starts again, so who does it; the value is what Prefect sees."""
 
     PROCESSES = "event"  # they live on: needs survivors, stays on the chip
     CONTAINERS = "task retry"  # they live on with new processes: stays on the chip

@@ -156,7 +156,8 @@ def test_of_two_writers_that_are_killed_every_whole_event_is_read_in_its_order(f
 
 def test_every_event_is_in_the_union_that_the_log_and_the_ledger_read():
     events = set(_leaves(AttemptEvent))
-    assert events == set(get_args(get_args(LedgerEvent)[0])), "training/journal/events.py"
+    known = set(get_args(get_args(LedgerEvent)[0]))
+    assert events == known, "training/journal/events.py: _Recorded needs every event"
     assert events < set(get_args(get_args(Event)[0]))
 
 

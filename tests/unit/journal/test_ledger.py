@@ -151,7 +151,9 @@ def test_a_record_of_an_unknown_kind_is_refused(store):
 
 def test_every_record_is_in_the_union_that_a_ledger_reads():
     kinds = {kind for base in (Record, AttemptRecord) for kind in base.__subclasses__()}
-    assert kinds - {AttemptRecord} == set(get_args(get_args(AnyRecord)[0])), "journal/records.py"
+    known = set(get_args(get_args(AnyRecord)[0]))
+    missing = "training/journal/records.py: AnyRecord needs every record"
+    assert kinds - {AttemptRecord} == known, missing
 
 
 def test_a_users_note_needs_no_lease_and_costs_the_supervisor_none_of_its_records(store):
