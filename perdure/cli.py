@@ -35,7 +35,7 @@ from perdure.preflight import preflight
 from perdure.run import demo, run
 from perdure.status import status
 from storage.errors import StorageError
-from training.environment import check_environment, worker_variables
+from training.environment import Variable, check_environment, worker_variables
 from training.errors import InputError, PerdureError
 from training.files import home_folder
 from training.job import Job, load_job
@@ -60,7 +60,8 @@ def env(job_file: JobFile, overrides: Overrides = None, *, as_json: AsJson = Fal
     """Print the HCCL and torch environment of a job's workers, with the reasons."""
     job = load_job(job_file, overrides or ())
     check_environment(job)
-    variables = worker_variables(job)
+    kept = [Variable(name, "***", f"from {one.text}") for name, one in job.env_from.items()]
+    variables = [*worker_variables(job), *kept]
     if as_json:
         print_json([asdict(variable) for variable in variables])
         return

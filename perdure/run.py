@@ -101,11 +101,15 @@ def _supervise(job: Job, injector: KillInjector | None = None) -> int:
         from flows.pretrain import pretrain  # noqa: PLC0415 imports Prefect
         from perdure.panel import LiveView  # noqa: PLC0415 imports Prefect
         from tasks.credentials import credentials_of  # noqa: PLC0415 imports Prefect
+        from tasks.env_secrets import check_blocks  # noqa: PLC0415 imports Prefect
         from tasks.observe import Observation, observed_by  # noqa: PLC0415 imports Prefect
+        from tasks.supervision import has_open_attempt  # noqa: PLC0415 imports Prefect
 
-        # What check_inputs had to leave out: the keys are a block of the server.
+        # What check_inputs had to leave out: the keys, and other secrets, are blocks of the server.
         if job.storage.credentials_block is not None:
             check_job(job, credentials=credentials_of(job.storage))
+        if not has_open_attempt(job):  # one that lives is adopted, whatever became of the blocks
+            check_blocks(job)
 
     def inject(observation: Observation) -> None:
         if injector is not None and observation.steps:

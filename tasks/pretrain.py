@@ -19,6 +19,7 @@ from prefect.runtime import task_run as this_task_run
 from prefect.tasks import Task
 
 from tasks.credentials import credentials_of
+from tasks.env_secrets import check_blocks
 from tasks.states import completed, data_of, failed
 from tasks.supervision import Supervision
 from training.engines.base import Placement
@@ -39,6 +40,7 @@ def preflight(job: Job) -> None:
         InputError: names field, value and what is allowed.
     """
     check_job(job, credentials=credentials_of(job.storage))
+    check_blocks(job)
     logger = get_run_logger()
     if job.worker.is_command:
         return

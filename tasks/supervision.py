@@ -22,6 +22,7 @@ from prefect.runtime import flow_run as flow_run_runtime
 
 from storage.errors import StorageError
 from tasks.credentials import credentials_of
+from tasks.env_secrets import BlockSecrets
 from tasks.pausing import PauseLink, ServedFlowRun, was_resumed
 from tasks.prefect_client import client_without_retries
 from tasks.reporting import Log, Reporter
@@ -148,7 +149,12 @@ class Supervision:
     def __init__(self, job: Job, logger: Log) -> None:
         self.job = job
         self.logger = logger
-        self.run = Run(job, home=home_folder(), credentials=credentials_of(job.storage))
+        self.run = Run(
+            job,
+            home=home_folder(),
+            credentials=credentials_of(job.storage),
+            secrets=BlockSecrets(job),
+        )
         self.flow_run_id = _flow_run_id()
         self.story = RunStory(
             self.run,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from training.errors import InputError
-from training.job import Job
+from training.job import Job, refuse_secrets
 from training.processes import interface_of
 
 # Added on top of HCCL_EXEC_TIMEOUT: the event wait must outlast the execution limit
@@ -89,11 +89,12 @@ def worker_path() -> str:
 
 
 def check_environment(job: Job) -> None:
-    """Check the job's own variables for wrong units and excluded pairs.
+    """Check the job's own variables for secrets, wrong units and excluded pairs.
 
     Raises:
         InputError: names the variable, its value and what is allowed.
     """
+    refuse_secrets(job)
     for name, value in job.env.items():
         limits = _RANGES.get(name)
         if limits is None:

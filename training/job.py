@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,10 +20,12 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from storage.address import Credentials, StorageSpec
 from storage.frozen_model import FrozenModel
 from training.errors import InputError
+from training.masking import has_key
 from training.recovery.replicas import ParallelLayout
 from training.specs.data import DataSpec, TokenizerSpec
 from training.specs.drill import DrillSpec
 from training.specs.engine import DEFAULT_RECIPE, AnyEngineSpec, LocalEngineSpec, WorkerSpec
+from training.specs.env_from import SecretSource
 from training.specs.model import (
     BatchSpec,
     ModelSpec,
@@ -40,6 +43,7 @@ from training.specs.recovery import (
     RestartSpec,
     recommended_interval,
 )
+from training.specs.secret_literals import why_secret
 from training.specs.watch import WatchSpec
 
 MAX_USER_VARIABLES = 100  # ModelArts' limit for own environment variables of a training job
@@ -76,7 +80,12 @@ class Job(FrozenModel):
         PreflightSpec(), description="what is checked on nodes before they are used"
     )
     drill: DrillSpec = Field(DrillSpec(), description="faults made on purpose")
-    env: dict[str, str] = Field({}, description="further environment variables of the workers")
+    env: dict[str, str] = Field(
+        {}, description="further environment variables of the workers; no secrets, see env_from"
+    )
+    env_from: dict[str, SecretSource] = Field(
+        {}, description="environment variables whose values are secret: where each is kept"
+    )
     log_path: str | None = Field(
         None, description="folder for the workers' logs; default: the node's scratch folder"
     )
@@ -89,10 +98,28 @@ class Job(FrozenModel):
     def _check_env(cls, value: dict[str, str]) -> dict[str, str]:
         if len(value) > MAX_USER_VARIABLES:
             raise ValueError(f"{len(value)} variables, at most {MAX_USER_VARIABLES} are allowed")
-        for name in value:
-            if name.startswith(RESERVED_PREFIXES) or name in RESERVED_NAMES:
-                raise ValueError(f"{name} is set by the node agent, choose another name")
+        _check_names(value)
         return value
+
+    @field_validator("env_from")
+    @classmethod
+    def _check_env_from(cls, value: dict[str, SecretSource]) -> dict[str, SecretSource]:
+        _check_names(value)
+        return value
+
+    @model_validator(mode="after")
+    def _check_secrets(self) -> Self:
+        both = sorted(self.env.keys() & self.env_from.keys())
+        if both:
+            raise ValueError(f"{both[0]} is in env and in env_from, leave one out")
+        for part in self.worker.command or ():
+            for name in self.env_from:
+                if re.search(rf"(?<!\$)\$(?:{name}\b|\{{{name}\}})", part):
+                    raise ValueError(
+                        f"worker.command has ${name}, and all of the node see arguments: read the "
+                        f"variable in the program, or in a shell as $${name}"
+                    )
+        return self
 
     @model_validator(mode="after")
     def _check_session_job(self) -> Self:
@@ -129,6 +156,12 @@ class Job(FrozenModel):
             case ParallelKind.DDP | ParallelKind.DATA_PARALLEL:
                 shards = 1  # whatever one process of the latter drives
         return ParallelLayout(dp=world, optimizer_shards=shards)
+
+
+def _check_names(variables: Iterable[str]) -> None:
+    for name in variables:
+        if name.startswith(RESERVED_PREFIXES) or name in RESERVED_NAMES:
+            raise ValueError(f"{name} is set by the node agent, choose another name")
 
 
 def _check_world(job: Job) -> None:
@@ -211,7 +244,29 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
         raise InputError(str(path), "must be a mapping of job fields")
     for override in overrides:
         _set_override(document, override)
-    return parse_job(document)
+    job = parse_job(document)
+    refuse_secrets(job)
+    return job
+
+
+def refuse_secrets(job: Job) -> None:
+    """Check that the job, which others read, holds no secret.
+
+    Raises:
+        InputError: it does; names the variable, never the value.
+    """
+    for name, value in job.env.items():
+        why = why_secret(name, value)
+        if why is not None:
+            raise InputError(
+                f"env.{name}",
+                f"{why}, and a job holds no secrets: name where it is kept, env_from: "
+                f"{{{name}: {{secret: VARIABLE}}}}, or {{file: PATH}}, or {{block: NAME}}",
+            )
+    if any(has_key(part) for part in job.worker.command or ()):
+        raise InputError(
+            "worker.command", "holds a key: use env_from, and read the variable in the program"
+        )
 
 
 def parse_job(document: Mapping[str, Any]) -> Job:
@@ -262,6 +317,8 @@ def _message_of(error: Mapping[str, Any]) -> str:
             "keys do not belong into a job: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in "
             "the environment, or name a Prefect block in credentials_block"
         )
+    if error["loc"][:1] == ("env_from",) and error["type"] == "model_type":  # the value, perhaps
+        return "must name where the value is kept: {secret: VARIABLE}, {file: PATH}, {block: NAME}"
     match error["type"]:
         case "extra_forbidden":
             close = difflib.get_close_matches(str(error["loc"][-1]), _field_names(), n=1)

@@ -8,6 +8,7 @@ bytes.
 
 from __future__ import annotations
 
+import json
 import re
 import string
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -31,6 +32,24 @@ _SECRET_NAME = re.compile(
     r"|(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE)S?(?:_|$)",
     re.IGNORECASE,
 )
+# Names of variables, with commas between them, that are secret whatever they are called: an agent
+# tells its workers so.
+SECRETS_ENV = "PERDURE_SECRETS"
+# Keys that show what they are.
+_KEYS = (
+    rb"(?<![A-Za-z0-9])(?:AKIA|ASIA)[0-9A-Z]{12,128}",
+    rb"\bhf_[A-Za-z0-9]{20,200}",
+    rb"\bgh[pousr]_[A-Za-z0-9]{30,300}",
+    rb"\bgithub_pat_[A-Za-z0-9_]{30,300}",
+    rb"\bglpat-[A-Za-z0-9_-]{20,300}",
+    rb"\bxox[abeprs]-[A-Za-z0-9-]{10,300}",
+    rb"\bsk-[A-Za-z0-9_-]{20,300}",
+    rb"\bAIza[A-Za-z0-9_-]{35}",
+    rb"\beyJ[A-Za-z0-9_-]{10,2048}\.[A-Za-z0-9_-]{10,4096}\.[A-Za-z0-9_-]{10,1024}",
+)
+_IN_ADDRESS = (
+    rb"(?P<keep5>[A-Za-z][A-Za-z0-9+.-]{0,30}://[^/\s:@\"']{0,256}:)[^@\s/\"']{1,1024}(?=@)"
+)
 # Every form keeps its group `keep` and loses the rest, but for the group `after`.
 _FORMS = (
     # Headers, as sent and as dictionaries of them are printed.
@@ -39,13 +58,8 @@ _FORMS = (
     # name=value, "name": "value", and the parameters of presigned addresses.
     rb"""(?P<keep3>(?i:""" + _NAMES + rb""")b?["']?\s{0,4}[=:]\s{0,4}b?["']?)(?!\*\*\*)""" + _VALUE,
     rb"(?P<keep4>(?i:\btoken)[\"']?\s{0,4}[=:]\s{0,4}[\"']?)[A-Za-z0-9._~+/-]{16,4096}={0,2}",
-    rb"(?P<keep5>[A-Za-z][A-Za-z0-9+.-]{0,30}://[^/\s:@\"']{0,256}:)[^@\s/\"']{1,1024}(?=@)",
-    # Keys that show what they are.
-    rb"(?<![A-Za-z0-9])(?:AKIA|ASIA)[0-9A-Z]{12,128}",
-    rb"\bhf_[A-Za-z0-9]{20,200}",
-    rb"\bgh[pousr]_[A-Za-z0-9]{30,300}",
-    rb"\bsk-[A-Za-z0-9_-]{20,300}",
-    rb"\beyJ[A-Za-z0-9_-]{10,2048}\.[A-Za-z0-9_-]{10,4096}\.[A-Za-z0-9_-]{10,1024}",
+    _IN_ADDRESS,
+    *_KEYS,
 )
 # A line without any of these has none of the forms; looking for them is fifty times as fast.
 # In lower case, but for the prefixes of keys.
@@ -54,8 +68,9 @@ _HINTS = (
     *(a + b + b"key" for a in (b"api", b"access", b"private") for b in (b"", b"_", b"-")),
     *(b"token" + end for end in (b"'", b'"', b":", b"=", b" ", b"\t")),
     b"@", b"hf_", *(b"gh" + kind + b"_" for kind in (b"p", b"o", b"u", b"r", b"s")),
-    b"sk-", b"eyj", b"akia", b"asia",
+    b"sk-", b"eyj", b"akia", b"asia", b"github_pat_", b"glpat-", b"xox", b"aiza",
 )  # fmt: skip
+_ANY_KEY = re.compile(b"|".join((_IN_ADDRESS, *_KEYS, rb"PRIVATE KEY-----")))
 _PEM_MARK = b"PRIVATE KEY-----"
 _PEM_BEGIN = re.compile(rb"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY-----")
 _PEM_BODY = string.ascii_letters.encode() + b"0123456789+/=\r\n"
@@ -63,13 +78,21 @@ _PEM_END = re.compile(rb"-----END [A-Z0-9 ]{0,40}PRIVATE KEY-----")
 
 
 def secret_values(environment: Mapping[str, str]) -> frozenset[str]:
-    """Values of the variables whose names mark them as secret."""
-    return frozenset(value for name, value in environment.items() if is_secret_name(name))
+    """Values of the variables that their names, or `SECRETS_ENV`, mark as secret."""
+    marked = environment.get(SECRETS_ENV, "").split(",")
+    return frozenset(
+        value for name, value in environment.items() if name in marked or is_secret_name(name)
+    )
 
 
 def is_secret_name(name: str) -> bool:
     """Whether a variable of this name holds a secret: MY_API_KEY does, TOKENIZERS does not."""
     return _SECRET_NAME.search(name) is not None
+
+
+def has_key(text: str) -> bool:
+    """Whether a key that shows what it is, or an address with a password, is in a text."""
+    return _ANY_KEY.search(text.encode(errors="surrogateescape")) is not None
 
 
 def masked(pieces: Iterable[bytes], secrets: Collection[str]) -> Iterator[bytes]:
@@ -79,7 +102,7 @@ def masked(pieces: Iterable[bytes], secrets: Collection[str]) -> Iterator[bytes]
         pieces: of one text, in their order.
         secrets: known values; one over several lines is masked line by line.
     """
-    lines = _Lines(_literals(secrets))
+    lines = _Lines(literals_of(secrets))
     for piece in pieces:
         yield from lines.feed(piece)
     yield from lines.end()
@@ -169,10 +192,15 @@ def _kept(match: re.Match[bytes]) -> bytes:
     return kept + MASK
 
 
-def _literals(secrets: Collection[str]) -> list[bytes]:
+def literals_of(secrets: Collection[str]) -> list[bytes]:
     """What known values look like in a text, longest first: one may begin with another."""
     lines = {line.strip() for secret in secrets for line in secret.splitlines()}
-    forms = {form for line in lines for form in (line, quote(line, safe=""))}
+    # As it is, in an address, and as JSON and Python print it.
+    forms = {
+        form
+        for line in lines
+        for form in (line, quote(line, safe=""), json.dumps(line)[1:-1], repr(line)[1:-1])
+    }
     found = {form.encode(errors="surrogateescape") for form in forms}
     fit = (form for form in found if MIN_SECRET_BYTES <= len(form) <= MAX_MATCH_BYTES)
     return sorted(fit, key=lambda form: (-len(form), form))

@@ -14,16 +14,17 @@ pytestmark = pytest.mark.process
 SECRET = "hf-this-is-of-the-users-environment"
 # Fails in its first attempt, and prints secrets. A command's `$$` becomes `$`.
 PROGRAM = """
-echo "rank prints: token is $HF_TOKEN, attempt $PERDURE_ATTEMPT"
+echo "rank prints: token is $$HF_TOKEN, attempt $PERDURE_ATTEMPT"
 echo "password=hunter2" >&2
 sleep 1
 test "$PERDURE_ATTEMPT" != 1 || kill -SEGV $$$$
 """
 
 
-def test_the_logs_of_every_attempt_are_in_the_store_without_secrets(bench):
+def test_the_logs_of_every_attempt_are_in_the_store_without_secrets(bench, monkeypatch):
+    monkeypatch.setenv("SITE_TOKEN", SECRET)
     job = bench.apart("logs", worker={"command": ["sh", "-c", PROGRAM]},
-                     env={"HF_TOKEN": SECRET})  # fmt: skip
+                     env_from={"HF_TOKEN": {"secret": "SITE_TOKEN"}})  # fmt: skip
     del job["data"]
     running = bench.start(job)
     assert running.finish() == 0, running.out

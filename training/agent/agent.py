@@ -32,6 +32,7 @@ from training.job import Job
 from training.journal import attempt_log
 from training.masking import masked_text
 from training.processes import MARKER, become_subreaper, free_port, kill_container, oom_kills
+from training.specs.env_from import values_on_node
 from training.wire.agent import (
     AgentConfig,
     AgentReply,
@@ -212,6 +213,8 @@ class Agent:
             stage_data(order, self._folder)
             if not order.is_command:
                 self._launcher.prepare(order.variables)
+            sources = Job.model_validate_json(order.job).env_from
+            secrets = values_on_node(sources, delivered=order.delivered, environment=os.environ)
         except (StorageError, OSError, ValueError) as error:
             with self._lock:
                 self._give_up(order, error)
@@ -220,10 +223,12 @@ class Agent:
             if not self._is_staging(order):
                 return
             try:
-                self._launch(order)
+                self._launch(order, secrets)
             except (OSError, ValueError) as error:
                 # The checkpoint server has saves that are nowhere else.
                 kill_container(self._marker, spare=self._spare())
+                if self._group is not None:
+                    self._group.close_output()
                 self._give_up(order, error)
 
     def _spare(self) -> frozenset[int]:
@@ -240,7 +245,7 @@ class Agent:
             self._group = None
             self._state = AgentState.ENDED
 
-    def _launch(self, order: StartOrder) -> None:
+    def _launch(self, order: StartOrder, secrets: dict[str, str]) -> None:
         folder = self._attempt_folder(order)
         folder.mkdir(parents=True, exist_ok=True)
         job_file = folder / "job.json"
@@ -249,7 +254,9 @@ class Agent:
             Path(order.log_path) / self._config.run_id / folder.name if order.log_path else folder
         )
         fork = None if order.is_command else self._launcher.fork
-        self._group = WorkerGroup(self._config, order, self._marker, folder, logs, fork=fork)
+        self._group = WorkerGroup(
+            self._config, order, self._marker, folder, logs, fork=fork, secret_variables=secrets
+        )
         self._group.oom_kills = oom_kills
         environment = {
             **interface_variables(self._config.host),

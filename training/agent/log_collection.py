@@ -140,6 +140,8 @@ class Collector:
             tokens.add(started.coordinator.token)
         variables: Sequence[Mapping[str, str]] = (os.environ, started.variables, job.env)
         secrets = frozenset(tokens).union(*map(secret_values, variables))
+        if group is not None:
+            secrets |= group.secrets
         key = (started.placement, started.attempt)
         logs = () if job.watch.log_limit_bytes == 0 else tuple(self._logs(group))
         return Work(key, logs, secrets, job)

@@ -15,7 +15,7 @@ import signal
 import string
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -23,9 +23,10 @@ from typing import IO, Any
 from training.agent.coordinator_client import AgentCoordinatorClient
 from training.agent.evidence import StacksTarget, ascend_folder, process_state, tail
 from training.agent.fork_server import KILL_WAIT_S, Fork, ForkedProcess
+from training.agent.masked_output import MaskedOutput, scrub
 from training.health.heartbeat import Heartbeat, HeartbeatReader, stacks_file
 from training.job import RESERVED_NAMES
-from training.masking import masked_text, secret_values
+from training.masking import SECRETS_ENV, masked_text, secret_values
 from training.processes import container_processes, reap_adopted, signal_all
 from training.recovery.protocol import WorkerEnded
 from training.wire.agent import AgentConfig, Pulse, StartOrder, WorkerLog, WorkerStatus
@@ -64,6 +65,7 @@ class WorkerGroup:
         fork: starts session programs; None: they are started like commands.
         coordinator: connection to it; it may have a process replaced; None: every failure ends
             the attempt.
+        secret_variables: of the workers, from the job's env_from.
         oom_kills: how often the kernel killed for memory, by now.
     """
 
@@ -76,8 +78,10 @@ class WorkerGroup:
     spare: frozenset[int] = frozenset()
     fork: Callable[[Fork], ForkedProcess | subprocess.Popen[bytes]] | None = None
     coordinator: AgentCoordinatorClient | None = None
+    secret_variables: Mapping[str, str] = field(default_factory=dict)
     oom_kills: Callable[[], int] = lambda: 0
     _environment: dict[str, str] = field(default_factory=dict)
+    _output: MaskedOutput | None = None
     _oom_kills_before: int = 0
     _workers: list[_Worker] = field(default_factory=list)
     _first_failure_s: float | None = None
@@ -93,8 +97,12 @@ class WorkerGroup:
         self._environment = {
             **inherited,
             **self.order.variables,
+            **self.secret_variables,
+            **({SECRETS_ENV: ",".join(self.secret_variables)} if self.secret_variables else {}),
             **platform_variables(self.config, self.order, self.folder, proc_start_cnt),
         }
+        if self.secret_variables:
+            self._output = MaskedOutput(self.folder, self.secrets)
         for local_rank in range(self._count):
             self._workers.append(self._start(local_rank))
 
@@ -200,8 +208,8 @@ class WorkerGroup:
                     name=f"rank-{rank}",
                     environment=variables,
                     cwd=self.order.cwd,
-                    stdout=str(self.log_path(rank, "stdout")),
-                    stderr=str(self.log_path(rank, "stderr")),
+                    stdout=str(self._sink(rank, "stdout")),
+                    stderr=str(self._sink(rank, "stderr")),
                 )
             )
         command = [string.Template(part).safe_substitute(variables) for part in self.order.command]
@@ -222,7 +230,12 @@ class WorkerGroup:
                 return subprocess.Popen(["/bin/sh", "-c", "exit 127"], stdout=out, stderr=err)
 
     def _open_log(self, rank: int, stream: str) -> IO[bytes]:
-        return self.log_path(rank, stream).open("ab")
+        return self._sink(rank, stream).open("ab")
+
+    def _sink(self, rank: int, stream: str) -> Path:
+        """Where a process writes: its log, or the pipe to it that keeps secrets out."""
+        log = self.log_path(rank, stream)
+        return log if self._output is None else self._output.pipe_of(log)
 
     def log_path(self, rank: int, stream: str) -> Path:
         """Where a rank's stdout or stderr goes."""
@@ -230,6 +243,8 @@ class WorkerGroup:
 
     def logs(self, tail_bytes: int) -> tuple[WorkerLog, ...]:
         """The end of each worker's output, without secrets."""
+        if self._output is not None:
+            self._output.flush()
         paths = [(rank, self.log_path(rank, stream)) for rank in self.ranks for stream in STREAMS]
         return tuple(
             WorkerLog(
@@ -254,6 +269,8 @@ class WorkerGroup:
         for worker in self._workers:
             if worker.ended_s is None and worker.process.poll() is not None:
                 worker.ended_s = time.time()
+                if self._output is not None:
+                    scrub(worker.error_file, self.secrets)
                 failed = worker.process.returncode != 0
                 if failed and not self._hold(worker) and self._first_failure_s is None:
                     self._first_failure_s = now_s
@@ -270,7 +287,15 @@ class WorkerGroup:
         elif not running and not self._is_swept:
             self._is_swept = True
             signal_all(left, signal.SIGTERM)
-        return not running and not left
+        if running or left:
+            return False
+        self.close_output()
+        return True
+
+    def close_output(self) -> None:
+        """Nothing of the attempt prints any more."""
+        if self._output is not None:
+            self._output.close()
 
     def stop(self, grace_s: float) -> None:
         """Send SIGTERM to everything, once; `poll` kills what is left after `grace_s`."""

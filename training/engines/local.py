@@ -198,7 +198,7 @@ class LocalEngine:
         hosts = tuple(LOOPBACK for _ in self._containers)
         rendezvous = RendezvousOrder(
             port=self._job.comm.master_port,
-            start=order,
+            start=order.without_secrets(),
             supported=tuple(rung for rung in Rung if rung in self.capabilities),
         )
         first = self._client(self._containers[0], timeout_s=RENDEZVOUS_TIMEOUT_S)

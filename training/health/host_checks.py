@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -18,6 +18,7 @@ from storage.errors import Corrupt, StorageError
 from storage.objects import ObjectStore
 from training.environment import HOST_PORTS
 from training.job import Job
+from training.specs.env_from import values_on_node
 from training.wire.node import Check, CheckOutcome
 
 PROBE_BYTES = 4 << 20
@@ -140,6 +141,17 @@ def check_store_of(job: Job) -> Check:
     except (StorageError, ValueError) as error:
         return Check(name="store", outcome=CheckOutcome.FAILED, seen=f"cannot open: {error}")
     return check_store(store, f"runs/{job.run_id}/")
+
+
+def check_secrets(job: Job, environment: Mapping[str, str]) -> Check:
+    """The secrets of the job's env_from that are kept on the nodes: whether this one has them."""
+    kept_here = {name: one for name, one in job.env_from.items() if one.block is None}
+    try:
+        values_on_node(kept_here, delivered={}, environment=environment)
+    except ValueError as error:
+        return Check(name="secrets", outcome=CheckOutcome.FAILED, seen=str(error))
+    seen = f"{len(kept_here)} can be read"
+    return Check(name="secrets", outcome=CheckOutcome.OK, seen=seen)
 
 
 def check_store(store: ObjectStore, prefix: str, *, size_bytes: int = PROBE_BYTES) -> Check:

@@ -26,6 +26,7 @@ from training.health.host_checks import (
     check_disks,
     check_memory,
     check_ports,
+    check_secrets,
     check_store_of,
     listening_ports,
 )
@@ -76,6 +77,8 @@ def _of_host(job: Job, task: NodeTask) -> list[Check]:
         ),
         *_timed(lambda: [check_memory(job, task.slots, task.state_bytes)]),
     ]
+    if any(one.block is None for one in job.env_from.values()):
+        found += _timed(lambda: [check_secrets(job, os.environ)])
     if task.with_store:
         found += _timed(lambda: [check_store_of(job)])
     return found

@@ -18,7 +18,7 @@ JOIN = "join"
 ALL_REDUCE = "all_reduce"
 SLOW_SHARE = 0.5  # a device that computes less than this share of the median is slow
 SPEED = "gflop_s"
-OF_STORE = frozenset({"store", "store_disk"})
+SHARED = frozenset({"store", "store_disk", "secrets"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,8 @@ def _is_common(name: str, failed: Sequence[Check], made: Sequence[Check]) -> boo
         return 2 * len(failed) > len(made)  # the one they do not reach is not among them
     if name == ALL_REDUCE:
         return 2 * len(failed) >= len(made)
-    # One node that is checked alone shows no difference between itself and the store.
-    return len(failed) == len(made) and (len(made) > 1 or name in OF_STORE)
+    # One node that is checked alone shows no difference between itself and what all share.
+    return len(failed) == len(made) and (len(made) > 1 or name in SHARED)
 
 
 def _compared(checks: Sequence[Check]) -> Sequence[Check]:

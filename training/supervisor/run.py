@@ -8,10 +8,12 @@ nothing of Prefect: tasks call these methods one by one. Times are seconds.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from pydantic import SecretStr
 
 from storage.address import Credentials, open_store, worker_environment
 from storage.checkpoint import CheckpointStore
@@ -78,6 +80,8 @@ class Run:
         job: what is run.
         home: Perdure's folder on this machine.
         credentials: keys of the job's store; None: boto3's default chain.
+        secrets: reads the values of the job's env_from that are in Prefect blocks; called when an
+            attempt starts, may raise EngineError.
         cwd: folder the workers start in when the job names none; default: the caller's.
     """
 
@@ -87,10 +91,12 @@ class Run:
         *,
         home: Path,
         credentials: Credentials | None = None,
+        secrets: Callable[[], Mapping[str, SecretStr]] = dict,
         cwd: Path | None = None,
     ) -> None:
         self.job = job
         self._credentials = credentials
+        self._secrets = secrets
         self.store = open_store(job.storage, credentials)
         self.checkpoints = CheckpointStore(self.store, job.run_id)
         self.ledger = Ledger(self.store, job.run_id)
@@ -317,6 +323,7 @@ class Run:
             job=self._job_of_workers().model_dump_json(),
             data_manifest_key=data_manifest_key,
             past=tuple(recoveries_of(job, self.history)[-MAX_PAST:]),
+            secrets=dict(self._secrets()),
         )
 
     def _job_of_workers(self) -> Job:

@@ -10,12 +10,13 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import Field, SecretStr, TypeAdapter
+from pydantic import Field, SecretStr, SerializationInfo, TypeAdapter, field_serializer
 
 from storage.frozen_model import FrozenModel
 from training.recovery.rungs import Recovery, Rung
 from training.wire.coordinator import CoordinatorAddress
 from training.wire.node import Check, NodeSample
+from training.wire.transport import INTO_A_CONNECTION
 
 
 class AgentConfig(FrozenModel):
@@ -76,6 +77,26 @@ class StartOrder(FrozenModel):
     data_manifest_key: str | None
     past: tuple[Recovery, ...] = Field((), description="recoveries so far, oldest first")
     coordinator: CoordinatorAddress | None = None
+    secrets: dict[str, SecretStr] = Field(
+        {}, description="values of the job's env_from that are in Prefect blocks, by variable"
+    )
+
+    @field_serializer("secrets", when_used="json")
+    def _secrets_into_connections(
+        self, secrets: dict[str, SecretStr], info: SerializationInfo
+    ) -> dict[str, str]:
+        """In clear text on the way to an agent alone: whatever else writes an order has a mask."""
+        is_shown = info.context == INTO_A_CONNECTION
+        return {n: one.get_secret_value() if is_shown else str(one) for n, one in secrets.items()}
+
+    @property
+    def delivered(self) -> dict[str, str]:
+        """The secrets in clear text."""
+        return {name: one.get_secret_value() for name, one in self.secrets.items()}
+
+    def without_secrets(self) -> StartOrder:
+        """The same order for those that start no worker."""
+        return self.model_copy(update={"secrets": {}})
 
 
 class StopOrder(FrozenModel):

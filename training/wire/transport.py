@@ -27,9 +27,13 @@ MAX_LINE_BYTES = 16 << 20
 FIRST_LINE_S = 30.0
 
 
+# Context in which messages give away their secrets: into a connection, and nowhere else.
+INTO_A_CONNECTION = {"connection": True}
+
+
 def dump_line(message: BaseModel) -> bytes:
     """A message as a line; its token is in clear text, for this connection alone."""
-    document = message.model_dump(mode="json")
+    document = message.model_dump(mode="json", context=INTO_A_CONNECTION)
     # pydantic writes a SecretStr as asterisks.
     token = getattr(message, "token", None)
     if isinstance(token, SecretStr):

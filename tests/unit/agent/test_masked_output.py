@@ -1,0 +1,80 @@
+"""What workers print gets into their logs at once, and without secrets."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.waiting import wait_for
+from training.agent.masked_output import LiteralMask, MaskedOutput, scrub
+
+SECRET = "abcabcabd-the-secret"
+OTHER = "the-secret-and-more"
+
+
+@given(
+    st.lists(st.sampled_from([SECRET, OTHER, SECRET[:7], "abc", "the-secret", "\n", "x"])),
+    st.lists(st.integers(0, 200)),
+)
+def test_wherever_a_text_is_cut_it_has_the_same_masks(parts, cuts):
+    text = "".join(parts).encode()
+    whole = LiteralMask([SECRET, OTHER])
+    expected = whole.feed(text) + whole.end()
+    assert SECRET.encode() not in expected
+    mask, found, at = LiteralMask([SECRET, OTHER]), b"", 0
+    for cut in sorted(cuts):
+        found += mask.feed(text[at:cut])
+        at = max(at, cut)
+    found += mask.feed(text[at:]) + mask.end()
+    assert SECRET.encode() not in found
+    assert found == expected
+
+
+def test_text_without_a_beginning_of_a_secret_is_held_back_by_no_byte():
+    mask = LiteralMask([SECRET])
+    assert mask.feed(b"loading 10%") == b"loading 10%"
+    assert mask.feed(b" abc") == b" ", "what a secret may begin with waits"
+    assert mask.feed(b"xyz") == b"abcxyz"
+
+
+@pytest.fixture
+def output(tmp_path):
+    output = MaskedOutput(tmp_path, frozenset({SECRET}))
+    yield output
+    output.close()
+
+
+def test_a_process_prints_through_the_pipe_and_a_line_is_in_the_log_while_it_runs(output, tmp_path):
+    log = tmp_path / "rank-0.log"
+    program = f"import time; print('begin {SECRET} end', flush=True); time.sleep(60)"
+    with output.pipe_of(log).open("ab") as pipe:
+        process = subprocess.Popen([sys.executable, "-c", program], stdout=pipe)
+    try:
+        wait_for(lambda: log.read_bytes() == b"begin *** end\n", what="the masked line")
+    finally:
+        process.kill()
+        process.wait()
+    assert output.pipe_of(log).stat().st_mode & 0o077 == 0
+
+
+def test_much_output_is_complete_and_in_order_after_the_close(output, tmp_path):
+    log = tmp_path / "rank-0.log"
+    program = f"for n in range(20000): print(n, '{SECRET}')"
+    with output.pipe_of(log).open("ab") as pipe:
+        subprocess.run([sys.executable, "-c", program], stdout=pipe, check=True)
+    output.close()
+    assert log.read_text().splitlines() == [f"{n} ***" for n in range(20000)]
+    assert [path.name for path in tmp_path.iterdir()] == ["rank-0.log"]
+
+
+def test_a_file_that_a_program_left_is_scrubbed(tmp_path):
+    path = tmp_path / "error-0.json"
+    path.write_text(f'{{"message": "no access with {SECRET}"}}')
+    scrub(path, frozenset({SECRET}))
+    assert path.read_text() == '{"message": "no access with ***"}'
+    scrub(tmp_path / "none.json", frozenset({SECRET}))
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,173 @@
+"""What workers print, written to their logs without the secrets that they were given.
+
+Only where a job has such secrets. A worker then prints into a pipe instead of its file, and a
+thread of the agent puts the text into the file, with `MASK` in the place of every known value. Text
+is held back only for as long as it may be the beginning of a value: a log is as new as without.
+The pipes have names, for a fork server opens them by path; they end with the attempt. Sizes are
+bytes, times seconds.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import selectors
+import threading
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from training.files import write_whole
+from training.masking import MASK, literals_of
+
+PIECE_BYTES = 64 << 10
+PIPE_BYTES = 1 << 20  # so that a worker rarely waits for the agent
+TICK_S = 0.5  # after which the thread sees that it is to end
+
+
+class LiteralMask:
+    """Masks known values in text that comes in pieces.
+
+    Args:
+        secrets: the values; one over several lines is masked line by line.
+    """
+
+    def __init__(self, secrets: Collection[str]) -> None:
+        self._literals = literals_of(secrets)
+        self._pattern = re.compile(b"|".join(map(re.escape, self._literals)) or rb"(?!)")
+        self._longest = max(map(len, self._literals), default=0)
+        self._rest = b""
+
+    def feed(self, piece: bytes) -> bytes:
+        """What is certain after one more piece."""
+        text = self._rest + piece
+        cut = self._cut(text)
+        self._rest = text[cut:]
+        return self._pattern.sub(MASK, text[:cut])
+
+    def end(self) -> bytes:
+        """The rest."""
+        text, self._rest = self._rest, b""
+        return self._pattern.sub(MASK, text)
+
+    def _cut(self, text: bytes) -> int:
+        """Where a text may be cut: before what may be the beginning of a value, and in no value."""
+        cut = len(text)
+        for start in range(max(0, len(text) - self._longest + 1), len(text)):
+            end = text[start:]
+            if any(one.startswith(end) and one != end for one in self._literals):
+                cut = start
+                break
+        for match in self._pattern.finditer(text):
+            if match.start() < cut < match.end():
+                return match.start()
+        return cut
+
+
+@dataclass(slots=True)
+class _Pipe:
+    path: Path
+    log_path: Path
+    reader: int
+    log: IO[bytes]
+    mask: LiteralMask
+
+
+@dataclass(slots=True)
+class MaskedOutput:
+    """The pipes of an attempt's workers on this node.
+
+    Attributes:
+        folder: of the attempt, where the pipes get their names.
+        secrets: values that are to be in no log.
+    """
+
+    folder: Path
+    secrets: frozenset[str]
+    _pipes: dict[Path, _Pipe] = field(default_factory=dict)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+    _selector: selectors.DefaultSelector = field(default_factory=selectors.DefaultSelector)
+    _closing: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def pipe_of(self, log: Path) -> Path:
+        """Where a process prints what is to get into a log; the same for all of its processes.
+
+        Raises:
+            OSError: pipe or log cannot be made.
+        """
+        with self._lock:
+            if log not in self._pipes:
+                self._pipes[log] = self._open(log)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, daemon=True, name="output")
+                self._thread.start()
+            return self._pipes[log].path
+
+    def flush(self) -> None:
+        """Put into the logs what has been printed until now."""
+        with self._lock:
+            for pipe in self._pipes.values():
+                while _move(pipe):
+                    pass
+
+    def close(self) -> None:
+        """The same, once nothing prints any more; then the pipes are gone."""
+        self._closing.set()
+        with self._lock:
+            self.flush()
+            for pipe in self._pipes.values():
+                pipe.log.write(pipe.mask.end())
+                pipe.log.close()
+                self._selector.unregister(pipe.reader)
+                os.close(pipe.reader)
+                pipe.path.unlink(missing_ok=True)
+            self._pipes.clear()
+
+    def _open(self, log: Path) -> _Pipe:
+        path = self.folder / f"{log.name}.pipe"
+        path.unlink(missing_ok=True)
+        os.mkfifo(path, 0o600)
+        # For writing as well: a pipe without any writer would be at its end, again and again.
+        reader = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        with suppress(OSError):  # the limit of this user may be lower
+            fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        pipe = _Pipe(path, log, reader, log.open("ab", buffering=0), LiteralMask(self.secrets))
+        self._selector.register(reader, selectors.EVENT_READ, pipe)
+        return pipe
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            ready = self._selector.select(TICK_S)
+            with self._lock:
+                for key, _ in ready:
+                    if key.data.log_path in self._pipes:  # not closed meanwhile
+                        _move(key.data)
+        self._selector.close()
+
+
+def scrub(path: Path, secrets: frozenset[str]) -> None:
+    """Mask known values in a small file that a program wrote by itself."""
+    try:
+        text = path.read_bytes()
+        mask = LiteralMask(secrets)
+        clean = mask.feed(text) + mask.end()
+        if clean != text:
+            write_whole(path, clean, private=True)
+    except OSError:
+        return  # mostly there is none
+
+
+def _move(pipe: _Pipe) -> bool:
+    """Move one piece into the log. Whether there was any."""
+    try:
+        piece = os.read(pipe.reader, PIECE_BYTES)
+    except BlockingIOError:
+        return False
+    # A log that cannot be written loses text, as it does without the pipe; the worker goes on.
+    with suppress(OSError):
+        pipe.log.write(pipe.mask.feed(piece))
+    return bool(piece)
