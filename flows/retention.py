@@ -9,18 +9,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from prefect import flow, get_run_logger
+from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 from pydantic import Field
 
 from storage.collect import GARBAGE_AFTER_S, totals
-from tasks.retention import choose, delete, publish_table
+from tasks.retention import choose, delete, publish_table, retain_run
 from tasks.states import data_of
-from training.errors import InputError
 from training.files import home_folder
 from training.job import Job
-from training.supervisor.job_registry import known_job, known_runs
+from training.supervisor.job_registry import known_runs
 
 
 @flow(name="checkpoint-retention", flow_run_name="{job.run_id}", persist_result=False)
@@ -45,7 +44,7 @@ def retain(
     return Completed(message=f"removed {totals(gone)}")
 
 
-@flow(name="checkpoint-retention-of-all", persist_result=False)
+@flow(name="checkpoint-retention-of-all", flow_run_name="all runs", persist_result=False)
 def retain_all(
     older_than_s: Annotated[float, Field(ge=0)] = GARBAGE_AFTER_S,
     dry_run: bool = False,  # noqa: FBT001, FBT002 a flow's parameters are given by name
@@ -56,18 +55,13 @@ def retain_all(
         older_than_s: age in seconds from which what a broken save left is garbage.
         dry_run: only list what would be removed.
     """
-    home = home_folder()
-    runs, failed = known_runs(home), []
-    for run_id in runs:
-        try:
-            job = known_job(home, run_id)
-        except InputError as error:
-            get_run_logger().error("%s: %s", run_id, error)
-            failed.append(run_id)
-            continue
-        state: State[Any] = retain(job, older_than_s, dry_run, return_state=True)
-        if not state.is_completed():
-            failed.append(run_id)
-    if failed:
-        return Failed(message=f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}")
+    runs = known_runs(home_folder())
+    # A task and not a flow each: a flow takes a second, a task milliseconds (3.8.8).
+    states = {
+        run_id: retain_run(run_id, older_than_s, dry_run=dry_run, return_state=True)
+        for run_id in runs
+    }
+    bad = [run_id for run_id, state in states.items() if not state.is_completed()]
+    if bad:
+        return Failed(message=f"{len(bad)} of {len(runs)} runs failed: {', '.join(bad)}")
     return Completed(message=f"runs looked after: {', '.join(runs) or 'none on this machine'}")
