@@ -30,6 +30,7 @@ from training.engines.base import Placement
 from training.job import Job
 from training.supervisor.run import Verdict
 from training.supervisor.runbook import RunSteps, conduct
+from training.supervisor.summary import final_message
 from training.trainer.data.prepare import DataOutcome
 
 FINAL_STATES = {"completed": Completed, "cancelled": Cancelled, "failed": Failed}
@@ -51,10 +52,9 @@ def pretrain(job: Job) -> State[Any]:
         if run.is_complete:
             return Completed(message=f"run {job.run_id} was completed before")
         end = conduct(TaskSteps(supervision), log=supervision.logger)
-        supervision.story.show(end.outcome)
-        report(supervision, return_state=True)  # a picture that fails changes no outcome
-        attempts, placements = len(run.history.attempts), len(run.history.placements)
-        text = f"{end.message}; {attempts} attempts on {placements} placements"
+        # A picture that fails changes no outcome.
+        report(supervision, end.outcome, return_state=True)
+        text = final_message(end.message, run.history, ettr=supervision.story.ettr)
         return FINAL_STATES[end.outcome](message=text)
 
 

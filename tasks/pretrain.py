@@ -24,7 +24,7 @@ from tasks.states import completed, data_of, failed
 from tasks.supervision import Supervision
 from training.engines.base import Placement
 from training.job import Job, departures
-from training.recovery.rungs import RUNGS, Rung, restarts_in_a_row
+from training.recovery.rungs import RUNGS, restarts_in_a_row
 from training.supervisor.job_checks import check_job
 from training.supervisor.run import Verdict
 from training.supervisor.watch import EndKind
@@ -54,7 +54,7 @@ def place(supervision: Supervision) -> Placement:
     supervision.story.show("finding nodes and starting their containers")
     placement = supervision.run.place(stop_wanted=supervision.stop_wanted)
     avoid = supervision.run.refresh().isolated
-    supervision.story.report_attempts()
+    supervision.story.tell()
     kept_out = f"; isolated: {', '.join(avoid)}" if avoid else ""
     message = f"placement {placement.number} on {', '.join(placement.nodes)}{kept_out}"
     return completed(placement, message)
@@ -71,7 +71,7 @@ def check(supervision: Supervision, placement: Placement) -> bool:
             logger.warning("%s: %s on %s: %s", one.outcome, one.name, one.node, one.seen)
     for what in verdict.common:
         logger.warning("no single node is to blame, the attempt will show: %s", what)
-    supervision.story.report_attempts()
+    supervision.story.tell()
     if not verdict.is_passed:
         reasons = "; ".join(f"{node}: {why}" for node, why in verdict.refused.items())
         return completed(False, f"isolated before the first step: {reasons}", name="NodesRefused")
@@ -106,17 +106,14 @@ def may_restart_in_place(_task: Task[..., Any], _task_run: TaskRun, state: State
     return isinstance(state.data, Verdict) and state.data.restarts_in_place
 
 
-def publish_decision(_task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> None:
+def publish_decision(_task: Task[..., Any], _task_run: TaskRun, state: State[Any]) -> None:
     """Publish what broke an attempt and what answers it: log, fault report, events."""
     verdict: Any = data_of(state)
     if not isinstance(verdict, Verdict):
         return  # the task itself raised: nothing was decided
     # Prefect gives a hook no arguments of its task (3.8.8).
     supervision: Supervision = this_task_run.parameters["supervision"]
-    supervision.logger.warning("%s: %s: %s", task_run.name, state.name, state.message)
-    supervision.story.reporter.fault(supervision.run.history.attempts[-1])
-    stops = verdict.decision is not None and verdict.decision.rung is Rung.STOP
-    supervision.story.show(f"{'stopping' if stops else 'recovering'}: {state.message}")
+    supervision.story.tell_decision()
 
 
 @task(name="train", cache_policy=NO_CACHE, retry_condition_fn=may_restart_in_place)
@@ -160,8 +157,7 @@ def attempt(
         stop_wanted=supervision.stop_wanted,
         on_progress=supervision.story.on_progress,
     )
-    supervision.story.report_cut_off()
-    supervision.story.report_attempts()
+    supervision.story.attempt_ended()
     return _state_of(verdict)
 
 
@@ -184,12 +180,6 @@ def _state_text(verdict: Verdict) -> str:
 
 
 @task(name="report", task_run_name="report", cache_policy=NO_CACHE)
-def report(supervision: Supervision) -> None:
+def report(supervision: Supervision, outcome: str) -> None:
     """What is left to read, in the UI and the store: tables, the loss and the timeline."""
-    supervision.run.refresh()
-    supervision.story.report_attempts()
-    supervision.story.reporter.checkpoints(supervision.run.history)
-    supervision.story.report_account()
-    supervision.story.report_progress()
-    if not supervision.job.worker.is_command:
-        supervision.story.report_picture()
+    supervision.story.end(outcome)

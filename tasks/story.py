@@ -1,15 +1,23 @@
 """The story of a run as its supervisor tells it: to the terminal, the UI, the log and automations.
 
-Times are seconds.
+What follows from the ledger is told whenever that has grown, so it also follows after another
+supervisor's death. What changes with every step is told now and then. Times are seconds.
 """
 
 from __future__ import annotations
 
+import base64
+import logging
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
+from storage.errors import StorageError
+from tasks.artifacts import Artifact, Kind
+from tasks.checkpoint_table import checkpoint_rows
+from tasks.engine_log import quieten
 from tasks.observe import Observation, publish
-from tasks.reporting import PROGRESS_PERIOD_S, Log, Reporter
+from tasks.reporting import Log, Reporter
 from training.journal.events import (
     AlertCleared,
     AlertRaised,
@@ -17,23 +25,39 @@ from training.journal.events import (
     LedgerEvent,
     StepRecord,
 )
-from training.journal.history import RunHistory
+from training.journal.history import AttemptView, RunHistory
+from training.recovery.faults import Fault
 from training.recovery.protocol import PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
+from training.recovery.rungs import Rung
 from training.supervisor.accounts import Accountant, AccountReport, account_report
+from training.supervisor.attention import attention
+from training.supervisor.fault_report import Place, fault_reports
 from training.supervisor.report import (
+    OPEN,
     activity_of,
+    alert_cells,
     alert_facts,
     alert_rows,
+    decision_facts,
     event_text,
+    fault_facts,
     loss_picture,
     progress_text,
+    recovery_facts,
     story_rows,
 )
 from training.supervisor.run import Run
+from training.supervisor.summary import attempts_table, attempts_title
 from training.supervisor.watch import Progress
 
-ACCOUNT_PERIOD_S = 30.0
+TELL_PERIOD_S = 30.0
+CHECKPOINTS_PERIOD_S = 300.0
 ACCOUNT_SHARE = 0.05  # of the time, at most, goes into making accounts
+# Of the run's age: pictures of weeks need not follow every half a minute.
+ACCOUNT_AGE_SHARE = 0.01
+ACCOUNT_MAX_PERIOD_S = 600.0
+RECENT = 5  # attempts whose reports may still change
+BAD_NEWS = (RecoveryBegan, CheckpointDamaged, AlertRaised)
 
 
 class RunStory:
@@ -51,20 +75,26 @@ class RunStory:
     ) -> None:
         self.reporter = reporter
         self.activity = "starting"
+        self.ettr: float | None = None
         self._run = run
         self._logger = logger
         self._target_step = target_step
         self._accountant = Accountant(run.store, run.job.run_id)
-        self._progress_s = 0.0
+        self._told_s = 0.0
+        self._told: RunHistory | None = None
+        self._told_activity = ""
+        self._are_checkpoints_new = True
+        self._checkpoints_s = time.monotonic()
         self._accounted_s = time.monotonic()
-        self._account_period_s = ACCOUNT_PERIOD_S
-        self._ettr: float | None = None
+        self._account_period_s = TELL_PERIOD_S
         self._last: StepRecord | None = None
         self._was_interrupted = False  # at the last look, by a pause or a recovery
 
     def start(self) -> None:
-        """Begin to send to the server."""
+        """Begin to send to the server: first what the ledger says now."""
+        quieten()
         self.reporter.start()
+        self.tell()
 
     def close(self) -> None:
         """Send what is waiting, for a bounded time, and end."""
@@ -74,9 +104,10 @@ class RunStory:
         """Show what is being done now, on the terminal and in the UI."""
         self.activity = activity
         self._publish(())
+        self.tell()
 
     def on_progress(self, progress: Progress) -> None:
-        """Report what a watcher sees."""
+        """Tell what a watcher sees."""
         self._last = progress.last or self._last
         interruption = activity_of(self._run.history)
         if interruption is not None:
@@ -88,86 +119,186 @@ class RunStory:
         self._was_interrupted = interruption is not None
         self._publish(tuple(progress.steps))
         self._accountant.saw(progress.steps)
-        self._report_events(progress.events)
+        self._tell_events(progress.events)
         if progress.checkpoints:
-            self.reporter.checkpoints(self._run.history)
+            self._are_checkpoints_new = True
             self.reporter.event("checkpoint", {"step": progress.checkpoints[-1]})
-        if time.monotonic() - self._progress_s > PROGRESS_PERIOD_S:
-            self._progress_s = time.monotonic()
-            self.report_progress()
+        self.tell()
         if time.monotonic() - self._accounted_s > self._account_period_s:
             self._accounted_s = time.monotonic()
             history = self._run.history
-            self.reporter.account(lambda: self._account(history))
+            self.reporter.artifacts("account", lambda: self._account_artifacts(history))
 
-    def _report_events(self, events: Sequence[LedgerEvent]) -> None:
-        """Report what is new in the attempt log."""
+    def attempt_ended(self) -> None:
+        """Tell that the newest attempt is over, and recoveries inside it that its end cut off."""
+        view = self._run.history.attempts[-1]
+        for recovery in view.recoveries:
+            if recovery.ended is None and view.ended is not None:
+                facts = recovery_facts(view, recovery)
+                self.reporter.event("recovery", facts, at_s=view.ended.at_s)
+        self.tell()
+
+    def tell_decision(self) -> None:
+        """Tell what broke the newest attempt, and what was decided about it."""
+        view = self._run.history.attempts[-1]
+        assert view.ended is not None  # noqa: S101 the caller saw it fail
+        assert view.ended.fault is not None  # noqa: S101 likewise
+        assert view.decision is not None  # noqa: S101 likewise
+        fault, stops = view.ended.fault, view.decision.rung is Rung.STOP
+        answer = f"{fault.fault_class} -> {view.decision.rung}"
+        self._logger.log(
+            logging.ERROR if stops else logging.WARNING,
+            "attempt %d.%d ended: %s at %s: %s",
+            *view.key, answer, fault.where, fault.evidence[:160],
+        )  # fmt: skip
+        self._fault_event(view, fault)
+        self.reporter.event("recovery", decision_facts(view), at_s=view.ended.at_s)
+        self.show(f"{'stopping' if stops else 'recovering'}: {answer}")
+
+    def tell(self) -> None:
+        """Show what has changed: at once where the ledger has grown, else now and then."""
+        history, now_s = self._run.history, time.monotonic()
+        if history is not self._told:
+            self._told = history
+            self._tell_history(history)
+        is_due = now_s - self._told_s > TELL_PERIOD_S
+        if is_due or self.activity != self._told_activity:
+            self._told_s, self._told_activity = now_s, self.activity
+            self._tell_progress()
+        if is_due:
+            self._look_again()
+        are_old = now_s - self._checkpoints_s > CHECKPOINTS_PERIOD_S  # retention deletes, too
+        if is_due and (self._are_checkpoints_new or are_old):
+            self._tell_checkpoints()
+
+    def _look_again(self) -> None:
+        """Read what others have put on record, such as the release of a node."""
+        with suppress(StorageError):
+            self._run.refresh()
+
+    def end(self, outcome: str) -> None:
+        """Show how the run ended: tables, the loss and the timeline, in the UI and the store."""
+        self._run.refresh()
+        self._told_s = 0.0
+        self._are_checkpoints_new = True
+        self.show(outcome)
+        self._tell_account()
+        if not self._run.job.worker.is_command:
+            self._tell_loss()
+
+    def _tell_history(self, history: RunHistory) -> None:
+        """Show everything that follows from the ledger; what has not changed is not sent."""
+        table = attempts_table(story_rows(history))
+        if table:  # a table without rows is an empty page
+            title = attempts_title(history)
+            self.reporter.artifact(Artifact("attempts", Kind.TABLE, table, title))
+        alerts = alert_rows(history)
+        if alerts:
+            num_open = sum(row.state == OPEN for row in alerts)
+            title = f"Alerts: {num_open} open, {len(alerts) - num_open} past"
+            rows = [alert_cells(row) for row in alerts]
+            self.reporter.artifact(Artifact("alerts", Kind.TABLE, rows, title))
+        place = Place(self._run.job.run_id, self._run.store.url)
+        for report in fault_reports(history, place, recent=RECENT):
+            self.reporter.artifact(Artifact(report.name, Kind.MARKDOWN, report.body, report.title))
+        self._tell_attention(history)
+
+    def _tell_attention(self, history: RunHistory) -> None:
+        made = attention(self._run.job.run_id, history, spares=self._run.spares())
+        self.reporter.artifact(Artifact("needs-you", Kind.MARKDOWN, made.body, made.title))
+
+    def _tell_progress(self) -> None:
+        if self._target_step is None:
+            return
+        step = self._last.step if self._last is not None else self._run.history.committed_step
+        percent = min(100.0, 100.0 * step / self._target_step)
+        text = progress_text(self._last, self._target_step, self.activity, ettr=self.ettr)
+        self.reporter.artifact(Artifact("progress", Kind.PROGRESS, round(percent, 2), text))
+
+    def _tell_checkpoints(self) -> None:
+        self._checkpoints_s, self._are_checkpoints_new = time.monotonic(), False
+        history = self._run.history
+
+        def build() -> list[Artifact]:
+            rows = checkpoint_rows(self._run.checkpoints, self._run.home, history)
+            if not rows:
+                return []
+            title = f"{len(rows)} kept, the newest of step {rows[0]['step']}"
+            return [Artifact("checkpoints", Kind.TABLE, rows, title)]
+
+        self.reporter.artifacts("checkpoints", build)
+
+    def _tell_events(self, events: Sequence[LedgerEvent]) -> None:
+        """Tell what is new in the attempt log."""
         if not events:
             return
         view = self._run.history.attempts[-1]
         recoveries = {recovery.began.number: recovery for recovery in view.recoveries}
         for event in events:
-            self._logger.info(event_text(event))
+            failed = isinstance(event, RecoveryEnded) and not event.succeeded
+            level = logging.WARNING if failed or isinstance(event, BAD_NEWS) else logging.INFO
+            self._logger.log(level, event_text(event))
             match event:
                 case RecoveryBegan():
-                    self.reporter.recovery_began(view, recoveries[event.number])
+                    self._fault_event(view, event.fault)
                 case RecoveryEnded() if event.number in recoveries:
-                    self.reporter.recovery_over(view, recoveries[event.number])
+                    facts = recovery_facts(view, recoveries[event.number])
+                    self.reporter.event("recovery", facts, at_s=event.at_s)
                 case PauseBegan() | PauseEnded():
-                    paused = isinstance(event, PauseBegan)
-                    self.reporter.event("pause", {"paused": paused, "step": event.step})
+                    facts = {"paused": isinstance(event, PauseBegan), "step": event.step}
+                    self.reporter.event("pause", facts, at_s=event.at_s)
                 case CheckpointDamaged():
                     facts = event.model_dump(mode="json", exclude={"kind", "number"})
-                    self.reporter.event("checkpoint_damaged", facts)
+                    self.reporter.event("checkpoint_damaged", facts, at_s=event.at_s)
                 case AlertRaised():
-                    self.reporter.event("alert", alert_facts(view, event))
+                    self.reporter.event("alert", alert_facts(view, event), at_s=event.at_s)
                 case AlertCleared():
-                    self.reporter.event("alert_cleared", alert_facts(view, event))
-        self.report_attempts()
+                    self.reporter.event("alert_cleared", alert_facts(view, event), at_s=event.at_s)
 
-    def report_cut_off(self) -> None:
-        """Report recoveries that the end of the newest attempt cut off."""
-        view = self._run.history.attempts[-1]
-        for recovery in view.recoveries:
-            if recovery.ended is None:
-                self.reporter.recovery_over(view, recovery)
+    def _fault_event(self, view: AttemptView, fault: Fault) -> None:
+        self.reporter.event("fault", fault_facts(view, fault), at_s=fault.at_s)
 
-    def report_progress(self) -> None:
-        """Update the progress bar and the table of attempts."""
-        step = self._last.step if self._last is not None else self._run.history.committed_step
-        text = progress_text(self._last, self._target_step, self.activity, ettr=self._ettr)
-        self.reporter.progress(step, self._target_step, text)
-
-    def report_attempts(self) -> None:
-        """Update the table of attempts, and that of alerts when there are any."""
-        self.reporter.attempts(story_rows(self._run.history))
-        alerts = alert_rows(self._run.history)
-        if alerts:
-            self.reporter.alerts(alerts)
-
-    def report_account(self) -> None:
-        """Show where the time went, in the UI and the store."""
+    def _tell_account(self) -> None:
+        """Where the time went, in the UI and the store."""
         report = self._account(self._run.history)
         self._run.store.put(f"runs/{self._run.job.run_id}/timeline.png", report.png)
-        self.reporter.account(lambda: report)
+        self.reporter.artifacts("account", lambda: _account_artifacts(report))
+
+    def _account_artifacts(self, history: RunHistory) -> list[Artifact]:
+        return _account_artifacts(self._account(history))
 
     def _account(self, history: RunHistory) -> AccountReport:
         began_s = time.monotonic()
         account = self._accountant.account(history, now_s=time.time())
-        self._ettr = account.ettr
+        self.ettr = account.ettr
         report = account_report(account)
         took_s = time.monotonic() - began_s
-        self._account_period_s = max(ACCOUNT_PERIOD_S, took_s / ACCOUNT_SHARE)
+        age_s = min(ACCOUNT_MAX_PERIOD_S, account.wall_s * ACCOUNT_AGE_SHARE)
+        self._account_period_s = max(TELL_PERIOD_S, took_s / ACCOUNT_SHARE, age_s)
         return report
 
-    def report_picture(self) -> bytes:
-        """Draw the loss picture, put it into the UI and the store; returns the PNG."""
+    def _tell_loss(self) -> None:
+        """The loss picture, in the UI and the store."""
         png = loss_picture(self._run.history, self._accountant.kept())
         self._run.store.put(f"runs/{self._run.job.run_id}/loss.png", png)
-        self.reporter.picture(png)
-        return png
+        picture = _inline("loss with faults marked", png)
+        self.reporter.artifact(Artifact("loss", Kind.MARKDOWN, picture, "Loss, faults marked"))
 
     def _publish(self, steps: tuple[StepRecord, ...]) -> None:
         run_id, history = self._run.job.run_id, self._run.history
         seen = Observation(run_id, self._target_step, self.activity, history, self._last, steps)
         publish(seen)
+
+
+def _account_artifacts(report: AccountReport) -> list[Artifact]:
+    picture = _inline("where the time of every attempt went", report.png)
+    text = f"{report.text}.\n\n{picture}"
+    return [
+        Artifact("ettr", Kind.TABLE, list(report.rows), report.text),
+        Artifact("timeline", Kind.MARKDOWN, text, "Timeline of the attempts"),
+    ]
+
+
+def _inline(name: str, png: bytes) -> str:
+    """A picture inside the markdown, so that the UI needs no file server."""
+    return f"![{name}](data:image/png;base64,{base64.b64encode(png).decode()})"

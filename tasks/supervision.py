@@ -239,6 +239,8 @@ class Supervision:
         if cancelled or issubclass(kind, KeyboardInterrupt):
             self.logger.info("cancelled: stopping the processes of the run")
             self.run.end("cancelled", f"cancelled ({kind.__name__})")
+            with suppress(StorageError):  # the run has ended, whatever can be shown of it
+                self.story.end("cancelled")
             return
         if self._requests is not None and self._requests.is_handed_over:
             self.logger.info(HANDED_OVER)

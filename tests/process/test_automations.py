@@ -17,6 +17,7 @@ from tests.unit.journal.histories import failed
 from tests.waiting import wait_for
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.rungs import Decision, Rung
+from training.supervisor.report import fault_facts
 
 pytestmark = [
     pytest.mark.process,
@@ -55,7 +56,8 @@ def fail(run_id: str, flow_run: UUID, *classes: FaultClass) -> None:
     for number, fault_class in enumerate(classes, 1):
         fault = Fault(fault_class, time.time(), "made by a test", node="node-1", step=7)
         decision = Decision(Rung.IN_PLACE_RESTART, None, "a test")
-        reporter.fault(failed(fault, decision, number=number))
+        view = failed(fault, decision, number=number)
+        reporter.event("fault", fault_facts(view, fault), at_s=fault.at_s)
     reporter.close()
 
 

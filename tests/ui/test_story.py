@@ -8,11 +8,12 @@ import pytest
 from playwright.sync_api import expect
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from tasks.artifacts import Artifact, Kind
 from tasks.reporting import Reporter
 from tests.ui.conftest import TIMEOUT_MS
 from tests.unit.journal.histories import COOLED, HOT, history_of
 from tests.waiting import wait_for
-from training.supervisor.report import alert_rows
+from training.supervisor.report import alert_cells, alert_rows
 
 pytestmark = [
     pytest.mark.process,
@@ -119,7 +120,8 @@ def test_alerts_are_shown_as_open_or_past(api, visitor, root, prefect_server):
         reporter = Reporter("hot", None, logging.getLogger("test"))
         past = HOT.model_copy(update={"number": 2, "text": "memory at 97 %"})
         over = COOLED.model_copy(update={"number": 2})
-        reporter.alerts(alert_rows(history_of(HOT, past, over)))
+        rows = [alert_cells(row) for row in alert_rows(history_of(HOT, past, over))]
+        reporter.artifact(Artifact("alerts", Kind.TABLE, rows, "Alerts: 1 open, 1 past"))
         reporter.start()
         reporter.close()
     (artifact,) = api.artifacts("hot-alerts").values()

@@ -1,4 +1,4 @@
-"""What a user reads about a run: tables, reports of faults, lines of text, the loss picture.
+"""What a user reads about a run: tables, lines of text, the loss picture.
 
 A recovery inside the processes is a row of its own below its attempt: one generation of process
 groups that a fault ended. Rows come from the ledger, the curve from the step records in the
@@ -29,7 +29,7 @@ from training.recovery.protocol import (
     RecoveryBegan,
     RecoveryEnded,
 )
-from training.recovery.rungs import Decision
+from training.supervisor.markdown import counted
 
 RECOVERING = "recovering"
 RECOVERED = "recovered"
@@ -38,7 +38,6 @@ NOT_RECOVERED = "not recovered"
 OPEN = "open"
 PAST = "past"
 _NUM_LABELS = 20  # in a picture; more of them hide each other
-SUB_HEALTHY_TEXT = " The job is sub-healthy: the same link may break again."
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +78,26 @@ def story_rows(history: RunHistory) -> list[AttemptRow]:
 
 def attempt_rows(history: RunHistory) -> list[AttemptRow]:
     """The table of attempts, oldest first."""
-    return [_row(view, history.attempts[i + 1 :]) for i, view in enumerate(history.attempts)]
+    return [_row(history, index) for index in range(len(history.attempts))]
 
 
-def _row(view: AttemptView, later: Sequence[AttemptView]) -> AttemptRow:
+def state_word(history: RunHistory, view: AttemptView) -> str:
+    """What an attempt is doing, or how it ended."""
+    if view.ended is not None:
+        return view.ended.outcome
+    if view.pause is not None:
+        return "paused"
+    if any(one.ended is None for one in view.recoveries[-1:]):
+        return RECOVERING
+    if view.first_step is not None:
+        return "training"
+    # The steps of a command are not known.
+    is_command = bool(((history.job or {}).get("worker") or {}).get("command"))
+    return "running" if is_command else "starting"
+
+
+def _row(history: RunHistory, index: int) -> AttemptRow:
+    view, later = history.attempts[index], history.attempts[index + 1 :]
     ended, fault = view.ended, view.ended.fault if view.ended is not None else None
     nodes = [member.node for member in view.members]
     counts = ended.proc_start_cnt if ended is not None else {}
@@ -94,7 +109,7 @@ def _row(view: AttemptView, later: Sequence[AttemptView]) -> AttemptRow:
         proc_start_cnt=",".join(str(counts.get(node, "-")) for node in nodes) if ended else "",
         from_step=view.from_step,
         to_step=ended.to_step if ended is not None else None,
-        outcome=ended.outcome if ended is not None else "running",
+        outcome=state_word(history, view),
         fault=_fault_text(fault) if fault is not None else "",
         rung=view.decision.rung.value if view.decision is not None else "",
         seconds_to_next_step=_seconds_to_next_step(view, later),
@@ -130,6 +145,38 @@ def outcome_of(view: AttemptView, recovery: InProcessRecovery) -> str:
     if recovery.succeeded:
         return SUB_HEALTHY if recovery.left_sub_healthy else RECOVERED
     return RECOVERING if recovery.ended is None and view.ended is None else NOT_RECOVERED
+
+
+def fault_facts(view: AttemptView, fault: Fault) -> dict[str, Any]:
+    """A fault of an attempt as plain values, for events."""
+    placement, attempt = view.key
+    return {
+        "fault_class": fault.fault_class.value,
+        "evidence": fault.evidence,
+        "node": fault.node,
+        "rank": fault.rank,
+        "device": fault.device,
+        "code": fault.code,
+        "step": fault.step,
+        "recoverable_by": fault.recoverable_by,
+        "user_fault": fault.user_fault,
+        "hardware_fault": fault.hardware_fault,
+        "placement": placement,
+        "attempt": attempt,
+    }
+
+
+def decision_facts(view: AttemptView) -> dict[str, Any]:
+    """The decision about an attempt that failed, as plain values for events."""
+    assert view.ended is not None  # noqa: S101 the caller saw it fail
+    assert view.ended.fault is not None  # noqa: S101 likewise
+    assert view.decision is not None  # noqa: S101 likewise
+    fault, decision, (placement, attempt) = view.ended.fault, view.decision, view.key
+    return {
+        "fault_class": fault.fault_class.value, "node": fault.node, "step": fault.step,
+        "recoverable_by": fault.recoverable_by, "rung": decision.rung, "reason": decision.reason,
+        "isolate": decision.isolate, "placement": placement, "attempt": attempt,
+    }  # fmt: skip
 
 
 def recovery_facts(view: AttemptView, recovery: InProcessRecovery) -> dict[str, Any]:
@@ -200,6 +247,22 @@ class AlertRow:
     step: int | None
     attempt: str
     lasted_s: float | None
+
+
+def alert_cells(row: AlertRow) -> dict[str, str]:
+    """The row for the UI, which shows nothing as `null`."""
+    values = {
+        "state": row.state,
+        "since (UTC)": row.since,
+        "point": row.point,
+        "what": row.what,
+        "where": row.where,
+        "limit": f"{row.limit:g}",
+        "step": row.step,
+        "attempt": row.attempt,
+        "lasted": f"{row.lasted_s:g} s" if row.lasted_s is not None else None,
+    }
+    return {name: "" if value is None else str(value) for name, value in values.items()}
 
 
 def alert_rows(history: RunHistory) -> list[AlertRow]:
@@ -293,35 +356,6 @@ def _marks(history: RunHistory) -> list[tuple[int, str, str]]:
     return found
 
 
-def fault_report(view: AttemptView) -> str:
-    """The report of the fault that ended an attempt, and of the decision about it."""
-    assert view.ended is not None  # noqa: S101 the caller saw it fail
-    assert view.ended.fault is not None  # noqa: S101 likewise
-    assert view.decision is not None  # noqa: S101 likewise
-    decision = view.decision
-    isolate = f"\n\nNode **{decision.isolate}** is isolated." if decision.isolate else ""
-    saved = f"\n\n{_sentence(event_text(view.last_save))}" if view.last_save is not None else ""
-    return (
-        f"{_heading(view.ended.fault, 'Attempt {}.{}'.format(*view.key))}"
-        f"**Decision: `{decision.rung}`.** {decision.reason}{isolate}{saved}\n"
-        f"{_skipped(decision)}\n"
-        f"{_less_likely(view.ended.runners_up)}"
-    )
-
-
-def recovery_report(view: AttemptView, recovery: InProcessRecovery) -> str:
-    """The report of a fault that processes of an attempt survived, and of what was done."""
-    began = recovery.began
-    placement, attempt = view.key
-    where = f"Attempt {placement}.{attempt}, generation {began.generation}"
-    return (
-        f"{_heading(began.fault, where)}"
-        f"**Decision: `{began.decision.rung}`**, inside the processes. {began.decision.reason}\n"
-        f"{_skipped(began.decision)}\n\n"
-        f"{_outcome(view, recovery)}\n"
-    )
-
-
 def event_text(event: LedgerEvent) -> str:
     """An event as one line of a log."""
     match event:
@@ -331,7 +365,8 @@ def event_text(event: LedgerEvent) -> str:
             began = f"recovery {event.number}, generation {event.generation}"
             return f"{began}: {what} -> {event.decision.rung}"
         case RecoveryEnded():
-            took = f"after {event.duration_s:.2f} s, {event.steps_lost} steps done again"
+            again = counted(event.steps_lost, "step")
+            took = f"after {event.duration_s:.2f} s, {again} done again"
             went = f": training goes on from step {event.step} {took}"
             return f"recovery {event.number}{went if event.succeeded else f' failed: {event.why}'}"
         case LastSave():
@@ -371,69 +406,11 @@ def progress_text(
     """One line under the progress bar."""
     if last is None:
         return activity
+    # What is done comes first: cards of the UI cut off what comes late.
     ratio = f", ETTR {ettr:.1%}" if ettr is not None else ""
     speed = f", {last.tokens_per_s:,.0f} tokens/s" if last.tokens_per_s else ""
-    where = f"step {last.step} / {target or '?'}, loss {last.loss:.4f}"
-    return f"{where}{speed}{ratio}: {activity}"
-
-
-def _heading(fault: Fault, where: str) -> str:
-    return (
-        f"## {fault.fault_class} at {fault.where}\n\n"
-        f"{where}, after step {fault.step}.\n\n"
-        f"```\n{fault.evidence}\n```\n\n{fault.explanation}\n\n"
-        f"{_facts(fault)}"
-    )
-
-
-def _facts(fault: Fault) -> str:
-    blame = (("the program", fault.user_fault), ("hardware", fault.hardware_fault))
-    rows = (
-        ("code", fault.code),
-        ("device", fault.device),
-        ("cause lies in", " and ".join(who for who, holds in blame if holds)),
-        ("recovered by", fault.recoverable_by),
-        ("you should", fault.action),
-    )
-    known = [(name, value) for name, value in rows if value not in {None, ""}]
-    return f"{_table(known)}\n" if known else ""
-
-
-def _table(rows: Sequence[tuple[str, object]]) -> str:
-    return "| | |\n|---|---|\n" + "".join(f"| {name} | {value} |\n" for name, value in rows)
-
-
-def _skipped(decision: Decision) -> str:
-    return "".join(f"\n- not `{text}`" for text in decision.skipped)
-
-
-def _outcome(view: AttemptView, recovery: InProcessRecovery) -> str:
-    ended = recovery.ended
-    if ended is None:
-        over = outcome_of(view, recovery) != RECOVERING
-        return "**Failed**: the attempt ended first." if over else "Under way."
-    if not ended.succeeded:
-        return f"**Failed** after {ended.duration_s:.2f} s: {ended.why}."
-    rows = (
-        ("goes on from step", ended.step),
-        ("steps done again", ended.steps_lost),
-        ("new processes", _ranks(ended.replaced) or "none"),
-        ("state from a replica", _ranks(ended.repaired) or "none"),
-    )
-    mark = SUB_HEALTHY_TEXT if recovery.left_sub_healthy else ""
-    return f"**Recovered** after {ended.duration_s:.2f} s.{mark}\n\n{_table(rows)}"
+    return f"{activity}, step {last.step} / {target or '?'}, loss {last.loss:.4f}{speed}{ratio}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
-
-
-def _less_likely(runners_up: Sequence[Fault]) -> str:
-    if not runners_up:
-        return ""
-    rows = "".join(f"- {fault.fault_class}: `{fault.evidence[:200]}`\n" for fault in runners_up)
-    return f"\nLess likely:\n\n{rows}"

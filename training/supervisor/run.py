@@ -33,6 +33,7 @@ from training.journal.ledger import Identity, Ledger
 from training.journal.records import DataReady, RunCreated, RunEnded
 from training.recovery.faults import Fault
 from training.recovery.rungs import RESTARTS_IN_PLACE, Decision
+from training.supervisor.attention import spares_of
 from training.supervisor.deciding import Decider, recoveries_of
 from training.supervisor.health import AttemptHealth
 from training.supervisor.job_registry import remember_job
@@ -152,6 +153,21 @@ class Run:
         """The engine; take() comes first."""
         assert self._engine is not None, "take() first"  # noqa: S101 our own bug
         return self._engine
+
+    @property
+    def home(self) -> Path:
+        """Perdure's folder on this machine."""
+        return self._home
+
+    def spares(self) -> list[str] | None:
+        """Healthy nodes that the run does not use now; None: not known here."""
+        if self._engine is None:
+            return None
+        try:
+            nodes = self._engine.nodes()
+        except EngineError:
+            return None
+        return spares_of(nodes, self.history)
 
     @property
     def is_complete(self) -> bool:

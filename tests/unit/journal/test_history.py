@@ -317,7 +317,7 @@ def test_the_table_of_attempts_counts_seconds_from_the_fault_to_the_next_step():
     assert first.seconds_to_next_step == 7.5
     assert (first.schedule_cnt, first.proc_start_cnt) == ("1,1", "1,1")
     assert (first.rung, first.to_step) == ("in_place_restart", 40)
-    assert second.outcome == "running"
+    assert second.outcome == "training"
 
 
 def test_an_attempt_that_was_restored_from_the_nodes_began_beyond_the_store():

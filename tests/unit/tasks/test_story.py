@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import logging
+from collections import Counter
 
 import pytest
 
-from tasks.story import RunStory
+from tasks.artifacts import Artifact
+from tasks.story import TELL_PERIOD_S, RunStory
 from tests.unit.journal.histories import (
     BEGINNING,
     COOLED,
@@ -30,31 +33,25 @@ STEP = StepRecord(15, 2.0, 1.0, 1e-3, 1e5, None, 0.0, 0.5, 8, 0, 1, 1)
 
 
 class Recorder:
-    """A reporter that remembers events, and which reports were written."""
+    """A reporter that remembers events and artifacts."""
 
     def __init__(self) -> None:
-        self.events: list[tuple[str, object]] = []
+        self.events: list[tuple[str, dict]] = []
+        self.times: list[float | None] = []
+        self.shown: dict[str, Artifact] = {}
+        self.counts: Counter[str] = Counter()
 
-    def recovery_began(self, view, recovery) -> None:
-        self.events.append(("fault", recovery.began.number))
-
-    def recovery_over(self, view, recovery) -> None:
-        self.events.append(("recovery", (recovery.began.number, recovery.succeeded)))
-
-    def event(self, kind, payload) -> None:
+    def event(self, kind, payload, *, at_s=None) -> None:
         self.events.append((kind, payload))
+        self.times.append(at_s)
 
-    def attempts(self, rows) -> None:
-        self.rows = len(rows)
+    def artifact(self, artifact: Artifact) -> None:
+        self.shown[artifact.name] = artifact
+        self.counts[artifact.name] += 1
 
-    def progress(self, step, target, text) -> None:
-        self.text = text
-
-    def account(self, build) -> None:
-        self.accounted = build()
-
-    def alerts(self, rows) -> None:
-        self.alert_rows = rows
+    def artifacts(self, name, build) -> None:
+        for artifact in build():
+            self.artifact(artifact)
 
 
 @pytest.fixture
@@ -63,7 +60,7 @@ def reported() -> Recorder:
 
 
 @pytest.fixture
-def run(tmp_path) -> Run:
+def run(tmp_path, monkeypatch) -> Run:
     job = parse_job(
         {
             "run_id": "small",
@@ -71,7 +68,9 @@ def run(tmp_path) -> Run:
             "data": {"sources": ["/corpus"]},
         }
     )
-    return Run(job, home=tmp_path)
+    run = Run(job, home=tmp_path)
+    monkeypatch.setattr(run, "refresh", lambda: run.history)  # as `see` has it
+    return run
 
 
 @pytest.fixture
@@ -110,9 +109,66 @@ def test_a_supervisor_that_adopts_a_paused_attempt_shows_that_it_is_paused(see, 
 
 def test_a_recovery_that_is_read_whole_is_reported_whole(see, reported, caplog):
     see(LINK_BEGAN, LINK_RECOVERED, fresh=2)
-    assert reported.events == [("fault", 1), ("recovery", (1, True))]
-    assert reported.rows == 2
-    assert "recovery 1: training goes on from step 14" in caplog.text
+    (fault, noticed), (recovery, outcome) = reported.events
+    assert (fault, noticed["fault_class"], noticed["rank"]) == ("fault", "link_down", 3)
+    assert recovery == "recovery"
+    assert {
+        "fault_class": "link_down", "node": "node-1", "rung": "step_retry", "generation": 1,
+        "step": 14, "duration_s": 0.62, "steps_lost": 0, "succeeded": True,
+    }.items() <= outcome.items()  # fmt: skip
+    assert reported.times == [LINK_BEGAN.fault.at_s, LINK_RECOVERED.at_s], "of the fault itself"
+    assert len(reported.shown["attempts"].content) == 2
+    assert "(recovered)" in reported.shown["fault-p1-a1-r1"].description
+    levels = {record.message[:10]: record.levelname for record in caplog.records}
+    assert levels == {"recovery 1": "INFO"}
+    assert caplog.records[0].levelname == "WARNING", "a fault, although it was mended"
+
+
+def test_the_end_of_an_attempt_is_one_line_two_events_and_a_report(see, story, reported, caplog):
+    see(ended=True)
+    caplog.clear()
+    story.attempt_ended()
+    story.tell_decision()
+    (record,) = caplog.records
+    assert (record.levelname, record.message) == (
+        "WARNING",
+        "attempt 1.1 ended: native_crash -> in_place_restart at rank 1 on node-0: SIGKILL",
+    )
+    (fault, _), (recovery, facts) = reported.events
+    assert (fault, recovery) == ("fault", "recovery")
+    assert {
+        "fault_class": "native_crash",
+        "node": "node-0",
+        "rung": "in_place_restart",
+    }.items() <= (facts.items())
+    assert "(under way)" in reported.shown["fault-p1-a1"].description
+    assert story.activity == "recovering: native_crash -> in_place_restart"
+
+
+def test_what_does_not_follow_from_a_step_is_told_at_once_and_the_rest_now_and_then(
+    see, story, reported, monkeypatch
+):
+    now = [1000.0]
+    monkeypatch.setattr("tasks.story.time.monotonic", lambda: now[0])
+    see(steps=[STEP])
+    told = reported.counts["progress"]
+    for _ in range(10):
+        now[0] += 2.0
+        story.on_progress(Progress(steps=[STEP], last=STEP))
+    assert reported.counts["progress"] == told
+    see(LINK_BEGAN, fresh=1)
+    assert reported.counts["progress"] == told + 1, "a fault at once"
+    now[0] += TELL_PERIOD_S + 1
+    story.on_progress(Progress(last=STEP))
+    assert reported.counts["progress"] == told + 2
+
+
+@pytest.mark.parametrize("outcome", ["cancelled", "completed", "failed"])
+def test_at_the_end_the_progress_says_how_it_ended(see, story, reported, outcome):
+    see(steps=[STEP])
+    story.end(outcome)
+    assert reported.shown["progress"].description.startswith(f"{outcome}, step")
+    assert {"loss", "timeline", "ettr"} <= set(reported.shown)
 
 
 def test_a_pause_is_an_event(see, reported):
@@ -126,11 +182,13 @@ def test_a_pause_is_an_event(see, reported):
 
 def test_an_alert_is_an_event_and_a_row_that_shows_when_it_is_over(see, reported, caplog):
     see(HOT, fresh=1)
-    assert [(row.state, row.where, row.lasted_s) for row in reported.alert_rows] == [
-        ("open", "node-1, device 3", None)
-    ]
+    (row,) = reported.shown["alerts"].content
+    assert (row["state"], row["where"], row["lasted"]) == ("open", "node-1, device 3", "")
+    assert reported.shown["needs-you"].description == "1 thing needs you"
     see(HOT, COOLED, fresh=1)
-    assert [(row.state, row.lasted_s) for row in reported.alert_rows] == [("past", 12.5)]
+    (row,) = reported.shown["alerts"].content
+    assert (row["state"], row["lasted"]) == ("past", "12.5 s")
+    assert reported.shown["needs-you"].description == "Nothing needs you"
     (raised, facts), (cleared, later) = reported.events
     assert (raised, cleared) == ("alert", "alert_cleared")
     assert {"point": "memory_high", "text": "memory at 98 %", "value": 98.0, "limit": 95.0,
@@ -141,20 +199,22 @@ def test_an_alert_is_an_event_and_a_row_that_shows_when_it_is_over(see, reported
 
 def test_where_the_time_went_is_reported_and_stays_in_the_store(run, story, see, reported):
     see(steps=[STEP])
-    story.report_account()
-    assert reported.accounted.rows[-1]["owner"] == "wall time"
+    story.end("completed")
+    assert reported.shown["ettr"].content[-1]["owner"] == "wall time"
     png = run.store.get("runs/small/timeline.png")
-    assert png == reported.accounted.png
+    assert base64.b64encode(png).decode() in reported.shown["timeline"].content
     assert png.startswith(b"\x89PNG")
 
 
 def test_a_recovery_that_its_attempts_end_cut_off_is_reported_as_failed(see, story, reported):
     see(LINK_BEGAN, LINK_RECOVERED, CRASH_BEGAN, ended=True)
-    story.report_cut_off()
-    assert reported.events == [("recovery", (2, False))]
+    story.attempt_ended()
+    recoveries = [facts for kind, facts in reported.events if kind == "recovery"]
+    assert [(facts["number"], facts["succeeded"]) for facts in recoveries] == [(2, False)]
     see(CRASH_BEGAN, CRASH_FAILED, ended=True)
-    story.report_cut_off()
-    assert len(reported.events) == 1, "its own end was reported already"
+    reported.events.clear()
+    story.attempt_ended()
+    assert reported.events == [], "its own end was reported already"
 
 
 def test_an_end_whose_beginning_was_lost_ends_no_supervision(see, reported):

@@ -1,0 +1,136 @@
+"""The artifacts of a run on the server: each is found by its key, and changed in place.
+
+Versions would be thousands in a run, and a supervisor that adopts a run must not double what the
+one before had made. Facts on Prefect 3.8.8: the client's own `update_artifact` puts the whole
+content into an event, pictures too, so changes are sent without it; the page of a flow run shows
+the artifacts of that flow run alone, so a run that goes on in another flow run gets new ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+from http import HTTPStatus
+from typing import Any
+from uuid import UUID
+
+import httpx
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import ArtifactCreate
+from prefect.client.schemas.filters import ArtifactCollectionFilter, ArtifactCollectionFilterKey
+from prefect.client.schemas.objects import ArtifactCollection
+
+GOES_ON = "The run goes on in another flow run. "
+
+
+class Kind(StrEnum):
+    """What an artifact is drawn as; the values are Prefect's."""
+
+    MARKDOWN = "markdown"
+    PROGRESS = "progress"
+    TABLE = "table"
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """What one artifact shows.
+
+    Attributes:
+        name: within the run.
+        kind: what it is drawn as.
+        content: markdown, percent, or rows.
+        description: one line; cards show it.
+    """
+
+    name: str
+    kind: Kind
+    content: str | float | list[dict[str, Any]]
+    description: str
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """As the server takes it."""
+        data = json.dumps(self.content) if isinstance(self.content, list) else self.content
+        return {"data": data, "description": self.description}
+
+
+class Artifacts:
+    """What the server has of one run, as far as this process has put or found it there.
+
+    Args:
+        run_id: of the run.
+        flow_run_id: that new ones belong to; None outside a flow run.
+    """
+
+    def __init__(self, run_id: str, flow_run_id: UUID | None) -> None:
+        self._run_id = run_id
+        self._flow_run_id = flow_run_id
+        self._ids: dict[str, UUID] = {}
+        self._digests: dict[str, bytes] = {}
+
+    def put(self, artifact: Artifact) -> None:
+        """Create it, change it where it differs, or do nothing.
+
+        Raises:
+            Exception: the server did not take it.
+        """
+        digest = _digest(artifact.document)
+        if self._digests.get(artifact.name) == digest:
+            return
+        with get_client(sync_client=True) as client:
+            if artifact.name not in self._ids:
+                self._find(client, artifact)
+            if artifact.name in self._ids:
+                if self._digests.get(artifact.name) != digest:
+                    self._change(client, artifact)
+            else:
+                self._create(client, artifact)
+        self._digests[artifact.name] = digest
+
+    def _key(self, artifact: Artifact) -> str:
+        return f"{self._run_id}-{artifact.name}"
+
+    def _find(self, client: SyncPrefectClient, artifact: Artifact) -> None:
+        """Know what is there already under the key, by a supervisor before."""
+        key = self._key(artifact)
+        wanted = ArtifactCollectionFilter(key=ArtifactCollectionFilterKey(any_=[key]))
+        for found in client.read_latest_artifacts(artifact_filter=wanted, limit=1):
+            if self._flow_run_id in (None, found.flow_run_id):
+                self._ids[artifact.name] = found.latest_id
+                self._digests[artifact.name] = _digest_of(found)
+            elif not (found.description or "").startswith(GOES_ON):
+                note = {"description": GOES_ON + (found.description or "")}
+                _patch(client, found.latest_id, note)
+
+    def _create(self, client: SyncPrefectClient, artifact: Artifact) -> None:
+        made = client.create_artifact(
+            ArtifactCreate(
+                key=self._key(artifact),
+                type=artifact.kind.value,
+                flow_run_id=self._flow_run_id,
+                **artifact.document,
+            )
+        )
+        self._ids[artifact.name] = made.id
+
+    def _change(self, client: SyncPrefectClient, artifact: Artifact) -> None:
+        try:
+            _patch(client, self._ids[artifact.name], artifact.document)
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code != HTTPStatus.NOT_FOUND:
+                raise
+            self._create(client, artifact)  # a user has deleted it
+
+
+def _patch(client: SyncPrefectClient, artifact_id: UUID, document: dict[str, Any]) -> None:
+    client.request("PATCH", "/artifacts/{id}", json=document, path_params={"id": artifact_id})
+
+
+def _digest_of(found: ArtifactCollection) -> bytes:
+    return _digest({"data": found.data, "description": found.description})
+
+
+def _digest(document: dict[str, Any]) -> bytes:
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).digest()

@@ -1,0 +1,64 @@
+"""The table of the checkpoints that exist: what was deleted has left it. Sizes are bytes."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.filesize import decimal
+
+from storage.checkpoint import (
+    MANIFEST_NAME,
+    CheckpointStore,
+    StepObjects,
+    StepState,
+    read_manifest,
+)
+from storage.verification import VERIFIED_NAME, last_outcome
+from training.journal.history import RunHistory
+from training.supervisor.checkpoints import node_tiers
+
+
+def checkpoint_rows(
+    checkpoints: CheckpointStore, home: Path, history: RunHistory
+) -> list[dict[str, str]]:
+    """The checkpoints that exist, newest first, for the UI.
+
+    Args:
+        checkpoints: of the run.
+        home: Perdure's folder on this machine, whose nodes' tiers can be seen.
+        history: of the run.
+
+    Raises:
+        StorageError: the store does not answer.
+    """
+    on_nodes = node_tiers(home, checkpoints.run_id)
+    by = {seen.step: f"{seen.placement}.{seen.attempt}" for seen in history.checkpoints}
+    return [
+        {
+            "step": str(one.step),
+            "saved (UTC)": _clock(one.objects[MANIFEST_NAME].modified_s),
+            "size": decimal(one.size_bytes),
+            "tiers": ", ".join(one.tiers(on_nodes)),
+            "verified": _verified_text(checkpoints, one),
+            "by attempt": by.get(one.step, ""),
+        }
+        for one in reversed(checkpoints.list_steps())
+        if MANIFEST_NAME in one.objects
+    ]
+
+
+def _verified_text(checkpoints: CheckpointStore, step: StepObjects) -> str:
+    if step.state is StepState.SET_ASIDE:
+        return "damaged, set aside"
+    # Its manifest is read only where it may matter: there may be many, at every look.
+    verified = VERIFIED_NAME in step.objects
+    manifest = read_manifest(checkpoints, step) if verified else None
+    outcome = last_outcome(checkpoints, step, manifest)
+    if outcome is None:
+        return "when it was written"
+    return f"{'intact' if outcome.is_intact else 'damaged'} {_clock(outcome.verified_at_s)}"
+
+
+def _clock(at_s: float) -> str:
+    return f"{datetime.fromtimestamp(at_s, UTC):%Y-%m-%d %H:%M:%S}"

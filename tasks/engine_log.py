@@ -1,0 +1,35 @@
+"""What Prefect's task engine writes into the log of a run about states that tasks return.
+
+For a task that returns a failed state it writes three to five lines (3.8.8): "Task run failed
+with state ... NoneType: None", "Retry 1/100 will start", "Running hook ...", "Finished in state".
+The end of an attempt is one line of Perdure's own; what an exception leaves behind stays.
+"""
+
+from __future__ import annotations
+
+import logging
+
+TASK_LOGGER = "prefect.task_runs"
+ATTEMPT_TASKS = frozenset({"train", "attempt"})
+_MODULE = "task_engine"
+_STARTS = ("Task run failed with state", "Running hook", "Hook ")
+_END = "Finished in state"
+
+
+class AttemptLines(logging.Filter):
+    """Leaves out what the engine writes about attempts whose end has a line of its own."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a record is written."""
+        if record.module != _MODULE or getattr(record, "task_name", None) not in ATTEMPT_TASKS:
+            return True
+        text = record.getMessage()
+        failed = record.levelno >= logging.ERROR and text.startswith(_END)
+        return not (failed or text.startswith(_STARTS))
+
+
+def quieten() -> None:
+    """Leave them out in this process; once is enough."""
+    logger = logging.getLogger(TASK_LOGGER)
+    if not any(isinstance(one, AttemptLines) for one in logger.filters):
+        logger.addFilter(AttemptLines())
