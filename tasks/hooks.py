@@ -6,6 +6,7 @@ rely on the ledger and the engine alone and may run a second time.
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from prefect import Flow
@@ -25,7 +26,9 @@ from prefect.states import Cancelled, Cancelling
 
 from tasks.credentials import credentials_of
 from tasks.drill import homes_of
+from tasks.left_open import close_left_open
 from tasks.reporting import Log
+from tasks.story import tell_end
 from training.errors import RunConflict
 from training.files import home_folder
 from training.job import Job
@@ -42,8 +45,12 @@ UNFINISHED = (
 
 
 def take_down(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:  # noqa: ARG001
-    """After a cancellation: no process of the run is left, and the ledger has the reason."""
-    _end(_run_of(flow_run), flow_run_logger(flow_run, flow))
+    """After a cancellation: no process of the run is left, and ledger and UI have the reason."""
+    run, logger = _run_of(flow_run), flow_run_logger(flow_run, flow)
+    _end(run, logger)
+    if run.refresh().ended is not None:
+        tell_end(run, flow_run.id, logger)
+        _close_left_open(run)
 
 
 def take_drills_down(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:  # noqa: ARG001
@@ -56,12 +63,14 @@ def take_drills_down(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any])
 
 
 def leave_adoptable(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:  # noqa: ARG001
-    """After a crash: log that a living attempt waits to be adopted."""
+    """After a crash: log and show that a living attempt waits to be adopted."""
     logger = flow_run_logger(flow_run, flow)
     run = _run_of(flow_run)
     history = run.ledger.read()
     if history.job is None or history.ended is not None:
         return
+    if not run.ledger.is_supervised():
+        _close_left_open(run)
     if history.open_attempt is not None:
         logger.warning(
             "the supervisor is gone; attempt %d.%d goes on and waits to be adopted",
@@ -69,6 +78,13 @@ def leave_adoptable(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) 
         )
         return
     logger.warning("the supervisor is gone between two attempts; start the run again")
+
+
+def _close_left_open(run: Run) -> None:
+    """End the task runs of the supervisor that is gone."""
+    with get_client(sync_client=True) as client:
+        now = datetime.now(UTC)
+        close_left_open(client, run.job.run_id, run.refresh(), before=now, adopted_by=None)
 
 
 def _end(run: Run, logger: Log) -> None:

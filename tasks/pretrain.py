@@ -113,7 +113,7 @@ def publish_decision(_task: Task[..., Any], _task_run: TaskRun, state: State[Any
         return  # the task itself raised: nothing was decided
     # Prefect gives a hook no arguments of its task (3.8.8).
     supervision: Supervision = this_task_run.parameters["supervision"]
-    supervision.story.tell_decision()
+    supervision.story.tell_decision(str(state.message), log=get_run_logger())
 
 
 @task(name="train", cache_policy=NO_CACHE, retry_condition_fn=may_restart_in_place)

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from uuid import UUID
 
 from storage.errors import StorageError
 from tasks.artifacts import Artifact, Kind
@@ -30,7 +31,7 @@ from training.recovery.faults import Fault
 from training.recovery.protocol import PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
 from training.recovery.rungs import Rung
 from training.supervisor.accounts import Accountant, AccountReport, account_report
-from training.supervisor.attention import attention
+from training.supervisor.attention import attention, waits_for_node
 from training.supervisor.fault_report import Place, fault_reports
 from training.supervisor.report import (
     OPEN,
@@ -138,21 +139,23 @@ class RunStory:
                 self.reporter.event("recovery", facts, at_s=view.ended.at_s)
         self.tell()
 
-    def tell_decision(self) -> None:
-        """Tell what broke the newest attempt, and what was decided about it."""
+    def tell_decision(self, text: str, *, log: Log) -> None:
+        """Tell what broke the newest attempt, and what was decided about it.
+
+        Args:
+            text: both on one line.
+            log: of the task; its page shows this line, and no message of a state (3.8.8).
+        """
         view = self._run.history.attempts[-1]
         assert view.ended is not None  # noqa: S101 the caller saw it fail
         assert view.ended.fault is not None  # noqa: S101 likewise
         assert view.decision is not None  # noqa: S101 likewise
         fault, stops = view.ended.fault, view.decision.rung is Rung.STOP
-        answer = f"{fault.fault_class} -> {view.decision.rung}"
-        self._logger.log(
-            logging.ERROR if stops else logging.WARNING,
-            "attempt %d.%d ended: %s at %s: %s",
-            *view.key, answer, fault.where, fault.evidence[:160],
-        )  # fmt: skip
+        level = logging.ERROR if stops else logging.WARNING
+        log.log(level, "attempt %d.%d ended: %s", *view.key, text)
         self._fault_event(view, fault)
         self.reporter.event("recovery", decision_facts(view), at_s=view.ended.at_s)
+        answer = f"{fault.fault_class} -> {view.decision.rung}"
         self.show(f"{'stopping' if stops else 'recovering'}: {answer}")
 
     def tell(self) -> None:
@@ -179,6 +182,9 @@ class RunStory:
     def end(self, outcome: str) -> None:
         """Show how the run ended: tables, the loss and the timeline, in the UI and the store."""
         self._run.refresh()
+        if self._last is None:  # this process has watched no attempt
+            kept = self._accountant.kept()
+            self._last = kept[max(kept)] if kept else None
         self._told_s = 0.0
         self._are_checkpoints_new = True
         self.show(outcome)
@@ -198,13 +204,11 @@ class RunStory:
             title = f"Alerts: {num_open} open, {len(alerts) - num_open} past"
             rows = [alert_cells(row) for row in alerts]
             self.reporter.artifact(Artifact("alerts", Kind.TABLE, rows, title))
-        place = Place(self._run.job.run_id, self._run.store.url)
+        run_id, spares = self._run.job.run_id, self._run.spares()
+        place = Place(run_id, self._run.store.url, waits=waits_for_node(history, spares=spares))
         for report in fault_reports(history, place, recent=RECENT):
             self.reporter.artifact(Artifact(report.name, Kind.MARKDOWN, report.body, report.title))
-        self._tell_attention(history)
-
-    def _tell_attention(self, history: RunHistory) -> None:
-        made = attention(self._run.job.run_id, history, spares=self._run.spares())
+        made = attention(run_id, history, spares=spares)
         self.reporter.artifact(Artifact("needs-you", Kind.MARKDOWN, made.body, made.title))
 
     def _tell_progress(self) -> None:
@@ -288,6 +292,21 @@ class RunStory:
         run_id, history = self._run.job.run_id, self._run.history
         seen = Observation(run_id, self._target_step, self.activity, history, self._last, steps)
         publish(seen)
+
+
+def tell_end(run: Run, flow_run_id: UUID, logger: Log) -> None:
+    """Show the end of a run that its own supervisor may not have come to show."""
+    history = run.refresh()
+    if history.ended is None:
+        return
+    target = None if run.job.worker.is_command else run.job.steps
+    reporter = Reporter(run.job.run_id, flow_run_id, logger)
+    story = RunStory(run, reporter, logger, target_step=target)
+    story.start()
+    try:
+        story.end(history.ended.outcome)
+    finally:
+        story.close()
 
 
 def _account_artifacts(report: AccountReport) -> list[Artifact]:

@@ -10,12 +10,14 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, Self, TypeVar
 from uuid import UUID
 
 import httpx
-from prefect.client.orchestration import SyncPrefectClient
+import psutil
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import State
 from prefect.exceptions import Abort, PrefectException
 from prefect.runtime import flow_run as flow_run_runtime
@@ -23,6 +25,7 @@ from prefect.runtime import flow_run as flow_run_runtime
 from storage.errors import StorageError
 from tasks.credentials import credentials_of
 from tasks.env_secrets import BlockSecrets
+from tasks.left_open import close_left_open
 from tasks.pausing import PauseLink, ServedFlowRun, was_resumed
 from tasks.prefect_client import client_without_retries
 from tasks.reporting import Log, Reporter
@@ -33,6 +36,7 @@ from training.files import home_folder
 from training.job import Job
 from training.journal.history import RunHistory
 from training.journal.ledger import RENEW_S
+from training.supervisor.markdown import counted
 from training.supervisor.run import Run
 from training.wire.requests import is_pause_wanted, take_back
 
@@ -170,10 +174,11 @@ class Supervision:
         history = self._take()
         if history.attempts:
             self.logger.info(
-                "run %s is taken up again: %d attempts so far, committed step %d",
-                self.job.run_id, len(history.attempts), history.committed_step,
+                "run %s is taken up again: %s so far, committed step %d",
+                self.job.run_id, counted(len(history.attempts), "attempt"), history.committed_step,
             )  # fmt: skip
         self.story.start()
+        self.story.reporter.submit("left open", lambda: self._close_left_open(history))
         self._lease.start()
         if self._requests is not None:
             self._requests.start()
@@ -208,6 +213,14 @@ class Supervision:
             # The one way out that leaves the state of the flow run to that process (3.8.8).
             raise Abort(HANDED_OVER)
         return self._requests is not None and self._requests.cancel_wanted
+
+    def _close_left_open(self, history: RunHistory) -> None:
+        """End the task runs of supervisors before this one."""
+        took = history.supervisor
+        by = f"supervisor {took.epoch} (process {took.pid} on {took.host})" if took else None
+        before = datetime.fromtimestamp(psutil.Process().create_time(), UTC)
+        with get_client(sync_client=True) as client:
+            close_left_open(client, self.job.run_id, history, before=before, adopted_by=by)
 
     def _take(self) -> RunHistory:
         """Take the run; after a Resume the supervisor before may need a moment to leave."""

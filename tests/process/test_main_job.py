@@ -89,13 +89,14 @@ def test_the_server_has_attempts_reports_and_events_of_a_broken_run(broken, api)
     } <= set(keys)  # fmt: skip
     replaced = keys["main-job-fault-p1-a1-r1"]["data"]
     assert "killed by signal 9" in replaced
-    assert "**Decision: `process_replace`**, inside the processes." in replaced
-    assert "| new processes | 1 |" in replaced
-    assert "**Decision: `hang_restart`.**" in keys["main-job-fault-p1-a1"]["data"]
+    assert "**What was done?** `process_replace` (a new process for a rank)" in replaced
+    assert "a new process for rank 1" in replaced
+    assert "**What was done?** `hang_restart`" in keys["main-job-fault-p1-a1"]["data"]
     assert "100" in str(keys["main-job-progress"]["data"])
     rows = json.loads(keys["main-job-attempts"]["data"])
-    assert [(row["attempt"], row["generation"], row["rung"]) for row in rows[:3]] == [
-        (1, None, "hang_restart"), (1, 1, "process_replace"), (2, None, "pod_reschedule"),
+    assert [(row["attempt"], row["answer"]) for row in rows[:3]] == [
+        ("1.1", "hang_restart"), ("1.1, generation 1", "process_replace"),
+        ("1.2", "pod_reschedule"),
     ]  # fmt: skip
     wait_for(lambda: len(api.events("main-job", "recovery")) == 3, timeout_s=30, what="events")
     first, *others = api.events("main-job", "recovery")

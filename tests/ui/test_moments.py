@@ -73,12 +73,13 @@ def test_a_lost_node_is_told_rightly_at_every_moment(moments, bench):
     moments.wait_for("needs-you", "2 things need you")
     moments.wait_for("attempts", "Attempt 1.1 failed (node_lost)")
     moments.shows(
-        "fault-p1-a1", "What broke?", "Not yet: the recovery is under way",
+        "fault-p1-a1", "What broke?", "Not yet: the run waits for a healthy node",
         f"perdure nodes {NAME} --release node-1",
     )  # fmt: skip
     moments.shows("needs-you", "Node node-1 is isolated", "The run waits for a node")
     moments.keep("1-recovering")
 
+    running.pace(1.5)
     bench.perdure("nodes", NAME, "--release", "node-1")
     moments.wait_for("fault-p1-a1", "(over)")
     moments.wait_for("attempts", "Attempt 2.1 is training, after 1 failed attempt")

@@ -66,7 +66,7 @@ def test_the_page_of_the_run_shows_attempts_states_and_reasons(broken, api, visi
         expect(page.get_by_text(text).first).to_be_visible()
     visitor.keep(f"tasks{root.replace('/', '-')}")
     page.get_by_text("Artifacts", exact=True).last.click()
-    for text in (f"{NAME}-timeline", "node_lost -> pod_reschedule", "hang -> hang_restart"):
+    for text in (f"{NAME}-timeline", "node_lost -> pod_reschedule (over)", "1 thing needs you"):
         expect(page.get_by_text(text).first).to_be_visible()
     visitor.keep(f"artifacts{root.replace('/', '-')}")
 
@@ -81,7 +81,16 @@ def test_the_state_of_an_attempt_shows_class_place_step_and_evidence(broken, api
 
 def test_a_fault_report_is_read_without_opening_a_log(artifacts, visitor, root):
     page = visitor.goto(f"{root}/artifacts/artifact/{artifacts[REPORT]['latest_id']}")
-    for text in ("node_lost at node-1", "Decision: ", "pod_reschedule", "is isolated"):
+    for text in (
+        "What broke?",
+        "the agent of node-1 is gone",
+        "pod_reschedule",
+        "is isolated",
+        "spare used: node-2 in place of node-1",
+        "attempt 2.1 trains from step",
+        "perdure nodes main-job --release node-1",
+        "perdure logs main-job --attempt 1.2",
+    ):
         expect(page.get_by_text(text).first).to_be_visible()
     visitor.keep(f"fault{root.replace('/', '-')}")
 
@@ -103,7 +112,7 @@ def test_pictures_are_drawn(artifacts, visitor, root, name):
 
 WORDS = {
     "attempts": ("process_replace", "hang_restart", "pod_reschedule", "native_crash", "node_lost"),
-    "checkpoints": ("committed, the newest of step 60", "placement"),
+    "checkpoints": ("kept, the newest of step 60", "when it was written", "by attempt"),
 }
 
 

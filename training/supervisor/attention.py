@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from training.journal.history import AttemptView, RunHistory
+from training.journal.history import RunHistory
 from training.recovery.rungs import RESCHEDULES
 from training.supervisor.markdown import code, counted, listed, text
 from training.supervisor.report import OPEN, alert_rows
@@ -43,6 +43,17 @@ def spares_of(nodes: Sequence[str], history: RunHistory) -> list[str]:
     placed = history.placement if history.ended is None else None
     used = {member.node for member in placed.members} if placed is not None else set()
     return [node for node in nodes if node not in used and node not in history.isolated]
+
+
+def waits_for_node(history: RunHistory, *, spares: Sequence[str] | None) -> bool:
+    """Whether the run stands still until a healthy node is free."""
+    last = history.attempts[-1] if history.attempts else None
+    if spares is None or spares or last is None or last.ended is None or history.ended is not None:
+        return False
+    decision = last.decision
+    if decision is None or decision.isolate not in history.isolated:
+        return False
+    return decision.rung in RESCHEDULES and history.placements[-1].placement == last.key[0]
 
 
 def attention(run_id: str, history: RunHistory, *, spares: Sequence[str] | None) -> Attention:
@@ -122,24 +133,15 @@ def _alerts(history: RunHistory) -> list[_Need]:
 
 def _no_spare(run_id: str, history: RunHistory) -> list[_Need]:
     """No healthy node is free: the run may be waiting for one already."""
-    last = history.attempts[-1] if history.attempts else None
     action = f"Add a node, or release one that was mended: {code(f'perdure nodes {run_id}')}"
-    if last is not None and last.ended is not None and _lacks_a_node(history, last):
-        why = "no healthy node is free; after restart.spare_wait_s the ladder decides again"
-        return [_Need("The run waits for a node", _clock(last.ended.at_s), text(why), action)]
+    if waits_for_node(history, spares=()):
+        why = text("no healthy node is free; after restart.spare_wait_s the ladder decides again")
+        return [_Need("The run waits for a node", _clock(history.updated_s), why, action)]
     if not _num_spares(history):
         return []
     since_s = history.placements[-1].at_s if history.placements else history.created_s
     why = "if another node is lost, the run has to wait for one"
     return [_Need("No spare is left", _clock(since_s), why, action)]
-
-
-def _lacks_a_node(history: RunHistory, last: AttemptView) -> bool:
-    """Whether a new placement is wanted, without a node that the one before had."""
-    decision = last.decision
-    if decision is None or decision.isolate not in history.isolated:
-        return False
-    return decision.rung in RESCHEDULES and history.placements[-1].placement == last.key[0]
 
 
 def _why(words: str) -> str:

@@ -35,15 +35,17 @@ OVER, UNDER_WAY, NOT_MENDED = "over", "under way", "not mended"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the answers are looked up by the reader.
+    """What a report takes from outside the ledger.
 
     Attributes:
         run_id: of the run.
         url: address of an object in the store of the run.
+        waits: whether the run waits for a healthy node.
     """
 
     run_id: str
     url: Callable[[str], str]
+    waits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,13 @@ class FaultReport:
 
 
 def fault_reports(history: RunHistory, place: Place, *, recent: int) -> list[FaultReport]:
-    """Reports of what may still change: of the newest attempts, and of nodes that are isolated."""
+    """Reports of what may still change: of the newest attempts, and of nodes that are isolated.
+
+    Args:
+        history: of the run.
+        place: what commands and addresses name.
+        recent: number of the newest attempts.
+    """
     first = len(history.attempts) - recent
     found: list[FaultReport] = []
     for index, view in enumerate(history.attempts):
@@ -79,7 +87,7 @@ def _attempt_report(
 ) -> FaultReport:
     """The report of a fault that ended an attempt."""
     view = history.attempts[index]
-    over, word = _over(history, index)
+    over, word = _over(history, index, waits=place.waits)
     is_over = word == OVER
     decision = view.decision
     answers = (
@@ -146,7 +154,7 @@ def _title(fault: Fault, decision: Decision | None, state: str) -> str:
 
 
 def _what(fault: Fault) -> str:
-    named = f"**{text(fault.fault_class)}**"
+    named = code(fault.fault_class)
     has_code = fault.code is not None and fault.code.lower() != fault.fault_class
     with_code = f"{named}, code {code(fault.code)}" if has_code else named
     blame = (("the program", fault.user_fault), ("hardware", fault.hardware_fault))
@@ -225,7 +233,7 @@ def _cost_inside(recovery: InProcessRecovery) -> str:
     return ", ".join(parts)
 
 
-def _over(history: RunHistory, index: int) -> tuple[str, str]:
+def _over(history: RunHistory, index: int, *, waits: bool) -> tuple[str, str]:
     """Whether training goes on after an attempt: in a sentence, and in a word."""
     again = _next_that_trains(history, index)
     if again is not None and again.first_step is not None:
@@ -240,6 +248,8 @@ def _over(history: RunHistory, index: int) -> tuple[str, str]:
     decision = history.attempts[index].decision
     if decision is not None and decision.rung is Rung.STOP:
         return "No, the run stops", NOT_MENDED
+    if waits:
+        return "Not yet: the run waits for a healthy node", UNDER_WAY
     return "Not yet: the recovery is under way", UNDER_WAY
 
 
@@ -266,7 +276,8 @@ def _act(
     node = decision.isolate if decision is not None else None
     if node is not None and node in history.isolated:
         command = code(f"perdure nodes {place.run_id} --release {node}")
-        return f"Yes, but not at once: have {text(node)} mended, then {command}"
+        when = "now, the run waits for a node" if place.waits and not is_over else "not at once"
+        return f"Yes, {when}: have {text(node)} mended, then {command}"
     if node is not None:
         return f"No. {text(node)} was released"
     if history.ended is not None and not is_over and not history.ended_well:

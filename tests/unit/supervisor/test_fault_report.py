@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 from tests.unit.journal.histories import (
@@ -63,7 +64,7 @@ def test_a_fault_under_recovery_says_what_is_known_and_what_is_not():
     assert list(found) == list(QUESTIONS), "every question, in order"
     assert report.name == "fault-p1-a1"
     assert report.title == "node_lost -> pod_reschedule (under way): node-1, step 40"
-    assert found["What broke?"].startswith("**node\\_lost**")
+    assert found["What broke?"].startswith("`node_lost`")
     assert found["Where?"] == "node-1, attempt 1.1, after step 40, at 1970-01-01 00:00:30 UTC"
     assert "`pod_reschedule`" in found["What was done?"]
     assert "Node **node-1** is isolated." in found["What was done?"]
@@ -74,6 +75,13 @@ def test_a_fault_under_recovery_says_what_is_known_and_what_is_not():
         "`perdure logs small --attempt 1.1`; in the store "
         "`file:///store/runs/small/logs/p0001-a0001/`"
     )
+
+
+def test_a_run_that_stands_still_without_a_node_asks_for_one_now():
+    waiting = replace(PLACE, waits=True)
+    (report,) = fault_reports(replay([*BEGINNING, *lost()]), waiting, recent=5)
+    assert answers(report)["Is it over?"] == "Not yet: the run waits for a healthy node"
+    assert answers(report)["Must somebody act?"].startswith("Yes, now")
 
 
 def test_once_training_goes_on_the_report_says_so_with_steps_seconds_and_spare():

@@ -128,11 +128,11 @@ def test_the_end_of_an_attempt_is_one_line_two_events_and_a_report(see, story, r
     see(ended=True)
     caplog.clear()
     story.attempt_ended()
-    story.tell_decision()
+    story.tell_decision("native_crash on rank 1", log=logging.getLogger("test"))
     (record,) = caplog.records
     assert (record.levelname, record.message) == (
         "WARNING",
-        "attempt 1.1 ended: native_crash -> in_place_restart at rank 1 on node-0: SIGKILL",
+        "attempt 1.1 ended: native_crash on rank 1",
     )
     (fault, _), (recovery, facts) = reported.events
     assert (fault, recovery) == ("fault", "recovery")

@@ -298,7 +298,7 @@ class _Preparation:
         data = tokens.view(np.uint8).data
         self._cache.put(key, data)
         self._written += 1
-        self._log(f"shard {key}: {num_documents} documents, {tokens.size} tokens")
+        self._log(f"shard {key}: documents: {num_documents}, tokens: {tokens.size}")
         return Shard(
             key=key,
             num_tokens=tokens.size,

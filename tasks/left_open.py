@@ -1,0 +1,164 @@
+"""Task runs that a supervisor left open when it died; nobody else would ever end them (3.8.8).
+
+What became of each is in the ledger. An attempt that goes on has not failed: its task run ends as
+`SupervisorLost` or, once another supervisor watches the attempt, as `Adopted`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.filters import (
+    FlowFilter,
+    FlowFilterName,
+    FlowRunFilter,
+    FlowRunFilterName,
+    TaskRunFilter,
+    TaskRunFilterState,
+    TaskRunFilterStateType,
+)
+from prefect.client.schemas.objects import State, StateType, TaskRun
+from prefect.client.schemas.sorting import TaskRunSort
+
+from training.journal.history import AttemptView, RunHistory
+from training.recovery.rungs import RESTARTS_IN_PLACE, RUNGS
+
+LOST = "SupervisorLost"
+ADOPTED = "Adopted"
+_OPEN = (StateType.PENDING, StateType.RUNNING, StateType.SCHEDULED, StateType.PAUSED)
+_PAGE = 200
+_ATTEMPT = re.compile(r"attempt (\d+)\.(\d+)\b")
+_PLACEMENT = re.compile(r"placement (\d+) on ")
+
+
+@dataclass(frozen=True, slots=True)
+class TaskEnd:
+    """How a task run ended, as far as the ledger knows."""
+
+    type: StateType
+    name: str
+    message: str
+
+
+def end_of_task(name: str, history: RunHistory, *, adopted_by: str | None) -> TaskEnd:
+    """What became of a task whose supervisor died.
+
+    Args:
+        name: of the task run.
+        history: of the run.
+        adopted_by: who supervises the run now; None: nobody.
+    """
+    view = _attempt_of(name, history)
+    if view is None:
+        again = f"; {adopted_by} goes on from the ledger" if adopted_by is not None else ""
+        return TaskEnd(StateType.CRASHED, LOST, f"its supervisor is gone{again}")
+    if view.ended is None or _goes_on(name, view, history):
+        return _living(view, adopted_by)
+    return _ended(view)
+
+
+def _attempt_of(name: str, history: RunHistory) -> AttemptView | None:
+    """The attempt that a task watched; of a placement, its last one."""
+    attempt, placement = _ATTEMPT.match(name), _PLACEMENT.match(name)
+    if attempt is not None:
+        key = (int(attempt[1]), int(attempt[2]))
+        return next((one for one in history.attempts if one.key == key), None)
+    if placement is not None:
+        return next(reversed(history.attempts_in(int(placement[1]))), None)
+    return None
+
+
+def _goes_on(name: str, view: AttemptView, history: RunHistory) -> bool:
+    """Whether a placement will have another attempt."""
+    restarts = view.decision is not None and view.decision.rung in RESTARTS_IN_PLACE
+    return _PLACEMENT.match(name) is not None and history.ended is None and restarts
+
+
+def _living(view: AttemptView, adopted_by: str | None) -> TaskEnd:
+    what = "attempt {}.{}".format(*view.key)
+    if adopted_by is None:
+        text = f"its supervisor is gone; {what} goes on and waits to be adopted"
+        return TaskEnd(StateType.CRASHED, LOST, text)
+    text = f"its supervisor is gone; {what} went on and was adopted by {adopted_by}"
+    return TaskEnd(StateType.CRASHED, ADOPTED, text)
+
+
+def _ended(view: AttemptView) -> TaskEnd:
+    """The end that the supervisor could not tell any more."""
+    assert view.ended is not None  # noqa: S101 the caller looked
+    ended, fault, step = view.ended, view.ended.fault, view.ended.to_step
+    if ended.outcome == "completed":
+        return TaskEnd(StateType.COMPLETED, "Completed", f"trained to step {step}")
+    if fault is None:
+        return TaskEnd(StateType.COMPLETED, "StoppedOnRequest", "stopped on request")
+    at = f" at step {step}" if step is not None else ""
+    what = f"{fault.fault_class} on {fault.where}{at}"
+    if view.decision is None:
+        return TaskEnd(StateType.FAILED, "Failed", f"{what}: its supervisor is gone")
+    rung = view.decision.rung
+    return TaskEnd(StateType.FAILED, RUNGS[rung].state_name, f"{what}: {rung}")
+
+
+def close_left_open(
+    client: SyncPrefectClient,
+    run_id: str,
+    history: RunHistory,
+    *,
+    before: datetime,
+    adopted_by: str | None,
+) -> int:
+    """End the task runs that supervisors before have left open, in any flow run of the run.
+
+    Args:
+        client: of the server.
+        run_id: of the run; its flow runs have its name.
+        history: of the run.
+        before: when this supervisor began; later task runs are its own.
+        adopted_by: who supervises the run now; None: nobody.
+
+    Returns:
+        How many were ended.
+
+    Raises:
+        Exception: the server does not answer.
+    """
+    found = list(_left_open(client, run_id, before))
+    for task_run in found:
+        end = end_of_task(task_run.name, history, adopted_by=adopted_by)
+        state: State[None] = State(type=end.type, name=end.name, message=end.message)
+        client.set_task_run_state(task_run.id, state, force=True)
+    return len(found)
+
+
+def _left_open(client: SyncPrefectClient, run_id: str, before: datetime) -> Iterator[TaskRun]:
+    """Those that are not final, and those that were said to wait for a supervisor."""
+    types = [*_OPEN, StateType.CRASHED]
+    offset = 0
+    while True:
+        page = client.read_task_runs(
+            flow_filter=FlowFilter(name=FlowFilterName(any_=["pretrain"])),
+            flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[run_id])),
+            task_run_filter=TaskRunFilter(
+                state=TaskRunFilterState(type=TaskRunFilterStateType(any_=types)),
+            ),
+            sort=TaskRunSort.EXPECTED_START_TIME_ASC,
+            limit=_PAGE,
+            offset=offset,
+        )
+        yield from (one for one in page if _is_left(one, before))
+        if len(page) < _PAGE:
+            return
+        offset += _PAGE
+
+
+def _is_left(task_run: TaskRun, before: datetime) -> bool:
+    # Times of the process that made it, not of the server.
+    began = task_run.start_time or task_run.expected_start_time
+    if began is None or began >= before:
+        return False
+    state = task_run.state
+    return state is None or not state.is_final() or state.name == LOST
