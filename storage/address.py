@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 
 from storage.errors import Corrupt, StorageError
 from storage.frozen_model import FrozenModel
@@ -26,9 +26,6 @@ AddressingStyle = Literal["auto", "virtual", "path"]
 
 class Credentials(FrozenModel):
     """Keys of a store, where they do not come from boto3's default chain."""
-
-    # hide_input_in_errors: pydantic would print the keys as given, before they are SecretStr.
-    model_config = ConfigDict(hide_input_in_errors=True)
 
     access_key: SecretStr = Field(description="access key id")
     secret_key: SecretStr = Field(description="secret of access_key")
@@ -45,9 +42,6 @@ class Credentials(FrozenModel):
 
 class StorageSpec(FrozenModel):
     """Where checkpoints, data and the ledger are kept; keys are not part of it."""
-
-    # hide_input_in_errors: a key given here by mistake must not be printed.
-    model_config = ConfigDict(hide_input_in_errors=True)
 
     address: str = Field(description="file:///absolute/folder or s3://bucket/prefix")
     endpoint: str | None = Field(

@@ -9,7 +9,8 @@ class FrozenModel(BaseModel):
     """A model that cannot change, and that refuses fields which it does not have.
 
     A misspelled field of a job file, and a message of another version, are errors where they
-    come in, not values that go missing.
+    come in, not values that go missing. The text of such an error has no values: a token, or a key
+    in the wrong place, would get into logs with it.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)

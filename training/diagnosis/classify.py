@@ -196,8 +196,8 @@ def _lost_nodes(evidence: Evidence) -> Iterator[_Cause]:
 def _staging(evidence: Evidence) -> Iterator[_Cause]:
     for node, error in (evidence.staging_errors or {}).items():
         why = (
-            "The processes could not be started: the token shards could not be read, or the "
-            "node's folders could not be written."
+            "The processes could not be started: the token shards or a secret of env_from could "
+            "not be read, or the node's folders could not be written."
         )
         fault = _fault(FaultClass.STORAGE_ERROR, evidence, error, node=node, why=why)
         yield _Cause(_Tier.ROOT, fault)

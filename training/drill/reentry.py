@@ -22,7 +22,9 @@ from training.environment import variables_of, worker_path
 from training.errors import PerdureError
 from training.health.sources.vendor_tools import end_session
 from training.job import Job
+from training.masking import SECRETS_ENV, masked_text, secret_values
 from training.processes import free_port
+from training.specs.env_from import values_on_node
 from training.wire.agent import AgentConfig, StartOrder
 from training.wire.node import Check, CheckOutcome
 
@@ -91,7 +93,10 @@ def _check_session(job: Job, folder: Path) -> Check:
 def _check_command(job: Job, folder: Path, lasting_s: float) -> Check:
     allowed = "a second start after SIGTERM does not fail"
     for number in (1, 2):
-        code, line = _start(job, folder, number, lasting_s)
+        try:
+            code, line = _start(job, folder, number, lasting_s)
+        except ValueError as error:  # a secret is not here
+            return _failed(str(error), allowed)
         if code not in (None, 0):
             return _failed(f"start {number} ended with exit code {code}: {line}", allowed)
     seen = f"started twice, {lasting_s:g} s each time, or to its end"
@@ -126,7 +131,8 @@ def _start(job: Job, folder: Path, number: int, lasting_s: float) -> tuple[int |
         finally:
             end_session(process)
     lines = log.read_text(errors="replace").strip().splitlines()
-    return code, lines[-1][:300] if lines else ""
+    last = masked_text(lines[-1], secret_values(variables)) if lines else ""
+    return code, last[:300]
 
 
 def _await(process: subprocess.Popen[bytes], grace_s: float) -> None:
@@ -167,7 +173,8 @@ def _variables(job: Job, folder: Path, number: int) -> dict[str, str]:
         job="{}",
         data_manifest_key=None,
     )
-    own = variables_of(job)
+    secrets = values_on_node(job.env_from, delivered={}, environment=os.environ)
+    own = {**variables_of(job), **secrets, SECRETS_ENV: ",".join(secrets)}
     platform = platform_variables(config, order, folder, number)
     return {**os.environ, **own, **platform, "NODE_RANK": "0", "PATH": worker_path()}
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from storage.frozen_model import FrozenModel
 from training.masking import MAX_MATCH_BYTES, MIN_SECRET_BYTES, has_key
@@ -22,9 +22,6 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 class SecretSource(FrozenModel):
     """Where the value of one variable is kept: exactly one of block, file and secret."""
-
-    # hide_input_in_errors: the value itself may have been given here by mistake.
-    model_config = ConfigDict(hide_input_in_errors=True)
 
     block: str | None = Field(
         None,

@@ -44,3 +44,15 @@ def test_a_command_is_started_as_the_first_and_the_second_of_its_container(
     check = check_reentry(job_of(tmp_path, worker={"command": ["sh", "-c", script]}), lasting_s=30)
     assert check.outcome is outcome
     assert check.seen.startswith(word)
+
+
+def test_a_command_gets_its_secrets_and_the_check_does_not_show_them(tmp_path):
+    mounted = tmp_path / "token"
+    job = job_of(
+        tmp_path,
+        worker={"command": ["sh", "-c", "echo given $$X; exit 4"]},
+        env_from={"X": {"file": str(mounted)}},
+    )
+    assert check_reentry(job, lasting_s=30).seen.startswith(f"env_from.X: {mounted}: No such file")
+    mounted.write_text("the-secret")
+    assert check_reentry(job, lasting_s=30).seen.endswith("exit code 4: given ***")
