@@ -30,6 +30,7 @@ from perdure.diagnosis import diagnose
 from perdure.drills import drill
 from perdure.logs import logs
 from perdure.nodes import nodes
+from perdure.notify import notify
 from perdure.pausing import pause, resume
 from perdure.preflight import preflight
 from perdure.run import demo, run
@@ -51,7 +52,9 @@ app = typer.Typer(
 )
 app.add_typer(server.app, name="server")
 app.add_typer(checkpoints.app, name="checkpoints")
-for command in (run, demo, drill, status, pause, resume, logs, nodes, diagnose, preflight):
+for command in (
+    run, demo, drill, status, pause, resume, logs, nodes, notify, diagnose, preflight,
+):  # fmt: skip
     app.command()(command)
 
 

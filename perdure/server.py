@@ -197,6 +197,7 @@ def start_server(*, port: int | None = None) -> ServerRecord:
         "PREFECT_HOME": str(folder),
         # On another port than 4200 its pages would call whatever server is there (3.8.8).
         "PREFECT_SERVER_UI_API_URL": f"http://127.0.0.1:{port}/api",
+        "PREFECT_UI_URL": f"http://127.0.0.1:{port}",  # of links in notifications
     }
     with log_path.open("ab") as log:
         process = subprocess.Popen(
