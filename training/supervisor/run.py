@@ -39,7 +39,14 @@ from training.supervisor.health import AttemptHealth
 from training.supervisor.job_registry import remember_job
 from training.supervisor.ledger_writer import LedgerWriter
 from training.supervisor.placing import Placer, placement_of
-from training.supervisor.watch import AttemptEnd, AttemptObserver, AttemptWatch, EndKind, Progress
+from training.supervisor.watch import (
+    AttemptEnd,
+    AttemptObserver,
+    AttemptWatch,
+    EndKind,
+    Progress,
+    has_failure,
+)
 from training.trainer.data.prepare import DataOutcome
 from training.wire.agent import AgentState, StartOrder
 from training.wire.requests import take_back
@@ -272,6 +279,7 @@ class Run:
             EngineError: the containers cannot be taken down; its text begins with `message`.
         """
         self.ledger.renew()  # fails where another has the run, before its containers are touched
+        self._keep_fault()
         try:
             self._await_logs()
             self.engine.cancel(self.job.engine.grace_s)
@@ -287,6 +295,25 @@ class Run:
         # Last: a supervisor that dies above is followed by one that does all of it again.
         self.ledger.append(RunEnded, outcome=outcome, message=message)
         self.ledger.release()
+
+    def _keep_fault(self) -> None:
+        """Record the fault of an attempt that has failed already, and was not concluded yet."""
+        view = self.refresh().open_attempt
+        if view is None:
+            return
+        try:
+            if not has_failure(self.engine.poll()):
+                return
+            watch = AttemptWatch(
+                self.engine,
+                grace_s=self.job.engine.grace_s,
+                start_timeout_s=self.job.restart.start_timeout_s,
+                stop_wanted=lambda: True,
+                on_progress=lambda _progress: None,
+            )
+            self._record_end(view, watch.wind_up())
+        except (EngineError, AgentUnreachable):
+            return  # its containers are gone, and the evidence with them
 
     def _await_logs(self) -> None:
         """Give the nodes the time to put the logs of the last attempt into the store."""
@@ -365,6 +392,15 @@ class Run:
 
     def _conclude(self, view: AttemptView, end: AttemptEnd) -> Verdict:
         """Diagnose, decide, and put both on record."""
+        diagnosis = self._record_end(view, end)
+        placement, attempt = view.key
+        if diagnosis is None:
+            return Verdict(end.kind, placement, attempt, end.last_step)
+        decision = self._decider.decide(view, diagnosis.fault)
+        return Verdict(end.kind, placement, attempt, end.last_step, diagnosis.fault, decision)
+
+    def _record_end(self, view: AttemptView, end: AttemptEnd) -> Diagnosis | None:
+        """Put the end of an attempt on record, with what broke it, if something did."""
         placement, attempt = view.key
         # The nodes upload them while the fault is diagnosed and the next attempt starts.
         self.engine.collect_logs(placement, attempt)
@@ -381,11 +417,7 @@ class Run:
             noticed_s=end.evidence.at_s if diagnosis is not None else None,
             stepped_s=end.stepped_s,
         )
-        if diagnosis is None:
-            return Verdict(end.kind, placement, attempt, end.last_step)
-        fault = diagnosis.fault
-        decision = self._decider.decide(view, fault)
-        return Verdict(end.kind, placement, attempt, end.last_step, fault, decision)
+        return diagnosis
 
     def _with_stacks(self, view: AttemptView, end: AttemptEnd, diagnosis: Diagnosis) -> Diagnosis:
         """Put the stacks of a hang into the store, and name the place in its fault."""

@@ -139,7 +139,8 @@ class AttemptWatch:
         began_s = time.monotonic()
         while True:
             snapshot = self._observe()
-            if self._stop_wanted():
+            # A fault comes before a request to stop: else nobody would learn of it.
+            if self._stop_wanted() and not has_failure(snapshot):
                 self._engine.stop(self._grace_s)
                 final = self._await_end(self._grace_s)
                 kind = EndKind.COMPLETED if _all_done(final) else EndKind.STOPPED
@@ -150,7 +151,7 @@ class AttemptWatch:
             if starting and time.monotonic() - began_s > self._start_timeout_s:
                 text = f"{', '.join(starting)} did not start within {self._start_timeout_s:g} s"
                 return self.wind_up(refusal=text)
-            if _has_failure(snapshot) or (snapshot.is_over and not starting):
+            if has_failure(snapshot) or (snapshot.is_over and not starting):
                 return self.wind_up()
             slow = self._slow_node()
             if slow is not None:
@@ -323,7 +324,8 @@ def _not_over(snapshot: Snapshot) -> list[str]:
     return [*alive, *snapshot.unanswered]
 
 
-def _has_failure(snapshot: Snapshot) -> bool:
+def has_failure(snapshot: Snapshot) -> bool:
+    """Whether something of an attempt was lost, hangs or ended other than well."""
     return bool(snapshot.lost) or any(
         status.hang is not None
         or status.staging_error is not None

@@ -17,6 +17,7 @@ from training.job import Job
 from training.journal.records import NodeReleased
 from training.recovery.protocol import PauseBegan, PauseEnded
 from training.supervisor.run import Run
+from training.supervisor.watch import Progress
 
 
 class Killed(BaseException):
@@ -140,6 +141,28 @@ def test_a_node_that_is_released_while_the_run_waits_for_a_spare_is_used_at_once
     assert history.ended_well
     assert history.isolated == ("node-2",)
     assert {member.node for member in history.placements[-1].members} == {"node-0", "node-1"}
+
+
+def test_a_run_that_is_ended_before_its_fault_was_concluded_keeps_the_fault(
+    job, tmp_path, without_waits
+):
+    run = WalkedRun(job, home=tmp_path)
+    run.cluster, run.tick = Cluster(["crash"]), lambda _what: None
+    run.take()
+    placement = run.place()
+    with pytest.raises(Killed):
+        run.attempt(placement, data_manifest_key=None, stop_wanted=lambda: False, on_progress=die)
+    run.end("cancelled", "cancelled")
+    (attempt,) = run.refresh().attempts
+    assert attempt.ended is not None
+    assert attempt.ended.fault is not None
+    assert (attempt.ended.outcome, attempt.ended.fault.fault_class) == ("failed", "native_crash")
+    assert run.history.ended is not None
+    assert run.history.ended.outcome == "cancelled"
+
+
+def die(_progress: Progress) -> None:
+    raise Killed
 
 
 def test_a_run_with_an_open_attempt_is_not_started_from_another_home(job, tmp_path):
