@@ -3,6 +3,8 @@
 Prefect's open-source server notices nothing by itself when a flow's process and its worker die
 together, and does not retry what has crashed. Heartbeat lost -> Crashed, Crashed -> scheduled
 again: the same flow run is picked up by a worker and adopts the attempt, which never stopped.
+Both see events, which a server that was restarted may hold back for a quarter of an hour; what
+they miss is found by the flow `keep-supervised`.
 
 `ensure` is a build step of prefect.yaml: `prefect deploy --all` creates or updates both.
 `on_fault` makes one that sends a message, or starts something, when a certain fault happens:
@@ -31,9 +33,20 @@ TAG = "auto-resume"
 REQUEST_TIMEOUT_S = 20.0
 # Two and a half heartbeats of 30 s, the shortest that Prefect allows.
 HEARTBEAT_LOST_AFTER = timedelta(seconds=75)
+# A worker reports the end of a process a second time, 12 to 20 s after the first, about whatever
+# the flow run is by then: started again before that, its new start would be reported as crashed.
+CRASHED_FOR = timedelta(seconds=30)
 TERMINAL_EVENTS = frozenset(
     f"prefect.flow-run.{name}" for name in ("Completed", "Failed", "Cancelled", "Crashed")
 )
+# What shows that a crashed flow run has been taken care of.
+GOES_ON_EVENTS = frozenset(
+    f"prefect.flow-run.{name}"
+    for name in (
+        "Scheduled", "AwaitingRetry", "Pending", "Submitting", "Running", "Retrying",
+        "Completed", "Failed", "Cancelling", "Cancelled",
+    )
+)  # fmt: skip
 
 
 def automations() -> list[Automation]:
@@ -62,13 +75,14 @@ def automations() -> list[Automation]:
         name="perdure: Crashed -> run again",
         description="A crashed supervisor is started again and adopts the living attempt.",
         trigger=EventTrigger(
-            expect={"prefect.flow-run.Crashed"},
+            after={"prefect.flow-run.Crashed"},
+            expect=set(GOES_ON_EVENTS),
             match=runs,
             match_related=tagged,
             for_each={"prefect.resource.id"},
-            posture=Posture.Reactive,
+            posture=Posture.Proactive,
             threshold=1,
-            within=timedelta(0),
+            within=CRASHED_FOR,
         ),
         actions=[ChangeFlowRunState(state=StateType.SCHEDULED, name="AwaitingRetry", force=True)],
     )
@@ -131,8 +145,21 @@ def put(wanted: Sequence[Automation]) -> dict[str, Any]:
             core = AutomationCore.model_validate(
                 automation.model_dump(exclude={"id", "owner_resource"})
             )
-            if known:
-                client.update_automation(known[0].id, core)
-            else:
+            if not known:
                 client.create_automation(core)
+            elif not _is_same(known[0], core):
+                client.update_automation(known[0].id, core)
     return {"automations": ", ".join(automation.name for automation in wanted)}
+
+
+def _is_same(known: AutomationCore, wanted: AutomationCore) -> bool:
+    """Whether an update would change nothing; the server would count anew what it has seen."""
+    return _plain(known) == _plain(wanted)
+
+
+def _plain(automation: AutomationCore) -> dict[str, Any]:
+    document = automation.model_dump(mode="json", include=set(AutomationCore.model_fields))
+    document["trigger"].pop("id", None)
+    for name in ("expect", "after", "for_each"):
+        document["trigger"][name] = sorted(document["trigger"][name])
+    return document

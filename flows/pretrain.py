@@ -6,13 +6,14 @@ attempt if it is still alive.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from prefect import flow, get_run_logger
 from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, Completed, Failed
 from typing_extensions import override
 
+from tasks.entry import enter, left_to_other, name_of_flow_run
 from tasks.hooks import leave_adoptable, take_down
 from tasks.preparation import ensure_data
 from tasks.pretrain import (
@@ -27,24 +28,41 @@ from tasks.retry_delay import NotWanted
 from tasks.states import data_of
 from tasks.supervision import Supervision, has_open_attempt
 from training.engines.base import Placement
-from training.job import Job
+from training.errors import AlreadySupervised, RunConflict
+from training.job import Job, JobTemplate
 from training.supervisor.run import Verdict
 from training.supervisor.runbook import RunSteps, conduct
 from training.supervisor.summary import final_message
 from training.trainer.data.prepare import DataOutcome
 
+# Without a default, a flow run without a job would crash before the flow can say what is wrong, and
+# would be started again for that (3.8.8).
+NO_JOB = cast("JobTemplate", None)
 FINAL_STATES = {"completed": Completed, "cancelled": Cancelled, "failed": Failed}
 
 
 @flow(
     name="pretrain",
-    flow_run_name="{job.run_id}",
+    flow_run_name=name_of_flow_run,
     on_cancellation=[take_down],
     on_crashed=[leave_adoptable],
     persist_result=False,
+    validate_parameters=False,  # `enter` does: one line that names field, value and what is allowed
 )
-def pretrain(job: Job) -> State[Any]:
+def pretrain(job: JobTemplate = NO_JOB) -> State[Any]:
     """Pretrain until the target step is reached, whatever breaks on the way."""
+    entered = enter(job)
+    if isinstance(entered, State):
+        return entered
+    try:
+        return _pretrain(entered)
+    except AlreadySupervised:
+        return left_to_other(entered)
+    except RunConflict as conflict:
+        return Failed(message=str(conflict))
+
+
+def _pretrain(job: Job) -> State[Any]:
     if not has_open_attempt(job):
         preflight(job)
     with Supervision(job, get_run_logger()) as supervision:

@@ -39,7 +39,7 @@ from storage.errors import StorageError
 from training.environment import Variable, check_environment, worker_variables
 from training.errors import InputError, PerdureError
 from training.files import home_folder
-from training.job import Job, load_job
+from training.job import Job, load_job, load_template
 from training.log import start_logging
 from training.recovery.ladder import ladder_markdown
 from training.supervisor.job_registry import known_job
@@ -95,7 +95,7 @@ def schema() -> None:
 @app.command()
 def show(job_file: JobFile, overrides: Overrides = None) -> None:
     """Print a job as JSON, for `prefect deployment run 'pretrain/local' -p job=...`."""
-    print(load_job(job_file, overrides or ()).model_dump_json())
+    print(load_template(job_file, overrides or ()).model_dump_json())
 
 
 @app.command()

@@ -24,7 +24,7 @@ from storage.address import StorageSpec
 from training.errors import PerdureError
 from training.files import home_folder
 from training.injection.outside import Kill, KillInjector, LocalRun, Victim
-from training.job import Job, load_job
+from training.job import Job, JobTemplate, load_job
 from training.journal.ledger import Ledger
 from training.journal.steps import StepReader, kept_of
 from training.journal.time_account import Account, account
@@ -101,6 +101,7 @@ def _supervise(job: Job, injector: KillInjector | None = None) -> int:
         from flows.pretrain import pretrain  # noqa: PLC0415 imports Prefect
         from perdure.panel import LiveView  # noqa: PLC0415 imports Prefect
         from tasks.credentials import credentials_of  # noqa: PLC0415 imports Prefect
+        from tasks.entry import NOT_TRAINED  # noqa: PLC0415 imports Prefect
         from tasks.env_secrets import check_blocks  # noqa: PLC0415 imports Prefect
         from tasks.observe import Observation, observed_by  # noqa: PLC0415 imports Prefect
         from tasks.supervision import has_open_attempt  # noqa: PLC0415 imports Prefect
@@ -120,13 +121,14 @@ def _supervise(job: Job, injector: KillInjector | None = None) -> int:
     view = LiveView(console, ui_url=ui_url)
     with view, observed_by(view.observe), observed_by(inject):
         try:
-            state = pretrain(job, return_state=True)
+            state = pretrain(JobTemplate.of(job), return_state=True)
         except KeyboardInterrupt:
             raise PerdureError("cancelled: the processes of the run are stopped") from None
     _print_outcome(console, job, ui_url)
     # Prefect puts this before the text of every exception (3.8.8).
     message = (state.message or str(state.name)).removeprefix("Flow run encountered an exception: ")
-    text = f"{state.type.value.lower()}: {message}"
+    kind = state.name if state.name in NOT_TRAINED else state.type.value.lower()
+    text = f"{kind}: {message}"
     console.print(text, soft_wrap=True)
     return 0 if state.is_completed() else EXIT_FAILED
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from typing import Any
+from uuid import UUID
 
 from prefect import Flow
 from prefect.client.orchestration import get_client
@@ -26,6 +27,7 @@ from prefect.states import Cancelled, Cancelling
 
 from tasks.credentials import credentials_of
 from tasks.drill import homes_of
+from tasks.entry import job_of
 from tasks.left_open import close_left_open
 from tasks.reporting import Log
 from tasks.story import tell_end
@@ -46,11 +48,9 @@ UNFINISHED = (
 
 def take_down(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:  # noqa: ARG001
     """After a cancellation: no process of the run is left, and ledger and UI have the reason."""
-    run, logger = _run_of(flow_run), flow_run_logger(flow_run, flow)
-    _end(run, logger)
-    if run.refresh().ended is not None:
-        tell_end(run, flow_run.id, logger)
-        _close_left_open(run)
+    job = job_of(flow_run)
+    if job is not None:
+        take_down_run(_run_of(job), flow_run.id, flow_run_logger(flow_run, flow))
 
 
 def take_drills_down(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:  # noqa: ARG001
@@ -65,7 +65,11 @@ def take_drills_down(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any])
 def leave_adoptable(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:  # noqa: ARG001
     """After a crash: log and show that a living attempt waits to be adopted."""
     logger = flow_run_logger(flow_run, flow)
-    run = _run_of(flow_run)
+    job = job_of(flow_run)
+    if job is None:
+        logger.warning("crashed without a job")
+        return
+    run = _run_of(job)
     history = run.ledger.read()
     if history.job is None or history.ended is not None:
         return
@@ -78,6 +82,14 @@ def leave_adoptable(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) 
         )
         return
     logger.warning("the supervisor is gone between two attempts; start the run again")
+
+
+def take_down_run(run: Run, flow_run_id: UUID, logger: Log) -> None:
+    """Stop every process of a run that nobody supervises; ledger and UI have the end."""
+    _end(run, logger)
+    if run.refresh().ended is not None:
+        tell_end(run, flow_run_id, logger)
+        _close_left_open(run)
 
 
 def _close_left_open(run: Run) -> None:
@@ -100,8 +112,7 @@ def _end(run: Run, logger: Log) -> None:
     logger.info("run %s is taken down", run.job.run_id)
 
 
-def _run_of(flow_run: FlowRun) -> Run:
-    job = Job.model_validate(flow_run.parameters["job"])
+def _run_of(job: Job) -> Run:
     return Run(job, home=home_folder(), credentials=credentials_of(job.storage))
 
 

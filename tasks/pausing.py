@@ -14,7 +14,7 @@ from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import State
-from prefect.states import Paused
+from prefect.states import Paused, Running
 
 from storage.objects import ObjectStore
 from training.wire.requests import is_pause_wanted, take_back, write_control
@@ -45,6 +45,10 @@ class ServedFlowRun:
         )
         self._client.set_flow_run_state(self._flow_run_id, again, force=True)
 
+    def show_running(self, message: str) -> None:
+        """Put it into the state that it has while this process supervises."""
+        self._client.set_flow_run_state(self._flow_run_id, Running(message=message), force=True)
+
     def resume(self) -> None:
         """Do what the Resume button does."""
         self._client.resume_flow_run(self._flow_run_id)
@@ -63,6 +67,11 @@ class PauseLink:
         self._paused: State[Any] | None = None  # the state at the last look, if it was a pause
         self._is_resuming = False  # this process has it resume
         self.is_handed_over = False
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the flow run was in a pause at the last look."""
+        return self._paused is not None
 
     def look(self, state: State[Any], flow_run: ServedFlowRun, *, paused_at: int | None) -> None:
         """Compare both sides, and have the other one follow.

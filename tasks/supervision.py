@@ -31,7 +31,7 @@ from tasks.prefect_client import client_without_retries
 from tasks.reporting import Log, Reporter
 from tasks.retry_delay import RetryDelay
 from tasks.story import RunStory
-from training.errors import InputError, RunConflict
+from training.errors import AlreadySupervised, InputError, RunConflict
 from training.files import home_folder
 from training.job import Job
 from training.journal.history import RunHistory
@@ -44,6 +44,7 @@ CONTROL_PERIOD_S = 3.0
 HANDOVER_S = 30.0  # for the supervisor before to notice, and to leave
 HANDOVER_POLL_S = 1.0
 HANDED_OVER = "resumed: another process supervises the run from now on"
+OWN_SUPERVISOR_LIVES = "an earlier process of this flow run supervises the run and goes on"
 
 T = TypeVar("T")
 
@@ -117,7 +118,21 @@ class RequestPoller(_Periodic):
         self.cancel_wanted = self.cancel_wanted or _is_cancelled(state)
         pause = self._run.history.pause
         flow_run = ServedFlowRun(client, self._flow_run_id)
+        if state.is_crashed():
+            self._put_right(flow_run)
+            return
         self._link.look(state, flow_run, paused_at=pause.began.step if pause is not None else None)
+
+    def _put_right(self, flow_run: ServedFlowRun) -> None:
+        """Take back a report of a crash: this process lives.
+
+        A worker reports the end of a process some seconds late, as the end of whatever the flow
+        run is by then; and a heartbeat that came late was not lost (3.8.8).
+        """
+        if self._link.is_paused:
+            flow_run.show_paused("the supervisor lives; paused")
+        else:
+            flow_run.show_running("the supervisor lives")
 
 
 def has_open_attempt(job: Job) -> bool:
@@ -153,13 +168,14 @@ class Supervision:
     def __init__(self, job: Job, logger: Log) -> None:
         self.job = job
         self.logger = logger
+        self.flow_run_id = _flow_run_id()
         self.run = Run(
             job,
             home=home_folder(),
             credentials=credentials_of(job.storage),
             secrets=BlockSecrets(job),
+            flow_run=str(self.flow_run_id) if self.flow_run_id else None,
         )
-        self.flow_run_id = _flow_run_id()
         self.story = RunStory(
             self.run,
             Reporter(job.run_id, self.flow_run_id, logger),
@@ -205,9 +221,10 @@ class Supervision:
 
         Raises:
             RunConflict: another supervisor has taken the run.
-            Abort: the flow run was resumed, and a worker starts another process for it.
+            Abort: another process of this flow run supervises from now on.
         """
         if self._lease.superseded is not None:
+            self._leave_own(self._lease.superseded)
             raise self._lease.superseded
         if self._requests is not None and self._requests.is_handed_over:
             # The one way out that leaves the state of the flow run to that process (3.8.8).
@@ -230,8 +247,9 @@ class Supervision:
             try:
                 history = self.run.take()
                 break
-            except RunConflict:
+            except RunConflict as conflict:
                 if time.monotonic() > until_s:
+                    self._leave_own(conflict)
                     raise
                 time.sleep(HANDOVER_POLL_S)
         if resumed:
@@ -243,8 +261,21 @@ class Supervision:
             )  # fmt: skip
         return history
 
+    def _leave_own(self, conflict: RunConflict) -> None:
+        """Leave the state of the flow run to the process of it that supervises, if one does.
+
+        Raises:
+            Abort: one does; this ends the process, and nothing else (3.8.8).
+        """
+        own = str(self.flow_run_id) if self.flow_run_id else None
+        if own is not None and isinstance(conflict, AlreadySupervised) and conflict.flow_run == own:
+            self.logger.info(OWN_SUPERVISOR_LIVES)
+            raise Abort(OWN_SUPERVISOR_LIVES) from conflict
+
     def _interrupted(self, kind: type[BaseException]) -> None:
         """End this process: a cancellation takes everything down, any other reason nothing."""
+        if self._lease.superseded is not None:
+            return  # the lease is another's
         flow_run_id = self.flow_run_id
         cancelled = flow_run_id is not None and _ask(
             lambda client: _is_cancelled(client.read_flow_run(flow_run_id).state), default=False

@@ -3,6 +3,7 @@
 PerdureError
   + InputError          a value given by the user is wrong: field, value, what is allowed; exit 2
   + RunConflict         another supervisor or another job owns this run
+      - AlreadySupervised  another supervisor lives: its process and flow run
   + EngineError         the engine could not do what was asked
       - NoCapacity      fewer healthy nodes than the job needs
   + AgentUnreachable    the agent of a node does not answer
@@ -29,6 +30,18 @@ class InputError(PerdureError, ValueError):
 
 class RunConflict(PerdureError):  # noqa: N818 a state of affairs, named as it is shown
     """Another supervisor owns the run, or the run_id belongs to a different job."""
+
+
+class AlreadySupervised(RunConflict):
+    """Another supervisor of the run lives.
+
+    Attributes:
+        flow_run: id of the flow run that it is a process of; None without Prefect.
+    """
+
+    def __init__(self, message: str, *, flow_run: str | None) -> None:
+        super().__init__(message)
+        self.flow_run = flow_run
 
 
 class EngineError(PerdureError):

@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -43,6 +43,7 @@ from training.specs.recovery import (
     RestartSpec,
     recommended_interval,
 )
+from training.specs.run_name import NAME, TEMPLATE, is_template
 from training.specs.secret_literals import why_secret
 from training.specs.watch import WatchSpec
 
@@ -58,7 +59,7 @@ class Job(FrozenModel):
     run_id: str = Field(
         description="name of the run: 1 to 63 of a-z, 0-9 and -, starting with a letter or digit",
         # It is in the keys of artifacts, for which Prefect takes nothing else (3.8.8).
-        pattern=r"^[a-z0-9][a-z0-9-]{0,62}$",
+        pattern=NAME,
     )
     storage: StorageSpec = Field(description="where checkpoints, data and the ledger are kept")
     steps: int = Field(1000, ge=1, description="target step")
@@ -192,6 +193,32 @@ def _check_world(job: Job) -> None:
         )
 
 
+class JobTemplate(Job):
+    """The job of a flow run, whose name is filled in when the flow run starts."""
+
+    run_id: str = Field(
+        description="name of the run: a-z, 0-9 and -, with fields for schedules: nightly-{date}, "
+        "{time}, {n}",
+        pattern=TEMPLATE,
+    )
+
+    @classmethod
+    def of(cls, job: Job) -> Self:
+        """A job that has its name already."""
+        return cls.model_validate(job.model_dump())
+
+    def named(self, run_id: str) -> Job:
+        """The job of one run.
+
+        Raises:
+            InputError: no run can have this name.
+        """
+        return parse_job({**self.model_dump(), "run_id": run_id})
+
+
+AnyJob = TypeVar("AnyJob", bound=Job)
+
+
 def departures(job: Job, num_parameters: int) -> Iterator[str]:
     """Where a session job departs from the recommended settings, one line each."""
     if job.worker.is_command:
@@ -234,6 +261,15 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
     Raises:
         InputError: the first problem found, naming field, value and what is allowed.
     """
+    return _loaded(Job, path, overrides)
+
+
+def load_template(path: Path, overrides: Sequence[str] = ()) -> JobTemplate:
+    """The same for the job of a deployment, whose run_id may have fields."""
+    return _loaded(JobTemplate, path, overrides)
+
+
+def _loaded(kind: type[AnyJob], path: Path, overrides: Sequence[str]) -> AnyJob:
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -244,7 +280,7 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
         raise InputError(str(path), "must be a mapping of job fields")
     for override in overrides:
         _set_override(document, override)
-    job = parse_job(document)
+    job = _validated(kind, document)
     refuse_secrets(job)
     return job
 
@@ -275,8 +311,21 @@ def parse_job(document: Mapping[str, Any]) -> Job:
     Raises:
         InputError: the first problem found, naming field, value and what is allowed.
     """
+    return _validated(Job, document)
+
+
+def parse_template(document: Mapping[str, Any]) -> JobTemplate:
+    """Validate the job of a flow run, whose run_id may have fields.
+
+    Raises:
+        InputError: the first problem found, naming field, value and what is allowed.
+    """
+    return _validated(JobTemplate, document)
+
+
+def _validated(kind: type[AnyJob], document: Mapping[str, Any]) -> AnyJob:
     try:
-        return Job.model_validate(document)
+        return kind.model_validate(document)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise InputError(_field_of(first["loc"]), _message_of(first)) from None
@@ -326,6 +375,11 @@ def _message_of(error: Mapping[str, Any]) -> str:
             message = f"no such field; {hint}"
         case "missing":
             message = "is missing"
+        case "string_pattern_mismatch" if is_template(str(error["input"])):
+            message = (
+                f"{error['input']!r} is a template, for deployments; name one run with "
+                "--set run_id=..."
+            )
         case "value_error":
             message = str(error["msg"]).removeprefix("Value error, ")
         case kind:

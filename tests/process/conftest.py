@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.process.deployment import deploy, kill_worker, start_worker
 from tests.process.harness import Workbench
 from training.drill.job import write_corpus
 
@@ -31,6 +32,16 @@ def home(tmp_path_factory) -> Path:
     folder: Path = tmp_path_factory.mktemp("home")
     write_corpus(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def deployed(bench, api):
+    """The deployments of prefect.yaml on the server, and the workers that serve them: one."""
+    deploy(bench, api)
+    workers = [start_worker(bench)]
+    yield workers
+    for worker in workers:
+        kill_worker(worker)
 
 
 @pytest.fixture(scope="session")

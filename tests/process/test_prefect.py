@@ -6,8 +6,6 @@ import datetime as dt
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,47 +14,17 @@ import pytest
 from perdure import server
 from storage.address import open_store
 from storage.checkpoint import CheckpointStore
-from tests.process.harness import REPO
+from tests.process.deployment import RETENTION
 from tests.process.rest import ask
 from tests.waiting import wait_for
 from training.injection.outside import LocalRun
 
 pytestmark = [pytest.mark.process, pytest.mark.prefect]
 
-POOL = "perdure"
-RETENTION = "checkpoint-retention-of-all/hourly-retention"
-
 
 def test_the_pages_of_the_ui_ask_the_server_that_they_come_from(prefect_server):
     settings = ask("GET", f"{prefect_server.ui_url}/ui-settings").json()
     assert settings["api_url"] == prefect_server.api_url
-
-
-def start_worker(bench) -> subprocess.Popen[bytes]:
-    log = (bench.home / "worker.out").open("ab")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL],
-        env={**bench.environment, "PREFECT_WORKER_QUERY_SECONDS": "2"},
-        cwd=REPO, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-    )  # fmt: skip
-    log.close()
-    return process
-
-
-@pytest.fixture(scope="module")
-def deployed(bench, api):
-    """The deployments of prefect.yaml on the server, and a worker that serves them."""
-    bench.prefect("work-pool", "create", POOL, "--type", "process", "--overwrite")
-    bench.prefect("--no-prompt", "deploy", "--all")
-    retention = api.deployment(RETENTION)
-    assert [schedule["active"] for schedule in retention["schedules"]] == [True]
-    api.set_schedule(retention, active=False)  # its minute may come in the middle of another test
-    workers = [start_worker(bench)]
-    yield workers
-    for worker in workers:
-        if worker.poll() is None:
-            os.killpg(worker.pid, signal.SIGKILL)
-        worker.wait()
 
 
 def run_deployment(bench, job: dict, name: str = "pretrain/local") -> None:

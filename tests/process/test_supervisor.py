@@ -28,7 +28,8 @@ def test_a_second_start_adopts_the_living_attempt_and_training_never_stopped(
 
     third = bench.start(job)
     assert third.finish(hurry=False) == 1
-    assert "is supervised by process" in third.out
+    assert "AlreadySupervised: run adopted is still training" in third.out
+    assert "Traceback" not in third.out
 
     second.complete(undisturbed_pair)
     assert len(second.history.attempts) == 1

@@ -166,6 +166,7 @@ class RunHistory:
         budgets_from: attempts before this index count no more: the user who starts an
             ended run again has seen them.
         updated_s: when the newest record was written.
+        advanced_s: when the newest one was written that a mere start would not have written.
         unattended: from the last record of a supervisor to the next supervisor, each time.
         ends: when the run ended, each time.
         isolations: nodes that decisions isolated; one may be there several times.
@@ -189,6 +190,7 @@ class RunHistory:
     refusals: list[NodeRefused] = field(default_factory=list)
     released: dict[str, float] = field(default_factory=dict)
     updated_s: float = 0.0
+    advanced_s: float = 0.0
     unattended: list[tuple[float, float]] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
     waits: list[tuple[float, float]] = field(default_factory=list)
@@ -374,6 +376,13 @@ def _keep_time(history: RunHistory, record: AnyRecord) -> None:
             history.ends.append(record.at_s)
     if not isinstance(record, NodeReleased):  # a user's; it does not show that a supervisor lived
         history.updated_s = record.at_s
+    if not _is_of_every_start(record):
+        history.advanced_s = record.at_s
+
+
+def _is_of_every_start(record: AnyRecord) -> bool:
+    """Whether a supervisor writes it each time it starts, whatever becomes of it."""
+    return isinstance(record, SupervisorTook) or (isinstance(record, DataReady) and record.skipped)
 
 
 def _apply(history: RunHistory, record: AnyRecord) -> None:

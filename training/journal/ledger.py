@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from storage.errors import Corrupt, NotFound, PreconditionFailed
 from storage.frozen_model import FrozenModel
 from storage.objects import ObjectStore
-from training.errors import RunConflict
+from training.errors import AlreadySupervised
 from training.journal.history import RunHistory, replay
 from training.journal.records import RECORD, AnyRecord, SupervisorTook
 from training.processes import is_alive
@@ -34,16 +34,21 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # pids from before a reboot m
 
 
 class Identity(FrozenModel):
-    """A process as a supervisor."""
+    """A process as a supervisor.
+
+    Attributes:
+        flow_run: id of the flow run that it is a process of; None without Prefect.
+    """
 
     supervisor: str
     host: str
     boot_id: str
     pid: int
     process_started_s: float
+    flow_run: str | None = None
 
     @classmethod
-    def of_this_process(cls) -> Identity:
+    def of_this_process(cls, *, flow_run: str | None = None) -> Identity:
         """The identity of the calling process."""
         return cls(
             supervisor=uuid.uuid4().hex[:12],
@@ -51,6 +56,7 @@ class Identity(FrozenModel):
             boot_id=BOOT_ID.read_text(encoding="ascii").strip(),
             pid=os.getpid(),
             process_started_s=psutil.Process().create_time(),
+            flow_run=flow_run,
         )
 
 
@@ -92,11 +98,20 @@ class Ledger:
             self._catch_up()
             return replay(self._records)
 
+    def newest(self) -> AnyRecord | None:
+        """The newest record alone, for those who look at many runs.
+
+        Raises:
+            Corrupt: it is not what a ledger holds.
+        """
+        keys = [info.key for info in self._store.list(self._prefix)]
+        return self._record(max(keys)) if keys else None
+
     def take(self, identity: Identity) -> RunHistory:
         """Become the run's supervisor.
 
         Raises:
-            RunConflict: another supervisor is alive, or took the run at the same moment.
+            AlreadySupervised: another supervisor is alive, or took the run at the same moment.
         """
         history = self.read()
         # In this order: a lease that comes between the two is seen by the second.
@@ -109,9 +124,14 @@ class Ledger:
             supervisor=identity.supervisor,
             host=identity.host,
             pid=identity.pid,
+            flow_run=identity.flow_run,
         )
         if not self._put(len(self._records), record):
-            raise RunConflict(f"run {self._run_id}: another supervisor took it at the same moment")
+            winner = self.read().supervisor
+            raise AlreadySupervised(
+                f"run {self._run_id}: another supervisor took it at the same moment",
+                flow_run=winner.flow_run if winner is not None else None,
+            )
         self._records.append(record)
         self._epoch, self._identity = epoch, identity
         self.renew()
@@ -121,7 +141,7 @@ class Ledger:
         """Append a record of this supervisor.
 
         Raises:
-            RunConflict: this supervisor has been superseded.
+            AlreadySupervised: this supervisor has been superseded.
         """
         assert self._epoch > 0, "take() first"  # noqa: S101 our own bug, not an input
         with self._lock:
@@ -148,19 +168,20 @@ class Ledger:
         """Check, from the records already read, that no other supervisor took the run.
 
         Raises:
-            RunConflict: one did.
+            AlreadySupervised: one did.
         """
         newest = replay(self._records).supervisor
         if newest is not None and newest.epoch > self._epoch > 0:
-            raise RunConflict(
-                f"run {self._run_id} is now supervised by process {newest.pid} on {newest.host}"
+            raise AlreadySupervised(
+                f"run {self._run_id} is now supervised by process {newest.pid} on {newest.host}",
+                flow_run=newest.flow_run,
             )
 
     def renew(self) -> None:
         """Renew the lease of this supervisor; call every RENEW_S seconds.
 
         Raises:
-            RunConflict: another supervisor took the run.
+            AlreadySupervised: another supervisor took the run.
         """
         identity = self._identity
         if identity is None:
@@ -179,11 +200,15 @@ class Ledger:
 
     def is_supervised(self) -> bool:
         """Whether a supervisor of the run lives, as far as the store shows."""
-        try:
-            lease = self._lease()
-        except Corrupt:
-            return False
+        lease = self.lease()
         return lease is not None and self._is_held(lease, Identity.of_this_process())
+
+    def lease(self) -> SupervisorLease | None:
+        """The newest lease, whether its holder lives or not; None when it was given up."""
+        try:
+            return self._lease()
+        except Corrupt:
+            return None
 
     def _lease(self) -> SupervisorLease | None:
         try:
@@ -202,9 +227,10 @@ class Ledger:
     def _refuse_if_alive(self, identity: Identity) -> None:
         lease = self._lease()
         if lease is not None and self._is_held(lease, identity):
-            raise RunConflict(
+            raise AlreadySupervised(
                 f"run {self._run_id} is supervised by process {lease.pid} on {lease.host}; "
-                "one supervisor at a time"
+                "one supervisor at a time",
+                flow_run=lease.flow_run,
             )
 
     def _refuse_if_just_taken(self, history: RunHistory, identity: Identity) -> None:
@@ -220,7 +246,8 @@ class Ledger:
         lease = self._lease()
         if lease is None or lease.epoch < newest.epoch:
             holder = f"process {newest.pid} on {newest.host}"
-            raise RunConflict(f"run {self._run_id} was taken by {holder} a moment ago")
+            message = f"run {self._run_id} was taken by {holder} a moment ago"
+            raise AlreadySupervised(message, flow_run=newest.flow_run)
 
     def _catch_up(self) -> None:
         start = f"{self._prefix}{len(self._records):08d}"
@@ -228,10 +255,13 @@ class Ledger:
         for key in keys:
             if key != _key(self._prefix, len(self._records)):
                 raise Corrupt(f"{self._prefix}: record {len(self._records)} is missing")
-            try:
-                self._records.append(RECORD.validate_json(self._store.get(key)))
-            except ValidationError as error:
-                raise Corrupt(f"{key} is not a ledger record") from error
+            self._records.append(self._record(key))
+
+    def _record(self, key: str) -> AnyRecord:
+        try:
+            return RECORD.validate_json(self._store.get(key))
+        except ValidationError as error:
+            raise Corrupt(f"{key} is not a ledger record") from error
 
     def _put(self, sequence: int, record: AnyRecord) -> bool:
         try:

@@ -39,12 +39,17 @@ class RunCreated(Record):
 
 
 class SupervisorTook(Record):
-    """A supervisor took the run; its epoch is higher than every one before."""
+    """A supervisor took the run; its epoch is higher than every one before.
+
+    Attributes:
+        flow_run: id of the flow run that it is a process of; None without Prefect.
+    """
 
     kind: Literal["supervisor_took"] = "supervisor_took"
     supervisor: str
     host: str
     pid: int
+    flow_run: str | None = None
 
 
 class DataReady(Record):

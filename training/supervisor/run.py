@@ -91,6 +91,7 @@ class Run:
         secrets: reads the values of the job's env_from that are in Prefect blocks; called when an
             attempt starts, may raise EngineError.
         cwd: folder the workers start in when the job names none; default: the caller's.
+        flow_run: id of the flow run that this process is one of; None without Prefect.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Run:
         credentials: Credentials | None = None,
         secrets: Callable[[], Mapping[str, SecretStr]] = dict,
         cwd: Path | None = None,
+        flow_run: str | None = None,
     ) -> None:
         self.job = job
         self._credentials = credentials
@@ -111,7 +113,7 @@ class Run:
         self._writer = LedgerWriter(self.ledger, self.checkpoints)
         self._home = home
         self._cwd = str((Path(job.worker.cwd) if job.worker.cwd else cwd or Path.cwd()).resolve())
-        self._identity = Identity.of_this_process()
+        self._identity = Identity.of_this_process(flow_run=flow_run)
         self._engine: Engine | None = None
 
     @property

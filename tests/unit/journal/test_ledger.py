@@ -9,7 +9,7 @@ import pytest
 
 from storage.errors import Corrupt, NotFound
 from storage.local import LocalStore
-from training.errors import RunConflict
+from training.errors import AlreadySupervised, RunConflict
 from training.journal.ledger import LEASE_S, Identity, Ledger
 from training.journal.records import (
     AnyRecord,
@@ -168,3 +168,30 @@ def test_a_users_note_needs_no_lease_and_costs_the_supervisor_none_of_its_record
     assert history.ended_well
     assert list(history.released) == ["node-1"]
     assert history.epoch == 1
+
+
+def test_who_is_refused_learns_which_flow_run_supervises(store):
+    clock = Clock()
+    Ledger(store, "run", clock=clock).take(ELSEWHERE.model_copy(update={"flow_run": "first"}))
+    with pytest.raises(AlreadySupervised) as refused:
+        Ledger(store, "run", clock=clock).take(Identity.of_this_process(flow_run="second"))
+    assert refused.value.flow_run == "first"
+    superseded = Ledger(store, "run", clock=clock)
+    clock.now_s += LEASE_S + 1
+    superseded.take(ELSEWHERE)
+    clock.now_s += LEASE_S + 1
+    history = Ledger(store, "run", clock=clock).take(Identity.of_this_process(flow_run="second"))
+    assert history.supervisor is not None
+    assert history.supervisor.flow_run == "second"
+    with pytest.raises(AlreadySupervised) as refused:
+        superseded.renew()
+    assert refused.value.flow_run == "second"
+
+
+def test_the_newest_record_is_read_alone(store):
+    ledger = Ledger(store, "run")
+    assert ledger.newest() is None
+    ledger.take(Identity.of_this_process())
+    ledger.append(RunCreated, job={"run_id": "run"})
+    ledger.append(RunEnded, outcome="failed", message="")
+    assert isinstance(Ledger(store, "run").newest(), RunEnded)

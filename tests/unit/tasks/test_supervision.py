@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+from uuid import uuid4
 
 import pytest
+from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import Abort
+from prefect.states import Crashed, Paused, Suspended
 
 from tasks import supervision as module
-from tasks.supervision import Supervision
-from training.errors import RunConflict
+from tasks.supervision import RequestPoller, Supervision
+from training.errors import AlreadySupervised, RunConflict
 from training.job import parse_job
 from training.wire.requests import read_control, write_control
 
@@ -96,3 +99,77 @@ def test_a_paused_run_that_is_started_again_stays_paused_with_a_warning(supervis
     supervision._take()
     assert read_control(supervision.run.store, "small").pause
     assert "its ranks wait for `perdure resume small`" in caplog.text
+
+
+def taken_by(supervision, monkeypatch, flow_run: str | None) -> None:
+    """Another supervisor lives, and is a process of this flow run."""
+
+    def refused():
+        raise AlreadySupervised("one supervisor at a time", flow_run=flow_run)
+
+    monkeypatch.setattr(supervision.run, "take", refused)
+
+
+def test_a_second_process_of_a_flow_run_leaves_its_state_to_the_one_that_supervises(
+    supervision, monkeypatch, caplog
+):
+    own = uuid4()
+    monkeypatch.setattr(supervision, "flow_run_id", own)
+    monkeypatch.setattr(module, "_is_resumed", lambda _id: False)
+    taken_by(supervision, monkeypatch, str(own))
+    with pytest.raises(Abort):
+        supervision._take()
+    assert "an earlier process of this flow run supervises the run" in caplog.text
+
+
+@pytest.mark.parametrize("other", [None, str(uuid4())])
+def test_the_supervisor_of_another_flow_run_is_a_conflict(supervision, monkeypatch, other):
+    monkeypatch.setattr(supervision, "flow_run_id", uuid4())
+    monkeypatch.setattr(module, "_is_resumed", lambda _id: False)
+    taken_by(supervision, monkeypatch, other)
+    with pytest.raises(AlreadySupervised):
+        supervision._take()
+
+
+def test_a_superseded_supervisor_leaves_the_lease_to_the_next_one(supervision):
+    supervision._take()
+    supervision._lease.superseded = AlreadySupervised("by another", flow_run=None)
+    supervision._interrupted(Abort)
+    assert len(list(supervision.run.store.list("runs/small/supervisor.json"))) == 1
+
+
+class Server:
+    """What the poller asks of a server, for one flow run."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+    def read_flow_run(self, _id) -> FlowRun:
+        return FlowRun(flow_id=uuid4(), state=self.state)
+
+    def set_flow_run_state(self, _id, state: State, *, force: bool) -> None:
+        assert force
+        self.state = state
+
+
+def look(poller, server) -> None:
+    poller._look(server)
+
+
+def test_a_living_supervisor_takes_back_the_report_of_its_crash(supervision):
+    poller = RequestPoller(uuid4(), supervision.run)
+    server = Server(Crashed())
+    look(poller, server)
+    assert server.state.is_running()
+    assert server.state.message == "the supervisor lives"
+
+
+@pytest.mark.parametrize("paused", [Paused(), Suspended()])
+def test_a_paused_run_that_is_said_to_have_crashed_stays_paused(supervision, paused):
+    poller = RequestPoller(uuid4(), supervision.run)
+    server = Server(paused)
+    look(poller, server)
+    server.state = Crashed()
+    look(poller, server)
+    assert server.state.is_paused()
+    assert read_control(supervision.run.store, "small").pause

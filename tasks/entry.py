@@ -1,0 +1,168 @@
+"""What a flow run of `pretrain` is for when it starts: which run, and whether it is to train it.
+
+A flow run that does not train says so by the name of its state. `AlreadySupervised` (started by
+hand) and `Skipped` (started by a schedule) are of the type Cancelled: no failure, so nobody is
+called; no completion, so nobody takes it for a trained model; and terminal, so nothing waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+from uuid import UUID
+from zoneinfo import ZoneInfo
+
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.context import FlowRunContext
+from prefect.states import Cancelled, Failed
+from prefect.utilities.urls import url_for
+
+from tasks.credentials import credentials_of
+from training.errors import InputError
+from training.files import home_folder
+from training.job import Job, JobTemplate, parse_template
+from training.journal.history import RunHistory
+from training.specs.run_name import is_of, is_template, name_of
+from training.supervisor.job_registry import known_job, known_runs
+from training.supervisor.run import Run
+
+ALREADY_SUPERVISED = "AlreadySupervised"
+SKIPPED = "Skipped"
+NOT_TRAINED = frozenset({ALREADY_SUPERVISED, SKIPPED})
+NO_JOB = "is missing: give the flow run or its schedule one, as `perdure show job.yaml` prints it"
+
+
+def name_of_flow_run() -> str:
+    """The name of the run, as the name of the flow run that begins."""
+    context = FlowRunContext.get()
+    assert context is not None  # noqa: S101 Prefect asks inside a flow run
+    assert context.flow_run is not None  # noqa: S101 likewise
+    flow_run = context.flow_run
+    try:
+        template = _template_of((context.parameters or {}).get("job"))
+    except InputError:
+        return flow_run.name  # the flow says what is wrong
+    if not is_template(template.run_id):
+        return template.run_id
+    known = known_runs(home_folder())
+    return name_of(template.run_id, due=_due(flow_run), known=known, now_named=flow_run.name)
+
+
+def job_of(flow_run: FlowRun) -> Job | None:
+    """The job that a flow run has begun to train; None when it was given none.
+
+    Raises:
+        InputError: it is none.
+    """
+    given = (flow_run.parameters or {}).get("job")
+    if given is None:
+        return None
+    template = _template_of(given)
+    return template.named(flow_run.name if is_template(template.run_id) else template.run_id)
+
+
+def enter(given: object) -> Job | State[Any]:
+    """The job to train now, or the state that says why there is none.
+
+    Args:
+        given: the flow's parameter, as it came: a job, its document, or whatever else.
+    """
+    context = FlowRunContext.get()
+    flow_run = context.flow_run if context is not None else None
+    try:
+        template = _template_of(given)
+        name = flow_run.name if flow_run is not None else template.run_id
+        job = template.named(name if is_template(template.run_id) else template.run_id)
+    except InputError as error:
+        return Failed(message=str(error))
+    if flow_run is not None and flow_run.auto_scheduled:
+        reason = _why_skipped(template, job, flow_run.id)
+        if reason is not None:
+            return Cancelled(name=SKIPPED, message=reason)
+    return job
+
+
+def _template_of(given: object) -> JobTemplate:
+    if isinstance(given, JobTemplate):
+        return given
+    if not isinstance(given, Mapping):
+        raise InputError("job", NO_JOB)
+    return parse_template(given)
+
+
+def left_to_other(job: Job) -> State[Any]:
+    """The state of a flow run whose run another one supervises."""
+    run = _run_of(job)
+    text = f"{standing(run, run.refresh())}; this flow run trains nothing"
+    return Cancelled(name=_name_of_conflict(), message=text)
+
+
+def standing(run: Run, history: RunHistory) -> str:
+    """Where a run stands and who supervises it, in one line."""
+    view, job = history.open_attempt, run.job
+    target = "" if job.worker.is_command else f" of {job.steps}"
+    attempt = f"attempt {view.key[0]}.{view.key[1]}, " if view is not None else ""
+    text = (
+        f"run {job.run_id} is still training: {attempt}step {history.committed_step}{target} saved"
+    )
+    newest = history.supervisor
+    if newest is None:
+        return text
+    by = f"process {newest.pid} on {newest.host}"
+    if newest.flow_run is not None:
+        where = url_for("flow-run", UUID(newest.flow_run)) or newest.flow_run
+        by = f"flow run {where} ({by})"
+    return f"{text}, supervised by {by}"
+
+
+def _why_skipped(template: JobTemplate, job: Job, flow_run_id: UUID) -> str | None:
+    """Why a tick of a schedule trains nothing; None when it does."""
+    run = _run_of(job)
+    history = run.refresh()
+    if history.supervisor is not None and history.supervisor.flow_run == str(flow_run_id):
+        return None  # started again: it goes on with what it began
+    if run.is_complete:
+        return (
+            f"run {job.run_id} was completed before, at step {history.committed_step}; "
+            "give run_id a field such as {date}, so that each tick has a run of its own"
+        )
+    if run.ledger.is_supervised():
+        return standing(run, history)
+    others = [name for name in known_runs(home_folder()) if is_of(template.run_id, name)]
+    return next(filter(None, (_training(name) for name in others if name != job.run_id)), None)
+
+
+def _training(run_id: str) -> str | None:
+    """Where a run of this machine stands; None when it is not training."""
+    try:
+        run = _run_of(known_job(home_folder(), run_id))
+    except InputError:
+        return None  # of another version: not this schedule's
+    history = run.refresh()
+    alive = history.open_attempt is not None or run.ledger.is_supervised()
+    return standing(run, history) if alive and history.ended is None else None
+
+
+def _name_of_conflict() -> str:
+    context = FlowRunContext.get()
+    flow_run = context.flow_run if context is not None else None
+    by_schedule = flow_run is not None and flow_run.auto_scheduled
+    return SKIPPED if by_schedule else ALREADY_SUPERVISED
+
+
+def _due(flow_run: FlowRun) -> datetime:
+    """When it was to start, in the time zone of the schedule that made it; without one, UTC."""
+    due = flow_run.expected_start_time or datetime.now(UTC)
+    made_by, deployment = flow_run.created_by, flow_run.deployment_id
+    if made_by is None or deployment is None or not flow_run.auto_scheduled:
+        return due.astimezone(UTC)
+    with get_client(sync_client=True) as client:
+        schedules = client.read_deployment_schedules(deployment)
+    zones = [getattr(one.schedule, "timezone", None) for one in schedules if one.id == made_by.id]
+    return due.astimezone(ZoneInfo(zones[0]) if zones and zones[0] else UTC)
+
+
+def _run_of(job: Job) -> Run:
+    return Run(job, home=home_folder(), credentials=credentials_of(job.storage))

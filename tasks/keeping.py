@@ -1,0 +1,272 @@
+"""Finding runs that nobody supervises, and doing about them what `unsupervised` says.
+
+Known are the runs that were started on this machine, and flow runs that have crashed. Nothing here
+depends on events, which a server may lose, or hold back after a restart (3.8.8). Times are seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import UUID
+
+from prefect import get_run_logger, task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import (
+    FlowFilter,
+    FlowFilterName,
+    FlowRunFilter,
+    FlowRunFilterEndTime,
+    FlowRunFilterName,
+    FlowRunFilterState,
+    FlowRunFilterStateName,
+    FlowRunFilterStateType,
+    FlowRunFilterTags,
+)
+from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.client.schemas.sorting import FlowRunSort
+from prefect.exceptions import ObjectNotFound
+from prefect.states import Cancelled, Failed, Scheduled
+
+from storage.errors import StorageError
+from tasks.credentials import credentials_of
+from tasks.entry import NOT_TRAINED, job_of
+from tasks.hooks import take_down_run
+from tasks.states import completed
+from tasks.unsupervised import (
+    MAX_FAILED_STARTS,
+    FlowRunFacts,
+    Remedy,
+    failed_starts,
+    pause_after,
+    remedy_for,
+)
+from training.errors import InputError, PerdureError
+from training.files import home_folder
+from training.job import Job
+from training.journal.history import RunHistory
+from training.journal.records import RunEnded
+from training.supervisor.job_registry import known_job, known_runs
+from training.supervisor.run import Run
+
+PRETRAIN = FlowFilter(name=FlowFilterName(any_=["pretrain"]))
+AUTO_RESUME = "auto-resume"
+QUIET = "NothingToDo"
+QUIET_IS_KEPT = timedelta(minutes=10)
+CRASH_IS_NEWS_S = 86_400.0  # an older one is not started again out of the blue
+MOST = 200  # flow runs in one answer of the server
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A run, or a flow run that came to none, and what is to be done about it.
+
+    Attributes:
+        name: of the run; of the flow run when it has no job.
+        run: None when the flow run has no job.
+        flow_run: id of the one that last supervised it; None when the server has none.
+        state: name of its state.
+        message: of its state.
+        starts: that failed in a row.
+    """
+
+    name: str
+    run: Run | None
+    flow_run: UUID | None
+    state: str
+    message: str
+    remedy: Remedy
+    starts: int = 0
+
+
+def look() -> list[Case]:
+    """Everything that this machine can see without a supervisor, whether it is to have one or not.
+
+    Raises:
+        Exception: the Prefect server did not answer.
+    """
+    with get_client(sync_client=True) as client:
+        cases = [case for name in known_runs(home_folder()) for case in _of_known(client, name)]
+        seen = {case.flow_run for case in cases}
+        crashed = [one for one in _crashed(client) if one.id not in seen]
+        return cases + [case for flow_run in crashed for case in _of_crashed(client, flow_run)]
+
+
+@task(name="keep", task_run_name="{case.remedy}: {case.name}", cache_policy=NO_CACHE)
+def apply(case: Case) -> str:
+    """Do what a case needs. Returns what was done."""
+    done = _apply(case)
+    get_run_logger().warning(done)
+    return completed(done, done)
+
+
+def forget_quiet(now: datetime) -> None:
+    """Delete the flow runs of this flow that found nothing to do: one a minute says nothing."""
+    with get_client(sync_client=True) as client:
+        found = client.read_flow_runs(
+            flow_filter=FlowFilter(name=FlowFilterName(any_=["keep-supervised"])),
+            flow_run_filter=FlowRunFilter(
+                # Cancelled are those that came due together, while no worker was there.
+                state=FlowRunFilterState(name=FlowRunFilterStateName(any_=[QUIET, "Cancelled"])),
+                end_time=FlowRunFilterEndTime(before_=now - QUIET_IS_KEPT),
+            ),
+            sort=FlowRunSort.START_TIME_ASC,
+            limit=MOST,
+        )
+        for flow_run in found:
+            client.delete_flow_run(flow_run.id)
+
+
+def _of_known(client: SyncPrefectClient, run_id: str) -> Iterator[Case]:
+    """The run of that name, when it has begun, goes on, and nobody supervises it."""
+    try:
+        run = _run_of(known_job(home_folder(), run_id))
+        if run.ledger.is_supervised() or isinstance(run.ledger.newest(), RunEnded):
+            return
+        history = run.refresh()
+    except (InputError, StorageError) as error:
+        get_run_logger().warning("%s cannot be looked at: %s", run_id, error)
+        return
+    yield _case(client, run, history, _flow_run_of(client, run_id, history))
+
+
+def _of_crashed(client: SyncPrefectClient, flow_run: FlowRun) -> Iterator[Case]:
+    """A crashed flow run whose run this machine does not know, or that came to none."""
+    try:
+        job = job_of(flow_run)
+        run = _run_of(job) if job is not None else None
+        history = run.refresh() if run is not None else RunHistory()
+    except (PerdureError, StorageError):
+        run, history = None, RunHistory()  # its next start says what is wrong
+    yield _case(client, run, history, flow_run)
+
+
+def _case(
+    client: SyncPrefectClient, run: Run | None, history: RunHistory, flow_run: FlowRun | None
+) -> Case:
+    lease = run.ledger.lease() if run is not None else None
+    facts = _facts(client, flow_run, history) if flow_run is not None else None
+    remedy = remedy_for(
+        history,
+        supervised=run is not None and run.ledger.is_supervised(),
+        renewed_s=lease.renewed_s if lease is not None else 0.0,
+        flow_run=facts,
+        now_s=time.time(),
+    )
+    name = run.job.run_id if run is not None else (flow_run.name if flow_run else "")
+    # Prefect takes a flow run in a task's argument for something to wait for (3.8.8).
+    return Case(
+        name=name,
+        run=run,
+        flow_run=flow_run.id if flow_run is not None else None,
+        state=(flow_run.state_name if flow_run is not None else None) or "none",
+        message=(flow_run.state.message if flow_run and flow_run.state else None) or "no message",
+        remedy=remedy,
+        starts=facts.failed_starts if facts is not None else 0,
+    )
+
+
+def _facts(client: SyncPrefectClient, flow_run: FlowRun, history: RunHistory) -> FlowRunFacts:
+    states = client.read_flow_run_states(flow_run.id)
+    state = flow_run.state or states[-1]
+    walked = [(one.type.value, one.timestamp.timestamp()) for one in states]
+    return FlowRunFacts(
+        state=state.type.value,
+        since_s=state.timestamp.timestamp(),
+        is_deployed=flow_run.deployment_id is not None,
+        failed_starts=failed_starts(walked, advanced_s=history.advanced_s),
+    )
+
+
+def _flow_run_of(client: SyncPrefectClient, run_id: str, history: RunHistory) -> FlowRun | None:
+    """The flow run that last supervised a run, or else the newest of its name."""
+    taker = history.supervisor
+    if taker is not None and taker.flow_run is not None:
+        try:
+            return client.read_flow_run(UUID(taker.flow_run))
+        except ObjectNotFound:
+            pass  # deleted
+    found = client.read_flow_runs(
+        flow_filter=PRETRAIN,
+        flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[run_id])),
+        sort=FlowRunSort.EXPECTED_START_TIME_DESC,
+        limit=MOST,
+    )
+    return next((one for one in found if one.state_name not in NOT_TRAINED), None)
+
+
+def _crashed(client: SyncPrefectClient) -> list[FlowRun]:
+    """Flow runs that lately crashed, and that are to be brought back."""
+    found = client.read_flow_runs(
+        flow_filter=PRETRAIN,
+        flow_run_filter=FlowRunFilter(
+            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.CRASHED])),
+            tags=FlowRunFilterTags(all_=[AUTO_RESUME]),
+        ),
+        sort=FlowRunSort.EXPECTED_START_TIME_DESC,
+        limit=MOST,
+    )
+    since = datetime.fromtimestamp(time.time() - CRASH_IS_NEWS_S, UTC)
+    return [one for one in found if one.state is not None and one.state.timestamp > since]
+
+
+def _apply(case: Case) -> str:
+    with get_client(sync_client=True) as client:
+        match case.remedy, case.flow_run, case.run:
+            case Remedy.RESCHEDULE, UUID() as flow_run, _:
+                message = "nobody supervised the run: started again"
+                again: State[Any] = Scheduled(name="AwaitingRetry", message=message)
+                client.set_flow_run_state(flow_run, again, force=True)
+                return f"{case.name}: its flow run was {case.state}, {message}"
+            case Remedy.GIVE_UP, UUID() as flow_run, _:
+                reason = _why_given_up(case)
+                client.set_flow_run_state(flow_run, Failed(message=reason), force=True)
+                return f"{case.name}: {reason}"
+            case Remedy.TAKE_DOWN, UUID() as flow_run, Run() as run:
+                take_down_run(run, flow_run, get_run_logger())
+                done = "cancelled while nobody supervised it: its processes are stopped"
+                client.set_flow_run_state(flow_run, Cancelled(message=done), force=True)
+                return f"{case.name}: {done}"
+            case Remedy.START, _, Run() as run:
+                return f"{case.name}: {_start(client, run)}"
+            case _:
+                return f"{case.name}: nothing to do"
+
+
+def _start(client: SyncPrefectClient, run: Run) -> str:
+    """Give a run a flow run of the deployment; the same one when two ask at once."""
+    found = client.read_deployments(flow_filter=PRETRAIN)
+    tagged = [one for one in found if AUTO_RESUME in one.tags]
+    if not tagged:
+        return f"not adopted: no deployment of pretrain has the tag {AUTO_RESUME}"
+    flow_run = client.create_flow_run_from_deployment(
+        tagged[0].id,
+        parameters={"job": run.job.model_dump(mode="json")},
+        name=run.job.run_id,
+        idempotency_key=f"keep-{run.job.run_id}-{run.history.epoch}",
+    )
+    return f"nobody supervised it, and it had no flow run to start again: {flow_run.id} is new"
+
+
+def _why_given_up(case: Case) -> str:
+    text = (
+        f"given up: {case.starts} starts in a row (allowed: {MAX_FAILED_STARTS}) put nothing new "
+        f"on record; the last one: {case.message}"
+    )
+    view = case.run.history.open_attempt if case.run is not None else None
+    if view is None:
+        return text
+    placement, attempt = view.key
+    pause_min = pause_after(case.starts) / 60
+    return (
+        f"{text}; attempt {placement}.{attempt} trains on without a supervisor, which is tried "
+        f"again in {pause_min:.0f} min"
+    )
+
+
+def _run_of(job: Job) -> Run:
+    return Run(job, home=home_folder(), credentials=credentials_of(job.storage))

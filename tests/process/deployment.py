@@ -1,0 +1,161 @@
+"""The deployments of prefect.yaml on a real server, a worker that serves them, and their flow runs.
+
+What tests of the supervision plane have in common: deploy, serve, start, schedule, kill, and read
+what became of each flow run, by its id.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from tests.process.harness import REPO, Running, Workbench
+from tests.process.rest import Api, ask
+from tests.waiting import wait_for
+
+POOL = "perdure"
+PRETRAIN = "pretrain/local"
+KEEPER = "keep-supervised/keeper"
+RETENTION = "checkpoint-retention-of-all/hourly-retention"
+
+
+def start_worker(bench: Workbench) -> subprocess.Popen[bytes]:
+    """A worker in a session of its own, which looks for work every two seconds."""
+    log = (bench.home / "worker.out").open("ab")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL],
+        env={**bench.environment, "PREFECT_WORKER_QUERY_SECONDS": "2"},
+        cwd=REPO, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+    )  # fmt: skip
+    log.close()
+    return process
+
+
+def kill_worker(worker: subprocess.Popen[bytes]) -> None:
+    """SIGKILL a worker alone; its flow processes have sessions of their own."""
+    if worker.poll() is None:
+        os.killpg(worker.pid, signal.SIGKILL)
+    worker.wait()
+
+
+def deploy(bench: Workbench, api: Api) -> None:
+    """`prefect deploy --all`, with schedules off: a tick may come in the middle of a test."""
+    bench.prefect("work-pool", "create", POOL, "--type", "process", "--overwrite")
+    bench.prefect("--no-prompt", "deploy", "--all")
+    for name in (RETENTION, KEEPER):
+        deployment = api.deployment(name)
+        assert [schedule["active"] for schedule in deployment["schedules"]] == [True]
+        api.set_schedule(deployment, active=False)
+
+
+class FlowRun:
+    """One flow run, by its id: what it shows, and what is done to it."""
+
+    def __init__(self, api: Api, flow_run_id: str) -> None:
+        self._url = f"{api.url}/flow_runs/{flow_run_id}"
+        self._api = api
+        self.id = flow_run_id
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """All that the server has of it."""
+        found: dict[str, Any] = ask("GET", self._url).json()
+        return found
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Its state."""
+        state: dict[str, Any] = self.facts["state"]
+        return state
+
+    @property
+    def states(self) -> list[str]:
+        """Names of all its states, oldest first."""
+        url = f"{self._api.url}/flow_run_states/?flow_run_id={self.id}"
+        found = sorted(ask("GET", url).json(), key=lambda state: state["timestamp"])
+        return [state["name"] for state in found]
+
+    @property
+    def logs(self) -> str:
+        """What it has logged."""
+        wanted = {"flow_run_id": {"any_": [self.id]}}
+        body = {"logs": wanted, "limit": 200, "sort": "TIMESTAMP_ASC"}
+        found = ask("POST", f"{self._api.url}/logs/filter", body).json()
+        return "\n".join(log["message"] for log in found)
+
+    def set_state(self, kind: str, name: str | None = None) -> None:
+        """What the UI or an automation does."""
+        body = {"state": {"type": kind, "name": name or kind.capitalize()}, "force": True}
+        ask("POST", f"{self._url}/set_state", body)
+
+    def delete(self) -> None:
+        """What the UI's delete button does."""
+        ask("DELETE", self._url)
+
+    def wait_for(self, name: str, *, timeout_s: float = 60) -> None:
+        """Wait until its state has that name."""
+        what = f"state {name} of flow run {self.id}"
+        wait_for(lambda: self.state["name"] == name, timeout_s=timeout_s, what=what, period_s=0.5)
+
+    def wait_for_end(self, *, timeout_s: float = 60) -> dict[str, Any]:
+        """Wait until it is over. Returns its state."""
+        over = ("COMPLETED", "FAILED", "CANCELLED")
+        what = f"the end of flow run {self.id}"
+        wait_for(lambda: self.state["type"] in over, timeout_s=timeout_s, what=what, period_s=0.5)
+        return self.state
+
+
+def start_flow_run(api: Api, deployment: str, parameters: Mapping[str, Any]) -> FlowRun:
+    """What `prefect deployment run` does."""
+    url = f"{api.url}/deployments/{api.deployment(deployment)['id']}/create_flow_run"
+    return FlowRun(api, ask("POST", url, {"parameters": dict(parameters)}).json()["id"])
+
+
+def supervising(api: Api, running: Running) -> FlowRun:
+    """The flow run that has last taken a run."""
+    taker = running.history.supervisor
+    assert taker is not None
+    assert taker.flow_run is not None
+    return FlowRun(api, taker.flow_run)
+
+
+def kill_supervisor(running: Running) -> None:
+    """SIGKILL the process that supervises a deployed run."""
+    taker = running.history.supervisor
+    assert taker is not None
+    os.kill(taker.pid, signal.SIGKILL)
+
+
+@contextmanager
+def ticking(
+    api: Api, deployment: str, parameters: Mapping[str, Any], *, every_s: int, in_s: float = 6
+) -> Iterator[str]:
+    """A schedule with an interval, as a user makes one in the UI; its id."""
+    first = dt.datetime.now(dt.UTC) + dt.timedelta(seconds=in_s)
+    interval = {
+        "interval": every_s, "anchor_date": first.isoformat(), "timezone": "Asia/Shanghai"
+    }  # fmt: skip
+    body = [{"schedule": interval, "active": True, "parameters": dict(parameters)}]
+    url = f"{api.url}/deployments/{api.deployment(deployment)['id']}/schedules"
+    (made,) = ask("POST", url, body).json()
+    try:
+        yield made["id"]
+    finally:
+        ask("DELETE", f"{url}/{made['id']}")
+
+
+def ticks(api: Api, schedule: str) -> list[FlowRun]:
+    """The flow runs of a schedule that have been started, in the order of their ticks."""
+    body = {"sort": "EXPECTED_START_TIME_ASC", "limit": 200}
+    found = ask("POST", f"{api.url}/flow_runs/filter", body).json()
+    return [
+        FlowRun(api, one["id"])
+        for one in found
+        if (one["created_by"] or {}).get("id") == schedule and one["state_type"] != "SCHEDULED"
+    ]

@@ -1,0 +1,265 @@
+"""What the server shows of a run is what the run does, whichever process of it is killed."""
+
+from __future__ import annotations
+
+import datetime as dt
+import time
+from zoneinfo import ZoneInfo
+
+import pytest
+
+from perdure import server
+from tests.process.deployment import (
+    KEEPER,
+    PRETRAIN,
+    FlowRun,
+    kill_supervisor,
+    start_flow_run,
+    supervising,
+    ticking,
+    ticks,
+)
+from tests.process.rest import ask
+from tests.waiting import wait_for
+
+pytestmark = [pytest.mark.process, pytest.mark.prefect, pytest.mark.long]
+
+ADOPTED_S = 150  # "within about a minute or two"
+
+
+def begin(bench, api, run_id, **changes):
+    """A deployed run that trains: itself, and its flow run."""
+    job = bench.pair(run_id, steps=4000, **{"env": {"PACE_S": "0.3"}, **changes})
+    flow_run = start_flow_run(api, PRETRAIN, {"job": job})
+    running = bench.look(job)
+    running.reach(3)
+    return running, flow_run
+
+
+def wait_for_epoch(running, epoch, *, timeout_s=ADOPTED_S):
+    wait_for(
+        lambda: running.history.epoch == epoch, timeout_s=timeout_s, what="the next supervisor",
+        period_s=0.5,
+    )  # fmt: skip
+
+
+def keep(api) -> FlowRun:
+    """One tick of keep-supervised; its flow run, when it is over."""
+    flow_run = start_flow_run(api, KEEPER, {})
+    assert flow_run.wait_for_end(timeout_s=120)["type"] == "COMPLETED", flow_run.logs
+    return flow_run
+
+
+def keep_until(api, done) -> None:
+    """Ticks of keep-supervised until one has done what is waited for."""
+    deadline_s = time.monotonic() + ADOPTED_S
+    while done not in (message := keep(api).state["message"]):
+        assert time.monotonic() < deadline_s, message
+        time.sleep(5)
+
+
+def first_tick(api, schedule) -> FlowRun:
+    found = wait_for(lambda: ticks(api, schedule), timeout_s=60, what="a tick", period_s=0.5)
+    assert len(found) == 1
+    return found[0]
+
+
+def finish(running, flow_run) -> None:
+    """Have the run end, and see that both say so."""
+    running.bench.perdure("cancel", running.job.run_id)
+    assert flow_run.wait_for_end(timeout_s=90)["name"] == "Cancelled"
+    assert running.history.ended.outcome == "cancelled"
+    running.leave_nothing()
+
+
+@pytest.mark.timeout(400)
+def test_one_killed_flow_process_is_one_crash_and_its_living_run_is_never_failed(
+    bench, deployed, api
+):
+    running, flow_run = begin(bench, api, "killed-once")
+    workers = {p.pid for rank in (0, 1) for p in running.local.rank(rank)}
+    assert supervising(api, running).id == flow_run.id
+    kill_supervisor(running)
+    flow_run.wait_for("Crashed", timeout_s=30)
+    wait_for_epoch(running, 2)
+    time.sleep(20)  # the worker's second report comes 12 to 20 s after its first
+    assert flow_run.state["type"] == "RUNNING", flow_run.states
+    assert flow_run.states.count("AwaitingRetry") == 1, flow_run.states
+    assert "Failed" not in flow_run.states
+
+    flow_run.set_state("CRASHED")  # a second report that comes later than any
+    flow_run.wait_for("Running", timeout_s=20)
+    assert flow_run.state["message"] == "the supervisor lives"
+    flow_run.set_state("SCHEDULED", "AwaitingRetry")
+    wait_for(
+        lambda: "an earlier process of this flow run supervises the run" in flow_run.logs,
+        timeout_s=60, what="a second process of the same flow run", period_s=1.0,
+    )  # fmt: skip
+    assert flow_run.state["type"] == "RUNNING", flow_run.states
+
+    other = start_flow_run(api, PRETRAIN, {"job": running.job.model_dump(mode="json")})
+    state = other.wait_for_end(timeout_s=60)
+    assert (state["type"], state["name"]) == ("CANCELLED", "AlreadySupervised")
+    assert state["message"].startswith("run killed-once is still training: attempt 1.1, step ")
+    assert flow_run.id in state["message"]
+    assert "Traceback" not in other.logs
+
+    assert running.history.epoch == 2, "nobody took it in the meantime"
+    assert {p.pid for rank in (0, 1) for p in running.local.rank(rank)} == workers
+    finish(running, flow_run)
+
+
+@pytest.mark.timeout(400)
+def test_what_cannot_be_started_fails_with_the_reason_and_is_not_tried_for_ever(
+    bench, deployed, api, tmp_path
+):
+    job = bench.pair("wrong")
+    with (
+        ticking(api, PRETRAIN, {}, every_s=86_400) as without_job,
+        ticking(api, PRETRAIN, {"job": {**job, "steps": -1}}, every_s=86_400) as impossible,
+    ):
+        for schedule, reason in ((without_job, "job: is missing"), (impossible, "steps: -1: ")):
+            tick = first_tick(api, schedule)
+            state = tick.wait_for_end(timeout_s=60)
+            assert state["type"] == "FAILED"
+            assert reason in state["message"]
+            assert "Crashed" not in tick.states
+
+    # Its program ends before any flow can say why.
+    known = api.deployment(PRETRAIN)
+    broken = {
+        "name": "broken", "flow_id": known["flow_id"], "entrypoint": "flows/nowhere.py:pretrain",
+        "tags": known["tags"], "work_pool_name": "perdure", "pull_steps": known["pull_steps"],
+        "job_variables": known["job_variables"],
+    }  # fmt: skip
+    ask("POST", f"{api.url}/deployments/", broken)
+    flow_run = start_flow_run(api, "pretrain/broken", {})
+    for _ in range(5):
+        flow_run.wait_for("Crashed", timeout_s=60)
+        if flow_run.states.count("Crashed") < 5:
+            flow_run.set_state("SCHEDULED", "AwaitingRetry")  # as the automation does, later
+    wait_for(
+        lambda: keep(api) and flow_run.state["type"] == "FAILED", timeout_s=120, what="the end",
+        period_s=5.0,
+    )  # fmt: skip
+    message = flow_run.state["message"]
+    assert message.startswith("given up: 5 starts in a row"), message
+    time.sleep(35)
+    assert flow_run.state["type"] == "FAILED", "no automation brings it back"
+
+
+@pytest.mark.timeout(600)
+def test_after_a_restart_of_the_server_a_crash_is_answered_within_two_minutes(
+    bench, deployed, api, prefect_server, monkeypatch
+):
+    monkeypatch.setenv("PERDURE_HOME", str(bench.home))
+    running, flow_run = begin(bench, api, "restarted-server")
+    assert server.stop_server()
+    server.start_server(port=prefect_server.port)
+    keeper = api.deployment(KEEPER)
+    api.set_schedule(keeper, active=True)
+    try:
+        kill_supervisor(running)
+        crashed_s = time.monotonic()
+        wait_for_epoch(running, 2)
+        took_s = time.monotonic() - crashed_s
+        flow_run.wait_for("Running", timeout_s=20)
+    finally:
+        api.set_schedule(keeper, active=False)
+    assert took_s < ADOPTED_S
+    assert supervising(api, running).id == flow_run.id
+    finish(running, flow_run)
+
+
+@pytest.mark.timeout(900)
+def test_a_living_attempt_is_taken_up_whatever_has_become_of_its_flow_run(bench, deployed, api):
+    running, flow_run = begin(bench, api, "whatever")
+    workers = {p.pid for rank in (0, 1) for p in running.local.rank(rank)}
+    kill_supervisor(running)
+    flow_run.wait_for("Crashed")
+    flow_run.set_state("FAILED")  # so that no automation has anything to do
+    keep_until(api, "whatever: its flow run was Failed")
+    wait_for_epoch(running, 2)
+    assert supervising(api, running).id == flow_run.id
+
+    kill_supervisor(running)
+    flow_run.wait_for("Crashed")
+    flow_run.delete()
+    keep_until(api, "it had no flow run to start again")
+    wait_for_epoch(running, 3)
+    new = supervising(api, running)
+    assert new.id != flow_run.id
+    assert new.facts["name"] == "whatever"
+    assert {p.pid for rank in (0, 1) for p in running.local.rank(rank)} == workers
+
+    kill_supervisor(running)
+    new.wait_for("Crashed")
+    new.set_state("CANCELLED")  # of a user, while nobody is there to do it
+    keep_until(api, "whatever: cancelled while nobody supervised it")
+    assert running.history.ended.outcome == "cancelled"
+    assert new.state["name"] == "Cancelled"
+    running.leave_nothing()
+
+
+@pytest.mark.timeout(400)
+def test_each_tick_of_a_schedule_trains_a_run_of_its_own_and_overlapping_ones_are_skipped(
+    bench, deployed, api
+):
+    job = bench.pair("tick-{date}-{n}", steps=4000, env={"PACE_S": "0.3"})
+    del job["env"]["PACE_FILE"]
+    with ticking(api, PRETRAIN, {"job": job}, every_s=25) as schedule:
+        first, second = wait_for(
+            lambda: (found := ticks(api, schedule))[1:] and found[:2], timeout_s=90, what="two"
+        )
+        state = second.wait_for_end(timeout_s=60)
+    today = dt.datetime.now(dt.UTC).astimezone(ZoneInfo("Asia/Shanghai")).date()
+    name = f"tick-{today}-1"
+    assert first.facts["name"] == name
+    assert (state["type"], state["name"]) == ("CANCELLED", "Skipped")
+    assert state["message"].startswith(f"run {name} is still training")
+    running = bench.look({**job, "run_id": name})
+    running.reach(2)
+    kill_supervisor(running)
+    first.wait_for("Crashed")
+    first.set_state("SCHEDULED", "AwaitingRetry")
+    wait_for_epoch(running, 2)
+    assert first.facts["name"] == name, "started again, it is the same run"
+    finish(running, first)
+
+    short = {**job, "steps": 4, "env": {"PACE_S": "0"}}
+    with ticking(api, PRETRAIN, {"job": short}, every_s=86_400) as schedule:
+        third = first_tick(api, schedule)
+        assert third.wait_for_end(timeout_s=90)["name"] == "Completed"
+    assert third.facts["name"] == f"tick-{today}-2"
+    fixed = {**short, "run_id": third.facts["name"]}
+    with ticking(api, PRETRAIN, {"job": fixed}, every_s=86_400) as schedule:
+        fourth = first_tick(api, schedule)
+        state = fourth.wait_for_end(timeout_s=60)
+    assert state["name"] == "Skipped"
+    assert "was completed before" in state["message"]
+
+
+@pytest.mark.timeout(400)
+def test_the_nightly_schedule_trains_as_it_is_in_the_file(bench, deployed, api):
+    deployment = api.deployment(PRETRAIN)
+    (nightly,) = deployment["schedules"]
+    assert (nightly["slug"], nightly["active"]) == ("nightly", False)
+    with ticking(api, PRETRAIN, nightly["parameters"], every_s=86_400) as schedule:
+        tick = first_tick(api, schedule)
+        state = tick.wait_for_end(timeout_s=200)
+    assert (state["type"], tick.facts["name"][:8]) == ("COMPLETED", "nightly-"), state
+
+
+@pytest.mark.timeout(300)
+def test_ticks_of_the_keeper_that_came_due_without_a_worker_are_not_made_up_for(
+    bench, deployed, api
+):
+    api.set_schedule(api.deployment(KEEPER), active=True)
+    keeper = api.deployment(KEEPER)
+    wait_for(lambda: api.scheduled_runs(keeper)[4:], timeout_s=30, what="the scheduler")
+    late = api.scheduled_runs(keeper)[:5]
+    api.set_schedule(keeper, active=False)
+    found = [start_flow_run(api, KEEPER, {}) for _ in late]
+    names = [one.wait_for_end(timeout_s=120)["name"] for one in found]
+    assert names.count("Cancelled") >= 3, names
+    assert set(names) <= {"Cancelled", "NothingToDo"}, names

@@ -1,0 +1,63 @@
+"""Names of runs made from a template, such as `nightly-{date}`: pure.
+
+A schedule starts the same job at each tick, and each tick needs a run of its own. Fields:
+
+    {date}   2026-11-24, the day at which the tick was due, in the time zone of its schedule
+    {time}   0200, hour and minute of the same
+    {n}      1, 2, 3, ...: one more than the highest that is known with the other fields alike
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from datetime import datetime
+
+NAME = r"^[a-z0-9][a-z0-9-]{0,62}$"
+TEMPLATE = r"^(?:[a-z0-9]|\{(?:date|time|n)\})(?:[a-z0-9-]|\{(?:date|time|n)\})*$"
+_FIELD = re.compile(r"\{(date|time|n)\}")
+_VALUES = {"date": r"\d{4}-\d{2}-\d{2}", "time": r"\d{4}", "n": r"\d+"}
+
+
+def is_template(run_id: str) -> bool:
+    """Whether a run_id has a field that is filled when a flow run starts."""
+    return _FIELD.search(run_id) is not None
+
+
+def is_of(template: str, name: str) -> bool:
+    """Whether a name is one that the template may become."""
+    return _pattern(template).fullmatch(name) is not None
+
+
+def name_of(template: str, *, due: datetime, known: Sequence[str], now_named: str) -> str:
+    """The run that a flow run is for.
+
+    A flow run is given the name of its run. Started again, it is found to have one, so whatever
+    has become known since, it is the same.
+
+    Args:
+        template: run_id of the job; one without fields is the name itself.
+        due: when the flow run was to start, in the time zone of its schedule.
+        known: names of the runs that there are.
+        now_named: the name that the flow run has by now.
+    """
+    if is_of(template, now_named):
+        return now_named
+    dated = template.replace("{date}", f"{due:%Y-%m-%d}").replace("{time}", f"{due:%H%M}")
+    found = (_pattern(dated).fullmatch(name) for name in known)
+    last = max((int(match["n"]) for match in found if match and "{n}" in dated), default=0)
+    return dated.replace("{n}", str(last + 1))
+
+
+def _pattern(template: str) -> re.Pattern[str]:
+    """What the names of a template look like; a field that occurs again has the same value."""
+    seen: set[str] = set()
+
+    def value(match: re.Match[str]) -> str:
+        field = match[1]
+        if field in seen:
+            return f"(?P={field})"
+        seen.add(field)
+        return f"(?P<{field}>{_VALUES[field]})"
+
+    return re.compile(_FIELD.sub(value, template))
