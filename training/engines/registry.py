@@ -29,8 +29,7 @@ def make_engine(
     Raises:
         InputError: there is no engine of that kind.
     """
-    make = ENGINES.get(job.engine.kind)
-    if make is None:
-        known = " or ".join(ENGINES)
-        raise InputError("engine.kind", f"{job.engine.kind!r} has no engine here, choose {known}")
+    if job.engine.kind not in ENGINES:
+        raise InputError("engine.kind", f"{job.engine.kind!r} has no engine in the registry")
+    make = ENGINES[job.engine.kind]
     return make(job, home=home, epoch=epoch, secrets_env=secrets_env, created_s=created_s)

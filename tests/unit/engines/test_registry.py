@@ -39,7 +39,7 @@ def test_a_job_accepts_the_section_of_every_engine(kind):
 
 def test_a_kind_without_an_engine_is_refused_in_one_line(tmp_path, monkeypatch):
     monkeypatch.delitem(ENGINES, "local")
-    with pytest.raises(InputError, match=r"engine\.kind: 'local' has no engine here"):
+    with pytest.raises(InputError, match=r"engine\.kind: 'local' has no engine in the registry"):
         make_engine(small_job(), home=tmp_path, epoch=1, secrets_env={}, created_s=0.0)
 
 

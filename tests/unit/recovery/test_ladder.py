@@ -68,6 +68,8 @@ def test_the_scope_of_a_rung_decides_what_its_row_has():
         assert (row.state_name == "") == (rung in IN_PROCESS), f"{rung}: others end an attempt"
         assert (row.spent_on == row.colour == "") == (rung is Rung.STOP), rung
         assert (row.scope is Scope.RUN) == (rung is Rung.STOP), rung
+        is_retry = row.scope is Scope.CONTAINERS
+        assert row.budget is not None or not is_retry, f"{rung}: Prefect's retries are budgets"
 
 
 def test_a_job_can_set_every_switch_of_the_policy():
@@ -114,14 +116,8 @@ def test_the_page_about_the_ladder_holds_exactly_the_printed_tables():
     )
 
 
-@pytest.mark.parametrize(
-    ("policy", "restarts"),
-    [
-        (Policy(in_place_retries=5, hang=False), 5),
-        (Policy(in_place=False), 3),
-        (Policy(in_place_retries=5), 8),
-        (Policy(in_place=False, hang=False), 0),
-    ],
-)
-def test_a_policy_allows_so_many_restarts_in_place_in_a_row(policy, restarts):
-    assert restarts_in_a_row(policy) == restarts
+def test_a_policy_allows_as_many_restarts_in_place_in_a_row_as_their_budgets():
+    allowed = restarts_in_a_row(Policy())
+    assert allowed - restarts_in_a_row(Policy(in_place=False)) == Policy().in_place_retries
+    assert allowed - restarts_in_a_row(Policy(hang=False)) == 3
+    assert restarts_in_a_row(Policy(in_place_retries=5)) - allowed == 5 - Policy().in_place_retries
