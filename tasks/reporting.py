@@ -25,7 +25,7 @@ from tasks.prefect_client import without_retries
 CLOSE_TIMEOUT_S = 15.0
 RETRY_S = 5.0
 # Of a payload: labels of the event's resource, `perdure.fault_class` and so on.
-LABELS = ("fault_class", "rung", "point", "node", "recoverable_by")
+LABELS = ("fault_class", "rung", "point", "node", "recoverable_by", "need")
 
 Log = logging.Logger | logging.LoggerAdapter[logging.Logger]
 

@@ -31,7 +31,7 @@ from training.recovery.faults import Fault
 from training.recovery.protocol import PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
 from training.recovery.rungs import Rung
 from training.supervisor.accounts import Accountant, AccountReport, account_report
-from training.supervisor.attention import attention, waits_for_node
+from training.supervisor.attention import Need, NeedKind, attention, waits_for_node
 from training.supervisor.fault_report import Place, fault_reports
 from training.supervisor.report import (
     OPEN,
@@ -89,6 +89,7 @@ class RunStory:
         self._accounted_s = time.monotonic()
         self._account_period_s = TELL_PERIOD_S
         self._last: StepRecord | None = None
+        self._called_for: set[tuple[NeedKind, str]] = set()
         self._was_interrupted = False  # at the last look, by a pause or a recovery
 
     def start(self) -> None:
@@ -210,6 +211,16 @@ class RunStory:
             self.reporter.artifact(Artifact(report.name, Kind.MARKDOWN, report.body, report.title))
         made = attention(run_id, history, spares=spares)
         self.reporter.artifact(Artifact("needs-you", Kind.MARKDOWN, made.body, made.title))
+        self._call_for_help(made.needs)
+
+    def _call_for_help(self, needs: Sequence[Need]) -> None:
+        """An event for each need that is new; a failed run is an event of Prefect's own."""
+        now = {(need.kind, need.what): need for need in needs}
+        for key, need in now.items():
+            if key not in self._called_for and need.kind is not NeedKind.FAILED:
+                facts = {"what": need.what, "why": need.why, "action": need.action}
+                self.reporter.event("needs_you", {"need": need.kind, "node": need.node, **facts})
+        self._called_for = set(now)
 
     def _tell_progress(self) -> None:
         if self._target_step is None:

@@ -67,13 +67,20 @@ def fail(api: Api, flow_run: UUID, message: str) -> None:
     ask("POST", f"{api.url}/flow_runs/{flow_run}/set_state", {"state": state})
 
 
-def test_a_web_hook_is_told_what_failed_and_what_needs_somebody(bench, api, receiver):
-    url, received = receiver
+def save_hook(api: Api, url: str) -> str:
+    """A notification block for an address; its name."""
     name = f"receiver-{uuid4().hex[:8]}"
     with temporary_settings({PREFECT_API_URL: api.url}):
         CustomWebhookNotificationBlock(
             name="tests", url=url, json_data={"subject": "{{subject}}", "body": "{{body}}"}
         ).save(name)
+    return name
+
+
+def test_a_web_hook_is_told_what_failed_and_what_needs_somebody(bench, api, receiver):
+    url, received = receiver
+    name = save_hook(api, url)
+    with temporary_settings({PREFECT_API_URL: api.url}):
         told = flow_run_of(api, "pretrain", "told")
         assert "needs you" in bench.perdure("notify", f"custom-webhook/{name}")
         reporter = Reporter("told", told, logging.getLogger("test"))
@@ -93,6 +100,44 @@ def test_a_web_hook_is_told_what_failed_and_what_needs_somebody(bench, api, rece
     assert failed["body"].startswith("max_restarts used 3 of 3; 4 attempts on 4 placements\n")
     for message in received:
         assert str(told) in message["body"], "a link to the flow run"
+
+
+@pytest.mark.long
+def test_of_a_real_run_the_lost_node_the_missing_spare_and_the_end_are_told(bench, api, receiver):
+    url, received = receiver
+    name = save_hook(api, url)
+    bench.perdure("notify", f"custom-webhook/{name}")
+    notes = bench.home / "hooked.starts"
+    script = bench.home / "hooked.sh"
+    script.write_text(f"echo >>{notes}; [ $(wc -l <{notes}) = 1 ] && exec sleep 600; exit 2")
+    running = bench.start(
+        {
+            "run_id": "hooked",
+            "storage": {"address": f"file://{bench.home}/store"},
+            "worker": {"command": ["sh", str(script)]},
+            "preflight": {"nodes": False},
+            "engine": {"nodes": 1, "slots_per_node": 1, "spares": 1, "grace_s": 2},
+        }
+    )
+    wait_for(notes.exists, timeout_s=60, what="the first attempt")
+    assert running.local.kill_node("node-0")
+    assert running.finish() == 1, running.out
+    assert running.rungs() == ["job_reschedule_isolated", "stop"]
+    subjects = {
+        "hooked: Node node-0 is isolated",
+        "hooked: No spare is left",
+        "hooked has failed",
+    }
+    wait_for(
+        lambda: subjects <= {message["subject"] for message in received},
+        timeout_s=60,
+        what="every message",
+    )
+    assert len(received) == len(subjects), "each is told once"
+    bodies = {message["subject"]: message["body"] for message in received}
+    assert "`perdure nodes hooked --release node-0`" in bodies["hooked: Node node-0 is isolated"]
+    assert "user_code_error is for the user to fix" in bodies["hooked has failed"]
+    running.leave_nothing()
 
 
 def test_a_block_that_is_not_there_is_refused_in_one_line(bench, api):

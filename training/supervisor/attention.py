@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from enum import StrEnum
 
 from training.journal.history import RunHistory
 from training.recovery.rungs import RESCHEDULES
@@ -24,18 +25,43 @@ class Attention:
     Attributes:
         title: how much there is.
         body: markdown.
+        needs: each by itself.
     """
 
     title: str
     body: str
+    needs: tuple[Need, ...] = ()
+
+
+class NeedKind(StrEnum):
+    """Why a run needs a person."""
+
+    FAILED = "failed"
+    ISOLATED = "isolated"
+    ALERT = "alert"
+    WAITS = "waits"
+    NO_SPARE = "no_spare"
 
 
 @dataclass(frozen=True, slots=True)
-class _Need:
+class Need:
+    """One thing that needs a person; plain text, but for commands in backquotes.
+
+    Attributes:
+        kind: of thing.
+        what: it is, in a few words; the same as long as it is the same thing.
+        since: when.
+        why: the evidence, on one line.
+        action: what to do.
+        node: that it is about, if it is about one.
+    """
+
+    kind: NeedKind
     what: str
     since: str
     why: str
     action: str
+    node: str | None = None
 
 
 def spares_of(nodes: Sequence[str], history: RunHistory) -> list[str]:
@@ -73,12 +99,13 @@ def attention(run_id: str, history: RunHistory, *, spares: Sequence[str] | None)
         return Attention("Nothing needs you", body)
     # No table: the UI does not fold the cells of one (3.8.8), and cuts off what is long.
     listing = "".join(
-        f"### {one.what}\n\nSince {one.since} UTC: {one.why}\n\n**What to do:** {one.action}\n\n"
+        f"### {text(one.what)}\n\nSince {one.since} UTC: {text(one.why)}\n\n"
+        f"**What to do:** {_with_commands(one.action)}\n\n"
         for one in needs
     )
     verb = "needs" if len(needs) == 1 else "need"
     title = f"{counted(len(needs), 'thing')} {verb} you"
-    return Attention(title, f"{listing}{left}\n")
+    return Attention(title, f"{listing}{left}\n", tuple(needs))
 
 
 def _num_spares(history: RunHistory) -> int:
@@ -95,58 +122,77 @@ def _spares_text(spares: Sequence[str] | None, num_spares: int) -> str:
     return f"Spares left: {len(spares)} ({text(listed(list(spares)))})."
 
 
-def _failed(history: RunHistory) -> list[_Need]:
+def _failed(history: RunHistory) -> list[Need]:
     ended = history.ended
     if ended is None or ended.outcome != "failed":
         return []
     last = history.attempts[-1] if history.attempts else None
     fault = last.ended.fault if last is not None and last.ended is not None else None
-    advice = text(fault.action) if fault is not None and fault.action else "Mend the cause."
+    advice = fault.action if fault is not None and fault.action else "Mend the cause."
     again = f"{advice} Then {code('perdure run JOB.yaml')}"
-    return [_Need("The run has failed", _clock(ended.at_s), _why(ended.message), again)]
-
-
-def _isolated(run_id: str, history: RunHistory) -> list[_Need]:
     return [
-        _Need(
-            f"Node {text(one.node)} is isolated",
+        Need(NeedKind.FAILED, "The run has failed", _clock(ended.at_s), _why(ended.message), again)
+    ]
+
+
+def _isolated(run_id: str, history: RunHistory) -> list[Need]:
+    return [
+        Need(
+            NeedKind.ISOLATED,
+            f"Node {one.node} is isolated",
             _clock(one.at_s),
             _why(one.why),
             f"Have it mended, then {code(f'perdure nodes {run_id} --release {one.node}')}",
+            one.node,
         )
         for one in history.isolated_nodes
     ]
 
 
-def _alerts(history: RunHistory) -> list[_Need]:
+def _alerts(history: RunHistory) -> list[Need]:
     return [
-        _Need(
-            f"Alert: {text(row.point)}",
+        Need(
+            NeedKind.ALERT,
+            f"Alert: {row.point}" + (f" on {row.where}" if row.where else ""),
             row.since,
             _why(row.what),
-            f"Look at {text(row.where)}" if row.where else "Look at the run",
+            f"Look at {row.where}" if row.where else "Look at the run",
         )
         for row in alert_rows(history)
         if row.state == OPEN
     ]
 
 
-def _no_spare(run_id: str, history: RunHistory) -> list[_Need]:
+def _no_spare(run_id: str, history: RunHistory) -> list[Need]:
     """No healthy node is free: the run may be waiting for one already."""
     action = f"Add a node, or release one that was mended: {code(f'perdure nodes {run_id}')}"
     if waits_for_node(history, spares=()):
-        why = text("no healthy node is free; after restart.spare_wait_s the ladder decides again")
-        return [_Need("The run waits for a node", _clock(history.updated_s), why, action)]
+        why = "no healthy node is free; after restart.spare_wait_s the ladder decides again"
+        return [
+            Need(NeedKind.WAITS, "The run waits for a node", _clock(history.updated_s), why, action)
+        ]
     if not _num_spares(history):
         return []
     since_s = history.placements[-1].at_s if history.placements else history.created_s
     why = "if another node is lost, the run has to wait for one"
-    return [_Need("No spare is left", _clock(since_s), why, action)]
+    return [Need(NeedKind.NO_SPARE, "No spare is left", _clock(since_s), why, action)]
 
 
 def _why(words: str) -> str:
     line = " ".join(words.split())
-    return text(line if len(line) <= MAX_WHY else f"{line[: MAX_WHY - 3]}...")
+    return line if len(line) <= MAX_WHY else f"{line[: MAX_WHY - 3]}..."
+
+
+def _with_commands(words: str) -> str:
+    """Markdown of plain text in which commands are in backquotes."""
+    parts = words.split("`")
+    return "".join(code(part) if n % 2 else _spaced(part) for n, part in enumerate(parts))
+
+
+def _spaced(part: str) -> str:
+    """The same as text, with the spaces at its ends."""
+    inner = text(part)
+    return part.replace(part.strip(), inner, 1) if part.strip() else part
 
 
 def _clock(at_s: float) -> str:

@@ -15,7 +15,7 @@ from training.journal.history import RunHistory, replay
 from training.journal.records import AnyRecord, RunCreated, RunEnded
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.rungs import Rung
-from training.supervisor.attention import Attention, attention, spares_of
+from training.supervisor.attention import Attention, NeedKind, attention, spares_of
 
 WITH_A_SPARE = RunCreated(**NOW, job={"engine": {"spares": 1}})
 
@@ -79,3 +79,16 @@ def test_spares_are_healthy_nodes_that_the_run_does_not_use():
     nodes = ["node-0", "node-1", "node-2", "node-3"]
     isolating = (over(), decided(1, Rung.POD_RESCHEDULE, isolate="node-3"))
     assert spares_of(nodes, history_of(*isolating)) == ["node-2"]
+
+
+def test_each_need_is_there_by_itself_in_plain_text():
+    isolating = (over(), decided(1, Rung.POD_RESCHEDULE, isolate="node-1"), started(2))
+    isolated, spare = needs(*isolating, spares=[]).needs
+    assert (isolated.kind, isolated.node, isolated.what) == (
+        NeedKind.ISOLATED,
+        "node-1",
+        "Node node-1 is isolated",
+    )
+    assert "native_crash: SIGKILL" in isolated.why
+    assert isolated.action.endswith("then `perdure nodes small --release node-1`")
+    assert spare.kind is NeedKind.NO_SPARE

@@ -189,7 +189,8 @@ def test_an_alert_is_an_event_and_a_row_that_shows_when_it_is_over(see, reported
     (row,) = reported.shown["alerts"].content
     assert (row["state"], row["lasted"]) == ("past", "12.5 s")
     assert reported.shown["needs-you"].description == "Nothing needs you"
-    (raised, facts), (cleared, later) = reported.events
+    alerts = [(kind, facts) for kind, facts in reported.events if kind.startswith("alert")]
+    (raised, facts), (cleared, later) = alerts
     assert (raised, cleared) == ("alert", "alert_cleared")
     assert {"point": "memory_high", "text": "memory at 98 %", "value": 98.0, "limit": 95.0,
             "node": "node-1", "attempt": 1, "at_s": 40.0}.items() <= facts.items()  # fmt: skip
@@ -220,3 +221,17 @@ def test_a_recovery_that_its_attempts_end_cut_off_is_reported_as_failed(see, sto
 def test_an_end_whose_beginning_was_lost_ends_no_supervision(see, reported):
     see(LINK_RECOVERED, fresh=1)
     assert reported.events == []
+
+
+def test_somebody_is_called_once_for_each_thing_and_again_when_it_comes_back(see, reported):
+    for _ in range(2):
+        see(HOT, fresh=1)
+    calls = [facts for kind, facts in reported.events if kind == "needs_you"]
+    assert [(call["need"], call["what"]) for call in calls] == [
+        ("alert", "Alert: memory_high on node-1, device 3")
+    ]
+    assert calls[0]["why"] == "memory at 98 %"
+    assert calls[0]["action"] == "Look at node-1, device 3"
+    see(HOT, COOLED, fresh=1)
+    see(HOT, fresh=1)
+    assert [kind for kind, _ in reported.events].count("needs_you") == 2
