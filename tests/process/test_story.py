@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections import Counter
 from datetime import datetime
@@ -10,21 +9,10 @@ from datetime import datetime
 import pytest
 
 from tests.process.rest import ask
+from tests.process.truth import assert_true, task_runs
 from tests.waiting import wait_for
-from training.journal.history import RunHistory
-from training.supervisor.report import story_rows
-from training.supervisor.summary import attempts_table, attempts_title
 
 pytestmark = [pytest.mark.process, pytest.mark.prefect]
-
-TERMINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
-
-
-def task_runs(api, name: str) -> list[dict]:
-    """Task runs of every flow run of a name."""
-    body = {"flow_runs": {"name": {"any_": [name]}}, "limit": 200}
-    found: list[dict] = ask("POST", f"{api.url}/task_runs/filter", body).json()
-    return found
 
 
 def versions(api, name: str) -> Counter[tuple[str, str]]:
@@ -32,21 +20,6 @@ def versions(api, name: str) -> Counter[tuple[str, str]]:
     body = {"artifacts": {"key": {"like_": f"{name}-"}}, "limit": 200}
     found = ask("POST", f"{api.url}/artifacts/filter", body).json()
     return Counter((one["flow_run_id"], one["key"]) for one in found)
-
-
-def assert_told(api, name: str, history: RunHistory) -> None:
-    """That every task run and artifact says what the ledger says."""
-    assert history.ended is not None
-    open_ones = [one["name"] for one in task_runs(api, name) if one["state_type"] not in TERMINAL]
-    assert open_ones == []
-    shown = api.artifacts(f"{name}-")
-    attempts = shown[f"{name}-attempts"]
-    assert attempts["description"] == attempts_title(history)
-    assert json.loads(attempts["data"]) == attempts_table(story_rows(history))
-    progress = shown[f"{name}-progress"]
-    assert progress["description"].startswith(f"{history.ended.outcome}, step")
-    for node in history.isolated:
-        assert f"Node {node} is isolated" in shown[f"{name}-needs-you"]["data"]
 
 
 def test_after_the_death_of_a_supervisor_nothing_stays_open_and_nothing_is_double(bench, api):
@@ -70,7 +43,7 @@ def test_after_the_death_of_a_supervisor_nothing_stays_open_and_nothing_is_doubl
     second.complete()
     assert second.rungs() == ["in_place_restart"], "the fault fired"
 
-    assert_told(api, name, second.history)
+    assert_true(api, second)
     states = {one["name"]: one["state"] for one in task_runs(api, name)}
     left = states["attempt 1.1 from step 0"]
     assert (left["type"], left["name"]) == ("CRASHED", "Adopted")
@@ -109,7 +82,7 @@ def test_artifacts_are_changed_without_an_event(broken, api):
 
 
 def test_a_finished_run_is_told_as_its_ledger_has_it(broken, api):
-    assert_told(api, "main-job", broken.history)
+    assert_true(api, broken)
     (flow_run,) = api.flow_runs("main-job")
     message = flow_run["state"]["message"]
     assert "faults: 1 hang, 1 native_crash and 1 node_lost" in message
@@ -140,7 +113,7 @@ def test_a_run_that_is_cancelled_in_the_middle_of_a_recovery_keeps_its_story(ben
     assert history.ended is not None
     assert history.ended.outcome == "cancelled"
     assert history.isolated == ("node-1",)
-    assert_told(api, name, history)
+    assert_true(api, running)
     shown = api.artifacts(f"{name}-")
     assert "Node node-1 is isolated" in shown[f"{name}-needs-you"]["data"]
     assert "(not mended)" in shown[f"{name}-fault-p1-a1"]["description"]
