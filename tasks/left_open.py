@@ -1,7 +1,9 @@
-"""Task runs that a supervisor left open when it died; nobody else would ever end them (3.8.8).
+"""What a supervisor left open when it died; nobody else would ever end it (3.8.8).
 
-What became of each is in the ledger. An attempt that goes on has not failed: its task run ends as
-`SupervisorLost` or, once another supervisor watches the attempt, as `Adopted`.
+What became of each task run is in the ledger. An attempt that goes on has not failed: its task run
+ends as `SupervisorLost` or, once another supervisor watches the attempt, as `Adopted`. A flow run
+that was started without a worker stays Running when its process is killed; once another flow run
+supervises the run, it ends as `Adopted`, too.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import (
@@ -23,6 +26,7 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import State, StateType, TaskRun
 from prefect.client.schemas.sorting import TaskRunSort
+from prefect.exceptions import ObjectNotFound
 
 from training.journal.history import AttemptView, RunHistory
 from training.recovery.rungs import RESTARTS_IN_PLACE, RUNGS
@@ -132,6 +136,38 @@ def close_left_open(
         state: State[None] = State(type=end.type, name=end.name, message=end.message)
         client.set_task_run_state(task_run.id, state, force=True)
     return len(found)
+
+
+def close_flow_runs(client: SyncPrefectClient, history: RunHistory, *, own: UUID) -> int:
+    """End the flow runs that supervised a run before this one, as far as they are still open.
+
+    Args:
+        client: of the server.
+        history: of the run.
+        own: the flow run that supervises it now.
+
+    Returns:
+        How many were ended.
+
+    Raises:
+        Exception: the server does not answer.
+    """
+    num_ended = 0
+    for flow_run_id in map(UUID, history.flow_runs):
+        if flow_run_id == own:
+            continue
+        try:
+            state = client.read_flow_run(flow_run_id).state
+        except ObjectNotFound:
+            continue  # deleted
+        if state is None or state.is_final():
+            continue
+        # Neither Crashed, which would have an automation start it again, nor a failure: it goes on.
+        text = f"its process is gone; flow run {own} supervises the run since then"
+        ended: State[None] = State(type=StateType.CANCELLED, name=ADOPTED, message=text)
+        client.set_flow_run_state(flow_run_id, ended, force=True)
+        num_ended += 1
+    return num_ended
 
 
 def _left_open(client: SyncPrefectClient, run_id: str, before: datetime) -> Iterator[TaskRun]:

@@ -25,7 +25,7 @@ from prefect.runtime import flow_run as flow_run_runtime
 from storage.errors import StorageError
 from tasks.credentials import credentials_of
 from tasks.env_secrets import BlockSecrets
-from tasks.left_open import close_left_open
+from tasks.left_open import close_flow_runs, close_left_open
 from tasks.pausing import PauseLink, ServedFlowRun, was_resumed
 from tasks.prefect_client import client_without_retries
 from tasks.reporting import Log, Reporter
@@ -232,12 +232,14 @@ class Supervision:
         return self._requests is not None and self._requests.cancel_wanted
 
     def _close_left_open(self, history: RunHistory) -> None:
-        """End the task runs of supervisors before this one."""
+        """End the task runs, and the flow runs, of supervisors before this one."""
         took = history.supervisor
         by = f"supervisor {took.epoch} (process {took.pid} on {took.host})" if took else None
         before = datetime.fromtimestamp(psutil.Process().create_time(), UTC)
         with get_client(sync_client=True) as client:
             close_left_open(client, self.job.run_id, history, before=before, adopted_by=by)
+            if self.flow_run_id is not None:
+                close_flow_runs(client, history, own=self.flow_run_id)
 
     def _take(self) -> RunHistory:
         """Take the run; after a Resume the supervisor before may need a moment to leave."""

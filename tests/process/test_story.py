@@ -50,7 +50,9 @@ def test_after_the_death_of_a_supervisor_nothing_stays_open_and_nothing_is_doubl
     assert "went on and was adopted by supervisor 2" in left["message"]
     assert states["attempt 1.1 (adopted)"]["name"] == "RestartInPlace"
     assert set(versions(api, name).values()) == {1}
-    (flow_run, _) = api.flow_runs(name)
+    (flow_run, former) = api.flow_runs(name)
+    assert former["state"]["name"] == "Adopted"
+    assert flow_run["id"] in former["state"]["message"]
     message = flow_run["state"]["message"]
     for part in ("step 40 reached", "2 attempts on 1 placement", "1 native_crash", "ETTR "):
         assert part in message

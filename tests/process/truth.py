@@ -17,8 +17,9 @@ from training.supervisor.summary import attempts_table, attempts_title
 
 TERMINAL = frozenset({"COMPLETED", "FAILED", "CRASHED", "CANCELLED"})
 STATE_TYPES = {"completed": "COMPLETED", "failed": "FAILED", "cancelled": "CANCELLED"}
-# A flow run that found the run taken, or a tick that came too early, supervised nothing.
-SUPERVISED_NOTHING = frozenset({"AlreadySupervised", "Skipped"})
+# Of flow runs that the end of the run is not about: they found the run taken, came too early, or
+# another one took the run after their process was gone.
+NOT_ITS_END = frozenset({"AlreadySupervised", "Skipped", "Adopted"})
 # A task run whose supervisor died has the end that was known then.
 SUPERSEDED = frozenset({"Adopted", "SupervisorLost"})
 
@@ -58,7 +59,7 @@ def _flow_runs(api: Api, name: str, history: RunHistory) -> Iterator[str]:
     assert history.ended is not None
     wanted = STATE_TYPES[history.ended.outcome]
     states = [one["state"] for one in api.flow_runs(name)]
-    supervised = [state for state in states if state["name"] not in SUPERVISED_NOTHING]
+    supervised = [state for state in states if state["name"] not in NOT_ITS_END]
     for state in states:
         if state["type"] not in TERMINAL:
             yield f"a flow run is {state['name']}, the run has {history.ended.outcome}"

@@ -159,6 +159,7 @@ class RunHistory:
 
     Attributes:
         epoch: of the newest supervisor, 0 before the first.
+        flow_runs: ids of the flow runs that supervised it, in the order in which they first did.
         job: the job document the run was created with, None for an empty ledger.
         placements: every placement, oldest first.
         attempts: every attempt, oldest first.
@@ -179,6 +180,7 @@ class RunHistory:
     job: dict[str, Any] | None = None
     created_s: float = 0.0
     supervisor: SupervisorTook | None = None
+    flow_runs: list[str] = field(default_factory=list)
     data: list[DataReady] = field(default_factory=list)
     placements: list[Placed] = field(default_factory=list)
     attempts: list[AttemptView] = field(default_factory=list)
@@ -413,6 +415,8 @@ def _apply(history: RunHistory, record: AnyRecord) -> None:
 
 def _take_over(history: RunHistory, record: SupervisorTook) -> None:
     history.supervisor = record
+    if record.flow_run is not None and record.flow_run not in history.flow_runs:
+        history.flow_runs.append(record.flow_run)
     if history.ended is not None:
         history.refusals.clear()  # the user has seen them, and they are checked again
     if not history.ended_well:  # failed or cancelled: started again, it goes on
