@@ -2,9 +2,10 @@
 
 One flow run per run; started again, it takes the run up where its ledger stops, and adopts the
 attempt if it is still alive.
-"""
 
-from __future__ import annotations
+Annotations are evaluated here: a flow that is served goes to its process by value, with the names
+that its code uses, and those of postponed annotations are not among them (3.8.8).
+"""
 
 from typing import Any, cast
 

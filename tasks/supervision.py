@@ -19,6 +19,7 @@ import httpx
 import psutil
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import State
+from prefect.context import FlowRunContext
 from prefect.exceptions import Abort, PrefectException
 from prefect.runtime import flow_run as flow_run_runtime
 
@@ -282,7 +283,8 @@ class Supervision:
         cancelled = flow_run_id is not None and _ask(
             lambda client: _is_cancelled(client.read_flow_run(flow_run_id).state), default=False
         )
-        if cancelled or issubclass(kind, KeyboardInterrupt):
+        # Ctrl-C in `perdure run`; in the terminal of what serves deployments it is for that alone.
+        if cancelled or (issubclass(kind, KeyboardInterrupt) and not _is_of_deployment()):
             self.logger.info("cancelled: stopping the processes of the run")
             self.run.end("cancelled", f"cancelled ({kind.__name__})")
             with suppress(StorageError):  # the run has ended, whatever can be shown of it
@@ -297,6 +299,13 @@ class Supervision:
             )
         with suppress(StorageError):  # the next supervisor need not wait for the lease to run out
             self.run.ledger.release()
+
+
+def _is_of_deployment() -> bool:
+    """Whether a worker, or a process that serves flows, has started this flow run."""
+    context = FlowRunContext.get()
+    flow_run = context.flow_run if context is not None else None
+    return flow_run is not None and flow_run.deployment_id is not None
 
 
 def _flow_run_id() -> UUID | None:

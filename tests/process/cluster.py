@@ -41,8 +41,7 @@ def missing() -> str:
 def commands(heading: str) -> list[str]:
     """The shell blocks below a heading of the page, up to the next one."""
     text = PAGE.read_text(encoding="utf-8")
-    _, found, rest = text.partition(f"\n### {heading}\n")
-    assert found, f"{PAGE}: no {heading!r}"
+    _, rest = re.split(rf"^#{{2,3}} {heading}\n", text, maxsplit=1, flags=re.MULTILINE)
     part = re.split(r"^#{2,3} ", rest, maxsplit=1, flags=re.MULTILINE)[0]
     return re.findall(r"```bash\n(.*?)```", part, flags=re.DOTALL)
 
