@@ -14,6 +14,7 @@ from training.drill.evaluation import DrillOutcome
 from training.drill.runner import DrillRunner
 from training.drill.table import Drill
 from training.files import home_folder
+from training.supervisor.markdown import counted
 
 PREFIX = "perdure-drill-"
 
@@ -39,7 +40,7 @@ def homes_of(flow_run_id: str) -> list[Path]:
 def undisturbed(runner: DrillRunner) -> int:
     """The run that all drills are compared with. Its steps."""
     steps = len(runner.undisturbed().curve)
-    return completed(steps, f"{steps} steps")
+    return completed(steps, counted(steps, "step"))
 
 
 @task(name="play", task_run_name="{drill.name}", cache_policy=NO_CACHE)

@@ -96,7 +96,8 @@ def _ended(view: AttemptView) -> TaskEnd:
     assert view.ended is not None  # noqa: S101 the caller looked
     ended, fault, step = view.ended, view.ended.fault, view.ended.to_step
     if ended.outcome == "completed":
-        return TaskEnd(StateType.COMPLETED, "Completed", f"trained to step {step}")
+        done = f"trained to step {step}" if step is not None else "the command has ended well"
+        return TaskEnd(StateType.COMPLETED, "Completed", done)
     if fault is None:
         return TaskEnd(StateType.COMPLETED, "StoppedOnRequest", "stopped on request")
     at = f" at step {step}" if step is not None else ""

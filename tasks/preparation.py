@@ -24,6 +24,7 @@ from tasks.credentials import credentials_of
 from tasks.states import completed, data_of
 from training.errors import InputError
 from training.job import Job
+from training.supervisor.markdown import counted
 from training.trainer.data.corpus import CorpusError
 from training.trainer.data.prepare import DataOutcome, find_prepared, inputs_of, prepare
 from training.trainer.data.tokenizer import open_tokenizer
@@ -124,4 +125,4 @@ def ensure_data(job: Job) -> DataOutcome:
 
 
 def _size(outcome: DataOutcome) -> str:
-    return f"{outcome.num_shards} shards, {outcome.num_tokens:,} tokens"
+    return f"{counted(outcome.num_shards, 'shard')}, {outcome.num_tokens:,} tokens"

@@ -26,6 +26,7 @@ from training.engines.base import Placement
 from training.job import Job, departures
 from training.recovery.rungs import RUNGS, restarts_in_a_row
 from training.supervisor.job_checks import check_job
+from training.supervisor.markdown import counted
 from training.supervisor.run import Verdict
 from training.supervisor.watch import EndKind
 from training.trainer.size import num_parameters
@@ -76,7 +77,8 @@ def check(supervision: Supervision, placement: Placement) -> bool:
         reasons = "; ".join(f"{node}: {why}" for node, why in verdict.refused.items())
         return completed(False, f"isolated before the first step: {reasons}", name="NodesRefused")
     nodes = len({one.node for one in verdict.checks if one.node is not None})
-    return completed(True, f"{len(verdict.checks)} checks on {nodes} nodes")
+    done = f"{counted(len(verdict.checks), 'check')} on {counted(nodes, 'node')}"
+    return completed(True, done)
 
 
 class RestartOptions(TypedDict):
@@ -163,7 +165,8 @@ def attempt(
 
 def _state_of(verdict: Verdict) -> Verdict:
     if verdict.kind is EndKind.COMPLETED:
-        return completed(verdict, f"trained to step {verdict.step}")
+        steps = f"trained to step {verdict.step}" if verdict.step is not None else None
+        return completed(verdict, steps or "the command has ended well")
     if verdict.decision is None:
         return completed(verdict, "stopped on request", name="StoppedOnRequest")
     return failed(verdict, _state_text(verdict), name=RUNGS[verdict.decision.rung].state_name)

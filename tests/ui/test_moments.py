@@ -6,6 +6,7 @@ import pytest
 from playwright.sync_api import expect
 
 from tests.process.harness import Running
+from tests.process.test_story import task_runs
 from tests.waiting import wait_for
 
 pytestmark = [
@@ -61,6 +62,34 @@ def moments(bench, api, visitor) -> Moments:
     restart = {"pod_retries": 1, "spare_wait_s": 600}
     job = bench.apart(NAME, engine=engine, restart=restart, env={"PACE_S": "0.3"})
     return Moments(bench.start(job), api, visitor)
+
+
+def test_an_adopted_run_leaves_nothing_running_in_the_flow_run_before(bench, api, visitor):
+    name = "moments-adopted"
+    job = bench.pair(name, steps=40, env={"PACE_S": "0.3"})
+    first = bench.start(job)
+    first.reach(5)
+    first.pace(3.0)
+    first.kill_supervisor()
+    second = bench.start(job)
+    wait_for(lambda: second.history.epoch == 2, timeout_s=60, what="the adoption")
+    before = api.flow_runs(name)[-1]["id"]
+    page = visitor.goto(f"/runs/flow-run/{before}")
+    page.get_by_text("Task Runs", exact=True).first.click()
+    expect(page.get_by_text("Adopted").first).to_be_visible()
+    visitor.keep("0-adopted-before")
+    left = next(
+        one["id"] for one in task_runs(api, name) if one["name"] == "attempt 1.1 from step 0"
+    )
+    page = visitor.goto(f"/v2/runs/task-run/{left}")
+    expect(page.get_by_text("Adopted").first).to_be_visible()
+    visitor.keep("0-adopted-attempt-v2")
+    after = api.flow_runs(name)[0]["id"]
+    page = visitor.goto(f"/runs/flow-run/{after}")
+    page.get_by_text("Task Runs", exact=True).first.click()
+    expect(page.get_by_text("attempt 1.1 (adopted)").first).to_be_visible()
+    visitor.keep("0-adopted-after")
+    second.complete()
 
 
 def test_a_lost_node_is_told_rightly_at_every_moment(moments, bench):
