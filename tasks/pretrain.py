@@ -25,6 +25,7 @@ from tasks.supervision import Supervision
 from training.engines.base import Placement
 from training.job import Job, departures
 from training.recovery.rungs import RUNGS, restarts_in_a_row
+from training.supervisor.attention import waits_for_node
 from training.supervisor.job_checks import check_job
 from training.supervisor.markdown import counted
 from training.supervisor.run import Verdict
@@ -52,7 +53,10 @@ def preflight(job: Job) -> None:
 @task(name="place", cache_policy=NO_CACHE)
 def place(supervision: Supervision) -> Placement:
     """Nodes and containers for the next attempt: the living ones, or new ones."""
-    supervision.story.show("finding nodes and starting their containers")
+    run = supervision.run
+    waits = waits_for_node(run.history, spares=run.spares())
+    finding = "waiting for a healthy node" if waits else "finding nodes, starting containers"
+    supervision.story.show(finding)
     placement = supervision.run.place(stop_wanted=supervision.stop_wanted)
     avoid = supervision.run.refresh().isolated
     supervision.story.tell()

@@ -106,6 +106,7 @@ def test_a_lost_node_is_told_rightly_at_every_moment(moments, bench):
         f"perdure nodes {NAME} --release node-1",
     )  # fmt: skip
     moments.shows("needs-you", "Node node-1 is isolated", "The run waits for a node")
+    moments.shows("progress", "waiting for a healthy node, step")
     moments.keep("1-recovering")
 
     running.pace(1.5)
