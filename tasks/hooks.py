@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID
 
+import httpx
 from prefect import Flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import (
@@ -22,9 +23,11 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.sorting import FlowRunSort
+from prefect.exceptions import PrefectException
 from prefect.logging.loggers import flow_run_logger
 from prefect.states import Cancelled, Cancelling
 
+from storage.errors import StorageError
 from tasks.credentials import credentials_of
 from tasks.drill import homes_of
 from tasks.entry import job_of
@@ -74,7 +77,7 @@ def leave_adoptable(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) 
     if history.job is None or history.ended is not None:
         return
     if not run.ledger.is_supervised():
-        _close_left_open(run)
+        _close_left_open(run, logger)
     if history.open_attempt is not None:
         logger.warning(
             "the supervisor is gone; attempt %d.%d goes on and waits to be adopted",
@@ -88,15 +91,21 @@ def take_down_run(run: Run, flow_run_id: UUID, logger: Log) -> None:
     """Stop every process of a run that nobody supervises; ledger and UI have the end."""
     _end(run, logger)
     if run.refresh().ended is not None:
-        tell_end(run, flow_run_id, logger)
-        _close_left_open(run)
+        try:
+            tell_end(run, flow_run_id, logger)
+        except StorageError as error:
+            logger.warning("the end of the run is not shown: %s", error)
+        _close_left_open(run, logger)
 
 
-def _close_left_open(run: Run) -> None:
-    """End the task runs of the supervisor that is gone."""
-    with get_client(sync_client=True) as client:
-        now = datetime.now(UTC)
-        close_left_open(client, run.job.run_id, run.refresh(), before=now, adopted_by=None)
+def _close_left_open(run: Run, logger: Log) -> None:
+    """End the task runs of the supervisor that is gone, as far as the server lets us."""
+    try:
+        with get_client(sync_client=True) as client:
+            now = datetime.now(UTC)
+            close_left_open(client, run.job.run_id, run.refresh(), before=now, adopted_by=None)
+    except (httpx.HTTPError, PrefectException) as error:
+        logger.warning("task runs of the supervisor that is gone stay open: %s", error)
 
 
 def _end(run: Run, logger: Log) -> None:

@@ -6,7 +6,7 @@ import pytest
 from playwright.sync_api import expect
 
 from tests.process.harness import Running
-from tests.process.test_story import task_runs
+from tests.process.truth import task_runs
 from tests.waiting import wait_for
 
 pytestmark = [
