@@ -1,4 +1,4 @@
-"""Automations: the two that bring a lost supervisor back, and one's own that answer faults.
+"""Automations: those that bring a lost supervisor back, and one's own that answer faults.
 
 Prefect's open-source server notices nothing by itself when a flow's process and its worker die
 together, and does not retry what has crashed. Heartbeat lost -> Crashed, Crashed -> scheduled
@@ -6,7 +6,7 @@ again: the same flow run is picked up by a worker and adopts the attempt, which 
 Both see events, which a server that was restarted may hold back for a quarter of an hour; what
 they miss is found by the flow `keep-supervised`.
 
-`ensure` is a build step of prefect.yaml: `prefect deploy --all` creates or updates both.
+`ensure` is a build step of prefect.yaml: `prefect deploy --all` creates or updates them.
 `on_fault` makes one that sends a message, or starts something, when a certain fault happens:
 
     put([on_fault(FaultClass.NODE_LOST, [RunDeployment(source="selected", deployment_id=...)])])
@@ -30,6 +30,7 @@ from prefect.events.schemas.events import ResourceSpecification
 from training.recovery.faults import FaultClass
 
 TAG = "auto-resume"
+SKIP_LATE_TAG = "skip-late"
 REQUEST_TIMEOUT_S = 20.0
 # Two and a half heartbeats of 30 s, the shortest that Prefect allows.
 HEARTBEAT_LOST_AFTER = timedelta(seconds=75)
@@ -50,43 +51,66 @@ GOES_ON_EVENTS = frozenset(
 
 
 def automations() -> list[Automation]:
-    """Both automations, as they should be on the server."""
-    tagged = ResourceSpecification.model_validate(
-        {"prefect.resource.id": [f"prefect.tag.{TAG}"], "prefect.resource.role": "tag"}
-    )
-    runs = ResourceSpecification.model_validate({"prefect.resource.id": ["prefect.flow-run.*"]})
-    lost = Automation(
+    """All that the deployments rely on, as they should be on the server."""
+    lost = _on_flow_runs(
+        TAG,
         name="perdure: heartbeat lost -> Crashed",
         description="A supervisor that sends no heartbeat any more is taken for dead.",
-        trigger=EventTrigger(
-            after={"prefect.flow-run.heartbeat"},
-            expect={"prefect.flow-run.heartbeat", *TERMINAL_EVENTS},
-            match=runs,
-            match_related=tagged,
-            for_each={"prefect.resource.id"},
-            posture=Posture.Proactive,
-            threshold=1,
-            within=HEARTBEAT_LOST_AFTER,
-        ),
+        after=frozenset({"prefect.flow-run.heartbeat"}),
+        expect=TERMINAL_EVENTS | {"prefect.flow-run.heartbeat"},
+        within=HEARTBEAT_LOST_AFTER,
         # Without force: a false alarm about a finished run bounces off its final state.
-        actions=[ChangeFlowRunState(state=StateType.CRASHED, message="heartbeat lost")],
+        action=ChangeFlowRunState(state=StateType.CRASHED, message="heartbeat lost"),
     )
-    again = Automation(
+    again = _on_flow_runs(
+        TAG,
         name="perdure: Crashed -> run again",
         description="A crashed supervisor is started again and adopts the living attempt.",
-        trigger=EventTrigger(
-            after={"prefect.flow-run.Crashed"},
-            expect=set(GOES_ON_EVENTS),
-            match=runs,
-            match_related=tagged,
-            for_each={"prefect.resource.id"},
-            posture=Posture.Proactive,
-            threshold=1,
-            within=CRASHED_FOR,
-        ),
-        actions=[ChangeFlowRunState(state=StateType.SCHEDULED, name="AwaitingRetry", force=True)],
+        after=frozenset({"prefect.flow-run.Crashed"}),
+        expect=GOES_ON_EVENTS,
+        within=CRASHED_FOR,
+        action=ChangeFlowRunState(state=StateType.SCHEDULED, name="AwaitingRetry", force=True),
     )
-    return [lost, again]
+    late = _on_flow_runs(
+        SKIP_LATE_TAG,
+        name="perdure: late tick -> Cancelled",
+        description="Ticks that no worker took would all be started at once by the next one.",
+        expect=frozenset({"prefect.flow-run.Late"}),
+        action=ChangeFlowRunState(state=StateType.CANCELLED, message="no worker took it in time"),
+    )
+    return [lost, again, late]
+
+
+def _on_flow_runs(
+    tag: str,
+    *,
+    name: str,
+    description: str,
+    expect: frozenset[str],
+    action: ActionTypes,
+    after: frozenset[str] = frozenset(),
+    within: timedelta = timedelta(0),
+) -> Automation:
+    """An automation on flow runs with a tag; with `after`, it acts when nothing is as expected."""
+    return Automation(
+        name=name,
+        description=description,
+        trigger=EventTrigger(
+            after=set(after),
+            expect=set(expect),
+            match=ResourceSpecification.model_validate(
+                {"prefect.resource.id": ["prefect.flow-run.*"]}
+            ),
+            match_related=ResourceSpecification.model_validate(
+                {"prefect.resource.id": [f"prefect.tag.{tag}"], "prefect.resource.role": "tag"}
+            ),
+            for_each={"prefect.resource.id"},
+            posture=Posture.Proactive if after else Posture.Reactive,
+            threshold=1,
+            within=within,
+        ),
+        actions=[action],
+    )
 
 
 def on_fault(

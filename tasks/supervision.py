@@ -119,17 +119,20 @@ class RequestPoller(_Periodic):
         self.cancel_wanted = self.cancel_wanted or _is_cancelled(state)
         pause = self._run.history.pause
         flow_run = ServedFlowRun(client, self._flow_run_id)
-        if state.is_crashed():
+        if state.is_final() and not _is_cancelled(state):
             self._put_right(flow_run)
             return
         self._link.look(state, flow_run, paused_at=pause.began.step if pause is not None else None)
 
     def _put_right(self, flow_run: ServedFlowRun) -> None:
-        """Take back a report of a crash: this process lives.
+        """Take back a report of its end: this process lives.
 
         A worker reports the end of a process some seconds late, as the end of whatever the flow
-        run is by then; and a heartbeat that came late was not lost (3.8.8).
+        run is by then; a heartbeat that came late was not lost; and a pause that nobody resumed
+        is failed by the server (3.8.8).
         """
+        if self._closed.is_set():
+            return  # it is over by now, and the state is this process's own
         if self._link.is_paused:
             flow_run.show_paused("the supervisor lives; paused")
         else:

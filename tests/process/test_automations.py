@@ -10,7 +10,7 @@ import pytest
 from prefect.events.actions import SuspendFlowRun
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows.automations import on_fault, put
+from flows.automations import automations, ensure, on_fault, put
 from tasks.reporting import Reporter
 from tests.process.rest import Api, ask
 from tests.unit.journal.histories import failed
@@ -100,3 +100,18 @@ def test_an_automation_that_is_put_again_is_changed_and_not_doubled(api):
     found = ask("POST", f"{api.url}/automations/filter", {}).json()
     named = [one["name"] for one in found if one["name"] == "perdure: hang in twice"]
     assert len(named) == 1
+
+
+def test_what_is_deployed_again_unchanged_is_not_touched(api):
+    """An update makes the server count anew, and act once more for what it has acted for."""
+
+    def updated() -> dict[str, str]:
+        found = ask("POST", f"{api.url}/automations/filter", {}).json()
+        names = {one.name for one in automations()}
+        return {one["name"]: one["updated"] for one in found if one["name"] in names}
+
+    ensure()
+    before = updated()
+    assert len(before) == len(automations())
+    ensure()
+    assert updated() == before

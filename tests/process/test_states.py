@@ -14,7 +14,9 @@ from tests.process.deployment import (
     PRETRAIN,
     FlowRun,
     kill_supervisor,
+    kill_worker,
     start_flow_run,
+    start_worker,
     supervising,
     ticking,
     ticks,
@@ -254,12 +256,13 @@ def test_the_nightly_schedule_trains_as_it_is_in_the_file(bench, deployed, api):
 def test_ticks_of_the_keeper_that_came_due_without_a_worker_are_not_made_up_for(
     bench, deployed, api
 ):
-    api.set_schedule(api.deployment(KEEPER), active=True)
-    keeper = api.deployment(KEEPER)
-    wait_for(lambda: api.scheduled_runs(keeper)[4:], timeout_s=30, what="the scheduler")
-    late = api.scheduled_runs(keeper)[:5]
-    api.set_schedule(keeper, active=False)
-    found = [start_flow_run(api, KEEPER, {}) for _ in late]
-    names = [one.wait_for_end(timeout_s=120)["name"] for one in found]
-    assert names.count("Cancelled") >= 3, names
-    assert set(names) <= {"Cancelled", "NothingToDo"}, names
+    kill_worker(deployed[0])
+    with ticking(api, KEEPER, {}, every_s=10, in_s=3) as schedule:
+        wait_for(lambda: len(ticks(api, schedule)) >= 4, timeout_s=120, what="four late ticks")
+    late = ticks(api, schedule)
+    deployed[0] = start_worker(bench)
+    now = keep(api)
+    assert now.state["name"] == "NothingToDo"
+    for tick in late:
+        assert tick.states[-2:] == ["Late", "Cancelled"]
+        assert tick.state["message"] == "no worker took it in time"

@@ -8,7 +8,7 @@ from uuid import uuid4
 import pytest
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import Abort
-from prefect.states import Crashed, Paused, Suspended
+from prefect.states import Cancelled, Completed, Crashed, Failed, Paused, Suspended
 
 from tasks import supervision as module
 from tasks.supervision import RequestPoller, Supervision
@@ -156,12 +156,29 @@ def look(poller, server) -> None:
     poller._look(server)
 
 
-def test_a_living_supervisor_takes_back_the_report_of_its_crash(supervision):
+@pytest.mark.parametrize("end", [Crashed(), Failed(), Completed()])
+def test_a_living_supervisor_takes_back_the_report_of_its_end(supervision, end):
     poller = RequestPoller(uuid4(), supervision.run)
-    server = Server(Crashed())
+    server = Server(end)
     look(poller, server)
     assert server.state.is_running()
     assert server.state.message == "the supervisor lives"
+
+
+def test_a_supervisor_that_has_ended_leaves_its_own_last_state(supervision):
+    poller = RequestPoller(uuid4(), supervision.run)
+    poller.close()
+    server = Server(Completed())
+    look(poller, server)
+    assert server.state.is_completed()
+
+
+def test_a_cancelled_flow_run_is_not_put_right(supervision):
+    poller = RequestPoller(uuid4(), supervision.run)
+    server = Server(Cancelled())
+    look(poller, server)
+    assert server.state.is_cancelled()
+    assert poller.cancel_wanted
 
 
 @pytest.mark.parametrize("paused", [Paused(), Suspended()])
