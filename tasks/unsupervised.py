@@ -48,6 +48,11 @@ class FlowRunFacts:
     is_deployed: bool
     failed_starts: int = 0
 
+    @property
+    def is_in_a_loop(self) -> bool:
+        """Whether an automation would start it once more in a moment, and to no end."""
+        return self.state == "CRASHED" and self.failed_starts >= MAX_FAILED_STARTS
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -97,24 +102,27 @@ def remedy_for(
         flow_run: that last supervised it; None when the server has none.
         now_s: the time.
     """
+    if supervised or history.ended is not None:
+        return Remedy.NOTHING
+    if flow_run is not None and flow_run.is_in_a_loop:
+        return Remedy.GIVE_UP
     row = ROWS[flow_run.state] if flow_run is not None else GONE
     since_s = flow_run.since_s if flow_run is not None else 0.0
-    may_be_well = now_s - max(since_s, renewed_s) < row.patience_s
-    if supervised or history.ended is not None or may_be_well:
+    if now_s - max(since_s, renewed_s) < row.patience_s:
         return Remedy.NOTHING
     alive = history.open_attempt is not None
     remedy = row.alive if alive else row.otherwise
     if flow_run is None or remedy is not Remedy.RESCHEDULE:
         return remedy
-    if flow_run.failed_starts >= MAX_FAILED_STARTS:
-        return _after_too_many(flow_run, now_s)
+    return _another_start(flow_run, now_s, alive=alive)
+
+
+def _another_start(flow_run: FlowRunFacts, now_s: float, *, alive: bool) -> Remedy:
+    """The way in which a run is started again, when it is due."""
     if not flow_run.is_deployed:
         return Remedy.START if alive else Remedy.NOTHING
-    return remedy
-
-
-def _after_too_many(flow_run: FlowRunFacts, now_s: float) -> Remedy:
-    """Fail it first; from then on only a living attempt comes here."""
+    if flow_run.failed_starts < MAX_FAILED_STARTS:
+        return Remedy.RESCHEDULE
     if flow_run.state != "FAILED":
         return Remedy.GIVE_UP
     due = now_s - flow_run.since_s >= pause_after(flow_run.failed_starts)

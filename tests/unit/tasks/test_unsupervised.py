@@ -86,6 +86,12 @@ def test_where_nothing_lives_only_what_was_interrupted_is_started_again():
 def test_a_flow_run_whose_starts_fail_in_a_row_is_given_up():
     assert about(BETWEEN, "CRASHED", failed=MAX_FAILED_STARTS - 1) is Remedy.RESCHEDULE
     assert about(BETWEEN, "CRASHED", failed=MAX_FAILED_STARTS) is Remedy.GIVE_UP
+    assert about(BETWEEN, "CRASHED", failed=MAX_FAILED_STARTS, ago_s=1) is Remedy.GIVE_UP, (
+        "before the automation starts it once more"
+    )
+    assert about(BETWEEN, "SCHEDULED", failed=MAX_FAILED_STARTS) is Remedy.NOTHING, (
+        "a user has it retried"
+    )
     assert about(BETWEEN, "FAILED", failed=MAX_FAILED_STARTS) is Remedy.NOTHING
 
 
