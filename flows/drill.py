@@ -12,9 +12,9 @@ from prefect.states import Completed, Failed
 from tasks.credentials import credentials_of
 from tasks.drill import clear, new_home, play, publish_table, undisturbed
 from tasks.hooks import take_drills_down
+from tasks.job_parameter import JobParameter
 from tasks.states import data_of
 from training.drill.runner import ALL, chosen, drills_on, parallel_kind
-from training.job import Job
 
 
 @flow(
@@ -24,7 +24,9 @@ from training.job import Job
     on_crashed=[take_drills_down],
     persist_result=False,
 )
-def drill(name: str = ALL, job: Job | None = None, parallelism: str | None = None) -> State[Any]:
+def drill(
+    name: str = ALL, job: JobParameter | None = None, parallelism: str | None = None
+) -> State[Any]:
     """Run the drills of a name, each beside the same run without a fault.
 
     Args:

@@ -16,6 +16,13 @@ from typing_extensions import override
 
 from tasks.entry import enter, left_to_other, name_of_flow_run
 from tasks.hooks import leave_adoptable, take_down
+from tasks.job_parameter import (
+    JobParameter,
+    Nodes,
+    Steps,
+    TemplateParameter,
+    require_job,
+)
 from tasks.preparation import ensure_data
 from tasks.pretrain import (
     check,
@@ -37,7 +44,7 @@ from training.supervisor.summary import final_message
 from training.trainer.data.prepare import DataOutcome
 
 # Without a default, a flow run without a job would crash before the flow can say what is wrong, and
-# would be started again for that (3.8.8).
+# would be started again for that (3.8.8). Only a schedule can make one, see `require_job`.
 NO_JOB = cast("JobTemplate", None)
 FINAL_STATES = {"completed": Completed, "cancelled": Cancelled, "failed": Failed}
 
@@ -50,9 +57,17 @@ FINAL_STATES = {"completed": Completed, "cancelled": Cancelled, "failed": Failed
     persist_result=False,
     validate_parameters=False,  # `enter` does: one line that names field, value and what is allowed
 )
-def pretrain(job: JobTemplate = NO_JOB) -> State[Any]:
-    """Pretrain until the target step is reached, whatever breaks on the way."""
-    entered = enter(job)
+def pretrain(
+    job: TemplateParameter = NO_JOB, steps: Steps = None, nodes: Nodes = None
+) -> State[Any]:
+    """Pretrain until the target step is reached, whatever breaks on the way.
+
+    Args:
+        job: in full, or the name of a Prefect Variable that holds it.
+        steps: target step, in place of the job's.
+        nodes: number of nodes, in place of the job's.
+    """
+    entered = enter({"job": job, "steps": steps, "nodes": nodes})
     if isinstance(entered, State):
         return entered
     try:
@@ -61,6 +76,9 @@ def pretrain(job: JobTemplate = NO_JOB) -> State[Any]:
         return left_to_other(entered)
     except RunConflict as conflict:
         return Failed(message=str(conflict))
+
+
+require_job(pretrain)
 
 
 def _pretrain(job: Job) -> State[Any]:
@@ -78,7 +96,7 @@ def _pretrain(job: Job) -> State[Any]:
 
 
 @flow(name="prepare-data", flow_run_name="{job.run_id}")
-def prepare(job: Job) -> None:
+def prepare(job: JobParameter) -> None:
     """Prepare the corpus of a job, so that its run finds everything there."""
     preflight(job)
     ensure_data(job)

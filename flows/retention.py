@@ -15,23 +15,23 @@ from prefect.states import Completed, Failed
 from pydantic import Field
 
 from storage.collect import GARBAGE_AFTER_S, totals
+from tasks.job_parameter import JobParameter
 from tasks.retention import choose, delete, publish_table, retain_run
 from tasks.states import data_of
 from training.files import home_folder
-from training.job import Job
 from training.supervisor.job_registry import known_runs
 
 
 @flow(name="checkpoint-retention", flow_run_name="{job.run_id}", persist_result=False)
 def retain(
-    job: Job,
+    job: JobParameter,
     older_than_s: Annotated[float, Field(ge=0)] = GARBAGE_AFTER_S,
     dry_run: bool = False,  # noqa: FBT001, FBT002 a flow's parameters are given by name
 ) -> State[Any]:
     """Apply the retention policy of a job to its run, and remove what broken saves left.
 
     Args:
-        job: as the pretrain deployment has it.
+        job: as the pretrain deployment has it, or the name of a Prefect Variable.
         older_than_s: age in seconds from which what a broken save left is garbage.
         dry_run: only list what would be removed.
     """

@@ -20,9 +20,10 @@ from prefect.states import Cancelled, Failed
 from prefect.utilities.urls import url_for
 
 from tasks.credentials import credentials_of
+from tasks.job_parameter import template_of
 from training.errors import InputError
 from training.files import home_folder
-from training.job import Job, JobTemplate, parse_template
+from training.job import Job, JobTemplate
 from training.journal.history import RunHistory
 from training.specs.run_name import is_of, is_template, name_of
 from training.supervisor.job_registry import known_job, known_runs
@@ -31,7 +32,6 @@ from training.supervisor.run import Run
 ALREADY_SUPERVISED = "AlreadySupervised"
 SKIPPED = "Skipped"
 NOT_TRAINED = frozenset({ALREADY_SUPERVISED, SKIPPED})
-NO_JOB = "is missing: give the flow run or its schedule one, as `perdure show job.yaml` prints it"
 
 
 def name_of_flow_run() -> str:
@@ -41,7 +41,7 @@ def name_of_flow_run() -> str:
     assert context.flow_run is not None  # noqa: S101 likewise
     flow_run = context.flow_run
     try:
-        template = _template_of((context.parameters or {}).get("job"))
+        template = template_of(context.parameters or {})
     except InputError:
         return flow_run.name  # the flow says what is wrong
     if not is_template(template.run_id):
@@ -56,23 +56,22 @@ def job_of(flow_run: FlowRun) -> Job | None:
     Raises:
         InputError: it is none.
     """
-    given = (flow_run.parameters or {}).get("job")
-    if given is None:
+    if (flow_run.parameters or {}).get("job") is None:
         return None
-    template = _template_of(given)
+    template = template_of(flow_run.parameters)
     return template.named(flow_run.name if is_template(template.run_id) else template.run_id)
 
 
-def enter(given: object) -> Job | State[Any]:
+def enter(parameters: Mapping[str, Any]) -> Job | State[Any]:
     """The job to train now, or the state that says why there is none.
 
     Args:
-        given: the flow's parameter, as it came: a job, its document, or whatever else.
+        parameters: of the flow, as they came, whatever they are.
     """
     context = FlowRunContext.get()
     flow_run = context.flow_run if context is not None else None
     try:
-        template = _template_of(given)
+        template = template_of(parameters)
         name = flow_run.name if flow_run is not None else template.run_id
         job = template.named(name if is_template(template.run_id) else template.run_id)
     except InputError as error:
@@ -82,14 +81,6 @@ def enter(given: object) -> Job | State[Any]:
         if reason is not None:
             return Cancelled(name=SKIPPED, message=reason)
     return job
-
-
-def _template_of(given: object) -> JobTemplate:
-    if isinstance(given, JobTemplate):
-        return given
-    if not isinstance(given, Mapping):
-        raise InputError("job", NO_JOB)
-    return parse_template(given)
 
 
 def left_to_other(job: Job) -> State[Any]:

@@ -31,9 +31,14 @@ def run_deployment(bench, job: dict, name: str = "pretrain/local") -> None:
     bench.prefect("deployment", "run", name, "-p", f"job={json.dumps(job)}")
 
 
-def test_a_deployment_run_completes(bench, deployed, api, undisturbed_pair):
+def test_a_job_by_its_name_completes_at_the_step_that_is_given_beside_it(
+    bench, deployed, api, undisturbed_pair
+):
     job = bench.pair("deployed", env={"PACE_S": "0"})
-    run_deployment(bench, job)
+    variable = json.dumps({**job, "steps": 4000})
+    bench.prefect("variable", "set", "a-pair", variable, "--overwrite")
+    by_name = ["-p", "job=a-pair", "-p", f"steps={job['steps']}"]
+    bench.prefect("deployment", "run", "pretrain/local", *by_name)
     running = bench.look(job)
     api.wait_for("deployed", "Completed", timeout_s=120)
     assert running.curve() == undisturbed_pair

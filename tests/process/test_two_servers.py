@@ -129,6 +129,14 @@ def test_a_deployment_runs_to_its_end_whichever_server_is_asked(
         assert errors_of(server.log) == []
 
 
+def test_the_run_form_begins_with_the_name_of_the_run_although_postgresql_sorts_it(deployed, api):
+    found = api.deployment("pretrain/local")["parameter_openapi_schema"]
+    fields = found["definitions"]["JobTemplate"]["properties"]
+    in_form = sorted(fields, key=lambda name: fields[name]["position"])
+    assert in_form[:3] == ["run_id", "storage", "steps"]
+    assert list(fields) == sorted(fields, key=lambda name: (len(name), name)), "the order of JSONB"
+
+
 def test_every_command_carries_the_auth_string(bench, api):
     job = bench.pair("commanded", steps=2000, env={"PACE_S": "0.2"})
     running = bench.start(job)

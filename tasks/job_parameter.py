@@ -1,0 +1,130 @@
+"""A job as a parameter of a flow: given in full, or by the name of a Prefect Variable.
+
+The Variable holds the job as JSON, as `perdure show job.yaml` prints it; it is read when a flow run
+starts. Its form in the UI begins with what has no default: the forms go by `position` (3.8.8),
+since PostgreSQL does not keep the order of a document.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from prefect import Flow
+from prefect.variables import Variable
+from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, core_schema
+
+from training.errors import InputError
+from training.job import Job, JobTemplate, parse_template
+
+NAME = "^[a-z0-9][a-z0-9_-]*$"  # what Prefect allows for a Variable
+VARIABLE = "a Prefect Variable that holds the job, as `perdure show job.yaml` prints it"
+NO_JOB = (
+    "is missing: give the flow run or its schedule one, as `perdure show job.yaml` prints it, or "
+    "the name of a Prefect Variable that holds one"
+)
+HOW_TO_SET = 'prefect variable set {name} "$(perdure show job.yaml)"'
+
+Steps = Annotated[int | None, Field(ge=1, description="target step, in place of the job's")]
+Nodes = Annotated[int | None, Field(ge=1, description="number of nodes, in place of the job's")]
+
+
+@dataclass(frozen=True)
+class _OrByName:
+    """Metadata of a parameter type."""
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(_named, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        job = handler(schema)
+        _number_fields(job, handler)
+        name = {"type": "string", "pattern": NAME, "title": "name of a job"}
+        return {"anyOf": [job, {**name, "description": VARIABLE}]}
+
+
+JobParameter = Annotated[Job, _OrByName()]
+TemplateParameter = Annotated[JobTemplate, _OrByName()]
+
+
+def require_job(flow: Flow[..., Any]) -> None:
+    """Have the server and its form ask for `job`, although the flow itself can do without.
+
+    A deployment takes the schema of its parameters from the signature of the flow (3.8.8).
+    """
+    signature = inspect.signature(flow.fn, eval_str=True)
+    parameters = dict(signature.parameters)
+    parameters["job"] = parameters["job"].replace(default=inspect.Parameter.empty)
+    flow.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=list(parameters.values())
+    )
+
+
+def template_of(parameters: Mapping[str, Any]) -> JobTemplate:
+    """The job that the parameters of a flow run stand for: `job`, and `steps` and `nodes` of it.
+
+    Raises:
+        InputError: none is given, or it cannot be so: field, value and what is allowed.
+    """
+    given = parameters.get("job")
+    document = given.model_dump() if isinstance(given, JobTemplate) else _named(given)
+    if not isinstance(document, Mapping):
+        raise InputError("job", NO_JOB)
+    if parameters.get("steps") is not None:
+        document = {**document, "steps": parameters["steps"]}
+    if parameters.get("nodes") is not None:
+        engine = document.get("engine") or {}
+        document = {**document, "engine": {**engine, "nodes": parameters["nodes"]}}
+    return parse_template(document)
+
+
+def _named(given: object) -> object:
+    """The content of a Variable in place of its name; anything else is itself.
+
+    Raises:
+        InputError: there is no such Variable, or it holds no document.
+    """
+    if not isinstance(given, str):
+        return given
+    content: Any = Variable.get(given, default=None)
+    if content is None:
+        raise InputError("job", f"{given!r}: there is no such Prefect Variable")
+    if not isinstance(content, Mapping):
+        raise InputError(
+            "job", f"{given!r}: this Prefect Variable holds no job; {HOW_TO_SET.format(name=given)}"
+        )
+    return content
+
+
+def _number_fields(schema: JsonSchemaValue, handler: GetJsonSchemaHandler) -> None:
+    """Give every field, at every depth, the position that it has in its class."""
+    seen: set[str] = set()
+    open_refs = list(_refs(schema))
+    while open_refs:
+        ref = open_refs.pop()
+        if ref in seen:
+            continue
+        seen.add(ref)
+        definition = handler.resolve_ref_schema({"$ref": ref})
+        for position, field in enumerate(definition.get("properties", {}).values()):
+            field["position"] = position
+        open_refs += _refs(definition)
+
+
+def _refs(schema: Any) -> Iterator[str]:
+    if isinstance(schema, dict):
+        if isinstance(schema.get("$ref"), str):
+            yield schema["$ref"]
+        for part in schema.values():
+            yield from _refs(part)
+    elif isinstance(schema, list):
+        for part in schema:
+            yield from _refs(part)
