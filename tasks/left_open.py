@@ -8,13 +8,15 @@ supervises the run, it ends as `Adopted`, too.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.actions import LogCreate
 from prefect.client.schemas.filters import (
     FlowFilter,
     FlowFilterName,
@@ -33,6 +35,7 @@ from training.recovery.rungs import RESTARTS_IN_PLACE, RUNGS
 
 LOST = "SupervisorLost"
 ADOPTED = "Adopted"
+WAITS = "waits to be adopted"
 _OPEN = (StateType.PENDING, StateType.RUNNING, StateType.SCHEDULED, StateType.PAUSED)
 _PAGE = 200
 _ATTEMPT = re.compile(r"attempt (\d+)\.(\d+)\b")
@@ -85,7 +88,7 @@ def _goes_on(name: str, view: AttemptView, history: RunHistory) -> bool:
 def _living(view: AttemptView, adopted_by: str | None) -> TaskEnd:
     what = "attempt {}.{}".format(*view.key)
     if adopted_by is None:
-        text = f"its supervisor is gone; {what} goes on and waits to be adopted"
+        text = f"its supervisor is gone; {what} goes on and {WAITS}"
         return TaskEnd(StateType.CRASHED, LOST, text)
     text = f"its supervisor is gone; {what} went on and was adopted by {adopted_by}"
     return TaskEnd(StateType.CRASHED, ADOPTED, text)
@@ -136,7 +139,19 @@ def close_left_open(
         end = end_of_task(task_run.name, history, adopted_by=adopted_by)
         state: State[None] = State(type=end.type, name=end.name, message=end.message)
         client.set_task_run_state(task_run.id, state, force=True)
+        client.create_logs([_line(task_run, end)])  # its page shows no message of a state
     return len(found)
+
+
+def _line(task_run: TaskRun, end: TaskEnd) -> LogCreate:
+    return LogCreate(
+        name="perdure",
+        level=logging.WARNING,
+        message=f"{task_run.name}: {end.message}",
+        timestamp=datetime.now(UTC),
+        flow_run_id=task_run.flow_run_id,
+        task_run_id=task_run.id,
+    )
 
 
 def close_flow_runs(client: SyncPrefectClient, history: RunHistory, *, own: UUID) -> int:
@@ -198,4 +213,6 @@ def _is_left(task_run: TaskRun, before: datetime) -> bool:
     if began is None or began >= before:
         return False
     state = task_run.state
-    return state is None or not state.is_final() or state.name == LOST
+    if state is None or not state.is_final():
+        return True
+    return state.name == LOST and (state.message or "").endswith(WAITS)

@@ -188,8 +188,10 @@ class RunStory:
             self._last = kept[max(kept)] if kept else None
         self._told_s = 0.0
         self._are_checkpoints_new = True
-        self.show(outcome)
-        self._tell_account()
+        try:
+            self._tell_account()  # first: the progress has the ETTR of the whole run
+        finally:
+            self.show(outcome)
         if not self._run.job.worker.is_command:
             self._tell_loss()
 

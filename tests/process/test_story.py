@@ -8,6 +8,7 @@ from datetime import datetime
 
 import pytest
 
+from tasks.artifacts import GOES_ON
 from tests.process.rest import ask
 from tests.process.truth import assert_true, task_runs
 from tests.waiting import wait_for
@@ -20,6 +21,14 @@ def versions(api, name: str) -> Counter[tuple[str, str]]:
     body = {"artifacts": {"key": {"like_": f"{name}-"}}, "limit": 200}
     found = ask("POST", f"{api.url}/artifacts/filter", body).json()
     return Counter((one["flow_run_id"], one["key"]) for one in found)
+
+
+def assert_goes_on_elsewhere(api, flow_run_id: str) -> None:
+    """That every artifact of a flow run says that the run goes on in another one."""
+    body = {"artifacts": {"flow_run_id": {"any_": [flow_run_id]}}, "limit": 200}
+    found = ask("POST", f"{api.url}/artifacts/filter", body).json()
+    assert found
+    assert all(one["description"].startswith(GOES_ON) for one in found)
 
 
 def test_after_the_death_of_a_supervisor_nothing_stays_open_and_nothing_is_double(bench, api):
@@ -50,6 +59,7 @@ def test_after_the_death_of_a_supervisor_nothing_stays_open_and_nothing_is_doubl
     assert "went on and was adopted by supervisor 2" in left["message"]
     assert states["attempt 1.1 (adopted)"]["name"] == "RestartInPlace"
     assert set(versions(api, name).values()) == {1}
+    assert_goes_on_elsewhere(api, api.flow_runs(name)[-1]["id"])
     (flow_run, former) = api.flow_runs(name)
     assert former["state"]["name"] == "Adopted"
     assert flow_run["id"] in former["state"]["message"]

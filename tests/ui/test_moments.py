@@ -82,7 +82,7 @@ def test_an_adopted_run_leaves_nothing_running_in_the_flow_run_before(bench, api
         one["id"] for one in task_runs(api, name) if one["name"] == "attempt 1.1 from step 0"
     )
     page = visitor.goto(f"/v2/runs/task-run/{left}")
-    expect(page.get_by_text("Adopted").first).to_be_visible()
+    expect(page.get_by_text("went on and was adopted by supervisor 2").first).to_be_visible()
     visitor.keep("0-adopted-attempt-v2")
     after = api.flow_runs(name)[0]["id"]
     page = visitor.goto(f"/runs/flow-run/{after}")

@@ -168,6 +168,7 @@ def test_at_the_end_the_progress_says_how_it_ended(see, story, reported, outcome
     see(steps=[STEP])
     story.end(outcome)
     assert reported.shown["progress"].description.startswith(f"{outcome}, step")
+    assert "ETTR" in reported.shown["progress"].description, "of the whole run"
     assert {"loss", "timeline", "ettr"} <= set(reported.shown)
 
 
