@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tests.process.harness import REPO, Running, Workbench
-from tests.process.rest import Api, ask
+from tests.process.rest import Api
 from tests.waiting import wait_for
 
 POOL = "perdure"
@@ -45,9 +45,14 @@ def kill_worker(worker: subprocess.Popen[bytes]) -> None:
 
 
 def deploy(bench: Workbench, api: Api) -> None:
-    """`prefect deploy --all`, with schedules off: a tick may come in the middle of a test."""
+    """`prefect deploy --all`, with schedules off."""
     bench.prefect("work-pool", "create", POOL, "--type", "process", "--overwrite")
     bench.prefect("--no-prompt", "deploy", "--all")
+    set_schedules_off(api)
+
+
+def set_schedules_off(api: Api) -> None:
+    """No tick comes in the middle of a test."""
     for name in (RETENTION, KEEPER):
         deployment = api.deployment(name)
         assert [schedule["active"] for schedule in deployment["schedules"]] == [True]
@@ -58,14 +63,14 @@ class FlowRun:
     """One flow run, by its id: what it shows, and what is done to it."""
 
     def __init__(self, api: Api, flow_run_id: str) -> None:
-        self._url = f"{api.url}/flow_runs/{flow_run_id}"
+        self._path = f"flow_runs/{flow_run_id}"
         self._api = api
         self.id = flow_run_id
 
     @property
     def facts(self) -> dict[str, Any]:
         """All that the server has of it."""
-        found: dict[str, Any] = ask("GET", self._url).json()
+        found: dict[str, Any] = self._api.ask("GET", self._path).json()
         return found
 
     @property
@@ -77,8 +82,8 @@ class FlowRun:
     @property
     def states(self) -> list[str]:
         """Names of all its states, oldest first."""
-        url = f"{self._api.url}/flow_run_states/?flow_run_id={self.id}"
-        found = sorted(ask("GET", url).json(), key=lambda state: state["timestamp"])
+        path = f"flow_run_states/?flow_run_id={self.id}"
+        found = sorted(self._api.ask("GET", path).json(), key=lambda state: state["timestamp"])
         return [state["name"] for state in found]
 
     @property
@@ -86,17 +91,17 @@ class FlowRun:
         """What it has logged."""
         wanted = {"flow_run_id": {"any_": [self.id]}}
         body = {"logs": wanted, "limit": 200, "sort": "TIMESTAMP_ASC"}
-        found = ask("POST", f"{self._api.url}/logs/filter", body).json()
+        found = self._api.ask("POST", "logs/filter", body).json()
         return "\n".join(log["message"] for log in found)
 
     def set_state(self, kind: str, name: str | None = None) -> None:
         """What the UI or an automation does."""
         body = {"state": {"type": kind, "name": name or kind.capitalize()}, "force": True}
-        ask("POST", f"{self._url}/set_state", body)
+        self._api.ask("POST", f"{self._path}/set_state", body)
 
     def delete(self) -> None:
         """What the UI's delete button does."""
-        ask("DELETE", self._url)
+        self._api.ask("DELETE", self._path)
 
     def wait_for(self, name: str, *, timeout_s: float = 60) -> None:
         """Wait until its state has that name."""
@@ -113,8 +118,8 @@ class FlowRun:
 
 def start_flow_run(api: Api, deployment: str, parameters: Mapping[str, Any]) -> FlowRun:
     """What `prefect deployment run` does."""
-    url = f"{api.url}/deployments/{api.deployment(deployment)['id']}/create_flow_run"
-    return FlowRun(api, ask("POST", url, {"parameters": dict(parameters)}).json()["id"])
+    path = f"deployments/{api.deployment(deployment)['id']}/create_flow_run"
+    return FlowRun(api, api.ask("POST", path, {"parameters": dict(parameters)}).json()["id"])
 
 
 def supervising(api: Api, running: Running) -> FlowRun:
@@ -142,18 +147,18 @@ def ticking(
         "interval": every_s, "anchor_date": first.isoformat(), "timezone": "Asia/Shanghai"
     }  # fmt: skip
     body = [{"schedule": interval, "active": True, "parameters": dict(parameters)}]
-    url = f"{api.url}/deployments/{api.deployment(deployment)['id']}/schedules"
-    (made,) = ask("POST", url, body).json()
+    path = f"deployments/{api.deployment(deployment)['id']}/schedules"
+    (made,) = api.ask("POST", path, body).json()
     try:
         yield made["id"]
     finally:
-        ask("DELETE", f"{url}/{made['id']}")
+        api.ask("DELETE", f"{path}/{made['id']}")
 
 
 def ticks(api: Api, schedule: str) -> list[FlowRun]:
     """The flow runs of a schedule that have been started, in the order of their ticks."""
     body = {"sort": "EXPECTED_START_TIME_ASC", "limit": 200}
-    found = ask("POST", f"{api.url}/flow_runs/filter", body).json()
+    found = api.ask("POST", "flow_runs/filter", body).json()
     return [
         FlowRun(api, one["id"])
         for one in found

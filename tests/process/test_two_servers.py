@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from tests.process.cluster import AUTH_STRING, Cluster, Server, commands, missing
+from tests.process.deployment import KEEPER, kill_supervisor, set_schedules_off, supervising
 from tests.process.harness import REPO, Running, Workbench
 from tests.process.rest import Api
 from tests.waiting import wait_for
@@ -93,9 +94,10 @@ def worker_command() -> str:
 
 
 @pytest.fixture(scope="module")
-def deployed(cluster) -> Iterator[Worker]:
+def deployed(cluster, api) -> Iterator[Worker]:
     """The deployments, and a worker on the first server."""
     client(cluster, cluster.first, commands("Deploying and running")[0])
+    set_schedules_off(api)
     worker = Worker(cluster, cluster.first)
     yield worker
     worker.end()
@@ -169,11 +171,7 @@ def test_the_buttons_of_the_ui_suspend_resume_and_cancel(cluster, bench, deploye
     assert api.state("buttons") == "Suspended"
     api.resume("buttons")
     running.reach(stood_at + 2)
-    wait_for(
-        lambda: running.history.epoch == 2,
-        timeout_s=60,
-        what="the process that Resume starts to adopt the attempt",
-    )
+    wait_for_epoch(running, 2)  # the process that Resume starts adopts the attempt
     api.cancel("buttons")
     wait_for(lambda: not running.local.processes(), timeout_s=60, what="the end of all processes")
     api.wait_for("buttons", "Cancelled", timeout_s=60)
@@ -182,27 +180,63 @@ def test_the_buttons_of_the_ui_suspend_resume_and_cancel(cluster, bench, deploye
     running.leave_nothing()
 
 
-def test_a_server_and_a_flow_process_are_killed_and_the_run_completes(
-    cluster, bench, deployed, undisturbed
-):
-    restart = {"process_replace": False}
-    job = bench.pair("outage", env={"PACE_S": "1.5"}, restart=restart)
+def test_one_killed_flow_process_is_one_crash_and_never_a_failure(cluster, bench, deployed, api):
+    job = bench.pair("killed", steps=2000, env={"PACE_S": "0.3"})
     running = run_deployment(cluster, bench, job, cluster.second)
-    running.reach(5)
-    seen = Api(cluster.first.api_url, auth=AUTH_STRING)
-    supervisor = running.history.supervisor
-    assert supervisor is not None
-    cluster.second.kill()
-    os.kill(supervisor.pid, signal.SIGKILL)
-    killed_s = time.monotonic()
-    wait_for(
-        lambda: running.history.epoch == 2,
-        timeout_s=SUPERVISED_AGAIN_S,
-        what="a supervisor for the run",
-    )
-    print(f"supervised again after {time.monotonic() - killed_s:.0f} s")
-    cluster.second.start()
-    running.pace(0)
-    seen.wait_for("outage", "Completed", timeout_s=180)
-    assert running.curve() == undisturbed
+    running.reach(3)
+    flow_run = supervising(api, running)
+    kill_supervisor(running)
+    flow_run.wait_for("Crashed", timeout_s=30)
+    wait_for_epoch(running, 2)
+    time.sleep(20)  # the worker's second report comes 12 to 20 s after its first
+    states = flow_run.states
+    assert (states[-1], states.count("Crashed"), states.count("AwaitingRetry")) == ("Running", 1, 1)
+    assert "Failed" not in states
+    assert bench.perdure("cancel", "killed")
+    flow_run.wait_for("Cancelled", timeout_s=90)
     running.leave_nothing()
+
+
+@pytest.mark.parametrize("killed", ["the one that the worker knows", "the other one"])
+def test_a_server_and_a_flow_process_are_killed_and_the_run_is_supervised_again(
+    cluster, bench, deployed, undisturbed, killed
+):
+    own = killed == "the one that the worker knows"
+    dead, living = cluster.second, cluster.first
+    if own:
+        dead, living = living, dead
+    seen = Api(living.api_url, auth=AUTH_STRING)
+    run_id = "own-server" if own else "other-server"
+    job = bench.pair(run_id, env={"PACE_S": "4"}, restart={"process_replace": False})
+    running = run_deployment(cluster, bench, job, dead)
+    running.reach(3)
+    flow_run = supervising(seen, running)
+    # Not before: the flow process is a child of the worker that knows the first server.
+    worker = Worker(cluster, living) if own else None
+    seen.set_schedule(seen.deployment(KEEPER), active=True)
+    dead.kill()
+    kill_supervisor(running)
+    killed_s = time.monotonic()
+    try:
+        wait_for_epoch(running, 2)
+        print(f"{killed}: supervised again after {time.monotonic() - killed_s:.0f} s")
+        assert running.step() < job["steps"], "it still trained"
+    finally:
+        dead.start()
+        seen.set_schedule(seen.deployment(KEEPER), active=False)
+    running.pace(0)
+    flow_run.wait_for("Completed", timeout_s=180)
+    assert "Failed" not in flow_run.states
+    assert running.curve() == undisturbed
+    assert len(running.history.attempts) == 1, "the attempt trained on, and was adopted"
+    running.leave_nothing()
+    if worker is not None:
+        worker.end()
+
+
+def wait_for_epoch(running: Running, epoch: int) -> None:
+    """Wait for the next supervisor."""
+    wait_for(
+        lambda: running.history.epoch == epoch,
+        timeout_s=SUPERVISED_AGAIN_S, what="the next supervisor", period_s=0.5,
+    )  # fmt: skip
