@@ -45,7 +45,7 @@ class StorageSpec(FrozenModel):
 
     address: str = Field(description="file:///absolute/folder or s3://bucket/prefix")
     endpoint: str | None = Field(
-        None, description="URL of an S3-compatible store, e.g. https://obs.<region>.<domain>"
+        None, description="URL of an S3-compatible store, e.g. https://obs.REGION.DOMAIN"
     )
     region: str | None = Field(None, description="region the requests are signed for")
     addressing_style: AddressingStyle = Field(

@@ -47,6 +47,7 @@ class _OrByName:
     ) -> JsonSchemaValue:
         job = handler(schema)
         _number_fields(job, handler)
+        handler.resolve_ref_schema(job)["title"] = "job in full"
         name = {"type": "string", "pattern": NAME, "title": "name of a job"}
         return {"anyOf": [job, {**name, "description": VARIABLE}]}
 
@@ -105,7 +106,7 @@ def _named(given: object) -> object:
 
 
 def _number_fields(schema: JsonSchemaValue, handler: GetJsonSchemaHandler) -> None:
-    """Give every field, at every depth, the position that it has in its class."""
+    """Give every field, at every depth, its position in its class, and its name in a job file."""
     seen: set[str] = set()
     open_refs = list(_refs(schema))
     while open_refs:
@@ -114,8 +115,8 @@ def _number_fields(schema: JsonSchemaValue, handler: GetJsonSchemaHandler) -> No
             continue
         seen.add(ref)
         definition = handler.resolve_ref_schema({"$ref": ref})
-        for position, field in enumerate(definition.get("properties", {}).values()):
-            field["position"] = position
+        for position, (name, field) in enumerate(definition.get("properties", {}).items()):
+            field |= {"position": position, "title": name}
         open_refs += _refs(definition)
 
 

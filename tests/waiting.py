@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextvars
 import time
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def wait_for(
@@ -21,3 +25,12 @@ def wait_for(
             raise AssertionError(f"not within {timeout_s:.0f} s: {what}")
         time.sleep(period_s)
     return value
+
+
+def apart(call: Callable[[], T]) -> T:
+    """Call in a thread of its own: what takes a running loop for a caller that awaits finds none.
+
+    Tests with a browser leave one running in the main thread.
+    """
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return pool.submit(contextvars.copy_context().run, call).result()

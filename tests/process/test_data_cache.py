@@ -15,7 +15,7 @@ from prefect.settings import (
 
 from flows.pretrain import prepare
 from storage.address import open_store
-from tests.waiting import wait_for
+from tests.waiting import apart, wait_for
 from training.job import parse_job
 from training.trainer.data.corpus import CorpusError
 
@@ -40,7 +40,7 @@ class Corpus:
         }
         self.caplog.clear()
         with temporary_settings(node):
-            prepare(job)
+            apart(lambda: prepare(job))
         assert not (self.folder / run_id).exists(), "Prefect keeps no result on the node"
         return self.state(run_id), self.caplog.messages
 

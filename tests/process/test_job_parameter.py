@@ -12,6 +12,7 @@ from prefect.variables import Variable
 
 from flows.pretrain import pretrain
 from tests.process.rest import Api, ask
+from tests.waiting import apart
 
 pytestmark = [pytest.mark.process, pytest.mark.prefect]
 
@@ -22,8 +23,8 @@ JOB = {"run_id": "refused", "storage": {"address": "file:///nowhere"}}
 def deployment(api) -> dict:
     """The pretrain flow as the server knows it once it is deployed; no worker serves it."""
     with temporary_settings({PREFECT_API_URL: api.url}):
-        made: Any = pretrain.to_deployment(name="parameters")
-        made.apply()
+        made: Any = apart(lambda: pretrain.to_deployment(name="parameters"))
+        apart(made.apply)
     return api.deployment("pretrain/parameters")
 
 
@@ -78,6 +79,7 @@ def test_the_form_begins_with_what_has_no_default_whatever_order_the_database_ke
     sections = schema["definitions"]
     assert fields_in_order(sections["JobTemplate"])[:4] == ["run_id", "storage", "steps", "seed"]
     assert fields_in_order(sections["StorageSpec"])[0] == "address"
+    assert sections["JobTemplate"]["properties"]["storage"]["title"] == "storage"
     numbered = [s for s in sections.values() if "properties" in s]
     assert len(numbered) > 10
     for section in numbered:
@@ -86,7 +88,7 @@ def test_the_form_begins_with_what_has_no_default_whatever_order_the_database_ke
 
 def with_variable(api: Api, name: str, value: Any) -> None:
     with temporary_settings({PREFECT_API_URL: api.url}):
-        Variable.set(name, value, overwrite=True)
+        apart(lambda: Variable.set(name, value, overwrite=True))
 
 
 def started(bench, **parameters) -> tuple[int, str]:

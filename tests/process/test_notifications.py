@@ -15,7 +15,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tasks.reporting import Reporter
 from tests.process.rest import Api, ask
-from tests.waiting import wait_for
+from tests.waiting import apart, wait_for
 
 pytestmark = [
     pytest.mark.process,
@@ -71,9 +71,10 @@ def save_hook(api: Api, url: str) -> str:
     """A notification block for an address; its name."""
     name = f"receiver-{uuid4().hex[:8]}"
     with temporary_settings({PREFECT_API_URL: api.url}):
-        CustomWebhookNotificationBlock(
+        block = CustomWebhookNotificationBlock(
             name="tests", url=url, json_data={"subject": "{{subject}}", "body": "{{body}}"}
-        ).save(name)
+        )
+        apart(lambda: block.save(name))
     return name
 
 
