@@ -12,6 +12,7 @@ import contextvars
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
@@ -24,6 +25,7 @@ from tasks.prefect_client import without_retries
 
 CLOSE_TIMEOUT_S = 15.0
 RETRY_S = 5.0
+LAST_RETRY_S = 0.5  # once the run has ended: what is not sent soon is never sent
 # Of a payload: labels of the event's resource, `perdure.fault_class` and so on.
 LABELS = ("fault_class", "rung", "point", "node", "recoverable_by", "need")
 
@@ -46,6 +48,7 @@ class Reporter:
         self._waiting: dict[str, Callable[[], None]] = {}
         self._wake = threading.Condition()
         self._closing = False
+        self._give_up_s = float("inf")
         self._is_refused = False  # the last report was; an outage is one line of the log
         self._artifacts = Artifacts(run_id, flow_run_id)
         # Settings and the flow run of the caller: events are related to both.
@@ -62,6 +65,7 @@ class Reporter:
         """Send what is waiting, for a bounded time, and end."""
         with self._wake:
             self._closing = True
+            self._give_up_s = time.monotonic() + CLOSE_TIMEOUT_S - LAST_RETRY_S
             self._wake.notify()
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
@@ -145,10 +149,15 @@ class Reporter:
             self._is_refused = True
             self._logger.warning("the Prefect server does not take %s, retrying: %s", name, error)
         with self._wake:
-            if self._closing:
-                return
             self._waiting.setdefault(name, send)
+            if time.monotonic() > self._give_up_s:
+                self._logger.warning("never sent: %s", ", ".join(self._waiting))
+                self._waiting.clear()
+                return
+            # A busy SQLite refuses a call now and then (3.8.8), the last ones of a run as well.
             self._wake.wait_for(lambda: self._closing, RETRY_S)
+        if self._closing:
+            time.sleep(LAST_RETRY_S)
 
 
 def labels_of(payload: Mapping[str, Any]) -> dict[str, str]:

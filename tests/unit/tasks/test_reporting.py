@@ -70,20 +70,39 @@ def test_of_updates_to_the_same_artifact_only_the_newest_is_sent(reporter):
     assert seen == [4]
 
 
-def test_closing_does_not_wait_for_a_server_that_is_down(monkeypatch):
-    monkeypatch.setattr(reporting, "CLOSE_TIMEOUT_S", 5.0)
+def test_closing_waits_for_a_server_that_is_down_for_a_bounded_time(monkeypatch, caplog):
+    monkeypatch.setattr(reporting, "CLOSE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(reporting, "LAST_RETRY_S", 0.01)
     reporter = Reporter("run", None, logging.getLogger("test"))
-    refused = threading.Event()
 
     def send() -> None:
-        refused.set()
         raise ConnectionError("down")
 
     reporter.start()
     reporter.submit("attempts", send)
-    assert refused.wait(5)
     reporter.close()
+    reporter._thread.join(5)
     assert not reporter._thread.is_alive()
+    assert "never sent: attempts" in caplog.text
+
+
+def test_what_the_server_refused_once_while_closing_is_sent_all_the_same(monkeypatch):
+    monkeypatch.setattr(reporting, "LAST_RETRY_S", 0.01)
+    reporter = Reporter("run", None, logging.getLogger("test"))
+    sent: list[int] = []
+    refusals = iter([ConnectionError("locked"), ConnectionError("locked")])
+
+    def send() -> None:
+        for refusal in refusals:
+            raise refusal
+        sent.append(1)
+
+    reporter.submit("attempts", send)  # before it starts: refused when it is closing already
+    with reporter._wake:
+        reporter._closing = True
+    reporter.start()
+    reporter.close()
+    assert sent == [1]
 
 
 LINES = {
