@@ -18,7 +18,7 @@ help:
 	@echo "make demo-stop  end the demo's Prefect server"
 	@echo "make test       set everything up and pass the tests"
 	@echo "make test-long  the longer ones"
-	@echo "make soak       ten minutes and more without a false alarm"
+	@echo "make soak       ten minutes without a false alarm, half an hour of kills"
 	@echo "make chaos      break runs at random; SEEDS=\"1 2 3\""
 	@echo "make bench      speed beside other programs, printed as ratios"
 	@echo "make bench-storage  likewise of saves and restores; takes about five minutes a section"
@@ -119,10 +119,12 @@ test-long: $(VENV)/.installed $(VENV)/.s3-servers $(VENV)/.prometheus $(VENV)/.u
 	$(TEST) tests/process tests/ui -m "long and not alone" $(SIDE_BY_SIDE)
 	$(TEST) tests/process -m "long and alone"
 
-# More than ten minutes of a run that has nothing wrong.
+# More than ten minutes of a run that has nothing wrong, and half an hour in which flow, worker,
+# server and node are killed in turn.
 soak: $(VENV)/.installed
 	PERDURE_HEALTHY_STEPS=7500 $(BIN)/python -m pytest tests/process/test_health.py \
 		-k healthy --timeout 1800
+	PERDURE_OPERATOR_S=1800 $(BIN)/python -m pytest tests/process/test_operator.py
 
 # Each seed is a run that is broken fifty times, every other one with comm.link_retry; shrink one
 # that fails with CHAOS_OPTIONS=--shrink.
