@@ -1,0 +1,60 @@
+"""Which run a flow run is for, and what it says when it is for none."""
+
+from __future__ import annotations
+
+from uuid import uuid4
+
+import pytest
+from prefect.client.schemas.objects import FlowRun, State
+
+from tasks.entry import enter, job_of, standing
+from tests.jobs import job_document, small_job
+from training.journal.ledger import Identity
+from training.supervisor.run import Run
+
+
+def flow_run(parameters, name="fuzzy-otter") -> FlowRun:
+    return FlowRun(flow_id=uuid4(), parameters=parameters, name=name)
+
+
+def run_id_of(flow_run) -> str | None:
+    job = job_of(flow_run)
+    return job.run_id if job is not None else None
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (None, "job: is missing: "),
+        ("job.yaml", "job: is missing: "),
+        (job_document(steps=-1), "steps: -1: "),
+        (job_document(run_id="n" * 64), "run_id: "),
+    ],
+)
+def test_a_flow_run_without_a_job_to_train_fails_with_one_line(given, reason):
+    state = enter(given)
+    assert isinstance(state, State)
+    assert state.is_failed()
+    message = str(state.message)
+    assert message.startswith(reason)
+    assert "\n" not in message
+
+
+def test_a_job_with_a_name_is_trained_under_it(tmp_path):
+    assert enter(job_document(tmp_path)) == small_job(tmp_path)
+
+
+def test_the_job_of_a_template_has_the_name_of_the_flow_run():
+    document = {"job": job_document(run_id="nightly-{date}")}
+    assert run_id_of(flow_run(document, "nightly-2026-11-24")) == "nightly-2026-11-24"
+    assert run_id_of(flow_run({"job": job_document()}, "whatever")) == "run"
+    assert run_id_of(flow_run({})) is None
+
+
+def test_where_a_run_stands_names_the_flow_run_that_supervises_it(tmp_path):
+    run = Run(small_job(tmp_path, steps=50), home=tmp_path)
+    own = str(uuid4())
+    run.ledger.take(Identity.of_this_process(flow_run=own))
+    text = standing(run, run.refresh())
+    assert text.startswith("run run is still training: step 0 of 50 saved, supervised by flow run ")
+    assert own in text
