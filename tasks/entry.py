@@ -8,13 +8,22 @@ called; no completion, so nobody takes it for a trained model; and terminal, so 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID
 from zoneinfo import ZoneInfo
 
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.filters import (
+    DeploymentFilter,
+    DeploymentFilterId,
+    FlowRunFilter,
+    FlowRunFilterExpectedStartTime,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+)
+from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.client.schemas.sorting import FlowRunSort
 from prefect.context import FlowRunContext
 from prefect.states import Cancelled, Failed
 from prefect.utilities.urls import url_for
@@ -31,6 +40,8 @@ from training.supervisor.run import Run
 
 ALREADY_SUPERVISED = "AlreadySupervised"
 SKIPPED = "Skipped"
+BEGINNING = [StateType.PENDING, StateType.RUNNING]
+BEGINS_WITHIN = timedelta(minutes=10)  # a tick that runs for longer has taken its run
 NOT_TRAINED = frozenset({ALREADY_SUPERVISED, SKIPPED})
 
 
@@ -77,7 +88,7 @@ def enter(parameters: Mapping[str, Any]) -> Job | State[Any]:
     except InputError as error:
         return Failed(message=str(error))
     if flow_run is not None and flow_run.auto_scheduled:
-        reason = _why_skipped(template, job, flow_run.id)
+        reason = _why_skipped(template, job, flow_run)
         if reason is not None:
             return Cancelled(name=SKIPPED, message=reason)
     return job
@@ -108,11 +119,11 @@ def standing(run: Run, history: RunHistory) -> str:
     return f"{text}, supervised by {by}"
 
 
-def _why_skipped(template: JobTemplate, job: Job, flow_run_id: UUID) -> str | None:
+def _why_skipped(template: JobTemplate, job: Job, tick: FlowRun) -> str | None:
     """Why a tick of a schedule trains nothing; None when it does."""
     run = _run_of(job)
     history = run.refresh()
-    if history.supervisor is not None and history.supervisor.flow_run == str(flow_run_id):
+    if history.supervisor is not None and history.supervisor.flow_run == str(tick.id):
         return None  # started again: it goes on with what it began
     if run.is_complete:
         return (
@@ -122,7 +133,34 @@ def _why_skipped(template: JobTemplate, job: Job, flow_run_id: UUID) -> str | No
     if run.ledger.is_supervised():
         return standing(run, history)
     others = [name for name in known_runs(home_folder()) if is_of(template.run_id, name)]
-    return next(filter(None, (_training(name) for name in others if name != job.run_id)), None)
+    training = (_training(name) for name in others if name != job.run_id)
+    return next(filter(None, training), None) or _earlier_tick(tick)
+
+
+def _earlier_tick(tick: FlowRun) -> str | None:
+    """The tick that begins at the same time and was due before; None when there is none.
+
+    A worker that comes back starts all that came due without it, and none has taken its run yet.
+    """
+    now = datetime.now(UTC)
+    made_by, deployment, due = tick.created_by, tick.deployment_id, tick.expected_start_time
+    if made_by is None or deployment is None or due is None:
+        return None
+    with get_client(sync_client=True) as client:
+        found = client.read_flow_runs(
+            deployment_filter=DeploymentFilter(id=DeploymentFilterId(any_=[deployment])),
+            flow_run_filter=FlowRunFilter(
+                state=FlowRunFilterState(type=FlowRunFilterStateType(any_=BEGINNING)),
+                expected_start_time=FlowRunFilterExpectedStartTime(before_=due),
+            ),
+            sort=FlowRunSort.EXPECTED_START_TIME_ASC,
+            limit=200,
+        )
+    for other in found:
+        of_same = other.id != tick.id and other.created_by == made_by and other.state is not None
+        if of_same and other.state and now - other.state.timestamp < BEGINS_WITHIN:
+            return f"flow run {other.name}, which was due before, begins at the same time"
+    return None
 
 
 def _training(run_id: str) -> str | None:
