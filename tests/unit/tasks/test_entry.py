@@ -26,13 +26,13 @@ def run_id_of(flow_run) -> str | None:
     ("given", "reason"),
     [
         (None, "job: is missing: "),
-        ("job.yaml", "job: is missing: "),
+        (7, "job: is missing: "),
         (job_document(steps=-1), "steps: -1: "),
         (job_document(run_id="n" * 64), "run_id: "),
     ],
 )
 def test_a_flow_run_without_a_job_to_train_fails_with_one_line(given, reason):
-    state = enter(given)
+    state = enter({"job": given})
     assert isinstance(state, State)
     assert state.is_failed()
     message = str(state.message)
@@ -41,7 +41,7 @@ def test_a_flow_run_without_a_job_to_train_fails_with_one_line(given, reason):
 
 
 def test_a_job_with_a_name_is_trained_under_it(tmp_path):
-    assert enter(job_document(tmp_path)) == small_job(tmp_path)
+    assert enter({"job": job_document(tmp_path)}) == small_job(tmp_path)
 
 
 def test_the_job_of_a_template_has_the_name_of_the_flow_run():
