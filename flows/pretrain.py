@@ -14,7 +14,7 @@ from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, Completed, Failed
 from typing_extensions import override
 
-from tasks.entry import enter, left_to_other, name_of_flow_run
+from tasks.entry import enter, leave_in, left_to_other, name_of_flow_run
 from tasks.hooks import leave_adoptable, take_down
 from tasks.job_parameter import (
     JobParameter,
@@ -69,13 +69,13 @@ def pretrain(
     """
     entered = enter({"job": job, "steps": steps, "nodes": nodes})
     if isinstance(entered, State):
-        return entered
+        return leave_in(entered)
     try:
         return _pretrain(entered)
     except AlreadySupervised:
-        return left_to_other(entered)
+        return leave_in(left_to_other(entered))
     except RunConflict as conflict:
-        return Failed(message=str(conflict))
+        return leave_in(Failed(message=str(conflict)))
 
 
 require_job(pretrain)

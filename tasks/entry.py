@@ -13,6 +13,7 @@ from typing import Any
 from uuid import UUID
 from zoneinfo import ZoneInfo
 
+from prefect import get_run_logger
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import (
     DeploymentFilter,
@@ -25,6 +26,7 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.context import FlowRunContext
+from prefect.exceptions import Abort
 from prefect.states import Cancelled, Failed
 from prefect.utilities.urls import url_for
 
@@ -99,6 +101,34 @@ def left_to_other(job: Job) -> State[Any]:
     run = _run_of(job)
     text = f"{standing(run, run.refresh())}; this flow run trains nothing"
     return Cancelled(name=_name_of_conflict(), message=text)
+
+
+class _Left(Abort):
+    """This process ends, its flow run being in a last state already."""
+
+    def __init__(self, state: State[Any]) -> None:
+        super().__init__(state.message)
+        self.state = state  # Prefect logs it as the last one
+
+
+def leave_in(state: State[Any]) -> State[Any]:
+    """End a flow run that trains nothing, in this state.
+
+    A state that is returned and is no completion is logged with a traceback by the process of a
+    deployed flow run (3.8.8), as if something had broken.
+
+    Raises:
+        Abort: the state is set; this ends the process, and nothing else.
+    """
+    context = FlowRunContext.get()
+    flow_run = context.flow_run if context is not None else None
+    if flow_run is None or flow_run.deployment_id is None:
+        return state
+    logger = get_run_logger()
+    (logger.error if state.is_failed() else logger.warning)(state.message)
+    with get_client(sync_client=True) as client:
+        answer = client.set_flow_run_state(flow_run.id, state)
+    raise _Left(answer.state or state)
 
 
 def standing(run: Run, history: RunHistory) -> str:

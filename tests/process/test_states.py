@@ -104,6 +104,7 @@ def test_one_killed_flow_process_is_one_crash_and_its_living_run_is_never_failed
     assert (state["type"], state["name"]) == ("CANCELLED", "AlreadySupervised")
     assert state["message"].startswith("run killed-once is still training: attempt 1.1, step ")
     assert flow_run.id in state["message"]
+    wait_for(lambda: "Finished in state" in other.logs, what="its last line", period_s=1.0)
     assert "Traceback" not in other.logs
 
     assert running.history.epoch == 2, "nobody took it in the meantime"
@@ -126,6 +127,7 @@ def test_what_cannot_be_started_fails_with_the_reason_and_is_not_tried_for_ever(
             assert state["type"] == "FAILED"
             assert reason in state["message"]
             assert "Crashed" not in tick.states
+            assert "Traceback" not in tick.logs
 
     # Its program ends before any flow can say why.
     known = api.deployment(PRETRAIN)
