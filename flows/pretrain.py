@@ -84,8 +84,19 @@ require_job(pretrain)
 def _pretrain(job: Job) -> State[Any]:
     if not has_open_attempt(job):
         preflight(job)
-    with Supervision(job, get_run_logger()) as supervision:
-        run = supervision.run
+    supervision = Supervision(job, get_run_logger())
+    try:
+        return _supervise(supervision)
+    except KeyboardInterrupt:
+        # Prefect would call the flow run Crashed (3.8.8), but Ctrl-C has cancelled the run.
+        run, ettr = supervision.run, supervision.story.ettr
+        text = final_message("cancelled with Ctrl-C", run.history, ettr=ettr)
+        return Cancelled(message=text)
+
+
+def _supervise(supervision: Supervision) -> State[Any]:
+    with supervision:
+        run, job = supervision.run, supervision.job
         if run.is_complete:
             return Completed(message=f"run {job.run_id} was completed before")
         end = conduct(TaskSteps(supervision), log=supervision.logger)

@@ -24,6 +24,7 @@ from prefect.client.schemas.filters import (
     FlowRunFilterName,
     TaskRunFilter,
     TaskRunFilterState,
+    TaskRunFilterStateName,
     TaskRunFilterStateType,
 )
 from prefect.client.schemas.objects import State, StateType, TaskRun
@@ -36,6 +37,9 @@ from training.recovery.rungs import RESTARTS_IN_PLACE, RUNGS
 LOST = "SupervisorLost"
 ADOPTED = "Adopted"
 WAITS = "waits to be adopted"
+# As Prefect names what a signal ended: the task, and what it had done in a transaction (3.8.8).
+CRASHED = "Crashed"
+ROLLED_BACK = "RolledBack"
 _OPEN = (StateType.PENDING, StateType.RUNNING, StateType.SCHEDULED, StateType.PAUSED)
 _PAGE = 200
 _ATTEMPT = re.compile(r"attempt (\d+)\.(\d+)\b")
@@ -187,21 +191,28 @@ def close_flow_runs(client: SyncPrefectClient, history: RunHistory, *, own: UUID
 
 
 def _left_open(client: SyncPrefectClient, run_id: str, before: datetime) -> Iterator[TaskRun]:
-    """Those that are not final, and those that were said to wait for a supervisor."""
-    types = [*_OPEN, StateType.CRASHED]
+    """Those that are not final, or whose end says nothing of what they watched."""
+    types = TaskRunFilterStateType(any_=[*_OPEN, StateType.CRASHED])
+    names = TaskRunFilterStateName(any_=[ROLLED_BACK])
+    for wanted in (TaskRunFilterState(type=types), TaskRunFilterState(name=names)):
+        found = _task_runs(client, run_id, wanted)
+        yield from (one for one in found if _is_left(one, before))
+
+
+def _task_runs(
+    client: SyncPrefectClient, run_id: str, wanted: TaskRunFilterState
+) -> Iterator[TaskRun]:
     offset = 0
     while True:
         page = client.read_task_runs(
             flow_filter=FlowFilter(name=FlowFilterName(any_=["pretrain"])),
             flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[run_id])),
-            task_run_filter=TaskRunFilter(
-                state=TaskRunFilterState(type=TaskRunFilterStateType(any_=types)),
-            ),
+            task_run_filter=TaskRunFilter(state=wanted),
             sort=TaskRunSort.EXPECTED_START_TIME_ASC,
             limit=_PAGE,
             offset=offset,
         )
-        yield from (one for one in page if _is_left(one, before))
+        yield from page
         if len(page) < _PAGE:
             return
         offset += _PAGE
@@ -215,4 +226,8 @@ def _is_left(task_run: TaskRun, before: datetime) -> bool:
     state = task_run.state
     if state is None or not state.is_final():
         return True
-    return state.name == LOST and (state.message or "").endswith(WAITS)
+    if state.name == LOST:
+        return (state.message or "").endswith(WAITS)
+    # By the signal that ended the supervisor; that says nothing of what the task watched.
+    watches = _ATTEMPT.match(task_run.name) or _PLACEMENT.match(task_run.name)
+    return state.name in (CRASHED, ROLLED_BACK) and watches is not None

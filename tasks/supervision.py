@@ -245,6 +245,12 @@ class Supervision:
             if self.flow_run_id is not None:
                 close_flow_runs(client, history, own=self.flow_run_id)
 
+    def _close_own(self) -> None:
+        """End the task runs of this process as the ledger has it, not by the signal."""
+        with get_client(sync_client=True) as client:
+            history, now = self.run.refresh(), datetime.now(UTC)
+            close_left_open(client, self.job.run_id, history, before=now, adopted_by=None)
+
     def _take(self) -> RunHistory:
         """Take the run; after a Resume the supervisor before may need a moment to leave."""
         resumed = self.flow_run_id is not None and _is_resumed(self.flow_run_id)
@@ -290,6 +296,7 @@ class Supervision:
         if cancelled or (issubclass(kind, KeyboardInterrupt) and not _is_of_deployment()):
             self.logger.info("cancelled: stopping the processes of the run")
             self.run.end("cancelled", f"cancelled ({kind.__name__})")
+            self.story.reporter.submit("left open", self._close_own)
             with suppress(StorageError):  # the run has ended, whatever can be shown of it
                 self.story.end("cancelled")
             return
