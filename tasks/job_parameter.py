@@ -76,7 +76,7 @@ def template_of(parameters: Mapping[str, Any]) -> JobTemplate:
         InputError: none is given, or it cannot be so: field, value and what is allowed.
     """
     given = parameters.get("job")
-    document = given.model_dump() if isinstance(given, JobTemplate) else _named(given)
+    document = given.model_dump() if isinstance(given, Job) else _named(given)
     if not isinstance(document, Mapping):
         raise InputError("job", NO_JOB)
     if parameters.get("steps") is not None:

@@ -1,0 +1,50 @@
+"""The job that the parameters of a flow run stand for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tasks.job_parameter import template_of
+from training.errors import InputError
+from training.job import JobTemplate, parse_job
+
+JOB: dict[str, Any] = {
+    "run_id": "nightly-{date}",
+    "storage": {"address": "file:///store"},
+    "steps": 100,
+    "worker": {"command": ["true"]},
+}
+
+
+def test_steps_and_nodes_take_the_place_of_the_jobs_and_leave_the_rest():
+    job = {**JOB, "engine": {"kind": "local", "nodes": 2, "spares": 3}}
+    template = template_of({"job": job, "steps": 7, "nodes": 4})
+    assert (template.steps, template.engine.nodes, template.engine.spares) == (7, 4, 3)
+    assert template.run_id == "nightly-{date}"
+    untouched = template_of({"job": job, "steps": None, "nodes": None})
+    assert (untouched.steps, untouched.engine.nodes) == (100, 2)
+    assert template_of({"job": JOB, "nodes": 3}).engine.nodes == 3
+
+
+def test_a_job_that_was_validated_before_is_taken_too():
+    job = parse_job({**JOB, "run_id": "one"})
+    assert template_of({"job": job, "steps": 9}) == JobTemplate.of(
+        job.model_copy(update={"steps": 9})
+    )
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({}, "job: is missing: give the flow run"),
+        ({"job": None, "steps": 3}, "job: is missing"),
+        ({"job": ["a", "list"]}, "job: is missing"),
+        ({"job": JOB, "steps": 0}, "steps: 0: "),
+        ({"job": JOB, "nodes": "two"}, r"engine\.(local\.)?nodes: .two.: "),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_field(parameters, message):
+    with pytest.raises(InputError, match=message):
+        template_of(parameters)
