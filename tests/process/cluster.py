@@ -98,17 +98,22 @@ class Redis:
 
     def __init__(self, folder: Path) -> None:
         self.port = free_port()
+        self._folder = folder
+        self.start()
+
+    def start(self) -> None:
+        """Start it, or start it again with nothing in it."""
         given = {
             "bind": HOST,
             "port": str(self.port),
             "requirepass": REDIS_PASSWORD,
             "save": "",
-            "dir": str(folder),
+            "dir": str(self._folder),
         }
         command = ["redis-server"]
         for name, value in given.items():
             command += [f"--{name}", value]
-        self._program = Program(command, log=folder / "redis.log")
+        self._program = Program(command, log=self._folder / "redis.log")
         self._program.wait_for_port(self.port)
 
     def end(self) -> None:
@@ -168,7 +173,8 @@ class Cluster:
 
     def __init__(self, home: Path) -> None:
         self.home = home
-        self._started: list[Postgres | Redis] = []
+        self._postgres: Postgres | None = None
+        self._redis: Redis | None = None
         self._servers: list[Server] = []
         try:
             self._start()
@@ -177,8 +183,8 @@ class Cluster:
             raise
 
     def _start(self) -> None:
-        self._started.append(postgres := Postgres())
-        self._started.append(redis := Redis(self.home))
+        self._postgres = postgres = Postgres()
+        self._redis = redis = Redis(self.home)
         self.environment = {
             **os.environ,
             # Where the page's commands are found.
@@ -205,6 +211,11 @@ class Cluster:
             self._servers[-1].wait()
 
     @property
+    def redis(self) -> Redis:
+        assert self._redis is not None
+        return self._redis
+
+    @property
     def first(self) -> Server:
         return self._servers[0]
 
@@ -229,5 +240,6 @@ class Cluster:
     def end(self) -> None:
         for server in self._servers:
             server.kill()
-        for one in self._started:
-            one.end()
+        for one in (self._redis, self._postgres):
+            if one is not None:
+                one.end()

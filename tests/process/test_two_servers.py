@@ -234,6 +234,26 @@ def test_a_server_and_a_flow_process_are_killed_and_the_run_is_supervised_again(
         worker.end()
 
 
+def test_a_run_that_ends_while_redis_is_down_completes_once_it_is_back(
+    cluster, bench, deployed, api, undisturbed
+):
+    running = run_deployment(
+        cluster, bench, bench.pair("without-redis", env={"PACE_S": "0.3"}), cluster.first
+    )
+    running.reach(3)
+    cluster.redis.end()
+    try:
+        running.pace(0)
+        wait_for(lambda: running.history.ended, timeout_s=120, what="the end of the training")
+        time.sleep(5)
+        assert api.state("without-redis") == "Running", "no state can be set"
+    finally:
+        cluster.redis.start()
+    api.wait_for("without-redis", "Completed", timeout_s=180)
+    assert running.curve() == undisturbed
+    running.leave_nothing()
+
+
 def wait_for_epoch(running: Running, epoch: int) -> None:
     """Wait for the next supervisor."""
     wait_for(
