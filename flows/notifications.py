@@ -2,7 +2,7 @@
 
 They go to a notification block of the server: Slack, mail, a webhook of one's own. `perdure
 notify BLOCK` creates or updates them, and so does `ensure` as a build step of prefect.yaml. Of
-faults that the ladder mends, nobody is told. Facts about triggers and actions: Prefect 3.8.8.
+faults that the ladder mends, nobody is notified. Facts about triggers and actions: Prefect 3.8.8.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def ensure(block: str) -> dict[str, Any]:
 def notifications(block_id: UUID) -> list[Automation]:
     """The automations, as they should be on the server."""
     failed = Automation(
-        name="perdure: tell that a run has failed",
+        name="perdure: notify when a run has failed",
         description="Sends a message when a flow run of pretrain or prepare-data has Failed.",
         trigger=EventTrigger(
             expect={"prefect.flow-run.Failed"},
@@ -64,7 +64,7 @@ def notifications(block_id: UUID) -> list[Automation]:
         ],
     )
     needed = Automation(
-        name="perdure: tell that a run needs you",
+        name="perdure: notify when a run needs you",
         description="Sends a message when a node is isolated, no spare is left, an alert is open.",
         trigger=EventTrigger(
             expect={"perdure.needs_you"},

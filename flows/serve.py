@@ -21,7 +21,7 @@ from prefect.runner import Runner
 from typing_extensions import override
 
 from flows import automations
-from flows.keeping import keep_supervised
+from flows.keep_supervised import keep_supervised
 from flows.pretrain import pretrain
 
 NAME = "served"

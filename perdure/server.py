@@ -235,7 +235,7 @@ def _free(port: int) -> int:
 
 
 def _first_free() -> int:
-    """The first free port of `PORTS`; where that is not the usual one, the user is told why."""
+    """The first free port of `PORTS`; where that is not the usual one, the user learns why."""
     try:
         port = free_port(ports=PORTS)
     except OSError as error:

@@ -33,7 +33,7 @@ from tasks.drill import homes_of
 from tasks.entry import job_of
 from tasks.left_open import close_left_open
 from tasks.reporting import Log
-from tasks.story import tell_end
+from tasks.story import report_end
 from training.errors import RunConflict
 from training.files import home_folder
 from training.job import Job
@@ -92,7 +92,7 @@ def take_down_run(run: Run, flow_run_id: UUID, logger: Log) -> None:
     _end(run, logger)
     if run.refresh().ended is not None:
         try:
-            tell_end(run, flow_run_id, logger)
+            report_end(run, flow_run_id, logger)
         except StorageError as error:
             logger.warning("the end of the run is not shown: %s", error)
         _close_left_open(run, logger)

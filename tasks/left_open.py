@@ -99,7 +99,7 @@ def _living(view: AttemptView, adopted_by: str | None) -> TaskEnd:
 
 
 def _ended(view: AttemptView) -> TaskEnd:
-    """The end that the supervisor could not tell any more."""
+    """The end that the supervisor could no longer report."""
     assert view.ended is not None  # noqa: S101 the caller looked
     ended, fault, step = view.ended, view.ended.fault, view.ended.to_step
     if ended.outcome == "completed":

@@ -59,7 +59,7 @@ def place(supervision: Supervision) -> Placement:
     supervision.story.show(finding)
     placement = supervision.run.place(stop_wanted=supervision.stop_wanted)
     avoid = supervision.run.refresh().isolated
-    supervision.story.tell()
+    supervision.story.update()
     kept_out = f"; isolated: {', '.join(avoid)}" if avoid else ""
     message = f"placement {placement.number} on {', '.join(placement.nodes)}{kept_out}"
     return completed(placement, message)
@@ -76,7 +76,7 @@ def check(supervision: Supervision, placement: Placement) -> bool:
             logger.warning("%s: %s on %s: %s", one.outcome, one.name, one.node, one.seen)
     for what in verdict.common:
         logger.warning("no single node is to blame, the attempt will show: %s", what)
-    supervision.story.tell()
+    supervision.story.update()
     if not verdict.is_passed:
         reasons = "; ".join(f"{node}: {why}" for node, why in verdict.refused.items())
         return completed(False, f"isolated before the first step: {reasons}", name="NodesRefused")
@@ -119,7 +119,7 @@ def publish_decision(_task: Task[..., Any], _task_run: TaskRun, state: State[Any
         return  # the task itself raised: nothing was decided
     # Prefect gives a hook no arguments of its task (3.8.8).
     supervision: Supervision = this_task_run.parameters["supervision"]
-    supervision.story.tell_decision(str(state.message), log=get_run_logger())
+    supervision.story.report_decision(str(state.message), log=get_run_logger())
 
 
 @task(name="train", cache_policy=NO_CACHE, retry_condition_fn=may_restart_in_place)

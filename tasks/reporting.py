@@ -33,7 +33,7 @@ Log = logging.Logger | logging.LoggerAdapter[logging.Logger]
 
 
 class Reporter:
-    """Sends what is told of a run to the Prefect server.
+    """Sends what is reported of a run to the Prefect server.
 
     Args:
         run_id: of the run.
@@ -90,7 +90,7 @@ class Reporter:
         Args:
             kind: of the event.
             payload: all known facts.
-            at_s: when it happened, which may be long before it is told; None: now.
+            at_s: when it happened, which may be long before it is reported; None: now.
         """
         resource = {
             "prefect.resource.id": f"perdure.run.{self._run_id}",

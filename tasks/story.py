@@ -1,7 +1,7 @@
-"""The story of a run as its supervisor tells it: to the terminal, the UI, the log and automations.
+"""The story of a run, as its supervisor reports it to terminal, UI, log and automations.
 
-What follows from the ledger is told whenever that has grown, so it also follows after another
-supervisor's death. What changes with every step is told now and then. Times are seconds.
+What follows from the ledger is shown whenever that has grown, so it also follows after another
+supervisor's death. What changes with every step is shown now and then. Times are seconds.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from training.supervisor.run import Run
 from training.supervisor.summary import attempts_table, attempts_title
 from training.supervisor.watch import Progress
 
-TELL_PERIOD_S = 30.0
+UPDATE_PERIOD_S = 30.0
 CHECKPOINTS_PERIOD_S = 300.0
 ACCOUNT_SHARE = 0.05  # of the time, at most, goes into making accounts
 # Of the run's age: pictures of weeks need not follow every half a minute.
@@ -62,7 +62,7 @@ BAD_NEWS = (RecoveryBegan, CheckpointDamaged, AlertRaised)
 
 
 class RunStory:
-    """What is told of a run while it is supervised.
+    """What is reported of a run while it is supervised.
 
     Args:
         run: that is supervised.
@@ -81,13 +81,13 @@ class RunStory:
         self._logger = logger
         self._target_step = target_step
         self._accountant = Accountant(run.store, run.job.run_id)
-        self._told_s = 0.0
-        self._told: RunHistory | None = None
-        self._told_activity = ""
+        self._shown_s = 0.0
+        self._shown: RunHistory | None = None
+        self._shown_activity = ""
         self._are_checkpoints_new = True
         self._checkpoints_s = time.monotonic()
         self._accounted_s = time.monotonic()
-        self._account_period_s = TELL_PERIOD_S
+        self._account_period_s = UPDATE_PERIOD_S
         self._last: StepRecord | None = None
         self._called_for: set[tuple[NeedKind, str]] = set()
         self._was_interrupted = False  # at the last look, by a pause or a recovery
@@ -96,7 +96,7 @@ class RunStory:
         """Begin to send to the server: first what the ledger says now."""
         quieten()
         self.reporter.start()
-        self.tell()
+        self.update()
 
     def close(self) -> None:
         """Send what is waiting, for a bounded time, and end."""
@@ -106,10 +106,10 @@ class RunStory:
         """Show what is being done now, on the terminal and in the UI."""
         self.activity = activity
         self._publish(())
-        self.tell()
+        self.update()
 
     def on_progress(self, progress: Progress) -> None:
-        """Tell what a watcher sees."""
+        """Report what a watcher sees."""
         self._last = progress.last or self._last
         interruption = activity_of(self._run.history)
         if interruption is not None:
@@ -121,27 +121,27 @@ class RunStory:
         self._was_interrupted = interruption is not None
         self._publish(tuple(progress.steps))
         self._accountant.saw(progress.steps)
-        self._tell_events(progress.events)
+        self._report_events(progress.events)
         if progress.checkpoints:
             self._are_checkpoints_new = True
             self.reporter.event("checkpoint", {"step": progress.checkpoints[-1]})
-        self.tell()
+        self.update()
         if time.monotonic() - self._accounted_s > self._account_period_s:
             self._accounted_s = time.monotonic()
             history = self._run.history
             self.reporter.artifacts("account", lambda: self._account_artifacts(history))
 
     def attempt_ended(self) -> None:
-        """Tell that the newest attempt is over, and recoveries inside it that its end cut off."""
+        """Report that the newest attempt is over, and recoveries inside it that its end cut off."""
         view = self._run.history.attempts[-1]
         for recovery in view.recoveries:
             if recovery.ended is None and view.ended is not None:
                 facts = recovery_facts(view, recovery)
                 self.reporter.event("recovery", facts, at_s=view.ended.at_s)
-        self.tell()
+        self.update()
 
-    def tell_decision(self, text: str, *, log: Log) -> None:
-        """Tell what broke the newest attempt, and what was decided about it.
+    def report_decision(self, text: str, *, log: Log) -> None:
+        """Report what broke the newest attempt, and what was decided about it.
 
         Args:
             text: both on one line.
@@ -159,21 +159,21 @@ class RunStory:
         answer = f"{fault.fault_class} -> {view.decision.rung}"
         self.show(f"{'stopping' if stops else 'recovering'}: {answer}")
 
-    def tell(self) -> None:
+    def update(self) -> None:
         """Show what has changed: at once where the ledger has grown, else now and then."""
         history, now_s = self._run.history, time.monotonic()
-        if history is not self._told:
-            self._told = history
-            self._tell_history(history)
-        is_due = now_s - self._told_s > TELL_PERIOD_S
-        if is_due or self.activity != self._told_activity:
-            self._told_s, self._told_activity = now_s, self.activity
-            self._tell_progress()
+        if history is not self._shown:
+            self._shown = history
+            self._show_history(history)
+        is_due = now_s - self._shown_s > UPDATE_PERIOD_S
+        if is_due or self.activity != self._shown_activity:
+            self._shown_s, self._shown_activity = now_s, self.activity
+            self._show_progress()
         if is_due:
             self._look_again()
         are_old = now_s - self._checkpoints_s > CHECKPOINTS_PERIOD_S  # retention deletes, too
         if is_due and (self._are_checkpoints_new or are_old):
-            self._tell_checkpoints()
+            self._show_checkpoints()
 
     def _look_again(self) -> None:
         """Read what others have put on record, such as the release of a node."""
@@ -186,16 +186,16 @@ class RunStory:
         if self._last is None:  # this process has watched no attempt
             kept = self._accountant.kept()
             self._last = kept[max(kept)] if kept else None
-        self._told_s = 0.0
+        self._shown_s = 0.0
         self._are_checkpoints_new = True
         try:
-            self._tell_account()  # first: the progress has the ETTR of the whole run
+            self._show_account()  # first: the progress has the ETTR of the whole run
         finally:
             self.show(outcome)
         if not self._run.job.worker.is_command:
-            self._tell_loss()
+            self._show_loss()
 
-    def _tell_history(self, history: RunHistory) -> None:
+    def _show_history(self, history: RunHistory) -> None:
         """Show everything that follows from the ledger; what has not changed is not sent."""
         table = attempts_table(story_rows(history))
         if table:  # a table without rows is an empty page
@@ -224,7 +224,7 @@ class RunStory:
                 self.reporter.event("needs_you", {"need": need.kind, "node": need.node, **facts})
         self._called_for = set(now)
 
-    def _tell_progress(self) -> None:
+    def _show_progress(self) -> None:
         if self._target_step is None:
             return
         step = self._last.step if self._last is not None else self._run.history.committed_step
@@ -232,7 +232,7 @@ class RunStory:
         text = progress_text(self._last, self._target_step, self.activity, ettr=self.ettr)
         self.reporter.artifact(Artifact("progress", Kind.PROGRESS, round(percent, 2), text))
 
-    def _tell_checkpoints(self) -> None:
+    def _show_checkpoints(self) -> None:
         self._checkpoints_s, self._are_checkpoints_new = time.monotonic(), False
         history = self._run.history
 
@@ -245,8 +245,8 @@ class RunStory:
 
         self.reporter.artifacts("checkpoints", build)
 
-    def _tell_events(self, events: Sequence[LedgerEvent]) -> None:
-        """Tell what is new in the attempt log."""
+    def _report_events(self, events: Sequence[LedgerEvent]) -> None:
+        """Report what is new in the attempt log."""
         if not events:
             return
         view = self._run.history.attempts[-1]
@@ -275,7 +275,7 @@ class RunStory:
     def _fault_event(self, view: AttemptView, fault: Fault) -> None:
         self.reporter.event("fault", fault_facts(view, fault), at_s=fault.at_s)
 
-    def _tell_account(self) -> None:
+    def _show_account(self) -> None:
         """Where the time went, in the UI and the store."""
         report = self._account(self._run.history)
         self._run.store.put(f"runs/{self._run.job.run_id}/timeline.png", report.png)
@@ -292,10 +292,10 @@ class RunStory:
         report = account_report(account)
         took_s = time.monotonic() - began_s
         age_s = min(ACCOUNT_MAX_PERIOD_S, account.wall_s * ACCOUNT_AGE_SHARE)
-        self._account_period_s = max(TELL_PERIOD_S, took_s / ACCOUNT_SHARE, age_s)
+        self._account_period_s = max(UPDATE_PERIOD_S, took_s / ACCOUNT_SHARE, age_s)
         return report
 
-    def _tell_loss(self) -> None:
+    def _show_loss(self) -> None:
         """The loss picture, in the UI and the store."""
         png = loss_picture(self._run.history, self._accountant.kept())
         self._run.store.put(f"runs/{self._run.job.run_id}/loss.png", png)
@@ -308,7 +308,7 @@ class RunStory:
         publish(seen)
 
 
-def tell_end(run: Run, flow_run_id: UUID, logger: Log) -> None:
+def report_end(run: Run, flow_run_id: UUID, logger: Log) -> None:
     """Show the end of a run that its own supervisor may not have come to show."""
     history = run.refresh()
     if history.ended is None:

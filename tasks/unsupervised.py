@@ -1,6 +1,6 @@
 """What is to be done about a run that nobody supervises: pure, whatever its flow run shows.
 
-A flow run's state is what the server was last told, so it is only evidence: the ledger says what
+A flow run's state is what the server last received, so it is only evidence: the ledger says what
 lives. One rule holds for every state: a living attempt gets a supervisor, unless the user has
 cancelled the run. A start that puts nothing new on record and does not last is a failed start;
 after a few in a row the flow run fails, and a living attempt is tried again ever less often. An

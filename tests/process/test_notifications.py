@@ -29,7 +29,7 @@ ISOLATED = {
     "node": "node-1",
     "what": "Node node-1 is isolated",
     "why": "device_lost on node-1: code 80E01801",
-    "action": "have it mended, then `perdure nodes told --release node-1`",
+    "action": "have it mended, then `perdure nodes notified --release node-1`",
 }
 
 
@@ -82,25 +82,25 @@ def test_a_web_hook_is_told_what_failed_and_what_needs_somebody(bench, api, rece
     url, received = receiver
     name = save_hook(api, url)
     with temporary_settings({PREFECT_API_URL: api.url}):
-        told = flow_run_of(api, "pretrain", "told")
+        notified = flow_run_of(api, "pretrain", "notified")
         assert "needs you" in bench.perdure("notify", f"custom-webhook/{name}")
-        reporter = Reporter("told", told, logging.getLogger("test"))
+        reporter = Reporter("notified", notified, logging.getLogger("test"))
         reporter.start()
         reporter.event("fault", {"fault_class": "hang", "node": "node-1"})  # it was mended
         reporter.event("needs_you", ISOLATED)
         reporter.close()
     wait_for(lambda: received, timeout_s=60, what="the first message")
     fail(api, flow_run_of(api, "checkpoint-retention-of-all", "all runs"), "not a run")
-    fail(api, told, "max_restarts used 3 of 3; 4 attempts on 4 placements")
+    fail(api, notified, "max_restarts used 3 of 3; 4 attempts on 4 placements")
     wait_for(lambda: len(received) >= 2, timeout_s=60, what="the second message")
 
     needs, failed = received
-    assert needs["subject"] == "told: Node node-1 is isolated"
+    assert needs["subject"] == "notified: Node node-1 is isolated"
     assert needs["body"].startswith(f"{ISOLATED['why']}\nWhat to do: {ISOLATED['action']}\n")
-    assert failed["subject"] == "told has failed"
+    assert failed["subject"] == "notified has failed"
     assert failed["body"].startswith("max_restarts used 3 of 3; 4 attempts on 4 placements\n")
     for message in received:
-        assert str(told) in message["body"], "a link to the flow run"
+        assert str(notified) in message["body"], "a link to the flow run"
 
 
 @pytest.mark.long
@@ -134,7 +134,7 @@ def test_of_a_real_run_the_lost_node_the_missing_spare_and_the_end_are_told(benc
         timeout_s=60,
         what="every message",
     )
-    assert len(received) == len(subjects), "each is told once"
+    assert len(received) == len(subjects), "each is reported once"
     bodies = {message["subject"]: message["body"] for message in received}
     assert "`perdure nodes hooked --release node-0`" in bodies["hooked: Node node-0 is isolated"]
     assert "user_code_error is for the user to fix" in bodies["hooked has failed"]

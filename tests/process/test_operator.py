@@ -1,4 +1,4 @@
-"""What an operator sees after a bad night: everything was killed in turn, and all is told truly.
+"""What an operator sees after a bad night: everything was killed in turn, and the UI is true.
 
 A deployed run and a schedule train while the flow's process, the worker, the server and a node are
 killed, one after the other, for PERDURE_OPERATOR_S seconds; `make soak` takes half an hour.
@@ -15,7 +15,7 @@ import pytest
 
 from perdure import server
 from tests.process.deployment import (
-    KEEPER,
+    KEEP_SUPERVISED,
     PRETRAIN,
     kill_supervisor,
     kill_worker,
@@ -108,9 +108,10 @@ def test_whatever_is_killed_in_turn_the_server_shows_what_the_ledgers_say(
     bench, deployed, api, prefect_server, monkeypatch
 ):
     monkeypatch.setenv("PERDURE_HOME", str(bench.home))
-    keeper = api.deployment(KEEPER)
-    api.set_schedule(keeper, active=True)
-    steps = int(3 * DURATION_S / PACE_S)  # more than it can do meanwhile, the last without pauses
+    deployment = api.deployment(KEEP_SUPERVISED)
+    api.set_schedule(deployment, active=True)
+    # More than it can do meanwhile, and while the last kill is answered; the rest has no pauses.
+    steps = int((DURATION_S + 450) / PACE_S)
     job = bench.apart(
         "night", steps=steps, checkpoint={"every_steps": 20}, env={"PACE_S": str(PACE_S)},
         restart={"pod_retries": 100, "max_restarts": 100, "spare_wait_s": 120},
@@ -132,7 +133,7 @@ def test_whatever_is_killed_in_turn_the_server_shows_what_the_ledgers_say(
         supervising(api, night.running).wait_for("Completed", timeout_s=600 + DURATION_S / 2)
         states = [one.wait_for_end(timeout_s=300) for one in started]
     finally:
-        api.set_schedule(keeper, active=False)
+        api.set_schedule(deployment, active=False)
     print(f"killed: {night.killed}; ticks: {[state['name'] for state in states]}")
 
     assert {"flow", "worker", "node", "server"} <= set(night.killed)

@@ -202,7 +202,7 @@ def test_cancelling_stops_every_process_within_the_grace_period(bench, deployed,
     assert max(running.curve()) >= 4
     assert running.step() == max(running.curve())
     assert took_s < 10 + 20, "grace period plus the worker's polling"
-    # The flow's process may be ended before it has told; the worker's hook tells the rest.
+    # The flow's process may be ended before it has reported; the worker's hook does the rest.
     wait_for(lambda: not contradictions(api, running), timeout_s=60, what="the whole story")
     running.leave_nothing()
 

@@ -52,10 +52,10 @@ def test_the_retries_of_a_placement_are_the_restarts_that_the_policy_allows(benc
     waited = ["Pending", "Running", "AwaitingRetry", "Retrying"]
     assert states(api, "policy", "placement 1 on node-0") == [*waited, "Continued"]
     assert states(api, "policy", "placement 1 on node-0, continued") == [*waited, "Completed"]
-    (told,) = [line for line in api.logs("policy") if line.startswith("attempt 1.1 ")]
-    assert told.startswith("attempt 1.1 ended: native_crash on rank 0 on node-0: in_place_restart")
+    (line,) = [line for line in api.logs("policy") if line.startswith("attempt 1.1 ")]
+    assert line.startswith("attempt 1.1 ended: native_crash on rank 0 on node-0: in_place_restart")
     assert not [line for line in api.logs("policy") if "Retry 1/" in line]
-    assert len(api.events("policy", "recovery")) == 3, "each attempt's hook has told of it"
+    assert len(api.events("policy", "recovery")) == 3, "each attempt's hook has reported it"
 
 
 @pytest.mark.long

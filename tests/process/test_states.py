@@ -10,7 +10,7 @@ import pytest
 
 from perdure import server
 from tests.process.deployment import (
-    KEEPER,
+    KEEP_SUPERVISED,
     PRETRAIN,
     FlowRun,
     kill_supervisor,
@@ -47,7 +47,7 @@ def wait_for_epoch(running, epoch, *, timeout_s=ADOPTED_S):
 
 def keep(api) -> FlowRun:
     """One tick of keep-supervised; its flow run, when it is over."""
-    flow_run = start_flow_run(api, KEEPER, {})
+    flow_run = start_flow_run(api, KEEP_SUPERVISED, {})
     assert flow_run.wait_for_end(timeout_s=120)["type"] == "COMPLETED", flow_run.logs
     return flow_run
 
@@ -138,15 +138,15 @@ def test_what_cannot_be_started_fails_with_the_reason_and_is_not_tried_for_ever(
     }  # fmt: skip
     ask("POST", f"{api.url}/deployments/", broken)
     flow_run = start_flow_run(api, "pretrain/broken", {})
-    keeper = api.deployment(KEEPER)
-    api.set_schedule(keeper, active=True)
+    deployment = api.deployment(KEEP_SUPERVISED)
+    api.set_schedule(deployment, active=True)
     try:
         wait_for(
             lambda: flow_run.state["type"] == "FAILED", timeout_s=600, what="the end of the loop",
             period_s=2.0,
         )  # fmt: skip
     finally:
-        api.set_schedule(keeper, active=False)
+        api.set_schedule(deployment, active=False)
     assert flow_run.state["message"].startswith("given up: "), flow_run.state
     starts = flow_run.states.count("Running") + flow_run.states.count("Crashed")
     assert 5 <= starts <= 8, flow_run.states
@@ -162,8 +162,8 @@ def test_after_a_restart_of_the_server_a_crash_is_answered_within_two_minutes(
     running, flow_run = begin(bench, api, "restarted-server")
     assert server.stop_server()
     server.start_server(port=prefect_server.port)
-    keeper = api.deployment(KEEPER)
-    api.set_schedule(keeper, active=True)
+    deployment = api.deployment(KEEP_SUPERVISED)
+    api.set_schedule(deployment, active=True)
     try:
         kill_supervisor(running)
         crashed_s = time.monotonic()
@@ -171,7 +171,7 @@ def test_after_a_restart_of_the_server_a_crash_is_answered_within_two_minutes(
         took_s = time.monotonic() - crashed_s
         flow_run.wait_for("Running", timeout_s=20)
     finally:
-        api.set_schedule(keeper, active=False)
+        api.set_schedule(deployment, active=False)
     assert took_s < ADOPTED_S
     assert supervising(api, running).id == flow_run.id
     finish(running, flow_run)
@@ -280,7 +280,7 @@ def test_ticks_of_the_keeper_that_came_due_without_a_worker_are_not_made_up_for(
 ):
     kill_worker(deployed[0])
     # The server holds events back that follow a state which is younger than five minutes (3.8.8).
-    with ticking(api, KEEPER, {}, every_s=10, in_s=310) as schedule:
+    with ticking(api, KEEP_SUPERVISED, {}, every_s=10, in_s=310) as schedule:
         wait_for(lambda: len(ticks(api, schedule)) >= 4, timeout_s=450, what="four late ticks")
     late = ticks(api, schedule)
     deployed[0] = start_worker(bench)

@@ -32,7 +32,7 @@ def assert_goes_on_elsewhere(api, flow_run_id: str) -> None:
 
 
 def test_after_the_death_of_a_supervisor_nothing_stays_open_and_nothing_is_double(bench, api):
-    name = "told"
+    name = "adopted-late"
     job = bench.pair(name, steps=40, restart={"process_replace": False})
     first = bench.start(job)
     first.reach(12)

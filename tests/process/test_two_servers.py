@@ -14,7 +14,12 @@ import pytest
 import yaml
 
 from tests.process.cluster import AUTH_STRING, Cluster, Server, commands, missing
-from tests.process.deployment import KEEPER, kill_supervisor, set_schedules_off, supervising
+from tests.process.deployment import (
+    KEEP_SUPERVISED,
+    kill_supervisor,
+    set_schedules_off,
+    supervising,
+)
 from tests.process.harness import REPO, Running, Workbench
 from tests.process.rest import Api
 from tests.waiting import wait_for
@@ -213,7 +218,7 @@ def test_a_server_and_a_flow_process_are_killed_and_the_run_is_supervised_again(
     flow_run = supervising(seen, running)
     # Not before: the flow process is a child of the worker that knows the first server.
     worker = Worker(cluster, living) if own else None
-    seen.set_schedule(seen.deployment(KEEPER), active=True)
+    seen.set_schedule(seen.deployment(KEEP_SUPERVISED), active=True)
     dead.kill()
     kill_supervisor(running)
     killed_s = time.monotonic()
@@ -223,7 +228,7 @@ def test_a_server_and_a_flow_process_are_killed_and_the_run_is_supervised_again(
         assert running.step() < job["steps"], "it still trained"
     finally:
         dead.start()
-        seen.set_schedule(seen.deployment(KEEPER), active=False)
+        seen.set_schedule(seen.deployment(KEEP_SUPERVISED), active=False)
     running.pace(0)
     flow_run.wait_for("Completed", timeout_s=180)
     assert "Failed" not in flow_run.states

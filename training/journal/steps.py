@@ -107,7 +107,7 @@ class StepReader:
 
 
 def identity_of(record: StepRecord) -> tuple[int, int, int, float]:
-    """Tells one completion of a step from another."""
+    """Distinguishes one completion of a step from another."""
     return record.placement, record.attempt, record.step, record.at_s
 
 

@@ -1,4 +1,4 @@
-"""What the prefix of a line tells: time, rank, node, device, code and level."""
+"""What the prefix of a line says: time, rank, node, device, code and level."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files and folders of output: which are read, what their paths tell, what cannot be read."""
+"""Files and folders of output: which are read, what their paths say, what cannot be read."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_of_many_that_take_a_run_at_once_exactly_one_wins(store):
         ledger = Ledger(store, "run", clock=lambda: 1000.0)
         barrier.wait()
         try:
-            # Each on a host of its own: a lease then tells by its time that its holder lives.
+            # Each on a host of its own: a lease then shows by its time that its holder lives.
             host = {"supervisor": str(index), "host": f"host-{index}"}
             ledger.take(ELSEWHERE.model_copy(update=host))
         except RunConflict:

@@ -212,7 +212,7 @@ def test_what_fits_into_one_file_gets_no_index(checkpoints):
 
 @pytest.mark.parametrize("byte", [3, 400, -1])
 def test_a_damaged_shard_is_an_error_and_no_output_is_left(checkpoints, tmp_path, byte):
-    """Also where the damage is not in the weights: nothing tells that they are whole then."""
+    """Also where the damage is not in the weights: nothing shows that they are whole then."""
     manifest = publish(checkpoints, weights(), SHARDINGS["grid"])
     for shard in manifest.shards:
         key = checkpoints.key(10, shard)

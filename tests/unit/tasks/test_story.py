@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from tasks.artifacts import Artifact
-from tasks.story import TELL_PERIOD_S, RunStory
+from tasks.story import UPDATE_PERIOD_S, RunStory
 from tests.unit.journal.histories import (
     BEGINNING,
     COOLED,
@@ -128,7 +128,7 @@ def test_the_end_of_an_attempt_is_one_line_two_events_and_a_report(see, story, r
     see(ended=True)
     caplog.clear()
     story.attempt_ended()
-    story.tell_decision("native_crash on rank 1", log=logging.getLogger("test"))
+    story.report_decision("native_crash on rank 1", log=logging.getLogger("test"))
     (record,) = caplog.records
     assert (record.levelname, record.message) == (
         "WARNING",
@@ -151,16 +151,16 @@ def test_what_does_not_follow_from_a_step_is_told_at_once_and_the_rest_now_and_t
     now = [1000.0]
     monkeypatch.setattr("tasks.story.time.monotonic", lambda: now[0])
     see(steps=[STEP])
-    told = reported.counts["progress"]
+    sent = reported.counts["progress"]
     for _ in range(10):
         now[0] += 2.0
         story.on_progress(Progress(steps=[STEP], last=STEP))
-    assert reported.counts["progress"] == told
+    assert reported.counts["progress"] == sent
     see(LINK_BEGAN, fresh=1)
-    assert reported.counts["progress"] == told + 1, "a fault at once"
-    now[0] += TELL_PERIOD_S + 1
+    assert reported.counts["progress"] == sent + 1, "a fault at once"
+    now[0] += UPDATE_PERIOD_S + 1
     story.on_progress(Progress(last=STEP))
-    assert reported.counts["progress"] == told + 2
+    assert reported.counts["progress"] == sent + 2
 
 
 @pytest.mark.parametrize("outcome", ["cancelled", "completed", "failed"])

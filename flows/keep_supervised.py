@@ -9,7 +9,7 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
-from tasks.keeping import QUIET, apply, forget_quiet, look
+from tasks.keep_supervised import QUIET, apply, forget_quiet, look
 from tasks.states import data_of
 from tasks.unsupervised import Remedy
 
