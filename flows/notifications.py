@@ -44,16 +44,10 @@ def notifications(block_id: UUID) -> list[Automation]:
     failed = Automation(
         name="perdure: notify when a run has failed",
         description="Sends a message when a flow run of pretrain or prepare-data has Failed.",
-        trigger=EventTrigger(
-            expect={"prefect.flow-run.Failed"},
-            match=_resource({"prefect.resource.id": ["prefect.flow-run.*"]}),
-            match_related=_resource(
-                {"prefect.resource.role": "flow", "prefect.resource.name": FLOWS}
-            ),
-            for_each={"prefect.resource.id"},
-            posture=Posture.Reactive,
-            threshold=1,
-            within=timedelta(0),
+        trigger=_each(
+            "prefect.flow-run.Failed",
+            of="prefect.flow-run.*",
+            related={"prefect.resource.role": "flow", "prefect.resource.name": FLOWS},
         ),
         actions=[
             SendNotification(
@@ -66,14 +60,7 @@ def notifications(block_id: UUID) -> list[Automation]:
     needed = Automation(
         name="perdure: notify when a run needs you",
         description="Sends a message when a node is isolated, no spare is left, an alert is open.",
-        trigger=EventTrigger(
-            expect={"perdure.needs_you"},
-            match=_resource({"prefect.resource.id": ["perdure.run.*"]}),
-            for_each={"prefect.resource.id"},
-            posture=Posture.Reactive,
-            threshold=1,
-            within=timedelta(0),
-        ),
+        trigger=_each("perdure.needs_you", of="perdure.run.*"),
         actions=[
             SendNotification(
                 block_document_id=block_id,
@@ -86,8 +73,17 @@ def notifications(block_id: UUID) -> list[Automation]:
     return [failed, needed]
 
 
-def _resource(labels: dict[str, Any]) -> ResourceSpecification:
-    return ResourceSpecification.model_validate(labels)
+def _each(event: str, *, of: str, related: dict[str, Any] | None = None) -> EventTrigger:
+    """Fires at once, at every event of that name about such a resource."""
+    return EventTrigger(
+        expect={event},
+        match=ResourceSpecification.model_validate({"prefect.resource.id": [of]}),
+        match_related=ResourceSpecification.model_validate(related or {}),
+        for_each={"prefect.resource.id"},
+        posture=Posture.Reactive,
+        threshold=1,
+        within=timedelta(0),
+    )
 
 
 def _id_of(block: str) -> UUID:

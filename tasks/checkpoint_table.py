@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from pathlib import Path
 
 from rich.filesize import decimal
@@ -17,6 +16,7 @@ from storage.checkpoint import (
 from storage.verification import VERIFIED_NAME, last_outcome
 from training.journal.history import RunHistory
 from training.supervisor.checkpoints import node_tiers
+from training.supervisor.markdown import clock_text
 
 
 def checkpoint_rows(
@@ -37,7 +37,7 @@ def checkpoint_rows(
     return [
         {
             "step": str(one.step),
-            "saved (UTC)": _clock(one.objects[MANIFEST_NAME].modified_s),
+            "saved (UTC)": clock_text(one.objects[MANIFEST_NAME].modified_s),
             "size": decimal(one.size_bytes),
             "tiers": ", ".join(one.tiers(on_nodes)),
             "verified": _verified_text(checkpoints, one),
@@ -57,8 +57,4 @@ def _verified_text(checkpoints: CheckpointStore, step: StepObjects) -> str:
     outcome = last_outcome(checkpoints, step, manifest)
     if outcome is None:
         return "when it was written"
-    return f"{'intact' if outcome.is_intact else 'damaged'} {_clock(outcome.verified_at_s)}"
-
-
-def _clock(at_s: float) -> str:
-    return f"{datetime.fromtimestamp(at_s, UTC):%Y-%m-%d %H:%M:%S}"
+    return f"{'intact' if outcome.is_intact else 'damaged'} {clock_text(outcome.verified_at_s)}"

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from enum import StrEnum
 
 from training.journal.history import RunHistory
 from training.recovery.rungs import RESCHEDULES
-from training.supervisor.markdown import code, counted, listed, text
+from training.supervisor.markdown import clock_text, code, counted, listed, text
 from training.supervisor.report import OPEN, alert_rows
 
 MAX_WHY = 160
@@ -131,7 +130,13 @@ def _failed(history: RunHistory) -> list[Need]:
     advice = fault.action if fault is not None and fault.action else "Mend the cause."
     again = f"{advice} Then {code('perdure run JOB.yaml')}"
     return [
-        Need(NeedKind.FAILED, "The run has failed", _clock(ended.at_s), _why(ended.message), again)
+        Need(
+            NeedKind.FAILED,
+            "The run has failed",
+            clock_text(ended.at_s),
+            _why(ended.message),
+            again,
+        )
     ]
 
 
@@ -140,7 +145,7 @@ def _isolated(run_id: str, history: RunHistory) -> list[Need]:
         Need(
             NeedKind.ISOLATED,
             f"Node {one.node} is isolated",
-            _clock(one.at_s),
+            clock_text(one.at_s),
             _why(one.why),
             f"Have it mended, then {code(f'perdure nodes {run_id} --release {one.node}')}",
             one.node,
@@ -169,13 +174,19 @@ def _no_spare(run_id: str, history: RunHistory) -> list[Need]:
     if waits_for_node(history, spares=()):
         why = "no healthy node is free; after restart.spare_wait_s the ladder decides again"
         return [
-            Need(NeedKind.WAITS, "The run waits for a node", _clock(history.updated_s), why, action)
+            Need(
+                NeedKind.WAITS,
+                "The run waits for a node",
+                clock_text(history.updated_s),
+                why,
+                action,
+            )
         ]
     if not _num_spares(history):
         return []
     since_s = history.placements[-1].at_s if history.placements else history.created_s
     why = "if another node is lost, the run has to wait for one"
-    return [Need(NeedKind.NO_SPARE, "No spare is left", _clock(since_s), why, action)]
+    return [Need(NeedKind.NO_SPARE, "No spare is left", clock_text(since_s), why, action)]
 
 
 def _why(words: str) -> str:
@@ -193,7 +204,3 @@ def _spaced(part: str) -> str:
     """The same as text, with the spaces at its ends."""
     inner = text(part)
     return part.replace(part.strip(), inner, 1) if part.strip() else part
-
-
-def _clock(at_s: float) -> str:
-    return f"{datetime.fromtimestamp(at_s, UTC):%Y-%m-%d %H:%M:%S}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 
 from training.agent.log_collection import logs_prefix
 from training.journal.history import AttemptView, InProcessRecovery, RunHistory
@@ -17,7 +16,7 @@ from training.journal.records import AttemptEnded
 from training.recovery.faults import Fault
 from training.recovery.rungs import RUNGS, Decision, Rung
 from training.supervisor.accounts import duration_text
-from training.supervisor.markdown import block, code, counted, listed, text
+from training.supervisor.markdown import block, clock_text, code, counted, listed, text
 from training.supervisor.report import RECOVERING, event_text, outcome_of
 
 QUESTIONS = (
@@ -167,7 +166,7 @@ def _what(fault: Fault) -> str:
 def _where(view: AttemptView, fault: Fault) -> str:
     device = f", device {fault.device}" if fault.device is not None else ""
     step = f", after step {fault.step}" if fault.step is not None else ""
-    at = _clock(fault.at_s)
+    at = f"{clock_text(fault.at_s)} UTC"
     return f"{text(fault.where)}{device}, attempt {'{}.{}'.format(*view.key)}{step}, at {at}"
 
 
@@ -239,7 +238,7 @@ def _over(history: RunHistory, index: int, *, waits: bool) -> tuple[str, str]:
     if again is not None and again.first_step is not None:
         name, first = "{}.{}".format(*again.key), again.first_step
         goes_on = f"attempt {name} trains from step {again.from_step}"
-        return f"Yes, since {_clock(first.stepped_s)}: {goes_on}", OVER
+        return f"Yes, since {clock_text(first.stepped_s)} UTC: {goes_on}", OVER
     later = history.attempts[index + 1 :]
     if history.ended is not None:
         return f"No, the run was {_ended_word(history)} first", NOT_MENDED
@@ -262,7 +261,7 @@ def _over_inside(view: AttemptView, recovery: InProcessRecovery) -> str:
     if not ended.succeeded:
         return f"No, it failed: {text(ended.why)}"
     mark = f". {SUB_HEALTHY_TEXT}" if recovery.left_sub_healthy else ""
-    return f"Yes, since {_clock(ended.at_s)}: training goes on from step {ended.step}{mark}"
+    return f"Yes, since {clock_text(ended.at_s)} UTC: training goes on from step {ended.step}{mark}"
 
 
 def _act(
@@ -313,7 +312,3 @@ def _less_likely(runners_up: Sequence[Fault]) -> str:
 
 def _sentence(words: str) -> str:
     return f"{words[0].upper()}{words[1:]}{'' if words.endswith('.') else '.'}" if words else ""
-
-
-def _clock(at_s: float) -> str:
-    return f"{datetime.fromtimestamp(at_s, UTC):%Y-%m-%d %H:%M:%S} UTC"

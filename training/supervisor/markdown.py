@@ -1,10 +1,11 @@
-"""Markdown as the Prefect UI renders it, and counted words in plain English."""
+"""Markdown as the Prefect UI renders it; numbers and times in plain English."""
 
 from __future__ import annotations
 
 import html
 import re
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
 
 def text(value: object) -> str:
@@ -22,6 +23,11 @@ def code(value: object) -> str:
 def block(value: str) -> str:
     """Lines as they are."""
     return f"```\n{value.replace('```', chr(39) * 3)}\n```\n"
+
+
+def clock_text(at_s: float) -> str:
+    """`2026-01-31 23:59:59`, UTC, of seconds since the epoch."""
+    return f"{datetime.fromtimestamp(at_s, UTC):%Y-%m-%d %H:%M:%S}"
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 from training.journal.events import (
@@ -29,7 +28,7 @@ from training.recovery.protocol import (
     RecoveryBegan,
     RecoveryEnded,
 )
-from training.supervisor.markdown import counted
+from training.supervisor.markdown import clock_text, counted
 
 RECOVERING = "recovering"
 RECOVERED = "recovered"
@@ -277,7 +276,7 @@ def _alert_row(view: AttemptView, alert: Alert) -> AlertRow:
     is_open = cleared is None and view.ended is None
     return AlertRow(
         state=OPEN if is_open else PAST,
-        since=f"{datetime.fromtimestamp(raised.at_s, UTC):%Y-%m-%d %H:%M:%S}",
+        since=clock_text(raised.at_s),
         point=raised.point.value,
         what=raised.text,
         where=alert_place(raised),
