@@ -88,8 +88,10 @@ def _pretrain(job: Job) -> State[Any]:
     try:
         return _supervise(supervision)
     except KeyboardInterrupt:
-        # Prefect would call the flow run Crashed (3.8.8), but Ctrl-C has cancelled the run.
+        if not supervision.has_cancelled:
+            raise  # Ctrl-C was for what serves the flow: the attempt goes on
         run, ettr = supervision.run, supervision.story.ettr
+        # Prefect would call the flow run Crashed (3.8.8), but Ctrl-C has cancelled the run.
         text = final_message("cancelled with Ctrl-C", run.history, ettr=ettr)
         return Cancelled(message=text)
 

@@ -173,6 +173,7 @@ class Supervision:
         self.job = job
         self.logger = logger
         self.flow_run_id = _flow_run_id()
+        self.has_cancelled = False  # whether the end of this process was the end of the run
         self.run = Run(
             job,
             home=home_folder(),
@@ -296,6 +297,7 @@ class Supervision:
         if cancelled or (issubclass(kind, KeyboardInterrupt) and not _is_of_deployment()):
             self.logger.info("cancelled: stopping the processes of the run")
             self.run.end("cancelled", f"cancelled ({kind.__name__})")
+            self.has_cancelled = True
             self.story.reporter.submit("left open", self._close_own)
             with suppress(StorageError):  # the run has ended, whatever can be shown of it
                 self.story.end("cancelled")
