@@ -122,7 +122,7 @@ def test_a_second_process_of_a_flow_run_leaves_its_state_to_the_one_that_supervi
     assert "an earlier process of this flow run supervises the run" in caplog.text
 
 
-@pytest.mark.parametrize("other", [None, str(uuid4())])
+@pytest.mark.parametrize("other", [None, str(uuid4())], ids=["none", "another"])
 def test_the_supervisor_of_another_flow_run_is_a_conflict(supervision, monkeypatch, other):
     monkeypatch.setattr(supervision, "flow_run_id", uuid4())
     monkeypatch.setattr(module, "_is_resumed", lambda _id: False)
