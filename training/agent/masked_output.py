@@ -4,12 +4,13 @@ Only where a job has such secrets. A worker then prints into a pipe instead of i
 thread of the agent puts the text into the file, with `MASK` in the place of every known value. Text
 is held back only for as long as it may be the beginning of a value: a log is as new as without.
 The pipes have names, for a fork server opens them by path; they end with the attempt. Sizes are
-bytes, times seconds.
+bytes.
 """
 
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import re
 import selectors
@@ -25,7 +26,7 @@ from training.masking import MASK, literals_of
 
 PIECE_BYTES = 64 << 10
 PIPE_BYTES = 1 << 20  # so that a worker rarely waits for the agent
-TICK_S = 0.5  # after which the thread sees that it is to end
+_log = logging.getLogger("perdure.agent")
 
 
 class LiteralMask:
@@ -92,6 +93,7 @@ class MaskedOutput:
     _selector: selectors.DefaultSelector = field(default_factory=selectors.DefaultSelector)
     _closing: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
+    _wake: int = -1  # in the selector as well, has the thread see at once that it is to end
 
     def pipe_of(self, log: Path) -> Path:
         """Where a process prints what is to get into a log; the same for all of its processes.
@@ -103,6 +105,8 @@ class MaskedOutput:
             if log not in self._pipes:
                 self._pipes[log] = self._open(log)
             if self._thread is None:
+                self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+                self._selector.register(self._wake, selectors.EVENT_READ)
                 self._thread = threading.Thread(target=self._run, daemon=True, name="output")
                 self._thread.start()
             return self._pipes[log].path
@@ -117,15 +121,21 @@ class MaskedOutput:
     def close(self) -> None:
         """The same, once nothing prints any more; then the pipes are gone."""
         self._closing.set()
-        with self._lock:
-            self.flush()
-            for pipe in self._pipes.values():
-                pipe.log.write(pipe.mask.end())
-                pipe.log.close()
-                self._selector.unregister(pipe.reader)
-                os.close(pipe.reader)
-                pipe.path.unlink(missing_ok=True)
-            self._pipes.clear()
+        # Without the lock, which the thread needs for the piece that it is moving.
+        if self._thread is not None:
+            os.eventfd_write(self._wake, 1)
+            self._thread.join()
+            self._thread = None
+            os.close(self._wake)
+        self.flush()
+        for pipe in self._pipes.values():
+            # A full disk costs the end of a log, never the agent.
+            try:
+                _end(pipe)
+            except OSError as error:
+                _log.warning(f"{pipe.log_path}: the end is lost: {error.strerror}")
+        self._pipes.clear()
+        self._selector.close()
 
     def _open(self, log: Path) -> _Pipe:
         path = self.folder / f"{log.name}.pipe"
@@ -141,12 +151,11 @@ class MaskedOutput:
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            ready = self._selector.select(TICK_S)
+            ready = self._selector.select()
             with self._lock:
                 for key, _ in ready:
-                    if key.data.log_path in self._pipes:  # not closed meanwhile
+                    if key.data is not None:
                         _move(key.data)
-        self._selector.close()
 
 
 def scrub(path: Path, secrets: frozenset[str]) -> None:
@@ -171,3 +180,10 @@ def _move(pipe: _Pipe) -> bool:
     with suppress(OSError):
         pipe.log.write(pipe.mask.feed(piece))
     return bool(piece)
+
+
+def _end(pipe: _Pipe) -> None:
+    os.close(pipe.reader)
+    with pipe.log:
+        pipe.path.unlink(missing_ok=True)
+        pipe.log.write(pipe.mask.end())

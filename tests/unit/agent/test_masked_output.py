@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import threading
 
 import pytest
 from hypothesis import given
@@ -69,6 +71,53 @@ def test_much_output_is_complete_and_in_order_after_the_close(output, tmp_path):
     output.close()
     assert log.read_text().splitlines() == [f"{n} ***" for n in range(20000)]
     assert [path.name for path in tmp_path.iterdir()] == ["rank-0.log"]
+
+
+def test_a_close_while_a_piece_is_on_its_way_loses_nothing(tmp_path):
+    log = tmp_path / "rank-0.log"
+    os.mkfifo(log)  # a log on a slow disk: it takes what has been read
+    reader = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
+    output = MaskedOutput(tmp_path, frozenset({SECRET}))
+    text = "".join(f"{n:07d} {SECRET}\n" for n in range(20_000)).encode()
+    with output.pipe_of(log).open("wb", buffering=0) as pipe:
+        pipe.write(text)
+
+    def thread_waits_for_the_disk() -> bool:
+        if is_free := output._lock.acquire(timeout=0.2):
+            output._lock.release()
+        return not is_free
+
+    wait_for(thread_waits_for_the_disk)
+    errors: list[BaseException] = []
+
+    def close() -> None:
+        try:
+            output.close()
+        except BaseException as error:  # noqa: BLE001 whatever it is, the test shows it
+            errors.append(error)
+
+    closer = threading.Thread(target=close)
+    closer.start()
+    wait_for(output._closing.is_set, what="the close")
+    os.set_blocking(reader, True)
+    written = b"".join(iter(lambda: os.read(reader, 1 << 16), b""))
+    closer.join(10)
+    os.close(reader)
+    assert errors == []
+    assert written == text.replace(SECRET.encode(), b"***")
+    assert not output.folder.joinpath("rank-0.log.pipe").exists()
+
+
+def test_a_full_disk_at_the_close_costs_the_end_of_the_log_alone(tmp_path, caplog):
+    log = tmp_path / "rank-0.log"
+    log.symlink_to("/dev/full")
+    output = MaskedOutput(tmp_path, frozenset({SECRET}))
+    path = output.pipe_of(log)
+    with path.open("wb", buffering=0) as pipe:
+        pipe.write(b"all but a secret: " + SECRET[:-1].encode())
+    output.close()
+    assert f"{log}: the end is lost: No space left on device" in caplog.text
+    assert not path.exists()
 
 
 def test_a_file_that_a_program_left_is_scrubbed(tmp_path):
