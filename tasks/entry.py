@@ -30,6 +30,7 @@ from prefect.exceptions import Abort
 from prefect.states import Cancelled, Failed
 from prefect.utilities.urls import url_for
 
+from storage.errors import StorageError
 from tasks.credentials import credentials_of
 from tasks.job_parameter import template_of
 from training.errors import InputError
@@ -197,9 +198,13 @@ def _training(run_id: str) -> str | None:
     """Where a run of this machine stands; None when it is not training."""
     try:
         run = _run_of(known_job(home_folder(), run_id))
+        history = run.refresh()
     except InputError:
         return None  # of another version: not this schedule's
-    history = run.refresh()
+    except StorageError as error:
+        # Of an old run; no later tick would train for it.
+        get_run_logger().warning("taken not to train: %s cannot be read: %s", run_id, error)
+        return None
     alive = history.open_attempt is not None or run.ledger.is_supervised()
     return standing(run, history) if alive and history.ended is None else None
 

@@ -6,10 +6,12 @@ from uuid import uuid4
 
 import pytest
 from prefect.client.schemas.objects import FlowRun, State
+from prefect.logging import disable_run_logger
 
-from tasks.entry import enter, job_of, standing
+from tasks.entry import _training, enter, job_of, standing
 from tests.jobs import job_document, small_job
 from training.journal.ledger import Identity
+from training.supervisor.job_registry import remember_job
 from training.supervisor.run import Run
 
 
@@ -49,6 +51,18 @@ def test_the_job_of_a_template_has_the_name_of_the_flow_run():
     assert run_id_of(flow_run(document, "nightly-2026-11-24")) == "nightly-2026-11-24"
     assert run_id_of(flow_run({"job": job_document()}, "whatever")) == "run"
     assert run_id_of(flow_run({})) is None
+
+
+def test_a_run_of_the_same_template_whose_ledger_is_damaged_stops_no_later_tick(
+    tmp_path, perdure_home
+):
+    job = small_job(tmp_path, run_id="nightly-1")
+    remember_job(perdure_home, job)
+    run = Run(job, home=perdure_home)
+    run.ledger.take(Identity.of_this_process(flow_run=str(uuid4())))
+    run.store.put("runs/nightly-1/ledger/00000001.json", b"{")
+    with disable_run_logger():
+        assert _training("nightly-1") is None
 
 
 def test_where_a_run_stands_names_the_flow_run_that_supervises_it(tmp_path):
