@@ -36,6 +36,7 @@ from storage.errors import StorageError
 from tasks.credentials import credentials_of
 from tasks.entry import NOT_TRAINED, job_of
 from tasks.hooks import take_down_run
+from tasks.left_open import ADOPTED
 from tasks.states import completed
 from tasks.unsupervised import (
     MAX_FAILED_STARTS,
@@ -59,6 +60,8 @@ QUIET = "NothingToDo"
 QUIET_IS_KEPT = timedelta(minutes=10)
 CRASH_IS_NEWS_S = 86_400.0  # an older one is not started again out of the blue
 MOST = 200  # flow runs in one answer of the server
+# Cancelled by type, but no user wants the run to end: another flow run has it.
+NOT_OF_USER = NOT_TRAINED | {ADOPTED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +145,9 @@ def _of_crashed(client: SyncPrefectClient, flow_run: FlowRun) -> Iterator[Case]:
         history = run.refresh() if run is not None else RunHistory()
     except (PerdureError, StorageError):
         run, history = None, RunHistory()  # its next start says what is wrong
+    taker, own = history.supervisor, str(flow_run.id)
+    if taker is not None and taker.flow_run != own and own in history.flow_runs:
+        return  # another one has supervised the run since then
     yield _case(client, run, history, flow_run)
 
 
@@ -172,6 +178,8 @@ def _case(
 
 def _facts(client: SyncPrefectClient, flow_run: FlowRun, history: RunHistory) -> FlowRunFacts:
     states = client.read_flow_run_states(flow_run.id)
+    taker = history.supervisor
+    is_taker = taker is not None and taker.flow_run == str(flow_run.id)
     state = flow_run.state or states[-1]
     walked = [(one.type.value, one.timestamp.timestamp()) for one in states]
     return FlowRunFacts(
@@ -179,24 +187,28 @@ def _facts(client: SyncPrefectClient, flow_run: FlowRun, history: RunHistory) ->
         since_s=state.timestamp.timestamp(),
         is_deployed=flow_run.deployment_id is not None,
         failed_starts=failed_starts(walked, advanced_s=history.advanced_s),
+        speaks_for_run=is_taker and flow_run.state_name not in NOT_OF_USER,
     )
 
 
 def _flow_run_of(client: SyncPrefectClient, run_id: str, history: RunHistory) -> FlowRun | None:
-    """The flow run that last supervised a run, or else the newest of its name."""
+    """The flow run that last supervised a run, None when the server has it no more.
+
+    By name only where the ledger names none: an older one says nothing of what goes on now.
+    """
     taker = history.supervisor
     if taker is not None and taker.flow_run is not None:
         try:
             return client.read_flow_run(UUID(taker.flow_run))
         except ObjectNotFound:
-            pass  # deleted
+            return None
     found = client.read_flow_runs(
         flow_filter=PRETRAIN,
         flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[run_id])),
         sort=FlowRunSort.EXPECTED_START_TIME_DESC,
         limit=MOST,
     )
-    return next((one for one in found if one.state_name not in NOT_TRAINED), None)
+    return next((one for one in found if one.state_name not in NOT_OF_USER), None)
 
 
 def _crashed(client: SyncPrefectClient) -> list[FlowRun]:

@@ -41,12 +41,15 @@ class FlowRunFacts:
         since_s: when it came into it.
         is_deployed: whether a worker can start it again.
         failed_starts: in a row, up to now.
+        speaks_for_run: whether a cancellation of it is one of the run: the ledger names it, and
+            it was not ended for the sake of another flow run.
     """
 
     state: str
     since_s: float
     is_deployed: bool
     failed_starts: int = 0
+    speaks_for_run: bool = True
 
     @property
     def is_in_a_loop(self) -> bool:
@@ -112,6 +115,8 @@ def remedy_for(
         return Remedy.NOTHING
     alive = history.open_attempt is not None
     remedy = row.alive if alive else row.otherwise
+    if remedy is Remedy.TAKE_DOWN and flow_run is not None and not flow_run.speaks_for_run:
+        return GONE.alive if alive else GONE.otherwise
     if flow_run is None or remedy is not Remedy.RESCHEDULE:
         return remedy
     return _another_start(flow_run, now_s, alive=alive)

@@ -288,3 +288,34 @@ def test_ticks_of_the_keeper_that_came_due_without_a_worker_are_not_made_up_for(
     for tick in late:
         assert tick.states[-2:] == ["Late", "Cancelled"]
         assert tick.state["message"] == "no worker took it in time"
+
+
+@pytest.mark.timeout(900)
+def test_an_older_flow_run_of_the_same_name_ends_no_living_run(bench, deployed, api):
+    running, older = begin(bench, api, "older")
+    finish(running, older)
+    flow_run = start_flow_run(api, PRETRAIN, {"job": running.job.model_dump(mode="json")})
+    running.reach(running.history.committed_step + 3)
+    workers = {p.pid for rank in (0, 1) for p in running.local.rank(rank)}
+    assert supervising(api, running).id == flow_run.id
+    adopted = FlowRun(api, flow_run_named(api, "older"))
+    adopted.set_state("CANCELLED", "Adopted")
+    assert older.state["name"] == "Cancelled"
+
+    kill_supervisor(running)
+    flow_run.wait_for("Crashed")
+    flow_run.delete()
+    keep_until(api, "it had no flow run to start again")
+    wait_for_epoch(running, 3)
+    new = supervising(api, running)
+    assert new.id not in {older.id, adopted.id, flow_run.id}
+    assert {p.pid for rank in (0, 1) for p in running.local.rank(rank)} == workers
+    assert (older.state["name"], adopted.state["name"]) == ("Cancelled", "Adopted")
+    finish(running, new)
+
+
+def flow_run_named(api, name) -> str:
+    """The id of a new flow run of `pretrain` that nothing starts."""
+    flow_id = api.deployment(PRETRAIN)["flow_id"]
+    body = {"flow_id": flow_id, "name": name, "state": {"type": "PENDING"}}
+    return str(ask("POST", f"{api.url}/flow_runs/", body).json()["id"])

@@ -68,6 +68,16 @@ def test_a_living_attempt_whose_flow_run_was_deleted_gets_a_new_one():
     assert about(ALIVE, None, renewed_s=NOW_S - 10) is Remedy.NOTHING
 
 
+@pytest.mark.parametrize("state", ["CANCELLING", "CANCELLED"])
+def test_only_the_flow_run_that_the_ledger_names_has_a_living_run_taken_down(state):
+    facts = FlowRunFacts(state, NOW_S - 3600, is_deployed=True, speaks_for_run=False)
+    for history, wanted in ((ALIVE, Remedy.START), (BETWEEN, Remedy.NOTHING)):
+        remedy = remedy_for(
+            history, supervised=False, renewed_s=0.0, flow_run=facts, now_s=NOW_S
+        )  # fmt: skip
+        assert remedy is wanted
+
+
 def test_a_living_attempt_of_a_run_that_no_worker_can_start_gets_a_deployed_flow_run():
     assert about(ALIVE, "CRASHED", deployed=False) is Remedy.START
     assert about(BETWEEN, "CRASHED", deployed=False) is Remedy.NOTHING
