@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from http import HTTPStatus
@@ -19,8 +20,13 @@ from uuid import UUID
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactCreate
-from prefect.client.schemas.filters import ArtifactCollectionFilter, ArtifactCollectionFilterKey
-from prefect.client.schemas.objects import ArtifactCollection
+from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterFlowRunId,
+    ArtifactFilterKey,
+)
+from prefect.client.schemas.objects import Artifact as Found
+from prefect.client.schemas.sorting import ArtifactSort
 
 GOES_ON = "The run goes on in another flow run. "
 
@@ -62,11 +68,19 @@ class Artifacts:
     Args:
         run_id: of the run.
         flow_run_id: that new ones belong to; None outside a flow run.
+        flow_runs: those that have supervised the run. Another run of its name, on another
+            machine, has artifacts under the same keys, and they are not touched.
     """
 
-    def __init__(self, run_id: str, flow_run_id: UUID | None) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        flow_run_id: UUID | None,
+        flow_runs: Callable[[], Sequence[UUID]] = tuple,
+    ) -> None:
         self._run_id = run_id
         self._flow_run_id = flow_run_id
+        self._flow_runs = flow_runs
         self._ids: dict[str, UUID] = {}
         self._digests: dict[str, bytes] = {}
 
@@ -94,15 +108,22 @@ class Artifacts:
 
     def _find(self, client: SyncPrefectClient, artifact: Artifact) -> None:
         """Know what is there already under the key, by a supervisor before."""
-        key = self._key(artifact)
-        wanted = ArtifactCollectionFilter(key=ArtifactCollectionFilterKey(any_=[key]))
-        for found in client.read_latest_artifacts(artifact_filter=wanted, limit=1):
-            if self._flow_run_id in (None, found.flow_run_id):
-                self._ids[artifact.name] = found.latest_id
+        own = self._flow_run_id
+        flow_runs = [*self._flow_runs(), *([own] if own is not None else [])]
+        if not flow_runs:
+            return
+        wanted = ArtifactFilter(
+            key=ArtifactFilterKey(any_=[self._key(artifact)]),
+            flow_run_id=ArtifactFilterFlowRunId(any_=flow_runs),
+        )
+        newest = ArtifactSort.CREATED_DESC
+        for found in client.read_artifacts(artifact_filter=wanted, sort=newest, limit=1):
+            if found.flow_run_id == own:
+                self._ids[artifact.name] = found.id
                 self._digests[artifact.name] = _digest_of(found)
             elif not (found.description or "").startswith(GOES_ON):
                 note = {"description": GOES_ON + (found.description or "")}
-                _patch(client, found.latest_id, note)
+                _patch(client, found.id, note)
 
     def _create(self, client: SyncPrefectClient, artifact: Artifact) -> None:
         made = client.create_artifact(
@@ -128,7 +149,7 @@ def _patch(client: SyncPrefectClient, artifact_id: UUID, document: dict[str, Any
     client.request("PATCH", "/artifacts/{id}", json=document, path_params={"id": artifact_id})
 
 
-def _digest_of(found: ArtifactCollection) -> bytes:
+def _digest_of(found: Found) -> bytes:
     return _digest({"data": found.data, "description": found.description})
 
 

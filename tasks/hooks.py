@@ -14,10 +14,8 @@ import httpx
 from prefect import Flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import (
-    FlowFilter,
-    FlowFilterName,
     FlowRunFilter,
-    FlowRunFilterName,
+    FlowRunFilterId,
     FlowRunFilterState,
     FlowRunFilterStateType,
 )
@@ -31,12 +29,14 @@ from storage.errors import StorageError
 from tasks.credentials import credentials_of
 from tasks.drill import homes_of
 from tasks.entry import job_of
+from tasks.flow_runs import flow_runs_of
 from tasks.left_open import close_left_open
 from tasks.reporting import Log
 from tasks.story import report_end
 from training.errors import RunConflict
 from training.files import home_folder
 from training.job import Job
+from training.journal.history import RunHistory
 from training.supervisor.job_registry import known_job, known_runs
 from training.supervisor.run import Run
 
@@ -77,7 +77,7 @@ def leave_adoptable(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) 
     if history.job is None or history.ended is not None:
         return
     if not run.ledger.is_supervised():
-        _close_left_open(run, logger)
+        _close_left_open(run, flow_run.id, logger)
     if history.open_attempt is not None:
         logger.warning(
             "the supervisor is gone; attempt %d.%d goes on and waits to be adopted",
@@ -95,15 +95,16 @@ def take_down_run(run: Run, flow_run_id: UUID, logger: Log) -> None:
             report_end(run, flow_run_id, logger)
         except StorageError as error:
             logger.warning("the end of the run is not shown: %s", error)
-        _close_left_open(run, logger)
+        _close_left_open(run, flow_run_id, logger)
 
 
-def _close_left_open(run: Run, logger: Log) -> None:
+def _close_left_open(run: Run, flow_run_id: UUID, logger: Log) -> None:
     """End the task runs of the supervisor that is gone, as far as the server lets us."""
     try:
         with get_client(sync_client=True) as client:
             now = datetime.now(UTC)
-            close_left_open(client, run.job.run_id, run.refresh(), before=now, adopted_by=None)
+            history = run.refresh()
+            close_left_open(client, history, own=flow_run_id, before=now, adopted_by=None)
     except (httpx.HTTPError, PrefectException) as error:
         logger.warning("task runs of the supervisor that is gone stay open: %s", error)
 
@@ -141,22 +142,24 @@ def cancel_run(job: Job) -> str:
     try:
         run.take()
     except RunConflict:
-        if not _set_flow_runs(job.run_id, Cancelling(message="perdure cancel")):
+        if not _set_flow_runs(run.refresh(), Cancelling(message="perdure cancel")):
             raise
         return f"{job.run_id}: its supervisor cancels it"
     run.end("cancelled", "perdure cancel")
     # Or an automation would bring the crashed flow run back.
-    _set_flow_runs(job.run_id, Cancelled(message="perdure cancel"))
+    _set_flow_runs(run.history, Cancelled(message="perdure cancel"))
     return f"{job.run_id}: no supervisor was alive; its processes are stopped"
 
 
-def _set_flow_runs(name: str, state: State[Any]) -> int:
-    """Put every unfinished pretrain flow run of that name into a state. Returns their number."""
+def _set_flow_runs(history: RunHistory, state: State[Any]) -> int:
+    """Put every unfinished flow run of a run into a state. Returns their number."""
+    flow_runs = flow_runs_of(history)
+    if not flow_runs:
+        return 0
     with get_client(sync_client=True) as client:
         found = client.read_flow_runs(
-            flow_filter=FlowFilter(name=FlowFilterName(any_=["pretrain"])),
             flow_run_filter=FlowRunFilter(
-                name=FlowRunFilterName(any_=[name]),
+                id=FlowRunFilterId(any_=flow_runs),
                 state=FlowRunFilterState(type=FlowRunFilterStateType(any_=list(UNFINISHED))),
             ),
             sort=FlowRunSort.START_TIME_DESC,

@@ -18,10 +18,8 @@ from uuid import UUID
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import LogCreate
 from prefect.client.schemas.filters import (
-    FlowFilter,
-    FlowFilterName,
     FlowRunFilter,
-    FlowRunFilterName,
+    FlowRunFilterId,
     TaskRunFilter,
     TaskRunFilterState,
     TaskRunFilterStateName,
@@ -31,6 +29,7 @@ from prefect.client.schemas.objects import State, StateType, TaskRun
 from prefect.client.schemas.sorting import TaskRunSort
 from prefect.exceptions import ObjectNotFound
 
+from tasks.flow_runs import flow_runs_of
 from training.journal.history import AttemptView, RunHistory
 from training.recovery.rungs import RESTARTS_IN_PLACE, RUNGS
 
@@ -117,9 +116,9 @@ def _ended(view: AttemptView) -> TaskEnd:
 
 def close_left_open(
     client: SyncPrefectClient,
-    run_id: str,
     history: RunHistory,
     *,
+    own: UUID | None,
     before: datetime,
     adopted_by: str | None,
 ) -> int:
@@ -127,8 +126,8 @@ def close_left_open(
 
     Args:
         client: of the server.
-        run_id: of the run; its flow runs have its name.
-        history: of the run.
+        history: of the run; it names its flow runs.
+        own: the flow run that asks, which may have left some open before it took the run.
         before: when this supervisor began; later task runs are its own.
         adopted_by: who supervises the run now; None: nobody.
 
@@ -138,7 +137,8 @@ def close_left_open(
     Raises:
         Exception: the server does not answer.
     """
-    found = list(_left_open(client, run_id, before))
+    flow_runs = flow_runs_of(history, own)
+    found = list(_left_open(client, flow_runs, before)) if flow_runs else []
     for task_run in found:
         end = end_of_task(task_run.name, history, adopted_by=adopted_by)
         state: State[None] = State(type=end.type, name=end.name, message=end.message)
@@ -173,7 +173,7 @@ def close_flow_runs(client: SyncPrefectClient, history: RunHistory, *, own: UUID
         Exception: the server does not answer.
     """
     num_ended = 0
-    for flow_run_id in map(UUID, history.flow_runs):
+    for flow_run_id in flow_runs_of(history):
         if flow_run_id == own:
             continue
         try:
@@ -190,23 +190,24 @@ def close_flow_runs(client: SyncPrefectClient, history: RunHistory, *, own: UUID
     return num_ended
 
 
-def _left_open(client: SyncPrefectClient, run_id: str, before: datetime) -> Iterator[TaskRun]:
+def _left_open(
+    client: SyncPrefectClient, flow_runs: list[UUID], before: datetime
+) -> Iterator[TaskRun]:
     """Those that are not final, or whose end says nothing of what they watched."""
     types = TaskRunFilterStateType(any_=[*_OPEN, StateType.CRASHED])
     names = TaskRunFilterStateName(any_=[ROLLED_BACK])
     for wanted in (TaskRunFilterState(type=types), TaskRunFilterState(name=names)):
-        found = _task_runs(client, run_id, wanted)
+        found = _task_runs(client, flow_runs, wanted)
         yield from (one for one in found if _is_left(one, before))
 
 
 def _task_runs(
-    client: SyncPrefectClient, run_id: str, wanted: TaskRunFilterState
+    client: SyncPrefectClient, flow_runs: list[UUID], wanted: TaskRunFilterState
 ) -> Iterator[TaskRun]:
     offset = 0
     while True:
         page = client.read_task_runs(
-            flow_filter=FlowFilter(name=FlowFilterName(any_=["pretrain"])),
-            flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[run_id])),
+            flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=flow_runs)),
             task_run_filter=TaskRunFilter(state=wanted),
             sort=TaskRunSort.EXPECTED_START_TIME_ASC,
             limit=_PAGE,

@@ -13,7 +13,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID
@@ -39,9 +39,17 @@ class Reporter:
         run_id: of the run.
         flow_run_id: that artifacts belong to and events are related to.
         logger: learns once that the server is away.
+        flow_runs: those that have supervised the run, for the artifacts that they have left.
     """
 
-    def __init__(self, run_id: str, flow_run_id: UUID | None, logger: Log) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        flow_run_id: UUID | None,
+        logger: Log,
+        *,
+        flow_runs: Callable[[], Sequence[UUID]] = tuple,
+    ) -> None:
         self._run_id = run_id
         self._flow_run_id = flow_run_id
         self._logger = logger
@@ -50,7 +58,7 @@ class Reporter:
         self._closing = False
         self._give_up_s = float("inf")
         self._is_refused = False  # the last report was; an outage is one line of the log
-        self._artifacts = Artifacts(run_id, flow_run_id)
+        self._artifacts = Artifacts(run_id, flow_run_id, flow_runs)
         # Settings and the flow run of the caller: events are related to both.
         context = contextvars.copy_context()
         self._thread = threading.Thread(

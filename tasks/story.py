@@ -17,6 +17,7 @@ from storage.errors import StorageError
 from tasks.artifacts import Artifact, Kind
 from tasks.checkpoint_table import checkpoint_rows
 from tasks.engine_log import quieten
+from tasks.flow_runs import flow_runs_of
 from tasks.observe import Observation, publish
 from tasks.reporting import Log, Reporter
 from training.journal.events import (
@@ -314,7 +315,8 @@ def report_end(run: Run, flow_run_id: UUID, logger: Log) -> None:
     if history.ended is None:
         return
     target = None if run.job.worker.is_command else run.job.steps
-    reporter = Reporter(run.job.run_id, flow_run_id, logger)
+    former = flow_runs_of(history)
+    reporter = Reporter(run.job.run_id, flow_run_id, logger, flow_runs=lambda: former)
     story = RunStory(run, reporter, logger, target_step=target)
     story.start()
     try:

@@ -26,6 +26,7 @@ from prefect.runtime import flow_run as flow_run_runtime
 from storage.errors import StorageError
 from tasks.credentials import credentials_of
 from tasks.env_secrets import BlockSecrets
+from tasks.flow_runs import flow_runs_of
 from tasks.left_open import close_flow_runs, close_left_open
 from tasks.pausing import PauseLink, ServedFlowRun, was_resumed
 from tasks.prefect_client import client_without_retries
@@ -183,7 +184,12 @@ class Supervision:
         )
         self.story = RunStory(
             self.run,
-            Reporter(job.run_id, self.flow_run_id, logger),
+            Reporter(
+                job.run_id,
+                self.flow_run_id,
+                logger,
+                flow_runs=lambda: flow_runs_of(self.run.history),
+            ),
             logger,
             target_step=None if job.worker.is_command else job.steps,
         )
@@ -242,15 +248,17 @@ class Supervision:
         by = f"supervisor {took.epoch} (process {took.pid} on {took.host})" if took else None
         before = datetime.fromtimestamp(psutil.Process().create_time(), UTC)
         with get_client(sync_client=True) as client:
-            close_left_open(client, self.job.run_id, history, before=before, adopted_by=by)
-            if self.flow_run_id is not None:
-                close_flow_runs(client, history, own=self.flow_run_id)
+            own = self.flow_run_id
+            close_left_open(client, history, own=own, before=before, adopted_by=by)
+            if own is not None:
+                close_flow_runs(client, history, own=own)
 
     def _close_own(self) -> None:
         """End the task runs of this process as the ledger has it, not by the signal."""
         with get_client(sync_client=True) as client:
             history, now = self.run.refresh(), datetime.now(UTC)
-            close_left_open(client, self.job.run_id, history, before=now, adopted_by=None)
+            own = self.flow_run_id
+            close_left_open(client, history, own=own, before=now, adopted_by=None)
 
     def _take(self) -> RunHistory:
         """Take the run; after a Resume the supervisor before may need a moment to leave."""
