@@ -90,6 +90,7 @@ def test_perdure_cancel_on_one_machine_leaves_the_run_of_the_other_alone(bench, 
     cancelled = elsewhere.perdure("cancel", "shared-1")
     assert "its supervisor cancels it" in cancelled
     assert there.finish(timeout_s=60, hurry=False) == 1
+    assert there.history.ended is not None
     assert there.history.ended.outcome == "cancelled"
 
     flow_run = FlowRun(api, first["id"])
