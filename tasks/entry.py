@@ -55,6 +55,8 @@ def name_of_flow_run() -> str:
     assert context.flow_run is not None  # noqa: S101 likewise
     flow_run = context.flow_run
     try:
+        if taken_job(flow_run) is not None:
+            return flow_run.name
         template = template_of(context.parameters or {})
     except InputError:
         return flow_run.name  # the flow says what is wrong
@@ -72,8 +74,23 @@ def job_of(flow_run: FlowRun) -> Job | None:
     """
     if (flow_run.parameters or {}).get("job") is None:
         return None
-    template = template_of(flow_run.parameters)
-    return template.named(flow_run.name if is_template(template.run_id) else template.run_id)
+    return taken_job(flow_run) or _named(template_of(flow_run.parameters), flow_run)
+
+
+def taken_job(flow_run: FlowRun) -> Job | None:
+    """The job of the run that a flow run has taken, when it is given by name; else None.
+
+    By then the Variable may hold another job, and the flow run is still for this one. It has the
+    name of its run, and the ledger says whether that run is its own.
+
+    Raises:
+        InputError: what this machine has noted of the run is no job.
+    """
+    by_name = isinstance((flow_run.parameters or {}).get("job"), str)
+    if not by_name or flow_run.name not in known_runs(home_folder()):
+        return None
+    job = known_job(home_folder(), flow_run.name)
+    return job if str(flow_run.id) in _run_of(job).refresh().flow_runs else None
 
 
 def enter(parameters: Mapping[str, Any]) -> Job | State[Any]:
@@ -85,16 +102,50 @@ def enter(parameters: Mapping[str, Any]) -> Job | State[Any]:
     context = FlowRunContext.get()
     flow_run = context.flow_run if context is not None else None
     try:
-        template = template_of(parameters)
-        name = flow_run.name if flow_run is not None else template.run_id
-        job = template.named(name if is_template(template.run_id) else template.run_id)
+        taken = taken_job(flow_run) if flow_run is not None else None
+        run_id, job = _wanted(parameters, flow_run, taken)
     except InputError as error:
         return Failed(message=str(error))
     if flow_run is not None and flow_run.auto_scheduled:
-        reason = _why_skipped(template, job, flow_run)
+        reason = _why_skipped(run_id, job, flow_run)
         if reason is not None:
             return Cancelled(name=SKIPPED, message=reason)
     return job
+
+
+def _wanted(
+    parameters: Mapping[str, Any], flow_run: FlowRun | None, taken: Job | None
+) -> tuple[str, Job]:
+    """The run_id as it was given, and the job; the one taken before when it is another run.
+
+    Raises:
+        InputError: there is none.
+    """
+    try:
+        template = template_of(parameters)
+        job = _named(template, flow_run)
+        if taken is None or is_same_run(job, taken):
+            return template.run_id, job
+        why = f"now holds the job of run {job.run_id} in {job.storage.address}"
+    except InputError as error:
+        if taken is None:
+            raise
+        why = f"cannot be used now: {error}"
+    get_run_logger().warning(
+        "the Variable of the job %s; this flow run goes on with run %s", why, taken.run_id
+    )
+    return taken.run_id, taken
+
+
+def is_same_run(job: Job, taken: Job) -> bool:
+    """Whether a job, maybe with other settings, has the ledger of one that was taken before."""
+    return (job.run_id, job.storage.address) == (taken.run_id, taken.storage.address)
+
+
+def _named(template: JobTemplate, flow_run: FlowRun | None) -> Job:
+    if flow_run is not None and is_template(template.run_id):
+        return template.named(flow_run.name)
+    return template.named(template.run_id)
 
 
 def left_to_other(job: Job) -> State[Any]:
@@ -150,7 +201,7 @@ def standing(run: Run, history: RunHistory) -> str:
     return f"{text}, supervised by {by}"
 
 
-def _why_skipped(template: JobTemplate, job: Job, tick: FlowRun) -> str | None:
+def _why_skipped(run_id: str, job: Job, tick: FlowRun) -> str | None:
     """Why a tick of a schedule trains nothing; None when it does."""
     run = _run_of(job)
     history = run.refresh()
@@ -163,7 +214,7 @@ def _why_skipped(template: JobTemplate, job: Job, tick: FlowRun) -> str | None:
         )
     if run.ledger.is_supervised():
         return standing(run, history)
-    others = [name for name in known_runs(home_folder()) if is_of(template.run_id, name)]
+    others = [name for name in known_runs(home_folder()) if is_of(run_id, name)]
     training = (_training(name) for name in others if name != job.run_id)
     return next(filter(None, training), None) or _earlier_tick(tick)
 

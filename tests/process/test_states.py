@@ -319,3 +319,31 @@ def flow_run_named(api, name) -> str:
     flow_id = api.deployment(PRETRAIN)["flow_id"]
     body = {"flow_id": flow_id, "name": name, "state": {"type": "PENDING"}}
     return str(ask("POST", f"{api.url}/flow_runs/", body).json()["id"])
+
+
+@pytest.mark.timeout(600)
+def test_a_flow_run_trains_the_run_that_it_has_taken_although_its_variable_holds_another(
+    bench, deployed, api
+):
+    job = bench.pair("taken-first", steps=4000, env={"PACE_S": "0.3"})
+    ask("POST", f"{api.url}/variables/", {"name": "changing", "value": job})
+    flow_run = start_flow_run(api, PRETRAIN, {"job": "changing"})
+    running = bench.look(job)
+    running.reach(3)
+    other = bench.pair("taken-never", steps=4000)
+    ask("PATCH", f"{api.url}/variables/name/changing", {"value": other})
+    kill_supervisor(running)
+    flow_run.wait_for("Crashed")
+    flow_run.set_state("SCHEDULED", "AwaitingRetry")
+    wait_for_epoch(running, 2)
+    assert supervising(api, running).id == flow_run.id
+    assert flow_run.facts["name"] == "taken-first"
+    wait_for(
+        lambda: "goes on with run taken-first" in flow_run.logs, timeout_s=30, what="the warning"
+    )
+    assert "waits to be adopted" in flow_run.logs, "the hook after the crash"
+    flow_run.set_state("CANCELLING")
+    assert flow_run.wait_for_end(timeout_s=90)["name"] == "Cancelled"
+    assert running.history.ended.outcome == "cancelled"
+    running.leave_nothing()
+    assert bench.look(other).history.job is None

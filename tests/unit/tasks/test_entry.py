@@ -8,7 +8,7 @@ import pytest
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.logging import disable_run_logger
 
-from tasks.entry import _training, enter, job_of, standing
+from tasks.entry import _training, enter, is_same_run, job_of, standing, taken_job
 from tests.jobs import job_document, small_job
 from training.journal.ledger import Identity
 from training.supervisor.job_registry import remember_job
@@ -51,6 +51,27 @@ def test_the_job_of_a_template_has_the_name_of_the_flow_run():
     assert run_id_of(flow_run(document, "nightly-2026-11-24")) == "nightly-2026-11-24"
     assert run_id_of(flow_run({"job": job_document()}, "whatever")) == "run"
     assert run_id_of(flow_run({})) is None
+
+
+def test_a_flow_run_keeps_the_run_that_it_has_taken_whatever_its_variable_holds(
+    tmp_path, perdure_home
+):
+    job = small_job(tmp_path)
+    own, other = flow_run({"job": "by-name"}, "run"), flow_run({"job": "by-name"}, "run")
+    assert taken_job(own) is None, "no such run yet"
+    run = Run(job, home=perdure_home)
+    run.ledger.take(Identity.of_this_process(flow_run=str(own.id)))
+    remember_job(perdure_home, job)
+    assert job_of(own) == taken_job(own) == job  # there is no server here to ask for the Variable
+    assert taken_job(other) is None, "it has the name of the run, and has not taken it"
+    assert taken_job(own.model_copy(update={"parameters": {"job": job_document()}})) is None
+
+
+def test_a_variable_may_change_the_settings_of_a_run_but_not_which_run_it_is(tmp_path):
+    taken = small_job(tmp_path)
+    assert is_same_run(small_job(tmp_path, steps=7), taken)
+    assert not is_same_run(small_job(tmp_path, run_id="other"), taken)
+    assert not is_same_run(small_job(tmp_path / "other"), taken)
 
 
 def test_a_run_of_the_same_template_whose_ledger_is_damaged_stops_no_later_tick(
