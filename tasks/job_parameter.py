@@ -8,18 +8,25 @@ since PostgreSQL does not keep the order of a document.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from prefect import Flow
 from prefect.variables import Variable
-from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import (
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
-from training.errors import InputError
-from training.job import Job, JobTemplate, parse_template
+from training.errors import InputError, PerdureError
+from training.job import Job, JobTemplate, input_error, parse_template
 
 NAME = "^[a-z0-9][a-z0-9_-]*$"  # what Prefect allows for a Variable
 VARIABLE = "a Prefect Variable that holds the job, as `perdure show job.yaml` prints it"
@@ -40,7 +47,7 @@ class _OrByName:
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
-        return core_schema.no_info_before_validator_function(_named, handler(source))
+        return core_schema.no_info_wrap_validator_function(_validated, handler(source))
 
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
@@ -87,6 +94,22 @@ def template_of(parameters: Mapping[str, Any]) -> JobTemplate:
     return parse_template(document)
 
 
+def _validated(given: object, validate: ValidatorFunctionWrapHandler) -> Any:
+    """The job that Prefect validates for a flow.
+
+    Raises:
+        PerdureError: it cannot be so. No ValueError: of one that pydantic knows, Prefect logs all
+            parameters with what is in them (3.8.8).
+    """
+    try:
+        return validate(_named(given))
+    except InputError as error:
+        raise PerdureError(str(error)) from None
+    except ValidationError as error:
+        wrong = input_error(error)
+        raise PerdureError(f"job.{wrong}" if wrong.field else f"job: {wrong}") from None
+
+
 def _named(given: object) -> object:
     """The content of a Variable in place of its name; anything else is itself.
 
@@ -95,6 +118,8 @@ def _named(given: object) -> object:
     """
     if not isinstance(given, str):
         return given
+    if re.fullmatch(NAME, given) is None:  # and not shown: it may be the job itself
+        raise InputError("job", "is a text that is no name of a Prefect Variable")
     content: Any = Variable.get(given, default=None)
     if content is None:
         raise InputError("job", f"{given!r}: there is no such Prefect Variable")

@@ -49,6 +49,8 @@ from training.specs.watch import WatchSpec
 
 MAX_USER_VARIABLES = 100  # ModelArts' limit for own environment variables of a training job
 SECRET_FIELDS = frozenset(Credentials.model_fields)  # ledger and Prefect show a job in clear text
+SECRET_SECTIONS = (("env",), ("env_from",))  # no message shows a value that was given there
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 RESERVED_PREFIXES = ("MA_", "VC_", "PERDURE_")
 RESERVED_NAMES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK"})
 
@@ -275,7 +277,7 @@ def _loaded(kind: type[AnyJob], path: Path, overrides: Sequence[str]) -> AnyJob:
     except OSError as error:
         raise InputError(str(path), f"cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(str(path), f"is not YAML: {_first_line(error)}") from error
+        raise InputError(str(path), f"is not YAML: {_yaml_problem(error)}") from None
     if not isinstance(document, dict):
         raise InputError(str(path), "must be a mapping of job fields")
     for override in overrides:
@@ -327,8 +329,13 @@ def _validated(kind: type[AnyJob], document: Mapping[str, Any]) -> AnyJob:
     try:
         return kind.model_validate(document)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise InputError(_field_of(first["loc"]), _message_of(first)) from None
+        raise input_error(error) from None
+
+
+def input_error(error: ValidationError) -> InputError:
+    """The first problem of a job, on one line; no values from where secrets may be."""
+    first = error.errors(include_url=False)[0]
+    return InputError(_field_of(first["loc"]), _message_of(first))
 
 
 def _set_override(document: dict[str, Any], override: str) -> None:
@@ -345,10 +352,13 @@ def _set_override(document: dict[str, Any], override: str) -> None:
     try:
         target[leaf] = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise InputError("--set", f"{override!r} is not YAML: {_first_line(error)}") from error
+        raise InputError("--set", f"{key}: is not YAML: {_yaml_problem(error)}") from None
 
 
 def _field_of(location: tuple[int | str, ...]) -> str:
+    if location[:1] in SECRET_SECTIONS and len(location) > 1:
+        # Of `env: {TOKEN=value}` the text is the name of a variable that has no value.
+        location = (location[0], *(one for one in location[1:] if _VARIABLE.fullmatch(str(one))))
     return ".".join(str(part) for part in location)
 
 
@@ -366,9 +376,16 @@ def _message_of(error: Mapping[str, Any]) -> str:
             "keys do not belong into a job: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in "
             "the environment, or name a Prefect block in credentials_block"
         )
-    if error["loc"][:1] == ("env_from",) and error["type"] == "model_type":  # the value, perhaps
-        return "must name where the value is kept: {secret: VARIABLE}, {file: PATH}, {block: NAME}"
+    is_secret = error["loc"][:1] in SECRET_SECTIONS
     match error["type"]:
+        case "model_type" | "dict_type" if error["loc"][:1] == ("env_from",):
+            message = (
+                "must name where the value is kept: {secret: VARIABLE}, {file: PATH}, {block: NAME}"
+            )
+        case "dict_type" if is_secret:
+            message = "must be a section of variables, {NAME: VALUE}"
+        case "string_type" if is_secret:
+            message = "must be a text, in quotes"
         case "extra_forbidden":
             close = difflib.get_close_matches(str(error["loc"][-1]), _field_names(), n=1)
             hint = f"did you mean {close[0]}?" if close else "`perdure schema` lists the fields"
@@ -382,6 +399,8 @@ def _message_of(error: Mapping[str, Any]) -> str:
             )
         case "value_error":
             message = str(error["msg"]).removeprefix("Value error, ")
+        case _ if is_secret:
+            message = str(error["msg"])
         case kind:
             given = json.dumps(error["input"], default=str)[:120]
             message = f"{given}: {_SHAPES.get(kind, error['msg'])}"
@@ -394,5 +413,10 @@ def _field_names() -> set[str]:
     return {name for section in sections for name in section.get("properties", {})}
 
 
-def _first_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
+def _yaml_problem(error: Exception) -> str:
+    """What is wrong and where, without the line itself: it may be that of a secret."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return " ".join(str(error).split())[:200]
+    mark = error.problem_mark
+    problem = re.sub(r"(alias|anchor|tag) .*", r"\1", error.problem or "cannot be read")
+    return f"{problem}, line {mark.line + 1}, column {mark.column + 1}"

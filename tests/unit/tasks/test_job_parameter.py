@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from prefect import flow
 
-from tasks.job_parameter import template_of
-from training.errors import InputError
+from tasks.job_parameter import JobParameter, template_of
+from training.errors import InputError, PerdureError
 from training.job import JobTemplate, parse_job
 
 JOB: dict[str, Any] = {
@@ -48,3 +49,35 @@ def test_a_job_that_was_validated_before_is_taken_too():
 def test_what_cannot_be_is_refused_with_its_field(parameters, message):
     with pytest.raises(InputError, match=message):
         template_of(parameters)
+
+
+TOKEN = "hf_abcdefghijklmnopqrstuvwx"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"env": [{"name": "X", "value": TOKEN}]}, "job.env: must be a section of variables"),
+        ({"env": {"X": [TOKEN]}}, "job.env.X: must be a text"),
+        ({"env": {"X": TOKEN}, "steps": 0}, "job.steps: 0: "),
+        ({"env": {"X": TOKEN}, "env_from": {"X": {"file": "/a"}}}, "job: X is in env and in env_f"),
+    ],
+)
+def test_a_flow_that_is_given_a_wrong_job_shows_no_value_of_a_variable(caplog, changes, words):
+    @flow
+    def takes_a_job(job: JobParameter) -> None:
+        """Only its parameter counts."""
+
+    with pytest.raises(PerdureError, match=words) as refused:
+        takes_a_job.validate_parameters({"job": {**JOB, "run_id": "one", **changes}})
+    assert not isinstance(refused.value, ValueError)
+    assert TOKEN not in str(refused.value) + caplog.text
+    with pytest.raises(InputError) as of_template:
+        template_of({"job": {**JOB, **changes}})
+    assert TOKEN not in str(of_template.value)
+
+
+def test_a_text_that_can_be_no_name_of_a_variable_is_not_shown():
+    with pytest.raises(InputError, match="no name of a Prefect Variable") as refused:
+        template_of({"job": f'{{"env": {{"X": "{TOKEN}"}}}}'})
+    assert TOKEN not in str(refused.value)

@@ -60,6 +60,14 @@ def test_a_block_whose_value_did_not_come_is_refused():
         ({"env_from": {"X": {"file": "/a", "field": "b"}}}, "field is of a block"),
         ({"env_from": {"X": {"secret": TOKEN}}}, "holds a secret itself"),
         ({"env_from": {"X": TOKEN}}, "must name where the value is kept"),
+        ({"env_from": [{"name": "X", "value": TOKEN}]}, "env_from: must name where the value is"),
+        ({"env_from": {"X": {"secret": [TOKEN]}}}, "env_from.X.secret: must be a text"),
+        ({"env_from": {"X": {"secret": "A", TOKEN.replace("_", "-"): 1}}}, "no such field"),
+        ({"env": [{"name": "X", "value": TOKEN}]}, "env: must be a section of variables"),
+        ({"env": TOKEN}, "env: must be a section of variables"),
+        ({"env": {"X": [TOKEN]}}, "env.X: must be a text, in quotes"),
+        ({"env": {f"X={TOKEN}": None}}, "env: must be a text"),
+        ({"env": {"X": "a"}, "env_from": {"X": {"block": TOKEN}}}, "holds a secret itself"),
         ({"env_from": {"MA_X": {"file": "/a"}}}, "MA_X is set by the node agent"),
         ({"env_from": {"X": {"file": "/a"}}, "env": {"X": "1"}}, "X is in env and in env_from"),
         ({"env_from": {"X": {"file": "/a"}}, "worker": {"command": ["a", "--key=${X}"]}},
@@ -71,6 +79,30 @@ def test_a_wrong_reference_is_refused_without_showing_what_was_given(sections, w
         parse_job(job_document(**sections))
     assert words in str(refused.value)
     assert TOKEN not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("env:\n  DB_PASSWORD: 12345678\n", "env.DB_PASSWORD: must be a text, in quotes"),
+        ("env:\n  X: 12345678: 9\n", "not YAML: mapping values are not allowed here, line 8, col"),
+        ("env:\n  X: *12345678\n", "not YAML: found undefined alias, line 8"),
+    ],
+)
+def test_a_job_file_that_cannot_be_shows_no_value_of_a_variable(tmp_path, capsys, text, words):
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(job_document()) + text)
+    line = error_line(capsys, "show", path)
+    assert words in line
+    assert "12345678" not in line
+
+
+def test_an_override_that_cannot_be_shows_no_value(tmp_path, capsys):
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(job_document()))
+    line = error_line(capsys, "show", path, "--set", "env.X=[12345678")
+    assert "--set: env.X: is not YAML" in line
+    assert "12345678" not in line
 
 
 def test_a_shell_may_read_a_secret_by_itself():
