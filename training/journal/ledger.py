@@ -114,26 +114,28 @@ class Ledger:
             AlreadySupervised: another supervisor is alive, or took the run at the same moment.
         """
         history = self.read()
-        # In this order: a lease that comes between the two is seen by the second.
-        self._refuse_if_just_taken(history, identity)
-        self._refuse_if_alive(identity)
-        epoch = history.epoch + 1
-        record = SupervisorTook(
-            at_s=self._clock(),
-            epoch=epoch,
-            supervisor=identity.supervisor,
-            host=identity.host,
-            pid=identity.pid,
-            flow_run=identity.flow_run,
-        )
-        if not self._put(len(self._records), record):
-            winner = self.read().supervisor
-            raise AlreadySupervised(
-                f"run {self._run_id}: another supervisor took it at the same moment",
-                flow_run=winner.flow_run if winner is not None else None,
+        while True:
+            # In this order: a lease that comes between the two is seen by the second.
+            self._refuse_if_just_taken(history, identity)
+            self._refuse_if_alive(identity)
+            record = SupervisorTook(
+                at_s=self._clock(),
+                epoch=history.epoch + 1,
+                supervisor=identity.supervisor,
+                host=identity.host,
+                pid=identity.pid,
+                flow_run=identity.flow_run,
             )
+            if self._put(len(self._records), record):
+                break
+            before, history = history, self.read()
+            if history.supervisor != before.supervisor and history.supervisor is not None:
+                raise AlreadySupervised(
+                    f"run {self._run_id}: another supervisor took it at the same moment",
+                    flow_run=history.supervisor.flow_run,
+                )
         self._records.append(record)
-        self._epoch, self._identity = epoch, identity
+        self._epoch, self._identity = record.epoch, identity
         self.renew()
         return replay(self._records)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import get_args
 
 import pytest
@@ -168,6 +169,38 @@ def test_a_users_note_needs_no_lease_and_costs_the_supervisor_none_of_its_record
     assert history.ended_well
     assert list(history.released) == ["node-1"]
     assert history.epoch == 1
+
+
+class BetweenReadAndPut(LocalStore):
+    """Something else gets into the ledger right before a supervisor's first record does."""
+
+    act: Callable[[], object] | None = None
+
+    def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
+        act, self.act = self.act, None
+        if act is not None:
+            act()
+        super().put(key, data, if_absent=if_absent)
+
+
+def test_a_users_note_at_the_moment_of_a_takeover_is_no_other_supervisor(tmp_path):
+    store = BetweenReadAndPut(tmp_path)
+    user = Ledger(LocalStore(tmp_path), "run")
+    store.act = lambda: user.note(NodeReleased, node="node-1")
+    ledger = Ledger(store, "run")
+    history = ledger.take(Identity.of_this_process())
+    assert list(history.released) == ["node-1"], "the note was not between"
+    assert (history.epoch, ledger.epoch) == (2, 2)
+    ledger.append(RunCreated, job={"run_id": "run"})
+
+
+def test_another_supervisor_at_the_moment_of_a_takeover_wins(tmp_path):
+    store = BetweenReadAndPut(tmp_path)
+    other = Ledger(LocalStore(tmp_path), "run")
+    store.act = lambda: other.take(ELSEWHERE.model_copy(update={"flow_run": "first"}))
+    with pytest.raises(AlreadySupervised, match="at the same moment") as refused:
+        Ledger(store, "run").take(Identity.of_this_process())
+    assert refused.value.flow_run == "first"
 
 
 def test_who_is_refused_learns_which_flow_run_supervises(store):
