@@ -37,6 +37,7 @@ from tasks.credentials import credentials_of
 from tasks.entry import NOT_TRAINED, job_of
 from tasks.hooks import take_down_run
 from tasks.left_open import ADOPTED
+from tasks.new_start import AUTO_RESUME, PRETRAIN, is_started_for, start, started_for
 from tasks.states import completed
 from tasks.unsupervised import (
     MAX_FAILED_STARTS,
@@ -54,8 +55,6 @@ from training.journal.records import RunEnded
 from training.supervisor.job_registry import known_job, known_runs
 from training.supervisor.run import Run
 
-PRETRAIN = FlowFilter(name=FlowFilterName(any_=["pretrain"]))
-AUTO_RESUME = "auto-resume"
 QUIET = "NothingToDo"
 QUIET_IS_KEPT = timedelta(minutes=10)
 CRASH_IS_NEWS_S = 86_400.0  # an older one is not started again out of the blue
@@ -180,6 +179,7 @@ def _facts(client: SyncPrefectClient, flow_run: FlowRun, history: RunHistory) ->
     states = client.read_flow_run_states(flow_run.id)
     taker = history.supervisor
     is_taker = taker is not None and taker.flow_run == str(flow_run.id)
+    is_next = is_started_for(flow_run, flow_run.name, history)
     state = flow_run.state or states[-1]
     walked = [(one.type.value, one.timestamp.timestamp()) for one in states]
     return FlowRunFacts(
@@ -187,15 +187,19 @@ def _facts(client: SyncPrefectClient, flow_run: FlowRun, history: RunHistory) ->
         since_s=state.timestamp.timestamp(),
         is_deployed=flow_run.deployment_id is not None,
         failed_starts=failed_starts(walked, advanced_s=history.advanced_s),
-        speaks_for_run=is_taker and flow_run.state_name not in NOT_OF_USER,
+        speaks_for_run=(is_taker or is_next) and flow_run.state_name not in NOT_OF_USER,
     )
 
 
 def _flow_run_of(client: SyncPrefectClient, run_id: str, history: RunHistory) -> FlowRun | None:
-    """The flow run that last supervised a run, None when the server has it no more.
+    """The flow run that last supervised a run, or that was started in its place.
 
-    By name only where the ledger names none: an older one says nothing of what goes on now.
+    None when the server has it no more. By name only where the ledger names none: an older one says
+    nothing of what goes on now.
     """
+    started = started_for(client, run_id, history)
+    if started is not None:
+        return started
     taker = history.supervisor
     if taker is not None and taker.flow_run is not None:
         try:
@@ -244,24 +248,9 @@ def _apply(case: Case) -> str:
                 client.set_flow_run_state(flow_run, Cancelled(message=done), force=True)
                 return f"{case.name}: {done}"
             case Remedy.START, _, Run() as run:
-                return f"{case.name}: {_start(client, run)}"
+                return f"{case.name}: {start(client, run)}"
             case _:
                 return f"{case.name}: nothing to do"
-
-
-def _start(client: SyncPrefectClient, run: Run) -> str:
-    """Give a run a flow run of the deployment; the same one when two ask at once."""
-    found = client.read_deployments(flow_filter=PRETRAIN)
-    tagged = [one for one in found if AUTO_RESUME in one.tags]
-    if not tagged:
-        return f"not adopted: no deployment of pretrain has the tag {AUTO_RESUME}"
-    flow_run = client.create_flow_run_from_deployment(
-        tagged[0].id,
-        parameters={"job": run.job.model_dump(mode="json")},
-        name=run.job.run_id,
-        idempotency_key=f"keep-{run.job.run_id}-{run.history.epoch}",
-    )
-    return f"nobody supervised it, and it had no flow run to start again: {flow_run.id} is new"
 
 
 def _why_given_up(case: Case) -> str:

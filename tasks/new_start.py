@@ -1,0 +1,108 @@
+"""A new flow run for a run whose own one is gone, or cannot be started by a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from uuid import UUID
+
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.filters import (
+    FlowFilter,
+    FlowFilterName,
+    FlowRunFilter,
+    FlowRunFilterIdempotencyKey,
+)
+from prefect.client.schemas.objects import DeploymentStatus, FlowRun
+from prefect.client.schemas.responses import DeploymentResponse
+from prefect.client.schemas.sorting import FlowRunSort
+from prefect.exceptions import ObjectNotFound
+from prefect.runtime import deployment as own_deployment
+
+from training.journal.history import RunHistory
+from training.supervisor.run import Run
+
+PRETRAIN = FlowFilter(name=FlowFilterName(any_=["pretrain"]))
+AUTO_RESUME = "auto-resume"
+
+
+def start(client: SyncPrefectClient, run: Run) -> str:
+    """Give a run a flow run of a deployment; the same one when two ask at once."""
+    found = client.read_deployments(flow_filter=PRETRAIN)
+    last, keeper = _last_deployment(client, run.history), _own_deployment(client)
+    chosen = choose(found, last=last, keeper=keeper)
+    if chosen is None:
+        return (
+            f"not adopted: no deployment of pretrain that is ready and has the tag {AUTO_RESUME} "
+            "is the one of its last flow run, or is served with this flow"
+        )
+    flow_run = client.create_flow_run_from_deployment(
+        chosen.id,
+        parameters={"job": run.job.model_dump(mode="json")},
+        name=run.job.run_id,
+        idempotency_key=_key(run.job.run_id, run.history),
+    )
+    return f"nobody supervised it, and it had no flow run to start again: {flow_run.id} is new"
+
+
+def started_for(client: SyncPrefectClient, run_id: str, history: RunHistory) -> FlowRun | None:
+    """The flow run that was started in place of the last supervisor, and has not taken over yet."""
+    found = client.read_flow_runs(
+        flow_filter=PRETRAIN,
+        flow_run_filter=FlowRunFilter(
+            idempotency_key=FlowRunFilterIdempotencyKey(any_=[_key(run_id, history)])
+        ),
+        sort=FlowRunSort.EXPECTED_START_TIME_DESC,
+        limit=1,
+    )
+    return found[0] if found else None
+
+
+def is_started_for(flow_run: FlowRun, run_id: str, history: RunHistory) -> bool:
+    """Whether a flow run is the one that `started_for` finds."""
+    return flow_run.idempotency_key == _key(run_id, history)
+
+
+def choose(
+    found: Sequence[DeploymentResponse], *, last: UUID | None, keeper: DeploymentResponse | None
+) -> DeploymentResponse | None:
+    """The deployment to start a run with: what starts it can reach the nodes of the run.
+
+    Args:
+        found: those of pretrain.
+        last: that of the last flow run of the run that had one.
+        keeper: that of the flow which asks, whose worker or serving process knows the run.
+    """
+    ready = [
+        one for one in found if AUTO_RESUME in one.tags and one.status is DeploymentStatus.READY
+    ]
+    own = (one for one in ready if keeper is not None and _are_served_together(one, keeper))
+    return next((one for one in ready if one.id == last), None) or next(own, None)
+
+
+def _are_served_together(one: DeploymentResponse, other: DeploymentResponse) -> bool:
+    """By workers of one pool; or by one process without a pool, which has one name for all."""
+    if one.work_pool_name is not None or other.work_pool_name is not None:
+        return one.work_pool_name == other.work_pool_name
+    return one.name == other.name
+
+
+def _last_deployment(client: SyncPrefectClient, history: RunHistory) -> UUID | None:
+    for flow_run in reversed(history.flow_runs):
+        try:
+            deployment = client.read_flow_run(UUID(flow_run)).deployment_id
+        except ObjectNotFound:
+            continue  # deleted
+        if deployment is not None:
+            return deployment
+    return None
+
+
+def _own_deployment(client: SyncPrefectClient) -> DeploymentResponse | None:
+    own: str | None = own_deployment.id
+    return client.read_deployment(UUID(own)) if own is not None else None
+
+
+def _key(run_id: str, history: RunHistory) -> str:
+    # The epoch alone is used again by a run that begins anew under the same name.
+    taker = history.supervisor
+    return f"keep-{run_id}-{history.epoch}-{taker.supervisor if taker is not None else 'nobody'}"
