@@ -102,6 +102,8 @@ def _supervise(supervision: Supervision) -> State[Any]:
         if run.is_complete:
             return Completed(message=f"run {job.run_id} was completed before")
         end = conduct(TaskSteps(supervision), log=supervision.logger)
+        if supervision.retry_delay.was_cut_short:
+            supervision.close_own()  # Prefect has set the placement to Crashed (3.8.8)
         # A picture that fails changes no outcome.
         report(supervision, end.outcome, return_state=True)
         text = final_message(end.message, run.history, ettr=supervision.story.ettr)

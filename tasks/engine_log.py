@@ -2,18 +2,22 @@
 
 For a task that returns a failed state it writes three to five lines (3.8.8): "Task run failed
 with state ... NoneType: None", "Retry 1/100 will start", "Running hook ...", "Finished in state".
-The end of an attempt is one line of Perdure's own; what an exception leaves behind stays.
+The end of an attempt is one line of Perdure's own; what an exception leaves behind stays, but for
+the one that ends the wait before a restart: "Crash detected!" is not what a user's cancel is.
 """
 
 from __future__ import annotations
 
 import logging
 
+from tasks.retry_delay import NotWanted
+
 TASK_LOGGER = "prefect.task_runs"
 ATTEMPT_TASKS = frozenset({"train", "attempt"})
 _MODULE = "task_engine"
 _STARTS = ("Task run failed with state", "Running hook", "Hook ")
 _END = "Finished in state"
+_CRASH = "Crash detected!"
 
 
 class AttemptLines(logging.Filter):
@@ -25,7 +29,8 @@ class AttemptLines(logging.Filter):
             return True
         text = record.getMessage()
         failed = record.levelno >= logging.ERROR and text.startswith(_END)
-        return not (failed or text.startswith(_STARTS))
+        not_wanted = text.startswith(_CRASH) and NotWanted.__name__ in text
+        return not (failed or not_wanted or text.startswith(_STARTS))
 
 
 def quieten() -> None:

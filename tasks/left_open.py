@@ -36,6 +36,7 @@ from training.recovery.rungs import RESTARTS_IN_PLACE, RUNGS
 LOST = "SupervisorLost"
 ADOPTED = "Adopted"
 WAITS = "waits to be adopted"
+STOPPED = "StoppedOnRequest"
 # As Prefect names what a signal ended: the task, and what it had done in a transaction (3.8.8).
 CRASHED = "Crashed"
 ROLLED_BACK = "RolledBack"
@@ -68,6 +69,8 @@ def end_of_task(name: str, history: RunHistory, *, adopted_by: str | None) -> Ta
         return TaskEnd(StateType.CRASHED, LOST, f"its supervisor is gone{again}")
     if view.ended is None or _goes_on(name, view, history):
         return _living(view, adopted_by)
+    if _is_cancelled_before_restart(name, view, history):
+        return TaskEnd(StateType.COMPLETED, STOPPED, "stopped on request before the restart")
     return _ended(view)
 
 
@@ -84,8 +87,19 @@ def _attempt_of(name: str, history: RunHistory) -> AttemptView | None:
 
 def _goes_on(name: str, view: AttemptView, history: RunHistory) -> bool:
     """Whether a placement will have another attempt."""
+    return history.ended is None and _restarts(name, view)
+
+
+def _is_cancelled_before_restart(name: str, view: AttemptView, history: RunHistory) -> bool:
+    """Whether a placement would have had another attempt, had the run not been cancelled."""
+    ended = history.ended
+    return ended is not None and ended.outcome == "cancelled" and _restarts(name, view)
+
+
+def _restarts(name: str, view: AttemptView) -> bool:
+    """Whether a placement was to have another attempt."""
     restarts = view.decision is not None and view.decision.rung in RESTARTS_IN_PLACE
-    return _PLACEMENT.match(name) is not None and history.ended is None and restarts
+    return _PLACEMENT.match(name) is not None and restarts
 
 
 def _living(view: AttemptView, adopted_by: str | None) -> TaskEnd:
@@ -105,7 +119,7 @@ def _ended(view: AttemptView) -> TaskEnd:
         done = f"trained to step {step}" if step is not None else "the command has ended well"
         return TaskEnd(StateType.COMPLETED, "Completed", done)
     if fault is None:
-        return TaskEnd(StateType.COMPLETED, "StoppedOnRequest", "stopped on request")
+        return TaskEnd(StateType.COMPLETED, STOPPED, "stopped on request")
     at = f" at step {step}" if step is not None else ""
     what = f"{fault.fault_class} on {fault.where}{at}"
     if view.decision is None:

@@ -30,6 +30,7 @@ class RetryDelay:
     """
 
     def __init__(self, stop_wanted: Callable[[], bool]) -> None:
+        self.was_cut_short = False
         self._stop_wanted = stop_wanted
         self._waiting = threading.Event()
         self._closed = threading.Event()
@@ -79,4 +80,5 @@ class RetryDelay:
     def _interrupt(self, _number: int, _frame: object) -> None:
         if self._waiting.is_set():
             self._waiting.clear()
+            self.was_cut_short = True
             raise NotWanted("a stop was requested before the restart")

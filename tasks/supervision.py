@@ -43,6 +43,7 @@ from training.supervisor.run import Run
 from training.wire.requests import is_pause_wanted, take_back
 
 CONTROL_PERIOD_S = 3.0
+POLL_ENDS_S = 10.0  # a few requests of 5 s at most; the end of the flow does not wait for more
 HANDOVER_S = 30.0  # for the supervisor before to notice, and to leave
 HANDOVER_POLL_S = 1.0
 HANDED_OVER = "resumed: another process supervises the run from now on"
@@ -217,15 +218,21 @@ class Supervision:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._lease.close()
-        self._lease.join(RENEW_S)  # a late renewal would bring back a lease that was given up
-        if self._requests is not None:
-            self._requests.close()
+        self._end_threads()
         # What ends a flow's process is no Exception (3.8.8): TerminationSignal, KeyboardInterrupt,
         # CancelledError, Abort.
         if kind is not None and not issubclass(kind, Exception):
             self._interrupted(kind)
         self.story.close()
+
+    def _end_threads(self) -> None:
+        """End what would otherwise write after this process has set its last word."""
+        self._lease.close()
+        if self._requests is not None:
+            self._requests.close()
+        self._lease.join(RENEW_S)  # a late renewal would bring back a lease that was given up
+        if self._requests is not None:
+            self._requests.join(POLL_ENDS_S)  # a late "it lives" would follow Completed
 
     def stop_wanted(self) -> bool:
         """Whether the run is to be cancelled.
@@ -253,12 +260,15 @@ class Supervision:
             if own is not None:
                 close_flow_runs(client, history, own=own)
 
-    def _close_own(self) -> None:
-        """End the task runs of this process as the ledger has it, not by the signal."""
+    def close_own(self) -> None:
+        """Have the task runs of this process end as the ledger has it, not by the signal."""
+        before = datetime.now(UTC)  # later ones are not over
+        self.story.reporter.submit("left open", lambda: self._close_own(before))
+
+    def _close_own(self, before: datetime) -> None:
         with get_client(sync_client=True) as client:
-            history, now = self.run.refresh(), datetime.now(UTC)
-            own = self.flow_run_id
-            close_left_open(client, history, own=own, before=now, adopted_by=None)
+            history, own = self.run.refresh(), self.flow_run_id
+            close_left_open(client, history, own=own, before=before, adopted_by=None)
 
     def _take(self) -> RunHistory:
         """Take the run; after a Resume the supervisor before may need a moment to leave."""
@@ -306,7 +316,7 @@ class Supervision:
             self.logger.info("cancelled: stopping the processes of the run")
             self.run.end("cancelled", f"cancelled ({kind.__name__})")
             self.has_cancelled = True
-            self.story.reporter.submit("left open", self._close_own)
+            self.close_own()
             with suppress(StorageError):  # the run has ended, whatever can be shown of it
                 self.story.end("cancelled")
             return

@@ -79,4 +79,13 @@ def test_a_run_that_is_cancelled_while_it_waits_to_restart_starts_nothing_more(b
     assert running.history.ended.outcome == "cancelled"
     assert len(running.history.attempts) == 1
     assert api.state("waiting") == "Cancelled"
+    wait_for(
+        lambda: api.task_runs("waiting")[placement] == "StoppedOnRequest",
+        timeout_s=10,
+        what="the end of the placement",
+    )
+    assert api.task_runs("waiting")["attempt 1.1 from step 0"] == "RestartInPlace"
+    log = "\n".join(api.logs("waiting"))
+    assert "stopped on request before the restart" in log
+    assert "Crash detected!" not in log
     running.leave_nothing()

@@ -46,6 +46,14 @@ CASES: dict[str, tuple[tuple[AnyRecord, ...], str, StateType, str, str]] = {
         (over(1, "stopped"), CANCELLED), "placement 1 on node-0", StateType.COMPLETED,
         "StoppedOnRequest", "stopped on request",
     ),
+    "a placement that was cancelled before its restart": (
+        (over(), decided(), CANCELLED), "placement 1 on node-0", StateType.COMPLETED,
+        "StoppedOnRequest", "stopped on request before the restart",
+    ),
+    "its attempt": (
+        (over(), decided(), CANCELLED), "attempt 1.1 from step 0", StateType.FAILED,
+        "RestartInPlace", "in_place_restart",
+    ),
     "anything else": (
         (), "place", StateType.CRASHED, "SupervisorLost",
         "its supervisor is gone; supervisor 2 goes on from the ledger",

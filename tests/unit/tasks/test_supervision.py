@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from uuid import uuid4
 
 import pytest
@@ -190,3 +191,26 @@ def test_a_paused_run_that_is_said_to_have_crashed_stays_paused(supervision, pau
     look(poller, server)
     assert server.state.is_paused()
     assert read_control(supervision.run.store, "small").pause
+
+
+def test_what_a_poll_has_begun_is_over_before_the_flow_run_has_its_last_state(
+    supervision, monkeypatch
+):
+    began, answered, done = threading.Event(), threading.Event(), []
+
+    def slow() -> None:
+        began.set()
+        answered.wait(10)
+        done.append("the supervisor lives")
+
+    monkeypatch.setattr(module, "CONTROL_PERIOD_S", 0.01)
+    poller = RequestPoller(uuid4(), supervision.run)
+    monkeypatch.setattr(poller, "tick", slow)
+    monkeypatch.setattr(supervision, "_requests", poller)
+    supervision._lease.start()
+    poller.start()
+    assert began.wait(10)
+    threading.Timer(0.2, answered.set).start()
+    supervision._end_threads()
+    assert done == ["the supervisor lives"]
+    assert not poller.is_alive()
