@@ -16,7 +16,7 @@ from training.journal.records import AttemptEnded
 from training.recovery.faults import Fault
 from training.recovery.rungs import RUNGS, Decision, Rung
 from training.supervisor.accounts import duration_text
-from training.supervisor.markdown import block, clock_text, code, counted, listed, text
+from training.supervisor.markdown import block, clock_text, code, counted, link, listed, text
 from training.supervisor.report import RECOVERING, event_text, outcome_of
 
 QUESTIONS = (
@@ -275,13 +275,14 @@ def _act(
     node = decision.isolate if decision is not None else None
     if node is not None and node in history.isolated:
         command = code(f"perdure nodes {place.run_id} --release {node}")
-        when = "now, the run waits for a node" if place.waits and not is_over else "not at once"
-        return f"Yes, {when}: have {text(node)} mended, then {command}"
+        waits = place.waits and not is_over
+        when = "now: the run waits for a node" if waits else "but it can wait"
+        return f"Yes, {when}. Have {text(node)} repaired, then let it back in: {command}"
     if node is not None:
         return f"No. {text(node)} was released"
     if history.ended is not None and not is_over and not history.ended_well:
         return f"Only if the run is to go on: {code('perdure run JOB.yaml')}"
-    return "No" if is_over else "No, unless it does not end"
+    return "No" if is_over else "Not now. If the recovery fails, this report will say what to do"
 
 
 def _logs(view: AttemptView, fault: Fault, place: Place) -> str:
@@ -290,7 +291,7 @@ def _logs(view: AttemptView, fault: Fault, place: Place) -> str:
     command = code(f"perdure logs {place.run_id} --attempt {name}{rank}")
     if view.ended is None:
         return f"{command}, once the attempt has ended"
-    return f"{command}; in the store {code(place.url(logs_prefix(place.run_id, *view.key)))}"
+    return f"{command}; in the store: {link(place.url(logs_prefix(place.run_id, *view.key)))}"
 
 
 def _next_that_trains(history: RunHistory, index: int) -> AttemptView | None:

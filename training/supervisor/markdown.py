@@ -6,6 +6,9 @@ import html
 import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from urllib.parse import quote
+
+_IN_ADDRESS = ":/?#&=%@+,~"
 
 
 def text(value: object) -> str:
@@ -18,6 +21,11 @@ def code(value: object) -> str:
     """The same as code."""
     line = " ".join(str(value).split()).replace("`", "'")
     return f"`{line}`"
+
+
+def link(url: str) -> str:
+    """A link that shows its address: not every browser follows `s3://` or `file://`."""
+    return f"[{code(url)}](<{quote(url, safe=_IN_ADDRESS)}>)"
 
 
 def block(value: str) -> str:

@@ -70,10 +70,14 @@ def test_a_fault_under_recovery_says_what_is_known_and_what_is_not():
     assert "Node **node-1** is isolated." in found["What was done?"]
     assert found["What did it cost?"] == "not known before it is over, no spare used"
     assert found["Is it over?"] == "Not yet: the recovery is under way"
-    assert "`perdure nodes small --release node-1`" in found["Must somebody act?"]
+    assert found["Must somebody act?"] == (
+        "Yes, but it can wait. Have node-1 repaired, then let it back in: "
+        "`perdure nodes small --release node-1`"
+    )
     assert found["Where are the logs?"] == (
-        "`perdure logs small --attempt 1.1`; in the store "
-        "`file:///store/runs/small/logs/p0001-a0001/`"
+        "`perdure logs small --attempt 1.1`; in the store: "
+        "[`file:///store/runs/small/logs/p0001-a0001/`]"
+        "(<file:///store/runs/small/logs/p0001-a0001/>)"
     )
 
 
