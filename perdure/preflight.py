@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from perdure import server
 from perdure.console import (
     EXIT_FAILED,
     AsJson,
@@ -20,6 +21,7 @@ from perdure.console import (
     print_json,
     warn,
 )
+from training.drill.driver import Secrets
 from training.drill.reentry import check_reentry
 from training.health.node_check import check_this_machine
 from training.job import Job, departures, load_job
@@ -53,7 +55,7 @@ def preflight(
     if job.preflight.nodes:
         checks += check_this_machine(job, state_bytes=state_bytes(job), environment=os.environ)
     if reentry:
-        checks.append(check_reentry(job, lasting_s=reentry_s))
+        checks.append(check_reentry(job, lasting_s=reentry_s, secrets=_secrets_of(job)))
     is_fine = all(check.outcome is not CheckOutcome.FAILED for check in checks)
     if as_json:
         print_json(_document(job, notes, checks, is_fine=is_fine), indent=None)
@@ -72,6 +74,16 @@ def check_inputs(job: Job) -> None:
     """
     # A credentials block lives in the Prefect server; the storage is checked once that runs.
     check_job(job, with_storage=job.storage.credentials_block is None)
+
+
+def _secrets_of(job: Job) -> Secrets:
+    """What reads the values of a job's env_from that the Prefect server has."""
+    if all(source.block is None for source in job.env_from.values()):
+        return dict
+    server.use_server()
+    from tasks.env_secrets import BlockSecrets  # noqa: PLC0415 imports Prefect
+
+    return BlockSecrets(job)
 
 
 def warn_of_departures(job: Job) -> None:

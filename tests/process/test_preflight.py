@@ -161,3 +161,19 @@ def test_a_command_that_cannot_be_started_again_is_found(bench, tmp_path):
     assert done.returncode == 1, done.stdout + done.stderr
     (check,) = [c for c in json.loads(done.stdout)["checks"] if c["name"] == "reentry"]
     assert check["seen"] == "start 2 ended with exit code 3: stale lock"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["command", "session"])
+def test_a_program_that_is_started_twice_gets_the_value_of_a_block(bench, kind):
+    keep = "from prefect.blocks.system import Secret; Secret(value='of-a-block').save('twice')"
+    kept = bench.python("-c", keep)
+    assert kept.returncode == 0, kept.stderr
+    job = bench.apart(f"{kind}-twice", env={"PACE_S": "0"})
+    if kind == "command":
+        worker = {"command": ["sh", "-c", "test $$X = of-a-block"]}
+        job = {"run_id": job["run_id"], "storage": job["storage"], "worker": worker}
+    sections = {"preflight": {"nodes": False}, "env_from": {"X": {"block": "twice"}}}
+    done = preflight(bench, {**job, **sections}, "--json", "--reentry", "--reentry-s", "1")
+    (check,) = [c for c in json.loads(done.stdout)["checks"] if c["name"] == "reentry"]
+    assert check["outcome"] == "ok", check

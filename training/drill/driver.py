@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from pydantic import SecretStr
+
 from storage.address import Credentials
 from storage.errors import StorageError
 from training.errors import EngineError
@@ -34,6 +36,7 @@ LIMIT_S = 300.0  # of one start of a run; a drill that hangs is a drill that fai
 PAUSED_FOR_S = 0.5  # a rank that trains on in between would be noticed
 
 Curve = Mapping[int, tuple[float, float]]
+Secrets = Callable[[], Mapping[str, SecretStr]]
 RunHook = Callable[[Run, Progress], None]
 
 
@@ -66,11 +69,13 @@ class RunDriver:
         home: Perdure's folder for them.
         limit_s: of one start of a run.
         credentials: keys of the runs' store; None: boto3's default chain.
+        secrets: reads the values of a job's env_from that are in Prefect blocks.
     """
 
     home: Path
     limit_s: float = LIMIT_S
     credentials: Credentials | None = None
+    secrets: Secrets = dict
 
     def run(self, job: Job, *, hook: RunHook | None = None, starts: int = 1) -> RunOutcome:
         """Run a job to its end.
@@ -116,7 +121,7 @@ class RunDriver:
                 return end.message
 
     def _run(self, job: Job) -> Run:
-        return Run(job, home=self.home, credentials=self.credentials)
+        return Run(job, home=self.home, credentials=self.credentials, secrets=self.secrets)
 
     def _outcome(self, job: Job, ended: str) -> RunOutcome:
         run = self._run(job)

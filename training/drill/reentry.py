@@ -14,12 +14,15 @@ import string
 import subprocess
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
+from pydantic import SecretStr
+
 from training.agent.workers import platform_variables
-from training.drill.driver import RunDriver
+from training.drill.driver import RunDriver, Secrets
 from training.environment import variables_of, worker_path
-from training.errors import PerdureError
+from training.errors import EngineError, PerdureError
 from training.health.sources.vendor_tools import end_session
 from training.job import Job
 from training.masking import SECRETS_ENV, masked_text, secret_values
@@ -34,19 +37,21 @@ LOOPBACK = "127.0.0.1"
 STORE_FOLDER = "store"
 
 
-def check_reentry(job: Job, *, lasting_s: float) -> Check:
+def check_reentry(job: Job, *, lasting_s: float, secrets: Secrets = dict) -> Check:
     """Start the program twice.
 
     Args:
         job: whose program is meant.
         lasting_s: how long a command runs each time.
+        secrets: reads the values of the job's env_from that are in Prefect blocks; called at each
+            start, may raise EngineError.
     """
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="perdure-reentry-") as folder:
         if job.worker.is_command:
-            check = _check_command(job, Path(folder), lasting_s)
+            check = _check_command(job, Path(folder), lasting_s, secrets)
         else:
-            check = _check_session(job, Path(folder))
+            check = _check_session(job, Path(folder), secrets)
     return check.model_copy(update={"seconds": time.monotonic() - began_s})
 
 
@@ -66,12 +71,12 @@ def scratch_job(job: Job, folder: Path, number: int) -> Job:
     return Job.model_validate(job.model_dump() | changes)
 
 
-def _check_session(job: Job, folder: Path) -> Check:
+def _check_session(job: Job, folder: Path, secrets: Secrets) -> Check:
     allowed = f"the same {STEPS} losses, in every digit"
     curves: list[dict[int, float]] = []
     for number in (1, 2):
         try:
-            outcome = RunDriver(folder).run(scratch_job(job, folder, number))
+            outcome = RunDriver(folder, secrets=secrets).run(scratch_job(job, folder, number))
         except PerdureError as error:
             return _failed(f"start {number}: {error}", allowed)
         curve = {step: loss for step, (loss, _) in outcome.curve.items()}
@@ -90,12 +95,13 @@ def _check_session(job: Job, folder: Path) -> Check:
     )
 
 
-def _check_command(job: Job, folder: Path, lasting_s: float) -> Check:
+def _check_command(job: Job, folder: Path, lasting_s: float, secrets: Secrets) -> Check:
     allowed = "a second start after SIGTERM does not fail"
     for number in (1, 2):
         try:
-            code, line = _start(job, folder, number, lasting_s)
-        except ValueError as error:  # a secret is not here
+            variables = _variables(job, folder, number, secrets())
+            code, line = _start(job, variables, folder / f"start-{number}.log", lasting_s)
+        except (EngineError, ValueError) as error:  # a secret is not here
             return _failed(str(error), allowed)
         if code not in (None, 0):
             return _failed(f"start {number} ended with exit code {code}: {line}", allowed)
@@ -103,12 +109,12 @@ def _check_command(job: Job, folder: Path, lasting_s: float) -> Check:
     return Check(name=NAME, outcome=CheckOutcome.OK, seen=seen, allowed=allowed)
 
 
-def _start(job: Job, folder: Path, number: int, lasting_s: float) -> tuple[int | None, str]:
+def _start(
+    job: Job, variables: Mapping[str, str], log: Path, lasting_s: float
+) -> tuple[int | None, str]:
     """Run the command for a while. Its exit code, None when it was still running; its last line."""
     assert job.worker.command is not None  # noqa: S101 checked by the caller
-    variables = _variables(job, folder, number)
     command = [string.Template(part).safe_substitute(variables) for part in job.worker.command]
-    log = folder / f"start-{number}.log"
     with log.open("wb") as output:
         try:
             process = subprocess.Popen(
@@ -142,7 +148,9 @@ def _await(process: subprocess.Popen[bytes], grace_s: float) -> None:
         return  # the caller ends it by force, as an agent would
 
 
-def _variables(job: Job, folder: Path, number: int) -> dict[str, str]:
+def _variables(
+    job: Job, folder: Path, number: int, delivered: Mapping[str, SecretStr]
+) -> dict[str, str]:
     """What an agent would set in the only container of the job."""
     config = AgentConfig(
         run_id=job.run_id,
@@ -173,7 +181,8 @@ def _variables(job: Job, folder: Path, number: int) -> dict[str, str]:
         job="{}",
         data_manifest_key=None,
     )
-    secrets = values_on_node(job.env_from, delivered={}, environment=os.environ)
+    of_blocks = {name: value.get_secret_value() for name, value in delivered.items()}
+    secrets = values_on_node(job.env_from, delivered=of_blocks, environment=os.environ)
     own = {**variables_of(job), **secrets, SECRETS_ENV: ",".join(secrets)}
     platform = platform_variables(config, order, folder, number)
     return {**os.environ, **own, **platform, "NODE_RANK": "0", "PATH": worker_path()}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import SecretStr
 
 from tests.jobs import small_job
 from training.drill.reentry import STEPS, check_reentry, scratch_job
+from training.errors import EngineError
 from training.wire.node import CheckOutcome
 
 
@@ -56,3 +58,27 @@ def test_a_command_gets_its_secrets_and_the_check_does_not_show_them(tmp_path):
     assert check_reentry(job, lasting_s=30).seen.startswith(f"env_from.X: {mounted}: No such file")
     mounted.write_text("the-secret")
     assert check_reentry(job, lasting_s=30).seen.endswith("exit code 4: given ***")
+
+
+def test_a_command_gets_the_values_of_blocks_from_the_caller_at_each_start(tmp_path):
+    script = 'echo "$$X" >> given; exit $$(( $$(wc -l < given) - 1 ))'
+    job = job_of(
+        tmp_path,
+        worker={"command": ["sh", "-c", script], "cwd": str(tmp_path)},
+        env_from={"X": {"block": "b"}},
+    )
+    values = iter(["the-first-value", "the-second-value"])
+    check = check_reentry(job, lasting_s=30, secrets=lambda: {"X": SecretStr(next(values))})
+    assert check.seen == "start 2 ended with exit code 1: ", check
+    assert (tmp_path / "given").read_text().split() == ["the-first-value", "the-second-value"]
+
+
+def test_a_block_that_cannot_be_read_fails_the_check(tmp_path):
+    job = job_of(tmp_path, worker={"command": ["true"]}, env_from={"X": {"block": "b"}})
+
+    def secrets() -> dict[str, SecretStr]:
+        raise EngineError("env_from.X: the server is away")
+
+    check = check_reentry(job, lasting_s=30, secrets=secrets)
+    assert check.outcome is CheckOutcome.FAILED
+    assert check.seen == "env_from.X: the server is away"
