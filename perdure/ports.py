@@ -14,6 +14,7 @@ from training.masking import masked_text
 
 MAX_COMMAND = 80  # characters
 _PREFECT_APP = "prefect.server.api.server"  # in the command of uvicorn, whoever starts it (3.8.8)
+ANOTHER_PORT = "choose another port with `perdure server start --port N`"
 _ANSWER_S = 2.0
 
 
@@ -53,25 +54,29 @@ def owner_of(port: int) -> PortOwner | None:
     return PortOwner(pid, masked_text(command, ())[:MAX_COMMAND], is_prefect, home or None)
 
 
-def owner_text(owner: PortOwner | None, port: int) -> str:
-    """Whose the port is, and what to do about it, on one line."""
+def owner_text(owner: PortOwner | None, port: int, *, advice: str = ANOTHER_PORT) -> str:
+    """Whose the port is, and what to do about it, on one line.
+
+    Args:
+        owner: of the port.
+        port: that is taken.
+        advice: how another port is chosen.
+    """
     if owner is None:
-        return f"port {port} cannot be bound by this user; choose another port with --port"
+        return f"port {port} cannot be bound by this user; {advice}"
     who = f"pid {owner.pid}" if owner.pid is not None else "a process of another user"
     if owner.home is not None:
         return (
             f"port {port} is taken by the Prefect server of PERDURE_HOME={owner.home} ({who}); "
-            f"stop it with `PERDURE_HOME={owner.home} perdure server stop`, or choose another "
-            "port with --port"
+            f"stop it with `PERDURE_HOME={owner.home} perdure server stop`, or {advice}"
         )
     if owner.is_prefect:
         return (
             f"port {port} is taken by a Prefect server that perdure did not start ({who}); use it "
-            f"with `export PREFECT_API_URL=http://127.0.0.1:{port}/api`, or choose another port "
-            "with --port"
+            f"with `export PREFECT_API_URL=http://127.0.0.1:{port}/api`, or {advice}"
         )
     what = f"{who}: {owner.command}" if owner.command else who
-    return f"port {port} is taken by another program ({what}); choose another port with --port"
+    return f"port {port} is taken by another program ({what}); {advice}"
 
 
 def _home_of(process: psutil.Process, port: int) -> str:

@@ -20,7 +20,7 @@ import typer
 from pydantic import ValidationError
 
 from perdure.console import warn
-from perdure.ports import owner_of, owner_text
+from perdure.ports import ANOTHER_PORT, owner_of, owner_text
 from storage.frozen_model import FrozenModel
 from training.errors import InputError, PerdureError
 from training.files import home_folder, private_folder, write_whole
@@ -29,6 +29,10 @@ from training.processes import free_port, is_alive
 app = typer.Typer(help="The Prefect server of this machine.", no_args_is_help=True)
 
 PORTS = range(4200, 4300)  # from Prefect's own on
+REMEMBERED = (
+    "change the port: {port} is remembered from an earlier `perdure server start --port {port}`; "
+    "`perdure server start --port N` takes another one, --port 0 forgets it"
+)
 START_TIMEOUT_S = 120.0  # 18 s were measured for a first start, 23 s on a loaded machine
 STOP_TIMEOUT_S = 8.0
 
@@ -100,7 +104,7 @@ def start(port: Port = None) -> None:
             "`perdure server stop` comes first",
         )
     if record is None:
-        record = start_server(port=_chosen_port() if port is None else port or None)
+        record = _start_as_before() if port is None else start_server(port=port or None)
     if port is not None:
         _remember(ServerSettings(port=port or None))
     print(f"Prefect UI: {record.ui_url}\nexport PREFECT_API_URL={record.api_url}")
@@ -137,7 +141,7 @@ def use_server() -> str:
         os.environ.setdefault(name, value)
     given = os.environ.get("PREFECT_API_URL") or configured_api()
     if not given:
-        record = _running_server() or start_server(port=_chosen_port())
+        record = _running_server() or _start_as_before()
         given = os.environ["PREFECT_API_URL"] = record.api_url
         # This machine's server has it from the same shell as its clients.
         if of_server := os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):
@@ -178,6 +182,19 @@ def _running_server() -> ServerRecord | None:
     return None
 
 
+def _start_as_before() -> ServerRecord:
+    """Start a server on the port that the user chose at an earlier start, or on a free one.
+
+    Raises:
+        InputError: another process has the port that was chosen.
+        PerdureError: it ended, or did not answer in time.
+    """
+    port = _chosen_port()
+    if port is not None and (taken := _why_taken(port, advice=REMEMBERED.format(port=port))):
+        raise InputError("", taken)
+    return start_server(port=port)
+
+
 def start_server(*, port: int | None = None) -> ServerRecord:
     """Start a server in a session of its own and wait until it answers.
 
@@ -189,7 +206,10 @@ def start_server(*, port: int | None = None) -> ServerRecord:
         PerdureError: it ended, or did not answer in time.
     """
     folder = private_folder(_record_path().parent)  # its database holds the jobs of all flow runs
-    port = _free(port) if port is not None else _first_free()
+    if port is None:
+        port = _first_free()
+    elif taken := _why_taken(port):
+        raise InputError("--port", taken)
     log_path = folder / "server.log"
     settings = {
         **CLIENT_SETTINGS,
@@ -222,16 +242,13 @@ def start_server(*, port: int | None = None) -> ServerRecord:
     return record
 
 
-def _free(port: int) -> int:
-    """The same port.
-
-    Raises:
-        InputError: it is taken; by whom.
-    """
+def _why_taken(port: int, *, advice: str = ANOTHER_PORT) -> str | None:
+    """Who has a port, and what to do about it; None: it is free."""
     try:
-        return free_port(ports=(port,))
+        free_port(ports=(port,))
     except OSError:
-        raise InputError("--port", owner_text(owner_of(port), port)) from None
+        return owner_text(owner_of(port), port, advice=advice)
+    return None
 
 
 def _first_free() -> int:

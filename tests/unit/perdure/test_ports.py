@@ -6,9 +6,11 @@ import os
 import socket
 
 import pytest
+import yaml
 
 from perdure.ports import PortOwner, owner_of, owner_text
 from perdure.server import ServerRecord
+from tests.jobs import job_document
 from tests.unit.perdure.commands import error_line
 from training.processes import free_port
 
@@ -63,6 +65,27 @@ def test_server_start_on_the_port_of_another_program_names_it_and_starts_nothing
         line = error_line(capsys, "server", "start", "--port", port)
     assert f"port {port} is taken by another program (pid {os.getpid()}" in line
     assert not (perdure_home / "prefect" / "server.json").exists()
+
+
+@pytest.mark.parametrize("command", ["run", "server start"])
+def test_a_remembered_port_that_is_taken_is_called_that_with_the_command_that_changes_it(
+    capsys, perdure_home, tmp_path, monkeypatch, command
+):
+    monkeypatch.setattr("perdure.server.configured_api", lambda: None)
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    job = tmp_path / "job.yaml"
+    document = {"worker": {"command": ["true"]}, "preflight": {"nodes": False}}
+    job.write_text(yaml.safe_dump(job_document(tmp_path, **document)))
+    (perdure_home / "prefect").mkdir(parents=True)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        (perdure_home / "prefect" / "settings.json").write_text(f'{{"port": {port}}}')
+        arguments = ["run", job] if command == "run" else command.split()
+        line = error_line(capsys, *arguments)
+    assert f"port {port} is taken by another program (pid {os.getpid()}" in line
+    assert f"{port} is remembered from an earlier `perdure server start --port {port}`" in line
+    assert "`perdure server start --port N` takes another one, --port 0 forgets it" in line
+    assert "perdure: --port" not in line
 
 
 def test_a_second_port_for_a_server_that_runs_is_refused(capsys, perdure_home, monkeypatch):
