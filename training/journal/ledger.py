@@ -98,15 +98,6 @@ class Ledger:
             self._catch_up()
             return replay(self._records)
 
-    def newest(self) -> AnyRecord | None:
-        """The newest record alone, for those who look at many runs.
-
-        Raises:
-            Corrupt: it is not what a ledger holds.
-        """
-        keys = [info.key for info in self._store.list(self._prefix)]
-        return self._record(max(keys)) if keys else None
-
     def take(self, identity: Identity) -> RunHistory:
         """Become the run's supervisor.
 

@@ -18,6 +18,7 @@ def remember_job(home: Path, job: Job) -> None:
     private_folder(path.parent)
     # Whole: the scheduled retention reads it any time.
     write_whole(path, job.model_dump_json(indent=1), private=True)
+    unmark_ended(home, job.run_id)
 
 
 def job_path(home: Path, run_id: str) -> Path:
@@ -28,6 +29,25 @@ def job_path(home: Path, run_id: str) -> Path:
 def known_runs(home: Path) -> list[str]:
     """The run_ids with a job on this machine, ascending."""
     return sorted(path.parent.name for path in (home / "runs").glob("*/job.json"))
+
+
+def unended_runs(home: Path) -> list[str]:
+    """Those of them that are not known to have ended."""
+    return [run_id for run_id in known_runs(home) if not _end_path(home, run_id).exists()]
+
+
+def mark_ended(home: Path, run_id: str) -> None:
+    """Note on this machine that a run has ended; `remember_job`, when it is taken, undoes that."""
+    _end_path(home, run_id).touch()
+
+
+def unmark_ended(home: Path, run_id: str) -> None:
+    """Undo `mark_ended`."""
+    _end_path(home, run_id).unlink(missing_ok=True)
+
+
+def _end_path(home: Path, run_id: str) -> Path:
+    return job_path(home, run_id).with_name("ended")
 
 
 def known_job(home: Path, run_id: str) -> Job:

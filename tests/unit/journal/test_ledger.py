@@ -219,12 +219,3 @@ def test_who_is_refused_learns_which_flow_run_supervises(store):
     with pytest.raises(AlreadySupervised) as refused:
         superseded.renew()
     assert refused.value.flow_run == "second"
-
-
-def test_the_newest_record_is_read_alone(store):
-    ledger = Ledger(store, "run")
-    assert ledger.newest() is None
-    ledger.take(Identity.of_this_process())
-    ledger.append(RunCreated, job={"run_id": "run"})
-    ledger.append(RunEnded, outcome="failed", message="")
-    assert isinstance(Ledger(store, "run").newest(), RunEnded)

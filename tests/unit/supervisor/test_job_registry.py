@@ -8,7 +8,15 @@ import pytest
 
 from tests.jobs import small_job
 from training.errors import InputError
-from training.supervisor.job_registry import job_path, known_job, known_runs, remember_job
+from training.supervisor.job_registry import (
+    job_path,
+    known_job,
+    known_runs,
+    mark_ended,
+    remember_job,
+    unended_runs,
+    unmark_ended,
+)
 
 
 def job(run_id):
@@ -21,6 +29,19 @@ def test_what_was_started_is_known_by_its_name(tmp_path):
         remember_job(tmp_path, job(run_id))
     assert known_runs(tmp_path) == ["first", "second"]
     assert known_job(tmp_path, "first") == job("first")
+
+
+def test_a_run_that_has_ended_is_known_and_left_out_until_it_is_taken_again(tmp_path):
+    for run_id in ("first", "second"):
+        remember_job(tmp_path, job(run_id))
+    mark_ended(tmp_path, "first")
+    assert unended_runs(tmp_path) == ["second"]
+    assert known_runs(tmp_path) == ["first", "second"]
+    remember_job(tmp_path, job("first"))
+    assert unended_runs(tmp_path) == ["first", "second"]
+    mark_ended(tmp_path, "second")
+    unmark_ended(tmp_path, "second")
+    assert unended_runs(tmp_path) == ["first", "second"]
 
 
 def test_an_unknown_name_is_reported_with_the_known_ones(tmp_path):
