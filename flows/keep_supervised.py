@@ -7,9 +7,10 @@ from typing import Any
 
 from prefect import flow
 from prefect.client.schemas.objects import State
-from prefect.states import Completed
+from prefect.states import Completed, Failed
 
-from tasks.keep_supervised import QUIET, apply, forget_quiet, look
+from tasks.entry import leave_in
+from tasks.keep_supervised import QUIET, Unseen, apply, forget_quiet, look
 from tasks.states import data_of
 from tasks.unsupervised import Remedy
 
@@ -17,12 +18,23 @@ from tasks.unsupervised import Remedy
 @flow(name="keep-supervised", persist_result=False)
 def keep_supervised() -> State[Any]:
     """Have every living attempt of this machine supervised, whatever its flow run shows."""
-    cases = look()
-    due = [case for case in cases if case.remedy is not Remedy.NOTHING]
-    done = [data_of(apply(case, return_state=True)) for case in due]
     forget_quiet(datetime.now(UTC))
+    done, failed, waiting = [], [], []
+    for found in look():
+        if isinstance(found, Unseen):
+            failed.append(f"{found.name}: {found.why}")
+        elif found.remedy is Remedy.NOTHING:
+            waiting.append(found.name)
+        else:
+            state = apply(found, return_state=True)
+            if state.is_completed():
+                done.append(data_of(state))
+            else:
+                failed.append(f"{found.name}: {state.message}")
+    if failed:
+        return leave_in(Failed(message="; ".join([*failed, *done])))
     if done:
         return Completed(message="; ".join(done))
-    waiting = ", ".join(case.name for case in cases)
-    text = f"not supervised, and left alone: {waiting}" if waiting else "every run is supervised"
+    names = ", ".join(waiting)
+    text = f"not supervised, and left alone: {names}" if names else "every run is supervised"
     return Completed(name=QUIET, message=text)

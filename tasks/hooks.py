@@ -87,15 +87,20 @@ def leave_adoptable(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) 
     logger.warning("the supervisor is gone between two attempts; start the run again")
 
 
-def take_down_run(run: Run, flow_run_id: UUID, logger: Log) -> None:
-    """Stop every process of a run that nobody supervises; ledger and UI have the end."""
-    _end(run, logger)
+def take_down_run(run: Run, flow_run_id: UUID, logger: Log) -> bool:
+    """Stop every process of a run that nobody supervises; ledger and UI have the end.
+
+    Returns:
+        Whether the run is cancelled: not where a supervisor has it, or where it ended otherwise.
+    """
+    done = _end(run, logger)
     if run.refresh().ended is not None:
         try:
             report_end(run, flow_run_id, logger)
         except StorageError as error:
             logger.warning("the end of the run is not shown: %s", error)
         _close_left_open(run, flow_run_id, logger)
+    return done
 
 
 def _close_left_open(run: Run, flow_run_id: UUID, logger: Log) -> None:
@@ -109,17 +114,18 @@ def _close_left_open(run: Run, flow_run_id: UUID, logger: Log) -> None:
         logger.warning("task runs of the supervisor that is gone stay open: %s", error)
 
 
-def _end(run: Run, logger: Log) -> None:
+def _end(run: Run, logger: Log) -> bool:
     history = run.ledger.read()
     if history.job is None or history.ended is not None:
-        return
+        return history.ended is not None and history.ended.outcome == "cancelled"
     try:
         run.take()
+        run.end("cancelled", "cancelled")
     except RunConflict as error:
         logger.warning("not taken down: %s", error)
-        return
-    run.end("cancelled", "cancelled")
+        return False
     logger.info("run %s is taken down", run.job.run_id)
+    return True
 
 
 def _run_of(job: Job) -> Run:

@@ -7,12 +7,15 @@ depends on events, which a server may lose, or hold back after a restart (3.8.8)
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 from uuid import UUID
 
+import httpx
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -51,8 +54,7 @@ from training.errors import InputError, PerdureError
 from training.files import home_folder
 from training.job import Job
 from training.journal.history import RunHistory
-from training.journal.records import RunEnded
-from training.supervisor.job_registry import known_job, known_runs
+from training.supervisor.job_registry import known_job, mark_ended, unended_runs, unmark_ended
 from training.supervisor.run import Run
 
 QUIET = "NothingToDo"
@@ -85,17 +87,45 @@ class Case:
     starts: int = 0
 
 
-def look() -> list[Case]:
+@dataclass(frozen=True, slots=True)
+class Unseen:
+    """What could not be looked at, and why."""
+
+    name: str
+    why: str
+
+
+def look() -> Iterator[Case | Unseen]:
     """Everything that this machine can see without a supervisor, whether it is to have one or not.
+
+    Each is told when it is seen: what comes later may take its time.
 
     Raises:
         Exception: the Prefect server did not answer.
     """
     with get_client(sync_client=True) as client:
-        cases = [case for name in known_runs(home_folder()) for case in _of_known(client, name)]
-        seen = {case.flow_run for case in cases}
-        crashed = [one for one in _crashed(client) if one.id not in seen]
-        return cases + [case for flow_run in crashed for case in _of_crashed(client, flow_run)]
+        seen = set()
+        for run_id in unended_runs(home_folder()):
+            case = _contained(run_id, partial(_of_known, client, run_id))
+            if isinstance(case, Case):
+                seen.add(case.flow_run)
+            if case is not None:
+                yield case
+        for flow_run in _crashed(client):
+            if flow_run.id in seen:
+                continue
+            case = _contained(flow_run.name, partial(_of_crashed, client, flow_run))
+            if case is not None:
+                yield case
+
+
+def _contained(name: str, look_at: Callable[[], Case | None]) -> Case | Unseen | None:
+    try:
+        return look_at()
+    except httpx.TransportError:
+        raise  # no server: there is nothing to do about any of them
+    except Exception as error:  # noqa: BLE001 one that is damaged keeps no other from its supervisor
+        return Unseen(name, f"cannot be looked at: {type(error).__name__}: {error}")
 
 
 @task(name="keep", task_run_name="{case.remedy}: {case.name}", cache_policy=NO_CACHE)
@@ -120,23 +150,38 @@ def forget_quiet(now: datetime) -> None:
             limit=MOST,
         )
         for flow_run in found:
-            client.delete_flow_run(flow_run.id)
+            with suppress(ObjectNotFound):  # another tick was faster
+                client.delete_flow_run(flow_run.id)
 
 
-def _of_known(client: SyncPrefectClient, run_id: str) -> Iterator[Case]:
+def _of_known(client: SyncPrefectClient, run_id: str) -> Case | None:
     """The run of that name, when it has begun, goes on, and nobody supervises it."""
     try:
         run = _run_of(known_job(home_folder(), run_id))
-        if run.ledger.is_supervised() or isinstance(run.ledger.newest(), RunEnded):
-            return
+        if run.ledger.is_supervised():
+            return None
         history = run.refresh()
+        if history.ended is not None:
+            note_end(run)
+            return None
     except (InputError, StorageError) as error:
         get_run_logger().warning("%s cannot be looked at: %s", run_id, error)
-        return
-    yield _case(client, run, history, _flow_run_of(client, run_id, history))
+        return None
+    return _case(client, run, history, _flow_run_of(client, run_id, history))
 
 
-def _of_crashed(client: SyncPrefectClient, flow_run: FlowRun) -> Iterator[Case]:
+def note_end(run: Run) -> None:
+    """Mark a run that has ended, so that it is not looked at each minute for ever.
+
+    A supervisor that takes it again first puts that on record, then removes the mark.
+    """
+    epoch = run.history.epoch
+    mark_ended(run.home, run.job.run_id)
+    if run.refresh().epoch != epoch:
+        unmark_ended(run.home, run.job.run_id)
+
+
+def _of_crashed(client: SyncPrefectClient, flow_run: FlowRun) -> Case | None:
     """A crashed flow run whose run this machine does not know, or that came to none."""
     try:
         job = job_of(flow_run)
@@ -145,9 +190,10 @@ def _of_crashed(client: SyncPrefectClient, flow_run: FlowRun) -> Iterator[Case]:
     except (PerdureError, StorageError):
         run, history = None, RunHistory()  # its next start says what is wrong
     taker, own = history.supervisor, str(flow_run.id)
-    if taker is not None and taker.flow_run != own and own in history.flow_runs:
-        return  # another one has supervised the run since then
-    yield _case(client, run, history, flow_run)
+    has_passed = taker is not None and taker.flow_run != own and own in history.flow_runs
+    if has_passed or history.ended is not None:
+        return None  # another one has supervised the run since then, or it is over
+    return _case(client, run, history, flow_run)
 
 
 def _case(
@@ -243,7 +289,8 @@ def _apply(case: Case) -> str:
                 client.set_flow_run_state(flow_run, Failed(message=reason), force=True)
                 return f"{case.name}: {reason}"
             case Remedy.TAKE_DOWN, UUID() as flow_run, Run() as run:
-                take_down_run(run, flow_run, get_run_logger())
+                if not take_down_run(run, flow_run, get_run_logger()):
+                    return f"{case.name}: not taken down: by now it is supervised, or over"
                 done = "cancelled while nobody supervised it: its processes are stopped"
                 client.set_flow_run_state(flow_run, Cancelled(message=done), force=True)
                 return f"{case.name}: {done}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import shutil
 import time
 from zoneinfo import ZoneInfo
 
@@ -23,6 +24,7 @@ from tests.process.deployment import (
 )
 from tests.process.rest import ask
 from tests.waiting import wait_for
+from training.supervisor.run import Run
 
 pytestmark = [pytest.mark.process, pytest.mark.prefect, pytest.mark.long]
 
@@ -347,3 +349,31 @@ def test_a_flow_run_trains_the_run_that_it_has_taken_although_its_variable_holds
     assert running.history.ended.outcome == "cancelled"
     running.leave_nothing()
     assert bench.look(other).history.job is None
+
+
+@pytest.mark.timeout(600)
+def test_a_run_that_cannot_be_helped_keeps_no_other_from_its_supervisor(bench, deployed, api):
+    running, flow_run = begin(bench, api, "helped")
+    damaged = bench.look(bench.pair("a-damaged"))
+    cancelled = FlowRun(api, flow_run_named(api, "a-damaged"))
+    own = Run(damaged.job, home=bench.home, flow_run=cancelled.id)
+    own.take()
+    own.ledger.release()
+    own.store.put("runs/a-damaged/supervisor.json", b"{")  # it cannot be taken to be taken down
+    cancelled.set_state("CANCELLED")
+    try:
+        time.sleep(40)
+        kill_supervisor(running)
+        flow_run.wait_for("Crashed")
+        flow_run.set_state("FAILED")
+        time.sleep(40)
+        tick = start_flow_run(api, KEEP_SUPERVISED, {})
+        state = tick.wait_for_end(timeout_s=120)
+    finally:
+        shutil.rmtree(bench.home / "runs" / "a-damaged")
+    assert state["type"] == "FAILED"
+    assert "a-damaged: " in state["message"]
+    assert "is not a supervisor lease" in state["message"]
+    assert "helped: its flow run was Failed" in state["message"]
+    wait_for_epoch(running, 2)
+    finish(running, flow_run)

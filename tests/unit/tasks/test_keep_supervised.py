@@ -1,0 +1,85 @@
+"""What the keeper notes of runs that are over, and what it claims to have done."""
+
+from __future__ import annotations
+
+import logging
+import os
+from uuid import uuid4
+
+import psutil
+import pytest
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.logging import disable_run_logger
+
+from tasks.hooks import take_down_run
+from tasks.keep_supervised import Unseen, _contained, _of_known, note_end
+from tests.jobs import small_job
+from training.journal.ledger import Identity
+from training.journal.records import NodeReleased, RunCreated, RunEnded
+from training.supervisor.job_registry import remember_job, unended_runs
+from training.supervisor.run import Run
+
+LOG = logging.getLogger("test")
+
+
+@pytest.fixture
+def run(tmp_path, perdure_home) -> Run:
+    """A run that has been taken and given up."""
+    job = small_job(tmp_path)
+    made = Run(job, home=perdure_home)
+    made.ledger.take(Identity.of_this_process(flow_run=str(uuid4())))
+    made.ledger.append(RunCreated, job=job.model_dump(mode="json"), cwd=str(tmp_path))
+    remember_job(perdure_home, job)
+    return made
+
+
+def end(run: Run, outcome: str = "completed") -> None:
+    run.ledger.append(RunEnded, outcome=outcome, message="")
+    run.ledger.release()
+
+
+def test_a_run_that_is_over_is_looked_at_once_also_when_a_node_was_released_since(
+    run, perdure_home
+):
+    end(run)
+    run.ledger.note(NodeReleased, node="node-1")
+    assert unended_runs(perdure_home) == ["run"]
+    nowhere = SyncPrefectClient("http://127.0.0.1:9/api")  # it is not asked
+    with disable_run_logger():
+        assert _of_known(nowhere, "run") is None
+    assert unended_runs(perdure_home) == []
+
+
+def test_a_run_that_is_taken_at_the_moment_of_the_mark_keeps_none(run, perdure_home):
+    end(run, "failed")
+    run.refresh()
+    other = Run(run.job, home=perdure_home)
+    other.ledger.take(Identity.of_this_process())
+    note_end(run)
+    assert unended_runs(perdure_home) == ["run"]
+
+
+def other_process() -> Identity:
+    parent = psutil.Process(os.getppid())
+    facts = {"pid": parent.pid, "process_started_s": parent.create_time()}
+    return Identity.of_this_process().model_copy(update=facts)
+
+
+def test_a_run_that_another_took_in_the_meantime_is_not_called_taken_down(tmp_path, perdure_home):
+    looked_at = Run(small_job(tmp_path), home=perdure_home)
+    taker = Run(looked_at.job, home=perdure_home)
+    taker.ledger.take(other_process())
+    taker.ledger.append(RunCreated, job=taker.job.model_dump(mode="json"), cwd=str(tmp_path))
+    assert looked_at.ledger.is_supervised()
+    assert take_down_run(looked_at, uuid4(), LOG) is False
+    assert looked_at.refresh().ended is None
+
+
+def test_what_is_damaged_is_named_and_keeps_no_other_from_its_supervisor():
+    def damaged() -> None:
+        raise ValueError("badly formed hexadecimal UUID string")
+
+    found = _contained("a-run", damaged)
+    assert found == Unseen(
+        "a-run", "cannot be looked at: ValueError: badly formed hexadecimal UUID string"
+    )
