@@ -233,7 +233,7 @@ def target_sections(job: Job, folder: str, kind: ParallelKind) -> Mapping[str, M
         "preflight": job.preflight.model_dump(),
         "restart": {"start_timeout_s": job.restart.start_timeout_s},
         "worker": {"cwd": job.worker.cwd},
-        "env": job.env,
+        "env": job.env,  # and no env_from: the drills' own program needs no secret
     }
 
 

@@ -193,3 +193,10 @@ def test_the_parallelism_is_that_of_the_job_unless_another_is_named(tmp_path, ow
     assert parallel_kind(None, job) is kind
     assert parallel_kind("ddp", job) is ParallelKind.DDP
     assert parallel_kind(None) is ParallelKind.DDP
+
+
+def test_drills_on_the_nodes_of_a_job_get_its_variables_and_none_of_its_secrets(tmp_path):
+    job = job_of(tmp_path, env={"A": "1"}, env_from={"HF_TOKEN": {"block": "b"}})
+    drill = runner(tmp_path, job).job(None)
+    assert drill.env["A"] == "1"
+    assert drill.env_from == {}
