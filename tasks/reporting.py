@@ -2,8 +2,8 @@
 
 With the server down one call blocks for over a minute (3.8.8: five client retries with
 back-off), so nothing here may run in the flow's thread, and nothing here may fail a run: what
-the server did not take waits and is sent again. Of updates to one artifact only the newest waits.
-Times are seconds.
+the server did not take waits and is sent again, unless it refuses it for good. Of updates to one
+artifact only the newest waits, of events the newest `MAX_EVENTS`. Times are seconds.
 """
 
 from __future__ import annotations
@@ -15,17 +15,24 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from http import HTTPStatus
 from typing import Any
 from uuid import UUID
 
+import httpx
 from prefect.events import emit_event
+from prefect.exceptions import EventTooLarge, ObjectAlreadyExists, ObjectNotFound, PrefectException
 
+from storage.errors import StorageError
 from tasks.artifacts import Artifact, Artifacts
 from tasks.prefect_client import without_retries
 
 CLOSE_TIMEOUT_S = 15.0
 RETRY_S = 5.0
 LAST_RETRY_S = 0.5  # once the run has ended: what is not sent soon is never sent
+MAX_EVENTS = 1000  # that wait: an outage of days must not fill the memory of the flow's process
+EVENT = "event-"  # how the names of events begin
+PASSING = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS})
 # Of a payload: labels of the event's resource, `perdure.fault_class` and so on.
 LABELS = ("fault_class", "rung", "point", "node", "recoverable_by", "need")
 
@@ -57,7 +64,10 @@ class Reporter:
         self._wake = threading.Condition()
         self._closing = False
         self._give_up_s = float("inf")
-        self._is_refused = False  # the last report was; an outage is one line of the log
+        # An outage is one line of the log, or one for each name where some are taken meanwhile.
+        self._refused: set[str] = set()
+        self._why: str | None = None  # the last one was not sent
+        self._num_dropped = 0  # events, not yet in the log
         self._artifacts = Artifacts(run_id, flow_run_id, flow_runs)
         # Settings and the flow run of the caller: events are related to both.
         context = contextvars.copy_context()
@@ -76,6 +86,7 @@ class Reporter:
             self._give_up_s = time.monotonic() + CLOSE_TIMEOUT_S - LAST_RETRY_S
             self._wake.notify()
         self._thread.join(CLOSE_TIMEOUT_S)
+        self._log_dropped()
         if self._thread.is_alive():
             self._logger.warning("the Prefect server did not take the last artifacts in time")
 
@@ -127,7 +138,13 @@ class Reporter:
             )
 
         # Unlike an artifact, an event is not replaced by the next: its name is its own.
-        self.submit(f"event-{kind}-{id(send)}", send)
+        with self._wake:
+            waiting = [name for name in self._waiting if name.startswith(EVENT)]
+            for name in waiting[: max(0, len(waiting) - MAX_EVENTS + 1)]:
+                del self._waiting[name]
+                self._refused.discard(name)
+                self._num_dropped += 1
+        self.submit(f"{EVENT}{kind}-{id(send)}", send)
 
     def submit(self, name: str, send: Callable[[], None]) -> None:
         """Have something sent; of what has the same name only the newest."""
@@ -147,15 +164,38 @@ class Reporter:
                 # Retried here: a server that is back is to be noticed before the run ends.
                 with without_retries():
                     send()
-                self._is_refused = False
             except Exception as error:  # noqa: BLE001 a dead server must never end a run
-                self._retry_later(name, send, error)
+                if is_final(error):
+                    self._give_up(name, error)
+                else:
+                    self._retry_later(name, send, error)
+            else:
+                self._why = None
+                self._refused.discard(name)
+                if name.startswith(EVENT):
+                    self._log_dropped()
+
+    def _log_dropped(self) -> None:
+        with self._wake:
+            number, self._num_dropped = self._num_dropped, 0
+        if number:
+            text = "%d events were never sent: more than %d waited for the Prefect server"
+            self._logger.warning(text, number, MAX_EVENTS)
+
+    def _give_up(self, name: str, error: Exception) -> None:
+        """Drop what the server never takes; what comes next of its name is tried again."""
+        if name not in self._refused:
+            self._logger.warning("the Prefect server refuses %s, not sent again: %s", name, error)
+        if not name.startswith(EVENT):
+            self._refused.add(name)
 
     def _retry_later(self, name: str, send: Callable[[], None], error: Exception) -> None:
         """Keep what was not sent, unless something newer of its name is waiting."""
-        if not self._is_refused:
-            self._is_refused = True
-            self._logger.warning("the Prefect server does not take %s, retrying: %s", name, error)
+        why = why_not_sent(error)
+        if name not in self._refused and why != self._why:
+            self._logger.warning(f"{why}, retrying: %s", name, error)
+        self._refused.add(name)
+        self._why = why
         with self._wake:
             self._waiting.setdefault(name, send)
             if time.monotonic() > self._give_up_s:
@@ -166,6 +206,22 @@ class Reporter:
             self._wake.wait_for(lambda: self._closing, RETRY_S)
         if self._closing:
             time.sleep(LAST_RETRY_S)
+
+
+def is_final(error: Exception) -> bool:
+    """Whether the server would refuse the same again."""
+    if isinstance(error, httpx.HTTPStatusError):
+        return error.response.is_client_error and error.response.status_code not in PASSING
+    return isinstance(error, EventTooLarge | ObjectNotFound | ObjectAlreadyExists)
+
+
+def why_not_sent(error: Exception) -> str:
+    """What failed, as a line of the log that the name of the report goes into."""
+    if isinstance(error, StorageError):
+        return "%s waits for the run's store"
+    if isinstance(error, httpx.HTTPError | PrefectException | OSError):
+        return "the Prefect server does not take %s"
+    return "%s cannot be made"
 
 
 def labels_of(payload: Mapping[str, Any]) -> dict[str, str]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 
+import httpx
 import pytest
+from prefect.exceptions import ObjectNotFound
 
+from storage.errors import StorageError, TimedOut
 from tasks import reporting
-from tasks.reporting import Reporter, labels_of
+from tasks.reporting import Reporter, is_final, labels_of
 from tests.unit.journal.histories import (
     CRASH_FAILED,
     DAMAGED,
@@ -68,6 +72,110 @@ def test_of_updates_to_the_same_artifact_only_the_newest_is_sent(reporter):
     release.set()
     assert done.wait(5)
     assert seen == [4]
+
+
+def refused(code: int) -> httpx.HTTPStatusError:
+    request = httpx.Request("POST", "http://server/api/artifacts")
+    return httpx.HTTPStatusError(str(code), request=request, response=httpx.Response(code))
+
+
+def failing(*errors: Exception, sent: threading.Event) -> Callable[[], None]:
+    """Something to send that fails this often, and is sent then."""
+    left = list(errors)
+
+    def send() -> None:
+        if left:
+            raise left.pop(0)
+        sent.set()
+
+    return send
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (TimedOut("no answer"), "checkpoints waits for the run's store, retrying: no answer"),
+        (refused(503), "the Prefect server does not take checkpoints, retrying: 503"),
+        (ConnectionError("down"), "the Prefect server does not take checkpoints, retrying: down"),
+        (KeyError("x"), "checkpoints cannot be made, retrying: 'x'"),
+    ],
+)
+def test_what_could_not_be_sent_is_logged_with_what_failed(reporter, caplog, error, words):
+    sent = threading.Event()
+    reporter.submit("checkpoints", failing(error, sent=sent))
+    assert sent.wait(5)
+    assert words in caplog.text
+
+
+def test_others_that_are_sent_meanwhile_do_not_repeat_the_line_of_an_outage(reporter, caplog):
+    sent, others = threading.Event(), []
+    send = failing(*[TimedOut("no answer")] * 5, sent=sent)
+
+    def between() -> None:
+        reporter.submit("progress", lambda: others.append(1))
+        send()
+
+    reporter.submit("checkpoints", between)
+    assert sent.wait(5)
+    assert len(others) >= 5, "nothing was sent in between"
+    assert caplog.text.count("waits for the run's store") == 1
+    again = threading.Event()
+    reporter.submit("checkpoints", failing(TimedOut("no answer"), sent=again))
+    assert again.wait(5)
+    assert caplog.text.count("waits for the run's store") == 2, "the next outage is a line, too"
+
+
+def test_what_the_server_always_refuses_is_dropped_with_one_line(reporter, caplog):
+    tries: list[int] = []
+
+    def send() -> None:
+        tries.append(1)
+        raise refused(422)
+
+    for _ in range(3):
+        done = threading.Event()
+        reporter.submit("attempts", send)
+        reporter.submit("last", done.set)
+        assert done.wait(5)
+    assert len(tries) == 3, "it was tried again without anything new"
+    assert caplog.text.count("the Prefect server refuses attempts, not sent again: 422") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "final"),
+    [(refused(code), code in (401, 404, 409, 422)) for code in (401, 404, 408, 409, 422, 429, 500)]
+    + [(ObjectNotFound(http_exc=refused(404)), True), (httpx.ConnectTimeout("late"), False)]
+    + [(StorageError("404"), False)],
+)
+def test_a_refusal_is_for_good_unless_another_time_may_be_better(error, final):
+    assert is_final(error) is final
+
+
+def test_of_events_in_an_outage_the_newest_wait_and_the_others_are_counted(
+    reporter, monkeypatch, caplog
+):
+    monkeypatch.setattr(reporting, "MAX_EVENTS", 3)
+    seen: list[int] = []
+    monkeypatch.setattr(
+        reporting, "emit_event", lambda *_, payload, **__: seen.append(payload["n"])
+    )
+    busy, release, done = threading.Event(), threading.Event(), threading.Event()
+
+    def occupy() -> None:
+        busy.set()
+        release.wait(5)
+
+    reporter.submit("first", occupy)
+    assert busy.wait(5)
+    reporter.submit("attempts", lambda: seen.append(-1))
+    for number in range(8):
+        reporter.event("checkpoint", {"n": number})
+    reporter.submit("last", done.set)
+    release.set()
+    assert done.wait(5)
+    assert seen == [-1, 5, 6, 7]
+    assert caplog.text.count("events were never sent") == 1
+    assert "5 events were never sent: more than 3 waited" in caplog.text
 
 
 def test_closing_waits_for_a_server_that_is_down_for_a_bounded_time(monkeypatch, caplog):
