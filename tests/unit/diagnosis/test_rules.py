@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.resources import files
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from tests.values import not_none
 from training.diagnosis.codes import load_codes, look_up
 from training.diagnosis.recognise import recognise
-from training.diagnosis.rules import Role, load_rules, match_line
+from training.diagnosis.rules import FILES, Role, load_rules, match_line
 from training.diagnosis.scan import scan_text
 from training.recovery.faults import FaultClass
 
@@ -75,6 +76,12 @@ def test_every_class_but_unknown_has_rules_and_a_cause_among_them():
     without_rules = {FaultClass.UNKNOWN, FaultClass.HANG, FaultClass.FAIL_SLOW}
     missing = set(FaultClass) - without_rules - causes
     assert not missing, "training/diagnosis/rules/*.toml: each class needs a rule with role root"
+
+
+def test_every_file_of_rules_is_read():
+    folder = files("training.diagnosis") / "rules"
+    names = {one.name for one in folder.iterdir() if one.name.endswith(".toml")}
+    assert names == set(FILES), "training/diagnosis/rules.py: FILES needs each file"
 
 
 @pytest.mark.parametrize("line", ORDINARY)
