@@ -8,6 +8,7 @@ from typing import Any
 
 from storage.address import open_store
 from storage.checkpoint import CheckpointStore
+from tasks.left_open import end_of_task
 from tests.process.harness import Running
 from tests.process.rest import Api, ask
 from training.journal.history import AttemptView, RunHistory
@@ -60,11 +61,11 @@ def _flow_runs(api: Api, name: str, history: RunHistory) -> Iterator[str]:
     wanted = STATE_TYPES[history.ended.outcome]
     states = [one["state"] for one in api.flow_runs(name)]
     supervised = [state for state in states if state["name"] not in NOT_ITS_END]
-    for state in states:
-        if state["type"] not in TERMINAL:
+    if not supervised:
+        yield f"no flow run has the end of the run: {[state['name'] for state in states]}"
+    for state in supervised:
+        if state["type"] != wanted:
             yield f"a flow run is {state['name']}, the run has {history.ended.outcome}"
-    if not any(state["type"] == wanted for state in supervised):
-        yield f"no flow run is {wanted}: {[state['name'] for state in supervised]}"
 
 
 def _task_runs(api: Api, name: str, history: RunHistory) -> Iterator[str]:
@@ -72,6 +73,12 @@ def _task_runs(api: Api, name: str, history: RunHistory) -> Iterator[str]:
     for one in found:
         if one["state_type"] not in TERMINAL:
             yield f"task run {one['name']!r} is {one['state_name']}, though the run has ended"
+    for placed in history.placements:
+        prefix = f"placement {placed.placement} on "
+        names = {one["state_name"] for one in found if one["name"].startswith(prefix)}
+        wanted = end_of_task(prefix, history, adopted_by=None).name
+        if names - SUPERSEDED - {"Continued"} - {wanted}:
+            yield f"task runs of {prefix}... are {sorted(names)}, the ledger says {wanted}"
     for view in history.attempts:
         prefix = "attempt {}.{} ".format(*view.key)
         names = {one["state_name"] for one in found if f"{one['name']} ".startswith(prefix)}
