@@ -30,7 +30,7 @@ def wait_for(
 def apart(call: Callable[[], T]) -> T:
     """Call in a thread of its own: what takes a running loop for a caller that awaits finds none.
 
-    Tests with a browser leave one running in the main thread.
+    A browser of a test has one running in the main thread.
     """
     with ThreadPoolExecutor(max_workers=1) as pool:
         return pool.submit(contextvars.copy_context().run, call).result()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -12,12 +13,15 @@ from pathlib import Path
 
 import pytest
 import yaml
+from httpx import HTTPStatusError
 
 from tests.process.cluster import AUTH_STRING, Cluster, Server, commands, missing
 from tests.process.deployment import (
     KEEP_SUPERVISED,
+    PRETRAIN,
     kill_supervisor,
     set_schedules_off,
+    start_flow_run,
     supervising,
 )
 from tests.process.harness import REPO, Running, Workbench
@@ -142,6 +146,22 @@ def test_the_run_form_begins_with_the_name_of_the_run_although_postgresql_sorts_
     in_form = sorted(fields, key=lambda name: fields[name]["position"])
     assert in_form[:3] == ["run_id", "storage", "steps"]
     assert list(fields) == sorted(fields, key=lambda name: (len(name), name)), "the order of JSONB"
+
+
+def test_a_job_by_its_name_trains_and_a_wrong_one_makes_no_flow_run(
+    cluster, bench, deployed, undisturbed, api
+):
+    job = bench.pair("by-name", env={"PACE_S": "0"})
+    bench.prefect("variable", "set", "a-pair", json.dumps({**job, "steps": 4000}), "--overwrite")
+    parameters = {"job": "a-pair", "steps": job["steps"]}
+    running = bench.look(job)
+    flow_run = start_flow_run(Api(cluster.second.api_url, auth=AUTH_STRING), PRETRAIN, parameters)
+    flow_run.wait_for("Completed", timeout_s=150)
+    assert running.curve() == undisturbed
+    running.leave_nothing()
+    with pytest.raises(HTTPStatusError) as refused:
+        start_flow_run(api, PRETRAIN, {**parameters, "steps": 0})
+    assert "0 is less than the minimum of 1" in refused.value.response.text
 
 
 def test_every_command_carries_the_auth_string(bench, api):

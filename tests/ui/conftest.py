@@ -16,7 +16,7 @@ SETTLE_MS = 2_500  # charts move into their place
 SCREENSHOTS = os.environ.get("PERDURE_SCREENSHOTS")  # a folder; without one, none are taken
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # its event loop must not run under the tests of other files
 def browser() -> Iterator[Browser]:
     path = shutil.which("chromium")
     if path is None:
