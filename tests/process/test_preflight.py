@@ -166,14 +166,14 @@ def test_a_command_that_cannot_be_started_again_is_found(bench, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["command", "session"])
 def test_a_program_that_is_started_twice_gets_the_value_of_a_block(bench, kind):
-    keep = "from prefect.blocks.system import Secret; Secret(value='of-a-block').save('twice')"
-    kept = bench.python("-c", keep)
+    keep = f"Secret(value='of-a-block').save('for-{kind}')"
+    kept = bench.python("-c", f"from prefect.blocks.system import Secret; {keep}")
     assert kept.returncode == 0, kept.stderr
     job = bench.apart(f"{kind}-twice", env={"PACE_S": "0"})
     if kind == "command":
         worker = {"command": ["sh", "-c", "test $$X = of-a-block"]}
         job = {"run_id": job["run_id"], "storage": job["storage"], "worker": worker}
-    sections = {"preflight": {"nodes": False}, "env_from": {"X": {"block": "twice"}}}
+    sections = {"preflight": {"nodes": False}, "env_from": {"X": {"block": f"for-{kind}"}}}
     done = preflight(bench, {**job, **sections}, "--json", "--reentry", "--reentry-s", "1")
     (check,) = [c for c in json.loads(done.stdout)["checks"] if c["name"] == "reentry"]
     assert check["outcome"] == "ok", check
