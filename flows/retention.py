@@ -16,10 +16,11 @@ from pydantic import Field
 
 from storage.collect import GARBAGE_AFTER_S, totals
 from tasks.job_parameter import JobParameter
-from tasks.retention import choose, delete, publish_table, retain_run
+from tasks.retention import choose, delete, look_at, publish_table, retain_run
 from tasks.states import data_of
 from training.files import home_folder
 from training.supervisor.job_registry import known_runs
+from training.supervisor.markdown import counted
 
 
 @flow(name="checkpoint-retention", flow_run_name="{job.run_id}", persist_result=False)
@@ -57,11 +58,13 @@ def retain_all(
     """
     runs = known_runs(home_folder())
     # A task and not a flow each: a flow takes a second, a task milliseconds (3.8.8).
-    states = {
-        run_id: retain_run(run_id, older_than_s, dry_run=dry_run, return_state=True)
-        for run_id in runs
-    }
+    states = {}
+    for run_id in runs:
+        todo = look_at(run_id, older_than_s, dry_run=dry_run)
+        if todo is not None:
+            states[run_id] = retain_run(todo, older_than_s, dry_run=dry_run, return_state=True)
     bad = [run_id for run_id, state in states.items() if not state.is_completed()]
     if bad:
         return Failed(message=f"{len(bad)} of {len(runs)} runs failed: {', '.join(bad)}")
-    return Completed(message=f"runs looked after: {', '.join(runs) or 'none on this machine'}")
+    seen = f"{counted(len(runs), 'run')} of this machine looked after"
+    return Completed(message=f"{seen}; with something to remove: {', '.join(states) or 'none'}")

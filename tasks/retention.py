@@ -1,8 +1,13 @@
-"""The tasks of the retention of checkpoints: three for one run, or one for each of many runs."""
+"""The tasks of the retention of checkpoints: three for one run, or one for each of many runs.
+
+Of many runs only those have a task where something goes or is wrong: every hour a task run and its
+lines for each run that ever was would be most of what the server keeps.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from prefect import get_run_logger, task
 from prefect.artifacts import create_table_artifact
@@ -47,23 +52,51 @@ def publish_table(job: Job, gone: Sequence[Removal], *, dry_run: bool) -> None:
     _publish(job, gone, dry_run=dry_run)
 
 
-@task(name="retain-run", task_run_name="{run_id}", tags=[TAG], cache_policy=NO_CACHE)
-def retain_run(run_id: str, older_than_s: float, *, dry_run: bool) -> bool:
-    """All of it for a run of this machine; a line in its state, and a table if something goes.
+@dataclass(frozen=True, slots=True)
+class ToDo:
+    """What the retention has to do for a run of this machine.
+
+    Attributes:
+        run_id: of the run.
+        chosen: what is to go.
+        error: why that cannot be told; None: it can.
+    """
+
+    run_id: str
+    chosen: tuple[Removal, ...] = ()
+    error: str | None = None
+
+
+def look_at(run_id: str, older_than_s: float, *, dry_run: bool) -> ToDo | None:
+    """What is to be done for a run; None: nothing that anybody has to see."""
+    try:
+        job = known_job(home_folder(), run_id)
+        chosen = _chosen(job, older_than_s)
+        if not chosen and not dry_run:
+            abort_uploads(_checkpoints_of(job), older_than_s)
+    except (PerdureError, StorageError) as error:
+        return ToDo(run_id, error=str(error))
+    return ToDo(run_id, tuple(chosen)) if chosen else None
+
+
+@task(name="retain-run", task_run_name="{todo.run_id}", tags=[TAG], cache_policy=NO_CACHE)
+def retain_run(todo: ToDo, older_than_s: float, *, dry_run: bool) -> bool:
+    """Do it: a line in the state, and a table of what went.
 
     Returns:
         Whether it could be done.
     """
+    if todo.error is not None:
+        return failed(False, todo.error, name="Failed")
     try:
-        job = known_job(home_folder(), run_id)
-        chosen = _chosen(job, older_than_s)
-        gone, uploads = (chosen, 0) if dry_run else _delete(job, chosen, older_than_s)
+        job = known_job(home_folder(), todo.run_id)
+        gone, uploads = list(todo.chosen), 0
+        if not dry_run:
+            gone, uploads = _delete(job, todo.chosen, older_than_s)
     except (PerdureError, StorageError) as error:
         return failed(False, str(error), name="Failed")
     if gone:
         _publish(job, gone, dry_run=dry_run)
-    elif not uploads:
-        return completed(True, "nothing to remove")
     message = f"{_verb(dry_run=dry_run)}: {totals(gone)}; unfinished uploads aborted: {uploads}"
     return completed(True, message)
 

@@ -61,6 +61,10 @@ class Api:
     def task_run_ids(self, name: str) -> dict[str, str]:
         return {task["name"]: task["id"] for task in self._task_runs(name)}
 
+    def tags(self, name: str) -> dict[str, list[str]]:
+        """Of the task runs of the newest flow run of a name."""
+        return {task["name"]: task["tags"] for task in self._task_runs(name)}
+
     def _task_runs(self, name: str) -> list[dict]:
         run_id = self.flow_runs(name)[0]["id"]
         body = {"flow_runs": {"id": {"any_": [run_id]}}, "limit": 200}

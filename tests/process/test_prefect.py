@@ -14,7 +14,7 @@ import pytest
 from perdure import server
 from storage.address import open_store
 from storage.checkpoint import CheckpointStore
-from tests.process.deployment import RETENTION
+from tests.process.deployment import RETENTION, start_flow_run
 from tests.process.rest import ask
 from tests.process.truth import contradictions
 from tests.waiting import wait_for
@@ -145,12 +145,19 @@ def test_the_schedule_of_the_retention_works_as_it_is_deployed(bench, deployed, 
     assert "broken" in api.ended(flow_run), "a run that fails is named, and the others go on"
     tasks = api.task_runs("all runs")
     assert (tasks["hourly"], tasks["broken"]) == ("Completed", "Failed")
+    assert api.tags("all runs")["hourly"] == ["retention"]
     assert len(api.flow_runs("hourly")) == 1, "the training; retention makes no flow run of its own"
     rows = json.loads(api.artifacts("hourly-retention")["hourly-retention"]["data"])
     assert {row["what"] for row in rows} == {"retention"}
     curve, saved = running.curve(), [2, 4, 6, 8, 10]
     checkpoints = CheckpointStore(open_store(running.job.storage), "hourly")
     assert checkpoints.steps() == sorted({min(saved, key=curve.__getitem__), 8, 10})
+    again = start_flow_run(api, RETENTION, {})
+    state = again.wait_for_end(timeout_s=60)
+    assert state["message"].endswith("of this machine looked after; with something to remove: none")
+    body = {"flow_runs": {"id": {"any_": [again.id]}}}
+    assert api.ask("POST", "task_runs/filter", body).json() == [], "nothing to remove, no task run"
+    assert "hourly" not in again.logs
 
 
 @pytest.mark.long
