@@ -133,3 +133,27 @@ def test_a_secret_in_a_variable_is_refused_and_not_shown(bench, api):
     assert "env_from" in out
     assert "hf_thisisasecret" not in out
     assert bench.look({**job, "env": {}}).history.job is None, "nothing was put on record"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("flow", "env"),
+    [
+        ("flows.pretrain:pretrain", [{"name": "HF_TOKEN", "value": "hf_thisisasecret"}]),
+        ("flows.pretrain:prepare", [{"name": "HF_TOKEN", "value": "hf_thisisasecret"}]),
+        ("flows.retention:retain", {"HF_TOKEN": ["hf_thisisasecret"]}),
+    ],
+)
+def test_a_secret_in_an_env_of_the_wrong_shape_is_in_no_line_of_a_flow(bench, api, flow, env):
+    with_variable(api, "misshapen", {**bench.pair("misshapen"), "env": env})
+    module, name = flow.split(":")
+    program = (
+        f"from {module} import {name}\n"
+        f"state = {name}(job='misshapen', return_state=True)\n"
+        "print(state.name, state.message)\n"
+    )
+    done = bench.python("-c", program)
+    out = done.stdout + done.stderr
+    assert any(line.startswith("Failed ") for line in out.splitlines()), out
+    assert "env: must be a section" in out or "env.HF_TOKEN: must be a text" in out
+    assert "hf_thisisasecret" not in out
