@@ -27,9 +27,9 @@ from prefect.events.actions import ActionTypes, ChangeFlowRunState
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 
+from tasks.new_start import AUTO_RESUME
 from training.recovery.faults import FaultClass
 
-TAG = "auto-resume"
 SKIP_LATE_TAG = "skip-late"
 REQUEST_TIMEOUT_S = 20.0
 # Two and a half heartbeats of 30 s, the shortest that Prefect allows.
@@ -53,7 +53,7 @@ GOES_ON_EVENTS = frozenset(
 def automations() -> list[Automation]:
     """All that the deployments rely on, as they should be on the server."""
     lost = _on_flow_runs(
-        TAG,
+        AUTO_RESUME,
         name="perdure: heartbeat lost -> Crashed",
         description="A supervisor that sends no heartbeat any more is taken for dead.",
         after=frozenset({"prefect.flow-run.heartbeat"}),
@@ -63,7 +63,7 @@ def automations() -> list[Automation]:
         action=ChangeFlowRunState(state=StateType.CRASHED, message="heartbeat lost"),
     )
     again = _on_flow_runs(
-        TAG,
+        AUTO_RESUME,
         name="perdure: Crashed -> run again",
         description="A crashed supervisor is started again and adopts the living attempt.",
         after=frozenset({"prefect.flow-run.Crashed"}),

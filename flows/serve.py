@@ -23,6 +23,7 @@ from typing_extensions import override
 from flows import automations
 from flows.keep_supervised import keep_supervised
 from flows.pretrain import pretrain
+from tasks.new_start import AUTO_RESUME
 
 NAME = "served"
 # Ticks that came due while nobody served are not made up for.
@@ -56,7 +57,7 @@ async def serve(name: str = NAME) -> None:
     automations.ensure()
     # Schedules are not paused by the end of one process: another one may serve them.
     runner = LeavingRunner(name=name, pause_on_shutdown=False, heartbeat_seconds=HEARTBEAT_S)
-    await runner.aadd_flow(pretrain, name=name, tags=["perdure", automations.TAG])
+    await runner.aadd_flow(pretrain, name=name, tags=["perdure", AUTO_RESUME])
     await runner.aadd_flow(
         keep_supervised, name=name, tags=["perdure"], cron="* * * * *", concurrency_limit=ONE_TICK
     )

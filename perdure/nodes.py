@@ -6,7 +6,6 @@ Reads and writes the ledger; a supervisor that lives reads it before it makes a 
 from __future__ import annotations
 
 from dataclasses import asdict
-from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +16,7 @@ from training.errors import InputError
 from training.journal.history import RunHistory
 from training.journal.ledger import Ledger
 from training.journal.records import NodeReleased
+from training.supervisor.markdown import clock_text
 
 
 def nodes(
@@ -71,7 +71,6 @@ def _show(run_id: str, history: RunHistory) -> None:
         return
     table = make_table("isolated node", "since (UTC)", "why")
     for one in history.isolated_nodes:
-        since = datetime.fromtimestamp(one.at_s, UTC)
-        table.add_row(one.node, f"{since:%Y-%m-%d %H:%M:%S}", " ".join(one.why.split()))
+        table.add_row(one.node, clock_text(one.at_s), " ".join(one.why.split()))
     make_console().print(table)
     print(f"once a node is mended: perdure nodes {run_id} --release NODE")

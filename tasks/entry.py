@@ -31,8 +31,8 @@ from prefect.states import Cancelled, Failed
 from prefect.utilities.urls import url_for
 
 from storage.errors import StorageError
-from tasks.credentials import credentials_of
 from tasks.job_parameter import template_of
+from tasks.known_run import run_of
 from training.errors import InputError
 from training.files import home_folder
 from training.job import Job, JobTemplate
@@ -90,7 +90,7 @@ def taken_job(flow_run: FlowRun) -> Job | None:
     if not by_name or flow_run.name not in known_runs(home_folder()):
         return None
     job = known_job(home_folder(), flow_run.name)
-    return job if str(flow_run.id) in _run_of(job).refresh().flow_runs else None
+    return job if str(flow_run.id) in run_of(job).refresh().flow_runs else None
 
 
 def enter(parameters: Mapping[str, Any]) -> Job | State[Any]:
@@ -150,7 +150,7 @@ def _named(template: JobTemplate, flow_run: FlowRun | None) -> Job:
 
 def left_to_other(job: Job) -> State[Any]:
     """The state of a flow run whose run another one supervises."""
-    run = _run_of(job)
+    run = run_of(job)
     text = f"{standing(run, run.refresh())}; this flow run trains nothing"
     return Cancelled(name=_name_of_conflict(), message=text)
 
@@ -203,7 +203,7 @@ def standing(run: Run, history: RunHistory) -> str:
 
 def _why_skipped(run_id: str, job: Job, tick: FlowRun) -> str | None:
     """Why a tick of a schedule trains nothing; None when it does."""
-    run = _run_of(job)
+    run = run_of(job)
     history = run.refresh()
     if history.supervisor is not None and history.supervisor.flow_run == str(tick.id):
         return None  # started again: it goes on with what it began
@@ -248,7 +248,7 @@ def _earlier_tick(tick: FlowRun) -> str | None:
 def _training(run_id: str) -> str | None:
     """Where a run of this machine stands; None when it is not training."""
     try:
-        run = _run_of(known_job(home_folder(), run_id))
+        run = run_of(known_job(home_folder(), run_id))
         history = run.refresh()
     except InputError:
         return None  # of another version: not this schedule's
@@ -277,7 +277,3 @@ def _due(flow_run: FlowRun) -> datetime:
         schedules = client.read_deployment_schedules(deployment)
     zones = [getattr(one.schedule, "timezone", None) for one in schedules if one.id == made_by.id]
     return due.astimezone(ZoneInfo(zones[0]) if zones and zones[0] else UTC)
-
-
-def _run_of(job: Job) -> Run:
-    return Run(job, home=home_folder(), credentials=credentials_of(job.storage))

@@ -30,11 +30,11 @@ from tasks.credentials import credentials_of
 from tasks.drill import homes_of
 from tasks.entry import job_of
 from tasks.flow_runs import flow_runs_of
+from tasks.known_run import run_of
 from tasks.left_open import close_left_open
 from tasks.reporting import Log
 from tasks.story import report_end
 from training.errors import RunConflict
-from training.files import home_folder
 from training.job import Job
 from training.journal.history import RunHistory
 from training.supervisor.job_registry import known_job, known_runs
@@ -53,7 +53,7 @@ def take_down(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> Non
     """After a cancellation: no process of the run is left, and ledger and UI have the reason."""
     job = job_of(flow_run)
     if job is not None:
-        take_down_run(_run_of(job), flow_run.id, flow_run_logger(flow_run, flow))
+        take_down_run(run_of(job), flow_run.id, flow_run_logger(flow_run, flow))
 
 
 def take_drills_down(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:  # noqa: ARG001
@@ -72,7 +72,7 @@ def leave_adoptable(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) 
     if job is None:
         logger.warning("crashed without a job")
         return
-    run = _run_of(job)
+    run = run_of(job)
     history = run.ledger.read()
     if history.job is None or history.ended is not None:
         return
@@ -128,10 +128,6 @@ def _end(run: Run, logger: Log) -> bool:
     return True
 
 
-def _run_of(job: Job) -> Run:
-    return Run(job, home=home_folder(), credentials=credentials_of(job.storage))
-
-
 def cancel_run(job: Job) -> str:
     """Cancel through the run's supervisor; without one, take the containers down here.
 
@@ -141,7 +137,7 @@ def cancel_run(job: Job) -> str:
     Raises:
         RunConflict: a supervisor lives, and the Prefect server knows none of its flow runs.
     """
-    run = Run(job, home=home_folder(), credentials=credentials_of(job.storage))
+    run = run_of(job)
     ended = run.refresh().ended
     if ended is not None:
         return f"{job.run_id}: has ended already: {ended.outcome}"

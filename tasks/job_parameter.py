@@ -30,7 +30,7 @@ from training.job import Job, JobTemplate, input_error, parse_template
 
 NAME = "^[a-z0-9][a-z0-9_-]*$"  # what Prefect allows for a Variable
 VARIABLE = "a Prefect Variable that holds the job, as `perdure show job.yaml` prints it"
-NO_JOB = (
+JOB_IS_MISSING = (
     "is missing: give the flow run or its schedule one, as `perdure show job.yaml` prints it, or "
     "the name of a Prefect Variable that holds one"
 )
@@ -85,7 +85,7 @@ def template_of(parameters: Mapping[str, Any]) -> JobTemplate:
     given = parameters.get("job")
     document = given.model_dump() if isinstance(given, Job) else _named(given)
     if not isinstance(document, Mapping):
-        raise InputError("job", NO_JOB)
+        raise InputError("job", JOB_IS_MISSING)
     if parameters.get("steps") is not None:
         document = {**document, "steps": parameters["steps"]}
     if parameters.get("nodes") is not None:

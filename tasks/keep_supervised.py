@@ -36,9 +36,9 @@ from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Failed, Scheduled
 
 from storage.errors import StorageError
-from tasks.credentials import credentials_of
 from tasks.entry import NOT_TRAINED, job_of
 from tasks.hooks import take_down_run
+from tasks.known_run import run_of
 from tasks.left_open import ADOPTED
 from tasks.new_start import AUTO_RESUME, PRETRAIN, is_started_for, start, started_for
 from tasks.states import completed
@@ -52,7 +52,6 @@ from tasks.unsupervised import (
 )
 from training.errors import InputError, PerdureError
 from training.files import home_folder
-from training.job import Job
 from training.journal.history import RunHistory
 from training.supervisor.job_registry import known_job, mark_ended, unended_runs, unmark_ended
 from training.supervisor.run import Run
@@ -157,7 +156,7 @@ def forget_quiet(now: datetime) -> None:
 def _of_known(client: SyncPrefectClient, run_id: str) -> Case | None:
     """The run of that name, when it has begun, goes on, and nobody supervises it."""
     try:
-        run = _run_of(known_job(home_folder(), run_id))
+        run = run_of(known_job(home_folder(), run_id))
         if run.ledger.is_supervised():
             return None
         history = run.refresh()
@@ -185,7 +184,7 @@ def _of_crashed(client: SyncPrefectClient, flow_run: FlowRun) -> Case | None:
     """A crashed flow run whose run this machine does not know, or that came to none."""
     try:
         job = job_of(flow_run)
-        run = _run_of(job) if job is not None else None
+        run = run_of(job) if job is not None else None
         history = run.refresh() if run is not None else RunHistory()
     except (PerdureError, StorageError):
         run, history = None, RunHistory()  # its next start says what is wrong
@@ -314,7 +313,3 @@ def _why_given_up(case: Case) -> str:
         f"{text}; attempt {placement}.{attempt} trains on without a supervisor, which is tried "
         f"again in {pause_min:.0f} min"
     )
-
-
-def _run_of(job: Job) -> Run:
-    return Run(job, home=home_folder(), credentials=credentials_of(job.storage))

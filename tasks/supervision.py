@@ -27,6 +27,7 @@ from storage.errors import StorageError
 from tasks.credentials import credentials_of
 from tasks.env_secrets import BlockSecrets
 from tasks.flow_runs import flow_runs_of
+from tasks.known_run import run_of
 from tasks.left_open import close_flow_runs, close_left_open
 from tasks.pausing import PauseLink, ServedFlowRun, was_resumed
 from tasks.prefect_client import client_without_retries
@@ -144,8 +145,7 @@ class RequestPoller(_Periodic):
 def has_open_attempt(job: Job) -> bool:
     """Whether an attempt of the run may be alive: it is adopted whatever preflight would find."""
     try:
-        run = Run(job, home=home_folder(), credentials=credentials_of(job.storage))
-        return run.refresh().open_attempt is not None
+        return run_of(job).refresh().open_attempt is not None
     except (StorageError, InputError):
         return False  # preflight reports what is wrong
 

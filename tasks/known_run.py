@@ -1,0 +1,13 @@
+"""A run as the machine that runs this process has it."""
+
+from __future__ import annotations
+
+from tasks.credentials import credentials_of
+from training.files import home_folder
+from training.job import Job
+from training.supervisor.run import Run
+
+
+def run_of(job: Job) -> Run:
+    """The run of a job in this machine's home, with the credentials of its storage."""
+    return Run(job, home=home_folder(), credentials=credentials_of(job.storage))
