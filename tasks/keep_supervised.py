@@ -110,10 +110,10 @@ def look() -> Iterator[Case | Unseen]:
                 seen.add(case.flow_run)
             if case is not None:
                 yield case
-        for flow_run in _crashed(client):
+        for flow_run in _stranded(client):
             if flow_run.id in seen:
                 continue
-            case = _contained(flow_run.name, partial(_of_crashed, client, flow_run))
+            case = _contained(flow_run.name, partial(_of_stranded, client, flow_run))
             if case is not None:
                 yield case
 
@@ -180,8 +180,8 @@ def note_end(run: Run) -> None:
         unmark_ended(run.home, run.job.run_id)
 
 
-def _of_crashed(client: SyncPrefectClient, flow_run: FlowRun) -> Case | None:
-    """A crashed flow run whose run this machine does not know, or that came to none."""
+def _of_stranded(client: SyncPrefectClient, flow_run: FlowRun) -> Case | None:
+    """A stranded flow run whose run this machine does not know, or that came to none."""
     try:
         job = job_of(flow_run)
         run = run_of(job) if job is not None else None
@@ -260,19 +260,31 @@ def _flow_run_of(client: SyncPrefectClient, run_id: str, history: RunHistory) ->
     return next((one for one in found if one.state_name not in NOT_OF_USER), None)
 
 
-def _crashed(client: SyncPrefectClient) -> list[FlowRun]:
-    """Flow runs that lately crashed, and that are to be brought back."""
+def _stranded(client: SyncPrefectClient) -> list[FlowRun]:
+    """Flow runs that lately crashed or were never started, and that are to be brought back.
+
+    A worker that dies when it has just taken a flow run leaves it Pending for ever, with no process
+    (3.8.8); one that waits for its container has one, on the server's record.
+    """
     found = client.read_flow_runs(
         flow_filter=PRETRAIN,
         flow_run_filter=FlowRunFilter(
-            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.CRASHED])),
+            state=FlowRunFilterState(
+                type=FlowRunFilterStateType(any_=[StateType.CRASHED, StateType.PENDING])
+            ),
             tags=FlowRunFilterTags(all_=[AUTO_RESUME]),
         ),
         sort=FlowRunSort.EXPECTED_START_TIME_DESC,
         limit=MOST,
     )
     since = datetime.fromtimestamp(time.time() - CRASH_IS_NEWS_S, UTC)
-    return [one for one in found if one.state is not None and one.state.timestamp > since]
+    return [
+        one
+        for one in found
+        if one.state is not None
+        and one.state.timestamp > since
+        and (one.infrastructure_pid is None or not one.state.is_pending())
+    ]
 
 
 def _apply(case: Case) -> str:

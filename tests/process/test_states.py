@@ -157,6 +157,19 @@ def test_what_cannot_be_started_fails_with_the_reason_and_is_not_tried_for_ever(
 
 
 @pytest.mark.timeout(600)
+def test_a_flow_run_whose_worker_died_when_it_had_just_taken_it_is_started(bench, deployed, api):
+    kill_worker(deployed[-1])
+    job = bench.pair("taken", steps=10, env={"PACE_S": "0"})
+    flow_run = start_flow_run(api, PRETRAIN, {"job": job})
+    flow_run.set_state("PENDING")  # all that the worker has left
+    deployed.append(start_worker(bench))
+    keep_until(api, "taken")
+    assert flow_run.wait_for_end(timeout_s=120)["name"] == "Completed"
+    assert flow_run.states.count("Pending") == 2
+    bench.look(job).leave_nothing()
+
+
+@pytest.mark.timeout(600)
 def test_after_a_restart_of_the_server_a_crash_is_answered_within_two_minutes(
     bench, deployed, api, prefect_server, monkeypatch
 ):
