@@ -97,7 +97,7 @@ class Unseen:
 def look() -> Iterator[Case | Unseen]:
     """Everything that this machine can see without a supervisor, whether it is to have one or not.
 
-    Each is told when it is seen: what comes later may take its time.
+    Each is yielded when it is seen: what comes later may take its time.
 
     Raises:
         Exception: the Prefect server did not answer.

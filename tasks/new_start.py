@@ -28,8 +28,8 @@ AUTO_RESUME = "auto-resume"
 def start(client: SyncPrefectClient, run: Run) -> str:
     """Give a run a flow run of a deployment; the same one when two ask at once."""
     found = client.read_deployments(flow_filter=PRETRAIN)
-    last, keeper = _last_deployment(client, run.history), _own_deployment(client)
-    chosen = choose(found, last=last, keeper=keeper)
+    last, asking = _last_deployment(client, run.history), _own_deployment(client)
+    chosen = choose(found, last=last, asking=asking)
     if chosen is None:
         return (
             f"not adopted: no deployment of pretrain that is ready and has the tag {AUTO_RESUME} "
@@ -63,19 +63,19 @@ def is_started_for(flow_run: FlowRun, run_id: str, history: RunHistory) -> bool:
 
 
 def choose(
-    found: Sequence[DeploymentResponse], *, last: UUID | None, keeper: DeploymentResponse | None
+    found: Sequence[DeploymentResponse], *, last: UUID | None, asking: DeploymentResponse | None
 ) -> DeploymentResponse | None:
     """The deployment to start a run with: what starts it can reach the nodes of the run.
 
     Args:
         found: those of pretrain.
         last: that of the last flow run of the run that had one.
-        keeper: that of the flow which asks, whose worker or serving process knows the run.
+        asking: that of the flow which asks, whose worker or serving process knows the run.
     """
     ready = [
         one for one in found if AUTO_RESUME in one.tags and one.status is DeploymentStatus.READY
     ]
-    own = (one for one in ready if keeper is not None and _are_served_together(one, keeper))
+    own = (one for one in ready if asking is not None and _are_served_together(one, asking))
     return next((one for one in ready if one.id == last), None) or next(own, None)
 
 

@@ -59,7 +59,7 @@ class ToDo:
     Attributes:
         run_id: of the run.
         chosen: what is to go.
-        error: why that cannot be told; None: it can.
+        error: why that is not known; None: it is.
     """
 
     run_id: str

@@ -1,4 +1,4 @@
-"""What the keeper notes of runs that are over, and what it claims to have done."""
+"""What keep-supervised notes of runs that are over, and what it claims to have done."""
 
 from __future__ import annotations
 
