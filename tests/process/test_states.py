@@ -163,7 +163,7 @@ def test_a_flow_run_whose_worker_died_when_it_had_just_taken_it_is_started(bench
     flow_run = start_flow_run(api, PRETRAIN, {"job": job})
     flow_run.set_state("PENDING")  # all that the worker has left
     deployed.append(start_worker(bench))
-    keep_until(api, "taken")
+    keep_until(api, "taken: its flow run was Pending, nobody supervised the run")
     assert flow_run.wait_for_end(timeout_s=120)["name"] == "Completed"
     assert flow_run.states.count("Pending") == 2
     bench.look(job).leave_nothing()
