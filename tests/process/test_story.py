@@ -31,6 +31,7 @@ def assert_goes_on_elsewhere(api, flow_run_id: str) -> None:
     assert all(one["description"].startswith(GOES_ON) for one in found)
 
 
+@pytest.mark.long
 def test_after_the_death_of_a_supervisor_nothing_stays_open_and_nothing_is_double(bench, api):
     name = "adopted-late"
     job = bench.pair(name, steps=40, restart={"process_replace": False})
