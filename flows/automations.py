@@ -16,7 +16,7 @@ Facts about triggers and states: Prefect 3.8.8.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -129,21 +129,36 @@ def on_fault(
     return Automation(
         name=f"perdure: {fault_class}{of_run}",
         description=f"Answers faults of class {fault_class}{of_run or ' in any run'}.",
-        trigger=EventTrigger(
-            expect={"perdure.fault"},
-            match=ResourceSpecification.model_validate(
-                {
-                    "prefect.resource.id": [f"perdure.run.{run_id or '*'}"],
-                    # Triggers see labels of the resource, not the payload.
-                    "perdure.fault_class": [fault_class.value],
-                }
-            ),
-            for_each={"prefect.resource.id"},
-            posture=Posture.Reactive,
-            threshold=1,
-            within=timedelta(0),
+        trigger=at_each(
+            "perdure.fault",
+            {
+                "prefect.resource.id": [f"perdure.run.{run_id or '*'}"],
+                # Triggers see labels of the resource, not the payload.
+                "perdure.fault_class": [fault_class.value],
+            },
         ),
         actions=list(actions),
+    )
+
+
+def at_each(
+    event: str, match: Mapping[str, Any], related: Mapping[str, Any] | None = None
+) -> EventTrigger:
+    """Fires at once, at every event of that name.
+
+    Args:
+        event: its name.
+        match: labels of the resource that it is about.
+        related: labels of a resource that it is related to.
+    """
+    return EventTrigger(
+        expect={event},
+        match=ResourceSpecification.model_validate(match),
+        match_related=ResourceSpecification.model_validate(related or {}),
+        for_each={"prefect.resource.id"},
+        posture=Posture.Reactive,
+        threshold=1,
+        within=timedelta(0),
     )
 
 

@@ -7,18 +7,15 @@ faults that the ladder mends, nobody is notified. Facts about triggers and actio
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 from uuid import UUID
 
 from prefect.automations import Automation
 from prefect.client.orchestration import get_client
 from prefect.events.actions import SendNotification
-from prefect.events.schemas.automations import EventTrigger, Posture
-from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectNotFound
 
-from flows.automations import REQUEST_TIMEOUT_S, put
+from flows.automations import REQUEST_TIMEOUT_S, at_each, put
 from training.errors import InputError
 
 FLOWS = ["pretrain", "prepare-data"]
@@ -44,10 +41,10 @@ def notifications(block_id: UUID) -> list[Automation]:
     failed = Automation(
         name="perdure: notify when a run has failed",
         description="Sends a message when a flow run of pretrain or prepare-data has Failed.",
-        trigger=_each(
+        trigger=at_each(
             "prefect.flow-run.Failed",
-            of="prefect.flow-run.*",
-            related={"prefect.resource.role": "flow", "prefect.resource.name": FLOWS},
+            {"prefect.resource.id": ["prefect.flow-run.*"]},
+            {"prefect.resource.role": "flow", "prefect.resource.name": FLOWS},
         ),
         actions=[
             SendNotification(
@@ -60,7 +57,7 @@ def notifications(block_id: UUID) -> list[Automation]:
     needed = Automation(
         name="perdure: notify when a run needs you",
         description="Sends a message when a node is isolated, no spare is left, an alert is open.",
-        trigger=_each("perdure.needs_you", of="perdure.run.*"),
+        trigger=at_each("perdure.needs_you", {"prefect.resource.id": ["perdure.run.*"]}),
         actions=[
             SendNotification(
                 block_document_id=block_id,
@@ -71,19 +68,6 @@ def notifications(block_id: UUID) -> list[Automation]:
         ],
     )
     return [failed, needed]
-
-
-def _each(event: str, *, of: str, related: dict[str, Any] | None = None) -> EventTrigger:
-    """Fires at once, at every event of that name about such a resource."""
-    return EventTrigger(
-        expect={event},
-        match=ResourceSpecification.model_validate({"prefect.resource.id": [of]}),
-        match_related=ResourceSpecification.model_validate(related or {}),
-        for_each={"prefect.resource.id"},
-        posture=Posture.Reactive,
-        threshold=1,
-        within=timedelta(0),
-    )
 
 
 def _id_of(block: str) -> UUID:

@@ -1,7 +1,8 @@
 """Finding runs that nobody supervises, and doing about them what `unsupervised` says.
 
-Known are the runs that were started on this machine, and flow runs that have crashed. Nothing here
-depends on events, which a server may lose, or hold back after a restart (3.8.8). Times are seconds.
+Known are the runs that were started on this machine, and flow runs that have crashed or that no
+worker has started. Nothing here depends on events, which a server may lose, or hold back after a
+restart (3.8.8). Times are seconds.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class Case:
         flow_run: id of the one that last supervised it; None when the server has none.
         state: name of its state.
         message: of its state.
+        remedy: what is to be done.
         starts: that failed in a row.
     """
 
