@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import time
 from typing import Any
@@ -58,6 +59,20 @@ class Api:
     def task_runs(self, name: str) -> dict[str, str]:
         return {task["name"]: task["state"]["name"] for task in self._task_runs(name)}
 
+    def wait_for_tasks(self, name: str, expected: dict[str, str]) -> None:
+        """Until task runs of the newest flow run of a name are in these states.
+
+        Clients send states as events, so that the last ones can come after the end of the flow.
+        """
+        with contextlib.suppress(AssertionError):
+            wait_for(
+                lambda: expected.items() <= self.task_runs(name).items(),
+                timeout_s=BUSY_S,
+                period_s=0.5,
+            )
+        found = self.task_runs(name)
+        assert {task: found.get(task) for task in expected} == expected
+
     def task_run_ids(self, name: str) -> dict[str, str]:
         return {task["name"]: task["id"] for task in self._task_runs(name)}
 
@@ -80,6 +95,15 @@ class Api:
         wanted = {"flow_run_id": {"any_": [self.flow_runs(name)[0]["id"]]}}
         found = self._found("logs", {"logs": wanted, "limit": 200, "sort": "TIMESTAMP_ASC"})
         return [log["message"] for log in found]
+
+    def wait_for_events(self, name: str, kind: str, *, count: int) -> list[dict]:
+        """A run's events of a kind, once so many are on record: a server writes every 5 s."""
+        what = f"{count} events {kind} of {name}"
+        return wait_for(
+            lambda: found if len(found := self.events(name, kind)) >= count else None,
+            timeout_s=BUSY_S,
+            what=what,
+        )
 
     def events(self, name: str, kind: str) -> list[dict]:
         """Payloads of a run's events of a kind, oldest first."""

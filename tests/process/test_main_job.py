@@ -7,8 +7,6 @@ import re
 
 import pytest
 
-from tests.waiting import wait_for
-
 pytestmark = pytest.mark.process
 
 RUNGS = ["process_replace", "hang_restart", "pod_reschedule"]
@@ -78,10 +76,11 @@ def test_every_second_of_a_broken_run_has_an_owner(broken):
 
 
 def test_the_server_has_attempts_reports_and_events_of_a_broken_run(broken, api):
-    tasks = api.task_runs("main-job")
-    assert tasks["attempt 1.1 from step 0"] == "RestartAfterHang"
-    assert tasks["attempt 1.2 from step 20"] == "ReschedulePod"
-    assert tasks["placement 2 on node-0,node-2"] == "Completed"
+    api.wait_for_tasks("main-job", {
+        "attempt 1.1 from step 0": "RestartAfterHang",
+        "attempt 1.2 from step 20": "ReschedulePod",
+        "placement 2 on node-0,node-2": "Completed",
+    })  # fmt: skip
     keys = api.artifacts("main-job-")
     assert {
         "main-job-progress", "main-job-attempts", "main-job-checkpoints", "main-job-loss",
@@ -98,13 +97,12 @@ def test_the_server_has_attempts_reports_and_events_of_a_broken_run(broken, api)
         ("1.1", "hang_restart"), ("1.1, generation 1", "process_replace"),
         ("1.2", "pod_reschedule"),
     ]  # fmt: skip
-    wait_for(lambda: len(api.events("main-job", "recovery")) == 3, timeout_s=30, what="events")
-    first, *others = api.events("main-job", "recovery")
+    first, *others = api.wait_for_events("main-job", "recovery", count=3)
     assert (first["rung"], first["replaced"], first["outcome"]) == (
         "process_replace", [1], "recovered",
     )  # fmt: skip
     assert [one["rung"] for one in others] == RUNGS[1:]
-    faults = api.events("main-job", "fault")
+    faults = api.wait_for_events("main-job", "fault", count=3)
     assert [fault["fault_class"] for fault in faults] == ["native_crash", "hang", "node_lost"]
 
 

@@ -43,9 +43,8 @@ def test_a_job_by_its_name_completes_at_the_step_that_is_given_beside_it(
     running = bench.look(job)
     api.wait_for("deployed", "Completed", timeout_s=120)
     assert running.curve() == undisturbed_pair
-    tasks = api.task_runs("deployed")
-    assert tasks["attempt 1.1 from step 0"] == "Completed"
-    assert tasks["placement 1 on node-0"] == "Completed"
+    names = ("attempt 1.1 from step 0", "placement 1 on node-0")
+    api.wait_for_tasks("deployed", dict.fromkeys(names, "Completed"))
     running.leave_nothing()
 
 
@@ -143,8 +142,7 @@ def test_the_schedule_of_the_retention_works_as_it_is_deployed(bench, deployed, 
         api.set_schedule(deployment, active=False)
         (bench.home / "runs" / "broken" / "job.json").unlink()
     assert "broken" in api.ended(flow_run), "a run that fails is named, and the others go on"
-    tasks = api.task_runs("all runs")
-    assert (tasks["hourly"], tasks["broken"]) == ("Completed", "Failed")
+    api.wait_for_tasks("all runs", {"hourly": "Completed", "broken": "Failed"})
     assert api.tags("all runs")["hourly"] == ["retention"]
     assert len(api.flow_runs("hourly")) == 1, "the training; retention makes no flow run of its own"
     rows = json.loads(api.artifacts("hourly-retention")["hourly-retention"]["data"])

@@ -42,20 +42,22 @@ def test_the_retries_of_a_placement_are_the_restarts_that_the_policy_allows(benc
     running = bench.start(crashing(bench, "policy", crashes=3, **policy))
     assert running.finish() == 0, running.out
     assert running.rungs() == ["in_place_restart"] * 3
-    tasks = api.task_runs("policy")
-    assert tasks["placement 1 on node-0"] == "Continued"
-    assert tasks["placement 1 on node-0, continued"] == "Completed"
-    assert [tasks[f"attempt 1.{n} from step 0"] for n in (1, 2, 3, 4)] == [
-        *["RestartInPlace"] * 3,
-        "Completed",
-    ]
+    api.wait_for_tasks("policy", {
+        "attempt 1.1 from step 0": "RestartInPlace",
+        "attempt 1.2 from step 0": "RestartInPlace",
+        "placement 1 on node-0": "Continued",
+        "attempt 1.3 from step 0": "RestartInPlace",
+        "attempt 1.4 from step 0": "Completed",
+        "placement 1 on node-0, continued": "Completed",
+    })  # fmt: skip
     waited = ["Pending", "Running", "AwaitingRetry", "Retrying"]
     assert states(api, "policy", "placement 1 on node-0") == [*waited, "Continued"]
     assert states(api, "policy", "placement 1 on node-0, continued") == [*waited, "Completed"]
     (line,) = [line for line in api.logs("policy") if line.startswith("attempt 1.1 ")]
     assert line.startswith("attempt 1.1 ended: native_crash on rank 0 on node-0: in_place_restart")
     assert not [line for line in api.logs("policy") if "Retry 1/" in line]
-    assert len(api.events("policy", "recovery")) == 3, "each attempt's hook has reported it"
+    reported = api.wait_for_events("policy", "recovery", count=3)
+    assert len(reported) == 3, "each attempt's hook has reported it once"
 
 
 @pytest.mark.long
@@ -79,12 +81,8 @@ def test_a_run_that_is_cancelled_while_it_waits_to_restart_starts_nothing_more(b
     assert running.history.ended.outcome == "cancelled"
     assert len(running.history.attempts) == 1
     assert api.state("waiting") == "Cancelled"
-    wait_for(
-        lambda: api.task_runs("waiting")[placement] == "StoppedOnRequest",
-        timeout_s=10,
-        what="the end of the placement",
-    )
-    assert api.task_runs("waiting")["attempt 1.1 from step 0"] == "RestartInPlace"
+    expected = {placement: "StoppedOnRequest", "attempt 1.1 from step 0": "RestartInPlace"}
+    api.wait_for_tasks("waiting", expected)
     log = "\n".join(api.logs("waiting"))
     assert "stopped on request before the restart" in log
     assert "Crash detected!" not in log

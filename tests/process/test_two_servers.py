@@ -131,7 +131,7 @@ def test_a_deployment_runs_to_its_end_whichever_server_is_asked(
     other = Api(cluster.second.api_url, auth=AUTH_STRING)
     other.wait_for("deployed", "Completed", timeout_s=150)
     assert running.curve() == undisturbed
-    assert api.task_runs("deployed")["attempt 1.1 from step 0"] == "Completed"
+    api.wait_for_tasks("deployed", {"attempt 1.1 from step 0": "Completed"})
     running.leave_nothing()
     names = {one["name"] for one in other.ask("POST", "automations/filter", {}).json()}
     assert "perdure: Crashed -> run again" in names
