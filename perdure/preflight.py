@@ -25,7 +25,13 @@ from training.drill.driver import Secrets
 from training.drill.reentry import check_reentry
 from training.health.node_check import check_this_machine
 from training.job import Job, departures, load_job
-from training.supervisor.job_checks import Note, check_job, checklist, recovery_notes
+from training.supervisor.job_checks import (
+    Note,
+    check_job,
+    checklist,
+    corpus_notes,
+    recovery_notes,
+)
 from training.trainer.size import num_parameters, state_bytes
 from training.wire.node import Check, CheckOutcome
 
@@ -87,14 +93,14 @@ def _secrets_of(job: Job) -> Secrets:
 
 
 def warn_of_departures(job: Job) -> None:
-    """Print where the job departs from the recommended settings."""
+    """Print where the job departs from the recommended settings, and what of its corpus is odd."""
     for line in _departures(job):
         warn(f"recommended otherwise: {line}")
+    for line in corpus_notes(job):
+        warn(line)
 
 
 def _departures(job: Job) -> list[str]:
-    if job.worker.is_command:
-        return []
     return list(departures(job, num_parameters(job)))
 
 
@@ -103,7 +109,11 @@ def _document(
 ) -> dict[str, object]:
     return {
         "ok": is_fine,
-        "warnings": [*_departures(job), *(note.line for note in notes if note.is_warning)],
+        "warnings": [
+            *_departures(job),
+            *corpus_notes(job),
+            *(note.line for note in notes if note.is_warning),
+        ],
         "recovery": [note.line for note in notes if not note.is_warning],
         "checks": [check.model_dump(mode="json") for check in checks],
     }

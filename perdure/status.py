@@ -35,6 +35,7 @@ from training.recovery.faults import Fault
 from training.recovery.rungs import Rung
 from training.supervisor.accounts import Accountant, duration_text, ettr_text
 from training.supervisor.checkpoints import node_tiers
+from training.supervisor.markdown import clock_text
 from training.supervisor.report import (
     OPEN,
     alert_rows,
@@ -364,10 +365,17 @@ def plain_status(status: Status, width: int) -> RenderableType:
     document = status.document
     texts = [*(f"{name}: {document[name]}" for name in LINES), *_notices(document)]
     lines = [Text(line) for line in (*texts, _headline(document))]
-    fault = document["fault"]
-    rest = [Text("newest fault:")] if fault else []
-    rest += [Text(f"    {name}: {value}") for name, value in (fault or {}).items()]
+    rest = list(_fault_text(document["fault"])) if document["fault"] else []
     return Group(*lines, *_details(status, width), *rest)
+
+
+def _fault_text(fault: dict[str, Any]) -> Iterator[Text]:
+    """Every fact about a fault; scripts have its time in seconds."""
+    yield Text("newest fault:")
+    for name, value in fault.items():
+        is_time = name == "at_s"
+        shown = f"at: {clock_text(value)} UTC" if is_time else f"{name}: {value}"
+        yield Text(f"    {shown}")
 
 
 def _headline(document: dict[str, Any]) -> str:

@@ -24,6 +24,17 @@ S3_SCHEME = "s3://"
 AddressingStyle = Literal["auto", "virtual", "path"]
 
 
+def _hint(address: str) -> str:
+    """What may have been meant by an address without a known scheme."""
+    path = address.removeprefix("file:")
+    if path.startswith("/"):
+        return f"for a folder write {FILE_SCHEME}{path}"
+    if "://" in address:
+        rest = address.partition("://")[2]
+        return f"for a bucket of an S3-compatible store write {S3_SCHEME}{rest}, with its endpoint"
+    return f"write {FILE_SCHEME}/absolute/folder or {S3_SCHEME}bucket/prefix"
+
+
 class Credentials(FrozenModel):
     """Keys of a store, where they do not come from boto3's default chain."""
 
@@ -66,7 +77,8 @@ class StorageSpec(FrozenModel):
     @classmethod
     def _known_address(cls, address: str) -> str:
         if not address.startswith(tuple(STORES)):
-            raise ValueError(f"{address!r} begins with neither {' nor '.join(STORES)}")
+            known = " nor ".join(STORES)
+            raise ValueError(f"{address!r} begins with neither {known}; {_hint(address)}")
         if address.startswith(FILE_SCHEME) and not address.startswith(f"{FILE_SCHEME}/"):
             raise ValueError(f"{address!r} is a relative path; write file:///absolute/folder")
         if address.startswith(S3_SCHEME):

@@ -98,7 +98,10 @@ def prepare_data(job: Job) -> dict[str, Any]:
     if job.data is None:
         raise InputError("data", "is missing")
     store = open_store(job.storage, credentials_of(job.storage))
-    result = prepare(job.data, open_tokenizer(job.tokenizer), store, log=get_run_logger().info)
+    logger = get_run_logger()
+    result = prepare(
+        job.data, open_tokenizer(job.tokenizer), store, log=logger.info, warn=logger.warning
+    )
     message = (
         f"{_size(result.outcome)}: {result.written_shards} written, {result.reused_shards} "
         f"reused, {result.damaged_shards} damaged ones redone, in {result.duration_s:.1f} s"

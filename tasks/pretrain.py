@@ -26,7 +26,7 @@ from training.engines.base import Placement
 from training.job import Job, departures
 from training.recovery.rungs import RUNGS, restarts_in_a_row
 from training.supervisor.attention import waits_for_node
-from training.supervisor.job_checks import check_job
+from training.supervisor.job_checks import check_job, corpus_notes
 from training.supervisor.markdown import counted
 from training.supervisor.run import Verdict
 from training.supervisor.watch import EndKind
@@ -44,10 +44,10 @@ def preflight(job: Job) -> None:
     check_job(job, credentials=credentials_of(job.storage))
     check_blocks(job)
     logger = get_run_logger()
-    if job.worker.is_command:
-        return
     for line in departures(job, num_parameters(job)):
         logger.warning("recommended otherwise: %s", line)
+    for line in corpus_notes(job):
+        logger.warning(line)
 
 
 @task(name="place", cache_policy=NO_CACHE)

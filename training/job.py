@@ -7,14 +7,12 @@ optimizer steps.
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from storage.address import Credentials, StorageSpec
@@ -26,6 +24,8 @@ from training.specs.data import DataSpec, TokenizerSpec
 from training.specs.drill import DrillSpec
 from training.specs.engine import DEFAULT_RECIPE, AnyEngineSpec, LocalEngineSpec, WorkerSpec
 from training.specs.env_from import SecretSource
+from training.specs.field_names import names_meant
+from training.specs.job_text import read_document, read_document_file
 from training.specs.model import (
     BatchSpec,
     ModelSpec,
@@ -142,6 +142,11 @@ class Job(FrozenModel):
         return self.worker.recipe or DEFAULT_RECIPE
 
     @property
+    def is_reference(self) -> bool:
+        """Whether the built-in trainer runs, so that `model` describes what is trained."""
+        return not self.worker.is_command and self.recipe == DEFAULT_RECIPE
+
+    @property
     def world_size(self) -> int:
         """Number of ranks: one per slot, for commands one per node."""
         # A command such as torchrun starts the ranks of its node by itself.
@@ -221,12 +226,17 @@ class JobTemplate(Job):
 AnyJob = TypeVar("AnyJob", bound=Job)
 
 
-def departures(job: Job, num_parameters: int) -> Iterator[str]:
-    """Where a session job departs from the recommended settings, one line each."""
+def departures(job: Job, num_parameters: int | None) -> Iterator[str]:
+    """Where a session job departs from the recommended settings, one line each.
+
+    Args:
+        job: to look at.
+        num_parameters: of its model; None: not known, so that no interval is recommended.
+    """
     if job.worker.is_command:
         return
-    recommended = recommended_interval(num_parameters)
-    if job.checkpoint.has_interval:
+    if job.checkpoint.has_interval and num_parameters is not None:
+        recommended = recommended_interval(num_parameters)
         for field, value in recommended.items():
             if not _within(getattr(job.checkpoint, field), value):
                 yield (
@@ -272,12 +282,7 @@ def load_template(path: Path, overrides: Sequence[str] = ()) -> JobTemplate:
 
 
 def _loaded(kind: type[AnyJob], path: Path, overrides: Sequence[str]) -> AnyJob:
-    try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(str(path), f"cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(str(path), f"is not YAML: {_yaml_problem(error)}") from None
+    document = read_document_file(path)
     if not isinstance(document, dict):
         raise InputError(str(path), "must be a mapping of job fields")
     for override in overrides:
@@ -349,10 +354,7 @@ def _set_override(document: dict[str, Any], override: str) -> None:
         if not isinstance(child, dict):
             raise InputError("--set", f"{key}: {parent} is not a section")
         target = child
-    try:
-        target[leaf] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise InputError("--set", f"{key}: is not YAML: {_yaml_problem(error)}") from None
+    target[leaf] = read_document(text, where=f"--set: {key}")
 
 
 def _field_of(location: tuple[int | str, ...]) -> str:
@@ -387,8 +389,8 @@ def _message_of(error: Mapping[str, Any]) -> str:
         case "string_type" if is_secret:
             message = "must be a text, in quotes"
         case "extra_forbidden":
-            close = difflib.get_close_matches(str(error["loc"][-1]), _field_names(), n=1)
-            hint = f"did you mean {close[0]}?" if close else "`perdure schema` lists the fields"
+            meant = " or ".join(names_meant(Job, error["loc"]))
+            hint = f"did you mean {meant}?" if meant else "`perdure schema` lists the fields"
             message = f"no such field; {hint}"
         case "missing":
             message = "is missing"
@@ -405,18 +407,3 @@ def _message_of(error: Mapping[str, Any]) -> str:
             given = json.dumps(error["input"], default=str)[:120]
             message = f"{given}: {_SHAPES.get(kind, error['msg'])}"
     return message
-
-
-def _field_names() -> set[str]:
-    schema = Job.model_json_schema()
-    sections = [schema, *schema.get("$defs", {}).values()]
-    return {name for section in sections for name in section.get("properties", {})}
-
-
-def _yaml_problem(error: Exception) -> str:
-    """What is wrong and where, without the line itself: it may be that of a secret."""
-    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
-        return " ".join(str(error).split())[:200]
-    mark = error.problem_mark
-    problem = re.sub(r"(alias|anchor|tag) .*", r"\1", error.problem or "cannot be read")
-    return f"{problem}, line {mark.line + 1}, column {mark.column + 1}"

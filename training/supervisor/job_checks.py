@@ -7,8 +7,6 @@ processes is a note, not a problem: the ladder skips a rung that is not possible
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +21,9 @@ from training.files import home_folder
 from training.job import Job
 from training.platforms.settings import shown
 from training.recovery.replicas import Mechanism, feasibility
+from training.supervisor.recipe_check import check_recipe
 from training.trainer.data.corpus import CorpusError, find_sources
+from training.trainer.data.first_look import TooFewTokens, check_enough, strange_files
 from training.trainer.data.tokenizer import open_tokenizer
 from training.wire.node import Check, CheckOutcome
 
@@ -120,46 +120,38 @@ def _check_program(job: Job) -> None:
         if "$" not in program and not known and not (cwd / program).exists():
             raise InputError("worker.command", f"{program!r} is no program on this machine")
         return
-    module = job.recipe.partition(":")[0]
-    path = cwd / (module.replace(".", "/") + ".py")
-    if path.exists():
-        _check_function(path, job.recipe)
-    elif not _is_importable(module):
-        raise InputError("worker.recipe", f"{job.recipe!r}: no module named {module!r}")
-
-
-def _check_function(path: Path, recipe: str) -> None:
-    """Look for the recipe's function without running the module, which may need a device."""
-    name = recipe.partition(":")[2]
-    try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (SyntaxError, ValueError, OSError) as error:
-        raise InputError("worker.recipe", f"{recipe!r}: {path}: {error}") from error
-    defined = {getattr(node, "name", None) for node in tree.body}
-    opaque = (ast.Assign, ast.AnnAssign, ast.Import, ast.ImportFrom, ast.If, ast.Try)
-    # A name that is bound otherwise than by def may well be a function: only running it shows.
-    bound = any(isinstance(node, opaque) and name in ast.unparse(node) for node in tree.body)
-    if name not in defined and not bound:
-        raise InputError("worker.recipe", f"{recipe!r}: {path} defines no {name!r}")
-
-
-def _is_importable(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
+    check_recipe(job.recipe, cwd)
 
 
 def _check_data(job: Job) -> None:
     assert job.data is not None  # noqa: S101 checked by the caller
     try:
-        find_sources(job.data)
+        sources = find_sources(job.data)
     except CorpusError as error:
         raise InputError("data.sources", str(error)) from error
     try:
-        open_tokenizer(job.tokenizer)
+        tokenizer = open_tokenizer(job.tokenizer)
     except (ValueError, OSError) as error:
         raise InputError("tokenizer.path", str(error)) from error
+    if not job.is_reference:
+        return  # how long its samples are is the program's own affair
+    try:
+        check_enough(job.data, tokenizer, sources, num_tokens=job.model.seq_len + 1)
+    except TooFewTokens as error:
+        text = f"{job.model.seq_len}: {error}; take more text or shorter samples"
+        raise InputError("model.seq_len", text) from error
+    except CorpusError as error:
+        raise InputError("data.sources", str(error)) from error
+
+
+def corpus_notes(job: Job) -> list[str]:
+    """Files of a session job's corpus that are no text, one line each."""
+    if job.data is None or job.worker.is_command:
+        return []
+    try:
+        return list(strange_files(job.data))
+    except CorpusError as error:
+        raise InputError("data.sources", str(error)) from error
 
 
 def _check_storage(spec: StorageSpec, credentials: Credentials | None, run_id: str) -> None:

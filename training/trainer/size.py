@@ -9,18 +9,22 @@ from training.trainer.data.tokenizer import open_tokenizer
 STATE_BYTES_PER_PARAMETER = 12
 
 
-def num_parameters(job: Job) -> int:
+def num_parameters(job: Job) -> int | None:
     """Parameters of the job's model with its tokenizer's vocabulary.
+
+    Returns:
+        None for programs of the user's own.
 
     Raises:
         ValueError: the tokenizer's file is none.
         OSError: it cannot be read.
     """
+    if not job.is_reference:
+        return None
     return job.model.num_parameters(open_tokenizer(job.tokenizer).vocab_size)
 
 
 def state_bytes(job: Job) -> int | None:
     """Model and optimizer state of the whole job; None for programs of the user's own."""
-    if job.worker.is_command or job.worker.recipe is not None:
-        return None
-    return num_parameters(job) * STATE_BYTES_PER_PARAMETER
+    parameters = num_parameters(job)
+    return parameters * STATE_BYTES_PER_PARAMETER if parameters is not None else None

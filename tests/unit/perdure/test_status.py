@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, replace
 
 import pytest
@@ -138,6 +139,8 @@ def test_status_of_a_job_file_needs_no_run_on_this_machine(run, document, tmp_pa
     assert "native_crash on rank 1 on node-0" in text
     assert "newest fault:\n    fault_class: native_crash\n" in text
     assert "evidence: SIGKILL" in text
+    assert re.search(r"\n    at: \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC\n", text)
+    assert "at_s" not in text
 
 
 def test_status_is_printed_once_when_piped_and_as_one_object_for_scripts(run, perdure_home):

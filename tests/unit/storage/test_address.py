@@ -37,8 +37,11 @@ KEYS: dict[str, Any] = {
     [
         ({"address": "file://relative/folder"}, "is a relative path; write file:///absolute"),
         ({"address": "file://"}, "is a relative path"),
-        ({"address": "/folder"}, "begins with neither file:// nor s3://"),
-        ({"address": "gs://bucket/x"}, "'gs://bucket/x' begins with neither"),
+        ({"address": "/folder"}, "neither file:// nor s3://; for a folder write file:///folder"),
+        ({"address": "file:/folder"}, "for a folder write file:///folder"),
+        ({"address": "folder"}, "write file:///absolute/folder or s3://bucket/prefix"),
+        ({"address": "obs://bucket/x"}, "'obs://bucket/x' begins with neither"),
+        ({"address": "obs://bucket/x"}, "write s3://bucket/x, with its endpoint"),
         ({"address": "s3://"}, "names no bucket"),
         ({"address": "s3:///prefix"}, "names no bucket"),
         ({"address": "s3://bucket/a/../b"}, "without '.' or '..'"),

@@ -12,5 +12,12 @@ def job(**sections):
 
 def test_the_state_is_weights_and_both_moments():
     assert num_parameters(job()) == job().model.num_parameters(257)
-    assert state_bytes(job()) == num_parameters(job()) * 12
+    assert state_bytes(job()) == 12 * job().model.num_parameters(257)
     assert state_bytes(job(worker={"command": ["true"]})) is None
+
+
+def test_the_size_of_a_program_of_the_user_s_own_is_not_known():
+    own = job(worker={"recipe": "mine:main"})
+    assert (num_parameters(own), state_bytes(own)) == (None, None)
+    named = job(worker={"recipe": "training.trainer.pretrain:main"})
+    assert num_parameters(named) == num_parameters(job())

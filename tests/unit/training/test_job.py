@@ -66,6 +66,9 @@ WRONG = [
     ("run_id", "x" * 64, ["run_id", "pattern"]),
     ("colour", "red", ["colour", "no such field"]),
     ("model.hiden_size", 64, ["model.hiden_size", "did you mean hidden_size?"]),
+    ("num_layers", 4, ["num_layers", "no such field; did you mean model.num_layers?"]),
+    ("stop", 4, ["stop: no such field; did you mean steps?"]),
+    ("engine.spare", 1, ["engine.spare: no such field; did you mean spares?"]),
     ("restart", 5, ["restart", "5", "section"]),
     ("worker.command", "python x.py", ["worker.command", "python x.py", "list"]),
     ("model.depth", 4, ["model.depth", "no such field"]),
@@ -110,6 +113,9 @@ WRONG = [
     ("restart.hang_timeout_s", -3, ["restart.hang_timeout_s", "-3"]),
     ("worker.recipe", "not a recipe", ["worker.recipe", "module:function"]),
     ("worker.recipe", "nowhere.to.find:main", ["worker.recipe", "nowhere.to.find"]),
+    ("worker.recipe", "training:main", ["worker.recipe", "Perdure's own package 'training'"]),
+    ("model.seq_len", 3001, ["model.seq_len: 3001", "3,002 tokens", "has 3,001"]),
+    ("storage.address", "/mnt/sfs", ["storage.address", "write file:///mnt/sfs"]),
     ("worker", {"recipe": "a:b", "command": ["x"]}, ["recipe", "command", "exclude"]),
     ("worker.command", ["no-such-program"], ["worker.command", "no-such-program"]),
     ("worker.cwd", "/no/such/folder", ["worker.cwd", "/no/such/folder"]),
@@ -156,7 +162,12 @@ def test_a_wrong_job_gives_one_line_and_exit_code_2_and_starts_nothing(
 
 @pytest.mark.parametrize(
     ("content", "word"),
-    [("[1, 2]", "mapping"), ("a: [unclosed", "not YAML"), ("", "mapping")],
+    [
+        ("[1, 2]", "mapping"),
+        ("a: [unclosed", "not YAML"),
+        ("", "mapping"),
+        ("run_id: a\nsteps: 1\nsteps: 2\n", "job.yaml: steps is given twice, in lines 2 and 3"),
+    ],
 )
 def test_a_file_that_is_no_job_gives_one_line_and_exit_code_2(content, word, tmp_path, error_of):
     assert word in error_of("run", write(tmp_path, content))
@@ -194,7 +205,7 @@ def test_an_s3_store_that_no_server_serves_is_refused_in_one_line(
     assert "very-secret" not in err
 
 
-@pytest.mark.parametrize("override", ["steps", "=3", "model=3"])
+@pytest.mark.parametrize("override", ["steps", "=3", "model=3", "steps=[", "model={a: 1, a: 2}"])
 def test_a_wrong_override_is_refused(override, good, tmp_path, error_of):
     assert error_of("preflight", write(tmp_path, good), "--set", override)
 
@@ -264,3 +275,26 @@ def test_departures_from_the_recommended_settings_are_named(
 ):
     job = parse_job(changed(good, "checkpoint", checkpoint))
     assert bool(list(departures(job, num_parameters))) is departs
+
+
+def test_no_interval_is_recommended_for_a_model_that_is_not_the_job_s(good, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text("def main(job): ...\n")
+    own = changed(good, "worker", {"recipe": "mine:main", "cwd": str(tmp_path)})
+    for document, is_known in ((good, True), (own, False)):
+        job = write(tmp_path, changed(document, "checkpoint.every_steps", 7))
+        with pytest.raises(SystemExit):
+            main(["preflight", job, "--set", "preflight.nodes=false"])
+        assert ("M parameters" in capsys.readouterr().err) is is_known
+
+
+def test_a_corpus_that_is_no_text_is_named_before_the_run(good, tmp_path, capsys):
+    noise = tmp_path / "noise.txt"
+    noise.write_bytes(bytes(range(256)) * 4096)
+    job = write(tmp_path, changed(good, "data.sources", [str(noise)]))
+    with pytest.raises(SystemExit):
+        main(["preflight", job, "--set", "preflight.nodes=false"])
+    assert f"perdure: data.sources: {noise}: " in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["preflight", job, "--set", "preflight.nodes=false", "--json"])
+    (line,) = (w for w in json.loads(capsys.readouterr().out)["warnings"] if "noise" in w)
+    assert "are not UTF-8 text" in line

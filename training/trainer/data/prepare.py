@@ -30,6 +30,7 @@ from training.trainer.data.corpus import (
     find_sources,
     iterate_documents,
 )
+from training.trainer.data.first_look import num_strange, strange_text
 from training.trainer.data.manifest import (
     DTYPES,
     FORMAT_VERSION,
@@ -159,6 +160,7 @@ def prepare(
     *,
     prefix: str = "data",
     log: Callable[[str], None] | None = None,
+    warn: Callable[[str], None] | None = None,
 ) -> PrepareResult:
     """Bring shards and manifest of these inputs into the store.
 
@@ -168,6 +170,7 @@ def prepare(
         store: where to.
         prefix: key prefix of everything written.
         log: takes progress, one line per shard written or found damaged.
+        warn: takes a line for each file that is no text; None: `log` does.
 
     Raises:
         CorpusError: the sources cannot be used, or changed while they were read.
@@ -178,7 +181,8 @@ def prepare(
     found = find_prepared(store, inputs, prefix=check_key(prefix), log=log)
     if found is not None:
         return found
-    return _Preparation(spec, tokenizer, store, prefix, log or _ignore).run()
+    log = log or _ignore
+    return _Preparation(spec, tokenizer, store, prefix, log, warn or log).run()
 
 
 class _Preparation:
@@ -189,7 +193,9 @@ class _Preparation:
         store: ObjectStore,
         prefix: str,
         log: Callable[[str], None],
+        warn: Callable[[str], None],
     ) -> None:
+        self._warn = warn
         self._spec = spec
         self._tokenizer = tokenizer
         self._store = store
@@ -289,9 +295,15 @@ class _Preparation:
         # Text has no documents of its own: without smaller blocks it could not fill small shards.
         block_chars = min(BLOCK_CHARS, self._spec.shard_size_bytes)
         for source in group:
-            yield from iterate_documents(
+            strange = chars = 0
+            for text in iterate_documents(
                 source.path, text_field=self._spec.text_field, block_chars=block_chars
-            )
+            ):
+                strange, chars = strange + num_strange(text), chars + len(text)
+                yield text
+            problem = strange_text(strange, chars)
+            if problem is not None:
+                self._warn(f"{source.path}: {problem}")
 
     def _write(self, key: str, texts: Iterator[str], sources: tuple[Source, ...]) -> Shard:
         tokens, num_documents = self._encode(texts)
