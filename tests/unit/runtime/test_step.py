@@ -147,6 +147,13 @@ def test_accumulated_micro_batches_are_one_big_batch(make, micro_batches, ddp):
     torch.testing.assert_close(weights(parts), weights(whole), rtol=1e-3, atol=1e-5)
 
 
+def test_a_loss_that_is_divided_by_the_micro_batches_already_is_named(make, caplog):
+    trainee = make()
+    trainee.take(trainee.step(micro_batches=4), spoil=lambda _, loss: loss / 4)
+    (line,) = caplog.messages
+    assert "divided by 4, the number of micro-batches" in line
+
+
 def test_gradients_are_reduced_with_the_last_micro_batch_only(make):
     trainee = make()
     step = trainee.step(micro_batches=3)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -26,6 +26,7 @@ from training.injection.inside import WorkerInjector
 from training.recovery.repair import StepPhase, Vote
 from training.runtime.errors import NotApplied, NumericAnomaly
 from training.runtime.program import MicroBatch, Training
+from training.runtime.step_loop.loss_share import DivisionCheck
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class StepContext:
         requests: this rank's for the boundary after a step, by its number.
         is_recoverable: whether recovery handles an exception that leaves the step.
         limits: beyond which a step is abnormal.
+        division: warns of losses that are divided twice.
     """
 
     training: Training
@@ -84,6 +86,7 @@ class StepContext:
     requests: Callable[[int], StepRequests]
     is_recoverable: Callable[[BaseException], bool]
     limits: Limits
+    division: DivisionCheck = field(default_factory=DivisionCheck)
 
 
 class Step:
@@ -156,6 +159,7 @@ class Step:
     def backward(self, loss: Tensor) -> None:
         """Backward of one micro-batch's mean loss, weighted so that the step is their mean."""
         self._reached("backward")
+        self._context.division.look(loss, len(self.data))
         share = loss / len(self.data)
         if self._factor is None:  # one for all micro-batches
             self._factor = self._context.faults.loss_factor(self.number)
