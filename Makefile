@@ -137,6 +137,7 @@ chaos: $(VENV)/.installed
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.diagnose
 	$(BIN)/python -m benchmarks.watching
+	$(BIN)/python -m benchmarks.consistency
 
 # Apart from .venv: the programs beside ours allow only older libraries than it has.
 .venv-bench/.installed: pyproject.toml

@@ -2,6 +2,8 @@
 
 WorkerError
   + NumericAnomaly    the loss is not a number
+  + RanksDiffer       the program trains another model on each rank
+  + SilentCorruption  values of a rank have changed that were equal to those of others
   + NotApplied        a step was left without step.apply()
   + RecipeEndedEarly  the program returned before the target step
   + Interrupted       a newer generation of the process groups is announced
@@ -29,6 +31,22 @@ class WorkerError(PerdureError):
 
 class NumericAnomaly(WorkerError):  # noqa: N818 a state of affairs, named as it is shown
     """The loss is nan or infinite."""
+
+
+class RanksDiffer(WorkerError):  # noqa: N818 a state of affairs, named as it is shown
+    """The ranks hold different weights or gradients where they should be equal."""
+
+
+class SilentCorruption(WorkerError):  # noqa: N818 a state of affairs, named as it is shown
+    """A rank does not hold any more what the others do.
+
+    Attributes:
+        culprits: ranks that differ from most; empty where it cannot be known who is right.
+    """
+
+    def __init__(self, text: str, *, culprits: tuple[int, ...]) -> None:
+        super().__init__(text)
+        self.culprits = culprits
 
 
 class NotApplied(WorkerError):  # noqa: N818 a state of affairs, named as it is shown

@@ -35,6 +35,7 @@ from training.health.heartbeat import HeartbeatWriter, Phase, stacks_file
 from training.injection.inside import WorkerInjector
 from training.log import start_logging
 from training.runtime.context import WorkerContext
+from training.runtime.layout import check_layout
 from training.runtime.process_group.attempt_groups import AttemptGroups
 from training.runtime.program import Loader, Scheduler, Training
 from training.runtime.state.checkpointer import Checkpointer
@@ -135,7 +136,7 @@ class Session:
         """Register what is trained; it is what checkpoints hold. Collective: every rank calls it.
 
         Raises:
-            InputError: the loader lacks a method.
+            InputError: the loader lacks a method, or the model is not laid out as the job says.
         """
         needed = ("next_step", "position", "epoch", "state_dict", "load_state_dict", "close")
         if missing := [name for name in needed if not hasattr(data, name)]:
@@ -144,6 +145,7 @@ class Session:
                 f"{type(data).__name__} lacks {', '.join(missing)}; "
                 "training.runtime.program.Loader describes them",
             )
+        check_layout(model, self.job)
         clip = self.job.optimizer.grad_clip_norm
         self._training = Training(model, optimizer, scheduler, scaler, data, clip)
         settle_buckets(model)

@@ -67,6 +67,11 @@ class WatchSpec(FrozenModel):
     disk_free_low_percent: float = Field(
         10.0, ge=0, lt=100, description="of the file system with a node's scratch folder"
     )
+    consistency_every_steps: int = Field(
+        100, ge=0, description="steps between two comparisons of weights and gradients on the "
+        "ranks that hold the same ones, which also come in the first steps; 0: none, for a "
+        "program whose ranks differ on purpose"
+    )  # fmt: skip
     isolate_fail_slow: bool = Field(
         False, description="a node with a straggling rank is isolated after the next checkpoint"
     )

@@ -17,7 +17,7 @@ from training.health.heartbeat import HeartbeatReader, HeartbeatWriter
 from training.recovery.repair import StepPhase, Vote
 from training.runtime.errors import NotApplied, NumericAnomaly
 from training.runtime.program import Training
-from training.runtime.step_loop.step import Limits, Step, StepContext, StepRequests
+from training.runtime.step_loop.step import Comparison, Limits, Step, StepContext, StepRequests
 from training.specs.model import ModelSpec, OptimizerSpec
 from training.trainer.model import Decoder
 from training.trainer.optimize import make_optimizer, make_scheduler
@@ -69,6 +69,7 @@ class Trainee:
             requests=self._requests,
             is_recoverable=lambda error: isinstance(error, self.recoverable),
             limits=self.limits,
+            comparison=Comparison(((0,),), every_steps=1),
         )
         batch = zip(INPUTS.chunk(micro_batches), TARGETS.chunk(micro_batches), strict=True)
         return Step(number, list(batch), context)

@@ -27,7 +27,7 @@ from training.runtime.state.checkpointer import Checkpointer
 from training.runtime.state.random_numbers import seed_step
 from training.runtime.step_loop.rank_recovery import RankRecovery, RankState
 from training.runtime.step_loop.save_clock import SaveClock
-from training.runtime.step_loop.step import Limits, Step, StepContext, StepRequests
+from training.runtime.step_loop.step import Comparison, Limits, Step, StepContext, StepRequests
 from training.runtime.step_loop.step_records import StepRecords
 
 SETTLE_TIMEOUT_S = 1800.0  # for the last save to reach the store
@@ -91,13 +91,18 @@ class StepLoop:
     recovery: RankRecovery | None
     state: RankState = field(default_factory=lambda: RankState(0, {}))
     _steps: StepContext = field(init=False)
+    _comparison: Comparison = field(init=False)
     _clock: SaveClock = field(init=False)
     _is_first: bool = True
     _started_s: float = 0.0
 
     def __post_init__(self) -> None:
         """Prepare what all steps have in common."""
-        restart = self.context.job.restart
+        job = self.context.job
+        restart = job.restart
+        self._comparison = Comparison(
+            job.layout.replica_groups(), job.watch.consistency_every_steps
+        )
         self._steps = StepContext(
             training=self.training,
             device=self.device,
@@ -106,6 +111,7 @@ class StepLoop:
             requests=self._requests_at,
             is_recoverable=self._is_recoverable,
             limits=Limits(restart.abnormal_loss, restart.abnormal_grad_norm),
+            comparison=self._comparison,
         )
 
     def begin(self) -> None:
@@ -120,6 +126,7 @@ class StepLoop:
             if self.recovery is not None:
                 self.recovery.snapshot(self.state)
                 self.recovery.report_training(self.state.step)
+        self._comparison.aligned_at = self.state.step
         self._at_step(Phase.DATA)
         # A job without an interval gets the recommended one for the size of its model.
         num_parameters = sum(p.numel() for p in self.training.model.parameters())
@@ -168,6 +175,7 @@ class StepLoop:
         assert self.recovery is not None  # noqa: S101 asked by the callers
         plan = self.recovery.rejoin(self.state, error=error)
         state = self.state
+        self._comparison.aligned_at = state.step  # on every rank alike, as the plan has it
         self._is_first = False  # on every rank alike; the next save prepares
         if plan.applies or plan.moves or plan.pending:
             # A rank that took a state has not done yet what the others have.

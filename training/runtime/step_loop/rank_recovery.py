@@ -33,7 +33,14 @@ from training.recovery.protocol import (
 )
 from training.recovery.repair import RankReport, RepairMode, RepairPlan, StepPhase, Vote
 from training.runtime.context import WorkerContext
-from training.runtime.errors import GivenUp, NumericAnomaly, RecoverableError, WorkerError, classify
+from training.runtime.errors import (
+    GivenUp,
+    NumericAnomaly,
+    RecoverableError,
+    SilentCorruption,
+    WorkerError,
+    classify,
+)
 from training.runtime.process_group.attempt_groups import AttemptGroups
 from training.runtime.process_group.reconfigurable import default_group
 from training.runtime.program import MicroBatch, Training
@@ -120,6 +127,12 @@ class RankRecovery:
         """What an exception is, None when it is the program's own."""
         if isinstance(error, NumericAnomaly):
             return RecoverableError(WorkerFaultKind.NUMERIC, str(error))
+        if isinstance(error, SilentCorruption):
+            if not error.culprits:
+                return None
+            # The others wait for the generation in which the culprits get their state.
+            is_own = self.context.rank in error.culprits
+            return RecoverableError(WorkerFaultKind.MEMORY if is_own else None, str(error))
         return classify(error, is_interrupted=self._is_interrupted)
 
     @property

@@ -23,9 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from training.health.heartbeat import HeartbeatWriter
 from training.injection.inside import WorkerInjector
+from training.recovery.consistency import Cause, find_difference, is_due
 from training.recovery.repair import StepPhase, Vote
-from training.runtime.errors import NotApplied, NumericAnomaly
+from training.runtime.errors import NotApplied, NumericAnomaly, RanksDiffer, SilentCorruption
 from training.runtime.program import MicroBatch, Training
+from training.runtime.step_loop.fingerprint import fingerprint, hashes_of, slots
 from training.runtime.step_loop.loss_share import DivisionCheck
 
 
@@ -64,6 +66,44 @@ class Limits:
         return None
 
 
+@dataclass(slots=True)
+class Comparison:
+    """Which steps have ranks compare what they should hold alike.
+
+    Attributes:
+        groups: ranks that hold the same shards, every rank in one of them.
+        every_steps: between two comparisons; 0: none.
+        aligned_at: step from which all ranks began together, the newest one.
+    """
+
+    groups: Sequence[Sequence[int]]
+    every_steps: int
+    aligned_at: int = 0
+
+    def is_due(self, step: int) -> bool:
+        """Whether a step is compared. The same on every rank."""
+        is_alone = len(self.groups) == 1 and len(self.groups[0]) == 1
+        due = is_due(step, aligned_at=self.aligned_at, every_steps=self.every_steps)
+        return due and not is_alone
+
+    def check(self, voted: Sequence[float], step: int) -> None:
+        """Compare what all ranks have brought to a vote.
+
+        Raises:
+            RanksDiffer: the program trains differently on each rank.
+            SilentCorruption: values have changed on a rank.
+        """
+        hashes = hashes_of(voted)
+        if hashes is None:
+            return
+        found = find_difference(hashes, self.groups, step=step, aligned_at=self.aligned_at)
+        if found is None:
+            return
+        if found.cause is Cause.PROGRAM:
+            raise RanksDiffer(found.text)
+        raise SilentCorruption(found.text, culprits=found.culprits)
+
+
 @dataclass(frozen=True, slots=True)
 class StepContext:
     """What the steps of a loop have in common.
@@ -77,6 +117,7 @@ class StepContext:
         is_recoverable: whether recovery handles an exception that leaves the step.
         limits: beyond which a step is abnormal.
         division: warns of losses that are divided twice.
+        comparison: of what the ranks hold.
     """
 
     training: Training
@@ -86,6 +127,7 @@ class StepContext:
     requests: Callable[[int], StepRequests]
     is_recoverable: Callable[[BaseException], bool]
     limits: Limits
+    comparison: Comparison
     division: DivisionCheck = field(default_factory=DivisionCheck)
 
 
@@ -174,16 +216,20 @@ class Step:
 
         Raises:
             NumericAnomaly: loss or gradients are abnormal; nothing has been applied.
+            RanksDiffer: the ranks train different models; likewise.
+            SilentCorruption: a rank's values have changed; likewise.
         """
         training = self._training
         if training.scaler is not None:
             training.scaler.unscale_(training.optimizer)
+        is_compared = self._context.comparison.is_due(self.number)
+        hashes = fingerprint(training.model, self._context.device) if is_compared else None
         norm = _norm_value(
             nn.utils.clip_grad_norm_(training.model.parameters(), training.grad_clip_norm)
         )
         self.phase = StepPhase.PREPARED
         self._reached("prepared")
-        self.vote = self._agree(norm)
+        self.vote = self._agree(norm, hashes)
         refused = self._context.limits.refusal(self.vote, has_scaler=training.scaler is not None)
         if refused is not None:
             raise NumericAnomaly(f"{refused} at step {self.number}")
@@ -211,7 +257,7 @@ class Step:
     def _reached(self, point: str) -> None:
         self._context.faults.reached(point, self.number)
 
-    def _agree(self, norm: float) -> Vote:
+    def _agree(self, norm: float, hashes: Tensor | None) -> Vote:
         requests = self._context.requests(self.number)
         flags = [float(requests.stop), float(requests.save), float(requests.pause)]
         # One copy to the device for everything from the host. The number of ranks whose loss is
@@ -219,11 +265,13 @@ class Step:
         others = torch.tensor([*flags, 1.0, float(dist.get_rank())], device=self._context.device)
         own_loss = self._loss_sum.float().reshape(1)
         others[len(flags) :] *= self._is_abnormal(own_loss)
-        vote = torch.cat([own_loss, others])
+        vote = torch.cat([own_loss, others, *self._slots(norm, hashes)])
         began_ns = time.monotonic_ns()
         dist.all_reduce(vote)
-        loss_sum, stop, save, pause, num_culprits, culprits = vote.tolist()
+        loss_sum, stop, save, pause, num_culprits, culprits, *compared = vote.tolist()
         self._context.heartbeat.voted(time.monotonic_ns() - began_ns)
+        if compared:
+            self._context.comparison.check(compared, self.number)
         return Vote(
             step=self.number,
             loss=loss_sum / dist.get_world_size(),
@@ -233,6 +281,15 @@ class Step:
             pause=pause > 0,
             culprit=int(culprits) if num_culprits == 1 else None,
         )
+
+    def _slots(self, norm: float, hashes: Tensor | None) -> list[Tensor]:
+        """This rank's hashes, in a step that is compared."""
+        if hashes is None:
+            return []
+        # What is no number has no bits to compare; other rules answer it.
+        own = hashes if math.isfinite(norm) else None
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        return [slots(own, rank=rank, world_size=world_size, device=self._context.device)]
 
     def _is_abnormal(self, own_loss: Tensor) -> Tensor:
         """Whether this rank's own loss is, as a tensor: the host does not wait for the device."""

@@ -1,0 +1,111 @@
+"""Hashes of a rank's weights and gradients, made on its device for the vote of a step.
+
+A hash is a sum of the bits of all elements, modulo 2**48: exact, in whatever order the device adds
+them up, and every single flipped bit changes it. Tensors are read once; the host does not wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parallel import DistributedDataParallel
+
+from training.recovery.consistency import Hashes
+from training.runtime.state.transfer import local_part
+
+_HALF_BITS = 24  # what a float of the vote holds exactly
+_HALF = 1 << _HALF_BITS
+_NUM_HASHES = 3
+WIDTH = 2 * _NUM_HASHES  # floats of one rank
+UNKNOWN = -1.0  # in place of hashes that say nothing
+_INTEGERS = {1: torch.int8, 2: torch.int16}
+
+
+def fingerprint(model: nn.Module, device: torch.device) -> Tensor:
+    """The hashes of this rank, as floats [WIDTH].
+
+    To be taken when gradients are reduced and not yet clipped: a norm of sharded gradients may
+    differ in its last bit between the replicas of a shard, and so do weights that follow from it.
+    """
+    plain, shards = _parts(model)
+    sums = [
+        _sum_of(plain, device),
+        _sum_of((one.grad for one in plain), device),
+        _sum_of((one.grad for one in shards), device),
+    ]
+    halves = [
+        part for one in sums for part in (one & (_HALF - 1), (one >> _HALF_BITS) & (_HALF - 1))
+    ]
+    return torch.stack(halves).float()
+
+
+def slots(own: Tensor | None, *, rank: int, world_size: int, device: torch.device) -> Tensor:
+    """What a rank adds to a vote: its hashes in its own place, [world_size * WIDTH]."""
+    filled = torch.zeros(world_size, WIDTH, device=device)
+    filled[rank] = UNKNOWN if own is None else own
+    return filled.flatten()
+
+
+def hashes_of(voted: Sequence[float]) -> list[Hashes] | None:
+    """The hashes by rank, from the sum of all ranks' slots; None where one of them is unknown."""
+    if any(value < 0 for value in voted):
+        return None
+    whole = [
+        int(low) + int(high) * _HALF for low, high in zip(voted[::2], voted[1::2], strict=True)
+    ]
+    return [
+        Hashes(*whole[start : start + _NUM_HASHES]) for start in range(0, len(whole), _NUM_HASHES)
+    ]
+
+
+def _parts(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The parameters that every rank holds alike, and those of which it holds a shard."""
+    parameters = [p for name, p in model.named_parameters() if name not in _ignored(model)]
+    shards: list[nn.Parameter] = [p for p in parameters if isinstance(p, DTensor)]
+    plain = [p for p in parameters if not isinstance(p, DTensor)]
+    return (plain if _are_alike(model, shards) else []), shards
+
+
+def _ignored(model: nn.Module) -> frozenset[str]:
+    """Parameters that a program keeps different on purpose."""
+    if not isinstance(model, DistributedDataParallel):
+        return frozenset()
+    return frozenset(f"module.{name}" for name in model.parameters_to_ignore)
+
+
+def _are_alike(model: nn.Module, shards: Iterable[nn.Parameter]) -> bool:
+    """Whether what is not sharded is equal on all ranks: the model is only data-parallel."""
+    world_size = dist.get_world_size()
+    if isinstance(model, DistributedDataParallel):
+        return dist.get_world_size(model.process_group) == world_size
+    return all(
+        one.device_mesh.size() == world_size
+        and sum(not isinstance(p, Replicate) for p in one.placements) <= 1
+        for one in shards
+        if isinstance(one, DTensor)
+    )
+
+
+def _sum_of(tensors: Iterable[Tensor | None], device: torch.device) -> Tensor:
+    """Of all bits, int64; odd factors make it depend on the tensor that an element belongs to."""
+    parts = [(2 * n + 1, one) for n, one in enumerate(tensors) if one is not None]
+    sums = [
+        _bits_of(local_part(one)).to(device).long() * factor
+        for factor, one in parts
+        if not one.is_sparse
+    ]
+    return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64, device=device)
+
+
+def _bits_of(tensor: Tensor) -> Tensor:
+    """The sum of a tensor's elements, each taken as an integer: int32, modulo 2**32."""
+    flat = tensor.detach().contiguous().view(-1)
+    size = flat.element_size()
+    is_fit = flat.numel() * size % 4 == 0 and flat.storage_offset() * size % 4 == 0
+    words = flat.view(torch.int32) if is_fit else flat.view(_INTEGERS[size]).int()
+    # Not as int64, torch's default: the device would make a copy of twice the size first.
+    return words.sum(dtype=torch.int32)
