@@ -29,7 +29,13 @@ from training.journal.events import (
 )
 from training.journal.history import AttemptView, RunHistory
 from training.recovery.faults import Fault
-from training.recovery.protocol import PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
+from training.recovery.protocol import (
+    AttemptGivenUp,
+    PauseBegan,
+    PauseEnded,
+    RecoveryBegan,
+    RecoveryEnded,
+)
 from training.recovery.rungs import Rung
 from training.supervisor.accounts import Accountant, AccountReport, account_report
 from training.supervisor.attention import Need, NeedKind, attention, waits_for_node
@@ -59,7 +65,7 @@ ACCOUNT_SHARE = 0.05  # of the time, at most, goes into making accounts
 ACCOUNT_AGE_SHARE = 0.01
 ACCOUNT_MAX_PERIOD_S = 600.0
 RECENT = 5  # attempts whose reports may still change
-BAD_NEWS = (RecoveryBegan, CheckpointDamaged, AlertRaised)
+BAD_NEWS = (RecoveryBegan, AttemptGivenUp, CheckpointDamaged, AlertRaised)
 
 
 class RunStory:

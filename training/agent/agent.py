@@ -40,6 +40,7 @@ from training.wire.agent import (
     AgentStatus,
     CheckOrder,
     CollectOrder,
+    CoordinatorEnd,
     EvidenceQuery,
     GreetQuery,
     HangReport,
@@ -78,6 +79,7 @@ class Agent:
         self._state = AgentState.IDLE
         self._hang_check: HangCheck | None = None
         self._hang: HangReport | None = None
+        self._coordinator_end: CoordinatorEnd | None = None
         self._staging_error: str | None = None
         self._free_port_of: tuple[tuple[int, int], int] | None = None  # of a command's attempt
         self._launcher = Launcher(folder, config.host)
@@ -154,6 +156,7 @@ class Agent:
             oom_kills=oom_kills() - self._oom_kills_before,
             sample=self._sampling.newest,
             metrics_url=metrics_url(self._attempt_folder(self._order)) if self._order else None,
+            coordinator_end=self._coordinator_end,
         )
 
     def _obey(self, order: Order) -> AgentReply:
@@ -200,7 +203,7 @@ class Agent:
             )
         self._checks.end()
         self._order, self._group = order, None
-        self._hang, self._staging_error = None, None
+        self._hang, self._staging_error, self._coordinator_end = None, None, None
         self._hang_check = HangCheck(self._config, order.is_command, self._marker)
         self._oom_kills_before = oom_kills()
         self._state = AgentState.STAGING
@@ -335,6 +338,7 @@ class Agent:
     def _tick(self) -> None:
         if self._group is None or self._state not in (AgentState.RUNNING, AgentState.STOPPING):
             return
+        self._coordinator_end = self._coordinator_end or self._launcher.coordinator_end()
         if self._group.poll():
             self._state = AgentState.ENDED
             self._sampling.end()

@@ -40,6 +40,7 @@ class CoordinatorProcess:
 
     process: ForkedProcess
     address: CoordinatorAddress
+    log: Path
 
     @classmethod
     def start(
@@ -57,7 +58,7 @@ class CoordinatorProcess:
         config_file, address_file = folder / _CONFIG_FILE, Path(config.address_file)
         address_file.unlink(missing_ok=True)
         write_whole(config_file, config.model_dump_json(), private=True)
-        log = str(folder / "coordinator.log")
+        log = folder / "coordinator.log"
         process = fork_server.fork(
             Fork(
                 function="training.coordinator.server:main",
@@ -65,18 +66,18 @@ class CoordinatorProcess:
                 arguments=(str(config_file),),
                 environment=environment,
                 cwd=str(folder),
-                stdout=log,
-                stderr=log,
+                stdout=str(log),
+                stderr=str(log),
             )
         )
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while not address_file.exists():
             if process.poll() is not None or time.monotonic() > deadline_s:
                 process.kill()
-                raise OSError(f"the coordinator did not start: {last_line(Path(log))}")
+                raise OSError(f"the coordinator did not start: {last_line(log)}")
             time.sleep(0.005)
         text = address_file.read_text(encoding="utf-8")
-        return cls(process, CoordinatorAddress.model_validate_json(text))
+        return cls(process, CoordinatorAddress.model_validate_json(text), log)
 
     def close(self) -> None:
         """End it: the attempt is over."""

@@ -9,14 +9,16 @@ import logging
 import os
 import subprocess
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from training.agent.coordinator_client import CoordinatorProcess, address_file, new_token
 from training.agent.fork_server import Fork, ForkedProcess, ForkServer, start_alone
+from training.files import last_line
 from training.job import RESERVED_NAMES
 from training.journal import attempt_log
-from training.wire.agent import RendezvousOrder
+from training.wire.agent import CoordinatorEnd, RendezvousOrder
 from training.wire.coordinator import CoordinatorAddress, CoordinatorConfig
 
 _log = logging.getLogger("perdure.agent")
@@ -122,6 +124,16 @@ class Launcher:
         process = CoordinatorProcess.start(self._fork_server, config, attempt_folder, variables)
         self._coordinator = (key, process)
         return process.address
+
+    def coordinator_end(self) -> CoordinatorEnd | None:
+        """How the coordinator ended by itself; None while it lives, and where there is none."""
+        if self._coordinator is None:
+            return None
+        process, log = self._coordinator[1].process, self._coordinator[1].log
+        exit_code = process.poll()
+        if exit_code is None:
+            return None
+        return CoordinatorEnd(exit_code=exit_code, ended_s=time.time(), line=last_line(log))
 
     def close_coordinator(self) -> None:
         """The attempt is over, if there was one."""

@@ -27,6 +27,7 @@ from training.diagnosis.rules import Role
 from training.diagnosis.scan import scan_text
 from training.diagnosis.standstill import RankProgress, standstill_of
 from training.recovery.faults import TRAITS, Fault, FaultClass
+from training.recovery.protocol import AttemptGivenUp
 
 MAX_EVIDENCE_CHARS = 500
 
@@ -67,6 +68,21 @@ class SilentRank:
 
 
 @dataclass(frozen=True, slots=True)
+class CoordinatorLost:
+    """The coordinator of the attempt ended under it.
+
+    Attributes:
+        exit_code: negative for a signal.
+        line: the last one of its log.
+    """
+
+    node: str
+    exit_code: int
+    ended_s: float
+    line: str
+
+
+@dataclass(frozen=True, slots=True)
 class SlowNode:
     """A node that is left because one of its ranks holds the others up."""
 
@@ -93,6 +109,8 @@ class Evidence:
 
     Attributes:
         rank_progress: of all ranks when one of them was found to be silent.
+        given_up: the fault for which the coordinator had all processes end, before anybody else
+            ordered it; None when it did not.
     """
 
     at_s: float
@@ -106,15 +124,20 @@ class Evidence:
     outputs: Sequence[NodeOutput] = ()
     rank_progress: Sequence[RankProgress] = ()
     slow: SlowNode | None = None
+    given_up: AttemptGivenUp | None = None
+    coordinator: CoordinatorLost | None = None
 
 
 class _Tier(IntEnum):
     NODE = 0  # a container that is gone explains whatever its peers printed or died of
     ROOT = 1
-    SYMPTOM = 2
-    CASCADE = 3
-    UNEXPLAINED = 4
-    STOPPED = 5
+    GIVEN_UP = 2  # known from outside alone: a line that names a cause is more precise
+    SYMPTOM = 3
+    GIVEN_UP_FOR_PEERS = 4  # the ranks' own lines show which of them was missing
+    CASCADE = 5
+    UNEXPLAINED = 6
+    ASKED = 7  # ended in good order for a fault elsewhere: explains nothing
+    STOPPED = 8
 
 
 _TIER_OF = {
@@ -123,6 +146,10 @@ _TIER_OF = {
     Role.CASCADE: _Tier.CASCADE,
     Role.HINT: _Tier.UNEXPLAINED,
 }
+
+
+# What ranks print whose peer is gone.
+_OF_PEERS = frozenset({FaultClass.COLLECTIVE_TIMEOUT, FaultClass.LINK_DOWN})
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +166,8 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         *_workers(evidence),
         *_silence(evidence),
         *_outputs(evidence),
+        *_given_up(evidence),
+        *_coordinator(evidence),
         *_refusal(evidence),
         *_slowness(evidence),
     ]
@@ -201,6 +230,44 @@ def _staging(evidence: Evidence) -> Iterator[_Cause]:
         )
         fault = _fault(FaultClass.STORAGE_ERROR, evidence, error, node=node, why=why)
         yield _Cause(_Tier.ROOT, fault)
+
+
+def _given_up(evidence: Evidence) -> Iterator[_Cause]:
+    """What the coordinator knew: the end of a process that was replaced shows nowhere else."""
+    given_up = evidence.given_up
+    # A program's own error is known by its output alone.
+    if given_up is None or given_up.fault.fault_class is FaultClass.USER_CODE_ERROR:
+        return
+    known = given_up.fault
+    why = f"{TRAITS[known.fault_class].meaning} Recovery inside the processes: {given_up.why}."
+    fault = _fault(known.fault_class, evidence, known.evidence, why=why)
+    placed = replace(
+        fault,
+        at_s=known.at_s,
+        node=known.node,
+        rank=known.rank,
+        device=known.device,
+        code=known.code,
+        step=known.step,
+    )
+    is_peers = known.fault_class in _OF_PEERS
+    yield _Cause(_Tier.GIVEN_UP_FOR_PEERS if is_peers else _Tier.GIVEN_UP, placed)
+
+
+def _coordinator(evidence: Evidence) -> Iterator[_Cause]:
+    """Every worker ends with its coordinator: none of them is to blame."""
+    lost = evidence.coordinator
+    if lost is None:
+        return
+    number = signal_of(lost.exit_code)
+    code = signal_name(number) if number is not None else None
+    meaning = meaning_of(lost.exit_code, is_oom=lost.node in evidence.oom_nodes)
+    fault_class = meaning.fault_class if meaning and number is not None else FaultClass.UNKNOWN
+    how = f"by {code}" if code is not None else f"with exit code {lost.exit_code}: {lost.line}"
+    line = f"the coordinator of the attempt on {lost.node} ended {how}"
+    why = f"{TRAITS[fault_class].meaning} Without their coordinator all ranks end."
+    fault = _fault(fault_class, evidence, line, node=lost.node, code=code, why=why)
+    yield _Cause(_Tier.ROOT, replace(fault, at_s=lost.ended_s))
 
 
 def _refusal(evidence: Evidence) -> Iterator[_Cause]:
@@ -294,7 +361,7 @@ def _worker(end: WorkerEnd, found: Finding | None, evidence: Evidence) -> _Cause
     number = signal_of(end.exit_code)
     if meaning is not None and number is None:
         line = found.line if found else f"exit code {end.exit_code}: {meaning.text}"
-        tier = _Tier.SYMPTOM if meaning.is_symptom else _Tier.ROOT
+        tier = _Tier.ASKED if meaning.is_symptom else _Tier.ROOT
         return _ended(tier, meaning.fault_class, line, end, evidence, why=meaning.text)
     if meaning and number and (end.exit_code < 0 or found is None or _only_guesses(found)):
         return _signalled(meaning, number, end, found, evidence)
@@ -329,8 +396,8 @@ def _signalled(
     meaning: ExitMeaning, number: int, end: WorkerEnd, found: Finding | None, evidence: Evidence
 ) -> _Cause:
     name = signal_name(number) or f"SIG{number}"
-    echo = (FaultClass.COLLECTIVE_TIMEOUT, FaultClass.LINK_DOWN)
-    if name == "SIGABRT" and found and found.role is not Role.ROOT and found.fault_class in echo:
+    is_echo = found is not None and found.fault_class in _OF_PEERS
+    if name == "SIGABRT" and found and found.role is not Role.ROOT and is_echo:
         # Communication libraries abort the process when a peer is gone.
         return _ended(_Tier.CASCADE, found.fault_class, found.line, end, evidence, name, found.why)
     line = f"rank {end.rank} ended by {name}"

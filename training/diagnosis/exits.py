@@ -46,7 +46,7 @@ EXITS: Mapping[int, ExitMeaning] = {
     # has lost its connection to the coordinator.
     EXIT_RESTART_ME: ExitMeaning(
         FaultClass.UNKNOWN,
-        "The worker saved its state and asks for a restart.",
+        "The worker asks for a restart: a fault elsewhere, or a request, has ended it.",
         is_symptom=True,
         alone=FaultClass.COLLECTIVE_TIMEOUT,
     ),

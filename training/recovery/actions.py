@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.protocol import (
+    AttemptGivenUp,
     LastSave,
     LastSaved,
     RecoveryBegan,
@@ -69,6 +70,16 @@ class Outbox:
     def record(self, event: RecoveryEvent) -> None:
         """One more event for the log, after the other actions."""
         self.add(LogEvent(event))
+
+    def record_end(self, fault: Fault, why: str, *, now_s: float) -> None:
+        """The fault for which all processes end: of what became of it, they may show no trace."""
+        number = self.next_number()
+        self.record(AttemptGivenUp(at_s=now_s, number=number, fault=fault, why=why))
+
+    def record_save_failed(self, why: str, *, now_s: float) -> None:
+        """The end-of-life checkpoint that was not written."""
+        number = self.next_number()
+        self.record(LastSave(at_s=now_s, number=number, step=None, why=why))
 
     def next_number(self) -> int:
         """Of a recovery, pause or last save, from 1."""

@@ -26,7 +26,6 @@ from training.recovery.faults import Fault, FaultClass
 from training.recovery.ladder import InProcessDecider, device_of, fault_of_report
 from training.recovery.protocol import (
     GiveUp,
-    LastSave,
     LastSaved,
     NewGeneration,
     PauseRequest,
@@ -40,6 +39,7 @@ from training.recovery.protocol import (
 )
 from training.recovery.ranks import Pauses, Ranks
 from training.recovery.repair import RankReport, RepairMode, RepairPlan, Unrepairable, plan_repair
+from training.recovery.replicas import lack_of_living_replica
 from training.recovery.rungs import IN_PROCESS, Decision, Rung
 
 # Survivors notice a broken connection in the same moment in which the kernel closes the dead
@@ -137,7 +137,7 @@ class Attempt:
         if generation != self.generation or self.stage in _HOLDS:
             return
         self.step = max(self.step, step) if self.stage is Stage.STARTING else step
-        self._ranks.training.add(rank)
+        self._ranks.trains(rank)
         if self._all_ranks_train:
             self._all_train(now_s=now_s)
 
@@ -156,7 +156,9 @@ class Attempt:
             self._early_faults.append((rank, report))
             return
         if self.stage is Stage.ENDING:
-            self._give_up(f"{report.kind} at rank {rank} while others had come to their end")
+            fault = fault_of_report(report, reported_by=rank, nodes=self.nodes)
+            why = f"{report.kind} at rank {rank} while others had come to their end"
+            self._give_up_over(fault, why, now_s=now_s)
             return
         is_over = report.connection is not None and report.connection < self._connection
         if report.generation < self.generation or is_over or not self._may_recover():
@@ -201,7 +203,8 @@ class Attempt:
             self._check_reports(now_s=now_s)
             return
         if not self._may_recover():
-            self._give_up(self._why or f"rank {rank} ended while the attempt was {self.stage}")
+            why = f"rank {rank} ended while the attempt was {self.stage}"
+            self._give_up_over(fault, why, now_s=now_s)
             return
         self._suspected = None
         self._answer(fault, now_s=now_s)
@@ -210,7 +213,7 @@ class Attempt:
         """A rank reports for a generation."""
         if generation != self.generation or self.stage is not Stage.GATHERING:
             return
-        self._ranks.reported(report.rank)
+        self._ranks.reported(report.rank, is_clean=report.is_clean)
         self._reports[report.rank] = report
         self._check_reports(now_s=now_s)
 
@@ -317,9 +320,10 @@ class Attempt:
             is_dead=is_dead or is_missing,  # it can do nothing again
             is_finite=is_finite,
             can_reconnect=can_reconnect,
+            no_replica=lack_of_living_replica(fault.rank, self.groups, self._ranks.holders),
         )
         if decision.rung not in IN_PROCESS:
-            self._end_processes(decision, now_s=now_s)
+            self._end_processes(fault, decision, now_s=now_s)
             return
         if decision.accept_abnormal and fault.step is not None:
             self._accepted = fault.step + 1
@@ -442,10 +446,11 @@ class Attempt:
         )
         self._plan = None  # what comes after is no part of it
 
-    def _end_processes(self, decision: Decision, *, now_s: float) -> None:
+    def _end_processes(self, fault: Fault, decision: Decision, *, now_s: float) -> None:
         """A rung above the processes is to answer: save first what can be saved."""
         self._close_recoveries(decision.reason, now_s=now_s)
         self._why = decision.reason
+        self._outbox.record_end(fault, decision.reason, now_s=now_s)
         if decision.end_of_life_checkpoint and self._mode is RepairMode.ROLL_BACK:
             # Some ranks have gone back and some not, one perhaps halfway.
             self._save_failed("the ranks were going back to a snapshot", now_s=now_s)
@@ -467,9 +472,15 @@ class Attempt:
             self._give_up(self._why)
 
     def _save_failed(self, why: str, *, now_s: float) -> None:
-        number = self._outbox.next_number()
-        self._outbox.record(LastSave(at_s=now_s, number=number, step=None, why=why))
+        self._outbox.record_save_failed(why, now_s=now_s)
         self._give_up(self._why)
+
+    def _give_up_over(self, fault: Fault, why: str, *, now_s: float) -> None:
+        """Give up for a fault that nothing here answers."""
+        # Else the processes end for another one, of which this is a consequence.
+        if not self._why and fault.rank not in self._ranks.ending:
+            self._outbox.record_end(fault, why, now_s=now_s)
+        self._give_up(self._why or why)
 
     def _give_up(self, why: str) -> None:
         if self.stage is Stage.GIVEN_UP:

@@ -56,6 +56,7 @@ class Case:
             while it is.
         severity: the driver's, None when it reported none.
         survivors: whether processes of the attempt live on.
+        no_replica: why no other rank has the state of the one at fault, None when one may.
     """
 
     fault: Fault
@@ -64,6 +65,7 @@ class Case:
     too_often: str | None = None
     severity: Severity | None = None
     survivors: bool = False
+    no_replica: str | None = None
 
     @property
     def is_user_caused(self) -> bool:
@@ -103,6 +105,9 @@ def refusal(rung: Rung, case: Case) -> str | None:
     """Why the rung does not answer the case, None when it does."""
     if not RUNGS[rung].is_on(case.policy, case.fault.fault_class):
         return SWITCHED_OFF
+    # Before the end of the processes: it holds whatever lives on.
+    if case.no_replica is not None and _needs_replica(rung, case.fault):
+        return case.no_replica
     if rung in IN_PROCESS and not case.survivors:
         return ENDED
     return (
@@ -111,6 +116,12 @@ def refusal(rung: Rung, case: Case) -> str | None:
         or chip_refusal(rung, case)
         or _climb_refusal(rung, case)
     )
+
+
+def _needs_replica(rung: Rung, fault: Fault) -> bool:
+    """Whether the rung copies the state of the rank at fault from another rank."""
+    is_lost = fault.fault_class is FaultClass.DEVICE_MEMORY_ERROR  # its process lives
+    return rung is Rung.PROCESS_REPLACE or (rung is Rung.STEP_RETRY and is_lost)
 
 
 def chip_refusal(rung: Rung, case: Case) -> str | None:

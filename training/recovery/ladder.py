@@ -43,7 +43,7 @@ from training.recovery.rungs import (
 )
 
 
-def decide(
+def decide(  # noqa: PLR0913 everything that a decision depends on is given
     fault: Fault,
     *,
     now_s: float,
@@ -53,6 +53,7 @@ def decide(
     survivors: bool = False,
     severity: Severity | None = None,
     capacity: Capacity | None = None,
+    no_replica: str | None = None,
 ) -> Decision:
     """Choose the cheapest rung that is supported and within its budget.
 
@@ -66,10 +67,12 @@ def decide(
             end-of-life checkpoint need some; a caller that asks after the end has none.
         severity: the driver's, None when it reported none.
         capacity: nodes there are, for the reason of a decision that isolates; None: unknown.
+        no_replica: why no other rank has the state of the one at fault, None when one may:
+            rungs that would copy it are not tried.
     """
     row = _row_without_progress(history)
     often = too_often(fault, now_s=now_s, history=history, policy=policy)
-    case = Case(fault, row, policy, often, severity, survivors)
+    case = Case(fault, row, policy, often, severity, survivors, no_replica)
     if Rung.STEP_RETRY in supported and is_accepted(case):
         reason = f"{fault.fault_class}: step {fault.step} is abnormal again, accepted and recorded"
         return Decision(Rung.STEP_RETRY, None, reason, accept_abnormal=True)
@@ -194,6 +197,7 @@ class InProcessDecider:
         is_dead: bool = False,
         is_finite: bool = True,
         can_reconnect: bool = True,
+        no_replica: str | None = None,
     ) -> Decision:
         """The cheapest rung that answers the fault while processes live.
 
@@ -204,17 +208,20 @@ class InProcessDecider:
             is_finite: loss and norm are numbers; nothing else is ever accepted.
             can_reconnect: the operations that were cut short are kept, and no rank has left the
                 step.
+            no_replica: why no other rank has the state of the one at fault, None when one may.
         """
         lacking = frozenset() if can_reconnect else frozenset({Rung.OPERATOR_RETRY})
         lacking |= _NEEDS_THE_PROCESS if is_dead else frozenset()
-        decision = self._ask(fault, now_s=now_s, lacking=lacking)
+        decision = self._ask(fault, now_s=now_s, lacking=lacking, no_replica=no_replica)
         if decision.accept_abnormal and not is_finite:
             self.began(fault, decision.rung)
             self.failed()
-            decision = self._ask(fault, now_s=now_s, lacking=lacking)
+            decision = self._ask(fault, now_s=now_s, lacking=lacking, no_replica=no_replica)
         return decision
 
-    def _ask(self, fault: Fault, *, now_s: float, lacking: frozenset[Rung]) -> Decision:
+    def _ask(
+        self, fault: Fault, *, now_s: float, lacking: frozenset[Rung], no_replica: str | None
+    ) -> Decision:
         return decide(
             fault,
             now_s=now_s,
@@ -222,6 +229,7 @@ class InProcessDecider:
             supported=self.supported - lacking,
             policy=self.policy,
             survivors=True,
+            no_replica=no_replica,
         )
 
     def began(self, fault: Fault, rung: Rung) -> None:

@@ -148,6 +148,12 @@ RULES: Mapping[str, LadderRule] = {
     "an_unsupported_rung_is_skipped_and_the_decision_names_it": LadderRule(
         "What the engine or the run's depth cannot do is listed with the decision.", _OURS
     ),
+    "a_rung_that_copies_a_state_is_not_tried_without_a_replica": LadderRule(
+        "`process_replace`, and `step_retry` after `device_memory_error`, copy the state of the "
+        "rank at fault: where no other rank has it, by the parallel layout or because all that "
+        "had it ended, they are passed over and the decision says so.",
+        _MINDSPORE,
+    ),
     "rungs_inside_the_processes_need_survivors_and_come_three_times_in_a_row": LadderRule(
         "Each at most 3 times in a row, and only while processes of the attempt live on.", _OURS
     ),

@@ -239,6 +239,20 @@ class RecoveryEnded(AttemptEvent):
     cut_short: bool = False
 
 
+class AttemptGivenUp(AttemptEvent):
+    """No rung inside the processes answers a fault: they are about to end.
+
+    Attributes:
+        fault: as far as ends of processes and reports of ranks show it; a rank that was replaced
+            before has left no other trace.
+        why: nothing answers it here.
+    """
+
+    kind: Literal["given_up"] = "given_up"
+    fault: Fault
+    why: str
+
+
 class LastSave(AttemptEvent):
     """The end-of-life checkpoint: what the survivors did before their processes ended.
 
@@ -268,4 +282,4 @@ class PauseEnded(AttemptEvent):
     step: int
 
 
-RecoveryEvent = RecoveryBegan | RecoveryEnded | LastSave | PauseBegan | PauseEnded
+RecoveryEvent = RecoveryBegan | RecoveryEnded | AttemptGivenUp | LastSave | PauseBegan | PauseEnded

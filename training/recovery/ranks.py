@@ -30,12 +30,18 @@ class Ranks:
     dead: set[int] = field(default_factory=set)
     _starting: set[int] = field(default_factory=set)  # have not connected yet
     _building: set[int] = field(default_factory=set)  # have not reported yet
+    _stateless: set[int] = field(default_factory=set)  # have none, or one not to be trusted
     _disconnected_s: dict[int, float] = field(default_factory=dict)
 
     @property
     def survivors(self) -> set[int]:
         """Ranks that may have a state: a new process has none before it reports."""
         return self.living - self.dead - self._building
+
+    @property
+    def holders(self) -> set[int]:
+        """Ranks that another one's state may be copied from."""
+        return self.survivors - self._stateless
 
     def counts(self, world_size: int) -> dict[str, int]:
         """How many there are in each state; one that lives may train or come to its end."""
@@ -61,9 +67,15 @@ class Ranks:
         self.living.add(rank)
         self._starting.discard(rank)
 
-    def reported(self, rank: int) -> None:
+    def reported(self, rank: int, *, is_clean: bool) -> None:
         """It has reported its state."""
         self._building.discard(rank)
+        (self._stateless.discard if is_clean else self._stateless.add)(rank)
+
+    def trains(self, rank: int) -> None:
+        """It is in its loop, with the state of all others."""
+        self.training.add(rank)
+        self._stateless.discard(rank)
 
     def disconnected(self, rank: int, *, now_s: float) -> None:
         """Its connection is closed."""
@@ -86,6 +98,7 @@ class Ranks:
         self.living.discard(rank)
         self._starting.add(rank)
         self._building.add(rank)
+        self._stateless.add(rank)
 
     def unexplained(self, *, now_s: float) -> list[int]:
         """Ranks whose connection closed so long ago that the agent's report is overdue."""

@@ -10,7 +10,7 @@ data_parallel / optimizer_weight_shard_size copies, of which there must be two.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -143,6 +143,30 @@ def feasibility(
     if inside is not None:
         reason += f"; a lost node takes every copy of {_ranks_text(inside)} with it"
     return Feasibility(is_possible=True, reason=reason)
+
+
+def lack_of_replicas(layout: ParallelLayout) -> str | None:
+    """Why no rank of a layout can have another one's state, None where one can."""
+    found = feasibility(Mechanism.PROCESS_REPLACE, layout)
+    return None if found.is_possible else f"no replica: {found.reason}"
+
+
+def lack_of_living_replica(
+    rank: int | None, groups: Sequence[Collection[int]], holders: Collection[int]
+) -> str | None:
+    """Why no other rank has the state of this one, None when one has.
+
+    Args:
+        rank: global rank; None for none in particular.
+        groups: ranks that hold the same state.
+        holders: ranks that live and have a state.
+    """
+    others = next((set(group) - {rank} for group in groups if rank in group), None)
+    if others is None or others & set(holders):
+        return None
+    if not others:
+        return f"no replica: no other rank has the state of rank {rank}"
+    return f"no replica of rank {rank} is left: {_ranks_text(tuple(sorted(others)))} lost theirs"
 
 
 def _inside_a_node(

@@ -17,6 +17,7 @@ from training.journal.records import Decided, RungFailed
 from training.recovery.chips import Severity
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.ladder import decide
+from training.recovery.replicas import lack_of_replicas
 from training.recovery.rungs import Capacity, Decision, Recovery, Rung
 from training.supervisor.ledger_writer import LedgerWriter
 
@@ -47,6 +48,7 @@ class Decider:
             policy=self.job.restart.policy(operator_retry=self.job.comm.op_retry.enabled),
             capacity=Capacity(healthy=len(healthy), needed=self.job.engine.nodes),
             severity=Severity(fault.severity) if fault.severity is not None else None,
+            no_replica=None if self.job.worker.is_command else lack_of_replicas(self.job.layout),
         )
         self.writer.append(view, Decided, decision=decision)
         self.writer.refresh()

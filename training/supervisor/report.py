@@ -22,6 +22,7 @@ from training.journal.events import (
 from training.journal.history import Alert, AttemptView, InProcessRecovery, RunHistory
 from training.recovery.faults import Fault
 from training.recovery.protocol import (
+    AttemptGivenUp,
     LastSave,
     PauseBegan,
     PauseEnded,
@@ -355,7 +356,7 @@ def _marks(history: RunHistory) -> list[tuple[int, str, str]]:
     return found
 
 
-def event_text(event: LedgerEvent) -> str:
+def event_text(event: LedgerEvent) -> str:  # noqa: PLR0911 one for each kind
     """An event as one line of a log."""
     match event:
         case RecoveryBegan():
@@ -368,6 +369,9 @@ def event_text(event: LedgerEvent) -> str:
             took = f"after {event.duration_s:.2f} s, {again} done again"
             went = f": training goes on from step {event.step} {took}"
             return f"recovery {event.number}{went if event.succeeded else f' failed: {event.why}'}"
+        case AttemptGivenUp():
+            what = f"{event.fault.fault_class} at {event.fault.where}: {event.fault.evidence[:160]}"
+            return f"the processes end: {what}: {event.why}"
         case LastSave():
             saved = f"end-of-life checkpoint of step {event.step} by ranks {_ranks(event.ranks)}"
             return saved if event.step is not None else f"no end-of-life checkpoint: {event.why}"

@@ -11,7 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from training.diagnosis.classify import Evidence, NodeOutput, SilentRank, SlowNode, WorkerEnd
+from training.diagnosis.classify import (
+    CoordinatorLost,
+    Evidence,
+    NodeOutput,
+    SilentRank,
+    SlowNode,
+    WorkerEnd,
+)
 from training.diagnosis.exits import EXIT_DONE
 from training.diagnosis.standstill import RankProgress
 from training.engines.base import Engine, Placement, Snapshot
@@ -20,7 +27,7 @@ from training.health.heartbeat import Phase
 from training.journal.attempt_log import Follower
 from training.journal.events import CheckpointCommitted, Event, LedgerEvent, StepRecord
 from training.journal.history import AttemptView, Pause, spans
-from training.recovery.protocol import PauseBegan, PauseEnded
+from training.recovery.protocol import AttemptGivenUp, PauseBegan, PauseEnded
 from training.wire.agent import AgentState, AgentStatus, NodeText, WorkerLog, WorkerStatus
 
 POLL_S = 0.2
@@ -65,6 +72,7 @@ class Progress:
     checkpoints: Sequence[int] = ()
     events: Sequence[LedgerEvent] = ()
     last: StepRecord | None = None
+    given_up: AttemptGivenUp | None = None
 
     def take(self, events: Iterable[Event]) -> None:
         """Sort what is new in the attempt log."""
@@ -81,6 +89,8 @@ class Progress:
                     others.append(event)
         self.steps, self.checkpoints, self.events = steps, checkpoints, others
         self.last = steps[-1] if steps else self.last
+        given_up = (event for event in others if isinstance(event, AttemptGivenUp))
+        self.given_up = self.given_up or next(given_up, None)
 
     @property
     def is_running(self) -> bool:
@@ -98,6 +108,7 @@ class _Noticed:
     refusal: str | None = None
     slow: SlowNode | None = None
     stacks: tuple[tuple[str, NodeText], ...] = ()
+    given_up: AttemptGivenUp | None = None
 
 
 class AttemptWatch:
@@ -168,6 +179,8 @@ class AttemptWatch:
         at_s = time.time()
         self._sleep(SETTLE_S)
         failed = self._observe()
+        # What the coordinator notes later is the work of the order to stop.
+        given_up = self._progress.given_up
         hangs = any(status.hang is not None for status in failed.agents.values())
         # Before the order to stop, which would change them.
         stacks = tuple(self._engine.stacks()) if hangs else ()
@@ -176,7 +189,7 @@ class AttemptWatch:
         self._engine.stop(grace_s)
         final = self._await_end(grace_s)
         lost = tuple(dict.fromkeys((*failed.lost, *final.lost, *_not_over(final))))
-        noticed = _Noticed(at_s, failed, refusal, slow, stacks)
+        noticed = _Noticed(at_s, failed, refusal, slow, stacks, given_up)
         return self._end(EndKind.FAILED, Snapshot(final.agents, lost), noticed)
 
     def _await_end(self, grace_s: float) -> Snapshot:
@@ -228,6 +241,8 @@ class AttemptWatch:
             outputs=tuple(_outputs(self._engine)) if kind is EndKind.FAILED else (),
             rank_progress=tuple(progress_of(noticed.snapshot.agents.values())),
             slow=noticed.slow,
+            given_up=noticed.given_up,
+            coordinator=next(_coordinators_lost(statuses), None),
         )
         return AttemptEnd(
             kind,
@@ -389,6 +404,13 @@ def _silent(statuses: Iterable[AgentStatus]) -> Iterator[SilentRank]:
             yield SilentRank(
                 hang.rank, status.node, hang.silent_s, hang.limit_s, hang.phase, hang.why
             )
+
+
+def _coordinators_lost(statuses: Iterable[AgentStatus]) -> Iterator[CoordinatorLost]:
+    for status in statuses:
+        end = status.coordinator_end
+        if end is not None:
+            yield CoordinatorLost(status.node, end.exit_code, end.ended_s, end.line)
 
 
 def progress_of(statuses: Iterable[AgentStatus]) -> Iterator[RankProgress]:

@@ -302,6 +302,19 @@ class HangReport(FrozenModel):
     why: str = ""
 
 
+class CoordinatorEnd(FrozenModel):
+    """How the coordinator ended that an agent had started, while its attempt went on.
+
+    Attributes:
+        exit_code: negative for a signal, as subprocess has it.
+        line: the last one of its log.
+    """
+
+    exit_code: int
+    ended_s: float
+    line: str
+
+
 class AgentStatus(FrozenModel):
     """The state of a node."""
 
@@ -318,6 +331,7 @@ class AgentStatus(FrozenModel):
     oom_kills: int = 0
     sample: NodeSample | None = None
     metrics_url: str | None = Field(None, description="of the coordinator, where it is here")
+    coordinator_end: CoordinatorEnd | None = None
 
     @property
     def is_over(self) -> bool:

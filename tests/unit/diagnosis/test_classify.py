@@ -11,10 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from training.diagnosis.classify import Evidence, SilentRank, WorkerEnd, diagnose
+from training.diagnosis.classify import (
+    CoordinatorLost,
+    Evidence,
+    SilentRank,
+    WorkerEnd,
+    diagnose,
+)
 from training.diagnosis.exits import EXIT_ABOVE_PROCESS, EXIT_RESTART_ME, EXIT_USER
 from training.diagnosis.rules import load_rules
 from training.recovery.faults import Fault, FaultClass
+from training.recovery.protocol import AttemptGivenUp
 
 PEER_CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:538] Connection closed by peer [::1]:4123"
 WATCHDOG = "[rank1]:[E] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12)"
@@ -133,7 +140,6 @@ def test_an_abort_with_a_communication_message_is_an_echo():
     ("exit_code", "fault_class"),
     [
         (EXIT_USER, FaultClass.USER_CODE_ERROR),
-        (EXIT_RESTART_ME, FaultClass.UNKNOWN),
         (EXIT_ABOVE_PROCESS, FaultClass.DEVICE_LOST),
         (127, FaultClass.LAUNCH_MISCONFIGURED),
     ],
@@ -167,6 +173,49 @@ def test_a_survivor_that_asks_for_a_restart_never_outranks_a_death():
     skewed = [end(EXIT_RESTART_ME, rank=2, ended_s=1.0), end(-signal.SIGKILL, rank=1, ended_s=9.0)]
     assert cause(*skewed).rank == 1
     assert cause(skewed[0]).fault_class is FaultClass.UNKNOWN
+    for death in (end(3, rank=1), end(1, rank=1, error=PEER_CLOSED)):
+        assert cause(skewed[0], death).rank == 1, "whatever else is known explains more"
+
+
+def given_up(fault_class: FaultClass, *, rank: int = 1) -> AttemptGivenUp:
+    fault = Fault(fault_class, 5.0, f"rank {rank}: killed by signal 9", node="node-0", rank=rank)
+    return AttemptGivenUp(at_s=6.0, number=1, fault=fault, why="process_replace: no replica")
+
+
+def test_what_the_coordinator_knew_of_a_replaced_rank_outranks_the_survivors_that_end_well():
+    survivors = [end(EXIT_RESTART_ME, rank=rank) for rank in range(4)]
+    fault = cause(*survivors, given_up=given_up(FaultClass.NATIVE_CRASH))
+    assert (fault.fault_class, fault.rank, fault.node) == (FaultClass.NATIVE_CRASH, 1, "node-0")
+    assert (fault.evidence, fault.at_s) == ("rank 1: killed by signal 9", 5.0)
+    assert "no replica" in fault.explanation
+
+
+def test_a_line_of_output_that_names_a_cause_outranks_what_the_coordinator_knew():
+    damaged = end(1, rank=2, error=UCE)
+    assert cause(damaged, given_up=given_up(FaultClass.NATIVE_CRASH)).rank == 2
+    timeout = end(1, rank=2, log=WATCHDOG)
+    assert cause(timeout, given_up=given_up(FaultClass.NATIVE_CRASH)).rank == 1
+    assert cause(timeout, given_up=given_up(FaultClass.COLLECTIVE_TIMEOUT)).rank == 2
+    program = end(3, rank=2, log="own words")
+    assert cause(program, given_up=given_up(FaultClass.USER_CODE_ERROR)).evidence == "own words"
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "oom_nodes", "fault_class", "how"),
+    [
+        (-signal.SIGKILL, (), FaultClass.NATIVE_CRASH, "by SIGKILL"),
+        (-signal.SIGKILL, ("node-0",), FaultClass.HOST_OOM, "by SIGKILL"),
+        (1, (), FaultClass.UNKNOWN, "with exit code 1: OSError: no space"),
+    ],
+)
+def test_the_end_of_the_coordinator_is_the_cause_of_every_rank_that_ends_over_it(
+    exit_code, oom_nodes, fault_class, how
+):
+    lost = CoordinatorLost("node-0", exit_code, 9.0, "OSError: no space")
+    survivors = [end(EXIT_RESTART_ME, rank=rank) for rank in range(4)]
+    fault = cause(*survivors, coordinator=lost, oom_nodes=oom_nodes)
+    assert (fault.fault_class, fault.rank, fault.node) == (fault_class, None, "node-0")
+    assert fault.evidence == f"the coordinator of the attempt on node-0 ended {how}"
 
 
 def test_a_worker_that_ended_well_is_never_the_cause():

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from training.recovery.chips import Severity
-from training.recovery.faults import TRAITS, Fault, RecoverableBy
+from training.recovery.faults import TRAITS, Fault, FaultClass, RecoverableBy
 from training.recovery.ladder import decide
 from training.recovery.rungs import LADDER, RUNGS, Capacity, Decision, Policy, Recovery, Rung, Scope
 
@@ -54,6 +54,7 @@ class Asked:
     survivors: bool
     severity: Severity | None
     capacity: Capacity | None
+    no_replica: str | None
     decision: Decision
 
     def again(self, **other: Any) -> Decision:
@@ -345,6 +346,21 @@ def an_unsupported_rung_is_skipped_and_the_decision_names_it(asked: Asked) -> bo
         and named == sorted(named, key=ORDER.index)
         and all(ORDER.index(passed) < ORDER.index(rung) for passed in named)
     )
+
+
+def a_rung_that_copies_a_state_is_not_tried_without_a_replica(asked: Asked) -> bool:
+    if asked.no_replica is None:
+        return True
+    copies = {Rung.PROCESS_REPLACE}
+    if asked.fault.fault_class is FaultClass.DEVICE_MEMORY_ERROR:
+        copies.add(Rung.STEP_RETRY)
+    named = {text for rung in copies for text in asked.decision.skipped if text.startswith(rung)}
+    reasons = {text.partition(": ")[2] for text in named}
+    return asked.decision.rung not in copies and reasons <= {
+        asked.no_replica,
+        "unsupported",
+        "switched off",
+    }
 
 
 def rungs_inside_the_processes_need_survivors_and_come_three_times_in_a_row(asked: Asked) -> bool:

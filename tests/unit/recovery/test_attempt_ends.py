@@ -16,8 +16,11 @@ from tests.unit.recovery.attempts import (
 )
 from training.recovery.actions import ToAgent, ToRank
 from training.recovery.attempt import CONNECTION_SETTLE_S, Stage
+from training.recovery.faults import FaultClass
 from training.recovery.protocol import (
+    AttemptGivenUp,
     GiveUp,
+    LastSave,
     LastSaved,
     NewGeneration,
     PauseBegan,
@@ -26,7 +29,7 @@ from training.recovery.protocol import (
     WorkerFaultKind,
 )
 from training.recovery.repair import RepairMode
-from training.recovery.rungs import Policy, Rung
+from training.recovery.rungs import Policy
 
 NO_REPLACING = Policy(process_replace=False)
 
@@ -40,7 +43,7 @@ def test_a_death_before_all_ranks_train_ends_the_attempt():
         harness.trains(rank)
     actions = harness.kill(3)
     why = "rank 3 ended while the attempt was starting"
-    assert actions[4:] == [
+    assert actions[5:] == [
         *(ToRank(rank, GiveUp(why=why)) for rank in (0, 1, 2)),
         ToAgent(None, GiveUp(why=why)),
     ]
@@ -265,19 +268,73 @@ def test_a_new_process_alone_has_nothing_to_save():
     harness.kill(1)
     harness.start(1)
     harness.kill(0, exit_code=1, error="ValueError: own")
-    assert (harness.stage(), harness.events()[2:]) == (Stage.GIVEN_UP, [])
+    assert harness.stage() is Stage.GIVEN_UP
+    assert not harness.events(LastSave)
 
 
-def test_damage_that_no_replica_repairs_climbs_to_the_end():
+def test_damage_that_no_replica_repairs_ends_the_processes_at_once():
     harness = AttemptHarness.of(ALONE)
     harness.memory_fault(2)
     harness.answer()
-    assert harness.rungs() == [Rung.STEP_RETRY, Rung.PROCESS_REPLACE]
-    assert {event.why for event in harness.ended()} == {
-        "no rank that lives has the state of rank 2"
-    }
+    assert harness.rungs() == [], "nothing is tried that cannot succeed"
+    assert "no replica: no other rank has the state of rank 2" in harness.given_up()[0]
     assert harness.last_save().why == "no rank of [2] lives: their state is lost"
     assert harness.stage() is Stage.GIVEN_UP
+
+
+def test_a_dead_rank_is_not_replaced_where_no_other_has_its_state():
+    harness = AttemptHarness.of(ALONE)
+    harness.kill(2)
+    harness.answer()
+    assert harness.replaced() == []
+    (event,) = harness.events(AttemptGivenUp)
+    assert (event.fault.fault_class, event.fault.rank) == (FaultClass.NATIVE_CRASH, 2)
+    assert event.why == (
+        "native_crash at rank 2 on node-1: in_place_restart "
+        "(process_replace: no replica: no other rank has the state of rank 2)"
+    )
+
+
+@pytest.mark.parametrize("has_reported", [False, True])
+def test_the_second_of_two_replicas_is_not_replaced_by_the_first_that_has_no_state_yet(
+    sharded, has_reported
+):
+    sharded.kill(0)
+    if has_reported:
+        sharded.answer(until=is_plan)
+        sharded.skip_unanswered()
+    else:
+        sharded.start(0)
+    sharded.kill(2)
+    sharded.answer()
+    assert sharded.replaced() == [0]
+    (event,) = sharded.events(AttemptGivenUp)
+    assert event.fault.rank == 2
+    assert "process_replace: no replica of rank 2 is left: [0] lost theirs" in event.why
+
+
+def test_the_fault_of_a_rank_that_was_replaced_is_on_record_when_all_are_given_up(harness):
+    harness.kill(1)
+    harness.answer(silent=(1,))
+    harness.advance(REPAIR_LIMIT_S + 1)
+    (event,) = harness.events(AttemptGivenUp)
+    assert (event.fault.fault_class, event.fault.rank) == (FaultClass.NATIVE_CRASH, 1)
+    assert "process_replace: the last one failed" in event.why
+
+
+def test_only_the_first_fault_that_ends_an_attempt_is_on_record():
+    harness = AttemptHarness.of(is_training=False)
+    for rank in (3, 2):
+        harness.kill(rank)
+    (event,) = harness.events(AttemptGivenUp)
+    assert (event.fault.rank, event.why) == (3, "rank 3 ended while the attempt was starting")
+
+
+def test_the_end_of_a_rank_that_came_to_the_end_of_its_loop_is_no_fault(harness):
+    harness.attempt.ending(0, now_s=harness.now_s)
+    harness.kill(0, exit_code=75)
+    assert harness.stage() is Stage.GIVEN_UP
+    assert not harness.events(AttemptGivenUp)
 
 
 def test_a_rank_that_ended_by_an_error_of_the_program_is_not_replaced(harness):

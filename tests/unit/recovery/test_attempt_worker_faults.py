@@ -394,7 +394,7 @@ def test_a_roll_back_that_comes_to_nothing_leaves_nothing_to_save_and_was_not_tr
     assert harness.stage() is Stage.GIVEN_UP
     assert harness.last_save().why == "the ranks were going back to a snapshot"
     ended = [(event.succeeded, event.cut_short) for event in harness.ended()]
-    assert ended == [(False, True), (False, True), (False, False)]
+    assert ended == [(False, True), (False, False)]
 
 
 def test_a_rank_that_has_left_its_step_needs_a_generation_and_no_new_connections():

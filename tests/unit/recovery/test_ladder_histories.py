@@ -74,6 +74,7 @@ POLICY_FIELDS: dict[str, st.SearchStrategy[Any]] = {
 }
 POLICIES = st.builds(Policy, **POLICY_FIELDS)
 SUPPORTED = st.one_of(st.just(ALL), st.sets(st.sampled_from(Rung)).map(frozenset))
+REPLICAS = st.sampled_from([None, "no replica: 4 / 4 = 1"])
 SEVERITIES = st.sampled_from([None, *Severity])
 CAPACITIES = st.one_of(
     st.none(), st.builds(Capacity, healthy=st.integers(0, 4), needed=st.integers(1, 3))
@@ -87,7 +88,9 @@ def runs(draw: st.DrawFn) -> list[Asked]:
     return _answered(
         draw,
         st.sampled_from(pool),
-        st.fixed_dictionaries({"severity": SEVERITIES, "capacity": CAPACITIES}),
+        st.fixed_dictionaries(
+            {"severity": SEVERITIES, "capacity": CAPACITIES, "no_replica": REPLICAS}
+        ),
         most=12,
         policy=draw(POLICIES),
         supported=draw(SUPPORTED),
@@ -108,7 +111,7 @@ def plain_runs(draw: st.DrawFn) -> list[Asked]:
         node=st.sampled_from(["node-0", "node-1"]),
         rank=st.just(0),
     )
-    nothing = st.just({"severity": None, "capacity": None})
+    nothing = st.just({"severity": None, "capacity": None, "no_replica": None})
     return _answered(draw, plain, nothing, most=40, fresh_steps=True, policy=policy, supported=ALL)
 
 
@@ -160,6 +163,7 @@ def any_question(draw: st.DrawFn) -> Asked:
         survivors=draw(st.booleans()),
         severity=draw(SEVERITIES),
         capacity=draw(CAPACITIES),
+        no_replica=draw(REPLICAS),
     )
 
 
@@ -234,6 +238,7 @@ def test_a_run_without_progress_always_stops_in_a_bounded_number_of_decisions(
             survivors=data.draw(st.booleans()),
             severity=data.draw(SEVERITIES),
             capacity=data.draw(CAPACITIES),
+            no_replica=data.draw(REPLICAS),
         )
         rung = asked.decision.rung
         if rung is Rung.STOP:
@@ -252,8 +257,9 @@ def test_the_same_fault_again_and_again_stops_in_a_bounded_number_of_decisions(
     met = Fault(fault_class, 0.0, "evidence", node="node-0", rank=0)
     history: tuple[Recovery, ...] = ()
     words = {"supported": frozenset(Rung), "policy": policy, "survivors": survivors}
+    words |= {"severity": None, "capacity": None, "no_replica": None}
     for _ in range(most_decisions(policy) + 1):
-        asked = ask(met, history, now_s=0.0, severity=None, capacity=None, **words)
+        asked = ask(met, history, now_s=0.0, **words)
         if asked.decision.rung is Rung.STOP:
             return
         history += (Recovery(met, asked.decision.rung, False, failed=fails),)

@@ -50,6 +50,7 @@ def choose(
     survivors: bool = False,
     severity: Severity | None = None,
     capacity: Capacity | None = None,
+    no_replica: str | None = None,
     **policy: Any,
 ) -> Decision:
     return decide(
@@ -61,6 +62,7 @@ def choose(
         survivors=survivors,
         severity=severity,
         capacity=capacity,
+        no_replica=no_replica,
     )
 
 
@@ -417,6 +419,20 @@ def test_an_unsupported_rung_is_skipped_and_the_decision_names_it():
     once = after(ABNORMAL, Rung.STEP_RETRY)
     outside = retried(ABNORMAL, *once, supported=ALL - IN_PROCESS)
     assert outside.rung is Rung.IN_PLACE_RESTART, "no process there could accept the step either"
+
+
+def test_a_rung_that_copies_a_state_is_not_tried_without_a_replica():
+    why = "no replica: 4 / 4 = 1"
+    for survivors in (True, False):
+        crash = choose(CRASH, survivors=survivors, no_replica=why)
+        assert crash.rung is Rung.IN_PLACE_RESTART
+        assert crash.skipped == (f"process_replace: {why}",)
+        assert f"process_replace: {why}" in crash.reason
+    damaged = choose(UCE, survivors=True, no_replica=why)
+    assert damaged.rung is Rung.IN_PLACE_RESTART
+    assert damaged.skipped == (f"step_retry: {why}", f"process_replace: {why}")
+    whole = choose(LINK, survivors=True, no_replica=why)
+    assert whole.rung is Rung.STEP_RETRY, "its state is whole: nothing is copied"
 
 
 def test_rungs_inside_the_processes_that_are_not_there_stay_out_of_the_reason():

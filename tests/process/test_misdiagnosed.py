@@ -1,0 +1,88 @@
+"""Deaths that leave hardly a trace: every process that is left ends in good order."""
+
+from __future__ import annotations
+
+import pytest
+
+from training.drill.driver import RunDriver, RunOutcome, kill_hook
+from training.drill.job import drill_job, write_corpus
+from training.injection.outside import Kill, KillInjector, LocalRun, Victim
+from training.job import Job
+from training.journal.history import AttemptView
+from training.recovery.faults import Fault, FaultClass
+from training.recovery.protocol import AttemptGivenUp
+from training.recovery.rungs import Rung
+from training.specs.drill import DrillFault, DrillKind, DrillPoint
+from training.specs.model import ParallelKind
+
+pytestmark = [pytest.mark.process, pytest.mark.alone]
+
+STEPS = 16
+AT_STEP = 7
+
+
+def job_of(home, name: str, kind: ParallelKind, *faults: DrillFault) -> Job:
+    write_corpus(home)
+    changes = {"drill": {"faults": faults}, "checkpoint": {"every_steps": 5}}
+    return drill_job(home, name, kind=kind, steps=STEPS, pace_s=0.1, changes=changes)
+
+
+def kill(rank: int, point: DrillPoint = DrillPoint.BACKWARD) -> DrillFault:
+    return DrillFault(kind=DrillKind.KILL, rank=rank, step=AT_STEP, point=point)
+
+
+def failed(played: RunOutcome) -> tuple[AttemptView, Fault]:
+    """The only attempt that failed, and why."""
+    assert played.ended == "completed"
+    assert played.left_over == ()
+    view, _ = played.history.attempts
+    assert view.ended is not None
+    assert view.ended.fault is not None
+    return view, view.ended.fault
+
+
+def given_up(view: AttemptView) -> AttemptGivenUp:
+    (event,) = (one for one in view.events if isinstance(one, AttemptGivenUp))
+    return event
+
+
+def test_a_killed_rank_that_shares_its_state_with_no_other_is_named_and_not_replaced(home):
+    job = job_of(home, "sharded", ParallelKind.FSDP2, kill(1))
+    played = RunDriver(home).run(job)
+    assert played.fired_s.keys() == {0}
+    view, fault = failed(played)
+    assert view.recoveries == [], "nothing was tried that cannot succeed"
+    assert (fault.fault_class, fault.rank, fault.code) == (FaultClass.NATIVE_CRASH, 1, "SIGKILL")
+    assert view.decision is not None
+    assert view.decision.rung is Rung.IN_PLACE_RESTART
+    no_replica = "process_replace: no replica: data_parallel / optimizer_weight_shard_size = 4 / 4"
+    assert no_replica in view.decision.reason
+    assert given_up(view).fault.rank == 1
+
+
+@pytest.mark.long
+def test_a_rank_that_was_replaced_in_vain_is_named_though_all_ranks_end_in_good_order(home):
+    # Rank 0 has a new process by then: only the coordinator knows how the one before ended.
+    faults = (kill(0), kill(2, DrillPoint.RECOVERY))
+    job = job_of(home, "replicas", ParallelKind.HSDP, *faults)
+    played = RunDriver(home).run(job)
+    assert played.fired_s.keys() == {0, 1}
+    view, fault = failed(played)
+    assert fault.fault_class is FaultClass.NATIVE_CRASH
+    assert fault.rank in (0, 2)
+    assert given_up(view).fault.rank == 2
+    assert "no replica of rank 2 is left: [0] lost theirs" in given_up(view).why
+
+
+@pytest.mark.long
+def test_the_death_of_the_coordinator_is_blamed_on_no_rank(home):
+    job = job_of(home, "coordinator", ParallelKind.DDP)
+    kills = (Kill(victim=Victim.COORDINATOR, index=0, step=AT_STEP),)
+    injector = KillInjector(LocalRun(home, job.run_id), kills)
+    played = RunDriver(home).run(job, hook=kill_hook(injector))
+    assert injector.fired_s.keys() == {0}
+    view, fault = failed(played)
+    assert (fault.fault_class, fault.rank, fault.node) == (FaultClass.NATIVE_CRASH, None, "node-0")
+    assert fault.evidence == "the coordinator of the attempt on node-0 ended by SIGKILL"
+    assert view.decision is not None
+    assert view.decision.rung is Rung.IN_PLACE_RESTART
