@@ -37,9 +37,11 @@ from tasks.states import data_of
 from tasks.supervision import Supervision, has_open_attempt
 from training.engines.base import Placement
 from training.errors import AlreadySupervised, RunConflict
+from training.files import home_folder
 from training.job import Job, JobTemplate
 from training.supervisor.run import Verdict
 from training.supervisor.runbook import RunSteps, conduct
+from training.supervisor.store_place import begin_store
 from training.supervisor.summary import final_message
 from training.trainer.data.prepare import DataOutcome
 
@@ -114,6 +116,7 @@ def _supervise(supervision: Supervision) -> State[Any]:
 def prepare(job: JobParameter) -> None:
     """Prepare the corpus of a job, so that its run finds everything there."""
     preflight(job)
+    begin_store(job, home_folder())
     ensure_data(job)
 
 

@@ -20,7 +20,7 @@ from perdure.console import EXIT_FAILED, JobFile, Overrides, make_console, warn
 from perdure.preflight import check_inputs, warn_of_departures
 from perdure.runs import store_of
 from perdure.tables import account_table, attempts_view
-from storage.address import StorageSpec
+from storage.address import StorageSpec, has_store
 from training.errors import PerdureError
 from training.files import home_folder
 from training.injection.outside import Kill, KillInjector, LocalRun, Victim
@@ -116,7 +116,7 @@ def _supervise(job: Job, injector: KillInjector | None = None) -> int:
         if injector is not None and observation.steps:
             injector.inject(observation.history, observation.steps[-1].step)
 
-    if is_pause_wanted(store_of(job), job.run_id):
+    if has_store(job.storage) and is_pause_wanted(store_of(job), job.run_id):
         warn(f"{job.run_id}: pause requested; `perdure resume {job.run_id}` continues it")
     view = LiveView(console, ui_url=ui_url)
     with view, observed_by(view.observe), observed_by(inject):
@@ -124,7 +124,8 @@ def _supervise(job: Job, injector: KillInjector | None = None) -> int:
             state = pretrain(JobTemplate.of(job), return_state=True)
         except KeyboardInterrupt:
             raise PerdureError("cancelled: the processes of the run are stopped") from None
-    _print_outcome(console, job, ui_url)
+    if has_store(job.storage):
+        _print_outcome(console, job, ui_url)
     # Prefect puts this before the text of every exception (3.8.8).
     message = (state.message or str(state.name)).removeprefix("Flow run encountered an exception: ")
     kind = state.name if state.name in NOT_TRAINED else state.type.value.lower()

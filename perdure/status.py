@@ -25,7 +25,9 @@ from perdure.console import AsJson, RunName, make_console, print_json
 from perdure.runs import OpenAttempt, run_to_observe
 from perdure.tables import WIDTH, account_bar, account_table, attempts_view, sparkline
 from storage.checkpoint import Tier
+from storage.errors import StorageError
 from training.engines.base import Snapshot
+from training.errors import PerdureError
 from training.files import home_folder
 from training.journal.events import StepRecord
 from training.journal.history import AttemptView, RunHistory
@@ -45,6 +47,7 @@ from training.supervisor.report import (
     story_rows,
 )
 from training.supervisor.run import Run
+from training.supervisor.store_outage import read_outage
 from training.supervisor.watch import AttemptSnapshot
 from training.wire.agent import AgentStatus
 from training.wire.requests import is_pause_wanted
@@ -56,6 +59,7 @@ _NUM_FAULTS = 5
 _FAULT = TypeAdapter(Fault)
 _PACE_STEPS = 50
 REFRESH_S = 2.0
+UNWRITABLE = "its ledger cannot be written"
 _MAX_RANKS = 8  # of a node by name; more of them are shown as a range
 _NUM_ATTEMPTS = 12
 _COLOURS = {"completed": "green", "running": "green", "paused": "cyan", "failed": "red"}
@@ -72,7 +76,18 @@ def status(
     From its ledger and its store, and from its node agents when they run on this machine. On a
     terminal it is refreshed until the run ends or Ctrl-C is pressed.
     """
-    monitor = RunMonitor(run_to_observe(run))
+    observed = run_to_observe(run)
+    try:
+        _show(RunMonitor(observed), once=once, as_json=as_json)
+    except StorageError as error:
+        outage = read_outage(observed.home, observed.job.run_id)
+        if outage is None:
+            raise
+        text = f"{observed.job.run_id}: {UNWRITABLE} since {outage.since}: {error}"
+        raise PerdureError(text) from error
+
+
+def _show(monitor: RunMonitor, *, once: bool, as_json: bool) -> None:
     if as_json:
         print_json(monitor.status().document)
         return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, Self
 
@@ -15,7 +16,7 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 
 from storage.errors import Corrupt, StorageError
 from storage.frozen_model import FrozenModel
-from storage.local import LocalStore
+from storage.local import TEMPORARY_FOLDER, LocalStore
 from storage.objects import ObjectStore, check_key
 from storage.retry import Retry
 
@@ -107,8 +108,7 @@ class StorageSpec(FrozenModel):
     @property
     def folder(self) -> Path | None:
         """The folder that is the store, None for a store that is elsewhere."""
-        path = self.address.removeprefix(FILE_SCHEME)
-        return Path(path) if path != self.address else None
+        return _folder(self) if self.address.startswith(FILE_SCHEME) else None
 
 
 def open_store(
@@ -119,7 +119,8 @@ def open_store(
     Args:
         spec: where.
         credentials: keys; None: boto3's default chain (environment, profile, instance role).
-        retry: how long an object store's passing failures are waited for; None: `Retry()`.
+        retry: how long passing failures are waited for, a folder that is not mounted among them;
+            None: `Retry()`, and a folder that this process has never seen mounted not at all.
     """
     scheme = next(one for one in STORES if spec.address.startswith(one))
     return STORES[scheme](spec, credentials, retry)
@@ -149,9 +150,54 @@ def _open_s3(
 
 # What opens the store of an address, by the scheme that the address begins with.
 STORES: Mapping[str, Callable[[StorageSpec, Credentials | None, Retry | None], ObjectStore]] = {
-    FILE_SCHEME: lambda spec, *_: LocalStore(Path(spec.address.removeprefix(FILE_SCHEME))),
+    FILE_SCHEME: lambda spec, _keys, retry: LocalStore(_folder(spec), is_marked=True, retry=retry),
     S3_SCHEME: _open_s3,
 }
+
+
+def _folder(spec: StorageSpec) -> Path:
+    return Path(spec.address.removeprefix(FILE_SCHEME))
+
+
+def has_store(spec: StorageSpec) -> bool:
+    """Whether a store has been made at an address, and is there.
+
+    A bucket is taken to be: it cannot vanish silently, and answers itself where it does not exist.
+
+    Raises:
+        StorageError: the folder's file system does not answer.
+    """
+    return spec.folder is None or LocalStore(spec.folder, is_marked=True).is_there
+
+
+def make_store(spec: StorageSpec) -> None:
+    """Make the store of an address where there is none: a folder with its marker.
+
+    For the start of a first run alone. An address that had a store must not be made a new one.
+
+    Raises:
+        StorageError: it cannot be made.
+    """
+    if spec.folder is not None:
+        LocalStore(spec.folder, is_marked=True).make()
+
+
+def check_can_make(spec: StorageSpec) -> None:
+    """Write, read and delete a probe where `make_store` would make a store; leaves nothing.
+
+    Raises:
+        StorageError: what failed, on one line.
+    """
+    folder = spec.folder
+    if folder is None:
+        return
+    made = [one for one in (folder / TEMPORARY_FOLDER, folder, *folder.parents) if not one.exists()]
+    try:
+        check_reachable(LocalStore(folder), "")
+    finally:
+        with suppress(OSError):  # there already, or somebody has put something into it
+            for one in made:
+                one.rmdir()
 
 
 def clear(spec: StorageSpec, credentials: Credentials | None = None) -> None:

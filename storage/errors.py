@@ -5,10 +5,12 @@ StorageError
       - Throttled           the store asks for fewer requests
       - ServerError         the store failed (5xx)
       - TimedOut            no answer: time-out, refused or broken connection
+      - StoreMissing        the folder of the store holds none: it is not mounted
   + PermanentError          do not retry
       - NotFound            no object of that key
       - PreconditionFailed  another writer published first
       - AccessDenied        credentials are missing, wrong or not enough
+      - StorageFull         no room is left, and no retry makes any
       - Corrupt             size, hash or format differ from what was published
       - StaleAttempt        a newer attempt owns the run; this one must stop
 
@@ -60,6 +62,10 @@ class TimedOut(TransientError):
     """No answer: time-out, refused or broken connection."""
 
 
+class StoreMissing(TransientError):
+    """The folder holds no store: its file system is not mounted, or it was moved away."""
+
+
 class PermanentError(StorageError):
     """The same request would fail again."""
 
@@ -74,6 +80,10 @@ class PreconditionFailed(PermanentError):
 
 class AccessDenied(PermanentError):
     """Credentials are missing, wrong or not enough."""
+
+
+class StorageFull(PermanentError):
+    """The disk, or the quota, is full: somebody must make room."""
 
 
 class Corrupt(PermanentError):

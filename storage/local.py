@@ -2,7 +2,13 @@
 
 A write goes to a temporary name, is synced, renamed, and its folder synced: a reader or a crash
 sees the old object or the new one. Temporaries live in `.tmp` of the same root, hence on the same
-file system, and are never listed. Sizes are bytes, times seconds.
+file system, and are never listed.
+
+A folder may vanish silently, as a bucket cannot: a network file system is unmounted, and below
+the same path lies an empty folder of the machine's own disk. The store of runs therefore has a
+marker, a file that `make` puts there once. It is looked for at every write, and wherever nothing
+is found; without it there is no store, and nothing is made in its place. Sizes are bytes, times
+seconds.
 """
 
 from __future__ import annotations
@@ -12,9 +18,10 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 from storage.errors import (
     AccessDenied,
@@ -23,12 +30,22 @@ from storage.errors import (
     PermanentError,
     PreconditionFailed,
     StorageError,
+    StorageFull,
+    StoreMissing,
     TimedOut,
     TransientError,
 )
 from storage.objects import ObjectInfo, check_key, check_prefix
+from storage.retry import Retry
+
+T = TypeVar("T")
 
 TEMPORARY_FOLDER = ".tmp"
+MARKER = ".perdure-store"
+MARKER_TEXT = """\
+Perdure keeps runs in this folder. It looks for this file before it writes, so that the empty
+folder below an unmounted file system is not taken for an empty store. Leave it here.
+"""
 # A live writer touches its temporary at least this often: every write moves the mtime.
 ABANDONED_AFTER_S = 3600.0
 MAX_PUBLISH_TRIES = 5
@@ -41,14 +58,17 @@ OS_ERRORS: Mapping[int, tuple[type[StorageError], str]] = {
     errno.EACCES: (AccessDenied, "permission denied"),
     errno.EPERM: (AccessDenied, "operation not permitted"),
     errno.EROFS: (AccessDenied, "the file system is read-only"),
-    errno.ENOSPC: (PermanentError, "the disk is full"),
-    errno.EDQUOT: (PermanentError, "the disk quota is used up"),
+    errno.ENOSPC: (StorageFull, "the disk is full"),
+    errno.EDQUOT: (StorageFull, "the disk quota is used up"),
     errno.ENAMETOOLONG: (PermanentError, "the key is too long for this file system"),
     errno.EIO: (Corrupt, "the medium cannot be read or written"),
     errno.ESTALE: (TransientError, "stale file handle of a network file system"),
     errno.EAGAIN: (TransientError, "resource busy"),
     errno.EBUSY: (TransientError, "resource busy"),
     errno.ETIMEDOUT: (TimedOut, "the network file system does not answer"),
+    errno.EHOSTDOWN: (TimedOut, "the network file system does not answer"),
+    errno.EHOSTUNREACH: (TimedOut, "the network file system does not answer"),
+    errno.ENOTCONN: (TimedOut, "the server of the file system has ended"),
 }
 
 
@@ -57,24 +77,57 @@ class LocalStore:
 
     Args:
         root: absolute folder.
+        is_marked: whether the store has a marker; `make` creates it, and no write does.
+        retry: how long passing failures of a marked store are waited for; None: `Retry()` once
+            the marker has been seen, before that not at all.
 
     Raises:
         ValueError: `root` is relative.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, is_marked: bool = False, retry: Retry | None = None) -> None:
         if not root.is_absolute():
             raise ValueError(f"root={str(root)!r} is not an absolute path")
         self._root = root
+        self._is_marked = is_marked
+        self._waits = retry if is_marked else None  # from the beginning
+        self._retry = self._waits or Retry()
+        self._was_there = False
         self._swept = False
+
+    def make(self) -> None:
+        """Make a marked store; one that is there stays as it is.
+
+        Raises:
+            StorageError: it cannot be made.
+        """
+        with _folded(self.url(MARKER)):
+            if (self._root / MARKER).exists():
+                return
+            temporary = self._write_temporary(memoryview(MARKER_TEXT.encode()))
+            _publish(temporary, self._root / MARKER, if_absent=False)
 
     def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
         """See `ObjectStore.put`."""
+        view = memoryview(data).cast("B")
+
+        def put(tries: int) -> None:
+            try:
+                with self._present(key):
+                    self._put(key, view, if_absent=if_absent)
+            except PreconditionFailed:
+                # A try before may have published it in the moment when the store vanished.
+                if tries == 0 or self.get(key, length=view.nbytes + 1) != view:
+                    raise
+
+        self._tried(put)
+
+    def _put(self, key: str, view: memoryview, *, if_absent: bool) -> None:
         path = self._path(key)
         with _folded(self.url(key)):
-            temporary = self._write_temporary(memoryview(data).cast("B"))
+            temporary = self._write_temporary(view, top=self._top)
             try:
-                _publish(temporary, path, if_absent=if_absent)
+                _publish(temporary, path, if_absent=if_absent, top=self._top)
             except FileExistsError as exc:
                 raise PreconditionFailed(f"{self.url(key)}: exists already") from exc
             finally:
@@ -83,12 +136,17 @@ class LocalStore:
 
     def get(self, key: str, *, start: int = 0, length: int | None = None) -> bytes:
         """See `ObjectStore.get`."""
-        with _folded(self.url(key)), self._path(key).open("rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            wanted = max(0, size - start) if length is None else min(length, max(0, size - start))
-            out = bytearray(wanted)
-            filled = _fill(file.fileno(), memoryview(out), start)
-        return bytes(memoryview(out)[:filled])
+        path = self._path(key)
+
+        def get(_tries: int) -> bytes:
+            with self._found(key), path.open("rb", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                rest = max(0, size - start)
+                out = bytearray(rest if length is None else min(length, rest))
+                filled = _fill(file.fileno(), memoryview(out), start)
+            return bytes(memoryview(out)[:filled])
+
+        return self._tried(get)
 
     def get_into(self, key: str, out: memoryview, *, start: int = 0) -> None:
         """See `ObjectStore.get_into`."""
@@ -96,50 +154,70 @@ class LocalStore:
 
     def get_scattered(self, key: str, outs: Sequence[memoryview], *, start: int = 0) -> None:
         """See `ObjectStore.get_scattered`."""
-        at = start
-        with _folded(self.url(key)), self._path(key).open("rb", buffering=0) as file:
-            for out in outs:
-                view = out.cast("B")
-                filled = _fill(file.fileno(), view, at)
-                at += view.nbytes
-                if filled < view.nbytes:
-                    missing = view.nbytes - filled
-                    raise Corrupt(f"{self.url(key)}: ends {missing} bytes before {at}")
+        path = self._path(key)
+
+        def get(_tries: int) -> None:
+            at = start
+            with self._found(key), path.open("rb", buffering=0) as file:
+                for out in outs:
+                    view = out.cast("B")
+                    filled = _fill(file.fileno(), view, at)
+                    at += view.nbytes
+                    if filled < view.nbytes:
+                        missing = view.nbytes - filled
+                        raise Corrupt(f"{self.url(key)}: ends {missing} bytes before {at}")
+
+        self._tried(get)
 
     def stat(self, key: str) -> ObjectInfo:
         """See `ObjectStore.stat`."""
         path = self._path(key)
-        with _folded(self.url(key)):
-            if path.is_dir():
-                raise NotFound(f"{self.url(key)}: no such object: the key is a folder")
-            return _info(key, path.stat())
+
+        def stat(_tries: int) -> ObjectInfo:
+            with self._found(key):
+                if path.is_dir():
+                    raise NotFound(f"{self.url(key)}: no such object: the key is a folder")
+                return _info(key, path.stat())
+
+        return self._tried(stat)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """See `ObjectStore.list`."""
         if check_prefix(prefix).startswith(f"{TEMPORARY_FOLDER}/"):
             return iter(())
+
+        def listed(_tries: int) -> Sequence[ObjectInfo]:
+            with self._present(prefix), _folded(self.url(prefix)):
+                return self._list(prefix)
+
+        return iter(sorted(self._tried(listed), key=lambda info: info.key))
+
+    def _list(self, prefix: str) -> Sequence[ObjectInfo]:
         folder = self._root / prefix.rpartition("/")[0]
         found: list[ObjectInfo] = []
-        with _folded(self.url(prefix)):
-            for parent, folders, names in os.walk(folder, onerror=_unless_gone):
-                if Path(parent) == self._root and TEMPORARY_FOLDER in folders:
-                    folders.remove(TEMPORARY_FOLDER)
-                for name in names:
-                    path = Path(parent, name)
-                    key = path.relative_to(self._root).as_posix()
-                    if key.startswith(prefix):
-                        # deleted by another process while we walk
-                        with suppress(FileNotFoundError):
-                            found.append(_info(key, path.stat()))
-        return iter(sorted(found, key=lambda info: info.key))
+        for parent, folders, names in os.walk(folder, onerror=_unless_gone):
+            if Path(parent) == self._root and TEMPORARY_FOLDER in folders:
+                folders.remove(TEMPORARY_FOLDER)
+            for name in names:
+                path = Path(parent, name)
+                key = path.relative_to(self._root).as_posix()
+                if key.startswith(prefix) and key != MARKER:
+                    # deleted by another process while we walk
+                    with suppress(FileNotFoundError):
+                        found.append(_info(key, path.stat()))
+        return found
 
     def delete(self, key: str) -> None:
         """See `ObjectStore.delete`."""
         path = self._path(key)
-        with suppress(NotFound), _folded(self.url(key)):
-            path.unlink()
-            _sync_folder(path.parent)
-            self._prune(path.parent)
+
+        def delete(_tries: int) -> None:
+            with self._present(key), suppress(NotFound), _folded(self.url(key)):
+                path.unlink()
+                _sync_folder(path.parent)
+                self._prune(path.parent)
+
+        self._tried(delete)
 
     def abort_uploads(self, prefix: str, older_than_s: float) -> int:  # noqa: ARG002 the protocol
         """None: a later write removes what killed writers left."""
@@ -156,7 +234,7 @@ class LocalStore:
         This machine's where there is no store, or none that may be written: nothing there can be
         given up for its age.
         """
-        if not self._root.is_dir():
+        if not self._root.is_dir() or (self._is_marked and not self.is_there):
             return time.time()
         folder = self._root / TEMPORARY_FOLDER
         try:
@@ -173,14 +251,65 @@ class LocalStore:
         """See `ObjectStore.local_path`."""
         return self._path(key)
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the store has been made, and its folder is the one in which it was.
+
+        Raises:
+            StorageError: its file system does not answer.
+        """
+        with _folded(self.url(MARKER)):
+            try:
+                (self._root / MARKER).stat()
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+        self._was_there = True
+        return True
+
+    def _tried(self, operation: Callable[[int], T]) -> T:
+        if not self._is_marked or (self._waits is None and not self._was_there):
+            return operation(0)
+        return self._retry.run(operation)
+
+    def _require(self) -> None:
+        if self._is_marked and not self.is_there:
+            or_else = "was moved away" if self._was_there else "no run has made it yet"
+            text = f"no store is in this folder ({MARKER}): it is not mounted, or {or_else}"
+            raise StoreMissing(f"{self.url('')}: {text}")
+
+    @contextmanager
+    def _present(self, key: str) -> Iterator[None]:
+        """The store is there before and after what is done to an object."""
+        self._require()
+        with self._found(key):
+            yield
+        # What has just been written may lie in the folder below the mount.
+        self._require()
+
+    @contextmanager
+    def _found(self, key: str) -> Iterator[None]:
+        """Nothing is taken for not found where the whole store is not."""
+        try:
+            with _folded(self.url(key)):
+                yield
+        except NotFound:
+            self._require()
+            raise
+
+    @property
+    def _top(self) -> Path | None:
+        """The folder that no write may make again."""
+        return self._root if self._is_marked else None
+
     def _path(self, key: str) -> Path:
-        if check_key(key).split("/")[0] == TEMPORARY_FOLDER:
-            raise ValueError(f"not a key: {key!r}; {TEMPORARY_FOLDER!r} is the store's own")
+        first = check_key(key).split("/", maxsplit=1)[0]
+        if first in (TEMPORARY_FOLDER, MARKER):
+            raise ValueError(f"not a key: {key!r}; {first!r} is the store's own")
         return self._root / key
 
-    def _write_temporary(self, data: memoryview) -> Path:
+    def _write_temporary(self, data: memoryview, *, top: Path | None = None) -> Path:
         folder = self._root / TEMPORARY_FOLDER
-        _make_folder(folder)
+        _make_folder(folder, top=top)
         if not self._swept:
             self._swept = True
             self._sweep(folder)
@@ -227,10 +356,11 @@ def _new_temporary(folder: Path) -> Path:
     return folder / f"{os.getpid()}-{uuid.uuid4().hex}"
 
 
-def _publish(temporary: Path, path: Path, *, if_absent: bool) -> None:
+def _publish(temporary: Path, path: Path, *, if_absent: bool, top: Path | None = None) -> None:
     for tries in range(1, MAX_PUBLISH_TRIES + 1):
         try:
-            _make_folder(path.parent)
+            temporary.stat()  # gone with its file system: no folder is to be made in its place
+            _make_folder(path.parent, top=top)
             if if_absent:
                 _link(temporary, path)
             else:
@@ -260,11 +390,14 @@ def _unless_gone(error: OSError) -> None:
         raise error
 
 
-def _make_folder(folder: Path) -> None:
+def _make_folder(folder: Path, *, top: Path | None = None) -> None:
+    """Make a folder and those above it, but not `top`: that is gone for a reason."""
     if folder.is_dir():
         return
+    if folder == top:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
     if folder.parent != folder:
-        _make_folder(folder.parent)
+        _make_folder(folder.parent, top=top)
     with suppress(FileExistsError):
         folder.mkdir()
     _sync_folder(folder.parent)

@@ -11,18 +11,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from storage.errors import TransientError
+from storage.errors import StorageError, TransientError
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """Repeat an operation while it raises `TransientError`.
+    """Repeat an operation while what it raises may pass.
 
     The n-th pause is drawn from [d/2, d] with d = min(cap_s, base_s * 2**(n-1)): never so short
     that a throttled store is hammered, never the same on a thousand ranks. A pause that the store
     requests is added to it, or the thousand would return at the same moment.
+
+    Attributes:
+        passing: what is repeated; everything else is raised at once.
+        on_failure: called with every error that is repeated, before the pause.
+        on_success: called when an operation has succeeded that had failed before.
     """
 
     max_tries: int = 6
@@ -32,27 +37,37 @@ class Retry:
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
     rng: random.Random = field(default_factory=random.Random)
+    passing: tuple[type[StorageError], ...] = (TransientError,)
+    on_failure: Callable[[StorageError], None] = lambda _error: None
+    on_success: Callable[[], None] = lambda: None
 
     def run(self, operation: Callable[[int], T]) -> T:
         """Call `operation(tries_before)` until it returns.
 
         Raises:
-            TransientError: the last one, when tries or time are used up.
+            StorageError: the last one, when tries or time are used up, or one that does not pass.
         """
         started_s = self.clock()
         tries = 0
         while True:
             try:
-                return operation(tries)
-            except TransientError as exc:
+                done = operation(tries)
+            except self.passing as exc:
                 tries += 1
-                pause_s = self.pause_s(tries) + (exc.retry_after_s or 0.0)
+                asked_s = exc.retry_after_s if isinstance(exc, TransientError) else None
+                pause_s = self.pause_s(tries) + (asked_s or 0.0)
                 late = self.clock() - started_s + pause_s > self.give_up_after_s
                 if tries >= self.max_tries or late:
                     raise
+                self.on_failure(exc)
+            else:
+                if tries:
+                    self.on_success()
+                return done
             self.sleep(pause_s)
 
     def pause_s(self, tries: int) -> float:
         """Seconds to wait after the `tries`-th failure."""
-        longest_s: float = min(self.cap_s, self.base_s * 2 ** (tries - 1))
+        # Beyond 2**60 a float is no longer made of it, and the cap has long been reached.
+        longest_s: float = min(self.cap_s, self.base_s * 2 ** min(tries - 1, 60))
         return longest_s * (0.5 + self.rng.random() / 2)

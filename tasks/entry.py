@@ -30,6 +30,7 @@ from prefect.exceptions import Abort
 from prefect.states import Cancelled, Failed
 from prefect.utilities.urls import url_for
 
+from storage.address import has_store
 from storage.errors import StorageError
 from tasks.job_parameter import template_of
 from tasks.known_run import run_of
@@ -203,6 +204,8 @@ def standing(run: Run, history: RunHistory) -> str:
 
 def _why_skipped(run_id: str, job: Job, tick: FlowRun) -> str | None:
     """Why a tick of a schedule trains nothing; None when it does."""
+    if not has_store(job.storage):
+        return _earlier_tick(tick)  # the first of all, or preflight says what is wrong
     run = run_of(job)
     history = run.refresh()
     if history.supervisor is not None and history.supervisor.flow_run == str(tick.id):

@@ -41,6 +41,7 @@ from training.journal.history import RunHistory
 from training.journal.ledger import RENEW_S
 from training.supervisor.markdown import counted
 from training.supervisor.run import Run
+from training.supervisor.store_outage import StoreOutage
 from training.wire.requests import is_pause_wanted, take_back
 
 CONTROL_PERIOD_S = 3.0
@@ -75,10 +76,11 @@ class _Periodic(threading.Thread):
 class LeaseRenewal(_Periodic):
     """Renews the supervisor's lease in the store; notices when it has been superseded."""
 
-    def __init__(self, run: Run, logger: Log) -> None:
+    def __init__(self, run: Run, logger: Log, outage: StoreOutage) -> None:
         super().__init__("perdure-lease", RENEW_S)
         self._run = run
         self._logger = logger
+        self._outage = outage
         self.superseded: RunConflict | None = None
 
     def tick(self) -> None:
@@ -88,8 +90,11 @@ class LeaseRenewal(_Periodic):
         except RunConflict as error:
             self.superseded = error
             self.close()
-        except StorageError as error:
+        except StorageError as error:  # one that does not pass by waiting
+            self._outage.failed(error)
             self._logger.warning("supervisor lease not renewed: %s", error)
+        else:
+            self._outage.passed()
 
 
 class RequestPoller(_Periodic):
@@ -176,12 +181,15 @@ class Supervision:
         self.logger = logger
         self.flow_run_id = _flow_run_id()
         self.has_cancelled = False  # whether the end of this process was the end of the run
+        home = home_folder()
+        self.outage = StoreOutage(home, job.run_id, logger)
         self.run = Run(
             job,
-            home=home_folder(),
+            home=home,
             credentials=credentials_of(job.storage),
             secrets=BlockSecrets(job),
             flow_run=str(self.flow_run_id) if self.flow_run_id else None,
+            outage=self.outage,
         )
         self.story = RunStory(
             self.run,
@@ -195,7 +203,7 @@ class Supervision:
             target_step=None if job.worker.is_command else job.steps,
         )
         self.retry_delay = RetryDelay(self.stop_wanted)
-        self._lease = LeaseRenewal(self.run, logger)
+        self._lease = LeaseRenewal(self.run, logger, self.outage)
         self._requests = RequestPoller(self.flow_run_id, self.run) if self.flow_run_id else None
 
     def __enter__(self) -> Self:
@@ -218,6 +226,7 @@ class Supervision:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.outage.give_up()  # first: the renewal of the lease may be waiting for the store
         self._end_threads()
         # What ends a flow's process is no Exception (3.8.8): TerminationSignal, KeyboardInterrupt,
         # CancelledError, Abort.

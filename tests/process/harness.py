@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from storage.address import open_store
+from storage.address import has_store, open_store
 from tests.waiting import wait_for
 from training.drill.driver import RunOutcome
 from training.drill.evaluation import differences
@@ -192,7 +192,9 @@ class Running:
 
     @property
     def history(self) -> RunHistory:
-        """The ledger, as it is now."""
+        """The ledger, as it is now; empty before the run has made its store."""
+        if not has_store(self.job.storage):
+            return RunHistory()
         return Ledger(open_store(self.job.storage), self.job.run_id).read()
 
     @property

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from pydantic import ValidationError
 
+from storage.address import has_store
 from training.environment import interface_variables, variables_of
 from training.health.sources.vendor_tools import end_session
 from training.job import Job
@@ -82,6 +83,7 @@ def check_this_machine(
         environment: of the processes, with the keys of the store.
     """
     ranks = min(job.engine.world_size, MAX_RANKS)
+    is_new = not has_store(job.storage)
     variables, local = variables_of(job), interface_variables(LOOPBACK)
     with tempfile.TemporaryDirectory(prefix="perdure-preflight-") as folder:
         task = NodeTask(
@@ -97,6 +99,10 @@ def check_this_machine(
             gang_host=LOOPBACK if job.preflight.gang else None,
             gang_port=free_port(),
             timeout_s=job.preflight.limit_s,
-            with_store=job.storage.credentials_block is None,
+            with_store=job.storage.credentials_block is None and not is_new,
         )
-        return NodeProgram().run(task, {**local, **environment, **variables})
+        found = NodeProgram().run(task, {**local, **environment, **variables})
+    if not is_new:
+        return found
+    seen = f"none is in {job.storage.folder} yet; the first run makes it"
+    return (*found, Check(name="store", outcome=CheckOutcome.SKIPPED, seen=seen))

@@ -12,7 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from storage.address import Credentials, StorageSpec, check_reachable, open_store
+from storage.address import (
+    Credentials,
+    check_can_make,
+    check_reachable,
+    has_store,
+    open_store,
+)
 from storage.errors import StorageError
 from training.engines.registry import make_engine
 from training.environment import check_environment, worker_path
@@ -22,6 +28,7 @@ from training.job import Job
 from training.platforms.settings import shown
 from training.recovery.replicas import Mechanism, feasibility
 from training.supervisor.recipe_check import check_recipe
+from training.supervisor.store_place import refuse_vanished
 from training.trainer.data.corpus import CorpusError, find_sources
 from training.trainer.data.first_look import TooFewTokens, check_enough, strange_files
 from training.trainer.data.tokenizer import open_tokenizer
@@ -50,7 +57,7 @@ def check_job(
     if job.data is not None and not job.worker.is_command:
         _check_data(job)
     if with_storage:
-        _check_storage(job.storage, credentials, job.run_id)
+        _check_storage(job, credentials)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +161,16 @@ def corpus_notes(job: Job) -> list[str]:
         raise InputError("data.sources", str(error)) from error
 
 
-def _check_storage(spec: StorageSpec, credentials: Credentials | None, run_id: str) -> None:
+def _check_storage(job: Job, credentials: Credentials | None) -> None:
+    spec = job.storage
     try:
-        check_reachable(open_store(spec, credentials), f"runs/{run_id}/")
+        if has_store(spec):
+            check_reachable(open_store(spec, credentials), f"runs/{job.run_id}/")
+        else:
+            refuse_vanished(job, home_folder())
+            check_can_make(spec)
+    except InputError:
+        raise
     except (StorageError, ValueError) as error:
         raise InputError("storage.address", f"{spec.address!r}: {error}") from error
 

@@ -39,6 +39,8 @@ from training.supervisor.health import AttemptHealth
 from training.supervisor.job_registry import remember_job
 from training.supervisor.ledger_writer import LedgerWriter
 from training.supervisor.placing import Placer, placement_of
+from training.supervisor.store_outage import StoreOutage, forget_outage
+from training.supervisor.store_place import begin_store, refuse_lost_ledger
 from training.supervisor.watch import (
     AttemptEnd,
     AttemptObserver,
@@ -92,6 +94,7 @@ class Run:
             attempt starts, may raise EngineError.
         cwd: folder the workers start in when the job names none; default: the caller's.
         flow_run: id of the flow run that this process is one of; None without Prefect.
+        outage: has ledger and checkpoints wait for a store that cannot be used; None: they raise.
     """
 
     def __init__(
@@ -103,13 +106,18 @@ class Run:
         secrets: Callable[[], Mapping[str, SecretStr]] = dict,
         cwd: Path | None = None,
         flow_run: str | None = None,
+        outage: StoreOutage | None = None,
     ) -> None:
         self.job = job
         self._credentials = credentials
         self._secrets = secrets
         self.store = open_store(job.storage, credentials)
-        self.checkpoints = CheckpointStore(self.store, job.run_id)
-        self.ledger = Ledger(self.store, job.run_id)
+        self.outage = outage
+        waiting = self.store
+        if outage is not None:
+            waiting = open_store(job.storage, credentials, retry=outage.retry())
+        self.checkpoints = CheckpointStore(waiting, job.run_id)
+        self.ledger = Ledger(waiting, job.run_id)
         self._writer = LedgerWriter(self.ledger, self.checkpoints)
         self._home = home
         self._cwd = str((Path(job.worker.cwd) if job.worker.cwd else cwd or Path.cwd()).resolve())
@@ -126,9 +134,13 @@ class Run:
 
         Raises:
             RunConflict: another supervisor lives, or the run belongs to a different job, or its
-                containers are another machine's or another home folder's.
+                containers are another machine's or another home folder's, or its ledger is gone.
+            InputError: the folder of its store holds none, and did before.
         """
+        begin_store(self.job, self._home)
         before = self.ledger.read()
+        if before.job is None:
+            refuse_lost_ledger(self.job, self._home)
         # Until something depends on them, settings of a run may still be corrected.
         if before.job is not None and (before.checkpoints or before.open_attempt):
             _refuse_other_job(self.job, before.job)
@@ -140,6 +152,7 @@ class Run:
             self.ledger.append(RunCreated, job=document, cwd=self._cwd)
         self._cwd = history.cwd or self._cwd
         remember_job(self._home, self.job)
+        forget_outage(self._home, self.job.run_id)
         history = self.refresh()
         self._engine = self._make_engine(self.ledger.epoch)
         return history
@@ -293,7 +306,7 @@ class Run:
             self._writer.missed_checkpoints(view)
             self._writer.end_attempt(view, "stopped", to_step=self.checkpoints.latest())
         # Not before the processes are gone, or they would train on for a moment.
-        take_back(self.store, self.job.run_id)
+        take_back(self.checkpoints.store, self.job.run_id)
         # Last: a supervisor that dies above is followed by one that does all of it again.
         self.ledger.append(RunEnded, outcome=outcome, message=message)
         self.ledger.release()

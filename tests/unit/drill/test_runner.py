@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from storage.address import open_store
+from storage.address import make_store, open_store
 from tests.jobs import small_job
 from training.drill.job import NUM_RANKS
 from training.drill.runner import (
@@ -157,10 +157,12 @@ def test_a_store_that_does_not_answer_is_refused_before_anything_is_started(tmp_
 
 def test_drills_clear_what_is_theirs_in_the_store_alone(tmp_path):
     job = job_of(tmp_path)
+    make_store(job.storage)
     store = open_store(job.storage)
     store.put("runs/weeks-long/ledger", b"kept")
     mine = runner(tmp_path / "home", job)
     mine.home.mkdir()
+    make_store(mine.job(None).storage)
     open_store(mine.job(None).storage).put("runs/tre-ddp/ledger", b"x")
     assert mine.places == (str(mine.home), f"file://{tmp_path}/store/{FOLDER}")
     mine.clear()

@@ -8,7 +8,7 @@ from collections import namedtuple
 import psutil
 import pytest
 
-from storage.address import StorageSpec, open_store
+from storage.address import StorageSpec, make_store, open_store
 from storage.errors import PermanentError
 from tests.jobs import small_job
 from training.health import host_checks
@@ -113,7 +113,9 @@ def test_a_port_in_use_is_found():
 
 
 def test_a_store_is_written_read_and_left_as_it_was(tmp_path):
-    store = open_store(StorageSpec(address=f"file://{tmp_path}"))
+    spec = StorageSpec(address=f"file://{tmp_path}")
+    make_store(spec)
+    store = open_store(spec)
     found = check_store(store, "runs/r/", size_bytes=1000)
     assert found.outcome is CheckOutcome.OK
     assert found.figures["write_mb_s"] > 0

@@ -10,6 +10,7 @@ import pytest
 
 from tasks.artifacts import Artifact
 from tasks.story import UPDATE_PERIOD_S, RunStory
+from tests.jobs import small_job
 from tests.unit.journal.histories import (
     BEGINNING,
     COOLED,
@@ -23,7 +24,6 @@ from tests.unit.journal.histories import (
     STANDS,
     seen,
 )
-from training.job import parse_job
 from training.journal.events import LedgerEvent, StepRecord
 from training.journal.history import replay
 from training.supervisor.run import Run
@@ -61,14 +61,7 @@ def reported() -> Recorder:
 
 @pytest.fixture
 def run(tmp_path, monkeypatch) -> Run:
-    job = parse_job(
-        {
-            "run_id": "small",
-            "storage": {"address": f"file://{tmp_path}/store"},
-            "data": {"sources": ["/corpus"]},
-        }
-    )
-    run = Run(job, home=tmp_path)
+    run = Run(small_job(tmp_path, run_id="small"), home=tmp_path)
     monkeypatch.setattr(run, "refresh", lambda: run.history)  # as `see` has it
     return run
 

@@ -13,22 +13,15 @@ from prefect.states import Cancelled, Completed, Crashed, Failed, Paused, Suspen
 
 from tasks import supervision as module
 from tasks.supervision import RequestPoller, Supervision
+from tests.jobs import small_job
 from training.errors import AlreadySupervised, RunConflict
-from training.job import parse_job
 from training.wire.requests import read_control, write_control
 
 
 @pytest.fixture
 def supervision(tmp_path, caplog):
-    job = parse_job(
-        {
-            "run_id": "small",
-            "storage": {"address": f"file://{tmp_path}/store"},
-            "data": {"sources": ["/corpus"]},
-        }
-    )
     caplog.set_level(logging.INFO)
-    return Supervision(job, logging.getLogger("test"))
+    return Supervision(small_job(tmp_path, run_id="small"), logging.getLogger("test"))
 
 
 class HandedOverTo:

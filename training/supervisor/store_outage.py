@@ -1,0 +1,129 @@
+"""An outage of a run's store, as its supervisor sees it through.
+
+A supervisor can do nothing without the ledger, and nothing is lost while it waits: the processes
+train on. So it repeats what failed until the store is back, however long that takes, and says
+since when it waits: in its log, and in a note on this machine that `perdure status` reads. Times
+are seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from storage.errors import StorageError, StorageFull, TransientError
+from storage.frozen_model import FrozenModel
+from storage.retry import Retry
+from training.files import write_whole
+from training.supervisor.job_registry import job_path
+
+Log = logging.Logger | logging.LoggerAdapter[logging.Logger]
+
+LONGEST_PAUSE_S = 5.0  # a store that is back is noticed so soon
+FOR_EVER = 10**9
+
+
+class Outage(FrozenModel):
+    """The store cannot be used.
+
+    Attributes:
+        since_s: when it was first found so.
+        why: the newest error.
+    """
+
+    since_s: float
+    why: str
+
+    @property
+    def since(self) -> str:
+        """For people."""
+        return f"{datetime.fromtimestamp(self.since_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+
+class StoreOutage:
+    """Waits for the store of one run, and shows that it does; safe for several threads.
+
+    Args:
+        home: Perdure's folder on this machine.
+        run_id: of the run.
+        log: gets a line when an outage begins, and one when it is over.
+        clock: wall time.
+    """
+
+    def __init__(
+        self, home: Path, run_id: str, log: Log, *, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._path = _note_path(home, run_id)
+        self._log = log
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._now: Outage | None = None
+        self._error: StorageError | None = None
+        self._gives_up = threading.Event()
+
+    def retry(self) -> Retry:
+        """How the supervisor's store repeats what failed."""
+        return Retry(
+            max_tries=FOR_EVER,
+            cap_s=LONGEST_PAUSE_S,
+            give_up_after_s=float("inf"),
+            sleep=self._sleep,
+            passing=(TransientError, StorageFull),
+            on_failure=self.failed,
+            on_success=self.passed,
+        )
+
+    def failed(self, error: StorageError) -> None:
+        """Note that the store could not be used."""
+        with self._lock:
+            began = self._now is None
+            since_s = self._clock() if self._now is None else self._now.since_s
+            self._error, self._now = error, Outage(since_s=since_s, why=str(error))
+            with suppress(OSError):  # its disk may be the one that is full
+                write_whole(self._path, self._now.model_dump_json(), private=True)
+        if began:
+            self._log.warning("the run's store cannot be used, waiting for it: %s", error)
+
+    def passed(self) -> None:
+        """Note that the store can be used."""
+        with self._lock:
+            over, self._now = self._now, None
+            if over is None:
+                return
+            with suppress(OSError):
+                self._path.unlink(missing_ok=True)
+        lasted_s = self._clock() - over.since_s
+        self._log.info("the run's store can be used again, after %.0f s", lasted_s)
+
+    def give_up(self) -> None:
+        """Wait no more: this supervisor ends. What is tried from now on is tried once."""
+        self._gives_up.set()
+
+    def _sleep(self, seconds: float) -> None:
+        if self._gives_up.wait(seconds):
+            raise self._error or StorageError("the store cannot be used")
+
+
+def read_outage(home: Path, run_id: str) -> Outage | None:
+    """What a supervisor of this machine has noted of an outage; None: nothing."""
+    try:
+        return Outage.model_validate_json(_note_path(home, run_id).read_text(encoding="utf-8"))
+    except (OSError, ValidationError):
+        return None
+
+
+def forget_outage(home: Path, run_id: str) -> None:
+    """Remove the note of a supervisor before, once the ledger was written."""
+    with suppress(OSError):
+        _note_path(home, run_id).unlink(missing_ok=True)
+
+
+def _note_path(home: Path, run_id: str) -> Path:
+    return job_path(home, run_id).with_name("store-outage.json")
