@@ -266,8 +266,8 @@ def _node(status: AgentStatus) -> dict[str, Any]:
         "state": status.state.value,
         "health": _health(status),
         "ranks": [
-            worker.model_dump(include={"rank", "step", "phase", "exit_code"})
-            for worker in status.workers
+            worker.model_dump(include={"rank", "local_rank", "pid", "step", "phase", "exit_code"})
+            for worker in status.known_ranks
         ],
         "sample": status.sample.model_dump(mode="json") if status.sample is not None else None,
     }
@@ -277,7 +277,8 @@ def _health(status: AgentStatus) -> str:
     """What is wrong with a node, "ok" when nothing is known to be."""
     wrong = []
     if status.hang is not None:
-        wrong.append(f"rank {status.hang.rank} silent for {status.hang.silent_s:.0f} s")
+        who = f"rank {status.hang.rank}" if status.hang.rank is not None else "the command"
+        wrong.append(f"{who} silent for {status.hang.silent_s:.0f} s")
     if status.staging_error is not None:
         wrong.append(status.staging_error)
     if status.oom_kills:

@@ -17,13 +17,21 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 import psutil
 
 MARKER = "PERDURE_CONTAINER"
 _PR_SET_CHILD_SUBREAPER = 36
+# Launchers give a rank its number and its place on the node: torchrun and what follows it, msrun,
+# Open MPI.
+_RANK_NAMES = (
+    ("RANK", "LOCAL_RANK"),
+    ("RANK_ID", "DEVICE_ID"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+)
+RANK_VARIABLES = frozenset(rank for rank, _ in _RANK_NAMES)
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
@@ -87,6 +95,26 @@ def _lives(process: psutil.Process) -> bool:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+def rank_in(environment: Mapping[str, str]) -> tuple[int | None, int | None]:
+    """The global and the local rank that a launcher put into an environment, None where none is."""
+    for rank, local_rank in _RANK_NAMES:
+        number, place = environment.get(rank, ""), environment.get(local_rank, "")
+        if number.isdecimal():
+            return int(number), int(place) if place.isdecimal() else None
+    return None, None
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """The environment that a process was started with, empty where it cannot be read."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123 procfs
+            entries = file.read().split(b"\0")
+    except OSError:
+        return {}
+    pairs = (entry.decode(errors="surrogateescape").partition("=") for entry in entries)
+    return {name: value for name, separator, value in pairs if separator}
 
 
 def signal_all(processes: Iterable[psutil.Process], number: signal.Signals) -> None:

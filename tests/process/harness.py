@@ -274,7 +274,7 @@ class Running:
         """The lines with a text that ranks printed, in every attempt."""
         return [
             line
-            for path in sorted(self.folder.glob("nodes/*/*/attempts/*/rank-*.stdout.log"))
+            for path in sorted(self.folder.glob("nodes/*/*/attempts/*/*.stdout.log"))
             for line in path.read_text().splitlines()
             if text in line
         ]

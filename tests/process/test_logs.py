@@ -35,11 +35,11 @@ def test_the_logs_of_every_attempt_are_in_the_store_without_secrets(bench, monke
     files = {(row["attempt"], row["node"], row["file"]) for row in report["logs"]}
     for attempt in (1, 2):
         for rank in (0, 1):
-            assert (attempt, f"node-{rank}", f"rank-{rank:05d}.stdout.log") in files
-    text = bench.perdure("logs", "logs", "--rank", "1", "--attempt", "1.1")
+            assert (attempt, f"node-{rank}", f"command-{rank:05d}.stdout.log") in files
+    text = bench.perdure("logs", "logs", "--node", "node-1", "--attempt", "1.1")
     assert "rank prints: token is ***, attempt 1" in text
     assert "password=***" in text
-    assert "attempt 2" in bench.perdure("logs", "logs", "--rank", "1")
+    assert "attempt 2" in bench.perdure("logs", "logs", "--node", "node-1")
 
     store = open_store(running.job.storage)
     assert all(SECRET.encode() not in store.get(i.key) for i in store.list(logs_prefix("logs")))

@@ -244,7 +244,7 @@ def test_a_device_log_gives_the_reason_and_its_node_is_replaced(bench, tmp_path)
     running.complete()
     (ended, _) = running.history.attempts
     fault = ended.ended.fault
-    assert (fault.fault_class, fault.node, fault.rank) == ("device_lost", "node-1", 1)
+    assert (fault.fault_class, fault.node, fault.rank) == ("device_lost", "node-1", None)
     assert "Device[0] lost heartbeat" in fault.evidence
     assert fault.recoverable_by == "isolate"
     assert any("507011" in other.evidence for other in ended.ended.runners_up)

@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from storage.errors import StorageError
@@ -46,6 +47,7 @@ from training.wire.agent import (
     HangReport,
     LogsQuery,
     MetricsQuery,
+    NodeText,
     Order,
     RendezvousOrder,
     Request,
@@ -151,6 +153,8 @@ class Agent:
             placement=self._order.placement if self._order else 0,
             attempt=self._order.attempt if self._order else 0,
             workers=self._group.statuses() if self._group else (),
+            is_command=self._order.is_command if self._order else False,
+            ranks=self._group.command_statuses() if self._group else (),
             hang=self._hang,
             staging_error=self._staging_error,
             oom_kills=oom_kills() - self._oom_kills_before,
@@ -395,21 +399,20 @@ class Agent:
         if refused is not None or group is None:
             return refused or AgentReply()
         devices = range(self._order.slots_per_node if self._order else 0)
-        logs = device_logs(group.log_folder, group.ranks, tail_bytes)
+        logs = device_logs(group.log_folder, group.log_names, tail_bytes)
         texts = (*logs, *device_health(devices))
-        return AgentReply(
-            texts=tuple(
-                one.model_copy(update={"text": masked_text(one.text, group.secrets)})
-                for one in texts
-            )
-        )
+        return AgentReply(texts=_without_secrets(texts, group.secrets))
 
     def _stacks(self, epoch: int) -> AgentReply:
         """Runs other programs: not under the lock."""
         with self._lock:
             refused = self._refuse(epoch)
-            workers = self._group.stacks_targets() if self._group is not None else []
-        return refused or AgentReply(texts=tuple(stacks_of(workers)))
+            group = self._group
+            targets = group.stacks_targets() if group is not None else []
+        if refused is not None or group is None:
+            return refused or AgentReply()
+        # The command lines of the processes are among them.
+        return AgentReply(texts=_without_secrets(stacks_of(targets), group.secrets))
 
     def _check(self, epoch: int, order: CheckOrder) -> AgentReply:
         """Runs a program that takes its time: not under the lock."""
@@ -430,3 +433,7 @@ class Agent:
         with self._lock:
             self._stop(self._order.grace_s if self._order else 0.0)
             self._ending = True
+
+
+def _without_secrets(texts: Iterable[NodeText], secrets: Collection[str]) -> tuple[NodeText, ...]:
+    return tuple(one.model_copy(update={"text": masked_text(one.text, secrets)}) for one in texts)

@@ -13,7 +13,8 @@ import signal
 import stat
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,15 +30,23 @@ HEALTH_DEADLINE_S = 20.0
 NO_ANSWER = "the driver's tool gives no answer"
 
 
-def ascend_folder(log_folder: Path, rank: int) -> Path:
-    """Where CANN writes the logs of a rank (ASCEND_PROCESS_LOG_PATH)."""
-    return log_folder / f"rank-{rank:05d}.ascend"
+def ascend_folder(log_folder: Path, log_name: str) -> Path:
+    """Where CANN writes the logs of a rank or command (ASCEND_PROCESS_LOG_PATH)."""
+    return log_folder / f"{log_name}.ascend"
 
 
-def device_logs(log_folder: Path, ranks: Sequence[int], tail_bytes: int) -> Iterator[NodeText]:
-    """The ends of the newest device logs of each rank; links are not followed."""
-    for rank in ranks:
-        newest = sorted(_dated(ascend_folder(log_folder, rank)), reverse=True)[:MAX_DEVICE_LOGS]
+def device_logs(
+    log_folder: Path, names: Mapping[str, int | None], tail_bytes: int
+) -> Iterator[NodeText]:
+    """The ends of the newest device logs of each rank; links are not followed.
+
+    Args:
+        log_folder: of the attempt.
+        names: of the ranks' logs; a command has one for all of its ranks, None.
+        tail_bytes: of each.
+    """
+    for name, rank in names.items():
+        newest = sorted(_dated(ascend_folder(log_folder, name)), reverse=True)[:MAX_DEVICE_LOGS]
         for path in sorted(path for _, path in newest):
             try:
                 text = tail(path, tail_bytes)
@@ -108,6 +117,8 @@ NATIVE_TIMEOUT_S = 8.0
 PLAIN_TIMEOUT_S = 5.0
 DEADLINE_S = 25.0
 SIGNAL_WAIT_S = 1.0
+AT_ONCE = 4
+NO_STACKS = "no stacks: not a Python process, or it does not answer"
 _STATES = {
     "R": "running",
     "S": "sleeping",
@@ -120,33 +131,40 @@ _STATES = {
 
 @dataclass(frozen=True, slots=True)
 class StacksTarget:
-    """A worker whose stacks are wanted.
+    """A process whose stacks are wanted.
 
     Attributes:
+        rank: that it is or belongs to; None: of no rank.
         own_file: where it prints them itself on SIGUSR2; None when it does not.
+        name: of the text; empty: that of a rank's own process.
     """
 
-    rank: int
-    device: int
+    rank: int | None
+    device: int | None
     pid: int
     own_file: Path | None
+    name: str = ""
 
 
-def stacks_of(workers: Sequence[StacksTarget]) -> Iterator[NodeText]:
-    """The stacks of each worker, as far as there is an answer before the deadline."""
+def stacks_of(targets: Sequence[StacksTarget]) -> Sequence[NodeText]:
+    """The stacks of each process, as far as there is an answer before the deadline."""
     deadline_s = time.monotonic() + DEADLINE_S
-    for worker in workers:
-        state = process_state(worker.pid)
-        text = _spied(worker, is_stopped=state in "Tt", deadline_s=deadline_s)
-        if text is None:
-            text = _own(worker) if state not in "TtZ" else None
-        stacks = text if text is not None else f"{NO_ANSWER}: no stacks"
-        yield NodeText(
-            name=f"stacks of rank {worker.rank}",
-            rank=worker.rank,
-            device=worker.device,
-            text=f"process {worker.pid} is {_STATES.get(state, state)}\n{stacks}",
-        )
+    with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
+        return list(pool.map(lambda one: _stacks(one, deadline_s), targets))
+
+
+def _stacks(target: StacksTarget, deadline_s: float) -> NodeText:
+    state = process_state(target.pid)
+    text = _spied(target, is_stopped=state in "Tt", deadline_s=deadline_s)
+    if text is None:
+        text = _own(target) if state not in "TtZ" else None
+    stacks = text if text is not None else NO_STACKS
+    return NodeText(
+        name=target.name or f"stacks of rank {target.rank}",
+        rank=target.rank,
+        device=target.device,
+        text=f"process {target.pid} is {_STATES.get(state, state)}\n{stacks}",
+    )
 
 
 def process_state(pid: int) -> str:

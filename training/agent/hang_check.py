@@ -73,6 +73,7 @@ class HangCheck:
             limit_s=verdict.limit_s,
             phase=verdict.phase.name.lower(),
             step=verdict.step,
+            stopped=tuple(group.stopped_processes()),
         )
 
     def _look_at_command(self, group: WorkerGroup, sample: NodeSample | None) -> HangReport | None:
@@ -85,12 +86,13 @@ class HangCheck:
         if found is None:
             return None
         return HangReport(
-            rank=group.ranks[0],
+            rank=None,
             silent_s=found.silent_s,
             limit_s=quiet_s,
             phase=COMMAND,
             step=-1,
             why=f"neither output nor I/O, {found.cores:.2f} cores in use all the while",
+            stopped=tuple(group.stopped_processes()),
         )
 
 

@@ -282,7 +282,7 @@ def _rank_logs(group: WorkerGroup, ranks: Sequence[int]) -> Iterator[Log]:
 def _device_logs(group: WorkerGroup, ranks: Sequence[int]) -> Iterator[Log]:
     """What CANN wrote, the newest first."""
     for rank in ranks:
-        folder = ascend_folder(group.log_folder, rank)
+        folder = ascend_folder(group.log_folder, group.log_name(rank))
         found = [
             (path.stat().st_mtime, log)
             for path in folder.rglob("*.log")

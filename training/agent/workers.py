@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import signal
 import string
 import subprocess
@@ -20,16 +19,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from training.agent.command import CommandRanks, RankReading
 from training.agent.coordinator_client import AgentCoordinatorClient
 from training.agent.evidence import StacksTarget, ascend_folder, process_state, tail
 from training.agent.fork_server import KILL_WAIT_S, Fork, ForkedProcess
 from training.agent.masked_output import MaskedOutput, scrub
-from training.health.heartbeat import Heartbeat, HeartbeatReader, stacks_file
+from training.agent.platform_variables import platform_variables
+from training.health.heartbeat import ANY_RANK, Heartbeat, HeartbeatReader, stacks_file
 from training.job import RESERVED_NAMES
 from training.masking import SECRETS_ENV, masked_text, secret_values
-from training.processes import container_processes, reap_adopted, signal_all
+from training.processes import RANK_VARIABLES, container_processes, reap_adopted, signal_all
 from training.recovery.protocol import WorkerEnded
-from training.wire.agent import AgentConfig, Pulse, StartOrder, WorkerLog, WorkerStatus
+from training.wire.agent import AgentConfig, Pulse, RankStatus, StartOrder, WorkerLog, WorkerStatus
 
 _log = logging.getLogger("perdure.agent")
 
@@ -82,6 +83,7 @@ class WorkerGroup:
     oom_kills: Callable[[], int] = lambda: 0
     _environment: dict[str, str] = field(default_factory=dict)
     _output: MaskedOutput | None = None
+    _command: CommandRanks | None = None
     _oom_kills_before: int = 0
     _workers: list[_Worker] = field(default_factory=list)
     _first_failure_s: float | None = None
@@ -93,7 +95,8 @@ class WorkerGroup:
         self.started_s = time.monotonic()
         self._oom_kills_before = self.oom_kills()
         # The supervisor may itself run as a rank of another program.
-        inherited = {k: v for k, v in environment.items() if k not in RESERVED_NAMES}
+        foreign = RESERVED_NAMES | RANK_VARIABLES
+        inherited = {k: v for k, v in environment.items() if k not in foreign}
         self._environment = {
             **inherited,
             **self.order.variables,
@@ -119,15 +122,19 @@ class WorkerGroup:
         rank = self.planned_ranks[local_rank]
         error_file = self.folder / f"error-{local_rank}.json"
         variables = {
-            "ASCEND_PROCESS_LOG_PATH": str(ascend_folder(self.log_folder, rank)),
+            "ASCEND_PROCESS_LOG_PATH": str(ascend_folder(self.log_folder, self.log_name(rank))),
             **self._environment,
             **self._rank_variables(rank, local_rank, self._count),
             "TORCHELASTIC_ERROR_FILE": str(error_file),
-            "PERDURE_HEARTBEAT": str(self.folder / f"heartbeat-{local_rank}"),
+            "PERDURE_HEARTBEAT": str(
+                self.folder / f"heartbeat-{ANY_RANK if self.order.is_command else local_rank}"
+            ),
             **further,
         }
         process = self._spawn(rank, variables)
         reader = HeartbeatReader.of(self.folder, local_rank)
+        if self.order.is_command:
+            self._command = CommandRanks(process.pid, self.folder)
         return _Worker(rank, local_rank, process, error_file, reader)
 
     def replace(self, rank: int, generation: int) -> None:
@@ -238,8 +245,18 @@ class WorkerGroup:
         return log if self._output is None else self._output.pipe_of(log)
 
     def log_path(self, rank: int, stream: str) -> Path:
-        """Where a rank's stdout or stderr goes."""
-        return self.log_folder / f"rank-{rank:05d}.{stream}.log"
+        """Where a rank's stdout or stderr goes, or that of a command on this node."""
+        return self.log_folder / f"{self.log_name(rank)}.{stream}.log"
+
+    def log_name(self, rank: int) -> str:
+        """How the logs of a rank begin; those of a command, with all its ranks, by its node."""
+        return f"{'command' if self.order.is_command else 'rank'}-{rank:05d}"
+
+    @property
+    def log_names(self) -> dict[str, int | None]:
+        """The same for all of this node, with the rank that each is of."""
+        known = not self.order.is_command
+        return {self.log_name(rank): rank if known else None for rank in self.ranks}
 
     def logs(self, tail_bytes: int) -> tuple[WorkerLog, ...]:
         """The end of each worker's output, without secrets."""
@@ -259,9 +276,11 @@ class WorkerGroup:
         """Global ranks on this node."""
         return [worker.rank for worker in self._workers]
 
-    def rank_of(self, local_rank: int) -> int:
-        """Global rank of a local one."""
-        return self._workers[local_rank].rank
+    def rank_of(self, key: int) -> int | None:
+        """Global rank of a heartbeat, by its key in `heartbeats()`."""
+        if self._command is not None:
+            return next((one.rank for one in self._command.ranks() if one.pid == key), None)
+        return self._workers[key].rank
 
     def poll(self) -> bool:
         """Notice ends, go on with stopping. Returns whether nothing of the attempt is left."""
@@ -324,7 +343,12 @@ class WorkerGroup:
         return self._kill_at_s is not None
 
     def heartbeats(self) -> dict[int, Heartbeat]:
-        """Newest heartbeat of each local rank that still runs and writes one."""
+        """Newest heartbeat of each local rank that still runs and writes one.
+
+        Those of a command are by their pids.
+        """
+        if self._command is not None:
+            return self._command.heartbeats()
         found = ((w.local_rank, self._beat_of(w)) for w in self._workers if w.ended_s is None)
         return {local_rank: beat for local_rank, beat in found if beat is not None}
 
@@ -341,19 +365,18 @@ class WorkerGroup:
     def _beat_of(self, worker: _Worker) -> Heartbeat | None:
         """Its newest heartbeat; of a new process none that the one before it has left."""
         beat = worker.heartbeat.read()
-        is_own = self.order.is_command or (beat is not None and beat.pid == worker.process.pid)
-        return beat if is_own else None
+        return beat if beat is not None and beat.pid == worker.process.pid else None
 
     def stacks_targets(self) -> list[StacksTarget]:
-        """The workers that run, for queries of their stacks."""
+        """The workers that run, or all processes of a command, for queries of their stacks."""
+        if self._command is not None:
+            return self._command.stacks_targets()
         return [
             StacksTarget(
                 rank=worker.rank,
                 device=worker.local_rank,
                 pid=worker.process.pid,
-                own_file=None
-                if self.order.is_command
-                else stacks_file(self.folder, worker.local_rank),
+                own_file=stacks_file(self.folder, worker.local_rank),
             )
             for worker in self._workers
             if worker.ended_s is None
@@ -373,6 +396,16 @@ class WorkerGroup:
         """The status of each worker."""
         return tuple(self._status(worker) for worker in self._workers)
 
+    def command_statuses(self) -> tuple[RankStatus, ...]:
+        """Of a command the status of each rank that is known; its `workers` are its launchers."""
+        ranks = self._command.ranks() if self._command is not None else []
+        return tuple(_rank_status(one) for one in ranks)
+
+    def stopped_processes(self) -> list[str]:
+        """Processes of a command that a signal has stopped and that no rank stands for."""
+        found = self._command.stopped() if self._command is not None else []
+        return [one.text for one in found if one.rank is None]
+
     def _error_of(self, worker: _Worker) -> dict[str, Any]:
         """What its program left about its end, without secrets."""
         error = _read_error(worker.error_file)
@@ -383,6 +416,7 @@ class WorkerGroup:
     def _status(self, worker: _Worker) -> WorkerStatus:
         beat = worker.heartbeat.read()
         error = self._error_of(worker)
+        state = process_state(worker.process.pid) if worker.ended_s is None else ""
         return WorkerStatus(
             rank=worker.rank,
             local_rank=worker.local_rank,
@@ -396,11 +430,26 @@ class WorkerGroup:
             stopped_by_agent=worker.stopped_by_agent,
             is_recovering=worker.is_held,
             generation=beat.generation if beat is not None else None,
-            pulse=_pulse(worker, beat) if beat is not None else None,
+            pulse=_pulse(beat, state) if beat is not None else None,
         )
 
 
-def _pulse(worker: _Worker, beat: Heartbeat) -> Pulse:
+def _rank_status(one: RankReading) -> RankStatus:
+    beat = one.beat
+    idle = Pulse(entered=0, left=0, process_state=one.state)
+    return RankStatus(
+        rank=one.rank,
+        local_rank=one.local_rank,
+        pid=one.pid,
+        step=beat.step if beat is not None else None,
+        phase=beat.phase.name.lower() if beat is not None else None,
+        generation=beat.generation if beat is not None else None,
+        pulse=_pulse(beat, one.state) if beat is not None else idle,
+    )
+
+
+def _pulse(beat: Heartbeat, state: str) -> Pulse:
+    now_ns = time.monotonic_ns()
     return Pulse(
         entered=beat.entered,
         left=beat.left,
@@ -408,8 +457,9 @@ def _pulse(worker: _Worker, beat: Heartbeat) -> Pulse:
         waited_s=beat.waited_ns / 1e9,
         data_s=beat.data_ns / 1e9,
         latency_s=beat.latency_ns / 1e9,
-        beat_s=max(0.0, (time.monotonic_ns() - beat.beat_ns) / 1e9),
-        process_state=process_state(worker.process.pid) if worker.ended_s is None else "",
+        beat_s=max(0.0, (now_ns - beat.beat_ns) / 1e9),
+        step_age_s=max(0.0, (now_ns - beat.stepped_ns) / 1e9) if beat.stepped_ns else None,
+        process_state=state,
     )
 
 
@@ -442,36 +492,3 @@ def _read_error(path: Path) -> dict[str, Any]:
 
 def _first_line(text: str) -> str:
     return next(iter(text.strip().splitlines()), "")
-
-
-def platform_variables(
-    config: AgentConfig, order: StartOrder, folder: Path, proc_start_cnt: int
-) -> dict[str, str]:
-    """The variables that ModelArts and Volcano set in a training container, and our own.
-
-    Names follow ModelArts' list of container environment variables; MA_SCHEDULE_CNT and
-    MA_PROC_START_CNT show a re-entrant script which kind of restart it is in.
-    """
-    mount = str(folder)
-    return {
-        "MASTER_ADDR": order.master_addr,
-        "MASTER_PORT": str(order.master_port),
-        "MA_CURRENT_IP": order.hosts[config.member],
-        "MA_NUM_GPUS": str(order.slots_per_node),
-        "MA_NUM_HOSTS": str(order.num_nodes),
-        "MA_TASK_NAME": "worker",
-        "MA_HOME": os.environ.get("HOME", mount),
-        "MA_JOB_DIR": order.cwd,
-        "MA_MOUNT_PATH": mount,
-        "MA_LOG_DIR": order.log_path or mount,
-        "MA_SCHEDULE_CNT": str(config.schedule_cnt),
-        "MA_PROC_START_CNT": str(proc_start_cnt),
-        "MA_FAILOVER_TERMINATION_GRACE_PERIOD_SECONDS": str(round(order.grace_s)),
-        "VC_TASK_INDEX": str(config.member),
-        "VC_WORKER_NUM": str(order.num_nodes),
-        "VC_WORKER_HOSTS": ",".join(order.hosts),
-        "PERDURE_RUN_ID": config.run_id,
-        "PERDURE_NODE": config.node,
-        "PERDURE_PLACEMENT": str(order.placement),
-        "PERDURE_ATTEMPT": str(order.attempt),
-    }

@@ -37,6 +37,8 @@ class WorkerEnd:
     """How one worker ended.
 
     Attributes:
+        rank: None for a command, whose one process has all the ranks of its node.
+        device: likewise.
         exit_code: negative for a signal.
         error: last line of the exception it recorded, if it did.
         log: the end of its output.
@@ -44,9 +46,9 @@ class WorkerEnd:
         log_path: where its output is, on its node.
     """
 
-    rank: int
+    rank: int | None
     node: str
-    device: int
+    device: int | None
     exit_code: int
     ended_s: float
     error: str | None = None
@@ -54,17 +56,39 @@ class WorkerEnd:
     stopped: bool = False
     log_path: str | None = None
 
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"rank {self.rank}" if self.rank is not None else f"the command on {self.node}"
+
 
 @dataclass(frozen=True, slots=True)
 class SilentRank:
-    """A rank without progress beyond its limit."""
+    """A rank without progress beyond its limit.
 
-    rank: int
+    Attributes:
+        rank: None for a command: which of its ranks holds the others up is not known by that.
+        why: what shows it.
+        stopped: its processes, of no rank, that a signal has stopped.
+    """
+
+    rank: int | None
     node: str
     silent_s: float
     limit_s: float
     phase: str
     why: str = ""
+    stopped: Sequence[str] = ()
+
+    @property
+    def line(self) -> str:
+        """For the evidence."""
+        who = f"rank {self.rank}" if self.rank is not None else f"the command on {self.node}"
+        if self.stopped:
+            return f"{who}: stopped by a signal: {', '.join(self.stopped)}"
+        silence = f"no progress for {self.silent_s:.0f} s in phase {self.phase}"
+        limit = f"limit {self.limit_s:.0f} s"
+        return f"{who}: {silence}, {limit}{f': {self.why}' if self.why else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,17 +318,16 @@ def _silence(evidence: Evidence) -> Iterator[_Cause]:
         )
         yield _Cause(_Tier.ROOT, replace(fault, device=first.device, step=first.step))
         return
-    for rank in evidence.silent:
-        line = (
-            f"rank {rank.rank}: no progress for {rank.silent_s:.0f} s in phase {rank.phase}, "
-            f"limit {rank.limit_s:.0f} s"
-        )
+    # One whose process a signal has stopped holds the others up.
+    for rank in sorted(evidence.silent, key=lambda one: not one.stopped):
         why = "The processes live but none of their heartbeats advances."
+        if rank.rank is None:
+            why = "The program shows no sign of life."
         if found is not None:
             why = f"The processes live but make no progress. {found.line}."
-        elif rank.why:
-            line, why = f"{line}: {rank.why}", "The program shows no sign of life."
-        fault = _fault(FaultClass.HANG, evidence, line, node=rank.node, rank=rank.rank, why=why)
+        fault = _fault(
+            FaultClass.HANG, evidence, rank.line, node=rank.node, rank=rank.rank, why=why
+        )
         yield _Cause(_Tier.ROOT, fault)
 
 
@@ -334,7 +357,7 @@ def _workers(evidence: Evidence) -> Iterator[_Cause]:
     year = _year(evidence)
     logs = compare(
         [
-            LogSource(str(end.rank), scan_text(end.log, year=year).findings, order, end.rank)
+            LogSource(end.name, scan_text(end.log, year=year).findings, order, end.rank)
             for order, end in enumerate(failed)
         ]
     )
@@ -387,7 +410,7 @@ def _explained_by_output(end: WorkerEnd, found: Finding, evidence: Evidence) -> 
         return _ended(_Tier.ROOT, FaultClass.NATIVE_CRASH, found.line, end, evidence, why=why)
     crashed = found.fault_class is FaultClass.NATIVE_CRASH
     tier = _Tier.ROOT if killed or crashed else _TIER_OF[found.role]
-    candidate = Candidate(LogSource(str(end.rank), (found,), rank=end.rank, node=end.node), found)
+    candidate = Candidate(LogSource(end.name, (found,), rank=end.rank, node=end.node), found)
     fault = fault_of(candidate, at_s=end.ended_s, step=evidence.step)
     return _Cause(tier, _placed(fault, end))
 
@@ -400,7 +423,7 @@ def _signalled(
     if name == "SIGABRT" and found and found.role is not Role.ROOT and is_echo:
         # Communication libraries abort the process when a peer is gone.
         return _ended(_Tier.CASCADE, found.fault_class, found.line, end, evidence, name, found.why)
-    line = f"rank {end.rank} ended by {name}"
+    line = f"{end.name} ended by {name}"
     return _ended(_Tier.ROOT, meaning.fault_class, line, end, evidence, name, meaning.text)
 
 
@@ -425,7 +448,8 @@ def _placed(fault: Fault, end: WorkerEnd) -> Fault:
         at_s=end.ended_s,
         evidence=fault.evidence[:MAX_EVIDENCE_CHARS],
         node=end.node,
-        rank=end.rank,
-        device=end.device,
+        # The output of a command names its ranks, if it does.
+        rank=end.rank if end.rank is not None else fault.rank,
+        device=end.device if end.device is not None else fault.device,
         explanation=f"{fault.explanation}{more}".strip(),
     )

@@ -19,17 +19,18 @@ class RankProgress:
     """How far one rank has come.
 
     Attributes:
-        phase: of its heartbeat.
+        phase: of its heartbeat; empty where it writes none.
         entered: collectives of the step that it has entered.
         left: those of them that have come to their end.
         operation: the newest one.
         silent_s: since its heartbeat was last written.
         process_state: the kernel's letter.
+        counts_collectives: whether its program writes them down; a command's need not.
     """
 
     rank: int
     node: str
-    device: int
+    device: int | None
     step: int
     phase: str
     entered: int
@@ -37,6 +38,7 @@ class RankProgress:
     operation: str
     silent_s: float
     process_state: str = ""
+    counts_collectives: bool = True
 
     @property
     def waits(self) -> bool:
@@ -48,11 +50,18 @@ class RankProgress:
         """For the report."""
         if self.process_state in STOPPED:
             where = f"stopped by a signal (state {self.process_state})"
+        elif not self.phase:
+            return "without a heartbeat"
         elif self.waits:
             where = f"waiting in {self.operation or 'a collective'}"
-        else:
+        elif self.counts_collectives:
             where = f"in no collective, phase {self.phase}"
-        return f"{where}, {self.entered} entered after step {self.step}"
+        else:
+            return f"in phase {self.phase} after step {self.step}"
+        if not self.phase:
+            return where
+        entered = f"{self.entered} entered " if self.counts_collectives or self.waits else ""
+        return f"{where}, {entered}after step {self.step}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +89,18 @@ def standstill_of(ranks: Sequence[RankProgress]) -> Standstill | None:
 
 def _missing(ranks: Sequence[RankProgress]) -> tuple[RankProgress, ...]:
     stopped = [one for one in ranks if one.process_state in STOPPED]
+    if stopped and not all(one.counts_collectives for one in ranks):
+        return tuple(stopped)
+    ranks = [one for one in ranks if one.phase]
     waiting = [one for one in ranks if one.waits]
     absent = [one for one in ranks if not one.waits]
     if stopped:
         found: Sequence[RankProgress] = stopped
+    elif not ranks:
+        return ()
+    elif not waiting and not all(one.counts_collectives for one in ranks):
+        first_step = min(one.step for one in ranks)
+        found = [one for one in ranks if one.step == first_step]
     elif waiting and absent:
         found = absent
     elif waiting:
@@ -102,7 +119,10 @@ def _line(ranks: Sequence[RankProgress], missing: Sequence[RankProgress]) -> str
         if len(inside) == len(ranks):
             what = inside[0].operation or "a collective"
             return f"all {len(ranks)} ranks wait in {what}: a link or a device between them"
-        return f"all {len(ranks)} ranks are in phase {ranks[0].phase}"
+        phases = ", ".join(sorted({one.phase for one in ranks if one.phase}))
+        if not phases:
+            return "no rank writes a heartbeat"
+        return f"all {len(ranks)} ranks are in phase {phases}"
     who = ", ".join(f"rank {one.rank} on {one.node}: {one.text}" for one in missing[:MAX_NAMED])
     names = {one.rank for one in missing}
     others = [one for one in ranks if one.waits and one.rank not in names]

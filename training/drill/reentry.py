@@ -19,7 +19,7 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-from training.agent.workers import platform_variables
+from training.agent.platform_variables import platform_variables
 from training.drill.driver import RunDriver, Secrets
 from training.environment import variables_of, worker_path
 from training.errors import EngineError, PerdureError

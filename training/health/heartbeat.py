@@ -17,10 +17,14 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Self
 
+from training.processes import rank_in
+
 _OPERATION_BYTES = 48
 _RECORD = struct.Struct(f"<QIIqqQQQQQQQ{_OPERATION_BYTES}s")
 _SEQUENCE = struct.Struct("<Q")
 _SIZE = 4096
+# Where a command starts its ranks itself, all of them inherit one name: each fills its own rank in.
+ANY_RANK = "{rank}"
 
 
 class Phase(IntEnum):
@@ -78,9 +82,15 @@ class Heartbeat:
 
 
 class HeartbeatWriter:
-    """Writes this process's heartbeat; ends of collectives are recorded by threads of their own."""
+    """Writes this process's heartbeat; ends of collectives are recorded by threads of their own.
+
+    Args:
+        path: PERDURE_HEARTBEAT; `{rank}` in it becomes the rank of this process, or its pid where
+            no launcher gave it one.
+    """
 
     def __init__(self, path: Path) -> None:
+        path = path.with_name(path.name.replace(ANY_RANK, _own_name()))
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -211,6 +221,17 @@ class HeartbeatReader:
     def of(cls, folder: Path, local_rank: int) -> Self:
         """The reader for one local rank of the attempt whose folder this is."""
         return cls(folder / f"heartbeat-{local_rank}")
+
+
+def _own_name() -> str:
+    rank, _ = rank_in(os.environ)
+    return str(rank) if rank is not None else f"pid{os.getpid()}"
+
+
+def rank_of_file(path: Path) -> int | None:
+    """The rank whose heartbeat a file is, by its name; None: of a process without a rank."""
+    number = path.name.rpartition("-")[2]
+    return int(number) if number.isdecimal() else None
 
 
 def stacks_file(folder: Path, local_rank: int) -> Path:

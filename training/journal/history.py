@@ -214,6 +214,11 @@ class RunHistory:
         return last if last is not None and last.ended is None else None
 
     @property
+    def is_command(self) -> bool:
+        """Whether the training program is a command."""
+        return bool(((self.job or {}).get("worker") or {}).get("command"))
+
+    @property
     def ended_well(self) -> bool:
         """Whether the run reached its target."""
         return self.ended is not None and self.ended.outcome == "completed"

@@ -249,7 +249,6 @@ def _attempt_of(view: AttemptView, steps: Sequence[StepRecord]) -> _Attempt:
 
 def _add_phases(timeline: Timeline, history: RunHistory, attempts: Sequence[_Attempt]) -> None:
     """Before the first step, between steps, and after the last one."""
-    is_command = bool(((history.job or {}).get("worker") or {}).get("command"))
     before_s = timeline.from_s
     before: str = Owner.START_UP
     for one in attempts:
@@ -259,7 +258,9 @@ def _add_phases(timeline: Timeline, history: RunHistory, attempts: Sequence[_Att
             before_s, before = ends[0], Owner.START_UP
         until_s = one.noticed_s if one.noticed_s is not None else timeline.to_s
         if one.began_s is None or one.stepped_s is None:
-            _add_without_steps(timeline, one, before, before_s, until_s, is_command=is_command)
+            _add_without_steps(
+                timeline, one, before, before_s, until_s, is_command=history.is_command
+            )
         else:
             timeline.add(Layer.PHASE, before, before_s, one.began_s)
             _add_between(timeline, one, until_s)

@@ -96,7 +96,7 @@ def _attempt_report(
         _cost(history, index, ended),
         over,
         _act(history, fault, decision, place, is_over=is_over),
-        _logs(view, fault, place),
+        _logs(history, view, fault, place),
     )
     saved = view.last_save
     after = f"\n{text(_sentence(event_text(saved)))}\n" if saved is not None else ""
@@ -122,7 +122,7 @@ def _recovery_report(
         _cost_inside(recovery),
         _over_inside(view, recovery),
         _act(history, fault, decision, place, is_over=recovery.succeeded),
-        _logs(view, fault, place),
+        _logs(history, view, fault, place),
     )
     placement, attempt = view.key
     return FaultReport(
@@ -285,10 +285,12 @@ def _act(
     return "No" if is_over else "Not now. If the recovery fails, this report will say what to do"
 
 
-def _logs(view: AttemptView, fault: Fault, place: Place) -> str:
+def _logs(history: RunHistory, view: AttemptView, fault: Fault, place: Place) -> str:
     name = "{}.{}".format(*view.key)
-    rank = f" --rank {fault.rank}" if fault.rank is not None else ""
-    command = code(f"perdure logs {place.run_id} --attempt {name}{rank}")
+    of = f" --rank {fault.rank}" if fault.rank is not None else ""
+    if history.is_command:  # all ranks of a node have one log
+        of = f" --node {fault.node}" if fault.node is not None else ""
+    command = code(f"perdure logs {place.run_id} --attempt {name}{of}")
     if view.ended is None:
         return f"{command}, once the attempt has ended"
     return f"{command}; in the store: {link(place.url(logs_prefix(place.run_id, *view.key)))}"

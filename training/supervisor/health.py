@@ -111,17 +111,19 @@ class AttemptHealth:
 
 def _ranks(agents: Iterable[AgentStatus]) -> Iterator[RankSample]:
     for status in agents:
-        for worker in status.workers:
+        for worker in status.known_ranks:
             pulse = worker.pulse
             if pulse is None or worker.exit_code is not None or worker.is_recovering:
                 continue
+            if worker.rank is None or worker.phase is None:
+                continue  # of a command, without a heartbeat
             yield RankSample(
                 rank=worker.rank,
                 node=status.node,
-                device=worker.local_rank,
+                device=worker.local_rank or 0,
                 pid=worker.pid,
                 step=worker.step if worker.step is not None else -1,
-                phase=worker.phase or "",
+                phase=worker.phase,
                 waited_s=pulse.waited_s,
                 data_s=pulse.data_s,
                 latency_s=pulse.latency_s,

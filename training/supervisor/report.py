@@ -92,8 +92,7 @@ def state_word(history: RunHistory, view: AttemptView) -> str:
     if view.first_step is not None:
         return "training"
     # The steps of a command are not known.
-    is_command = bool(((history.job or {}).get("worker") or {}).get("command"))
-    return "running" if is_command else "starting"
+    return "running" if history.is_command else "starting"
 
 
 def _row(history: RunHistory, index: int) -> AttemptRow:

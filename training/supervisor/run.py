@@ -440,7 +440,8 @@ class Run:
         key = f"runs/{self.job.run_id}/logs/p{placement:04d}-a{attempt:04d}/{HANG_REPORT}"
         try:
             self.store.put(key, _stacks_text(end).encode())
-            where = f"Stacks of all ranks: {key}."
+            command = f"perdure logs {self.job.run_id} --attempt {placement}.{attempt}"
+            where = f"`{command} --file {HANG_REPORT}` prints them. Stacks of all ranks: {key}."
         except StorageError as error:
             where = f"The stacks of the ranks could not be saved: {error}."
         fault = diagnosis.fault

@@ -28,7 +28,14 @@ from training.journal.attempt_log import Follower
 from training.journal.events import CheckpointCommitted, Event, LedgerEvent, StepRecord
 from training.journal.history import AttemptView, Pause, spans
 from training.recovery.protocol import AttemptGivenUp, PauseBegan, PauseEnded
-from training.wire.agent import AgentState, AgentStatus, NodeText, WorkerLog, WorkerStatus
+from training.wire.agent import (
+    AgentState,
+    AgentStatus,
+    HangReport,
+    NodeText,
+    WorkerLog,
+    WorkerStatus,
+)
 
 POLL_S = 0.2
 SETTLE_S = 1.0  # survivors saw a death over gloo within 34 ms
@@ -36,6 +43,7 @@ FAULT_GRACE_S = 3.0  # peers of a dead rank cannot save; they only need time to 
 STOP_MARGIN_S = 20.0
 LOG_TAIL_BYTES = 64 * 1024
 DEVICE_LOG_TAIL_BYTES = 64 * 1024
+ENDED = "Z"  # the kernel's letter
 
 
 class EndKind(StrEnum):
@@ -384,9 +392,10 @@ def _ends(statuses: Sequence[AgentStatus], logs: dict[int, list[WorkerLog]]) -> 
             if worker.exit_code is None or worker.ended_s is None:
                 continue
             yield WorkerEnd(
-                rank=worker.rank,
+                # One process of a command has all the ranks of its node.
+                rank=None if status.is_command else worker.rank,
                 node=status.node,
-                device=worker.local_rank,
+                device=None if status.is_command else worker.local_rank,
                 exit_code=worker.exit_code,
                 # Ends come in any order after the errors; the first error is nearest to the cause.
                 ended_s=worker.error_s or worker.ended_s,
@@ -402,7 +411,13 @@ def _silent(statuses: Iterable[AgentStatus]) -> Iterator[SilentRank]:
         if status.hang is not None:
             hang = status.hang
             yield SilentRank(
-                hang.rank, status.node, hang.silent_s, hang.limit_s, hang.phase, hang.why
+                None if status.is_command else hang.rank,
+                status.node,
+                hang.silent_s,
+                hang.limit_s,
+                hang.phase,
+                _why_silent(hang),
+                hang.stopped,
             )
 
 
@@ -413,11 +428,20 @@ def _coordinators_lost(statuses: Iterable[AgentStatus]) -> Iterator[CoordinatorL
             yield CoordinatorLost(status.node, end.exit_code, end.ended_s, end.line)
 
 
+def _why_silent(hang: HangReport) -> str:
+    """What shows it, for a command: the rank whose heartbeat stands still may be a waiting one."""
+    if hang.why or hang.rank is None:
+        return hang.why
+    return f"by the heartbeat of rank {hang.rank}, after step {hang.step}"
+
+
 def progress_of(statuses: Iterable[AgentStatus]) -> Iterator[RankProgress]:
-    """The progress of every rank that lives and writes a heartbeat."""
+    """The progress of every rank that lives, as far as it is known."""
     for status in statuses:
-        for worker in status.workers:
-            if worker.pulse is None or worker.exit_code is not None:
+        for worker in status.known_ranks:
+            if worker.rank is None or worker.pulse is None or worker.exit_code is not None:
+                continue
+            if worker.pulse.process_state == ENDED:
                 continue
             yield RankProgress(
                 rank=worker.rank,
@@ -430,6 +454,7 @@ def progress_of(statuses: Iterable[AgentStatus]) -> Iterator[RankProgress]:
                 operation=worker.pulse.operation,
                 silent_s=worker.pulse.beat_s,
                 process_state=worker.pulse.process_state,
+                counts_collectives=not status.is_command,
             )
 
 
@@ -438,7 +463,7 @@ def _step_of(snapshot: Snapshot, last: StepRecord | None) -> int | None:
     beats = [
         worker.step
         for status in snapshot.agents.values()
-        for worker in status.workers
+        for worker in status.known_ranks
         if worker.step is not None and worker.step >= 0
     ]
     if beats:

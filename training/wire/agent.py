@@ -246,6 +246,7 @@ class Pulse(FrozenModel):
         data_s: spent on waiting for the data loader, all together.
         latency_s: of the newest collective that carries the votes of a step.
         beat_s: since the heartbeat was last written.
+        step_age_s: since a step was last completed; None before the first one of the process.
         process_state: the kernel's letter for the state of the process.
     """
 
@@ -256,50 +257,72 @@ class Pulse(FrozenModel):
     data_s: float = 0.0
     latency_s: float = 0.0
     beat_s: float = 0.0
+    step_age_s: float | None = None
     process_state: str = ""
 
 
-class WorkerStatus(FrozenModel):
-    """One worker process.
+class RankStatus(FrozenModel):
+    """One rank.
 
     Attributes:
-        rank: global rank; for commands the node rank.
-        exit_code: None while it runs; negative for a signal, as subprocess has it.
-        ended_s: when its end was noticed.
-        error: last line of the exception it recorded.
-        error_s: when it recorded it.
+        rank: global rank; None for a process of a command that has none.
+        local_rank: device; None where a command's launcher does not name it.
+        pid: of its process.
+        exit_code: None while it runs, and for a rank of a command; negative for a signal, as
+            subprocess has it.
         step: completed steps by its heartbeat, -1 before the restore, None without heartbeat.
         phase: name of the heartbeat's phase.
-        stopped_by_agent: whether the agent had asked it to stop before it ended.
         is_recovering: its process has ended, and the coordinator may replace it.
         generation: of the process groups, by its heartbeat.
         pulse: what else its heartbeat holds.
     """
 
-    rank: int
-    local_rank: int
+    rank: int | None
+    local_rank: int | None
     pid: int
     exit_code: int | None = None
-    ended_s: float | None = None
-    error: str | None = None
-    error_s: float | None = None
     step: int | None = None
     phase: str | None = None
-    stopped_by_agent: bool = False
     is_recovering: bool = False
     generation: int | None = None
     pulse: Pulse | None = None
 
 
-class HangReport(FrozenModel):
-    """A local rank that has been silent beyond its limit."""
+class WorkerStatus(RankStatus):
+    """One process that the agent started.
+
+    Attributes:
+        rank: global rank; for a command the index of the node.
+        ended_s: when its end was noticed.
+        error: last line of the exception it recorded.
+        error_s: when it recorded it.
+        stopped_by_agent: whether the agent had asked it to stop before it ended.
+    """
 
     rank: int
+    local_rank: int
+    ended_s: float | None = None
+    error: str | None = None
+    error_s: float | None = None
+    stopped_by_agent: bool = False
+
+
+class HangReport(FrozenModel):
+    """A local rank that has been silent beyond its limit.
+
+    Attributes:
+        rank: None for a command, none of whose ranks is known to be the one.
+        why: what shows it beside the silence.
+        stopped: processes of a command, of no rank, that a signal has stopped.
+    """
+
+    rank: int | None
     silent_s: float
     limit_s: float
     phase: str
     step: int
     why: str = ""
+    stopped: tuple[str, ...] = ()
 
 
 class CoordinatorEnd(FrozenModel):
@@ -316,7 +339,12 @@ class CoordinatorEnd(FrozenModel):
 
 
 class AgentStatus(FrozenModel):
-    """The state of a node."""
+    """The state of a node.
+
+    Attributes:
+        workers: the processes that the agent started: one per rank, of a command one in all.
+        ranks: of a command, as far as they are known.
+    """
 
     node: str
     member: int
@@ -326,12 +354,19 @@ class AgentStatus(FrozenModel):
     placement: int
     attempt: int
     workers: tuple[WorkerStatus, ...] = ()
+    is_command: bool = False
+    ranks: tuple[RankStatus, ...] = ()
     hang: HangReport | None = None
     staging_error: str | None = None
     oom_kills: int = 0
     sample: NodeSample | None = None
     metrics_url: str | None = Field(None, description="of the coordinator, where it is here")
     coordinator_end: CoordinatorEnd | None = None
+
+    @property
+    def known_ranks(self) -> tuple[RankStatus, ...]:
+        """The ranks of this node, of a command as far as they are known."""
+        return self.ranks if self.is_command else self.workers
 
     @property
     def is_over(self) -> bool:

@@ -52,8 +52,8 @@ for step in range(5, 8):
 time.sleep(600)
 """
 SAVING = "trap 'echo saved; exit 75' TERM; echo up; while :; do sleep 0.02; done"
-STDOUT = "rank-00001.stdout.log"
-STDERR = "rank-00001.stderr.log"
+STDOUT = "command-00001.stdout.log"
+STDERR = "command-00001.stderr.log"
 
 
 def variables(container: Container, name: str = STDOUT) -> dict[str, str]:
@@ -118,7 +118,7 @@ def test_cann_writes_its_log_beside_the_ranks_own_unless_the_job_says_otherwise(
     shared.finish("env")
     seen = variables(shared)
     folder = Path(seen["TORCHELASTIC_ERROR_FILE"]).parent
-    assert seen["ASCEND_PROCESS_LOG_PATH"] == f"{folder}/rank-00001.ascend"
+    assert seen["ASCEND_PROCESS_LOG_PATH"] == f"{folder}/command-00001.ascend"
     shared.finish("env", variables={"ASCEND_PROCESS_LOG_PATH": "/own"})
     assert variables(shared)["ASCEND_PROCESS_LOG_PATH"] == "/own"
 
@@ -319,12 +319,15 @@ def test_the_rendezvous_of_a_command_is_a_free_port_or_the_one_asked_for(shared)
 
 def test_a_silent_rank_is_reported_as_a_hang(new_container):
     container = new_container(hang_timeout_s=0.2)
-    container.start(sys.executable, "-c", BEATING)
+    container.start("env", "RANK=5", "LOCAL_RANK=1", sys.executable, "-c", BEATING)
     hang = wait_for(lambda: container.status().hang)
-    assert (hang.rank, hang.phase, hang.step, hang.limit_s) == (1, "step", 7, 0.2)
+    assert (hang.rank, hang.phase, hang.step, hang.limit_s) == (5, "step", 7, 0.2)
     assert hang.silent_s > 0.2
-    (worker,) = container.status().workers
-    assert (worker.step, worker.phase, worker.exit_code) == (7, "step", None)
+    status = container.status()
+    (launcher,), (rank,) = status.workers, status.ranks
+    assert (rank.rank, rank.local_rank, rank.pid) == (5, 1, launcher.pid)
+    assert (rank.step, rank.phase, rank.exit_code) == (7, "step", None)
+    assert (launcher.rank, launcher.step) == (1, None), "the index of the node, and no step"
 
 
 def test_a_superseded_supervisor_is_refused(shared):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.unit.agent.conftest import job_text
 
-STDOUT = "rank-00001.stdout.log"
+STDOUT = "command-00001.stdout.log"
 SECRETS = {"X": "delivered-with-the-order", "Y": "read-on-the-node"}
 PRINT = ("sh", "-c", "echo $$X and $$Y; sleep 0.2; echo $$PERDURE_SECRETS; exit 3")
 

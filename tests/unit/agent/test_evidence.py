@@ -21,20 +21,20 @@ def tools(tmp_path, monkeypatch):
 
 def test_device_logs_of_every_rank_that_has_some_are_read_from_their_ends(tmp_path):
     for rank in (2, 3):
-        plog = ascend_folder(tmp_path, rank) / "debug" / "plog"
+        plog = ascend_folder(tmp_path, f"rank-{rank}") / "debug" / "plog"
         plog.mkdir(parents=True)
         (plog / f"plog-{rank}.log").write_text(f"{'x' * 100}end of {rank}")
-    texts = list(device_logs(tmp_path, [1, 2, 3], 8))
+    texts = list(device_logs(tmp_path, {"rank-1": 1, "rank-2": 2, "rank-3": 3}, 8))
     assert [(text.rank, text.text) for text in texts] == [(2, "end of 2"), (3, "end of 3")]
 
 
 def test_only_the_newest_device_logs_of_a_rank_are_read(tmp_path):
-    plog = ascend_folder(tmp_path, 0)
+    plog = ascend_folder(tmp_path, "rank-0")
     plog.mkdir()
     for number in range(9):
         (plog / f"{number}.log").write_text(str(number))
         os.utime(plog / f"{number}.log", (number, number))
-    assert [text.text for text in device_logs(tmp_path, [0], 100)] == ["5", "6", "7", "8"]
+    assert [text.text for text in device_logs(tmp_path, {"rank-0": 0}, 100)] == ["5", "6", "7", "8"]
 
 
 def test_every_device_is_asked_about_by_card_and_chip(tools):
@@ -81,5 +81,5 @@ def test_the_agent_hands_over_what_its_workers_left(shared):
     shared.finish("sh", "-c", program)
     texts = shared.call(EvidenceQuery(tail_bytes=1000)).texts
     assert [(text.rank, text.text) for text in texts if text.name.endswith("a.log")] == [
-        (1, "logged\n")
+        (None, "logged\n")
     ]

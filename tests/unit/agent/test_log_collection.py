@@ -74,21 +74,21 @@ def test_all_logs_come_the_most_informative_first(new_group, collector, store, t
     for name in ("coordinator.log", "agent.log", "fork-server.log"):
         (tmp_path / name).write_text(f"of {name}\n")
     (tmp_path / "checkpoint-server.log").write_text("")
-    plog = ascend_folder(tmp_path, 1) / "debug" / "plog"
+    plog = ascend_folder(tmp_path, "command-00001") / "debug" / "plog"
     plog.mkdir(parents=True)
     (plog / "plog-7.log").write_text("of CANN\n")
     state = collected(collector, group)
     assert names(state) == [
-        "rank-00001.stderr.log",
-        "rank-00001.stdout.log",
+        "command-00001.stderr.log",
+        "command-00001.stdout.log",
         "coordinator.log",
         "agent.log",
         "fork-server.log",
-        "rank-00001.ascend/debug/plog/plog-7.log",
+        "command-00001.ascend/debug/plog/plog-7.log",
     ]
     assert state.problems == ()
-    assert text_of(store, "rank-00001.stderr.log") == "err\n"
-    assert text_of(store, "rank-00001.ascend/debug/plog/plog-7.log") == "of CANN\n"
+    assert text_of(store, "command-00001.stderr.log") == "err\n"
+    assert text_of(store, "command-00001.ascend/debug/plog/plog-7.log") == "of CANN\n"
     index = Collected.model_validate_json(store.get(PREFIX + COLLECTED_FILE))
     assert index == state
 
@@ -130,7 +130,7 @@ def test_secrets_are_masked_before_anything_leaves_the_node(
     group = run(new_group, "echo", printed,
                 job=job_text(tmp_path, env={"HF_TOKEN": "of-the-job-1"}))  # fmt: skip
     collected(collector, group)
-    assert text_of(store, "rank-00001.stdout.log") == "***-x *** *** password=***\n"
+    assert text_of(store, "command-00001.stdout.log") == "***-x *** *** password=***\n"
 
 
 def test_a_store_that_fails_is_reported_and_waited_for_once(
@@ -147,7 +147,7 @@ def test_a_store_that_fails_is_reported_and_waited_for_once(
     monkeypatch.setattr(log_collection, "open_store", lambda _spec: Down())
     state = collected(collector, group)
     assert len(tries) == 1
-    assert state.problems == ("rank-00001.stderr.log: 503",)
+    assert state.problems == ("command-00001.stderr.log: 503",)
 
 
 def test_a_slow_store_keeps_no_order_waiting(new_group, collector, tmp_path, monkeypatch):
@@ -164,7 +164,7 @@ def test_a_slow_store_keeps_no_order_waiting(new_group, collector, tmp_path, mon
     assert not collector.collect(ORDER, group.order, group).is_done
     assert not collector.collect(ORDER, group.order, group).is_done
     is_up.set()
-    assert names(collected(collector, group)) == ["rank-00001.stdout.log"]
+    assert names(collected(collector, group)) == ["command-00001.stdout.log"]
 
 
 def test_a_container_that_goes_away_waits_for_a_slow_store_only_so_long(
@@ -190,7 +190,7 @@ def test_an_agent_that_shuts_down_collects_what_was_not_requested(new_container,
     container.call(ShutdownOrder(grace_s=1))
     container.process.wait(20)
     keys = [info.key for info in store.list(logs_prefix("run-1"))]
-    assert "runs/run-1/logs/p0003-a0001/node-1/rank-00001.stdout.log.gz" in keys
+    assert "runs/run-1/logs/p0003-a0001/node-1/command-00001.stdout.log.gz" in keys
 
 
 def test_an_agent_answers_while_it_collects_and_reports_how_far_it_is(new_container, tmp_path):
@@ -200,7 +200,7 @@ def test_an_agent_answers_while_it_collects_and_reports_how_far_it_is(new_contai
     wanted = CollectOrder(placement=order.placement, attempt=order.attempt)
     assert container.call(wanted).collected is not None
     done = wait_for(lambda: (c := container.call(wanted).collected).is_done and c)
-    assert "rank-00001.stdout.log.gz" in {Path(file.key).name for file in done.files}
+    assert "command-00001.stdout.log.gz" in {Path(file.key).name for file in done.files}
 
 
 def log_of(path: Path, text: bytes) -> Log:

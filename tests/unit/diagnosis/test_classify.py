@@ -333,3 +333,13 @@ ENDS = st.builds(
 def test_diagnosis_is_total_and_does_not_depend_on_the_order_of_reports(ends, lost):
     fault = cause(*ends, lost_nodes=lost)
     assert fault == cause(*reversed(ends), lost_nodes=lost)
+
+
+def test_the_end_of_a_command_is_of_no_rank_but_for_the_one_that_its_output_names():
+    def of_command(exit_code: int, log: str = "") -> Fault:
+        return cause(WorkerEnd(None, "node-1", None, exit_code, 10.0, log=log))
+
+    killed = of_command(-signal.SIGKILL)
+    assert (killed.rank, killed.device, killed.node) == (None, None, "node-1")
+    assert killed.evidence == "the command on node-1 ended by SIGKILL"
+    assert of_command(1, f"[rank3]: {UCE}").rank == 3

@@ -100,6 +100,41 @@ def test_where_ranks_are_is_no_fault_without_silence():
     assert fault.fault_class is FaultClass.UNKNOWN
 
 
+UNKNOWN = {"phase": "", "step": -1, "entered": 0, "left": 0, "operation": ""}
+BEATS = {"phase": "step", "entered": 0, "left": 0, "operation": ""}
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks"),
+    [
+        ([UNKNOWN, {**UNKNOWN, "process_state": "T"}, UNKNOWN], [1]),
+        ([{**UNKNOWN, "process_state": "T"}] * 2, [0, 1]),
+        ([{**BEATS, "silent_s": silent_s} for silent_s in (70, 90, 70)], []),
+        ([BEATS, {**BEATS, "step": 11}, UNKNOWN], [1]),
+        ([UNKNOWN, UNKNOWN], []),
+    ],
+    ids=["stopped", "all are stopped", "silent longest", "at an older step", "nothing known"],
+)
+def test_of_a_command_nobody_is_named_for_being_silent_longest(changes, ranks):
+    own = [rank_at(r, counts_collectives=False, **change) for r, change in enumerate(changes)]
+    assert missing(*own) == ranks
+
+
+def test_the_silence_of_a_command_names_its_node_and_what_a_signal_has_stopped_but_no_rank():
+    quiet = SilentRank(None, "node-0", 9.0, 8.0, "command", "neither output nor I/O")
+    stopped = SilentRank(None, "node-1", 9.0, 8.0, "command", "", ("process 7 (python3)",))
+    ranks = [rank_at(rank, counts_collectives=False, **UNKNOWN) for rank in (0, 1)]
+    evidence = Evidence(at_s=1.0, step=None, silent=(quiet,), rank_progress=ranks)
+    fault = diagnose(evidence).fault
+    assert (fault.rank, fault.node) == (None, "node-0")
+    assert fault.evidence == (
+        "the command on node-0: no progress for 9 s in phase command, limit 8 s: "
+        "neither output nor I/O"
+    )
+    fault = diagnose(Evidence(at_s=1.0, step=None, silent=(quiet, stopped))).fault
+    assert fault.evidence == "the command on node-1: stopped by a signal: process 7 (python3)"
+
+
 @given(
     st.lists(
         st.builds(

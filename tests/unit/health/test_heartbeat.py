@@ -12,7 +12,15 @@ import time
 import pytest
 
 from tests.values import not_none
-from training.health.heartbeat import Heartbeat, HeartbeatReader, HeartbeatWriter, Phase
+from training.health.heartbeat import (
+    ANY_RANK,
+    Heartbeat,
+    HeartbeatReader,
+    HeartbeatWriter,
+    Phase,
+    rank_of_file,
+)
+from training.processes import RANK_VARIABLES
 
 
 @pytest.fixture
@@ -196,3 +204,24 @@ def test_the_cost_of_a_beat_is_printed(path):
     print(f"one beat: {(time.perf_counter() - before_s) / count * 1e6:.2f} us")
     beat = read(path)
     assert beat.step == count - 1
+
+
+@pytest.mark.parametrize(
+    ("launched", "name"),
+    [
+        ({"RANK": "3"}, "heartbeat-3"),
+        ({"RANK_ID": "5"}, "heartbeat-5"),
+        ({}, f"heartbeat-pid{os.getpid()}"),
+    ],
+    ids=["torchrun", "msrun", "a plain script"],
+)
+def test_ranks_that_inherit_one_name_write_to_a_file_each(tmp_path, monkeypatch, launched, name):
+    for variable in RANK_VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in launched.items():
+        monkeypatch.setenv(variable, value)
+    HeartbeatWriter(tmp_path / f"heartbeat-{ANY_RANK}").beat(step=7)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    beat = not_none(HeartbeatReader(tmp_path / name).read())
+    assert (beat.step, beat.pid) == (7, os.getpid())
+    assert rank_of_file(tmp_path / name) == (int(name[-1]) if launched else None)

@@ -15,7 +15,7 @@ from tests.unit.journal.histories import BEGINNING, over, started
 from tests.unit.perdure.commands import append, error_line, perdure
 from training.agent.log_collection import COLLECTED_FILE, logs_prefix
 from training.supervisor.job_registry import remember_job
-from training.supervisor.run import Run
+from training.supervisor.run import HANG_REPORT, Run
 from training.wire.agent import Collected, CollectedFile
 
 GONE = "checkpoint-server.log: gone"
@@ -79,6 +79,36 @@ def test_a_ranks_logs_are_those_of_the_newest_attempt_that_has_them(logs):
 def test_what_is_not_there_is_an_input_error(logs, capsys):
     assert "ranks: [0, 1]" in error_line(capsys, "logs", "small", "--rank", 7)
     assert "--attempt: 'two'" in error_line(capsys, "logs", "small", "--attempt", "two")
+
+
+def test_the_stacks_of_a_hang_are_listed_and_printed(logs, job):
+    logs.put(f"{logs_prefix('small', 1, 2)}{HANG_REPORT}", b"rank 1 on node-1: stopped\n")
+    assert HANG_REPORT in printed()
+    rows = json.loads(printed("--json"))["logs"]
+    assert [(row["attempt"], row["node"]) for row in rows if row["file"] == HANG_REPORT] == [
+        (2, None)
+    ]
+    assert printed("--file", HANG_REPORT) == (
+        "==> hang.txt, attempt 1.2 <==\nrank 1 on node-1: stopped\n\n"
+    )
+
+
+def test_what_the_ranks_of_a_node_wrote_is_printed_by_its_name(logs):
+    assert "rank 1 in attempt 1" in printed("--node", "node-1")
+    assert "rank 0 in attempt 2" in printed("--node", "node-0")
+
+
+def test_the_ranks_of_a_command_have_one_log_for_each_node(tmp_path, perdure_home, capsys):
+    job = small_job(tmp_path, run_id="order", worker={"command": ["true"]})
+    remember_job(perdure_home, job)
+    prefix = f"{logs_prefix('order', 1, 1)}node-1/"
+    open_store(job.storage).put(f"{prefix}command-00001.stdout.log.gz", gzip.compress(b"out\n"))
+    open_store(job.storage).put(f"{prefix}agent.log.gz", gzip.compress(b"of the agent\n"))
+    text = perdure("logs", "order", "--node", "node-1")
+    assert "out" in text
+    assert "of the agent" not in text
+    line = error_line(capsys, "logs", "order", "--rank", "1")
+    assert "have one log for each node: --node, such as node-0" in line
 
 
 def test_a_rank_that_wrote_nothing_is_no_error(logs):

@@ -1,0 +1,124 @@
+"""Commands of several ranks, started by a real torchrun: what is seen of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from storage.address import open_store
+from tests.process.harness import RECIPES, REPO
+from tests.values import not_none
+from training.drill.driver import RunDriver, RunOutcome
+from training.injection.outside import LocalRun
+from training.job import Job, parse_job
+from training.recovery.faults import FaultClass
+from training.recovery.rungs import Rung
+from training.supervisor.run import Run
+from training.supervisor.watch import Progress
+
+pytestmark = [pytest.mark.process, pytest.mark.alone]
+
+RANKS = 2
+QUIET_S = 8.0
+
+
+def torchrun_job(home: Path, name: str, *arguments: str, **changes: Any) -> Job:
+    folder = home / f"of-{name}"
+    folder.mkdir()
+    document = {
+        "run_id": name,
+        "storage": {"address": f"file://{home}/store"},
+        "worker": {
+            "command": [
+                sys.executable, "-m", "torch.distributed.run", "--nnodes=${MA_NUM_HOSTS}",
+                "--node_rank=${VC_TASK_INDEX}", "--nproc_per_node=${MA_NUM_GPUS}",
+                "--master_addr=${MASTER_ADDR}", "--master_port=${MASTER_PORT}",
+                str(RECIPES / "reducing.py"), str(folder), *arguments,
+            ],
+        },
+        "env": {"PYTHONPATH": str(REPO)},
+        "preflight": {"nodes": False},
+        "engine": {"nodes": 1, "slots_per_node": RANKS, "spares": 0, "grace_s": 5},
+    }  # fmt: skip
+    return parse_job({**document, **changes})
+
+
+@dataclass
+class Stopper:
+    """Stops the process of a rank once it has come to a step, once."""
+
+    home: Path
+    rank: int
+    step: int
+    pids: list[int] = field(default_factory=list)
+
+    def __call__(self, run: Run, _progress: Progress) -> None:
+        if self.pids:
+            return
+        reached = self.home / f"of-{run.job.run_id}" / f"step-{self.rank}"
+        if reached.exists() and int(reached.read_text() or 0) >= self.step:
+            (process,) = LocalRun(self.home, run.job.run_id).rank(self.rank)
+            os.kill(process.pid, signal.SIGSTOP)
+            self.pids.append(process.pid)
+
+
+@dataclass
+class Played:
+    job: Job
+    outcome: RunOutcome
+    stopped: list[int]
+
+    def report(self) -> str:
+        """The stacks of the hang."""
+        store = open_store(self.job.storage)
+        return store.get(f"runs/{self.job.run_id}/logs/p0001-a0001/hang.txt").decode()
+
+
+def stopped_run(home: Path, name: str, *arguments: str, **changes: Any) -> Played:
+    """A run whose rank 1 is stopped by a signal, once."""
+    stopper = Stopper(home, 1, 4)
+    job = torchrun_job(home, name, "20", "0.05", *arguments, **changes)
+    return Played(job, RunDriver(home).run(job, hook=stopper), stopper.pids)
+
+
+def assert_rank_1_is_named(played: Played) -> None:
+    assert played.outcome.ended == "completed"
+    assert len(played.stopped) == 1, "the fault was injected"
+    (hung, again) = played.outcome.history.attempts
+    fault = not_none(not_none(hung.ended).fault)
+    assert (fault.fault_class, fault.rank, fault.node) == (FaultClass.HANG, 1, "node-0")
+    assert fault.evidence.startswith("rank 1 on node-0: stopped by a signal (state T)")
+    assert not_none(hung.decision).rung is Rung.HANG_RESTART
+    assert not_none(again.ended).fault is None
+    assert played.outcome.left_over == ()
+
+
+@pytest.mark.long
+def test_the_stopped_rank_of_a_command_is_named_and_the_stacks_of_all_are_kept(home):
+    played = stopped_run(home, "quiet-torchrun", watch={"command_quiet_s": QUIET_S})
+    assert_rank_1_is_named(played)
+    report = played.report()
+    (stopped,) = played.stopped
+    assert report.startswith("rank 1 on node-0: stopped by a signal (state T)")
+    of_rank_1 = report.partition(f"stacks of rank 1, process {stopped} ")[2]
+    assert f"process {stopped} is stopped" in of_rank_1.partition("stacks of")[0]
+    of_rank_0 = report.partition("stacks of rank 0, process ")[2].partition("stacks of")[0]
+    assert "all_reduce" in of_rank_0
+    assert "reducing.py" in of_rank_0
+    launcher = [part for part in report.split("stacks of ") if part.startswith("process ")]
+    assert any("torch/distributed" in part for part in launcher)
+
+
+@pytest.mark.long
+def test_a_rank_of_a_command_with_heartbeats_is_found_as_soon_as_one_of_a_session(home):
+    played = stopped_run(home, "beating-torchrun", "--beat", restart={"hang_timeout_s": 3.0})
+    assert_rank_1_is_named(played)
+    (hung, again) = played.outcome.history.attempts
+    assert not_none(not_none(hung.ended).to_step) >= 4
+    assert not_none(again.ended).to_step == 20

@@ -1,0 +1,166 @@
+"""The processes of a command: which of them are ranks, and what each is doing.
+
+A command starts its ranks itself, in ways that the agent does not know. A process is a rank when
+its environment has a number that its parent's has not (torchrun, msrun, mpirun), or when it writes
+a heartbeat. The index of the node is never taken for a rank. Times are seconds of
+CLOCK_MONOTONIC.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import psutil
+
+from training.agent.evidence import StacksTarget, process_state
+from training.health.heartbeat import Heartbeat, HeartbeatReader, rank_of_file
+from training.processes import environment_of, oldest_first, rank_in
+
+LOOK_S = 5.0  # a look reads /proc of the whole node
+STOPPED = frozenset("Tt")
+ENDED = "Z"
+
+
+@dataclass(frozen=True, slots=True)
+class CommandProcess:
+    """One process below a command, or the command's own.
+
+    Attributes:
+        rank: of itself or of what started it; None: of no rank.
+        is_rank: whether it is the rank, and not a helper of it.
+    """
+
+    pid: int
+    name: str
+    rank: int | None
+    local_rank: int | None
+    is_rank: bool
+    state: str
+
+    @property
+    def text(self) -> str:
+        """What it is, for people."""
+        of = f" of rank {self.rank}" if self.rank is not None else ""
+        return f"process {self.pid} ({self.name}){of}"
+
+
+@dataclass(frozen=True, slots=True)
+class RankReading:
+    """A rank of a command; `beat` is None where it writes no heartbeat."""
+
+    pid: int
+    rank: int | None
+    local_rank: int | None
+    state: str
+    beat: Heartbeat | None
+
+
+@dataclass(slots=True)
+class CommandRanks:
+    """Reads the processes and heartbeats of one command.
+
+    Attributes:
+        pid: of the process that the agent started.
+        folder: of the heartbeats.
+    """
+
+    pid: int
+    folder: Path
+    _looked_s: float = float("-inf")
+    _found: list[CommandProcess] = field(default_factory=list)
+    _readers: dict[Path, HeartbeatReader] = field(default_factory=dict)
+
+    def processes(self, *, age_s: float = LOOK_S) -> list[CommandProcess]:
+        """The command's processes that live, parents first, as of a look at most this old."""
+        if time.monotonic() - self._looked_s > age_s:
+            self._found = list(_below(self.pid))
+            self._looked_s = time.monotonic()
+        now = (replace(one, state=process_state(one.pid)) for one in self._found)
+        return [one for one in now if one.state != ENDED]
+
+    def stopped(self) -> list[CommandProcess]:
+        """Those that a signal has stopped, by now."""
+        return [one for one in self.processes(age_s=0.0) if one.state in STOPPED]
+
+    def heartbeats(self) -> dict[int, Heartbeat]:
+        """The newest heartbeat of every process that lives and writes one, by its pid."""
+        return {b.pid: b for _, b in self._beats() if process_state(b.pid) != ENDED}
+
+    def rank_of(self, pid: int) -> int | None:
+        """The rank of a process that writes a heartbeat."""
+        return next((rank for rank, beat in self._beats() if beat.pid == pid), None)
+
+    def ranks(self) -> list[RankReading]:
+        """Every rank that is known, by its number; one that has ended as its heartbeat has it."""
+        processes = self.processes()
+        by_pid = {one.pid: one for one in processes}
+        leading = {one.rank: one for one in processes if one.is_rank}
+        found: dict[int | str, RankReading] = {}
+        for one in leading.values():
+            found[one.rank if one.rank is not None else f"p{one.pid}"] = RankReading(
+                one.pid, one.rank, one.local_rank, _worst(one, processes), None
+            )
+        for named, beat in self._beats():
+            own = by_pid.get(beat.pid)
+            rank = own.rank if own is not None and own.rank is not None else named
+            led = leading.get(rank) if rank is not None else None
+            state = process_state(beat.pid)
+            if own is None and led is not None:
+                continue  # of a program that the rank ran before
+            found[rank if rank is not None else f"p{beat.pid}"] = RankReading(
+                beat.pid,
+                rank,
+                led.local_rank if led is not None else None,
+                _worst(led, processes) if led is not None else state,
+                beat,
+            )
+        return sorted(found.values(), key=lambda one: (one.rank is None, one.rank, one.pid))
+
+    def stacks_targets(self) -> list[StacksTarget]:
+        """All of its processes, those that are stopped first, then the ranks."""
+        processes = self.processes(age_s=0.0)
+        first = sorted(processes, key=lambda one: (one.state not in STOPPED, not one.is_rank))
+        return [
+            StacksTarget(one.rank, one.local_rank, one.pid, None, name=_title(one)) for one in first
+        ]
+
+    def _beats(self) -> Iterator[tuple[int | None, Heartbeat]]:
+        with contextlib.suppress(OSError):
+            for path in sorted(self.folder.glob("heartbeat-*")):
+                beat = self._readers.setdefault(path, HeartbeatReader(path)).read()
+                if beat is not None:
+                    yield rank_of_file(path), beat
+
+
+def _title(process: CommandProcess) -> str:
+    if process.is_rank:
+        return f"stacks of rank {process.rank}, process {process.pid} ({process.name})"
+    return f"stacks of {process.text}"
+
+
+def _worst(rank: CommandProcess, processes: Sequence[CommandProcess]) -> str:
+    """The state of a rank: stopped, when one of its helpers is."""
+    states = [rank.state, *(one.state for one in processes if one.rank == rank.rank)]
+    return next((state for state in states if state in STOPPED), rank.state)
+
+
+def _below(pid: int) -> Iterator[CommandProcess]:
+    """A process and what descends from it, parents first."""
+    try:
+        first = psutil.Process(pid)
+        below = first.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return
+    known: dict[int, tuple[int | None, int | None]] = {}
+    for process in (first, *oldest_first(below)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            before = known.get(process.ppid(), (None, None))
+            own = rank_in(environment_of(process.pid))
+            rank, local_rank = known[process.pid] = own if own[0] is not None else before
+            is_rank = rank is not None and rank != before[0]
+            state = process_state(process.pid)
+            yield CommandProcess(process.pid, process.name(), rank, local_rank, is_rank, state)
