@@ -13,7 +13,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from storage.address import Credentials, StorageSpec
 from storage.frozen_model import FrozenModel
@@ -64,7 +71,9 @@ class Job(FrozenModel):
         pattern=NAME,
     )
     storage: StorageSpec = Field(description="where checkpoints, data and the ledger are kept")
-    steps: int = Field(1000, ge=1, description="target step")
+    steps: int = Field(
+        1000, ge=1, description="target step; of a command only where it is given, and known"
+    )
     seed: int = Field(0, ge=0, lt=2**63, description="of weights, data order and dropout")
     worker: WorkerSpec = Field(WorkerSpec(), description="the training program")
     model: ModelSpec = Field(ModelSpec(), description="sizes of the reference decoder")
@@ -135,6 +144,20 @@ class Job(FrozenModel):
             )
         _check_world(self)
         return self
+
+    @model_serializer(mode="wrap")
+    def _without_a_target_of_nobody(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # A command ends by itself: a default must not come back as a target that somebody has set.
+        document: dict[str, Any] = dump(self)
+        if self.target_step is None:
+            document.pop("steps", None)
+        return document
+
+    @property
+    def target_step(self) -> int | None:
+        """The step at which the run is complete; None for a command whose job does not name it."""
+        is_given = not self.worker.is_command or "steps" in self.model_fields_set
+        return self.steps if is_given else None
 
     @property
     def recipe(self) -> str:

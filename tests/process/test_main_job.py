@@ -138,7 +138,7 @@ def test_a_recipe_that_returns_without_training_is_a_fault_and_not_a_success(ben
     running = bench.start(job)
     assert running.finish() == 1
     (attempt,) = running.history.attempts
-    assert "returned at step 0 of 60" in attempt.ended.fault.evidence
+    assert "the recipe returned at step 0 of 60" in attempt.ended.fault.evidence
     assert "rank-0000" in running.out, "where the output of the rank is"
     running.leave_nothing()
 

@@ -21,10 +21,12 @@ from typing import IO, Any
 
 from training.agent.command import CommandRanks, RankReading
 from training.agent.coordinator_client import AgentCoordinatorClient
+from training.agent.error_file import read_error
 from training.agent.evidence import StacksTarget, ascend_folder, process_state, tail
 from training.agent.fork_server import KILL_WAIT_S, Fork, ForkedProcess
 from training.agent.masked_output import MaskedOutput, scrub
 from training.agent.platform_variables import platform_variables
+from training.diagnosis.ending import early_end
 from training.health.heartbeat import ANY_RANK, Heartbeat, HeartbeatReader, stacks_file
 from training.job import RESERVED_NAMES
 from training.masking import SECRETS_ENV, masked_text, secret_values
@@ -89,11 +91,13 @@ class WorkerGroup:
     _first_failure_s: float | None = None
     _kill_at_s: float | None = None
     _is_swept: bool = False
+    _target_step: int = 0
 
     def start(self, environment: dict[str, str], *, proc_start_cnt: int) -> None:
         """Start one process per slot, or one per node for a command."""
         self.started_s = time.monotonic()
         self._oom_kills_before = self.oom_kills()
+        self._target_step = json.loads(self.order.job).get("steps", 0)
         # The supervisor may itself run as a rank of another program.
         foreign = RESERVED_NAMES | RANK_VARIABLES
         inherited = {k: v for k, v in environment.items() if k not in foreign}
@@ -265,7 +269,10 @@ class WorkerGroup:
         paths = [(rank, self.log_path(rank, stream)) for rank in self.ranks for stream in STREAMS]
         return tuple(
             WorkerLog(
-                rank=rank, path=str(path), text=masked_text(tail(path, tail_bytes), self.secrets)
+                rank=rank,
+                path=str(path),
+                text=masked_text(tail(path, tail_bytes), self.secrets),
+                written_s=path.stat().st_mtime,
             )
             for rank, path in paths
             if path.exists()
@@ -290,7 +297,7 @@ class WorkerGroup:
                 worker.ended_s = time.time()
                 if self._output is not None:
                     scrub(worker.error_file, self.secrets)
-                failed = worker.process.returncode != 0
+                failed = worker.process.returncode != 0 or self._ended_early(worker) is not None
                 if failed and not self._hold(worker) and self._first_failure_s is None:
                     self._first_failure_s = now_s
         reap_adopted({*self.spare, *(worker.process.pid for worker in self._workers)})
@@ -406,9 +413,22 @@ class WorkerGroup:
         found = self._command.stopped() if self._command is not None else []
         return [one.text for one in found if one.rank is None]
 
+    def _ended_early(self, worker: _Worker) -> str | None:
+        """What is wrong with a session program that exited with 0, such as by `os._exit(0)`.
+
+        Its loop writes the last step into the heartbeat, which outlives the process.
+        """
+        if self.order.is_command or worker.process.returncode != 0:
+            return None
+        beat = self._beat_of(worker)
+        return early_end(beat.step if beat is not None else 0, self._target_step)
+
     def _error_of(self, worker: _Worker) -> dict[str, Any]:
         """What its program left about its end, without secrets."""
-        error = _read_error(worker.error_file)
+        error = read_error(worker.error_file)
+        early = self._ended_early(worker)
+        if early is not None:
+            error["message"] = early
         if error.get("message"):
             error["message"] = masked_text(error["message"], self.secrets)
         return error
@@ -428,6 +448,7 @@ class WorkerGroup:
             step=beat.step if beat is not None else None,
             phase=beat.phase.name.lower() if beat is not None else None,
             stopped_by_agent=worker.stopped_by_agent,
+            ended_early=self._ended_early(worker) is not None,
             is_recovering=worker.is_held,
             generation=beat.generation if beat is not None else None,
             pulse=_pulse(beat, state) if beat is not None else None,
@@ -473,22 +494,3 @@ def _kill(process: subprocess.Popen[bytes] | ForkedProcess) -> None:
     if isinstance(process, subprocess.Popen):
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(KILL_WAIT_S)
-
-
-def _read_error(path: Path) -> dict[str, Any]:
-    """What torch elastic's `record` wrote: the exception's first line, and when."""
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))["message"]
-        if isinstance(document, str):
-            return {"message": _first_line(document)}
-        at_s = document.get("extraInfo", {}).get("timestamp")
-        return {
-            "message": _first_line(str(document.get("message", ""))),
-            "at_s": float(at_s) if at_s is not None else None,
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}  # the program may have written anything there
-
-
-def _first_line(text: str) -> str:
-    return next(iter(text.strip().splitlines()), "")

@@ -20,6 +20,7 @@ from training.diagnosis.cause import (
     fault_of,
     rank_candidates,
 )
+from training.diagnosis.ending import PIPE_ADVICE, SHORT_CODE, BadEnd
 from training.diagnosis.exits import EXIT_DONE, ExitMeaning, meaning_of, signal_name, signal_of
 from training.diagnosis.peers import compare
 from training.diagnosis.recognise import Finding, recognise
@@ -43,6 +44,7 @@ class WorkerEnd:
         error: last line of the exception it recorded, if it did.
         log: the end of its output.
         stopped: whether it was asked to stop before it ended.
+        bad_end: why an exit with 0 was no good end.
         log_path: where its output is, on its node.
     """
 
@@ -55,6 +57,12 @@ class WorkerEnd:
     log: str = ""
     stopped: bool = False
     log_path: str | None = None
+    bad_end: BadEnd | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it ended other than well."""
+        return self.exit_code != EXIT_DONE or self.bad_end is not None
 
     @property
     def name(self) -> str:
@@ -353,7 +361,7 @@ def _outputs(evidence: Evidence) -> Iterator[_Cause]:
 
 
 def _workers(evidence: Evidence) -> Iterator[_Cause]:
-    failed = [end for end in evidence.workers if end.exit_code != EXIT_DONE]
+    failed = [end for end in evidence.workers if end.has_failed]
     year = _year(evidence)
     logs = compare(
         [
@@ -371,6 +379,8 @@ def _year(evidence: Evidence) -> int:
 
 def _explained(end: WorkerEnd, log: LogSource) -> Finding | None:
     """The finding that explains an exit: the recorded exception, else the output."""
+    if end.bad_end is not None and end.bad_end.fault_class is not None:
+        return None  # nothing has crashed: what the output holds was survived
     if end.error and (raised := recognise(end.error, "Traceback (most recent call last)")):
         return raised
     ranked = rank_candidates([log], has_failed=True)
@@ -380,6 +390,8 @@ def _explained(end: WorkerEnd, log: LogSource) -> Finding | None:
 def _worker(end: WorkerEnd, found: Finding | None, evidence: Evidence) -> _Cause:
     if end.stopped:
         return _ended(_Tier.STOPPED, FaultClass.UNKNOWN, "stopped", end, evidence)
+    if end.bad_end is not None:
+        return _not_well(end, end.bad_end, found, evidence)
     meaning = meaning_of(end.exit_code, is_oom=end.node in evidence.oom_nodes)
     number = signal_of(end.exit_code)
     if meaning is not None and number is None:
@@ -394,6 +406,21 @@ def _worker(end: WorkerEnd, found: Finding | None, evidence: Evidence) -> _Cause
         line = line or f"exit code {end.exit_code}"
         return _ended(_Tier.UNEXPLAINED, FaultClass.UNKNOWN, line, end, evidence)
     return _explained_by_output(end, found, evidence)
+
+
+def _not_well(end: WorkerEnd, bad: BadEnd, found: Finding | None, evidence: Evidence) -> _Cause:
+    """A worker whose exit code says that nothing is wrong."""
+    if bad.fault_class is FaultClass.UNKNOWN:
+        why = "The command ended without an error before its target."
+        return _ended(_Tier.ROOT, FaultClass.UNKNOWN, bad.text, end, evidence, SHORT_CODE, why)
+    if bad.fault_class is not None:
+        return _ended(_Tier.ROOT, bad.fault_class, bad.text, end, evidence)
+    if found is None or found.role is Role.HINT:
+        tier, fault_class = _Tier.UNEXPLAINED, FaultClass.UNKNOWN
+        return _ended(tier, fault_class, bad.text, end, evidence, why=PIPE_ADVICE)
+    cause = _explained_by_output(end, found, evidence)
+    explanation = f"{PIPE_ADVICE} {cause.fault.explanation}"
+    return replace(cause, fault=replace(cause.fault, explanation=explanation))
 
 
 def _only_guesses(found: Finding) -> bool:

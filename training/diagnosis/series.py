@@ -206,6 +206,11 @@ def find_wait(text: str, *, year: int) -> Finding | None:
     )
 
 
+def is_done(line: str) -> bool:
+    """Whether a line is about the end of a training that went well."""
+    return _DONE.search(line) is not None
+
+
 def _recovers(losses: Sequence[float], usual: float) -> bool:
     """Whether the loss came back after a jump, or has come down steadily since its peak."""
     if not all(math.isfinite(loss) for loss in losses):
@@ -276,7 +281,7 @@ class StepCounts:
 
 
 def _count(line: str) -> tuple[str, float] | None:
-    if _DONE.search(line):
+    if is_done(line):
         return "done", 1.0
     if found := _STEP.search(line):
         return "step", float(next(group for group in found.groups() if group))

@@ -27,6 +27,7 @@ from training.journal.records import (
     RunCreated,
     RunEnded,
     RungFailed,
+    RunReopened,
     SupervisorTook,
 )
 from training.recovery.protocol import (
@@ -381,7 +382,8 @@ def _keep_time(history: RunHistory, record: AnyRecord) -> None:
             history.waits.append((record.at_s - record.waited_s, record.at_s))
         case RunEnded():
             history.ends.append(record.at_s)
-    if not isinstance(record, NodeReleased):  # a user's; it does not show that a supervisor lived
+    # A user's record does not show that a supervisor lived.
+    if not isinstance(record, NodeReleased | RunReopened):
         history.updated_s = record.at_s
     if not _is_of_every_start(record):
         history.advanced_s = record.at_s
@@ -412,8 +414,8 @@ def _apply(history: RunHistory, record: AnyRecord) -> None:
             _update_attempt(history, record)
         case CheckpointSeen():
             history.checkpoints.append(record)
-        case RunEnded():
-            history.ended, history.budgets_from = record, len(history.attempts)
+        case RunEnded() | RunReopened():
+            _end_or_reopen(history, record)
         case _:
             assert_never(record)
 
@@ -426,6 +428,13 @@ def _take_over(history: RunHistory, record: SupervisorTook) -> None:
         history.refusals.clear()  # the user has seen them, and they are checked again
     if not history.ended_well:  # failed or cancelled: started again, it goes on
         history.ended = None
+
+
+def _end_or_reopen(history: RunHistory, record: RunEnded | RunReopened) -> None:
+    if isinstance(record, RunReopened):
+        history.ended = None
+    else:
+        history.ended, history.budgets_from = record, len(history.attempts)
 
 
 def _keep_out_or_let_in(history: RunHistory, record: NodeRefused | NodeReleased) -> None:

@@ -190,11 +190,24 @@ class EventSeen(AttemptRecord):
 
 
 class RunEnded(Record):
-    """The run reached its end; a run that was cancelled or failed may be taken up again."""
+    """The run reached its end; a run that was cancelled or failed may be taken up again.
+
+    Attributes:
+        target_step: of the job by then; None: a command's that did not name it.
+        command: that the job had by then; None for a session.
+    """
 
     kind: Literal["run_ended"] = "run_ended"
     outcome: Literal["completed", "failed", "cancelled"]
     message: str
+    target_step: int | None = None
+    command: tuple[str, ...] | None = None
+
+
+class RunReopened(Record):
+    """A user has a completed run go on; written without taking the run."""
+
+    kind: Literal["run_reopened"] = "run_reopened"
 
 
 AnyRecord = Annotated[
@@ -211,7 +224,8 @@ AnyRecord = Annotated[
     | RungFailed
     | CheckpointSeen
     | EventSeen
-    | RunEnded,
+    | RunEnded
+    | RunReopened,
     Field(discriminator="kind"),
 ]
 

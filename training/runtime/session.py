@@ -52,10 +52,11 @@ class Session:
     """This process's part in the run. Made by `training.join()`.
 
     Attributes:
-        newest_step: last step of a loop that came to its end in this process, 0 before.
+        ended_at: last step of a loop that came to its end in this process, 0 before.
     """
 
-    newest_step: ClassVar[int] = 0
+    ended_at: ClassVar[int] = 0
+    _loop: ClassVar[StepLoop | None] = None
 
     def __init__(self, context: WorkerContext) -> None:
         self.context = context
@@ -100,6 +101,11 @@ class Session:
     def _break_connections(self) -> None:
         if self._groups is not None:
             self._groups.generations.break_connections()
+
+    @classmethod
+    def completed_step(cls) -> int:
+        """Steps that this process's newest loop has completed, however it was left; 0 before."""
+        return cls._loop.completed_step if cls._loop is not None else 0
 
     @property
     def rank(self) -> int:
@@ -189,14 +195,14 @@ class Session:
         """
         if self._training is None:
             raise ValueError("session.register(model=..., optimizer=..., data=...) comes first")
-        loop = self._new_loop(self._training, until)
+        loop = Session._loop = self._new_loop(self._training, until)
         if self._groups is not None:
             self._groups.generations.is_alone = False
         loop.begin()
         while (step := loop.next_step()) is not None:
             yield step
         self._records.close()
-        Session.newest_step = loop.state.step
+        Session.ended_at = loop.state.step
 
     def _new_loop(self, training: Training, until: int) -> StepLoop:
         context, heartbeat = self.context, self._heartbeat

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from training.diagnosis.exits import EXIT_RESTART_ME, EXIT_USER
+from training.diagnosis.exits import EXIT_DONE, EXIT_RESTART_ME, EXIT_USER
 from training.errors import InputError
 from training.job import Job
 from training.log import start_logging
@@ -50,15 +50,20 @@ def main() -> None:
     job = WorkerContext.from_environment().job
     if job.data is not None and job.data.num_workers:
         serve_forks()  # before the program starts threads
+    how = "returned"
     try:
         load_recipe(job.recipe)(job)
     except (GivenUp, Interrupted) as exc:  # outside of the loop, which handles them itself
         _log.info(f"this rank ends: {exc}")
         sys.exit(EXIT_RESTART_ME)
-    if Session.newest_step < job.steps:
+    except SystemExit as end:
+        if end.code not in (None, EXIT_DONE):
+            raise
+        how = "called sys.exit()"
+    if Session.ended_at < job.steps:
         raise RecipeEndedEarly(
-            f"the recipe returned at step {Session.newest_step} of {job.steps}: it loops over "
-            "session.steps(until=job.steps)"
+            f"the recipe {how} at step {Session.completed_step()} of {job.steps}: it loops over "
+            "session.steps(until=job.steps) to its end, which saves the last step"
         )
 
 

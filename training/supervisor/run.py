@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from pydantic import SecretStr
 
@@ -20,12 +19,13 @@ from storage.checkpoint import CheckpointStore
 from storage.errors import StorageError
 from training.agent.log_collection import await_collected
 from training.diagnosis.cause import Diagnosis
-from training.diagnosis.classify import diagnose
+from training.diagnosis.classify import SlowNode, diagnose
+from training.diagnosis.ending import again_short
 from training.diagnosis.standstill import standstill_of
 from training.engines.base import Engine, Placement
 from training.engines.registry import make_engine
 from training.environment import variables_of
-from training.errors import AgentUnreachable, EngineError, RunConflict
+from training.errors import AgentUnreachable, EngineError
 from training.health.verdict import CheckVerdict
 from training.job import Job
 from training.journal.history import AttemptView, RunHistory
@@ -35,10 +35,12 @@ from training.recovery.faults import Fault
 from training.recovery.rungs import RESTARTS_IN_PLACE, Decision
 from training.supervisor.attention import spares_of
 from training.supervisor.deciding import Decider, recoveries_of
+from training.supervisor.good_ends import CommandEnds
 from training.supervisor.health import AttemptHealth
 from training.supervisor.job_registry import remember_job
 from training.supervisor.ledger_writer import LedgerWriter
 from training.supervisor.placing import Placer, placement_of
+from training.supervisor.same_run import is_complete, refuse_elsewhere, refuse_other_job
 from training.supervisor.store_outage import StoreOutage, forget_outage
 from training.supervisor.store_place import begin_store, refuse_lost_ledger
 from training.supervisor.watch import (
@@ -58,8 +60,6 @@ LOGS_WAIT_S = 30.0  # at the end of a run, for the upload of the last attempt's 
 # Recoveries in a start order. Those without progress are few in a row, and a window of a day
 # holds no more of one code that matter.
 MAX_PAST = 50
-# What the weights depend on must not change under a run's name.
-_IDENTITY = ("model", "tokenizer", "seed", "batch", "optimizer", "precision", "worker")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -141,11 +141,8 @@ class Run:
         before = self.ledger.read()
         if before.job is None:
             refuse_lost_ledger(self.job, self._home)
-        # Until something depends on them, settings of a run may still be corrected.
-        if before.job is not None and (before.checkpoints or before.open_attempt):
-            _refuse_other_job(self.job, before.job)
-        if before.job is not None:
-            _refuse_elsewhere(before, self._identity, self._home)
+        refuse_other_job(self.job, before)
+        refuse_elsewhere(before, self._identity, self._home)
         history = self.ledger.take(self._identity)
         if history.job is None:
             document = self.job.model_dump(mode="json")
@@ -194,9 +191,7 @@ class Run:
     @property
     def is_complete(self) -> bool:
         """Whether the run reached its target; a larger target than before is not reached yet."""
-        if not self.history.ended_well:
-            return False
-        return self.job.worker.is_command or self.history.committed_step >= self.job.steps
+        return is_complete(self.job, self.history)
 
     @property
     def _decider(self) -> Decider:
@@ -269,10 +264,7 @@ class Run:
             view = self._writer.begin_attempt(placement.number)
         health = AttemptHealth(self.job.watch)
         health.adopt(view)
-        watch = AttemptWatch(
-            self.engine,
-            grace_s=self.job.engine.grace_s,
-            start_timeout_s=self.job.restart.start_timeout_s,
+        watch = self._watch(
             stop_wanted=stop_wanted,
             on_progress=lambda progress: self._on_progress(view, health, progress, on_progress),
             slow_node=lambda: health.slow_node(view, self.history),
@@ -285,6 +277,24 @@ class Run:
             except (EngineError, AgentUnreachable) as error:
                 return self._conclude(view, watch.wind_up(refusal=str(error)))
         return self._conclude(view, watch.run())
+
+    def _watch(
+        self,
+        *,
+        stop_wanted: Callable[[], bool],
+        on_progress: Callable[[Progress], None],
+        slow_node: Callable[[], SlowNode | None] = lambda: None,
+    ) -> AttemptWatch:
+        job = self.job
+        return AttemptWatch(
+            self.engine,
+            grace_s=job.engine.grace_s,
+            start_timeout_s=job.restart.start_timeout_s,
+            stop_wanted=stop_wanted,
+            on_progress=on_progress,
+            slow_node=slow_node,
+            command_ends=CommandEnds(job.target_step) if job.worker.is_command else None,
+        )
 
     def end(self, outcome: str, message: str) -> None:
         """Put the end of the run on record and take its containers down.
@@ -308,7 +318,13 @@ class Run:
         # Not before the processes are gone, or they would train on for a moment.
         take_back(self.checkpoints.store, self.job.run_id)
         # Last: a supervisor that dies above is followed by one that does all of it again.
-        self.ledger.append(RunEnded, outcome=outcome, message=message)
+        self.ledger.append(
+            RunEnded,
+            outcome=outcome,
+            message=message,
+            target_step=self.job.target_step,
+            command=self.job.worker.command,
+        )
         self.ledger.release()
 
     def _keep_fault(self) -> None:
@@ -319,13 +335,7 @@ class Run:
         try:
             if not has_failure(self.engine.poll()):
                 return
-            watch = AttemptWatch(
-                self.engine,
-                grace_s=self.job.engine.grace_s,
-                start_timeout_s=self.job.restart.start_timeout_s,
-                stop_wanted=lambda: True,
-                on_progress=lambda _progress: None,
-            )
+            watch = self._watch(stop_wanted=lambda: True, on_progress=lambda _progress: None)
             self._record_end(view, watch.wind_up())
         except (EngineError, AgentUnreachable):
             return  # its containers are gone, and the evidence with them
@@ -420,7 +430,7 @@ class Run:
         # The nodes upload them while the fault is diagnosed and the next attempt starts.
         self.engine.collect_logs(placement, attempt)
         self._writer.missed_checkpoints(view)
-        diagnosis = diagnose(end.evidence) if end.kind is EndKind.FAILED else None
+        diagnosis = self._diagnosed(end) if end.kind is EndKind.FAILED else None
         if diagnosis is not None and end.stacks:
             diagnosis = self._with_stacks(view, end, diagnosis)
         self._writer.end_attempt(
@@ -433,6 +443,14 @@ class Run:
             stepped_s=end.stepped_s,
         )
         return diagnosis
+
+    def _diagnosed(self, end: AttemptEnd) -> Diagnosis:
+        found = diagnose(end.evidence)
+        # A user who starts a run that had ended has seen how.
+        before = self.history.attempts[self.history.budgets_from : -1]
+        last = before[-1].ended if before else None
+        fault = again_short(found.fault, last.fault if last is not None else None)
+        return replace(found, fault=fault)
 
     def _with_stacks(self, view: AttemptView, end: AttemptEnd, diagnosis: Diagnosis) -> Diagnosis:
         """Put the stacks of a hang into the store, and name the place in its fault."""
@@ -447,31 +465,6 @@ class Run:
         fault = diagnosis.fault
         explained = replace(fault, explanation=f"{fault.explanation} {where}".strip())
         return replace(diagnosis, fault=explained)
-
-
-def _refuse_other_job(job: Job, before: dict[str, Any]) -> None:
-    """Raise RunConflict for a job that would train other weights than the run was created with."""
-    now = job.model_dump(mode="json")
-    for field in _IDENTITY:
-        if field in before and now[field] != before[field]:
-            raise RunConflict(
-                f"run_id={job.run_id} belongs to a job with another {field}; "
-                "choose another run_id, or go back to the former job"
-            )
-
-
-def _refuse_elsewhere(history: RunHistory, identity: Identity, home: Path) -> None:
-    """Raise RunConflict for an open attempt whose containers this supervisor cannot adopt."""
-    placed = history.placement
-    if placed is None or history.open_attempt is None or not placed.host:
-        return
-    if placed.host == identity.host and placed.boot_id != identity.boot_id:
-        return  # rebooted: nothing is left of it
-    if (placed.host, placed.home) != (identity.host, str(home)):
-        raise RunConflict(
-            f"an attempt of run {history.job and history.job.get('run_id')} may be alive on "
-            f"{placed.host} with PERDURE_HOME={placed.home}; start it there"
-        )
 
 
 def _stacks_text(end: AttemptEnd) -> str:

@@ -19,15 +19,14 @@ from training.diagnosis.classify import (
     SlowNode,
     WorkerEnd,
 )
-from training.diagnosis.exits import EXIT_DONE
 from training.diagnosis.standstill import RankProgress
 from training.engines.base import Engine, Placement, Snapshot
 from training.errors import AgentUnreachable, EngineError
-from training.health.heartbeat import Phase
 from training.journal.attempt_log import Follower
 from training.journal.events import CheckpointCommitted, Event, LedgerEvent, StepRecord
 from training.journal.history import AttemptView, Pause, spans
 from training.recovery.protocol import AttemptGivenUp, PauseBegan, PauseEnded
+from training.supervisor.good_ends import CommandEnds, bad_end_of_session, is_done, was_stopped
 from training.wire.agent import (
     AgentState,
     AgentStatus,
@@ -129,6 +128,7 @@ class AttemptWatch:
         stop_wanted: asked at every poll.
         on_progress: called at every poll with what is new.
         slow_node: asked at every poll for a node to be left although nothing has failed.
+        command_ends: judges commands that exit with 0; None: for a session.
     """
 
     def __init__(
@@ -141,6 +141,7 @@ class AttemptWatch:
         on_progress: Callable[[Progress], None],
         slow_node: Callable[[], SlowNode | None] = lambda: None,
         sleep: Callable[[float], None] = time.sleep,
+        command_ends: CommandEnds | None = None,
     ) -> None:
         self._engine = engine
         self._grace_s = grace_s
@@ -149,6 +150,7 @@ class AttemptWatch:
         self._on_progress = on_progress
         self._slow_node = slow_node
         self._sleep = sleep
+        self._command_ends = command_ends
         self._log = Follower(engine.metrics)
         self._progress = Progress()
         self._proc_start_cnt: dict[str, int] = {}
@@ -162,8 +164,10 @@ class AttemptWatch:
             if self._stop_wanted() and not has_failure(snapshot):
                 self._engine.stop(self._grace_s)
                 final = self._await_end(self._grace_s)
-                kind = EndKind.COMPLETED if _all_done(final) else EndKind.STOPPED
+                kind = EndKind.COMPLETED if self._is_completed(final) else EndKind.STOPPED
                 return self._end(kind, final)
+            if self._command_ends is not None and self._command_ends.bad:
+                return self.wind_up()
             if _all_done(snapshot):
                 return self._end(EndKind.COMPLETED, snapshot)
             starting = _starting(snapshot)
@@ -176,6 +180,12 @@ class AttemptWatch:
             if slow is not None:
                 return self.wind_up(slow=slow)
             self._sleep(POLL_S)
+
+    def _is_completed(self, final: Snapshot) -> bool:
+        """Whether an attempt that was stopped on request had come to its target before."""
+        if self._command_ends is not None and (self._command_ends.bad or was_stopped(final)):
+            return False
+        return _all_done(final)
 
     def wind_up(self, *, refusal: str | None = None, slow: SlowNode | None = None) -> AttemptEnd:
         """After the first failure: let the others report, stop them, look once more.
@@ -214,8 +224,19 @@ class AttemptWatch:
         progress.snapshot = self._engine.poll()
         for status in progress.snapshot.agents.values():
             self._proc_start_cnt[status.node] = status.proc_start_cnt
+        self._judge_ends(progress.snapshot)
         self._on_progress(progress)
         return progress.snapshot
+
+    def _judge_ends(self, snapshot: Snapshot) -> None:
+        """See whether commands that exited with 0 have ended well."""
+        ends = self._command_ends
+        if ends is None:
+            return
+        ends.note(snapshot)
+        fresh = ends.fresh(snapshot)
+        if fresh:
+            ends.judge(fresh, _logs_by_rank(self._engine), is_last=_all_done(snapshot))
 
     def _read_log(self) -> bool:
         """Read on in the attempt log. Whether there was more of it."""
@@ -240,7 +261,7 @@ class AttemptWatch:
         evidence = Evidence(
             at_s=noticed.at_s,
             step=step,
-            workers=tuple(_ends(statuses, logs)),
+            workers=tuple(_ends(statuses, logs, self._command_ends)),
             lost_nodes=snapshot.lost,
             silent=tuple(_silent(noticed.snapshot.agents.values())),
             staging_errors={s.node: s.staging_error for s in statuses if s.staging_error},
@@ -330,7 +351,7 @@ def _all_done(snapshot: Snapshot) -> bool:
     if snapshot.lost or snapshot.unanswered or not snapshot.agents:
         return False
     return all(
-        status.is_over and status.workers and all(_done(worker) for worker in status.workers)
+        status.is_over and status.workers and all(is_done(worker) for worker in status.workers)
         for status in snapshot.agents.values()
     )
 
@@ -358,20 +379,7 @@ def has_failure(snapshot: Snapshot) -> bool:
 
 
 def _failed(worker: WorkerStatus) -> bool:
-    return worker.exit_code is not None and not _done(worker)
-
-
-def _done(worker: WorkerStatus) -> bool:
-    """Whether the worker did all its work.
-
-    torch 2.13 aborts one process in about fifty while it exits, after collectives of DTensors
-    over gloo ("terminate called without an active exception"). Once the worker has reported that
-    it is done, how the interpreter ends is no fault.
-    """
-    if worker.exit_code is None:
-        return False
-    ended_badly = worker.exit_code < 0 and worker.phase == Phase.DONE.name.lower()
-    return worker.exit_code == EXIT_DONE or ended_badly
+    return worker.exit_code is not None and not is_done(worker)
 
 
 def _logs_by_rank(engine: Engine) -> dict[int, list[WorkerLog]]:
@@ -386,7 +394,12 @@ def _outputs(engine: Engine) -> Iterator[NodeOutput]:
         yield NodeOutput(node, one.name, one.text, rank=one.rank, device=one.device)
 
 
-def _ends(statuses: Sequence[AgentStatus], logs: dict[int, list[WorkerLog]]) -> Iterator[WorkerEnd]:
+def _ends(
+    statuses: Sequence[AgentStatus],
+    logs: dict[int, list[WorkerLog]],
+    command_ends: CommandEnds | None,
+) -> Iterator[WorkerEnd]:
+    bad = command_ends.bad if command_ends is not None else {}
     for status in statuses:
         for worker in status.workers:
             if worker.exit_code is None or worker.ended_s is None:
@@ -401,9 +414,15 @@ def _ends(statuses: Sequence[AgentStatus], logs: dict[int, list[WorkerLog]]) -> 
                 ended_s=worker.error_s or worker.ended_s,
                 error=worker.error,
                 log="".join(log.text for log in logs.get(worker.rank, [])),
-                log_path=next((log.path for log in logs.get(worker.rank, [])), None),
+                log_path=_log_path(logs.get(worker.rank, [])),
                 stopped=worker.stopped_by_agent,
+                bad_end=bad.get(worker.rank) or bad_end_of_session(worker),
             )
+
+
+def _log_path(logs: Sequence[WorkerLog]) -> str | None:
+    """Where to read on: the first stream, unless nothing was printed there."""
+    return next((log.path for log in sorted(logs, key=lambda log: not log.text)), None)
 
 
 def _silent(statuses: Iterable[AgentStatus]) -> Iterator[SilentRank]:

@@ -297,6 +297,7 @@ class WorkerStatus(RankStatus):
         error: last line of the exception it recorded.
         error_s: when it recorded it.
         stopped_by_agent: whether the agent had asked it to stop before it ended.
+        ended_early: a session program that exited with 0 before its target; see `error`.
     """
 
     rank: int
@@ -305,6 +306,7 @@ class WorkerStatus(RankStatus):
     error: str | None = None
     error_s: float | None = None
     stopped_by_agent: bool = False
+    ended_early: bool = False
 
 
 class HangReport(FrozenModel):
@@ -375,11 +377,16 @@ class AgentStatus(FrozenModel):
 
 
 class WorkerLog(FrozenModel):
-    """The end of one worker's output."""
+    """The end of one worker's output.
+
+    Attributes:
+        written_s: when it was last written.
+    """
 
     rank: int
     path: str
     text: str
+    written_s: float | None = None
 
 
 class NodeText(FrozenModel):

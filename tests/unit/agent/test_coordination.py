@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.unit.agent.conftest import job_text
 from tests.unit.agent.coordinator_end import CoordinatorEnd
 from tests.waiting import wait_for
 from training.agent.coordinator_client import AgentCoordinatorClient, new_token
@@ -204,6 +205,26 @@ def test_an_end_carries_the_error_that_was_recorded_and_whether_memory_was_short
 def test_a_worker_that_ends_well_is_not_reported(coordinated, coordinator, line):
     group = coordinated("true", slots_per_node=1)
     wait_for(group.poll)
+    line.close()
+    assert coordinator.is_closed_by_peer(), "nothing was sent"
+
+
+def test_a_session_that_exits_well_before_its_target_is_reported(coordinated, coordinator):
+    job = job_text(steps=30)
+    group = coordinated("true", slots_per_node=1, job=job)
+    status = until(group, lambda worker: worker.is_recovering)
+    ended = coordinator.receive()
+    assert isinstance(ended, WorkerEnded)
+    assert (ended.exit_code, ended.error) == (0, status.error)
+    assert "exit code 0 at step 0 of 30" in status.error
+    group.release()
+    assert group.statuses()[0].ended_early
+
+
+def test_a_command_that_exits_well_has_no_step_to_be_judged_by(coordinated, coordinator, line):
+    group = coordinated("true", is_command=True, job=job_text(worker={"command": ["true"]}))
+    wait_for(group.poll)
+    assert not group.statuses()[0].ended_early
     line.close()
     assert coordinator.is_closed_by_peer(), "nothing was sent"
 

@@ -18,6 +18,9 @@ from training.wire.transport import dump_line
 FORK_SERVER_TIMEOUT_S = 90.0  # it imports torch, on a machine that may have much else to do
 RECIPE = """
 import json, os, sys, time
+from pathlib import Path
+from training.health.heartbeat import HeartbeatWriter, Phase
+from training.runtime.session import Session
 
 def main(job):
     print(json.dumps(dict(os.environ)), flush=True)
@@ -27,7 +30,9 @@ def main(job):
     if todo != "end":
         print("up", flush=True)
         time.sleep(600)
-    sys.exit(0)
+    # As a loop over all steps that has come to its end.
+    HeartbeatWriter(Path(os.environ["PERDURE_HEARTBEAT"])).beat(phase=Phase.DONE, step=job.steps)
+    Session.ended_at = job.steps
 """
 
 

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from tests.waiting import wait_for
-from training.agent.workers import _read_error
+from training.agent.error_file import read_error
 
 
 def test_a_worker_that_ended_just_before_the_order_to_stop_was_not_stopped(new_group):
@@ -43,4 +43,4 @@ def test_an_error_file_holds_a_message_with_or_without_its_time_or_nothing_at_al
     path = tmp_path / "error.json"
     if document is not None:
         path.write_text(document)
-    assert _read_error(path) == found
+    assert read_error(path) == found

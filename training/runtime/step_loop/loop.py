@@ -139,6 +139,12 @@ class StepLoop:
         if self.recovery is not None:
             self.recovery.groups.step = self.state.step
 
+    @property
+    def completed_step(self) -> int:
+        """Steps that are in the weights; the one handed out counts once it is applied."""
+        step = self.state.in_flight
+        return step.number if step is not None and step.is_applied else self.state.step
+
     def next_step(self) -> Step | None:
         """The next step, or the one before once more; None at the end.
 

@@ -1,0 +1,148 @@
+"""Exit code 0 of what has not come to its end, in real processes; and runs that are reopened."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.jobs import small_job
+from tests.process.harness import faulty_job
+from training.drill.driver import RunDriver, RunOutcome
+from training.job import Job
+from training.recovery.faults import Fault
+
+pytestmark = pytest.mark.process
+
+PROGRAM = """
+import os, signal, sys, time
+first = os.environ["MA_PROC_START_CNT"] == "1"
+for iteration in range(1, 41):
+    print(f"iteration {iteration:8d}/ {40:8d} | lm loss: {1 / iteration:.4f}", flush=True)
+    if iteration == 15 and "survived" in sys.argv:
+        try:
+            raise ConnectionResetError("the tracker is gone")
+        except ConnectionResetError:
+            import traceback; traceback.print_exc()
+    if iteration == 15 and first and "raises" in sys.argv:
+        raise TypeError("forward() missing 1 required positional argument: 'targets'")
+    if iteration == 15 and first and "killed" in sys.argv:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if iteration == 15 and "leaves" in sys.argv:
+        sys.exit(0)
+"""
+
+
+@pytest.fixture
+def program(tmp_path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def command_job(home: Path, run_id: str, script: str, **sections: Any) -> Job:
+    """A job whose command is a script of a shell."""
+    own = {
+        "worker": {"command": ["bash", "-c", script]},
+        "engine": {"nodes": 1, "slots_per_node": 1, "spares": 1, "grace_s": 1},
+        "preflight": {"nodes": False},
+    }
+    return small_job(home, run_id=run_id, **{**own, **sections})
+
+
+def piped(program: Path, how: str) -> str:
+    return f"{sys.executable} {program} {how} 2>&1 | tee -a {program.parent}/train.log"
+
+
+def faults_of(played: RunOutcome) -> list[Fault]:
+    """Of the attempts that have failed."""
+    ends = (view.ended for view in played.history.attempts)
+    return [end.fault for end in ends if end is not None and end.fault is not None]
+
+
+def test_a_crash_behind_a_pipe_ends_the_run_with_its_fault(tmp_path, program):
+    played = RunDriver(tmp_path).run(command_job(tmp_path, "raises", piped(program, "raises")))
+    assert "TypeError" in (tmp_path / "train.log").read_text(), "it happened"
+    assert played.ended == "user_code_error is for the user to fix"
+    (fault,) = faults_of(played)
+    assert (fault.fault_class, fault.node) == ("user_code_error", "node-0")
+    assert "forward() missing 1 required" in fault.evidence
+    assert "set -o pipefail" in fault.explanation
+
+
+def test_a_program_that_survives_an_error_has_ended_well(tmp_path, program):
+    played = RunDriver(tmp_path).run(command_job(tmp_path, "survives", piped(program, "survived")))
+    log = (tmp_path / "train.log").read_text()
+    assert "ConnectionResetError: the tracker is gone" in log
+    assert (played.ended, len(played.history.attempts)) == ("completed", 1)
+
+
+@pytest.mark.long
+def test_a_program_that_is_killed_behind_a_pipe_is_started_again_and_completes(tmp_path, program):
+    # The shell does not say a word about it: only the count of iterations shows it.
+    played = RunDriver(tmp_path).run(command_job(tmp_path, "killed", piped(program, "killed")))
+    counts = (tmp_path / "train.log").read_text().split("iteration")[1:]
+    assert [int(one.split("/")[0]) for one in counts] == [*range(1, 16), *range(1, 41)]
+    assert played.ended == "completed"
+    (fault,) = faults_of(played)
+    assert fault.evidence == "exit code 0 at iteration 15 of 40"
+    decisions = [view.decision for view in played.history.attempts]
+    assert [one and one.rung for one in decisions] == ["in_place_restart", None]
+
+
+@pytest.mark.long
+def test_a_program_that_leaves_at_the_same_step_again_is_its_users_to_mend(tmp_path, program):
+    played = RunDriver(tmp_path).run(command_job(tmp_path, "leaves", piped(program, "leaves")))
+    assert played.ended == "user_code_error is for the user to fix"
+    first, second = faults_of(played)
+    assert (first.fault_class, second.fault_class) == ("unknown", "user_code_error")
+    assert "twice at the same step" in second.explanation
+
+
+HEARTBEATS = """
+import os, sys, time
+from pathlib import Path
+from training.health.heartbeat import HeartbeatWriter
+beat = HeartbeatWriter(Path(os.environ["PERDURE_HEARTBEAT"]))
+for step in range(int(sys.argv[1])):
+    beat.beat(step=step)
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("num_steps", "ended"), [(12, "user_code_error"), (30, "completed")])
+def test_heartbeats_short_of_the_target_of_the_job_are_no_completion(tmp_path, num_steps, ended):
+    program = tmp_path / "train.py"
+    program.write_text(HEARTBEATS)
+    script = f"{sys.executable} {program} {num_steps} | cat"
+    job = command_job(tmp_path, f"beats-{num_steps}", script, steps=30)
+    played = RunDriver(tmp_path).run(job)
+    assert played.ended.startswith(ended)
+    if ended != "completed":
+        assert faults_of(played)[-1].evidence == f"exit code 0 at step {num_steps - 1} of 30"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "faults", "env", "words"),
+    [
+        ("sys-exit", "sys_exit:0:6,sys_exit:1:6,sys_exit:2:6,sys_exit:3:6", {},
+         "the recipe called sys.exit() at step 5 of 30"),
+        ("os-exit", "os_exit:1:6", {}, "the process ended with exit code 0 at step 5 of 30"),
+        ("left", "", {"LEAVE_AT": "10"}, "the recipe returned at step 10 of 30"),
+        ("left-at-the-end", "", {"LEAVE_AT": "30"}, "the recipe returned at step 30 of 30"),
+    ],
+)  # fmt: skip
+def test_a_recipe_that_ends_before_its_loop_is_a_fault(home, name, faults, env, words):
+    job = faulty_job(home, name, steps=30, faults=faults, env=env, pace_s=0.02)
+    played = RunDriver(home).run(job)
+    marks = sorted((home / f"marks-{name}").iterdir())
+    assert len(marks) == len(faults.split(",") if faults else []), "they fired"
+    assert "user_code_error" in played.ended
+    (fault,) = faults_of(played)
+    assert fault.fault_class == "user_code_error"
+    assert words in fault.evidence
+    assert played.left_over == ()

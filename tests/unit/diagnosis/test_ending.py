@@ -1,0 +1,225 @@
+"""Exit code 0 of what has failed: what shows it, and what does not."""
+
+from __future__ import annotations
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from training.diagnosis.classify import Evidence, WorkerEnd, diagnose
+from training.diagnosis.ending import (
+    LAST_WITHIN_S,
+    SHORT_CODE,
+    BadEnd,
+    Count,
+    Output,
+    again_short,
+    count_in,
+    crash_in,
+    early_end,
+    short_end,
+)
+from training.recovery.faults import Fault, FaultClass
+
+STEPS = "".join(
+    f" [2026-11-21] iteration {at:8d}/    6000 | lm loss: {9 / at:.3f} | grad norm: 1.0 |\n"
+    for at in range(10, 160, 10)
+)
+RAISED = "TypeError: forward() missing 1 required positional argument: 'targets'"
+FRAMES = """Traceback (most recent call last):
+  File "/work/train.py", line 5, in <module>
+    main()
+    ^^^^^^
+"""
+TRACEBACK = f"{FRAMES}{RAISED}\n"
+NOT_DESTROYED = (
+    "[rank0]:[W1123 10:00:00.1 ProcessGroupNCCL.cpp:1496] Warning: WARNING: "
+    "destroy_process_group() was not called before program exit\n"
+)
+
+
+def summary(exit_code: int = 1, num_failed: int = 1) -> str:
+    """What torchrun prints at last."""
+    failures = {
+        rank: ProcessFailure(rank, 4000 + rank, exit_code, "") for rank in range(num_failed)
+    }
+    for failure in failures.values():
+        failure.timestamp = 1_700_000_000
+    name = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
+    return f"{FRAMES}{name}: {ChildFailedError('train.py', failures)}\n"
+
+
+CUDA = (
+    "RuntimeError: CUDA error: an illegal memory access was encountered\n"
+    "CUDA kernel errors might be asynchronously reported at some other API call.\n"
+    "For debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
+    "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+)
+CHAIN = (
+    f"{FRAMES}KeyError: 'lr'\n\n"
+    f"During handling of the above exception, another exception occurred:\n\n{TRACEBACK}"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (STEPS + TRACEBACK, RAISED),
+        (TRACEBACK, RAISED),
+        (STEPS + TRACEBACK.replace("\n", "\n[rank1]: ")[:-9], RAISED),
+        (STEPS + FRAMES + CUDA, "RuntimeError: CUDA error: an illegal memory access"),
+        (STEPS + TRACEBACK + NOT_DESTROYED, RAISED),
+        (STEPS + CHAIN, RAISED),
+        (f"2026-11-21 10:00:00 - ERROR - training failed\n{TRACEBACK}", RAISED),
+        (STEPS + TRACEBACK + summary(), "ChildFailedError"),
+        (STEPS + summary(-9, num_failed=16), "ChildFailedError"),
+        (STEPS + summary() + "training finished\ncopying the logs\n" * 30, "ChildFailedError"),
+        (STEPS + "[INFO] [launch.py:328:main] x\n[ERROR] exits with return code = -9\n",
+         "exits with return code = -9"),
+        (STEPS + "train.sh: line 9: 4711 Killed                  python train.py\n", "Killed"),
+        (STEPS + "bash: 4711 Segmentation fault   (core dumped) ./train\n", "Segmentation fault"),
+        (STEPS + "Segmentation fault (core dumped)\n", "Segmentation fault"),
+        (STEPS + "Fatal Python error: Segmentation fault\n\nThread 0x1 (most recent call first):\n",
+         "Fatal Python error"),
+        ("train.sh: line 12: torchrun: command not found\n", "torchrun: command not found"),
+        ("sh: 1: torchrun: not found\n", "torchrun: not found"),
+        (f"{FRAMES}BrokenPipeError: [Errno 32] Broken pipe\n", "BrokenPipeError"),
+    ],
+    ids=[
+        "a traceback", "nothing but a traceback", "with the prefix of its rank",
+        "a message of several lines", "a warning at exit", "a chain of exceptions",
+        "logged and nothing after it", "torchrun", "torchrun with many failures",
+        "torchrun in a script that goes on", "DeepSpeed", "a shell: killed", "bash -c: crashed",
+        "a shell: crashed", "faulthandler", "no such program", "no such program: dash",
+        "an error of the program itself",
+    ],
+)  # fmt: skip
+def test_the_death_of_a_program_as_its_last_words_is_a_crash(text, line):
+    found = crash_in([Output(text)])
+    assert found is not None
+    assert line in found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        STEPS,
+        STEPS + "WARNING: could not reach the tracker: Connection reset by peer\n",
+        STEPS + "wandb: ERROR Error while calling W&B API: network error (ConnectionError)\n",
+        STEPS + "ERROR: failed to upload ckpt: 503 SlowDown\n",
+        TRACEBACK + STEPS,
+        summary() + STEPS,
+        STEPS + TRACEBACK + "caught, training goes on with the next file\n" * 20,
+        STEPS + TRACEBACK + "Training completed\n",
+        STEPS + TRACEBACK + "{'train_runtime': 12.3}\n",
+        f"{STEPS}2026-11-21 10:00:00 - ERROR - no upload, will go without\n{TRACEBACK}bye\n",
+        f"{STEPS}Exception ignored in: <function Pool.__del__ at 0x7f>\n{TRACEBACK}",
+        f"{STEPS}Exception ignored in atexit callback: <function x>\n{TRACEBACK}",
+        f"{STEPS}Exception in thread Thread-3 (upload):\n{TRACEBACK}",
+        f"{STEPS}Task exception was never retrieved\n{TRACEBACK}",
+        f"{STEPS}--- Logging error ---\n{TRACEBACK}",
+        f"{STEPS}Process Process-3:\n{FRAMES}ConnectionResetError: [Errno 104] reset\n",
+        STEPS + FRAMES.replace("/work/train.py", "/usr/lib/python3.11/multiprocessing/"
+                               "resource_tracker.py") + "KeyError: '/psm_12'\n",
+        STEPS + "nvidia-smi: command not found\n" + STEPS,
+        STEPS + NOT_DESTROYED,
+    ],
+    ids=[
+        "nothing", "steps", "a warning", "a tracker's error", "a failed upload",
+        "a traceback before the steps", "a try of torchrun before the steps",
+        "a traceback that the program went on from", "done", "done: Trainer", "logged, then more",
+        "ignored", "ignored at exit", "of a thread", "of a task", "of the log",
+        "of a loader at the end", "of the resource tracker", "a missing tool", "a warning at exit",
+    ],
+)  # fmt: skip
+def test_what_a_program_survives_or_logs_is_no_crash(text):
+    assert crash_in([Output(text)]) is None
+
+
+def test_the_stream_that_was_written_last_has_the_end():
+    early = Output(TRACEBACK, written_s=100.0)
+    assert crash_in([early, Output(STEPS, written_s=101.0 + LAST_WITHIN_S)]) is None
+    assert crash_in([early, Output(STEPS, written_s=99.0 + LAST_WITHIN_S)]) == RAISED
+    assert crash_in([early, Output(STEPS)]) == RAISED, "not known"
+
+
+def test_a_count_of_all_iterations_shows_how_far_a_program_came():
+    assert count_in(STEPS) == Count(150, 6000, 10, "iteration")
+    assert count_in(STEPS + "exiting program at iteration 150 datetime: x") is None
+    assert count_in("Epoch 3:  15%|#   | 150/1000 [00:10<00:50]") is None, "a bar may be an epoch's"
+    assert count_in("iter 150: loss 3.1") is None
+
+
+@pytest.mark.parametrize(
+    ("count", "is_short"),
+    [
+        (Count(150, 6000, 10), True),
+        (Count(5900, 6000, 50), True),
+        (Count(5900, 6000, 100), False),
+        (Count(5999, 6000, 1), False),
+        (Count(6000, 6000, 10), False),
+        (Count(7000, 6000, 10), False),
+    ],
+    ids=[
+        "far",
+        "two prints",
+        "the next print would be the last",
+        "counted from 0",
+        "there",
+        "over",
+    ],
+)
+def test_short_is_what_the_next_step_to_be_shown_would_not_reach(count, is_short):
+    assert count.is_short == is_short
+
+
+def end(log: str, bad: BadEnd) -> WorkerEnd:
+    return WorkerEnd(0, "node-0", 0, 0, 10.0, log=log, bad_end=bad)
+
+
+def cause(log: str, bad: BadEnd) -> Fault:
+    return diagnose(Evidence(at_s=100.0, step=40, workers=[end(log, bad)])).fault
+
+
+def test_a_hidden_crash_has_the_fault_that_its_output_shows_and_the_way_to_show_it():
+    fault = cause(STEPS + TRACEBACK + summary(), BadEnd("ChildFailedError"))
+    assert (fault.fault_class, fault.evidence) == (FaultClass.USER_CODE_ERROR, RAISED)
+    assert "set -o pipefail" in fault.explanation
+    killed = cause(STEPS + summary(-9), BadEnd("ChildFailedError"))
+    assert killed.fault_class is FaultClass.NATIVE_CRASH
+    unknown = cause("odd", BadEnd("odd"))
+    assert (unknown.fault_class, unknown.evidence) == (FaultClass.UNKNOWN, "odd")
+
+
+def test_an_end_before_the_target_is_not_blamed_on_what_was_survived():
+    bad = short_end([None, Count(1, 9, 9), Count(150, 6000, 10, "iteration")])
+    assert bad is not None
+    fault = cause(TRACEBACK + STEPS, bad)
+    assert (fault.fault_class, fault.code) == (FaultClass.UNKNOWN, SHORT_CODE)
+    assert fault.evidence == "exit code 0 at iteration 150 of 6000"
+    assert short_end([None, Count(6000, 6000, 1)]) is None
+
+
+def test_who_ends_at_the_same_step_again_means_to():
+    def fault(step: int) -> Fault:
+        bad = short_end([Count(step, 6000, 10)])
+        assert bad is not None
+        return cause("", bad)
+
+    assert again_short(fault(150), None).fault_class is FaultClass.UNKNOWN
+    assert again_short(fault(150), fault(140)).fault_class is FaultClass.UNKNOWN
+    again = again_short(fault(150), fault(150))
+    assert again.fault_class is FaultClass.USER_CODE_ERROR
+    assert again.user_fault
+    crash = cause(TRACEBACK, BadEnd(RAISED))
+    assert again_short(crash, crash) == crash
+
+
+def test_a_session_that_exits_before_its_target_is_the_programs_fault():
+    text = early_end(6, 30)
+    assert text is not None
+    assert "step 6 of 30" in text
+    fault = cause(STEPS, BadEnd(text, FaultClass.USER_CODE_ERROR))
+    assert (fault.fault_class, fault.evidence) == (FaultClass.USER_CODE_ERROR, text)
+    assert early_end(30, 30) is early_end(31, 30) is None
+    assert "step 0 of 30" in str(early_end(-1, 30))

@@ -1,0 +1,222 @@
+"""Ends that only look well: exit code 0 of a command whose program has failed.
+
+The exit status of a shell's pipeline is that of its last command, so that a crash behind `| tee`
+reads as 0. What shows it is the death of a program or of its launcher as the last thing in the
+output, or a count of steps that has stopped short of its target. An error that the program has
+survived shows nothing, and neither does one that it logged and went on from. Pure; times are
+seconds since the epoch, steps completed optimizer steps.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from training.diagnosis.exceptions import TRACEBACK
+from training.diagnosis.lines import is_low_level, is_progress
+from training.diagnosis.series import is_done
+from training.recovery.faults import TRAITS, Fault, FaultClass
+
+SHORT_CODE = "ENDED_SHORT"
+# A stream that was last written so long before another of its process does not hold the end.
+LAST_WITHIN_S = 10.0
+# The message of an exception may have further lines, and an interpreter that exits may warn.
+MAX_LINES_AFTER = 12
+
+PIPE_ADVICE = (
+    "The command failed, but exited with 0: a shell's pipeline has the exit status of its last "
+    "command, and one such as `torchrun ... | tee train.log` needs `set -o pipefail`."
+)
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_PREFIX = re.compile(r"^(?:\[[\w.:,-]{1,24}\](?:<std\w{3}>)?:? ?)+")  # of a launcher, for a rank
+_DEATHS = re.compile(
+    r"\bChildFailedError\b|Root Cause \(first observed failure\)"  # torchrun
+    r"|\bexits with return code = -?[1-9]"  # DeepSpeed
+    r"|\b(?:mpirun|mpiexec|prterun) (?:noticed that|has exited due to) process rank"
+    r"|Primary job +terminated normally, but|BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES"
+    # a shell, about a child that a signal has ended
+    r"|^\S+: (?:line \d+: +)?\d+ (?:Killed|Segmentation fault|Aborted|Bus error|Terminated"
+    r"|Illegal instruction|Floating point exception)\b"
+    r"|^(?:Killed|Segmentation fault|Aborted|Bus error)(?: \(core dumped\))?$"
+    r"|^Fatal Python error: |^terminate called after throwing\b"
+)
+_NOT_FOUND = re.compile(r"^\S+: (?:(?:line )?\d+: )?\S{1,200}: (?:command )?not found$")
+_FRAME = re.compile(r'File "([^"\n]{1,300})", line \d+')
+_CHAINED = re.compile(r"^(?:During handling of the above|The above exception was the direct cause)")
+# What comes before the traceback of an exception that does not end its program.
+_SURVIVED = re.compile(
+    r"^(?:Exception ignored |Exception in (?:thread|callback) |Error in atexit|Error in sys\."
+    r"|Task exception was never retrieved|--- Logging error ---)"
+)
+_OF_CHILD = re.compile(r"^Process \S+:$")  # multiprocessing
+_AT_EXIT = re.compile(
+    r"^(?:BrokenPipe|ConnectionReset|ConnectionRefused|EOF|FileNotFound)Error\b|^KeyboardInterrupt"
+)
+# CPython 3.8 to 3.12: complains at exit about what another process has removed already.
+_AT_EXIT_FRAME = re.compile(r"/multiprocessing/resource_tracker\.py$")
+_LOGGED = re.compile(r"\b(?:ERROR|FATAL|CRITICAL)\b|\[[EF]\d{0,4} ")
+_COUNT = re.compile(r"\biteration\s{1,8}(\d{1,12})\s?/\s{0,8}(\d{1,12})\b")  # Megatron
+_OWN_WISH = re.compile(
+    r"\bexiting program (?:at|after)\b"
+)  # Megatron: --exit-interval and the like
+
+
+@dataclass(frozen=True, slots=True)
+class BadEnd:
+    """Why exit code 0 is no good end.
+
+    Attributes:
+        text: the evidence.
+        fault_class: what it is; None: the output of the worker explains it.
+    """
+
+    text: str
+    fault_class: FaultClass | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """The end of one stream of a process.
+
+    Attributes:
+        written_s: when it was last written; None: not known.
+    """
+
+    text: str
+    written_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """How far a program has counted.
+
+    Attributes:
+        step: the last one that was seen.
+        target: where it was to end.
+        stride: from one that is shown to the next.
+        name: what the program calls a step.
+    """
+
+    step: int
+    target: int
+    stride: int
+    name: str = "step"
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the target was not reached, even if the next one to be shown is missing."""
+        return self.step + self.stride < self.target
+
+
+def early_end(step: int, target: int) -> str | None:
+    """What is wrong with a session program that exited with 0; None where it was at its target."""
+    if step >= target:
+        return None
+    return (
+        f"RecipeEndedEarly: the process ended with exit code 0 at step {max(0, step)} of {target}, "
+        "before the end of its loop over session.steps()"
+    )
+
+
+def short_end(counts: Iterable[Count | None]) -> BadEnd | None:
+    """The end of a program by whose counts it has not reached its target."""
+    for count in counts:
+        if count is not None and count.is_short:
+            return BadEnd(
+                f"exit code 0 at {count.name} {count.step} of {count.target}", FaultClass.UNKNOWN
+            )
+    return None
+
+
+def again_short(fault: Fault, before: Fault | None) -> Fault:
+    """A program that ends at the same step when it is started again does so by itself."""
+    if fault.code != SHORT_CODE or before is None:
+        return fault
+    if (before.code, before.evidence) != (fault.code, fault.evidence):
+        return fault
+    traits = TRAITS[FaultClass.USER_CODE_ERROR]
+    return replace(
+        fault,
+        fault_class=FaultClass.USER_CODE_ERROR,
+        explanation="The program has ended twice at the same step, before its target and without "
+        "an error: `steps` of the job is not what the command trains to, or it ends by itself.",
+        action="Give the job the target that the command has, or correct the command.",
+        recoverable_by=traits.recoverable_by,
+        user_fault=traits.user_fault,
+    )
+
+
+def crash_in(outputs: Sequence[Output]) -> str | None:
+    """The line that shows that a program has failed at its end; None when nothing does.
+
+    Args:
+        outputs: the streams of one process, and of what it has started.
+    """
+    times = [one.written_s for one in outputs if one.written_s is not None]
+    newest_s = max(times, default=0.0)
+    for one in outputs:
+        if one.written_s is None or newest_s - one.written_s <= LAST_WITHIN_S:
+            found = _last_words(_lines(one.text))
+            if found is not None:
+                return found
+    return None
+
+
+def count_in(text: str) -> Count | None:
+    """The last iteration of how many that a program has printed; None where it ended by its wish.
+
+    Only counts of the whole training are read: a progress bar may be that of an epoch.
+    """
+    found = list(_COUNT.finditer(text))
+    if not found or _OWN_WISH.search(text, found[-1].end()):
+        return None
+    step, target = int(found[-1][1]), int(found[-1][2])
+    earlier = next((int(one[1]) for one in reversed(found) if int(one[1]) < step), 0)
+    return Count(step, target, step - earlier, "iteration")
+
+
+def _lines(text: str) -> list[str]:
+    parts = (_COLOURS.sub("", part) for part in re.split(r"[\r\n]+", text))
+    return [_PREFIX.sub("", part).rstrip() for part in parts if part.strip()]
+
+
+def _last_words(lines: Sequence[str]) -> str | None:
+    """How a program died, if nothing after it shows that training went on."""
+    alive = next((i for i in range(len(lines) - 1, -1, -1) if is_progress(lines[i])), -1)
+    since = lines[alive + 1 :]
+    death = next((line for line in since if _DEATHS.search(line)), None)
+    if death is None and since and _NOT_FOUND.search(since[-1]):
+        death = since[-1]
+    return death or _uncaught(since)
+
+
+def _uncaught(lines: Sequence[str]) -> str | None:
+    """The last line of a traceback with which the output ends."""
+    begin = next((i for i in range(len(lines) - 1, -1, -1) if re.search(TRACEBACK, lines[i])), None)
+    if begin is None:
+        return None
+    inside = begin + 1
+    while inside < len(lines) and lines[inside][:1].isspace():
+        inside += 1
+    raised, frames = (
+        lines[min(inside, len(lines) - 1)],
+        _FRAME.findall("\n".join(lines[begin:inside])),
+    )
+    after = [line for line in lines[inside + 1 :] if not is_low_level(line)]
+    before = _before_chain(lines, begin)
+    limit = 0 if _LOGGED.search(before) else MAX_LINES_AFTER
+    if len(after) > limit or any(is_done(line) for line in after) or _SURVIVED.search(before):
+        return None
+    if frames and _AT_EXIT_FRAME.search(frames[-1]):
+        return None
+    return None if _OF_CHILD.search(before) and _AT_EXIT.search(raised) else raised
+
+
+def _before_chain(lines: Sequence[str], begin: int) -> str:
+    """The line before a traceback, or before the first one of those that belong together."""
+    while begin > 0 and _CHAINED.search(lines[begin - 1]):
+        earlier = (i for i in range(begin - 1, -1, -1) if re.search(TRACEBACK, lines[i]))
+        begin = next(earlier, 0)
+    return lines[begin - 1] if begin > 0 else ""

@@ -1,0 +1,119 @@
+"""Whether workers that exited with 0 have ended well, as the watch of an attempt sees them.
+
+A session program says so itself, and its agent knows where it was to end. A command is judged by
+the end of its output, once its node has no process of it any more, and by how far it is known to
+have come. Steps are completed optimizer steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from training.diagnosis.ending import BadEnd, Count, Output, count_in, crash_in, short_end
+from training.diagnosis.exits import EXIT_DONE
+from training.engines.base import Snapshot
+from training.health.heartbeat import Phase
+from training.recovery.faults import FaultClass
+from training.wire.agent import AgentStatus, WorkerLog, WorkerStatus
+
+UNSEEN_STRIDE = 0.01  # of the target, where only one heartbeat of a command was seen
+
+
+def is_done(worker: WorkerStatus) -> bool:
+    """Whether the worker did all its work, by its exit code and its heartbeat.
+
+    torch 2.13 aborts one process in about fifty while it exits, after collectives of DTensors
+    over gloo ("terminate called without an active exception"). Once the worker has reported that
+    it is done, how the interpreter ends is no fault.
+    """
+    if worker.exit_code is None or worker.ended_early:
+        return False
+    ended_badly = worker.exit_code < 0 and worker.phase == Phase.DONE.name.lower()
+    return worker.exit_code == EXIT_DONE or ended_badly
+
+
+def bad_end_of_session(worker: WorkerStatus) -> BadEnd | None:
+    """What its agent says about a session program that exited with 0."""
+    if not worker.ended_early:
+        return None
+    return BadEnd(worker.error or "exit code 0 before the target", FaultClass.USER_CODE_ERROR)
+
+
+@dataclass(slots=True)
+class CommandEnds:
+    """What shows that a command that exited with 0 has not ended well.
+
+    Attributes:
+        target: step that the job's command trains to; None: not known.
+        bad: by rank, what was found.
+    """
+
+    target: int | None = None
+    bad: dict[int, BadEnd] = field(default_factory=dict)
+    _judged: set[int] = field(default_factory=set)
+    _steps: list[int] = field(default_factory=list)
+
+    def note(self, snapshot: Snapshot) -> None:
+        """Keep how far the heartbeats have come."""
+        ranks = (rank for status in snapshot.agents.values() for rank in status.known_ranks)
+        step = max((rank.step for rank in ranks if rank.step is not None), default=-1)
+        if step >= 0 and step not in self._steps[-1:]:
+            self._steps = [*self._steps[-1:], step]
+
+    def fresh(self, snapshot: Snapshot) -> list[WorkerStatus]:
+        """Workers that exited with 0 since the last time, of nodes where nothing is left."""
+        return [
+            worker
+            for status in snapshot.agents.values()
+            if status.is_over
+            for worker in status.workers
+            if worker.exit_code == EXIT_DONE and worker.rank not in self._judged
+        ]
+
+    def judge(
+        self,
+        workers: Sequence[WorkerStatus],
+        logs: Mapping[int, Sequence[WorkerLog]],
+        *,
+        is_last: bool,
+    ) -> None:
+        """Judge workers that exited with 0.
+
+        Args:
+            workers: that have not been judged.
+            logs: the ends of the output of all, by rank.
+            is_last: whether no other process is left: nobody will count on.
+        """
+        self._judged.update(worker.rank for worker in workers)
+        by_itself = [worker for worker in workers if not worker.stopped_by_agent]
+        for worker in by_itself:
+            outputs = [Output(log.text, log.written_s) for log in logs.get(worker.rank, ())]
+            crash = crash_in(outputs)
+            if crash is not None:
+                self.bad[worker.rank] = BadEnd(crash)
+        if is_last and by_itself and not self.bad:
+            short = short_end(self._counts(logs))
+            if short is not None:
+                self.bad[by_itself[-1].rank] = short
+
+    def _counts(self, logs: Mapping[int, Sequence[WorkerLog]]) -> Iterator[Count | None]:
+        if self.target is not None and self._steps:
+            before = self._steps[:-1]
+            step = self._steps[-1]
+            stride = step - before[0] if before else round(UNSEEN_STRIDE * self.target)
+            yield Count(step, self.target, max(1, stride))
+        printed = (count_in(log.text) for rank in logs.values() for log in rank)
+        counts = [count for count in printed if count is not None]
+        # With several nodes one of them prints: the one that came farthest.
+        yield max(counts, key=lambda count: count.step, default=None)
+
+
+def was_stopped(snapshot: Snapshot) -> bool:
+    """Whether a worker that exited with 0 had been asked to stop: it need not have been done."""
+    return any(worker.stopped_by_agent for worker in _workers(snapshot))
+
+
+def _workers(snapshot: Snapshot) -> Iterator[WorkerStatus]:
+    statuses: Iterator[AgentStatus] = iter(snapshot.agents.values())
+    return (worker for status in statuses for worker in status.workers)

@@ -1,0 +1,105 @@
+"""Whether a job may go on with the run that has its name. Pure, from job and ledger.
+
+What the weights depend on must not change under a run's name, and what a user changes in a run
+that is complete must not be ignored. Steps are completed optimizer steps.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from training.errors import RunConflict
+from training.job import Job
+from training.journal.history import RunHistory
+from training.journal.ledger import Identity
+
+_IDENTITY = ("model", "tokenizer", "seed", "batch", "optimizer", "precision", "worker")
+_MAX_CHARS = 120
+
+
+def is_complete(job: Job, history: RunHistory) -> bool:
+    """Whether the run reached its target; a larger target than before is not reached yet."""
+    if history.ended is None or not history.ended_well:
+        return False
+    if not job.worker.is_command:
+        return history.committed_step >= job.steps
+    if job.target_step is None:
+        return True
+    before = history.ended.target_step
+    if before is None:  # the job named none, or the record is of an older version
+        before = int((history.job or {}).get("steps", 0))
+    return job.target_step <= before
+
+
+def refuse_other_job(job: Job, history: RunHistory) -> None:
+    """Check that the job is that of the run, as far as something depends on it.
+
+    Raises:
+        RunConflict: it would train other weights, or a completed run would ignore its command.
+    """
+    # Until something depends on them, settings of a run may still be corrected.
+    if history.job is not None and (history.checkpoints or history.open_attempt):
+        first = next(_differences(history.job, job.model_dump(mode="json")), None)
+        if first is not None:
+            raise RunConflict(
+                f"run_id={job.run_id} belongs to a job with another {first}; "
+                "choose another run_id, or go back to the former job"
+            )
+    if is_complete(job, history) and job.worker.is_command:
+        _refuse_other_command(job, history)
+
+
+def _refuse_other_command(job: Job, history: RunHistory) -> None:
+    ended = history.ended
+    assert ended is not None  # noqa: S101 the run is complete
+    command = ended.command
+    if command is None:
+        command = ((history.job or {}).get("worker") or {}).get("command")
+    if command is not None and tuple(command) != job.worker.command:
+        raise RunConflict(
+            f"run_id={job.run_id} was completed with another worker.command: "
+            f"{_shown(list(command))}, here {_shown(list(job.worker.command or ()))}; "
+            "choose another run_id, or have the run go on with `perdure run --reopen`"
+        )
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Values of the run's identity that are not the same: path, then, now."""
+    for field in _IDENTITY:
+        if field in before:
+            yield from _compared(field, before[field], now.get(field))
+
+
+def _compared(path: str, before: Any, now: Any) -> Iterator[str]:
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        # Every field is on record: one that is not there is of another version.
+        for name in (name for name in before if name in now):
+            yield from _compared(f"{path}.{name}", before[name], now[name])
+    elif before != now:
+        yield f"{path}: {_shown(before)}, here {_shown(now)}"
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]}..."
+
+
+def refuse_elsewhere(history: RunHistory, identity: Identity, home: Path) -> None:
+    """Check that this supervisor can adopt the containers of an open attempt.
+
+    Raises:
+        RunConflict: they are another machine's, or another home folder's.
+    """
+    placed = history.placement
+    if placed is None or history.open_attempt is None or not placed.host:
+        return
+    if placed.host == identity.host and placed.boot_id != identity.boot_id:
+        return  # rebooted: nothing is left of it
+    if (placed.host, placed.home) != (identity.host, str(home)):
+        raise RunConflict(
+            f"an attempt of run {history.job and history.job.get('run_id')} may be alive on "
+            f"{placed.host} with PERDURE_HOME={placed.home}; start it there"
+        )
