@@ -49,7 +49,7 @@ def test_every_make_target_and_file_in_the_readme_exists():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"make ([a-z-]+)", README):
         assert f"\n{target}:" in makefile or target == "demo"
-    for path in re.findall(r"\]\(([\w/.-]+)\)|`((?:training|flows)/[\w/]+\.py)`", README):
+    for path in re.findall(r"\]\(([\w/.-]+)\)|`((?:training|flows|examples)/[\w/]+\.py)`", README):
         assert (ROOT / (path[0] or path[1])).exists(), path
 
 
@@ -58,6 +58,6 @@ def test_every_make_target_and_file_in_the_readme_exists():
 )
 def test_every_file_that_a_page_of_the_documentation_names_exists(page):
     text = page.read_text(encoding="utf-8")
-    rooms = "perdure|flows|tasks|training|storage|tests|docs|dashboards"
+    rooms = "perdure|flows|tasks|training|storage|tests|docs|dashboards|examples"
     for path in re.findall(rf"`((?:{rooms})/[\w./*-]*)`", text):
         assert any(ROOT.glob(path.rstrip("/"))), path

@@ -17,7 +17,7 @@ from training.specs.field_names import names_meant
         (("restart", "max_restart"), ("max_restarts",)),
         (("comm", "op_retry", "max_counts"), ("max_count",)),
         (("drill", "faults", 0, "stp"), ("step",)),
-        (("env_from", "HF_TOKEN", "blok"), ("block",)),
+        (("env_from", "HF_TOKEN", "files"), ("file",)),
         # of another section, where it would belong
         (("num_layers",), ("model.num_layers",)),
         (("num_layer",), ("model.num_layers",)),

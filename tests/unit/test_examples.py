@@ -1,0 +1,54 @@
+"""The jobs and programs of examples/ are such that a user may run them as they are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from training.errors import InputError
+from training.job import load_job
+from training.runtime.session import Session
+from training.runtime.step_loop.step import Step
+from training.supervisor.job_checks import check_job
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+PAGES = [ROOT / "README.md", ROOT / "docs" / "programs.md"]
+JOBS = sorted(EXAMPLES.glob("*.yaml"))
+PROGRAMS = sorted({*EXAMPLES.iterdir()} - {*JOBS})
+
+
+@pytest.mark.parametrize("path", JOBS, ids=lambda path: path.name)
+def test_every_job_passes_the_checks_from_the_folder_of_the_clone(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    check_job(load_job(path), with_storage=False)
+
+
+def test_a_job_whose_program_is_not_there_would_not(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    job = load_job(EXAMPLES / "session.yaml", ["worker.recipe=session_train:train"])
+    with pytest.raises(InputError, match="defines no 'train'"):
+        check_job(job, with_storage=False)
+
+
+@pytest.mark.parametrize("path", [p for p in PROGRAMS if p.is_file()], ids=lambda path: path.name)
+def test_every_program_is_short_and_started_by_a_job(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) < 120
+    assert any(path.stem in job.read_text(encoding="utf-8") for job in JOBS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_what_a_page_says_of_sessions_and_steps_exists(page):
+    text = page.read_text(encoding="utf-8")
+    for name, kind in (("session", Session), ("step", Step)):
+        attributes = set(re.findall(rf"(?<![\w./]){name}\.(\w+)", text)) - {"py", "yaml"}
+        own = {*dir(kind), *re.findall(r"self\.(\w+)", Path(source_of(kind)).read_text())}
+        assert attributes, f"{page.name} speaks of {name}"
+        assert attributes <= own
+
+
+def source_of(kind: type) -> str:
+    module = __import__(kind.__module__, fromlist=["__file__"])
+    return str(module.__file__)
