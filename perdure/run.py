@@ -152,17 +152,16 @@ def _print_outcome(console: Console, job: Job, ui_url: str) -> None:
         picture.write_bytes(loss_picture(history, kept))
         console.print(f"steps kept: {len(kept)}")
         console.print(f"loss picture: {picture}", soft_wrap=True)
-    _print_account(console, account(history, records, now_s=time.time()), job, folder)
+    _print_account(console, account(history, records, now_s=time.time()), folder)
     console.print(f"Prefect UI: {ui_url}", soft_wrap=True)
 
 
-def _print_account(console: Console, spent: Account, job: Job, folder: Path) -> None:
+def _print_account(console: Console, spent: Account, folder: Path) -> None:
     """Where the time went."""
     if not spent.intervals:
         return
     picture = folder / "timeline.png"
     picture.write_bytes(timeline_picture(spent))
-    if job.worker.command is None:  # the steps of a command are not known
-        console.print(ettr_text(spent))
+    console.print(ettr_text(spent))
     console.print(account_table(spent))
     console.print(f"timeline picture: {picture}", soft_wrap=True)

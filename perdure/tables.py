@@ -42,13 +42,19 @@ def _attempt_text(row: AttemptRow) -> str:
     text = (
         f"attempt {row.placement}.{row.attempt} on {row.nodes} "
         f"(MA_SCHEDULE_CNT {row.schedule_cnt}, MA_PROC_START_CNT {row.proc_start_cnt or '-'}): "
-        f"steps {row.from_step} to {_text(row.to_step) or '?'}, {row.fault or row.outcome}"
+        f"{_steps_text(row)}{row.fault or row.outcome}"
     )
     if row.rung:
         text += f" -> {row.rung}"
     if row.seconds_to_next_step is not None:
         text += f", {row.seconds_to_next_step} s to the next step"
     return text
+
+
+def _steps_text(row: AttemptRow) -> str:
+    if row.from_step is None and row.to_step is None:
+        return ""
+    return f"steps {_text(row.from_step) or '?'} to {_text(row.to_step) or '?'}, "
 
 
 def _recovery_text(row: AttemptRow) -> str:
@@ -75,7 +81,7 @@ def _attempts_table(rows: Sequence[AttemptRow]) -> Table:
             row.nodes,
             row.schedule_cnt,
             row.proc_start_cnt,
-            str(row.from_step),
+            _text(row.from_step),
             _text(row.to_step),
             row.fault or row.outcome,
             f"{row.rung}{failed}",

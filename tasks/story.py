@@ -294,8 +294,7 @@ class RunStory:
     def _account(self, history: RunHistory) -> AccountReport:
         began_s = time.monotonic()
         account = self._accountant.account(history, now_s=time.time())
-        # Of a command no step is known, so that no time could be called effective.
-        self.ettr = account.ettr if self._target_step is not None else None
+        self.ettr = account.known_ettr
         report = account_report(account)
         took_s = time.monotonic() - began_s
         age_s = min(ACCOUNT_MAX_PERIOD_S, account.wall_s * ACCOUNT_AGE_SHARE)

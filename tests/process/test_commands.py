@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from perdure.monitor import RunMonitor
 from storage.address import open_store
 from tests.process.harness import RECIPES, REPO
 from tests.values import not_none
@@ -69,10 +70,33 @@ class Stopper:
 
 
 @dataclass
+class Watcher:
+    """Reads the status of a run whose ranks have come to a step, once, then lets one be stopped."""
+
+    stopper: Stopper
+    seen: list[dict[str, Any]] = field(default_factory=list)
+    pids: list[int] = field(default_factory=list)
+
+    def __call__(self, run: Run, progress: Progress) -> None:
+        step = progress.command_step
+        if not self.seen and step is not None and step.step >= 2:
+            local = LocalRun(self.stopper.home, run.job.run_id)
+            self.pids = [local.rank(rank)[0].pid for rank in range(RANKS)]
+            self.seen.append(status_of(self.stopper.home, run.job))
+        elif self.seen:
+            self.stopper(run, progress)
+
+
+def status_of(home: Path, job: Job) -> dict[str, Any]:
+    return RunMonitor(Run(job, home=home)).status().document
+
+
+@dataclass
 class Played:
     job: Job
     outcome: RunOutcome
     stopped: list[int]
+    watcher: Watcher | None = None
 
     def report(self) -> str:
         """The stacks of the hang."""
@@ -83,8 +107,10 @@ class Played:
 def stopped_run(home: Path, name: str, *arguments: str, **changes: Any) -> Played:
     """A run whose rank 1 is stopped by a signal, once."""
     stopper = Stopper(home, 1, 4)
-    job = torchrun_job(home, name, "20", "0.05", *arguments, **changes)
-    return Played(job, RunDriver(home).run(job, hook=stopper), stopper.pids)
+    watcher = Watcher(stopper) if "--beat" in arguments else None
+    job = torchrun_job(home, name, "40", "0.1", *arguments, **changes)
+    outcome = RunDriver(home).run(job, hook=watcher or stopper)
+    return Played(job, outcome, stopper.pids, watcher)
 
 
 def assert_rank_1_is_named(played: Played) -> None:
@@ -113,12 +139,28 @@ def test_the_stopped_rank_of_a_command_is_named_and_the_stacks_of_all_are_kept(h
     assert "reducing.py" in of_rank_0
     launcher = [part for part in report.split("stacks of ") if part.startswith("process ")]
     assert any("torch/distributed" in part for part in launcher)
+    status = status_of(home, played.job)
+    assert (status["step"], status["ettr"]) == (None, None), "nothing shows them"
 
 
 @pytest.mark.long
-def test_a_rank_of_a_command_with_heartbeats_is_found_as_soon_as_one_of_a_session(home):
+def test_heartbeats_of_a_command_show_its_step_and_name_a_rank_as_soon_as_in_a_session(home):
     played = stopped_run(home, "beating-torchrun", "--beat", restart={"hang_timeout_s": 3.0})
     assert_rank_1_is_named(played)
     (hung, again) = played.outcome.history.attempts
-    assert not_none(not_none(hung.ended).to_step) >= 4
-    assert not_none(again.ended).to_step == 20
+    reached = not_none(not_none(hung.ended).to_step)
+    assert reached >= 4
+    assert not_none(again.ended).to_step == 40
+    assert again.from_step in range(reached + 1), "from its own checkpoint"
+
+    (living,) = not_none(played.watcher).seen
+    assert living["step"] >= 2
+    (node,) = living["nodes"]
+    ranks = [(one["rank"], one["local_rank"], one["pid"]) for one in node["ranks"]]
+    assert ranks == list(
+        zip(range(RANKS), range(RANKS), not_none(played.watcher).pids, strict=True)
+    )
+    assert {one["step"] for one in node["ranks"]} <= {living["step"], living["step"] - 1}
+    ended = status_of(home, played.job)
+    assert (ended["step"], ended["committed_step"]) == (40, None)
+    assert 0 < ended["ettr"] < 1

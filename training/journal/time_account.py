@@ -7,8 +7,10 @@ of steps that were kept.
 
 A step's record holds when it was completed and how long it took; the time between two steps is
 what training waited for saves. Of a step that a fault cut short nothing is recorded: where the
-moment of the fault is known it counts as re-done, for no longer than a usual step. Times are
-seconds since the epoch, durations seconds.
+moment of the fault is known it counts as re-done, for no longer than a usual step. A command has no
+records: of one whose ranks write heartbeats, the first and the last step of each attempt are known,
+and the time between them is taken to be the same for every step. Times are seconds since the epoch,
+durations seconds.
 """
 
 from __future__ import annotations
@@ -86,6 +88,7 @@ class Account:
     """The wall time of a run from its creation to its end, or to now, without gaps."""
 
     intervals: tuple[Interval, ...]
+    is_command: bool = False
 
     @property
     def wall_s(self) -> float:
@@ -104,6 +107,11 @@ class Account:
     def ettr(self) -> float:
         """Time on steps that were kept over wall time, 0 to 1."""
         return self.seconds[Owner.PRODUCTIVE] / self.wall_s if self.wall_s > 0 else 0.0
+
+    @property
+    def known_ettr(self) -> float | None:
+        """The same; None of a command none of whose steps is known."""
+        return self.ettr if self.ettr or not self.is_command else None
 
 
 class Layer(IntEnum):
@@ -164,13 +172,20 @@ class Timeline:
             yield from_s, to_s, above[0][3]
 
 
-def account(history: RunHistory, steps: Iterable[StepRecord], *, now_s: float) -> Account:
+def account(
+    history: RunHistory,
+    steps: Iterable[StepRecord],
+    *,
+    now_s: float,
+    newest: SeenStep | None = None,
+) -> Account:
     """Give every second of the run an owner.
 
     Args:
         history: of the run.
         steps: every step on record, those that were lost too, in any order.
         now_s: end of the account of a run that goes on.
+        newest: step of the open attempt of a command, None when it is not known.
     """
     if history.job is None:
         return Account(())
@@ -180,8 +195,12 @@ def account(history: RunHistory, steps: Iterable[StepRecord], *, now_s: float) -
     by_attempt: dict[Key, list[StepRecord]] = {}
     for step in steps:
         by_attempt.setdefault((step.placement, step.attempt), []).append(step)
-    attempts = [_attempt_of(view, by_attempt.get(view.key, [])) for view in history.attempts]
+    attempts = [
+        _attempt_of(view, by_attempt.get(view.key, []), newest) for view in history.attempts
+    ]
     _add_phases(timeline, history, attempts)
+    if history.is_command:
+        _add_command_steps(timeline, attempts)
     _add_steps(timeline, history, attempts)
     for one in attempts:
         _add_events(timeline, one)
@@ -189,7 +208,15 @@ def account(history: RunHistory, steps: Iterable[StepRecord], *, now_s: float) -
     for from_s, until_s in history.waits:
         timeline.add(Layer.WAITING, Owner.WAITING, from_s, until_s)
     starts = [(view.started.at_s, view.key) for view in history.attempts]
-    return Account(tuple(timeline.intervals(starts)))
+    return Account(tuple(timeline.intervals(starts)), history.is_command)
+
+
+@dataclass(frozen=True, slots=True)
+class SeenStep:
+    """A step by a heartbeat, and when it was completed."""
+
+    step: int
+    at_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +225,7 @@ class _Attempt:
 
     Attributes:
         steps: on record, in the order in which they were completed.
+        to_step: the last one that is known of, None when none is.
         began_s: when its first step began; None when no step is known.
         stepped_s: when the last step was completed that is known of.
         noticed_s: when its end was noticed; None while it goes on.
@@ -206,6 +234,7 @@ class _Attempt:
 
     view: AttemptView
     steps: Sequence[StepRecord]
+    to_step: int | None
     began_s: float | None
     stepped_s: float | None
     noticed_s: float | None
@@ -225,7 +254,9 @@ class _Attempt:
         return RECOVERY[decision.rung] if decision is not None else Owner.UNKNOWN
 
 
-def _attempt_of(view: AttemptView, steps: Sequence[StepRecord]) -> _Attempt:
+def _attempt_of(
+    view: AttemptView, steps: Sequence[StepRecord], newest: SeenStep | None
+) -> _Attempt:
     done = sorted(steps, key=lambda step: step.at_s)
     ended, first = view.ended, view.first_step
     began = [done[0].at_s - done[0].step_s] if done else []
@@ -233,6 +264,10 @@ def _attempt_of(view: AttemptView, steps: Sequence[StepRecord]) -> _Attempt:
     stepped = [done[-1].at_s] if done else []
     stepped += [first.stepped_s] if first is not None else []
     stepped += [ended.stepped_s] if ended is not None and ended.stepped_s is not None else []
+    to_step = ended.to_step if ended is not None else None
+    if ended is None and newest is not None:
+        stepped.append(newest.at_s)
+        to_step = newest.step
     noticed_s = None
     if ended is not None:
         fault_s = ended.fault.at_s if ended.fault is not None else ended.at_s
@@ -240,6 +275,7 @@ def _attempt_of(view: AttemptView, steps: Sequence[StepRecord]) -> _Attempt:
     return _Attempt(
         view,
         done,
+        to_step=to_step,
         began_s=min((*began, *stepped), default=None),
         stepped_s=max(stepped, default=None),
         noticed_s=noticed_s,
@@ -264,6 +300,8 @@ def _add_phases(timeline: Timeline, history: RunHistory, attempts: Sequence[_Att
         else:
             timeline.add(Layer.PHASE, before, before_s, one.began_s)
             _add_between(timeline, one, until_s)
+            if history.is_command and one.noticed_s is None:
+                timeline.add(Layer.PHASE, Owner.COMMAND, one.stepped_s, until_s)
         before_s, before = until_s, one.recovery
     timeline.add(Layer.PHASE, before, before_s, timeline.to_s)
 
@@ -314,6 +352,21 @@ def _add_steps(timeline: Timeline, history: RunHistory, attempts: Sequence[_Atte
         for step in one.steps:
             owner = Owner.REDONE if id(step) in lost else Owner.PRODUCTIVE
             timeline.add(Layer.STEP, owner, step.at_s - step.step_s, step.at_s)
+
+
+def _add_command_steps(timeline: Timeline, attempts: Sequence[_Attempt]) -> None:
+    """The time of steps of a command that no later attempt did again."""
+    goes_on_from = float("inf")
+    for one in reversed(attempts):
+        first = one.view.first_step
+        if first is None or one.began_s is None or one.stepped_s is None:
+            continue
+        to_step = max(one.to_step or 0, first.step)
+        kept = max(0.0, min(to_step, goes_on_from) - first.step)
+        share = kept / (to_step - first.step) if to_step > first.step else 0.0
+        kept_s = one.began_s + share * (one.stepped_s - one.began_s)
+        timeline.add(Layer.STEP, Owner.PRODUCTIVE, one.began_s, kept_s)
+        goes_on_from = min(goes_on_from, one.view.from_step)
 
 
 def _lost_steps(history: RunHistory, steps: Sequence[Sequence[StepRecord]]) -> list[set[int]]:

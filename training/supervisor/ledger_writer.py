@@ -64,10 +64,13 @@ class LedgerWriter:
 
     def progress(self, view: AttemptView, progress: Progress) -> list[LedgerEvent]:
         """Record what a watcher has seen. The events that were not on record before."""
-        if progress.steps and self._now(view).first_step is None:
-            first = progress.steps[0]
-            self.append(view, FirstStep, step=first.step, stepped_s=first.at_s)
-            self.refresh()
+        if self._now(view).first_step is None:
+            seen = progress.command_step
+            first = next(((one.step, one.at_s) for one in progress.steps), None)
+            first = (seen.step, seen.at_s) if first is None and seen is not None else first
+            if first is not None:
+                self.append(view, FirstStep, step=first[0], stepped_s=first[1])
+                self.refresh()
         for step in progress.checkpoints:
             self.checkpoint(view, step)
         return self.record_events(view, progress.events)

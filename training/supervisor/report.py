@@ -45,6 +45,7 @@ class AttemptRow:
     """One line of the table of attempts.
 
     Attributes:
+        from_step: None for a command whose steps are not known.
         schedule_cnt: MA_SCHEDULE_CNT of each member, in order.
         proc_start_cnt: MA_PROC_START_CNT of each member, in order; empty until it ended.
         seconds_to_next_step: from the fault to the first step completed after it.
@@ -57,7 +58,7 @@ class AttemptRow:
     nodes: str
     schedule_cnt: str
     proc_start_cnt: str
-    from_step: int
+    from_step: int | None
     to_step: int | None
     outcome: str
     fault: str
@@ -106,7 +107,7 @@ def _row(history: RunHistory, index: int) -> AttemptRow:
         nodes=",".join(nodes),
         schedule_cnt=",".join(str(member.schedule_cnt) for member in view.members),
         proc_start_cnt=",".join(str(counts.get(node, "-")) for node in nodes) if ended else "",
-        from_step=view.from_step,
+        from_step=None if history.is_command and view.first_step is None else view.from_step,
         to_step=ended.to_step if ended is not None else None,
         outcome=state_word(history, view),
         fault=_fault_text(fault) if fault is not None else "",

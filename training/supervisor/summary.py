@@ -48,14 +48,20 @@ def attempts_table(rows: Sequence[AttemptRow]) -> list[dict[str, str]]:
             "state": row.outcome,
             "fault": row.fault.split(":")[0],
             "answer": row.rung,
-            "steps": f"{row.from_step} to {row.to_step}" if row.to_step is not None
-            else f"from {row.from_step}",
+            "steps": _steps_text(row),
             "back after": duration_text(row.seconds_to_next_step)
             if row.seconds_to_next_step is not None else "",
             "nodes": _nodes_text(row.nodes.split(",")),
         }
         for row in rows
     ]  # fmt: skip
+
+
+def _steps_text(row: AttemptRow) -> str:
+    if row.from_step is None:
+        return f"to {row.to_step}" if row.to_step is not None else ""
+    to = f"{row.from_step} to {row.to_step}"
+    return to if row.to_step is not None else f"from {row.from_step}"
 
 
 def _nodes_text(nodes: Sequence[str]) -> str:

@@ -25,6 +25,7 @@ from training.errors import AgentUnreachable, EngineError
 from training.journal.attempt_log import Follower
 from training.journal.events import CheckpointCommitted, Event, LedgerEvent, StepRecord
 from training.journal.history import AttemptView, Pause, spans
+from training.journal.time_account import SeenStep
 from training.recovery.protocol import AttemptGivenUp, PauseBegan, PauseEnded
 from training.supervisor.good_ends import CommandEnds, bad_end_of_session, is_done, was_stopped
 from training.wire.agent import (
@@ -98,6 +99,11 @@ class Progress:
         self.last = steps[-1] if steps else self.last
         given_up = (event for event in others if isinstance(event, AttemptGivenUp))
         self.given_up = self.given_up or next(given_up, None)
+
+    @property
+    def command_step(self) -> SeenStep | None:
+        """The newest step of a command that was completed in this attempt, by its heartbeats."""
+        return newest_of(self.snapshot, now_s=time.time())
 
     @property
     def is_running(self) -> bool:
@@ -255,8 +261,8 @@ class AttemptWatch:
         self._read_log_to_its_end()
         noticed = noticed or _Noticed(time.time(), snapshot)
         logs = _logs_by_rank(self._engine) if kind is EndKind.FAILED else {}
-        last = self._progress.last
-        step = _step_of(snapshot, last)
+        last, seen = self._progress.last, newest_of(snapshot, now_s=time.time())
+        step = step_of(snapshot, last)
         statuses = list(snapshot.agents.values())
         evidence = Evidence(
             at_s=noticed.at_s,
@@ -278,7 +284,7 @@ class AttemptWatch:
             evidence,
             dict(self._proc_start_cnt),
             step,
-            last.at_s if last is not None else None,
+            last.at_s if last is not None else seen.at_s if seen is not None else None,
             noticed.stacks,
         )
 
@@ -477,7 +483,19 @@ def progress_of(statuses: Iterable[AgentStatus]) -> Iterator[RankProgress]:
             )
 
 
-def _step_of(snapshot: Snapshot, last: StepRecord | None) -> int | None:
+def newest_of(snapshot: Snapshot, *, now_s: float) -> SeenStep | None:
+    """The newest step of a command that its ranks have completed since their start."""
+    found = [
+        SeenStep(rank.step, now_s - rank.pulse.step_age_s)
+        for status in snapshot.agents.values()
+        if status.is_command
+        for rank in status.ranks
+        if rank.step is not None and rank.pulse is not None and rank.pulse.step_age_s is not None
+    ]
+    return max(found, key=lambda one: (one.step, -one.at_s), default=None)
+
+
+def step_of(snapshot: Snapshot, last: StepRecord | None) -> int | None:
     """The last step that every rank is known to have completed, by heartbeats or records."""
     beats = [
         worker.step

@@ -28,7 +28,7 @@ from training.journal.records import (
     RungFailed,
     SupervisorTook,
 )
-from training.journal.time_account import MEANING, RECOVERY, Account, Owner, account
+from training.journal.time_account import MEANING, RECOVERY, Account, Owner, SeenStep, account
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.protocol import PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
 from training.recovery.rungs import Decision, Rung
@@ -82,17 +82,22 @@ class Story:
     def failed(
         self, at_s: float, *, fault_s: float, noticed_s: float | None = None,
         stepped_s: float | None = None, rung: Rung | None = Rung.IN_PLACE_RESTART,
+        to_step: int | None = None,
     ) -> None:  # fmt: skip
-        self._ended(at_s, "failed", fault(fault_s), noticed_s, stepped_s)
+        self._ended(at_s, "failed", fault(fault_s), noticed_s, stepped_s, to_step)
         if rung is not None:
             self._write_of_attempt(Decided, at_s, decision=Decision(rung, None, "native_crash"))
 
     def stopped(self, at_s: float) -> None:
         self._ended(at_s, "stopped", None, None, None)
 
-    def _ended(self, at_s, outcome, fault, noticed_s, stepped_s) -> None:
+    def beaten(self, step: int, at_s: float) -> None:
+        """The first step of a command's attempt, by its heartbeats."""
+        self._write_of_attempt(FirstStep, at_s, step=step, stepped_s=at_s)
+
+    def _ended(self, at_s, outcome, fault, noticed_s, stepped_s, to_step=None) -> None:
         self._write_of_attempt(
-            AttemptEnded, at_s, outcome=outcome, to_step=None, proc_start_cnt={}, fault=fault,
+            AttemptEnded, at_s, outcome=outcome, to_step=to_step, proc_start_cnt={}, fault=fault,
             duration_s=1.0, noticed_s=noticed_s, stepped_s=stepped_s,
         )  # fmt: skip
 
@@ -106,8 +111,8 @@ class Story:
     def history(self) -> RunHistory:
         return replay(self.records)
 
-    def account(self, now_s: float = 1e4) -> Account:
-        return account(self.history, self.steps, now_s=now_s)
+    def account(self, now_s: float = 1e4, newest: SeenStep | None = None) -> Account:
+        return account(self.history, self.steps, now_s=now_s, newest=newest)
 
 
 def begun(*steps: tuple[int, float]) -> Story:
@@ -358,3 +363,32 @@ def test_the_owners_add_up_to_the_wall_time(story, now_s):
     if wall_s > 0:
         assert accounted.ettr == pytest.approx(seconds[Owner.PRODUCTIVE] / wall_s)
         assert 0.0 <= accounted.ettr <= 1.0
+
+
+def of_command() -> Story:
+    """A command whose heartbeats show that it came to step 20, and went on from step 10."""
+    story = Story()
+    story.records[1] = RunCreated(at_s=100.0, epoch=1, job={"worker": {"command": ["true"]}})
+    story.started(105.0)
+    story.beaten(1, 110.0)
+    story.failed(131.0, fault_s=130.0, stepped_s=129.0, to_step=20)
+    story.started(132.0)
+    story.beaten(11, 140.0)
+    return story
+
+
+def test_the_steps_of_a_command_that_were_kept_are_productive_where_heartbeats_show_them():
+    newest = SeenStep(21, 150.0)
+    account = of_command().account(now_s=152.0, newest=newest)
+    kept_s = 9.0  # to step 10: 9 of the 19 steps from 110 s to 129 s
+    assert spent(account)[Owner.PRODUCTIVE] == pytest.approx(kept_s + 10.0)
+    assert spent(account)[Owner.REDONE] == pytest.approx(19.0 - kept_s)
+    assert spent(account)[Owner.COMMAND] == pytest.approx(2.0), "since the newest step"
+    assert account.known_ettr == pytest.approx(19.0 / 52.0)
+
+
+def test_without_any_step_the_ettr_of_a_command_is_not_known_and_that_of_a_session_is_zero():
+    story = of_command()
+    story.records = story.records[:4]
+    assert story.account(now_s=150.0).known_ettr is None
+    assert begun().account(now_s=150.0).known_ettr == 0.0

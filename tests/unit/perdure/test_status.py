@@ -11,7 +11,8 @@ import yaml
 from typer.testing import CliRunner
 
 from perdure.cli import app
-from perdure.status import RunMonitor, plain_status, status_panel
+from perdure.monitor import RunMonitor
+from perdure.status import plain_status, status_panel
 from tests.jobs import job_document
 from tests.unit.journal.histories import (
     BEGINNING,
@@ -27,12 +28,19 @@ from tests.unit.perdure.commands import append, error_line, perdure, shown
 from training.engines.base import Snapshot
 from training.job import parse_job
 from training.journal.events import StepRecord
-from training.journal.records import CheckpointSeen, RunEnded
+from training.journal.records import CheckpointSeen, RunCreated, RunEnded
 from training.journal.steps import metrics_prefix
 from training.supervisor.job_registry import remember_job
 from training.supervisor.run import Run
 from training.supervisor.watch import AttemptSnapshot
-from training.wire.agent import AgentState, AgentStatus, HangReport, WorkerStatus
+from training.wire.agent import (
+    AgentState,
+    AgentStatus,
+    HangReport,
+    Pulse,
+    RankStatus,
+    WorkerStatus,
+)
 from training.wire.node import DeviceSample, NodeSample
 
 STEP = StepRecord(1, 2.0, 1.0, 1e-3, 12_000.0, None, 1.0, 0.5, 8, 0, 1, 1)
@@ -157,3 +165,58 @@ def test_without_a_name_the_known_runs_are_listed(run, perdure_home, capsys):
     remember_job(perdure_home, run.job)
     line = error_line(capsys, "status")
     assert f"name a run; known: small (PERDURE_HOME is {perdure_home})" in line
+
+
+def of_command(step: int | None, age_s: float | None = None) -> AgentStatus:
+    """A node of a command, whose one rank writes a heartbeat if it has a step."""
+    rank = RankStatus(
+        rank=3, local_rank=1, pid=77, step=step, phase="step" if step is not None else None,
+        pulse=Pulse(entered=0, left=0, step_age_s=age_s, process_state="S"),
+    )  # fmt: skip
+    return AgentStatus(
+        node="node-1", member=1, state=AgentState.RUNNING, schedule_cnt=1, proc_start_cnt=1,
+        placement=1, attempt=1, is_command=True, ranks=(rank,),
+        workers=(WorkerStatus(rank=1, local_rank=0, pid=70),),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def order(tmp_path, perdure_home, monkeypatch):
+    """A command under way; what its node answers is put into the list."""
+    document = job_document(tmp_path, run_id="order", worker={"command": ["true"]})
+    run = Run(parse_job(document), home=perdure_home)
+    append(run, BEGINNING[0], RunCreated(**NOW, job=document), *BEGINNING[2:])
+    answers: list[AgentStatus] = []
+
+    class AttemptObserver:
+        def look(self) -> AttemptSnapshot:
+            return AttemptSnapshot(Snapshot(dict(enumerate(answers))))
+
+    monkeypatch.setattr(run, "observer", AttemptObserver)
+    return run, answers
+
+
+def test_of_a_command_what_nothing_shows_is_not_known(order):
+    run, answers = order
+    answers.append(of_command(None))
+    status = RunMonitor(run).status(now_s=60.0)
+    facts = {name: status.document[name] for name in ("step", "committed_step", "ettr")}
+    assert facts == dict.fromkeys(facts)
+    (node,) = status.document["nodes"]
+    assert [(one["rank"], one["local_rank"], one["pid"]) for one in node["ranks"]] == [(3, 1, 77)]
+    text = shown(plain_status(status, 160))
+    assert "step: not known\n" in text
+    assert "ettr: not known\n" in text
+    assert "node-1: running, ok; rank 3 runs" in text
+    assert "running, step not known" in shown(status_panel(status, 160))
+
+
+def test_of_a_command_its_heartbeats_show_the_step(order):
+    run, answers = order
+    answers.append(of_command(1238, 2.5))
+    document = RunMonitor(run).status(now_s=60.0).document
+    assert (document["step"], document["last_step_age_s"]) == (1238, 2.5)
+    answers[0] = of_command(1239)
+    status = RunMonitor(run).status(now_s=60.0)
+    assert status.document["step"] == 1239, "restored, and no step completed since"
+    assert "rank 3 step after step 1239" in shown(status_panel(status, 160))
