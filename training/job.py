@@ -32,6 +32,7 @@ from training.specs.drill import DrillSpec
 from training.specs.engine import DEFAULT_RECIPE, AnyEngineSpec, LocalEngineSpec, WorkerSpec
 from training.specs.env_from import SecretSource
 from training.specs.field_names import names_meant
+from training.specs.init_from import InitFromSpec
 from training.specs.job_text import read_document, read_document_file
 from training.specs.model import (
     BatchSpec,
@@ -86,6 +87,9 @@ class Job(FrozenModel):
     checkpoint: CheckpointSpec = Field(CheckpointSpec(), description="save and retention policy")
     restart: RestartSpec = Field(RestartSpec(), description="restart policy")
     comm: CommSpec = Field(CommSpec(), description="limits and ports of the collectives")
+    init_from: InitFromSpec | None = Field(
+        None, description="a checkpoint of another run to begin from, with other hyperparameters"
+    )
     engine: AnyEngineSpec = Field(LocalEngineSpec(), description="where the nodes come from")
     watch: WatchSpec = Field(WatchSpec(), description="what is watched, and when to alert")
     preflight: PreflightSpec = Field(
@@ -131,6 +135,15 @@ class Job(FrozenModel):
                         f"worker.command has ${name}, and all of the node see arguments: read the "
                         f"variable in the program, or in a shell as $${name}"
                     )
+        return self
+
+    @model_validator(mode="after")
+    def _check_init_from(self) -> Self:
+        spec = self.init_from
+        if spec is not None and self.worker.is_command:
+            raise ValueError("init_from is for sessions: a command loads its checkpoints itself")
+        if spec is not None and spec.run == self.run_id:
+            raise ValueError(f"init_from.run={spec.run} is this run, name another one")
         return self
 
     @model_validator(mode="after")

@@ -44,6 +44,7 @@ class Vote(FrozenModel):
         save: the first rank wants a checkpoint.
         pause: some rank was asked to pause.
         culprit: the one rank whose own loss is abnormal, None where none is or several are.
+        lr: learning rate that the optimizer has for the step.
     """
 
     step: int
@@ -53,6 +54,7 @@ class Vote(FrozenModel):
     save: bool = False
     pause: bool = False
     culprit: int | None = None
+    lr: float = 0.0
 
 
 class RankReport(FrozenModel):

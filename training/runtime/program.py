@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-MicroBatch = tuple[Tensor, Tensor]  # inputs and targets
+MicroBatch = Any  # inputs and targets, or whatever the program's loader puts together
 
 
 class Scheduler(Protocol):
@@ -46,7 +47,7 @@ class Loader(Protocol):
         ...
 
     def next_step(self) -> Sequence[MicroBatch]:
-        """The micro-batches of this rank for one step."""
+        """The micro-batches of this rank for one step: tensors, or tuples or mappings of them."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -64,11 +65,42 @@ class Loader(Protocol):
 
 @dataclass(slots=True)
 class Training:
-    """What a program registered with its session."""
+    """What a program registered with its session.
+
+    Attributes:
+        optimizers: each with parameters of its own; all of them run in every step.
+        schedulers: of their learning rates.
+    """
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
-    scheduler: Scheduler | None
+    optimizers: Sequence[torch.optim.Optimizer]
+    schedulers: Sequence[Scheduler]
     scaler: torch.amp.GradScaler | None
     loader: Loader
     grad_clip_norm: float
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Of all optimizers."""
+        return [group for one in self.optimizers for group in one.param_groups]
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the first group of the first optimizer, for records."""
+        return float(self.param_groups[0]["lr"])
+
+    @property
+    def has_optimizer_state(self) -> bool:
+        """Whether any optimizer keeps something; none does before the first step."""
+        return any(one.state for one in self.optimizers)
+
+    def kept_tensors(self) -> Iterator[Tensor]:
+        """What the optimizers keep."""
+        states = chain.from_iterable(one.state.values() for one in self.optimizers)
+        values = chain.from_iterable(state.values() for state in states)
+        return (value for value in values if isinstance(value, Tensor))
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for one in self.optimizers:
+            one.zero_grad(set_to_none=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import datetime as dt
 import faulthandler
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import IO, ClassVar
@@ -134,15 +134,23 @@ class Session:
         self,
         *,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         data: Loader,
-        scheduler: Scheduler | None = None,
+        scheduler: Scheduler | Sequence[Scheduler] | None = None,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         """Register what is trained; it is what checkpoints hold. Collective: every rank calls it.
 
+        Args:
+            model: as it is called, with its wrapper.
+            optimizer: one, or several in a list (Muon and AdamW), each with parameters of its own.
+            data: yields the micro-batches: tensors, or tuples or mappings of them.
+            scheduler: of the learning rate, one or several; None: the program sets rates itself.
+            scaler: of the loss, for fp16.
+
         Raises:
-            InputError: the loader lacks a method, or the model is not laid out as the job says.
+            InputError: the loader lacks a method, the model is not laid out as the job says, or
+                a parameter is in two optimizers.
         """
         needed = ("next_step", "position", "epoch", "state_dict", "load_state_dict", "close")
         if missing := [name for name in needed if not hasattr(data, name)]:
@@ -152,8 +160,14 @@ class Session:
                 "training.runtime.program.Loader describes them",
             )
         check_layout(model, self.job)
-        clip = self.job.optimizer.grad_clip_norm
-        self._training = Training(model, optimizer, scheduler, scaler, data, clip)
+        self._training = Training(
+            model,
+            _optimizers(optimizer),
+            tuple(scheduler) if isinstance(scheduler, Sequence) else _as_tuple(scheduler),
+            scaler,
+            data,
+            self.job.optimizer.grad_clip_norm,
+        )
         settle_buckets(model)
 
     def measure(
@@ -241,6 +255,30 @@ class Session:
             requests=self._requests,
             recovery=recovery,
         )
+
+
+def _as_tuple(scheduler: Scheduler | None) -> tuple[Scheduler, ...]:
+    return () if scheduler is None else (scheduler,)
+
+
+def _optimizers(
+    given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+) -> tuple[torch.optim.Optimizer, ...]:
+    """The optimizers of a training.
+
+    Raises:
+        InputError: there is none, something else, or two have a parameter in common.
+    """
+    field = "session.register(optimizer=...)"
+    optimizers = (given,) if isinstance(given, torch.optim.Optimizer) else tuple(given)
+    odd = [type(one).__name__ for one in optimizers if not isinstance(one, torch.optim.Optimizer)]
+    if odd or not optimizers:
+        raise InputError(field, f"{odd[0] if odd else 'nothing'} is no torch.optim.Optimizer")
+    groups = [group for one in optimizers for group in one.param_groups]
+    parameters = [id(parameter) for group in groups for parameter in group["params"]]
+    if len(set(parameters)) < len(parameters):
+        raise InputError(field, "a parameter is in two of the optimizers, leave it out of one")
+    return optimizers
 
 
 def _print_stacks_on_request(context: WorkerContext) -> IO[str]:

@@ -19,7 +19,9 @@ from storage.address import (
     has_store,
     open_store,
 )
+from storage.checkpoint import CheckpointStore
 from storage.errors import StorageError
+from storage.objects import ObjectStore
 from training.engines.registry import make_engine
 from training.environment import check_environment, worker_path
 from training.errors import EngineError, InputError
@@ -58,6 +60,7 @@ def check_job(
         _check_data(job)
     if with_storage:
         _check_storage(job, credentials)
+        _check_init_from(job, open_store(job.storage, credentials))
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +176,21 @@ def _check_storage(job: Job, credentials: Credentials | None) -> None:
         raise
     except (StorageError, ValueError) as error:
         raise InputError("storage.address", f"{spec.address!r}: {error}") from error
+
+
+def _check_init_from(job: Job, store: ObjectStore) -> None:
+    spec = job.init_from
+    if spec is None:
+        return
+    try:
+        there = has_store(job.storage)
+        if there and CheckpointStore(store, job.run_id).latest() is not None:
+            return  # it began long ago
+        steps = CheckpointStore(store, spec.run).steps() if there else []
+    except StorageError as error:
+        raise InputError("storage.address", f"{job.storage.address!r}: {error}") from error
+    if not steps or (spec.step is not None and spec.step not in steps):
+        raise InputError(*spec.missing(steps))
 
 
 def checklist(job: Job) -> Iterator[Check]:

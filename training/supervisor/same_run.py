@@ -16,7 +16,7 @@ from training.job import Job
 from training.journal.history import RunHistory
 from training.journal.ledger import Identity
 
-_IDENTITY = ("model", "tokenizer", "seed", "batch", "optimizer", "precision", "worker")
+_IDENTITY = ("model", "tokenizer", "seed", "batch", "optimizer", "precision", "worker", "init_from")
 _MAX_CHARS = 120
 
 
@@ -47,9 +47,16 @@ def refuse_other_job(job: Job, history: RunHistory) -> None:
             raise RunConflict(
                 f"run_id={job.run_id} belongs to a job with another {first}; "
                 "choose another run_id, or go back to the former job"
+                f"{_way_on(job, history)}"
             )
     if is_complete(job, history) and job.worker.is_command:
         _refuse_other_command(job, history)
+
+
+def _way_on(job: Job, history: RunHistory) -> str:
+    if job.worker.is_command or not history.checkpoints:
+        return ""
+    return f"; init_from: {{run: {job.run_id}}} begins another run with these weights"
 
 
 def _refuse_other_command(job: Job, history: RunHistory) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from tests.unit.runtime.trainees import Loader
+from training.errors import InputError
 from training.runtime.program import Training
 from training.runtime.state.live import LiveState, Snapshots
 from training.runtime.state.transfer import TensorLayout
@@ -49,14 +51,31 @@ def made(
     trained = model()
     adam = optimizer(trained.parameters(), lr=0.1, **settings)
     scheduler = torch.optim.lr_scheduler.StepLR(adam, step_size=2, gamma=0.5)
-    return Training(trained, adam, scheduler, None, Loader(), 1.0)
+    return Training(trained, [adam], [scheduler], None, Loader(), 1.0)
+
+
+def made_of_two(seed: int, second: Any = torch.optim.AdamW) -> Training:
+    """Likewise, with an optimizer for matrices and one for the rest, and a schedule for each."""
+    torch.manual_seed(seed)
+    trained = plain_model()
+    optimizers = [
+        torch.optim.Muon([p for p in trained.parameters() if p.ndim == 2], lr=0.1),
+        second([p for p in trained.parameters() if p.ndim < 2], lr=0.05),
+    ]
+    schedulers = [
+        torch.optim.lr_scheduler.StepLR(one, step_size=size, gamma=0.5)
+        for one, size in zip(optimizers, (1, 2), strict=True)
+    ]
+    return Training(trained, optimizers, schedulers, None, Loader(), 1.0)
 
 
 def step(training: Training) -> None:
-    training.optimizer.zero_grad()
+    training.zero_grad()
     training.model(INPUTS).square().sum().backward()
-    training.optimizer.step()
-    training.scheduler.step()  # type: ignore[union-attr]
+    for optimizer in training.optimizers:
+        optimizer.step()
+    for scheduler in training.schedulers:
+        scheduler.step()
 
 
 def adopt(training: Training, source: Training, *, layouts: bool = True) -> None:
@@ -76,8 +95,8 @@ def adopt(training: Training, source: Training, *, layouts: bool = True) -> None
 def all_of(training: Training) -> tuple[Any, ...]:
     return (
         {k: v.tolist() for k, v in training.model.state_dict().items()},
-        str(training.optimizer.state_dict()),
-        training.scheduler.state_dict(),  # type: ignore[union-attr]
+        [str(one.state_dict()) for one in training.optimizers],
+        [one.state_dict() for one in training.schedulers],
     )
 
 
@@ -112,6 +131,50 @@ def test_a_new_process_trains_on_as_its_replica_does(optimizer, settings, layout
         step(replica)
 
 
+@pytest.mark.parametrize("layouts", [True, False], ids=["layouts sent", "layouts not sent"])
+@pytest.mark.parametrize("second", [torch.optim.AdamW, torch.optim.SGD])
+def test_several_optimizers_train_on_as_those_of_the_replica_do(second, layouts):
+    replica, fresh = (made_of_two(seed, second) for seed in (1, 2))
+    for _ in range(3):
+        step(replica)
+    adopt(fresh, replica, layouts=layouts)
+    for _ in range(3):
+        assert all_of(fresh) == all_of(replica)
+        step(fresh)
+        step(replica)
+
+
+def test_several_optimizers_go_back_to_a_copy_of_their_own():
+    training = made_of_two(1)
+    step(training)
+    live = LiveState(training)
+    tensors, extra = live.whole()
+    snapshots = Snapshots()
+    snapshots.take(1, tensors, extra)
+    before = all_of(training)
+    step(training)
+    step(training)
+    live.adopt(snapshots.extra, snapshots.restore)
+    assert all_of(training) == before
+
+
+def test_a_checkpoint_has_what_all_optimizers_and_schedules_keep():
+    saved, fresh = made_of_two(1), made_of_two(2)
+    for _ in range(3):
+        step(saved)
+    tensors, settings = LiveState(saved).tensors()
+    extra = json.loads(json.dumps({"optimizer": settings, **LiveState(saved).parts()}))
+    LiveState(fresh).put(tensors, extra)
+    assert all_of(fresh) == all_of(saved)
+
+
+def test_a_state_of_other_schedules_is_refused():
+    saved, fresh = made(1), made_of_two(2)
+    step(saved)
+    with pytest.raises(InputError, match=r"scheduler=.*2 schedulers, but .* is of 1"):
+        LiveState(fresh)._put_parts(LiveState(saved).parts())
+
+
 def test_names_are_those_of_the_model_whatever_wraps_it():
     bare, wrapped = made(1), made(1)
     wrapped.model = nn.DataParallel(wrapped.model)
@@ -131,7 +194,7 @@ def test_a_replica_before_its_first_step_leaves_no_state_behind():
     replica, other = made(1), made(2)
     step(other)
     adopt(other, replica)
-    assert not other.optimizer.state
+    assert not other.has_optimizer_state
     assert all_of(other) == all_of(replica)
 
 
@@ -142,7 +205,7 @@ def test_the_state_is_allocated_without_a_step(monkeypatch):
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("the optimizer has taken a step")
 
-    monkeypatch.setattr(fresh.optimizer, "step", refuse)
+    monkeypatch.setattr(fresh.optimizers[0], "step", refuse)
     adopt(fresh, replica)
     assert all_of(fresh)[0] == all_of(replica)[0]
 

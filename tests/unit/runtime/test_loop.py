@@ -40,7 +40,7 @@ def test_a_save_has_the_position_after_its_step_though_the_next_batch_is_handed_
     loop = StepLoop(
         60,
         context=Place(tmp_path, 1, (None,), (None,)).context(0, 1),
-        training=Training(model, torch.optim.SGD(model.parameters()), None, None, data, 1.0),
+        training=Training(model, [torch.optim.SGD(model.parameters())], [], None, data, 1.0),
         checkpointer=checkpointer,
         device=torch.device("cpu"),
         heartbeat=HeartbeatWriter(tmp_path / "heartbeat"),

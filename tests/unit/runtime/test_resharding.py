@@ -47,7 +47,7 @@ class Student:
         self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=4)
         self.data = Loader()
         self.training = Training(
-            self.model, self.optimizer, self.scheduler, self.scaler, self.data, 1.0
+            self.model, [self.optimizer], [self.scheduler], self.scaler, self.data, 1.0
         )
         self.losses: list[float] = []
         self._is_split = is_split

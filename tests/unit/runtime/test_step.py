@@ -29,6 +29,7 @@ SPEC = ModelSpec(num_layers=1, hidden_size=16, num_heads=2, seq_len=8)
 OPTIMIZER = OptimizerSpec(lr=0.01, warmup_steps=4)
 CLIP_NORM = 0.5
 Spoil = Callable[[int, torch.Tensor], torch.Tensor]
+ADAM = {"betas", "eps", "weight_decay"}
 INPUTS = torch.randint(0, VOCAB, (8, 8), generator=torch.Generator().manual_seed(1))
 TARGETS = INPUTS.roll(-1, dims=1)
 
@@ -84,11 +85,11 @@ class Trainee:
 
     def state(self) -> dict[str, Any]:
         """Everything that a step may change."""
-        scheduler, scaler = self.training.scheduler, self.training.scaler
+        scaler = self.training.scaler
         return {
             "model": {n: p.tolist() for n, p in self.training.model.named_parameters()},
-            "optimizer": plain(self.training.optimizer.state_dict()),
-            "scheduler": dict(scheduler.state_dict()) if scheduler is not None else None,
+            "optimizers": [plain(one.state_dict()) for one in self.training.optimizers],
+            "schedulers": [dict(one.state_dict()) for one in self.training.schedulers],
             "scaler": dict(scaler.state_dict()) if scaler is not None else None,
         }
 
@@ -108,7 +109,7 @@ def make(tmp_path):
         model: nn.Module = DistributedDataParallel(plain) if ddp else plain
         optimizer = make_optimizer(model, OPTIMIZER)
         scheduler = make_scheduler(optimizer, OPTIMIZER, steps=20)
-        training = Training(model, optimizer, scheduler, scaler, Loader(), CLIP_NORM)
+        training = Training(model, [optimizer], [scheduler], scaler, Loader(), CLIP_NORM)
         return Trainee(training, HeartbeatWriter(tmp_path / "heartbeat-0"))
 
     return make
@@ -126,12 +127,13 @@ def vote_of(step: Step) -> Vote:
 def test_a_step_is_one_of_plain_pytorch(make):
     trainee, plain = make(), make(ddp=False)
     step = trainee.take(trainee.step())
-    model, optimizer = plain.training.model, plain.training.optimizer
+    model, (optimizer,) = plain.training.model, plain.training.optimizers
     loss = model(INPUTS, TARGETS)
     loss.backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
     optimizer.step()
-    assert step.vote == Vote(step=1, loss=loss.item(), grad_norm=norm.item())
+    lr = optimizer.param_groups[0]["lr"]
+    assert step.vote == Vote(step=1, loss=loss.item(), grad_norm=norm.item(), lr=lr)
     assert vote_of(step).grad_norm == norm.item() > CLIP_NORM
     assert torch.equal(weights(trainee), weights(plain))
 
@@ -174,7 +176,7 @@ def test_batch_is_for_a_step_of_one_micro_batch(make):
 def test_an_applied_step_advances_the_schedule_and_leaves_no_gradients(make):
     trainee = make()
     trainee.take(trainee.step())
-    assert trainee.training.scheduler.get_last_lr()[0] == pytest.approx(0.01 * 2 / 4)
+    assert trainee.training.schedulers[0].get_last_lr()[0] == pytest.approx(0.01 * 2 / 4)
     assert all(p.grad is None for p in trainee.training.model.parameters())
 
 
@@ -276,9 +278,37 @@ def test_the_heartbeat_has_how_long_the_vote_took(make, tmp_path):
 
 def test_a_program_without_a_scheduler_is_fine(make):
     trainee = make()
-    trainee.training.scheduler = None
+    trainee.training.schedulers = []
     trainee.take(trainee.step())
-    assert trainee.training.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 / 4)
+    assert trainee.training.lr == pytest.approx(0.01 / 4)
+
+
+def test_the_rate_on_record_is_that_of_the_step(make):
+    trainee = make()
+    schedule = trainee.training.schedulers[0]
+    for number in (1, 2, 3):
+        (wanted,) = {float(rate) for rate in schedule.get_last_lr()}
+        assert vote_of(trainee.take(trainee.step(number))).lr == wanted
+    trainee.training.schedulers = []
+    trainee.training.optimizers[0].param_groups[0]["lr"] = torch.tensor(0.25)
+    assert vote_of(trainee.take(trainee.step(4))).lr == 0.25
+
+
+def test_every_optimizer_runs_in_a_step(make):
+    whole, split = make(), make()
+    split.training.optimizers = [
+        torch.optim.AdamW([p], lr=OPTIMIZER.lr, **{k: v for k, v in group.items() if k in ADAM})
+        for one in split.training.optimizers
+        for group in one.param_groups
+        for p in group["params"]
+    ]
+    split.training.schedulers = [
+        make_scheduler(one, OPTIMIZER, steps=20) for one in split.training.optimizers
+    ]
+    for number in (1, 2, 3):
+        whole.take(whole.step(number))
+        split.take(split.step(number))
+    assert torch.equal(weights(whole), weights(split))
 
 
 def test_a_step_passes_its_points_in_their_order(make):

@@ -65,14 +65,14 @@ class Pupil:
         self.model = wrapped(self.bare, kind)
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
         self.data = Loader()
-        self.training = Training(self.model, optimizer, None, None, self.data, 1.0)
+        self.training = Training(self.model, [optimizer], [], None, self.data, 1.0)
 
     def step(self) -> None:
         generator = torch.Generator().manual_seed(self.data.samples)
         tokens = torch.randint(VOCABULARY, (2, 9), generator=generator)
         self.model(input_ids=tokens, labels=tokens).loss.backward()
-        self.training.optimizer.step()
-        self.training.optimizer.zero_grad()
+        self.training.optimizers[0].step()
+        self.training.zero_grad()
         self.data.samples += 2
 
 

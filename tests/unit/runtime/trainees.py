@@ -95,7 +95,7 @@ class Trainee:
         self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=4)
         self.data = Loader()
         self.training = Training(
-            self.model, self.optimizer, self.scheduler, self.scaler, self.data, 1.0
+            self.model, [self.optimizer], [self.scheduler], self.scaler, self.data, 1.0
         )
         self._sharded = sharded
         torch.manual_seed(100 + rank)

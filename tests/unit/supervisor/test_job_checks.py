@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from storage.address import make_store, open_store
+from storage.checkpoint import CheckpointStore
+from storage.manifest import Manifest
 from tests.jobs import small_job
 from training.engines.local import LocalEngine
 from training.errors import EngineError, InputError
@@ -13,6 +16,7 @@ from training.job import Job, parse_job
 from training.platforms.forms import Platform
 from training.platforms.printing import print_platform
 from training.recovery.rungs import Policy
+from training.supervisor import job_checks
 from training.supervisor.job_checks import check_job, recovery_notes
 
 
@@ -171,3 +175,60 @@ def test_the_ladder_s_policy_holds_every_switch_of_the_section(job):
 def test_what_a_platform_prints_a_job_accepts(job, platform):
     printed = print_platform(Policy(max_restarts=7), platform)
     assert job(restart={"from_platform": dict(printed.entries)}).restart.max_restarts in (3, 7)
+
+
+INIT = {"run": "taught", "step": 200}
+
+
+def commit(job: Job, run_id: str, *steps: int) -> None:
+    """Checkpoints without tensors, in the job's store."""
+    make_store(job.storage)
+    checkpoints = CheckpointStore(open_store(job.storage), run_id)
+    for step in steps:
+        manifest = Manifest(
+            run_id=run_id, placement=1, attempt=1, step=step, world_size=1, written_at_s=0.0,
+            tensors={}, shards={},
+        )  # fmt: skip
+        checkpoints.commit(manifest)
+
+
+@pytest.mark.parametrize(
+    ("steps", "given", "words"),
+    [
+        ((), INIT, "init_from.run: 'taught': the job's storage has no checkpoint of it"),
+        ((100, 300), INIT, "init_from.step: 200: run taught has no such .*; it has 100, 300"),
+    ],
+)
+def test_a_run_to_begin_from_must_be_there(job, monkeypatch, steps, given, words):
+    monkeypatch.setattr(job_checks, "check_recipe", lambda *_: None)
+    commit(job(), "taught", *steps)
+    with pytest.raises(InputError, match=words):
+        check_job(job(init_from=given))
+
+
+@pytest.mark.parametrize(
+    "given", [INIT, {"run": "taught"}, {"run": "taught", "optimizer": "reset"}]
+)
+def test_a_run_to_begin_from_that_is_there_is_fine(job, monkeypatch, given):
+    monkeypatch.setattr(job_checks, "check_recipe", lambda *_: None)
+    commit(job(), "taught", 100, 200)
+    check_job(job(init_from=given))
+
+
+def test_a_run_that_has_a_checkpoint_needs_the_other_one_no_more(job, monkeypatch):
+    monkeypatch.setattr(job_checks, "check_recipe", lambda *_: None)
+    commit(job(), "run", 50)
+    check_job(job(init_from=INIT))
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"init_from": {"run": "run"}}, "init_from.run=run is this run"),
+        ({"init_from": INIT, "worker": {"command": ["true"]}}, "init_from is for sessions"),
+        ({"init_from": {**INIT, "optimizer": "forget"}}, "'keep' or 'reset'"),
+    ],
+)
+def test_what_cannot_be_begun_from_is_refused(job, sections, words):
+    with pytest.raises(InputError, match=words):
+        job(**sections)

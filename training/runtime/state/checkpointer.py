@@ -26,6 +26,7 @@ from storage.staging import SavePlans
 from training.device import pin, synchronize
 from training.runtime.context import WorkerContext
 from training.runtime.program import Training
+from training.runtime.state.initial import InitialState
 from training.runtime.state.live import LiveState
 from training.runtime.state.random_numbers import random_states, set_random_states
 from training.runtime.state.restore import Restorer, StateOf, from_first
@@ -204,15 +205,22 @@ class Checkpointer:
     def restore(self) -> int:
         """Restore the newest step that the nodes or the store have whole. Collective.
 
+        A run that has none yet takes over what its job names of another run.
+
         Returns:
             Its step, 0 when there is none.
 
         Raises:
+            InputError: the other run's checkpoint does not exist, or does not fit.
             Corrupt: every checkpoint is damaged, and the state was touched on the way: new
                 processes start from nothing.
             StorageError: the store has one whole, and yet some rank cannot read it.
         """
-        return self._restorer.restore()
+        step = self._restorer.restore()
+        spec = self._context.job.init_from
+        if step == 0 and spec is not None:
+            InitialState(spec, self._checkpoints, self.live, self._device).load()
+        return step
 
     def _is_committed(self, step: int) -> bool:
         if self.is_behind:

@@ -23,11 +23,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DataParallel
 
+from training.errors import InputError
 from training.runtime.program import Training
 from training.runtime.state.transfer import TensorLayout, local_part
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
-_STATE = "optim/state."
+MODEL = "model/"  # how the names of its tensors begin
+STATE = "optim/state."
 
 
 class LiveState:
@@ -48,9 +50,9 @@ class LiveState:
 
         An optimizer that has no state yet gets one, by a step of nothing.
         """
-        tensors = self._of_model()
+        tensors = self.model_tensors()
         optimizer = get_optimizer_state_dict(
-            self._model, self._training.optimizer, options=_OPTIONS
+            self._model, self._training.optimizers, options=_OPTIONS
         )
         settings: dict[str, Any] = {}
         for name, value in optimizer.items():
@@ -61,9 +63,10 @@ class LiveState:
         return tensors, settings
 
     def parts(self) -> dict[str, Any]:
-        """Scheduler and scaler, None where there is none."""
-        training = self._training
-        return {"scheduler": _state_of(training.scheduler), "scaler": _state_of(training.scaler)}
+        """Scheduler and scaler, None where there is none; a list of several schedulers."""
+        states = [_state_of(one) for one in self._training.schedulers]
+        scheduler = states if len(states) > 1 else next(iter(states), None)
+        return {"scheduler": scheduler, "scaler": _state_of(self._training.scaler)}
 
     def put(self, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]) -> None:
         """Take over what a checkpoint had.
@@ -72,11 +75,11 @@ class LiveState:
             tensors: by name, as `tensors` names them.
             extra: the optimizer's settings under `optimizer`, and `parts`.
         """
-        set_model_state_dict(self._model, _below("model/", tensors))
+        set_model_state_dict(self._model, _below(MODEL, tensors))
         if extra["optimizer"]:
             set_optimizer_state_dict(
                 self._model,
-                self._training.optimizer,
+                self._training.optimizers,
                 {**_below("optim/", tensors), **_revived(extra["optimizer"])},
                 options=_OPTIONS,
             )
@@ -87,10 +90,10 @@ class LiveState:
 
         Before the first step the optimizer has no state, and making one would count a step.
         """
-        has_state = bool(self._training.optimizer.state)
-        tensors, settings = self.tensors() if has_state else (self._of_model(), {})
+        has_state = self._training.has_optimizer_state
+        tensors, settings = self.tensors() if has_state else (self.model_tensors(), {})
         tensors |= self._computed(tensors)
-        groups = _settings_of(self._training.optimizer)
+        groups = [_settings_of(group) for group in self._training.param_groups]
         extra = {"groups": groups, "optimizer": settings, **self.parts()}
         return tensors, json.loads(json.dumps(extra))
 
@@ -107,16 +110,16 @@ class LiveState:
             fill: fills tensors, by name, with the other's.
             layouts: how the other's tensors look, where that is known.
         """
-        optimizer = self._training.optimizer
+        training = self._training
         if not extra["optimizer"]:
-            optimizer.state.clear()
-        elif not optimizer.state and not self._allocate_state(layouts or {}):
+            self._forget_optimizer_state()
+        elif not training.has_optimizer_state and not self._allocate_state(layouts or {}):
             self.tensors()
         tensors, _ = self.whole()
         fill(tensors)
         if not self._are_live(tensors):
             self.put(tensors, extra)
-        for group, kept in zip(optimizer.param_groups, extra["groups"], strict=True):
+        for group, kept in zip(training.param_groups, extra["groups"], strict=True):
             group.update(_revived(kept))  # a schedule's state does not bring its rate along
         self._put_parts(extra)
 
@@ -126,42 +129,58 @@ class LiveState:
         Its own way is a step with gradients of zeros: several times the time that the values
         themselves take. Whether it was possible; sharded tensors are left to the optimizer.
         """
-        optimizer = self._training.optimizer
         names: dict[int, str] = {}
-        for name, one in self._of_model().items():
+        for name, one in self.model_tensors().items():
             names.setdefault(one.data_ptr(), name)  # of tied weights the state has the first
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if any(type(p.data) is not Tensor or p.data_ptr() not in names for p in parameters):
+        owned = [
+            (one, p)
+            for one in self._training.optimizers
+            for group in one.param_groups
+            for p in group["params"]
+        ]
+        if any(type(p.data) is not Tensor or p.data_ptr() not in names for _, p in owned):
             return False
         by_name: dict[str, dict[str, TensorLayout]] = {}
         for key, layout in layouts.items():
-            if key.startswith(_STATE):
-                name, _, part = key.removeprefix(_STATE).rpartition(".")
+            if key.startswith(STATE):
+                name, _, part = key.removeprefix(STATE).rpartition(".")
                 by_name.setdefault(f"model/{name}", {})[part] = layout
-        for parameter in parameters:
+        for optimizer, parameter in owned:
             if own := by_name.pop(names[parameter.data_ptr()], None):
                 optimizer.state[parameter] = {
                     part: layout.empty_beside(parameter) for part, layout in own.items()
                 }
         if by_name:  # the other has a state for what has another name here
+            self._forget_optimizer_state()
+        return self._training.has_optimizer_state
+
+    def _forget_optimizer_state(self) -> None:
+        for optimizer in self._training.optimizers:
             optimizer.state.clear()
-        return bool(optimizer.state)
 
     def _are_live(self, tensors: Mapping[str, Tensor]) -> bool:
         """Whether values that were put into tensors are in the training: none is a copy."""
         training = self._training
-        live: list[Any] = [*training.model.parameters(), *training.model.buffers()]
-        live += [value for state in training.optimizer.state.values() for value in state.values()]
-        known = {_place_of(one) for one in live if isinstance(one, Tensor)}
+        live = chain(training.model.parameters(), training.model.buffers(), training.kept_tensors())
+        known = {_place_of(one) for one in live}
         return all(_place_of(one) in known for one in tensors.values())
 
     def _put_parts(self, extra: Mapping[str, Any]) -> None:
-        if self._training.scheduler is not None:
-            self._training.scheduler.load_state_dict(extra["scheduler"])
+        kept = extra["scheduler"]
+        states = kept if isinstance(kept, list) else [] if kept is None else [kept]
+        schedulers = self._training.schedulers
+        if len(states) != len(schedulers):
+            raise InputError(
+                "session.register(scheduler=...)",
+                f"{len(schedulers)} schedulers, but the state to take over is of {len(states)}",
+            )
+        for scheduler, state in zip(schedulers, states, strict=True):
+            scheduler.load_state_dict(state)
         if self._training.scaler is not None:
             self._training.scaler.load_state_dict(extra["scaler"])
 
-    def _of_model(self) -> dict[str, Tensor]:
+    def model_tensors(self) -> dict[str, Tensor]:
+        """Those of the model alone, by name: parameters and buffers."""
         model = get_model_state_dict(self._model)
         return {f"model/{k}": v for k, v in model.items() if isinstance(v, Tensor)}
 
@@ -184,9 +203,9 @@ def _state_of(part: Any) -> dict[str, Any] | None:
     return dict(part.state_dict()) if part is not None else None
 
 
-def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """What each group of parameters is trained with: rates, betas, decay."""
-    return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a group of parameters is trained with: rates, betas, decay."""
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 def _revived(settings: dict[str, Any]) -> dict[str, Any]:
@@ -257,9 +276,8 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 def damage(training: Training) -> None:
     """Overwrite all tensors of a training, as an injected fault of the device's memory does."""
-    kept = chain.from_iterable(one.values() for one in training.optimizer.state.values())
+    model = training.model
     with torch.no_grad():
-        for value in chain(training.model.parameters(), training.model.buffers(), kept):
-            if isinstance(value, Tensor):
-                own = local_part(value)
-                own.fill_(math.nan if own.is_floating_point() else -1)
+        for value in chain(model.parameters(), model.buffers(), training.kept_tensors()):
+            own = local_part(value)
+            own.fill_(math.nan if own.is_floating_point() else -1)

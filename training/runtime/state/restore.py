@@ -161,7 +161,7 @@ class Restorer:
         held = nodes.held_of(manifest, state) if nodes is not None else {}
         # Every shard that is read is hashed by one rank, and not by one that has it at hand.
         at_hand = [frozenset(names) for names in gather_json(sorted(held), self._device)]
-        hashing = _readers(sorted(manifest.shards), at_hand)
+        hashing = readers_of(sorted(manifest.shards), at_hand)
         verify = frozenset(s for s, rank in hashing.items() if rank == self._context.rank)
         load(state, manifest, checkpoints=self._checkpoints, held=held, verify=verify)
         return manifest
@@ -232,7 +232,7 @@ class Restorer:
         return self._load(read)
 
 
-def _readers(shards: Sequence[str], at_hand: Sequence[frozenset[str]]) -> dict[str, int]:
+def readers_of(shards: Sequence[str], at_hand: Sequence[frozenset[str]]) -> dict[str, int]:
     """For every shard a rank that does not have it at hand, spread over the ranks."""
     readers: dict[str, int] = {}
     for number, shard in enumerate(shards):

@@ -16,7 +16,6 @@ from itertools import chain
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 
 from storage.errors import StorageError
 from training.device import Healing, healing_of
@@ -246,13 +245,11 @@ class RankRecovery:
 
     def _heal(self, state: RankState) -> None:
         """Have the device take work again; one that cannot is left to a new process."""
-        parts = (self.training.model.parameters(), self.training.model.buffers())
-        optimizer = self.training.optimizer.state.values()
-        tensors = [*chain(*parts), *(v for one in optimizer for v in one.values())]
-        self.healing.clean(
-            [local_part(one) for one in tensors if isinstance(one, Tensor)],
-            is_damaged=state.is_dirty,
+        training = self.training
+        tensors = chain(
+            training.model.parameters(), training.model.buffers(), training.kept_tensors()
         )
+        self.healing.clean([local_part(one) for one in tensors], is_damaged=state.is_dirty)
 
     def _end_step_in_flight(self, state: RankState, plan: RepairPlan) -> None:
         """Apply a gradient that every rank was known to hold, or keep the batch for later."""

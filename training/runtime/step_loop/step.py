@@ -27,6 +27,7 @@ from training.recovery.consistency import Cause, find_difference, is_due
 from training.recovery.repair import StepPhase, Vote
 from training.runtime.errors import NotApplied, NumericAnomaly, RanksDiffer, SilentCorruption
 from training.runtime.program import MicroBatch, Training
+from training.runtime.step_loop.batches import on_device
 from training.runtime.step_loop.fingerprint import fingerprint, hashes_of, slots
 from training.runtime.step_loop.loss_share import DivisionCheck
 
@@ -191,12 +192,9 @@ class Step:
     def micro_batches(self) -> Iterator[MicroBatch]:
         """Every micro-batch on the device; gradients are reduced with the last one only."""
         self._reached("start")  # not on entering: __exit__ does not handle its errors
-        for index, (inputs, targets) in enumerate(self.data):
+        for index, batch in enumerate(self.data):
             _reduce_gradients(self._training.model, when=index == len(self.data) - 1)
-            yield (
-                inputs.to(self._context.device, non_blocking=True),
-                targets.to(self._context.device, non_blocking=True),
-            )
+            yield on_device(batch, self._context.device)
 
     def backward(self, loss: Tensor) -> None:
         """Backward of one micro-batch's mean loss, weighted so that the step is their mean."""
@@ -221,7 +219,8 @@ class Step:
         """
         training = self._training
         if training.scaler is not None:
-            training.scaler.unscale_(training.optimizer)
+            for optimizer in training.optimizers:
+                training.scaler.unscale_(optimizer)
         is_compared = self._context.comparison.is_due(self.number)
         hashes = fingerprint(training.model, self._context.device) if is_compared else None
         norm = _norm_value(
@@ -243,16 +242,22 @@ class Step:
         self.vote = vote or self.vote
         self.phase, self.is_dirty = StepPhase.APPLYING, True
         self._reached("applying")
-        if training.scaler is not None:
-            training.scaler.step(training.optimizer)
-            training.scaler.update()
-        else:
-            training.optimizer.step()
+        self._run_optimizers()
         self._reached("half_applied")
-        if training.scheduler is not None:
-            training.scheduler.step()
-        training.optimizer.zero_grad(set_to_none=True)
+        for scheduler in training.schedulers:
+            scheduler.step()
+        training.zero_grad()
         self.is_dirty, self.is_applied = False, True
+
+    def _run_optimizers(self) -> None:
+        scaler = self._training.scaler
+        for optimizer in self._training.optimizers:
+            if scaler is not None:
+                scaler.step(optimizer)
+            else:
+                optimizer.step()
+        if scaler is not None:
+            scaler.update()
 
     def _reached(self, point: str) -> None:
         self._context.faults.reached(point, self.number)
@@ -280,6 +285,7 @@ class Step:
             save=save > 0,
             pause=pause > 0,
             culprit=int(culprits) if num_culprits == 1 else None,
+            lr=self._training.lr,
         )
 
     def _slots(self, norm: float, hashes: Tensor | None) -> list[Tensor]:

@@ -71,13 +71,12 @@ class StepRecords:
         """Put a completed step on record, once."""
         if self._log is None or self._steps.last_step == step:
             return
-        context, scheduler = self._context, training.scheduler
-        lr = scheduler.get_last_lr()[0] if scheduler is not None else context.job.optimizer.lr
+        context = self._context
         record = StepRecord(
             step=step,
             loss=vote.loss,
             grad_norm=vote.grad_norm,
-            lr=float(lr),
+            lr=vote.lr,
             tokens_per_s=self._tokens_per_step / step_s,
             mfu=self._mfu(step_s),
             at_s=time.time(),

@@ -24,7 +24,7 @@ from training.runtime.program import Training
 def reset(training: Training, generations: Generations) -> None:
     """Make a training ready to begin a step again; not collective."""
     model = training.model
-    training.optimizer.zero_grad(set_to_none=True)
+    training.zero_grad()
     if training.scaler is not None:
         training.scaler._per_optimizer_states.clear()  # noqa: SLF001 update() would change the scale
     if isinstance(model, DistributedDataParallel):
