@@ -41,6 +41,7 @@ from training.files import home_folder
 from training.job import Job, JobTemplate
 from training.supervisor.run import Verdict
 from training.supervisor.runbook import RunSteps, conduct
+from training.supervisor.same_run import completed_before
 from training.supervisor.store_place import begin_store
 from training.supervisor.summary import final_message
 from training.trainer.data.prepare import DataOutcome
@@ -102,7 +103,7 @@ def _supervise(supervision: Supervision) -> State[Any]:
     with supervision:
         run, job = supervision.run, supervision.job
         if run.is_complete:
-            return Completed(message=f"run {job.run_id} was completed before")
+            return Completed(message=completed_before(job, run.history))
         end = conduct(TaskSteps(supervision), log=supervision.logger)
         if supervision.retry_delay.was_cut_short:
             supervision.close_own()  # Prefect has set the placement to Crashed (3.8.8)

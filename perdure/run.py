@@ -11,6 +11,7 @@ import sys
 import sysconfig
 import time
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -21,11 +22,12 @@ from perdure.preflight import check_inputs, warn_of_departures
 from perdure.runs import store_of
 from perdure.tables import account_table, attempts_view
 from storage.address import StorageSpec, has_store
-from training.errors import PerdureError
+from training.errors import InputError, PerdureError
 from training.files import home_folder
 from training.injection.outside import Kill, KillInjector, LocalRun, Victim
 from training.job import Job, JobTemplate, load_job
 from training.journal.ledger import Ledger
+from training.journal.records import RunReopened
 from training.journal.steps import StepReader, kept_of
 from training.journal.time_account import Account, account
 from training.specs.data import DataSpec
@@ -43,15 +45,23 @@ DEMO_KILLS = (
 )
 
 
-def run(job_file: JobFile, overrides: Overrides = None) -> None:
+def run(
+    job_file: JobFile,
+    overrides: Overrides = None,
+    *,
+    reopen: Annotated[
+        bool, typer.Option("--reopen", help="have a run go on that was completed")
+    ] = False,
+) -> None:
     """Run the pretrain flow in this process; start it again to adopt a living run.
 
-    A run that was paused stays paused until `perdure resume`.
+    A run that was paused stays paused until `perdure resume`. One that was completed trains on
+    with a larger `steps`, or with --reopen, which is for a command that had not come to its end.
     """
     job = load_job(job_file, overrides or ())
     check_inputs(job)
     warn_of_departures(job)
-    raise typer.Exit(_supervise(job))
+    raise typer.Exit(_supervise(job, reopen=reopen))
 
 
 def demo() -> None:
@@ -91,7 +101,7 @@ def demo_job(home: Path) -> Job:
     )
 
 
-def _supervise(job: Job, injector: KillInjector | None = None) -> int:
+def _supervise(job: Job, injector: KillInjector | None = None, *, reopen: bool = False) -> int:
     """Run the flow under a live view, then print the table. Returns the exit code."""
     console = make_console()
     with console.status("starting the Prefect server"):
@@ -111,6 +121,8 @@ def _supervise(job: Job, injector: KillInjector | None = None) -> int:
             check_job(job, credentials=credentials_of(job.storage))
         if not has_open_attempt(job):  # one that lives is adopted, whatever became of the blocks
             check_blocks(job)
+        if reopen:
+            _reopen(job)
 
     def inject(observation: Observation) -> None:
         if injector is not None and observation.steps:
@@ -132,6 +144,21 @@ def _supervise(job: Job, injector: KillInjector | None = None) -> int:
     text = f"{kind}: {message}"
     console.print(text, soft_wrap=True)
     return 0 if state.is_completed() else EXIT_FAILED
+
+
+def _reopen(job: Job) -> None:
+    """Put on record that a run which was completed goes on; one that was not does so anyway.
+
+    Raises:
+        InputError: the run was never started.
+    """
+    ledger = Ledger(store_of(job), job.run_id)
+    history = ledger.read()
+    if history.job is None:
+        raise InputError("--reopen", f"run {job.run_id!r} was never started")
+    if history.ended_well:
+        ledger.note(RunReopened)
+        warn(f"{job.run_id}: reopened")
 
 
 def _print_outcome(console: Console, job: Job, ui_url: str) -> None:

@@ -41,6 +41,7 @@ from training.journal.history import RunHistory
 from training.specs.run_name import is_of, is_template, name_of
 from training.supervisor.job_registry import known_job, known_runs
 from training.supervisor.run import Run
+from training.supervisor.same_run import completed_before
 
 ALREADY_SUPERVISED = "AlreadySupervised"
 SKIPPED = "Skipped"
@@ -212,7 +213,7 @@ def _why_skipped(run_id: str, job: Job, tick: FlowRun) -> str | None:
         return None  # started again: it goes on with what it began
     if run.is_complete:
         return (
-            f"run {job.run_id} was completed before, at step {history.committed_step}; "
+            f"{completed_before(job, history)}; "
             "give run_id a field such as {date}, so that each tick has a run of its own"
         )
     if run.ledger.is_supervised():

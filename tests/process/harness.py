@@ -121,14 +121,14 @@ class Workbench:
             **self.env,
         }
 
-    def start(self, document: dict[str, Any]) -> Running:
+    def start(self, document: dict[str, Any], *options: str) -> Running:
         """`perdure run` in a process of its own."""
         path = self.home / f"{document['run_id']}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(yaml.safe_dump(document))
         log = (self.home / f"{document['run_id']}.out").open("ab")
         process = subprocess.Popen(
-            [sys.executable, "-m", "perdure", "run", str(path)],
+            [sys.executable, "-m", "perdure", "run", str(path), *options],
             env=self.environment,
             stdin=subprocess.DEVNULL,
             stdout=log,

@@ -146,3 +146,73 @@ def test_a_recipe_that_ends_before_its_loop_is_a_fault(home, name, faults, env, 
     assert fault.fault_class == "user_code_error"
     assert words in fault.evidence
     assert played.left_over == ()
+
+
+TORCHRUN = """
+import os
+import torch.distributed as dist
+dist.init_process_group("gloo")
+for iteration in range(1, 31):
+    if dist.get_rank() == 0:
+        print(f"iteration {iteration:8d}/ {30:8d} | lm loss: {1 / iteration:.4f}", flush=True)
+    dist.barrier()
+    if iteration == 15 and dist.get_rank() == 1 and os.environ["MA_PROC_START_CNT"] == "1":
+        os.kill(os.getpid(), 11)
+dist.destroy_process_group()
+"""
+SCRIPT = """
+torchrun --nproc_per_node=$MA_NUM_GPUS --master_addr=$MASTER_ADDR --master_port=$MASTER_PORT \\
+    train.py 2>&1 | tee -a train.log
+"""
+
+
+@pytest.mark.long
+def test_a_script_that_pipes_torchrun_into_tee_recovers_from_a_rank_that_crashes(bench, tmp_path):
+    (tmp_path / "train.py").write_text(TORCHRUN)
+    (tmp_path / "train.sh").write_text(SCRIPT)
+    job = {
+        "run_id": "piped-torchrun",
+        "storage": {"address": f"file://{bench.home}/store"},
+        "worker": {"command": ["bash", "train.sh"], "cwd": str(tmp_path)},
+        "engine": {"nodes": 1, "slots_per_node": 2, "spares": 0, "grace_s": 2},
+        "preflight": {"nodes": False},
+    }
+    running = bench.start(job)
+    assert running.finish() == 0, running.out
+    assert "exitcode: -11" in (tmp_path / "train.log").read_text(), "it crashed"
+    assert running.rungs() == ["in_place_restart"]
+    first, second = running.history.attempts
+    assert first.ended is not None
+    assert first.ended.fault is not None
+    assert first.ended.fault.fault_class == "native_crash"
+    assert "set -o pipefail" in first.ended.fault.explanation
+    assert second.ended is not None
+    assert second.ended.outcome == "completed"
+    running.leave_nothing()
+
+
+@pytest.mark.long
+def test_a_completed_command_goes_on_when_it_is_reopened_and_a_changed_one_is_not_ignored(
+    bench, tmp_path
+):
+    def job(word: str, **changes: Any) -> dict[str, Any]:
+        return {
+            "run_id": "reopened",
+            "storage": {"address": f"file://{bench.home}/store"},
+            "worker": {"command": ["bash", "-c", f"echo {word} >> {tmp_path}/words"]},
+            "engine": {"nodes": 1, "slots_per_node": 1, "spares": 0, "grace_s": 1},
+            "preflight": {"nodes": False},
+            **changes,
+        }
+
+    def words_after(exit_code: int, document: dict[str, Any], *options: str) -> list[str]:
+        running = bench.start(document, *options)
+        assert running.finish() == exit_code, running.out
+        running.leave_nothing()
+        return (tmp_path / "words").read_text().split()
+
+    assert words_after(0, job("one")) == ["one"]
+    assert words_after(1, job("two")) == ["one"]
+    assert "was completed with another worker.command" in bench.look(job("two")).out
+    assert words_after(0, job("two"), "--reopen") == ["one", "two"]
+    assert words_after(0, job("three", steps=9)) == ["one", "two", "three"]

@@ -34,6 +34,13 @@ def is_complete(job: Job, history: RunHistory) -> bool:
     return job.target_step <= before
 
 
+def completed_before(job: Job, history: RunHistory) -> str:
+    """One line about a run that is complete, and how it goes on all the same."""
+    at = f", at step {history.committed_step}" if not job.worker.is_command else ""
+    more = "a larger `steps`" if job.target_step is not None else "`perdure run --reopen`"
+    return f"run {job.run_id} was completed before{at}; {more} has it go on"
+
+
 def refuse_other_job(job: Job, history: RunHistory) -> None:
     """Check that the job is that of the run, as far as something depends on it.
 
