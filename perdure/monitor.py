@@ -32,6 +32,7 @@ from training.supervisor.report import (
     recovery_facts,
 )
 from training.supervisor.run import Run
+from training.supervisor.store_outage import unwritable
 from training.supervisor.watch import AttemptSnapshot, newest_of, step_of
 from training.wire.agent import AgentStatus
 from training.wire.requests import is_pause_wanted
@@ -163,6 +164,7 @@ def _facts(
     return {
         "run_id": job.run_id,
         "state": _state(history),
+        "ledger_unwritable": unwritable(run.ledger, run.home, now_s=now_s),
         "supervised": is_supervised,
         "step": _step(history, last) if not job.worker.is_command else _command_step(history, seen),
         "committed_step": None if job.worker.is_command else history.committed_step,

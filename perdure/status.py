@@ -31,7 +31,7 @@ from training.supervisor.report import (
     OPEN,
     story_rows,
 )
-from training.supervisor.store_outage import read_outage
+from training.supervisor.store_outage import Outage, read_outage
 
 LINES = ("run_id", "state", "step", "committed_step", "target_step", "ettr", "isolated")
 NOT_KNOWN = "not known"
@@ -134,13 +134,16 @@ def _fault_text(fault: dict[str, Any]) -> Iterator[Text]:
 
 
 def _shown(document: dict[str, Any], name: str) -> Any:
+    """A fact for people; a state is as old as the newest record where none can be written."""
+    if name == "state" and document["ledger_unwritable"]:
+        return f"{document['state']}, but {UNWRITABLE}"
     return NOT_KNOWN if document[name] is None and name in MAYBE_KNOWN else document[name]
 
 
 def _headline(document: dict[str, Any]) -> str:
     """State, step, speed and what is left, in a line."""
     target = f" / {document['target_step']}" if document["target_step"] is not None else ""
-    parts = [document["state"], f"step {_shown(document, 'step')}{target}"]
+    parts = [_shown(document, "state"), f"step {_shown(document, 'step')}{target}"]
     if document["tokens_per_s"] and document["state"] == "running":
         parts.append(f"{document['tokens_per_s']:,.0f} tokens/s")
     if document["eta_s"] is not None:
@@ -235,6 +238,9 @@ def _notices(document: dict[str, Any]) -> list[str]:
     """What matters beyond the numbers."""
     lines = []
     resume = f"`perdure resume {document['run_id']}` continues it"
+    if document["ledger_unwritable"]:
+        outage = Outage.model_validate(document["ledger_unwritable"])
+        lines.append(f"{UNWRITABLE} since {outage.since}: {outage.why}")
     if document["state"] == "running" and not document["supervised"]:
         lines.append("no process supervises it; `perdure run` with its job file adopts it")
     if document["sub_healthy"]:

@@ -32,6 +32,7 @@ from storage.errors import (
     PreconditionFailed,
     ServerError,
     StorageError,
+    StorageFull,
     Throttled,
     TimedOut,
     TransientError,
@@ -69,6 +70,10 @@ CODES: Mapping[str, type[StorageError]] = {
     "InvalidToken": AccessDenied,
     "RequestTimeTooSkewed": AccessDenied,
     "NotImplemented": PermanentError,
+    "QuotaExceeded": StorageFull,
+    "XMinioStorageFull": StorageFull,
+    "InsufficientStorage": StorageFull,
+    "InsufficientStorageSpace": StorageFull,
 }
 
 STATUSES: Mapping[int, type[StorageError]] = {
@@ -83,6 +88,7 @@ STATUSES: Mapping[int, type[StorageError]] = {
     502: ServerError,
     503: Throttled,
     504: TimedOut,
+    507: StorageFull,
 }
 
 NO_CREDENTIALS = (

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.values import not_none
 from tests.waiting import wait_for
+from training.recovery.faults import STORE_FULL, FaultClass, RecoverableBy
 from training.supervisor.store_outage import read_outage
 
 pytestmark = pytest.mark.process
@@ -30,6 +35,66 @@ class Share:
     def come_back(self) -> None:
         self.folder.rmdir()  # fails where anything was written meanwhile
         self.folder.with_name(f"{self.folder.name}-away").rename(self.folder)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of its own, with a few megabytes."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)], check=False
+    )
+    if mounted.returncode != 0:
+        pytest.skip(
+            "file systems cannot be mounted here: not root, or a container without the right"
+        )
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(folder: Path) -> Path:
+    """Leave no room on the folder's file system."""
+    path = folder / "somebody-elses"
+    with path.open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+    assert shutil.disk_usage(folder).free < 4096
+    return path
+
+
+@pytest.mark.long
+def test_a_full_store_ends_the_run_at_once_and_says_so(bench, small_disk):
+    job = bench.pair("full", storage={"address": f"file://{small_disk}/store"})
+    running = bench.start(job)
+    running.reach(12)
+    others = fill(small_disk)
+    noted = wait_for(
+        lambda: read_outage(bench.home, "full"), timeout_s=120, what="the supervisor to notice"
+    )
+    assert noted.why.endswith("the disk is full")
+    said = bench.perdure("status", "full")
+    assert "state: running, but its ledger cannot be written" in said
+    assert f"its ledger cannot be written since {noted.since}: file://" in said
+    assert running.status()["ledger_unwritable"]["why"].endswith("the disk is full")
+    running.pace(0)
+    wait_for(
+        lambda: not running.local.rank(0) and not running.local.rank(1),
+        timeout_s=120,
+        what="the ranks to end, as no save is possible",
+    )
+
+    others.unlink()  # the ledger takes what has happened
+    assert running.finish() == 1, running.out
+    history = running.history
+    (attempt,) = history.attempts
+    fault = not_none(not_none(attempt.ended).fault)
+    assert (fault.fault_class, fault.code) == (FaultClass.STORAGE_ERROR, STORE_FULL)
+    assert fault.recoverable_by is RecoverableBy.USER_FIX
+    assert running.rungs() == ["stop"]
+    assert "the run's store is full; make room, then start the run again" in running.out
+    assert "cannot be written" not in bench.perdure("status", "full")
+    running.leave_nothing()
 
 
 @pytest.mark.long

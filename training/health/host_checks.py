@@ -9,6 +9,8 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -23,10 +25,29 @@ from training.wire.node import Check, CheckOutcome
 
 PROBE_BYTES = 4 << 20
 DISK_COPIES = 2  # the newest save, and the one being written
+RECORDS_BYTES = 32 << 20  # ledger, step records, heartbeats and logs of a run that goes well
+LITTLE_BYTES = 1 << 30  # free space that is little whatever share of its disk it is
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a file system must have free.
+
+    Attributes:
+        needed_bytes: what will be written there for certain.
+        low_bytes: under this it may soon be full.
+        low_percent: likewise, of its size.
+        why: what `needed_bytes` is made of.
+    """
+
+    needed_bytes: int
+    low_bytes: int = 0
+    low_percent: float = 0.0
+    why: str = ""
 
 
 def check_disks(job: Job, folder: Path, state_bytes: int | None) -> Iterator[Check]:
-    """Room for what checkpoints need: on the node's own disk, and in a store that is a folder.
+    """Room for what the run writes: on the node's own disk, and in a store that is a folder.
 
     Args:
         job: whose checkpoints are meant.
@@ -36,17 +57,43 @@ def check_disks(job: Job, folder: Path, state_bytes: int | None) -> Iterator[Che
     path = job.storage.folder
     on_node = job.checkpoint.node_disk
     has_tier = path is None if on_node is None else on_node
-    share = DISK_COPIES * (state_bytes or 0) // job.engine.nodes if has_tier else 0
-    low = job.watch.disk_free_low_percent
-    yield check_disk("disk", folder, needed_bytes=share, low_percent=low)
+    of_node = _room(job, state_bytes, copies=DISK_COPIES if has_tier else 0, parts=job.engine.nodes)
+    yield check_disk("disk", folder, of_node)
     if path is not None:
-        needed = (job.checkpoint.keep_last + 1) * (state_bytes or 0)
-        yield check_disk("store_disk", _nearest(path), needed_bytes=needed, low_percent=low)
+        # One more than is kept: the oldest goes when the newest is whole.
+        copies = job.checkpoint.keep_last + 1
+        if state_bytes:
+            copies = max(1, copies - _held_bytes(path, job.run_id) // state_bytes)
+        of_store = _room(job, state_bytes, copies=copies)
+        yield check_disk("store_disk", _nearest(path), of_store)
 
 
-def check_disk(name: str, folder: Path, *, needed_bytes: int, low_percent: float) -> Check:
+def _held_bytes(store: Path, run_id: str) -> int:
+    """What the saves of a run that was started before take of a store."""
+    held = 0
+    for folder, _, names in os.walk(store / "runs" / run_id / "checkpoints"):
+        for name in names:
+            with suppress(OSError):  # deleted meanwhile
+                held += Path(folder, name).stat().st_size
+    return held
+
+
+def _room(job: Job, state_bytes: int | None, *, copies: int, parts: int = 1) -> Room:
+    """What a run writes where it keeps so many copies of its state, or of a part of it."""
+    is_known = state_bytes is not None and not job.worker.is_command
+    saves = copies * (state_bytes or 0) // parts if is_known else 0
+    low = job.watch.disk_free_low_percent
+    if copies == 0:
+        return Room(RECORDS_BYTES, LITTLE_BYTES, low, "logs and records")
+    if not is_known:
+        return Room(RECORDS_BYTES, LITTLE_BYTES, low, "records; the size of its saves is not known")
+    why = f"{copies} saves of {_size((state_bytes or 0) // parts)}, logs and records"
+    return Room(saves + RECORDS_BYTES, saves + LITTLE_BYTES, low, why)
+
+
+def check_disk(name: str, folder: Path, room: Room) -> Check:
     """Whether a file system has room, and takes a file."""
-    allowed = f"{_size(needed_bytes)} free" if needed_bytes else f"{low_percent:g} % free"
+    allowed = f"{_size(room.needed_bytes)} free" + (f": {room.why}" if room.why else "")
     try:
         disk = psutil.disk_usage(str(folder))
         _try_to_write(folder)
@@ -56,10 +103,11 @@ def check_disk(name: str, folder: Path, *, needed_bytes: int, low_percent: float
         )
     free_percent = 100.0 * disk.free / disk.total if disk.total else 0.0
     outcome = CheckOutcome.OK
-    if disk.free < needed_bytes:
+    if disk.free < room.needed_bytes:
         outcome = CheckOutcome.FAILED
-    elif free_percent < low_percent:
+    elif disk.free < room.low_bytes or free_percent < room.low_percent:
         outcome = CheckOutcome.WARNING
+        allowed = f"{_size(room.low_bytes)} and {room.low_percent:g} % free; at least {allowed}"
     return Check(
         name=name,
         outcome=outcome,

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from storage.address import has_store
 from training.environment import interface_variables, variables_of
+from training.files import home_folder
 from training.health.sources.vendor_tools import end_session
 from training.job import Job
 from training.processes import free_port
@@ -90,7 +91,8 @@ def check_this_machine(
             job=job.model_dump_json(),
             node=socket.gethostname(),
             folder=folder,
-            node_folder=None,
+            # The local engine's containers lie in this folder, and nothing else is checked there.
+            node_folder=str(home_folder() / "runs") if job.engine.kind == "local" else None,
             slots=ranks,
             first_rank=0,
             world_size=ranks,

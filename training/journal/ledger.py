@@ -84,6 +84,11 @@ class Ledger:
         self._lock = threading.RLock()  # the lease is renewed from a thread of its own
 
     @property
+    def run_id(self) -> str:
+        """Of the run."""
+        return self._run_id
+
+    @property
     def epoch(self) -> int:
         """The epoch of this supervisor; 0 while it only reads."""
         return self._epoch

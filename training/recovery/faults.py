@@ -183,6 +183,8 @@ TRAITS: Mapping[FaultClass, Traits] = {
 # (MindCluster faultCode.json, class User; ModelArts does not isolate the node for them).
 USER_CAUSED_CODES = frozenset({"80C98002", "80CB8002"})
 
+STORE_FULL = "STORE_FULL"  # our own code: the run's store has no room left
+
 
 @dataclass(frozen=True, slots=True)
 class Fault:

@@ -19,7 +19,14 @@ from training.recovery.chips import (
     heals_in_place,
     times_in_a_row,
 )
-from training.recovery.faults import TRAITS, USER_CAUSED_CODES, Fault, FaultClass, RecoverableBy
+from training.recovery.faults import (
+    STORE_FULL,
+    TRAITS,
+    USER_CAUSED_CODES,
+    Fault,
+    FaultClass,
+    RecoverableBy,
+)
 from training.recovery.rungs import (
     IN_PROCESS,
     ISOLATES,
@@ -166,12 +173,18 @@ def is_oom_again(case: Case) -> bool:
     )
 
 
+def is_store_full(case: Case) -> bool:
+    """Whether the run's own store is full: new processes would fill it as these have."""
+    fault = case.fault
+    return fault.fault_class is FaultClass.STORAGE_ERROR and fault.code == STORE_FULL
+
+
 def is_the_users_again(case: Case) -> bool:
     """Whether, by the evidence, only the user can fix it, and it came back so soon.
 
-    Another process may free a full disk or a quota in the meantime, so the first one is
-    answered like any other of its class. A class that is always the user's has a ladder of its
-    own.
+    Another process may free another full disk in the meantime, or the end of this one does, so
+    the first one is answered like any other of its class. A class that is always the user's has
+    a ladder of its own.
     """
     return _needs_user_fix(case.fault) and any(
         not past.failed

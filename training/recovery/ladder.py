@@ -23,6 +23,7 @@ from training.recovery.guards import (
     Case,
     is_accepted,
     is_oom_again,
+    is_store_full,
     is_the_users_again,
     refusal,
     rungs_for,
@@ -77,7 +78,7 @@ def decide(  # noqa: PLR0913 everything that a decision depends on is given
         reason = f"{fault.fault_class}: step {fault.step} is abnormal again, accepted and recorded"
         return Decision(Rung.STEP_RETRY, None, reason, accept_abnormal=True)
     skipped: list[tuple[Rung, str]] = []
-    ends = is_oom_again(case) or is_the_users_again(case)
+    ends = is_oom_again(case) or is_store_full(case) or is_the_users_again(case)
     for rung in (Rung.STOP,) if ends else rungs_for(fault):
         known = rung in supported or rung is Rung.STOP
         why_not = refusal(rung, case) if known else UNSUPPORTED
@@ -123,6 +124,8 @@ def _reason(rung: Rung, case: Case, skipped: Sequence[tuple[Rung, str]]) -> str:
     fault = case.fault
     if is_oom_again(case):
         return f"{fault.fault_class} again at step {fault.step} is for the user to fix"
+    if is_store_full(case):
+        return f"{fault.fault_class}: the run's store is full; make room, then start the run again"
     if is_the_users_again(case):
         return f"{fault.fault_class} again, and its evidence is for the user to fix"
     if LADDER[fault.fault_class] == (Rung.STOP,):

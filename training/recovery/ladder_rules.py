@@ -145,6 +145,10 @@ RULES: Mapping[str, LadderRule] = {
         "again without progress, `stop`.",
         _OURS,
     ),
+    "a_full_store_is_not_filled_again": LadderRule(
+        "No room in the run's own store: `stop`, since new processes would fill it likewise.",
+        _OURS,
+    ),
     "an_unsupported_rung_is_skipped_and_the_decision_names_it": LadderRule(
         "What the engine or the run's depth cannot do is listed with the decision.", _OURS
     ),

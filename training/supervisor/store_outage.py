@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -22,6 +23,7 @@ from storage.errors import StorageError, StorageFull, TransientError
 from storage.frozen_model import FrozenModel
 from storage.retry import Retry
 from training.files import write_whole
+from training.journal.ledger import LEASE_S, Ledger
 from training.supervisor.job_registry import job_path
 
 Log = logging.Logger | logging.LoggerAdapter[logging.Logger]
@@ -117,6 +119,30 @@ def read_outage(home: Path, run_id: str) -> Outage | None:
         return Outage.model_validate_json(_note_path(home, run_id).read_text(encoding="utf-8"))
     except (OSError, ValidationError):
         return None
+
+
+def unwritable(ledger: Ledger, home: Path, *, now_s: float) -> dict[str, Any] | None:
+    """Since when the ledger of a run that goes on cannot be written, and why; None: it can.
+
+    Args:
+        ledger: of the run.
+        home: Perdure's folder on this machine.
+        now_s: wall time.
+
+    Raises:
+        StorageError: it cannot be read, either.
+    """
+    lease = ledger.lease()  # given up when the run ends
+    if lease is None:
+        return None
+    outage = read_outage(home, ledger.run_id)
+    if outage is not None and outage.since_s > lease.renewed_s:
+        return outage.model_dump()
+    # Its supervisor runs elsewhere, or where no note can be written, and renews in vain.
+    if now_s - lease.renewed_s > LEASE_S and ledger.is_supervised():
+        why = f"process {lease.pid} on {lease.host} lives and has not renewed its lease since"
+        return Outage(since_s=lease.renewed_s, why=why).model_dump()
+    return None
 
 
 def forget_outage(home: Path, run_id: str) -> None:

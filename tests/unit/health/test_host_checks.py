@@ -13,6 +13,7 @@ from storage.errors import PermanentError
 from tests.jobs import small_job
 from training.health import host_checks
 from training.health.host_checks import (
+    Room,
     check_disk,
     check_disks,
     check_memory,
@@ -44,13 +45,31 @@ def disk(monkeypatch):
 
 @pytest.mark.parametrize(
     ("free", "outcome"),
-    [(50, CheckOutcome.OK), (9, CheckOutcome.FAILED), (11, CheckOutcome.WARNING)],
+    [
+        (50, CheckOutcome.OK),
+        (9, CheckOutcome.FAILED),
+        (11, CheckOutcome.WARNING),  # of its size
+        (29, CheckOutcome.WARNING),  # of what a run may write
+    ],
 )
 def test_a_disk_needs_room_for_the_checkpoints(tmp_path, disk, free, outcome):
     disk(1000, free * 10)
-    found = check_disk("disk", tmp_path, needed_bytes=100, low_percent=20)
+    found = check_disk("disk", tmp_path, Room(100, low_bytes=300, low_percent=20, why="2 saves"))
     assert found.outcome is outcome
-    assert found.allowed == "100 B free"
+    assert "100 B free: 2 saves" in found.allowed
+
+
+def test_next_to_no_space_is_never_enough_however_much_of_the_disk_it_is(job, tmp_path, disk):
+    """A file system of 5 MB that is empty is 100 % free."""
+    disk(total=5_000_000, free=5_000_000)
+    for sections in ({}, {"worker": {"command": ["true"]}}, {"worker": {"recipe": "mine:main"}}):
+        for state in (None, STATE_BYTES):
+            found = list(check_disks(job(**sections), tmp_path, state))
+            assert [one.outcome for one in found] == [CheckOutcome.FAILED] * 2, found
+    disk(total=500_000_000, free=500_000_000)
+    found = list(check_disks(job(worker={"command": ["true"]}), tmp_path, None))
+    assert [one.outcome for one in found] == [CheckOutcome.WARNING] * 2
+    assert "the size of its saves is not known" in found[1].allowed
 
 
 def test_a_disk_that_takes_no_file_has_failed_whatever_its_numbers(tmp_path, monkeypatch):
@@ -58,22 +77,37 @@ def test_a_disk_that_takes_no_file_has_failed_whatever_its_numbers(tmp_path, mon
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(host_checks, "_try_to_write", refuse)
-    found = check_disk("disk", tmp_path, needed_bytes=0, low_percent=0)
+    found = check_disk("disk", tmp_path, Room(0))
     assert found.outcome is CheckOutcome.FAILED
     assert "Read-only" in found.seen
 
 
 def test_nothing_is_left_on_the_disk(tmp_path):
-    check_disk("disk", tmp_path, needed_bytes=0, low_percent=0)
+    check_disk("disk", tmp_path, Room(0))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_store_that_is_a_folder_needs_room_for_all_that_is_kept(job, tmp_path, disk):
     kept = job(checkpoint={"keep_last": 3})
-    disk(total=40 * STATE_BYTES, free=4 * STATE_BYTES - 1)
-    node, store = check_disks(kept, tmp_path, STATE_BYTES)
-    assert (node.name, node.outcome) == ("disk", CheckOutcome.WARNING)
+    state, logs = 1 << 30, host_checks.RECORDS_BYTES
+    disk(total=40 * state, free=4 * state + logs - 1)
+    node, store = check_disks(kept, tmp_path, state)
+    assert (node.name, node.outcome) == ("disk", CheckOutcome.OK)
     assert (store.name, store.outcome) == ("store_disk", CheckOutcome.FAILED)
+    assert "4 saves of 1.07 GB, logs and records" in store.allowed
+    disk(total=40 * state, free=5 * state)
+    assert [one.outcome for one in check_disks(kept, tmp_path, state)] == [CheckOutcome.OK] * 2
+
+
+def test_what_a_run_that_goes_on_has_saved_already_needs_no_room_again(job, tmp_path, disk):
+    kept = job(checkpoint={"keep_last": 3})
+    saved = tmp_path / "store" / "runs" / kept.run_id / "checkpoints" / "step-00000010"
+    saved.mkdir(parents=True)
+    (saved / "shard").write_bytes(bytes(3 * STATE_BYTES))
+    disk(total=40 << 30, free=host_checks.RECORDS_BYTES + STATE_BYTES)
+    _, store = check_disks(kept, tmp_path, STATE_BYTES)
+    assert "1 saves of 1 MB" in store.allowed
+    assert store.outcome is CheckOutcome.WARNING
 
 
 def test_host_memory_has_to_take_two_saves(job, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from dataclasses import asdict, replace
 
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from perdure.cli import app
 from perdure.monitor import RunMonitor
 from perdure.status import plain_status, status_panel
+from storage.errors import StorageError
 from tests.jobs import job_document
 from tests.unit.journal.histories import (
     BEGINNING,
@@ -32,6 +34,7 @@ from training.journal.records import CheckpointSeen, RunCreated, RunEnded
 from training.journal.steps import metrics_prefix
 from training.supervisor.job_registry import remember_job
 from training.supervisor.run import Run
+from training.supervisor.store_outage import StoreOutage
 from training.supervisor.watch import AttemptSnapshot
 from training.wire.agent import (
     AgentState,
@@ -155,6 +158,22 @@ def test_status_is_printed_once_when_piped_and_as_one_object_for_scripts(run, pe
     remember_job(perdure_home, run.job)
     assert json.loads(perdure("status", "small", "--json"))["state"] == "not started"
     assert "state: not started" in perdure("status", "small")
+
+
+def test_a_ledger_that_cannot_be_written_is_shown_with_since_when(run, perdure_home):
+    run.take()
+    outage = StoreOutage(perdure_home, "small", logging.getLogger("test"))
+    assert json.loads(perdure("status", "small", "--json"))["ledger_unwritable"] is None
+    outage.failed(StorageError("the disk is full"))
+    document = json.loads(perdure("status", "small", "--json"))
+    assert (document["state"], document["ledger_unwritable"]["why"]) == (
+        "running", "the disk is full",
+    )  # fmt: skip
+    text = perdure("status", "small")
+    assert "state: running, but its ledger cannot be written\n" in text
+    assert re.search(r"its ledger cannot be written since 2\d{3}-.* UTC: the disk is full", text)
+    run.ledger.renew()
+    assert json.loads(perdure("status", "small", "--json"))["ledger_unwritable"] is None
 
 
 def test_a_run_that_is_not_known_is_wrong_input():

@@ -336,6 +336,11 @@ def what_the_evidence_leaves_to_the_user_is_tried_once(asked: Asked) -> bool:
     return not (theirs and again) or asked.decision.rung is Rung.STOP
 
 
+def a_full_store_is_not_filled_again(asked: Asked) -> bool:
+    is_full = asked.fault.fault_class == "storage_error" and asked.fault.code == "STORE_FULL"
+    return not is_full or asked.decision.rung is Rung.STOP
+
+
 def an_unsupported_rung_is_skipped_and_the_decision_names_it(asked: Asked) -> bool:
     rung, skipped = asked.decision.rung, asked.decision.skipped
     named = [Rung(text.split(":")[0]) for text in skipped]

@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.recovery.ladder_invariants import CHIP_CODE, RESET_CODE, SEPARATE_CODE
 from training.recovery.chips import Severity
-from training.recovery.faults import Fault, FaultClass, RecoverableBy
+from training.recovery.faults import STORE_FULL, Fault, FaultClass, RecoverableBy
 from training.recovery.guards import SAME_CODE_WINDOW_S
 from training.recovery.ladder import decide
 from training.recovery.rungs import (
@@ -409,6 +409,18 @@ def test_what_the_evidence_leaves_to_the_user_is_tried_once():
     assert choose(slow, *after(full, Rung.IN_PLACE_RESTART)).rung is Rung.IN_PLACE_RESTART
     host = fault(FaultClass.HOST_OOM, node="node-0", recoverable_by=RecoverableBy.USER_FIX)
     assert choose(host, *after(host, Rung.IN_PLACE_RESTART)).rung is Rung.IN_PLACE_RESTART
+
+
+def test_a_full_store_is_not_filled_again():
+    full = fault(
+        FaultClass.STORAGE_ERROR,
+        node="node-0",
+        code=STORE_FULL,
+        recoverable_by=RecoverableBy.USER_FIX,
+    )
+    decision = choose(full)
+    assert (decision.rung, decision.isolate) == (Rung.STOP, None)
+    assert "the run's store is full; make room, then start the run again" in decision.reason
 
 
 def test_an_unsupported_rung_is_skipped_and_the_decision_names_it():
