@@ -11,8 +11,8 @@ from training.files import home_folder
 from training.job import Job, load_job
 from training.journal.history import RunHistory
 from training.supervisor.job_registry import job_path, known_job
+from training.supervisor.observing import AttemptObserver
 from training.supervisor.run import Run
-from training.supervisor.watch import AttemptObserver
 
 
 def named_job(run: str) -> Job:

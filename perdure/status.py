@@ -21,6 +21,7 @@ from rich.text import Text
 
 from perdure.console import AsJson, RunName, make_console, print_json
 from perdure.monitor import RunMonitor, Status
+from perdure.run_list import list_runs
 from perdure.runs import run_to_observe
 from perdure.tables import WIDTH, account_bar, account_table, attempts_view, sparkline
 from storage.errors import StorageError
@@ -44,16 +45,19 @@ _COLOURS = {"completed": "green", "running": "green", "paused": "cyan", "failed"
 
 
 def status(
-    run: RunName = "",  # the error about no name lists the known runs
+    run: RunName = "",
     *,
     once: Annotated[bool, typer.Option("--once", help="print it once, also on a terminal")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the state of a run, also when no process supervises it.
+    """Show the state of a run, also when no process supervises it; without RUN, list all runs.
 
     From its ledger and its store, and from its node agents when they run on this machine. On a
     terminal it is refreshed until the run ends or Ctrl-C is pressed.
     """
+    if not run:
+        list_runs(as_json=as_json)
+        return
     observed = run_to_observe(run)
     try:
         _show(RunMonitor(observed), once=once, as_json=as_json)

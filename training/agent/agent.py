@@ -23,6 +23,7 @@ from training.agent.evidence import device_health, device_logs, stacks_of
 from training.agent.hang_check import HangCheck
 from training.agent.launcher import Launcher
 from training.agent.log_collection import Collector
+from training.agent.log_reading import read_logs
 from training.agent.preparation import DATA_FOLDER, NodeChecks, stage_data
 from training.agent.sampler import Sampling
 from training.agent.wakeup import WakeupSignal
@@ -49,6 +50,7 @@ from training.wire.agent import (
     MetricsQuery,
     NodeText,
     Order,
+    ReadLogsQuery,
     RendezvousOrder,
     Request,
     ShutdownOrder,
@@ -135,6 +137,8 @@ class Agent:
             return self._open_rendezvous(request.epoch, request.order)
         if isinstance(request.order, EvidenceQuery):
             return self._evidence(request.epoch, request.order.tail_bytes)
+        if isinstance(request.order, ReadLogsQuery):
+            return self._read_logs(request.epoch, request.order)
         if isinstance(request.order, StacksQuery):
             return self._stacks(request.epoch)
         if isinstance(request.order, CheckOrder):
@@ -402,6 +406,23 @@ class Agent:
         logs = device_logs(group.log_folder, group.log_names, tail_bytes)
         texts = (*logs, *device_health(devices))
         return AgentReply(texts=_without_secrets(texts, group.secrets))
+
+    def _read_logs(self, epoch: int, query: ReadLogsQuery) -> AgentReply:
+        """Reads files of any size: not under the lock."""
+        with self._lock:
+            refused, group, order = self._refuse(epoch), self._group, self._order
+            is_over = self._is_quiet()
+        if refused is not None or group is None or order is None:
+            return refused or AgentReply()
+        pieces = read_logs(
+            query,
+            config=self._config,
+            folder=self._folder,
+            started=order,
+            group=group,
+            is_over=is_over,
+        )
+        return AgentReply(pieces=pieces)
 
     def _stacks(self, epoch: int) -> AgentReply:
         """Runs other programs: not under the lock."""

@@ -35,7 +35,7 @@ RAW_PER_BYTE = 8
 MIN_KEPT_BYTES = 4 << 10
 CLOSE_TIMEOUT_S = 5.0
 _GZIP = 31  # zlib's wbits for a gzip header
-_OF_CONTAINER = ("agent.log", "checkpoint-server.log", "fork-server.log")
+OF_CONTAINER = ("agent.log", "checkpoint-server.log", "fork-server.log")
 _STREAMS = ("stderr", "stdout")
 
 Key = tuple[int, int]  # placement and attempt
@@ -135,16 +135,9 @@ class Collector:
 
     def _work(self, started: StartOrder, group: WorkerGroup | None) -> Work:
         job = Job.model_validate_json(started.job)
-        tokens = {self._config.token}
-        if started.coordinator is not None:
-            tokens.add(started.coordinator.token)
-        variables: Sequence[Mapping[str, str]] = (os.environ, started.variables, job.env)
-        secrets = frozenset(tokens).union(*map(secret_values, variables))
-        if group is not None:
-            secrets |= group.secrets
         key = (started.placement, started.attempt)
         logs = () if job.watch.log_limit_bytes == 0 else tuple(self._logs(group))
-        return Work(key, logs, secrets, job)
+        return Work(key, logs, secrets_of(self._config, started, group), job)
 
     def _logs(self, group: WorkerGroup | None) -> Iterator[Log]:
         """What there is, the most useful first."""
@@ -152,10 +145,10 @@ class Collector:
         if group is not None:
             failed = [w.rank for w in group.statuses() if w.exit_code and not w.stopped_by_agent]
             yield from _rank_logs(group, failed)
-            yield from _found(group.folder / "coordinator.log")
-        for name in _OF_CONTAINER:
+            yield from logs_at(group.folder / "coordinator.log")
+        for name in OF_CONTAINER:
             path = self._folder / name
-            for log in _found(path):
+            for log in logs_at(path):
                 start = self._seen.get(path, 0)
                 self._seen[path] = log.end
                 yield replace(log, start=min(start, log.end))
@@ -210,6 +203,19 @@ class Collector:
                 "problems": (*state.problems, problem) if problem else state.problems,
             }
         )
+
+
+def secrets_of(
+    config: AgentConfig, started: StartOrder, group: WorkerGroup | None
+) -> frozenset[str]:
+    """What must not leave the node with the logs of an attempt."""
+    tokens = {config.token}
+    if started.coordinator is not None:
+        tokens.add(started.coordinator.token)
+    own = Job.model_validate_json(started.job).env
+    variables: Sequence[Mapping[str, str]] = (os.environ, started.variables, own)
+    secrets = frozenset(tokens).union(*map(secret_values, variables))
+    return secrets | group.secrets if group is not None else secrets
 
 
 def pack(log: Log, secrets: frozenset[str], *, limit_bytes: int) -> Packed | None:
@@ -267,7 +273,7 @@ def _whole_lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
             return
 
 
-def _found(path: Path, name: str | None = None) -> Iterator[Log]:
+def logs_at(path: Path, name: str | None = None) -> Iterator[Log]:
     """The log, where there is one with anything in it; links are not followed."""
     if path.is_file() and not path.is_symlink() and (size := path.stat().st_size):
         yield Log(path, name or path.name, 0, size)
@@ -276,7 +282,7 @@ def _found(path: Path, name: str | None = None) -> Iterator[Log]:
 def _rank_logs(group: WorkerGroup, ranks: Sequence[int]) -> Iterator[Log]:
     for rank in ranks:
         for stream in _STREAMS:
-            yield from _found(group.log_path(rank, stream))
+            yield from logs_at(group.log_path(rank, stream))
 
 
 def _device_logs(group: WorkerGroup, ranks: Sequence[int]) -> Iterator[Log]:
@@ -286,7 +292,7 @@ def _device_logs(group: WorkerGroup, ranks: Sequence[int]) -> Iterator[Log]:
         found = [
             (path.stat().st_mtime, log)
             for path in folder.rglob("*.log")
-            for log in _found(path, str(path.relative_to(group.log_folder)))
+            for log in logs_at(path, str(path.relative_to(group.log_folder)))
         ]
         yield from (log for _, log in sorted(found, key=lambda pair: pair[0], reverse=True))
 

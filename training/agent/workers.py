@@ -264,8 +264,7 @@ class WorkerGroup:
 
     def logs(self, tail_bytes: int) -> tuple[WorkerLog, ...]:
         """The end of each worker's output, without secrets."""
-        if self._output is not None:
-            self._output.flush()
+        self.flush_output()
         paths = [(rank, self.log_path(rank, stream)) for rank in self.ranks for stream in STREAMS]
         return tuple(
             WorkerLog(
@@ -277,6 +276,11 @@ class WorkerGroup:
             for rank, path in paths
             if path.exists()
         )
+
+    def flush_output(self) -> None:
+        """Have the logs hold what the workers have printed by now."""
+        if self._output is not None:
+            self._output.flush()
 
     @property
     def ranks(self) -> list[int]:

@@ -19,7 +19,9 @@ from training.wire.agent import (
     AgentStatus,
     CheckOrder,
     Collected,
+    LogPiece,
     NodeText,
+    ReadLogsQuery,
     StartOrder,
     WorkerLog,
 )
@@ -139,6 +141,10 @@ class Engine(Protocol):
 
     def logs(self, tail_bytes: int) -> Sequence[tuple[str, WorkerLog]]:
         """The end of each worker's output, with the name of its node."""
+        ...
+
+    def read_logs(self, query: ReadLogsQuery) -> Sequence[tuple[str, LogPiece]]:
+        """What logs of the newest attempt hold, of the containers that answer, with their nodes."""
         ...
 
     def texts(self, tail_bytes: int) -> Sequence[tuple[str, NodeText]]:

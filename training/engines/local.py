@@ -41,10 +41,12 @@ from training.wire.agent import (
     CollectOrder,
     EvidenceQuery,
     GreetQuery,
+    LogPiece,
     LogsQuery,
     MetricsQuery,
     NodeText,
     Order,
+    ReadLogsQuery,
     RendezvousOrder,
     ShutdownOrder,
     StacksQuery,
@@ -240,6 +242,11 @@ class LocalEngine:
         """The end of each worker's output, of the containers that answer."""
         replies = self._ask_all(LogsQuery(tail_bytes=tail_bytes), timeout_s=CALL_TIMEOUT_S)
         return [(node, log) for node, reply in replies for log in reply.logs]
+
+    def read_logs(self, query: ReadLogsQuery) -> Sequence[tuple[str, LogPiece]]:
+        """What logs of the newest attempt hold, of the containers that answer."""
+        replies = self._ask_all(query, timeout_s=CALL_TIMEOUT_S)
+        return [(node, piece) for node, reply in replies for piece in reply.pieces]
 
     def texts(self, tail_bytes: int) -> Sequence[tuple[str, NodeText]]:
         """Device logs and the output of the driver's tools, of the containers that answer."""

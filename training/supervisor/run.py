@@ -39,13 +39,13 @@ from training.supervisor.good_ends import CommandEnds
 from training.supervisor.health import AttemptHealth
 from training.supervisor.job_registry import remember_job
 from training.supervisor.ledger_writer import LedgerWriter
+from training.supervisor.observing import AttemptObserver
 from training.supervisor.placing import Placer, placement_of
 from training.supervisor.same_run import is_complete, refuse_elsewhere, refuse_other_job
 from training.supervisor.store_outage import StoreOutage, forget_outage
 from training.supervisor.store_place import begin_store, refuse_lost_ledger
 from training.supervisor.watch import (
     AttemptEnd,
-    AttemptObserver,
     AttemptWatch,
     EndKind,
     Progress,
@@ -208,6 +208,16 @@ class Run:
         if placement is None or history.open_attempt is None or history.ended is not None:
             return None
         return AttemptObserver(self._make_engine(history.epoch), placement)
+
+    def newest_observer(self) -> AttemptObserver | None:
+        """Observes what the agents still know, also of an attempt that has ended; None: no agents.
+
+        The history is as it was last read.
+        """
+        placement = placement_of(self.history)
+        if placement is None or self.history.ended is not None:
+            return None
+        return AttemptObserver(self._make_engine(self.history.epoch), placement)
 
     def record_data(self, outcome: DataOutcome) -> None:
         """Put the outcome of data preparation on record."""

@@ -20,13 +20,11 @@ from training.diagnosis.classify import (
     WorkerEnd,
 )
 from training.diagnosis.standstill import RankProgress
-from training.engines.base import Engine, Placement, Snapshot
-from training.errors import AgentUnreachable, EngineError
+from training.engines.base import Engine, Snapshot
 from training.journal.attempt_log import Follower
 from training.journal.events import CheckpointCommitted, Event, LedgerEvent, StepRecord
-from training.journal.history import AttemptView, Pause, spans
 from training.journal.time_account import SeenStep
-from training.recovery.protocol import AttemptGivenUp, PauseBegan, PauseEnded
+from training.recovery.protocol import AttemptGivenUp
 from training.supervisor.good_ends import CommandEnds, bad_end_of_session, is_done, was_stopped
 from training.wire.agent import (
     AgentState,
@@ -287,70 +285,6 @@ class AttemptWatch:
             last.at_s if last is not None else seen.at_s if seen is not None else None,
             noticed.stacks,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptSnapshot:
-    """The state of an attempt by its own report.
-
-    Attributes:
-        snapshot: of its members; None when no agent of it can be reached from here.
-        steps: completed since the last look.
-        events: of its coordinator, from the beginning.
-    """
-
-    snapshot: Snapshot | None
-    steps: tuple[StepRecord, ...] = ()
-    events: tuple[LedgerEvent, ...] = ()
-
-
-class AttemptObserver:
-    """Reads the log of an attempt without supervising it; orders and records nothing.
-
-    Args:
-        engine: of the run.
-        placement: of the attempt.
-    """
-
-    def __init__(self, engine: Engine, placement: Placement) -> None:
-        self._engine = engine
-        self._placement = placement
-        self._events: list[LedgerEvent] = []
-        self._steps: list[StepRecord] = []
-        self._log = Follower(engine.metrics)
-
-    def pause(self, view: AttemptView) -> Pause | None:
-        """The pause that the attempt is in by now.
-
-        Args:
-            view: the attempt as it is on record; its log may be out of reach.
-        """
-        self._read_on()
-        pauses = spans((*view.events, *self._events), PauseBegan, PauseEnded)
-        return pauses[-1] if pauses and pauses[-1].ended is None else None
-
-    def look(self) -> AttemptSnapshot:
-        """The state of the attempt by now."""
-        try:
-            snapshot = self._engine.poll() if self._read_on() else None
-        except (EngineError, AgentUnreachable):
-            snapshot = None
-        steps, self._steps = tuple(self._steps), []
-        return AttemptSnapshot(snapshot, steps, tuple(self._events))
-
-    def _read_on(self) -> bool:
-        """Read the log to its end. Whether any agent of the attempt lives."""
-        try:
-            if not self._engine.adopt(self._placement):
-                return False
-            for events in iter(self._log.read, None):
-                progress = Progress()
-                progress.take(events)
-                self._events += progress.events
-                self._steps += progress.steps
-        except (EngineError, AgentUnreachable):
-            return False  # its containers are just going away
-        return True
 
 
 def _all_done(snapshot: Snapshot) -> bool:

@@ -144,6 +144,27 @@ class LogsQuery(FrozenModel):
     tail_bytes: int = Field(ge=1, le=1 << 20)
 
 
+class ReadLogsQuery(FrozenModel):
+    """Ask for what the logs of the newest attempt hold after these places.
+
+    Attributes:
+        offsets: by node/name of the log, bytes; of the attempt that `placement` and `attempt` name.
+        tail_bytes: of a log that has none, from so far before its end; None: from its beginning.
+        rank: whose output is wanted; None: that of all ranks.
+        file: name of the log that is wanted instead.
+        every_log: what the container itself writes is wanted, too.
+    """
+
+    op: Literal["read_logs"] = "read_logs"
+    placement: int = 0
+    attempt: int = 0
+    offsets: dict[str, int] = Field(default={})
+    tail_bytes: int | None = None
+    rank: int | None = None
+    file: str | None = None
+    every_log: bool = False
+
+
 class EvidenceQuery(FrozenModel):
     """Ask for device logs and for what the driver's tools report; takes seconds."""
 
@@ -207,6 +228,7 @@ Order = Annotated[
     | StatusQuery
     | MetricsQuery
     | LogsQuery
+    | ReadLogsQuery
     | EvidenceQuery
     | StacksQuery
     | CollectOrder
@@ -389,6 +411,25 @@ class WorkerLog(FrozenModel):
     written_s: float | None = None
 
 
+class LogPiece(FrozenModel):
+    """What a log of an attempt holds between two places, in whole lines, without secrets.
+
+    Attributes:
+        name: of the log, as it will be in the store.
+        rank: global rank that writes it, None when no rank does.
+        offset: where the piece ends.
+        is_last: whether that is the end of the log, for now.
+    """
+
+    placement: int
+    attempt: int
+    name: str
+    rank: int | None = None
+    text: str
+    offset: int
+    is_last: bool
+
+
 class NodeText(FrozenModel):
     """Text of a node that is no worker's output.
 
@@ -446,6 +487,7 @@ class AgentReply(FrozenModel):
     offset: int | None = None
     logs: tuple[WorkerLog, ...] = ()
     texts: tuple[NodeText, ...] = ()
+    pieces: tuple[LogPiece, ...] = ()
     checks: tuple[Check, ...] = ()
     at_s: float | None = None
     collected: Collected | None = None

@@ -9,6 +9,7 @@ import sys
 import time
 import uuid
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -23,7 +24,9 @@ from training.agent.control import ADDRESS_FILE
 from training.errors import AgentUnreachable, EngineError
 from training.processes import is_alive, kill_container
 from training.wire.agent import (
+    LogPiece,
     MetricsQuery,
+    ReadLogsQuery,
     RendezvousOrder,
     ShutdownOrder,
     StatusQuery,
@@ -107,6 +110,29 @@ def test_output_goes_to_a_log_for_each_stream_where_the_job_has_it(shared, tmp_p
     assert shared.logs() == {STDOUT: "to-out\n", STDERR: "to-err\n"}
     path = tmp_path / "logs" / "run-1" / f"p0003-a{order.attempt:04d}" / STDOUT
     assert path.read_text() == "to-out\n"
+
+
+def test_what_is_being_written_is_read_in_whole_lines_without_secrets(shared):
+    script = "echo one; echo password=hunter2 >&2; echo two; printf hal; sleep 600"
+    order = shared.start("sh", "-c", script)
+    until_logged(shared, "hal")
+    at = {"placement": order.placement, "attempt": order.attempt}
+
+    def read(**query: Any) -> dict[str, LogPiece]:
+        return {one.name: one for one in shared.call(ReadLogsQuery(**query)).pieces}
+
+    found = read()
+    assert (found[STDOUT].text, found[STDERR].text) == ("one\ntwo\n", "password=***\n")
+    assert (found[STDOUT].attempt, found[STDOUT].rank) == (order.attempt, None)
+    offsets = {f"node-1/{one.name}": one.offset for one in found.values()}
+    assert [one.text for one in read(**at, offsets=offsets).values()] == ["", ""]
+    assert read(file=STDOUT, tail_bytes=9)[STDOUT].text == "two\n", "the first line is not whole"
+    assert read(file=STDOUT, **at, offsets={f"node-1/{STDOUT}": 4})[STDOUT].text == "two\n"
+    assert read(placement=9, attempt=9, offsets=offsets)[STDOUT].text == "one\ntwo\n"
+    assert read(rank=1) == {}, "of a command no rank is known"
+    shared.call(StopOrder(grace_s=0))
+    shared.until("ended")
+    assert read(**at, offsets=offsets)[STDOUT].text == "hal", "there will be no more of it"
 
 
 def test_variables_in_the_command_are_filled_in_and_others_left_alone(shared):

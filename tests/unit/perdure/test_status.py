@@ -26,16 +26,16 @@ from tests.unit.journal.histories import (
     NOW,
     seen,
 )
-from tests.unit.perdure.commands import append, error_line, perdure, shown
+from tests.unit.perdure.commands import append, perdure, shown
 from training.engines.base import Snapshot
 from training.job import parse_job
 from training.journal.events import StepRecord
 from training.journal.records import CheckpointSeen, RunCreated, RunEnded
 from training.journal.steps import metrics_prefix
-from training.supervisor.job_registry import remember_job
+from training.supervisor.job_registry import job_path, remember_job
+from training.supervisor.observing import AttemptSnapshot
 from training.supervisor.run import Run
 from training.supervisor.store_outage import StoreOutage
-from training.supervisor.watch import AttemptSnapshot
 from training.wire.agent import (
     AgentState,
     AgentStatus,
@@ -180,10 +180,22 @@ def test_a_run_that_is_not_known_is_wrong_input():
     assert CliRunner().invoke(app, ["status", "nowhere"]).exit_code != 0
 
 
-def test_without_a_name_the_known_runs_are_listed(run, perdure_home, capsys):
+def test_without_a_name_the_runs_are_listed_the_one_that_changed_last_first(run, perdure_home):
+    assert "no run was started on this machine" in perdure("status")
+    append(run, *BEGINNING, SAVED)
     remember_job(perdure_home, run.job)
-    line = error_line(capsys, "status")
-    assert f"name a run; known: small (PERDURE_HOME is {perdure_home})" in line
+    away = parse_job({**job_document(run_id="away"), "storage": {"address": "s3://bucket/x"}})
+    remember_job(perdure_home, away)
+    job_path(perdure_home, "away").write_text("no job")
+    rows = json.loads(perdure("status", "--json"))["runs"]
+    assert [(row["run_id"], row["state"], row["step"]) for row in rows] == [
+        ("small", "running", 10),
+        ("away", None, None),
+    ]
+    assert "is no job" in rows[1]["problem"]
+    text = perdure("status")
+    assert "no process supervises it" in text
+    assert text.index("small") < text.index("away")
 
 
 def of_command(step: int | None, age_s: float | None = None) -> AgentStatus:

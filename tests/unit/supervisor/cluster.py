@@ -17,7 +17,9 @@ from training.wire.agent import (
     AgentStatus,
     CheckOrder,
     Collected,
+    LogPiece,
     NodeText,
+    ReadLogsQuery,
     StartOrder,
     WorkerLog,
     WorkerStatus,
@@ -165,6 +167,9 @@ class FakeEngine:
         return text[offset:], len(text)
 
     def logs(self, tail_bytes: int) -> Sequence[tuple[str, WorkerLog]]:
+        return []
+
+    def read_logs(self, query: ReadLogsQuery) -> Sequence[tuple[str, LogPiece]]:
         return []
 
     def texts(self, tail_bytes: int) -> Sequence[tuple[str, NodeText]]:
