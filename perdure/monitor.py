@@ -30,6 +30,7 @@ from training.supervisor.report import (
     alert_rows,
     attempt_rows,
     outcome_of,
+    program_notices,
     recovery_facts,
 )
 from training.supervisor.run import Run
@@ -179,6 +180,7 @@ def _facts(
         "pause_wanted": is_pause_wanted(run.store, job.run_id),
         "pause": pause.began.model_dump(include={"at_s", "step"}) if pause is not None else None,
         "attempts": [asdict(row) for row in attempt_rows(history)],
+        "notices": program_notices(history),
         "recoveries": [recovery_facts(v, one) for v in history.attempts for one in v.recoveries],
         "fault": _last_fault(history),
         "faults": _last_faults(history),

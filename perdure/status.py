@@ -256,6 +256,7 @@ def _notices(document: dict[str, Any]) -> list[str]:
         lines.append(f"paused at step {document['pause']['step']}; {resume}")
     elif document["pause_wanted"]:
         lines.append(f"pause requested; {resume}")
+    lines += [f"the program: {text}" for text in document["notices"]]
     recoveries = document["recoveries"]
     if recoveries:
         last = recoveries[-1]

@@ -25,6 +25,7 @@ from training.journal.events import (
     AlertRaised,
     CheckpointDamaged,
     LedgerEvent,
+    ProgramNotice,
     StepRecord,
 )
 from training.journal.history import AttemptView, RunHistory
@@ -65,7 +66,7 @@ ACCOUNT_SHARE = 0.05  # of the time, at most, goes into making accounts
 ACCOUNT_AGE_SHARE = 0.01
 ACCOUNT_MAX_PERIOD_S = 600.0
 RECENT = 5  # attempts whose reports may still change
-BAD_NEWS = (RecoveryBegan, AttemptGivenUp, CheckpointDamaged, AlertRaised)
+BAD_NEWS = (RecoveryBegan, AttemptGivenUp, CheckpointDamaged, AlertRaised, ProgramNotice)
 
 
 class RunStory:

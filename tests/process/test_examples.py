@@ -109,3 +109,18 @@ def test_the_same_loop_as_a_session_loses_a_rank_and_no_step(bench, tmp_path):
     running.complete(curve)
     assert running.rungs() == ["process_replace"]
     assert len(running.history.attempts) == 1
+
+
+def test_a_loop_that_kept_its_own_division_is_named(bench, tmp_path):
+    text = (EXAMPLES / "session_train.py").read_text()
+    divided = text.replace("model(inputs, targets))", "model(inputs, targets) / 2)")
+    assert divided != text
+    (tmp_path / "divided.py").write_text(divided)
+    job = example(bench, "session.yaml", tmp_path, run_id="divided", steps=3)
+    job["worker"] = {"recipe": "divided:main", "cwd": str(tmp_path)}
+    job["env"] = {"DATA": str(TEXT)}
+    running = bench.start(job)
+    assert running.finish() == 0, running.out
+    (notice,) = running.status()["notices"]
+    assert "divided by 2, the number of micro-batches of a step" in notice
+    assert f"the program: {notice}" in running.out

@@ -123,7 +123,17 @@ class CheckpointDamaged(AttemptEvent):
     is_repaired: bool
 
 
-_Recorded = RecoveryEvent | AlertRaised | AlertCleared | CheckpointDamaged
+class ProgramNotice(AttemptEvent):
+    """The program trains otherwise than its author may think; written by the first rank.
+
+    `number` counts within the process.
+    """
+
+    kind: Literal["program_notice"] = "program_notice"
+    text: str
+
+
+_Recorded = RecoveryEvent | AlertRaised | AlertCleared | CheckpointDamaged | ProgramNotice
 LedgerEvent = Annotated[_Recorded, Field(discriminator="kind")]
 Event = Annotated[StepRecord | CheckpointCommitted | _Recorded, Field(discriminator="kind")]
 EVENT: TypeAdapter[Event] = TypeAdapter(Event, config=_LINE)

@@ -17,6 +17,7 @@ from training.journal.events import (
     AlertRaised,
     CheckpointDamaged,
     LedgerEvent,
+    ProgramNotice,
     StepRecord,
 )
 from training.journal.history import Alert, AttemptView, InProcessRecovery, RunHistory
@@ -383,11 +384,19 @@ def event_text(event: LedgerEvent) -> str:  # noqa: PLR0911 one for each kind
             aside = "set aside, the one before is taken"
             done = "repaired from a node" if event.is_repaired else aside
             return f"checkpoint of step {event.step} is damaged, {done}: {event.text}"
+        case ProgramNotice():
+            return f"the program: {event.text}"
         case AlertRaised() | AlertCleared():
             what = " is over"
             if isinstance(event, AlertRaised):
                 what = f", {event.point}: {event.text}"
             return f"alert {event.number}{what}"
+
+
+def program_notices(history: RunHistory) -> list[str]:
+    """What the author of the program should know, each once."""
+    events = [event for view in history.attempts for event in view.events]
+    return list(dict.fromkeys(one.text for one in events if isinstance(one, ProgramNotice)))
 
 
 def activity_of(history: RunHistory) -> str | None:

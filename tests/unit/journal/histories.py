@@ -10,6 +10,7 @@ from training.journal.events import (
     CheckpointDamaged,
     HealthPoint,
     LedgerEvent,
+    ProgramNotice,
 )
 from training.journal.history import AttemptView, RunHistory, replay
 from training.journal.records import (
@@ -72,6 +73,7 @@ SAVED = LastSave(at_s=32.0, number=3, step=40, ranks=(0, 2))
 STANDS = PauseBegan(at_s=20.0, number=4, step=20)
 GOES_ON = PauseEnded(at_s=25.0, number=4, step=20)
 DAMAGED = CheckpointDamaged(at_s=1.0, number=1, step=40, text="rank 3's file", is_repaired=False)
+NOTICED = ProgramNotice(at_s=1.5, number=1, text="divides twice")
 HOT = AlertRaised(
     at_s=40.0, number=1, point=HealthPoint.MEMORY_HIGH, text="memory at 98 %", value=98.0,
     limit=95.0, node="node-1", device=3, step=20,

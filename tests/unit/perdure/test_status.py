@@ -23,8 +23,10 @@ from tests.unit.journal.histories import (
     HOT,
     LINK_BEGAN,
     LINK_RECOVERED,
+    NOTICED,
     NOW,
     seen,
+    started,
 )
 from tests.unit.perdure.commands import append, perdure, shown
 from training.engines.base import Snapshot
@@ -139,6 +141,14 @@ def test_an_attempt_without_a_supervisor_is_observed(run, monkeypatch):
     assert f"node-1: running, {wrong}" in text
     monitor.status(now_s=23.0)
     assert len(status.history.attempts[0].events) == 1
+
+
+def test_what_is_wrong_with_the_program_is_said_once(run, perdure_home):
+    remember_job(perdure_home, run.job)
+    again = started(2)
+    append(run, *BEGINNING, *seen(NOTICED), *END, again, *seen(NOTICED, attempt=2))
+    assert perdure("status", "small").count("the program: divides twice") == 1
+    assert json.loads(perdure("status", "small", "--json"))["notices"] == ["divides twice"]
 
 
 def test_status_of_a_job_file_needs_no_run_on_this_machine(run, document, tmp_path):

@@ -46,12 +46,14 @@ def test_the_last_division_of_a_loss_is_known(made, divisor):
     ],
 )
 def test_a_division_by_the_micro_batches_is_named_once(made, num_micro_batches, is_named, caplog):
-    check = DivisionCheck()
+    noticed: list[str] = []
+    check = DivisionCheck(noticed.append)
     with caplog.at_level(logging.WARNING, logger="perdure"):
         for _ in range(3):
             check.look(made(), num_micro_batches)
     assert len(caplog.messages) == int(is_named)
     assert all(f"divided by {num_micro_batches}" in line for line in caplog.messages)
+    assert noticed == caplog.messages
 
 
 def test_only_the_first_losses_are_looked_at(caplog):

@@ -19,6 +19,7 @@ from tests.unit.journal.histories import (
     GOES_ON,
     LINK_BEGAN,
     LINK_RECOVERED,
+    NOTICED,
     SAVED,
     STANDS,
     history_of,
@@ -214,6 +215,7 @@ def test_what_the_server_refused_once_while_closing_is_sent_all_the_same(monkeyp
 
 
 LINES = {
+    NOTICED: "the program: divides twice",
     DAMAGED: "checkpoint of step 40 is damaged, set aside, the one before is taken: rank 3's file",
     DAMAGED.model_copy(
         update={"is_repaired": True}

@@ -25,6 +25,7 @@ from training.runtime.errors import WorkerError
 from training.runtime.program import Training
 from training.runtime.state.checkpointer import Checkpointer
 from training.runtime.state.random_numbers import seed_step
+from training.runtime.step_loop.loss_share import DivisionCheck
 from training.runtime.step_loop.rank_recovery import RankRecovery, RankState
 from training.runtime.step_loop.save_clock import SaveClock
 from training.runtime.step_loop.step import Comparison, Limits, Step, StepContext, StepRequests
@@ -112,6 +113,7 @@ class StepLoop:
             is_recoverable=self._is_recoverable,
             limits=Limits(restart.abnormal_loss, restart.abnormal_grad_norm),
             comparison=self._comparison,
+            division=DivisionCheck(self.records.notice),
         )
 
     def begin(self) -> None:

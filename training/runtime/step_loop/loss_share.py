@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -18,9 +19,14 @@ MAX_LOOKS = 8
 
 
 class DivisionCheck:
-    """Looks at the first losses of a process, and warns once."""
+    """Looks at the first losses of a process, and warns once.
 
-    def __init__(self) -> None:
+    Args:
+        notice: takes what is wrong, beside the log of the process.
+    """
+
+    def __init__(self, notice: Callable[[str], None] = lambda _: None) -> None:
+        self._notice = notice
         self._left = MAX_LOOKS
 
     def look(self, loss: Tensor, num_micro_batches: int) -> None:
@@ -32,11 +38,13 @@ class DivisionCheck:
         if divisor is None or not math.isclose(divisor, num_micro_batches):
             return
         self._left = 0
-        _log.warning(
+        text = (
             f"the loss given to step.backward() was divided by {num_micro_batches}, the number of "
             "micro-batches of a step, and step.backward() divides by it as well: if that is the "
             "accumulation of gradients, leave the division out, or the gradient is too small"
         )
+        _log.warning(text)
+        self._notice(text)
 
 
 def divisor_of(loss: Tensor) -> float | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from training.journal.attempt_log import AttemptLog, Follower
-from training.journal.events import CheckpointCommitted, StepRecord
+from training.journal.events import CheckpointCommitted, ProgramNotice, StepRecord
 from training.journal.steps import UnsavedSteps, metrics_prefix
 from training.recovery.repair import Vote
 from training.runtime.context import WorkerContext
@@ -49,6 +49,7 @@ class StepRecords:
             metrics_prefix(context.job.run_id, context.placement, context.attempt)
         )
         self._unsaved: dict[str, str] = {}
+        self._num_notices = 0
         self._log: AttemptLog | None = None
         self._event_files: EventFiles | None = None
         if context.rank == 0:
@@ -90,6 +91,13 @@ class StepRecords:
         self._log.append(record)
         if self._event_files is not None:
             self._event_files.step(record)
+
+    def notice(self, text: str) -> None:
+        """Put on record what the author of the program should know."""
+        if self._log is None:
+            return
+        self._num_notices += 1
+        self._log.append(ProgramNotice(at_s=time.time(), number=self._num_notices, text=text))
 
     def unsaved(self) -> dict[str, str]:
         """Objects for the store, by key, with the records that no save has taken yet."""
