@@ -25,6 +25,7 @@ from training.recovery.faults import Fault
 from training.recovery.rungs import Rung
 from training.supervisor.accounts import Accountant
 from training.supervisor.checkpoints import node_tiers
+from training.supervisor.evidence import newest_of, step_of
 from training.supervisor.observing import AttemptSnapshot
 from training.supervisor.report import (
     alert_rows,
@@ -35,7 +36,6 @@ from training.supervisor.report import (
 )
 from training.supervisor.run import Run
 from training.supervisor.store_outage import unwritable
-from training.supervisor.watch import newest_of, step_of
 from training.wire.agent import AgentStatus
 from training.wire.requests import is_pause_wanted
 

@@ -15,6 +15,7 @@ import pytest
 from storage.address import open_store
 from tests.process.harness import faulty_job
 from training.drill.driver import RunDriver, RunHook, RunOutcome
+from training.health.left_behind import FACTOR
 from training.injection.outside import LocalRun
 from training.job import parse_job
 from training.recovery.faults import Fault, FaultClass
@@ -158,6 +159,24 @@ def test_a_rank_that_is_lost_in_a_save_is_found_as_soon_as_one_in_a_step(bench, 
     assert_in_time(fault, bench.fired_s("hung", "lost_in_save-0-30"))
     assert fault.rank == 0
     assert "leave_for_good" in bench.report_of(played, fault).partition("stacks of rank 0 ")[2]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_rank_that_never_comes_to_the_first_collective_is_found_by_the_progress_of_the_others(
+    bench, undisturbed
+):
+    # Nothing was learned yet, and it is not stopped: the start alone would have 600 s.
+    played = bench.play("lost-at-start", faults="absent:3:1")
+    fault = fault_of(played, 0)
+    assert fault.rank == 3
+    started_s = played.history.attempts[0].started.at_s
+    came_s = bench.fired_s("lost-at-start", "absent-3-1")
+    late_s = LIMIT_S + FACTOR * (came_s - started_s)
+    assert fault.at_s - came_s < late_s + 30.0, "in the time that the others took, not in 600 s"
+    assert "rank 3 on node-1: in no collective" in fault.evidence
+    assert "leave_for_good" in bench.report_of(played, fault).partition("stacks of rank 3 ")[2]
+    assert (played.ended, played.curve) == ("completed", undisturbed.curve)
 
 
 @pytest.mark.long

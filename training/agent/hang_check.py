@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import psutil
 
+from training.agent.activity import Activity as SessionActivity
+from training.agent.activity import activity_of
+from training.agent.evidence import process_state
 from training.agent.workers import WorkerGroup
+from training.diagnosis.standstill import STOPPED
 from training.health.hang import Activity, ActivityDetector, HangDetector, SilenceLimits
+from training.health.heartbeat import Heartbeat, Phase
 from training.processes import container_processes
 from training.wire.agent import AgentConfig, HangReport
 from training.wire.node import NodeSample
@@ -39,6 +45,7 @@ class HangCheck:
     _detector: HangDetector = field(init=False)
     _activity: ActivityDetector = field(init=False)
     _read_s: float = 0.0
+    _stopped: dict[tuple[int, int], float] = field(default_factory=dict)  # by rank and process
 
     def __post_init__(self) -> None:
         """Have detectors that know nothing yet."""
@@ -59,11 +66,15 @@ class HangCheck:
         beats = group.heartbeats()
         if self.is_command and not beats:
             return self._look_at_command(group, sample)
+        now_s = time.monotonic()
+        if not self.is_command:
+            group.activity = _activity_before_steps(group, beats)
         verdict = self._detector.judge(
             beats,
             mute=group.mute_ranks(),
-            now_s=time.monotonic(),
+            now_s=now_s,
             since_s=group.started_s,
+            stopped=self._stopped_ranks(group, now_s=now_s),
         )
         if verdict is None:
             return None
@@ -75,6 +86,15 @@ class HangCheck:
             step=verdict.step,
             stopped=tuple(group.stopped_processes()),
         )
+
+    def _stopped_ranks(self, group: WorkerGroup, *, now_s: float) -> dict[int, float]:
+        """Local ranks whose processes are stopped by a signal, and since when they were seen so."""
+        if self.is_command:
+            return {}  # its launcher may stop what it likes
+        ranks = group.pids().items()
+        stopped = [one for one in ranks if process_state(one[1]) in STOPPED]
+        self._stopped = {one: self._stopped.get(one, now_s) for one in stopped}
+        return {local_rank: since_s for (local_rank, _), since_s in self._stopped.items()}
 
     def _look_at_command(self, group: WorkerGroup, sample: NodeSample | None) -> HangReport | None:
         quiet_s = self.config.command_quiet_s
@@ -94,6 +114,18 @@ class HangCheck:
             why=f"neither output nor I/O, {found.cores:.2f} cores in use all the while",
             stopped=tuple(group.stopped_processes()),
         )
+
+
+def _activity_before_steps(
+    group: WorkerGroup, beats: Mapping[int, Heartbeat]
+) -> Mapping[int, SessionActivity]:
+    """Of the processes that the supervisor compares with their peers, by pid."""
+    pids = []
+    for local_rank, pid in group.pids().items():
+        beat = beats.get(local_rank)
+        if beat is None or beat.stepped_ns == 0 or beat.phase is Phase.RECOVER:
+            pids.append(pid)
+    return activity_of(pids) if pids else {}
 
 
 def _activity(group: WorkerGroup, marker: str, sample: NodeSample | None) -> Activity:

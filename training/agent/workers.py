@@ -19,13 +19,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from training.agent.command import CommandRanks, RankReading
+from training.agent.activity import Activity
+from training.agent.command import CommandRanks
 from training.agent.coordinator_client import AgentCoordinatorClient
 from training.agent.error_file import read_error
 from training.agent.evidence import StacksTarget, ascend_folder, process_state, tail
 from training.agent.fork_server import KILL_WAIT_S, Fork, ForkedProcess
 from training.agent.masked_output import MaskedOutput, scrub
 from training.agent.platform_variables import platform_variables
+from training.agent.pulse import mute_pulse, pulse_of, status_of_rank
 from training.diagnosis.ending import early_end
 from training.health.heartbeat import ANY_RANK, Heartbeat, HeartbeatReader, stacks_file
 from training.job import RESERVED_NAMES
@@ -70,6 +72,7 @@ class WorkerGroup:
             the attempt.
         secret_variables: of the workers, from the job's env_from.
         oom_kills: how often the kernel killed for memory, by now.
+        activity: of processes that have completed no step, by pid; the hang check sets it.
     """
 
     config: AgentConfig
@@ -83,6 +86,7 @@ class WorkerGroup:
     coordinator: AgentCoordinatorClient | None = None
     secret_variables: Mapping[str, str] = field(default_factory=dict)
     oom_kills: Callable[[], int] = lambda: 0
+    activity: Mapping[int, Activity] = field(default_factory=dict)
     _environment: dict[str, str] = field(default_factory=dict)
     _output: MaskedOutput | None = None
     _command: CommandRanks | None = None
@@ -378,6 +382,10 @@ class WorkerGroup:
         beat = worker.heartbeat.read()
         return beat if beat is not None and beat.pid == worker.process.pid else None
 
+    def pids(self) -> dict[int, int]:
+        """Processes of the workers that run, by local rank."""
+        return {w.local_rank: w.process.pid for w in self._workers if w.ended_s is None}
+
     def stacks_targets(self) -> list[StacksTarget]:
         """The workers that run, or all processes of a command, for queries of their stacks."""
         if self._command is not None:
@@ -410,7 +418,7 @@ class WorkerGroup:
     def command_statuses(self) -> tuple[RankStatus, ...]:
         """Of a command the status of each rank that is known; its `workers` are its launchers."""
         ranks = self._command.ranks() if self._command is not None else []
-        return tuple(_rank_status(one) for one in ranks)
+        return tuple(status_of_rank(one) for one in ranks)
 
     def stopped_processes(self) -> list[str]:
         """Processes of a command that a signal has stopped and that no rank stands for."""
@@ -438,7 +446,7 @@ class WorkerGroup:
         return error
 
     def _status(self, worker: _Worker) -> WorkerStatus:
-        beat = worker.heartbeat.read()
+        beat = self._beat_of(worker)
         error = self._error_of(worker)
         state = process_state(worker.process.pid) if worker.ended_s is None else ""
         return WorkerStatus(
@@ -455,37 +463,16 @@ class WorkerGroup:
             ended_early=self._ended_early(worker) is not None,
             is_recovering=worker.is_held,
             generation=beat.generation if beat is not None else None,
-            pulse=_pulse(beat, state) if beat is not None else None,
+            pulse=self._pulse(worker, beat, state),
         )
 
-
-def _rank_status(one: RankReading) -> RankStatus:
-    beat = one.beat
-    idle = Pulse(entered=0, left=0, process_state=one.state)
-    return RankStatus(
-        rank=one.rank,
-        local_rank=one.local_rank,
-        pid=one.pid,
-        step=beat.step if beat is not None else None,
-        phase=beat.phase.name.lower() if beat is not None else None,
-        generation=beat.generation if beat is not None else None,
-        pulse=_pulse(beat, one.state) if beat is not None else idle,
-    )
-
-
-def _pulse(beat: Heartbeat, state: str) -> Pulse:
-    now_ns = time.monotonic_ns()
-    return Pulse(
-        entered=beat.entered,
-        left=beat.left,
-        operation=beat.operation,
-        waited_s=beat.waited_ns / 1e9,
-        data_s=beat.data_ns / 1e9,
-        latency_s=beat.latency_ns / 1e9,
-        beat_s=max(0.0, (now_ns - beat.beat_ns) / 1e9),
-        step_age_s=max(0.0, (now_ns - beat.stepped_ns) / 1e9) if beat.stepped_ns else None,
-        process_state=state,
-    )
+    def _pulse(self, worker: _Worker, beat: Heartbeat | None, state: str) -> Pulse | None:
+        """None of a command without heartbeat, whose processes may write none."""
+        activity = self.activity.get(worker.process.pid, Activity())
+        if beat is not None:
+            return pulse_of(beat, state, activity=activity)
+        is_command = self.order.is_command
+        return None if is_command else mute_pulse(worker.started_s, state, activity=activity)
 
 
 def _was_killed(exit_code: int, error: str | None) -> bool:

@@ -84,6 +84,7 @@ def _fault(
 _STEP_RETRY = Expected((Rung.STEP_RETRY,))
 _REPLACED = Expected((Rung.PROCESS_REPLACE,))
 _FROM_CHECKPOINT = Expected((Rung.IN_PLACE_RESTART,), steps_lost=SAVE_EVERY_STEPS)
+_HANGS = {"restart": {"hang_timeout_s": HANG_TIMEOUT_S}}
 _TRE = {
     "numeric_retry": True,
     "snapshot_every_steps": SNAPSHOT_EVERY_STEPS,
@@ -196,7 +197,24 @@ DRILLS: tuple[Drill, ...] = (
         "SIGSTOP of rank 2",
         Expected((Rung.HANG_RESTART,), steps_lost=SAVE_EVERY_STEPS),
         faults=(_fault(DrillKind.STOP, 2),),
-        changes={"restart": {"hang_timeout_s": HANG_TIMEOUT_S}},
+        changes=_HANGS,
+    ),
+    Drill(
+        "hang-at-start",
+        "SIGSTOP of rank 2 before it restores its state",
+        Expected((Rung.HANG_RESTART,)),
+        faults=(_fault(DrillKind.STOP, 2, DrillPoint.RESTORE),),
+        changes=_HANGS,
+    ),
+    Drill(
+        "hang-in-recovery",
+        "a collective of rank 1 fails; SIGSTOP of rank 2 during the recovery",
+        Expected((Rung.HANG_RESTART,), steps_lost=SAVE_EVERY_STEPS),
+        faults=(
+            _fault(DrillKind.COLLECTIVE, 1),
+            _fault(DrillKind.STOP, 2, DrillPoint.RECOVERY),
+        ),
+        changes=_HANGS,
     ),
     Drill(
         "node-lost",

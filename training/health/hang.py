@@ -97,6 +97,15 @@ class HangDetector:
             return self.limits.start_s
         return max(MIN_LIMIT_S, MEDIANS * median(self._steps_s))
 
+    @property
+    def stopped_limit_s(self) -> float:
+        """How long a process may be stopped by a signal, whatever it was doing.
+
+        It does nothing meanwhile, so that no phase needs more time than a step.
+        """
+        is_known = self.limits.step_s is not None or bool(self._steps_s)
+        return self.limit_s if is_known else MIN_LIMIT_S
+
     def judge(
         self,
         beats: Mapping[int, Heartbeat],
@@ -104,6 +113,7 @@ class HangDetector:
         now_s: float,
         since_s: float,
         mute: Mapping[int, float] | None = None,
+        stopped: Mapping[int, float] | None = None,
     ) -> Hang | None:
         """The rank that has been silent longest beyond its limit, or None.
 
@@ -112,8 +122,9 @@ class HangDetector:
             now_s: the time.
             since_s: when the processes were started.
             mute: local ranks that run but have never written a heartbeat, and since when.
+            stopped: local ranks whose processes are stopped by a signal, and since when.
         """
-        worst: Hang | None = None
+        worst = self._longest_stopped(beats, stopped or {}, now_s=now_s)
         start_s = self.limits.start_s
         for local_rank, began_s in (mute or {}).items():
             silent_s = now_s - began_s
@@ -131,6 +142,19 @@ class HangDetector:
             silent_s = now_s - last_s
             if silent_s > limit_s and (worst is None or silent_s > worst.silent_s):
                 worst = Hang(local_rank, silent_s, limit_s, beat.phase, beat.step)
+        return worst
+
+    def _longest_stopped(
+        self, beats: Mapping[int, Heartbeat], stopped: Mapping[int, float], *, now_s: float
+    ) -> Hang | None:
+        worst: Hang | None = None
+        for local_rank, since_s in stopped.items():
+            beat, silent_s = beats.get(local_rank), now_s - since_s
+            if beat is not None and beat.phase is Phase.PAUSED:
+                continue
+            if silent_s > self.stopped_limit_s and (worst is None or silent_s > worst.silent_s):
+                phase, step = (beat.phase, beat.step) if beat is not None else (Phase.START, -1)
+                worst = Hang(local_rank, silent_s, self.stopped_limit_s, phase, step)
         return worst
 
     def _learn(self, local_rank: int, beat: Heartbeat) -> None:

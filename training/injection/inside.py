@@ -67,7 +67,8 @@ class WorkerInjector:
 
         Args:
             point: of the step.
-            step: the one in work; for `recovery`, the one that training continues with.
+            step: the one in work; for `recovery`, the one that training continues with; of no
+                meaning for `restore`.
 
         Raises:
             RuntimeError: as the runtime would.
@@ -110,9 +111,7 @@ class WorkerInjector:
         """The faults due at a point, each recorded right before it is yielded."""
         for number, fault in self._own:
             is_here = fault.kind not in LOSS_FACTOR and fault.point == point
-            # In which step the next recovery comes cannot be known beforehand.
-            is_due = fault.step <= step if point == DrillPoint.RECOVERY else fault.step == step
-            if is_here and is_due and self._fires(number, fault):
+            if is_here and _is_due(fault, point, step) and self._fires(number, fault):
                 yield fault
 
     def _fires(self, number: int, fault: DrillFault) -> bool:
@@ -143,6 +142,16 @@ class WorkerInjector:
                 raise ValueError("a drill's error of the program")
             case DrillKind.GRADIENT | DrillKind.NOT_A_NUMBER:
                 pass  # loss_factor() has it
+
+
+def _is_due(fault: DrillFault, point: str, step: int) -> bool:
+    match point:
+        case DrillPoint.RESTORE:
+            return True  # the step is not known yet
+        case DrillPoint.RECOVERY:
+            return fault.step <= step  # in which step the next one comes is not known beforehand
+        case _:
+            return fault.step == step
 
 
 def fired_at_s(store: ObjectStore, run_id: str) -> dict[int, list[float]]:

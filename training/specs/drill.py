@@ -35,6 +35,7 @@ class DrillPoint(StrEnum):
     HALF_APPLIED = "half_applied"
     SAVE = "save"
     RECOVERY = "recovery"  # the first recovery that continues with the step or a later one
+    RESTORE = "restore"  # before the state is restored, in the first start that comes, at any step
 
 
 class DrillFault(FrozenModel):

@@ -19,7 +19,7 @@ from storage.checkpoint import CheckpointStore
 from storage.errors import StorageError
 from training.agent.log_collection import await_collected
 from training.diagnosis.cause import Diagnosis
-from training.diagnosis.classify import SlowNode, diagnose
+from training.diagnosis.classify import diagnose
 from training.diagnosis.ending import again_short
 from training.diagnosis.standstill import standstill_of
 from training.engines.base import Engine, Placement
@@ -35,6 +35,7 @@ from training.recovery.faults import Fault
 from training.recovery.rungs import RESTARTS_IN_PLACE, Decision
 from training.supervisor.attention import spares_of
 from training.supervisor.deciding import Decider, recoveries_of
+from training.supervisor.gang import GangCheck
 from training.supervisor.good_ends import CommandEnds
 from training.supervisor.health import AttemptHealth
 from training.supervisor.job_registry import remember_job
@@ -48,7 +49,9 @@ from training.supervisor.watch import (
     AttemptEnd,
     AttemptWatch,
     EndKind,
+    HeldUpBy,
     Progress,
+    Statuses,
     has_failure,
 )
 from training.trainer.data.prepare import DataOutcome
@@ -274,10 +277,11 @@ class Run:
             view = self._writer.begin_attempt(placement.number)
         health = AttemptHealth(self.job.watch)
         health.adopt(view)
+        gang = GangCheck(self.job, view.started.at_s)
         watch = self._watch(
             stop_wanted=stop_wanted,
             on_progress=lambda progress: self._on_progress(view, health, progress, on_progress),
-            slow_node=lambda: health.slow_node(view, self.history),
+            held_up_by=lambda agents: gang.look(agents) or health.slow_node(view, self.history),
         )
         if not self._already_started(view):
             # First: a process of an earlier attempt that lives on can commit nothing from here on.
@@ -293,7 +297,7 @@ class Run:
         *,
         stop_wanted: Callable[[], bool],
         on_progress: Callable[[Progress], None],
-        slow_node: Callable[[], SlowNode | None] = lambda: None,
+        held_up_by: Callable[[Statuses], HeldUpBy | None] = lambda _statuses: None,
     ) -> AttemptWatch:
         job = self.job
         return AttemptWatch(
@@ -302,7 +306,7 @@ class Run:
             start_timeout_s=job.restart.start_timeout_s,
             stop_wanted=stop_wanted,
             on_progress=on_progress,
-            slow_node=slow_node,
+            held_up_by=held_up_by,
             command_ends=CommandEnds(job.target_step) if job.worker.is_command else None,
         )
 

@@ -7,41 +7,45 @@ report theirs, has everything stopped, and hands the evidence on. Times are seco
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from training.diagnosis.classify import (
-    CoordinatorLost,
     Evidence,
-    NodeOutput,
     SilentRank,
     SlowNode,
-    WorkerEnd,
 )
-from training.diagnosis.standstill import RankProgress
 from training.engines.base import Engine, Snapshot
 from training.journal.attempt_log import Follower
 from training.journal.events import CheckpointCommitted, Event, LedgerEvent, StepRecord
 from training.journal.time_account import SeenStep
 from training.recovery.protocol import AttemptGivenUp
-from training.supervisor.good_ends import CommandEnds, bad_end_of_session, is_done, was_stopped
+from training.supervisor.evidence import (
+    coordinators_lost,
+    ends_of,
+    logs_by_rank,
+    newest_of,
+    outputs_of,
+    progress_of,
+    silent_of,
+    step_of,
+)
+from training.supervisor.good_ends import CommandEnds, is_done, was_stopped
 from training.wire.agent import (
     AgentState,
     AgentStatus,
-    HangReport,
     NodeText,
-    WorkerLog,
     WorkerStatus,
 )
+
+Statuses = Iterable[AgentStatus]
+HeldUpBy = SlowNode | SilentRank
 
 POLL_S = 0.2
 SETTLE_S = 1.0  # survivors saw a death over gloo within 34 ms
 FAULT_GRACE_S = 3.0  # peers of a dead rank cannot save; they only need time to print
 STOP_MARGIN_S = 20.0
-LOG_TAIL_BYTES = 64 * 1024
-DEVICE_LOG_TAIL_BYTES = 64 * 1024
-ENDED = "Z"  # the kernel's letter
 
 
 class EndKind(StrEnum):
@@ -120,6 +124,7 @@ class _Noticed:
     slow: SlowNode | None = None
     stacks: tuple[tuple[str, NodeText], ...] = ()
     given_up: AttemptGivenUp | None = None
+    silent: tuple[SilentRank, ...] = ()
 
 
 class AttemptWatch:
@@ -131,7 +136,8 @@ class AttemptWatch:
         start_timeout_s: limit for bringing the data to a node and starting its processes.
         stop_wanted: asked at every poll.
         on_progress: called at every poll with what is new.
-        slow_node: asked at every poll for a node to be left although nothing has failed.
+        held_up_by: asked at every poll for what holds the others up although nothing has failed: a
+            node that is to be left, or a rank that is left behind.
         command_ends: judges commands that exit with 0; None: for a session.
     """
 
@@ -143,7 +149,7 @@ class AttemptWatch:
         start_timeout_s: float,
         stop_wanted: Callable[[], bool],
         on_progress: Callable[[Progress], None],
-        slow_node: Callable[[], SlowNode | None] = lambda: None,
+        held_up_by: Callable[[Statuses], HeldUpBy | None] = lambda _statuses: None,
         sleep: Callable[[float], None] = time.sleep,
         command_ends: CommandEnds | None = None,
     ) -> None:
@@ -152,7 +158,7 @@ class AttemptWatch:
         self._start_timeout_s = start_timeout_s
         self._stop_wanted = stop_wanted
         self._on_progress = on_progress
-        self._slow_node = slow_node
+        self._held_up_by = held_up_by
         self._sleep = sleep
         self._command_ends = command_ends
         self._log = Follower(engine.metrics)
@@ -180,9 +186,9 @@ class AttemptWatch:
                 return self.wind_up(refusal=text)
             if has_failure(snapshot) or (snapshot.is_over and not starting):
                 return self.wind_up()
-            slow = self._slow_node()
-            if slow is not None:
-                return self.wind_up(slow=slow)
+            culprit = self._held_up_by(snapshot.agents.values())
+            if culprit is not None:
+                return self.wind_up(culprit=culprit)
             self._sleep(POLL_S)
 
     def _is_completed(self, final: Snapshot) -> bool:
@@ -191,27 +197,29 @@ class AttemptWatch:
             return False
         return _all_done(final)
 
-    def wind_up(self, *, refusal: str | None = None, slow: SlowNode | None = None) -> AttemptEnd:
+    def wind_up(self, *, refusal: str | None = None, culprit: HeldUpBy | None = None) -> AttemptEnd:
         """After the first failure: let the others report, stop them, look once more.
 
         Args:
             refusal: why processes could not be started, when that is the failure.
-            slow: the node that is to be left, when nothing else has happened.
+            culprit: what holds the others up, when nothing else has happened.
         """
         at_s = time.time()
         self._sleep(SETTLE_S)
         failed = self._observe()
         # What the coordinator notes later is the work of the order to stop.
         given_up = self._progress.given_up
-        hangs = any(status.hang is not None for status in failed.agents.values())
+        silent = tuple(silent_of(failed.agents.values()))
+        silent = silent or ((culprit,) if isinstance(culprit, SilentRank) else ())
+        slow = culprit if isinstance(culprit, SlowNode) else None
         # Before the order to stop, which would change them.
-        stacks = tuple(self._engine.stacks()) if hangs else ()
+        stacks = tuple(self._engine.stacks()) if silent else ()
         # Ranks that are merely slow can save together; peers of a dead one cannot.
         grace_s = self._grace_s if slow is not None else FAULT_GRACE_S
         self._engine.stop(grace_s)
         final = self._await_end(grace_s)
         lost = tuple(dict.fromkeys((*failed.lost, *final.lost, *_not_over(final))))
-        noticed = _Noticed(at_s, failed, refusal, slow, stacks, given_up)
+        noticed = _Noticed(at_s, failed, refusal, slow, stacks, given_up, silent)
         return self._end(EndKind.FAILED, Snapshot(final.agents, lost), noticed)
 
     def _await_end(self, grace_s: float) -> Snapshot:
@@ -240,7 +248,7 @@ class AttemptWatch:
         ends.note(snapshot)
         fresh = ends.fresh(snapshot)
         if fresh:
-            ends.judge(fresh, _logs_by_rank(self._engine), is_last=_all_done(snapshot))
+            ends.judge(fresh, logs_by_rank(self._engine), is_last=_all_done(snapshot))
 
     def _read_log(self) -> bool:
         """Read on in the attempt log. Whether there was more of it."""
@@ -258,24 +266,24 @@ class AttemptWatch:
     ) -> AttemptEnd:
         self._read_log_to_its_end()
         noticed = noticed or _Noticed(time.time(), snapshot)
-        logs = _logs_by_rank(self._engine) if kind is EndKind.FAILED else {}
+        logs = logs_by_rank(self._engine) if kind is EndKind.FAILED else {}
         last, seen = self._progress.last, newest_of(snapshot, now_s=time.time())
         step = step_of(snapshot, last)
         statuses = list(snapshot.agents.values())
         evidence = Evidence(
             at_s=noticed.at_s,
             step=step,
-            workers=tuple(_ends(statuses, logs, self._command_ends)),
+            workers=tuple(ends_of(statuses, logs, self._command_ends)),
             lost_nodes=snapshot.lost,
-            silent=tuple(_silent(noticed.snapshot.agents.values())),
+            silent=noticed.silent,
             staging_errors={s.node: s.staging_error for s in statuses if s.staging_error},
             oom_nodes=tuple(s.node for s in statuses if s.oom_kills),
             refusal=noticed.refusal,
-            outputs=tuple(_outputs(self._engine)) if kind is EndKind.FAILED else (),
+            outputs=tuple(outputs_of(self._engine)) if kind is EndKind.FAILED else (),
             rank_progress=tuple(progress_of(noticed.snapshot.agents.values())),
             slow=noticed.slow,
             given_up=noticed.given_up,
-            coordinator=next(_coordinators_lost(statuses), None),
+            coordinator=next(coordinators_lost(statuses), None),
         )
         return AttemptEnd(
             kind,
@@ -320,124 +328,3 @@ def has_failure(snapshot: Snapshot) -> bool:
 
 def _failed(worker: WorkerStatus) -> bool:
     return worker.exit_code is not None and not is_done(worker)
-
-
-def _logs_by_rank(engine: Engine) -> dict[int, list[WorkerLog]]:
-    found: dict[int, list[WorkerLog]] = {}
-    for _, log in engine.logs(LOG_TAIL_BYTES):
-        found.setdefault(log.rank, []).append(log)
-    return found
-
-
-def _outputs(engine: Engine) -> Iterator[NodeOutput]:
-    for node, one in engine.texts(DEVICE_LOG_TAIL_BYTES):
-        yield NodeOutput(node, one.name, one.text, rank=one.rank, device=one.device)
-
-
-def _ends(
-    statuses: Sequence[AgentStatus],
-    logs: dict[int, list[WorkerLog]],
-    command_ends: CommandEnds | None,
-) -> Iterator[WorkerEnd]:
-    bad = command_ends.bad if command_ends is not None else {}
-    for status in statuses:
-        for worker in status.workers:
-            if worker.exit_code is None or worker.ended_s is None:
-                continue
-            yield WorkerEnd(
-                # One process of a command has all the ranks of its node.
-                rank=None if status.is_command else worker.rank,
-                node=status.node,
-                device=None if status.is_command else worker.local_rank,
-                exit_code=worker.exit_code,
-                # Ends come in any order after the errors; the first error is nearest to the cause.
-                ended_s=worker.error_s or worker.ended_s,
-                error=worker.error,
-                log="".join(log.text for log in logs.get(worker.rank, [])),
-                log_path=_log_path(logs.get(worker.rank, [])),
-                stopped=worker.stopped_by_agent,
-                bad_end=bad.get(worker.rank) or bad_end_of_session(worker),
-            )
-
-
-def _log_path(logs: Sequence[WorkerLog]) -> str | None:
-    """Where to read on: the first stream, unless nothing was printed there."""
-    return next((log.path for log in sorted(logs, key=lambda log: not log.text)), None)
-
-
-def _silent(statuses: Iterable[AgentStatus]) -> Iterator[SilentRank]:
-    for status in statuses:
-        if status.hang is not None:
-            hang = status.hang
-            yield SilentRank(
-                None if status.is_command else hang.rank,
-                status.node,
-                hang.silent_s,
-                hang.limit_s,
-                hang.phase,
-                _why_silent(hang),
-                hang.stopped,
-            )
-
-
-def _coordinators_lost(statuses: Iterable[AgentStatus]) -> Iterator[CoordinatorLost]:
-    for status in statuses:
-        end = status.coordinator_end
-        if end is not None:
-            yield CoordinatorLost(status.node, end.exit_code, end.ended_s, end.line)
-
-
-def _why_silent(hang: HangReport) -> str:
-    """What shows it, for a command: the rank whose heartbeat stands still may be a waiting one."""
-    if hang.why or hang.rank is None:
-        return hang.why
-    return f"by the heartbeat of rank {hang.rank}, after step {hang.step}"
-
-
-def progress_of(statuses: Iterable[AgentStatus]) -> Iterator[RankProgress]:
-    """The progress of every rank that lives, as far as it is known."""
-    for status in statuses:
-        for worker in status.known_ranks:
-            if worker.rank is None or worker.pulse is None or worker.exit_code is not None:
-                continue
-            if worker.pulse.process_state == ENDED:
-                continue
-            yield RankProgress(
-                rank=worker.rank,
-                node=status.node,
-                device=worker.local_rank,
-                step=worker.step if worker.step is not None else -1,
-                phase=worker.phase or "",
-                entered=worker.pulse.entered,
-                left=worker.pulse.left,
-                operation=worker.pulse.operation,
-                silent_s=worker.pulse.beat_s,
-                process_state=worker.pulse.process_state,
-                counts_collectives=not status.is_command,
-            )
-
-
-def newest_of(snapshot: Snapshot, *, now_s: float) -> SeenStep | None:
-    """The newest step of a command that its ranks have completed since their start."""
-    found = [
-        SeenStep(rank.step, now_s - rank.pulse.step_age_s)
-        for status in snapshot.agents.values()
-        if status.is_command
-        for rank in status.ranks
-        if rank.step is not None and rank.pulse is not None and rank.pulse.step_age_s is not None
-    ]
-    return max(found, key=lambda one: (one.step, -one.at_s), default=None)
-
-
-def step_of(snapshot: Snapshot, last: StepRecord | None) -> int | None:
-    """The last step that every rank is known to have completed, by heartbeats or records."""
-    beats = [
-        worker.step
-        for status in snapshot.agents.values()
-        for worker in status.known_ranks
-        if worker.step is not None and worker.step >= 0
-    ]
-    if beats:
-        # A step that one rank has applied was voted, and every rank applies it.
-        return max(beats)
-    return last.step if last is not None else None

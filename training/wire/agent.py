@@ -270,6 +270,8 @@ class Pulse(FrozenModel):
         beat_s: since the heartbeat was last written.
         step_age_s: since a step was last completed; None before the first one of the process.
         process_state: the kernel's letter for the state of the process.
+        cpu_s: processor time of its session, counted until the process has completed a step.
+        io_bytes: read and written by its session, likewise.
     """
 
     entered: int
@@ -281,6 +283,8 @@ class Pulse(FrozenModel):
     beat_s: float = 0.0
     step_age_s: float | None = None
     process_state: str = ""
+    cpu_s: float = 0.0
+    io_bytes: int = 0
 
 
 class RankStatus(FrozenModel):

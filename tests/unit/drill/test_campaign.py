@@ -59,7 +59,7 @@ def test_twenty_seeds_break_everything_that_can_be_broken():
     drawn = [draw(seed, num_faults=50, kind=ParallelKind.DDP) for seed in range(20)]
     faults = [fault for campaign in drawn for fault in campaign.faults]
     assert {fault.kind for fault in faults} == set(DrillKind)
-    assert {fault.point for fault in faults} == set(DrillPoint)
+    assert {fault.point for fault in faults} == set(DrillPoint) - {DrillPoint.RESTORE}
     assert {kill.victim for campaign in drawn for kill in campaign.kills} == set(Victim)
 
 

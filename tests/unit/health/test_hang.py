@@ -199,3 +199,48 @@ def test_a_rank_that_never_wrote_a_heartbeat_is_a_hang_after_the_start_limit():
     assert detector.judge({}, mute={1: START_S}, now_s=soon_s, since_s=START_S) is None
     found = not_none(detector.judge({}, mute={1: START_S}, now_s=late_s, since_s=START_S))
     assert (found.local_rank, found.phase, found.step) == (1, Phase.START, -1)
+
+
+# A process that is stopped by a signal.
+
+
+def stopped(detector: HangDetector, now_s: float, reading: Heartbeat | None) -> Hang | None:
+    """The verdict about rank 1, which has been stopped since the processes were started."""
+    beats = {} if reading is None else {1: reading}
+    return detector.judge(beats, now_s=now_s, since_s=START_S, stopped={1: START_S})
+
+
+@pytest.mark.parametrize(
+    "reading",
+    [
+        None,
+        *(
+            beat(3, START_S, phase=phase, stepped_s=0.0)
+            for phase in (Phase.START, Phase.RESTORE, Phase.RECOVER, Phase.SAVE, Phase.DONE)
+        ),
+    ],
+    ids=["no heartbeat", "start", "restore", "recover", "save", "done"],
+)
+def test_a_stopped_process_hangs_as_soon_as_in_a_step_whatever_it_was_doing(reading):
+    detector = HangDetector(SilenceLimits(START_LIMIT_S, save_s=9e9, restore_s=9e9))
+    assert stopped(detector, START_S + MIN_LIMIT_S, reading) is None
+    found = not_none(stopped(detector, START_S + MIN_LIMIT_S + 1, reading))
+    assert (found.local_rank, found.limit_s) == (1, MIN_LIMIT_S)
+    assert found.phase is (reading.phase if reading is not None else Phase.START)
+
+
+@pytest.mark.parametrize(("fixed_s", "limit_s"), [(7.0, 7.0), (None, 100.0)])
+def test_how_long_a_process_may_be_stopped_is_the_limit_of_a_step(fixed_s, limit_s):
+    detector, now_s = trained(*[10.0] * 5, fixed_limit_s=fixed_s)
+    reading = beat(6, now_s, phase=Phase.RECOVER)
+    verdicts = [
+        detector.judge({1: reading}, now_s=now_s + late_s, since_s=START_S, stopped={1: now_s})
+        for late_s in (limit_s, limit_s + 1)
+    ]
+    assert verdicts[0] is None
+    assert not_none(verdicts[1]).limit_s == limit_s
+
+
+def test_a_stopped_process_in_a_pause_is_left_alone():
+    assert stopped(HangDetector(SilenceLimits(5.0)), START_S + 1e6, beat(3, START_S,
+                   phase=Phase.PAUSED)) is None  # fmt: skip

@@ -119,6 +119,7 @@ class StepLoop:
     def begin(self) -> None:
         """Restore, or take the place of another process. Collective."""
         self.heartbeat.beat(phase=Phase.RESTORE)
+        self.faults.reached("restore", 0)
         if self.context.generation is not None:
             self.state.is_fresh = True
             self._recover(None)

@@ -1,0 +1,38 @@
+"""What the processes of a session have done, by the kernel."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from training.agent.activity import Activity, activity_of
+
+# A session that has computed, with a child that has written.
+PROGRAM = """
+import subprocess, sys, time
+while time.process_time() < 0.3:
+    pass
+child = [sys.executable, "-c", "import sys; sys.stdout.write('x' * 200_000)"]
+subprocess.run(child, stdout=subprocess.PIPE, check=True)
+print("done", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_session_is_known_by_all_that_its_processes_did():
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout.readline() == b"done\n"
+        found = activity_of([process.pid, 2**22 + 1])
+        again = activity_of([process.pid])
+        process.stdin.close()
+    assert found[process.pid].cpu_s >= 0.3
+    assert found[process.pid].io_bytes > 200_000
+    assert again[process.pid] == found[process.pid], "it waits"
+    assert found[2**22 + 1] == Activity(), "there is no such process"

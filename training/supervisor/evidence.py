@@ -1,0 +1,144 @@
+"""What agents report at the end of an attempt, in the terms of a diagnosis. Times are seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from training.diagnosis.classify import CoordinatorLost, NodeOutput, SilentRank, WorkerEnd
+from training.diagnosis.standstill import RankProgress
+from training.engines.base import Engine, Snapshot
+from training.health.heartbeat import Phase
+from training.journal.events import StepRecord
+from training.journal.time_account import SeenStep
+from training.supervisor.good_ends import CommandEnds, bad_end_of_session
+from training.wire.agent import AgentStatus, HangReport, WorkerLog
+
+LOG_TAIL_BYTES = 64 * 1024
+DEVICE_LOG_TAIL_BYTES = 64 * 1024
+ENDED = "Z"  # the kernel's letter
+
+
+def logs_by_rank(engine: Engine) -> dict[int, list[WorkerLog]]:
+    """The ends of what the workers have printed."""
+    found: dict[int, list[WorkerLog]] = {}
+    for _, log in engine.logs(LOG_TAIL_BYTES):
+        found.setdefault(log.rank, []).append(log)
+    return found
+
+
+def outputs_of(engine: Engine) -> Iterator[NodeOutput]:
+    """What the nodes know beside that: device logs, and what the driver's tools report."""
+    for node, one in engine.texts(DEVICE_LOG_TAIL_BYTES):
+        yield NodeOutput(node, one.name, one.text, rank=one.rank, device=one.device)
+
+
+def ends_of(
+    statuses: Sequence[AgentStatus],
+    logs: dict[int, list[WorkerLog]],
+    command_ends: CommandEnds | None,
+) -> Iterator[WorkerEnd]:
+    """How each worker has ended."""
+    bad = command_ends.bad if command_ends is not None else {}
+    for status in statuses:
+        for worker in status.workers:
+            if worker.exit_code is None or worker.ended_s is None:
+                continue
+            yield WorkerEnd(
+                # One process of a command has all the ranks of its node.
+                rank=None if status.is_command else worker.rank,
+                node=status.node,
+                device=None if status.is_command else worker.local_rank,
+                exit_code=worker.exit_code,
+                # Ends come in any order after the errors; the first error is nearest to the cause.
+                ended_s=worker.error_s or worker.ended_s,
+                error=worker.error,
+                log="".join(log.text for log in logs.get(worker.rank, [])),
+                log_path=_log_path(logs.get(worker.rank, [])),
+                stopped=worker.stopped_by_agent,
+                bad_end=bad.get(worker.rank) or bad_end_of_session(worker),
+            )
+
+
+def _log_path(logs: Sequence[WorkerLog]) -> str | None:
+    """Where to read on: the first stream, unless nothing was printed there."""
+    return next((log.path for log in sorted(logs, key=lambda log: not log.text)), None)
+
+
+def silent_of(statuses: Iterable[AgentStatus]) -> Iterator[SilentRank]:
+    """The ranks that agents have found to be silent for too long."""
+    for status in statuses:
+        if status.hang is not None:
+            hang = status.hang
+            yield SilentRank(
+                None if status.is_command else hang.rank,
+                status.node,
+                hang.silent_s,
+                hang.limit_s,
+                hang.phase,
+                _why_silent(hang),
+                hang.stopped,
+            )
+
+
+def coordinators_lost(statuses: Iterable[AgentStatus]) -> Iterator[CoordinatorLost]:
+    """The coordinator, where it has ended by itself."""
+    for status in statuses:
+        end = status.coordinator_end
+        if end is not None:
+            yield CoordinatorLost(status.node, end.exit_code, end.ended_s, end.line)
+
+
+def _why_silent(hang: HangReport) -> str:
+    """What shows it, for a command: the rank whose heartbeat stands still may be a waiting one."""
+    if hang.why or hang.rank is None:
+        return hang.why
+    return f"by the heartbeat of rank {hang.rank}, after step {hang.step}"
+
+
+def progress_of(statuses: Iterable[AgentStatus]) -> Iterator[RankProgress]:
+    """The progress of every rank that lives, as far as it is known."""
+    for status in statuses:
+        for worker in status.known_ranks:
+            if worker.rank is None or worker.pulse is None or worker.exit_code is not None:
+                continue
+            if worker.pulse.process_state == ENDED:
+                continue
+            yield RankProgress(
+                rank=worker.rank,
+                node=status.node,
+                device=worker.local_rank,
+                step=worker.step if worker.step is not None else -1,
+                phase=worker.phase or ("" if status.is_command else Phase.START.name.lower()),
+                entered=worker.pulse.entered,
+                left=worker.pulse.left,
+                operation=worker.pulse.operation,
+                silent_s=worker.pulse.beat_s,
+                process_state=worker.pulse.process_state,
+                counts_collectives=not status.is_command,
+            )
+
+
+def newest_of(snapshot: Snapshot, *, now_s: float) -> SeenStep | None:
+    """The newest step of a command that its ranks have completed since their start."""
+    found = [
+        SeenStep(rank.step, now_s - rank.pulse.step_age_s)
+        for status in snapshot.agents.values()
+        if status.is_command
+        for rank in status.ranks
+        if rank.step is not None and rank.pulse is not None and rank.pulse.step_age_s is not None
+    ]
+    return max(found, key=lambda one: (one.step, -one.at_s), default=None)
+
+
+def step_of(snapshot: Snapshot, last: StepRecord | None) -> int | None:
+    """The last step that every rank is known to have completed, by heartbeats or records."""
+    beats = [
+        worker.step
+        for status in snapshot.agents.values()
+        for worker in status.known_ranks
+        if worker.step is not None and worker.step >= 0
+    ]
+    if beats:
+        # A step that one rank has applied was voted, and every rank applies it.
+        return max(beats)
+    return last.step if last is not None else None

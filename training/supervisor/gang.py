@@ -1,0 +1,86 @@
+"""Whether a rank is left behind by the others before a first step or in a recovery.
+
+An agent sees its own ranks alone; here are those of all nodes. Times are seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from training.diagnosis.classify import SilentRank
+from training.health.hang import MIN_LIMIT_S
+from training.health.heartbeat import Phase
+from training.health.left_behind import LeftBehindDetector, RankOnTheWay
+from training.job import Job
+from training.wire.agent import AgentStatus
+
+PERIOD_S = 1.0
+
+
+@dataclass(slots=True)
+class GangCheck:
+    """Compares the ranks of one attempt.
+
+    Attributes:
+        job: of the run.
+        began_s: when the attempt was started.
+    """
+
+    job: Job
+    began_s: float
+    _detector: LeftBehindDetector = field(init=False)
+    _looked_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Have a detector with the limits of the job."""
+        restore_s = self.job.watch.restore_timeout_s
+        self._detector = LeftBehindDetector(
+            least_s=self.job.restart.hang_timeout_s or MIN_LIMIT_S,
+            began_s=self.began_s,
+            phases_s={Phase.RESTORE: restore_s} if restore_s is not None else {},
+        )
+
+    def look(self, statuses: Iterable[AgentStatus]) -> SilentRank | None:
+        """The rank that is left behind; at most one look a second is taken."""
+        now_s = time.time()
+        is_watched = self.job.restart.hang and not self.job.worker.is_command
+        if not is_watched or now_s - self._looked_s < PERIOD_S:
+            return None
+        self._looked_s = now_s
+        nodes: dict[int, str] = {}
+        ranks: list[RankOnTheWay] = []
+        for status in statuses:
+            for one in _ranks(status):
+                nodes[one.rank] = status.node
+                ranks.append(one)
+        found = self._detector.judge(ranks, now_s=now_s)
+        if found is None:
+            return None
+        phase = found.phase.name.lower()
+        why = (
+            f"most ranks were further than phase {phase} after {found.others_s:.0f} s, and since "
+            f"then it has neither computed nor read nor written"
+        )
+        return SilentRank(found.rank, nodes[found.rank], found.late_s, found.limit_s, phase, why)
+
+
+def _ranks(status: AgentStatus) -> Iterator[RankOnTheWay]:
+    for worker in status.workers:
+        pulse = worker.pulse
+        if pulse is None or worker.exit_code is not None or worker.is_recovering:
+            continue
+        yield RankOnTheWay(
+            rank=worker.rank,
+            pid=worker.pid,
+            phase=Phase[(worker.phase or Phase.START.name).upper()],
+            generation=worker.generation or 0,
+            step=worker.step if worker.step is not None else -1,
+            entered=pulse.entered,
+            waits=pulse.left < pulse.entered,
+            has_stepped=pulse.step_age_s is not None,
+            silent_s=pulse.beat_s,
+            cpu_s=pulse.cpu_s,
+            io_bytes=pulse.io_bytes,
+        )
