@@ -227,6 +227,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(campaigns: Sequence[Campaign], *, out: Path, shrinks: bool) -> int:
     home = Path(tempfile.mkdtemp(prefix="perdure-chaos-")).resolve()
+    try:
+        return _run_below(home, campaigns, out=out, shrinks=shrinks)
+    except (KeyboardInterrupt, SystemExit):
+        shutil.rmtree(home, ignore_errors=True)  # its run was taken down
+        raise
+
+
+def _run_below(home: Path, campaigns: Sequence[Campaign], *, out: Path, shrinks: bool) -> int:
     chaos = Chaos(home)
     num_bad = 0
     for campaign in campaigns:

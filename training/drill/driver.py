@@ -18,6 +18,7 @@ from pydantic import SecretStr
 
 from storage.address import Credentials
 from storage.errors import StorageError
+from training.drill.termination import terminated_as_exception
 from training.errors import EngineError
 from training.health.heartbeat import Phase
 from training.injection.inside import fired_at_s
@@ -90,10 +91,11 @@ class RunDriver:
             StorageError: likewise.
         """
         ended = ""
-        for _ in range(starts):
-            ended = self._start(job, hook)
-            if ended == EndKind.COMPLETED:
-                break
+        with terminated_as_exception():
+            for _ in range(starts):
+                ended = self._start(job, hook)
+                if ended == EndKind.COMPLETED:
+                    break
         return self._outcome(job, ended)
 
     def _start(self, job: Job, hook: RunHook | None) -> str:
@@ -108,7 +110,8 @@ class RunDriver:
         on_progress = {} if hook is None else {"on_progress": partial(hook, run)}
         try:
             end = conduct(RunSteps(run, is_late, **on_progress), log=LOG)
-        except BaseException:  # Ctrl-C and Prefect's cancellation, too: no process is to be left
+        # Ctrl-C, SIGTERM and Prefect's cancellation, too: no process is to be left.
+        except BaseException:
             with suppress(EngineError):  # what came first is of use
                 run.end("failed", "interrupted")
             raise

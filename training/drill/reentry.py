@@ -21,6 +21,7 @@ from pydantic import SecretStr
 
 from training.agent.platform_variables import platform_variables
 from training.drill.driver import RunDriver, Secrets
+from training.drill.termination import terminated_as_exception
 from training.environment import variables_of, worker_path
 from training.errors import EngineError, PerdureError
 from training.health.sources.vendor_tools import end_session
@@ -47,7 +48,10 @@ def check_reentry(job: Job, *, lasting_s: float, secrets: Secrets = dict) -> Che
             start, may raise EngineError.
     """
     began_s = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="perdure-reentry-") as folder:
+    with (
+        terminated_as_exception(),
+        tempfile.TemporaryDirectory(prefix="perdure-reentry-") as folder,
+    ):
         if job.worker.is_command:
             check = _check_command(job, Path(folder), lasting_s, secrets)
         else:

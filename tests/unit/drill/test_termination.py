@@ -1,0 +1,59 @@
+"""A driver that is terminated."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from training.drill.termination import terminated_as_exception
+
+PROGRAM = """
+import signal, sys, time
+from training.drill.termination import terminated_as_exception
+with terminated_as_exception():
+    try:
+        print("ready", flush=True)
+        time.sleep(60)
+    finally:
+        signal.raise_signal(signal.SIGTERM)  # one more: ignored
+        print("taken down", flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_program_only_when_all_is_taken_down(number):
+    with subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(number)
+        assert process.stdout.read() == b"taken down\n"
+    assert process.returncode == 128 + number
+
+
+def test_a_handler_that_is_there_is_left_alone():
+    met = []
+    before = signal.signal(signal.SIGTERM, lambda number, _frame: met.append(number))
+    try:
+        with terminated_as_exception():
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert met == [signal.SIGTERM]
+
+
+def test_a_thread_changes_nothing():
+    found = []
+
+    def look() -> None:
+        with terminated_as_exception():
+            found.append(signal.getsignal(signal.SIGHUP))
+
+    before = signal.getsignal(signal.SIGHUP)
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert found == [before]
