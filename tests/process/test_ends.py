@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,18 @@ def test_a_program_that_leaves_at_the_same_step_again_is_its_users_to_mend(tmp_p
     first, second = faults_of(played)
     assert (first.fault_class, second.fault_class) == ("unknown", "user_code_error")
     assert "twice at the same step" in second.explanation
+
+
+@pytest.mark.long
+def test_a_crash_behind_a_pipe_does_not_leave_the_other_nodes_waiting(tmp_path, program):
+    script = f'[ "$VC_TASK_INDEX" = 0 ] && exec sleep 600; {piped(program, "raises")}'
+    engine = {"nodes": 2, "slots_per_node": 1, "spares": 0, "grace_s": 1}
+    began_s = time.monotonic()
+    played = RunDriver(tmp_path).run(command_job(tmp_path, "one-of-two", script, engine=engine))
+    assert time.monotonic() - began_s < 300
+    (fault,) = faults_of(played)
+    assert (fault.fault_class, fault.node) == ("user_code_error", "node-1")
+    assert played.left_over == ()
 
 
 HEARTBEATS = """

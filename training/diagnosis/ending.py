@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from training.diagnosis.exceptions import TRACEBACK
 from training.diagnosis.lines import is_low_level, is_progress
-from training.diagnosis.series import is_done
+from training.diagnosis.series import MARGINS, StepCounts
 from training.recovery.faults import TRAITS, Fault, FaultClass
 
 SHORT_CODE = "ENDED_SHORT"
@@ -33,7 +33,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _PREFIX = re.compile(r"^(?:\[[\w.:,-]{1,24}\](?:<std\w{3}>)?:? ?)+")  # of a launcher, for a rank
 _DEATHS = re.compile(
     r"\bChildFailedError\b|Root Cause \(first observed failure\)"  # torchrun
-    r"|\bexits with return code = -?[1-9]"  # DeepSpeed
+    r"|\bexits with return code = -?[1-9]|sigkill_handler\] Killing subprocess"  # DeepSpeed
     r"|\b(?:mpirun|mpiexec|prterun) (?:noticed that|has exited due to) process rank"
     r"|Primary job +terminated normally, but|BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES"
     # a shell, about a child that a signal has ended
@@ -43,6 +43,7 @@ _DEATHS = re.compile(
     r"|^Fatal Python error: |^terminate called after throwing\b"
 )
 _NOT_FOUND = re.compile(r"^\S+: (?:(?:line )?\d+: )?\S{1,200}: (?:command )?not found$")
+_STEPS = frozenset(MARGINS) - {"done"}  # a script may print that it is done, whatever became of it
 _FRAME = re.compile(r'File "([^"\n]{1,300})", line \d+')
 _CHAINED = re.compile(r"^(?:During handling of the above|The above exception was the direct cause)")
 # What comes before the traceback of an exception that does not end its program.
@@ -184,30 +185,32 @@ def _lines(text: str) -> list[str]:
 
 def _last_words(lines: Sequence[str]) -> str | None:
     """How a program died, if nothing after it shows that training went on."""
-    alive = next((i for i in range(len(lines) - 1, -1, -1) if is_progress(lines[i])), -1)
-    since = lines[alive + 1 :]
-    death = next((line for line in since if _DEATHS.search(line)), None)
-    if death is None and since and _NOT_FOUND.search(since[-1]):
-        death = since[-1]
-    return death or _uncaught(since)
-
-
-def _uncaught(lines: Sequence[str]) -> str | None:
-    """The last line of a traceback with which the output ends."""
+    counts = StepCounts()
+    for index, line in enumerate(lines):
+        counts.read(line, index)
+    for index, line in enumerate(lines):
+        if _DEATHS.search(line) and not counts.goes_on_after(index, kinds=_STEPS):
+            return line
+    if lines and _NOT_FOUND.search(lines[-1]):
+        return lines[-1]
     begin = next((i for i in range(len(lines) - 1, -1, -1) if re.search(TRACEBACK, lines[i])), None)
-    if begin is None:
+    if begin is None or counts.goes_on_after(begin):
         return None
+    return _uncaught(lines, begin)
+
+
+def _uncaught(lines: Sequence[str], begin: int) -> str | None:
+    """The last line of the traceback that begins here, if the output ends with it."""
     inside = begin + 1
     while inside < len(lines) and lines[inside][:1].isspace():
         inside += 1
-    raised, frames = (
-        lines[min(inside, len(lines) - 1)],
-        _FRAME.findall("\n".join(lines[begin:inside])),
-    )
-    after = [line for line in lines[inside + 1 :] if not is_low_level(line)]
+    raised = lines[min(inside, len(lines) - 1)]
+    frames = _FRAME.findall("\n".join(lines[begin:inside]))
+    # A bar is printed once more when it is closed.
+    after = [one for one in lines[inside + 1 :] if not is_low_level(one) and not is_progress(one)]
     before = _before_chain(lines, begin)
     limit = 0 if _LOGGED.search(before) else MAX_LINES_AFTER
-    if len(after) > limit or any(is_done(line) for line in after) or _SURVIVED.search(before):
+    if len(after) > limit or _SURVIVED.search(before):
         return None
     if frames and _AT_EXIT_FRAME.search(frames[-1]):
         return None

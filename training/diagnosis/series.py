@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -206,11 +206,6 @@ def find_wait(text: str, *, year: int) -> Finding | None:
     )
 
 
-def is_done(line: str) -> bool:
-    """Whether a line is about the end of a training that went well."""
-    return _DONE.search(line) is not None
-
-
 def _recovers(losses: Sequence[float], usual: float) -> bool:
     """Whether the loss came back after a jump, or has come down steadily since its peak."""
     if not all(math.isfinite(loss) for loss in losses):
@@ -259,9 +254,16 @@ class StepCounts:
         self._values.setdefault(kind, []).append(value)
         highest.append(max(value, highest[-1]) if highest else value)
 
-    def goes_on_after(self, offset: int) -> bool:
-        """Whether a count moved on by more than other ranks' last lines would."""
+    def goes_on_after(self, offset: int, *, kinds: Collection[str] = MARGINS) -> bool:
+        """Whether a count moved on by more than other ranks' last lines would.
+
+        Args:
+            offset: of the line after which.
+            kinds: of counts that show it.
+        """
         for kind, margin in MARGINS.items():
+            if kind not in kinds:
+                continue
             offsets = self._offsets.get(kind, [])
             cut = bisect_right(offsets, offset)
             if cut == len(offsets):
@@ -281,7 +283,7 @@ class StepCounts:
 
 
 def _count(line: str) -> tuple[str, float] | None:
-    if is_done(line):
+    if _DONE.search(line):
         return "done", 1.0
     if found := _STEP.search(line):
         return "step", float(next(group for group in found.groups() if group))

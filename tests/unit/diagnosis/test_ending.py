@@ -48,6 +48,7 @@ def summary(exit_code: int = 1, num_failed: int = 1) -> str:
     return f"{FRAMES}{name}: {ChildFailedError('train.py', failures)}\n"
 
 
+BAR = "Epoch 0:  16%|#      | 7395/45743 [13:13:43<68:36:00,  6.44s/it"
 CUDA = (
     "RuntimeError: CUDA error: an illegal memory access was encountered\n"
     "CUDA kernel errors might be asynchronously reported at some other API call.\n"
@@ -80,6 +81,10 @@ CHAIN = (
         (STEPS + "Segmentation fault (core dumped)\n", "Segmentation fault"),
         (STEPS + "Fatal Python error: Segmentation fault\n\nThread 0x1 (most recent call first):\n",
          "Fatal Python error"),
+        (f"{BAR}, loss: 0.08]{TRACEBACK}", RAISED),
+        (f"{BAR}, loss: 0.08][rank3]: {TRACEBACK}", RAISED),
+        (f"{BAR}]\n{TRACEBACK}{BAR}]\n", RAISED),
+        ("[INFO] [launch.py:318:sigkill_handler] Killing subprocess 80\n", "Killing subprocess"),
         ("train.sh: line 12: torchrun: command not found\n", "torchrun: command not found"),
         ("sh: 1: torchrun: not found\n", "torchrun: not found"),
         (f"{FRAMES}BrokenPipeError: [Errno 32] Broken pipe\n", "BrokenPipeError"),
@@ -89,7 +94,9 @@ CHAIN = (
         "a message of several lines", "a warning at exit", "a chain of exceptions",
         "logged and nothing after it", "torchrun", "torchrun with many failures",
         "torchrun in a script that goes on", "DeepSpeed", "a shell: killed", "bash -c: crashed",
-        "a shell: crashed", "faulthandler", "no such program", "no such program: dash",
+        "a shell: crashed", "faulthandler", "behind a bar", "behind a bar, of a rank",
+        "a bar that is closed after it", "DeepSpeed: killed", "no such program",
+        "no such program: dash",
         "an error of the program itself",
     ],
 )  # fmt: skip
@@ -109,6 +116,7 @@ def test_the_death_of_a_program_as_its_last_words_is_a_crash(text, line):
         STEPS + "ERROR: failed to upload ckpt: 503 SlowDown\n",
         TRACEBACK + STEPS,
         summary() + STEPS,
+        f"{TRACEBACK}{BAR}]\r{BAR.replace('7395', '7405')}]\n",
         STEPS + TRACEBACK + "caught, training goes on with the next file\n" * 20,
         STEPS + TRACEBACK + "Training completed\n",
         STEPS + TRACEBACK + "{'train_runtime': 12.3}\n",
@@ -126,7 +134,7 @@ def test_the_death_of_a_program_as_its_last_words_is_a_crash(text, line):
     ],
     ids=[
         "nothing", "steps", "a warning", "a tracker's error", "a failed upload",
-        "a traceback before the steps", "a try of torchrun before the steps",
+        "a traceback before the steps", "a try of torchrun before the steps", "a bar that moves on",
         "a traceback that the program went on from", "done", "done: Trainer", "logged, then more",
         "ignored", "ignored at exit", "of a thread", "of a task", "of the log",
         "of a loader at the end", "of the resource tracker", "a missing tool", "a warning at exit",
