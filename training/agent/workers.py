@@ -11,7 +11,6 @@ import contextlib
 import json
 import logging
 import signal
-import string
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from typing import IO, Any
 
 from training.agent.activity import Activity
 from training.agent.command import CommandRanks
+from training.agent.command_line import fill_in, for_arguments, of_node
 from training.agent.coordinator_client import AgentCoordinatorClient
 from training.agent.error_file import read_error
 from training.agent.evidence import StacksTarget, ascend_folder, process_state, tail
@@ -200,7 +200,7 @@ class WorkerGroup:
     def _rank_variables(self, rank: int, local_rank: int, count: int) -> dict[str, str]:
         if self.order.is_command:
             # torchrun sets these itself, and a plain script must not mistake itself for a rank.
-            return {"NODE_RANK": str(self.config.member)}
+            return of_node(self.config.member, self.order.num_nodes, self.order.variables)
         return {
             "RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
@@ -227,11 +227,10 @@ class WorkerGroup:
                     stderr=str(self._sink(rank, "stderr")),
                 )
             )
-        command = [string.Template(part).safe_substitute(variables) for part in self.order.command]
         with self._open_log(rank, "stdout") as out, self._open_log(rank, "stderr") as err:
             try:
                 return subprocess.Popen(
-                    command,
+                    fill_in(self.order.command, for_arguments(variables)),
                     cwd=self.order.cwd,
                     env=variables,
                     stdin=subprocess.DEVNULL,
@@ -239,8 +238,9 @@ class WorkerGroup:
                     stderr=err,
                     start_new_session=True,
                 )
-            except OSError as error:
-                err.write(f"perdure: cannot start {command[0]!r}: {error.strerror}\n".encode())
+            except (OSError, ValueError) as error:
+                why = error.strerror if isinstance(error, OSError) else error
+                err.write(f"perdure: cannot start {self.order.command[0]!r}: {why}\n".encode())
                 # A process that exits as a shell would keeps one path for failures.
                 return subprocess.Popen(["/bin/sh", "-c", "exit 127"], stdout=out, stderr=err)
 

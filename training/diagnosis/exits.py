@@ -53,7 +53,10 @@ EXITS: Mapping[int, ExitMeaning] = {
     EXIT_ABOVE_PROCESS: ExitMeaning(
         FaultClass.DEVICE_LOST, "The worker cannot go on in this container."
     ),
-    EXIT_NO_COMMAND: ExitMeaning(FaultClass.LAUNCH_MISCONFIGURED, "The command was not found."),
+    EXIT_NO_COMMAND: ExitMeaning(
+        FaultClass.LAUNCH_MISCONFIGURED,
+        "The command cannot be started: it is not there, or names what nothing sets.",
+    ),
     -signal.SIGTERM: ExitMeaning(
         FaultClass.PREEMPTED, "Something outside asked the process to end."
     ),

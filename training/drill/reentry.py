@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import signal
-import string
 import subprocess
 import tempfile
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
+from training.agent.command_line import fill_in, for_arguments, of_node
 from training.agent.platform_variables import platform_variables
 from training.drill.driver import RunDriver, Secrets
 from training.drill.termination import terminated_as_exception
@@ -118,7 +118,7 @@ def _start(
 ) -> tuple[int | None, str]:
     """Run the command for a while. Its exit code, None when it was still running; its last line."""
     assert job.worker.command is not None  # noqa: S101 checked by the caller
-    command = [string.Template(part).safe_substitute(variables) for part in job.worker.command]
+    command = fill_in(job.worker.command, for_arguments(variables))
     with log.open("wb") as output:
         try:
             process = subprocess.Popen(
@@ -189,7 +189,8 @@ def _variables(
     secrets = values_on_node(job.env_from, delivered=of_blocks, environment=os.environ)
     own = {**variables_of(job), **secrets, SECRETS_ENV: ",".join(secrets)}
     platform = platform_variables(config, order, folder, number)
-    return {**os.environ, **own, **platform, "NODE_RANK": "0", "PATH": worker_path()}
+    node = of_node(0, 1, own)
+    return {**os.environ, **own, **platform, **node, "PATH": worker_path()}
 
 
 def _failed(seen: str, allowed: str) -> Check:

@@ -69,7 +69,8 @@ class WorkerSpec(FrozenModel):
     command: tuple[str, ...] | None = Field(
         None, min_length=1,
         description="command depth: started once per node; ${MA_NUM_HOSTS}, ${VC_TASK_INDEX}, "
-        "${MASTER_ADDR}, ${MASTER_PORT} and the like are filled in; $$ is a plain $",
+        "${MASTER_ADDR}, ${MASTER_PORT} and the like, ${NNODES}, ${NODE_RANK}, ${WORLD_SIZE} are "
+        "filled in; $$ is a plain $",
     )  # fmt: skip
     cwd: str | None = Field(None, description="folder the workers start in; default: this one")
 

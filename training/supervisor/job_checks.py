@@ -7,8 +7,9 @@ processes is a note, not a problem: the ladder skips a rung that is not possible
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,11 +23,12 @@ from storage.address import (
 from storage.checkpoint import CheckpointStore
 from storage.errors import StorageError
 from storage.objects import ObjectStore
+from training.agent.command_line import NAMES_IN_ARGUMENTS, unknown_names, unknown_text
 from training.engines.registry import make_engine
-from training.environment import check_environment, worker_path
+from training.environment import check_environment, variables_of, worker_path
 from training.errors import EngineError, InputError
 from training.files import home_folder
-from training.job import Job
+from training.job import RESERVED_NAMES, Job
 from training.platforms.settings import shown
 from training.recovery.replicas import Mechanism, feasibility
 from training.supervisor.recipe_check import check_recipe
@@ -129,8 +131,16 @@ def _check_program(job: Job) -> None:
         known = shutil.which(program, path=worker_path()) is not None
         if "$" not in program and not known and not (cwd / program).exists():
             raise InputError("worker.command", f"{program!r} is no program on this machine")
+        _check_names(job.worker.command, job)
         return
     check_recipe(job.recipe, cwd)
+
+
+def _check_names(command: Sequence[str], job: Job) -> None:
+    here = os.environ.keys() - RESERVED_NAMES  # of this process, not of the job's
+    known = {*here, *variables_of(job), *job.env_from, *NAMES_IN_ARGUMENTS}
+    for name in unknown_names(command, known):
+        raise InputError("worker.command", unknown_text(name, known))
 
 
 def _check_data(job: Job) -> None:

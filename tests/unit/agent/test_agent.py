@@ -20,6 +20,7 @@ from tests.jobs import job_document, small_job
 from tests.unit.agent.conftest import EPOCH, Container, job_text
 from tests.waiting import wait_for
 from training.agent.checkpoint_server import REVIVED_AFTER_S, CheckpointServerProcess
+from training.agent.command_line import NAMES_IN_ARGUMENTS
 from training.agent.control import ADDRESS_FILE
 from training.errors import AgentUnreachable, EngineError
 from training.processes import is_alive, kill_container
@@ -135,9 +136,25 @@ def test_what_is_being_written_is_read_in_whole_lines_without_secrets(shared):
     assert read(**at, offsets=offsets)[STDOUT].text == "hal", "there will be no more of it"
 
 
-def test_variables_in_the_command_are_filled_in_and_others_left_alone(shared):
-    shared.finish("echo", "--nnodes=${MA_NUM_HOSTS}", "$VC_TASK_INDEX", "${NO_SUCH}", "$(date)")
-    assert shared.logs()[STDOUT] == "--nnodes=2 1 ${NO_SUCH} $(date)\n"
+def test_variables_in_the_command_are_filled_in(shared):
+    shared.finish("echo", "--nnodes=${MA_NUM_HOSTS}", "$VC_TASK_INDEX", "$(date)", "$$HOME")
+    assert shared.logs()[STDOUT] == "--nnodes=2 1 $(date) $HOME\n"
+    shared.finish("echo", "${NNODES} ${NODE_RANK} ${WORLD_SIZE}")
+    assert shared.logs()[STDOUT] == "2 1 4\n"
+    shared.finish("sh", "-c", 'for i in a b; do echo "$i $NNODES"; done')
+    assert shared.logs()[STDOUT] == "a 2\nb 2\n", "what the shell sets is its own"
+
+
+def test_a_name_in_the_command_that_nothing_sets_is_an_error(shared):
+    status = shared.finish("echo", "--nnodes=${MA_NUM_NODES}")
+    assert [worker.exit_code for worker in status.workers] == [127]
+    assert "${MA_NUM_NODES} is set by nothing; did you mean ${MA_NUM_" in shared.logs()[STDERR]
+
+
+def test_every_variable_that_a_command_gets_may_be_named_in_its_arguments(shared):
+    shared.finish("env")
+    own = {"OMP_NUM_THREADS"}  # of the order
+    assert variables(shared).keys() - os.environ.keys() - own <= NAMES_IN_ARGUMENTS
 
 
 def test_cann_writes_its_log_beside_the_ranks_own_unless_the_job_says_otherwise(shared):

@@ -232,3 +232,17 @@ def test_a_run_that_has_a_checkpoint_needs_the_other_one_no_more(job, monkeypatc
 def test_what_cannot_be_begun_from_is_refused(job, sections, words):
     with pytest.raises(InputError, match=words):
         job(**sections)
+
+
+def test_a_name_in_the_command_that_nothing_sets_is_found_before_anything_starts(job, monkeypatch):
+    monkeypatch.setenv("RANK", "0")  # of this process, not of the job's
+    own = {"env": {"MY_SIZE": "7"}, "data": None}
+
+    def check(*arguments: str) -> None:
+        command = ["echo", *arguments]
+        check_job(job(worker={"command": command}, **own), with_storage=False)
+
+    check("${NNODES}", "${NODE_RANK}", "${WORLD_SIZE}", "${MA_NUM_HOSTS}", "$MY_SIZE", "$HOME")
+    for name in ("RANK", "MA_NUM_NODES"):
+        with pytest.raises(InputError, match=f"worker.command: .*{name}}} is set by nothing"):
+            check(f"--x=${{{name}}}")

@@ -1,0 +1,96 @@
+"""The arguments of a command, with variables filled in.
+
+`$NAME` and `${NAME}` become the value of a variable, `$$` becomes `$`. A name that nothing sets is
+an error: a launcher would take the literal text for a number or an address. Only a script that is
+given to a shell keeps it, because the shell may set it itself.
+"""
+
+from __future__ import annotations
+
+import difflib
+import string
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+
+_SHELLS = frozenset({"sh", "bash", "dash", "ash", "ksh", "zsh"})
+_WITH_VALUE = frozenset({"-o", "+o", "-O", "+O"})
+# What other launchers' scripts call these; a command itself must not take itself for a rank.
+WORLD_SIZE = "WORLD_SIZE"
+NNODES = "NNODES"
+NODE_RANK = "NODE_RANK"
+
+
+# What an agent sets, and what an argument may name beside it; the job's own variables and those of
+# the node come on top.
+NAMES_IN_ARGUMENTS = frozenset(
+    {
+        *("MASTER_ADDR", "MASTER_PORT", NNODES, NODE_RANK, WORLD_SIZE),
+        *("MA_CURRENT_IP", "MA_NUM_GPUS", "MA_NUM_HOSTS", "MA_TASK_NAME", "MA_HOME", "MA_JOB_DIR"),
+        *("MA_MOUNT_PATH", "MA_LOG_DIR", "MA_SCHEDULE_CNT", "MA_PROC_START_CNT"),
+        "MA_FAILOVER_TERMINATION_GRACE_PERIOD_SECONDS",
+        *("VC_TASK_INDEX", "VC_WORKER_NUM", "VC_WORKER_HOSTS"),
+        *("PERDURE_RUN_ID", "PERDURE_NODE", "PERDURE_PLACEMENT", "PERDURE_ATTEMPT"),
+        *("PERDURE_HEARTBEAT", "PERDURE_JOB", "PERDURE_DATA_FOLDER", "PERDURE_DATA_MANIFEST"),
+        *("PERDURE_METRICS", "PERDURE_CONTAINER", "PERDURE_SECRETS"),
+        *("ASCEND_PROCESS_LOG_PATH", "TORCHELASTIC_ERROR_FILE", "GLOO_SOCKET_IFNAME"),
+    }
+)
+
+
+def fill_in(command: Sequence[str], variables: Mapping[str, str]) -> list[str]:
+    """The command with variables filled in.
+
+    Raises:
+        ValueError: it has a name that nothing sets.
+    """
+    for name in unknown_names(command, variables):
+        raise ValueError(unknown_text(name, variables))
+    return [string.Template(part).safe_substitute(variables) for part in command]
+
+
+def unknown_names(command: Sequence[str], known: Collection[str]) -> Iterator[str]:
+    """The names in a command that nothing sets, but for those in scripts of a shell."""
+    for index, part in enumerate(command):
+        if index and _is_script(command[:index]):
+            continue
+        template = string.Template(part)
+        yield from (name for name in template.get_identifiers() if name not in known)
+
+
+def unknown_text(name: str, known: Collection[str]) -> str:
+    """What is wrong with a name, and what may have been meant."""
+    near = difflib.get_close_matches(name, sorted(known), n=1)
+    hint = f"did you mean ${{{near[0]}}}? " if near else ""
+    return f"${{{name}}} is set by nothing; {hint}$$ stands for a plain $"
+
+
+def for_arguments(variables: Mapping[str, str]) -> dict[str, str]:
+    """The variables of a command's process, and what only its arguments may name."""
+    ranks = int(variables["MA_NUM_HOSTS"]) * int(variables["MA_NUM_GPUS"])
+    return {WORLD_SIZE: str(ranks), **variables}
+
+
+def of_node(member: int, num_nodes: int, own: Collection[str]) -> dict[str, str]:
+    """Names that scripts of launchers read; the job's own are left alone.
+
+    Args:
+        member: index of the node.
+        num_nodes: of the job.
+        own: names that the job sets.
+    """
+    count = {} if NNODES in own else {NNODES: str(num_nodes)}
+    return {NODE_RANK: str(member), **count}
+
+
+def _is_script(before: Sequence[str]) -> bool:
+    """Whether what follows these arguments is a shell's `-c` script, or an argument of it."""
+    shells = [index for index, part in enumerate(before) if Path(part).name in _SHELLS]
+    options = iter(before[shells[0] + 1 :] if shells else ())
+    for option in options:
+        if not option.startswith(("-", "+")):
+            return False  # a file, whose arguments follow
+        if option.endswith("c") and not option.startswith("--"):
+            return True
+        if option in _WITH_VALUE:
+            next(options, None)
+    return False
