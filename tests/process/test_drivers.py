@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -13,6 +14,7 @@ import pytest
 
 from tests.process.harness import REPO
 from tests.waiting import wait_for
+from training.processes import MARKER
 
 pytestmark = [pytest.mark.process, pytest.mark.alone, pytest.mark.long]
 
@@ -21,13 +23,13 @@ DRILL = ("perdure", "drill", "replace-rank")
 
 
 def below(folder: Path) -> list[psutil.Process]:
-    """Processes that work in a folder, whatever became of their parents."""
+    """Processes of containers in a folder, whatever became of their parents."""
     found = []
-    for process in psutil.process_iter(["cmdline", "status"]):
-        arguments = process.info["cmdline"] or ()
-        is_dead = process.info["status"] == psutil.STATUS_ZOMBIE
-        if not is_dead and any(str(folder) in one for one in arguments):
-            found.append(process)
+    for process in psutil.process_iter(["status"]):
+        with suppress(psutil.Error):
+            is_dead = process.info["status"] == psutil.STATUS_ZOMBIE
+            if not is_dead and process.environ().get(MARKER, "").startswith(str(folder)):
+                found.append(process)
     return found
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from training.drill.driver import RunDriver, RunOutcome, kill_hook
@@ -14,6 +17,8 @@ from training.recovery.protocol import AttemptGivenUp
 from training.recovery.rungs import Rung
 from training.specs.drill import DrillFault, DrillKind, DrillPoint
 from training.specs.model import ParallelKind
+from training.supervisor.run import Run
+from training.supervisor.watch import Progress
 
 pytestmark = [pytest.mark.process, pytest.mark.alone]
 
@@ -21,9 +26,11 @@ STEPS = 16
 AT_STEP = 7
 
 
-def job_of(home, name: str, kind: ParallelKind, *faults: DrillFault) -> Job:
+def job_of(
+    home: Path, name: str, kind: ParallelKind, *faults: DrillFault, **changes: dict[str, Any]
+) -> Job:
     write_corpus(home)
-    changes = {"drill": {"faults": faults}, "checkpoint": {"every_steps": 5}}
+    changes |= {"drill": {"faults": faults}, "checkpoint": {"every_steps": 5}}
     return drill_job(home, name, kind=kind, steps=STEPS, pace_s=0.1, changes=changes)
 
 
@@ -86,3 +93,23 @@ def test_the_death_of_the_coordinator_is_blamed_on_no_rank(home):
     assert fault.evidence == "the coordinator of the attempt on node-0 ended by SIGKILL"
     assert view.decision is not None
     assert view.decision.rung is Rung.IN_PLACE_RESTART
+
+
+@pytest.mark.long
+def test_a_coordinator_that_is_stopped_is_ended_in_the_time_of_a_hang(home):
+    # In the recovery every rank waits for it and beats: none of them would ever look silent.
+    broken = DrillFault(kind=DrillKind.COLLECTIVE, rank=1, step=AT_STEP)
+    job = job_of(home, "stopped", ParallelKind.DDP, broken, restart={"hang_timeout_s": 4.0})
+    stopped: list[int] = []
+
+    def stop(_run: Run, progress: Progress) -> None:
+        if progress.last is not None and progress.last.step >= AT_STEP - 3 and not stopped:
+            (coordinator,) = LocalRun(home, job.run_id).part(Victim.COORDINATOR)
+            coordinator.suspend()
+            stopped.append(coordinator.pid)
+
+    played = RunDriver(home).run(job, hook=stop)
+    assert stopped
+    _, fault = failed(played)
+    assert (fault.rank, fault.node) == (None, "node-0")
+    assert "on node-0 was ended: a signal had stopped it for" in fault.evidence

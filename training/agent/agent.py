@@ -364,6 +364,9 @@ class Agent:
         assert self._group is not None  # noqa: S101 RUNNING implies a group
         assert self._hang_check is not None  # noqa: S101 likewise
         self._hang = self._hang_check.check(self._group, sample=self._sampling.newest)
+        if self._hang_check.awaits_coordinator:
+            limit_s = self._hang_check.stopped_limit_s
+            self._launcher.end_stopped_coordinator(limit_s, now_s=time.monotonic())
 
     def _check_orphaned(self) -> None:
         if time.monotonic() - self._called_s > self._config.orphan_timeout_s:

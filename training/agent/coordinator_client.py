@@ -13,9 +13,12 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
+from training.agent.evidence import process_state
 from training.agent.fork_server import Fork, ForkedProcess, ForkServer
+from training.diagnosis.standstill import STOPPED
 from training.files import last_line, write_whole
 from training.recovery.protocol import GiveUp, ReplaceWorker
+from training.wire.agent import CoordinatorEnd
 from training.wire.coordinator import (
     TO_MEMBER,
     AgentJoined,
@@ -41,6 +44,8 @@ class CoordinatorProcess:
     process: ForkedProcess
     address: CoordinatorAddress
     log: Path
+    _stopped_s: float | None = None  # since when it was seen to be stopped by a signal
+    _why_ended: str = ""
 
     @classmethod
     def start(
@@ -78,6 +83,29 @@ class CoordinatorProcess:
             time.sleep(0.005)
         text = address_file.read_text(encoding="utf-8")
         return cls(process, CoordinatorAddress.model_validate_json(text), log)
+
+    def end_if_stopped(self, limit_s: float, *, now_s: float) -> None:
+        """End it when a signal has stopped it for too long.
+
+        Ranks that wait for it beat all the while: none of them would ever look silent.
+        """
+        if process_state(self.process.pid) not in STOPPED:
+            self._stopped_s = None
+            return
+        self._stopped_s = self._stopped_s if self._stopped_s is not None else now_s
+        if now_s - self._stopped_s > limit_s:
+            self._why_ended = f"a signal had stopped it for {now_s - self._stopped_s:.0f} s"
+            self.process.kill()
+
+    def end(self) -> CoordinatorEnd | None:
+        """How it ended by itself, None while it lives."""
+        exit_code = self.process.poll()
+        if exit_code is None:
+            return None
+        line = self._why_ended or last_line(self.log)
+        return CoordinatorEnd(
+            exit_code=exit_code, ended_s=time.time(), line=line, was_stopped=bool(self._why_ended)
+        )
 
     def close(self) -> None:
         """End it: the attempt is over."""

@@ -27,6 +27,7 @@ from training.wire.node import NodeSample
 READINGS_IN_QUIET_TIME = 60.0
 MAX_PERIOD_S = 30.0
 COMMAND = "command"
+_AWAITING = frozenset({Phase.START, Phase.RECOVER})
 
 
 @dataclass(slots=True)
@@ -46,6 +47,7 @@ class HangCheck:
     _activity: ActivityDetector = field(init=False)
     _read_s: float = 0.0
     _stopped: dict[tuple[int, int], float] = field(default_factory=dict)  # by rank and process
+    _awaits_coordinator: bool = False
 
     def __post_init__(self) -> None:
         """Have detectors that know nothing yet."""
@@ -61,12 +63,23 @@ class HangCheck:
         )
         self._activity = ActivityDetector(config.command_quiet_s)
 
+    @property
+    def awaits_coordinator(self) -> bool:
+        """Whether a rank of this node may wait for the coordinator, as far as was seen last."""
+        return self._awaits_coordinator
+
+    @property
+    def stopped_limit_s(self) -> float:
+        """How long a process may be stopped by a signal."""
+        return self._detector.stopped_limit_s
+
     def check(self, group: WorkerGroup, *, sample: NodeSample | None = None) -> HangReport | None:
         """The worst silence beyond its limit, None when all make progress."""
         beats = group.heartbeats()
         if self.is_command and not beats:
             return self._look_at_command(group, sample)
         now_s = time.monotonic()
+        self._awaits_coordinator = any(beat.phase in _AWAITING for beat in beats.values())
         if not self.is_command:
             group.activity = _activity_before_steps(group, beats)
         verdict = self._detector.judge(

@@ -9,13 +9,11 @@ import logging
 import os
 import subprocess
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from training.agent.coordinator_client import CoordinatorProcess, address_file, new_token
 from training.agent.fork_server import Fork, ForkedProcess, ForkServer, start_alone
-from training.files import last_line
 from training.job import RESERVED_NAMES
 from training.journal import attempt_log
 from training.wire.agent import CoordinatorEnd, RendezvousOrder
@@ -127,13 +125,12 @@ class Launcher:
 
     def coordinator_end(self) -> CoordinatorEnd | None:
         """How the coordinator ended by itself; None while it lives, and where there is none."""
-        if self._coordinator is None:
-            return None
-        process, log = self._coordinator[1].process, self._coordinator[1].log
-        exit_code = process.poll()
-        if exit_code is None:
-            return None
-        return CoordinatorEnd(exit_code=exit_code, ended_s=time.time(), line=last_line(log))
+        return self._coordinator[1].end() if self._coordinator is not None else None
+
+    def end_stopped_coordinator(self, limit_s: float, *, now_s: float) -> None:
+        """End the coordinator if a signal has stopped it for longer than this."""
+        if self._coordinator is not None:
+            self._coordinator[1].end_if_stopped(limit_s, now_s=now_s)
 
     def close_coordinator(self) -> None:
         """The attempt is over, if there was one."""

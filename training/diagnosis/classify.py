@@ -105,13 +105,15 @@ class CoordinatorLost:
 
     Attributes:
         exit_code: negative for a signal.
-        line: the last one of its log.
+        line: the last one of its log, or why it was ended.
+        was_stopped: whether a signal had stopped it, for which it was ended.
     """
 
     node: str
     exit_code: int
     ended_s: float
     line: str
+    was_stopped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +298,8 @@ def _coordinator(evidence: Evidence) -> Iterator[_Cause]:
     meaning = meaning_of(lost.exit_code, is_oom=lost.node in evidence.oom_nodes)
     fault_class = meaning.fault_class if meaning and number is not None else FaultClass.UNKNOWN
     how = f"by {code}" if code is not None else f"with exit code {lost.exit_code}: {lost.line}"
-    line = f"the coordinator of the attempt on {lost.node} ended {how}"
+    how = f"was ended: {lost.line}" if lost.was_stopped else f"ended {how}"
+    line = f"the coordinator of the attempt on {lost.node} {how}"
     why = f"{TRAITS[fault_class].meaning} Without their coordinator all ranks end."
     fault = _fault(fault_class, evidence, line, node=lost.node, code=code, why=why)
     yield _Cause(_Tier.ROOT, replace(fault, at_s=lost.ended_s))

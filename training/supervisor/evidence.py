@@ -85,7 +85,9 @@ def coordinators_lost(statuses: Iterable[AgentStatus]) -> Iterator[CoordinatorLo
     for status in statuses:
         end = status.coordinator_end
         if end is not None:
-            yield CoordinatorLost(status.node, end.exit_code, end.ended_s, end.line)
+            yield CoordinatorLost(
+                status.node, end.exit_code, end.ended_s, end.line, end.was_stopped
+            )
 
 
 def _why_silent(hang: HangReport) -> str:

@@ -358,12 +358,14 @@ class CoordinatorEnd(FrozenModel):
 
     Attributes:
         exit_code: negative for a signal, as subprocess has it.
-        line: the last one of its log.
+        line: the last one of its log, or why the agent ended it.
+        was_stopped: whether a signal had stopped it, so that the agent ended it.
     """
 
     exit_code: int
     ended_s: float
     line: str
+    was_stopped: bool = False
 
 
 class AgentStatus(FrozenModel):

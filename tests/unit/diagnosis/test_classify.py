@@ -218,6 +218,13 @@ def test_the_end_of_the_coordinator_is_the_cause_of_every_rank_that_ends_over_it
     assert fault.evidence == f"the coordinator of the attempt on node-0 ended {how}"
 
 
+def test_a_coordinator_that_was_stopped_is_not_taken_for_one_that_was_killed():
+    why = "a signal had stopped it for 61 s"
+    lost = CoordinatorLost("node-0", -signal.SIGKILL, 9.0, why, was_stopped=True)
+    fault = cause(end(EXIT_RESTART_ME), coordinator=lost)
+    assert fault.evidence == f"the coordinator of the attempt on node-0 was ended: {why}"
+
+
 def test_a_worker_that_ended_well_is_never_the_cause():
     assert cause(end(0, log=UCE), end(1, rank=1, error="Oops")).rank == 1
     assert cause(end(0, log=UCE)).evidence == "no evidence"
