@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from training.diagnosis.recognise import every_match
+from training.diagnosis.compiled import every_match
 from training.diagnosis.rules import load_rules
 from training.diagnosis.sources import PathDiagnosis, diagnose_files
 

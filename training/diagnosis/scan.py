@@ -19,8 +19,9 @@ from itertools import accumulate
 import hyperscan
 
 from training.diagnosis import exceptions
+from training.diagnosis.compiled import every_match
 from training.diagnosis.lines import Origin, has_clock, origin_of, time_of
-from training.diagnosis.recognise import Finding, every_match, patterns, recognise
+from training.diagnosis.recognise import Finding, patterns, recognise
 from training.diagnosis.rules import Role, load_rules
 from training.diagnosis.series import StepCounts
 

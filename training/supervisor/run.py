@@ -20,6 +20,7 @@ from storage.errors import StorageError
 from training.agent.log_collection import await_collected
 from training.diagnosis.cause import Diagnosis
 from training.diagnosis.classify import diagnose
+from training.diagnosis.compiled import compile_beside
 from training.diagnosis.ending import again_short
 from training.diagnosis.standstill import standstill_of
 from training.engines.base import Engine, Placement
@@ -272,6 +273,7 @@ class Run:
         on_progress: Callable[[Progress], None],
     ) -> Verdict:
         """Start the next attempt, or adopt the living one, and watch it to its end."""
+        compile_beside()  # or the recovery from the first fault would wait for it
         view = self.refresh().open_attempt
         if view is None:
             view = self._writer.begin_attempt(placement.number)
