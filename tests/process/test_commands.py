@@ -15,6 +15,7 @@ from perdure.monitor import RunMonitor
 from storage.address import open_store
 from tests.process.harness import RECIPES, REPO
 from tests.values import not_none
+from training.diagnosis.of_command import CORRUPT_ACTION
 from training.drill.driver import RunDriver, RunOutcome
 from training.injection.outside import LocalRun
 from training.job import Job, parse_job
@@ -164,3 +165,32 @@ def test_heartbeats_of_a_command_show_its_step_and_name_a_rank_as_soon_as_in_a_s
     ended = status_of(home, played.job)
     assert (ended["step"], ended["committed_step"]) == (40, None)
     assert 0 < ended["ettr"] < 1
+
+
+# Loads its own checkpoint, whose writing was cut short.
+DAMAGED = """
+import pathlib, sys, torch
+path = pathlib.Path(sys.argv[1]) / "checkpoint.pt"
+if not path.exists():
+    torch.save({"step": 10, "weights": torch.zeros(4096)}, path)
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+print("resuming from step", torch.load(path)["step"])
+"""
+
+
+@pytest.mark.long
+def test_a_damaged_checkpoint_of_a_command_is_tried_once_more_and_the_user_gets_advice(home):
+    program = home / "damaged.py"
+    program.write_text(DAMAGED)
+    job = torchrun_job(home, "damaged-checkpoint")
+    command = [sys.executable, str(program), str(home / "of-damaged-checkpoint")]
+    job = parse_job({**job.model_dump(mode="json"), "worker": {"command": command}})
+    outcome = RunDriver(home).run(job)
+    views = outcome.history.attempts
+    assert [not_none(view.decision).rung for view in views] == [Rung.IN_PLACE_RESTART, Rung.STOP]
+    fault = not_none(not_none(views[-1].ended).fault)
+    assert fault.fault_class is FaultClass.CHECKPOINT_CORRUPT, fault
+    assert fault.action == CORRUPT_ACTION
+    assert CORRUPT_ACTION in fault.explanation
+    assert "for the user to fix" in not_none(views[-1].decision).reason

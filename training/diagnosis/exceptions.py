@@ -49,11 +49,13 @@ class ExceptionSpec(Classification):
     Attributes:
         frames: searched in the last files of the traceback.
         raised_in: searched in the last one, whose line raised the exception.
+        message: searched in the exception's own line.
     """
 
     types: tuple[str, ...]
     frames: str | None = None
     raised_in: str | None = None
+    message: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ def judge(line: str, before: str) -> Raised | None:
     if found["type"] is None and not traced:
         return None
     frames: list[str] = _FRAME.findall(before[before.rfind("Traceback") :])[-12:]
-    spec = next(row for row in load_exceptions() if _applies(row, name, frames))
+    spec = next(row for row in load_exceptions() if _applies(row, name, frames, line))
     role = spec.role
     stands_alone = found.start() == 0 or not line[: found.start()].strip(" \t")
     if not traced and not stands_alone and role is Role.ROOT:
@@ -110,8 +112,10 @@ def judge(line: str, before: str) -> Raised | None:
     return Raised(name, spec, role, frames[-1] if frames else None, _answer(spec, line))
 
 
-def _applies(row: ExceptionSpec, name: str, frames: list[str]) -> bool:
+def _applies(row: ExceptionSpec, name: str, frames: list[str], line: str) -> bool:
     if name not in row.types and row.types != ("*",):
+        return False
+    if row.message is not None and not re.search(row.message, line):
         return False
     if row.raised_in is not None and not (frames and re.search(row.raised_in, frames[-1])):
         return False

@@ -22,6 +22,7 @@ from training.diagnosis.cause import Diagnosis
 from training.diagnosis.classify import diagnose
 from training.diagnosis.compiled import compile_beside
 from training.diagnosis.ending import again_short
+from training.diagnosis.of_command import of_command
 from training.diagnosis.standstill import standstill_of
 from training.engines.base import Engine, Placement
 from training.engines.registry import make_engine
@@ -466,7 +467,7 @@ class Run:
         before = self.history.attempts[self.history.budgets_from : -1]
         last = before[-1].ended if before else None
         fault = again_short(found.fault, last.fault if last is not None else None)
-        return replace(found, fault=fault)
+        return replace(found, fault=of_command(fault) if self.job.worker.is_command else fault)
 
     def _with_stacks(self, view: AttemptView, end: AttemptEnd, diagnosis: Diagnosis) -> Diagnosis:
         """Put the stacks of a hang into the store, and name the place in its fault."""

@@ -19,8 +19,9 @@ from training.diagnosis.classify import (
     diagnose,
 )
 from training.diagnosis.exits import EXIT_ABOVE_PROCESS, EXIT_RESTART_ME, EXIT_USER
+from training.diagnosis.of_command import CORRUPT_ACTION, of_command
 from training.diagnosis.rules import load_rules
-from training.recovery.faults import Fault, FaultClass
+from training.recovery.faults import Fault, FaultClass, RecoverableBy
 from training.recovery.protocol import AttemptGivenUp
 
 PEER_CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:538] Connection closed by peer [::1]:4123"
@@ -350,3 +351,13 @@ def test_the_end_of_a_command_is_of_no_rank_but_for_the_one_that_its_output_name
     assert (killed.rank, killed.device, killed.node) == (None, None, "node-1")
     assert killed.evidence == "the command on node-1 ended by SIGKILL"
     assert of_command(1, f"[rank3]: {UCE}").rank == 3
+
+
+def test_what_perdure_cannot_mend_for_a_command_is_the_users():
+    log = "RuntimeError: PytorchStreamReader failed reading zip archive: invalid header"
+    corrupt = cause(end(1, log=log))
+    assert corrupt.fault_class is FaultClass.CHECKPOINT_CORRUPT
+    mine = of_command(corrupt)
+    assert (mine.action, mine.recoverable_by) == (CORRUPT_ACTION, RecoverableBy.USER_FIX)
+    other = cause(end(1, error=DEVICE_OOM))
+    assert of_command(other) == other
