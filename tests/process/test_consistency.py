@@ -26,9 +26,17 @@ def play(home) -> Play:
     """Runs of tests/recipes/adrift.py, each made once."""
     played: dict[str, RunOutcome] = {}
 
-    def run(name: str, *, wrap: str, kind: ParallelKind = ParallelKind.DDP, **env: str):
+    def run(
+        name: str,
+        *,
+        wrap: str,
+        kind: ParallelKind = ParallelKind.DDP,
+        slots: int = 2,
+        **env: str,
+    ) -> RunOutcome:
         if name not in played:
             changes = {
+                "engine": {"slots_per_node": slots},
                 "worker": {"recipe": "tests.recipes.adrift:main", "cwd": str(REPO)},
                 "env": {"WRAP": wrap, "MARK": str(home / f"mark-{name}"), **env},
                 "watch": {"consistency_every_steps": 1},
@@ -82,3 +90,17 @@ def test_a_job_that_takes_shards_for_replicas_is_refused_before_the_first_step(p
         view.ended.fault.evidence
     )
     assert view.decision.rung is Rung.STOP
+
+
+@pytest.mark.long
+def test_of_two_ranks_nobody_knows_which_is_right_and_both_go_back_to_the_checkpoint(play, home):
+    played = play("flipped-of-two", wrap="ddp", slots=1, FLIP=f"weights:1:{AT_STEP + 3}")
+    assert (home / "mark-flipped-of-two").exists()
+    first, second = played.history.attempts
+    fault = first.ended.fault
+    assert fault.fault_class is FaultClass.NUMERIC_ANOMALY
+    assert "different weights at step 12, and were equal before" in fault.evidence
+    assert first.decision.rung is Rung.IN_PLACE_RESTART
+    assert first.last_save is None or first.last_save.step is None
+    assert second.from_step == 10
+    assert_as_undisturbed(played, play("two", wrap="ddp", slots=1), steps=STEPS)
