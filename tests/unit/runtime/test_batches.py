@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from training.runtime.step_loop.batches import on_device
+from training.errors import InputError
+from training.runtime.step_loop.batches import checked, on_device
 
 META = torch.device("meta")  # a device that is not the host
 
@@ -57,6 +58,29 @@ def test_tensors_go_to_the_device_in_the_structure_they_came_in(batch, read):
     assert type(moved) is type(batch)
     assert read(moved).device == META
     assert read(batch).device.type == "cpu", "the step may be executed again with it"
+
+
+@pytest.mark.parametrize("given", [[ones()], [(ones(), ones())], [{"a": ones()}], ((ones(), 1),)])
+def test_a_list_of_micro_batches_is_what_a_step_takes(given):
+    assert checked(given) is given
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ((ones(), ones()), "a tuple of tensors"),
+        ({"tokens": ones()}, "a dict"),
+        (ones(), "a Tensor"),
+        (None, "nothing"),
+        ([], "an empty list"),
+        ((), "an empty tuple"),
+    ],
+)
+def test_one_batch_is_not_taken_for_several(given, what):
+    with pytest.raises(
+        InputError, match=rf"next_step\(\) returned {what}: .*\[\(inputs, targets\)\]"
+    ):
+        checked(given)
 
 
 def test_what_is_no_tensor_stays_as_it_is():

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from training.recovery.consistency import Hashes
-from training.runtime.step_loop.fingerprint import UNKNOWN, WIDTH, fingerprint, hashes_of, slots
+from training.runtime.step_loop.fingerprint import fingerprint, hashes_of, slots
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -28,9 +28,7 @@ def trained(dtype: torch.dtype = torch.float32, *, odd: bool = False) -> nn.Modu
 
 
 def hashed(model: nn.Module) -> Hashes:
-    found = hashes_of(slots(fingerprint(model, CPU), rank=0, world_size=1, device=CPU).tolist())
-    assert found is not None
-    return found[0]
+    return hashes_of(slots(fingerprint(model, CPU), rank=0, world_size=1).tolist())[0]
 
 
 def flip(tensor: Tensor, *, bit: int) -> None:
@@ -91,16 +89,21 @@ def test_parameters_without_gradients_are_passed_over():
 
 def test_each_rank_has_a_place_of_its_own_in_the_vote():
     own = [fingerprint(trained(), CPU), fingerprint(trained(odd=True), CPU)]
-    voted = sum(slots(one, rank=n, world_size=2, device=CPU) for n, one in enumerate(own))
+    voted = sum(slots(one, rank=n, world_size=2) for n, one in enumerate(own))
     assert isinstance(voted, Tensor)
     assert hashes_of(voted.tolist()) == [hashed(trained()), hashed(trained(odd=True))]
 
 
-def test_nothing_is_compared_where_a_rank_has_no_hashes():
-    voted = slots(fingerprint(trained(), CPU), rank=0, world_size=2, device=CPU)
-    voted += slots(None, rank=1, world_size=2, device=CPU)
-    assert voted[WIDTH] == UNKNOWN
-    assert hashes_of(voted.tolist()) is None
+def test_gradients_that_are_no_numbers_are_equal_to_each_other_alone():
+    own = fingerprint(trained(), CPU)
+    nan, other = fingerprint(trained(odd=True), CPU), fingerprint(trained(), CPU)
+    voted = slots(own, rank=0, world_size=3)
+    for rank, one in ((1, nan), (2, other)):
+        voted += slots(one, rank=rank, world_size=3, is_finite=False)
+    first, second, third = hashes_of(voted.tolist())
+    assert (second.gradients, second.shards) == (third.gradients, third.shards)
+    assert second.gradients != first.gradients == hashed(trained()).gradients
+    assert second.weights == hashed(trained(odd=True)).weights
 
 
 def test_a_wrapped_model_has_the_hashes_of_its_own():

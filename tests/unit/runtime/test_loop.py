@@ -36,7 +36,7 @@ def test_a_save_has_the_position_after_its_step_though_the_next_batch_is_handed_
     data: Any = SimpleNamespace(state_dict=lambda: AHEAD, epoch=0)
     model = torch.nn.Linear(1, 1)
     faults: Any = SimpleNamespace(reached=lambda _point, _step: None)
-    records: Any = SimpleNamespace(unsaved=dict, saved=lambda: None)
+    records: Any = SimpleNamespace(unsaved=dict, saved=lambda: None, notice=lambda _: None)
     loop = StepLoop(
         60,
         context=Place(tmp_path, 1, (None,), (None,)).context(0, 1),

@@ -1,14 +1,38 @@
-"""Micro-batches of any form, brought to the device."""
+"""Micro-batches of any form: what a loader may return for a step, and the way to the device."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from training.errors import InputError
+from training.runtime.program import MicroBatch
+
+
+def checked(given: Any) -> Sequence[MicroBatch]:
+    """What a loader returned for a step, if it is a list of micro-batches.
+
+    Raises:
+        InputError: it is one batch, whose parts would be taken for micro-batches, or nothing.
+    """
+    is_pair = isinstance(given, tuple) and all(isinstance(one, Tensor) for one in given)
+    if isinstance(given, (list, tuple)) and given and not is_pair:
+        return given
+    what = "nothing" if given is None else f"an empty {type(given).__name__}"
+    if is_pair and given:
+        what = "a tuple of tensors"
+    elif not isinstance(given, (list, tuple, type(None))):
+        what = f"a {type(given).__name__}"
+    raise InputError(
+        "session.register(data=...)",
+        f"next_step() returned {what}: it returns the list of this rank's micro-batches of a "
+        "step, [(inputs, targets)] for one",
+    )
 
 
 def on_device(batch: Any, device: torch.device) -> Any:

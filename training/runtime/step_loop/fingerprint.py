@@ -21,7 +21,7 @@ _HALF_BITS = 24  # what a float of the vote holds exactly
 _HALF = 1 << _HALF_BITS
 _NUM_HASHES = 3
 WIDTH = 2 * _NUM_HASHES  # floats of one rank
-UNKNOWN = -1.0  # in place of hashes that say nothing
+NOT_FINITE = -1.0  # in place of the hashes of gradients
 _INTEGERS = {1: torch.int8, 2: torch.int16}
 
 
@@ -37,26 +37,31 @@ def fingerprint(model: nn.Module, device: torch.device) -> Tensor:
         _sum_of((one.grad for one in plain), device),
         _sum_of((one.grad for one in shards), device),
     ]
-    halves = [
-        part for one in sums for part in (one & (_HALF - 1), (one >> _HALF_BITS) & (_HALF - 1))
-    ]
+    halves = [(one >> shift) & (_HALF - 1) for one in sums for shift in (0, _HALF_BITS)]
     return torch.stack(halves).float()
 
 
-def slots(own: Tensor | None, *, rank: int, world_size: int, device: torch.device) -> Tensor:
-    """What a rank adds to a vote: its hashes in its own place, [world_size * WIDTH]."""
-    filled = torch.zeros(world_size, WIDTH, device=device)
-    filled[rank] = UNKNOWN if own is None else own
+def slots(own: Tensor, *, rank: int, world_size: int, is_finite: bool = True) -> Tensor:
+    """What a rank adds to a vote: its hashes in its own place, [world_size * WIDTH].
+
+    Args:
+        own: its hashes.
+        rank: this one.
+        world_size: number of ranks.
+        is_finite: whether its gradients are. What is not a number has many forms, and no rank is
+            wrong that has another one.
+    """
+    filled = own.new_zeros(world_size, WIDTH)
+    filled[rank] = own
+    if not is_finite:
+        filled[rank, 2:] = NOT_FINITE
     return filled.flatten()
 
 
-def hashes_of(voted: Sequence[float]) -> list[Hashes] | None:
-    """The hashes by rank, from the sum of all ranks' slots; None where one of them is unknown."""
-    if any(value < 0 for value in voted):
-        return None
-    whole = [
-        int(low) + int(high) * _HALF for low, high in zip(voted[::2], voted[1::2], strict=True)
-    ]
+def hashes_of(voted: Sequence[float]) -> list[Hashes]:
+    """The hashes by rank, from the sum of all ranks' slots."""
+    halves = zip(voted[::2], voted[1::2], strict=True)
+    whole = [int(low) + int(high) * _HALF for low, high in halves]
     return [
         Hashes(*whole[start : start + _NUM_HASHES]) for start in range(0, len(whole), _NUM_HASHES)
     ]

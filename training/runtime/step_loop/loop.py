@@ -25,6 +25,7 @@ from training.runtime.errors import WorkerError
 from training.runtime.program import Training
 from training.runtime.state.checkpointer import Checkpointer
 from training.runtime.state.random_numbers import seed_step
+from training.runtime.step_loop.batches import checked
 from training.runtime.step_loop.loss_share import DivisionCheck
 from training.runtime.step_loop.rank_recovery import RankRecovery, RankState
 from training.runtime.step_loop.save_clock import SaveClock
@@ -295,7 +296,7 @@ class StepLoop:
         else:
             state.data = loader.state_dict()
             began_ns = time.monotonic_ns()
-            batch = loader.next_step()
+            batch = checked(loader.next_step())
             self.heartbeat.waited_for_data(time.monotonic_ns() - began_ns)
         self.heartbeat.beat(phase=Phase.STEP)
         seed_step(self.context.job.seed, rank=self.context.rank, step=number)

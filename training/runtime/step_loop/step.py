@@ -94,10 +94,9 @@ class Comparison:
             RanksDiffer: the program trains differently on each rank.
             SilentCorruption: values have changed on a rank.
         """
-        hashes = hashes_of(voted)
-        if hashes is None:
-            return
-        found = find_difference(hashes, self.groups, step=step, aligned_at=self.aligned_at)
+        found = find_difference(
+            hashes_of(voted), self.groups, step=step, aligned_at=self.aligned_at
+        )
         if found is None:
             return
         if found.cause is Cause.PROGRAM:
@@ -292,10 +291,8 @@ class Step:
         """This rank's hashes, in a step that is compared."""
         if hashes is None:
             return []
-        # What is no number has no bits to compare; other rules answer it.
-        own = hashes if math.isfinite(norm) else None
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        return [slots(own, rank=rank, world_size=world_size, device=self._context.device)]
+        return [slots(hashes, rank=rank, world_size=world_size, is_finite=math.isfinite(norm))]
 
     def _is_abnormal(self, own_loss: Tensor) -> Tensor:
         """Whether this rank's own loss is, as a tensor: the host does not wait for the device."""
