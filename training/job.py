@@ -73,7 +73,7 @@ class Job(FrozenModel):
     )
     storage: StorageSpec = Field(description="where checkpoints, data and the ledger are kept")
     steps: int = Field(
-        1000, ge=1, description="target step; of a command only where it is given, and known"
+        1000, ge=1, description="target step; for a command in its own count, and only if given"
     )
     seed: int = Field(0, ge=0, lt=2**63, description="of weights, data order and dropout")
     worker: WorkerSpec = Field(WorkerSpec(), description="the training program")

@@ -180,6 +180,7 @@ torchrun --nproc_per_node=$MA_NUM_GPUS --master_addr=$MASTER_ADDR --master_port=
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_a_script_that_pipes_torchrun_into_tee_recovers_from_a_rank_that_crashes(bench, tmp_path):
     (tmp_path / "train.py").write_text(TORCHRUN)
     (tmp_path / "train.sh").write_text(SCRIPT)
@@ -191,7 +192,7 @@ def test_a_script_that_pipes_torchrun_into_tee_recovers_from_a_rank_that_crashes
         "preflight": {"nodes": False},
     }
     running = bench.start(job)
-    assert running.finish() == 0, running.out
+    assert running.finish(timeout_s=400) == 0, running.out
     assert "exitcode: -11" in (tmp_path / "train.log").read_text(), "it crashed"
     assert running.rungs() == ["in_place_restart"]
     first, second = running.history.attempts
@@ -205,6 +206,7 @@ def test_a_script_that_pipes_torchrun_into_tee_recovers_from_a_rank_that_crashes
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_a_completed_command_goes_on_when_it_is_reopened_and_a_changed_one_is_not_ignored(
     bench, tmp_path
 ):
