@@ -114,6 +114,15 @@ def test_a_crash_behind_a_pipe_does_not_leave_the_other_nodes_waiting(tmp_path, 
     assert played.left_over == ()
 
 
+@pytest.mark.long
+def test_a_command_that_is_stopped_on_request_has_not_completed_by_exiting_with_0(tmp_path):
+    script = f"trap 'touch {tmp_path}/asked; exit 0' TERM; sleep 600 & wait"
+    played = RunDriver(tmp_path, limit_s=5).run(command_job(tmp_path, "stopped", script))
+    assert (tmp_path / "asked").exists()
+    assert played.ended == "not ended after 5 s"
+    assert played.left_over == ()
+
+
 HEARTBEATS = """
 import os, sys, time
 from pathlib import Path
