@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from tests.process.harness import REPO
+from training.drill.job import HANG_TIMEOUT_S
 
 pytestmark = pytest.mark.process
 
@@ -38,6 +39,20 @@ def test_a_drill_reports_to_a_script_what_it_did_and_how_it_ended(tmp_path):
     assert (result["steps_lost"], result["left_over"]) == (0, 0)
     assert (result["curve_equal"], result["as_expected"]) == (True, True)
     assert "logs and ledgers of the drills" in done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["hang-at-start", "hang-in-recovery"])
+def test_a_rank_that_stops_outside_of_a_step_is_found_long_before_the_limit_of_the_start(
+    tmp_path, name
+):
+    done = drill(name, "--json", "--parallelism", "hsdp", "--home", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    (result,) = json.loads(done.stdout)
+    assert (result["as_expected"], result["rungs"]) == (True, ["hang_restart"])
+    assert result["fired"] == (1 if name == "hang-at-start" else 2)
+    assert HANG_TIMEOUT_S < result["detected_s"] < HANG_TIMEOUT_S + 30
+    assert (result["curve_equal"], result["left_over"]) == (True, 0)
 
 
 @pytest.mark.parametrize(
