@@ -113,3 +113,18 @@ def test_a_coordinator_that_is_stopped_is_ended_in_the_time_of_a_hang(home):
     _, fault = failed(played)
     assert (fault.rank, fault.node) == (None, "node-0")
     assert "on node-0 was ended: a signal had stopped it for" in fault.evidence
+
+
+@pytest.mark.long
+def test_a_process_that_its_own_agent_ended_to_replace_it_is_not_the_cause(home):
+    # Damaged twice in one step, the rank is to be replaced; nothing forks the new process.
+    damaged = DrillFault(kind=DrillKind.DEVICE_MEMORY, rank=1, step=AT_STEP, times=2)
+    job = job_of(home, "forkless", ParallelKind.DDP, damaged)
+    kills = (Kill(victim=Victim.FORK_SERVER, index=0, step=2),)
+    injector = KillInjector(LocalRun(home, job.run_id), kills)
+    played = RunDriver(home).run(job, hook=kill_hook(injector))
+    assert injector.fired_s.keys() == {0}
+    view, fault = failed(played)
+    assert [one.began.decision.rung for one in view.recoveries][-1] is Rung.PROCESS_REPLACE
+    assert (fault.fault_class, fault.rank) == (FaultClass.DEVICE_MEMORY_ERROR, 1)
+    assert "process_replace did not come to its end" in fault.explanation

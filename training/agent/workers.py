@@ -151,6 +151,8 @@ class WorkerGroup:
             return  # the attempt ends
         local_rank = list(self.planned_ranks).index(rank)
         before = self._workers[local_rank]
+        # One that lives is no cause of anything, should no other take its place.
+        before.stopped_by_agent = before.process.poll() is None
         _kill(before.process)
         if before.process.poll() is None:
             self._cannot_replace(rank, "its process does not end")

@@ -20,7 +20,7 @@ from training.engines.base import Engine, Snapshot
 from training.journal.attempt_log import Follower
 from training.journal.events import CheckpointCommitted, Event, LedgerEvent, StepRecord
 from training.journal.time_account import SeenStep
-from training.recovery.protocol import AttemptGivenUp
+from training.recovery.protocol import AttemptGivenUp, RecoveryBegan, RecoveryEnded
 from training.supervisor.evidence import (
     coordinators_lost,
     ends_of,
@@ -82,7 +82,8 @@ class Progress:
     checkpoints: Sequence[int] = ()
     events: Sequence[LedgerEvent] = ()
     last: StepRecord | None = None
-    given_up: AttemptGivenUp | None = None
+    _given_up: AttemptGivenUp | None = None
+    _recovering: dict[int, RecoveryBegan] = field(default_factory=dict)
 
     def take(self, events: Iterable[Event]) -> None:
         """Sort what is new in the attempt log."""
@@ -99,8 +100,26 @@ class Progress:
                     others.append(event)
         self.steps, self.checkpoints, self.events = steps, checkpoints, others
         self.last = steps[-1] if steps else self.last
-        given_up = (event for event in others if isinstance(event, AttemptGivenUp))
-        self.given_up = self.given_up or next(given_up, None)
+        for event in others:
+            match event:
+                case RecoveryBegan():
+                    self._recovering[event.number] = event
+                case RecoveryEnded():
+                    self._recovering.pop(event.number, None)
+                case AttemptGivenUp() if self._given_up is None:
+                    self._given_up = event
+
+    @property
+    def given_up(self) -> AttemptGivenUp | None:
+        """The fault for which the processes end, by the coordinator; None when it gave none.
+
+        Where a recovery has begun and nothing came of it, an agent could not do its part.
+        """
+        if self._given_up is not None or not self._recovering:
+            return self._given_up
+        one = max(self._recovering.values(), key=lambda began: began.number)
+        why = f"{one.decision.rung} did not come to its end"
+        return AttemptGivenUp(at_s=one.at_s, number=one.number, fault=one.fault, why=why)
 
     @property
     def command_step(self) -> SeenStep | None:
