@@ -26,7 +26,7 @@ from training.runtime.step_loop.fingerprint import fingerprint
 from training.specs.watch import WatchSpec
 
 CPU = torch.device("cpu")
-LIMIT = 0.001
+LIMIT = 0.002
 
 
 def main() -> int:

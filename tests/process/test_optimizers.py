@@ -17,7 +17,7 @@ from training.recovery.rungs import Rung
 from training.specs.drill import DrillFault, DrillKind, DrillPoint
 from training.specs.model import ParallelKind
 
-pytestmark = [pytest.mark.process, pytest.mark.alone]
+pytestmark = [pytest.mark.process, pytest.mark.alone, pytest.mark.long]
 
 STEPS = 32
 RETRY, REPLACE, IN_PLACE = Rung.STEP_RETRY, Rung.PROCESS_REPLACE, Rung.IN_PLACE_RESTART
@@ -43,7 +43,6 @@ FAULTS = {
         [RETRY],
     ),
 }
-KINDS = [ParallelKind.DDP, pytest.param(ParallelKind.FSDP2, marks=pytest.mark.long)]
 
 
 def play(home: Path, name: str, kind: ParallelKind, faults: list[DrillFault]) -> RunOutcome:
@@ -64,7 +63,7 @@ def rates(home: Path, name: str) -> dict[int, float]:
     return {step: record.lr for step, record in kept_steps(open_store(store), name).items()}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", list(FAULTS))
 def test_two_optimizers_and_batches_with_names_come_through_faults_bit_for_bit(home, kind):
     faults, rungs = FAULTS[kind]
     played = play(home, f"broken-{kind}", kind, faults)

@@ -46,7 +46,7 @@ SLOW_S = 0.1  # for requests, which are looked for every other second
 CHANGES: Mapping[str, Mapping[str, Any]] = {
     "checkpoint": {"every_steps": 4},
     # No fault that is answered otherwise, and no repair, leaves ranks different.
-    "watch": {"consistency_every_steps": 1},
+    "watch": {"consistency_every_steps": 7},
     "restart": {
         "pod_retries": 1,
         "numeric_retry": True,
