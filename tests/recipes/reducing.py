@@ -37,4 +37,6 @@ while step < steps:
             temporary.write_text(json.dumps({"step": step}))
             temporary.replace(checkpoint)
     time.sleep(pace_s)
+if beat is not None:
+    writer.beat(phase=Phase.DONE)
 dist.destroy_process_group()
