@@ -66,7 +66,8 @@ if checkpoint.exists():
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     iteration = state["iteration"]
-    print(f"resuming from iteration {iteration}", flush=True)
+    if is_first:
+        print(f"resuming from iteration {iteration}", flush=True)
 
 
 def get_batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
