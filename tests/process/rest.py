@@ -57,7 +57,9 @@ class Api:
         wait_for(lambda: self.state(name) == state, timeout_s=timeout_s, what=what)
 
     def task_runs(self, name: str) -> dict[str, str]:
-        return {task["name"]: task["state"]["name"] for task in self._task_runs(name)}
+        # A task run whose first state has not been recorded yet has none.
+        found = {task["name"]: task["state"] for task in self._task_runs(name)}
+        return {name: state["name"] for name, state in found.items() if state}
 
     def wait_for_tasks(self, name: str, expected: dict[str, str]) -> None:
         """Until task runs of the newest flow run of a name are in these states.

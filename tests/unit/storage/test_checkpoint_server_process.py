@@ -23,7 +23,7 @@ import torch
 from storage.checkpoint import CheckpointStore, StepState
 from storage.checkpoint_server.client import CheckpointClient
 from storage.errors import NotFound, StaleAttempt, StorageError, TimedOut
-from storage.local import LocalStore
+from storage.local import MARKER, LocalStore
 from storage.manifest import digest
 from storage.saving import SaveHooks, TieredSaver
 from storage.staging import SavePlans
@@ -286,7 +286,7 @@ def test_two_hundred_saves_while_the_newest_is_read_over_and_over(cluster, tmp_p
     steps = [json.loads(line)["step"] for line in announced.read_text().splitlines()]
     assert sorted(steps) == list(range(1, 201))
     left = {path.name for path in (tmp_path / "store").rglob("*") if path.is_file()}
-    assert left == {"manifest.json", "p0001-a0001-rank00000.safetensors"}
+    assert left == {MARKER, "manifest.json", "p0001-a0001-rank00000.safetensors"}
 
 
 def test_waiting_for_a_slow_store_shows_that_the_worker_is_alive(cluster):
