@@ -23,6 +23,7 @@ from pathlib import Path
 import psutil
 
 MARKER = "PERDURE_CONTAINER"
+TRACKER_TIMEOUT_S = 2.0
 _PR_SET_CHILD_SUBREAPER = 36
 # Launchers give a rank its number and its place on the node: torchrun and what follows it, msrun,
 # Open MPI.
@@ -145,12 +146,28 @@ def kill_container(
         Whether nothing is left; a process in uninterruptible sleep cannot be killed.
     """
     deadline_s = time.monotonic() + timeout_s
+    trackers_end_s = time.monotonic() + TRACKER_TIMEOUT_S
     while processes := container_processes(marker, spare=spare):
         if time.monotonic() > deadline_s:
             return False
-        signal_all(oldest_first(processes), signal.SIGKILL)
+        killed = [one for one in processes if not _is_tracker(one)]
+        if time.monotonic() > trackers_end_s:
+            killed = processes
+        signal_all(oldest_first(killed), signal.SIGKILL)
         psutil.wait_procs(processes, timeout=0.2)
     return True
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    """Whether it is the resource tracker of Python's multiprocessing.
+
+    It ends by itself when those that it serves have ended, and removes the semaphores and shared
+    memory that they left in /dev/shm: a killed rank with four loader workers leaves 11 of them.
+    """
+    try:
+        return any("multiprocessing.resource_tracker" in part for part in process.cmdline())
+    except psutil.Error:
+        return False
 
 
 def is_alive(pid: int, process_started_s: float) -> bool:

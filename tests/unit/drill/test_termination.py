@@ -11,8 +11,10 @@ import pytest
 
 from training.drill.termination import terminated_as_exception
 
+# The tests themselves may run under nohup, whose ignored SIGHUP is inherited.
 PROGRAM = """
 import signal, sys, time
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from training.drill.termination import terminated_as_exception
 with terminated_as_exception():
     try:
@@ -32,6 +34,15 @@ def test_a_signal_ends_the_program_only_when_all_is_taken_down(number):
         process.send_signal(number)
         assert process.stdout.read() == b"taken down\n"
     assert process.returncode == 128 + number
+
+
+def test_a_signal_that_nohup_has_ignored_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with terminated_as_exception():
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_handler_that_is_there_is_left_alone():

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
+import pytest
 
-from training.processes import interface_of, oldest_first
+from training.processes import (
+    MARKER,
+    container_processes,
+    interface_of,
+    kill_container,
+    oldest_first,
+)
 
 
 def test_a_process_is_killed_before_those_that_it_started_whatever_their_pids():
@@ -38,3 +48,41 @@ def test_the_interface_of_an_address_is_the_one_that_has_it():
                 assert interface_of(one.address) == name
     assert interface_of("192.0.2.254") is None, "of documentation, nobody's"
     assert interface_of("no-such-host.invalid") is None
+
+
+WITH_A_LOADER = """
+import multiprocessing, time
+context = multiprocessing.get_context("forkserver")
+lock = context.Lock()
+context.Process(target=time.sleep, args=(600,)).start()
+print(lock._semlock.name, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("tracker", ["lives", "is frozen"])
+def test_a_killed_container_leaves_no_semaphore_and_no_process(tmp_path, tracker):
+    marker = str(tmp_path)
+    process = subprocess.Popen(
+        [sys.executable, "-c", WITH_A_LOADER],
+        env={**os.environ, MARKER: marker},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    semaphore = Path(f"/dev/shm/sem.{process.stdout.readline().strip().removeprefix('/')}")
+    assert semaphore.exists()
+    (pid,) = [
+        one.pid
+        for one in container_processes(marker)
+        if any("resource_tracker" in part for part in one.cmdline())
+    ]
+    if tracker == "is frozen":  # what cannot end by itself is killed as the others are
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        assert kill_container(marker)
+        assert container_processes(marker) == []
+        assert semaphore.exists() == (tracker == "is frozen")
+    finally:
+        semaphore.unlink(missing_ok=True)
+        process.communicate()
