@@ -58,7 +58,7 @@ def test_a_driver_that_is_terminated_leaves_no_process(tmp_path, program, number
             stderr=subprocess.STDOUT,
             start_new_session=True,
             # The tests themselves may run under nohup, whose ignored SIGHUP is inherited.
-            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # noqa: PLW1509 no threads yet
         )
     try:
         agents = wait_for(lambda: below(tmp_path), timeout_s=120)
