@@ -104,7 +104,11 @@ def test_a_dash_is_the_standard_input():
     assert f"> {TYPE_ERROR}" in diagnosis("-", given=FAILED)
 
 
-@pytest.mark.parametrize("packed", [gzip.compress(FAILED.encode()), FAILED.encode("utf-16")])
+@pytest.mark.parametrize(
+    "packed",
+    [gzip.compress(FAILED.encode()), FAILED.encode("utf-16")],
+    ids=["gzip", "utf-16"],  # the bytes of gzip have the time in them
+)
 def test_standard_input_may_be_compressed_or_utf_16(packed):
     (case,) = objects("-", given=packed)
     assert case["key_line"] == TYPE_ERROR
