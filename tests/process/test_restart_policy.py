@@ -54,7 +54,7 @@ def test_the_retries_of_a_placement_are_the_restarts_that_the_policy_allows(benc
     assert states(api, "policy", "placement 1 on node-0") == [*waited, "Continued"]
     assert states(api, "policy", "placement 1 on node-0, continued") == [*waited, "Completed"]
     (line,) = [line for line in api.logs("policy") if line.startswith("attempt 1.1 ")]
-    assert line.startswith("attempt 1.1 ended: native_crash on rank 0 on node-0: in_place_restart")
+    assert line.startswith("attempt 1.1 ended: native_crash on node-0: in_place_restart")
     assert not [line for line in api.logs("policy") if "Retry 1/" in line]
     reported = api.wait_for_events("policy", "recovery", count=3)
     assert len(reported) == 3, "each attempt's hook has reported it once"
