@@ -164,6 +164,8 @@ def plan_repair(
     applies = tuple(sorted(r.rank for r in clean if r.rank in able and r.step < step))
     vote = next((vote for r in clean for vote in r.votes if vote.step == step), None)
     if mode is RepairMode.LAST_SAVE:
+        if step == 0:  # what every start makes anew; without wrappers each rank has its own
+            raise Unrepairable("nothing was trained yet")
         return RepairPlan(
             mode=mode, step=step, applies=applies, vote=vote, savers=_savers(able, groups)
         )

@@ -149,6 +149,12 @@ def test_nothing_is_repaired_without_any_state_to_trust(mode):
         plan_repair([fresh(0), at(1, is_dirty=True)], ((0, 1),), mode=mode, accepted=11)
 
 
+def test_before_the_first_step_there_is_nothing_to_save():
+    with pytest.raises(Unrepairable, match="nothing was trained yet"):
+        plan_repair([at(0, 0), at(1, 0)], PAIR, mode=LAST_SAVE)
+    assert plan_repair([at(0, 0), at(1, 0)], PAIR).step == 0
+
+
 def test_survivors_that_die_one_after_the_other_leave_no_saver():
     with pytest.raises(Unrepairable, match="no rank lives any more"):
         plan_repair([], [(0, 1)], mode=RepairMode.LAST_SAVE)
