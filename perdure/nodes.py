@@ -1,10 +1,11 @@
-"""`perdure nodes`: which nodes of a run are isolated and why, and letting one back in.
+"""`perdure nodes`: which nodes of a run are isolated or sub-healthy and why; letting one back in.
 
 Reads and writes the ledger; a supervisor that lives reads it before it makes a placement.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -13,10 +14,11 @@ import typer
 from perdure.console import AsJson, RunName, make_console, make_table, print_json
 from perdure.runs import named_job, store_of
 from training.errors import InputError
-from training.journal.history import RunHistory
+from training.journal.history import Isolation, RunHistory
 from training.journal.ledger import Ledger
 from training.journal.records import NodeReleased
 from training.supervisor.markdown import clock_text
+from training.supervisor.sub_health import SubHealthyNode, sub_healthy_nodes
 
 
 def nodes(
@@ -24,12 +26,13 @@ def nodes(
     *,
     release: Annotated[
         str | None,
-        typer.Option(metavar="NODE", help="let an isolated node back in, once it is mended"),
+        typer.Option(metavar="NODE", help="take a node as healthy again, once it is mended"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the nodes of a run that are isolated, with the reason, or release one.
+    """List the nodes of a run that are isolated or sub-healthy, with the reason, or release one.
 
+    A sub-healthy node is the last that a new placement takes.
     A released node is a spare again: the next placement may use it, and what it did before
     counts no more. A living run goes on where it is.
     """
@@ -51,7 +54,8 @@ def nodes(
 
 
 def _refuse_unknown(history: RunHistory, node: str) -> None:
-    if node not in history.isolated:
+    known = [*history.isolated, *(one.node for one in sub_healthy_nodes(history))]
+    if node not in known:
         isolated = ", ".join(history.isolated) or "none"
         raise InputError("--release", f"{node!r}: is not isolated; isolated: {isolated}")
 
@@ -60,17 +64,26 @@ def _document(history: RunHistory, released: str | None) -> dict[str, Any]:
     placed = history.placement if history.ended is None else None
     return {
         "isolated": [asdict(one) for one in history.isolated_nodes],
+        "sub_healthy": [asdict(one) for one in sub_healthy_nodes(history)],
         "in_use": [member.node for member in placed.members] if placed is not None else [],
         "released": released,
     }
 
 
 def _show(run_id: str, history: RunHistory) -> None:
-    if not history.isolated_nodes:
+    sub_healthy = sub_healthy_nodes(history)
+    if history.isolated_nodes:
+        _print_nodes("isolated node", history.isolated_nodes)
+    else:
         print(f"{run_id}: no node is isolated")
-        return
-    table = make_table("isolated node", "since (UTC)", "why")
-    for one in history.isolated_nodes:
+    if sub_healthy:
+        _print_nodes("sub-healthy node, taken last", sub_healthy)
+    if sub_healthy or history.isolated_nodes:
+        print(f"once a node is mended: perdure nodes {run_id} --release NODE")
+
+
+def _print_nodes(title: str, nodes: Sequence[Isolation | SubHealthyNode]) -> None:
+    table = make_table(title, "since (UTC)", "why")
+    for one in nodes:
         table.add_row(one.node, clock_text(one.at_s), " ".join(one.why.split()))
     make_console().print(table)
-    print(f"once a node is mended: perdure nodes {run_id} --release NODE")

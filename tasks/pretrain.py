@@ -58,10 +58,13 @@ def place(supervision: Supervision) -> Placement:
     finding = "waiting for a healthy node" if waits else "finding nodes, starting containers"
     supervision.story.show(finding)
     placement = supervision.run.place(stop_wanted=supervision.stop_wanted)
-    avoid = supervision.run.refresh().isolated
+    history = supervision.run.refresh()
+    avoid, last = history.isolated, history.placement.sub_healthy if history.placement else {}
     supervision.story.update()
     kept_out = f"; isolated: {', '.join(avoid)}" if avoid else ""
-    message = f"placement {placement.number} on {', '.join(placement.nodes)}{kept_out}"
+    named = "; ".join(f"{node} ({why})" for node, why in last.items())
+    taken_last = f"; sub-healthy, taken last: {named}" if last else ""
+    message = f"placement {placement.number} on {', '.join(placement.nodes)}{kept_out}{taken_last}"
     return completed(placement, message)
 
 

@@ -168,28 +168,56 @@ class Engine(Protocol):
 
 
 def plan(
-    nodes: Sequence[str], needed: int, *, previous: Placement | None, avoid: Collection[str]
+    nodes: Sequence[str],
+    needed: int,
+    *,
+    previous: Placement | None,
+    avoid: Collection[str],
+    last: Collection[str] = (),
 ) -> Placement:
     """A new job-level placement: former nodes where allowed, others in their order.
+
+    Args:
+        nodes: there are.
+        needed: number of members.
+        previous: placement that it follows.
+        avoid: nodes that it must not use.
+        last: nodes that it uses only where no other is left.
 
     Raises:
         NoCapacity: fewer than `needed` nodes remain.
     """
-    before = previous.members if previous is not None else ()
-    free = [node for node in nodes if node not in avoid and node not in _nodes_of(before)]
-    members = []
+    before = previous.members[:needed] if previous is not None else ()
+    kept = {member.index: member.node for member in before if member.node not in avoid}
+    free = _in_order(nodes, last, taken={*avoid, *kept.values()})
     for index in range(needed):
-        old = before[index] if index < len(before) else None
-        node = old.node if old is not None and old.node not in avoid else _next(free, nodes, avoid)
-        count = old.schedule_cnt + 1 if old is not None else 1
-        members.append(Member(index=index, node=node, schedule_cnt=count))
+        if index not in kept:
+            kept[index] = _next(free, nodes, avoid)
+    _leave(kept, free, last)
+    counts = {member.index: member.schedule_cnt for member in before}
+    members = [
+        Member(index=index, node=kept[index], schedule_cnt=counts.get(index, 0) + 1)
+        for index in range(needed)
+    ]
     return Placement(previous.number + 1 if previous is not None else 1, tuple(members))
 
 
 def plan_replacement(
-    nodes: Sequence[str], *, previous: Placement, avoid: Collection[str], lost: Collection[str]
+    nodes: Sequence[str],
+    *,
+    previous: Placement,
+    avoid: Collection[str],
+    lost: Collection[str],
+    last: Collection[str] = (),
 ) -> tuple[Placement, tuple[int, ...]]:
     """A pod-level placement: members on `avoid` or `lost` nodes move, the others stay.
+
+    Args:
+        nodes: there are.
+        previous: placement that it follows.
+        avoid: nodes that it must not use.
+        lost: nodes whose container is gone.
+        last: nodes that members move to only where no other is left.
 
     Returns:
         The placement, and the indices of the members that get new containers.
@@ -197,20 +225,35 @@ def plan_replacement(
     Raises:
         NoCapacity: no spare node for one of them.
     """
-    free = [node for node in nodes if node not in avoid and node not in previous.nodes]
-    members, moved = [], []
-    for member in previous.members:
-        if member.node not in avoid and member.node not in lost:
-            members.append(member)
-            continue
-        node = member.node if member.node not in avoid else _next(free, nodes, avoid)
-        moved.append(member.index)
-        members.append(Member(index=member.index, node=node, schedule_cnt=member.schedule_cnt + 1))
-    return Placement(previous.number + 1, tuple(members)), tuple(moved)
+    free = _in_order(nodes, last, taken={*avoid, *previous.nodes})
+    moved = {m.index: m.node for m in previous.members if m.node in avoid or m.node in lost}
+    for index, node in moved.items():
+        if node in avoid:
+            moved[index] = _next(free, nodes, avoid)
+    _leave(moved, free, last)
+    members = tuple(
+        Member(index=m.index, node=moved[m.index], schedule_cnt=m.schedule_cnt + 1)
+        if m.index in moved
+        else m
+        for m in previous.members
+    )
+    return Placement(previous.number + 1, members), tuple(moved)
 
 
-def _nodes_of(members: Sequence[Member]) -> set[str]:
-    return {member.node for member in members}
+def _leave(chosen: dict[int, str], free: list[str], last: Collection[str]) -> None:
+    """Have members leave nodes that come last, where others are left.
+
+    Called when every member has a node: one without comes before one that could have a better one.
+    """
+    for index in sorted(chosen):
+        if chosen[index] in last and free and free[0] not in last:
+            chosen[index] = free.pop(0)
+
+
+def _in_order(nodes: Sequence[str], last: Collection[str], *, taken: Collection[str]) -> list[str]:
+    """Nodes that are free, in their order but for those that come last."""
+    free = [node for node in nodes if node not in taken]
+    return sorted(free, key=lambda node: node in last)
 
 
 def _next(free: list[str], nodes: Sequence[str], avoid: Collection[str]) -> str:

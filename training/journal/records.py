@@ -86,6 +86,7 @@ class Placed(Record):
         boot_id: of that host; after a reboot nothing of the placement is left.
         home: Perdure's folder there.
         waited_s: for a node to become free, before it.
+        sub_healthy: nodes that were last among the candidates, and why.
     """
 
     kind: Literal["placed"] = "placed"
@@ -96,6 +97,7 @@ class Placed(Record):
     boot_id: str = ""
     home: str = ""
     waited_s: float = 0.0
+    sub_healthy: dict[str, str] = Field({})
 
 
 class NodeRefused(Record):

@@ -4,11 +4,13 @@ Whatever a supervisor was doing when it died is found again and finished. Nodes 
 checks are on record as refused before anything is done about it; the next placement avoids them.
 What fails everywhere is no node's fault: before the first attempt of a run it ends the run, with
 the message of the check; later the attempt is started all the same, and the ladder answers
-what fails. Times are seconds.
+what fails. Sub-healthy nodes are taken last, and the record of a placement says why. Times are
+seconds.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -22,11 +24,14 @@ from training.journal.ledger import Identity
 from training.journal.records import NodeRefused, Placed
 from training.recovery.rungs import RESTARTS_IN_PLACE, Rung
 from training.supervisor.deciding import Decider
+from training.supervisor.sub_health import sub_healthy_nodes
 from training.trainer.size import state_bytes
 from training.wire.agent import CheckOrder
 from training.wire.node import Check, CheckOutcome
 
 SPARE_POLL_S = 1.0
+
+_log = logging.getLogger("perdure.supervisor")
 
 
 class Placer:
@@ -136,16 +141,21 @@ class Placer:
         avoid = history.isolated
         if rung is Rung.JOB_RESCHEDULE and self._may_go_back(avoid):
             avoid = history.refused
+        sub_healthy = {one.node: one.why for one in sub_healthy_nodes(history)}
         if rung is Rung.POD_RESCHEDULE and current is not None:
             alive = self._engine.adopt(current)
             lost = [m.node for m in current.members if m.index not in alive]
-            placement, moved = plan_replacement(nodes, previous=current, avoid=avoid, lost=lost)
+            placement, moved = plan_replacement(
+                nodes, previous=current, avoid=avoid, lost=lost, last=sub_healthy
+            )
             # On record before it is done: after a death in between, _completes() finishes it.
-            self._record(placement, avoid)
+            self._record(placement, avoid, sub_healthy)
             self._engine.replace(placement, moved)
             return placement
-        placement = plan(nodes, self._job.engine.nodes, previous=current, avoid=avoid)
-        self._record(placement, avoid)
+        placement = plan(
+            nodes, self._job.engine.nodes, previous=current, avoid=avoid, last=sub_healthy
+        )
+        self._record(placement, avoid, sub_healthy)
         self._engine.submit(placement)
         return placement
 
@@ -154,12 +164,18 @@ class Placer:
         left = len(self._engine.nodes()) - len(avoid)
         return left < self._job.engine.nodes and self._job.restart.allow_without_isolation
 
-    def _record(self, placement: Placement, avoid: tuple[str, ...]) -> None:
+    def _record(
+        self, placement: Placement, avoid: tuple[str, ...], sub_healthy: dict[str, str]
+    ) -> None:
+        for node, why in sub_healthy.items():
+            verb = "uses" if node in placement.nodes else "does without"
+            _log.warning(f"placement {placement.number} {verb} {node}, which is sub-healthy: {why}")
         self._writer.ledger.append(
             Placed,
             placement=placement.number,
             members=placement.members,
             avoid=avoid,
+            sub_healthy=sub_healthy,
             host=self._identity.host,
             boot_id=self._identity.boot_id,
             home=str(self._home),

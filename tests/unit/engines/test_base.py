@@ -71,6 +71,43 @@ def test_a_new_placement_replaces_avoided_nodes_and_counts_every_member_up(
     assert plan(nodes, len(before.members), previous=before, avoid=avoid) == after
 
 
+@pytest.mark.parametrize(
+    ("nodes", "before", "avoid", "last", "after"),
+    [
+        (NODES, None, (), {"node-0"}, ("node-1", "node-2")),
+        (NODES, TWO, (), {"node-1"}, ("node-0", "node-2")),
+        (NODES, TWO, (), {"node-1", "node-2"}, ("node-0", "node-3")),
+        (NODES[:2], TWO, (), {"node-1"}, ("node-0", "node-1")),
+        (NODES[:3], TWO, {"node-1"}, {"node-0"}, ("node-0", "node-2")),
+        (NODES[:3], TWO, {"node-1"}, {"node-2"}, ("node-0", "node-2")),
+    ],
+    ids=["a first placement", "moves off it", "not onto another one", "no other node",
+         "a member without a node comes first", "better than none"],
+)  # fmt: skip
+def test_sub_healthy_nodes_are_the_last_that_a_new_placement_takes(
+    nodes, before, avoid, last, after
+):
+    assert plan(nodes, 2, previous=before, avoid=avoid, last=last).nodes == after
+
+
+@pytest.mark.parametrize(
+    ("nodes", "avoid", "lost", "last", "after", "moved"),
+    [
+        (NODES, {"node-1"}, (), {"node-2"}, ("node-0", "node-3"), (1,)),
+        (NODES[:3], {"node-1"}, (), {"node-2"}, ("node-0", "node-2"), (1,)),
+        (NODES, (), {"node-1"}, {"node-1"}, ("node-0", "node-2"), (1,)),
+        (NODES[:2], (), {"node-1"}, {"node-1"}, ("node-0", "node-1"), (1,)),
+        (NODES, (), {"node-1"}, {"node-0"}, ("node-0", "node-1"), (1,)),
+        (NODES[:3], {"node-1"}, {"node-0", "node-1"}, {"node-0"}, ("node-0", "node-2"), (0, 1)),
+    ],
+    ids=["not onto one", "better than none", "a lost member leaves it", "no other node",
+         "a member that lives stays", "a member without a node comes first"],
+)  # fmt: skip
+def test_members_move_to_a_sub_healthy_node_last(nodes, avoid, lost, last, after, moved):
+    placement, indices = plan_replacement(nodes, previous=TWO, avoid=avoid, lost=lost, last=last)
+    assert (placement.nodes, indices) == (after, moved)
+
+
 def test_too_few_nodes_are_no_capacity_and_the_isolated_ones_are_named():
     with pytest.raises(NoCapacity, match=r"among 3 nodes; isolated: node-1, node-2$"):
         plan(NODES[:3], 2, previous=TWO, avoid={"node-2", "node-1"})
@@ -117,15 +154,20 @@ def test_an_attempt_is_over_when_no_agent_runs_anything(states, is_over):
     st.integers(1, 4),
     st.lists(st.sets(st.sampled_from(NODES)), min_size=1, max_size=5),
     st.booleans(),
+    st.sets(st.sampled_from(NODES)),
 )
-def test_a_placement_never_uses_a_node_twice_nor_one_to_be_avoided(needed, avoided, replacing):
+def test_a_placement_never_uses_a_node_twice_nor_one_to_be_avoided(
+    needed, avoided, replacing, last
+):
     current = plan(NODES, needed, previous=None, avoid=())
     for avoid in avoided:
         try:
             if replacing:
-                after, _ = plan_replacement(NODES, previous=current, avoid=avoid, lost=())
+                after, _ = plan_replacement(
+                    NODES, previous=current, avoid=avoid, lost=(), last=last
+                )
             else:
-                after = plan(NODES, needed, previous=current, avoid=avoid)
+                after = plan(NODES, needed, previous=current, avoid=avoid, last=last)
         except NoCapacity:
             assert len(set(NODES) - avoid) < needed
             continue

@@ -7,14 +7,16 @@ import json
 import pytest
 
 from tests.jobs import small_job
-from tests.unit.journal.histories import BEGINNING, NOW, decided, over
+from tests.unit.journal.histories import BEGINNING, HOT, NOW, decided, over, seen
 from tests.unit.perdure.commands import append, error_line, perdure
+from training.journal.events import HealthPoint
 from training.journal.records import NodeRefused
 from training.recovery.rungs import Rung
 from training.supervisor.job_registry import remember_job
 from training.supervisor.run import Run
 
 ISOLATED = (over(1), decided(1, Rung.POD_RESCHEDULE, isolate="node-1"))
+SLOW = HOT.model_copy(update={"point": HealthPoint.STRAGGLER})
 REFUSED = NodeRefused(**NOW, placement=1, node="node-2", why="devices: device 0: Alarm")
 
 
@@ -45,6 +47,17 @@ def test_a_released_node_is_isolated_no_more(run):
     found = json.loads(perdure("nodes", "small", "--release", "node-2", "--json"))
     assert (found["isolated"], found["released"]) == ([], "node-2")
     assert perdure("nodes", "small") == "small: no node is isolated\n"
+
+
+def test_a_sub_healthy_node_is_listed_with_the_reason_and_can_be_taken_as_healthy(run):
+    append(run, *BEGINNING, *seen(SLOW))
+    text = perdure("nodes", "small")
+    assert "small: no node is isolated" in text
+    assert "straggler: memory at 98 %" in text
+    (found,) = json.loads(perdure("nodes", "small", "--json"))["sub_healthy"]
+    assert (found["node"], found["why"]) == ("node-1", "straggler: memory at 98 %")
+    perdure("nodes", "small", "--release", "node-1")
+    assert json.loads(perdure("nodes", "small", "--json"))["sub_healthy"] == []
 
 
 def test_only_an_isolated_node_can_be_released(run, capsys):
