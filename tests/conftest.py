@@ -36,6 +36,7 @@ def perdure_logger(monkeypatch):
         monkeypatch.setattr(logger, name, value)
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items):
     """Tests of a file stay on one worker, and files that look at the same run as well."""
     for item in items:
