@@ -48,7 +48,6 @@ _RANGES: Mapping[str, _Range] = {
     "HCCL_WHITELIST_DISABLE": _Range(0, 1, "0 or 1"),
     "ASCEND_GLOBAL_LOG_LEVEL": _Range(0, 4, "0 debug to 4 none"),
     "TORCH_HCCL_ASYNC_ERROR_HANDLING": _Range(0, 3, "a mode"),
-    "MASTER_PORT": _Range(1, 65_535, "a port"),
     "OMP_NUM_THREADS": _Range(1, 4096, "threads"),
 }
 _OP_RETRY = re.compile(r"L[01]:[01](,\s*L[012]:[01])*")
@@ -112,12 +111,11 @@ def _check_pairs(values: Mapping[str, str], job: Job) -> None:
         raise InputError(
             "env.HCCL_EVENT_TIMEOUT", f"{event_s} must exceed HCCL_EXEC_TIMEOUT={execution_s}"
         )
-    base = int(values["HCCL_IF_BASE_PORT"])
-    master = int(job.env.get("MASTER_PORT", job.comm.master_port))
+    base, master = int(values["HCCL_IF_BASE_PORT"]), job.comm.master_port
     if base <= master < base + HOST_PORTS:
         raise InputError(
             "env.HCCL_IF_BASE_PORT",
-            f"ports {base} to {base + HOST_PORTS - 1} contain MASTER_PORT={master}",
+            f"ports {base} to {base + HOST_PORTS - 1} contain comm.master_port={master}",
         )
     retry = values["HCCL_OP_RETRY_ENABLE"]
     if not _OP_RETRY.fullmatch(retry):

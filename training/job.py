@@ -61,6 +61,13 @@ SECRET_SECTIONS = (("env",), ("env_from",))  # no message shows a value that was
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 RESERVED_PREFIXES = ("MA_", "VC_", "PERDURE_")
 RESERVED_NAMES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK"})
+# Each attempt's own, whatever was there before: the job's would be lost.
+OVERWRITTEN_NAMES = frozenset(
+    {
+        *("MASTER_ADDR", "GROUP_RANK"),
+        *("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"),
+    }
+)
 
 
 class Job(FrozenModel):
@@ -204,7 +211,9 @@ class Job(FrozenModel):
 
 def _check_names(variables: Iterable[str]) -> None:
     for name in variables:
-        if name.startswith(RESERVED_PREFIXES) or name in RESERVED_NAMES:
+        if name == "MASTER_PORT":
+            raise ValueError(f"{name} is set by the node agent, give comm.master_port instead")
+        if name.startswith(RESERVED_PREFIXES) or name in RESERVED_NAMES | OVERWRITTEN_NAMES:
             raise ValueError(f"{name} is set by the node agent, choose another name")
 
 

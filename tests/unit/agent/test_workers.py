@@ -6,8 +6,12 @@ import os
 
 import pytest
 
+from tests.jobs import job_document
 from tests.waiting import wait_for
 from training.agent.error_file import read_error
+from training.errors import InputError
+from training.job import parse_job
+from training.processes import environment_of
 
 
 def test_a_worker_that_ended_just_before_the_order_to_stop_was_not_stopped(new_group):
@@ -44,3 +48,28 @@ def test_an_error_file_holds_a_message_with_or_without_its_time_or_nothing_at_al
     if document is not None:
         path.write_text(document)
     assert read_error(path) == found
+
+
+@pytest.mark.parametrize("is_command", [True, False])
+def test_a_variable_of_the_job_reaches_its_processes_or_is_refused(new_group, is_command):
+    """The agent sets variables of its own, and some of them whatever the job has."""
+
+    def environment(variables: dict[str, str]) -> dict[str, str]:
+        group = new_group("sleep", "60", is_command=is_command, variables=variables)
+        group.start({"PATH": os.environ["PATH"]}, proc_start_cnt=1)
+        # Until it is sleep, it is a copy of this process.
+        return wait_for(lambda: (e := environment_of(group.statuses()[0].pid)).get("MA_HOME") and e)
+
+    of_agent = environment({}).keys() - {"PATH"}
+    accepted = {name: "own" for name in of_agent if is_accepted(name)}
+    assert "ASCEND_PROCESS_LOG_PATH" in accepted
+    assert "MASTER_ADDR" in of_agent - accepted.keys()
+    assert accepted.items() <= environment(accepted).items()
+
+
+def is_accepted(name: str) -> bool:
+    try:
+        parse_job(job_document(None, env={name: "own"}))
+    except InputError:
+        return False
+    return True

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from perdure.cli import main
-from training.environment import HOST_PORTS, check_environment, worker_variables
+from training.environment import check_environment, worker_variables
 from training.errors import InputError
 from training.job import Job, parse_job
 
@@ -105,7 +105,6 @@ def test_the_event_limit_follows_an_execution_limit_of_the_jobs_own():
         ("HCCL_IF_BASE_PORT", "80", "1024 to 65520"),
         ("HCCL_OP_RETRY_ENABLE", "1", "must look like"),
         ("HCCL_OP_RETRY_ENABLE", "L1:1", "comm.op_retry.enabled"),
-        ("MASTER_PORT", str(60_000 + HOST_PORTS - 1), "contain MASTER_PORT"),
         ("OMP_NUM_THREADS", "", "1 to 4096"),
     ],
 )
@@ -114,9 +113,14 @@ def test_a_wrong_unit_or_an_excluded_pair_is_refused(name, value, words):
         values(env={name: value})
 
 
-def test_a_port_next_to_the_reserved_ones_and_an_endless_event_wait_are_accepted():
-    seen = values(env={"MASTER_PORT": str(60_000 + HOST_PORTS), "HCCL_EVENT_TIMEOUT": "0"})
-    assert seen["HCCL_EVENT_TIMEOUT"] == "0"
+def test_the_port_of_the_rendezvous_is_none_of_hccls():
+    with pytest.raises(InputError, match=r"contain comm\.master_port=50031"):
+        values(comm={"master_port": 50_031}, env={"HCCL_IF_BASE_PORT": "50000"})
+    values(comm={"master_port": 50_032}, env={"HCCL_IF_BASE_PORT": "50000"})
+
+
+def test_an_endless_event_wait_is_accepted():
+    assert values(env={"HCCL_EVENT_TIMEOUT": "0"})["HCCL_EVENT_TIMEOUT"] == "0"
 
 
 @pytest.fixture

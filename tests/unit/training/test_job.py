@@ -139,11 +139,8 @@ WRONG = [
     ("env", {"HCCL_BUFFSIZE": "209715200"}, ["HCCL_BUFFSIZE", "209715200", "MB, not bytes"]),
     ("env", {"HCCL_CONNECT_TIMEOUT": "2m"}, ["HCCL_CONNECT_TIMEOUT", "2m", "seconds"]),
     ("env", {"HCCL_EVENT_TIMEOUT": "100"}, ["HCCL_EVENT_TIMEOUT", "100", "1836"]),
-    (
-        "env",
-        {"HCCL_IF_BASE_PORT": "29500", "MASTER_PORT": "29510"},
-        ["HCCL_IF_BASE_PORT", "29500", "29510"],
-    ),
+    ("env", {"MASTER_PORT": "29510"}, ["MASTER_PORT", "comm.master_port"]),
+    ("env", {"MASTER_ADDR": "10.0.0.1"}, ["MASTER_ADDR", "another name"]),
     ("env", {"HCCL_OP_RETRY_ENABLE": "L1:1"}, ["HCCL_OP_RETRY_ENABLE", "comm.op_retry"]),
 ]
 

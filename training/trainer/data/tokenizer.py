@@ -102,4 +102,7 @@ def open_tokenizer(spec: TokenizerSpec) -> Tokenizer:
     Raises:
         ValueError: as `FileTokenizer`.
     """
-    return ByteTokenizer() if spec.path is None else FileTokenizer(Path(spec.path).expanduser())
+    if spec.kind == "byte":
+        return ByteTokenizer()
+    assert spec.path is not None  # noqa: S101 kind=file has a path
+    return FileTokenizer(Path(spec.path).expanduser())
