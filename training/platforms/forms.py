@@ -1,7 +1,7 @@
 """The entries that platforms know, what each of them sets of our policy, and reading them.
 
-What no entry names keeps its value. MS_ENABLE_TFT, HIGH_AVAILABILITY and recover-strategy are
-complete lists: what they leave out is off.
+What no entry names keeps its value. MS_ENABLE_TFT, HIGH_AVAILABILITY, recover-strategy and
+ModelArts' annotations are complete lists: what they leave out is off.
 
 Sources: ModelArts' training job annotations (JobMetadata of its API, "Fault Recovery
 Mechanism"); MindFormers "Training High Availability" and "Data Skipping"; MindSpeed-LLM "High
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from training.errors import InputError
+from training.platforms.modelarts import read_absent
 from training.platforms.settings import (
     Fact,
     Finding,
@@ -93,14 +94,22 @@ _YAML_BOOL = {"True": True, "False": False, "true": True, "false": False}
 
 
 _ELASTIC = "going on with fewer ranks (elastic training) is not a rung of ours"
-# exit names what comes when nothing helps; every ladder of ours ends in `stop`.
-_STRATEGIES: Mapping[str, str | None] = {
-    "retry": "step_retry",
-    "recover": "process_replace",
-    "recover-in-place": "process_replace",
-    "elastic-training": None,
-    "dump": "end_of_life_checkpoint",
-    "exit": None,
+_MOVES = (
+    "recover moves the containers of the node at fault while the other processes live on; here a "
+    "process that ended is replaced where it was, and a chip or node fault goes on to "
+    "pod_reschedule"
+)
+# exit names what comes when nothing helps; every ladder of ours ends in `stop`. Source: MindCluster
+# "Process-Level Rescheduling": recover migrates the containers of the node at fault;
+# recover-in-place restarts processes in theirs, after a process exception or a chip fault of the
+# levels RestartRequest and RestartBusiness.
+_STRATEGIES: Mapping[str, tuple[str, ...]] = {
+    "retry": ("memory_retry", "collective_retry"),
+    "recover": ("process_replace",),
+    "recover-in-place": ("process_replace", "process_in_place"),
+    "elastic-training": (),
+    "dump": ("end_of_life_checkpoint",),
+    "exit": (),
 }
 _AVAILABILITY = ("dump", "retry", "recover", "elastic-training")
 
@@ -117,14 +126,12 @@ def _read_strategies(name: str, text: str) -> Iterator[Finding]:
     """recover-strategy: what is not in the list is off."""
     words = _listed(name, text, tuple(_STRATEGIES))
     source = source_of(name, text)
-    on = {_STRATEGIES[word] for word in words}
-    for setting in ("step_retry", "process_replace", "end_of_life_checkpoint"):
+    on = {setting for word in words for setting in _STRATEGIES[word]}
+    for setting in dict.fromkeys(one for settings in _STRATEGIES.values() for one in settings):
         yield Setting(setting, setting in on, source, is_implied=setting not in on)
-    yield Setting(
-        Fact.PROCESS_RECOVERY, not on.isdisjoint({"step_retry", "process_replace"}), source
-    )
-    if "recover-in-place" in words and "recover" not in words:
-        yield f"{source}: process_replace is one switch for recover and recover-in-place"
+    yield Setting(Fact.PROCESS_RECOVERY, bool(on - {"end_of_life_checkpoint"}), source)
+    if "recover" in words:
+        yield f"{source}: {_MOVES}"
     if "elastic-training" in words:
         yield f"{source}: {_ELASTIC}"
 
@@ -134,8 +141,9 @@ def _read_availability(name: str, text: str) -> Iterator[Finding]:
     words = _listed(name, text, _AVAILABILITY)
     source = source_of(name, text)
     yield Setting("end_of_life_checkpoint", True, source)
-    for setting, word in (("step_retry", "retry"), ("process_replace", "recover")):
-        yield Setting(setting, word in words, source, is_implied=word not in words)
+    for word in ("retry", "recover"):
+        for setting in _STRATEGIES[word]:
+            yield Setting(setting, word in words, source, is_implied=word not in words)
     if "elastic-training" in words:
         yield f"{source}: {_ELASTIC}"
 
@@ -195,12 +203,14 @@ FORMS: Mapping[str, Form] = {
     ),
     "HIGH_AVAILABILITY": Form(
         Platform.MINDSPEED, "comma list: " + ", ".join(_AVAILABILITY),
-        "end_of_life_checkpoint; retry: step_retry; recover: process_replace",
+        "end_of_life_checkpoint; retry: memory_retry, collective_retry; recover: process_replace",
         _read_availability,
     ),
     "recover-strategy": Form(
         Platform.MINDCLUSTER, "comma list: " + ", ".join(_STRATEGIES),
-        "step_retry, process_replace, end_of_life_checkpoint", _read_strategies,
+        "memory_retry, collective_retry, process_replace, process_in_place, "
+        "end_of_life_checkpoint",
+        _read_strategies,
     ),
     "fault-scheduling": Form(
         Platform.MINDCLUSTER, "grace, force, off",
@@ -260,7 +270,7 @@ def read_platform(entries: Mapping[str, str], *, given: Sequence[Setting] = ()) 
         InputError: an unknown name, a value that is not allowed, or two settings that
             contradict or exclude each other; names both.
     """
-    settings: list[Setting] = []
+    findings: list[Finding] = []
     warnings: list[str] = []
     for name, text in entries.items():
         if name in OTHERS:
@@ -268,11 +278,10 @@ def read_platform(entries: Mapping[str, str], *, given: Sequence[Setting] = ()) 
             continue
         if name not in FORMS:
             raise InputError(name, f"{text!r}: no such setting; {_hint(name)}")
-        for found in FORMS[name].read(name, text):
-            if isinstance(found, Setting):
-                settings.append(found)
-            else:
-                warnings.append(found)
+        findings += FORMS[name].read(name, text)
+    findings += read_absent(entries)
+    settings = [found for found in findings if isinstance(found, Setting)]
+    warnings += [found for found in findings if isinstance(found, str)]
     return combine([*settings, *given], warnings)
 
 

@@ -37,7 +37,8 @@ def print_platform(policy: Policy, platform: Platform) -> Printed:
     unnamed: dict[str, Any] = {**asdict(Policy()), **_UNNAMED[platform]}
     warnings = []
     for name, value in asdict(policy).items():
-        if value == read.get(name, unnamed[name]):
+        has_no_effect = name == "process_in_place" and not policy.process_replace
+        if has_no_effect or value == read.get(name, unnamed[name]):
             continue
         why = f"can only be {shown(read[name])}" if name in read else _no_entry(name, unnamed)
         warnings.append(f"{name}={shown(value)}: {platform} {why}")
@@ -50,10 +51,11 @@ def _no_entry(name: str, unnamed: Mapping[str, Value]) -> str:
 
 def _modelarts(policy: Policy) -> Entries:
     prefix = "fault-tolerance/"
-    counts = {"job-retry-num": policy.max_restarts, "pod-retry-num": policy.pod_retries}
+    pods = policy.pod_retries if policy.max_restarts else 0
+    counts = {"job-retry-num": policy.max_restarts, "pod-retry-num": pods}
     switches = {
         "job-unconditional-retry": policy.unconditional,
-        "hang-retry": policy.hang,
+        "hang-retry": policy.hang and policy.max_restarts > 0,
         "hccl_op_retry": policy.operator_retry,
     }
     entries = {prefix + name: str(min(n, 128)) for name, n in counts.items() if n > 0}
@@ -63,8 +65,8 @@ def _modelarts(policy: Policy) -> Entries:
 def _mindformers(policy: Policy) -> Entries:
     switches = {
         "TTP": policy.end_of_life_checkpoint,
-        "UCE": policy.step_retry,
-        "HCCE": policy.step_retry,
+        "UCE": policy.memory_retry,
+        "HCCE": policy.collective_retry,
         "ARF": policy.process_replace,
         "TRE": policy.numeric_retry,
         "RSC": policy.pod_retries > 0,
@@ -76,7 +78,7 @@ def _mindformers(policy: Policy) -> Entries:
 
 def _in_process(policy: Policy) -> list[str]:
     words = {
-        "retry": policy.step_retry,
+        "retry": policy.memory_retry or policy.collective_retry,
         "recover": policy.process_replace,
         "dump": policy.end_of_life_checkpoint,
     }
@@ -99,6 +101,8 @@ def _mindcluster(policy: Policy) -> Entries:
     }
     # Process-level recovery asks for fault-retry-times; without it only the last save is left.
     words = _in_process(policy) if times else [w for w in _in_process(policy) if w == "dump"]
+    if "recover" in words and policy.process_in_place:
+        words.insert(words.index("recover"), "recover-in-place")
     return entries | {"recover-strategy": ",".join([*words, "exit"])}
 
 
@@ -113,7 +117,8 @@ _PRINTERS: Mapping[Platform, Callable[[Policy], Entries]] = {
 # default: ModelArts' annotations know no recovery inside the processes, and MindSpeed-LLM
 # without HIGH_AVAILABILITY has none.
 _NONE_IN_PROCESS: Mapping[str, Value] = {
-    "step_retry": False,
+    "memory_retry": False,
+    "collective_retry": False,
     "process_replace": False,
     "end_of_life_checkpoint": False,
 }

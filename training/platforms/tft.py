@@ -15,6 +15,7 @@ from training.errors import InputError
 from training.platforms.settings import Finding, Setting, number
 
 _ON_OFF = ("0", "1")
+_BEFORE_RSC = ("UCE", "HCCE", "ARF", "TRE")
 _STEPS = "TRE_SNAPSHOT_STEPS"
 TFT = "MS_ENABLE_TFT"
 
@@ -30,9 +31,9 @@ class _Switch:
 # UCE and ARF bring the last save before the end (TTP) with them.
 _TFT: Mapping[str, _Switch] = {
     "TTP": _Switch(("end_of_life_checkpoint",)),
-    "UCE": _Switch(("step_retry", "end_of_life_checkpoint")),
-    "HCCE": _Switch(("step_retry",)),
-    "ARF": _Switch(("process_replace", "end_of_life_checkpoint")),
+    "UCE": _Switch(("memory_retry", "end_of_life_checkpoint")),
+    "HCCE": _Switch(("collective_retry",)),
+    "ARF": _Switch(("process_replace", "process_in_place", "end_of_life_checkpoint")),
     "TRE": _Switch(("numeric_retry",), ("0", "1", "2")),
     "TSP": _Switch(()),
     "RSC": _Switch(("pod_retries",)),
@@ -68,6 +69,9 @@ def read_tft(name: str, text: str) -> Iterator[Finding]:
         written = [f"{key}:{values[key]}" for key in keys if key in values and on[key] == value]
         source = f"{name} {' '.join(written) or f'without {keys[0]}'}"
         yield Setting(setting, value, source, is_implied=not written)
+    if on["RSC"] and not any(on[key] for key in _BEFORE_RSC):
+        # It comes after the others fail; where none of them is on, it is the first answer.
+        yield Setting("pod_before_in_place", value=True, source=f"{name} RSC:1 alone")
     yield from _tft_warnings(name, values, on)
 
 
@@ -87,9 +91,6 @@ def _snapshot_steps(name: str, values: Mapping[str, str]) -> int | None:
 
 
 def _tft_warnings(name: str, values: Mapping[str, str], on: Mapping[str, bool]) -> Iterator[str]:
-    if on["UCE"] != on["HCCE"]:
-        off = "HCCE" if on["UCE"] else "UCE"
-        yield f"{name} {off} is off: step_retry is one switch for UCE and HCCE, both are on"
     if values.get("TTP") == "0" and (on["UCE"] or on["ARF"]):
         yield f"{name} TTP:0 has no effect beside UCE or ARF: end_of_life_checkpoint is on"
     if on["TSP"]:

@@ -95,17 +95,20 @@ class Case:
         return any(past.failed and past.rung in rungs for past in self.row)
 
 
-def rungs_for(fault: Fault) -> tuple[Rung, ...]:
-    """The rungs that may answer a fault, cheapest first.
+def rungs_for(fault: Fault, policy: Policy) -> tuple[Rung, ...]:
+    """The rungs that may answer a fault, cheapest first but for what the policy puts before.
 
     A code that a chip reported explains the fault whatever its class: then the node may be
     isolated, or the job rescheduled where the program caused the code.
     """
-    own = LADDER[fault.fault_class]
-    if fault.chip_code is None or own == (Rung.STOP,):
-        return own
-    isolates = frozenset() if fault.code in USER_CAUSED_CODES else ISOLATES
-    return tuple(r for r in Rung if r in own or r in isolates or r is Rung.JOB_RESCHEDULE)
+    rungs = LADDER[fault.fault_class]
+    if fault.chip_code is not None and rungs != (Rung.STOP,):
+        isolates = frozenset() if fault.code in USER_CAUSED_CODES else ISOLATES
+        rungs = tuple(r for r in Rung if r in rungs or r in isolates or r is Rung.JOB_RESCHEDULE)
+    if not policy.pod_before_in_place or Rung.POD_RESCHEDULE not in rungs:
+        return rungs
+    later = [rung for rung in rungs if rung not in IN_PROCESS and rung is not Rung.POD_RESCHEDULE]
+    return (*(rung for rung in rungs if rung in IN_PROCESS), Rung.POD_RESCHEDULE, *later)
 
 
 def refusal(rung: Rung, case: Case) -> str | None:
@@ -283,6 +286,10 @@ def _numeric_retries(case: Case) -> Sequence[Recovery]:
 
 
 def _process_refusal(rung: Rung, case: Case) -> str | None:
+    # MindCluster: recover moves the containers of a node at fault, recover-in-place does not.
+    is_of_chip = case.fault.fault_class is FaultClass.DEVICE_MEMORY_ERROR or case.fault.chip_code
+    if is_of_chip and not case.policy.process_in_place:
+        return "process_in_place is off"
     return "no rank is to blame" if case.fault.rank is None else _in_process_refusal(rung, case)
 
 

@@ -79,7 +79,7 @@ def decide(  # noqa: PLR0913 everything that a decision depends on is given
         return Decision(Rung.STEP_RETRY, None, reason, accept_abnormal=True)
     skipped: list[tuple[Rung, str]] = []
     ends = is_oom_again(case) or is_store_full(case) or is_the_users_again(case)
-    for rung in (Rung.STOP,) if ends else rungs_for(fault):
+    for rung in (Rung.STOP,) if ends else rungs_for(fault, policy):
         known = rung in supported or rung is Rung.STOP
         why_not = refusal(rung, case) if known else UNSUPPORTED
         if why_not is None:

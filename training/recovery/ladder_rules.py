@@ -96,6 +96,16 @@ RULES: Mapping[str, LadderRule] = {
         "place.",
         _MINDSPORE,
     ),
+    "a_pod_is_replaced_before_a_restart_in_place_where_the_policy_has_it": LadderRule(
+        "With `pod_before_in_place` (RSC alone) `pod_reschedule` comes before `in_place_restart`, "
+        "where it answers the fault at all.",
+        _MINDSPORE,
+    ),
+    "a_chip_that_had_a_fault_keeps_its_process_only_where_the_policy_has_it": LadderRule(
+        "With `process_in_place` (recover-in-place) off, `process_replace` answers no fault of a "
+        "chip.",
+        _MINDCLUSTER,
+    ),
     "survivors_save_before_processes_are_lost": LadderRule(
         "End-of-life checkpoint (TTP) before `in_place_restart` and everything above, when "
         "`end_of_life_checkpoint` is on; not after `numeric_anomaly` and `checkpoint_corrupt`, "

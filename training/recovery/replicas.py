@@ -113,7 +113,7 @@ class Feasibility:
 class Mechanism(StrEnum):
     """Recovery inside the processes, named as the policy's switch; in the order it is tried."""
 
-    STEP_RETRY = "step_retry"
+    MEMORY_RETRY = "memory_retry"
     PROCESS_REPLACE = "process_replace"
     END_OF_LIFE_CHECKPOINT = "end_of_life_checkpoint"
 
@@ -130,12 +130,12 @@ def feasibility(
     """
     if layout.copies < COPIES_NEEDED:
         # MindFormers: HCCE needs no replica.
-        left = "; only faults that leave the state whole (HCCE) are re-executed"
+        left = "; collective_retry (HCCE) needs none"
         return Feasibility(
             is_possible=False,
             reason=f"data_parallel / optimizer_weight_shard_size = {layout.dp} / "
             f"{layout.optimizer_shards} = {layout.copies}, needs >= {COPIES_NEEDED}"
-            f"{left if mechanism is Mechanism.STEP_RETRY else ''}",
+            f"{left if mechanism is Mechanism.MEMORY_RETRY else ''}",
         )
     groups = layout.replica_groups()
     reason = f"{layout.copies} copies of every shard: {groups_text(groups)}"

@@ -30,8 +30,11 @@ class Policy:
         pod_retries: single nodes replaced in a row without progress (pod-retry-num).
         allow_without_isolation: no spare: may the job go back to nodes that were to be isolated.
         operator_retry: HCCL may re-execute a broken collective (hccl_op_retry).
-        step_retry: UCE and HCCE, re-execution of one step.
+        memory_retry: UCE, re-execution of one step after an error of device memory.
+        collective_retry: HCCE, re-execution of one step whose collective or link failed.
         process_replace: ARF, a new process for one rank.
+        process_in_place: the same on a chip that had a fault (recover-in-place).
+        pod_before_in_place: a node at fault is replaced before processes are started on it again.
         end_of_life_checkpoint: TTP, the survivors save before they are ended.
         numeric_retry: TRE, re-execution of a step whose loss or norm is abnormal.
         data_skipping: batches with abnormal loss are skipped; excludes numeric_retry.
@@ -46,8 +49,11 @@ class Policy:
     pod_retries: int = 0
     allow_without_isolation: bool = True
     operator_retry: bool = False
-    step_retry: bool = True
+    memory_retry: bool = True
+    collective_retry: bool = True
     process_replace: bool = True
+    process_in_place: bool = True
+    pod_before_in_place: bool = False
     end_of_life_checkpoint: bool = True
     numeric_retry: bool = False
     data_skipping: bool = False
@@ -119,6 +125,8 @@ class RungRow:
 # Ours, the sources leave it open: more in a row without a commit is no passing fault.
 IN_PROCESS_IN_A_ROW = 3
 _NUMERIC = FaultClass.NUMERIC_ANOMALY
+# MindFormers' UCE and TRE; what else a step is executed again for is its HCCE.
+_STEP_SWITCH = {FaultClass.DEVICE_MEMORY_ERROR: "memory_retry", _NUMERIC: "numeric_retry"}
 
 RUNGS: Mapping[Rung, RungRow] = {
     Rung.OPERATOR_RETRY: RungRow(
@@ -137,7 +145,7 @@ RUNGS: Mapping[Rung, RungRow] = {
         "runtime, coordinator",
         "one step again",
         "#ba68c8",
-        is_on=lambda policy, met: policy.numeric_retry if met is _NUMERIC else policy.step_retry,
+        is_on=lambda policy, met: getattr(policy, _STEP_SWITCH.get(met, "collective_retry")),
         budget=lambda _: IN_PROCESS_IN_A_ROW,
         lost="one step",
     ),

@@ -87,7 +87,10 @@ class RestartSpec(FrozenModel):
     """Restart policy, with the ranges of ModelArts' fault-tolerance annotations."""
 
     max_restarts: int = Field(
-        3, ge=1, le=128, description="reschedulings without progress in between (job-retry-num)"
+        3,
+        ge=0,
+        le=128,
+        description="reschedulings without progress in between (job-retry-num); 0: none",
     )
     in_place: bool = Field(True, description="restart processes in their containers when enough")
     in_place_retries: int = Field(
@@ -115,11 +118,21 @@ class RestartSpec(FrozenModel):
     progress_after_s: float = Field(
         600.0, gt=0, description="command jobs: an attempt this long counts as progress"
     )
-    step_retry: bool = Field(
-        True, description="re-execute one step after a memory or collective fault (UCE, HCCE)"
+    pod_before_in_place: bool = Field(
+        False, description="a node at fault is replaced before processes are restarted on it (RSC "
+        "alone); needs pod_retries"
+    )  # fmt: skip
+    memory_retry: bool = Field(
+        True, description="re-execute one step after an error of device memory (UCE)"
+    )
+    collective_retry: bool = Field(
+        True, description="re-execute one step whose collective or link failed (HCCE)"
     )
     process_replace: bool = Field(
         True, description="a new process for one lost rank, the others live on (ARF)"
+    )
+    process_in_place: bool = Field(
+        True, description="process_replace also on a chip that had a fault (recover-in-place)"
     )
     end_of_life_checkpoint: bool = Field(
         True, description="save the last completed step before processes are ended (TTP)"
@@ -163,6 +176,8 @@ class RestartSpec(FrozenModel):
 
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:
+        if self.pod_before_in_place and not self.pod_retries:
+            raise ValueError("pod_before_in_place=true needs pod_retries of 1 or more")
         chosen = {name: getattr(self, name) for name in self.model_fields_set & POLICY_FIELDS}
         self.read_platform([Setting(n, v, f"{n}={shown(v)}") for n, v in chosen.items()])
         return self

@@ -251,7 +251,8 @@ def _restarts(job: Job) -> Check:
         f"max_restarts={spec.max_restarts}, unconditional={spec.unconditional}, "
         f"in_place={spec.in_place}, hang={spec.hang}"
     )
-    off = [name for name in ("unconditional", "hang") if not getattr(spec, name)]
+    switches = ("max_restarts", "unconditional", "hang")
+    off = [name for name in switches if not getattr(spec, name)]
     text = f"{seen}: {' and '.join(off)} off, some faults end the run" if off else seen
     outcome = CheckOutcome.WARNING if off else CheckOutcome.OK
     return _check("restart_policy", outcome, text, "every fault has an answer")

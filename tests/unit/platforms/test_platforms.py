@@ -20,7 +20,10 @@ from training.recovery.rungs import Policy
 from training.specs.recovery import RestartSpec
 
 SWITCHES = sorted(f.name for f in fields(Policy) if f.type == "bool")
-IN_PROCESS = ("end_of_life_checkpoint", "step_retry", "process_replace", "numeric_retry")
+IN_PROCESS = (
+    "end_of_life_checkpoint", "memory_retry", "collective_retry", "process_replace",
+    "numeric_retry",
+)  # fmt: skip
 
 values: dict[str, st.SearchStrategy[Any]] = {
     "max_restarts": st.integers(1, 128),
@@ -60,7 +63,9 @@ def test_what_is_printed_reads_back_or_is_named_in_a_warning(policy, platform):
     differs = {name for name, value in asdict(policy).items() if back[name] != value}
     if platform is Platform.MODELARTS or not printed.entries:
         # Nothing is lost by a switch that is off where the platform has none.
-        differs -= {name for name in IN_PROCESS[:3] if not getattr(policy, name)}
+        differs -= {name for name in IN_PROCESS[:4] if not getattr(policy, name)}
+    if not policy.process_replace:
+        differs -= {"process_in_place"}  # nothing that it could be about
     assert differs <= lost
 
 
@@ -90,13 +95,23 @@ def test_the_tables_name_only_fields_of_the_policy():
 ON_3 = {"unconditional": True, "max_restarts": 3}
 
 
+MA = "fault-tolerance/"
+RETRIED = {f"{MA}job-retry-num": "8"}
+# What is off because its annotation is not there; and without job-retry-num.
+OFF = {"unconditional": False, "hang": False, "pod_retries": 0, "operator_retry": False}
+NOTHING = {**OFF, "max_restarts": 0, "in_place": False}
 # (entries, fields of the policy that they set)
 READ = [
-    ({"fault-tolerance/job-retry-num": "128"}, {"max_restarts": 128}),
-    ({"fault-tolerance/job-unconditional-retry": "false"}, {"unconditional": False}),
-    ({"fault-tolerance/hang-retry": "false"}, {"hang": False}),
-    ({"fault-tolerance/pod-retry-num": "1"}, {"pod_retries": 1}),
-    ({"fault-tolerance/hccl_op_retry": "true"}, {"operator_retry": True}),
+    (RETRIED, {**OFF, "max_restarts": 8}),
+    ({**RETRIED, f"{MA}job-unconditional-retry": "true"},
+     {**OFF, "max_restarts": 8, "unconditional": True}),
+    ({**RETRIED, f"{MA}job-unconditional-retry": "false"}, {**OFF, "max_restarts": 8}),
+    ({**RETRIED, f"{MA}hang-retry": "true"}, {**OFF, "max_restarts": 8, "hang": True}),
+    ({**RETRIED, f"{MA}pod-retry-num": "1"}, {**OFF, "max_restarts": 8, "pod_retries": 1}),
+    ({**RETRIED, f"{MA}hccl_op_retry": "true"}, {**OFF, "max_restarts": 8, "operator_retry": True}),
+    ({f"{MA}hang-retry": "false"}, NOTHING),
+    ({f"{MA}job-unconditional-retry": "true"}, {**NOTHING, "unconditional": True}),
+    ({f"{MA}hccl_op_retry": "true"}, {**NOTHING, "operator_retry": True}),
     ({"use_skip_data_by_global_norm": "True"}, {"data_skipping": True}),
     ({"fault-retry-times": "10"}, {"unconditional": True, "max_restarts": 10}),
     ({"fault-retry-times": "0"}, {"unconditional": False}),
@@ -105,7 +120,8 @@ READ = [
     ({"fault-scheduling": "off"}, {"unconditional": False, "pod_retries": 0}),
     ({"pod-rescheduling": "on"}, {"pod_retries": 128}),
     ({"pod-rescheduling": "off"}, {"pod_retries": 0}),
-    ({"pod-rescheduling": "on", "fault-tolerance/pod-retry-num": "4"}, {"pod_retries": 4}),
+    ({"pod-rescheduling": "on", **RETRIED, f"{MA}pod-retry-num": "4"},
+     {**OFF, "max_restarts": 8, "pod_retries": 4}),
     ({"pod-rescheduling": "on", "MS_ENABLE_TFT": "{RSC:1}"}, {"pod_retries": 128}),
     ({"subHealthyStrategy": "ignore"}, {}),
 ]  # fmt: skip
@@ -120,17 +136,18 @@ def test_an_entry_becomes_the_fields_it_is_about(entries, expected):
 
 # (text, letters of IN_PROCESS that are on)
 TFT = [
-    ("{TTP:1,UCE:1,HCCE:1,ARF:1,TRE:1,TSP:1,RSC:1}", "1111"),
-    ("{TTP:1}", "1000"),
-    ("TRE:1", "0001"),
-    ("{TRE:2,TRE_SNAPSHOT_STEPS:5}", "0001"),
-    ("{ ARF:1 }", "1010"),
-    ("'{ARF:1,TTP:1}'", "1010"),
-    ("{HCCE:1}", "0100"),
-    ("{UCE:1 TTP:1}", "1100"),
-    ("{UCE:1, HCCE:1, TTP:0}", "1100"),
-    ("{HCCE:1,TTP:0}", "0100"),
-    ("{}", "0000"),
+    ("{TTP:1,UCE:1,HCCE:1,ARF:1,TRE:1,TSP:1,RSC:1}", "11111"),
+    ("{TTP:1}", "10000"),
+    ("TRE:1", "00001"),
+    ("{TRE:2,TRE_SNAPSHOT_STEPS:5}", "00001"),
+    ("{ ARF:1 }", "10010"),
+    ("'{ARF:1,TTP:1}'", "10010"),
+    ("{HCCE:1}", "00100"),
+    ("{UCE:1 TTP:1}", "11000"),
+    ("{UCE:1}", "11000"),
+    ("{UCE:1, HCCE:1, TTP:0}", "11100"),
+    ("{HCCE:1,TTP:0}", "00100"),
+    ("{}", "00000"),
 ]
 
 
@@ -143,20 +160,20 @@ def test_ms_enable_tft_names_what_is_on_and_the_rest_is_off(text, on):
 @pytest.mark.parametrize(
     ("name", "text", "on"),
     [
-        ("HIGH_AVAILABILITY", "dump", "100"),
-        ("HIGH_AVAILABILITY", "retry", "110"),
-        ("HIGH_AVAILABILITY", "recover", "101"),
-        ("HIGH_AVAILABILITY", "elastic-training", "100"),
-        ("HIGH_AVAILABILITY", "recover,retry", "111"),
-        ("recover-strategy", "retry, recover, dump, exit", "111"),
-        ("recover-strategy", "recover-in-place", "001"),
-        ("recover-strategy", "dump", "100"),
-        ("recover-strategy", "exit", "000"),
+        ("HIGH_AVAILABILITY", "dump", "1000"),
+        ("HIGH_AVAILABILITY", "retry", "1110"),
+        ("HIGH_AVAILABILITY", "recover", "1001"),
+        ("HIGH_AVAILABILITY", "elastic-training", "1000"),
+        ("HIGH_AVAILABILITY", "recover,retry", "1111"),
+        ("recover-strategy", "retry, recover, dump, exit", "1111"),
+        ("recover-strategy", "recover-in-place", "0001"),
+        ("recover-strategy", "dump", "1000"),
+        ("recover-strategy", "exit", "0000"),
     ],
 )
 def test_a_list_of_strategies_names_what_is_on_and_the_rest_is_off(name, text, on):
     found = read_platform({name: text}).fields
-    assert "".join(str(int(found[field])) for field in IN_PROCESS[:3]) == on
+    assert "".join(str(int(found[field])) for field in IN_PROCESS[:4]) == on
 
 
 @pytest.mark.parametrize(
@@ -181,7 +198,7 @@ def test_a_snapshot_interval_that_the_job_contradicts_is_refused_with_both():
 
 def test_what_one_list_leaves_out_another_may_name():
     found = read_platform({"HIGH_AVAILABILITY": "retry", "MS_ENABLE_TFT": "{ARF:1}"}).fields
-    assert (found["step_retry"], found["process_replace"]) == (True, True)
+    assert (found["memory_retry"], found["process_replace"]) == (True, True)
 
 
 # (entries, words that the error holds)
@@ -191,6 +208,8 @@ WRONG = [
     ({"fault-tolerance/job-retry-num": "three"}, ["'three'", "1 to 128"]),
     ({"fault-tolerance/pod-retry-num": "-1"}, ["pod-retry-num", "'-1'", "1 to 128"]),
     ({"fault-tolerance/hang-retry": "True"}, ["hang-retry", "'True'", "true or false"]),
+    ({f"{MA}hang-retry": "true"}, ["hang-retry", "'true'", "job-retry-num", "1 to 128"]),
+    ({f"{MA}pod-retry-num": "2"}, ["pod-retry-num", "'2'", "job-retry-num", "1 to 128"]),
     ({"hang-retry": "true"}, ["did you mean fault-tolerance/hang-retry?"]),
     ({"fault-tolerance/job-retry-nr": "3"}, ["did you mean fault-tolerance/job-retry-num?"]),
     ({"colour": "red"}, ["colour", "'red'", "known are", "recover-strategy"]),
@@ -213,7 +232,7 @@ WRONG = [
         ["job-retry-num='8'", "fault-retry-times='5'", "8 or 5"],
     ),
     (
-        {"pod-rescheduling": "off", "fault-tolerance/pod-retry-num": "2"},
+        {"pod-rescheduling": "off", **RETRIED, "fault-tolerance/pod-retry-num": "2"},
         ["pod-rescheduling='off'", "pod-retry-num='2'", "contradict"],
     ),
     (
@@ -274,14 +293,13 @@ def test_operator_retry_excludes_mc2_the_watchdog_and_other_chips(fact, value, s
 # (entry, word of the warning that it comes with)
 UNSAYABLE = [
     ("MS_ENABLE_TFT", "{TSP:1}", "pausing"),
-    ("MS_ENABLE_TFT", "{UCE:1}", "HCCE is off"),
-    ("MS_ENABLE_TFT", "{HCCE:1}", "UCE is off"),
     ("MS_ENABLE_TFT", "{ARF:1,TTP:0}", "TTP:0 has no effect"),
     ("MS_ENABLE_TFT", "{TRE:1}", "snapshot"),
     ("MS_ENABLE_TFT", "{TRE_SNAPSHOT_STEPS:5}", "TRE_SNAPSHOT_STEPS:5 has no effect"),
     ("HIGH_AVAILABILITY", "elastic-training", "fewer ranks"),
     ("recover-strategy", "elastic-training,exit", "fewer ranks"),
-    ("recover-strategy", "recover-in-place", "one switch"),
+    ("recover-strategy", "recover,dump", "pod_reschedule"),
+    ("fault-tolerance/job-unconditional-retry", "true", "never restarted"),
     ("fault-scheduling", "grace", "engine.grace_s"),
     ("fault-scheduling", "force", "engine.grace_s"),
     ("fault-scheduling", "off", "max_restarts"),
@@ -304,7 +322,7 @@ PRINTED = [
     (
         {"max_restarts": 8, "pod_retries": 2}, Platform.MODELARTS,
         {"fault-tolerance/job-retry-num": "8", "fault-tolerance/pod-retry-num": "2"},
-        {"step_retry", "process_replace", "end_of_life_checkpoint"},
+        {"memory_retry", "collective_retry", "process_replace", "end_of_life_checkpoint"},
     ),
     (
         {"numeric_retry": True}, Platform.MINDFORMERS,
@@ -318,19 +336,42 @@ PRINTED = [
         {"end_of_life_checkpoint": False}, Platform.MINDFORMERS,
         {"MS_ENABLE_TFT": "{TTP:0,UCE:1,HCCE:1,ARF:1,TRE:0,RSC:0}"}, {"end_of_life_checkpoint"},
     ),
-    ({"step_retry": False}, Platform.MINDSPEED, {"HIGH_AVAILABILITY": "recover,dump"}, set()),
+    (
+        {"memory_retry": False, "collective_retry": False}, Platform.MINDSPEED,
+        {"HIGH_AVAILABILITY": "recover,dump"}, set(),
+    ),
+    (
+        {"memory_retry": False}, Platform.MINDSPEED,
+        {"HIGH_AVAILABILITY": "retry,recover,dump"}, {"memory_retry"},
+    ),
+    (
+        {"memory_retry": False}, Platform.MINDFORMERS,
+        {"MS_ENABLE_TFT": "{TTP:1,UCE:0,HCCE:1,ARF:1,TRE:0,RSC:0}"}, set(),
+    ),
+    (
+        {"process_in_place": False}, Platform.MINDCLUSTER,
+        {"recover-strategy": "retry,recover,dump,exit"}, set(),
+    ),
+    (
+        {"max_restarts": 0, "pod_retries": 2}, Platform.MODELARTS,
+        {"fault-tolerance/hang-retry": "false"},
+        {
+            "pod_retries", "in_place", "hang", "memory_retry", "collective_retry",
+            "process_replace", "end_of_life_checkpoint",
+        },
+    ),
     (
         {"max_restarts": 101, "hang": False}, Platform.MINDCLUSTER,
         {
             "fault-retry-times": "100", "restartPolicy": "Never",
-            "recover-strategy": "retry,recover,dump,exit",
+            "recover-strategy": "retry,recover-in-place,recover,dump,exit",
         },
         {"max_restarts", "hang"},
     ),
     (
         {"unconditional": False}, Platform.MINDCLUSTER,
         {"fault-retry-times": "0", "recover-strategy": "dump,exit"},
-        {"step_retry", "process_replace"},
+        {"memory_retry", "collective_retry", "process_replace", "process_in_place"},
     ),
 ]  # fmt: skip
 

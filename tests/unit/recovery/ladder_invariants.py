@@ -247,8 +247,22 @@ def a_device_memory_error_climbs_from_step_to_process_to_the_last_checkpoint(ask
     memory = asked.fault.fault_class == "device_memory_error"
     if not memory or asked.decision.rung is not Rung.PROCESS_REPLACE:
         return True
-    possible = Rung.STEP_RETRY in asked.supported and asked.policy.step_retry
+    possible = Rung.STEP_RETRY in asked.supported and asked.policy.memory_retry
     return not possible or any(p.rung in IN_PROCESS for p in asked.row)
+
+
+def a_pod_is_replaced_before_a_restart_in_place_where_the_policy_has_it(asked: Asked) -> bool:
+    if asked.decision.rung is not Rung.IN_PLACE_RESTART or not asked.policy.pod_before_in_place:
+        return True
+    passed = [text for text in asked.decision.skipped if text.startswith("pod_reschedule: ")]
+    may = asked.fault.fault_class in MAY_ISOLATE or is_chip_code(asked.fault.code)
+    return bool(passed) or not may or asked.fault.code == USER_CODE
+
+
+def a_chip_that_had_a_fault_keeps_its_process_only_where_the_policy_has_it(asked: Asked) -> bool:
+    met, replaced = asked.fault, asked.decision.rung is Rung.PROCESS_REPLACE
+    of_chip = met.fault_class == "device_memory_error" or is_chip_code(met.code)
+    return not (replaced and of_chip) or asked.policy.process_in_place
 
 
 def survivors_save_before_processes_are_lost(asked: Asked) -> bool:
@@ -348,9 +362,13 @@ def an_unsupported_rung_is_skipped_and_the_decision_names_it(asked: Asked) -> bo
     return (
         (rung is Rung.STOP or rung in asked.supported)
         and unsupported == set(named) - asked.supported
-        and named == sorted(named, key=ORDER.index)
-        and all(ORDER.index(passed) < ORDER.index(rung) for passed in named)
+        and (asked.policy.pod_before_in_place or _in_order(named, rung))
     )
+
+
+def _in_order(named: list[Rung], rung: Rung) -> bool:
+    cheaper = all(ORDER.index(passed) < ORDER.index(rung) for passed in named)
+    return cheaper and named == sorted(named, key=ORDER.index)
 
 
 def a_rung_that_copies_a_state_is_not_tried_without_a_replica(asked: Asked) -> bool:

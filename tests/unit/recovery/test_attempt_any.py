@@ -30,7 +30,8 @@ OFFSETS = st.sampled_from([0, 0, 0, -1])  # mostly of the present generation
 POLICIES = st.builds(
     Policy,
     operator_retry=st.booleans(),
-    step_retry=st.sampled_from([True] * 7 + [False]),
+    memory_retry=st.sampled_from([True] * 7 + [False]),
+    collective_retry=st.sampled_from([True] * 7 + [False]),
     process_replace=st.sampled_from([True] * 7 + [False]),
     numeric_retry=st.booleans(),
     end_of_life_checkpoint=st.booleans(),

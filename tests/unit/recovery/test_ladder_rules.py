@@ -288,6 +288,29 @@ def test_a_device_memory_error_climbs_from_step_to_process_to_the_last_checkpoin
     assert (third.rung, third.end_of_life_checkpoint) == (Rung.IN_PLACE_RESTART, True)
 
 
+def test_a_pod_is_replaced_before_a_restart_in_place_where_the_policy_has_it():
+    chip = fault(FaultClass.OPERATOR_ERROR, node="node-1", device=0, code=CHIP_CODE)
+    asked: dict[str, Any] = {"pod_retries": 1, "pod_before_in_place": True}
+    assert choose(chip, pod_retries=1).rung is Rung.IN_PLACE_RESTART
+    assert choose(chip, **asked).rung is Rung.POD_RESCHEDULE
+    assert choose(chip, **asked, supported=ALL - {Rung.POD_RESCHEDULE}).rung is (
+        Rung.IN_PLACE_RESTART
+    )
+    assert choose(UNKNOWN, **asked).rung is Rung.IN_PLACE_RESTART
+    assert choose(chip, failing(chip, Rung.POD_RESCHEDULE), **asked).rung is Rung.JOB_RESCHEDULE
+
+
+def test_a_chip_that_had_a_fault_keeps_its_process_only_where_the_policy_has_it():
+    chip = fault(FaultClass.OPERATOR_ERROR, node="node-1", rank=3, device=0, code=CHIP_CODE)
+    assert choose(chip, survivors=True).rung is Rung.PROCESS_REPLACE
+    off = choose(chip, survivors=True, process_in_place=False)
+    assert (off.rung, off.skipped) == (
+        Rung.IN_PLACE_RESTART,
+        ("process_replace: process_in_place is off",),
+    )
+    assert choose(CRASH, survivors=True, process_in_place=False).rung is Rung.PROCESS_REPLACE
+
+
 def test_survivors_save_before_processes_are_lost():
     assert choose(NODE, survivors=True).end_of_life_checkpoint
     assert choose(HANG, *after(HANG, *[Rung.HANG_RESTART] * 3), survivors=True) == replace(

@@ -85,8 +85,8 @@ def test_eight_cards_with_as_many_shards_as_data_parallel_ranks_have_no_replicas
     assert found.reason == ("data_parallel / optimizer_weight_shard_size = 2 / 2 = 1, needs >= 2")
 
 
-def test_step_retry_without_replicas_is_left_with_faults_that_leave_the_state_whole():
-    found = feasibility(Mechanism.STEP_RETRY, ParallelLayout(dp=2, optimizer_shards=2))
+def test_without_replicas_a_step_is_retried_only_after_what_leaves_the_state_whole():
+    found = feasibility(Mechanism.MEMORY_RETRY, ParallelLayout(dp=2, optimizer_shards=2))
     assert not found.is_possible
     assert "HCCE" in found.reason
 

@@ -63,7 +63,7 @@ def test_each_mechanism_has_a_line_with_the_copies(job):
     found = lines(job(parallelism={"kind": "hsdp", "replicas": 2}))
     assert "process_replace: possible, 2 copies of every shard: [0, 2] [1, 3]" in found
     assert [line.partition(":")[0] for line in found] == [
-        "step_retry",
+        "memory_retry",
         "process_replace",
         "end_of_life_checkpoint",
     ]
@@ -72,11 +72,11 @@ def test_each_mechanism_has_a_line_with_the_copies(job):
 def test_without_replicas_a_default_is_a_note_and_a_request_a_warning(job):
     sharded = {"kind": "fsdp2"}
     assert lines(job(parallelism=sharded), warnings=True) == []
-    requested = job(parallelism=sharded, restart={"process_replace": True, "step_retry": False})
+    requested = job(parallelism=sharded, restart={"process_replace": True, "memory_retry": False})
     (line,) = lines(requested, warnings=True)
     assert line.startswith("process_replace: not possible: ")
     assert "optimizer_weight_shard_size = 4 / 4 = 1, needs >= 2" in line
-    assert "step_retry: off (restart.step_retry=false)" in lines(requested)
+    assert "memory_retry: off (restart.memory_retry=false)" in lines(requested)
 
 
 def test_a_request_in_a_platforms_form_is_a_request(job):
@@ -161,7 +161,10 @@ def test_the_ladder_s_policy_holds_every_switch_of_the_section(job):
         "max_restarts": 9,
         "pod_retries": 2,
         "hang": False,
-        "step_retry": False,
+        "memory_retry": False,
+        "collective_retry": False,
+        "process_in_place": False,
+        "pod_before_in_place": True,
         "process_replace": False,
         "end_of_life_checkpoint": False,
         "numeric_retry": True,

@@ -107,7 +107,7 @@ WRONG = [
     ("optimizer.warmup_steps", 11, ["warmup_steps=11", "steps=10"]),
     ("checkpoint.every_steps", 0, ["checkpoint.every_steps", "0"]),
     ("checkpoint.keep_last", 0, ["checkpoint.keep_last", "0"]),
-    ("restart.max_restarts", 0, ["restart.max_restarts", "0", "1"]),
+    ("restart.max_restarts", -1, ["restart.max_restarts", "-1", "0"]),
     ("restart.max_restarts", 129, ["restart.max_restarts", "129", "128"]),
     ("restart.pod_retries", 200, ["restart.pod_retries", "200", "128"]),
     ("restart.hang_timeout_s", -3, ["restart.hang_timeout_s", "-3"]),

@@ -1,0 +1,72 @@
+"""What a platform's switch changes: from its entries and what a rank printed to the rung."""
+
+from __future__ import annotations
+
+import pytest
+
+from training.diagnosis.classify import Evidence, WorkerEnd, diagnose
+from training.platforms.forms import read_platform
+from training.recovery.faults import Fault
+from training.recovery.ladder import decide
+from training.recovery.rungs import Rung
+
+STEP, REPLACE, IN_PLACE = Rung.STEP_RETRY, Rung.PROCESS_REPLACE, Rung.IN_PLACE_RESTART
+POD = Rung.POD_RESCHEDULE
+
+UCE = "RuntimeError: UCE ERROR"
+HCCE = "RuntimeError: HCCL OP RETRY FAILED"
+KILLED = ""
+
+
+def met(printed: str) -> Fault:
+    """What the diagnosis makes of the end of rank 3."""
+    exit_code = -9 if printed == KILLED else 1
+    end = WorkerEnd(rank=3, node="node-1", device=1, exit_code=exit_code, ended_s=9.0, log=printed)
+    return diagnose(Evidence(at_s=10.0, step=40, workers=[end])).fault
+
+
+TFT = "MS_ENABLE_TFT"
+STRATEGY = "recover-strategy"
+
+
+@pytest.mark.parametrize(
+    ("entries", "printed", "rung"),
+    [
+        ({TFT: "{UCE:1}"}, UCE, STEP),
+        ({TFT: "{UCE:1}"}, HCCE, IN_PLACE),
+        ({TFT: "{HCCE:1}"}, UCE, IN_PLACE),
+        ({TFT: "{HCCE:1}"}, HCCE, STEP),
+        ({TFT: "{ARF:1}"}, UCE, REPLACE),
+        ({TFT: "{ARF:1}"}, KILLED, REPLACE),
+        ({STRATEGY: "retry"}, UCE, STEP),
+        ({STRATEGY: "retry"}, HCCE, STEP),
+        ({STRATEGY: "recover"}, KILLED, REPLACE),
+        ({STRATEGY: "recover"}, UCE, IN_PLACE),
+        ({STRATEGY: "recover-in-place"}, KILLED, REPLACE),
+        ({STRATEGY: "recover-in-place"}, UCE, REPLACE),
+        ({STRATEGY: "dump"}, KILLED, IN_PLACE),
+        ({TFT: "{RSC:1}"}, UCE, POD),
+        ({TFT: "{RSC:1,TTP:1}"}, UCE, POD),
+        ({TFT: "{RSC:1,HCCE:1}"}, UCE, IN_PLACE),
+        ({TFT: "{RSC:1,ARF:1}"}, UCE, REPLACE),
+    ],
+)
+def test_each_switch_is_about_faults_of_its_own(entries, printed, rung):
+    policy = read_platform(entries).policy()
+    decision = decide(
+        met(printed),
+        now_s=11.0,
+        history=(),
+        supported=frozenset(Rung),
+        policy=policy,
+        survivors=True,
+    )
+    assert decision.rung is rung, decision
+
+
+def test_a_pod_that_cannot_be_replaced_is_restarted_in_place():
+    policy = read_platform({TFT: "{RSC:1}"}).policy()
+    decision = decide(
+        met(UCE), now_s=11.0, history=(), supported=frozenset(Rung) - {POD}, policy=policy
+    )
+    assert decision.rung is IN_PLACE

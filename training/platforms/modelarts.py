@@ -1,0 +1,47 @@
+"""ModelArts' annotations, taken together: one that a job does not have is off there.
+
+Its guide on fault recovery: job-retry-num switches automatic restarts on, and in-place recovery
+with them; hang-retry and pod-retry-num are given beside it; unconditional restart, restart upon
+suspension and Pod rescheduling are off unless their annotation is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from training.errors import InputError
+from training.platforms.settings import Setting, Value, source_of
+
+PREFIX = "fault-tolerance/"
+JOB_RETRY_NUM = f"{PREFIX}job-retry-num"
+_NEED_RESTARTS = (f"{PREFIX}hang-retry", f"{PREFIX}pod-retry-num")
+
+# Our fields when the annotation that switches them on is absent.
+_ABSENT: Mapping[str, Mapping[str, Value]] = {
+    JOB_RETRY_NUM: {"max_restarts": 0, "in_place": False},
+    f"{PREFIX}job-unconditional-retry": {"unconditional": False},
+    f"{PREFIX}hang-retry": {"hang": False},
+    f"{PREFIX}pod-retry-num": {"pod_retries": 0},
+    f"{PREFIX}hccl_op_retry": {"operator_retry": False},
+}
+
+
+def read_absent(entries: Mapping[str, str]) -> Iterator[Setting | str]:
+    """What follows from the annotations that are not there; nothing where there are none at all.
+
+    Raises:
+        InputError: an annotation needs job-retry-num, which is not there.
+    """
+    if not any(name.startswith(PREFIX) for name in entries):
+        return
+    if JOB_RETRY_NUM not in entries:
+        for name in _NEED_RESTARTS:
+            if entries.get(name, "false") != "false":
+                text = f"{entries[name]!r} needs {JOB_RETRY_NUM}, a number from 1 to 128"
+                raise InputError(name, text)
+        given = ", ".join(source_of(name, text) for name, text in entries.items())
+        yield f"{given} without {JOB_RETRY_NUM}: the job is never restarted"
+    for name, fields in _ABSENT.items():
+        if name not in entries:
+            for field, value in fields.items():
+                yield Setting(field, value, f"the absence of {name}", is_implied=True)
