@@ -125,8 +125,14 @@ class RungRow:
 # Ours, the sources leave it open: more in a row without a commit is no passing fault.
 IN_PROCESS_IN_A_ROW = 3
 _NUMERIC = FaultClass.NUMERIC_ANOMALY
-# MindFormers' UCE and TRE; what else a step is executed again for is its HCCE.
-_STEP_SWITCH = {FaultClass.DEVICE_MEMORY_ERROR: "memory_retry", _NUMERIC: "numeric_retry"}
+
+
+def _step_is_retried(policy: Policy, met: FaultClass) -> bool:
+    """MindFormers' UCE and TRE; what else a step is executed again for is its HCCE."""
+    if met is FaultClass.DEVICE_MEMORY_ERROR:
+        return policy.memory_retry
+    return policy.numeric_retry if met is _NUMERIC else policy.collective_retry
+
 
 RUNGS: Mapping[Rung, RungRow] = {
     Rung.OPERATOR_RETRY: RungRow(
@@ -145,7 +151,7 @@ RUNGS: Mapping[Rung, RungRow] = {
         "runtime, coordinator",
         "one step again",
         "#ba68c8",
-        is_on=lambda policy, met: getattr(policy, _STEP_SWITCH.get(met, "collective_retry")),
+        is_on=_step_is_retried,
         budget=lambda _: IN_PROCESS_IN_A_ROW,
         lost="one step",
     ),
