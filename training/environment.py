@@ -16,6 +16,7 @@ from pathlib import Path
 from training.errors import InputError
 from training.job import Job, refuse_secrets
 from training.processes import interface_of
+from training.specs.recovery import why_no_megabytes
 
 # Added on top of HCCL_EXEC_TIMEOUT: the event wait must outlast the execution limit
 # (torch_npu: HCCL_EVENT_TIMEOUT default 1868 against HCCL_EXEC_TIMEOUT default 1836).
@@ -98,6 +99,9 @@ def check_environment(job: Job) -> None:
         limits = _RANGES.get(name)
         if limits is None:
             continue
+        why = why_no_megabytes(value) if name == "HCCL_BUFFSIZE" else None
+        if why is not None:
+            raise InputError(f"env.{name}", why)
         if not re.fullmatch(r"-?\d+", value) or not limits.low <= int(value) <= limits.high:
             raise InputError(
                 f"env.{name}", f"{value!r} must be {limits.low} to {limits.high} ({limits.unit})"
@@ -117,6 +121,7 @@ def _check_pairs(values: Mapping[str, str], job: Job) -> None:
             "env.HCCL_IF_BASE_PORT",
             f"ports {base} to {base + HOST_PORTS - 1} contain comm.master_port={master}",
         )
+    _check_white_list(values)
     retry = values["HCCL_OP_RETRY_ENABLE"]
     if not _OP_RETRY.fullmatch(retry):
         raise InputError("env.HCCL_OP_RETRY_ENABLE", f'{retry!r} must look like "L0:0,L1:1,L2:0"')
@@ -126,16 +131,40 @@ def _check_pairs(values: Mapping[str, str], job: Job) -> None:
         )
 
 
+def _check_white_list(values: Mapping[str, str]) -> None:
+    """HCCL reads the list only where it is switched on, and ends where there is none."""
+    is_on, file = values["HCCL_WHITELIST_DISABLE"] == "0", values.get("HCCL_WHITELIST_FILE")
+    if is_on and file is None:
+        raise InputError("env.HCCL_WHITELIST_DISABLE", "0 needs HCCL_WHITELIST_FILE, the list")
+    if file is not None and not is_on:
+        text = f"{file!r} is not read with HCCL_WHITELIST_DISABLE=1, set that to 0"
+        raise InputError("env.HCCL_WHITELIST_FILE", text)
+    if file is not None and not file.startswith("/"):
+        raise InputError("env.HCCL_WHITELIST_FILE", f"{file!r} must be an absolute path")
+
+
+# Why the two limits are what they are, by comm.timeouts.
+_CONNECT_WHY = {
+    "standard": "a rescheduled node pulls its image meanwhile",
+    "platform": "20 minutes, as the platforms' documents have it: on many nodes the last image "
+    "and the last shard of data come late",
+}
+_EXEC_WHY = {
+    "standard": "HCCL's default",
+    "platform": "30 minutes, the platforms' limit of a hang, as their documents have it",
+}
+
+
 def _hccl(job: Job) -> Iterator[Variable]:
     comm = job.comm
     yield Variable(
-        "HCCL_CONNECT_TIMEOUT", str(comm.connect_timeout_s),
-        "seconds to wait for all ranks at link setup; a rescheduled node pulls its image meanwhile",
+        "HCCL_CONNECT_TIMEOUT", str(comm.timeouts_s.connect_s),
+        f"seconds to wait for all ranks at link setup; {_CONNECT_WHY[comm.timeouts]}",
     )  # fmt: skip
     yield Variable(
-        "HCCL_EXEC_TIMEOUT", str(comm.exec_timeout_s),
+        "HCCL_EXEC_TIMEOUT", str(comm.timeouts_s.exec_s),
         "seconds until a collective that waits for a dead rank fails (older series round down "
-        "to a multiple of 68)",
+        f"to a multiple of 68); {_EXEC_WHY[comm.timeouts]}",
     )  # fmt: skip
     yield Variable(
         "HCCL_EVENT_TIMEOUT", str(_execution_s(job) + EVENT_MARGIN_S),
@@ -149,12 +178,17 @@ def _hccl(job: Job) -> Iterator[Variable]:
         f"first of {HOST_PORTS} host ports; reserve them with net.ipv4.ip_local_reserved_ports, "
         "and keep MASTER_PORT out of them",
     )  # fmt: skip
+    yield Variable(
+        "HCCL_WHITELIST_DISABLE", "1",
+        "1: any address may connect, HCCL's default; 0 needs HCCL_WHITELIST_FILE, the list of "
+        "addresses",
+    )  # fmt: skip
 
 
 def _execution_s(job: Job) -> int:
     """HCCL_EXEC_TIMEOUT in effect; a value of the job's own that is no number is refused later."""
     own = job.env.get("HCCL_EXEC_TIMEOUT", "")
-    return int(own) if own.isdecimal() else job.comm.exec_timeout_s
+    return int(own) if own.isdecimal() else job.comm.timeouts_s.exec_s
 
 
 def _op_retry(job: Job) -> Iterator[Variable]:

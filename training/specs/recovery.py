@@ -5,10 +5,12 @@ Times are seconds, steps are completed optimizer steps.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from storage.frozen_model import FrozenModel
 from storage.retention import Retention
@@ -218,6 +220,36 @@ class OpRetrySpec(FrozenModel):
     interval_ms: int = Field(1000, ge=0, le=60_000, description="wait between retries")
 
 
+@dataclass(frozen=True, slots=True)
+class HcclTimeouts:
+    """HCCL's own limits: until all ranks are connected, and of one collective."""
+
+    connect_s: int
+    exec_s: int
+
+
+HCCL_TIMEOUTS: Mapping[str, HcclTimeouts] = {
+    "standard": HcclTimeouts(600, 1836),  # HCCL's own default of the second
+    "platform": HcclTimeouts(1200, 1800),
+}
+MEGABYTE = 1 << 20
+
+
+def why_no_megabytes(value: str) -> str | None:
+    """What is wrong with a size that ought to be in MB: it is in bytes, or has a unit of its own.
+
+    HCCL's reference gives HCCL_BUFFSIZE in MB, default 200; some guides have 209715200, the same
+    in bytes. Taken for MB, that would be 200 TB, twice for every communicator.
+    """
+    if value.isdecimal() and int(value) >= MEGABYTE:
+        megabytes = max(1, int(value) // MEGABYTE)
+        return f"{value} is a number of bytes, HCCL_BUFFSIZE is in MB: write {megabytes}"
+    with_unit = re.fullmatch(r"(\d+) ?([KMGT]i?B?|B)", value, re.IGNORECASE)
+    if with_unit is not None:
+        return f"{value!r} has a unit, HCCL_BUFFSIZE is a plain number of MB"
+    return None
+
+
 class CommSpec(FrozenModel):
     """Limits and ports of the collectives; becomes HCCL_* and torch variables."""
 
@@ -225,8 +257,16 @@ class CommSpec(FrozenModel):
         0, ge=0, le=65_535, description="rendezvous port on the first node; 0: any free one"
     )
     timeout_s: float = Field(600.0, gt=0, description="limit of one collective in torch")
-    connect_timeout_s: int = Field(600, ge=120, le=7200, description="HCCL_CONNECT_TIMEOUT")
-    exec_timeout_s: int = Field(1836, ge=1, le=2_147_483_647, description="HCCL_EXEC_TIMEOUT")
+    timeouts: Literal["standard", "platform"] = Field(
+        "standard", description="the two limits of HCCL below where they are not given: 600 and "
+        "1836 s; platform: 1200 and 1800 s, as the platforms' documents have them"
+    )  # fmt: skip
+    connect_timeout_s: int | None = Field(
+        None, ge=120, le=7200, description="HCCL_CONNECT_TIMEOUT; default: by timeouts"
+    )
+    exec_timeout_s: int | None = Field(
+        None, ge=1, le=2_147_483_647, description="HCCL_EXEC_TIMEOUT; default: by timeouts"
+    )
     buffsize_mb: int = Field(
         200, ge=1, le=4096,
         description="HCCL_BUFFSIZE in MB, allocated twice for every communicator",
@@ -246,8 +286,29 @@ class CommSpec(FrozenModel):
     mc2: bool = Field(False, description="the program uses MC2 fused operators")
     watchdog: bool = Field(True, description="HCCL/NCCL watchdog ends a process whose peer is gone")
 
+    @property
+    def timeouts_s(self) -> HcclTimeouts:
+        """HCCL's limits in effect."""
+        chosen = HCCL_TIMEOUTS[self.timeouts]
+        return HcclTimeouts(
+            self.connect_timeout_s or chosen.connect_s, self.exec_timeout_s or chosen.exec_s
+        )
+
+    @field_validator("buffsize_mb", mode="before")
+    @classmethod
+    def _check_unit(cls, value: Any) -> Any:
+        if why_no_megabytes(str(value)):
+            raise ValueError(why_no_megabytes(str(value)))
+        return value
+
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:
+        both = self.connect_timeout_s, self.exec_timeout_s
+        if self.timeouts != "standard" and None not in both:
+            raise ValueError(
+                f"timeouts={self.timeouts} changes nothing beside connect_timeout_s and "
+                "exec_timeout_s, leave one of them out"
+            )
         last_port = self.if_base_port + 31
         if self.if_base_port <= self.master_port <= last_port:
             raise ValueError(

@@ -97,8 +97,12 @@ def test_the_event_limit_follows_an_execution_limit_of_the_jobs_own():
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("HCCL_BUFFSIZE", "209715200", "MB, not bytes"),
-        ("HCCL_BUFFSIZE", "200MB", "MB, not bytes"),
+        ("HCCL_BUFFSIZE", "209715200", "number of bytes, HCCL_BUFFSIZE is in MB: write 200"),
+        ("HCCL_BUFFSIZE", "200MB", "has a unit"),
+        ("HCCL_BUFFSIZE", "5000", "MB, not bytes"),
+        ("HCCL_WHITELIST_DISABLE", "0", "0 needs HCCL_WHITELIST_FILE"),
+        ("HCCL_WHITELIST_DISABLE", "no", "0 or 1"),
+        ("HCCL_WHITELIST_FILE", "/etc/hccl.json", "not read with HCCL_WHITELIST_DISABLE=1"),
         ("HCCL_CONNECT_TIMEOUT", "119", "120 to 7200"),
         ("HCCL_EXEC_TIMEOUT", "30min", "seconds"),
         ("HCCL_EVENT_TIMEOUT", "1836", "must exceed HCCL_EXEC_TIMEOUT=1836"),
@@ -117,6 +121,42 @@ def test_the_port_of_the_rendezvous_is_none_of_hccls():
     with pytest.raises(InputError, match=r"contain comm\.master_port=50031"):
         values(comm={"master_port": 50_031}, env={"HCCL_IF_BASE_PORT": "50000"})
     values(comm={"master_port": 50_032}, env={"HCCL_IF_BASE_PORT": "50000"})
+
+
+def test_hccl_asks_for_no_white_list_unless_the_job_names_one():
+    assert values()["HCCL_WHITELIST_DISABLE"] == "1"
+    own = {"HCCL_WHITELIST_DISABLE": "0", "HCCL_WHITELIST_FILE": "/etc/hccl.json"}
+    assert own.items() <= values(env=own).items()
+    with pytest.raises(InputError, match="absolute path"):
+        values(env={**own, "HCCL_WHITELIST_FILE": "hccl.json"})
+
+
+def test_the_documents_limits_are_a_profile_and_a_number_of_the_jobs_own_comes_first():
+    seen = values()
+    assert (seen["HCCL_CONNECT_TIMEOUT"], seen["HCCL_EXEC_TIMEOUT"]) == ("600", "1836")
+    seen = values(comm={"timeouts": "platform"})
+    assert (seen["HCCL_CONNECT_TIMEOUT"], seen["HCCL_EXEC_TIMEOUT"]) == ("1200", "1800")
+    assert int(seen["HCCL_EVENT_TIMEOUT"]) > 1800
+    seen = values(comm={"timeouts": "platform", "exec_timeout_s": 900})
+    assert (seen["HCCL_CONNECT_TIMEOUT"], seen["HCCL_EXEC_TIMEOUT"]) == ("1200", "900")
+    with pytest.raises(InputError, match="changes nothing"):
+        values(comm={"timeouts": "platform", "exec_timeout_s": 900, "connect_timeout_s": 300})
+
+
+def test_each_profile_of_limits_has_its_own_reason():
+    reasons = {
+        profile: [v.why for v in worker_variables(parse_job(document(comm={"timeouts": profile})))]
+        for profile in ("standard", "platform")
+    }
+    assert sum(a != b for a, b in zip(*reasons.values(), strict=True)) == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(209_715_200, "write 200"), ("209715200", "write 200"), ("64M", "a unit")]
+)
+def test_a_size_that_is_not_in_mb_is_refused_with_the_right_unit(value, words):
+    with pytest.raises(InputError, match=rf"comm\.buffsize_mb: .*{words}"):
+        values(comm={"buffsize_mb": value})
 
 
 def test_an_endless_event_wait_is_accepted():
