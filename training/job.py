@@ -58,6 +58,7 @@ from training.specs.watch import WatchSpec
 MAX_USER_VARIABLES = 100  # ModelArts' limit for own environment variables of a training job
 SECRET_FIELDS = frozenset(Credentials.model_fields)  # ledger and Prefect show a job in clear text
 SECRET_SECTIONS = (("env",), ("env_from",))  # no message shows a value that was given there
+TEMPORARY_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108 to warn of
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 RESERVED_PREFIXES = ("MA_", "VC_", "PERDURE_")
 RESERVED_NAMES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK"})
@@ -272,12 +273,13 @@ AnyJob = TypeVar("AnyJob", bound=Job)
 
 
 def departures(job: Job, num_parameters: int | None) -> Iterator[str]:
-    """Where a session job departs from the recommended settings, one line each.
+    """Where a job departs from the recommended settings, one line each.
 
     Args:
         job: to look at.
         num_parameters: of its model; None: not known, so that no interval is recommended.
     """
+    yield from _temporary_places(job)
     if job.worker.is_command:
         return
     if job.checkpoint.has_interval and num_parameters is not None:
@@ -295,10 +297,21 @@ def departures(job: Job, num_parameters: int | None) -> Iterator[str]:
     limit_s = job.restart.hang_timeout_s
     if limit_s is not None and limit_s > PLATFORM_HANG_TIMEOUT_S:
         yield f"restart.hang_timeout_s={limit_s:g} is longer than the platform's 30 minutes"
-    if job.log_path is not None and Path(job.log_path).is_relative_to("/tmp"):  # noqa: S108
-        yield f"log_path={job.log_path} is temporary: logs are gone after a reboot"
     if job.parallelism.kind is ParallelKind.DATA_PARALLEL:
         yield "parallelism.kind=data_parallel: one process drives all cards; ddp is faster"
+
+
+def _temporary_places(job: Job) -> Iterator[str]:
+    address, folder = job.storage.address, job.storage.folder
+    if folder is not None and is_temporary(folder):
+        yield f"storage.address={address} is temporary: all of the run is gone after a reboot"
+    if job.log_path is not None and is_temporary(Path(job.log_path)):
+        yield f"log_path={job.log_path} is temporary: logs are gone after a reboot"
+
+
+def is_temporary(path: Path) -> bool:
+    """Whether what lies there is not expected to outlast a reboot."""
+    return any(map(path.is_relative_to, TEMPORARY_FOLDERS))
 
 
 def _within(chosen: int | None, recommended: int) -> bool:

@@ -32,10 +32,12 @@ from training.job import RESERVED_NAMES, Job
 from training.platforms.settings import shown
 from training.recovery.replicas import Mechanism, feasibility
 from training.supervisor.recipe_check import check_recipe
+from training.supervisor.storage_place import MOUNTS, check_place, place_of
 from training.supervisor.store_place import refuse_vanished
 from training.trainer.data.corpus import CorpusError, find_sources
 from training.trainer.data.first_look import TooFewTokens, check_enough, strange_files
 from training.trainer.data.tokenizer import open_tokenizer
+from training.trainer.size import num_parameters
 from training.wire.node import Check, CheckOutcome
 
 MANY_SAVES_LOST = 0.25  # of all steps, to do again after the worst moment to fail
@@ -211,6 +213,8 @@ def checklist(job: Job) -> Iterator[Check]:
     yield _restarts(job)
     yield _spares(job)
     yield _replicas(job)
+    place = place_of(job.storage, MOUNTS.read_text(encoding="utf-8", errors="replace"))
+    yield check_place(place, num_parameters(job))
 
 
 def _interval(job: Job) -> Check:

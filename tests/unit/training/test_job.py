@@ -271,7 +271,25 @@ def test_departures_from_the_recommended_settings_are_named(
     num_parameters, checkpoint, departs, good
 ):
     job = parse_job(changed(good, "checkpoint", checkpoint))
-    assert bool(list(departures(job, num_parameters))) is departs
+    of_saves = [one for one in departures(job, num_parameters) if one.startswith("checkpoint")]
+    assert bool(of_saves) is departs
+
+
+@pytest.mark.parametrize(
+    ("address", "is_named"),
+    [
+        ("file:///tmp/store", True),
+        ("file:///var/tmp/store", True),
+        ("file:///dev/shm/store", True),
+        ("file:///tmpfs/store", False),
+        ("file:///data/tmp", False),
+        ("s3://tmp/store", False),
+    ],
+)
+@pytest.mark.parametrize("worker", [{}, {"command": ["true"]}])
+def test_a_store_in_a_temporary_folder_is_named(good, address, is_named, worker):
+    job = parse_job({**good, "storage": {"address": address}, "worker": worker})
+    assert any("storage.address" in line for line in departures(job, 10**6)) is is_named
 
 
 def test_no_interval_is_recommended_for_a_model_that_is_not_the_job_s(good, tmp_path, capsys):

@@ -25,6 +25,7 @@ POLICY = "training.recovery.rungs.Policy"
 ADVICE = frozenset(
     {
         ("training.job", "departures"),
+        ("training.job", "_temporary_places"),
         ("training.job", "_interval_text"),
         ("training.supervisor.job_checks", "*"),
         ("training.platforms.printing", "*"),
