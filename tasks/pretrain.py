@@ -183,9 +183,13 @@ def _state_text(verdict: Verdict) -> str:
     assert verdict.fault is not None  # noqa: S101 a decision answers a fault
     assert verdict.decision is not None  # noqa: S101 likewise
     step = f" at step {verdict.step}" if verdict.step is not None else ""
+    healed = ""
+    if verdict.healed is not None:
+        failed = "" if verdict.healed.succeeded else f"; {verdict.healed.rung} failed"
+        healed = f"{failed}; {verdict.healed.text}"
     return (
         f"{verdict.fault.fault_class} on {verdict.fault.where}{step}: "
-        f"{verdict.decision.rung} ({verdict.fault.evidence[:160]})"
+        f"{verdict.decision.rung} ({verdict.fault.evidence[:160]}){healed}"
     )
 
 

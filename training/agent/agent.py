@@ -21,6 +21,7 @@ from training.agent.control import ADDRESS_FILE, control_server, publish_address
 from training.agent.coordinator_client import AgentCoordinatorClient, address_file, metrics_url
 from training.agent.evidence import device_health, device_logs, stacks_of
 from training.agent.hang_check import HangCheck
+from training.agent.healing import NodeHealing
 from training.agent.launcher import Launcher
 from training.agent.log_collection import Collector
 from training.agent.log_reading import read_logs
@@ -59,6 +60,7 @@ from training.wire.agent import (
     StatusQuery,
     StopOrder,
 )
+from training.wire.healing import HealOrder
 from training.wire.node import NodeSample
 
 TICK_S = 0.02
@@ -91,6 +93,7 @@ class Agent:
         self._ending = False
         self._waking = WakeupSignal()
         self._checks = NodeChecks(config, folder)
+        self._healing = NodeHealing(config, folder, self._launcher.fork)
         self._checkpoint_server = CheckpointServerProcess(folder)
         self._sampling = Sampling(folder, self._send_sample)
         self._collector = Collector(config, folder)
@@ -189,6 +192,8 @@ class Agent:
             case CollectOrder():
                 collected = self._collector.collect(order, self._order, self._group)
                 reply = AgentReply(collected=collected)
+            case HealOrder():
+                reply = self._heal(order)
         return reply
 
     def _read_log(self, offset: int) -> AgentReply:
@@ -210,6 +215,7 @@ class Agent:
                 error=f"attempt {self._order and self._order.attempt} is still running"
             )
         self._checks.end()
+        self._healing.end()
         self._order, self._group = order, None
         self._hang, self._staging_error, self._coordinator_end = None, None, None
         self._hang_check = HangCheck(self._config, order.is_command, self._marker)
@@ -299,7 +305,7 @@ class Agent:
         name = self._checkpoint_server.ensure(job, job_file, disk)
         return {"PERDURE_CHECKPOINT_SERVER": name, "PERDURE_DISK_TIER": str(disk) if disk else ""}
 
-    def _attempt_folder(self, order: StartOrder) -> Path:
+    def _attempt_folder(self, order: StartOrder | HealOrder) -> Path:
         name = f"p{order.placement:04d}-a{order.attempt:04d}"
         return self._folder / "attempts" / name
 
@@ -445,6 +451,11 @@ class Agent:
             if refused is None and not self._is_quiet():
                 refused = AgentReply(error="an attempt is running")
         return refused or AgentReply(checks=self._checks.run(order))
+
+    def _heal(self, order: HealOrder) -> AgentReply:
+        if not self._is_quiet():
+            return AgentReply(error="an attempt is running")
+        return AgentReply(healing=self._healing.heal(order, self._attempt_folder(order)))
 
     def _is_quiet(self) -> bool:
         return self._state in (AgentState.IDLE, AgentState.ENDED)

@@ -25,6 +25,7 @@ from training.wire.agent import (
     StartOrder,
     WorkerLog,
 )
+from training.wire.healing import Healing, HealOrder
 from training.wire.node import Check
 
 
@@ -121,6 +122,10 @@ class Engine(Protocol):
 
     def check(self, orders: Mapping[int, CheckOrder]) -> Sequence[Check]:
         """Check all members at once; one that does not answer has failed."""
+        ...
+
+    def heal(self, node: str, order: HealOrder) -> Healing:
+        """Heal the chips of one node, in the background; repeated: how far it is."""
         ...
 
     def start(self, order: StartOrder) -> None:

@@ -55,6 +55,7 @@ from training.wire.agent import (
     StopOrder,
     WorkerLog,
 )
+from training.wire.healing import Healing, HealOrder
 from training.wire.node import Check, unanswered
 
 LOOPBACK = "127.0.0.1"
@@ -194,6 +195,13 @@ class LocalEngine:
 
         with ThreadPoolExecutor(max_workers=max(1, len(orders))) as pool:
             return [check for answer in pool.map(ask, orders) for check in answer]
+
+    def heal(self, node: str, order: HealOrder) -> Healing:
+        """Heal the chips of one node, in the background; repeated: how far it is."""
+        container = next((c for c in self._containers.values() if c.node == node), None)
+        if container is None:
+            raise AgentUnreachable(f"no container is on {node}")
+        return self._client(container).call(order).healing or Healing()
 
     def start(self, order: StartOrder) -> None:
         """Start the processes of an attempt in every container."""

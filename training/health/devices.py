@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from training.health.sources import hccn, npu_smi
@@ -66,10 +66,20 @@ def _is_doubtful(device: DeviceSample) -> bool:
     return not is_fine or device.net_health not in (None, "Success", "Init")
 
 
-def check_history(slots: int, *, ask_tool: Ask = ask) -> Check:
-    """Memory errors, losses of link and packet errors of NPUs since their driver was loaded."""
+def check_history(
+    slots: int, *, devices: Collection[int] | None = None, ask_tool: Ask = ask
+) -> Check:
+    """Memory errors, losses of link and packet errors of NPUs since their driver was loaded.
+
+    Args:
+        slots: devices of the node that the job uses, from 0 on.
+        devices: those of them that are looked at; None: all.
+        ask_tool: runs a tool.
+    """
+    wanted = range(slots) if devices is None else devices
     try:
-        chips = npu_smi.parse_table(ask_tool((NPU_SMI, "info")))[:slots]
+        every = npu_smi.parse_table(ask_tool((NPU_SMI, "info")))[:slots]
+        chips = [chip for index, chip in enumerate(every) if index in wanted]
         found = [line for chip in chips for line in _past(chip, ask_tool)]
     except NoAnswer as error:
         return Check(

@@ -13,7 +13,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
+from training.recovery.healing import ActDone, acts_text
 from training.recovery.protocol import AttemptEvent, RecoveryEvent
+from training.recovery.rungs import Rung
 
 # A diverged loss is written as Infinity or NaN, not as null.
 _LINE = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
@@ -123,6 +125,31 @@ class CheckpointDamaged(AttemptEvent):
     is_repaired: bool
 
 
+class ChipsHealed(AttemptEvent):
+    """What was done about the chips of a node between two attempts in place; the node writes it.
+
+    `number` is 1: there is one for an attempt.
+
+    Attributes:
+        rung: that starts processes there again, if they can be.
+        succeeded: whether the chips can be used; else the rung has failed.
+        seconds: all of it took.
+    """
+
+    kind: Literal["chips_healed"] = "chips_healed"
+    node: str
+    rung: Rung
+    succeeded: bool
+    acts: tuple[ActDone, ...]
+    seconds: float
+
+    @property
+    def text(self) -> str:
+        """What was done, on one line."""
+        went = "can be used" if self.succeeded else "cannot be used"
+        return f"{self.node} {went} after {self.seconds:.2f} s ({acts_text(self.acts)})"
+
+
 class ProgramNotice(AttemptEvent):
     """The program trains otherwise than its author may think; written by the first rank.
 
@@ -133,7 +160,9 @@ class ProgramNotice(AttemptEvent):
     text: str
 
 
-_Recorded = RecoveryEvent | AlertRaised | AlertCleared | CheckpointDamaged | ProgramNotice
+_Recorded = (
+    RecoveryEvent | AlertRaised | AlertCleared | CheckpointDamaged | ProgramNotice | ChipsHealed
+)
 LedgerEvent = Annotated[_Recorded, Field(discriminator="kind")]
 Event = Annotated[StepRecord | CheckpointCommitted | _Recorded, Field(discriminator="kind")]
 EVENT: TypeAdapter[Event] = TypeAdapter(Event, config=_LINE)

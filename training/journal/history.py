@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar, assert_never
 
-from training.journal.events import AlertCleared, AlertRaised, LedgerEvent
+from training.journal.events import AlertCleared, AlertRaised, ChipsHealed, LedgerEvent
 from training.journal.records import (
     AnyRecord,
     AttemptEnded,
@@ -30,6 +30,8 @@ from training.journal.records import (
     RunReopened,
     SupervisorTook,
 )
+from training.recovery.faults import Fault
+from training.recovery.healing import found_at_fault
 from training.recovery.protocol import (
     AttemptEvent,
     LastSave,
@@ -127,6 +129,19 @@ class AttemptView:
     def alerts(self) -> list[Alert]:
         """Health points that left their limits, oldest first."""
         return spans(self.events, AlertRaised, AlertCleared)
+
+    @property
+    def fault(self) -> Fault | None:
+        """What ended it; where the check of its chips failed after it, the hardware is at fault."""
+        fault = self.ended.fault if self.ended is not None else None
+        if fault is None or self.healed is None or self.healed.succeeded:
+            return fault
+        return found_at_fault(fault, self.healed.acts)
+
+    @property
+    def healed(self) -> ChipsHealed | None:
+        """What was done about chips after it, None when nothing was."""
+        return next((event for event in self.events if isinstance(event, ChipsHealed)), None)
 
     @property
     def last_save(self) -> LastSave | None:
@@ -312,7 +327,7 @@ class RunHistory:
             ]
             if view.ended is None or view.ended.fault is None:
                 continue
-            fault = view.ended.fault
+            fault = view.fault or view.ended.fault
             found += [Recovery(fault, r, progressed=False, failed=True) for r in view.failed_rungs]
             if view.decision is not None:
                 found.append(Recovery(fault, view.decision.rung, progressed=later))
@@ -474,7 +489,10 @@ def _update_attempt(
 
 def _why_isolated(view: AttemptView, decision: Decision) -> str:
     fault = view.ended.fault if view.ended is not None else None
-    return f"{fault.fault_class}: {fault.evidence}" if fault is not None else decision.reason
+    healed = f"; {view.healed.text}" if view.healed is not None else ""
+    return (
+        f"{fault.fault_class}: {fault.evidence}{healed}" if fault is not None else decision.reason
+    )
 
 
 def _has_failed(view: AttemptView, recovery: InProcessRecovery) -> bool:

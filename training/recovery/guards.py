@@ -357,7 +357,7 @@ _GUARDS: Mapping[Rung, Callable[[Rung, Case], str | None]] = {
     Rung.STEP_RETRY: _step_refusal,
     Rung.PROCESS_REPLACE: _process_refusal,
     Rung.IN_PLACE_RESTART: _failed_refusal,
-    Rung.HANG_RESTART: lambda _rung, _case: None,
+    Rung.HANG_RESTART: _failed_refusal,
     Rung.POD_RESCHEDULE: _pod_refusal,
     Rung.JOB_RESCHEDULE_ISOLATED: _isolated_refusal,
     Rung.JOB_RESCHEDULE: _job_refusal,

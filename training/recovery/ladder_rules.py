@@ -49,8 +49,9 @@ RULES: Mapping[str, LadderRule] = {
         _MINDCLUSTER,
     ),
     "when_healing_in_place_fails_the_node_is_isolated": LadderRule(
-        "`pod_reschedule` when enabled, else `job_reschedule_isolated`; a code that a chip "
-        "reported allows it whatever the class.",
+        "Before processes start again the chip is checked, and reset where its level asks for it; "
+        "still ill, the restart has failed: `pod_reschedule` when enabled, else "
+        "`job_reschedule_isolated`; a code that a chip reported allows it whatever the class.",
         _MODELARTS,
     ),
     "the_same_code_three_times_in_a_row_isolates_the_node": LadderRule(

@@ -85,6 +85,27 @@ def recommended_interval(num_parameters: int) -> dict[str, int]:
     return {"every_steps": 200}
 
 
+class HealSpec(FrozenModel):
+    """What is done about a chip that had a fault, before processes are started on it again."""
+
+    check: bool = Field(
+        True, description="look at the hardware first: driver health, error counters and a short "
+        "computation; what is still ill is isolated, and the job rescheduled"
+    )  # fmt: skip
+    reset: bool = Field(
+        True, description="reset the chip where the level of its code asks for it, nothing else "
+        "runs on the node's chips, and the driver allows it (npu-smi set -t reset)"
+    )  # fmt: skip
+    wait_s: float = Field(
+        15.0, ge=0, le=600, description="seconds that a fault gets to go by itself "
+        "(MindCluster's WaitFaultSelfHealingTime)"
+    )  # fmt: skip
+    reset_s: float = Field(
+        150.0, ge=1, le=600, description="seconds that a chip gets to come back from a reset "
+        "(MindCluster's WaitDeviceResetTime)"
+    )  # fmt: skip
+
+
 class RestartSpec(FrozenModel):
     """Restart policy, with the ranges of ModelArts' fault-tolerance annotations."""
 
@@ -117,6 +138,9 @@ class RestartSpec(FrozenModel):
         True, description="no spare: may the job go back to nodes that were to be isolated"
     )
     delay_s: float = Field(0.0, ge=0, le=3600, description="pause before a restart")
+    heal: HealSpec = Field(
+        HealSpec(), description="what is done about a faulty chip before a restart in place"
+    )
     progress_after_s: float = Field(
         600.0, gt=0, description="command jobs: an attempt this long counts as progress"
     )

@@ -58,10 +58,10 @@ class Decider:
         """Decide about a failed attempt whose supervisor died before it asked the ladder."""
         view = self.writer.refresh().undecided
         if view is not None:
-            self.decide(view, _fault_of(view))
+            self.decide(view, fault_of(view))
 
-    def rung_failed(self, rung: Rung, why: str, *, waited_s: float = 0.0) -> None:
-        """Record that a rung could not be carried out, and ask the ladder again.
+    def rung_failed(self, rung: Rung, why: str, *, waited_s: float = 0.0) -> Decision:
+        """Record that a rung could not be carried out; what the ladder answers then.
 
         Args:
             rung: that failed.
@@ -76,7 +76,7 @@ class Decider:
         if view is None or len(history.attempts) <= history.budgets_from:
             raise EngineError(why)
         self.writer.append(view, RungFailed, rung=rung, why=why, waited_s=waited_s)
-        self.decide(view, _fault_of(view))
+        return self.decide(view, fault_of(view))
 
     def vanished(self, view: AttemptView) -> None:
         """Record an attempt that ended without a supervisor, and its containers with it."""
@@ -100,7 +100,7 @@ def recoveries_of(job: Job, history: RunHistory) -> list[Recovery]:
     return history.recoveries(progress_after_s=lasts_s)
 
 
-def _fault_of(view: AttemptView) -> Fault:
-    assert view.ended is not None  # noqa: S101 asked for failed attempts alone
-    assert view.ended.fault is not None  # noqa: S101 likewise
-    return view.ended.fault
+def fault_of(view: AttemptView) -> Fault:
+    """What ended an attempt that has failed."""
+    assert view.fault is not None  # noqa: S101 asked for failed attempts alone
+    return view.fault

@@ -92,7 +92,7 @@ def _attempt_report(
     answers = (
         _what(fault),
         _where(view, fault),
-        _done(decision),
+        _done(decision) + _healed(view),
         _cost(history, index, ended),
         over,
         _act(history, fault, decision, place, is_over=is_over),
@@ -177,6 +177,15 @@ def _done(decision: Decision | None) -> str:
     what = RUNGS[decision.rung].spent_on
     meaning = f" ({text(what)})" if what else ""
     return f"{code(decision.rung)}{meaning}: {text(decision.reason)}.{isolated}"
+
+
+def _healed(view: AttemptView) -> str:
+    """What the node did about its chips before, and whether that sufficed."""
+    healed = view.healed
+    if healed is None:
+        return ""
+    failed = "" if healed.succeeded else f" {code(healed.rung)} was tried first and failed."
+    return f"{failed} {text(_sentence(healed.text))}"
 
 
 def _cost(history: RunHistory, index: int, ended: AttemptEnded) -> str:

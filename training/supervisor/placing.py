@@ -23,7 +23,8 @@ from training.journal.history import RunHistory
 from training.journal.ledger import Identity
 from training.journal.records import NodeRefused, Placed
 from training.recovery.rungs import RESTARTS_IN_PLACE, Rung
-from training.supervisor.deciding import Decider
+from training.supervisor.deciding import fault_of
+from training.supervisor.healing import Healer
 from training.supervisor.sub_health import sub_healthy_nodes
 from training.trainer.size import state_bytes
 from training.wire.agent import CheckOrder
@@ -38,13 +39,14 @@ class Placer:
     """Makes and checks the placements of one run.
 
     Args:
-        decider: of the run, asked when a rung cannot be carried out.
+        healer: of the run; its decider is asked when a rung cannot be carried out.
         identity: of this supervisor.
         home: Perdure's folder on this machine.
     """
 
-    def __init__(self, decider: Decider, *, identity: Identity, home: Path) -> None:
-        self._decider = decider
+    def __init__(self, healer: Healer, *, identity: Identity, home: Path) -> None:
+        self._healer, self._decider = healer, healer.decider
+        decider = healer.decider
         self._job, self._engine, self._writer = decider.job, decider.engine, decider.writer
         self._identity = identity
         self._home = home
@@ -59,7 +61,7 @@ class Placer:
         self._decider.decide_pending()
         current = placement_of(self._writer.history)
         repairs = current is not None and bool(self._writer.history.refused_in(current.number))
-        if current is not None and not repairs and self._keeps(self._writer.history, current):
+        if current is not None and not repairs and self._keeps(current, stop_wanted):
             return current
         while True:
             rung = self._repair if repairs else _rung_of(self._writer.refresh())
@@ -82,12 +84,13 @@ class Placer:
         can = Rung.POD_RESCHEDULE in self._engine.capabilities
         return Rung.POD_RESCHEDULE if can else Rung.JOB_RESCHEDULE
 
-    def _keeps(self, history: RunHistory, current: Placement) -> bool:
+    def _keeps(self, current: Placement, stop_wanted: Callable[[], bool]) -> bool:
         """Whether the next attempt keeps the placement that is there.
 
         It does with some members gone, too, when processes were started on it: the attempt then
         ends with the loss, and the ladder decides.
         """
+        history = self._writer.history
         if not history.attempts_in(current.number):
             return self._completes(history, current)
         alive = self._engine.adopt(current)
@@ -96,8 +99,13 @@ class Placer:
                 self._decider.vanished(history.open_attempt)
             return bool(alive)
         decided = history.pending_decision
-        in_place = decided is not None and decided.rung in RESTARTS_IN_PLACE
-        return in_place and len(history.attempts) > history.budgets_from and bool(alive)
+        if decided is None or len(history.attempts) <= history.budgets_from or not alive:
+            return False
+        if decided.rung in RESTARTS_IN_PLACE:
+            # The supervisor before may have died over it; a node that is done has the answer.
+            view = history.attempts[-1]
+            decided = self._healer.heal(view, fault_of(view), decided, stop_wanted=stop_wanted)
+        return decided.rung in RESTARTS_IN_PLACE
 
     def _completes(self, history: RunHistory, current: Placement) -> bool:
         """Finish a placement whose supervisor died between its record and its first attempt.

@@ -16,6 +16,7 @@ from training.journal.events import (
     AlertCleared,
     AlertRaised,
     CheckpointDamaged,
+    ChipsHealed,
     LedgerEvent,
     ProgramNotice,
     StepRecord,
@@ -357,7 +358,7 @@ def _marks(history: RunHistory) -> list[tuple[int, str, str]]:
     return found
 
 
-def event_text(event: LedgerEvent) -> str:  # noqa: PLR0911 one for each kind
+def event_text(event: LedgerEvent) -> str:  # noqa: C901, PLR0911 one for each kind
     """An event as one line of a log."""
     match event:
         case RecoveryBegan():
@@ -386,6 +387,8 @@ def event_text(event: LedgerEvent) -> str:  # noqa: PLR0911 one for each kind
             return f"checkpoint of step {event.step} is damaged, {done}: {event.text}"
         case ProgramNotice():
             return f"the program: {event.text}"
+        case ChipsHealed():
+            return f"before {event.rung}: {event.text}"
         case AlertRaised() | AlertCleared():
             what = " is over"
             if isinstance(event, AlertRaised):

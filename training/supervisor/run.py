@@ -30,6 +30,7 @@ from training.environment import variables_of
 from training.errors import AgentUnreachable, EngineError
 from training.health.verdict import CheckVerdict
 from training.job import Job
+from training.journal.events import ChipsHealed
 from training.journal.history import AttemptView, RunHistory
 from training.journal.ledger import Identity, Ledger
 from training.journal.records import DataReady, RunCreated, RunEnded
@@ -39,6 +40,7 @@ from training.supervisor.attention import spares_of
 from training.supervisor.deciding import Decider, recoveries_of
 from training.supervisor.gang import GangCheck
 from training.supervisor.good_ends import CommandEnds
+from training.supervisor.healing import Healer
 from training.supervisor.health import AttemptHealth
 from training.supervisor.job_registry import remember_job
 from training.supervisor.ledger_writer import LedgerWriter
@@ -77,6 +79,7 @@ class Verdict:
     step: int | None
     fault: Fault | None = None
     decision: Decision | None = None
+    healed: ChipsHealed | None = None
 
     def __repr__(self) -> str:
         # Prefect puts it behind a state's message, in a line of the log.
@@ -203,8 +206,12 @@ class Run:
         return Decider(self.job, self.engine, self._writer)
 
     @property
+    def _healer(self) -> Healer:
+        return Healer(self._decider, self._cwd)
+
+    @property
     def _placer(self) -> Placer:
-        return Placer(self._decider, identity=self._identity, home=self._home)
+        return Placer(self._healer, identity=self._identity, home=self._home)
 
     def observer(self) -> AttemptObserver | None:
         """Observes the open attempt without taking the run; None when there is none."""
@@ -292,8 +299,8 @@ class Run:
             try:
                 self.engine.start(self._order(view, placement, data_manifest_key))
             except (EngineError, AgentUnreachable) as error:
-                return self._conclude(view, watch.wind_up(refusal=str(error)))
-        return self._conclude(view, watch.run())
+                return self._conclude(view, watch.wind_up(refusal=str(error)), stop_wanted)
+        return self._conclude(view, watch.run(), stop_wanted)
 
     def _watch(
         self,
@@ -432,14 +439,16 @@ class Run:
         progress.events = [*recorded, *self._writer.record_events(view, alerts)]
         then(progress)
 
-    def _conclude(self, view: AttemptView, end: AttemptEnd) -> Verdict:
-        """Diagnose, decide, and put both on record."""
+    def _conclude(
+        self, view: AttemptView, end: AttemptEnd, stop_wanted: Callable[[], bool]
+    ) -> Verdict:
+        """Diagnose, decide, put both on record, and heal where the answer is to stay."""
         diagnosis = self._record_end(view, end)
-        placement, attempt = view.key
         if diagnosis is None:
-            return Verdict(end.kind, placement, attempt, end.last_step)
-        decision = self._decider.decide(view, diagnosis.fault)
-        return Verdict(end.kind, placement, attempt, end.last_step, diagnosis.fault, decision)
+            return Verdict(end.kind, *view.key, end.last_step)
+        fault = diagnosis.fault
+        decision, healed = self._healer.answer(view, fault, stop_wanted=stop_wanted)
+        return Verdict(end.kind, *view.key, end.last_step, fault, decision, healed)
 
     def _record_end(self, view: AttemptView, end: AttemptEnd) -> Diagnosis | None:
         """Put the end of an attempt on record, with what broke it, if something did."""

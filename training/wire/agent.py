@@ -15,6 +15,7 @@ from pydantic import Field, SecretStr, SerializationInfo, TypeAdapter, field_ser
 from storage.frozen_model import FrozenModel
 from training.recovery.rungs import Recovery, Rung
 from training.wire.coordinator import CoordinatorAddress
+from training.wire.healing import Healing, HealOrder
 from training.wire.node import Check, NodeSample
 from training.wire.transport import INTO_A_CONNECTION
 
@@ -234,6 +235,7 @@ Order = Annotated[
     | CollectOrder
     | GreetQuery
     | CheckOrder
+    | HealOrder
     | ShutdownOrder,
     Field(discriminator="op"),
 ]
@@ -495,6 +497,7 @@ class AgentReply(FrozenModel):
     texts: tuple[NodeText, ...] = ()
     pieces: tuple[LogPiece, ...] = ()
     checks: tuple[Check, ...] = ()
+    healing: Healing | None = None
     at_s: float | None = None
     collected: Collected | None = None
 

@@ -190,7 +190,7 @@ def cheapest_with_a_budget(asked: Asked) -> Rung:
     floor = max((ORDER.index(p.rung) for p in same), default=0)
     counted = (*IN_PROCESS, Rung.HANG_RESTART, Rung.JOB_RESCHEDULE)  # failed or not
     used = Counter(p.rung for p in row if not p.failed or p.rung in counted)
-    broken = {p.rung for p in row if p.failed and p.rung is not Rung.HANG_RESTART}
+    broken = {p.rung for p in row if p.failed}
     broken_here = {p.rung for p in same if p.failed}
     since = itertools.takewhile(lambda p: not is_hardware(p.fault), reversed(row))
     in_a_row = sum(

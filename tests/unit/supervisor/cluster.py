@@ -7,7 +7,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from training.engines.base import Engine, Greeting, Placement, Snapshot
 from training.errors import AgentUnreachable
+from training.journal.events import ChipsHealed
 from training.journal.records import Member
+from training.recovery.healing import Act, ActDone
 from training.recovery.rungs import Rung
 from training.supervisor.run import Run
 from training.supervisor.runbook import RunSteps, conduct
@@ -24,6 +26,7 @@ from training.wire.agent import (
     WorkerLog,
     WorkerStatus,
 )
+from training.wire.healing import Healing, HealOrder
 from training.wire.node import Check
 
 # Exit code and error of every worker, by how its attempt ends.
@@ -33,6 +36,7 @@ WORKER_ENDS: dict[str, tuple[int, str | None]] = {
     "node lost": (1, None),
     "storage error": (1, "storage.errors.NotFound: data/shards/0"),
     "user": (2, None),
+    "memory": (1, "RuntimeError: UCE ERROR reason=[device mem error]"),
 }
 
 
@@ -57,6 +61,8 @@ class Cluster:
         self.checks: dict[str, list[Check]] = {}  # what the checks of a node find
         self.checked: list[dict[int, bool]] = []  # which members were checked, as new ones or not
         self.clock_s = 0.0
+        self.ill: set[str] = set()  # nodes whose chips no healing mends
+        self.healed: list[tuple[str, HealOrder]] = []
 
     @property
     def outcome(self) -> str:
@@ -117,6 +123,17 @@ class FakeEngine:
         self.cluster.checked.append({i: order.is_new for i, order in orders.items()})
         nodes = [self.cluster.members[index][0].node for index in orders]
         return [check for node in nodes for check in self.cluster.checks.get(node, ())]
+
+    def heal(self, node: str, order: HealOrder) -> Healing:
+        self.tick("heal")
+        self.cluster.healed.append((node, order))
+        is_good = node not in self.cluster.ill
+        seen = ActDone(Act.CHECK, is_good, "computes right" if is_good else "device 0: Alarm")
+        done = ChipsHealed(
+            at_s=6.0, number=1, node=node, rung=order.rung, succeeded=is_good, acts=(seen,),
+            seconds=0.5,
+        )  # fmt: skip
+        return Healing(done=done)
 
     def start(self, order: StartOrder) -> None:
         key = (order.placement, order.attempt)

@@ -16,6 +16,7 @@ from tests.unit.supervisor.cluster import Cluster, FakeEngine, supervise
 from training.job import Job
 from training.journal.records import NodeReleased
 from training.recovery.protocol import PauseBegan, PauseEnded
+from training.recovery.rungs import Rung
 from training.supervisor.run import Run
 from training.supervisor.watch import Progress
 
@@ -69,6 +70,7 @@ SCRIPTS = {
     "crash, then done": (["crash", "done"], "completed"),
     "node lost, then done": (["node lost", "done"], "completed"),
     "user error": (["user"], "failed"),
+    "a chip stays ill": (["memory", "done"], "completed"),
 }
 
 
@@ -79,6 +81,7 @@ def test_a_supervisor_killed_between_any_two_actions_is_followed_to_the_same_end
     outcomes, end = SCRIPTS[name]
     for die_at in itertools.count():
         cluster = Cluster(outcomes)
+        cluster.ill = {"node-0", "node-1"} if "ill" in name else set()
         cluster.live[1, 1] = NOTES
         walked = job.model_copy(update={"run_id": f"walk-{die_at}"})
         run, died = walk(walked, tmp_path, cluster, die_at=die_at)
@@ -94,7 +97,14 @@ def test_a_supervisor_killed_between_any_two_actions_is_followed_to_the_same_end
             assert (view.decision is not None) == failed, f"killed at action {die_at}"
             noted = [event.kind for event in view.events]
             expected = ["pause_began", "pause_ended"] if view.key == (1, 1) else []
+            expected += ["chips_healed"] if view.healed is not None else []
             assert noted == expected, f"killed at action {die_at}"
+        if cluster.ill:
+            first = history.attempts[0]
+            assert first.healed is not None, f"killed at action {die_at}"
+            assert not first.healed.succeeded
+            assert first.failed_rungs == (Rung.IN_PLACE_RESTART,)
+            assert (len(history.placements), len(history.isolated)) == (2, 1)
         counts = [m.schedule_cnt for p in history.placements for m in p.members]
         assert max(counts) <= len(history.placements)
         if not died:

@@ -15,6 +15,8 @@ from training.health.sources.vendor_tools import fields, number
 MIB = 1 << 20
 # A row of the table: three columns between bars.
 _ROW = re.compile(r"^\|([^|]*)\|([^|]*)\|([^|]*)\|\s*$")
+# A row of the table of processes: card and chip, process, name, memory.
+_PROCESS = re.compile(r"^\|\s*\d+\s+\d+\s*\|\s*\d+\s*\|[^|]*\|[^|]*\|\s*$", re.MULTILINE)
 _USED_OF_TOTAL = re.compile(r"(\d+)\s*/\s*(\d+)")
 
 
@@ -77,6 +79,11 @@ class Usage:
     memory_total_bytes: int | None
     memory_percent: float | None
     utilisation_percent: float | None
+
+
+def parse_processes(text: str) -> int:
+    """`npu-smi info`: how many processes use a chip that it shows."""
+    return len(_PROCESS.findall(text))
 
 
 def parse_table(text: str) -> tuple[Chip, ...]:

@@ -7,7 +7,7 @@ seconds.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from training.health.sources import hccn, npu_smi, nvml
@@ -27,6 +27,7 @@ class Sampler:
     Args:
         folder: its file system is looked at.
         num_devices: that are looked at, from 0 on.
+        closely: those of them that the tools are asked about one by one; None: all.
         now: wall clock.
         clock: monotonic clock.
     """
@@ -36,12 +37,14 @@ class Sampler:
         folder: Path,
         num_devices: int,
         *,
+        closely: Collection[int] | None = None,
         now: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
         ask_tool: Ask = ask,
     ) -> None:
         self._host = HostSource(folder)
         self._num_devices = num_devices
+        self._closely = range(num_devices) if closely is None else closely
         self._now = now
         self._clock = clock
         self._ask = ask_tool
@@ -81,6 +84,8 @@ class Sampler:
             for index, chip in enumerate(chips):
                 found.append(device_of(index, chip))
             for index, chip in enumerate(chips):
+                if index not in self._closely:
+                    continue
                 if self._clock() > until_s:
                     gaps.append(f"devices {index} on: not asked, {LOOK_LIMIT_S:g} s are over")
                     break
@@ -122,6 +127,11 @@ def device_of(index: int, chip: npu_smi.Chip) -> DeviceSample:
 def health_command(chip: npu_smi.Chip) -> tuple[str, ...]:
     """With `-c`, or the answer may be that of the card's controller, not of the chip."""
     return (NPU_SMI, "info", "-t", "health", "-i", str(chip.npu), "-c", str(chip.chip))
+
+
+def reset_command(chip: npu_smi.Chip) -> tuple[str, ...]:
+    """Resets one chip; on some servers all of them. It asks for a `y`."""
+    return (NPU_SMI, "set", "-t", "reset", "-i", str(chip.npu), "-c", str(chip.chip))
 
 
 def usages_command(chip: npu_smi.Chip) -> tuple[str, ...]:

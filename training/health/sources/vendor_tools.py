@@ -31,8 +31,13 @@ def find_tool(name: str) -> str | None:
     return shutil.which(name) or (shutil.which(place) if place else None)
 
 
-def ask(command: Sequence[str], *, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
+def ask(command: Sequence[str], *, timeout_s: float = COMMAND_TIMEOUT_S, answers: str = "") -> str:
     """What a tool prints, on both streams and whatever its exit code.
+
+    Args:
+        command: the tool and its arguments.
+        timeout_s: it is killed when it takes longer.
+        answers: to what it asks.
 
     Raises:
         NoAnswer: it could not be started, or took longer than `timeout_s`.
@@ -46,13 +51,16 @@ def ask(command: Sequence[str], *, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
             # A session of its own, so that what the tool starts ends with it.
             process = subprocess.Popen(
                 [find_tool(command[0]) or command[0], *command[1:]],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE if answers else subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
         except OSError as error:
             raise NoAnswer(str(error)) from error
+        if process.stdin is not None:
+            with suppress(BrokenPipeError), process.stdin as pipe:  # it asks nothing, and has ended
+                pipe.write(answers.encode())
         try:
             process.wait(timeout_s)
         except subprocess.TimeoutExpired as error:

@@ -1,0 +1,215 @@
+"""Healing the chips of a node on a supervisor's order, between two attempts in place.
+
+What comes next is `next_act`'s to say; here it is done, each act with a limit of its own. It runs
+in a thread: the agent goes on answering. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from training.agent.fork_server import Fork, ForkedProcess, start_alone
+from training.environment import interface_variables
+from training.health.chip_program import FUNCTION
+from training.health.chips import look_at_chips, reset_chips
+from training.job import RESERVED_NAMES
+from training.journal.attempt_log import FILE_NAME, AttemptLog
+from training.journal.events import ChipsHealed
+from training.recovery.healing import CHECK_LIMIT_S, Act, ActDone, NextAct, is_healed, next_act
+from training.wire.agent import AgentConfig
+from training.wire.healing import Healing, HealOrder
+from training.wire.node import Check, CheckOutcome
+
+_log = logging.getLogger("perdure.agent")
+
+Key = tuple[int, int]  # placement and attempt
+LOOK_AGAIN_S = 1.0  # between two looks at a chip that is ill
+POLL_S = 0.01
+OUTPUT = "heal"
+
+ForkFunction = Callable[[Fork], ForkedProcess | subprocess.Popen[bytes]]
+
+
+class NodeHealing:
+    """The healing of one container's chips.
+
+    Args:
+        config: of its agent.
+        folder: of the container.
+        fork: starts processes that have torch already; where it raises OSError, one of its own
+            interpreter is started.
+    """
+
+    def __init__(self, config: AgentConfig, folder: Path, fork: ForkFunction) -> None:
+        self._config = config
+        self._folder = folder
+        self._fork = fork
+        self._lock = threading.Lock()
+        self._now: tuple[Key, _Course] | None = None
+
+    def heal(self, order: HealOrder, attempt_folder: Path) -> Healing:
+        """Begin, unless it was begun; how far it is."""
+        key = (order.placement, order.attempt)
+        with self._lock:
+            if self._now is None or self._now[0] != key:
+                self._end()
+                course = _Course(order, self._config, self._folder, attempt_folder, self._fork)
+                self._now = (key, course)
+                threading.Thread(target=course.run, daemon=True).start()
+            return Healing(done=self._now[1].done)
+
+    def end(self) -> None:
+        """End what goes on; its order gets no answer any more."""
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
+        if self._now is not None:
+            self._now[1].stop.set()
+
+
+class _Course:
+    """One healing, from its first act to its last."""
+
+    def __init__(
+        self,
+        order: HealOrder,
+        config: AgentConfig,
+        folder: Path,
+        attempt_folder: Path,
+        fork: ForkFunction,
+    ) -> None:
+        self._order = order
+        self._config = config
+        self._folder = folder
+        self._attempt_folder = attempt_folder
+        self._fork = fork
+        self._number = 0  # of computations
+        self.stop = threading.Event()
+        self.done: ChipsHealed | None = None
+
+    def run(self) -> None:
+        """Carry out one act after the other, and write down what came of it."""
+        began_s, acts = time.monotonic(), list[ActDone]()
+        while (act := next_act(self._order.plan, acts)) is not None and not self.stop.is_set():
+            acts.append(self._carry_out(act, was_reset=bool(acts)))
+        if self.stop.is_set():
+            return
+        event = ChipsHealed(
+            at_s=time.time(),
+            number=1,
+            node=self._config.node,
+            rung=self._order.rung,
+            succeeded=is_healed(acts),
+            acts=tuple(acts),
+            seconds=time.monotonic() - began_s,
+        )
+        try:
+            self._attempt_folder.mkdir(parents=True, exist_ok=True)
+            with AttemptLog(self._attempt_folder / FILE_NAME) as log:
+                log.append(event)
+        except OSError as error:  # the supervisor has it all the same
+            _log.warning("the attempt's log does not take what was healed: %s", error)
+        self.done = event
+
+    def _carry_out(self, act: NextAct, *, was_reset: bool) -> ActDone:
+        began_s = time.monotonic()
+        # Some servers reset all chips at once.
+        devices = self._every if was_reset else self._order.plan.devices or self._every
+        if act.act is Act.RESET:
+            is_good, seen = reset_chips(self._order.plan.devices or self._every)
+            done = ActDone(Act.RESET, is_good, seen)
+        else:
+            done = self._check(devices, until_s=began_s + act.wait_s)
+        took_s = time.monotonic() - began_s
+        return ActDone(done.act, done.is_good, done.seen, done.codes, took_s)
+
+    @property
+    def _every(self) -> tuple[int, ...]:
+        return tuple(range(self._order.slots_per_node))
+
+    def _check(self, devices: Sequence[int], *, until_s: float) -> ActDone:
+        """Check until nothing is found, or the time is over."""
+        while True:
+            done = self._check_once(devices)
+            left_s = until_s - time.monotonic()
+            if done.is_good or left_s <= 0 or self.stop.wait(min(LOOK_AGAIN_S, left_s)):
+                return done
+
+    def _check_once(self, devices: Sequence[int]) -> ActDone:
+        order = self._order
+        try:
+            look = look_at_chips(order.plan, order.slots_per_node, self._folder, closely=devices)
+        except OSError as error:
+            return ActDone(Act.CHECK, is_good=False, seen=f"not possible: {error}")
+        if not look.is_good:
+            return ActDone(Act.CHECK, is_good=False, seen=look.seen, codes=look.codes)
+        wrong = self._compute(devices)
+        seen = "; ".join(wrong) or f"{look.seen}, and computes right"
+        return ActDone(Act.CHECK, is_good=not wrong, seen=seen, codes=look.codes)
+
+    def _compute(self, devices: Sequence[int]) -> list[str]:
+        """Have the devices compute, all at once. What is wrong with them."""
+        until_s = time.monotonic() + CHECK_LIMIT_S
+        try:
+            started = [(device, *self._start(device)) for device in devices]
+        except OSError as error:
+            return [f"the computation does not start: {error}"]
+        found = [self._await(*one, until_s=until_s) for one in started]
+        return [text for text in found if text]
+
+    def _start(self, device: int) -> tuple[ForkedProcess | subprocess.Popen[bytes], Path]:
+        self._number += 1
+        order = self._order
+        name = f"{OUTPUT}-p{order.placement:04d}-a{order.attempt:04d}-{self._number}"
+        output = self._folder / f"{name}.json"
+        output.unlink(missing_ok=True)
+        # The agent itself may run as a rank of another program.
+        inherited = {n: text for n, text in os.environ.items() if n not in RESERVED_NAMES}
+        wanted = Fork(
+            function=FUNCTION,
+            name=f"{OUTPUT}-{device}",
+            arguments=(str(device),),
+            environment={
+                **interface_variables(self._config.host),
+                **inherited,
+                **order.variables,
+            },
+            cwd=order.cwd,
+            stdout=str(output),
+            stderr=str(self._folder / f"{OUTPUT}.log"),
+        )
+        try:
+            return self._fork(wanted), output
+        except OSError:  # a command's container has no fork server
+            return start_alone(wanted), output
+
+    def _await(
+        self,
+        device: int,
+        process: ForkedProcess | subprocess.Popen[bytes],
+        output: Path,
+        *,
+        until_s: float,
+    ) -> str | None:
+        """What is wrong with a device, None when it computes right."""
+        while process.poll() is None:
+            if self.stop.is_set() or time.monotonic() > until_s:
+                process.kill()
+                return f"device {device}: no result within {CHECK_LIMIT_S:g} s"
+            time.sleep(POLL_S)
+        try:
+            check = Check.model_validate_json(output.read_text(encoding="utf-8"))
+        except (OSError, ValidationError):
+            return f"device {device}: its process ended with exit code {process.poll()}"
+        finally:
+            output.unlink(missing_ok=True)
+        return check.seen if check.outcome is CheckOutcome.FAILED else None
