@@ -23,6 +23,7 @@ from tasks.reporting import Log, Reporter
 from training.journal.events import (
     AlertCleared,
     AlertRaised,
+    BatchSkipped,
     CheckpointDamaged,
     LedgerEvent,
     ProgramNotice,
@@ -66,7 +67,9 @@ ACCOUNT_SHARE = 0.05  # of the time, at most, goes into making accounts
 ACCOUNT_AGE_SHARE = 0.01
 ACCOUNT_MAX_PERIOD_S = 600.0
 RECENT = 5  # attempts whose reports may still change
-BAD_NEWS = (RecoveryBegan, AttemptGivenUp, CheckpointDamaged, AlertRaised, ProgramNotice)
+BAD_NEWS = (
+    RecoveryBegan, AttemptGivenUp, CheckpointDamaged, AlertRaised, ProgramNotice, BatchSkipped,
+)  # fmt: skip
 
 
 class RunStory:

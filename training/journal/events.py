@@ -15,6 +15,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 
 from training.recovery.healing import ActDone, acts_text
 from training.recovery.protocol import AttemptEvent, RecoveryEvent
+from training.recovery.repair import SkippedBatch
 from training.recovery.rungs import Rung
 
 # A diverged loss is written as Infinity or NaN, not as null.
@@ -160,8 +161,26 @@ class ProgramNotice(AttemptEvent):
     text: str
 
 
+class BatchSkipped(AttemptEvent):
+    """A global batch was passed over; written by the first rank. `number` is `batch.stop`.
+
+    Attributes:
+        is_known: it had been skipped before a restart, and was not even tried this time.
+    """
+
+    kind: Literal["batch_skipped"] = "batch_skipped"
+    batch: SkippedBatch
+    is_known: bool = False
+
+
 _Recorded = (
-    RecoveryEvent | AlertRaised | AlertCleared | CheckpointDamaged | ProgramNotice | ChipsHealed
+    RecoveryEvent
+    | AlertRaised
+    | AlertCleared
+    | CheckpointDamaged
+    | ProgramNotice
+    | ChipsHealed
+    | BatchSkipped
 )
 LedgerEvent = Annotated[_Recorded, Field(discriminator="kind")]
 Event = Annotated[StepRecord | CheckpointCommitted | _Recorded, Field(discriminator="kind")]

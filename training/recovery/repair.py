@@ -57,6 +57,24 @@ class Vote(FrozenModel):
     lr: float = 0.0
 
 
+class SkippedBatch(FrozenModel):
+    """A global batch that was passed over, because the step that it made was abnormal.
+
+    Attributes:
+        step: that it was to become; the batch after it became that step, or was skipped as well.
+        start: global samples handed out before it.
+        stop: the same, after it.
+        loss: mean over it, None when it is not a number.
+        grad_norm: before clipping, likewise.
+    """
+
+    step: int
+    start: int
+    stop: int
+    loss: float | None
+    grad_norm: float | None
+
+
 class RankReport(FrozenModel):
     """State of a rank when a generation begins.
 
@@ -68,6 +86,7 @@ class RankReport(FrozenModel):
         snapshot_step: of its newest snapshot, None without one.
         votes: about `step` and the one after, as far as it took part in them.
         pending: what it had still to do after `step`, by name.
+        skipped: batches that it has passed over since `step`, oldest first.
     """
 
     rank: int
@@ -78,6 +97,7 @@ class RankReport(FrozenModel):
     snapshot_step: int | None = None
     votes: tuple[Vote, ...] = ()
     pending: tuple[str, ...] = ()
+    skipped: tuple[SkippedBatch, ...] = ()
 
     @property
     def is_clean(self) -> bool:
@@ -114,6 +134,7 @@ class RepairPlan(FrozenModel):
         vote: of `step`, for the record of it, None when no rank knows it.
         pending: what is to be done before the next step, by name.
         savers: LAST_SAVE: who saves, one rank per replica group.
+        skipped: batches after `step` that no rank trains on, oldest first.
     """
 
     mode: RepairMode
@@ -124,6 +145,7 @@ class RepairPlan(FrozenModel):
     vote: Vote | None = None
     pending: tuple[str, ...] = ()
     savers: tuple[int, ...] = ()
+    skipped: tuple[SkippedBatch, ...] = ()
 
 
 class Unrepairable(Exception):  # noqa: N818 a state of affairs, named as it is shown
@@ -163,11 +185,13 @@ def plan_repair(
     able = {report.rank for report in clean if report.can_be_at(step)}
     applies = tuple(sorted(r.rank for r in clean if r.rank in able and r.step < step))
     vote = next((vote for r in clean for vote in r.votes if vote.step == step), None)
+    skipped = _skipped(clean, step)
     if mode is RepairMode.LAST_SAVE:
         if step == 0:  # what every start makes anew; without wrappers each rank has its own
             raise Unrepairable("nothing was trained yet")
+        savers = _savers(able, groups)
         return RepairPlan(
-            mode=mode, step=step, applies=applies, vote=vote, savers=_savers(able, groups)
+            mode=mode, step=step, applies=applies, vote=vote, savers=savers, skipped=skipped
         )
     return RepairPlan(
         mode=mode,
@@ -176,6 +200,7 @@ def plan_repair(
         moves=_moves([r.rank for r in reports if r.rank not in able], able, groups),
         vote=vote,
         pending=_pending(reports, step),
+        skipped=skipped,
     )
 
 
@@ -233,6 +258,11 @@ def _pending(reports: Sequence[RankReport], step: int) -> tuple[str, ...]:
     """What some rank at this step has not done yet; all of them do it, for it needs all."""
     pending = (name for report in reports if report.step == step for name in report.pending)
     return tuple(dict.fromkeys(pending))
+
+
+def _skipped(clean: Sequence[RankReport], step: int) -> tuple[SkippedBatch, ...]:
+    """What the furthest rank has passed over: the others were about to, each in the same order."""
+    return max((r.skipped for r in clean if r.step == step), key=len, default=())
 
 
 def steps_lost(reports: Mapping[int, RankReport], plan: RepairPlan) -> int:

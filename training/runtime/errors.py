@@ -2,6 +2,7 @@
 
 WorkerError
   + NumericAnomaly    the loss is not a number
+  + AbnormalStretch   too many batches in a row are abnormal
   + RanksDiffer       the program trains another model on each rank
   + SilentCorruption  values of a rank have changed that were equal to those of others
   + NotApplied        a step was left without step.apply()
@@ -31,6 +32,10 @@ class WorkerError(PerdureError):
 
 class NumericAnomaly(WorkerError):  # noqa: N818 a state of affairs, named as it is shown
     """The loss is nan or infinite."""
+
+
+class AbnormalStretch(WorkerError):  # noqa: N818 a state of affairs, named as it is shown
+    """As many batches in a row were skipped as the job allows."""
 
 
 class RanksDiffer(WorkerError):  # noqa: N818 a state of affairs, named as it is shown

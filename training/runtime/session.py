@@ -43,7 +43,8 @@ from training.runtime.state.live import Snapshots, damage
 from training.runtime.state.random_numbers import UninitializedParameters, seeded_after
 from training.runtime.step_loop.loop import AgentRequests, StepLoop
 from training.runtime.step_loop.rank_recovery import RankRecovery
-from training.runtime.step_loop.step import Step
+from training.runtime.step_loop.skipping import SkippedData
+from training.runtime.step_loop.step import Limits, Step
 from training.runtime.step_loop.step_records import StepRecords
 from training.runtime.step_loop.wrappers import settle_buckets
 
@@ -254,6 +255,16 @@ class Session:
             records=self._records,
             requests=self._requests,
             recovery=recovery,
+            skipping=self._skipping(),
+        )
+
+    def _skipping(self) -> SkippedData | None:
+        spec = self.job.restart
+        if not spec.data_skipping:
+            return None
+        limits = Limits(spec.abnormal_loss, spec.abnormal_grad_norm)
+        return SkippedData(
+            self._store, self.job.run_id, limits=limits, max_in_a_row=spec.max_skipped_in_a_row
         )
 
 

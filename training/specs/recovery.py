@@ -25,6 +25,7 @@ EPOCH_BELOW_PARAMETERS = 1_000_000_000
 STEPS_500_UP_TO_PARAMETERS = 10_000_000_000
 RECOMMENDED_KEEP_LAST = 5
 PLATFORM_HANG_TIMEOUT_S = 1800.0
+MAX_SKIPPED_IN_A_ROW = 10  # MindFormers' default of global_norm_spike_count_threshold
 
 
 class CheckpointSpec(FrozenModel):
@@ -171,14 +172,20 @@ class RestartSpec(FrozenModel):
         "memory, to which an abnormal step goes back; needs twice a rank's share of the state"
     )  # fmt: skip
     abnormal_loss: float | None = Field(
-        None, gt=0, description="a loss over this is abnormal; nan and inf always are"
+        None, gt=0, description="a loss of this or more is abnormal; nan and inf always are"
     )
     abnormal_grad_norm: float | None = Field(
-        None, gt=0, description="a gradient norm over this, before clipping, is abnormal"
-    )
+        None, gt=0, description="a gradient norm of this or more, before clipping, is abnormal "
+        "(global_norm_spike_threshold)"
+    )  # fmt: skip
     data_skipping: bool = Field(
-        False, description="skip batches with an abnormal loss; excludes numeric_retry"
-    )
+        False, description="pass over batches whose loss or gradient norm is abnormal, for good "
+        "(use_skip_data_by_global_norm); excludes numeric_retry"
+    )  # fmt: skip
+    max_skipped_in_a_row: int = Field(
+        MAX_SKIPPED_IN_A_ROW, ge=1, description="data_skipping: so many abnormal batches in a row "
+        "end the run (global_norm_spike_count_threshold)"
+    )  # fmt: skip
     mindcluster_frequency: bool = Field(
         False, description="isolate a chip's node also at MindCluster's own numbers per fault "
         "code (2, 3 or 5 in 24 h), not only at 3 in a row"
@@ -204,6 +211,12 @@ class RestartSpec(FrozenModel):
     def _check_pairs(self) -> Self:
         if self.pod_before_in_place and not self.pod_retries:
             raise ValueError("pod_before_in_place=true needs pod_retries of 1 or more")
+        # A job that was written out has every field.
+        if self.max_skipped_in_a_row != MAX_SKIPPED_IN_A_ROW and not self.data_skipping:
+            raise ValueError(
+                f"max_skipped_in_a_row={self.max_skipped_in_a_row} with data_skipping=false: "
+                "only abnormal batches that are skipped are counted"
+            )
         chosen = {name: getattr(self, name) for name in self.model_fields_set & POLICY_FIELDS}
         self.read_platform([Setting(n, v, f"{n}={shown(v)}") for n, v in chosen.items()])
         return self

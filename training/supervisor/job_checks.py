@@ -90,6 +90,7 @@ def recovery_notes(job: Job) -> tuple[Note, ...]:
     ]
     return (
         *(_mechanism_note(job, mechanism) for mechanism in Mechanism),
+        *_numeric_notes(job),
         *became,
         *(Note(f"from_platform: {line}", is_warning=True) for line in reading.warnings),
     )
@@ -107,6 +108,20 @@ def _mechanism_note(job: Job, mechanism: Mechanism) -> Note:
     if can.is_possible:
         return Note(f"{mechanism}: possible, {can.reason}")
     return Note(f"{mechanism}: not possible: {can.reason}", is_warning=asked)
+
+
+def _numeric_notes(job: Job) -> Iterator[Note]:
+    """What an answer to abnormal steps lacks."""
+    spec = job.restart
+    for name in ("numeric_retry", "data_skipping"):
+        if not getattr(spec, name):
+            continue
+        if job.worker.is_command:
+            why = "the steps of worker.command are not known, those of a session recipe are"
+            yield Note(f"{name}: not possible: {why}", is_warning=True)
+        elif spec.abnormal_loss is None and spec.abnormal_grad_norm is None:
+            why = "no threshold, so that only nan and inf are abnormal; set abnormal_grad_norm"
+            yield Note(f"{name}: {why}", is_warning=True)
 
 
 def _check_engine(job: Job) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from training.journal.events import (
     AlertCleared,
     AlertRaised,
+    BatchSkipped,
     CheckpointDamaged,
     ChipsHealed,
     LedgerEvent,
@@ -385,6 +386,8 @@ def event_text(event: LedgerEvent) -> str:  # noqa: C901, PLR0911 one for each k
             aside = "set aside, the one before is taken"
             done = "repaired from a node" if event.is_repaired else aside
             return f"checkpoint of step {event.step} is damaged, {done}: {event.text}"
+        case BatchSkipped():
+            return skipped_text(event)
         case ProgramNotice():
             return f"the program: {event.text}"
         case ChipsHealed():
@@ -394,6 +397,20 @@ def event_text(event: LedgerEvent) -> str:  # noqa: C901, PLR0911 one for each k
             if isinstance(event, AlertRaised):
                 what = f", {event.point}: {event.text}"
             return f"alert {event.number}{what}"
+
+
+def skipped_text(event: BatchSkipped) -> str:
+    """One line about a batch that no rank trains on."""
+    batch = event.batch
+    where = (
+        f"the batch of samples {batch.start} to {batch.stop} is passed over at step {batch.step}"
+    )
+    if event.is_known:
+        return f"{where} once more: it was abnormal before"
+    loss, norm = (
+        "no number" if value is None else f"{value:g}" for value in (batch.loss, batch.grad_norm)
+    )
+    return f"{where}: loss {loss}, gradient norm {norm}"
 
 
 def program_notices(history: RunHistory) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 from training.journal.events import (
     AlertCleared,
     AlertRaised,
+    BatchSkipped,
     CheckpointDamaged,
     HealthPoint,
     LedgerEvent,
@@ -28,6 +29,7 @@ from training.journal.records import (
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.protocol import LastSave, PauseBegan, PauseEnded, RecoveryBegan
 from training.recovery.protocol import RecoveryEnded as Ended
+from training.recovery.repair import SkippedBatch
 from training.recovery.rungs import Decision, Rung
 
 NOW: dict[str, Any] = {"at_s": 0.0, "epoch": 1}
@@ -73,6 +75,10 @@ SAVED = LastSave(at_s=32.0, number=3, step=40, ranks=(0, 2))
 STANDS = PauseBegan(at_s=20.0, number=4, step=20)
 GOES_ON = PauseEnded(at_s=25.0, number=4, step=20)
 DAMAGED = CheckpointDamaged(at_s=1.0, number=1, step=40, text="rank 3's file", is_repaired=False)
+SKIPPED = BatchSkipped(
+    at_s=1.75, number=104,
+    batch=SkippedBatch(step=13, start=96, stop=104, loss=4.5, grad_norm=None),
+)  # fmt: skip
 NOTICED = ProgramNotice(at_s=1.5, number=1, text="divides twice")
 HOT = AlertRaised(
     at_s=40.0, number=1, point=HealthPoint.MEMORY_HIGH, text="memory at 98 %", value=98.0,

@@ -14,6 +14,7 @@ from training.recovery.repair import (
     RankReport,
     RepairMode,
     RepairPlan,
+    SkippedBatch,
     StepPhase,
     Unrepairable,
     Vote,
@@ -38,6 +39,14 @@ def at(rank: int, step: int = 10, **changes) -> RankReport:
 
 def fresh(rank: int) -> RankReport:
     return RankReport(rank=rank, step=0, is_fresh=True)
+
+
+def skipped(*starts: int) -> tuple[SkippedBatch, ...]:
+    """Batches of 8 samples that were to become step 11."""
+    return tuple(
+        SkippedBatch(step=11, start=start, stop=start + 8, loss=9.0, grad_norm=1e4)
+        for start in starts
+    )
 
 
 # Examples.
@@ -100,6 +109,18 @@ EXAMPLES: dict[str, tuple[list[RankReport], Sequence[Sequence[int]], RepairPlan]
     "a step that was voted after the accepted one is not lost": (
         [at(0, 11, phase=VOTED), at(1, 11, phase=PREPARED)], PAIR,
         RepairPlan(mode=ACCEPT, step=12, applies=(0, 1)),
+    ),
+    "a batch that one rank has passed over is tried by no other again": (
+        [at(0, skipped=skipped(80, 88)), at(1, phase=PREPARED, skipped=skipped(80)), at(2)],
+        ((0, 1, 2),), RepairPlan(mode=TRAIN, step=10, skipped=skipped(80, 88)),
+    ),
+    "what was passed over on the way to a step is over once a rank has completed it": (
+        [at(0, 11), at(1, **VOTED_11, skipped=skipped(80))], PAIR,
+        RepairPlan(mode=TRAIN, step=11, applies=(1,), vote=vote_of(11)),
+    ),
+    "a last save has the position after the batches that were passed over": (
+        [at(0, skipped=skipped(80)), at(1)], PAIR,
+        RepairPlan(mode=LAST_SAVE, step=10, savers=(0,), skipped=skipped(80)),
     ),
     "all ranks roll back to the snapshot that they have in common": (
         [at(rank, snapshot_step=8, phase=PREPARED) for rank in range(4)], DDP,

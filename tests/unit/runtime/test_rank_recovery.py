@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from training.diagnosis.exits import EXIT_RESTART_ME
-from training.recovery.repair import Move, RepairMode, RepairPlan
+from training.recovery.repair import Move, RepairMode, RepairPlan, SkippedBatch
 from training.runtime.errors import GivenUp, Interrupted
 from training.runtime.step_loop.rank_recovery import RankRecovery, RankState
 
@@ -68,6 +68,32 @@ def test_the_batch_of_a_step_in_flight_is_kept_by_a_plan_that_fails():
     recovery(announced=2)._end_step_in_flight(state, plan)
     assert state.batch is batch
     assert state.in_flight is None
+
+
+class Counting:
+    """A loader of batches of 8 samples."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+    def next_step(self) -> None:
+        self.position += 8
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+
+@pytest.mark.parametrize(("is_held", "position"), [(True, 88), (False, 80)])
+def test_a_rank_passes_over_what_the_others_have_and_gives_up_the_batch_it_holds(is_held, position):
+    batches = tuple(
+        SkippedBatch(step=11, start=start, stop=start + 8, loss=None, grad_norm=None)
+        for start in (72, 80, 88)
+    )
+    loader: Any = Counting(position)  # a batch that is held was handed out
+    state = RankState(10, {}, batch=["of 80"] if is_held else None, skipped=batches[:1])
+    state.catch_up(batches, loader)
+    assert (state.batch, state.skipped) == (None, batches)
+    assert state.data == {"position": 96}
 
 
 @pytest.mark.parametrize(("target", "goes_back"), [(3, False), (2, True)])

@@ -42,6 +42,7 @@ class Trainee:
     heartbeat: HeartbeatWriter
     requests: StepRequests = field(default_factory=lambda: StepRequests(stop=False, save=False))
     limits: Limits = field(default_factory=Limits)
+    skips: bool = False
     faults: dict[str, BaseException] = field(default_factory=dict)  # by the point they come at
     recoverable: tuple[type[BaseException], ...] = ()
     factor: float = 1.0
@@ -71,6 +72,7 @@ class Trainee:
             is_recoverable=lambda error: isinstance(error, self.recoverable),
             limits=self.limits,
             comparison=Comparison(((0,),), every_steps=1),
+            skips=self.skips,
         )
         batch = zip(INPUTS.chunk(micro_batches), TARGETS.chunk(micro_batches), strict=True)
         return Step(number, list(batch), context)
@@ -214,8 +216,13 @@ def steep(_index: int, loss: torch.Tensor) -> torch.Tensor:
         ),
         # The reduced gradient does not show whose it was.
         (steep, Limits(), r"gradient norm is (nan|inf)", None),
-        (added(0, to=0), Limits(loss=0.5), r"loss is 3\.\d+, over 0\.5", 0),
-        (added(0, to=0), Limits(grad_norm=0.25), r"gradient norm is \d\.\d+, over 0\.25", None),
+        (added(0, to=0), Limits(loss=0.5), r"loss is 3\.\d+, the limit is 0\.5", 0),
+        (
+            added(0, to=0),
+            Limits(grad_norm=0.25),
+            r"gradient norm is \d\.\d+, the limit is 0\.25",
+            None,
+        ),
     ],
 )
 def test_an_abnormal_step_is_an_anomaly_with_its_culprit_and_applies_nothing(
@@ -232,6 +239,42 @@ def test_an_abnormal_step_is_an_anomaly_with_its_culprit_and_applies_nothing(
     assert trainee.state() == before
     assert step.phase is StepPhase.PREPARED
     assert not step.is_applied
+
+
+@pytest.mark.parametrize(
+    ("limits", "is_abnormal"),
+    [
+        (Limits(loss=3.0), True),
+        (Limits(loss=3.0001), False),
+        (Limits(grad_norm=7.0), True),
+        (Limits(grad_norm=7.0001), False),
+    ],
+)
+def test_a_limit_that_is_just_reached_counts(limits, is_abnormal):
+    vote = Vote(step=1, loss=3.0, grad_norm=7.0)
+    assert (limits.refusal(vote, has_scaler=False) is not None) == is_abnormal
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_an_abnormal_step_that_is_skipped_leaves_everything_for_the_next_batch(make, scaled):
+    def trainee() -> Trainee:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None
+        return make(scaler=scaler)
+
+    plain, skipping = trainee(), trainee()
+    plain.take(plain.step(1))
+    skipping.take(skipping.step(1))
+    skipping.skips, skipping.limits = True, Limits(grad_norm=1e3)
+    before, skipping.factor = skipping.state(), 1e4
+    step = skipping.take(skipping.step(2))
+    assert step.is_skipped
+    assert not step.is_applied
+    assert step.phase is StepPhase.RUN
+    assert skipping.state() == before
+    skipping.factor = 1.0
+    assert skipping.take(skipping.step(2)).is_applied
+    plain.take(plain.step(2))
+    assert skipping.state() == plain.state()
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")

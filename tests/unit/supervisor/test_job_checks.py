@@ -130,11 +130,33 @@ WRONG = [
         {"data_skipping": True, "numeric_retry": True},
         ["numeric_retry=true", "data_skipping=true", "exclude"],
     ),
+    (
+        {"max_skipped_in_a_row": 3},
+        ["max_skipped_in_a_row=3", "data_skipping=false"],
+    ),
     ({"from_platform": {"hang-retry": "true"}}, ["did you mean fault-tolerance/hang-retry?"]),
     ({"from_platform": {"fault-retry-times": 3}}, ["fault-retry-times", "3", "string"]),
     ({"from_platform": {3: "x"}}, ["from_platform", "3", "string"]),
     ({"from_platform": "x"}, ["from_platform", "x"]),
 ]
+
+
+@pytest.mark.parametrize("name", ["numeric_retry", "data_skipping"])
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({}, "no threshold, so that only nan and inf are abnormal"),
+        ({"worker": {"command": ["true"]}}, "the steps of worker.command are not known"),
+        ({"limit": 3.0}, None),
+    ],
+    ids=["without a threshold", "a command", "with one"],
+)
+def test_an_answer_to_abnormal_steps_that_lacks_something_is_a_warning(job, name, sections, words):
+    restart = {name: True, "abnormal_grad_norm": sections.get("limit")}
+    given = {key: value for key, value in sections.items() if key != "limit"}
+    notes = recovery_notes(job(restart=restart, **given))
+    found = [one.line for one in notes if one.is_warning and one.line.startswith(f"{name}: ")]
+    assert [words in line for line in found] == ([True] if words else [])
 
 
 @pytest.mark.parametrize(("restart", "words"), WRONG)

@@ -21,6 +21,7 @@ from tests.unit.journal.histories import (
     LINK_RECOVERED,
     NOTICED,
     SAVED,
+    SKIPPED,
     STANDS,
     history_of,
 )
@@ -215,6 +216,11 @@ def test_what_the_server_refused_once_while_closing_is_sent_all_the_same(monkeyp
 
 
 LINES = {
+    SKIPPED: "the batch of samples 96 to 104 is passed over at step 13: loss 4.5, "
+    "gradient norm no number",
+    SKIPPED.model_copy(
+        update={"is_known": True}
+    ): "the batch of samples 96 to 104 is passed over at step 13 once more: it was abnormal before",
     NOTICED: "the program: divides twice",
     DAMAGED: "checkpoint of step 40 is damaged, set aside, the one before is taken: rank 3's file",
     DAMAGED.model_copy(

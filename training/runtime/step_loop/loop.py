@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,16 +20,18 @@ from training.diagnosis.exits import EXIT_RESTART_ME
 from training.health.heartbeat import HeartbeatWriter, Phase
 from training.injection.inside import WorkerInjector
 from training.recovery.protocol import Ending, Paused
-from training.recovery.repair import Vote
+from training.recovery.repair import SkippedBatch, Vote
 from training.runtime.context import WorkerContext
-from training.runtime.errors import WorkerError
-from training.runtime.program import Training
+from training.runtime.errors import AbnormalStretch, WorkerError
+from training.runtime.program import MicroBatch, Training
 from training.runtime.state.checkpointer import Checkpointer
 from training.runtime.state.random_numbers import seed_step
+from training.runtime.state.restore import from_first
 from training.runtime.step_loop.batches import checked
 from training.runtime.step_loop.loss_share import DivisionCheck
 from training.runtime.step_loop.rank_recovery import RankRecovery, RankState
 from training.runtime.step_loop.save_clock import SaveClock
+from training.runtime.step_loop.skipping import SkippedData, skipped_batch
 from training.runtime.step_loop.step import Comparison, Limits, Step, StepContext, StepRequests
 from training.runtime.step_loop.step_records import StepRecords
 
@@ -78,6 +81,7 @@ class StepLoop:
         records: of completed steps.
         requests: of the agent.
         recovery: from faults while the process lives; None: they end it.
+        skipping: of abnormal batches; None: an abnormal step is a fault.
         state: of this rank.
     """
 
@@ -91,6 +95,7 @@ class StepLoop:
     records: StepRecords
     requests: AgentRequests
     recovery: RankRecovery | None
+    skipping: SkippedData | None = None
     state: RankState = field(default_factory=lambda: RankState(0, {}))
     _steps: StepContext = field(init=False)
     _comparison: Comparison = field(init=False)
@@ -114,6 +119,7 @@ class StepLoop:
             is_recoverable=self._is_recoverable,
             limits=Limits(restart.abnormal_loss, restart.abnormal_grad_norm),
             comparison=self._comparison,
+            skips=self.skipping is not None,
             division=DivisionCheck(self.records.notice),
         )
 
@@ -123,10 +129,14 @@ class StepLoop:
         self.faults.reached("restore", 0)
         if self.context.generation is not None:
             self.state.is_fresh = True
+            if self.skipping is not None:  # nobody writes to it: the others wait for this rank
+                self.skipping.know(self.skipping.on_record())
             self._recover(None)
         else:
             self.state.step = self.checkpointer.restore()
             self.state.data = self.training.loader.state_dict()
+            if self.skipping is not None:
+                self.skipping.know(self._skipped_before(self.skipping))
             if self.recovery is not None:
                 self.recovery.snapshot(self.state)
                 self.recovery.report_training(self.state.step)
@@ -137,6 +147,11 @@ class StepLoop:
         spec = self.context.job.checkpoint.resolved(num_parameters)
         self._clock = SaveClock(spec, self.training.loader, self.state.step)
         self.requests.in_loop = True
+
+    def _skipped_before(self, skipping: SkippedData) -> list[SkippedBatch]:
+        """The record, the same on every rank. Collective."""
+        found = from_first(lambda: [one.model_dump() for one in skipping.on_record()], self.device)
+        return [SkippedBatch.model_validate(one) for one in found]
 
     def _at_step(self, phase: Phase | None = None) -> None:
         self.heartbeat.beat(phase=phase, step=self.state.step)
@@ -192,6 +207,8 @@ class StepLoop:
             state.pending = self._after(state.vote)
         self._at_step()
         self._record(state.vote)
+        for batch in state.skipped:  # a first rank that died may not have put it on record
+            self._record_skipped(batch)
         self.recovery.snapshot(state)
 
     def _record(self, vote: Vote | None) -> None:
@@ -207,13 +224,19 @@ class StepLoop:
         step = self.state.in_flight
         if step is None:
             return
-        if step.error is not None:
-            error, step.error = step.error, None
+        error, step.error = step.error, None
+        if step.is_skipped:
+            self._skip(step)
+        if error is not None:
             raise error
+        if step.is_skipped:
+            self._check_stretch()
+            return
         if not step.is_applied:
             raise ValueError(f"step {step.number}: use it as `with step:`")
         state = self.state
         state.step, state.vote, state.in_flight = step.number, step.vote, None
+        state.skipped = ()
         state.data = self.training.loader.state_dict()
         state.pending = self._after(step.vote)
         self._record(step.vote)
@@ -221,6 +244,48 @@ class StepLoop:
         every = self.context.job.restart.snapshot_every_steps
         if self.recovery is not None and state.step % every == 0:
             self.recovery.snapshot(state)
+
+    def _skip(self, step: Step) -> None:
+        """Leave a step that was abnormal; the next batch is to become it."""
+        assert step.vote is not None  # noqa: S101 it has shown that the step is abnormal
+        batch = skipped_batch(step.vote, *self.state.span)
+        self.state.in_flight = None
+        self._pass_over(batch)
+        self._record_skipped(batch)
+        if self.recovery is not None:
+            self.recovery.groups.end_step()
+
+    def _pass_over(self, batch: SkippedBatch) -> None:
+        self.state.skipped += (batch,)
+        self.state.data = self.training.loader.state_dict()
+
+    def _record_skipped(self, batch: SkippedBatch, *, is_known: bool = False) -> None:
+        """Put it on record, once, on the first rank."""
+        if self.skipping is None or self.context.rank != 0:
+            return
+        is_new = self.skipping.known(batch.start, batch.stop) is None
+        if is_new:
+            self.skipping.record(batch)
+            self.skipping.know([batch])
+        if is_new or is_known:
+            self.records.skipped(batch, is_known=is_known)
+
+    def _check_stretch(self) -> None:
+        """End the run after so many abnormal batches in a row, as MindFormers does.
+
+        Raises:
+            AbnormalStretch: they are that many.
+        """
+        assert self.skipping is not None  # noqa: S101 no step is skipped without
+        skipped, limit = self.state.skipped, self.skipping.max_in_a_row
+        if len(skipped) >= limit:
+            # The end of another rank would cut the first one short, which writes the record.
+            dist.barrier()
+            raise AbnormalStretch(
+                f"{len(skipped)} batches in a row are abnormal at step {skipped[-1].step}, samples "
+                f"{skipped[0].start} to {skipped[-1].stop}: look at the data, the thresholds or "
+                f"the learning rate; restart.max_skipped_in_a_row={limit}"
+            )
 
     def _after(self, vote: Vote | None) -> tuple[str, ...]:
         """What is to be done, by the vote of a step, before the next one."""
@@ -287,21 +352,34 @@ class StepLoop:
         groups.client.send(Paused(step=self.state.step, is_paused=False))
 
     def _new_step(self) -> Step:
-        state, loader = self.state, self.training.loader
+        state = self.state
         number = state.step + 1
         self._started_s = time.perf_counter()  # waiting for data is part of a step
         self.heartbeat.beat(phase=Phase.DATA)
         if state.batch is not None:
             batch, state.batch = state.batch, None
         else:
-            state.data = loader.state_dict()
-            began_ns = time.monotonic_ns()
-            batch = checked(loader.next_step())
-            self.heartbeat.waited_for_data(time.monotonic_ns() - began_ns)
+            batch = self._next_batch()
         self.heartbeat.beat(phase=Phase.STEP)
         seed_step(self.context.job.seed, rank=self.context.rank, step=number)
         state.in_flight = Step(number, batch, self._steps)
         return state.in_flight
+
+    def _next_batch(self) -> Sequence[MicroBatch]:
+        """The next batch that is to be trained on."""
+        state, loader = self.state, self.training.loader
+        while True:
+            state.data = loader.state_dict()
+            start, began_ns = loader.position, time.monotonic_ns()
+            batch = checked(loader.next_step())
+            self.heartbeat.waited_for_data(time.monotonic_ns() - began_ns)
+            state.span = (start, loader.position)
+            known = self.skipping.known(*state.span) if self.skipping is not None else None
+            if known is None:
+                return batch
+            self.heartbeat.beat(phase=Phase.DATA)
+            self._pass_over(known)
+            self._record_skipped(known, is_known=True)
 
     def _end(self) -> None:
         """The target is reached."""

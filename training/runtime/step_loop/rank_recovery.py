@@ -30,7 +30,14 @@ from training.recovery.protocol import (
     WorkerFault,
     WorkerFaultKind,
 )
-from training.recovery.repair import RankReport, RepairMode, RepairPlan, StepPhase, Vote
+from training.recovery.repair import (
+    RankReport,
+    RepairMode,
+    RepairPlan,
+    SkippedBatch,
+    StepPhase,
+    Vote,
+)
 from training.runtime.context import WorkerContext
 from training.runtime.errors import (
     GivenUp,
@@ -42,7 +49,7 @@ from training.runtime.errors import (
 )
 from training.runtime.process_group.attempt_groups import AttemptGroups
 from training.runtime.process_group.reconfigurable import default_group
-from training.runtime.program import MicroBatch, Training
+from training.runtime.program import Loader, MicroBatch, Training
 from training.runtime.state.checkpointer import Checkpointer
 from training.runtime.state.live import Snapshots
 from training.runtime.state.transfer import local_part, receive_header, receive_tensors, send_state
@@ -62,6 +69,8 @@ class RankState:
         vote: of the last of them, None when it was not taken here.
         in_flight: the step after, once it is handed out.
         batch: of the step after, which is to be executed again.
+        span: global samples handed out before the newest batch and after it.
+        skipped: batches passed over since `step`, oldest first.
         pending: what is to be done before the next step, by name.
         is_fresh: there is no state yet: this process takes the place of another.
         is_dirty: the tensors are not to be trusted.
@@ -72,6 +81,8 @@ class RankState:
     vote: Vote | None = None
     in_flight: Step | None = None
     batch: Sequence[MicroBatch] | None = None
+    span: tuple[int, int] = (0, 0)
+    skipped: tuple[SkippedBatch, ...] = ()
     pending: tuple[str, ...] = ()
     is_fresh: bool = False
     is_dirty: bool = False
@@ -89,7 +100,18 @@ class RankState:
             snapshot_step=snapshot_step,
             votes=tuple(vote for vote in votes if vote is not None),
             pending=self.pending,
+            skipped=self.skipped,
         )
+
+    def catch_up(self, skipped: tuple[SkippedBatch, ...], loader: Loader) -> None:
+        """Pass over the batches that other ranks have passed over since this step."""
+        for _ in skipped[len(self.skipped) :]:
+            if self.batch is not None:
+                self.batch = None  # the loader is past it
+            else:
+                loader.next_step()
+            self.data = loader.state_dict()
+        self.skipped = skipped
 
 
 @dataclass(slots=True)
@@ -258,10 +280,16 @@ class RankRecovery:
             step.finish(plan.vote)
             state.step, state.data = step.number, self.training.loader.state_dict()
             state.vote = step.vote  # another fault may come before the end: it is reported again
+            state.skipped = ()
         elif step is not None:
             # Whatever this plan is: it may fail, and the next one may execute this step again.
             state.batch = step.data
         state.in_flight = None
+        if state.step == plan.step and not self._is_given_a_state(plan):
+            state.catch_up(plan.skipped, self.training.loader)
+
+    def _is_given_a_state(self, plan: RepairPlan) -> bool:
+        return any(move.target == self.context.rank for move in plan.moves)
 
     def _transfer(self, state: RankState, plan: RepairPlan) -> None:
         """Send this rank's state to those that lost theirs, or receive one."""
@@ -283,7 +311,7 @@ class RankRecovery:
 
     def _roll_back(self, state: RankState, plan: RepairPlan) -> None:
         """Take this rank's own snapshot, unless it receives another one's."""
-        if any(move.target == self.context.rank for move in plan.moves):
+        if self._is_given_a_state(plan):
             return
         assert self.snapshots is not None  # noqa: S101 the plan follows from what was reported
         extra = self.snapshots.extra
@@ -294,6 +322,7 @@ class RankRecovery:
         self.training.loader.load_state_dict(data)
         state.step, state.vote, state.data = plan.step, plan.vote, data
         state.batch, state.is_dirty = None, False
+        state.skipped = plan.skipped
 
     def _save_and_end(self, state: RankState, plan: RepairPlan) -> NoReturn:
         """Write the end-of-life checkpoint."""

@@ -43,11 +43,12 @@ class StepRequests:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Beyond which a step is abnormal; None: only what is not a number is.
+    """From which on a step is abnormal; None: only what is not a number is.
 
     Attributes:
         loss: mean over the global batch.
-        grad_norm: before clipping.
+        grad_norm: before clipping. MindFormers' global_norm_spike_threshold: a norm that reaches
+            it is abnormal (`global_norm >= threshold`, core/callback/callback.py).
     """
 
     loss: float | None = None
@@ -60,10 +61,10 @@ class Limits:
         # A scaler skips a step of infinite gradients by itself.
         if not math.isfinite(vote.grad_norm):
             return None if has_scaler else f"gradient norm is {vote.grad_norm}"
-        if self.loss is not None and vote.loss > self.loss:
-            return f"loss is {vote.loss:g}, over {self.loss:g}"
-        if self.grad_norm is not None and vote.grad_norm > self.grad_norm:
-            return f"gradient norm is {vote.grad_norm:g}, over {self.grad_norm:g}"
+        if self.loss is not None and vote.loss >= self.loss:
+            return f"loss is {vote.loss:g}, the limit is {self.loss:g}"
+        if self.grad_norm is not None and vote.grad_norm >= self.grad_norm:
+            return f"gradient norm is {vote.grad_norm:g}, the limit is {self.grad_norm:g}"
         return None
 
 
@@ -115,7 +116,8 @@ class StepContext:
         faults: injects the faults of a drill.
         requests: this rank's for the boundary after a step, by its number.
         is_recoverable: whether recovery handles an exception that leaves the step.
-        limits: beyond which a step is abnormal.
+        limits: from which on a step is abnormal.
+        skips: an abnormal step is left, and its batch with it; else it is an error.
         division: warns of losses that are divided twice.
         comparison: of what the ranks hold.
     """
@@ -128,6 +130,7 @@ class StepContext:
     is_recoverable: Callable[[BaseException], bool]
     limits: Limits
     comparison: Comparison
+    skips: bool = False
     division: DivisionCheck = field(default_factory=DivisionCheck)
 
 
@@ -139,6 +142,7 @@ class Step:
         vote: what all ranks agreed on, None before.
         phase: how far this rank is in it.
         is_applied: the optimizer has run.
+        is_skipped: it was abnormal: nothing is applied, and no rank trains on its batch.
         is_dirty: the optimizer is running: the state belongs to no step.
         error: a fault that left the step undone, for the loop to recover from.
     """
@@ -149,6 +153,7 @@ class Step:
         self.vote: Vote | None = None
         self.phase = StepPhase.RUN
         self.is_applied = False
+        self.is_skipped = False
         self.is_dirty = False
         self.error: BaseException | None = None
         self._training = context.training
@@ -166,7 +171,7 @@ class Step:
         trace: TracebackType | None,
     ) -> bool:
         if error is None:
-            if not self.is_applied:
+            if not self.is_applied and not self.is_skipped:
                 raise NotApplied(f"step {self.number}: the body ended without step.apply()")
             return False
         if not self._context.is_recoverable(error):
@@ -209,7 +214,7 @@ class Step:
         (scaler.scale(share) if scaler is not None else share).backward()  # type: ignore[no-untyped-call]
 
     def apply(self) -> None:
-        """Clip, agree, and let the optimizer run.
+        """Clip, agree, and let the optimizer run, unless the step is to be skipped.
 
         Raises:
             NumericAnomaly: loss or gradients are abnormal; nothing has been applied.
@@ -229,11 +234,22 @@ class Step:
         self._reached("prepared")
         self.vote = self._agree(norm, hashes)
         refused = self._context.limits.refusal(self.vote, has_scaler=training.scaler is not None)
+        if refused is not None and self._context.skips:
+            self._skip()
+            return
         if refused is not None:
             raise NumericAnomaly(f"{refused} at step {self.number}")
         self.phase = StepPhase.VOTED
         self._reached("voted")
         self.finish(self.vote)
+
+    def _skip(self) -> None:
+        """Leave the state as it was before the batch; every rank has had the same vote."""
+        training = self._training
+        training.zero_grad()
+        if training.scaler is not None:
+            training.scaler._per_optimizer_states.clear()  # noqa: SLF001 update() changes the scale
+        self.phase, self.is_skipped = StepPhase.RUN, True
 
     def finish(self, vote: Vote | None) -> None:
         """Let the optimizer run on this rank's gradient: all ranks hold theirs."""
@@ -263,7 +279,10 @@ class Step:
 
     def _agree(self, norm: float, hashes: Tensor | None) -> Vote:
         requests = self._context.requests(self.number)
-        flags = [float(requests.stop), float(requests.save), float(requests.pause)]
+        # The norm is the first rank's: between replica groups its last bit may differ, and all
+        # ranks have to find the same step abnormal.
+        own_norm = norm if dist.get_rank() == 0 else 0.0
+        flags = [float(requests.stop), float(requests.save), float(requests.pause), own_norm]
         # One copy to the device for everything from the host. The number of ranks whose loss is
         # abnormal, and the sum of those ranks, name the culprit where it is the only one.
         others = torch.tensor([*flags, 1.0, float(dist.get_rank())], device=self._context.device)
@@ -272,7 +291,7 @@ class Step:
         vote = torch.cat([own_loss, others, *self._slots(norm, hashes)])
         began_ns = time.monotonic_ns()
         dist.all_reduce(vote)
-        loss_sum, stop, save, pause, num_culprits, culprits, *compared = vote.tolist()
+        loss_sum, stop, save, pause, norm, num_culprits, culprits, *compared = vote.tolist()
         self._context.heartbeat.voted(time.monotonic_ns() - began_ns)
         if compared:
             self._context.comparison.check(compared, self.number)
@@ -298,7 +317,7 @@ class Step:
         """Whether this rank's own loss is, as a tensor: the host does not wait for the device."""
         is_abnormal = ~own_loss.isfinite()
         if self._context.limits.loss is not None:
-            is_abnormal |= own_loss > self._context.limits.loss
+            is_abnormal |= own_loss >= self._context.limits.loss
         return is_abnormal
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from training.journal.attempt_log import AttemptLog, Follower
-from training.journal.events import CheckpointCommitted, ProgramNotice, StepRecord
+from training.journal.events import BatchSkipped, CheckpointCommitted, ProgramNotice, StepRecord
 from training.journal.steps import UnsavedSteps, metrics_prefix
-from training.recovery.repair import Vote
+from training.recovery.repair import SkippedBatch, Vote
 from training.runtime.context import WorkerContext
 from training.runtime.program import Training
 
@@ -98,6 +98,13 @@ class StepRecords:
             return
         self._num_notices += 1
         self._log.append(ProgramNotice(at_s=time.time(), number=self._num_notices, text=text))
+
+    def skipped(self, batch: SkippedBatch, *, is_known: bool) -> None:
+        """Put on record that no rank trains on a batch."""
+        if self._log is not None:
+            self._log.append(
+                BatchSkipped(at_s=time.time(), number=batch.stop, batch=batch, is_known=is_known)
+            )
 
     def unsaved(self) -> dict[str, str]:
         """Objects for the store, by key, with the records that no save has taken yet."""
