@@ -73,6 +73,7 @@ class CommandRanks:
     _looked_s: float = float("-inf")
     _found: list[CommandProcess] = field(default_factory=list)
     _readers: dict[Path, HeartbeatReader] = field(default_factory=dict)
+    _elsewhere: set[int] = field(default_factory=set)
 
     def processes(self, *, age_s: float = LOOK_S) -> list[CommandProcess]:
         """The command's processes that live, parents first, as of a look at most this old."""
@@ -96,7 +97,8 @@ class CommandRanks:
 
     def ranks(self) -> list[RankReading]:
         """Every rank that is known, by its number; one that has ended as its heartbeat has it."""
-        processes = self.processes()
+        beats = list(self._beats())
+        processes = self._processes_of(beats)
         by_pid = {one.pid: one for one in processes}
         leading = {one.rank: one for one in processes if one.is_rank}
         found: dict[int | str, RankReading] = {}
@@ -104,7 +106,7 @@ class CommandRanks:
             found[one.rank if one.rank is not None else f"p{one.pid}"] = RankReading(
                 one.pid, one.rank, one.local_rank, _worst(one, processes), None
             )
-        for named, beat in self._beats():
+        for named, beat in beats:
             own = by_pid.get(beat.pid)
             rank = own.rank if own is not None and own.rank is not None else named
             led = leading.get(rank) if rank is not None else None
@@ -119,6 +121,16 @@ class CommandRanks:
                 beat,
             )
         return sorted(found.values(), key=lambda one: (one.rank is None, one.rank, one.pid))
+
+    def _processes_of(self, beats: Sequence[tuple[int | None, Heartbeat]]) -> list[CommandProcess]:
+        """Those that live; a process may have written its first heartbeat since the last look."""
+        processes = self.processes()
+        new = {beat.pid for _, beat in beats} - {one.pid for one in processes} - self._elsewhere
+        if new:
+            processes = self.processes(age_s=0.0)
+            # Those that have ended, or have left the command's tree, are not looked for again.
+            self._elsewhere |= new - {one.pid for one in processes}
+        return processes
 
     def stacks_targets(self) -> list[StacksTarget]:
         """All of its processes, those that are stopped first, then the ranks."""

@@ -79,3 +79,21 @@ def test_the_step_of_a_rank_is_known_after_its_end_and_only_a_living_one_is_judg
         found = [(one.rank, one.pid, one.beat and one.beat.step) for one in ranks.ranks()]
         assert found == [(0, living.pid, 12), (1, ended.pid, 12)]
         living.kill()
+
+
+def test_a_rank_that_started_after_the_last_look_is_found_by_its_first_heartbeat(tmp_path):
+    go = tmp_path / "go"
+    rank = f"RANK=4 LOCAL_RANK=2 {sys.executable} -c '{BEATING}'"
+    launcher = f"until [ -e {go} ]; do sleep 0.01; done; {rank} & wait"
+    own = {"PERDURE_HEARTBEAT": str(tmp_path / f"heartbeat-{ANY_RANK}"), "LASTS_S": "600"}
+    process = subprocess.Popen(
+        ["sh", "-c", launcher], start_new_session=True, env={**os.environ, **own}
+    )
+    ranks = CommandRanks(process.pid, tmp_path)
+    assert {one.name for one in ranks.processes()} <= {"sh", "sleep"}
+    go.touch()
+    wait_for(ranks.heartbeats)
+    (found,) = ranks.ranks()
+    assert (found.rank, found.local_rank, found.beat and found.beat.step) == (4, 2, 12)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
