@@ -18,7 +18,6 @@ from pydantic import ValidationError
 
 from training.agent.fork_server import Fork, ForkedProcess, start_alone
 from training.environment import interface_variables
-from training.health.chip_program import FUNCTION
 from training.health.chips import look_at_chips, reset_chips
 from training.job import RESERVED_NAMES
 from training.journal.attempt_log import FILE_NAME, AttemptLog
@@ -34,6 +33,8 @@ Key = tuple[int, int]  # placement and attempt
 LOOK_AGAIN_S = 1.0  # between two looks at a chip that is ill
 POLL_S = 0.01
 OUTPUT = "heal"
+# Named, not imported: it needs torch, and only the process that runs it loads that.
+PROGRAM = "training.health.chip_program:main"
 
 ForkFunction = Callable[[Fork], ForkedProcess | subprocess.Popen[bytes]]
 
@@ -175,7 +176,7 @@ class _Course:
         # The agent itself may run as a rank of another program.
         inherited = {n: text for n, text in os.environ.items() if n not in RESERVED_NAMES}
         wanted = Fork(
-            function=FUNCTION,
+            function=PROGRAM,
             name=f"{OUTPUT}-{device}",
             arguments=(str(device),),
             environment={

@@ -11,8 +11,6 @@ import sys
 from training.device import pick_device
 from training.health import burn_in
 
-FUNCTION = "training.health.chip_program:main"
-
 
 def main() -> None:
     """Multiply twice, and compare with the known product."""

@@ -73,6 +73,7 @@ def test_a_remembered_port_that_is_taken_is_called_that_with_the_command_that_ch
 ):
     monkeypatch.setattr("perdure.server.configured_api", lambda: None)
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    monkeypatch.setattr("training.job.TEMPORARY_FOLDERS", ())  # the job's own warning is none here
     job = tmp_path / "job.yaml"
     document = {"worker": {"command": ["true"]}, "preflight": {"nodes": False}}
     job.write_text(yaml.safe_dump(job_document(tmp_path, **document)))
