@@ -26,6 +26,7 @@ from storage.address import Credentials, StorageSpec
 from storage.frozen_model import FrozenModel
 from training.errors import InputError
 from training.masking import has_key
+from training.platforms.modelarts import GRACE
 from training.recovery.replicas import ParallelLayout
 from training.specs.data import DataSpec, TokenizerSpec
 from training.specs.drill import DrillSpec
@@ -212,6 +213,10 @@ class Job(FrozenModel):
 
 def _check_names(variables: Iterable[str]) -> None:
     for name in variables:
+        if name == GRACE:
+            raise ValueError(
+                f"{name} is set by the node agent, give restart.failover_grace_s instead"
+            )
         if name == "MASTER_PORT":
             raise ValueError(f"{name} is set by the node agent, give comm.master_port instead")
         if name.startswith(RESERVED_PREFIXES) or name in RESERVED_NAMES | OVERWRITTEN_NAMES:

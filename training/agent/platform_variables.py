@@ -30,7 +30,7 @@ def platform_variables(
         "MA_LOG_DIR": order.log_path or mount,
         "MA_SCHEDULE_CNT": str(config.schedule_cnt),
         "MA_PROC_START_CNT": str(proc_start_cnt),
-        "MA_FAILOVER_TERMINATION_GRACE_PERIOD_SECONDS": str(round(order.grace_s)),
+        "MA_FAILOVER_TERMINATION_GRACE_PERIOD_SECONDS": str(order.failover_grace_s),
         "VC_TASK_INDEX": str(config.member),
         "VC_WORKER_NUM": str(order.num_nodes),
         "VC_WORKER_HOSTS": ",".join(order.hosts),

@@ -10,13 +10,16 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
+
+import psutil
 
 from training.agent.activity import Activity
 from training.agent.command import CommandRanks
@@ -315,18 +318,25 @@ class WorkerGroup:
         if self._kill_at_s is None:
             settled = self._first_failure_s is not None and now_s - self._first_failure_s > SETTLE_S
             if settled or not running:
-                self.stop(self.order.grace_s)
+                self.stop(self.order.failover_grace_s if running else self.order.grace_s)
             return False
         left = container_processes(self.marker, spare=self.spare)
         if now_s >= self._kill_at_s:
             signal_all(left, signal.SIGKILL)
         elif not running and not self._is_swept:
-            self._is_swept = True
-            signal_all(left, signal.SIGTERM)
+            self._sweep(left)
         if running or left:
             return False
         self.close_output()
         return True
+
+    def _sweep(self, left: Iterable[psutil.Process]) -> None:
+        """Ask what has outlived the workers to end, once."""
+        self._is_swept = True
+        if self._kill_at_s == math.inf:
+            # Nobody works with these any more: without a forced end, too, they are ended.
+            self._kill_at_s = time.monotonic() + self.order.grace_s
+        signal_all(left, signal.SIGTERM)
 
     def close_output(self) -> None:
         """Nothing of the attempt prints any more."""
@@ -334,8 +344,8 @@ class WorkerGroup:
             self._output.close()
 
     def stop(self, grace_s: float) -> None:
-        """Send SIGTERM to everything, once; `poll` kills what is left after `grace_s`."""
-        deadline_s = time.monotonic() + grace_s
+        """Send SIGTERM to everything, once; `poll` kills what is left after `grace_s`, if >= 0."""
+        deadline_s = time.monotonic() + grace_s if grace_s >= 0 else math.inf
         if self._kill_at_s is not None:
             self._kill_at_s = min(self._kill_at_s, deadline_s)
             return

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from training.errors import InputError
-from training.platforms.modelarts import read_absent
+from training.platforms.modelarts import GRACE, read_absent, read_grace
 from training.platforms.settings import (
     Fact,
     Finding,
@@ -168,8 +168,8 @@ def _read_scheduling(name: str, text: str) -> Iterator[Finding]:
 
 
 _SCHEDULING = {
-    "grace": "the time between SIGTERM and SIGKILL is engine.grace_s, not 15 minutes",
-    "force": "workers still get engine.grace_s between SIGTERM and SIGKILL",
+    "grace": "after a fault SIGKILL follows SIGTERM by restart.failover_grace_s, not 15 minutes",
+    "force": "workers still get restart.failover_grace_s between SIGTERM and SIGKILL",
     "off": "a node or chip fault still moves the job, up to max_restarts times",
 }
 _SUB_HEALTHY_GOES_ON = "the job goes on where it is; only later placements avoid the node"
@@ -194,6 +194,7 @@ FORMS: Mapping[str, Form] = {
         Platform.MODELARTS, "true, false", "comm.op_retry.enabled, which must be the same",
         _choice("operator_retry", words=_TRUE_FALSE),
     ),
+    GRACE: Form(Platform.MODELARTS, "-1 to 86400", "failover_grace_s", read_grace),
     "MS_ENABLE_TFT": Form(
         Platform.MINDFORMERS, "a list of switches, below", "the fields below", read_tft
     ),

@@ -7,13 +7,16 @@ suspension and Pod rescheduling are off unless their annotation is there.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 
 from training.errors import InputError
-from training.platforms.settings import Setting, Value, source_of
+from training.platforms.settings import MAX_GRACE_S, Finding, Setting, Value, refuse, source_of
 
 PREFIX = "fault-tolerance/"
 JOB_RETRY_NUM = f"{PREFIX}job-retry-num"
+GRACE = "MA_FAILOVER_TERMINATION_GRACE_PERIOD_SECONDS"
+NO_FORCED_END = -1
 _NEED_RESTARTS = (f"{PREFIX}hang-retry", f"{PREFIX}pod-retry-num")
 
 # Our fields when the annotation that switches them on is absent.
@@ -23,10 +26,18 @@ _ABSENT: Mapping[str, Mapping[str, Value]] = {
     f"{PREFIX}hang-retry": {"hang": False},
     f"{PREFIX}pod-retry-num": {"pod_retries": 0},
     f"{PREFIX}hccl_op_retry": {"operator_retry": False},
+    GRACE: {"failover_grace_s": NO_FORCED_END},
 }
 
 
-def read_absent(entries: Mapping[str, str]) -> Iterator[Setting | str]:
+def read_grace(name: str, text: str) -> Iterator[Finding]:
+    """MA_FAILOVER_TERMINATION_GRACE_PERIOD_SECONDS: -1, its default, is no forced end."""
+    if not re.fullmatch(r"-1|[0-9]{1,5}", text) or int(text) > MAX_GRACE_S:
+        raise refuse(name, text, f"a number from {NO_FORCED_END} to {MAX_GRACE_S}")
+    yield Setting("failover_grace_s", int(text), source_of(name, text))
+
+
+def read_absent(entries: Mapping[str, str]) -> Iterator[Finding]:
     """What follows from the annotations that are not there; nothing where there are none at all.
 
     Raises:

@@ -20,6 +20,9 @@ from training.recovery.rungs import Policy
 Value = bool | int | str
 
 POLICY_FIELDS = frozenset(f.name for f in fields(Policy))
+# Fields of the job's restart section that the ladder does not read.
+JOB_FIELDS = frozenset({"failover_grace_s"})
+MAX_GRACE_S = 86_400
 
 # A count that a platform only switches on has no limit of its own there: the largest one here,
 # so that max_restarts is the limit that counts.
@@ -44,7 +47,7 @@ class Setting:
     """One field or fact, set.
 
     Attributes:
-        name: field of `Policy`, or a `Fact`.
+        name: field of `Policy` or of the restart section, or a `Fact`.
         value: what it is set to.
         source: name and value as the user wrote them.
         is_implied: only follows from what a list leaves out; gives way to what is written.
@@ -105,7 +108,7 @@ class ImportedSettings:
     """What entries set, taken together.
 
     Attributes:
-        fields: values of the `Policy` fields that were named.
+        fields: values of the fields of `Policy` and of the restart section that were named.
         sources: where each of them was named, as the user wrote it.
         warnings: what the policy cannot express, one line each.
     """
@@ -116,7 +119,7 @@ class ImportedSettings:
 
     def policy(self, base: Policy | None = None) -> Policy:
         """`base` (default: our default policy) with the named fields in place."""
-        named: dict[str, Any] = dict(self.fields)
+        named: dict[str, Any] = {n: v for n, v in self.fields.items() if n in POLICY_FIELDS}
         return replace(base or Policy(), **named)
 
 
@@ -132,7 +135,7 @@ def combine(settings: Sequence[Setting], warnings: Sequence[str]) -> ImportedSet
         known[setting.name] = setting if past is None else _agree(past, setting)
     for pair in PAIRS:
         _check(pair, known)
-    named = {n: s for n, s in known.items() if n in POLICY_FIELDS}
+    named = {n: s for n, s in known.items() if n in POLICY_FIELDS | JOB_FIELDS}
     return ImportedSettings(
         {name: _resolved(setting) for name, setting in named.items()},
         {name: setting.source for name, setting in named.items()},

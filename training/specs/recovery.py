@@ -16,7 +16,15 @@ from storage.frozen_model import FrozenModel
 from storage.retention import Retention
 from training.errors import InputError
 from training.platforms.forms import read_platform
-from training.platforms.settings import POLICY_FIELDS, Fact, ImportedSettings, Setting, shown
+from training.platforms.settings import (
+    JOB_FIELDS,
+    MAX_GRACE_S,
+    POLICY_FIELDS,
+    Fact,
+    ImportedSettings,
+    Setting,
+    shown,
+)
 from training.platforms.tft import TFT, read_snapshot_steps
 from training.recovery.rungs import Policy
 
@@ -138,6 +146,11 @@ class RestartSpec(FrozenModel):
     allow_without_isolation: bool = Field(
         True, description="no spare: may the job go back to nodes that were to be isolated"
     )
+    failover_grace_s: int = Field(
+        3, ge=-1, le=MAX_GRACE_S, description="seconds from SIGTERM to SIGKILL for processes that "
+        "a fault of another one has left (MA_FAILOVER_TERMINATION_GRACE_PERIOD_SECONDS); -1: none "
+        "is ended by force, unless it is silent as long as a hang; -1 with ModelArts' annotations"
+    )  # fmt: skip
     delay_s: float = Field(0.0, ge=0, le=3600, description="pause before a restart")
     heal: HealSpec = Field(
         HealSpec(), description="what is done about a faulty chip before a restart in place"
@@ -217,7 +230,10 @@ class RestartSpec(FrozenModel):
                 f"max_skipped_in_a_row={self.max_skipped_in_a_row} with data_skipping=false: "
                 "only abnormal batches that are skipped are counted"
             )
-        chosen = {name: getattr(self, name) for name in self.model_fields_set & POLICY_FIELDS}
+        chosen = {
+            name: getattr(self, name)
+            for name in self.model_fields_set & (POLICY_FIELDS | JOB_FIELDS)
+        }
         self.read_platform([Setting(n, v, f"{n}={shown(v)}") for n, v in chosen.items()])
         return self
 

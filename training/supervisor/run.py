@@ -53,6 +53,7 @@ from training.supervisor.watch import (
     AttemptEnd,
     AttemptWatch,
     EndKind,
+    Grace,
     HeldUpBy,
     Progress,
     Statuses,
@@ -312,7 +313,11 @@ class Run:
         job = self.job
         return AttemptWatch(
             self.engine,
-            grace_s=job.engine.grace_s,
+            grace=Grace(
+                request_s=job.engine.grace_s,
+                failover_s=job.restart.failover_grace_s,
+                hang_limit_s=job.watch.command_quiet_s,
+            ),
             start_timeout_s=job.restart.start_timeout_s,
             stop_wanted=stop_wanted,
             on_progress=on_progress,
@@ -410,6 +415,7 @@ class Run:
             is_command=job.worker.is_command,
             cwd=self._cwd,
             grace_s=job.engine.grace_s,
+            failover_grace_s=job.restart.failover_grace_s,
             log_path=job.log_path,
             variables=variables_of(job),
             job=self._job_of_workers().model_dump_json(),

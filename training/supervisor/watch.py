@@ -44,7 +44,7 @@ HeldUpBy = SlowNode | SilentRank
 
 POLL_S = 0.2
 SETTLE_S = 1.0  # survivors saw a death over gloo within 34 ms
-FAULT_GRACE_S = 3.0  # peers of a dead rank cannot save; they only need time to print
+HANG_GRACE_S = 3.0  # ModelArts ends what hangs by force, too; it only needs time to print
 STOP_MARGIN_S = 20.0
 
 
@@ -146,12 +146,28 @@ class _Noticed:
     silent: tuple[SilentRank, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Grace:
+    """How long processes get to end before they are ended by force.
+
+    Attributes:
+        request_s: to save, when the run is stopped on request.
+        failover_s: for the others when one has failed; below 0 none of them is ended by force,
+            unless they live on for `hang_limit_s` or a stop is wanted.
+        hang_limit_s: see failover_s.
+    """
+
+    request_s: float
+    failover_s: float
+    hang_limit_s: float
+
+
 class AttemptWatch:
     """Watches the attempt that `engine` is running.
 
     Args:
         engine: where the attempt runs.
-        grace_s: time the workers get to save when the run is stopped on request.
+        grace: time that processes get to end.
         start_timeout_s: limit for bringing the data to a node and starting its processes.
         stop_wanted: asked at every poll.
         on_progress: called at every poll with what is new.
@@ -164,7 +180,7 @@ class AttemptWatch:
         self,
         engine: Engine,
         *,
-        grace_s: float,
+        grace: Grace,
         start_timeout_s: float,
         stop_wanted: Callable[[], bool],
         on_progress: Callable[[Progress], None],
@@ -173,7 +189,7 @@ class AttemptWatch:
         command_ends: CommandEnds | None = None,
     ) -> None:
         self._engine = engine
-        self._grace_s = grace_s
+        self._grace = grace
         self._start_timeout_s = start_timeout_s
         self._stop_wanted = stop_wanted
         self._on_progress = on_progress
@@ -191,8 +207,8 @@ class AttemptWatch:
             snapshot = self._observe()
             # A fault comes before a request to stop: else nobody would learn of it.
             if self._stop_wanted() and not has_failure(snapshot):
-                self._engine.stop(self._grace_s)
-                final = self._await_end(self._grace_s)
+                self._engine.stop(self._grace.request_s)
+                final = self._await_end(self._grace.request_s)
                 kind = EndKind.COMPLETED if self._is_completed(final) else EndKind.STOPPED
                 return self._end(kind, final)
             if self._command_ends is not None and self._command_ends.bad:
@@ -234,9 +250,10 @@ class AttemptWatch:
         # Before the order to stop, which would change them.
         stacks = tuple(self._engine.stacks()) if silent else ()
         # Ranks that are merely slow can save together; peers of a dead one cannot.
-        grace_s = self._grace_s if slow is not None else FAULT_GRACE_S
+        grace_s = self._grace.request_s if slow is not None else self._grace.failover_s
+        grace_s = HANG_GRACE_S if silent else grace_s
         self._engine.stop(grace_s)
-        final = self._await_end(grace_s)
+        final = self._await_end(grace_s) if grace_s >= 0 else self._await_unforced_end()
         lost = tuple(dict.fromkeys((*failed.lost, *final.lost, *_not_over(final))))
         noticed = _Noticed(at_s, failed, refusal, slow, stacks, given_up, silent)
         return self._end(EndKind.FAILED, Snapshot(final.agents, lost), noticed)
@@ -248,6 +265,19 @@ class AttemptWatch:
             self._sleep(POLL_S)
             snapshot = self._observe()
         return snapshot
+
+    def _await_unforced_end(self) -> Snapshot:
+        """Wait for processes that end by themselves, until that is a hang."""
+        deadline_s = time.monotonic() + self._grace.hang_limit_s
+        snapshot = self._observe()
+        while not snapshot.is_over and time.monotonic() < deadline_s and not self._stop_wanted():
+            self._sleep(POLL_S)
+            snapshot = self._observe()
+        if snapshot.is_over:
+            return snapshot
+        grace_s = self._grace.request_s if self._stop_wanted() else HANG_GRACE_S
+        self._engine.stop(grace_s)
+        return self._await_end(grace_s)
 
     def _observe(self) -> Snapshot:
         self._read_log()

@@ -72,6 +72,7 @@ class StartOrder(FrozenModel):
     is_command: bool
     cwd: str
     grace_s: float
+    failover_grace_s: int = Field(3, description="for those that a fault has left; -1: no force")
     log_path: str | None
     variables: dict[str, str]
     job: str = Field(description="the job as JSON, without secrets")
@@ -101,7 +102,7 @@ class StartOrder(FrozenModel):
 
 
 class StopOrder(FrozenModel):
-    """Stop the processes: SIGTERM, and SIGKILL after the grace period."""
+    """Stop the processes: SIGTERM, and SIGKILL after the grace period; below 0 it never ends."""
 
     op: Literal["stop"] = "stop"
     grace_s: float

@@ -79,7 +79,7 @@ def test_a_command_gets_the_platforms_variables_and_is_no_rank(shared):
         "MA_NUM_GPUS": "2",
         "MA_CURRENT_IP": "127.0.0.2",
         "MA_SCHEDULE_CNT": "3",
-        "MA_FAILOVER_TERMINATION_GRACE_PERIOD_SECONDS": "0",
+        "MA_FAILOVER_TERMINATION_GRACE_PERIOD_SECONDS": "3",
         "VC_TASK_INDEX": "1",
         "VC_WORKER_NUM": "2",
         "VC_WORKER_HOSTS": "127.0.0.1,127.0.0.2",
@@ -280,6 +280,27 @@ def test_a_worker_that_ignores_sigterm_is_killed_after_the_shortest_grace_period
         shared.call(StopOrder(grace_s=grace_s))
         assert shared.status().state == "stopping"
     assert shared.until("ended").workers[0].exit_code == -signal.SIGKILL
+
+
+LASTING = "trap 'echo asked' TERM; echo up; while :; do sleep 0.02; echo lives; done"
+
+
+def test_without_a_forced_end_a_worker_lives_until_another_order_comes(shared):
+    shared.start("sh", "-c", LASTING, failover_grace_s=-1, grace_s=0.1)
+    until_logged(shared, "up")
+    shared.call(StopOrder(grace_s=-1))
+    until_logged(shared, "asked\n" + "lives\n" * 50)  # ten times the grace period at least
+    assert shared.status().state == "stopping"
+    shared.call(StopOrder(grace_s=0))
+    assert shared.until("ended").workers[0].exit_code == -signal.SIGKILL
+
+
+def test_without_a_forced_end_what_outlives_the_workers_is_gone(shared):
+    shared.start(sys.executable, "-c", STUBBORN, failover_grace_s=-1, grace_s=0.1)
+    until_logged(shared, "up")
+    shared.call(StopOrder(grace_s=-1))
+    shared.until("ended")
+    assert [process.pid for process in shared.processes()] == [shared.process.pid]
 
 
 def test_a_stubborn_grandchild_in_a_session_of_its_own_is_gone_after_stop(shared):

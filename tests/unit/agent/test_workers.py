@@ -11,7 +11,7 @@ from tests.waiting import wait_for
 from training.agent.error_file import read_error
 from training.errors import InputError
 from training.job import parse_job
-from training.processes import environment_of
+from training.processes import MARKER, environment_of
 
 
 def test_a_worker_that_ended_just_before_the_order_to_stop_was_not_stopped(new_group):
@@ -24,6 +24,31 @@ def test_a_worker_that_ended_just_before_the_order_to_stop_was_not_stopped(new_g
     (status,) = group.statuses()
     assert (status.exit_code, status.stopped_by_agent) == (3, False)
     assert status.ended_s is not None
+
+
+LASTING = (
+    "trap 'echo asked >>log' TERM; until [ -e end ]; do sleep 0.02; echo lives >>log; done; exit 4"
+)
+
+
+@pytest.mark.parametrize("failover_grace_s", [-1, 60])
+def test_a_worker_whose_peer_has_failed_has_the_time_that_the_job_gives(
+    new_group, tmp_path, failover_grace_s
+):
+    log, script = tmp_path / "log", f"[ $LOCAL_RANK = 0 ] && exit 3; {LASTING}"
+    group = new_group("sh", "-c", script, grace_s=0.1, failover_grace_s=failover_grace_s)
+    group.start({**os.environ, MARKER: str(tmp_path)}, proc_start_cnt=1)  # so it can be killed
+
+    def lives_on() -> bool:
+        """It was asked to end ten grace periods of a request to stop ago, at least."""
+        assert not group.poll()
+        return log.exists() and "asked\n" + "lives\n" * 50 in log.read_text()
+
+    wait_for(lives_on)
+    assert [status.exit_code for status in group.statuses()] == [3, None]
+    (tmp_path / "end").touch()
+    wait_for(group.poll)
+    assert [status.exit_code for status in group.statuses()] == [3, 4]
 
 
 @pytest.mark.parametrize(

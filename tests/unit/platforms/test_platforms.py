@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from training.errors import InputError
 from training.platforms.forms import FORMS, OTHERS, Platform, read_platform
 from training.platforms.printing import print_platform
-from training.platforms.settings import PAIRS, POLICY_FIELDS, Fact, Setting
+from training.platforms.settings import JOB_FIELDS, PAIRS, POLICY_FIELDS, Fact, Setting
 from training.recovery.rungs import Policy
 from training.specs.recovery import RestartSpec
 
@@ -87,7 +87,7 @@ def test_the_documentation_lists_every_form():
 
 
 def test_the_tables_name_only_fields_of_the_policy():
-    known = POLICY_FIELDS | set(Fact)
+    known = POLICY_FIELDS | JOB_FIELDS | set(Fact)
     assert {p.name for p in PAIRS} | {p.other for p in PAIRS} <= known
     assert set(FORMS).isdisjoint(OTHERS)
 
@@ -96,9 +96,13 @@ ON_3 = {"unconditional": True, "max_restarts": 3}
 
 
 MA = "fault-tolerance/"
+GRACE = "MA_FAILOVER_TERMINATION_GRACE_PERIOD_SECONDS"
 RETRIED = {f"{MA}job-retry-num": "8"}
 # What is off because its annotation is not there; and without job-retry-num.
-OFF = {"unconditional": False, "hang": False, "pod_retries": 0, "operator_retry": False}
+OFF = {
+    "unconditional": False, "hang": False, "pod_retries": 0, "operator_retry": False,
+    "failover_grace_s": -1,
+}  # fmt: skip
 NOTHING = {**OFF, "max_restarts": 0, "in_place": False}
 # (entries, fields of the policy that they set)
 READ = [
@@ -112,6 +116,9 @@ READ = [
     ({f"{MA}hang-retry": "false"}, NOTHING),
     ({f"{MA}job-unconditional-retry": "true"}, {**NOTHING, "unconditional": True}),
     ({f"{MA}hccl_op_retry": "true"}, {**NOTHING, "operator_retry": True}),
+    ({GRACE: "-1", **RETRIED}, {**OFF, "max_restarts": 8}),
+    ({GRACE: "0", **RETRIED}, {**OFF, "max_restarts": 8, "failover_grace_s": 0}),
+    ({GRACE: "300"}, {"failover_grace_s": 300}),
     ({"use_skip_data_by_global_norm": "True"}, {"data_skipping": True}),
     ({"fault-retry-times": "10"}, {"unconditional": True, "max_restarts": 10}),
     ({"fault-retry-times": "0"}, {"unconditional": False}),
@@ -196,6 +203,18 @@ def test_a_snapshot_interval_that_the_job_contradicts_is_refused_with_both():
         assert word in str(caught.value)
 
 
+def test_the_jobs_own_number_of_seconds_goes_before_an_absent_one_and_never_against_a_given_one():
+    entries = {"from_platform": RETRIED, "failover_grace_s": 60}
+    assert RestartSpec.model_validate(entries).failover_grace_s == 60
+    assert RestartSpec.model_validate({"from_platform": RETRIED}).failover_grace_s == -1
+    assert RestartSpec().failover_grace_s == 3
+    entries["from_platform"] = {GRACE: "30"}
+    with pytest.raises((InputError, ValidationError)) as caught:
+        RestartSpec.model_validate(entries)
+    for word in (f"{GRACE}='30'", "failover_grace_s=60", "contradict"):
+        assert word in str(caught.value)
+
+
 def test_what_one_list_leaves_out_another_may_name():
     found = read_platform({"HIGH_AVAILABILITY": "retry", "MS_ENABLE_TFT": "{ARF:1}"}).fields
     assert (found["memory_retry"], found["process_replace"]) == (True, True)
@@ -210,6 +229,9 @@ WRONG = [
     ({"fault-tolerance/hang-retry": "True"}, ["hang-retry", "'True'", "true or false"]),
     ({f"{MA}hang-retry": "true"}, ["hang-retry", "'true'", "job-retry-num", "1 to 128"]),
     ({f"{MA}pod-retry-num": "2"}, ["pod-retry-num", "'2'", "job-retry-num", "1 to 128"]),
+    ({GRACE: "-2"}, [GRACE, "'-2'", "a number from -1 to 86400"]),
+    ({GRACE: "86401"}, [GRACE, "'86401'", "-1 to 86400"]),
+    ({GRACE: "30 s"}, [GRACE, "'30 s'", "-1 to 86400"]),
     ({"hang-retry": "true"}, ["did you mean fault-tolerance/hang-retry?"]),
     ({"fault-tolerance/job-retry-nr": "3"}, ["did you mean fault-tolerance/job-retry-num?"]),
     ({"colour": "red"}, ["colour", "'red'", "known are", "recover-strategy"]),
@@ -300,8 +322,8 @@ UNSAYABLE = [
     ("recover-strategy", "elastic-training,exit", "fewer ranks"),
     ("recover-strategy", "recover,dump", "pod_reschedule"),
     ("fault-tolerance/job-unconditional-retry", "true", "never restarted"),
-    ("fault-scheduling", "grace", "engine.grace_s"),
-    ("fault-scheduling", "force", "engine.grace_s"),
+    ("fault-scheduling", "grace", "restart.failover_grace_s"),
+    ("fault-scheduling", "force", "restart.failover_grace_s"),
     ("fault-scheduling", "off", "max_restarts"),
     ("subHealthyStrategy", "hotSwitch", "goes on where it is"),
     ("restartPolicy", "Always", "kubelet"),

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from tests.unit.training.readers import Product, product, with_reader
 from training.job import Job
 from training.platforms.forms import FORMS, Platform, read_platform
+from training.platforms.modelarts import NO_FORCED_END
 from training.platforms.settings import PAIRS
 from training.specs.engine import EngineSpec
 from training.specs.recovery import RestartSpec
@@ -178,7 +179,7 @@ def samples(name: str) -> list[str]:
 
 # ModelArts refuses its other annotations without the first.
 BESIDE = {"fault-tolerance/job-retry-num": "8"}
-ABSENT = frozenset({"false", "False"})  # the same as no entry
+ABSENT = frozenset({"false", "False", str(NO_FORCED_END)})  # the same as no entry
 
 
 @pytest.mark.parametrize("name", FORMS)
