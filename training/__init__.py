@@ -9,13 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from training.recovery.replicas import ParallelLayout
     from training.runtime.session import Session
 
 __all__ = ["join"]
 
 
-def join() -> Session:
+def join(*, layout: ParallelLayout | None = None) -> Session:
     """Take this process's place in its run; see `training.runtime.session`."""
     from training.runtime.session import join as join_session  # noqa: PLC0415 loads torch
 
-    return join_session()
+    return join_session(layout=layout)

@@ -156,6 +156,22 @@ class Job(FrozenModel):
         return self
 
     @model_validator(mode="after")
+    def _check_layout(self) -> Self:
+        try:
+            layout = self.layout
+        except ValueError as error:
+            raise ValueError(f"parallelism: {error}") from None
+        if self.is_reference and not self.parallelism.is_default:
+            sizes = "tensor, pipeline, context, expert and optimizer_weight_shard_size"
+            raise ValueError(
+                f"parallelism: {sizes} are for programs of your own, the built-in trainer is "
+                "data-parallel: leave them out, or name your worker.recipe or worker.command"
+            )
+        if not self.worker.is_command:
+            _check_batch(self.batch, layout)
+        return self
+
+    @model_validator(mode="after")
     def _check_session_job(self) -> Self:
         if self.worker.is_command:
             return self
@@ -199,16 +215,13 @@ class Job(FrozenModel):
 
     @property
     def layout(self) -> ParallelLayout:
-        """The parallel layout of a session job."""
-        world = self.engine.world_size
-        match self.parallelism.kind:
-            case ParallelKind.FSDP2:
-                shards = world
-            case ParallelKind.HSDP:
-                shards = world // (self.parallelism.replicas or 1)
-            case ParallelKind.DDP | ParallelKind.DATA_PARALLEL:
-                shards = 1  # whatever one process of the latter drives
-        return ParallelLayout(dp=world, optimizer_shards=shards)
+        """How the ranks are laid out; a session may bring a layout of its own instead."""
+        return self.parallelism.layout(self.engine.world_size)
+
+    @property
+    def has_layout(self) -> bool:
+        """Whether the job says how the ranks of a program of its own are laid out."""
+        return not self.parallelism.is_default
 
 
 def _check_names(variables: Iterable[str]) -> None:
@@ -223,22 +236,22 @@ def _check_names(variables: Iterable[str]) -> None:
             raise ValueError(f"{name} is set by the node agent, choose another name")
 
 
+def _check_batch(batch: BatchSpec, layout: ParallelLayout) -> None:
+    if batch.global_batch_size % (layout.dp * batch.micro_batch_size):
+        ranks = "world size" if layout.dp == layout.world_size else "data-parallel size"
+        raise ValueError(
+            f"batch.global_batch_size={batch.global_batch_size} must be divisible by {ranks} "
+            f"x micro_batch_size = {layout.dp} x {batch.micro_batch_size}"
+        )
+
+
 def _check_world(job: Job) -> None:
-    """Divisibility of batches and replica groups by the world size."""
-    world, batch = job.engine.world_size, job.batch
+    """What does not fit a session of this many ranks."""
+    world = job.engine.world_size
     if job.parallelism.kind is ParallelKind.DATA_PARALLEL and world != 1:
         raise ValueError(
             f"parallelism.kind=data_parallel is one process: engine.nodes x slots_per_node = "
             f"{world} must be 1"
-        )
-    if batch.global_batch_size % (world * batch.micro_batch_size):
-        raise ValueError(
-            f"batch.global_batch_size={batch.global_batch_size} must be divisible by world size "
-            f"x micro_batch_size = {world} x {batch.micro_batch_size}"
-        )
-    if job.parallelism.replicas and world % job.parallelism.replicas:
-        raise ValueError(
-            f"parallelism.replicas={job.parallelism.replicas} must divide the world size {world}"
         )
     sharded = job.parallelism.kind in (ParallelKind.FSDP2, ParallelKind.HSDP)
     if sharded and job.precision is Precision.FP16:

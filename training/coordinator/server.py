@@ -152,6 +152,8 @@ class Coordinator:
             if isinstance(first, WorkerJoined):
                 rank = first.rank
                 self._ranks[rank] = writer
+                if first.layout is not None:
+                    self._attempt.groups = first.layout.replica_groups()
                 self._attempt.joined(rank)
             elif isinstance(first, AgentJoined):
                 node = first.node

@@ -10,6 +10,8 @@ from typing import Self
 
 from training.errors import InputError
 from training.job import Job
+from training.recovery.replicas import ParallelLayout
+from training.specs.model import ParallelKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,7 @@ class WorkerContext:
             recovery inside the process.
         generation: of the process groups, in which this process takes the place of another;
             None: it is one of the first.
+        own_layout: that the program gave when it joined; None: the job's.
     """
 
     job: Job
@@ -54,6 +57,22 @@ class WorkerContext:
     disk_tier: Path | None = None
     coordinator: Path | None = None
     generation: int | None = None
+    own_layout: ParallelLayout | None = None
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """How the ranks are laid out: the program's own layout, else the job's."""
+        return self.own_layout or self.job.layout
+
+    @property
+    def holds_parts(self) -> bool:
+        """Whether plain tensors of one name are different ones on ranks that are no replicas.
+
+        With FSDP2 and HSDP what is sharded are DTensors, and all else is alike on all ranks.
+        """
+        kind = self.job.parallelism.kind
+        shards = self.layout.optimizer_shards if kind is ParallelKind.DDP else 1
+        return self.layout.is_split or shards > 1
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:

@@ -18,6 +18,7 @@ from pydantic import SecretStr
 from training.diagnosis.exits import EXIT_RESTART_ME
 from training.recovery.protocol import GiveUp, NewGeneration, Paused, PauseRequest, Plan, Reconnect
 from training.recovery.repair import RepairPlan
+from training.recovery.replicas import ParallelLayout
 from training.runtime.errors import GivenUp, Interrupted
 from training.runtime.process_group.generations import GIVEN_UP
 from training.wire.coordinator import TO_MEMBER, CoordinatorAddress, WorkerJoined
@@ -35,6 +36,7 @@ class CoordinatorClient(Connection):
     Args:
         address_file: of the coordinator.
         rank: of this process.
+        layout: of the program, None: the job's.
         on_generation: called by the listening thread with the number of a new generation.
         on_wait: called now and then while the training thread waits for the coordinator.
 
@@ -50,6 +52,7 @@ class CoordinatorClient(Connection):
         rank: int,
         on_generation: Callable[[int], None],
         on_wait: Callable[[], None],
+        layout: ParallelLayout | None = None,
     ) -> None:
         self._on_generation = on_generation
         self._on_wait = on_wait
@@ -61,7 +64,9 @@ class CoordinatorClient(Connection):
         self._num_pause_requests = 0
         self.on_reconnect: Callable[[int, int], None] = lambda _generation, _link: None
         address = CoordinatorAddress.model_validate_json(address_file.read_text(encoding="utf-8"))
-        joined = WorkerJoined(token=SecretStr(address.token), rank=rank, pid=os.getpid())
+        joined = WorkerJoined(
+            token=SecretStr(address.token), rank=rank, pid=os.getpid(), layout=layout
+        )
         super().__init__(address.host, address.port, joined, timeout_s=CONNECT_TIMEOUT_S)
 
     def newer_than(self, generation: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol
@@ -70,6 +70,7 @@ class Training:
     Attributes:
         optimizers: each with parameters of its own; all of them run in every step.
         schedulers: of their learning rates.
+        clip: clips the gradients of all ranks and returns their norm before it; None: torch does.
     """
 
     model: nn.Module
@@ -78,6 +79,7 @@ class Training:
     scaler: torch.amp.GradScaler | None
     loader: Loader
     grad_clip_norm: float
+    clip: Callable[[], Tensor | float] | None = None
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

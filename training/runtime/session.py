@@ -17,14 +17,15 @@ from __future__ import annotations
 import datetime as dt
 import faulthandler
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import IO, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from storage.address import open_store
 from storage.checkpoint import CheckpointStore
@@ -34,8 +35,9 @@ from training.errors import InputError
 from training.health.heartbeat import HeartbeatWriter, Phase, stacks_file
 from training.injection.inside import WorkerInjector
 from training.log import start_logging
+from training.recovery.replicas import ParallelLayout
 from training.runtime.context import WorkerContext
-from training.runtime.layout import check_layout
+from training.runtime.layout import check_layout, compare_layouts, fitting_layout
 from training.runtime.process_group.attempt_groups import AttemptGroups
 from training.runtime.program import Loader, Scheduler, Training
 from training.runtime.state.checkpointer import Checkpointer
@@ -59,8 +61,8 @@ class Session:
     ended_at: ClassVar[int] = 0
     _loop: ClassVar[StepLoop | None] = None
 
-    def __init__(self, context: WorkerContext) -> None:
-        self.context = context
+    def __init__(self, context: WorkerContext, *, layout: ParallelLayout | None = None) -> None:
+        self.context = context = replace(context, own_layout=fitting_layout(layout, context))
         self.job = context.job
         self._heartbeat = HeartbeatWriter(context.heartbeat_path)
         self.device = pick_device(context.local_rank)
@@ -71,6 +73,7 @@ class Session:
         self._training: Training | None = None
         self._records = StepRecords(context)
         self._groups = self._join_groups()
+        compare_layouts(context, self.device)
         self._faults = WorkerInjector(
             self.job.drill.faults,
             rank=self.rank,
@@ -118,6 +121,11 @@ class Session:
         """Number of ranks."""
         return self.context.world_size
 
+    @property
+    def layout(self) -> ParallelLayout:
+        """How the ranks are laid out."""
+        return self.context.layout
+
     @contextmanager
     def building(self) -> Iterator[None]:
         """Around the construction of the model, optional: a replaced process is back sooner.
@@ -139,6 +147,7 @@ class Session:
         data: Loader,
         scheduler: Scheduler | Sequence[Scheduler] | None = None,
         scaler: torch.amp.GradScaler | None = None,
+        clip: Callable[[], Tensor | float] | None = None,
     ) -> None:
         """Register what is trained; it is what checkpoints hold. Collective: every rank calls it.
 
@@ -148,6 +157,8 @@ class Session:
             data: yields the micro-batches: tensors, or tuples or mappings of them.
             scheduler: of the learning rate, one or several; None: the program sets rates itself.
             scaler: of the loss, for fp16.
+            clip: clips the gradients and returns the norm that those of all ranks had before;
+                None: torch does it. It comes after the gradients are unscaled.
 
         Raises:
             InputError: the loader lacks a method, the model is not laid out as the job says, or
@@ -160,7 +171,7 @@ class Session:
                 f"{type(data).__name__} lacks {', '.join(missing)}; "
                 "training.runtime.program.Loader describes them",
             )
-        check_layout(model, self.job)
+        check_layout(model, self.context, clips_itself=clip is not None)
         self._training = Training(
             model,
             _optimizers(optimizer),
@@ -168,6 +179,7 @@ class Session:
             scaler,
             data,
             self.job.optimizer.grad_clip_norm,
+            clip,
         )
         settle_buckets(model)
 
@@ -300,11 +312,15 @@ def _print_stacks_on_request(context: WorkerContext) -> IO[str]:
     return file
 
 
-def join() -> Session:
+def join(*, layout: ParallelLayout | None = None) -> Session:
     """Take this process's place in its run: device, process group, heartbeat, storage.
 
+    Args:
+        layout: of a program with groups of its own (tensor, pipeline, context or expert
+            parallelism), the same on every rank; None: as the job has it.
+
     Raises:
-        InputError: the program was not started by a node agent.
+        InputError: the program was not started by a node agent, or the layout does not fit.
     """
     start_logging()
-    return Session(WorkerContext.from_environment())
+    return Session(WorkerContext.from_environment(), layout=layout)

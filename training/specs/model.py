@@ -5,12 +5,14 @@ Sizes are counts of elements, steps are completed optimizer steps.
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from typing import Self
 
 from pydantic import Field, model_validator
 
 from storage.frozen_model import FrozenModel
+from training.recovery.replicas import ParallelLayout, RankOrder
 
 
 class ModelSpec(FrozenModel):
@@ -95,7 +97,7 @@ class ParallelKind(StrEnum):
 
 
 class ParallelSpec(FrozenModel):
-    """Wrapping of the model."""
+    """Wrapping of the model, and how a program of your own lays it out over the ranks."""
 
     kind: ParallelKind = Field(
         ParallelKind.DDP,
@@ -105,6 +107,19 @@ class ParallelSpec(FrozenModel):
     replicas: int | None = Field(
         None, ge=2, description="hsdp: number of replica groups; divides the world size"
     )
+    tensor: int = Field(1, ge=1, description="tensor-parallel size of your program")
+    pipeline: int = Field(1, ge=1, description="pipeline-parallel size of your program")
+    context: int = Field(1, ge=1, description="context-parallel size of your program")
+    expert: int = Field(1, ge=1, description="expert-parallel size of your program")
+    expert_tensor: int | None = Field(
+        None, ge=1, description="tensor-parallel size of the experts; default: tensor"
+    )
+    optimizer_weight_shard_size: int = Field(
+        1, ge=1, description="ranks of data and context parallelism that share an optimizer state"
+    )
+    order: RankOrder = Field(
+        RankOrder.PP_LAST, description="how your program numbers ranks, fastest axis first"
+    )
 
     @model_validator(mode="after")
     def _check_replicas(self) -> Self:
@@ -113,7 +128,55 @@ class ParallelSpec(FrozenModel):
                 f"replicas={self.replicas} with kind={self.kind}: hsdp needs replicas, "
                 "the other kinds must not have it"
             )
+        if self.optimizer_weight_shard_size > 1 and self.kind is not ParallelKind.DDP:
+            raise ValueError(
+                f"optimizer_weight_shard_size={self.optimizer_weight_shard_size} with "
+                f"kind={self.kind}: it is for kind=ddp, the other kinds have shards of their own"
+            )
+        if self.order is not RankOrder.PP_LAST and self.pipeline == 1:
+            raise ValueError(f"order={self.order} changes nothing with pipeline=1, leave it out")
         return self
+
+    @property
+    def is_default(self) -> bool:
+        """Whether nothing but the wrapping is given."""
+        model = (self.tensor, self.pipeline, self.context, self.expert, self.expert_tensor or 1)
+        return max(*model, self.optimizer_weight_shard_size) == 1
+
+    def layout(self, world_size: int) -> ParallelLayout:
+        """The layout on a number of ranks.
+
+        Raises:
+            ValueError: the sizes do not fit together, or not the number of ranks.
+        """
+        sizes = {"tensor": self.tensor, "pipeline": self.pipeline, "context": self.context}
+        model = math.prod(sizes.values())
+        if world_size % model:
+            text = " x ".join(f"{name}={size}" for name, size in sizes.items())
+            raise ValueError(f"{text} = {model} must divide the number of ranks {world_size}")
+        dp = world_size // model
+        if dp * self.context % (self.replicas or 1):
+            raise ValueError(
+                f"replicas={self.replicas} must divide data x context parallelism = {dp} x "
+                f"{self.context} of world size {world_size}"
+            )
+        match self.kind:
+            case ParallelKind.FSDP2:
+                shards = dp * self.context
+            case ParallelKind.HSDP:
+                shards = dp * self.context // (self.replicas or 1)
+            case ParallelKind.DDP | ParallelKind.DATA_PARALLEL:  # whatever a process drives
+                shards = self.optimizer_weight_shard_size
+        return ParallelLayout(
+            dp=dp,
+            tp=self.tensor,
+            pp=self.pipeline,
+            cp=self.context,
+            ep=self.expert,
+            etp=self.expert_tensor,
+            optimizer_shards=shards,
+            order=self.order,
+        )
 
 
 class OptimizerSpec(FrozenModel):

@@ -48,7 +48,7 @@ class Decider:
             policy=self.job.restart.policy(operator_retry=self.job.comm.op_retry.enabled),
             capacity=Capacity(healthy=len(healthy), needed=self.job.engine.nodes),
             severity=Severity(fault.severity) if fault.severity is not None else None,
-            no_replica=None if self.job.worker.is_command else lack_of_replicas(self.job.layout),
+            no_replica=_no_replica(self.job),
         )
         self.writer.append(view, Decided, decision=decision)
         self.writer.refresh()
@@ -98,6 +98,12 @@ def recoveries_of(job: Job, history: RunHistory) -> list[Recovery]:
     # A command's steps are not known: it has progressed when it has lasted.
     lasts_s = job.restart.progress_after_s if job.worker.is_command else None
     return history.recoveries(progress_after_s=lasts_s)
+
+
+def _no_replica(job: Job) -> str | None:
+    """Why no rank has another's state; of a command it is known where the job has its layout."""
+    is_known = job.has_layout or not job.worker.is_command
+    return lack_of_replicas(job.layout) if is_known else None
 
 
 def fault_of(view: AttemptView) -> Fault:

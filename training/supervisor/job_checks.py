@@ -30,7 +30,7 @@ from training.errors import EngineError, InputError
 from training.files import home_folder
 from training.job import RESERVED_NAMES, Job
 from training.platforms.settings import shown
-from training.recovery.replicas import Mechanism, feasibility
+from training.recovery.replicas import Feasibility, Mechanism, feasibility, groups_text
 from training.supervisor.recipe_check import check_recipe
 from training.supervisor.storage_place import MOUNTS, check_place, place_of
 from training.supervisor.store_place import refuse_vanished
@@ -100,11 +100,11 @@ def _mechanism_note(job: Job, mechanism: Mechanism) -> Note:
     if not getattr(job.restart, mechanism):
         return Note(f"{mechanism}: off (restart.{mechanism}=false)")
     asked = mechanism in job.restart.model_fields_set
+    can = feasibility(mechanism, job.layout, ranks_per_node=job.engine.slots_per_node)
     if job.worker.is_command:
         why = "worker.command is not part of the recovery, a session recipe is"
-        return Note(f"{mechanism}: not possible: {why}", is_warning=asked)
-    per_node = job.engine.slots_per_node
-    can = feasibility(mechanism, job.layout, ranks_per_node=per_node)
+        line = f"{mechanism}: not possible: {why}{_own_means(job, can)}"
+        return Note(line, is_warning=asked)
     if can.is_possible:
         return Note(f"{mechanism}: possible, {can.reason}")
     return Note(f"{mechanism}: not possible: {can.reason}", is_warning=asked)
@@ -122,6 +122,14 @@ def _numeric_notes(job: Job) -> Iterator[Note]:
         elif spec.abnormal_loss is None and spec.abnormal_grad_norm is None:
             why = "no threshold, so that only nan and inf are abnormal; set abnormal_grad_norm"
             yield Note(f"{name}: {why}", is_warning=True)
+
+
+def _own_means(job: Job, can: Feasibility) -> str:
+    """What the layout of a command allows a recovery of its own, such as MindIO TFT."""
+    if not job.has_layout:
+        return ""
+    verb = "allows" if can.is_possible else "does not allow"
+    return f"; a recovery of its own (MindIO TFT) its layout {verb}: {can.reason}"
 
 
 def _check_engine(job: Job) -> None:
@@ -285,18 +293,19 @@ def _spares(job: Job) -> Check:
 
 
 def _replicas(job: Job) -> Check:
-    if job.worker.is_command:
+    if job.worker.is_command and not job.has_layout:
         seen = "a command's state is not known: it is restarted from its own checkpoints"
         return _check("replicas", CheckOutcome.SKIPPED, seen)
     impossible = [note.line for note in recovery_notes(job) if note.is_warning]
     copies = job.layout.copies
-    if impossible:
+    if impossible and not job.worker.is_command:
         return _check("replicas", CheckOutcome.WARNING, "; ".join(impossible))
     if copies == 1:
         seen = "one copy of every shard: a lost process costs the steps since the last save"
         return _check("replicas", CheckOutcome.WARNING, seen, "two copies or more")
+    groups = f": {groups_text(job.layout.replica_groups())}" if job.has_layout else ""
     return _check(
-        "replicas", CheckOutcome.OK, f"{copies} copies of every shard", "two copies or more"
+        "replicas", CheckOutcome.OK, f"{copies} copies of every shard{groups}", "two copies or more"
     )
 
 

@@ -17,6 +17,7 @@ import training
 from storage.address import open_store
 from training.device import peak_flops
 from training.job import Job
+from training.recovery.replicas import Axis
 from training.runtime.session import Session
 from training.specs.model import ParallelKind, Precision
 from training.trainer.data.loader import ResumableLoader, TokenDataset
@@ -109,14 +110,14 @@ def open_data(job: Job, session: Session) -> tuple[TokenDataset, CorpusManifest]
 
 
 def make_loader(job: Job, session: Session, dataset: TokenDataset) -> ResumableLoader:
-    """This rank's loader."""
+    """This rank's loader; ranks that hold parts of one copy of the model read the same samples."""
     assert job.data is not None  # noqa: S101 the job's validation asks for it
     return ResumableLoader(
         dataset,
         global_batch_size=job.batch.global_batch_size,
         micro_batch_size=job.batch.micro_batch_size,
-        rank=session.rank,
-        world_size=session.world_size,
+        rank=session.layout.place(session.rank)[Axis.DP],
+        world_size=session.layout.dp,
         seed=job.seed,
         shuffle=job.data.shuffle,
         num_workers=job.data.num_workers,

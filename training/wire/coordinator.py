@@ -25,6 +25,7 @@ from training.recovery.protocol import (
     WorkerEnded,
     WorkerFault,
 )
+from training.recovery.replicas import ParallelLayout
 from training.recovery.rungs import Recovery, Rung
 
 
@@ -76,12 +77,17 @@ class CoordinatorAddress(CoordinatorMessage):
 
 
 class WorkerJoined(CoordinatorMessage):
-    """First line of a worker."""
+    """First line of a worker.
+
+    Attributes:
+        layout: of its program, the same on every rank; None: the job's.
+    """
 
     op: Literal["worker_joined"] = "worker_joined"
     token: SecretStr
     rank: int
     pid: int
+    layout: ParallelLayout | None = None
 
 
 class AgentJoined(CoordinatorMessage):

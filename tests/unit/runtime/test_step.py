@@ -422,6 +422,23 @@ def test_a_limit_is_for_the_loss_of_all_micro_batches_together(make):
     assert trainee.asked == [1]
 
 
+def test_the_loss_of_a_schedule_that_runs_backward_itself_is_reported(make):
+    trainee = make()
+    step = trainee.step(micro_batches=2)
+    with step:
+        losses = [trainee.training.model(*batch) / 2 for batch in step.micro_batches()]
+        for loss in losses:
+            loss.backward()
+        step.report_loss(torch.stack(losses).sum())
+        step.apply()
+    assert step.vote == trainee_vote(make(), micro_batches=2)
+
+
+def trainee_vote(trainee: Trainee, *, micro_batches: int) -> Vote | None:
+    """What an ordinary step agrees on."""
+    return trainee.take(trainee.step(micro_batches=micro_batches)).vote
+
+
 def test_an_injected_fault_multiplies_the_loss_of_a_step_and_its_gradients_alike(make):
     plain, drilled = make(), make()
     drilled.factor = 100.0

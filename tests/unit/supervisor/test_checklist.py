@@ -43,3 +43,19 @@ def test_of_a_command_only_what_is_known_is_judged():
     found = outcomes(worker={"command": ["true"]})
     assert "checkpoint_interval" not in found
     assert found["replicas"] is CheckOutcome.SKIPPED
+
+
+@pytest.mark.parametrize(
+    ("sizes", "outcome", "words"),
+    [
+        ({"tensor": 2}, CheckOutcome.OK, "2 copies of every shard: [0, 2] [1, 3]"),
+        ({"pipeline": 4}, CheckOutcome.WARNING, "one copy of every shard"),
+    ],
+)
+@pytest.mark.parametrize("worker", [{"command": ["true"]}, {"recipe": "mine:main"}])
+def test_a_layout_that_is_given_is_judged_by_its_replicas(worker, sizes, outcome, words):
+    batch = {"global_batch_size": 8}
+    job = small_job(worker=worker, parallelism=sizes, batch=batch, steps=1000)
+    (check,) = (one for one in checklist(job) if one.name == "replicas")
+    assert check.outcome is outcome
+    assert words in check.seen

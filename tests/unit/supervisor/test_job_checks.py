@@ -48,10 +48,26 @@ def test_an_engine_that_cannot_name_its_nodes_is_reported_before_anything_starts
         ({"kind": "ddp"}, ((0, 1, 2, 3),)),
         ({"kind": "fsdp2"}, ((0,), (1,), (2,), (3,))),
         ({"kind": "hsdp", "replicas": 2}, ((0, 2), (1, 3))),
+        ({"tensor": 2}, ((0, 2), (1, 3))),
+        ({"pipeline": 2}, ((0, 1), (2, 3))),
+        ({"pipeline": 2, "order": "tp-cp-ep-pp-dp"}, ((0, 2), (1, 3))),
+        ({"tensor": 2, "context": 2}, ((0, 2), (1, 3))),
+        ({"expert": 2}, ((0, 2), (1, 3))),
+        ({"optimizer_weight_shard_size": 2}, ((0, 2), (1, 3))),
+        ({"kind": "fsdp2", "tensor": 2}, ((0,), (1,), (2,), (3,))),
     ],
 )
-def test_the_layout_follows_from_the_wrapping(job, parallelism, groups):
+def test_the_layout_follows_from_the_wrapping_and_the_sizes(job, parallelism, groups):
     assert job(parallelism=parallelism).layout.replica_groups() == groups
+
+
+def test_the_batch_is_shared_out_by_data_parallelism_alone(job):
+    batch = {"global_batch_size": 6, "micro_batch_size": 3}
+    assert job(parallelism={"tensor": 2}, batch=batch).layout.dp == 2
+    with pytest.raises(InputError, match="divisible by world size x micro_batch_size = 4 x 3"):
+        job(batch=batch)
+    with pytest.raises(InputError, match="data-parallel size x micro_batch_size = 2 x 4"):
+        job(parallelism={"tensor": 2}, batch={**batch, "micro_batch_size": 4})
 
 
 def test_one_process_has_no_replicas(job):
@@ -89,6 +105,21 @@ def test_a_request_in_a_platforms_form_is_a_request(job):
 def test_a_command_takes_no_part(job):
     found = lines(job(worker={"command": ["true"]}))
     assert all("not possible" in line for line in found)
+
+
+def test_a_command_that_gives_its_layout_is_told_what_that_allows_a_recovery_of_its_own(job):
+    def found(**sizes) -> str:
+        given = job(worker={"command": ["true"]}, parallelism=sizes)
+        return next(line for line in lines(given) if line.startswith("process_replace"))
+
+    assert "layout" not in found()
+    assert "(MindIO TFT) its layout allows: 2 copies of every shard: [0, 2] [1, 3]" in (
+        found(tensor=2)
+    )
+    sharded = found(tensor=2, optimizer_weight_shard_size=2)
+    assert "its layout does not allow: data_parallel / optimizer_weight_shard_size = 2 / 2 = 1" in (
+        sharded
+    )
 
 
 def test_platform_entries_set_the_fields_of_the_restart_policy(job):

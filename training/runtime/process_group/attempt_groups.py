@@ -72,6 +72,7 @@ class AttemptGroups:
             rank=context.rank,
             on_generation=self.generations.announce,
             on_wait=heartbeat.beat,
+            layout=context.own_layout,
         )
         if self.connections is not None:
             self.generations.on_announced = self.connections.fail

@@ -22,17 +22,19 @@ from storage.errors import StorageError
 from storage.manifest import Manifest
 from storage.retention import apply_retention
 from storage.saving import DirectSaver, SaveHooks, TieredSaver
-from storage.staging import SavePlans
+from storage.staging import SavePlans, raw
 from training.device import pin, synchronize
 from training.runtime.context import WorkerContext
 from training.runtime.program import Training
 from training.runtime.state.initial import InitialState
 from training.runtime.state.live import LiveState
+from training.runtime.state.part_names import PartNames
 from training.runtime.state.random_numbers import random_states, set_random_states
 from training.runtime.state.restore import Restorer, StateOf, from_first
 
 _log = logging.getLogger("perdure.runtime")
 
+JSON_PAGE_BYTES = 4096
 NO_HOOKS = SaveHooks()
 
 
@@ -68,6 +70,7 @@ class Checkpointer:
         self._newest_saved: int | None = 0
         self._generation = 0
         self.live = LiveState(training)
+        self._names = PartNames.of(context)
         self._restorer = Restorer(context, checkpoints, device, self._load, hooks.on_wait)
 
     def prepare(self) -> None:
@@ -219,7 +222,7 @@ class Checkpointer:
         step = self._restorer.restore()
         spec = self._context.job.init_from
         if step == 0 and spec is not None:
-            InitialState(spec, self._checkpoints, self.live, self._device).load()
+            InitialState(spec, self._checkpoints, self.live, self._device, names=self._names).load()
         return step
 
     def _is_committed(self, step: int) -> bool:
@@ -230,30 +233,40 @@ class Checkpointer:
     def _load(self, read: Callable[[StateOf], Manifest | None]) -> Manifest | None:
         """Fill the training with what `read` fills tensors with; None when it gave up."""
         tensors, _ = self.live.tensors()
-        own_random: dict[str, Tensor] = {}
+        saved = self._names.tensors(tensors)
+        own: dict[str, Tensor] = {}
 
         def state_of(manifest: Manifest) -> dict[str, Tensor]:
-            own = (n for n in manifest.tensors if n.startswith(self._random_prefix))
-            for name in own:
+            self._names.check(manifest.tensors, step=manifest.step)
+            own.clear()  # an older checkpoint than the one tried before
+            own_bytes = {n for n in manifest.tensors if n.startswith(self._random_prefix)}
+            if self._names.settings is not None:
+                own_bytes.add(self._names.settings)
+            for name in own_bytes:
                 shape = manifest.tensors[name].shape
-                own_random[name] = torch.empty(shape, dtype=torch.uint8)
-            return {**tensors, **own_random}
+                own[name] = torch.empty(shape, dtype=torch.uint8)
+            return {**saved, **own}
 
         manifest = read(state_of)
         if manifest is None:
             return None
         extra: dict[str, Any] = dict(manifest.extra)
+        if self._names.settings is not None:
+            extra["optimizer"] = _json_of(own.pop(self._names.settings))
         self.live.put(tensors, extra)
         self._loader.load_state_dict(extra["data"])
         # A rank that the saved world did not have keeps the state its seed gave it.
         prefix = self._random_prefix
-        set_random_states({n.removeprefix(prefix): s for n, s in own_random.items()}, self._device)
+        set_random_states({n.removeprefix(prefix): s for n, s in own.items()}, self._device)
         self._newest_saved = manifest.step
         return manifest
 
     def _full_state(self, data: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """All that is saved: tensors by name, and the rest as JSON."""
-        tensors, settings = self.live.tensors()
+        live, settings = self.live.tensors()
+        tensors = self._names.tensors(live)
+        if self._names.settings is not None:
+            tensors[self._names.settings] = _json_tensor(settings)
         for name, state in random_states(self._device).items():
             tensors[self._random_prefix + name] = state
         extra = {"data": data, "optimizer": settings, **self.live.parts()}
@@ -263,6 +276,17 @@ class Checkpointer:
     @property
     def _random_prefix(self) -> str:
         return f"random/rank{self._context.rank:05d}/"
+
+
+def _json_tensor(document: Any) -> Tensor:
+    """JSON as bytes, in whole pages: a longer number in it shall not change the plan of saves."""
+    text = json.dumps(document).encode()
+    padded = text.ljust(-(-len(text) // JSON_PAGE_BYTES) * JSON_PAGE_BYTES)
+    return torch.frombuffer(bytearray(padded), dtype=torch.uint8)
+
+
+def _json_of(tensor: Tensor) -> Any:
+    return json.loads(bytes(raw(tensor)))
 
 
 def _refusal(saver: TieredSaver, tensors: Mapping[str, Tensor]) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext, suppress
 
 import torch
@@ -22,6 +22,7 @@ from storage.manifest import Manifest
 from storage.retention import reading
 from training.errors import InputError
 from training.runtime.state.live import MODEL, STATE, LiveState
+from training.runtime.state.part_names import ALIKE, PartNames
 from training.runtime.state.restore import from_first, readers_of
 from training.specs.init_from import InitFromSpec, OptimizerStart
 
@@ -36,16 +37,24 @@ class InitialState:
         own: checkpoints of the new run.
         live: the state of the training.
         device: of this rank.
+        names: of its tensors in checkpoints.
     """
 
     def __init__(
-        self, spec: InitFromSpec, own: CheckpointStore, live: LiveState, device: torch.device
+        self,
+        spec: InitFromSpec,
+        own: CheckpointStore,
+        live: LiveState,
+        device: torch.device,
+        *,
+        names: PartNames = ALIKE,
     ) -> None:
         self._spec = spec
         self._own = own
         self._source = CheckpointStore(own.store, spec.run)
         self._live = live
         self._device = device
+        self._names = names
 
     def load(self) -> None:
         """Fill the training.
@@ -104,8 +113,12 @@ class InitialState:
         keeps = self._spec.optimizer is OptimizerStart.KEEP
         tensors, settings = self._live.tensors() if keeps else (self._live.model_tensors(), {})
         # A learning rate may be a tensor, too: hyperparameters are the new run's.
-        wanted = {n: one for n, one in tensors.items() if n.startswith((MODEL, STATE))}
-        check_fit(manifest, wanted, keeps_optimizer=keeps)
+        wanted = self._names.tensors(
+            {n: one for n, one in tensors.items() if n.startswith((MODEL, STATE))}
+        )
+        self._names.check(manifest.tensors, step=manifest.step)
+        there = {name for name in manifest.tensors if not self._names.is_anothers(name)}
+        check_fit(manifest, wanted, there=there, keeps_optimizer=keeps)
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         rank = dist.get_rank() if dist.is_initialized() else 0
         hashing = readers_of(sorted(manifest.shards), [frozenset()] * world_size)
@@ -118,16 +131,28 @@ class InitialState:
         self._live.put(tensors, {"optimizer": settings, **parts})
 
 
-def check_fit(manifest: Manifest, wanted: Mapping[str, Tensor], *, keeps_optimizer: bool) -> None:
+def check_fit(
+    manifest: Manifest,
+    wanted: Mapping[str, Tensor],
+    *,
+    there: Collection[str],
+    keeps_optimizer: bool,
+) -> None:
     """Check that a checkpoint has what is wanted of it, and no more.
+
+    Args:
+        manifest: of the checkpoint.
+        wanted: by the names in it.
+        there: the names in it that are this rank's.
+        keeps_optimizer: whether the optimizer's state is wanted, too.
 
     Raises:
         InputError: it is of another model, or of another optimizer.
     """
     prefixes = (MODEL, STATE) if keeps_optimizer else (MODEL,)
-    there = {name for name in manifest.tensors if name.startswith(prefixes)}
+    own = {name for name in there if name.startswith(prefixes)}
     source = f"run {manifest.run_id} at step {manifest.step}"
-    for name in sorted(there ^ wanted.keys()):
+    for name in sorted(own ^ wanted.keys()):
         has = f"{source} has no" if name in wanted else "this run has no"
         beside = "which this run has" if name in wanted else f"which {source} has"
         raise _misfit(name, f"{has} {name}, {beside}")

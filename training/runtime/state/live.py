@@ -29,7 +29,8 @@ from training.runtime.state.transfer import TensorLayout, local_part
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 MODEL = "model/"  # how the names of its tensors begin
-STATE = "optim/state."
+OPTIMIZER = "optim/"
+STATE = f"{OPTIMIZER}state."
 
 
 class LiveState:
@@ -57,7 +58,7 @@ class LiveState:
         settings: dict[str, Any] = {}
         for name, value in optimizer.items():
             if isinstance(value, Tensor):
-                tensors[f"optim/{name}"] = value
+                tensors[f"{OPTIMIZER}{name}"] = value
             else:
                 settings[name] = value
         return tensors, settings
@@ -80,7 +81,7 @@ class LiveState:
             set_optimizer_state_dict(
                 self._model,
                 self._training.optimizers,
-                {**_below("optim/", tensors), **_revived(extra["optimizer"])},
+                {**_below(OPTIMIZER, tensors), **_revived(extra["optimizer"])},
                 options=_OPTIONS,
             )
         self._put_parts(extra)

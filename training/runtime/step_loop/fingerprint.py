@@ -25,13 +25,20 @@ NOT_FINITE = -1.0  # in place of the hashes of gradients
 _INTEGERS = {1: torch.int8, 2: torch.int16}
 
 
-def fingerprint(model: nn.Module, device: torch.device) -> Tensor:
+def fingerprint(model: nn.Module, device: torch.device, *, is_split: bool = False) -> Tensor:
     """The hashes of this rank, as floats [WIDTH].
 
     To be taken when gradients are reduced and not yet clipped: a norm of sharded gradients may
     differ in its last bit between the replicas of a shard, and so do weights that follow from it.
+
+    Args:
+        model: as it was registered.
+        device: of this rank.
+        is_split: ranks have different parts of the model: all parameters count as shards.
     """
     plain, shards = _parts(model)
+    if is_split:
+        plain, shards = [], [p for n, p in model.named_parameters() if n not in _ignored(model)]
     sums = [
         _sum_of(plain, device),
         _sum_of((one.grad for one in plain), device),

@@ -105,10 +105,12 @@ class StepLoop:
 
     def __post_init__(self) -> None:
         """Prepare what all steps have in common."""
-        job = self.context.job
+        job, layout = self.context.job, self.context.layout
         restart = job.restart
         self._comparison = Comparison(
-            job.layout.replica_groups(), job.watch.consistency_every_steps
+            layout.replica_groups(),
+            job.watch.consistency_every_steps,
+            is_split=self.context.holds_parts,
         )
         self._steps = StepContext(
             training=self.training,
@@ -361,7 +363,8 @@ class StepLoop:
         else:
             batch = self._next_batch()
         self.heartbeat.beat(phase=Phase.STEP)
-        seed_step(self.context.job.seed, rank=self.context.rank, step=number)
+        stream = self.context.layout.stream(self.context.rank)
+        seed_step(self.context.job.seed, rank=stream, step=number)
         state.in_flight = Step(number, batch, self._steps)
         return state.in_flight
 

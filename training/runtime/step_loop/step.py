@@ -76,11 +76,13 @@ class Comparison:
         groups: ranks that hold the same shards, every rank in one of them.
         every_steps: between two comparisons; 0: none.
         aligned_at: step from which all ranks began together, the newest one.
+        is_split: ranks of different groups have different parts of the model.
     """
 
     groups: Sequence[Sequence[int]]
     every_steps: int
     aligned_at: int = 0
+    is_split: bool = False
 
     def is_due(self, step: int) -> bool:
         """Whether a step is compared. The same on every rank."""
@@ -159,6 +161,7 @@ class Step:
         self._training = context.training
         self._context = context
         self._loss_sum = torch.zeros((), device=context.device)
+        self._has_loss = False
         self._factor: float | None = None
 
     def __enter__(self) -> Self:
@@ -209,9 +212,21 @@ class Step:
             self._factor = self._context.faults.loss_factor(self.number)
         if self._factor != 1.0:
             share = share * self._factor
-        self._loss_sum += share.detach()
+        self._count(share)
         scaler = self._training.scaler
         (scaler.scale(share) if scaler is not None else share).backward()  # type: ignore[no-untyped-call]
+
+    def report_loss(self, loss: Tensor) -> None:
+        """The mean loss of the step, of a program whose pipeline schedule runs backward by itself.
+
+        Ranks of stages that have no loss report none.
+        """
+        self._reached("backward")
+        self._count(loss)
+
+    def _count(self, loss: Tensor) -> None:
+        self._loss_sum += loss.detach().to(self._loss_sum.device)
+        self._has_loss = True
 
     def apply(self) -> None:
         """Clip, agree, and let the optimizer run, unless the step is to be skipped.
@@ -226,10 +241,14 @@ class Step:
             for optimizer in training.optimizers:
                 training.scaler.unscale_(optimizer)
         is_compared = self._context.comparison.is_due(self.number)
-        hashes = fingerprint(training.model, self._context.device) if is_compared else None
-        norm = _norm_value(
-            nn.utils.clip_grad_norm_(training.model.parameters(), training.grad_clip_norm)
+        hashes = (
+            fingerprint(
+                training.model, self._context.device, is_split=self._context.comparison.is_split
+            )
+            if is_compared
+            else None
         )
+        norm = _norm_value(_clip(training))
         self.phase = StepPhase.PREPARED
         self._reached("prepared")
         self.vote = self._agree(norm, hashes)
@@ -283,6 +302,7 @@ class Step:
         # ranks have to find the same step abnormal.
         own_norm = norm if dist.get_rank() == 0 else 0.0
         flags = [float(requests.stop), float(requests.save), float(requests.pause), own_norm]
+        flags.append(float(self._has_loss))
         # One copy to the device for everything from the host. The number of ranks whose loss is
         # abnormal, and the sum of those ranks, name the culprit where it is the only one.
         others = torch.tensor([*flags, 1.0, float(dist.get_rank())], device=self._context.device)
@@ -291,13 +311,14 @@ class Step:
         vote = torch.cat([own_loss, others, *self._slots(norm, hashes)])
         began_ns = time.monotonic_ns()
         dist.all_reduce(vote)
-        loss_sum, stop, save, pause, norm, num_culprits, culprits, *compared = vote.tolist()
+        loss_sum, stop, save, pause, norm, num_losses, *others_found = vote.tolist()
+        num_culprits, culprits, *compared = others_found
         self._context.heartbeat.voted(time.monotonic_ns() - began_ns)
         if compared:
             self._context.comparison.check(compared, self.number)
         return Vote(
             step=self.number,
-            loss=loss_sum / dist.get_world_size(),
+            loss=loss_sum / max(1.0, num_losses),
             grad_norm=norm,
             stop=stop > 0,
             save=save > 0,
@@ -321,7 +342,13 @@ class Step:
         return is_abnormal
 
 
-def _norm_value(norm: Tensor) -> float:
+def _clip(training: Training) -> Tensor | float:
+    if training.clip is not None:
+        return training.clip()
+    return nn.utils.clip_grad_norm_(training.model.parameters(), training.grad_clip_norm)
+
+
+def _norm_value(norm: Tensor | float) -> float:
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
