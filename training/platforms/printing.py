@@ -12,7 +12,7 @@ from typing import Any
 
 from training.platforms.forms import Platform, read_platform
 from training.platforms.settings import Value, shown
-from training.recovery.rungs import Policy
+from training.recovery.rungs import Policy, RestartCount
 
 Entries = dict[str, str]
 
@@ -114,8 +114,8 @@ _PRINTERS: Mapping[Platform, Callable[[Policy], Entries]] = {
 }
 
 # What a platform does about a field that none of its entries names, where that is not our
-# default: ModelArts' annotations know no recovery inside the processes, and MindSpeed-LLM
-# without HIGH_AVAILABILITY has none.
+# default: ModelArts counts every restart of a job and its annotations know no recovery inside the
+# processes; MindSpeed-LLM without HIGH_AVAILABILITY has none.
 _NONE_IN_PROCESS: Mapping[str, Value] = {
     "memory_retry": False,
     "collective_retry": False,
@@ -123,7 +123,7 @@ _NONE_IN_PROCESS: Mapping[str, Value] = {
     "end_of_life_checkpoint": False,
 }
 _UNNAMED: Mapping[Platform, Mapping[str, Value]] = {
-    Platform.MODELARTS: _NONE_IN_PROCESS,
+    Platform.MODELARTS: {**_NONE_IN_PROCESS, "count": RestartCount.EVER},
     Platform.MINDFORMERS: {},
     Platform.MINDSPEED: _NONE_IN_PROCESS,
     Platform.MINDCLUSTER: {},

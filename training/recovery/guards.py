@@ -36,6 +36,7 @@ from training.recovery.rungs import (
     STAYS_ON_CHIP,
     Policy,
     Recovery,
+    RestartCount,
     Rung,
 )
 
@@ -58,6 +59,7 @@ class Case:
     Attributes:
         fault: what is to be answered.
         row: recoveries in a row without progress, oldest first.
+        counted: recoveries that use up max_restarts and pod_retries.
         policy: the job's restart policy.
         too_often: why the chip is not to be trusted after so many reports of the code, None
             while it is.
@@ -68,6 +70,7 @@ class Case:
 
     fault: Fault
     row: Sequence[Recovery]
+    counted: Sequence[Recovery]
     policy: Policy
     too_often: str | None = None
     severity: Severity | None = None
@@ -81,14 +84,7 @@ class Case:
 
     def used(self, *rungs: Rung) -> int:
         """Recoveries of the row that were carried out; a last resort that failed counts too."""
-        return sum(
-            past.rung in rungs and (not past.failed or past.rung is Rung.JOB_RESCHEDULE)
-            for past in self.row
-        )
-
-    def asked(self, rung: Rung) -> int:
-        """Recoveries of the row that were tried, carried out or not."""
-        return sum(past.rung is rung for past in self.row)
+        return _num_used(self.row, *rungs)
 
     def failed(self, *rungs: Rung) -> bool:
         """Whether one of the rungs could not be carried out in this row."""
@@ -248,11 +244,20 @@ def _climb_refusal(rung: Rung, case: Case) -> str | None:
 
 
 def _budget_refusal(rung: Rung, case: Case) -> str | None:
-    budget = RUNGS[rung].budget
-    if budget is not None and case.asked(rung) >= budget(case.policy):
-        return f"used {case.asked(rung)} of {budget(case.policy)} in a row"
-    used, limit = case.used(*RESCHEDULES), case.policy.max_restarts
-    return f"max_restarts used {used} of {limit}" if rung in RESCHEDULES and used >= limit else None
+    budget, is_counted = RUNGS[rung].budget, rung in RESCHEDULES
+    asked = sum(past.rung is rung for past in (case.counted if is_counted else case.row))
+    if budget is not None and asked >= budget(case.policy):
+        is_row = not is_counted or case.policy.count is RestartCount.WITHOUT_PROGRESS
+        return f"used {asked} of {budget(case.policy)} in {'a row' if is_row else 'all'}"
+    used, limit = _num_used(case.counted, *RESCHEDULES), case.policy.max_restarts
+    return f"max_restarts used {used} of {limit}" if is_counted and used >= limit else None
+
+
+def _num_used(recoveries: Sequence[Recovery], *rungs: Rung) -> int:
+    return sum(
+        past.rung in rungs and (not past.failed or past.rung is Rung.JOB_RESCHEDULE)
+        for past in recoveries
+    )
 
 
 def _in_process_refusal(rung: Rung, case: Case) -> str | None:

@@ -3,8 +3,8 @@
 Pure functions over frozen records: no clock, no torch, and nothing read but the tables that
 come with the package. Flow, coordinator and simulator call the same `decide`: the coordinator
 while processes of the attempt live on, the flow once they have ended. Times are seconds, budgets
-are counts of recoveries in a row without progress; progress is a checkpoint committed after the
-recovery.
+are counts of recoveries in a row without progress, where the policy has it so; progress is a
+checkpoint committed after the recovery.
 
 Around it: rungs.py has the tables, the policy and the answer, guards.py why a rung does not
 answer, ladder_rules.py the rules in words, chips.py the fault codes.
@@ -40,6 +40,7 @@ from training.recovery.rungs import (
     Decision,
     Policy,
     Recovery,
+    RestartCount,
     Rung,
 )
 
@@ -73,7 +74,16 @@ def decide(  # noqa: PLR0913 everything that a decision depends on is given
     """
     row = _row_without_progress(history)
     often = too_often(fault, now_s=now_s, history=history, policy=policy)
-    case = Case(fault, row, policy, often, severity, survivors, no_replica)
+    case = Case(
+        fault,
+        row,
+        _counted(history) if policy.count is RestartCount.EVER else row,
+        policy,
+        often,
+        severity,
+        survivors,
+        no_replica,
+    )
     if Rung.STEP_RETRY in supported and is_accepted(case):
         reason = f"{fault.fault_class}: step {fault.step} is abnormal again, accepted and recorded"
         return Decision(Rung.STEP_RETRY, None, reason, accept_abnormal=True)
@@ -117,6 +127,10 @@ def _row_without_progress(history: Sequence[Recovery]) -> Sequence[Recovery]:
         if history[index].progressed:
             history = history[index + 1 :]
             break
+    return _counted(history)
+
+
+def _counted(history: Sequence[Recovery]) -> Sequence[Recovery]:
     return [past for past in history if not past.cut_short]
 
 

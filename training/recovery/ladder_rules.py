@@ -144,6 +144,11 @@ RULES: Mapping[str, LadderRule] = {
     "a_recovery_followed_by_progress_is_free": LadderRule(
         "Budgets count recoveries in a row without a newly committed step.", _OURS
     ),
+    "counted_for_ever_a_rescheduling_is_never_free": LadderRule(
+        "With `count: ever` all since the run was started use up `max_restarts` and "
+        "`pod_retries`, whatever progress there was.",
+        _MODELARTS,
+    ),
     "what_the_user_must_fix_stops_at_once": LadderRule(
         "`user_code_error`, `launch_misconfigured`, `version_mismatch`: no restart is burnt.",
         _OURS,

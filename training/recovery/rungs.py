@@ -1,8 +1,8 @@
 """The rungs of the recovery ladder, the policy that they read, and what is decided by them.
 
 A rung is its row of `RUNGS`; its place in `Rung` is its cost: every ladder goes through them in
-that order and ends in stop. Budgets are counts of recoveries in a row without progress; progress
-is a checkpoint committed after the recovery.
+that order and ends in stop. Budgets are counts of recoveries in a row without progress, where
+the policy has it so; progress is a checkpoint committed after the recovery.
 """
 
 from __future__ import annotations
@@ -17,17 +17,25 @@ from pydantic import ConfigDict
 from training.recovery.faults import Fault, FaultClass
 
 
+class RestartCount(StrEnum):
+    """Which reschedulings use up max_restarts and pod_retries."""
+
+    WITHOUT_PROGRESS = "without_progress"  # those in a row that nothing was committed after
+    EVER = "ever"  # all since the run was started, as on ModelArts
+
+
 @dataclass(frozen=True, slots=True)
 class Policy:
     """The part of the restart policy that decisions depend on.
 
     Attributes:
-        max_restarts: reschedulings in a row without progress (job-retry-num).
+        max_restarts: reschedulings (job-retry-num).
+        count: which of them count.
         in_place: whether processes may be restarted in their containers.
         in_place_retries: in-place restarts in a row without progress.
         unconditional: reschedule on any non-zero exit (job-unconditional-retry).
         hang: restart when no rank makes progress (hang-retry).
-        pod_retries: single nodes replaced in a row without progress (pod-retry-num).
+        pod_retries: single nodes replaced (pod-retry-num); they count the same.
         allow_without_isolation: no spare: may the job go back to nodes that were to be isolated.
         operator_retry: HCCL may re-execute a broken collective (hccl_op_retry).
         memory_retry: UCE, re-execution of one step after an error of device memory.
@@ -42,6 +50,7 @@ class Policy:
     """
 
     max_restarts: int = 3
+    count: RestartCount = RestartCount.WITHOUT_PROGRESS
     in_place: bool = True
     in_place_retries: int = 3
     unconditional: bool = True

@@ -26,7 +26,7 @@ from training.platforms.settings import (
     shown,
 )
 from training.platforms.tft import TFT, read_snapshot_steps
-from training.recovery.rungs import Policy
+from training.recovery.rungs import Policy, RestartCount
 
 # Recommended save intervals by model size: every epoch, every 500 steps, every 100 to 200 steps.
 EPOCH_BELOW_PARAMETERS = 1_000_000_000
@@ -122,8 +122,13 @@ class RestartSpec(FrozenModel):
         3,
         ge=0,
         le=128,
-        description="reschedulings without progress in between (job-retry-num); 0: none",
+        description="reschedulings (job-retry-num), counted as count has it; 0: none",
     )
+    count: RestartCount = Field(
+        RestartCount.WITHOUT_PROGRESS, description="what uses up max_restarts and pod_retries: "
+        "without_progress: only what nothing was committed after, in a row; ever: each since the "
+        "run was started, as on ModelArts"
+    )  # fmt: skip
     in_place: bool = Field(True, description="restart processes in their containers when enough")
     in_place_retries: int = Field(
         3, ge=1, le=128, description="in-place restarts in a row without a new checkpoint"

@@ -16,7 +16,7 @@ from training.errors import InputError
 from training.platforms.forms import FORMS, OTHERS, Platform, read_platform
 from training.platforms.printing import print_platform
 from training.platforms.settings import JOB_FIELDS, PAIRS, POLICY_FIELDS, Fact, Setting
-from training.recovery.rungs import Policy
+from training.recovery.rungs import Policy, RestartCount
 from training.specs.recovery import RestartSpec
 
 SWITCHES = sorted(f.name for f in fields(Policy) if f.type == "bool")
@@ -28,6 +28,7 @@ IN_PROCESS = (
 values: dict[str, st.SearchStrategy[Any]] = {
     "max_restarts": st.integers(1, 128),
     "pod_retries": st.integers(0, 128),
+    "count": st.sampled_from(RestartCount),
     **{name: st.booleans() for name in SWITCHES},
 }
 policies = (
@@ -64,6 +65,8 @@ def test_what_is_printed_reads_back_or_is_named_in_a_warning(policy, platform):
     if platform is Platform.MODELARTS or not printed.entries:
         # Nothing is lost by a switch that is off where the platform has none.
         differs -= {name for name in IN_PROCESS[:4] if not getattr(policy, name)}
+    if platform is Platform.MODELARTS and policy.count is RestartCount.EVER:
+        differs -= {"count"}  # as it is there
     if not policy.process_replace:
         differs -= {"process_in_place"}  # nothing that it could be about
     assert differs <= lost
@@ -344,7 +347,10 @@ PRINTED = [
     (
         {"max_restarts": 8, "pod_retries": 2}, Platform.MODELARTS,
         {"fault-tolerance/job-retry-num": "8", "fault-tolerance/pod-retry-num": "2"},
-        {"memory_retry", "collective_retry", "process_replace", "end_of_life_checkpoint"},
+        {
+            "count", "memory_retry", "collective_retry", "process_replace",
+            "end_of_life_checkpoint",
+        },
     ),
     (
         {"numeric_retry": True}, Platform.MINDFORMERS,
@@ -378,7 +384,7 @@ PRINTED = [
         {"max_restarts": 0, "pod_retries": 2}, Platform.MODELARTS,
         {"fault-tolerance/hang-retry": "false"},
         {
-            "pod_retries", "in_place", "hang", "memory_retry", "collective_retry",
+            "count", "pod_retries", "in_place", "hang", "memory_retry", "collective_retry",
             "process_replace", "end_of_life_checkpoint",
         },
     ),

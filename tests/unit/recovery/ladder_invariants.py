@@ -84,8 +84,15 @@ def place(one: Fault) -> tuple[object, ...]:
     return one.fault_class, one.node, one.device, one.code
 
 
+def counted(asked: Asked) -> tuple[Recovery, ...]:
+    """Recoveries that use up max_restarts and pod_retries."""
+    if asked.policy.count == "without_progress":
+        return asked.row
+    return tuple(past for past in asked.history if not past.cut_short)
+
+
 def rescheduled(asked: Asked) -> int:
-    done = [p for p in asked.row if not p.failed or p.rung is Rung.JOB_RESCHEDULE]
+    done = [p for p in counted(asked) if not p.failed or p.rung is Rung.JOB_RESCHEDULE]
     return sum(p.rung in RESCHEDULING for p in done)
 
 
@@ -322,7 +329,18 @@ def a_job_recovered_by_operator_retry_is_sub_healthy_and_goes_on(asked: Asked) -
 
 def a_recovery_followed_by_progress_is_free(asked: Asked) -> bool:
     often = came_thrice(asked) or came_too_often(asked)
-    return often or asked.again(history=asked.row) == asked.decision
+    for_ever = asked.policy.count == "ever"
+    return often or for_ever or asked.again(history=asked.row) == asked.decision
+
+
+def counted_for_ever_a_rescheduling_is_never_free(asked: Asked) -> bool:
+    if asked.policy.count != "ever" or asked.decision.rung not in RESCHEDULING:
+        return True
+    pods = sum(past.rung is Rung.POD_RESCHEDULE for past in counted(asked))
+    of_pods = asked.decision.rung is Rung.POD_RESCHEDULE
+    return rescheduled(asked) < asked.policy.max_restarts and not (
+        of_pods and pods >= asked.policy.pod_retries
+    )
 
 
 def what_the_user_must_fix_stops_at_once(asked: Asked) -> bool:

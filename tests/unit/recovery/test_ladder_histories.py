@@ -30,7 +30,7 @@ from tests.unit.recovery.ladder_invariants import (
 from training.recovery.chips import Severity
 from training.recovery.faults import Fault, FaultClass, RecoverableBy
 from training.recovery.ladder_rules import RULES
-from training.recovery.rungs import LADDER, RUNGS, Capacity, Policy, Recovery, Rung
+from training.recovery.rungs import LADDER, RUNGS, Capacity, Policy, Recovery, RestartCount, Rung
 
 INVARIANTS: Mapping[str, Callable[[Asked], bool]] = {
     name: getattr(ladder_invariants, name) for name in RULES
@@ -59,6 +59,7 @@ FAULTS = st.builds(
 )
 POLICY_FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "max_restarts": st.integers(1, 6),
+    "count": st.sampled_from(RestartCount),
     "in_place": st.booleans(),
     "in_place_retries": st.integers(1, 4),
     "unconditional": st.booleans(),

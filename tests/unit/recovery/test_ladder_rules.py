@@ -19,6 +19,7 @@ from training.recovery.rungs import (
     Decision,
     Policy,
     Recovery,
+    RestartCount,
     Rung,
 )
 
@@ -397,6 +398,24 @@ def test_a_recovery_followed_by_progress_is_free():
     spent = after(NODE, *[Rung.JOB_RESCHEDULE] * 3)
     assert choose(NODE, *spent).rung is Rung.STOP
     assert choose(NODE, *spent, *history[:1]).rung is Rung.JOB_RESCHEDULE_ISOLATED
+
+
+def test_counted_for_ever_a_rescheduling_is_never_free():
+    fine = after(NODE, *[Rung.JOB_RESCHEDULE] * 3, progressed=True)
+    assert choose(NODE, *fine).rung is Rung.JOB_RESCHEDULE_ISOLATED
+    spent = choose(NODE, *fine, count=RestartCount.EVER)
+    assert spent.rung is Rung.STOP
+    assert "job_reschedule_isolated: max_restarts used 3 of 3" in spent.skipped
+    assert choose(NODE, *fine[1:], count=RestartCount.EVER).rung is Rung.JOB_RESCHEDULE_ISOLATED
+    pods = after(NODE, *[Rung.POD_RESCHEDULE] * 2, progressed=True)
+    again = choose(NODE, *pods, pod_retries=2, count=RestartCount.EVER)
+    assert again.rung is Rung.JOB_RESCHEDULE_ISOLATED
+    assert "pod_reschedule: used 2 of 2 in all" in again.skipped
+    # What is counted in a row on ModelArts, too, or not at all, stays free.
+    hung = after(HANG, *[Rung.HANG_RESTART] * 9, progressed=True)
+    assert choose(HANG, *hung, count=RestartCount.EVER).rung is Rung.HANG_RESTART
+    crashed = after(CRASH, *[Rung.IN_PLACE_RESTART] * 9, progressed=True)
+    assert choose(CRASH, *crashed, count=RestartCount.EVER).rung is Rung.IN_PLACE_RESTART
 
 
 @pytest.mark.parametrize(
