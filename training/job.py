@@ -172,6 +172,16 @@ class Job(FrozenModel):
         return self
 
     @model_validator(mode="after")
+    def _check_output_quiet(self) -> Self:
+        if self.watch.output_quiet_s is None:
+            return self
+        if not self.worker.is_command:
+            raise ValueError("watch.output_quiet_s is for commands: a session has heartbeats")
+        if not self.restart.hang:
+            raise ValueError("watch.output_quiet_s needs restart.hang=true, which looks for hangs")
+        return self
+
+    @model_validator(mode="after")
     def _check_session_job(self) -> Self:
         if self.worker.is_command:
             return self

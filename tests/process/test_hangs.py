@@ -215,3 +215,34 @@ def test_a_command_that_neither_writes_nor_computes_is_found(bench):
     assert fault.node == "node-1"
     assert "neither output nor I/O" in fault.evidence
     assert len(played.history.attempts) == 2
+
+
+@pytest.mark.long
+def test_a_command_that_prints_nothing_though_it_computes_is_found(bench):
+    """One node never prints, as most ranks do; the other one falls silent and computes on."""
+    script = bench.home / "silent.py"
+    script.write_text(
+        "import os, time\n"
+        "first = os.environ['MA_PROC_START_CNT'] == '1'\n"
+        "prints = os.environ['NODE_RANK'] == '0'\n"
+        "began = time.monotonic()\n"
+        "while time.monotonic() - began < (3600 if first else 1.0):\n"
+        "    if prints and (not first or time.monotonic() - began < 8.0):\n"
+        "        print('step', flush=True)\n"
+        "    open('noise', 'a').write('x')\n"
+        "    sum(range(200_000))\n"
+    )
+    played = bench.play(
+        "silent-command",
+        worker={"command": ["python3", str(script)], "recipe": None, "cwd": str(bench.home)},
+        watch={"output_quiet_s": 5.0},
+    )
+    assert played.ended == "completed"
+    fault = fault_of(played, 0)
+    assert fault.fault_class is FaultClass.HANG
+    assert fault.node is None
+    assert "no output on any of 2 nodes" in fault.evidence
+    first, _ = played.history.attempts
+    # Longer than the limit, so that the silence of one node alone was none.
+    assert fault.at_s - first.started.at_s > 8.0
+    assert first.decision.rung is Rung.HANG_RESTART

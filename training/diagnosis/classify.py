@@ -76,12 +76,13 @@ class SilentRank:
 
     Attributes:
         rank: None for a command: which of its ranks holds the others up is not known by that.
+        node: None where nothing tells one from the others.
         why: what shows it.
         stopped: its processes, of no rank, that a signal has stopped.
     """
 
     rank: int | None
-    node: str
+    node: str | None
     silent_s: float
     limit_s: float
     phase: str
@@ -91,7 +92,8 @@ class SilentRank:
     @property
     def line(self) -> str:
         """For the evidence."""
-        who = f"rank {self.rank}" if self.rank is not None else f"the command on {self.node}"
+        where = self.node if self.node is not None else "every node"
+        who = f"rank {self.rank}" if self.rank is not None else f"the command on {where}"
         if self.stopped:
             return f"{who}: stopped by a signal: {', '.join(self.stopped)}"
         silence = f"no progress for {self.silent_s:.0f} s in phase {self.phase}"

@@ -34,6 +34,10 @@ class WatchSpec(FrozenModel):
         1800.0, gt=0, description="command jobs: neither output nor process I/O for this long, "
         "and then an even use of processors, is a hang (MA_HANG_DETECT_TIME)"
     )  # fmt: skip
+    output_quiet_s: float | None = Field(
+        None, gt=0, description="command jobs: nothing printed on any node for this long is a "
+        "hang, whatever the processes do; default: no such rule"
+    )  # fmt: skip
     utilisation_low_percent: float = Field(
         50.0,
         ge=0,

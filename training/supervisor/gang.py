@@ -1,12 +1,13 @@
-"""Whether a rank is left behind by the others before a first step or in a recovery.
+"""Whether a rank is left behind by the others, or a command prints nothing on any node.
 
-An agent sees its own ranks alone; here are those of all nodes. Times are seconds since the epoch.
+An agent sees its own processes alone; here are those of all nodes. Times are seconds since the
+epoch.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from training.diagnosis.classify import SilentRank
@@ -14,6 +15,7 @@ from training.health.hang import MIN_LIMIT_S
 from training.health.heartbeat import Phase
 from training.health.left_behind import LeftBehindDetector, RankOnTheWay
 from training.job import Job
+from training.supervisor.silent_output import SilentOutputCheck
 from training.wire.agent import AgentStatus
 
 PERIOD_S = 1.0
@@ -31,10 +33,12 @@ class GangCheck:
     job: Job
     began_s: float
     _detector: LeftBehindDetector = field(init=False)
+    _output: SilentOutputCheck = field(init=False)
     _looked_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """Have a detector with the limits of the job."""
+        """Have detectors with the limits of the job."""
+        self._output = SilentOutputCheck(self.job)
         restore_s = self.job.watch.restore_timeout_s
         self._detector = LeftBehindDetector(
             least_s=self.job.restart.hang_timeout_s or MIN_LIMIT_S,
@@ -42,8 +46,12 @@ class GangCheck:
             phases_s={Phase.RESTORE: restore_s} if restore_s is not None else {},
         )
 
-    def look(self, statuses: Iterable[AgentStatus]) -> SilentRank | None:
-        """The rank that is left behind; at most one look a second is taken."""
+    def look(self, statuses: Collection[AgentStatus]) -> SilentRank | None:
+        """The rank that is left behind, or the command that is silent, if there is one."""
+        return self._output.look(statuses) or self._left_behind(statuses)
+
+    def _left_behind(self, statuses: Collection[AgentStatus]) -> SilentRank | None:
+        """At most one look a second is taken."""
         now_s = time.time()
         is_watched = self.job.restart.hang and not self.job.worker.is_command
         if not is_watched or now_s - self._looked_s < PERIOD_S:

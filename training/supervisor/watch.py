@@ -7,7 +7,7 @@ report theirs, has everything stopped, and hands the evidence on. Times are seco
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -39,7 +39,7 @@ from training.wire.agent import (
     WorkerStatus,
 )
 
-Statuses = Iterable[AgentStatus]
+Statuses = Collection[AgentStatus]
 HeldUpBy = SlowNode | SilentRank
 
 POLL_S = 0.2

@@ -377,6 +377,7 @@ class AgentStatus(FrozenModel):
     Attributes:
         workers: the processes that the agent started: one per rank, of a command one in all.
         ranks: of a command, as far as they are known.
+        output_bytes: length of what the attempt's processes have printed.
     """
 
     node: str
@@ -392,6 +393,7 @@ class AgentStatus(FrozenModel):
     hang: HangReport | None = None
     staging_error: str | None = None
     oom_kills: int = 0
+    output_bytes: int = 0
     sample: NodeSample | None = None
     metrics_url: str | None = Field(None, description="of the coordinator, where it is here")
     coordinator_end: CoordinatorEnd | None = None
