@@ -21,19 +21,22 @@ pytestmark = [pytest.mark.process, pytest.mark.alone, pytest.mark.long]
 STEPS = 24
 
 
-def _kill(step: int, rank: int) -> DrillFault:
-    return DrillFault(kind=DrillKind.KILL, rank=rank, step=step, point=DrillPoint.PREPARED)
+def _kill(step: int, rank: int, point: DrillPoint = DrillPoint.PREPARED) -> DrillFault:
+    return DrillFault(kind=DrillKind.KILL, rank=rank, step=step, point=point)
 
 
 def faults(of_both_parts: tuple[int, int], replicas: tuple[int, int]) -> list[DrillFault]:
     """Of one rank, of its device's memory, of one whole copy of the model, of all of a part."""
     one, _ = of_both_parts
+    lost, holder = replicas
     memory = DrillFault(kind=DrillKind.DEVICE_MEMORY, rank=one, step=10, point=DrillPoint.PREPARED)
     return [
         _kill(6, one),
         memory,
         *(_kill(13, rank) for rank in of_both_parts),
-        *(_kill(20, rank) for rank in replicas),
+        _kill(20, lost),
+        # In the same step one death would mostly prevent the other.
+        _kill(20, holder, DrillPoint.RECOVERY),
     ]
 
 
@@ -83,7 +86,7 @@ def test_a_rank_of_a_split_model_gets_its_state_from_its_replica(
     assert [len(played.fired_s[number]) for number in range(len(faults))] == [1] * len(faults)
     rungs = [one.rung for one in recovered(played.history)]
     assert rungs[:2] == [Rung.PROCESS_REPLACE, Rung.STEP_RETRY]
-    # The last two kills leave no rank with the part: all begin again from the last checkpoint.
+    # The last two kills leave no rank with the part: all go back to the last checkpoint.
     first, second = played.history.attempts
     assert first.decision is not None
     assert first.decision.rung is Rung.IN_PLACE_RESTART
