@@ -2,19 +2,51 @@
 
 What is printed is read back, so that every field which the platform cannot hold, or holds
 differently, is a warning.
+
+Sources of where an entry belongs: ModelArts' training job annotations (JobMetadata of its API);
+MindFormers "Training High Availability" and "Data Skipping"; MindSpeed-LLM "High Availability";
+MindCluster "Job YAML Configuration".
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from typing import Any
 
 from training.platforms.forms import Platform, read_platform
+from training.platforms.modelarts import GRACE
 from training.platforms.settings import Value, shown
+from training.platforms.tft import TFT, read_snapshot_steps
 from training.recovery.rungs import Policy, RestartCount
 
 Entries = dict[str, str]
+
+
+class Place(StrEnum):
+    """Where on its platform an entry belongs."""
+
+    LABELS = "metadata.labels"
+    ANNOTATIONS = "metadata.annotations"
+    POD = "pod template, spec"
+    JOB_VARIABLES = "environment variables of the job"
+    SHELL = "the shell that starts the program"
+    CONFIG = "MindFormers' YAML configuration"
+
+
+_PLACES: Mapping[str, Place] = {
+    GRACE: Place.JOB_VARIABLES,
+    TFT: Place.SHELL,
+    "HIGH_AVAILABILITY": Place.SHELL,
+    "use_skip_data_by_global_norm": Place.CONFIG,
+    "recover-strategy": Place.ANNOTATIONS,
+    "restartPolicy": Place.POD,
+    "fault-scheduling": Place.LABELS,
+    "fault-retry-times": Place.LABELS,
+    "pod-rescheduling": Place.LABELS,
+    "subHealthyStrategy": Place.LABELS,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,29 +56,71 @@ class Printed:
     Attributes:
         entries: name to text.
         warnings: one line for each field that the entries cannot hold: "field=value: why".
+        without_entry: fields that the platform has no entry for, and does as the policy has them;
+            reading the entries gives our default of them.
     """
 
     entries: Mapping[str, str]
     warnings: tuple[str, ...]
+    without_entry: Mapping[str, Value]
+
+    def by_place(self) -> Mapping[Place, Entries]:
+        """The entries by where they belong."""
+        places: dict[Place, Entries] = {}
+        for name, text in self.entries.items():
+            place = _PLACES.get(name, Place.ANNOTATIONS)  # all of fault-tolerance/
+            places.setdefault(place, {})[name] = text
+        return {place: places[place] for place in Place if place in places}
 
 
-def print_platform(policy: Policy, platform: Platform) -> Printed:
-    """The entries for `platform`, and what they cannot hold."""
-    entries = _PRINTERS[platform](policy)
-    read = read_platform(entries).fields
-    unnamed: dict[str, Any] = {**asdict(Policy()), **_UNNAMED[platform]}
-    warnings = []
+def print_platform(
+    policy: Policy, platform: Platform, *, others: Mapping[str, Value] | None = None
+) -> Printed:
+    """The entries for `platform`, and what they cannot hold.
+
+    Args:
+        policy: of the job.
+        platform: whose entries.
+        others: further fields of `restart` that the job has: failover_grace_s and
+            snapshot_every_steps have entries, each other one is a warning.
+    """
+    others = others or {}
+    entries = _PRINTERS[platform](policy) | _others(policy, platform, others)
+    read = {**read_platform(entries).fields, **_read_snapshot_steps(entries)}
+    default = asdict(Policy())
+    unnamed: dict[str, Any] = {**default, **_UNNAMED[platform]}
+    warnings, without_entry = [], {}
     for name, value in asdict(policy).items():
         has_no_effect = name == "process_in_place" and not policy.process_replace
         if has_no_effect or value == read.get(name, unnamed[name]):
+            if name not in read and value != default[name] and not has_no_effect:
+                without_entry[name] = value
             continue
-        why = f"can only be {shown(read[name])}" if name in read else _no_entry(name, unnamed)
+        why = f"can only be {shown(read[name])}" if name in read else _no_entry(name, platform)
         warnings.append(f"{name}={shown(value)}: {platform} {why}")
-    return Printed(entries, tuple(warnings))
+    for name, value in others.items():
+        if read.get(name) != value:
+            warnings.append(f"{name}={shown(value)}: {platform} has no entry for it")
+    return Printed(entries, tuple(warnings), without_entry)
 
 
-def _no_entry(name: str, unnamed: Mapping[str, Value]) -> str:
-    return f"has no entry for it, there it is {shown(unnamed[name])}"
+def _others(policy: Policy, platform: Platform, others: Mapping[str, Value]) -> Entries:
+    grace, steps = others.get("failover_grace_s"), others.get("snapshot_every_steps")
+    if platform is Platform.MODELARTS and grace is not None:
+        return {GRACE: str(grace)}
+    if platform is Platform.MINDFORMERS and policy.numeric_retry and steps is not None:
+        return {TFT: _tft(policy, snapshot_every_steps=steps)}
+    return {}
+
+
+def _read_snapshot_steps(entries: Entries) -> Mapping[str, int]:
+    steps = read_snapshot_steps(TFT, entries[TFT]) if TFT in entries else None
+    return {} if steps is None else {"snapshot_every_steps": steps}
+
+
+def _no_entry(name: str, platform: Platform) -> str:
+    there = _UNNAMED[platform].get(name)
+    return "has no entry for it" + (f", there it is {shown(there)}" if there is not None else "")
 
 
 def _modelarts(policy: Policy) -> Entries:
@@ -63,17 +137,24 @@ def _modelarts(policy: Policy) -> Entries:
 
 
 def _mindformers(policy: Policy) -> Entries:
+    skipping = {"use_skip_data_by_global_norm": "True"} if policy.data_skipping else {}
+    return {TFT: _tft(policy), **skipping}
+
+
+def _tft(policy: Policy, *, snapshot_every_steps: Value | None = None) -> str:
+    """MS_ENABLE_TFT; TRE:2 goes back to a snapshot as ours does, TRE:1 to a checkpoint."""
+    has_steps = policy.numeric_retry and snapshot_every_steps is not None
     switches = {
         "TTP": policy.end_of_life_checkpoint,
         "UCE": policy.memory_retry,
         "HCCE": policy.collective_retry,
         "ARF": policy.process_replace,
-        "TRE": policy.numeric_retry,
+        "TRE": 2 if has_steps else policy.numeric_retry,
         "RSC": policy.pod_retries > 0,
     }
-    named = ",".join(f"{key}:{int(on)}" for key, on in switches.items())
-    skipping = {"use_skip_data_by_global_norm": "True"} if policy.data_skipping else {}
-    return {"MS_ENABLE_TFT": f"{{{named}}}", **skipping}
+    steps = [f"TRE_SNAPSHOT_STEPS:{snapshot_every_steps}"] if has_steps else []
+    named = ",".join([*(f"{key}:{int(on)}" for key, on in switches.items()), *steps])
+    return f"{{{named}}}"
 
 
 def _in_process(policy: Policy) -> list[str]:

@@ -1,0 +1,35 @@
+"""The restart policy of a job in the words of another platform."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from storage.frozen_model import FrozenModel
+from training.job import Job
+from training.platforms.forms import Platform
+from training.platforms.printing import Printed, print_platform
+from training.platforms.settings import POLICY_FIELDS, Value
+
+
+def export_policy(job: Job, platform: Platform) -> Printed:
+    """The entries of `platform` that come closest to a job's policy, and what they cannot hold."""
+    spec = job.restart
+    others = dict(_departures(spec))
+    # Always there, since the platforms' defaults are not ours.
+    if platform is Platform.MODELARTS:
+        others["failover_grace_s"] = spec.failover_grace_s
+    if platform is Platform.MINDFORMERS and spec.numeric_retry:
+        others["snapshot_every_steps"] = spec.snapshot_every_steps
+    policy = spec.policy(operator_retry=job.comm.op_retry.enabled)
+    return print_platform(policy, platform, others=others)
+
+
+def _departures(spec: FrozenModel, within: str = "") -> Iterator[tuple[str, Value]]:
+    """Fields that are no part of the ladder's policy and are not our default, with their values."""
+    default = type(spec)()
+    for name in type(spec).model_fields:
+        value = getattr(spec, name)
+        if isinstance(value, FrozenModel):
+            yield from _departures(value, f"{name}.")
+        elif value != getattr(default, name) and name not in {*POLICY_FIELDS, "from_platform"}:
+            yield within + name, value
