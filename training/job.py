@@ -54,7 +54,7 @@ from training.specs.recovery import (
 )
 from training.specs.run_name import NAME, TEMPLATE, is_template
 from training.specs.secret_literals import why_secret
-from training.specs.watch import WatchSpec
+from training.specs.watch import HangAction, WatchSpec
 
 MAX_USER_VARIABLES = 100  # ModelArts' limit for own environment variables of a training job
 SECRET_FIELDS = frozenset(Credentials.model_fields)  # ledger and Prefect show a job in clear text
@@ -179,6 +179,15 @@ class Job(FrozenModel):
             raise ValueError("watch.output_quiet_s is for commands: a session has heartbeats")
         if not self.restart.hang:
             raise ValueError("watch.output_quiet_s needs restart.hang=true, which looks for hangs")
+        return self
+
+    @model_validator(mode="after")
+    def _check_hang_action(self) -> Self:
+        action = self.watch.hang_action
+        if action is HangAction.ALERT and not self.restart.hang:
+            raise ValueError(
+                f"watch.hang_action={action} needs restart.hang=true, which looks for hangs"
+            )
         return self
 
     @model_validator(mode="after")

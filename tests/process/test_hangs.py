@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from storage.address import open_store
@@ -18,6 +19,7 @@ from training.drill.driver import RunDriver, RunHook, RunOutcome
 from training.health.left_behind import FACTOR
 from training.injection.outside import LocalRun
 from training.job import parse_job
+from training.journal.events import AlertRaised, HealthPoint
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.rungs import Rung
 from training.supervisor.run import Run
@@ -46,6 +48,22 @@ class Stopper:
             (worker,) = LocalRun(self.home, run.job.run_id).rank(self.rank)
             os.kill(worker.pid, signal.SIGSTOP)
             self.stopped_s.append(time.time())
+
+
+@dataclass
+class Freezer(Stopper):
+    """Has the process that it stopped go on once the ledger has an alert about it."""
+
+    continued_s: float | None = None
+
+    def __call__(self, run: Run, progress: Progress) -> None:
+        super().__call__(run, progress)
+        alerts = [one for one in progress.events if isinstance(one, AlertRaised)]
+        if self.continued_s is None and any(one.point is HealthPoint.HANG for one in alerts):
+            (worker,) = LocalRun(self.home, run.job.run_id).rank(self.rank)
+            assert worker.status() == psutil.STATUS_STOPPED
+            os.kill(worker.pid, signal.SIGCONT)
+            self.continued_s = time.time()
 
 
 @dataclass
@@ -246,3 +264,28 @@ def test_a_command_that_prints_nothing_though_it_computes_is_found(bench):
     # Longer than the limit, so that the silence of one node alone was none.
     assert fault.at_s - first.started.at_s > 8.0
     assert first.decision.rung is Rung.HANG_RESTART
+
+
+@pytest.mark.long
+def test_a_hang_that_is_only_reported_ends_nothing_and_is_over_when_the_rank_goes_on(
+    bench, undisturbed
+):
+    freezer = Freezer(bench.home, 2)
+    played = bench.play(
+        "reported",
+        hook=freezer,
+        pace_s=0.5,
+        restart={"hang_timeout_s": 2 * LIMIT_S},
+        watch={"hang_action": "alert"},
+    )
+    assert freezer.stopped_s
+    assert freezer.continued_s is not None
+    assert played.ended == "completed"
+    (attempt,) = played.history.attempts
+    (alert,) = [one for one in attempt.alerts if one.began.point is HealthPoint.HANG]
+    assert alert.began.rank == 2
+    assert "stopped by a signal" in alert.began.text
+    assert alert.ended is not None
+    assert alert.ended.at_s > freezer.continued_s
+    assert played.curve == undisturbed.curve
+    assert played.left_over == ()

@@ -366,7 +366,9 @@ class Agent:
             self._group.spare = self._spare()
 
     def _check_hang(self) -> None:
-        if not self._config.detect_hangs or self._state is not AgentState.RUNNING or self._hang:
+        if not self._config.detect_hangs or self._state is not AgentState.RUNNING:
+            return
+        if self._hang is not None and self._hang.ends_attempt:
             return
         assert self._group is not None  # noqa: S101 RUNNING implies a group
         assert self._hang_check is not None  # noqa: S101 likewise

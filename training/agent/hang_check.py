@@ -18,7 +18,13 @@ from training.agent.activity import activity_of
 from training.agent.evidence import process_state
 from training.agent.workers import WorkerGroup
 from training.diagnosis.standstill import STOPPED
-from training.health.hang import Activity, ActivityDetector, HangDetector, SilenceLimits
+from training.health.hang import (
+    Activity,
+    ActivityDetector,
+    HangDetector,
+    Inactivity,
+    SilenceLimits,
+)
 from training.health.heartbeat import Heartbeat, Phase
 from training.processes import container_processes
 from training.wire.agent import AgentConfig, HangReport
@@ -48,6 +54,7 @@ class HangCheck:
     _read_s: float = 0.0
     _stopped: dict[tuple[int, int], float] = field(default_factory=dict)  # by rank and process
     _awaits_coordinator: bool = False
+    _of_command: HangReport | None = None
 
     def __post_init__(self) -> None:
         """Have detectors that know nothing yet."""
@@ -98,6 +105,7 @@ class HangCheck:
             phase=verdict.phase.name.lower(),
             step=verdict.step,
             stopped=tuple(group.stopped_processes()),
+            ends_attempt=self.config.hangs_end_attempt,
         )
 
     def _stopped_ranks(self, group: WorkerGroup, *, now_s: float) -> dict[int, float]:
@@ -113,19 +121,22 @@ class HangCheck:
         quiet_s = self.config.command_quiet_s
         period_s = min(MAX_PERIOD_S, quiet_s / READINGS_IN_QUIET_TIME)
         if time.monotonic() - self._read_s < period_s:
-            return None
+            return self._of_command
         self._read_s = time.monotonic()
         found = self._activity.judge(_activity(group, self.marker, sample))
-        if found is None:
-            return None
+        self._of_command = self._report_of(found, group) if found is not None else None
+        return self._of_command
+
+    def _report_of(self, found: Inactivity, group: WorkerGroup) -> HangReport:
         return HangReport(
             rank=None,
             silent_s=found.silent_s,
-            limit_s=quiet_s,
+            limit_s=self.config.command_quiet_s,
             phase=COMMAND,
             step=-1,
             why=f"neither output nor I/O, {found.cores:.2f} cores in use all the while",
             stopped=tuple(group.stopped_processes()),
+            ends_attempt=self.config.hangs_end_attempt,
         )
 
 

@@ -31,6 +31,7 @@ from training.files import last_line, private_folder, write_whole
 from training.job import Job
 from training.processes import MARKER, is_alive, kill_container
 from training.recovery.rungs import Rung
+from training.specs.watch import HangAction
 from training.wire.agent import (
     AgentAddress,
     AgentConfig,
@@ -370,6 +371,7 @@ class LocalEngine:
             evaluate_timeout_s=self._job.watch.evaluate_timeout_s,
             command_quiet_s=self._job.watch.command_quiet_s,
             detect_hangs=self._job.restart.hang,
+            hangs_end_attempt=self._job.watch.hang_action is HangAction.RESTART,
             node_folder=str(folder.parent / f"{LIFE_PREFIX}{self._created_s:.0f}"),
             variables=None if self._job.worker.is_command else variables_of(self._job),
         )

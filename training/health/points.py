@@ -30,6 +30,8 @@ WINDOW_S = 5.0  # of ranks' waiting, at least
 MIN_WINDOW_STEPS = 5
 MIN_CHECKPOINT_AGE_S = 60.0
 CLEAR_S = 30.0
+# A rank that steps again hangs no more; what wavers has to stay inside its limits for a while.
+_CLEAR_S = {HealthPoint.HANG: 3.0}
 # How long a point has to be out of its limits; what is not here is raised at once. A window of
 # ranks' waiting is itself some seconds long.
 HOLD_WINDOWS = 3
@@ -57,25 +59,6 @@ class RankSample:
 
 
 @dataclass(frozen=True, slots=True)
-class RunSample:
-    """A run at one moment.
-
-    Attributes:
-        at_s: when.
-        nodes: newest sample of each node.
-        ranks: of those that live.
-        steps: completed since the sample before.
-        commits_s: when steps were committed, oldest first; the attempt's start before them.
-    """
-
-    at_s: float
-    nodes: Mapping[str, NodeSample] = field(default_factory=dict)
-    ranks: Sequence[RankSample] = ()
-    steps: Sequence[StepRecord] = ()
-    commits_s: Sequence[float] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Condition:
     """A point that is out of its limits.
 
@@ -94,8 +77,31 @@ class Condition:
     holds_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class RunSample:
+    """A run at one moment.
+
+    Attributes:
+        at_s: when.
+        nodes: newest sample of each node.
+        ranks: of those that live.
+        steps: completed since the sample before.
+        commits_s: when steps were committed, oldest first; the attempt's start before them.
+        hang: that does not end the attempt.
+    """
+
+    at_s: float
+    nodes: Mapping[str, NodeSample] = field(default_factory=dict)
+    ranks: Sequence[RankSample] = ()
+    steps: Sequence[StepRecord] = ()
+    commits_s: Sequence[float] = ()
+    hang: Condition | None = None
+
+
 def key_of(about: Condition | AlertRaised) -> Key:
-    """What it is about; a straggler stays one when the rank does."""
+    """What it is about; a straggler stays one when the rank does, a hang whoever reports it."""
+    if about.point is HealthPoint.HANG:
+        return about.point, None, None
     return about.point, about.node, about.rank if about.rank is not None else about.device
 
 
@@ -140,13 +146,18 @@ class HealthPoints:
                 raised.append(one)
         for key in [key for key in self._since_s if key not in now and key not in self.open]:
             del self._since_s[key]
-        over = [k for k in self.open if run.at_s - self._seen_s.setdefault(k, run.at_s) > CLEAR_S]
+        over = [key for key in self.open if self._is_over(key, run.at_s)]
         for key in over:
             self.open.discard(key)
             self._since_s.pop(key, None)
         return Changes(tuple(raised), tuple(over))
 
+    def _is_over(self, key: Key, now_s: float) -> bool:
+        return now_s - self._seen_s.setdefault(key, now_s) > _CLEAR_S.get(key[0], CLEAR_S)
+
     def _conditions(self, run: RunSample) -> Iterator[Condition]:
+        if run.hang is not None:
+            yield run.hang
         trains = any(rank.phase == "step" for rank in run.ranks)
         for node, sample in run.nodes.items():
             yield from _of_devices(self.spec, node, sample, trains=trains)

@@ -80,6 +80,7 @@ class HealthPoint(StrEnum):
     DATA_STARVED = "data_starved"
     CHECKPOINT_OLD = "checkpoint_old"
     DISK_FILLING = "disk_filling"
+    HANG = "hang"
 
 
 class AlertRaised(AttemptEvent):

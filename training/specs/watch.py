@@ -6,9 +6,18 @@ ModelArts' and MindCluster's operation guides; the others are our own.
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 from pydantic import Field
 
 from storage.frozen_model import FrozenModel
+
+
+class HangAction(StrEnum):
+    """What a hang leads to."""
+
+    RESTART = "restart"
+    ALERT = "alert"
 
 
 class WatchSpec(FrozenModel):
@@ -37,6 +46,10 @@ class WatchSpec(FrozenModel):
     output_quiet_s: float | None = Field(
         None, gt=0, description="command jobs: nothing printed on any node for this long is a "
         "hang, whatever the processes do; default: no such rule"
+    )  # fmt: skip
+    hang_action: HangAction = Field(
+        HangAction.RESTART, description="restart: a hang ends the attempt, and the ladder answers; "
+        "alert: it is reported until the ranks make progress again, and the attempt goes on"
     )  # fmt: skip
     utilisation_low_percent: float = Field(
         50.0,

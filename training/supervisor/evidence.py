@@ -64,10 +64,12 @@ def _log_path(logs: Sequence[WorkerLog]) -> str | None:
     return next((log.path for log in sorted(logs, key=lambda log: not log.text)), None)
 
 
-def silent_of(statuses: Iterable[AgentStatus]) -> Iterator[SilentRank]:
+def silent_of(
+    statuses: Iterable[AgentStatus], *, ends_attempt: bool = True
+) -> Iterator[SilentRank]:
     """The ranks that agents have found to be silent for too long."""
     for status in statuses:
-        if status.hang is not None:
+        if status.hang is not None and status.hang.ends_attempt == ends_attempt:
             hang = status.hang
             yield SilentRank(
                 None if status.is_command else hang.rank,

@@ -11,10 +11,15 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from training.diagnosis.classify import SilentRank
+from training.diagnosis.standstill import standstill_of
 from training.health.hang import MIN_LIMIT_S
 from training.health.heartbeat import Phase
 from training.health.left_behind import LeftBehindDetector, RankOnTheWay
+from training.health.points import Condition
 from training.job import Job
+from training.journal.events import HealthPoint
+from training.specs.watch import HangAction
+from training.supervisor.evidence import progress_of, silent_of
 from training.supervisor.silent_output import SilentOutputCheck
 from training.wire.agent import AgentStatus
 
@@ -47,7 +52,33 @@ class GangCheck:
         )
 
     def look(self, statuses: Collection[AgentStatus]) -> SilentRank | None:
-        """The rank that is left behind, or the command that is silent, if there is one."""
+        """The rank that is left behind, or the command that is silent, if that is to end it."""
+        if self.job.watch.hang_action is HangAction.ALERT:
+            return None
+        return self._silent(statuses)
+
+    def hang_of(self, statuses: Collection[AgentStatus]) -> Condition | None:
+        """The hang that is only to be reported, if there is one."""
+        if self.job.watch.hang_action is not HangAction.ALERT:
+            return None
+        one = next(silent_of(statuses, ends_attempt=False), None) or self._silent(statuses)
+        if one is None:
+            return None
+        # What reports a hang may wait for another rank, which the progress of all shows.
+        standstill = standstill_of(tuple(progress_of(statuses)))
+        missing = standstill.missing if standstill is not None else ()
+        line = f"{one.line}; {standstill.line}" if standstill is not None and missing else one.line
+        culprit = missing[0] if len(missing) == 1 else None
+        return Condition(
+            HealthPoint.HANG,
+            line,
+            one.silent_s,
+            one.limit_s,
+            node=culprit.node if culprit is not None else one.node,
+            rank=culprit.rank if culprit is not None else one.rank,
+        )
+
+    def _silent(self, statuses: Collection[AgentStatus]) -> SilentRank | None:
         return self._output.look(statuses) or self._left_behind(statuses)
 
     def _left_behind(self, statuses: Collection[AgentStatus]) -> SilentRank | None:

@@ -6,7 +6,7 @@ Times are seconds since the epoch.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from training.diagnosis.classify import SlowNode
@@ -27,9 +27,11 @@ class AttemptHealth:
 
     Attributes:
         spec: their limits.
+        hang_of: finds a hang that is only to be reported.
     """
 
     spec: WatchSpec
+    hang_of: Callable[[Collection[AgentStatus]], Condition | None] = lambda _statuses: None
     _watch: HealthPoints = field(init=False)
     _raised: dict[Key, AlertRaised] = field(default_factory=dict)
     _count: int = 0
@@ -67,6 +69,7 @@ class AttemptHealth:
             steps=tuple(steps),
             # Until the first commit, the age of the newest one is that of the attempt.
             commits_s=(view.started.at_s, *_commits_s(view, history)),
+            hang=self.hang_of(agents),
         )
         changes = self._watch.update(look)
         return [

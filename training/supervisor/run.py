@@ -286,9 +286,9 @@ class Run:
         view = self.refresh().open_attempt
         if view is None:
             view = self._writer.begin_attempt(placement.number)
-        health = AttemptHealth(self.job.watch)
-        health.adopt(view)
         gang = GangCheck(self.job, view.started.at_s)
+        health = AttemptHealth(self.job.watch, gang.hang_of)
+        health.adopt(view)
         watch = self._watch(
             stop_wanted=stop_wanted,
             on_progress=lambda progress: self._on_progress(view, health, progress, on_progress),

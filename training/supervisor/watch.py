@@ -368,7 +368,7 @@ def _not_over(snapshot: Snapshot) -> list[str]:
 def has_failure(snapshot: Snapshot) -> bool:
     """Whether something of an attempt was lost, hangs or ended other than well."""
     return bool(snapshot.lost) or any(
-        status.hang is not None
+        (status.hang is not None and status.hang.ends_attempt)
         or status.staging_error is not None
         or any(_failed(worker) for worker in status.workers)
         for status in snapshot.agents.values()

@@ -40,6 +40,7 @@ class AgentConfig(FrozenModel):
     evaluate_timeout_s: float = 3600.0
     command_quiet_s: float = 1800.0
     detect_hangs: bool
+    hangs_end_attempt: bool = Field(True, description="else a hang is only reported")
     node_folder: str | None = Field(
         None, description="folder of the node that outlives its containers"
     )
@@ -345,6 +346,7 @@ class HangReport(FrozenModel):
         rank: None for a command, none of whose ranks is known to be the one.
         why: what shows it beside the silence.
         stopped: processes of a command, of no rank, that a signal has stopped.
+        ends_attempt: else it is only reported, for as long as it lasts.
     """
 
     rank: int | None
@@ -354,6 +356,7 @@ class HangReport(FrozenModel):
     step: int
     why: str = ""
     stopped: tuple[str, ...] = ()
+    ends_attempt: bool = True
 
 
 class CoordinatorEnd(FrozenModel):

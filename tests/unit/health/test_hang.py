@@ -6,9 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.jobs import small_job
 from tests.values import not_none
+from training.errors import InputError
 from training.health.hang import MIN_LIMIT_S, WINDOW, Hang, HangDetector, SilenceLimits
 from training.health.heartbeat import Heartbeat, HeartbeatReader, HeartbeatWriter, Phase
+from training.specs.watch import HangAction
 
 START_S = 1000.0  # when the processes were started
 START_LIMIT_S = 600.0
@@ -244,3 +247,9 @@ def test_how_long_a_process_may_be_stopped_is_the_limit_of_a_step(fixed_s, limit
 def test_a_stopped_process_in_a_pause_is_left_alone():
     assert stopped(HangDetector(SilenceLimits(5.0)), START_S + 1e6, beat(3, START_S,
                    phase=Phase.PAUSED)) is None  # fmt: skip
+
+
+def test_a_hang_cannot_be_reported_where_none_is_looked_for():
+    with pytest.raises(InputError, match=r"watch\.hang_action=alert needs restart\.hang=true"):
+        small_job(watch={"hang_action": "alert"}, restart={"hang": False})
+    assert small_job(watch={"hang_action": "alert"}).watch.hang_action is HangAction.ALERT

@@ -249,3 +249,14 @@ def test_frequent_checkpoints_may_be_a_minute_old():
 
 def test_one_commit_is_no_interval():
     assert raised(lambda s: RunSample(s, commits_s=[0.0]), until_s=10_000) == []
+
+
+def test_a_hang_is_raised_at_once_and_over_soon_after_whichever_rank_reports_it():
+    def hang(number: int) -> Condition:
+        return Condition(HealthPoint.HANG, "silent", 70.0, 60.0, node="node-0", rank=number)
+
+    watch = HealthPoints(SPEC)
+    assert watch.update(RunSample(0.0, hang=hang(1))).raised == (hang(1),)
+    assert watch.update(RunSample(1.0, hang=hang(0))).raised == ()
+    assert watch.update(RunSample(3.0)).cleared == ()
+    assert watch.update(RunSample(5.0)).cleared == ((HealthPoint.HANG, None, None),)
