@@ -91,7 +91,7 @@ def logs(
 
 
 def _check(job: Job, wanted: Wanted) -> None:
-    if wanted.rank is not None and job.worker.is_command:
+    if wanted.rank is not None and job.worker.is_launcher:
         raise InputError(
             "--rank", "the ranks of a command have one log for each node: --node, such as node-0"
         )

@@ -228,9 +228,9 @@ class Job(FrozenModel):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks: one per slot, for commands one per node."""
+        """Number of processes that agents start: one per slot, of a launcher one per node."""
         # A command such as torchrun starts the ranks of its node by itself.
-        return self.engine.nodes if self.worker.is_command else self.engine.world_size
+        return self.engine.nodes if self.worker.is_launcher else self.engine.world_size
 
     @property
     def layout(self) -> ParallelLayout:

@@ -167,6 +167,40 @@ def test_heartbeats_of_a_command_show_its_step_and_name_a_rank_as_soon_as_in_a_s
     assert 0 < ended["ettr"] < 1
 
 
+@dataclass
+class Killer(Stopper):
+    """Kills the process of a rank once it has come to a step, once."""
+
+    def __call__(self, run: Run, _progress: Progress) -> None:
+        reached = self.home / f"of-{run.job.run_id}" / f"step-{self.rank}"
+        if not self.pids and reached.exists() and int(reached.read_text() or 0) >= self.step:
+            self.pids += LocalRun(self.home, run.job.run_id).kill_rank(self.rank)
+
+
+@pytest.mark.long
+def test_a_killed_rank_of_a_command_that_is_started_once_per_device_is_named(home):
+    folder = home / "of-per-device"
+    program = [sys.executable, str(RECIPES / "reducing.py"), str(folder), "40", "0.1"]
+    engine = {"nodes": 2, "slots_per_node": RANKS, "spares": 0, "grace_s": 5}
+    job = torchrun_job(
+        home, "per-device", worker={"command": program, "per": "device"}, engine=engine
+    )
+    killer = Killer(home, 3, 8)
+    outcome = RunDriver(home).run(job, hook=killer)
+    assert len(killer.pids) == 1, "the fault was injected"
+    assert outcome.ended == "completed"
+    (killed, again) = outcome.history.attempts
+    fault = not_none(not_none(killed.ended).fault)
+    assert (fault.rank, fault.node, fault.device) == (3, "node-1", 1)
+    assert not_none(killed.decision).rung is Rung.IN_PLACE_RESTART
+    assert not_none(again.ended).fault is None
+    assert {int((folder / f"step-{rank}").read_text()) for rank in range(4)} == {40}
+    names = {Path(one.key).name for one in open_store(job.storage).list("runs/per-device/logs/")}
+    for rank in range(4):
+        assert any(name.startswith(f"rank-{rank:05d}.stdout") for name in names)
+    assert outcome.left_over == ()
+
+
 # Loads its own checkpoint, whose writing was cut short.
 DAMAGED = """
 import pathlib, sys, torch

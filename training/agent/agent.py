@@ -161,6 +161,7 @@ class Agent:
             attempt=self._order.attempt if self._order else 0,
             workers=self._group.statuses() if self._group else (),
             is_command=self._order.is_command if self._order else False,
+            is_launcher=self._order.is_launcher if self._order else False,
             ranks=self._group.command_statuses() if self._group else (),
             hang=self._hang,
             staging_error=self._staging_error,

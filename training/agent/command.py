@@ -1,6 +1,6 @@
 """The processes of a command: which of them are ranks, and what each is doing.
 
-A command starts its ranks itself, in ways that the agent does not know. A process is a rank when
+A launcher starts its ranks itself, in ways that the agent does not know. A process is a rank when
 its environment has a number that its parent's has not (torchrun, msrun, mpirun), or when it writes
 a heartbeat. The index of the node is never taken for a rank. Times are seconds of
 CLOCK_MONOTONIC.
@@ -64,11 +64,11 @@ class CommandRanks:
     """Reads the processes and heartbeats of one command.
 
     Attributes:
-        pid: of the process that the agent started.
+        pids: of the processes that the agent started.
         folder: of the heartbeats.
     """
 
-    pid: int
+    pids: Sequence[int]
     folder: Path
     _looked_s: float = float("-inf")
     _found: list[CommandProcess] = field(default_factory=list)
@@ -78,7 +78,7 @@ class CommandRanks:
     def processes(self, *, age_s: float = LOOK_S) -> list[CommandProcess]:
         """The command's processes that live, parents first, as of a look at most this old."""
         if time.monotonic() - self._looked_s > age_s:
-            self._found = list(_below(self.pid))
+            self._found = [one for pid in self.pids for one in _below(pid)]
             self._looked_s = time.monotonic()
         now = (replace(one, state=process_state(one.pid)) for one in self._found)
         return [one for one in now if one.state != ENDED]

@@ -52,7 +52,7 @@ class HangCheck:
     _detector: HangDetector = field(init=False)
     _activity: ActivityDetector = field(init=False)
     _read_s: float = 0.0
-    _stopped: dict[tuple[int, int], float] = field(default_factory=dict)  # by rank and process
+    _stopped: dict[tuple[int, int], float] = field(default_factory=dict)  # by key and process
     _awaits_coordinator: bool = False
     _of_command: HangReport | None = None
 
@@ -83,8 +83,6 @@ class HangCheck:
     def check(self, group: WorkerGroup, *, sample: NodeSample | None = None) -> HangReport | None:
         """The worst silence beyond its limit, None when all make progress."""
         beats = group.heartbeats()
-        if self.is_command and not beats:
-            return self._look_at_command(group, sample)
         now_s = time.monotonic()
         self._awaits_coordinator = any(beat.phase in _AWAITING for beat in beats.values())
         if not self.is_command:
@@ -97,7 +95,8 @@ class HangCheck:
             stopped=self._stopped_ranks(group, now_s=now_s),
         )
         if verdict is None:
-            return None
+            look = self.is_command and not beats
+            return self._look_at_command(group, sample) if look else None
         return HangReport(
             rank=group.rank_of(verdict.local_rank),
             silent_s=verdict.silent_s,
@@ -109,10 +108,11 @@ class HangCheck:
         )
 
     def _stopped_ranks(self, group: WorkerGroup, *, now_s: float) -> dict[int, float]:
-        """Local ranks whose processes are stopped by a signal, and since when they were seen so."""
-        if self.is_command:
-            return {}  # its launcher may stop what it likes
-        ranks = group.pids().items()
+        """Those that a signal has stopped, by their keys in `heartbeats()`, and since when."""
+        if group.order.is_launcher:
+            return {}  # it may stop what it likes
+        pids = group.pids()
+        ranks = zip(pids.values() if self.is_command else pids, pids.values(), strict=True)
         stopped = [one for one in ranks if process_state(one[1]) in STOPPED]
         self._stopped = {one: self._stopped.get(one, now_s) for one in stopped}
         return {local_rank: since_s for (local_rank, _), since_s in self._stopped.items()}

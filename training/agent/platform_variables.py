@@ -1,10 +1,14 @@
-"""The variables that a training container has on a platform. Times are seconds."""
+"""The variables of a process beside its job's own: its platform's and its rank's.
+
+Times are seconds.
+"""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+from training.agent.command_line import of_node
 from training.wire.agent import AgentConfig, StartOrder
 
 
@@ -38,4 +42,36 @@ def platform_variables(
         "PERDURE_NODE": config.node,
         "PERDURE_PLACEMENT": str(order.placement),
         "PERDURE_ATTEMPT": str(order.attempt),
+    }
+
+
+def rank_variables(
+    config: AgentConfig, order: StartOrder, rank: int, local_rank: int
+) -> dict[str, str]:
+    """The variables by which a process knows its place, in torch's names.
+
+    Args:
+        config: of the agent.
+        order: the attempt.
+        rank: global rank, or the index of the node where the command is a launcher.
+        local_rank: on this node.
+    """
+    node = of_node(config.member, order.num_nodes, order.variables)
+    if order.is_launcher:
+        # torchrun sets these itself, and a plain script must not mistake itself for a rank.
+        return node
+    place = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(order.slots_per_node * order.num_nodes),
+        "LOCAL_WORLD_SIZE": str(order.slots_per_node),
+        "NODE_RANK": str(config.member),
+        "GROUP_RANK": str(config.member),
+    }
+    if order.is_command:
+        return {**node, **place}  # its rank 0 opens the store at MASTER_PORT
+    return {
+        **place,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": config.run_id,
     }

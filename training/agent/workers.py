@@ -23,13 +23,13 @@ import psutil
 
 from training.agent.activity import Activity
 from training.agent.command import CommandRanks
-from training.agent.command_line import fill_in, for_arguments, of_node
+from training.agent.command_line import fill_in, for_arguments
 from training.agent.coordinator_client import AgentCoordinatorClient
 from training.agent.error_file import read_error
 from training.agent.evidence import StacksTarget, ascend_folder, process_state, tail
 from training.agent.fork_server import KILL_WAIT_S, Fork, ForkedProcess
 from training.agent.masked_output import MaskedOutput, scrub
-from training.agent.platform_variables import platform_variables
+from training.agent.platform_variables import platform_variables, rank_variables
 from training.agent.pulse import mute_pulse, pulse_of, status_of_rank
 from training.diagnosis.ending import early_end
 from training.health.heartbeat import ANY_RANK, Heartbeat, HeartbeatReader, stacks_file
@@ -101,7 +101,7 @@ class WorkerGroup:
     _target_step: int = 0
 
     def start(self, environment: dict[str, str], *, proc_start_cnt: int) -> None:
-        """Start one process per slot, or one per node for a command."""
+        """Start one process per slot, or one per node for a launcher."""
         self.started_s = time.monotonic()
         self._oom_kills_before = self.oom_kills()
         self._target_step = json.loads(self.order.job).get("steps", 0)
@@ -119,10 +119,12 @@ class WorkerGroup:
             self._output = MaskedOutput(self.folder, self.secrets)
         for local_rank in range(self._count):
             self._workers.append(self._start(local_rank))
+        if self.order.is_command:
+            self._command = CommandRanks(list(self.pids().values()), self.folder)
 
     @property
     def _count(self) -> int:
-        return 1 if self.order.is_command else self.order.slots_per_node
+        return 1 if self.order.is_launcher else self.order.slots_per_node
 
     @property
     def planned_ranks(self) -> Sequence[int]:
@@ -135,7 +137,7 @@ class WorkerGroup:
         variables = {
             "ASCEND_PROCESS_LOG_PATH": str(ascend_folder(self.log_folder, self.log_name(rank))),
             **self._environment,
-            **self._rank_variables(rank, local_rank, self._count),
+            **rank_variables(self.config, self.order, rank, local_rank),
             "TORCHELASTIC_ERROR_FILE": str(error_file),
             "PERDURE_HEARTBEAT": str(
                 self.folder / f"heartbeat-{ANY_RANK if self.order.is_command else local_rank}"
@@ -143,9 +145,8 @@ class WorkerGroup:
             **further,
         }
         process = self._spawn(rank, variables)
-        reader = HeartbeatReader.of(self.folder, local_rank)
-        if self.order.is_command:
-            self._command = CommandRanks(process.pid, self.folder)
+        named = rank if self.order.is_command else local_rank  # ranks of a command name the file
+        reader = HeartbeatReader.of(self.folder, named)
         return _Worker(rank, local_rank, process, error_file, reader)
 
     def replace(self, rank: int, generation: int) -> None:
@@ -202,21 +203,6 @@ class WorkerGroup:
         )
         return worker.is_held
 
-    def _rank_variables(self, rank: int, local_rank: int, count: int) -> dict[str, str]:
-        if self.order.is_command:
-            # torchrun sets these itself, and a plain script must not mistake itself for a rank.
-            return of_node(self.config.member, self.order.num_nodes, self.order.variables)
-        return {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(local_rank),
-            "WORLD_SIZE": str(count * self.order.num_nodes),
-            "LOCAL_WORLD_SIZE": str(count),
-            "NODE_RANK": str(self.config.member),
-            "GROUP_RANK": str(self.config.member),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RUN_ID": self.config.run_id,
-        }
-
     def _spawn(
         self, rank: int, variables: dict[str, str]
     ) -> subprocess.Popen[bytes] | ForkedProcess:
@@ -258,17 +244,17 @@ class WorkerGroup:
         return log if self._output is None else self._output.pipe_of(log)
 
     def log_path(self, rank: int, stream: str) -> Path:
-        """Where a rank's stdout or stderr goes, or that of a command on this node."""
+        """Where a rank's stdout or stderr goes, or that of a launcher on this node."""
         return self.log_folder / f"{self.log_name(rank)}.{stream}.log"
 
     def log_name(self, rank: int) -> str:
-        """How the logs of a rank begin; those of a command, with all its ranks, by its node."""
-        return f"{'command' if self.order.is_command else 'rank'}-{rank:05d}"
+        """How the logs of a rank begin; those of a launcher, with all its ranks, by its node."""
+        return f"{'command' if self.order.is_launcher else 'rank'}-{rank:05d}"
 
     @property
     def log_names(self) -> dict[str, int | None]:
         """The same for all of this node, with the rank that each is of."""
-        known = not self.order.is_command
+        known = not self.order.is_launcher
         return {self.log_name(rank): rank if known else None for rank in self.ranks}
 
     def logs(self, tail_bytes: int) -> tuple[WorkerLog, ...]:

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-from training.agent.command_line import fill_in, for_arguments, of_node
-from training.agent.platform_variables import platform_variables
+from training.agent.command_line import fill_in, for_arguments
+from training.agent.platform_variables import platform_variables, rank_variables
 from training.drill.driver import RunDriver, Secrets
 from training.drill.termination import terminated_as_exception
 from training.environment import variables_of, worker_path
@@ -168,29 +168,31 @@ def _variables(
         hang_timeout_s=None,
         detect_hangs=False,
     )
+    of_blocks = {name: value.get_secret_value() for name, value in delivered.items()}
+    secrets = values_on_node(job.env_from, delivered=of_blocks, environment=os.environ)
+    own = {**variables_of(job), **secrets, SECRETS_ENV: ",".join(secrets)}
     order = StartOrder(
         placement=1,
         attempt=number,
         num_nodes=1,
-        slots_per_node=job.engine.slots_per_node,
+        # Of a command that is started once per device this is the only one.
+        slots_per_node=job.engine.slots_per_node if job.worker.is_launcher else 1,
         hosts=(LOOPBACK,),
         master_addr=LOOPBACK,
         master_port=job.comm.master_port or free_port(LOOPBACK),
         command=job.worker.command or (),
         is_command=True,
+        is_launcher=job.worker.is_launcher,
         cwd=str(Path(job.worker.cwd or ".").resolve()),
         grace_s=job.engine.grace_s,
         log_path=None,
-        variables={},
+        variables=own,
         job="{}",
         data_manifest_key=None,
     )
-    of_blocks = {name: value.get_secret_value() for name, value in delivered.items()}
-    secrets = values_on_node(job.env_from, delivered=of_blocks, environment=os.environ)
-    own = {**variables_of(job), **secrets, SECRETS_ENV: ",".join(secrets)}
     platform = platform_variables(config, order, folder, number)
-    node = of_node(0, 1, own)
-    return {**os.environ, **own, **platform, **node, "PATH": worker_path()}
+    place = rank_variables(config, order, 0, 0)
+    return {**os.environ, **own, **platform, **place, "PATH": worker_path()}
 
 
 def _failed(seen: str, allowed: str) -> Check:

@@ -235,6 +235,12 @@ class RunHistory:
         return bool(((self.job or {}).get("worker") or {}).get("command"))
 
     @property
+    def is_launcher(self) -> bool:
+        """Whether that command is started once per node, and starts its ranks itself."""
+        per = ((self.job or {}).get("worker") or {}).get("per", "node")
+        return self.is_command and per == "node"
+
+    @property
     def ended_well(self) -> bool:
         """Whether the run reached its target."""
         return self.ended is not None and self.ended.outcome == "completed"

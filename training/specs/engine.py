@@ -68,10 +68,15 @@ class WorkerSpec(FrozenModel):
     )
     command: tuple[str, ...] | None = Field(
         None, min_length=1,
-        description="command depth: started once per node; ${MA_NUM_HOSTS}, ${VC_TASK_INDEX}, "
+        description="command depth: started as `per` says; ${MA_NUM_HOSTS}, ${VC_TASK_INDEX}, "
         "${MASTER_ADDR}, ${MASTER_PORT} and the like, ${NNODES}, ${NODE_RANK}, ${WORLD_SIZE} are "
         "filled in; $$ is a plain $",
     )  # fmt: skip
+    per: Literal["node", "device"] = Field(
+        "node",
+        description="of a command: started once per node, and starts its ranks itself (torchrun), "
+        "or once per device, each with RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT",
+    )
     cwd: str | None = Field(None, description="folder the workers start in; default: this one")
 
     @field_validator("recipe")
@@ -85,9 +90,16 @@ class WorkerSpec(FrozenModel):
     def _check_one(self) -> Self:
         if self.recipe is not None and self.command is not None:
             raise ValueError("recipe and command exclude each other, give one")
+        if self.per == "device" and self.command is None:
+            raise ValueError("per=device is for worker.command: a recipe is started so anyway")
         return self
 
     @property
     def is_command(self) -> bool:
         """Whether the program is an unchanged command (command depth)."""
         return self.command is not None
+
+    @property
+    def is_launcher(self) -> bool:
+        """Whether the program is started once per node, and starts its ranks itself."""
+        return self.is_command and self.per == "node"

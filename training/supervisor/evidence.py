@@ -44,10 +44,10 @@ def ends_of(
             if worker.exit_code is None or worker.ended_s is None:
                 continue
             yield WorkerEnd(
-                # One process of a command has all the ranks of its node.
-                rank=None if status.is_command else worker.rank,
+                # A launcher has all the ranks of its node.
+                rank=None if status.is_launcher else worker.rank,
                 node=status.node,
-                device=None if status.is_command else worker.local_rank,
+                device=None if status.is_launcher else worker.local_rank,
                 exit_code=worker.exit_code,
                 # Ends come in any order after the errors; the first error is nearest to the cause.
                 ended_s=worker.error_s or worker.ended_s,

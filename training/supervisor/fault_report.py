@@ -297,7 +297,7 @@ def _act(
 def _logs(history: RunHistory, view: AttemptView, fault: Fault, place: Place) -> str:
     name = "{}.{}".format(*view.key)
     of = f" --rank {fault.rank}" if fault.rank is not None else ""
-    if history.is_command:  # all ranks of a node have one log
+    if history.is_launcher:  # all ranks of a node have one log
         of = f" --node {fault.node}" if fault.node is not None else ""
     command = code(f"perdure logs {place.run_id} --attempt {name}{of}")
     if view.ended is None:

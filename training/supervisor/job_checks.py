@@ -8,6 +8,7 @@ processes is a note, not a problem: the ladder skips a rung that is not possible
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,10 @@ from training.trainer.data.tokenizer import open_tokenizer
 from training.trainer.size import num_parameters
 from training.wire.node import Check, CheckOutcome
 
+_LAUNCHER = re.compile(
+    r"(?<![\w.-])(torchrun|msrun|mpirun|deepspeed|torch\.distributed\.(run|launch)"
+    r"|accelerate)(?![\w-])"
+)
 MANY_SAVES_LOST = 0.25  # of all steps, to do again after the worst moment to fail
 
 
@@ -89,11 +94,22 @@ def recovery_notes(job: Job) -> tuple[Note, ...]:
         if getattr(job.restart, name, value) == value  # what a list leaves out gives way
     ]
     return (
+        *_start_notes(job),
         *(_mechanism_note(job, mechanism) for mechanism in Mechanism),
         *_numeric_notes(job),
         *became,
         *(Note(f"from_platform: {line}", is_warning=True) for line in reading.warnings),
     )
+
+
+def _start_notes(job: Job) -> Iterator[Note]:
+    """A launcher that is started once per device starts all of a node's ranks every time."""
+    if not job.worker.is_command or job.worker.is_launcher:
+        return
+    found = next((m for part in job.worker.command or () if (m := _LAUNCHER.search(part))), None)
+    if found is not None:
+        why = "starts ranks of its own: per: node is for it"
+        yield Note(f"worker.per=device: {found.group()} {why}", is_warning=True)
 
 
 def _mechanism_note(job: Job, mechanism: Mechanism) -> Note:
@@ -164,6 +180,8 @@ def _check_program(job: Job) -> None:
 def _check_names(command: Sequence[str], job: Job) -> None:
     here = os.environ.keys() - RESERVED_NAMES  # of this process, not of the job's
     known = {*here, *variables_of(job), *job.env_from, *NAMES_IN_ARGUMENTS}
+    if not job.worker.is_launcher:
+        known |= RESERVED_NAMES
     for name in unknown_names(command, known):
         raise InputError("worker.command", unknown_text(name, known))
 

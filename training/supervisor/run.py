@@ -413,6 +413,7 @@ class Run:
             master_port=0,
             command=job.worker.command or (),  # none: a session, which the node agent forks
             is_command=job.worker.is_command,
+            is_launcher=job.worker.is_launcher,
             cwd=self._cwd,
             grace_s=job.engine.grace_s,
             failover_grace_s=job.restart.failover_grace_s,

@@ -71,6 +71,7 @@ class StartOrder(FrozenModel):
     master_port: int
     command: tuple[str, ...]
     is_command: bool
+    is_launcher: bool = Field(description="the command is started once per node")
     cwd: str
     grace_s: float
     failover_grace_s: int = Field(3, description="for those that a fault has left; -1: no force")
@@ -322,7 +323,7 @@ class WorkerStatus(RankStatus):
     """One process that the agent started.
 
     Attributes:
-        rank: global rank; for a command the index of the node.
+        rank: global rank; of a launcher the index of the node.
         ended_s: when its end was noticed.
         error: last line of the exception it recorded.
         error_s: when it recorded it.
@@ -378,7 +379,8 @@ class AgentStatus(FrozenModel):
     """The state of a node.
 
     Attributes:
-        workers: the processes that the agent started: one per rank, of a command one in all.
+        workers: the processes that the agent started: one per rank, of a launcher one in all.
+        is_launcher: whether that one process has started the ranks itself.
         ranks: of a command, as far as they are known.
         output_bytes: length of what the attempt's processes have printed.
     """
@@ -392,6 +394,7 @@ class AgentStatus(FrozenModel):
     attempt: int
     workers: tuple[WorkerStatus, ...] = ()
     is_command: bool = False
+    is_launcher: bool = False
     ranks: tuple[RankStatus, ...] = ()
     hang: HangReport | None = None
     staging_error: str | None = None

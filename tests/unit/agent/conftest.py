@@ -70,6 +70,7 @@ def start_order(folder: Path, *command: str, **changes: Any) -> StartOrder:
         "job": "{}",
         "data_manifest_key": None,
     }
+    fields["is_launcher"] = changes.get("is_command", False)
     return StartOrder(**{**fields, **changes})
 
 

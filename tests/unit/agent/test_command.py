@@ -32,7 +32,7 @@ time.sleep(float(os.environ["LASTS_S"]))
 @pytest.fixture
 def command(tmp_path) -> Iterator[CommandRanks]:
     process = subprocess.Popen(["sh", "-c", LAUNCHER], start_new_session=True)
-    ranks = CommandRanks(process.pid, tmp_path)
+    ranks = CommandRanks([process.pid], tmp_path)
     wait_for(lambda: len(ranks.processes(age_s=0)) == 5)
     yield ranks
     os.killpg(process.pid, signal.SIGKILL)
@@ -73,7 +73,7 @@ def test_a_helper_that_is_stopped_stops_its_rank_and_comes_first_in_the_stacks(c
 def test_the_step_of_a_rank_is_known_after_its_end_and_only_a_living_one_is_judged(tmp_path):
     with beat(tmp_path, 600, RANK="0") as living, beat(tmp_path, 0, RANK="1") as ended:
         ended.wait()
-        ranks = CommandRanks(living.pid, tmp_path)
+        ranks = CommandRanks([living.pid], tmp_path)
         wait_for(lambda: len(ranks.heartbeats()) == 1)
         assert ranks.heartbeats().keys() == {living.pid}
         found = [(one.rank, one.pid, one.beat and one.beat.step) for one in ranks.ranks()]
@@ -89,7 +89,7 @@ def test_a_rank_that_started_after_the_last_look_is_found_by_its_first_heartbeat
     process = subprocess.Popen(
         ["sh", "-c", launcher], start_new_session=True, env={**os.environ, **own}
     )
-    ranks = CommandRanks(process.pid, tmp_path)
+    ranks = CommandRanks([process.pid], tmp_path)
     assert {one.name for one in ranks.processes()} <= {"sh", "sleep"}
     go.touch()
     wait_for(ranks.heartbeats)

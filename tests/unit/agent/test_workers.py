@@ -26,6 +26,22 @@ def test_a_worker_that_ended_just_before_the_order_to_stop_was_not_stopped(new_g
     assert status.ended_s is not None
 
 
+def test_a_command_that_is_started_once_per_device_knows_its_rank_as_torch_has_it(new_group):
+    group = new_group("sleep", "60", is_command=True, is_launcher=False)
+    group.start(dict(os.environ), proc_start_cnt=1)
+    assert [(one.rank, one.local_rank) for one in group.statuses()] == [(2, 0), (3, 1)]
+    assert group.log_names == {"rank-00002": 2, "rank-00003": 3}
+    # Until it is sleep, it is a copy of this process.
+    ranks = wait_for(lambda: len(r := group.command_statuses()) == 2 and r)
+    assert [(one.rank, one.local_rank) for one in ranks] == [(2, 0), (3, 1)]
+    assert [one.pid for one in ranks] == [one.pid for one in group.statuses()]
+    seen = environment_of(ranks[1].pid)
+    place = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK")
+    assert [seen[name] for name in place] == ["3", "1", "4", "2", "1"]
+    assert (seen["MASTER_ADDR"], seen["MASTER_PORT"]) == ("127.0.0.1", "29511")
+    assert "TORCHELASTIC_USE_AGENT_STORE" not in seen, "rank 0 opens the store itself"
+
+
 LASTING = (
     "trap 'echo asked >>log' TERM; until [ -e end ]; do sleep 0.02; echo lives >>log; done; exit 4"
 )

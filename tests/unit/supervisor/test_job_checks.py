@@ -302,3 +302,21 @@ def test_a_name_in_the_command_that_nothing_sets_is_found_before_anything_starts
     for name in ("RANK", "MA_NUM_NODES"):
         with pytest.raises(InputError, match=f"worker.command: .*{name}}} is set by nothing"):
             check(f"--x=${{{name}}}")
+
+
+@pytest.mark.parametrize(
+    ("command", "launcher"),
+    [
+        (["torchrun", "train.py"], "torchrun"),
+        (["bash", "-c", "python -m torch.distributed.run train.py"], "torch.distributed.run"),
+        (["python", "train.py", "--log", "/logs/torchrun-3"], None),
+        (["python", "train.py"], None),
+    ],
+)
+def test_a_launcher_that_is_started_once_per_device_is_warned_of(command, launcher):
+    def warnings(per: str) -> list[str]:
+        return lines(small_job(worker={"command": command, "per": per}), warnings=True)
+
+    said = f"worker.per=device: {launcher} starts ranks of its own: per: node is for it"
+    assert warnings("device") == ([said] if launcher else [])
+    assert warnings("node") == []

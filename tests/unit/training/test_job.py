@@ -9,6 +9,8 @@ import pytest
 import yaml
 
 from perdure.cli import main
+from tests.jobs import job_document
+from training.errors import InputError
 from training.job import Job, departures, load_job, parse_job
 
 
@@ -318,3 +320,14 @@ def test_a_corpus_that_is_no_text_is_named_before_the_run(good, tmp_path, capsys
         main(["preflight", job, "--set", "preflight.nodes=false", "--json"])
     (line,) = (w for w in json.loads(capsys.readouterr().out)["warnings"] if "noise" in w)
     assert "are not UTF-8 text" in line
+
+
+def test_a_command_is_started_once_per_node_or_once_per_device():
+    def job(**worker):
+        engine = {"nodes": 3, "slots_per_node": 4}
+        return parse_job(job_document(worker=worker, engine=engine))
+
+    assert job(command=["train"]).world_size == 3
+    assert job(command=["train"], per="device").world_size == 12
+    with pytest.raises(InputError, match=r"per=device is for worker\.command"):
+        job(per="device")
