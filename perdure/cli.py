@@ -6,10 +6,8 @@ is imported, so a command imports it only after the server is known.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated
 
 import typer
 
@@ -28,6 +26,7 @@ from perdure.console import (
 )
 from perdure.diagnosis import diagnose
 from perdure.drills import drill
+from perdure.ladder import ladder
 from perdure.logs import logs
 from perdure.nodes import nodes
 from perdure.notify import notify
@@ -41,7 +40,6 @@ from training.errors import InputError, PerdureError
 from training.files import home_folder
 from training.job import Job, load_job, load_template
 from training.log import start_logging
-from training.recovery.ladder import ladder_markdown
 from training.supervisor.job_registry import known_job
 
 app = typer.Typer(
@@ -54,7 +52,7 @@ app.add_typer(server.app, name="server")
 app.add_typer(checkpoints.app, name="checkpoints")
 app.add_typer(policy.app, name="policy")
 for command in (
-    run, demo, drill, status, pause, resume, logs, nodes, notify, diagnose, preflight,
+    run, demo, drill, status, pause, resume, logs, nodes, notify, diagnose, preflight, ladder,
 ):  # fmt: skip
     app.command()(command)
 
@@ -73,18 +71,6 @@ def env(job_file: JobFile, overrides: Overrides = None, *, as_json: AsJson = Fal
     for variable in variables:
         table.add_row(variable.name, variable.value, variable.why)
     make_console().print(table)
-
-
-@app.command()
-def ladder(*, markdown: Annotated[bool, typer.Option("--markdown")] = False) -> None:
-    """Print the recovery ladder from the tables that drive it."""
-    text = ladder_markdown()
-    if markdown or not sys.stdout.isatty():
-        print(text)
-        return
-    from rich.markdown import Markdown  # noqa: PLC0415 only for a terminal
-
-    make_console().print(Markdown(text))
 
 
 @app.command()

@@ -48,7 +48,7 @@ class Decider:
             policy=self.job.restart.policy(operator_retry=self.job.comm.op_retry.enabled),
             capacity=Capacity(healthy=len(healthy), needed=self.job.engine.nodes),
             severity=Severity(fault.severity) if fault.severity is not None else None,
-            no_replica=_no_replica(self.job),
+            no_replica=no_replica_of(self.job),
         )
         self.writer.append(view, Decided, decision=decision)
         self.writer.refresh()
@@ -100,7 +100,7 @@ def recoveries_of(job: Job, history: RunHistory) -> list[Recovery]:
     return history.recoveries(progress_after_s=lasts_s)
 
 
-def _no_replica(job: Job) -> str | None:
+def no_replica_of(job: Job) -> str | None:
     """Why no rank has another's state; of a command it is known where the job has its layout."""
     is_known = job.has_layout or not job.worker.is_command
     return lack_of_replicas(job.layout) if is_known else None

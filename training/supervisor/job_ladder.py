@@ -1,0 +1,57 @@
+"""What the ladder would answer in one job: its policy, its engine and its layout put together."""
+
+from __future__ import annotations
+
+from training.diagnosis.recognise import recognise
+from training.engines.registry import make_engine
+from training.errors import InputError
+from training.files import home_folder
+from training.job import Job
+from training.recovery.faults import Fault
+from training.recovery.outlook import Terms
+from training.supervisor.deciding import no_replica_of
+
+
+def terms_of(job: Job) -> Terms:
+    """What the answers in a job depend on.
+
+    Raises:
+        EngineError: the engine cannot be used.
+    """
+    engine = make_engine(job, home=home_folder(), epoch=0, secrets_env={}, created_s=0.0)
+    restart = job.restart
+    # As the coordinator has it, whose operations on a link are the runtime's, not HCCL's.
+    inside = restart.policy(operator_retry=job.comm.link_retry)
+    return Terms(
+        policy=restart.policy(operator_retry=job.comm.op_retry.enabled),
+        inside=None if job.worker.is_command else inside,
+        supported=engine.capabilities,
+        nodes=job.engine.nodes,
+        spares=job.engine.spares,
+        no_replica=no_replica_of(job),
+    )
+
+
+def fault_of_code(code: str) -> Fault:
+    """The fault that the diagnosis makes of a chip's code, on the first device of a node.
+
+    Raises:
+        InputError: no table has the code.
+    """
+    code = code.upper().removeprefix("0X")
+    line = f"fault code: {code}"
+    found = recognise(line, "")
+    if found is None or found.code != code:
+        raise InputError("--code", f"{code!r} is no known code of a chip, such as 80E01801")
+    return Fault(
+        found.fault_class,
+        0.0,
+        line,
+        node="node-0",
+        rank=0,
+        device=0,
+        code=code,
+        recoverable_by=found.recoverable_by,
+        user_fault=found.user_fault,
+        hardware_fault=found.hardware_fault,
+    )
