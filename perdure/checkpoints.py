@@ -5,6 +5,7 @@ Times are seconds since the epoch, ages seconds, sizes bytes.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -338,12 +339,15 @@ def _row(
     manifest = read_manifest(checkpoints, step)
     written_at_s = manifest.written_at_s if manifest is not None else step.modified_s
     verified = last_outcome(checkpoints, step, manifest)
+    loss = manifest.loss if manifest is not None else None
     return {
         "step": step.step,
         "written_at_s": written_at_s,
         # The clock of the node that saved it may be ahead of this machine's.
         "age_s": round(max(0.0, checkpoints.clock() - written_at_s), 3),
         "size_bytes": step.size_bytes,
+        # JSON knows no NaN.
+        "loss": loss if loss is not None and math.isfinite(loss) else None,
         "world_size": manifest.world_size if manifest is not None else None,
         "placement": manifest.placement if manifest is not None else None,
         "attempt": manifest.attempt if manifest is not None else None,
@@ -361,7 +365,7 @@ def _row(
 
 
 def _rows_table(rows: Sequence[dict[str, Any]], now_s: float) -> Table:
-    numbers = ("step", "age", "size", "ranks", "attempt")
+    numbers = ("step", "age", "size", "loss", "ranks", "attempt")
     table = make_table(*numbers, "state", "verified", "tiers", right=numbers)
     for row in rows:
         is_committed = row["state"] == STATE_NAMES[StepState.COMMITTED]
@@ -369,6 +373,7 @@ def _rows_table(rows: Sequence[dict[str, Any]], now_s: float) -> Table:
             str(row["step"]),
             duration_text(row["age_s"]),
             decimal(row["size_bytes"]),
+            "" if row["loss"] is None else f"{row['loss']:.4g}",
             str(row["world_size"] or ""),
             "" if row["placement"] is None else f"{row['placement']}.{row['attempt']}",
             Text(row["state"].replace("_", " "), style="" if is_committed else "yellow"),

@@ -19,6 +19,7 @@ from storage.errors import Corrupt
 from storage.frozen_model import FrozenModel
 
 FORMAT_VERSION: Literal[1] = 1
+LOSS = "loss"  # in the extra state: mean of the step, of a program whose losses are known
 
 RunId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 ShardName = Annotated[str, Field(pattern=r"^p\d{4,}-a\d{4,}-rank\d{5,}\.safetensors$")]
@@ -121,6 +122,12 @@ class Manifest(ManifestPart):
                 if chunk.shard not in self.shards:
                     raise ValueError(f"tensor {name!r} lies in unknown shard {chunk.shard!r}")
         return self
+
+    @property
+    def loss(self) -> float | None:
+        """Training loss of the step, None where it is not on record."""
+        loss = self.extra.get(LOSS)
+        return float(loss) if isinstance(loss, (int, float)) else None
 
     @property
     def size_bytes(self) -> int:

@@ -27,8 +27,6 @@ from training.journal.ledger import Ledger
 from training.journal.steps import kept_steps
 from training.processes import is_alive
 
-LOSS = "loss"  # in a manifest's extra state, of a program that writes it
-
 
 def removals(
     job: Job,
@@ -93,10 +91,9 @@ def _loss_of(
     if step in recorded:
         return recorded[step].loss
     try:
-        loss = checkpoints.manifest(step).extra.get(LOSS)
+        return checkpoints.manifest(step).loss
     except PermanentError:
         return None
-    return float(loss) if isinstance(loss, (int, float)) else None
 
 
 def node_tiers(home: Path, run_id: str) -> dict[int, list[Tier]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
@@ -75,6 +76,13 @@ def test_ls_shows_every_step_newest_first_with_its_state(checkpoints):
     assert (rows[0]["size_bytes"], rows[0]["world_size"]) == (3, None)
     assert (rows[1]["world_size"], rows[1]["placement"], rows[1]["attempt"]) == (1, 1, 1)
     assert all(0 <= row["age_s"] < 60 for row in rows)
+
+
+def test_ls_shows_the_loss_that_a_manifest_has(checkpoints):
+    for step, loss in ((40, 2.34567), (50, math.nan)):
+        save_directly(checkpoints, {"w": WEIGHT}, step=step, owner=(1, 1), extra={"loss": loss})
+    assert [row["loss"] for row in objects("ls", "small")] == [None, 2.34567, None, None, None]
+    assert " 2.346 " in printed("ls", "small")
 
 
 def test_ls_prints_a_table(checkpoints):

@@ -15,7 +15,14 @@ from storage.checkpoint_server.publish import prune_disk
 from storage.errors import Corrupt
 from storage.local import LocalStore
 from storage.safetensors_file import header_size_bytes
-from tests.unit.runtime.trainees import Place, Trainee, train, train_and_fail, train_and_save_again
+from tests.unit.runtime.trainees import (
+    Place,
+    Trainee,
+    loss_at,
+    train,
+    train_and_fail,
+    train_and_save_again,
+)
 from tests.unit.storage.nodes import Cluster, Node, flip_bit
 from training.journal.attempt_log import parse_lines
 from training.journal.events import CheckpointCommitted, CheckpointDamaged
@@ -108,6 +115,7 @@ def agree(results: list[dict[Any, Any]], before: list[dict[Any, Any]], step: int
 
 def test_a_restart_in_place_reads_memory_alone_and_resumes_as_if_never_stopped(bench):
     never_stopped = bench.train(until=7)
+    assert [bench.checkpoints.manifest(step).loss for step in SAVES] == [*map(loss_at, SAVES)]
     bench.make_store_unreadable()
     bench.nodes[0].disk_tier().delete(4)
     bench.nodes[1].disk_tier().delete(4)

@@ -11,6 +11,7 @@ import torch
 from tests.unit.runtime.trainees import Place
 from tests.unit.storage.nodes import Cluster
 from training.health.heartbeat import HeartbeatWriter
+from training.recovery.repair import Vote
 from training.runtime.program import Training
 from training.runtime.step_loop.loop import AgentRequests, StepLoop
 from training.runtime.step_loop.rank_recovery import RankState
@@ -29,7 +30,7 @@ def test_a_save_has_the_position_after_its_step_though_the_next_batch_is_handed_
     saved: list[Any] = []
     checkpointer: Any = SimpleNamespace(
         restore=lambda: 27,
-        save=lambda step, **given: saved.append((step, given["data"])),
+        save=lambda step, **given: saved.append((step, given["data"], given["loss"])),
         settle=lambda _timeout_s: saved.append("settled"),
         is_behind=True,
     )
@@ -50,8 +51,9 @@ def test_a_save_has_the_position_after_its_step_though_the_next_batch_is_handed_
         recovery=None,
     )
     loop.begin()
-    loop.state = RankState(27, SAVED_AT, batch=(), pending=(pending,))
+    vote = Vote(step=27, loss=2.5, grad_norm=1.0)
+    loop.state = RankState(27, SAVED_AT, vote=vote, batch=(), pending=(pending,))
     step = loop.next_step()
-    assert saved == [(27, SAVED_AT), *["settled"] * is_last]
+    assert saved == [(27, SAVED_AT, 2.5), *["settled"] * is_last]
     assert step is not None
     assert step.number == 28

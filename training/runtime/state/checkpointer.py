@@ -19,7 +19,7 @@ from torch import Tensor
 from storage.checkpoint import CheckpointStore
 from storage.checkpoint_server.client import CheckpointClient
 from storage.errors import StorageError
-from storage.manifest import Manifest
+from storage.manifest import LOSS, Manifest
 from storage.retention import apply_retention
 from storage.saving import DirectSaver, SaveHooks, TieredSaver
 from storage.staging import SavePlans, raw
@@ -100,7 +100,13 @@ class Checkpointer:
         self._saver = None
 
     def last_save(
-        self, step: int, savers: Sequence[int], *, data: dict[str, Any], timeout_s: float
+        self,
+        step: int,
+        savers: Sequence[int],
+        *,
+        data: dict[str, Any],
+        timeout_s: float,
+        loss: float | None = None,
     ) -> None:
         """Save with a few ranks that together hold the state; in the store when this returns.
 
@@ -112,6 +118,7 @@ class Checkpointer:
             savers: who saves, one rank per replica group, this one among them.
             data: position of the data after `step`.
             timeout_s: for the store.
+            loss: of `step`, for people.
 
         Raises:
             StorageError: it is not committed.
@@ -119,7 +126,7 @@ class Checkpointer:
         """
         if step in self._checkpoints.steps():
             return
-        tensors, extra = self._full_state(data)
+        tensors, extra = self._full_state(data, loss=loss)
         plans = SavePlans(self._device, is_alone=len(savers) == 1)
         if not plans.is_alone:
             plans.group = dist.new_group(list(savers), use_local_synchronization=True)
@@ -154,7 +161,12 @@ class Checkpointer:
         )
 
     def save(
-        self, step: int, *, data: dict[str, Any], attachments: dict[str, str] | None = None
+        self,
+        step: int,
+        *,
+        data: dict[str, Any],
+        attachments: dict[str, str] | None = None,
+        loss: float | None = None,
     ) -> bool:
         """Save on all ranks. With a checkpoint server this returns once the state is copied.
 
@@ -163,6 +175,7 @@ class Checkpointer:
             data: position of the data after `step`. The loader itself may be further by a batch,
                 which was handed out for a step that is to be executed again.
             attachments: objects that the store gets before the checkpoint, by key.
+            loss: of `step`, for people; kept in the manifest.
 
         Returns:
             False when the step was saved before: the same state.
@@ -176,7 +189,7 @@ class Checkpointer:
             self.prepare()
         if self._is_committed(step):
             return False
-        tensors, extra = self._full_state(data)
+        tensors, extra = self._full_state(data, loss=loss)
         assert self._saver is not None  # noqa: S101 made by prepare
         self._saver.save(tensors, step, extra, attachments=attachments)
         self._newest_saved = step
@@ -261,7 +274,9 @@ class Checkpointer:
         self._newest_saved = manifest.step
         return manifest
 
-    def _full_state(self, data: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def _full_state(
+        self, data: dict[str, Any], *, loss: float | None = None
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """All that is saved: tensors by name, and the rest as JSON."""
         live, settings = self.live.tensors()
         tensors = self._names.tensors(live)
@@ -270,6 +285,8 @@ class Checkpointer:
         for name, state in random_states(self._device).items():
             tensors[self._random_prefix + name] = state
         extra = {"data": data, "optimizer": settings, **self.live.parts()}
+        if loss is not None:
+            extra[LOSS] = loss
         # JSON has no tuples: convert here, and not in the manifest's validation.
         return tensors, json.loads(json.dumps(extra))
 

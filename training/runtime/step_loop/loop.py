@@ -329,7 +329,10 @@ class StepLoop:
         """Save this step, and wait for the store when it is the last one; collective."""
         step, started_s = self.state.step, self._clock.now_s()
         is_new = self.checkpointer.save(
-            step, data=self.state.data, attachments=self.records.unsaved()
+            step,
+            data=self.state.data,
+            attachments=self.records.unsaved(),
+            loss=self.state.loss,
         )
         self.records.saved()
         # Not when the request was voted on: a fault may have had the vote taken again.

@@ -87,6 +87,11 @@ class RankState:
     is_fresh: bool = False
     is_dirty: bool = False
 
+    @property
+    def loss(self) -> float | None:
+        """Of `step`, None where the vote of it was not taken here."""
+        return self.vote.loss if self.vote is not None and self.vote.step == self.step else None
+
     def report(self, rank: int, snapshot_step: int | None) -> RankReport:
         """For the coordinator."""
         step = self.in_flight
@@ -335,6 +340,7 @@ class RankRecovery:
                     plan.savers,
                     data=state.data,
                     timeout_s=self.context.job.engine.grace_s,
+                    loss=state.loss,
                 )
             except (StorageError, RuntimeError) as exc:
                 problem = f"rank {self.context.rank}: {type(exc).__name__}: {exc}"[:500]
