@@ -56,8 +56,8 @@ def nodes(
 def _refuse_unknown(history: RunHistory, node: str) -> None:
     known = [*history.isolated, *(one.node for one in sub_healthy_nodes(history))]
     if node not in known:
-        isolated = ", ".join(history.isolated) or "none"
-        raise InputError("--release", f"{node!r}: is not isolated; isolated: {isolated}")
+        text = f"is neither isolated nor sub-healthy; those are: {', '.join(known) or 'none'}"
+        raise InputError("--release", f"{node!r}: {text}")
 
 
 def _document(history: RunHistory, released: str | None) -> dict[str, Any]:

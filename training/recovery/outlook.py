@@ -10,7 +10,7 @@ isolated has left the job, so that the next fault is on another. Points in time 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.guards import ENDED
@@ -44,6 +44,7 @@ class Terms:
         nodes: that the job runs on.
         spares: further ones.
         no_replica: why no other rank has the state of the one at fault, None when one may.
+        unanswered: classes that never reach the ladder, each with what is done about them.
     """
 
     policy: Policy
@@ -52,6 +53,7 @@ class Terms:
     nodes: int
     spares: int
     no_replica: str | None = None
+    unanswered: Mapping[FaultClass, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +86,23 @@ class Outlook:
     Attributes:
         fault_class: of the fault.
         code: of the fault, None for the class alone.
-        answers: up to the end of the run.
+        answers: up to the end of the run; none where the fault never reaches the ladder.
         never: rungs of the class that are not taken at all, each with why.
+        unanswered: what is done about it where it never reaches the ladder, else None.
     """
 
     fault_class: FaultClass
     code: str | None
     answers: Sequence[Answer]
     never: Mapping[Rung, str]
+    unanswered: str | None = None
 
 
 def outlook(example: Fault, terms: Terms) -> Outlook:
     """What answers a fault like this one, time after time."""
+    if example.fault_class in terms.unanswered:
+        instead = terms.unanswered[example.fault_class]
+        return Outlook(example.fault_class, example.code, (), {}, instead)
     answers: list[Answer] = []
     passed: dict[Rung, str] = {}
     for decision, failed in _decisions(example, terms):
@@ -193,7 +200,7 @@ def outlook_markdown(found: Sequence[Outlook]) -> str:
     lines = ["| fault class | answers, in order | never, and why |", "|---|---|---|"]
     for one in found:
         title = f"`{one.fault_class}`" + (f" {one.code}" if one.code else "")
-        answers = " -> ".join(map(_answer_text, one.answers))
+        answers = one.unanswered or " -> ".join(map(_answer_text, one.answers))
         never = "; ".join(f"`{rung}`: {why}" for rung, why in one.never.items()) or "-"
         lines.append(f"| {title} | {answers} | {never} |")
     return "\n".join(lines)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from training.diagnosis.recognise import recognise
 from training.engines.registry import make_engine
 from training.errors import InputError
 from training.files import home_folder
 from training.job import Job
-from training.recovery.faults import Fault
+from training.recovery.faults import Fault, FaultClass
 from training.recovery.outlook import Terms
+from training.specs.watch import HangAction
 from training.supervisor.deciding import no_replica_of
 
 
@@ -29,7 +32,18 @@ def terms_of(job: Job) -> Terms:
         nodes=job.engine.nodes,
         spares=job.engine.spares,
         no_replica=no_replica_of(job),
+        unanswered=dict(_unanswered(job)),
     )
+
+
+def _unanswered(job: Job) -> Iterator[tuple[FaultClass, str]]:
+    """Classes that a clock finds, where the job has them only reported or not looked for."""
+    if not job.restart.hang:
+        yield FaultClass.HANG, "not looked for (restart.hang=false)"
+    elif job.watch.hang_action is HangAction.ALERT:
+        yield FaultClass.HANG, "an alert only (watch.hang_action=alert)"
+    if not job.watch.isolate_fail_slow:
+        yield FaultClass.FAIL_SLOW, "an alert only (watch.isolate_fail_slow=false)"
 
 
 def fault_of_code(code: str) -> Fault:

@@ -60,10 +60,12 @@ def test_a_sub_healthy_node_is_listed_with_the_reason_and_can_be_taken_as_health
     assert json.loads(perdure("nodes", "small", "--json"))["sub_healthy"] == []
 
 
-def test_only_an_isolated_node_can_be_released(run, capsys):
+def test_only_a_node_that_is_left_out_or_taken_last_can_be_released(run, capsys):
     append(run, *BEGINNING, *ISOLATED)
     line = error_line(capsys, "nodes", "small", "--release", "node-7")
-    assert line == "perdure: --release: 'node-7': is not isolated; isolated: node-1"
+    assert line == (
+        "perdure: --release: 'node-7': is neither isolated nor sub-healthy; those are: node-1"
+    )
 
 
 def test_a_run_that_never_started_has_no_nodes(run, capsys):

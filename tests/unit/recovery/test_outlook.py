@@ -127,6 +127,17 @@ def test_a_layout_without_replicas_never_copies_a_state():
     assert crash.never[Rung.PROCESS_REPLACE].startswith("no replica")
 
 
+def test_what_is_only_reported_or_not_looked_for_has_no_answer():
+    found = by_class(terms_of(small_job(watch={"hang_action": "alert"})))
+    assert found[FaultClass.HANG].unanswered == "an alert only (watch.hang_action=alert)"
+    assert found[FaultClass.FAIL_SLOW].answers == ()
+    found = by_class(terms_of(small_job(restart={"hang": False})))
+    assert found[FaultClass.HANG].unanswered == "not looked for (restart.hang=false)"
+    found = by_class(terms_of(small_job(watch={"isolate_fail_slow": True})))
+    assert found[FaultClass.HANG].answers
+    assert found[FaultClass.FAIL_SLOW].answers[0].isolates
+
+
 def test_a_code_of_a_chip_is_answered_as_the_diagnosis_has_it():
     separate = outlook(fault_of_code("80E18402"), TERMS)  # level SeparateNPU
     assert separate.answers[0].rung is Rung.JOB_RESCHEDULE_ISOLATED
