@@ -95,6 +95,11 @@ def check_environment(job: Job) -> None:
         InputError: names the variable, its value and what is allowed.
     """
     refuse_secrets(job)
+    form = job.comm.rank_table
+    if form is not None and "RANK_TABLE_FILE" in {*job.env, *job.env_from}:
+        section = "env" if "RANK_TABLE_FILE" in job.env else "env_from"
+        text = f"comm.rank_table={form} writes that file, leave one of them out"
+        raise InputError(f"{section}.RANK_TABLE_FILE", text)
     for name, value in job.env.items():
         limits = _RANGES.get(name)
         if limits is None:

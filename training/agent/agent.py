@@ -19,6 +19,7 @@ from storage.errors import StorageError
 from training.agent.checkpoint_server import CheckpointServerProcess, disk_folder
 from training.agent.control import ADDRESS_FILE, control_server, publish_address
 from training.agent.coordinator_client import AgentCoordinatorClient, address_file, metrics_url
+from training.agent.device_addresses import addresses_here
 from training.agent.evidence import device_health, device_logs, stacks_of
 from training.agent.hang_check import HangCheck
 from training.agent.healing import NodeHealing
@@ -62,6 +63,7 @@ from training.wire.agent import (
 )
 from training.wire.healing import HealOrder
 from training.wire.node import NodeSample
+from training.wire.rank_table import DevicesQuery
 
 TICK_S = 0.02
 HANG_CHECK_S = 1.0
@@ -136,18 +138,24 @@ class Agent:
     def handle(self, request: Request) -> AgentReply:
         """Answer one request of a supervisor."""
         # These run programs. Under the lock, status would wait, and a silent node counts as lost.
-        if isinstance(request.order, RendezvousOrder):
-            return self._open_rendezvous(request.epoch, request.order)
-        if isinstance(request.order, EvidenceQuery):
-            return self._evidence(request.epoch, request.order.tail_bytes)
-        if isinstance(request.order, ReadLogsQuery):
-            return self._read_logs(request.epoch, request.order)
-        if isinstance(request.order, StacksQuery):
-            return self._stacks(request.epoch)
-        if isinstance(request.order, CheckOrder):
-            return self._check(request.epoch, request.order)
-        with self._lock:
-            return self._refuse(request.epoch) or self._obey(request.order)
+        epoch, order = request.epoch, request.order
+        match order:
+            case RendezvousOrder():
+                reply = self._open_rendezvous(epoch, order)
+            case EvidenceQuery():
+                reply = self._evidence(epoch, order.tail_bytes)
+            case ReadLogsQuery():
+                reply = self._read_logs(epoch, order)
+            case StacksQuery():
+                reply = self._stacks(epoch)
+            case CheckOrder():
+                reply = self._check(epoch, order)
+            case DevicesQuery():
+                reply = self._refuse(epoch) or self._devices(order)
+            case _:
+                with self._lock:
+                    reply = self._refuse(epoch) or self._obey(order)
+        return reply
 
     def status(self) -> AgentStatus:
         """The status of this node."""
@@ -197,6 +205,13 @@ class Agent:
             case HealOrder():
                 reply = self._heal(order)
         return reply
+
+    def _devices(self, query: DevicesQuery) -> AgentReply:
+        try:
+            return AgentReply(devices=addresses_here(query))
+        except ValueError as error:
+            text = f"comm.rank_table={query.form} cannot be written, {self._config.node}: {error}"
+            return AgentReply(error=text)
 
     def _read_log(self, offset: int) -> AgentReply:
         if self._group is None:

@@ -32,6 +32,7 @@ from training.agent.masked_output import MaskedOutput, scrub
 from training.agent.platform_variables import platform_variables, rank_variables
 from training.agent.pulse import mute_pulse, pulse_of, status_of_rank
 from training.diagnosis.ending import early_end
+from training.files import write_whole
 from training.health.heartbeat import ANY_RANK, Heartbeat, HeartbeatReader, stacks_file
 from training.job import RESERVED_NAMES
 from training.masking import SECRETS_ENV, masked_text, secret_values
@@ -115,6 +116,10 @@ class WorkerGroup:
             **({SECRETS_ENV: ",".join(self.secret_variables)} if self.secret_variables else {}),
             **platform_variables(self.config, self.order, self.folder, proc_start_cnt),
         }
+        if self.order.rank_table is not None:
+            file = self.folder / "hccl.json"
+            write_whole(file, self.order.rank_table)
+            self._environment["RANK_TABLE_FILE"] = str(file)
         if self.secret_variables:
             self._output = MaskedOutput(self.folder, self.secrets)
         for local_rank in range(self._count):

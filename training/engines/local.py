@@ -24,7 +24,9 @@ from pydantic import ValidationError
 from storage.frozen_model import FrozenModel
 from training.agent.agent import CONFIG_FILE
 from training.agent.control import ADDRESS_FILE, AgentClient
+from training.agent.device_addresses import VISIBLE
 from training.engines.base import Greeting, Placement, Snapshot
+from training.engines.rank_table import Server, rank_table
 from training.environment import variables_of, worker_path
 from training.errors import AgentUnreachable, EngineError
 from training.files import last_line, private_folder, write_whole
@@ -58,6 +60,7 @@ from training.wire.agent import (
 )
 from training.wire.healing import Healing, HealOrder
 from training.wire.node import Check, unanswered
+from training.wire.rank_table import DevicesQuery, NodeDevices
 
 LOOPBACK = "127.0.0.1"
 AGENT_START_TIMEOUT_S = 60.0
@@ -215,9 +218,22 @@ class LocalEngine:
         first = self._client(self._containers[0], timeout_s=RENDEZVOUS_TIMEOUT_S)
         reply = first.call(rendezvous)
         opened = {"master_port": reply.port, "coordinator": reply.coordinator}
-        filled = order.model_copy(update={"hosts": hosts, "master_addr": LOOPBACK, **opened})
+        placed = {"hosts": hosts, "master_addr": LOOPBACK, "rank_table": self._rank_table()}
+        filled = order.model_copy(update={**placed, **opened})
         for container in self._containers.values():
             self._client(container).call(filled)
+
+    def _rank_table(self) -> str | None:
+        form, job = self._job.comm.rank_table, self._job
+        if form is None:
+            return None
+        slots, visible = job.engine.slots_per_node, job.env.get(VISIBLE, "")
+        query = DevicesQuery(form=form, slots=slots, visible=visible)
+        servers = []
+        for _, container in sorted(self._containers.items()):
+            devices = self._client(container).call(query).devices
+            servers.append(Server(container.node, LOOPBACK, devices or NodeDevices(devices=())))
+        return rank_table(form, servers)
 
     def poll(self) -> Snapshot:
         """The state of the members."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -269,6 +270,13 @@ def _snapshot_interval(entries: Mapping[str, str], document: Mapping[str, Any]) 
     return {"snapshot_every_steps": steps}
 
 
+class RankTableForm(StrEnum):
+    """Forms of HCCL's rank table: of clusters (Atlas A2), and of super pods (Atlas A3)."""
+
+    V1_0 = "v1.0"
+    V1_2 = "v1.2"
+
+
 class OpRetrySpec(FrozenModel):
     """HCCL's own re-execution of a broken collective (Atlas A3 only)."""
 
@@ -332,6 +340,10 @@ class CommSpec(FrozenModel):
     if_base_port: int = Field(
         60_000, ge=1024, le=65_520, description="HCCL_IF_BASE_PORT, first of 32 host ports"
     )
+    rank_table: RankTableForm | None = Field(
+        None, description="write hccl.json for each attempt and set RANK_TABLE_FILE, in HCCL's "
+        "form v1.0, or v1.2 for super pods, with the addresses of /etc/hccn.conf; default: none"
+    )  # fmt: skip
     op_retry: OpRetrySpec = Field(OpRetrySpec(), description="HCCL's operator-level retry")
     link_retry: bool = Field(
         False, description="gloo: run a collective again on new links when a connection breaks; "

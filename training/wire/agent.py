@@ -17,6 +17,7 @@ from training.recovery.rungs import Recovery, Rung
 from training.wire.coordinator import CoordinatorAddress
 from training.wire.healing import Healing, HealOrder
 from training.wire.node import Check, NodeSample
+from training.wire.rank_table import DevicesQuery, NodeDevices
 from training.wire.transport import INTO_A_CONNECTION
 
 
@@ -81,6 +82,7 @@ class StartOrder(FrozenModel):
     data_manifest_key: str | None
     past: tuple[Recovery, ...] = Field((), description="recoveries so far, oldest first")
     coordinator: CoordinatorAddress | None = None
+    rank_table: str | None = Field(None, description="hccl.json; None: none is asked for")
     secrets: dict[str, SecretStr] = Field(
         {}, description="values of the job's env_from that are in Prefect blocks, by variable"
     )
@@ -237,6 +239,7 @@ Order = Annotated[
     | StacksQuery
     | CollectOrder
     | GreetQuery
+    | DevicesQuery
     | CheckOrder
     | HealOrder
     | ShutdownOrder,
@@ -507,6 +510,7 @@ class AgentReply(FrozenModel):
     pieces: tuple[LogPiece, ...] = ()
     checks: tuple[Check, ...] = ()
     healing: Healing | None = None
+    devices: NodeDevices | None = None
     at_s: float | None = None
     collected: Collected | None = None
 

@@ -42,6 +42,14 @@ def test_a_command_that_is_started_once_per_device_knows_its_rank_as_torch_has_i
     assert "TORCHELASTIC_USE_AGENT_STORE" not in seen, "rank 0 opens the store itself"
 
 
+def test_a_rank_table_is_there_before_the_processes_that_read_it(new_group, tmp_path):
+    group = new_group("sh", "-c", "cp $$RANK_TABLE_FILE copy", is_command=True, rank_table="{}")
+    group.start(dict(os.environ), proc_start_cnt=1)
+    wait_for(group.poll)
+    assert [one.exit_code for one in group.statuses()] == [0]
+    assert (tmp_path / "copy").read_text() == "{}"
+
+
 LASTING = (
     "trap 'echo asked >>log' TERM; until [ -e end ]; do sleep 0.02; echo lives >>log; done; exit 4"
 )

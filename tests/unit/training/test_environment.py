@@ -196,3 +196,9 @@ def test_perdure_env_refuses_a_wrong_unit_in_one_line(job_file, capsys):
     assert capsys.readouterr().err == (
         "perdure: env.HCCL_BUFFSIZE: '0' must be 1 to 4096 (MB, not bytes)\n"
     )
+
+
+def test_a_rank_table_that_is_written_excludes_one_of_the_jobs_own():
+    assert values(env={"RANK_TABLE_FILE": "/etc/hccl.json"})["RANK_TABLE_FILE"] == "/etc/hccl.json"
+    with pytest.raises(InputError, match=r"comm.rank_table=v1.2 writes that file"):
+        values(env={"RANK_TABLE_FILE": "/etc/hccl.json"}, comm={"rank_table": "v1.2"})
