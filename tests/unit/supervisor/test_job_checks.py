@@ -17,6 +17,7 @@ from training.platforms.forms import Platform
 from training.platforms.printing import print_platform
 from training.recovery.rungs import Policy
 from training.supervisor import job_checks
+from training.supervisor.deciding import no_replica_of
 from training.supervisor.job_checks import check_job, recovery_notes
 
 
@@ -120,6 +121,14 @@ def test_a_command_that_gives_its_layout_is_told_what_that_allows_a_recovery_of_
     assert "its layout does not allow: data_parallel / optimizer_weight_shard_size = 2 / 2 = 1" in (
         sharded
     )
+
+
+def test_the_ladder_knows_of_a_command_only_the_replicas_that_its_sizes_show(job):
+    command = {"command": ["true"]}
+    assert no_replica_of(job(worker=command)) is None
+    assert no_replica_of(job(worker=command, parallelism={"tensor": 2})) is None
+    why = no_replica_of(job(worker=command, parallelism={"tensor": 4}))
+    assert why == "no replica: data_parallel / optimizer_weight_shard_size = 1 / 1 = 1, needs >= 2"
 
 
 def test_platform_entries_set_the_fields_of_the_restart_policy(job):
