@@ -182,6 +182,19 @@ class Job(FrozenModel):
         return self
 
     @model_validator(mode="after")
+    def _check_of_sessions(self) -> Self:
+        settings = {"parallelism.bucket_cap_mb": self.parallelism.bucket_cap_mb}
+        if self.data is not None:
+            settings["data.persistent_workers"] = self.data.persistent_workers
+        for name, value in settings.items():
+            if value is not None and self.worker.is_command:
+                raise ValueError(
+                    f"{name} changes nothing for worker.command, which wraps its model and reads "
+                    "its data itself: leave it out"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _check_hang_action(self) -> Self:
         action = self.watch.hang_action
         if action is HangAction.ALERT and not self.restart.hang:

@@ -30,12 +30,26 @@ class DataSpec(FrozenModel):
         64 * MIB, ge=4 * KIB, description="source text per token shard, bytes"
     )
     num_workers: int = Field(1, ge=0, le=64, description="loader processes per rank; 0: in line")
+    persistent_workers: bool | None = Field(
+        None, description="keep the loader processes when an epoch ends, as is the default; "
+        "false: new ones for each epoch, which read no batch ahead across its end"
+    )  # fmt: skip
     prefetch_factor: int = Field(
         2, ge=1, le=1024, description="micro-batches that each loader process keeps ready"
     )
     shuffle: bool = Field(
         default=True, description="a new pseudo-random order of samples each epoch"
     )
+
+    @model_validator(mode="after")
+    def _check_workers(self) -> Self:
+        if self.persistent_workers is not None and not self.num_workers:
+            given = str(self.persistent_workers).lower()
+            raise ValueError(
+                f"persistent_workers={given} with num_workers=0: there are no loader processes, "
+                "leave it out"
+            )
+        return self
 
 
 class TokenizerSpec(FrozenModel):

@@ -107,6 +107,10 @@ class ParallelSpec(FrozenModel):
     replicas: int | None = Field(
         None, ge=2, description="hsdp: number of replica groups; divides the world size"
     )
+    bucket_cap_mb: int | None = Field(
+        None, ge=1, le=4096, description="ddp: gradients that are summed at once, MB; default: "
+        "torch's, 25"
+    )  # fmt: skip
     tensor: int = Field(1, ge=1, description="tensor-parallel size of your program")
     pipeline: int = Field(1, ge=1, description="pipeline-parallel size of your program")
     context: int = Field(1, ge=1, description="context-parallel size of your program")
@@ -127,6 +131,11 @@ class ParallelSpec(FrozenModel):
             raise ValueError(
                 f"replicas={self.replicas} with kind={self.kind}: hsdp needs replicas, "
                 "the other kinds must not have it"
+            )
+        if self.bucket_cap_mb is not None and self.kind is not ParallelKind.DDP:
+            raise ValueError(
+                f"bucket_cap_mb={self.bucket_cap_mb} with kind={self.kind}: only kind=ddp has "
+                "buckets, leave it out"
             )
         if self.optimizer_weight_shard_size > 1 and self.kind is not ParallelKind.DDP:
             raise ValueError(

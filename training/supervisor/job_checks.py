@@ -97,6 +97,7 @@ def recovery_notes(job: Job) -> tuple[Note, ...]:
         *_start_notes(job),
         *(_mechanism_note(job, mechanism) for mechanism in Mechanism),
         *_numeric_notes(job),
+        *_wrapping_notes(job),
         *became,
         *(Note(f"from_platform: {line}", is_warning=True) for line in reading.warnings),
     )
@@ -138,6 +139,26 @@ def _numeric_notes(job: Job) -> Iterator[Note]:
         elif spec.abnormal_loss is None and spec.abnormal_grad_norm is None:
             why = "no threshold, so that only nan and inf are abnormal; set abnormal_grad_norm"
             yield Note(f"{name}: {why}", is_warning=True)
+
+
+def _wrapping_notes(job: Job) -> Iterator[Note]:
+    """What a recipe of one's own has to do for a setting of the built-in trainer."""
+    needs = {
+        "parallelism.bucket_cap_mb": (
+            "training.trainer.parallel.data_parallel",
+            job.parallelism.bucket_cap_mb,
+        )
+    }
+    if job.data is not None:
+        needs["data.persistent_workers"] = (
+            "training.trainer.pretrain.make_loader",
+            job.data.persistent_workers,
+        )
+    for name, (helper, value) in needs.items():
+        if value is not None and not job.is_reference:
+            yield Note(
+                f"{name}: changes nothing unless {job.recipe} uses {helper}", is_warning=True
+            )
 
 
 def _own_means(job: Job, can: Feasibility) -> str:

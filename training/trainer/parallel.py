@@ -30,8 +30,7 @@ def wrap(
     model.to(device)
     match spec.kind:
         case ParallelKind.DDP:
-            ids = None if device.type == "cpu" else [device.index]
-            return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+            return data_parallel(model, spec, device=device)
         case ParallelKind.DATA_PARALLEL:
             return model if device.type == "cpu" else DataParallel(model)
         case ParallelKind.FSDP2 | ParallelKind.HSDP:
@@ -45,3 +44,15 @@ def wrap(
             # In place: the model is an FSDPModule afterwards.
             fully_shard(model, mesh=mesh, mp_policy=policy)
             return model
+
+
+def data_parallel(
+    model: nn.Module, spec: ParallelSpec, *, device: torch.device
+) -> DistributedDataParallel:
+    """Wrap any model on its device in DDP, as the job has it; collective."""
+    return DistributedDataParallel(
+        model,
+        device_ids=None if device.type == "cpu" else [device.index],
+        gradient_as_bucket_view=True,
+        bucket_cap_mb=spec.bucket_cap_mb,
+    )

@@ -122,6 +122,7 @@ def make_loader(job: Job, session: Session, dataset: TokenDataset) -> ResumableL
         shuffle=job.data.shuffle,
         num_workers=job.data.num_workers,
         prefetch_factor=job.data.prefetch_factor,
+        persistent_workers=job.data.persistent_workers is not False,
         pin_memory=session.device.type != "cpu",
     )
 

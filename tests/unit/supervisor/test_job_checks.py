@@ -329,3 +329,17 @@ def test_a_launcher_that_is_started_once_per_device_is_warned_of(command, launch
     said = f"worker.per=device: {launcher} starts ranks of its own: per: node is for it"
     assert warnings("device") == ([said] if launcher else [])
     assert warnings("node") == []
+
+
+@pytest.mark.parametrize("recipe", [None, "own.program:main"])
+def test_a_setting_that_a_recipe_has_to_take_over_is_a_warning(job, recipe):
+    worker = {"recipe": recipe} if recipe else {}
+    own = {"worker": worker, "data": {"sources": ["/corpus"]}}
+    notes = recovery_notes(job(parallelism={"bucket_cap_mb": 50}, **own))
+    found = [one for one in notes if one.line.startswith("parallelism.bucket_cap_mb: ")]
+    assert [one.is_warning for one in found] == [True] * (recipe is not None)
+
+
+def test_what_only_a_session_reads_is_refused_of_a_command(job):
+    with pytest.raises(InputError, match=r"parallelism\.bucket_cap_mb changes nothing for"):
+        job(parallelism={"bucket_cap_mb": 50}, worker={"command": ["true"]})

@@ -7,11 +7,13 @@ import random
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from training.runtime.step_loop.wrappers import settle_buckets
 from training.specs.model import ModelSpec, ParallelKind, ParallelSpec, Precision
 from training.trainer.model import Decoder
-from training.trainer.parallel import DTYPES, wrap
+from training.trainer.parallel import DTYPES, data_parallel, wrap
 from training.trainer.pretrain import seed_all
 
 CPU = torch.device("cpu")
@@ -28,6 +30,26 @@ def test_ddp_wraps_the_same_parameters(group):
     ddp = wrapped(model, ParallelKind.DDP)
     assert isinstance(ddp, DistributedDataParallel)
     assert [id(p) for p in ddp.parameters()] == [id(p) for p in model.parameters()]
+
+
+@pytest.mark.parametrize(("megabytes", "buckets"), [(None, [1, 2]), (1, [1, 1, 1])])
+def test_the_size_of_buckets_is_that_of_the_job(group, megabytes, buckets):
+    model = nn.Sequential(
+        *(nn.Linear(512, 512, bias=False) for _ in range(3))
+    )  # 1 MB each; torch's own first bucket is 1 MB
+    ddp = data_parallel(model, ParallelSpec(bucket_cap_mb=megabytes), device=CPU)
+    settle_buckets(ddp)
+    summed = []
+
+    def count(_state, bucket):
+        summed.append(bucket.buffer().numel())
+        done = torch.futures.Future[torch.Tensor]()
+        done.set_result(bucket.buffer())
+        return done
+
+    ddp.register_comm_hook(None, count)
+    ddp(torch.ones(1, 512)).sum().backward()
+    assert summed == [layers * 512 * 512 for layers in buckets]
 
 
 def test_data_parallel_on_the_cpu_is_the_model_itself():

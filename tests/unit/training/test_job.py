@@ -103,6 +103,13 @@ WRONG = [
     ("parallelism", {"kind": "hsdp"}, ["hsdp", "replicas"]),
     ("parallelism", {"kind": "hsdp", "replicas": 3}, ["replicas=3", "world size 4"]),
     ("parallelism.kind", "data_parallel", ["data_parallel", "must be 1"]),
+    ("parallelism", {"kind": "fsdp2", "bucket_cap_mb": 50}, ["bucket_cap_mb=50", "kind=ddp"]),
+    ("parallelism.bucket_cap_mb", 0, ["parallelism.bucket_cap_mb", "0", "greater than"]),
+    (
+        "data",
+        {"sources": ["x"], "num_workers": 0, "persistent_workers": True},
+        ["data", "persistent_workers=true", "num_workers=0"],
+    ),
     ("parallelism.tensor", 0, ["parallelism.tensor", "0", "greater than or equal to 1"]),
     ("parallelism.tensor", 2, ["parallelism", "tensor", "built-in trainer", "worker.recipe"]),
     ("parallelism.tensor", 3, ["parallelism", "tensor=3 x pipeline=1", "number of ranks 4"]),

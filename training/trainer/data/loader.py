@@ -244,6 +244,7 @@ class ResumableLoader:
         shuffle: a new order each epoch, or always the order of the corpus.
         num_workers: worker processes; 0 fetches in line.
         prefetch_factor: micro-batches each worker keeps ready.
+        persistent_workers: keep the workers when an epoch ends; else the next one has new ones.
         pin_memory: hand out page-locked tensors; only with an accelerator.
 
     Raises:
@@ -262,6 +263,7 @@ class ResumableLoader:
         shuffle: bool = True,
         num_workers: int = 0,
         prefetch_factor: int = 2,
+        persistent_workers: bool = True,
         pin_memory: bool = False,
     ) -> None:
         self._dataset = dataset
@@ -269,9 +271,11 @@ class ResumableLoader:
         self._order = SampleOrder(dataset.num_samples, seed, shuffle)
         self._num_workers = num_workers
         self._prefetch_factor = prefetch_factor
+        self._persistent_workers = persistent_workers
         self._pin_memory = pin_memory
         self._position = 0
         self._batches: Iterator[Pair] | None = None
+        self._begun_in = 0  # epoch in which the workers were started
         self._end_workers: Callable[[], None] | None = None
         if num_workers:
             _warm_fork_server()
@@ -292,8 +296,10 @@ class ResumableLoader:
         Raises:
             RuntimeError: a worker process died, or failed to read.
         """
+        if not self._persistent_workers and self._begun_in != self.epoch:
+            self.close()
         if self._batches is None:
-            self._batches = self._start()
+            self._batches, self._begun_in = self._start(), self.epoch
         count = self._cut.per_rank // self._cut.micro_batch_size
         step = [next(self._batches) for _ in range(count)]
         self._position += self._cut.global_batch_size

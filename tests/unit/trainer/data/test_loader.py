@@ -280,3 +280,23 @@ def test_workers_never_outlive_the_trainer_nor_hold_it(
         workers = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
         _, alive = psutil.wait_procs(workers, timeout=10)
         assert (fate, alive) == (fate, [])
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_workers_are_kept_from_epoch_to_epoch_unless_each_is_to_have_its_own(
+    dataset: TokenDataset, *, keeps: bool
+) -> None:
+    def pids() -> set[int | None]:
+        return {worker.pid for worker in multiprocessing.active_children()} - before
+
+    before = {worker.pid for worker in multiprocessing.active_children()}
+    num_steps = dataset.num_samples // BATCH + 2
+    loader = make(dataset, num_workers=1, persistent_workers=keeps)
+    taken = [take(loader, 1)]
+    first = pids()
+    assert len(first) == 1
+    taken.append(take(loader, num_steps - 1))
+    assert loader.epoch == 1
+    assert (pids() == first) is keeps
+    assert torch.equal(torch.cat(taken), take(make(dataset), num_steps))
+    loader.close()
