@@ -48,6 +48,7 @@ _RANGES: Mapping[str, _Range] = {
     "HCCL_IF_BASE_PORT": _Range(1024, 65_520, "a port"),
     "HCCL_WHITELIST_DISABLE": _Range(0, 1, "0 or 1"),
     "ASCEND_GLOBAL_LOG_LEVEL": _Range(0, 4, "0 debug to 4 none"),
+    "ASCEND_SLOG_PRINT_TO_STDOUT": _Range(0, 1, "0 or 1"),
     "TORCH_HCCL_ASYNC_ERROR_HANDLING": _Range(0, 3, "a mode"),
     "OMP_NUM_THREADS": _Range(1, 4096, "threads"),
 }
@@ -58,7 +59,7 @@ def worker_variables(job: Job) -> list[Variable]:
     """The variables of every worker of `job`, in the order they are printed.
 
     The node agent adds what differs from rank to rank: the rendezvous, the ranks, and
-    ASCEND_PROCESS_LOG_PATH, a folder beside the rank's own output.
+    ASCEND_PROCESS_LOG_PATH, a folder beside the rank's own output, or below that of the job.
     """
     variables = [*_hccl(job), *_op_retry(job), *_torch(job), *_logs()]
     own = {name: Variable(name, value, "set by the job") for name, value in job.env.items()}

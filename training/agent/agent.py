@@ -430,8 +430,11 @@ class Agent:
             refused, group = self._refuse(epoch), self._group
         if refused is not None or group is None:
             return refused or AgentReply()
+        # One folder of a launcher has the logs of all its ranks.
+        is_known = not group.order.is_launcher
+        folders = {group.device_folder(r): r if is_known else None for r in group.ranks}
         devices = range(self._order.slots_per_node if self._order else 0)
-        logs = device_logs(group.log_folder, group.log_names, tail_bytes)
+        logs = device_logs(folders, tail_bytes)
         texts = (*logs, *device_health(devices))
         return AgentReply(texts=_without_secrets(texts, group.secrets))
 

@@ -24,29 +24,34 @@ from training.health.sources.sampling import HCCN_TOOL, NPU_SMI, health_command,
 from training.health.sources.vendor_tools import NoAnswer, find_tool
 from training.wire.agent import NodeText
 
+ASCEND_PATH = "ASCEND_PROCESS_LOG_PATH"
 MAX_DEVICE_LOGS = 4
 COMMAND_TIMEOUT_S = 10.0
 HEALTH_DEADLINE_S = 20.0
 NO_ANSWER = "the driver's tool gives no answer"
 
 
-def ascend_folder(log_folder: Path, log_name: str) -> Path:
-    """Where CANN writes the logs of a rank or command (ASCEND_PROCESS_LOG_PATH)."""
-    return log_folder / f"{log_name}.ascend"
-
-
-def device_logs(
-    log_folder: Path, names: Mapping[str, int | None], tail_bytes: int
-) -> Iterator[NodeText]:
-    """The ends of the newest device logs of each rank; links are not followed.
+def ascend_folder(log_folder: Path, log_name: str, *, own: str | None = None, of: str = "") -> Path:
+    """Where CANN writes the logs of a rank or command (ASCEND_PROCESS_LOG_PATH).
 
     Args:
         log_folder: of the attempt.
-        names: of the ranks' logs; a command has one for all of its ranks, None.
+        log_name: how the logs of the rank begin.
+        own: what the job or the container sets instead; the logs lie below it.
+        of: run, node and attempt, so that below it no rank's logs are taken for another's.
+    """
+    return Path(own, of, log_name) if own else log_folder / f"{log_name}.ascend"
+
+
+def device_logs(folders: Mapping[Path, int | None], tail_bytes: int) -> Iterator[NodeText]:
+    """The ends of the newest device logs of each rank; links are not followed.
+
+    Args:
+        folders: of the ranks' logs; a command has one for all of its ranks, None.
         tail_bytes: of each.
     """
-    for name, rank in names.items():
-        newest = sorted(_dated(ascend_folder(log_folder, name)), reverse=True)[:MAX_DEVICE_LOGS]
+    for folder, rank in folders.items():
+        newest = sorted(_dated(folder), reverse=True)[:MAX_DEVICE_LOGS]
         for path in sorted(path for _, path in newest):
             try:
                 text = tail(path, tail_bytes)

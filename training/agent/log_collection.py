@@ -22,7 +22,6 @@ from pathlib import Path
 from storage.address import open_store
 from storage.errors import StorageError
 from storage.objects import ObjectStore
-from training.agent.evidence import ascend_folder
 from training.agent.workers import WorkerGroup
 from training.job import Job
 from training.masking import masked, secret_values
@@ -288,11 +287,12 @@ def _rank_logs(group: WorkerGroup, ranks: Sequence[int]) -> Iterator[Log]:
 def _device_logs(group: WorkerGroup, ranks: Sequence[int]) -> Iterator[Log]:
     """What CANN wrote, the newest first."""
     for rank in ranks:
-        folder = ascend_folder(group.log_folder, group.log_name(rank))
+        folder = group.device_folder(rank)
+        name = f"{group.log_name(rank)}.ascend"
         found = [
             (path.stat().st_mtime, log)
             for path in folder.rglob("*.log")
-            for log in logs_at(path, str(path.relative_to(group.log_folder)))
+            for log in logs_at(path, f"{name}/{path.relative_to(folder)}")
         ]
         yield from (log for _, log in sorted(found, key=lambda pair: pair[0], reverse=True))
 

@@ -74,7 +74,7 @@ def _wanted(
 
 def _all(folder: Path, group: WorkerGroup) -> Iterator[tuple[Log, int | None]]:
     for rank in group.ranks:
-        of = group.log_names[group.log_name(rank)]
+        of = None if group.order.is_launcher else rank
         for stream in STREAMS:
             yield from ((one, of) for one in logs_at(group.log_path(rank, stream)))
     names = (group.folder / "coordinator.log", *(folder / name for name in OF_CONTAINER))

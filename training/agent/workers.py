@@ -26,7 +26,7 @@ from training.agent.command import CommandRanks
 from training.agent.command_line import fill_in, for_arguments
 from training.agent.coordinator_client import AgentCoordinatorClient
 from training.agent.error_file import read_error
-from training.agent.evidence import StacksTarget, ascend_folder, process_state, tail
+from training.agent.evidence import ASCEND_PATH, StacksTarget, ascend_folder, process_state, tail
 from training.agent.fork_server import KILL_WAIT_S, Fork, ForkedProcess
 from training.agent.masked_output import MaskedOutput, scrub
 from training.agent.platform_variables import platform_variables, rank_variables
@@ -140,8 +140,8 @@ class WorkerGroup:
         rank = self.planned_ranks[local_rank]
         error_file = self.folder / f"error-{local_rank}.json"
         variables = {
-            "ASCEND_PROCESS_LOG_PATH": str(ascend_folder(self.log_folder, self.log_name(rank))),
             **self._environment,
+            ASCEND_PATH: str(self.device_folder(rank)),
             **rank_variables(self.config, self.order, rank, local_rank),
             "TORCHELASTIC_ERROR_FILE": str(error_file),
             "PERDURE_HEARTBEAT": str(
@@ -256,11 +256,11 @@ class WorkerGroup:
         """How the logs of a rank begin; those of a launcher, with all its ranks, by its node."""
         return f"{'command' if self.order.is_launcher else 'rank'}-{rank:05d}"
 
-    @property
-    def log_names(self) -> dict[str, int | None]:
-        """The same for all of this node, with the rank that each is of."""
-        known = not self.order.is_launcher
-        return {self.log_name(rank): rank if known else None for rank in self.ranks}
+    def device_folder(self, rank: int) -> Path:
+        """Where CANN writes the logs of a rank (ASCEND_PROCESS_LOG_PATH)."""
+        order, own = self.order, self._environment.get(ASCEND_PATH)
+        of = f"{self.config.run_id}/{self.config.node}/p{order.placement:04d}-a{order.attempt:04d}"
+        return ascend_folder(self.log_folder, self.log_name(rank), own=own, of=of)
 
     def logs(self, tail_bytes: int) -> tuple[WorkerLog, ...]:
         """The end of each worker's output, without secrets."""

@@ -30,6 +30,7 @@ from training.health.host_checks import (
     check_store_of,
     listening_ports,
 )
+from training.health.log_checks import check_logs
 from training.health.versions import check_versions, installed
 from training.job import Job
 from training.wire.node import CHECKS, Check, CheckOutcome, NodeTask, worst
@@ -76,6 +77,7 @@ def _of_host(job: Job, task: NodeTask) -> list[Check]:
             lambda: tuple(check_disks(job, disk if disk.is_dir() else folder, task.state_bytes))
         ),
         *_timed(lambda: [check_memory(job, task.slots, task.state_bytes)]),
+        check_logs(job, os.environ),
     ]
     if any(one.block is None for one in job.env_from.values()):
         found += _timed(lambda: [check_secrets(job, os.environ)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -24,7 +25,7 @@ def test_device_logs_of_every_rank_that_has_some_are_read_from_their_ends(tmp_pa
         plog = ascend_folder(tmp_path, f"rank-{rank}") / "debug" / "plog"
         plog.mkdir(parents=True)
         (plog / f"plog-{rank}.log").write_text(f"{'x' * 100}end of {rank}")
-    texts = list(device_logs(tmp_path, {"rank-1": 1, "rank-2": 2, "rank-3": 3}, 8))
+    texts = list(device_logs({ascend_folder(tmp_path, f"rank-{n}"): n for n in (1, 2, 3)}, 8))
     assert [(text.rank, text.text) for text in texts] == [(2, "end of 2"), (3, "end of 3")]
 
 
@@ -34,7 +35,7 @@ def test_only_the_newest_device_logs_of_a_rank_are_read(tmp_path):
     for number in range(9):
         (plog / f"{number}.log").write_text(str(number))
         os.utime(plog / f"{number}.log", (number, number))
-    assert [text.text for text in device_logs(tmp_path, {"rank-0": 0}, 100)] == ["5", "6", "7", "8"]
+    assert [text.text for text in device_logs({plog: 0}, 100)] == ["5", "6", "7", "8"]
 
 
 def test_every_device_is_asked_about_by_card_and_chip(tools):
@@ -83,3 +84,16 @@ def test_the_agent_hands_over_what_its_workers_left(shared):
     assert [(text.rank, text.text) for text in texts if text.name.endswith("a.log")] == [
         (None, "logged\n")
     ]
+
+
+def test_logs_below_a_folder_that_was_set_are_handed_over_each_as_its_own(shared, tmp_path):
+    """A folder of the job's is that of every attempt: what others left there is not taken."""
+    own = tmp_path / "of-the-job"
+    (own / "plog").mkdir(parents=True)
+    (own / "plog" / "old.log").write_text("of an earlier attempt\n")
+    program = 'mkdir -p "$ASCEND_PROCESS_LOG_PATH" && echo new > "$ASCEND_PROCESS_LOG_PATH/a.log"'
+    shared.finish("sh", "-c", program, variables={"ASCEND_PROCESS_LOG_PATH": str(own)})
+    texts = shared.call(EvidenceQuery(tail_bytes=1000)).texts
+    of_cann = [(Path(text.name), text.text) for text in texts if text.name.endswith(".log")]
+    assert [text for _, text in of_cann] == ["new\n"]
+    assert of_cann[0][0].is_relative_to(own)
