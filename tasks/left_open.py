@@ -118,6 +118,8 @@ def _ended(view: AttemptView) -> TaskEnd:
     if ended.outcome == "completed":
         done = f"trained to step {step}" if step is not None else "the command has ended well"
         return TaskEnd(StateType.COMPLETED, "Completed", done)
+    if ended.outcome == "restarted":
+        return TaskEnd(StateType.COMPLETED, "Restarted", f"restart.every_s, at step {step}")
     if fault is None:
         return TaskEnd(StateType.COMPLETED, STOPPED, "stopped on request")
     at = f" at step {step}" if step is not None else ""

@@ -174,6 +174,8 @@ def _state_of(verdict: Verdict) -> Verdict:
     if verdict.kind is EndKind.COMPLETED:
         steps = f"trained to step {verdict.step}" if verdict.step is not None else None
         return completed(verdict, steps or "the command has ended well")
+    if verdict.kind is EndKind.RESTARTED:
+        return completed(verdict, f"restart.every_s, at step {verdict.step}", name="Restarted")
     if verdict.decision is None:
         return completed(verdict, "stopped on request", name="StoppedOnRequest")
     return failed(verdict, _state_text(verdict), name=RUNGS[verdict.decision.rung].state_name)

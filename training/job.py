@@ -206,6 +206,11 @@ class Job(FrozenModel):
     @model_validator(mode="after")
     def _check_session_job(self) -> Self:
         if self.worker.is_command:
+            if self.restart.every_s is not None:
+                raise ValueError(
+                    f"restart.every_s={self.restart.every_s:g} is for sessions: when a command has "
+                    "committed a checkpoint is not known"
+                )
             return self
         if self.data is None and self.worker.recipe is None:
             raise ValueError(

@@ -280,10 +280,16 @@ class RunHistory:
         return last if last.decision is None else None
 
     @property
+    def restarts_on_schedule(self) -> bool:
+        """Whether the newest attempt ended for the next one alone."""
+        last = self.attempts[-1] if len(self.attempts) > self.budgets_from else None
+        return last is not None and last.ended is not None and last.ended.outcome == "restarted"
+
+    @property
     def unended(self) -> AttemptView | None:
         """The newest attempt when it ended the run but the run's end is not on record."""
         last = self.attempts[-1] if len(self.attempts) > self.budgets_from else None
-        if last is None or last.ended is None or last.ended.outcome == "failed":
+        if last is None or last.ended is None or last.ended.outcome in ("failed", "restarted"):
             return None
         return last
 

@@ -135,7 +135,9 @@ class FirstStep(AttemptRecord):
 
 
 class AttemptEnded(AttemptRecord):
-    """How an attempt ended: completed, failed with a fault, or stopped on request.
+    """How an attempt ended: completed, failed with a fault, stopped on request, or restarted.
+
+    The last is a restart that the job asks for every so often: no fault, no decision, no budget.
 
     Attributes:
         runners_up: what else the evidence would have allowed, most likely first.
@@ -144,7 +146,7 @@ class AttemptEnded(AttemptRecord):
     """
 
     kind: Literal["attempt_ended"] = "attempt_ended"
-    outcome: Literal["completed", "failed", "stopped"]
+    outcome: Literal["completed", "failed", "stopped", "restarted"]
     to_step: int | None
     proc_start_cnt: dict[str, int]
     fault: Fault | None = None

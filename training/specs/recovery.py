@@ -157,6 +157,10 @@ class RestartSpec(FrozenModel):
         "a fault of another one has left (MA_FAILOVER_TERMINATION_GRACE_PERIOD_SECONDS); -1: none "
         "is ended by force, unless it is silent as long as a hang; -1 with ModelArts' annotations"
     )  # fmt: skip
+    every_s: float | None = Field(
+        None, ge=1, description="start the processes anew, in their containers, at the first "
+        "committed checkpoint after so many seconds; uses up no budget; default: never"
+    )  # fmt: skip
     delay_s: float = Field(0.0, ge=0, le=3600, description="pause before a restart")
     heal: HealSpec = Field(
         HealSpec(), description="what is done about a faulty chip before a restart in place"

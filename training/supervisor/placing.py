@@ -98,6 +98,8 @@ class Placer:
             if not alive:
                 self._decider.vanished(history.open_attempt)
             return bool(alive)
+        if history.restarts_on_schedule:
+            return bool(alive)
         decided = history.pending_decision
         if decided is None or len(history.attempts) <= history.budgets_from or not alive:
             return False

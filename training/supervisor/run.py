@@ -45,6 +45,7 @@ from training.supervisor.health import AttemptHealth
 from training.supervisor.job_registry import remember_job
 from training.supervisor.ledger_writer import LedgerWriter
 from training.supervisor.observing import AttemptObserver
+from training.supervisor.periodic import PeriodicRestart
 from training.supervisor.placing import Placer, placement_of
 from training.supervisor.same_run import is_complete, refuse_elsewhere, refuse_other_job
 from training.supervisor.store_outage import StoreOutage, forget_outage
@@ -289,9 +290,16 @@ class Run:
         gang = GangCheck(self.job, view.started.at_s)
         health = AttemptHealth(self.job.watch, gang.hang_of)
         health.adopt(view)
+        periodic = PeriodicRestart(self.job.restart.every_s, view.started.at_s)
+
+        def seen(progress: Progress) -> None:
+            periodic.look(progress.checkpoints, now_s=time.time())
+            on_progress(progress)
+
         watch = self._watch(
             stop_wanted=stop_wanted,
-            on_progress=lambda progress: self._on_progress(view, health, progress, on_progress),
+            restart_wanted=lambda: periodic.is_due,
+            on_progress=lambda progress: self._on_progress(view, health, progress, seen),
             held_up_by=lambda agents: gang.look(agents) or health.slow_node(view, self.history),
         )
         if not self._already_started(view):
@@ -308,6 +316,7 @@ class Run:
         *,
         stop_wanted: Callable[[], bool],
         on_progress: Callable[[Progress], None],
+        restart_wanted: Callable[[], bool] = lambda: False,
         held_up_by: Callable[[Statuses], HeldUpBy | None] = lambda _statuses: None,
     ) -> AttemptWatch:
         job = self.job
@@ -321,6 +330,7 @@ class Run:
             start_timeout_s=job.restart.start_timeout_s,
             stop_wanted=stop_wanted,
             on_progress=on_progress,
+            restart_wanted=restart_wanted,
             held_up_by=held_up_by,
             command_ends=CommandEnds(job.target_step) if job.worker.is_command else None,
         )

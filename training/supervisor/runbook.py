@@ -104,6 +104,8 @@ def _train(steps: RunSteps, log: Log) -> RunEnd:
             return RunEnd(outcome, f"no placement: {error}")
         verdict = steps.train(placement, manifest_key)
         stops = verdict.decision is not None and verdict.decision.rung is Rung.STOP
+        if verdict.kind is EndKind.RESTARTED:
+            continue
         if verdict.kind is not EndKind.FAILED or stops:
             return _end_after(verdict)
         if verdict.fault is not None and verdict.fault.fault_class is FaultClass.STORAGE_ERROR:
@@ -141,7 +143,7 @@ def _end_after(verdict: Verdict) -> RunEnd:
             step = verdict.step
             text = f"step {step} reached" if step is not None else "the command has ended well"
             return RunEnd("completed", text)
-        case EndKind.STOPPED:
+        case EndKind.STOPPED | EndKind.RESTARTED:
             return RunEnd("cancelled", "stopped on request")
         case EndKind.FAILED:
             reason = verdict.decision.reason if verdict.decision is not None else "failed"

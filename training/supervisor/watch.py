@@ -54,6 +54,7 @@ class EndKind(StrEnum):
     COMPLETED = "completed"
     FAILED = "failed"
     STOPPED = "stopped"
+    RESTARTED = "restarted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +171,7 @@ class AttemptWatch:
         grace: time that processes get to end.
         start_timeout_s: limit for bringing the data to a node and starting its processes.
         stop_wanted: asked at every poll.
+        restart_wanted: asked at every poll whether it ends to be started anew.
         on_progress: called at every poll with what is new.
         held_up_by: asked at every poll for what holds the others up although nothing has failed: a
             node that is to be left, or a rank that is left behind.
@@ -184,17 +186,17 @@ class AttemptWatch:
         start_timeout_s: float,
         stop_wanted: Callable[[], bool],
         on_progress: Callable[[Progress], None],
+        restart_wanted: Callable[[], bool] = lambda: False,
         held_up_by: Callable[[Statuses], HeldUpBy | None] = lambda _statuses: None,
-        sleep: Callable[[float], None] = time.sleep,
         command_ends: CommandEnds | None = None,
     ) -> None:
         self._engine = engine
         self._grace = grace
         self._start_timeout_s = start_timeout_s
         self._stop_wanted = stop_wanted
+        self._restart_wanted = restart_wanted
         self._on_progress = on_progress
         self._held_up_by = held_up_by
-        self._sleep = sleep
         self._command_ends = command_ends
         self._log = Follower(engine.metrics)
         self._progress = Progress()
@@ -206,10 +208,11 @@ class AttemptWatch:
         while True:
             snapshot = self._observe()
             # A fault comes before a request to stop: else nobody would learn of it.
-            if self._stop_wanted() and not has_failure(snapshot):
+            wanted = self._wanted_end()
+            if wanted is not None and not has_failure(snapshot):
                 self._engine.stop(self._grace.request_s)
                 final = self._await_end(self._grace.request_s)
-                kind = EndKind.COMPLETED if self._is_completed(final) else EndKind.STOPPED
+                kind = EndKind.COMPLETED if self._is_completed(final) else wanted
                 return self._end(kind, final)
             if self._command_ends is not None and self._command_ends.bad:
                 return self.wind_up()
@@ -224,7 +227,12 @@ class AttemptWatch:
             culprit = self._held_up_by(snapshot.agents.values())
             if culprit is not None:
                 return self.wind_up(culprit=culprit)
-            self._sleep(POLL_S)
+            time.sleep(POLL_S)
+
+    def _wanted_end(self) -> EndKind | None:
+        if self._stop_wanted():
+            return EndKind.STOPPED
+        return EndKind.RESTARTED if self._restart_wanted() else None
 
     def _is_completed(self, final: Snapshot) -> bool:
         """Whether an attempt that was stopped on request had come to its target before."""
@@ -240,7 +248,7 @@ class AttemptWatch:
             culprit: what holds the others up, when nothing else has happened.
         """
         at_s = time.time()
-        self._sleep(SETTLE_S)
+        time.sleep(SETTLE_S)
         failed = self._observe()
         # What the coordinator notes later is the work of the order to stop.
         given_up = self._progress.given_up
@@ -262,7 +270,7 @@ class AttemptWatch:
         deadline_s = time.monotonic() + grace_s + STOP_MARGIN_S
         snapshot = self._observe()
         while not snapshot.is_over and time.monotonic() < deadline_s:
-            self._sleep(POLL_S)
+            time.sleep(POLL_S)
             snapshot = self._observe()
         return snapshot
 
@@ -271,7 +279,7 @@ class AttemptWatch:
         deadline_s = time.monotonic() + self._grace.hang_limit_s
         snapshot = self._observe()
         while not snapshot.is_over and time.monotonic() < deadline_s and not self._stop_wanted():
-            self._sleep(POLL_S)
+            time.sleep(POLL_S)
             snapshot = self._observe()
         if snapshot.is_over:
             return snapshot

@@ -1,0 +1,31 @@
+"""Restarts that a job asks for every so often: when they are due, and who may ask."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.jobs import small_job
+from training.errors import InputError
+from training.supervisor.periodic import PeriodicRestart
+
+
+def test_a_restart_is_due_at_the_first_commit_after_so_long():
+    periodic = PeriodicRestart(100.0, started_s=1000.0)
+    for commits, now_s in (([10], 1099.9), ([], 1150.0)):
+        periodic.look(commits, now_s=now_s)
+        assert not periodic.is_due
+    periodic.look([20], now_s=1160.0)
+    assert periodic.is_due
+    periodic.look([], now_s=1161.0)
+    assert periodic.is_due, "until it is carried out"
+
+
+def test_a_job_that_does_not_ask_is_never_restarted_so():
+    periodic = PeriodicRestart(None, started_s=0.0)
+    periodic.look([10], now_s=1e9)
+    assert not periodic.is_due
+
+
+def test_a_command_is_refused_because_its_commits_are_not_known():
+    with pytest.raises(InputError, match=r"restart.every_s=60 is for sessions"):
+        small_job(worker={"command": ["train"]}, restart={"every_s": 60})
