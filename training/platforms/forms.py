@@ -18,6 +18,19 @@ from enum import StrEnum
 
 from training.errors import InputError
 from training.platforms.modelarts import GRACE, read_absent, read_grace
+from training.platforms.monitor import (
+    CHECK,
+    COUNT,
+    MAX_COUNT,
+    MONITOR_ON,
+    SKIP,
+    THRESHOLD,
+    YAML_BOOL,
+    read_count,
+    read_monitor,
+    read_switch,
+    read_threshold,
+)
 from training.platforms.settings import (
     Fact,
     Finding,
@@ -90,7 +103,6 @@ def _fact(fact: Fact, words: tuple[str, ...], but: Mapping[str, str]) -> Reader:
 
 
 _TRUE_FALSE = {"true": True, "false": False}
-_YAML_BOOL = {"True": True, "False": False, "true": True, "false": False}
 
 
 _ELASTIC = "going on with fewer ranks (elastic training) is not a rung of ours"
@@ -198,9 +210,20 @@ FORMS: Mapping[str, Form] = {
     "MS_ENABLE_TFT": Form(
         Platform.MINDFORMERS, "a list of switches, below", "the fields below", read_tft
     ),
-    "use_skip_data_by_global_norm": Form(
+    SKIP: Form(
         Platform.MINDFORMERS, "True, False", "data_skipping",
-        _choice("data_skipping", words=_YAML_BOOL),
+        _choice("data_skipping", words=YAML_BOOL),
+    ),
+    MONITOR_ON: Form(
+        Platform.MINDFORMERS, "True, False", "what the next three need", read_switch
+    ),
+    CHECK: Form(Platform.MINDFORMERS, "True, False", "numeric_retry", read_switch),
+    THRESHOLD: Form(
+        Platform.MINDFORMERS, "a number above 0", "abnormal_grad_norm; default: 3.0",
+        read_threshold,
+    ),
+    COUNT: Form(
+        Platform.MINDFORMERS, f"1 to {MAX_COUNT}", "max_skipped_in_a_row", read_count
     ),
     "HIGH_AVAILABILITY": Form(
         Platform.MINDSPEED, "comma list: " + ", ".join(_AVAILABILITY),
@@ -281,6 +304,7 @@ def read_platform(entries: Mapping[str, str], *, given: Sequence[Setting] = ()) 
             raise InputError(name, f"{text!r}: no such setting; {_hint(name)}")
         findings += FORMS[name].read(name, text)
     findings += read_absent(entries)
+    findings += read_monitor(entries)
     settings = [found for found in findings if isinstance(found, Setting)]
     warnings += [found for found in findings if isinstance(found, str)]
     return combine([*settings, *given], warnings)

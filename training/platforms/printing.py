@@ -17,6 +17,7 @@ from typing import Any
 
 from training.platforms.forms import Platform, read_platform
 from training.platforms.modelarts import GRACE
+from training.platforms.monitor import CHECK, COUNT, MONITOR_ON, SKIP, THRESHOLD
 from training.platforms.settings import Value, shown
 from training.platforms.tft import TFT, read_snapshot_steps
 from training.recovery.rungs import Policy, RestartCount
@@ -39,7 +40,7 @@ _PLACES: Mapping[str, Place] = {
     GRACE: Place.JOB_VARIABLES,
     TFT: Place.SHELL,
     "HIGH_AVAILABILITY": Place.SHELL,
-    "use_skip_data_by_global_norm": Place.CONFIG,
+    **dict.fromkeys((SKIP, MONITOR_ON, CHECK, THRESHOLD, COUNT), Place.CONFIG),
     "recover-strategy": Place.ANNOTATIONS,
     "restartPolicy": Place.POD,
     "fault-scheduling": Place.LABELS,
@@ -108,9 +109,21 @@ def _others(policy: Policy, platform: Platform, others: Mapping[str, Value]) -> 
     grace, steps = others.get("failover_grace_s"), others.get("snapshot_every_steps")
     if platform is Platform.MODELARTS and grace is not None:
         return {GRACE: str(grace)}
-    if platform is Platform.MINDFORMERS and policy.numeric_retry and steps is not None:
-        return {TFT: _tft(policy, snapshot_every_steps=steps)}
-    return {}
+    if platform is not Platform.MINDFORMERS:
+        return {}
+    entries = _monitor(policy, others)
+    if policy.numeric_retry and steps is not None:
+        entries[TFT] = _tft(policy, snapshot_every_steps=steps)
+    return entries
+
+
+def _monitor(policy: Policy, others: Mapping[str, Value]) -> Entries:
+    """monitor_config, where the job has something that it can hold."""
+    norm, count = others.get("abnormal_grad_norm"), others.get("max_skipped_in_a_row")
+    if norm is None or not (policy.numeric_retry or policy.data_skipping):
+        return {}
+    entries = {MONITOR_ON: "True", CHECK: str(policy.numeric_retry), THRESHOLD: str(norm)}
+    return entries | ({COUNT: str(count)} if count is not None and policy.data_skipping else {})
 
 
 def _read_snapshot_steps(entries: Entries) -> Mapping[str, int]:

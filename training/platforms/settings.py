@@ -17,11 +17,11 @@ from typing import Any
 from training.errors import InputError
 from training.recovery.rungs import Policy
 
-Value = bool | int | str
+Value = bool | int | float | str
 
 POLICY_FIELDS = frozenset(f.name for f in fields(Policy))
 # Fields of the job's restart section that the ladder does not read.
-JOB_FIELDS = frozenset({"failover_grace_s"})
+JOB_FIELDS = frozenset({"failover_grace_s", "abnormal_grad_norm", "max_skipped_in_a_row"})
 MAX_GRACE_S = 86_400
 
 # A count that a platform only switches on has no limit of its own there: the largest one here,

@@ -75,6 +75,15 @@ def read_tft(name: str, text: str) -> Iterator[Finding]:
     yield from _tft_warnings(name, values, on)
 
 
+def has_tre(name: str, text: str) -> bool:
+    """Whether abnormal steps are executed again.
+
+    Raises:
+        InputError: the list is wrong.
+    """
+    return _tft_values(name, text).get("TRE", "0") != "0"
+
+
 def read_snapshot_steps(name: str, text: str) -> int | None:
     """TRE_SNAPSHOT_STEPS: the job has such an interval, the policy of the ladder has none.
 

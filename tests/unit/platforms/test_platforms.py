@@ -123,6 +123,15 @@ READ = [
     ({GRACE: "0", **RETRIED}, {**OFF, "max_restarts": 8, "failover_grace_s": 0}),
     ({GRACE: "300"}, {"failover_grace_s": 300}),
     ({"use_skip_data_by_global_norm": "True"}, {"data_skipping": True}),
+    ({"monitor_on": "True", "check_for_global_norm": "True"},
+     {"numeric_retry": True, "abnormal_grad_norm": 3.0}),
+    ({"monitor_on": "True", "check_for_global_norm": "True", "global_norm_spike_threshold": "44.0"},
+     {"numeric_retry": True, "abnormal_grad_norm": 44.0}),
+    ({"check_for_global_norm": "True", "global_norm_spike_threshold": "44.0"}, {}),
+    ({"use_skip_data_by_global_norm": "True", "monitor_on": "True",
+      "check_for_global_norm": "False", "global_norm_spike_count_threshold": "2"},
+     {"data_skipping": True, "numeric_retry": False, "abnormal_grad_norm": 3.0,
+      "max_skipped_in_a_row": 2}),
     ({"fault-retry-times": "10"}, {"unconditional": True, "max_restarts": 10}),
     ({"fault-retry-times": "0"}, {"unconditional": False}),
     ({"fault-retry-times": "3", "restartPolicy": "Never"}, ON_3),
@@ -411,3 +420,49 @@ def test_a_policy_is_printed_with_a_warning_for_what_the_platform_cannot_say(
     printed = print_platform(Policy(**policy), platform)
     assert {name: printed.entries.get(name) for name in entries} == entries
     assert {warning.partition("=")[0] for warning in printed.warnings} == lost
+
+
+MONITOR = {"monitor_on": "True", "check_for_global_norm": "True"}
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ({"check_for_global_norm": "True"}, "check_for_global_norm='True' has no effect without"),
+        ({"global_norm_spike_threshold": "4"}, "has no effect without monitor_on='True'"),
+        ({"monitor_on": "True"}, "nothing of it is an answer"),
+        ({**MONITOR, "global_norm_spike_count_threshold": "5"}, "use_skip_data_by_global_norm"),
+    ],
+)
+def test_an_entry_of_the_monitor_that_changes_nothing_is_a_warning(entries, words):
+    (warning,) = read_platform(entries).warnings
+    assert words in warning
+
+
+def test_a_threshold_of_the_job_comes_before_the_default_of_mindformers_alone():
+    spec = RestartSpec.model_validate({"from_platform": MONITOR, "abnormal_grad_norm": 7.5})
+    assert (spec.numeric_retry, spec.abnormal_grad_norm) == (True, 7.5)
+    named = {**MONITOR, "global_norm_spike_threshold": "44.0"}
+    with pytest.raises(ValueError, match="contradict each other"):
+        RestartSpec.model_validate({"from_platform": named, "abnormal_grad_norm": 7.5})
+    again = RestartSpec.model_validate_json(spec.model_dump_json())
+    assert again == spec
+
+
+def test_the_monitor_and_skipping_exclude_each_other():
+    with pytest.raises(InputError, match="exclude each other"):
+        read_platform({**MONITOR, "use_skip_data_by_global_norm": "True"})
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "three", "1e999"])
+def test_a_threshold_is_a_number_above_0(text):
+    with pytest.raises(InputError, match="a number above 0"):
+        read_platform({"global_norm_spike_threshold": text})
+
+
+def test_the_monitor_is_printed_as_it_is_read():
+    policy = Policy(numeric_retry=True)
+    printed = print_platform(policy, Platform.MINDFORMERS, others={"abnormal_grad_norm": 44.0})
+    assert {**MONITOR, "global_norm_spike_threshold": "44.0"}.items() <= printed.entries.items()
+    assert read_platform(printed.entries).fields["abnormal_grad_norm"] == 44.0
+    assert not [line for line in printed.warnings if line.startswith("abnormal_grad_norm")]

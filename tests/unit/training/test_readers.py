@@ -171,6 +171,8 @@ def samples(name: str) -> list[str]:
     allowed = FORMS[name].allowed
     if name == "MS_ENABLE_TFT":
         return [f"{{{key}:1}}" for key in ("TTP", "UCE", "HCCE", "ARF", "TRE", "TSP", "RSC")]
+    if allowed == "a number above 0":
+        return ["0.5", "44"]
     limits = re.fullmatch(r"(-?\d+) to (\d+)", allowed)
     if limits is not None:
         return list(limits.groups())
