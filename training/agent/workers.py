@@ -34,6 +34,7 @@ from training.agent.pulse import mute_pulse, pulse_of, status_of_rank
 from training.diagnosis.ending import early_end
 from training.files import write_whole
 from training.health.heartbeat import ANY_RANK, Heartbeat, HeartbeatReader, stacks_file
+from training.health.retries import RetryLogs
 from training.job import RESERVED_NAMES
 from training.masking import SECRETS_ENV, masked_text, secret_values
 from training.processes import RANK_VARIABLES, container_processes, reap_adopted, signal_all
@@ -91,6 +92,7 @@ class WorkerGroup:
     secret_variables: Mapping[str, str] = field(default_factory=dict)
     oom_kills: Callable[[], int] = lambda: 0
     activity: Mapping[int, Activity] = field(default_factory=dict)
+    retries: RetryLogs = field(default_factory=RetryLogs)
     _environment: dict[str, str] = field(default_factory=dict)
     _output: MaskedOutput | None = None
     _command: CommandRanks | None = None
@@ -261,6 +263,11 @@ class WorkerGroup:
         order, own = self.order, self._environment.get(ASCEND_PATH)
         of = f"{self.config.run_id}/{self.config.node}/p{order.placement:04d}-a{order.attempt:04d}"
         return ascend_folder(self.log_folder, self.log_name(rank), own=own, of=of)
+
+    def mended_retries(self) -> dict[int, int]:
+        """How often HCCL sent again and succeeded, by rank."""
+        found = {rank: self.retries.mended(self.device_folder(rank)) for rank in self.ranks}
+        return {rank: count for rank, count in found.items() if count}
 
     def logs(self, tail_bytes: int) -> tuple[WorkerLog, ...]:
         """The end of each worker's output, without secrets."""

@@ -88,6 +88,7 @@ class RunSample:
         steps: completed since the sample before.
         commits_s: when steps were committed, oldest first; the attempt's start before them.
         hang: that does not end the attempt.
+        retries: of HCCL that succeeded, by node and rank.
     """
 
     at_s: float
@@ -96,6 +97,7 @@ class RunSample:
     steps: Sequence[StepRecord] = ()
     commits_s: Sequence[float] = ()
     hang: Condition | None = None
+    retries: Mapping[tuple[str, int], int] = field(default_factory=dict)
 
 
 def key_of(about: Condition | AlertRaised) -> Key:
@@ -162,6 +164,7 @@ class HealthPoints:
         for node, sample in run.nodes.items():
             yield from _of_devices(self.spec, node, sample, trains=trains)
             yield from _of_host(self.spec, node, sample)
+        yield from _of_retries(run.retries)
         yield from self._of_steps(run.steps)
         yield from _of_latency(self.spec, run.ranks)
         yield from _of_checkpoints(self.spec, run)
@@ -294,6 +297,14 @@ def _of_devices(
                 HealthPoint.LINK_DOWN, f"the network port of {where} is down", 1.0, 0.0,
                 node=node, device=one.index,
             )  # fmt: skip
+
+
+def _of_retries(retries: Mapping[tuple[str, int], int]) -> Iterator[Condition]:
+    """Stays for the whole attempt: a link that broke once is worth another look."""
+    for (node, rank), count in retries.items():
+        times = "once" if count == 1 else f"{count} times"
+        text = f"HCCL sent an operator of rank {rank} on {node} again, successfully, {times}"
+        yield Condition(HealthPoint.LINK_RETRIED, text, float(count), 0.0, node=node, rank=rank)
 
 
 def _of_host(spec: WatchSpec, node: str, sample: NodeSample) -> Iterator[Condition]:

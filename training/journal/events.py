@@ -73,6 +73,7 @@ class HealthPoint(StrEnum):
     MEMORY_HIGH = "memory_high"
     DEVICE_UNHEALTHY = "device_unhealthy"
     LINK_DOWN = "link_down"
+    LINK_RETRIED = "link_retried"
     LOSS_ABNORMAL = "loss_abnormal"
     STEP_SLOW = "step_slow"
     LATENCY_HIGH = "latency_high"

@@ -70,6 +70,7 @@ class AttemptHealth:
             # Until the first commit, the age of the newest one is that of the attempt.
             commits_s=(view.started.at_s, *_commits_s(view, history)),
             hang=self.hang_of(agents),
+            retries={(one.node, r): n for one in agents for r, n in one.mended_retries.items()},
         )
         changes = self._watch.update(look)
         return [

@@ -17,7 +17,10 @@ from training.recovery.faults import Fault
 
 # Alerts about a machine; the others are about the program, the store or all ranks.
 OF_MACHINES = frozenset(
-    {HealthPoint.DEVICE_UNHEALTHY, HealthPoint.LINK_DOWN, HealthPoint.STRAGGLER}
+    {
+        *(HealthPoint.DEVICE_UNHEALTHY, HealthPoint.LINK_DOWN, HealthPoint.LINK_RETRIED),
+        HealthPoint.STRAGGLER,
+    }
 )
 
 

@@ -403,6 +403,7 @@ class AgentStatus(FrozenModel):
     staging_error: str | None = None
     oom_kills: int = 0
     output_bytes: int = 0
+    mended_retries: dict[int, int] = Field({}, description="of HCCL, by rank, where there are any")
     sample: NodeSample | None = None
     metrics_url: str | None = Field(None, description="of the coordinator, where it is here")
     coordinator_end: CoordinatorEnd | None = None

@@ -97,3 +97,14 @@ def test_logs_below_a_folder_that_was_set_are_handed_over_each_as_its_own(shared
     of_cann = [(Path(text.name), text.text) for text in texts if text.name.endswith(".log")]
     assert [text for _, text in of_cann] == ["new\n"]
     assert of_cann[0][0].is_relative_to(own)
+
+
+def test_the_agent_reports_a_retry_of_hccl_that_succeeded(shared, tmp_path):
+    states = ("AGENT_RUNNING", "RESP_AICPU_ERR", "RESP_AICPU_RETRYEND", "AGENT_RUNNING")
+    line = "[INFO] HCCL(7,python): [OpRetry][Agent]State Transfer, cur state {}, next state {}\n"
+    names = [f"RETRY_STATE_{state}" for state in states]
+    log = tmp_path / "log"
+    log.write_text("".join(map(line.format, names, names[1:])))
+    folder = "$ASCEND_PROCESS_LOG_PATH/run/plog"
+    status = shared.finish("sh", "-c", f'mkdir -p "{folder}" && cp {log} "{folder}/plog-7.log"')
+    assert status.mended_retries == {1: 1}
