@@ -29,7 +29,7 @@ from training.journal.attempt_log import AttemptLog, Follower
 from training.journal.events import CheckpointCommitted, StepRecord
 from training.journal.steps import UnsavedSteps, metrics_prefix
 from training.log import start_logging
-from training.recovery.actions import Action, LogEvent, NormAccepted, ToAgent, ToRank
+from training.recovery.actions import AbnormalNorm, Action, LogEvent, ToAgent, ToRank
 from training.recovery.attempt import Attempt, Stage
 from training.recovery.ladder import InProcessDecider
 from training.recovery.protocol import (
@@ -220,7 +220,7 @@ class Coordinator:
                 if isinstance(action.message, Plan) and action.message.plan.savers:
                     self._keep_records()
                 _send(self._ranks.get(action.rank), action.message)
-            case NormAccepted():
+            case AbnormalNorm():
                 self._record_norms(action)
             case ToAgent(rank=None):
                 for writer in self._agents.values():
@@ -229,18 +229,18 @@ class Coordinator:
                 node = self._attempt.nodes.get(action.rank if action.rank is not None else -1, "")
                 _send(self._agents.get(node), action.message)
 
-    def _record_norms(self, accepted: NormAccepted) -> None:
-        """Add an abnormal step to the run's list of them, named as MindFormers has it."""
+    def _record_norms(self, seen: AbnormalNorm) -> None:
+        """Put an abnormal step on the run's list of them, named as MindFormers has it."""
         key = f"runs/{self._job.run_id}/{ABNORMAL_NORMS}"
         try:
             try:
                 document = json.loads(self._store.get(key))
             except NotFound:
                 document = {}
-            document[str(accepted.step)] = list(accepted.norms)
+            document[str(seen.step)] = list(seen.norms)
             self._store.put(key, json.dumps(document, indent=1).encode())
         except (StorageError, ValueError) as exc:
-            _log.error(f"step {accepted.step} is not in {key}: {exc}")
+            _log.error(f"step {seen.step} is not in {key}: {exc}")
 
     def _keep_records(self) -> None:
         """Put the records of steps that no checkpoint has into the store, before one that has."""

@@ -46,14 +46,14 @@ class LogEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class NormAccepted:
-    """An abnormal step is taken as it is: the norms before and after its repetition."""
+class AbnormalNorm:
+    """A step is abnormal: its norm at first sight, then also that after its repetition."""
 
     step: int
     norms: tuple[float, ...]
 
 
-Action = ToRank | ToAgent | LogEvent | NormAccepted
+Action = ToRank | ToAgent | LogEvent | AbnormalNorm
 
 
 @dataclass(slots=True)

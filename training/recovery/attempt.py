@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from training.recovery.actions import (
+    AbnormalNorm,
     Action,
-    NormAccepted,
     Outbox,
     Recoveries,
     ToAgent,
@@ -333,10 +333,10 @@ class Attempt:
             self._reconnect(now_s=now_s)
         else:
             self._announce(mode_of(decision, fault), now_s=now_s, replaced=replaced)
-        if decision.accept_abnormal and fault.step is not None:
+        if fault.fault_class is FaultClass.NUMERIC_ANOMALY and fault.step is not None:
             # Last: the store may take its time, and training goes on meanwhile.
-            norms = tuple(self._norms.pop(fault.step + 1, ()))
-            self._outbox.add(NormAccepted(fault.step + 1, norms))
+            norms = tuple(self._norms.get(fault.step + 1, ()))
+            self._outbox.add(AbnormalNorm(fault.step + 1, norms))
 
     def _reconnect(self, *, now_s: float) -> None:
         """Have connections re-established under the operations that were cut short."""

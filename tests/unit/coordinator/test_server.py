@@ -26,7 +26,7 @@ from tests.waiting import wait_for
 from training.coordinator.server import Coordinator
 from training.journal.attempt_log import AttemptLog
 from training.journal.events import CheckpointCommitted, StepRecord
-from training.recovery.actions import NormAccepted
+from training.recovery.actions import AbnormalNorm
 from training.wire.coordinator import (
     AgentJoined,
     CoordinatorAddress,
@@ -144,7 +144,7 @@ def test_an_abnormal_step_that_was_accepted_is_added_to_the_runs_list(served, be
     key = "runs/run-1/abnormal_global_norm.json"
     if before is not None:
         store.put(key, before)
-    Coordinator(served.config)._carry_out(NormAccepted(step=7, norms=(1e9, 1e9)))
+    Coordinator(served.config)._carry_out(AbnormalNorm(step=7, norms=(1e9, 1e9)))
     if before == b"not json":
         assert store.get(key) == before, "what cannot be read is not written over"
         return

@@ -16,7 +16,7 @@ from tests.unit.recovery.attempts import (
     AttemptHarness,
     is_plan,
 )
-from training.recovery.actions import NormAccepted
+from training.recovery.actions import AbnormalNorm
 from training.recovery.attempt import CONNECTION_SETTLE_S, Stage
 from training.recovery.protocol import (
     NewGeneration,
@@ -238,8 +238,11 @@ def test_an_abnormal_step_is_done_again_then_accepted_and_recorded_and_never_ret
     assert harness.plan().mode is RepairMode.ACCEPT
     assert (harness.plan().step, harness.plan().applies) == (STEP + 1, (0, 1, 2, 3))
     assert [note.decision.accept_abnormal for note in harness.began()] == [False, True]
-    recorded = [action for action in harness.actions if isinstance(action, NormAccepted)]
-    assert recorded == [NormAccepted(STEP + 1, (900.0, 901.0))]
+    recorded = [action for action in harness.actions if isinstance(action, AbnormalNorm)]
+    assert recorded == [
+        AbnormalNorm(STEP + 1, (900.0,)),
+        AbnormalNorm(STEP + 1, (900.0, 901.0)),
+    ]
     abnormal(harness)
     assert harness.stage() is Stage.GIVEN_UP
     assert "was accepted already" in harness.given_up()[0]
