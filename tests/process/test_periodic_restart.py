@@ -8,6 +8,7 @@ import pytest
 
 from tests.process.harness import assert_as_undisturbed, faulty_job
 from tests.values import not_none
+from tests.waiting import wait_for
 from training.drill.driver import RunDriver
 
 pytestmark = [pytest.mark.process, pytest.mark.long]
@@ -34,3 +35,18 @@ def test_a_run_that_is_restarted_every_so_often_is_as_one_that_is_not(home):
     assert played.history.recoveries() == []
     for before, after in pairwise(attempts):
         assert after.from_step == not_none(before.ended).to_step, "no step is trained twice"
+
+
+@pytest.mark.prefect
+def test_the_ui_shows_a_restart_every_so_often_as_what_it_is(bench, api):
+    restart = {"max_restarts": 0, "every_s": 1.0}
+    running = bench.start(bench.job("daily", restart=restart))
+    assert running.finish() == 0, running.out
+    assert running.rungs() == []
+
+    def shown() -> list[str]:
+        tasks = api.task_runs("daily").items()
+        return [state for name, state in tasks if name.startswith("attempt ")]
+
+    wait_for(lambda: set(shown()) == {"Restarted", "Completed"}, timeout_s=60, what="both states")
+    assert shown().count("Completed") == 1
