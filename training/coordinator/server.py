@@ -89,6 +89,7 @@ class Coordinator:
             restart.policy(operator_retry=self._job.comm.link_retry),
             frozenset(config.supported),
             list(config.past),
+            self._job.engine.nodes,
         )
         self._attempt = Attempt(
             self._job.engine.world_size,

@@ -210,13 +210,24 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     if not causes:
         return Diagnosis(_fault(FaultClass.UNKNOWN, evidence, "no evidence"))
     causes.sort(key=lambda cause: (cause.tier, cause.fault.at_s))
-    best, further = causes[0].fault, []
+    best, further = replace(causes[0].fault, num_other_nodes=_num_other_nodes(causes)), []
     seen = {best.fault_class}
     for cause in causes[1:]:
         if cause.tier is not _Tier.STOPPED and cause.fault.fault_class not in seen:
             seen.add(cause.fault.fault_class)
             further.append(cause.fault)
     return Diagnosis(best, tuple(further[:MAX_RUNNERS_UP]))
+
+
+def _num_other_nodes(causes: Sequence[_Cause]) -> int:
+    """On how many nodes beside that of the first cause the same is the cause."""
+    first = causes[0]
+    nodes = {
+        cause.fault.node
+        for cause in causes
+        if cause.tier is first.tier and cause.fault.fault_class is first.fault.fault_class
+    }
+    return len(nodes - {first.fault.node, None})
 
 
 def _fault(

@@ -18,7 +18,9 @@ from training.recovery.faults import RecoverableBy
 
 _NUMBER = r"\b[eE]rror ?[cC]ode(?: is)? ?[:=]? ?\(?(?P<{0}>{1})\b"
 _AFTER = r"[ =:]{1,3}(?P<acl2>[1235]\d{5})\b"
-_CHIP = r"\s*[:=]\s*\[?\"?(?:0x)?(?P<chip>[0-9a-fA-F]{8})\b"
+# npu-smi prints all that a chip reports: "Error Code : A4025021 8C03A000".
+_EIGHT = r"(?:0x)?[0-9a-fA-F]{8}\b"
+_CHIP = rf"\s*[:=]\s*\[?\"?(?P<chip>{_EIGHT}(?:,? {_EIGHT})*)"
 _LOOK_UPS: Mapping[str, tuple[str, ...]] = {
     # torch_npu puts HcclResult behind the name of the call, two digits at most.
     "hccl": (
@@ -101,14 +103,13 @@ def _of_chip(code: str, spec: CodeSpec) -> CodeSpec:
     known: dict[str, object] = {}
     if fact.level is not None:
         known["recoverable_by"] = ANSWERS[fact.level]
+    if fact.level is ChipLevel.NOT_HANDLED:
+        known["role"] = Role.SYMPTOM
     if fact.cause:
         known["means"] = f"{spec.means} ({fact.cause})"
     if fact.kind is Kind.USER:
-        known |= {
-            "recoverable_by": RecoverableBy.USER_FIX,
-            "user_fault": True,
-            "hardware_fault": False,
-        }
+        # The chip cannot know that the input is the user's: the ladder counts (ModelArts).
+        known |= {"user_fault": True, "hardware_fault": False}
     elif fact.kind is Kind.HARDWARE:
         known["hardware_fault"] = True
     return spec.model_copy(update=known)
@@ -121,6 +122,8 @@ def look_up(line: str) -> CodeFact | None:
     for table, pattern in _COMPILED.items():
         for found in pattern.finditer(line):
             code = next(group for group in found.groups() if group is not None).upper()
+            if table == "chip":
+                code = _worst(code)
             if found.groupdict().get("errno"):
                 code = str(int(code, 16))
             spec = _find(table, code)
@@ -129,6 +132,15 @@ def look_up(line: str) -> CodeFact | None:
             if spec is not None:
                 return CodeFact(code, table, spec)
     return None
+
+
+def _worst(codes: str) -> str:
+    """Of the codes that a chip reports together, the one whose level asks for most."""
+    each = [code[-8:] for code in re.split(r",? ", codes)]
+    facts = [fact for code in each if (fact := chip_fact(code)) is not None]
+    order = list(ChipLevel)
+    rated = [(order.index(fact.level), fact.code) for fact in facts if fact.level is not None]
+    return max(rated, key=lambda one: one[0], default=(0, each[0]))[1]
 
 
 def _find(table: str, code: str) -> CodeSpec | None:

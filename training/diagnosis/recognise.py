@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from training.diagnosis import codes, exceptions
-from training.diagnosis.lines import Origin, is_low_level
+from training.diagnosis.lines import Origin, is_low_level, severity_of
 from training.diagnosis.rules import Classification, Role, Rule, load_rules, match_line
-from training.recovery.faults import FaultClass, RecoverableBy
+from training.recovery.chips import Severity
+from training.recovery.faults import TRAITS, FaultClass, RecoverableBy
 
 CODE_RULE = "code-"
+_CHIP_RULE = f"{CODE_RULE}chip"
 EXCEPTION_RULE = "exception"
 _LEVEL_RULE = "error-line"
 # An error that no rule, code or exception type explains is still worth showing.
@@ -38,7 +40,8 @@ class Finding:
         offset: where the line begins in its source.
         origin: time and place in the line itself.
         seen_s: time of the line, or of the nearest line before it that has one.
-        is_low_level: logged as information or a warning, and its rule does not count those.
+        is_low_level: logged as information or a warning, and its rule does not count those; or an
+            event for which the driver's severity, a hint, asks for nothing.
         is_survived: training went on after it in the same source.
         is_after_steps: training had counted steps before it.
         frame: file that raised the exception, for exceptions.
@@ -77,11 +80,20 @@ def recognise(line: str, before: str, candidates: Iterable[Rule] | None = None) 
         before: text shortly before it.
         candidates: rules to try, in order; None: all.
     """
+    finding = _recognised(line, before, candidates)
+    if finding is None or severity_of(line) != Severity.HINT:
+        return finding
+    is_drivers = finding.rule == _CHIP_RULE or TRAITS[finding.fault_class].hardware_fault
+    return replace(finding, is_low_level=finding.is_low_level or is_drivers)
+
+
+def _recognised(line: str, before: str, candidates: Iterable[Rule] | None) -> Finding | None:
     if _is_no_evidence(line, before):
         return None
     if matched := match_line(line, before, candidates):
         rule, found = matched
-        coded = _by_code(line) if rule.role is not Role.ROOT else None
+        yields = rule.role is not Role.ROOT or rule.spec.yields_to_code
+        coded = _by_code(line) if yields else None
         is_better = coded and (coded.role is Role.ROOT or rule.spec.yields_to_code)
         return coded if is_better else _by_rule(rule, found, line)
     return _by_code(line) or _by_exception(line, before) or _by_level(line)

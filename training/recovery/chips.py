@@ -11,8 +11,9 @@ nothing but their arguments. Two scales exist and should not be mixed up:
 The only relations found between the two: MindCluster takes an unknown code of severity hint or
 minor as not handled and any other as separate (its guide on fault levels); for ModelArts
 minor and major codes heal themselves in place, a hint needs nothing and critical never heals
-(its guide on fault tolerance). The ladder follows ModelArts where a severity is known, and
-never heals in place what the level of a known code wants separated.
+(its guide on fault tolerance). `chip_answer` joins them: hint and critical decide alone, a level
+that takes the chip away outdoes minor and major, and where the driver reported no severity the
+level decides.
 
 Times are seconds, points in time seconds since the epoch.
 """
@@ -52,6 +53,34 @@ class ChipLevel(StrEnum):
 
 
 SEPARATED = frozenset({ChipLevel.SEPARATE, ChipLevel.SEPARATE_BY_HAND})
+
+
+class ChipAnswer(StrEnum):
+    """What an event of a chip asks for."""
+
+    NOTHING = "nothing"
+    HEAL = "heal"  # in place; the node is isolated where that does not help
+    SEPARATE = "separate"  # nothing new on the chip
+
+
+# MindCluster takes no new job to a chip of level no_new_jobs; new processes are one.
+BY_LEVEL: Mapping[ChipLevel, ChipAnswer] = {
+    ChipLevel.NOT_HANDLED: ChipAnswer.NOTHING,
+    ChipLevel.SUB_HEALTHY: ChipAnswer.HEAL,
+    ChipLevel.RESTART_REQUEST: ChipAnswer.HEAL,
+    ChipLevel.RESTART_JOB: ChipAnswer.HEAL,
+    ChipLevel.RESET_WHEN_IDLE: ChipAnswer.HEAL,
+    ChipLevel.RESET_NOW: ChipAnswer.HEAL,
+    ChipLevel.NO_NEW_JOBS: ChipAnswer.SEPARATE,
+    ChipLevel.SEPARATE: ChipAnswer.SEPARATE,
+    ChipLevel.SEPARATE_BY_HAND: ChipAnswer.SEPARATE,
+}
+BY_SEVERITY: Mapping[Severity, ChipAnswer] = {
+    Severity.HINT: ChipAnswer.NOTHING,
+    Severity.MINOR: ChipAnswer.HEAL,
+    Severity.MAJOR: ChipAnswer.HEAL,
+    Severity.CRITICAL: ChipAnswer.SEPARATE,
+}
 
 
 class Kind(StrEnum):
@@ -103,11 +132,17 @@ def chip_fact(code: str) -> ChipFact | None:
     return _facts().get(code)
 
 
-def heals_in_place(code: str | None, *, severity: Severity | None = None) -> bool:
-    """Whether new processes on the same chip can heal it, as far as code and severity show."""
+def chip_answer(code: str | None, severity: Severity | None) -> ChipAnswer:
+    """What an event asks for, by its severity and by the level of its code.
+
+    An event of which neither is known heals in place first, where the chip is checked.
+    """
     fact = chip_fact(code) if code is not None else None
-    separated = fact is not None and fact.level in SEPARATED
-    return severity is not Severity.CRITICAL and not separated
+    by_level = BY_LEVEL[fact.level] if fact is not None and fact.level is not None else None
+    by_severity = BY_SEVERITY[severity] if severity is not None else None
+    if by_severity in {None, ChipAnswer.HEAL} and by_level is ChipAnswer.SEPARATE:
+        return ChipAnswer.SEPARATE
+    return by_severity or by_level or ChipAnswer.HEAL
 
 
 def escalated(code: str, occurrences_s: Iterable[float], *, now_s: float) -> ChipLevel | None:

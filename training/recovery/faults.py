@@ -205,6 +205,7 @@ class Fault:
         user_fault: whether the user's program or settings cause it; None: as its class has it.
         hardware_fault: whether hardware is broken; None: as its class has it.
         severity: the driver's, 0 hint to 3 critical; None: it reported none.
+        num_other_nodes: further nodes that showed the same in the same event.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -223,6 +224,7 @@ class Fault:
     user_fault: bool | None = None
     hardware_fault: bool | None = None
     severity: Annotated[int, Field(ge=0, le=3)] | None = None
+    num_other_nodes: Annotated[int, Field(ge=0)] = 0
 
     @property
     def chip_code(self) -> str | None:

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 from training.recovery.chips import (
     SEPARATED,
+    ChipAnswer,
     ChipLevel,
     Severity,
+    chip_answer,
     chip_fact,
     escalated,
-    heals_in_place,
     times_in_a_row,
 )
 from training.recovery.faults import (
@@ -39,6 +40,7 @@ from training.recovery.rungs import (
     RestartCount,
     Rung,
 )
+from training.recovery.same_node import COUNTED, again_and_again
 
 # ModelArts: for one problem with no node or chip at fault; one code of one chip, in a row.
 UNCONDITIONAL_RESCHEDULES_IN_A_ROW = 3
@@ -63,7 +65,7 @@ class Case:
         policy: the job's restart policy.
         too_often: why the chip is not to be trusted after so many reports of the code, None
             while it is.
-        severity: the driver's, None when it reported none.
+        same_node: why a fault of software is taken for its node's, None when it is not.
         survivors: whether processes of the attempt live on.
         no_replica: why no other rank has the state of the one at fault, None when one may.
     """
@@ -73,7 +75,7 @@ class Case:
     counted: Sequence[Recovery]
     policy: Policy
     too_often: str | None = None
-    severity: Severity | None = None
+    same_node: str | None = None
     survivors: bool = False
     no_replica: str | None = None
 
@@ -81,6 +83,12 @@ class Case:
     def is_user_caused(self) -> bool:
         """Whether the code means that the program, not the chip, is at fault."""
         return self.fault.code in USER_CAUSED_CODES
+
+    @property
+    def may_isolate(self) -> bool:
+        """Whether there is evidence that it is the node."""
+        often = self.too_often is not None and not self.is_user_caused
+        return often or self.same_node is not None or points_at_hardware(self.fault)
 
     def used(self, *rungs: Rung) -> int:
         """Recoveries of the row that were carried out; a last resort that failed counts too."""
@@ -91,20 +99,37 @@ class Case:
         return any(past.failed and past.rung in rungs for past in self.row)
 
 
-def rungs_for(fault: Fault, policy: Policy) -> tuple[Rung, ...]:
-    """The rungs that may answer a fault, cheapest first but for what the policy puts before.
+def rungs_for(case: Case) -> tuple[Rung, ...]:
+    """The rungs that may answer a case, cheapest first but for what the policy puts before.
 
-    A code that a chip reported explains the fault whatever its class: then the node may be
-    isolated, or the job rescheduled where the program caused the code.
+    Those that isolate are among them on evidence that it is the node, whatever the class. A code
+    that a chip reported allows the job to be rescheduled, too; and a device for which its code
+    asks no more than a restart or a reset is not lost.
     """
-    rungs = LADDER[fault.fault_class]
-    if fault.chip_code is not None and rungs != (Rung.STOP,):
-        isolates = frozenset() if fault.code in USER_CAUSED_CODES else ISOLATES
-        rungs = tuple(r for r in Rung if r in rungs or r in isolates or r is Rung.JOB_RESCHEDULE)
-    if not policy.pod_before_in_place or Rung.POD_RESCHEDULE not in rungs:
+    fault = case.fault
+    own = LADDER[fault.fault_class]
+    if own == (Rung.STOP,):
+        return own
+    allowed = set(own) - ISOLATES
+    if case.may_isolate:
+        allowed |= ISOLATES
+    if case.may_isolate or fault.chip_code is not None:
+        allowed.add(Rung.JOB_RESCHEDULE)
+    if fault.fault_class is FaultClass.DEVICE_LOST and _may_be_there(fault):
+        allowed.add(Rung.IN_PLACE_RESTART)
+    rungs = tuple(rung for rung in Rung if rung in allowed)
+    if not case.policy.pod_before_in_place or Rung.POD_RESCHEDULE not in rungs:
         return rungs
     later = [rung for rung in rungs if rung not in IN_PROCESS and rung is not Rung.POD_RESCHEDULE]
     return (*(rung for rung in rungs if rung in IN_PROCESS), Rung.POD_RESCHEDULE, *later)
+
+
+def _may_be_there(fault: Fault) -> bool:
+    """Whether a device that is taken for lost may serve new processes.
+
+    Its code or severity says so, or software alone kept the last ones from it.
+    """
+    return answer_of(fault) is not None or fault.hardware_fault is False
 
 
 def refusal(rung: Rung, case: Case) -> str | None:
@@ -135,15 +160,29 @@ def chip_refusal(rung: Rung, case: Case) -> str | None:
     code = case.fault.chip_code
     if rung not in STAYS_ON_CHIP:
         return None
-    if case.too_often is not None:
-        return case.too_often
-    if not heals_in_place(code, severity=case.severity):
-        critical = case.severity is Severity.CRITICAL
+    if case.too_often is not None or case.same_node is not None:
+        return case.too_often or case.same_node
+    if answer_of(case.fault) is ChipAnswer.SEPARATE:
+        critical = _severity(case.fault) is Severity.CRITICAL
         return "severity critical never heals" if critical else f"code {code} separates the chip"
     fact = chip_fact(code) if code is not None else None
     if rung in IN_PROCESS and fact is not None and fact.level is ChipLevel.RESET_NOW:
         return f"code {code} asks for a reset of the chip"
     return None
+
+
+def answer_of(fault: Fault) -> ChipAnswer | None:
+    """What the event of a chip asks for; None where no chip reported one."""
+    severity = _severity(fault)
+    if fault.chip_code is None and severity is None:
+        return None
+    return chip_answer(fault.chip_code, severity)
+
+
+def _severity(fault: Fault) -> Severity | None:
+    """The driver's; a program's own lines may hold the word, too."""
+    is_drivers = fault.chip_code is not None or TRAITS[fault.fault_class].hardware_fault
+    return Severity(fault.severity) if is_drivers and fault.severity is not None else None
 
 
 def is_accepted(case: Case) -> bool:
@@ -195,6 +234,8 @@ def is_the_users_again(case: Case) -> bool:
 
 def _needs_user_fix(fault: Fault) -> bool:
     theirs = RecoverableBy.USER_FIX
+    if fault.fault_class is FaultClass.NATIVE_CRASH or fault.chip_code is not None:
+        return False  # nothing in them shows whose it is: they are counted
     return fault.recoverable_by is theirs and TRAITS[fault.fault_class].recoverable_by != theirs
 
 
@@ -203,21 +244,70 @@ def too_often(
 ) -> str | None:
     """Why a chip that reports this code again is not to be trusted, None while it is.
 
-    ModelArts counts the same code of the same chip in a row; MindCluster, where the policy wants
+    ModelArts counts the same code of the same chip in a row: in the chip's own history, since in
+    a large cluster something else always comes in between. MindCluster, where the policy wants
     its limits too, has a number per code and counts every one since the chip was released by hand.
     """
     code = fault.chip_code
     if code is None or fault.device is None or fault.node is None:
         return None
+    if _severity(fault) is Severity.HINT:
+        return None
     # A failed recovery is followed by a second answer to the same fault: counted once.
-    events = [(_chip_of(p.fault), p.fault.at_s) for p in history if not p.failed]
-    same = times_in_a_row(events, _chip_of(fault), now_s=now_s, window_s=SAME_CODE_WINDOW_S)
+    chip = [
+        (p.fault.code, p.fault.at_s)
+        for p in history
+        if not p.failed and p.fault.chip_code and _is_on_chip(p.fault, fault)
+    ]
+    same = times_in_a_row(chip, code, now_s=now_s, window_s=SAME_CODE_WINDOW_S)
     if same + 1 >= SAME_CODE_TIMES:
         return f"code {code} came {SAME_CODE_TIMES} times in 24 h"
-    came_s = [*(at_s for chip, at_s in events if chip == _chip_of(fault)), now_s]
+    came_s = [*(at_s for theirs, at_s in chip if theirs == code), now_s]
     if policy.mindcluster_frequency and escalated(code, came_s, now_s=now_s) in SEPARATED:
         return f"code {code} came as often as MindCluster separates its chip for"
     return None
+
+
+def same_node(
+    fault: Fault, *, now_s: float, history: Sequence[Recovery], num_nodes: int | None
+) -> str | None:
+    """Why a fault of software is taken for its node's, None when it is not.
+
+    Once a node was isolated for it and the problem came back elsewhere, it was not the node.
+
+    Args:
+        fault: what is to be answered.
+        now_s: the time.
+        history: every past recovery of the run, oldest first.
+        num_nodes: that the job runs on, None: unknown.
+    """
+    if num_nodes is None or not _is_of_one_node(fault):
+        return None
+    alike = [p for p in history if p.fault.fault_class is fault.fault_class]
+    if any(p.rung in ISOLATES and not p.failed and _is_of_one_node(p.fault) for p in alike):
+        return None
+    events = [
+        (p.fault.node or "", p.fault.at_s)
+        for p in history
+        if p.progressed and not p.failed and _is_of_one_node(p.fault)
+    ]
+    node = fault.node or ""
+    return again_and_again(node, [*events, (node, now_s)], num_nodes=num_nodes, now_s=now_s)
+
+
+def _is_of_one_node(fault: Fault) -> bool:
+    """Whether software failed on one node, while the others were healthy."""
+    return (
+        fault.fault_class in COUNTED
+        and fault.node is not None
+        and fault.num_other_nodes == 0
+        and not points_at_hardware(fault)
+        and fault.code not in USER_CAUSED_CODES
+    )
+
+
+def _is_on_chip(one: Fault, other: Fault) -> bool:
+    return (one.node, one.device) == (other.node, other.device)
 
 
 def same_fault(one: Fault, other: Fault) -> bool:
@@ -226,10 +316,18 @@ def same_fault(one: Fault, other: Fault) -> bool:
 
 
 def points_at_hardware(fault: Fault) -> bool:
-    """Whether a node or a chip is explicitly at fault."""
+    """Whether a node or a chip is explicitly at fault.
+
+    Of a broken connection alone nobody knows which side broke it.
+    """
     if fault.code in USER_CAUSED_CODES:
         return False
-    return TRAITS[fault.fault_class].hardware_fault or fault.chip_code is not None
+    answer = answer_of(fault)
+    if answer is not None:
+        return answer is not ChipAnswer.NOTHING
+    if fault.fault_class is FaultClass.LINK_DOWN:
+        return fault.hardware_fault is not False
+    return TRAITS[fault.fault_class].hardware_fault or fault.hardware_fault is True
 
 
 def _chip_of(fault: Fault) -> tuple[str | None, int | None, str | None]:
@@ -315,11 +413,7 @@ def _isolated_refusal(rung: Rung, case: Case) -> str | None:
 
 
 def _isolation_refusal(case: Case) -> str | None:
-    if case.fault.node is None:
-        return "no node is to blame"
-    if case.is_user_caused:
-        return f"code {case.fault.code} is caused by the program, not by the node"
-    return None
+    return "no node is to blame" if case.fault.node is None else None
 
 
 def _job_refusal(_rung: Rung, case: Case) -> str | None:
@@ -347,10 +441,11 @@ def _job_refusal(_rung: Rung, case: Case) -> str | None:
 def _unexplained_in_a_row(case: Case) -> int:
     """Reschedulings for the same problem since a node or a chip was last at fault."""
     fault, count = case.fault, 0
-    if points_at_hardware(fault) or fault.fault_class is FaultClass.PREEMPTED:
+    if case.may_isolate or fault.fault_class is FaultClass.PREEMPTED:
         return 0
     for past in reversed(case.row):
-        if points_at_hardware(past.fault):
+        isolated = past.rung in ISOLATES and not past.failed
+        if isolated or points_at_hardware(past.fault):
             break
         same = (past.fault.fault_class, past.fault.code) == (fault.fault_class, fault.code)
         count += same and past.rung is Rung.JOB_RESCHEDULE and not past.failed

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from training.recovery.chips import Severity
 from training.recovery.faults import TRAITS, Fault, FaultClass
 from training.recovery.guards import (
     SETTINGS,
@@ -27,6 +26,7 @@ from training.recovery.guards import (
     is_the_users_again,
     refusal,
     rungs_for,
+    same_node,
     too_often,
 )
 from training.recovery.ladder_rules import RULES
@@ -45,7 +45,7 @@ from training.recovery.rungs import (
 )
 
 
-def decide(  # noqa: PLR0913 everything that a decision depends on is given
+def decide(
     fault: Fault,
     *,
     now_s: float,
@@ -53,7 +53,6 @@ def decide(  # noqa: PLR0913 everything that a decision depends on is given
     supported: frozenset[Rung],
     policy: Policy,
     survivors: bool = False,
-    severity: Severity | None = None,
     capacity: Capacity | None = None,
     no_replica: str | None = None,
 ) -> Decision:
@@ -67,20 +66,20 @@ def decide(  # noqa: PLR0913 everything that a decision depends on is given
         policy: the job's restart policy.
         survivors: whether processes of the attempt live on. Rungs inside the processes and the
             end-of-life checkpoint need some; a caller that asks after the end has none.
-        severity: the driver's, None when it reported none.
-        capacity: nodes there are, for the reason of a decision that isolates; None: unknown.
+        capacity: nodes there are: with how many others a node is compared, and what the reason
+            of a decision that isolates says; None: unknown.
         no_replica: why no other rank has the state of the one at fault, None when one may:
             rungs that would copy it are not tried.
     """
     row = _row_without_progress(history)
-    often = too_often(fault, now_s=now_s, history=history, policy=policy)
+    num_nodes = capacity.needed if capacity is not None else None
     case = Case(
         fault,
         row,
         _counted(history) if policy.count is RestartCount.EVER else row,
         policy,
-        often,
-        severity,
+        too_often(fault, now_s=now_s, history=history, policy=policy),
+        same_node(fault, now_s=now_s, history=history, num_nodes=num_nodes),
         survivors,
         no_replica,
     )
@@ -89,7 +88,7 @@ def decide(  # noqa: PLR0913 everything that a decision depends on is given
         return Decision(Rung.STEP_RETRY, None, reason, accept_abnormal=True)
     skipped: list[tuple[Rung, str]] = []
     ends = is_oom_again(case) or is_store_full(case) or is_the_users_again(case)
-    for rung in (Rung.STOP,) if ends else rungs_for(fault, policy):
+    for rung in (Rung.STOP,) if ends else rungs_for(case):
         known = rung in supported or rung is Rung.STOP
         why_not = refusal(rung, case) if known else UNSUPPORTED
         if why_not is None:
@@ -150,7 +149,9 @@ def _reason(rung: Rung, case: Case, skipped: Sequence[tuple[Rung, str]]) -> str:
 
 
 def _spare_text(rung: Rung, capacity: Capacity | None) -> str:
-    if rung not in ISOLATES or capacity is None or capacity.healthy > capacity.needed:
+    if rung not in ISOLATES or capacity is None or capacity.healthy is None:
+        return ""
+    if capacity.healthy > capacity.needed:
         return ""
     left = max(0, capacity.healthy - 1)
     return f"; no healthy spare: {left} of {capacity.needed} nodes left without it"
@@ -195,11 +196,13 @@ class InProcessDecider:
         policy: of the job.
         supported: rungs that engine and program can do.
         past: recoveries of the run so far, oldest first.
+        num_nodes: that the job runs on, None: unknown.
     """
 
     policy: Policy
     supported: frozenset[Rung]
     past: list[Recovery] = field(default_factory=list)
+    num_nodes: int | None = None
     _num_before: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -246,6 +249,7 @@ class InProcessDecider:
             supported=self.supported - lacking,
             policy=self.policy,
             survivors=True,
+            capacity=Capacity(None, self.num_nodes) if self.num_nodes is not None else None,
             no_replica=no_replica,
         )
 
@@ -282,6 +286,8 @@ def fault_of_report(report: WorkerFault, *, reported_by: int, nodes: Mapping[int
         nodes: by rank, its node.
     """
     is_numeric = report.kind is WorkerFaultKind.NUMERIC
+    # A connection breaks, too, when the process at its other end dies.
+    is_bare = report.kind is WorkerFaultKind.CONNECTION and report.code is None
     rank = report.culprit if is_numeric else reported_by
     return Fault(
         CLASS_OF[report.kind],
@@ -292,6 +298,7 @@ def fault_of_report(report: WorkerFault, *, reported_by: int, nodes: Mapping[int
         device=device_of(rank, nodes),
         code=report.code,
         step=report.step,
+        hardware_fault=False if is_bare else None,
     )
 
 

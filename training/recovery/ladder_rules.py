@@ -8,10 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from training.recovery.same_node import ROWS
+
 _MODELARTS = "ModelArts"
 _MINDCLUSTER = "MindCluster"
 _MINDSPORE = "MindSpore"
 _OURS = "Perdure"
+
+ROWS_TEXT = "; ".join(f"{row.times} of {row.of} on {row.nodes} nodes or more" for row in ROWS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,8 @@ RULES: Mapping[str, LadderRule] = {
         _MODELARTS,
     ),
     "minor_and_major_chip_faults_are_healed_in_place": LadderRule(
-        "Severity minor and major heal themselves: in place comes first.", _MODELARTS
+        "Severity minor and major heal themselves: in place comes first, whatever the class.",
+        _MODELARTS,
     ),
     "a_critical_chip_fault_never_heals_in_place": LadderRule(
         "Severity critical passes over every rung that stays on the chip.", _MODELARTS
@@ -54,9 +59,25 @@ RULES: Mapping[str, LadderRule] = {
         "`job_reschedule_isolated`; a code that a chip reported allows it whatever the class.",
         _MODELARTS,
     ),
+    "what_software_did_isolates_no_node": LadderRule(
+        "Crashes, time-outs, kernels, host memory and broken connections: in place, then "
+        "`job_reschedule`. A node is isolated on evidence that it is the node: a fault of a chip "
+        "or node, a check that failed, or the same node again and again.",
+        _OURS,
+    ),
+    "the_same_node_again_and_again_is_taken_for_the_cause": LadderRule(
+        "Of the newest crashes and the like that each were recovered from, so many within 24 h on "
+        "one node that chance alone explains it in fewer than 1 of 100 cases: "
+        f"{ROWS_TEXT}.",
+        _OURS,
+    ),
     "the_same_code_three_times_in_a_row_isolates_the_node": LadderRule(
-        "Same code, node and chip 3 times in a row within 24 h: no rung that stays on the chip.",
+        "The same code 3 times in a row within 24 h, in the chip's own history: no rung that stays "
+        "on the chip.",
         _MODELARTS,
+    ),
+    "only_another_code_of_the_same_chip_breaks_the_row_of_three": LadderRule(
+        "A fault of another chip, another node or of software in between does not.", _MODELARTS
     ),
     "a_code_may_have_a_limit_of_its_own": LadderRule(
         "With `mindcluster_frequency` on, the codes of MindCluster's tables count by their own "
@@ -158,7 +179,7 @@ RULES: Mapping[str, LadderRule] = {
     ),
     "what_the_evidence_leaves_to_the_user_is_tried_once": LadderRule(
         "A class that retries help otherwise, with evidence that they will not (a full disk): "
-        "again without progress, `stop`.",
+        "again without progress, `stop`. Not crashes and codes of chips: they are counted.",
         _OURS,
     ),
     "a_full_store_is_not_filled_again": LadderRule(

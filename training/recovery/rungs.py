@@ -256,14 +256,15 @@ _NOT_THE_NODE = (Rung.IN_PLACE_RESTART, Rung.JOB_RESCHEDULE, Rung.STOP)
 # link or collective that failed leaves the state whole, so the step is executed again; a
 # program's own exception is never retried there. An abnormal step that came again and cannot be
 # accepted may be one process's doing. A device that is lost is not met again by a
-# process on the same node: its ladder begins with another node.
+# process on the same node: its ladder begins with another node. What software does never isolates
+# a node; on evidence that it is the node, the rungs that do are added (guards.rungs_for).
 LADDER: Mapping[FaultClass, tuple[Rung, ...]] = {
     FaultClass.DEVICE_MEMORY_ERROR: (Rung.STEP_RETRY, Rung.PROCESS_REPLACE, *_HEAL),
     FaultClass.DEVICE_LOST: _ISOLATE,
-    FaultClass.OPERATOR_ERROR: (Rung.PROCESS_REPLACE, *_HEAL),
+    FaultClass.OPERATOR_ERROR: (Rung.PROCESS_REPLACE, *_NOT_THE_NODE),
     FaultClass.DEVICE_OOM: _NOT_THE_NODE,
-    FaultClass.HOST_OOM: (Rung.PROCESS_REPLACE, *_HEAL),
-    FaultClass.COLLECTIVE_TIMEOUT: (Rung.STEP_RETRY, Rung.PROCESS_REPLACE, *_HEAL),
+    FaultClass.HOST_OOM: (Rung.PROCESS_REPLACE, *_NOT_THE_NODE),
+    FaultClass.COLLECTIVE_TIMEOUT: (Rung.STEP_RETRY, Rung.PROCESS_REPLACE, *_NOT_THE_NODE),
     FaultClass.LINK_DOWN: (Rung.OPERATOR_RETRY, Rung.STEP_RETRY, *_HEAL),
     FaultClass.HANG: (Rung.HANG_RESTART, Rung.STOP),
     FaultClass.NODE_LOST: _ISOLATE,
@@ -272,7 +273,7 @@ LADDER: Mapping[FaultClass, tuple[Rung, ...]] = {
     FaultClass.CHECKPOINT_CORRUPT: _NOT_THE_NODE,
     FaultClass.DATALOADER_ERROR: _NOT_THE_NODE,
     FaultClass.NUMERIC_ANOMALY: (Rung.STEP_RETRY, Rung.PROCESS_REPLACE, *_NOT_THE_NODE),
-    FaultClass.NATIVE_CRASH: (Rung.PROCESS_REPLACE, *_HEAL),
+    FaultClass.NATIVE_CRASH: (Rung.PROCESS_REPLACE, *_NOT_THE_NODE),
     FaultClass.PREEMPTED: (Rung.JOB_RESCHEDULE, Rung.STOP),
     FaultClass.USER_CODE_ERROR: (Rung.STOP,),
     FaultClass.LAUNCH_MISCONFIGURED: (Rung.STOP,),
@@ -309,11 +310,11 @@ class Capacity:
     """How many nodes there are for the job.
 
     Attributes:
-        healthy: nodes that may take part, the one at fault counted.
+        healthy: nodes that may take part, the one at fault counted; None: unknown.
         needed: nodes that the job runs on.
     """
 
-    healthy: int
+    healthy: int | None
     needed: int
 
 

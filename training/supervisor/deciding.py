@@ -14,7 +14,6 @@ from training.errors import EngineError
 from training.job import Job
 from training.journal.history import AttemptView, RunHistory
 from training.journal.records import Decided, RungFailed
-from training.recovery.chips import Severity
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.ladder import decide
 from training.recovery.replicas import lack_of_replicas
@@ -47,7 +46,6 @@ class Decider:
             supported=self.engine.capabilities,
             policy=self.job.restart.policy(operator_retry=self.job.comm.op_retry.enabled),
             capacity=Capacity(healthy=len(healthy), needed=self.job.engine.nodes),
-            severity=Severity(fault.severity) if fault.severity is not None else None,
             no_replica=no_replica_of(self.job),
         )
         self.writer.append(view, Decided, decision=decision)

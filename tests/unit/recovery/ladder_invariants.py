@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import dataclass, fields
+from collections import Counter
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from training.recovery.chips import Severity
 from training.recovery.faults import TRAITS, Fault, FaultClass, RecoverableBy
 from training.recovery.ladder import decide
 from training.recovery.rungs import LADDER, RUNGS, Capacity, Decision, Policy, Recovery, Rung, Scope
+from training.recovery.same_node import COUNTED, ROWS
 
 HOUR_S = 3600.0
 CHIP_CODE = "80E01801"  # level RestartBusiness
@@ -34,7 +36,12 @@ ON_CHIP = rungs_of(Scope.PROCESSES, Scope.CONTAINERS)
 RESCHEDULING = rungs_of(Scope.PLACEMENT)
 ISOLATING = tuple(rung for rung, row in RUNGS.items() if row.isolates)
 HARDWARE = tuple(met for met, traits in TRAITS.items() if traits.hardware_fault)
-MAY_ISOLATE = tuple(met for met, rungs in LADDER.items() if set(rungs) & set(ISOLATING))
+# The ladder of a hang and of what is rescheduled without a fault has no restart in place.
+NEVER_IN_PLACE = tuple(
+    met
+    for met, rungs in LADDER.items()
+    if Rung.IN_PLACE_RESTART not in rungs and met is not FaultClass.DEVICE_LOST
+)
 FOR_THE_USER = tuple(met for met, rungs in LADDER.items() if rungs == (Rung.STOP,))
 ALWAYS_THE_USERS = tuple(
     met for met, traits in TRAITS.items() if traits.recoverable_by is RecoverableBy.USER_FIX
@@ -52,16 +59,19 @@ class Asked:
     supported: frozenset[Rung]
     policy: Policy
     survivors: bool
-    severity: Severity | None
     capacity: Capacity | None
     no_replica: str | None
     decision: Decision
 
     def again(self, **other: Any) -> Decision:
         """The answer to nearly the same question."""
+        return self.of(self.fault, **other)
+
+    def of(self, met: Fault, **other: Any) -> Decision:
+        """The answer to another fault in the same place."""
         given = {one.name: getattr(self, one.name) for one in fields(self)}
         del given["fault"], given["decision"]
-        return decide(self.fault, **{**given, **other})
+        return decide(met, **{**given, **other})
 
     @property
     def row(self) -> tuple[Recovery, ...]:
@@ -100,19 +110,66 @@ def failed(asked: Asked, *rungs: Rung) -> bool:
     return any(p.failed and p.rung in rungs for p in asked.row)
 
 
+def is_the_drivers(one: Fault) -> bool:
+    """Whether its severity, if it has one, is the driver's."""
+    return is_chip_code(one.code) or one.fault_class in HARDWARE
+
+
 def is_hardware(one: Fault) -> bool:
-    coded = is_chip_code(one.code)
-    return one.code != USER_CODE and (one.fault_class in HARDWARE or coded)
+    if one.code == USER_CODE or (one.severity == Severity.HINT and is_the_drivers(one)):
+        return False
+    if is_chip_code(one.code) or (one.severity is not None and is_the_drivers(one)):
+        return True
+    if one.fault_class is FaultClass.LINK_DOWN:
+        return one.hardware_fault is not False
+    return one.fault_class in HARDWARE or one.hardware_fault is True
+
+
+def is_of_software(one: Fault) -> bool:
+    alone = one.node is not None and not one.num_other_nodes and one.code != USER_CODE
+    return one.fault_class in COUNTED and alone and not is_hardware(one)
+
+
+def came_on_one_node(asked: Asked) -> bool:
+    """By the table: so many of the newest, each recovered from, on the node of this one."""
+    met, capacity = asked.fault, asked.capacity
+    if capacity is None or not is_of_software(met):
+        return False
+    softly = [p for p in asked.history if is_of_software(p.fault) and not p.failed]
+    if any(p.rung in ISOLATING and p.fault.fault_class is met.fault_class for p in softly):
+        return False
+    fits = [row for row in ROWS if capacity.needed >= row.nodes]
+    if not fits:
+        return False
+    recent = [
+        p.fault.node for p in softly if p.progressed and asked.now_s - p.fault.at_s <= 24 * HOUR_S
+    ]
+    newest = [*recent, met.node][-fits[-1].of :]
+    return Counter(newest)[met.node] >= fits[-1].times
+
+
+def may_isolate(asked: Asked) -> bool:
+    often = came_thrice(asked) or came_too_often(asked)
+    theirs = asked.fault.code == USER_CODE
+    return (often and not theirs) or came_on_one_node(asked) or is_hardware(asked.fault)
 
 
 def came_thrice(asked: Asked) -> bool:
     met = asked.fault
     if not is_chip_code(met.code) or met.node is None or met.device is None:
         return False
-    events = [p.fault for p in asked.history if not p.failed]
-    return len(events) >= 2 and all(
-        place(old)[1:] == place(met)[1:] and asked.now_s - old.at_s <= 24 * HOUR_S
-        for old in events[-2:]
+    if met.severity == Severity.HINT:
+        return False
+    # Of the chip's own history: what comes on others in between does not count.
+    chip = [
+        p.fault
+        for p in asked.history
+        if not p.failed
+        and is_chip_code(p.fault.code)
+        and (p.fault.node, p.fault.device) == (met.node, met.device)
+    ]
+    return len(chip) >= 2 and all(
+        old.code == met.code and asked.now_s - old.at_s <= 24 * HOUR_S for old in chip[-2:]
     )
 
 
@@ -121,7 +178,7 @@ def came_too_often(asked: Asked) -> bool:
     met = asked.fault
     if not asked.policy.mindcluster_frequency or met.code != CHIP_CODE:
         return False
-    if met.node is None or met.device is None:
+    if met.node is None or met.device is None or met.severity == Severity.HINT:
         return False
     times = [
         p.fault.at_s for p in asked.history if not p.failed and place(p.fault)[1:] == place(met)[1:]
@@ -152,30 +209,38 @@ def rescheduling_uses_up_the_maximum_restart_count(asked: Asked) -> bool:
 
 
 def a_hint_needs_no_recovery_by_itself(asked: Asked) -> bool:
-    return asked.again(severity=Severity.HINT) == asked.again(severity=None)
+    hint = asked.fault.severity == Severity.HINT and is_the_drivers(asked.fault)
+    return not hint or asked.decision.isolate is None
 
 
 def minor_and_major_chip_faults_are_healed_in_place(asked: Asked) -> bool:
-    unsaid = asked.again(severity=None)
-    return all(asked.again(severity=s) == unsaid for s in (Severity.MINOR, Severity.MAJOR))
+    heals = (Severity.MINOR, Severity.MAJOR)
+    if asked.fault.severity not in heals or not is_the_drivers(asked.fault):
+        return True
+    answers = [asked.of(replace(asked.fault, severity=severity)) for severity in heals]
+    first = not asked.history and asked.policy.in_place and not asked.policy.pod_before_in_place
+    if not first or asked.fault.code == SEPARATE_CODE or asked.fault.fault_class in NEVER_IN_PLACE:
+        return answers[0] == answers[1]
+    in_place = Rung.IN_PLACE_RESTART not in asked.supported or answers[0].rung in ON_CHIP
+    return answers[0] == answers[1] and in_place
 
 
 def a_critical_chip_fault_never_heals_in_place(asked: Asked) -> bool:
-    return asked.severity is not Severity.CRITICAL or asked.decision.rung not in ON_CHIP
+    critical = asked.fault.severity == Severity.CRITICAL and is_the_drivers(asked.fault)
+    return not critical or asked.decision.rung not in ON_CHIP
 
 
 def a_code_that_separates_its_chip_never_heals_in_place(asked: Asked) -> bool:
     stays = {SEPARATE_CODE: ON_CHIP, RESET_CODE: IN_PROCESS}.get(asked.fault.code or "", ())
-    return asked.decision.rung not in stays
+    hint = asked.fault.severity == Severity.HINT and stays == ON_CHIP
+    return hint or asked.decision.rung not in stays
 
 
 def when_healing_in_place_fails_the_node_is_isolated(asked: Asked) -> bool:
     met = asked.fault
-    may = met.fault_class in MAY_ISOLATE or is_chip_code(met.code)
     could = (
-        may
+        may_isolate(asked)
         and met.node is not None
-        and met.code != USER_CODE
         and Rung.JOB_RESCHEDULE_ISOLATED in asked.supported
         and not failed(asked, *ISOLATING)
         and not any(
@@ -183,6 +248,20 @@ def when_healing_in_place_fails_the_node_is_isolated(asked: Asked) -> bool:
         )
     )
     return not (could and asked.decision.rung is Rung.JOB_RESCHEDULE)
+
+
+def what_software_did_isolates_no_node(asked: Asked) -> bool:
+    return may_isolate(asked) or asked.decision.isolate is None
+
+
+def the_same_node_again_and_again_is_taken_for_the_cause(asked: Asked) -> bool:
+    return not came_on_one_node(asked) or asked.decision.rung not in ON_CHIP
+
+
+def only_another_code_of_the_same_chip_breaks_the_row_of_three(asked: Asked) -> bool:
+    chip = (asked.fault.node, asked.fault.device)
+    own = tuple(p for p in asked.history if (p.fault.node, p.fault.device) == chip)
+    return not came_thrice(replace(asked, history=own)) or asked.decision.rung not in ON_CHIP
 
 
 def the_same_code_three_times_in_a_row_isolates_the_node(asked: Asked) -> bool:
@@ -211,12 +290,17 @@ def any_non_zero_exit_reschedules_when_unconditional_restart_is_on(asked: Asked)
 
 def the_fourth_time_the_same_problem_comes_the_program_is_at_fault(asked: Asked) -> bool:
     met = asked.fault
-    if is_hardware(met) or met.fault_class == "preempted":
+    if may_isolate(asked) or met.fault_class == "preempted":
         return True
-    since = list(itertools.takewhile(lambda p: not is_hardware(p.fault), reversed(asked.row)))
+    since = list(itertools.takewhile(is_no_nodes, reversed(asked.row)))
     same = [p for p in since if (p.fault.fault_class, p.fault.code) == (met.fault_class, met.code)]
     done = sum(p.rung is Rung.JOB_RESCHEDULE and not p.failed for p in same)
     return done < 3 or asked.decision.rung is not Rung.JOB_RESCHEDULE
+
+
+def is_no_nodes(past: Recovery) -> bool:
+    """Whether neither a node nor a chip was at fault, as far as the ladder knew."""
+    return not is_hardware(past.fault) and (past.rung not in ISOLATING or past.failed)
 
 
 def three_hang_restarts_in_a_row_then_stop(asked: Asked) -> bool:
@@ -237,6 +321,7 @@ def an_isolation_without_a_healthy_spare_reports_it(asked: Asked) -> bool:
     lacking = (
         asked.decision.isolate is not None
         and capacity is not None
+        and capacity.healthy is not None
         and capacity.healthy - 1 < capacity.needed
     )
     return ("no healthy spare: " in asked.decision.reason) == lacking
@@ -262,8 +347,7 @@ def a_pod_is_replaced_before_a_restart_in_place_where_the_policy_has_it(asked: A
     if asked.decision.rung is not Rung.IN_PLACE_RESTART or not asked.policy.pod_before_in_place:
         return True
     passed = [text for text in asked.decision.skipped if text.startswith("pod_reschedule: ")]
-    may = asked.fault.fault_class in MAY_ISOLATE or is_chip_code(asked.fault.code)
-    return bool(passed) or not may or asked.fault.code == USER_CODE
+    return bool(passed) or not may_isolate(asked)
 
 
 def a_chip_that_had_a_fault_keeps_its_process_only_where_the_policy_has_it(asked: Asked) -> bool:
@@ -328,7 +412,7 @@ def a_job_recovered_by_operator_retry_is_sub_healthy_and_goes_on(asked: Asked) -
 
 
 def a_recovery_followed_by_progress_is_free(asked: Asked) -> bool:
-    often = came_thrice(asked) or came_too_often(asked)
+    often = came_thrice(asked) or came_too_often(asked) or came_on_one_node(asked)
     for_ever = asked.policy.count == "ever"
     return often or for_ever or asked.again(history=asked.row) == asked.decision
 
@@ -359,6 +443,8 @@ def a_device_out_of_memory_twice_at_the_same_step_stops(asked: Asked) -> bool:
 def what_the_evidence_leaves_to_the_user_is_tried_once(asked: Asked) -> bool:
     met = asked.fault
     theirs = met.recoverable_by == "user-fix" and met.fault_class not in ALWAYS_THE_USERS
+    if met.fault_class == "native_crash" or is_chip_code(met.code):
+        return True
     again = any(
         p.fault.fault_class == met.fault_class
         and p.fault.recoverable_by == "user-fix"

@@ -8,15 +8,17 @@ from hypothesis import strategies as st
 
 from tests.values import not_none
 from training.recovery.chips import (
-    SEPARATED,
+    BY_LEVEL,
+    BY_SEVERITY,
+    ChipAnswer,
     ChipLevel,
     Kind,
     Severity,
     _facts,
     _frequency,
+    chip_answer,
     chip_fact,
     escalated,
-    heals_in_place,
     times_in_a_row,
 )
 from training.recovery.faults import USER_CAUSED_CODES
@@ -63,13 +65,18 @@ def test_a_known_code_has_its_level_and_kind(code, level, kind):
     assert (fact.level, fact.kind) == (level, kind)
 
 
-def test_what_heals_in_place_is_neither_critical_nor_separated():
-    assert heals_in_place(None)
-    assert heals_in_place("DEADBEEF", severity=Severity.MAJOR)
-    assert not heals_in_place(None, severity=Severity.CRITICAL)
+def test_hint_and_critical_decide_alone_and_a_level_that_separates_outdoes_minor_and_major():
+    assert chip_answer(None, None) is chip_answer("DEADBEEF", Severity.MAJOR) is ChipAnswer.HEAL
     for fact in FACTS:
-        assert heals_in_place(fact.code) == (fact.level not in SEPARATED)
-        assert not heals_in_place(fact.code, severity=Severity.CRITICAL)
+        by_level = BY_LEVEL[fact.level] if fact.level is not None else ChipAnswer.HEAL
+        assert chip_answer(fact.code, None) is by_level
+        assert chip_answer(fact.code, Severity.HINT) is ChipAnswer.NOTHING
+        assert chip_answer(fact.code, Severity.CRITICAL) is ChipAnswer.SEPARATE
+        separates = by_level is ChipAnswer.SEPARATE
+        answer = ChipAnswer.SEPARATE if separates else ChipAnswer.HEAL
+        assert chip_answer(fact.code, Severity.MINOR) is answer
+    assert BY_LEVEL.keys() == set(ChipLevel)
+    assert BY_SEVERITY.keys() == set(Severity)
 
 
 def test_the_codes_that_the_program_causes_are_the_same_everywhere():

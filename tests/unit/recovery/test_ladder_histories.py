@@ -25,7 +25,7 @@ from tests.unit.recovery.ladder_invariants import (
     USER_CODE,
     Asked,
     ask,
-    is_hardware,
+    is_no_nodes,
 )
 from training.recovery.chips import Severity
 from training.recovery.faults import Fault, FaultClass, RecoverableBy
@@ -56,6 +56,9 @@ FAULTS = st.builds(
     code=st.sampled_from([None, "SIGKILL", CHIP_CODE, RESET_CODE, SEPARATE_CODE, USER_CODE]),
     step=st.sampled_from([None, 10, 20]),
     recoverable_by=st.sampled_from([None, None, *RecoverableBy]),
+    severity=st.sampled_from([None, None, *Severity]),
+    hardware_fault=st.sampled_from([None, None, True, False]),
+    num_other_nodes=st.sampled_from([0, 0, 2]),
 )
 POLICY_FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "max_restarts": st.integers(1, 6),
@@ -79,9 +82,9 @@ POLICY_FIELDS: dict[str, st.SearchStrategy[Any]] = {
 POLICIES = st.builds(Policy, **POLICY_FIELDS)
 SUPPORTED = st.one_of(st.just(ALL), st.sets(st.sampled_from(Rung)).map(frozenset))
 REPLICAS = st.sampled_from([None, "no replica: 4 / 4 = 1"])
-SEVERITIES = st.sampled_from([None, *Severity])
 CAPACITIES = st.one_of(
-    st.none(), st.builds(Capacity, healthy=st.integers(0, 4), needed=st.integers(1, 3))
+    st.none(),
+    st.builds(Capacity, healthy=st.one_of(st.none(), st.integers(0, 9)), needed=st.integers(1, 9)),
 )
 
 
@@ -92,9 +95,7 @@ def runs(draw: st.DrawFn) -> list[Asked]:
     return _answered(
         draw,
         st.sampled_from(pool),
-        st.fixed_dictionaries(
-            {"severity": SEVERITIES, "capacity": CAPACITIES, "no_replica": REPLICAS}
-        ),
+        st.fixed_dictionaries({"capacity": CAPACITIES, "no_replica": REPLICAS}),
         most=12,
         policy=draw(POLICIES),
         supported=draw(SUPPORTED),
@@ -115,7 +116,7 @@ def plain_runs(draw: st.DrawFn) -> list[Asked]:
         node=st.sampled_from(["node-0", "node-1"]),
         rank=st.just(0),
     )
-    nothing = st.just({"severity": None, "capacity": None, "no_replica": None})
+    nothing = st.just({"capacity": None, "no_replica": None})
     return _answered(draw, plain, nothing, most=40, fresh_steps=True, policy=policy, supported=ALL)
 
 
@@ -165,7 +166,6 @@ def any_question(draw: st.DrawFn) -> Asked:
         policy=draw(POLICIES),
         supported=draw(SUPPORTED),
         survivors=draw(st.booleans()),
-        severity=draw(SEVERITIES),
         capacity=draw(CAPACITIES),
         no_replica=draw(REPLICAS),
     )
@@ -193,7 +193,7 @@ def cheapest_with_a_budget(asked: Asked) -> Rung:
     used = Counter(p.rung for p in row if not p.failed or p.rung in counted)
     broken = {p.rung for p in row if p.failed}
     broken_here = {p.rung for p in same if p.failed}
-    since = itertools.takewhile(lambda p: not is_hardware(p.fault), reversed(row))
+    since = itertools.takewhile(is_no_nodes, reversed(row))
     in_a_row = sum(
         p.rung is Rung.JOB_RESCHEDULE and not p.failed and p.fault.fault_class is key[0]
         for p in since
@@ -240,7 +240,6 @@ def test_a_run_without_progress_always_stops_in_a_bounded_number_of_decisions(
             supported=supported,
             policy=policy,
             survivors=data.draw(st.booleans()),
-            severity=data.draw(SEVERITIES),
             capacity=data.draw(CAPACITIES),
             no_replica=data.draw(REPLICAS),
         )
@@ -261,7 +260,7 @@ def test_the_same_fault_again_and_again_stops_in_a_bounded_number_of_decisions(
     met = Fault(fault_class, 0.0, "evidence", node="node-0", rank=0)
     history: tuple[Recovery, ...] = ()
     words = {"supported": frozenset(Rung), "policy": policy, "survivors": survivors}
-    words |= {"severity": None, "capacity": None, "no_replica": None}
+    words |= {"capacity": None, "no_replica": None}
     for _ in range(most_decisions(policy) + 1):
         asked = ask(met, history, now_s=0.0, **words)
         if asked.decision.rung is Rung.STOP:

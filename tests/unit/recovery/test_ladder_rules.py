@@ -7,11 +7,39 @@ from typing import Any
 
 import pytest
 
+from tests.unit.recovery.diagnosed import (
+    AICORE,
+    ALL,
+    FULL_DISK,
+    FULL_STORE,
+    OUT_OF_DEVICE_MEMORY,
+    TIME_OUT,
+    after,
+    choose,
+    climbed,
+    end,
+    failing,
+    lost_node,
+    of_code,
+    of_exit,
+    of_log,
+    of_workers,
+    out_of_host_memory,
+    reported,
+    silence,
+)
 from tests.unit.recovery.ladder_invariants import CHIP_CODE, RESET_CODE, SEPARATE_CODE
-from training.recovery.chips import Severity
-from training.recovery.faults import STORE_FULL, Fault, FaultClass, RecoverableBy
+from training.diagnosis.rules import load_rules
+from training.recovery.chips import BY_LEVEL, ChipAnswer, Severity, _facts
+from training.recovery.faults import (
+    USER_CAUSED_CODES,
+    Fault,
+    FaultClass,
+    RecoverableBy,
+)
 from training.recovery.guards import SAME_CODE_WINDOW_S
-from training.recovery.ladder import decide
+from training.recovery.healing import Act, ActDone, found_at_fault
+from training.recovery.protocol import WorkerFaultKind
 from training.recovery.rungs import (
     IN_PROCESS,
     RESTARTS_IN_PLACE,
@@ -22,57 +50,7 @@ from training.recovery.rungs import (
     RestartCount,
     Rung,
 )
-
-# The rungs that the rules are about: one that is added takes the place of none in the examples.
-ALL = frozenset(
-    {
-        Rung.OPERATOR_RETRY,
-        Rung.STEP_RETRY,
-        Rung.PROCESS_REPLACE,
-        Rung.IN_PLACE_RESTART,
-        Rung.HANG_RESTART,
-        Rung.POD_RESCHEDULE,
-        Rung.JOB_RESCHEDULE_ISOLATED,
-        Rung.JOB_RESCHEDULE,
-        Rung.STOP,
-    }
-)
-
-
-def fault(fault_class: FaultClass, *, at_s: float = 0.0, **where: Any) -> Fault:
-    return Fault(fault_class, at_s, "evidence", **where)
-
-
-def choose(
-    given_fault: Fault,
-    *history: Recovery,
-    supported: frozenset[Rung] = ALL,
-    now_s: float = 0.0,
-    survivors: bool = False,
-    severity: Severity | None = None,
-    capacity: Capacity | None = None,
-    no_replica: str | None = None,
-    **policy: Any,
-) -> Decision:
-    return decide(
-        given_fault,
-        now_s=now_s,
-        history=history,
-        supported=supported,
-        policy=Policy(**policy),
-        survivors=survivors,
-        severity=severity,
-        capacity=capacity,
-        no_replica=no_replica,
-    )
-
-
-def after(given_fault: Fault, *rungs: Rung, progressed: bool = False) -> tuple[Recovery, ...]:
-    return tuple(Recovery(given_fault, rung, progressed=progressed) for rung in rungs)
-
-
-def failing(given_fault: Fault, rung: Rung) -> Recovery:
-    return Recovery(given_fault, rung, progressed=False, failed=True)
+from training.recovery.same_node import ROWS, Row, chance_of
 
 
 def retried(met: Fault, *history: Recovery, **policy: Any) -> Decision:
@@ -80,16 +58,30 @@ def retried(met: Fault, *history: Recovery, **policy: Any) -> Decision:
     return choose(met, *history, survivors=True, numeric_retry=True, **policy)
 
 
-CRASH = fault(FaultClass.NATIVE_CRASH, node="node-1", rank=3, device=1, code="SIGKILL", step=40)
-NODE = fault(FaultClass.NODE_LOST, node="node-1", code="NODE_LOST")
-HANG = fault(FaultClass.HANG, node="node-0", rank=0)
-UNKNOWN = fault(FaultClass.UNKNOWN, node="node-0", rank=0)
-LINK = fault(FaultClass.LINK_DOWN, node="node-0", rank=2, device=2, step=40)
-UCE = fault(
-    FaultClass.DEVICE_MEMORY_ERROR, node="node-0", rank=2, device=2, code=CHIP_CODE, step=40
-)
-ABNORMAL = fault(FaultClass.NUMERIC_ANOMALY, node="node-0", rank=2, step=40)
-CHIP = replace(UCE, rank=None, step=None)
+CRASH = of_exit(-9)
+NODE = lost_node()
+HANG = silence()
+UNKNOWN = of_exit(1, node="node-0", rank=0, device=0)
+LINK = reported(WorkerFaultKind.CONNECTION)
+UCE = reported(WorkerFaultKind.MEMORY, code=CHIP_CODE)
+ABNORMAL = reported(WorkerFaultKind.NUMERIC, culprit=2)
+CHIP = of_code(CHIP_CODE)
+# Those of a chip: of a switch other forms are known.
+CHIP_CODES = {f.code: f.level for f in _facts().values() if f.level and len(f.code) == 8}
+OF_SOFTWARE = {
+    "a crash": CRASH,
+    "a time-out": of_log(TIME_OUT),
+    "a kernel": of_log(AICORE),
+    "host memory": out_of_host_memory(),
+    "an unknown end": UNKNOWN,
+    "a connection": LINK,
+}
+
+
+def example_of(fault_class: FaultClass) -> str:
+    """A line of a log that the diagnosis takes for the class."""
+    rules = (rule for rule in load_rules() if rule.spec.fault_class is fault_class)
+    return next(rule.spec.example for rule in rules if rule.spec.example)
 
 
 def test_restarts_in_place_do_not_use_up_the_maximum_restart_count():
@@ -110,47 +102,101 @@ def test_a_rung_that_could_not_be_carried_out_uses_up_no_restart():
 
 
 def test_a_hint_needs_no_recovery_by_itself():
-    for history in ((), after(CHIP, *[Rung.IN_PLACE_RESTART] * 2)):
-        assert choose(CHIP, *history, severity=Severity.HINT) == choose(CHIP, *history)
+    hint = of_code(CHIP_CODE, severity=Severity.HINT)
+    assert (hint.fault_class, hint.chip_code) == (FaultClass.UNKNOWN, None)
+    crashed = (end(node="node-0", exit_code=-9),)
+    beside = of_code(CHIP_CODE, severity=Severity.HINT, workers=crashed, step=40)
+    alone = of_workers(*crashed)
+    assert beside == alone
+    for history in ((), after(alone, *[Rung.IN_PLACE_RESTART] * 3)):
+        assert choose(beside, *history).isolate is None
 
 
 @pytest.mark.parametrize("severity", [Severity.MINOR, Severity.MAJOR])
 def test_minor_and_major_chip_faults_are_healed_in_place(severity):
-    assert choose(CHIP, severity=severity).rung is Rung.IN_PLACE_RESTART
+    """Every code of the levels that ask for a restart or a reset, whatever its class."""
+    codes = [one for one, level in CHIP_CODES.items() if BY_LEVEL[level] is ChipAnswer.HEAL]
+    assert len(codes) > 200
+    faults = [of_code(code, severity=severity) for code in codes]
+    assert len({met.fault_class for met in faults}) > 2
+    assert {choose(met).rung for met in faults} == {Rung.IN_PLACE_RESTART}
 
 
 def test_a_critical_chip_fault_never_heals_in_place():
-    decision = choose(UCE, severity=Severity.CRITICAL, survivors=True)
+    decision = choose(of_code(CHIP_CODE, severity=Severity.CRITICAL, rank=2), survivors=True)
     assert decision.rung is Rung.JOB_RESCHEDULE_ISOLATED
     assert decision.isolate == "node-0"
     assert "in_place_restart: severity critical never heals" in decision.reason
 
 
 def test_a_code_that_separates_its_chip_never_heals_in_place():
-    separated = replace(UCE, code=SEPARATE_CODE)
-    decision = choose(separated, survivors=True, severity=Severity.MINOR)
-    assert decision.rung is Rung.JOB_RESCHEDULE_ISOLATED
-    assert f"in_place_restart: code {SEPARATE_CODE} separates the chip" in decision.skipped
-    reset = choose(replace(UCE, code=RESET_CODE), survivors=True)
+    for severity in (None, Severity.MINOR, Severity.MAJOR):
+        decision = choose(of_code(SEPARATE_CODE, severity=severity, rank=2), survivors=True)
+        assert decision.rung is Rung.JOB_RESCHEDULE_ISOLATED
+        assert f"in_place_restart: code {SEPARATE_CODE} separates the chip" in decision.skipped
+    reset = choose(of_code(RESET_CODE, rank=2), survivors=True)
     assert reset.rung is Rung.IN_PLACE_RESTART
     assert f"step_retry: code {RESET_CODE} asks for a reset of the chip" in reset.skipped
 
 
 def test_when_healing_in_place_fails_the_node_is_isolated():
-    for history in (
-        after(CRASH, *[Rung.IN_PLACE_RESTART] * 3),
-        (failing(CRASH, Rung.IN_PLACE_RESTART),),
-    ):
-        assert choose(CRASH, *history).rung is Rung.JOB_RESCHEDULE_ISOLATED
-        assert choose(CRASH, *history).isolate == "node-1"
-        assert choose(CRASH, *history, pod_retries=1).rung is Rung.POD_RESCHEDULE
+    ill = (ActDone(Act.CHECK, is_good=False, seen="device 1: wrong product"),)
+    for met in (CHIP, found_at_fault(CRASH, ill)):
+        for history in (
+            after(met, *[Rung.IN_PLACE_RESTART] * 3),
+            (failing(met, Rung.IN_PLACE_RESTART),),
+        ):
+            assert choose(met, *history).rung is Rung.JOB_RESCHEDULE_ISOLATED
+            assert choose(met, *history).isolate == met.node
+            assert choose(met, *history, pod_retries=1).rung is Rung.POD_RESCHEDULE
 
 
-@pytest.mark.parametrize("fault_class", [FaultClass.UNKNOWN, FaultClass.HANG])
-def test_a_chip_code_lets_the_node_be_isolated_whatever_the_class(fault_class):
-    coded = replace(CHIP, fault_class=fault_class)
-    assert choose(coded, severity=Severity.CRITICAL).isolate == "node-0"
-    assert choose(replace(coded, code=None), in_place=False).isolate is None
+def test_a_critical_code_isolates_the_node_whatever_its_class():
+    known = [code for code in CHIP_CODES if code not in USER_CAUSED_CODES]
+    faults = [of_code(code, severity=Severity.CRITICAL) for code in known]
+    assert len({met.fault_class for met in faults}) > 2
+    assert {choose(met).isolate for met in faults} == {"node-0"}
+
+
+@pytest.mark.parametrize("name", OF_SOFTWARE)
+def test_what_software_did_isolates_no_node(name):
+    met = OF_SOFTWARE[name]
+    rungs = climbed(met, max_restarts=20, pod_retries=5)
+    assert rungs[-1] is Rung.STOP
+    assert set(rungs) <= {Rung.IN_PLACE_RESTART, Rung.JOB_RESCHEDULE, Rung.STOP}
+    assert rungs.count(Rung.IN_PLACE_RESTART) == 3
+    assert rungs.count(Rung.JOB_RESCHEDULE) == 3
+
+
+def crashes(*nodes: str, rung: Rung = Rung.IN_PLACE_RESTART) -> tuple[Recovery, ...]:
+    """One crash after the other, each recovered from."""
+    return tuple(Recovery(of_exit(-11, node=node), rung, progressed=True) for node in nodes)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.nodes} nodes")
+def test_the_same_node_again_and_again_is_taken_for_the_cause(row):
+    there = Capacity(healthy=row.nodes + 1, needed=row.nodes)
+    met = of_exit(-11, node="node-0")
+    others = crashes(*["node-1"] * (row.of - row.times))
+    times = crashes(*["node-0"] * (row.times - 1))
+    decision = choose(met, *others, *times, capacity=there)
+    assert (decision.rung, decision.isolate) == (Rung.JOB_RESCHEDULE_ISOLATED, "node-0")
+    assert "the same node again and again" in decision.reason
+    assert choose(met, *others, *times[1:], capacity=there).isolate is None
+    assert choose(met, *others, *times).isolate is None, "with how many others is not known"
+    spread = crashes(*[f"node-{number % row.nodes}" for number in range(30)])
+    assert choose(met, *spread, capacity=there).isolate is None
+    # It came again on another node: it had not been the first one.
+    moved = crashes("node-0", rung=Rung.JOB_RESCHEDULE_ISOLATED)
+    back = crashes(*["node-1"] * row.of)
+    again = choose(of_exit(-11, node="node-1"), *moved, *back, capacity=there)
+    assert again.isolate is None
+
+
+def test_chance_alone_isolates_a_healthy_node_in_fewer_than_one_of_a_hundred_cases():
+    for row in ROWS:
+        assert chance_of(row) < 0.01
+        assert chance_of(Row(row.nodes, row.times - 1, row.of)) >= 0.01, "fewer would not do"
 
 
 def test_pod_reschedule_comes_before_the_job_level_when_it_is_enabled():
@@ -170,11 +216,14 @@ def test_the_same_code_three_times_in_a_row_isolates_the_node(survivors):
     assert late.rung is Rung.IN_PLACE_RESTART
 
 
-def test_the_row_of_three_is_broken_by_another_code_chip_or_node():
+def test_only_another_code_of_the_same_chip_breaks_the_row_of_three():
+    """In a large cluster a fault of something else always comes in between."""
     once = after(CHIP, Rung.IN_PLACE_RESTART, progressed=True)
-    for other in (CRASH, replace(CHIP, device=3), replace(CHIP, node="node-1")):
+    for other in (CRASH, of_code(CHIP_CODE, device=3), of_code(CHIP_CODE, node="node-1")):
         history = (*once, *after(other, Rung.IN_PLACE_RESTART, progressed=True), *once)
-        assert choose(CHIP, *history).rung is Rung.IN_PLACE_RESTART
+        assert choose(CHIP, *history).rung is Rung.JOB_RESCHEDULE_ISOLATED
+    broken = (*once, *after(of_code(RESET_CODE), Rung.IN_PLACE_RESTART, progressed=True), *once)
+    assert choose(CHIP, *broken).rung is Rung.IN_PLACE_RESTART
 
 
 def test_a_second_answer_to_one_event_is_not_a_second_event():
@@ -199,13 +248,17 @@ def test_a_code_may_have_a_limit_of_its_own():
 
 
 @pytest.mark.parametrize("code", ["80C98002", "80CB8002"])
-@pytest.mark.parametrize("fault_class", [FaultClass.OPERATOR_ERROR, FaultClass.HANG])
-def test_a_code_that_the_program_caused_never_isolates_and_only_reschedules(code, fault_class):
-    chip = fault(fault_class, node="node-0", device=2, code=code)
-    history = after(chip, Rung.IN_PLACE_RESTART, Rung.IN_PLACE_RESTART)
-    decision = choose(chip, *history, pod_retries=1, unconditional=False)
-    assert decision.rung is Rung.JOB_RESCHEDULE
-    assert decision.isolate is None
+@pytest.mark.parametrize("severity", [None, *Severity])
+def test_a_code_that_the_program_caused_never_isolates_and_only_reschedules(code, severity):
+    chip = of_code(code, severity=severity)
+    in_place = after(chip, Rung.IN_PLACE_RESTART, Rung.IN_PLACE_RESTART)
+    asked: dict[str, Any] = {"pod_retries": 1, "unconditional": False}
+    first = choose(chip, **asked)
+    assert first.isolate is None
+    if severity in {None, Severity.MINOR, Severity.MAJOR}:
+        assert first.rung is choose(chip, *in_place[:1], **asked).rung is Rung.IN_PLACE_RESTART
+        assert choose(chip, *in_place, **asked).rung is Rung.JOB_RESCHEDULE
+    assert choose(chip, *in_place, **asked).isolate is None
 
 
 def test_any_non_zero_exit_reschedules_when_unconditional_restart_is_on():
@@ -216,16 +269,21 @@ def test_any_non_zero_exit_reschedules_when_unconditional_restart_is_on():
     assert "job_reschedule: unconditional restart is off" in off.skipped
 
 
-def test_the_fourth_time_the_same_problem_comes_the_program_is_at_fault():
-    history = after(UNKNOWN, *[Rung.IN_PLACE_RESTART] * 3, *[Rung.JOB_RESCHEDULE] * 3)
-    decision = choose(UNKNOWN, *history, max_restarts=100)
+@pytest.mark.parametrize("name", OF_SOFTWARE)
+def test_the_fourth_time_the_same_problem_comes_the_program_is_at_fault(name):
+    met = OF_SOFTWARE[name]
+    history = after(met, *[Rung.IN_PLACE_RESTART] * 3, *[Rung.JOB_RESCHEDULE] * 3)
+    decision = choose(met, *history, max_restarts=100)
     assert decision.rung is Rung.STOP
     assert "the program is to be fixed" in decision.reason
-    assert choose(UNKNOWN, *history[:-1], max_restarts=100).rung is Rung.JOB_RESCHEDULE
+    assert choose(met, *history[:-1], max_restarts=100).rung is Rung.JOB_RESCHEDULE
+    # Also where the first one was answered by another rung.
+    replaced = after(met, Rung.PROCESS_REPLACE, *[Rung.JOB_RESCHEDULE] * 3)
+    assert choose(met, *replaced, max_restarts=100, in_place=False).rung is Rung.STOP
 
 
 @pytest.mark.parametrize("answer", [Rung.JOB_RESCHEDULE, Rung.POD_RESCHEDULE])
-@pytest.mark.parametrize("between", [NODE, replace(CHIP, fault_class=FaultClass.UNKNOWN)])
+@pytest.mark.parametrize("between", [NODE, CHIP])
 def test_a_node_or_chip_fault_in_between_restarts_the_count(answer, between):
     history = (
         *after(UNKNOWN, *[Rung.IN_PLACE_RESTART] * 3, *[Rung.JOB_RESCHEDULE] * 2),
@@ -236,10 +294,9 @@ def test_a_node_or_chip_fault_in_between_restarts_the_count(answer, between):
 
 
 def test_another_problem_is_not_the_same_problem():
-    preempted = fault(FaultClass.PREEMPTED)
     history = (
         *after(UNKNOWN, *[Rung.IN_PLACE_RESTART] * 3, *[Rung.JOB_RESCHEDULE] * 2),
-        *after(preempted, Rung.JOB_RESCHEDULE),
+        *after(CRASH, Rung.JOB_RESCHEDULE),
     )
     assert choose(UNKNOWN, *history, max_restarts=100).rung is Rung.JOB_RESCHEDULE
 
@@ -290,7 +347,7 @@ def test_a_device_memory_error_climbs_from_step_to_process_to_the_last_checkpoin
 
 
 def test_a_pod_is_replaced_before_a_restart_in_place_where_the_policy_has_it():
-    chip = fault(FaultClass.OPERATOR_ERROR, node="node-1", device=0, code=CHIP_CODE)
+    chip = CHIP
     asked: dict[str, Any] = {"pod_retries": 1, "pod_before_in_place": True}
     assert choose(chip, pod_retries=1).rung is Rung.IN_PLACE_RESTART
     assert choose(chip, **asked).rung is Rung.POD_RESCHEDULE
@@ -302,13 +359,11 @@ def test_a_pod_is_replaced_before_a_restart_in_place_where_the_policy_has_it():
 
 
 def test_a_chip_that_had_a_fault_keeps_its_process_only_where_the_policy_has_it():
-    chip = fault(FaultClass.OPERATOR_ERROR, node="node-1", rank=3, device=0, code=CHIP_CODE)
-    assert choose(chip, survivors=True).rung is Rung.PROCESS_REPLACE
-    off = choose(chip, survivors=True, process_in_place=False)
-    assert (off.rung, off.skipped) == (
-        Rung.IN_PLACE_RESTART,
-        ("process_replace: process_in_place is off",),
-    )
+    asked: dict[str, Any] = {"survivors": True, "memory_retry": False}
+    assert choose(UCE, **asked).rung is Rung.PROCESS_REPLACE
+    off = choose(UCE, **asked, process_in_place=False)
+    assert off.rung is Rung.IN_PLACE_RESTART
+    assert "process_replace: process_in_place is off" in off.skipped
     assert choose(CRASH, survivors=True, process_in_place=False).rung is Rung.PROCESS_REPLACE
 
 
@@ -319,8 +374,8 @@ def test_survivors_save_before_processes_are_lost():
     )
     assert not choose(NODE).end_of_life_checkpoint
     assert not choose(NODE, survivors=True, end_of_life_checkpoint=False).end_of_life_checkpoint
-    for senseless in (FaultClass.NUMERIC_ANOMALY, FaultClass.CHECKPOINT_CORRUPT):
-        assert not choose(fault(senseless), survivors=True).end_of_life_checkpoint
+    for senseless in (ABNORMAL, of_log(example_of(FaultClass.CHECKPOINT_CORRUPT))):
+        assert not choose(senseless, survivors=True).end_of_life_checkpoint
 
 
 def test_an_abnormal_step_is_executed_again_from_the_last_good_snapshot():
@@ -422,15 +477,17 @@ def test_counted_for_ever_a_rescheduling_is_never_free():
     "fault_class",
     [FaultClass.USER_CODE_ERROR, FaultClass.LAUNCH_MISCONFIGURED, FaultClass.VERSION_MISMATCH],
 )
-@pytest.mark.parametrize("code", [None, CHIP_CODE])
-def test_what_the_user_must_fix_stops_at_once(fault_class, code):
-    decision = choose(fault(fault_class, node="node-0", code=code), survivors=True)
-    assert decision.rung is Rung.STOP
-    assert decision.reason == f"{fault_class} is for the user to fix"
+def test_what_the_user_must_fix_stops_at_once(fault_class):
+    met = of_log(example_of(fault_class))
+    assert met.fault_class is fault_class
+    for one in (met, replace(met, code=CHIP_CODE)):
+        decision = choose(one, survivors=True)
+        assert decision.rung is Rung.STOP
+        assert decision.reason == f"{fault_class} is for the user to fix"
 
 
 def test_a_device_out_of_memory_twice_at_the_same_step_stops():
-    oom = fault(FaultClass.DEVICE_OOM, node="node-0", step=7)
+    oom = of_log(OUT_OF_DEVICE_MEMORY, step=7)
     assert choose(oom).rung is Rung.IN_PLACE_RESTART
     again = choose(oom, *after(oom, Rung.IN_PLACE_RESTART))
     assert again.rung is Rung.STOP
@@ -440,7 +497,7 @@ def test_a_device_out_of_memory_twice_at_the_same_step_stops():
 
 
 def test_what_the_evidence_leaves_to_the_user_is_tried_once():
-    full = fault(FaultClass.STORAGE_ERROR, node="node-0", recoverable_by=RecoverableBy.USER_FIX)
+    full = of_log(FULL_DISK)
     assert choose(full).rung is Rung.IN_PLACE_RESTART
     again = choose(full, *after(full, Rung.IN_PLACE_RESTART))
     assert again.rung is Rung.STOP
@@ -449,25 +506,19 @@ def test_what_the_evidence_leaves_to_the_user_is_tried_once():
     assert choose(full, *recovered).rung is Rung.IN_PLACE_RESTART
     slow = replace(full, recoverable_by=RecoverableBy.RETRY)
     assert choose(slow, *after(full, Rung.IN_PLACE_RESTART)).rung is Rung.IN_PLACE_RESTART
-    host = fault(FaultClass.HOST_OOM, node="node-0", recoverable_by=RecoverableBy.USER_FIX)
+    host = out_of_host_memory()
     assert choose(host, *after(host, Rung.IN_PLACE_RESTART)).rung is Rung.IN_PLACE_RESTART
 
 
 def test_a_full_store_is_not_filled_again():
-    full = fault(
-        FaultClass.STORAGE_ERROR,
-        node="node-0",
-        code=STORE_FULL,
-        recoverable_by=RecoverableBy.USER_FIX,
-    )
-    decision = choose(full)
+    decision = choose(of_log(FULL_STORE))
     assert (decision.rung, decision.isolate) == (Rung.STOP, None)
     assert "the run's store is full; make room, then start the run again" in decision.reason
 
 
 def test_an_unsupported_rung_is_skipped_and_the_decision_names_it():
     decision = choose(CRASH, supported=ALL - {Rung.IN_PLACE_RESTART})
-    assert decision.rung is Rung.JOB_RESCHEDULE_ISOLATED
+    assert decision.rung is Rung.JOB_RESCHEDULE
     assert "in_place_restart: unsupported" in decision.skipped
     assert "in_place_restart: unsupported" in decision.reason
     once = after(ABNORMAL, Rung.STEP_RETRY)
@@ -496,7 +547,8 @@ def test_rungs_inside_the_processes_that_are_not_there_stay_out_of_the_reason():
 
 
 def test_a_restart_in_place_that_is_switched_off_is_not_chosen():
-    assert choose(CRASH, in_place=False).rung is Rung.JOB_RESCHEDULE_ISOLATED
+    assert choose(CRASH, in_place=False).rung is Rung.JOB_RESCHEDULE
+    assert choose(CHIP, in_place=False).rung is Rung.JOB_RESCHEDULE_ISOLATED
 
 
 def test_rungs_inside_the_processes_need_survivors_and_come_three_times_in_a_row():
@@ -516,11 +568,11 @@ def test_a_process_is_replaced_only_where_a_rank_is_to_blame():
 
 
 def test_the_climb_never_goes_down_without_progress():
-    answered = after(CRASH, Rung.JOB_RESCHEDULE_ISOLATED)
-    decision = choose(CRASH, *answered)
+    answered = after(CHIP, Rung.JOB_RESCHEDULE_ISOLATED)
+    decision = choose(CHIP, *answered)
     assert decision.rung is Rung.JOB_RESCHEDULE_ISOLATED
     assert "in_place_restart: a costlier rung already answered this fault" in decision.skipped
-    other = replace(CRASH, node="node-0")
+    other = of_code(CHIP_CODE, node="node-1")
     assert choose(other, *answered).rung is Rung.IN_PLACE_RESTART
-    progressed = after(CRASH, Rung.JOB_RESCHEDULE_ISOLATED, progressed=True)
-    assert choose(CRASH, *progressed).rung is Rung.IN_PLACE_RESTART
+    progressed = after(CHIP, Rung.JOB_RESCHEDULE_ISOLATED, progressed=True)
+    assert choose(CHIP, *progressed).rung is Rung.IN_PLACE_RESTART

@@ -1,0 +1,74 @@
+"""The same node again and again: from when on faults of software are taken for their node's.
+
+A crash shows that a process ended, not why. One node that crashes time and again while the others
+that run the same program stay healthy is a sign that it is the node. How often it takes is in
+`ROWS`: were every node equally likely each time, then some node of the job would come so often by
+chance in fewer than one of a hundred cases (`nodes x P(Binomial(of, 1 / nodes) >= times)`).
+
+What counts: crashes, host memory and kernels that failed, on one node alone; and each was followed
+by progress, but for the newest. A program that never gets on is at fault itself, however often it
+picks the same node. Classes whose node is that of the rank that noticed first (time-outs, hangs,
+broken connections) are no sign: which rank notices first is no chance.
+
+Times are seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from training.recovery.faults import FaultClass
+
+WINDOW_S = 86400.0  # as the platforms count the codes of a chip
+COUNTED = frozenset({FaultClass.NATIVE_CRASH, FaultClass.HOST_OOM, FaultClass.OPERATOR_ERROR})
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """On a job of so many nodes or more: `times` of the newest `of` are on one node."""
+
+    nodes: int
+    times: int
+    of: int
+
+
+ROWS: Sequence[Row] = (
+    Row(nodes=2, times=11, of=12),
+    Row(nodes=3, times=7, of=8),
+    Row(nodes=4, times=6, of=7),
+    Row(nodes=5, times=5, of=6),
+    Row(nodes=8, times=4, of=5),
+)
+
+
+def chance_of(row: Row) -> float:
+    """How likely some node comes so often where each is equally likely, an upper bound."""
+    one = 1 / row.nodes
+    ways = (math.comb(row.of, n) * one**n * (1 - one) ** (row.of - n) for n in range(row.of + 1))
+    return row.nodes * sum(list(ways)[row.times :])
+
+
+def again_and_again(
+    node: str, events: Sequence[tuple[str, float]], *, num_nodes: int, now_s: float
+) -> str | None:
+    """Why it is the node, as a few words; None while it may be chance.
+
+    Args:
+        node: of the newest fault.
+        events: node and time of each fault that counts, oldest first, the newest included.
+        num_nodes: that the job runs on; a single one has nothing to be compared with.
+        now_s: the moment asked about.
+    """
+    row = next((row for row in reversed(ROWS) if num_nodes >= row.nodes), None)
+    if row is None:
+        return None
+    newest = [where for where, at_s in events if now_s - at_s <= WINDOW_S][-row.of :]
+    times, hours = newest.count(node), round(WINDOW_S / 3600)
+    if times < row.times:
+        return None
+    return (
+        f"the same node again and again: {node} had {times} of the last {len(newest)} faults of "
+        f"software in {hours} h, the others of {num_nodes} nodes at most {len(newest) - times}"
+    )
