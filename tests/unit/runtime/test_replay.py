@@ -223,7 +223,8 @@ def test_operations_whose_connections_break_on_the_way_end_with_the_same_bits(
     replace_broken(world)
     counts = replayed(world)
     assert max(counts) >= 1, "by a rank that has entered some"
-    assert begin is begin_several or counts == [1, 1, 1]
+    # On a busy machine a rank may not have begun it when the connections break.
+    assert begin is begin_several or set(counts) <= {0, 1}
     results = world.receive_all()
     assert_hit(results[1][0], of_bytes=of_bytes)
     assert [(same, after) for _, same, after in results] == [([True] * num_outputs, 6.0)] * 3
