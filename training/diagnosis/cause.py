@@ -101,20 +101,44 @@ def rank_candidates(sources: Sequence[LogSource], *, has_failed: bool = False) -
             for finding in source.findings
             if not finding.is_low_level and finding.is_survived
         ]
-    first: dict[tuple[int, Role], Candidate] = {}
+    yields = any(is_unnamed(candidate.finding) for candidate in candidates)
+    first: dict[tuple[int, float], Candidate] = {}
     for candidate in sorted(candidates, key=lambda c: c.finding.offset):
-        first.setdefault((candidate.source.order, candidate.finding.role), candidate)
+        first.setdefault((candidate.source.order, _standing(candidate, yields=yields)), candidate)
 
-    def key(candidate: Candidate) -> tuple[int, float, int, int, int, int]:
+    def key(candidate: Candidate) -> tuple[float, float, int, int, int, int]:
         """A source is as early as its first line of the role; then comes its most precise line."""
         source, finding = candidate.source, candidate.finding
-        began = first[source.order, finding.role]
+        standing = _standing(candidate, yields=yields)
+        began = first[source.order, standing]
         began_s = inf if began.at_s is None else began.at_s
         later = int(_is_later(candidate, began) and not finding.is_repeated)
         place = -finding.offset if finding.is_repeated else finding.offset
-        return (finding.role, began_s, source.order, later, _detail(finding), place)
+        return (standing, began_s, source.order, later, _detail(finding), place)
 
     return sorted(candidates, key=key)
+
+
+# What a device shows explains an exception that nothing else does; what peers and launchers print
+# of the end of its process does not.
+OF_DEVICES = frozenset(met for met, traits in TRAITS.items() if traits.hardware_fault) | {
+    FaultClass.OPERATOR_ERROR,
+    FaultClass.DEVICE_OOM,
+}
+
+
+def is_unnamed(finding: Finding) -> bool:
+    """Whether it is an exception that no table knows: it ended its process, whatever it means."""
+    return finding.role is Role.ROOT and finding.fault_class is FaultClass.UNKNOWN
+
+
+def _standing(candidate: Candidate, *, yields: bool) -> float:
+    """The role, with room below what a device shows for exceptions that no table knows."""
+    finding = candidate.finding
+    if is_unnamed(finding):
+        return Role.SYMPTOM + 0.1
+    is_other = finding.role is Role.SYMPTOM and finding.fault_class not in OF_DEVICES
+    return Role.SYMPTOM + 0.2 if yields and is_other else finding.role
 
 
 def _is_later(candidate: Candidate, began: Candidate) -> bool:

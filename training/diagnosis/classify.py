@@ -14,10 +14,12 @@ from enum import IntEnum
 
 from training.diagnosis.cause import (
     MAX_RUNNERS_UP,
+    OF_DEVICES,
     Candidate,
     Diagnosis,
     LogSource,
     fault_of,
+    is_unnamed,
     rank_candidates,
 )
 from training.diagnosis.ending import PIPE_ADVICE, SHORT_CODE, BadEnd
@@ -25,12 +27,13 @@ from training.diagnosis.exits import EXIT_DONE, ExitMeaning, meaning_of, signal_
 from training.diagnosis.peers import compare
 from training.diagnosis.recognise import Finding, recognise
 from training.diagnosis.rules import Role
-from training.diagnosis.scan import scan_text
+from training.diagnosis.scan import CONTEXT_SIZE_BYTES, scan_text
 from training.diagnosis.standstill import RankProgress, standstill_of
 from training.recovery.faults import TRAITS, Fault, FaultClass
 from training.recovery.protocol import AttemptGivenUp
 
 MAX_EVIDENCE_CHARS = 500
+_TRACED = "Traceback (most recent call last)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,12 +171,14 @@ class _Tier(IntEnum):
     NODE = 0  # a container that is gone explains whatever its peers printed or died of
     ROOT = 1
     GIVEN_UP = 2  # known from outside alone: a line that names a cause is more precise
-    SYMPTOM = 3
-    GIVEN_UP_FOR_PEERS = 4  # the ranks' own lines show which of them was missing
-    CASCADE = 5
-    UNEXPLAINED = 6
-    ASKED = 7  # ended in good order for a fault elsewhere: explains nothing
-    STOPPED = 8
+    OF_DEVICE = 3  # a symptom that may explain an exception of any rank
+    UNNAMED = 4  # an exception that no table knows
+    SYMPTOM = 5
+    GIVEN_UP_FOR_PEERS = 6  # the ranks' own lines show which of them was missing
+    CASCADE = 7
+    UNEXPLAINED = 8
+    ASKED = 9  # ended in good order for a fault elsewhere: explains nothing
+    STOPPED = 10
 
 
 _TIER_OF = {
@@ -184,8 +189,17 @@ _TIER_OF = {
 }
 
 
+def _tier_of(finding: Finding) -> _Tier:
+    if is_unnamed(finding):
+        return _Tier.UNNAMED
+    is_of_device = finding.role is Role.SYMPTOM and finding.fault_class in OF_DEVICES
+    return _Tier.OF_DEVICE if is_of_device else _TIER_OF[finding.role]
+
+
 # What ranks print whose peer is gone.
 _OF_PEERS = frozenset({FaultClass.COLLECTIVE_TIMEOUT, FaultClass.LINK_DOWN})
+
+_BY_OUTPUT_ALONE = frozenset({FaultClass.USER_CODE_ERROR, FaultClass.UNKNOWN})
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,8 +296,8 @@ def _staging(evidence: Evidence) -> Iterator[_Cause]:
 def _given_up(evidence: Evidence) -> Iterator[_Cause]:
     """What the coordinator knew: the end of a process that was replaced shows nowhere else."""
     given_up = evidence.given_up
-    # A program's own error is known by its output alone.
-    if given_up is None or given_up.fault.fault_class is FaultClass.USER_CODE_ERROR:
+    # What an exception means is known by the output of its process alone.
+    if given_up is None or given_up.fault.fault_class in _BY_OUTPUT_ALONE:
         return
     known = given_up.fault
     why = f"{TRAITS[known.fault_class].meaning} Recovery inside the processes: {given_up.why}."
@@ -373,7 +387,7 @@ def _outputs(evidence: Evidence) -> Iterator[_Cause]:
         fault = fault_of(candidate, at_s=evidence.at_s, step=evidence.step)
         rank = candidate.source.rank
         named = replace(fault, at_s=evidence.at_s, node=candidate.source.node, rank=rank)
-        yield _Cause(_TIER_OF[candidate.finding.role], named)
+        yield _Cause(_tier_of(candidate.finding), named)
 
 
 def _workers(evidence: Evidence) -> Iterator[_Cause]:
@@ -397,10 +411,25 @@ def _explained(end: WorkerEnd, log: LogSource) -> Finding | None:
     """The finding that explains an exit: the recorded exception, else the output."""
     if end.bad_end is not None and end.bad_end.fault_class is not None:
         return None  # nothing has crashed: what the output holds was survived
-    if end.error and (raised := recognise(end.error, "Traceback (most recent call last)")):
-        return raised
     ranked = rank_candidates([log], has_failed=True)
-    return ranked[0].finding if ranked else None
+    best = ranked[0].finding if ranked else None
+    raised = _recorded(end, log)
+    if raised is None or best is None:
+        return raised or best
+    # The output explains an exception that no table knows, if anything does.
+    return raised if not is_unnamed(raised) or best.role > Role.SYMPTOM else best
+
+
+def _recorded(end: WorkerEnd, log: LogSource) -> Finding | None:
+    """The exception that the worker recorded, with the traceback that its output has of it."""
+    if not end.error:
+        return None
+    printed = [one for one in log.findings if one.line.strip().endswith(end.error.strip())]
+    if printed and printed[-1].replaces and printed[-1].role > Role.SYMPTOM:
+        return None  # a mistake in the handling of a fault, which the output names
+    place = end.log.rfind(end.error)
+    before = end.log[max(0, place - CONTEXT_SIZE_BYTES) : place] if place >= 0 else _TRACED
+    return recognise(end.error, before if _TRACED in before else _TRACED)
 
 
 def _worker(end: WorkerEnd, found: Finding | None, evidence: Evidence) -> _Cause:
@@ -452,7 +481,7 @@ def _explained_by_output(end: WorkerEnd, found: Finding, evidence: Evidence) -> 
         why = "A process was killed, and not by the kernel's OOM killer."
         return _ended(_Tier.ROOT, FaultClass.NATIVE_CRASH, found.line, end, evidence, why=why)
     crashed = found.fault_class is FaultClass.NATIVE_CRASH
-    tier = _Tier.ROOT if killed or crashed else _TIER_OF[found.role]
+    tier = _Tier.ROOT if killed or crashed else _tier_of(found)
     candidate = Candidate(LogSource(end.name, (found,), rank=end.rank, node=end.node), found)
     fault = fault_of(candidate, at_s=end.ended_s, step=evidence.step)
     return _Cause(tier, _placed(fault, end))

@@ -1,8 +1,8 @@
 """Python exceptions that no rule knows: judged by their type and by the files they came through.
 
-What they have in common lets a message never seen before land right: the same program raises the
-same exception again on the same input, so the user has to fix it, unless its type is one of
-storage, peers, memory or versions.
+A message never seen before is the program's only where its type and the file that raised it leave
+no doubt, because such an error ends the run. All others are of storage, peers, memory or versions
+by their type, or unknown.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
+from training.diagnosis.lines import FRAME, frames_of
 from training.diagnosis.rules import Classification, Role
 from training.recovery.faults import FaultClass, RecoverableBy
 
@@ -35,11 +36,11 @@ PREFILTER = (
 )
 TRACEBACK = r"Traceback \(most recent"
 DOTTED = re.compile(_WITH_MODULE.encode(), re.MULTILINE)
-_FRAME = re.compile(r'File "([^"\n]{1,300})", line \d+')
 _TRACEBACK = re.compile(r"Traceback \(most recent call last\)|^\s*File \"|\bFile \"[^\"]+\", line")
 _QUOTED = re.compile(r"Caught exception|[Rr]etry|[Ii]gnor|[Ff]all(?:ing|s)? back|handled")
 _ANNOUNCES = re.compile(r"\S:\s*$")  # the message itself is on the next line
 _HANDLING = "During handling of the above exception, another exception occurred"
+_MARKS = re.compile(r"^[\s^~]*$")  # under the quoted source line
 _ERRNO_USER = {"1", "2", "13", "17", "20", "21", "22", "28", "30", "122"}
 
 
@@ -50,12 +51,14 @@ class ExceptionSpec(Classification):
         frames: searched in the last files of the traceback.
         raised_in: searched in the last one, whose line raised the exception.
         message: searched in the exception's own line.
+        said: likewise, and in the line of source that raised it.
     """
 
     types: tuple[str, ...]
     frames: str | None = None
     raised_in: str | None = None
     message: str | None = None
+    said: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +102,9 @@ def judge(line: str, before: str) -> Raised | None:
     traced = bool(_TRACEBACK.search(before))
     if found["type"] is None and not traced:
         return None
-    frames: list[str] = _FRAME.findall(before[before.rfind("Traceback") :])[-12:]
-    spec = next(row for row in load_exceptions() if _applies(row, name, frames, line))
+    frames = frames_of(before)
+    said = f"{_source_line(before)}\n{line}"
+    spec = next(row for row in load_exceptions() if _applies(row, name, frames, line, said))
     role = spec.role
     stands_alone = found.start() == 0 or not line[: found.start()].strip(" \t")
     if not traced and not stands_alone and role is Role.ROOT:
@@ -112,8 +116,16 @@ def judge(line: str, before: str) -> Raised | None:
     return Raised(name, spec, role, frames[-1] if frames else None, _answer(spec, line))
 
 
-def _applies(row: ExceptionSpec, name: str, frames: list[str], line: str) -> bool:
+def _source_line(before: str) -> str:
+    """The line of source that the traceback quotes for its innermost file; empty without one."""
+    lines = [one for one in before.splitlines()[-4:] if not _MARKS.match(one)]
+    return lines[-1] if len(lines) > 1 and FRAME.search(lines[-2]) else ""
+
+
+def _applies(row: ExceptionSpec, name: str, frames: list[str], line: str, said: str) -> bool:
     if name not in row.types and row.types != ("*",):
+        return False
+    if row.said is not None and not re.search(row.said, said):
         return False
     if row.message is not None and not re.search(row.message, line):
         return False

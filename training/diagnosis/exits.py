@@ -9,6 +9,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from training.diagnosis.exceptions import judge
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.protocol import WorkerEnded
 
@@ -97,14 +98,16 @@ def signal_of(exit_code: int) -> int | None:
 def fault_of_end(ended: WorkerEnded, *, node: str | None, step: int) -> Fault:
     """The fault of a worker that ended while its attempt lives, as far as its exit shows.
 
-    A process that ends by an exception of its own is the program's business: the whole diagnosis
-    reads its output once the attempt has ended.
+    A process that ends by an exception of its own is not replaced: the whole diagnosis reads its
+    output once the attempt has ended. Until then it is unknown, unless its type leaves no doubt.
     """
     meaning = OUT_OF_MEMORY if ended.is_oom else meaning_of(ended.exit_code)
     if ended.exit_code >= 0 and (ended.error or "").startswith(DEVICE_BEYOND_HEALING):
         fault_class = FaultClass.DEVICE_MEMORY_ERROR
     elif meaning is None:
-        fault_class = FaultClass.USER_CODE_ERROR
+        raised = judge(ended.error or "", "")
+        is_theirs = raised is not None and raised.spec.fault_class is FaultClass.USER_CODE_ERROR
+        fault_class = FaultClass.USER_CODE_ERROR if is_theirs else FaultClass.UNKNOWN
     else:
         fault_class = meaning.alone or meaning.fault_class
     code = ended.exit_code

@@ -107,6 +107,7 @@ PROGRESS = (
     r"\bloss(?: |=|: ?)-?\d+\.\d+.{0,120}\b(?:lr|step|tok|grad)",
 )
 _PROGRESS = re.compile("|".join(PROGRESS))
+FRAME = re.compile(r'File "([^"\n]{1,300})", line \d+')  # of a Python traceback
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,3 +194,8 @@ def _first(patterns: Sequence[re.Pattern[str]], line: str) -> str | None:
         if found := pattern.search(line):
             return found.group(1)
     return None
+
+
+def frames_of(before: str) -> list[str]:
+    """The last files of the traceback that ends a text, innermost last."""
+    return FRAME.findall(before[max(0, before.rfind("Traceback")) :])[-12:]

@@ -22,6 +22,7 @@ from typing import Literal
 from pydantic import Field
 
 from storage.frozen_model import FrozenModel
+from training.diagnosis.lines import frames_of
 from training.recovery.faults import FaultClass, RecoverableBy
 
 # Special before general: ourselves, platforms, then what they share, then the language.
@@ -73,6 +74,7 @@ class RuleSpec(Classification):
         yields_to_code: a code in the line that the tables know is more precise than the rule.
         after: must be found in the text shortly before the line, too.
         after_example: such text, for a rule that has `after`.
+        unless_raised_in: does not hold for an exception that such a file has raised.
         any_level: the line counts even when it is logged as information or a warning.
         repeated: what the line reports is tried again each time, so the last one counts.
         why: what the line means, where the class's own sentence is too vague.
@@ -90,6 +92,7 @@ class RuleSpec(Classification):
     yields_to_code: bool = False
     after: str | None = None
     after_example: str = ""
+    unless_raised_in: str | None = None
     why: str = ""
     action: str = ""
 
@@ -145,5 +148,11 @@ def match_line(
     for rule in load_rules() if candidates is None else candidates:
         found = rule.pattern.search(line)
         if found and (rule.after is None or rule.after.search(before)):
-            return rule, found
+            return None if _is_elsewhere(rule.spec, before) else (rule, found)
     return None
+
+
+def _is_elsewhere(spec: RuleSpec, before: str) -> bool:
+    """Whether the line is of an exception from where the rule does not hold."""
+    frames = frames_of(before) if spec.unless_raised_in is not None else []
+    return bool(frames and re.search(spec.unless_raised_in or "", frames[-1]))

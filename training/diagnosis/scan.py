@@ -21,9 +21,10 @@ import hyperscan
 from training.diagnosis import exceptions
 from training.diagnosis.compiled import every_match
 from training.diagnosis.lines import Origin, has_clock, origin_of, time_of
-from training.diagnosis.recognise import Finding, patterns, recognise
+from training.diagnosis.recognise import EXCEPTION_RULE, Finding, patterns, recognise
 from training.diagnosis.rules import Role, load_rules
 from training.diagnosis.series import StepCounts
+from training.recovery.faults import FaultClass
 
 CONTEXT_SIZE_BYTES = 8 << 10
 TAIL_SIZE_BYTES = 1 << 20
@@ -46,6 +47,10 @@ MAX_LINE_SIZE_BYTES = 256 << 10
 
 _ANSI = re.compile(rb"\x1b\[[0-9;]*[A-Za-z]")
 _SAMPLE_SIZE_BYTES = 64 << 10
+# Classes whose first answer is to stop: nothing is lost when one takes the other's place.
+_STOPS = frozenset(
+    {FaultClass.USER_CODE_ERROR, FaultClass.LAUNCH_MISCONFIGURED, FaultClass.VERSION_MISMATCH}
+)
 _ONE_DIGIT = bytes.maketrans(b"123456789", b"000000000")
 
 
@@ -135,8 +140,8 @@ class _State:
     def findings(self) -> list[Finding]:
         every = [f for kept in (*self.first.values(), *self.last.values()) for f in kept]
         every.sort(key=lambda finding: finding.offset)
-        following = [*every[1:], None]
-        every = [_replaced(f, after) for f, after in zip(every, following, strict=False)]
+        around = zip([None, *every], every, [*every[1:], None], strict=False)
+        every = [_in_its_chain(f, before, after) for before, f, after in around]
         return [
             replace(
                 f,
@@ -157,11 +162,28 @@ def _last_lines(region: bytes, begin: int) -> int:
     return newline + 1
 
 
-def _replaced(finding: Finding, after: Finding | None) -> Finding:
-    """A finding with its role lowered when the next one was raised while it was handled."""
-    if after is None or not after.replaces or finding.origin.rank != after.origin.rank:
-        return finding
-    return replace(finding, role=max(finding.role, Role.CASCADE))
+def _in_its_chain(finding: Finding, before: Finding | None, after: Finding | None) -> Finding:
+    """A finding with its role lowered when another one of its chain of exceptions is the cause.
+
+    The last one was raised while the one before was handled, and ended the process. A mistake in
+    the handling of a fault says nothing about the fault.
+    """
+    if after is not None and _replaces(after, finding):
+        is_cause = _is_mistake_over(after, finding)
+    else:
+        is_cause = before is None or not (
+            _replaces(finding, before) and _is_mistake_over(finding, before)
+        )
+    return finding if is_cause else replace(finding, role=max(finding.role, Role.CASCADE))
+
+
+def _replaces(finding: Finding, earlier: Finding) -> bool:
+    return finding.replaces and finding.origin.rank == earlier.origin.rank
+
+
+def _is_mistake_over(finding: Finding, earlier: Finding) -> bool:
+    mistake = finding.rule == EXCEPTION_RULE and finding.fault_class is FaultClass.USER_CODE_ERROR
+    return mistake and earlier.fault_class not in _STOPS and earlier.role <= Role.SYMPTOM
 
 
 def scan(chunks: Iterable[bytes], *, year: int) -> Scan:

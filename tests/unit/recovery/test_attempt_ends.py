@@ -338,7 +338,7 @@ def test_the_end_of_a_rank_that_came_to_the_end_of_its_loop_is_no_fault(harness)
 
 
 def test_a_rank_that_ended_by_an_error_of_the_program_is_not_replaced(harness):
-    harness.kill(1, exit_code=1, error="ValueError: own")
+    harness.kill(1, exit_code=1, error="TypeError: own")
     assert harness.rungs() == []
     harness.answer()
     assert harness.last_save().step == STEP

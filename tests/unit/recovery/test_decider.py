@@ -36,11 +36,12 @@ def ended(exit_code: int, *, error: str | None = None, is_oom: bool = False) -> 
         (ended(127), FaultClass.LAUNCH_MISCONFIGURED, STOP),
         (ended(1, error="DeviceBeyondHealing: check_uce_in_memory gives 4"),
          FaultClass.DEVICE_MEMORY_ERROR, REPLACE),
-        (ended(1, error="ValueError: no"), FaultClass.USER_CODE_ERROR, STOP),
+        (ended(1, error="TypeError: no"), FaultClass.USER_CODE_ERROR, STOP),
+        (ended(1, error="ValueError: no"), FaultClass.UNKNOWN, IN_PLACE),
         (ended(EXIT_ABOVE_PROCESS), FaultClass.DEVICE_LOST, Rung.JOB_RESCHEDULE_ISOLATED),
     ],
     ids=["killed", "crashed", "oom", "lost its connection", "terminated", "no command",
-         "beyond healing", "exception", "above"],
+         "beyond healing", "exception", "unknown exception", "above"],
 )  # fmt: skip
 def test_a_process_that_ended_is_replaced_unless_the_program_or_the_container_is_to_blame(
     end, fault_class, rung
