@@ -31,6 +31,7 @@ from training.health.host_checks import (
     listening_ports,
 )
 from training.health.log_checks import check_logs
+from training.health.node_links import check_links
 from training.health.versions import check_versions, installed
 from training.job import Job
 from training.wire.node import CHECKS, Check, CheckOutcome, NodeTask, worst
@@ -58,13 +59,20 @@ def check_node(task: NodeTask) -> tuple[Check, ...]:
     finally:
         for rank in ranks:
             rank.end()
-    every = (*of_host, *ports, *merged(found))
+    # Once the ranks have let go of the devices.
+    links = _timed(lambda: _links(job, task, until_s)) if task.is_new else []
+    every = (*of_host, *ports, *merged(found), *links)
     return tuple(check.model_copy(update={"node": task.node}) for check in every)
 
 
 def _ports(job: Job, task: NodeTask) -> Sequence[Check]:
     is_first, has_npus = task.first_rank == 0, has_torch_npu()
     return [check_ports(job, is_first=is_first, has_npus=has_npus, used=listening_ports)]
+
+
+def _links(job: Job, task: NodeTask, until_s: float) -> Sequence[Check]:
+    left_s = min(job.preflight.collective_s, until_s - time.monotonic())
+    return check_links(task.slots, os.environ, timeout_s=max(0.0, left_s))
 
 
 def _of_host(job: Job, task: NodeTask) -> list[Check]:

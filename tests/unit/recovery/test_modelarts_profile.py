@@ -58,6 +58,12 @@ def log(text: str) -> Callable[[], Fault]:
     return lambda: of_log(text)
 
 
+def raised(last_line: str) -> Callable[[], Fault]:
+    """An exception of the program's own file that is all its log has."""
+    text = diagnosed.TYPE_ERROR.rpartition("TypeError")[0] + last_line
+    return lambda: of_log(f"{text}\n")
+
+
 def exits(code: int = 3, node: str = "node-1") -> Callable[[], Fault]:
     return lambda: of_exit(code, node=node)
 
@@ -132,6 +138,17 @@ ROWS = [
     Row("so is a time-out of a collective",
         UNCONDITIONAL, many(Event(log(diagnosed.TIME_OUT)), 7),
         [IN_PLACE] * 3 + [JOB] * 3 + [STOP], 3),
+    Row("an exception that no rule knows is such a problem",
+        UNCONDITIONAL, many(Event(raised("SomethingNew: 42")), 7),
+        [IN_PLACE] * 3 + [JOB] * 3 + [STOP], 3),
+    Row("a time-out that names HCCL alone is tried again",
+        RESTARTED, [Event(raised("RuntimeError: HCCL timeout"))], [IN_PLACE], 0),
+    Row("an ECC error that is named alone heals in place",
+        RESTARTED, [Event(raised("RuntimeError: ECC error"))], [IN_PLACE], 0),
+    Row("an error of the AI core that is named alone is tried again",
+        RESTARTED, [Event(raised("RuntimeError: aicore kernel error"))], [IN_PLACE], 0),
+    Row("a device that is gone is isolated, however short the exception",
+        RESTARTED, [Event(raised("RuntimeError: Device disconnected"))], [ISOLATED], 1, "node-1"),
     Row("a node at fault in between begins the three anew",
         UNCONDITIONAL, [*many(ODD, 6), LOST, ODD],
         [IN_PLACE] * 3 + [JOB] * 3 + [ISOLATED, JOB], 5),
