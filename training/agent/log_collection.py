@@ -15,7 +15,8 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -97,7 +98,8 @@ class Collector:
         self._config = config
         self._folder = folder
         self._states: dict[Key, Collected] = {}
-        self._seen: dict[Path, int] = {}  # of the container's logs: what attempts before had
+        self._seen: dict[Path, int] = {}  # of logs that go on: what attempts before had
+        self._began_s = time.time()
         self._one_by_one = threading.Lock()
         self._threads: list[threading.Thread] = []
 
@@ -135,10 +137,10 @@ class Collector:
     def _work(self, started: StartOrder, group: WorkerGroup | None) -> Work:
         job = Job.model_validate_json(started.job)
         key = (started.placement, started.attempt)
-        logs = () if job.watch.log_limit_bytes == 0 else tuple(self._logs(group))
+        logs = () if job.watch.log_limit_bytes == 0 else tuple(self._logs(job, group))
         return Work(key, logs, secrets_of(self._config, started, group), job)
 
-    def _logs(self, group: WorkerGroup | None) -> Iterator[Log]:
+    def _logs(self, job: Job, group: WorkerGroup | None) -> Iterator[Log]:
         """What there is, the most useful first."""
         failed: Sequence[int] = ()
         if group is not None:
@@ -147,15 +149,21 @@ class Collector:
             yield from logs_at(group.folder / "coordinator.log")
         for name in OF_CONTAINER:
             path = self._folder / name
-            for log in logs_at(path):
-                start = self._seen.get(path, 0)
-                self._seen[path] = log.end
-                yield replace(log, start=min(start, log.end))
+            yield from map(self._unseen, logs_at(path))
         if group is not None:
             others = [rank for rank in group.planned_ranks if rank not in failed]
             yield from _device_logs(group, failed)
             yield from _rank_logs(group, others)
             yield from _device_logs(group, others)
+        for log in _newest_first(map(Path, job.watch.system_logs), since_s=self._began_s):
+            if (unseen := self._unseen(log)).size_bytes:
+                yield unseen
+
+    def _unseen(self, log: Log) -> Log:
+        start = self._seen.get(log.path, 0)
+        self._seen[log.path] = log.end
+        # One that is shorter than it was has been rotated, and all of it is new.
+        return replace(log, start=start if start <= log.end else 0)
 
     def _carry_out(self, started: StartOrder, group: WorkerGroup | None) -> None:
         key = (started.placement, started.attempt)
@@ -287,14 +295,23 @@ def _rank_logs(group: WorkerGroup, ranks: Sequence[int]) -> Iterator[Log]:
 def _device_logs(group: WorkerGroup, ranks: Sequence[int]) -> Iterator[Log]:
     """What CANN wrote, the newest first."""
     for rank in ranks:
-        folder = group.device_folder(rank)
         name = f"{group.log_name(rank)}.ascend"
-        found = [
-            (path.stat().st_mtime, log)
-            for path in folder.rglob("*.log")
-            for log in logs_at(path, f"{name}/{path.relative_to(folder)}")
-        ]
-        yield from (log for _, log in sorted(found, key=lambda pair: pair[0], reverse=True))
+        yield from _newest_first([group.device_folder(rank)], name)
+
+
+def _newest_first(
+    folders: Iterable[Path], name: str | None = None, *, since_s: float = 0.0
+) -> Iterator[Log]:
+    """The logs below folders, under `name` or the folder's own, if written since then."""
+    found: list[tuple[float, Log]] = []
+    for folder in folders:
+        for path in folder.rglob("*.log"):
+            with suppress(FileNotFoundError):  # rotated away meanwhile
+                logs = logs_at(path, f"{name or folder.name}/{path.relative_to(folder)}")
+                found += [(path.stat().st_mtime, log) for log in logs]
+    for written_s, log in sorted(found, key=lambda pair: pair[0], reverse=True):
+        if written_s >= since_s:
+            yield log
 
 
 def _file(key: str, log: Log, packed: Packed) -> CollectedFile:

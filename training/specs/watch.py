@@ -96,6 +96,11 @@ class WatchSpec(FrozenModel):
         64 << 20, ge=0, description="of the logs that each node puts into the store at the end "
         "of an attempt, compressed; 0: none"
     )  # fmt: skip
+    system_logs: tuple[str, ...] = Field(
+        ("/var/log/npu/slog",), description="folders of a node whose *.log files are stored with "
+        "those of an attempt, as far as they were written since the node's agent started; one "
+        "that is not there has none"
+    )  # fmt: skip
     metrics_port: int = Field(
         0, ge=0, le=65_535, description="of the coordinator's Prometheus endpoint; 0: any free one"
     )

@@ -122,6 +122,39 @@ def test_what_the_container_wrote_before_the_attempt_is_not_the_attempts(
     assert gzip.decompress(store.get(key)) == b"second\n"
 
 
+def test_the_drivers_own_logs_come_last_as_far_as_they_are_of_the_attempt(
+    new_group, collector, store, tmp_path
+):
+    folder = tmp_path / "slog"
+    old, new = folder / "run/device-os/device-os_1.log", folder / "debug/device-0/device-0_2.log"
+    for log in (old, new):
+        log.parent.mkdir(parents=True)
+        log.write_text("first\n")
+    os.utime(old, (1.0, 1.0))
+    job = job_text(tmp_path, watch={"log_limit_bytes": 1 << 20, "system_logs": [str(folder)]})
+    state = collected(collector, run(new_group, "echo", "out", job=job))
+    assert names(state) == ["command-00001.stdout.log", "slog/debug/device-0/device-0_2.log"]
+    with new.open("a") as file:
+        file.write("second\n")
+    group = run(new_group, "true", job=job, attempt=2)
+    order = CollectOrder(placement=1, attempt=2)
+    wait_for(lambda: collector.collect(order, group.order, group).is_done)
+    key = f"{logs_prefix('run-1', 1, 2)}node-1/slog/debug/device-0/device-0_2.log.gz"
+    assert gzip.decompress(store.get(key)) == b"second\n"
+
+
+def test_a_log_that_was_rotated_is_new_from_its_beginning(new_group, collector, store, tmp_path):
+    log = tmp_path / "agent.log"
+    log.write_text("a long line of the first attempt\n")
+    collected(collector, run(new_group, "true", job=job_text(tmp_path)))
+    log.write_text("second\n")
+    group = run(new_group, "true", job=job_text(tmp_path), attempt=2)
+    order = CollectOrder(placement=1, attempt=2)
+    wait_for(lambda: collector.collect(order, group.order, group).is_done)
+    key = f"{logs_prefix('run-1', 1, 2)}node-1/agent.log.gz"
+    assert gzip.decompress(store.get(key)) == b"second\n"
+
+
 def test_secrets_are_masked_before_anything_leaves_the_node(
     new_group, collector, store, tmp_path, monkeypatch
 ):
