@@ -15,7 +15,8 @@ from pydantic import ValidationError
 from storage.objects import ObjectStore
 from training.agent.log_collection import COLLECTED_FILE, logs_prefix
 from training.errors import InputError
-from training.supervisor.run import HANG_REPORT, Run
+from training.supervisor.hang_report import HANG_REPORT
+from training.supervisor.run import Run
 from training.wire.agent import Collected, ReadLogsQuery
 
 _KEY = re.compile(r"p(\d+)-a(\d+)/(?:([^/]+)/)?([^/].*)")

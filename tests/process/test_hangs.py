@@ -87,9 +87,11 @@ class Bench:
         """The stacks that a fault points at."""
         found = re.search(r"Stacks of all ranks: (\S+)\.$", fault.explanation)
         assert found is not None, fault
+        return self.stored(played, found[1])
+
+    def stored(self, played: RunOutcome, key: str) -> str:
         assert played.history.job is not None
-        store = open_store(parse_job(played.history.job).storage)
-        return store.get(found[1]).decode()
+        return open_store(parse_job(played.history.job).storage).get(key).decode()
 
 
 @pytest.fixture(scope="module")
@@ -287,5 +289,8 @@ def test_a_hang_that_is_only_reported_ends_nothing_and_is_over_when_the_rank_goe
     assert "stopped by a signal" in alert.began.text
     assert alert.ended is not None
     assert alert.ended.at_s > freezer.continued_s
+    report = bench.stored(played, "runs/reported/logs/p0001-a0001/hang.txt")
+    assert "rank 2" in report.splitlines()[0]
+    assert report.count("all_reduce") >= 3, "the stacks of those who wait"
     assert played.curve == undisturbed.curve
     assert played.left_over == ()

@@ -59,12 +59,14 @@ def left(home) -> RunOutcome:
     )
 
 
+@pytest.mark.long
 def test_a_rank_that_is_later_than_the_others_is_named(left):
     (alert,) = alerts(left, HealthPoint.STRAGGLER)
     assert (alert.began.rank, alert.began.node) == (3, "node-1")
     assert alert.began.value > 0.3
 
 
+@pytest.mark.long
 def test_steps_that_take_longer_than_before_raise_an_alert(left):
     alert = alerts(left, HealthPoint.STEP_SLOW)[0]
     assert alert.began.value > alert.began.limit
@@ -72,6 +74,7 @@ def test_steps_that_take_longer_than_before_raise_an_alert(left):
     assert alert.began.step >= 20, "the rank was slow from then on"
 
 
+@pytest.mark.long
 def test_a_node_that_holds_the_others_up_is_left_after_the_next_checkpoint(left):
     (alert,) = alerts(left, HealthPoint.STRAGGLER)
     first, second = left.history.attempts

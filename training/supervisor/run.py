@@ -7,6 +7,7 @@ nothing of Prefect: tasks call these methods one by one. Times are seconds.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -23,14 +24,13 @@ from training.diagnosis.classify import diagnose
 from training.diagnosis.compiled import compile_beside
 from training.diagnosis.ending import again_short
 from training.diagnosis.of_command import of_command
-from training.diagnosis.standstill import standstill_of
 from training.engines.base import Engine, Placement
 from training.engines.registry import make_engine
 from training.environment import variables_of
 from training.errors import AgentUnreachable, EngineError
 from training.health.verdict import CheckVerdict
 from training.job import Job
-from training.journal.events import ChipsHealed
+from training.journal.events import AlertRaised, ChipsHealed, HealthPoint
 from training.journal.history import AttemptView, RunHistory
 from training.journal.ledger import Identity, Ledger
 from training.journal.records import DataReady, RunCreated, RunEnded
@@ -38,8 +38,10 @@ from training.recovery.faults import Fault
 from training.recovery.rungs import RESTARTS_IN_PLACE, Decision
 from training.supervisor.attention import spares_of
 from training.supervisor.deciding import Decider, recoveries_of
+from training.supervisor.evidence import progress_of
 from training.supervisor.gang import GangCheck
 from training.supervisor.good_ends import CommandEnds
+from training.supervisor.hang_report import save_hang_report
 from training.supervisor.healing import Healer
 from training.supervisor.health import AttemptHealth
 from training.supervisor.job_registry import remember_job
@@ -64,7 +66,7 @@ from training.trainer.data.prepare import DataOutcome
 from training.wire.agent import AgentState, StartOrder
 from training.wire.requests import take_back
 
-HANG_REPORT = "hang.txt"
+_log = logging.getLogger("perdure.supervisor")
 LOGS_WAIT_S = 30.0  # at the end of a run, for the upload of the last attempt's logs
 # Recoveries in a start order. Those without progress are few in a row, and a window of a day
 # holds no more of one code that matter.
@@ -453,8 +455,19 @@ class Run:
         # A supervisor that adopts an attempt reads its log from the beginning.
         recorded = self._writer.progress(view, progress)
         alerts = health.look(progress, view, self.history)
+        if any(isinstance(one, AlertRaised) and one.point is HealthPoint.HANG for one in alerts):
+            self._report_hang(view, progress)
         progress.events = [*recorded, *self._writer.record_events(view, alerts)]
         then(progress)
+
+    def _report_hang(self, view: AttemptView, progress: Progress) -> None:
+        """Save the stacks of a hang that ends nothing; when it is over they are gone."""
+        statuses = progress.snapshot.agents.values()
+        stacks, ranks = self.engine.stacks(), tuple(progress_of(statuses))
+        try:
+            _log.info(save_hang_report(self.store, self.job.run_id, view.key, stacks, ranks))
+        except StorageError as error:
+            _log.warning("the stacks of the ranks in the hang could not be saved: %s", error)
 
     def _conclude(
         self, view: AttemptView, end: AttemptEnd, stop_wanted: Callable[[], bool]
@@ -496,22 +509,12 @@ class Run:
         return replace(found, fault=of_command(fault) if self.job.worker.is_command else fault)
 
     def _with_stacks(self, view: AttemptView, end: AttemptEnd, diagnosis: Diagnosis) -> Diagnosis:
-        """Put the stacks of a hang into the store, and name the place in its fault."""
-        placement, attempt = view.key
-        key = f"runs/{self.job.run_id}/logs/p{placement:04d}-a{attempt:04d}/{HANG_REPORT}"
+        """Name the place of a hang's stacks in its fault."""
+        ranks = end.evidence.rank_progress
         try:
-            self.store.put(key, _stacks_text(end).encode())
-            command = f"perdure logs {self.job.run_id} --attempt {placement}.{attempt}"
-            where = f"`{command} --file {HANG_REPORT}` prints them. Stacks of all ranks: {key}."
+            where = save_hang_report(self.store, self.job.run_id, view.key, end.stacks, ranks)
         except StorageError as error:
             where = f"The stacks of the ranks could not be saved: {error}."
         fault = diagnosis.fault
         explained = replace(fault, explanation=f"{fault.explanation} {where}".strip())
         return replace(diagnosis, fault=explained)
-
-
-def _stacks_text(end: AttemptEnd) -> str:
-    cause = standstill_of(end.evidence.rank_progress)
-    lines = [cause.line, *cause.ranks] if cause is not None else []
-    stacks = [f"{one.name} on {node}\n{one.text.rstrip()}" for node, one in end.stacks]
-    return "\n\n".join(["\n".join(lines), *stacks]) + "\n"

@@ -14,8 +14,9 @@ from tests.jobs import small_job
 from tests.unit.journal.histories import BEGINNING, over, started
 from tests.unit.perdure.commands import append, error_line, perdure
 from training.agent.log_collection import COLLECTED_FILE, logs_prefix
+from training.supervisor.hang_report import HANG_REPORT
 from training.supervisor.job_registry import remember_job
-from training.supervisor.run import HANG_REPORT, Run
+from training.supervisor.run import Run
 from training.wire.agent import Collected, CollectedFile
 
 GONE = "checkpoint-server.log: gone"
