@@ -64,7 +64,7 @@ class RankOnTheWay:
 
 @dataclass(frozen=True, slots=True)
 class LeftBehind:
-    """A verdict: the rank has done nothing since the others went on without it.
+    """A verdict: the others went on without the rank, and it has done nothing for the limit.
 
     Attributes:
         late_s: since most of them had.
@@ -81,13 +81,23 @@ class LeftBehind:
 
 @dataclass(slots=True)
 class _Overtaken:
-    """A rank that most others have passed where it stands."""
+    """A rank that most others have passed where it stands.
+
+    Attributes:
+        at_s: when they had.
+        idle_since_s: from when on it may have done nothing; what it had used up by then follows.
+    """
 
     position: _Position
     pid: int
     at_s: float
+    idle_since_s: float
     cpu_s: float
     io_bytes: int
+
+    def note_activity(self, one: RankOnTheWay, *, now_s: float) -> None:
+        """Count from now on: it has done something."""
+        self.idle_since_s, self.cpu_s, self.io_bytes = now_s, one.cpu_s, one.io_bytes
 
 
 @dataclass(slots=True)
@@ -141,7 +151,9 @@ class LeftBehindDetector:
                 continue  # at least half of all are no further
             known = before.get(one.rank)
             if known is None or (known.position, known.pid) != (one.position, one.pid):
-                known = _Overtaken(one.position, one.pid, now_s, one.cpu_s, one.io_bytes)
+                known = _Overtaken(one.position, one.pid, now_s, now_s, one.cpu_s, one.io_bytes)
+            elif one.io_bytes != known.io_bytes:
+                known.note_activity(one, now_s=now_s)
             self._overtaken[one.rank] = known
 
     def _late(self, one: RankOnTheWay, *, now_s: float) -> LeftBehind | None:
@@ -149,16 +161,14 @@ class LeftBehindDetector:
         if overtaken is None:
             return None
         assert self._way_began_s is not None  # noqa: S101 some rank is on its way
-        late_s, others_s = now_s - overtaken.at_s, overtaken.at_s - self._way_began_s
+        idle_s, others_s = now_s - overtaken.idle_since_s, overtaken.at_s - self._way_began_s
         if one.pid != self._first_pids[one.rank]:
             # The others were there already: a new process takes what theirs took to start.
             others_s = max(others_s, self._start_s or 0.0)
         limit_s = max(self.phases_s.get(one.phase, self.least_s), FACTOR * others_s)
-        if min(late_s, one.silent_s) <= limit_s or self._is_busy(one, overtaken, late_s):
+        if min(idle_s, one.silent_s) <= limit_s:
             return None
-        return LeftBehind(one.rank, one.phase, late_s, limit_s, others_s)
-
-    @staticmethod
-    def _is_busy(one: RankOnTheWay, overtaken: _Overtaken, late_s: float) -> bool:
-        cores = (one.cpu_s - overtaken.cpu_s) / late_s
-        return cores > IDLE_CORES or one.io_bytes != overtaken.io_bytes
+        if one.cpu_s - overtaken.cpu_s > IDLE_CORES * idle_s:
+            overtaken.note_activity(one, now_s=now_s)
+            return None
+        return LeftBehind(one.rank, one.phase, now_s - overtaken.at_s, limit_s, others_s)

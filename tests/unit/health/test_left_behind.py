@@ -84,6 +84,24 @@ def test_a_rank_that_does_something_is_not_left_behind(alive):
     assert look(found, replace(AWAY, **alive), WAITING, 10.0 + LEAST_S) is None
 
 
+@pytest.mark.parametrize("last", [{"io_bytes": 8}, {"cpu_s": 5.0 + LEAST_S}])
+def test_a_rank_that_was_active_when_the_others_had_passed_is_found_once_it_is_idle(last):
+    found, was_active = detector(), replace(AWAY, **last)
+    assert look(found, AWAY, WAITING, 5.0) is None
+    active_s = 6.0 + LEAST_S
+    assert look(found, was_active, WAITING, active_s) is None
+    assert look(found, was_active, WAITING, active_s + LEAST_S) is None
+    late = not_none(look(found, was_active, WAITING, active_s + LEAST_S + 1.0))
+    assert (late.rank, late.late_s) == (2, active_s + LEAST_S + 1.0 - 5.0)
+
+
+def test_a_rank_that_reads_now_and_then_is_never_left_behind():
+    found = detector()
+    for number in range(50):
+        reading = replace(AWAY, io_bytes=7 + number)
+        assert look(found, reading, WAITING, 5.0 + number * (LEAST_S - 1.0)) is None
+
+
 def test_a_process_that_took_the_place_of_another_has_the_time_that_a_start_takes():
     found, start_s = detector(), 50.0
     assert look(found, AWAY, AWAY, 1.0) is None
