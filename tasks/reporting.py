@@ -27,7 +27,9 @@ from storage.errors import StorageError
 from tasks.artifacts import Artifact, Artifacts
 from tasks.prefect_client import without_retries
 
-CLOSE_TIMEOUT_S = 15.0
+# A server that is started again on a busy machine is back after 20 to 40 s. Nothing is lost by the
+# wait: the end of the flow run needs the server, too, and the run has ended already.
+CLOSE_TIMEOUT_S = 60.0
 RETRY_S = 5.0
 LAST_RETRY_S = 0.5  # once the run has ended: what is not sent soon is never sent
 MAX_EVENTS = 1000  # that wait: an outage of days must not fill the memory of the flow's process

@@ -118,7 +118,8 @@ def _tables(
     if not progress.startswith(f"{history.ended.outcome}, step"):
         yield f"progress: {progress!r}, the run has {history.ended.outcome}"
     checkpoints = CheckpointStore(open_store(running.job.storage), name)
-    rows = json.loads(shown[f"{name}-checkpoints"]["data"])
+    table = shown.get(f"{name}-checkpoints")
+    rows = json.loads(table["data"]) if table is not None else []
     if sorted(int(row["step"]) for row in rows) != checkpoints.steps():
         yield f"checkpoints: {rows}, the store has {checkpoints.steps()}"
 
