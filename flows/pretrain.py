@@ -39,7 +39,7 @@ from training.engines.base import Placement
 from training.errors import AlreadySupervised, RunConflict
 from training.files import home_folder
 from training.job import Job, JobTemplate
-from training.supervisor.run import Verdict
+from training.supervisor.concluding import Verdict
 from training.supervisor.runbook import RunSteps, conduct
 from training.supervisor.same_run import completed_before
 from training.supervisor.store_place import begin_store

@@ -17,7 +17,7 @@ from storage.errors import StorageError
 from training.errors import InputError
 from training.supervisor.observing import AttemptObserver
 from training.supervisor.run import Run
-from training.wire.agent import LogPiece, ReadLogsQuery
+from training.wire.logs import LogPiece, ReadLogsQuery
 
 POLL_S = 0.5
 LEDGER_PERIOD_S = 2.0

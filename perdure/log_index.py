@@ -17,7 +17,7 @@ from training.agent.log_collection import COLLECTED_FILE, logs_prefix
 from training.errors import InputError
 from training.supervisor.hang_report import HANG_REPORT
 from training.supervisor.run import Run
-from training.wire.agent import Collected, ReadLogsQuery
+from training.wire.logs import Collected, ReadLogsQuery
 
 _KEY = re.compile(r"p(\d+)-a(\d+)/(?:([^/]+)/)?([^/].*)")
 _RANK = re.compile(r"rank-(\d+)\.")

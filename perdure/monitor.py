@@ -17,8 +17,9 @@ from perdure.runs import OpenAttempt
 from storage.checkpoint import Tier
 from training.engines.base import Snapshot
 from training.files import home_folder
+from training.journal.attempt_view import AttemptView
 from training.journal.events import StepRecord
-from training.journal.history import AttemptView, RunHistory
+from training.journal.history import RunHistory
 from training.journal.steps import kept_of
 from training.journal.time_account import Account, SeenStep, account
 from training.recovery.faults import Fault

@@ -21,8 +21,9 @@ from rich.text import Text
 
 from perdure.tables import WIDTH, sparkline
 from tasks.observe import Observation
+from training.journal.attempt_view import AttemptView
 from training.journal.events import StepRecord
-from training.journal.history import AttemptView, RunHistory
+from training.journal.history import RunHistory
 from training.supervisor.report import event_text
 
 PLAIN_EVERY_S = 5.0

@@ -15,7 +15,8 @@ import typer
 from perdure.console import RunId
 from perdure.runs import OpenAttempt, run_to_observe
 from training.errors import InputError, PerdureError
-from training.journal.history import Pause, RunHistory
+from training.journal.attempt_view import Pause
+from training.journal.history import RunHistory
 from training.supervisor.run import Run
 from training.wire.requests import is_pause_wanted, write_control
 

@@ -30,7 +30,8 @@ from prefect.client.schemas.sorting import TaskRunSort
 from prefect.exceptions import ObjectNotFound
 
 from tasks.flow_runs import flow_runs_of
-from training.journal.history import AttemptView, RunHistory
+from training.journal.attempt_view import AttemptView
+from training.journal.history import RunHistory
 from training.recovery.rungs import RESTARTS_IN_PLACE, RUNGS
 
 LOST = "SupervisorLost"

@@ -26,9 +26,9 @@ from training.engines.base import Placement
 from training.job import Job, departures
 from training.recovery.rungs import RUNGS, restarts_in_a_row
 from training.supervisor.attention import waits_for_node
+from training.supervisor.concluding import Verdict
 from training.supervisor.job_checks import check_job, corpus_notes
 from training.supervisor.markdown import counted
-from training.supervisor.run import Verdict
 from training.supervisor.watch import EndKind
 from training.trainer.size import num_parameters
 from training.wire.node import CheckOutcome

@@ -20,6 +20,7 @@ from tasks.engine_log import quieten
 from tasks.flow_runs import flow_runs_of
 from tasks.observe import Observation, publish
 from tasks.reporting import Log, Reporter
+from training.journal.attempt_view import AttemptView
 from training.journal.events import (
     AlertCleared,
     AlertRaised,
@@ -29,7 +30,7 @@ from training.journal.events import (
     ProgramNotice,
     StepRecord,
 )
-from training.journal.history import AttemptView, RunHistory
+from training.journal.history import RunHistory
 from training.recovery.faults import Fault
 from training.recovery.protocol import (
     AttemptGivenUp,

@@ -7,7 +7,6 @@ optimizer steps.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from storage.address import Credentials, StorageSpec
+from storage.address import StorageSpec
 from storage.frozen_model import FrozenModel
 from training.errors import InputError
 from training.masking import has_key
@@ -32,7 +31,6 @@ from training.specs.data import DataSpec, TokenizerSpec
 from training.specs.drill import DrillSpec
 from training.specs.engine import DEFAULT_RECIPE, AnyEngineSpec, LocalEngineSpec, WorkerSpec
 from training.specs.env_from import SecretSource
-from training.specs.field_names import names_meant
 from training.specs.init_from import InitFromSpec
 from training.specs.job_text import read_document, read_document_file
 from training.specs.model import (
@@ -44,6 +42,7 @@ from training.specs.model import (
     Precision,
 )
 from training.specs.preflight import PreflightSpec
+from training.specs.problems import field_of, message_of
 from training.specs.recovery import (
     PLATFORM_HANG_TIMEOUT_S,
     RECOMMENDED_KEEP_LAST,
@@ -52,15 +51,12 @@ from training.specs.recovery import (
     RestartSpec,
     recommended_interval,
 )
-from training.specs.run_name import NAME, TEMPLATE, is_template
+from training.specs.run_name import NAME, TEMPLATE
 from training.specs.secret_literals import why_secret
 from training.specs.watch import HangAction, WatchSpec
 
 MAX_USER_VARIABLES = 100  # ModelArts' limit for own environment variables of a training job
-SECRET_FIELDS = frozenset(Credentials.model_fields)  # ledger and Prefect show a job in clear text
-SECRET_SECTIONS = (("env",), ("env_from",))  # no message shows a value that was given there
 TEMPORARY_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108 to warn of
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 RESERVED_PREFIXES = ("MA_", "VC_", "PERDURE_")
 RESERVED_NAMES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK"})
 # Each attempt's own, whatever was there before: the job's would be lost.
@@ -453,7 +449,7 @@ def _validated(kind: type[AnyJob], document: Mapping[str, Any]) -> AnyJob:
 def input_error(error: ValidationError) -> InputError:
     """The first problem of a job, on one line; no values from where secrets may be."""
     first = error.errors(include_url=False)[0]
-    return InputError(_field_of(first["loc"]), _message_of(first))
+    return InputError(field_of(first["loc"]), message_of(first, Job))
 
 
 def _set_override(document: dict[str, Any], override: str) -> None:
@@ -468,55 +464,3 @@ def _set_override(document: dict[str, Any], override: str) -> None:
             raise InputError("--set", f"{key}: {parent} is not a section")
         target = child
     target[leaf] = read_document(text, where=f"--set: {key}")
-
-
-def _field_of(location: tuple[int | str, ...]) -> str:
-    if location[:1] in SECRET_SECTIONS and len(location) > 1:
-        # Of `env: {TOKEN=value}` the text is the name of a variable that has no value.
-        location = (location[0], *(one for one in location[1:] if _VARIABLE.fullmatch(str(one))))
-    return ".".join(str(part) for part in location)
-
-
-# Messages in place of pydantic's for a value of the wrong shape.
-_SHAPES = {
-    "tuple_type": "must be a list, [a, b, ...]",
-    "model_type": "must be a section with fields of its own",
-}
-
-
-def _message_of(error: Mapping[str, Any]) -> str:
-    """One line: the value that was given and what is allowed instead."""
-    if SECRET_FIELDS.intersection(error["loc"]):
-        return (
-            "keys do not belong into a job: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in "
-            "the environment, or name a Prefect block in credentials_block"
-        )
-    is_secret = error["loc"][:1] in SECRET_SECTIONS
-    match error["type"]:
-        case "model_type" | "dict_type" if error["loc"][:1] == ("env_from",):
-            message = (
-                "must name where the value is kept: {secret: VARIABLE}, {file: PATH}, {block: NAME}"
-            )
-        case "dict_type" if is_secret:
-            message = "must be a section of variables, {NAME: VALUE}"
-        case "string_type" if is_secret:
-            message = "must be a text, in quotes"
-        case "extra_forbidden":
-            meant = " or ".join(names_meant(Job, error["loc"]))
-            hint = f"did you mean {meant}?" if meant else "`perdure schema` lists the fields"
-            message = f"no such field; {hint}"
-        case "missing":
-            message = "is missing"
-        case "string_pattern_mismatch" if is_template(str(error["input"])):
-            message = (
-                f"{error['input']!r} is a template, for deployments; name one run with "
-                "--set run_id=..."
-            )
-        case "value_error":
-            message = str(error["msg"]).removeprefix("Value error, ")
-        case _ if is_secret:
-            message = str(error["msg"])
-        case kind:
-            given = json.dumps(error["input"], default=str)[:120]
-            message = f"{given}: {_SHAPES.get(kind, error['msg'])}"
-    return message

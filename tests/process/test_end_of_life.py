@@ -23,7 +23,7 @@ from training.drill.driver import RunDriver, RunOutcome
 from training.drill.evaluation import recovered
 from training.drill.job import drill_job
 from training.job import Job
-from training.journal.history import AttemptView
+from training.journal.attempt_view import AttemptView
 from training.recovery.rungs import Rung
 from training.specs.drill import DrillFault, DrillKind, DrillPoint
 from training.specs.model import ParallelKind

@@ -14,8 +14,8 @@ import pytest
 from tests.process.harness import REPO, faulty_job
 from training.drill.driver import LIMIT_S, RunDriver, RunOutcome
 from training.health.points import LATENCY_HOLD_S
+from training.journal.attempt_view import Alert
 from training.journal.events import HealthPoint
-from training.journal.history import Alert
 from training.recovery.faults import FaultClass
 from training.recovery.rungs import Rung
 from training.specs.drill import DrillFault, DrillKind

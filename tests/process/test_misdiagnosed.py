@@ -11,7 +11,7 @@ from training.drill.driver import RunDriver, RunOutcome, kill_hook
 from training.drill.job import drill_job, write_corpus
 from training.injection.outside import Kill, KillInjector, LocalRun, Victim
 from training.job import Job
-from training.journal.history import AttemptView
+from training.journal.attempt_view import AttemptView
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.protocol import AttemptGivenUp
 from training.recovery.rungs import Rung

@@ -21,7 +21,7 @@ from training.drill.driver import Pauser, RunDriver, RunHook, RunOutcome
 from training.drill.evaluation import differences, recovered
 from training.drill.job import NUM_RANKS, drill_job
 from training.injection.outside import LocalRun
-from training.journal.history import AttemptView, InProcessRecovery
+from training.journal.attempt_view import AttemptView, InProcessRecovery
 from training.recovery.rungs import Rung
 from training.specs.drill import DrillFault, DrillKind, DrillPoint
 from training.specs.model import ParallelKind

@@ -12,7 +12,8 @@ from storage.checkpoint import CheckpointStore
 from tasks.left_open import end_of_task
 from tests.process.harness import Running
 from tests.process.rest import BUSY_S, Api, ask
-from training.journal.history import AttemptView, RunHistory
+from training.journal.attempt_view import AttemptView
+from training.journal.history import RunHistory
 from training.recovery.rungs import RUNGS
 from training.supervisor.report import story_rows
 from training.supervisor.summary import attempts_table, attempts_title

@@ -43,16 +43,13 @@ from training.wire.agent import (
     AgentState,
     AgentStatus,
     CheckOrder,
-    CollectOrder,
     CoordinatorEnd,
     EvidenceQuery,
     GreetQuery,
     HangReport,
-    LogsQuery,
     MetricsQuery,
     NodeText,
     Order,
-    ReadLogsQuery,
     RendezvousOrder,
     Request,
     ShutdownOrder,
@@ -62,6 +59,7 @@ from training.wire.agent import (
     StopOrder,
 )
 from training.wire.healing import HealOrder
+from training.wire.logs import CollectOrder, LogsQuery, ReadLogsQuery
 from training.wire.node import NodeSample
 from training.wire.rank_table import DevicesQuery
 

@@ -26,7 +26,8 @@ from storage.objects import ObjectStore
 from training.agent.workers import WorkerGroup
 from training.job import Job
 from training.masking import masked, secret_values
-from training.wire.agent import AgentConfig, Collected, CollectedFile, CollectOrder, StartOrder
+from training.wire.agent import AgentConfig, StartOrder
+from training.wire.logs import Collected, CollectedFile, CollectOrder
 
 COLLECTED_FILE = "collected.json"
 PIECE_BYTES = 256 << 10

@@ -11,7 +11,8 @@ from pathlib import Path
 from training.agent.log_collection import OF_CONTAINER, PIECE_BYTES, Log, logs_at, secrets_of
 from training.agent.workers import STREAMS, WorkerGroup
 from training.masking import masked
-from training.wire.agent import AgentConfig, LogPiece, ReadLogsQuery, StartOrder
+from training.wire.agent import AgentConfig, StartOrder
+from training.wire.logs import LogPiece, ReadLogsQuery
 
 MAX_REPLY_BYTES = 2 << 20
 

@@ -39,7 +39,8 @@ from training.job import RESERVED_NAMES
 from training.masking import SECRETS_ENV, masked_text, secret_values
 from training.processes import RANK_VARIABLES, container_processes, reap_adopted, signal_all
 from training.recovery.protocol import WorkerEnded
-from training.wire.agent import AgentConfig, Pulse, RankStatus, StartOrder, WorkerLog, WorkerStatus
+from training.wire.agent import AgentConfig, Pulse, RankStatus, StartOrder, WorkerStatus
+from training.wire.logs import WorkerLog
 
 _log = logging.getLogger("perdure.agent")
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from training.drill.driver import Curve, Pauser, RunOutcome
 from training.drill.table import Drill, Expected
 from training.job import Job
-from training.journal.history import AttemptView, RunHistory
+from training.journal.attempt_view import AttemptView
+from training.journal.history import RunHistory
 from training.recovery.rungs import Rung
 from training.supervisor.watch import EndKind
 

@@ -14,18 +14,9 @@ from typing import Protocol, Self
 from training.errors import NoCapacity
 from training.journal.records import Member
 from training.recovery.rungs import Rung
-from training.wire.agent import (
-    AgentReply,
-    AgentStatus,
-    CheckOrder,
-    Collected,
-    LogPiece,
-    NodeText,
-    ReadLogsQuery,
-    StartOrder,
-    WorkerLog,
-)
+from training.wire.agent import AgentReply, AgentStatus, CheckOrder, NodeText, StartOrder
 from training.wire.healing import Healing, HealOrder
+from training.wire.logs import Collected, LogPiece, ReadLogsQuery, WorkerLog
 from training.wire.node import Check
 
 

@@ -40,25 +40,27 @@ from training.wire.agent import (
     AgentReply,
     AgentStatus,
     CheckOrder,
-    Collected,
-    CollectOrder,
     EvidenceQuery,
     GreetQuery,
-    LogPiece,
-    LogsQuery,
     MetricsQuery,
     NodeText,
     Order,
-    ReadLogsQuery,
     RendezvousOrder,
     ShutdownOrder,
     StacksQuery,
     StartOrder,
     StatusQuery,
     StopOrder,
-    WorkerLog,
 )
 from training.wire.healing import Healing, HealOrder
+from training.wire.logs import (
+    Collected,
+    CollectOrder,
+    LogPiece,
+    LogsQuery,
+    ReadLogsQuery,
+    WorkerLog,
+)
 from training.wire.node import Check, unanswered
 from training.wire.rank_table import DevicesQuery, NodeDevices
 

@@ -23,8 +23,9 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from itertools import groupby, pairwise
 
+from training.journal.attempt_view import AttemptView, InProcessRecovery
 from training.journal.events import StepRecord
-from training.journal.history import AttemptView, InProcessRecovery, RunHistory
+from training.journal.history import RunHistory
 from training.recovery.rungs import RUNGS, Rung
 
 Key = tuple[int, int]

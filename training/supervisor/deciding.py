@@ -12,7 +12,8 @@ from training.diagnosis.cause import Diagnosis
 from training.engines.base import Engine
 from training.errors import EngineError
 from training.job import Job
-from training.journal.history import AttemptView, RunHistory
+from training.journal.attempt_view import AttemptView
+from training.journal.history import RunHistory
 from training.journal.records import Decided, RungFailed
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.ladder import decide

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from training.diagnosis.classify import CoordinatorLost, NodeOutput, SilentRank, WorkerEnd
+from training.diagnosis.evidence import CoordinatorLost, NodeOutput, SilentRank, WorkerEnd
 from training.diagnosis.standstill import RankProgress
 from training.engines.base import Engine, Snapshot
 from training.health.heartbeat import Phase
 from training.journal.events import StepRecord
 from training.journal.time_account import SeenStep
 from training.supervisor.good_ends import CommandEnds, bad_end_of_session
-from training.wire.agent import AgentStatus, HangReport, WorkerLog
+from training.wire.agent import AgentStatus, HangReport
+from training.wire.logs import WorkerLog
 
 LOG_TAIL_BYTES = 64 * 1024
 DEVICE_LOG_TAIL_BYTES = 64 * 1024

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from training.agent.log_collection import logs_prefix
-from training.journal.history import AttemptView, InProcessRecovery, RunHistory
+from training.journal.attempt_view import AttemptView, InProcessRecovery
+from training.journal.history import RunHistory
 from training.journal.records import AttemptEnded
 from training.recovery.faults import Fault
 from training.recovery.rungs import RUNGS, Decision, Rung

@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
-from training.diagnosis.classify import SilentRank
+from training.diagnosis.evidence import SilentRank
 from training.diagnosis.standstill import standstill_of
 from training.health.hang import MIN_LIMIT_S
 from training.health.heartbeat import Phase

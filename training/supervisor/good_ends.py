@@ -15,7 +15,8 @@ from training.diagnosis.exits import EXIT_DONE
 from training.engines.base import Snapshot
 from training.health.heartbeat import Phase
 from training.recovery.faults import FaultClass
-from training.wire.agent import AgentStatus, WorkerLog, WorkerStatus
+from training.wire.agent import AgentStatus, WorkerStatus
+from training.wire.logs import WorkerLog
 
 UNSEEN_STRIDE = 0.01  # of the target, where only one heartbeat of a command was seen
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from training.environment import variables_of
 from training.errors import AgentUnreachable, EngineError
+from training.journal.attempt_view import AttemptView
 from training.journal.events import ChipsHealed
-from training.journal.history import AttemptView
 from training.recovery.faults import Fault
 from training.recovery.healing import Act, ActDone, HealPlan, hardware_fault
 from training.recovery.rungs import RESTARTS_IN_PLACE, Decision

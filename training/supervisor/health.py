@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from training.diagnosis.classify import SlowNode
+from training.diagnosis.evidence import SlowNode
 from training.health.points import Condition, HealthPoints, Key, RankSample, RunSample, key_of
+from training.journal.attempt_view import AttemptView
 from training.journal.events import AlertCleared, AlertRaised, HealthPoint, StepRecord
-from training.journal.history import AttemptView, RunHistory
+from training.journal.history import RunHistory
 from training.recovery.faults import FaultClass
 from training.specs.watch import WatchSpec
 from training.supervisor.watch import Progress

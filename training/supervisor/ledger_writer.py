@@ -13,8 +13,9 @@ from typing import Any
 from storage.checkpoint import CheckpointStore
 from storage.errors import PermanentError
 from training.diagnosis.cause import Diagnosis
+from training.journal.attempt_view import AttemptView
 from training.journal.events import LedgerEvent
-from training.journal.history import AttemptView, RunHistory
+from training.journal.history import RunHistory
 from training.journal.ledger import Ledger
 from training.journal.records import (
     AnyRecord,

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from training.engines.base import Engine, Placement, Snapshot
 from training.errors import AgentUnreachable, EngineError
 from training.journal.attempt_log import Follower
+from training.journal.attempt_view import AttemptView, Pause, spans
 from training.journal.events import LedgerEvent, StepRecord
-from training.journal.history import AttemptView, Pause, spans
 from training.recovery.protocol import PauseBegan, PauseEnded
 from training.supervisor.watch import Progress
-from training.wire.agent import LogPiece, ReadLogsQuery
+from training.wire.logs import LogPiece, ReadLogsQuery
 
 
 @dataclass(frozen=True, slots=True)

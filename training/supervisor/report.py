@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from training.journal.attempt_view import Alert, AttemptView, InProcessRecovery
 from training.journal.events import (
     AlertCleared,
     AlertRaised,
@@ -22,7 +23,7 @@ from training.journal.events import (
     ProgramNotice,
     StepRecord,
 )
-from training.journal.history import Alert, AttemptView, InProcessRecovery, RunHistory
+from training.journal.history import RunHistory
 from training.recovery.faults import Fault
 from training.recovery.protocol import (
     AttemptGivenUp,

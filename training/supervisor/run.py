@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import SecretStr
@@ -19,24 +18,20 @@ from storage.address import Credentials, open_store, worker_environment
 from storage.checkpoint import CheckpointStore
 from storage.errors import StorageError
 from training.agent.log_collection import await_collected
-from training.diagnosis.cause import Diagnosis
-from training.diagnosis.classify import diagnose
 from training.diagnosis.compiled import compile_beside
-from training.diagnosis.ending import again_short
-from training.diagnosis.of_command import of_command
 from training.engines.base import Engine, Placement
 from training.engines.registry import make_engine
 from training.environment import variables_of
 from training.errors import AgentUnreachable, EngineError
 from training.health.verdict import CheckVerdict
 from training.job import Job
-from training.journal.events import AlertRaised, ChipsHealed, HealthPoint
-from training.journal.history import AttemptView, RunHistory
+from training.journal.attempt_view import AttemptView
+from training.journal.events import AlertRaised, HealthPoint
+from training.journal.history import RunHistory
 from training.journal.ledger import Identity, Ledger
 from training.journal.records import DataReady, RunCreated, RunEnded
-from training.recovery.faults import Fault
-from training.recovery.rungs import RESTARTS_IN_PLACE, Decision
 from training.supervisor.attention import spares_of
+from training.supervisor.concluding import Concluder, Verdict
 from training.supervisor.deciding import Decider, recoveries_of
 from training.supervisor.evidence import progress_of
 from training.supervisor.gang import GangCheck
@@ -53,7 +48,6 @@ from training.supervisor.same_run import is_complete, refuse_elsewhere, refuse_o
 from training.supervisor.store_outage import StoreOutage, forget_outage
 from training.supervisor.store_place import begin_store, refuse_lost_ledger
 from training.supervisor.watch import (
-    AttemptEnd,
     AttemptWatch,
     EndKind,
     Grace,
@@ -71,28 +65,6 @@ LOGS_WAIT_S = 30.0  # at the end of a run, for the upload of the last attempt's 
 # Recoveries in a start order. Those without progress are few in a row, and a window of a day
 # holds no more of one code that matter.
 MAX_PAST = 50
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Verdict:
-    """How an attempt ended and, if it failed, what is to be done."""
-
-    kind: EndKind
-    placement: int
-    attempt: int
-    step: int | None
-    fault: Fault | None = None
-    decision: Decision | None = None
-    healed: ChipsHealed | None = None
-
-    def __repr__(self) -> str:
-        # Prefect puts it behind a state's message, in a line of the log.
-        return f"<attempt {self.placement}.{self.attempt} {self.kind}>"
-
-    @property
-    def restarts_in_place(self) -> bool:
-        """Whether the same containers start the processes again."""
-        return self.decision is not None and self.decision.rung in RESTARTS_IN_PLACE
 
 
 class Run:
@@ -217,6 +189,10 @@ class Run:
     def _placer(self) -> Placer:
         return Placer(self._healer, identity=self._identity, home=self._home)
 
+    @property
+    def _concluder(self) -> Concluder:
+        return Concluder(self.job, self.engine, self._writer, self._healer, self.store)
+
     def observer(self) -> AttemptObserver | None:
         """Observes the open attempt without taking the run; None when there is none."""
         history = self.refresh()
@@ -310,8 +286,10 @@ class Run:
             try:
                 self.engine.start(self._order(view, placement, data_manifest_key))
             except (EngineError, AgentUnreachable) as error:
-                return self._conclude(view, watch.wind_up(refusal=str(error)), stop_wanted)
-        return self._conclude(view, watch.run(), stop_wanted)
+                return self._concluder.conclude(
+                    view, watch.wind_up(refusal=str(error)), stop_wanted
+                )
+        return self._concluder.conclude(view, watch.run(), stop_wanted)
 
     def _watch(
         self,
@@ -377,7 +355,7 @@ class Run:
             if not has_failure(self.engine.poll()):
                 return
             watch = self._watch(stop_wanted=lambda: True, on_progress=lambda _progress: None)
-            self._record_end(view, watch.wind_up())
+            self._concluder.record_end(view, watch.wind_up())
         except (EngineError, AgentUnreachable):
             return  # its containers are gone, and the evidence with them
 
@@ -468,53 +446,3 @@ class Run:
             _log.info(save_hang_report(self.store, self.job.run_id, view.key, stacks, ranks))
         except StorageError as error:
             _log.warning("the stacks of the ranks in the hang could not be saved: %s", error)
-
-    def _conclude(
-        self, view: AttemptView, end: AttemptEnd, stop_wanted: Callable[[], bool]
-    ) -> Verdict:
-        """Diagnose, decide, put both on record, and heal where the answer is to stay."""
-        diagnosis = self._record_end(view, end)
-        if diagnosis is None:
-            return Verdict(end.kind, *view.key, end.last_step)
-        fault = diagnosis.fault
-        decision, healed = self._healer.answer(view, fault, stop_wanted=stop_wanted)
-        return Verdict(end.kind, *view.key, end.last_step, fault, decision, healed)
-
-    def _record_end(self, view: AttemptView, end: AttemptEnd) -> Diagnosis | None:
-        """Put the end of an attempt on record, with what broke it, if something did."""
-        placement, attempt = view.key
-        # The nodes upload them while the fault is diagnosed and the next attempt starts.
-        self.engine.collect_logs(placement, attempt)
-        self._writer.missed_checkpoints(view)
-        diagnosis = self._diagnosed(end) if end.kind is EndKind.FAILED else None
-        if diagnosis is not None and end.stacks:
-            diagnosis = self._with_stacks(view, end, diagnosis)
-        self._writer.end_attempt(
-            view,
-            end.kind.value,
-            to_step=end.last_step,
-            proc_start_cnt=end.proc_start_cnt,
-            diagnosis=diagnosis,
-            noticed_s=end.evidence.at_s if diagnosis is not None else None,
-            stepped_s=end.stepped_s,
-        )
-        return diagnosis
-
-    def _diagnosed(self, end: AttemptEnd) -> Diagnosis:
-        found = diagnose(end.evidence)
-        # A user who starts a run that had ended has seen how.
-        before = self.history.attempts[self.history.budgets_from : -1]
-        last = before[-1].ended if before else None
-        fault = again_short(found.fault, last.fault if last is not None else None)
-        return replace(found, fault=of_command(fault) if self.job.worker.is_command else fault)
-
-    def _with_stacks(self, view: AttemptView, end: AttemptEnd, diagnosis: Diagnosis) -> Diagnosis:
-        """Name the place of a hang's stacks in its fault."""
-        ranks = end.evidence.rank_progress
-        try:
-            where = save_hang_report(self.store, self.job.run_id, view.key, end.stacks, ranks)
-        except StorageError as error:
-            where = f"The stacks of the ranks could not be saved: {error}."
-        fault = diagnosis.fault
-        explained = replace(fault, explanation=f"{fault.explanation} {where}".strip())
-        return replace(diagnosis, fault=explained)

@@ -15,7 +15,8 @@ from training.engines.base import Placement
 from training.errors import EngineError
 from training.recovery.faults import FaultClass
 from training.recovery.rungs import Rung
-from training.supervisor.run import Run, Verdict
+from training.supervisor.concluding import Verdict
+from training.supervisor.run import Run
 from training.supervisor.watch import EndKind, Progress
 from training.trainer.data.prepare import DataOutcome, prepare
 from training.trainer.data.tokenizer import open_tokenizer

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from training.diagnosis.classify import SilentRank
+from training.diagnosis.evidence import SilentRank
 from training.health.silent_output import SilentOutputDetector
 from training.job import Job
 from training.wire.agent import AgentState, AgentStatus

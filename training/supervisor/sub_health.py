@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from training.journal.attempt_view import AttemptView
 from training.journal.events import HealthPoint
-from training.journal.history import AttemptView, RunHistory
+from training.journal.history import RunHistory
 from training.recovery.chips import ChipLevel, chip_fact
 from training.recovery.faults import Fault
 

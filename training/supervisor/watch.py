@@ -11,11 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from training.diagnosis.classify import (
-    Evidence,
-    SilentRank,
-    SlowNode,
-)
+from training.diagnosis.evidence import Evidence, SilentRank, SlowNode
 from training.engines.base import Engine, Snapshot
 from training.journal.attempt_log import Follower
 from training.journal.events import CheckpointCommitted, Event, LedgerEvent, StepRecord

@@ -26,12 +26,12 @@ from training.wire.agent import (
     AgentConfig,
     AgentReply,
     AgentStatus,
-    LogsQuery,
     Order,
     StartOrder,
     StatusQuery,
     StopOrder,
 )
+from training.wire.logs import LogsQuery
 
 TOKEN = "a-token"
 EPOCH = 10

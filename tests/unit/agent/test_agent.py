@@ -24,15 +24,8 @@ from training.agent.command_line import NAMES_IN_ARGUMENTS
 from training.agent.control import ADDRESS_FILE
 from training.errors import AgentUnreachable, EngineError
 from training.processes import is_alive, kill_container
-from training.wire.agent import (
-    LogPiece,
-    MetricsQuery,
-    ReadLogsQuery,
-    RendezvousOrder,
-    ShutdownOrder,
-    StatusQuery,
-    StopOrder,
-)
+from training.wire.agent import MetricsQuery, RendezvousOrder, ShutdownOrder, StatusQuery, StopOrder
+from training.wire.logs import LogPiece, ReadLogsQuery
 
 # A grandchild that left the session of its parent and does not listen to SIGTERM.
 STUBBORN = """

@@ -27,7 +27,8 @@ from training.agent.log_collection import (
     pack,
 )
 from training.agent.workers import WorkerGroup
-from training.wire.agent import AgentConfig, Collected, CollectOrder, ShutdownOrder
+from training.wire.agent import AgentConfig, ShutdownOrder
+from training.wire.logs import Collected, CollectOrder
 
 PREFIX = "runs/run-1/logs/p0001-a0001/node-1/"
 ORDER = CollectOrder(placement=1, attempt=1)

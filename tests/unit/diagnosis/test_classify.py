@@ -11,13 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from training.diagnosis.classify import (
-    CoordinatorLost,
-    Evidence,
-    SilentRank,
-    WorkerEnd,
-    diagnose,
-)
+from training.diagnosis.classify import diagnose
+from training.diagnosis.evidence import CoordinatorLost, Evidence, SilentRank, WorkerEnd
 from training.diagnosis.exits import EXIT_ABOVE_PROCESS, EXIT_RESTART_ME, EXIT_USER
 from training.diagnosis.of_command import CORRUPT_ACTION, of_command
 from training.diagnosis.rules import load_rules

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from training.diagnosis.classify import Evidence, WorkerEnd, diagnose
+from training.diagnosis.classify import diagnose
 from training.diagnosis.ending import (
     LAST_WITHIN_S,
     SHORT_CODE,
@@ -18,6 +18,7 @@ from training.diagnosis.ending import (
     early_end,
     short_end,
 )
+from training.diagnosis.evidence import Evidence, WorkerEnd
 from training.recovery.faults import Fault, FaultClass
 
 STEPS = "".join(

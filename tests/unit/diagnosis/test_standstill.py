@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.values import not_none
-from training.diagnosis.classify import Evidence, SilentRank, diagnose
+from training.diagnosis.classify import diagnose
+from training.diagnosis.evidence import Evidence, SilentRank
 from training.diagnosis.standstill import RankProgress, standstill_of
 from training.recovery.faults import FaultClass
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from training.journal.attempt_view import AttemptView
 from training.journal.events import (
     AlertCleared,
     AlertRaised,
@@ -13,7 +14,7 @@ from training.journal.events import (
     LedgerEvent,
     ProgramNotice,
 )
-from training.journal.history import AttemptView, RunHistory, replay
+from training.journal.history import RunHistory, replay
 from training.journal.records import (
     AnyRecord,
     AttemptEnded,

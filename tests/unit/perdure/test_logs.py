@@ -17,7 +17,7 @@ from training.agent.log_collection import COLLECTED_FILE, logs_prefix
 from training.supervisor.hang_report import HANG_REPORT
 from training.supervisor.job_registry import remember_job
 from training.supervisor.run import Run
-from training.wire.agent import Collected, CollectedFile
+from training.wire.logs import Collected, CollectedFile
 
 GONE = "checkpoint-server.log: gone"
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from training.diagnosis.classify import Evidence, WorkerEnd, diagnose
+from training.diagnosis.classify import diagnose
+from training.diagnosis.evidence import Evidence, WorkerEnd
 from training.platforms.forms import read_platform
 from training.recovery.faults import Fault
 from training.recovery.ladder import decide

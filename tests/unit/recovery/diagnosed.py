@@ -9,8 +9,8 @@ from __future__ import annotations
 import signal
 from typing import Any
 
-from training.diagnosis.classify import Evidence, NodeOutput, SilentRank, SlowNode, WorkerEnd
 from training.diagnosis.classify import diagnose as diagnose_all
+from training.diagnosis.evidence import Evidence, NodeOutput, SilentRank, SlowNode, WorkerEnd
 from training.recovery.faults import Fault
 from training.recovery.ladder import decide, fault_of_report
 from training.recovery.protocol import WorkerFault, WorkerFaultKind

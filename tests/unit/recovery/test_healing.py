@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from training.diagnosis.classify import Evidence, NodeOutput, WorkerEnd, diagnose
+from training.diagnosis.classify import diagnose
+from training.diagnosis.evidence import Evidence, NodeOutput, WorkerEnd
 from training.recovery.chips import SEPARATED, ChipLevel
 from training.recovery.healing import (
     TREATMENTS,

@@ -18,15 +18,12 @@ from training.wire.agent import (
     AgentState,
     AgentStatus,
     CheckOrder,
-    Collected,
-    LogPiece,
     NodeText,
-    ReadLogsQuery,
     StartOrder,
-    WorkerLog,
     WorkerStatus,
 )
 from training.wire.healing import Healing, HealOrder
+from training.wire.logs import Collected, LogPiece, ReadLogsQuery, WorkerLog
 from training.wire.node import Check
 
 # Exit code and error of every worker, by how its attempt ends.

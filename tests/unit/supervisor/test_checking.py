@@ -9,7 +9,7 @@ from training.engines.base import Placement
 from training.errors import EngineError
 from training.job import Job
 from training.journal.records import NodeRefused
-from training.supervisor.run import Verdict
+from training.supervisor.concluding import Verdict
 from training.supervisor.runbook import RunSteps
 from training.supervisor.watch import EndKind
 from training.wire.node import Check, CheckOutcome

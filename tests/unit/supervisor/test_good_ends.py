@@ -9,7 +9,8 @@ import pytest
 from training.engines.base import Snapshot
 from training.recovery.faults import FaultClass
 from training.supervisor.good_ends import CommandEnds, bad_end_of_session, is_done, was_stopped
-from training.wire.agent import AgentState, AgentStatus, RankStatus, WorkerLog, WorkerStatus
+from training.wire.agent import AgentState, AgentStatus, RankStatus, WorkerStatus
+from training.wire.logs import WorkerLog
 
 CRASH = 'Traceback (most recent call last):\n  File "train.py", line 1\nTypeError: no\n'
 

@@ -20,7 +20,8 @@ from tests.unit.journal.histories import (
     seen,
 )
 from tests.unit.supervisor.cluster import Cluster, ClusterRun
-from training.diagnosis.classify import Evidence, WorkerEnd, diagnose
+from training.diagnosis.classify import diagnose
+from training.diagnosis.evidence import Evidence, WorkerEnd
 from training.journal.events import AlertCleared, HealthPoint
 from training.journal.history import replay
 from training.journal.records import AttemptEnded, AttemptStarted, Decided, EventSeen, NodeReleased

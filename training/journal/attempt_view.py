@@ -1,0 +1,136 @@
+"""One attempt as the ledger has it: its start, its end, and what its events tell in between.
+
+Times are seconds, steps completed optimizer steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from training.journal.events import AlertCleared, AlertRaised, ChipsHealed, LedgerEvent
+from training.journal.records import AttemptEnded, AttemptStarted, FirstStep, Member
+from training.recovery.faults import Fault
+from training.recovery.healing import found_at_fault
+from training.recovery.protocol import (
+    AttemptEvent,
+    LastSave,
+    PauseBegan,
+    PauseEnded,
+    RecoveryBegan,
+    RecoveryEnded,
+)
+from training.recovery.rungs import Decision, Rung
+
+Began = TypeVar("Began", bound=AttemptEvent)
+Ended = TypeVar("Ended", bound=AttemptEvent)
+
+
+@dataclass(frozen=True)
+class Span(Generic[Began, Ended]):
+    """An event that begins something, and the one of the same number that ends it.
+
+    Attributes:
+        began: how it began.
+        ended: how it went; None while it goes on, and when the attempt ended first.
+    """
+
+    began: Began
+    ended: Ended | None = None
+
+
+Pause = Span[PauseBegan, PauseEnded]
+Alert = Span[AlertRaised, AlertCleared]
+
+
+class InProcessRecovery(Span[RecoveryBegan, RecoveryEnded]):
+    """One recovery inside the processes."""
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether training went on."""
+        return self.ended is not None and self.ended.succeeded
+
+    @property
+    def left_sub_healthy(self) -> bool:
+        """Whether training went on over what may break again: re-established connections."""
+        return self.succeeded and self.began.decision.sub_healthy
+
+
+def spans(
+    events: Sequence[LedgerEvent], began: type[Began], ended: type[Ended]
+) -> list[Span[Began, Ended]]:
+    """Pairs of events, in the order in which they began.
+
+    An end without its beginning (a line that was lost with a node) is left out.
+    """
+    ends = {event.number: event for event in events if isinstance(event, ended)}
+    begins = {event.number: event for event in events if isinstance(event, began)}
+    return [Span(event, ends.get(number)) for number, event in begins.items()]
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptView:
+    """One attempt, from its start to the decision about its end."""
+
+    started: AttemptStarted
+    members: Sequence[Member]
+    first_step: FirstStep | None = None
+    ended: AttemptEnded | None = None
+    decision: Decision | None = None
+    failed_rungs: tuple[Rung, ...] = ()
+    events: tuple[LedgerEvent, ...] = ()
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """(placement, attempt)."""
+        return self.started.placement, self.started.attempt
+
+    @property
+    def from_step(self) -> int:
+        """Step it went on from, known by its first step; until then the store's newest one.
+
+        The memory of the nodes may have had a newer one than the store.
+        """
+        return self.first_step.step - 1 if self.first_step is not None else self.started.from_step
+
+    @property
+    def recoveries(self) -> list[InProcessRecovery]:
+        """Recoveries inside its processes, oldest first."""
+        found = spans(self.events, RecoveryBegan, RecoveryEnded)
+        return [InProcessRecovery(one.began, one.ended) for one in found]
+
+    @property
+    def pauses(self) -> list[Pause]:
+        """Times at which all its ranks were paused on request, oldest first."""
+        return spans(self.events, PauseBegan, PauseEnded)
+
+    @property
+    def alerts(self) -> list[Alert]:
+        """Health points that left their limits, oldest first."""
+        return spans(self.events, AlertRaised, AlertCleared)
+
+    @property
+    def fault(self) -> Fault | None:
+        """What ended it; where the check of its chips failed after it, the hardware is at fault."""
+        fault = self.ended.fault if self.ended is not None else None
+        if fault is None or self.healed is None or self.healed.succeeded:
+            return fault
+        return found_at_fault(fault, self.healed.acts)
+
+    @property
+    def healed(self) -> ChipsHealed | None:
+        """What was done about chips after it, None when nothing was."""
+        return next((event for event in self.events if isinstance(event, ChipsHealed)), None)
+
+    @property
+    def last_save(self) -> LastSave | None:
+        """What became of its end-of-life checkpoint, None when none was tried."""
+        return next((event for event in reversed(self.events) if isinstance(event, LastSave)), None)
+
+    @property
+    def pause(self) -> Pause | None:
+        """The pause that it is in."""
+        pauses = self.pauses if self.ended is None else []
+        return pauses[-1] if pauses and pauses[-1].ended is None else None

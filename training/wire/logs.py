@@ -1,0 +1,111 @@
+"""The messages about the logs of a node: their ends, what is new in them, their way to the store.
+
+Times are seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from storage.frozen_model import FrozenModel
+
+
+class LogsQuery(FrozenModel):
+    """Ask for the end of each local worker's output."""
+
+    op: Literal["logs"] = "logs"
+    tail_bytes: int = Field(ge=1, le=1 << 20)
+
+
+class ReadLogsQuery(FrozenModel):
+    """Ask for what the logs of the newest attempt hold after these places.
+
+    Attributes:
+        offsets: by node/name of the log, bytes; of the attempt that `placement` and `attempt` name.
+        tail_bytes: of a log that has none, from so far before its end; None: from its beginning.
+        rank: whose output is wanted; None: that of all ranks.
+        file: name of the log that is wanted instead.
+        every_log: what the container itself writes is wanted, too.
+    """
+
+    op: Literal["read_logs"] = "read_logs"
+    placement: int = 0
+    attempt: int = 0
+    offsets: dict[str, int] = Field(default={})
+    tail_bytes: int | None = None
+    rank: int | None = None
+    file: str | None = None
+    every_log: bool = False
+
+
+class CollectOrder(FrozenModel):
+    """Put the logs of an ended attempt into the store, in the background; repeated: how far."""
+
+    op: Literal["collect"] = "collect"
+    placement: int
+    attempt: int
+
+
+class WorkerLog(FrozenModel):
+    """The end of one worker's output.
+
+    Attributes:
+        written_s: when it was last written.
+    """
+
+    rank: int
+    path: str
+    text: str
+    written_s: float | None = None
+
+
+class LogPiece(FrozenModel):
+    """What a log of an attempt holds between two places, in whole lines, without secrets.
+
+    Attributes:
+        name: of the log, as it will be in the store.
+        rank: global rank that writes it, None when no rank does.
+        offset: where the piece ends.
+        is_last: whether that is the end of the log, for now.
+    """
+
+    placement: int
+    attempt: int
+    name: str
+    rank: int | None = None
+    text: str
+    offset: int
+    is_last: bool
+
+
+class CollectedFile(FrozenModel):
+    """One log in the store.
+
+    Attributes:
+        key: of the object.
+        size_bytes: compressed.
+        log_bytes: of the log that are in it.
+        cut_bytes: of the log before them that are left out.
+    """
+
+    key: str
+    size_bytes: int
+    log_bytes: int
+    cut_bytes: int = 0
+
+
+class Collected(FrozenModel):
+    """What a node has put into the store of the logs of an attempt.
+
+    Attributes:
+        is_done: whether nothing more comes.
+        problems: logs that are missing, and why.
+    """
+
+    placement: int
+    attempt: int
+    is_done: bool
+    files: tuple[CollectedFile, ...] = ()
+    problems: tuple[str, ...] = ()
