@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -18,6 +19,7 @@ from training.wire.agent import REQUEST, AgentAddress, AgentReply, Order, Reques
 from training.wire.transport import RequestServer, call, is_authentic
 
 ADDRESS_FILE = "address.json"
+CALL_TIMEOUT_S = 10.0
 
 
 def control_server(
@@ -48,32 +50,55 @@ def publish_address(folder: Path, host: str, port: int) -> None:
     write_whole(folder / ADDRESS_FILE, address.model_dump_json(), private=True)
 
 
+@dataclass(frozen=True, slots=True)
 class AgentClient:
     """Calls one agent.
 
-    Raises (every call):
-        AgentUnreachable: no agent answers at the address.
-        EngineError: the agent refused the request.
+    Attributes:
+        host: where it is reached.
+        port: likewise.
+        token: its own.
+        epoch: of the supervisor.
     """
 
-    def __init__(
-        self, address: AgentAddress, *, token: str, epoch: int, timeout_s: float = 10.0
-    ) -> None:
-        self.address = address
-        self._token = token
-        self._epoch = epoch
-        self._timeout_s = timeout_s
+    host: str
+    port: int
+    token: str = field(repr=False)
+    epoch: int
 
-    def call(self, order: Order) -> AgentReply:
-        """Send an order, return the reply."""
-        request = Request(token=SecretStr(self._token), epoch=self._epoch, order=order)
-        host, port = self.address.host, self.address.port
+    def request(self, order: Order) -> Request:
+        """The order as it is sent."""
+        return Request(token=SecretStr(self.token), epoch=self.epoch, order=order)
+
+    def call(self, order: Order, *, timeout_s: float = CALL_TIMEOUT_S) -> AgentReply:
+        """Send an order, return the reply.
+
+        Raises:
+            AgentUnreachable: no agent answers at the address.
+            EngineError: the agent refused the request.
+        """
         try:
-            reply = AgentReply.model_validate_json(
-                call(host, port, request, timeout_s=self._timeout_s)
-            )
+            line = call(self.host, self.port, self.request(order), timeout_s=timeout_s)
         except (OSError, ValueError) as error:
-            raise AgentUnreachable(f"agent at {host}:{port}: {error}") from error
+            raise self.unreachable(error) from error
+        return self.reply(order, line)
+
+    def reply(self, order: Order, line: bytes) -> AgentReply:
+        """What a line that answers the order says.
+
+        Raises:
+            AgentUnreachable: it is no reply, or empty: the connection ended.
+            EngineError: the agent refused the request.
+        """
+        try:
+            reply = AgentReply.model_validate_json(line)
+        except ValueError as error:
+            raise self.unreachable(error) from error
         if reply.error is not None:
-            raise EngineError(f"agent at {host}:{port} refused {order.op}: {reply.error}")
+            at = f"agent at {self.host}:{self.port}"
+            raise EngineError(f"{at} refused {order.op}: {reply.error}")
         return reply
+
+    def unreachable(self, error: Exception) -> AgentUnreachable:
+        """The error of a call that did not get through."""
+        return AgentUnreachable(f"agent at {self.host}:{self.port}: {error}")

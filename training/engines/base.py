@@ -1,8 +1,8 @@
 """The seam between a run and whatever gives it containers.
 
-An engine starts, replaces and ends containers, each with a node agent as its first process,
-and passes orders on to the agents. It decides nothing: which rung to take is the ladder's
-business. Times are seconds.
+An engine starts, replaces and ends containers, each with a node agent as its first process. It
+decides nothing, which is the ladder's business, and speaks to no agent, which is the fleet's
+(`fleet.py`). Times are seconds.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
+from training.environment import variables_of
 from training.errors import NoCapacity
+from training.job import Job
 from training.journal.records import Member
 from training.recovery.rungs import Rung
-from training.wire.agent import AgentReply, AgentStatus, CheckOrder, NodeText, StartOrder
-from training.wire.healing import Healing, HealOrder
-from training.wire.logs import Collected, LogPiece, ReadLogsQuery, WorkerLog
-from training.wire.node import Check
+from training.specs.watch import HangAction
+from training.wire.agent import AgentConfig, AgentReply, AgentStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +80,28 @@ class Greeting:
         return cls(node, host, reply.port or 0, clock_s, doubt_s)
 
 
+@dataclass(frozen=True, slots=True)
+class Contact:
+    """How the agent in a container is reached.
+
+    Attributes:
+        node: that the container is on.
+        token: of its agent.
+        address: host and port for the supervisor; None: there is no agent, or it is gone.
+        host: where the other members reach it.
+    """
+
+    node: str
+    token: str = field(repr=False)
+    address: tuple[str, int] | None
+    host: str
+
+
 class Engine(Protocol):
     """Where containers come from.
 
-    Calls may raise EngineError, and AgentUnreachable where they call an agent.
+    It knows nothing of what goes on inside them: the agents are the fleet's business. Calls may
+    raise EngineError.
     """
 
     @property
@@ -96,71 +114,64 @@ class Engine(Protocol):
         ...
 
     def submit(self, placement: Placement) -> None:
-        """Start a container for every member; whatever the run had before is ended first."""
+        """Start a container for every member; what the run has is ended by force first.
+
+        Returns when every agent has an address.
+        """
         ...
 
     def replace(self, placement: Placement, members: Collection[int]) -> None:
-        """Start new containers for these members; the others keep theirs."""
+        """Likewise for these members; the others keep theirs."""
         ...
 
     def adopt(self, placement: Placement) -> frozenset[int]:
         """Find the containers of a placement made earlier. Indices of the members that live."""
         ...
 
-    def greet(self) -> dict[int, Greeting]:
-        """The members that answer, by their index."""
+    def contacts(self) -> Mapping[int, Contact]:
+        """The containers of the placement that was submitted or adopted last, by member."""
         ...
 
-    def check(self, orders: Mapping[int, CheckOrder]) -> Sequence[Check]:
-        """Check all members at once; one that does not answer has failed."""
+    def inventory(self) -> Mapping[int, Contact]:
+        """The containers that the run has, whoever made them and for whichever placement."""
         ...
 
-    def heal(self, node: str, order: HealOrder) -> Healing:
-        """Heal the chips of one node, in the background; repeated: how far it is."""
+    def end(self) -> None:
+        """End every container of the run by force, wait until nothing is left."""
         ...
 
-    def start(self, order: StartOrder) -> None:
-        """Start the processes of an attempt in every container; rendezvous is filled in."""
-        ...
 
-    def poll(self) -> Snapshot:
-        """The state of the members; one that does not answer is tried for a while first."""
-        ...
+def agent_config(
+    job: Job, member: Member, *, token: str, epoch: int, node_folder: str
+) -> AgentConfig:
+    """What the agent in a member's container begins with, the same on every engine.
 
-    def stop(self, grace_s: float) -> None:
-        """Stop the processes in every container that answers; returns at once."""
-        ...
-
-    def metrics(self, offset: int) -> tuple[str, int]:
-        """Step records that the first rank wrote after `offset` bytes, and the new offset."""
-        ...
-
-    def logs(self, tail_bytes: int) -> Sequence[tuple[str, WorkerLog]]:
-        """The end of each worker's output, with the name of its node."""
-        ...
-
-    def read_logs(self, query: ReadLogsQuery) -> Sequence[tuple[str, LogPiece]]:
-        """What logs of the newest attempt hold, of the containers that answer, with their nodes."""
-        ...
-
-    def texts(self, tail_bytes: int) -> Sequence[tuple[str, NodeText]]:
-        """Device logs and the output of the driver's tools, with the name of the node."""
-        ...
-
-    def stacks(self) -> Sequence[tuple[str, NodeText]]:
-        """The stack of every thread of the workers, with the name of the node."""
-        ...
-
-    def collect_logs(self, placement: int, attempt: int) -> Sequence[tuple[str, Collected]]:
-        """Have every node put its logs of an ended attempt into the store, in the background.
-
-        Returns how far each is that answers at once, with its name; may be called again.
-        """
-        ...
-
-    def cancel(self, grace_s: float) -> None:
-        """Stop the processes, end the containers, wait until nothing is left."""
-        ...
+    Args:
+        job: of the run.
+        member: whose container it is.
+        token: that its callers must have; drawn anew for every container.
+        epoch: of the supervisor that starts it.
+        node_folder: on the node's disk, which outlives the container.
+    """
+    return AgentConfig(
+        run_id=job.run_id,
+        node=member.node,
+        member=member.index,
+        schedule_cnt=member.schedule_cnt,
+        token=token,
+        epoch=epoch,
+        orphan_timeout_s=job.engine.orphan_timeout_s,
+        start_timeout_s=job.restart.start_timeout_s,
+        hang_timeout_s=job.restart.hang_timeout_s,
+        save_timeout_s=job.watch.save_timeout_s,
+        restore_timeout_s=job.watch.restore_timeout_s,
+        evaluate_timeout_s=job.watch.evaluate_timeout_s,
+        command_quiet_s=job.watch.command_quiet_s,
+        detect_hangs=job.restart.hang,
+        hangs_end_attempt=job.watch.hang_action is HangAction.RESTART,
+        node_folder=node_folder,
+        variables=None if job.worker.is_command else variables_of(job),
+    )
 
 
 def plan(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from training.engines.base import Engine
+from training.engines.fleet import Fleet
 from training.engines.local import LocalEngine
 from training.errors import InputError
 from training.job import Job
@@ -33,3 +34,11 @@ def make_engine(
         raise InputError("engine.kind", f"{job.engine.kind!r} has no engine in the registry")
     make = ENGINES[job.engine.kind]
     return make(job, home=home, epoch=epoch, secrets_env=secrets_env, created_s=created_s)
+
+
+def make_fleet(
+    job: Job, *, home: Path, epoch: int, secrets_env: Mapping[str, str], created_s: float
+) -> Fleet:
+    """The engine of a job with what speaks to the agents; the arguments of `make_engine`."""
+    engine = make_engine(job, home=home, epoch=epoch, secrets_env=secrets_env, created_s=created_s)
+    return Fleet(engine, job, epoch=epoch)

@@ -11,7 +11,7 @@ from training.diagnosis.cause import Diagnosis
 from training.diagnosis.classify import diagnose
 from training.diagnosis.ending import again_short
 from training.diagnosis.of_command import of_command
-from training.engines.base import Engine
+from training.engines.fleet import Fleet
 from training.job import Job
 from training.journal.attempt_view import AttemptView
 from training.journal.events import ChipsHealed
@@ -50,17 +50,17 @@ class Concluder:
 
     Args:
         job: of the run.
-        engine: of the run.
+        fleet: of the run.
         writer: of its ledger.
         healer: answers the faults.
         store: takes the stacks of hangs.
     """
 
     def __init__(
-        self, job: Job, engine: Engine, writer: LedgerWriter, healer: Healer, store: ObjectStore
+        self, job: Job, fleet: Fleet, writer: LedgerWriter, healer: Healer, store: ObjectStore
     ) -> None:
         self._job = job
-        self._engine = engine
+        self._fleet = fleet
         self._writer = writer
         self._healer = healer
         self._store = store
@@ -80,7 +80,7 @@ class Concluder:
         """Put the end of an attempt on record, with what broke it, if something did."""
         placement, attempt = view.key
         # The nodes upload them while the fault is diagnosed and the next attempt starts.
-        self._engine.collect_logs(placement, attempt)
+        self._fleet.collect_logs(placement, attempt)
         self._writer.missed_checkpoints(view)
         diagnosis = self._diagnosed(end) if end.kind is EndKind.FAILED else None
         if diagnosis is not None and end.stacks:

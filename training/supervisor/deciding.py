@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 
 from training.diagnosis.cause import Diagnosis
-from training.engines.base import Engine
+from training.engines.fleet import Fleet
 from training.errors import EngineError
 from training.job import Job
 from training.journal.attempt_view import AttemptView
@@ -28,23 +28,23 @@ class Decider:
 
     Attributes:
         job: of the run.
-        engine: its capabilities and nodes limit what can be decided.
+        fleet: its capabilities and nodes limit what can be decided.
         writer: of the run's ledger.
     """
 
     job: Job
-    engine: Engine
+    fleet: Fleet
     writer: LedgerWriter
 
     def decide(self, view: AttemptView, fault: Fault) -> Decision:
         """What answers the fault that ended an attempt."""
         history = self.writer.refresh()
-        healthy = set(self.engine.nodes()) - set(history.isolated)
+        healthy = set(self.fleet.nodes()) - set(history.isolated)
         decision = decide(
             fault,
             now_s=time.time(),
             history=recoveries_of(self.job, history),
-            supported=self.engine.capabilities,
+            supported=self.fleet.capabilities,
             policy=self.job.restart.policy(operator_retry=self.job.comm.op_retry.enabled),
             capacity=Capacity(healthy=len(healthy), needed=self.job.engine.nodes),
             no_replica=no_replica_of(self.job),

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from training.diagnosis.evidence import CoordinatorLost, NodeOutput, SilentRank, WorkerEnd
 from training.diagnosis.standstill import RankProgress
-from training.engines.base import Engine, Snapshot
+from training.engines.base import Snapshot
+from training.engines.fleet import Fleet
 from training.health.heartbeat import Phase
 from training.journal.events import StepRecord
 from training.journal.time_account import SeenStep
@@ -19,17 +20,17 @@ DEVICE_LOG_TAIL_BYTES = 64 * 1024
 ENDED = "Z"  # the kernel's letter
 
 
-def logs_by_rank(engine: Engine) -> dict[int, list[WorkerLog]]:
+def logs_by_rank(fleet: Fleet) -> dict[int, list[WorkerLog]]:
     """The ends of what the workers have printed."""
     found: dict[int, list[WorkerLog]] = {}
-    for _, log in engine.logs(LOG_TAIL_BYTES):
+    for _, log in fleet.logs(LOG_TAIL_BYTES):
         found.setdefault(log.rank, []).append(log)
     return found
 
 
-def outputs_of(engine: Engine) -> Iterator[NodeOutput]:
+def outputs_of(fleet: Fleet) -> Iterator[NodeOutput]:
     """What the nodes know beside that: device logs, and what the driver's tools report."""
-    for node, one in engine.texts(DEVICE_LOG_TAIL_BYTES):
+    for node, one in fleet.texts(DEVICE_LOG_TAIL_BYTES):
         yield NodeOutput(node, one.name, one.text, rank=one.rank, device=one.device)
 
 

@@ -81,7 +81,7 @@ class Healer:
         until_s = time.monotonic() + order.plan.limit_s + ANSWER_MARGIN_S
         while time.monotonic() < until_s and not stop_wanted():
             try:
-                done = self.decider.engine.heal(node, order).done
+                done = self.decider.fleet.heal(node, order).done
             except (EngineError, AgentUnreachable):
                 return None
             if done is not None:

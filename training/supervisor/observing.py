@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from training.engines.base import Engine, Placement, Snapshot
+from training.engines.base import Placement, Snapshot
+from training.engines.fleet import Fleet
 from training.errors import AgentUnreachable, EngineError
 from training.journal.attempt_log import Follower
 from training.journal.attempt_view import AttemptView, Pause, spans
@@ -34,16 +35,16 @@ class AttemptObserver:
     """Reads the log of an attempt without supervising it; orders and records nothing.
 
     Args:
-        engine: of the run.
+        fleet: of the run.
         placement: of the attempt.
     """
 
-    def __init__(self, engine: Engine, placement: Placement) -> None:
-        self._engine = engine
+    def __init__(self, fleet: Fleet, placement: Placement) -> None:
+        self._fleet = fleet
         self._placement = placement
         self._events: list[LedgerEvent] = []
         self._steps: list[StepRecord] = []
-        self._log = Follower(engine.metrics)
+        self._log = Follower(fleet.metrics)
 
     def pause(self, view: AttemptView) -> Pause | None:
         """The pause that the attempt is in by now.
@@ -58,7 +59,7 @@ class AttemptObserver:
     def look(self) -> AttemptSnapshot:
         """The state of the attempt by now."""
         try:
-            snapshot = self._engine.poll() if self._read_on() else None
+            snapshot = self._fleet.poll() if self._read_on() else None
         except (EngineError, AgentUnreachable):
             snapshot = None
         steps, self._steps = tuple(self._steps), []
@@ -67,16 +68,16 @@ class AttemptObserver:
     def read_logs(self, query: ReadLogsQuery) -> Sequence[tuple[str, LogPiece]] | None:
         """What its logs hold by now, with the names of their nodes; None: no node is in reach."""
         try:
-            if not self._engine.adopt(self._placement):
+            if not self._fleet.adopt(self._placement):
                 return None
-            return self._engine.read_logs(query)
+            return self._fleet.read_logs(query)
         except (EngineError, AgentUnreachable):
             return None
 
     def _read_on(self) -> bool:
         """Read the log to its end. Whether any agent of the attempt lives."""
         try:
-            if not self._engine.adopt(self._placement):
+            if not self._fleet.adopt(self._placement):
                 return False
             for events in iter(self._log.read, None):
                 progress = Progress()

@@ -47,7 +47,7 @@ class Placer:
     def __init__(self, healer: Healer, *, identity: Identity, home: Path) -> None:
         self._healer, self._decider = healer, healer.decider
         decider = healer.decider
-        self._job, self._engine, self._writer = decider.job, decider.engine, decider.writer
+        self._job, self._fleet, self._writer = decider.job, decider.fleet, decider.writer
         self._identity = identity
         self._home = home
         self._waited_s = 0.0
@@ -81,7 +81,7 @@ class Placer:
     @property
     def _repair(self) -> Rung:
         """How members on refused nodes move: alone where the engine can, or all."""
-        can = Rung.POD_RESCHEDULE in self._engine.capabilities
+        can = Rung.POD_RESCHEDULE in self._fleet.capabilities
         return Rung.POD_RESCHEDULE if can else Rung.JOB_RESCHEDULE
 
     def _keeps(self, current: Placement, stop_wanted: Callable[[], bool]) -> bool:
@@ -93,7 +93,7 @@ class Placer:
         history = self._writer.history
         if not history.attempts_in(current.number):
             return self._completes(history, current)
-        alive = self._engine.adopt(current)
+        alive = self._fleet.adopt(current)
         if history.open_attempt is not None:
             if not alive:
                 self._decider.vanished(history.open_attempt)
@@ -117,18 +117,18 @@ class Placer:
         """
         members = {member.index for member in current.members}
         stay = _kept_members(history, current)
-        alive = self._engine.adopt(current)
+        alive = self._fleet.adopt(current)
         if alive == members:
             return True
         if not stay:
-            self._engine.submit(current)
+            self._fleet.submit(current)
             return True
         if not alive:
             placed = history.placements[-2]
-            alive = self._engine.adopt(Placement(placed.placement, placed.members)) & stay
+            alive = self._fleet.adopt(Placement(placed.placement, placed.members)) & stay
         if not stay <= alive:
             return False
-        self._engine.replace(current, members - alive)
+        self._fleet.replace(current, members - alive)
         return True
 
     def _carry_out(
@@ -147,31 +147,31 @@ class Placer:
 
     def _new_placement(self, rung: Rung, current: Placement | None) -> Placement:
         # Read again: while it waits for a spare, a user may release a node.
-        history, nodes = self._writer.refresh(), self._engine.nodes()
+        history, nodes = self._writer.refresh(), self._fleet.nodes()
         avoid = history.isolated
         if rung is Rung.JOB_RESCHEDULE and self._may_go_back(avoid):
             avoid = history.refused
         sub_healthy = {one.node: one.why for one in sub_healthy_nodes(history)}
         if rung is Rung.POD_RESCHEDULE and current is not None:
-            alive = self._engine.adopt(current)
+            alive = self._fleet.adopt(current)
             lost = [m.node for m in current.members if m.index not in alive]
             placement, moved = plan_replacement(
                 nodes, previous=current, avoid=avoid, lost=lost, last=sub_healthy
             )
             # On record before it is done: after a death in between, _completes() finishes it.
             self._record(placement, avoid, sub_healthy)
-            self._engine.replace(placement, moved)
+            self._fleet.replace(placement, moved)
             return placement
         placement = plan(
             nodes, self._job.engine.nodes, previous=current, avoid=avoid, last=sub_healthy
         )
         self._record(placement, avoid, sub_healthy)
-        self._engine.submit(placement)
+        self._fleet.submit(placement)
         return placement
 
     def _may_go_back(self, avoid: tuple[str, ...]) -> bool:
         """Whether too few healthy nodes are left and the policy lets the job use isolated ones."""
-        left = len(self._engine.nodes()) - len(avoid)
+        left = len(self._fleet.nodes()) - len(avoid)
         return left < self._job.engine.nodes and self._job.restart.allow_without_isolation
 
     def _record(
@@ -198,9 +198,9 @@ class Placer:
         Raises:
             EngineError: before the first attempt, something is wrong that no node is to blame for.
         """
-        greetings = self._engine.greet()
+        greetings = self._fleet.greet()
         orders = self._check_orders(placement, self._writer.refresh(), greetings)
-        found = [*self._engine.check(orders), *self._check_clocks(greetings)]
+        found = [*self._fleet.check(orders), *self._check_clocks(greetings)]
         verdict = verdict_of(found)
         for node, why in verdict.refused.items():
             self._writer.ledger.append(NodeRefused, placement=placement.number, node=node, why=why)

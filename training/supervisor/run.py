@@ -19,8 +19,9 @@ from storage.checkpoint import CheckpointStore
 from storage.errors import StorageError
 from training.agent.log_collection import await_collected
 from training.diagnosis.compiled import compile_beside
-from training.engines.base import Engine, Placement
-from training.engines.registry import make_engine
+from training.engines.base import Placement
+from training.engines.fleet import Fleet
+from training.engines.registry import make_fleet
 from training.environment import variables_of
 from training.errors import AgentUnreachable, EngineError
 from training.health.verdict import CheckVerdict
@@ -106,7 +107,7 @@ class Run:
         self._home = home
         self._cwd = str((Path(job.worker.cwd) if job.worker.cwd else cwd or Path.cwd()).resolve())
         self._identity = Identity.of_this_process(flow_run=flow_run)
-        self._engine: Engine | None = None
+        self._fleet: Fleet | None = None
 
     @property
     def history(self) -> RunHistory:
@@ -135,15 +136,15 @@ class Run:
         remember_job(self._home, self.job)
         forget_outage(self._home, self.job.run_id)
         history = self.refresh()
-        self._engine = self._make_engine(self.ledger.epoch)
+        self._fleet = self._make_fleet(self.ledger.epoch)
         return history
 
     def refresh(self) -> RunHistory:
         """Re-read the ledger."""
         return self._writer.refresh()
 
-    def _make_engine(self, epoch: int) -> Engine:
-        return make_engine(
+    def _make_fleet(self, epoch: int) -> Fleet:
+        return make_fleet(
             self.job,
             home=self._home,
             epoch=epoch,
@@ -152,10 +153,10 @@ class Run:
         )
 
     @property
-    def engine(self) -> Engine:
-        """The engine; take() comes first."""
-        assert self._engine is not None, "take() first"  # noqa: S101 our own bug
-        return self._engine
+    def fleet(self) -> Fleet:
+        """The containers and their agents; take() comes first."""
+        assert self._fleet is not None, "take() first"  # noqa: S101 our own bug
+        return self._fleet
 
     @property
     def home(self) -> Path:
@@ -164,10 +165,10 @@ class Run:
 
     def spares(self) -> list[str] | None:
         """Healthy nodes that the run does not use now; None: not known here."""
-        if self._engine is None:
+        if self._fleet is None:
             return None
         try:
-            nodes = self._engine.nodes()
+            nodes = self._fleet.nodes()
         except EngineError:
             return None
         return spares_of(nodes, self.history)
@@ -179,7 +180,7 @@ class Run:
 
     @property
     def _decider(self) -> Decider:
-        return Decider(self.job, self.engine, self._writer)
+        return Decider(self.job, self.fleet, self._writer)
 
     @property
     def _healer(self) -> Healer:
@@ -191,7 +192,7 @@ class Run:
 
     @property
     def _concluder(self) -> Concluder:
-        return Concluder(self.job, self.engine, self._writer, self._healer, self.store)
+        return Concluder(self.job, self.fleet, self._writer, self._healer, self.store)
 
     def observer(self) -> AttemptObserver | None:
         """Observes the open attempt without taking the run; None when there is none."""
@@ -199,7 +200,7 @@ class Run:
         placement = placement_of(history)
         if placement is None or history.open_attempt is None or history.ended is not None:
             return None
-        return AttemptObserver(self._make_engine(history.epoch), placement)
+        return AttemptObserver(self._make_fleet(history.epoch), placement)
 
     def newest_observer(self) -> AttemptObserver | None:
         """Observes what the agents still know, also of an attempt that has ended; None: no agents.
@@ -209,7 +210,7 @@ class Run:
         placement = placement_of(self.history)
         if placement is None or self.history.ended is not None:
             return None
-        return AttemptObserver(self._make_engine(self.history.epoch), placement)
+        return AttemptObserver(self._make_fleet(self.history.epoch), placement)
 
     def record_data(self, outcome: DataOutcome) -> None:
         """Put the outcome of data preparation on record."""
@@ -284,7 +285,7 @@ class Run:
             # First: a process of an earlier attempt that lives on can commit nothing from here on.
             self.checkpoints.fence(*view.key)
             try:
-                self.engine.start(self._order(view, placement, data_manifest_key))
+                self.fleet.start(self._order(view, placement, data_manifest_key))
             except (EngineError, AgentUnreachable) as error:
                 return self._concluder.conclude(
                     view, watch.wind_up(refusal=str(error)), stop_wanted
@@ -301,7 +302,7 @@ class Run:
     ) -> AttemptWatch:
         job = self.job
         return AttemptWatch(
-            self.engine,
+            self.fleet,
             grace=Grace(
                 request_s=job.engine.grace_s,
                 failover_s=job.restart.failover_grace_s,
@@ -326,7 +327,7 @@ class Run:
         self._keep_fault()
         try:
             self._await_logs()
-            self.engine.cancel(self.job.engine.grace_s)
+            self.fleet.cancel(self.job.engine.grace_s)
         except (EngineError, AgentUnreachable) as error:
             text = f"{message}; the containers cannot be taken down: {error}"
             raise EngineError(text) from error
@@ -352,7 +353,7 @@ class Run:
         if view is None:
             return
         try:
-            if not has_failure(self.engine.poll()):
+            if not has_failure(self.fleet.poll()):
                 return
             watch = self._watch(stop_wanted=lambda: True, on_progress=lambda _progress: None)
             self._concluder.record_end(view, watch.wind_up())
@@ -364,7 +365,7 @@ class Run:
         attempts = self.refresh().attempts
         if attempts and attempts[-1].ended is not None:
             last = attempts[-1]
-            await_collected(lambda: self.engine.collect_logs(*last.key), timeout_s=LOGS_WAIT_S)
+            await_collected(lambda: self.fleet.collect_logs(*last.key), timeout_s=LOGS_WAIT_S)
 
     def wait_to_restart(self, placement: Placement, stop_wanted: Callable[[], bool]) -> None:
         """Wait before a restart in place, as the policy has it; a request to stop ends the wait."""
@@ -383,7 +384,7 @@ class Run:
 
     def _already_started(self, view: AttemptView) -> bool:
         """Whether every agent has begun this attempt: it is adopted, not started again."""
-        agents = self.engine.poll().agents.values()
+        agents = self.fleet.poll().agents.values()
         return bool(agents) and all(
             (status.placement, status.attempt) == view.key and status.state is not AgentState.IDLE
             for status in agents
@@ -398,7 +399,7 @@ class Run:
             attempt=view.started.attempt,
             num_nodes=len(placement.members),
             slots_per_node=job.engine.slots_per_node,
-            hosts=(),  # this and the rendezvous are filled in by the engine
+            hosts=(),  # this and the rendezvous are filled in by the fleet
             master_addr="",
             master_port=0,
             command=job.worker.command or (),  # none: a session, which the node agent forks
@@ -441,7 +442,7 @@ class Run:
     def _report_hang(self, view: AttemptView, progress: Progress) -> None:
         """Save the stacks of a hang that ends nothing; when it is over they are gone."""
         statuses = progress.snapshot.agents.values()
-        stacks, ranks = self.engine.stacks(), tuple(progress_of(statuses))
+        stacks, ranks = self.fleet.stacks(), tuple(progress_of(statuses))
         try:
             _log.info(save_hang_report(self.store, self.job.run_id, view.key, stacks, ranks))
         except StorageError as error:

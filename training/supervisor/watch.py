@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from training.diagnosis.evidence import Evidence, SilentRank, SlowNode
-from training.engines.base import Engine, Snapshot
+from training.engines.base import Snapshot
+from training.engines.fleet import Fleet
 from training.journal.attempt_log import Follower
 from training.journal.events import CheckpointCommitted, Event, LedgerEvent, StepRecord
 from training.journal.time_account import SeenStep
@@ -160,10 +161,10 @@ class Grace:
 
 
 class AttemptWatch:
-    """Watches the attempt that `engine` is running.
+    """Watches the attempt that `fleet` is running.
 
     Args:
-        engine: where the attempt runs.
+        fleet: where the attempt runs.
         grace: time that processes get to end.
         start_timeout_s: limit for bringing the data to a node and starting its processes.
         stop_wanted: asked at every poll.
@@ -176,7 +177,7 @@ class AttemptWatch:
 
     def __init__(
         self,
-        engine: Engine,
+        fleet: Fleet,
         *,
         grace: Grace,
         start_timeout_s: float,
@@ -186,7 +187,7 @@ class AttemptWatch:
         held_up_by: Callable[[Statuses], HeldUpBy | None] = lambda _statuses: None,
         command_ends: CommandEnds | None = None,
     ) -> None:
-        self._engine = engine
+        self._fleet = fleet
         self._grace = grace
         self._start_timeout_s = start_timeout_s
         self._stop_wanted = stop_wanted
@@ -194,7 +195,7 @@ class AttemptWatch:
         self._on_progress = on_progress
         self._held_up_by = held_up_by
         self._command_ends = command_ends
-        self._log = Follower(engine.metrics)
+        self._log = Follower(fleet.metrics)
         self._progress = Progress()
         self._proc_start_cnt: dict[str, int] = {}
 
@@ -206,7 +207,7 @@ class AttemptWatch:
             # A fault comes before a request to stop: else nobody would learn of it.
             wanted = self._wanted_end()
             if wanted is not None and not has_failure(snapshot):
-                self._engine.stop(self._grace.request_s)
+                self._fleet.stop(self._grace.request_s)
                 final = self._await_end(self._grace.request_s)
                 kind = EndKind.COMPLETED if self._is_completed(final) else wanted
                 return self._end(kind, final)
@@ -252,11 +253,11 @@ class AttemptWatch:
         silent = silent or ((culprit,) if isinstance(culprit, SilentRank) else ())
         slow = culprit if isinstance(culprit, SlowNode) else None
         # Before the order to stop, which would change them.
-        stacks = tuple(self._engine.stacks()) if silent else ()
+        stacks = tuple(self._fleet.stacks()) if silent else ()
         # Ranks that are merely slow can save together; peers of a dead one cannot.
         grace_s = self._grace.request_s if slow is not None else self._grace.failover_s
         grace_s = HANG_GRACE_S if silent else grace_s
-        self._engine.stop(grace_s)
+        self._fleet.stop(grace_s)
         final = self._await_end(grace_s) if grace_s >= 0 else self._await_unforced_end()
         lost = tuple(dict.fromkeys((*failed.lost, *final.lost, *_not_over(final))))
         noticed = _Noticed(at_s, failed, refusal, slow, stacks, given_up, silent)
@@ -280,13 +281,13 @@ class AttemptWatch:
         if snapshot.is_over:
             return snapshot
         grace_s = self._grace.request_s if self._stop_wanted() else HANG_GRACE_S
-        self._engine.stop(grace_s)
+        self._fleet.stop(grace_s)
         return self._await_end(grace_s)
 
     def _observe(self) -> Snapshot:
         self._read_log()
         progress = self._progress
-        progress.snapshot = self._engine.poll()
+        progress.snapshot = self._fleet.poll()
         for status in progress.snapshot.agents.values():
             self._proc_start_cnt[status.node] = status.proc_start_cnt
         self._judge_ends(progress.snapshot)
@@ -301,7 +302,7 @@ class AttemptWatch:
         ends.note(snapshot)
         fresh = ends.fresh(snapshot)
         if fresh:
-            ends.judge(fresh, logs_by_rank(self._engine), is_last=_all_done(snapshot))
+            ends.judge(fresh, logs_by_rank(self._fleet), is_last=_all_done(snapshot))
 
     def _read_log(self) -> bool:
         """Read on in the attempt log. Whether there was more of it."""
@@ -319,7 +320,7 @@ class AttemptWatch:
     ) -> AttemptEnd:
         self._read_log_to_its_end()
         noticed = noticed or _Noticed(time.time(), snapshot)
-        logs = logs_by_rank(self._engine) if kind is EndKind.FAILED else {}
+        logs = logs_by_rank(self._fleet) if kind is EndKind.FAILED else {}
         last, seen = self._progress.last, newest_of(snapshot, now_s=time.time())
         step = step_of(snapshot, last)
         statuses = list(snapshot.agents.values())
@@ -332,7 +333,7 @@ class AttemptWatch:
             staging_errors={s.node: s.staging_error for s in statuses if s.staging_error},
             oom_nodes=tuple(s.node for s in statuses if s.oom_kills),
             refusal=noticed.refusal,
-            outputs=tuple(outputs_of(self._engine)) if kind is EndKind.FAILED else (),
+            outputs=tuple(outputs_of(self._fleet)) if kind is EndKind.FAILED else (),
             rank_progress=tuple(progress_of(noticed.snapshot.agents.values())),
             slow=noticed.slow,
             given_up=noticed.given_up,

@@ -113,7 +113,7 @@ class Container:
         return AgentAddress.model_validate_json(text)
 
     def client(self, *, token: str = TOKEN, epoch: int = EPOCH) -> AgentClient:
-        return AgentClient(self.address, token=token, epoch=epoch)
+        return AgentClient(self.address.host, self.address.port, token, epoch)
 
     def call(self, order: Order) -> AgentReply:
         return self.client().call(order)

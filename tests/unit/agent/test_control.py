@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 from threading import Thread
 
@@ -13,7 +12,6 @@ import pytest
 from training.agent.control import AgentClient, control_server
 from training.errors import AgentUnreachable, EngineError
 from training.wire.agent import (
-    AgentAddress,
     AgentReply,
     MetricsQuery,
     Request,
@@ -43,11 +41,7 @@ def server(requests):
 
 
 def client(port: int, *, token: str = TOKEN, epoch: int = 1) -> AgentClient:
-    me = psutil.Process()
-    address = AgentAddress(
-        pid=os.getpid(), process_started_s=me.create_time(), host=HOST, port=port
-    )
-    return AgentClient(address, token=token, epoch=epoch, timeout_s=5.0)
+    return AgentClient(HOST, port, token, epoch)
 
 
 def send_line(port: int, line: bytes) -> AgentReply:

@@ -8,9 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.unit.agent.conftest import EPOCH, TOKEN, Container, job_text
+from tests.unit.agent.conftest import Container, job_text
 from tests.waiting import wait_for
-from training.agent.control import AgentClient
 from training.errors import EngineError
 from training.wire.agent import AgentReply, CheckOrder, GreetQuery
 from training.wire.node import CheckOutcome
@@ -33,8 +32,7 @@ def ask(container: Container, what: CheckOrder, replies: list[AgentReply]) -> th
     """Ask in a thread of its own: the answer takes its time."""
 
     def call() -> None:
-        client = AgentClient(container.address, token=TOKEN, epoch=EPOCH, timeout_s=90)
-        replies.append(client.call(what))
+        replies.append(container.client().call(what, timeout_s=90))
 
     thread = threading.Thread(target=call, daemon=True)
     thread.start()

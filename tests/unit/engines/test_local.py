@@ -12,8 +12,9 @@ import pytest
 
 from tests.jobs import small_job
 from training.agent.control import ADDRESS_FILE
-from training.engines import local
+from training.engines import fleet as fleet_module
 from training.engines.base import plan
+from training.engines.fleet import Fleet
 from training.engines.local import LocalEngine
 from training.wire.agent import AgentAddress
 
@@ -21,15 +22,15 @@ GRACE_S = 20.0
 
 
 @pytest.fixture
-def engine(tmp_path) -> Iterator[LocalEngine]:
+def fleet(tmp_path) -> Iterator[Fleet]:
     job = small_job(
         tmp_path,
         worker={"recipe": "module:main"},
         engine={"nodes": 2, "spares": 1, "grace_s": GRACE_S},
     )
-    engine = LocalEngine(job, home=tmp_path / "home", epoch=1)
-    yield engine
-    engine.cancel(0)
+    fleet = Fleet(LocalEngine(job, home=tmp_path / "home", epoch=1), job, epoch=1)
+    yield fleet
+    fleet.cancel(0)
 
 
 def addresses(home: Path) -> dict[str, Path]:
@@ -41,27 +42,27 @@ def process_of(address: Path) -> psutil.Process:
     return psutil.Process(AgentAddress.model_validate_json(address.read_text()).pid)
 
 
-def test_former_containers_end_in_order_before_new_ones_start(engine, tmp_path):
-    first = plan(engine.nodes(), 2, previous=None, avoid=())
-    engine.submit(first)
+def test_former_containers_end_in_order_before_new_ones_start(fleet, tmp_path):
+    first = plan(fleet.nodes(), 2, previous=None, avoid=())
+    fleet.submit(first)
     assert set(addresses(tmp_path / "home")) == {"p0001-m0-s1", "p0001-m1-s1"}
-    engine.submit(plan(engine.nodes(), 2, previous=first, avoid=()))
+    fleet.submit(plan(fleet.nodes(), 2, previous=first, avoid=()))
     # An agent that was killed would have left its address.
     assert set(addresses(tmp_path / "home")) == {"p0002-m0-s2", "p0002-m1-s2"}
 
 
 def test_a_container_that_is_dead_or_frozen_is_replaced_without_a_long_wait(
-    engine, tmp_path, monkeypatch
+    fleet, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(local, "SHUTDOWN_TIMEOUT_S", 0.5)
-    placement = plan(engine.nodes(), 2, previous=None, avoid=())
-    engine.submit(placement)
+    monkeypatch.setattr(fleet_module, "SHUTDOWN_TIMEOUT_S", 0.5)
+    placement = plan(fleet.nodes(), 2, previous=None, avoid=())
+    fleet.submit(placement)
     found = addresses(tmp_path / "home")
     dead, frozen = process_of(found["p0001-m0-s1"]), process_of(found["p0001-m1-s1"])
     dead.kill()
     frozen.send_signal(signal.SIGSTOP)
     before_s = time.monotonic()
-    engine.replace(placement, {0, 1})
+    fleet.replace(placement, {0, 1})
     assert time.monotonic() - before_s < GRACE_S / 2
     assert not frozen.is_running()
-    assert len(engine.poll().agents) == 2
+    assert len(fleet.poll().agents) == 2

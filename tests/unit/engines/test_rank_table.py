@@ -10,6 +10,7 @@ from tests.jobs import small_job
 from training.agent import device_addresses
 from training.agent.device_addresses import device_ids, in_super_pod, ports
 from training.engines.base import plan
+from training.engines.fleet import Fleet
 from training.engines.local import LocalEngine
 from training.engines.rank_table import Server, rank_table
 from training.errors import EngineError
@@ -114,7 +115,7 @@ def test_an_agent_without_the_addresses_says_so_before_anything_starts(tmp_path)
         comm={"rank_table": "v1.0"},
         engine={"nodes": 1, "spares": 0},
     )
-    engine = LocalEngine(job, home=tmp_path / "home", epoch=1)
+    engine = Fleet(LocalEngine(job, home=tmp_path / "home", epoch=1), job, epoch=1)
     try:
         engine.submit(plan(engine.nodes(), 1, previous=None, avoid=()))
         order = StartOrder(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
-from training.engines.base import Engine, Greeting, Placement, Snapshot
+from training.engines.base import Greeting, Placement, Snapshot
 from training.errors import AgentUnreachable
 from training.journal.events import ChipsHealed
 from training.journal.records import Member
@@ -68,8 +69,8 @@ class Cluster:
         return self.outcomes[min(index, len(self.outcomes) - 1)]
 
 
-class FakeEngine:
-    """The engine seam over a Cluster; every call may be the supervisor's last."""
+class FakeFleet:
+    """The fleet of a Cluster; every call may be the supervisor's last."""
 
     def __init__(self, cluster: Cluster, tick: Callable[[str], None]) -> None:
         self.cluster = cluster
@@ -205,8 +206,8 @@ class ClusterRun(Run):
 
     cluster: Cluster
 
-    def _make_engine(self, epoch: int) -> Engine:
-        return FakeEngine(self.cluster, lambda _what: None)
+    def _make_fleet(self, epoch: int) -> Any:
+        return FakeFleet(self.cluster, lambda _what: None)
 
 
 def supervise(run: Run, on_progress: Callable[[Progress], None] = lambda _: None) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.supervisor.cluster import Cluster, FakeEngine, supervise
+from tests.unit.supervisor.cluster import Cluster, FakeFleet, supervise
 from training.job import Job
 from training.journal.records import NodeReleased
 from training.recovery.protocol import PauseBegan, PauseEnded
@@ -31,7 +31,7 @@ class WalkedRun(Run):
     cluster: Cluster
     tick: Callable[[str], None]
 
-    def _make_engine(self, epoch: int) -> Any:
+    def _make_fleet(self, epoch: int) -> Any:
         append = self.ledger.append
 
         def counted(build: Any, **fields: Any) -> None:
@@ -40,7 +40,7 @@ class WalkedRun(Run):
             self.tick(f"after {build.__name__}")
 
         self.ledger.append = counted  # type: ignore[method-assign]
-        return FakeEngine(self.cluster, self.tick)
+        return FakeFleet(self.cluster, self.tick)
 
 
 def walk(job: Job, home, cluster: Cluster, *, die_at: int | None) -> tuple[Run, bool]:

@@ -124,7 +124,7 @@ def test_the_end_of_a_run_withdraws_a_pause_request(supervisor, job, tmp_path, m
     requested_while_alive: list[bool] = []
     run.take()
     monkeypatch.setattr(
-        run.engine,
+        run.fleet,
         "cancel",
         lambda _grace_s: requested_while_alive.append(read_control(store, job.run_id).pause),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from storage.local import LocalStore
-from tests.unit.supervisor.cluster import Cluster, ClusterRun, FakeEngine
+from tests.unit.supervisor.cluster import Cluster, ClusterRun, FakeFleet
 from training.drill.driver import RunDriver, RunHook, RunOutcome
 from training.engines.base import Placement
 from training.errors import EngineError
@@ -53,11 +53,11 @@ def test_no_attempt_is_started_on_a_node_that_failed_its_check(job, play):
 def test_the_first_failure_is_told_when_the_containers_cannot_be_taken_down_either(
     job, play, monkeypatch
 ):
-    def refuse(self: FakeEngine, what: object) -> None:
+    def refuse(self: FakeFleet, what: object) -> None:
         raise EngineError("no pods" if isinstance(what, Placement) else "no answer")
 
-    monkeypatch.setattr(FakeEngine, "submit", refuse)
-    monkeypatch.setattr(FakeEngine, "cancel", refuse)
+    monkeypatch.setattr(FakeFleet, "submit", refuse)
+    monkeypatch.setattr(FakeFleet, "cancel", refuse)
     message = "no placement: no pods; the containers cannot be taken down: no answer"
     with pytest.raises(EngineError, match=message):
         play(job, Cluster(["done"]))

@@ -1,0 +1,67 @@
+"""Calls to thousands of agents at once, from one thread of its own.
+
+A thread for each call would do for hundreds of nodes; a look every 0.2 s at thousands of them
+would be spent on starting threads. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from pydantic import BaseModel
+
+from training.wire.transport import call_among_others
+
+MAX_OPEN = 256  # connections; agents answer at once, and files that a process may open are few
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A line that answers a request, and when the one was sent and the other there (epoch)."""
+
+    line: bytes
+    sent_s: float
+    answered_s: float
+
+
+class FanOut:
+    """Carries calls out; the thread begins with the first one and ends with the process.
+
+    Args:
+        max_open: connections at a time; a call beyond it waits, and its time begins after that.
+    """
+
+    def __init__(self, *, max_open: int = MAX_OPEN) -> None:
+        self._max_open = max_open
+        self._starting = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._open: asyncio.Semaphore | None = None
+
+    def call(self, host: str, port: int, request: BaseModel, *, timeout_s: float) -> Future[Answer]:
+        """Send a request. Its future has what answers it.
+
+        The future raises OSError (nothing listens there, or no reply came in time) or ValueError
+        (the reply is too long).
+        """
+        calling = self._call(host, port, request, timeout_s)
+        return asyncio.run_coroutine_threadsafe(calling, self._started())
+
+    async def _call(self, host: str, port: int, request: BaseModel, timeout_s: float) -> Answer:
+        assert self._open is not None  # noqa: S101 made with the loop
+        async with self._open:
+            sent_s = time.time()
+            line = await call_among_others(host, port, request, timeout_s=timeout_s)
+            return Answer(line, sent_s, time.time())
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        with self._starting:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._open = asyncio.Semaphore(self._max_open)
+                thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="calls")
+                thread.start()
+            return self._loop
