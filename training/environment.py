@@ -16,7 +16,8 @@ from pathlib import Path
 from training.errors import InputError
 from training.job import Job, refuse_secrets
 from training.processes import interface_of
-from training.specs.recovery import why_no_megabytes
+from training.specs.recovery import RankTableForm, why_no_megabytes
+from training.wire.rank_table import VISIBLE, device_ids
 
 # Added on top of HCCL_EXEC_TIMEOUT: the event wait must outlast the execution limit
 # (torch_npu: HCCL_EVENT_TIMEOUT default 1868 against HCCL_EXEC_TIMEOUT default 1836).
@@ -51,6 +52,11 @@ _RANGES: Mapping[str, _Range] = {
     "ASCEND_SLOG_PRINT_TO_STDOUT": _Range(0, 1, "0 or 1"),
     "TORCH_HCCL_ASYNC_ERROR_HANDLING": _Range(0, 3, "a mode"),
     "OMP_NUM_THREADS": _Range(1, 4096, "threads"),
+}
+# By CANN's documents; which form a series that is not named reads cannot be said.
+_SERIES_OF_FORM: Mapping[RankTableForm, tuple[str, ...]] = {
+    RankTableForm.V1_0: ("a2", "a3"),
+    RankTableForm.V1_2: ("a3",),
 }
 _OP_RETRY = re.compile(r"L[01]:[01](,\s*L[012]:[01])*")
 
@@ -96,11 +102,7 @@ def check_environment(job: Job) -> None:
         InputError: names the variable, its value and what is allowed.
     """
     refuse_secrets(job)
-    form = job.comm.rank_table
-    if form is not None and "RANK_TABLE_FILE" in {*job.env, *job.env_from}:
-        section = "env" if "RANK_TABLE_FILE" in job.env else "env_from"
-        text = f"comm.rank_table={form} writes that file, leave one of them out"
-        raise InputError(f"{section}.RANK_TABLE_FILE", text)
+    _check_rank_table(job)
     for name, value in job.env.items():
         limits = _RANGES.get(name)
         if limits is None:
@@ -113,6 +115,27 @@ def check_environment(job: Job) -> None:
                 f"env.{name}", f"{value!r} must be {limits.low} to {limits.high} ({limits.unit})"
             )
     _check_pairs(variables_of(job), job)
+
+
+def _check_rank_table(job: Job) -> None:
+    """What of the table that is written for each attempt is known before any node is asked."""
+    form, env = job.comm.rank_table, job.env
+    if form is None:
+        return
+    if job.comm.chip is not None and job.comm.chip not in _SERIES_OF_FORM[form]:
+        text = f"{form} is for chip {' or '.join(_SERIES_OF_FORM[form])}"
+        raise InputError("comm.rank_table", f"{text}, and comm.chip={job.comm.chip}")
+    if "RANK_TABLE_FILE" in {*env, *job.env_from}:
+        section = "env" if "RANK_TABLE_FILE" in env else "env_from"
+        text = f"comm.rank_table={form} writes that file, leave one of them out"
+        raise InputError(f"{section}.RANK_TABLE_FILE", text)
+    if VISIBLE in job.env_from:
+        text = f"comm.rank_table={form} must know the devices: give them in env"
+        raise InputError(f"env_from.{VISIBLE}", text)
+    try:
+        device_ids(job.engine.slots_per_node, env.get(VISIBLE, ""))
+    except ValueError as error:
+        raise InputError(f"env.{VISIBLE}", f"{error}; comm.rank_table={form} needs them") from error
 
 
 def _check_pairs(values: Mapping[str, str], job: Job) -> None:

@@ -19,7 +19,6 @@ from storage.errors import StorageError
 from training.agent.checkpoint_server import CheckpointServerProcess, disk_folder
 from training.agent.control import ADDRESS_FILE, control_server, publish_address
 from training.agent.coordinator_client import AgentCoordinatorClient, address_file, metrics_url
-from training.agent.device_addresses import addresses_here
 from training.agent.evidence import device_health, device_logs, stacks_of
 from training.agent.hang_check import HangCheck
 from training.agent.healing import NodeHealing
@@ -32,6 +31,7 @@ from training.agent.wakeup import WakeupSignal
 from training.agent.workers import WorkerGroup
 from training.environment import interface_variables
 from training.files import write_whole
+from training.health.device_addresses import addresses_here
 from training.job import Job
 from training.journal import attempt_log
 from training.masking import masked_text

@@ -13,10 +13,10 @@ from concurrent.futures import Future
 from contextlib import suppress
 
 from training.agent.control import AgentClient
-from training.agent.device_addresses import VISIBLE
 from training.engines.base import Contact, Engine, Greeting, Placement, Snapshot
 from training.engines.rank_table import Server, rank_table
 from training.errors import AgentUnreachable, EngineError
+from training.health.device_addresses import query_of
 from training.job import Job
 from training.recovery.rungs import Rung
 from training.wire.agent import (
@@ -46,7 +46,7 @@ from training.wire.logs import (
     WorkerLog,
 )
 from training.wire.node import Check, unanswered
-from training.wire.rank_table import DevicesQuery, NodeDevices
+from training.wire.rank_table import NodeDevices
 
 RENDEZVOUS_TIMEOUT_S = 120.0  # the first one imports torch, which a cold disk makes slow
 SILENT_AGENT_S = 15.0  # an agent that lives but does not answer for this long is lost
@@ -173,17 +173,15 @@ class Fleet:
         self._order_all(contacts, filled)
 
     def _rank_table(self, contacts: Mapping[int, Contact]) -> str | None:
-        form, job = self._job.comm.rank_table, self._job
-        if form is None:
+        query = query_of(self._job)
+        if query is None:
             return None
-        slots, visible = job.engine.slots_per_node, job.env.get(VISIBLE, "")
-        query = DevicesQuery(form=form, slots=slots, visible=visible)
         replies = self._order_all(contacts, query)
         servers = [
             Server(contact.node, contact.host, replies[index].devices or NodeDevices(devices=()))
             for index, contact in contacts.items()
         ]
-        return rank_table(form, servers)
+        return rank_table(query.form, servers)
 
     def _order_all(self, contacts: Mapping[int, Contact], order: Order) -> dict[int, AgentReply]:
         """Have every member carry out an order.

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from training.device import pick_device
 from training.health import burn_in, gang
+from training.health.device_addresses import check_rank_table, query_of
 from training.health.devices import check_devices, has_torch_npu
 from training.health.host_checks import (
     check_disks,
@@ -89,6 +90,9 @@ def _of_host(job: Job, task: NodeTask) -> list[Check]:
     ]
     if any(one.block is None for one in job.env_from.values()):
         found += _timed(lambda: [check_secrets(job, os.environ)])
+    query = query_of(job)
+    if query is not None:
+        found += _timed(lambda: [check_rank_table(query)])
     if task.with_store:
         found += _timed(lambda: [check_store_of(job)])
     return found

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Literal
 
 from storage.frozen_model import FrozenModel
 from training.specs.recovery import RankTableForm
+
+VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 
 
 class DevicesQuery(FrozenModel):
@@ -40,3 +44,22 @@ class NodeDevices(FrozenModel):
 
     devices: tuple[DeviceAddress, ...]
     super_pod_id: str | None = None
+
+
+def device_ids(slots: int, visible: str) -> Sequence[int]:
+    """Physical numbers of the devices, by local rank.
+
+    Raises:
+        ValueError: `visible` is no list of numbers, names one twice, or too few.
+    """
+    if not visible:
+        return range(slots)
+    parts = [part.strip() for part in visible.split(",")]
+    if not all(re.fullmatch(r"[0-9]+", part) for part in parts):
+        raise ValueError(f"{VISIBLE}={visible} is no list of device numbers, as 0,1,2,3")
+    seen = [int(part) for part in parts]
+    if len(set(seen)) < len(seen):
+        raise ValueError(f"{VISIBLE}={visible} names a device twice")
+    if len(seen) < slots:
+        raise ValueError(f"{VISIBLE}={visible} has fewer than {slots} devices")
+    return seen[:slots]

@@ -7,18 +7,18 @@ import json
 import pytest
 
 from tests.jobs import small_job
-from training.agent import device_addresses
-from training.agent.device_addresses import device_ids, in_super_pod, ports
 from training.engines.base import plan
 from training.engines.fleet import Fleet
 from training.engines.local import LocalEngine
 from training.engines.rank_table import Server, rank_table
 from training.errors import EngineError
+from training.health import device_addresses
+from training.health.device_addresses import in_super_pod, ports
 from training.health.sources.npu_smi import Chip
 from training.health.sources.vendor_tools import assignments
 from training.specs.recovery import RankTableForm
 from training.wire.agent import StartOrder
-from training.wire.rank_table import NodeDevices
+from training.wire.rank_table import NodeDevices, device_ids
 
 # As the driver keeps it.
 HCCN_CONF = """
@@ -97,8 +97,11 @@ def test_the_form_of_super_pods_has_the_servers_of_one_together(lines):
 def test_what_is_not_known_is_named(lines):
     assert list(device_ids(2, "")) == [0, 1]
     assert device_ids(2, "4,6,7") == [4, 6]
+    assert device_ids(2, " 4, 6") == [4, 6]
     with pytest.raises(ValueError, match="ASCEND_RT_VISIBLE_DEVICES=4 has fewer than 2"):
         device_ids(2, "4")
+    with pytest.raises(ValueError, match="ASCEND_RT_VISIBLE_DEVICES=0-7 is no list"):
+        device_ids(2, "0-7")
     with pytest.raises(ValueError, match=r"/etc/hccn.conf has no address_2"):
         ports(lines, (0, 2))
     with pytest.raises(ValueError, match="npu-smi info shows no device 1"):

@@ -9,9 +9,14 @@ from typing import Any
 import pytest
 
 from tests.jobs import small_job
+from training.health import device_addresses
+from training.health.device_addresses import HCCN_CONF, check_rank_table, query_of
 from training.health.node_check import NodeProgram, check_this_machine
 from training.health.node_program import merged
+from training.health.verdict import verdict_of
+from training.specs.recovery import CommSpec, RankTableForm
 from training.wire.node import Check, CheckOutcome, NodeTask
+from training.wire.rank_table import VISIBLE
 
 
 @pytest.fixture
@@ -67,6 +72,31 @@ def test_a_rank_that_does_not_come_is_named_by_the_others(job, tmp_path):
     assert (joined.name, joined.outcome) == ("join", CheckOutcome.OK)
     assert reduced.outcome is CheckOutcome.WARNING
     assert reduced.seen == "no answer from ranks 1 within 7 s"
+
+
+def test_a_node_whose_rank_table_cannot_be_written_is_found_before_an_attempt(job, tmp_path):
+    assert not HCCN_CONF.exists(), "this machine has NPUs"
+    wanted = job.model_copy(update={"comm": CommSpec(rank_table=RankTableForm.V1_0)})
+    task = task_of(wanted.model_dump_json(), tmp_path, is_new=True, with_store=False)
+    found = {check.name: check for check in NodeProgram().run(task, os.environ)}
+    check = found["rank_table"]
+    assert (check.node, check.outcome) == ("node-0", CheckOutcome.FAILED)
+    assert check.seen == "/etc/hccn.conf has no address_0"
+    assert check.allowed == "comm.rank_table=v1.0: an address for each of 2 ranks"
+    assert verdict_of([check]).refused == {"node-0": f"rank_table: {check.seen}"}
+
+
+def test_a_node_is_asked_for_the_devices_that_its_workers_will_see(job, tmp_path, monkeypatch):
+    conf = tmp_path / "hccn.conf"
+    conf.write_text("address_4=10.0.0.4\naddress_6=10.0.0.6\n")
+    monkeypatch.setattr(device_addresses, "HCCN_CONF", conf)
+    comm = CommSpec(rank_table=RankTableForm.V1_0)
+    own = job.model_copy(update={"comm": comm, "env": {VISIBLE: "6,4"}})
+    query = query_of(own)
+    assert query is not None
+    check = check_rank_table(query)
+    assert (check.outcome, check.seen) == (CheckOutcome.OK, "6: 10.0.0.6, 4: 10.0.0.4")
+    assert query_of(job) is None
 
 
 def test_a_program_that_gives_no_result_is_a_failed_check(job, tmp_path):

@@ -202,3 +202,47 @@ def test_a_rank_table_that_is_written_excludes_one_of_the_jobs_own():
     assert values(env={"RANK_TABLE_FILE": "/etc/hccl.json"})["RANK_TABLE_FILE"] == "/etc/hccl.json"
     with pytest.raises(InputError, match=r"comm.rank_table=v1.2 writes that file"):
         values(env={"RANK_TABLE_FILE": "/etc/hccl.json"}, comm={"rank_table": "v1.2"})
+
+
+VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"env": {VISIBLE: "4"}},
+            f"env.{VISIBLE}: {VISIBLE}=4 has fewer than 2 devices; comm.rank_table=v1.2 needs them",
+        ),
+        (
+            {"env": {VISIBLE: "1,1"}},
+            f"env.{VISIBLE}: {VISIBLE}=1,1 names a device twice; comm.rank_table=v1.2 needs them",
+        ),
+        (
+            {"env_from": {VISIBLE: {"secret": "DEVICES"}}},
+            f"env_from.{VISIBLE}: comm.rank_table=v1.2 must know the devices: give them in env",
+        ),
+        (
+            {"comm": {"rank_table": "v1.2", "chip": "a2"}},
+            "comm.rank_table: v1.2 is for chip a3, and comm.chip=a2",
+        ),
+        (
+            {"comm": {"rank_table": "v1.0", "chip": "950"}},
+            "comm.rank_table: v1.0 is for chip a2 or a3, and comm.chip=950",
+        ),
+    ],
+)
+def test_a_rank_table_that_no_node_could_write_is_refused_with_the_job(
+    tmp_path, capsys, changes, words
+):
+    comm = {"rank_table": "v1.2"}
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(document(**{"comm": comm, **changes})))
+    for command in ("preflight", "run"):
+        assert run_cli(command, str(path)) == 2
+        assert capsys.readouterr().err == f"perdure: {words}\n"
+    assert values(comm=comm, env={VISIBLE: "4,6"})[VISIBLE] == "4,6"
+
+
+def test_devices_that_no_rank_table_names_are_the_jobs_own_affair():
+    assert values(env={VISIBLE: "4"})[VISIBLE] == "4"

@@ -8,17 +8,24 @@ super_device_id and super_pod_id (CANN, HCCL user guide, cluster_info_config).
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from training.health.sources.npu_smi import Chip, parse_table
 from training.health.sources.vendor_tools import NoAnswer, ask, assignments, fields
+from training.job import Job
 from training.specs.recovery import RankTableForm
-from training.wire.rank_table import DeviceAddress, DevicesQuery, NodeDevices
+from training.wire.node import Check, CheckOutcome
+from training.wire.rank_table import (
+    VISIBLE,
+    DeviceAddress,
+    DevicesQuery,
+    NodeDevices,
+    device_ids,
+)
 
 HCCN_CONF = Path("/etc/hccn.conf")
-VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
+NAME = "rank_table"
 
 
 def addresses_here(query: DevicesQuery) -> NodeDevices:
@@ -38,18 +45,24 @@ def addresses_here(query: DevicesQuery) -> NodeDevices:
         raise ValueError(f"npu-smi, which knows the super pod: {error}") from error
 
 
-def device_ids(slots: int, visible: str) -> Sequence[int]:
-    """Physical numbers of the devices, by local rank.
+def check_rank_table(query: DevicesQuery) -> Check:
+    """Whether the rank table of a job can be written for the devices of this node."""
+    allowed = f"comm.rank_table={query.form}: an address for each of {query.slots} ranks"
+    try:
+        found = addresses_here(query)
+    except ValueError as error:
+        return Check(name=NAME, outcome=CheckOutcome.FAILED, seen=str(error), allowed=allowed)
+    seen = ", ".join(f"{one.device_id}: {one.device_ip}" for one in found.devices)
+    return Check(name=NAME, outcome=CheckOutcome.OK, seen=seen, allowed=allowed)
 
-    Raises:
-        ValueError: fewer are visible than there are ranks.
-    """
-    if not visible:
-        return range(slots)
-    seen = [int(one) for one in re.findall(r"\d+", visible)]
-    if len(seen) < slots:
-        raise ValueError(f"{VISIBLE}={visible} has fewer than {slots} devices")
-    return seen[:slots]
+
+def query_of(job: Job) -> DevicesQuery | None:
+    """What a node is asked for a job's rank table, None where the job asks for none."""
+    form = job.comm.rank_table
+    if form is None:
+        return None
+    visible = job.env.get(VISIBLE, "")
+    return DevicesQuery(form=form, slots=job.engine.slots_per_node, visible=visible)
 
 
 def ports(lines: Mapping[str, str], numbers: Sequence[int]) -> tuple[DeviceAddress, ...]:
