@@ -24,6 +24,7 @@ from training.journal.steps import kept_of
 from training.journal.time_account import Account, SeenStep, account
 from training.recovery.faults import Fault
 from training.recovery.rungs import Rung
+from training.supervisor.abnormal import abnormal_steps
 from training.supervisor.accounts import Accountant
 from training.supervisor.checkpoints import node_tiers
 from training.supervisor.evidence import newest_of, step_of
@@ -163,6 +164,7 @@ def _facts(
     last = records[max(records)] if records else None
     newest = newest_of(seen, now_s=now_s) if seen is not None else None
     last_s = last.at_s if last is not None else newest.at_s if newest is not None else None
+    abnormal = abnormal_steps(history)
     is_supervised = history.ended is None and run.ledger.is_supervised()
     return {
         "run_id": job.run_id,
@@ -181,6 +183,7 @@ def _facts(
         "pause_wanted": is_pause_wanted(run.store, job.run_id),
         "pause": pause.began.model_dump(include={"at_s", "step"}) if pause is not None else None,
         "attempts": [asdict(row) for row in attempt_rows(history)],
+        "abnormal": asdict(abnormal) if abnormal is not None else None,
         "notices": program_notices(history),
         "recoveries": [recovery_facts(v, one) for v in history.attempts for one in v.recoveries],
         "fault": _last_fault(history),

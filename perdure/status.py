@@ -26,6 +26,7 @@ from perdure.runs import run_to_observe
 from perdure.tables import WIDTH, account_bar, account_table, attempts_view, sparkline
 from storage.errors import StorageError
 from training.errors import PerdureError
+from training.supervisor.abnormal import abnormal_steps
 from training.supervisor.accounts import duration_text, ettr_text
 from training.supervisor.markdown import clock_text
 from training.supervisor.report import (
@@ -114,7 +115,7 @@ def status_panel(status: Status, width: int) -> RenderableType:
         rows.append(Text(line, style="cyan"))
     if status.account.intervals:
         rows.append(Text(ettr_text(status.account)))
-    rows += [Text(line) for line in _notices(document)]
+    rows += [Text(line) for line in _notices(status)]
     rows += _details(status, width - 4)
     return Panel(Group(*rows), title=f"perdure: {document['run_id']}", border_style=colour)
 
@@ -122,7 +123,7 @@ def status_panel(status: Status, width: int) -> RenderableType:
 def plain_status(status: Status, width: int) -> RenderableType:
     """Everything, line by line, for a pipe."""
     document = status.document
-    texts = [*(f"{name}: {_shown(document, name)}" for name in LINES), *_notices(document)]
+    texts = [*(f"{name}: {_shown(document, name)}" for name in LINES), *_notices(status)]
     lines = [Text(line) for line in (*texts, _headline(document))]
     rest = list(_fault_text(document["fault"])) if document["fault"] else []
     return Group(*lines, *_details(status, width), *rest)
@@ -238,8 +239,9 @@ def _checkpoint_line(tiers: dict[str, Any]) -> str:
     return "  " + ", ".join(parts)
 
 
-def _notices(document: dict[str, Any]) -> list[str]:
+def _notices(status: Status) -> list[str]:
     """What matters beyond the numbers."""
+    document, abnormal = status.document, abnormal_steps(status.history)
     lines = []
     resume = f"`perdure resume {document['run_id']}` continues it"
     if document["ledger_unwritable"]:
@@ -256,6 +258,8 @@ def _notices(document: dict[str, Any]) -> list[str]:
         lines.append(f"paused at step {document['pause']['step']}; {resume}")
     elif document["pause_wanted"]:
         lines.append(f"pause requested; {resume}")
+    if abnormal is not None:
+        lines.append(abnormal.text)
     lines += [f"the program: {text}" for text in document["notices"]]
     recoveries = document["recoveries"]
     if recoveries:

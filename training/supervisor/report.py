@@ -33,6 +33,7 @@ from training.recovery.protocol import (
     RecoveryBegan,
     RecoveryEnded,
 )
+from training.recovery.repair import SkippedBatch
 from training.supervisor.markdown import clock_text, counted
 
 RECOVERING = "recovering"
@@ -408,10 +409,15 @@ def skipped_text(event: BatchSkipped) -> str:
     )
     if event.is_known:
         return f"{where} once more: it was abnormal before"
+    return f"{where}: {measured_text(batch)}"
+
+
+def measured_text(batch: SkippedBatch) -> str:
+    """Loss and gradient norm of a batch that was passed over."""
     loss, norm = (
         "no number" if value is None else f"{value:g}" for value in (batch.loss, batch.grad_norm)
     )
-    return f"{where}: loss {loss}, gradient norm {norm}"
+    return f"loss {loss}, gradient norm {norm}"
 
 
 def program_notices(history: RunHistory) -> list[str]:

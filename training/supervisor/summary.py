@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from training.journal.history import RunHistory
 from training.recovery.faults import FaultClass
+from training.supervisor.abnormal import abnormal_steps
 from training.supervisor.accounts import duration_text
 from training.supervisor.markdown import counted, listed
 from training.supervisor.report import AttemptRow, state_word
@@ -88,7 +89,10 @@ def faults_by_class(history: RunHistory) -> Counter[FaultClass]:
 
 
 def final_message(end: str, history: RunHistory, *, ettr: float | None) -> str:
-    """The message of a run's final state: steps, attempts, faults, isolated nodes, ETTR."""
+    """The message of a run's final state: steps, attempts, faults, isolated nodes, ETTR.
+
+    Abnormal steps and skipped batches are in it where there were any.
+    """
     faults = [f"{number} {one}" for one, number in sorted(faults_by_class(history).items())]
     attempts = counted(len(history.attempts), "attempt")
     placements = counted(len(history.placements), "placement")
@@ -98,6 +102,9 @@ def final_message(end: str, history: RunHistory, *, ettr: float | None) -> str:
         f"faults: {listed(faults)}" if faults else "no fault",
         f"isolated: {', '.join(history.isolated)}" if history.isolated else "no node isolated",
     ]
+    abnormal = abnormal_steps(history)
+    if abnormal is not None:
+        parts.append(abnormal.text)
     if ettr is not None:
         parts.append(f"ETTR {ettr:.1%}")
     return "; ".join(parts)

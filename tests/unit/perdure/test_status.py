@@ -25,6 +25,7 @@ from tests.unit.journal.histories import (
     LINK_RECOVERED,
     NOTICED,
     NOW,
+    SKIPPED,
     seen,
     started,
 )
@@ -149,6 +150,25 @@ def test_what_is_wrong_with_the_program_is_said_once(run, perdure_home):
     append(run, *BEGINNING, *seen(NOTICED), *END, again, *seen(NOTICED, attempt=2))
     assert perdure("status", "small").count("the program: divides twice") == 1
     assert json.loads(perdure("status", "small", "--json"))["notices"] == ["divides twice"]
+
+
+def test_abnormal_steps_and_skipped_batches_are_shown_where_there_are_any(run, perdure_home):
+    remember_job(perdure_home, run.job)
+    append(run, *BEGINNING, *seen(LINK_BEGAN, LINK_RECOVERED))
+    assert json.loads(perdure("status", "small", "--json"))["abnormal"] is None
+    assert "abnormal" not in perdure("status", "small")
+    append(run, *seen(SKIPPED))
+    assert json.loads(perdure("status", "small", "--json"))["abnormal"] == {
+        "steps": 1,
+        "skipped_batches": 1,
+        "newest": {"at_s": 1.75, "step": 13, "value": "loss 4.5, gradient norm no number"},
+    }
+    line = (
+        "1 abnormal step, 1 batch skipped, the newest at step 13: loss 4.5, gradient norm no number"
+    )
+    status = RunMonitor(run).status(now_s=60.0)
+    assert line in shown(status_panel(status, 160))
+    assert line in shown(plain_status(status, 160))
 
 
 def test_status_of_a_job_file_needs_no_run_on_this_machine(run, document, tmp_path):

@@ -12,6 +12,7 @@ from tests.unit.journal.histories import (
     LINK_BEGAN,
     LINK_RECOVERED,
     NOW,
+    SKIPPED,
     STANDS,
     decided,
     over,
@@ -110,3 +111,11 @@ def test_the_last_message_has_steps_faults_by_class_nodes_and_ettr():
 def test_a_fault_that_was_not_recovered_inside_the_processes_is_counted_once():
     history = replay([*BEGINNING, *seen(CRASH_BEGAN, CRASH_FAILED), over(), decided()])
     assert faults_by_class(history).total() == 1
+
+
+def test_the_last_message_says_what_was_abnormal():
+    history = replay([*BEGINNING, *seen(SKIPPED), TRAINS])
+    assert final_message("step 60 reached", history, ettr=0.914) == (
+        "step 60 reached; 1 attempt on 1 placement; no fault; no node isolated; 1 abnormal step, "
+        "1 batch skipped, the newest at step 13: loss 4.5, gradient norm no number; ETTR 91.4%"
+    )
