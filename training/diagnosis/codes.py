@@ -14,7 +14,7 @@ from importlib import resources
 
 from training.diagnosis.rules import Classification, Role
 from training.recovery.chips import ChipLevel, Kind, chip_fact
-from training.recovery.faults import RecoverableBy
+from training.recovery.faults import FaultClass, RecoverableBy
 
 _NUMBER = r"\b[eE]rror ?[cC]ode(?: is)? ?[:=]? ?\(?(?P<{0}>{1})\b"
 _AFTER = r"[ =:]{1,3}(?P<acl2>[1235]\d{5})\b"
@@ -132,6 +132,32 @@ def look_up(line: str) -> CodeFact | None:
             if spec is not None:
                 return CodeFact(code, table, spec)
     return None
+
+
+# npu-smi's words for its codes stand below them, all but the first without a name.
+_WORDS = re.compile(r"^\s*(?:Error Information)?\s*:\s*\S")
+_ANSWERED = re.compile(r"^\s*Error Code\s*:(.*)$", re.MULTILINE)
+
+
+def code_of_words(line: str, before: str, fault_class: FaultClass) -> CodeFact | None:
+    """The chip's code that a line of an answer of npu-smi has the words for.
+
+    A chip may report several at once, and nothing says which words are whose: those of the same
+    class come first, then the one whose level asks for most.
+
+    Args:
+        line: with the words.
+        before: text shortly before it.
+        fault_class: what the words mean.
+    """
+    answers = _ANSWERED.findall(before) if _WORDS.match(line) else []
+    each = re.findall(rf"\b{_EIGHT}", answers[-1]) if answers else []
+    facts = [fact for code in each if (fact := look_up(f"Error Code : {code}")) is not None]
+    fitting = [fact for fact in facts if fact.spec.fault_class is fault_class] or facts
+    if not fitting:
+        return None
+    worst = _worst(" ".join(fact.code for fact in fitting))
+    return next(fact for fact in fitting if fact.code == worst)
 
 
 def _worst(codes: str) -> str:

@@ -95,7 +95,7 @@ def _recognised(line: str, before: str, candidates: Iterable[Rule] | None) -> Fi
         yields = rule.role is not Role.ROOT or rule.spec.yields_to_code
         coded = _by_code(line) if yields else None
         is_better = coded and (coded.role is Role.ROOT or rule.spec.yields_to_code)
-        return coded if is_better else _by_rule(rule, found, line)
+        return coded if is_better else _with_chips_code(_by_rule(rule, found, line), before)
     return _by_code(line) or _by_exception(line, before) or _by_level(line)
 
 
@@ -146,6 +146,26 @@ def _by_rule(rule: Rule, found: re.Match[str], line: str) -> Finding:
         action=spec.action,
         is_low_level=finding.is_low_level and not spec.any_level,
         is_repeated=spec.repeated,
+    )
+
+
+def _with_chips_code(finding: Finding, before: str) -> Finding:
+    """The words of an answer of npu-smi with the code that it has for them."""
+    if finding.code is not None:
+        return finding
+    fact = codes.code_of_words(finding.line, before, finding.fault_class)
+    if fact is None:
+        return finding
+    spec = fact.spec
+    return replace(
+        finding,
+        code=fact.code,
+        recoverable_by=finding.recoverable_by or spec.recoverable_by,
+        user_fault=spec.user_fault if finding.user_fault is None else finding.user_fault,
+        hardware_fault=spec.hardware_fault
+        if finding.hardware_fault is None
+        else finding.hardware_fault,
+        why=f"{finding.why} Code {fact.code}: {spec.means}.".strip(),
     )
 
 

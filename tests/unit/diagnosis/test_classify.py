@@ -11,11 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from tests.values import not_none
 from training.diagnosis.classify import diagnose
-from training.diagnosis.evidence import CoordinatorLost, Evidence, SilentRank, WorkerEnd
+from training.diagnosis.evidence import CoordinatorLost, Evidence, NodeOutput, SilentRank, WorkerEnd
 from training.diagnosis.exits import EXIT_ABOVE_PROCESS, EXIT_RESTART_ME, EXIT_USER
 from training.diagnosis.of_command import CORRUPT_ACTION, of_command
+from training.diagnosis.recognise import recognise
 from training.diagnosis.rules import load_rules
+from training.diagnosis.scan import scan_text
 from training.recovery.faults import Fault, FaultClass, RecoverableBy
 from training.recovery.protocol import AttemptGivenUp
 
@@ -356,3 +359,56 @@ def test_what_perdure_cannot_mend_for_a_command_is_the_users():
     assert (mine.action, mine.recoverable_by) == (CORRUPT_ACTION, RecoverableBy.USER_FIX)
     other = cause(end(1, error=DEVICE_OOM))
     assert of_command(other) == other
+
+
+HEALTH = """
+        Health Status                  : Alarm
+        Error Code                     : {codes}
+        Error Information              : {words}
+"""
+MULTI_BIT = "node type=HBM, sensor type=Memory, event state=multi bit ecc error occur"
+HEARTBEAT = "node type=adda, sensor type=Heartbeat Sensor, event state=Heartbeat Lost."
+
+
+def of_device(*answers: str) -> Fault:
+    """After the answers of npu-smi about the devices of a node."""
+    outputs = [
+        NodeOutput("node-1", f"npu-smi info -t health -i {number} -c 0", text, device=number)
+        for number, text in enumerate(answers)
+    ]
+    return cause(end(1, log="RuntimeError: boom"), outputs=outputs)
+
+
+@pytest.mark.parametrize(
+    ("codes", "words"),
+    [
+        ("80E01801", MULTI_BIT),
+        ("80E01801", "HBM multi bit ecc error"),
+        ("80E01801", "HBM multi-bit ECC error"),
+        # RestartNPU asks for more than RestartBusiness, and is no answer to an error of memory.
+        ("8C03A000 80E01801", f"{MULTI_BIT}\n                                       : {HEARTBEAT}"),
+        ("80E01801 8C03A000", f"{MULTI_BIT}\n                                       : {HEARTBEAT}"),
+    ],
+)
+def test_the_words_for_a_memory_error_come_with_the_chips_code(codes, words):
+    fault = of_device(HEALTH.format(codes=codes, words=words))
+    assert (fault.fault_class, fault.code) == (FaultClass.DEVICE_MEMORY_ERROR, "80E01801")
+    assert (fault.node, fault.device) == ("node-1", 0)
+    assert (fault.recoverable_by, fault.hardware_fault) == (RecoverableBy.RETRY, True)
+    assert "Code 80E01801: " in fault.explanation
+
+
+def test_the_code_of_another_device_is_not_that_of_the_words():
+    well = "        Health Status : OK\n        Error Code : 80E01801\n"
+    ill = HEALTH.format(codes="NA", words=MULTI_BIT)
+    text = f"{well}{ill}"
+    words = [one for one in scan_text(text, year=2026).findings if "multi bit" in one.line]
+    assert [one.code for one in words] == [None]
+    fault = of_device("        Health Status : OK\n        Error Code : NA\n", ill)
+    assert (fault.device, fault.code) == (1, None)
+
+
+def test_words_that_no_code_was_reported_for_have_none():
+    line = "[ERROR] TS(1,tsfw): HBM multi-bit ECC error is detected, addr=0x12c0c0013000"
+    found = not_none(recognise(line, "        Error Code : 80E01801\n"))
+    assert (found.fault_class, found.code) == (FaultClass.DEVICE_MEMORY_ERROR, None)
