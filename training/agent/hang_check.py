@@ -112,10 +112,13 @@ class HangCheck:
         if group.order.is_launcher:
             return {}  # it may stop what it likes
         pids = group.pids()
-        ranks = zip(pids.values() if self.is_command else pids, pids.values(), strict=True)
-        stopped = [one for one in ranks if process_state(one[1]) in STOPPED]
+        if self.is_command:
+            beating = _beating(group)
+            found = (beating.get(local_rank, pid) for local_rank, pid in pids.items())
+            pids = {pid: pid for pid in found}
+        stopped = [one for one in pids.items() if process_state(one[1]) in STOPPED]
         self._stopped = {one: self._stopped.get(one, now_s) for one in stopped}
-        return {local_rank: since_s for (local_rank, _), since_s in self._stopped.items()}
+        return {key: since_s for (key, _), since_s in self._stopped.items()}
 
     def _look_at_command(self, group: WorkerGroup, sample: NodeSample | None) -> HangReport | None:
         quiet_s = self.config.command_quiet_s
@@ -138,6 +141,15 @@ class HangCheck:
             stopped=tuple(group.stopped_processes()),
             ends_attempt=self.config.hangs_end_attempt,
         )
+
+
+def _beating(group: WorkerGroup) -> Mapping[int, int]:
+    """Of each local rank of a command the process that does its work, which may be below a shell.
+
+    That is the one that writes its heartbeat; without one, that which was started.
+    """
+    ranks = group.command_statuses()
+    return {one.local_rank: one.pid for one in ranks if one.local_rank is not None}
 
 
 def _activity_before_steps(
