@@ -10,8 +10,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from training.journal.attempt_view import AttemptView
 from training.journal.events import BatchSkipped
-from training.journal.history import AttemptView, RunHistory
+from training.journal.history import RunHistory
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.protocol import AttemptGivenUp
 from training.supervisor.markdown import counted
