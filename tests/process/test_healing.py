@@ -19,8 +19,8 @@ pytestmark = [pytest.mark.process, pytest.mark.prefect, pytest.mark.long]
 
 SAMPLES = REPO / "tests" / "unit" / "health" / "samples"
 CODE = "80E18404"  # HBM: storm of uncorrectable errors; level RestartNPU
-# The driver's tool. The chip of BAD_NODE has an alarm from the moment on at which the drill kills
-# its rank, until it has been reset so often as MENDS says; a reset asks for confirmation.
+# The driver's tool. The chip of BAD_NODE has an alarm from the moment on at which the fault of
+# its rank fires, until it has been reset so often as MENDS says; a reset asks for confirmation.
 NPU_SMI = f"""#!/bin/sh
 ill() {{
   case "$(pwd -P)" in */nodes/$BAD_NODE/*) ;; *) return 1 ;; esac
@@ -41,6 +41,7 @@ info) cat {SAMPLES}/npu-smi-info.txt ;;
 esac
 """
 NEVER = "1000"
+KILL = ({"kind": "kill", "rank": 1, "step": 25},)
 
 
 @pytest.fixture
@@ -63,9 +64,8 @@ def with_npu_smi(bench, tmp_path):
     return build
 
 
-def start(bench: Workbench, run_id: str, **restart) -> Running:
-    """A run whose rank 1, alone on node-1, is killed in step 25."""
-    faults = [{"kind": "kill", "rank": 1, "step": 25}]
+def start(bench: Workbench, run_id: str, *, faults=KILL, **restart) -> Running:
+    """A run whose rank 1, alone on node-1, meets a fault in step 25."""
     policy = {
         "process_replace": False,
         "pod_retries": 0,
@@ -73,7 +73,7 @@ def start(bench: Workbench, run_id: str, **restart) -> Running:
         **restart,
     }
     return bench.start(
-        bench.apart(run_id, env={"PACE_S": "0"}, restart=policy, drill={"faults": faults})
+        bench.apart(run_id, env={"PACE_S": "0"}, restart=policy, drill={"faults": list(faults)})
     )
 
 
@@ -150,4 +150,41 @@ def test_a_chip_that_stays_ill_is_left_and_the_restart_in_place_is_on_record_as_
     assert "in_place_restart failed; node-1 cannot be used after" in message
     report = api.artifacts(f"{name}-")[f"{name}-fault-p1-a1"]["data"]
     assert "was tried first and failed" in report
+    running.leave_nothing()
+
+
+def test_a_process_is_not_replaced_on_an_ill_chip_and_the_restart_in_place_after_it_resets_the_chip(
+    with_npu_smi, undisturbed_pair, tmp_path
+):
+    # Its memory is damaged while it lives, with nothing but a new process to answer that.
+    fault = {"kind": "device_memory", "rank": 1, "step": 25}
+    running = start(
+        with_npu_smi("replaced", "1"),
+        "replaced",
+        faults=[fault],
+        process_replace=True,
+        memory_retry=False,
+    )
+    assert running.finish() == 0, running.out
+    history = running.history
+    first, second = history.attempts
+    assert list(fired_at_s(open_store(running.job.storage), "replaced")) == [0]
+    assert running.rungs() == ["process_replace", "in_place_restart"]
+    (recovery,) = first.recoveries
+    assert recovery.ended is not None
+    assert not recovery.succeeded
+    assert recovery.ended.why.startswith("rank 1 is not replaced: node-1 cannot be used after")
+    assert f"device 0: Alarm ({CODE})" in recovery.ended.why
+    assert first.last_save is not None
+    assert first.last_save.step == 24, "what the survivor had completed"
+    assert second.from_step == 24
+    assert first.healed is not None
+    assert first.healed.succeeded
+    assert [(one.act, one.is_good) for one in first.healed.acts] == [
+        ("reset", True),
+        ("check", True),
+    ]
+    assert resets(tmp_path) == ["set -t reset -i 0 -c 0"], "once: no chip is reset beside a rank"
+    assert (len(history.placements), history.isolated) == (1, ())
+    assert running.curve() == undisturbed_pair
     running.leave_nothing()

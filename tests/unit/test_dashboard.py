@@ -11,10 +11,10 @@ import pytest
 
 from training.coordinator.metrics import AttemptNow, RunMetrics
 from training.journal.events import StepRecord
-from training.recovery.attempt import Stage
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.protocol import RecoveryBegan, RecoveryEnded
 from training.recovery.rungs import Decision, Recovery, Rung
+from training.recovery.stages import Stage
 from training.wire.node import DeviceSample, HostSample, NodeSample
 
 FILE = Path(__file__).resolve().parents[2] / "dashboards" / "perdure.json"

@@ -12,14 +12,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Collection, Iterable
+from functools import partial
 from pathlib import Path
 
 from storage.errors import StorageError
 from training.agent.checkpoint_server import CheckpointServerProcess, disk_folder
 from training.agent.control import ADDRESS_FILE, control_server, publish_address
 from training.agent.coordinator_client import AgentCoordinatorClient, address_file, metrics_url
-from training.agent.evidence import device_health, device_logs, stacks_of
+from training.agent.evidence import device_health, device_logs, stacks_of, without_secrets
 from training.agent.hang_check import HangCheck
 from training.agent.healing import NodeHealing
 from training.agent.launcher import Launcher
@@ -31,11 +31,12 @@ from training.agent.wakeup import WakeupSignal
 from training.agent.workers import WorkerGroup
 from training.environment import interface_variables
 from training.files import write_whole
-from training.health.device_addresses import addresses_here
+from training.health.device_addresses import devices_reply
 from training.job import Job
 from training.journal import attempt_log
-from training.masking import masked_text
+from training.journal.events import ChipsHealed
 from training.processes import MARKER, become_subreaper, free_port, kill_container, oom_kills
+from training.recovery.protocol import ReplaceWorker
 from training.specs.env_from import values_on_node
 from training.wire.agent import (
     AgentConfig,
@@ -48,7 +49,6 @@ from training.wire.agent import (
     GreetQuery,
     HangReport,
     MetricsQuery,
-    NodeText,
     Order,
     RendezvousOrder,
     Request,
@@ -149,7 +149,7 @@ class Agent:
             case CheckOrder():
                 reply = self._check(epoch, order)
             case DevicesQuery():
-                reply = self._refuse(epoch) or self._devices(order)
+                reply = self._refuse(epoch) or devices_reply(order, self._config.node)
             case _:
                 with self._lock:
                     reply = self._refuse(epoch) or self._obey(order)
@@ -204,13 +204,6 @@ class Agent:
             case HealOrder():
                 reply = self._heal(order)
         return reply
-
-    def _devices(self, query: DevicesQuery) -> AgentReply:
-        try:
-            return AgentReply(devices=addresses_here(query))
-        except ValueError as error:
-            text = f"comm.rank_table={query.form} cannot be written, {self._config.node}: {error}"
-            return AgentReply(error=text)
 
     def _read_log(self, offset: int) -> AgentReply:
         if self._group is None:
@@ -346,10 +339,21 @@ class Agent:
         if self._coordinator is not None:
             self._coordinator.send_sample(sample)
 
-    def _on_replace(self, rank: int, generation: int) -> None:
+    def _on_replace(self, order: ReplaceWorker) -> None:
         with self._lock:
-            if self._state is AgentState.RUNNING and self._group is not None:
-                self._group.replace(rank, generation)
+            group, start = self._group, self._order
+            if self._state is not AgentState.RUNNING or group is None or start is None:
+                return
+            is_free = group.vacate(order.rank, order.generation)
+            if is_free and order.check is not None:  # takes its time: not under the lock
+                self._healing.check(start, order.check, partial(self._on_checked, group, order))
+            elif is_free:
+                group.fill(order.rank, order.generation)
+
+    def _on_checked(self, group: WorkerGroup, order: ReplaceWorker, found: ChipsHealed) -> None:
+        why_not = None if found.succeeded else found.text
+        with self._lock:
+            group.fill(order.rank, order.generation, why_not=why_not)
 
     def _on_give_up(self, _why: str) -> None:
         with self._lock:
@@ -377,6 +381,7 @@ class Agent:
             self._launcher.close_coordinator()
         elif self._group.is_stopping:
             self._state = AgentState.STOPPING
+            self._healing.end()
         elif self._checkpoint_server.revive(now_s=time.monotonic()):
             self._group.spare = self._spare()
 
@@ -435,7 +440,7 @@ class Agent:
         devices = range(self._order.slots_per_node if self._order else 0)
         logs = device_logs(folders, tail_bytes)
         texts = (*logs, *device_health(devices))
-        return AgentReply(texts=_without_secrets(texts, group.secrets))
+        return AgentReply(texts=without_secrets(texts, group.secrets))
 
     def _read_logs(self, epoch: int, query: ReadLogsQuery) -> AgentReply:
         """Reads files of any size: not under the lock."""
@@ -463,7 +468,7 @@ class Agent:
         if refused is not None or group is None:
             return refused or AgentReply()
         # The command lines of the processes are among them.
-        return AgentReply(texts=_without_secrets(stacks_of(targets), group.secrets))
+        return AgentReply(texts=without_secrets(stacks_of(targets), group.secrets))
 
     def _check(self, epoch: int, order: CheckOrder) -> AgentReply:
         """Runs a program that takes its time: not under the lock."""
@@ -489,7 +494,3 @@ class Agent:
         with self._lock:
             self._stop(self._order.grace_s if self._order else 0.0)
             self._ending = True
-
-
-def _without_secrets(texts: Iterable[NodeText], secrets: Collection[str]) -> tuple[NodeText, ...]:
-    return tuple(one.model_copy(update={"text": masked_text(one.text, secrets)}) for one in texts)

@@ -138,7 +138,7 @@ class AgentCoordinatorClient(Connection):
         address: where it listens.
         node: name of this node.
         ranks: global ranks on it.
-        on_replace: starts a new process for a rank.
+        on_replace: sees to a new process for a rank, and returns at once: the next order waits.
         on_give_up: the attempt is not saved inside its processes, or the coordinator is gone.
     """
 
@@ -148,7 +148,7 @@ class AgentCoordinatorClient(Connection):
         *,
         node: str,
         ranks: Sequence[int],
-        on_replace: Callable[[int, int], None],
+        on_replace: Callable[[ReplaceWorker], None],
         on_give_up: Callable[[str], None],
     ) -> None:
         self._node = node
@@ -165,7 +165,7 @@ class AgentCoordinatorClient(Connection):
         """Carry out an order."""
         match TO_MEMBER.validate_json(line):
             case ReplaceWorker() as order:
-                self._on_replace(order.rank, order.generation)
+                self._on_replace(order)
             case GiveUp() as given:
                 self._on_give_up(given.why)
 

@@ -13,7 +13,7 @@ import signal
 import stat
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from training.health.sources import vendor_tools
 from training.health.sources.npu_smi import Chip, parse_table
 from training.health.sources.sampling import HCCN_TOOL, NPU_SMI, health_command, link_commands
 from training.health.sources.vendor_tools import NoAnswer, find_tool
+from training.masking import masked_text
 from training.wire.agent import NodeText
 
 ASCEND_PATH = "ASCEND_PROCESS_LOG_PATH"
@@ -29,6 +30,11 @@ MAX_DEVICE_LOGS = 4
 COMMAND_TIMEOUT_S = 10.0
 HEALTH_DEADLINE_S = 20.0
 NO_ANSWER = "the driver's tool gives no answer"
+
+
+def without_secrets(texts: Iterable[NodeText], secrets: Collection[str]) -> tuple[NodeText, ...]:
+    """The same texts, with every occurrence of a secret replaced."""
+    return tuple(one.model_copy(update={"text": masked_text(one.text, secrets)}) for one in texts)
 
 
 def ascend_folder(log_folder: Path, log_name: str, *, own: str | None = None, of: str = "") -> Path:

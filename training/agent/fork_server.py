@@ -198,6 +198,14 @@ def start_alone(wanted: Fork) -> subprocess.Popen[bytes]:
     return process
 
 
+def end_now(process: subprocess.Popen[bytes] | ForkedProcess) -> None:
+    """SIGKILL it, and wait for its end, but not for ever: a driver may hold it."""
+    process.kill()
+    if isinstance(process, subprocess.Popen):
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(KILL_WAIT_S)
+
+
 def serve() -> None:
     """Import everything, then fork until the agent closes the pipe."""
     # What is imported may print: the pipe is for pids alone.

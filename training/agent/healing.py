@@ -1,17 +1,20 @@
-"""Healing the chips of a node on a supervisor's order, between two attempts in place.
+"""Healing the chips of a node, and checking one of them while an attempt runs on the others.
 
-What comes next is `next_act`'s to say; here it is done, each act with a limit of its own. It runs
-in a thread: the agent goes on answering. Times are seconds.
+A supervisor orders the first between two attempts in place, a coordinator the second before a rank
+gets a new process. What comes next is `next_act`'s to say; here it is done, each act with a limit
+of its own. It runs in a thread: the agent goes on answering. Times are seconds.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -22,8 +25,17 @@ from training.health.chips import look_at_chips, reset_chips
 from training.job import RESERVED_NAMES
 from training.journal.attempt_log import FILE_NAME, AttemptLog
 from training.journal.events import ChipsHealed
-from training.recovery.healing import CHECK_LIMIT_S, Act, ActDone, NextAct, is_healed, next_act
-from training.wire.agent import AgentConfig
+from training.recovery.healing import (
+    CHECK_LIMIT_S,
+    Act,
+    ActDone,
+    HealPlan,
+    NextAct,
+    is_healed,
+    next_act,
+)
+from training.recovery.rungs import Rung
+from training.wire.agent import AgentConfig, StartOrder
 from training.wire.healing import Healing, HealOrder
 from training.wire.node import Check, CheckOutcome
 
@@ -35,6 +47,7 @@ POLL_S = 0.01
 OUTPUT = "heal"
 # Named, not imported: it needs torch, and only the process that runs it loads that.
 PROGRAM = "training.health.chip_program:main"
+_numbers = itertools.count(1)  # of computations: two ranks of a node may be checked at once
 
 ForkFunction = Callable[[Fork], ForkedProcess | subprocess.Popen[bytes]]
 
@@ -55,6 +68,7 @@ class NodeHealing:
         self._fork = fork
         self._lock = threading.Lock()
         self._now: tuple[Key, _Course] | None = None
+        self._checks: list[_Course] = []
 
     def heal(self, order: HealOrder, attempt_folder: Path) -> Healing:
         """Begin, unless it was begun; how far it is."""
@@ -62,10 +76,34 @@ class NodeHealing:
         with self._lock:
             if self._now is None or self._now[0] != key:
                 self._end()
-                course = _Course(order, self._config, self._folder, attempt_folder, self._fork)
-                self._now = (key, course)
-                threading.Thread(target=course.run, daemon=True).start()
+                self._now = (key, self._begin(order, partial(_record, attempt_folder)))
             return Healing(done=self._now[1].done)
+
+    def check(self, start: StartOrder, plan: HealPlan, then: Callable[[ChipsHealed], None]) -> None:
+        """Begin to carry out a plan while an attempt runs; nothing is recorded.
+
+        Args:
+            start: began the attempt.
+            plan: what is to be done.
+            then: gets what came of it, unless it is ended before.
+        """
+        order = HealOrder(
+            placement=start.placement,
+            attempt=start.attempt,
+            rung=Rung.PROCESS_REPLACE,
+            plan=plan,
+            slots_per_node=start.slots_per_node,
+            variables=start.variables,
+            cwd=start.cwd,
+        )
+        with self._lock:
+            going_on = [one for one in self._checks if one.done is None]
+            self._checks = [*going_on, self._begin(order, then)]
+
+    def _begin(self, order: HealOrder, then: Callable[[ChipsHealed], None]) -> _Course:
+        course = _Course(order, self._config, self._folder, self._fork, then)
+        threading.Thread(target=course.run, daemon=True).start()
+        return course
 
     def end(self) -> None:
         """End what goes on; its order gets no answer any more."""
@@ -73,8 +111,18 @@ class NodeHealing:
             self._end()
 
     def _end(self) -> None:
-        if self._now is not None:
-            self._now[1].stop.set()
+        for course in (*self._checks, *([self._now[1]] if self._now is not None else ())):
+            course.stop.set()
+        self._checks.clear()
+
+
+def _record(attempt_folder: Path, event: ChipsHealed) -> None:
+    try:
+        attempt_folder.mkdir(parents=True, exist_ok=True)
+        with AttemptLog(attempt_folder / FILE_NAME) as log:
+            log.append(event)
+    except OSError as error:  # the supervisor has it all the same
+        _log.warning("the attempt's log does not take what was healed: %s", error)
 
 
 class _Course:
@@ -85,20 +133,19 @@ class _Course:
         order: HealOrder,
         config: AgentConfig,
         folder: Path,
-        attempt_folder: Path,
         fork: ForkFunction,
+        then: Callable[[ChipsHealed], None],
     ) -> None:
         self._order = order
         self._config = config
         self._folder = folder
-        self._attempt_folder = attempt_folder
         self._fork = fork
-        self._number = 0  # of computations
+        self._then = then
         self.stop = threading.Event()
         self.done: ChipsHealed | None = None
 
     def run(self) -> None:
-        """Carry out one act after the other, and write down what came of it."""
+        """Carry out one act after the other, and pass on what came of it."""
         began_s, acts = time.monotonic(), list[ActDone]()
         while (act := next_act(self._order.plan, acts)) is not None and not self.stop.is_set():
             acts.append(self._carry_out(act, was_reset=bool(acts)))
@@ -113,12 +160,7 @@ class _Course:
             acts=tuple(acts),
             seconds=time.monotonic() - began_s,
         )
-        try:
-            self._attempt_folder.mkdir(parents=True, exist_ok=True)
-            with AttemptLog(self._attempt_folder / FILE_NAME) as log:
-                log.append(event)
-        except OSError as error:  # the supervisor has it all the same
-            _log.warning("the attempt's log does not take what was healed: %s", error)
+        self._then(event)
         self.done = event
 
     def _carry_out(self, act: NextAct, *, was_reset: bool) -> ActDone:
@@ -168,9 +210,8 @@ class _Course:
         return [text for text in found if text]
 
     def _start(self, device: int) -> tuple[ForkedProcess | subprocess.Popen[bytes], Path]:
-        self._number += 1
         order = self._order
-        name = f"{OUTPUT}-p{order.placement:04d}-a{order.attempt:04d}-{self._number}"
+        name = f"{OUTPUT}-p{order.placement:04d}-a{order.attempt:04d}-{next(_numbers)}"
         output = self._folder / f"{name}.json"
         output.unlink(missing_ok=True)
         # The agent itself may run as a rank of another program.

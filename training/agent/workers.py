@@ -7,7 +7,6 @@ driven by `poll`, so that the agent goes on answering meanwhile. Times are secon
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
@@ -26,20 +25,22 @@ from training.agent.command import CommandRanks
 from training.agent.command_line import fill_in, for_arguments
 from training.agent.coordinator_client import AgentCoordinatorClient
 from training.agent.error_file import read_error
-from training.agent.evidence import ASCEND_PATH, StacksTarget, ascend_folder, process_state, tail
-from training.agent.fork_server import KILL_WAIT_S, Fork, ForkedProcess
+from training.agent.evidence import ASCEND_PATH, StacksTarget, ascend_folder, tail
+from training.agent.fork_server import Fork, ForkedProcess, end_now
 from training.agent.masked_output import MaskedOutput, scrub
 from training.agent.platform_variables import platform_variables, rank_variables
-from training.agent.pulse import mute_pulse, pulse_of, status_of_rank
+from training.agent.pulse import status_of_rank
+from training.agent.worker_process import Worker
 from training.diagnosis.ending import early_end
+from training.diagnosis.exits import was_killed
 from training.files import write_whole
 from training.health.heartbeat import ANY_RANK, Heartbeat, HeartbeatReader, stacks_file
 from training.health.retries import RetryLogs
 from training.job import RESERVED_NAMES
 from training.masking import SECRETS_ENV, masked_text, secret_values
 from training.processes import RANK_VARIABLES, container_processes, reap_adopted, signal_all
-from training.recovery.protocol import WorkerEnded
-from training.wire.agent import AgentConfig, Pulse, RankStatus, StartOrder, WorkerStatus
+from training.recovery.protocol import NotReplaced, WorkerEnded
+from training.wire.agent import AgentConfig, RankStatus, StartOrder, WorkerStatus
 from training.wire.logs import WorkerLog
 
 _log = logging.getLogger("perdure.agent")
@@ -50,19 +51,6 @@ STREAMS = ("stderr", "stdout")
 # stopped: the diagnosis separates the first cause from its consequences.
 SETTLE_S = 1.0
 WORKER_FUNCTION = "training.runtime.worker:run"
-
-
-@dataclass(slots=True)
-class _Worker:
-    rank: int
-    local_rank: int
-    process: subprocess.Popen[bytes] | ForkedProcess
-    error_file: Path
-    heartbeat: HeartbeatReader
-    started_s: float = field(default_factory=time.monotonic)
-    ended_s: float | None = None
-    stopped_by_agent: bool = False
-    is_held: bool = False  # its end is the coordinator's to answer
 
 
 @dataclass(slots=True)
@@ -98,7 +86,7 @@ class WorkerGroup:
     _output: MaskedOutput | None = None
     _command: CommandRanks | None = None
     _oom_kills_before: int = 0
-    _workers: list[_Worker] = field(default_factory=list)
+    _workers: list[Worker] = field(default_factory=list)
     _first_failure_s: float | None = None
     _kill_at_s: float | None = None
     _is_swept: bool = False
@@ -139,7 +127,7 @@ class WorkerGroup:
         """Global ranks that run on this node once it is started."""
         return [self.config.member * self._count + local for local in range(self._count)]
 
-    def _start(self, local_rank: int, **further: str) -> _Worker:
+    def _start(self, local_rank: int, **further: str) -> Worker:
         rank = self.planned_ranks[local_rank]
         error_file = self.folder / f"error-{local_rank}.json"
         variables = {
@@ -155,30 +143,63 @@ class WorkerGroup:
         process = self._spawn(rank, variables)
         named = rank if self.order.is_command else local_rank  # ranks of a command name the file
         reader = HeartbeatReader.of(self.folder, named)
-        return _Worker(rank, local_rank, process, error_file, reader)
+        return Worker(rank, local_rank, process, error_file, reader)
 
     def replace(self, rank: int, generation: int) -> None:
         """Start a new process for a rank; the one before is ended if it still lives."""
+        if self.vacate(rank, generation):
+            self.fill(rank, generation)
+
+    def vacate(self, rank: int, generation: int) -> bool:
+        """End a rank's process if it still lives, and keep its place for one of this generation.
+
+        Returns whether one may be started: none is once the attempt ends.
+        """
         if self._kill_at_s is not None:
-            return  # the attempt ends
-        local_rank = list(self.planned_ranks).index(rank)
-        before = self._workers[local_rank]
+            return False
+        before = self._workers[self.ranks.index(rank)]
         # One that lives is no cause of anything, should no other take its place.
-        before.stopped_by_agent = before.process.poll() is None
-        _kill(before.process)
+        before.stopped_by_agent = before.stopped_by_agent or before.process.poll() is None
+        end_now(before.process)
         if before.process.poll() is None:
-            self._cannot_replace(rank, "its process does not end")
-            return
-        before.error_file.unlink(missing_ok=True)
+            _log.error(f"rank {rank} is not replaced: its process does not end")
+            self._first_failure_s = self._first_failure_s or time.monotonic()
+            self.release()
+            return False
+        self._note_end(before)
+        before.is_held, before.awaited = True, generation
+        return True
+
+    def fill(self, rank: int, generation: int, *, why_not: str | None = None) -> None:
+        """Start the process that a rank's place is kept for, if it still is.
+
+        Args:
+            rank: global.
+            generation: that it joins.
+            why_not: why it cannot be started; None: it is.
+        """
+        local_rank = self.ranks.index(rank)
+        before = self._workers[local_rank]
+        if not before.is_held or before.awaited != generation:
+            return  # the attempt ends, or another order came
         try:
-            self._workers[local_rank] = self._start(local_rank, PERDURE_GENERATION=str(generation))
+            if why_not is None:
+                before.error_file.unlink(missing_ok=True)
+                process = self._start(local_rank, PERDURE_GENERATION=str(generation))
+                self._workers[local_rank] = process
         except OSError as error:
-            self._cannot_replace(rank, str(error))
+            why_not = str(error)
+        if why_not is not None:
+            self._cannot_replace(rank, why_not)
 
     def _cannot_replace(self, rank: int, why: str) -> None:
         _log.error(f"rank {rank} is not replaced: {why}")
-        self._first_failure_s = self._first_failure_s or time.monotonic()
-        self.release()
+        is_told = self.coordinator is not None and self.coordinator.send(
+            NotReplaced(rank=rank, why=why)
+        )
+        if not is_told:  # else it answers, and gives the attempt up once the others have saved
+            self._first_failure_s = self._first_failure_s or time.monotonic()
+            self.release()
 
     def release(self) -> None:
         """The coordinator answers no end any more: the attempt has failed."""
@@ -189,7 +210,7 @@ class WorkerGroup:
                 worker.is_held = False
                 self._first_failure_s = self._first_failure_s or time.monotonic()
 
-    def _hold(self, worker: _Worker) -> bool:
+    def _hold(self, worker: Worker) -> bool:
         """Report an end to the coordinator; whether it is there to answer it."""
         if self.coordinator is None or not self.coordinator.is_open or self._kill_at_s is not None:
             return False
@@ -197,7 +218,7 @@ class WorkerGroup:
         error = self._error_of(worker).get("message")
         kills = self.oom_kills()
         # The kernel counts for the whole host, and a program's own error is no kill.
-        is_oom = kills > self._oom_kills_before and _was_killed(worker.process.returncode, error)
+        is_oom = kills > self._oom_kills_before and was_killed(worker.process.returncode, error)
         self._oom_kills_before = kills if is_oom else self._oom_kills_before
         worker.is_held = self.coordinator.send(
             WorkerEnded(
@@ -306,9 +327,7 @@ class WorkerGroup:
         now_s = time.monotonic()
         for worker in self._workers:
             if worker.ended_s is None and worker.process.poll() is not None:
-                worker.ended_s = time.time()
-                if self._output is not None:
-                    scrub(worker.error_file, self.secrets)
+                self._note_end(worker)
                 failed = worker.process.returncode != 0 or self._ended_early(worker) is not None
                 if failed and not self._hold(worker) and self._first_failure_s is None:
                     self._first_failure_s = now_s
@@ -328,6 +347,13 @@ class WorkerGroup:
             return False
         self.close_output()
         return True
+
+    def _note_end(self, worker: Worker) -> None:
+        """Its process has ended, which may be known already."""
+        if worker.ended_s is None:
+            worker.ended_s = time.time()
+            if self._output is not None:
+                scrub(worker.error_file, self.secrets)
 
     def _sweep(self, left: Iterable[psutil.Process]) -> None:
         """Ask what has outlived the workers to end, once."""
@@ -375,7 +401,7 @@ class WorkerGroup:
         """
         if self._command is not None:
             return self._command.heartbeats()
-        found = ((w.local_rank, self._beat_of(w)) for w in self._workers if w.ended_s is None)
+        found = ((w.local_rank, w.beat()) for w in self._workers if w.ended_s is None)
         return {local_rank: beat for local_rank, beat in found if beat is not None}
 
     def mute_ranks(self) -> dict[int, float]:
@@ -386,12 +412,7 @@ class WorkerGroup:
         if self.order.is_command:
             return {}
         running = (w for w in self._workers if w.ended_s is None)
-        return {w.local_rank: w.started_s for w in running if self._beat_of(w) is None}
-
-    def _beat_of(self, worker: _Worker) -> Heartbeat | None:
-        """Its newest heartbeat; of a new process none that the one before it has left."""
-        beat = worker.heartbeat.read()
-        return beat if beat is not None and beat.pid == worker.process.pid else None
+        return {w.local_rank: w.started_s for w in running if w.beat() is None}
 
     def pids(self) -> dict[int, int]:
         """Processes of the workers that run, by local rank."""
@@ -436,17 +457,17 @@ class WorkerGroup:
         found = self._command.stopped() if self._command is not None else []
         return [one.text for one in found if one.rank is None]
 
-    def _ended_early(self, worker: _Worker) -> str | None:
+    def _ended_early(self, worker: Worker) -> str | None:
         """What is wrong with a session program that exited with 0, such as by `os._exit(0)`.
 
         Its loop writes the last step into the heartbeat, which outlives the process.
         """
         if self.order.is_command or worker.process.returncode != 0:
             return None
-        beat = self._beat_of(worker)
+        beat = worker.beat()
         return early_end(beat.step if beat is not None else 0, self._target_step)
 
-    def _error_of(self, worker: _Worker) -> dict[str, Any]:
+    def _error_of(self, worker: Worker) -> dict[str, Any]:
         """What its program left about its end, without secrets."""
         error = read_error(worker.error_file)
         early = self._ended_early(worker)
@@ -456,10 +477,10 @@ class WorkerGroup:
             error["message"] = masked_text(error["message"], self.secrets)
         return error
 
-    def _status(self, worker: _Worker) -> WorkerStatus:
-        beat = self._beat_of(worker)
+    def _status(self, worker: Worker) -> WorkerStatus:
+        beat = worker.beat()
         error = self._error_of(worker)
-        state = process_state(worker.process.pid) if worker.ended_s is None else ""
+        activity = self.activity.get(worker.process.pid, Activity())
         return WorkerStatus(
             rank=worker.rank,
             local_rank=worker.local_rank,
@@ -474,25 +495,5 @@ class WorkerGroup:
             ended_early=self._ended_early(worker) is not None,
             is_recovering=worker.is_held,
             generation=beat.generation if beat is not None else None,
-            pulse=self._pulse(worker, beat, state),
+            pulse=worker.pulse(activity, is_command=self.order.is_command),
         )
-
-    def _pulse(self, worker: _Worker, beat: Heartbeat | None, state: str) -> Pulse | None:
-        """None of a command without heartbeat, whose processes may write none."""
-        activity = self.activity.get(worker.process.pid, Activity())
-        if beat is not None:
-            return pulse_of(beat, state, activity=activity)
-        is_command = self.order.is_command
-        return None if is_command else mute_pulse(worker.started_s, state, activity=activity)
-
-
-def _was_killed(exit_code: int, error: str | None) -> bool:
-    """Whether a process, or a child that it names (a data loader), ended by SIGKILL."""
-    return exit_code == -signal.SIGKILL or "killed" in (error or "").lower()
-
-
-def _kill(process: subprocess.Popen[bytes] | ForkedProcess) -> None:
-    process.kill()
-    if isinstance(process, subprocess.Popen):
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(KILL_WAIT_S)

@@ -21,9 +21,9 @@ from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from training.journal.events import LedgerEvent, StepRecord
-from training.recovery.attempt import Stage
 from training.recovery.protocol import PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
 from training.recovery.rungs import Recovery
+from training.recovery.stages import Stage
 from training.wire.node import DeviceSample, HostSample, NodeSample
 
 BASE_LABELS = ("run_id", "placement", "attempt")

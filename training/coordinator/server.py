@@ -30,12 +30,13 @@ from training.journal.events import CheckpointCommitted, StepRecord
 from training.journal.steps import UnsavedSteps, metrics_prefix
 from training.log import start_logging
 from training.recovery.actions import AbnormalNorm, Action, LogEvent, ToAgent, ToRank
-from training.recovery.attempt import Attempt, Stage
+from training.recovery.attempt import Attempt
 from training.recovery.ladder import InProcessDecider
 from training.recovery.protocol import (
     Ending,
     GenerationReport,
     LastSaved,
+    NotReplaced,
     Paused,
     Plan,
     Reconnected,
@@ -44,6 +45,7 @@ from training.recovery.protocol import (
     WorkerEnded,
     WorkerFault,
 )
+from training.recovery.stages import Stage
 from training.wire.coordinator import (
     FROM_MEMBER,
     AgentJoined,
@@ -98,6 +100,7 @@ class Coordinator:
             repair_limit_s=restart.start_timeout_s,
             save_limit_s=max(SAVE_LIMIT_S, self._job.engine.grace_s),
             reconnect_limit_s=self._job.comm.link_retry_s,
+            checks_chips=restart.heal.check,
         )
         self._metrics = RunMetrics(
             (self._job.run_id, str(config.placement), str(config.attempt)),
@@ -176,6 +179,12 @@ class Coordinator:
                 self._act()
 
     def _receive(self, rank: int | None, message: FromMember) -> None:
+        if rank is None:
+            self._receive_of_agent(message)
+        else:
+            self._receive_of_worker(rank, message)
+
+    def _receive_of_agent(self, message: FromMember) -> None:
         attempt, now_s = self._attempt, time.time()
         match message:
             case WorkerEnded():
@@ -183,25 +192,33 @@ class Coordinator:
                 node = attempt.nodes.get(message.rank)
                 fault = fault_of_end(message, node=node, step=attempt.step)
                 attempt.ended(message.rank, fault, now_s=now_s)
-            case WorkerFault() if rank is not None:
+            case NotReplaced():
+                attempt.not_replaced(message.rank, message.why, now_s=now_s)
+            case NodeSampled():
+                self._metrics.sampled(message.node, NodeSample.model_validate(message.sample))
+            case _:
+                raise _misplaced(message)
+
+    def _receive_of_worker(self, rank: int, message: FromMember) -> None:
+        attempt, now_s = self._attempt, time.time()
+        match message:
+            case WorkerFault():
                 _log.info(f"rank {rank} at step {message.step}: {message.kind}: {message.text}")
                 attempt.worker_fault(rank, message, now_s=now_s)
-            case Reconnected() if rank is not None:
+            case Reconnected():
                 attempt.reconnected(rank, message, now_s=now_s)
             case GenerationReport():
                 attempt.generation_report(message.generation, message.report, now_s=now_s)
-            case Trains() if rank is not None:
+            case Trains():
                 attempt.trains(rank, message.generation, message.step, now_s=now_s)
-            case Paused() if rank is not None:
+            case Paused():
                 attempt.paused(rank, message.step, is_paused=message.is_paused, now_s=now_s)
-            case LastSaved() if rank is not None:
+            case LastSaved():
                 attempt.last_saved(rank, message, now_s=now_s)
-            case Ending() if rank is not None:
+            case Ending():
                 attempt.ending(rank, now_s=now_s)
-            case NodeSampled() if rank is None:
-                self._metrics.sampled(message.node, NodeSample.model_validate(message.sample))
             case _:
-                raise ValueError(f"{message.op} is not for this connection")
+                raise _misplaced(message)
 
     def _act(self) -> None:
         """Carry out the orders of the attempt, in their sequence."""
@@ -296,6 +313,10 @@ class Coordinator:
                     self._attempt.pause(wanted=control.pause)
                     self._act()
             await asyncio.sleep(CONTROL_S)
+
+
+def _misplaced(message: FromMember) -> ValueError:
+    return ValueError(f"{message.op} is not for this connection")
 
 
 async def _next(reader: asyncio.StreamReader) -> FromMember | None:

@@ -82,6 +82,11 @@ def meaning_of(exit_code: int, *, is_oom: bool = False) -> ExitMeaning | None:
     return EXITS.get(exit_code) if number is None else EXITS.get(-number, CRASHED)
 
 
+def was_killed(exit_code: int, error: str | None) -> bool:
+    """Whether a process, or a child that it names (a data loader), ended by SIGKILL."""
+    return exit_code == -signal.SIGKILL or "killed" in (error or "").lower()
+
+
 def signal_name(number: int) -> str | None:
     """Name of a signal; real-time signals have numbers without names."""
     return signal.Signals(number).name if number in set(signal.Signals) else None

@@ -15,6 +15,7 @@ from training.health.sources.npu_smi import Chip, parse_table
 from training.health.sources.vendor_tools import NoAnswer, ask, assignments, fields
 from training.job import Job
 from training.specs.recovery import RankTableForm
+from training.wire.agent import AgentReply
 from training.wire.node import Check, CheckOutcome
 from training.wire.rank_table import (
     VISIBLE,
@@ -26,6 +27,14 @@ from training.wire.rank_table import (
 
 HCCN_CONF = Path("/etc/hccn.conf")
 NAME = "rank_table"
+
+
+def devices_reply(query: DevicesQuery, node: str) -> AgentReply:
+    """The devices of this node as its agent answers, or why they are not known."""
+    try:
+        return AgentReply(devices=addresses_here(query))
+    except ValueError as error:
+        return AgentReply(error=f"comm.rank_table={query.form} cannot be written, {node}: {error}")
 
 
 def addresses_here(query: DevicesQuery) -> NodeDevices:

@@ -104,6 +104,10 @@ class Recoveries:
         """What the last one that began answers."""
         return self._open[-1].fault
 
+    def blame(self, rank: int) -> None:
+        """What was to replace this rank fails, and counts as the newest: it cuts others short."""
+        self._open.sort(key=lambda one: rank in one.replaced)  # stable: the others as they were
+
     def begin(
         self, fault: Fault, decision: Decision, *, generation: int, now_s: float
     ) -> frozenset[int]:

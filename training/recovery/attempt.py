@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 
 from training.recovery.actions import (
     AbnormalNorm,
@@ -23,6 +22,7 @@ from training.recovery.actions import (
     mode_of,
 )
 from training.recovery.faults import Fault, FaultClass
+from training.recovery.healing import HealPlan, check_before_replacing
 from training.recovery.ladder import InProcessDecider, device_of, fault_of_report
 from training.recovery.protocol import (
     GiveUp,
@@ -41,27 +41,11 @@ from training.recovery.ranks import Pauses, Ranks
 from training.recovery.repair import RankReport, RepairMode, RepairPlan, Unrepairable, plan_repair
 from training.recovery.replicas import lack_of_living_replica
 from training.recovery.rungs import IN_PROCESS, Decision, Rung
+from training.recovery.stages import HOLDS, RECOVERABLE, RECOVERING, Stage
 
 # Survivors notice a broken connection in the same moment in which the kernel closes the dead
 # process's connection to us: only when no such end follows is the connection alone at fault.
 CONNECTION_SETTLE_S = 0.05
-
-
-class Stage(StrEnum):
-    """State of the attempt."""
-
-    STARTING = "starting"
-    TRAINING = "training"
-    GATHERING = "gathering"  # a generation is announced, reports come in
-    REPAIRING = "repairing"  # the plan is out
-    RECONNECTING = "reconnecting"  # connections are re-established, in the same generation
-    SAVING = "saving"  # the survivors write the end-of-life checkpoint
-    GIVEN_UP = "given_up"
-    ENDING = "ending"
-
-
-_HOLDS = frozenset({Stage.GATHERING, Stage.SAVING, Stage.GIVEN_UP})  # no plan to train by
-_RECOVERABLE = frozenset({Stage.TRAINING, Stage.GATHERING, Stage.REPAIRING, Stage.RECONNECTING})
 
 
 @dataclass(slots=True)
@@ -75,6 +59,7 @@ class Attempt:
         repair_limit_s: for all ranks to report, and to carry a plan out.
         save_limit_s: for the end-of-life checkpoint.
         reconnect_limit_s: for new connections in the same generation.
+        checks_chips: whether a chip that had a fault is checked before a process starts on it.
         nodes: by rank, the node it runs on, as the agents report.
         step: newest completed step that is known.
     """
@@ -85,6 +70,7 @@ class Attempt:
     repair_limit_s: float
     save_limit_s: float
     reconnect_limit_s: float = 30.0
+    checks_chips: bool = True
     nodes: dict[int, str] = field(default_factory=dict)
     stage: Stage = Stage.STARTING
     generation: int = 1
@@ -102,6 +88,7 @@ class Attempt:
     _connection: int = 0  # how often those of the generation were re-established
     _reconnected: set[int] = field(default_factory=set)
     _norms: dict[int, list[float]] = field(default_factory=dict)  # of abnormal steps
+    _checks: dict[int, HealPlan] = field(default_factory=dict)  # before ranks start again
     _outbox: Outbox = field(default_factory=Outbox)
     _recoveries: Recoveries = field(init=False)
     _pauses: Pauses = field(init=False)
@@ -125,6 +112,7 @@ class Attempt:
     def joined(self, rank: int) -> None:
         """A worker has connected."""
         self._ranks.joined(rank)
+        self._checks.pop(rank, None)
         if self.stage is Stage.GIVEN_UP:
             self._send(rank, GiveUp(why=self._why))
             return
@@ -134,7 +122,7 @@ class Attempt:
 
     def trains(self, rank: int, generation: int, step: int, *, now_s: float) -> None:
         """A rank is in its loop, in a generation."""
-        if generation != self.generation or self.stage in _HOLDS:
+        if generation != self.generation or self.stage in HOLDS:
             return
         self.step = max(self.step, step) if self.stage is Stage.STARTING else step
         self._ranks.trains(rank)
@@ -209,6 +197,13 @@ class Attempt:
         self._suspected = None
         self._answer(fault, now_s=now_s)
 
+    def not_replaced(self, rank: int, why: str, *, now_s: float) -> None:
+        """The agent of a rank could not start its new process."""
+        self._ranks.ended(rank)
+        if self._may_recover() and self.stage in RECOVERING:
+            self._recoveries.blame(rank)
+            self._fail(f"rank {rank} is not replaced: {why}", now_s=now_s, missing=(rank,))
+
     def generation_report(self, generation: int, report: RankReport, *, now_s: float) -> None:
         """A rank reports for a generation."""
         if generation != self.generation or self.stage is not Stage.GATHERING:
@@ -279,7 +274,7 @@ class Attempt:
     # What follows from them.
 
     def _may_recover(self) -> bool:
-        return self._mode is not RepairMode.LAST_SAVE and self.stage in _RECOVERABLE
+        return self._mode is not RepairMode.LAST_SAVE and self.stage in RECOVERABLE
 
     def _check_reports(self, *, now_s: float) -> None:
         if set(self._reports) >= self._expected():
@@ -329,6 +324,8 @@ class Attempt:
             self._accepted = fault.step + 1
         self.decider.began(fault, decision.rung)
         replaced = self._recoveries.begin(fault, decision, generation=self.generation, now_s=now_s)
+        check = check_before_replacing(fault) if self.checks_chips else None
+        self._checks.update(dict.fromkeys(replaced, check) if check is not None else {})
         if decision.rung is Rung.OPERATOR_RETRY:
             self._reconnect(now_s=now_s)
         else:
@@ -358,7 +355,8 @@ class Attempt:
         self._deadline_s = now_s + self.repair_limit_s
         for rank in sorted(replaced):
             self._ranks.replaced(rank)
-            message = ReplaceWorker(rank=rank, generation=self.generation)
+            check = self._checks.get(rank)
+            message = ReplaceWorker(rank=rank, generation=self.generation, check=check)
             self._outbox.add(ToAgent(rank, message))
         self._broadcast(NewGeneration(number=self.generation))
 
@@ -394,11 +392,11 @@ class Attempt:
             self._save_failed(why, now_s=now_s)
             return
         fault = self._recoveries.newest_fault
+        self.decider.failed(fault)
         is_other = bool(missing) and fault.rank not in missing
         if is_other:
             node, device = self.nodes.get(missing[0]), device_of(missing[0], self.nodes)
             fault = replace(fault, rank=missing[0], node=node, device=device)
-        self.decider.failed()
         self._close_recoveries(why, now_s=now_s)
         self._answer(fault, now_s=now_s, is_missing=is_other)
 

@@ -154,6 +154,20 @@ def hardware_fault(fault: Fault, others: Sequence[Fault]) -> Fault | None:
     return next((one for one in drivers if one.device is not None), None)
 
 
+def check_before_replacing(fault: Fault) -> HealPlan | None:
+    """How the chip is checked before a rank gets a new process; None: not at all.
+
+    Other ranks of the node train on: nothing is reset, and they do not wait for a fault to go.
+
+    Args:
+        fault: that is answered.
+    """
+    if hardware_fault(fault, ()) is None:
+        return None
+    devices = (fault.device,) if fault.device is not None else ()
+    return HealPlan(fault.chip_code, devices, may_reset=False, wait_s=0.0)
+
+
 def found_at_fault(fault: Fault, done: Sequence[ActDone]) -> Fault:
     """A fault with what a failed check after it has shown: it is the hardware of its node."""
     order = list(ChipLevel)

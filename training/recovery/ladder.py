@@ -235,7 +235,7 @@ class InProcessDecider:
         decision = self._ask(fault, now_s=now_s, lacking=lacking, no_replica=no_replica)
         if decision.accept_abnormal and not is_finite:
             self.began(fault, decision.rung)
-            self.failed()
+            self.failed(fault)
             decision = self._ask(fault, now_s=now_s, lacking=lacking, no_replica=no_replica)
         return decision
 
@@ -257,9 +257,10 @@ class InProcessDecider:
         """A recovery starts."""
         self.past.append(Recovery(fault, rung, progressed=False))
 
-    def failed(self) -> None:
-        """The last recovery failed."""
-        self.past[-1] = replace(self.past[-1], failed=True)
+    def failed(self, fault: Fault) -> None:
+        """The newest recovery that answers this very fault failed."""
+        number = max((n for n, one in enumerate(self.past) if one.fault is fault), default=-1)
+        self.past[number] = replace(self.past[number], failed=True)
 
     def corrected(self, was: Fault, fault: Fault) -> None:
         """More is known of a fault that a recovery answers."""

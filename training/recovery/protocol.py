@@ -14,6 +14,7 @@ from pydantic import Field
 
 from storage.frozen_model import FrozenModel
 from training.recovery.faults import Fault
+from training.recovery.healing import HealPlan
 from training.recovery.repair import RankReport, RepairPlan
 from training.recovery.rungs import Decision, Rung
 
@@ -129,6 +130,14 @@ class WorkerEnded(CoordinatorMessage):
     at_s: float
 
 
+class NotReplaced(CoordinatorMessage):
+    """The agent cannot start the process that it was ordered to start."""
+
+    op: Literal["not_replaced"] = "not_replaced"
+    rank: int
+    why: str
+
+
 class NewGeneration(CoordinatorMessage):
     """A generation of the process groups begins; the one before is over."""
 
@@ -160,11 +169,16 @@ class PauseRequest(CoordinatorMessage):
 
 
 class ReplaceWorker(CoordinatorMessage):
-    """Start a new process for a rank whose process has ended."""
+    """End the process of a rank if it still lives, and start a new one.
+
+    Attributes:
+        check: of its chip in between, where hardware was at fault; None: none.
+    """
 
     op: Literal["replace"] = "replace"
     rank: int
     generation: int
+    check: HealPlan | None = None
 
 
 class GiveUp(CoordinatorMessage):

@@ -18,6 +18,7 @@ from training.recovery.protocol import (
     Ending,
     GenerationReport,
     LastSaved,
+    NotReplaced,
     Paused,
     Reconnected,
     ToMember,
@@ -122,6 +123,7 @@ FromMember = Annotated[
     | Ending
     | AgentJoined
     | WorkerEnded
+    | NotReplaced
     | NodeSampled,
     Field(discriminator="op"),
 ]

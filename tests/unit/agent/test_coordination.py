@@ -14,11 +14,19 @@ from tests.unit.agent.coordinator_end import CoordinatorEnd
 from tests.waiting import wait_for
 from training.agent.coordinator_client import AgentCoordinatorClient, new_token
 from training.health.heartbeat import HeartbeatWriter
-from training.recovery.protocol import GiveUp, NewGeneration, ReplaceWorker, WorkerEnded
+from training.recovery.healing import HealPlan
+from training.recovery.protocol import (
+    GiveUp,
+    NewGeneration,
+    NotReplaced,
+    ReplaceWorker,
+    WorkerEnded,
+)
 from training.wire.coordinator import AgentJoined, CoordinatorAddress, NodeSampled
 from training.wire.node import DeviceSample, NodeSample
 
 ENDED = WorkerEnded(rank=3, device=1, exit_code=-9, at_s=1.0)
+CHECK = HealPlan("80E18404", (1,), may_reset=False, wait_s=0.0)
 
 
 class Orders:
@@ -27,8 +35,8 @@ class Orders:
     def __init__(self) -> None:
         self.orders: queue.Queue[Any] = queue.Queue()
 
-    def replace(self, rank: int, generation: int) -> None:
-        self.orders.put((rank, generation))
+    def replace(self, order: ReplaceWorker) -> None:
+        self.orders.put((order.rank, order.generation, order.check))
 
     def give_up(self, why: str) -> None:
         self.orders.put(why)
@@ -89,12 +97,12 @@ def test_a_sample_of_the_node_is_passed_on_while_the_connection_is_open(line, co
 def test_orders_come_in_their_order(line, coordinator, orders):
     coordinator.receive()
     coordinator.send(
-        ReplaceWorker(rank=3, generation=2),
+        ReplaceWorker(rank=3, generation=2, check=CHECK),
         NewGeneration(number=2),
         ReplaceWorker(rank=2, generation=3),
         GiveUp(why="enough"),
     )
-    assert [orders.next() for _ in range(3)] == [(3, 2), (2, 3), "enough"]
+    assert [orders.next() for _ in range(3)] == [(3, 2, CHECK), (2, 3, None), "enough"]
 
 
 def test_a_coordinator_that_is_gone_gives_the_attempt_up(line, coordinator, orders):
@@ -305,3 +313,99 @@ def test_nothing_is_replaced_once_the_attempt_is_asked_to_end(coordinated):
     wait_for(group.poll)
     (after,) = group.statuses()
     assert (after.pid, after.exit_code) == (before.pid, 3)
+
+
+# A place that is kept while a chip is checked.
+
+STAYS = ("sh", "-c", "echo $$ >> lives; exec sleep 600")
+
+
+def vacated(coordinated, folder, generation: int = 2) -> Any:
+    """A group whose only rank has lost its process, for one of this generation."""
+    group = coordinated(*STAYS, slots_per_node=1)
+    wait_for((folder / "lives").exists)
+    assert group.vacate(group.ranks[0], generation)
+    return group
+
+
+def lives(folder) -> int:
+    return len((folder / "lives").read_text().split())
+
+
+def test_the_end_of_a_process_that_is_to_be_replaced_is_no_fault(
+    coordinated, coordinator, line, tmp_path
+):
+    group = vacated(coordinated, tmp_path)
+    for _ in range(3):
+        assert not group.poll()
+    (status,) = group.statuses()
+    assert (status.is_recovering, status.exit_code, status.stopped_by_agent) == (True, None, True)
+    assert not group.is_stopping
+    line.close()
+    assert coordinator.is_closed_by_peer(), "nothing was sent"
+
+
+def test_the_process_that_a_place_is_kept_for_is_started_once(coordinated, tmp_path):
+    group = vacated(coordinated, tmp_path)
+    group.fill(group.ranks[0], 2)
+    (after,) = group.statuses()
+    assert not after.is_recovering
+    wait_for(lambda: lives(tmp_path) == 2)
+    group.fill(group.ranks[0], 2)
+    assert group.statuses()[0].pid == after.pid
+
+
+def test_a_rank_that_cannot_be_replaced_is_reported_and_waits_for_the_answer(
+    coordinated, coordinator, tmp_path
+):
+    group = vacated(coordinated, tmp_path)
+    group.fill(group.ranks[0], 2, why_not="device 0: Alarm")
+    assert coordinator.receive() == NotReplaced(rank=group.ranks[0], why="device 0: Alarm")
+    assert not group.poll()
+    assert not group.is_stopping
+    group.release()  # as it is given up
+    wait_for(group.poll)
+    assert lives(tmp_path) == 1
+
+
+def test_a_rank_that_cannot_be_replaced_ends_the_attempt_where_no_coordinator_answers(
+    coordinated, line, tmp_path
+):
+    group = vacated(coordinated, tmp_path)
+    line.close()
+    group.fill(group.ranks[0], 2, why_not="device 0: Alarm")
+    wait_for(group.poll)
+    assert lives(tmp_path) == 1
+
+
+def test_a_process_that_cannot_be_started_is_reported_too(
+    coordinated, coordinator, tmp_path, monkeypatch
+):
+    group = vacated(coordinated, tmp_path)
+
+    def no_fork_server(_wanted: Any) -> Any:
+        raise OSError("the fork server is gone")
+
+    group.fork = no_fork_server
+    group.fill(group.ranks[0], 2)
+    told = coordinator.receive()
+    assert told == NotReplaced(rank=group.ranks[0], why="the fork server is gone")
+
+
+@pytest.mark.parametrize("end", ["release", "stop"])
+def test_a_place_is_not_filled_once_the_attempt_is_stopped_or_given_up(coordinated, tmp_path, end):
+    group = vacated(coordinated, tmp_path)
+    _ = group.release() if end == "release" else group.stop(5)
+    group.fill(group.ranks[0], 2)
+    wait_for(group.poll)
+    assert lives(tmp_path) == 1
+
+
+def test_what_was_found_for_an_order_does_not_answer_the_next_one(coordinated, tmp_path):
+    group = vacated(coordinated, tmp_path)
+    assert group.vacate(group.ranks[0], 3)
+    group.fill(group.ranks[0], 2)
+    assert group.statuses()[0].is_recovering
+    assert group.statuses()[0].stopped_by_agent
+    group.fill(group.ranks[0], 3)
+    assert not group.statuses()[0].is_recovering

@@ -13,10 +13,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.unit.journal.histories import began, ended
 from training.coordinator.metrics import BASE_LABELS, AttemptNow, RunMetrics
 from training.journal.events import StepRecord
-from training.recovery.attempt import Stage
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.protocol import PauseBegan, PauseEnded
 from training.recovery.rungs import Recovery, Rung
+from training.recovery.stages import Stage
 from training.wire.node import DeviceSample, HostSample, NodeSample
 
 LABELS = {"run_id": "run-1", "placement": "2", "attempt": "3"}

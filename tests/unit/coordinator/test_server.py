@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -24,21 +24,34 @@ from storage.local import LocalStore
 from tests.jobs import job_document
 from tests.waiting import wait_for
 from training.coordinator.server import Coordinator
-from training.journal.attempt_log import AttemptLog
+from training.journal.attempt_log import AttemptLog, parse_lines
 from training.journal.events import CheckpointCommitted, StepRecord
 from training.recovery.actions import AbnormalNorm
+from training.recovery.healing import HealPlan
+from training.recovery.protocol import (
+    CoordinatorMessage,
+    NotReplaced,
+    RecoveryEnded,
+    ReplaceWorker,
+    Trains,
+    WorkerEnded,
+)
+from training.recovery.rungs import Rung
 from training.wire.coordinator import (
+    TO_MEMBER,
     AgentJoined,
     CoordinatorAddress,
     CoordinatorConfig,
     MetricsAddress,
     NodeSampled,
+    WorkerJoined,
     metrics_file,
 )
 from training.wire.node import DeviceSample, HostSample, NodeSample
 from training.wire.transport import dump_line
 
 HOST = "127.0.0.1"
+ENGINE = {"nodes": 1, "slots_per_node": 2}
 TOKEN = "a-token"
 RECORD = StepRecord(
     step=7, loss=1.5, grad_norm=0.5, lr=1e-3, tokens_per_s=1000.0, mfu=None, at_s=99.0,
@@ -49,9 +62,13 @@ RECORD = StepRecord(
 class Served:
     """A coordinator that serves in a thread."""
 
-    def __init__(self, folder: Path, **watch: Any) -> None:
+    def __init__(
+        self, folder: Path, *, restart: Mapping[str, Any] | None = None, **watch: Any
+    ) -> None:
         self.folder = folder
-        job = job_document(folder, run_id="run-1", watch=watch)
+        job = job_document(
+            folder, run_id="run-1", watch=watch, restart=dict(restart or {}), engine=ENGINE
+        )
         self.config = CoordinatorConfig(
             job=json.dumps(job),
             host=HOST,
@@ -61,7 +78,7 @@ class Served:
             attempt=1,
             live_file=str(folder / "metrics.jsonl"),
             address_file=str(folder / "address.json"),
-            supported=(),
+            supported=tuple(Rung),
         )
         self._stop: Callable[[], object] = lambda: None
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -125,6 +142,49 @@ def test_an_agents_samples_are_exported_until_it_is_gone(served):
         served.until('node="node-7"')
         assert "perdure_device_power_watts" in served.text()
     wait_for(lambda: 'node="node-7"' not in served.text())
+
+
+def ordered_after_a_fault_of_memory(served: Served, agent: socket.socket) -> ReplaceWorker:
+    """What the agent of two ranks in training is told when the process of rank 1 ends so."""
+    where = (served.address.host, served.address.port)
+
+    def tell(line: socket.socket, *messages: CoordinatorMessage | AgentJoined) -> None:
+        line.sendall(b"".join(dump_line(message) for message in messages))
+
+    tell(agent, AgentJoined(token=SecretStr(TOKEN), node="node-0", ranks=(0, 1)))
+    ranks = [socket.create_connection(where) for _ in range(2)]
+    for rank, line in enumerate(ranks):
+        tell(line, WorkerJoined(token=SecretStr(TOKEN), rank=rank, pid=1))
+        tell(line, Trains(generation=1, step=0))
+    served.until('perdure_ranks{attempt="1",placement="1",run_id="run-1",state="training"} 2.0')
+    error = "DeviceBeyondHealing: not recoverable"
+    tell(agent, WorkerEnded(rank=1, device=1, exit_code=1, error=error, at_s=1.0))
+    order = TO_MEMBER.validate_json(agent.makefile("rb").readline())
+    assert isinstance(order, ReplaceWorker)
+    for line in ranks:
+        line.close()
+    return order
+
+
+def test_a_chip_at_fault_is_checked_first_and_a_rank_that_is_not_replaced_is_on_record(served):
+    with socket.create_connection((served.address.host, served.address.port)) as agent:
+        order = ordered_after_a_fault_of_memory(served, agent)
+        assert order.check == HealPlan(None, (1,), may_reset=False, wait_s=0.0)
+        agent.sendall(dump_line(NotReplaced(rank=1, why="device 1: Alarm")))
+        log = served.folder / "metrics.jsonl"
+
+        def failed() -> list[RecoveryEnded]:
+            return [e for e in parse_lines(log.read_text()) if isinstance(e, RecoveryEnded)]
+
+        (ended,) = wait_for(failed)
+    assert (ended.succeeded, ended.why) == (False, "rank 1 is not replaced: device 1: Alarm")
+
+
+def test_a_job_may_have_processes_replaced_without_a_check(tmp_path):
+    served = Served(tmp_path, restart={"heal": {"check": False}})
+    with socket.create_connection((served.address.host, served.address.port)) as agent:
+        assert ordered_after_a_fault_of_memory(served, agent).check is None
+    served.close()
 
 
 def test_a_port_that_is_taken_is_a_warning_and_no_end(tmp_path, caplog):

@@ -9,7 +9,8 @@ from typing import Any
 from training.diagnosis.exits import fault_of_end
 from training.journal.events import LedgerEvent
 from training.recovery.actions import Action, LogEvent, ToAgent, ToRank
-from training.recovery.attempt import Attempt, Stage
+from training.recovery.attempt import Attempt
+from training.recovery.healing import HealPlan
 from training.recovery.ladder import InProcessDecider
 from training.recovery.protocol import (
     CoordinatorMessage,
@@ -31,6 +32,7 @@ from training.recovery.protocol import (
 )
 from training.recovery.repair import RankReport, RepairMode, RepairPlan, StepPhase, Vote
 from training.recovery.rungs import Policy, Rung
+from training.recovery.stages import Stage
 
 DDP = ((0, 1, 2, 3),)
 HSDP = ((0, 2), (1, 3))
@@ -79,6 +81,7 @@ class AttemptHarness:
         supported: Collection[Rung] = frozenset(Rung),
         is_training: bool = True,
         ranks_per_node: int = 2,
+        checks_chips: bool = True,
     ) -> AttemptHarness:
         """All ranks have connected; they train unless `is_training` is off."""
         world_size = sum(len(group) for group in groups)
@@ -89,6 +92,7 @@ class AttemptHarness:
             repair_limit_s=REPAIR_LIMIT_S,
             save_limit_s=SAVE_LIMIT_S,
             reconnect_limit_s=RECONNECT_LIMIT_S,
+            checks_chips=checks_chips,
             nodes={rank: f"node-{rank // ranks_per_node}" for rank in range(world_size)},
         )
         harness = cls(attempt)
@@ -131,6 +135,11 @@ class AttemptHarness:
             node, step = self.attempt.nodes.get(rank), self.attempt.step
             fault = fault_of_end(ended, node=node, step=step)
             self.attempt.ended(rank, fault, now_s=self.now_s)
+        return self.collect()
+
+    def not_replaced(self, rank: int, why: str = "device 1: Alarm") -> list[Action]:
+        """The agent of a rank cannot start its new process."""
+        self.attempt.not_replaced(rank, why, now_s=self.now_s)
         return self.collect()
 
     def worker_fault(self, rank: int, kind: WorkerFaultKind, **changes: Any) -> list[Action]:
@@ -259,6 +268,11 @@ class AttemptHarness:
             for action in self.actions
             if isinstance(action, ToAgent) and isinstance(action.message, ReplaceWorker)
         ]
+
+    def checks(self) -> list[HealPlan | None]:
+        """How chips were to be checked before, for each of these orders."""
+        messages = [action.message for action in self.actions if isinstance(action, ToAgent)]
+        return [message.check for message in messages if isinstance(message, ReplaceWorker)]
 
     def plan(self) -> RepairPlan:
         """The newest one."""

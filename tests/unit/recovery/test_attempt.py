@@ -13,12 +13,13 @@ from tests.unit.recovery.attempts import (
     is_plan,
 )
 from training.recovery.actions import LogEvent, ToAgent, ToRank
-from training.recovery.attempt import CONNECTION_SETTLE_S, Stage
+from training.recovery.attempt import CONNECTION_SETTLE_S
 from training.recovery.faults import FaultClass
 from training.recovery.protocol import NewGeneration, Plan, ReplaceWorker, WorkerFaultKind
 from training.recovery.ranks import END_NOTICE_S
 from training.recovery.repair import Move, RankReport, StepPhase
 from training.recovery.rungs import Rung
+from training.recovery.stages import Stage
 
 
 def test_training_begins_when_the_last_rank_trains():

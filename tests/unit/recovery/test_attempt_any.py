@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from tests.unit.recovery.attempts import ALONE, DDP, HSDP, AttemptHarness, is_plan
 from training.recovery.actions import LogEvent, ToAgent, ToRank
-from training.recovery.attempt import Stage
 from training.recovery.protocol import (
     LastSaved,
     NewGeneration,
@@ -23,6 +22,7 @@ from training.recovery.protocol import (
 )
 from training.recovery.repair import RankReport, RepairMode, StepPhase, Vote
 from training.recovery.rungs import IN_PROCESS, Policy
+from training.recovery.stages import Stage
 
 RANKS = st.integers(0, 3)
 STEPS = st.integers(8, 12)
@@ -120,6 +120,7 @@ OTHERS: st.SearchStrategy[Event] = st.one_of(
         lambda delay_s: lambda harness: harness.advance(delay_s)
     ),
     RANKS.map(lambda rank: lambda harness: harness.attempt.joined(rank)),
+    RANKS.map(lambda rank: lambda harness: harness.not_replaced(rank)),
     st.builds(trains, RANKS, OFFSETS, STEPS),
     RANKS.flatmap(lambda rank: st.builds(progresses_to, reports(rank), OFFSETS)),
     st.builds(has_saved, RANKS, st.builds(LastSaved, step=STEPS, problem=PROBLEMS)),

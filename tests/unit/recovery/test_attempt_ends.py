@@ -15,7 +15,7 @@ from tests.unit.recovery.attempts import (
     is_plan,
 )
 from training.recovery.actions import ToAgent, ToRank
-from training.recovery.attempt import CONNECTION_SETTLE_S, Stage
+from training.recovery.attempt import CONNECTION_SETTLE_S
 from training.recovery.faults import FaultClass
 from training.recovery.protocol import (
     AttemptGivenUp,
@@ -30,6 +30,7 @@ from training.recovery.protocol import (
 )
 from training.recovery.repair import RepairMode
 from training.recovery.rungs import Policy
+from training.recovery.stages import Stage
 
 NO_REPLACING = Policy(process_replace=False)
 

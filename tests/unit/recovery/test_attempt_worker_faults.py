@@ -17,7 +17,7 @@ from tests.unit.recovery.attempts import (
     is_plan,
 )
 from training.recovery.actions import AbnormalNorm
-from training.recovery.attempt import CONNECTION_SETTLE_S, Stage
+from training.recovery.attempt import CONNECTION_SETTLE_S
 from training.recovery.protocol import (
     NewGeneration,
     Reconnect,
@@ -27,6 +27,7 @@ from training.recovery.protocol import (
 from training.recovery.ranks import END_NOTICE_S
 from training.recovery.repair import Move, RepairMode, StepPhase
 from training.recovery.rungs import Policy, Rung
+from training.recovery.stages import Stage
 
 # Operator retry.
 
