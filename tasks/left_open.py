@@ -33,6 +33,7 @@ from tasks.flow_runs import flow_runs_of
 from training.journal.attempt_view import AttemptView
 from training.journal.history import RunHistory
 from training.recovery.rungs import RESTARTS_IN_PLACE, RUNGS
+from training.supervisor.good_ends import good_end_text
 
 LOST = "SupervisorLost"
 ADOPTED = "Adopted"
@@ -117,8 +118,8 @@ def _ended(view: AttemptView) -> TaskEnd:
     assert view.ended is not None  # noqa: S101 the caller looked
     ended, fault, step = view.ended, view.ended.fault, view.ended.to_step
     if ended.outcome == "completed":
-        done = f"trained to step {step}" if step is not None else "the command has ended well"
-        return TaskEnd(StateType.COMPLETED, "Completed", done)
+        done = f"trained to step {step}" if step is not None else None
+        return TaskEnd(StateType.COMPLETED, "Completed", good_end_text(done, ended.notes))
     if ended.outcome == "restarted":
         return TaskEnd(StateType.COMPLETED, "Restarted", f"restart.every_s, at step {step}")
     if fault is None:

@@ -27,6 +27,7 @@ from training.job import Job, departures
 from training.recovery.rungs import RUNGS, restarts_in_a_row
 from training.supervisor.attention import waits_for_node
 from training.supervisor.concluding import Verdict
+from training.supervisor.good_ends import good_end_text
 from training.supervisor.job_checks import check_job, corpus_notes
 from training.supervisor.markdown import counted
 from training.supervisor.watch import EndKind
@@ -173,7 +174,7 @@ def attempt(
 def _state_of(verdict: Verdict) -> Verdict:
     if verdict.kind is EndKind.COMPLETED:
         steps = f"trained to step {verdict.step}" if verdict.step is not None else None
-        return completed(verdict, steps or "the command has ended well")
+        return completed(verdict, good_end_text(steps, verdict.notes))
     if verdict.kind is EndKind.RESTARTED:
         return completed(verdict, f"restart.every_s, at step {verdict.step}", name="Restarted")
     if verdict.decision is None:

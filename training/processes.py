@@ -14,6 +14,7 @@ import ctypes
 import ipaddress
 import math
 import os
+import re
 import signal
 import socket
 import time
@@ -31,6 +32,10 @@ _RANK_NAMES = (
     ("RANK", "LOCAL_RANK"),
     ("RANK_ID", "DEVICE_ID"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+)
+LAUNCHER = re.compile(
+    r"(?<![\w.-])(torchrun|msrun|mpirun|deepspeed|torch\.distributed\.(run|launch)"
+    r"|accelerate)(?![\w-])"
 )
 RANK_VARIABLES = frozenset(rank for rank, _ in _RANK_NAMES)
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -150,7 +155,7 @@ def kill_container(
     while processes := container_processes(marker, spare=spare):
         if time.monotonic() > deadline_s:
             return False
-        killed = [one for one in processes if not _is_tracker(one)]
+        killed = [one for one in processes if not is_tracker(one)]
         if time.monotonic() > trackers_end_s:
             killed = processes
         signal_all(oldest_first(killed), signal.SIGKILL)
@@ -158,7 +163,7 @@ def kill_container(
     return True
 
 
-def _is_tracker(process: psutil.Process) -> bool:
+def is_tracker(process: psutil.Process) -> bool:
     """Whether it is the resource tracker of Python's multiprocessing.
 
     It ends by itself when those that it serves have ended, and removes the semaphores and shared

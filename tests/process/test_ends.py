@@ -81,6 +81,21 @@ def test_a_program_that_survives_an_error_has_ended_well(tmp_path, program):
 
 
 @pytest.mark.long
+def test_a_script_that_ends_before_its_torchrun_in_the_background_is_its_users_to_mend(tmp_path):
+    program = tmp_path / "train.py"
+    program.write_text("import time; time.sleep(600)")
+    launch = f"{sys.executable} -m torch.distributed.run --standalone {program}"
+    script = f"nohup {launch} > {tmp_path}/train.log 2>&1 & sleep 5"
+    played = RunDriver(tmp_path).run(command_job(tmp_path, "background", script))
+    assert played.ended == "launch_misconfigured is for the user to fix"
+    (fault,) = faults_of(played)
+    assert "torch.distributed.run" in fault.evidence
+    assert fault.evidence.endswith("was still running")
+    assert "`wait`" in fault.action
+    assert played.left_over == ()
+
+
+@pytest.mark.long
 def test_a_program_that_is_killed_behind_a_pipe_is_started_again_and_completes(tmp_path, program):
     # The shell does not say a word about it: only the count of iterations shows it.
     played = RunDriver(tmp_path).run(command_job(tmp_path, "killed", piped(program, "killed")))

@@ -173,6 +173,7 @@ class Agent:
             staging_error=self._staging_error,
             oom_kills=oom_kills() - self._oom_kills_before,
             output_bytes=self._group.log_bytes() if self._group else 0,
+            left_running=self._group.left.found if self._group else (),
             mended_retries=self._group.mended_retries() if self._group else {},
             sample=self._sampling.newest,
             metrics_url=metrics_url(self._attempt_folder(self._order)) if self._order else None,

@@ -23,6 +23,7 @@ from training.processes import environment_of, oldest_first, rank_in
 LOOK_S = 5.0  # a look reads /proc of the whole node
 STOPPED = frozenset("Tt")
 ENDED = "Z"
+SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +67,12 @@ class CommandRanks:
     Attributes:
         pids: of the processes that the agent started.
         folder: of the heartbeats.
+        helpers: pids of what ranks had started, as of the last look at the living command.
     """
 
     pids: Sequence[int]
     folder: Path
+    helpers: frozenset[int] = frozenset()
     _looked_s: float = float("-inf")
     _found: list[CommandProcess] = field(default_factory=list)
     _readers: dict[Path, HeartbeatReader] = field(default_factory=dict)
@@ -80,6 +83,7 @@ class CommandRanks:
         if time.monotonic() - self._looked_s > age_s:
             self._found = [one for pid in self.pids for one in _below(pid)]
             self._looked_s = time.monotonic()
+            self.helpers = _helpers(self._found) if self._found else self.helpers
         now = (replace(one, state=process_state(one.pid)) for one in self._found)
         return [one for one in now if one.state != ENDED]
 
@@ -146,6 +150,12 @@ class CommandRanks:
                 beat = self._readers.setdefault(path, HeartbeatReader(path)).read()
                 if beat is not None:
                     yield rank_of_file(path), beat
+
+
+def _helpers(found: Sequence[CommandProcess]) -> frozenset[int]:
+    """What belongs to a rank; the program that a shell with a rank's variables runs is the rank."""
+    led = {one.rank for one in found if one.is_rank and one.name not in SHELLS}
+    return frozenset(one.pid for one in found if one.rank in led and not one.is_rank)
 
 
 def _title(process: CommandProcess) -> str:

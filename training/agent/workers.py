@@ -27,6 +27,7 @@ from training.agent.coordinator_client import AgentCoordinatorClient
 from training.agent.error_file import read_error
 from training.agent.evidence import ASCEND_PATH, StacksTarget, ascend_folder, tail
 from training.agent.fork_server import Fork, ForkedProcess, end_now
+from training.agent.left_running import LeftRunning
 from training.agent.masked_output import MaskedOutput, scrub
 from training.agent.platform_variables import platform_variables, rank_variables
 from training.agent.pulse import status_of_rank
@@ -66,6 +67,7 @@ class WorkerGroup:
             the attempt.
         secret_variables: of the workers, from the job's env_from.
         oom_kills: how often the kernel killed for memory, by now.
+        left: what a command that exited with 0 has left running.
         activity: of processes that have completed no step, by pid; the hang check sets it.
     """
 
@@ -82,6 +84,7 @@ class WorkerGroup:
     oom_kills: Callable[[], int] = lambda: 0
     activity: Mapping[int, Activity] = field(default_factory=dict)
     retries: RetryLogs = field(default_factory=RetryLogs)
+    left: LeftRunning = field(default_factory=LeftRunning)
     _environment: dict[str, str] = field(default_factory=dict)
     _output: MaskedOutput | None = None
     _command: CommandRanks | None = None
@@ -113,19 +116,16 @@ class WorkerGroup:
             self._environment["RANK_TABLE_FILE"] = str(file)
         if self.secret_variables:
             self._output = MaskedOutput(self.folder, self.secrets)
-        for local_rank in range(self._count):
+        for local_rank in range(len(self.planned_ranks)):
             self._workers.append(self._start(local_rank))
         if self.order.is_command:
             self._command = CommandRanks(list(self.pids().values()), self.folder)
 
     @property
-    def _count(self) -> int:
-        return 1 if self.order.is_launcher else self.order.slots_per_node
-
-    @property
     def planned_ranks(self) -> Sequence[int]:
         """Global ranks that run on this node once it is started."""
-        return [self.config.member * self._count + local for local in range(self._count)]
+        count = 1 if self.order.is_launcher else self.order.slots_per_node
+        return [self.config.member * count + local for local in range(count)]
 
     def _start(self, local_rank: int, **further: str) -> Worker:
         rank = self.planned_ranks[local_rank]
@@ -335,7 +335,8 @@ class WorkerGroup:
         running = [w for w in self._workers if w.ended_s is None or w.is_held]
         if self._kill_at_s is None:
             settled = self._first_failure_s is not None and now_s - self._first_failure_s > SETTLE_S
-            if settled or not running:
+            well = self._command if self._first_failure_s is None else None
+            if settled or not (running or self.left.is_awaited(well, self)):
                 self.stop(self.order.failover_grace_s if running else self.order.grace_s)
             return False
         left = container_processes(self.marker, spare=self.spare)

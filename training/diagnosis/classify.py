@@ -328,7 +328,8 @@ def _not_well(end: WorkerEnd, bad: BadEnd, found: Finding | None, evidence: Evid
         why = "The command ended without an error before its target."
         return _ended(_Tier.ROOT, FaultClass.UNKNOWN, bad.text, end, evidence, SHORT_CODE, why)
     if bad.fault_class is not None:
-        return _ended(_Tier.ROOT, bad.fault_class, bad.text, end, evidence)
+        cause = _ended(_Tier.ROOT, bad.fault_class, bad.text, end, evidence, why=bad.why)
+        return replace(cause, fault=replace(cause.fault, action=bad.action or cause.fault.action))
     if found is None or found.role is Role.HINT:
         tier, fault_class = _Tier.UNEXPLAINED, FaultClass.UNKNOWN
         return _ended(tier, fault_class, bad.text, end, evidence, why=PIPE_ADVICE)

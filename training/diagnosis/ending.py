@@ -29,6 +29,17 @@ PIPE_ADVICE = (
     "command, and one such as `torchrun ... | tee train.log` needs `set -o pipefail`."
 )
 
+LEFT_WHY = (
+    "The script has ended, and with it the container's work, while the training that it had "
+    "started was still running: that was ended with the container."
+)
+LEFT_ACTION = (
+    "Let the script wait for the training: start the launcher without `&`, or end with `wait`."
+)
+UNSEEN_NOTE = (
+    "no training step was seen: the end of its output counts none, and no rank wrote a heartbeat"
+)
+
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _PREFIX = re.compile(r"^(?:\[[\w.:,-]{1,24}\](?:<std\w{3}>)?:? ?)+")  # of a launcher, for a rank
 _DEATHS = re.compile(
@@ -71,10 +82,14 @@ class BadEnd:
     Attributes:
         text: the evidence.
         fault_class: what it is; None: the output of the worker explains it.
+        why: what it means, if not what its class does.
+        action: what to do, likewise.
     """
 
     text: str
     fault_class: FaultClass | None = None
+    why: str = ""
+    action: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +144,37 @@ def short_end(counts: Iterable[Count | None]) -> BadEnd | None:
                 f"exit code 0 at {count.name} {count.step} of {count.target}", FaultClass.UNKNOWN
             )
     return None
+
+
+def left_end(processes: Sequence[str]) -> BadEnd:
+    """The end of a script that did not wait for the training that it had started.
+
+    Args:
+        processes: that were still running, for people; at least one.
+    """
+    return BadEnd(
+        f"exit code 0 while {_listed(processes)} was still running",
+        FaultClass.LAUNCH_MISCONFIGURED,
+        why=LEFT_WHY,
+        action=LEFT_ACTION,
+    )
+
+
+def left_note(processes: Sequence[str]) -> str:
+    """A warning about processes that were still running, of which none trained."""
+    return f"{_listed(processes)} was still running and has been ended with the container"
+
+
+def _listed(processes: Sequence[str]) -> str:
+    more = f" (and {len(processes) - 1} more)" if len(processes) > 1 else ""
+    return f"{processes[0]}{more}"
+
+
+def shows_steps(text: str) -> bool:
+    """Whether some output has a line of a training step, an epoch or a loss."""
+    counts = StepCounts()
+    counts.read("\n".join(_lines(text)), 0)
+    return counts.has_any
 
 
 def again_short(fault: Fault, before: Fault | None) -> Fault:

@@ -254,6 +254,11 @@ class StepCounts:
         self._values.setdefault(kind, []).append(value)
         highest.append(max(value, highest[-1]) if highest else value)
 
+    @property
+    def has_any(self) -> bool:
+        """Whether anything of a training was counted; a script may print that it is done."""
+        return any(kind != "done" for kind in self._offsets)
+
     def goes_on_after(self, offset: int, *, kinds: Collection[str] = MARGINS) -> bool:
         """Whether a count moved on by more than other ranks' last lines would.
 

@@ -143,6 +143,7 @@ class AttemptEnded(AttemptRecord):
         runners_up: what else the evidence would have allowed, most likely first.
         noticed_s: when a fault that ended it was noticed; `fault.at_s` is its first symptom.
         stepped_s: when the last step was completed that the supervisor saw.
+        notes: what a user has to know about the end of a command that exited with 0.
     """
 
     kind: Literal["attempt_ended"] = "attempt_ended"
@@ -154,6 +155,7 @@ class AttemptEnded(AttemptRecord):
     duration_s: float
     noticed_s: float | None = None
     stepped_s: float | None = None
+    notes: tuple[str, ...] = ()
 
 
 class Decided(AttemptRecord):

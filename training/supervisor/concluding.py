@@ -34,6 +34,7 @@ class Verdict:
     fault: Fault | None = None
     decision: Decision | None = None
     healed: ChipsHealed | None = None
+    notes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         # Prefect puts it behind a state's message, in a line of the log.
@@ -71,7 +72,7 @@ class Concluder:
         """Diagnose, decide, put both on record, and heal where the answer is to stay."""
         diagnosis = self.record_end(view, end)
         if diagnosis is None:
-            return Verdict(end.kind, *view.key, end.last_step)
+            return Verdict(end.kind, *view.key, end.last_step, notes=end.notes)
         fault = diagnosis.fault
         decision, healed = self._healer.answer(view, fault, stop_wanted=stop_wanted)
         return Verdict(end.kind, *view.key, end.last_step, fault, decision, healed)
@@ -93,6 +94,7 @@ class Concluder:
             diagnosis=diagnosis,
             noticed_s=end.evidence.at_s if diagnosis is not None else None,
             stepped_s=end.stepped_s,
+            notes=end.notes,
         )
         return diagnosis
 

@@ -7,15 +7,26 @@ have come. Steps are completed optimizer steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from training.diagnosis.ending import BadEnd, Count, Output, count_in, crash_in, short_end
+from training.diagnosis.ending import (
+    UNSEEN_NOTE,
+    BadEnd,
+    Count,
+    Output,
+    count_in,
+    crash_in,
+    left_end,
+    left_note,
+    short_end,
+    shows_steps,
+)
 from training.diagnosis.exits import EXIT_DONE
 from training.engines.base import Snapshot
 from training.health.heartbeat import Phase
 from training.recovery.faults import FaultClass
-from training.wire.agent import AgentStatus, WorkerStatus
+from training.wire.agent import AgentStatus, LeftProcess, WorkerStatus
 from training.wire.logs import WorkerLog
 
 UNSEEN_STRIDE = 0.01  # of the target, where only one heartbeat of a command was seen
@@ -41,6 +52,16 @@ def bad_end_of_session(worker: WorkerStatus) -> BadEnd | None:
     return BadEnd(worker.error or "exit code 0 before the target", FaultClass.USER_CODE_ERROR)
 
 
+def good_end_text(reached: str | None, notes: Sequence[str]) -> str:
+    """What is said of a good end.
+
+    Args:
+        reached: how far it came; None of a command none of whose steps is known.
+        notes: what a user has to know beside it.
+    """
+    return "; ".join((reached or "the command has ended well", *notes))
+
+
 @dataclass(slots=True)
 class CommandEnds:
     """What shows that a command that exited with 0 has not ended well.
@@ -48,15 +69,21 @@ class CommandEnds:
     Attributes:
         target: step that the job's command trains to; None: not known.
         bad: by rank, what was found.
+        notes: what a user has to know about a good end.
     """
 
     target: int | None = None
     bad: dict[int, BadEnd] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
     _judged: set[int] = field(default_factory=set)
     _steps: list[int] = field(default_factory=list)
+    _left: dict[int, tuple[LeftProcess, ...]] = field(default_factory=dict)
 
     def note(self, snapshot: Snapshot) -> None:
-        """Keep how far the heartbeats have come."""
+        """Keep how far the heartbeats have come, and what commands have left running."""
+        for status in snapshot.agents.values():
+            for worker in status.workers[:1]:
+                self._left[worker.rank] = status.left_running
         ranks = (rank for status in snapshot.agents.values() for rank in status.known_ranks)
         step = max((rank.step for rank in ranks if rank.step is not None), default=-1)
         if step >= 0 and step not in self._steps[-1:]:
@@ -93,10 +120,26 @@ class CommandEnds:
             crash = crash_in(outputs)
             if crash is not None:
                 self.bad[worker.rank] = BadEnd(crash)
+        if by_itself and not self.bad:
+            self._judge_left([worker.rank for worker in by_itself], logs)
         if is_last and by_itself and not self.bad:
             short = short_end(self._counts(logs))
             if short is not None:
                 self.bad[by_itself[-1].rank] = short
+            elif not self._steps and not any(map(shows_steps, _texts(logs))):
+                self.notes.append(UNSEEN_NOTE)
+
+    def _judge_left(self, ranks: Collection[int], logs: Mapping[int, Sequence[WorkerLog]]) -> None:
+        """A script that did not wait for its training; what outlives a finished one is harmless."""
+        counts = [count for count in self._counts(logs) if count is not None]
+        has_finished = bool(counts) and not any(count.is_short for count in counts)
+        for rank in ranks:
+            left = self._left.get(rank, ())
+            training = [one.name for one in left if one.trains]
+            if training and not has_finished:
+                self.bad[rank] = left_end(training)
+            elif left:
+                self.notes.append(left_note([one.name for one in left]))
 
     def _counts(self, logs: Mapping[int, Sequence[WorkerLog]]) -> Iterator[Count | None]:
         if self.target is not None and self._steps:
@@ -104,10 +147,14 @@ class CommandEnds:
             step = self._steps[-1]
             stride = step - before[0] if before else round(UNSEEN_STRIDE * self.target)
             yield Count(step, self.target, max(1, stride))
-        printed = (count_in(log.text) for rank in logs.values() for log in rank)
+        printed = map(count_in, _texts(logs))
         counts = [count for count in printed if count is not None]
         # With several nodes one of them prints: the one that came farthest.
         yield max(counts, key=lambda count: count.step, default=None)
+
+
+def _texts(logs: Mapping[int, Sequence[WorkerLog]]) -> Iterator[str]:
+    return (log.text for rank in logs.values() for log in rank)
 
 
 def was_stopped(snapshot: Snapshot) -> bool:

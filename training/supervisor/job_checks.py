@@ -8,7 +8,6 @@ processes is a note, not a problem: the ladder skips a rung that is not possible
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from training.errors import EngineError, InputError
 from training.files import home_folder
 from training.job import RESERVED_NAMES, Job
 from training.platforms.settings import shown
+from training.processes import LAUNCHER
 from training.recovery.replicas import Feasibility, Mechanism, feasibility, groups_text
 from training.supervisor.recipe_check import check_recipe
 from training.supervisor.storage_place import MOUNTS, check_place, place_of
@@ -41,10 +41,6 @@ from training.trainer.data.tokenizer import open_tokenizer
 from training.trainer.size import num_parameters
 from training.wire.node import Check, CheckOutcome
 
-_LAUNCHER = re.compile(
-    r"(?<![\w.-])(torchrun|msrun|mpirun|deepspeed|torch\.distributed\.(run|launch)"
-    r"|accelerate)(?![\w-])"
-)
 MANY_SAVES_LOST = 0.25  # of all steps, to do again after the worst moment to fail
 
 
@@ -107,7 +103,7 @@ def _start_notes(job: Job) -> Iterator[Note]:
     """A launcher that is started once per device starts all of a node's ranks every time."""
     if not job.worker.is_command or job.worker.is_launcher:
         return
-    found = next((m for part in job.worker.command or () if (m := _LAUNCHER.search(part))), None)
+    found = next((m for part in job.worker.command or () if (m := LAUNCHER.search(part))), None)
     if found is not None:
         why = "starts ranks of its own: per: node is for it"
         yield Note(f"worker.per=device: {found.group()} {why}", is_warning=True)

@@ -7,7 +7,7 @@ record once. Times are seconds since the epoch, steps completed optimizer steps.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from storage.checkpoint import CheckpointStore
@@ -118,6 +118,7 @@ class LedgerWriter:
         diagnosis: Diagnosis | None = None,
         noticed_s: float | None = None,
         stepped_s: float | None = None,
+        notes: Sequence[str] = (),
     ) -> None:
         """Record that the attempt's processes are gone."""
         self.append(
@@ -131,6 +132,7 @@ class LedgerWriter:
             duration_s=time.time() - view.started.at_s,
             noticed_s=noticed_s,
             stepped_s=stepped_s,
+            notes=tuple(notes),
         )
 
     def _now(self, view: AttemptView) -> AttemptView:

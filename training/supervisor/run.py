@@ -229,7 +229,8 @@ class Run:
         view = self.refresh().unended
         if view is None or view.ended is None:
             return None
-        return Verdict(EndKind(view.ended.outcome), *view.key, view.ended.to_step)
+        ended = view.ended
+        return Verdict(EndKind(ended.outcome), *view.key, ended.to_step, notes=ended.notes)
 
     def place(self, *, stop_wanted: Callable[[], bool] = lambda: False) -> Placement:
         """The placement of the next attempt: the living one, or a new one.

@@ -16,6 +16,7 @@ from training.errors import EngineError
 from training.recovery.faults import FaultClass
 from training.recovery.rungs import Rung
 from training.supervisor.concluding import Verdict
+from training.supervisor.good_ends import good_end_text
 from training.supervisor.run import Run
 from training.supervisor.watch import EndKind, Progress
 from training.trainer.data.prepare import DataOutcome, prepare
@@ -142,8 +143,8 @@ def _end_after(verdict: Verdict) -> RunEnd:
     match verdict.kind:
         case EndKind.COMPLETED:
             step = verdict.step
-            text = f"step {step} reached" if step is not None else "the command has ended well"
-            return RunEnd("completed", text)
+            text = f"step {step} reached" if step is not None else None
+            return RunEnd("completed", good_end_text(text, verdict.notes))
         case EndKind.STOPPED | EndKind.RESTARTED:
             return RunEnd("cancelled", "stopped on request")
         case EndKind.FAILED:

@@ -61,6 +61,7 @@ class AttemptEnd:
     Attributes:
         stepped_s: when the last step that was seen was completed.
         stacks: the stack of every thread of the workers, when one of them was silent.
+        notes: what a user has to know about a good end.
     """
 
     kind: EndKind
@@ -69,6 +70,7 @@ class AttemptEnd:
     last_step: int | None
     stepped_s: float | None = None
     stacks: tuple[tuple[str, NodeText], ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -346,7 +348,12 @@ class AttemptWatch:
             step,
             last.at_s if last is not None else seen.at_s if seen is not None else None,
             noticed.stacks,
+            self._notes(kind),
         )
+
+    def _notes(self, kind: EndKind) -> tuple[str, ...]:
+        ends = self._command_ends
+        return tuple(ends.notes) if ends is not None and kind is EndKind.COMPLETED else ()
 
 
 def _all_done(snapshot: Snapshot) -> bool:

@@ -335,6 +335,19 @@ class HangReport(FrozenModel):
     ends_attempt: bool = True
 
 
+class LeftProcess(FrozenModel):
+    """A process that a command has left running when it exited with 0.
+
+    Attributes:
+        name: its command line and pid, without secrets.
+        trains: whether it is a rank, or a launcher of ranks.
+    """
+
+    pid: int
+    name: str
+    trains: bool
+
+
 class CoordinatorEnd(FrozenModel):
     """How the coordinator ended that an agent had started, while its attempt went on.
 
@@ -358,6 +371,7 @@ class AgentStatus(FrozenModel):
         is_launcher: whether that one process has started the ranks itself.
         ranks: of a command, as far as they are known.
         output_bytes: length of what the attempt's processes have printed.
+        left_running: by a command that exited with 0; it was ended with the attempt.
     """
 
     node: str
@@ -375,6 +389,7 @@ class AgentStatus(FrozenModel):
     staging_error: str | None = None
     oom_kills: int = 0
     output_bytes: int = 0
+    left_running: tuple[LeftProcess, ...] = ()
     mended_retries: dict[int, int] = Field({}, description="of HCCL, by rank, where there are any")
     sample: NodeSample | None = None
     metrics_url: str | None = Field(None, description="of the coordinator, where it is here")

@@ -16,10 +16,11 @@ from training.diagnosis.ending import (
     count_in,
     crash_in,
     early_end,
+    left_end,
     short_end,
 )
 from training.diagnosis.evidence import Evidence, WorkerEnd
-from training.recovery.faults import Fault, FaultClass
+from training.recovery.faults import Fault, FaultClass, RecoverableBy
 
 STEPS = "".join(
     f" [2026-11-21] iteration {at:8d}/    6000 | lm loss: {9 / at:.3f} | grad norm: 1.0 |\n"
@@ -232,3 +233,14 @@ def test_a_session_that_exits_before_its_target_is_the_programs_fault():
     assert (fault.fault_class, fault.evidence) == (FaultClass.USER_CODE_ERROR, text)
     assert early_end(30, 30) is early_end(31, 30) is None
     assert "step 0 of 30" in str(early_end(-1, 30))
+
+
+def test_a_script_that_left_its_training_running_has_a_fault_that_says_how_to_wait():
+    fault = cause(STEPS, left_end(["torchrun train.py (pid 8)", "train.py (pid 9)"]))
+    assert fault.fault_class is FaultClass.LAUNCH_MISCONFIGURED
+    assert fault.evidence == (
+        "exit code 0 while torchrun train.py (pid 8) (and 1 more) was still running"
+    )
+    assert fault.recoverable_by is RecoverableBy.USER_FIX
+    assert "started was still running" in fault.explanation
+    assert "without `&`" in fault.action

@@ -6,10 +6,23 @@ from typing import Any
 
 import pytest
 
+from training.diagnosis.ending import UNSEEN_NOTE
 from training.engines.base import Snapshot
 from training.recovery.faults import FaultClass
-from training.supervisor.good_ends import CommandEnds, bad_end_of_session, is_done, was_stopped
-from training.wire.agent import AgentState, AgentStatus, RankStatus, WorkerStatus
+from training.supervisor.good_ends import (
+    CommandEnds,
+    bad_end_of_session,
+    good_end_text,
+    is_done,
+    was_stopped,
+)
+from training.wire.agent import (
+    AgentState,
+    AgentStatus,
+    LeftProcess,
+    RankStatus,
+    WorkerStatus,
+)
 from training.wire.logs import WorkerLog
 
 CRASH = 'Traceback (most recent call last):\n  File "train.py", line 1\nTypeError: no\n'
@@ -19,8 +32,15 @@ def worker(rank: int = 0, **seen: Any) -> WorkerStatus:
     return WorkerStatus(rank=rank, local_rank=0, pid=1, **{"exit_code": 0, **seen})
 
 
+TORCHRUN = LeftProcess(pid=8, name="torchrun train.py (pid 8)", trains=True)
+TENSORBOARD = LeftProcess(pid=9, name="tensorboard (pid 9)", trains=False)
+
+
 def snapshot(
-    *workers: WorkerStatus, steps: tuple[int, ...] = (), state: AgentState = AgentState.ENDED
+    *workers: WorkerStatus,
+    steps: tuple[int, ...] = (),
+    state: AgentState = AgentState.ENDED,
+    left: tuple[LeftProcess, ...] = (),
 ) -> Snapshot:
     """A node for each worker; the first one has ranks with heartbeats."""
     ranks = [RankStatus(rank=r, local_rank=r, pid=9, step=step) for r, step in enumerate(steps)]
@@ -28,7 +48,7 @@ def snapshot(
         one.rank: AgentStatus(
             node=f"node-{one.rank}", member=one.rank, state=state, schedule_cnt=1,
             proc_start_cnt=1, placement=1, attempt=1, workers=(one,), is_command=True,
-            ranks=tuple(ranks) if one is workers[0] else (),
+            ranks=tuple(ranks) if one is workers[0] else (), left_running=left,
         )
         for one in workers
     }  # fmt: skip
@@ -44,6 +64,18 @@ def judged(
     is_last: bool = True,
 ) -> dict[int, str]:
     """What is found at the end, after these steps were seen."""
+    ends = ends_after(last, target=target, seen=seen, logs=logs, is_last=is_last)
+    return {rank: bad.text for rank, bad in ends.bad.items()}
+
+
+def ends_after(
+    last: Snapshot,
+    *,
+    target: int | None = None,
+    seen: tuple[int, ...] = (),
+    logs: dict[int, str] | None = None,
+    is_last: bool = True,
+) -> CommandEnds:
     ends = CommandEnds(target)
     for step in seen:
         ends.note(snapshot(worker(exit_code=None), steps=(step,), state=AgentState.RUNNING))
@@ -52,7 +84,7 @@ def judged(
     texts_of = {r: [WorkerLog(rank=r, path="x", text=text)] for r, text in texts.items()}
     ends.judge(ends.fresh(last), texts_of, is_last=is_last)
     assert ends.fresh(last) == [], "each is judged once"
-    return {rank: bad.text for rank, bad in ends.bad.items()}
+    return ends
 
 
 def test_a_command_without_a_trace_of_failure_has_ended_well():
@@ -100,6 +132,48 @@ def test_what_a_command_prints_when_it_is_stopped_is_no_crash_and_no_completion(
     assert judged(stopped, target=30, logs={0: CRASH}) == {}
     assert was_stopped(stopped)
     assert not was_stopped(snapshot(worker()))
+
+
+def test_a_script_that_ends_before_the_training_that_it_started_has_not_ended_well():
+    ends = ends_after(snapshot(worker(), left=(TENSORBOARD, TORCHRUN)))
+    assert ends.notes == []
+    bad = ends.bad[0]
+    assert bad.text == "exit code 0 while torchrun train.py (pid 8) was still running"
+    assert bad.fault_class is FaultClass.LAUNCH_MISCONFIGURED
+    assert "`wait`" in bad.action
+    short = ends_after(snapshot(worker(), left=(TORCHRUN,)), logs={0: " iteration 10/ 60 |"})
+    assert "still running" in short.bad[0].text, "it says more than the count"
+
+
+def test_what_is_left_by_a_training_that_reached_its_end_or_does_not_train_is_a_warning():
+    done = {0: " iteration 60/ 60 | lm loss: 1.0"}
+    for left, name in ((TORCHRUN, "torchrun"), (TENSORBOARD, "tensorboard")):
+        ends = ends_after(snapshot(worker(), left=(left,)), logs=done)
+        assert ends.bad == {}
+        (note,) = ends.notes
+        assert note.startswith(name)
+        assert note.endswith("was still running and has been ended with the container")
+
+
+@pytest.mark.parametrize(
+    ("text", "steps", "is_seen"),
+    [
+        ("", (), False),
+        ("finished\nTraining completed\n", (), False),
+        (" iteration 10/ 10 | lm loss: 1.0\n", (), True),
+        ("{'loss': 0.5, 'epoch': 1.0}\n", (), True),
+        ("finished\n", (7,), True),
+    ],
+)
+def test_the_end_of_a_command_of_whose_training_nothing_was_seen_says_so(text, steps, is_seen):
+    ends = ends_after(snapshot(worker(), steps=steps), logs={0: text})
+    assert ends.bad == {}, "it may be what the command is for"
+    assert ends.notes == ([] if is_seen else [UNSEEN_NOTE])
+    said = good_end_text(None, ends.notes)
+    assert said.startswith("the command has ended well")
+    assert ("no training step was seen" in said) is not is_seen
+    other = ends_after(snapshot(worker(0), worker(1)), logs={1: text}, is_last=False)
+    assert other.notes == [], "other nodes may still show it"
 
 
 def test_a_session_is_done_when_its_agent_has_nothing_to_say_against_it():
