@@ -29,8 +29,8 @@ from training.supervisor.job_checks import (
     Note,
     check_job,
     checklist,
-    corpus_notes,
     recovery_notes,
+    start_warnings,
 )
 from training.trainer.size import num_parameters, state_bytes
 from training.wire.node import Check, CheckOutcome
@@ -93,10 +93,10 @@ def _secrets_of(job: Job) -> Secrets:
 
 
 def warn_of_departures(job: Job) -> None:
-    """Print where the job departs from the recommended settings, and what of its corpus is odd."""
+    """Print where the job departs from the recommended settings, and what else is odd about it."""
     for line in _departures(job):
         warn(f"recommended otherwise: {line}")
-    for line in corpus_notes(job):
+    for line in start_warnings(job):
         warn(line)
 
 
@@ -111,7 +111,7 @@ def _document(
         "ok": is_fine,
         "warnings": [
             *_departures(job),
-            *corpus_notes(job),
+            *start_warnings(job),
             *(note.line for note in notes if note.is_warning),
         ],
         "recovery": [note.line for note in notes if not note.is_warning],

@@ -28,7 +28,7 @@ from training.recovery.rungs import RUNGS, restarts_in_a_row
 from training.supervisor.attention import waits_for_node
 from training.supervisor.concluding import Verdict
 from training.supervisor.good_ends import good_end_text
-from training.supervisor.job_checks import check_job, corpus_notes
+from training.supervisor.job_checks import check_job, start_warnings
 from training.supervisor.markdown import counted
 from training.supervisor.watch import EndKind
 from training.trainer.size import num_parameters
@@ -47,7 +47,7 @@ def preflight(job: Job) -> None:
     logger = get_run_logger()
     for line in departures(job, num_parameters(job)):
         logger.warning("recommended otherwise: %s", line)
-    for line in corpus_notes(job):
+    for line in start_warnings(job):
         logger.warning(line)
 
 

@@ -33,6 +33,7 @@ from training.platforms.settings import shown
 from training.processes import LAUNCHER
 from training.recovery.replicas import Feasibility, Mechanism, feasibility, groups_text
 from training.supervisor.recipe_check import check_recipe
+from training.supervisor.script_check import script_notes
 from training.supervisor.storage_place import MOUNTS, check_place, place_of
 from training.supervisor.store_place import refuse_vanished
 from training.trainer.data.corpus import CorpusError, find_sources
@@ -222,6 +223,13 @@ def _check_data(job: Job) -> None:
         raise InputError("model.seq_len", text) from error
     except CorpusError as error:
         raise InputError("data.sources", str(error)) from error
+
+
+def start_warnings(job: Job) -> list[str]:
+    """What is odd about the program or the corpus of a job, one line each."""
+    if job.worker.command is None:
+        return corpus_notes(job)
+    return script_notes(job.worker.command, Path(job.worker.cwd or "."))
 
 
 def corpus_notes(job: Job) -> list[str]:

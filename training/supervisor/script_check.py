@@ -1,0 +1,143 @@
+"""What a script hides: an exit code behind a pipe, a launcher that nobody waits for, its output.
+
+Only the scripts that the command itself names are read, and only their text: a line is taken for a
+launcher's by the name in it, or by a variable that holds such a name. Lines are counted from 1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from training.processes import LAUNCHER
+
+MAX_SCRIPT_BYTES = 1 << 20
+# These name a launcher without starting it.
+_NO_START = re.compile(
+    r"^\s*(?:echo|printf|pip3?|uv|conda|which|type|command|export|grep|pgrep|pkill|killall|kill|ps"
+    r"|cat|source|\.|unset|alias|python3? -m pip)\s"
+)
+_ASSIGNED = re.compile(r"^\s*(?:export\s+|readonly\s+|local\s+)?(\w+)\+?=")
+_COMMENT = re.compile(r"(?:^|\s)#.*$")
+_QUOTED = re.compile(r"'[^']*'|\"(?:\\.|[^\"\\])*\"")
+_PIPE = re.compile(r"(?<![|>])\|(?!\|)")
+_BACKGROUND = re.compile(r"(?<![&><|])&(?![&>])")
+_WAIT = re.compile(r"(?:^|[;&|]\s*|\s)wait\b")
+_TO_FILE = re.compile(r"[\s\d&]>{1,2}\|?\s*(?!/dev/(?:stdout|stderr)\b)[^\s>&(]")
+_ERRORS_TO_FILE = re.compile(r"\s2>{1,2}\s*(?!&)\S+")
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A script that a command names.
+
+    Attributes:
+        name: for messages.
+        has_pipefail: whether its caller sets it.
+    """
+
+    name: str
+    text: str
+    has_pipefail: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    number: int
+    text: str
+
+
+def script_notes(command: Sequence[str], cwd: Path) -> list[str]:
+    """One warning for each way in which a script hides how its launcher ends.
+
+    Args:
+        command: of the job.
+        cwd: folder that it starts in.
+    """
+    return [note for script in _scripts(command, cwd) for note in _notes(script)]
+
+
+def _scripts(command: Sequence[str], cwd: Path) -> Iterator[Script]:
+    has_pipefail = "pipefail" in command
+    for before, word in zip(("", *command), command, strict=False):
+        if re.fullmatch(r"-\w*c", before):
+            yield Script("worker.command", word, has_pipefail)
+        elif word.endswith(".sh") and "$" not in word:
+            try:
+                with (cwd / word).open("rb") as file:
+                    text = file.read(MAX_SCRIPT_BYTES).decode("utf-8", "replace")
+            except OSError:
+                continue
+            yield Script(word, text, has_pipefail)
+
+
+def _notes(script: Script) -> Iterator[str]:
+    lines = list(_lines(script.text))
+    names = frozenset(_holders(lines))
+    has_pipefail = script.has_pipefail
+    for index, line in enumerate(lines):
+        has_pipefail = has_pipefail or re.search(r"\bset\b.*\bpipefail\b", line.text) is not None
+        launcher = _started(line.text, names)
+        if launcher is None:
+            continue
+        where, bare = f"{script.name}, line {line.number}", _QUOTED.sub('""', line.text)
+        if _PIPE.search(bare) and not has_pipefail:
+            yield (
+                f"{where}: the exit code of {launcher} is lost behind the pipe: begin the script "
+                "with `set -o pipefail`"
+            )
+        later = "\n".join(one.text for one in lines[index:])
+        if _BACKGROUND.search(bare) and not _WAIT.search(later):
+            yield (
+                f"{where}: nothing waits for {launcher} in the background, which ends with the "
+                "script: leave `&` out, or end with `wait`"
+            )
+        if _TO_FILE.search(_ERRORS_TO_FILE.sub("", bare)):
+            yield (
+                f"{where}: the output of {launcher} goes to a file, where a failure is not seen: "
+                "use `2>&1 | tee FILE` and `set -o pipefail`"
+            )
+
+
+def _lines(text: str) -> Iterator[_Line]:
+    """Without comments, those that are continued as one with the number of the first."""
+    begun, parts = 0, []
+    for number, raw in enumerate(text.splitlines(), start=1):
+        line = _COMMENT.sub("", raw).rstrip()
+        begun = begun or number
+        parts.append(line.removesuffix("\\"))
+        if not line.endswith("\\"):
+            yield _Line(begun, " ".join(parts))
+            begun, parts = 0, []
+    if parts:
+        yield _Line(begun, " ".join(parts))
+
+
+def _holders(lines: Sequence[_Line]) -> Iterator[str]:
+    """Variables that hold the name of a launcher."""
+    for line in lines:
+        assigned = _ASSIGNED.match(line.text)
+        if assigned is not None and LAUNCHER.search(line.text[assigned.end() :]):
+            yield assigned[1]
+
+
+def _started(line: str, names: frozenset[str]) -> str | None:
+    """The launcher that a line starts; None where it starts none."""
+    assigned = _ASSIGNED.match(line)
+    # `NAME=value torchrun ...` starts one, `NAME="torchrun ..."` holds one.
+    if assigned is not None and assigned[1] in names:
+        rest = line[assigned.end() :]
+        if rest[:1] in "\"'(`" or LAUNCHER.match(rest):
+            return None
+    for part in re.split(r"&&|\|\||;", line):
+        if _NO_START.match(part):
+            continue
+        found = LAUNCHER.search(part)
+        if found is not None:
+            return found.group()
+        held = next((n for n in re.findall(r"\$\{?(\w+)", part) if n in names), None)
+        if held is not None:
+            return f"${held}"
+    return None
