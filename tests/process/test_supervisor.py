@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.waiting import wait_for
+from training.journal.time_account import account
 
 pytestmark = pytest.mark.process
 
@@ -36,6 +37,31 @@ def test_a_second_start_adopts_the_living_attempt_and_training_never_stopped(
     assert second.history.epoch == 2
     assert [data.skipped for data in second.history.data] == [False, True]
     assert second.history.data[1].duration_s < 1.0
+
+
+@pytest.mark.long
+def test_the_time_of_a_command_that_ran_on_without_a_supervisor_is_the_commands(bench, tmp_path):
+    script = f"touch {tmp_path}/began; until [ -e {tmp_path}/end ]; do sleep 0.1; done"
+    job = {
+        "run_id": "unattended-command",
+        "storage": {"address": f"file://{bench.home}/store"},
+        "worker": {"command": ["sh", "-c", script]},
+        "engine": {"nodes": 1, "slots_per_node": 1, "spares": 0, "grace_s": 1},
+        "preflight": {"nodes": False},
+    }
+    first = bench.start(job)
+    wait_for((tmp_path / "began").exists, timeout_s=60, what="its start")
+    first.kill_supervisor()
+    second = bench.start(job)
+    wait_for(lambda: second.history.epoch == 2, timeout_s=60, what="adoption")
+    (tmp_path / "end").touch()
+    assert second.finish() == 0, second.out
+    assert len(second.history.attempts) == 1
+    spent = account(second.history, (), now_s=0.0).seconds
+    assert spent["unsupervised"] == 0
+    (gap,) = second.history.unattended
+    assert spent["command"] > gap[1] - gap[0] > 0
+    second.leave_nothing()
 
 
 @pytest.mark.long

@@ -143,6 +143,7 @@ class AttemptEnded(AttemptRecord):
         runners_up: what else the evidence would have allowed, most likely first.
         noticed_s: when a fault that ended it was noticed; `fault.at_s` is its first symptom.
         stepped_s: when the last step was completed that the supervisor saw.
+        lived_s: when the last of its processes ended; None where no agent has told.
         notes: what a user has to know about the end of a command that exited with 0.
     """
 
@@ -155,6 +156,7 @@ class AttemptEnded(AttemptRecord):
     duration_s: float
     noticed_s: float | None = None
     stepped_s: float | None = None
+    lived_s: float | None = None
     notes: tuple[str, ...] = ()
 
 

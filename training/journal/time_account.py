@@ -16,6 +16,7 @@ durations seconds.
 from __future__ import annotations
 
 import heapq
+import math
 import statistics
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -454,11 +455,26 @@ def _add_unsupervised(
 ) -> None:
     """Times without a supervisor in which, as far as is known, nothing trained."""
     alive = sorted(
-        (one.view.started.at_s, one.stepped_s) for one in attempts if one.stepped_s is not None
+        (one.view.started.at_s, until_s)
+        for one in attempts
+        if (until_s := _alive_until(one, is_command=history.is_command)) is not None
     )
     for from_s, until_s in history.unattended:
         at_s = from_s
-        for began_s, stepped_s in alive:
+        for began_s, lived_s in alive:
             timeline.add(Layer.UNSUPERVISED, Owner.UNSUPERVISED, at_s, min(began_s, until_s))
-            at_s = max(at_s, stepped_s)
+            at_s = max(at_s, lived_s)
         timeline.add(Layer.UNSUPERVISED, Owner.UNSUPERVISED, at_s, until_s)
+
+
+def _alive_until(one: _Attempt, *, is_command: bool) -> float | None:
+    """Until when an attempt is known to have trained; None where that is not known.
+
+    The steps of a command are mostly not known: its processes show that it went on.
+    """
+    if not is_command:
+        return one.stepped_s
+    if one.view.ended is None:
+        return math.inf
+    known = [at_s for at_s in (one.stepped_s, one.view.ended.lived_s) if at_s is not None]
+    return max(known, default=None)

@@ -87,14 +87,7 @@ class Concluder:
         if diagnosis is not None and end.stacks:
             diagnosis = self._with_stacks(view, end, diagnosis)
         self._writer.end_attempt(
-            view,
-            end.kind.value,
-            to_step=end.last_step,
-            proc_start_cnt=end.proc_start_cnt,
-            diagnosis=diagnosis,
-            noticed_s=end.evidence.at_s if diagnosis is not None else None,
-            stepped_s=end.stepped_s,
-            notes=end.notes,
+            view, end.kind.value, to_step=end.last_step, end=end, diagnosis=diagnosis
         )
         return diagnosis
 

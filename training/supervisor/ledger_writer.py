@@ -7,7 +7,7 @@ record once. Times are seconds since the epoch, steps completed optimizer steps.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from storage.checkpoint import CheckpointStore
@@ -25,7 +25,7 @@ from training.journal.records import (
     EventSeen,
     FirstStep,
 )
-from training.supervisor.watch import Progress
+from training.supervisor.watch import AttemptEnd, Progress
 
 
 class LedgerWriter:
@@ -114,25 +114,31 @@ class LedgerWriter:
         outcome: str,
         *,
         to_step: int | None,
-        proc_start_cnt: dict[str, int] | None = None,
+        end: AttemptEnd | None = None,
         diagnosis: Diagnosis | None = None,
-        noticed_s: float | None = None,
-        stepped_s: float | None = None,
-        notes: Sequence[str] = (),
     ) -> None:
-        """Record that the attempt's processes are gone."""
+        """Record that the attempt's processes are gone.
+
+        Args:
+            view: the attempt.
+            outcome: how it ended.
+            to_step: the last step that is known to be completed.
+            end: what the watch saw; None: nobody watched it to its end.
+            diagnosis: what broke it, if something did.
+        """
         self.append(
             view,
             AttemptEnded,
             outcome=outcome,
             to_step=to_step,
-            proc_start_cnt=proc_start_cnt or {},
+            proc_start_cnt=end.proc_start_cnt if end is not None else {},
             fault=diagnosis.fault if diagnosis is not None else None,
             runners_up=diagnosis.runners_up if diagnosis is not None else (),
             duration_s=time.time() - view.started.at_s,
-            noticed_s=noticed_s,
-            stepped_s=stepped_s,
-            notes=tuple(notes),
+            noticed_s=end.evidence.at_s if end is not None and diagnosis is not None else None,
+            stepped_s=end.stepped_s if end is not None else None,
+            lived_s=end.lived_s if end is not None else None,
+            notes=end.notes if end is not None else (),
         )
 
     def _now(self, view: AttemptView) -> AttemptView:

@@ -61,6 +61,7 @@ class AttemptEnd:
     Attributes:
         stepped_s: when the last step that was seen was completed.
         stacks: the stack of every thread of the workers, when one of them was silent.
+        lived_s: when the last of its processes ended; None where no agent has told.
         notes: what a user has to know about a good end.
     """
 
@@ -70,6 +71,7 @@ class AttemptEnd:
     last_step: int | None
     stepped_s: float | None = None
     stacks: tuple[tuple[str, NodeText], ...] = ()
+    lived_s: float | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -348,6 +350,7 @@ class AttemptWatch:
             step,
             last.at_s if last is not None else seen.at_s if seen is not None else None,
             noticed.stacks,
+            max((w.ended_s for s in statuses for w in s.workers if w.ended_s), default=None),
             self._notes(kind),
         )
 

@@ -95,10 +95,15 @@ class Story:
         """The first step of a command's attempt, by its heartbeats."""
         self._write_of_attempt(FirstStep, at_s, step=step, stepped_s=at_s)
 
-    def _ended(self, at_s, outcome, fault, noticed_s, stepped_s, to_step=None) -> None:
+    def completed(self, at_s: float, *, lived_s: float | None) -> None:
+        self._ended(at_s, "completed", None, None, None, lived_s=lived_s)
+
+    def _ended(
+        self, at_s, outcome, fault, noticed_s, stepped_s, to_step=None, lived_s=None
+    ) -> None:
         self._write_of_attempt(
             AttemptEnded, at_s, outcome=outcome, to_step=to_step, proc_start_cnt={}, fault=fault,
-            duration_s=1.0, noticed_s=noticed_s, stepped_s=stepped_s,
+            duration_s=1.0, noticed_s=noticed_s, stepped_s=stepped_s, lived_s=lived_s,
         )  # fmt: skip
 
     def seen(self, event) -> None:
@@ -278,6 +283,31 @@ def test_a_command_is_not_counted_as_productive():
     story.records[1] = created
     story.started(105.0)
     assert spent(story.account(now_s=120.0)) == {"start_up": 5, "command": 15}
+
+
+def adopted_command() -> Story:
+    """A command that started at 105 s, whose supervisor was last seen then, and at 150 s again."""
+    story = Story()
+    story.records[1] = RunCreated(at_s=100.0, epoch=1, job={"worker": {"command": ["torchrun"]}})
+    story.started(105.0)
+    story.took(150.0)
+    return story
+
+
+def test_a_command_that_ran_on_without_a_supervisor_is_not_unsupervised():
+    story = adopted_command()
+    assert spent(story.account(now_s=160.0)) == {"start_up": 5, "command": 55}
+    story.completed(170.0, lived_s=169.0)
+    assert spent(story.account(now_s=170.0)) == {"start_up": 5, "command": 65}
+
+
+def test_a_command_that_ended_without_a_supervisor_is_unsupervised_since_then():
+    story = adopted_command()
+    story.completed(151.0, lived_s=130.0)
+    assert spent(story.account(now_s=151.0)) == {"start_up": 5, "command": 26, "unsupervised": 20}
+    lost = adopted_command()
+    lost.failed(152.0, fault_s=151.0)
+    assert spent(lost.account(now_s=152.0))["unsupervised"] == 45, "its end is not known"
 
 
 def test_an_empty_ledger_has_no_wall_time():
