@@ -7,6 +7,7 @@ are seconds since the epoch.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -24,12 +25,20 @@ from training.diagnosis.cause import (
 )
 from training.diagnosis.ending import PIPE_ADVICE, SHORT_CODE, BadEnd
 from training.diagnosis.evidence import Evidence, WorkerEnd
-from training.diagnosis.exits import ExitMeaning, meaning_of, signal_name, signal_of
+from training.diagnosis.exits import (
+    KILLED_ACTION,
+    KILLED_WHY,
+    ExitMeaning,
+    meaning_of,
+    signal_name,
+    signal_of,
+)
 from training.diagnosis.peers import compare
 from training.diagnosis.recognise import Finding, recognise
 from training.diagnosis.rules import Role
 from training.diagnosis.scan import CONTEXT_SIZE_BYTES, scan_text
 from training.diagnosis.standstill import standstill_of
+from training.diagnosis.torchrun import first_failed
 from training.recovery.faults import TRAITS, Fault, FaultClass
 
 MAX_EVIDENCE_CHARS = 500
@@ -125,6 +134,7 @@ def _fault(
 ) -> Fault:
     """A fault that no line of output names, with its class's traits."""
     traits = TRAITS[fault_class]
+    is_killed = fault_class is FaultClass.NATIVE_CRASH and code == signal.SIGKILL.name
     return Fault(
         fault_class,
         evidence.at_s,
@@ -133,8 +143,8 @@ def _fault(
         rank=rank,
         code=code,
         step=evidence.step,
-        explanation=why or traits.meaning,
-        action=traits.action,
+        explanation=why or (KILLED_WHY if is_killed else traits.meaning),
+        action=KILLED_ACTION if is_killed else traits.action,
         recoverable_by=traits.recoverable_by,
         user_fault=traits.user_fault,
         hardware_fault=traits.hardware_fault,
@@ -348,8 +358,8 @@ def _explained_by_output(end: WorkerEnd, found: Finding, evidence: Evidence) -> 
     killed = _only_guesses(found)
     if killed and end.node not in evidence.oom_nodes:
         # Elsewhere a killed process means memory; here the kernel of the node killed none for it.
-        why = "A process was killed, and not by the kernel's OOM killer."
-        return _ended(_Tier.ROOT, FaultClass.NATIVE_CRASH, found.line, end, evidence, why=why)
+        name = signal.SIGKILL.name
+        return _ended(_Tier.ROOT, FaultClass.NATIVE_CRASH, found.line, end, evidence, name)
     crashed = found.fault_class is FaultClass.NATIVE_CRASH
     tier = _Tier.ROOT if killed or crashed else _tier_of(found)
     candidate = Candidate(LogSource(end.name, (found,), rank=end.rank, node=end.node), found)
@@ -366,7 +376,10 @@ def _signalled(
         # Communication libraries abort the process when a peer is gone.
         return _ended(_Tier.CASCADE, found.fault_class, found.line, end, evidence, name, found.why)
     line = f"{end.name} ended by {name}"
-    return _ended(_Tier.ROOT, meaning.fault_class, line, end, evidence, name, meaning.text)
+    # Nothing of a crash: its own words follow from the code.
+    is_killed = number == signal.SIGKILL and meaning.fault_class is FaultClass.NATIVE_CRASH
+    why = "" if is_killed else meaning.text
+    return _ended(_Tier.ROOT, meaning.fault_class, line, end, evidence, name, why)
 
 
 def _ended(
@@ -385,6 +398,10 @@ def _ended(
 def _placed(fault: Fault, end: WorkerEnd) -> Fault:
     """A fault where and when its worker ended, with the way to the whole output."""
     more = f" Output of the rank: {end.log_path}" if end.log_path is not None else ""
+    named = end.rank is not None or fault.rank is not None or end.stopped
+    first = None if named else first_failed(end.log)
+    if first is not None:
+        fault = replace(fault, rank=first.rank, device=first.local_rank)
     return replace(
         fault,
         at_s=end.ended_s,

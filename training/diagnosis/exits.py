@@ -66,6 +66,15 @@ CRASHED = ExitMeaning(
     FaultClass.NATIVE_CRASH,
     "The process was ended by the operating system, not by an exception.",
 )
+# Of SIGKILL where the OOM killer's count shows that it was not that.
+KILLED_WHY = (
+    "SIGKILL ended the process. The kernel of the node counts no kill for memory meanwhile: a "
+    "person, a script or the platform has sent it."
+)
+KILLED_ACTION = (
+    "Find who sent SIGKILL: look at who was on the node, and at the platform's events of the "
+    "container. A killed process leaves neither a stack nor a core file."
+)
 OUT_OF_MEMORY = ExitMeaning(FaultClass.HOST_OOM, "The kernel's OOM killer was active on the node.")
 
 

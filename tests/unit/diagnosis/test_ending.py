@@ -197,6 +197,8 @@ def test_a_hidden_crash_has_the_fault_that_its_output_shows_and_the_way_to_show_
     assert "set -o pipefail" in fault.explanation
     killed = cause(STEPS + summary(-9), BadEnd("ChildFailedError"))
     assert killed.fault_class is FaultClass.NATIVE_CRASH
+    assert "counts no kill for memory" in killed.explanation
+    assert "who sent SIGKILL" in killed.action
     unknown = cause("odd", BadEnd("odd"))
     assert (unknown.fault_class, unknown.evidence) == (FaultClass.UNKNOWN, "odd")
 
