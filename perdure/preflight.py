@@ -32,6 +32,7 @@ from training.supervisor.job_checks import (
     recovery_notes,
     start_warnings,
 )
+from training.supervisor.markdown import counted
 from training.trainer.size import num_parameters, state_bytes
 from training.wire.node import Check, CheckOutcome
 
@@ -119,8 +120,16 @@ def _document(
     }
 
 
+def size_text(job: Job) -> str:
+    """How many ranks there are; a launcher starts its own."""
+    if not job.worker.is_launcher:
+        return f"world size {job.world_size}"
+    nodes, slots = job.engine.nodes, job.engine.slots_per_node
+    return f"the command once on each of {counted(nodes, 'node')} with {counted(slots, 'slot')}"
+
+
 def _show(console: Console, job: Job, notes: Sequence[Note], checks: Sequence[Check]) -> None:
-    console.print(f"{job.run_id}: world size {job.world_size}, everything found")
+    console.print(f"{job.run_id}: {size_text(job)}, everything found")
     for note in notes:
         if note.is_warning:
             warn(note.line)

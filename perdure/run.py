@@ -6,10 +6,12 @@ Prefect reads its settings when it is imported, so it is imported after the serv
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 import sysconfig
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -37,6 +39,7 @@ from training.specs.recovery import CheckpointSpec, RestartSpec
 from training.supervisor.accounts import ettr_text, timeline_picture
 from training.supervisor.job_checks import check_job
 from training.supervisor.report import loss_picture, story_rows
+from training.supervisor.same_run import REOPEN
 from training.wire.requests import is_pause_wanted
 
 DEMO_KILLS = (
@@ -61,7 +64,12 @@ def run(
     job = load_job(job_file, overrides or ())
     check_inputs(job)
     warn_of_departures(job)
-    raise typer.Exit(_supervise(job, reopen=reopen))
+    way_on = ["perdure", "run", str(job_file), *_repeated("--set", overrides or ()), "--reopen"]
+    raise typer.Exit(_supervise(job, reopen=reopen, way_on=shlex.join(way_on)))
+
+
+def _repeated(option: str, values: Sequence[str]) -> list[str]:
+    return [word for value in values for word in (option, value)]
 
 
 def demo() -> None:
@@ -101,8 +109,17 @@ def demo_job(home: Path) -> Job:
     )
 
 
-def _supervise(job: Job, injector: KillInjector | None = None, *, reopen: bool = False) -> int:
-    """Run the flow under a live view, then print the table. Returns the exit code."""
+def _supervise(
+    job: Job, injector: KillInjector | None = None, *, reopen: bool = False, way_on: str = REOPEN
+) -> int:
+    """Run the flow under a live view, then print the table. Returns the exit code.
+
+    Args:
+        job: what is run.
+        injector: of faults.
+        reopen: whether a run that was completed goes on.
+        way_on: the command that has it do so.
+    """
     console = make_console()
     with console.status("starting the Prefect server"):
         # Lines of Prefect's own logger would tear the live view; whoever sets it gets them.
@@ -141,7 +158,7 @@ def _supervise(job: Job, injector: KillInjector | None = None, *, reopen: bool =
     # Prefect puts this before the text of every exception (3.8.8).
     message = (state.message or str(state.name)).removeprefix("Flow run encountered an exception: ")
     kind = state.name if state.name in NOT_TRAINED else state.type.value.lower()
-    text = f"{kind}: {message}"
+    text = f"{kind}: {message}".replace(REOPEN, way_on)
     console.print(text, soft_wrap=True)
     return 0 if state.is_completed() else EXIT_FAILED
 

@@ -208,5 +208,5 @@ def outlook_markdown(found: Sequence[Outlook]) -> str:
 
 def _answer_text(answer: Answer) -> str:
     times = f" x {answer.times}" if answer.times > 1 else ""
-    failed = f" ({answer.failed})" if answer.failed else ""
+    failed = f" (fails: {answer.failed})" if answer.failed else ""
     return f"`{answer.rung}`{times}{failed}"

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from storage.address import Credentials
 from training.specs.field_names import names_meant
-from training.specs.run_name import is_template
+from training.specs.run_name import NAME, TEMPLATE, problem_of
 
 SECRET_FIELDS = frozenset(Credentials.model_fields)  # ledger and Prefect show a job in clear text
 SECRET_SECTIONS = (("env",), ("env_from",))  # no message shows a value that was given there
@@ -61,11 +61,8 @@ def message_of(error: Mapping[str, Any], kind: type[BaseModel]) -> str:
             message = f"no such field; {hint}"
         case "missing":
             message = "is missing"
-        case "string_pattern_mismatch" if is_template(str(error["input"])):
-            message = (
-                f"{error['input']!r} is a template, for deployments; name one run with "
-                "--set run_id=..."
-            )
+        case "string_pattern_mismatch" if error["ctx"]["pattern"] in (NAME, TEMPLATE):
+            message = problem_of(str(error["input"]), error["ctx"]["pattern"])
         case "value_error":
             message = str(error["msg"]).removeprefix("Value error, ")
         case _ if is_secret:

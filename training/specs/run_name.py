@@ -9,12 +9,14 @@ A schedule starts the same job at each tick, and each tick needs a run of its ow
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from datetime import datetime
 
 NAME = r"^[a-z0-9][a-z0-9-]{0,62}$"
 TEMPLATE = r"^(?:[a-z0-9]|\{(?:date|time|n)\})(?:[a-z0-9-]|\{(?:date|time|n)\})*$"
+NAME_RULE = "must be up to 63 lower-case letters, digits and hyphens, not beginning with a hyphen"
 _FIELD = re.compile(r"\{(date|time|n)\}")
 _VALUES = {"date": r"\d{4}-\d{2}-\d{2}", "time": r"\d{4}", "n": r"\d+"}
 
@@ -22,6 +24,14 @@ _VALUES = {"date": r"\d{4}-\d{2}-\d{2}", "time": r"\d{4}", "n": r"\d+"}
 def is_template(run_id: str) -> bool:
     """Whether a run_id has a field that is filled when a flow run starts."""
     return _FIELD.search(run_id) is not None
+
+
+def problem_of(name: str, pattern: str) -> str:
+    """What is wrong with a name that does not have the pattern, `NAME` or `TEMPLATE`."""
+    if pattern == NAME and is_template(name):
+        return f"{name!r} is a template, for deployments; name one run with --set run_id=..."
+    fields = ", and of {date}, {time} and {n}" if pattern == TEMPLATE else ""
+    return f"{json.dumps(name)[:120]}: {NAME_RULE}{fields}"
 
 
 def is_of(template: str, name: str) -> bool:

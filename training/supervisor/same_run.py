@@ -18,6 +18,9 @@ from training.journal.ledger import Identity
 
 _IDENTITY = ("model", "tokenizer", "seed", "batch", "optimizer", "precision", "worker", "init_from")
 _MAX_CHARS = 120
+MAX_NAMED = 8
+REOPEN = "perdure run JOB.yaml --reopen"
+_OF_USER = frozenset({"env", "env_from"})  # sections whose names are the user's
 
 
 def is_complete(job: Job, history: RunHistory) -> bool:
@@ -37,8 +40,14 @@ def is_complete(job: Job, history: RunHistory) -> bool:
 def completed_before(job: Job, history: RunHistory) -> str:
     """One line about a run that is complete, and how it goes on all the same."""
     at = f", at step {history.committed_step}" if not job.worker.is_command else ""
-    more = "a larger `steps`" if job.target_step is not None else "`perdure run --reopen`"
-    return f"run {job.run_id} was completed before{at}; {more} has it go on"
+    more = "a larger `steps`" if job.target_step is not None else f"`{REOPEN}`"
+    changed = sorted(_changed(history.job or {}, job.model_dump(mode="json")))
+    text = f"run {job.run_id} was completed before{at}; {more} has it go on"
+    if not changed:
+        return text
+    others = f" and {len(changed) - MAX_NAMED} more" if len(changed) > MAX_NAMED else ""
+    named = ", ".join(changed[:MAX_NAMED])
+    return f"{text}; differs from the job that it was created with: {named}{others}"
 
 
 def refuse_other_job(job: Job, history: RunHistory) -> None:
@@ -76,7 +85,7 @@ def _refuse_other_command(job: Job, history: RunHistory) -> None:
         raise RunConflict(
             f"run_id={job.run_id} was completed with another worker.command: "
             f"{_shown(list(command))}, here {_shown(list(job.worker.command or ()))}; "
-            "choose another run_id, or have the run go on with `perdure run --reopen`"
+            f"choose another run_id, or have the run go on with `{REOPEN}`"
         )
 
 
@@ -85,6 +94,17 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
     for field in _IDENTITY:
         if field in before:
             yield from _compared(field, before[field], now.get(field))
+
+
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    """Paths of the values that are not the same; the values may be secret."""
+    every = path.rstrip(".") in _OF_USER
+    for name in before.keys() | now.keys():
+        then, here = before.get(name), now.get(name)
+        if isinstance(then, Mapping) and isinstance(here, Mapping):
+            yield from _changed(then, here, f"{path}{name}.")
+        elif then != here and (every or (name in before and name in now)):
+            yield f"{path}{name}"
 
 
 def _compared(path: str, before: Any, now: Any) -> Iterator[str]:

@@ -109,6 +109,8 @@ def test_without_a_spare_the_rung_fails_and_the_ladder_is_asked_again():
     first, then, *_ = lost.answers
     assert (first.rung, first.failed) == (Rung.JOB_RESCHEDULE_ISOLATED, NO_SPARE)
     assert then.rung is Rung.JOB_RESCHEDULE
+    table = outlook_markdown(list(by_class(replace(TERMS, spares=0)).values()))
+    assert "`job_reschedule_isolated` (fails: no healthy spare is left) -> " in table
     forbidden = replace(with_policy(allow_without_isolation=False), spares=0)
     lost = by_class(forbidden)[FaultClass.NODE_LOST]
     assert [one.rung for one in lost.answers] == [Rung.JOB_RESCHEDULE_ISOLATED, Rung.STOP]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from perdure.preflight import size_text
 from storage.address import make_store, open_store
 from storage.checkpoint import CheckpointStore
 from storage.manifest import Manifest
@@ -343,3 +344,16 @@ def test_a_setting_that_a_recipe_has_to_take_over_is_a_warning(job, recipe):
 def test_what_only_a_session_reads_is_refused_of_a_command(job):
     with pytest.raises(InputError, match=r"parallelism\.bucket_cap_mb changes nothing for"):
         job(parallelism={"bucket_cap_mb": 50}, worker={"command": ["true"]})
+
+
+@pytest.mark.parametrize(
+    ("worker", "size"),
+    [
+        ({"command": ["torchrun", "train.py"]}, "the command once on each of 1 node with 2 slots"),
+        ({"command": ["python3", "train.py"], "per": "device"}, "world size 2"),
+        ({"recipe": "mine:main"}, "world size 2"),
+    ],
+)
+def test_preflight_counts_the_ranks_of_a_launcher_by_slots(job, worker, size):
+    engine = {"nodes": 1, "slots_per_node": 2, "spares": 0}
+    assert size_text(job(worker=worker, engine=engine)) == size

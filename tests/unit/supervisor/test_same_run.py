@@ -17,7 +17,7 @@ from training.journal.records import (
     RunEnded,
     RunReopened,
 )
-from training.supervisor.same_run import completed_before, is_complete, refuse_other_job
+from training.supervisor.same_run import REOPEN, completed_before, is_complete, refuse_other_job
 
 COMMAND = {"command": ["bash", "train.sh"]}
 
@@ -135,4 +135,14 @@ def test_how_a_complete_run_goes_on_is_in_its_line():
     assert completed_before(session(), history(session(), saved(30))) == (
         "run run was completed before, at step 30; a larger `steps` has it go on"
     )
-    assert "--reopen" in completed_before(command(), history(command()))
+    line = completed_before(command(), history(command()))
+    assert line == f"run run was completed before; `{REOPEN}` has it go on"
+
+
+def test_settings_that_a_complete_run_ignores_are_named_without_their_values():
+    was = history(command(env={"SIZE": "1", "OLD": "1"}))
+    line = completed_before(command(env={"SIZE": "secret", "NEW": "1"}, log_path="/logs"), was)
+    assert line.endswith("created with: env.NEW, env.OLD, env.SIZE, log_path")
+    assert "secret" not in line
+    many = {f"A{number}": "1" for number in range(20)}
+    assert completed_before(command(env=many), was).endswith(" and 14 more")

@@ -64,8 +64,8 @@ def error_of(capsys):
 # (field, value, words that the one line must hold: the field, and what is allowed)
 WRONG = [
     ("run_id", ..., ["run_id", "missing"]),
-    ("run_id", "Has Spaces", ["run_id", "Has Spaces", "pattern"]),
-    ("run_id", "x" * 64, ["run_id", "pattern"]),
+    ("run_id", "Has Spaces", ["run_id", "Has Spaces", "lower-case letters, digits and hyphens"]),
+    ("run_id", "x" * 64, ["run_id", "up to 63 lower-case letters"]),
     ("colour", "red", ["colour", "no such field"]),
     ("model.hiden_size", 64, ["model.hiden_size", "did you mean hidden_size?"]),
     ("num_layers", 4, ["num_layers", "no such field; did you mean model.num_layers?"]),

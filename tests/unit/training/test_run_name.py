@@ -10,7 +10,7 @@ import pytest
 from tests.jobs import job_document
 from training.errors import InputError
 from training.job import JobTemplate, parse_job, parse_template
-from training.specs.run_name import is_of, is_template, name_of
+from training.specs.run_name import NAME, TEMPLATE, is_of, is_template, name_of, problem_of
 
 DUE = datetime(2026, 11, 23, 18, 0, tzinfo=UTC)
 
@@ -66,3 +66,12 @@ def test_a_template_becomes_a_job_and_is_none():
 
 def test_the_name_is_the_first_field_of_the_form():
     assert next(iter(JobTemplate.model_json_schema()["properties"])) == "run_id"
+
+
+def test_what_a_name_may_be_is_said_in_words():
+    assert problem_of("nightly-A", NAME) == (
+        '"nightly-A": must be up to 63 lower-case letters, digits and hyphens, not beginning with '
+        "a hyphen"
+    )
+    assert problem_of("Night-{date}", TEMPLATE).endswith("and of {date}, {time} and {n}")
+    assert "is a template, for deployments" in problem_of("night-{date}", NAME)
