@@ -144,6 +144,7 @@ def test_a_checkpoint_server_that_died_is_there_again_for_those_who_ask_after_a_
     )
 
 
+@pytest.mark.long
 def test_what_survivors_save_at_the_end_of_their_life_is_what_the_next_attempt_begins_with(
     drive, undisturbed
 ):

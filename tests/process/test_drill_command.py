@@ -58,7 +58,7 @@ def test_a_rank_that_stops_outside_of_a_step_is_found_long_before_the_limit_of_t
 @pytest.mark.parametrize(
     ("name", "rung"),
     [
-        ("step-retry-hcce", "step_retry"),
+        pytest.param("step-retry-hcce", "step_retry", marks=pytest.mark.long),
         pytest.param("node-lost", "pod_reschedule", marks=pytest.mark.long),
     ],
 )

@@ -50,6 +50,7 @@ def test_who_waits_later_than_the_first_rank_has_joined_all_the_same():
     assert checks_of([0, 1]) == {0: joined_in_vain, 1: joined_in_vain}
 
 
+@pytest.mark.long
 def test_ranks_that_all_come_reduce_together():
     well = [("join", "ok"), ("all_reduce", "ok")]
     assert checks_of([0, 1, 2]) == {0: well, 1: well, 2: well}

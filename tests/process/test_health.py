@@ -218,6 +218,7 @@ def test_a_checkpoint_that_gets_old_raises_an_alert(home):
     assert 60 < alert.began.value < 75
 
 
+@pytest.mark.long
 def test_a_healthy_run_raises_no_alert(home):
     # How long that is may be chosen: 7500 steps take twelve minutes on two cores (make soak).
     steps = int(os.environ.get("PERDURE_HEALTHY_STEPS", "150"))

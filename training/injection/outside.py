@@ -19,7 +19,7 @@ from pydantic import Field
 
 from storage.frozen_model import FrozenModel
 from training.journal.history import RunHistory
-from training.processes import MARKER, oldest_first, signal_all
+from training.processes import MARKER, is_tracker, oldest_first, signal_all
 
 
 class Victim(StrEnum):
@@ -125,8 +125,13 @@ class LocalRun:
         return _kill(self.part(part, node))
 
     def kill_node(self, node: str) -> list[int]:
-        """SIGKILL everything on a node, its agent first: the machine is gone."""
-        return _kill(oldest_first(self.processes(node)))
+        """SIGKILL everything on a node, its agent first: the machine is gone.
+
+        Resource trackers end by themselves then, and remove the semaphores that would have gone
+        with the machine.
+        """
+        processes = oldest_first(self.processes(node))
+        return _kill([one for one in processes if not is_tracker(one)])
 
 
 def _kill(processes: list[psutil.Process]) -> list[int]:

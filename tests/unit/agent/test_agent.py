@@ -320,7 +320,7 @@ def test_what_outlives_a_stopped_worker_is_asked_to_end_before_the_grace_period_
 
 @pytest.mark.parametrize("own", ["", "env -i "])
 def test_what_a_worker_leaves_behind_is_gone_when_the_attempt_is_over(shared, own):
-    shared.finish("sh", "-c", f"{own}setsid sleep 600 & sleep 0.2; exit 0")
+    shared.finish("sh", "-c", f"{own}setsid sleep 600 & sleep 0.2; exit 3")
     assert [process.pid for process in shared.processes()] == [shared.process.pid]
     assert psutil.Process(shared.process.pid).children(recursive=True) == []
 

@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.waiting import wait_for
+from training.injection.outside import LocalRun
 from training.processes import (
     MARKER,
     container_processes,
@@ -58,6 +60,32 @@ context.Process(target=time.sleep, args=(600,)).start()
 print(lock._semlock.name, flush=True)
 time.sleep(600)
 """
+
+
+def start_loader(marker: str) -> tuple[subprocess.Popen[str], Path]:
+    """A process with a loader in a container, and a semaphore that both have."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", WITH_A_LOADER],
+        env={**os.environ, MARKER: marker},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    name = process.stdout.readline().strip().removeprefix("/")
+    semaphore = Path("/dev/shm", f"sem.{name}")  # noqa: S108 where glibc keeps them
+    assert semaphore.exists()
+    return process, semaphore
+
+
+def test_a_node_that_is_killed_on_purpose_leaves_no_semaphore(tmp_path):
+    process, semaphore = start_loader(str(tmp_path / "runs/run/nodes/node-0/container"))
+    try:
+        assert process.pid in LocalRun(tmp_path, "run").kill_node("node-0")
+        wait_for(lambda: not semaphore.exists(), timeout_s=10, what="the end of its tracker")
+        assert LocalRun(tmp_path, "run").processes() == []
+    finally:
+        semaphore.unlink(missing_ok=True)
+        process.communicate()
 
 
 @pytest.mark.parametrize("tracker", ["lives", "is frozen"])
