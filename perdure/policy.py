@@ -10,7 +10,7 @@ from perdure.console import AsJson, JobFile, Overrides, print_json, warn
 from training.errors import InputError
 from training.job import load_job
 from training.platforms.forms import Platform
-from training.platforms.printing import Place, Printed
+from training.platforms.printing import EntryPlace, Printed
 from training.platforms.settings import shown
 from training.supervisor.policy_export import export_policy
 
@@ -61,6 +61,6 @@ def _document(platform: str, printed: Printed) -> dict[str, Any]:
     }
 
 
-def _section(place: Place, entries: dict[str, str]) -> str:
-    form = {Place.SHELL: 'export {}="{}"', Place.CONFIG: "{}: {}"}.get(place, '{}: "{}"')
+def _section(place: EntryPlace, entries: dict[str, str]) -> str:
+    form = {EntryPlace.SHELL: 'export {}="{}"', EntryPlace.CONFIG: "{}: {}"}.get(place, '{}: "{}"')
     return "\n".join([f"# {place}", *(form.format(name, text) for name, text in entries.items())])

@@ -31,7 +31,7 @@ from prefect.client.schemas.sorting import ArtifactSort
 GOES_ON = "The run goes on in another flow run. "
 
 
-class Kind(StrEnum):
+class ArtifactKind(StrEnum):
     """What an artifact is drawn as; the values are Prefect's."""
 
     MARKDOWN = "markdown"
@@ -51,7 +51,7 @@ class Artifact:
     """
 
     name: str
-    kind: Kind
+    kind: ArtifactKind
     content: str | float | list[dict[str, Any]]
     description: str
 

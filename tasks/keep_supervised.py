@@ -66,7 +66,7 @@ NOT_OF_USER = NOT_TRAINED | {ADOPTED}
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class RunCase:
     """A run, or a flow run that came to none, and what is to be done about it.
 
     Attributes:
@@ -96,7 +96,7 @@ class Unseen:
     why: str
 
 
-def look() -> Iterator[Case | Unseen]:
+def look() -> Iterator[RunCase | Unseen]:
     """Everything that this machine can see without a supervisor, whether it is to have one or not.
 
     Each is yielded when it is seen: what comes later may take its time.
@@ -108,7 +108,7 @@ def look() -> Iterator[Case | Unseen]:
         seen = set()
         for run_id in unended_runs(home_folder()):
             case = _contained(run_id, partial(_of_known, client, run_id))
-            if isinstance(case, Case):
+            if isinstance(case, RunCase):
                 seen.add(case.flow_run)
             if case is not None:
                 yield case
@@ -120,7 +120,7 @@ def look() -> Iterator[Case | Unseen]:
                 yield case
 
 
-def _contained(name: str, look_at: Callable[[], Case | None]) -> Case | Unseen | None:
+def _contained(name: str, look_at: Callable[[], RunCase | None]) -> RunCase | Unseen | None:
     try:
         return look_at()
     except httpx.TransportError:
@@ -130,7 +130,7 @@ def _contained(name: str, look_at: Callable[[], Case | None]) -> Case | Unseen |
 
 
 @task(name="keep", task_run_name="{case.remedy}: {case.name}", cache_policy=NO_CACHE)
-def apply(case: Case) -> str:
+def apply(case: RunCase) -> str:
     """Do what a case needs. Returns what was done."""
     done = _apply(case)
     get_run_logger().warning(done)
@@ -155,7 +155,7 @@ def forget_quiet(now: datetime) -> None:
                 client.delete_flow_run(flow_run.id)
 
 
-def _of_known(client: SyncPrefectClient, run_id: str) -> Case | None:
+def _of_known(client: SyncPrefectClient, run_id: str) -> RunCase | None:
     """The run of that name, when it has begun, goes on, and nobody supervises it."""
     try:
         run = run_of(known_job(home_folder(), run_id))
@@ -182,7 +182,7 @@ def note_end(run: Run) -> None:
         unmark_ended(run.home, run.job.run_id)
 
 
-def _of_stranded(client: SyncPrefectClient, flow_run: FlowRun) -> Case | None:
+def _of_stranded(client: SyncPrefectClient, flow_run: FlowRun) -> RunCase | None:
     """A stranded flow run whose run this machine does not know, or that came to none."""
     try:
         job = job_of(flow_run)
@@ -199,7 +199,7 @@ def _of_stranded(client: SyncPrefectClient, flow_run: FlowRun) -> Case | None:
 
 def _case(
     client: SyncPrefectClient, run: Run | None, history: RunHistory, flow_run: FlowRun | None
-) -> Case:
+) -> RunCase:
     lease = run.ledger.lease() if run is not None else None
     facts = _facts(client, flow_run, history) if flow_run is not None else None
     remedy = remedy_for(
@@ -211,7 +211,7 @@ def _case(
     )
     name = run.job.run_id if run is not None else (flow_run.name if flow_run else "")
     # Prefect takes a flow run in a task's argument for something to wait for (3.8.8).
-    return Case(
+    return RunCase(
         name=name,
         run=run,
         flow_run=flow_run.id if flow_run is not None else None,
@@ -289,7 +289,7 @@ def _stranded(client: SyncPrefectClient) -> list[FlowRun]:
     ]
 
 
-def _apply(case: Case) -> str:
+def _apply(case: RunCase) -> str:
     with get_client(sync_client=True) as client:
         match case.remedy, case.flow_run, case.run:
             case Remedy.RESCHEDULE, UUID() as flow_run, _:
@@ -313,7 +313,7 @@ def _apply(case: Case) -> str:
                 return f"{case.name}: nothing to do"
 
 
-def _why_given_up(case: Case) -> str:
+def _why_given_up(case: RunCase) -> str:
     text = (
         f"given up: {case.starts} starts in a row (allowed: {MAX_FAILED_STARTS}) put nothing new "
         f"on record; the last one: {case.message}"

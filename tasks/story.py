@@ -14,7 +14,7 @@ from contextlib import suppress
 from uuid import UUID
 
 from storage.errors import StorageError
-from tasks.artifacts import Artifact, Kind
+from tasks.artifacts import Artifact, ArtifactKind
 from tasks.checkpoint_table import checkpoint_rows
 from tasks.engine_log import quieten
 from tasks.flow_runs import flow_runs_of
@@ -42,7 +42,7 @@ from training.recovery.protocol import (
 from training.recovery.rungs import Rung
 from training.supervisor.accounts import Accountant, AccountReport, account_report
 from training.supervisor.attention import Need, NeedKind, attention, waits_for_node
-from training.supervisor.fault_report import Place, fault_reports
+from training.supervisor.fault_report import ReportPlace, fault_reports
 from training.supervisor.report import (
     OPEN,
     activity_of,
@@ -212,19 +212,23 @@ class RunStory:
         table = attempts_table(story_rows(history))
         if table:  # a table without rows is an empty page
             title = attempts_title(history)
-            self.reporter.artifact(Artifact("attempts", Kind.TABLE, table, title))
+            self.reporter.artifact(Artifact("attempts", ArtifactKind.TABLE, table, title))
         alerts = alert_rows(history)
         if alerts:
             num_open = sum(row.state == OPEN for row in alerts)
             title = f"Alerts: {num_open} open, {len(alerts) - num_open} past"
             rows = [alert_cells(row) for row in alerts]
-            self.reporter.artifact(Artifact("alerts", Kind.TABLE, rows, title))
+            self.reporter.artifact(Artifact("alerts", ArtifactKind.TABLE, rows, title))
         run_id, spares = self._run.job.run_id, self._run.spares()
-        place = Place(run_id, self._run.store.url, waits=waits_for_node(history, spares=spares))
+        place = ReportPlace(
+            run_id, self._run.store.url, waits=waits_for_node(history, spares=spares)
+        )
         for report in fault_reports(history, place, recent=RECENT):
-            self.reporter.artifact(Artifact(report.name, Kind.MARKDOWN, report.body, report.title))
+            self.reporter.artifact(
+                Artifact(report.name, ArtifactKind.MARKDOWN, report.body, report.title)
+            )
         made = attention(run_id, history, spares=spares)
-        self.reporter.artifact(Artifact("needs-you", Kind.MARKDOWN, made.body, made.title))
+        self.reporter.artifact(Artifact("needs-you", ArtifactKind.MARKDOWN, made.body, made.title))
         self._call_for_help(made.needs)
 
     def _call_for_help(self, needs: Sequence[Need]) -> None:
@@ -242,7 +246,7 @@ class RunStory:
         step = self._last.step if self._last is not None else self._run.history.committed_step
         percent = min(100.0, 100.0 * step / self._target_step)
         text = progress_text(self._last, self._target_step, self.activity, ettr=self.ettr)
-        self.reporter.artifact(Artifact("progress", Kind.PROGRESS, round(percent, 2), text))
+        self.reporter.artifact(Artifact("progress", ArtifactKind.PROGRESS, round(percent, 2), text))
 
     def _show_checkpoints(self) -> None:
         self._checkpoints_s, self._are_checkpoints_new = time.monotonic(), False
@@ -253,7 +257,7 @@ class RunStory:
             if not rows:
                 return []
             title = f"{len(rows)} kept, the newest of step {rows[0]['step']}"
-            return [Artifact("checkpoints", Kind.TABLE, rows, title)]
+            return [Artifact("checkpoints", ArtifactKind.TABLE, rows, title)]
 
         self.reporter.artifacts("checkpoints", build)
 
@@ -311,7 +315,9 @@ class RunStory:
         png = loss_picture(self._run.history, self._accountant.kept())
         self._run.store.put(f"runs/{self._run.job.run_id}/loss.png", png)
         picture = _inline("loss with faults marked", png)
-        self.reporter.artifact(Artifact("loss", Kind.MARKDOWN, picture, "Loss, faults marked"))
+        self.reporter.artifact(
+            Artifact("loss", ArtifactKind.MARKDOWN, picture, "Loss, faults marked")
+        )
 
     def _publish(self, steps: tuple[StepRecord, ...]) -> None:
         run_id, history = self._run.job.run_id, self._run.history
@@ -339,8 +345,8 @@ def _account_artifacts(report: AccountReport) -> list[Artifact]:
     picture = _inline("where the time of every attempt went", report.png)
     text = f"{report.text}.\n\n{picture}"
     return [
-        Artifact("ettr", Kind.TABLE, list(report.rows), report.text),
-        Artifact("timeline", Kind.MARKDOWN, text, "Timeline of the attempts"),
+        Artifact("ettr", ArtifactKind.TABLE, list(report.rows), report.text),
+        Artifact("timeline", ArtifactKind.MARKDOWN, text, "Timeline of the attempts"),
     ]
 
 

@@ -10,7 +10,7 @@ from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelling
 
-from tasks.artifacts import GOES_ON, Artifact, Artifacts, Kind
+from tasks.artifacts import GOES_ON, Artifact, ArtifactKind, Artifacts
 from tasks.flow_runs import flow_runs_of
 from tasks.hooks import _set_flow_runs
 from tasks.left_open import close_left_open
@@ -58,7 +58,7 @@ def test_a_supervisor_changes_nothing_of_a_run_of_the_same_name_that_its_ledger_
     other, former, own = training(api), training(api), training(api)
     history = RunHistory(flow_runs=[former.id])
     flow_runs = flow_runs_of(history, UUID(own.id))
-    table = Artifact("attempts", Kind.TABLE, [{"attempt": "1.1"}], "one attempt")
+    table = Artifact("attempts", ArtifactKind.TABLE, [{"attempt": "1.1"}], "one attempt")
     with temporary_settings({PREFECT_API_URL: api.url}):
         for one in (former, other):
             Artifacts(NAME, UUID(one.id)).put(table)

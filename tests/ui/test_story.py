@@ -8,7 +8,7 @@ import pytest
 from playwright.sync_api import expect
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from tasks.artifacts import Artifact, Kind
+from tasks.artifacts import Artifact, ArtifactKind
 from tasks.reporting import Reporter
 from tests.ui.conftest import TIMEOUT_MS
 from tests.unit.journal.histories import COOLED, HOT, history_of
@@ -130,7 +130,7 @@ def test_alerts_are_shown_as_open_or_past(api, visitor, root, prefect_server):
         past = HOT.model_copy(update={"number": 2, "text": "memory at 97 %"})
         over = COOLED.model_copy(update={"number": 2})
         rows = [alert_cells(row) for row in alert_rows(history_of(HOT, past, over))]
-        reporter.artifact(Artifact("alerts", Kind.TABLE, rows, "Alerts: 1 open, 1 past"))
+        reporter.artifact(Artifact("alerts", ArtifactKind.TABLE, rows, "Alerts: 1 open, 1 past"))
         reporter.start()
         reporter.close()
     (artifact,) = api.artifacts("hot-alerts").values()

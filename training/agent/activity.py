@@ -14,7 +14,7 @@ _IO = ("rchar:", "wchar:")
 
 
 @dataclass(frozen=True, slots=True)
-class Activity:
+class SessionActivity:
     """Of all processes of one session.
 
     Attributes:
@@ -26,9 +26,9 @@ class Activity:
     io_bytes: int = 0
 
 
-def activity_of(leaders: Collection[int]) -> dict[int, Activity]:
+def activity_of(leaders: Collection[int]) -> dict[int, SessionActivity]:
     """What each session has done so far, by the pid of its leader."""
-    found = dict.fromkeys(leaders, Activity())
+    found = dict.fromkeys(leaders, SessionActivity())
     for name in os.listdir("/proc"):  # noqa: PTH208 the names alone, and fast
         fields = _stat(name) if name.isdigit() else None
         leader = int(fields[_SESSION]) if fields is not None else 0
@@ -37,7 +37,7 @@ def activity_of(leaders: Collection[int]) -> dict[int, Activity]:
         ticks = sum(int(one) for one in fields[_TIMES])
         before = found[leader]
         cpu_s, io_bytes = before.cpu_s + ticks / _TICKS_PER_S, before.io_bytes + _io(name)
-        found[leader] = Activity(cpu_s, io_bytes)
+        found[leader] = SessionActivity(cpu_s, io_bytes)
     return found
 
 

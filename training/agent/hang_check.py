@@ -13,16 +13,15 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from training.agent.activity import Activity as SessionActivity
-from training.agent.activity import activity_of
+from training.agent.activity import SessionActivity, activity_of
 from training.agent.evidence import process_state
 from training.agent.workers import WorkerGroup
 from training.diagnosis.standstill import STOPPED
 from training.health.hang import (
-    Activity,
     ActivityDetector,
     HangDetector,
     Inactivity,
+    ProgramActivity,
     SilenceLimits,
 )
 from training.health.heartbeat import Heartbeat, Phase
@@ -164,7 +163,7 @@ def _activity_before_steps(
     return activity_of(pids) if pids else {}
 
 
-def _activity(group: WorkerGroup, marker: str, sample: NodeSample | None) -> Activity:
+def _activity(group: WorkerGroup, marker: str, sample: NodeSample | None) -> ProgramActivity:
     io_bytes, cpu_s = 0, 0.0
     for process in container_processes(marker, spare=group.spare):
         with contextlib.suppress(psutil.Error):
@@ -174,7 +173,7 @@ def _activity(group: WorkerGroup, marker: str, sample: NodeSample | None) -> Act
             io_bytes += counters.read_chars + counters.write_chars
     uses = [d.utilisation_percent for d in sample.devices] if sample is not None else []
     known = [use for use in uses if use is not None]
-    return Activity(
+    return ProgramActivity(
         at_s=time.monotonic(),
         log_bytes=group.log_bytes(),
         io_bytes=io_bytes,

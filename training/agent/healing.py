@@ -36,7 +36,7 @@ from training.recovery.healing import (
 )
 from training.recovery.rungs import Rung
 from training.wire.agent import AgentConfig, StartOrder
-from training.wire.healing import Healing, HealOrder
+from training.wire.healing import HealOrder, HealReply
 from training.wire.node import Check, CheckOutcome
 
 _log = logging.getLogger("perdure.agent")
@@ -70,14 +70,14 @@ class NodeHealing:
         self._now: tuple[Key, _Course] | None = None
         self._checks: list[_Course] = []
 
-    def heal(self, order: HealOrder, attempt_folder: Path) -> Healing:
+    def heal(self, order: HealOrder, attempt_folder: Path) -> HealReply:
         """Begin, unless it was begun; how far it is."""
         key = (order.placement, order.attempt)
         with self._lock:
             if self._now is None or self._now[0] != key:
                 self._end()
                 self._now = (key, self._begin(order, partial(_record, attempt_folder)))
-            return Healing(done=self._now[1].done)
+            return HealReply(done=self._now[1].done)
 
     def check(self, start: StartOrder, plan: HealPlan, then: Callable[[ChipsHealed], None]) -> None:
         """Begin to carry out a plan while an attempt runs; nothing is recorded.

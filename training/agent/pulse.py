@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 
-from training.agent.activity import Activity
+from training.agent.activity import SessionActivity
 from training.agent.command import RankReading
 from training.health.heartbeat import Heartbeat
 from training.wire.agent import Pulse, RankStatus
 
 
-def pulse_of(beat: Heartbeat, state: str, *, activity: Activity | None = None) -> Pulse:
+def pulse_of(beat: Heartbeat, state: str, *, activity: SessionActivity | None = None) -> Pulse:
     """Of a process with a heartbeat."""
     now_ns = time.monotonic_ns()
-    done = activity or Activity()
+    done = activity or SessionActivity()
     return Pulse(
         entered=beat.entered,
         left=beat.left,
@@ -29,7 +29,7 @@ def pulse_of(beat: Heartbeat, state: str, *, activity: Activity | None = None) -
     )
 
 
-def mute_pulse(started_s: float, state: str, *, activity: Activity) -> Pulse:
+def mute_pulse(started_s: float, state: str, *, activity: SessionActivity) -> Pulse:
     """Of a process that has written no heartbeat since it was started (CLOCK_MONOTONIC)."""
     return Pulse(
         entered=0,

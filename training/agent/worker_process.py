@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from training.agent.activity import Activity
+from training.agent.activity import SessionActivity
 from training.agent.evidence import process_state
 from training.agent.fork_server import ForkedProcess
 from training.agent.pulse import mute_pulse, pulse_of
@@ -43,7 +43,7 @@ class Worker:
         beat = self.heartbeat.read()
         return beat if beat is not None and beat.pid == self.process.pid else None
 
-    def pulse(self, activity: Activity, *, is_command: bool) -> Pulse | None:
+    def pulse(self, activity: SessionActivity, *, is_command: bool) -> Pulse | None:
         """None of a command without heartbeat, whose processes may write none."""
         state = process_state(self.process.pid) if self.ended_s is None else ""
         beat = self.beat()

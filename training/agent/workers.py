@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import psutil
 
-from training.agent.activity import Activity
+from training.agent.activity import SessionActivity
 from training.agent.command import CommandRanks
 from training.agent.command_line import fill_in, for_arguments
 from training.agent.coordinator_client import AgentCoordinatorClient
@@ -82,7 +82,7 @@ class WorkerGroup:
     coordinator: AgentCoordinatorClient | None = None
     secret_variables: Mapping[str, str] = field(default_factory=dict)
     oom_kills: Callable[[], int] = lambda: 0
-    activity: Mapping[int, Activity] = field(default_factory=dict)
+    activity: Mapping[int, SessionActivity] = field(default_factory=dict)
     retries: RetryLogs = field(default_factory=RetryLogs)
     left: LeftRunning = field(default_factory=LeftRunning)
     _environment: dict[str, str] = field(default_factory=dict)
@@ -481,7 +481,7 @@ class WorkerGroup:
     def _status(self, worker: Worker) -> WorkerStatus:
         beat = worker.beat()
         error = self._error_of(worker)
-        activity = self.activity.get(worker.process.pid, Activity())
+        activity = self.activity.get(worker.process.pid, SessionActivity())
         return WorkerStatus(
             rank=worker.rank,
             local_rank=worker.local_rank,

@@ -13,7 +13,7 @@ from functools import cache
 from importlib import resources
 
 from training.diagnosis.rules import Classification, Role
-from training.recovery.chips import ChipLevel, Kind, chip_fact
+from training.recovery.chips import ChipLevel, CodeKind, chip_fact
 from training.recovery.faults import FaultClass, RecoverableBy
 
 _NUMBER = r"\b[eE]rror ?[cC]ode(?: is)? ?[:=]? ?\(?(?P<{0}>{1})\b"
@@ -107,10 +107,10 @@ def _of_chip(code: str, spec: CodeSpec) -> CodeSpec:
         known["role"] = Role.SYMPTOM
     if fact.cause:
         known["means"] = f"{spec.means} ({fact.cause})"
-    if fact.kind is Kind.USER:
+    if fact.kind is CodeKind.USER:
         # The chip cannot know that the input is the user's: the ladder counts (ModelArts).
         known |= {"user_fault": True, "hardware_fault": False}
-    elif fact.kind is Kind.HARDWARE:
+    elif fact.kind is CodeKind.HARDWARE:
         known["hardware_fault"] = True
     return spec.model_copy(update=known)
 

@@ -35,8 +35,8 @@ from training.wire.agent import (
     StatusQuery,
     StopOrder,
 )
-from training.wire.fan_out import Answer, FanOut
-from training.wire.healing import Healing, HealOrder
+from training.wire.fan_out import FanOut, TimedLine
+from training.wire.healing import HealOrder, HealReply
 from training.wire.logs import (
     Collected,
     CollectOrder,
@@ -80,7 +80,7 @@ class Fleet:
         self._epoch = epoch
         self._fan_out = FanOut()
         self._answered_s: dict[int, float] = {}
-        self._asked: dict[Key, Future[Answer]] = {}  # looks that have had no answer yet
+        self._asked: dict[Key, Future[TimedLine]] = {}  # looks that have had no answer yet
 
     @property
     def capabilities(self) -> frozenset[Rung]:
@@ -145,12 +145,12 @@ class Fleet:
             )
         ]
 
-    def heal(self, node: str, order: HealOrder) -> Healing:
+    def heal(self, node: str, order: HealOrder) -> HealReply:
         """Heal the chips of one node, in the background; repeated: how far it is."""
         contact = next((c for c in self._engine.contacts().values() if c.node == node), None)
         if contact is None:
             raise AgentUnreachable(f"no container is on {node}")
-        return self._client(contact).call(order).healing or Healing()
+        return self._client(contact).call(order).healing or HealReply()
 
     def start(self, order: StartOrder) -> None:
         """Start the processes of an attempt in every container; rendezvous is filled in."""
@@ -364,7 +364,7 @@ class Fleet:
 
     def _send_all(
         self, contacts: Mapping[int, Contact], orders: Mapping[int, Order], timeout_s: float
-    ) -> dict[int, Future[Answer]]:
+    ) -> dict[int, Future[TimedLine]]:
         """Call those that have an agent."""
         return {
             index: self._send(contact, orders[index], timeout_s=timeout_s)
@@ -372,7 +372,7 @@ class Fleet:
             if contact.address is not None
         }
 
-    def _send(self, contact: Contact, order: Order, *, timeout_s: float) -> Future[Answer]:
+    def _send(self, contact: Contact, order: Order, *, timeout_s: float) -> Future[TimedLine]:
         client = self._client(contact)
         request = client.request(order)
         return self._fan_out.call(client.host, client.port, request, timeout_s=timeout_s)
@@ -384,7 +384,7 @@ class Fleet:
         return AgentClient(host, port, contact.token, self._epoch)
 
 
-def _received(client: AgentClient, order: Order, answer: Future[Answer]) -> AgentReply:
+def _received(client: AgentClient, order: Order, answer: Future[TimedLine]) -> AgentReply:
     try:
         line = answer.result().line
     except (OSError, ValueError) as error:

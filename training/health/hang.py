@@ -166,7 +166,7 @@ class HangDetector:
 
 
 @dataclass(frozen=True, slots=True)
-class Activity:
+class ProgramActivity:
     """One reading of all processes of a program on a node.
 
     Attributes:
@@ -206,10 +206,10 @@ class ActivityDetector:
     """
 
     quiet_s: float
-    _readings: deque[Activity] = field(default_factory=deque)
+    _readings: deque[ProgramActivity] = field(default_factory=deque)
     _changed_s: float | None = None
 
-    def judge(self, now: Activity) -> Inactivity | None:
+    def judge(self, now: ProgramActivity) -> Inactivity | None:
         """Take in a reading; None while the program shows a sign of life."""
         last = self._readings[-1] if self._readings else None
         if last is None or self._changed_s is None or _moved(last, now):
@@ -229,11 +229,11 @@ class ActivityDetector:
         return Inactivity(silent_s, sum(cores) / len(cores))
 
 
-def _moved(before: Activity, now: Activity) -> bool:
+def _moved(before: ProgramActivity, now: ProgramActivity) -> bool:
     return (before.log_bytes, before.io_bytes) != (now.log_bytes, now.io_bytes)
 
 
-def _cores(readings: deque[Activity]) -> list[float]:
+def _cores(readings: deque[ProgramActivity]) -> list[float]:
     """Processors in use between each two readings."""
     pairs = zip(list(readings)[:-1], list(readings)[1:], strict=True)
     return [(b.cpu_s - a.cpu_s) / (b.at_s - a.at_s) for a, b in pairs if b.at_s > a.at_s] or [0.0]

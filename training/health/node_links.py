@@ -36,7 +36,7 @@ class Ask(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class LinkMeasurement:
     """A line of the program's table; `result` is success, failed or NULL (not checked)."""
 
     size_bytes: int
@@ -44,10 +44,10 @@ class Row:
     result: str
 
 
-def parse_rows(text: str) -> tuple[Row, ...]:
+def parse_rows(text: str) -> tuple[LinkMeasurement, ...]:
     """The table: size (bytes), time (us), bandwidth (GB/s), result of the comparison."""
     return tuple(
-        Row(int(size), float(bandwidth), result)
+        LinkMeasurement(int(size), float(bandwidth), result)
         for size, _, bandwidth, result in _ROW.findall(text)
     )
 

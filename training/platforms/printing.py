@@ -25,7 +25,7 @@ from training.recovery.rungs import Policy, RestartCount
 Entries = dict[str, str]
 
 
-class Place(StrEnum):
+class EntryPlace(StrEnum):
     """Where on its platform an entry belongs."""
 
     LABELS = "metadata.labels"
@@ -36,17 +36,17 @@ class Place(StrEnum):
     CONFIG = "MindFormers' YAML configuration"
 
 
-_PLACES: Mapping[str, Place] = {
-    GRACE: Place.JOB_VARIABLES,
-    TFT: Place.SHELL,
-    "HIGH_AVAILABILITY": Place.SHELL,
-    **dict.fromkeys((SKIP, MONITOR_ON, CHECK, THRESHOLD, COUNT), Place.CONFIG),
-    "recover-strategy": Place.ANNOTATIONS,
-    "restartPolicy": Place.POD,
-    "fault-scheduling": Place.LABELS,
-    "fault-retry-times": Place.LABELS,
-    "pod-rescheduling": Place.LABELS,
-    "subHealthyStrategy": Place.LABELS,
+_PLACES: Mapping[str, EntryPlace] = {
+    GRACE: EntryPlace.JOB_VARIABLES,
+    TFT: EntryPlace.SHELL,
+    "HIGH_AVAILABILITY": EntryPlace.SHELL,
+    **dict.fromkeys((SKIP, MONITOR_ON, CHECK, THRESHOLD, COUNT), EntryPlace.CONFIG),
+    "recover-strategy": EntryPlace.ANNOTATIONS,
+    "restartPolicy": EntryPlace.POD,
+    "fault-scheduling": EntryPlace.LABELS,
+    "fault-retry-times": EntryPlace.LABELS,
+    "pod-rescheduling": EntryPlace.LABELS,
+    "subHealthyStrategy": EntryPlace.LABELS,
 }
 
 
@@ -65,13 +65,13 @@ class Printed:
     warnings: tuple[str, ...]
     without_entry: Mapping[str, Value]
 
-    def by_place(self) -> Mapping[Place, Entries]:
+    def by_place(self) -> Mapping[EntryPlace, Entries]:
         """The entries by where they belong."""
-        places: dict[Place, Entries] = {}
+        places: dict[EntryPlace, Entries] = {}
         for name, text in self.entries.items():
-            place = _PLACES.get(name, Place.ANNOTATIONS)  # all of fault-tolerance/
+            place = _PLACES.get(name, EntryPlace.ANNOTATIONS)  # all of fault-tolerance/
             places.setdefault(place, {})[name] = text
-        return {place: places[place] for place in Place if place in places}
+        return {place: places[place] for place in EntryPlace if place in places}
 
 
 def print_platform(

@@ -83,7 +83,7 @@ BY_SEVERITY: Mapping[Severity, ChipAnswer] = {
 }
 
 
-class Kind(StrEnum):
+class CodeKind(StrEnum):
     """What is behind a code, as its source has it."""
 
     HARDWARE = "hardware"
@@ -108,7 +108,7 @@ class ChipFact:
 
     code: str
     level: ChipLevel | None
-    kind: Kind
+    kind: CodeKind
     cause: str
 
 
@@ -212,6 +212,6 @@ def _facts() -> Mapping[str, ChipFact]:
     for group in _tables()["group"]:
         level = ChipLevel(group["level"]) if group["level"] else None
         for code in group["codes"]:
-            kind, cause = causes.get(code, (Kind.UNKNOWN, ""))
-            facts[code] = ChipFact(code, level, Kind(kind), cause)
+            kind, cause = causes.get(code, (CodeKind.UNKNOWN, ""))
+            facts[code] = ChipFact(code, level, CodeKind(kind), cause)
     return facts

@@ -57,7 +57,7 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RungInARow:
     """One rung, as often as it is taken in a row.
 
     Attributes:
@@ -93,7 +93,7 @@ class Outlook:
 
     fault_class: FaultClass
     code: str | None
-    answers: Sequence[Answer]
+    answers: Sequence[RungInARow]
     never: Mapping[Rung, str]
     unanswered: str | None = None
 
@@ -103,7 +103,7 @@ def outlook(example: Fault, terms: Terms) -> Outlook:
     if example.fault_class in terms.unanswered:
         instead = terms.unanswered[example.fault_class]
         return Outlook(example.fault_class, example.code, (), {}, instead)
-    answers: list[Answer] = []
+    answers: list[RungInARow] = []
     passed: dict[Rung, str] = {}
     for decision, failed in _decisions(example, terms):
         for skipped in decision.skipped:
@@ -174,9 +174,9 @@ def _decide(fault: Fault, past: Sequence[Recovery], terms: Terms, isolated: int)
     )
 
 
-def _answer(decision: Decision, failed: str | None, policy: Policy) -> Answer:
+def _answer(decision: Decision, failed: str | None, policy: Policy) -> RungInARow:
     budget = RUNGS[decision.rung].budget
-    return Answer(
+    return RungInARow(
         decision.rung,
         1,
         budget(policy) if budget is not None else None,
@@ -187,7 +187,7 @@ def _answer(decision: Decision, failed: str | None, policy: Policy) -> Answer:
     )
 
 
-def _joined(answers: list[Answer], new: Answer) -> list[Answer]:
+def _joined(answers: list[RungInARow], new: RungInARow) -> list[RungInARow]:
     last = answers[-1] if answers else None
     same = replace(new, times=last.times, reason=last.reason) if last is not None else None
     if last is None or same != last:
@@ -206,7 +206,7 @@ def outlook_markdown(found: Sequence[Outlook]) -> str:
     return "\n".join(lines)
 
 
-def _answer_text(answer: Answer) -> str:
+def _answer_text(answer: RungInARow) -> str:
     times = f" x {answer.times}" if answer.times > 1 else ""
     failed = f" (fails: {answer.failed})" if answer.failed else ""
     return f"`{answer.rung}`{times}{failed}"

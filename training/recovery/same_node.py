@@ -26,7 +26,7 @@ COUNTED = frozenset({FaultClass.NATIVE_CRASH, FaultClass.HOST_OOM, FaultClass.OP
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Threshold:
     """On a job of so many nodes or more: `times` of the newest `of` are on one node."""
 
     nodes: int
@@ -34,16 +34,16 @@ class Row:
     of: int
 
 
-ROWS: Sequence[Row] = (
-    Row(nodes=2, times=11, of=12),
-    Row(nodes=3, times=7, of=8),
-    Row(nodes=4, times=6, of=7),
-    Row(nodes=5, times=5, of=6),
-    Row(nodes=8, times=4, of=5),
+ROWS: Sequence[Threshold] = (
+    Threshold(nodes=2, times=11, of=12),
+    Threshold(nodes=3, times=7, of=8),
+    Threshold(nodes=4, times=6, of=7),
+    Threshold(nodes=5, times=5, of=6),
+    Threshold(nodes=8, times=4, of=5),
 )
 
 
-def chance_of(row: Row) -> float:
+def chance_of(row: Threshold) -> float:
     """How likely some node comes so often where each is equally likely, an upper bound."""
     one = 1 / row.nodes
     ways = (math.comb(row.of, n) * one**n * (1 - one) ** (row.of - n) for n in range(row.of + 1))

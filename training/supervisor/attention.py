@@ -18,7 +18,7 @@ MAX_WHY = 160
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class NeedsYou:
     """What needs a person, as the UI shows it.
 
     Attributes:
@@ -81,7 +81,7 @@ def waits_for_node(history: RunHistory, *, spares: Sequence[str] | None) -> bool
     return decision.rung in RESCHEDULES and history.placements[-1].placement == last.key[0]
 
 
-def attention(run_id: str, history: RunHistory, *, spares: Sequence[str] | None) -> Attention:
+def attention(run_id: str, history: RunHistory, *, spares: Sequence[str] | None) -> NeedsYou:
     """What needs a person now.
 
     Args:
@@ -95,7 +95,7 @@ def attention(run_id: str, history: RunHistory, *, spares: Sequence[str] | None)
     left = _spares_text(spares, _num_spares(history))
     if not needs:
         body = f"Nothing needs you: no node is isolated and no alert is open.\n\n{left}\n"
-        return Attention("Nothing needs you", body)
+        return NeedsYou("Nothing needs you", body)
     # No table: the UI does not fold the cells of one (3.8.8), and cuts off what is long.
     listing = "".join(
         f"### {text(one.what)}\n\nSince {one.since} UTC: {text(one.why)}\n\n"
@@ -104,7 +104,7 @@ def attention(run_id: str, history: RunHistory, *, spares: Sequence[str] | None)
     )
     verb = "needs" if len(needs) == 1 else "need"
     title = f"{counted(len(needs), 'thing')} {verb} you"
-    return Attention(title, f"{listing}{left}\n", tuple(needs))
+    return NeedsYou(title, f"{listing}{left}\n", tuple(needs))
 
 
 def _num_spares(history: RunHistory) -> int:

@@ -34,7 +34,7 @@ OVER, UNDER_WAY, NOT_MENDED = "over", "under way", "not mended"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ReportPlace:
     """What a report takes from outside the ledger.
 
     Attributes:
@@ -63,7 +63,7 @@ class FaultReport:
     body: str
 
 
-def fault_reports(history: RunHistory, place: Place, *, recent: int) -> list[FaultReport]:
+def fault_reports(history: RunHistory, place: ReportPlace, *, recent: int) -> list[FaultReport]:
     """Reports of what may still change: of the newest attempts, and of nodes that are isolated.
 
     Args:
@@ -83,7 +83,7 @@ def fault_reports(history: RunHistory, place: Place, *, recent: int) -> list[Fau
 
 
 def _attempt_report(
-    history: RunHistory, index: int, ended: AttemptEnded, fault: Fault, place: Place
+    history: RunHistory, index: int, ended: AttemptEnded, fault: Fault, place: ReportPlace
 ) -> FaultReport:
     """The report of a fault that ended an attempt."""
     view = history.attempts[index]
@@ -110,7 +110,7 @@ def _attempt_report(
 
 
 def _recovery_report(
-    history: RunHistory, index: int, recovery: InProcessRecovery, place: Place
+    history: RunHistory, index: int, recovery: InProcessRecovery, place: ReportPlace
 ) -> FaultReport:
     """The report of a fault that processes of the attempt survived."""
     view = history.attempts[index]
@@ -275,7 +275,12 @@ def _over_inside(view: AttemptView, recovery: InProcessRecovery) -> str:
 
 
 def _act(
-    history: RunHistory, fault: Fault, decision: Decision | None, place: Place, *, is_over: bool
+    history: RunHistory,
+    fault: Fault,
+    decision: Decision | None,
+    place: ReportPlace,
+    *,
+    is_over: bool,
 ) -> str:
     """Who has to do what, and how."""
     stops = decision is not None and decision.rung is Rung.STOP
@@ -295,7 +300,7 @@ def _act(
     return "No" if is_over else "Not now. If the recovery fails, this report will say what to do"
 
 
-def _logs(history: RunHistory, view: AttemptView, fault: Fault, place: Place) -> str:
+def _logs(history: RunHistory, view: AttemptView, fault: Fault, place: ReportPlace) -> str:
     name = "{}.{}".format(*view.key)
     of = f" --rank {fault.rank}" if fault.rank is not None else ""
     if history.is_launcher:  # all ranks of a node have one log

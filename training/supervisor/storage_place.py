@@ -30,7 +30,7 @@ _SHARED = frozenset(
 )
 
 
-class Place(IntEnum):
+class StoragePlace(IntEnum):
     """What a store is on, the least first."""
 
     TEMPORARY = 0
@@ -44,7 +44,7 @@ class Place(IntEnum):
         return self.name.lower().replace("_", " ")
 
 
-def place_of(spec: StorageSpec, mounts: str) -> Place:
+def place_of(spec: StorageSpec, mounts: str) -> StoragePlace:
     """What a store is on.
 
     Args:
@@ -52,13 +52,13 @@ def place_of(spec: StorageSpec, mounts: str) -> Place:
         mounts: text of /proc/self/mounts.
     """
     if spec.folder is None:
-        return Place.OBJECT_STORE
+        return StoragePlace.OBJECT_STORE
     if is_temporary(spec.folder):
-        return Place.TEMPORARY
+        return StoragePlace.TEMPORARY
     kind = _file_system(spec.folder, mounts)
     if kind in _IN_MEMORY:
-        return Place.TEMPORARY
-    return Place.PARALLEL_FILE_SYSTEM if kind in _SHARED else Place.LOCAL_DISK
+        return StoragePlace.TEMPORARY
+    return StoragePlace.PARALLEL_FILE_SYSTEM if kind in _SHARED else StoragePlace.LOCAL_DISK
 
 
 def _file_system(folder: Path, mounts: str) -> str:
@@ -77,23 +77,23 @@ def _mounted(mounts: str) -> Iterator[tuple[Path, str]]:
             yield Path(parts[1].encode().decode("unicode_escape")), parts[2]
 
 
-def recommended_place(num_parameters: int) -> Place:
+def recommended_place(num_parameters: int) -> StoragePlace:
     """The least place for the checkpoints of a model of this many parameters."""
     if num_parameters < EPOCH_BELOW_PARAMETERS:
-        return Place.LOCAL_DISK
+        return StoragePlace.LOCAL_DISK
     if num_parameters <= STEPS_500_UP_TO_PARAMETERS:
-        return Place.PARALLEL_FILE_SYSTEM
-    return Place.OBJECT_STORE
+        return StoragePlace.PARALLEL_FILE_SYSTEM
+    return StoragePlace.OBJECT_STORE
 
 
-def check_place(place: Place, num_parameters: int | None) -> Check:
+def check_place(place: StoragePlace, num_parameters: int | None) -> Check:
     """Compare the place of a store with the size of the model.
 
     Args:
         place: of the store.
         num_parameters: of the model; None: not known.
     """
-    if place is Place.TEMPORARY:
+    if place is StoragePlace.TEMPORARY:
         seen = "temporary: checkpoints and ledger are gone after a reboot"
         return Check(name=NAME, outcome=CheckOutcome.WARNING, seen=seen)
     if num_parameters is None:

@@ -15,7 +15,7 @@ from pydantic import Field, SecretStr, SerializationInfo, TypeAdapter, field_ser
 from storage.frozen_model import FrozenModel
 from training.recovery.rungs import Recovery, Rung
 from training.wire.coordinator import CoordinatorAddress
-from training.wire.healing import Healing, HealOrder
+from training.wire.healing import HealOrder, HealReply
 from training.wire.logs import (
     Collected,
     CollectOrder,
@@ -434,7 +434,7 @@ class AgentReply(FrozenModel):
     texts: tuple[NodeText, ...] = ()
     pieces: tuple[LogPiece, ...] = ()
     checks: tuple[Check, ...] = ()
-    healing: Healing | None = None
+    healing: HealReply | None = None
     devices: NodeDevices | None = None
     at_s: float | None = None
     collected: Collected | None = None

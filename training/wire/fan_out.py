@@ -20,7 +20,7 @@ MAX_OPEN = 256  # connections; agents answer at once, and files that a process m
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TimedLine:
     """A line that answers a request, and when the one was sent and the other there (epoch)."""
 
     line: bytes
@@ -41,7 +41,9 @@ class FanOut:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open: asyncio.Semaphore | None = None
 
-    def call(self, host: str, port: int, request: BaseModel, *, timeout_s: float) -> Future[Answer]:
+    def call(
+        self, host: str, port: int, request: BaseModel, *, timeout_s: float
+    ) -> Future[TimedLine]:
         """Send a request. Its future has what answers it.
 
         The future raises OSError (nothing listens there, or no reply came in time) or ValueError
@@ -50,12 +52,12 @@ class FanOut:
         calling = self._call(host, port, request, timeout_s)
         return asyncio.run_coroutine_threadsafe(calling, self._started())
 
-    async def _call(self, host: str, port: int, request: BaseModel, timeout_s: float) -> Answer:
+    async def _call(self, host: str, port: int, request: BaseModel, timeout_s: float) -> TimedLine:
         assert self._open is not None  # noqa: S101 made with the loop
         async with self._open:
             sent_s = time.time()
             line = await call_among_others(host, port, request, timeout_s=timeout_s)
-            return Answer(line, sent_s, time.time())
+            return TimedLine(line, sent_s, time.time())
 
     def _started(self) -> asyncio.AbstractEventLoop:
         with self._starting:

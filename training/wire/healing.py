@@ -34,7 +34,7 @@ class HealOrder(FrozenModel):
     cwd: str
 
 
-class Healing(FrozenModel):
+class HealReply(FrozenModel):
     """How far a node is.
 
     Attributes:

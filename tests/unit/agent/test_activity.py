@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from training.agent.activity import Activity, activity_of
+from training.agent.activity import SessionActivity, activity_of
 
 # A session that has computed, with a child that has written.
 PROGRAM = """
@@ -35,4 +35,4 @@ def test_a_session_is_known_by_all_that_its_processes_did():
     assert found[process.pid].cpu_s >= 0.3
     assert found[process.pid].io_bytes > 200_000
     assert again[process.pid] == found[process.pid], "it waits"
-    assert found[2**22 + 1] == Activity(), "there is no such process"
+    assert found[2**22 + 1] == SessionActivity(), "there is no such process"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.values import not_none
-from training.health.hang import Activity, ActivityDetector, Inactivity
+from training.health.hang import ActivityDetector, Inactivity, ProgramActivity
 
 QUIET_S = 600.0
 PERIOD_S = 10.0
@@ -25,7 +25,7 @@ def judged(
     detector = ActivityDetector(QUIET_S)
     at_s = 0.0
     while at_s <= until_s:
-        found = detector.judge(Activity(at_s, log(at_s), io(at_s), cpu_s(at_s), use(at_s)))
+        found = detector.judge(ProgramActivity(at_s, log(at_s), io(at_s), cpu_s(at_s), use(at_s)))
         if found is not None:
             return at_s, found
         at_s += PERIOD_S
@@ -66,4 +66,4 @@ def test_devices_that_are_used_evenly_are_no_sign_of_life():
 
 
 def test_a_first_reading_proves_nothing():
-    assert ActivityDetector(0.001).judge(Activity(1e6, 5, 5, 5.0)) is None
+    assert ActivityDetector(0.001).judge(ProgramActivity(1e6, 5, 5, 5.0)) is None

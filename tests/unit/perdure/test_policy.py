@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.jobs import job_document, small_job
 from tests.unit.perdure.commands import error_line, perdure
 from training.platforms.forms import Platform
-from training.platforms.printing import Place
+from training.platforms.printing import EntryPlace
 from training.platforms.settings import JOB_FIELDS, POLICY_FIELDS
 from training.specs.recovery import RestartSpec
 from training.supervisor.policy_export import export_policy
@@ -77,15 +77,15 @@ def test_modelarts_gets_annotations_and_a_variable_and_the_rest_is_warned_of(job
     assert (
         "memory_retry=true: modelarts has no entry for it, there it is false" in found["warnings"]
     )
-    assert found["by_place"][Place.ANNOTATIONS] == yaml.safe_load(annotations)
+    assert found["by_place"][EntryPlace.ANNOTATIONS] == yaml.safe_load(annotations)
 
 
 def test_mindcluster_gets_labels_an_annotation_and_its_pods_restart_policy(job_file):
     document = perdure("policy", "export", "--platform", "mindcluster", "--json", job_file)
     places = json.loads(document)["by_place"]
-    assert places[Place.LABELS]["fault-retry-times"] == "8"
-    assert list(places[Place.ANNOTATIONS]) == ["recover-strategy"]
-    assert places[Place.POD] == {"restartPolicy": "Never"}
+    assert places[EntryPlace.LABELS]["fault-retry-times"] == "8"
+    assert list(places[EntryPlace.ANNOTATIONS]) == ["recover-strategy"]
+    assert places[EntryPlace.POD] == {"restartPolicy": "Never"}
 
 
 def test_mindformers_gets_a_line_for_the_shell_and_its_own_snapshots(tmp_path):

@@ -12,7 +12,7 @@ from training.recovery.chips import (
     BY_SEVERITY,
     ChipAnswer,
     ChipLevel,
-    Kind,
+    CodeKind,
     Severity,
     _facts,
     _frequency,
@@ -39,25 +39,25 @@ def test_the_tables_know_every_code_once():
 def test_every_described_code_is_in_a_group_and_causes_are_short():
     described = [fact for fact in FACTS if fact.cause]
     assert len(described) == 256
-    assert all(fact.kind is not Kind.UNKNOWN and len(fact.cause) <= 70 for fact in described)
+    assert all(fact.kind is not CodeKind.UNKNOWN and len(fact.cause) <= 70 for fact in described)
     assert all(fact.cause.isascii() for fact in described)
 
 
 @pytest.mark.parametrize(
     ("code", "level", "kind"),
     [
-        (UCE, ChipLevel.RESTART_JOB, Kind.HARDWARE),
-        ("80C98000", ChipLevel.RESTART_REQUEST, Kind.HARDWARE),
-        ("80C98002", ChipLevel.RESTART_REQUEST, Kind.USER),
-        ("80C98001", ChipLevel.RESET_NOW, Kind.HARDWARE),
-        ("80E18402", ChipLevel.SEPARATE, Kind.HARDWARE),
-        ("A2301001", ChipLevel.SEPARATE, Kind.UNKNOWN),
-        ("8C084E00", ChipLevel.RESET_WHEN_IDLE, Kind.SOFTWARE),
-        (LINK, ChipLevel.NOT_HANDLED, Kind.HARDWARE),
-        ("81AD8605", ChipLevel.SUB_HEALTHY, Kind.HARDWARE),
-        ("0000001D", ChipLevel.NO_NEW_JOBS, Kind.HARDWARE),
-        (SWITCH, ChipLevel.NOT_HANDLED, Kind.UNKNOWN),
-        ("21000024", ChipLevel.SEPARATE, Kind.HARDWARE),
+        (UCE, ChipLevel.RESTART_JOB, CodeKind.HARDWARE),
+        ("80C98000", ChipLevel.RESTART_REQUEST, CodeKind.HARDWARE),
+        ("80C98002", ChipLevel.RESTART_REQUEST, CodeKind.USER),
+        ("80C98001", ChipLevel.RESET_NOW, CodeKind.HARDWARE),
+        ("80E18402", ChipLevel.SEPARATE, CodeKind.HARDWARE),
+        ("A2301001", ChipLevel.SEPARATE, CodeKind.UNKNOWN),
+        ("8C084E00", ChipLevel.RESET_WHEN_IDLE, CodeKind.SOFTWARE),
+        (LINK, ChipLevel.NOT_HANDLED, CodeKind.HARDWARE),
+        ("81AD8605", ChipLevel.SUB_HEALTHY, CodeKind.HARDWARE),
+        ("0000001D", ChipLevel.NO_NEW_JOBS, CodeKind.HARDWARE),
+        (SWITCH, ChipLevel.NOT_HANDLED, CodeKind.UNKNOWN),
+        ("21000024", ChipLevel.SEPARATE, CodeKind.HARDWARE),
     ],
 )
 def test_a_known_code_has_its_level_and_kind(code, level, kind):
@@ -80,7 +80,7 @@ def test_hint_and_critical_decide_alone_and_a_level_that_separates_outdoes_minor
 
 
 def test_the_codes_that_the_program_causes_are_the_same_everywhere():
-    assert {f.code for f in FACTS if f.kind is Kind.USER} == USER_CAUSED_CODES
+    assert {f.code for f in FACTS if f.kind is CodeKind.USER} == USER_CAUSED_CODES
 
 
 def test_every_rule_is_about_known_codes():

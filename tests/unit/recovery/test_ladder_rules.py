@@ -50,7 +50,7 @@ from training.recovery.rungs import (
     RestartCount,
     Rung,
 )
-from training.recovery.same_node import ROWS, Row, chance_of
+from training.recovery.same_node import ROWS, Threshold, chance_of
 
 
 def retried(met: Fault, *history: Recovery, **policy: Any) -> Decision:
@@ -196,7 +196,7 @@ def test_the_same_node_again_and_again_is_taken_for_the_cause(row):
 def test_chance_alone_isolates_a_healthy_node_in_fewer_than_one_of_a_hundred_cases():
     for row in ROWS:
         assert chance_of(row) < 0.01
-        assert chance_of(Row(row.nodes, row.times - 1, row.of)) >= 0.01, "fewer would not do"
+        assert chance_of(Threshold(row.nodes, row.times - 1, row.of)) >= 0.01, "fewer would not do"
 
 
 def test_pod_reschedule_comes_before_the_job_level_when_it_is_enabled():

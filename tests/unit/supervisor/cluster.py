@@ -23,7 +23,7 @@ from training.wire.agent import (
     StartOrder,
     WorkerStatus,
 )
-from training.wire.healing import Healing, HealOrder
+from training.wire.healing import HealOrder, HealReply
 from training.wire.logs import Collected, LogPiece, ReadLogsQuery, WorkerLog
 from training.wire.node import Check
 
@@ -122,7 +122,7 @@ class FakeFleet:
         nodes = [self.cluster.members[index][0].node for index in orders]
         return [check for node in nodes for check in self.cluster.checks.get(node, ())]
 
-    def heal(self, node: str, order: HealOrder) -> Healing:
+    def heal(self, node: str, order: HealOrder) -> HealReply:
         self.tick("heal")
         self.cluster.healed.append((node, order))
         is_good = node not in self.cluster.ill
@@ -131,7 +131,7 @@ class FakeFleet:
             at_s=6.0, number=1, node=node, rung=order.rung, succeeded=is_good, acts=(seen,),
             seconds=0.5,
         )  # fmt: skip
-        return Healing(done=done)
+        return HealReply(done=done)
 
     def start(self, order: StartOrder) -> None:
         key = (order.placement, order.attempt)

@@ -15,7 +15,7 @@ from training.journal.history import RunHistory, replay
 from training.journal.records import AnyRecord, RunCreated, RunEnded
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.rungs import Rung
-from training.supervisor.attention import Attention, NeedKind, attention, spares_of
+from training.supervisor.attention import NeedKind, NeedsYou, attention, spares_of
 
 WITH_A_SPARE = RunCreated(**NOW, job={"engine": {"spares": 1}})
 
@@ -25,7 +25,7 @@ def history_of(*records: AnyRecord) -> RunHistory:
     return replay([first, WITH_A_SPARE, *rest, *records])
 
 
-def needs(*records: AnyRecord, spares: list[str] | None) -> Attention:
+def needs(*records: AnyRecord, spares: list[str] | None) -> NeedsYou:
     return attention("small", history_of(*records), spares=spares)
 
 

@@ -26,9 +26,9 @@ from training.journal.history import replay
 from training.journal.records import AnyRecord, Member, NodeReleased, RunEnded
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.rungs import Decision, Rung
-from training.supervisor.fault_report import QUESTIONS, FaultReport, Place, fault_reports
+from training.supervisor.fault_report import QUESTIONS, FaultReport, ReportPlace, fault_reports
 
-PLACE = Place("small", lambda key: f"file:///store/{key}")
+PLACE = ReportPlace("small", lambda key: f"file:///store/{key}")
 LOST = Fault(FaultClass.NODE_LOST, 30.0, "the agent of <node-1> is gone", node="node-1", step=40)
 
 
