@@ -51,7 +51,7 @@ def break_while_reducing(member: Member, folder: Path) -> Any:
         faults.reached("backward", step)
         dist.broadcast(torch.ones(1), 0)
         for _ in range(2):
-            total = torch.ones(2**20)
+            total = torch.ones(2**23)  # long enough on a busy machine to be broken while it runs
             dist.all_reduce(total)
             sums.append(float(total.sum()) / total.numel())
         faults.reached("prepared", step)

@@ -81,8 +81,9 @@ def test_a_node_that_is_killed_on_purpose_leaves_no_semaphore(tmp_path):
     process, semaphore = start_loader(str(tmp_path / "runs/run/nodes/node-0/container"))
     try:
         assert process.pid in LocalRun(tmp_path, "run").kill_node("node-0")
-        wait_for(lambda: not semaphore.exists(), timeout_s=10, what="the end of its tracker")
-        assert LocalRun(tmp_path, "run").processes() == []
+        run = LocalRun(tmp_path, "run")
+        wait_for(lambda: not run.processes(), timeout_s=30, what="the end of its tracker")
+        assert not semaphore.exists()
     finally:
         semaphore.unlink(missing_ok=True)
         process.communicate()
