@@ -126,6 +126,10 @@ def test_a_process_that_its_own_agent_ended_to_replace_it_is_not_the_cause(home)
     played = RunDriver(home).run(job, hook=kill_hook(injector))
     assert injector.fired_s.keys() == {0}
     view, fault = failed(played)
-    assert [one.began.decision.rung for one in view.recoveries][-1] is Rung.PROCESS_REPLACE
+    last = view.recoveries[-1]
+    assert last.began.decision.rung is Rung.PROCESS_REPLACE
+    assert last.ended is not None
+    assert not last.ended.succeeded
+    assert "rank 1 is not replaced: its process does not start" in (last.ended.why or "")
     assert (fault.fault_class, fault.rank) == (FaultClass.DEVICE_MEMORY_ERROR, 1)
-    assert "process_replace did not come to its end" in fault.explanation
+    assert "process_replace: the last one failed" in fault.explanation

@@ -188,7 +188,7 @@ class WorkerGroup:
                 process = self._start(local_rank, PERDURE_GENERATION=str(generation))
                 self._workers[local_rank] = process
         except OSError as error:
-            why_not = str(error)
+            why_not = f"its process does not start: {error}"
         if why_not is not None:
             self._cannot_replace(rank, why_not)
 
