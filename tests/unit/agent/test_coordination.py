@@ -389,7 +389,8 @@ def test_a_process_that_cannot_be_started_is_reported_too(
     group.fork = no_fork_server
     group.fill(group.ranks[0], 2)
     told = coordinator.receive()
-    assert told == NotReplaced(rank=group.ranks[0], why="the fork server is gone")
+    why = "its process does not start: the fork server is gone"
+    assert told == NotReplaced(rank=group.ranks[0], why=why)
 
 
 @pytest.mark.parametrize("end", ["release", "stop"])
