@@ -306,10 +306,12 @@ def _newest_first(
     """The logs below folders, under `name` or the folder's own, if written since then."""
     found: list[tuple[float, Log]] = []
     for folder in folders:
-        for path in folder.rglob("*.log"):
-            with suppress(FileNotFoundError):  # rotated away meanwhile
-                logs = logs_at(path, f"{name or folder.name}/{path.relative_to(folder)}")
-                found += [(path.stat().st_mtime, log) for log in logs]
+        # What is rotated away meanwhile, or is another user's, must not cost the other logs.
+        with suppress(OSError):
+            for path in folder.rglob("*.log"):
+                with suppress(OSError):
+                    logs = logs_at(path, f"{name or folder.name}/{path.relative_to(folder)}")
+                    found += [(path.stat().st_mtime, log) for log in logs]
     for written_s, log in sorted(found, key=lambda pair: pair[0], reverse=True):
         if written_s >= since_s:
             yield log

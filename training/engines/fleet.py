@@ -192,10 +192,15 @@ class Fleet:
         """
         replies: dict[int, AgentReply] = {}
         orders = dict.fromkeys(contacts, order)
+        problem: AgentUnreachable | EngineError | None = None
+        # All of them are awaited: an order on its way could be overtaken by the one to stop.
         for index, answer in self._call_all(contacts, orders, timeout_s=CALL_TIMEOUT_S):
-            if not isinstance(answer, AgentReply):
-                raise answer
-            replies[index] = answer
+            if isinstance(answer, AgentReply):
+                replies[index] = answer
+            else:
+                problem = problem or answer
+        if problem is not None:
+            raise problem
         return replies
 
     def poll(self) -> Snapshot:
@@ -240,19 +245,20 @@ class Fleet:
         if contact.address is None or not self._asked[contact.address].done():
             return None
         try:
-            reply = _received(
-                self._client(contact), StatusQuery(), self._asked.pop(contact.address)
-            )
+            answer = self._asked.pop(contact.address)
+            reply = _received(self._client(contact), StatusQuery(), answer)
         except AgentUnreachable:
             return None
-        self._answered_s[index] = time.monotonic()
+        # Its own time: nobody may have looked for a while.
+        self._answered_s[index] = time.monotonic() - (time.time() - answer.result().answered_s)
         return reply.status
 
     def _is_silent(self, index: int) -> bool:
         return time.monotonic() - self._answered_s.get(index, 0.0) > SILENT_AGENT_S
 
     def _begin(self, members: Collection[int]) -> None:
-        """Count the silence of members from now on."""
+        """Count the silence of members from now on; what was asked before is of others."""
+        self._asked.clear()
         self._answered_s.update(dict.fromkeys(members, time.monotonic()))
 
     def stop(self, grace_s: float) -> None:
@@ -343,11 +349,14 @@ class Fleet:
             EngineError: one of them refuses it.
         """
         orders, received = dict.fromkeys(contacts, order), set[int]()
+        refusal: EngineError | None = None
         for index, answer in self._call_all(contacts, orders, timeout_s=timeout_s):
             if isinstance(answer, EngineError):
-                raise answer
-            if isinstance(answer, AgentReply):
+                refusal = refusal or answer
+            elif isinstance(answer, AgentReply):
                 received.add(index)
+        if refusal is not None:
+            raise refusal
         return received
 
     def _call_all(

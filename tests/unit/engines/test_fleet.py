@@ -37,12 +37,15 @@ class Agents:
     Attributes:
         delay_s: that an answer takes.
         refusal: the error that they answer with.
+        received: every request.
+        answered: how many requests have their answer.
     """
 
     def __init__(self) -> None:
         self.delay_s = 0.0
         self.refusal: str | None = None
         self.received: list[Request] = []
+        self.answered = 0
         self._lock = threading.Lock()
         self.server = control_server("0.0.0.0", TOKEN, self.answer)  # noqa: S104 all of 127/8
         self.server.socket.listen(NUM_MEMBERS)
@@ -52,6 +55,8 @@ class Agents:
         with self._lock:
             self.received.append(request)
         time.sleep(self.delay_s)
+        with self._lock:
+            self.answered += 1
         status = AgentStatus(
             node="some", member=0, state=AgentState.RUNNING, schedule_cnt=1, proc_start_cnt=1,
             placement=1, attempt=1,
@@ -208,3 +213,14 @@ def test_all_are_told_to_stop_though_one_of_them_never_answers(
     containers.now = {i: containers.now[i] for i in range(BLACK_HOLE - 5, BLACK_HOLE + 5)}
     fleet.stop(7.0)
     assert [request.order for request in agents.received] == [StopOrder(grace_s=7.0)] * 9
+
+
+def test_an_order_that_one_refuses_has_reached_all_before_anybody_hears_of_it(
+    fleet, containers, agents
+):
+    containers.now = {i: containers.now[i] for i in range(10)}
+    agents.delay_s = 0.2
+    agents.refusal = "epoch 3 is over"
+    with pytest.raises(EngineError, match="refused stop"):
+        fleet.stop(1.0)
+    assert agents.answered == len(agents.received) == 10
