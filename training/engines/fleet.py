@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 
-from training.agent.control import AgentClient
+from training.agent.control import CALL_TIMEOUT_S, AgentClient
 from training.engines.base import Contact, Engine, Greeting, Placement, Snapshot
 from training.engines.rank_table import Server, rank_table
 from training.errors import AgentUnreachable, EngineError
@@ -52,7 +52,6 @@ RENDEZVOUS_TIMEOUT_S = 120.0  # the first one imports torch, which a cold disk m
 SILENT_AGENT_S = 15.0  # an agent that lives but does not answer for this long is lost
 LOOK_TIMEOUT_S = 2.0  # of one look at all members; who is later answers the next one
 SHUTDOWN_MARGIN_S = 10.0
-CALL_TIMEOUT_S = 10.0
 GREET_TIMEOUT_S = 5.0
 SHUTDOWN_TIMEOUT_S = 5.0  # for the answer; one that hangs is ended by force
 COLLECT_TIMEOUT_S = 3.0  # it answers at once, and a recovery must not wait for one that does not
@@ -132,7 +131,8 @@ class Fleet:
 
     def check(self, orders: Mapping[int, CheckOrder]) -> Sequence[Check]:
         """Check all members at once; one that does not answer has failed."""
-        contacts = {index: self._engine.contacts()[index] for index in orders}
+        known = self._engine.contacts()
+        contacts = {index: known[index] for index in orders}
         limit_s = max((order.timeout_s for order in orders.values()), default=0.0)
         answers = self._call_all(contacts, orders, timeout_s=limit_s + CHECK_MARGIN_S)
         return [
@@ -170,38 +170,18 @@ class Fleet:
         }
         filled = order.model_copy(update={**placed, **opened})
         self._asked.clear()  # what was asked before says nothing of this attempt
-        self._order_all(contacts, filled)
+        self._replies(contacts, filled, timeout_s=CALL_TIMEOUT_S, needs_all=True)
 
     def _rank_table(self, contacts: Mapping[int, Contact]) -> str | None:
         query = query_of(self._job)
         if query is None:
             return None
-        replies = self._order_all(contacts, query)
+        replies = self._replies(contacts, query, timeout_s=CALL_TIMEOUT_S, needs_all=True)
         servers = [
             Server(contact.node, contact.host, replies[index].devices or NodeDevices(devices=()))
             for index, contact in contacts.items()
         ]
         return rank_table(query.form, servers)
-
-    def _order_all(self, contacts: Mapping[int, Contact], order: Order) -> dict[int, AgentReply]:
-        """Have every member carry out an order.
-
-        Raises:
-            AgentUnreachable: one of them does not answer.
-            EngineError: one of them refuses.
-        """
-        replies: dict[int, AgentReply] = {}
-        orders = dict.fromkeys(contacts, order)
-        problem: AgentUnreachable | EngineError | None = None
-        # All of them are awaited: an order on its way could be overtaken by the one to stop.
-        for index, answer in self._call_all(contacts, orders, timeout_s=CALL_TIMEOUT_S):
-            if isinstance(answer, AgentReply):
-                replies[index] = answer
-            else:
-                problem = problem or answer
-        if problem is not None:
-            raise problem
-        return replies
 
     def poll(self) -> Snapshot:
         """The state of the members, as far as they answer within one look.
@@ -268,7 +248,7 @@ class Fleet:
             EngineError: an agent obeys another supervisor.
         """
         contacts = self._engine.contacts()
-        self._received_by(contacts, StopOrder(grace_s=grace_s), timeout_s=CALL_TIMEOUT_S)
+        self._replies(contacts, StopOrder(grace_s=grace_s), timeout_s=CALL_TIMEOUT_S)
         self._asked.clear()
 
     def metrics(self, offset: int) -> tuple[str, int]:
@@ -332,7 +312,7 @@ class Fleet:
         """
         leaving = {i: c for i, c in known().items() if members is None or i in members}
         order = ShutdownOrder(grace_s=grace_s)
-        ending = self._received_by(leaving, order, timeout_s=SHUTDOWN_TIMEOUT_S)
+        ending = self._replies(leaving, order, timeout_s=SHUTDOWN_TIMEOUT_S)
         deadline_s = time.monotonic() + grace_s + SHUTDOWN_MARGIN_S
         while time.monotonic() < deadline_s:
             now = known()
@@ -340,24 +320,32 @@ class Fleet:
                 return
             time.sleep(ENDING_POLL_S)
 
-    def _received_by(
-        self, contacts: Mapping[int, Contact], order: Order, *, timeout_s: float
-    ) -> set[int]:
-        """The members that received an order; those that did not answer are lost, or hang.
+    def _replies(
+        self,
+        contacts: Mapping[int, Contact],
+        order: Order,
+        *,
+        timeout_s: float,
+        needs_all: bool = False,
+    ) -> dict[int, AgentReply]:
+        """Have every member carry out an order. What they answered, by their index.
 
         Raises:
-            EngineError: one of them refuses it.
+            AgentUnreachable: one does not answer, and `needs_all`; else it is lost, or hangs.
+            EngineError: one refuses.
         """
-        orders, received = dict.fromkeys(contacts, order), set[int]()
-        refusal: EngineError | None = None
+        replies: dict[int, AgentReply] = {}
+        problems: list[AgentUnreachable | EngineError] = []
+        # All of them are awaited: an order on its way could be overtaken by the one to stop.
+        orders = dict.fromkeys(contacts, order)
         for index, answer in self._call_all(contacts, orders, timeout_s=timeout_s):
-            if isinstance(answer, EngineError):
-                refusal = refusal or answer
-            elif isinstance(answer, AgentReply):
-                received.add(index)
-        if refusal is not None:
-            raise refusal
-        return received
+            if isinstance(answer, AgentReply):
+                replies[index] = answer
+            elif needs_all or isinstance(answer, EngineError):
+                problems.append(answer)
+        if problems:
+            raise problems[0]
+        return replies
 
     def _call_all(
         self, contacts: Mapping[int, Contact], orders: Mapping[int, Order], *, timeout_s: float

@@ -58,6 +58,14 @@ def collected(collector: Collector, group: WorkerGroup) -> Collected:
     return done
 
 
+def collected_second(collector: Collector, group: WorkerGroup, store: LocalStore, name: str) -> str:
+    """A log as the second attempt of the group has it in the store."""
+    order = CollectOrder(placement=1, attempt=2)
+    wait_for(lambda: collector.collect(order, group.order, group).is_done)
+    key = f"{logs_prefix('run-1', 1, 2)}node-1/{name}.gz"
+    return gzip.decompress(store.get(key)).decode()
+
+
 def names(state: Collected) -> list[str]:
     return [file.key.removeprefix(PREFIX).removesuffix(".gz") for file in state.files]
 
@@ -117,10 +125,7 @@ def test_what_the_container_wrote_before_the_attempt_is_not_the_attempts(
     with log.open("a") as file:
         file.write("second\n")
     group = run(new_group, "true", job=job_text(tmp_path), attempt=2)
-    order = CollectOrder(placement=1, attempt=2)
-    wait_for(lambda: collector.collect(order, group.order, group).is_done)
-    key = f"{logs_prefix('run-1', 1, 2)}node-1/agent.log.gz"
-    assert gzip.decompress(store.get(key)) == b"second\n"
+    assert collected_second(collector, group, store, "agent.log") == "second\n"
 
 
 def test_the_drivers_own_logs_come_last_as_far_as_they_are_of_the_attempt(
@@ -138,10 +143,8 @@ def test_the_drivers_own_logs_come_last_as_far_as_they_are_of_the_attempt(
     with new.open("a") as file:
         file.write("second\n")
     group = run(new_group, "true", job=job, attempt=2)
-    order = CollectOrder(placement=1, attempt=2)
-    wait_for(lambda: collector.collect(order, group.order, group).is_done)
-    key = f"{logs_prefix('run-1', 1, 2)}node-1/slog/debug/device-0/device-0_2.log.gz"
-    assert gzip.decompress(store.get(key)) == b"second\n"
+    name = "slog/debug/device-0/device-0_2.log"
+    assert collected_second(collector, group, store, name) == "second\n"
 
 
 def test_a_log_that_was_rotated_is_new_from_its_beginning(new_group, collector, store, tmp_path):
@@ -150,10 +153,7 @@ def test_a_log_that_was_rotated_is_new_from_its_beginning(new_group, collector, 
     collected(collector, run(new_group, "true", job=job_text(tmp_path)))
     log.write_text("second\n")
     group = run(new_group, "true", job=job_text(tmp_path), attempt=2)
-    order = CollectOrder(placement=1, attempt=2)
-    wait_for(lambda: collector.collect(order, group.order, group).is_done)
-    key = f"{logs_prefix('run-1', 1, 2)}node-1/agent.log.gz"
-    assert gzip.decompress(store.get(key)) == b"second\n"
+    assert collected_second(collector, group, store, "agent.log") == "second\n"
 
 
 def test_secrets_are_masked_before_anything_leaves_the_node(

@@ -92,16 +92,7 @@ def test_a_node_that_is_killed_on_purpose_leaves_no_semaphore(tmp_path):
 @pytest.mark.parametrize("tracker", ["lives", "is frozen"])
 def test_a_killed_container_leaves_no_semaphore_and_no_process(tmp_path, tracker):
     marker = str(tmp_path)
-    process = subprocess.Popen(
-        [sys.executable, "-c", WITH_A_LOADER],
-        env={**os.environ, MARKER: marker},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    name = process.stdout.readline().strip().removeprefix("/")
-    semaphore = Path(f"/dev/shm/sem.{name}")  # noqa: S108 where glibc keeps them
-    assert semaphore.exists()
+    process, semaphore = start_loader(marker)
     (pid,) = [
         one.pid
         for one in container_processes(marker)
