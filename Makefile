@@ -11,18 +11,21 @@ export DO_NOT_TRACK := 1
 # A run starts dozens of processes: where images have this set, each would compile all sources anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo demo-stop test test-long soak chaos bench bench-storage bench-recovery check format clean
+.PHONY: help demo demo-stop test test-long test-kubernetes test-kubernetes-long soak chaos bench bench-storage bench-recovery bench-scale check format clean
 
 help:
 	@echo "make demo       set everything up and run the main job with two faults"
 	@echo "make demo-stop  end the demo's Prefect server"
 	@echo "make test       set everything up and pass the tests"
 	@echo "make test-long  the longer ones"
+	@echo "make test-kubernetes  on a real cluster, built and started here, or on that of KUBECONFIG"
+	@echo "make test-kubernetes-long  the longer ones"
 	@echo "make soak       ten minutes without a false alarm, half an hour of kills"
 	@echo "make chaos      break runs at random; SEEDS=\"1 2 3\""
 	@echo "make bench      speed beside other programs, printed as ratios"
 	@echo "make bench-storage  likewise of saves and restores; takes about five minutes a section"
 	@echo "make bench-recovery  likewise of recovery and its cost; about twenty minutes a section"
+	@echo "make bench-scale  how the replacement of a node grows with the number of ranks"
 	@echo "make check      format, lint, types, layers, spelling"
 
 $(VENV)/.installed: pyproject.toml
@@ -69,6 +72,20 @@ $(VENV)/.prometheus: | $(VENV)/.installed
 		echo "make: no Prometheus, so tests/process/test_metrics.py is skipped: apt-get install prometheus"; \
 	fi
 
+# A registry of images, which preflight is tested on; unpacked and not installed for the same reason.
+$(VENV)/.image-registry: | $(VENV)/.installed
+	@cd $(VENV) && if ! command -v docker-registry >/dev/null && command -v apt-get >/dev/null; then \
+		echo "make: unpacking docker-registry into $(VENV)/docker-registry"; \
+		{ apt-get download -qq docker-registry || { apt-get update -qq && apt-get download -qq docker-registry; }; } \
+			>.image-registry.log 2>&1 && dpkg -x docker-registry_*.deb docker-registry >>.image-registry.log 2>&1; \
+		rm -f docker-registry_*.deb; \
+	fi
+	@if command -v docker-registry >/dev/null || test -x $(VENV)/docker-registry/usr/bin/docker-registry; then \
+		touch $@; \
+	else \
+		echo "make: no registry, so tests/process/test_image_registry.py is skipped: apt-get install docker-registry"; \
+	fi
+
 # Debian's browser, in which the Prefect UI is tested; without it those tests are skipped.
 UI_PACKAGES := chromium fonts-dejavu-core
 
@@ -107,7 +124,8 @@ $(VENV)/.prefect-servers: | $(VENV)/.installed
 TEST := $(BIN)/python -m pytest --durations 20
 SIDE_BY_SIDE := --numprocesses 2 --dist loadgroup
 
-test: $(VENV)/.installed $(VENV)/.s3-servers $(VENV)/.prometheus $(VENV)/.ui-browser
+test: $(VENV)/.installed $(VENV)/.s3-servers $(VENV)/.prometheus $(VENV)/.image-registry \
+		$(VENV)/.ui-browser
 	$(TEST) tests/unit --numprocesses 2 --dist loadfile
 	$(TEST) tests/ui tests/process tests/s3 -m "not alone and not long" \
 		$(SIDE_BY_SIDE) --no-loadscope-reorder  # the files of the longest first
@@ -150,6 +168,48 @@ bench-storage: .venv-bench/.installed
 
 bench-recovery: .venv-bench/.installed
 	.venv-bench/bin/python -m benchmarks.recovery $(BENCH_OPTIONS)
+
+# Needs none of the other programs.
+bench-scale: $(VENV)/.installed
+	$(BIN)/python -m benchmarks.scale $(BENCH_OPTIONS)
+
+# What the lab is built of and runs on: Kubernetes is built from Debian's sources, once per machine.
+LAB := $(BIN)/python -m tests.kubernetes.lab
+LAB_PACKAGES := dpkg-dev rsync gcc libc6-dev curl iproute2 iptables dnsmasq-base procps libseccomp2
+
+$(VENV)/.lab: | $(VENV)/.installed
+	@if test -z "$$KUBECONFIG" && test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
+		echo "make: installing $(LAB_PACKAGES) with apt-get"; \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y \
+			--no-install-recommends $(LAB_PACKAGES) >$@.log 2>&1 && touch $@; \
+	fi
+
+# The Dockerfile is built with these, as on a machine that has no Docker; without them its test is
+# skipped, and fails where CI is set.
+IMAGE_PACKAGES := buildah mmdebstrap
+
+$(VENV)/.image-builder: | $(VENV)/.installed
+	@missing() { for name in $(IMAGE_PACKAGES); do command -v $$name >/dev/null || return 0; done; return 1; }; \
+	if missing && test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
+		echo "make: installing $(IMAGE_PACKAGES) with apt-get"; \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y \
+			--no-install-recommends $(IMAGE_PACKAGES) >$@.log 2>&1; \
+	fi; \
+	if missing; then \
+		echo "make: NOT TESTED: the Dockerfile (tests/kubernetes/test_image.py): apt-get install --no-install-recommends $(IMAGE_PACKAGES)"; \
+	else \
+		touch $@; \
+	fi
+
+# Runs on a real cluster of three nodes, which are broken; on that of KUBECONFIG, where it is set,
+# without the tests that break nodes.
+test-kubernetes: $(VENV)/.installed $(VENV)/.s3-servers $(VENV)/.prefect-servers $(VENV)/.lab \
+		$(VENV)/.prometheus $(VENV)/.image-registry
+	$(LAB) test tests/kubernetes -m "not long" --durations 20
+
+test-kubernetes-long: $(VENV)/.installed $(VENV)/.s3-servers $(VENV)/.prefect-servers $(VENV)/.lab \
+		$(VENV)/.image-builder
+	$(LAB) test tests/kubernetes -m long --durations 20
 
 check: $(VENV)/.installed
 	$(BIN)/ruff format --check

@@ -14,7 +14,7 @@ from tasks.drill import clear, new_home, play, publish_table, undisturbed
 from tasks.hooks import take_drills_down
 from tasks.job_parameter import JobParameter
 from tasks.states import data_of
-from training.drill.runner import ALL, chosen, drills_on, parallel_kind
+from training.drill.runner import ALL, able, chosen, drills_on, parallel_kind, why_not
 
 
 @flow(
@@ -34,7 +34,11 @@ def drill(
         job: on whose engine and with whose store they run, not itself; none: this machine.
         parallelism: ddp, hsdp or fsdp2; none: the job's, else ddp.
     """
-    drills, kind = chosen(name), parallel_kind(parallelism, job)
+    asked, kind = chosen(name), parallel_kind(parallelism, job)
+    drills = able(asked, job)
+    for one in asked:
+        if one not in drills:
+            get_run_logger().warning("%s is left out: %s", one.name, why_not(one, job))
     credentials = credentials_of(job.storage) if job is not None else None
     home = new_home(flow_run.id, flow_run.run_count)
     runner = drills_on(job, drills, kind, home=home, credentials=credentials)

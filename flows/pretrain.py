@@ -15,6 +15,7 @@ from prefect.states import Cancelled, Completed, Failed
 from typing_extensions import override
 
 from tasks.entry import enter, leave_in, left_to_other, name_of_flow_run
+from tasks.following import follow, goes_on_following, may_follow
 from tasks.hooks import leave_adoptable, take_down
 from tasks.job_parameter import (
     JobParameter,
@@ -33,7 +34,7 @@ from tasks.pretrain import (
     train,
 )
 from tasks.retry_delay import NotWanted
-from tasks.states import data_of
+from tasks.states import FINAL_STATES, data_of
 from tasks.supervision import Supervision, has_open_attempt
 from training.engines.base import Placement
 from training.errors import AlreadySupervised, RunConflict
@@ -49,7 +50,6 @@ from training.trainer.data.prepare import DataOutcome
 # Without a default, a flow run without a job would crash before the flow can say what is wrong, and
 # would be started again for that (3.8.8). Only a schedule can make one, see `require_job`.
 NO_JOB = cast("JobTemplate", None)
-FINAL_STATES = {"completed": Completed, "cancelled": Cancelled, "failed": Failed}
 
 
 @flow(
@@ -73,12 +73,15 @@ def pretrain(
     entered = enter({"job": job, "steps": steps, "nodes": nodes})
     if isinstance(entered, State):
         return leave_in(entered)
-    try:
-        return _pretrain(entered)
-    except AlreadySupervised:
-        return leave_in(left_to_other(entered))
-    except RunConflict as conflict:
-        return leave_in(Failed(message=str(conflict)))
+    end = follow(entered) if goes_on_following() else None
+    while end is None:
+        try:
+            return _pretrain(entered)
+        except AlreadySupervised:
+            end = follow(entered) if may_follow() else left_to_other(entered)
+        except RunConflict as conflict:
+            end = Failed(message=str(conflict))
+    return leave_in(end)
 
 
 require_job(pretrain)

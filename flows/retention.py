@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from prefect import flow
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 from pydantic import Field
@@ -18,6 +19,7 @@ from storage.collect import GARBAGE_AFTER_S, totals
 from tasks.job_parameter import JobParameter
 from tasks.retention import choose, delete, look_at, publish_table, retain_run
 from tasks.states import data_of
+from tasks.taken_jobs import learn
 from training.files import home_folder
 from training.supervisor.job_registry import known_runs
 from training.supervisor.markdown import counted
@@ -56,6 +58,8 @@ def retain_all(
         older_than_s: age in seconds from which what a broken save left is garbage.
         dry_run: only list what would be removed.
     """
+    with get_client(sync_client=True) as client:
+        learn(client, home_folder())
     runs = known_runs(home_folder())
     # A task and not a flow each: a flow takes a second, a task milliseconds (3.8.8).
     states = {}

@@ -6,6 +6,7 @@ is imported, so a command imports it only after the server is known.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -18,7 +19,7 @@ from perdure.console import (
     AsJson,
     JobFile,
     Overrides,
-    RunId,
+    RunName,
     make_console,
     make_table,
     print_json,
@@ -33,14 +34,14 @@ from perdure.notify import notify
 from perdure.pausing import pause, resume
 from perdure.preflight import preflight
 from perdure.run import demo, run
+from perdure.runs import named_job, run_to_observe
 from perdure.status import status
 from storage.errors import StorageError
 from training.environment import Variable, check_environment, worker_variables
 from training.errors import InputError, PerdureError
-from training.files import home_folder
 from training.job import Job, load_job, load_template
 from training.log import start_logging
-from training.supervisor.job_registry import known_job
+from training.supervisor import cancelling
 
 app = typer.Typer(
     help="Pretraining that outlasts its faults.",
@@ -86,9 +87,13 @@ def show(job_file: JobFile, overrides: Overrides = None) -> None:
 
 
 @app.command()
-def cancel(run_id: RunId) -> None:
+def cancel(run: RunName) -> None:
     """Stop a run: its workers save and end, its containers go away."""
-    job = known_job(home_folder(), run_id)
+    job = named_job(run)
+    if not job.engine.on_this_machine and not os.environ.get("PREFECT_API_URL"):
+        # Its Prefect server is elsewhere: store and cluster are enough.
+        print(cancelling.cancel(run_to_observe(run)))
+        return
     server.use_server()
     from tasks.hooks import cancel_run  # noqa: PLC0415 imports Prefect
 

@@ -26,14 +26,22 @@ from perdure.console import (
 from perdure.runs import credentials_of
 from storage.errors import StorageError
 from training.drill.evaluation import DrillOutcome
-from training.drill.runner import DrillRunner, chosen, drills_on, parallel_kind
-from training.drill.table import Drill
+from training.drill.runner import DrillRunner, able, chosen, drills_on, parallel_kind, why_not
+from training.drill.table import DRILLS, Drill
 from training.errors import InputError
-from training.job import load_job
+from training.job import Job, load_job
+
+LIST = "list"
 
 
 def drill(
-    name: Annotated[str, typer.Argument(help="a drill, or all of them", show_default=False)],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="a drill, all of them, or list: which there are, and whether they can run there",
+            show_default=False,
+        ),
+    ],
     *,
     as_json: AsJson = False,
     job_file: Annotated[
@@ -57,7 +65,14 @@ def drill(
     if job_file is None and overrides:
         raise InputError("--set", "overrides fields of a job: give --job, too")
     job = load_job(job_file, overrides or ()) if job_file is not None else None
-    drills, kind = chosen(name), parallel_kind(parallelism, job)
+    if name == LIST:
+        _list(job, as_json=as_json)
+        return
+    asked, kind = chosen(name), parallel_kind(parallelism, job)
+    drills = able(asked, job)
+    for one in asked:
+        if one not in drills:
+            warn(f"{one.name} is left out: {why_not(one, job)}")
     credentials = credentials_of(job) if job is not None else None
     folder = _make_folder(home)
     runner = drills_on(job, drills, kind, home=folder, credentials=credentials)
@@ -77,6 +92,26 @@ def drill(
     raise typer.Exit(0 if is_fine else EXIT_FAILED)
 
 
+def _list(job: Job | None, *, as_json: bool) -> None:
+    """Print what there is, and whether it can run on the nodes of a job."""
+    rows = [
+        {
+            "drill": one.name,
+            "injected": one.injected,
+            "expected": " ".join(one.expected.rungs) or "-",
+            "can run": why_not(one, job) or "yes",
+        }
+        for one in DRILLS
+    ]
+    if as_json:
+        print_json(rows)
+        return
+    table = make_table(*rows[0])
+    for row in rows:
+        table.add_row(*row.values())
+    make_console().print(table)
+
+
 def _run(runner: DrillRunner, drills: Sequence[Drill]) -> list[DrillOutcome]:
     outcomes = []
     console = Console(stderr=True)  # stdout is for the table, or for a script's JSON
@@ -92,6 +127,8 @@ def _run(runner: DrillRunner, drills: Sequence[Drill]) -> list[DrillOutcome]:
         for number, drill in enumerate(drills, start=1):
             show(f"{drill.name} ({number} of {len(drills)})")
             outcomes.append(runner.run(drill))
+            if not console.is_terminal:  # the table comes with the last one
+                warn(f"{drill.name}: {outcomes[-1].line}")
     return outcomes
 
 

@@ -186,6 +186,7 @@ def _facts(
         "abnormal": asdict(abnormal) if abnormal is not None else None,
         "notices": program_notices(history),
         "recoveries": [recovery_facts(v, one) for v in history.attempts for one in v.recoveries],
+        "restored": _restored(history),
         "fault": _last_fault(history),
         "faults": _last_faults(history),
         "alerts": [asdict(row) for row in alert_rows(history)],
@@ -274,6 +275,19 @@ def _last_fault(history: RunHistory) -> dict[str, Any] | None:
     """The newest fault that ended an attempt, without the fields that have their defaults."""
     faults = [a.ended.fault for a in history.attempts if a.ended is not None and a.ended.fault]
     return _FAULT.dump_python(faults[-1], mode="json", exclude_defaults=True) if faults else None
+
+
+def _restored(history: RunHistory) -> list[dict[str, Any]]:
+    """Where the attempts got their state from, oldest first."""
+    return [
+        {
+            "attempt": "{}.{}".format(*view.key),
+            **place.model_dump(mode="json", exclude={"kind", "number"}),
+            "text": place.text,
+        }
+        for view in history.attempts
+        if (place := view.restored) is not None
+    ]
 
 
 def _last_faults(history: RunHistory) -> list[dict[str, Any]]:

@@ -23,6 +23,8 @@ from perdure.console import (
 )
 from training.drill.driver import Secrets
 from training.drill.reentry import check_reentry
+from training.engines.registry import platform_checks
+from training.errors import InputError
 from training.health.node_check import check_this_machine
 from training.job import Job, departures, load_job
 from training.supervisor.job_checks import (
@@ -51,15 +53,19 @@ def preflight(
         float, typer.Option(min=1, help="seconds that a command runs each time")
     ] = 10.0,
 ) -> None:
-    """Check a job, and this machine as a node of it, without starting the run.
+    """Check a job, and where it is to run, without starting the run.
 
+    Where it runs is this machine, or a cluster, in which no pod is started for it.
     `--set preflight.nodes=false` leaves the checks of the machine out.
     """
     job = load_job(job_file, overrides or ())
+    if reentry and not job.engine.on_this_machine:
+        raise InputError("--reentry", "starts the program here, the job's nodes are elsewhere")
     check_inputs(job)
     notes = recovery_notes(job)
     checks = [*checklist(job)]
-    if job.preflight.nodes:
+    checks += platform_checks(job)
+    if job.preflight.nodes and job.engine.on_this_machine:
         checks += check_this_machine(job, state_bytes=state_bytes(job), environment=os.environ)
     if reentry:
         checks.append(check_reentry(job, lasting_s=reentry_s, secrets=_secrets_of(job)))

@@ -26,19 +26,21 @@ from perdure.tables import account_table, attempts_view
 from storage.address import StorageSpec, has_store
 from training.errors import InputError, PerdureError
 from training.files import home_folder
-from training.injection.outside import Kill, KillInjector, LocalRun, Victim
+from training.injection.outside import KillInjector
 from training.job import Job, JobTemplate, load_job
 from training.journal.ledger import Ledger
 from training.journal.records import RunReopened
 from training.journal.steps import StepReader, kept_of
 from training.journal.time_account import Account, account
 from training.specs.data import DataSpec
+from training.specs.drill import DrillSpec, Kill, Victim
 from training.specs.engine import LocalEngineSpec
 from training.specs.model import BatchSpec, ModelSpec, OptimizerSpec
 from training.specs.recovery import CheckpointSpec, RestartSpec
 from training.supervisor.accounts import ettr_text, timeline_picture
 from training.supervisor.job_checks import check_job
 from training.supervisor.report import loss_picture, story_rows
+from training.supervisor.run import Run
 from training.supervisor.same_run import REOPEN
 from training.wire.requests import is_pause_wanted
 
@@ -77,7 +79,7 @@ def demo() -> None:
     home = home_folder()
     job = demo_job(home)
     check_inputs(job)
-    injector = KillInjector(LocalRun(home, job.run_id), DEMO_KILLS)
+    injector = KillInjector(DEMO_KILLS)
     code = _supervise(job, injector)
     for number in injector.fired_s:
         print(f"injected: {DEMO_KILLS[number]}")
@@ -106,6 +108,7 @@ def demo_job(home: Path) -> Job:
         checkpoint=CheckpointSpec(every_steps=10),
         restart=RestartSpec(max_restarts=3, pod_retries=1),
         engine=LocalEngineSpec(nodes=2, slots_per_node=2, spares=1, grace_s=10),
+        drill=DrillSpec(kills=True),
     )
 
 
@@ -141,9 +144,13 @@ def _supervise(
         if reopen:
             _reopen(job)
 
+    def hit(victim: Victim, index: int) -> bool:
+        observer = Run(job, home=home_folder()).observer()
+        return observer is not None and observer.kill(victim, index)
+
     def inject(observation: Observation) -> None:
         if injector is not None and observation.steps:
-            injector.inject(observation.history, observation.steps[-1].step)
+            injector.inject(hit, observation.steps[-1].step)
 
     if has_store(job.storage) and is_pause_wanted(store_of(job), job.run_id):
         warn(f"{job.run_id}: pause requested; `perdure resume {job.run_id}` continues it")

@@ -261,6 +261,9 @@ def _notices(status: Status) -> list[str]:
     if abnormal is not None:
         lines.append(abnormal.text)
     lines += [f"the program: {text}" for text in document["notices"]]
+    if document["restored"]:
+        last = document["restored"][-1]
+        lines.append(f"attempt {last['attempt']}: {last['text']}")
     recoveries = document["recoveries"]
     if recoveries:
         last = recoveries[-1]

@@ -6,6 +6,7 @@ dump or error text. Times are seconds.
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -215,10 +216,18 @@ def revealed(secret: SecretStr | None) -> str | None:
     return secret.get_secret_value() if secret is not None else None
 
 
-def worker_environment(credentials: Credentials | None) -> dict[str, str]:
-    """The keys as the variables of boto3's default chain, for a child process."""
-    if credentials is None:
+KEY_VARIABLES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+
+
+def worker_environment(spec: StorageSpec, credentials: Credentials | None) -> dict[str, str]:
+    """The keys as the variables of boto3's default chain, for a process or container.
+
+    Without credentials they are those of this process: a container elsewhere inherits nothing.
+    """
+    if spec.folder is not None:
         return {}
+    if credentials is None:
+        return {name: os.environ[name] for name in KEY_VARIABLES if name in os.environ}
     keys = {
         "AWS_ACCESS_KEY_ID": revealed(credentials.access_key),
         "AWS_SECRET_ACCESS_KEY": revealed(credentials.secret_key),

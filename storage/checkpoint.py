@@ -131,6 +131,15 @@ class StepObjects:
 class _Fence(FrozenModel):
     placement: NonNegativeInt
     attempt: NonNegativeInt
+    first_container: NonNegativeInt = 0
+
+    @property
+    def owner(self) -> tuple[int, int]:
+        return self.placement, self.attempt
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        return self.placement, self.attempt, self.first_container
 
 
 class CheckpointStore:
@@ -140,17 +149,25 @@ class CheckpointStore:
         store: where.
         run_id: letters, digits, '.', '_' and '-'.
         clock: wall time in seconds, for records.
+        first_container: MA_SCHEDULE_CNT of the first node's container, which commits, in processes
+            of that container; None in all others.
 
     Raises:
         ValueError: `run_id` cannot be part of a key.
     """
 
     def __init__(
-        self, store: ObjectStore, run_id: str, *, clock: Callable[[], float] = time.time
+        self,
+        store: ObjectStore,
+        run_id: str,
+        *,
+        clock: Callable[[], float] = time.time,
+        first_container: int | None = None,
     ) -> None:
         self.store = store
         self.run_id = _RUN_ID.validate_python(run_id)
         self.clock = clock
+        self._first_container = first_container
 
     def commit(self, manifest: Manifest) -> None:
         """Publish a checkpoint whose shards are all written.
@@ -173,17 +190,29 @@ class CheckpointStore:
         A second save of a committed step must not begin: the same attempt uses the same shard
         names, and would overwrite what the manifest lists.
         """
-        fence = self.read_fence()
-        if fence is not None and (placement, attempt) < fence:
+        fence = self._held_fence()
+        if fence is not None and (placement, attempt) < fence.owner:
             raise StaleAttempt(
                 f"run {self.run_id}: placement {placement} attempt {attempt} is older than "
-                f"placement {fence[0]} attempt {fence[1]}, which owns the run"
+                f"placement {fence.placement} attempt {fence.attempt}, which owns the run"
+            )
+        own = self._first_container
+        if fence is not None and own is not None and own < fence.first_container:
+            raise StaleAttempt(
+                f"run {self.run_id}: the first node's member has moved to its container "
+                f"{fence.first_container}, and this is container {own}"
             )
         if self._exists(step, MANIFEST_NAME) and not self._exists(step, SET_ASIDE_NAME):
             raise PreconditionFailed(f"{self.url(step)}: committed already")
 
-    def fence(self, placement: int, attempt: int) -> None:
+    def fence(self, placement: int, attempt: int, *, first_container: int = 0) -> None:
         """Let nothing older than (placement, attempt) publish from now on.
+
+        Args:
+            placement: number of the placement.
+            attempt: number of the attempt on it.
+            first_container: MA_SCHEDULE_CNT of the first node's container; what is left of one
+                before, on a node that was cut off in the same attempt, may not commit either.
 
         A commit that passed its check a moment before can still land. It is whole and of this
         run, so it does no harm; the new attempt gets PreconditionFailed if it saves that step.
@@ -191,15 +220,15 @@ class CheckpointStore:
         Raises:
             StaleAttempt: the fence is already beyond (placement, attempt).
         """
-        held = self.read_fence()
-        if held is not None and held > (placement, attempt):
+        held = self._held_fence()
+        wanted = _Fence(placement=placement, attempt=attempt, first_container=first_container)
+        if held is not None and held.order > wanted.order:
             raise StaleAttempt(
                 f"run {self.run_id}: cannot fence for placement {placement} attempt {attempt}: "
-                f"placement {held[0]} attempt {held[1]} owns the run"
+                f"placement {held.placement} attempt {held.attempt} owns the run"
             )
-        if held != (placement, attempt):
-            fence = _Fence(placement=placement, attempt=attempt)
-            self.store.put(self._fence_key(), checksummed(fence.model_dump_json()))
+        if held != wanted:
+            self.store.put(self._fence_key(), checksummed(wanted.model_dump_json()))
 
     def read_fence(self) -> tuple[int, int] | None:
         """(placement, attempt) that may publish; None before the first `fence`.
@@ -207,17 +236,20 @@ class CheckpointStore:
         Raises:
             Corrupt: the object is not what `fence` writes.
         """
+        held = self._held_fence()
+        return held.owner if held is not None else None
+
+    def _held_fence(self) -> _Fence | None:
         try:
             data = self.store.get(self._fence_key())
         except NotFound:
             return None
         try:
-            fence = _Fence.model_validate_json(
+            return _Fence.model_validate_json(
                 verified_document(data, url=self.store.url(self._fence_key()))
             )
         except ValidationError as exc:
             raise Corrupt(f"{self.store.url(self._fence_key())}: not a fence") from exc
-        return fence.placement, fence.attempt
 
     def list_steps(self) -> list[StepObjects]:
         """All steps that have any object, ascending; one listing."""

@@ -6,6 +6,7 @@ StorageError
       - ServerError         the store failed (5xx)
       - TimedOut            no answer: time-out, refused or broken connection
       - StoreMissing        the folder of the store holds none: it is not mounted
+      - NotCopied           a share did not get from one node to another
   + PermanentError          do not retry
       - NotFound            no object of that key
       - PreconditionFailed  another writer published first
@@ -64,6 +65,10 @@ class TimedOut(TransientError):
 
 class StoreMissing(TransientError):
     """The folder holds no store: its file system is not mounted, or it was moved away."""
+
+
+class NotCopied(TransientError):
+    """A share did not get from one node's memory to another's."""
 
 
 class PermanentError(StorageError):

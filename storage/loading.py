@@ -54,7 +54,7 @@ def load(
     held: Mapping[str, Tensor] | None = None,
     verify: frozenset[str] = frozenset(),
     process_group: dist.ProcessGroup | None = None,
-) -> None:
+) -> int:
     """Fill the tensors of `state` in place; collective. Another world size is resharded.
 
     Args:
@@ -64,6 +64,9 @@ def load(
         held: whole shards that this rank holds in memory, uint8, by name.
         verify: shards whose hash this rank compares; it reads them whole.
         process_group: default: all ranks.
+
+    Returns:
+        How many shards this rank read in the store, as a whole or in part.
 
     Raises:
         StorageError: on every rank, when one of them failed; `state` is then undefined.
@@ -81,6 +84,7 @@ def load(
         )
     except CheckpointException as error:
         _raise_cause(error)
+    return reads.num_fetched
 
 
 def _raise_cause(error: CheckpointException) -> NoReturn:
@@ -164,6 +168,24 @@ class Segment:
             self.target.copy_(self.values)
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the values of one item are in a file.
+
+    Attributes:
+        at: of the range that holds them.
+        size_bytes: of that range.
+        shape: of the values in it, whole rows of a chunk.
+        inner: offsets of the wanted box within them.
+    """
+
+    at: int
+    size_bytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    inner: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class ShardReads:
     """What one rank wants of a checkpoint, by shard.
@@ -171,12 +193,14 @@ class ShardReads:
     Attributes:
         held: whole files in memory, uint8, by name of the shard.
         verify: shards whose hash this rank compares; they are read whole.
+        num_fetched: shards that were read in the store.
     """
 
     checkpoints: CheckpointStore
     manifest: Manifest
     held: Mapping[str, Tensor] = field(default_factory=dict)
     verify: frozenset[str] = frozenset()
+    num_fetched: int = 0
 
     def read(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
         """Fill every tensor of a plan.
@@ -206,6 +230,7 @@ class ShardReads:
         held: Tensor | None,
     ) -> None:
         """Fill the tensors that one shard holds; from `held` when the file is in memory."""
+        self.num_fetched += held is None
         header, entries = self._header(shard, held)
         segments = [
             s
@@ -229,6 +254,38 @@ class ShardReads:
         for item, _ in wanted:
             planner.commit_tensor(item, planner.resolve_tensor(item).detach())
 
+    def ranges(
+        self, shard: str, wanted: Sequence[tuple[ReadItem, Chunk]], header: bytes
+    ) -> list[tuple[int, int]]:
+        """Where in a shard's file the wanted values are, each as its begin and end.
+
+        Args:
+            shard: name of the file.
+            wanted: of it.
+            header: of the file.
+
+        Raises:
+            Corrupt: it does not hold what the manifest says.
+        """
+        size_bytes = self.manifest.shards[shard].size_bytes
+        entries = safetensors_file.parse_header(header, size_bytes=size_bytes, url=self._url(shard))
+        places = (self._place(item, chunk, entries) for item, chunk in wanted)
+        return [(one.at, one.at + one.size_bytes) for one in places if one.size_bytes]
+
+    def _place(
+        self, item: ReadItem, chunk: Chunk, entries: Mapping[str, safetensors_file.Entry]
+    ) -> _Place:
+        dtype = self.manifest.tensors[item.storage_index.fqn].dtype
+        entry = entries.get(chunk.key)
+        if entry is None or (entry.dtype, entry.shape) != (dtype, chunk.lengths):
+            raise Corrupt(f"{self._url(chunk.shard)}: {chunk.key} is not as the manifest says")
+        begin, shape, inner = _contiguous_range(
+            tuple(item.storage_offsets), tuple(item.lengths), chunk.lengths
+        )
+        item_bytes = safetensors_file.ITEM_SIZE_BYTES[dtype]
+        at = entry.begin + begin * item_bytes
+        return _Place(at, math.prod(shape) * item_bytes, dtype, shape, inner)
+
     def _segment(
         self,
         item: ReadItem,
@@ -236,17 +293,12 @@ class ShardReads:
         entries: Mapping[str, safetensors_file.Entry],
         planner: LoadPlanner,
     ) -> Segment | None:
-        dtype = self.manifest.tensors[item.storage_index.fqn].dtype
-        entry = entries.get(chunk.key)
-        if entry is None or (entry.dtype, entry.shape) != (dtype, chunk.lengths):
-            raise Corrupt(f"{self._url(chunk.shard)}: {chunk.key} is not as the manifest says")
+        place = self._place(item, chunk, entries)
         target = planner.resolve_tensor(item).detach()
-        offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
-        begin, shape, inner = _contiguous_range(offsets, lengths, chunk.lengths)
-        size_bytes = math.prod(shape) * safetensors_file.ITEM_SIZE_BYTES[dtype]
+        at, size_bytes, dtype = place.at, place.size_bytes, place.dtype
+        shape, inner, lengths = place.shape, place.inner, tuple(item.lengths)
         if size_bytes == 0:
             return None
-        at = entry.begin + begin * safetensors_file.ITEM_SIZE_BYTES[dtype]
         direct = target.device.type == "cpu" and target.is_contiguous()
         if direct and shape == lengths and target.dtype == DTYPES[dtype]:
             return Segment(at, raw(target))

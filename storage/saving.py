@@ -1,15 +1,19 @@
 """Saves of one attempt: a plan of who saves what, a share on each rank, one manifest of all.
 
 `TieredSaver` copies a rank's share into the memory of its node's checkpoint server, which
-publishes it while training goes on. `DirectSaver` puts it into the store before it returns, for
-ranks without a checkpoint server. Sizes are bytes, times seconds, steps completed optimizer steps.
+publishes it while training goes on, and copies it to partner nodes where the job wants that.
+`DirectSaver` puts it into the store before it returns, for ranks without a checkpoint server.
+Sizes are bytes, times seconds, steps completed optimizer steps.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +23,12 @@ from storage.checkpoint import CheckpointStore, shard_name
 from storage.checkpoint_server.client import CheckpointClient, ReservedSlot
 from storage.errors import StorageError, TimedOut, describe, error_of
 from storage.manifest import Manifest, ShardRecord
-from storage.share import Share, WrittenShare, merge, put_share
+from storage.partner_copies import OWN_SLOTS, CopyPlan, CopyState, CopyTurn, agreed
+from storage.partnering import Partnering
+from storage.share import SaveId, Share, WrittenShare, merge, named_ranks, put_share
 from storage.staging import SavePlans, Staging, raw
+
+_log = logging.getLogger("perdure.storage")
 
 RESERVE_TIMEOUT_S = 1800.0
 
@@ -98,10 +106,16 @@ class TieredSaver(_Saver):
         client: to the checkpoint server of this node.
         announce: file that gets a line once a save is committed.
         pin: makes a slot's memory fast to copy into; returns what undoes it.
+        partnering: chooses the nodes that hold copies; None: there are none.
+        copies: which saves are copied, or were before.
+        memory_of: rank whose memory is used; None: that of `rank`.
     """
 
     client: CheckpointClient
     announce: str | None = None
+    partnering: Partnering | None = None
+    copies: CopyPlan = field(default_factory=CopyPlan)
+    memory_of: int | None = None
     pin: Callable[[Tensor], Callable[[], None]] = lambda _memory: lambda: None
     _pinned: dict[int, tuple[Tensor, Callable[[], None]]] = field(default_factory=dict)
 
@@ -114,7 +128,28 @@ class TieredSaver(_Saver):
 
     def prepare(self, state: Mapping[str, Tensor]) -> str | None:
         """Have memory ready for states like this one. Returns why there is none, else None."""
-        return self.client.prepare(self.rank, self._stage(state).size_bytes)
+        size_bytes = self._stage(state).size_bytes
+        if self.partnering is None:
+            return self.client.prepare(self.rank, size_bytes)
+        return self.client.prepare(self.rank, size_bytes, num_slots=OWN_SLOTS)
+
+    def meet_partners(self, restored: SaveId | None) -> None:
+        """Agree on the nodes that hold copies; collective. Without effect where there are none.
+
+        Args:
+            restored: save that the nodes had in memory when training began: those that are new
+                lack it, or the copies of it.
+        """
+        if self.partnering is None:
+            return
+        self.partnering.meet(self.client, self.plans, self.rank)
+        self.copies = agreed(
+            [_plan_of(one) for one in self.plans.gather_json(_document_of(self.copies))]
+        )
+        if restored is not None:
+            with suppress(StorageError):  # its copies count as failed then, and the save goes on
+                self.client.copy_again(restored, self.rank)
+            self.copies = CopyPlan(self.copies.copied, restored)
 
     def save(
         self,
@@ -138,10 +173,35 @@ class TieredSaver(_Saver):
         """
         self.hooks.on_agree()
         staging = self._stage(state)
-        slot = self._reserve(staging.size_bytes)
+        turn = self._copy_turn()
+        slot = self._reserve(staging.size_bytes, turn)
         self._copy(staging, self._memory_of(slot))
         share = self._share_of(staging, step, extra, attachments)
-        self.client.ready(slot, share, announce=self.announce)
+        keep = turn.keep if turn.begins else None
+        self.client.ready(slot, share, announce=self.announce, keep=keep)
+        self.copies = turn.after(share.save_id)
+
+    def _copy_turn(self) -> CopyTurn:
+        """What this save has to do with copies, the same on every rank."""
+        if self.partnering is None:
+            return CopyTurn(CopyPlan(self.copies.copied), begins=False)
+        begun = self.copies.begun
+        states: list[CopyState] = []
+        if begun is not None:
+            own = CopyState.FAILED
+            with suppress(StorageError):  # all ranks must answer; the next request raises it
+                own = self.client.copy_state(begun, self.rank)
+            states = [CopyState(one) for one in self.plans.gather_json(own)]
+        turn = self.copies.next(states)
+        if turn.has_failed:  # a checkpoint server that died is there again, elsewhere
+            if self.rank == 0 and begun is not None:
+                failed = [rank for rank, one in enumerate(states) if one is CopyState.FAILED]
+                _log.warning(
+                    f"step {begun.step}: the saves of ranks {named_ranks(failed)} were not copied "
+                    "to their partners; the logs of the checkpoint servers have the reason"
+                )
+            self.partnering.meet(self.client, self.plans, self.rank)
+        return turn
 
     def settle(self, timeout_s: float) -> None:
         """Wait until everything that was saved is committed.
@@ -166,12 +226,16 @@ class TieredSaver(_Saver):
             self._pinned[slot.number] = (memory, self.pin(memory))
         return memory
 
-    def _reserve(self, size_bytes: int) -> ReservedSlot:
+    def _reserve(self, size_bytes: int, turn: CopyTurn) -> ReservedSlot:
         """A slot on every rank, once the save before the last one is published everywhere."""
         slots: list[ReservedSlot] = []
+        rank = self.rank if self.memory_of is None else self.memory_of
+        wanted = partial(
+            self.client.reserve, rank, size_bytes, keep=turn.keep, copied=turn.plan.copied
+        )
 
         def has_slot() -> bool:
-            slot = slots[0] if slots else self.client.reserve(self.rank, size_bytes)
+            slot = slots[0] if slots else wanted()
             slots[:] = [slot] if slot is not None else []
             return bool(slots)
 
@@ -201,6 +265,15 @@ class TieredSaver(_Saver):
             if all(one[0] for one in answers):
                 return
             self.hooks.on_wait()
+
+
+def _document_of(plan: CopyPlan) -> list[Any]:
+    return [one and one.model_dump(mode="json") for one in (plan.copied, plan.begun)]
+
+
+def _plan_of(document: list[Any]) -> CopyPlan:
+    copied, begun = (one and SaveId.model_validate(one) for one in document)
+    return CopyPlan(copied, begun)
 
 
 @dataclass(slots=True, kw_only=True)

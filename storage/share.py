@@ -224,6 +224,12 @@ def delete_records(checkpoints: CheckpointStore, save: SaveId, ranks: Collection
         checkpoints.store.delete(_record_key(checkpoints, save, rank))
 
 
+def named_ranks(ranks: Sequence[int]) -> str:
+    """The first few of many ranks, for people."""
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"{shown} and {len(ranks) - 8} more" if len(ranks) > 8 else shown
+
+
 def _record_key(checkpoints: CheckpointStore, save: SaveId, rank: int) -> str:
     return checkpoints.key(save.step, save.shard(rank).removesuffix(".safetensors") + RECORD_SUFFIX)
 

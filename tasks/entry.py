@@ -1,8 +1,9 @@
 """What a flow run of `pretrain` is for when it starts: which run, and whether it is to train it.
 
-A flow run that does not train says so by the name of its state. `AlreadySupervised` (started by
-hand) and `Skipped` (started by a schedule) are of the type Cancelled: no failure, so nobody is
-called; no completion, so nobody takes it for a trained model; and terminal, so nothing waits.
+A flow run that does not train says so by the name of its state. `AlreadySupervised` and `Skipped`
+(started by a schedule) are of the type Cancelled: no failure, so nobody is called; no completion,
+so nobody takes it for a trained model. A flow run that waits for the end of the run, see
+`following`, is AlreadySupervised of the type Running until then.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from storage.address import has_store
 from storage.errors import StorageError
 from tasks.job_parameter import template_of
 from tasks.known_run import run_of
+from tasks.taken_jobs import is_in_pod, is_kept, learn
 from training.errors import InputError
 from training.files import home_folder
 from training.job import Job, JobTemplate
@@ -64,7 +66,7 @@ def name_of_flow_run() -> str:
         return flow_run.name  # the flow says what is wrong
     if not is_template(template.run_id):
         return template.run_id
-    known = known_runs(home_folder())
+    known = _known_like(template)
     return name_of(template.run_id, due=_due(flow_run), known=known, now_named=flow_run.name)
 
 
@@ -88,8 +90,12 @@ def taken_job(flow_run: FlowRun) -> Job | None:
     Raises:
         InputError: what this machine has noted of the run is no job.
     """
-    by_name = isinstance((flow_run.parameters or {}).get("job"), str)
-    if not by_name or flow_run.name not in known_runs(home_folder()):
+    if not isinstance((flow_run.parameters or {}).get("job"), str):
+        return None
+    if is_in_pod() and flow_run.name not in known_runs(home_folder()):
+        with get_client(sync_client=True) as client:
+            learn(client, home_folder(), run_id=flow_run.name)
+    if flow_run.name not in known_runs(home_folder()):
         return None
     job = known_job(home_folder(), flow_run.name)
     return job if str(flow_run.id) in run_of(job).refresh().flow_runs else None
@@ -176,7 +182,7 @@ def leave_in(state: State[Any]) -> State[Any]:
     """
     context = FlowRunContext.get()
     flow_run = context.flow_run if context is not None else None
-    if flow_run is None or flow_run.deployment_id is None:
+    if flow_run is None or flow_run.deployment_id is None or state.is_completed():
         return state
     logger = get_run_logger()
     (logger.error if state.is_failed() else logger.warning)(state.message)
@@ -193,14 +199,19 @@ def standing(run: Run, history: RunHistory) -> str:
     text = (
         f"run {job.run_id} is still training: {attempt}step {history.committed_step}{target} saved"
     )
+    return f"{text}, {supervised_by(history)}" if history.supervisor is not None else text
+
+
+def supervised_by(history: RunHistory) -> str:
+    """Who has last supervised a run, with a link to its flow run."""
     newest = history.supervisor
     if newest is None:
-        return text
+        return "supervised by nobody"
     by = f"process {newest.pid} on {newest.host}"
     if newest.flow_run is not None:
         where = url_for("flow-run", UUID(newest.flow_run)) or newest.flow_run
         by = f"flow run {where} ({by})"
-    return f"{text}, supervised by {by}"
+    return f"supervised by {by}"
 
 
 def _why_skipped(run_id: str, job: Job, tick: FlowRun) -> str | None:
@@ -218,9 +229,17 @@ def _why_skipped(run_id: str, job: Job, tick: FlowRun) -> str | None:
         )
     if run.ledger.is_supervised():
         return standing(run, history)
-    others = [name for name in known_runs(home_folder()) if is_of(run_id, name)]
+    others = [name for name in _known_like(job) if is_of(run_id, name)]
     training = (_training(name) for name in others if name != job.run_id)
     return next(filter(None, training), None) or _earlier_tick(tick)
+
+
+def _known_like(job: Job) -> list[str]:
+    """The runs that may be of the same template: of this machine, or of the cluster."""
+    if is_kept(job):
+        with get_client(sync_client=True) as client:
+            learn(client, home_folder())
+    return known_runs(home_folder())
 
 
 def _earlier_tick(tick: FlowRun) -> str | None:

@@ -1,7 +1,7 @@
 """Ending a run from outside its flow: after a cancellation or a crash, and by its name.
 
 `on_cancellation`, and `on_crashed` after a kill, run in a new process of the worker: they
-rely on the ledger and the engine alone and may run a second time.
+rely on ledger, engine and the states of the flow run alone, and may run a second time.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from tasks.credentials import credentials_of
 from tasks.drill import homes_of
 from tasks.entry import job_of
 from tasks.flow_runs import flow_runs_of
+from tasks.following import is_follower
 from tasks.known_run import run_of
 from tasks.left_open import close_left_open
 from tasks.reporting import Log
@@ -37,6 +38,7 @@ from tasks.story import report_end
 from training.errors import RunConflict
 from training.job import Job
 from training.journal.history import RunHistory
+from training.supervisor.cancelling import cancel
 from training.supervisor.job_registry import known_job, known_runs
 from training.supervisor.run import Run
 
@@ -52,8 +54,13 @@ UNFINISHED = (
 def take_down(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:  # noqa: ARG001
     """After a cancellation: no process of the run is left, and ledger and UI have the reason."""
     job = job_of(flow_run)
-    if job is not None:
-        take_down_run(run_of(job), flow_run.id, flow_run_logger(flow_run, flow))
+    if job is None:
+        return
+    logger = flow_run_logger(flow_run, flow)
+    if is_follower(flow_run.id):
+        logger.info("it only followed: run %s is not taken down", job.run_id)
+        return
+    take_down_run(run_of(job), flow_run.id, logger)
 
 
 def take_drills_down(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:  # noqa: ARG001
@@ -71,6 +78,9 @@ def leave_adoptable(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) 
     job = job_of(flow_run)
     if job is None:
         logger.warning("crashed without a job")
+        return
+    if is_follower(flow_run.id):
+        logger.warning("it only followed: run %s has lost no supervisor", job.run_id)
         return
     run = run_of(job)
     history = run.ledger.read()
@@ -133,24 +143,14 @@ def cancel_run(job: Job) -> str:
 
     Returns:
         What was done, for the user.
-
-    Raises:
-        RunConflict: a supervisor lives, and the Prefect server knows none of its flow runs.
     """
     run = run_of(job)
-    ended = run.refresh().ended
-    if ended is not None:
-        return f"{job.run_id}: has ended already: {ended.outcome}"
-    try:
-        run.take()
-    except RunConflict:
-        if not _set_flow_runs(run.refresh(), Cancelling(message="perdure cancel")):
-            raise
-        return f"{job.run_id}: its supervisor cancels it"
-    run.end("cancelled", "perdure cancel")
-    # Or an automation would bring the crashed flow run back.
-    _set_flow_runs(run.history, Cancelled(message="perdure cancel"))
-    return f"{job.run_id}: no supervisor was alive; its processes are stopped"
+    asked: State[Any] = Cancelling(message="perdure cancel")
+    done = cancel(run, by_server=lambda history: bool(_set_flow_runs(history, asked)))
+    if run.history.ended is not None:
+        # Or an automation would bring the crashed flow run back.
+        _set_flow_runs(run.history, Cancelled(message="perdure cancel"))
+    return done
 
 
 def _set_flow_runs(history: RunHistory, state: State[Any]) -> int:

@@ -1,8 +1,8 @@
 """Finding runs that nobody supervises, and doing about them what `unsupervised` says.
 
-Known are the runs that were started on this machine, and flow runs that have crashed or that no
-worker has started. Nothing here depends on events, which a server may lose, or hold back after a
-restart (3.8.8). Times are seconds.
+Known are the runs that were started on this machine, those on a cluster whose jobs the server
+keeps, and flow runs that have crashed or that no worker has started. Nothing here depends on
+events, which a server may lose, or hold back after a restart (3.8.8). Times are seconds.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ from prefect.states import Cancelled, Failed, Scheduled
 
 from storage.errors import StorageError
 from tasks.entry import NOT_TRAINED, job_of
+from tasks.following import is_follower
 from tasks.hooks import take_down_run
 from tasks.known_run import run_of
 from tasks.left_open import ADOPTED
 from tasks.new_start import AUTO_RESUME, PRETRAIN, is_started_for, start, started_for
 from tasks.states import completed
+from tasks.taken_jobs import learn
 from tasks.unsupervised import (
     MAX_FAILED_STARTS,
     FlowRunFacts,
@@ -106,6 +108,7 @@ def look() -> Iterator[RunCase | Unseen]:
     """
     with get_client(sync_client=True) as client:
         seen = set()
+        learn(client, home_folder())
         for run_id in unended_runs(home_folder()):
             case = _contained(run_id, partial(_of_known, client, run_id))
             if isinstance(case, RunCase):
@@ -184,6 +187,8 @@ def note_end(run: Run) -> None:
 
 def _of_stranded(client: SyncPrefectClient, flow_run: FlowRun) -> RunCase | None:
     """A stranded flow run whose run this machine does not know, or that came to none."""
+    if is_follower(flow_run.id):
+        return None  # it was not to supervise
     try:
         job = job_of(flow_run)
         run = run_of(job) if job is not None else None

@@ -29,6 +29,7 @@ from prefect.client.schemas.objects import State, StateType, TaskRun
 from prefect.client.schemas.sorting import TaskRunSort
 from prefect.exceptions import ObjectNotFound
 
+from tasks.entry import ALREADY_SUPERVISED
 from tasks.flow_runs import flow_runs_of
 from training.journal.attempt_view import AttemptView
 from training.journal.history import RunHistory
@@ -198,8 +199,8 @@ def close_flow_runs(client: SyncPrefectClient, history: RunHistory, *, own: UUID
             state = client.read_flow_run(flow_run_id).state
         except ObjectNotFound:
             continue  # deleted
-        if state is None or state.is_final():
-            continue
+        if state is None or state.is_final() or state.name == ALREADY_SUPERVISED:
+            continue  # over, or it lives and follows the run by now
         # Neither Crashed, which would have an automation start it again, nor a failure: it goes on.
         text = f"its process is gone; flow run {own} supervises the run since then"
         ended: State[None] = State(type=StateType.CANCELLED, name=ADOPTED, message=text)

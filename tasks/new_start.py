@@ -23,6 +23,7 @@ from training.supervisor.run import Run
 
 PRETRAIN = FlowFilter(name=FlowFilterName(any_=["pretrain"]))
 AUTO_RESUME = "auto-resume"
+_KEEP = "keep-"
 
 
 def start(client: SyncPrefectClient, run: Run) -> str:
@@ -55,6 +56,11 @@ def started_for(client: SyncPrefectClient, run_id: str, history: RunHistory) -> 
         limit=1,
     )
     return found[0] if found else None
+
+
+def is_of_keeper(flow_run: FlowRun) -> bool:
+    """Whether a flow run was started by `start`, for whatever run."""
+    return (flow_run.idempotency_key or "").startswith(_KEEP)
 
 
 def is_started_for(flow_run: FlowRun, run_id: str, history: RunHistory) -> bool:
@@ -105,4 +111,4 @@ def _own_deployment(client: SyncPrefectClient) -> DeploymentResponse | None:
 def _key(run_id: str, history: RunHistory) -> str:
     # The epoch alone is used again by a run that begins anew under the same name.
     taker = history.supervisor
-    return f"keep-{run_id}-{history.epoch}-{taker.supervisor if taker is not None else 'nobody'}"
+    return f"{_KEEP}{run_id}-{history.epoch}-{taker.supervisor if taker is not None else 'nobody'}"

@@ -7,12 +7,20 @@ that came from another run loses name and data (Prefect 3.8.8).
 
 from __future__ import annotations
 
-from typing import TypeVar, cast
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
 
 from prefect.client.schemas.objects import State
-from prefect.states import Completed, Failed
+from prefect.states import Cancelled, Completed, Failed
 
 T = TypeVar("T")
+
+# Of a flow run whose run has ended so.
+FINAL_STATES: Mapping[str, Callable[..., State[Any]]] = {
+    "completed": Completed,
+    "cancelled": Cancelled,
+    "failed": Failed,
+}
 
 
 def completed(data: T, message: str, *, name: str = "Completed") -> T:

@@ -227,7 +227,7 @@ class RunStory:
             self.reporter.artifact(
                 Artifact(report.name, ArtifactKind.MARKDOWN, report.body, report.title)
             )
-        made = attention(run_id, history, spares=spares)
+        made = attention(run_id, history, spares=spares, warm=self._run.warm_spares)
         self.reporter.artifact(Artifact("needs-you", ArtifactKind.MARKDOWN, made.body, made.title))
         self._call_for_help(made.needs)
 

@@ -34,6 +34,7 @@ from tasks.prefect_client import client_without_retries
 from tasks.reporting import Log, Reporter
 from tasks.retry_delay import RetryDelay
 from tasks.story import RunStory
+from tasks.taken_jobs import artifact_of, is_kept
 from training.errors import AlreadySupervised, InputError, RunConflict
 from training.files import home_folder
 from training.job import Job
@@ -214,6 +215,8 @@ class Supervision:
                 self.job.run_id, counted(len(history.attempts), "attempt"), history.committed_step,
             )  # fmt: skip
         self.story.start()
+        if is_kept(self.job):
+            self.story.reporter.artifact(artifact_of(self.job, history.epoch))
         self.story.reporter.submit("left open", lambda: self._close_left_open(history))
         self._lease.start()
         if self._requests is not None:

@@ -111,7 +111,8 @@ def make_bench(home: Path, api_url: str, env: dict[str, str] | None = None) -> W
 @pytest.fixture(scope="session")
 def broken(bench) -> Running:
     """The main job, finished: a rank was killed, one fell silent, and a node was lost."""
-    job = bench.job("main-job", restart={"hang_timeout_s": 6, "pod_retries": 1})
+    policy = {"hang_timeout_s": 6, "pod_retries": 1, "node_replace": False}
+    job = bench.job("main-job", restart=policy)
     job["data"] = {**job["data"], "num_workers": 1}
     running: Running = bench.start(job)
     running.reach(13, timeout_s=240)

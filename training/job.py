@@ -27,9 +27,16 @@ from training.errors import InputError
 from training.masking import has_key
 from training.platforms.modelarts import GRACE
 from training.recovery.replicas import ParallelLayout
+from training.specs import pod_rules
 from training.specs.data import DataSpec, TokenizerSpec
 from training.specs.drill import DrillSpec
-from training.specs.engine import DEFAULT_RECIPE, AnyEngineSpec, LocalEngineSpec, WorkerSpec
+from training.specs.engine import (
+    DEFAULT_RECIPE,
+    AnyEngineSpec,
+    KubernetesEngineSpec,
+    LocalEngineSpec,
+    WorkerSpec,
+)
 from training.specs.env_from import SecretSource
 from training.specs.init_from import InitFromSpec
 from training.specs.job_text import read_document, read_document_file
@@ -143,6 +150,14 @@ class Job(FrozenModel):
         return self
 
     @model_validator(mode="after")
+    def _check_name_on_cluster(self) -> Self:
+        if isinstance(self.engine, KubernetesEngineSpec) and self.run_id.endswith("-"):
+            raise ValueError(
+                f"run_id={self.run_id} ends with '-', which no object's name may there"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_init_from(self) -> Self:
         spec = self.init_from
         if spec is not None and self.worker.is_command:
@@ -165,6 +180,26 @@ class Job(FrozenModel):
             )
         if not self.worker.is_command:
             _check_batch(self.batch, layout)
+        return self
+
+    @model_validator(mode="after")
+    def _check_partner_copies(self) -> Self:
+        copies = self.checkpoint.partner_copies
+        if not copies:
+            return self
+        name = f"checkpoint.partner_copies={copies}"
+        if self.worker.is_command:
+            raise ValueError(f"{name} is for sessions: a command saves its checkpoints itself")
+        if copies >= self.engine.nodes:
+            raise ValueError(
+                f"{name} needs more than {copies} nodes, engine.nodes={self.engine.nodes}: every "
+                "copy lies on another node"
+            )
+        if not self.restart.pod_retries:
+            raise ValueError(
+                f"{name} needs restart.pod_retries of 1 or more: without it all containers are "
+                "replaced when a node is lost, and their memory with them"
+            )
         return self
 
     @model_validator(mode="after")
@@ -415,6 +450,15 @@ def refuse_secrets(job: Job) -> None:
                 f"{why}, and a job holds no secrets: name where it is kept, env_from: "
                 f"{{{name}: {{secret: VARIABLE}}}}, or {{file: PATH}}, or {{block: NAME}}",
             )
+    if isinstance(job.engine, KubernetesEngineSpec):
+        for name, value in pod_rules.literal_variables(job.engine.pod):
+            why = why_secret(name, value)
+            if why is not None:
+                raise InputError(
+                    f"engine.pod: {name}",
+                    f"{why}, and a job holds no secrets: name a Secret of the cluster, "
+                    "valueFrom: {secretKeyRef: ...}, or engine.env_secrets",
+                )
     if any(has_key(part) for part in job.worker.command or ()):
         raise InputError(
             "worker.command", "holds a key: use env_from, and read the variable in the program"

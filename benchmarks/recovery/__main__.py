@@ -1,12 +1,14 @@
 """Recovery beside other programs, and its cost without a fault, in one run on one machine.
 
-    python -m benchmarks.recovery [--rounds 3] [--steps 24] [--only SECTION] [--contender NAME]
+    python -m benchmarks.recovery [--rounds 3] [--steps 48] [--only SECTION] [--contender NAME]
 
-First section: each round runs every contender once, with four ranks on gloo, until one rank is
+Section "recovery": each round runs every contender once, with four ranks on gloo, until one rank is
 killed in the middle of a step (or has the fault that a step retry is for); what counts is the
-log of completed steps that every process keeps. Second section: the same training without a
-fault, by a plain loop and in a session, in turns. With what is set by default, each section
-takes about twenty minutes on two cores.
+log of completed steps that every process keeps. Section "node-lost": likewise, with the ranks on
+two nodes, of which one is killed as a whole while the agent of a third one waits; a node is an
+agent and what it started. Section "overhead": the same training without a fault, by a plain loop
+and in a session, in turns. With what is set by default, each section takes about twenty minutes on
+two cores; `--only node-lost --rounds 1` takes about six.
 """
 
 from __future__ import annotations
@@ -17,17 +19,26 @@ import sys
 from collections.abc import Iterable, Mapping
 
 from benchmarks.recovery import overhead
-from benchmarks.recovery.contenders import CONTENDERS, UNDISTURBED, beside_equal, targets
+from benchmarks.recovery.contenders import (
+    NODE_LOST,
+    RANK_KILLED,
+    UNDISTURBED,
+    Section,
+    beside_equal,
+    targets,
+)
 from benchmarks.recovery.measuring import Curve, Recovery
 from benchmarks.recovery.running import NotRunError, run
 from benchmarks.recovery.tables import recovery_table, verdicts
 from benchmarks.recovery.workload import MODEL, NUM_RANKS, VOCABULARY, Start, Workload
 
-FAULT, QUIET = "fault", "quiet"
-SECTIONS = ("recovery", "overhead")
+QUIET = "quiet"
+OVERHEAD = "overhead"
+FAULTS: Mapping[str, Section] = {"recovery": RANK_KILLED, "node-lost": NODE_LOST}
+SECTIONS = (*FAULTS, OVERHEAD)
 _SESSIONS = tuple(name for name in overhead.CONTENDERS if name != overhead.PLAIN)
 _STARTS: Mapping[str, Mapping[str, Start]] = {
-    FAULT: {name: one.start for name, one in CONTENDERS.items()},
+    **{s.kind: {n: one.start for n, one in s.contenders.items()} for s in FAULTS.values()},
     QUIET: UNDISTURBED,
     overhead.KIND: overhead.CONTENDERS,
 }
@@ -38,7 +49,7 @@ def main() -> int:
     arguments = _parser().parse_args()
     if arguments.run is not None:
         return _run_here(*arguments.run)
-    known = {*CONTENDERS, *_SESSIONS}
+    known = {name for one in FAULTS.values() for name in one.contenders} | set(_SESSIONS)
     unknown = [name for name in arguments.contender or () if name not in known]
     if unknown:
         print(f"--contender: {unknown[0]!r}: there are {', '.join(sorted(known))}", file=sys.stderr)
@@ -46,9 +57,10 @@ def main() -> int:
     parameters = MODEL.num_parameters(VOCABULARY) / 1e6
     print(f"{os.cpu_count()} cores, {NUM_RANKS} ranks, {parameters:.1f} M parameters")
     met = True
-    if arguments.only in (None, "recovery"):
-        met = _recovery(arguments) and met
-    if arguments.only in (None, "overhead"):
+    for name, section in FAULTS.items():
+        if arguments.only in (None, name):
+            met = _recovery(arguments, section) and met
+    if arguments.only in (None, OVERHEAD):
         met = _overhead(arguments) and met
     return 0 if met else 1
 
@@ -56,7 +68,7 @@ def main() -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="recovery beside other programs, and its cost")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=24, help="of a run with a fault")
+    parser.add_argument("--steps", type=int, default=48, help="of a run with a fault")
     parser.add_argument("--blocks", type=int, default=41, help="of a session without a fault")
     parser.add_argument("--only", choices=SECTIONS)
     parser.add_argument("--contender", action="append", help="default: all of the sections")
@@ -77,9 +89,10 @@ def _run_here(kind: str, name: str, workload: str) -> int:
     return 0
 
 
-def _recovery(arguments: argparse.Namespace) -> bool:
-    """The first section. Whether all targets are met."""
-    names = _chosen(arguments, CONTENDERS)
+def _recovery(arguments: argparse.Namespace, section: Section) -> bool:
+    """A section with faults. Whether all targets are met."""
+    contenders, steps = section.contenders, arguments.steps
+    names = _chosen(arguments, contenders)
     found: dict[str, list[Recovery]] = {name: [] for name in names}
     missing: dict[str, str] = {}
     curves: dict[str, Curve | NotRunError] = {}
@@ -87,13 +100,20 @@ def _recovery(arguments: argparse.Namespace) -> bool:
     for _ in range(arguments.rounds):
         for name in names:
             try:
-                curve = _undisturbed(CONTENDERS[name].undisturbed, arguments.steps, curves)
-                logs = run(FAULT, name, steps=arguments.steps, kill_step=arguments.steps // 3)
+                curve = _undisturbed(contenders[name].undisturbed, steps, curves)
+                logs = run(
+                    section.kind,
+                    name,
+                    steps=steps,
+                    kill_step=steps // 3,
+                    loses_node=section.loses_node,
+                )
                 found[name].append(Recovery.of(logs, curve))
             except (NotRunError, ValueError) as exc:
                 missing[name] = str(exc)
-    results = targets(found)
-    print(recovery_table(found, missing), beside_equal(found), verdicts(results), sep="\n")
+    results = targets(section, found)
+    table = recovery_table(section.title, found, missing, reference=section.reference)
+    print(table, beside_equal(section, found), verdicts(results), sep="\n")
     print(f"load {load} to {_load()}")
     return _all_ran(missing) and all(one.is_met for one in results)
 

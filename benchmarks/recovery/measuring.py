@@ -15,7 +15,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict
 
-from benchmarks.recovery.workload import FAULT_FILE, NUM_RANKS
+from benchmarks.recovery.workload import FAULT_FILE, NOTICED, NUM_RANKS
 
 WARMUP_STEPS = 3
 
@@ -47,10 +47,12 @@ class Logs:
     Attributes:
         completed: in the order of time.
         fault_at_s: when the fault was, None without one.
+        noticed_at_s: when the first survivor noticed it, None where nothing says so.
     """
 
     completed: Sequence[Completed]
     fault_at_s: float | None
+    noticed_at_s: float | None = None
 
     @classmethod
     def of(cls, folder: Path) -> Self:
@@ -63,8 +65,10 @@ class Logs:
         ]
         completed = sorted(map(Completed.model_validate_json, lines), key=lambda one: one.at_s)
         fault = folder / FAULT_FILE
-        at_s = json.loads(fault.read_text(encoding="ascii"))["at_s"] if fault.exists() else None
-        return cls(completed, at_s)
+        at_s = _times(fault)[0] if fault.exists() else None
+        noticed = [one for path in folder.glob(f"{NOTICED}-*") for one in _times(path)]
+        after = [one for one in noticed if at_s is not None and one >= at_s]
+        return cls(completed, at_s, min(after, default=None))
 
     @property
     def newest(self) -> int:
@@ -89,6 +93,11 @@ class Logs:
         return [after.at_s - before.at_s for before, after in pairs if before.step >= first]
 
 
+def _times(path: Path) -> list[float]:
+    lines = path.read_text(encoding="ascii").splitlines()
+    return [float(json.loads(line)["at_s"]) for line in lines]
+
+
 @dataclass(frozen=True, slots=True)
 class Recovery:
     """One run with a fault.
@@ -99,6 +108,7 @@ class Recovery:
         full_s: likewise by as many ranks as there were, None: never again.
         steps_lost: completed steps that were done again.
         difference: largest of the loss to the undisturbed run, relative; 0 when all digits agree.
+        noticed_s: from the fault to the first survivor that noticed it, None: nothing says so.
     """
 
     step_s: float
@@ -106,6 +116,7 @@ class Recovery:
     full_s: float | None
     steps_lost: int
     difference: float
+    noticed_s: float | None = None
 
     @property
     def resume_steps(self) -> float:
@@ -132,6 +143,7 @@ class Recovery:
             full_s=next((at_s - fault_s for at_s in _by_all(new)), None),
             steps_lost=len(_done_again(logs.completed, fault_s)),
             difference=_difference(logs.curve(), undisturbed),
+            noticed_s=None if logs.noticed_at_s is None else logs.noticed_at_s - fault_s,
         )
 
 

@@ -1,8 +1,8 @@
 """Perdure's side: the same training as a session job, with faults that it injects itself.
 
-The run is on the local engine, all ranks on one node, without a Prefect server, which has no part
-in what is measured. No checkpoint is taken before the last step. Times are seconds since the
-epoch.
+The run is on the local engine, all ranks on one node but where a node is lost, without a Prefect
+server, which has no part in what is measured. No checkpoint is taken before the last step. Times
+are seconds since the epoch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from benchmarks.recovery.workload import (
     BATCH,
     FAULT_FILE,
     MODEL,
+    NUM_NODES,
+    NUM_RANKS,
     SEED,
     VARIABLE,
     Start,
@@ -29,7 +32,7 @@ from training.injection.inside import fired_at_s
 from training.job import Job, parse_job
 from training.specs.drill import DrillKind
 from training.supervisor.run import Run
-from training.supervisor.watch import EndKind
+from training.supervisor.watch import EndKind, Progress
 
 LIMIT_S = 200.0
 RUN_ID = "bench"
@@ -48,6 +51,32 @@ def replaced_cold(workload: Workload) -> None:
     replaced(workload)
 
 
+def node_replaced(*, warm_spares: int) -> Start:
+    """A lost node's ranks move to a spare one.
+
+    Args:
+        warm_spares: spare nodes whose container stands already.
+    """
+
+    def start(workload: Workload) -> None:
+        engine = {
+            "nodes": NUM_NODES,
+            "slots_per_node": NUM_RANKS // NUM_NODES,
+            "spares": 1,
+            "warm_spares": warm_spares,
+        }
+
+        def arm(run: Run, progress: Progress) -> None:
+            if progress.last is not None and len(run.warm_spares) == warm_spares:
+                workload.arm()
+
+        run = _run(_job(workload, engine={"grace_s": 10, **engine}), workload.folder, look=arm)
+        (recovery,) = run.refresh().attempts[-1].recoveries
+        workload.noticed(recovery.began.fault.at_s)
+
+    return start
+
+
 def step_retry(kind: DrillKind) -> Start:
     """The rank that is to be killed has this fault instead, and lives."""
 
@@ -63,8 +92,12 @@ def step_retry(kind: DrillKind) -> Start:
 
 def session(**changes: Mapping[str, Any]) -> Start:
     """A run without a fault; `changes` are fields of sections of the job."""
-    # The turns have limits of their own, and the other contenders run in between.
-    return lambda workload: _run(_job(workload, **changes), workload.folder, limit_s=math.inf)
+
+    def start(workload: Workload) -> None:
+        # The turns have limits of their own, and the other contenders run in between.
+        _run(_job(workload, **changes), workload.folder, limit_s=math.inf)
+
+    return start
 
 
 def _job(workload: Workload, **changes: Mapping[str, Any]) -> Job:
@@ -83,8 +116,20 @@ def _job(workload: Workload, **changes: Mapping[str, Any]) -> Job:
     return parse_job({**document, **changes})
 
 
-def _run(job: Job, folder: Path, *, limit_s: float = LIMIT_S) -> None:
+def _run(
+    job: Job,
+    folder: Path,
+    *,
+    limit_s: float = LIMIT_S,
+    look: Callable[[Run, Progress], None] = lambda _run, _progress: None,
+) -> Run:
     """Run it to its end, and write down when its fault fired.
+
+    Args:
+        job: that is run.
+        folder: of the workload.
+        limit_s: for all of it.
+        look: called at every poll.
 
     Raises:
         RuntimeError: it did not reach its end within one attempt.
@@ -96,7 +141,7 @@ def _run(job: Job, folder: Path, *, limit_s: float = LIMIT_S) -> None:
         run.place(),
         data_manifest_key=None,
         stop_wanted=lambda: time.monotonic() > until_s,
-        on_progress=lambda _: None,
+        on_progress=partial(look, run),
     )
     run.end("completed" if verdict.kind is EndKind.COMPLETED else "failed", "")
     if verdict.kind is not EndKind.COMPLETED:
@@ -106,3 +151,4 @@ def _run(job: Job, folder: Path, *, limit_s: float = LIMIT_S) -> None:
     if fired:
         text = json.dumps({"at_s": min(fired)})
         (folder / FAULT_FILE).write_text(text, encoding="ascii")
+    return run

@@ -20,7 +20,7 @@ SHORT_TIMEOUT = ("--heartbeat_timeout_ms", "500")
 
 def torchrun(workload: Workload) -> None:
     """All ranks are restarted ranks, from a checkpoint of every step."""
-    programs = _programs(workload.model_copy(update={"saves": True}))
+    programs = new_programs(workload.model_copy(update={"saves": True}))
     # Of torch 2.13: ranks that are started again find the addresses of those before in the
     # store that all restarts share, and sometimes connect to them.
     programs.start(
@@ -36,7 +36,7 @@ def torchrun(workload: Workload) -> None:
 
 def plain(workload: Workload) -> None:
     """Processes without a supervisor."""
-    programs = _programs(workload)
+    programs = new_programs(workload)
     _start_ranks(programs, "plain", workload.num_ranks)
     programs.wait(is_fine=lambda _, code: code == 0)
 
@@ -52,8 +52,8 @@ def in_process_spare(workload: Workload) -> None:
 
 
 def _in_process(workload: Workload, count: int) -> None:
-    _require("nvidia_resiliency_ext")
-    programs = _programs(workload.model_copy(update={"saves": True}))
+    require("nvidia_resiliency_ext")
+    programs = new_programs(workload.model_copy(update={"saves": True}))
     # Not under torchrun, which ends all ranks when one ends.
     _start_ranks(programs, "inprocess", count)
     victim = f"rank-{workload.kill_rank}"
@@ -70,8 +70,8 @@ def replicas(*options: str) -> Start:
 
 
 def _replicas(workload: Workload, options: Sequence[str]) -> None:
-    _require("torchft")
-    programs = _programs(workload)
+    require("torchft")
+    programs = new_programs(workload)
     port = free_ports(1)
     lighthouse = ("--bind", f"{HOST}:{port}", "--min_replicas", "2")
     programs.start("lighthouse", [beside_python("torchft_lighthouse"), *lighthouse, *options])
@@ -92,7 +92,8 @@ def _replicas(workload: Workload, options: Sequence[str]) -> None:
     programs.wait(is_fine=lambda _, code: code == 0, but=but)
 
 
-def _programs(workload: Workload) -> Programs:
+def new_programs(workload: Workload) -> Programs:
+    """What runs this workload."""
     variables = {VARIABLE: workload.model_dump_json(), "OMP_NUM_THREADS": "1"}
     return Programs(workload.folder, variables)
 
@@ -111,6 +112,11 @@ def _start_ranks(programs: Programs, name: str, count: int) -> None:
         )
 
 
-def _require(package: str) -> None:
+def require(package: str) -> None:
+    """Have the contender's name in the error.
+
+    Raises:
+        ImportError: the package is not installed.
+    """
     if importlib.util.find_spec(package) is None:
         raise ImportError(f"{package} is not installed", name=package)

@@ -35,7 +35,11 @@ def main() -> None:
     dist.init_process_group("gloo")
     base = new_model()
     optimizer = new_optimizer(base)
-    train(workload, base, optimizer)
+    try:
+        train(workload, base, optimizer)
+    except RuntimeError:  # of a collective whose connection broke
+        workload.noticed()
+        raise
     dist.destroy_process_group()
 
 

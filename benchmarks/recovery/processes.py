@@ -17,9 +17,10 @@ from pathlib import Path
 
 import psutil
 
-from training.processes import MARKER
+from training.processes import MARKER, container_processes, is_tracker, oldest_first
 
 POLL_S = 0.05
+CONNECTION_TIMEOUT_S = 60.0
 
 
 @dataclass(slots=True)
@@ -47,6 +48,23 @@ class Programs:
                 start_new_session=True,
             )
 
+    def start_on(self, node: str, name: str, command: Sequence[str], **variables: str) -> None:
+        """Likewise, as a part of a node: what the node's name marks is lost together."""
+        self.start(name, command, **{MARKER: str(self.folder / node), **variables})
+
+    def await_connection(self, name: str, port: int) -> None:
+        """Wait until a program is connected to a port of this machine.
+
+        Raises:
+            RuntimeError: it has ended, or is not after CONNECTION_TIMEOUT_S.
+        """
+        until_s = time.monotonic() + CONNECTION_TIMEOUT_S
+        process = psutil.Process(self._running[name].pid)
+        while not _is_connected(process, port):
+            if self._running[name].poll() is not None or time.monotonic() > until_s:
+                raise RuntimeError(f"{name} does not connect: {self._last_line(name)}")
+            time.sleep(POLL_S)
+
     def wait(self, *, is_fine: Callable[[str, int], bool], but: Sequence[str] = ()) -> None:
         """Wait until all have ended, those in `but` left aside.
 
@@ -69,6 +87,14 @@ class Programs:
         return next(iter(errors), "see its log")[:200]
 
 
+def _is_connected(process: psutil.Process, port: int) -> bool:
+    with suppress(psutil.Error):
+        connections = process.net_connections("tcp")
+        return any(c.raddr and c.raddr.port == port and c.status == "ESTABLISHED"
+                   for c in connections)  # fmt: skip
+    return False
+
+
 def members(folder: Path) -> Iterator[psutil.Process]:
     """What belongs to a run: every process that its folder marks, in its environment."""
     for process in psutil.process_iter():
@@ -82,6 +108,16 @@ def sweep(folder: Path) -> None:
     for process in members(folder):
         with suppress(psutil.Error):
             process.kill()
+
+
+def node_of_this_process() -> list[int]:
+    """Pids of all others on its node, the oldest first, which is the agent.
+
+    Resource trackers are left out: they end by themselves, and remove semaphores that would have
+    gone with the machine.
+    """
+    others = oldest_first(container_processes(os.environ[MARKER]))
+    return [process.pid for process in others if not is_tracker(process)]
 
 
 def module(name: str, *arguments: str) -> list[str]:

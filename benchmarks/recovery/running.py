@@ -23,7 +23,9 @@ class NotRunError(Exception):
     """A run that did not reach its end; the text is the reason."""
 
 
-def run(kind: str, name: str, *, steps: int, kill_step: int | None = None) -> Logs:
+def run(
+    kind: str, name: str, *, steps: int, kill_step: int | None = None, loses_node: bool = False
+) -> Logs:
     """Run a contender, and read what it leaves.
 
     Args:
@@ -31,13 +33,14 @@ def run(kind: str, name: str, *, steps: int, kill_step: int | None = None) -> Lo
         name: of the contender.
         steps: target.
         kill_step: when there is a fault, None: there is none.
+        loses_node: whether a whole node is killed.
 
     Raises:
         NotRunError: it is not installed, or failed.
     """
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as text:
         folder = Path(text)
-        workload = Workload(folder=folder, steps=steps, kill_step=kill_step)
+        workload = Workload(folder=folder, steps=steps, kill_step=kill_step, loses_node=loses_node)
         try:
             _run_child(kind, name, workload)
         finally:

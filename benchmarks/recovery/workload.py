@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Self, TextIO
 
@@ -19,6 +20,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
+from benchmarks.recovery.processes import node_of_this_process
 from training.runtime.state.random_numbers import seed_of
 from training.specs.model import ModelSpec, OptimizerSpec
 from training.trainer.model import Decoder
@@ -26,13 +28,19 @@ from training.trainer.optimize import make_optimizer
 
 VARIABLE = "BENCH_RECOVERY"
 NUM_RANKS = 4
+NUM_NODES = 2  # where nodes are lost; a third one is the spare
 SEED = 11
 VOCABULARY = 4096
 BATCH = 1
 MODEL = ModelSpec(num_layers=11, hidden_size=256, num_heads=8, seq_len=64)
 OPTIMIZER = OptimizerSpec()
 FAULT_FILE = "fault.json"
+NOTICED = "noticed"  # first part of the files that say when a survivor noticed the fault
+ARMED_FILE = "armed"
 REPLICA = "BENCH_REPLICA"  # the rank of a process that is a group of its own
+COLLECTIVE_S = 5.0  # of torchft: as long as its lighthouse waits for a heartbeat by itself
+LIMIT = "BENCH_COLLECTIVE_S"  # the same, where it is another one
+SPARES = "BENCH_SPARES"  # how many such groups there are beyond the ranks
 
 
 class Workload(BaseModel):
@@ -43,6 +51,8 @@ class Workload(BaseModel):
         steps: target.
         kill_step: step in which a rank kills itself, None: none does.
         kill_rank: which one.
+        loses_node: whether everything on the rank's node is killed with it, as soon as the step is
+            reached and the spare node waits.
         saves: whether every step is saved, and restarts begin from the newest.
         num_ranks: that train.
         block_steps: after so many steps the ranks wait for their next turn, None: they do not.
@@ -54,6 +64,7 @@ class Workload(BaseModel):
     steps: int
     kill_step: int | None = None
     kill_rank: int = 2
+    loses_node: bool = False
     saves: bool = False
     num_ranks: int = NUM_RANKS
     block_steps: int | None = None
@@ -64,11 +75,31 @@ class Workload(BaseModel):
         return cls.model_validate_json(os.environ[VARIABLE])
 
     def kill_if_due(self, *, step: int, rank: int) -> None:
-        """SIGKILL this process, once in the run, between forward and backward."""
+        """SIGKILL this process or node, once in the run, between forward and backward."""
         path = self.folder / FAULT_FILE
-        if step == self.kill_step and rank == self.kill_rank and not path.exists():
-            path.write_text(json.dumps({"at_s": time.time()}), encoding="ascii")
-            os.kill(os.getpid(), signal.SIGKILL)
+        if rank != self.kill_rank or not self.is_due(step) or path.exists():
+            return
+        others = node_of_this_process() if self.loses_node else ()
+        path.write_text(json.dumps({"at_s": time.time()}), encoding="ascii")
+        for pid in (*others, os.getpid()):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def is_due(self, step: int) -> bool:
+        """Whether the fault is to happen in a step."""
+        if self.kill_step is None or not self.loses_node:
+            return step == self.kill_step
+        return step >= self.kill_step and (self.folder / ARMED_FILE).exists()
+
+    def arm(self) -> None:
+        """The spare node waits: another one may be lost."""
+        (self.folder / ARMED_FILE).touch()
+
+    def noticed(self, at_s: float | None = None) -> None:
+        """A survivor has noticed the fault, now or then."""
+        line = json.dumps({"at_s": time.time() if at_s is None else at_s})
+        with (self.folder / f"{NOTICED}-{os.getpid()}.jsonl").open("a", encoding="ascii") as file:
+            file.write(line + "\n")
 
 
 Start = Callable[[Workload], None]  # runs a workload to its end

@@ -24,8 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import training
 from training.health.heartbeat import HeartbeatWriter
-from training.injection.outside import LocalRun, Victim
+from training.injection.victims import parts_of
 from training.job import Job
+from training.specs.drill import Victim
 
 VARIABLE = "BENCH_WATCHING"
 STEPS_FILE = "steps.json"
@@ -140,8 +141,8 @@ def is_watched(block: int) -> bool:
 
 
 def _watchers(job: Job, workload: Workload) -> list[psutil.Process]:
-    run = LocalRun(workload.home, job.run_id)
-    own = [process for part in PARTS for process in run.part(part)]
+    nodes = f"{workload.home / 'runs' / job.run_id / 'nodes'}/"
+    own = [p for part in PARTS for p in parts_of(part, lambda marker: marker.startswith(nodes))]
     if len(own) != len(PARTS):
         raise RuntimeError(f"{len(own)} processes watch this run, not {len(PARTS)}")
     return [*own, psutil.Process(workload.supervisor)]

@@ -16,21 +16,28 @@ from typing import Self
 from pydantic import ValidationError
 
 from storage.checkpoint_server.protocol import (
+    Bring,
+    CopyAgain,
+    CopyStateQuery,
+    Greet,
     HeldShare,
     ListShares,
     Message,
     Open,
+    PeerAddress,
     Prepare,
     Ready,
     Reply,
     Republish,
     Reserve,
+    SetPartners,
     Settle,
     check_peer,
     receive,
     send,
 )
 from storage.errors import StorageError, TimedOut, error_of
+from storage.partner_copies import CopyState
 from storage.share import SaveId, Share
 
 START_TIMEOUT_S = 30.0
@@ -77,17 +84,38 @@ class CheckpointClient:
             self._socket.close()
             self._socket = None
 
-    def prepare(self, rank: int, size_bytes: int) -> str | None:
+    def prepare(self, rank: int, size_bytes: int, *, num_slots: int = 2) -> str | None:
         """Have memory ready for the saves of a rank. Returns why there is none, else None."""
-        return self._ask(Prepare(rank=rank, size_bytes=size_bytes))[0].refused
+        request = Prepare(rank=rank, size_bytes=size_bytes, num_slots=num_slots)
+        return self._ask(request)[0].refused
 
-    def reserve(self, rank: int, size_bytes: int) -> ReservedSlot | None:
+    def reserve(
+        self,
+        rank: int,
+        size_bytes: int,
+        *,
+        keep: tuple[SaveId, ...] = (),
+        copied: SaveId | None = None,
+    ) -> ReservedSlot | None:
         """A slot, or None when none became free within a moment.
+
+        Args:
+            rank: whose share it is for.
+            size_bytes: of the share.
+            keep: saves whose memory is not for this one.
+            copied: save whose copies are whole on all partners.
 
         Raises:
             StorageError: an earlier save of this node failed for good; raised once.
         """
-        request = Reserve(rank=rank, size_bytes=size_bytes, timeout_s=TURN_S, owner=self.owner)
+        request = Reserve(
+            rank=rank,
+            size_bytes=size_bytes,
+            timeout_s=TURN_S,
+            owner=self.owner,
+            keep=keep,
+            copied=copied,
+        )
         reply, descriptor = self._asked(request)
         if reply.busy:
             return None
@@ -101,9 +129,43 @@ class CheckpointClient:
         self._mapped[reply.slot] = (reply.memory_id or 0, memory)
         return ReservedSlot(reply.slot, memory)
 
-    def ready(self, slot: ReservedSlot, share: Share, *, announce: str | None) -> None:
-        """Hand a copied share over."""
-        self._asked(Ready(slot=slot.number, share=share, announce=announce))
+    def ready(
+        self,
+        slot: ReservedSlot,
+        share: Share,
+        *,
+        announce: str | None,
+        keep: tuple[SaveId, ...] | None = None,
+    ) -> None:
+        """Hand a copied share over.
+
+        Args:
+            slot: that holds it.
+            share: what it is.
+            announce: file that gets a line once the checkpoint is committed.
+            keep: saves that partners keep beside a copy of this one; None: it is not copied.
+        """
+        self._asked(Ready(slot=slot.number, share=share, announce=announce, keep=keep))
+
+    def address(self) -> PeerAddress | None:
+        """Where other nodes' checkpoint servers reach this one; None: it takes no copies."""
+        return self._asked(Greet())[0].address
+
+    def set_partners(self, partners: tuple[PeerAddress, ...], ranks: tuple[int, ...]) -> None:
+        """Have this node's shares copied there from now on; it holds those of `ranks` itself."""
+        self._asked(SetPartners(partners=partners, ranks=ranks))
+
+    def copy_again(self, save: SaveId, rank: int) -> None:
+        """Have a share that is held copied to the partners that lack it."""
+        self._asked(CopyAgain(save=save, rank=rank))
+
+    def copy_state(self, save: SaveId, rank: int) -> CopyState:
+        """How far the copies of a share are."""
+        return self._asked(CopyStateQuery(save=save, rank=rank))[0].copies or CopyState.FAILED
+
+    def bring(self, save: SaveId, rank: int, source: PeerAddress) -> None:
+        """Have a share that another node's checkpoint server holds in this node's memory, too."""
+        self._asked(Bring(save=save, rank=rank, source=source))
 
     def shares(self) -> tuple[HeldShare, ...]:
         """Every share of this node, from memory and disk."""
@@ -117,10 +179,26 @@ class CheckpointClient:
         return _map(descriptor, reply.size_bytes, flags=0)
 
     def republish(
-        self, save: SaveId, *, owner: tuple[int, int], commit: bool, announce: str | None
+        self,
+        save: SaveId,
+        *,
+        owner: tuple[int, int],
+        commit: bool,
+        announce: str | None,
+        ranks: tuple[int, ...] | None = None,
     ) -> None:
-        """Have a save that was restored from the nodes put into the store."""
-        self._asked(Republish(save=save, owner=owner, commit=commit, announce=announce))
+        """Have a save that was restored from the nodes put into the store.
+
+        Args:
+            save: that was restored.
+            owner: (placement, attempt) that publishes.
+            commit: whether this node's checkpoint server writes the manifest.
+            announce: file that gets a line once the checkpoint is committed.
+            ranks: whose shares this node publishes; None: all that it holds.
+        """
+        self._asked(
+            Republish(save=save, owner=owner, commit=commit, announce=announce, ranks=ranks)
+        )
 
     def is_busy(self) -> bool:
         """Whether something handed over is still on its way to the store, after a moment's wait.

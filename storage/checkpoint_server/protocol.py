@@ -2,7 +2,8 @@
 
 Messages are JSON behind an 8-byte length, over a Unix socket in the abstract namespace; a reply
 may carry one file descriptor of memory. Both ends check that the other is of the same user.
-Sizes are bytes, times seconds.
+Checkpoint servers frame what they say to each other in the same way (peers.py). Sizes are bytes,
+times seconds.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import time
 from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
 from storage.checkpoint import Tier
 from storage.manifest import ManifestPart
+from storage.partner_copies import CopyState
 from storage.share import SaveId, Share, WrittenShare
 
 _LENGTH = struct.Struct("<Q")
@@ -27,12 +30,27 @@ class Message(ManifestPart):
     """One message of either side."""
 
 
+class PeerAddress(Message):
+    """Where the checkpoint server of a node takes copies from others, and gives them back.
+
+    Attributes:
+        host: that it listens on, for the other nodes.
+        port: likewise.
+        token: that a connection begins with; made by the checkpoint server when it starts.
+    """
+
+    host: str
+    port: int
+    token: str = Field(repr=False)
+
+
 class Prepare(Message):
     """Have memory of this size ready for a rank; answered when it is."""
 
     op: Literal["prepare"] = "prepare"
     rank: int
     size_bytes: int
+    num_slots: int = 2
 
 
 class Reserve(Message):
@@ -42,6 +60,8 @@ class Reserve(Message):
 
     Attributes:
         owner: (placement, attempt) whose failures the reply may carry; None: of any.
+        keep: saves whose memory is not for this one.
+        copied: save whose copies are whole on all partners.
     """
 
     op: Literal["reserve"] = "reserve"
@@ -49,6 +69,8 @@ class Reserve(Message):
     size_bytes: int
     timeout_s: float
     owner: tuple[int, int] | None = None
+    keep: tuple[SaveId, ...] = ()
+    copied: SaveId | None = None
 
 
 class Ready(Message):
@@ -56,12 +78,14 @@ class Ready(Message):
 
     Attributes:
         announce: file to append a line to once the checkpoint is committed.
+        keep: saves that partners keep beside a copy of this one; None: it is not copied.
     """
 
     op: Literal["ready"] = "ready"
     slot: int
     share: Share
     announce: str | None = None
+    keep: tuple[SaveId, ...] | None = None
 
 
 class ListShares(Message):
@@ -84,6 +108,8 @@ class Republish(Message):
     Attributes:
         owner: (placement, attempt) that publishes.
         commit: whether this checkpoint server writes the manifest.
+        ranks: whose shares; None: of all that are held. Where nodes hold copies of each other's,
+            one node publishes each.
     """
 
     op: Literal["republish"] = "republish"
@@ -91,6 +117,7 @@ class Republish(Message):
     owner: tuple[int, int]
     commit: bool
     announce: str | None = None
+    ranks: tuple[int, ...] | None = None
 
 
 class Settle(Message):
@@ -105,8 +132,64 @@ class Settle(Message):
     owner: tuple[int, int] | None = None
 
 
+class Greet(Message):
+    """Request the address for other nodes' checkpoint servers."""
+
+    op: Literal["greet"] = "greet"
+
+
+class SetPartners(Message):
+    """Copy this node's shares there from now on.
+
+    Attributes:
+        partners: of this node.
+        ranks: whose shares this node holds, its own and those that others copy to it.
+    """
+
+    op: Literal["set_partners"] = "set_partners"
+    partners: tuple[PeerAddress, ...]
+    ranks: tuple[int, ...]
+
+
+class CopyAgain(Message):
+    """Copy a share that is held to the partners that lack it: they are others than before."""
+
+    op: Literal["copy_again"] = "copy_again"
+    save: SaveId
+    rank: int
+
+
+class CopyStateQuery(Message):
+    """Request how far the copies of a share are."""
+
+    op: Literal["copy_state"] = "copy_state"
+    save: SaveId
+    rank: int
+
+
+class Bring(Message):
+    """Have a share in this node's memory that another node's checkpoint server holds."""
+
+    op: Literal["bring"] = "bring"
+    save: SaveId
+    rank: int
+    source: PeerAddress
+
+
 Request = Annotated[
-    Prepare | Reserve | Ready | ListShares | Open | Republish | Settle, Field(discriminator="op")
+    Prepare
+    | Reserve
+    | Ready
+    | ListShares
+    | Open
+    | Republish
+    | Settle
+    | Greet
+    | SetPartners
+    | CopyAgain
+    | CopyStateQuery
+    | Bring,
+    Field(discriminator="op"),
 ]
 REQUEST: TypeAdapter[Request] = TypeAdapter(Request)
 
@@ -135,6 +218,8 @@ class Reply(Message):
         size_bytes: of that memory.
         busy: no slot became free, or not everything has settled, within the time.
         failure: of a save that was handed over before; reported once.
+        address: for other checkpoint servers; None: it takes no copies.
+        copies: how far they are.
     """
 
     refused: str | None = None
@@ -144,6 +229,8 @@ class Reply(Message):
     busy: bool = False
     shares: tuple[HeldShare, ...] = ()
     failure: Failure | None = None
+    address: PeerAddress | None = None
+    copies: CopyState | None = None
 
 
 def send(connection: socket.socket, message: Message, descriptor: int | None = None) -> None:
@@ -157,13 +244,31 @@ def send(connection: socket.socket, message: Message, descriptor: int | None = N
     connection.sendall(data)
 
 
-def receive(connection: socket.socket) -> tuple[bytes, int | None]:
-    """The JSON of one message and the descriptor it carries; b"" when the other end closed."""
+def receive(
+    connection: socket.socket,
+    *,
+    limit_bytes: int = MAX_MESSAGE_BYTES,
+    timeout_s: float | None = None,
+) -> tuple[bytes, int | None]:
+    """The JSON of one message and the descriptor it carries; b"" when the other end closed.
+
+    Args:
+        connection: with the other end.
+        limit_bytes: of the message.
+        timeout_s: for the whole message, which also becomes the socket's; None: the socket's own,
+            for each piece that comes.
+
+    Raises:
+        ConnectionError: the message is longer than the limit, or was cut short.
+        TimeoutError: it did not come in time.
+    """
+    deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+    _leave_time(connection, deadline_s)
     head, descriptors, _flags, _address = socket.recv_fds(connection, _LENGTH.size, 1)
     if not head:
         return b"", None
     try:
-        data = _after(connection, head)
+        data = _after(connection, head, limit_bytes, deadline_s)
     except BaseException:
         for descriptor in descriptors:
             os.close(descriptor)
@@ -171,23 +276,36 @@ def receive(connection: socket.socket) -> tuple[bytes, int | None]:
     return data, descriptors[0] if descriptors else None
 
 
-def _after(connection: socket.socket, head: bytes) -> bytes:
+def _after(
+    connection: socket.socket, head: bytes, limit_bytes: int, deadline_s: float | None
+) -> bytes:
     """The message whose length begins with `head`."""
-    head += _exactly(connection, _LENGTH.size - len(head))
+    head += _exactly(connection, _LENGTH.size - len(head), deadline_s)
     (length,) = _LENGTH.unpack(head)
-    if length > MAX_MESSAGE_BYTES:
+    if length > limit_bytes:
         raise ConnectionError(f"message of {length} bytes")
-    return _exactly(connection, length)
+    return _exactly(connection, length, deadline_s)
 
 
-def _exactly(connection: socket.socket, size_bytes: int) -> bytes:
+def _exactly(connection: socket.socket, size_bytes: int, deadline_s: float | None) -> bytes:
     data = bytearray()
     while len(data) < size_bytes:
+        _leave_time(connection, deadline_s)
         piece = connection.recv(min(size_bytes - len(data), 1 << 20))
         if not piece:
             raise ConnectionError("the other end closed within a message")
         data += piece
     return bytes(data)
+
+
+def _leave_time(connection: socket.socket, deadline_s: float | None) -> None:
+    """Have the next call of a socket end at the deadline."""
+    if deadline_s is None:
+        return
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("the message took too long")
+    connection.settimeout(left_s)
 
 
 def check_peer(connection: socket.socket) -> None:

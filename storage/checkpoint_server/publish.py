@@ -39,6 +39,7 @@ _log = logging.getLogger("perdure.storage")
 RECORD_THREADS = 16
 POLL_FIRST_S = 0.05
 POLL_LONGEST_S = 1.0
+OVERTAKEN_S = 10.0  # after the commit of a later save
 CHECK_S = 5.0  # between two checks of who owns the run, while records are awaited
 DISK_KEEPS_SAVES = 2
 _SHARE = re.compile(r"/step-(\d+)/p(\d+)-a(\d+)-rank\d+\.")
@@ -92,6 +93,7 @@ class Publisher:
         self._clock = clock
         self._reached = reached
         self._newest: tuple[tuple[int, int], int] | None = None
+        self._committed: tuple[tuple[int, int], int, float] | None = None  # the newest, and when
         self._ending = threading.Event()
         self._disk_lock = threading.Lock()
         self._onto_disk: list[tuple[int, int, int]] = []
@@ -138,7 +140,7 @@ class Publisher:
         """Publish a save once all its shares are in the store.
 
         Returns:
-            False when that step was committed before.
+            False when that step was committed before, or will never be whole.
 
         Raises:
             StaleAttempt: a newer attempt owns the run.
@@ -157,6 +159,7 @@ class Publisher:
         except PreconditionFailed:
             return False
         self._reached("committed")
+        self._committed = (task.owner, task.save.step, self._clock())
         self._after_commit(task)
         return True
 
@@ -177,7 +180,7 @@ class Publisher:
             _log.error(f"step {step}: not tidied up: {exc}")
 
     def _await_records(self, task: Committing) -> bool:
-        """Wait for the record of every rank; False when the step was committed meanwhile."""
+        """Wait for the record of every rank; False when the step need not be committed any more."""
         began_s = checked_s = self._clock()
         pause_s = POLL_FIRST_S
         while len(recorded_ranks(self._store, task.save)) < task.save.world_size:
@@ -188,6 +191,14 @@ class Publisher:
                 recorded = recorded_ranks(self._store, task.save)
                 missing = sorted(set(range(task.save.world_size)) - recorded)
                 raise StorageError(f"step {step}: the shares of ranks {missing} did not come")
+            if self._is_overtaken(task):
+                recorded = recorded_ranks(self._store, task.save)
+                missing = sorted(set(range(task.save.world_size)) - recorded)
+                _log.warning(
+                    f"step {step}: the shares of ranks {missing} did not come, and a later step "
+                    "is committed: their node was lost"
+                )
+                return False
             if self._clock() - checked_s >= CHECK_S:
                 # By another node's checkpoint server too, or, by this one, for the attempt before.
                 if not self.may_commit(step, task.owner):
@@ -196,6 +207,18 @@ class Publisher:
             self._ending.wait(pause_s)
             pause_s = min(2 * pause_s, POLL_LONGEST_S)
         return True
+
+    def _is_overtaken(self, task: Committing) -> bool:
+        """Whether a later save of the same attempt is committed, and not just so.
+
+        The node of a rank may be lost and replaced within an attempt: what it had not yet put
+        into the store never comes. A share that is merely late would be followed by the later one.
+        """
+        if self._committed is None:
+            return False
+        owner, step, at_s = self._committed
+        is_later = owner == task.owner and step > task.save.step
+        return is_later and self._clock() - at_s > OVERTAKEN_S
 
     def _write_to_disk(
         self, disk: CheckpointStore, written: WrittenShare, data: memoryview

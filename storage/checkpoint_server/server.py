@@ -18,8 +18,14 @@ from functools import partial
 from pathlib import Path
 
 from storage.checkpoint import CheckpointStore, Tier
+from storage.checkpoint_server.copying import Copier
+from storage.checkpoint_server.peers import PeerServer, bring
 from storage.checkpoint_server.protocol import (
     REQUEST,
+    Bring,
+    CopyAgain,
+    CopyStateQuery,
+    Greet,
     HeldShare,
     ListShares,
     Open,
@@ -29,6 +35,7 @@ from storage.checkpoint_server.protocol import (
     Republish,
     Request,
     Reserve,
+    SetPartners,
     Settle,
     check_peer,
     receive,
@@ -59,6 +66,19 @@ class _Connection:
     reading: list[Slot] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class Copying:
+    """That this node's shares are copied to others, and those of others to it.
+
+    Attributes:
+        host: address that it listens on for them.
+        bytes_per_s: limit of what it sends; None: none.
+    """
+
+    host: str
+    bytes_per_s: float | None = None
+
+
 class CheckpointServer:
     """Holds the checkpoints of a node's ranks and publishes them.
 
@@ -69,6 +89,7 @@ class CheckpointServer:
         store: the run's checkpoints in the object store.
         available_bytes: returns how much memory the host can still give.
         note: called with what the memory holds whenever that changes.
+        copying: None: nothing is copied from node to node.
     """
 
     def __init__(
@@ -80,6 +101,7 @@ class CheckpointServer:
         disk: CheckpointStore | None,
         available_bytes: Callable[[], int] | None = None,
         note: Callable[[Sequence[tuple[SaveId, int]]], None] = lambda _saves: None,
+        copying: Copying | None = None,
     ) -> None:
         self._publisher = publisher
         self._store = store
@@ -99,6 +121,14 @@ class CheckpointServer:
         self._noting = threading.Lock()
         self._noted: Sequence[tuple[SaveId, int]] = []
         self._closing = threading.Event()
+        self._copier: Copier | None = None
+        self._peers: PeerServer | None = None
+        self._ranks: tuple[int, ...] | None = None  # whose shares are held here
+        if copying is not None:
+            self._copier = Copier(self._slots, copying.bytes_per_s)
+            self._peers = PeerServer(
+                copying.host, self._slots, run_id=store.run_id, changed=self._note_held
+            )
 
     def serve(self) -> None:
         """Answer until `close`."""
@@ -121,7 +151,11 @@ class CheckpointServer:
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        if self._peers is not None:
+            self._peers.close()
         self._tasks.wait(timeout_s, pools=(self._disk_writes, self._uploads))
+        if self._copier is not None:
+            self._copier.close()
         left_s = max(0.0, deadline_s - time.monotonic())
         settled = self._tasks.wait(min(OTHERS_WAIT_S, left_s / 2))
         self._publisher.end()
@@ -169,10 +203,12 @@ class CheckpointServer:
     def _plain_answer(
         self,
         connection: _Connection,
-        request: Prepare | Ready | ListShares | Republish | Settle,
+        request: Request,
     ) -> Reply:
         reply = Reply()
         match request:
+            case Greet() | SetPartners() | CopyAgain() | CopyStateQuery() | Bring():
+                reply = self._answer_of_copies(request)
             case Prepare():
                 reply = self._prepare(request)
             case Ready():
@@ -186,9 +222,30 @@ class CheckpointServer:
                 reply = Reply(busy=busy, failure=self._tasks.take_failure(request.owner))
         return reply
 
+    def _answer_of_copies(
+        self, request: Greet | SetPartners | CopyAgain | CopyStateQuery | Bring
+    ) -> Reply:
+        if self._copier is None or self._peers is None:
+            return Reply()
+        reply = Reply()
+        match request:
+            case Greet():
+                reply = Reply(address=self._peers.address)
+            case SetPartners():
+                self._copier.set_partners(request.partners)
+                self._ranks = request.ranks
+            case CopyAgain():
+                self._copier.begin(request.save, request.rank, keep=())
+            case CopyStateQuery():
+                reply = Reply(copies=self._copier.state(request.save, request.rank))
+            case Bring():
+                bring(self._slots, request.source, request.save, request.rank)
+                self._note_held()
+        return reply
+
     def _prepare(self, request: Prepare) -> Reply:
         try:
-            self._slots.prepare(request.rank, request.size_bytes)
+            self._slots.prepare(request.rank, request.size_bytes, num_slots=request.num_slots)
         except NoMemory as exc:
             return Reply(refused=str(exc))
         return Reply()
@@ -197,9 +254,16 @@ class CheckpointServer:
         failure = self._tasks.take_failure(request.owner)
         if failure is not None:  # before a slot is taken: it would stay COPYING
             return Reply(failure=failure), None
+        if request.copied is not None and self._ranks is not None:
+            # Of nodes whose copies others hold by now.
+            self._slots.drop((*self._ranks, request.rank), before=request.copied)
         try:
             slot = self._slots.reserve(
-                request.rank, request.size_bytes, writer=connection, timeout_s=request.timeout_s
+                request.rank,
+                request.size_bytes,
+                writer=connection,
+                timeout_s=request.timeout_s,
+                keep=request.keep,
             )
         except NoMemory as exc:
             return Reply(refused=str(exc)), None
@@ -214,12 +278,16 @@ class CheckpointServer:
             return Reply(refused=f"slot {request.slot} is not yours")
         self._note_held()
         save = request.share.save_id
+        if self._copier is not None and request.keep is not None:
+            self._copier.expect(save, request.share.rank)
         task = None
         if request.share.rank == 0:
             announce = Path(request.announce) if request.announce else None
             task = Committing(save, save.owner, announce)
         self._tasks.begin(
-            self._disk_writes, partial(self._hash_and_write, slot, task), owner=save.owner
+            self._disk_writes,
+            partial(self._hash_and_write, slot, task, request.keep),
+            owner=save.owner,
         )
         return Reply()
 
@@ -231,15 +299,21 @@ class CheckpointServer:
                 self._noted = saves
                 self._note(saves)
 
-    def _hash_and_write(self, slot: Slot, task: Committing | None) -> None:
+    def _hash_and_write(
+        self, slot: Slot, task: Committing | None, keep: tuple[SaveId, ...] | None
+    ) -> None:
         """Hash a share and put it onto the disk; then it waits its turn for the store."""
         try:
             written = slot.written()
+            if self._copier is not None and keep is not None:
+                self._copier.begin(written.share.save_id, written.share.rank, keep=keep)
             with slot.view() as view:
                 self._publisher.write_to_disk(written, view)
             upload = partial(self._upload, slot, written, task)
             self._tasks.begin(self._uploads, upload, owner=written.share.save_id.owner)
         except BaseException:
+            if self._copier is not None and slot.record is None and slot.share is not None:
+                self._copier.fail(slot.share.save_id, slot.rank)
             self._slots.settle(slot)
             raise
 
@@ -268,7 +342,7 @@ class CheckpointServer:
         held = {(one.written.share.save_id, one.written.share.rank): one for one in self._held()}
         for (save, rank), one in held.items():
             share, work = one.written.share, None
-            if save == request.save:
+            if save == request.save and (request.ranks is None or rank in request.ranks):
                 work = partial(self._publish_again, save, rank, request.owner)
             elif share.attachments and share.step < request.save.step:
                 # Steps of earlier saves that were not published: this one keeps them.

@@ -2,6 +2,8 @@
 
 A slot is EMPTY, COPYING while its worker writes, or READY. A READY slot is given away again only
 when a newer one of the rank is READY, its share is published (or cannot be), and has no reader.
+With copies at partner nodes a rank has three, and who asks for a slot says which saves stay
+(storage/partner_copies.py); shares of other nodes' ranks lie in the same table.
 The memory is anonymous (memfd): it lives as long as the checkpoint server, whatever happens to
 workers, and is reused, because fresh pages cost six times the copy. Sizes are bytes, times seconds.
 """
@@ -12,7 +14,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -91,28 +93,42 @@ class SlotTable:
     _next_number: int = 0
     _next_memory: int = 0
 
-    def prepare(self, rank: int, size_bytes: int) -> None:
+    def prepare(self, rank: int, size_bytes: int, *, num_slots: int = SLOTS_PER_RANK) -> None:
         """Give every slot of a rank its memory, so that the first saves find it warm.
 
         Raises:
             NoMemory: the host has not enough.
         """
         with self._changed:
-            for slot in self._of(rank):
+            for slot in self._of(rank, num_slots):
                 if slot.state is SlotState.EMPTY:
                     self._size(slot, size_bytes)
 
     def reserve(
-        self, rank: int, size_bytes: int, *, writer: object, timeout_s: float
+        self,
+        rank: int,
+        size_bytes: int,
+        *,
+        writer: object,
+        timeout_s: float,
+        keep: Collection[SaveId] = (),
     ) -> Slot | None:
         """A slot to copy into, or None when none became free in time.
+
+        Args:
+            rank: whose share it is for.
+            size_bytes: of the share.
+            writer: who copies.
+            timeout_s: to wait for a slot.
+            keep: saves that stay whatever is newer. Where one of them is here, the newest share
+                may be given away instead: a whole one is left all the same.
 
         Raises:
             NoMemory: the host has not enough.
         """
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
-            while (slot := self._free(rank)) is None:
+            while (slot := self._free(rank, keep)) is None:
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
                     return None
@@ -150,8 +166,9 @@ class SlotTable:
     def pin(self, save: SaveId, rank: int) -> Slot | None:
         """The slot that holds a share, kept as it is until `unpin`."""
         with self._changed:
-            for slot in self._slots.get(rank, ()):
-                if slot.share is not None and slot.share.save_id == save:
+            for slot in self._all():  # a last save is numbered among those that save
+                share = slot.share
+                if share is not None and (share.save_id, share.rank) == (save, rank):
                     slot.readers += 1
                     return slot
             return None
@@ -175,23 +192,40 @@ class SlotTable:
                 slot.readers += 1
             return whole
 
-    def _free(self, rank: int) -> Slot | None:
+    def drop(self, ranks: Collection[int], *, before: SaveId) -> None:
+        """Give back the memory of ranks that are not among these, if all they have is older.
+
+        Args:
+            ranks: whose shares may come.
+            before: a save that is whole elsewhere.
+        """
+        limit = (*before.owner, before.step)
+        with self._changed:
+            for rank in self._slots.keys() - set(ranks):
+                slots = self._slots[rank]
+                if all(_is_done_with(slot, limit) for slot in slots):
+                    for slot in slots:
+                        _release(slot)
+                    del self._slots[rank]
+
+    def _free(self, rank: int, keep: Collection[SaveId]) -> Slot | None:
         slots = self._of(rank)
         empty = next((s for s in slots if s.state is SlotState.EMPTY), None)
         if empty is not None:
             return empty
         ready = [s for s in slots if s.state is SlotState.READY]
+        kept = [s for s in ready if s.share is not None and s.share.save_id in keep]
         # Not by step alone: after going back, an attempt saves lower steps than the one before.
-        newest = max(ready, key=_age_key, default=None)
-        old = (s for s in ready if s is not newest and s.settled and not s.readers)
+        stays = kept or [max(ready, key=_age_key)] if ready else []
+        old = (s for s in ready if s not in stays and s.settled and not s.readers)
         return min(old, key=_age_key, default=None)
 
-    def _of(self, rank: int) -> list[Slot]:
-        if rank not in self._slots:
-            first = self._next_number
-            self._next_number += SLOTS_PER_RANK
-            self._slots[rank] = [Slot(rank, first + i) for i in range(SLOTS_PER_RANK)]
-        return self._slots[rank]
+    def _of(self, rank: int, num_slots: int = SLOTS_PER_RANK) -> list[Slot]:
+        slots = self._slots.setdefault(rank, [])
+        while len(slots) < num_slots:
+            slots.append(Slot(rank, self._next_number))
+            self._next_number += 1
+        return slots
 
     def _all(self) -> list[Slot]:
         return [slot for slots in self._slots.values() for slot in slots]
@@ -210,10 +244,7 @@ class SlotTable:
             )
         if slot.memory is not None:
             # Readers and publishers are done with it: the slot was free.
-            slot.memory.close()
-            os.close(slot.descriptor)
-            slot.memory = None
-            slot.state, slot.share, slot.record = SlotState.EMPTY, None, None
+            _release(slot)
         descriptor = os.memfd_create(f"perdure-rank{slot.rank}", os.MFD_CLOEXEC)
         try:
             # Pages now, and not one by one under the worker's copy.
@@ -226,6 +257,22 @@ class SlotTable:
         self._next_memory += 1
         slot.descriptor, slot.size_bytes = descriptor, size_bytes
         slot.memory_id = self._next_memory
+
+
+def _release(slot: Slot) -> None:
+    """Give the memory of a slot back."""
+    if slot.memory is not None:
+        slot.memory.close()
+        os.close(slot.descriptor)
+    slot.memory, slot.size_bytes = None, 0
+    slot.state, slot.share, slot.record = SlotState.EMPTY, None, None
+
+
+def _is_done_with(slot: Slot, limit: tuple[int, int, int]) -> bool:
+    """Whether nothing is lost or disturbed when a slot of another node's rank goes."""
+    if slot.state is SlotState.COPYING or slot.readers or not slot.settled:
+        return False
+    return slot.share is None or _age_key(slot) < limit
 
 
 def _age_key(slot: Slot) -> tuple[int, int, int]:

@@ -15,11 +15,11 @@ from typing import Any
 import yaml
 
 from storage.address import has_store, open_store
+from tests.local_run import LocalRun
 from tests.waiting import wait_for
 from training.drill.driver import RunOutcome
 from training.drill.evaluation import differences
 from training.drill.job import drill_job
-from training.injection.outside import LocalRun
 from training.job import Job, parse_job
 from training.journal.attempt_log import parse_lines
 from training.journal.events import StepRecord
@@ -87,12 +87,15 @@ class Workbench:
             "model": {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "seq_len": 16},
             "batch": {"global_batch_size": 8, "micro_batch_size": 2},
             "checkpoint": {"every_steps": 10},
-            "restart": {"pod_retries": 1},
+            # A lost node costs containers here; test_node_replace.py has it answered inside.
+            "restart": {"pod_retries": 1, "node_replace": False},
             "preflight": {"nodes": False},  # its own tests have it on
             "engine": {"nodes": 2, "slots_per_node": 2, "spares": 1, "grace_s": 10},
         }
         pace = {"PACE_S": "0.1", "PACE_FILE": str(self.pace_file(run_id))}
-        return {**document, **changes, "env": {**pace, **changes.get("env", {})}}
+        made = {**document, **changes, "env": {**pace, **changes.get("env", {})}}
+        # Each container takes a second of a core; test_warm_spares.py has them stand by.
+        return {**made, "engine": {"warm_spares": 0, **made["engine"]}}
 
     def pace_file(self, run_id: str) -> Path:
         """Where a run looks for how long to pause in a step."""

@@ -13,10 +13,11 @@ import pytest
 from storage.checkpoint import CheckpointStore, StepState
 from training.drill.driver import Curve, RunDriver, kill_hook
 from training.drill.job import drill_job
-from training.injection.outside import Kill, KillInjector, LocalRun, Victim
+from training.injection.outside import KillInjector
 from training.job import Job
 from training.journal.history import RunHistory
 from training.recovery.rungs import Rung
+from training.specs.drill import Kill, Victim
 from training.specs.model import ParallelKind
 from training.supervisor.run import Run
 
@@ -77,11 +78,12 @@ def drive(home) -> Callable[..., Driven]:
             "engine": {"slots_per_node": 1, "spares": 1},
             "checkpoint": {"every_steps": EVERY, "keep_last": 2, **checkpoint},
             "restart": restart or {},
+            "drill": {"kills": True},
         }
         job = drill_job(
             home, run_id, kind=ParallelKind.DDP, steps=STEPS, pace_s=pace_s, changes=changes
         )
-        injector = KillInjector(LocalRun(home, run_id), kills)
+        injector = KillInjector(kills)
         played = RunDriver(home).run(job, hook=kill_hook(injector))
         assert played.ended == "completed"
         assert played.left_over == ()
@@ -107,7 +109,8 @@ def test_a_run_saves_through_its_checkpoint_servers_and_leaves_only_what_it_keep
 @pytest.mark.long
 def test_workers_checkpoint_servers_and_nodes_may_die_and_the_loss_curve_stays(drive, undisturbed):
     # With either of the two on, nothing would be left to restore from the tiers.
-    restart = {"process_replace": False, "end_of_life_checkpoint": False}
+    off = ("process_replace", "node_replace", "end_of_life_checkpoint")
+    restart = dict.fromkeys(off, False)
     kills = (
         Kill(victim=Victim.RANK, index=1, step=8),
         Kill(victim=Victim.CHECKPOINT_SERVER, index=1, step=14),

@@ -13,11 +13,11 @@ import pytest
 
 from perdure.monitor import RunMonitor
 from storage.address import open_store
+from tests.local_run import LocalRun
 from tests.process.harness import RECIPES, REPO
 from tests.values import not_none
 from training.diagnosis.of_command import CORRUPT_ACTION
 from training.drill.driver import RunDriver, RunOutcome
-from training.injection.outside import LocalRun
 from training.job import Job, parse_job
 from training.recovery.faults import FaultClass
 from training.recovery.rungs import Rung

@@ -59,7 +59,8 @@ def test_a_rank_that_stops_outside_of_a_step_is_found_long_before_the_limit_of_t
     ("name", "rung"),
     [
         pytest.param("step-retry-hcce", "step_retry", marks=pytest.mark.long),
-        pytest.param("node-lost", "pod_reschedule", marks=pytest.mark.long),
+        pytest.param("node-rescheduled", "pod_reschedule", marks=pytest.mark.long),
+        pytest.param("node-lost-partner", "pod_reschedule", marks=pytest.mark.long),
     ],
 )
 def test_a_drill_runs_on_the_nodes_of_a_job_and_leaves_nothing_in_its_store(tmp_path, name, rung):
@@ -99,6 +100,30 @@ def test_the_logs_of_the_run_without_a_fault_are_named(tmp_path):
     assert len(folders) == 2
     assert Path(folders[0], "runs", "undisturbed-ddp").is_dir()
     shutil.rmtree(folders[0])
+
+
+def test_a_script_is_told_which_drills_can_run_on_a_job_and_why_others_cannot(tmp_path):
+    path = tmp_path / "job.yaml"
+    job = {
+        "run_id": "weeks-long",
+        "storage": {"address": f"file://{tmp_path}/store"},
+        "data": {"sources": ["/not/here"]},
+        "engine": {"nodes": 2, "slots_per_node": 2, "spares": 0},
+    }
+    path.write_text(yaml.safe_dump(job))
+    done = drill("list", "--json", "--job", str(path))
+    assert done.returncode == 0, done.stderr
+    found = {row["drill"]: row["can run"] for row in json.loads(done.stdout)}
+    cannot = {name: why for name, why in found.items() if why != "yes"}
+    assert cannot.pop("two-nodes-lost") == "engine.nodes=2: it needs 4 nodes"
+    assert set(cannot) == {
+        *("node-lost", "node-lost-cold", "first-node-lost", "node-lost-partner"),
+        *("node-rescheduled", "node-rescheduled-cold", "node-isolated"),
+    }
+    assert set(cannot.values()) == {"engine.spares=0: it leaves a node and needs another one"}
+    refused = drill("node-lost", "--job", str(path))
+    assert refused.returncode == 2
+    assert "node-lost: engine.spares=0" in refused.stderr
 
 
 def test_fields_of_a_job_can_only_be_set_with_a_job():

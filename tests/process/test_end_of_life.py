@@ -133,3 +133,17 @@ def test_no_digit_of_the_run_differs_from_one_without_a_death(home, bereaved):
     undisturbed = play(home, "undisturbed").played
     assert_as_undisturbed(bereaved.played, undisturbed, steps=STEPS)
     assert len(bereaved.played.state) == NUM_RANKS
+
+
+def test_the_step_is_on_record_that_the_first_rank_died_over_once_all_had_voted(home):
+    quick = {"engine": {"slots_per_node": 2, "spares": 0}, "checkpoint": {"every_steps": 10}}
+    died = kills(13, 0, at=DrillPoint.VOTED)
+    bereaved, undisturbed = (
+        play(home, name, drill={"faults": faults}, **quick).played
+        for name, faults in (("first-voted", died), ("whole", ()))
+    )
+    assert len(bereaved.fired_s[0]) == 1
+    saved = bereaved.history.attempts[0].last_save
+    assert saved is not None
+    assert saved.step == 13, "the others had completed it"
+    assert_as_undisturbed(bereaved, undisturbed, steps=STEPS)

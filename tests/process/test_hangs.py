@@ -14,10 +14,10 @@ import psutil
 import pytest
 
 from storage.address import open_store
+from tests.local_run import LocalRun
 from tests.process.harness import faulty_job
 from training.drill.driver import RunDriver, RunHook, RunOutcome
 from training.health.left_behind import FACTOR
-from training.injection.outside import LocalRun
 from training.job import parse_job
 from training.journal.events import AlertRaised, HealthPoint
 from training.recovery.faults import Fault, FaultClass

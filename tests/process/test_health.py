@@ -56,6 +56,7 @@ def left(home) -> RunOutcome:
         env={"SLOW_NODE": "node-1"},
         watch={"isolate_fail_slow": True, "step_slow_for_s": 5},
         checkpoint={"every_steps": 10},
+        restart={"pod_retries": 1, "node_replace": False},
     )
 
 
@@ -91,6 +92,29 @@ def test_a_node_that_holds_the_others_up_is_left_after_the_next_checkpoint(left)
 
 
 @pytest.mark.long
+def test_a_node_that_holds_the_others_up_is_replaced_without_a_checkpoint(home):
+    played = play(
+        home,
+        "slow-replaced",
+        steps=170,
+        faults="slow:3:20:0.15",
+        env={"SLOW_NODE": "node-1"},
+        watch={"isolate_fail_slow": True},
+        checkpoint={"every_steps": 1000},
+    )
+    (view,) = played.history.attempts
+    (recovery,) = view.recoveries
+    fault = recovery.began.fault
+    assert (fault.fault_class, fault.node, fault.rank) == (FaultClass.FAIL_SLOW, "node-1", 3)
+    assert recovery.began.decision.rung is Rung.NODE_REPLACE
+    assert recovery.ended is not None
+    assert (recovery.succeeded, recovery.ended.steps_lost) == (True, 0)
+    assert [(m.node, m.schedule_cnt) for m in view.members] == [("node-0", 1), ("node-2", 2)]
+    assert played.history.isolated == ("node-1",)
+    assert list(played.curve) == list(range(1, 171))
+
+
+@pytest.mark.long
 def test_a_rank_that_is_slow_wherever_it_runs_costs_one_node_at_most(home):
     played = play(
         home,
@@ -101,7 +125,8 @@ def test_a_rank_that_is_slow_wherever_it_runs_costs_one_node_at_most(home):
         checkpoint={"every_steps": 10},
     )
     assert len(alerts(played, HealthPoint.STRAGGLER)) == 2
-    assert rungs(played) == [Rung.POD_RESCHEDULE]
+    (view,) = played.history.attempts
+    assert [one.began.decision.rung for one in view.recoveries] == [Rung.NODE_REPLACE]
 
 
 @pytest.mark.long

@@ -50,7 +50,11 @@ def refusal(api: Api, deployment: dict, parameters: dict) -> str:
         ({"job": {"run_id": "x"}}, "'job'", "'storage' is a required property"),
         ({"job": {**JOB, "precision": "fp8"}}, "'job.precision'", "is not one of"),
         ({"job": {**JOB, "optimizer": {"lr": -1}}}, "'job.optimizer.lr'", "-1 is less than"),
-        ({"job": {**JOB, "engine": {"nodes": "two"}}}, "'job.engine", "'two' is not"),
+        (
+            {"job": {**JOB, "engine": {"nodes": "two"}}},
+            "'job.engine",
+            "{'nodes': 'two'} is not valid",
+        ),
         ({"job": "No Such"}, "'job'", "does not match"),
     ],
 )

@@ -108,7 +108,7 @@ def test_the_server_has_attempts_reports_and_events_of_a_broken_run(broken, api)
 
 @pytest.mark.long
 def test_without_pod_retries_a_lost_node_reschedules_the_whole_job(bench, undisturbed_pair):
-    running = bench.start(bench.apart("job-level", restart={"pod_retries": 0}))
+    running = bench.start(bench.apart("job-level", restart={"node_replace": False}))
     running.reach(12)
     assert running.local.kill_node("node-0")
     running.complete(undisturbed_pair)
@@ -145,7 +145,8 @@ def test_a_recipe_that_returns_without_training_is_a_fault_and_not_a_success(ben
 
 @pytest.mark.long
 def test_without_a_healthy_spare_the_run_reports_it_and_follows_its_policy(bench):
-    job = bench.apart("no-spare", restart={"spare_wait_s": 1, "allow_without_isolation": False})
+    policy = {"spare_wait_s": 1, "allow_without_isolation": False, "node_replace": False}
+    job = bench.apart("no-spare", restart=policy)
     job["engine"] = {**job["engine"], "spares": 0}
     running = bench.start(job)
     running.reach(3)

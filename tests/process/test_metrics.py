@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
-import sys
 import urllib.parse
-import urllib.request
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from tests.process.harness import REPO
+from tests.prometheus import MISSING, PROGRAM, Answers
 from tests.waiting import wait_for
 from training.processes import free_port
 
 HOST = "127.0.0.1"
-UNPACKED = Path(sys.prefix) / "prometheus" / "usr" / "bin" / "prometheus"
-PROGRAM = shutil.which("prometheus") or (str(UNPACKED) if UNPACKED.exists() else None)
 
 pytestmark = [
     pytest.mark.process,
-    pytest.mark.skipif(PROGRAM is None, reason="needs Prometheus: make .venv/.prometheus"),
+    pytest.mark.skipif(PROGRAM is None, reason=MISSING),
 ]
 
 SCRAPE = "500ms"
@@ -38,7 +33,7 @@ class Prometheus:
     """A Prometheus of its own, that scrapes one address."""
 
     def __init__(self, folder: Path, target: str) -> None:
-        self.address = f"{HOST}:{free_port(HOST)}"
+        self.answers = Answers(f"{HOST}:{free_port(HOST)}")
         jobs = [{"job_name": "perdure", "static_configs": [{"targets": [target]}]}]
         times = {"scrape_interval": SCRAPE, "scrape_timeout": SCRAPE}
         config = folder / "prometheus.yml"
@@ -49,31 +44,15 @@ class Prometheus:
                     str(PROGRAM),
                     f"--config.file={config}",
                     f"--storage.tsdb.path={folder}/tsdb",
-                    f"--web.listen-address={self.address}",
+                    f"--web.listen-address={self.answers.address}",
                 ],
                 stdout=log,
                 stderr=log,
             )
 
-    def ask(self, expression: str) -> list[dict[str, Any]]:
-        """The series that an expression gives now."""
-        query = urllib.parse.urlencode({"query": expression})
-        with urllib.request.urlopen(f"http://{self.address}/api/v1/query?{query}") as answer:
-            series: list[dict[str, Any]] = json.load(answer)["data"]["result"]
-        return [one for one in series if one["value"][1] != "NaN"]
-
-    def value(self, expression: str) -> float | None:
-        """Of the only series, None without one."""
-        found = self.ask(expression)
-        return float(found[0]["value"][1]) if len(found) == 1 else None
-
     def is_ready(self) -> bool:
         assert self.process.poll() is None
-        try:
-            with urllib.request.urlopen(f"http://{self.address}/-/ready") as answer:
-                return bool(answer.status == 200)
-        except OSError:
-            return False
+        return self.answers.is_ready()
 
     def close(self) -> None:
         self.process.terminate()
@@ -85,11 +64,13 @@ def running(bench):
     """A run that lasts until it is cancelled."""
     job = bench.apart("metrics", steps=5000, watch={"sample_every_s": 0.5})
     running = bench.start(job)
-    running.reach(3)
-    yield running
-    running.kill_supervisor()
-    running.local.kill_node("node-0")
-    running.local.kill_node("node-1")
+    try:
+        running.reach(3)
+        yield running
+    finally:  # late or not, nothing of it is left to the tests that follow
+        running.kill_supervisor()
+        running.local.kill_node("node-0")
+        running.local.kill_node("node-1")
 
 
 @pytest.fixture
@@ -99,9 +80,11 @@ def prometheus(running, tmp_path):
     url = urllib.parse.urlsplit(status["metrics_url"])
     assert (url.hostname, url.path) == (HOST, "/metrics")
     prometheus = Prometheus(tmp_path, url.netloc)
-    wait_for(prometheus.is_ready, timeout_s=30, what="Prometheus is ready")
-    yield prometheus
-    prometheus.close()
+    try:
+        wait_for(prometheus.is_ready, timeout_s=30, what="Prometheus is ready")
+        yield prometheus.answers
+    finally:
+        prometheus.close()
 
 
 def expressions() -> Iterator[str]:

@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 
+from tests.local_run import LocalRun
 from training.drill.driver import RunDriver, RunOutcome, kill_hook
 from training.drill.job import drill_job, write_corpus
-from training.injection.outside import Kill, KillInjector, LocalRun, Victim
+from training.injection.outside import KillInjector
 from training.job import Job
 from training.journal.attempt_view import AttemptView
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.protocol import AttemptGivenUp
 from training.recovery.rungs import Rung
-from training.specs.drill import DrillFault, DrillKind, DrillPoint
+from training.specs.drill import DrillFault, DrillKind, DrillPoint, Kill, Victim
 from training.specs.model import ParallelKind
 from training.supervisor.run import Run
 from training.supervisor.watch import Progress
@@ -30,7 +31,7 @@ def job_of(
     home: Path, name: str, kind: ParallelKind, *faults: DrillFault, **changes: dict[str, Any]
 ) -> Job:
     write_corpus(home)
-    changes |= {"drill": {"faults": faults}, "checkpoint": {"every_steps": 5}}
+    changes |= {"drill": {"faults": faults, "kills": True}, "checkpoint": {"every_steps": 5}}
     return drill_job(home, name, kind=kind, steps=STEPS, pace_s=0.1, changes=changes)
 
 
@@ -85,7 +86,7 @@ def test_a_rank_that_was_replaced_in_vain_is_named_though_all_ranks_end_in_good_
 def test_the_death_of_the_coordinator_is_blamed_on_no_rank(home):
     job = job_of(home, "coordinator", ParallelKind.DDP)
     kills = (Kill(victim=Victim.COORDINATOR, index=0, step=AT_STEP),)
-    injector = KillInjector(LocalRun(home, job.run_id), kills)
+    injector = KillInjector(kills)
     played = RunDriver(home).run(job, hook=kill_hook(injector))
     assert injector.fired_s.keys() == {0}
     view, fault = failed(played)
@@ -122,7 +123,7 @@ def test_a_process_that_its_own_agent_ended_to_replace_it_is_not_the_cause(home)
     damaged = DrillFault(kind=DrillKind.DEVICE_MEMORY, rank=1, step=AT_STEP, times=2)
     job = job_of(home, "forkless", ParallelKind.DDP, damaged)
     kills = (Kill(victim=Victim.FORK_SERVER, index=0, step=2),)
-    injector = KillInjector(LocalRun(home, job.run_id), kills)
+    injector = KillInjector(kills)
     played = RunDriver(home).run(job, hook=kill_hook(injector))
     assert injector.fired_s.keys() == {0}
     view, fault = failed(played)

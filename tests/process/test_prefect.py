@@ -14,11 +14,11 @@ import pytest
 from perdure import server
 from storage.address import open_store
 from storage.checkpoint import CheckpointStore
+from tests.local_run import LocalRun
 from tests.process.deployment import RETENTION, start_flow_run
 from tests.process.rest import ask
 from tests.process.truth import contradictions
 from tests.waiting import wait_for
-from training.injection.outside import LocalRun
 
 pytestmark = [pytest.mark.process, pytest.mark.prefect]
 

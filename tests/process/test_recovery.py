@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
+from tests.local_run import LocalRun
 from tests.process.harness import assert_as_undisturbed
 from training.drill.driver import Pauser, RunDriver, RunHook, RunOutcome
 from training.drill.evaluation import differences, recovered
 from training.drill.job import NUM_RANKS, drill_job
-from training.injection.outside import LocalRun
 from training.journal.attempt_view import AttemptView, InProcessRecovery
 from training.recovery.rungs import Rung
 from training.specs.drill import DrillFault, DrillKind, DrillPoint

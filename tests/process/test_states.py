@@ -102,16 +102,16 @@ def test_one_killed_flow_process_is_one_crash_and_its_living_run_is_never_failed
     assert flow_run.state["type"] == "RUNNING", flow_run.states
 
     other = start_flow_run(api, PRETRAIN, {"job": running.job.model_dump(mode="json")})
-    state = other.wait_for_end(timeout_s=60)
-    assert (state["type"], state["name"]) == ("CANCELLED", "AlreadySupervised")
-    assert state["message"].startswith("run killed-once is still training: attempt 1.1, step ")
-    assert flow_run.id in state["message"]
-    wait_for(lambda: "Finished in state" in other.logs, what="its last line", period_s=1.0)
-    assert "Traceback" not in other.logs
+    other.wait_for("AlreadySupervised")
+    assert other.state["type"] == "RUNNING"
+    assert flow_run.id in other.state["message"]
 
     assert running.history.epoch == 2, "nobody took it in the meantime"
     assert {p.pid for rank in (0, 1) for p in running.local.rank(rank)} == workers
     finish(running, flow_run)
+    assert other.wait_for_end(timeout_s=60)["name"] == "Cancelled", "as the run has ended"
+    wait_for(lambda: "Finished in state" in other.logs, what="its last line", period_s=1.0)
+    assert "Traceback" not in other.logs
 
 
 @pytest.mark.timeout(900)
@@ -138,7 +138,7 @@ def test_what_cannot_be_started_fails_with_the_reason_and_is_not_tried_for_ever(
         "tags": known["tags"], "work_pool_name": "perdure", "pull_steps": known["pull_steps"],
         "job_variables": known["job_variables"],
     }  # fmt: skip
-    ask("POST", f"{api.url}/deployments/", broken)
+    made = ask("POST", f"{api.url}/deployments/", broken).json()
     flow_run = start_flow_run(api, "pretrain/broken", {})
     deployment = api.deployment(KEEP_SUPERVISED)
     api.set_schedule(deployment, active=True)
@@ -154,6 +154,8 @@ def test_what_cannot_be_started_fails_with_the_reason_and_is_not_tried_for_ever(
     assert 5 <= starts <= 8, flow_run.states
     time.sleep(35)
     assert flow_run.state["type"] == "FAILED", "no automation brings it back"
+    # A run whose flow run is deleted may be given one of any deployment of this pool.
+    ask("DELETE", f"{api.url}/deployments/{made['id']}")
 
 
 @pytest.mark.timeout(600)
@@ -294,10 +296,15 @@ def test_ticks_of_the_keeper_that_came_due_without_a_worker_are_not_made_up_for(
     bench, deployed, api
 ):
     kill_worker(deployed[0])
+
+    def ended() -> list[FlowRun]:
+        # The newest one may have been due for so short a time that a worker may still take it.
+        return [tick for tick in ticks(api, schedule) if tick.state["type"] == "CANCELLED"]
+
     # The server holds events back that follow a state which is younger than five minutes (3.8.8).
     with ticking(api, KEEP_SUPERVISED, {}, every_s=10, in_s=310) as schedule:
-        wait_for(lambda: len(ticks(api, schedule)) >= 4, timeout_s=450, what="four late ticks")
-    late = ticks(api, schedule)
+        wait_for(lambda: len(ended()) >= 4, timeout_s=450, period_s=1, what="four late ticks")
+    late = ended()
     deployed[0] = start_worker(bench)
     assert keep(api).state["name"] == "NothingToDo"
     for tick in late:

@@ -111,7 +111,7 @@ def test_a_finished_run_is_told_as_its_ledger_has_it(broken, api):
 def test_a_run_that_is_cancelled_in_the_middle_of_a_recovery_keeps_its_story(bench, api, how):
     name = f"stopped-by-{how}"
     engine = {"nodes": 2, "slots_per_node": 1, "spares": 0, "grace_s": 10}
-    restart = {"pod_retries": 1, "spare_wait_s": 600}
+    restart = {"pod_retries": 1, "spare_wait_s": 600, "node_replace": False}
     running = bench.start(bench.apart(name, engine=engine, restart=restart))
     running.reach(12)
     assert running.local.kill_node("node-1")

@@ -22,9 +22,10 @@ def test_a_second_start_adopts_the_living_attempt_and_training_never_stopped(
     at_death = first.step()
     wait_for(lambda: first.step() > at_death + 3, timeout_s=30, what="steps without a supervisor")
 
-    first.pace(2.0)  # or a busy machine would start the third when all is over
+    first.pace(6.0)  # or a busy machine would start the third when all is over
     second = bench.start(job)
-    wait_for(lambda: "adopted" in second.out, timeout_s=60, what="adoption")
+    adopted = "watching an adopted attempt"  # the run's name alone is in what both print at once
+    wait_for(lambda: adopted in second.out, timeout_s=60, what="adoption")
     assert {p.pid for rank in (0, 1) for p in second.local.rank(rank)} == workers
 
     third = bench.start(job)

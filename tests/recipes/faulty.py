@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import training
 from tests.recipes.paced import Guesser
+from training.diagnosis.exits import EXIT_ABOVE_PROCESS
 from training.runtime.state.checkpointer import Checkpointer
 from training.trainer.pretrain import make_loader, open_data, seed_all
 
@@ -46,6 +47,7 @@ ONCE = {
     "pause": time.sleep,
     "sys_exit": lambda _seconds: sys.exit(0),
     "os_exit": end_as_if_done,
+    "device_lost": lambda _seconds: os._exit(EXIT_ABOVE_PROCESS),
 }
 IN_SAVES = {"lost_in_save": leave_for_good}
 

@@ -1,6 +1,6 @@
 """Servers as child processes of the tests: started in a folder of their own, ended for certain.
 
-Everything listens on the loopback interface only. Times are seconds.
+Unless a test says otherwise, they listen on the loopback interface only. Times are seconds.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def find_program(name: str) -> str | None:
     return shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
 
 
-def listens(port: int) -> bool:
+def listens(port: int, host: str = HOST) -> bool:
     """Whether something accepts connections there."""
     try:
-        with socket.create_connection((HOST, port), timeout=1.0):
+        with socket.create_connection((host, port), timeout=1.0):
             return True
     except OSError:
         return False
@@ -52,7 +52,7 @@ class Program:
                 preexec_fn=_die_with_parent,  # noqa: PLW1509 no thread of ours holds a lock it needs
             )
 
-    def wait_for_port(self, port: int) -> None:
+    def wait_for_port(self, port: int, host: str = HOST) -> None:
         """Return when it accepts connections."""
 
         def ready() -> bool:
@@ -60,7 +60,7 @@ class Program:
                 raise AssertionError(
                     f"{self._process.args!r} ended: {self._log.read_text()[-2000:]}"
                 )
-            return listens(port)
+            return listens(port, host)
 
         wait_for(ready, timeout_s=START_S, what=f"{self._process.args!r} listens on {port}")
 

@@ -1,4 +1,4 @@
-"""Ceph RGW on the loopback interface: a monitor, an OSD that keeps its data in memory, a gateway.
+"""Ceph RGW: a monitor, an OSD that keeps its data in memory, a gateway.
 
 No authentication between them, no manager, no replicas. The gateway alone can be killed and
 started again: what it acknowledged is in the OSD.
@@ -79,10 +79,11 @@ class Rgw:
 
     scheme = S3_SCHEME
 
-    def __init__(self, folder: Path) -> None:
-        self.port = free_port()
+    def __init__(self, folder: Path, host: str = HOST) -> None:
+        self.port = free_port(host)
+        self.host = host
         self._folder = folder
-        self._mon_port = free_port()
+        self._mon_port = free_port(host)
         self._config = folder / "ceph.conf"
         self._others: list[Program] = []
         self._gateway: Program | None = None
@@ -106,7 +107,7 @@ class Rgw:
     def start_gateway(self) -> None:
         """Start the gateway, on the same port and the same data."""
         self._gateway = self._start("radosgw", "-n", "client.rgw", "-f")
-        self._gateway.wait_for_port(self.port)
+        self._gateway.wait_for_port(self.port, self.host)
 
     def kill_gateway(self) -> None:
         """End the gateway in the middle of what it does."""
@@ -115,15 +116,15 @@ class Rgw:
 
     def start_tls_gateway(self, certificate: Path, key: Path) -> int:
         """Start one more gateway to the same data, which speaks TLS alone. Returns its port."""
-        port = free_port()
-        frontend = f"beast ssl_endpoint={HOST}:{port} ssl_certificate={certificate}"
+        port = free_port(self.host)
+        frontend = f"beast ssl_endpoint={self.host}:{port} ssl_certificate={certificate}"
         self._others.append(
             self._start(
                 *("radosgw", "-n", "client.tls", "-f"),
                 f"--rgw-frontends={frontend} ssl_private_key={key}",
             )
         )
-        self._others[-1].wait_for_port(port)
+        self._others[-1].wait_for_port(port, self.host)
         return port
 
     def end(self) -> None:
@@ -139,7 +140,7 @@ class Rgw:
         self._config.write_text(
             CONFIG.format(
                 fsid=fsid,
-                host=HOST,
+                host=self.host,
                 port=self.port,
                 domain=DOMAIN,
                 mon_port=self._mon_port,
@@ -148,7 +149,7 @@ class Rgw:
             )
         )
         monmap = str(self._folder / "monmap")
-        address = f"[v2:{HOST}:{self._mon_port}]"
+        address = f"[v2:{self.host}:{self._mon_port}]"
         _command(["monmaptool", "--create", "--fsid", fsid, "--addv", "a", address, monmap])
         self._command("ceph-mon", "--mkfs", "-i", "a", "--monmap", monmap)
         self._others.append(self._start("ceph-mon", "-i", "a", "-f"))

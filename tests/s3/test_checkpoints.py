@@ -65,7 +65,8 @@ class Run:
         file = self.folder / "job.json"
         file.write_text(job.model_dump_json())
         self._checkpoint_servers.append(CheckpointServerProcess(self.folder))
-        self._clients.append(CheckpointClient(self._checkpoint_servers[-1].ensure(job, file, None)))
+        name = self._checkpoint_servers[-1].ensure(job, file, None, first_container=None)
+        self._clients.append(CheckpointClient(name))
         return self._clients[-1]
 
     def kill_checkpoint_server(self, number: int = -1) -> None:

@@ -59,7 +59,7 @@ class Moments:
 @pytest.fixture
 def moments(bench, api, visitor) -> Moments:
     engine = {"nodes": 2, "slots_per_node": 1, "spares": 0, "grace_s": 10}
-    restart = {"pod_retries": 1, "spare_wait_s": 600}
+    restart = {"pod_retries": 1, "spare_wait_s": 600, "node_replace": False}
     job = bench.apart(NAME, engine=engine, restart=restart, env={"PACE_S": "0.3"})
     return Moments(bench.start(job), api, visitor)
 

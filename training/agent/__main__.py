@@ -1,21 +1,46 @@
-"""Start a node agent: `python -m training.agent FOLDER`, FOLDER holding its agent.json."""
+"""Start a node agent: `python -m training.agent FOLDER [CONFIG]`, its configuration in a file.
+
+The file is FOLDER/agent.json unless it is named. What an engine does not know before a container
+is placed, the container's environment says: its node and the address it listens on.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from training.agent.agent import CONFIG_FILE, Agent
+from training.agent.kills import lose_node_on_signal
+from training.agent.node_folder import forget_other_lives
+from training.environment import worker_path
 from training.log import start_logging
+from training.processes import MARKER
 from training.wire.agent import AgentConfig
+
+NODE_ENV = "PERDURE_NODE"
+HOST_ENV = "PERDURE_HOST"
 
 
 def main() -> None:
-    """Run the agent of the container whose scratch folder is the only argument."""
+    """Run the agent of the container whose scratch folder is the first argument."""
     start_logging()
+    os.environ["PATH"] = worker_path()
     folder = Path(sys.argv[1])
-    config = AgentConfig.model_validate_json((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    file = Path(sys.argv[2]) if len(sys.argv) > 2 else folder / CONFIG_FILE
+    config = placed(AgentConfig.model_validate_json(file.read_text(encoding="utf-8")), os.environ)
+    if config.node_folder is not None:
+        forget_other_lives(Path(config.node_folder))
+    if config.is_drill:
+        lose_node_on_signal(os.environ[MARKER])
     Agent(config, folder).run()
+
+
+def placed(config: AgentConfig, environment: Mapping[str, str]) -> AgentConfig:
+    """The configuration with the node and the address of the container that it runs in."""
+    found = {"node": environment.get(NODE_ENV), "host": environment.get(HOST_ENV)}
+    return config.model_copy(update={name: value for name, value in found.items() if value})
 
 
 if __name__ == "__main__":

@@ -17,14 +17,15 @@ from pathlib import Path
 
 from storage.errors import StorageError
 from training.agent.checkpoint_server import CheckpointServerProcess, disk_folder
-from training.agent.control import ADDRESS_FILE, control_server, publish_address
+from training.agent.control import ADDRESS_FILE, control_server_of, publish_address
 from training.agent.coordinator_client import AgentCoordinatorClient, address_file, metrics_url
-from training.agent.evidence import device_health, device_logs, stacks_of, without_secrets
 from training.agent.hang_check import HangCheck
 from training.agent.healing import NodeHealing
+from training.agent.kills import kill_in_container
 from training.agent.launcher import Launcher
 from training.agent.log_collection import Collector
 from training.agent.log_reading import read_logs
+from training.agent.node_texts import evidence_of, worker_stacks
 from training.agent.preparation import DATA_FOLDER, NodeChecks, stage_data
 from training.agent.sampler import Sampling
 from training.agent.wakeup import WakeupSignal
@@ -39,17 +40,22 @@ from training.processes import MARKER, become_subreaper, free_port, kill_contain
 from training.recovery.protocol import ReplaceWorker
 from training.specs.env_from import values_on_node
 from training.wire.agent import (
+    NO_MEMBER,
     AgentConfig,
     AgentReply,
     AgentState,
     AgentStatus,
+    AssignOrder,
     CheckOrder,
     CoordinatorEnd,
     EvidenceQuery,
     GreetQuery,
     HangReport,
+    KillOrder,
     MetricsQuery,
+    NoticeOrder,
     Order,
+    RejoinOrder,
     RendezvousOrder,
     Request,
     ShutdownOrder,
@@ -76,7 +82,7 @@ class Agent:
         self._folder = folder
         self._marker = os.environ[MARKER]
         self._lock = threading.Lock()
-        self._server = control_server(config.host, config.token, self.handle)
+        self._server = control_server_of(config, self.handle)
         self._epoch = config.epoch
         self._called_s = time.monotonic()
         self._proc_start_cnt = 0
@@ -92,12 +98,17 @@ class Agent:
         self._coordinator: AgentCoordinatorClient | None = None
         self._ending = False
         self._waking = WakeupSignal()
-        self._checks = NodeChecks(config, folder)
-        self._healing = NodeHealing(config, folder, self._launcher.fork)
-        self._checkpoint_server = CheckpointServerProcess(folder)
+        self._checkpoint_server = CheckpointServerProcess(folder, config.host)
         self._sampling = Sampling(folder, self._send_sample)
-        self._collector = Collector(config, folder)
         self._oom_kills_before = oom_kills()
+        self._become(config)
+
+    def _become(self, config: AgentConfig) -> None:
+        """Be the agent of the member that a configuration names."""
+        self._config = config
+        self._checks = NodeChecks(config, self._folder)
+        self._healing = NodeHealing(config, self._folder, self._launcher.fork)
+        self._collector = Collector(config, self._folder)
 
     def run(self) -> None:
         """Serve until a shutdown order, or until no supervisor has called for too long."""
@@ -140,16 +151,16 @@ class Agent:
         match order:
             case RendezvousOrder():
                 reply = self._open_rendezvous(epoch, order)
-            case EvidenceQuery():
-                reply = self._evidence(epoch, order.tail_bytes)
-            case ReadLogsQuery():
-                reply = self._read_logs(epoch, order)
-            case StacksQuery():
-                reply = self._stacks(epoch)
+            case EvidenceQuery() | StacksQuery() | ReadLogsQuery():
+                reply = self._read(epoch, order)
             case CheckOrder():
                 reply = self._check(epoch, order)
             case DevicesQuery():
                 reply = self._refuse(epoch) or devices_reply(order, self._config.node)
+            case NoticeOrder() | RejoinOrder():
+                reply = self._refuse(epoch) or self._about_coordinator(order)
+            case KillOrder():
+                reply = self._refuse(epoch) or kill_in_container(order, self._config, self._marker)
             case _:
                 with self._lock:
                     reply = self._refuse(epoch) or self._obey(order)
@@ -178,6 +189,7 @@ class Agent:
             sample=self._sampling.newest,
             metrics_url=metrics_url(self._attempt_folder(self._order)) if self._order else None,
             coordinator_end=self._coordinator_end,
+            is_warm=self._launcher.is_warm,
         )
 
     def _obey(self, order: Order) -> AgentReply:
@@ -185,11 +197,11 @@ class Agent:
         match order:
             case StartOrder():
                 reply = self._start(order)
-            case StopOrder():
+            case AssignOrder():
+                reply = self._assign(order)
+            case StopOrder() | ShutdownOrder():
                 self._stop(order.grace_s)
-            case ShutdownOrder():
-                self._stop(order.grace_s)
-                self._ending = True
+                self._ending = self._ending or isinstance(order, ShutdownOrder)
             case StatusQuery():
                 reply = AgentReply(status=self.status())
             case MetricsQuery():
@@ -206,15 +218,48 @@ class Agent:
                 reply = self._heal(order)
         return reply
 
+    def _about_coordinator(self, order: NoticeOrder | RejoinOrder) -> AgentReply:
+        """Pass a message on, or go over to another coordinator: not under the lock."""
+        with self._lock:
+            own, group, client = self._order, self._group, self._coordinator
+        key = (order.placement, order.attempt)
+        if own is None or (own.placement, own.attempt) != key or group is None or client is None:
+            return AgentReply(error="the attempt has no coordinator here")
+        if isinstance(order, NoticeOrder):
+            sent = client.send(order.message)
+            return AgentReply(error=None if sent else "the coordinator cannot be reached")
+        try:
+            client.rejoin(order.coordinator)
+        except OSError as error:
+            return AgentReply(error=f"the coordinator cannot be reached: {error}")
+        with self._lock:  # nothing that was silent without a coordinator hangs
+            group.rejoin(order.coordinator)
+            self._hang = None
+            self._hang_check = HangCheck(self._config, own.is_command, self._marker)
+        return AgentReply()
+
     def _read_log(self, offset: int) -> AgentReply:
         if self._group is None:
             return AgentReply(text="", offset=offset)
         text, offset = attempt_log.read_lines(self._group.folder / attempt_log.FILE_NAME, offset)
         return AgentReply(text=text, offset=offset)
 
+    def _assign(self, order: AssignOrder) -> AgentReply:
+        wanted = {"member": order.member, "schedule_cnt": order.schedule_cnt}
+        config = self._config.model_copy(update=wanted)
+        if config == self._config:
+            return AgentReply()  # a repeated order
+        if self._config.member != NO_MEMBER:
+            return AgentReply(error=f"it is the container of member {self._config.member}")
+        self._checks.end()
+        self._become(config)
+        return AgentReply()
+
     def _start(self, order: StartOrder) -> AgentReply:
         if self._ending:
             return AgentReply(error="the agent is shutting down")
+        if self._config.member == NO_MEMBER:
+            return AgentReply(error="it stands by, and is no member's container yet")
         if self._order and (order.placement, order.attempt) == (
             self._order.placement,
             self._order.attempt,
@@ -296,7 +341,9 @@ class Agent:
         environment |= self._start_checkpoint_server(order, job_file)
         environment |= self._join_coordinator(order, folder, self._group)
         self._group.spare = self._spare()
-        self._group.start(environment, proc_start_cnt=self._proc_start_cnt + 1)
+        self._group.start(
+            environment, proc_start_cnt=self._proc_start_cnt + 1, generation=order.generation
+        )
         self._proc_start_cnt += 1
         self._state = AgentState.RUNNING
         self._sampling.begin(
@@ -312,12 +359,12 @@ class Agent:
             return {}
         node_folder = Path(self._config.node_folder) if self._config.node_folder else None
         disk = disk_folder(job, node_folder)
-        name = self._checkpoint_server.ensure(job, job_file, disk)
+        first = self._config.schedule_cnt if self._config.member == 0 else None
+        name = self._checkpoint_server.ensure(job, job_file, disk, first_container=first)
         return {"PERDURE_CHECKPOINT_SERVER": name, "PERDURE_DISK_TIER": str(disk) if disk else ""}
 
     def _attempt_folder(self, order: StartOrder | HealOrder) -> Path:
-        name = f"p{order.placement:04d}-a{order.attempt:04d}"
-        return self._folder / "attempts" / name
+        return self._folder / "attempts" / f"p{order.placement:04d}-a{order.attempt:04d}"
 
     def _join_coordinator(
         self, order: StartOrder, folder: Path, group: WorkerGroup
@@ -332,7 +379,8 @@ class Agent:
             node=self._config.node,
             ranks=group.planned_ranks,
             on_replace=self._on_replace,
-            on_give_up=self._on_give_up,
+            on_give_up=partial(self._on_give_up, group),
+            rejoin_s=order.rejoin_s,
         )
         return {"PERDURE_COORDINATOR": str(path)}
 
@@ -356,10 +404,10 @@ class Agent:
         with self._lock:
             group.fill(order.rank, order.generation, why_not=why_not)
 
-    def _on_give_up(self, _why: str) -> None:
+    def _on_give_up(self, group: WorkerGroup, _why: str) -> None:
         with self._lock:
-            if self._group is not None:
-                self._group.release()
+            if self._group is group:  # else it is of an attempt that is over
+                group.release()
                 self._waking.wake()
 
     def _stop(self, grace_s: float) -> None:
@@ -391,6 +439,9 @@ class Agent:
             return
         if self._hang is not None and self._hang.ends_attempt:
             return
+        client = self._coordinator
+        if client is not None and not (client.is_open or client.is_closed):
+            return  # the ranks wait for another coordinator
         assert self._group is not None  # noqa: S101 RUNNING implies a group
         assert self._hang_check is not None  # noqa: S101 likewise
         self._hang = self._hang_check.check(self._group, sample=self._sampling.newest)
@@ -429,27 +480,18 @@ class Agent:
         self._called_s = time.monotonic()
         return None
 
-    def _evidence(self, epoch: int, tail_bytes: int) -> AgentReply:
-        """Runs the driver's tools, which take their time: not under the lock."""
-        with self._lock:
-            refused, group = self._refuse(epoch), self._group
-        if refused is not None or group is None:
-            return refused or AgentReply()
-        # One folder of a launcher has the logs of all its ranks.
-        is_known = not group.order.is_launcher
-        folders = {group.device_folder(r): r if is_known else None for r in group.ranks}
-        devices = range(self._order.slots_per_node if self._order else 0)
-        logs = device_logs(folders, tail_bytes)
-        texts = (*logs, *device_health(devices))
-        return AgentReply(texts=without_secrets(texts, group.secrets))
-
-    def _read_logs(self, epoch: int, query: ReadLogsQuery) -> AgentReply:
-        """Reads files of any size: not under the lock."""
+    def _read(self, epoch: int, query: EvidenceQuery | StacksQuery | ReadLogsQuery) -> AgentReply:
+        """Reads files of any size and runs other programs: not under the lock."""
         with self._lock:
             refused, group, order = self._refuse(epoch), self._group, self._order
             is_over = self._is_quiet()
         if refused is not None or group is None or order is None:
             return refused or AgentReply()
+        match query:
+            case EvidenceQuery():
+                return AgentReply(texts=evidence_of(group, query.tail_bytes))
+            case StacksQuery():
+                return AgentReply(texts=worker_stacks(group))
         pieces = read_logs(
             query,
             config=self._config,
@@ -459,17 +501,6 @@ class Agent:
             is_over=is_over,
         )
         return AgentReply(pieces=pieces)
-
-    def _stacks(self, epoch: int) -> AgentReply:
-        """Runs other programs: not under the lock."""
-        with self._lock:
-            refused = self._refuse(epoch)
-            group = self._group
-            targets = group.stacks_targets() if group is not None else []
-        if refused is not None or group is None:
-            return refused or AgentReply()
-        # The command lines of the processes are among them.
-        return AgentReply(texts=without_secrets(stacks_of(targets), group.secrets))
 
     def _check(self, epoch: int, order: CheckOrder) -> AgentReply:
         """Runs a program that takes its time: not under the lock."""

@@ -1,6 +1,6 @@
 """The checkpoint server of a node as a process.
 
-`python -m training.agent.checkpoint_server JOB SOCKET [DISK_FOLDER]`
+`python -m training.agent.checkpoint_server JOB SOCKET HOST [DISK_FOLDER]`
 
 A child of the agent and apart from it, so that hashing and uploading starve neither heartbeats
 nor training. SIGTERM, or the end of the agent: finish what was handed over, then end. Times are
@@ -28,7 +28,7 @@ import psutil
 from storage.address import open_store
 from storage.checkpoint import CheckpointStore
 from storage.checkpoint_server.publish import Publisher
-from storage.checkpoint_server.server import CheckpointServer
+from storage.checkpoint_server.server import CheckpointServer, Copying
 from storage.frozen_model import FrozenModel
 from storage.local import LocalStore
 from storage.retention import Retention, apply_retention
@@ -47,6 +47,7 @@ CLOSE_TIMEOUT_S = 900.0  # the longest grace period of a container
 # Nothing waits for the checkpoint server but the save after next: it sees an outage of the store
 # through.
 OUTAGE_S = 1200.0
+FIRST_CONTAINER_ENV = "PERDURE_FIRST_CONTAINER"  # of the checkpoint server of the first node
 HELD_FILE = "held.json"
 REVIVED_AFTER_S = 5.0  # since its start
 
@@ -66,9 +67,14 @@ def serve() -> None:
     # alone, and a signal that the kernel gives to another one would not wake it from a wait.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     job = Job.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    disk = CheckpointStore(LocalStore(Path(sys.argv[3])), job.run_id) if sys.argv[3:] else None
+    disk = CheckpointStore(LocalStore(Path(sys.argv[4])), job.run_id) if sys.argv[4:] else None
     retry = Retry(max_tries=1_000, cap_s=30.0, give_up_after_s=OUTAGE_S)
-    store = CheckpointStore(open_store(job.storage, retry=retry), job.run_id)
+    first = os.environ.get(FIRST_CONTAINER_ENV)
+    store = CheckpointStore(
+        open_store(job.storage, retry=retry),
+        job.run_id,
+        first_container=int(first) if first else None,
+    )
     publisher = Publisher(
         store,
         disk=disk,
@@ -76,8 +82,14 @@ def serve() -> None:
         announce=log_commit,
         reached=checkpoint_server_faults(),
     )
+    spec = job.checkpoint
     checkpoint_server = CheckpointServer(
-        sys.argv[2], publisher=publisher, store=store, disk=disk, note=partial(_note, Path.cwd())
+        sys.argv[2],
+        publisher=publisher,
+        store=store,
+        disk=disk,
+        note=partial(_note, Path.cwd()),
+        copying=Copying(sys.argv[3], spec.copy_bytes_per_s) if spec.partner_copies else None,
     )
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_await_agents_end, daemon=True).start()
@@ -139,17 +151,28 @@ class CheckpointServerProcess:
 
     Attributes:
         folder: of the container.
+        host: address that it listens on, where nodes have copies of each other's saves.
         name: of its socket.
     """
 
     folder: Path
+    host: str = "127.0.0.1"
     name: str = ""
     _process: subprocess.Popen[bytes] | None = None
     _command: tuple[str, ...] = ()
+    _first_container: str = ""
     _started_s: float = 0.0
 
-    def ensure(self, job: Job, job_file: Path, disk: Path | None) -> str:
+    def ensure(
+        self, job: Job, job_file: Path, disk: Path | None, *, first_container: int | None
+    ) -> str:
         """Start it if it is not there. Returns the name of its socket.
+
+        Args:
+            job: whose checkpoints it serves.
+            job_file: the same.
+            disk: folder of the disk tier; None: there is none.
+            first_container: MA_SCHEDULE_CNT where this is the first node's container, else None.
 
         Raises:
             OSError: it cannot be started.
@@ -163,8 +186,10 @@ class CheckpointServerProcess:
             "training.agent.checkpoint_server",
             str(job_file),
             self.name,
+            self.host,
         )
         self._command = (*command, str(disk)) if disk is not None else command
+        self._first_container = str(first_container) if first_container is not None else ""
         self._start()
         return self.name
 
@@ -192,6 +217,7 @@ class CheckpointServerProcess:
             self._process = subprocess.Popen(
                 self._command,
                 cwd=self.folder,
+                env={**os.environ, FIRST_CONTAINER_ENV: self._first_container},
                 stdin=subprocess.PIPE,  # closes when the agent dies
                 stdout=log,
                 stderr=log,

@@ -15,17 +15,53 @@ from pydantic import SecretStr, ValidationError
 
 from training.errors import AgentUnreachable, EngineError
 from training.files import write_whole
-from training.wire.agent import REQUEST, AgentAddress, AgentReply, Order, Request
+from training.wire.agent import REQUEST, AgentAddress, AgentConfig, AgentReply, Order, Request
 from training.wire.transport import RequestServer, call, is_authentic
 
 ADDRESS_FILE = "address.json"
 CALL_TIMEOUT_S = 10.0
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class ControlServer:
+    """Listens for supervisors, at one address or several of one port."""
+
+    listeners: tuple[RequestServer, ...]
+
+    @property
+    def port(self) -> int:
+        """The port that it listens on."""
+        return self.listeners[0].port
+
+    def start(self) -> None:
+        """Begin to answer."""
+        for one in self.listeners:
+            one.start()
+
+    def close(self) -> None:
+        """Stop answering and free the port."""
+        for one in self.listeners:
+            one.close()
 
 
 def control_server(
-    host: str, token: str, handler: Callable[[Request], AgentReply]
-) -> RequestServer:
-    """A server that hands every request with the token to one function."""
+    host: str,
+    token: str,
+    handler: Callable[[Request], AgentReply],
+    *,
+    port: int = 0,
+    on_loopback: bool = False,
+) -> ControlServer:
+    """A server that hands every request with the token to one function.
+
+    Args:
+        host: address to bind.
+        token: that requests must have.
+        handler: answers those that have it.
+        port: 0: one that is free.
+        on_loopback: whether it listens there, too: a port-forward comes from there.
+    """
 
     def answer(line: bytes) -> AgentReply:
         try:
@@ -36,7 +72,19 @@ def control_server(
             return AgentReply(error="wrong token")
         return handler(request)
 
-    return RequestServer(host, answer)
+    first = RequestServer(host, answer, port=port)
+    if not on_loopback:
+        return ControlServer((first,))
+    return ControlServer((first, RequestServer(LOOPBACK, answer, port=first.port)))
+
+
+def control_server_of(
+    config: AgentConfig, handler: Callable[[Request], AgentReply]
+) -> ControlServer:
+    """The server of an agent, where its engine wants it."""
+    return control_server(
+        config.host, config.token, handler, port=config.port, on_loopback=config.on_loopback
+    )
 
 
 def publish_address(folder: Path, host: str, port: int) -> None:

@@ -33,6 +33,7 @@ from training.wire.transport import Connection
 
 CONNECT_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 30.0
+REJOIN_POLL_S = 0.1
 _CONFIG_FILE = "coordinator-config.json"
 _ADDRESS_FILE = "coordinator-address.json"
 
@@ -140,6 +141,7 @@ class AgentCoordinatorClient(Connection):
         ranks: global ranks on it.
         on_replace: sees to a new process for a rank, and returns at once: the next order waits.
         on_give_up: the attempt is not saved inside its processes, or the coordinator is gone.
+        rejoin_s: for another coordinator to come before this one counts as gone.
     """
 
     def __init__(
@@ -150,12 +152,26 @@ class AgentCoordinatorClient(Connection):
         ranks: Sequence[int],
         on_replace: Callable[[ReplaceWorker], None],
         on_give_up: Callable[[str], None],
+        rejoin_s: float = 0.0,
     ) -> None:
-        self._node = node
+        self._node, self._ranks = node, tuple(ranks)
+        self._rejoin_s = rejoin_s
         self._on_replace = on_replace
         self._on_give_up = on_give_up
-        joined = AgentJoined(token=SecretStr(address.token), node=node, ranks=tuple(ranks))
+        joined = self._joined(address)
         super().__init__(address.host, address.port, joined, timeout_s=CONNECT_TIMEOUT_S)
+
+    def _joined(self, address: CoordinatorAddress) -> AgentJoined:
+        return AgentJoined(token=SecretStr(address.token), node=self._node, ranks=self._ranks)
+
+    def rejoin(self, address: CoordinatorAddress) -> None:
+        """Go over to a coordinator on another node.
+
+        Raises:
+            OSError: nothing listens there.
+        """
+        joined = self._joined(address)
+        self.connect(address.host, address.port, joined, timeout_s=CONNECT_TIMEOUT_S)
 
     def send_sample(self, sample: NodeSample) -> bool:
         """Pass a sample of the node on. Whether the connection took it."""
@@ -170,5 +186,9 @@ class AgentCoordinatorClient(Connection):
                 self._on_give_up(given.why)
 
     def lost(self, why: str) -> None:
-        """Nothing is recovered inside processes without a coordinator."""
-        self._on_give_up(f"the coordinator is gone: {why}")
+        """Nothing is recovered inside processes without a coordinator; another one may come."""
+        deadline_s = time.monotonic() + self._rejoin_s
+        while not (self.is_open or self.is_closed) and time.monotonic() < deadline_s:
+            time.sleep(REJOIN_POLL_S)
+        if not (self.is_open or self.is_closed):
+            self._on_give_up(f"the coordinator is gone: {why}")

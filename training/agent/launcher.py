@@ -40,6 +40,7 @@ class Launcher:
         self._host = host
         self._lock = threading.RLock()
         self._fork_server: ForkServer | None = None
+        self._is_warm = False
         self._coordinator: tuple[Key, CoordinatorProcess] | None = None
 
     @property
@@ -48,6 +49,11 @@ class Launcher:
         fork_server = self._fork_server.pids if self._fork_server is not None else frozenset()
         coordinator = {self._coordinator[1].process.pid} if self._coordinator is not None else ()
         return fork_server | frozenset(coordinator)
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether a fork server stands that has imported everything."""
+        return self._is_warm
 
     def warm(self, variables: Mapping[str, str]) -> None:
         """Begin with the fork server before an attempt needs it: its imports take seconds."""
@@ -72,10 +78,12 @@ class Launcher:
         with self._lock:
             if self._fork_server is not None and self._fork_server.serves(variables):
                 return
+            self._is_warm = False
             if self._fork_server is not None:
                 self._fork_server.close()
             self._fork_server = ForkServer(variables, self._folder / "fork-server.log")
             self._fork_server.start()
+            self._is_warm = True
 
     def fork(self, wanted: Fork) -> ForkedProcess | subprocess.Popen[bytes]:
         """A process from the fork server, or an interpreter of its own with `COLD_START`.
@@ -117,6 +125,7 @@ class Launcher:
             address_file=str(address_file(attempt_folder)),
             supported=order.supported,
             past=order.start.past,
+            resumes=order.resumes,
         )
         variables = _variables(os.environ, order.start.variables)
         process = CoordinatorProcess.start(self._fork_server, config, attempt_folder, variables)

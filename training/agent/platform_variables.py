@@ -29,7 +29,7 @@ def platform_variables(
         "MA_NUM_HOSTS": str(order.num_nodes),
         "MA_TASK_NAME": "worker",
         "MA_HOME": os.environ.get("HOME", mount),
-        "MA_JOB_DIR": order.cwd,
+        "MA_JOB_DIR": str(Path(order.cwd).resolve()),
         "MA_MOUNT_PATH": mount,
         "MA_LOG_DIR": order.log_path or mount,
         "MA_SCHEDULE_CNT": str(config.schedule_cnt),
@@ -42,6 +42,7 @@ def platform_variables(
         "PERDURE_NODE": config.node,
         "PERDURE_PLACEMENT": str(order.placement),
         "PERDURE_ATTEMPT": str(order.attempt),
+        **({"PERDURE_REJOIN_S": f"{order.rejoin_s:g}"} if order.rejoin_s else {}),
     }
 
 

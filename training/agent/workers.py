@@ -23,7 +23,7 @@ import psutil
 from training.agent.activity import SessionActivity
 from training.agent.command import CommandRanks
 from training.agent.command_line import fill_in, for_arguments
-from training.agent.coordinator_client import AgentCoordinatorClient
+from training.agent.coordinator_client import AgentCoordinatorClient, address_file
 from training.agent.error_file import read_error
 from training.agent.evidence import ASCEND_PATH, StacksTarget, ascend_folder, tail
 from training.agent.fork_server import Fork, ForkedProcess, end_now
@@ -42,6 +42,7 @@ from training.masking import SECRETS_ENV, masked_text, secret_values
 from training.processes import RANK_VARIABLES, container_processes, reap_adopted, signal_all
 from training.recovery.protocol import NotReplaced, WorkerEnded
 from training.wire.agent import AgentConfig, RankStatus, StartOrder, WorkerStatus
+from training.wire.coordinator import CoordinatorAddress
 from training.wire.logs import WorkerLog
 
 _log = logging.getLogger("perdure.agent")
@@ -52,6 +53,7 @@ STREAMS = ("stderr", "stdout")
 # stopped: the diagnosis separates the first cause from its consequences.
 SETTLE_S = 1.0
 WORKER_FUNCTION = "training.runtime.worker:run"
+GENERATION = "PERDURE_GENERATION"  # of a process that takes the place of another
 
 
 @dataclass(slots=True)
@@ -95,8 +97,16 @@ class WorkerGroup:
     _is_swept: bool = False
     _target_step: int = 0
 
-    def start(self, environment: dict[str, str], *, proc_start_cnt: int) -> None:
-        """Start one process per slot, or one per node for a launcher."""
+    def start(
+        self, environment: dict[str, str], *, proc_start_cnt: int, generation: int | None = None
+    ) -> None:
+        """Start one process per slot, or one per node for a launcher.
+
+        Args:
+            environment: of all of them.
+            proc_start_cnt: how often processes were started in this container, with these.
+            generation: that they join; None: they begin together with all others.
+        """
         self.started_s = time.monotonic()
         self._oom_kills_before = self.oom_kills()
         self._target_step = json.loads(self.order.job).get("steps", 0)
@@ -116,8 +126,9 @@ class WorkerGroup:
             self._environment["RANK_TABLE_FILE"] = str(file)
         if self.secret_variables:
             self._output = MaskedOutput(self.folder, self.secrets)
+        joins = {GENERATION: str(generation)} if generation is not None else {}
         for local_rank in range(len(self.planned_ranks)):
-            self._workers.append(self._start(local_rank))
+            self._workers.append(self._start(local_rank, **joins))
         if self.order.is_command:
             self._command = CommandRanks(list(self.pids().values()), self.folder)
 
@@ -144,6 +155,17 @@ class WorkerGroup:
         named = rank if self.order.is_command else local_rank  # ranks of a command name the file
         reader = HeartbeatReader.of(self.folder, named)
         return Worker(rank, local_rank, process, error_file, reader)
+
+    def rejoin(self, address: CoordinatorAddress) -> None:
+        """Let the workers, and those that come after them, find a coordinator elsewhere."""
+        self._environment |= {
+            "MASTER_ADDR": address.host,
+            "MASTER_PORT": str(address.store_port),
+        }
+        write_whole(address_file(self.folder), address.model_dump_json(), private=True)
+        for worker in self._workers:
+            if worker.is_held and not self._hold(worker):  # the one before has not answered it
+                self._first_failure_s = self._first_failure_s or time.monotonic()
 
     def replace(self, rank: int, generation: int) -> None:
         """Start a new process for a rank; the one before is ended if it still lives."""
@@ -185,7 +207,7 @@ class WorkerGroup:
         try:
             if why_not is None:
                 before.error_file.unlink(missing_ok=True)
-                process = self._start(local_rank, PERDURE_GENERATION=str(generation))
+                process = self._start(local_rank, **{GENERATION: str(generation)})
                 self._workers[local_rank] = process
         except OSError as error:
             why_not = f"its process does not start: {error}"

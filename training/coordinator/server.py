@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -36,10 +37,12 @@ from training.recovery.protocol import (
     Ending,
     GenerationReport,
     LastSaved,
+    NodeGone,
     NotReplaced,
     Paused,
     Plan,
     Reconnected,
+    RecoveryBegan,
     ToMember,
     Trains,
     WorkerEnded,
@@ -57,6 +60,7 @@ from training.wire.coordinator import (
     WorkerJoined,
     metrics_file,
 )
+from training.wire.fan_out import room_for
 from training.wire.node import NodeSample
 from training.wire.rendezvous import serve_store
 from training.wire.requests import read_control
@@ -86,6 +90,7 @@ class Coordinator:
         self._woken = asyncio.Event()
         self._ranks: dict[int, asyncio.StreamWriter] = {}
         self._agents: dict[str, asyncio.StreamWriter] = {}
+        self._written: tuple[ToMember | None, bytes] = (None, b"")
         restart = self._job.restart
         decider = InProcessDecider(
             restart.policy(operator_retry=self._job.comm.link_retry),
@@ -111,7 +116,10 @@ class Coordinator:
 
     async def serve(self) -> None:
         """Listen, and go on until the process is ended."""
-        config = self._config
+        config, engine = self._config, self._job.engine
+        members = engine.world_size + engine.nodes
+        if (room := room_for(members)) < members:
+            _log.warning(f"the limit of open files (ulimit -Hn) has room for {room} of {members}")
         store = serve_store(config.host, config.store_port)
         server = await asyncio.start_server(
             self._converse, config.host, 0, limit=MAX_REPORT_BYTES, backlog=1024
@@ -122,6 +130,9 @@ class Coordinator:
             store_port=store.port,
             token=config.token,
         )
+        if config.resumes is not None:
+            self._attempt.resume(config.resumes, now_s=time.time())
+            self._act()
         write_whole(Path(config.address_file), address.model_dump_json(), private=True)
         async with server:
             await asyncio.gather(
@@ -162,7 +173,7 @@ class Coordinator:
             elif isinstance(first, AgentJoined):
                 node = first.node
                 self._agents[node] = writer
-                self._attempt.nodes.update(dict.fromkeys(first.ranks, first.node))
+                self._attempt.agent_joined(node, first.ranks)
             self._act()
             while (message := await _next(reader)) is not None:
                 self._receive(rank, message)
@@ -173,6 +184,7 @@ class Coordinator:
             writer.close()
             if node is not None and self._agents.get(node) is writer:
                 self._metrics.forget(node)
+                self._attempt.agent_left(node)
             if rank is not None and self._ranks.get(rank) is writer:
                 del self._ranks[rank]
                 self._attempt.disconnected(rank, now_s=time.time())
@@ -194,10 +206,23 @@ class Coordinator:
                 attempt.ended(message.rank, fault, now_s=now_s)
             case NotReplaced():
                 attempt.not_replaced(message.rank, message.why, now_s=now_s)
+            case NodeGone():
+                self._read_log()
+                self._cut_off(message.fault.node)
+                fault = replace(message.fault, step=attempt.step)
+                attempt.node_gone(fault, message.ranks, now_s=now_s)
             case NodeSampled():
                 self._metrics.sampled(message.node, NodeSample.model_validate(message.sample))
             case _:
                 raise _misplaced(message)
+
+    def _cut_off(self, node: str | None) -> None:
+        """Close what comes from a node that is left: it may live on, and takes no more part."""
+        agent = self._agents.pop(node, None) if node is not None else None
+        ranks = [rank for rank, its in self._attempt.nodes.items() if its == node]
+        for writer in (agent, *(self._ranks.pop(rank, None) for rank in ranks)):
+            if writer is not None:
+                writer.close()
 
     def _receive_of_worker(self, rank: int, message: FromMember) -> None:
         attempt, now_s = self._attempt, time.time()
@@ -234,18 +259,28 @@ class Coordinator:
                 self._metrics.record(action.event)
                 with AttemptLog(self._path) as log:
                     log.append(action.event)
+                if isinstance(action.event, RecoveryBegan) and action.event.moved:
+                    self._cut_off(action.event.fault.node)
             case ToRank():
                 if isinstance(action.message, Plan) and action.message.plan.savers:
                     self._keep_records()
-                _send(self._ranks.get(action.rank), action.message)
+                self._send(self._ranks.get(action.rank), action.message)
             case AbnormalNorm():
                 self._record_norms(action)
             case ToAgent(rank=None):
                 for writer in self._agents.values():
-                    _send(writer, action.message)
+                    self._send(writer, action.message)
             case ToAgent():
                 node = self._attempt.nodes.get(action.rank if action.rank is not None else -1, "")
-                _send(self._agents.get(node), action.message)
+                self._send(self._agents.get(node), action.message)
+
+    def _send(self, writer: asyncio.StreamWriter | None, message: ToMember) -> None:
+        # A member that is gone is noticed by its own means.
+        if writer is None or writer.is_closing():
+            return
+        if message is not self._written[0]:  # the same to all ranks is made into a line once
+            self._written = (message, dump_line(message))
+        writer.write(self._written[1])
 
     def _record_norms(self, seen: AbnormalNorm) -> None:
         """Put an abnormal step on the run's list of them, named as MindFormers has it."""
@@ -322,12 +357,6 @@ def _misplaced(message: FromMember) -> ValueError:
 async def _next(reader: asyncio.StreamReader) -> FromMember | None:
     line = await next_line(reader)
     return FROM_MEMBER.validate_json(line) if line else None
-
-
-def _send(writer: asyncio.StreamWriter | None, message: ToMember) -> None:
-    # A member that is gone is noticed by its own means.
-    if writer is not None and not writer.is_closing():
-        writer.write(dump_line(message))
 
 
 def main(arguments: list[str] | None = None, *, exit_now: Callable[[int], None] = os._exit) -> None:

@@ -152,7 +152,16 @@ def _fault(
 
 
 def _lost_nodes(evidence: Evidence) -> Iterator[_Cause]:
+    known = {loss.node for loss in evidence.losses}
+    for loss in evidence.losses:
+        line = f"{loss.node}: {loss.line}"
+        fault = _fault(
+            loss.fault_class, evidence, line, node=loss.node, code=loss.code, why=loss.why
+        )
+        yield _Cause(_Tier.NODE, fault)
     for node in evidence.lost_nodes:
+        if node in known:
+            continue
         why = (
             "The first process of the container does not exist any more: the node went down, or "
             "the container was taken away."

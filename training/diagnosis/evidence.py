@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from training.diagnosis.ending import BadEnd
 from training.diagnosis.exits import EXIT_DONE
 from training.diagnosis.standstill import RankProgress
+from training.recovery.faults import FaultClass
 from training.recovery.protocol import AttemptGivenUp
 
 
@@ -100,6 +101,24 @@ class CoordinatorLost:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeLoss:
+    """How the container of a node was lost, as the engine knows it.
+
+    Attributes:
+        fault_class: what broke.
+        code: symptom code, such as "POD_EVICTED".
+        line: what shows it, in the words of the platform.
+        why: what that means, one sentence; empty: the meaning of the class.
+    """
+
+    node: str
+    fault_class: FaultClass
+    code: str
+    line: str
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class SlowNode:
     """A node that is left because one of its ranks holds the others up."""
 
@@ -125,6 +144,7 @@ class Evidence:
     """Everything known about the end of an attempt.
 
     Attributes:
+        losses: what the engine knows of containers that are gone, or about to be.
         rank_progress: of all ranks when one of them was found to be silent.
         given_up: the fault for which the coordinator had all processes end, before anybody else
             ordered it; None when it did not.
@@ -134,6 +154,7 @@ class Evidence:
     step: int | None
     workers: Sequence[WorkerEnd] = ()
     lost_nodes: Sequence[str] = ()
+    losses: Sequence[NodeLoss] = ()
     silent: Sequence[SilentRank] = ()
     staging_errors: Mapping[str, str] | None = None
     oom_nodes: Sequence[str] = ()

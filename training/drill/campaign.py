@@ -20,10 +20,9 @@ from pydantic import Field, ValidationError
 from storage.frozen_model import FrozenModel
 from training.drill.job import NUM_RANKS
 from training.errors import InputError
-from training.injection.outside import Kill, Victim
 from training.journal.history import RunHistory
 from training.recovery.rungs import Rung
-from training.specs.drill import DrillFault, DrillKind, DrillPoint
+from training.specs.drill import DrillFault, DrillKind, DrillPoint, Kill, Victim
 from training.specs.model import ParallelKind
 
 SAVE_EVERY_STEPS = 3
@@ -34,6 +33,8 @@ MORE_THAN_ONCE = 0.05  # share of faults that fire again when their step is exec
 HANG_TIMEOUT_S = 10.0
 # A process that is not there at one poll may be about to start; at the next it is there.
 ENOUGH_POLLS = 2
+# The next container stands by some seconds after the one before was taken; polls are 0.2 s apart.
+ENOUGH_POLLS_FOR_SPARE = 150
 
 # Budgets are not what a campaign is about: its faults come too often for any.
 _OVERRIDES: Mapping[str, Mapping[str, Any]] = {
@@ -48,7 +49,7 @@ _OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         "abnormal_loss": 1e3,
         "abnormal_grad_norm": 1e3,
     },
-    "engine": {"spares": 16},
+    "engine": {"spares": 16, "warm_spares": 1},
 }
 
 # A start that hangs would be another campaign for every seed: it has a drill of its own.
@@ -88,17 +89,19 @@ _WEIGHTS: Mapping[DrillKind | Victim, int] = {
     Victim.FORK_SERVER: 2,
     Victim.COORDINATOR: 1,
     Victim.AGENT: 1,
-    Victim.NODE: 1,
+    Victim.NODE: 2,
+    Victim.SPARE: 2,
 }
 # Without replicas these end the processes, every time.
 _NEEDS_REPLICAS = frozenset({DrillKind.KILL, DrillKind.DEVICE_MEMORY, Victim.RANK})
 _AT_MOST: Mapping[DrillKind | Victim, int] = {
     DrillKind.STOP: 1,
     DrillKind.EXCEPTION: 1,
-    DrillKind.NODE: 1,
+    DrillKind.NODE: 2,
     Victim.COORDINATOR: 1,
     Victim.AGENT: 1,
-    Victim.NODE: 1,
+    Victim.NODE: 2,
+    Victim.SPARE: 2,
 }
 
 
@@ -147,7 +150,9 @@ def draw(seed: int, *, num_faults: int, kind: ParallelKind) -> Campaign:
         if isinstance(what, Victim):
             # Of a node there are as many as ranks on one: two members, four ranks.
             index = rng.randrange(NUM_RANKS if what is Victim.RANK else 2)
-            kills.append(Kill(victim=what, index=index, step=step))
+            kill = Kill(victim=what, index=index, step=step)
+            if kill not in kills:  # the second one would find nothing
+                kills.append(kill)
         else:
             faults.append(_draw_fault(rng, what, step))
     return Campaign(
@@ -254,10 +259,15 @@ def unfired(
     ]
     for number, kill in enumerate(campaign.kills):
         if number not in killed:
-            is_over = num_due.get(number, 0) < ENOUGH_POLLS
-            reason = "the run was over before the next poll" if is_over else None
-            found.append(Unfired(str(kill), reason))
+            found.append(Unfired(str(kill), _kill_reason(kill, num_due.get(number, 0))))
     return found
+
+
+def _kill_reason(kill: Kill, num_due: int) -> str | None:
+    if kill.victim is Victim.SPARE:
+        is_over = num_due < ENOUGH_POLLS_FOR_SPARE
+        return "the run was over before another container stood by" if is_over else None
+    return "the run was over before the next poll" if num_due < ENOUGH_POLLS else None
 
 
 def _fault_reason(fault: DrillFault, resumed_from: set[int], last_recovered: int) -> str | None:

@@ -28,7 +28,7 @@ from training.drill.evaluation import recovered, run_problems
 from training.drill.job import drill_job, write_corpus
 from training.drill.runner import KINDS, parallel_kind
 from training.errors import InputError, PerdureError
-from training.injection.outside import KillInjector, LocalRun
+from training.injection.outside import KillInjector
 from training.specs.model import ParallelKind
 from training.supervisor.watch import EndKind
 
@@ -79,15 +79,16 @@ class Chaos:
         """
         undisturbed = self._without_faults(campaign)
         self._count += 1
-        faults = {"drill": {"faults": [one.model_dump() for one in campaign.faults]}}
+        faults = [one.model_dump() for one in campaign.faults]
+        drill = {"drill": {"faults": faults, "kills": bool(campaign.kills)}}
         job = drill_job(
             self.home,
             f"chaos-{self._count}-seed-{campaign.seed}",
             kind=campaign.parallelism,
             steps=campaign.steps,
-            changes={**campaign.overrides, **faults},
+            changes={**campaign.overrides, **drill},
         )
-        injector = KillInjector(LocalRun(self.home, job.run_id), campaign.kills)
+        injector = KillInjector(campaign.kills)
         began_s = time.monotonic()
         driver = RunDriver(self.home, LIMIT_S)
         outcome = driver.run(job, hook=kill_hook(injector), starts=campaign.starts)

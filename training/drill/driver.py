@@ -22,7 +22,7 @@ from training.drill.termination import terminated_as_exception
 from training.errors import EngineError
 from training.health.heartbeat import Phase
 from training.injection.inside import fired_at_s
-from training.injection.outside import KillInjector, LocalRun
+from training.injection.outside import KillInjector
 from training.job import Job
 from training.journal.history import RunHistory
 from training.journal.steps import kept_steps
@@ -34,6 +34,7 @@ from training.wire.requests import write_control
 LOG = logging.getLogger(__name__)
 LIMIT_S = 300.0  # of one start of a run; a drill that hangs is a drill that failed
 
+SPARES_S = 60.0  # for containers to stand by; on a busy machine their imports take ten
 PAUSED_FOR_S = 0.5  # a rank that trains on in between would be noticed
 
 Curve = Mapping[int, tuple[float, float]]
@@ -50,7 +51,7 @@ class RunOutcome:
         curve: loss and gradient norm of every step that was kept.
         state: checksums of the last checkpoint's files, by their rank.
         fired_s: when each fault of the job fired, by its index.
-        left_over: names of processes that outlived it.
+        left_over: names of processes or objects that outlived it.
         ended: how, in a word or two.
     """
 
@@ -96,7 +97,7 @@ class RunDriver:
                 ended = self._start(job, hook)
                 if ended == EndKind.COMPLETED:
                     break
-        return self._outcome(job, ended)
+        return self.outcome(job, ended)
 
     def _start(self, job: Job, hook: RunHook | None) -> str:
         """Start it once. Returns how it ended."""
@@ -126,7 +127,13 @@ class RunDriver:
     def _run(self, job: Job) -> Run:
         return Run(job, home=self.home, credentials=self.credentials, secrets=self.secrets)
 
-    def _outcome(self, job: Job, ended: str) -> RunOutcome:
+    def outcome(self, job: Job, ended: str) -> RunOutcome:
+        """What remains of a run, however it was supervised.
+
+        Args:
+            job: of the run.
+            ended: how.
+        """
         run = self._run(job)
         kept = kept_steps(run.store, job.run_id)
         try:
@@ -136,13 +143,12 @@ class RunDriver:
             shards = {f"rank{rank}": one.xxh3_128 for rank, (_, one) in enumerate(files)}
         except StorageError:
             shards = {}  # the last step was not reached
-        left = LocalRun(self.home, job.run_id).processes()
         return RunOutcome(
             history=run.refresh(),
             curve={step: (one.loss, one.grad_norm) for step, one in kept.items()},
             state=shards,
             fired_s=fired_at_s(run.store, job.run_id),
-            left_over=tuple(process.name() for process in left),
+            left_over=tuple(run.left_over()),
             ended=ended,
         )
 
@@ -153,7 +159,7 @@ def kill_hook(injector: KillInjector) -> RunHook:
     def inject(run: Run, progress: Progress) -> None:
         if progress.last is not None:
             step, is_running = progress.last.step, progress.is_running
-            injector.inject(run.history, step, is_running=is_running)
+            injector.inject(run.fleet.kill, step, is_running=is_running)
 
     return inject
 
@@ -195,6 +201,35 @@ class Pauser:
         if now_s - self._paused_s >= PAUSED_FOR_S:
             write_control(run.store, run.job.run_id, pause=False)
             self.resumed_s = now_s
+
+
+@dataclass(slots=True)
+class SpareAwaiter:
+    """A hook that has a run pause until containers stand by, all that it wants.
+
+    So that a fault of one of the next steps finds them.
+
+    Attributes:
+        limit_s: of the pause; a fault may have come first, and taken them.
+    """
+
+    limit_s: float = SPARES_S
+    _since_s: float | None = None
+    _is_over: bool = False
+
+    def __call__(self, run: Run, progress: Progress) -> None:
+        """Do what is due."""
+        if self._is_over or progress.last is None:
+            return
+        now_s = time.monotonic()
+        if self._since_s is None:
+            write_control(run.store, run.job.run_id, pause=True)
+            self._since_s = now_s
+            return
+        is_ready = len(run.warm_spares) == run.job.engine.num_warm_spares
+        if is_ready or now_s - self._since_s > self.limit_s:
+            write_control(run.store, run.job.run_id, pause=False)
+            self._is_over = True
 
 
 def _paused_steps(progress: Progress) -> tuple[int, ...]:

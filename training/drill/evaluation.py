@@ -49,7 +49,7 @@ class DrillOutcome:
         steps_lost: completed steps that were executed again.
         curve_equal: loss and gradient norm equal those of the undisturbed run in every digit.
         differs_from: step from which on they may differ, None: never.
-        left_over: processes that outlived the run.
+        left_over: number of processes or objects that outlived the run.
         problems: deviations from what was expected.
     """
 
@@ -107,7 +107,9 @@ class DrillOutcome:
 def recovered(history: RunHistory) -> list[Recovered]:
     """The recoveries after which training continued, in order; after a stop, the user's restart."""
     found: list[Recovered] = []
-    for view, after in zip(history.attempts, [*history.attempts[1:], None], strict=True):
+    attempts = history.attempts
+    for number, view in enumerate(attempts, start=1):
+        after = attempts[number] if number < len(attempts) else None
         for recovery in view.recoveries:
             if recovery.ended is not None and recovery.ended.succeeded:
                 began, ended = recovery.began, recovery.ended
@@ -224,6 +226,11 @@ def _ladder_problems(
     lost = sum(one.steps_lost for one in recoveries)
     if lost > expected.steps_lost:
         yield f"{lost} completed steps lost, expected at most {expected.steps_lost}"
+    places = [view.restored for view in history.attempts if view.restored is not None]
+    fetched = sum(place.num_fetched for place in places)
+    if expected.num_fetched is not None and fetched > expected.num_fetched:
+        why = "; ".join(place.text for place in places)
+        yield f"{fetched} shards were read in the store, expected {expected.num_fetched}: {why}"
     saves = [view.last_save for view in history.attempts if view.last_save is not None]
     saved = next((save.step for save in saves), None)
     if expected.last_save is not None and saved != expected.last_save:

@@ -82,7 +82,13 @@ def drill_job(
         "checkpoint": {"every_steps": SAVE_EVERY_STEPS},
         "restart": {"pod_retries": 1},
         "preflight": {"nodes": False},  # they would find nothing on this machine
-        "engine": {"nodes": 2, "slots_per_node": NUM_RANKS // 2, "spares": 2, "grace_s": 10},
+        "engine": {
+            "nodes": 2,
+            "slots_per_node": NUM_RANKS // 2,
+            "spares": 2,
+            "warm_spares": 0,  # most drills lose no node, and a container costs a second of a core
+            "grace_s": 10,
+        },
         "env": {PACE_ENV: f"{pace_s:g}"},
     }
     document = _changed(_changed(document, target), changes)

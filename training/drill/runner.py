@@ -8,14 +8,14 @@ of them everywhere. Times are seconds.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from storage.address import Credentials, clear
 from storage.errors import StorageError
-from training.drill.driver import LIMIT_S, Pauser, RunDriver, RunOutcome
+from training.drill.driver import LIMIT_S, Pauser, RunDriver, RunOutcome, SpareAwaiter
 from training.drill.evaluation import DrillOutcome, judge
 from training.drill.job import NO_CHANGES, NUM_RANKS, drill_job, write_corpus
 from training.drill.table import DRILLS, STEPS, Drill
@@ -88,7 +88,7 @@ def drills_on(
     if job is None:
         return DrillRunner(home, kind)
     try:
-        check_target(job, drills)
+        able(drills, job)
         runner = DrillRunner(home, kind, target_sections(job, home.name, kind), credentials)
         undisturbed = runner.job(None)
         write_corpus(home, undisturbed.world_size)
@@ -126,8 +126,9 @@ class DrillRunner:
         undisturbed = self.undisturbed()
         job = self.job(drill)
         pauser = Pauser(drill.pauses_at, job.world_size) if drill.pauses_at is not None else None
+        hook = SpareAwaiter() if job.engine.warm_spares else pauser
         try:
-            outcome = self._driver(job).run(job, hook=pauser, starts=drill.starts)
+            outcome = self._driver(job).run(job, hook=hook, starts=drill.starts)
         except (PerdureError, StorageError) as error:
             # The results of the other drills are kept.
             return DrillOutcome(
@@ -190,11 +191,27 @@ class DrillRunner:
         """
         if drill is None:
             return self._job("undisturbed")
-        job = self._job(drill.name, drill.pace_s, drill.changes, drill.faults)
+        changes, faults = drill.changes, drill.faults
+        if drill.num_nodes is not None:
+            changes, faults = self._spread(drill, drill.num_nodes)
+        job = self._job(drill.name, drill.pace_s, changes, faults)
         if drill.hits_replicas:
-            faults = tuple(_on_replicas(job, drill.faults))
-            job = self._job(drill.name, drill.pace_s, drill.changes, faults)
+            faults = tuple(_on_replicas(job, faults))
+            job = self._job(drill.name, drill.pace_s, changes, faults)
         return job
+
+    def _spread(
+        self, drill: Drill, num_nodes: int
+    ) -> tuple[Mapping[str, Mapping[str, Any]], tuple[DrillFault, ...]]:
+        """The changes and faults of a drill whose faults are on nodes of their own."""
+        slots = NUM_RANKS // num_nodes
+        if self.target:
+            slots, engine = self.job(None).engine.slots_per_node, {}
+        else:
+            engine = {"nodes": num_nodes, "slots_per_node": slots}
+        changes = {**drill.changes, "engine": {**drill.changes.get("engine", {}), **engine}}
+        faults = (one.model_copy(update={"rank": one.rank * slots}) for one in drill.faults)
+        return changes, tuple(faults)
 
     def _job(
         self,
@@ -227,7 +244,7 @@ def target_sections(job: Job, folder: str, kind: ParallelKind) -> Mapping[str, M
     return {
         "parallelism": {"replicas": job.parallelism.replicas} if is_own else {},
         "storage": {**job.storage.model_dump(), "address": address},
-        "engine": job.engine.model_dump(),
+        "engine": {**job.engine.model_dump(), "warm_spares": 0},
         # Each drill decides about operator retry by itself.
         "comm": {**job.comm.model_dump(exclude_unset=True), "link_retry": False},
         "preflight": job.preflight.model_dump(),
@@ -237,24 +254,35 @@ def target_sections(job: Job, folder: str, kind: ParallelKind) -> Mapping[str, M
     }
 
 
-def check_target(job: Job, drills: Iterable[Drill]) -> None:
-    """Whether the nodes of a job are enough for these drills.
-
-    Raises:
-        InputError: they are not.
-    """
+def why_not(drill: Drill, job: Job | None) -> str:
+    """Why a drill cannot run on the nodes of a job, "" when it can; None: on this machine."""
+    if job is None:
+        return ""
     engine = job.engine
     if engine.nodes < MIN_NODES or engine.world_size < NUM_RANKS:
-        raise InputError(
-            "engine",
-            f"nodes={engine.nodes}, slots_per_node={engine.slots_per_node}: drills need "
-            f"{MIN_NODES} nodes and {NUM_RANKS} ranks at least",
+        return (
+            f"engine.nodes={engine.nodes}, slots_per_node={engine.slots_per_node}: drills need "
+            f"{MIN_NODES} nodes and {NUM_RANKS} ranks at least"
         )
-    for drill in drills:
-        if engine.spares == 0 and ISOLATES & set(drill.expected.rungs):
-            raise InputError(
-                "engine.spares", f"0: the drill {drill.name} leaves a node and needs another one"
-            )
+    if drill.num_nodes is not None and engine.nodes < drill.num_nodes:
+        return f"engine.nodes={engine.nodes}: it needs {drill.num_nodes} nodes"
+    left = sum(rung in ISOLATES for rung in drill.expected.rungs)
+    if engine.spares < left:
+        what = "a node and needs another one" if left == 1 else f"{left} nodes and needs others"
+        return f"engine.spares={engine.spares}: it leaves {what}"
+    return ""
+
+
+def able(drills: Sequence[Drill], job: Job | None) -> tuple[Drill, ...]:
+    """Those of the drills that can run on the nodes of a job.
+
+    Raises:
+        InputError: none can.
+    """
+    found = tuple(drill for drill in drills if not why_not(drill, job))
+    if not found:
+        raise InputError("name", f"{drills[0].name}: {why_not(drills[0], job)}")
+    return found
 
 
 def _on_replicas(job: Job, faults: tuple[DrillFault, ...]) -> Iterator[DrillFault]:

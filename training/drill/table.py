@@ -17,6 +17,7 @@ STEPS = 40
 AT_STEP = 13  # in work when the fault comes
 SNAPSHOT_EVERY_STEPS = 5
 PACE_S = 0.1  # added to every step where a hook has to see it or a save has to be over
+SLOW_PACE_S = 0.3  # where a hook has to pause the run before the fault
 _ABNORMAL = 1e3  # no step of the small model comes near
 
 
@@ -28,11 +29,13 @@ class Expected:
         rungs: that recover the run, in order.
         steps_lost: completed steps that are executed again, at most.
         last_save: step that the survivors save before their processes end.
+        num_fetched: shards that are read in the store to go on, at most; None: any number.
     """
 
     rungs: tuple[Rung, ...]
     steps_lost: int = 0
     last_save: int | None = None
+    num_fetched: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,8 @@ class Drill:
         without_replicas: expected where no rank holds the state of another; None: the same.
         differs_from: step from which on the curve may differ: an abnormal step was accepted.
         starts: how often the run is started; it ends in between.
+        num_nodes: that its ranks are on, each fault on the node with its number; None: as many as
+            there are.
     """
 
     name: str
@@ -62,10 +67,13 @@ class Drill:
     without_replicas: Expected | None = None
     differs_from: int | None = None
     starts: int = 1
+    num_nodes: int | None = None
 
     @property
     def pace_s(self) -> float:
         """Seconds added to every step."""
+        if self.changes.get("engine", {}).get("warm_spares"):
+            return SLOW_PACE_S
         loses_a_node = any(fault.kind is DrillKind.NODE for fault in self.faults)
         return PACE_S if loses_a_node or self.pauses_at is not None else 0.0
 
@@ -95,6 +103,11 @@ _TRE = {
 _TO_SNAPSHOT = SNAPSHOT_EVERY_STEPS - 1
 # In a slow store the only save before the fault may not be whole when the node goes.
 _WITHOUT_A_NODE = AT_STEP - 1
+_RESCHEDULED = Expected((Rung.POD_RESCHEDULE,), steps_lost=_WITHOUT_A_NODE)
+_WARM = {"engine": {"warm_spares": 1}}
+# The copies of the only save have the time of seven steps to become whole.
+_AFTER_THE_COPY = SAVE_EVERY_STEPS + 8
+_SINCE_THE_SAVE = _AFTER_THE_COPY - 1 - SAVE_EVERY_STEPS
 
 DRILLS: tuple[Drill, ...] = (
     Drill(
@@ -218,16 +231,63 @@ DRILLS: tuple[Drill, ...] = (
     ),
     Drill(
         "node-lost",
-        "SIGKILL of everything on the node of rank 2",
-        Expected((Rung.POD_RESCHEDULE,), steps_lost=_WITHOUT_A_NODE),
+        "SIGKILL of everything on the node of rank 2 while a container stands by",
+        Expected((Rung.NODE_REPLACE,)),
         faults=(_fault(DrillKind.NODE, 2),),
+        changes=_WARM,
+        without_replicas=_RESCHEDULED,
+    ),
+    Drill(
+        "node-lost-cold",
+        "the same while none does",
+        Expected((Rung.NODE_REPLACE,)),
+        faults=(_fault(DrillKind.NODE, 2),),
+        without_replicas=_RESCHEDULED,
+    ),
+    Drill(
+        "first-node-lost",
+        "SIGKILL of everything on the node of rank 0, with the coordinator and the attempt's log",
+        Expected((Rung.NODE_REPLACE,)),
+        faults=(_fault(DrillKind.NODE, 0),),
+        changes=_WARM,
+        without_replicas=_RESCHEDULED,
+    ),
+    Drill(
+        "two-nodes-lost",
+        "SIGKILL of everything on two nodes of four at once, while two containers stand by",
+        Expected((Rung.NODE_REPLACE, Rung.NODE_REPLACE)),
+        faults=(_fault(DrillKind.NODE, 2), _fault(DrillKind.NODE, 3)),
+        changes={"engine": {"warm_spares": 2}},
+        without_replicas=_RESCHEDULED,
+        num_nodes=4,
+    ),
+    Drill(
+        "node-rescheduled",
+        "`node-lost` while node replacement is off",
+        _RESCHEDULED,
+        faults=(_fault(DrillKind.NODE, 2),),
+        changes={"restart": {"node_replace": False}, **_WARM},
+    ),
+    Drill(
+        "node-rescheduled-cold",
+        "the same while no container stands by",
+        _RESCHEDULED,
+        faults=(_fault(DrillKind.NODE, 2),),
+        changes={"restart": {"node_replace": False}},
+    ),
+    Drill(
+        "node-lost-partner",
+        "the same while a partner node holds copies of its memory",
+        Expected((Rung.POD_RESCHEDULE,), steps_lost=_SINCE_THE_SAVE, num_fetched=0),
+        faults=(_fault(DrillKind.NODE, 2, step=_AFTER_THE_COPY),),
+        changes={"restart": {"node_replace": False}, "checkpoint": {"partner_copies": 1}},
     ),
     Drill(
         "node-isolated",
-        "the same while pod rescheduling is off",
+        "`node-rescheduled-cold` while pod rescheduling is off, too",
         Expected((Rung.JOB_RESCHEDULE_ISOLATED,), steps_lost=_WITHOUT_A_NODE),
         faults=(_fault(DrillKind.NODE, 2),),
-        changes={"restart": {"pod_retries": 0}},
+        changes={"restart": {"pod_retries": 0, "node_replace": False}},
     ),
     Drill(
         "pause",

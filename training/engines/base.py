@@ -8,24 +8,40 @@ decides nothing, which is the ladder's business, and speaks to no agent, which i
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
+from training.diagnosis.evidence import NodeLoss
 from training.environment import variables_of
 from training.errors import NoCapacity
 from training.job import Job
 from training.journal.records import Member
 from training.recovery.rungs import Rung
 from training.specs.watch import HangAction
-from training.wire.agent import AgentConfig, AgentReply, AgentStatus
+from training.wire.agent import AgentConfig, AgentReply, AgentStatus, NodeText
+
+ANY_NODE = ""  # of a member whose node the engine chooses
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The gang of containers of a run; members in order of their index."""
+    """The gang of containers of a run.
+
+    Where the engine chooses nodes itself, the node of a member that is not there yet is the one
+    that it should have if it can, or ANY_NODE.
+
+    Attributes:
+        members: in order of their index.
+        avoid: nodes that new containers must not be on.
+        last: nodes that they are on only where no other is left.
+        wait_s: for room, where an engine would wait longer by itself; None: as long as it does.
+    """
 
     number: int
     members: tuple[Member, ...]
+    avoid: tuple[str, ...] = field(default=(), compare=False)
+    last: tuple[str, ...] = field(default=(), compare=False)
+    wait_s: float | None = field(default=None, compare=False)
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -89,12 +105,20 @@ class Contact:
         token: of its agent.
         address: host and port for the supervisor; None: there is no agent, or it is gone.
         host: where the other members reach it.
+        loss: how its container was lost or is being lost, as far as the engine knows.
+        node_problem: what the platform holds against its node; it may train all the same.
+        stood_by: whether it was started before its member needed it.
+        schedule_cnt: of its member with it, where it stood by.
     """
 
     node: str
     token: str = field(repr=False)
     address: tuple[str, int] | None
     host: str
+    loss: NodeLoss | None = None
+    node_problem: str = ""
+    stood_by: bool = False
+    schedule_cnt: int = 0
 
 
 class Engine(Protocol):
@@ -109,19 +133,58 @@ class Engine(Protocol):
         """Rungs this engine can carry out."""
         ...
 
-    def nodes(self) -> Sequence[str]:
-        """Names of all nodes, in order of preference."""
+    @property
+    def sees_agents(self) -> bool:
+        """Whether the way to the agents works: if it does not, their silence says nothing."""
         ...
 
-    def submit(self, placement: Placement) -> None:
+    @property
+    def poll_s(self) -> float:
+        """How often a look at all agents is worth what it takes."""
+        ...
+
+    def nodes(self) -> Sequence[str] | None:
+        """Names of all nodes, in order of preference; None: the engine chooses them itself."""
+        ...
+
+    def submit(self, placement: Placement, *, ready: Collection[str] = ()) -> None:
         """Start a container for every member; what the run has is ended by force first.
 
         Returns when every agent has an address.
+
+        Args:
+            placement: of the members.
+            ready: names of containers that stand by; members take them where they fit.
+
+        Raises:
+            NoCapacity: there is no room for all of them; none is left.
         """
         ...
 
-    def replace(self, placement: Placement, members: Collection[int]) -> None:
+    def replace(
+        self, placement: Placement, members: Collection[int], *, ready: Collection[str] = ()
+    ) -> None:
         """Likewise for these members; the others keep theirs."""
+        ...
+
+    def stand_by(self, placement: Placement, node: str) -> None:
+        """Start a container that is to be some member's later; returns at once.
+
+        It is on no node of the placement, nor on one that it avoids, nor where another one of the
+        run stands by. Where a member needs that node before it is ready, it is ended.
+
+        Args:
+            placement: that is there.
+            node: where it is; ANY_NODE where the engine chooses.
+        """
+        ...
+
+    def standing_by(self) -> Mapping[str, Contact]:
+        """The containers that no member has taken yet, by names of the engine's own."""
+        ...
+
+    def dismiss(self, names: Collection[str]) -> None:
+        """End some of them by force."""
         ...
 
     def adopt(self, placement: Placement) -> frozenset[int]:
@@ -136,22 +199,34 @@ class Engine(Protocol):
         """The containers that the run has, whoever made them and for whichever placement."""
         ...
 
+    def texts(self, since_s: float) -> Sequence[tuple[str, NodeText]]:
+        """What the platform reports of the placement's nodes, with their names.
+
+        Args:
+            since_s: earlier reports are left out; seconds since the epoch.
+        """
+        ...
+
     def end(self) -> None:
         """End every container of the run by force, wait until nothing is left."""
         ...
 
+    def left_over(self) -> Sequence[str]:
+        """Names of what the run still has here: processes, or objects of the platform."""
+        ...
+
 
 def agent_config(
-    job: Job, member: Member, *, token: str, epoch: int, node_folder: str
+    job: Job, member: Member, *, token: str, epoch: int, node_folder: str | None
 ) -> AgentConfig:
     """What the agent in a member's container begins with, the same on every engine.
 
     Args:
         job: of the run.
-        member: whose container it is.
+        member: whose container it is; of index NO_MEMBER where it stands by for one.
         token: that its callers must have; drawn anew for every container.
         epoch: of the supervisor that starts it.
-        node_folder: on the node's disk, which outlives the container.
+        node_folder: on the node's disk, which outlives the container; None: there is none.
     """
     return AgentConfig(
         run_id=job.run_id,
@@ -171,11 +246,23 @@ def agent_config(
         hangs_end_attempt=job.watch.hang_action is HangAction.RESTART,
         node_folder=node_folder,
         variables=None if job.worker.is_command else variables_of(job),
+        is_drill=job.drill.is_drill,
     )
 
 
+def bound(placement: Placement, contacts: Mapping[int, Contact]) -> Placement:
+    """The placement with the nodes that its containers are on."""
+    members = tuple(
+        member.model_copy(update={"node": contacts[member.index].node})
+        if member.index in contacts
+        else member
+        for member in placement.members
+    )
+    return replace(placement, members=members)
+
+
 def plan(
-    nodes: Sequence[str],
+    nodes: Sequence[str] | None,
     needed: int,
     *,
     previous: Placement | None,
@@ -185,7 +272,7 @@ def plan(
     """A new job-level placement: former nodes where allowed, others in their order.
 
     Args:
-        nodes: there are.
+        nodes: there are; None: the engine chooses.
         needed: number of members.
         previous: placement that it follows.
         avoid: nodes that it must not use.
@@ -196,21 +283,23 @@ def plan(
     """
     before = previous.members[:needed] if previous is not None else ()
     kept = {member.index: member.node for member in before if member.node not in avoid}
-    free = _in_order(nodes, last, taken={*avoid, *kept.values()})
-    for index in range(needed):
-        if index not in kept:
-            kept[index] = _next(free, nodes, avoid)
-    _leave(kept, free, last)
+    if nodes is not None:
+        free = _in_order(nodes, last, taken={*avoid, *kept.values()})
+        for index in range(needed):
+            if index not in kept:
+                kept[index] = _next(free, nodes, avoid)
+        _leave(kept, free, last)
     counts = {member.index: member.schedule_cnt for member in before}
     members = [
-        Member(index=index, node=kept[index], schedule_cnt=counts.get(index, 0) + 1)
+        Member(index=index, node=kept.get(index, ANY_NODE), schedule_cnt=counts.get(index, 0) + 1)
         for index in range(needed)
     ]
-    return Placement(previous.number + 1 if previous is not None else 1, tuple(members))
+    number = previous.number + 1 if previous is not None else 1
+    return Placement(number, tuple(members), tuple(avoid), tuple(last))
 
 
 def plan_replacement(
-    nodes: Sequence[str],
+    nodes: Sequence[str] | None,
     *,
     previous: Placement,
     avoid: Collection[str],
@@ -220,7 +309,7 @@ def plan_replacement(
     """A pod-level placement: members on `avoid` or `lost` nodes move, the others stay.
 
     Args:
-        nodes: there are.
+        nodes: there are; None: the engine chooses.
         previous: placement that it follows.
         avoid: nodes that it must not use.
         lost: nodes whose container is gone.
@@ -232,19 +321,23 @@ def plan_replacement(
     Raises:
         NoCapacity: no spare node for one of them.
     """
-    free = _in_order(nodes, last, taken={*avoid, *previous.nodes})
     moved = {m.index: m.node for m in previous.members if m.node in avoid or m.node in lost}
-    for index, node in moved.items():
-        if node in avoid:
-            moved[index] = _next(free, nodes, avoid)
-    _leave(moved, free, last)
+    if nodes is None:
+        moved = {index: ANY_NODE if node in avoid else node for index, node in moved.items()}
+    else:
+        free = _in_order(nodes, last, taken={*avoid, *previous.nodes})
+        for index, node in moved.items():
+            if node in avoid:
+                moved[index] = _next(free, nodes, avoid)
+        _leave(moved, free, last)
     members = tuple(
         Member(index=m.index, node=moved[m.index], schedule_cnt=m.schedule_cnt + 1)
         if m.index in moved
         else m
         for m in previous.members
     )
-    return Placement(previous.number + 1, members), tuple(moved)
+    placement = Placement(previous.number + 1, members, tuple(avoid), tuple(last))
+    return placement, tuple(moved)
 
 
 def _leave(chosen: dict[int, str], free: list[str], last: Collection[str]) -> None:

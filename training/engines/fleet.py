@@ -12,22 +12,31 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 
-from training.agent.control import CALL_TIMEOUT_S, AgentClient
-from training.engines.base import Contact, Engine, Greeting, Placement, Snapshot
+from training.agent.control import CALL_TIMEOUT_S
+from training.diagnosis.evidence import NodeLoss
+from training.engines.agent_calls import AgentCalls
+from training.engines.base import ANY_NODE, Contact, Engine, Greeting, Placement, Snapshot, bound
 from training.engines.rank_table import Server, rank_table
+from training.engines.standing_by import StandingBy
 from training.errors import AgentUnreachable, EngineError
 from training.health.device_addresses import query_of
 from training.job import Job
+from training.recovery.faults import FaultClass
+from training.recovery.protocol import RecoveryBegan
 from training.recovery.rungs import Rung
+from training.specs.drill import Victim
 from training.wire.agent import (
     AgentReply,
     AgentStatus,
     CheckOrder,
     EvidenceQuery,
     GreetQuery,
+    KillOrder,
     MetricsQuery,
     NodeText,
+    NoticeOrder,
     Order,
+    RejoinOrder,
     RendezvousOrder,
     ShutdownOrder,
     StacksQuery,
@@ -35,7 +44,7 @@ from training.wire.agent import (
     StatusQuery,
     StopOrder,
 )
-from training.wire.fan_out import FanOut, TimedLine
+from training.wire.fan_out import TimedLine
 from training.wire.healing import HealOrder, HealReply
 from training.wire.logs import (
     Collected,
@@ -50,6 +59,7 @@ from training.wire.rank_table import NodeDevices
 
 RENDEZVOUS_TIMEOUT_S = 120.0  # the first one imports torch, which a cold disk makes slow
 SILENT_AGENT_S = 15.0  # an agent that lives but does not answer for this long is lost
+REJOIN_TIMEOUT_S = 40.0  # an agent itself gives the coordinator 30 s
 LOOK_TIMEOUT_S = 2.0  # of one look at all members; who is later answers the next one
 SHUTDOWN_MARGIN_S = 10.0
 GREET_TIMEOUT_S = 5.0
@@ -76,37 +86,97 @@ class Fleet:
     def __init__(self, engine: Engine, job: Job, *, epoch: int) -> None:
         self._engine = engine
         self._job = job
-        self._epoch = epoch
-        self._fan_out = FanOut()
+        self._calls = AgentCalls(epoch)
+        self.standing_by = StandingBy(engine, self._calls)
         self._answered_s: dict[int, float] = {}
         self._asked: dict[Key, Future[TimedLine]] = {}  # looks that have had no answer yet
+        self._silent: set[int] = set()  # members that count as lost: looks alone still go to them
 
     @property
     def capabilities(self) -> frozenset[Rung]:
         """Rungs that its engine can carry out."""
         return self._engine.capabilities
 
-    def nodes(self) -> Sequence[str]:
-        """Names of all nodes, in order of preference."""
+    def nodes(self) -> Sequence[str] | None:
+        """Names of all nodes, in order of preference; None: the engine chooses them itself."""
         return self._engine.nodes()
+
+    def bound(self, placement: Placement, members: Collection[int] | None = None) -> Placement:
+        """The placement with the nodes that the containers of these members are on; None: all."""
+        contacts = self._engine.contacts()
+        chosen = {i: one for i, one in contacts.items() if members is None or i in members}
+        return bound(placement, chosen)
+
+    def misplaced(self, placement: Placement) -> frozenset[int]:
+        """Members of a placement whose container is another one's, or gone."""
+        contacts = self._engine.contacts()
+        return frozenset(
+            member.index
+            for member in placement.members
+            if (contact := contacts.get(member.index)) is None
+            or contact.address is None
+            or member.node not in (contact.node, ANY_NODE)
+            or member.node == ANY_NODE
+        )
+
+    @property
+    def poll_s(self) -> float:
+        """How often a look at all agents is worth what it takes."""
+        return self._engine.poll_s
+
+    def losses(self, lost: Collection[str]) -> Sequence[NodeLoss]:
+        """What the engine knows of containers that are gone, or about to be.
+
+        Args:
+            lost: nodes whose agents are.
+        """
+        contacts = self._engine.contacts().values()
+        known = [contact.loss for contact in contacts if contact.loss is not None]
+        suspected = [
+            NodeLoss(one.node, FaultClass.NODE_LOST, "NODE_NOT_READY", one.node_problem)
+            for one in contacts
+            if one.loss is None and one.node in lost and one.node_problem
+        ]
+        return [*known, *suspected]
 
     def submit(self, placement: Placement) -> None:
         """Start a container for every member; whatever the run had before is ended first."""
         self._retire(self._engine.inventory, None, self._job.engine.grace_s)
-        self._engine.submit(placement)
-        self._begin([member.index for member in placement.members])
-
-    def replace(self, placement: Placement, members: Collection[int]) -> None:
-        """Start new containers for these members; the others keep theirs."""
-        self._retire(self._engine.contacts, members, self._job.engine.grace_s)
-        self._engine.replace(placement, members)
+        self._engine.submit(placement, ready=self.standing_by.ready())
+        members = [member.index for member in placement.members]
         self._begin(members)
+        self._assign(placement, members)
+
+    def replace(
+        self, placement: Placement, members: Collection[int], *, grace_s: float | None = None
+    ) -> None:
+        """Start new containers for these members; the others keep theirs.
+
+        Args:
+            placement: that they are in.
+            members: by their indices.
+            grace_s: for the processes in the old containers; None: the job's.
+        """
+        grace_s = self._job.engine.grace_s if grace_s is None else grace_s
+        ready = self.standing_by.ready()
+        self._retire(self._engine.contacts, members, grace_s)
+        self._engine.replace(placement, members, ready=ready)
+        self._begin(members)
+        self._assign(placement, members)
+
+    def _assign(self, placement: Placement, members: Collection[int]) -> None:
+        """Have containers that stood by be these members'; new ones for those that do not obey."""
+        failed = self.standing_by.assign(members)
+        if failed:
+            self._engine.replace(placement, failed)
+            self._begin(failed)
 
     def adopt(self, placement: Placement) -> frozenset[int]:
         """Find the containers of a placement made earlier. Indices of the members that live."""
         alive = self._engine.adopt(placement)
-        # Silence counts from here: a new supervisor has not asked anybody yet.
-        self._begin(self._engine.contacts())
+        # Silence counts from here: a new supervisor has not asked anybody yet. Who was silent for
+        # this one already stays so, or a recovery would wait for a dead node once more.
+        self._begin(set(self._engine.contacts()) - self._silent)
         return alive
 
     def cancel(self, grace_s: float) -> None:
@@ -117,12 +187,15 @@ class Fleet:
     def greet(self) -> dict[int, Greeting]:
         """The members that answer, by their index; the checks report the others."""
         contacts = self._engine.contacts()
-        sent = self._send_all(contacts, dict.fromkeys(contacts, GreetQuery()), GREET_TIMEOUT_S)
+        sent = {
+            index: self._calls.send(contact, GreetQuery(), timeout_s=GREET_TIMEOUT_S)
+            for index, contact in self._heard(contacts).items()
+        }
         found: dict[int, Greeting] = {}
         for index, answer in sent.items():
             node, host = contacts[index].node, contacts[index].host
             with suppress(AgentUnreachable, EngineError):
-                reply = _received(self._client(contacts[index]), GreetQuery(), answer)
+                reply = self._calls.received(contacts[index], GreetQuery(), answer)
                 times = answer.result()
                 found[index] = Greeting.of(
                     node, host, reply, sent_s=times.sent_s, answered_s=times.answered_s
@@ -150,27 +223,90 @@ class Fleet:
         contact = next((c for c in self._engine.contacts().values() if c.node == node), None)
         if contact is None:
             raise AgentUnreachable(f"no container is on {node}")
-        return self._client(contact).call(order).healing or HealReply()
+        return self._calls.client(contact).call(order).healing or HealReply()
 
     def start(self, order: StartOrder) -> None:
         """Start the processes of an attempt in every container; rendezvous is filled in."""
         contacts = dict(sorted(self._engine.contacts().items()))
-        first = contacts[0]
+        self.standing_by.assign(contacts)  # a supervisor before may have died over it
+        filled = self._filled(order, contacts)
+        self._asked.clear()  # what was asked before says nothing of this attempt
+        self._replies(contacts, filled, timeout_s=CALL_TIMEOUT_S, needs_all=True)
+
+    def join(self, order: StartOrder, members: Collection[int], *, generation: int) -> None:
+        """Start the processes of these members in an attempt whose other processes live.
+
+        Args:
+            order: of the attempt.
+            members: that have new containers.
+            generation: of the process groups that they join, or an earlier one.
+        """
+        contacts = dict(sorted(self._engine.contacts().items()))
+        self.standing_by.assign(members)  # likewise
+        filled = self._filled(order, contacts).model_copy(update={"generation": generation})
+        joining = {index: contacts[index] for index in members}
+        self._replies(joining, filled, timeout_s=CALL_TIMEOUT_S, needs_all=True)
+
+    def notice(self, order: NoticeOrder) -> None:
+        """Let the coordinator of an attempt know; it is where the first member is.
+
+        Raises:
+            AgentUnreachable: nobody is there to pass it on.
+            EngineError: the coordinator is gone, or of another attempt.
+        """
+        self._calls.client(self._engine.contacts()[0]).call(order)
+
+    def resume(self, order: StartOrder, began: RecoveryBegan) -> None:
+        """Open the coordinator of an attempt where the first member is now, and lead others there.
+
+        Args:
+            order: of the attempt.
+            began: the recovery with which it begins.
+
+        Raises:
+            AgentUnreachable: the first member is not there.
+            EngineError: another one cannot reach it.
+        """
+        contacts = dict(sorted(self._engine.contacts().items()))
+        reply = self._rendezvous(order, contacts[0], resumes=began)
+        assert reply.coordinator is not None  # noqa: S101 a session has one
+        moved = {rank // self._job.engine.slots_per_node for rank in began.moved}
+        others = {index: one for index, one in contacts.items() if index not in moved}
+        rejoin = RejoinOrder(
+            placement=order.placement, attempt=order.attempt, coordinator=reply.coordinator
+        )
+        # Of those that do not answer, the next look shows whether they are lost, too.
+        self._replies(others, rejoin, timeout_s=REJOIN_TIMEOUT_S)
+
+    @property
+    def first_container(self) -> str:
+        """Distinguishes the container of the first member, where an attempt's log is."""
+        first = self._engine.contacts().get(0)
+        return first.token if first is not None else ""
+
+    def _rendezvous(
+        self, order: StartOrder, first: Contact, *, resumes: RecoveryBegan | None = None
+    ) -> AgentReply:
+        """Have the first member open the attempt's rendezvous, once."""
         rendezvous = RendezvousOrder(
             port=self._job.comm.master_port,
             start=order.without_secrets(),
             supported=tuple(rung for rung in Rung if rung in self.capabilities),
+            resumes=resumes,
         )
-        reply = self._client(first).call(rendezvous, timeout_s=RENDEZVOUS_TIMEOUT_S)
+        return self._calls.client(first).call(rendezvous, timeout_s=RENDEZVOUS_TIMEOUT_S)
+
+    def _filled(self, order: StartOrder, contacts: Mapping[int, Contact]) -> StartOrder:
+        """The order with the attempt's rendezvous and its hosts."""
+        first = contacts[0]
+        reply = self._rendezvous(order, first)
         opened = {"master_port": reply.port, "coordinator": reply.coordinator}
         placed = {
             "hosts": tuple(contact.host for contact in contacts.values()),
             "master_addr": first.host,
             "rank_table": self._rank_table(contacts),
         }
-        filled = order.model_copy(update={**placed, **opened})
-        self._asked.clear()  # what was asked before says nothing of this attempt
-        self._replies(contacts, filled, timeout_s=CALL_TIMEOUT_S, needs_all=True)
+        return order.model_copy(update={**placed, **opened})
 
     def _rank_table(self, contacts: Mapping[int, Contact]) -> str | None:
         query = query_of(self._job)
@@ -205,8 +341,10 @@ class Fleet:
             status = self._answer(index, contact)
             if status is not None:
                 agents[index] = status
+                self._silent.discard(index)
             elif contact.address is None or self._is_silent(index):
                 lost.append(contact.node)
+                self._silent.add(index)
             else:
                 unanswered_nodes.append(contact.node)
         return Snapshot(agents, tuple(lost), tuple(unanswered_nodes))
@@ -217,7 +355,7 @@ class Fleet:
         self._asked = {at: one for at, one in self._asked.items() if at in living}
         for at, contact in living.items():
             if at not in self._asked:
-                self._asked[at] = self._send(contact, StatusQuery(), timeout_s=CALL_TIMEOUT_S)
+                self._asked[at] = self._calls.send(contact, StatusQuery(), timeout_s=CALL_TIMEOUT_S)
         concurrent.futures.wait(self._asked.values(), timeout=LOOK_TIMEOUT_S)
 
     def _answer(self, index: int, contact: Contact) -> AgentStatus | None:
@@ -226,7 +364,7 @@ class Fleet:
             return None
         try:
             answer = self._asked.pop(contact.address)
-            reply = _received(self._client(contact), StatusQuery(), answer)
+            reply = self._calls.received(contact, StatusQuery(), answer)
         except AgentUnreachable:
             return None
         # Its own time: nobody may have looked for a while.
@@ -234,11 +372,14 @@ class Fleet:
         return reply.status
 
     def _is_silent(self, index: int) -> bool:
+        if not self._engine.sees_agents:
+            self._answered_s[index] = time.monotonic()  # nobody could have heard it
         return time.monotonic() - self._answered_s.get(index, 0.0) > SILENT_AGENT_S
 
     def _begin(self, members: Collection[int]) -> None:
         """Count the silence of members from now on; what was asked before is of others."""
         self._asked.clear()
+        self._silent.difference_update(members)
         self._answered_s.update(dict.fromkeys(members, time.monotonic()))
 
     def stop(self, grace_s: float) -> None:
@@ -251,13 +392,50 @@ class Fleet:
         self._replies(contacts, StopOrder(grace_s=grace_s), timeout_s=CALL_TIMEOUT_S)
         self._asked.clear()
 
+    def kill(self, victim: Victim, index: int) -> bool:
+        """Have something killed, in a drill; whether it was there.
+
+        Args:
+            victim: what.
+            index: global rank, else the member; the coordinator is where it is.
+
+        Raises:
+            EngineError: the run is no drill, or an agent obeys another supervisor.
+        """
+        if victim is Victim.SPARE:
+            return self.standing_by.kill_one()
+        contacts = self._engine.contacts()
+        rank = index if victim is Victim.RANK else None
+        # Which member has a rank or the coordinator, it knows itself.
+        if victim not in (Victim.RANK, Victim.COORDINATOR):
+            contacts = {member: one for member, one in contacts.items() if member == index}
+        order = KillOrder(victim=victim, rank=rank)
+        replies = self._replies(contacts, order, timeout_s=CALL_TIMEOUT_S)
+        return any(reply.num_killed for reply in replies.values())
+
+    def left_over(self) -> Sequence[str]:
+        """Names of what the run still has where its containers were."""
+        return self._engine.left_over()
+
     def metrics(self, offset: int) -> tuple[str, int]:
-        """Step records that the first rank wrote after `offset` bytes, and the new offset."""
+        """Step records that the first rank wrote after `offset` bytes, and the new offset.
+
+        None while its agent is lost, or owes an answer: nobody's look at the others waits for it.
+        """
+        first = self._engine.contacts().get(0)
+        if first is None or first.address is None or self._owes_answer(0, first):
+            return "", offset
+        query = MetricsQuery(offset=offset)
+        sent = self._calls.send(first, query, timeout_s=LOOK_TIMEOUT_S)
         try:
-            reply = self._client(self._engine.contacts()[0]).call(MetricsQuery(offset=offset))
+            reply = self._calls.received(first, query, sent)
         except (AgentUnreachable, EngineError):
             return "", offset
         return reply.text or "", reply.offset if reply.offset is not None else offset
+
+    def _owes_answer(self, index: int, contact: Contact) -> bool:
+        asked = self._asked.get(contact.address) if contact.address is not None else None
+        return index in self._silent or (asked is not None and not asked.done())
 
     def logs(self, tail_bytes: int) -> Sequence[tuple[str, WorkerLog]]:
         """The end of each worker's output, of the containers that answer, with their nodes."""
@@ -269,9 +447,18 @@ class Fleet:
         replies = self._ask_all(query, timeout_s=CALL_TIMEOUT_S)
         return [(node, piece) for node, reply in replies for piece in reply.pieces]
 
-    def texts(self, tail_bytes: int) -> Sequence[tuple[str, NodeText]]:
-        """Device logs and the output of the driver's tools, of the containers that answer."""
-        return self._texts(EvidenceQuery(tail_bytes=tail_bytes))
+    def texts(self, tail_bytes: int, *, since_s: float) -> Sequence[tuple[str, NodeText]]:
+        """What the nodes know beside what workers print.
+
+        Device logs and the output of the driver's tools, of the containers that answer; and what
+        the engine's platform reports of their nodes.
+
+        Args:
+            tail_bytes: of each log.
+            since_s: of what the platform reports, seconds since the epoch.
+        """
+        of_agents = self._texts(EvidenceQuery(tail_bytes=tail_bytes))
+        return [*of_agents, *self._engine.texts(since_s)]
 
     def stacks(self) -> Sequence[tuple[str, NodeText]]:
         """The stack of every thread of the workers, of the containers that answer."""
@@ -351,39 +538,15 @@ class Fleet:
         self, contacts: Mapping[int, Contact], orders: Mapping[int, Order], *, timeout_s: float
     ) -> Iterator[tuple[int, AgentReply | AgentUnreachable | EngineError]]:
         """Call members all at once. What each answered, or why it did not."""
-        sent = self._send_all(contacts, orders, timeout_s)
+        answers = self._calls.call_all(self._heard(contacts), orders, timeout_s=timeout_s)
         for index, contact in contacts.items():
-            try:
-                client = self._client(contact)
-                yield index, _received(client, orders[index], sent[index])
-            except (AgentUnreachable, EngineError) as error:
-                yield index, error
+            silent = AgentUnreachable(f"the agent of {contact.node} is gone, or silent")
+            yield index, answers.get(index, silent)
 
-    def _send_all(
-        self, contacts: Mapping[int, Contact], orders: Mapping[int, Order], timeout_s: float
-    ) -> dict[int, Future[TimedLine]]:
-        """Call those that have an agent."""
+    def _heard(self, contacts: Mapping[int, Contact]) -> dict[int, Contact]:
+        """Those that have an agent; one that is lost would keep a recovery waiting."""
         return {
-            index: self._send(contact, orders[index], timeout_s=timeout_s)
+            index: contact
             for index, contact in contacts.items()
-            if contact.address is not None
+            if contact.address is not None and index not in self._silent
         }
-
-    def _send(self, contact: Contact, order: Order, *, timeout_s: float) -> Future[TimedLine]:
-        client = self._client(contact)
-        request = client.request(order)
-        return self._fan_out.call(client.host, client.port, request, timeout_s=timeout_s)
-
-    def _client(self, contact: Contact) -> AgentClient:
-        if contact.address is None:
-            raise AgentUnreachable(f"the agent of {contact.node} is gone")
-        host, port = contact.address
-        return AgentClient(host, port, contact.token, self._epoch)
-
-
-def _received(client: AgentClient, order: Order, answer: Future[TimedLine]) -> AgentReply:
-    try:
-        line = answer.result().line
-    except (OSError, ValueError) as error:
-        raise client.unreachable(error) from error
-    return client.reply(order, line)

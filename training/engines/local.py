@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -22,36 +23,45 @@ from pydantic import ValidationError
 from storage.frozen_model import FrozenModel
 from training.agent.agent import CONFIG_FILE
 from training.agent.control import ADDRESS_FILE
+from training.agent.node_folder import node_folder
+from training.diagnosis.evidence import NodeLoss
 from training.engines.base import Contact, Placement, agent_config
-from training.environment import worker_path
 from training.errors import EngineError
 from training.files import last_line, private_folder, write_whole
+from training.injection.victims import processes_of
 from training.job import Job
+from training.journal.records import Member
 from training.processes import MARKER, is_alive, kill_container
+from training.recovery.faults import FaultClass
 from training.recovery.rungs import Rung
-from training.wire.agent import AgentAddress
+from training.wire.agent import NO_MEMBER, AgentAddress, NodeText
 
 LOOPBACK = "127.0.0.1"
 AGENT_START_TIMEOUT_S = 60.0
-LIFE_PREFIX = "life-"
 _CONTAINERS_FILE = "containers.json"
 # A supervisor's own flow run, container or rank is not that of its workers.
 _NOT_INHERITED = ("PREFECT_", "MA_", "VC_", "TORCHELASTIC_")
 
 
 class Container(FrozenModel):
-    """One container as it is remembered on disk."""
+    """One container as it is remembered on disk; of NO_MEMBER while it stands by."""
 
     member: int
     node: str
     schedule_cnt: int
     folder: str
     token: str
+    stood_by: bool = False
 
     @property
     def path(self) -> Path:
         """Its folder."""
         return Path(self.folder)
+
+    @property
+    def was_up(self) -> bool:
+        """Whether its agent has listened; it may have died since."""
+        return (self.path / ADDRESS_FILE).exists()
 
     def address(self) -> AgentAddress | None:
         """Where its agent listens, None when there is none or it is dead."""
@@ -66,7 +76,14 @@ class Container(FrozenModel):
         """How its agent is reached."""
         address = self.address()
         at = (address.host, address.port) if address is not None else None
-        return Contact(self.node, self.token, at, LOOPBACK)
+        return Contact(
+            self.node,
+            self.token,
+            at,
+            LOOPBACK,
+            stood_by=self.stood_by,
+            schedule_cnt=self.schedule_cnt,
+        )
 
 
 class Containers(FrozenModel):
@@ -74,6 +91,7 @@ class Containers(FrozenModel):
 
     placement: int
     containers: tuple[Container, ...]
+    standing_by: tuple[Container, ...] = ()
 
 
 def read_containers(path: Path) -> Containers | None:
@@ -108,28 +126,75 @@ class LocalEngine:
         self._created_s = created_s
         self._secrets_env = dict(secrets_env or {})
         self._containers: dict[int, Container] = {}
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._standing_by: dict[str, Container] = {}  # by node: each has one at most
+        self._placement = 0  # number of what is on disk
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}  # agents, by their folders
 
     @property
     def capabilities(self) -> frozenset[Rung]:
         """Every rung of the ladder."""
         return frozenset(Rung)
 
+    @property
+    def sees_agents(self) -> bool:
+        """Whether they can be reached: they are on this machine."""
+        return True
+
+    @property
+    def poll_s(self) -> float:
+        """A look costs next to nothing."""
+        return 0.2
+
     def nodes(self) -> Sequence[str]:
-        """node-0 up to the last spare."""
+        """node-0 up to the last spare, first those where a container stands by."""
         spec = self._job.engine
-        return [f"node-{index}" for index in range(spec.nodes + spec.spares)]
+        names = [f"node-{index}" for index in range(spec.nodes + spec.spares)]
+        return sorted(names, key=lambda name: name not in self._standing_by)
 
-    def submit(self, placement: Placement) -> None:
+    def submit(self, placement: Placement, *, ready: Collection[str] = ()) -> None:
         """Start a container for every member; the run's former containers are ended first."""
-        self.end()
+        self._load()
+        self._end(self._containers.values())
         self._containers = {}
-        self._launch(placement, [member.index for member in placement.members])
+        self._launch(placement, [member.index for member in placement.members], ready)
 
-    def replace(self, placement: Placement, members: Collection[int]) -> None:
+    def replace(
+        self, placement: Placement, members: Collection[int], *, ready: Collection[str] = ()
+    ) -> None:
         """Start new containers for these members; the others keep theirs."""
         self._end([c for i, c in self._containers.items() if i in members])
-        self._launch(placement, members)
+        self._launch(placement, members, ready)
+
+    def stand_by(self, placement: Placement, node: str) -> None:
+        """Start a container that is to be some member's later; returns at once."""
+        waiting = Member(index=NO_MEMBER, node=node, schedule_cnt=0)
+        container = self._create(waiting, f"standby-{secrets.token_hex(4)}")
+        self._standing_by[node] = container
+        self._save(placement.number)
+        self._spawn(container)
+
+    def standing_by(self) -> Mapping[str, Contact]:
+        """The containers that no member has taken yet, by node."""
+        self._reap()
+        return {node: self._with_loss(one) for node, one in self._standing_by.items()}
+
+    def _with_loss(self, container: Container) -> Contact:
+        """How it is reached; of one that is not, whether it is still about to start."""
+        contact = container.contact()
+        is_starting = container.folder in self._processes and not container.was_up
+        if contact.address is not None or is_starting:
+            return contact
+        loss = NodeLoss(
+            container.node, FaultClass.CONTAINER_LOST, "AGENT_GONE", "its agent is gone"
+        )
+        return replace(contact, loss=loss)
+
+    def dismiss(self, names: Collection[str]) -> None:
+        """End some of them by force."""
+        ended = [self._standing_by.pop(name) for name in names if name in self._standing_by]
+        if ended:
+            self._end(ended)
+            self._save(self._placement)
 
     def adopt(self, placement: Placement) -> frozenset[int]:
         """Find the containers of a placement made earlier. Indices of the members that live."""
@@ -147,53 +212,72 @@ class LocalEngine:
         self._load()
         return self.contacts()
 
+    def texts(self, since_s: float) -> Sequence[tuple[str, NodeText]]:  # noqa: ARG002 the seam's
+        """None: there is no platform that would report of its nodes."""
+        return []
+
     def end(self) -> None:
         """End every container of the run by force."""
         self._load()
-        self._end(self._containers.values())
+        self._end([*self._containers.values(), *self._standing_by.values()])
+        self._standing_by = {}
 
-    def _launch(self, placement: Placement, members: Collection[int]) -> None:
-        for member in placement.members:
-            if member.index in members:
-                self._containers[member.index] = self._create(placement, member.index)
+    def left_over(self) -> Sequence[str]:
+        """Names of the run's processes."""
+        nodes = f"{self._root / 'nodes'}/"
+        return [process.name() for process in processes_of(lambda one: one.startswith(nodes))]
+
+    def _launch(
+        self, placement: Placement, members: Collection[int], ready: Collection[str]
+    ) -> None:
+        launched = [one for one in placement.members if one.index in members]
+        taken = {
+            one.index: one.node
+            for one in launched
+            if one.node in ready and one.node in self._standing_by
+        }
+        fresh = [one for one in launched if one.index not in taken]
+        # Where one stands by that is not ready, the node is needed for a new one.
+        self.dismiss([one.node for one in fresh])
+        for member in fresh:
+            name = f"p{placement.number:04d}-m{member.index}-s{member.schedule_cnt}"
+            self._containers[member.index] = self._create(member, name)
+        for index, node in taken.items():
+            self._containers[index] = self._standing_by.pop(node).model_copy(
+                update={
+                    "member": index,
+                    "schedule_cnt": placement.members[index].schedule_cnt,
+                    "stood_by": True,
+                }
+            )
         # Before they start: the next supervisor has to find and end what this one leaves.
         self._save(placement.number)
-        fresh = [self._containers[index] for index in sorted(members)]
-        self._await_agents(fresh, [self._spawn(container) for container in fresh])
+        begun = [self._containers[member.index] for member in fresh]
+        self._await_agents(begun, [self._spawn(container) for container in begun])
 
-    def _create(self, placement: Placement, index: int) -> Container:
-        member = placement.members[index]
-        name = f"p{placement.number:04d}-m{index}-s{member.schedule_cnt}"
+    def _create(self, member: Member, name: str) -> Container:
         folder = self._root / "nodes" / member.node / name
         # Left by a supervisor that died between this line and the save below.
         shutil.rmtree(folder, ignore_errors=True)
-        self._forget_other_lives(folder.parent)
         private_folder(self._root)
         folder.mkdir(mode=0o700, parents=True)
         token = secrets.token_hex(16)
-        life = folder.parent / f"{LIFE_PREFIX}{self._created_s:.0f}"
+        disk = node_folder(folder.parent, self._created_s)
         config = agent_config(
-            self._job, member, token=token, epoch=self._epoch, node_folder=str(life)
+            self._job, member, token=token, epoch=self._epoch, node_folder=str(disk)
         )
         write_whole(folder / CONFIG_FILE, config.model_dump_json(), private=True)
         return Container(
-            member=index,
+            member=member.index,
             node=member.node,
             schedule_cnt=member.schedule_cnt,
             folder=str(folder),
             token=token,
         )
 
-    def _forget_other_lives(self, node: Path) -> None:
-        """Free the node's disk of a run of the same name that is no more."""
-        own = f"{LIFE_PREFIX}{self._created_s:.0f}"
-        for folder in node.glob(f"{LIFE_PREFIX}*"):
-            if folder.name != own:
-                shutil.rmtree(folder, ignore_errors=True)
-
     def _spawn(self, container: Container) -> subprocess.Popen[bytes]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_INHERITED)}
-        own = {"PATH": worker_path(), MARKER: container.folder}
+        own = {MARKER: container.folder}
         with (container.path / "agent.log").open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "training.agent", container.folder],
@@ -204,7 +288,7 @@ class LocalEngine:
                 stderr=log,
                 start_new_session=True,  # lives on when the supervisor's session ends
             )
-        self._processes.append(process)
+        self._processes[container.folder] = process
         return process
 
     def _await_agents(
@@ -225,11 +309,15 @@ class LocalEngine:
         self._reap()
 
     def _reap(self) -> None:
-        self._processes = [process for process in self._processes if process.poll() is None]
+        self._processes = {f: one for f, one in self._processes.items() if one.poll() is None}
 
     def _save(self, placement: int) -> None:
-        containers = tuple(c for _, c in sorted(self._containers.items()))
-        document = Containers(placement=placement, containers=containers)
+        self._placement = placement
+        document = Containers(
+            placement=placement,
+            containers=tuple(c for _, c in sorted(self._containers.items())),
+            standing_by=tuple(c for _, c in sorted(self._standing_by.items())),
+        )
         private_folder(self._root)
         write_whole(self._root / _CONTAINERS_FILE, document.model_dump_json(), private=True)
 
@@ -238,4 +326,6 @@ class LocalEngine:
         if (document := read_containers(self._root / _CONTAINERS_FILE)) is None:
             return None
         self._containers = {c.member: c for c in document.containers}
+        self._standing_by = {c.node: c for c in document.standing_by}
+        self._placement = document.placement
         return document.placement

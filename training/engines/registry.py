@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from training.engines.base import Engine
 from training.engines.fleet import Fleet
 from training.engines.local import LocalEngine
 from training.errors import InputError
 from training.job import Job
+from training.wire.node import Check
 
-ENGINES: Mapping[str, Callable[..., Engine]] = {"local": LocalEngine}
+
+def _kubernetes(job: Job, **given: Any) -> Engine:
+    # The client takes a second to import, and most processes speak to no cluster.
+    from training.engines.kubernetes.engine import KubernetesEngine  # noqa: PLC0415
+
+    return KubernetesEngine(job, **given)
+
+
+def _cluster_checks(job: Job) -> Sequence[Check]:
+    from training.engines.kubernetes.cluster_checks import check_cluster  # noqa: PLC0415 likewise
+
+    return check_cluster(job)
+
+
+ENGINES: Mapping[str, Callable[..., Engine]] = {"local": LocalEngine, "kubernetes": _kubernetes}
+PLATFORM_CHECKS: Mapping[str, Callable[[Job], Sequence[Check]]] = {"kubernetes": _cluster_checks}
 
 
 def make_engine(
@@ -34,6 +51,15 @@ def make_engine(
         raise InputError("engine.kind", f"{job.engine.kind!r} has no engine in the registry")
     make = ENGINES[job.engine.kind]
     return make(job, home=home, epoch=epoch, secrets_env=secrets_env, created_s=created_s)
+
+
+def platform_checks(job: Job) -> Sequence[Check]:
+    """What a job lacks where its containers are to be, found out without starting one.
+
+    Raises:
+        InputError: a value of the engine section is wrong.
+    """
+    return PLATFORM_CHECKS[job.engine.kind](job) if job.engine.kind in PLATFORM_CHECKS else ()
 
 
 def make_fleet(

@@ -135,12 +135,12 @@ def _nearest(path: Path) -> Path:
 
 
 def check_memory(job: Job, slots: int, state_bytes: int | None) -> Check:
-    """Room for the saves in host memory: twice the node's share of the state."""
+    """Room for the saves in host memory: twice the node's share of the state, or with copies."""
     available = psutil.virtual_memory().available
     seen = f"{_size(available)} available"
     if state_bytes is None or not job.checkpoint.host_memory:
         return Check(name="memory", outcome=CheckOutcome.OK, seen=seen)
-    needed = 2 * state_bytes * slots // job.engine.world_size
+    needed = job.checkpoint.shares_in_memory * state_bytes * slots // job.engine.world_size
     return Check(
         name="memory",
         outcome=CheckOutcome.OK if available >= needed else CheckOutcome.FAILED,

@@ -92,7 +92,7 @@ def check_this_machine(
             node=socket.gethostname(),
             folder=folder,
             # The local engine's containers lie in this folder, and nothing else is checked there.
-            node_folder=str(home_folder() / "runs") if job.engine.kind == "local" else None,
+            node_folder=str(home_folder() / "runs") if job.engine.on_this_machine else None,
             slots=ranks,
             first_rank=0,
             world_size=ranks,

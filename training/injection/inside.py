@@ -18,7 +18,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from storage.objects import ObjectStore
-from training.processes import MARKER, kill_container
+from training.injection.victims import lose_this_node
+from training.processes import MARKER
 from training.specs.drill import DrillFault, DrillKind, DrillPoint
 
 LOSS_FACTOR: Mapping[DrillKind, float] = {
@@ -129,8 +130,7 @@ class WorkerInjector:
             case DrillKind.STOP:
                 os.kill(os.getpid(), signal.SIGSTOP)
             case DrillKind.NODE:
-                kill_container(os.environ[MARKER])
-                os.kill(os.getpid(), signal.SIGKILL)
+                lose_this_node(os.environ[MARKER])
             case DrillKind.DEVICE_MEMORY:
                 self._damage_state()
                 raise RuntimeError("UCE ERROR reason=[device mem error]")

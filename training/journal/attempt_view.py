@@ -9,7 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from training.journal.events import AlertCleared, AlertRaised, ChipsHealed, LedgerEvent
+from training.journal.events import (
+    AlertCleared,
+    AlertRaised,
+    CheckpointRestored,
+    ChipsHealed,
+    LedgerEvent,
+)
 from training.journal.records import AttemptEnded, AttemptStarted, FirstStep, Member
 from training.recovery.faults import Fault
 from training.recovery.healing import found_at_fault
@@ -123,6 +129,11 @@ class AttemptView:
     def healed(self) -> ChipsHealed | None:
         """What was done about chips after it, None when nothing was."""
         return next((event for event in self.events if isinstance(event, ChipsHealed)), None)
+
+    @property
+    def restored(self) -> CheckpointRestored | None:
+        """Where its state came from, None before that is known, and when it began at step 0."""
+        return next((event for event in self.events if isinstance(event, CheckpointRestored)), None)
 
     @property
     def last_save(self) -> LastSave | None:

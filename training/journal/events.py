@@ -128,6 +128,38 @@ class CheckpointDamaged(AttemptEvent):
     is_repaired: bool
 
 
+class CheckpointRestored(AttemptEvent):
+    """Where the state came from that the attempt began with; written by the first rank.
+
+    `number` is 1: there is one for an attempt, none where it begins at step 0.
+
+    Attributes:
+        step: of the checkpoint.
+        shares: how many ranks' shares lay in which place, by its name: memory or disk of the
+            nodes, the memory of a partner node, the store.
+        partners: by node that lacked the shares of its ranks, the node that had copies of them.
+        num_fetched: shards that were read in the store, by all ranks together.
+        why: what the nodes lacked of a newer save, or why the store was read.
+    """
+
+    kind: Literal["checkpoint_restored"] = "checkpoint_restored"
+    step: int
+    shares: dict[str, int]
+    partners: dict[str, str] = Field({})
+    num_fetched: int = 0
+    why: str = ""
+
+    @property
+    def text(self) -> str:
+        """Where it came from, on one line."""
+        places = ", ".join(f"{place} {num}" for place, num in self.shares.items())
+        copies = "; ".join(f"{node} from copies on {of}" for node, of in self.partners.items())
+        details = "; ".join(part for part in (copies, self.why) if part)
+        return (
+            f"step {self.step} restored, shares from {places}{f' ({details})' if details else ''}"
+        )
+
+
 class ChipsHealed(AttemptEvent):
     """What was done about the chips of a node between two attempts in place; the node writes it.
 
@@ -180,6 +212,7 @@ _Recorded = (
     | AlertRaised
     | AlertCleared
     | CheckpointDamaged
+    | CheckpointRestored
     | ProgramNotice
     | ChipsHealed
     | BatchSkipped

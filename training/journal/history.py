@@ -29,6 +29,7 @@ from training.journal.records import (
     RunReopened,
     SupervisorTook,
 )
+from training.recovery.protocol import RecoveryBegan
 from training.recovery.rungs import Decision, Recovery
 
 
@@ -308,7 +309,7 @@ def _apply(history: RunHistory, record: AnyRecord) -> None:
         case DataReady():
             history.data.append(record)
         case Placed():
-            history.placements.append(record)
+            _place(history, record)
         case NodeRefused() | NodeReleased():
             _keep_out_or_let_in(history, record)
         case AttemptStarted():
@@ -322,6 +323,17 @@ def _apply(history: RunHistory, record: AnyRecord) -> None:
             _end_or_reopen(history, record)
         case _:
             assert_never(record)
+
+
+def _place(history: RunHistory, record: Placed) -> None:
+    # Tried again, or the engine has chosen the nodes meanwhile, or a member has moved: still the
+    # same placement.
+    if history.placement is not None and history.placement.placement == record.placement:
+        history.placements.pop()
+    history.placements.append(record)
+    view = history.open_attempt
+    if view is not None and view.started.placement == record.placement:
+        history.attempts[-1] = replace(view, members=record.members)
 
 
 def _take_over(history: RunHistory, record: SupervisorTook) -> None:
@@ -373,7 +385,16 @@ def _update_attempt(
             view = replace(view, failed_rungs=(*view.failed_rungs, record.rung), decision=None)
         case EventSeen():
             view = replace(view, events=(*view.events, record.event))
+            _isolate_within(history, record)
     history.attempts[index] = view
+
+
+def _isolate_within(history: RunHistory, record: EventSeen) -> None:
+    """Keep a node out that was left while the attempt went on."""
+    event = record.event
+    if isinstance(event, RecoveryBegan) and event.decision.isolate is not None:
+        why = f"{event.fault.fault_class}: {event.fault.evidence}"
+        history.isolations.append(Isolation(event.decision.isolate, why, record.at_s))
 
 
 def _why_isolated(view: AttemptView, decision: Decision) -> str:

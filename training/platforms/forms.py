@@ -106,18 +106,13 @@ _TRUE_FALSE = {"true": True, "false": False}
 
 
 _ELASTIC = "going on with fewer ranks (elastic training) is not a rung of ours"
-_MOVES = (
-    "recover moves the containers of the node at fault while the other processes live on; here a "
-    "process that ended is replaced where it was, and a chip or node fault goes on to "
-    "pod_reschedule"
-)
 # exit names what comes when nothing helps; every ladder of ours ends in `stop`. Source: MindCluster
 # "Process-Level Rescheduling": recover migrates the containers of the node at fault;
 # recover-in-place restarts processes in theirs, after a process exception or a chip fault of the
 # levels RestartRequest and RestartBusiness.
 _STRATEGIES: Mapping[str, tuple[str, ...]] = {
     "retry": ("memory_retry", "collective_retry"),
-    "recover": ("process_replace",),
+    "recover": ("process_replace", "node_replace"),
     "recover-in-place": ("process_replace", "process_in_place"),
     "elastic-training": (),
     "dump": ("end_of_life_checkpoint",),
@@ -142,8 +137,6 @@ def _read_strategies(name: str, text: str) -> Iterator[Finding]:
     for setting in dict.fromkeys(one for settings in _STRATEGIES.values() for one in settings):
         yield Setting(setting, setting in on, source, is_implied=setting not in on)
     yield Setting(Fact.PROCESS_RECOVERY, bool(on - {"end_of_life_checkpoint"}), source)
-    if "recover" in words:
-        yield f"{source}: {_MOVES}"
     if "elastic-training" in words:
         yield f"{source}: {_ELASTIC}"
 
@@ -227,12 +220,13 @@ FORMS: Mapping[str, Form] = {
     ),
     "HIGH_AVAILABILITY": Form(
         Platform.MINDSPEED, "comma list: " + ", ".join(_AVAILABILITY),
-        "end_of_life_checkpoint; retry: memory_retry, collective_retry; recover: process_replace",
+        "end_of_life_checkpoint; retry: memory_retry, collective_retry; recover: process_replace, "
+        "node_replace",
         _read_availability,
     ),
     "recover-strategy": Form(
         Platform.MINDCLUSTER, "comma list: " + ", ".join(_STRATEGIES),
-        "memory_retry, collective_retry, process_replace, process_in_place, "
+        "memory_retry, collective_retry, process_replace, node_replace, process_in_place, "
         "end_of_life_checkpoint",
         _read_strategies,
     ),

@@ -173,7 +173,7 @@ def _tft(policy: Policy, *, snapshot_every_steps: Value | None = None) -> str:
 def _in_process(policy: Policy) -> list[str]:
     words = {
         "retry": policy.memory_retry or policy.collective_retry,
-        "recover": policy.process_replace,
+        "recover": policy.process_replace or policy.node_replace,
         "dump": policy.end_of_life_checkpoint,
     }
     return [word for word, on in words.items() if on]
@@ -195,8 +195,10 @@ def _mindcluster(policy: Policy) -> Entries:
     }
     # Process-level recovery asks for fault-retry-times; without it only the last save is left.
     words = _in_process(policy) if times else [w for w in _in_process(policy) if w == "dump"]
-    if "recover" in words and policy.process_in_place:
-        words.insert(words.index("recover"), "recover-in-place")
+    if "recover" in words and policy.process_replace:
+        at = words.index("recover")
+        both = ["recover-in-place"] if policy.process_in_place or not policy.node_replace else []
+        words[at : at + 1] = [*both, *(["recover"] if policy.node_replace else [])]
     return entries | {"recover-strategy": ",".join([*words, "exit"])}
 
 
@@ -214,6 +216,7 @@ _NONE_IN_PROCESS: Mapping[str, Value] = {
     "memory_retry": False,
     "collective_retry": False,
     "process_replace": False,
+    "node_replace": False,
     "end_of_life_checkpoint": False,
 }
 _UNNAMED: Mapping[Platform, Mapping[str, Value]] = {

@@ -33,7 +33,9 @@ _TFT: Mapping[str, _Switch] = {
     "TTP": _Switch(("end_of_life_checkpoint",)),
     "UCE": _Switch(("memory_retry", "end_of_life_checkpoint")),
     "HCCE": _Switch(("collective_retry",)),
-    "ARF": _Switch(("process_replace", "process_in_place", "end_of_life_checkpoint")),
+    "ARF": _Switch(
+        ("process_replace", "process_in_place", "node_replace", "end_of_life_checkpoint")
+    ),
     "TRE": _Switch(("numeric_retry",), ("0", "1", "2")),
     "TSP": _Switch(()),
     "RSC": _Switch(("pod_retries",)),

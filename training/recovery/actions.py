@@ -81,6 +81,11 @@ class Outbox:
         number = self.next_number()
         self.record(LastSave(at_s=now_s, number=number, step=None, why=why))
 
+    def resume(self, began: RecoveryBegan) -> None:
+        """Record once more what began elsewhere; what is recorded next has a later number."""
+        self._number = began.number
+        self.record(began)
+
     def next_number(self) -> int:
         """Of a recovery, pause or last save, from 1."""
         self._number += 1
@@ -104,21 +109,45 @@ class Recoveries:
         """What the last one that began answers."""
         return self._open[-1].fault
 
+    def is_moving(self, node: str) -> bool:
+        """Whether one is open that leaves this node."""
+        return any(one.moved and one.fault.node == node for one in self._open)
+
+    @property
+    def newest_replaced(self) -> frozenset[int]:
+        """Ranks that get a new process by the last one that began."""
+        return self._open[-1].replaced
+
     def blame(self, rank: int) -> None:
         """What was to replace this rank fails, and counts as the newest: it cuts others short."""
         self._open.sort(key=lambda one: rank in one.replaced)  # stable: the others as they were
 
     def begin(
-        self, fault: Fault, decision: Decision, *, generation: int, now_s: float
+        self,
+        fault: Fault,
+        decision: Decision,
+        *,
+        generation: int,
+        now_s: float,
+        moved: Collection[int] = (),
     ) -> frozenset[int]:
         """A decision is about to be carried out. Returns the ranks that get a new process."""
-        number = self._outbox.next_number()
         began = RecoveryBegan(
-            at_s=now_s, number=number, generation=generation, fault=fault, decision=decision
+            at_s=now_s,
+            number=self._outbox.next_number(),
+            generation=generation,
+            fault=fault,
+            decision=decision,
+            moved=tuple(sorted(moved)),
         )
         self._open.append(began)
         self._outbox.record(began)
         return began.replaced
+
+    def resume(self, began: RecoveryBegan) -> None:
+        """Take up one that began under another coordinator."""
+        self._open.append(began)
+        self._outbox.resume(began)
 
     def locate(self, step: int) -> list[tuple[Fault, Fault]]:
         """Put deaths at the step in which they happened; a dead rank itself reported none.

@@ -32,6 +32,7 @@ from training.recovery.protocol import (
     Plan,
     Reconnect,
     Reconnected,
+    RecoveryBegan,
     ReplaceWorker,
     ToMember,
     WorkerFault,
@@ -39,13 +40,14 @@ from training.recovery.protocol import (
 )
 from training.recovery.ranks import Pauses, Ranks
 from training.recovery.repair import RankReport, RepairMode, RepairPlan, Unrepairable, plan_repair
-from training.recovery.replicas import lack_of_living_replica
+from training.recovery.replicas import lack_among_living
 from training.recovery.rungs import IN_PROCESS, Decision, Rung
 from training.recovery.stages import HOLDS, RECOVERABLE, RECOVERING, Stage
 
 # Survivors notice a broken connection in the same moment in which the kernel closes the dead
 # process's connection to us: only when no such end follows is the connection alone at fault.
 CONNECTION_SETTLE_S = 0.05
+GENERATIONS_APART = 1000  # those of one coordinator from the next one's
 
 
 @dataclass(slots=True)
@@ -61,6 +63,7 @@ class Attempt:
         reconnect_limit_s: for new connections in the same generation.
         checks_chips: whether a chip that had a fault is checked before a process starts on it.
         nodes: by rank, the node it runs on, as the agents report.
+        absent: nodes whose agents were connected, and are no more.
         step: newest completed step that is known.
     """
 
@@ -72,6 +75,7 @@ class Attempt:
     reconnect_limit_s: float = 30.0
     checks_chips: bool = True
     nodes: dict[int, str] = field(default_factory=dict)
+    absent: set[str] = field(default_factory=set)
     stage: Stage = Stage.STARTING
     generation: int = 1
     step: int = 0
@@ -84,6 +88,7 @@ class Attempt:
     _suspected: tuple[float, int, WorkerFault] | None = None
     _deadline_s: float | None = None
     _saved: dict[int, LastSaved] = field(default_factory=dict)
+    _unsaved: set[int] = field(default_factory=set)  # savers that have not reported
     _why: str = ""
     _connection: int = 0  # how often those of the generation were re-established
     _reconnected: set[int] = field(default_factory=set)
@@ -109,6 +114,19 @@ class Attempt:
 
     # Events.
 
+    def resume(self, began: RecoveryBegan, *, now_s: float) -> None:
+        """Take up a recovery, where the coordinator before this one is lost with its node.
+
+        The ranks that live will come, each with its state, in a generation that no one before can
+        have announced.
+        """
+        self.decider.resumed(began)
+        self.generation = began.generation + GENERATIONS_APART
+        self.step = began.fault.step or 0
+        self._recoveries.resume(began)
+        self._ranks.awaits(set(range(self.world_size)) - began.replaced)
+        self._announce(RepairMode.TRAIN, now_s=now_s, replaced=began.replaced, by_agents=False)
+
     def joined(self, rank: int) -> None:
         """A worker has connected."""
         self._ranks.joined(rank)
@@ -119,6 +137,15 @@ class Attempt:
         self._send(rank, NewGeneration(number=self.generation))
         if self._pauses.is_requested:
             self._send(rank, PauseRequest(wanted=True))
+
+    def agent_joined(self, node: str, ranks: Collection[int]) -> None:
+        """The agent of a node has connected, with the ranks that it has from now on."""
+        self.nodes.update(dict.fromkeys(ranks, node))
+        self.absent.discard(node)
+
+    def agent_left(self, node: str) -> None:
+        """The connection of a node's agent is closed."""
+        self.absent.add(node)
 
     def trains(self, rank: int, generation: int, step: int, *, now_s: float) -> None:
         """A rank is in its loop, in a generation."""
@@ -197,8 +224,22 @@ class Attempt:
         self._suspected = None
         self._answer(fault, now_s=now_s)
 
+    def node_gone(self, fault: Fault, ranks: Collection[int], *, now_s: float) -> None:
+        """A node is lost with all its ranks, or is to be left: `fault` says which and why."""
+        node = fault.node
+        if node is None or self._recoveries.is_moving(node):
+            return  # told again
+        if fault.fault_class is FaultClass.FAIL_SLOW and self.stage is not Stage.TRAINING:
+            return  # it lives: there is time, and none that a last save would be broken off for
+        gone = [rank for rank in sorted(ranks) if self.nodes.setdefault(rank, node) == node]
+        if not gone:
+            return  # they are on another one already
+        for rank in gone[1:]:
+            self._ranks.ended(rank)
+        self.ended(gone[0], fault, now_s=now_s)
+
     def not_replaced(self, rank: int, why: str, *, now_s: float) -> None:
-        """The agent of a rank could not start its new process."""
+        """The new process of a rank could not be started, or its new node is not to be had."""
         self._ranks.ended(rank)
         if self._may_recover() and self.stage in RECOVERING:
             self._recoveries.blame(rank)
@@ -216,7 +257,9 @@ class Attempt:
         """A survivor's part in the end-of-life checkpoint is over."""
         if self.stage is Stage.SAVING:
             self._saved[rank] = report
-            self._check_saved(now_s=now_s)
+            self._unsaved.discard(rank)
+            if report.problem is not None or not self._unsaved:
+                self._check_saved(now_s=now_s)
 
     def ending(self, rank: int, *, now_s: float) -> None:
         """A rank came to the end of its loop."""
@@ -257,7 +300,10 @@ class Attempt:
         if suspected is not None and now_s >= suspected[0] and self._ranks.are_all_explained:
             self._suspected = None
             self._answer_worker_fault(*suspected[1:], now_s=now_s)
-        for rank in self._ranks.unexplained(now_s=now_s):
+        for rank in self._unexplained(now_s=now_s):
+            if self.nodes.get(rank) in self.absent:
+                self._node_without_word(self.nodes[rank], now_s=now_s)
+                break  # the others of the node are explained with it, and those of another later
             fault = Fault(
                 FaultClass.NATIVE_CRASH,
                 now_s,
@@ -273,11 +319,34 @@ class Attempt:
 
     # What follows from them.
 
+    def _unexplained(self, *, now_s: float) -> list[int]:
+        if self._ranks.are_all_explained:
+            return []
+        without_agent = {rank for rank, node in self.nodes.items() if node in self.absent}
+        return self._ranks.unexplained(now_s=now_s, without_agent=without_agent)
+
+    def _node_without_word(self, node: str, *, now_s: float) -> None:
+        """End what a lost node leaves: without a supervisor there is no other node for it.
+
+        So ends, too, what lives on a node that is cut off from all others.
+        """
+        why = f"the agent of {node} is gone, and no supervisor brings another node"
+        fault = Fault(FaultClass.NODE_LOST, now_s, why, node=node, step=self.step)
+        for rank in self._ranks_of(node):
+            self._ranks.ended(rank)
+        if self._may_recover():
+            self._answer(fault, now_s=now_s, no_other_node=why)
+        else:
+            self._give_up_over(fault, why, now_s=now_s)
+
     def _may_recover(self) -> bool:
         return self._mode is not RepairMode.LAST_SAVE and self.stage in RECOVERABLE
 
     def _check_reports(self, *, now_s: float) -> None:
-        if set(self._reports) >= self._expected():
+        # First the numbers: comparing the ranks after each report took 3 s for 8,192 of them.
+        saves = self._mode is RepairMode.LAST_SAVE
+        fewest = self._ranks.fewest_survivors if saves else self.world_size
+        if len(self._reports) >= fewest and set(self._reports) >= self._expected():
             self._make_plan(now_s=now_s)
 
     def _expected(self) -> set[int]:
@@ -306,16 +375,20 @@ class Attempt:
         is_finite: bool = True,
         can_reconnect: bool = False,
         is_missing: bool = False,
+        no_other_node: str | None = None,
     ) -> None:
         """Choose the rung, and begin it."""
-        is_dead = fault.rank is not None and self._ranks.have_lost(fault.rank)
+        on_node = self._ranks_of(fault.node)
+        at_fault = [fault.rank] if fault.rank is not None else on_node
+        is_dead = any(self._ranks.have_lost(rank) for rank in at_fault)
         decision = self.decider.decide(
             fault,
             now_s=now_s,
             is_dead=is_dead or is_missing,  # it can do nothing again
             is_finite=is_finite,
             can_reconnect=can_reconnect,
-            no_replica=lack_of_living_replica(fault.rank, self.groups, self._ranks.holders),
+            no_replica=self._lack_of_replicas(at_fault),
+            no_replica_of_node=no_other_node or self._lack_of_replicas(on_node),
         )
         if decision.rung not in IN_PROCESS:
             self._end_processes(fault, decision, now_s=now_s)
@@ -323,13 +396,17 @@ class Attempt:
         if decision.accept_abnormal and fault.step is not None:
             self._accepted = fault.step + 1
         self.decider.began(fault, decision.rung)
-        replaced = self._recoveries.begin(fault, decision, generation=self.generation, now_s=now_s)
-        check = check_before_replacing(fault) if self.checks_chips else None
+        moved = on_node if decision.rung is Rung.NODE_REPLACE else ()
+        replaced = self._recoveries.begin(
+            fault, decision, generation=self.generation, now_s=now_s, moved=moved
+        )
+        check = check_before_replacing(fault) if self.checks_chips and not moved else None
         self._checks.update(dict.fromkeys(replaced, check) if check is not None else {})
         if decision.rung is Rung.OPERATOR_RETRY:
             self._reconnect(now_s=now_s)
         else:
-            self._announce(mode_of(decision, fault), now_s=now_s, replaced=replaced)
+            mode = mode_of(decision, fault)
+            self._announce(mode, now_s=now_s, replaced=replaced, by_agents=not moved)
         if fault.fault_class is FaultClass.NUMERIC_ANOMALY and fault.step is not None:
             # Last: the store may take its time, and training goes on meanwhile.
             norms = tuple(self._norms.get(fault.step + 1, ()))
@@ -342,8 +419,20 @@ class Attempt:
         self.stage, self._deadline_s = Stage.RECONNECTING, now_s + self.reconnect_limit_s
         self._broadcast(Reconnect(generation=self.generation, connection=self._connection))
 
-    def _announce(self, mode: RepairMode, *, now_s: float, replaced: Collection[int]) -> None:
-        """Begin a generation: ranks that live report, those that are replaced are started."""
+    def _ranks_of(self, node: str | None) -> list[int]:
+        return sorted(rank for rank, its in self.nodes.items() if its == node)
+
+    def _lack_of_replicas(self, ranks: Collection[int]) -> str | None:
+        """Why the state of one of them is with no other rank that lives, None where all are."""
+        return lack_among_living(ranks, self.groups, self._ranks.holders)
+
+    def _announce(
+        self, mode: RepairMode, *, now_s: float, replaced: Collection[int], by_agents: bool = True
+    ) -> None:
+        """Begin a generation: ranks that live report, those that are replaced are started.
+
+        Where not `by_agents`, the supervisor starts them on another node.
+        """
         self.generation += 1
         self._connection = 0
         self._mode = mode_after(self._mode, mode)
@@ -355,20 +444,22 @@ class Attempt:
         self._deadline_s = now_s + self.repair_limit_s
         for rank in sorted(replaced):
             self._ranks.replaced(rank)
-            check = self._checks.get(rank)
-            message = ReplaceWorker(rank=rank, generation=self.generation, check=check)
-            self._outbox.add(ToAgent(rank, message))
+            if by_agents:
+                check = self._checks.get(rank)
+                message = ReplaceWorker(rank=rank, generation=self.generation, check=check)
+                self._outbox.add(ToAgent(rank, message))
         self._broadcast(NewGeneration(number=self.generation))
 
     def _make_plan(self, *, now_s: float) -> None:
-        reports = [r for rank, r in self._reports.items() if rank in self._expected()]
+        expected = self._expected()
+        reports = [report for rank, report in self._reports.items() if rank in expected]
         self._locate(reports)
         try:
             plan = plan_repair(reports, self.groups, mode=self._mode, accepted=self._accepted)
         except Unrepairable as exc:
             self._fail(str(exc), now_s=now_s)
             return
-        self._plan = plan
+        self._plan, self._unsaved = plan, set(plan.savers)
         saves = self._mode is RepairMode.LAST_SAVE
         self.stage = Stage.SAVING if saves else Stage.REPAIRING
         self._deadline_s = now_s + (self.save_limit_s if saves else self.repair_limit_s)
@@ -391,9 +482,9 @@ class Attempt:
         if self._mode is RepairMode.LAST_SAVE:
             self._save_failed(why, now_s=now_s)
             return
-        fault = self._recoveries.newest_fault
+        fault, replaced = self._recoveries.newest_fault, self._recoveries.newest_replaced
         self.decider.failed(fault)
-        is_other = bool(missing) and fault.rank not in missing
+        is_other = bool(missing) and fault.rank not in missing and not replaced & set(missing)
         if is_other:
             node, device = self.nodes.get(missing[0]), device_of(missing[0], self.nodes)
             fault = replace(fault, rank=missing[0], node=node, device=device)

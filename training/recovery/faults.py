@@ -27,6 +27,7 @@ class FaultClass(StrEnum):
     LINK_DOWN = "link_down"
     HANG = "hang"
     NODE_LOST = "node_lost"
+    CONTAINER_LOST = "container_lost"
     FAIL_SLOW = "fail_slow"
     STORAGE_ERROR = "storage_error"
     CHECKPOINT_CORRUPT = "checkpoint_corrupt"
@@ -119,6 +120,11 @@ TRAITS: Mapping[FaultClass, Traits] = {
         "Look at the node's own log before it takes part again.",
         RecoverableBy.RESCHEDULE,
         hardware_fault=True,
+    ),
+    FaultClass.CONTAINER_LOST: Traits(
+        "The platform took a node's container away: deleted, evicted or preempted.",
+        "None, if it was meant; else find who deleted it, or what the node ran out of.",
+        RecoverableBy.RESCHEDULE,
     ),
     FaultClass.FAIL_SLOW: Traits(
         "A rank is later than all others, step after step; nothing has failed.",

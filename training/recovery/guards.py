@@ -68,6 +68,7 @@ class Case:
         same_node: why a fault of software is taken for its node's, None when it is not.
         survivors: whether processes of the attempt live on.
         no_replica: why no other rank has the state of the one at fault, None when one may.
+        no_replica_of_node: why no other node has the state of one of its node's ranks.
     """
 
     fault: Fault
@@ -78,6 +79,7 @@ class Case:
     same_node: str | None = None
     survivors: bool = False
     no_replica: str | None = None
+    no_replica_of_node: str | None = None
 
     @property
     def is_user_caused(self) -> bool:
@@ -102,7 +104,8 @@ class Case:
 def rungs_for(case: Case) -> tuple[Rung, ...]:
     """The rungs that may answer a case, cheapest first but for what the policy puts before.
 
-    Those that isolate are among them on evidence that it is the node, whatever the class. A code
+    Those that isolate are among them on evidence that it is the node, whatever the class; without
+    it, a container that was taken away is made anew and isolates nothing. A code
     that a chip reported allows the job to be rescheduled, too; and a device for which its code
     asks no more than a restart or a reset is not lost.
     """
@@ -111,6 +114,8 @@ def rungs_for(case: Case) -> tuple[Rung, ...]:
     if own == (Rung.STOP,):
         return own
     allowed = set(own) - ISOLATES
+    if fault.fault_class is FaultClass.CONTAINER_LOST:
+        allowed |= {Rung.NODE_REPLACE, Rung.POD_RESCHEDULE}
     if case.may_isolate:
         allowed |= ISOLATES
     if case.may_isolate or fault.chip_code is not None:
@@ -137,8 +142,9 @@ def refusal(rung: Rung, case: Case) -> str | None:
     if not RUNGS[rung].is_on(case.policy, case.fault.fault_class):
         return SWITCHED_OFF
     # Before the end of the processes: it holds whatever lives on.
-    if case.no_replica is not None and _needs_replica(rung, case.fault):
-        return case.no_replica
+    lack = _lack_of_replica(rung, case)
+    if lack is not None:
+        return lack
     if rung in IN_PROCESS and not case.survivors:
         return ENDED
     return (
@@ -149,10 +155,14 @@ def refusal(rung: Rung, case: Case) -> str | None:
     )
 
 
-def _needs_replica(rung: Rung, fault: Fault) -> bool:
-    """Whether the rung copies the state of the rank at fault from another rank."""
-    is_lost = fault.fault_class is FaultClass.DEVICE_MEMORY_ERROR  # its process lives
-    return rung is Rung.PROCESS_REPLACE or (rung is Rung.STEP_RETRY and is_lost)
+def _lack_of_replica(rung: Rung, case: Case) -> str | None:
+    """Why what the rung copies is with no other rank, None where it is or nothing is copied."""
+    is_lost = case.fault.fault_class is FaultClass.DEVICE_MEMORY_ERROR  # its process lives
+    if rung is Rung.NODE_REPLACE:
+        return case.no_replica_of_node or case.no_replica
+    if rung is Rung.PROCESS_REPLACE or (rung is Rung.STEP_RETRY and is_lost):
+        return case.no_replica
+    return None
 
 
 def chip_refusal(rung: Rung, case: Case) -> str | None:
@@ -396,6 +406,18 @@ def _process_refusal(rung: Rung, case: Case) -> str | None:
     return "no rank is to blame" if case.fault.rank is None else _in_process_refusal(rung, case)
 
 
+def _node_refusal(rung: Rung, case: Case) -> str | None:
+    fault = case.fault
+    if fault.node is None:
+        return "no node is to blame"
+    if case.failed(Rung.POD_RESCHEDULE, Rung.JOB_RESCHEDULE_ISOLATED):
+        return "no healthy spare was found"
+    stays = Rung.IN_PLACE_RESTART in rungs_for(case)
+    if stays and chip_refusal(Rung.IN_PLACE_RESTART, case) is None:
+        return "the node is there, and may serve new processes"
+    return _in_process_refusal(rung, case)
+
+
 def _failed_refusal(rung: Rung, case: Case) -> str | None:
     return "the last one failed" if case.failed(rung) else None
 
@@ -456,6 +478,7 @@ _GUARDS: Mapping[Rung, Callable[[Rung, Case], str | None]] = {
     Rung.OPERATOR_RETRY: _in_process_refusal,
     Rung.STEP_RETRY: _step_refusal,
     Rung.PROCESS_REPLACE: _process_refusal,
+    Rung.NODE_REPLACE: _node_refusal,
     Rung.IN_PLACE_RESTART: _failed_refusal,
     Rung.HANG_RESTART: _failed_refusal,
     Rung.POD_RESCHEDULE: _pod_refusal,

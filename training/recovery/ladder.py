@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from training.recovery.faults import TRAITS, Fault, FaultClass
 from training.recovery.guards import (
@@ -30,7 +31,7 @@ from training.recovery.guards import (
     too_often,
 )
 from training.recovery.ladder_rules import RULES
-from training.recovery.protocol import WorkerFault, WorkerFaultKind
+from training.recovery.protocol import RecoveryBegan, WorkerFault, WorkerFaultKind
 from training.recovery.rungs import (
     IN_PROCESS,
     ISOLATES,
@@ -45,7 +46,7 @@ from training.recovery.rungs import (
 )
 
 
-def decide(
+def decide(  # noqa: PLR0913 all that an answer may depend on
     fault: Fault,
     *,
     now_s: float,
@@ -55,6 +56,7 @@ def decide(
     survivors: bool = False,
     capacity: Capacity | None = None,
     no_replica: str | None = None,
+    no_replica_of_node: str | None = None,
 ) -> Decision:
     """Choose the cheapest rung that is supported and within its budget.
 
@@ -70,6 +72,7 @@ def decide(
             of a decision that isolates says; None: unknown.
         no_replica: why no other rank has the state of the one at fault, None when one may:
             rungs that would copy it are not tried.
+        no_replica_of_node: why no other node has the state of one of its node's ranks.
     """
     row = _row_without_progress(history)
     num_nodes = capacity.needed if capacity is not None else None
@@ -82,6 +85,7 @@ def decide(
         same_node(fault, now_s=now_s, history=history, num_nodes=num_nodes),
         survivors,
         no_replica,
+        no_replica_of_node,
     )
     if Rung.STEP_RETRY in supported and is_accepted(case):
         reason = f"{fault.fault_class}: step {fault.step} is abnormal again, accepted and recorded"
@@ -100,10 +104,11 @@ def decide(
 def _decision(
     rung: Rung, case: Case, skipped: Sequence[tuple[Rung, str]], capacity: Capacity | None
 ) -> Decision:
+    isolates = rung in ISOLATES and case.may_isolate
     return Decision(
         rung,
-        isolate=case.fault.node if rung in ISOLATES else None,
-        reason=_reason(rung, case, skipped) + _spare_text(rung, capacity),
+        isolate=case.fault.node if isolates else None,
+        reason=_reason(rung, case, skipped) + (_spare_text(capacity) if isolates else ""),
         skipped=tuple(f"{passed}: {why}" for passed, why in skipped),
         end_of_life_checkpoint=_saves_first(rung, case),
         sub_healthy=rung is Rung.OPERATOR_RETRY,
@@ -148,8 +153,8 @@ def _reason(rung: Rung, case: Case, skipped: Sequence[tuple[Rung, str]]) -> str:
     return f"{fault.fault_class} at {fault.where}: {rung}{why}"
 
 
-def _spare_text(rung: Rung, capacity: Capacity | None) -> str:
-    if rung not in ISOLATES or capacity is None or capacity.healthy is None:
+def _spare_text(capacity: Capacity | None) -> str:
+    if capacity is None or capacity.healthy is None:
         return ""
     if capacity.healthy > capacity.needed:
         return ""
@@ -218,6 +223,7 @@ class InProcessDecider:
         is_finite: bool = True,
         can_reconnect: bool = True,
         no_replica: str | None = None,
+        no_replica_of_node: str | None = None,
     ) -> Decision:
         """The cheapest rung that answers the fault while processes live.
 
@@ -229,18 +235,33 @@ class InProcessDecider:
             can_reconnect: the operations that were cut short are kept, and no rank has left the
                 step.
             no_replica: why no other rank has the state of the one at fault, None when one may.
+            no_replica_of_node: why no other node has the state of one of its node's ranks.
         """
         lacking = frozenset() if can_reconnect else frozenset({Rung.OPERATOR_RETRY})
         lacking |= _NEEDS_THE_PROCESS if is_dead else frozenset()
-        decision = self._ask(fault, now_s=now_s, lacking=lacking, no_replica=no_replica)
+        ask = partial(
+            self._ask,
+            fault,
+            now_s=now_s,
+            lacking=lacking,
+            no_replica=no_replica,
+            no_replica_of_node=no_replica_of_node,
+        )
+        decision = ask()
         if decision.accept_abnormal and not is_finite:
             self.began(fault, decision.rung)
             self.failed(fault)
-            decision = self._ask(fault, now_s=now_s, lacking=lacking, no_replica=no_replica)
+            decision = ask()
         return decision
 
     def _ask(
-        self, fault: Fault, *, now_s: float, lacking: frozenset[Rung], no_replica: str | None
+        self,
+        fault: Fault,
+        *,
+        now_s: float,
+        lacking: frozenset[Rung],
+        no_replica: str | None,
+        no_replica_of_node: str | None,
     ) -> Decision:
         return decide(
             fault,
@@ -251,11 +272,18 @@ class InProcessDecider:
             survivors=True,
             capacity=Capacity(None, self.num_nodes) if self.num_nodes is not None else None,
             no_replica=no_replica,
+            no_replica_of_node=no_replica_of_node,
         )
 
     def began(self, fault: Fault, rung: Rung) -> None:
         """A recovery starts."""
         self.past.append(Recovery(fault, rung, progressed=False))
+
+    def resumed(self, began: RecoveryBegan) -> None:
+        """One goes on that began before; it may be among those of the past already."""
+        if self.past and self.past[-1].fault == began.fault:
+            self.past.pop()
+        self.began(began.fault, began.decision.rung)
 
     def failed(self, fault: Fault) -> None:
         """The newest recovery that answers this very fault failed."""

@@ -65,6 +65,11 @@ RULES: Mapping[str, LadderRule] = {
         "or node, a check that failed, or the same node again and again.",
         _OURS,
     ),
+    "a_container_that_was_taken_away_is_made_anew_and_no_node_is_isolated": LadderRule(
+        "Deleted, evicted or preempted: `pod_reschedule` moves that member alone, and its node "
+        "stays in the job.",
+        _OURS,
+    ),
     "the_same_node_again_and_again_is_taken_for_the_cause": LadderRule(
         "Of the newest crashes and the like that each were recovered from, so many within 24 h on "
         "one node that chance alone explains it in fewer than 1 of 100 cases: "
@@ -126,6 +131,11 @@ RULES: Mapping[str, LadderRule] = {
     "a_chip_that_had_a_fault_keeps_its_process_only_where_the_policy_has_it": LadderRule(
         "With `process_in_place` (recover-in-place) off, `process_replace` answers no fault of a "
         "chip.",
+        _MINDCLUSTER,
+    ),
+    "a_node_that_is_lost_is_replaced_while_the_processes_of_the_others_live_on": LadderRule(
+        "`node_replace`: gone, cut off, or to be left for a chip that never heals; its member "
+        "moves to a spare, and its state comes from replicas. What may heal in place stays.",
         _MINDCLUSTER,
     ),
     "survivors_save_before_processes_are_lost": LadderRule(
@@ -190,9 +200,9 @@ RULES: Mapping[str, LadderRule] = {
         "What the engine or the run's depth cannot do is listed with the decision.", _OURS
     ),
     "a_rung_that_copies_a_state_is_not_tried_without_a_replica": LadderRule(
-        "`process_replace`, and `step_retry` after `device_memory_error`, copy the state of the "
-        "rank at fault: where no other rank has it, by the parallel layout or because all that "
-        "had it ended, they are passed over and the decision says so.",
+        "`process_replace`, `node_replace`, and `step_retry` after `device_memory_error` copy the "
+        "state of the ranks at fault: where no other rank has it, by the parallel layout or "
+        "because all that had it ended, they are passed over and the decision says so.",
         _MINDSPORE,
     ),
     "rungs_inside_the_processes_need_survivors_and_come_three_times_in_a_row": LadderRule(

@@ -17,7 +17,6 @@ from training.recovery.guards import ENDED
 from training.recovery.ladder import decide
 from training.recovery.rungs import (
     IN_PROCESS,
-    ISOLATES,
     LADDER,
     RUNGS,
     Capacity,
@@ -132,7 +131,7 @@ def _decisions(example: Fault, terms: Terms) -> Iterator[tuple[Decision, str | N
         failed: str | None = NO_SPARE
         while failed is not None:
             decision = _decide(fault, past, terms, isolated)
-            lacks = decision.rung in ISOLATES and isolated >= terms.spares
+            lacks = decision.isolate is not None and isolated >= terms.spares
             failed = NO_SPARE if lacks else None
             yield decision, failed
             if decision.rung is Rung.STOP:

@@ -138,6 +138,19 @@ class NotReplaced(CoordinatorMessage):
     why: str
 
 
+class NodeGone(CoordinatorMessage):
+    """A node of the attempt is lost, or to be left, as the supervisor knows it.
+
+    Attributes:
+        fault: with the node; what shows it.
+        ranks: of the node, as it was placed; a coordinator may never have heard of them.
+    """
+
+    op: Literal["node_gone"] = "node_gone"
+    fault: Fault
+    ranks: tuple[int, ...]
+
+
 class NewGeneration(CoordinatorMessage):
     """A generation of the process groups begins; the one before is over."""
 
@@ -212,18 +225,20 @@ class RecoveryBegan(AttemptEvent):
     Attributes:
         generation: of the process groups that the fault ended.
         fault: what was noticed; its `at_s` is when.
+        moved: ranks whose node is left, all of its.
     """
 
     kind: Literal["recovery_began"] = "recovery_began"
     generation: int
     fault: Fault
     decision: Decision
+    moved: tuple[int, ...] = ()
 
     @property
     def replaced(self) -> frozenset[int]:
         """Ranks that get a new process."""
         replaces, rank = self.decision.rung is Rung.PROCESS_REPLACE, self.fault.rank
-        return frozenset({rank} if replaces and rank is not None else ())
+        return frozenset({rank} if replaces and rank is not None else self.moved)
 
 
 class RecoveryEnded(AttemptEvent):

@@ -5,12 +5,16 @@ Times are seconds since the epoch, steps completed optimizer steps.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from training.recovery.actions import Outbox
 from training.recovery.protocol import PauseBegan, PauseEnded
 
 END_NOTICE_S = 5.0  # for the agent to report how a process ended whose connection is closed
+# For the supervisor to say that a node is lost whose agent is gone, too: one that is cut off
+# counts as silent after 15 s.
+NODE_NOTICE_S = 25.0
 
 
 @dataclass(slots=True)
@@ -28,6 +32,7 @@ class Ranks:
     training: set[int] = field(default_factory=set)
     ending: set[int] = field(default_factory=set)
     dead: set[int] = field(default_factory=set)
+    _awaited: set[int] = field(default_factory=set)  # live, and will come to this coordinator
     _starting: set[int] = field(default_factory=set)  # have not connected yet
     _building: set[int] = field(default_factory=set)  # have not reported yet
     _stateless: set[int] = field(default_factory=set)  # have none, or one not to be trusted
@@ -39,9 +44,14 @@ class Ranks:
         return self.living - self.dead - self._building
 
     @property
+    def fewest_survivors(self) -> int:
+        """At least so many there are; their number alone, without looking at each rank."""
+        return len(self.living) - len(self.dead) - len(self._building)
+
+    @property
     def holders(self) -> set[int]:
         """Ranks that another one's state may be copied from."""
-        return self.survivors - self._stateless
+        return (self.survivors | self._awaited) - self._stateless
 
     def counts(self, world_size: int) -> dict[str, int]:
         """How many there are in each state; one that lives may train or come to its end."""
@@ -62,10 +72,15 @@ class Ranks:
         """Whether its process has ended, and the one started in its place is not connected yet."""
         return rank in self.dead | self._starting
 
+    def awaits(self, ranks: Collection[int]) -> None:
+        """They live with their states, under a coordinator that is lost."""
+        self._awaited = set(ranks)
+
     def joined(self, rank: int) -> None:
         """It has connected."""
         self.living.add(rank)
         self._starting.discard(rank)
+        self._awaited.discard(rank)
 
     def reported(self, rank: int, *, is_clean: bool) -> None:
         """It has reported its state."""
@@ -90,6 +105,7 @@ class Ranks:
         self.living.discard(rank)
         self.training.discard(rank)
         self._starting.discard(rank)
+        self._awaited.discard(rank)
         self.dead.add(rank)
 
     def replaced(self, rank: int) -> None:
@@ -100,10 +116,19 @@ class Ranks:
         self._building.add(rank)
         self._stateless.add(rank)
 
-    def unexplained(self, *, now_s: float) -> list[int]:
-        """Ranks whose connection closed so long ago that the agent's report is overdue."""
+    def unexplained(self, *, now_s: float, without_agent: Collection[int] = ()) -> list[int]:
+        """Ranks whose connection closed so long ago that a report of it is overdue.
+
+        Args:
+            now_s: the time.
+            without_agent: those whose agent is gone as well; of them the supervisor reports.
+        """
+        limits_s = {
+            rank: NODE_NOTICE_S if rank in without_agent else END_NOTICE_S
+            for rank in self._disconnected_s
+        }
         since = self._disconnected_s.items()
-        return [rank for rank, since_s in since if now_s > since_s + END_NOTICE_S]
+        return [rank for rank, since_s in since if now_s > since_s + limits_s[rank]]
 
 
 @dataclass(slots=True)

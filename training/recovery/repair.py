@@ -11,8 +11,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import IntEnum, StrEnum
+from itertools import groupby
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, PlainSerializer
 
 from storage.frozen_model import FrozenModel
+
+
+def ranges_text(ranks: Sequence[int]) -> str:
+    """Ranks in their order as text, neighbours as a range: "0-7,16-8191"."""
+    # Those of one range are equally far ahead of their index.
+    groups = groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0])
+    runs = ([rank for _, rank in group] for _, group in groups)
+    return ",".join(f"{one[0]}-{one[-1]}" if len(one) > 1 else f"{one[0]}" for one in runs)
+
+
+def _from_ranges(given: Any) -> Any:
+    if not isinstance(given, str):
+        return given
+    ends = [part.split("-", 1) for part in given.split(",") if part]
+    return tuple(rank for one in ends for rank in range(int(one[0]), int(one[-1]) + 1))
+
+
+# As JSON ranges: every rank gets the plan, and as numbers 8,192 ranks would make 48 KB of each.
+CompactRanks = Annotated[
+    tuple[int, ...],
+    BeforeValidator(_from_ranges),
+    PlainSerializer(ranges_text, return_type=str, when_used="json"),
+]
 
 
 class StepPhase(IntEnum):
@@ -139,12 +166,12 @@ class RepairPlan(FrozenModel):
 
     mode: RepairMode
     step: int
-    applies: tuple[int, ...] = ()
+    applies: CompactRanks = ()
     moves: tuple[Move, ...] = ()
     rolls_back: bool = False
     vote: Vote | None = None
     pending: tuple[str, ...] = ()
-    savers: tuple[int, ...] = ()
+    savers: CompactRanks = ()
     skipped: tuple[SkippedBatch, ...] = ()
 
 

@@ -316,6 +316,21 @@ def lack_of_living_replica(
     return f"no replica of rank {rank} is left: {_ranks_text(tuple(sorted(others)))} lost theirs"
 
 
+def lack_among_living(
+    ranks: Collection[int], groups: Sequence[Collection[int]], holders: Collection[int]
+) -> str | None:
+    """Why the state of one of these ranks is with none of the others, None where all are.
+
+    Args:
+        ranks: global ranks that are lost together.
+        groups: ranks that hold the same state.
+        holders: ranks that live and have a state.
+    """
+    others = set(holders) - set(ranks)
+    lacks = (lack_of_living_replica(rank, groups, others) for rank in ranks)
+    return next((why for why in lacks if why is not None), None)
+
+
 def _inside_a_node(groups: Groups, ranks_per_node: int | None) -> tuple[int, ...] | None:
     """The first group that lies on one node alone."""
     if ranks_per_node is None:

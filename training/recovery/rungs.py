@@ -42,6 +42,7 @@ class Policy:
         collective_retry: HCCE, re-execution of one step whose collective or link failed.
         process_replace: ARF, a new process for one rank.
         process_in_place: the same on a chip that had a fault (recover-in-place).
+        node_replace: ARF node by node, another node for one that is lost (recover).
         pod_before_in_place: a node at fault is replaced before processes are started on it again.
         end_of_life_checkpoint: TTP, the survivors save before they are ended.
         numeric_retry: TRE, re-execution of a step whose loss or norm is abnormal.
@@ -62,6 +63,7 @@ class Policy:
     collective_retry: bool = True
     process_replace: bool = True
     process_in_place: bool = True
+    node_replace: bool = True
     pod_before_in_place: bool = False
     end_of_life_checkpoint: bool = True
     numeric_retry: bool = False
@@ -80,6 +82,7 @@ class Rung(StrEnum):
     OPERATOR_RETRY = "operator_retry"
     STEP_RETRY = "step_retry"
     PROCESS_REPLACE = "process_replace"
+    NODE_REPLACE = "node_replace"
     IN_PLACE_RESTART = "in_place_restart"
     HANG_RESTART = "hang_restart"
     POD_RESCHEDULE = "pod_reschedule"
@@ -177,6 +180,17 @@ RUNGS: Mapping[Rung, RungRow] = {
         budget=lambda _: IN_PROCESS_IN_A_ROW,
         lost="one step",
     ),
+    Rung.NODE_REPLACE: RungRow(
+        Scope.PROCESSES,
+        "ARF node by node: process-level rescheduling",
+        "engine (spare), coordinator",
+        "another node for one that is lost",
+        "#8a3ab9",
+        is_on=lambda policy, _class: policy.node_replace,
+        budget=lambda _: IN_PROCESS_IN_A_ROW,
+        lost="one step",
+        isolates=True,
+    ),
     Rung.IN_PLACE_RESTART: RungRow(
         Scope.CONTAINERS,
         "in-place recovery (same containers)",
@@ -236,7 +250,7 @@ def _of(*scopes: Scope) -> frozenset[Rung]:
 IN_PROCESS = _of(Scope.PROCESSES)
 RESTARTS_IN_PLACE = _of(Scope.CONTAINERS)
 RESCHEDULES = _of(Scope.PLACEMENT)
-STAYS_ON_CHIP = IN_PROCESS | RESTARTS_IN_PLACE
+STAYS_ON_CHIP = (IN_PROCESS - {Rung.NODE_REPLACE}) | RESTARTS_IN_PLACE
 ISOLATES = frozenset(rung for rung, row in RUNGS.items() if row.isolates)
 
 
@@ -248,8 +262,9 @@ def restarts_in_a_row(policy: Policy) -> int:
     return sum(budget(policy) for budget in allowed if budget is not None)
 
 
-_ISOLATE = (Rung.POD_RESCHEDULE, Rung.JOB_RESCHEDULE_ISOLATED, Rung.JOB_RESCHEDULE, Rung.STOP)
-_HEAL = (Rung.IN_PLACE_RESTART, *_ISOLATE)
+_MOVE = (Rung.POD_RESCHEDULE, Rung.JOB_RESCHEDULE_ISOLATED, Rung.JOB_RESCHEDULE, Rung.STOP)
+_ISOLATE = (Rung.NODE_REPLACE, *_MOVE)
+_HEAL = (Rung.NODE_REPLACE, Rung.IN_PLACE_RESTART, *_MOVE)
 _NOT_THE_NODE = (Rung.IN_PLACE_RESTART, Rung.JOB_RESCHEDULE, Rung.STOP)
 
 # Rungs inside the processes answer what they can recover from. One process that died is replaced; a
@@ -268,6 +283,9 @@ LADDER: Mapping[FaultClass, tuple[Rung, ...]] = {
     FaultClass.LINK_DOWN: (Rung.OPERATOR_RETRY, Rung.STEP_RETRY, *_HEAL),
     FaultClass.HANG: (Rung.HANG_RESTART, Rung.STOP),
     FaultClass.NODE_LOST: _ISOLATE,
+    FaultClass.CONTAINER_LOST: (
+        *(Rung.NODE_REPLACE, Rung.POD_RESCHEDULE, Rung.JOB_RESCHEDULE, Rung.STOP),
+    ),
     FaultClass.FAIL_SLOW: _ISOLATE,
     FaultClass.STORAGE_ERROR: _NOT_THE_NODE,
     FaultClass.CHECKPOINT_CORRUPT: _NOT_THE_NODE,

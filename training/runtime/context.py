@@ -38,6 +38,7 @@ class WorkerContext:
         generation: of the process groups, in which this process takes the place of another;
             None: it is one of the first.
         own_layout: that the program gave when it joined; None: the job's.
+        rejoin_s: for another coordinator to come when the one before is gone; 0: none does.
     """
 
     job: Job
@@ -58,6 +59,7 @@ class WorkerContext:
     coordinator: Path | None = None
     generation: int | None = None
     own_layout: ParallelLayout | None = None
+    rejoin_s: float = 0.0
 
     @property
     def layout(self) -> ParallelLayout:
@@ -106,6 +108,7 @@ class WorkerContext:
                 disk_tier=Path(disk) if disk else None,
                 coordinator=Path(coordinator) if coordinator else None,
                 generation=int(generation) if generation else None,
+                rejoin_s=float(environment.get("PERDURE_REJOIN_S", "0")),
             )
         except KeyError as error:
             raise InputError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,7 +28,9 @@ from training.wire.transport import Connection
 _log = logging.getLogger("perdure.runtime")
 
 CONNECT_TIMEOUT_S = 60.0
+REJOIN_TIMEOUT_S = 5.0  # of one try
 BEAT_S = 1.0
+MOVED_POLL_S = 0.1
 
 
 class CoordinatorClient(Connection):
@@ -43,6 +46,7 @@ class CoordinatorClient(Connection):
     Attributes:
         pause_wanted: all ranks are to pause.
         on_reconnect: called in a thread of its own when connections are to be re-established.
+        on_moved: called with its new address when the coordinator is on another node.
     """
 
     def __init__(
@@ -53,7 +57,13 @@ class CoordinatorClient(Connection):
         on_generation: Callable[[int], None],
         on_wait: Callable[[], None],
         layout: ParallelLayout | None = None,
+        rejoin_s: float = 0.0,
+        on_moved: Callable[[CoordinatorAddress], None] = lambda _address: None,
     ) -> None:
+        self._address_file = address_file
+        self._rank, self._layout = rank, layout
+        self._rejoin_s = rejoin_s
+        self._on_moved = on_moved
         self._on_generation = on_generation
         self._on_wait = on_wait
         self._news = threading.Condition()
@@ -63,11 +73,40 @@ class CoordinatorClient(Connection):
         self.pause_wanted = False
         self._num_pause_requests = 0
         self.on_reconnect: Callable[[int, int], None] = lambda _generation, _link: None
-        address = CoordinatorAddress.model_validate_json(address_file.read_text(encoding="utf-8"))
-        joined = WorkerJoined(
-            token=SecretStr(address.token), rank=rank, pid=os.getpid(), layout=layout
-        )
+        self._address = self._read_address()
+        joined = self._joined(self._address)
+        address = self._address
         super().__init__(address.host, address.port, joined, timeout_s=CONNECT_TIMEOUT_S)
+        if rejoin_s:
+            threading.Thread(target=self._follow, daemon=True, name="coordinator").start()
+
+    def _read_address(self) -> CoordinatorAddress:
+        text = self._address_file.read_text(encoding="utf-8")
+        return CoordinatorAddress.model_validate_json(text)
+
+    def _joined(self, address: CoordinatorAddress) -> WorkerJoined:
+        token = SecretStr(address.token)
+        return WorkerJoined(token=token, rank=self._rank, pid=os.getpid(), layout=self._layout)
+
+    def _follow(self) -> None:
+        """Go over to a coordinator on another node, whose address the agent writes."""
+        written, wanted = 0, self._address
+        while not self.is_closed:
+            time.sleep(MOVED_POLL_S)
+            now = self._address_file.stat().st_mtime_ns
+            if now != written:
+                written, wanted = now, self._read_address()
+            if wanted == self._address:
+                continue
+            # First this: what the connection brings opens others to the store there.
+            self._on_moved(wanted)
+            joined = self._joined(wanted)
+            try:
+                self.connect(wanted.host, wanted.port, joined, timeout_s=REJOIN_TIMEOUT_S)
+            except OSError as exc:
+                _log.info(f"the coordinator at {wanted.host} cannot be reached: {exc}")
+            else:
+                self._address = wanted
 
     def newer_than(self, generation: int) -> int:
         """Wait for a generation after this one.
@@ -146,8 +185,16 @@ class CoordinatorClient(Connection):
             # Whatever the training thread waits for in a collective will never come.
             self._on_generation(GIVEN_UP)
 
+    @property
+    def _is_needed(self) -> bool:
+        """Whether this rank cannot go on without the connection that it does not have."""
+        return self._given_up is None and not (self.is_open or self.is_closed)
+
     def lost(self, why: str) -> None:
-        """End this process, unless the attempt ends anyway."""
-        if self._given_up is None:
+        """End this process, unless the attempt ends anyway or another coordinator comes."""
+        deadline_s = time.monotonic() + self._rejoin_s
+        while self._is_needed and time.monotonic() < deadline_s:
+            time.sleep(MOVED_POLL_S)
+        if self._is_needed:
             _log.info(f"the coordinator is gone ({why}): ending")
             os._exit(EXIT_RESTART_ME)

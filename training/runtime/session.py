@@ -235,7 +235,11 @@ class Session:
         context, heartbeat = self.context, self._heartbeat
         checkpointer = Checkpointer(
             context,
-            CheckpointStore(self._store, self.job.run_id),
+            CheckpointStore(
+                self._store,
+                self.job.run_id,
+                first_container=context.schedule_cnt if context.rank == 0 else None,
+            ),
             training,
             self.device,
             hooks=SaveHooks(
@@ -254,6 +258,7 @@ class Session:
                 self.device,
                 heartbeat,
                 self._faults,
+                self._records,
                 snapshots=Snapshots() if self.job.restart.numeric_retry else None,
             )
         return StepLoop(

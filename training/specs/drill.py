@@ -1,4 +1,4 @@
-"""Faults that a job injects on purpose into its own worker processes."""
+"""Faults made on purpose: by a job in its own workers, and from outside by orders to its agents."""
 
 from __future__ import annotations
 
@@ -48,7 +48,41 @@ class DrillFault(FrozenModel):
     times: int = Field(1, ge=1, description="how often, each time that the step comes to its point")
 
 
+class Victim(StrEnum):
+    """What is killed from outside: a worker, a whole node, or what it runs beside its workers."""
+
+    RANK = "rank"
+    NODE = "node"
+    AGENT = "agent"  # the first process of its container, which some platforms end with it
+    FORK_SERVER = "fork_server"
+    CHECKPOINT_SERVER = "checkpoint_server"
+    COORDINATOR = "coordinator"  # on the first node alone
+    SPARE = "spare"  # a node on which a container stands by
+
+
+class Kill(FrozenModel):
+    """SIGKILL from outside, once."""
+
+    victim: Victim = Field(description="what is killed")
+    index: int = Field(
+        0, ge=0, description="global rank, else the member of the placement; of a spare none"
+    )
+    step: int = Field(ge=1, description="completed step from which on it happens")
+
+    def __str__(self) -> str:
+        """For reports."""
+        return f"kill of {self.victim.replace('_', ' ')} {self.index} at step {self.step}"
+
+
 class DrillSpec(FrozenModel):
     """A drill: a run with faults injected on purpose."""
 
     faults: tuple[DrillFault, ...] = Field((), description="faults, in any order")
+    kills: bool = Field(
+        False, description="whether agents obey orders to kill processes; with faults they do"
+    )
+
+    @property
+    def is_drill(self) -> bool:
+        """Whether anything may be broken on purpose."""
+        return self.kills or bool(self.faults)

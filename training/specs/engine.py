@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from storage.frozen_model import FrozenModel
+from training.specs import pod_rules
 
 DEFAULT_RECIPE = "training.trainer.pretrain:main"
+_LABEL = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"  # RFC 1123, as Kubernetes wants names
+
+
+Name = Annotated[str, AfterValidator(pod_rules.check_name)]
 
 
 class EngineSpec(FrozenModel):
     """What a job asks of every engine; the section of an engine names its kind and adds its own."""
 
+    # Whether its containers are processes of the supervisor's machine, with its folders.
+    on_this_machine: ClassVar[bool] = False
+
     kind: str = Field(description="engine")
-    nodes: int = Field(2, ge=1, le=64, description="nodes the job needs")
+    nodes: int = Field(2, ge=1, le=1024, description="nodes the job needs")
     spares: int = Field(1, ge=0, le=64, description="further nodes to reschedule onto")
+    warm_spares: int | None = Field(
+        None,
+        ge=0,
+        le=64,
+        description="of the spares, those on which a container stands by, started and checked, its "
+        "devices unused; default: 1 where there is a spare",
+    )
     slots_per_node: int = Field(2, ge=1, le=64, description="ranks (devices) of a node")
     grace_s: float = Field(
         20.0, ge=0.1, le=900, description="seconds from SIGTERM to SIGKILL when stopping workers"
@@ -33,6 +58,23 @@ class EngineSpec(FrozenModel):
             raise ValueError(f"{kind!r} is no engine, choose {' or '.join(_sections())}")
         return kind
 
+    @model_validator(mode="after")
+    def _check_warm_spares(self) -> Self:
+        if self.warm_spares is not None and self.warm_spares > self.spares:
+            raise ValueError(
+                f"warm_spares={self.warm_spares} is more than spares={self.spares} nodes"
+            )
+        return self
+
+    @property
+    def num_warm_spares(self) -> int:
+        """Containers that stand by."""
+        return min(1, self.spares) if self.warm_spares is None else self.warm_spares
+
+    def has_folder(self, folder: str) -> bool:  # noqa: ARG002 of some engines' sections
+        """Whether all nodes have a folder of the supervisor's machine, and may write there."""
+        return self.on_this_machine
+
     @property
     def world_size(self) -> int:
         """Ranks of the job."""
@@ -42,7 +84,173 @@ class EngineSpec(FrozenModel):
 class LocalEngineSpec(EngineSpec):
     """Nodes as agent processes on this machine."""
 
+    on_this_machine: ClassVar[bool] = True
+
     kind: Literal["local"] = Field("local", description="engine")
+
+
+class Reach(StrEnum):
+    """How a supervisor reaches the agents in the pods."""
+
+    AUTO = "auto"
+    DIRECT = "direct"
+    PORT_FORWARD = "port_forward"
+
+
+class VolumeSpec(FrozenModel):
+    """A volume of the pods, and where the agent's container has it."""
+
+    name: str = Field(description="of the volume", pattern=_LABEL)
+    mount_path: str = Field(description="absolute path in the container", pattern="^/")
+    source: dict[str, Any] = Field(
+        description="as in a pod, such as {hostPath: {path: /usr/local/Ascend/driver}} or "
+        "{persistentVolumeClaim: {claimName: corpus}}"
+    )
+    read_only: bool = Field(False, description="whether the container may not write into it")
+    sub_path: str | None = Field(None, description="folder of the volume that is mounted")
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str) -> str:
+        if name in pod_rules.OWN_VOLUMES:
+            raise ValueError(f"{name!r} is a volume of the engine's own")
+        return name
+
+    @field_validator("mount_path")
+    @classmethod
+    def _check_path(cls, path: str) -> str:
+        if ":" in path or posixpath.normpath(path) in pod_rules.OWN_FOLDERS:
+            raise ValueError(f"{path!r} is the engine's own, or has a colon")
+        return path
+
+    @field_validator("source")
+    @classmethod
+    def _check_source(cls, source: dict[str, Any]) -> dict[str, Any]:
+        if len(source) != 1 or not all(isinstance(one, dict) for one in source.values()):
+            raise ValueError("must be one kind of volume with its fields, {hostPath: {path: ...}}")
+        return source
+
+    def holds(self, folder: str) -> bool:
+        """Whether a folder is in it that all pods share, and may write to."""
+        if self.read_only or "emptyDir" in self.source:
+            return False
+        path = posixpath.normpath(self.mount_path)
+        return posixpath.commonpath((path, posixpath.normpath(folder))) == path
+
+
+class VolcanoSpec(FrozenModel):
+    """Placement of the gang by Volcano: a PodGroup, and its scheduler for the pods."""
+
+    queue: Name = Field("default", description="queue that the PodGroup is in")
+    scheduler: Name = Field("volcano", description="schedulerName of the pods")
+
+
+class KubernetesEngineSpec(EngineSpec):
+    """Nodes as pods of a Kubernetes cluster, one for each node of the job."""
+
+    kind: Literal["kubernetes"] = Field("kubernetes", description="engine")
+    image: str = Field(min_length=1, description="of the pods; Perdure is installed in it")
+    python: str = Field("python3", description="the image's Python that has Perdure")
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = Field(
+        "IfNotPresent", description="when the image is fetched"
+    )
+    image_pull_secrets: tuple[Name, ...] = Field((), description="Secrets of the registry")
+    context: str | None = Field(
+        None, description="of the kubeconfig; default: its current one, or the pod's own cluster"
+    )
+    namespace: Annotated[str, AfterValidator(pod_rules.check_namespace)] | None = Field(
+        None, description="of the pods; default: the context's, or that of the supervisor's pod"
+    )
+    reach: Reach = Field(
+        Reach.AUTO,
+        description="how the supervisor reaches agents: direct (the pods' addresses), "
+        "port_forward (through the API server), or auto: direct inside of the cluster",
+    )
+    agent_port: int = Field(
+        8470, ge=1024, le=65535, description="that agents listen on; on the host's network too"
+    )
+    place_timeout_s: float = Field(
+        600.0, ge=1, description="for all pods to run, images fetched; else none is kept"
+    )
+    resources: dict[str, str | int] = Field(
+        {},
+        description="of each pod, requests and limits in one, such as "
+        "{huawei.com/Ascend910: 8, cpu: 96, memory: 700Gi}",
+    )
+    shm_size: str | None = Field(
+        None, description="limit of /dev/shm, which is memory, such as 64Gi; default: none"
+    )
+    node_selector: dict[str, str] = Field({}, description="labels that the nodes must have")
+    tolerations: tuple[dict[str, Any], ...] = Field((), description="as in a pod")
+    labels: dict[str, str] = Field({}, description="further labels of the pods")
+    annotations: dict[str, str] = Field({}, description="annotations of the pods")
+    host_network: bool = Field(False, description="whether pods are on their nodes' network")
+    volumes: tuple[VolumeSpec, ...] = Field((), description="further volumes of the pods")
+    env_secrets: tuple[Name, ...] = Field(
+        (), description="Secrets whose keys become variables of the container"
+    )
+    storage_secret: Name | None = Field(
+        None,
+        description="Secret with AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY of the store; "
+        "default: one is made from the supervisor's keys",
+    )
+    service_account: Name | None = Field(None, description="of the pods; they get no token of it")
+    priority_class: Name | None = Field(None, description="of the pods")
+    node_path: str | None = Field(
+        None, pattern="^/", description="folder of the node's disk for copies that outlive pods"
+    )
+    volcano: VolcanoSpec | None = Field(None, description="placement by Volcano; default: none")
+    cordon: bool = Field(
+        False, description="whether isolated nodes are cordoned, too; needs the right to patch them"
+    )
+    mindcluster: bool = Field(
+        True, description="whether faults that MindCluster's device plugin reports are read"
+    )
+    pod: dict[str, Any] = Field(
+        {},
+        description="merged into each pod's document: maps deeply, lists of named things by name",
+    )
+
+    @field_validator("shm_size")
+    @classmethod
+    def _check_shm_size(cls, size: str | None) -> str | None:
+        if size is not None:
+            pod_rules.check_quantity(size)
+        return size
+
+    @field_validator("resources", "node_selector", "tolerations", "labels", "annotations", "pod")
+    @classmethod
+    def _check_pod(cls, value: Any, info: ValidationInfo) -> Any:
+        _POD_CHECKS[str(info.field_name)](value)
+        return value
+
+    @field_validator("volumes")
+    @classmethod
+    def _check_volumes(cls, volumes: tuple[VolumeSpec, ...]) -> tuple[VolumeSpec, ...]:
+        sources: dict[str, dict[str, Any]] = {}
+        paths: set[str] = set()
+        for volume in volumes:
+            if sources.setdefault(volume.name, volume.source) != volume.source:
+                raise ValueError(f"volume {volume.name!r} has two sources")
+            path = posixpath.normpath(volume.mount_path)
+            if path in paths:
+                raise ValueError(f"{path!r} has two volumes")
+            paths.add(path)
+        return volumes
+
+    def has_folder(self, folder: str) -> bool:
+        """Whether a volume holds it."""
+        return any(volume.holds(folder) for volume in self.volumes)
+
+
+_POD_CHECKS: Mapping[str, Callable[[Any], None]] = {
+    "resources": pod_rules.check_resources,
+    "node_selector": pod_rules.check_labels,
+    "tolerations": pod_rules.check_tolerations,
+    "labels": pod_rules.check_own_labels,
+    "annotations": pod_rules.check_annotations,
+    "pod": pod_rules.check_overlay,
+}
 
 
 def _sections() -> dict[str, type[EngineSpec]]:
@@ -57,7 +265,7 @@ def _of_its_kind(section: Any) -> EngineSpec:
 
 
 # Every engine's section, as a union; one without a kind is local.
-AnyEngineSpec = Annotated[LocalEngineSpec, BeforeValidator(_of_its_kind)]
+AnyEngineSpec = Annotated[LocalEngineSpec | KubernetesEngineSpec, BeforeValidator(_of_its_kind)]
 
 
 class WorkerSpec(FrozenModel):

@@ -26,7 +26,7 @@ def names_meant(model: type[BaseModel], location: Sequence[int | str]) -> tuple[
     close = difflib.get_close_matches(name, own, n=1)
     if close:
         return tuple(close)
-    places = sorted(_places(model))
+    places = sorted(set(_places(model)))  # sections of a union share names
     leaves = {place.rpartition(".")[2] for place in places}
     near = difflib.get_close_matches(name, leaves, n=1, cutoff=OTHER_SECTION)
     found = tuple(place for place in places if place.rpartition(".")[2] in near)

@@ -51,6 +51,19 @@ class CheckpointSpec(FrozenModel):
         True, description="saves go to memory that the node agent keeps, and from there to the "
         "store while training goes on; needs twice a rank's share of the state per rank"
     )  # fmt: skip
+    partner_copies: int = Field(
+        0, ge=0, le=2, description="copies of every node's saves in the memory of so many other "
+        "nodes: a lost node then costs the steps since the last save and no read from the store. "
+        "Each node needs 3 times its share of the state, and 2 times for every copy that it holds, "
+        "instead of 2 times"
+    )  # fmt: skip
+    partner_mb_per_s: float | None = Field(
+        1000.0, gt=0, description="partner_copies: limit of what a node sends, in MB/s; null: none"
+    )
+    failure_domains: dict[str, str] = Field(
+        {}, description="partner_copies: failure domain (rack, super pod, power supply) by name of "
+        "the node; no copy is on a node of the same domain. A node without one is its own domain"
+    )  # fmt: skip
     node_disk: bool | None = Field(
         None, description="also keep the newest saves on the node's disk; default: when the "
         "store is not a folder itself"
@@ -63,6 +76,27 @@ class CheckpointSpec(FrozenModel):
         None, ge=1, description="also keep this many checkpoints of the lowest training loss; "
         "the checkpoint-retention deployment gives the others up"
     )  # fmt: skip
+
+    @model_validator(mode="after")
+    def _check_copies(self) -> Self:
+        if self.partner_copies and not self.host_memory:
+            raise ValueError(
+                f"partner_copies={self.partner_copies} needs host_memory=true: what is copied is "
+                "the save in memory"
+            )
+        return self
+
+    @property
+    def copy_bytes_per_s(self) -> float | None:
+        """Limit of what a node sends to its partners."""
+        limit = self.partner_mb_per_s
+        return limit * 1e6 if limit is not None else None
+
+    @property
+    def shares_in_memory(self) -> int:
+        """How many times its share of the state a node holds, its partners' copies included."""
+        # As the slots of storage/partner_copies.py: three of its own, and two for each copy.
+        return 3 + 2 * self.partner_copies if self.partner_copies else 2
 
     @property
     def has_interval(self) -> bool:
@@ -184,6 +218,10 @@ class RestartSpec(FrozenModel):
     process_in_place: bool = Field(
         True, description="process_replace also on a chip that had a fault (recover-in-place)"
     )
+    node_replace: bool = Field(
+        True, description="another node for one that is lost, while the processes of the others "
+        "live on (ARF node by node, recover)"
+    )  # fmt: skip
     end_of_life_checkpoint: bool = Field(
         True, description="save the last completed step before processes are ended (TTP)"
     )

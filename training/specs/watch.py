@@ -90,7 +90,7 @@ class WatchSpec(FrozenModel):
         "program whose ranks differ on purpose"
     )  # fmt: skip
     isolate_fail_slow: bool = Field(
-        False, description="a node with a straggling rank is isolated after the next checkpoint"
+        False, description="a node with a straggling rank is left and isolated"
     )
     log_limit_bytes: int = Field(
         64 << 20, ge=0, description="of the logs that each node puts into the store at the end "

@@ -81,18 +81,25 @@ def waits_for_node(history: RunHistory, *, spares: Sequence[str] | None) -> bool
     return decision.rung in RESCHEDULES and history.placements[-1].placement == last.key[0]
 
 
-def attention(run_id: str, history: RunHistory, *, spares: Sequence[str] | None) -> NeedsYou:
+def attention(
+    run_id: str,
+    history: RunHistory,
+    *,
+    spares: Sequence[str] | None,
+    warm: Sequence[str] = (),
+) -> NeedsYou:
     """What needs a person now.
 
     Args:
         run_id: of the run.
         history: of the run.
         spares: healthy nodes that are free; None: not known.
+        warm: nodes on which a container stands by.
     """
     needs = [*_failed(history), *_isolated(run_id, history), *_alerts(history)]
     if history.ended is None and spares is not None and not spares:
         needs += _no_spare(run_id, history)
-    left = _spares_text(spares, _num_spares(history))
+    left = " ".join(filter(None, (_spares_text(spares, _num_spares(history)), _warm_text(warm))))
     if not needs:
         body = f"Nothing needs you: no node is isolated and no alert is open.\n\n{left}\n"
         return NeedsYou("Nothing needs you", body)
@@ -119,6 +126,11 @@ def _spares_text(spares: Sequence[str] | None, num_spares: int) -> str:
     if not spares:
         return "Spares left: none" + ("." if num_spares else "; the job asks for none.")
     return f"Spares left: {len(spares)} ({text(listed(list(spares)))})."
+
+
+def _warm_text(warm: Sequence[str]) -> str:
+    verb = "A container stands" if len(warm) == 1 else "Containers stand"
+    return f"{verb} by on {text(listed(list(warm)))}." if warm else ""
 
 
 def _failed(history: RunHistory) -> list[Need]:

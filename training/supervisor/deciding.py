@@ -6,6 +6,7 @@ A decision is on record before anything follows from it. Times are seconds since
 from __future__ import annotations
 
 import time
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from training.diagnosis.cause import Diagnosis
@@ -17,7 +18,7 @@ from training.journal.history import RunHistory
 from training.journal.records import Decided, RungFailed
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.ladder import decide
-from training.recovery.replicas import lack_of_replicas
+from training.recovery.replicas import lack_among_living, lack_of_replicas
 from training.recovery.rungs import Capacity, Decision, Recovery, Rung
 from training.supervisor.ledger_writer import LedgerWriter
 
@@ -39,19 +40,45 @@ class Decider:
     def decide(self, view: AttemptView, fault: Fault) -> Decision:
         """What answers the fault that ended an attempt."""
         history = self.writer.refresh()
-        healthy = set(self.fleet.nodes()) - set(history.isolated)
-        decision = decide(
+        healthy = num_healthy(self.job, self.fleet.nodes(), history.isolated)
+        decision = self._ask(fault, history, healthy=healthy, no_replica=no_replica_of(self.job))
+        self.writer.append(view, Decided, decision=decision)
+        self.writer.refresh()
+        return decision
+
+    def within(self, fault: Fault, ranks: Collection[int]) -> Decision:
+        """What answers a fault whose other processes live on, and whose coordinator does not.
+
+        Args:
+            fault: with its node.
+            ranks: of that node.
+        """
+        groups, everybody = self.job.layout.replica_groups(), range(self.job.engine.world_size)
+        lack = lack_among_living(ranks, groups, everybody)
+        return self._ask(fault, self.writer.refresh(), survivors=True, no_replica_of_node=lack)
+
+    def _ask(
+        self,
+        fault: Fault,
+        history: RunHistory,
+        *,
+        healthy: int | None = None,
+        survivors: bool = False,
+        no_replica: str | None = None,
+        no_replica_of_node: str | None = None,
+    ) -> Decision:
+        """The ladder's answer under the job's policy, with what its engine can do."""
+        return decide(
             fault,
             now_s=time.time(),
             history=recoveries_of(self.job, history),
             supported=self.fleet.capabilities,
             policy=self.job.restart.policy(operator_retry=self.job.comm.op_retry.enabled),
-            capacity=Capacity(healthy=len(healthy), needed=self.job.engine.nodes),
-            no_replica=no_replica_of(self.job),
+            survivors=survivors,
+            capacity=Capacity(healthy=healthy, needed=self.job.engine.nodes),
+            no_replica=no_replica,
+            no_replica_of_node=no_replica_of_node,
         )
-        self.writer.append(view, Decided, decision=decision)
-        self.writer.refresh()
-        return decision
 
     def decide_pending(self) -> None:
         """Decide about a failed attempt whose supervisor died before it asked the ladder."""
@@ -90,6 +117,13 @@ class Decider:
         self.writer.missed_checkpoints(view)
         self.writer.end_attempt(view, "failed", to_step=None, diagnosis=Diagnosis(fault))
         self.decide(view, fault)
+
+
+def num_healthy(job: Job, nodes: Sequence[str] | None, isolated: Collection[str]) -> int:
+    """How many nodes the run may use: those that are there, or that its job allows it."""
+    if nodes is None:
+        return job.engine.nodes + job.engine.spares - len(isolated)
+    return len(set(nodes) - set(isolated))
 
 
 def recoveries_of(job: Job, history: RunHistory) -> list[Recovery]:

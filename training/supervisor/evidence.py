@@ -28,9 +28,14 @@ def logs_by_rank(fleet: Fleet) -> dict[int, list[WorkerLog]]:
     return found
 
 
-def outputs_of(fleet: Fleet) -> Iterator[NodeOutput]:
-    """What the nodes know beside that: device logs, and what the driver's tools report."""
-    for node, one in fleet.texts(DEVICE_LOG_TAIL_BYTES):
+def outputs_of(fleet: Fleet, *, started_s: float) -> Iterator[NodeOutput]:
+    """What the nodes know beside that: device logs, what tools and platform report.
+
+    Args:
+        fleet: of the run.
+        started_s: when the attempt was; what the platform reported before is not its end.
+    """
+    for node, one in fleet.texts(DEVICE_LOG_TAIL_BYTES, since_s=started_s):
         yield NodeOutput(node, one.name, one.text, rank=one.rank, device=one.device)
 
 

@@ -79,18 +79,32 @@ class AttemptHealth:
             *(self._clear(key, now_s) for key in changes.cleared if key in self._raised),
         ]
 
-    def slow_node(self, view: AttemptView, history: RunHistory) -> SlowNode | None:
-        """A node that holds the others up and may be left now: a step was committed since."""
-        if not self.spec.isolate_fail_slow:
+    def slow_node(self, history: RunHistory) -> SlowNode | None:
+        """A node that holds the others up and is to be left, as soon as that costs no step."""
+        alert = self._straggler(history)
+        if alert is None or alert.node is None:
             return None
+        return SlowNode(alert.node, alert.rank, alert.device, alert.text)
+
+    def saved_slow_node(self, view: AttemptView, history: RunHistory) -> SlowNode | None:
+        """The same once a step was committed since: then an end of the attempt costs none."""
+        alert, commits_s = self._straggler(history), _commits_s(view, history)
+        if alert is None or not commits_s or commits_s[-1] <= alert.at_s:
+            return None
+        return self.slow_node(history)
+
+    def _straggler(self, history: RunHistory) -> AlertRaised | None:
+        if not self.spec.isolate_fail_slow or history.placement is None:
+            return None
+        nodes = {member.node for member in history.placement.members}
         for alert in self._raised.values():
-            if alert.point is not HealthPoint.STRAGGLER or alert.node is None:
-                continue
-            if _was_slow_elsewhere(alert, history):
-                continue  # it is what the rank does, not where: one node at most is spent on it
-            commits_s = _commits_s(view, history)
-            if commits_s and commits_s[-1] > alert.at_s:
-                return SlowNode(alert.node, alert.rank, alert.device, alert.text)
+            # What the rank does wherever it is costs one node at most.
+            if (
+                alert.point is HealthPoint.STRAGGLER
+                and alert.node in nodes
+                and not _was_slow_elsewhere(alert, history)
+            ):
+                return alert
         return None
 
     def _note(self, one: Condition, now_s: float) -> AlertRaised:
@@ -138,6 +152,7 @@ def _ranks(agents: Iterable[AgentStatus]) -> Iterator[RankSample]:
 def _was_slow_elsewhere(alert: AlertRaised, history: RunHistory) -> bool:
     """Whether the same rank was slow on another node before."""
     faults = [view.ended.fault for view in history.attempts if view.ended is not None]
+    faults += [one.began.fault for view in history.attempts for one in view.recoveries]
     return any(
         fault is not None
         and fault.fault_class is FaultClass.FAIL_SLOW

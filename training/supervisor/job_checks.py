@@ -61,7 +61,9 @@ def check_job(
     check_environment(job)
     _check_engine(job)
     _check_platform(job)
-    _check_program(job)
+    if job.engine.on_this_machine:
+        _check_program(job)
+    _check_place_of_store(job)
     if job.data is not None and not job.worker.is_command:
         _check_data(job)
     if with_storage:
@@ -94,6 +96,7 @@ def recovery_notes(job: Job) -> tuple[Note, ...]:
         *_start_notes(job),
         *(_mechanism_note(job, mechanism) for mechanism in Mechanism),
         *_numeric_notes(job),
+        *_copy_notes(job),
         *_wrapping_notes(job),
         *became,
         *(Note(f"from_platform: {line}", is_warning=True) for line in reading.warnings),
@@ -138,6 +141,25 @@ def _numeric_notes(job: Job) -> Iterator[Note]:
             yield Note(f"{name}: {why}", is_warning=True)
 
 
+def _copy_notes(job: Job) -> Iterator[Note]:
+    """What copies on partner nodes save, and cost."""
+    spec = job.checkpoint
+    if not spec.partner_copies:
+        return
+    limit = f", at {spec.partner_mb_per_s:g} MB/s" if spec.partner_mb_per_s is not None else ""
+    yield Note(
+        f"partner_copies: {spec.partner_copies} of each node's saves in the memory of other nodes"
+        f"{limit}; a node needs {spec.shares_in_memory} times its share of the state"
+    )
+    domains = set(spec.failure_domains.values())
+    if len(domains) == 1:
+        yield Note(
+            f"checkpoint.failure_domains: all of {domains.pop()!r}, so that the nodes named have "
+            "partners among the others alone",
+            is_warning=True,
+        )
+
+
 def _wrapping_notes(job: Job) -> Iterator[Note]:
     """What a recipe of one's own has to do for a setting of the built-in trainer."""
     needs = {
@@ -164,6 +186,16 @@ def _own_means(job: Job, can: Feasibility) -> str:
         return ""
     verb = "allows" if can.is_possible else "does not allow"
     return f"; a recovery of its own (MindIO TFT) its layout {verb}: {can.reason}"
+
+
+def _check_place_of_store(job: Job) -> None:
+    folder = job.storage.folder
+    if folder is not None and not job.engine.has_folder(str(folder)):
+        text = (
+            f"{job.storage.address!r}: the job's nodes do not have that folder; mount it with "
+            "engine.volumes, from where all of them share it, or take an s3:// address"
+        )
+        raise InputError("storage.address", text)
 
 
 def _check_engine(job: Job) -> None:
@@ -229,6 +261,8 @@ def start_warnings(job: Job) -> list[str]:
     """What is odd about the program or the corpus of a job, one line each."""
     if job.worker.command is None:
         return corpus_notes(job)
+    if not job.engine.on_this_machine:
+        return []  # its script is in the image
     return script_notes(job.worker.command, Path(job.worker.cwd or "."))
 
 

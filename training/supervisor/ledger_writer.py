@@ -13,6 +13,7 @@ from typing import Any
 from storage.checkpoint import CheckpointStore
 from storage.errors import PermanentError
 from training.diagnosis.cause import Diagnosis
+from training.engines.base import Placement
 from training.journal.attempt_view import AttemptView
 from training.journal.events import LedgerEvent
 from training.journal.history import RunHistory
@@ -51,6 +52,15 @@ class LedgerWriter:
         placement, attempt = view.key
         self.ledger.append(record, placement=placement, attempt=attempt, **fields)
 
+    def fence(self, placement: Placement, attempt: tuple[int, int]) -> None:
+        """Let nobody but the living commit: this attempt, by the container of its first member.
+
+        Raises:
+            StorageError: the store refuses, or a newer attempt owns the run.
+        """
+        first = placement.members[0].schedule_cnt
+        self._checkpoints.fence(*attempt, first_container=first)
+
     def begin_attempt(self, placement: int) -> AttemptView:
         """Record that an attempt is about to start."""
         self.ledger.append(
@@ -65,7 +75,7 @@ class LedgerWriter:
 
     def progress(self, view: AttemptView, progress: Progress) -> list[LedgerEvent]:
         """Record what a watcher has seen. The events that were not on record before."""
-        if self._now(view).first_step is None:
+        if self.now(view).first_step is None:
             seen = progress.command_step
             first = next(((one.step, one.at_s) for one in progress.steps), None)
             first = (seen.step, seen.at_s) if first is None and seen is not None else first
@@ -78,7 +88,7 @@ class LedgerWriter:
 
     def record_events(self, view: AttemptView, events: Iterable[LedgerEvent]) -> list[LedgerEvent]:
         """Record events of the attempt. Those that were not on record before."""
-        known = {(event.kind, event.number) for event in self._now(view).events}
+        known = {(event.kind, event.number) for event in self.now(view).events}
         fresh = []
         for event in events:
             if (event.kind, event.number) not in known:
@@ -141,6 +151,6 @@ class LedgerWriter:
             notes=end.notes if end is not None else (),
         )
 
-    def _now(self, view: AttemptView) -> AttemptView:
+    def now(self, view: AttemptView) -> AttemptView:
         """The attempt as the ledger has it by now."""
         return next(one for one in self.history.attempts if one.key == view.key)

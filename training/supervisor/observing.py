@@ -1,4 +1,4 @@
-"""An attempt seen without supervising it: nothing is ordered and nothing recorded."""
+"""An attempt seen without supervising it: nothing is recorded, and only drills order anything."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from training.journal.attempt_log import Follower
 from training.journal.attempt_view import AttemptView, Pause, spans
 from training.journal.events import LedgerEvent, StepRecord
 from training.recovery.protocol import PauseBegan, PauseEnded
+from training.specs.drill import Victim
 from training.supervisor.watch import Progress
 from training.wire.logs import LogPiece, ReadLogsQuery
 
@@ -32,7 +33,7 @@ class AttemptSnapshot:
 
 
 class AttemptObserver:
-    """Reads the log of an attempt without supervising it; orders and records nothing.
+    """Reads the log of an attempt without supervising it; records nothing.
 
     Args:
         fleet: of the run.
@@ -73,6 +74,14 @@ class AttemptObserver:
             return self._fleet.read_logs(query)
         except (EngineError, AgentUnreachable):
             return None
+
+    def kill(self, victim: Victim, index: int) -> bool:
+        """Have something killed, in a drill; whether it was there.
+
+        Raises:
+            EngineError: the run is no drill.
+        """
+        return bool(self._fleet.adopt(self._placement)) and self._fleet.kill(victim, index)
 
     def _read_on(self) -> bool:
         """Read the log to its end. Whether any agent of the attempt lives."""

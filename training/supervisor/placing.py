@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from training.engines.base import Greeting, Placement, plan, plan_replacement
@@ -23,7 +24,8 @@ from training.journal.history import RunHistory
 from training.journal.ledger import Identity
 from training.journal.records import NodeRefused, Placed
 from training.recovery.rungs import RESTARTS_IN_PLACE, Rung
-from training.supervisor.deciding import fault_of
+from training.supervisor.attention import spares_of
+from training.supervisor.deciding import fault_of, num_healthy
 from training.supervisor.healing import Healer
 from training.supervisor.sub_health import sub_healthy_nodes
 from training.trainer.size import state_bytes
@@ -60,9 +62,10 @@ class Placer:
         """
         self._decider.decide_pending()
         current = placement_of(self._writer.history)
-        repairs = current is not None and bool(self._writer.history.refused_in(current.number))
+        refused = self._writer.history.refused_in(current.number) if current is not None else ()
+        repairs = current is not None and not set(refused).isdisjoint(current.nodes)
         if current is not None and not repairs and self._keeps(current, stop_wanted):
-            return current
+            return placement_of(self._writer.refresh()) or current
         while True:
             rung = self._repair if repairs else _rung_of(self._writer.refresh())
             if rung is Rung.STOP:
@@ -119,9 +122,12 @@ class Placer:
         stay = _kept_members(history, current)
         alive = self._fleet.adopt(current)
         if alive == members:
+            self._bind(current)
             return True
+        current = replace(current, avoid=history.isolated)
         if not stay:
             self._fleet.submit(current)
+            self._bind(current)
             return True
         if not alive:
             placed = history.placements[-2]
@@ -129,7 +135,23 @@ class Placer:
         if not stay <= alive:
             return False
         self._fleet.replace(current, members - alive)
+        self._bind(current)
         return True
+
+    def _bind(self, placement: Placement, members: Collection[int] | None = None) -> Placement:
+        """The placement with its nodes on record, where the engine has chosen them.
+
+        Args:
+            placement: that is there.
+            members: that have new containers; None: all. Another one may be about to move, and
+                its container is still on the node that it leaves.
+        """
+        placed = self._fleet.bound(placement, members)
+        if placed.members != placement.members:
+            # Of the same number: it takes the place of the record that had no nodes yet.
+            before = self._writer.refresh().placement
+            self._record(placed, before.sub_healthy if before is not None else {})
+        return placed
 
     def _carry_out(
         self, rung: Rung, current: Placement | None, stop_wanted: Callable[[], bool]
@@ -159,23 +181,80 @@ class Placer:
                 nodes, previous=current, avoid=avoid, lost=lost, last=sub_healthy
             )
             # On record before it is done: after a death in between, _completes() finishes it.
-            self._record(placement, avoid, sub_healthy)
+            self._record(placement, sub_healthy, waited_s=self._waited_s)
             self._fleet.replace(placement, moved)
-            return placement
+            return self._bind(placement)
         placement = plan(
             nodes, self._job.engine.nodes, previous=current, avoid=avoid, last=sub_healthy
         )
-        self._record(placement, avoid, sub_healthy)
+        self._record(placement, sub_healthy, waited_s=self._waited_s)
         self._fleet.submit(placement)
-        return placement
+        return self._bind(placement)
+
+    def members_on(self, node: str) -> frozenset[int]:
+        """Indices of the members of the placement that are on a node."""
+        placement = placement_of(self._writer.refresh())
+        members = placement.members if placement is not None else ()
+        return frozenset(member.index for member in members if member.node == node)
+
+    def has_room(self) -> bool:
+        """Whether a member could move to another node, as far as is known."""
+        nodes = self._fleet.nodes()
+        if nodes is None:
+            return bool(self._fleet.standing_by.ready())
+        return bool(spares_of(nodes, self._writer.history))
+
+    def refuse(self, node: str, why: str) -> None:
+        """Keep a node out of what is placed from now on."""
+        number = placement_of(self._writer.refresh())
+        assert number is not None  # noqa: S101 it is one of its nodes
+        self._writer.ledger.append(NodeRefused, placement=number.number, node=node, why=why)
+
+    def move(
+        self, members: Collection[int], *, off: str, wait_s: float
+    ) -> tuple[Placement, tuple[int, ...]]:
+        """Move members to other nodes, in the placement of an attempt that goes on.
+
+        On record before it is done; what is on record already is finished.
+
+        Args:
+            members: indices of those that were on the node.
+            off: the node.
+            wait_s: for room on another one.
+
+        Returns:
+            The placement, of the same number, and the members that have new containers.
+
+        Raises:
+            NoCapacity: there is no node for one of them.
+            EngineError: a container cannot be started.
+        """
+        history, nodes = self._writer.refresh(), self._fleet.nodes()
+        current = placement_of(history)
+        assert current is not None  # noqa: S101 an attempt is on it
+        sub_healthy = {one.node: one.why for one in sub_healthy_nodes(history)}
+        avoid = history.isolated
+        if off in current.nodes:
+            planned, _ = plan_replacement(
+                nodes, previous=current, avoid=(*avoid, off), lost=(off,), last=sub_healthy
+            )
+            current = replace(planned, number=current.number)
+            self._record(current, sub_healthy)
+        # Not there again, whatever its fault: a node is told by its name.
+        current = replace(current, avoid=(*avoid, off), last=tuple(sub_healthy), wait_s=wait_s)
+        moved = self._fleet.misplaced(current) & set(members)
+        # What is left of the others waits for ranks that have ended, and can save nothing.
+        grace_s = max(0.0, float(self._job.restart.failover_grace_s))
+        self._fleet.replace(current, moved, grace_s=grace_s)
+        return self._bind(current, moved), tuple(sorted(moved))
 
     def _may_go_back(self, avoid: tuple[str, ...]) -> bool:
         """Whether too few healthy nodes are left and the policy lets the job use isolated ones."""
-        left = len(self._fleet.nodes()) - len(avoid)
+        left = num_healthy(self._job, self._fleet.nodes(), avoid)
         return left < self._job.engine.nodes and self._job.restart.allow_without_isolation
 
     def _record(
-        self, placement: Placement, avoid: tuple[str, ...], sub_healthy: dict[str, str]
+        self, placement: Placement, sub_healthy: dict[str, str], *, waited_s: float = 0.0
     ) -> None:
         for node, why in sub_healthy.items():
             verb = "uses" if node in placement.nodes else "does without"
@@ -184,12 +263,12 @@ class Placer:
             Placed,
             placement=placement.number,
             members=placement.members,
-            avoid=avoid,
+            avoid=placement.avoid,
             sub_healthy=sub_healthy,
             host=self._identity.host,
             boot_id=self._identity.boot_id,
             home=str(self._home),
-            waited_s=self._waited_s,
+            waited_s=waited_s,
         )
 
     def check(self, placement: Placement) -> CheckVerdict:
@@ -214,21 +293,28 @@ class Placer:
     ) -> dict[int, CheckOrder]:
         kept = _kept_members(history, placement)
         first = greetings.get(0) if self._job.preflight.gang else None
-        variables, size_bytes = variables_of(self._job), state_bytes(self._job)
+        order = self.check_order()
+        if first is not None:
+            order = order.model_copy(update={"gang_host": first.host, "gang_port": first.port})
+        known = {i for i in range(len(placement.members))
+                 if i in kept or (i > 0 and self._fleet.standing_by.was_checked(i))}  # fmt: skip
         return {
-            member.index: CheckOrder(
-                job=self._job.model_dump_json(),
-                num_nodes=len(placement.members),
-                slots_per_node=self._job.engine.slots_per_node,
-                state_bytes=size_bytes,
-                is_new=member.index not in kept,
-                gang_host=first.host if first is not None else None,
-                gang_port=first.port if first is not None else 0,
-                variables=variables,
-                timeout_s=self._job.preflight.limit_s,
-            )
+            member.index: order.model_copy(update={"is_new": member.index not in known})
             for member in placement.members
         }
+
+    def check_order(self) -> CheckOrder:
+        """To check a node by itself."""
+        return CheckOrder(
+            job=self._job.model_dump_json(),
+            num_nodes=self._job.engine.nodes,
+            slots_per_node=self._job.engine.slots_per_node,
+            state_bytes=state_bytes(self._job),
+            is_new=True,
+            gang_host=None,
+            variables=variables_of(self._job),
+            timeout_s=self._job.preflight.limit_s,
+        )
 
     def _check_clocks(self, greetings: Mapping[int, Greeting]) -> Iterator[Check]:
         """Compare clocks with the supervisor's: they order the logs of several nodes."""

@@ -18,6 +18,7 @@ from training.journal.events import (
     AlertRaised,
     BatchSkipped,
     CheckpointDamaged,
+    CheckpointRestored,
     ChipsHealed,
     LedgerEvent,
     ProgramNotice,
@@ -388,6 +389,8 @@ def event_text(event: LedgerEvent) -> str:  # noqa: C901, PLR0911 one for each k
             aside = "set aside, the one before is taken"
             done = "repaired from a node" if event.is_repaired else aside
             return f"checkpoint of step {event.step} is damaged, {done}: {event.text}"
+        case CheckpointRestored():
+            return event.text
         case BatchSkipped():
             return skipped_text(event)
         case ProgramNotice():

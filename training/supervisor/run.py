@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import SecretStr
@@ -19,7 +20,7 @@ from storage.checkpoint import CheckpointStore
 from storage.errors import StorageError
 from training.agent.log_collection import await_collected
 from training.diagnosis.compiled import compile_beside
-from training.engines.base import Placement
+from training.engines.base import Placement, Snapshot
 from training.engines.fleet import Fleet
 from training.engines.registry import make_fleet
 from training.environment import variables_of
@@ -42,12 +43,14 @@ from training.supervisor.healing import Healer
 from training.supervisor.health import AttemptHealth
 from training.supervisor.job_registry import remember_job
 from training.supervisor.ledger_writer import LedgerWriter
+from training.supervisor.node_replacing import NodeReplacer, replaces_nodes
 from training.supervisor.observing import AttemptObserver
 from training.supervisor.periodic import PeriodicRestart
 from training.supervisor.placing import Placer, placement_of
 from training.supervisor.same_run import is_complete, refuse_elsewhere, refuse_other_job
 from training.supervisor.store_outage import StoreOutage, forget_outage
 from training.supervisor.store_place import begin_store, refuse_lost_ledger
+from training.supervisor.warm_spares import WarmSpares
 from training.supervisor.watch import (
     AttemptWatch,
     EndKind,
@@ -59,9 +62,11 @@ from training.supervisor.watch import (
 )
 from training.trainer.data.prepare import DataOutcome
 from training.wire.agent import AgentState, StartOrder
-from training.wire.requests import take_back
+from training.wire.requests import is_cancel_wanted, take_back
 
 _log = logging.getLogger("perdure.supervisor")
+REJOIN_S = 120.0  # of ranks without a coordinator: until its node is seen to be lost, and after
+CANCEL_POLL_S = 2.0
 LOGS_WAIT_S = 30.0  # at the end of a run, for the upload of the last attempt's logs
 # Recoveries in a start order. Those without progress are few in a row, and a window of a day
 # holds no more of one code that matter.
@@ -105,9 +110,10 @@ class Run:
         self.ledger = Ledger(waiting, job.run_id)
         self._writer = LedgerWriter(self.ledger, self.checkpoints)
         self._home = home
-        self._cwd = str((Path(job.worker.cwd) if job.worker.cwd else cwd or Path.cwd()).resolve())
+        self._cwd = _folder_of_workers(job, cwd or Path.cwd())
         self._identity = Identity.of_this_process(flow_run=flow_run)
         self._fleet: Fleet | None = None
+        self._warm_spares: WarmSpares | None = None
 
     @property
     def history(self) -> RunHistory:
@@ -127,7 +133,8 @@ class Run:
         if before.job is None:
             refuse_lost_ledger(self.job, self._home)
         refuse_other_job(self.job, before)
-        refuse_elsewhere(before, self._identity, self._home)
+        if self.job.engine.on_this_machine:
+            refuse_elsewhere(before, self._identity, self._home)
         history = self.ledger.take(self._identity)
         if history.job is None:
             document = self.job.model_dump(mode="json")
@@ -143,12 +150,16 @@ class Run:
         """Re-read the ledger."""
         return self._writer.refresh()
 
+    def left_over(self) -> Sequence[str]:
+        """Names of what the run still has where its containers were; nothing is taken down."""
+        return self._make_fleet(self.refresh().epoch).left_over()
+
     def _make_fleet(self, epoch: int) -> Fleet:
         return make_fleet(
             self.job,
             home=self._home,
             epoch=epoch,
-            secrets_env=worker_environment(self._credentials),
+            secrets_env=worker_environment(self.job.storage, self._credentials),
             created_s=self.history.created_s,
         )
 
@@ -171,7 +182,12 @@ class Run:
             nodes = self._fleet.nodes()
         except EngineError:
             return None
-        return spares_of(nodes, self.history)
+        return spares_of(nodes, self.history) if nodes is not None else None
+
+    @property
+    def warm_spares(self) -> Sequence[str]:
+        """Nodes on which a container stands by, ready to take a member."""
+        return self._warm_spares.ready if self._warm_spares is not None else ()
 
     @property
     def is_complete(self) -> bool:
@@ -238,7 +254,21 @@ class Run:
         Raises:
             EngineError: no placement is possible, and the ladder stops the run.
         """
-        return self._placer.place(stop_wanted=stop_wanted)
+        return self._placer.place(stop_wanted=self._or_cancelled(stop_wanted))
+
+    def _or_cancelled(self, stop_wanted: Callable[[], bool]) -> Callable[[], bool]:
+        """Whether a stop is wanted by the caller, or requested in the run's store."""
+        looked_s, is_cancelled = float("-inf"), False
+
+        def is_wanted() -> bool:
+            nonlocal looked_s, is_cancelled
+            if not is_cancelled and time.monotonic() - looked_s > CANCEL_POLL_S:
+                looked_s = time.monotonic()
+                with suppress(StorageError):  # looked for again soon
+                    is_cancelled = is_cancel_wanted(self.store, self.job.run_id)
+            return is_cancelled or stop_wanted()
+
+        return is_wanted
 
     def wants_checks(self, placement: Placement) -> bool:
         """Whether a placement is checked: nothing has been started on it yet."""
@@ -264,6 +294,7 @@ class Run:
     ) -> Verdict:
         """Start the next attempt, or adopt the living one, and watch it to its end."""
         compile_beside()  # or the recovery from the first fault would wait for it
+        stop_wanted = self._or_cancelled(stop_wanted)
         view = self.refresh().open_attempt
         if view is None:
             view = self._writer.begin_attempt(placement.number)
@@ -272,19 +303,42 @@ class Run:
         health.adopt(view)
         periodic = PeriodicRestart(self.job.restart.every_s, view.started.at_s)
 
+        spares = self._warm_spares = self._warm_spares or WarmSpares(
+            self.job,
+            self.fleet,
+            self._placer,
+            history=lambda: self.history,
+            clock=time.monotonic,
+        )
+
         def seen(progress: Progress) -> None:
             periodic.look(progress.checkpoints, now_s=time.time())
+            spares.look(trains=progress.trains)
             on_progress(progress)
 
+        replacer = NodeReplacer(
+            self._decider,
+            self._placer,
+            view,
+            lambda: self._order(view, placement, data_manifest_key),
+            lambda: health.slow_node(self.history),
+        )
+
+        def held_up_by(agents: Statuses) -> HeldUpBy | None:
+            slow = health.saved_slow_node(view, self.history)
+            return gang.look(agents) or (None if replacer.leaves(slow) else slow)
+
         watch = self._watch(
+            started_s=view.started.at_s,
             stop_wanted=stop_wanted,
+            moving=replacer.look,
             restart_wanted=lambda: periodic.is_due,
             on_progress=lambda progress: self._on_progress(view, health, progress, seen),
-            held_up_by=lambda agents: gang.look(agents) or health.slow_node(view, self.history),
+            held_up_by=held_up_by,
         )
         if not self._already_started(view):
             # First: a process of an earlier attempt that lives on can commit nothing from here on.
-            self.checkpoints.fence(*view.key)
+            self._writer.fence(placement, view.key)
             try:
                 self.fleet.start(self._order(view, placement, data_manifest_key))
             except (EngineError, AgentUnreachable) as error:
@@ -296,10 +350,12 @@ class Run:
     def _watch(
         self,
         *,
+        started_s: float,
         stop_wanted: Callable[[], bool],
         on_progress: Callable[[Progress], None],
         restart_wanted: Callable[[], bool] = lambda: False,
         held_up_by: Callable[[Statuses], HeldUpBy | None] = lambda _statuses: None,
+        moving: Callable[[Snapshot, Progress], frozenset[str]] = lambda _look, _seen: frozenset(),
     ) -> AttemptWatch:
         job = self.job
         return AttemptWatch(
@@ -309,11 +365,13 @@ class Run:
                 failover_s=job.restart.failover_grace_s,
                 hang_limit_s=job.watch.command_quiet_s,
             ),
+            started_s=started_s,
             start_timeout_s=job.restart.start_timeout_s,
             stop_wanted=stop_wanted,
             on_progress=on_progress,
             restart_wanted=restart_wanted,
             held_up_by=held_up_by,
+            moving=moving,
             command_ends=CommandEnds(job.target_step) if job.worker.is_command else None,
         )
 
@@ -356,7 +414,11 @@ class Run:
         try:
             if not has_failure(self.fleet.poll()):
                 return
-            watch = self._watch(stop_wanted=lambda: True, on_progress=lambda _progress: None)
+            watch = self._watch(
+                started_s=view.started.at_s,
+                stop_wanted=lambda: True,
+                on_progress=lambda _progress: None,
+            )
             self._concluder.record_end(view, watch.wind_up())
         except (EngineError, AgentUnreachable):
             return  # its containers are gone, and the evidence with them
@@ -385,6 +447,8 @@ class Run:
 
     def _already_started(self, view: AttemptView) -> bool:
         """Whether every agent has begun this attempt: it is adopted, not started again."""
+        if any(one.ended is None and one.began.moved for one in view.recoveries):
+            return True  # a node that is new to it may not have begun yet
         agents = self.fleet.poll().agents.values()
         return bool(agents) and all(
             (status.placement, status.attempt) == view.key and status.state is not AgentState.IDLE
@@ -414,6 +478,7 @@ class Run:
             job=self._job_of_workers().model_dump_json(),
             data_manifest_key=data_manifest_key,
             past=tuple(recoveries_of(job, self.history)[-MAX_PAST:]),
+            rejoin_s=REJOIN_S if replaces_nodes(job, self.fleet) else 0.0,
             secrets=dict(self._secrets()),
         )
 
@@ -448,3 +513,10 @@ class Run:
             _log.info(save_hang_report(self.store, self.job.run_id, view.key, stacks, ranks))
         except StorageError as error:
             _log.warning("the stacks of the ranks in the hang could not be saved: %s", error)
+
+
+def _folder_of_workers(job: Job, caller: Path) -> str:
+    """Where workers start: elsewhere than on this machine, "." is what their image says."""
+    if not job.engine.on_this_machine:
+        return job.worker.cwd or "."
+    return str((Path(job.worker.cwd) if job.worker.cwd else caller).resolve())

@@ -11,9 +11,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from training.diagnosis.evidence import Evidence, SilentRank, SlowNode
+from training.diagnosis.evidence import Evidence, NodeOutput, SilentRank, SlowNode
 from training.engines.base import Snapshot
 from training.engines.fleet import Fleet
+from training.errors import MoveFailed
 from training.journal.attempt_log import Follower
 from training.journal.events import CheckpointCommitted, Event, LedgerEvent, StepRecord
 from training.journal.time_account import SeenStep
@@ -39,7 +40,6 @@ from training.wire.agent import (
 Statuses = Collection[AgentStatus]
 HeldUpBy = SlowNode | SilentRank
 
-POLL_S = 0.2
 SETTLE_S = 1.0  # survivors saw a death over gloo within 34 ms
 HANG_GRACE_S = 3.0  # ModelArts ends what hangs by force, too; it only needs time to print
 STOP_MARGIN_S = 20.0
@@ -86,6 +86,11 @@ class Progress:
     last: StepRecord | None = None
     _given_up: AttemptGivenUp | None = None
     _recovering: dict[int, RecoveryBegan] = field(default_factory=dict)
+    _known_step: int | None = None
+
+    def begin_log(self) -> None:
+        """Another log begins, with records of steps that are known already."""
+        self._known_step = self.last.step if self.last is not None else None
 
     def take(self, events: Iterable[Event]) -> None:
         """Sort what is new in the attempt log."""
@@ -95,7 +100,9 @@ class Progress:
         for event in events:
             match event:
                 case StepRecord():
-                    steps.append(event)
+                    if self._known_step is None or event.step > self._known_step:
+                        self._known_step = None
+                        steps.append(event)
                 case CheckpointCommitted():
                     checkpoints.append(event.step)
                 case _:
@@ -124,9 +131,26 @@ class Progress:
         return AttemptGivenUp(at_s=one.at_s, number=one.number, fault=one.fault, why=why)
 
     @property
+    def has_given_up(self) -> bool:
+        """Whether the coordinator has said that nothing inside the processes helps."""
+        return self._given_up is not None
+
+    @property
+    def open_recoveries(self) -> Sequence[RecoveryBegan]:
+        """Recoveries inside the processes that have begun and not ended."""
+        return list(self._recovering.values())
+
+    @property
     def command_step(self) -> SeenStep | None:
         """The newest step of a command that was completed in this attempt, by its heartbeats."""
         return newest_of(self.snapshot, now_s=time.time())
+
+    @property
+    def trains(self) -> bool:
+        """Whether processes run on every member, have completed a step, and nothing is mended."""
+        is_command = any(one.is_command for one in self.snapshot.agents.values())
+        has_begun = self.last is not None or is_command  # whose steps may be nowhere to be seen
+        return self.is_running and has_begun and not self._recovering and not self.has_given_up
 
     @property
     def is_running(self) -> bool:
@@ -170,6 +194,7 @@ class AttemptWatch:
     Args:
         fleet: where the attempt runs.
         grace: time that processes get to end.
+        started_s: when the attempt was, seconds since the epoch.
         start_timeout_s: limit for bringing the data to a node and starting its processes.
         stop_wanted: asked at every poll.
         restart_wanted: asked at every poll whether it ends to be started anew.
@@ -177,40 +202,50 @@ class AttemptWatch:
         held_up_by: asked at every poll for what holds the others up although nothing has failed: a
             node that is to be left, or a rank that is left behind.
         command_ends: judges commands that exit with 0; None: for a session.
+        moving: asked at every poll for the nodes whose loss, or start, is seen to inside the
+            attempt; it may take as long as a container needs to start. May raise MoveFailed.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 what an attempt is watched for
         self,
         fleet: Fleet,
         *,
         grace: Grace,
+        started_s: float,
         start_timeout_s: float,
         stop_wanted: Callable[[], bool],
         on_progress: Callable[[Progress], None],
         restart_wanted: Callable[[], bool] = lambda: False,
         held_up_by: Callable[[Statuses], HeldUpBy | None] = lambda _statuses: None,
         command_ends: CommandEnds | None = None,
+        moving: Callable[[Snapshot, Progress], frozenset[str]] = lambda _look, _seen: frozenset(),
     ) -> None:
         self._fleet = fleet
         self._grace = grace
+        self._started_s = started_s
         self._start_timeout_s = start_timeout_s
         self._stop_wanted = stop_wanted
         self._restart_wanted = restart_wanted
         self._on_progress = on_progress
         self._held_up_by = held_up_by
         self._command_ends = command_ends
-        self._log = Follower(fleet.metrics)
+        self._moving = moving
+        self._log, self._log_of = Follower(fleet.metrics), ""
         self._progress = Progress()
         self._proc_start_cnt: dict[str, int] = {}
 
-    def run(self) -> AttemptEnd:
+    def run(self) -> AttemptEnd:  # noqa: PLR0911 one for each way to end
         """Watch to the end; every process of the attempt is gone when this returns."""
         began_s = time.monotonic()
         while True:
             snapshot = self._observe()
+            try:
+                moving = self._moving(snapshot, self._progress)
+            except MoveFailed:
+                return self.wind_up()
             # A fault comes before a request to stop: else nobody would learn of it.
             wanted = self._wanted_end()
-            if wanted is not None and not has_failure(snapshot):
+            if wanted is not None and not has_failure(snapshot, moving):
                 self._fleet.stop(self._grace.request_s)
                 final = self._await_end(self._grace.request_s)
                 kind = EndKind.COMPLETED if self._is_completed(final) else wanted
@@ -219,16 +254,16 @@ class AttemptWatch:
                 return self.wind_up()
             if _all_done(snapshot):
                 return self._end(EndKind.COMPLETED, snapshot)
-            starting = _starting(snapshot)
+            starting = [node for node in _starting(snapshot) if node not in moving]
             if starting and time.monotonic() - began_s > self._start_timeout_s:
                 text = f"{', '.join(starting)} did not start within {self._start_timeout_s:g} s"
                 return self.wind_up(refusal=text)
-            if has_failure(snapshot) or (snapshot.is_over and not starting):
+            if has_failure(snapshot, moving) or (snapshot.is_over and not starting):
                 return self.wind_up()
             culprit = self._held_up_by(snapshot.agents.values())
             if culprit is not None:
                 return self.wind_up(culprit=culprit)
-            time.sleep(POLL_S)
+            time.sleep(self._fleet.poll_s)
 
     def _wanted_end(self) -> EndKind | None:
         if self._stop_wanted():
@@ -271,7 +306,7 @@ class AttemptWatch:
         deadline_s = time.monotonic() + grace_s + STOP_MARGIN_S
         snapshot = self._observe()
         while not snapshot.is_over and time.monotonic() < deadline_s:
-            time.sleep(POLL_S)
+            time.sleep(self._fleet.poll_s)
             snapshot = self._observe()
         return snapshot
 
@@ -280,7 +315,7 @@ class AttemptWatch:
         deadline_s = time.monotonic() + self._grace.hang_limit_s
         snapshot = self._observe()
         while not snapshot.is_over and time.monotonic() < deadline_s and not self._stop_wanted():
-            time.sleep(POLL_S)
+            time.sleep(self._fleet.poll_s)
             snapshot = self._observe()
         if snapshot.is_over:
             return snapshot
@@ -298,6 +333,9 @@ class AttemptWatch:
         self._on_progress(progress)
         return progress.snapshot
 
+    def _outputs(self) -> tuple[NodeOutput, ...]:
+        return tuple(outputs_of(self._fleet, started_s=self._started_s))
+
     def _judge_ends(self, snapshot: Snapshot) -> None:
         """See whether commands that exited with 0 have ended well."""
         ends = self._command_ends
@@ -310,6 +348,10 @@ class AttemptWatch:
 
     def _read_log(self) -> bool:
         """Read on in the attempt log. Whether there was more of it."""
+        first = self._fleet.first_container
+        if first != self._log_of:  # the first node was lost: another log begins on another one
+            self._log, self._log_of = Follower(self._fleet.metrics), first
+            self._progress.begin_log()
         events, progress = self._log.read(), self._progress
         progress.take(events or ())
         return events is not None
@@ -333,11 +375,12 @@ class AttemptWatch:
             step=step,
             workers=tuple(ends_of(statuses, logs, self._command_ends)),
             lost_nodes=snapshot.lost,
+            losses=self._fleet.losses(snapshot.lost) if kind is EndKind.FAILED else (),
             silent=noticed.silent,
             staging_errors={s.node: s.staging_error for s in statuses if s.staging_error},
             oom_nodes=tuple(s.node for s in statuses if s.oom_kills),
             refusal=noticed.refusal,
-            outputs=tuple(outputs_of(self._fleet)) if kind is EndKind.FAILED else (),
+            outputs=self._outputs() if kind is EndKind.FAILED else (),
             rank_progress=tuple(progress_of(noticed.snapshot.agents.values())),
             slow=noticed.slow,
             given_up=noticed.given_up,
@@ -380,10 +423,16 @@ def _not_over(snapshot: Snapshot) -> list[str]:
     return [*alive, *snapshot.unanswered]
 
 
-def has_failure(snapshot: Snapshot) -> bool:
-    """Whether something of an attempt was lost, hangs or ended other than well."""
-    return bool(snapshot.lost) or any(
-        (status.hang is not None and status.hang.ends_attempt)
+def has_failure(snapshot: Snapshot, moving: Collection[str] = ()) -> bool:
+    """Whether something of an attempt was lost, hangs or ended other than well.
+
+    Args:
+        snapshot: of its members.
+        moving: nodes whose loss is seen to already.
+    """
+    return any(node not in moving for node in snapshot.lost) or any(
+        status.coordinator_end is not None
+        or (status.hang is not None and status.hang.ends_attempt)
         or status.staging_error is not None
         or any(_failed(worker) for worker in status.workers)
         for status in snapshot.agents.values()

@@ -13,7 +13,9 @@ from typing import Annotated, Literal
 from pydantic import Field, SecretStr, SerializationInfo, TypeAdapter, field_serializer
 
 from storage.frozen_model import FrozenModel
+from training.recovery.protocol import NodeGone, NotReplaced, RecoveryBegan
 from training.recovery.rungs import Recovery, Rung
+from training.specs.drill import Victim
 from training.wire.coordinator import CoordinatorAddress
 from training.wire.healing import HealOrder, HealReply
 from training.wire.logs import (
@@ -28,19 +30,25 @@ from training.wire.node import Check, NodeSample
 from training.wire.rank_table import DevicesQuery, NodeDevices
 from training.wire.transport import INTO_A_CONNECTION
 
+NO_MEMBER = -1  # of a container that stands by
+
 
 class AgentConfig(FrozenModel):
     """What the engine writes into a container for its agent; holds the token, mode 0600."""
 
     run_id: str
     node: str
-    member: int
+    member: int = Field(description="whose container it is; NO_MEMBER: it stands by for one")
     schedule_cnt: int
     token: str
     epoch: int = Field(
         description="of the supervisor that made the container; lower ones are refused"
     )
     host: str = "127.0.0.1"
+    port: int = Field(0, description="that it listens on; 0: one that is free")
+    on_loopback: bool = Field(
+        False, description="whether it listens there, too, where a port-forward comes from"
+    )
     orphan_timeout_s: float
     start_timeout_s: float
     hang_timeout_s: float | None
@@ -56,6 +64,7 @@ class AgentConfig(FrozenModel):
     variables: dict[str, str] | None = Field(
         None, description="of session programs, for which a fork server is started at once"
     )
+    is_drill: bool = Field(False, description="whether orders to kill are obeyed")
 
 
 class AgentAddress(FrozenModel):
@@ -90,6 +99,12 @@ class StartOrder(FrozenModel):
     data_manifest_key: str | None
     past: tuple[Recovery, ...] = Field((), description="recoveries so far, oldest first")
     coordinator: CoordinatorAddress | None = None
+    generation: int | None = Field(
+        None, description="of the process groups, where its ranks join the living ones of others"
+    )
+    rejoin_s: float = Field(
+        0.0, description="for another coordinator to come when the one before is gone; 0: none"
+    )
     rank_table: str | None = Field(None, description="hccl.json; None: none is asked for")
     secrets: dict[str, SecretStr] = Field(
         {}, description="values of the job's env_from that are in Prefect blocks, by variable"
@@ -113,6 +128,18 @@ class StartOrder(FrozenModel):
         return self.model_copy(update={"secrets": {}})
 
 
+class AssignOrder(FrozenModel):
+    """Become the container of a member; the container has stood by until now.
+
+    Attributes:
+        schedule_cnt: how many times the member has been scheduled with it.
+    """
+
+    op: Literal["assign"] = "assign"
+    member: int = Field(ge=0)
+    schedule_cnt: int
+
+
 class StopOrder(FrozenModel):
     """Stop the processes: SIGTERM, and SIGKILL after the grace period; below 0 it never ends."""
 
@@ -130,12 +157,15 @@ class RendezvousOrder(FrozenModel):
     Attributes:
         start: the attempt that it is for, as far as it is known yet.
         supported: rungs that the engine can do.
+        resumes: the recovery that a coordinator takes up which was on a node that is lost; None:
+            it is the attempt's first.
     """
 
     op: Literal["rendezvous"] = "rendezvous"
     port: int
     start: StartOrder
     supported: tuple[Rung, ...]
+    resumes: RecoveryBegan | None = None
 
 
 class StatusQuery(FrozenModel):
@@ -199,8 +229,39 @@ class ShutdownOrder(FrozenModel):
     grace_s: float
 
 
+class NoticeOrder(FrozenModel):
+    """Pass on to the coordinator of the attempt what only the supervisor knows."""
+
+    op: Literal["notice"] = "notice"
+    placement: int
+    attempt: int
+    message: NodeGone | NotReplaced
+
+
+class RejoinOrder(FrozenModel):
+    """The coordinator of the attempt is on another node: agent and ranks go over to it."""
+
+    op: Literal["rejoin"] = "rejoin"
+    placement: int
+    attempt: int
+    coordinator: CoordinatorAddress
+
+
+class KillOrder(FrozenModel):
+    """SIGKILL something of this container; refused unless the run is a drill.
+
+    Attributes:
+        rank: global rank, where a rank is the victim.
+    """
+
+    op: Literal["kill"] = "kill"
+    victim: Victim
+    rank: int | None = None
+
+
 Order = Annotated[
     StartOrder
+    | AssignOrder
     | StopOrder
     | RendezvousOrder
     | StatusQuery
@@ -214,6 +275,9 @@ Order = Annotated[
     | DevicesQuery
     | CheckOrder
     | HealOrder
+    | KillOrder
+    | NoticeOrder
+    | RejoinOrder
     | ShutdownOrder,
     Field(discriminator="op"),
 ]
@@ -393,6 +457,7 @@ class AgentStatus(FrozenModel):
     mended_retries: dict[int, int] = Field({}, description="of HCCL, by rank, where there are any")
     sample: NodeSample | None = None
     metrics_url: str | None = Field(None, description="of the coordinator, where it is here")
+    is_warm: bool = Field(False, description="whether session programs start without imports")
     coordinator_end: CoordinatorEnd | None = None
 
     @property
@@ -438,6 +503,7 @@ class AgentReply(FrozenModel):
     devices: NodeDevices | None = None
     at_s: float | None = None
     collected: Collected | None = None
+    num_killed: int = 0
 
 
 REQUEST: TypeAdapter[Request] = TypeAdapter(Request)

@@ -18,9 +18,11 @@ from training.recovery.protocol import (
     Ending,
     GenerationReport,
     LastSaved,
+    NodeGone,
     NotReplaced,
     Paused,
     Reconnected,
+    RecoveryBegan,
     ToMember,
     Trains,
     WorkerEnded,
@@ -54,6 +56,7 @@ class CoordinatorConfig(FrozenModel):
         address_file: written once it listens.
         supported: rungs that the engine can do.
         past: recoveries of the run so far, oldest first.
+        resumes: the recovery that it takes up; the coordinator before it is lost with its node.
     """
 
     job: str
@@ -66,6 +69,7 @@ class CoordinatorConfig(FrozenModel):
     address_file: str
     supported: tuple[Rung, ...]
     past: tuple[Recovery, ...] = ()
+    resumes: RecoveryBegan | None = None
 
 
 class CoordinatorAddress(CoordinatorMessage):
@@ -124,6 +128,7 @@ FromMember = Annotated[
     | AgentJoined
     | WorkerEnded
     | NotReplaced
+    | NodeGone
     | NodeSampled,
     Field(discriminator="op"),
 ]

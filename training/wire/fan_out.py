@@ -7,6 +7,7 @@ would be spent on starting threads. Times are seconds.
 from __future__ import annotations
 
 import asyncio
+import resource
 import threading
 import time
 from concurrent.futures import Future
@@ -16,7 +17,10 @@ from pydantic import BaseModel
 
 from training.wire.transport import call_among_others
 
-MAX_OPEN = 256  # connections; agents answer at once, and files that a process may open are few
+# Connections: a look and an order for each of the most nodes that a job may have. Fewer would let
+# a check of minutes, or as many dead nodes, keep the look at all others waiting.
+MAX_OPEN = 2048
+OTHER_FILES = 512  # that this process may open beside them
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,7 @@ class FanOut:
     """
 
     def __init__(self, *, max_open: int = MAX_OPEN) -> None:
-        self._max_open = max_open
+        self._max_open = room_for(max_open)
         self._starting = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open: asyncio.Semaphore | None = None
@@ -67,3 +71,15 @@ class FanOut:
                 thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="calls")
                 thread.start()
             return self._loop
+
+
+def room_for(connections: int) -> int:
+    """How many of these connections the limit of open files leaves room for, raised if it must."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return connections
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if allowed > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    return max(1, max(allowed, soft) - OTHER_FILES)

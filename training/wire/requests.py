@@ -22,10 +22,12 @@ class Control(FrozenModel):
 
     Attributes:
         pause: whether all ranks are to pause at a step boundary.
+        cancel: whether the run is to end; its supervisor looks for it.
         at_s: when it was made, 0 when there never was one.
     """
 
     pause: bool = False
+    cancel: bool = False
     at_s: float = 0.0
 
 
@@ -51,10 +53,35 @@ def is_pause_wanted(store: ObjectStore, run_id: str) -> bool:
     Raises:
         StorageError: the store does not answer.
     """
+    return _sound_control(store, run_id).pause
+
+
+def is_cancel_wanted(store: ObjectStore, run_id: str) -> bool:
+    """Whether the run is to end; what cannot be read counts as no request.
+
+    Raises:
+        StorageError: the store does not answer.
+    """
+    return _sound_control(store, run_id).cancel
+
+
+def _sound_control(store: ObjectStore, run_id: str) -> Control:
     try:
-        return read_control(store, run_id).pause
+        return read_control(store, run_id)
     except Corrupt:
-        return False
+        return Control()
+
+
+def request_cancel(
+    store: ObjectStore, run_id: str, *, clock: Callable[[], float] = time.time
+) -> None:
+    """Request the end of the run.
+
+    Raises:
+        StorageError: the store does not answer.
+    """
+    control = Control(cancel=True, at_s=clock())
+    store.put(control_key(run_id), control.model_dump_json().encode())
 
 
 def write_control(
@@ -77,10 +104,11 @@ def take_back(store: ObjectStore, run_id: str) -> None:
         StorageError: the store does not answer.
     """
     try:
-        wanted = read_control(store, run_id).pause
+        control = read_control(store, run_id)
+        is_wanted = control.pause or control.cancel
     except Corrupt:
-        wanted = True  # replaced by a sound one
-    if wanted:
+        is_wanted = True  # replaced by a sound one
+    if is_wanted:
         write_control(store, run_id, pause=False)
 
 

@@ -23,8 +23,14 @@ from io import BufferedIOBase
 
 from pydantic import BaseModel, SecretStr
 
+from storage.cut_off import end_when_cut_off
+
 MAX_LINE_BYTES = 16 << 20
 FIRST_LINE_S = 30.0
+CONNECT_TIMEOUT_S = 5.0
+# Twice what a supervisor waits for a silent agent: it has moved the member by then. Nothing else
+# shows a process on a node that is cut off that the others go on without it.
+CUT_OFF_S = 30
 
 
 # Context in which messages give away their secrets: into a connection, and nowhere else.
@@ -94,7 +100,9 @@ async def call_among_others(host: str, port: int, request: BaseModel, *, timeout
         ValueError: the reply is too long.
     """
     async with asyncio.timeout(timeout_s):
-        reader, writer = await asyncio.open_connection(host, port, limit=MAX_LINE_BYTES)
+        # The kernel answers for a peer that is busy: only one that is gone takes longer.
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(host, port, limit=MAX_LINE_BYTES)
         try:
             writer.write(dump_line(request))
             await writer.drain()
@@ -108,14 +116,15 @@ class RequestServer(socketserver.ThreadingTCPServer):
 
     Args:
         host: address to bind.
+        port: likewise; 0: one that is free.
         answer: the reply to a line; what it raises ends that connection alone.
     """
 
     daemon_threads = True  # or close() would wait for a check of minutes
     allow_reuse_address = True
 
-    def __init__(self, host: str, answer: Callable[[bytes], BaseModel]) -> None:
-        super().__init__((host, 0), _Request)
+    def __init__(self, host: str, answer: Callable[[bytes], BaseModel], *, port: int = 0) -> None:
+        super().__init__((host, port), _Request)
         self.answer = answer
 
     @property
@@ -156,13 +165,32 @@ class Connection(ABC):
 
     def __init__(self, host: str, port: int, joined: BaseModel, *, timeout_s: float) -> None:
         self._sending = threading.Lock()  # each line is to be whole
-        self._is_open = True
-        self._socket = socket.create_connection((host, port), timeout=timeout_s)
-        self._socket.settimeout(None)  # create_connection leaves its own, and peers may be silent
+        self._is_open = self._is_closed = False
+        self._socket = socket.socket()  # of no connection yet
+        self.connect(host, port, joined, timeout_s=timeout_s)
+
+    def connect(self, host: str, port: int, joined: BaseModel, *, timeout_s: float) -> None:
+        """Connect, or leave the server before for another one, of which nothing is `lost`.
+
+        Raises:
+            OSError: nothing listens there; what was there before stays.
+        """
+        connected = socket.create_connection((host, port), timeout=timeout_s)
+        connected.settimeout(None)  # create_connection leaves its own, and peers may be silent
         # Without it a second small line waits until the first one is acknowledged.
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.send(joined)
-        threading.Thread(target=self._listen, daemon=True, name="connection").start()
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        end_when_cut_off(connected, silent_s=CUT_OFF_S)
+        try:
+            connected.sendall(dump_line(joined))  # before anything else: it has the token
+        except OSError:
+            connected.close()
+            raise
+        with self._sending:
+            before, self._socket, self._is_open = self._socket, connected, True
+        _shut_down(before)
+        threading.Thread(
+            target=self._listen, args=(connected,), daemon=True, name="connection"
+        ).start()
 
     @abstractmethod
     def receive(self, line: bytes) -> None:
@@ -181,32 +209,41 @@ class Connection(ABC):
         """Send a message. Whether the connection took it."""
         if not self._is_open:
             return False
-        try:
-            with self._sending:
-                self._socket.sendall(dump_line(message))
-        except OSError:
-            self._shut_down()  # the listening thread reports it
-            return False
+        with self._sending:
+            used = self._socket
+            try:
+                used.sendall(dump_line(message))
+            except OSError:
+                _shut_down(used)  # the listening thread reports it
+                return False
         return True
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether this side has ended it."""
+        return self._is_closed
 
     def close(self) -> None:
         """End the connection from this side."""
-        self._is_open = False
-        self._shut_down()
+        self._is_closed, self._is_open = True, False
+        _shut_down(self._socket)
 
-    def _shut_down(self) -> None:
-        # Closing alone does not wake a thread that waits in recv (Linux).
-        with suppress(OSError):  # the other side was faster
-            self._socket.shutdown(socket.SHUT_RDWR)
-
-    def _listen(self) -> None:
+    def _listen(self, connected: socket.socket) -> None:
         why = "it closed the connection"
         try:
-            with self._socket, self._socket.makefile("rb") as lines:
+            with connected, connected.makefile("rb") as lines:
                 while line := read_line(lines):
                     self.receive(line)
         except Exception as exc:  # noqa: BLE001 a member that receives no more must not go on
             why = f"{type(exc).__name__}: {exc}"
-        if self._is_open:
-            self._is_open = False
+        with self._sending:
+            is_lost = self._is_open and self._socket is connected
+            self._is_open = self._is_open and not is_lost
+        if is_lost:
             self.lost(why)
+
+
+def _shut_down(connected: socket.socket) -> None:
+    # Closing alone does not wake a thread that waits in recv (Linux).
+    with suppress(OSError):  # the other side was faster, or it was never connected
+        connected.shutdown(socket.SHUT_RDWR)

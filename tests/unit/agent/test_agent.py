@@ -226,7 +226,7 @@ def test_a_checkpoint_server_that_dies_is_started_again_under_its_name_but_not_a
     job_file.write_text(job.model_dump_json())
     checkpoint_server = CheckpointServerProcess(tmp_path)
     assert not checkpoint_server.revive(now_s=time.monotonic()), "there was none"
-    name = checkpoint_server.ensure(job, job_file, None)
+    name = checkpoint_server.ensure(job, job_file, None, first_container=1)
     client = CheckpointClient(name)
     assert client.shares() == ()
     later_s = time.monotonic() + REVIVED_AFTER_S

@@ -143,3 +143,23 @@ def test_the_server_listens_on_loopback_alone(server):
         c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.laddr.port == server.port
     }
     assert ports == {HOST}
+
+
+@pytest.mark.parametrize("on_loopback", [True, False])
+def test_a_port_forward_is_answered_where_the_engine_wants_it(on_loopback):
+    own = "127.0.0.2"
+    server = control_server(
+        own, TOKEN, lambda _: AgentReply(text="received"), on_loopback=on_loopback
+    )
+    server.start()
+    try:
+        assert AgentClient(own, server.port, TOKEN, 1).call(StatusQuery()).text == "received"
+        if on_loopback:
+            assert client(server.port).call(StatusQuery()).text == "received"
+            with pytest.raises(EngineError, match="wrong token"):
+                client(server.port, token="another").call(StatusQuery())
+        else:
+            with pytest.raises(AgentUnreachable):
+                client(server.port).call(StatusQuery())
+    finally:
+        server.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -301,6 +302,35 @@ def test_a_failure_without_a_line_ends_the_attempt(coordinated, coordinator, lin
     group = coordinated("sh", "-c", "sleep 0.2; exit 3", slots_per_node=1)
     coordinator.disconnect()
     orders.next()
+    wait_for(group.poll)
+    assert group.statuses()[0].exit_code == 3
+
+
+def test_an_end_that_no_coordinator_has_answered_is_reported_to_the_next_one(
+    coordinated, coordinator, line
+):
+    group = coordinated("sh", "-c", "exit 3", slots_per_node=1)
+    until(group, lambda worker: worker.is_recovering)
+    first = coordinator.receive()
+    coordinator.disconnect()
+    with closing(CoordinatorEnd()) as following:
+        line.rejoin(following.address)
+        group.rejoin(following.address)
+        assert isinstance(following.receive(), AgentJoined)
+        again = following.receive()
+        assert isinstance(again, WorkerEnded)
+        assert (again.rank, again.exit_code) == (first.rank, 3)
+        assert group.statuses()[0].is_recovering
+
+
+def test_an_end_ends_the_attempt_where_the_next_coordinator_is_gone_too(
+    coordinated, coordinator, line, orders
+):
+    group = coordinated("sh", "-c", "exit 3", slots_per_node=1)
+    until(group, lambda worker: worker.is_recovering)
+    coordinator.disconnect()
+    orders.next()
+    group.rejoin(coordinator.address)
     wait_for(group.poll)
     assert group.statuses()[0].exit_code == 3
 

@@ -17,11 +17,10 @@ from training.drill.campaign import (
 )
 from training.drill.job import NUM_RANKS, drill_job
 from training.errors import InputError
-from training.injection.outside import Kill, Victim
 from training.journal.history import RunHistory, replay
 from training.recovery.faults import Fault, FaultClass
 from training.recovery.rungs import Rung
-from training.specs.drill import DrillFault, DrillKind, DrillPoint
+from training.specs.drill import DrillFault, DrillKind, DrillPoint, Kill, Victim
 from training.specs.model import ParallelKind
 
 KINDS = (ParallelKind.DDP, ParallelKind.HSDP, ParallelKind.FSDP2)
@@ -193,3 +192,9 @@ def test_what_did_not_fire_has_a_description():
         "link of rank 1 at prepared of step 8",
         "kill of fork server 1 at step 5",
     ]
+
+
+def test_nothing_is_to_be_killed_twice_in_one_step():
+    for seed in range(40):
+        kills = draw(seed, num_faults=50, kind=ParallelKind.DDP).kills
+        assert len(set(kills)) == len(kills)

@@ -11,9 +11,9 @@ from tests.unit.journal.histories import placed, started
 from training.drill.campaign import Campaign
 from training.drill.chaos import _result, shrink
 from training.drill.driver import RunOutcome
-from training.injection.outside import Kill, KillInjector, LocalRun, Victim
+from training.injection.outside import KillInjector
 from training.journal.history import replay
-from training.specs.drill import DrillFault, DrillKind, DrillPoint
+from training.specs.drill import DrillFault, DrillKind, DrillPoint, Kill, Victim
 
 QUIET = replay([placed(num_nodes=0), started(1, 0)])
 
@@ -35,7 +35,7 @@ def test_a_fault_that_did_not_fire_is_a_problem_and_one_that_could_not_is_excuse
         campaign,
         outcome,
         outcome,
-        KillInjector(LocalRun(tmp_path, "r"), campaign.kills),
+        KillInjector(campaign.kills),
         took_s=1.0,
     )
     assert result.fired == 1

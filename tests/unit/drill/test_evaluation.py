@@ -21,7 +21,7 @@ from training.drill.driver import Pauser, RunOutcome
 from training.drill.evaluation import DrillOutcome, differences, judge, recovered
 from training.drill.job import drill_job
 from training.drill.table import Drill, Expected
-from training.journal.events import LedgerEvent
+from training.journal.events import CheckpointRestored, LedgerEvent
 from training.journal.history import RunHistory, replay
 from training.journal.records import AnyRecord
 from training.recovery.faults import Fault, FaultClass
@@ -88,6 +88,12 @@ def verdict(tmp_path, one: RunOutcome, drill: Drill = DRILL, **given: Any) -> Dr
     return judge(drill, one, UNDISTURBED, job=job, **options)
 
 
+def test_a_drill_whose_run_was_never_placed_says_so_and_the_next_one_is_run(tmp_path):
+    outcome = verdict(tmp_path, outcome_of(replay([]), fired_s={}, ended="no room"))
+    assert "the run ended: no room" in outcome.problems
+    assert outcome.rungs == ()
+
+
 def test_a_drill_that_went_as_expected_has_no_problem_and_its_times(tmp_path):
     outcome = verdict(tmp_path, outcome_of(RECOVERED))
     assert outcome.as_expected
@@ -144,6 +150,22 @@ def test_the_survivors_save_is_expected_where_there_is_one(tmp_path):
     lost = restarted(refused, to_step=3, from_step=3)
     problem = "the survivors saved step None, expected 3 (no rank of [1] lives)"
     assert verdict(tmp_path, outcome_of(lost), drill).problems == (problem,)
+
+
+def test_shards_that_were_read_in_the_store_are_counted_where_none_may_be(tmp_path):
+    drill = replace(DRILL, expected=Expected((Rung.IN_PLACE_RESTART,), num_fetched=0))
+
+    def verdict_of(num_fetched: int, shares: dict[str, int]) -> tuple[str, ...]:
+        place = CheckpointRestored(
+            at_s=101.0, number=1, step=3, shares=shares, num_fetched=num_fetched
+        )
+        history = restarted(place, to_step=3, from_step=3)
+        return verdict(tmp_path, outcome_of(history), drill).problems
+
+    assert verdict_of(0, {"memory": 4}) == ()
+    assert verdict_of(4, {"store": 4}) == (
+        "4 shards were read in the store, expected 0: step 3 restored, shares from store 4",
+    )
 
 
 def test_where_an_abnormal_step_was_accepted_the_curve_counts_up_to_it(tmp_path):

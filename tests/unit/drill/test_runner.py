@@ -13,7 +13,7 @@ from training.drill.job import NUM_RANKS
 from training.drill.runner import (
     KINDS,
     DrillRunner,
-    check_target,
+    able,
     chosen,
     drills_on,
     parallel_kind,
@@ -22,7 +22,7 @@ from training.drill.runner import (
 from training.drill.table import DRILLS, STEPS
 from training.errors import InputError
 from training.job import Job
-from training.recovery.rungs import Rung
+from training.recovery.rungs import ISOLATES, Rung
 from training.specs.model import ParallelKind
 
 
@@ -76,7 +76,7 @@ def job_of(tmp_path, **sections: Any) -> Job:
         "run_id": "weeks-long",
         "storage": {"address": f"file://{tmp_path}/store/"},
         "data": {"sources": ["/corpus"]},
-        "engine": {"nodes": 4, "slots_per_node": 4, "spares": 1, "grace_s": 33},
+        "engine": {"nodes": 4, "slots_per_node": 4, "spares": 2, "grace_s": 33},
         "batch": {"global_batch_size": 960, "micro_batch_size": 2},
     }
     return small_job(**{**own, **sections})
@@ -96,6 +96,14 @@ def test_a_drill_is_a_job_with_each_kind_of_parallelism_and_on_more_nodes(tmp_pa
     assert (wide.world_size, wide.batch.global_batch_size) == (16, 32)
 
 
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_faults_that_are_on_nodes_of_their_own_are_so_on_more_ranks_too(tmp_path, is_wide):
+    made = runner(tmp_path, job_of(tmp_path)) if is_wide else DrillRunner(tmp_path, KINDS[0])
+    job = made.job(*chosen("two-nodes-lost"))
+    nodes = [fault.rank // job.engine.slots_per_node for fault in job.drill.faults]
+    assert (job.engine.nodes, nodes) == (4, [2, 3])
+
+
 def test_a_drill_has_the_engine_and_the_environment_of_the_job_and_a_folder_in_its_store(tmp_path):
     job = job_of(
         tmp_path,
@@ -106,7 +114,8 @@ def test_a_drill_has_the_engine_and_the_environment_of_the_job_and_a_folder_in_i
         worker={"cwd": str(tmp_path)},
     )
     drill = runner(tmp_path, job).job(None)
-    assert drill.engine == job.engine
+    assert drill.engine == job.engine.model_copy(update={"warm_spares": 0})
+    assert runner(tmp_path, job).job(*chosen("node-lost")).engine.warm_spares == 1
     assert drill.storage.address == f"file://{tmp_path}/store/{FOLDER}"
     assert drill.env["HCCL_DETERMINISTIC"] == "true"
     assert (drill.comm.master_port, drill.comm.timeout_s) == (29_500, 90)
@@ -136,15 +145,23 @@ def test_what_is_expected_of_a_drill_does_not_depend_on_the_policies_of_the_job(
     "engine", [{"nodes": 1, "slots_per_node": 8}, {"nodes": 3, "slots_per_node": 1}]
 )
 def test_too_few_nodes_or_ranks_are_refused(tmp_path, engine):
-    with pytest.raises(InputError, match=r"engine: nodes=.* 2 nodes and 4 ranks at least"):
-        check_target(job_of(tmp_path, engine=engine), chosen("tre"))
+    with pytest.raises(InputError, match=r"tre: engine.nodes=.* 2 nodes and 4 ranks at least"):
+        able(chosen("tre"), job_of(tmp_path, engine=engine))
 
 
-def test_a_node_can_be_left_where_there_is_another_one(tmp_path):
+def test_drills_that_leave_a_node_are_left_out_where_there_is_no_other_one(tmp_path):
     bare = job_of(tmp_path, engine={"nodes": 2, "slots_per_node": 4, "spares": 0})
-    check_target(bare, chosen("replace-rank"))
-    with pytest.raises(InputError, match=r"engine\.spares: 0: the drill node-lost leaves a node"):
-        check_target(bare, chosen("all"))
+    without = {drill.name for drill in DRILLS} - {drill.name for drill in able(DRILLS, bare)}
+    leave = {drill.name for drill in DRILLS if ISOLATES & set(drill.expected.rungs)}
+    assert {"node-lost", "two-nodes-lost", "node-isolated"} < without == leave
+    with pytest.raises(InputError, match=r"node-lost: engine\.spares=0: it leaves a node"):
+        able(chosen("node-lost"), bare)
+    assert able(DRILLS, job_of(tmp_path)) == able(DRILLS, None) == DRILLS
+    for engine in ({"nodes": 3, "spares": 2}, {"nodes": 4, "spares": 1}):
+        few = job_of(tmp_path, engine={"slots_per_node": 4, **engine})
+        assert {drill.name for drill in DRILLS if drill not in able(DRILLS, few)} == {
+            "two-nodes-lost"
+        }
 
 
 def test_a_store_that_does_not_answer_is_refused_before_anything_is_started(tmp_path):

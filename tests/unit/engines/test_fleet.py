@@ -5,7 +5,9 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -17,7 +19,18 @@ from training.engines.fleet import Fleet
 from training.errors import AgentUnreachable, EngineError
 from training.recovery.healing import HealPlan
 from training.recovery.rungs import Rung
-from training.wire.agent import AgentReply, AgentState, AgentStatus, Request, StopOrder
+from training.specs.drill import Victim
+from training.wire.agent import (
+    AgentReply,
+    AgentState,
+    AgentStatus,
+    AssignOrder,
+    KillOrder,
+    NodeText,
+    Request,
+    StartOrder,
+    StopOrder,
+)
 from training.wire.healing import HealOrder
 from training.wire.logs import LogsQuery
 
@@ -30,6 +43,12 @@ HEAL = HealOrder(
     variables={}, cwd="/",
 )  # fmt: skip
 
+ORDER = StartOrder(
+    placement=1, attempt=1, num_nodes=NUM_MEMBERS, slots_per_node=1, hosts=(), master_addr="",
+    master_port=1, command=(), is_command=False, is_launcher=False, cwd="/", grace_s=1.0,
+    log_path=None, variables={}, job="{}", data_manifest_key=None,
+)  # fmt: skip
+
 
 class Agents:
     """All agents of a gang, on one port of many loopback addresses.
@@ -37,6 +56,7 @@ class Agents:
     Attributes:
         delay_s: that an answer takes.
         refusal: the error that they answer with.
+        num_killed: of them by an order to kill.
         received: every request.
         answered: how many requests have their answer.
     """
@@ -44,11 +64,12 @@ class Agents:
     def __init__(self) -> None:
         self.delay_s = 0.0
         self.refusal: str | None = None
+        self.num_killed = 0
         self.received: list[Request] = []
         self.answered = 0
         self._lock = threading.Lock()
         self.server = control_server("0.0.0.0", TOKEN, self.answer)  # noqa: S104 all of 127/8
-        self.server.socket.listen(NUM_MEMBERS)
+        self.server.listeners[0].socket.listen(NUM_MEMBERS)
         self.server.start()
 
     def answer(self, request: Request) -> AgentReply:
@@ -61,25 +82,43 @@ class Agents:
             node="some", member=0, state=AgentState.RUNNING, schedule_cnt=1, proc_start_cnt=1,
             placement=1, attempt=1,
         )  # fmt: skip
-        return AgentReply(error=self.refusal) if self.refusal else AgentReply(status=status, at_s=1)
+        if self.refusal:
+            return AgentReply(error=self.refusal)
+        return AgentReply(status=status, at_s=1, port=1, num_killed=self.num_killed)
 
 
 class Containers:
     """An engine whose containers are there; some may be gone."""
 
     capabilities = frozenset(Rung)
+    poll_s = 0.0
 
     def __init__(self, contacts: Mapping[int, Contact]) -> None:
         self.now = dict(contacts)
+        self.spares: dict[str, Contact] = {}
+        self.taken: list[tuple[str, ...]] = []
+        self.sees_agents = True
 
     def nodes(self) -> Sequence[str]:
         return [contact.node for contact in self.now.values()]
 
-    def submit(self, placement: Placement) -> None:
+    def submit(self, placement: Placement, *, ready: Collection[str] = ()) -> None:
         """They are there."""
 
-    def replace(self, placement: Placement, members: Collection[int]) -> None:
-        """They are there."""
+    def replace(
+        self, placement: Placement, members: Collection[int], *, ready: Collection[str] = ()
+    ) -> None:
+        """They are there; those that are ready are taken."""
+        self.taken.append(tuple(ready))
+
+    def stand_by(self, placement: Placement, node: str) -> None:
+        """None is made."""
+
+    def standing_by(self) -> Mapping[str, Contact]:
+        return self.spares
+
+    def dismiss(self, names: Collection[str]) -> None:
+        self.spares = {name: one for name, one in self.spares.items() if name not in names}
 
     def adopt(self, placement: Placement) -> frozenset[int]:
         return frozenset(self.now)
@@ -89,8 +128,14 @@ class Containers:
 
     inventory = contacts
 
+    def texts(self, since_s: float) -> Sequence[tuple[str, NodeText]]:
+        return [(c.node, NodeText(name="platform", text=f"{since_s:g}")) for c in self.now.values()]
+
     def end(self) -> None:
         self.now = {}
+
+    def left_over(self) -> Sequence[str]:
+        return self.nodes()
 
 
 @pytest.fixture
@@ -147,6 +192,85 @@ def test_who_has_not_answered_is_not_asked_again_and_is_lost_after_a_while(
     assert (seen.unanswered, seen.lost) == ((), (f"node-{BLACK_HOLE}",))
     assert len(agents.received) == 2, "the one that answers was asked twice"
     assert len(fleet._asked) == 1
+
+
+def test_one_that_is_lost_keeps_no_recovery_waiting_for_its_logs(fleet, containers, monkeypatch):
+    containers.now = {0: containers.now[0], BLACK_HOLE: containers.now[BLACK_HOLE]}
+    fleet.poll()
+    monkeypatch.setattr(fleet_module, "SILENT_AGENT_S", 0.5)
+    assert fleet.poll().lost == (f"node-{BLACK_HOLE}",)
+    began_s = time.monotonic()
+    fleet.texts(100, since_s=0.0)
+    assert time.monotonic() - began_s < LOOK_S, "asked, it would have had a minute to answer"
+    assert list(fleet.poll().agents) == [0], "looks go on: it may come back"
+    assert len(fleet._asked) == 1
+
+
+def test_a_first_node_that_is_cut_off_keeps_the_look_at_the_others_not_waiting_for_its_log(
+    fleet, containers
+):
+    containers.now = {0: containers.now[BLACK_HOLE], 1: containers.now[1]}
+    began_s = time.monotonic()
+    for _ in range(3):
+        assert fleet.metrics(7) == ("", 7)
+        assert list(fleet.poll().agents) == [1]
+    assert time.monotonic() - began_s < 5 * LOOK_S, "three looks, and one try to read the log"
+
+
+def test_who_is_lost_already_keeps_nothing_waiting_when_its_placement_is_found_again(
+    fleet, containers, monkeypatch
+):
+    containers.now = {0: containers.now[0], BLACK_HOLE: containers.now[BLACK_HOLE]}
+    fleet.poll()
+    monkeypatch.setattr(fleet_module, "SILENT_AGENT_S", 0.5)
+    assert fleet.poll().lost == (f"node-{BLACK_HOLE}",)
+    fleet.adopt(Placement(1, ()))
+    began_s = time.monotonic()
+    fleet.replace(Placement(1, ()), [BLACK_HOLE])
+    assert time.monotonic() - began_s < LOOK_S, "asked to end, it would have had five seconds"
+
+
+def test_members_take_containers_that_stand_by_and_answer_and_learn_whose_they_are(
+    fleet, containers, agents
+):
+    good, silent = containers.now[1], containers.now[BLACK_HOLE]
+    containers.spares = {"good": good, "silent": silent, "starting": replace(good, address=None)}
+    containers.now = {0: containers.now[0], 1: replace(good, stood_by=True, schedule_cnt=4)}
+    fleet.replace(Placement(1, ()), [1])
+    assert containers.taken == [("good",)]
+    orders = [one.order for one in agents.received if one.order.op == "assign"]
+    assert orders == [AssignOrder(member=1, schedule_cnt=4)]
+
+
+def test_a_move_asks_nothing_of_members_that_do_not_move(fleet, containers, agents):
+    hangs = replace(containers.now[BLACK_HOLE], stood_by=True)
+    moves = replace(containers.now[2], stood_by=True, schedule_cnt=2)
+    containers.now, containers.spares = {1: hangs, 2: moves}, {"good": containers.now[3]}
+    fleet.replace(Placement(1, ()), [2])
+    assert containers.taken == [("good",)], "and the one that hangs keeps its container"
+
+
+def test_who_only_looks_at_a_run_gives_no_orders(fleet, containers, agents):
+    containers.now = {0: replace(containers.now[0], stood_by=True, schedule_cnt=2)}
+    fleet.adopt(Placement(1, ()))
+    fleet.poll()
+    assert {one.order.op for one in agents.received} == {"status"}
+
+
+def test_a_member_gets_a_new_container_when_the_one_that_stood_by_does_not_obey(fleet, containers):
+    containers.now = {0: replace(containers.now[0], address=None, stood_by=True)}
+    fleet.replace(Placement(1, ()), [0])
+    assert containers.taken == [(), ()], "once more, with none that stands by"
+
+
+def test_a_silent_agent_is_not_lost_while_nobody_could_have_heard_it(
+    fleet, containers, monkeypatch
+):
+    containers.now = {0: containers.now[0], BLACK_HOLE: containers.now[BLACK_HOLE]}
+    containers.sees_agents = False
+    fleet.poll()
+    monkeypatch.setattr(fleet_module, "SILENT_AGENT_S", 0.5)
+    assert fleet.poll().lost == ()
 
 
 def test_an_answer_that_comes_after_the_look_counts_in_the_next_one(fleet, containers, agents):
@@ -224,3 +348,48 @@ def test_an_order_that_one_refuses_has_reached_all_before_anybody_hears_of_it(
     with pytest.raises(EngineError, match="refused stop"):
         fleet.stop(1.0)
     assert agents.answered == len(agents.received) == 10
+
+
+@pytest.mark.parametrize(
+    ("victim", "num_asked"),
+    [
+        *((one, 1) for one in Victim if one not in (Victim.RANK, Victim.COORDINATOR)),
+        (Victim.RANK, NUM_MEMBERS - 1),
+        (Victim.COORDINATOR, NUM_MEMBERS - 1),
+    ],
+)
+def test_whoever_may_have_a_victim_is_told_to_kill_it(fleet, containers, agents, victim, num_asked):
+    without_black_hole(containers)
+    containers.spares = {"spare": containers.now[0]}
+    assert not fleet.kill(victim, 3), "nobody had it"
+    agents.num_killed = 1
+    assert fleet.kill(victim, 3)
+    orders = [request.order for request in agents.received]
+    assert len(orders) == 2 * num_asked
+    rank = 3 if victim is Victim.RANK else None
+    assert set(orders) == {KillOrder(victim=victim, rank=rank)}
+
+
+def test_a_run_that_is_no_drill_says_so_and_a_member_that_is_not_there_is_not_hit(
+    fleet, containers, agents
+):
+    without_black_hole(containers)
+    assert not fleet.kill(Victim.NODE, NUM_MEMBERS + 1)
+    agents.refusal = "the run is no drill"
+    with pytest.raises(EngineError, match="refused kill: the run is no drill"):
+        fleet.kill(Victim.NODE, 3)
+
+
+def test_what_the_platform_reports_is_known_of_nodes_without_an_agent_too(fleet, containers):
+    gone = containers.now[5]
+    containers.now = {5: Contact(gone.node, TOKEN, None, gone.host)}
+    assert fleet.texts(100, since_s=7.0) == [("node-5", NodeText(name="platform", text="7"))]
+
+
+def test_a_node_that_joins_costs_one_request_to_the_first_member_and_one_to_itself(
+    agents, containers, fleet
+):
+    without_black_hole(containers)
+    fleet.join(ORDER, {5}, generation=2)
+    asked = Counter(request.order.op for request in agents.received)
+    assert asked == {"rendezvous": 1, "start": 1}, f"of {NUM_MEMBERS} members"

@@ -120,6 +120,15 @@ def test_host_memory_has_to_take_two_saves(job, monkeypatch):
     assert check_memory(without, 2, STATE_BYTES).outcome is CheckOutcome.OK
 
 
+def test_copies_of_other_nodes_need_their_room_too(job, monkeypatch):
+    copying = {"checkpoint": {"partner_copies": 1}, "restart": {"pod_retries": 1}}
+    needed = 5 * STATE_BYTES // 2  # three saves of its own, and two of its partner's
+    for available, outcome in ((needed, CheckOutcome.OK), (needed - 1, CheckOutcome.FAILED)):
+        memory = Memory(available)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda memory=memory: memory)
+        assert check_memory(job(**copying), 2, STATE_BYTES).outcome is outcome
+
+
 def test_ports_of_hccl_and_of_the_rendezvous_have_to_be_free(job):
     fixed = job(comm={"master_port": 29_400, "if_base_port": 61_000})
     free = check_ports(fixed, is_first=True, has_npus=True, used=lambda: {80})

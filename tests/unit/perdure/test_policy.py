@@ -108,7 +108,10 @@ def test_a_setting_of_the_job_beside_the_ladder_is_named_too():
 
 
 def test_a_policy_that_a_platform_has_no_entry_for_prints_nothing(tmp_path):
-    off = ("memory_retry", "collective_retry", "process_replace", "end_of_life_checkpoint")
+    off = (
+        *("memory_retry", "collective_retry", "process_replace", "node_replace"),
+        "end_of_life_checkpoint",
+    )
     path = write(tmp_path, restart=dict.fromkeys(off, False))
     assert perdure("policy", "export", "--platform", "mindspeed", path) == ""
 

@@ -32,7 +32,7 @@ from tests.unit.journal.histories import (
 from tests.unit.perdure.commands import append, perdure, shown
 from training.engines.base import Snapshot
 from training.job import parse_job
-from training.journal.events import StepRecord
+from training.journal.events import CheckpointRestored, StepRecord
 from training.journal.records import CheckpointSeen, RunCreated, RunEnded
 from training.journal.steps import metrics_prefix
 from training.supervisor.job_registry import job_path, remember_job
@@ -111,6 +111,27 @@ def test_a_terminal_shows_faults_and_what_was_done_and_open_alerts(run):
     assert [fault["fault_class"] for fault in status.document["faults"]] == [
         "native_crash", "link_down",
     ]  # fmt: skip
+
+
+def test_where_the_newest_attempt_got_its_state_from_is_told(run):
+    place = CheckpointRestored(
+        at_s=20.0,
+        number=1,
+        step=10,
+        shares={"memory": 2, "memory of a partner": 2},
+        partners={"node-2": "node-0"},
+        why="of step 15 the nodes lack the shares of ranks 2, 3",
+    )
+    append(run, *BEGINNING, *seen(place))
+    status = RunMonitor(run).status(now_s=60.0)
+    told = (
+        "attempt 1.1: step 10 restored, shares from memory 2, memory of a partner 2 (node-2 from "
+        "copies on node-0; of step 15 the nodes lack the shares of ranks 2, 3)"
+    )
+    assert told in shown(plain_status(status, 300))
+    (document,) = status.document["restored"]
+    assert (document["attempt"], document["step"], document["num_fetched"]) == ("1.1", 10, 0)
+    assert document["partners"] == {"node-2": "node-0"}
 
 
 def test_an_attempt_without_a_supervisor_is_observed(run, monkeypatch):

@@ -64,7 +64,7 @@ def test_what_is_printed_reads_back_or_is_named_in_a_warning(policy, platform):
     differs = {name for name, value in asdict(policy).items() if back[name] != value}
     if platform is Platform.MODELARTS or not printed.entries:
         # Nothing is lost by a switch that is off where the platform has none.
-        differs -= {name for name in IN_PROCESS[:4] if not getattr(policy, name)}
+        differs -= {name for name in (*IN_PROCESS[:4], "node_replace") if not getattr(policy, name)}
     if platform is Platform.MODELARTS and policy.count is RestartCount.EVER:
         differs -= {"count"}  # as it is there
     if not policy.process_replace:
@@ -332,7 +332,6 @@ UNSAYABLE = [
     ("MS_ENABLE_TFT", "{TRE_SNAPSHOT_STEPS:5}", "TRE_SNAPSHOT_STEPS:5 has no effect"),
     ("HIGH_AVAILABILITY", "elastic-training", "fewer ranks"),
     ("recover-strategy", "elastic-training,exit", "fewer ranks"),
-    ("recover-strategy", "recover,dump", "pod_reschedule"),
     ("fault-tolerance/job-unconditional-retry", "true", "never restarted"),
     ("fault-scheduling", "grace", "restart.failover_grace_s"),
     ("fault-scheduling", "force", "restart.failover_grace_s"),
@@ -343,6 +342,14 @@ UNSAYABLE = [
     ("process-recover-enable", "on", "recover-strategy"),
     ("huawei.com/recover_policy_path", "pod", "job level"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("text", "replaces"), [("recover", True), ("recover-in-place", False), ("dump,exit", False)]
+)
+def test_recover_moves_the_node_and_recover_in_place_replaces_processes_alone(text, replaces):
+    found = read_platform({"recover-strategy": text}).fields
+    assert found["node_replace"] is replaces
 
 
 @pytest.mark.parametrize(("name", "text", "word"), UNSAYABLE)
@@ -357,7 +364,7 @@ PRINTED = [
         {"max_restarts": 8, "pod_retries": 2}, Platform.MODELARTS,
         {"fault-tolerance/job-retry-num": "8", "fault-tolerance/pod-retry-num": "2"},
         {
-            "count", "memory_retry", "collective_retry", "process_replace",
+            "count", "memory_retry", "collective_retry", "process_replace", "node_replace",
             "end_of_life_checkpoint",
         },
     ),
@@ -394,7 +401,7 @@ PRINTED = [
         {"fault-tolerance/hang-retry": "false"},
         {
             "count", "pod_retries", "in_place", "hang", "memory_retry", "collective_retry",
-            "process_replace", "end_of_life_checkpoint",
+            "process_replace", "node_replace", "end_of_life_checkpoint",
         },
     ),
     (
@@ -408,7 +415,11 @@ PRINTED = [
     (
         {"unconditional": False}, Platform.MINDCLUSTER,
         {"fault-retry-times": "0", "recover-strategy": "dump,exit"},
-        {"memory_retry", "collective_retry", "process_replace", "process_in_place"},
+        {"memory_retry", "collective_retry", "process_replace", "node_replace", "process_in_place"},
+    ),
+    (
+        {"node_replace": False}, Platform.MINDCLUSTER,
+        {"recover-strategy": "retry,recover-in-place,dump,exit"}, set(),
     ),
 ]  # fmt: skip
 

@@ -116,6 +116,7 @@ def choose(
     survivors: bool = False,
     capacity: Capacity | None = None,
     no_replica: str | None = None,
+    no_replica_of_node: str | None = None,
     **policy: Any,
 ) -> Decision:
     """The ladder's answer to a fault."""
@@ -128,6 +129,7 @@ def choose(
         survivors=survivors,
         capacity=capacity,
         no_replica=no_replica,
+        no_replica_of_node=no_replica_of_node,
     )
 
 

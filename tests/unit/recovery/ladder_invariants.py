@@ -32,7 +32,9 @@ def rungs_of(*scopes: Scope) -> tuple[Rung, ...]:
 
 
 IN_PROCESS = rungs_of(Scope.PROCESSES)
-ON_CHIP = rungs_of(Scope.PROCESSES, Scope.CONTAINERS)
+ON_CHIP = tuple(
+    rung for rung in rungs_of(Scope.PROCESSES, Scope.CONTAINERS) if rung is not Rung.NODE_REPLACE
+)
 RESCHEDULING = rungs_of(Scope.PLACEMENT)
 ISOLATING = tuple(rung for rung, row in RUNGS.items() if row.isolates)
 HARDWARE = tuple(met for met, traits in TRAITS.items() if traits.hardware_fault)
@@ -254,6 +256,17 @@ def what_software_did_isolates_no_node(asked: Asked) -> bool:
     return may_isolate(asked) or asked.decision.isolate is None
 
 
+def a_container_that_was_taken_away_is_made_anew_and_no_node_is_isolated(asked: Asked) -> bool:
+    met, policy = asked.fault, asked.policy
+    if met.fault_class != "container_lost" or may_isolate(asked):
+        return True
+    is_first = not asked.history and met.node is not None and policy.max_restarts > 0
+    could = is_first and policy.pod_retries > 0 and Rung.POD_RESCHEDULE in asked.supported
+    return asked.decision.isolate is None and (
+        not could or asked.decision.rung is Rung.POD_RESCHEDULE
+    )
+
+
 def the_same_node_again_and_again_is_taken_for_the_cause(asked: Asked) -> bool:
     return not came_on_one_node(asked) or asked.decision.rung not in ON_CHIP
 
@@ -354,6 +367,16 @@ def a_chip_that_had_a_fault_keeps_its_process_only_where_the_policy_has_it(asked
     met, replaced = asked.fault, asked.decision.rung is Rung.PROCESS_REPLACE
     of_chip = met.fault_class == "device_memory_error" or is_chip_code(met.code)
     return not (replaced and of_chip) or asked.policy.process_in_place
+
+
+def a_node_that_is_lost_is_replaced_while_the_processes_of_the_others_live_on(
+    asked: Asked,
+) -> bool:
+    if asked.decision.rung is not Rung.NODE_REPLACE:
+        return True
+    met = asked.fault
+    is_nodes = may_isolate(asked) or met.fault_class is FaultClass.CONTAINER_LOST
+    return asked.survivors and asked.policy.node_replace and met.node is not None and is_nodes
 
 
 def survivors_save_before_processes_are_lost(asked: Asked) -> bool:
@@ -478,7 +501,7 @@ def _in_order(named: list[Rung], rung: Rung) -> bool:
 def a_rung_that_copies_a_state_is_not_tried_without_a_replica(asked: Asked) -> bool:
     if asked.no_replica is None:
         return True
-    copies = {Rung.PROCESS_REPLACE}
+    copies = {Rung.PROCESS_REPLACE, Rung.NODE_REPLACE}
     if asked.fault.fault_class is FaultClass.DEVICE_MEMORY_ERROR:
         copies.add(Rung.STEP_RETRY)
     named = {text for rung in copies for text in asked.decision.skipped if text.startswith(rung)}

@@ -38,7 +38,7 @@ def ended(exit_code: int, *, error: str | None = None, is_oom: bool = False) -> 
          FaultClass.DEVICE_MEMORY_ERROR, REPLACE),
         (ended(1, error="TypeError: no"), FaultClass.USER_CODE_ERROR, STOP),
         (ended(1, error="ValueError: no"), FaultClass.UNKNOWN, IN_PLACE),
-        (ended(EXIT_ABOVE_PROCESS), FaultClass.DEVICE_LOST, Rung.JOB_RESCHEDULE_ISOLATED),
+        (ended(EXIT_ABOVE_PROCESS), FaultClass.DEVICE_LOST, Rung.NODE_REPLACE),
     ],
     ids=["killed", "crashed", "oom", "lost its connection", "terminated", "no command",
          "beyond healing", "exception", "unknown exception", "above"],

@@ -60,6 +60,8 @@ FAULTS = st.builds(
     hardware_fault=st.sampled_from([None, None, True, False]),
     num_other_nodes=st.sampled_from([0, 0, 2]),
 )
+# Of these one that failed shows that there is no other node.
+MOVING = frozenset(ISOLATING) - {Rung.NODE_REPLACE}
 POLICY_FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "max_restarts": st.integers(1, 6),
     "count": st.sampled_from(RestartCount),
@@ -74,6 +76,7 @@ POLICY_FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "collective_retry": st.booleans(),
     "process_replace": st.booleans(),
     "process_in_place": st.booleans(),
+    "node_replace": st.booleans(),
     "pod_before_in_place": st.booleans(),
     "end_of_life_checkpoint": st.booleans(),
     "numeric_retry": st.booleans(),
@@ -199,16 +202,20 @@ def cheapest_with_a_budget(asked: Asked) -> Rung:
         for p in since
     )
 
-    def may(rung: Rung) -> bool:
+    may_stay = Rung.IN_PLACE_RESTART in LADDER[asked.fault.fault_class]
+
+    def may(rung: Rung) -> bool:  # noqa: PLR0911 one for each thing that it counts
         budget = RUNGS[rung].budget
         if ORDER.index(rung) < floor or (budget is not None and used[rung] >= budget(policy)):
+            return False
+        if rung is Rung.NODE_REPLACE and (not broken.isdisjoint(MOVING) or may_stay):
             return False
         if rung in IN_PROCESS:
             return asked.survivors and rung not in broken_here
         if rung in RESCHEDULING and sum(used[r] for r in RESCHEDULING) >= policy.max_restarts:
             return False
         if rung is Rung.JOB_RESCHEDULE_ISOLATED:
-            return broken.isdisjoint(ISOLATING)
+            return broken.isdisjoint(MOVING)
         if rung is Rung.JOB_RESCHEDULE:
             lacks = Rung.JOB_RESCHEDULE_ISOLATED in broken or broken >= {
                 Rung.POD_RESCHEDULE,

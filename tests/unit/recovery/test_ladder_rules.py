@@ -123,15 +123,19 @@ def test_minor_and_major_chip_faults_are_healed_in_place(severity):
 
 
 def test_a_critical_chip_fault_never_heals_in_place():
-    decision = choose(of_code(CHIP_CODE, severity=Severity.CRITICAL, rank=2), survivors=True)
+    met = of_code(CHIP_CODE, severity=Severity.CRITICAL, rank=2)
+    decision = choose(met, survivors=True, node_replace=False)
     assert decision.rung is Rung.JOB_RESCHEDULE_ISOLATED
     assert decision.isolate == "node-0"
     assert "in_place_restart: severity critical never heals" in decision.reason
+    assert choose(met, survivors=True).rung is Rung.NODE_REPLACE
 
 
 def test_a_code_that_separates_its_chip_never_heals_in_place():
     for severity in (None, Severity.MINOR, Severity.MAJOR):
-        decision = choose(of_code(SEPARATE_CODE, severity=severity, rank=2), survivors=True)
+        met = of_code(SEPARATE_CODE, severity=severity, rank=2)
+        assert choose(met, survivors=True).rung is Rung.NODE_REPLACE
+        decision = choose(met, survivors=True, node_replace=False)
         assert decision.rung is Rung.JOB_RESCHEDULE_ISOLATED
         assert f"in_place_restart: code {SEPARATE_CODE} separates the chip" in decision.skipped
     reset = choose(of_code(RESET_CODE, rank=2), survivors=True)
@@ -166,6 +170,15 @@ def test_what_software_did_isolates_no_node(name):
     assert set(rungs) <= {Rung.IN_PLACE_RESTART, Rung.JOB_RESCHEDULE, Rung.STOP}
     assert rungs.count(Rung.IN_PLACE_RESTART) == 3
     assert rungs.count(Rung.JOB_RESCHEDULE) == 3
+
+
+def test_a_container_that_was_taken_away_is_made_anew_and_no_node_is_isolated():
+    met = Fault(FaultClass.CONTAINER_LOST, 0.0, "evicted", node="node-0", code="POD_EVICTED")
+    decision = choose(met, pod_retries=1)
+    assert (decision.rung, decision.isolate) == (Rung.POD_RESCHEDULE, None)
+    assert choose(met, pod_retries=0).rung is Rung.JOB_RESCHEDULE
+    full = Capacity(healthy=2, needed=2)
+    assert "no healthy spare" not in choose(met, pod_retries=1, capacity=full).reason
 
 
 def crashes(*nodes: str, rung: Rung = Rung.IN_PLACE_RESTART) -> tuple[Recovery, ...]:
@@ -210,7 +223,7 @@ def test_the_same_code_three_times_in_a_row_isolates_the_node(survivors):
     history = after(CHIP, Rung.IN_PLACE_RESTART, Rung.IN_PLACE_RESTART, progressed=True)
     assert choose(CHIP, *history[:1]).rung is Rung.IN_PLACE_RESTART
     decision = choose(CHIP, *history, survivors=survivors)
-    assert decision.rung is Rung.JOB_RESCHEDULE_ISOLATED
+    assert decision.rung is (Rung.NODE_REPLACE if survivors else Rung.JOB_RESCHEDULE_ISOLATED)
     assert decision.isolate == "node-0"
     late = choose(CHIP, *history, now_s=SAME_CODE_WINDOW_S + 1)
     assert late.rung is Rung.IN_PLACE_RESTART
@@ -367,13 +380,31 @@ def test_a_chip_that_had_a_fault_keeps_its_process_only_where_the_policy_has_it(
     assert choose(CRASH, survivors=True, process_in_place=False).rung is Rung.PROCESS_REPLACE
 
 
+def test_a_node_that_is_lost_is_replaced_while_the_processes_of_the_others_live_on():
+    lost = choose(NODE, survivors=True)
+    assert (lost.rung, lost.isolate) == (Rung.NODE_REPLACE, "node-1")
+    assert choose(NODE).rung is Rung.JOB_RESCHEDULE_ISOLATED, "nothing lives on"
+    assert choose(NODE, survivors=True, node_replace=False).rung is Rung.JOB_RESCHEDULE_ISOLATED
+    failed = choose(NODE, failing(NODE, Rung.NODE_REPLACE), survivors=True, pod_retries=1)
+    assert failed.rung is Rung.POD_RESCHEDULE
+    assert "node_replace: the last one failed" in failed.skipped
+    alone = choose(NODE, survivors=True, no_replica_of_node="no replica of rank 2 is left")
+    assert alone.rung is Rung.JOB_RESCHEDULE_ISOLATED
+    assert "node_replace: no replica of rank 2 is left" in alone.reason
+    heals = choose(CHIP, survivors=True, memory_retry=False, process_replace=False)
+    assert heals.rung is Rung.IN_PLACE_RESTART
+    assert "node_replace: the node is there, and may serve new processes" in heals.skipped
+
+
 def test_survivors_save_before_processes_are_lost():
-    assert choose(NODE, survivors=True).end_of_life_checkpoint
+    assert choose(NODE, survivors=True, node_replace=False).end_of_life_checkpoint
+    assert not choose(NODE, survivors=True).end_of_life_checkpoint, "their processes live on"
     assert choose(HANG, *after(HANG, *[Rung.HANG_RESTART] * 3), survivors=True) == replace(
         choose(HANG, *after(HANG, *[Rung.HANG_RESTART] * 3)), end_of_life_checkpoint=True
     )
     assert not choose(NODE).end_of_life_checkpoint
-    assert not choose(NODE, survivors=True, end_of_life_checkpoint=False).end_of_life_checkpoint
+    unsaved = choose(NODE, survivors=True, end_of_life_checkpoint=False, node_replace=False)
+    assert not unsaved.end_of_life_checkpoint
     for senseless in (ABNORMAL, of_log(example_of(FaultClass.CHECKPOINT_CORRUPT))):
         assert not choose(senseless, survivors=True).end_of_life_checkpoint
 
@@ -535,14 +566,17 @@ def test_a_rung_that_copies_a_state_is_not_tried_without_a_replica():
         assert f"process_replace: {why}" in crash.reason
     damaged = choose(UCE, survivors=True, no_replica=why)
     assert damaged.rung is Rung.IN_PLACE_RESTART
-    assert damaged.skipped == (f"step_retry: {why}", f"process_replace: {why}")
+    copies = ("step_retry", "process_replace", "node_replace")
+    assert damaged.skipped == tuple(f"{rung}: {why}" for rung in copies)
+    assert choose(NODE, survivors=True, no_replica=why).rung is Rung.JOB_RESCHEDULE_ISOLATED
     whole = choose(LINK, survivors=True, no_replica=why)
     assert whole.rung is Rung.STEP_RETRY, "its state is whole: nothing is copied"
 
 
 def test_rungs_inside_the_processes_that_are_not_there_stay_out_of_the_reason():
     decision = choose(UCE, supported=ALL - IN_PROCESS, survivors=True)
-    assert decision.skipped == ("step_retry: unsupported", "process_replace: unsupported")
+    passed = ("step_retry", "process_replace", "node_replace")
+    assert decision.skipped == tuple(f"{rung}: unsupported" for rung in passed)
     assert decision.reason == "device_memory_error at rank 2 on node-0: in_place_restart"
 
 

@@ -23,7 +23,6 @@ from training.recovery.outlook import (
 )
 from training.recovery.rungs import (
     IN_PROCESS,
-    ISOLATES,
     RESCHEDULES,
     Policy,
     RestartCount,
@@ -71,7 +70,7 @@ def test_every_class_is_answered_within_its_budgets_and_ends_in_stop(policy, spa
         assert [answer.rung for answer in one.answers].index(Rung.STOP) == len(one.answers) - 1
         done = [answer for answer in one.answers if answer.failed is None]
         assert sum(a.times for a in done if a.rung in RESCHEDULES) <= policy.max_restarts
-        assert sum(a.times for a in done if a.rung in ISOLATES) <= spares
+        assert sum(a.times for a in done if a.isolates) <= spares
         assert all(a.budget is None or a.times <= a.budget for a in one.answers)
         assert not (is_command and {a.rung for a in one.answers} & IN_PROCESS)
         assert not {a.rung for a in one.answers} & set(one.never)
@@ -100,20 +99,25 @@ def test_what_the_policy_switches_off_is_never_done_and_says_so():
     assert off.never[Rung.PROCESS_REPLACE] == "switched off"
     assert off.never[Rung.IN_PLACE_RESTART] == "switched off"
     pods = by_class(with_policy(pod_retries=2))[FaultClass.NODE_LOST]
+    assert rungs(pods)[0] == (Rung.NODE_REPLACE, 1)
+    pods = by_class(with_policy(pod_retries=2, node_replace=False))[FaultClass.NODE_LOST]
     assert rungs(pods)[0] == (Rung.POD_RESCHEDULE, 1)
     assert pods.answers[0].isolates
 
 
 def test_without_a_spare_the_rung_fails_and_the_ladder_is_asked_again():
     lost = by_class(replace(TERMS, spares=0))[FaultClass.NODE_LOST]
-    first, then, *_ = lost.answers
+    replaced, first, then, *_ = lost.answers
+    assert (replaced.rung, replaced.failed) == (Rung.NODE_REPLACE, NO_SPARE)
     assert (first.rung, first.failed) == (Rung.JOB_RESCHEDULE_ISOLATED, NO_SPARE)
     assert then.rung is Rung.JOB_RESCHEDULE
     table = outlook_markdown(list(by_class(replace(TERMS, spares=0)).values()))
     assert "`job_reschedule_isolated` (fails: no healthy spare is left) -> " in table
     forbidden = replace(with_policy(allow_without_isolation=False), spares=0)
     lost = by_class(forbidden)[FaultClass.NODE_LOST]
-    assert [one.rung for one in lost.answers] == [Rung.JOB_RESCHEDULE_ISOLATED, Rung.STOP]
+    assert [one.rung for one in lost.answers] == [
+        *(Rung.NODE_REPLACE, Rung.JOB_RESCHEDULE_ISOLATED, Rung.STOP),
+    ]
 
 
 def test_a_command_has_no_recovery_inside_its_processes():
@@ -142,7 +146,7 @@ def test_what_is_only_reported_or_not_looked_for_has_no_answer():
 
 def test_a_code_of_a_chip_is_answered_as_the_diagnosis_has_it():
     separate = outlook(fault_of_code("80E18402"), TERMS)  # level SeparateNPU
-    assert separate.answers[0].rung is Rung.JOB_RESCHEDULE_ISOLATED
+    assert separate.answers[0].rung is Rung.NODE_REPLACE
     restart = outlook(fault_of_code("0x80e01801"), TERMS)  # level RestartBusiness
     assert restart.code == "80E01801"
     assert restart.answers[0].rung is Rung.STEP_RETRY

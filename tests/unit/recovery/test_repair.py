@@ -367,3 +367,21 @@ def test_a_vote_of_a_plan_is_about_its_step(world, mode):
     plan = planned(reports, groups, mode)
     if plan is not None and plan.vote is not None:
         assert plan.vote.step == plan.step
+
+
+@given(st.lists(st.integers(0, 40), unique=True))
+def test_ranks_of_a_plan_are_ranges_as_text_and_come_back_in_their_order(ranks):
+    plan = RepairPlan(mode=RepairMode.TRAIN, step=1, applies=tuple(ranks), savers=tuple(ranks))
+    assert RepairPlan.model_validate_json(plan.model_dump_json()) == plan
+
+
+def test_a_plan_for_thousands_of_ranks_is_a_short_text():
+    applies = (*range(16), *range(24, 8192))
+    plan = RepairPlan(mode=RepairMode.TRAIN, step=1, applies=applies)
+    assert plan.model_dump(mode="json")["applies"] == "0-15,24-8191"
+
+
+@pytest.mark.parametrize("text", ["a", "1-", "-1", "3-b"])
+def test_what_is_no_range_of_ranks_is_refused(text):
+    with pytest.raises(ValueError, match="applies"):
+        RepairPlan.model_validate({"mode": "train", "step": 1, "applies": text})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from storage import restoring, staging
 from storage.checkpoint import CheckpointStore, StepState
 from storage.checkpoint_server.publish import prune_disk
 from storage.errors import Corrupt
@@ -25,7 +28,7 @@ from tests.unit.runtime.trainees import (
 )
 from tests.unit.storage.nodes import Cluster, Node, flip_bit
 from training.journal.attempt_log import parse_lines
-from training.journal.events import CheckpointCommitted, CheckpointDamaged
+from training.journal.events import CheckpointCommitted, CheckpointDamaged, CheckpointRestored
 from training.runtime.state.checkpointer import Checkpointer
 
 SAVES = (2, 4)
@@ -144,6 +147,34 @@ def test_what_the_nodes_hold_makes_a_whole(bench, restarted, num_ranks, sharded)
     assert agree(results, before, 4)
 
 
+def count_exchanges(rank: int, place: Place) -> tuple[int, int]:
+    """Restore; the step, and how often the ranks exchanged JSON for it."""
+    exchange, times = staging.gather_json, itertools.count()
+
+    def counted(*arguments: Any) -> list[Any]:
+        next(times)
+        return exchange(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(restoring, "gather_json", counted)
+        return _restore(rank, place), next(times)
+
+
+def _restore(rank: int, place: Place) -> int:
+    trainee = Trainee(rank, seed=place.attempt)
+    return place.checkpointer(trainee, rank, dist.get_world_size()).restore()
+
+
+def test_shares_of_many_ranks_take_no_more_exchanges_than_those_of_few(bench):
+    counts = []
+    for num_ranks in (2, 4):
+        bench.train(until=2 * num_ranks, saves=(2 * num_ranks,), num_ranks=num_ranks)
+        counts += bench.cluster.run(count_exchanges, bench.place(), num_ranks=2)
+    steps, exchanges = zip(*counts, strict=True)
+    assert steps == (4, 4, 8, 8)
+    assert len(set(exchanges)) == 1
+
+
 def test_a_damaged_share_on_a_disk_falls_back_to_what_is_whole(bench):
     before = bench.train()
     bench.restart(0, 1)
@@ -171,7 +202,10 @@ def test_a_save_that_was_never_committed_is_published_by_the_attempt_that_restor
     assert (manifest.attempt, manifest.world_size) == (2, 4)
     assert bench.checkpoints.verify(4) == []
     announced = (bench.cluster.folder / "metrics-2.jsonl").read_text()
-    assert list(parse_lines(announced)) == [CheckpointCommitted(step=4)]
+    place, *commits = parse_lines(announced)
+    assert isinstance(place, CheckpointRestored)
+    assert (place.step, place.shares, place.num_fetched) == (4, {"memory": 4}, 0)
+    assert commits == [CheckpointCommitted(step=4)]
     assert bench.store.get("runs/run/metrics/1-4") == b"x"
 
 

@@ -31,7 +31,9 @@ def recovery(*, announced: int) -> RankRecovery:
     context: Any = SimpleNamespace(rank=3)
     heartbeat: Any = SimpleNamespace(beat=lambda **_: None)
     nothing: Any = None
-    return RankRecovery(groups, context, nothing, nothing, torch.device("cpu"), heartbeat, nothing)
+    return RankRecovery(
+        *(groups, context, nothing, nothing, torch.device("cpu"), heartbeat, nothing, nothing)
+    )
 
 
 @pytest.mark.parametrize(

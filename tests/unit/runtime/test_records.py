@@ -1,13 +1,19 @@
-"""TensorBoard's event files: written when wanted and possible, and never a fault."""
+"""Records of steps: a new first rank gets those of another one; TensorBoard's are optional."""
 
 from __future__ import annotations
 
+import json
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from training.journal.attempt_log import Follower
 from training.journal.events import StepRecord
-from training.runtime.step_loop.step_records import EventFiles
+from training.recovery.repair import Vote
+from training.runtime.step_loop import step_records
+from training.runtime.step_loop.step_records import EventFiles, StepRecords
 
 
 def record(step: int, loss: float) -> StepRecord:
@@ -52,3 +58,55 @@ def test_a_later_attempt_goes_on_where_it_began_again(tmp_path):
         (1, 9.0), (2, 9.0), (3, 5.0), (4, 5.0), (5, 5.0), (6, 5.0),
     ]  # fmt: skip
     assert "mfu" not in read.Tags()["scalars"], "what is not known has no record"
+
+
+def records_of(rank: int, folder: Any) -> StepRecords:
+    """Those of one rank, whose node has this folder."""
+    job = SimpleNamespace(run_id="run-1", watch=SimpleNamespace(tensorboard=None))
+    context: Any = SimpleNamespace(
+        rank=rank, job=job, placement=1, attempt=1, metrics_path=folder / "metrics.jsonl"
+    )
+    return StepRecords(context)
+
+
+def complete(records: StepRecords, *steps: int) -> None:
+    training: Any = SimpleNamespace(loader=SimpleNamespace(position=0, epoch=0))
+    for step in steps:
+        vote = Vote(step=step, loss=1.0 / step, grad_norm=1.0)
+        records.add(step, vote, training, step_s=0.5)
+
+
+def on_record(folder: Any) -> list[tuple[int, float]]:
+    events = Follower.of_file(folder / "metrics.jsonl").read() or []
+    return [(one.step, one.loss) for one in events if isinstance(one, StepRecord)]
+
+
+def test_a_first_rank_on_a_new_node_has_the_records_that_another_rank_has_kept(tmp_path):
+    third, new = records_of(2, tmp_path), records_of(0, tmp_path)
+    complete(third, 1, 2, 3, 2, 3, 3, 4)  # a recovery went back to step 1
+    new.adopt(third.recent())
+    assert on_record(tmp_path) == [(step, 1.0 / step) for step in (1, 2, 3, 4)]
+    (text,) = new.unsaved().values()
+    assert text.count("\n") == 4, "the next save takes them into the store"
+    complete(new, 5)
+    new.adopt(third.recent())
+    assert [step for step, _ in on_record(tmp_path)] == [1, 2, 3, 4, 5]
+
+
+def test_a_last_save_has_the_step_that_the_first_rank_died_over(tmp_path):
+    first, second = records_of(0, tmp_path), records_of(1, tmp_path)
+    complete(first, 1, 2)
+    complete(second, 1, 2, 3)
+    ((key, text),) = second.surviving().items()
+    assert key.endswith("00000001-00000003.jsonl")
+    assert [json.loads(line)["step"] for line in text.splitlines()] == [1, 2, 3]
+    assert first.surviving() == first.unsaved()
+
+
+def test_other_ranks_write_nothing_and_keep_the_newest_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(step_records, "KEPT", 3)
+    second = records_of(1, tmp_path)
+    complete(second, *range(1, 8))
+    assert [one["step"] for one in second.recent()] == [5, 6, 7]
+    second.adopt(records_of(2, tmp_path).recent())
+    assert not (tmp_path / "metrics.jsonl").exists()

@@ -185,7 +185,8 @@ def _stay(
     elif dies_at is not None:
         os.environ[CHECKPOINT_SERVER_DIES_AT] = dies_at
     os.chdir(log.parent)
-    sys.argv = ["checkpoint_server", str(job_file), name, *([str(disk)] if disk else [])]
+    where = [str(disk)] if disk else []
+    sys.argv = ["checkpoint_server", str(job_file), name, "127.0.0.1", *where]
     checkpoint_server.main()
 
 

@@ -25,6 +25,7 @@ from storage.objects import ObjectStore
 from storage.s3 import S3Store
 from tests.s3.conftest import EVERY_KIND, KINDS
 
+BUCKET = StorageSpec(address="s3://bucket")
 KEYS: dict[str, Any] = {
     "access_key": "AKID-SECRET",
     "secret_key": "KEY-SECRET",
@@ -86,12 +87,23 @@ def test_keys_appear_in_no_text_of_the_credentials():
 
 
 def test_keys_reach_children_by_environment_only():
-    assert worker_environment(Credentials(**KEYS)) == {
+    assert worker_environment(BUCKET, Credentials(**KEYS)) == {
         "AWS_ACCESS_KEY_ID": "AKID-SECRET",
         "AWS_SECRET_ACCESS_KEY": "KEY-SECRET",
         "AWS_SESSION_TOKEN": "TOKEN-SECRET",
     }
-    assert worker_environment(None) == {}
+
+
+def test_keys_of_the_own_environment_reach_containers_which_inherit_none(tmp_path, monkeypatch):
+    monkeypatch.delenv("AWS_SESSION_TOKEN", raising=False)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "of-environment")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret-of-environment")
+    assert worker_environment(BUCKET, None) == {
+        "AWS_ACCESS_KEY_ID": "of-environment",
+        "AWS_SECRET_ACCESS_KEY": "secret-of-environment",
+    }
+    folder = StorageSpec(address=f"file://{tmp_path}")
+    assert worker_environment(folder, None) == {}, "a folder wants no keys"
 
 
 def test_addresses_open_their_store(tmp_path):

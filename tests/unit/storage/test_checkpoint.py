@@ -125,6 +125,22 @@ def test_a_stale_attempt_cannot_commit(checkpoints, commit, stale):
     commit(checkpoints, 10, placement=1, attempt=2)
 
 
+def test_a_container_that_the_first_member_has_left_cannot_commit_in_the_same_attempt(
+    local, checkpoints, commit
+):
+    checkpoints.fence(1, 1, first_container=1)
+    left, new = (CheckpointStore(local, "run-1", first_container=count) for count in (1, 2))
+    left.check_may_commit(10, 1, 1)
+    checkpoints.fence(1, 1, first_container=2)
+    with pytest.raises(StaleAttempt, match="moved to its container 2, and this is container 1"):
+        left.check_may_commit(10, 1, 1)
+    new.check_may_commit(10, 1, 1)
+    checkpoints.check_may_commit(10, 1, 1)  # of another node
+    with pytest.raises(StaleAttempt, match="cannot fence"):
+        checkpoints.fence(1, 1, first_container=1)
+    commit(new, 10, placement=1, attempt=1)
+
+
 def test_the_fence_only_moves_forward(checkpoints):
     assert checkpoints.read_fence() is None
     checkpoints.fence(1, 2)

@@ -190,6 +190,16 @@ def test_a_commit_that_waits_ends_when_the_step_was_committed_by_another(checkpo
     assert checkpoints.manifest(10).attempt == 2
 
 
+def test_a_save_that_lost_a_share_with_its_node_ends_once_a_later_one_is_committed(
+    checkpoints, caplog
+):
+    waiting = interrupted(checkpoints, lambda: waiting.commit(later))
+    lost, later = write(waiting, 10, world_size=2), write(waiting, 20)
+    assert waiting.commit(lost) is False
+    assert checkpoints.steps() == [20]
+    assert "step 10: the shares of ranks [1] did not come, and a later step" in caplog.text
+
+
 def test_the_announcement_follows_the_commit(checkpoints, tmp_path):
     announced: list[tuple[Path, int, list[int]]] = []
     publishing = publisher(

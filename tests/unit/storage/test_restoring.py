@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from storage import restoring
 from storage.checkpoint import Tier
-from storage.restoring import NodeShare, restorable_saves
+from storage.restoring import (
+    GAP_BYTES,
+    NodeShare,
+    in_pieces,
+    lacking_of,
+    merged,
+    restorable_saves,
+)
 from storage.share import SaveId
 
 NOW = (2, 1)
@@ -115,3 +126,41 @@ def test_what_is_offered_is_held_and_in_order(shares):
     offered = {one.save for one in found}
     for of in {h for h, _ in everything if h.owner < (1, 4)} - offered:
         assert {rank for s, rank in everything if s == of} != {0, 1, 2}
+
+
+def test_what_is_missing_of_a_newer_save_is_named_and_of_an_older_one_is_not():
+    first = node_shares(save(10), 0, 1, 2, 3) + node_shares(save(20), 0, 1)
+    held = two_nodes(first, node_shares(save(20), 2))
+    assert lacking_of(held, before=NOW, than=save(10)) == (
+        "of step 20 the nodes lack the shares of ranks 3"
+    )
+    assert lacking_of(held, before=NOW, than=save(20)) == ""
+    assert lacking_of({}, before=NOW, than=None) == ""
+
+
+def test_of_many_missing_shares_a_few_are_named():
+    held = {0: node_shares(save(20, world_size=20), *range(5))}
+    assert lacking_of(held, before=NOW, than=None).endswith(
+        "ranks 5, 6, 7, 8, 9, 10, 11, 12 and 7 more"
+    )
+
+
+RANGES = st.lists(
+    st.tuples(st.integers(0, 100_000), st.integers(1, 20_000)).map(lambda r: (r[0], sum(r))),
+    max_size=20,
+)
+
+
+@given(RANGES, st.integers(1, 30_000))
+def test_ranges_of_a_file_are_sent_once_in_order_and_in_pieces_of_a_bounded_size(ranges, size):
+    joined = merged(ranges)
+    for (_, end), (begin, _) in itertools.pairwise(joined):
+        assert begin > end + GAP_BYTES
+    assert all(any(b <= begin and end <= e for b, e in joined) for begin, end in ranges)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(restoring, "PIECE_BYTES", size)
+        pieces = list(in_pieces(joined))
+    assert all(sum(end - begin for begin, end in piece) <= size for piece in pieces)
+    sent = [one for piece in pieces for one in piece]
+    assert sum(end - begin for begin, end in sent) == sum(end - begin for begin, end in joined)
+    assert merged(sent) == joined

@@ -68,6 +68,14 @@ def test_a_slot_is_copied_into_and_then_handed_over_once_and_by_its_writer_alone
     assert slot.share == share_of(10)
 
 
+def test_a_share_is_found_by_its_own_number_in_whose_memory_it_may_be(table):
+    writer, share = object(), share_of(10, rank=0)
+    slot = reserve(table, 2, writer=writer)
+    table.ready(slot.number, share, writer=writer)
+    assert table.pin(share.save_id, 0) is slot
+    assert table.pin(share.save_id, 2) is None
+
+
 def test_the_record_is_the_hash_of_the_share_and_not_of_the_whole_memory(table):
     fill(table, 10)
     writer = object()
@@ -115,6 +123,34 @@ def test_what_a_dead_writer_was_copying_is_discarded(table):
     assert (whole.state, whole.share) == (SlotState.READY, share_of(10))
     assert table.ready(copying.number, share_of(20), writer=writer) is None
     assert reserve(table, writer=object()) is copying
+
+
+def test_saves_that_are_to_be_kept_stay_and_the_newest_may_go_instead(table):
+    table.prepare(0, 64, num_slots=3)
+    copied, begun, newest = publish(table, 10), publish(table, 20), publish(table, 30)
+    keep = (share_of(10).save_id, share_of(20).save_id)
+    assert table.reserve(0, 64, writer=object(), timeout_s=0, keep=keep) is newest
+    assert (copied.share, begun.share) == (share_of(10), share_of(20))
+
+
+def test_a_save_to_be_kept_that_is_not_here_does_not_cost_the_newest(table):
+    old, newest = publish(table, 10), publish(table, 20)
+    keep = (share_of(5).save_id,)
+    assert table.reserve(0, 64, writer=object(), timeout_s=0, keep=keep) is old
+    assert newest.share == share_of(20)
+
+
+def test_memory_of_ranks_that_are_of_other_nodes_now_is_given_back_once_nobody_needs_it(table):
+    publish(table, 10)
+    foreign = fill(table, 10, rank=5)
+    table.drop((0,), before=share_of(20).save_id)
+    assert foreign.memory is not None, "it is not published, nor taken over"
+    table.settle(foreign)
+    table.drop((0,), before=share_of(10).save_id)
+    assert foreign.memory is not None, "nothing newer is whole"
+    table.drop((0,), before=share_of(20).save_id)
+    assert foreign.memory is None
+    assert [slot.share for slot in table.pin_all()] == [share_of(10)]
 
 
 def test_a_pinned_share_stays_until_the_last_reader_lets_go(table):

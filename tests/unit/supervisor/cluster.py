@@ -6,8 +6,9 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from training.engines.base import Greeting, Placement, Snapshot
-from training.errors import AgentUnreachable
+from training.diagnosis.evidence import NodeLoss
+from training.engines.base import Contact, Greeting, Placement, Snapshot
+from training.errors import AgentUnreachable, NoCapacity
 from training.journal.events import ChipsHealed
 from training.journal.records import Member
 from training.recovery.healing import Act, ActDone
@@ -69,19 +70,45 @@ class Cluster:
         return self.outcomes[min(index, len(self.outcomes) - 1)]
 
 
+class NothingStandsBy:
+    """Of a fleet that has no room for containers that stand by."""
+
+    def contacts(self) -> Mapping[str, Contact]:
+        return {}
+
+    def start(self, placement: Placement, node: str) -> None:
+        raise NoCapacity("no room")
+
+    def was_checked(self, member: int) -> bool:
+        return False
+
+
 class FakeFleet:
     """The fleet of a Cluster; every call may be the supervisor's last."""
 
     def __init__(self, cluster: Cluster, tick: Callable[[str], None]) -> None:
         self.cluster = cluster
         self.tick = tick
+        self.standing_by = NothingStandsBy()
 
     @property
     def capabilities(self) -> frozenset[Rung]:
-        return frozenset(Rung)
+        return frozenset(Rung) - {Rung.NODE_REPLACE}  # no coordinator is in memory
 
     def nodes(self) -> Sequence[str]:
         return ["node-0", "node-1", "node-2"]
+
+    def bound(self, placement: Placement, members: Collection[int] | None = None) -> Placement:
+        return placement
+
+    poll_s = 0.0
+    first_container = ""
+
+    def left_over(self) -> Sequence[str]:
+        return ()
+
+    def losses(self, lost: Collection[str]) -> Sequence[NodeLoss]:
+        return ()
 
     def _create(self, placement: Placement, members: Collection[int]) -> None:
         self.cluster.placement = placement.number
@@ -96,7 +123,9 @@ class FakeFleet:
         self.cluster.members = {}
         self._create(placement, {m.index for m in placement.members})
 
-    def replace(self, placement: Placement, members: Collection[int]) -> None:
+    def replace(
+        self, placement: Placement, members: Collection[int], *, grace_s: float | None = None
+    ) -> None:
         self.tick("replace")
         for index in members:
             self.cluster.members.pop(index, None)
@@ -187,7 +216,7 @@ class FakeFleet:
     def read_logs(self, query: ReadLogsQuery) -> Sequence[tuple[str, LogPiece]]:
         return []
 
-    def texts(self, tail_bytes: int) -> Sequence[tuple[str, NodeText]]:
+    def texts(self, tail_bytes: int, *, since_s: float) -> Sequence[tuple[str, NodeText]]:
         return []
 
     def stacks(self) -> Sequence[tuple[str, NodeText]]:

@@ -24,4 +24,3 @@ def job(tmp_path) -> Job:
 def without_waits(monkeypatch):
     """A watcher that neither waits for others to report nor between two looks."""
     monkeypatch.setattr(watch, "SETTLE_S", 0.0)
-    monkeypatch.setattr(watch, "POLL_S", 0.0)

@@ -38,6 +38,14 @@ def test_where_nothing_needs_anybody_the_page_says_so_and_counts_the_spares():
     assert "Spares" not in needs(spares=None).body
 
 
+def test_nodes_on_which_a_container_stands_by_are_named():
+    history = history_of()
+    one = attention("small", history, spares=["node-2"], warm=["node-2"])
+    assert "Spares left: 1 (node-2). A container stands by on node-2.\n" in one.body
+    two = attention("small", history, spares=None, warm=["n3", "n4"])
+    assert "\n\nContainers stand by on n3 and n4.\n" in two.body
+
+
 def test_an_isolated_node_is_to_be_mended_and_released():
     isolating = (over(), decided(1, Rung.POD_RESCHEDULE, isolate="node-1"), started(2))
     found = needs(*isolating, spares=["node-3"])

@@ -357,3 +357,21 @@ def test_what_only_a_session_reads_is_refused_of_a_command(job):
 def test_preflight_counts_the_ranks_of_a_launcher_by_slots(job, worker, size):
     engine = {"nodes": 1, "slots_per_node": 2, "spares": 0}
     assert size_text(job(worker=worker, engine=engine)) == size
+
+
+def test_what_copies_on_partner_nodes_take_is_told_before_a_run(job):
+    copying = {"partner_copies": 1, "partner_mb_per_s": 250}
+    own = {"restart": {"pod_retries": 1}}
+    (line,) = [one for one in lines(job(checkpoint=copying, **own)) if "partner" in one]
+    assert line == (
+        "partner_copies: 1 of each node's saves in the memory of other nodes, at 250 MB/s; a node "
+        "needs 5 times its share of the state"
+    )
+    assert not [one for one in lines(job()) if "partner" in one]
+
+
+def test_one_failure_domain_for_all_nodes_is_a_warning(job):
+    racks = {"node-0": "rack-a", "node-1": "rack-a"}
+    copying = {"partner_copies": 1, "failure_domains": racks}
+    warned = lines(job(checkpoint=copying, restart={"pod_retries": 1}), warnings=True)
+    assert any("all of 'rack-a'" in one for one in warned)

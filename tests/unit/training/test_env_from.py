@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 import yaml
 
@@ -9,7 +11,7 @@ from tests.jobs import job_document, small_job
 from tests.unit.perdure.commands import error_line, perdure
 from training.errors import InputError
 from training.health.host_checks import check_secrets
-from training.job import parse_job
+from training.job import parse_job, refuse_secrets
 from training.specs.env_from import SecretSource, values_on_node
 from training.wire.agent import StartOrder
 from training.wire.node import CheckOutcome
@@ -158,3 +160,18 @@ def test_an_order_shows_its_secrets_to_the_agent_that_it_is_sent_to_and_to_nobod
     sent = StartOrder.model_validate_json(dump_line(order))
     assert sent.delivered == {"X": "the-secret"}
     assert sent.without_secrets().delivered == {}
+
+
+def test_a_secret_in_the_overlay_of_a_pod_is_refused_and_a_reference_is_not():
+    def engine(variable: Mapping[str, object]) -> dict[str, object]:
+        pod = {"spec": {"containers": [{"name": "agent", "env": [variable]}]}}
+        return {"kind": "kubernetes", "image": "perdure:1", "pod": pod}
+
+    store = {"address": "s3://bucket/runs"}
+    literal = {"name": "HF_TOKEN", "value": "not-to-be-shown"}
+    with pytest.raises(InputError, match=r"engine\.pod: HF_TOKEN: its name marks a secret") as seen:
+        refuse_secrets(small_job(engine=engine(literal), storage=store))
+    assert "not-to-be-shown" not in str(seen.value)
+    named = {"secretKeyRef": {"name": "hub", "key": "token"}}
+    reference = engine({"name": "HF_TOKEN", "valueFrom": named})
+    refuse_secrets(small_job(engine=reference, storage=store))

@@ -253,6 +253,35 @@ def test_a_command_job_needs_neither_corpus_nor_model(tmp_path):
     assert job.world_size == 2
 
 
+COPIES = {"checkpoint": {"partner_copies": 1}, "restart": {"pod_retries": 1}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"engine": {"nodes": 1}}, "needs more than 1 nodes, engine.nodes=1"),
+        ({"checkpoint": {"partner_copies": 2}}, "needs more than 2 nodes, engine.nodes=2"),
+        ({"checkpoint": {"partner_copies": 3}}, "checkpoint.partner_copies"),
+        ({"restart": {"pod_retries": 0}}, "needs restart.pod_retries of 1 or more"),
+        (
+            {"checkpoint": {"partner_copies": 1, "host_memory": False}},
+            "partner_copies=1 needs host_memory=true",
+        ),
+        ({"worker": {"command": ["true"]}}, "partner_copies=1 is for sessions"),
+    ],
+)
+def test_copies_on_partner_nodes_that_could_not_be_are_refused_in_one_line(
+    changes, words, good, tmp_path, error_of
+):
+    assert words in error_of("run", write(tmp_path, {**good, **COPIES, **changes}))
+
+
+def test_copies_on_partner_nodes_are_off_unless_asked_for_and_told_with_their_memory(good):
+    assert parse_job(good).checkpoint.partner_copies == 0
+    assert parse_job(good).checkpoint.shares_in_memory == 2
+    assert parse_job({**good, **COPIES}).checkpoint.shares_in_memory == 5
+
+
 def test_the_schema_describes_every_field_for_a_form(capsys):
     with pytest.raises(SystemExit):
         main(["schema"])

@@ -39,6 +39,11 @@ def test_a_merged_section_may_be_overridden_and_used_again():
     assert document["c"] == {"x": 3, "y": 4}
 
 
+def test_of_two_merged_sections_the_first_counts():
+    text = "a: &a {steps: 1}\nb: &b {steps: 2, seed: 3}\nc: {<<: [*a, *b]}\n"
+    assert read_document(text, where="job.yaml")["c"] == {"steps": 1, "seed": 3}
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

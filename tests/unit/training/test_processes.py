@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.local_run import LocalRun
 from tests.waiting import wait_for
-from training.injection.outside import LocalRun
 from training.processes import (
     MARKER,
     container_processes,

@@ -8,7 +8,15 @@ import pytest
 
 from storage.errors import Corrupt
 from storage.local import LocalStore
-from training.wire.requests import Control, control_key, read_control, take_back, write_control
+from training.wire.requests import (
+    Control,
+    control_key,
+    is_cancel_wanted,
+    read_control,
+    request_cancel,
+    take_back,
+    write_control,
+)
 
 
 @pytest.fixture
@@ -29,8 +37,18 @@ def test_of_two_requests_the_later_one_counts(store):
 
 def test_a_request_is_an_object_of_its_run_alone_and_plain_json(store):
     write_control(store, "run", pause=True, clock=lambda: 5.0)
-    assert json.loads(store.get("runs/run/control.json")) == {"pause": True, "at_s": 5.0}
+    assert json.loads(store.get("runs/run/control.json")) == {
+        "pause": True, "cancel": False, "at_s": 5.0,
+    }  # fmt: skip
     assert not read_control(store, "run-2").pause
+
+
+def test_a_request_to_cancel_is_seen_until_the_run_has_ended(store):
+    assert not is_cancel_wanted(store, "run")
+    request_cancel(store, "run")
+    assert is_cancel_wanted(store, "run")
+    take_back(store, "run")
+    assert not is_cancel_wanted(store, "run")
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"pause": "often"}', '{"stop": true}'])

@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from training.wire import transport
-from training.wire.transport import Connection, RequestServer, call, is_authentic
+from training.wire.transport import CUT_OFF_S, Connection, RequestServer, call, is_authentic
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 10
@@ -72,6 +72,35 @@ def test_the_end_is_reported_once_and_nothing_is_sent_after_it(pair, monkeypatch
     assert client.ends.empty()
 
 
+def test_a_client_that_goes_over_to_another_server_loses_nothing_and_sends_there(pair):
+    client, before, _ = pair
+    with socket.create_server((HOST, 0)) as server:
+        client.connect(HOST, server.getsockname()[1], Text(text="again"), timeout_s=TIMEOUT_S)
+        server.settimeout(TIMEOUT_S)
+        accepted, _ = server.accept()
+        accepted.settimeout(TIMEOUT_S)
+        with accepted, accepted.makefile("rb") as lines:
+            assert client.send(Text(text="news"))
+            got = [Text.model_validate_json(lines.readline()).text for _ in range(2)]
+            assert got == ["again", "news"]
+            assert before.makefile("rb").read().count(b"news") == 0
+            accepted.sendall(b'{"text": "answer"}\n')
+            assert client.received.get(timeout=TIMEOUT_S) == "answer"
+            assert client.is_open
+            assert client.ends.empty()
+        assert client.ends.get(timeout=TIMEOUT_S), "the end of the new one is reported"
+
+
+def test_a_server_that_cannot_be_reached_leaves_the_one_before(pair):
+    client, _, lines = pair
+    with socket.create_server((HOST, 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(OSError, match="refused"):
+        client.connect(HOST, port, Text(text="again"), timeout_s=TIMEOUT_S)
+    assert client.send(Text(text="still here"))
+    assert [Text.model_validate_json(lines.readline()).text for _ in range(2)][-1] == "still here"
+
+
 def test_a_send_that_fails_is_an_end_too(pair):
     client, _, _ = pair
     client._socket.shutdown(socket.SHUT_WR)
@@ -98,3 +127,14 @@ def _answer(port: int, request: Text) -> bytes:
 
 def test_no_token_is_not_the_right_one():
     assert not is_authentic(None, "a-token")
+
+
+def test_a_connection_ends_by_itself_when_the_other_host_is_silent(pair):
+    client, _, _ = pair
+    options = {
+        name: client._socket.getsockopt(socket.IPPROTO_TCP, getattr(socket, name))
+        for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
+    }
+    idle_s = options["TCP_KEEPIDLE"] + options["TCP_KEEPINTVL"] * options["TCP_KEEPCNT"]
+    assert client._socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    assert (idle_s, options["TCP_USER_TIMEOUT"]) == (CUT_OFF_S, CUT_OFF_S * 1000)

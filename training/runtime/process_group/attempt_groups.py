@@ -18,6 +18,7 @@ from training.runtime.errors import WorkerError
 from training.runtime.process_group.generations import GLOO, Generations, StoreClient
 from training.runtime.process_group.reconfigurable import NewGroup, install
 from training.runtime.process_group.replay import ReplayableConnections, ReplayableProcessGroup
+from training.wire.coordinator import CoordinatorAddress
 
 
 class AttemptGroups:
@@ -73,6 +74,8 @@ class AttemptGroups:
             on_generation=self.generations.announce,
             on_wait=heartbeat.beat,
             layout=context.own_layout,
+            rejoin_s=context.rejoin_s,
+            on_moved=_moved,
         )
         if self.connections is not None:
             self.generations.on_announced = self.connections.fail
@@ -111,6 +114,11 @@ class AttemptGroups:
         self.client.send(
             Reconnected(generation=generation, connection=number, operations=count, problem=problem)
         )
+
+
+def _moved(address: CoordinatorAddress) -> None:
+    """The rendezvous store is where the coordinator is."""
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address.host, str(address.store_port)
 
 
 def _open_store() -> StoreClient:

@@ -20,6 +20,8 @@ from storage.checkpoint import CheckpointStore
 from storage.checkpoint_server.client import CheckpointClient
 from storage.errors import StorageError
 from storage.manifest import LOSS, Manifest
+from storage.partner_copies import CopyPlan
+from storage.partnering import Partnering
 from storage.retention import apply_retention
 from storage.saving import DirectSaver, SaveHooks, TieredSaver
 from storage.staging import SavePlans, raw
@@ -69,6 +71,7 @@ class Checkpointer:
         self._saver: TieredSaver | DirectSaver | None = None
         self._newest_saved: int | None = 0
         self._generation = 0
+        self._copies = CopyPlan()  # of the generations before
         self.live = LiveState(training)
         self._names = PartNames.of(context)
         self._restorer = Restorer(context, checkpoints, device, self._load, hooks.on_wait)
@@ -84,6 +87,10 @@ class Checkpointer:
                 _log.warning(f"saves go to the store while training waits: {refused[0]}")
                 saver.close()
                 saver = self._new_saver(plans, is_direct=True)
+        if isinstance(saver, TieredSaver):
+            saver.copies = self._copies
+            saver.meet_partners(self._restorer.from_memory)
+            self._restorer.from_memory = None  # once: later saves are copied themselves
         self._saver = saver
 
     def forget(self, generation: int) -> None:
@@ -91,11 +98,14 @@ class Checkpointer:
 
         A save that was being copied is discarded; the next one prepares again. After a roll-back,
         training repeats steps that it has saved: their files get names of this generation, or
-        they would be written over files that are published, or being uploaded.
+        they would be written over files that are published, or being uploaded. Which save is whole
+        on partner nodes is kept: a lost node may be why the ranks are new, and then no other is.
         """
         self._generation = generation
         self._newest_saved = None
+        self._restorer.from_memory = None  # as with ranks that are new
         if isinstance(self._saver, TieredSaver):
+            self._copies = self._saver.copies
             self._saver.close()
         self._saver = None
 
@@ -107,6 +117,7 @@ class Checkpointer:
         data: dict[str, Any],
         timeout_s: float,
         loss: float | None = None,
+        attachments: dict[str, str] | None = None,
     ) -> None:
         """Save with a few ranks that together hold the state; in the store when this returns.
 
@@ -119,6 +130,7 @@ class Checkpointer:
             data: position of the data after `step`.
             timeout_s: for the store.
             loss: of `step`, for people.
+            attachments: objects that the store gets with this rank's file, by key.
 
         Raises:
             StorageError: it is not committed.
@@ -131,9 +143,13 @@ class Checkpointer:
         if not plans.is_alone:
             plans.group = dist.new_group(list(savers), use_local_synchronization=True)
         saver = self._new_saver(plans)
+        if isinstance(saver, TieredSaver):
+            saver.partnering = None  # it goes into the store before the processes end
+            # Under the number among the savers it would take the place of another rank's copies.
+            saver.memory_of, saver.copies = self._context.rank, self._copies
         saver.rank, saver.world_size = list(savers).index(self._context.rank), len(savers)
         saver.first_file += self._context.world_size
-        saver.save(tensors, step, extra)
+        saver.save(tensors, step, extra, attachments=attachments)
         if isinstance(saver, TieredSaver):
             saver.settle(timeout_s)
 
@@ -157,8 +173,15 @@ class Checkpointer:
             client=CheckpointClient(context.checkpoint_server, owner=owner),
             announce=str(context.metrics_path),
             pin=partial(pin, device=self._device),
+            partnering=self._partnering(),
             **common,
         )
+
+    def _partnering(self) -> Partnering | None:
+        spec = self._context.job.checkpoint
+        if not spec.partner_copies:
+            return None
+        return Partnering(self._context.node, spec.partner_copies, spec.failure_domains)
 
     def save(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -16,21 +17,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from storage.checkpoint import CheckpointStore
+from storage.checkpoint import CheckpointStore, Tier
 from storage.checkpoint_server.client import CheckpointClient
 from storage.errors import Corrupt, NotFound, StorageError
 from storage.loading import load
 from storage.local import LocalStore
 from storage.manifest import Manifest
-from storage.restoring import NodeRestore, NodeShares
+from storage.restoring import NodeRestore, NodeShares, RestorableSave
 from storage.share import SaveId
 from storage.staging import gather_json
 from training.journal.attempt_log import AttemptLog
-from training.journal.events import CheckpointDamaged
+from training.journal.events import CheckpointDamaged, CheckpointRestored
 from training.runtime.context import WorkerContext
 
 _log = logging.getLogger("perdure.runtime")
 
+PARTNER_MEMORY = "memory of a partner"
 # The tensors to fill, by name, for a checkpoint that holds what its manifest says.
 StateOf = Callable[[Manifest], Mapping[str, Tensor]]
 
@@ -44,6 +46,10 @@ class Restorer:
         device: of this rank.
         load: fills the training by the function it is given, which fills tensors.
         on_wait: called now and then while something takes long.
+
+    Attributes:
+        from_memory: save that the memory of the nodes had whole, for as many ranks; None when
+            the state came from elsewhere.
     """
 
     def __init__(
@@ -61,6 +67,9 @@ class Restorer:
         self._on_wait = on_wait
         self._is_touched = False
         self._num_damaged = 0
+        self._num_fetched = 0
+        self._why = ""
+        self.from_memory: SaveId | None = None
 
     def restore(self) -> int:
         """Restore the newest step that the nodes or the store have whole.
@@ -87,31 +96,83 @@ class Restorer:
         on_disk = CheckpointStore(LocalStore(disk), self._context.job.run_id) if disk else None
         now = (self._context.placement, self._context.attempt)
         shares = NodeShares(CheckpointClient(checkpoint_server), on_disk)
-        return NodeRestore(shares, self._checkpoints, now, self._device)
+        name = self._context.node if self._context.job.checkpoint.partner_copies else None
+        return NodeRestore(shares, self._checkpoints, now, self._device, name)
 
     def _restore_from_nodes(self, nodes: NodeRestore, committed: int | None) -> int | None:
         while True:
             chosen = next(iter(nodes.candidates()), None)
-            if chosen is None or chosen.save.step < (committed or 0):
+            self._why = nodes.lacking
+            if chosen is None:
+                self._why = self._why or "no node holds a save"
                 return None
+            if chosen.save.step < (committed or 0):
+                self._why = joined(
+                    self._why, f"the nodes have no newer step than {chosen.save.step}"
+                )
+                return None
+            chosen = nodes.bring(chosen)
+            if chosen is None:
+                continue
             try:
                 manifest = self._fill(partial(nodes.load, chosen))
             except Corrupt as exc:
-                self._log(f"step {chosen.save.step} cannot be restored from the nodes: {exc}")
+                problem = f"step {chosen.save.step} cannot be restored from the nodes: {exc}"
+                self._log(problem)
+                self._why = joined(self._why, problem)
                 return None
             if manifest is not None:
                 break
         if manifest.step != committed:
-            self._publish(nodes, chosen.save)
+            self._publish(nodes, chosen)
         nodes.node.client.close()
+        in_memory = all(chosen.local[h][r] is Tier.MEMORY for r, h in chosen.holders.items())
+        are_same = chosen.save.world_size == self._context.world_size
+        if in_memory and are_same:
+            self.from_memory = chosen.save
         self._log(f"step {manifest.step} restored from the nodes' memory or disks")
+        fetched = sum(gather_json(nodes.num_fetched, self._device))
+        partners = self._partner_nodes(nodes)
+        self._record_restored(
+            CheckpointRestored(
+                at_s=time.time(),
+                number=1,
+                step=manifest.step,
+                shares=places_of(
+                    chosen, nodes.brought, has_partners=nodes.name is not None and are_same
+                ),
+                partners=partners,
+                num_fetched=fetched,
+                why=self._why,
+            )
+        )
         return manifest.step
 
-    def _publish(self, nodes: NodeRestore, save: SaveId) -> None:
+    def _partner_nodes(self, nodes: NodeRestore) -> dict[str, str]:
+        """By node that got shares from its partner, that one. Collective where there are copies."""
+        if nodes.name is None:
+            return {}
+        names = gather_json(nodes.name, self._device)
+        return {names[rank]: partner for rank, partner in nodes.brought.items()}
+
+    def _record_restored(self, event: CheckpointRestored) -> None:
+        """In the attempt's log, and through it in the run's ledger."""
+        if self._context.rank != 0:
+            return
+        _log.info(event.text)
+        try:
+            with AttemptLog(self._context.metrics_path) as log:
+                log.append(event)
+        except OSError as exc:
+            _log.info(f"where the state came from is not on record: {exc}")
+
+    def _publish(self, nodes: NodeRestore, chosen: RestorableSave) -> None:
         """Copy to the store what so far only the nodes have."""
         context = self._context
+        given = tuple(r for r, holder in chosen.holders.items() if holder == context.rank)
         nodes.node.client.republish(
-            save,
+            chosen.save,
+            ranks=given if nodes.name is not None else None,
             owner=(context.placement, context.attempt),
             commit=context.rank == 0,
             announce=str(context.metrics_path),
@@ -125,14 +186,29 @@ class Restorer:
             if text is not None:
                 manifest = Manifest.model_validate_json(text)
                 problem = self._read_committed(manifest, None if step in tried else nodes)
-            if problem is None:
-                self._log(f"step {step} restored from the store")
-                return int(step)
+                if problem is None:
+                    self._log(f"step {step} restored from the store")
+                    self._record_from_store(manifest, nodes)
+                    return int(step)
+            assert problem is not None  # noqa: S101 there is no manifest without a problem
             self._repair(step, text, nodes, problem, is_again=step in tried)
             tried.add(step)
         if self._is_touched:
             raise Corrupt("no whole checkpoint is left; new processes start from step 0")
         return 0
+
+    def _record_from_store(self, manifest: Manifest, nodes: NodeRestore | None) -> None:
+        fetched = sum(gather_json(self._num_fetched, self._device))
+        self._record_restored(
+            CheckpointRestored(
+                at_s=time.time(),
+                number=1,
+                step=manifest.step,
+                shares={"store": len(manifest.shards)},
+                num_fetched=fetched,
+                why=self._why if nodes is not None else "",
+            )
+        )
 
     def _newest_manifest(self) -> tuple[int, str | None, str | None] | None:
         """The newest committed step with its manifest, or with what is wrong with that."""
@@ -163,7 +239,9 @@ class Restorer:
         at_hand = [frozenset(names) for names in gather_json(sorted(held), self._device)]
         hashing = readers_of(sorted(manifest.shards), at_hand)
         verify = frozenset(s for s, rank in hashing.items() if rank == self._context.rank)
-        load(state, manifest, checkpoints=self._checkpoints, held=held, verify=verify)
+        self._num_fetched = load(
+            state, manifest, checkpoints=self._checkpoints, held=held, verify=verify
+        )
         return manifest
 
     def _repair(
@@ -230,6 +308,32 @@ class Restorer:
     def _fill(self, read: Callable[[StateOf], Manifest | None]) -> Manifest | None:
         self._is_touched = True  # torch counts a step when it makes the optimizer's state
         return self._load(read)
+
+
+def places_of(
+    chosen: RestorableSave, brought: Mapping[int, str], *, has_partners: bool
+) -> dict[str, int]:
+    """How many shares of a save lay where, by the name of the place. Pure.
+
+    Args:
+        chosen: save that was restored.
+        brought: by rank whose node had a partner's copy brought, that partner.
+        has_partners: whether ranks are as many as saved it, with copies on other nodes: what the
+            node of a rank lacks in its memory was a copy there.
+    """
+
+    def place(rank: int, holder: int) -> str:
+        tier = chosen.local[holder][rank]
+        is_elsewhere = has_partners and rank not in chosen.local.get(rank, {})
+        is_copy = rank in brought or (is_elsewhere and tier is Tier.MEMORY)
+        return PARTNER_MEMORY if is_copy else tier.value
+
+    return dict(sorted(Counter(place(*one) for one in chosen.holders.items()).items()))
+
+
+def joined(*reasons: str) -> str:
+    """Reasons in one line; those that are empty are none."""
+    return "; ".join(one for one in reasons if one)
 
 
 def readers_of(shards: Sequence[str], at_hand: Sequence[frozenset[str]]) -> dict[str, int]:

@@ -54,9 +54,12 @@ from training.runtime.state.checkpointer import Checkpointer
 from training.runtime.state.live import Snapshots
 from training.runtime.state.transfer import local_part, receive_header, receive_tensors, send_state
 from training.runtime.step_loop.step import Step
+from training.runtime.step_loop.step_records import StepRecords
 from training.runtime.step_loop.wrappers import reset
 
 _log = logging.getLogger("perdure.runtime")
+
+RECORDS = "records"  # beside the state of a rank
 
 
 @dataclass(slots=True)
@@ -132,6 +135,7 @@ class RankRecovery:
         heartbeat: shows that this process lives.
         faults: injects the faults of a drill.
         snapshots: to go back to, None when the job has none.
+        records: of completed steps, which a new first rank gets from another one.
         healing: what the device needs.
     """
 
@@ -142,6 +146,7 @@ class RankRecovery:
     device: torch.device
     heartbeat: HeartbeatWriter
     faults: WorkerInjector
+    records: StepRecords
     snapshots: Snapshots | None = None
     healing: Healing = field(init=False)
 
@@ -303,9 +308,12 @@ class RankRecovery:
             if move.source == rank:
                 tensors, extra = live.whole()
                 extra["data"] = state.data
+                if move.target == 0:
+                    extra[RECORDS] = self.records.recent()
                 send_state(tensors, extra, to=move.target, device=self.device)
             elif move.target == rank:
                 layouts, extra = receive_header(source=move.source, device=self.device)
+                self.records.adopt(extra.pop(RECORDS, ()))
                 state.is_dirty = True  # until it is whole
                 fill = partial(
                     receive_tensors, names=layouts, source=move.source, device=self.device
@@ -341,6 +349,9 @@ class RankRecovery:
                     data=state.data,
                     timeout_s=self.context.job.engine.grace_s,
                     loss=state.loss,
+                    attachments=(
+                        self.records.surviving() if self.context.rank == plan.savers[0] else None
+                    ),
                 )
             except (StorageError, RuntimeError) as exc:
                 problem = f"rank {self.context.rank}: {type(exc).__name__}: {exc}"[:500]

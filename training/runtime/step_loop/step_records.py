@@ -9,12 +9,19 @@ from __future__ import annotations
 import importlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from training.journal.attempt_log import AttemptLog, Follower
-from training.journal.events import BatchSkipped, CheckpointCommitted, ProgramNotice, StepRecord
+from training.journal.events import (
+    STEP,
+    BatchSkipped,
+    CheckpointCommitted,
+    ProgramNotice,
+    StepRecord,
+)
 from training.journal.steps import UnsavedSteps, metrics_prefix
 from training.recovery.repair import SkippedBatch, Vote
 from training.runtime.context import WorkerContext
@@ -23,6 +30,7 @@ from training.runtime.program import Training
 _log = logging.getLogger("perdure.runtime")
 
 FLUSH_S = 10
+KEPT = 4096  # records, about 2 MiB; enough from one save to the next
 SCALARS: Sequence[tuple[str, Callable[[StepRecord], float | None]]] = (
     ("loss", lambda record: record.loss),
     ("grad_norm", lambda record: record.grad_norm),
@@ -34,9 +42,10 @@ SCALARS: Sequence[tuple[str, Callable[[StepRecord], float | None]]] = (
 
 
 class StepRecords:
-    """Records of completed steps; only the first rank keeps any.
+    """Records of completed steps; the first rank puts them on record.
 
-    A save takes the records since the one before into the store. They stay unsaved until it has
+    The others keep the newest in memory, for a first rank that is lost with its node. A save takes
+    the records since the one before into the store. They stay unsaved until it has
     succeeded: a save that a fault cuts short is done again.
 
     Args:
@@ -49,6 +58,7 @@ class StepRecords:
             metrics_prefix(context.job.run_id, context.placement, context.attempt)
         )
         self._unsaved: dict[str, str] = {}
+        self._recent: deque[StepRecord] = deque(maxlen=KEPT)
         self._num_notices = 0
         self._log: AttemptLog | None = None
         self._event_files: EventFiles | None = None
@@ -70,7 +80,7 @@ class StepRecords:
 
     def add(self, step: int, vote: Vote, training: Training, *, step_s: float) -> None:
         """Put a completed step on record, once."""
-        if self._log is None or self._steps.last_step == step:
+        if step in (self._steps.last_step, self._recent[-1].step if self._recent else 0):
             return
         context = self._context
         record = StepRecord(
@@ -87,10 +97,30 @@ class StepRecords:
             placement=context.placement,
             attempt=context.attempt,
         )
+        if self._log is None:
+            self._keep(record)
+            return
         self._steps.add(record)
         self._log.append(record)
         if self._event_files is not None:
             self._event_files.step(record)
+
+    def recent(self) -> list[dict[str, Any]]:
+        """The newest records, for a first rank that has none; empty on the first rank itself."""
+        return [STEP.dump_python(record, mode="json") for record in self._recent]
+
+    def adopt(self, recent: Sequence[Mapping[str, Any]]) -> None:
+        """Put the records of another rank on record, as far as they are news here."""
+        for fields in recent:
+            record = STEP.validate_python(fields)
+            if self._log is not None and record.step > self._steps.last_step:
+                self._steps.add(record)
+                self._log.append(record)
+
+    def _keep(self, record: StepRecord) -> None:
+        while self._recent and self._recent[-1].step >= record.step:
+            self._recent.pop()  # a recovery has gone back, and it is done again
+        self._recent.append(record)
 
     def notice(self, text: str) -> None:
         """Put on record what the author of the program should know."""
@@ -110,6 +140,19 @@ class StepRecords:
         """Objects for the store, by key, with the records that no save has taken yet."""
         self._unsaved |= self._steps.take()
         return self._unsaved
+
+    def surviving(self) -> dict[str, str]:
+        """The same for a last save, which any rank may make: the first one may be gone.
+
+        It may have died after a vote, before it put the step on record that the others completed.
+        """
+        if self._log is not None:
+            return self.unsaved()
+        context = self._context
+        steps = UnsavedSteps(metrics_prefix(context.job.run_id, context.placement, context.attempt))
+        for record in self._recent:
+            steps.add(record)
+        return steps.take()
 
     def saved(self) -> None:
         """A save has taken what `unsaved` returned."""

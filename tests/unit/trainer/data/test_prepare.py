@@ -184,13 +184,15 @@ def test_a_changed_source_redoes_its_own_shard_only(
 
 
 def test_an_inserted_source_moves_few_borders(write: Write, store: RecordingStore) -> None:
-    for number in range(200):
+    # Where borders are depends on the paths, so on the test's folder: 38 shards on average.
+    for number in range(400):
         path = write(f"{number:03d}.txt", f"{number}" * 100)
     first = run(path.parent, store)
     write("010b.txt", "new" * 100)
     again = run(path.parent, store)
-    assert len(first.manifest.shards) > 15
-    assert again.written_shards <= 4
+    assert len(first.manifest.shards) > 20
+    # After each shard the borders meet again with a chance of about one half.
+    assert again.written_shards <= 12
     assert tokens(again.manifest, store) == expected(path.parent)
 
 

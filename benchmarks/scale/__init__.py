@@ -1,0 +1,1 @@
+"""How the time of a node replacement grows with the number of ranks."""

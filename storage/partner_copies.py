@@ -1,0 +1,129 @@
+"""Copies of each node's saves in the memory of partner nodes: who holds whose, and which saves.
+
+A lost node takes the memory tier of its ranks with it. With copies on a partner, the next attempt
+still finds one whole save in the memory of the nodes that live. A copy is of use only if every
+node has one of the same save, and the nodes that live still hold their own shares of it, so all
+ranks decide together which save is copied (`CopyPlan`), and both it and the one before it are kept
+until it is whole everywhere. Pure; sizes are bytes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from storage.share import SaveId
+
+OWN_SLOTS = 3  # a rank's own: the newest copied save, the one on its way, the one being written
+COPY_SLOTS = 2  # of a rank at its partner: the newest whole copy, and the one on its way
+
+
+class CopyState(StrEnum):
+    """How far the copies of one share are, at every partner of its node."""
+
+    COPYING = "copying"
+    COPIED = "copied"
+    FAILED = "failed"
+
+
+def partners_of(
+    nodes: Sequence[str], *, domains: Mapping[str, str], copies: int
+) -> tuple[tuple[int, ...], ...]:
+    """By member, the members that hold its copies. Every member holds at most `copies` of others.
+
+    Members are put in order of their failure domains, the largest domain first, and each one's
+    partners are those that come at fixed distances after it. A distance of the size of the largest
+    domain leads out of every domain, as long as no domain has more than half of the nodes. Without
+    domains that is the next member, and the one after it.
+
+    Args:
+        nodes: name of each member's node, in order of the members.
+        domains: failure domain by name of the node; a node without one is a domain of its own.
+        copies: wanted of each, below the number of nodes.
+
+    Returns:
+        Fewer than `copies` for members whose distance leads into their own domain. So it is for
+        some with a second copy where two domains share the nodes, as with racks of equal size.
+    """
+    of = [domains.get(name, f"node {name}") for name in nodes]
+    sizes = Counter(of)
+    order = sorted(range(len(nodes)), key=lambda i: (-sizes[of[i]], of.index(of[i]), i))
+    largest = max(sizes.values(), default=0)
+    distances = [*range(largest, len(nodes)), *range(1, largest)][: max(0, len(nodes) - 1)]
+    found: dict[int, list[int]] = {i: [] for i in range(len(nodes))}
+    for distance in distances[:copies]:
+        for at, member in enumerate(order):
+            partner = order[(at + distance) % len(order)]
+            if of[partner] != of[member]:
+                found[member].append(partner)
+    return tuple(tuple(found[i]) for i in range(len(nodes)))
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPlan:
+    """Which saves of an attempt are copied; the same on every rank.
+
+    Attributes:
+        copied: the newest save whose copies are whole, as far as all ranks know.
+        begun: the save whose copies were begun last.
+    """
+
+    copied: SaveId | None = None
+    begun: SaveId | None = None
+
+    def next(self, states: Sequence[CopyState]) -> CopyTurn:
+        """What the next save has to do with copies.
+
+        Args:
+            states: of each rank's share of `begun`; empty where none was begun.
+        """
+        if self.begun is None:
+            return CopyTurn(self, begins=True)
+        if CopyState.COPYING in states:
+            return CopyTurn(self, begins=False)
+        if CopyState.FAILED in states:
+            return CopyTurn(CopyPlan(self.copied, None), begins=True, has_failed=True)
+        return CopyTurn(CopyPlan(self.begun, None), begins=True)
+
+
+def agreed(plans: Sequence[CopyPlan]) -> CopyPlan:
+    """The plan that ranks go on with, of which a fault has stopped some within a save.
+
+    The newest one: what one rank knows as copied was whole everywhere. Ranks that are new
+    processes have empty plans.
+
+    Args:
+        plans: of each rank.
+    """
+    return max(plans, key=lambda one: (_age_key(one.copied), _age_key(one.begun)))
+
+
+def _age_key(save: SaveId | None) -> tuple[int, ...]:
+    # Not by step alone: after a roll-back lower steps come, in files of other names.
+    return (*save.owner, save.first_file, save.step) if save is not None else ()
+
+
+@dataclass(frozen=True, slots=True)
+class CopyTurn:
+    """What one save has to do with copies.
+
+    Attributes:
+        plan: before it.
+        begins: whether it is copied; else the copies of another one are still on their way.
+        has_failed: whether those of the one before failed: partners may have moved.
+    """
+
+    plan: CopyPlan
+    begins: bool
+    has_failed: bool = False
+
+    @property
+    def keep(self) -> tuple[SaveId, ...]:
+        """Saves whose memory must not be reused for this one."""
+        return tuple(one for one in (self.plan.copied, self.plan.begun) if one is not None)
+
+    def after(self, save: SaveId) -> CopyPlan:
+        """The plan once this save was handed over."""
+        return CopyPlan(self.plan.copied, save) if self.begins else self.plan

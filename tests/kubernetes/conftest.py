@@ -1,0 +1,144 @@
+"""The cluster under test: that of KUBECONFIG, or the lab, in whose hub these tests run.
+
+`make test-kubernetes` sets everything up.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from tests.jobs import small_job
+from tests.kubernetes.bare import PLACE_S
+from tests.kubernetes.lab import life
+from tests.kubernetes.lab.cluster import Lab
+from tests.kubernetes.lab.kubectl import Cluster
+from tests.kubernetes.lab.places import HUB_IP, HUB_NAMESPACE, KUBECONFIG, NETWORK_NAMESPACES
+from tests.kubernetes.runs import ClusterRuns
+from tests.kubernetes.store import Store, given_store, rgw_store
+from tests.s3.rgw import Rgw
+from tests.waiting import wait_for
+from training.engines.kubernetes.engine import KubernetesEngine
+from training.errors import EngineError
+
+ACCOUNT_S = 30.0
+
+Create = Callable[..., None]
+
+
+def absent(reason: str) -> NoReturn:
+    """Skip on a person's machine; where CI is set, what cannot be tested has failed."""
+    if os.environ.get("CI"):
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Cluster:
+    """A cluster whose nodes a test leaves alone."""
+    given = os.environ.get("KUBECONFIG")
+    if given and Path(given) != KUBECONFIG:
+        image = os.environ.get("PERDURE_TEST_IMAGE")
+        if not image:
+            absent("name an image of Perdure that your cluster can pull: PERDURE_TEST_IMAGE")
+        return Cluster(image, Path(given))
+    if not life.is_up():
+        absent("the lab is down: make test-kubernetes")
+    if not Path("/proc/self/ns/net").samefile(NETWORK_NAMESPACES / HUB_NAMESPACE):
+        absent("not in the lab's network: python -m tests.kubernetes.lab exec python -m pytest ...")
+    return Lab()
+
+
+@pytest.fixture
+def lab(cluster: Cluster) -> Iterator[Lab]:
+    """The lab, whose nodes may be broken; afterwards they are whole again."""
+    if not isinstance(cluster, Lab):
+        pytest.skip("breaks nodes, which is for the lab alone and not for your cluster")
+    yield cluster
+    cluster.restore()
+
+
+@pytest.fixture(scope="session")
+def store(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    """An S3 store that pods reach: Ceph RGW in the hub, or a bucket that is given."""
+    if not isinstance(cluster, Lab):
+        given = given_store(os.environ)
+        if given is None:
+            absent("name a bucket for your cluster's runs: PERDURE_TEST_STORE=s3://... and AWS_*")
+        yield given
+        return
+    if lacking := Rgw.missing():
+        absent(lacking)
+    running = Rgw(tmp_path_factory.mktemp("rgw"), HUB_IP)
+    try:
+        yield rgw_store(running)
+    finally:
+        running.end()
+
+
+@pytest.fixture
+def namespace(cluster: Cluster) -> Iterator[str]:
+    """An empty namespace for one test."""
+    name = f"perdure-test-{uuid.uuid4().hex[:8]}"
+    cluster.kubectl("create", "namespace", name)
+    try:
+        found = ("get", "serviceaccount", "default", "--namespace", name)
+        wait_for(
+            lambda: cluster.try_kubectl(*found).returncode == 0,
+            timeout_s=ACCOUNT_S,
+            what=f"{name} has an account for pods",
+        )
+        yield name
+    finally:
+        cluster.kubectl("delete", "namespace", name, "--wait=false")
+
+
+@pytest.fixture
+def runs(tmp_path, cluster, namespace, store) -> ClusterRuns:
+    """Runs of the engine in a namespace of their own."""
+    return ClusterRuns(tmp_path, cluster, namespace, store)
+
+
+@pytest.fixture
+def engine(lab, namespace, tmp_path, monkeypatch):
+    """Makes the engine of a job on the lab's nodes; afterwards nothing of it is left."""
+    monkeypatch.setenv("KUBECONFIG", str(lab.kubeconfig))
+    made = []
+    variables = [{"name": key, "value": value} for key, value in lab.environment().items()]
+    agent = {"name": "agent", "env": variables, "volumeMounts": lab.mounts()}
+
+    def make(
+        *, run_id: str = "bare", store: str = "s3://bucket/runs", **section: Any
+    ) -> KubernetesEngine:
+        spec = {
+            "kind": "kubernetes", "image": lab.image, "namespace": namespace, "nodes": 2,
+            "python": sys.executable, "reach": "direct", "place_timeout_s": PLACE_S,
+            "pod": {"spec": {"volumes": lab.volumes(), "containers": [agent]}}, **section,
+        }  # fmt: skip
+        job = small_job(tmp_path, run_id=run_id, engine=spec, storage={"address": store})
+        made.append(KubernetesEngine(job, home=tmp_path, epoch=1))
+        return made[-1]
+
+    yield make
+    for one in made:
+        with suppress(EngineError):  # what another one made under its name
+            one.end()
+
+
+@pytest.fixture
+def create(cluster: Cluster, namespace: str) -> Create:
+    """Creates objects in the test's namespace."""
+
+    def make(*documents: dict[str, Any]) -> None:
+        for document in documents:
+            document["metadata"].setdefault("namespace", namespace)
+        cluster.create(*documents)
+
+    return make

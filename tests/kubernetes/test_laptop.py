@@ -1,0 +1,83 @@
+"""From outside of the cluster a run is seen and steered with its store and a kubeconfig alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.kubernetes.runs import LIMIT_S, ClusterRuns
+from tests.waiting import wait_for
+
+START_S = 120.0
+CLI_S = 120.0
+STEPS = 400
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
+
+
+def perdure(runs: ClusterRuns, file: Path, command: str, *options: str) -> str:
+    """What the command line printed, on a machine that has never heard of the run."""
+    done = subprocess.run(
+        [sys.executable, "-m", "perdure", command, str(file), *options],
+        env={
+            **{name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"},
+            **runs.store.environment,
+            "PERDURE_HOME": str(file.parent / "laptop"),
+        },
+        capture_output=True,
+        text=True,
+        timeout=CLI_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_status_logs_and_a_pause_work_through_the_port_forward(runs, tmp_path):
+    # The supervisor goes the same way: it, too, is outside of the cluster.
+    job = runs.job("laptop", steps=STEPS, engine={"reach": "port_forward"})
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(job.model_dump(mode="json")))
+    supervisor = runs.supervise(job, tmp_path / "supervisor")
+    try:
+        wait_for(lambda: runs.kept(job) >= 10, timeout_s=START_S, period_s=0.5, what="10 steps")
+        status = perdure(runs, file, "status")
+        placed = runs.history(job).placement
+        assert placed is not None
+        assert all(member.node in status for member in placed.members), status
+        perdure(runs, file, "pause")
+        wait_for(
+            lambda: "paused" in perdure(runs, file, "status"), timeout_s=60, what="it is paused"
+        )
+        perdure(runs, file, "resume")
+        perdure(runs, file, "logs", "--rank", "3")  # of a rank that prints nothing
+        assert supervisor.wait(timeout=LIMIT_S) == 0
+    finally:
+        supervisor.kill()
+    played = runs.played(job)
+    assert len(played.outcome.curve) == STEPS
+    assert played.answers == []
+    assert played.left_over == []
+
+
+def test_a_run_is_cancelled_with_the_store_alone_and_without_its_prefect_server(runs, tmp_path):
+    job = runs.job("cancelled", steps=STEPS)
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(job.model_dump(mode="json")))
+    supervisor = runs.supervise(job, tmp_path / "supervisor")
+    try:
+        wait_for(lambda: runs.kept(job) >= 10, timeout_s=START_S, period_s=0.5, what="10 steps")
+        assert "its supervisor cancels it" in perdure(runs, file, "cancel")
+        assert supervisor.wait(timeout=LIMIT_S) == 1
+    finally:
+        supervisor.kill()
+    history = runs.history(job)
+    assert history.ended is not None
+    assert (history.ended.outcome, history.attempts[-1].fault) == ("cancelled", None)
+    assert runs.left_over(job) == []
+    assert "has ended already: cancelled" in perdure(runs, file, "cancel")

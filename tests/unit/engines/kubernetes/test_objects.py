@@ -1,0 +1,127 @@
+"""The documents of a run in a cluster, from its job."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.jobs import small_job
+from training.engines.base import Placement
+from training.engines.kubernetes import objects
+from training.engines.kubernetes.objects import Owner, PodPlan
+from training.job import Job
+from training.journal.records import Member
+from training.specs.engine import KubernetesEngineSpec
+
+OWNER = Owner("perdure-a", "uid-1")
+
+
+def job(run_id: str = "a", **engine: object) -> Job:
+    return small_job(run_id=run_id, engine={"kind": "kubernetes", "image": "perdure:1", **engine})
+
+
+def spec_of(given: Job) -> KubernetesEngineSpec:
+    assert isinstance(given.engine, KubernetesEngineSpec)
+    return given.engine
+
+
+def pod(given: Job, *, node: str = "", store_secret: str | None = None, **placed: Any):
+    member = Member(index=1, node=node, schedule_cnt=3)
+    plan = PodPlan(member, "perdure-a-m1-s3-abcde", Placement(2, (member,), **placed))
+    return objects.pod(given, spec_of(given), OWNER, plan, store_secret=store_secret)
+
+
+def container(document):
+    return document["spec"]["containers"][0]
+
+
+def test_a_pod_runs_one_agent_that_nothing_restarts_and_belongs_to_the_run():
+    document = pod(job())
+    assert container(document)["command"][:3] == ["python3", "-m", "training.agent"]
+    assert document["spec"]["restartPolicy"] == "Never"
+    assert document["spec"]["automountServiceAccountToken"] is False
+    assert document["metadata"]["ownerReferences"] == [OWNER.reference]
+    labels = document["metadata"]["labels"]
+    assert (labels[objects.MEMBER], labels[objects.SCHEDULE_CNT]) == ("1", "3")
+
+
+def test_members_are_on_nodes_of_their_own_away_from_avoided_ones_and_where_they_were():
+    affinity = pod(job(), node="n2", avoid=("n1", "n4"), last=("n3",))["spec"]["affinity"]
+    apart = affinity["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert [one["topologyKey"] for one in apart] == ["kubernetes.io/hostname"]
+    nodes = affinity["nodeAffinity"]
+    terms = nodes["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    assert len(terms) == 1, "terms are alternatives, the fields of one are not"
+    assert [(one["operator"], one["values"]) for one in terms[0]["matchFields"]] == [
+        ("NotIn", ["n1"]),
+        ("NotIn", ["n4"]),
+    ]
+    preferred = [
+        (one["weight"], one["preference"]["matchFields"][0]["operator"])
+        for one in nodes["preferredDuringSchedulingIgnoredDuringExecution"]
+    ]
+    assert preferred == [(50, "NotIn"), (100, "In")]
+
+
+def test_a_node_that_is_silent_does_not_lose_its_pods_to_the_node_controller():
+    kept = {
+        one["key"] for one in pod(job())["spec"]["tolerations"] if "tolerationSeconds" not in one
+    }
+    assert kept == {"node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"}
+
+
+def test_no_secret_value_is_in_a_pod():
+    document = pod(job(env_secrets=["proxy"]), store_secret="perdure-a-store-keys")
+    names = [one["secretRef"]["name"] for one in container(document)["envFrom"]]
+    assert names == ["proxy", "perdure-a-store-keys"]
+    assert all("value" not in one or one["name"] == "PERDURE_CONTAINER"
+               for one in container(document)["env"])  # fmt: skip
+
+
+def test_resources_are_requests_and_limits_in_one_and_the_group_needs_them_all():
+    resources = {"huawei.com/Ascend910": 8, "memory": "700Gi", "cpu": "1.5"}
+    given = job(nodes=4, slots_per_node=1, resources=resources, volcano={"queue": "train"})
+    document = pod(given)
+    amounts = container(document)["resources"]
+    assert amounts["requests"] == amounts["limits"] == {
+        "huawei.com/Ascend910": "8", "memory": "700Gi", "cpu": "1.5",
+    }  # fmt: skip
+    group = objects.pod_group(given, spec_of(given), OWNER)
+    assert group["spec"]["minMember"] == 4
+    assert group["spec"]["minResources"] == {
+        "huawei.com/Ascend910": "32", "memory": "2800Gi", "cpu": "6",
+    }  # fmt: skip
+    assert document["spec"]["schedulerName"] == "volcano"
+    name = document["metadata"]["annotations"]["scheduling.k8s.io/group-name"]
+    assert name == group["metadata"]["name"]
+
+
+def test_on_the_host_network_two_agents_of_one_port_are_never_on_one_node():
+    document = pod(job(host_network=True, agent_port=9000))
+    assert container(document)["ports"][0]["hostPort"] == 9000
+    assert document["spec"]["dnsPolicy"] == "ClusterFirstWithHostNet"
+
+
+def test_what_is_merged_into_a_pod_keeps_what_it_does_not_name():
+    overlay = {
+        "metadata": {"annotations": {"team": "a"}},
+        "spec": {
+            "containers": [{"name": "agent", "securityContext": {"runAsUser": 1000}}],
+            "enableServiceLinks": True,
+        },
+    }
+    document = pod(job(pod=overlay))
+    assert container(document)["securityContext"] == {"runAsUser": 1000}
+    assert container(document)["image"] == "perdure:1"
+    assert document["spec"]["enableServiceLinks"] is True
+    assert document["metadata"]["annotations"] == {"team": "a"}
+
+
+@pytest.mark.parametrize("length", [1, 40, 63])
+def test_names_of_pods_are_names_of_hosts_however_long_the_run_is_called(length):
+    member = Member(index=12, node="", schedule_cnt=345)
+    name = objects.pod_name(job("r" * length), member, "abcde")
+    assert re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", name)
+    assert name.endswith("-m12-s345-abcde")

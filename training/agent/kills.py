@@ -1,0 +1,61 @@
+"""Orders of a drill to kill something of this container. Times are seconds."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+from training.injection.victims import (
+    KILLED,
+    NODE_LOSS,
+    become_lost_node,
+    kill,
+    parts_of,
+    workers_of,
+)
+from training.specs.drill import Victim
+from training.wire.agent import AgentConfig, AgentReply, KillOrder
+
+REPLY_S = 0.1  # for the reply to be on its way before its sender is gone
+
+
+def kill_in_container(order: KillOrder, config: AgentConfig, marker: str) -> AgentReply:
+    """Carry out an order to kill, in a drill.
+
+    Args:
+        order: what is to be killed.
+        config: of this agent.
+        marker: of its container.
+    """
+
+    def is_own(found: str) -> bool:
+        return found == marker
+
+    if not config.is_drill:
+        return AgentReply(error="the run is no drill: its job has neither drill.faults nor kills")
+    match order.victim:
+        case Victim.NODE | Victim.SPARE:
+            _after_reply(lambda: become_lost_node(marker))
+            return AgentReply(num_killed=1)
+        case Victim.AGENT:
+            # As the first process of a pod it could not SIGKILL itself.
+            _after_reply(lambda: os._exit(KILLED))
+            return AgentReply(num_killed=1)
+        case Victim.RANK:
+            found = workers_of(order.rank, is_own) if order.rank is not None else []
+        case part:
+            found = parts_of(part, is_own)
+    return AgentReply(num_killed=len(kill(found)))
+
+
+def lose_node_on_signal(marker: str) -> None:
+    """Lose the node when a worker of the container says so; for agents of drills."""
+    signal.signal(NODE_LOSS, lambda *_: become_lost_node(marker))
+
+
+def _after_reply(action: Callable[[], None]) -> None:
+    timer = threading.Timer(REPLY_S, action)
+    timer.daemon = True
+    timer.start()

@@ -1,0 +1,1 @@
+"""Containers as pods of a Kubernetes cluster."""

@@ -1,0 +1,424 @@
+"""Requests to a cluster's API server, through the official client; answers are plain documents.
+
+The client's own classes are of one version of the API and drop what they do not know. What is
+sent and read here is the same from 1.20 on. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+import urllib3
+from kubernetes import client, config
+from kubernetes.client.exceptions import ApiException
+from kubernetes.config.config_exception import ConfigException
+
+from training.engines.kubernetes.objects import Document
+from training.errors import EngineError, InputError
+
+CONNECT_TIMEOUT_S = 3.0
+READ_TIMEOUT_S = 10.0
+# A watch that hears nothing for this long is begun anew: a connection may be dead without an end.
+WATCH_TIMEOUT_S = 60
+# How long a request waits for a server that is away: it is restarted in less on every upgrade.
+PATIENCE_S = 120.0
+RETRY_S = 1.0
+PAGE = 500
+_NAMESPACE_FILE = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
+_log = logging.getLogger("perdure.engine")
+FAILURES = (ApiException, urllib3.exceptions.HTTPError, OSError)
+
+
+class ApiError(EngineError):
+    """The API server refused a request, or could not be reached.
+
+    Attributes:
+        status: of its answer; None when there was none.
+        reason: short word of its answer, such as "Forbidden".
+    """
+
+    def __init__(self, message: str, *, status: int | None = None, reason: str = "") -> None:
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
+
+    @property
+    def is_unreachable(self) -> bool:
+        """Whether nothing is known of what was asked."""
+        too_many = self.status == HTTPStatus.TOO_MANY_REQUESTS
+        return self.status is None or too_many or self.status >= HTTPStatus.INTERNAL_SERVER_ERROR
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether there is no such object."""
+        return self.status == HTTPStatus.NOT_FOUND
+
+    @property
+    def is_conflict(self) -> bool:
+        """Whether there is one of that name already, or it has changed meanwhile."""
+        return self.status == HTTPStatus.CONFLICT
+
+    @property
+    def is_forbidden(self) -> bool:
+        """Whether it is not allowed; exceeded quotas are, too."""
+        return self.status == HTTPStatus.FORBIDDEN
+
+    @property
+    def is_quota(self) -> bool:
+        """Whether a quota of the namespace is used up."""
+        return self.is_forbidden and "exceeded quota" in str(self)
+
+    @property
+    def is_gap(self) -> bool:
+        """Whether a watch cannot go on from where it was."""
+        return self.status == HTTPStatus.GONE
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """A kind of object, by where the API server has it.
+
+    Attributes:
+        group: "" for the core API.
+        plural: as in the path.
+        is_namespaced: whether each is in a namespace.
+    """
+
+    group: str
+    version: str
+    plural: str
+    is_namespaced: bool = True
+
+    def path(self, namespace: str | None, name: str | None = None, part: str | None = None) -> str:
+        """Path of the collection, of an object, or of a part of it such as its status."""
+        root = f"/apis/{self.group}" if self.group else "/api"
+        place = f"/namespaces/{namespace}" if self.is_namespaced and namespace is not None else ""
+        parts = [root, f"/{self.version}", place, f"/{self.plural}"]
+        parts += [f"/{one}" for one in (name, part) if one is not None]
+        return "".join(parts)
+
+
+PODS = Resource("", "v1", "pods")
+SECRETS = Resource("", "v1", "secrets")
+CONFIG_MAPS = Resource("", "v1", "configmaps")
+EVENTS = Resource("", "v1", "events")
+CLAIMS = Resource("", "v1", "persistentvolumeclaims")
+SERVICE_ACCOUNTS = Resource("", "v1", "serviceaccounts")
+NODES = Resource("", "v1", "nodes", is_namespaced=False)
+NAMESPACES = Resource("", "v1", "namespaces", is_namespaced=False)
+PRIORITY_CLASSES = Resource("scheduling.k8s.io", "v1", "priorityclasses", is_namespaced=False)
+POD_GROUPS = Resource("scheduling.volcano.sh", "v1beta1", "podgroups")
+ACCESS_REVIEWS = Resource(
+    "authorization.k8s.io", "v1", "selfsubjectaccessreviews", is_namespaced=False
+)
+
+
+class Api:
+    """One cluster and the namespace of the run.
+
+    Attributes:
+        patience_s: for which a request is made again while the API server is away.
+
+    Args:
+        connection: of the official client.
+        namespace: of the run.
+        in_cluster: whether this process is in a pod of that cluster.
+    """
+
+    def __init__(self, connection: client.ApiClient, namespace: str, *, in_cluster: bool) -> None:
+        self.connection = connection
+        self.namespace = namespace
+        self.in_cluster = in_cluster
+        self.patience_s = PATIENCE_S
+
+    def get(
+        self,
+        resource: Resource,
+        name: str,
+        *,
+        namespace: str | None = None,
+        patience_s: float | None = None,
+    ) -> Document:
+        """An object.
+
+        Raises:
+            ApiError: there is none, or the request failed.
+        """
+        path = resource.path(namespace or self.namespace, name)
+        return self._request("GET", path, patience_s=patience_s)
+
+    def list(
+        self,
+        resource: Resource,
+        *,
+        labels: str = "",
+        fields: str = "",
+        namespace: str | None = None,
+        patience_s: float | None = None,
+    ) -> tuple[list[Document], str]:
+        """All objects of a kind that fit, and the version of the whole list."""
+        query: dict[str, str] = {"limit": str(PAGE)}
+        query |= {"labelSelector": labels} if labels else {}
+        query |= {"fieldSelector": fields} if fields else {}
+        items: list[Document] = []
+        while True:
+            path = resource.path(namespace or self.namespace)
+            answer = self._request("GET", path, query=query, patience_s=patience_s)
+            items += answer.get("items") or []
+            token = answer["metadata"].get("continue")
+            if not token:
+                return items, answer["metadata"].get("resourceVersion", "")
+            query["continue"] = token
+
+    def create(self, resource: Resource, document: Document) -> Document:
+        """Make an object."""
+        return self._request("POST", resource.path(self.namespace), body=document)
+
+    def patch(self, resource: Resource, name: str, changes: Document) -> Document:
+        """Merge changes into an object."""
+        return self._request(
+            "PATCH",
+            resource.path(self.namespace, name),
+            body=changes,
+            content_type="application/merge-patch+json",
+        )
+
+    def delete(
+        self,
+        resource: Resource,
+        name: str,
+        *,
+        grace_s: int | None = None,
+        uid: str | None = None,
+    ) -> None:
+        """Delete an object; one that is not there is no error.
+
+        Args:
+            resource: its kind.
+            name: its name.
+            grace_s: of a pod, instead of its own; 0 removes it without asking its node.
+            uid: of the very object that is meant.
+        """
+        options: Document = {"propagationPolicy": "Background"}
+        if grace_s is not None:
+            options["gracePeriodSeconds"] = grace_s
+        if uid is not None:
+            options["preconditions"] = {"uid": uid}
+        try:
+            self._request("DELETE", resource.path(self.namespace, name), body=options)
+        except ApiError as error:
+            if not (error.is_absent or error.is_conflict):
+                raise
+
+    def watch(
+        self, resource: Resource, *, version: str, labels: str = "", fields: str = ""
+    ) -> Iterator[tuple[str, Document]]:
+        """Changes after a version of a list, as type and object, until the connection ends.
+
+        Raises:
+            ApiError: it cannot go on from there (is_gap), or the request failed.
+        """
+        query = {"watch": "true", "resourceVersion": version, "allowWatchBookmarks": "true"}
+        query |= {"timeoutSeconds": str(WATCH_TIMEOUT_S)}
+        query |= {"labelSelector": labels} if labels else {}
+        query |= {"fieldSelector": fields} if fields else {}
+        path = resource.path(self.namespace)
+        with _translated(f"watch {path}"):
+            answer = self._send(
+                "GET", path, query, None, timeout=(CONNECT_TIMEOUT_S, WATCH_TIMEOUT_S + 5.0)
+            )
+            try:
+                for line in _lines(answer):
+                    yield _change(line)
+            finally:
+                answer.close()
+
+    def allows(
+        self,
+        verb: str,
+        resource: Resource,
+        *,
+        part: str = "",
+        namespace: str | None = None,
+        name: str = "",
+    ) -> bool:
+        """Whether this process may do something, as the API server says itself.
+
+        Args:
+            verb: such as "get".
+            resource: on this kind of object.
+            part: of it, such as "portforward".
+            namespace: of the object; None: the run's.
+            name: of the object; empty: all of them.
+        """
+        asked: Document = {
+            "verb": verb, "group": resource.group, "resource": resource.plural,
+            "subresource": part, "name": name,
+        }  # fmt: skip
+        if resource.is_namespaced:
+            asked["namespace"] = namespace or self.namespace
+        review = {
+            "apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview",
+            "spec": {"resourceAttributes": asked},
+        }  # fmt: skip
+        answer = self._request("POST", ACCESS_REVIEWS.path(None), body=review)
+        return bool(answer.get("status", {}).get("allowed"))
+
+    def has(self, resource: Resource) -> bool:
+        """Whether the cluster knows a kind of object: its CRD is there."""
+        root = f"/apis/{resource.group}/{resource.version}" if resource.group else "/api/v1"
+        try:
+            answer = self._request("GET", root)
+        except ApiError as error:
+            if error.is_absent:
+                return False
+            raise
+        return any(one.get("name") == resource.plural for one in answer.get("resources", ()))
+
+    def _request(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: Document | None = None,
+        content_type: str = "application/json",
+        patience_s: float | None = None,
+    ) -> Document:
+        """Ask, and ask again while the API server is away.
+
+        An object that was made by a request whose answer was lost is found when it is made again:
+        a conflict, of which callers know what to make.
+        """
+        deadline_s = time.monotonic() + (self.patience_s if patience_s is None else patience_s)
+        while True:
+            try:
+                with _translated(f"{method} {path}"):
+                    answer = self._send(method, path, query or {}, body, content_type=content_type)
+                    found: Document = json.loads(answer.data or b"{}")
+                    return found
+            except ApiError as error:
+                if not error.is_unreachable or time.monotonic() > deadline_s:
+                    raise
+                _log.info("%s; asked again", error)
+            time.sleep(RETRY_S)
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str],
+        body: Document | None,
+        *,
+        content_type: str = "application/json",
+        timeout: tuple[float, float] = (CONNECT_TIMEOUT_S, READ_TIMEOUT_S),
+    ) -> Any:
+        headers = {"Accept": "application/json", "Content-Type": content_type}
+        return self.connection.call_api(
+            path,
+            method,
+            query_params=list(query.items()),
+            header_params=headers,
+            body=body,
+            auth_settings=["BearerToken"],
+            _return_http_data_only=True,
+            _preload_content=False,
+            _request_timeout=timeout,
+        )
+
+
+@contextmanager
+def _translated(what: str) -> Iterator[None]:
+    """Turn the client's errors into ApiError, one line each.
+
+    Args:
+        what: was asked.
+    """
+    try:
+        yield
+    except ApiException as error:
+        raise _refused(what, error) from error
+    except FAILURES as error:
+        raise ApiError(f"the API server cannot be reached: {_innermost(error)}") from error
+
+
+def _refused(what: str, error: ApiException) -> ApiError:
+    try:
+        told = json.loads(error.body or "{}")
+    except ValueError:
+        told = {}
+    text = told.get("message") or error.reason or "no reason given"
+    reason = told.get("reason") or str(error.reason or "")
+    return ApiError(f"{what}: {text}", status=error.status, reason=reason)
+
+
+def _innermost(error: BaseException) -> str:
+    """What the operating system said below urllib3's own words."""
+    reason = getattr(error, "reason", None)
+    return _innermost(reason) if isinstance(reason, BaseException) else str(error)
+
+
+def _lines(answer: Any) -> Iterator[bytes]:
+    rest = b""
+    for piece in answer.stream(amt=None, decode_content=False):
+        *whole, rest = (rest + piece).split(b"\n")
+        yield from (line for line in whole if line)
+
+
+def _change(line: bytes) -> tuple[str, Document]:
+    event = json.loads(line)
+    kind, found = event["type"], event["object"]
+    if kind == "ERROR":
+        raise ApiError(
+            f"watch: {found.get('message')}",
+            status=found.get("code"),
+            reason=str(found.get("reason")),
+        )
+    return kind, found
+
+
+def connect(*, context: str | None, namespace: str | None) -> Api:
+    """The cluster of a job: that of the kubeconfig, or the one that this pod is in.
+
+    Args:
+        context: of the kubeconfig; None: its current one.
+        namespace: of the run; None: the context's, or this pod's.
+
+    Raises:
+        InputError: there is no such context, or no cluster is known at all.
+    """
+    settings = client.Configuration()
+    # Without a limit a request would be tried again for minutes while the server is down.
+    settings.retries = False
+    file = os.environ.get("KUBECONFIG")  # the client reads it when it is imported
+    try:
+        config.load_kube_config(
+            file, context=context, client_configuration=settings, persist_config=False
+        )
+        known = config.list_kube_config_contexts(file)
+    except ConfigException as error:
+        if context is not None:
+            raise InputError("engine.context", f"{context!r}: {error}") from error
+        return _own_cluster(settings, namespace)
+    contexts, current = known
+    named = next((one for one in contexts if one["name"] == context), current)
+    place = namespace or named.get("context", {}).get("namespace") or "default"
+    return Api(client.ApiClient(settings), place, in_cluster=False)
+
+
+def _own_cluster(settings: client.Configuration, namespace: str | None) -> Api:
+    try:
+        config.load_incluster_config(client_configuration=settings)
+        own = open(_NAMESPACE_FILE, encoding="utf-8").read().strip()  # noqa: PTH123, SIM115
+    except (ConfigException, OSError) as error:
+        why = "no cluster is known: KUBECONFIG names none, and this process is in no pod"
+        raise InputError("engine.kind", why) from error
+    return Api(client.ApiClient(settings), namespace or own, in_cluster=True)

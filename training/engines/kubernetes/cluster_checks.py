@@ -1,0 +1,307 @@
+"""What a job lacks in its cluster, found out without a pod. Times are seconds.
+
+Each line of what is missing is a check that has failed: a right, an object, room on nodes. What may
+not be looked at is a note, since a run may do without the look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from training.engines.base import ANY_NODE, Placement
+from training.engines.kubernetes import objects
+from training.engines.kubernetes.api import (
+    CLAIMS,
+    CONFIG_MAPS,
+    NAMESPACES,
+    NODES,
+    POD_GROUPS,
+    PRIORITY_CLASSES,
+    SECRETS,
+    SERVICE_ACCOUNTS,
+    Api,
+    ApiError,
+    Resource,
+    connect,
+)
+from training.engines.kubernetes.fault_feed import (
+    CLUSTER_NAMESPACE,
+    DEVICE_NAMESPACE,
+    FaultFeed,
+    taken_out,
+)
+from training.engines.kubernetes.image_checks import PullSecrets, check_image
+from training.engines.kubernetes.image_name import ImageName
+from training.engines.kubernetes.mindcluster import DEVICE_PREFIX
+from training.engines.kubernetes.node_fit import lacks
+from training.engines.kubernetes.objects import Document, Owner, PodPlan
+from training.engines.kubernetes.pull_secrets import credentials_of
+from training.engines.kubernetes.rights import Right, rights_of
+from training.job import Job
+from training.journal.records import Member
+from training.specs.engine import KubernetesEngineSpec
+from training.specs.pod_rules import AGENT_CONFIG
+from training.wire.node import Check, CheckOutcome
+
+QUEUES = Resource("scheduling.volcano.sh", "v1beta1", "queues", is_namespaced=False)
+STORAGE_CLASSES = Resource("storage.k8s.io", "v1", "storageclasses", is_namespaced=False)
+STORE_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+SHOWN_NODES = 8  # of those that lack something, in one line
+
+
+def check_cluster(job: Job) -> list[Check]:
+    """Check a job's cluster; one that does not answer is one failed check.
+
+    Raises:
+        InputError: the job's context is not known.
+    """
+    assert isinstance(job.engine, KubernetesEngineSpec)  # noqa: S101 the registry sees to it
+    api = connect(context=job.engine.context, namespace=job.engine.namespace)
+    api.patience_s = 0.0  # somebody waits for the answer
+    try:
+        return list(ClusterChecks(job, job.engine, api).all())
+    except ApiError as error:
+        return [_check("cluster", CheckOutcome.FAILED, str(error))]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """An object that was asked for.
+
+    Attributes:
+        document: None where it is not there.
+        is_known: whether the answer says so; else it must not be looked at.
+    """
+
+    document: Document | None
+    is_known: bool = True
+
+
+class ClusterChecks:
+    """The checks of one job.
+
+    Args:
+        job: of the run.
+        spec: its engine section.
+        api: of the cluster.
+    """
+
+    def __init__(self, job: Job, spec: KubernetesEngineSpec, api: Api) -> None:
+        self._job, self._spec, self._api = job, spec, api
+        # As it would be made, overlay and all: what it refers to is what has to be there.
+        member = Member(index=0, node=ANY_NODE, schedule_cnt=1)
+        plan = PodPlan(member, objects.pod_name(job, member, "xxxxx"), Placement(1, (member,)))
+        self._pod = objects.pod(job, spec, Owner("", ""), plan, store_secret=None)["spec"]
+
+    def all(self) -> Iterator[Check]:
+        """All of them, in the order in which they are mended.
+
+        Raises:
+            ApiError: the API server does not answer.
+        """
+        namespace = self._look(NAMESPACES, self._api.namespace)
+        yield self._object("namespace", namespace, self._api.namespace)
+        if namespace.is_known and namespace.document is None:
+            return  # nothing else can be there
+        yield from self._rights()
+        yield from self._references()
+        yield from self._secrets()
+        yield from self._volumes()
+        yield from self._volcano()
+        yield from self._nodes()
+        yield self._mindcluster()
+
+    def _rights(self) -> Iterator[Check]:
+        held, missing = 0, []
+        for right in rights_of(self._spec, in_cluster=self._api.in_cluster):
+            if self._allows(right):
+                held += 1
+            else:
+                missing.append(right)
+        for right in missing:
+            outcome = CheckOutcome.FAILED if right.is_needed else CheckOutcome.SKIPPED
+            place = f" in {self._api.namespace}" if right.resource.is_namespaced else ""
+            yield _check("rights", outcome, f"may not {right.name}{place}: {right.purpose}")
+        if not any(right.is_needed for right in missing):
+            yield _check("rights", CheckOutcome.OK, f"{held} of {held + len(missing)} are there")
+
+    def _allows(self, right: Right) -> bool:
+        return self._api.allows(right.verb, right.resource, part=right.part)
+
+    def _look(self, resource: Resource, name: str) -> _Found:
+        try:
+            return _Found(self._api.get(resource, name))
+        except ApiError as error:
+            if error.is_absent:
+                return _Found(None)
+            if error.is_forbidden:
+                return _Found(None, is_known=False)
+            raise
+
+    def _object(self, kind: str, found: _Found, name: str) -> Check:
+        if not found.is_known:
+            return _check(kind, CheckOutcome.SKIPPED, f"{name}: may not be looked at")
+        if found.document is None:
+            return _check(kind, CheckOutcome.FAILED, f"{name} does not exist")
+        return _check(kind, CheckOutcome.OK, name)
+
+    def _references(self) -> Iterator[Check]:
+        account = self._pod.get("serviceAccountName")
+        if account:
+            yield self._object("service_account", self._look(SERVICE_ACCOUNTS, account), account)
+        priority = self._pod.get("priorityClassName")
+        if priority:
+            yield self._object("priority_class", self._look(PRIORITY_CLASSES, priority), priority)
+
+    def _secrets(self) -> Iterator[Check]:
+        for pull in self._pod.get("imagePullSecrets") or ():
+            yield self._pull_secret(pull["name"])
+        for name in self._spec.env_secrets:
+            yield self._secret("env_secret", name, ())
+        if self._spec.storage_secret is not None:
+            yield self._secret("storage_secret", self._spec.storage_secret, STORE_KEYS)
+
+    def _pull_secret(self, name: str) -> Check:
+        kind, found = "image_pull_secret", self._look(SECRETS, name)
+        if found.document is not None:
+            try:
+                credentials_of(found.document)
+            except ValueError as error:
+                return _check(kind, CheckOutcome.WARNING, f"{name}: {error}")
+        return self._object(kind, found, name)
+
+    def _secret(self, kind: str, name: str, keys: Sequence[str]) -> Check:
+        found = self._look(SECRETS, name)
+        lacking = [key for key in keys if key not in ((found.document or {}).get("data") or {})]
+        if found.document is not None and lacking:
+            text = f"{name} has no {' and no '.join(lacking)}"
+            return _check(kind, CheckOutcome.FAILED, text, " and ".join(keys))
+        return self._object(kind, found, name)
+
+    def _volumes(self) -> Iterator[Check]:
+        for volume in self._pod["volumes"]:
+            claim = (volume.get("persistentVolumeClaim") or {}).get("claimName")
+            if claim is not None:
+                yield self._claim(claim)
+            for kind, resource in (("configMap", CONFIG_MAPS), ("secret", SECRETS)):
+                source = volume.get(kind) or {}
+                name = source.get("name") or source.get("secretName")
+                # The agent's own configuration is made with its pod.
+                if name and not source.get("optional") and volume["name"] != AGENT_CONFIG:
+                    yield self._object("volume", self._look(resource, name), f"{kind} {name}")
+
+    def _claim(self, name: str) -> Check:
+        found = self._look(CLAIMS, name)
+        if found.document is None:
+            return self._object("volume_claim", found, name)
+        phase = (found.document.get("status") or {}).get("phase")
+        if phase == "Bound":
+            return _check("volume_claim", CheckOutcome.OK, f"{name} is bound")
+        kind = found.document["spec"].get("storageClassName")
+        text = f"{name} is {phase or 'not bound'}"
+        text += f", its storage class is {kind}" if kind else ", it has no storage class"
+        if phase == "Pending" and kind:
+            storage = self._look(STORAGE_CLASSES, kind)
+            if not storage.is_known:
+                text += ", which may not be looked at"
+                return _check("volume_claim", CheckOutcome.WARNING, text, "bound")
+            if (storage.document or {}).get("volumeBindingMode") == "WaitForFirstConsumer":
+                text = f"{name} is bound once a pod uses it"
+                return _check("volume_claim", CheckOutcome.OK, text)
+        return _check("volume_claim", CheckOutcome.FAILED, text, "bound")
+
+    def _volcano(self) -> Iterator[Check]:
+        volcano = self._spec.volcano
+        if volcano is None:
+            return
+        if not self._api.has(POD_GROUPS):
+            text = "the cluster has no PodGroup of scheduling.volcano.sh/v1beta1: no Volcano"
+            yield _check("volcano", CheckOutcome.FAILED, text)
+            return
+        found = self._look(QUEUES, volcano.queue)
+        yield self._object("volcano", found, f"queue {volcano.queue}")
+
+    def _nodes(self) -> Iterator[Check]:
+        try:
+            nodes, _ = self._api.list(NODES)
+        except ApiError as error:
+            if not error.is_forbidden:
+                raise
+            text = "may not be looked at: how many have room is not known"
+            yield _check("nodes", CheckOutcome.SKIPPED, text)
+            yield self._image(None)
+            return
+        names = {node["metadata"]["name"]: node for node in nodes}
+        left_out = self._left_out(list(names))
+        why = {
+            name: [*lacks(node, self._pod), *left_out.get(name, ())] for name, node in names.items()
+        }
+        yield self._room(why)
+        yield self._image(nodes)
+
+    def _left_out(self, nodes: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
+        if not self._spec.mindcluster:
+            return {}
+        found = taken_out(FaultFeed(self._api).of_cluster(nodes))
+        return {node: (f"MindCluster reports {why}",) for node, why in found.items()}
+
+    def _room(self, why: Mapping[str, Sequence[str]]) -> Check:
+        spec = self._spec
+        fit = [node for node, reasons in why.items() if not reasons]
+        wanted = spec.nodes + spec.spares
+        seen = f"{len(fit)} of {len(why)} fit, pods that are there not counted"
+        unfit = [
+            f"{node}: {', '.join(reasons)}" for node, reasons in sorted(why.items()) if reasons
+        ]
+        if len(fit) < wanted and unfit:
+            more = f"; and {len(unfit) - SHOWN_NODES} more" if len(unfit) > SHOWN_NODES else ""
+            seen += f"; {'; '.join(unfit[:SHOWN_NODES])}{more}"
+        outcome = CheckOutcome.OK if len(fit) >= wanted else CheckOutcome.WARNING
+        outcome = outcome if len(fit) >= spec.nodes else CheckOutcome.FAILED
+        return _check("nodes", outcome, seen, f"{spec.nodes} and {spec.spares} spare")
+
+    def _image(self, nodes: Sequence[Document] | None) -> Check:
+        (agent,) = (one for one in self._pod["containers"] if one["name"] == objects.AGENT)
+        return check_image(
+            agent["image"],
+            policy=agent.get("imagePullPolicy", "IfNotPresent"),  # an overlay may remove it
+            nodes=nodes,
+            read_secrets=self._pull_secrets,
+        )
+
+    def _pull_secrets(self, image: ImageName) -> PullSecrets:
+        """What the pod pulls with: its own Secrets, or those of its account."""
+        named = self._pod.get("imagePullSecrets")
+        if not named:
+            account = self._look(SERVICE_ACCOUNTS, self._pod.get("serviceAccountName", "default"))
+            named = (account.document or {}).get("imagePullSecrets")
+        secrets = PullSecrets([one["name"] for one in named or ()])
+        for name in secrets.names:
+            found = self._look(SECRETS, name)
+            if found.document is not None:
+                with suppress(ValueError):  # it has its own line, and nodes do without it
+                    secrets.credentials += credentials_of(found.document).for_image(image)
+            elif not found.is_known:
+                secrets.unknown.append(name)
+        return secrets
+
+    def _mindcluster(self) -> Check:
+        if not self._spec.mindcluster:
+            return _check("mindcluster", CheckOutcome.SKIPPED, "engine.mindcluster=false")
+        # Those of nodes have the nodes' names; a Role may name ClusterD's one by one.
+        places = ((DEVICE_NAMESPACE, ""), (CLUSTER_NAMESPACE, "cluster-info-device-0"))
+        missing = [
+            f"{name or DEVICE_PREFIX + '*'} in {place}"
+            for place, name in places
+            if not self._api.allows("get", CONFIG_MAPS, namespace=place, name=name)
+        ]
+        if missing:
+            text = f"may not get ConfigMaps {' or '.join(missing)}: what they report is missed"
+            return _check("mindcluster", CheckOutcome.SKIPPED, text)
+        return _check("mindcluster", CheckOutcome.OK, "its reports are read where there are any")
+
+
+def _check(name: str, outcome: CheckOutcome, seen: str, allowed: str = "") -> Check:
+    return Check(name=name, outcome=outcome, seen=seen, allowed=allowed)

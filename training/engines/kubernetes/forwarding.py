@@ -1,0 +1,128 @@
+"""The way to agents from outside of a cluster: through the API server, one listener for each pod.
+
+What calls an agent at the listener's address speaks to the pod: each connection is a stream of
+the API server's port-forward. Listeners are on the loopback address, and agents want their token.
+"""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import socket
+import threading
+from collections.abc import Collection
+from contextlib import closing, suppress
+from typing import Any
+
+from kubernetes import client
+from kubernetes.stream import portforward
+
+from training.engines.kubernetes.api import FAILURES, Api
+
+LOOPBACK = "127.0.0.1"
+PIECE_BYTES = 1 << 16
+
+_log = logging.getLogger("perdure.engine")
+
+
+class Forwarder:
+    """Listeners for pods of one cluster.
+
+    Args:
+        api: of the cluster.
+        port: that the agents listen on.
+    """
+
+    def __init__(self, api: Api, port: int) -> None:
+        self._settings = api.connection.configuration
+        self._namespace = api.namespace
+        self._port = port
+        self._listeners: dict[str, socket.socket] = {}
+        self._lock = threading.Lock()
+        self._is_cut = False
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the API server let nobody through the last time."""
+        return self._is_cut
+
+    def address(self, pod: str) -> tuple[str, int]:
+        """Host and port of this machine that lead to a pod's agent."""
+        with self._lock:
+            if pod not in self._listeners:
+                listener = socket.create_server((LOOPBACK, 0), backlog=64)
+                self._listeners[pod] = listener
+                threading.Thread(
+                    target=self._accept, args=(pod, listener), daemon=True, name=f"to {pod}"
+                ).start()
+            host, port = self._listeners[pod].getsockname()
+            return host, port
+
+    def keep(self, pods: Collection[str]) -> None:
+        """Close the listeners of all other pods."""
+        with self._lock:
+            for pod in [one for one in self._listeners if one not in pods]:
+                listener = self._listeners.pop(pod)
+                with suppress(OSError):  # it may not be connected; this wakes accept()
+                    listener.shutdown(socket.SHUT_RDWR)
+                listener.close()
+
+    def _accept(self, pod: str, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return  # closed
+            threading.Thread(
+                target=self._carry, args=(pod, connection), daemon=True, name=f"call {pod}"
+            ).start()
+
+    def _carry(self, pod: str, connection: socket.socket) -> None:
+        """One connection to the pod, until either side ends it."""
+        with connection:
+            try:
+                # Of its own: for the time of the call the client's requests are all forwards.
+                api = client.CoreV1Api(client.ApiClient(self._settings))
+                forward = portforward(
+                    api.connect_get_namespaced_pod_portforward,
+                    pod,
+                    self._namespace,
+                    ports=str(self._port),
+                )
+            except FAILURES as error:
+                self._is_cut = not _has_answered(error)
+                _log.debug("no way to %s: %s", pod, error)
+                return
+            self._is_cut = False
+            with closing(forward.socket(self._port)) as stream:
+                _exchange(connection, stream)
+
+
+def _has_answered(error: BaseException | None) -> bool:
+    """Whether the API server itself did: then it is the pod that is not there.
+
+    The client's own error has status 0; that of the handshake before it has the server's.
+    """
+    while error is not None:
+        if getattr(error, "status_code", 0) or getattr(error, "status", 0):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _exchange(one: socket.socket, other: Any) -> None:
+    """Carry bytes both ways until one side has sent its last and the other all it had."""
+    with selectors.DefaultSelector() as ready:
+        ready.register(one, selectors.EVENT_READ, other)
+        ready.register(other, selectors.EVENT_READ, one)
+        while True:
+            for key, _ in ready.select():
+                source: Any = key.fileobj
+                target = key.data
+                try:
+                    piece = source.recv(PIECE_BYTES)
+                    target.sendall(piece)
+                except OSError:
+                    return
+                if not piece:
+                    return  # requests and replies are one line each: nothing else comes

@@ -1,0 +1,377 @@
+"""The documents of what a run has in a cluster: owner, Secrets, pods, Volcano's PodGroup. Pure.
+
+All of it is owned by one ConfigMap, so that deleting that leaves nothing. Names end with letters
+drawn for each pod: one that a dead node has not given up yet is no obstacle to the next.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from training.agent.__main__ import HOST_ENV, NODE_ENV
+from training.agent.agent import CONFIG_FILE
+from training.agent.node_folder import node_folder
+from training.engines.base import ANY_NODE, Placement
+from training.job import Job
+from training.journal.records import Member
+from training.processes import MARKER
+from training.specs import pod_rules
+from training.specs.engine import KubernetesEngineSpec, VolumeSpec
+from training.wire.agent import NO_MEMBER
+
+Document = dict[str, Any]
+
+APP = "app.kubernetes.io/name"
+PART = "app.kubernetes.io/component"
+RUN = "perdure.io/run"
+MEMBER = "perdure.io/member"
+SCHEDULE_CNT = "perdure.io/schedule-cnt"
+PLACEMENT = "perdure.io/placement"
+STOOD_BY = "perdure.io/stood-by"  # was started before a member needed it
+# A job may not replace these; its section is checked without an engine.
+AGENT = pod_rules.AGENT
+AGENT_CONFIG = pod_rules.AGENT_CONFIG
+FOLDER = pod_rules.FOLDER
+CONFIG_FOLDER = pod_rules.CONFIG_FOLDER
+NODE_FOLDER = pod_rules.NODE_FOLDER
+# Beyond grace_s: agents upload logs and close their checkpoint server after their workers.
+GRACE_MARGIN_S = 10.0
+# The first import of a cold image may take a minute; the probe begins at once and is cheap.
+START_PROBE_PERIOD_S = 1
+START_PROBES = 300
+HOSTNAME = "kubernetes.io/hostname"
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The ConfigMap that owns all objects of a run."""
+
+    name: str
+    uid: str
+
+    @property
+    def reference(self) -> Document:
+        """As an object names its owner."""
+        return {"apiVersion": "v1", "kind": "ConfigMap", "name": self.name, "uid": self.uid}
+
+
+def name_of(job: Job) -> str:
+    """Name of the run's own objects."""
+    return f"perdure-{job.run_id}"
+
+
+def pod_name(job: Job, member: Member, letters: str) -> str:
+    """Name of a pod. At most 63 letters and digits, since it is the host's name, too."""
+    whose = "standby" if member.index == NO_MEMBER else f"m{member.index}-s{member.schedule_cnt}"
+    end = f"-{whose}-{letters}"
+    return name_of(job)[: 63 - len(end)].rstrip("-") + end
+
+
+def run_labels(job: Job) -> dict[str, str]:
+    """Labels of everything that a run has."""
+    return {APP: "perdure", RUN: job.run_id}
+
+
+def selector(job: Job, part: str | None = None) -> str:
+    """Label selector of what a run has, or of one part of it."""
+    labels = run_labels(job) | ({PART: part} if part is not None else {})
+    return ",".join(f"{name}={value}" for name, value in labels.items())
+
+
+def owner(job: Job) -> Document:
+    """The ConfigMap that owns the rest; a person sees in it what the run is."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": name_of(job), "labels": run_labels(job) | {PART: "run"}},
+        "data": {"run_id": job.run_id, "store": job.storage.address},
+    }
+
+
+def secret(
+    job: Job, owned_by: Owner, name: str, values: Mapping[str, str], *, part: str
+) -> Document:
+    """A Secret of the run with text values."""
+    encoded = {key: base64.b64encode(value.encode()).decode() for key, value in values.items()}
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "type": "Opaque",
+        "metadata": {
+            "name": name,
+            "labels": run_labels(job) | {PART: part},
+            "ownerReferences": [owned_by.reference],
+        },
+        "data": encoded,
+    }
+
+
+def pod_group(job: Job, spec: KubernetesEngineSpec, owned_by: Owner) -> Document:
+    """Volcano's PodGroup: no pod is placed before all can be."""
+    assert spec.volcano is not None  # noqa: S101 the caller asks for it
+    document: Document = {
+        "apiVersion": "scheduling.volcano.sh/v1beta1",
+        "kind": "PodGroup",
+        "metadata": {
+            "name": name_of(job),
+            "labels": run_labels(job) | {PART: "pod-group"},
+            "ownerReferences": [owned_by.reference],
+        },
+        "spec": {"minMember": spec.nodes, "queue": spec.volcano.queue},
+    }
+    if spec.resources:
+        total = {name: _times(amount, spec.nodes) for name, amount in spec.resources.items()}
+        document["spec"]["minResources"] = total
+    if spec.priority_class is not None:
+        document["spec"]["priorityClassName"] = spec.priority_class
+    return document
+
+
+def _times(amount: str | int, count: int) -> str:
+    """A quantity times a number: 700Gi times 2 is 1400Gi."""
+    text = str(amount)
+    digits = text.rstrip("EPTGMKiknmu")
+    number, unit = float(digits) * count, text[len(digits) :]
+    return f"{number:.10g}{unit}"
+
+
+@dataclass(frozen=True, slots=True)
+class PodPlan:
+    """One pod that is to be made.
+
+    Attributes:
+        member: whose it is.
+        name: of the pod, and of the Secret with its agent's configuration.
+        placement: that it is made for.
+    """
+
+    member: Member
+    name: str
+    placement: Placement
+
+    @property
+    def stands_by(self) -> bool:
+        """Whether it is no member's yet."""
+        return self.member.index == NO_MEMBER
+
+
+def disk_folder_of(job: Job, spec: KubernetesEngineSpec, created_s: float) -> str | None:
+    """Where a container has the folder of its node's disk that outlives it; None: nowhere."""
+    if spec.node_path is None:
+        return None
+    return str(node_folder(Path(NODE_FOLDER) / job.run_id, created_s))
+
+
+def pod(
+    job: Job,
+    spec: KubernetesEngineSpec,
+    owned_by: Owner,
+    plan: PodPlan,
+    *,
+    store_secret: str | None,
+) -> Document:
+    """A pod: a member's, or one that stands by.
+
+    Args:
+        job: of the run.
+        spec: its engine section.
+        owned_by: the run's ConfigMap.
+        plan: which pod.
+        store_secret: Secret with the keys of the store; None: the pod has none.
+    """
+    labels = run_labels(job) | {PART: AGENT} | member_labels(plan.member, plan.placement)
+    if plan.stands_by:
+        labels[STOOD_BY] = "true"
+    document: Document = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": plan.name,
+            "labels": {**spec.labels, **labels},
+            "annotations": _annotations(job, spec),
+            "ownerReferences": [owned_by.reference],
+        },
+        "spec": _pod_spec(job, spec, plan, store_secret),
+    }
+    merged: Document = overlaid(document, spec.pod)
+    return merged
+
+
+def member_labels(member: Member, placement: Placement) -> dict[str, str]:
+    """Labels that say whose pod it is; of one that stands by, that it is nobody's yet."""
+    if member.index == NO_MEMBER:
+        return {}
+    return {
+        MEMBER: str(member.index),
+        SCHEDULE_CNT: str(member.schedule_cnt),
+        PLACEMENT: str(placement.number),
+    }
+
+
+def _annotations(job: Job, spec: KubernetesEngineSpec) -> dict[str, str]:
+    found = dict(spec.annotations)
+    if spec.volcano is not None:
+        found["scheduling.k8s.io/group-name"] = name_of(job)
+    return found
+
+
+def _pod_spec(
+    job: Job, spec: KubernetesEngineSpec, plan: PodPlan, store_secret: str | None
+) -> Document:
+    document: Document = {
+        "restartPolicy": "Never",  # a container that came back by itself would know nothing
+        "terminationGracePeriodSeconds": int(spec.grace_s + GRACE_MARGIN_S),
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "affinity": _affinity(job, plan),
+        "tolerations": [*_STAYS, *spec.tolerations],
+        "containers": [_container(spec, store_secret)],
+        "volumes": _volumes(spec, plan.name),
+    }
+    given = {
+        "nodeSelector": spec.node_selector,
+        "serviceAccountName": spec.service_account,
+        "priorityClassName": spec.priority_class,
+        "schedulerName": spec.volcano.scheduler if spec.volcano is not None else None,
+        "imagePullSecrets": [{"name": name} for name in spec.image_pull_secrets],
+    }
+    document |= {name: value for name, value in given.items() if value}
+    if spec.host_network:
+        document |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
+    return document
+
+
+# Whether a node that does not report is lost is decided here, by its agent's silence: without
+# these, the cluster would delete the pods of a node whose kubelet alone is gone, after 300 s.
+_STAYS: Sequence[Document] = tuple(
+    {"key": f"node.kubernetes.io/{taint}", "operator": "Exists", "effect": "NoExecute"}
+    for taint in ("not-ready", "unreachable")
+)
+
+
+def _affinity(job: Job, plan: PodPlan) -> Document:
+    """Away from avoided nodes and from the other members, preferably where the member was."""
+    avoid = [_field("NotIn", node) for node in plan.placement.avoid]
+    preferred = [
+        {"weight": 50, "preference": {"matchFields": [_field("NotIn", node)]}}
+        for node in plan.placement.last
+    ]
+    if plan.member.node != ANY_NODE:
+        own = {"matchFields": [_field("In", plan.member.node)]}
+        preferred.append({"weight": 100, "preference": own})
+    of_node: Document = {}
+    if avoid:
+        of_node["requiredDuringSchedulingIgnoredDuringExecution"] = {
+            "nodeSelectorTerms": [{"matchFields": avoid}]
+        }
+    if preferred:
+        of_node["preferredDuringSchedulingIgnoredDuringExecution"] = preferred
+    others = {
+        "labelSelector": {"matchLabels": run_labels(job) | {PART: AGENT}},
+        "topologyKey": HOSTNAME,
+    }
+    found: Document = {
+        "podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [others]}
+    }
+    return found | ({"nodeAffinity": of_node} if of_node else {})
+
+
+def _field(operator: str, node: str) -> Document:
+    # By the node's name, not by its label of the host's name: the two may differ. The API server
+    # takes one value for each.
+    return {"key": "metadata.name", "operator": operator, "values": [node]}
+
+
+def _container(spec: KubernetesEngineSpec, store_secret: str | None) -> Document:
+    mounts = [
+        {"name": "scratch", "mountPath": FOLDER},
+        {"name": AGENT_CONFIG, "mountPath": CONFIG_FOLDER, "readOnly": True},
+        {"name": "shm", "mountPath": pod_rules.MEMORY_FOLDER},
+        *(_mount(volume) for volume in spec.volumes),
+    ]
+    if spec.node_path is not None:
+        mounts.append({"name": "node-disk", "mountPath": NODE_FOLDER})
+    secrets = [*spec.env_secrets, *([store_secret] if store_secret is not None else [])]
+    amounts = {name: str(amount) for name, amount in spec.resources.items()}
+    port: Document = {"name": "agent", "containerPort": spec.agent_port}
+    if spec.host_network:
+        port["hostPort"] = spec.agent_port  # the scheduler keeps another run off this node
+    document: Document = {
+        "name": AGENT,
+        "image": spec.image,
+        "imagePullPolicy": spec.image_pull_policy,
+        "command": [
+            spec.python, "-m", "training.agent", FOLDER, f"{CONFIG_FOLDER}/{CONFIG_FILE}",
+        ],
+        "env": [
+            {"name": MARKER, "value": FOLDER},
+            {"name": NODE_ENV, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
+            {"name": HOST_ENV, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        ],
+        "ports": [port],
+        "startupProbe": {
+            "tcpSocket": {"port": spec.agent_port},
+            "periodSeconds": START_PROBE_PERIOD_S,
+            "failureThreshold": START_PROBES,
+        },
+        "volumeMounts": mounts,
+    }  # fmt: skip
+    if secrets:
+        document["envFrom"] = [{"secretRef": {"name": name}} for name in secrets]
+    if amounts:
+        document["resources"] = {"requests": amounts, "limits": amounts}
+    return document
+
+
+def _mount(volume: VolumeSpec) -> Document:
+    mount: Document = {"name": volume.name, "mountPath": volume.mount_path}
+    if volume.read_only:
+        mount["readOnly"] = True
+    if volume.sub_path is not None:
+        mount["subPath"] = volume.sub_path
+    return mount
+
+
+def _volumes(spec: KubernetesEngineSpec, config_secret: str) -> list[Document]:
+    memory: Document = {"medium": "Memory"}
+    if spec.shm_size is not None:
+        memory["sizeLimit"] = spec.shm_size
+    config = {"secretName": config_secret, "defaultMode": 0o400}
+    found: dict[str, Document] = {
+        "scratch": {"emptyDir": {}},
+        AGENT_CONFIG: {"secret": config},
+        "shm": {"emptyDir": memory},
+    }
+    if spec.node_path is not None:
+        found["node-disk"] = {"hostPath": {"path": spec.node_path, "type": "DirectoryOrCreate"}}
+    # One volume may be mounted in several places.
+    found |= {volume.name: volume.source for volume in spec.volumes}
+    return [{"name": name, **source} for name, source in found.items()]
+
+
+def overlaid(document: Any, overlay: Any) -> Any:
+    """A document with another one merged into it.
+
+    Maps are merged deeply, lists whose items have names by name; whatever else the overlay has
+    takes the place of what was there, and None removes it.
+    """
+    if isinstance(document, dict) and isinstance(overlay, dict):
+        merged = {name: overlaid(document.get(name), value) for name, value in overlay.items()}
+        return {n: v for n, v in {**document, **merged}.items() if v is not None}
+    if _are_named(document) and _are_named(overlay):
+        before = {item["name"]: item for item in document}
+        after = {item["name"]: overlaid(before.get(item["name"], {}), item) for item in overlay}
+        return list({**before, **after}.values())
+    return overlay
+
+
+def _are_named(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(item, dict) and "name" in item for item in value)
+    )

@@ -1,0 +1,131 @@
+"""The objects of a kind as the API server last told them: a list, then a watch, again and again.
+
+A gap (the server was away, or has forgotten the version) is closed by another list, so nothing is
+missed but what came and went in between. Times are seconds of CLOCK_MONOTONIC.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from training.engines.kubernetes.api import Api, ApiError, Resource
+from training.engines.kubernetes.objects import Document
+
+RETRY_S = 1.0
+
+_log = logging.getLogger("perdure.engine")
+
+
+class Watched:
+    """The objects of a kind that fit a selector, by name; kept up to date by a thread.
+
+    Args:
+        api: of the cluster.
+        resource: the kind.
+        labels: label selector.
+    """
+
+    def __init__(self, api: Api, resource: Resource, *, labels: str = "") -> None:
+        self._api = api
+        self._resource = resource
+        self._labels = labels
+        self._changed = threading.Condition()
+        self._objects: dict[str, Document] = {}
+        self._version = ""
+        self._is_away = False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """List once, then follow in the background; called again it does nothing.
+
+        Raises:
+            ApiError: the first list failed.
+        """
+        if self._thread is not None:
+            return
+        self._list()
+        name = f"watch {self._resource.plural}"
+        # A thread that held this object would follow for ever what nobody looks at any more.
+        target = partial(_follow, weakref.ref(self))
+        self._thread = threading.Thread(target=target, daemon=True, name=name)
+        self._thread.start()
+
+    def refresh(self) -> None:
+        """List now: what this process has just done is among it.
+
+        Raises:
+            ApiError: the request failed.
+        """
+        self._list()
+
+    @property
+    def objects(self) -> Mapping[str, Document]:
+        """By name, as last told."""
+        with self._changed:
+            return dict(self._objects)
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the API server does not answer at the moment."""
+        return self._is_away
+
+    def wait(self, until: Callable[[Mapping[str, Document]], bool], *, timeout_s: float) -> bool:
+        """Wait until the objects are as wanted. Whether they are."""
+        deadline_s = time.monotonic() + timeout_s
+        with self._changed:
+            while not until(self._objects):
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    return False
+                self._changed.wait(min(left_s, RETRY_S))
+        return True
+
+    def _follow_once(self) -> None:
+        """Take changes until the connection ends; where that was no good end, list anew."""
+        try:
+            self._take_changes()
+        except ApiError as error:
+            self._note_away(str(error), is_away=error.is_unreachable)
+            time.sleep(RETRY_S)
+            try:
+                self._list(patience_s=0.0)
+            except ApiError as again:
+                self._note_away(str(again), is_away=again.is_unreachable)
+                return
+            self._note_away("the API server answers again", is_away=False)
+
+    def _note_away(self, text: str, *, is_away: bool) -> None:
+        if is_away is not self._is_away:
+            _log.warning(text)
+        self._is_away = is_away
+
+    def _list(self, patience_s: float | None = None) -> None:
+        items, version = self._api.list(self._resource, labels=self._labels, patience_s=patience_s)
+        found = {item["metadata"]["name"]: item for item in items}
+        with self._changed:
+            self._objects, self._version = found, version
+            self._changed.notify_all()
+
+    def _take_changes(self) -> None:
+        with self._changed:
+            version = self._version
+        for kind, found in self._api.watch(self._resource, version=version, labels=self._labels):
+            with self._changed:
+                self._version = found["metadata"]["resourceVersion"]
+                if kind == "DELETED":
+                    self._objects.pop(found["metadata"]["name"], None)
+                elif kind != "BOOKMARK":
+                    self._objects[found["metadata"]["name"]] = found
+                self._changed.notify_all()
+
+
+def _follow(watched: weakref.ref[Watched]) -> None:
+    """Follow until the objects are no more wanted; a connection lasts a minute at most."""
+    while (one := watched()) is not None:
+        one._follow_once()  # noqa: SLF001 its own thread
+        del one

@@ -1,0 +1,24 @@
+"""`python -m training.injection.lost_node MARKER`: what an agent becomes when its node is lost.
+
+Kills everything in the container with that marker. The first process of a pod then stays, and
+answers nobody: to the cluster the pod runs, as one does whose node has just lost its power.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from training.processes import kill_container
+
+
+def main() -> None:
+    """Lose the node."""
+    kill_container(sys.argv[1])
+    while os.getpid() == 1:
+        signal.pause()
+
+
+if __name__ == "__main__":
+    main()
