@@ -164,6 +164,7 @@ def containers(agents, black_hole) -> Containers:
 @pytest.fixture
 def fleet(containers, monkeypatch, tmp_path) -> Fleet:
     monkeypatch.setattr(fleet_module, "LOOK_TIMEOUT_S", LOOK_S)
+    monkeypatch.setattr(fleet_module, "SHUTDOWN_MARGIN_S", 0.0)  # these containers never go
     fleet = Fleet(containers, small_job(tmp_path), epoch=3)
     fleet.adopt(Placement(1, ()))
     return fleet
@@ -174,12 +175,15 @@ def without_black_hole(containers: Containers) -> None:
 
 
 def test_a_node_that_is_cut_off_delays_the_look_at_199_others_by_its_own_deadline_at_most(fleet):
-    began_s = time.monotonic()
-    seen = fleet.poll()
-    took_s = time.monotonic() - began_s
-    assert len(seen.agents) == NUM_MEMBERS - 1
-    assert (seen.unanswered, seen.lost) == ((f"node-{BLACK_HOLE}",), ())
-    assert took_s < LOOK_S + 2.0
+    answered: set[int] = set()
+    while len(answered) < NUM_MEMBERS - 1:  # a busy machine needs more than one look
+        began_s = time.monotonic()
+        seen = fleet.poll()
+        assert time.monotonic() - began_s < LOOK_S + 2.0
+        assert seen.lost == ()
+        assert f"node-{BLACK_HOLE}" in seen.unanswered
+        answered |= set(seen.agents)
+    assert BLACK_HOLE not in answered
 
 
 def test_who_has_not_answered_is_not_asked_again_and_is_lost_after_a_while(
@@ -236,7 +240,7 @@ def test_members_take_containers_that_stand_by_and_answer_and_learn_whose_they_a
     good, silent = containers.now[1], containers.now[BLACK_HOLE]
     containers.spares = {"good": good, "silent": silent, "starting": replace(good, address=None)}
     containers.now = {0: containers.now[0], 1: replace(good, stood_by=True, schedule_cnt=4)}
-    fleet.replace(Placement(1, ()), [1])
+    fleet.replace(Placement(1, ()), [1], grace_s=0.0)
     assert containers.taken == [("good",)]
     orders = [one.order for one in agents.received if one.order.op == "assign"]
     assert orders == [AssignOrder(member=1, schedule_cnt=4)]
@@ -246,7 +250,7 @@ def test_a_move_asks_nothing_of_members_that_do_not_move(fleet, containers, agen
     hangs = replace(containers.now[BLACK_HOLE], stood_by=True)
     moves = replace(containers.now[2], stood_by=True, schedule_cnt=2)
     containers.now, containers.spares = {1: hangs, 2: moves}, {"good": containers.now[3]}
-    fleet.replace(Placement(1, ()), [2])
+    fleet.replace(Placement(1, ()), [2], grace_s=0.0)
     assert containers.taken == [("good",)], "and the one that hangs keeps its container"
 
 
@@ -302,7 +306,7 @@ def test_a_container_that_is_gone_is_lost_at_once(fleet, containers):
 
 
 def test_agents_that_obey_another_supervisor_are_no_lost_nodes(fleet, containers, agents):
-    without_black_hole(containers)
+    containers.now = {0: containers.now[0], 1: containers.now[1]}
     agents.refusal = "epoch 3 is over"
     with pytest.raises(EngineError, match="refused status: epoch 3 is over"):
         fleet.poll()
