@@ -54,6 +54,20 @@ def pick_device(local_rank: int) -> torch.device:
     return torch.device(kind.type, local_rank)
 
 
+def local_devices() -> int:
+    """How many accelerators this process sees."""
+    load_npu()
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def memory_of(device: torch.device) -> tuple[int, int] | None:
+    """Bytes of the device's memory that are free, and all; None on the CPU."""
+    if device.type == "cpu":
+        return None
+    free, total = torch.get_device_module(device).mem_get_info(device)
+    return int(free), int(total)
+
+
 def backend_of(device: torch.device) -> str:
     """The collective library for a device type.
 
