@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -17,11 +18,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.ascend.lab.places import CACHE, OBJECTS, SITE, SOURCES, built, package, sources, versions
+from tests.ascend.lab.places import CACHE, OBJECTS, SITE, SOURCES, built, package, versions
 
 FLAGS = ("-std=c++20", "-O1", "-g1", "-fPIC", "-Wall", "-Wextra", "-Wno-deprecated-declarations")
 # Linked by libtorch_npu.so without a symbol of their own that is not also in libascendcl.so.
 EMPTY = ("acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel")
+INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 # What torch_npu 2.13 reads of CANN's folder.
 VERSION_INFO = "Version=8.5.0\nversion_dir=8.5.0\ntimestamp=20260101_000000000\n"
 
@@ -111,9 +113,8 @@ def _flags(library: Library) -> list[str]:
 
 
 def _compile(source: Path, flags: Sequence[str]) -> Path:
-    headers = [path for path in sources() if path.suffix == ".hpp"]
     digest = hashlib.sha256(repr((versions(), flags, str(source))).encode())
-    for path in (source, *headers):
+    for path in sorted(_included(source, set())):
         digest.update(path.read_bytes())
     target = OBJECTS / f"{source.stem}-{digest.hexdigest()[:16]}.o"
     if not target.exists():
@@ -122,6 +123,16 @@ def _compile(source: Path, flags: Sequence[str]) -> Path:
         _run(["g++", *flags, "-c", str(source), "-o", str(unfinished)])
         unfinished.rename(target)
     return target
+
+
+def _included(source: Path, seen: set[Path]) -> set[Path]:
+    """The source and those of the emulator's headers that it includes."""
+    seen.add(source)
+    for name in INCLUDE.findall(source.read_text(encoding="utf-8")):
+        for header in (source.parent / name, SOURCES / name):
+            if header.exists() and header not in seen:
+                _included(header, seen)
+    return seen
 
 
 def _run(command: Sequence[str]) -> None:
