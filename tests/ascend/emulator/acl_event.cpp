@@ -1,4 +1,5 @@
 // Events: a stream records one, others wait for it.
+#include <atomic>
 #include <chrono>
 #include <unordered_map>
 
@@ -18,6 +19,9 @@ struct Event {
   Device* device = nullptr;
   uint64_t aborts = 0;  // of the device, when the record was submitted
 };
+
+// How long a stream waits for an event; 0 is without end.
+std::atomic<uint32_t> op_wait_timeout_s = 0;
 
 std::unordered_map<void*, std::shared_ptr<Event>>& events() {
   static auto* all = new std::unordered_map<void*, std::shared_ptr<Event>>;
@@ -111,12 +115,19 @@ aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent handle) {
     if (!event) return failed(ACL_ERROR_RT_INVALID_HANDLE);
     target = event->asked;
   }
-  return submit(stream, [event, target](const Interrupt& interrupt) {
+  return submit(stream, [event, target, timeout_s = op_wait_timeout_s.load()](
+                            const Interrupt& interrupt) -> Error {
     Lock lock(machine().lock);
-    wait_for_progress(lock, -1,
+    wait_for_progress(lock, timeout_s == 0 ? -1 : int64_t{timeout_s} * 1000,
                       [&] { return event->recorded >= target || interrupt.requested(); });
-    return event->recorded >= target ? kSuccess : interrupt.error();
+    if (event->recorded >= target) return kSuccess;
+    return interrupt.requested() ? interrupt.error() : ACL_ERROR_RT_WAIT_TIMEOUT;
   });
+}
+
+aclError aclrtSetOpWaitTimeout(uint32_t timeout_s) {
+  op_wait_timeout_s = timeout_s;
+  return kSuccess;
 }
 
 aclError aclrtSynchronizeEvent(aclrtEvent event) { return wait_on_host(event, -1); }

@@ -23,13 +23,9 @@ void pause(int64_t duration_ms, const ascend::Interrupt& interrupt) {
   if (!interrupt.requested()) poll(&one, 1, static_cast<int>(duration_ms));
 }
 
-ascend::Error fail_device(const Communicator& communicator, ascend::Error code) {
-  const std::string text = ascend::inner_error("rtStreamSynchronize", ascend::reason_of(code));
-  ascend::Lock guard(ascend::machine().lock);
-  ascend::fail_device(guard, *ascend::find_device(communicator.device), code, text);
-  guard.unlock();
-  ascend::set_error_message(text.c_str());
-  return code;
+ascend::Error fail(const Communicator& communicator, ascend::Error code) {
+  return fail_device(communicator, code,
+                     ascend::inner_error("rtStreamSynchronize", ascend::reason_of(code)));
 }
 
 // The links to other servers: what a network port carries.
@@ -44,7 +40,7 @@ std::vector<size_t> remote_peers(const Communicator& communicator) {
 // A link that fails for a moment: HCCL runs the operation again, where that is switched on.
 ascend::Error flicker(const Communicator& communicator, const ascend::Interrupt& interrupt) {
   const Retry retry = read_retry();
-  if (!retry.is_enabled) return fail_device(communicator, ACL_ERROR_RT_LINK_ERROR);
+  if (!retry.is_enabled) return fail(communicator, ACL_ERROR_RT_LINK_ERROR);
   count("(retry of an operation)");
   pause(retry.hold_ms, interrupt);
   return interrupt.requested() ? interrupt.error() : ascend::kSuccess;
@@ -69,6 +65,16 @@ Retry read_retry() {
   return retry;
 }
 
+ascend::Error fail_device(const Communicator& communicator, ascend::Error code,
+                          const std::string& text) {
+  {
+    ascend::Lock guard(ascend::machine().lock);
+    ascend::fail_device(guard, *ascend::find_device(communicator.device), code, text);
+  }
+  ascend::set_error_message(text.c_str());
+  return code;
+}
+
 ascend::Error strike(Communicator& communicator, const ascend::Interrupt& interrupt) {
   const int32_t device = communicator.device;
   if (ascend::take_fault(device, "network")) communicator.links.cut(remote_peers(communicator));
@@ -85,13 +91,13 @@ ascend::Error fail_retry(Communicator& communicator, uint64_t epoch) {
   for (size_t peer = 0; peer < communicator.members.size(); peer++) {
     if (peer != communicator.rank) communicator.links.send(peer, failure_tag(epoch), nullptr, 0);
   }
-  return fail_device(communicator, ACL_ERROR_RT_COMM_OP_RETRY_FAIL);
+  return fail(communicator, ACL_ERROR_RT_COMM_OP_RETRY_FAIL);
 }
 
 bool has_failed_elsewhere(Communicator& communicator, uint64_t epoch) {
   for (size_t peer = 0; peer < communicator.members.size(); peer++) {
     if (!communicator.links.take(peer, failure_tag(epoch))) continue;
-    fail_device(communicator, ACL_ERROR_RT_COMM_OP_RETRY_FAIL);
+    fail(communicator, ACL_ERROR_RT_COMM_OP_RETRY_FAIL);
     return true;
   }
   return false;

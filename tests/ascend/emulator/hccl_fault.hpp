@@ -1,6 +1,8 @@
 // Faults of communication, and HCCL's own retry of an operation.
 #pragma once
 
+#include <string>
+
 #include "hccl_comm.hpp"
 #include "stream.hpp"
 
@@ -18,6 +20,11 @@ struct Retry {
 };
 
 Retry read_retry();
+
+// Has the device of the communicator fail: whoever waits for a stream of it hears of the error, also
+// where that stream only waits for an event of the one whose operation failed.
+ascend::Error fail_device(const Communicator& communicator, ascend::Error code,
+                          const std::string& text);
 
 // What strikes an operation that is about to run; 0 is nothing, or what a retry has mended.
 ascend::Error strike(Communicator& communicator, const ascend::Interrupt& interrupt);

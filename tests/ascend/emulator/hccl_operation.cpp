@@ -4,6 +4,7 @@
 #include <cstring>
 #include <numeric>
 
+#include "errors.hpp"
 #include "hccl_errors.hpp"
 #include "hccl_fault.hpp"
 
@@ -22,7 +23,8 @@ ascend::Error run_on_stream(Communicator& communicator, const ascend::Interrupt&
     run(exchange);
     return 0;
   } catch (const Stopped& stopped) {
-    return stopped.error;
+    if (interrupt.requested()) return stopped.error;
+    return fail_device(communicator, stopped.error, ascend::take_error_message());
   }
 }
 
