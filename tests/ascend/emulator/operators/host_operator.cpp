@@ -78,7 +78,7 @@ void HostOperator::operator()(const c10::OperatorHandle&, c10::DispatchKeySet,
   for (const auto& value : call.given)
     call.host.push_back(changed(value, [](const at::Tensor& tensor) {
       // The caller may change what is its own on the host before the work runs.
-      return is_on_npu(tensor) ? host_view(tensor) : tensor.is_cpu() ? tensor.clone() : tensor;
+      return is_on_npu(tensor) ? host_view(tensor) : own_copy(tensor);
     }));
   if (generator_) {
     const auto given = call.given[*generator_].toOptional<at::Generator>();

@@ -24,6 +24,10 @@ at::Tensor host_view(const at::Tensor& tensor) {
   return keep_number(at::from_blob(address, tensor.sizes(), tensor.strides(), options), tensor);
 }
 
+at::Tensor own_copy(const at::Tensor& tensor) {
+  return tensor.is_cpu() ? keep_number(tensor.clone(), tensor) : tensor;
+}
+
 at::Tensor without_memory(const at::Tensor& tensor) {
   const auto options = tensor.options().device(at::kMeta).pinned_memory(false);
   return keep_number(at::empty_strided(tensor.sizes(), tensor.strides(), options), tensor);

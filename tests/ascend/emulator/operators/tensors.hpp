@@ -16,6 +16,9 @@ bool is_on_npu(const at::Tensor& tensor);
 // allocator of torch_npu gives it to others only in the order of streams.
 at::Tensor host_view(const at::Tensor& tensor);
 
+// A copy of a tensor of the host; others are given back.
+at::Tensor own_copy(const at::Tensor& tensor);
+
 // Its shape, strides and type on the device "meta".
 at::Tensor without_memory(const at::Tensor& tensor);
 
