@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -36,8 +37,12 @@ ENDED_BY_THE_DEVICE = frozenset({"hccl"})
 
 
 def load_npu() -> bool:
-    """Register torch_npu where CANN is there. Whether an NPU backend is available."""
-    if importlib.util.find_spec("torch_npu") is None:
+    """Register torch_npu where it is installed. Whether an NPU backend is available.
+
+    TORCH_DEVICE_BACKEND_AUTOLOAD=0, torch's own switch, keeps to the CPU.
+    """
+    is_wanted = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1"
+    if not is_wanted or importlib.util.find_spec("torch_npu") is None:
         return False
     importlib.import_module("torch_npu")
     return True

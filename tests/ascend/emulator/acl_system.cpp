@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstring>
 
+#include "acl/acl_op_compiler.h"
 #include "machine.hpp"
 
 using namespace ascend;
@@ -60,6 +61,7 @@ aclError aclrtSetOpExecuteTimeOutV2(uint64_t timeout_us, uint64_t* actual_us) {
 // Choices among kernels of the device; the host's are always the same, and deterministic.
 aclError aclrtSetSysParamOpt(aclSysParamOpt, int64_t) { return kSuccess; }
 aclError aclrtCtxSetSysParamOpt(aclSysParamOpt, int64_t) { return kSuccess; }
+aclError aclSetCompileopt(aclCompileOpt, const char*) { return kSuccess; }
 
 aclError aclrtGetSysParamOpt(aclSysParamOpt, int64_t* value) {
   *value = 0;

@@ -1,0 +1,14 @@
+"""The reference program with attention by its definition, on every device the same operations."""
+
+from __future__ import annotations
+
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from training.drill import recipe
+from training.job import Job
+
+
+def main(job: Job) -> None:
+    """Train up to the job's target step."""
+    with sdpa_kernel(SDPBackend.MATH):
+        recipe.main(job)
