@@ -15,6 +15,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+from storage.address import open_store
 from storage.errors import StorageError
 from training.agent.checkpoint_server import CheckpointServerProcess, disk_folder
 from training.agent.control import ADDRESS_FILE, control_server_of, publish_address
@@ -28,6 +29,7 @@ from training.agent.log_reading import read_logs
 from training.agent.node_texts import evidence_of, worker_stacks
 from training.agent.preparation import DATA_FOLDER, NodeChecks, stage_data
 from training.agent.sampler import Sampling
+from training.agent.saved_checkpoints import saved_reply
 from training.agent.wakeup import WakeupSignal
 from training.agent.workers import WorkerGroup
 from training.environment import interface_variables
@@ -58,6 +60,7 @@ from training.wire.agent import (
     RejoinOrder,
     RendezvousOrder,
     Request,
+    SavedQuery,
     ShutdownOrder,
     StacksQuery,
     StartOrder,
@@ -155,6 +158,8 @@ class Agent:
                 reply = self._read(epoch, order)
             case CheckOrder():
                 reply = self._check(epoch, order)
+            case SavedQuery():
+                reply = self._refuse(epoch) or saved_reply(order)
             case DevicesQuery():
                 reply = self._refuse(epoch) or devices_reply(order, self._config.node)
             case NoticeOrder() | RejoinOrder():
@@ -184,6 +189,7 @@ class Agent:
             staging_error=self._staging_error,
             oom_kills=oom_kills() - self._oom_kills_before,
             output_bytes=self._group.log_bytes() if self._group else 0,
+            shown=self._group.shown.newest if self._group and self._group.shown else None,
             left_running=self._group.left.found if self._group else (),
             mended_retries=self._group.mended_retries() if self._group else {},
             sample=self._sampling.newest,
@@ -346,9 +352,10 @@ class Agent:
         )
         self._proc_start_cnt += 1
         self._state = AgentState.RUNNING
-        self._sampling.begin(
-            order.slots_per_node, Job.model_validate_json(order.job).watch.sample_every_s
-        )
+        job = Job.model_validate_json(order.job)
+        if self._group.shown is not None:
+            self._group.shown.start(partial(open_store, job.storage))
+        self._sampling.begin(order.slots_per_node, job.watch.sample_every_s)
 
     def _start_checkpoint_server(self, order: StartOrder, job_file: Path) -> dict[str, str]:
         """Start a checkpoint server for session programs; returns its workers' variables."""

@@ -1,0 +1,116 @@
+"""What a command is started with again, by the checkpoints that nodes see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.jobs import job_document
+from training.agent.saved_checkpoints import saved_reply
+from training.errors import InputError
+from training.job import Job, parse_job
+from training.journal.history import RunHistory
+from training.supervisor.job_checks import check_job
+from training.supervisor.program_checkpoints import newest_saved, resumption
+from training.wire.agent import SavedCheckpoint, SavedQuery
+
+CHECKPOINTS = {"kind": "nanogpt", "path": "/out"}
+
+
+def job(**worker: Any) -> Job:
+    return parse_job(job_document(worker={"command": ["true"], **worker}))
+
+
+def saved(step: int, path: str = "/out/ckpt.pt") -> SavedCheckpoint:
+    return SavedCheckpoint(step=step, path=path, size_bytes=1, written_s=10.0)
+
+
+@dataclass
+class Nodes:
+    """What the agents answer."""
+
+    answers: dict[str, tuple[SavedCheckpoint, ...]]
+    asked: list[SavedQuery] = field(default_factory=list)
+
+    def saved(self, query: SavedQuery) -> dict[str, tuple[SavedCheckpoint, ...]]:
+        self.asked.append(query)
+        return self.answers
+
+
+def newest(nodes: Any, **worker: Any) -> SavedCheckpoint | None:
+    return newest_saved(job(**worker), nodes, RunHistory(), cwd="/here", variables={"A": "b"})
+
+
+def test_without_a_place_of_checkpoints_nobody_is_asked():
+    nodes = Nodes({"node-0": (saved(10),)})
+    assert newest(nodes) is None
+    assert nodes.asked == []
+
+
+def test_the_newest_checkpoint_of_all_nodes_is_taken():
+    nodes = Nodes({"node-0": (saved(10), saved(20)), "node-1": (saved(30),), "node-2": ()})
+    assert newest(nodes, checkpoints=CHECKPOINTS) == saved(30)
+    assert (nodes.asked[0].cwd, nodes.asked[0].variables) == ("/here", {"A": "b"})
+
+
+def test_a_command_without_a_checkpoint_is_started_as_it_was_first():
+    given = job(checkpoints=CHECKPOINTS, resume={"args": ["--resume"]})
+    assert resumption(given, None).args == ()
+    assert resumption(given, None).variables == ()
+
+
+def test_a_command_with_one_gets_its_arguments_and_variables():
+    at = "step ${PERDURE_CHECKPOINT_STEP}"
+    resume = {"args": ["--from=${PERDURE_CHECKPOINT}"], "env": {"AT": at}}
+    added = resumption(job(checkpoints=CHECKPOINTS, resume=resume), saved(20))
+    assert added.args == ("--from=${PERDURE_CHECKPOINT}",), "filled in on the node"
+    assert dict(added.variables) == {
+        "AT": "step 20", "PERDURE_CHECKPOINT": "/out/ckpt.pt", "PERDURE_CHECKPOINT_STEP": "20",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("worker", "why"),
+    [
+        ({"resume": {"args": ["-r"]}}, "resume needs checkpoints"),
+        ({"checkpoints": CHECKPOINTS, "resume": {}}, "give args or env"),
+        ({"checkpoints": {"kind": "glob", "path": "/out"}}, "has no *"),
+        ({"checkpoints": {"kind": "deepspeed", "path": "/out"}}, "worker.checkpoints.kind"),
+        (
+            {"checkpoints": CHECKPOINTS, "resume": {"env": {"MA_A": "1"}}},
+            "MA_A is set by the node agent",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(worker, why):
+    with pytest.raises(InputError) as caught:
+        job(**worker)
+    assert why in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("worker", "field"),
+    [
+        ({"resume": {"args": ["${CHECKPIONT}"]}}, "worker.resume.args"),
+        ({"checkpoints": {"kind": "nanogpt", "path": "${OUTT}"}}, "worker.checkpoints.path"),
+    ],
+)
+def test_a_name_that_nothing_sets_is_refused_before_anything_starts(worker, field, tmp_path):
+    given = job(cwd=str(tmp_path), **{"checkpoints": CHECKPOINTS, **worker})
+    with pytest.raises(InputError, match=field):
+        check_job(given, with_storage=False)
+
+
+def test_the_path_is_filled_in_with_the_jobs_variables(tmp_path: Path):
+    (tmp_path / "out").mkdir()
+    spec = job(checkpoints={"kind": "nanogpt", "path": "${OUT}"}).worker.checkpoints
+    assert spec is not None
+    query = SavedQuery(spec=spec, cwd=str(tmp_path), variables={}, since_s=0.0, until_s=0.0)
+    assert "OUT" in str(saved_reply(query).error)
+    known = query.model_copy(update={"variables": {"OUT": "out"}})
+    assert saved_reply(known).saved == ()
+    assert saved_reply(known).error is None

@@ -1,0 +1,75 @@
+"""The checkpoints that a command keeps itself, as a supervisor sees them.
+
+Which one it is started from again is decided here once for all nodes, so that none begins anew
+beside others that resume. Steps are completed optimizer steps.
+"""
+
+from __future__ import annotations
+
+import string
+from dataclasses import dataclass
+
+from training.engines.fleet import Fleet
+from training.job import Job
+from training.journal.history import RunHistory
+from training.wire.agent import SavedCheckpoint, SavedQuery
+
+PATH_ENV = "PERDURE_CHECKPOINT"
+STEP_ENV = "PERDURE_CHECKPOINT_STEP"
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """What a command is started with because it has a checkpoint.
+
+    Attributes:
+        args: behind its own.
+        variables: beside its own.
+    """
+
+    args: tuple[str, ...] = ()
+    variables: tuple[tuple[str, str], ...] = ()
+
+
+def newest_saved(
+    job: Job, fleet: Fleet, history: RunHistory, *, cwd: str, variables: dict[str, str]
+) -> SavedCheckpoint | None:
+    """The newest complete checkpoint on any node, None where there is none.
+
+    One that was written before the run was created is none of it.
+    """
+    spec = job.worker.checkpoints
+    if spec is None:
+        return None
+    query = SavedQuery(
+        spec=spec,
+        cwd=cwd,
+        variables=variables,
+        since_s=history.created_s,
+        until_s=_ended_s(history),
+    )
+    found = [one for saved in fleet.saved(query).values() for one in saved]
+    return max(found, key=lambda one: (one.step, one.written_s), default=None)
+
+
+def _ended_s(history: RunHistory) -> float:
+    """When the last attempt that has ended did; the earliest sign of it counts."""
+    ended = [view.ended for view in history.attempts if view.ended is not None]
+    if not ended:
+        return history.created_s
+    last = ended[-1]
+    fault_s = last.fault.at_s if last.fault is not None else None
+    signs = (last.at_s, last.noticed_s, last.lived_s, fault_s)
+    return min(one for one in signs if one is not None)
+
+
+def resumption(job: Job, saved: SavedCheckpoint | None) -> Resumption:
+    """How a command is started that has this checkpoint."""
+    if saved is None:
+        return Resumption()
+    own = {PATH_ENV: saved.path, STEP_ENV: str(saved.step)}
+    spec = job.worker.resume
+    if spec is None:
+        return Resumption(variables=tuple(own.items()))
+    added = {name: string.Template(text).safe_substitute(own) for name, text in spec.env.items()}
+    return Resumption(spec.args, tuple({**added, **own}.items()))
