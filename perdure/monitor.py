@@ -30,6 +30,7 @@ from training.supervisor.accounts import Accountant
 from training.supervisor.checkpoints import node_tiers
 from training.supervisor.evidence import newest_of, step_of
 from training.supervisor.observing import AttemptSnapshot
+from training.supervisor.program_checkpoints import program_saves, saves_are_known
 from training.supervisor.report import (
     alert_rows,
     attempt_rows,
@@ -100,7 +101,7 @@ class RunMonitor:
             "ettr": round(spent.known_ettr, 4) if spent.known_ettr is not None else None,
             "wall_s": round(spent.wall_s, 3),
             "time_s": {owner: round(s, 3) for owner, s in spent.seconds.items() if s > 0},
-            "checkpoints": self._checkpoints(now_s),
+            "checkpoints": self._program_checkpoints(history) or self._checkpoints(now_s),
             "nodes": _nodes(history, seen.snapshot),
             "metrics_url": _metrics_url(seen.snapshot),
         }
@@ -121,6 +122,14 @@ class RunMonitor:
         made = self._known_account = account(history, records, now_s=now_s, newest=newest)
         self._account_due_s = now_s + (time.monotonic() - began_s) / ACCOUNT_SHARE
         return made
+
+    def _program_checkpoints(self, history: RunHistory) -> dict[str, Any]:
+        """Of a command that says where it saves: how many are there, and the newest."""
+        if self._run.job.worker.checkpoints is None:
+            return {}
+        kept = [one for one in program_saves(history) if one.is_kept is not False]
+        newest = max((one.step for one in kept), default=None)
+        return {"program": {"newest": newest, "count": len(kept)}}
 
     def _checkpoints(self, now_s: float) -> dict[str, Any]:
         """Per tier how many checkpoints it holds, and the newest."""
@@ -173,7 +182,7 @@ def _facts(
         "ledger_unwritable": unwritable(run.ledger, run.home, now_s=now_s),
         "supervised": is_supervised,
         "step": _step(history, last) if not job.worker.is_command else _command_step(history, seen),
-        "committed_step": None if job.worker.is_command else history.committed_step,
+        "committed_step": history.committed_step if saves_are_known(job) else None,
         "target_step": target,
         "eta_s": _eta_s(history, records, target),
         "tokens_per_s": last.tokens_per_s if last is not None else None,

@@ -167,7 +167,7 @@ def _details(status: Status, width: int) -> list[RenderableType]:
         rows += [Text("Nodes", style="bold"), *_node_lines(document["nodes"])]
     if document["faults"]:
         rows += [Text("Newest faults", style="bold"), *_fault_lines(document["faults"])]
-    if not status.history.is_command:  # its checkpoints are its own
+    if not status.history.is_command or "program" in document["checkpoints"]:
         rows += [Text("Checkpoints", style="bold"), Text(_checkpoint_line(document["checkpoints"]))]
     if status.history.attempts:
         shown = story_rows(status.history)[-_NUM_ATTEMPTS:]

@@ -237,10 +237,10 @@ class Job(FrozenModel):
     @model_validator(mode="after")
     def _check_session_job(self) -> Self:
         if self.worker.is_command:
-            if self.restart.every_s is not None:
+            if self.restart.every_s is not None and self.worker.checkpoints is None:
                 raise ValueError(
-                    f"restart.every_s={self.restart.every_s:g} is for sessions: when a command has "
-                    "committed a checkpoint is not known"
+                    f"restart.every_s={self.restart.every_s:g} needs worker.checkpoints: when a "
+                    "command has saved is not known"
                 )
             return self
         if self.data is None and self.worker.recipe is None:

@@ -18,6 +18,7 @@ from tests.local_run import LocalRun
 from tests.process.harness import REPO
 from training.environment import worker_path
 from training.job import Job, parse_job
+from training.journal.ledger import Ledger
 from training.journal.steps import kept_steps
 from training.supervisor.run import Run
 from training.supervisor.watch import Progress
@@ -115,3 +116,16 @@ def lines_with(lines: Sequence[str], text: str) -> list[str]:
 def same(curve: Mapping[int, str], undisturbed: Mapping[int, str]) -> bool:
     """Whether every iteration has printed the same digits, in order."""
     return dict(sorted(curve.items())) == dict(undisturbed) and bool(curve)
+
+
+def after_saves(job: Job, count: int, act: Any) -> Any:
+    """Does something once so many checkpoints of the program are on record."""
+
+    def act_then(local: LocalRun) -> Any:
+        saves = Ledger(open_store(job.storage), job.run_id).read().checkpoints
+        return act(local) if len(saves) >= count else None
+
+    return act_then
+
+
+MEGATRON = re.compile(r" iteration +(\d+)/ +\d+ .* lm loss: ([-+.E\d]+) \| .* grad norm: ([.\d]+) ")

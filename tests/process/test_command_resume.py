@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import signal
+import socket
+import threading
+import time
 
 import pytest
 
 from tests.process.program_jobs import (
     EXAMPLES,
     AtStep,
+    after_saves,
     by_hand,
     example_job,
     lines_with,
@@ -18,6 +22,7 @@ from tests.process.program_jobs import (
 )
 from tests.values import not_none
 from training.drill.driver import RunDriver
+from training.processes import free_port
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
@@ -34,14 +39,72 @@ def test_a_program_that_must_be_told_to_resume_goes_on_from_its_checkpoint(home)
     assert list(alone) == list(range(STEPS))
 
     job = example_job(home, "nanogpt.yaml", "killed", *ARGUMENTS, "--pause_s=0.2", steps=STEPS)
-    kill = AtStep(home, 14, send(1, signal.SIGKILL))
+    kill = AtStep(home, 14, after_saves(job, 1, send(1, signal.SIGKILL)))
     outcome = RunDriver(home).run(job, hook=kill)
     assert kill.done, "the rank was killed"
     assert outcome.ended == "completed"
     (killed, again) = outcome.history.attempts
     reached = not_none(not_none(killed.ended).to_step)
-    assert not_none(again.first_step).step == reached // 10 * 10 + 1, "from the newest checkpoint"
+    resumed_at = not_none(again.first_step).step - 1
+    assert resumed_at % 10 == 0
+    assert kill.status["committed_step"] <= resumed_at <= reached < resumed_at + 20
+    committed = kill.status["committed_step"]
+    assert kill.status["checkpoints"] == {"program": {"newest": committed, "count": 1}}
+    saves = [one.step for one in outcome.history.checkpoints]
+    assert saves[0] <= committed < saves[-1] == STEPS
+    assert all(step % 10 == 0 for step in saves)
+    outcome.history.budgets_from = 0  # the end of a run begins them anew
+    assert [one.progressed for one in outcome.history.recoveries()] == [True], "it is free"
     lines = output_of(home, job)
     assert len(lines_with(lines, "Initializing a new model from scratch")) == 1
     assert len(lines_with(lines, "Resuming training from")) == 1
     assert printed(lines) == alone, "every digit"
+
+
+class HeldPort:
+    """Takes a port as soon as its owner gives it up, as a process does that does not die."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.is_held = threading.Event()
+        self._server = socket.socket()
+        self._server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+    def take(self) -> None:
+        while not self.is_held.is_set():
+            try:
+                self._server.bind(("0.0.0.0", self.port))  # noqa: S104 as torch's store does
+                self._server.listen()
+                self.is_held.set()
+            except OSError:
+                time.sleep(0.01)
+
+    def close(self) -> None:
+        self.is_held.set()
+        self._server.close()
+
+
+@pytest.mark.long
+def test_a_command_on_two_nodes_restarts_together_on_a_port_that_nobody_holds(home):
+    held = HeldPort()
+    apart = {"nodes": 2, "slots_per_node": 1, "spares": 0}
+    job = example_job(
+        home, "nanogpt.yaml", "two-nodes", *ARGUMENTS, "--pause_s=0.2",
+        steps=STEPS, engine=apart, comm={"master_port": held.port},
+    )  # fmt: skip
+
+    def act(local):
+        threading.Thread(target=held.take, daemon=True).start()
+        return send(1, signal.SIGKILL)(local)
+
+    kill = AtStep(home, 12, after_saves(job, 1, act))
+    outcome = RunDriver(home).run(job, hook=kill)
+    was_held = held.is_held.is_set()
+    held.close()
+    assert kill.done, "the rank was killed"
+    assert was_held, "the port was taken before the second attempt could use it"
+    assert outcome.ended == "completed"
+    (_, again) = outcome.history.attempts
+    assert set(not_none(again.ended).proc_start_cnt.values()) == {2}, "both nodes started again"
+    assert len(lines_with(output_of(home, job), "Resuming training from")) == 1
+    assert list(printed(output_of(home, job))) == list(range(STEPS))

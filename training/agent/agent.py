@@ -189,6 +189,7 @@ class Agent:
             staging_error=self._staging_error,
             oom_kills=oom_kills() - self._oom_kills_before,
             output_bytes=self._group.log_bytes() if self._group else 0,
+            saved=self._group.saved.newest if self._group and self._group.saved else (),
             shown=self._group.shown.newest if self._group and self._group.shown else None,
             left_running=self._group.left.found if self._group else (),
             mended_retries=self._group.mended_retries() if self._group else {},
@@ -355,6 +356,8 @@ class Agent:
         job = Job.model_validate_json(order.job)
         if self._group.shown is not None:
             self._group.shown.start(partial(open_store, job.storage))
+        if self._group.saved is not None:
+            self._group.saved.start()
         self._sampling.begin(order.slots_per_node, job.watch.sample_every_s)
 
     def _start_checkpoint_server(self, order: StartOrder, job_file: Path) -> dict[str, str]:
@@ -476,7 +479,9 @@ class Agent:
             return AgentReply(port=address.store_port, coordinator=address)
         key = (start.placement, start.attempt)
         if self._free_port_of is None or self._free_port_of[0] != key:
-            self._free_port_of = (key, order.port or free_port(self._config.host))
+            # A process that does not die may hold the port of the attempt before.
+            wanted = (order.port, 0) if order.port else (0,)
+            self._free_port_of = (key, free_port(self._config.host, ports=wanted))
         return AgentReply(port=self._free_port_of[1])
 
     def _refuse(self, epoch: int) -> AgentReply | None:

@@ -35,6 +35,11 @@ class ProgramCheckpointsSpec(FrozenModel):
         "nothing has changed for so long while the program ran on"
     )  # fmt: skip
 
+    keep: int | None = Field(
+        None, ge=2, description="complete checkpoints of the run that are kept, the newest; older "
+        "ones are deleted; default: all, for the program itself deletes what it does not need"
+    )  # fmt: skip
+
     @model_validator(mode="after")
     def _check_pattern(self) -> Self:
         if self.kind is CheckpointKind.GLOB and "*" not in self.path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import string
 from dataclasses import dataclass
+from pathlib import Path
 
 from training.engines.fleet import Fleet
 from training.job import Job
@@ -29,6 +30,51 @@ class Resumption:
 
     args: tuple[str, ...] = ()
     variables: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramSave:
+    """A complete checkpoint of a command, as it is listed.
+
+    Attributes:
+        attempt: that saved it.
+        is_kept: whether it is still there; None: not known on this machine.
+    """
+
+    step: int
+    written_at_s: float
+    size_bytes: int
+    path: str
+    attempt: str
+    is_kept: bool | None
+
+
+def saves_are_known(job: Job) -> bool:
+    """Whether the checkpoints of a job's program are on record."""
+    return not job.worker.is_command or job.worker.checkpoints is not None
+
+
+def program_saves(history: RunHistory) -> list[ProgramSave]:
+    """What a command has saved, by steps; of a path that was written again the last."""
+    by_path = {one.path: one for one in history.checkpoints if one.path is not None}
+    found = [
+        ProgramSave(
+            step=one.step,
+            written_at_s=one.written_s or one.at_s,
+            size_bytes=one.size_bytes or 0,
+            path=path,
+            attempt=f"{one.placement}.{one.attempt}",
+            # Elsewhere than on this machine a path says nothing here, unless it is there.
+            is_kept=Path(path).exists() or (False if _is_local(history) else None),
+        )
+        for path, one in by_path.items()
+    ]
+    return sorted(found, key=lambda one: one.step)
+
+
+def _is_local(history: RunHistory) -> bool:
+    engine = (history.job or {}).get("engine") or {}
+    return engine.get("kind") == "local"
 
 
 def newest_saved(

@@ -460,8 +460,11 @@ class Run:
         """What a command is started again from; never on its first start."""
         if len(self.history.attempts) < 2:
             return None
-        variables = variables_of(self.job)
-        return newest_saved(self.job, self.fleet, self.history, cwd=self._cwd, variables=variables)
+        variables, before = variables_of(self.job), self.history.attempts[-2]
+        saved = newest_saved(self.job, self.fleet, self.history, cwd=self._cwd, variables=variables)
+        if saved is not None and saved.step > self.history.committed_step:
+            self._writer.checkpoint(before, saved.step, saved)  # its node was lost before it told
+        return saved
 
     def _order(
         self,
@@ -493,6 +496,7 @@ class Run:
             past=tuple(recoveries_of(job, self.history)[-MAX_PAST:]),
             rejoin_s=REJOIN_S if replaces_nodes(job, self.fleet) else 0.0,
             secrets=dict(self._secrets()),
+            created_s=self.history.created_s,
         )
 
     def _job_of_workers(self) -> Job:

@@ -34,6 +34,7 @@ from training.wire.agent import (
     AgentState,
     AgentStatus,
     NodeText,
+    SavedCheckpoint,
     WorkerStatus,
 )
 
@@ -82,11 +83,13 @@ class Progress:
     snapshot: Snapshot = field(default_factory=Snapshot)
     steps: Sequence[StepRecord] = ()
     checkpoints: Sequence[int] = ()
+    saved: Sequence[SavedCheckpoint] = ()
     events: Sequence[LedgerEvent] = ()
     last: StepRecord | None = None
     _given_up: AttemptGivenUp | None = None
     _recovering: dict[int, RecoveryBegan] = field(default_factory=dict)
     _known_step: int | None = None
+    _known_saves: set[tuple[int, str]] = field(default_factory=set)
 
     def begin_log(self) -> None:
         """Another log begins, with records of steps that are known already."""
@@ -117,6 +120,14 @@ class Progress:
                     self._recovering.pop(event.number, None)
                 case AttemptGivenUp() if self._given_up is None:
                     self._given_up = event
+
+    def take_saves(self) -> None:
+        """Note what commands have saved since the last look."""
+        told = [one for status in self.snapshot.agents.values() for one in status.saved]
+        fresh = {(one.step, one.path): one for one in told}
+        self.saved = [fresh[key] for key in sorted(fresh.keys() - self._known_saves)]
+        self._known_saves.update(fresh)
+        self.checkpoints = [*self.checkpoints, *sorted({one.step for one in self.saved})]
 
     @property
     def given_up(self) -> AttemptGivenUp | None:
@@ -329,6 +340,7 @@ class AttemptWatch:
         progress.snapshot = self._fleet.poll()
         for status in progress.snapshot.agents.values():
             self._proc_start_cnt[status.node] = status.proc_start_cnt
+        progress.take_saves()
         self._judge_ends(progress.snapshot)
         self._on_progress(progress)
         return progress.snapshot

@@ -107,6 +107,7 @@ class StartOrder(FrozenModel):
         0.0, description="for another coordinator to come when the one before is gone; 0: none"
     )
     rank_table: str | None = Field(None, description="hccl.json; None: none is asked for")
+    created_s: float = Field(0.0, description="when the run was; what is older is none of it")
     secrets: dict[str, SecretStr] = Field(
         {}, description="values of the job's env_from that are in Prefect blocks, by variable"
     )
@@ -485,6 +486,7 @@ class AgentStatus(FrozenModel):
         ranks: of a command, as far as they are known.
         output_bytes: length of what the attempt's processes have printed.
         shown: step by the output of a command, where its job says how to read it.
+        saved: the newest checkpoints that a command has saved in this attempt.
         left_running: by a command that exited with 0; it was ended with the attempt.
     """
 
@@ -504,6 +506,7 @@ class AgentStatus(FrozenModel):
     oom_kills: int = 0
     output_bytes: int = 0
     shown: ShownStep | None = None
+    saved: tuple[SavedCheckpoint, ...] = ()
     left_running: tuple[LeftProcess, ...] = ()
     mended_retries: dict[int, int] = Field({}, description="of HCCL, by rank, where there are any")
     sample: NodeSample | None = None
