@@ -50,6 +50,7 @@ from training.specs.model import (
 )
 from training.specs.preflight import PreflightSpec
 from training.specs.problems import field_of, message_of
+from training.specs.program_checkpoints import CheckpointKind
 from training.specs.recovery import (
     PLATFORM_HANG_TIMEOUT_S,
     RECOMMENDED_KEEP_LAST,
@@ -231,6 +232,19 @@ class Job(FrozenModel):
         if action is HangAction.ALERT and not self.restart.hang:
             raise ValueError(
                 f"watch.hang_action={action} needs restart.hang=true, which looks for hangs"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_upload(self) -> Self:
+        spec = self.worker.checkpoints
+        if spec is None or not spec.upload or self.engine.nodes == 1:
+            return self
+        if spec.kind is CheckpointKind.MEGATRON:
+            raise ValueError(
+                f"worker.checkpoints.upload with kind=megatron is for one node, engine.nodes="
+                f"{self.engine.nodes}: the first alone has the file that says what is complete; "
+                "save to storage that all nodes have"
             )
         return self
 

@@ -63,6 +63,12 @@ def output_of(home: Path, job: Job) -> list[str]:
     return [line for path in files for line in path.read_text().splitlines()]
 
 
+def agent_logs(home: Path, job: Job) -> list[str]:
+    """The log of every container's agent."""
+    files = (home / "runs" / job.run_id / "nodes").glob("*/*/agent.log")
+    return [path.read_text() for path in files]
+
+
 def recorded(job: Job) -> dict[int, float | None]:
     """The loss of every step that is on record."""
     return {step: one.loss for step, one in kept_steps(open_store(job.storage), job.run_id).items()}

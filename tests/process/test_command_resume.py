@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import socket
 import threading
@@ -9,10 +10,13 @@ import time
 
 import pytest
 
+from storage.address import open_store
+from tests.local_run import LocalRun
 from tests.process.program_jobs import (
     EXAMPLES,
     AtStep,
     after_saves,
+    agent_logs,
     by_hand,
     example_job,
     lines_with,
@@ -21,8 +25,10 @@ from tests.process.program_jobs import (
     send,
 )
 from tests.values import not_none
+from training.agent.saved_store import stored_steps
 from training.drill.driver import RunDriver
 from training.processes import free_port
+from training.recovery.faults import FaultClass
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
@@ -108,3 +114,41 @@ def test_a_command_on_two_nodes_restarts_together_on_a_port_that_nobody_holds(ho
     assert set(not_none(again.ended).proc_start_cnt.values()) == {2}, "both nodes started again"
     assert len(lines_with(output_of(home, job), "Resuming training from")) == 1
     assert list(printed(output_of(home, job))) == list(range(STEPS))
+
+
+@pytest.mark.long
+def test_a_checkpoint_that_is_lost_with_its_node_comes_back_from_the_store(home):
+    disks = home / "disks"
+    out = f"{disks}/${{PERDURE_NODE}}/out"
+    job = example_job(
+        home, "nanogpt.yaml", "disk-lost", *ARGUMENTS, "--pause_s=0.3", f"--out_dir={out}",
+        steps=STEPS, restart={"pod_retries": 1},
+        engine={"nodes": 2, "slots_per_node": 1, "spares": 1},
+        worker={"checkpoints": {"kind": "nanogpt", "path": out, "upload": True}},
+    )  # fmt: skip
+    store = open_store(job.storage)
+
+    def lose(local: LocalRun) -> list[int]:
+        if not stored_steps(store, job.run_id):
+            return []
+        killed = local.kill_node("node-0")
+        shutil.rmtree(disks / "node-0")
+        return killed
+
+    lost = AtStep(home, 12, lose)
+    outcome = RunDriver(home).run(job, hook=lost)
+    assert lost.done, "the node was lost, and its disk"
+    assert outcome.ended == "completed"
+    (before, after) = outcome.history.attempts
+    assert not_none(not_none(before.ended).fault).fault_class is FaultClass.NODE_LOST
+    assert [one.node for one in after.members] == ["node-2", "node-1"]
+    resumed_at = not_none(after.first_step).step - 1
+    assert resumed_at >= 10
+    assert not_none(not_none(after.ended).to_step) == STEPS
+    # Both had no checkpoint: one node is new, and on the other the program does not save.
+    brought = f"step {resumed_at} of the command is brought to"
+    assert sum(brought in text for text in agent_logs(home, job)) == 2
+    lines = output_of(home, job)
+    assert len(lines_with(lines, "Resuming training from")) == 1
+    assert list(printed(lines)) == list(range(STEPS))
+    assert STEPS in stored_steps(store, job.run_id), "the last one is stored, too"

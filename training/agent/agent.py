@@ -29,7 +29,7 @@ from training.agent.log_reading import read_logs
 from training.agent.node_texts import evidence_of, worker_stacks
 from training.agent.preparation import DATA_FOLDER, NodeChecks, stage_data
 from training.agent.sampler import Sampling
-from training.agent.saved_checkpoints import saved_reply
+from training.agent.saved_checkpoints import before_start, have_resumed, saved_reply
 from training.agent.wakeup import WakeupSignal
 from training.agent.workers import WorkerGroup
 from training.environment import interface_variables
@@ -159,7 +159,7 @@ class Agent:
             case CheckOrder():
                 reply = self._check(epoch, order)
             case SavedQuery():
-                reply = self._refuse(epoch) or saved_reply(order)
+                reply = self._refuse(epoch) or saved_reply(order, self._config.node)
             case DevicesQuery():
                 reply = self._refuse(epoch) or devices_reply(order, self._config.node)
             case NoticeOrder() | RejoinOrder():
@@ -290,6 +290,8 @@ class Agent:
         """Bring the token shards here, then start the workers; runs in a thread of its own."""
         try:
             stage_data(order, self._folder)
+            known = before_start(self._config.node, order.variables)
+            have_resumed(order, self._config.member, known)
             if not order.is_command:
                 self._launcher.prepare(order.variables)
             sources = Job.model_validate_json(order.job).env_from
@@ -357,7 +359,7 @@ class Agent:
         if self._group.shown is not None:
             self._group.shown.start(partial(open_store, job.storage))
         if self._group.saved is not None:
-            self._group.saved.start()
+            self._group.saved.start(partial(open_store, job.storage))
         self._sampling.begin(order.slots_per_node, job.watch.sample_every_s)
 
     def _start_checkpoint_server(self, order: StartOrder, job_file: Path) -> dict[str, str]:

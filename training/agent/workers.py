@@ -134,7 +134,7 @@ class WorkerGroup:
             self._output = MaskedOutput(self.folder, self.secrets)
         streams = (self.log_path(r, s) for s in reversed(STREAMS) for r in self.planned_ranks)
         self.shown = ShownSteps.of(self.order, self.folder, tuple(streams))
-        self.saved = SavedWatch.of(self.order, self._environment)
+        self.saved = SavedWatch.of(self.order, self.config.member, self._environment)
         joins = {GENERATION: str(generation)} if generation is not None else {}
         for local_rank in range(len(self.planned_ranks)):
             self._workers.append(self._start(local_rank, **joins))

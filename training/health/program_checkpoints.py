@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from training.files import write_whole
 from training.specs.program_checkpoints import CheckpointKind, ProgramCheckpointsSpec
 
 TRACKER = "latest_checkpointed_iteration.txt"  # Megatron-LM writes it last
@@ -135,6 +136,16 @@ def _measured(step: int, path: Path) -> Iterator[Saved]:
     size = sum(one.st_size for one in stats)
     if size:
         yield Saved(step, path, size, max(one.st_mtime for one in stats))
+
+
+def mark_newest(spec: ProgramCheckpointsSpec, root: Path, step: int) -> None:
+    """Leave the sign by which the program finds a checkpoint that was brought, where it needs one.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if spec.kind is CheckpointKind.MEGATRON:
+        write_whole(root / TRACKER, str(step))
 
 
 def _settled(found: Iterator[Saved], settle_s: float, now_s: float) -> Iterator[Saved]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Self
 
 from pydantic import Field, field_validator, model_validator
@@ -35,6 +36,10 @@ class ProgramCheckpointsSpec(FrozenModel):
         "nothing has changed for so long while the program ran on"
     )  # fmt: skip
 
+    upload: bool = Field(
+        False, description="put each complete one into the run's store, from every node that has "
+        "saved one, and bring the newest to nodes that lack it; for a path on the nodes' own disks"
+    )  # fmt: skip
     keep: int | None = Field(
         None, ge=2, description="complete checkpoints of the run that are kept, the newest; older "
         "ones are deleted; default: all, for the program itself deletes what it does not need"
@@ -44,6 +49,10 @@ class ProgramCheckpointsSpec(FrozenModel):
     def _check_pattern(self) -> Self:
         if self.kind is CheckpointKind.GLOB and "*" not in self.path:
             raise ValueError(f"path={self.path} has no *, which kind=glob needs for the step")
+        if self.kind is CheckpointKind.GLOB and self.upload and "*" in str(Path(self.path).parent):
+            raise ValueError(
+                f"path={self.path}: upload needs one folder, a * in its last part alone"
+            )
         return self
 
 

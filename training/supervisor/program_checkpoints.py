@@ -7,10 +7,16 @@ beside others that resume. Steps are completed optimizer steps.
 from __future__ import annotations
 
 import string
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from storage.errors import StorageError
+from storage.file_sets import read_set
+from storage.objects import ObjectStore
+from training.agent.saved_store import prefix_of, stored_steps
 from training.engines.fleet import Fleet
+from training.errors import EngineError
 from training.job import Job
 from training.journal.history import RunHistory
 from training.wire.agent import SavedCheckpoint, SavedQuery
@@ -77,25 +83,76 @@ def _is_local(history: RunHistory) -> bool:
     return engine.get("kind") == "local"
 
 
-def newest_saved(
-    job: Job, fleet: Fleet, history: RunHistory, *, cwd: str, variables: dict[str, str]
-) -> SavedCheckpoint | None:
-    """The newest complete checkpoint on any node, None where there is none.
+@dataclass(frozen=True, slots=True)
+class NewestSave:
+    """Finds the checkpoint from which a command goes on.
 
-    One that was written before the run was created is none of it.
+    Attributes:
+        job: of the run.
+        fleet: its nodes.
+        store: of the run.
     """
-    spec = job.worker.checkpoints
-    if spec is None:
-        return None
-    query = SavedQuery(
-        spec=spec,
-        cwd=cwd,
-        variables=variables,
-        since_s=history.created_s,
-        until_s=_ended_s(history),
-    )
-    found = [one for saved in fleet.saved(query).values() for one in saved]
-    return max(found, key=lambda one: (one.step, one.written_s), default=None)
+
+    job: Job
+    fleet: Fleet
+    store: ObjectStore
+
+    def newest(
+        self, history: RunHistory, *, cwd: str, variables: dict[str, str]
+    ) -> SavedCheckpoint | None:
+        """The newest complete checkpoint that every node can have; None where there is none.
+
+        One that was written before the run was created is none of it. Without uploads the nodes
+        share their storage: what one of them sees, all do.
+
+        Raises:
+            EngineError: nodes or store do not say what they have.
+        """
+        spec = self.job.worker.checkpoints
+        if spec is None:
+            return None
+        query = SavedQuery(
+            spec=spec,
+            cwd=cwd,
+            variables=variables,
+            since_s=history.created_s,
+            until_s=_ended_s(history),
+        )
+        by_node = self.fleet.saved(query)
+        found = [one for saved in by_node.values() for one in saved]
+        if spec.upload:
+            stored = self._stored()
+            found = [*found, *stored]
+            found = [one for one in found if _can_have(by_node, stored, one.step)]
+        return max(found, key=lambda one: (one.step, one.written_s), default=None)
+
+    def _stored(self) -> list[SavedCheckpoint]:
+        """What the store has; the path is where it lay."""
+        found = []
+        try:
+            for step, members in stored_steps(self.store, self.job.run_id).items():
+                made = read_set(self.store, prefix_of(self.job.run_id, step, members[0]))
+                if made is not None:
+                    size, written_s = made.size_bytes, made.written_s
+                    found.append(
+                        SavedCheckpoint(
+                            step=step, path=made.path, size_bytes=size, written_s=written_s
+                        )
+                    )
+        except StorageError as error:
+            raise EngineError(f"the checkpoints of the command in the store: {error}") from error
+        return found
+
+
+def _can_have(
+    by_node: Mapping[str, Sequence[SavedCheckpoint]],
+    stored: Sequence[SavedCheckpoint],
+    step: int,
+) -> bool:
+    """Whether every node has a step, or can get it."""
+    if any(one.step == step for one in stored):
+        return True
+    return all(any(one.step == step for one in saved) for saved in by_node.values())
 
 
 def _ended_s(history: RunHistory) -> float:

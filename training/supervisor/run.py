@@ -47,7 +47,7 @@ from training.supervisor.node_replacing import NodeReplacer, replaces_nodes
 from training.supervisor.observing import AttemptObserver
 from training.supervisor.periodic import PeriodicRestart
 from training.supervisor.placing import Placer, placement_of
-from training.supervisor.program_checkpoints import newest_saved, resumption
+from training.supervisor.program_checkpoints import NewestSave, resumption
 from training.supervisor.same_run import is_complete, refuse_elsewhere, refuse_other_job
 from training.supervisor.store_outage import StoreOutage, forget_outage
 from training.supervisor.store_place import begin_store, refuse_lost_ledger
@@ -461,7 +461,8 @@ class Run:
         if len(self.history.attempts) < 2:
             return None
         variables, before = variables_of(self.job), self.history.attempts[-2]
-        saved = newest_saved(self.job, self.fleet, self.history, cwd=self._cwd, variables=variables)
+        ask = NewestSave(self.job, self.fleet, self.store)
+        saved = ask.newest(self.history, cwd=self._cwd, variables=variables)
         if saved is not None and saved.step > self.history.committed_step:
             self._writer.checkpoint(before, saved.step, saved)  # its node was lost before it told
         return saved
@@ -496,6 +497,7 @@ class Run:
             past=tuple(recoveries_of(job, self.history)[-MAX_PAST:]),
             rejoin_s=REJOIN_S if replaces_nodes(job, self.fleet) else 0.0,
             secrets=dict(self._secrets()),
+            resume_step=saved.step if saved is not None else None,
             created_s=self.history.created_s,
         )
 

@@ -153,7 +153,7 @@ class Progress:
 
     @property
     def command_step(self) -> SeenStep | None:
-        """The newest step of a command that was completed in this attempt, by its heartbeats."""
+        """The newest step of a command in this attempt, by its heartbeats or its output."""
         return newest_of(self.snapshot, now_s=time.time())
 
     @property

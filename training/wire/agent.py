@@ -107,6 +107,9 @@ class StartOrder(FrozenModel):
         0.0, description="for another coordinator to come when the one before is gone; 0: none"
     )
     rank_table: str | None = Field(None, description="hccl.json; None: none is asked for")
+    resume_step: int | None = Field(
+        None, description="of the command's checkpoint from which it goes on"
+    )
     created_s: float = Field(0.0, description="when the run was; what is older is none of it")
     secrets: dict[str, SecretStr] = Field(
         {}, description="values of the job's env_from that are in Prefect blocks, by variable"

@@ -20,7 +20,9 @@ def watch(folder: Path, **spec: Any) -> SavedWatch:
     where = {"kind": "glob", "path": "${OUT}/step-*.bin", "settle_s": 10.0, **spec}
     own = json.dumps(job_document(worker={"command": ["true"], "checkpoints": where}))
     order = start_order(folder, "true", is_command=True, job=own)
-    return not_none(SavedWatch.of(order, {"OUT": str(folder)}))
+    watched = not_none(SavedWatch.of(order, 0, {"OUT": str(folder)}))
+    watched.look()
+    return watched
 
 
 def save(folder: Path, step: int, *, age_s: float = 60.0) -> Path:

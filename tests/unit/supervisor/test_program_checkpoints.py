@@ -8,14 +8,20 @@ from typing import Any
 
 import pytest
 
+from storage.file_sets import put_set
+from storage.local import LocalStore
 from tests.jobs import job_document
+from tests.values import not_none
 from training.agent.saved_checkpoints import saved_reply
+from training.agent.saved_store import prefix_of
+from training.engines.base import Snapshot
 from training.errors import InputError
 from training.job import Job, parse_job
 from training.journal.history import RunHistory
 from training.supervisor.job_checks import check_job
-from training.supervisor.program_checkpoints import newest_saved, resumption
-from training.wire.agent import SavedCheckpoint, SavedQuery
+from training.supervisor.program_checkpoints import NewestSave, resumption
+from training.supervisor.watch import Progress
+from training.wire.agent import AgentState, AgentStatus, SavedCheckpoint, SavedQuery
 
 CHECKPOINTS = {"kind": "nanogpt", "path": "/out"}
 
@@ -40,8 +46,9 @@ class Nodes:
         return self.answers
 
 
-def newest(nodes: Any, **worker: Any) -> SavedCheckpoint | None:
-    return newest_saved(job(**worker), nodes, RunHistory(), cwd="/here", variables={"A": "b"})
+def newest(nodes: Any, store: Any = None, **worker: Any) -> SavedCheckpoint | None:
+    ask = NewestSave(job(**worker), nodes, store)
+    return ask.newest(RunHistory(), cwd="/here", variables={"A": "b"})
 
 
 def test_without_a_place_of_checkpoints_nobody_is_asked():
@@ -54,6 +61,18 @@ def test_the_newest_checkpoint_of_all_nodes_is_taken():
     nodes = Nodes({"node-0": (saved(10), saved(20)), "node-1": (saved(30),), "node-2": ()})
     assert newest(nodes, checkpoints=CHECKPOINTS) == saved(30)
     assert (nodes.asked[0].cwd, nodes.asked[0].variables) == ("/here", {"A": "b"})
+
+
+def test_with_uploads_the_newest_that_every_node_can_have_is_taken(tmp_path):
+    store = LocalStore(tmp_path)
+    (tmp_path / "step-20").write_bytes(b"weights")
+    put_set(store, prefix_of("run", 20, 1), tmp_path / "step-20", written_s=5.0)
+    nodes = Nodes({"node-0": (saved(10), saved(30)), "node-1": (saved(10),)})
+    with_uploads = {"checkpoints": {**CHECKPOINTS, "upload": True}}
+    found = not_none(newest(nodes, store, **with_uploads))
+    assert (found.step, found.path) == (20, str(tmp_path / "step-20")), "node-1 lacks step 30"
+    nodes.answers["node-1"] = (saved(30),)
+    assert newest(nodes, store, **with_uploads) == saved(30)
 
 
 def test_a_command_without_a_checkpoint_is_started_as_it_was_first():
@@ -110,7 +129,32 @@ def test_the_path_is_filled_in_with_the_jobs_variables(tmp_path: Path):
     spec = job(checkpoints={"kind": "nanogpt", "path": "${OUT}"}).worker.checkpoints
     assert spec is not None
     query = SavedQuery(spec=spec, cwd=str(tmp_path), variables={}, since_s=0.0, until_s=0.0)
-    assert "OUT" in str(saved_reply(query).error)
+    assert "OUT" in str(saved_reply(query, "node-0").error)
     known = query.model_copy(update={"variables": {"OUT": "out"}})
-    assert saved_reply(known).saved == ()
-    assert saved_reply(known).error is None
+    assert saved_reply(known, "node-0").saved == ()
+    assert saved_reply(known, "node-0").error is None
+
+
+def test_uploads_that_cannot_work_are_refused(tmp_path):
+    spec = {"kind": "megatron", "path": "/o", "upload": True}
+    megatron = {"command": ["true"], "checkpoints": spec}
+    with pytest.raises(InputError, match=r"kind=megatron is for one node, engine\.nodes=2"):
+        parse_job(job_document(worker=megatron, engine={"nodes": 2}))
+    parse_job(job_document(worker=megatron, engine={"nodes": 1}))
+    with pytest.raises(InputError, match="upload needs one folder"):
+        job(checkpoints={"kind": "glob", "path": "/o/*/step-*", "upload": True})
+
+
+def test_what_nodes_say_that_they_have_saved_is_noted_once():
+    status = AgentStatus(
+        node="node-0", member=0, state=AgentState.RUNNING, schedule_cnt=1, proc_start_cnt=1,
+        placement=1, attempt=1, is_command=True, saved=(saved(10), saved(20)),
+    )  # fmt: skip
+    progress = Progress(snapshot=Snapshot({0: status, 1: status}))
+    progress.take_saves()
+    assert [one.step for one in progress.saved] == [10, 20]
+    assert progress.checkpoints == [10, 20]
+    progress.take(())
+    progress.snapshot = Snapshot({0: status.model_copy(update={"saved": (saved(20), saved(30))})})
+    progress.take_saves()
+    assert progress.checkpoints == [30]
