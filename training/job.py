@@ -50,6 +50,7 @@ from training.specs.model import (
 )
 from training.specs.preflight import PreflightSpec
 from training.specs.problems import field_of, message_of
+from training.specs.program_checkpoints import CheckpointKind
 from training.specs.recovery import (
     PLATFORM_HANG_TIMEOUT_S,
     RECOMMENDED_KEEP_LAST,
@@ -235,12 +236,25 @@ class Job(FrozenModel):
         return self
 
     @model_validator(mode="after")
+    def _check_upload(self) -> Self:
+        spec = self.worker.checkpoints
+        if spec is None or not spec.upload or self.engine.nodes == 1:
+            return self
+        if spec.kind is CheckpointKind.MEGATRON:
+            raise ValueError(
+                f"worker.checkpoints.upload with kind=megatron is for one node, engine.nodes="
+                f"{self.engine.nodes}: the first alone has the file that says what is complete; "
+                "save to storage that all nodes have"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_session_job(self) -> Self:
         if self.worker.is_command:
-            if self.restart.every_s is not None:
+            if self.restart.every_s is not None and self.worker.checkpoints is None:
                 raise ValueError(
-                    f"restart.every_s={self.restart.every_s:g} is for sessions: when a command has "
-                    "committed a checkpoint is not known"
+                    f"restart.every_s={self.restart.every_s:g} needs worker.checkpoints: when a "
+                    "command has saved is not known"
                 )
             return self
         if self.data is None and self.worker.recipe is None:

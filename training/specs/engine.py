@@ -19,6 +19,8 @@ from pydantic import (
 
 from storage.frozen_model import FrozenModel
 from training.specs import pod_rules
+from training.specs.program_checkpoints import ProgramCheckpointsSpec, ResumeSpec
+from training.specs.progress import ProgressSpec
 
 DEFAULT_RECIPE = "training.trainer.pretrain:main"
 _LABEL = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"  # RFC 1123, as Kubernetes wants names
@@ -286,6 +288,16 @@ class WorkerSpec(FrozenModel):
         "or once per device, each with RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT",
     )
     cwd: str | None = Field(None, description="folder the workers start in; default: this one")
+    progress: ProgressSpec | None = Field(
+        None, description="of a command: how its steps and losses are read from what it prints"
+    )
+    checkpoints: ProgramCheckpointsSpec | None = Field(
+        None, description="of a command: where it saves checkpoints of its own"
+    )
+    resume: ResumeSpec | None = Field(
+        None, description="of a command: what is added when it is started again and has a "
+        "checkpoint of this run; ${PERDURE_CHECKPOINT} is its path"
+    )  # fmt: skip
 
     @field_validator("recipe")
     @classmethod
@@ -300,6 +312,11 @@ class WorkerSpec(FrozenModel):
             raise ValueError("recipe and command exclude each other, give one")
         if self.per == "device" and self.command is None:
             raise ValueError("per=device is for worker.command: a recipe is started so anyway")
+        for name in ("progress", "checkpoints", "resume"):
+            if getattr(self, name) is not None and self.command is None:
+                raise ValueError(f"{name} is for worker.command: a recipe's session does it")
+        if self.resume is not None and self.checkpoints is None:
+            raise ValueError("resume needs checkpoints, which says where the program saves")
         return self
 
     @property
