@@ -21,6 +21,7 @@ from storage.frozen_model import FrozenModel
 from training.specs import pod_rules
 
 DEFAULT_RECIPE = "training.trainer.pretrain:main"
+SCRIPT_RECIPE = "training.runtime.script:main"  # runs worker.script
 _LABEL = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"  # RFC 1123, as Kubernetes wants names
 
 
@@ -269,7 +270,7 @@ AnyEngineSpec = Annotated[LocalEngineSpec | KubernetesEngineSpec, BeforeValidato
 
 
 class WorkerSpec(FrozenModel):
-    """How deep the training program takes part: a recipe of ours or yours, or any command."""
+    """How deep the training program takes part: a recipe, a script with a callback, a command."""
 
     recipe: str | None = Field(
         None, description="session depth: module:function called in each rank with the job"
@@ -279,6 +280,11 @@ class WorkerSpec(FrozenModel):
         description="command depth: started as `per` says; ${MA_NUM_HOSTS}, ${VC_TASK_INDEX}, "
         "${MASTER_ADDR}, ${MASTER_PORT} and the like, ${NNODES}, ${NODE_RANK}, ${WORLD_SIZE} are "
         "filled in; $$ is a plain $",
+    )  # fmt: skip
+    script: tuple[str, ...] | None = Field(
+        None, min_length=1,
+        description="callback depth: a Python file and its arguments, run in each rank as python "
+        "does; it hands its loop over with a callback of perdure.integrations",
     )  # fmt: skip
     per: Literal["node", "device"] = Field(
         "node",
@@ -296,10 +302,14 @@ class WorkerSpec(FrozenModel):
 
     @model_validator(mode="after")
     def _check_one(self) -> Self:
-        if self.recipe is not None and self.command is not None:
-            raise ValueError("recipe and command exclude each other, give one")
+        given = [
+            name for name in ("recipe", "script", "command") if getattr(self, name) is not None
+        ]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} exclude each other, give one")
         if self.per == "device" and self.command is None:
-            raise ValueError("per=device is for worker.command: a recipe is started so anyway")
+            kind = "script" if self.script is not None else "recipe"
+            raise ValueError(f"per=device is for worker.command: a {kind} is started so anyway")
         return self
 
     @property

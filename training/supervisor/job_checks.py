@@ -224,6 +224,8 @@ def _check_program(job: Job) -> None:
             raise InputError("worker.command", f"{program!r} is no program on this machine")
         _check_names(job.worker.command, job)
         return
+    if job.worker.script is not None and not (cwd / job.worker.script[0]).is_file():
+        raise InputError("worker.script", f"{job.worker.script[0]!r} is no file in {str(cwd)!r}")
     check_recipe(job.recipe, cwd)
 
 
