@@ -70,10 +70,12 @@ def test_a_killed_rank_of_a_trainer_is_replaced_and_no_step_is_done_again(bench,
 
 @pytest.mark.long
 def test_a_trainer_outlives_the_loss_of_a_node(bench, undisturbed):
-    apart = {"engine": {"nodes": 2, "slots_per_node": 1, "spares": 1, "grace_s": 10}}
+    engine = {"nodes": 2, "slots_per_node": 1, "spares": 1, "grace_s": 10}
     lost = {"faults": [fault("kill_node", 1, 13)]}
     restart = {"pod_retries": 1, "node_replace": True}
-    running = bench.start(trainer_job(bench, "trainer-node", drill=lost, restart=restart, **apart))
+    running = bench.start(
+        trainer_job(bench, "trainer-node", drill=lost, restart=restart, engine=engine)
+    )
     running.complete(undisturbed)
     assert running.rungs() == ["node_replace"]
 
@@ -163,11 +165,13 @@ def test_a_trainer_pauses_at_a_step_and_goes_on(bench, undisturbed):
 
 @pytest.mark.long
 def test_a_sharded_trainer_is_restarted_from_its_shards(bench):
-    sharded = {"parallelism": {"kind": "fsdp2"}}
-    plain = bench.start(trainer_job(bench, "trainer-fsdp", *FSDP, **sharded))
+    kind = {"kind": "fsdp2"}
+    plain = bench.start(trainer_job(bench, "trainer-fsdp", *FSDP, parallelism=kind))
     plain.complete()
     killed = {"faults": [fault("kill", 1, 15)]}
-    running = bench.start(trainer_job(bench, "trainer-fsdp-killed", *FSDP, drill=killed, **sharded))
+    running = bench.start(
+        trainer_job(bench, "trainer-fsdp-killed", *FSDP, drill=killed, parallelism=kind)
+    )
     running.complete(plain.curve())
     assert running.rungs() == ["in_place_restart"]
     assert running.history.attempts[1].from_step == 10

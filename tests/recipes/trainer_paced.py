@@ -15,12 +15,12 @@ from transformers import HfArgumentParser, TrainerCallback
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 
-from trainer_train import Arguments, make_trainer
+from trainer_train import Arguments, make_trainer  # type: ignore[import-not-found]
 
 from perdure.integrations.transformers import PerdureCallback
 
 
-class Pace(TrainerCallback):
+class Pace(TrainerCallback):  # type: ignore[misc]
     def on_step_begin(self, args, state, control, **kwargs):
         pace = Path(os.environ.get("PACE_FILE", "/not/there"))
         time.sleep(float(pace.read_text() if pace.exists() else os.environ.get("PACE_S", "0")))

@@ -286,6 +286,11 @@ class WorkerSpec(FrozenModel):
         description="callback depth: a Python file and its arguments, run in each rank as python "
         "does; it hands its loop over with a callback of perdure.integrations",
     )  # fmt: skip
+    preload: tuple[str, ...] = Field(
+        (),
+        description="of a script or recipe: modules that each node imports once, before ranks are "
+        "started, and does not import again for a rank's new process",
+    )
     per: Literal["node", "device"] = Field(
         "node",
         description="of a command: started once per node, and starts its ranks itself (torchrun), "
@@ -300,8 +305,18 @@ class WorkerSpec(FrozenModel):
             raise ValueError(f"{value!r} is not of the form module:function")
         return value
 
+    @field_validator("preload")
+    @classmethod
+    def _check_preload(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            if not re.fullmatch(r"\w+(\.\w+)*", name):
+                raise ValueError(f"{name!r} is not the name of a module")
+        return value
+
     @model_validator(mode="after")
     def _check_one(self) -> Self:
+        if self.preload and self.command is not None:
+            raise ValueError("preload is for a script or recipe: a command imports by itself")
         given = [
             name for name in ("recipe", "script", "command") if getattr(self, name) is not None
         ]

@@ -82,7 +82,7 @@ def test_an_order_that_cannot_be_had_again_is_refused(trainer):
 
 
 def test_a_trainer_that_takes_its_batches_in_its_own_way_is_refused(trainer):
-    class Own(transformers.Trainer):
+    class Own(transformers.Trainer):  # type: ignore[misc]
         def get_batch_samples(self, *given: Any) -> Any:
             return super().get_batch_samples(*given)
 
@@ -114,8 +114,9 @@ def test_an_answer_to_abnormal_steps_that_a_trainer_does_not_have_is_refused(
     ],
 )
 def test_what_a_trainer_is_about_to_do_is_refused_with_both_values(given, text):
+    max_steps, resume, dataloader = given
     with refused(text):
-        check_training(small_job(steps=2), *given, dict)
+        check_training(small_job(steps=2), max_steps, resume, dataloader, dict)
 
 
 def test_the_series_that_is_asked_for_is_that_of_the_extra():

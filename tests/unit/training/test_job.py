@@ -134,6 +134,8 @@ WRONG = [
     ("worker", {"script": ["a.py"], "command": ["x"]}, ["script", "command", "exclude"]),
     ("worker", {"script": ["a.py"], "per": "device"}, ["per=device", "script", "anyway"]),
     ("worker.script", ["no_such.py"], ["worker.script", "no_such.py", "no file"]),
+    ("worker", {"command": ["x"], "preload": ["json"]}, ["preload", "command"]),
+    ("worker.preload", ["a b"], ["worker.preload", "a b", "module"]),
     ("worker.script", [], ["worker.script", "at least 1"]),
     ("worker.command", ["no-such-program"], ["worker.command", "no-such-program"]),
     ("worker.cwd", "/no/such/folder", ["worker.cwd", "/no/such/folder"]),
