@@ -244,6 +244,8 @@ class Job(FrozenModel):
                     "committed a checkpoint is not known"
                 )
             return self
+        if self.worker.script is not None and "steps" not in self.model_fields_set:
+            raise ValueError("steps is missing: worker.script needs the step to train up to")
         if self.data is None and self.worker.recipe is None and self.worker.script is None:
             raise ValueError(
                 "data is missing: without worker.command, worker.script or a worker.recipe of your "

@@ -6,6 +6,9 @@ from importlib.metadata import version
 from typing import Any
 
 import transformers
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DataParallel
 
 from training.errors import InputError
 from training.job import Job
@@ -59,9 +62,25 @@ def check_training(
         text = f"{resume!r}: Perdure restores the run itself; init_from begins with other weights"
         raise InputError("resume_from_checkpoint", text)
     if max_steps != job.steps:
-        text = f"{job.steps} in the job, but the Trainer has max_steps={max_steps}: give one number"
+        text = f"{job.steps} in the job, but the Trainer has max_steps={max_steps}: leave that out"
         raise InputError("steps", text)
     if isinstance(dataloader, dispatcher):
         raise InputError(
             "accelerator_config.dispatch_batches", "must be false: each rank reads its own batches"
+        )
+
+
+def check_wrapper(model: nn.Module) -> None:
+    """Check what a Trainer has made of its model.
+
+    Raises:
+        InputError: as `check_settings`.
+    """
+    if isinstance(model, FullyShardedDataParallel):
+        raise InputError(
+            "fsdp_config.version", "1: must be 2, and parallelism.kind=fsdp2 in the job"
+        )
+    if isinstance(model, DataParallel):
+        raise InputError(
+            "engine.slots_per_node", "one process sees several devices: a rank has one"
         )

@@ -10,26 +10,15 @@ import runpy
 import sys
 from pathlib import Path
 
-from training.diagnosis.exits import EXIT_DONE
 from training.job import Job
-from training.runtime.session import Session, join
+from training.runtime.session import join
 
 
 def main(job: Job) -> None:
-    """Run worker.script to its end.
-
-    Raises:
-        SystemExit: the script's own, unless it is a good end.
-    """
+    """Run worker.script to its end."""
     assert job.worker.script is not None  # noqa: S101 else another recipe is in effect
     path, *arguments = job.worker.script
-    session = join()
+    join()
     sys.argv = [path, *arguments]
     sys.path[0] = str(Path(path).resolve().parent)
-    try:
-        runpy.run_path(path, run_name="__main__")
-    except SystemExit as end:
-        if end.code not in (None, EXIT_DONE):
-            raise
-    if Session.ended_at >= job.steps:
-        session.leave()
+    runpy.run_path(path, run_name="__main__")

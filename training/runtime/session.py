@@ -258,10 +258,11 @@ class Session:
         self._records.close()
         Session.ended_at = loop.state.step
 
-    def leave(self) -> None:
+    @classmethod
+    def leave(cls) -> None:
         """The end of a program that went on behind its last step. Collective."""
-        if Session._loop is not None:
-            Session._loop.leave()
+        if cls._loop is not None and cls._loop.stays:
+            cls._loop.leave()
 
     def _new_loop(self, training: Training, until: int) -> StepLoop:
         context, heartbeat = self.context, self._heartbeat

@@ -71,6 +71,7 @@ def main() -> None:
             f"the recipe {at}: it loops over session.steps(until=job.steps) to its end, which "
             "saves the last step"
         )
+    Session.leave()
 
 
 def run() -> None:

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import transformers
 
-from perdure.integrations.trainer_loop import PHASES, REPLACED
+from perdure.integrations.trainer_loop import PHASES, REPLACED, TrainerLoop
 from perdure.integrations.trainer_settings import SERIES, check_settings, check_training
 from perdure.integrations.transformers import PerdureCallback
 from tests.jobs import small_job
+from training.diagnosis.exits import EXIT_RESTART_ME
 from training.errors import InputError
+from training.recovery.repair import Vote
 from training.runtime.session import Session
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -108,7 +110,7 @@ def test_an_answer_to_abnormal_steps_that_a_trainer_does_not_have_is_refused(
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ((3, None, object()), "steps: 2 in the job, but the Trainer has max_steps=3"),
+        ((3, None, object()), "steps: 2 in the job, but the Trainer has max_steps=3: leave"),
         ((2, "out/checkpoint-1", object()), "resume_from_checkpoint: 'out/checkpoint-1'"),
         ((2, None, {}), "dispatch_batches: must be false"),
     ],
@@ -122,3 +124,88 @@ def test_what_a_trainer_is_about_to_do_is_refused_with_both_values(given, text):
 def test_the_series_that_is_asked_for_is_that_of_the_extra():
     text = (EXAMPLES.parent / "pyproject.toml").read_text()
     assert f'"transformers>={SERIES},<5.25"' in text
+
+
+def test_the_target_of_a_trainer_without_one_is_the_jobs(trainer):
+    trainer.args.max_steps = -1
+    TrainerLoop(session(steps=7), trainer)
+    assert trainer.args.max_steps == 7
+
+
+class Recovered:
+    """A loop whose recovery brings this rank behind the step that it was in, or before it."""
+
+    def __init__(self, *, step: int) -> None:
+        self.state = SimpleNamespace(step=step, vote=VOTE)
+
+    def is_recoverable(self, _error: BaseException) -> bool:
+        return True
+
+    def recover(self, _error: BaseException) -> None:
+        pass
+
+    def next_step(self) -> Any:
+        return SimpleNamespace(number=self.state.step + 1, data=[{}], vote=None)
+
+
+VOTE = Vote(step=5, loss=3.0, grad_norm=0.5, stop=False, save=False, pause=False)
+
+
+def stepping(trainer: Any, *, recovered_at: int) -> TrainerLoop:
+    """A loop of which step 5 fails once, and recovery brings it to a step."""
+    one = TrainerLoop(session(), trainer)
+    one._loop = Recovered(step=recovered_at)  # type: ignore[assignment]
+    one._step = SimpleNamespace(number=5, data=[{}, {}], vote=None)  # type: ignore[assignment]
+    trainer.state.global_step = 4
+    trainer.optimizer = Counting()
+    trainer.lr_scheduler = Counting()
+    return one
+
+
+class Counting:
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def step(self) -> None:
+        self.steps += 1
+
+
+class Failing:
+    """Work that fails the first time."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self) -> None:
+        self.calls += 1
+        if self.calls == 1:
+            raise RuntimeError("gloo/transport: connection closed")
+
+
+def test_a_step_that_recovery_has_applied_is_not_applied_again_by_the_trainer(trainer):
+    one, work = stepping(trainer, recovered_at=5), Failing()
+    optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
+    one._in_step(work)
+    assert work.calls == 1
+    assert one.clip_grad_norm(trainer.model) == 0.5
+    trainer.optimizer.step()
+    trainer.lr_scheduler.step()
+    one.applied()
+    assert (optimizer.steps, scheduler.steps) == (0, 0)
+    assert (trainer.optimizer, trainer.lr_scheduler) == (optimizer, scheduler)
+
+
+def test_a_step_that_recovery_has_not_applied_is_done_again(trainer):
+    one, work = stepping(trainer, recovered_at=4), Failing()
+    one._in_step(work)
+    assert work.calls == 2
+    trainer.optimizer.step()
+    one.applied()
+    assert trainer.optimizer.steps == 1
+    assert one.step.is_applied
+
+
+def test_a_trainer_that_would_have_to_go_back_is_started_again(trainer):
+    with pytest.raises(SystemExit) as end:
+        stepping(trainer, recovered_at=2)._in_step(Failing())
+    assert end.value.code == EXIT_RESTART_ME

@@ -133,7 +133,7 @@ WRONG = [
     ("worker", {"recipe": "a:b", "command": ["x"]}, ["recipe", "command", "exclude"]),
     ("worker", {"script": ["a.py"], "command": ["x"]}, ["script", "command", "exclude"]),
     ("worker", {"script": ["a.py"], "per": "device"}, ["per=device", "script", "anyway"]),
-    ("worker.script", ["no_such.py"], ["worker.script", "no_such.py", "no file"]),
+    ("worker", {"script": ["no_such.py"]}, ["worker.script", "no_such.py", "no file"]),
     ("worker", {"command": ["x"], "preload": ["json"]}, ["preload", "command"]),
     ("worker.preload", ["a b"], ["worker.preload", "a b", "module"]),
     ("worker.script", [], ["worker.script", "at least 1"]),
