@@ -22,7 +22,7 @@ from accelerate.data_loader import DataLoaderDispatcher
 from torch import Tensor, nn
 
 from perdure.integrations.trainer_data import EpochEnded, TrainerData
-from perdure.integrations.trainer_settings import check_settings, check_training, check_wrapper
+from perdure.integrations.trainer_settings import check_settings, check_training
 from training.diagnosis.exits import EXIT_RESTART_ME
 from training.health.heartbeat import Phase
 from training.runtime.errors import WorkerError
@@ -115,7 +115,6 @@ class TrainerLoop:
         check_training(session.job, max_steps, resume, train_dataloader, DataLoaderDispatcher)
         prepared = self._own["_prepare_for_training"](max_steps, train_dataloader, resume)
         model, _ = prepared
-        check_wrapper(model)
         args = trainer.args
         own_length = max_steps * args.gradient_accumulation_steps
         self._data = TrainerData(

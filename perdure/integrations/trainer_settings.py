@@ -6,13 +6,11 @@ from importlib.metadata import version
 from typing import Any
 
 import transformers
-from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.nn.parallel import DataParallel
 
 from training.errors import InputError
 from training.job import Job
 from training.runtime.session import Session
+from training.specs.model import ParallelKind
 
 SERIES = "5.24"  # whose private methods the loop replaces
 
@@ -39,15 +37,30 @@ def check_settings(session: Session, trainer: Any) -> None:
             "trainer",
             f"{type(trainer).__name__} takes its batches by a get_batch_samples of its own",
         )
-    if trainer.is_deepspeed_enabled or args.auto_find_batch_size:
-        name = "auto_find_batch_size" if args.auto_find_batch_size else "deepspeed"
-        raise InputError(name, "is not possible under Perdure, leave it out")
+    _check_wrapping(job, trainer)
     if job.restart.data_skipping:
         raise InputError("restart.data_skipping", "true: a Trainer cannot pass a batch over")
     every = job.restart.snapshot_every_steps
     if job.restart.numeric_retry and every != 1:
         text = f"{every}: a Trainer goes back by one step alone, so that numeric_retry needs 1"
         raise InputError("restart.snapshot_every_steps", text)
+
+
+def _check_wrapping(job: Job, trainer: Any) -> None:
+    """Only DDP leaves every rank with the whole state, which is what replaces a lost one."""
+    args, kind = trainer.args, job.parallelism.kind
+    if kind is not ParallelKind.DDP:
+        raise InputError("parallelism.kind", f"{kind}: a Trainer's model is wrapped in ddp")
+    if args.n_gpu > 1:
+        raise InputError("engine.slots_per_node", f"{args.n_gpu} devices for one rank: give it one")
+    others = {
+        "fsdp": trainer.is_fsdp_enabled,
+        "deepspeed": trainer.is_deepspeed_enabled,
+        "auto_find_batch_size": args.auto_find_batch_size,
+    }
+    for name, is_on in others.items():
+        if is_on:
+            raise InputError(name, "is not possible under Perdure, leave it out")
 
 
 def check_training(
@@ -67,20 +80,4 @@ def check_training(
     if isinstance(dataloader, dispatcher):
         raise InputError(
             "accelerator_config.dispatch_batches", "must be false: each rank reads its own batches"
-        )
-
-
-def check_wrapper(model: nn.Module) -> None:
-    """Check what a Trainer has made of its model.
-
-    Raises:
-        InputError: as `check_settings`.
-    """
-    if isinstance(model, FullyShardedDataParallel):
-        raise InputError(
-            "fsdp_config.version", "1: must be 2, and parallelism.kind=fsdp2 in the job"
-        )
-    if isinstance(model, DataParallel):
-        raise InputError(
-            "engine.slots_per_node", "one process sees several devices: a rank has one"
         )

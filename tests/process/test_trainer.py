@@ -19,10 +19,6 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 STEPS = 24
 # Eight steps of two micro-batches are an epoch, and the last of them has one.
 ARGUMENTS = ("--num_samples=120", "--gradient_accumulation_steps=2", "--logging_steps=1")
-FSDP = (
-    "--fsdp=full_shard",
-    '--fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}',
-)
 
 
 def trainer_job(bench: Workbench, run_id: str, *further: str, **changes: Any) -> dict[str, Any]:
@@ -186,18 +182,3 @@ def test_a_trainer_pauses_at_a_step_and_goes_on(bench, undisturbed):
     assert running.step() == paused_at
     bench.perdure("resume", running.job.run_id)
     running.complete(undisturbed)
-
-
-@pytest.mark.long
-def test_a_sharded_trainer_is_restarted_from_its_shards(bench):
-    kind = {"kind": "fsdp2"}
-    plain = bench.start(trainer_job(bench, "trainer-fsdp", *FSDP, parallelism=kind))
-    plain.complete()
-    assert plain.worker_lines("parameters: ") == ["parameters: DTensor"] * 2
-    killed = {"faults": [fault("kill", 1, 15)]}
-    running = bench.start(
-        trainer_job(bench, "trainer-fsdp-killed", *FSDP, drill=killed, parallelism=kind)
-    )
-    running.complete(plain.curve())
-    assert running.rungs() == ["in_place_restart"]
-    assert running.history.attempts[1].from_step == 10

@@ -1,7 +1,6 @@
 """examples/trainer_train.py, paced so that faults find it at work, with an evaluation behind it.
 
-`PACE_S` is a pause before each step, `EVALUATE_S` one in each evaluation; `KIND` is how the model
-is spread over the ranks.
+`PACE_S` is a pause before each step, `EVALUATE_S` one for each batch of an evaluation.
 """
 
 from __future__ import annotations
@@ -21,9 +20,6 @@ from perdure.integrations.transformers import PerdureCallback
 
 
 class Pace(TrainerCallback):  # type: ignore[misc]
-    def on_train_begin(self, args, state, control, model, **kwargs):
-        print(f"parameters: {type(next(model.parameters()).data).__name__}", flush=True)
-
     def on_step_begin(self, args, state, control, **kwargs):
         pace = Path(os.environ.get("PACE_FILE", "/not/there"))
         time.sleep(float(pace.read_text() if pace.exists() else os.environ.get("PACE_S", "0")))

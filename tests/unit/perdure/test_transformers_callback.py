@@ -93,6 +93,14 @@ def test_a_trainer_that_takes_its_batches_in_its_own_way_is_refused(trainer):
         check_settings(session(), trainer)
 
 
+def test_another_wrapper_than_ddp_is_refused(trainer):
+    with refused("parallelism.kind: fsdp2: a Trainer's model is wrapped in ddp"):
+        check_settings(session(parallelism={"kind": "fsdp2"}), trainer)
+    trainer.is_fsdp_enabled = True
+    with refused("fsdp: is not possible under Perdure"):
+        check_settings(session(), trainer)
+
+
 @pytest.mark.parametrize(
     ("restart", "text"),
     [
