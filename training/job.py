@@ -32,6 +32,7 @@ from training.specs.data import DataSpec, TokenizerSpec
 from training.specs.drill import DrillSpec
 from training.specs.engine import (
     DEFAULT_RECIPE,
+    SCRIPT_RECIPE,
     AnyEngineSpec,
     KubernetesEngineSpec,
     LocalEngineSpec,
@@ -179,7 +180,7 @@ class Job(FrozenModel):
                 f"parallelism: {sizes} are for programs of your own, the built-in trainer is "
                 "data-parallel: leave them out, or name your worker.recipe or worker.command"
             )
-        if not self.worker.is_command:
+        if not self.worker.is_command and self.worker.script is None:  # whose batch is its own
             _check_batch(self.batch, layout)
         return self
 
@@ -257,10 +258,12 @@ class Job(FrozenModel):
                     "command has saved is not known"
                 )
             return self
-        if self.data is None and self.worker.recipe is None:
+        if self.worker.script is not None and "steps" not in self.model_fields_set:
+            raise ValueError("steps is missing: worker.script needs the step to train up to")
+        if self.data is None and self.worker.recipe is None and self.worker.script is None:
             raise ValueError(
-                "data is missing: without worker.command or a worker.recipe of your own, "
-                "data.sources names the corpus"
+                "data is missing: without worker.command, worker.script or a worker.recipe of your "
+                "own, data.sources names the corpus"
             )
         _check_world(self)
         return self
@@ -282,7 +285,8 @@ class Job(FrozenModel):
     @property
     def recipe(self) -> str:
         """The session recipe in effect, as module:function."""
-        return self.worker.recipe or DEFAULT_RECIPE
+        own = SCRIPT_RECIPE if self.worker.script is not None else self.worker.recipe
+        return own or DEFAULT_RECIPE
 
     @property
     def is_reference(self) -> bool:

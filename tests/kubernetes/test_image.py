@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
 import time
@@ -162,7 +163,8 @@ def test_the_sample_job_and_its_supervisor_run_from_it_alone(
         users.update(users_of_ranks(lab))
         found = lab.get("pods", "--namespace", namespace)["items"]
         phases = {one["metadata"]["name"]: one["status"].get("phase") for one in found}
-        agents.update({n: one["spec"] for one in found if "-m" in (n := one["metadata"]["name"])})
+        members = {one["metadata"]["name"]: one["spec"] for one in found}
+        agents.update({n: spec for n, spec in members.items() if re.search(r"-m\d", n)})
         if phases["supervisor"] == "Failed":
             raise AssertionError(lab.kubectl("logs", "supervisor", "--namespace", namespace))
         return phases["supervisor"] == "Succeeded"

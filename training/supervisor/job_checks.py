@@ -228,6 +228,8 @@ def _check_program(job: Job) -> None:
         if job.worker.checkpoints is not None:
             _check_names("worker.checkpoints.path", [job.worker.checkpoints.path], job)
         return
+    if job.worker.script is not None and not (cwd / job.worker.script[0]).is_file():
+        raise InputError("worker.script", f"{job.worker.script[0]!r} is no file in {str(cwd)!r}")
     check_recipe(job.recipe, cwd)
 
 
