@@ -164,13 +164,13 @@ def test_the_sample_job_and_its_supervisor_run_from_it_alone(
         found = lab.get("pods", "--namespace", namespace)["items"]
         phases = {one["metadata"]["name"]: one["status"].get("phase") for one in found}
         members = {one["metadata"]["name"]: one["spec"] for one in found}
-        agents.update({n: spec for n, spec in members.items() if re.search(r"-m\d", n)})
+        agents.update({n: spec for n, spec in members.items() if re.search(r"-m\d+-s", n)})
         if phases["supervisor"] == "Failed":
             raise AssertionError(lab.kubectl("logs", "supervisor", "--namespace", namespace))
         return phases["supervisor"] == "Succeeded"
 
     wait_for(trained, timeout_s=RUN_S, period_s=1, what="the supervisor is over")
-    assert len(agents) == 2
+    assert len(agents) >= 2, "more where a member has moved"
     assert users == {USER}
     for spec in agents.values():
         assert not any("hostPath" in volume for volume in spec["volumes"])
