@@ -18,6 +18,9 @@ EXIT_FAILED = 1  # the run, a check or a store failed
 EXIT_INPUT = 2  # as typer's own, for a wrong option
 PIPED_WIDTH = 180  # room for the table of attempts (TABLE_WIDTH in tables.py)
 
+OptionalJobFile = Annotated[
+    Path | None, typer.Argument(help="job file (YAML or JSON)", show_default=False)
+]
 JobFile = Annotated[Path, typer.Argument(help="job file (YAML or JSON)", show_default=False)]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a field")

@@ -25,6 +25,7 @@ from perdure.console import (
 )
 from perdure.runs import credentials_of
 from storage.errors import StorageError
+from training.drill.device_report import count_devices
 from training.drill.evaluation import DrillOutcome
 from training.drill.runner import DrillRunner, able, chosen, drills_on, parallel_kind, why_not
 from training.drill.table import DRILLS, Drill
@@ -69,16 +70,17 @@ def drill(
         _list(job, as_json=as_json)
         return
     asked, kind = chosen(name), parallel_kind(parallelism, job)
-    drills = able(asked, job)
+    num_devices = count_devices() if job is None else 0
+    drills = able(asked, job, num_devices=num_devices)
     for one in asked:
         if one not in drills:
-            warn(f"{one.name} is left out: {why_not(one, job)}")
+            warn(f"{one.name} is left out: {why_not(one, job, num_devices=num_devices)}")
     credentials = credentials_of(job) if job is not None else None
     folder = _make_folder(home)
     runner = drills_on(job, drills, kind, home=folder, credentials=credentials)
     is_fine = False
     try:
-        outcomes = _run(runner, drills)
+        outcomes = run_drills(runner, drills)
         is_fine = all(outcome.as_expected for outcome in outcomes)
         if as_json:
             print_json([{**asdict(one), "as_expected": one.as_expected} for one in outcomes])
@@ -112,7 +114,8 @@ def _list(job: Job | None, *, as_json: bool) -> None:
     make_console().print(table)
 
 
-def _run(runner: DrillRunner, drills: Sequence[Drill]) -> list[DrillOutcome]:
+def run_drills(runner: DrillRunner, drills: Sequence[Drill]) -> list[DrillOutcome]:
+    """Run drills one after the other, and show on stderr which one it is."""
     outcomes = []
     console = Console(stderr=True)  # stdout is for the table, or for a script's JSON
     with console.status("") as status:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,13 +15,14 @@ from perdure import server
 from perdure.console import (
     EXIT_FAILED,
     AsJson,
-    JobFile,
+    OptionalJobFile,
     Overrides,
     make_console,
     make_table,
     print_json,
     warn,
 )
+from perdure.devices import REPORT_FILE, check_devices
 from training.drill.driver import Secrets
 from training.drill.reentry import check_reentry
 from training.engines.registry import platform_checks
@@ -42,10 +44,21 @@ STYLES = {CheckOutcome.OK: "green", CheckOutcome.WARNING: "yellow", CheckOutcome
 
 
 def preflight(
-    job_file: JobFile,
+    job_file: OptionalJobFile = None,
     overrides: Overrides = None,
     *,
     as_json: AsJson = False,
+    device: Annotated[
+        bool,
+        typer.Option(
+            "--device",
+            help="instead of a job: try every NPU or GPU of this machine, drill them, and write a "
+            "report",
+        ),
+    ] = False,
+    report: Annotated[Path, typer.Option(help="file for the report of --device")] = Path(
+        REPORT_FILE
+    ),
     reentry: Annotated[
         bool, typer.Option("--reentry", help="also start the program twice for a few steps")
     ] = False,
@@ -58,6 +71,13 @@ def preflight(
     Where it runs is this machine, or a cluster, in which no pod is started for it.
     `--set preflight.nodes=false` leaves the checks of the machine out.
     """
+    if device:
+        if job_file is not None or reentry:
+            raise InputError("--device", "tries this machine's devices, and takes no job")
+        check_devices(report, as_json=as_json)
+        return
+    if job_file is None:
+        raise InputError("JOB_FILE", "give a job file, or --device")
     job = load_job(job_file, overrides or ())
     if reentry and not job.engine.on_this_machine:
         raise InputError("--reentry", "starts the program here, the job's nodes are elsewhere")

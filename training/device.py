@@ -1,6 +1,7 @@
 """Which accelerator a worker computes on; the only module that knows torch_npu.
 
-Written against torch 2.13 and torch_npu 2.13; the NPU branch has not been run on hardware.
+Written against torch 2.13 and torch_npu 2.13. docs/ascend.md has what was run on what, and the
+file of torch_npu behind each statement about it.
 """
 
 from __future__ import annotations
@@ -12,12 +13,26 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
-# Dense bf16/fp16 peak of one device in TFLOP/s, by a part of the device's name, from the
-# vendors' data sheets. What is not listed is measured with a matmul.
-PEAK_TFLOPS: Mapping[str, float] = {"H200": 989.0, "H100": 989.0, "A100": 312.0}
+# Dense bf16/fp16 peak of one device in TFLOP/s, by a part of the device's name: NVIDIA's from its
+# data sheets, the sources of Ascend's in docs/ascend.md. A 910C has two dies, each a device of its
+# own. What is not listed is measured with a matmul.
+PEAK_TFLOPS: Mapping[str, float] = {
+    "H200": 989.0,
+    "H100": 989.0,
+    "A100": 312.0,
+    "Ascend910A": 256.0,
+    "Ascend910B2": 376.0,
+    "Ascend910B3": 313.0,
+    "Ascend910_939": 376.0,
+}
+MEASURED_SIZE = 512  # of the matrices on a CPU
+MEASURED_SIZE_OF_ACCELERATORS = 4096  # a smaller product measures how fast kernels are launched
 
 BACKENDS: Mapping[str, str] = {"npu": "hccl", "cuda": "nccl", "cpu": "gloo"}
+# Backends whose operations end with the device's tasks, and by no abort of their own.
+ENDED_BY_THE_DEVICE = frozenset({"hccl"})
 
 
 def load_npu() -> bool:
@@ -39,6 +54,20 @@ def pick_device(local_rank: int) -> torch.device:
     return torch.device(kind.type, local_rank)
 
 
+def local_devices() -> int:
+    """How many accelerators this process sees."""
+    load_npu()
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def memory_of(device: torch.device) -> tuple[int, int] | None:
+    """Bytes of the device's memory that are free, and all; None on the CPU."""
+    if device.type == "cpu":
+        return None
+    free, total = torch.get_device_module(device).mem_get_info(device)
+    return int(free), int(total)
+
+
 def backend_of(device: torch.device) -> str:
     """The collective library for a device type.
 
@@ -52,15 +81,22 @@ def backend_of(device: torch.device) -> str:
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Peak FLOP/s of one device: from the table, else what a matmul reaches here."""
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        for part, tflops in PEAK_TFLOPS.items():
-            if part in name:
-                return tflops * 1e12
-    return _measured_flops(device, dtype)
+    name = device_name(device)
+    for part, tflops in PEAK_TFLOPS.items():
+        if part in name:
+            return tflops * 1e12
+    size = MEASURED_SIZE if device.type == "cpu" else MEASURED_SIZE_OF_ACCELERATORS
+    return _measured_flops(device, dtype, size=size)
 
 
-def _measured_flops(device: torch.device, dtype: torch.dtype, *, size: int = 512) -> float:
+def device_name(device: torch.device) -> str:
+    """What the vendor calls it, such as Ascend910B3; empty on the CPU."""
+    if device.type == "cpu":
+        return ""
+    return str(torch.get_device_module(device).get_device_name(device))
+
+
+def _measured_flops(device: torch.device, dtype: torch.dtype, *, size: int) -> float:
     a_MM = torch.ones(size, size, device=device, dtype=dtype)  # noqa: N806 shape suffix
     best_s = float("inf")
     for _ in range(10):
@@ -110,19 +146,44 @@ def pin(host: torch.Tensor, device: torch.device) -> Callable[[], None]:
 
 
 def abort_group(collectives: Any) -> None:
-    """Have every operation of an NCCL or HCCL group fail; from any thread.
+    """Have every operation of an NCCL group fail, or have HCCL's watchdog leave a group alone.
 
-    ProcessGroupNCCL.abort of torch 2.13; ProcessGroupHCCL.abort_hccl_comm of torch_npu.
+    From any thread. ProcessGroupNCCL.abort of torch 2.13. HCCL's operations end when the device is
+    stopped (`Healing.stop`), and the communicators are destroyed with their group, once the device
+    has been started again: HcclCommDestroy frees what tasks on the device still use. MindSpeed-LLM
+    keeps the same order (stop_device, restart_device, abort_hccl_comm).
 
     Raises:
         RuntimeError: the backend has no abort.
     """
-    if hasattr(collectives, "abort_hccl_comm"):
-        collectives.abort_hccl_comm("a new generation of process groups")
+    if hasattr(collectives, "set_watchdog_status"):
+        collectives.set_watchdog_status(WATCHDOG_STOP)
     elif hasattr(collectives, "abort"):
         collectives.abort()
     else:
         raise RuntimeError(f"{type(collectives).__name__} cannot be aborted")
+
+
+# torch_npu/npu/_recovery.py; a watchdog that runs again forgets what it has seen of a fault.
+WATCHDOG_RUN = 1
+WATCHDOG_STOP = 2
+
+
+def open_group(group: Any, collectives: Any, device: torch.device) -> None:
+    """Make the communicator of an HCCL group now; collective.
+
+    It would otherwise be made in the first operation of each rank, which may be a transfer between
+    two. `get_hccl_comm_name` would make it, too, and hold Python's lock while it waits for ranks
+    that do not come (Init.cpp has no call_guard there).
+
+    Args:
+        group: that has `collectives`.
+        collectives: a ProcessGroupHCCL.
+        device: of this process, for the calling thread.
+    """
+    torch.accelerator.set_device_index(device.index or 0)
+    collectives.set_watchdog_status(WATCHDOG_RUN)
+    group.allreduce([torch.zeros(1, device=device)], dist.AllreduceOptions())
 
 
 class DeviceBeyondHealing(RuntimeError):  # noqa: N818 a state of affairs, named as it is shown
@@ -133,15 +194,22 @@ class Healing(Protocol):
     """What a device needs between a fault and the next step."""
 
     def stop(self) -> None:
-        """End what the device still works on."""
+        """End what the device still works on; from any thread."""
         ...
 
-    def clean(self, tensors: Sequence[torch.Tensor], *, is_damaged: bool) -> None:
+    def settle(self) -> None:
+        """Wait for what a later `stop` would cut short, and which must be whole."""
+        ...
+
+    def clean(self, tensors: Sequence[torch.Tensor], *, is_damaged: bool) -> bool:
         """Have it take work again.
 
         Args:
             tensors: model and optimizer state on the device.
-            is_damaged: the device's memory is not to be trusted.
+            is_damaged: the device has reported that memory is damaged.
+
+        Returns:
+            Whether the tensors still have their values.
 
         Raises:
             DeviceBeyondHealing: only a new process helps.
@@ -155,12 +223,16 @@ class NothingToHeal:
     def stop(self) -> None:
         """Nothing runs on."""
 
-    def clean(self, tensors: Sequence[torch.Tensor], *, is_damaged: bool) -> None:
+    def settle(self) -> None:
+        """Everything is done when a call returns."""
+
+    def clean(self, tensors: Sequence[torch.Tensor], *, is_damaged: bool) -> bool:  # noqa: ARG002
         """Nothing is left behind."""
+        return not is_damaged
 
 
 class CudaHealing:
-    """CUDA; not run on hardware. NCCL's groups have been aborted when this is asked."""
+    """CUDA. NCCL's groups have been aborted when this is asked."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -168,7 +240,10 @@ class CudaHealing:
     def stop(self) -> None:
         """An aborted kernel returns by itself."""
 
-    def clean(self, tensors: Sequence[torch.Tensor], *, is_damaged: bool) -> None:  # noqa: ARG002
+    def settle(self) -> None:
+        """What was launched is executed, whatever becomes of the groups."""
+
+    def clean(self, tensors: Sequence[torch.Tensor], *, is_damaged: bool) -> bool:  # noqa: ARG002
         """Wait for the queue; an uncorrectable memory error stays with the context.
 
         Raises:
@@ -177,15 +252,16 @@ class CudaHealing:
         if is_damaged:
             raise DeviceBeyondHealing("an uncorrectable memory error ends the CUDA context")
         torch.accelerator.synchronize(self._device)
+        return True
 
 
 # check_uce_in_memory of torch_npu/npu/utils.py.
 UCE_LOW_LEVEL = 2  # the damage is outside of tensors
-UCE_HIGH_LEVEL = 3  # tensors have lost their data
+UCE_HIGH_LEVEL = 3  # tensors have lost their data; always so for HBM multi-bit ECC
 
 
 class NpuHealing:
-    """Ascend, in MindCluster's order; written against torch_npu 2.13 and not run on hardware.
+    """Ascend, in MindCluster's order.
 
     stop_device, then check_uce_in_memory and tensors made safe where memory is damaged, then
     restart_device. Process groups are new ones with every generation. Source: MindCluster's
@@ -193,28 +269,44 @@ class NpuHealing:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._index = device.index or 0
         self._npu = importlib.import_module("torch_npu").npu
 
     def stop(self) -> None:
-        """Abort the device's tasks; threads that wait for it get FORCE STOP."""
-        self._npu.stop_device(self._index)
+        """Abort the device's tasks; threads that wait for it get FORCE STOP.
 
-    def clean(self, tensors: Sequence[torch.Tensor], *, is_damaged: bool) -> None:
+        Raises:
+            RuntimeError: the driver did not abort them.
+        """
+        if self._npu.stop_device(self._index):
+            raise RuntimeError("stop_device: the driver has not aborted the device's tasks")
+
+    def settle(self) -> None:
+        """Wait for the stream: what is in it when the device is stopped is never executed.
+
+        MindSpeed-LLM does the same at the end of an optimizer's step (tft_replica_optimizer.py).
+        """
+        torch.accelerator.current_stream(self._device).synchronize()
+
+    def clean(self, tensors: Sequence[torch.Tensor], *, is_damaged: bool) -> bool:
         """Find out about the damage, make tensors safe to write, and start the device again.
 
         Raises:
             DeviceBeyondHealing: the damage is of a kind that the driver does not repair.
         """
+        is_whole = True
         if is_damaged:
             level = self._npu.check_uce_in_memory(self._index)
             if level not in (UCE_LOW_LEVEL, UCE_HIGH_LEVEL):
                 raise DeviceBeyondHealing(f"check_uce_in_memory gives {level}: not recoverable")
-            if level == UCE_HIGH_LEVEL:
-                recovery = importlib.import_module("torch_npu.npu._recovery")
-                for tensor in tensors:
-                    recovery.update_npu_tensor_to_safe(tensor)
+            is_whole = level == UCE_LOW_LEVEL
+        if not is_whole:
+            recovery = importlib.import_module("torch_npu.npu._recovery")
+            for tensor in tensors:
+                recovery.update_npu_tensor_to_safe(tensor)
         self._npu.restart_device(self._index)
+        return is_whole
 
 
 def healing_of(device: torch.device) -> Healing:

@@ -238,14 +238,21 @@ def _op_retry(job: Job) -> Iterator[Variable]:
     yield Variable("HCCL_OP_EXPANSION_MODE", "AI_CPU", "operator retry works in this mode only")
 
 
+def _has_watchdog(job: Job) -> bool:
+    """Whether an error of a collective is to end its process."""
+    if job.comm.watchdog is not None:
+        return job.comm.watchdog
+    return job.worker.is_command and not job.comm.op_retry.enabled
+
+
 def _torch(job: Job) -> Iterator[Variable]:
+    is_on = str(int(_has_watchdog(job)))
     yield Variable(
-        "TORCH_HCCL_ASYNC_ERROR_HANDLING", str(int(job.comm.watchdog)),
-        "1: the watchdog ends a process whose peer is gone, so that the fault surfaces",
+        "TORCH_HCCL_ASYNC_ERROR_HANDLING", is_on,
+        "1: the watchdog ends a process whose peer is gone, so that the fault surfaces; 0: the "
+        "process lives, and recovery goes on in it",
     )  # fmt: skip
-    yield Variable(
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING", str(int(job.comm.watchdog)), "the same on cuda"
-    )
+    yield Variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", is_on, "the same on cuda")
     yield Variable("OMP_NUM_THREADS", "1", "ranks of a node share its cores; also bit-exact sums")
     yield Variable(
         "PYTHONUNBUFFERED", "1", "the last lines before a death are in the log, not in a buffer"

@@ -254,10 +254,16 @@ def target_sections(job: Job, folder: str, kind: ParallelKind) -> Mapping[str, M
     }
 
 
-def why_not(drill: Drill, job: Job | None) -> str:
-    """Why a drill cannot run on the nodes of a job, "" when it can; None: on this machine."""
+def why_not(drill: Drill, job: Job | None, *, num_devices: int = 0) -> str:
+    """Why a drill cannot run on the nodes of a job, "" when it can; None: on this machine.
+
+    Args:
+        drill: that is asked about.
+        job: whose nodes are meant.
+        num_devices: accelerators of this machine; 0: its ranks compute on the CPU.
+    """
     if job is None:
-        return ""
+        return _why_not_on_devices(drill, num_devices) if num_devices else ""
     engine = job.engine
     if engine.nodes < MIN_NODES or engine.world_size < NUM_RANKS:
         return (
@@ -273,15 +279,24 @@ def why_not(drill: Drill, job: Job | None) -> str:
     return ""
 
 
-def able(drills: Sequence[Drill], job: Job | None) -> tuple[Drill, ...]:
-    """Those of the drills that can run on the nodes of a job.
+def _why_not_on_devices(drill: Drill, num_devices: int) -> str:
+    if drill.is_of_gloo:
+        return "it breaks connections of gloo, and devices have their own"
+    if num_devices < NUM_RANKS:
+        return f"it has {NUM_RANKS} ranks, and this machine {num_devices} devices"
+    return ""
+
+
+def able(drills: Sequence[Drill], job: Job | None, *, num_devices: int = 0) -> tuple[Drill, ...]:
+    """Those of the drills that can run; the arguments are those of `why_not`.
 
     Raises:
         InputError: none can.
     """
-    found = tuple(drill for drill in drills if not why_not(drill, job))
+    reasons = [why_not(drill, job, num_devices=num_devices) for drill in drills]
+    found = tuple(drill for drill, reason in zip(drills, reasons, strict=True) if not reason)
     if not found:
-        raise InputError("name", f"{drills[0].name}: {why_not(drills[0], job)}")
+        raise InputError("name", f"{drills[0].name}: {reasons[0]}")
     return found
 
 

@@ -55,6 +55,7 @@ class Drill:
         starts: how often the run is started; it ends in between.
         num_nodes: that its ranks are on, each fault on the node with its number; None: as many as
             there are.
+        is_of_gloo: what breaks, or mends itself, are gloo's connections: there are none on devices.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Drill:
     differs_from: int | None = None
     starts: int = 1
     num_nodes: int | None = None
+    is_of_gloo: bool = False
 
     @property
     def pace_s(self) -> float:
@@ -116,6 +118,7 @@ DRILLS: tuple[Drill, ...] = (
         Expected((Rung.OPERATOR_RETRY,)),
         faults=(_fault(DrillKind.LINK, 1, DrillPoint.REDUCING),),
         changes={"comm": {"link_retry": True}},
+        is_of_gloo=True,
     ),
     Drill(
         "step-retry-uce",
@@ -135,6 +138,7 @@ DRILLS: tuple[Drill, ...] = (
         "rank 1 loses its connections",
         _STEP_RETRY,
         faults=(_fault(DrillKind.LINK, 1),),
+        is_of_gloo=True,
     ),
     Drill(
         "tre",

@@ -26,6 +26,7 @@ from training.agent.control import ADDRESS_FILE
 from training.agent.node_folder import node_folder
 from training.diagnosis.evidence import NodeLoss
 from training.engines.base import Contact, Placement, agent_config
+from training.engines.local_devices import devices_of_node
 from training.errors import EngineError
 from training.files import last_line, private_folder, write_whole
 from training.injection.victims import processes_of
@@ -277,7 +278,9 @@ class LocalEngine:
 
     def _spawn(self, container: Container) -> subprocess.Popen[bytes]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_INHERITED)}
-        own = {MARKER: container.folder}
+        number = int(container.node.rpartition("-")[2])
+        devices = devices_of_node(number, self._job.engine.slots_per_node, os.environ)
+        own = {MARKER: container.folder, **devices}
         with (container.path / "agent.log").open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "training.agent", container.folder],

@@ -133,7 +133,7 @@ class WorkerInjector:
                 lose_this_node(os.environ[MARKER])
             case DrillKind.DEVICE_MEMORY:
                 self._damage_state()
-                raise RuntimeError("UCE ERROR reason=[device mem error]")
+                raise RuntimeError("UCE ERROR reason=[device mem error] (imitated)")
             case DrillKind.COLLECTIVE:
                 raise RuntimeError("SUSPECT REMOTE ERROR reason=[suspect remote error]")
             case DrillKind.LINK:

@@ -11,8 +11,8 @@ WorkerError
   + GivenUp           the attempt is not saved inside its processes
 
 Faults are recognised by their text, because torch and torch_npu raise RuntimeError for nearly
-everything. An exception that is not recognised is the program's own, and its step is never
-executed again.
+everything; docs/ascend.md has torch_npu's, as it raises them. An exception that is not recognised
+is the program's own, and its step is never executed again.
 """
 
 from __future__ import annotations
@@ -81,6 +81,17 @@ ERROR_PATTERNS: tuple[tuple[re.Pattern[str], WorkerFaultKind, str | None], ...] 
         (r"(HCCS|UB) LINK ERROR", WorkerFaultKind.COLLECTIVE, "507056"),
         (r"SUSPECT REMOTE ERROR", WorkerFaultKind.COLLECTIVE, "507057"),
         (r"HCCL OP RETRY FAILED", WorkerFaultKind.COLLECTIVE, "507904"),
+        # HCCL_CHECK_ERROR of torch_npu, with those codes of hccl_types.h that come from a peer or
+        # the network: unavailable, time-out, TCP, RoCE, network, again, remote, suspended
+        (
+            r"HCCL function error: .*error code is (7|9|1[1-4]|19|2[0-2])\b",
+            WorkerFaultKind.CONNECTION,
+            None,
+        ),
+        # a collective that waits for longer than HCCL_EXEC_TIMEOUT
+        (r"\bEI0002\b", WorkerFaultKind.COLLECTIVE, "EI0002"),
+        # ProcessGroupHCCL::broadcastMasterID, when the rendezvous store is cut off
+        (r"retrieving hcclUniqueId from \[0\]", WorkerFaultKind.CONNECTION, None),
         # CUDA runtime
         (r"uncorrectable (NVLink|ECC) error", WorkerFaultKind.MEMORY, None),
         # ProcessGroupNCCL of torch
@@ -92,6 +103,13 @@ ERROR_PATTERNS: tuple[tuple[re.Pattern[str], WorkerFaultKind, str | None], ...] 
         (r"the connection was aborted", WorkerFaultKind.CONNECTION, None),
     )
 )
+
+# Marks a fault of the device's memory that a drill imitates: the device knows nothing of it.
+IMITATED = "(imitated)"
+
+# Once a device is stopped, whatever is asked of it fails: with FORCE STOP, or with the code of a
+# call that was on its way. ERRmmccc ends every error of torch_npu (NPUException.cpp).
+_OF_A_STOPPED_DEVICE = re.compile(r"FORCE STOP|\bERR\d{5} (PTA|OPS|DIST)\b")
 
 # What torch.futures puts before the text of an error that a callback raised.
 _WRAPPED = "Got the following error when running the callback: RuntimeError: "
@@ -105,11 +123,13 @@ class RecoverableError:
         kind: of the fault to report; None when a newer generation ended the step.
         text: first line of the exception.
         code: of the runtime, as in its own tables.
+        is_of_device: the device itself has reported that memory is damaged.
     """
 
     kind: WorkerFaultKind | None
     text: str
     code: str | None = None
+    is_of_device: bool = False
 
 
 def classify(error: BaseException, *, is_interrupted: bool) -> RecoverableError | None:
@@ -127,13 +147,15 @@ def classify(error: BaseException, *, is_interrupted: bool) -> RecoverableError 
     first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
     for pattern, kind, code in ERROR_PATTERNS:
         if pattern.search(text):
-            is_result = is_interrupted and kind is not WorkerFaultKind.MEMORY
-            return RecoverableError(None if is_result else kind, first, code)
+            is_memory = kind is WorkerFaultKind.MEMORY
+            found = None if is_interrupted and not is_memory else kind
+            is_of_device = is_memory and IMITATED not in text
+            return RecoverableError(found, first, code, is_of_device)
     # What was raised under C++ comes back as another type, with the text that it had.
     if is_interrupted and Interrupted.__name__ in text:
         return RecoverableError(None, first)
     # Errors of the store have a type of their own.
     if isinstance(error, dist.DistError):
         return RecoverableError(None if is_interrupted else WorkerFaultKind.CONNECTION, first)
-    # What the device's task abort leaves behind, once recovery has begun.
-    return RecoverableError(None, first) if is_interrupted and "FORCE STOP" in text else None
+    is_stopped = is_interrupted and _OF_A_STOPPED_DEVICE.search(text)
+    return RecoverableError(None, first) if is_stopped else None

@@ -396,7 +396,10 @@ class CommSpec(FrozenModel):
         None, description="Atlas series of the NPUs; operator retry and network recovery need a3"
     )
     mc2: bool = Field(False, description="the program uses MC2 fused operators")
-    watchdog: bool = Field(True, description="HCCL/NCCL watchdog ends a process whose peer is gone")
+    watchdog: bool | None = Field(
+        None, description="HCCL/NCCL watchdog ends a process whose peer is gone; default: for "
+        "commands, since a session recovers in the process that the watchdog would end"
+    )  # fmt: skip
 
     @property
     def timeouts_s(self) -> HcclTimeouts:
@@ -439,11 +442,11 @@ class CommSpec(FrozenModel):
 
     def settings(self) -> tuple[Setting, ...]:
         """Settings beside the entries of a platform, for its contradictions."""
-        enabled = self.op_retry.enabled
+        enabled, is_on = self.op_retry.enabled, bool(self.watchdog)
         unset = "" if "op_retry" in self.model_fields_set else " (its default)"
         return (
             Setting("operator_retry", enabled, f"comm.op_retry.enabled={shown(enabled)}{unset}"),
             Setting(Fact.CHIP, self.chip or "unknown", f"comm.chip={self.chip or 'unknown'}"),
             Setting(Fact.MC2, self.mc2, f"comm.mc2={shown(self.mc2)}"),
-            Setting(Fact.WATCHDOG, self.watchdog, f"comm.watchdog={shown(self.watchdog)}"),
+            Setting(Fact.WATCHDOG, is_on, f"comm.watchdog={shown(is_on)}"),
         )

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from training.runtime.process_group.generations import (
     GLOO,
     GroupConnection,
+    Seat,
     Sockets,
     StoreClient,
     new_sockets,
@@ -26,6 +27,8 @@ from training.runtime.process_group.generations import (
 )
 
 HOST = "127.0.0.1"
+CPU = torch.device("cpu")
+FIRST = Seat("world", 0, 2)
 
 
 @pytest.fixture
@@ -162,9 +165,9 @@ def test_an_abort_frees_a_rank_whose_peer_died_between_its_address_and_its_conne
     store = HashStore()
     publish_and_die(store, HIGHER)
     published = store.num_keys()
-    connection = GroupConnection(GLOO, "cpu")
+    connection = GroupConnection(GLOO, CPU)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(connection.connect, store, rank=0, size=2, timeout_s=60)
+        waiting = pool.submit(connection.connect, store, FIRST, timeout_s=60)
         while store.num_keys() == published:
             os.sched_yield()
         connection.abort()
@@ -181,15 +184,15 @@ def test_a_rank_that_connects_to_a_peer_that_died_is_refused_without_an_abort():
     publish_and_die(store, LOWER)
     began_s = time.monotonic()
     with pytest.raises(RuntimeError, match="Connection refused"):
-        GroupConnection(GLOO, "cpu").connect(store, rank=0, size=2, timeout_s=60)
+        GroupConnection(GLOO, CPU).connect(store, FIRST, timeout_s=60)
     assert time.monotonic() - began_s < 30
 
 
 def test_a_connection_that_is_aborted_before_it_is_made_is_not_made():
-    connection = GroupConnection(GLOO, "cpu")
+    connection = GroupConnection(GLOO, CPU)
     connection.abort()
     with pytest.raises(RuntimeError, match="aborted"):
-        connection.connect(HashStore(), rank=0, size=2, timeout_s=60)
+        connection.connect(HashStore(), FIRST, timeout_s=60)
 
 
 RANKS = (0, 1)

@@ -64,11 +64,12 @@ def test_a_rank_with_a_fault_of_its_own_leaves_the_traceback():
 def test_the_batch_of_a_step_in_flight_is_kept_by_a_plan_that_fails():
     state = RankState(74, {})
     batch: Any = ["the batch of step 75"]
-    flying: Any = SimpleNamespace(number=75, data=batch, vote=None)
+    flying: Any = SimpleNamespace(number=75, data=batch, vote=None, is_dirty=True)
     state.in_flight = flying
     plan = RepairPlan(mode=RepairMode.ROLL_BACK, step=72, rolls_back=True)
     recovery(announced=2)._end_step_in_flight(state, plan)
     assert state.batch is batch
+    assert state.is_dirty, "the optimizer was running, and the next plan has to know"
     assert state.in_flight is None
 
 

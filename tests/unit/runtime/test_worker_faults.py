@@ -48,6 +48,14 @@ KNOWN: dict[str, tuple[WorkerFaultKind, str | None]] = {
     "NCCL error in: /opt/pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:268, remote process "
     "exited or there was a network error, NCCL version 2.21.5": BROKEN,
     "NCCL communicator was aborted on rank 1.": BROKEN,
+    "create_config:/build/HCCLUtils.cpp:124 HCCL function error: hcclCommInitRootInfoConfig("
+    "numRanks, &rootInfo, rank, config, &(comm->hcclComm_)), error code is 9 \n[ERROR] "
+    "2026-01-01-00:00:00 (PID:1, Device:0, RankID:0) ERR02200 DIST call hccl api failed.": BROKEN,
+    "The Inner error is reported as above. The process exits for this inner error, and the current "
+    "working operator name is HcclAllreduce. EI0002: The wait execution of the Notify register "
+    "times out.": (WorkerFaultKind.COLLECTIVE, "EI0002"),
+    "[1] is setting up HCCL communicator and retrieving hcclUniqueId from [0] via c10d key-value "
+    "store by key '0', but store->get('0') got error: Connection reset by peer": BROKEN,
 }
 OWN = [
     RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"),
@@ -57,6 +65,10 @@ OWN = [
     RuntimeError("Timed out waiting for the tokenizer"),
     RuntimeError("the socket of my data server is closed: Broken pipe"),
     RuntimeError("FORCE STOP"),
+    RuntimeError(
+        "HCCL function error: HcclAllReduce(...), error code is 1 \n[ERROR] 2026-01-01-00:00:00 "
+        "(PID:1, Device:0, RankID:0) ERR02200 DIST call hccl api failed."
+    ),
     RuntimeError(""),
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
     ConnectionResetError(104, "Connection reset by peer"),
@@ -76,9 +88,16 @@ def found(error: BaseException, *, is_interrupted: bool = False) -> RecoverableE
 
 @pytest.mark.parametrize("text", KNOWN, ids=lambda text: text[-40:])
 def test_the_text_of_a_library_names_the_fault(text):
+    kind, code = KNOWN[text]
+    is_of_device = kind is WorkerFaultKind.MEMORY
     assert found(RuntimeError(text)) == RecoverableError(
-        KNOWN[text][0], text.splitlines()[0], KNOWN[text][1]
+        kind, text.splitlines()[0], code, is_of_device
     )
+
+
+def test_the_device_is_not_asked_about_damage_that_a_drill_imitates():
+    fault = found(RuntimeError("UCE ERROR reason=[device mem error] (imitated)"))
+    assert (fault.kind, fault.is_of_device) == (WorkerFaultKind.MEMORY, False)
 
 
 @pytest.mark.parametrize("error", OWN, ids=lambda error: f"{type(error).__name__}-{error}"[:40])
@@ -111,6 +130,11 @@ def test_errors_of_the_distributed_library_are_broken_connections_by_their_type(
         RuntimeError(TIMED_OUT),
         RuntimeError("HCCL OP RETRY FAILED"),
         RuntimeError("FORCE STOP reason=[device task abort]"),
+        RuntimeError(
+            "npuSynchronizeStream:NPUStream.cpp:1 NPU function error: AclrtSynchronizeStream, "
+            "error code is 507899\n[ERROR] 2026-01-01-00:00:00 (PID:1, Device:0, RankID:0) "
+            "ERR00100 PTA call acl api failed"
+        ),
         RuntimeError("the connection was aborted while it was established"),
         dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed."),
         Interrupted("generation 3 is announced"),

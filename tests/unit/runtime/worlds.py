@@ -30,6 +30,7 @@ from training.runtime.process_group.reconfigurable import install
 from training.runtime.process_group.replay import ReplayableConnections, ReplayableProcessGroup
 
 HOST = "127.0.0.1"
+CPU = torch.device("cpu")
 OP_TIMEOUT_S = 300.0  # beyond the limit of a test: what ends sooner was ended by an abort
 TIMEOUT_S = 60.0
 
@@ -222,9 +223,7 @@ def _take_part(
     def open_store() -> StoreClient:
         return StoreClient(HOST, port)
 
-    generations = Generations(
-        rank, backend="gloo", device="cpu", op_timeout_s=OP_TIMEOUT_S, open_store=open_store
-    )
+    generations = Generations(rank, device=CPU, op_timeout_s=OP_TIMEOUT_S, open_store=open_store)
     member = Member(rank, size, generations, end, end_of_links)
     if replay is None:
         install(generations, world_size=size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +13,11 @@ import torch
 from training.device import (
     UCE_HIGH_LEVEL,
     UCE_LOW_LEVEL,
+    WATCHDOG_STOP,
     DeviceBeyondHealing,
     abort_group,
     healing_of,
+    peak_flops,
     pin,
 )
 
@@ -77,10 +79,12 @@ class RecordedNpu:
     """Stands for torch_npu, which is not here: writes down what it is asked to do."""
 
     level: int = UCE_LOW_LEVEL
+    stopped: int = 0
     calls: list[tuple[Any, ...]] = field(default_factory=list)
 
-    def stop_device(self, index: int) -> None:
+    def stop_device(self, index: int) -> int:
         self.calls.append(("stop_device", index))
+        return self.stopped
 
     def check_uce_in_memory(self, index: int) -> int:
         self.calls.append(("check_uce_in_memory", index))
@@ -112,32 +116,38 @@ class FakeDevice:
     index: int | None = NPU_INDEX
 
 
-def heal_npu(*tensors: torch.Tensor, is_damaged: bool) -> None:
+def heal_npu(*tensors: torch.Tensor, is_damaged: bool) -> bool:
     npu: Any = FakeDevice("npu")
     healing = healing_of(npu)
     healing.stop()
-    healing.clean(tensors, is_damaged=is_damaged)
+    return healing.clean(tensors, is_damaged=is_damaged)
 
 
 def test_an_npu_whose_memory_is_whole_is_stopped_and_started_again(npu):
-    heal_npu(torch.tensor(1.0), is_damaged=False)
+    assert heal_npu(torch.tensor(1.0), is_damaged=False), "its tensors have their values"
     assert npu.calls == [("stop_device", NPU_INDEX), ("restart_device", NPU_INDEX)]
 
 
 def test_damage_outside_of_tensors_needs_no_tensor_made_safe(npu):
-    heal_npu(torch.tensor(1.0), is_damaged=True)
+    assert heal_npu(torch.tensor(1.0), is_damaged=True), "its tensors have their values"
     names = [call[0] for call in npu.calls]
     assert names == ["stop_device", "check_uce_in_memory", "restart_device"]
 
 
 def test_damaged_tensors_are_made_safe_before_the_npu_starts_again(npu):
     npu.level = UCE_HIGH_LEVEL
-    heal_npu(torch.tensor(1.0), torch.tensor(2.0), is_damaged=True)
+    assert not heal_npu(torch.tensor(1.0), torch.tensor(2.0), is_damaged=True)
     assert npu.calls[2:] == [
         ("update_npu_tensor_to_safe", 1.0),
         ("update_npu_tensor_to_safe", 2.0),
         ("restart_device", NPU_INDEX),
     ]
+
+
+def test_a_driver_that_does_not_abort_the_tasks_is_an_error(npu):
+    npu.stopped = 1
+    with pytest.raises(RuntimeError, match="has not aborted"):
+        heal_npu(is_damaged=False)
 
 
 @pytest.mark.parametrize("level", [0, 1, 4])
@@ -156,8 +166,13 @@ def test_a_damaged_cuda_context_is_left_to_a_new_process():
 def test_the_cpu_needs_nothing(npu):
     healing = healing_of(CPU)
     healing.stop()
-    healing.clean((torch.zeros(1),), is_damaged=True)
+    healing.settle()
+    assert healing.clean((torch.zeros(1),), is_damaged=False)
     assert npu.calls == []
+
+
+def test_what_a_cpu_has_reported_as_damaged_has_no_values():
+    assert not healing_of(CPU).clean((torch.zeros(1),), is_damaged=True)
 
 
 def test_a_group_is_aborted_by_the_name_that_its_library_has_for_it():
@@ -168,11 +183,31 @@ def test_a_group_is_aborted_by_the_name_that_its_library_has_for_it():
             calls.append("abort")
 
     class Hccl:
-        def abort_hccl_comm(self, reason: str) -> None:
-            calls.append(f"abort_hccl_comm: {reason}")
+        def set_watchdog_status(self, status: int) -> None:
+            calls.append(f"set_watchdog_status: {status}")
 
     abort_group(Nccl())
     abort_group(Hccl())
-    assert calls == ["abort", "abort_hccl_comm: a new generation of process groups"]
+    assert calls == ["abort", f"set_watchdog_status: {WATCHDOG_STOP}"]
     with pytest.raises(RuntimeError, match="object cannot be aborted"):
         abort_group(object())
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("Ascend910B3", 313.0),
+        ("Ascend910B2", 376.0),
+        ("Ascend910_9392", 376.0),
+        ("NVIDIA H100 80GB HBM3", 989.0),
+    ],
+)
+def test_the_peak_of_a_device_is_that_of_its_name(monkeypatch, name, tflops):
+    device: Any = FakeDevice("npu")
+    asked = SimpleNamespace(get_device_name=lambda _device: name)
+    monkeypatch.setattr(torch, "get_device_module", lambda _device: asked)
+    assert peak_flops(device, torch.bfloat16) == tflops * 1e12
+
+
+def test_the_peak_of_a_device_that_is_not_listed_is_measured():
+    assert peak_flops(CPU, torch.float32) > 1e6

@@ -71,6 +71,22 @@ def test_the_watchdog_is_the_jobs_choice_on_both_kinds_of_device(watchdog):
         assert seen[name] == str(int(watchdog))
 
 
+@pytest.mark.parametrize(
+    ("worker", "is_on"),
+    [({"recipe": "train:main"}, "0"), ({"command": ["python", "train.py"]}, "1")],
+    ids=["session", "command"],
+)
+def test_a_watchdog_nobody_chose_leaves_a_process_alive_that_recovers_by_itself(worker, is_on):
+    seen = values(worker=worker)
+    assert seen["TORCH_HCCL_ASYNC_ERROR_HANDLING"] == is_on
+
+
+def test_operator_retry_needs_no_word_about_the_watchdog_of_a_command():
+    retry = {key: value for key, value in OP_RETRY.items() if key != "watchdog"}
+    seen = values(worker={"command": ["python", "train.py"]}, comm=retry)
+    assert seen["TORCH_HCCL_ASYNC_ERROR_HANDLING"] == "0"
+
+
 def test_own_variables_replace_ours_in_place_and_others_follow_at_the_end():
     before = list(values())
     job = parse_job(document(env={"MY_OWN": "1", "HCCL_BUFFSIZE": "300"}))

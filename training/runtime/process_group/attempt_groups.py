@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from training.device import backend_of
+from training.device import healing_of
 from training.health.heartbeat import HeartbeatWriter
 from training.recovery.protocol import Reconnected, WorkerFault, WorkerFaultKind
 from training.runtime.context import WorkerContext
@@ -48,13 +48,13 @@ class AttemptGroups:
         self.step = 0
         self.generations = Generations(
             context.rank,
-            backend=backend_of(device),
-            device=device.type,
+            device=device,
             op_timeout_s=comm.timeout_s,
             open_store=_open_store,
             on_collective=heartbeat.enter_collective,
             on_collective_end=heartbeat.leave_collective,
             on_transfer=heartbeat.transfer,
+            stop_device=healing_of(device).stop,
         )
         self.connections: ReplayableConnections | None = None
         new_group: NewGroup | None = None

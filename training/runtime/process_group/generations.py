@@ -5,7 +5,8 @@ Recovery begins a new generation; everything that waits in the one before fails.
 Gloo and the store's client have no abort. Their sockets are shut down instead, found as those
 that were opened with the group: every operation on them fails at once, in whatever thread it
 waits. Listening sockets are left alone, since gloo ends the process when its accept() fails. NCCL
-and HCCL have an abort of their own. Written against torch 2.13; times are seconds.
+has an abort of its own; HCCL's operations end when the device's tasks are aborted. Written against
+torch 2.13 and torch_npu 2.13; times are seconds.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -26,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from training.device import abort_group
+from training.device import ENDED_BY_THE_DEVICE, abort_group, backend_of, open_group
 from training.runtime.errors import Interrupted
 
 GLOO = "gloo"
@@ -67,15 +69,32 @@ def shut_down(sockets: Sockets) -> int:
     return count
 
 
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """The place of this process in a group.
+
+    Attributes:
+        name: of the group.
+        rank: in it.
+        size: number of its ranks.
+        ranks: their global ranks; empty: all of them.
+    """
+
+    name: str
+    rank: int
+    size: int
+    ranks: tuple[int, ...] = ()
+
+
 class GroupConnection:
     """One connected group, or the attempt to connect it.
 
     Args:
         backend: name of the collective library.
-        device: type of the tensors.
+        device: of the tensors.
     """
 
-    def __init__(self, backend: str, device: str) -> None:
+    def __init__(self, backend: str, device: torch.device) -> None:
         self._backend = backend
         self._device = device
         self._lock = threading.Lock()
@@ -88,7 +107,7 @@ class GroupConnection:
         self._outcomes: SimpleQueue[dist.ProcessGroup | Exception] = SimpleQueue()
         self.group: dist.ProcessGroup | None = None
 
-    def connect(self, store: Store, *, rank: int, size: int, timeout_s: float) -> dist.ProcessGroup:
+    def connect(self, store: Store, seat: Seat, *, timeout_s: float) -> dist.ProcessGroup:
         """Connect to the other ranks; collective.
 
         Raises:
@@ -98,11 +117,12 @@ class GroupConnection:
             if self._is_aborted:
                 raise RuntimeError(_ABORTED)
             self._before, self._is_connecting = open_sockets(), True
-        make = partial(_make, self._backend, self._device, store, rank, size, timeout_s)
-        if self._backend == GLOO:
-            # Its constructor waits for the connection of a peer that may have died since it
-            # published its address: there is no socket yet that could be shut down. An abort
-            # leaves the thread behind, which ends with the timeout.
+        make = partial(_make, self._backend, self._device, store, seat, timeout_s)
+        if self._is_left_behind:
+            # Gloo's constructor waits for the connection of a peer that may have died since it
+            # published its address: there is no socket yet that could be shut down. So does
+            # HcclCommInitRootInfo, for HCCL_CONNECT_TIMEOUT, which is two minutes at least. An
+            # abort leaves the thread behind, which ends with the timeout.
             threading.Thread(target=self._connect, args=(make,), daemon=True).start()
         else:
             self._connect(make)
@@ -128,8 +148,16 @@ class GroupConnection:
                 self._sockets = new_sockets(self._before)
         self._outcomes.put(outcome)
 
+    @property
+    def _is_left_behind(self) -> bool:
+        """Whether an abort leaves a thread that connects to itself."""
+        return self._backend == GLOO or self._backend in ENDED_BY_THE_DEVICE
+
     def abort(self) -> None:
-        """Make everything that waits in it fail; from any thread."""
+        """Make everything that waits in it fail; from any thread.
+
+        Operations of HCCL end with the device's tasks, which the caller has to abort, too.
+        """
         with self._lock:
             self._is_aborted = True
             if self._is_connecting:
@@ -137,9 +165,10 @@ class GroupConnection:
             sockets = self._sockets
         if self._backend == GLOO:
             shut_down(sockets)
-            self._outcomes.put(RuntimeError(_ABORTED))
         elif self._collectives is not None:
             abort_group(self._collectives)
+        if self._is_left_behind:
+            self._outcomes.put(RuntimeError(_ABORTED))
 
     def began(self) -> None:
         """Count an operation that begins on it."""
@@ -182,9 +211,10 @@ class StoreClient:
 
 
 def _make(
-    backend: str, device: str, store: Store, rank: int, size: int, timeout_s: float
+    backend: str, device: torch.device, store: Store, seat: Seat, timeout_s: float
 ) -> tuple[dist.ProcessGroup, Any]:
     timeout = dt.timedelta(seconds=timeout_s)
+    rank, size = seat.rank, seat.size
     group = dist.ProcessGroup(store, rank, size)
     if backend == GLOO:
         kind = dist.ProcessGroup.BackendType.GLOO
@@ -198,20 +228,25 @@ def _make(
         collectives._set_sequence_number_for_group()  # noqa: SLF001
     else:
         kind = dist.ProcessGroup.BackendType.CUSTOM
-        collectives = _plugin(backend, store, rank, size, timeout)
+        collectives = _plugin(backend, store, seat, timeout)
     group._set_default_backend(kind)  # noqa: SLF001
-    group._register_backend(torch.device(device), kind, collectives)  # noqa: SLF001
+    group._register_backend(torch.device(device.type), kind, collectives)  # noqa: SLF001
+    if backend in ENDED_BY_THE_DEVICE:
+        open_group(group, collectives, device)
     return group, collectives
 
 
-def _plugin(backend: str, store: Store, rank: int, size: int, timeout: dt.timedelta) -> Any:
+def _plugin(backend: str, store: Store, seat: Seat, timeout: dt.timedelta) -> Any:
     """A backend that another library registered: HCCL of torch_npu."""
     plugin = dist.Backend._plugins[backend.upper()]  # noqa: SLF001 there is no public way
     if not plugin.extended_api:
-        return plugin.creator_fn(store, rank, size, timeout)
+        return plugin.creator_fn(store, seat.rank, seat.size, timeout)
     options = torch._C._distributed_c10d._DistributedBackendOptions()  # noqa: SLF001
     options.store, options.timeout = store, timeout
-    options.group_rank, options.group_size = rank, size
+    options.group_rank, options.group_size = seat.rank, seat.size
+    # Without ranks ProcessGroupHCCL takes a group for that of all, and its rank for the one in a
+    # rank table (createHCCLCommEx).
+    options.group_id, options.global_ranks_in_group = seat.name, list(seat.ranks)
     return plugin.creator_fn(options, None)
 
 
@@ -265,14 +300,15 @@ class Generations:
 
     Args:
         rank: global rank.
-        backend: collective library inside the facades.
-        device: type of device of the tensors.
+        device: of the tensors; its collective library is inside the facades.
         op_timeout_s: limit of one collective.
         open_store: connects to the rendezvous store.
         on_collective: called with its name when one begins.
         on_collective_end: called at its end; from any thread, and only where the host sees it
             (gloo).
         on_transfer: called with its name when a transfer between two ranks begins.
+        stop_device: aborts the tasks of the device; called when a newer generation is announced,
+            where the backend's operations end in no other way.
 
     Attributes:
         on_announced: called when a newer generation is announced.
@@ -286,21 +322,22 @@ class Generations:
         self,
         rank: int,
         *,
-        backend: str,
-        device: str,
+        device: torch.device,
         op_timeout_s: float,
         open_store: Callable[[], StoreClient],
         on_collective: Callable[[str], None] = lambda _name: None,
         on_collective_end: Callable[[], None] = lambda: None,
         on_transfer: Callable[[str], None] = lambda _name: None,
+        stop_device: Callable[[], None] = lambda: None,
     ) -> None:
         self.rank = rank
-        self.backend = backend
+        self.backend = backend_of(device)
         self.device = device
         self.op_timeout_s = op_timeout_s
         self.on_collective = on_collective
         self.on_collective_end = on_collective_end
         self.on_transfer = on_transfer
+        self._stop_device = stop_device
         self.on_announced: Callable[[], None] = lambda: None
         self.current = 0
         self.announced = 0
@@ -324,6 +361,12 @@ class Generations:
                 connection.abort()
             except RuntimeError as exc:  # of a backend's own abort; the others are aborted, too
                 problems.append(exc)
+        # Before the first generation nothing runs yet, and nothing would start the device again.
+        if self.backend in ENDED_BY_THE_DEVICE and self.current:
+            try:
+                self._stop_device()
+            except RuntimeError as exc:
+                problems.append(exc)
         if client is not None:
             client.abort()
         self.on_announced()
@@ -338,13 +381,23 @@ class Generations:
         """
         client = self._open_store()
         with self._lock:
-            # The destructor of a connection waits for its operations, and some of them never end.
-            before = (*self._retired, *self._connections.values())
-            self._retired = [one for one in before if not one.is_idle]
+            self._retired = [*self._retired, *self._connections.values()]
             self._connections = {}
             self._client = client
             self.current = generation
+        if self.backend not in ENDED_BY_THE_DEVICE:
+            self.let_go()
         self.check()
+
+    def let_go(self) -> None:
+        """Forget the connections of former generations; of HCCL once the device works again.
+
+        The destructor of a connection waits for its operations, and some of them never end: those
+        connections are kept.
+        """
+        with self._lock:
+            before = self._retired
+            self._retired = [one for one in before if not one.is_idle]
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -379,7 +432,7 @@ class Generations:
             return Interrupted("the attempt is given up")
         return Interrupted(f"generation {self.announced} is announced")
 
-    def connection(self, name: str, *, rank: int, size: int) -> GroupConnection:
+    def connection(self, seat: Seat) -> GroupConnection:
         """The connection of a group, made when there is none yet; collective in that case.
 
         Raises:
@@ -388,14 +441,15 @@ class Generations:
         """
         self.check()
         with self._lock:
-            connection, client = self._connections.get(name), self._client
+            connection, client = self._connections.get(seat.name), self._client
             if connection is None:
-                connection = self._connections[name] = GroupConnection(self.backend, self.device)
+                connection = GroupConnection(self.backend, self.device)
+                self._connections[seat.name] = connection
         if connection.group is not None:
             return connection
         assert client is not None  # noqa: S101 enter() comes first
-        store = PrefixStore(f"g{self.current}/{name}", client.store)
-        connection.connect(store, rank=rank, size=size, timeout_s=self.op_timeout_s)
+        store = PrefixStore(f"g{self.current}/{seat.name}", client.store)
+        connection.connect(store, seat, timeout_s=self.op_timeout_s)
         if self.announced > self.current:
             connection.abort()
         self.check()

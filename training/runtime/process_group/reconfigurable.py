@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, HashStore
 
-from training.runtime.process_group.generations import Generations
+from training.device import ENDED_BY_THE_DEVICE
+from training.runtime.process_group.generations import Generations, Seat
 
 BACKEND = "perdure"
 TRANSFERS = frozenset({"send", "recv"})  # between two ranks, so that counts would differ
@@ -58,16 +59,16 @@ class FutureWork(dist.Work):
 class ReconfigurableProcessGroup(dist.ProcessGroup):
     """One group. The methods are those that torch calls on a group written in Python."""
 
-    def __init__(self, generations: Generations, name: str, rank: int, size: int) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]  # one constructor of two
+    def __init__(self, generations: Generations, seat: Seat) -> None:
+        super().__init__(seat.rank, seat.size)  # type: ignore[call-arg]  # one constructor of two
         self._generations = generations
-        self._name = name
-        self._own_rank = rank
-        self._own_size = size
-        self._group_name = name
+        self._seat = seat
+        self._own_rank = seat.rank
+        self._own_size = seat.size
+        self._group_name = seat.name
         self._description = ""
         kind = dist.ProcessGroup.BackendType.CUSTOM
-        self._register_backend(torch.device(generations.device), kind, None)
+        self._register_backend(torch.device(generations.device.type), kind, None)
 
     def _run(self, operation: str, alone: Callable[[], Any], *arguments: Any) -> dist.Work:
         generations = self._generations
@@ -78,9 +79,13 @@ class ReconfigurableProcessGroup(dist.ProcessGroup):
             generations.on_transfer(described)
         else:
             generations.on_collective(described)
-        group = generations.connection(self._name, rank=self._own_rank, size=self._own_size).group
-        work: dist.Work = getattr(group, operation)(*arguments)
+        work: dist.Work = getattr(self._connected(), operation)(*arguments)
         return work
+
+    def _connected(self) -> dist.ProcessGroup:
+        group = self._generations.connection(self._seat).group
+        assert group is not None  # noqa: S101 connection() returns a connected one
+        return group
 
     @property
     def display_name(self) -> str:
@@ -88,12 +93,26 @@ class ReconfigurableProcessGroup(dist.ProcessGroup):
         # torch describes the group of all ranks as default_pg, and names it 0.
         if self._description == "default_pg":
             return "world"
-        return self._description or self._name
+        return self._description or self._seat.name
 
     def connect(self) -> None:
         """Establish the connection now; collective."""
         if not self._generations.is_alone and self._own_size > 1:
-            self._generations.connection(self._name, rank=self._own_rank, size=self._own_size)
+            self._connected()
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """Its backend for a device; torch_npu asks for it, and then calls what is below."""
+        if self._generations.backend in ENDED_BY_THE_DEVICE:
+            return self
+        return super()._get_backend(device)
+
+    # What stop_device and restart_device of torch_npu ask of every group of a process
+    # (torch_npu/npu/_recovery.py). `Generations` does it for the connections that are inside.
+    def set_watchdog_status(self, status: int) -> None:
+        """There is no watchdog of its own."""
+
+    def clear_workmeta_list(self) -> None:
+        """Likewise."""
 
     # torch asks a group without a C++ backend for these by several names.
     def getBackendName(self) -> str:  # noqa: N802, D102
@@ -248,7 +267,7 @@ def _fill_lists(outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]) -
     return outputs
 
 
-NewGroup = Callable[[str, int, int], ReconfigurableProcessGroup]
+NewGroup = Callable[[Seat], ReconfigurableProcessGroup]
 _new_group: NewGroup | None = None
 
 
@@ -260,13 +279,13 @@ def install(
     Args:
         generations: of all groups.
         world_size: number of ranks.
-        new_group: makes a group from name, rank and size; default: `ReconfigurableProcessGroup`.
+        new_group: makes a group; default: `ReconfigurableProcessGroup`.
     """
     global _new_group  # noqa: PLW0603 torch keeps one default group a process, too
     _new_group = new_group or partial(ReconfigurableProcessGroup, generations)
     if BACKEND.upper() not in dist.Backend._plugins:  # noqa: SLF001 registering twice is an error
         dist.Backend.register_backend(
-            BACKEND, _create, extended_api=True, devices=[generations.device]
+            BACKEND, _create, extended_api=True, devices=[generations.device.type]
         )
     dist.init_process_group(
         BACKEND, store=HashStore(), rank=generations.rank, world_size=world_size
@@ -275,8 +294,9 @@ def install(
 
 def _create(options: Any, _backend_options: Any) -> ReconfigurableProcessGroup:
     assert _new_group is not None  # noqa: S101 install() registers this function
+    ranks = tuple(options.global_ranks_in_group)
     name = str(options.group_id or "world")
-    return _new_group(name, options.group_rank, options.group_size)
+    return _new_group(Seat(name, options.group_rank, options.group_size, ranks))
 
 
 def default_group() -> ReconfigurableProcessGroup:

@@ -28,6 +28,7 @@ from torch._C._distributed_c10d import PrefixStore
 from training.runtime.process_group.generations import (
     Generations,
     GroupConnection,
+    Seat,
     StoreClient,
     start,
 )
@@ -150,12 +151,10 @@ class ReplayableProcessGroup(ReconfigurableProcessGroup):
         self,
         generations: Generations,
         connections: ReplayableConnections,
-        name: str,
-        rank: int,
-        size: int,
+        seat: Seat,
     ) -> None:
-        super().__init__(generations, name, rank, size)
-        self.key = name
+        super().__init__(generations, seat)
+        self.key = seat.name
         self._connections = connections
         self._operations: dict[int, _Operation] = {}
         self._count = 0
@@ -197,9 +196,7 @@ class ReplayableProcessGroup(ReconfigurableProcessGroup):
             self._generation = generations.current
         generations.check()
         if self._connection is None:
-            self._connection = generations.connection(
-                self._name, rank=self._own_rank, size=self._own_size
-            )
+            self._connection = generations.connection(self._seat)
 
     def _begin(self, operation: _Operation, arguments: tuple[Any, ...]) -> None:
         number, connection = self._connections.number, self._connection
@@ -267,9 +264,9 @@ class ReplayableProcessGroup(ReconfigurableProcessGroup):
         return self._connection is not None and self._generation == self._generations.current
 
     @property
-    def rank_and_size(self) -> tuple[int, int]:
+    def seat(self) -> Seat:
         """Of this process in the group."""
-        return self._own_rank, self._own_size
+        return self._seat
 
     def detach(self) -> None:
         """From now on no operation completes before it was replayed.
@@ -292,7 +289,7 @@ class ReplayableProcessGroup(ReconfigurableProcessGroup):
         numbers = range(first, self._count + 1)
         for number in numbers:
             if number not in self._operations or self._operations[number].name not in INPUT_OF:
-                raise RuntimeError(f"operation {number} of {self._name} is not kept any more")
+                raise RuntimeError(f"operation {number} of {self.key} is not kept any more")
         for number in numbers:
             operation = self._operations[number]
             self._begin(operation, operation.arguments_again())
@@ -418,7 +415,7 @@ class ReplayableConnections:
     def _replay(
         self, group: ReplayableProcessGroup, client: StoreClient, number: int, deadline_s: float
     ) -> int:
-        rank, size = group.rank_and_size
+        rank, size = group.seat.rank, group.seat.size
         prefix = f"g{self._generations.current}/{group.key}/l{number}"
         store = PrefixStore(prefix, client.store)
         store.set(f"need/{rank}", str(group.first_incomplete))
@@ -431,18 +428,17 @@ class ReplayableConnections:
         self, group: ReplayableProcessGroup, client: StoreClient, prefix: str, deadline_s: float
     ) -> GroupConnection:
         """Connect; again and again, since the network may be down for a while yet."""
-        rank, size = group.rank_and_size
-        generations = self._generations
+        seat, generations = group.seat, self._generations
         while True:
             generations.check()
             # Ranks fail unequally often: each joins the round that is open.
             entries = PrefixStore(prefix, client.store).add("entered", 1)
-            store = PrefixStore(f"{prefix}/{(entries - 1) // size}", client.store)
+            store = PrefixStore(f"{prefix}/{(entries - 1) // seat.size}", client.store)
             connection = GroupConnection(generations.backend, generations.device)
             generations.replace(group.key, connection)
             try:
                 # Its operations have this limit, too; a generation that comes instead ends both.
-                connection.connect(store, rank=rank, size=size, timeout_s=generations.op_timeout_s)
+                connection.connect(store, seat, timeout_s=generations.op_timeout_s)
             except RuntimeError:
                 if time.monotonic() > deadline_s:
                     raise

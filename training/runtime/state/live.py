@@ -272,7 +272,7 @@ class Snapshots:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
 
 
 def damage(training: Training) -> None:

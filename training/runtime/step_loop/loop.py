@@ -125,6 +125,7 @@ class StepLoop:
             comparison=self._comparison,
             skips=self.skipping is not None,
             division=DivisionCheck(self.records.notice),
+            settle=self.recovery.healing.settle if self.recovery is not None else lambda: None,
         )
 
     def begin(self) -> None:

@@ -77,6 +77,7 @@ class RankState:
         pending: what is to be done before the next step, by name.
         is_fresh: there is no state yet: this process takes the place of another.
         is_dirty: the tensors are not to be trusted.
+        is_damaged: the device has reported that its memory is damaged, and was not cleaned since.
     """
 
     step: int
@@ -89,6 +90,7 @@ class RankState:
     pending: tuple[str, ...] = ()
     is_fresh: bool = False
     is_dirty: bool = False
+    is_damaged: bool = False
 
     @property
     def loss(self) -> float | None:
@@ -209,16 +211,22 @@ class RankRecovery:
         found = self.classify(error)
         if found is None or found.kind is None:
             return
-        state.is_dirty = state.is_dirty or found.kind is WorkerFaultKind.MEMORY
+        self._note_damage(found, state)
         vote = state.in_flight.vote if state.in_flight is not None else None
         self._send_fault(found.kind, found, state.step, vote)
+
+    def _note_damage(self, found: RecoverableError, state: RankState) -> None:
+        if found.is_of_device:
+            state.is_damaged = True  # how far, the device is asked
+        elif found.kind is WorkerFaultKind.MEMORY:
+            state.is_dirty = True
 
     def _report_failed_recovery(self, error: BaseException, state: RankState) -> None:
         """Have the coordinator begin another generation, unless there is one already."""
         found = self.classify(error)
         if found is None:
             raise error
-        state.is_dirty = state.is_dirty or found.kind is WorkerFaultKind.MEMORY
+        self._note_damage(found, state)
         if not self._is_interrupted:
             self._send_fault(WorkerFaultKind.REPAIR, found, state.step)
 
@@ -244,13 +252,13 @@ class RankRecovery:
         """Take part in the newest generation, up to where training goes on."""
         client, generations, rank = self.groups.client, self.groups.generations, self.context.rank
         generation = client.newer_than(generations.current)
-        self.healing.stop()
         generations.enter(generation)
         self.heartbeat.generation = generation
+        self._heal(state)
+        generations.let_go()
         snapshot_step = self.snapshots.step if self.snapshots is not None else None
         report = state.report(rank, snapshot_step)
         client.send(GenerationReport(generation=generation, report=report))
-        self._heal(state)
         # While others are still on their way: no plan applies a gradient that is not reduced.
         is_ready = state.is_fresh or report.phase < StepPhase.PREPARED
         if is_ready and not state.is_fresh:
@@ -269,6 +277,9 @@ class RankRecovery:
         if plan.rolls_back:
             self._roll_back(state, plan)
         self._transfer(state, plan)
+        if plan.rolls_back or self._is_given_a_state(plan):
+            self.healing.settle()
+            state.is_dirty = False
         generations.check()
         state.vote = plan.vote
         state.pending = plan.pending
@@ -281,7 +292,10 @@ class RankRecovery:
         tensors = chain(
             training.model.parameters(), training.model.buffers(), training.kept_tensors()
         )
-        self.healing.clean([local_part(one) for one in tensors], is_damaged=state.is_dirty)
+        own = [local_part(one) for one in tensors]
+        is_whole = self.healing.clean(own, is_damaged=state.is_damaged)
+        state.is_dirty = state.is_dirty or not is_whole
+        state.is_damaged = False
 
     def _end_step_in_flight(self, state: RankState, plan: RepairPlan) -> None:
         """Apply a gradient that every rank was known to hold, or keep the batch for later."""
@@ -294,6 +308,7 @@ class RankRecovery:
         elif step is not None:
             # Whatever this plan is: it may fail, and the next one may execute this step again.
             state.batch = step.data
+            state.is_dirty = state.is_dirty or step.is_dirty
         state.in_flight = None
         if state.step == plan.step and not self._is_given_a_state(plan):
             state.catch_up(plan.skipped, self.training.loader)
@@ -328,13 +343,14 @@ class RankRecovery:
             return
         assert self.snapshots is not None  # noqa: S101 the plan follows from what was reported
         extra = self.snapshots.extra
+        state.is_dirty = True  # until it is whole
         self.checkpointer.live.adopt(extra, self.snapshots.restore)
         self._move_to(state, plan, extra["data"])
 
     def _move_to(self, state: RankState, plan: RepairPlan, data: dict[str, Any]) -> None:
         self.training.loader.load_state_dict(data)
         state.step, state.vote, state.data = plan.step, plan.vote, data
-        state.batch, state.is_dirty = None, False
+        state.batch = None
         state.skipped = plan.skipped
 
     def _save_and_end(self, state: RankState, plan: RepairPlan) -> NoReturn:

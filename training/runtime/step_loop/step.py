@@ -122,6 +122,7 @@ class StepContext:
         skips: an abnormal step is left, and its batch with it; else it is an error.
         division: warns of losses that are divided twice.
         comparison: of what the ranks hold.
+        settle: waits for the optimizer where a recovery would cut it short.
     """
 
     training: Training
@@ -134,6 +135,7 @@ class StepContext:
     comparison: Comparison
     skips: bool = False
     division: DivisionCheck = field(default_factory=DivisionCheck)
+    settle: Callable[[], None] = lambda: None
 
 
 class Step:
@@ -292,6 +294,7 @@ class Step:
         for scheduler in training.schedulers:
             scheduler.step()
         training.zero_grad()
+        self._context.settle()
         self.is_dirty, self.is_applied = False, True
 
     def _run_optimizers(self) -> None:

@@ -1,0 +1,196 @@
+"""The report of `perdure preflight --device`: every device of a machine, tried, and drilled.
+
+It holds versions, checks, and exceptions word for word, and nothing of whoever runs it. Times are
+seconds.
+"""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from storage.frozen_model import FrozenModel
+from training.drill.evaluation import DrillOutcome
+from training.errors import InputError
+from training.files import write_whole
+from training.health.versions import check_versions, installed
+from training.processes import free_port
+from training.wire.node import Check, CheckOutcome
+
+HOST = "127.0.0.1"
+BURN_IN_S = 1.0
+LIMIT_S = 600.0
+COUNT_LIMIT_S = 120.0
+_PROGRAM = (sys.executable, "-m", "training.drill.device_trial")
+
+
+class TrialTask(FrozenModel):
+    """What a process is to try: its device by its rank. The first one serves the others' store."""
+
+    rank: int
+    size: int
+    host: str
+    port: int
+    burn_in_s: float
+
+
+class Observed(FrozenModel):
+    """An exception that was provoked.
+
+    Attributes:
+        provoked_by: what was done.
+        type: of the exception.
+        text: all of it.
+        is_fault: whether a worker takes it for a fault that it outlives.
+        kind: as which it would report it; None: for a result of another fault.
+        fault_class: of the diagnosis; None: it knows no such line.
+    """
+
+    provoked_by: str
+    type: str
+    text: str
+    is_fault: bool
+    kind: str | None
+    fault_class: str | None
+
+
+class Trial(FrozenModel):
+    """What one device has shown."""
+
+    rank: int
+    device: str
+    name: str
+    checks: tuple[Check, ...]
+    exceptions: tuple[Observed, ...]
+
+
+class DeviceReport(FrozenModel):
+    """What the devices of a machine have shown.
+
+    Attributes:
+        perdure: its version.
+        machine: operating system and processor.
+        versions: of torch, torch_npu, CANN and drivers, and whether they fit.
+        trials: one for each device.
+        unanswered: a check for each process that gave no answer.
+        drills: their outcomes.
+        left_out: drills that could not be run, with the reason.
+    """
+
+    perdure: str
+    machine: str
+    versions: tuple[Check, ...]
+    trials: tuple[Trial, ...]
+    unanswered: tuple[Check, ...] = ()
+    drills: tuple[dict[str, Any], ...] = ()
+    left_out: dict[str, str] = Field(default={})
+
+    @property
+    def checks(self) -> list[tuple[str, Check]]:
+        """All checks, each with the device that it is of."""
+        own = [(trial.device, check) for trial in self.trials for check in trial.checks]
+        others = [("", check) for check in (*self.versions, *self.unanswered)]
+        return [*others, *own]
+
+    @property
+    def is_fine(self) -> bool:
+        """Whether nothing failed, and every drill went as expected."""
+        failed = any(check.outcome is CheckOutcome.FAILED for _, check in self.checks)
+        return not failed and all(drill["as_expected"] for drill in self.drills)
+
+    def write(self, path: Path) -> None:
+        """Write it, as JSON."""
+        write_whole(path, self.model_dump_json(indent=2))
+
+
+def count_devices() -> int:
+    """How many accelerators a process on this machine sees.
+
+    Raises:
+        InputError: their library does not load.
+    """
+    try:
+        asked = subprocess.run(
+            (*_PROGRAM, "--count"),
+            capture_output=True, text=True, check=True, timeout=COUNT_LIMIT_S,
+        )  # fmt: skip
+        return int(asked.stdout.split()[-1])
+    except subprocess.CalledProcessError as error:
+        last = error.stderr.strip().splitlines()[-1:] or ["no message"]
+        raise InputError("devices", f"their library does not load: {last[0]}") from error
+    except subprocess.TimeoutExpired as error:
+        raise InputError("devices", f"no answer within {COUNT_LIMIT_S:g} s") from error
+
+
+def try_devices(
+    count: int, *, burn_in_s: float = BURN_IN_S, limit_s: float = LIMIT_S
+) -> DeviceReport:
+    """Try the first devices of this machine, each in a process of its own, all at once.
+
+    Args:
+        count: of devices.
+        burn_in_s: how long each multiplies.
+        limit_s: for all of it; a process that is late is ended.
+    """
+    port = free_port(HOST)
+    tasks = [
+        TrialTask(rank=rank, size=count, host=HOST, port=port, burn_in_s=burn_in_s)
+        for rank in range(count)
+    ]
+    processes = [_start(task) for task in tasks]
+    until_s = time.monotonic() + limit_s
+    answers = [_answer(rank, process, until_s) for rank, process in enumerate(processes)]
+    return DeviceReport(
+        perdure=version("perdure"),
+        machine=f"{platform.system()} {platform.release()} {platform.machine()}",
+        versions=check_versions(installed()),
+        trials=tuple(one for one in answers if isinstance(one, Trial)),
+        unanswered=tuple(one for one in answers if isinstance(one, Check)),
+    )
+
+
+def with_drills(
+    report: DeviceReport, outcomes: Sequence[DrillOutcome], left_out: dict[str, str]
+) -> DeviceReport:
+    """The report with what the drills have shown."""
+    rows = tuple({**asdict(one), "as_expected": one.as_expected} for one in outcomes)
+    return report.model_copy(update={"drills": rows, "left_out": left_out})
+
+
+def _start(task: TrialTask) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        _PROGRAM, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdin is not None  # noqa: S101 it is a pipe
+    process.stdin.write(task.model_dump_json().encode())
+    process.stdin.close()
+    process.stdin = None  # or communicate() would flush it
+    return process
+
+
+def _answer(rank: int, process: subprocess.Popen[bytes], until_s: float) -> Trial | Check:
+    """What a process found, or how it ended without."""
+    try:
+        found, log = process.communicate(timeout=max(0.1, until_s - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        _, log = process.communicate()
+        return _unanswered(rank, "no answer in time", log)
+    if process.returncode != 0:
+        return _unanswered(rank, f"ended with {process.returncode}", log)
+    return Trial.model_validate_json(found.strip().splitlines()[-1])
+
+
+def _unanswered(rank: int, why: str, log: bytes) -> Check:
+    tail = "\n".join(log.decode(errors="replace").splitlines()[-20:])
+    seen = f"device {rank}: {why}\n{tail}"
+    return Check(name="trial", outcome=CheckOutcome.FAILED, seen=seen)

@@ -1,0 +1,239 @@
+"""One device does what recovery asks of devices: a program, a task on stdin, a `Trial` on stdout.
+
+Errors are provoked and not imitated: memory that is not there, work that is stopped under a thread
+that waits for it, a collective that some ranks never enter. What the device's library raises is
+kept word for word, with the class that Perdure gives it. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from training.device import Healing, device_name, healing_of, local_devices, memory_of, pick_device
+from training.diagnosis.recognise import recognise
+from training.drill.device_report import Observed, Trial, TrialTask
+from training.health import burn_in
+from training.runtime.errors import classify
+from training.runtime.process_group.generations import Generations, StoreClient
+from training.runtime.process_group.reconfigurable import install
+from training.wire.node import Check, CheckOutcome
+from training.wire.rendezvous import serve_store
+
+MATRIX = {"cpu": 256}
+DEVICE_MATRIX = 2048
+WORK_S = 2.0  # that is queued, and stopped after half of it
+WAIT_S = 1.0  # in a collective that not all ranks enter
+NUM_GENERATIONS = 3
+OP_TIMEOUT_S = 120.0
+
+
+class _Trying:
+    """The trials of one device, in order; a failed one is a failed check."""
+
+    def __init__(self, task: TrialTask, device: torch.device) -> None:
+        self.task, self.device = task, device
+        self.healing: Healing = healing_of(device)
+        self.checks: list[Check] = []
+        self.exceptions: list[Observed] = []
+        self._store: TCPStore | None = None
+
+    def observe(self, provoked_by: str, error: BaseException, *, is_interrupted: bool) -> None:
+        """Keep an exception as it came."""
+        found = classify(error, is_interrupted=is_interrupted)
+        lines = (recognise(line, "") for line in str(error).splitlines())
+        known = next((one for one in lines if one is not None), None)
+        self.exceptions.append(
+            Observed(
+                provoked_by=provoked_by,
+                type=f"{type(error).__module__}.{type(error).__qualname__}",
+                text=str(error),
+                is_fault=found is not None,
+                kind=found.kind if found is not None else None,
+                fault_class=known.fault_class if known is not None else None,
+            )
+        )
+
+    def do(self, name: str, trial: Callable[[], str | None]) -> None:
+        """Try something; None means that it does not apply on this device."""
+        began_s = time.monotonic()
+        try:
+            seen = trial()
+        except Exception as error:  # noqa: BLE001 whatever it is, the report has it
+            outcome, seen = CheckOutcome.FAILED, "".join(traceback.format_exception(error))
+        else:
+            outcome = CheckOutcome.OK if seen is not None else CheckOutcome.SKIPPED
+            seen = seen or f"does not apply to {self.device.type}"
+        took_s = time.monotonic() - began_s
+        self.checks.append(Check(name=name, outcome=outcome, seen=seen, seconds=took_s))
+
+    def memory(self) -> str | None:
+        """Whether the device says how much memory it has."""
+        found = memory_of(self.device)
+        return f"{found[0]} bytes free of {found[1]}" if found is not None else None
+
+    def random_numbers(self) -> str | None:
+        """Whether the state of its random numbers can be set back."""
+        module = torch.get_device_module(self.device)
+        if self.device.type == "cpu":
+            return None
+        state = module.get_rng_state(self.device)
+        first = torch.rand(1000, device=self.device).cpu()
+        module.set_rng_state(state, self.device)
+        if not torch.equal(first, torch.rand(1000, device=self.device).cpu()):
+            raise RuntimeError("random numbers differ after their state was set back")
+        return "the same again"
+
+    def out_of_memory(self) -> str | None:
+        """What is raised when memory is asked for that is not there."""
+        found = memory_of(self.device)
+        if found is None:
+            return None
+        try:
+            torch.empty(2 * found[1], dtype=torch.uint8, device=self.device)
+        except RuntimeError as error:
+            self.observe("more memory than there is", error, is_interrupted=False)
+            return type(error).__name__
+        raise RuntimeError("twice the device's memory was allocated")
+
+    def stopped(self) -> str | None:
+        """What a thread gets that waits for work which is stopped, and whether work goes on."""
+        if self.device.type != "npu":
+            return None
+        queue = self._work()
+        threading.Timer(WORK_S / 2, self.healing.stop).start()
+        try:
+            queue()
+        except RuntimeError as error:
+            self.observe("stop_device under work", error, is_interrupted=True)
+            seen = type(error).__name__
+        else:
+            raise RuntimeError("work that was stopped came to its end")
+        self.healing.clean((), is_damaged=False)
+        return f"{seen}, then {self._works()}"
+
+    def _work(self) -> Callable[[], None]:
+        """Products for `WORK_S`, and waiting for them."""
+        size = MATRIX.get(self.device.type, DEVICE_MATRIX)
+        matrix = torch.ones(size, size, device=self.device)
+        (matrix @ matrix).sum().item()
+        began_s = time.monotonic()
+        (matrix @ matrix).sum().item()
+        count = math.ceil(WORK_S / max(1e-6, time.monotonic() - began_s))
+
+        def queue() -> None:
+            for _ in range(count):
+                product = matrix @ matrix
+            product.sum().item()
+
+        return queue
+
+    def _works(self) -> str:
+        check = burn_in.check_device(self.device, 0.0)
+        if check.outcome is not CheckOutcome.OK:
+            raise RuntimeError(check.seen)
+        return check.seen
+
+    def generations(self) -> str | None:
+        """Whether a collective that some never enter ends with its generation, again and again."""
+        if self.task.size == 1:
+            return None
+        if self.task.rank == 0:
+            self._store = serve_store(self.task.host, self.task.port)
+        generations = _join(self.task, self.device, self.healing)
+        took_s = [self._generation(generations, number + 1) for number in range(NUM_GENERATIONS)]
+        return f"{NUM_GENERATIONS} generations, up after {', '.join(f'{s:.2f} s' for s in took_s)}"
+
+    def _generation(self, generations: Generations, number: int) -> float:
+        """Enter one, sum, and wait in vain for its last rank. Seconds until the sum was there."""
+        began_s = time.monotonic()
+        generations.announce(number)
+        generations.enter(number)
+        if number > 1:
+            self.healing.clean((), is_damaged=False)
+        generations.let_go()
+        own = torch.full((1,), self.task.rank + 1.0, device=self.device)
+        dist.all_reduce(own)
+        size = self.task.size
+        if own.item() != size * (size + 1) / 2:
+            raise RuntimeError(f"the sum over {size} ranks is {own.item()}")
+        took_s = time.monotonic() - began_s
+        if number < NUM_GENERATIONS:
+            self._wait_in_vain(generations, number + 1)
+        return took_s
+
+    def _wait_in_vain(self, generations: Generations, number: int) -> None:
+        if self.task.rank == self.task.size - 1:
+            time.sleep(WAIT_S)
+            return
+        threading.Timer(WAIT_S, partial(generations.announce, number)).start()
+        never = torch.ones(1, device=self.device)
+        try:
+            dist.all_reduce(never)
+            never.item()
+        except RuntimeError as error:
+            self.observe("a collective that its last rank never enters", error, is_interrupted=True)
+            return
+        raise RuntimeError("a collective ended that one rank has not entered")
+
+
+def _join(task: TrialTask, device: torch.device, healing: Healing) -> Generations:
+    generations = Generations(
+        task.rank,
+        device=device,
+        op_timeout_s=OP_TIMEOUT_S,
+        open_store=partial(StoreClient, task.host, task.port),
+        stop_device=healing.stop,
+    )
+    install(generations, world_size=task.size)
+    return generations
+
+
+def trial_of(task: TrialTask) -> Trial:
+    """Try one device."""
+    device = pick_device(task.rank)
+    trying = _Trying(task, device)
+    for name, trial in _trials(trying):
+        trying.do(name, trial)
+    burnt = burn_in.check_device(device, task.burn_in_s)
+    return Trial(
+        rank=task.rank,
+        device=str(device),
+        name=device_name(device),
+        checks=(burnt, *trying.checks),
+        exceptions=tuple(trying.exceptions),
+    )
+
+
+def _trials(trying: _Trying) -> Iterator[tuple[str, Callable[[], str | None]]]:
+    yield "device_memory", trying.memory
+    yield "random_numbers", trying.random_numbers
+    yield "out_of_memory", trying.out_of_memory
+    yield "generations", trying.generations  # before a device is stopped alone
+    yield "stop_and_restart", trying.stopped
+
+
+def main() -> None:
+    """Read the task, try, print."""
+    if sys.argv[1:] == ["--count"]:  # a process of its own, so that its caller loads no driver
+        sys.stdout.write(f"{local_devices()}\n")
+        return
+    task = TrialTask.model_validate_json(sys.stdin.buffer.read())
+    answer = trial_of(task).model_dump_json()
+    sys.stdout.write(answer + "\n")
+    sys.stdout.flush()
+    os._exit(0)  # what was provoked may keep a library from ending
+
+
+if __name__ == "__main__":
+    main()
