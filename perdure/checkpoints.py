@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -48,8 +49,12 @@ from storage.verification import Verified, last_outcome, record
 from storage.verification import verify as read_all
 from training.errors import InputError, PerdureError
 from training.files import home_folder
+from training.job import Job
+from training.journal.ledger import Ledger
 from training.supervisor.accounts import duration_text
 from training.supervisor.checkpoints import node_tiers, removals
+from training.supervisor.markdown import clock_text
+from training.supervisor.program_checkpoints import program_saves
 
 MODEL_PREFIX = "model/"  # training.runtime.state.checkpointer puts it before the model's names
 FILE_SUFFIX = ".safetensors"
@@ -82,6 +87,10 @@ class Dtype(StrEnum):
 @app.command("ls")
 def show_list(run: RunName, *, as_json: AsJson = False) -> None:
     """List them, newest first: age, size, who saved it, state, last verification."""
+    job = named_job(run)
+    if job.worker.checkpoints is not None:
+        _list_program_saves(job, as_json=as_json)
+        return
     checkpoints = _checkpoints_of(run)
     on_nodes = node_tiers(home_folder(), checkpoints.run_id)
     rows = [_row(checkpoints, step, on_nodes) for step in reversed(checkpoints.list_steps())]
@@ -95,6 +104,24 @@ def show_list(run: RunName, *, as_json: AsJson = False) -> None:
                 console.print(f"step {row['step']} was set aside: {row['reason']}")
     else:
         print(f"{checkpoints.run_id}: no checkpoints")
+
+
+def _list_program_saves(job: Job, *, as_json: bool) -> None:
+    """What a command has saved itself, newest first."""
+    store = store_of(job)
+    saves = program_saves(Ledger(store, job.run_id).read())[::-1]
+    if as_json:
+        print_json([asdict(one) for one in saves])
+        return
+    table = make_table("step", "written (UTC)", "size", "by attempt", "path")
+    for one in saves:
+        gone = "" if one.is_kept is not False else " (gone)"
+        written = clock_text(one.written_at_s)
+        table.add_row(str(one.step), written, decimal(one.size_bytes), one.attempt, one.path + gone)
+    if saves:
+        make_console().print(table)
+    else:
+        print(f"{job.run_id}: no checkpoints")
 
 
 @app.command()

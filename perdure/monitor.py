@@ -6,6 +6,7 @@ seconds since the epoch, durations seconds, steps completed optimizer steps.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -29,6 +30,7 @@ from training.supervisor.accounts import Accountant
 from training.supervisor.checkpoints import node_tiers
 from training.supervisor.evidence import newest_of, step_of
 from training.supervisor.observing import AttemptSnapshot
+from training.supervisor.program_checkpoints import program_saves, saves_are_known
 from training.supervisor.report import (
     alert_rows,
     attempt_rows,
@@ -99,7 +101,7 @@ class RunMonitor:
             "ettr": round(spent.known_ettr, 4) if spent.known_ettr is not None else None,
             "wall_s": round(spent.wall_s, 3),
             "time_s": {owner: round(s, 3) for owner, s in spent.seconds.items() if s > 0},
-            "checkpoints": self._checkpoints(now_s),
+            "checkpoints": self._program_checkpoints(history) or self._checkpoints(now_s),
             "nodes": _nodes(history, seen.snapshot),
             "metrics_url": _metrics_url(seen.snapshot),
         }
@@ -120,6 +122,14 @@ class RunMonitor:
         made = self._known_account = account(history, records, now_s=now_s, newest=newest)
         self._account_due_s = now_s + (time.monotonic() - began_s) / ACCOUNT_SHARE
         return made
+
+    def _program_checkpoints(self, history: RunHistory) -> dict[str, Any]:
+        """Of a command that says where it saves: how many are there, and the newest."""
+        if self._run.job.worker.checkpoints is None:
+            return {}
+        kept = [one for one in program_saves(history) if one.is_kept is not False]
+        newest = max((one.step for one in kept), default=None)
+        return {"program": {"newest": newest, "count": len(kept)}}
 
     def _checkpoints(self, now_s: float) -> dict[str, Any]:
         """Per tier how many checkpoints it holds, and the newest."""
@@ -158,9 +168,9 @@ def _facts(
     *,
     now_s: float,
 ) -> dict[str, Any]:
-    """What the ledger shows; of a command, what the heartbeats of its ranks do."""
+    """What the ledger shows; of a command, what heartbeats and output do."""
     job, pause = run.job, history.pause
-    target = None if job.worker.is_command else job.steps
+    target = job.target_step
     last = records[max(records)] if records else None
     newest = newest_of(seen, now_s=now_s) if seen is not None else None
     last_s = last.at_s if last is not None else newest.at_s if newest is not None else None
@@ -172,11 +182,13 @@ def _facts(
         "ledger_unwritable": unwritable(run.ledger, run.home, now_s=now_s),
         "supervised": is_supervised,
         "step": _step(history, last) if not job.worker.is_command else _command_step(history, seen),
-        "committed_step": None if job.worker.is_command else history.committed_step,
+        "committed_step": history.committed_step if saves_are_known(job) else None,
         "target_step": target,
         "eta_s": _eta_s(history, records, target),
         "tokens_per_s": last.tokens_per_s if last is not None else None,
-        "loss": last.loss if last is not None else None,
+        "loss": _number_of(last.loss if last is not None else None),
+        "grad_norm": _number_of(last.grad_norm if last is not None else None),
+        "lr": last.lr if last is not None else None,
         "last_step_age_s": round(now_s - last_s, 1) if last_s is not None else None,
         "isolated": list(history.isolated),
         "sub_healthy": len(history.sub_healthy),
@@ -193,13 +205,18 @@ def _facts(
     }
 
 
+def _number_of(value: float | None) -> float | None:
+    """JSON knows no NaN."""
+    return value if value is not None and math.isfinite(value) else None
+
+
 def _step(history: RunHistory, last: StepRecord | None) -> int:
     """The newest step; records above the newest commit are lost with their attempt."""
     return max(last.step if last is not None else 0, history.committed_step)
 
 
 def _command_step(history: RunHistory, snapshot: Snapshot | None) -> int | None:
-    """The newest step of a command; None where its ranks write no heartbeat."""
+    """The newest step of a command; None where neither heartbeats nor output show one."""
     step = step_of(snapshot, None) if snapshot is not None else None
     if step is not None:
         return step
@@ -216,7 +233,7 @@ def _eta_s(history: RunHistory, records: dict[int, StepRecord], target: int | No
     # The downtime before a restart is no part of the pace.
     own = [one for one in newest if (one.placement, one.attempt) == attempt]
     first, last = own[0], own[-1]
-    pace_s = (last.at_s - first.at_s + first.step_s) / len(own)
+    pace_s = (last.at_s - first.at_s + first.step_s) / (last.step - first.step + 1)
     return round(max(0, target - last.step) * pace_s, 1)
 
 
@@ -248,6 +265,7 @@ def _node(status: AgentStatus) -> dict[str, Any]:
             worker.model_dump(include={"rank", "local_rank", "pid", "step", "phase", "exit_code"})
             for worker in status.known_ranks
         ],
+        "shown_step": status.shown.step if status.shown is not None else None,
         "sample": status.sample.model_dump(mode="json") if status.sample is not None else None,
     }
 

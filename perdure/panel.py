@@ -68,7 +68,8 @@ class LiveView:
             self._events.extend(fresh)
             changed = self._seen is None or self._seen.activity != observation.activity
             self._seen = observation
-            self._losses.extend(record.loss for record in observation.steps)
+            losses = (record.loss for record in observation.steps)
+            self._losses.extend(loss for loss in losses if loss is not None)
         if not self._console.is_terminal:
             self._print(observation, fresh, changed=changed)
 
@@ -120,7 +121,8 @@ def _step_line(seen: Observation) -> str:
         return ""
     mfu = f", MFU {record.mfu:.1%}" if record.mfu is not None else ""
     speed = f" {record.tokens_per_s:,.0f} tokens/s" if record.tokens_per_s else ""
-    return f"step {record.step}/{seen.target_step or '?'} loss {record.loss:.4f}{speed}{mfu}"
+    loss = f" {record.loss_text}" if record.loss_text else ""
+    return f"step {record.step}/{seen.target_step or '?'}{loss}{speed}{mfu}"
 
 
 def _events(history: RunHistory) -> list[str]:

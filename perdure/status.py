@@ -31,6 +31,7 @@ from training.supervisor.accounts import duration_text, ettr_text
 from training.supervisor.markdown import clock_text
 from training.supervisor.report import (
     OPEN,
+    losses_of_steps,
     story_rows,
 )
 from training.supervisor.store_outage import Outage, read_outage
@@ -103,13 +104,13 @@ def status_panel(status: Status, width: int) -> RenderableType:
     document = status.document
     colour = _COLOURS.get(document["state"], "yellow")
     rows: list[RenderableType] = [Text(_headline(document), style=f"bold {colour}")]
-    if document["target_step"] is not None:
+    if document["target_step"] is not None and document["step"] is not None:
         bar = Table.grid()  # a bar alone would not end its line
         bar.add_row(
             ProgressBar(total=document["target_step"], completed=document["step"], width=WIDTH)
         )
         rows.append(bar)
-    losses = [record.loss for record in status.records.values()]
+    losses = list(losses_of_steps(status.records).values())
     if losses:
         line = f"loss {sparkline(losses, WIDTH)} {losses[-1]:.4f}"
         rows.append(Text(line, style="cyan"))
@@ -166,7 +167,7 @@ def _details(status: Status, width: int) -> list[RenderableType]:
         rows += [Text("Nodes", style="bold"), *_node_lines(document["nodes"])]
     if document["faults"]:
         rows += [Text("Newest faults", style="bold"), *_fault_lines(document["faults"])]
-    if not status.history.is_command:  # its checkpoints are its own
+    if not status.history.is_command or "program" in document["checkpoints"]:
         rows += [Text("Checkpoints", style="bold"), Text(_checkpoint_line(document["checkpoints"]))]
     if status.history.attempts:
         shown = story_rows(status.history)[-_NUM_ATTEMPTS:]
@@ -196,6 +197,8 @@ def _node_lines(nodes: Sequence[dict[str, Any]]) -> Iterator[Text]:
             continue
         ranks = _ranks_text(node.get("ranks", []))
         is_well = node["health"] == "ok"
+        shown = node.get("shown_step")
+        ranks += f"; step {shown} by its output" if shown is not None else ""
         text = f"  {node['node']}: {node['state']}, {node['health']}{ranks}"
         yield Text(text, style="" if is_well else "bold red")
 

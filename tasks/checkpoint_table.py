@@ -17,6 +17,7 @@ from storage.verification import VERIFIED_NAME, last_outcome
 from training.journal.history import RunHistory
 from training.supervisor.checkpoints import node_tiers
 from training.supervisor.markdown import clock_text
+from training.supervisor.program_checkpoints import program_saves
 
 
 def checkpoint_rows(
@@ -32,6 +33,18 @@ def checkpoint_rows(
     Raises:
         StorageError: the store does not answer.
     """
+    if history.is_command:
+        return [
+            {
+                "step": str(one.step),
+                "saved (UTC)": clock_text(one.written_at_s),
+                "size": decimal(one.size_bytes),
+                "path": one.path,
+                "by attempt": one.attempt,
+            }
+            for one in reversed(program_saves(history))
+            if one.is_kept is not False
+        ]
     on_nodes = node_tiers(home, checkpoints.run_id)
     by = {seen.step: f"{seen.placement}.{seen.attempt}" for seen in history.checkpoints}
     return [

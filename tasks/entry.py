@@ -194,7 +194,7 @@ def leave_in(state: State[Any]) -> State[Any]:
 def standing(run: Run, history: RunHistory) -> str:
     """Where a run stands and who supervises it, in one line."""
     view, job = history.open_attempt, run.job
-    target = "" if job.worker.is_command else f" of {job.steps}"
+    target = f" of {job.target_step}" if job.target_step is not None else ""
     attempt = f"attempt {view.key[0]}.{view.key[1]}, " if view is not None else ""
     text = (
         f"run {job.run_id} is still training: {attempt}step {history.committed_step}{target} saved"

@@ -92,6 +92,7 @@ class RunStory:
         self._run = run
         self._logger = logger
         self._target_step = target_step
+        self._is_command = run.job.worker.is_command
         self._accountant = Accountant(run.store, run.job.run_id)
         self._shown_s = 0.0
         self._shown: RunHistory | None = None
@@ -128,7 +129,7 @@ class RunStory:
             self.activity = interruption
         elif progress.steps or self._was_interrupted:
             self.activity = "training"
-        elif self._target_step is None and progress.is_running:
+        elif self._is_command and self._last is None and progress.is_running:
             self.activity = "the command is running"
         self._was_interrupted = interruption is not None
         self._publish(tuple(progress.steps))
@@ -204,7 +205,7 @@ class RunStory:
             self._show_account()  # first: the progress has the ETTR of the whole run
         finally:
             self.show(outcome)
-        if not self._run.job.worker.is_command:
+        if not self._is_command or self._last is not None:
             self._show_loss()
 
     def _show_history(self, history: RunHistory) -> None:
@@ -241,7 +242,7 @@ class RunStory:
         self._called_for = set(now)
 
     def _show_progress(self) -> None:
-        if self._target_step is None:
+        if self._target_step is None or (self._is_command and self._last is None):
             return
         step = self._last.step if self._last is not None else self._run.history.committed_step
         percent = min(100.0, 100.0 * step / self._target_step)
@@ -330,10 +331,9 @@ def report_end(run: Run, flow_run_id: UUID, logger: Log) -> None:
     history = run.refresh()
     if history.ended is None:
         return
-    target = None if run.job.worker.is_command else run.job.steps
     former = flow_runs_of(history)
     reporter = Reporter(run.job.run_id, flow_run_id, logger, flow_runs=lambda: former)
-    story = RunStory(run, reporter, logger, target_step=target)
+    story = RunStory(run, reporter, logger, target_step=run.job.target_step)
     story.start()
     try:
         story.end(history.ended.outcome)

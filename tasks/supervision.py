@@ -201,7 +201,7 @@ class Supervision:
                 flow_runs=lambda: flow_runs_of(self.run.history),
             ),
             logger,
-            target_step=None if job.worker.is_command else job.steps,
+            target_step=job.target_step,
         )
         self.retry_delay = RetryDelay(self.stop_wanted)
         self._lease = LeaseRenewal(self.run, logger, self.outage)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from training.errors import InputError
 from training.job import Job, refuse_secrets
-from training.processes import interface_of
+from training.processes import PRELOAD, interface_of
 from training.specs.recovery import RankTableForm, why_no_megabytes
 from training.wire.rank_table import VISIBLE, device_ids
 
@@ -67,7 +67,7 @@ def worker_variables(job: Job) -> list[Variable]:
     The node agent adds what differs from rank to rank: the rendezvous, the ranks, and
     ASCEND_PROCESS_LOG_PATH, a folder beside the rank's own output, or below that of the job.
     """
-    variables = [*_hccl(job), *_op_retry(job), *_torch(job), *_logs()]
+    variables = [*_hccl(job), *_op_retry(job), *_torch(job), *_logs(), *_preload(job)]
     own = {name: Variable(name, value, "set by the job") for name, value in job.env.items()}
     return [own.pop(v.name, v) for v in variables] + list(own.values())
 
@@ -257,6 +257,12 @@ def _torch(job: Job) -> Iterator[Variable]:
     yield Variable(
         "PYTHONUNBUFFERED", "1", "the last lines before a death are in the log, not in a buffer"
     )
+
+
+def _preload(job: Job) -> Iterator[Variable]:
+    if job.worker.preload:
+        names = ",".join(job.worker.preload)
+        yield Variable(PRELOAD, names, "modules that a node imports once, worker.preload")
 
 
 def _logs() -> Iterator[Variable]:

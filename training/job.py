@@ -32,6 +32,7 @@ from training.specs.data import DataSpec, TokenizerSpec
 from training.specs.drill import DrillSpec
 from training.specs.engine import (
     DEFAULT_RECIPE,
+    SCRIPT_RECIPE,
     AnyEngineSpec,
     KubernetesEngineSpec,
     LocalEngineSpec,
@@ -50,6 +51,7 @@ from training.specs.model import (
 )
 from training.specs.preflight import PreflightSpec
 from training.specs.problems import field_of, message_of
+from training.specs.program_checkpoints import CheckpointKind
 from training.specs.recovery import (
     PLATFORM_HANG_TIMEOUT_S,
     RECOMMENDED_KEEP_LAST,
@@ -178,7 +180,7 @@ class Job(FrozenModel):
                 f"parallelism: {sizes} are for programs of your own, the built-in trainer is "
                 "data-parallel: leave them out, or name your worker.recipe or worker.command"
             )
-        if not self.worker.is_command:
+        if not self.worker.is_command and self.worker.script is None:  # whose batch is its own
             _check_batch(self.batch, layout)
         return self
 
@@ -235,18 +237,33 @@ class Job(FrozenModel):
         return self
 
     @model_validator(mode="after")
+    def _check_upload(self) -> Self:
+        spec = self.worker.checkpoints
+        if spec is None or not spec.upload or self.engine.nodes == 1:
+            return self
+        if spec.kind is CheckpointKind.MEGATRON:
+            raise ValueError(
+                f"worker.checkpoints.upload with kind=megatron is for one node, engine.nodes="
+                f"{self.engine.nodes}: the first alone has the file that says what is complete; "
+                "save to storage that all nodes have"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_session_job(self) -> Self:
         if self.worker.is_command:
-            if self.restart.every_s is not None:
+            if self.restart.every_s is not None and self.worker.checkpoints is None:
                 raise ValueError(
-                    f"restart.every_s={self.restart.every_s:g} is for sessions: when a command has "
-                    "committed a checkpoint is not known"
+                    f"restart.every_s={self.restart.every_s:g} needs worker.checkpoints: when a "
+                    "command has saved is not known"
                 )
             return self
-        if self.data is None and self.worker.recipe is None:
+        if self.worker.script is not None and "steps" not in self.model_fields_set:
+            raise ValueError("steps is missing: worker.script needs the step to train up to")
+        if self.data is None and self.worker.recipe is None and self.worker.script is None:
             raise ValueError(
-                "data is missing: without worker.command or a worker.recipe of your own, "
-                "data.sources names the corpus"
+                "data is missing: without worker.command, worker.script or a worker.recipe of your "
+                "own, data.sources names the corpus"
             )
         _check_world(self)
         return self
@@ -268,7 +285,8 @@ class Job(FrozenModel):
     @property
     def recipe(self) -> str:
         """The session recipe in effect, as module:function."""
-        return self.worker.recipe or DEFAULT_RECIPE
+        own = SCRIPT_RECIPE if self.worker.script is not None else self.worker.recipe
+        return own or DEFAULT_RECIPE
 
     @property
     def is_reference(self) -> bool:

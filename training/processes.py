@@ -24,6 +24,7 @@ from pathlib import Path
 import psutil
 
 MARKER = "PERDURE_CONTAINER"
+PRELOAD = "PERDURE_PRELOAD"  # in the environment of a fork server: names of modules
 TRACKER_TIMEOUT_S = 2.0
 _PR_SET_CHILD_SUBREAPER = 36
 # Launchers give a rank its number and its place on the node: torchrun and what follows it, msrun,

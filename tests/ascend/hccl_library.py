@@ -133,7 +133,9 @@ class Communicator:
         self.size = size
         self.rank = rank
         self.handle = c_void_p()
-        libraries.call("HcclCommInitRootInfo", c_uint32(size), root, c_uint32(rank), byref(self.handle))
+        libraries.call(
+            "HcclCommInitRootInfo", c_uint32(size), root, c_uint32(rank), byref(self.handle)
+        )
 
     def start(self, name: str, *arguments: Any) -> None:
         """Call an operation, whose last arguments are the communicator and the stream."""

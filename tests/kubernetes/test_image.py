@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,11 @@ from tests.kubernetes.accounts import NEEDED, role
 from tests.kubernetes.conftest import absent
 from tests.kubernetes.lab import built_image
 from tests.kubernetes.lab.cluster import Lab
-from tests.kubernetes.lab.places import ROOT
+from tests.kubernetes.lab.places import REPO, ROOT
 from tests.kubernetes.overlay import DEPLOY
 from tests.kubernetes.runs import KEYS
 from tests.waiting import wait_for
-from training.drill.driver import RunDriver
+from training.drill.driver import Curve, RunDriver
 from training.job import parse_job
 
 RUN_S = 900.0
@@ -38,7 +39,13 @@ pytestmark = [pytest.mark.long, pytest.mark.process, pytest.mark.timeout(2400)]
 
 
 @pytest.fixture(scope="module")
-def image(cluster: Lab) -> Iterator[str]:
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the sample job trains on, as it is when the image is built."""
+    return Path(shutil.copytree(REPO / "docs", tmp_path_factory.mktemp("texts") / "docs"))
+
+
+@pytest.fixture(scope="module")
+def image(cluster: Lab, texts: Path) -> Iterator[str]:
     """The image, on all nodes."""
     if not isinstance(cluster, Lab):
         pytest.skip("builds an image for the lab; yours is named by PERDURE_TEST_IMAGE")
@@ -85,6 +92,17 @@ def finished(lab: Lab, namespace: str, name: str, *, timeout_s: float) -> str:
     return output
 
 
+def undisturbed(document: Mapping[str, Any], texts: Path, home: Path) -> Curve:
+    """The curve of the same job on this machine's own processes."""
+    plain = {
+        "storage": {"address": f"file://{home / 'store'}"},
+        "data": document["data"] | {"sources": [str(texts / "*.md")]},
+        "engine": {name: document["engine"][name] for name in ("nodes", "slots_per_node")},
+        "watch": {},
+    }
+    return RunDriver(home).run(parse_job({**document, **plain})).curve
+
+
 def test_its_default_command_is_the_help_of_the_command_line(lab, image, create, namespace):
     create(pod("help", image))
     output = finished(lab, namespace, "help", timeout_s=HELP_S)
@@ -114,7 +132,7 @@ def sample(image: str, store: Any, run_id: str) -> dict[str, Any]:
 
 
 def test_the_sample_job_and_its_supervisor_run_from_it_alone(
-    lab, image, create, namespace, store, tmp_path
+    lab, image, create, namespace, store, tmp_path, texts
 ):
     document = sample(image, store, "from-image")
     account = {"apiVersion": "v1", "kind": "ServiceAccount"}
@@ -145,13 +163,14 @@ def test_the_sample_job_and_its_supervisor_run_from_it_alone(
         users.update(users_of_ranks(lab))
         found = lab.get("pods", "--namespace", namespace)["items"]
         phases = {one["metadata"]["name"]: one["status"].get("phase") for one in found}
-        agents.update({n: one["spec"] for one in found if "-m" in (n := one["metadata"]["name"])})
+        members = {one["metadata"]["name"]: one["spec"] for one in found}
+        agents.update({n: spec for n, spec in members.items() if re.search(r"-m\d+-s", n)})
         if phases["supervisor"] == "Failed":
             raise AssertionError(lab.kubectl("logs", "supervisor", "--namespace", namespace))
         return phases["supervisor"] == "Succeeded"
 
     wait_for(trained, timeout_s=RUN_S, period_s=1, what="the supervisor is over")
-    assert len(agents) == 2
+    assert len(agents) >= 2, "more where a member has moved"
     assert users == {USER}
     for spec in agents.values():
         assert not any("hostPath" in volume for volume in spec["volumes"])
@@ -162,3 +181,4 @@ def test_the_sample_job_and_its_supervisor_run_from_it_alone(
     assert outcome.history.ended is not None
     assert outcome.history.ended.outcome == "completed"
     assert len(outcome.curve) == STEPS
+    assert outcome.curve == undisturbed(document, texts, tmp_path / "undisturbed")

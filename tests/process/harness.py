@@ -16,6 +16,7 @@ import yaml
 
 from storage.address import has_store, open_store
 from tests.local_run import LocalRun
+from tests.values import not_none
 from tests.waiting import wait_for
 from training.drill.driver import RunOutcome
 from training.drill.evaluation import differences
@@ -263,7 +264,7 @@ class Running:
     def curve(self) -> dict[int, float]:
         """Loss of every kept step, all digits."""
         kept = kept_steps(open_store(self.job.storage), self.job.run_id)
-        return {step: record.loss for step, record in kept.items()}
+        return {step: not_none(record.loss) for step, record in kept.items()}
 
     def rungs(self) -> list[str]:
         """Every decision's rung, those inside the processes too."""

@@ -9,6 +9,7 @@ import pytest
 from storage.address import open_store
 from tests.process.harness import REPO, assert_as_undisturbed
 from tests.recipes.two_optimizers import rate
+from tests.values import not_none
 from training.drill.driver import RunDriver, RunOutcome
 from training.drill.evaluation import recovered
 from training.drill.job import drill_job
@@ -60,7 +61,9 @@ def play(home: Path, name: str, kind: ParallelKind, faults: list[DrillFault]) ->
 def rates(home: Path, name: str) -> dict[int, float]:
     """The learning rate on record of every step that was kept."""
     store = drill_job(home, name, kind=ParallelKind.DDP, steps=STEPS, changes={}).storage
-    return {step: record.lr for step, record in kept_steps(open_store(store), name).items()}
+    return {
+        step: not_none(record.lr) for step, record in kept_steps(open_store(store), name).items()
+    }
 
 
 @pytest.mark.parametrize("kind", list(FAULTS))

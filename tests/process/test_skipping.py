@@ -10,6 +10,7 @@ import pytest
 
 from storage.address import open_store
 from tests.process.harness import REPO, assert_as_undisturbed
+from tests.values import not_none
 from training.drill.driver import RunDriver, RunOutcome
 from training.drill.evaluation import differences, recovered
 from training.drill.job import drill_job
@@ -70,7 +71,7 @@ def on_record(job: Job) -> list[SkippedBatch]:
 def positions(job: Job) -> dict[int, int]:
     """Of every kept step, the samples consumed with it."""
     kept = kept_steps(open_store(job.storage), job.run_id)
-    return {step: record.position for step, record in kept.items()}
+    return {step: not_none(record.position) for step, record in kept.items()}
 
 
 def skipped_in(played: RunOutcome) -> list[tuple[int, int, bool]]:

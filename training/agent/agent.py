@@ -15,6 +15,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+from storage.address import open_store
 from storage.errors import StorageError
 from training.agent.checkpoint_server import CheckpointServerProcess, disk_folder
 from training.agent.control import ADDRESS_FILE, control_server_of, publish_address
@@ -28,6 +29,7 @@ from training.agent.log_reading import read_logs
 from training.agent.node_texts import evidence_of, worker_stacks
 from training.agent.preparation import DATA_FOLDER, NodeChecks, stage_data
 from training.agent.sampler import Sampling
+from training.agent.saved_checkpoints import before_start, have_resumed, saved_reply
 from training.agent.wakeup import WakeupSignal
 from training.agent.workers import WorkerGroup
 from training.environment import interface_variables
@@ -58,6 +60,7 @@ from training.wire.agent import (
     RejoinOrder,
     RendezvousOrder,
     Request,
+    SavedQuery,
     ShutdownOrder,
     StacksQuery,
     StartOrder,
@@ -155,6 +158,8 @@ class Agent:
                 reply = self._read(epoch, order)
             case CheckOrder():
                 reply = self._check(epoch, order)
+            case SavedQuery():
+                reply = self._refuse(epoch) or saved_reply(order, self._config.node)
             case DevicesQuery():
                 reply = self._refuse(epoch) or devices_reply(order, self._config.node)
             case NoticeOrder() | RejoinOrder():
@@ -184,6 +189,8 @@ class Agent:
             staging_error=self._staging_error,
             oom_kills=oom_kills() - self._oom_kills_before,
             output_bytes=self._group.log_bytes() if self._group else 0,
+            saved=self._group.saved.newest if self._group and self._group.saved else (),
+            shown=self._group.shown.newest if self._group and self._group.shown else None,
             left_running=self._group.left.found if self._group else (),
             mended_retries=self._group.mended_retries() if self._group else {},
             sample=self._sampling.newest,
@@ -283,6 +290,8 @@ class Agent:
         """Bring the token shards here, then start the workers; runs in a thread of its own."""
         try:
             stage_data(order, self._folder)
+            known = before_start(self._config.node, order.variables)
+            have_resumed(order, self._config.member, known)
             if not order.is_command:
                 self._launcher.prepare(order.variables)
             sources = Job.model_validate_json(order.job).env_from
@@ -346,9 +355,12 @@ class Agent:
         )
         self._proc_start_cnt += 1
         self._state = AgentState.RUNNING
-        self._sampling.begin(
-            order.slots_per_node, Job.model_validate_json(order.job).watch.sample_every_s
-        )
+        job = Job.model_validate_json(order.job)
+        if self._group.shown is not None:
+            self._group.shown.start(partial(open_store, job.storage))
+        if self._group.saved is not None:
+            self._group.saved.start(partial(open_store, job.storage))
+        self._sampling.begin(order.slots_per_node, job.watch.sample_every_s)
 
     def _start_checkpoint_server(self, order: StartOrder, job_file: Path) -> dict[str, str]:
         """Start a checkpoint server for session programs; returns its workers' variables."""
@@ -469,7 +481,9 @@ class Agent:
             return AgentReply(port=address.store_port, coordinator=address)
         key = (start.placement, start.attempt)
         if self._free_port_of is None or self._free_port_of[0] != key:
-            self._free_port_of = (key, order.port or free_port(self._config.host))
+            # A process that does not die may hold the port of the attempt before.
+            wanted = (order.port, 0) if order.port else (0,)
+            self._free_port_of = (key, free_port(self._config.host, ports=wanted))
         return AgentReply(port=self._free_port_of[1])
 
     def _refuse(self, epoch: int) -> AgentReply | None:

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from storage.frozen_model import FrozenModel
+from training.processes import PRELOAD
 
 KILL_WAIT_S = 5.0
 # Whatever a worker would import before its first step; an optimizer loads torch._dynamo.
@@ -213,6 +214,11 @@ def serve() -> None:
     os.dup2(2, 1)
     for name in PRELOADED:
         importlib.import_module(name)
+    for name in filter(None, os.environ.get(PRELOAD, "").split(",")):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:  # the rank that imports it has a log that people read
+            sys.stderr.write(f"{name} is not imported in advance: {error}\n")
     gc.collect()
     gc.freeze()  # or the first collection in a fork would copy every page
     answers.write(READY)

@@ -1,7 +1,8 @@
 """The agent's check of its workers: do they make progress?
 
 Session workers, and programs that write a heartbeat of their own, are judged by it; commands
-without one by what their processes do. Times are seconds of CLOCK_MONOTONIC.
+without one by the steps that their output shows, and by what their processes do. Times are seconds
+of CLOCK_MONOTONIC.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class HangCheck:
     is_command: bool
     marker: str
     _detector: HangDetector = field(init=False)
+    _of_output: HangDetector = field(init=False)
     _activity: ActivityDetector = field(init=False)
     _read_s: float = 0.0
     _stopped: dict[tuple[int, int], float] = field(default_factory=dict)  # by key and process
@@ -65,6 +67,16 @@ class HangCheck:
                 save_s=config.save_timeout_s,
                 restore_s=config.restore_timeout_s,
                 evaluate_s=config.evaluate_timeout_s,
+            )
+        )
+        self._of_output = HangDetector(
+            SilenceLimits(
+                start_s=config.start_timeout_s,
+                step_s=config.hang_timeout_s,
+                save_s=config.save_timeout_s,
+                evaluate_s=config.evaluate_timeout_s,
+                # Output does not show the phase: a save may be what takes so long.
+                floor_s=max(config.start_timeout_s, config.save_timeout_s or 0.0),
             )
         )
         self._activity = ActivityDetector(config.command_quiet_s)
@@ -95,7 +107,9 @@ class HangCheck:
         )
         if verdict is None:
             look = self.is_command and not beats
-            return self._look_at_command(group, sample) if look else None
+            if not look:
+                return None
+            return self._look_at_steps(group, now_s) or self._look_at_command(group, sample)
         return HangReport(
             rank=group.rank_of(verdict.local_rank),
             silent_s=verdict.silent_s,
@@ -118,6 +132,25 @@ class HangCheck:
         stopped = [one for one in pids.items() if process_state(one[1]) in STOPPED]
         self._stopped = {one: self._stopped.get(one, now_s) for one in stopped}
         return {key: since_s for (key, _), since_s in self._stopped.items()}
+
+    def _look_at_steps(self, group: WorkerGroup, now_s: float) -> HangReport | None:
+        """Whether a command has shown no further step for too long, where it shows them."""
+        beat = group.shown.beat() if group.shown is not None else None
+        if beat is None:
+            return None
+        verdict = self._of_output.judge({0: beat}, now_s=now_s, since_s=group.started_s)
+        if verdict is None:
+            return None
+        return HangReport(
+            rank=None,
+            silent_s=verdict.silent_s,
+            limit_s=verdict.limit_s,
+            phase=COMMAND,
+            step=verdict.step,
+            why=f"no step after {verdict.step} in its output",
+            stopped=tuple(group.stopped_processes()),
+            ends_attempt=self.config.hangs_end_attempt,
+        )
 
     def _look_at_command(self, group: WorkerGroup, sample: NodeSample | None) -> HangReport | None:
         quiet_s = self.config.command_quiet_s

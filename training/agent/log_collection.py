@@ -171,7 +171,12 @@ class Collector:
         with self._one_by_one:
             try:
                 work = self._work(started, group)
-                self._put_all(work, open_store(work.job.storage))
+                store = open_store(work.job.storage)
+                if group is not None and group.shown is not None:
+                    group.shown.keep(store)  # the report of the run's end reads it
+                self._put_all(work, store)
+                if group is not None and group.saved is not None:
+                    group.saved.upload(store)
             except Exception as error:  # noqa: BLE001 the supervisor that waits gets it
                 self._add(key, problem=f"{type(error).__name__}: {error}")
             finally:

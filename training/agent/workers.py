@@ -31,6 +31,8 @@ from training.agent.left_running import LeftRunning
 from training.agent.masked_output import MaskedOutput, scrub
 from training.agent.platform_variables import platform_variables, rank_variables
 from training.agent.pulse import status_of_rank
+from training.agent.saved_checkpoints import SavedWatch
+from training.agent.shown_steps import ShownSteps
 from training.agent.worker_process import Worker
 from training.diagnosis.ending import early_end
 from training.diagnosis.exits import was_killed
@@ -71,6 +73,8 @@ class WorkerGroup:
         oom_kills: how often the kernel killed for memory, by now.
         left: what a command that exited with 0 has left running.
         activity: of processes that have completed no step, by pid; the hang check sets it.
+        shown: steps in the output of a command; None: nobody said how to read them.
+        saved: checkpoints that a command keeps itself; None: nobody said where.
     """
 
     config: AgentConfig
@@ -87,6 +91,8 @@ class WorkerGroup:
     activity: Mapping[int, SessionActivity] = field(default_factory=dict)
     retries: RetryLogs = field(default_factory=RetryLogs)
     left: LeftRunning = field(default_factory=LeftRunning)
+    shown: ShownSteps | None = None
+    saved: SavedWatch | None = None
     _environment: dict[str, str] = field(default_factory=dict)
     _output: MaskedOutput | None = None
     _command: CommandRanks | None = None
@@ -126,6 +132,9 @@ class WorkerGroup:
             self._environment["RANK_TABLE_FILE"] = str(file)
         if self.secret_variables:
             self._output = MaskedOutput(self.folder, self.secrets)
+        streams = (self.log_path(r, s) for s in reversed(STREAMS) for r in self.planned_ranks)
+        self.shown = ShownSteps.of(self.order, self.folder, tuple(streams))
+        self.saved = SavedWatch.of(self.order, self.config.member, self._environment)
         joins = {GENERATION: str(generation)} if generation is not None else {}
         for local_rank in range(len(self.planned_ranks)):
             self._workers.append(self._start(local_rank, **joins))
@@ -390,6 +399,9 @@ class WorkerGroup:
         """Nothing of the attempt prints any more."""
         if self._output is not None:
             self._output.close()
+        for follower in (self.shown, self.saved):
+            if follower is not None:
+                follower.finish()
 
     def stop(self, grace_s: float) -> None:
         """Send SIGTERM to everything, once; `poll` kills what is left after `grace_s`, if >= 0."""

@@ -242,7 +242,9 @@ def _silence(evidence: Evidence) -> Iterator[_Cause]:
         fault = _fault(
             FaultClass.HANG, evidence, found.line, node=first.node, rank=first.rank, why=why
         )
-        yield _Cause(_Tier.ROOT, replace(fault, device=first.device, step=first.step))
+        # Of a command the step of all may be known, and that of this rank not.
+        step = first.step if first.step >= 0 else evidence.step
+        yield _Cause(_Tier.ROOT, replace(fault, device=first.device, step=step))
         return
     # One whose process a signal has stopped holds the others up.
     for rank in sorted(evidence.silent, key=lambda one: not one.stopped):

@@ -145,7 +145,11 @@ class RunDriver:
             shards = {}  # the last step was not reached
         return RunOutcome(
             history=run.refresh(),
-            curve={step: (one.loss, one.grad_norm) for step, one in kept.items()},
+            curve={
+                step: (one.loss, one.grad_norm)
+                for step, one in kept.items()
+                if one.loss is not None and one.grad_norm is not None
+            },
             state=shards,
             fired_s=fired_at_s(run.store, job.run_id),
             left_over=tuple(run.left_over()),

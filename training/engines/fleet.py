@@ -38,6 +38,8 @@ from training.wire.agent import (
     Order,
     RejoinOrder,
     RendezvousOrder,
+    SavedCheckpoint,
+    SavedQuery,
     ShutdownOrder,
     StacksQuery,
     StartOrder,
@@ -66,6 +68,7 @@ GREET_TIMEOUT_S = 5.0
 SHUTDOWN_TIMEOUT_S = 5.0  # for the answer; one that hangs is ended by force
 COLLECT_TIMEOUT_S = 3.0  # it answers at once, and a recovery must not wait for one that does not
 CHECK_MARGIN_S = 15.0  # beyond what the node gives itself for its checks
+SAVED_TIMEOUT_S = 60.0  # a shared file system with many files
 EVIDENCE_TIMEOUT_S = 60.0  # the driver's tools are asked one by one for every device
 ENDING_POLL_S = 0.1
 
@@ -90,6 +93,7 @@ class Fleet:
         self.standing_by = StandingBy(engine, self._calls)
         self._answered_s: dict[int, float] = {}
         self._asked: dict[Key, Future[TimedLine]] = {}  # looks that have had no answer yet
+        self._logging_member = 0
         self._silent: set[int] = set()  # members that count as lost: looks alone still go to them
 
     @property
@@ -280,8 +284,12 @@ class Fleet:
 
     @property
     def first_container(self) -> str:
-        """Distinguishes the container of the first member, where an attempt's log is."""
-        first = self._engine.contacts().get(0)
+        """Distinguishes the container where the attempt's log is.
+
+        That is the first member's; of a command whose output shows its steps, the container of the
+        first member that prints them.
+        """
+        first = self._engine.contacts().get(self._logging_member)
         return first.token if first is not None else ""
 
     def _rendezvous(
@@ -347,6 +355,9 @@ class Fleet:
                 self._silent.add(index)
             else:
                 unanswered_nodes.append(contact.node)
+        shown = [index for index, status in agents.items() if status.shown is not None]
+        if shown and self._logging_member not in shown:
+            self._logging_member = shown[0]
         return Snapshot(agents, tuple(lost), tuple(unanswered_nodes))
 
     def _look(self, contacts: Mapping[int, Contact]) -> None:
@@ -422,8 +433,9 @@ class Fleet:
 
         None while its agent is lost, or owes an answer: nobody's look at the others waits for it.
         """
-        first = self._engine.contacts().get(0)
-        if first is None or first.address is None or self._owes_answer(0, first):
+        member = self._logging_member
+        first = self._engine.contacts().get(member)
+        if first is None or first.address is None or self._owes_answer(member, first):
             return "", offset
         query = MetricsQuery(offset=offset)
         sent = self._calls.send(first, query, timeout_s=LOOK_TIMEOUT_S)
@@ -446,6 +458,24 @@ class Fleet:
         """What logs of the newest attempt hold, of the containers that answer, with their nodes."""
         replies = self._ask_all(query, timeout_s=CALL_TIMEOUT_S)
         return [(node, piece) for node, reply in replies for piece in reply.pieces]
+
+    def saved(self, query: SavedQuery) -> dict[str, tuple[SavedCheckpoint, ...]]:
+        """The complete checkpoints of a command that each node sees.
+
+        Raises:
+            EngineError: a node cannot read them, or none has answered.
+        """
+        contacts = self._engine.contacts()
+        sent = dict.fromkeys(contacts, query)
+        found: dict[str, tuple[SavedCheckpoint, ...]] = {}
+        for index, answer in self._call_all(contacts, sent, timeout_s=SAVED_TIMEOUT_S):
+            if isinstance(answer, EngineError):
+                raise answer
+            if isinstance(answer, AgentReply):
+                found[contacts[index].node] = answer.saved
+        if not found:
+            raise EngineError("no node says which checkpoints the command has")
+        return found
 
     def texts(self, tail_bytes: int, *, since_s: float) -> Sequence[tuple[str, NodeText]]:
         """What the nodes know beside what workers print.

@@ -34,6 +34,7 @@ class SilenceLimits:
         save_s: a save, which may move terabytes.
         restore_s: a restore, likewise.
         evaluate_s: an evaluation.
+        floor_s: least limit that is learned from the steps.
     """
 
     start_s: float
@@ -41,6 +42,7 @@ class SilenceLimits:
     save_s: float | None = None
     restore_s: float | None = None
     evaluate_s: float | None = None
+    floor_s: float = MIN_LIMIT_S
 
     def of(self, phase: Phase, *, has_stepped: bool, step_s: float) -> float:
         """The limit of a phase.
@@ -95,7 +97,7 @@ class HangDetector:
             return self.limits.step_s
         if not self._steps_s:
             return self.limits.start_s
-        return max(MIN_LIMIT_S, MEDIANS * median(self._steps_s))
+        return max(self.limits.floor_s, MEDIANS * median(self._steps_s))
 
     @property
     def stopped_limit_s(self) -> float:
@@ -161,7 +163,7 @@ class HangDetector:
         stepped_s = beat.stepped_ns / 1e9
         step, before_s = self._last.get(local_rank, (beat.step, stepped_s))
         if beat.step > step and before_s > 0:
-            self._steps_s.append((stepped_s - before_s) / (beat.step - step))
+            self._steps_s.append(beat.stride * (stepped_s - before_s) / (beat.step - step))
         self._last[local_rank] = (beat.step, stepped_s)
 
 

@@ -65,6 +65,7 @@ class Heartbeat:
         data_ns: spent on waiting for the data loader, likewise.
         latency_ns: of the newest vote, the collective that ends a step.
         operation: the newest collective or transfer, with its group; ASCII.
+        stride: from one step that is known to the next, where not every one is.
     """
 
     pid: int
@@ -79,6 +80,7 @@ class Heartbeat:
     data_ns: int = 0
     latency_ns: int = 0
     operation: str = ""
+    stride: int = 1
 
 
 class HeartbeatWriter:

@@ -176,9 +176,10 @@ class HealthPoints:
     def _of_steps(self, steps: Sequence[StepRecord]) -> Iterator[Condition]:
         for one in steps:
             yield from self._of_loss(one)
-            self._steps_s.append(one.step_s)
+            if one.step_s > 0:
+                self._steps_s.append(one.step_s)
             self._step = one.step
-            if math.isfinite(one.loss):
+            if one.loss is not None and math.isfinite(one.loss):
                 self._losses.append(one.loss)
         before, recent = _parted(self._steps_s, self.spec.step_slow_for_s)
         if len(before) < MIN_STEPS or not recent:
@@ -190,6 +191,8 @@ class HealthPoints:
             yield Condition(HealthPoint.STEP_SLOW, text, now_s, limit_s, step=self._step)
 
     def _of_loss(self, one: StepRecord) -> Iterator[Condition]:
+        if one.loss is None:
+            return
         losses, limit = self._losses, math.inf
         mean = fmean(losses) if losses else math.nan
         if len(losses) >= MIN_STEPS:

@@ -24,9 +24,10 @@ _LINE = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """A completed step; written by the first rank.
+    """A completed step; written by the first rank, or by the agent that reads a command's output.
 
-    A dataclass: making a pydantic model takes 3 us longer, once per step.
+    A dataclass: making a pydantic model takes 3 us longer, once per step. None is what a command
+    does not print.
 
     Attributes:
         step: completed optimizer steps, this one included.
@@ -35,25 +36,30 @@ class StepRecord:
         tokens_per_s: of all ranks together.
         mfu: model FLOP/s over peak FLOP/s, 0 to 1; None when the program does not report it.
         at_s: when it was completed, seconds since the epoch.
-        step_s: how long it took.
+        step_s: how long it took; 0 where that is not known.
         position: global samples consumed.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _LINE
 
     step: int
-    loss: float
-    grad_norm: float
-    lr: float
-    tokens_per_s: float
+    loss: float | None
+    grad_norm: float | None
+    lr: float | None
+    tokens_per_s: float | None
     mfu: float | None
     at_s: float
     step_s: float
-    position: int
-    epoch: int
+    position: int | None
+    epoch: int | None
     placement: int
     attempt: int
     kind: Literal["step"] = "step"
+
+    @property
+    def loss_text(self) -> str:
+        """The loss, for a line about the step; empty where it is not known."""
+        return f"loss {self.loss:.4f}" if self.loss is not None else ""
 
 
 @dataclass(frozen=True, slots=True)

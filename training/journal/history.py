@@ -255,6 +255,14 @@ class RunHistory:
             for seen in self.checkpoints
         )
 
+    def _nothing_new_up_to(self, view: AttemptView) -> int:
+        """The step that an attempt has to exceed with a checkpoint, for that to be progress."""
+        if not self.is_command:
+            return view.from_step
+        # One that does not resume saves the same steps again each time.
+        before = (one.step for one in self.checkpoints if (one.placement, one.attempt) < view.key)
+        return max(before, default=0)
+
     def _progress_after(self, index: int, progress_after_s: float | None) -> bool:
         later = self.attempts[index + 1 :]
         if progress_after_s is not None:
@@ -262,7 +270,7 @@ class RunHistory:
                 a.ended is not None and a.ended.duration_s >= progress_after_s for a in later
             )
         # What an attempt began with and saved again at the end of its life is not new.
-        began_at = {a.key: a.from_step for a in later}
+        began_at = {a.key: self._nothing_new_up_to(a) for a in later}
         return any(
             seen.step > began_at.get((seen.placement, seen.attempt), seen.step)
             for seen in self.checkpoints

@@ -181,10 +181,19 @@ class RungFailed(AttemptRecord):
 
 
 class CheckpointSeen(AttemptRecord):
-    """A checkpoint that an attempt committed."""
+    """A checkpoint that an attempt committed.
+
+    Attributes:
+        path: where a command has saved it; None: the store has it.
+        size_bytes: of that.
+        written_s: when the newest of its files was written.
+    """
 
     kind: Literal["checkpoint"] = "checkpoint"
     step: int
+    path: str | None = None
+    size_bytes: int | None = None
+    written_s: float | None = None
 
 
 class EventSeen(AttemptRecord):

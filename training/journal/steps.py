@@ -6,7 +6,8 @@ every kept step is on record however its attempt ends.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 
 from storage.objects import ObjectInfo, ObjectStore
 from training.journal.attempt_log import Follower
@@ -73,13 +74,34 @@ def kept_steps(store: ObjectStore, run_id: str) -> dict[int, StepRecord]:
 
 
 def kept_of(records: Iterable[StepRecord]) -> dict[int, StepRecord]:
-    """Of every step the record that was kept: where it was done again, the last."""
+    """Of every step the record that was kept: where it was done again, the last.
+
+    A later attempt begins behind all that was lost, also behind steps that it has not come to yet.
+    """
     kept: dict[int, StepRecord] = {}
+    first_of: dict[tuple[int, int], int] = {}
     for record in records:
+        key = (record.placement, record.attempt)
+        first_of[key] = min(record.step, first_of.get(key, record.step))
         before = kept.get(record.step)
         if before is None or _age(record) >= _age(before):
             kept[record.step] = record
-    return dict(sorted(kept.items()))
+    lost_from = _lost_from(first_of)
+    return {
+        step: one
+        for step, one in sorted(kept.items())
+        if step < lost_from[one.placement, one.attempt]
+    }
+
+
+def _lost_from(first_of: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], float]:
+    """Of every attempt the step at which a later one began."""
+    found: dict[tuple[int, int], float] = {}
+    first = math.inf
+    for key in sorted(first_of, reverse=True):
+        found[key] = first
+        first = min(first, first_of[key])
+    return found
 
 
 class StepReader:

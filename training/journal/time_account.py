@@ -7,10 +7,10 @@ of steps that were kept.
 
 A step's record holds when it was completed and how long it took; the time between two steps is
 what training waited for saves. Of a step that a fault cut short nothing is recorded: where the
-moment of the fault is known it counts as re-done, for no longer than a usual step. A command has no
-records: of one whose ranks write heartbeats, the first and the last step of each attempt are known,
-and the time between them is taken to be the same for every step. Times are seconds since the epoch,
-durations seconds.
+moment of the fault is known it counts as re-done, for no longer than a usual step. A command may
+print some of its steps alone: of one whose ranks write heartbeats, or whose output is read, the
+first and the last step of each attempt are known, and the time between them is taken to be the same
+for every step. Times are seconds since the epoch, durations seconds.
 """
 
 from __future__ import annotations
@@ -197,6 +197,9 @@ def account(
     by_attempt: dict[Key, list[StepRecord]] = {}
     for step in steps:
         by_attempt.setdefault((step.placement, step.attempt), []).append(step)
+    if history.is_command:
+        newest = newest or _newest_record(history, by_attempt)
+        by_attempt = {}  # a program that prints every tenth step has records of every tenth
     attempts = [
         _attempt_of(view, by_attempt.get(view.key, []), newest) for view in history.attempts
     ]
@@ -215,10 +218,20 @@ def account(
 
 @dataclass(frozen=True, slots=True)
 class SeenStep:
-    """A step by a heartbeat, and when it was completed."""
+    """A step by a heartbeat or by output, and when it was completed."""
 
     step: int
     at_s: float
+
+
+def _newest_record(
+    history: RunHistory, by_attempt: Mapping[Key, Sequence[StepRecord]]
+) -> SeenStep | None:
+    """The newest step of the open attempt by its records."""
+    view = history.open_attempt
+    own = by_attempt.get(view.key, ()) if view is not None else ()
+    last = max(own, key=lambda one: one.at_s, default=None)
+    return SeenStep(last.step, last.at_s) if last is not None else None
 
 
 @dataclass(frozen=True, slots=True)

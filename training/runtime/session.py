@@ -56,9 +56,11 @@ class Session:
 
     Attributes:
         ended_at: last step of a loop that came to its end in this process, 0 before.
+        current: of this process, None before `training.join()`.
     """
 
     ended_at: ClassVar[int] = 0
+    current: ClassVar[Session | None] = None
     _loop: ClassVar[StepLoop | None] = None
 
     def __init__(self, context: WorkerContext, *, layout: ParallelLayout | None = None) -> None:
@@ -203,11 +205,23 @@ class Session:
 
         Inside the loop and outside of `with step:`, on every rank alike.
         """
-        self._heartbeat.beat(phase=Phase.EVALUATE)
+        with self.during(Phase.EVALUATE):
+            yield
+
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """Around what has the time limit of a phase, between two steps."""
+        self._heartbeat.beat(phase=phase)
         try:
             yield
         finally:
             self._heartbeat.beat(phase=Phase.STEP)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Around collectives that need no other rank: all of them would bring the same values."""
+        with self._groups.generations.alone() if self._groups is not None else nullcontext():
+            yield
 
     def steps(self, *, until: int) -> Iterator[Step]:
         """The steps from the newest checkpoint up to `until`.
@@ -220,16 +234,35 @@ class Session:
             ValueError: nothing was registered.
             SystemExit: code 75, after saving, when the agent asked for the end.
         """
+        loop = self.open_loop(until=until)
+        while (step := loop.next_step()) is not None:
+            yield step
+        self.close_loop(loop)
+
+    def open_loop(self, *, until: int) -> StepLoop:
+        """The loop of `steps`, for a program that drives it itself. Restores, which is collective.
+
+        Raises:
+            ValueError: nothing was registered.
+        """
         if self._training is None:
             raise ValueError("session.register(model=..., optimizer=..., data=...) comes first")
         loop = Session._loop = self._new_loop(self._training, until)
         if self._groups is not None:
             self._groups.generations.is_alone = False
         loop.begin()
-        while (step := loop.next_step()) is not None:
-            yield step
+        return loop
+
+    def close_loop(self, loop: StepLoop) -> None:
+        """Take note that a loop came to its end: `next_step` has returned None."""
         self._records.close()
         Session.ended_at = loop.state.step
+
+    @classmethod
+    def leave(cls) -> None:
+        """The end of a program that went on behind its last step. Collective."""
+        if cls._loop is not None and cls._loop.stays:
+            cls._loop.leave()
 
     def _new_loop(self, training: Training, until: int) -> StepLoop:
         context, heartbeat = self.context, self._heartbeat
@@ -328,4 +361,5 @@ def join(*, layout: ParallelLayout | None = None) -> Session:
         InputError: the program was not started by a node agent, or the layout does not fit.
     """
     start_logging()
-    return Session(WorkerContext.from_environment(), layout=layout)
+    Session.current = Session(WorkerContext.from_environment(), layout=layout)
+    return Session.current

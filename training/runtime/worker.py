@@ -61,10 +61,17 @@ def main() -> None:
             raise
         how = "called sys.exit()"
     if Session.ended_at < job.steps:
+        at = f"{how} at step {Session.completed_step()} of {job.steps}"
+        if job.worker.script is not None:
+            name = job.worker.script[0]
+            raise RecipeEndedEarly(
+                f"{name} {at}: a callback of perdure.integrations takes its loop to that step"
+            )
         raise RecipeEndedEarly(
-            f"the recipe {how} at step {Session.completed_step()} of {job.steps}: it loops over "
-            "session.steps(until=job.steps) to its end, which saves the last step"
+            f"the recipe {at}: it loops over session.steps(until=job.steps) to its end, which "
+            "saves the last step"
         )
+    Session.leave()
 
 
 def run() -> None:

@@ -19,8 +19,11 @@ from pydantic import (
 
 from storage.frozen_model import FrozenModel
 from training.specs import pod_rules
+from training.specs.program_checkpoints import ProgramCheckpointsSpec, ResumeSpec
+from training.specs.progress import ProgressSpec
 
 DEFAULT_RECIPE = "training.trainer.pretrain:main"
+SCRIPT_RECIPE = "training.runtime.script:main"  # runs worker.script
 _LABEL = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"  # RFC 1123, as Kubernetes wants names
 
 
@@ -269,7 +272,7 @@ AnyEngineSpec = Annotated[LocalEngineSpec | KubernetesEngineSpec, BeforeValidato
 
 
 class WorkerSpec(FrozenModel):
-    """How deep the training program takes part: a recipe of ours or yours, or any command."""
+    """How deep the training program takes part: a recipe, a script with a callback, a command."""
 
     recipe: str | None = Field(
         None, description="session depth: module:function called in each rank with the job"
@@ -280,12 +283,32 @@ class WorkerSpec(FrozenModel):
         "${MASTER_ADDR}, ${MASTER_PORT} and the like, ${NNODES}, ${NODE_RANK}, ${WORLD_SIZE} are "
         "filled in; $$ is a plain $",
     )  # fmt: skip
+    script: tuple[str, ...] | None = Field(
+        None, min_length=1,
+        description="callback depth: a Python file and its arguments, run in each rank as python "
+        "does; it hands its loop over with a callback of perdure.integrations",
+    )  # fmt: skip
+    preload: tuple[str, ...] = Field(
+        (),
+        description="of a script or recipe: modules that each node imports once, before ranks are "
+        "started, and does not import again for a rank's new process",
+    )
     per: Literal["node", "device"] = Field(
         "node",
         description="of a command: started once per node, and starts its ranks itself (torchrun), "
         "or once per device, each with RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT",
     )
     cwd: str | None = Field(None, description="folder the workers start in; default: this one")
+    progress: ProgressSpec | None = Field(
+        None, description="of a command: how its steps and losses are read from what it prints"
+    )
+    checkpoints: ProgramCheckpointsSpec | None = Field(
+        None, description="of a command: where it saves checkpoints of its own"
+    )
+    resume: ResumeSpec | None = Field(
+        None, description="of a command: what is added when it is started again and has a "
+        "checkpoint of this run; ${PERDURE_CHECKPOINT} is its path"
+    )  # fmt: skip
 
     @field_validator("recipe")
     @classmethod
@@ -294,12 +317,31 @@ class WorkerSpec(FrozenModel):
             raise ValueError(f"{value!r} is not of the form module:function")
         return value
 
+    @field_validator("preload")
+    @classmethod
+    def _check_preload(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            if not re.fullmatch(r"\w+(\.\w+)*", name):
+                raise ValueError(f"{name!r} is not the name of a module")
+        return value
+
     @model_validator(mode="after")
     def _check_one(self) -> Self:
-        if self.recipe is not None and self.command is not None:
-            raise ValueError("recipe and command exclude each other, give one")
+        if self.preload and self.command is not None:
+            raise ValueError("preload is for a script or recipe: a command imports by itself")
+        given = [
+            name for name in ("recipe", "script", "command") if getattr(self, name) is not None
+        ]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} exclude each other, give one")
         if self.per == "device" and self.command is None:
-            raise ValueError("per=device is for worker.command: a recipe is started so anyway")
+            kind = "script" if self.script is not None else "recipe"
+            raise ValueError(f"per=device is for worker.command: a {kind} is started so anyway")
+        for name in ("progress", "checkpoints", "resume"):
+            if getattr(self, name) is not None and self.command is None:
+                raise ValueError(f"{name} is for worker.command: a recipe's session does it")
+        if self.resume is not None and self.checkpoints is None:
+            raise ValueError("resume needs checkpoints, which says where the program saves")
         return self
 
     @property

@@ -30,6 +30,9 @@ def names_meant(model: type[BaseModel], location: Sequence[int | str]) -> tuple[
     leaves = {place.rpartition(".")[2] for place in places}
     near = difflib.get_close_matches(name, leaves, n=1, cutoff=OTHER_SECTION)
     found = tuple(place for place in places if place.rpartition(".")[2] in near)
+    if len(found) > MAX_NAMES:
+        depth = min(place.count(".") for place in found)
+        found = tuple(place for place in found if place.count(".") == depth)
     return found if len(found) <= MAX_NAMES else ()
 
 

@@ -113,7 +113,7 @@ def share_rows(account: Account) -> list[dict[str, str]]:
 def ettr_text(account: Account) -> str:
     """ETTR in a sentence."""
     if account.known_ettr is None:
-        return "ETTR not known: the ranks of the command write no heartbeat"
+        return "ETTR not known: nothing shows the steps of the command"
     productive = duration_text(account.seconds[Owner.PRODUCTIVE])
     wall = duration_text(account.wall_s)
     return f"ETTR {account.ettr:.1%}: {productive} on steps that were kept, of {wall}"

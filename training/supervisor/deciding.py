@@ -128,8 +128,9 @@ def num_healthy(job: Job, nodes: Sequence[str] | None, isolated: Collection[str]
 
 def recoveries_of(job: Job, history: RunHistory) -> list[Recovery]:
     """Every past recovery of the run, oldest first, as the ladder takes them."""
-    # A command's steps are not known: it has progressed when it has lasted.
-    lasts_s = job.restart.progress_after_s if job.worker.is_command else None
+    # A command whose checkpoints are not known has progressed when it has lasted.
+    is_known = not job.worker.is_command or job.worker.checkpoints is not None
+    lasts_s = None if is_known else job.restart.progress_after_s
     return history.recoveries(progress_after_s=lasts_s)
 
 

@@ -130,7 +130,7 @@ def progress_of(statuses: Iterable[AgentStatus]) -> Iterator[RankProgress]:
 
 
 def newest_of(snapshot: Snapshot, *, now_s: float) -> SeenStep | None:
-    """The newest step of a command that its ranks have completed since their start."""
+    """The newest step of a command that its ranks have completed, or shown, since their start."""
     found = [
         SeenStep(rank.step, now_s - rank.pulse.step_age_s)
         for status in snapshot.agents.values()
@@ -138,17 +138,14 @@ def newest_of(snapshot: Snapshot, *, now_s: float) -> SeenStep | None:
         for rank in status.ranks
         if rank.step is not None and rank.pulse is not None and rank.pulse.step_age_s is not None
     ]
+    shown = [status.shown for status in snapshot.agents.values() if status.shown is not None]
+    found += [SeenStep(one.step, now_s - one.age_s) for one in shown]
     return max(found, key=lambda one: (one.step, -one.at_s), default=None)
 
 
 def step_of(snapshot: Snapshot, last: StepRecord | None) -> int | None:
     """The last step that every rank is known to have completed, by heartbeats or records."""
-    beats = [
-        worker.step
-        for status in snapshot.agents.values()
-        for worker in status.known_ranks
-        if worker.step is not None and worker.step >= 0
-    ]
+    beats = [step for status in snapshot.agents.values() for step in status.steps]
     if beats:
         # A step that one rank has applied was voted, and every rank applies it.
         return max(beats)

@@ -80,12 +80,11 @@ class CommandEnds:
     _left: dict[int, tuple[LeftProcess, ...]] = field(default_factory=dict)
 
     def note(self, snapshot: Snapshot) -> None:
-        """Keep how far the heartbeats have come, and what commands have left running."""
+        """Keep how far the program has come, and what commands have left running."""
         for status in snapshot.agents.values():
             for worker in status.workers[:1]:
                 self._left[worker.rank] = status.left_running
-        ranks = (rank for status in snapshot.agents.values() for rank in status.known_ranks)
-        step = max((rank.step for rank in ranks if rank.step is not None), default=-1)
+        step = max((step for one in snapshot.agents.values() for step in one.steps), default=-1)
         if step >= 0 and step not in self._steps[-1:]:
             self._steps = [*self._steps[-1:], step]
 

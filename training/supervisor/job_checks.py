@@ -222,18 +222,24 @@ def _check_program(job: Job) -> None:
         known = shutil.which(program, path=worker_path()) is not None
         if "$" not in program and not known and not (cwd / program).exists():
             raise InputError("worker.command", f"{program!r} is no program on this machine")
-        _check_names(job.worker.command, job)
+        _check_names("worker.command", job.worker.command, job)
+        if job.worker.resume is not None:
+            _check_names("worker.resume.args", job.worker.resume.args, job)
+        if job.worker.checkpoints is not None:
+            _check_names("worker.checkpoints.path", [job.worker.checkpoints.path], job)
         return
+    if job.worker.script is not None and not (cwd / job.worker.script[0]).is_file():
+        raise InputError("worker.script", f"{job.worker.script[0]!r} is no file in {str(cwd)!r}")
     check_recipe(job.recipe, cwd)
 
 
-def _check_names(command: Sequence[str], job: Job) -> None:
+def _check_names(field: str, command: Sequence[str], job: Job) -> None:
     here = os.environ.keys() - RESERVED_NAMES  # of this process, not of the job's
     known = {*here, *variables_of(job), *job.env_from, *NAMES_IN_ARGUMENTS}
     if not job.worker.is_launcher:
         known |= RESERVED_NAMES
     for name in unknown_names(command, known):
-        raise InputError("worker.command", unknown_text(name, known))
+        raise InputError(field, unknown_text(name, known))
 
 
 def _check_data(job: Job) -> None:

@@ -27,6 +27,7 @@ from training.journal.records import (
     FirstStep,
 )
 from training.supervisor.watch import AttemptEnd, Progress
+from training.wire.agent import SavedCheckpoint
 
 
 class LedgerWriter:
@@ -82,6 +83,8 @@ class LedgerWriter:
             if first is not None:
                 self.append(view, FirstStep, step=first[0], stepped_s=first[1])
                 self.refresh()
+        for saved in progress.saved:
+            self.checkpoint(view, saved.step, saved)
         for step in progress.checkpoints:
             self.checkpoint(view, step)
         return self.record_events(view, progress.events)
@@ -99,11 +102,14 @@ class LedgerWriter:
             self.refresh()
         return fresh
 
-    def checkpoint(self, view: AttemptView, step: int) -> None:
-        """Record that the attempt has committed a step."""
+    def checkpoint(
+        self, view: AttemptView, step: int, saved: SavedCheckpoint | None = None
+    ) -> None:
+        """Record that the attempt has committed a step; `saved` is that of a command."""
         known = {(seen.placement, seen.attempt, seen.step) for seen in self.history.checkpoints}
         if (*view.key, step) not in known:
-            self.append(view, CheckpointSeen, step=step)
+            where = saved.model_dump(exclude={"step"}) if saved is not None else {}
+            self.append(view, CheckpointSeen, step=step, **where)
             self.refresh()
 
     def missed_checkpoints(self, view: AttemptView) -> None:

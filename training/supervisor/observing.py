@@ -45,7 +45,7 @@ class AttemptObserver:
         self._placement = placement
         self._events: list[LedgerEvent] = []
         self._steps: list[StepRecord] = []
-        self._log = Follower(fleet.metrics)
+        self._log, self._log_of = Follower(fleet.metrics), ""
 
     def pause(self, view: AttemptView) -> Pause | None:
         """The pause that the attempt is in by now.
@@ -60,8 +60,11 @@ class AttemptObserver:
     def look(self) -> AttemptSnapshot:
         """The state of the attempt by now."""
         try:
-            snapshot = self._fleet.poll() if self._read_on() else None
+            # First: it shows on which node the log of a command is.
+            snapshot = self._fleet.poll() if self._fleet.adopt(self._placement) else None
         except (EngineError, AgentUnreachable):
+            snapshot = None
+        if snapshot is not None and not self._read_on():
             snapshot = None
         steps, self._steps = tuple(self._steps), []
         return AttemptSnapshot(snapshot, steps, tuple(self._events))
@@ -88,6 +91,8 @@ class AttemptObserver:
         try:
             if not self._fleet.adopt(self._placement):
                 return False
+            if self._fleet.first_container != self._log_of:  # another log begins on another node
+                self._log, self._log_of = Follower(self._fleet.metrics), self._fleet.first_container
             for events in iter(self._log.read, None):
                 progress = Progress()
                 progress.take(events)

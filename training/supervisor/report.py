@@ -310,6 +310,11 @@ def alert_place(raised: AlertRaised) -> str:
     return ", ".join(f"{name}{value}" for name, value in parts if value is not None)
 
 
+def losses_of_steps(records: Mapping[int, StepRecord]) -> dict[int, float]:
+    """The loss of every step that has one."""
+    return {step: one.loss for step, one in records.items() if one.loss is not None}
+
+
 def loss_picture(history: RunHistory, kept: Mapping[int, StepRecord]) -> bytes:
     """The loss of every kept step with the faults marked, as PNG."""
     # The font cache makes this import slow, and most of a run does without it.
@@ -319,7 +324,8 @@ def loss_picture(history: RunHistory, kept: Mapping[int, StepRecord]) -> bytes:
     figure = Figure(figsize=(10, 4.5), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.plot(list(kept), [r.loss for r in kept.values()], color="#1f5fa8", linewidth=1.2)
+    losses = losses_of_steps(kept)
+    axes.plot(list(losses), list(losses.values()), color="#1f5fa8", linewidth=1.2)
     marks = _marks(history)
     for number, (step, text, colour) in enumerate(marks):
         axes.axvline(step, color=colour, linestyle="--", linewidth=1.0)
@@ -451,7 +457,8 @@ def progress_text(
     # What is done comes first: cards of the UI cut off what comes late.
     ratio = f", ETTR {ettr:.1%}" if ettr is not None else ""
     speed = f", {last.tokens_per_s:,.0f} tokens/s" if last.tokens_per_s else ""
-    return f"{activity}, step {last.step} / {target or '?'}, loss {last.loss:.4f}{speed}{ratio}"
+    loss = f", {last.loss_text}" if last.loss_text else ""
+    return f"{activity}, step {last.step} / {target or '?'}{loss}{speed}{ratio}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

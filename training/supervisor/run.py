@@ -47,6 +47,7 @@ from training.supervisor.node_replacing import NodeReplacer, replaces_nodes
 from training.supervisor.observing import AttemptObserver
 from training.supervisor.periodic import PeriodicRestart
 from training.supervisor.placing import Placer, placement_of
+from training.supervisor.program_checkpoints import NewestSave, resumption
 from training.supervisor.same_run import is_complete, refuse_elsewhere, refuse_other_job
 from training.supervisor.store_outage import StoreOutage, forget_outage
 from training.supervisor.store_place import begin_store, refuse_lost_ledger
@@ -61,7 +62,7 @@ from training.supervisor.watch import (
     has_failure,
 )
 from training.trainer.data.prepare import DataOutcome
-from training.wire.agent import AgentState, StartOrder
+from training.wire.agent import AgentState, SavedCheckpoint, StartOrder
 from training.wire.requests import is_cancel_wanted, take_back
 
 _log = logging.getLogger("perdure.supervisor")
@@ -340,7 +341,7 @@ class Run:
             # First: a process of an earlier attempt that lives on can commit nothing from here on.
             self._writer.fence(placement, view.key)
             try:
-                self.fleet.start(self._order(view, placement, data_manifest_key))
+                self.fleet.start(self._order(view, placement, data_manifest_key, self._saved()))
             except (EngineError, AgentUnreachable) as error:
                 return self._concluder.conclude(
                     view, watch.wind_up(refusal=str(error)), stop_wanted
@@ -455,10 +456,25 @@ class Run:
             for status in agents
         )
 
+    def _saved(self) -> SavedCheckpoint | None:
+        """What a command is started again from; never on its first start."""
+        if len(self.history.attempts) < 2:
+            return None
+        variables, before = variables_of(self.job), self.history.attempts[-2]
+        ask = NewestSave(self.job, self.fleet, self.store)
+        saved = ask.newest(self.history, cwd=self._cwd, variables=variables)
+        if saved is not None and saved.step > self.history.committed_step:
+            self._writer.checkpoint(before, saved.step, saved)  # its node was lost before it told
+        return saved
+
     def _order(
-        self, view: AttemptView, placement: Placement, data_manifest_key: str | None
+        self,
+        view: AttemptView,
+        placement: Placement,
+        data_manifest_key: str | None,
+        saved: SavedCheckpoint | None = None,
     ) -> StartOrder:
-        job = self.job
+        job, resumed = self.job, resumption(self.job, saved)
         return StartOrder(
             placement=view.started.placement,
             attempt=view.started.attempt,
@@ -467,19 +483,22 @@ class Run:
             hosts=(),  # this and the rendezvous are filled in by the fleet
             master_addr="",
             master_port=0,
-            command=job.worker.command or (),  # none: a session, which the node agent forks
+            # None: a session, which the node agent forks.
+            command=(*(job.worker.command or ()), *resumed.args),
             is_command=job.worker.is_command,
             is_launcher=job.worker.is_launcher,
             cwd=self._cwd,
             grace_s=job.engine.grace_s,
             failover_grace_s=job.restart.failover_grace_s,
             log_path=job.log_path,
-            variables=variables_of(job),
+            variables={**variables_of(job), **dict(resumed.variables)},
             job=self._job_of_workers().model_dump_json(),
             data_manifest_key=data_manifest_key,
             past=tuple(recoveries_of(job, self.history)[-MAX_PAST:]),
             rejoin_s=REJOIN_S if replaces_nodes(job, self.fleet) else 0.0,
             secrets=dict(self._secrets()),
+            resume_step=saved.step if saved is not None else None,
+            created_s=self.history.created_s,
         )
 
     def _job_of_workers(self) -> Job:

@@ -57,7 +57,9 @@ def refuse_other_job(job: Job, history: RunHistory) -> None:
         RunConflict: it would train other weights, or a completed run would ignore its command.
     """
     # Until something depends on them, settings of a run may still be corrected.
-    if history.job is not None and (history.checkpoints or history.open_attempt):
+    # What a command has saved is its own affair: it may be corrected.
+    depends = any(seen.path is None for seen in history.checkpoints)
+    if history.job is not None and (depends or history.open_attempt):
         first = next(_differences(history.job, job.model_dump(mode="json")), None)
         if first is not None:
             raise RunConflict(

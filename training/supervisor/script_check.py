@@ -1,5 +1,7 @@
 """What a script hides: an exit code behind a pipe, a launcher that nobody waits for, its output.
 
+And what a launcher does itself that Perdure would do: start ranks again.
+
 Only the scripts that the command itself names are read, and only their text: a line is taken for a
 launcher's by the name in it, or by a variable that holds such a name. Lines are counted from 1.
 """
@@ -7,7 +9,7 @@ launcher's by the name in it, or by a variable that holds such a name. Lines are
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +28,7 @@ _PIPE = re.compile(r"(?<![|>])\|(?!\|)")
 _BACKGROUND = re.compile(r"(?<![&><|])&(?![&>])")
 _WAIT = re.compile(r"(?:^|[;&|]\s*|\s)wait\b")
 _TO_FILE = re.compile(r"[\s\d&]>{1,2}\|?\s*(?!/dev/(?:stdout|stderr)\b)[^\s>&(]")
+_OWN_RESTARTS = re.compile(r"--max[-_]restarts?[= ]\s*[1-9]\d*")  # torchrun's own: 0
 _ERRORS_TO_FILE = re.compile(r"\s2>{1,2}\s*(?!&)\S+")
 
 
@@ -50,13 +53,26 @@ class _Line:
 
 
 def script_notes(command: Sequence[str], cwd: Path) -> list[str]:
-    """One warning for each way in which a script hides how its launcher ends.
+    """One warning for each way in which a script hides how its launcher ends, or answers itself.
 
     Args:
         command: of the job.
         cwd: folder that it starts in.
     """
-    return [note for script in _scripts(command, cwd) for note in _notes(script)]
+    scripts = list(_scripts(command, cwd))
+    notes = [note for script in scripts for note in _notes(script)]
+    words = Script("worker.command", " ".join(command))
+    return [*notes, *_restart_notes([words, *(one for one in scripts if one.name != words.name)])]
+
+
+def _restart_notes(scripts: Iterable[Script]) -> Iterator[str]:
+    """A launcher that starts its ranks again keeps the others of a fault that all must answer."""
+    for script in scripts:
+        for found in _OWN_RESTARTS.finditer("\n".join(one.text for one in _lines(script.text))):
+            yield (
+                f"{script.name}: {found[0]} has torchrun start ranks again before Perdure sees a "
+                "fault, on the same node and without a look at the cause: leave it out"
+            )
 
 
 def _scripts(command: Sequence[str], cwd: Path) -> Iterator[Script]:

@@ -34,6 +34,7 @@ from training.wire.agent import (
     AgentState,
     AgentStatus,
     NodeText,
+    SavedCheckpoint,
     WorkerStatus,
 )
 
@@ -82,11 +83,13 @@ class Progress:
     snapshot: Snapshot = field(default_factory=Snapshot)
     steps: Sequence[StepRecord] = ()
     checkpoints: Sequence[int] = ()
+    saved: Sequence[SavedCheckpoint] = ()
     events: Sequence[LedgerEvent] = ()
     last: StepRecord | None = None
     _given_up: AttemptGivenUp | None = None
     _recovering: dict[int, RecoveryBegan] = field(default_factory=dict)
     _known_step: int | None = None
+    _known_saves: set[tuple[int, str]] = field(default_factory=set)
 
     def begin_log(self) -> None:
         """Another log begins, with records of steps that are known already."""
@@ -118,6 +121,14 @@ class Progress:
                 case AttemptGivenUp() if self._given_up is None:
                     self._given_up = event
 
+    def take_saves(self) -> None:
+        """Note what commands have saved since the last look."""
+        told = [one for status in self.snapshot.agents.values() for one in status.saved]
+        fresh = {(one.step, one.path): one for one in told}
+        self.saved = [fresh[key] for key in sorted(fresh.keys() - self._known_saves)]
+        self._known_saves.update(fresh)
+        self.checkpoints = [*self.checkpoints, *sorted({one.step for one in self.saved})]
+
     @property
     def given_up(self) -> AttemptGivenUp | None:
         """The fault for which the processes end, by the coordinator; None when it gave none.
@@ -142,7 +153,7 @@ class Progress:
 
     @property
     def command_step(self) -> SeenStep | None:
-        """The newest step of a command that was completed in this attempt, by its heartbeats."""
+        """The newest step of a command in this attempt, by its heartbeats or its output."""
         return newest_of(self.snapshot, now_s=time.time())
 
     @property
@@ -329,6 +340,7 @@ class AttemptWatch:
         progress.snapshot = self._fleet.poll()
         for status in progress.snapshot.agents.values():
             self._proc_start_cnt[status.node] = status.proc_start_cnt
+        progress.take_saves()
         self._judge_ends(progress.snapshot)
         self._on_progress(progress)
         return progress.snapshot

@@ -16,6 +16,7 @@ from storage.frozen_model import FrozenModel
 from training.recovery.protocol import NodeGone, NotReplaced, RecoveryBegan
 from training.recovery.rungs import Recovery, Rung
 from training.specs.drill import Victim
+from training.specs.program_checkpoints import ProgramCheckpointsSpec
 from training.wire.coordinator import CoordinatorAddress
 from training.wire.healing import HealOrder, HealReply
 from training.wire.logs import (
@@ -106,6 +107,10 @@ class StartOrder(FrozenModel):
         0.0, description="for another coordinator to come when the one before is gone; 0: none"
     )
     rank_table: str | None = Field(None, description="hccl.json; None: none is asked for")
+    resume_step: int | None = Field(
+        None, description="of the command's checkpoint from which it goes on"
+    )
+    created_s: float = Field(0.0, description="when the run was; what is older is none of it")
     secrets: dict[str, SecretStr] = Field(
         {}, description="values of the job's env_from that are in Prefect blocks, by variable"
     )
@@ -247,6 +252,25 @@ class RejoinOrder(FrozenModel):
     coordinator: CoordinatorAddress
 
 
+class SavedQuery(FrozenModel):
+    """Ask for the complete checkpoints that a command has saved where this node sees them.
+
+    Attributes:
+        spec: where, and of which kind.
+        cwd: folder of the command.
+        variables: its own, for the path.
+        since_s: what was written before is none of the run.
+        until_s: when the command ended; what was just written then may be half of a checkpoint.
+    """
+
+    op: Literal["saved"] = "saved"
+    spec: ProgramCheckpointsSpec
+    cwd: str
+    variables: dict[str, str]
+    since_s: float
+    until_s: float
+
+
 class KillOrder(FrozenModel):
     """SIGKILL something of this container; refused unless the run is a drill.
 
@@ -274,6 +298,7 @@ Order = Annotated[
     | GreetQuery
     | DevicesQuery
     | CheckOrder
+    | SavedQuery
     | HealOrder
     | KillOrder
     | NoticeOrder
@@ -399,6 +424,34 @@ class HangReport(FrozenModel):
     ends_attempt: bool = True
 
 
+class ShownStep(FrozenModel):
+    """The newest step that the output of a command shows.
+
+    Attributes:
+        step: completed steps.
+        age_s: since it was printed.
+        target: where the program says that it ends.
+    """
+
+    step: int
+    age_s: float
+    target: int | None = None
+
+
+class SavedCheckpoint(FrozenModel):
+    """A complete checkpoint that a command has saved.
+
+    Attributes:
+        path: file or folder, absolute.
+        written_s: when the newest of its files was.
+    """
+
+    step: int
+    path: str
+    size_bytes: int
+    written_s: float
+
+
 class LeftProcess(FrozenModel):
     """A process that a command has left running when it exited with 0.
 
@@ -435,6 +488,8 @@ class AgentStatus(FrozenModel):
         is_launcher: whether that one process has started the ranks itself.
         ranks: of a command, as far as they are known.
         output_bytes: length of what the attempt's processes have printed.
+        shown: step by the output of a command, where its job says how to read it.
+        saved: the newest checkpoints that a command has saved in this attempt.
         left_running: by a command that exited with 0; it was ended with the attempt.
     """
 
@@ -453,6 +508,8 @@ class AgentStatus(FrozenModel):
     staging_error: str | None = None
     oom_kills: int = 0
     output_bytes: int = 0
+    shown: ShownStep | None = None
+    saved: tuple[SavedCheckpoint, ...] = ()
     left_running: tuple[LeftProcess, ...] = ()
     mended_retries: dict[int, int] = Field({}, description="of HCCL, by rank, where there are any")
     sample: NodeSample | None = None
@@ -464,6 +521,13 @@ class AgentStatus(FrozenModel):
     def known_ranks(self) -> tuple[RankStatus, ...]:
         """The ranks of this node, of a command as far as they are known."""
         return self.ranks if self.is_command else self.workers
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Completed steps, by every sign that there is of them: heartbeats and output."""
+        beats = (one.step for one in self.known_ranks)
+        shown = (self.shown.step,) if self.shown is not None else ()
+        return (*(step for step in beats if step is not None and step >= 0), *shown)
 
     @property
     def is_over(self) -> bool:
@@ -503,6 +567,7 @@ class AgentReply(FrozenModel):
     devices: NodeDevices | None = None
     at_s: float | None = None
     collected: Collected | None = None
+    saved: tuple[SavedCheckpoint, ...] = ()
     num_killed: int = 0
 
 

@@ -67,7 +67,7 @@ def start_order(folder: Path, *command: str, **changes: Any) -> StartOrder:
         "grace_s": 5,
         "log_path": None,
         "variables": {},
-        "job": "{}",
+        "job": job_text(),
         "data_manifest_key": None,
     }
     fields["is_launcher"] = changes.get("is_command", False)

@@ -21,6 +21,7 @@ def print_findings() -> None:
         "name": Path("/proc/self/comm").read_text().strip(),
         "input": sys.stdin.read(),
         "has_torch": "torch" in sys.modules,
+        "has_colorsys": "colorsys" in sys.modules,
     }
     print(json.dumps(found))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import time
 import uuid
@@ -374,6 +375,15 @@ def test_the_rendezvous_of_a_command_is_a_free_port_or_the_one_asked_for(shared)
     assert shared.call(order).port == reply.port, "repeated for the same attempt"
     other = RendezvousOrder(port=29000, start=shared.order("true"), supported=())
     assert shared.call(other).port == 29000
+
+
+def test_a_command_whose_port_is_still_held_gets_another_one(shared):
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+        order = RendezvousOrder(port=port, start=shared.order("true"), supported=())
+        fresh = shared.call(order).port
+        assert fresh not in (None, port)
+        assert shared.call(order).port == fresh, "repeated for the same attempt"
 
 
 def test_a_silent_rank_is_reported_as_a_hang(new_container):

@@ -18,11 +18,12 @@ from tests.waiting import wait_for
 from training.agent import fork_server as module
 from training.agent.fork_server import Fork, ForkedProcess, ForkServer
 from training.agent.launcher import COLD_START, Launcher
-from training.processes import become_subreaper
+from training.processes import PRELOAD, become_subreaper
 
 ROOT = str(Path(__file__).parents[3])
 PR_SET_CHILD_SUBREAPER = 36
 VARIABLES = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
+PRELOADING = {**VARIABLES, PRELOAD: "no_such_module,colorsys"}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def subreaper():
 @pytest.fixture(scope="module")
 def fork_server(subreaper, tmp_path_factory):
     """One for the tests that leave it alive."""
-    one = ForkServer(VARIABLES, tmp_path_factory.mktemp("fork_server") / "fork-server.log")
+    one = ForkServer(PRELOADING, tmp_path_factory.mktemp("fork_server") / "fork-server.log")
     one.start()
     yield one
     one.close()
@@ -98,6 +99,7 @@ def test_a_fork_finds_what_was_asked_for_and_nothing_of_its_fork_server(forked, 
     assert found["name"] == "rank-12-with-a-", "cut as the kernel does"
     assert found["parent"] == os.getpid(), "which reaps orphans"
     assert found["has_torch"], "it would take seconds to import"
+    assert found["has_colorsys"], "worker.preload; one that is not there is left to the rank"
 
 
 @pytest.mark.parametrize(
@@ -162,8 +164,8 @@ def test_everybody_gets_the_process_that_they_asked_for(forked, tmp_path):
 
 
 def test_a_fork_server_serves_those_who_want_the_same_variables(fork_server):
-    assert fork_server.serves(VARIABLES)
-    assert not fork_server.serves({**VARIABLES, "OMP_NUM_THREADS": "2"})
+    assert fork_server.serves(PRELOADING)
+    assert not fork_server.serves({**PRELOADING, "OMP_NUM_THREADS": "2"})
 
 
 def test_what_was_forked_outlives_a_fork_server_and_its_end_is_noticed(subreaper, tmp_path):

@@ -28,6 +28,7 @@ from training.wire.agent import (
     KillOrder,
     NodeText,
     Request,
+    ShownStep,
     StartOrder,
     StopOrder,
 )
@@ -59,6 +60,7 @@ class Agents:
         num_killed: of them by an order to kill.
         received: every request.
         answered: how many requests have their answer.
+        shown: the step in the output of each.
     """
 
     def __init__(self) -> None:
@@ -67,6 +69,7 @@ class Agents:
         self.num_killed = 0
         self.received: list[Request] = []
         self.answered = 0
+        self.shown: ShownStep | None = None
         self._lock = threading.Lock()
         self.server = control_server("0.0.0.0", TOKEN, self.answer)  # noqa: S104 all of 127/8
         self.server.listeners[0].socket.listen(NUM_MEMBERS)
@@ -80,7 +83,7 @@ class Agents:
             self.answered += 1
         status = AgentStatus(
             node="some", member=0, state=AgentState.RUNNING, schedule_cnt=1, proc_start_cnt=1,
-            placement=1, attempt=1,
+            placement=1, attempt=1, shown=self.shown,
         )  # fmt: skip
         if self.refusal:
             return AgentReply(error=self.refusal)
@@ -219,6 +222,21 @@ def test_a_first_node_that_is_cut_off_keeps_the_look_at_the_others_not_waiting_f
         assert fleet.metrics(7) == ("", 7)
         assert list(fleet.poll().agents) == [1]
     assert time.monotonic() - began_s < 5 * LOOK_S, "three looks, and one try to read the log"
+
+
+def test_the_log_of_a_command_is_on_the_first_member_that_prints_its_steps(
+    fleet, containers, agents
+):
+    printing = Agents()
+    printing.shown = ShownStep(step=3, age_s=0.0)
+    at = ("127.0.1.2", printing.server.port)
+    containers.now = {0: containers.now[0], 1: replace(containers.now[1], address=at)}
+    fleet.metrics(0)
+    assert [one.order.op for one in agents.received] == ["metrics"], "before any step is known"
+    fleet.poll()
+    fleet.metrics(0)
+    assert [one.order.op for one in printing.received] == ["status", "metrics"]
+    printing.server.close()
 
 
 def test_who_is_lost_already_keeps_nothing_waiting_when_its_placement_is_found_again(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,6 +56,22 @@ def test_the_limit_is_learned_from_the_steps(steps_s, limit_s):
     assert HangDetector(SilenceLimits(START_LIMIT_S)).limit_s == START_LIMIT_S, "before any step"
     assert trained(*steps_s)[0].limit_s == limit_s
     assert MIN_LIMIT_S == 60.0
+
+
+def test_where_only_every_tenth_step_is_known_ten_of_them_are_the_measure():
+    detector = HangDetector(SilenceLimits(START_LIMIT_S))
+    for number in range(5):
+        now_s = START_S + 20.0 * number
+        reading = replace(beat(10 * number, now_s), stride=10)
+        assert judge(detector, now_s, rank0=reading) is None
+    assert detector.limit_s == 200.0
+
+
+def test_the_least_limit_may_be_a_longer_one():
+    detector = HangDetector(SilenceLimits(START_LIMIT_S, floor_s=500.0))
+    for number in range(3):
+        judge(detector, START_S + number, rank0=beat(number, START_S + number))
+    assert detector.limit_s == 500.0
 
 
 def test_steps_between_two_readings_share_their_time():

@@ -351,3 +351,12 @@ def test_failures_bring_it_down_and_good_times_bring_it_up():
     bad = lived(("failed", 60.0), ("failed", 60.0))
     good = lived(("failed", 60.0), ("failed", 60.0), ("stopped", 30 * DAY_S))
     assert bad.mtbf_s(DAY_S) < DAY_S < good.mtbf_s(DAY_S)
+
+
+def test_a_command_that_saves_the_same_steps_again_makes_no_progress():
+    created = BEGINNING[1].model_copy(update={"job": {"worker": {"command": ["true"]}}})
+    again = [*BEGINNING[2:], committed(10), *failed(1), started(2), stepped(2, 1)]
+    same = replay([BEGINNING[0], created, *again, committed(10, 2), *failed(2)])
+    assert [progressed for _, progressed, _ in outlines(same)] == [False, False]
+    further = replay([BEGINNING[0], created, *again, committed(20, 2), *failed(2)])
+    assert [progressed for _, progressed, _ in outlines(further)] == [True, False]

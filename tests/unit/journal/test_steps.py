@@ -9,6 +9,7 @@ import pytest
 
 from storage.local import LocalStore
 from tests.unit.journal.records import RECORD, record
+from tests.values import not_none
 from training.journal.attempt_log import AttemptLog, Follower
 from training.journal.events import CheckpointCommitted
 from training.journal.steps import StepReader, UnsavedSteps, kept_steps, metrics_prefix
@@ -63,7 +64,7 @@ def taken(steps: UnsavedSteps) -> list[int]:
 
 
 def losses(store: LocalStore) -> dict[int, float]:
-    return {step: kept.loss for step, kept in kept_steps(store, "run").items()}
+    return {step: not_none(kept.loss) for step, kept in kept_steps(store, "run").items()}
 
 
 def test_the_newest_attempts_record_of_a_step_done_twice_is_kept(store, write):
@@ -183,3 +184,9 @@ def test_a_reader_reads_lost_steps_too_and_only_what_is_new(store, write, monkey
     found = sorted((one.step, one.attempt) for one in reader.read())
     assert found == [(1, 1), (2, 1), (3, 1), (3, 2), (4, 1), (4, 2), (5, 2)]
     assert got == ["runs/run/metrics/p0001-a0002/00000003-00000005.jsonl"]
+
+
+def test_steps_that_a_later_attempt_has_not_come_to_again_are_not_kept(store, write):
+    write((1, 1), range(1, 30), loss=1.0)
+    write((1, 2), range(11, 14), loss=2.0)
+    assert list(losses(store)) == list(range(1, 14))

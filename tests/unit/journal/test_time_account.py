@@ -417,6 +417,14 @@ def test_the_steps_of_a_command_that_were_kept_are_productive_where_heartbeats_s
     assert account.known_ettr == pytest.approx(19.0 / 52.0)
 
 
+def test_records_of_a_command_show_its_newest_step_and_no_time_of_single_steps():
+    story = of_command()
+    story.steps = [done(step, 120.0 + step, 0.1, story.key) for step in (11, 21, 30)]
+    account = story.account(now_s=152.0)
+    assert spent(account)[Owner.PRODUCTIVE] == pytest.approx(9.0 + 10.0)
+    assert spent(account)[Owner.COMMAND] == pytest.approx(2.0), "since the newest step"
+
+
 def test_without_any_step_the_ettr_of_a_command_is_not_known_and_that_of_a_session_is_zero():
     story = of_command()
     story.records = story.records[:4]

@@ -13,14 +13,18 @@ from typer.testing import CliRunner
 
 from perdure.checkpoints import parse_age_s
 from perdure.cli import app
+from perdure.monitor import RunMonitor
 from storage.address import open_store
 from storage.checkpoint import CheckpointStore, shard_name
 from tests.jobs import job_document
-from tests.unit.perdure.commands import error_line, perdure
+from tests.unit.journal.histories import BEGINNING, NOW
+from tests.unit.perdure.commands import append, error_line, perdure
 from tests.unit.storage.stores import save_directly
 from training.errors import InputError
 from training.job import parse_job
+from training.journal.records import CheckpointSeen, RunCreated
 from training.supervisor.job_registry import remember_job
+from training.supervisor.run import Run
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -280,3 +284,34 @@ def test_ages_are_written_with_a_unit(text, age_s):
 def test_other_ages_are_refused(text):
     with pytest.raises(InputError):
         parse_age_s(text)
+
+
+def test_what_a_command_has_saved_itself_is_listed_with_what_is_still_there(tmp_path, perdure_home):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "step-20.bin").write_bytes(b"123")
+    worker = {"command": ["true"], "checkpoints": {"kind": "glob", "path": f"{out}/step-*.bin"}}
+    document = job_document(tmp_path, run_id="own", worker=worker, engine={"kind": "local"})
+    job = parse_job(document)
+    remember_job(perdure_home, job)
+    assert printed("ls", "own") == "own: no checkpoints\n"
+    run = Run(job, home=perdure_home)
+    created = RunCreated(**NOW, job=document)
+    saves = [
+        CheckpointSeen(
+            **NOW, placement=1, attempt=1, step=step, path=f"{out}/step-{step}.bin", size_bytes=3,
+            written_s=100.0 + step,
+        )
+        for step in (10, 20)
+    ]  # fmt: skip
+    append(run, BEGINNING[0], created, *BEGINNING[2:], *saves)
+    newest, gone = objects("ls", "own")
+    assert newest == {
+        "step": 20, "written_at_s": 120.0, "size_bytes": 3, "path": f"{out}/step-20.bin",
+        "attempt": "1.1", "is_kept": True,
+    }  # fmt: skip
+    assert (gone["step"], gone["is_kept"]) == (10, False)
+    assert "step-10.bin (gone)" in printed("ls", "own").replace("\n", "").replace(" │ ", "")
+    status = RunMonitor(run).status().document
+    assert status["committed_step"] == 20
+    assert status["checkpoints"] == {"program": {"newest": 20, "count": 1}}

@@ -45,6 +45,7 @@ from training.wire.agent import (
     HangReport,
     Pulse,
     RankStatus,
+    ShownStep,
     WorkerStatus,
 )
 from training.wire.node import DeviceSample, NodeSample
@@ -291,6 +292,14 @@ def test_of_a_command_what_nothing_shows_is_not_known(order):
     assert "ettr: not known\n" in text
     assert "node-1: running, ok; rank 3 runs" in text
     assert "running, step not known" in shown(status_panel(status, 160))
+
+
+def test_of_a_command_its_output_shows_the_step(order):
+    run, answers = order
+    answers.append(of_command(None).model_copy(update={"shown": ShownStep(step=12, age_s=2.5)}))
+    status = RunMonitor(run).status(now_s=60.0)
+    assert (status.document["step"], status.document["last_step_age_s"]) == (12, 2.5)
+    assert "rank 3 runs; step 12 by its output" in shown(plain_status(status, 160))
 
 
 def test_of_a_command_its_heartbeats_show_the_step(order):

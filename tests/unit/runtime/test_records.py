@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.values import not_none
 from training.journal.attempt_log import Follower
 from training.journal.events import StepRecord
 from training.recovery.repair import Vote
@@ -78,7 +79,7 @@ def complete(records: StepRecords, *steps: int) -> None:
 
 def on_record(folder: Any) -> list[tuple[int, float]]:
     events = Follower.of_file(folder / "metrics.jsonl").read() or []
-    return [(one.step, one.loss) for one in events if isinstance(one, StepRecord)]
+    return [(one.step, not_none(one.loss)) for one in events if isinstance(one, StepRecord)]
 
 
 def test_a_first_rank_on_a_new_node_has_the_records_that_another_rank_has_kept(tmp_path):

@@ -57,6 +57,15 @@ def test_gradients_after_settling_are_those_of_the_plain_model(plain, model):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+def test_a_wrapper_that_looks_for_unused_parameters_sorts_nothing_and_is_left_alone(plain):
+    expected = gradients(plain)
+    model = DistributedDataParallel(plain, bucket_cap_mb=0.001, find_unused_parameters=True)
+    settle_buckets(model)
+    for _ in range(2):
+        found = gradients(model)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_frozen_parameters_are_left_alone(plain):
     plain.embedding.weight.requires_grad_(requires_grad=False)
     model = DistributedDataParallel(plain)

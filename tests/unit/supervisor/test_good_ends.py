@@ -21,6 +21,7 @@ from training.wire.agent import (
     AgentStatus,
     LeftProcess,
     RankStatus,
+    ShownStep,
     WorkerStatus,
 )
 from training.wire.logs import WorkerLog
@@ -66,6 +67,14 @@ def judged(
     """What is found at the end, after these steps were seen."""
     ends = ends_after(last, target=target, seen=seen, logs=logs, is_last=is_last)
     return {rank: bad.text for rank, bad in ends.bad.items()}
+
+
+def test_a_step_that_the_output_shows_counts_as_one_by_heartbeat():
+    last = snapshot(worker())
+    shown = {0: last.agents[0].model_copy(update={"shown": ShownStep(step=40, age_s=0.0)})}
+    text = {0: "exit code 0 at step 40 of 100"}
+    assert judged(Snapshot(shown), target=100) == text
+    assert judged(Snapshot(shown), target=40) == {}
 
 
 def ends_after(

@@ -26,6 +26,9 @@ def test_a_job_that_does_not_ask_is_never_restarted_so():
     assert not periodic.is_due
 
 
-def test_a_command_is_refused_because_its_commits_are_not_known():
-    with pytest.raises(InputError, match=r"restart.every_s=60 is for sessions"):
+def test_a_command_is_refused_where_its_commits_are_not_known():
+    with pytest.raises(InputError, match=r"restart.every_s=60 needs worker.checkpoints"):
         small_job(worker={"command": ["train"]}, restart={"every_s": 60})
+    saves = {"kind": "nanogpt", "path": "/out"}
+    job = small_job(worker={"command": ["train"], "checkpoints": saves}, restart={"every_s": 60})
+    assert job.restart.every_s == 60

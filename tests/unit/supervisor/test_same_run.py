@@ -70,6 +70,14 @@ def test_a_job_of_other_weights_is_refused_by_the_value_that_differs(before, now
     refuse_other_job(small_job(**now), history(small_job(**before)))  # nothing depends on it yet
 
 
+def test_a_command_that_has_saved_checkpoints_of_its_own_may_be_corrected():
+    own = saved(10).model_copy(update={"path": "/out/ckpt.pt"})
+    corrected = small_job(worker={"command": ["bash", "other.sh"]})
+    refuse_other_job(corrected, history(command(), own))
+    with pytest.raises(RunConflict):
+        refuse_other_job(corrected, history(command(), own, saved(20)))
+
+
 def test_a_field_that_the_record_of_another_version_lacks_is_no_difference():
     record = created(session())
     del record.job["optimizer"]["grad_clip_norm"]

@@ -80,6 +80,23 @@ def test_the_script_in_a_command_itself_is_read_and_one_that_is_not_there_is_not
     assert script_notes(["bash", str(EXAMPLE)], tmp_path) == []
 
 
+@pytest.mark.parametrize("option", ["--max-restarts=3", "--max_restarts 10", "--max-restarts  1"])
+def test_a_launcher_that_starts_ranks_again_itself_is_warned_of(tmp_path, option):
+    for note in (
+        *script_notes(["torchrun", *option.split(), "train.py"], tmp_path),
+        *notes(tmp_path, f"torchrun {option} \\\n  train.py"),
+        *script_notes(["bash", "-c", f"torchrun {option} train.py"], tmp_path),
+    ):
+        assert "has torchrun start ranks again" in note
+        assert option.split("=")[0].split()[0] in note
+
+
+@pytest.mark.parametrize("option", ["--max-restarts=0", "--max_restarts 0", "--max-steps=3"])
+def test_a_launcher_that_starts_none_again_is_not(tmp_path, option):
+    assert script_notes(["torchrun", *option.split(), "train.py"], tmp_path) == []
+    assert notes(tmp_path, f"# --max_restarts=3\ntorchrun {option} train.py") == []
+
+
 def test_preflight_and_a_start_warn_of_the_script_of_a_job(tmp_path):
     (tmp_path / "train.sh").write_text("torchrun train.py > log")
     worker = {"command": ["bash", "train.sh"], "cwd": str(tmp_path)}

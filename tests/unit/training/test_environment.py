@@ -262,3 +262,10 @@ def test_a_rank_table_that_no_node_could_write_is_refused_with_the_job(
 
 def test_devices_that_no_rank_table_names_are_the_jobs_own_affair():
     assert values(env={VISIBLE: "4"})[VISIBLE] == "4"
+
+
+def test_what_a_node_imports_in_advance_is_named_to_it():
+    assert "PERDURE_PRELOAD" not in values()
+    given = {"recipe": "own:main", "preload": ["json", "transformers.models.llama"]}
+    found = values(worker=given, data={"sources": ["/corpus"]})
+    assert found["PERDURE_PRELOAD"] == "json,transformers.models.llama"

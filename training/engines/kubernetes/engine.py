@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import base64
 import logging
-import secrets
-import socket
-import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from training.agent.agent import CONFIG_FILE
 from training.diagnosis.evidence import NodeLoss
-from training.engines.base import Contact, Placement, agent_config
+from training.engines.base import Contact, Placement
 from training.engines.kubernetes import objects, pods
 from training.engines.kubernetes.api import (
     CONFIG_MAPS,
@@ -34,11 +30,13 @@ from training.engines.kubernetes.api import (
 )
 from training.engines.kubernetes.cluster_nodes import ClusterNodes
 from training.engines.kubernetes.coming_up import await_up
+from training.engines.kubernetes.creating import PodCreation
+from training.engines.kubernetes.ending import PodEnd
 from training.engines.kubernetes.fault_feed import FaultFeed, taken_out, texts_of
 from training.engines.kubernetes.forwarding import Forwarder
-from training.engines.kubernetes.objects import Document, Owner, PodPlan
+from training.engines.kubernetes.objects import Document
 from training.engines.kubernetes.watching import Watched
-from training.errors import EngineError, NoCapacity
+from training.errors import EngineError
 from training.job import Job
 from training.journal.records import Member
 from training.recovery.faults import FaultClass
@@ -46,17 +44,8 @@ from training.recovery.rungs import Rung
 from training.specs.engine import KubernetesEngineSpec, Reach
 from training.wire.agent import NO_MEMBER, AgentConfig, NodeText
 
-END_TIMEOUT_S = 60.0  # for kubelets to confirm the end of their pods
-SILENT_END_S = 5.0  # of those whose agent cannot be reached: their node may be gone
-CONNECT_S = 1.0
-ANSWER_S = 3.0
 FORWARDED_POLL_S = 1.0  # each call is a request of its own to the API server
 POLL_S = 0.2
-# What the webhook of Volcano answers (pkg/webhooks/admission/pods of volcano-sh/volcano).
-POD_GROUP_WAITS = "podgroup phase is Pending"
-_STORE = "store-keys"
-_CONFIG = "agent-config"
-_LETTERS = "bcdfghjklmnpqrstvwxz2456789"
 
 _log = logging.getLogger("perdure.engine")
 
@@ -75,12 +64,14 @@ class KubernetesEngine:
     ) -> None:
         assert isinstance(job.engine, KubernetesEngineSpec)  # noqa: S101 the registry sees to it
         self._job, self._spec = job, job.engine
-        self._epoch = epoch
-        self._secrets_env = dict(secrets_env or {})
-        self._created_s = created_s
         self._api = connect(context=self._spec.context, namespace=self._spec.namespace)
         self._pods = Watched(self._api, PODS, labels=objects.selector(job, objects.AGENT))
         self._cluster_nodes = ClusterNodes(self._api, self._spec, job.run_id)
+        self._creation = PodCreation(
+            self._api, job, self._spec,
+            epoch=epoch, secrets_env=secrets_env or {}, created_s=created_s,
+        )  # fmt: skip
+        self._ending = PodEnd(self._api, self._pods, self._cluster_nodes, self._address)
         self._forwarder = None if self._is_direct else Forwarder(self._api, self._spec.agent_port)
         self._members: dict[int, Member] = {}  # of the placement that is there
         self._current: dict[int, str] = {}  # name of each member's pod, of those that have one
@@ -146,7 +137,7 @@ class KubernetesEngine:
             self._begin()
             self._pods.refresh()
             former = [pod for name, pod in self._pods.objects.items() if name not in ready]
-            self._end(former)
+            self._ending.end(former)
             for pod in former:
                 self._api.delete(SECRETS, pods.name_of(pod))
         else:
@@ -160,7 +151,7 @@ class KubernetesEngine:
         self._begin()
         found = self._pods.objects.values()
         former = [pod for pod in found if pods.member_of(pod) in members]
-        self._end(former, left=placement.avoid)
+        self._ending.end(former, left=placement.avoid)
         self._launch(placement, members, ready)
 
     def stand_by(self, placement: Placement, node: str) -> None:
@@ -168,9 +159,9 @@ class KubernetesEngine:
         with self._at_once():
             self._prepare(placement)
             nobody = Member(index=NO_MEMBER, node=node, schedule_cnt=0)
-            plan = self._plan(self._spared(placement), nobody)
+            plan = self._creation.plan(self._spared(placement), nobody)
             try:
-                self._make([plan], wait_s=0.0)
+                self._tokens |= self._creation.create([plan], wait_s=0.0)
             except EngineError:
                 self._api.delete(SECRETS, plan.name)  # made before the pod
                 raise
@@ -263,7 +254,7 @@ class KubernetesEngine:
         """End every pod of the run, and all that belongs to it."""
         self._begin()
         self._pods.refresh()
-        self._end(list(self._pods.objects.values()))
+        self._ending.end(list(self._pods.objects.values()))
         self._api.delete(CONFIG_MAPS, objects.name_of(self._job))
         # The garbage collector does so, too, but not while the controller manager is away.
         for resource in self._owned:
@@ -311,7 +302,7 @@ class KubernetesEngine:
         if loss is not None and loss.fault_class is FaultClass.CONTAINER_LOST:
             loss = pods.loss_of(pod, self._notes(name))
         loss = self._with_node(loss) if loss is not None else None
-        address = self._address(name, pod) if pods.is_up(pod) else None
+        address = self._address(pod) if pods.is_up(pod) else None
         problem = self._cluster_nodes.problem(node)
         contact = Contact(
             node,
@@ -330,9 +321,9 @@ class KubernetesEngine:
         absence = self._cluster_nodes.absence(loss.node)
         return pods.lost_with_node(loss, absence) if absence else loss
 
-    def _address(self, name: str, pod: Document) -> tuple[str, int]:
+    def _address(self, pod: Document) -> tuple[str, int]:
         if self._forwarder is not None:
-            return self._forwarder.address(name)
+            return self._forwarder.address(pods.name_of(pod))
         return pods.host_of(pod), self._spec.agent_port
 
     def _learn_tokens(self, names: Iterable[str]) -> None:
@@ -385,11 +376,13 @@ class KubernetesEngine:
         """Make pods for members and wait until their agents listen; else none is kept."""
         if not members:
             return
-        plans = [self._plan(placement, placement.members[index]) for index in sorted(members)]
+        plans = [
+            self._creation.plan(placement, placement.members[index]) for index in sorted(members)
+        ]
         self._current |= {plan.member.index: plan.name for plan in plans}
         names = [plan.name for plan in plans]
         try:
-            self._make(plans, wait_s=self._spec.place_timeout_s)
+            self._tokens |= self._creation.create(plans, wait_s=self._spec.place_timeout_s)
             await_up(
                 self._pods,
                 names,
@@ -451,172 +444,16 @@ class KubernetesEngine:
                 _log.warning("%s gets no new pods, MindCluster reports %s", node, why)
         return replace(placement, avoid=tuple(dict.fromkeys((*placement.avoid, *self._taken_out))))
 
-    def _plan(self, placement: Placement, member: Member) -> PodPlan:
-        letters = "".join(secrets.choice(_LETTERS) for _ in range(5))
-        return PodPlan(member, objects.pod_name(self._job, member, letters), placement)
-
-    def _make(self, plans: Sequence[PodPlan], *, wait_s: float) -> None:
-        """Make pods and what they need.
-
-        Args:
-            plans: of the pods.
-            wait_s: for room in Volcano's queue, which lets no pod through before.
-
-        Raises:
-            NoCapacity: a quota is used up.
-            EngineError: the API server refuses them.
-        """
-        job, spec = self._job, self._spec
-        try:
-            owner = self._owner()
-            store = self._store_secret(owner)
-            if spec.volcano is not None:
-                self._ensure(POD_GROUPS, objects.pod_group(job, spec, owner))
-            for plan in plans:
-                config = {CONFIG_FILE: self._config_of(plan)}
-                self._ensure(SECRETS, objects.secret(job, owner, plan.name, config, part=_CONFIG))
-                document = objects.pod(job, spec, owner, plan, store_secret=store)
-                self._make_pod(document, wait_s=wait_s)
-        except ApiError as error:
-            if error.is_quota:
-                raise NoCapacity(str(error)) from error
-            raise
-
-    def _make_pod(self, document: Document, *, wait_s: float) -> None:
-        """Make a pod; Volcano's own check lets none through before its queue has room.
-
-        Raises:
-            NoCapacity: it had none in time.
-        """
-        deadline_s = time.monotonic() + wait_s
-        while True:
-            try:
-                self._ensure(PODS, document)
-            except ApiError as error:
-                if POD_GROUP_WAITS not in str(error):
-                    raise
-                if time.monotonic() > deadline_s:
-                    raise NoCapacity(str(error)) from error
-                time.sleep(1.0)
-            else:
-                return
-
-    def _owner(self) -> Owner:
-        name = objects.name_of(self._job)
-        made = self._ensure(CONFIG_MAPS, objects.owner(self._job))
-        return Owner(name, made["metadata"]["uid"])
-
-    def _store_secret(self, owner: Owner) -> str | None:
-        """Name of the Secret with the keys of the store; None: pods have their own way to it."""
-        if self._spec.storage_secret is not None or not self._secrets_env:
-            return self._spec.storage_secret
-        name = f"{objects.name_of(self._job)}-{_STORE}"
-        document = objects.secret(self._job, owner, name, self._secrets_env, part=_STORE)
-        made = self._ensure(SECRETS, document)
-        if made["data"] != document["data"]:  # the keys were renewed
-            self._api.patch(SECRETS, name, {"data": document["data"]})
-        return name
-
-    def _ensure(self, resource: Resource, document: Document) -> Document:
-        """Make an object, or find the one that is there."""
-        try:
-            return self._api.create(resource, document)
-        except ApiError as error:
-            if not error.is_conflict:
-                raise
-        return self._api.get(resource, document["metadata"]["name"])
-
-    def _config_of(self, plan: PodPlan) -> str:
-        token = self._tokens[plan.name] = secrets.token_hex(16)
-        disk = objects.disk_folder_of(self._job, self._spec, self._created_s)
-        config = agent_config(
-            self._job, plan.member, token=token, epoch=self._epoch, node_folder=disk
-        )
-        # The pod's address is known in the pod alone.
-        return config.model_copy(
-            update={"host": "", "port": self._spec.agent_port, "on_loopback": True}
-        ).model_dump_json()
-
     def _give_back(self, names: Sequence[str]) -> None:
         """Delete pods that were made in vain, and what was made for them."""
         try:
             self._pods.refresh()
             found = self._pods.objects
-            self._end([found[name] for name in names if name in found])
+            self._ending.end([found[name] for name in names if name in found])
             for name in names:
                 self._api.delete(SECRETS, name)
         except EngineError as error:
             _log.warning("what was placed could not be given back: %s", error)
-
-    def _end(self, ended: Sequence[Document], *, left: Collection[str] = ()) -> None:
-        """Delete pods by force, and wait until their nodes have confirmed it.
-
-        A node that cannot be reached confirms nothing: its pods are forgotten. Should it come back,
-        its kubelet ends them, and until then they can commit nothing.
-
-        Args:
-            ended: the pods.
-            left: nodes on which nothing is to be in their place: one that is silent is not awaited.
-
-        Raises:
-            EngineError: a container does not end.
-        """
-        silent = self._silent(ended)
-        for pod in ended:
-            # Nothing of one that never ran is left; its kubelet would confirm that in a minute.
-            grace_s = 1 if pods.has_run(pod) else 0
-            self._api.delete(PODS, pods.name_of(pod), grace_s=grace_s, uid=pod["metadata"]["uid"])
-        rest = {pods.name_of(pod): pod for pod in ended}
-        loud = [name for name in rest if name not in silent]
-        self._pods.wait(lambda now: not _left(now, rest, loud), timeout_s=END_TIMEOUT_S)
-        # Of a node that the cluster itself calls lost, nobody confirms anything soon.
-        nodes = {name: pods.node_of(rest[name]) for name in silent}
-        late = [n for n, at in nodes.items()
-                if at not in left and not self._cluster_nodes.problem(at)]  # fmt: skip
-        if late:
-            self._pods.wait(lambda now: not _left(now, rest, late), timeout_s=SILENT_END_S)
-        for name in _left(self._pods.objects, rest, list(rest)):
-            pod = rest[name]
-            if name in loud and not pods.is_over(self._pods.objects.get(name, pod)):
-                raise EngineError(f"pod {name} on {pods.node_of(pod)} does not end")
-            _log.warning(
-                "pod %s is forgotten: %s does not confirm its end", name, pods.node_of(pod)
-            )
-            self._api.delete(PODS, name, grace_s=0, uid=pod["metadata"]["uid"])
-        self._pods.refresh()
-
-    def _silent(self, ended: Sequence[Document]) -> list[str]:
-        """Names of the pods that run as far as is known, and whose agents cannot be reached."""
-        running = {
-            pods.name_of(pod): self._address(pods.name_of(pod), pod)
-            for pod in ended
-            if pods.is_up(pod)
-        }
-        with ThreadPoolExecutor(max_workers=32) as pool:
-            answers = dict(zip(running, pool.map(_answers, running.values()), strict=True))
-        return [name for name, is_there in answers.items() if not is_there]
-
-
-def _left(
-    now: Mapping[str, Document], ended: Mapping[str, Document], names: Sequence[str]
-) -> list[str]:
-    """Which of the pods are still there; another one may have taken a name."""
-    return [
-        name
-        for name in names
-        if name in now and now[name]["metadata"]["uid"] == ended[name]["metadata"]["uid"]
-    ]
-
-
-def _answers(address: tuple[str, int]) -> bool:
-    """Whether an agent is there; who listens may be our own end of a port-forward."""
-    try:
-        with socket.create_connection(address, timeout=CONNECT_S) as connection:
-            connection.settimeout(ANSWER_S)
-            connection.sendall(b"{}\n")  # no request: it is refused, by an agent that lives
-            return bool(connection.recv(1))
-    except OSError:
-        return False
 
 
 def _lives(pod: Document | None) -> bool:

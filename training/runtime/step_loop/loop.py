@@ -82,6 +82,7 @@ class StepLoop:
         requests: of the agent.
         recovery: from faults while the process lives; None: they end it.
         skipping: of abnormal batches; None: an abnormal step is a fault.
+        stays: the program goes on behind the last step, and calls `leave` at its end.
         state: of this rank.
     """
 
@@ -96,6 +97,7 @@ class StepLoop:
     requests: AgentRequests
     recovery: RankRecovery | None
     skipping: SkippedData | None = None
+    stays: bool = False
     state: RankState = field(default_factory=lambda: RankState(0, {}))
     _steps: StepContext = field(init=False)
     _comparison: Comparison = field(init=False)
@@ -118,7 +120,7 @@ class StepLoop:
             heartbeat=self.heartbeat,
             faults=self.faults,
             requests=self._requests_at,
-            is_recoverable=self._is_recoverable,
+            is_recoverable=self.is_recoverable,
             limits=Limits(restart.abnormal_loss, restart.abnormal_grad_norm),
             comparison=self._comparison,
             skips=self.skipping is not None,
@@ -134,7 +136,7 @@ class StepLoop:
             self.state.is_fresh = True
             if self.skipping is not None:  # nobody writes to it: the others wait for this rank
                 self.skipping.know(self.skipping.on_record())
-            self._recover(None)
+            self.recover(None)
         else:
             self.state.step = self.checkpointer.restore()
             self.state.data = self.training.loader.state_dict()
@@ -183,11 +185,12 @@ class StepLoop:
                     return None
                 return self._new_step()
             except (RuntimeError, WorkerError) as error:
-                if not self._is_recoverable(error):
+                if not self.is_recoverable(error):
                     raise
-                self._recover(error)
+                self.recover(error)
 
-    def _is_recoverable(self, error: BaseException) -> bool:
+    def is_recoverable(self, error: BaseException) -> bool:
+        """Whether an exception is a fault that this process outlives."""
         return self.recovery is not None and self.recovery.classify(error) is not None
 
     def _requests_at(self, number: int) -> StepRequests:
@@ -199,7 +202,15 @@ class StepLoop:
             pause=self.recovery is not None and self.recovery.groups.client.pause_wanted,
         )
 
-    def _recover(self, error: BaseException | None) -> None:
+    def recover(self, error: BaseException | None) -> None:
+        """Bring this rank to one step with the others; None: it takes the place of another one.
+
+        Afterwards `state.step` says whether the step under way is in the weights, or comes again.
+
+        Raises:
+            BaseException: `error`, when the attempt is given up and it is this rank's own fault.
+            SystemExit: code 75, when it is given up for another reason.
+        """
         assert self.recovery is not None  # noqa: S101 asked by the callers
         plan = self.recovery.rejoin(self.state, error=error)
         state = self.state
@@ -393,6 +404,15 @@ class StepLoop:
         if self._is_first:  # nothing was left to do, but what was restored may not be in the store
             self.heartbeat.beat(phase=Phase.SAVE)
             self.checkpointer.settle(SETTLE_TIMEOUT_S)
+        if self.stays:
+            self.requests.in_loop = False
+            # What comes behind the last step has the limit of an evaluation.
+            self.heartbeat.beat(phase=Phase.EVALUATE)
+            return
+        self.leave()
+
+    def leave(self) -> None:
+        """The end of a program that reached its last step. Collective."""
         self._leave(Phase.DONE)
 
     def _leave(self, phase: Phase) -> None:

@@ -238,6 +238,17 @@ class Step:
             RanksDiffer: the ranks train different models; likewise.
             SilentCorruption: a rank's values have changed; likewise.
         """
+        if (vote := self.agree()) is not None:
+            self.finish(vote)
+
+    def agree(self) -> Vote | None:
+        """Clip, and agree with all ranks that the optimizer is to run; None: it is not.
+
+        For a program that runs the optimizer itself afterwards.
+
+        Raises:
+            NumericAnomaly: as `apply` does, and its other errors.
+        """
         training = self._training
         if training.scaler is not None:
             for optimizer in training.optimizers:
@@ -257,12 +268,12 @@ class Step:
         refused = self._context.limits.refusal(self.vote, has_scaler=training.scaler is not None)
         if refused is not None and self._context.skips:
             self._skip()
-            return
+            return None
         if refused is not None:
             raise NumericAnomaly(f"{refused} at step {self.number}")
         self.phase = StepPhase.VOTED
         self._reached("voted")
-        self.finish(self.vote)
+        return self.vote
 
     def _skip(self) -> None:
         """Leave the state as it was before the batch; every rank has had the same vote."""

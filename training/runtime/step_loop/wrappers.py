@@ -70,6 +70,8 @@ def settle_buckets(model: nn.Module) -> None:
     """Have DDP sort its buckets now; collective, and nothing to do for other wrappings."""
     if not isinstance(model, DistributedDataParallel):
         return
+    if model.find_unused_parameters and not model.static_graph:
+        return  # then DDP never sorts them
     parameters = [p for p in model.parameters() if p.requires_grad]
     reducer = model.reducer
     reducer.prepare_for_forward()

@@ -22,7 +22,7 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._inner.exec_module(module)
-        import ascend_emulator  # noqa: PLC0415 needs torch
+        import ascend_emulator
 
         ascend_emulator.install()
 

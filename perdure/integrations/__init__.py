@@ -1,0 +1,1 @@
+"""Callbacks that hand the loop of another framework over to Perdure."""

@@ -1,0 +1,333 @@
+"""The loop of a transformers Trainer, its steps being those of a session.
+
+Methods of the one Trainer are replaced by methods that call them. A step, from its first forward
+to the agreement of all ranks, runs as a whole when the Trainer asks for its first micro-batch; a
+fault in it is recovered from, and it runs again. The Trainer clips nothing then, and lets its
+optimizer run as ever. Written against transformers 5.24 and accelerate 1.15. Steps are completed
+optimizer steps.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from accelerate.data_loader import DataLoaderDispatcher
+from torch import Tensor, nn
+
+from perdure.integrations.trainer_data import EpochEnded, TrainerData
+from perdure.integrations.trainer_settings import check_settings, check_training
+from training.diagnosis.exits import EXIT_RESTART_ME
+from training.health.heartbeat import Phase
+from training.runtime.errors import WorkerError
+from training.runtime.session import Session
+from training.runtime.state.random_numbers import seed_step
+from training.runtime.step_loop.loop import StepLoop
+from training.runtime.step_loop.step import Step
+
+_log = logging.getLogger("perdure.runtime")
+
+REPLACED = (
+    "_prepare_for_training",
+    "_run_epoch",
+    "get_batch_samples",
+    "training_step",
+    "_clip_grad_norm",
+    "_get_grad_norm",
+    "_load_rng_state",
+    "store_flos",
+    "_finalize_training",
+)
+PHASES = {"evaluate": Phase.EVALUATE, "predict": Phase.EVALUATE, "_save_checkpoint": Phase.SAVE}
+# Fields of TrainerState that a checkpoint has; the step is the session's.
+KEPT = (
+    "best_metric",
+    "best_global_step",
+    "best_model_checkpoint",
+    "total_flos",
+    "num_input_tokens_seen",
+)
+
+
+class TrainerLoop:
+    """Drives one Trainer's steps through its session.
+
+    Args:
+        session: of this process.
+        trainer: before it trains.
+    """
+
+    def __init__(self, session: Session, trainer: Any) -> None:
+        check_settings(session, trainer)
+        if trainer.args.max_steps < 0:
+            trainer.args.max_steps = session.job.steps
+        self._session = session
+        self._trainer = trainer
+        self._own: dict[str, Any] = {}  # methods of the Trainer
+        self._data: TrainerData | None = None
+        self._loop: StepLoop | None = None
+        self._step: Step | None = None
+        self._losses: list[Tensor] = []
+        self._num_items: Any = None
+        self._is_counted = False
+        self._is_measured = False
+
+    def attach(self) -> None:
+        """Replace the Trainer's methods."""
+        for name in REPLACED:
+            self._own[name] = getattr(self._trainer, name)
+            setattr(self._trainer, name, getattr(self, name.lstrip("_")))
+        for name, phase in PHASES.items():
+            self._own[name] = getattr(self._trainer, name)
+            setattr(self._trainer, name, partial(self._in_phase, name, phase))
+        self._trainer.args.ignore_data_skip = False  # skipping reads no data
+        # Its log gathers losses; those that it is given are the mean of all ranks. A fault in a
+        # collective between two steps would cost a restart.
+        transformers.trainer.nested_gather = _as_they_are
+
+    @property
+    def loop(self) -> StepLoop:
+        """The session's, once the model is prepared."""
+        assert self._loop is not None  # noqa: S101 no step comes before
+        return self._loop
+
+    @property
+    def data(self) -> TrainerData:
+        """The position, once the model is prepared."""
+        assert self._data is not None  # noqa: S101 no step comes before
+        return self._data
+
+    @property
+    def step(self) -> Step:
+        """The one under way."""
+        assert self._step is not None  # noqa: S101 the Trainer takes its batches first
+        return self._step
+
+    def prepare_for_training(self, max_steps: int, train_dataloader: Any, resume: Any) -> Any:
+        """Once model and optimizer are wrapped: restore them, or take another process's place."""
+        trainer, session = self._trainer, self._session
+        check_training(session.job, max_steps, resume, train_dataloader, DataLoaderDispatcher)
+        prepared = self._own["_prepare_for_training"](max_steps, train_dataloader, resume)
+        model, _ = prepared
+        args = trainer.args
+        own_length = max_steps * args.gradient_accumulation_steps
+        self._data = TrainerData(
+            samples_per_batch=args.train_batch_size * args.world_size,
+            batches_in_epoch=_length(train_dataloader) or own_length,
+            alone=session.alone,
+            kept=lambda: {name: getattr(trainer.state, name) for name in KEPT},
+        )
+        session.register(
+            model=model,
+            optimizer=trainer.optimizer.optimizer,
+            data=self._data,
+            scheduler=trainer.lr_scheduler,
+            scaler=trainer.accelerator.scaler,
+            clip=partial(_clip, model, args.max_grad_norm or math.inf),
+        )
+        self._loop = session.open_loop(until=max_steps)
+        self._loop.stays = True
+        self._restore_state()
+        return prepared
+
+    def _restore_state(self) -> None:
+        state, data = self._trainer.state, self.data
+        state.global_step = self.loop.state.step
+        state.epoch = data.epoch + data.batches / data.batches_in_epoch
+        for name, value in data.restored.items():
+            setattr(state, name, value)
+
+    def run_epoch(self, **given: Any) -> None:
+        """An epoch, or what is left of it; nothing of one that was trained before."""
+        trainer, data, epoch = self._trainer, self.data, given["epoch"]
+        if trainer.state.global_step >= trainer.state.max_steps:
+            trainer.control.should_training_stop = True
+            return
+        if epoch < data.epoch:
+            return
+        data.begin_epoch(epoch)
+        _set_epoch(given["train_dataloader"], epoch)
+        # What is drawn at the start of an epoch, such as its order, is the same on all ranks, and
+        # when a part of it is trained by another process.
+        seed_step(self._session.job.seed, rank=0, step=-1 - epoch)
+        if data.batches:
+            given["resume_from_checkpoint"] = "perdure"
+            given["epochs_trained"] = epoch
+            given["steps_trained_in_current_epoch"] = data.batches
+        self._own["_run_epoch"](**given)
+
+    def load_rng_state(self, _checkpoint: Any) -> None:
+        """Nothing: every step is seeded by its number."""
+
+    def store_flos(self) -> None:
+        """Take the operations of all ranks for those of this one times their number."""
+        trainer = self._trainer
+        trainer.state.total_flos += trainer.current_flos * self._session.world_size
+        trainer.current_flos = 0
+
+    def get_batch_samples(self, iterator: Iterator[Any], count: int, device: Any) -> Any:
+        """The batches of the next step; saves, pauses and ends come before them."""
+        self.data.draw_from(iterator, count)
+        try:
+            self._begin_step()
+        except EpochEnded:
+            return [], None
+        self._losses = []
+        self._in_step(partial(self._count, device))
+        return list(self.step.data), self._num_items
+
+    def _begin_step(self) -> None:
+        step = self.loop.next_step()
+        if step is None or step.number != self._trainer.state.global_step + 1:
+            _log.info(f"the Trainer cannot go back to step {self.loop.state.step}")
+            raise SystemExit(EXIT_RESTART_ME)
+        self._step, self._is_counted = step, False
+
+    def _count(self, device: Any) -> None:
+        """How many tokens have a label, on all ranks."""
+        count = self._trainer._get_num_items_in_batch  # noqa: SLF001 there is no public way
+        self._num_items = count(list(self.step.data), device)
+        self._is_counted = True
+
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """A share of the step's mean loss; the first call of a step runs all micro-batches."""
+        del inputs, num_items_in_batch  # the step has them
+        if not self._losses:
+            self._in_step(partial(self._run_step, model))
+            self._measure()
+            count, vote = len(self.step.data), self.step.vote
+            assert vote is not None  # noqa: S101 the step has come to its end
+            share = torch.tensor(vote.loss / count, device=self._trainer.args.device)
+            self._losses = [share] * count
+        return self._losses.pop()
+
+    def _run_step(self, model: nn.Module) -> None:
+        step = self.step
+        if not self._is_counted:
+            self._count(self._trainer.args.device)
+        for inputs in step.micro_batches():
+            # The Trainer takes labels out of its inputs; the step may come again.
+            loss = self._own["training_step"](model, copy.copy(inputs), self._num_items)
+            step.report_loss(loss)
+        step.agree()
+
+    def _in_step(self, work: Any) -> None:
+        """Do a part of the step under way, as often as faults have it done again."""
+        while True:
+            try:
+                work()
+            except (RuntimeError, WorkerError) as error:
+                if not self.loop.is_recoverable(error):
+                    raise
+                # Its frames hold tensors and groups of the broken step.
+                error.__traceback__ = None
+                if self._recover(error):
+                    return
+            else:
+                return
+
+    def _recover(self, error: BaseException) -> bool:
+        """Whether the step is in the weights now; otherwise it is to be done again."""
+        number = self.step.number
+        self.loop.recover(error)
+        if self.loop.state.step != number:
+            self._begin_step()
+            return False
+        self._apply_nothing()
+        return True
+
+    def _apply_nothing(self) -> None:
+        """All ranks were brought behind the step that the Trainer would apply."""
+        trainer = self._trainer
+        trainer.optimizer, trainer.lr_scheduler = (
+            _Applied(trainer.optimizer),
+            _Applied(trainer.lr_scheduler),
+        )
+        self.step.vote = self.loop.state.vote
+
+    def _measure(self) -> None:
+        """Tell the session, once, how many tokens a step has."""
+        if self._is_measured:
+            return
+        self._is_measured = True
+        found = [one.get("input_ids") for one in self.step.data if hasattr(one, "get")]
+        tokens = sum(one.numel() for one in found if isinstance(one, Tensor))
+        self._session.measure(tokens_per_step=tokens * self._session.world_size)
+
+    def clip_grad_norm(self, _model: nn.Module) -> float | None:
+        """The norm before clipping; the gradients are clipped already."""
+        return self.step.vote.grad_norm if self.step.vote is not None else None
+
+    def get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float | None:
+        """The same, where nothing is clipped."""
+        del grad_norm
+        return self.clip_grad_norm(model)
+
+    def applied(self) -> None:
+        """The Trainer has let its optimizer and scheduler run."""
+        trainer = self._trainer
+        if isinstance(trainer.optimizer, _Applied):
+            trainer.optimizer = trainer.optimizer.inner
+            trainer.lr_scheduler = trainer.lr_scheduler.inner
+        elif self._step is not None:
+            self._step.is_applied = True
+
+    def finalize_training(self, *given: Any) -> Any:
+        """Save the last step and wait for the store, before the Trainer may load another model."""
+        loop = self.loop
+        loop.until = min(loop.until, self._trainer.state.global_step)
+        if loop.next_step() is None:
+            self._session.close_loop(loop)
+        return self._own["_finalize_training"](*given)
+
+    def _in_phase(self, name: str, phase: Phase, *given: Any, **named: Any) -> Any:
+        if self._loop is None or not self._loop.requests.in_loop:
+            return self._own[name](*given, **named)
+        with self._session.during(phase):
+            return self._own[name](*given, **named)
+
+
+def _as_they_are(tensors: Tensor, *_: Any) -> Tensor:
+    return tensors
+
+
+class _Applied:
+    """An optimizer or a scheduler whose next step has been taken."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def step(self) -> None:
+        """Nothing."""
+
+
+def _clip(model: nn.Module, limit: float) -> Tensor:
+    return nn.utils.clip_grad_norm_(model.parameters(), limit)
+
+
+def _length(dataloader: Any) -> int:
+    try:
+        return len(dataloader)
+    except TypeError:  # of an IterableDataset
+        return 0
+
+
+def _set_epoch(dataloader: Any, epoch: int) -> None:
+    """Have the sampler at the core take the order of an epoch; batch samplers may wrap it twice."""
+    sampler: Any = getattr(dataloader, "batch_sampler", None)
+    while hasattr(sampler, "batch_sampler"):
+        sampler = sampler.batch_sampler
+    own: Any = getattr(sampler, "sampler", None)
+    if hasattr(own, "set_epoch"):
+        own.set_epoch(epoch)

@@ -1,0 +1,83 @@
+"""Which settings of a Trainer go together with a session: whatever else is refused by name."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+import transformers
+
+from training.errors import InputError
+from training.job import Job
+from training.runtime.session import Session
+from training.specs.model import ParallelKind
+
+SERIES = "5.24"  # whose private methods the loop replaces
+
+
+def check_settings(session: Session, trainer: Any) -> None:
+    """Check a Trainer before it trains.
+
+    Raises:
+        InputError: with the setting, its value, and what is allowed.
+    """
+    args, job = trainer.args, session.job
+    if version("transformers").rpartition(".")[0] != SERIES:
+        text = f"PerdureCallback is written for {SERIES}: pip install 'perdure[transformers]'"
+        raise InputError("transformers", f"{version('transformers')}: {text}")
+    if args.world_size != session.world_size:
+        text = f"the Trainer sees {args.world_size} ranks, and the run has {session.world_size}"
+        hint = ": without accelerators TrainingArguments(use_cpu=True) has it use all of them"
+        raise InputError("use_cpu", f"{args.use_cpu}: {text}{hint if not args.use_cpu else ''}")
+    if not args.accelerator_config.use_seedable_sampler:
+        text = "false: the order of an epoch could not be had again"
+        raise InputError("accelerator_config.use_seedable_sampler", text)
+    if type(trainer).get_batch_samples is not transformers.Trainer.get_batch_samples:
+        raise InputError(
+            "trainer",
+            f"{type(trainer).__name__} takes its batches by a get_batch_samples of its own",
+        )
+    _check_wrapping(job, trainer)
+    if job.restart.data_skipping:
+        raise InputError("restart.data_skipping", "true: a Trainer cannot pass a batch over")
+    every = job.restart.snapshot_every_steps
+    if job.restart.numeric_retry and every != 1:
+        text = f"{every}: a Trainer goes back by one step alone, so that numeric_retry needs 1"
+        raise InputError("restart.snapshot_every_steps", text)
+
+
+def _check_wrapping(job: Job, trainer: Any) -> None:
+    """Only DDP leaves every rank with the whole state, which is what replaces a lost one."""
+    args, kind = trainer.args, job.parallelism.kind
+    if kind is not ParallelKind.DDP:
+        raise InputError("parallelism.kind", f"{kind}: a Trainer's model is wrapped in ddp")
+    if args.n_gpu > 1:
+        raise InputError("engine.slots_per_node", f"{args.n_gpu} devices for one rank: give it one")
+    others = {
+        "fsdp": trainer.is_fsdp_enabled,
+        "deepspeed": trainer.is_deepspeed_enabled,
+        "auto_find_batch_size": args.auto_find_batch_size,
+    }
+    for name, is_on in others.items():
+        if is_on:
+            raise InputError(name, "is not possible under Perdure, leave it out")
+
+
+def check_training(
+    job: Job, max_steps: int, resume: Any, dataloader: Any, dispatcher: type[Any]
+) -> None:
+    """Check what a Trainer is about to do.
+
+    Raises:
+        InputError: as `check_settings`.
+    """
+    if resume is not None:
+        text = f"{resume!r}: Perdure restores the run itself; init_from begins with other weights"
+        raise InputError("resume_from_checkpoint", text)
+    if max_steps != job.steps:
+        text = f"{job.steps} in the job, but the Trainer has max_steps={max_steps}: leave that out"
+        raise InputError("steps", text)
+    if isinstance(dataloader, dispatcher):
+        raise InputError(
+            "accelerator_config.dispatch_batches", "must be false: each rank reads its own batches"
+        )

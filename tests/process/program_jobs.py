@@ -1,0 +1,137 @@
+"""Jobs of the programs in examples/ that keep their own checkpoints, and what they print."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from perdure.monitor import RunMonitor
+from storage.address import open_store
+from tests.local_run import LocalRun
+from tests.process.harness import REPO
+from training.environment import worker_path
+from training.job import Job, parse_job
+from training.journal.ledger import Ledger
+from training.journal.steps import kept_steps
+from training.supervisor.run import Run
+from training.supervisor.watch import Progress
+
+EXAMPLES = REPO / "examples"
+FOLDER = "/tmp/perdure-examples"  # noqa: S108 in the jobs, replaced
+NANOGPT = re.compile(r"^iter (\d+): loss ([\d.]+)")
+
+
+def example_job(home: Path, file: str, run_id: str, *arguments: str, **changes: Any) -> Job:
+    """The job of an example with its folders below `home`, and further arguments."""
+    text = (EXAMPLES / file).read_text().replace(FOLDER, str(home / run_id))
+    document: dict[str, Any] = yaml.safe_load(text)
+    worker = document["worker"] | {"cwd": str(EXAMPLES)} | changes.pop("worker", {})
+    worker["command"] = [*worker["command"], *arguments]
+    document |= {"run_id": run_id, "worker": worker, "preflight": {"nodes": False}}
+    document["storage"] = {"address": f"file://{home}/store"}
+    document["engine"] = {**document["engine"], "grace_s": 10, **changes.pop("engine", {})}
+    return parse_job({**document, **changes})
+
+
+def by_hand(*arguments: str, num_ranks: int = 2) -> list[str]:
+    """What a program of examples/ prints when torchrun starts it, without Perdure."""
+    launcher = ["torchrun", "--standalone", f"--nproc_per_node={num_ranks}"]
+    done = subprocess.run(
+        [*launcher, *arguments],
+        cwd=EXAMPLES, env={**os.environ, "PATH": worker_path(), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=400, check=True,
+    )  # fmt: skip
+    return done.stdout.splitlines()
+
+
+def printed(lines: Iterable[str], pattern: re.Pattern[str] = NANOGPT) -> dict[int, str]:
+    """The loss of every iteration as it was printed, the newest line counting."""
+    return {int(found[1]): found[2] for line in lines if (found := pattern.search(line))}
+
+
+def output_of(home: Path, job: Job) -> list[str]:
+    """What a run's command has printed, in the order of its attempts."""
+    nodes = home / "runs" / job.run_id / "nodes"
+    files = sorted(nodes.glob("*/*/attempts/*/*.stdout.log"), key=lambda one: one.parent.name)
+    return [line for path in files for line in path.read_text().splitlines()]
+
+
+def agent_logs(home: Path, job: Job) -> list[str]:
+    """The log of every container's agent."""
+    files = (home / "runs" / job.run_id / "nodes").glob("*/*/agent.log")
+    return [path.read_text() for path in files]
+
+
+def recorded(job: Job) -> dict[int, float | None]:
+    """The loss of every step that is on record."""
+    return {step: one.loss for step, one in kept_steps(open_store(job.storage), job.run_id).items()}
+
+
+@dataclass
+class AtStep:
+    """Does something to a run at its first step from one on, and reads its status before.
+
+    Attributes:
+        act: gets the run's processes; may be repeated until it returns something.
+        status: what `perdure status` showed then.
+        done: what `act` returned.
+    """
+
+    home: Path
+    step: int
+    act: Any
+    status: dict[str, Any] = field(default_factory=dict)
+    done: Any = None
+
+    def __call__(self, run: Run, progress: Progress) -> None:
+        seen = progress.command_step
+        if self.done or seen is None or seen.step < self.step:
+            return
+        self.status = status_of(self.home, run.job)
+        self.done = self.act(LocalRun(self.home, run.job.run_id))
+
+
+def status_of(home: Path, job: Job) -> dict[str, Any]:
+    """What `perdure status` shows."""
+    return RunMonitor(Run(job, home=home)).status().document
+
+
+def send(rank: int, signal_number: int) -> Any:
+    """Sends a signal to the process of a rank."""
+
+    def act(local: LocalRun) -> int:
+        (process,) = local.rank(rank)
+        process.send_signal(signal_number)
+        return process.pid
+
+    return act
+
+
+def lines_with(lines: Sequence[str], text: str) -> list[str]:
+    """Those that have it."""
+    return [line for line in lines if text in line]
+
+
+def same(curve: Mapping[int, str], undisturbed: Mapping[int, str]) -> bool:
+    """Whether every iteration has printed the same digits, in order."""
+    return dict(sorted(curve.items())) == dict(undisturbed) and bool(curve)
+
+
+def after_saves(job: Job, count: int, act: Any) -> Any:
+    """Does something once so many checkpoints of the program are on record."""
+
+    def act_then(local: LocalRun) -> Any:
+        saves = Ledger(open_store(job.storage), job.run_id).read().checkpoints
+        return act(local) if len(saves) >= count else None
+
+    return act_then
+
+
+MEGATRON = re.compile(r" iteration +(\d+)/ +\d+ .* lm loss: ([-+.E\d]+) \| .* grad norm: ([.\d]+) ")

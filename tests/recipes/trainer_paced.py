@@ -1,0 +1,45 @@
+"""examples/trainer_train.py, paced so that faults find it at work, with an evaluation behind it.
+
+`PACE_S` is a pause before each step, `EVALUATE_S` one for each batch of an evaluation.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from transformers import HfArgumentParser, TrainerCallback
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
+
+from trainer_train import Arguments, make_trainer  # type: ignore[import-not-found]
+
+from perdure.integrations.transformers import PerdureCallback
+
+
+class Pace(TrainerCallback):  # type: ignore[misc]
+    def on_step_begin(self, args, state, control, **kwargs):
+        pace = Path(os.environ.get("PACE_FILE", "/not/there"))
+        time.sleep(float(pace.read_text() if pace.exists() else os.environ.get("PACE_S", "0")))
+
+    def on_prediction_step(self, args, state, control, **kwargs):
+        time.sleep(float(os.environ.get("EVALUATE_S", "0")))
+
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
+        if state.is_world_process_zero:
+            print(f"evaluated {state.global_step}: {metrics['eval_loss']}", flush=True)
+
+
+def main() -> None:
+    (args,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
+    trainer = make_trainer(args)
+    trainer.add_callback(Pace())
+    trainer.add_callback(PerdureCallback(trainer))
+    trainer.train()
+    trainer.evaluate()
+
+
+if __name__ == "__main__":
+    main()

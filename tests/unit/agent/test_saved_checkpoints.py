@@ -1,0 +1,92 @@
+"""Checkpoints of a command, as its agent watches them come."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.jobs import job_document
+from tests.unit.agent.conftest import start_order
+from tests.values import not_none
+from training.agent.saved_checkpoints import SavedWatch
+
+
+def watch(folder: Path, **spec: Any) -> SavedWatch:
+    where = {"kind": "glob", "path": "${OUT}/step-*.bin", "settle_s": 10.0, **spec}
+    own = json.dumps(job_document(worker={"command": ["true"], "checkpoints": where}))
+    order = start_order(folder, "true", is_command=True, job=own)
+    watched = not_none(SavedWatch.of(order, 0, {"OUT": str(folder)}))
+    watched.look()
+    return watched
+
+
+def save(folder: Path, step: int, *, age_s: float = 60.0) -> Path:
+    path = folder / f"step-{step}.bin"
+    path.write_bytes(b"weights")
+    os.utime(path, (time.time() - age_s,) * 2)
+    return path
+
+
+def told(watched: SavedWatch) -> list[int]:
+    watched.look()
+    return [one.step for one in watched.newest]
+
+
+def test_what_was_there_before_is_not_of_this_attempt(tmp_path):
+    save(tmp_path, 10)
+    watched = watch(tmp_path)
+    assert told(watched) == []
+    save(tmp_path, 20)
+    assert told(watched) == [20]
+    save(tmp_path, 10, age_s=30.0)
+    assert told(watched) == [10, 20], "saved again"
+
+
+def test_what_is_still_being_written_is_told_later(tmp_path):
+    watched = watch(tmp_path)
+    path = save(tmp_path, 10, age_s=0.0)
+    assert told(watched) == []
+    os.utime(path, (time.time() - 11.0,) * 2)
+    assert told(watched) == [10]
+
+
+def test_what_the_program_deletes_again_stays_told(tmp_path):
+    watched = watch(tmp_path)
+    path = save(tmp_path, 10)
+    assert told(watched) == [10]
+    path.unlink()
+    assert told(watched) == [10]
+
+
+def test_the_last_look_is_at_the_end(tmp_path):
+    watched = watch(tmp_path)
+    save(tmp_path, 10)
+    watched.finish()
+    assert [one.step for one in watched.newest] == [10]
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_the_oldest_are_deleted_where_the_job_says_how_many_are_kept(tmp_path, is_folder):
+    watched = watch(tmp_path, keep=2, path="${OUT}/step-*")
+    for step in (10, 20, 30, 40):
+        if is_folder:
+            (tmp_path / f"step-{step}").mkdir()
+        path = tmp_path / f"step-{step}" / "part" if is_folder else tmp_path / f"step-{step}"
+        path.write_bytes(b"weights")
+        os.utime(path, (time.time() - 60.0,) * 2)
+    (tmp_path / "step-50").write_bytes(b"half")
+    assert told(watched) == [10, 20, 30, 40]
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["step-30", "step-40", "step-50"]
+
+
+def test_without_a_number_nothing_is_deleted(tmp_path):
+    watched = watch(tmp_path)
+    for step in range(10, 100, 10):
+        save(tmp_path, step)
+    assert told(watched) == [50, 60, 70, 80, 90]
+    assert len(list(tmp_path.iterdir())) == 9

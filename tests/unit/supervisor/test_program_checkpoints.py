@@ -1,0 +1,160 @@
+"""What a command is started with again, by the checkpoints that nodes see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from storage.file_sets import put_set
+from storage.local import LocalStore
+from tests.jobs import job_document
+from tests.values import not_none
+from training.agent.saved_checkpoints import saved_reply
+from training.agent.saved_store import prefix_of
+from training.engines.base import Snapshot
+from training.errors import InputError
+from training.job import Job, parse_job
+from training.journal.history import RunHistory
+from training.supervisor.job_checks import check_job
+from training.supervisor.program_checkpoints import NewestSave, resumption
+from training.supervisor.watch import Progress
+from training.wire.agent import AgentState, AgentStatus, SavedCheckpoint, SavedQuery
+
+CHECKPOINTS = {"kind": "nanogpt", "path": "/out"}
+
+
+def job(**worker: Any) -> Job:
+    return parse_job(job_document(worker={"command": ["true"], **worker}))
+
+
+def saved(step: int, path: str = "/out/ckpt.pt") -> SavedCheckpoint:
+    return SavedCheckpoint(step=step, path=path, size_bytes=1, written_s=10.0)
+
+
+@dataclass
+class Nodes:
+    """What the agents answer."""
+
+    answers: dict[str, tuple[SavedCheckpoint, ...]]
+    asked: list[SavedQuery] = field(default_factory=list)
+
+    def saved(self, query: SavedQuery) -> dict[str, tuple[SavedCheckpoint, ...]]:
+        self.asked.append(query)
+        return self.answers
+
+
+def newest(nodes: Any, store: Any = None, **worker: Any) -> SavedCheckpoint | None:
+    ask = NewestSave(job(**worker), nodes, store)
+    return ask.newest(RunHistory(), cwd="/here", variables={"A": "b"})
+
+
+def test_without_a_place_of_checkpoints_nobody_is_asked():
+    nodes = Nodes({"node-0": (saved(10),)})
+    assert newest(nodes) is None
+    assert nodes.asked == []
+
+
+def test_the_newest_checkpoint_of_all_nodes_is_taken():
+    nodes = Nodes({"node-0": (saved(10), saved(20)), "node-1": (saved(30),), "node-2": ()})
+    assert newest(nodes, checkpoints=CHECKPOINTS) == saved(30)
+    assert (nodes.asked[0].cwd, nodes.asked[0].variables) == ("/here", {"A": "b"})
+
+
+def test_with_uploads_the_newest_that_every_node_can_have_is_taken(tmp_path):
+    store = LocalStore(tmp_path)
+    (tmp_path / "step-20").write_bytes(b"weights")
+    put_set(store, prefix_of("run", 20, 1), tmp_path / "step-20", written_s=5.0)
+    nodes = Nodes({"node-0": (saved(10), saved(30)), "node-1": (saved(10),)})
+    with_uploads = {"checkpoints": {**CHECKPOINTS, "upload": True}}
+    found = not_none(newest(nodes, store, **with_uploads))
+    assert (found.step, found.path) == (20, str(tmp_path / "step-20")), "node-1 lacks step 30"
+    nodes.answers["node-1"] = (saved(30),)
+    assert newest(nodes, store, **with_uploads) == saved(30)
+
+
+def test_a_command_without_a_checkpoint_is_started_as_it_was_first():
+    given = job(checkpoints=CHECKPOINTS, resume={"args": ["--resume"]})
+    assert resumption(given, None).args == ()
+    assert resumption(given, None).variables == ()
+
+
+def test_a_command_with_one_gets_its_arguments_and_variables():
+    at = "step ${PERDURE_CHECKPOINT_STEP}"
+    resume = {"args": ["--from=${PERDURE_CHECKPOINT}"], "env": {"AT": at}}
+    added = resumption(job(checkpoints=CHECKPOINTS, resume=resume), saved(20))
+    assert added.args == ("--from=${PERDURE_CHECKPOINT}",), "filled in on the node"
+    assert dict(added.variables) == {
+        "AT": "step 20", "PERDURE_CHECKPOINT": "/out/ckpt.pt", "PERDURE_CHECKPOINT_STEP": "20",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("worker", "why"),
+    [
+        ({"resume": {"args": ["-r"]}}, "resume needs checkpoints"),
+        ({"checkpoints": CHECKPOINTS, "resume": {}}, "give args or env"),
+        ({"checkpoints": {"kind": "glob", "path": "/out"}}, "has no *"),
+        ({"checkpoints": {"kind": "deepspeed", "path": "/out"}}, "worker.checkpoints.kind"),
+        (
+            {"checkpoints": CHECKPOINTS, "resume": {"env": {"MA_A": "1"}}},
+            "MA_A is set by the node agent",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(worker, why):
+    with pytest.raises(InputError) as caught:
+        job(**worker)
+    assert why in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("worker", "field"),
+    [
+        ({"resume": {"args": ["${CHECKPIONT}"]}}, "worker.resume.args"),
+        ({"checkpoints": {"kind": "nanogpt", "path": "${OUTT}"}}, "worker.checkpoints.path"),
+    ],
+)
+def test_a_name_that_nothing_sets_is_refused_before_anything_starts(worker, field, tmp_path):
+    given = job(cwd=str(tmp_path), **{"checkpoints": CHECKPOINTS, **worker})
+    with pytest.raises(InputError, match=field):
+        check_job(given, with_storage=False)
+
+
+def test_the_path_is_filled_in_with_the_jobs_variables(tmp_path: Path):
+    (tmp_path / "out").mkdir()
+    spec = job(checkpoints={"kind": "nanogpt", "path": "${OUT}"}).worker.checkpoints
+    assert spec is not None
+    query = SavedQuery(spec=spec, cwd=str(tmp_path), variables={}, since_s=0.0, until_s=0.0)
+    assert "OUT" in str(saved_reply(query, "node-0").error)
+    known = query.model_copy(update={"variables": {"OUT": "out"}})
+    assert saved_reply(known, "node-0").saved == ()
+    assert saved_reply(known, "node-0").error is None
+
+
+def test_uploads_that_cannot_work_are_refused(tmp_path):
+    spec = {"kind": "megatron", "path": "/o", "upload": True}
+    megatron = {"command": ["true"], "checkpoints": spec}
+    with pytest.raises(InputError, match=r"kind=megatron is for one node, engine\.nodes=2"):
+        parse_job(job_document(worker=megatron, engine={"nodes": 2}))
+    parse_job(job_document(worker=megatron, engine={"nodes": 1}))
+    with pytest.raises(InputError, match="upload needs one folder"):
+        job(checkpoints={"kind": "glob", "path": "/o/*/step-*", "upload": True})
+
+
+def test_what_nodes_say_that_they_have_saved_is_noted_once():
+    status = AgentStatus(
+        node="node-0", member=0, state=AgentState.RUNNING, schedule_cnt=1, proc_start_cnt=1,
+        placement=1, attempt=1, is_command=True, saved=(saved(10), saved(20)),
+    )  # fmt: skip
+    progress = Progress(snapshot=Snapshot({0: status, 1: status}))
+    progress.take_saves()
+    assert [one.step for one in progress.saved] == [10, 20]
+    assert progress.checkpoints == [10, 20]
+    progress.take(())
+    progress.snapshot = Snapshot({0: status.model_copy(update={"saved": (saved(20), saved(30))})})
+    progress.take_saves()
+    assert progress.checkpoints == [30]

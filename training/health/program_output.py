@@ -1,0 +1,218 @@
+"""What a program's output shows of its training: steps, losses, norms.
+
+Pure: lines in, step records out. The formats that are known are in progress_formats.toml, others
+are the job's own patterns. What one line shows belongs together; a loss that stands in a line
+without a step is that of the newest step. Steps are completed optimizer steps, whatever number the
+program prints with them; times are seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from pydantic import Field
+
+from storage.frozen_model import FrozenModel
+from training.journal.events import StepRecord
+from training.specs.progress import ProgressKind, ProgressSpec
+
+FORMATS_FILE = "progress_formats.toml"
+# Longer lines are no lines of a step, and patterns of the job may take long on them.
+MAX_LINE = 4096
+# How many shown steps a rank may be behind another one that prints, too.
+MAX_LATE = 10
+_COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+class ProgressFormat(FrozenModel):
+    """How one kind of program prints its steps.
+
+    Attributes:
+        source: what prints it.
+        patterns: each is searched in every line.
+        counts_from: the number that it prints with the first completed step.
+        example: lines, and what they show.
+    """
+
+    kind: ProgressKind
+    source: str
+    patterns: tuple[str, ...]
+    counts_from: int = 1
+    example: tuple[dict[str, Any], ...] = Field(min_length=1)
+
+
+@cache
+def formats() -> Mapping[ProgressKind, ProgressFormat]:
+    """The formats that are known."""
+    text = resources.files("training.health").joinpath(FORMATS_FILE).read_text("utf-8")
+    found = map(ProgressFormat.model_validate, tomllib.loads(text)["format"])
+    return {one.kind: one for one in found}
+
+
+class LineReader:
+    """Reads lines of one format.
+
+    Args:
+        spec: of the job.
+    """
+
+    def __init__(self, spec: ProgressSpec) -> None:
+        known = formats()[spec.kind] if spec.kind is not None else None
+        patterns = known.patterns if known is not None else spec.patterns
+        self._patterns = [re.compile(pattern) for pattern in patterns]
+        counts_from = known.counts_from if known is not None else spec.counts_from
+        self._offset = 1 - (1 if counts_from is None else counts_from)
+
+    def read(self, line: str) -> dict[str, float]:
+        """What a line shows, by name; nothing of most lines.
+
+        Times are in seconds, ratios 0 to 1, and `step` counts completed steps.
+        """
+        if len(line) > MAX_LINE:
+            return {}
+        line = _COLOURS.sub("", line)
+        found: dict[str, float] = {}
+        for pattern in self._patterns:
+            match = pattern.search(line)
+            for name, text in match.groupdict().items() if match is not None else ():
+                value = _number(text) if text is not None else None
+                if value is not None:
+                    found[name] = value
+        return self._in_units(found) if found else found
+
+    def _in_units(self, found: dict[str, float]) -> dict[str, float]:
+        if {"batch", "batches", "epoch"} <= found.keys():
+            found["step"] = found["epoch"] * found.pop("batches") + found.pop("batch")
+        if "step" in found:
+            found["step"] += self._offset
+        if "step_ms" in found:
+            found["step_s"] = found.pop("step_ms") / 1000.0
+        if "mfu_percent" in found:
+            found["mfu"] = found.pop("mfu_percent") / 100.0
+        return found
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text.replace(",", ""))
+    except ValueError:
+        return None
+
+
+@dataclass(slots=True)
+class StepsShown:
+    """The steps that the output of one attempt has shown on one node.
+
+    Attributes:
+        read: what a line shows.
+        placement: of the attempt, for its records.
+        attempt: likewise.
+        num_devices: of all nodes together.
+        step: the newest step, None before the first.
+        stepped_s: when it was shown.
+        stride: from one step that was shown to the next.
+        target: where the program says that it ends.
+        num_shown: how many different steps were shown.
+    """
+
+    read: Callable[[str], Mapping[str, float]]
+    placement: int
+    attempt: int
+    num_devices: int
+    step: int | None = None
+    stepped_s: float = 0.0
+    stride: int = 1
+    target: int | None = None
+    num_shown: int = 0
+    _recorded: int = 0
+    _recorded_s: float | None = None
+    _lacks_loss: bool = False
+    _shows_loss: bool = False
+
+    def take(self, lines: Iterable[str], *, since_s: float, at_s: float) -> list[StepRecord]:
+        """Read on. The records of steps that are new.
+
+        Args:
+            lines: what was printed since the last call; of streams whose order is not known, those
+                with a step come last.
+            since_s: when that was; steps of one call lie evenly between then and now.
+            at_s: the time.
+        """
+        found = [shown for line in lines if (shown := self.read(line))]
+        self._shows_loss = self._shows_loss or any("loss" in shown for shown in found)
+        steps = [one for one in found if _step(one) is not None]
+        # A line without a step was printed beside those with one, and its order among them is not
+        # known: only the newest can be told to be of the newest step.
+        apart = [one for one in found if _step(one) is None]
+        records = []
+        for number, shown in enumerate(steps, start=1):
+            shown_s = since_s + (at_s - since_s) * number / len(steps)
+            records += self._take_step(shown, shown_s)
+        if apart and self.step is not None:
+            records += self._record(apart[-1], at_s)
+        return records
+
+    def _take_step(self, shown: Mapping[str, float], at_s: float) -> list[StepRecord]:
+        step = _step(shown)
+        assert step is not None  # noqa: S101 asked for those with a step
+        if shown.get("target", 0) > 0:
+            self.target = round(shown["target"])
+        if self.step is not None and step != self.step:
+            if step > self.step:
+                self.stride = step - self.step
+            elif step > self.step - MAX_LATE * self.stride:
+                return []
+            else:  # its own launcher has started it again, from a checkpoint
+                self._recorded, self._recorded_s = step - 1, None
+        if step != self.step:
+            self.step, self.stepped_s = step, at_s
+            self.num_shown += 1
+        return self._record(shown, self.stepped_s)
+
+    def _record(self, shown: Mapping[str, float], at_s: float) -> list[StepRecord]:
+        """Of the newest step, unless it has one already, or is to have one with its loss."""
+        assert self.step is not None  # noqa: S101 set before
+        has_loss = "loss" in shown
+        is_due = self.step > self._recorded or (self.step == self._recorded and self._lacks_loss)
+        if not is_due or (not has_loss and (self._shows_loss or self.step == self._recorded)):
+            return []
+        record = self._made(shown, at_s)
+        self._recorded, self._recorded_s, self._lacks_loss = self.step, at_s, not has_loss
+        return [record]
+
+    def _made(self, shown: Mapping[str, float], at_s: float) -> StepRecord:
+        assert self.step is not None  # noqa: S101 set before
+        since = self.step - self._recorded
+        took_s = shown.get("step_s")
+        if took_s is None and self._recorded_s is not None and since > 0:
+            took_s = max(0.0, at_s - self._recorded_s) / since
+        speed = shown.get("tokens_per_s")
+        if speed is None and "device_tokens_per_s" in shown:
+            speed = shown["device_tokens_per_s"] * self.num_devices
+        samples, epoch = shown.get("samples"), shown.get("epoch")
+        return StepRecord(
+            step=self.step,
+            loss=shown.get("loss"),
+            grad_norm=shown.get("grad_norm"),
+            lr=shown.get("lr"),
+            tokens_per_s=speed,
+            mfu=shown.get("mfu"),
+            at_s=at_s,
+            step_s=took_s or 0.0,
+            position=round(samples) if samples is not None else None,
+            epoch=round(epoch) if epoch is not None else None,
+            placement=self.placement,
+            attempt=self.attempt,
+        )
+
+
+def _step(shown: Mapping[str, float]) -> int | None:
+    step = shown.get("step")
+    return round(step) if step is not None and math.isfinite(step) and step >= 0 else None

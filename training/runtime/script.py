@@ -1,0 +1,24 @@
+"""A script as its user has it, run in a rank's process as `python script.py` would run it.
+
+The process joins its session first: whoever sets process groups up later, as accelerate does,
+finds them set up, and a callback of perdure.integrations finds the session.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+from training.job import Job
+from training.runtime.session import join
+
+
+def main(job: Job) -> None:
+    """Run worker.script to its end."""
+    assert job.worker.script is not None  # noqa: S101 else another recipe is in effect
+    path, *arguments = job.worker.script
+    join()
+    sys.argv = [path, *arguments]
+    sys.path[0] = str(Path(path).resolve().parent)
+    runpy.run_path(path, run_name="__main__")

@@ -1,0 +1,178 @@
+"""The checkpoints that a command keeps itself, as a supervisor sees them.
+
+Which one it is started from again is decided here once for all nodes, so that none begins anew
+beside others that resume. Steps are completed optimizer steps.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from storage.errors import StorageError
+from storage.file_sets import read_set
+from storage.objects import ObjectStore
+from training.agent.saved_store import prefix_of, stored_steps
+from training.engines.fleet import Fleet
+from training.errors import EngineError
+from training.job import Job
+from training.journal.history import RunHistory
+from training.wire.agent import SavedCheckpoint, SavedQuery
+
+PATH_ENV = "PERDURE_CHECKPOINT"
+STEP_ENV = "PERDURE_CHECKPOINT_STEP"
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """What a command is started with because it has a checkpoint.
+
+    Attributes:
+        args: behind its own.
+        variables: beside its own.
+    """
+
+    args: tuple[str, ...] = ()
+    variables: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramSave:
+    """A complete checkpoint of a command, as it is listed.
+
+    Attributes:
+        attempt: that saved it.
+        is_kept: whether it is still there; None: not known on this machine.
+    """
+
+    step: int
+    written_at_s: float
+    size_bytes: int
+    path: str
+    attempt: str
+    is_kept: bool | None
+
+
+def saves_are_known(job: Job) -> bool:
+    """Whether the checkpoints of a job's program are on record."""
+    return not job.worker.is_command or job.worker.checkpoints is not None
+
+
+def program_saves(history: RunHistory) -> list[ProgramSave]:
+    """What a command has saved, by steps; of a path that was written again the last."""
+    by_path = {one.path: one for one in history.checkpoints if one.path is not None}
+    found = [
+        ProgramSave(
+            step=one.step,
+            written_at_s=one.written_s or one.at_s,
+            size_bytes=one.size_bytes or 0,
+            path=path,
+            attempt=f"{one.placement}.{one.attempt}",
+            # Elsewhere than on this machine a path says nothing here, unless it is there.
+            is_kept=Path(path).exists() or (False if _is_local(history) else None),
+        )
+        for path, one in by_path.items()
+    ]
+    return sorted(found, key=lambda one: one.step)
+
+
+def _is_local(history: RunHistory) -> bool:
+    engine = (history.job or {}).get("engine") or {}
+    return engine.get("kind") == "local"
+
+
+@dataclass(frozen=True, slots=True)
+class NewestSave:
+    """Finds the checkpoint from which a command goes on.
+
+    Attributes:
+        job: of the run.
+        fleet: its nodes.
+        store: of the run.
+    """
+
+    job: Job
+    fleet: Fleet
+    store: ObjectStore
+
+    def newest(
+        self, history: RunHistory, *, cwd: str, variables: dict[str, str]
+    ) -> SavedCheckpoint | None:
+        """The newest complete checkpoint that every node can have; None where there is none.
+
+        One that was written before the run was created is none of it. Without uploads the nodes
+        share their storage: what one of them sees, all do.
+
+        Raises:
+            EngineError: nodes or store do not say what they have.
+        """
+        spec = self.job.worker.checkpoints
+        if spec is None:
+            return None
+        query = SavedQuery(
+            spec=spec,
+            cwd=cwd,
+            variables=variables,
+            since_s=history.created_s,
+            until_s=_ended_s(history),
+        )
+        by_node = self.fleet.saved(query)
+        found = [one for saved in by_node.values() for one in saved]
+        if spec.upload:
+            stored = self._stored()
+            found = [*found, *stored]
+            found = [one for one in found if _can_have(by_node, stored, one.step)]
+        return max(found, key=lambda one: (one.step, one.written_s), default=None)
+
+    def _stored(self) -> list[SavedCheckpoint]:
+        """What the store has; the path is where it lay."""
+        found = []
+        try:
+            for step, members in stored_steps(self.store, self.job.run_id).items():
+                made = read_set(self.store, prefix_of(self.job.run_id, step, members[0]))
+                if made is not None:
+                    size, written_s = made.size_bytes, made.written_s
+                    found.append(
+                        SavedCheckpoint(
+                            step=step, path=made.path, size_bytes=size, written_s=written_s
+                        )
+                    )
+        except StorageError as error:
+            raise EngineError(f"the checkpoints of the command in the store: {error}") from error
+        return found
+
+
+def _can_have(
+    by_node: Mapping[str, Sequence[SavedCheckpoint]],
+    stored: Sequence[SavedCheckpoint],
+    step: int,
+) -> bool:
+    """Whether every node has a step, or can get it."""
+    if any(one.step == step for one in stored):
+        return True
+    return all(any(one.step == step for one in saved) for saved in by_node.values())
+
+
+def _ended_s(history: RunHistory) -> float:
+    """When the last attempt that has ended did; the earliest sign of it counts."""
+    ended = [view.ended for view in history.attempts if view.ended is not None]
+    if not ended:
+        return history.created_s
+    last = ended[-1]
+    fault_s = last.fault.at_s if last.fault is not None else None
+    signs = (last.at_s, last.noticed_s, last.lived_s, fault_s)
+    return min(one for one in signs if one is not None)
+
+
+def resumption(job: Job, saved: SavedCheckpoint | None) -> Resumption:
+    """How a command is started that has this checkpoint."""
+    if saved is None:
+        return Resumption()
+    own = {PATH_ENV: saved.path, STEP_ENV: str(saved.step)}
+    spec = job.worker.resume
+    if spec is None:
+        return Resumption(variables=tuple(own.items()))
+    added = {name: string.Template(text).safe_substitute(own) for name, text in spec.env.items()}
+    return Resumption(spec.args, tuple({**added, **own}.items()))
