@@ -150,7 +150,7 @@ WRONG = [
     ),
     (
         "comm",
-        {"op_retry": {"enabled": True}, "chip": "a3"},
+        {"op_retry": {"enabled": True}, "chip": "a3", "watchdog": True},
         ["op_retry", "watchdog", "exclude"],
     ),
     ("env", {"MA_JOB_DIR": "/x"}, ["env", "MA_JOB_DIR", "another name"]),
