@@ -43,11 +43,7 @@ def await_up(
     began_s = time.monotonic()
     deadline_s = began_s + limit_s
     told: frozenset[str] = frozenset()
-    seen: set[str] = set()
-    while waiting := _not_up(watched, names):
-        seen |= {name for name in names if name in watched.objects}
-        gone = [name for name in seen if not _is_there(watched.objects.get(name))]
-        waiting += [Refusal(f"{name} was taken away", is_room=True, is_final=True) for name in gone]
+    while waiting := _not_up(_listed(watched, names), names):
         is_late = time.monotonic() > deadline_s
         if wait_s is not None and time.monotonic() > began_s + wait_s:
             is_late = is_late or any(why.is_room for why in waiting)
@@ -61,14 +57,24 @@ def await_up(
         watched.wait(partial(_any_is_settled, names), timeout_s=1.0)
 
 
-def _not_up(watched: Watched, names: Sequence[str]) -> list[Refusal]:
-    found = watched.objects
+def _listed(watched: Watched, names: Sequence[str]) -> Mapping[str, Document]:
+    """The pods of the run, asked for now where one of these is missing.
+
+    They have been created: one that is missing then is gone, although nobody has seen it.
+    """
+    if any(name not in watched.objects for name in names):
+        watched.refresh()
+    return watched.objects
+
+
+def _not_up(found: Mapping[str, Document], names: Sequence[str]) -> list[Refusal]:
+    pods_of = [(name, found.get(name)) for name in names]
     return [
-        pods.why_not_up(found[name])
-        if name in found
-        else Refusal(f"{name} is not in the cluster's list yet")
-        for name in names
-        if name not in found or not pods.is_up(found[name])
+        Refusal(f"{name} was taken away", is_room=True, is_final=True)
+        if pod is None or pods.is_leaving(pod)
+        else pods.why_not_up(pod)
+        for name, pod in pods_of
+        if pod is None or pods.is_leaving(pod) or not pods.is_up(pod)
     ]
 
 
@@ -91,7 +97,3 @@ def _not_placed(
         left = "; ".join(f"{node}: {why}" for node, why in left_out.items())
         text += f"; left out for what MindCluster reports (engine.mindcluster): {left}"
     return NoCapacity(text) if is_room else EngineError(text)
-
-
-def _is_there(pod: Document | None) -> bool:
-    return pod is not None and not pods.is_leaving(pod)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import logging
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -46,6 +47,7 @@ from training.wire.agent import NO_MEMBER, AgentConfig, NodeText
 
 FORWARDED_POLL_S = 1.0  # each call is a request of its own to the API server
 POLL_S = 0.2
+NOTES_APART_S = 0.5  # between two questions for events about a pod that is being lost
 
 _log = logging.getLogger("perdure.engine")
 
@@ -78,7 +80,7 @@ class KubernetesEngine:
         self._last: dict[str, Contact] = {}  # by pod, as it was when it was last there
         self._tokens: dict[str, str] = {}
         self._is_ours = False
-        self._events: dict[str, Sequence[Document]] = {}
+        self._events: dict[str, tuple[float, Sequence[Document]]] = {}  # by pod, and when asked
         self._feed = FaultFeed(self._api) if self._spec.mindcluster else None
         self._taken_out: dict[str, str] = {}  # nodes that MindCluster speaks against, with why
 
@@ -341,18 +343,23 @@ class KubernetesEngine:
             self._tokens[name] = AgentConfig.model_validate_json(config).token
 
     def _notes(self, name: str) -> Sequence[Document]:
-        """Events about a pod, oldest first, where they may be read."""
-        if name not in self._events:
-            fields = f"involvedObject.kind=Pod,involvedObject.name={name}"
-            try:
-                found, _ = self._api.list(EVENTS, fields=fields, patience_s=0.0)
-            except ApiError as error:
-                _log.info("why pod %s is lost is not known from events: %s", name, error)
-                found = []
-            if not found:
-                return ()  # it may be told a moment later
-            self._events[name] = sorted(found, key=lambda one: str(one.get("lastTimestamp")))
-        return self._events[name]
+        """Events about a pod, oldest first, where they may be read.
+
+        The one that says who took the pod away may be written a moment after the deletion.
+        """
+        asked_s, known = self._events.get(name, (0.0, ()))
+        now_s = time.monotonic()
+        if pods.says_who(known) or now_s < asked_s + NOTES_APART_S:
+            return known
+        fields = f"involvedObject.kind=Pod,involvedObject.name={name}"
+        try:
+            found, _ = self._api.list(EVENTS, fields=fields, patience_s=0.0)
+        except ApiError as error:
+            _log.info("why pod %s is lost is not known from events: %s", name, error)
+        else:
+            known = sorted(found, key=lambda one: str(one.get("lastTimestamp")))
+        self._events[name] = (now_s, known)
+        return known
 
     def _prepare(self, placement: Placement) -> None:
         self._begin()

@@ -51,6 +51,11 @@ class Refusal:
     is_final: bool = False
 
 
+# Reasons of events about a pod.
+_PREEMPTED = ("Preempted", "Preempting")
+_EVICTED = ("Evicted", "TaintManagerEviction")
+
+
 def name_of(pod: Document) -> str:
     """Name of the pod."""
     return str(pod["metadata"]["name"])
@@ -177,11 +182,16 @@ def _disruption(pod: Document, notes: Sequence[Document]) -> tuple[str, str] | N
         code = "POD_PREEMPTED" if is_preempted else "POD_EVICTED"
         return code, f"{told.get('reason')}: {told.get('message')}"
     for note in reversed(notes):
-        if note.get("reason") in ("Preempted", "Preempting"):
+        if note.get("reason") in _PREEMPTED:
             return "POD_PREEMPTED", f"preempted: {note.get('message')}"
-        if note.get("reason") in ("Evicted", "TaintManagerEviction"):
+        if note.get("reason") in _EVICTED:
             return "POD_EVICTED", f"evicted: {note.get('message')}"
     return None
+
+
+def says_who(notes: Sequence[Document]) -> bool:
+    """Whether events about a pod say that it was preempted or evicted."""
+    return any(note.get("reason") in (*_PREEMPTED, *_EVICTED) for note in notes)
 
 
 def gone(node: str) -> NodeLoss:
