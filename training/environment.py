@@ -253,6 +253,11 @@ def _torch(job: Job) -> Iterator[Variable]:
         "process lives, and recovery goes on in it",
     )  # fmt: skip
     yield Variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", is_on, "the same on cuda")
+    yield Variable(
+        "MULTI_STREAM_MEMORY_REUSE", "1",
+        "torch_npu 2.13 otherwise has the watchdog alone keep the memory of a collective that "
+        "nobody waits for, and without it others write into that while it runs",
+    )  # fmt: skip
     yield Variable("OMP_NUM_THREADS", "1", "ranks of a node share its cores; also bit-exact sums")
     yield Variable(
         "PYTHONUNBUFFERED", "1", "the last lines before a death are in the log, not in a buffer"

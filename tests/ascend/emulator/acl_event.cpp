@@ -11,13 +11,19 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Lives on while work refers to it, also after the event has been destroyed.
-struct Event {
-  uint64_t asked = 0;     // how often a record was submitted
-  uint64_t recorded = 0;  // the last of these that has run
-  Clock::time_point recorded_at;
+// One record of an event; the next one may run earlier, on another stream.
+struct Record {
+  bool is_done = false;
+  Clock::time_point done_at;
   Device* device = nullptr;
   uint64_t aborts = 0;  // of the device, when the record was submitted
+};
+
+// Lives on while work refers to it, also after the event has been destroyed.
+struct Event {
+  std::shared_ptr<Record> last;  // what was submitted last; who waits, waits for that
+
+  bool is_complete() const { return !last || last->is_done; }
 };
 
 // How long a stream waits for an event; 0 is without end.
@@ -34,24 +40,25 @@ std::shared_ptr<Event> find_event(Lock&, aclrtEvent handle) {
 }
 
 // Whether the record was dropped with the tasks of its device, or its device has failed.
-Error trouble(const Event& event) {
-  if (event.device == nullptr) return kSuccess;
-  if (event.device->aborts != event.aborts) return ACL_ERROR_RT_DEVICE_TASK_ABORT;
-  return event.device->failure;
+Error trouble(const Record& record) {
+  if (record.device->aborts != record.aborts) return ACL_ERROR_RT_DEVICE_TASK_ABORT;
+  return record.device->failure;
 }
 
 Error wait_on_host(aclrtEvent handle, int64_t timeout_ms) {
   Lock lock(machine().lock);
   const auto event = find_event(lock, handle);
   if (!event) return failed(ACL_ERROR_RT_INVALID_HANDLE);
-  const uint64_t target = event->asked;
-  const bool is_over = wait_for_progress(lock, timeout_ms, [&] {
-    return event->recorded >= target || trouble(*event) != kSuccess;
-  });
-  if (event->recorded >= target) return kSuccess;
-  const Error error = is_over ? trouble(*event) : ACL_ERROR_RT_EVENT_SYNC_TIMEOUT;
+  const auto record = event->last;
+  if (!record) return kSuccess;
+  const bool is_over = wait_for_progress(
+      lock, timeout_ms, [&] { return record->is_done || trouble(*record) != kSuccess; });
+  if (record->is_done) return kSuccess;
+  const Error error = is_over ? trouble(*record) : ACL_ERROR_RT_EVENT_SYNC_TIMEOUT;
   return failed(error, inner_error("rtEventSynchronizeWithTimeout", reason_of(error)));
 }
+
+bool has_time(const Event& event) { return event.last && event.last->is_done; }
 
 Error create(aclrtEvent* handle) {
   Lock lock(machine().lock);
@@ -73,54 +80,54 @@ aclError aclrtDestroyEvent(aclrtEvent handle) {
 }
 
 aclError aclrtRecordEvent(aclrtEvent handle, aclrtStream stream) {
-  std::shared_ptr<Event> event;
-  uint64_t order = 0;
+  const auto record = std::make_shared<Record>();
   {
     Lock lock(machine().lock);
-    event = find_event(lock, handle);
+    const auto event = find_event(lock, handle);
     const auto recorder = find_stream(lock, stream);
     if (!event || !recorder) return failed(ACL_ERROR_RT_INVALID_HANDLE);
-    event->device = &recorder->device;
-    event->aborts = recorder->device.aborts;
-    order = ++event->asked;
+    record->device = &recorder->device;
+    record->aborts = recorder->device.aborts;
+    event->last = record;
   }
-  return submit(stream, [event, order](const Interrupt&) {
+  return submit(stream, [record](const Interrupt&) {
     Lock lock(machine().lock);
-    event->recorded = std::max(event->recorded, order);
-    event->recorded_at = Clock::now();
+    record->is_done = true;
+    record->done_at = Clock::now();
     return kSuccess;
   });
 }
 
 aclError aclrtResetEvent(aclrtEvent handle, aclrtStream stream) {
-  std::shared_ptr<Event> event;
+  std::shared_ptr<Record> record;
   {
     Lock lock(machine().lock);
-    event = find_event(lock, handle);
+    const auto event = find_event(lock, handle);
     if (!event) return failed(ACL_ERROR_RT_INVALID_HANDLE);
+    record = event->last;
   }
-  return submit(stream, [event](const Interrupt&) {
+  return submit(stream, [record](const Interrupt&) {
     Lock lock(machine().lock);
-    event->recorded = 0;
+    if (record) record->is_done = false;
     return kSuccess;
   });
 }
 
 aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent handle) {
-  std::shared_ptr<Event> event;
-  uint64_t target = 0;
+  std::shared_ptr<Record> record;
   {
     Lock lock(machine().lock);
-    event = find_event(lock, handle);
+    const auto event = find_event(lock, handle);
     if (!event) return failed(ACL_ERROR_RT_INVALID_HANDLE);
-    target = event->asked;
+    record = event->last;
   }
-  return submit(stream, [event, target, timeout_s = op_wait_timeout_s.load()](
+  if (!record) return kSuccess;
+  return submit(stream, [record, timeout_s = op_wait_timeout_s.load()](
                             const Interrupt& interrupt) -> Error {
     Lock lock(machine().lock);
     wait_for_progress(lock, timeout_s == 0 ? -1 : int64_t{timeout_s} * 1000,
-                      [&] { return event->recorded >= target || interrupt.requested(); });
-    if (event->recorded >= target) return kSuccess;
+                      [&] { return record->is_done || interrupt.requested(); });
+    if (record->is_done) return kSuccess;
     return interrupt.requested() ? interrupt.error() : ACL_ERROR_RT_WAIT_TIMEOUT;
   });
 }
@@ -140,10 +147,9 @@ aclError aclrtQueryEventStatus(aclrtEvent handle, aclrtEventRecordedStatus* stat
   Lock lock(machine().lock);
   const auto event = find_event(lock, handle);
   if (!event) return failed(ACL_ERROR_RT_INVALID_HANDLE);
-  const bool is_complete = event->recorded >= event->asked;
-  if (!is_complete && event->device != nullptr && event->device->failure != kSuccess)
-    return failed(event->device->failure, event->device->failure_text);
-  *status = is_complete ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
+  if (!event->is_complete() && event->last->device->failure != kSuccess)
+    return failed(event->last->device->failure, event->last->device->failure_text);
+  *status = event->is_complete() ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
   return kSuccess;
 }
 
@@ -151,8 +157,7 @@ aclError aclrtQueryEventWaitStatus(aclrtEvent handle, aclrtEventWaitStatus* stat
   Lock lock(machine().lock);
   const auto event = find_event(lock, handle);
   if (!event) return failed(ACL_ERROR_RT_INVALID_HANDLE);
-  *status = event->recorded >= event->asked ? ACL_EVENT_WAIT_STATUS_COMPLETE
-                                            : ACL_EVENT_WAIT_STATUS_NOT_READY;
+  *status = event->is_complete() ? ACL_EVENT_WAIT_STATUS_COMPLETE : ACL_EVENT_WAIT_STATUS_NOT_READY;
   return kSuccess;
 }
 
@@ -161,10 +166,9 @@ aclError aclrtEventElapsedTime(float* milliseconds, aclrtEvent from, aclrtEvent 
   const auto first = find_event(lock, from);
   const auto last = find_event(lock, to);
   if (!first || !last) return failed(ACL_ERROR_RT_INVALID_HANDLE);
-  if (first->recorded == 0 || last->recorded == 0)
-    return failed(ACL_ERROR_RT_EVENT_TIMESTAMP_INVALID);
+  if (!has_time(*first) || !has_time(*last)) return failed(ACL_ERROR_RT_EVENT_TIMESTAMP_INVALID);
   using Milliseconds = std::chrono::duration<float, std::milli>;
-  *milliseconds = Milliseconds(last->recorded_at - first->recorded_at).count();
+  *milliseconds = Milliseconds(last->last->done_at - first->last->done_at).count();
   return kSuccess;
 }
 
@@ -172,8 +176,8 @@ aclError aclrtEventGetTimestamp(aclrtEvent handle, uint64_t* microseconds) {
   Lock lock(machine().lock);
   const auto event = find_event(lock, handle);
   if (!event) return failed(ACL_ERROR_RT_INVALID_HANDLE);
-  if (event->recorded == 0) return failed(ACL_ERROR_RT_EVENT_TIMESTAMP_INVALID);
-  const auto since = event->recorded_at.time_since_epoch();
+  if (!has_time(*event)) return failed(ACL_ERROR_RT_EVENT_TIMESTAMP_INVALID);
+  const auto since = event->last->done_at.time_since_epoch();
   *microseconds = static_cast<uint64_t>(
       std::chrono::duration_cast<std::chrono::microseconds>(since).count());
   return kSuccess;

@@ -79,6 +79,7 @@ def test_the_watchdog_is_the_jobs_choice_on_both_kinds_of_device(watchdog):
 def test_a_watchdog_nobody_chose_leaves_a_process_alive_that_recovers_by_itself(worker, is_on):
     seen = values(worker=worker)
     assert seen["TORCH_HCCL_ASYNC_ERROR_HANDLING"] == is_on
+    assert seen["MULTI_STREAM_MEMORY_REUSE"] == "1", "nothing else keeps a collective's memory"
 
 
 def test_operator_retry_needs_no_word_about_the_watchdog_of_a_command():

@@ -81,6 +81,7 @@ class Libraries:
         self.acl = ctypes.CDLL(str(folder / "libascendcl.so"), mode=ctypes.RTLD_GLOBAL)
         self.hccl = ctypes.CDLL(str(folder / "libhccl.so"))
         self.acl.aclGetRecentErrMsg.restype = c_char_p
+        self.acl.ascend_command_fault.restype = c_char_p
         self.acl.aclInit(None)
         self.acl.aclrtSetDevice(device)
         self.device = device
@@ -112,6 +113,11 @@ class Libraries:
         info = ctypes.create_string_buffer(ROOT_INFO_BYTES)
         self.call("HcclGetRootInfo", info)
         return info.raw
+
+    def arm(self, fault: str) -> None:
+        """Have a fault strike this process; `clear` forgets those that are armed."""
+        wrong = self.acl.ascend_command_fault(fault.encode())
+        assert not wrong, wrong
 
     def abort_device(self) -> None:
         """End what the device runs, as torch_npu.npu.stop_device does."""
@@ -161,6 +167,10 @@ class Communicator:
         code = c_int32()
         self.libraries.call("HcclGetCommAsyncError", self.handle, byref(code))
         return code.value
+
+    def resume(self) -> None:
+        """Take operations again after the device's tasks were aborted; on every rank."""
+        self.libraries.call("HcclCommResume", self.handle)
 
     def destroy(self) -> None:
         """End it."""

@@ -1,0 +1,87 @@
+"""Each fault of a device as torch_npu raises it: class, rung, and the curve of a run without it.
+
+The emulator returns the codes, and torch_npu makes the exceptions. docs/ascend.md has the table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from tests.ascend.product import runs
+from training.drill.evaluation import differences, recovered
+from training.recovery.faults import FaultClass
+from training.recovery.rungs import Rung
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault, and what is expected of it."""
+
+    command: str
+    text: str
+    fault_class: FaultClass
+    rungs: tuple[Rung, ...]
+
+
+CASES = {
+    "uce-in-a-parameter": Case(
+        "uce in-a-parameter", "UCE ERROR", FaultClass.DEVICE_MEMORY_ERROR, (Rung.STEP_RETRY,)
+    ),
+    "uce-elsewhere": Case(
+        "uce", "UCE ERROR", FaultClass.DEVICE_MEMORY_ERROR, (Rung.PROCESS_REPLACE,)
+    ),
+    "hbm-ecc": Case(
+        "ecc", "HBM MULTI BIT ECC ERROR", FaultClass.DEVICE_MEMORY_ERROR, (Rung.STEP_RETRY,)
+    ),
+    "suspect-memory": Case(
+        "suspect-memory",
+        "SUSPECT MEM ERROR",
+        FaultClass.DEVICE_MEMORY_ERROR,
+        (Rung.PROCESS_REPLACE,),
+    ),
+    "hccs-link": Case("link", "HCCS LINK ERROR", FaultClass.LINK_DOWN, (Rung.STEP_RETRY,)),
+    "suspect-remote": Case(
+        "suspect-remote", "SUSPECT REMOTE ERROR", FaultClass.LINK_DOWN, (Rung.STEP_RETRY,)
+    ),
+    "op-retry-failed": Case(
+        "retry-failed", "HCCL OP RETRY FAILED", FaultClass.LINK_DOWN, (Rung.STEP_RETRY,)
+    ),
+    "aicore": Case("aicore", "507015", FaultClass.OPERATOR_ERROR, (Rung.PROCESS_REPLACE,)),
+    "aicore-timeout": Case(
+        "aicore-timeout", "507014", FaultClass.OPERATOR_ERROR, (Rung.PROCESS_REPLACE,)
+    ),
+    "oom": Case("oom", "out of memory", FaultClass.DEVICE_OOM, (Rung.IN_PLACE_RESTART,)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_fault_of_a_device_is_recovered_with_the_curve_unchanged(home, undisturbed, name):
+    case = CASES[name]
+    outcome = runs.run(home, name, fault=runs.DeviceFault(case.command))
+    told = runs.summary(outcome)
+    assert (home / f"{name}.fired").exists(), f"the fault was never armed: {told}"
+    assert outcome.ended == "completed", told
+    assert case.text in told
+    assert case.fault_class in told
+    assert tuple(one.rung for one in recovered(outcome.history)) == case.rungs, told
+    assert differences(outcome.curve, undisturbed.curve) == [], told
+    assert outcome.left_over == ()
+
+
+def test_an_operation_that_hccl_repeats_by_itself_costs_nothing(home, undisturbed):
+    outcome = runs.run(home, "op-retry", fault=runs.DeviceFault("retry"))
+    told = runs.summary(outcome)
+    assert (home / "op-retry.fired").exists()
+    assert recovered(outcome.history) == [], told
+    assert differences(outcome.curve, undisturbed.curve) == [], told
+
+
+def test_a_stream_that_never_ends_is_a_hang(home, undisturbed):
+    changes = {"restart": {"hang_timeout_s": 15.0}}
+    outcome = runs.run(home, "hang", fault=runs.DeviceFault("hang"), changes=changes)
+    told = runs.summary(outcome)
+    assert FaultClass.HANG in told
+    assert [one.rung for one in recovered(outcome.history)] == [Rung.HANG_RESTART], told
+    assert differences(outcome.curve, undisturbed.curve) == [], told

@@ -1,0 +1,49 @@
+"""The reference program, in which an emulated NPU fails at one step.
+
+Attention is by its definition, so that every device computes the same. The rank, the step and the
+emulator's command come from the environment.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from training.job import Job
+from training.runtime.session import Session
+from training.trainer import pretrain
+
+RANK, STEP, COMMAND, MARK = (f"DEVICE_FAULT_{name}" for name in ("RANK", "STEP", "COMMAND", "MARK"))
+IN_A_PARAMETER = "in-a-parameter"  # of a command, for the address of one
+DAMAGED_BYTES = 64
+
+
+def main(job: Job) -> None:
+    """Train up to the job's target step."""
+    with sdpa_kernel(SDPBackend.MATH):
+        pretrain.main(job, in_step=lambda: fail_once(os.environ))
+
+
+def fail_once(environment: os._Environ[str]) -> None:
+    """Arm the fault in the step and the rank that it is for, once in the whole run."""
+    is_here = environment["RANK"] == environment.get(RANK)
+    if not is_here or Session.completed_step() + 1 != int(environment[STEP]):
+        return
+    try:
+        Path(environment[MARK]).touch(exist_ok=False)
+    except FileExistsError:
+        return
+    import ascend_emulator
+
+    ascend_emulator.fault(_with_address(environment[COMMAND]))
+
+
+def _with_address(command: str) -> str:
+    if IN_A_PARAMETER not in command:
+        return command
+    loop = Session._loop
+    assert loop is not None
+    address = next(iter(loop.training.model.parameters())).data_ptr()
+    return command.replace(IN_A_PARAMETER, f"address={address} size={DAMAGED_BYTES}")
