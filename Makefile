@@ -11,7 +11,7 @@ export DO_NOT_TRACK := 1
 # A run starts dozens of processes: where images have this set, each would compile all sources anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo demo-stop test test-long test-npu test-kubernetes test-kubernetes-long test-npu test-npu-long soak chaos bench bench-storage bench-recovery bench-scale check format clean
+.PHONY: help demo demo-stop test test-long test-kubernetes test-kubernetes-long test-npu test-npu-long soak chaos bench bench-storage bench-recovery bench-scale check format clean
 
 help:
 	@echo "make demo       set everything up and run the main job with two faults"
@@ -20,7 +20,6 @@ help:
 	@echo "make test-long  the longer ones"
 	@echo "make test-kubernetes  on a real cluster, built and started here, or on that of KUBECONFIG"
 	@echo "make test-kubernetes-long  the longer ones"
-	@echo "make test-npu   Perdure with the real torch_npu on emulated Ascend devices"
 	@echo "make test-npu   with the real torch_npu, on emulated Ascend devices"
 	@echo "make test-npu-long  the longer ones"
 	@echo "make soak       ten minutes without a false alarm, half an hour of kills"
@@ -147,27 +146,37 @@ soak: $(VENV)/.installed
 		-k healthy --timeout 1800
 	PERDURE_OPERATOR_S=1800 $(BIN)/python -m pytest tests/process/test_operator.py
 
-# The real torch_npu has an environment of its own: importing torch anywhere else would load it.
+# torch_npu in an environment of its own: where it is installed, `import torch` needs the emulator.
 NPU_VENV := .venv-npu
-LAB := $(NPU_VENV)/bin/python -m tests.ascend.lab
+NPU_PACKAGES := g++
+NPU_LAB := $(NPU_VENV)/bin/python -m tests.ascend.lab
 
 $(NPU_VENV)/.installed: pyproject.toml
-	@command -v g++ >/dev/null || { echo "make: no g++: apt-get install g++" >&2; exit 2; }
+	@command -v $(PYTHON) >/dev/null 2>&1 || { echo "make: $(PYTHON) not found; use make PYTHON=..." >&2; exit 2; }
 	test -x $(NPU_VENV)/bin/python || $(PYTHON) -m venv $(NPU_VENV)
-	$(NPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0+cpu' \
-		--editable '.[dev,npu]'
-	$(LAB) build
+	$(NPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,npu]'
+	@if ! command -v g++ >/dev/null && test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
+		echo "make: installing $(NPU_PACKAGES) with apt-get"; \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y \
+			--no-install-recommends $(NPU_PACKAGES) >$@.log 2>&1; \
+	fi
 	touch $@
 
+# Calls and their contracts on emulated devices: tests/ascend/README.md says what that proves.
+TEST_NPU := $(NPU_LAB) python -m pytest tests/ascend --durations 20
+
 test-npu: $(NPU_VENV)/.installed
-	$(LAB) python -m pytest --durations 20 tests/ascend
+	$(TEST_NPU) -m "not long"
+
+test-npu-long: $(NPU_VENV)/.installed
+	$(TEST_NPU) -m long
 
 # Each seed is a run that is broken fifty times, every other one with comm.link_retry; shrink one
 # that fails with CHAOS_OPTIONS=--shrink. On emulated NPUs (DEVICE=npu) it is thirty times.
 SEEDS ?= 1 2 3
 ifeq ($(DEVICE),npu)
 chaos: $(NPU_VENV)/.installed
-	$(LAB) python -m training.drill.chaos --seed $(SEEDS) --faults 30 $(CHAOS_OPTIONS)
+	$(NPU_LAB) python -m training.drill.chaos --seed $(SEEDS) --faults 30 $(CHAOS_OPTIONS)
 else
 chaos: $(VENV)/.installed
 	$(BIN)/python -m training.drill.chaos --seed $(SEEDS) $(CHAOS_OPTIONS)
@@ -233,30 +242,6 @@ test-kubernetes: $(VENV)/.installed $(VENV)/.s3-servers $(VENV)/.prefect-servers
 test-kubernetes-long: $(VENV)/.installed $(VENV)/.s3-servers $(VENV)/.prefect-servers $(VENV)/.lab \
 		$(VENV)/.image-builder
 	$(LAB) test tests/kubernetes -m long --durations 20
-
-# torch_npu in an environment of its own: where it is installed, `import torch` needs the emulator.
-NPU_VENV := .venv-npu
-NPU_PACKAGES := g++
-
-$(NPU_VENV)/.installed: pyproject.toml
-	@command -v $(PYTHON) >/dev/null 2>&1 || { echo "make: $(PYTHON) not found; use make PYTHON=..." >&2; exit 2; }
-	test -x $(NPU_VENV)/bin/python || $(PYTHON) -m venv $(NPU_VENV)
-	$(NPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,npu]'
-	@if ! command -v g++ >/dev/null && test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
-		echo "make: installing $(NPU_PACKAGES) with apt-get"; \
-		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y \
-			--no-install-recommends $(NPU_PACKAGES) >$@.log 2>&1; \
-	fi
-	touch $@
-
-# Calls and their contracts on emulated devices: tests/ascend/README.md says what that proves.
-TEST_NPU := $(NPU_VENV)/bin/python -m tests.ascend.lab python -m pytest tests/ascend --durations 20
-
-test-npu: $(NPU_VENV)/.installed
-	$(TEST_NPU) -m "not long"
-
-test-npu-long: $(NPU_VENV)/.installed
-	$(TEST_NPU) -m long
 
 check: $(VENV)/.installed
 	$(BIN)/ruff format --check

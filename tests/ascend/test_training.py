@@ -5,25 +5,25 @@ from __future__ import annotations
 import copy
 
 import pytest
-
-torch = pytest.importorskip("torch")
+import torch
+from torch import nn
 
 STEPS = 8
-functional = torch.nn.functional
+functional = nn.functional
 
 
-class Block(torch.nn.Module):
+class Block(nn.Module):
     """Embedding, attention, a gated layer: what a language model consists of."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = torch.nn.Embedding(50, 32)
-        self.norm = torch.nn.LayerNorm(32)
-        self.scale = torch.nn.RMSNorm(32)
-        self.attention = torch.nn.Linear(32, 96, bias=False)
-        self.gate = torch.nn.Linear(32, 128)
-        self.down = torch.nn.Linear(64, 32)
-        self.head = torch.nn.Linear(32, 50, bias=False)
+        self.embedding = nn.Embedding(50, 32)
+        self.norm = nn.LayerNorm(32)
+        self.scale = nn.RMSNorm(32)
+        self.attention = nn.Linear(32, 96, bias=False)
+        self.gate = nn.Linear(32, 128)
+        self.down = nn.Linear(64, 32)
+        self.head = nn.Linear(32, 50, bias=False)
 
     def forward(self, tokens):
         x = self.embedding(tokens)
@@ -47,7 +47,7 @@ def train(model, device, *, optimizer, dtype=None):
             out = model(here[:, :-1])
             loss = functional.cross_entropy(out.float().flatten(0, 1), here[:, 1:].flatten())
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -82,7 +82,7 @@ def test_in_bf16_it_trains(models):
 
 
 def test_autocast_computes_a_linear_layer_in_bf16():
-    layer, x = torch.nn.Linear(8, 8), torch.randn(4, 8)
+    layer, x = nn.Linear(8, 8), torch.randn(4, 8)
     expected = functional.linear(x.bfloat16(), layer.weight.bfloat16(), layer.bias.bfloat16())
     with torch.autocast("npu", dtype=torch.bfloat16):
         out = layer.to("npu:0")(x.to("npu:0"))
@@ -91,7 +91,7 @@ def test_autocast_computes_a_linear_layer_in_bf16():
 
 
 def test_a_step_whose_gradients_are_infinite_is_left_out_and_the_scale_halved():
-    weight = torch.nn.Parameter(torch.ones(4, device="npu:0"))
+    weight = nn.Parameter(torch.ones(4, device="npu:0"))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     scaler = torch.amp.GradScaler("npu", init_scale=4.0, growth_interval=100)
     for factor in (1.0, float("inf"), 1.0):
