@@ -21,7 +21,10 @@ at::Tensor host_view(const at::Tensor& tensor) {
   if (!is_on_npu(tensor)) return tensor;
   const auto options = tensor.options().device(at::kCPU).pinned_memory(false);
   void* address = tensor.numel() == 0 ? nullptr : tensor.data_ptr();
-  return keep_number(at::from_blob(address, tensor.sizes(), tensor.strides(), options), tensor);
+  const at::Tensor view = at::from_blob(address, tensor.sizes(), tensor.strides(), options);
+  view.unsafeGetTensorImpl()->_set_conj(tensor.is_conj());
+  view.unsafeGetTensorImpl()->_set_neg(tensor.is_neg());
+  return keep_number(view, tensor);
 }
 
 at::Tensor own_copy(const at::Tensor& tensor) {
