@@ -27,6 +27,7 @@ from training.agent.launcher import Launcher
 from training.agent.log_collection import Collector
 from training.agent.log_reading import read_logs
 from training.agent.node_texts import evidence_of, worker_stacks
+from training.agent.order_job import job_of
 from training.agent.preparation import DATA_FOLDER, NodeChecks, stage_data
 from training.agent.sampler import Sampling
 from training.agent.saved_checkpoints import before_start, have_resumed, saved_reply
@@ -35,7 +36,6 @@ from training.agent.workers import WorkerGroup
 from training.environment import interface_variables
 from training.files import write_whole
 from training.health.device_addresses import devices_reply
-from training.job import Job
 from training.journal import attempt_log
 from training.journal.events import ChipsHealed
 from training.processes import MARKER, become_subreaper, free_port, kill_container, oom_kills
@@ -294,7 +294,7 @@ class Agent:
             have_resumed(order, self._config.member, known)
             if not order.is_command:
                 self._launcher.prepare(order.variables)
-            sources = Job.model_validate_json(order.job).env_from
+            sources = job_of(order).env_from
             secrets = values_on_node(sources, delivered=order.delivered, environment=os.environ)
         except (StorageError, OSError, ValueError) as error:
             with self._lock:
@@ -355,7 +355,7 @@ class Agent:
         )
         self._proc_start_cnt += 1
         self._state = AgentState.RUNNING
-        job = Job.model_validate_json(order.job)
+        job = job_of(order)
         if self._group.shown is not None:
             self._group.shown.start(partial(open_store, job.storage))
         if self._group.saved is not None:
@@ -366,7 +366,7 @@ class Agent:
         """Start a checkpoint server for session programs; returns its workers' variables."""
         if order.is_command:
             return {}
-        job = Job.model_validate_json(order.job)
+        job = job_of(order)
         if not job.checkpoint.host_memory:
             return {}
         node_folder = Path(self._config.node_folder) if self._config.node_folder else None

@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 from storage.address import open_store
+from training.agent.order_job import job_of
 from training.environment import interface_variables
 from training.health.node_check import NodeProgram
-from training.job import Job
 from training.trainer.data.manifest import load_manifest
 from training.trainer.data.stage import stage
 from training.wire.agent import AgentConfig, CheckOrder, StartOrder
@@ -64,5 +64,5 @@ def stage_data(order: StartOrder, folder: Path) -> None:
     """
     if order.data_manifest_key is None:
         return
-    store = open_store(Job.model_validate_json(order.job).storage)
+    store = open_store(job_of(order).storage)
     stage(load_manifest(store, order.data_manifest_key), store, folder / DATA_FOLDER)

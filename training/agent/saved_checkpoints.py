@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Self
 
 from storage.address import open_store
-from storage.errors import StorageError
 from storage.objects import ObjectStore
 from training.agent.command_line import fill_in
+from training.agent.order_job import job_of
 from training.agent.saved_store import bring_back, store_saved
+from training.agent.storing import keep_storing
 from training.health.program_checkpoints import Saved, find_saved
-from training.job import Job
 from training.specs.program_checkpoints import ProgramCheckpointsSpec
 from training.wire.agent import AgentReply, SavedCheckpoint, SavedQuery, StartOrder
 
@@ -70,9 +70,9 @@ class SavedWatch:
         Raises:
             ValueError: the path has a name that nothing sets.
         """
-        job = Job.model_validate_json(order.job) if order.is_command else None
-        spec = job.worker.checkpoints if job is not None else None
-        if job is None or spec is None:
+        job = job_of(order)
+        spec = job.worker.checkpoints
+        if spec is None:
             return None
         root = root_of(spec, order.cwd, variables)
         return cls(spec, root, order.created_s, job.run_id, member)
@@ -81,7 +81,10 @@ class SavedWatch:
         """Look every few seconds from now on, until `finish`."""
         threading.Thread(target=self._follow, daemon=True).start()
         if self.spec.upload:
-            threading.Thread(target=self._keep_up, args=(open_store,), daemon=True).start()
+            keep_storing(
+                self.upload, open_store,
+                what="a checkpoint is", every_s=LOOK_S, is_over=self._is_over,
+            )  # fmt: skip
 
     def finish(self) -> None:
         """Look once more; nothing saves any more."""
@@ -112,19 +115,13 @@ class SavedWatch:
             StorageError: the store refuses.
         """
         with self._uploading:
-            newest = max(self._known, key=lambda one: (one.step, one.written_s), default=None)
+            with self._looking:  # which adds to them
+                newest = max(self._known, key=lambda one: (one.step, one.written_s), default=None)
             if not self.spec.upload or newest is None or newest == self._uploaded:
                 return
             keep = self.spec.keep or 0
             if store_saved(store, self.run_id, self.member, newest, keep=keep):
                 self._uploaded = newest
-
-    def _keep_up(self, open_store: Callable[[], ObjectStore]) -> None:
-        while not self._is_over.wait(LOOK_S):
-            try:
-                self.upload(open_store())
-            except StorageError as error:
-                _log.warning(f"a checkpoint is put into the store later: {error}")
 
     def _follow(self) -> None:
         pause_s = 0.0
@@ -147,13 +144,13 @@ def have_resumed(order: StartOrder, member: int, variables: Mapping[str, str]) -
         OSError: it cannot be written.
         ValueError: the path has a name that nothing sets.
     """
-    job = Job.model_validate_json(order.job) if order.resume_step is not None else None
-    spec = job.worker.checkpoints if job is not None else None
-    if job is None or spec is None or not spec.upload or order.resume_step is None:
+    job, step = job_of(order), order.resume_step
+    spec = job.worker.checkpoints
+    if step is None or spec is None or not spec.upload:
         return
     root = root_of(spec, order.cwd, variables)
     store = open_store(job.storage)
-    bring_back(store, job.run_id, member, order.resume_step, spec=spec, root=root)
+    bring_back(store, job.run_id, member, step, spec=spec, root=root)
 
 
 def delete_oldest(found: Sequence[Saved], *, keep: int) -> None:

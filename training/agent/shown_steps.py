@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from storage.errors import StorageError
 from storage.objects import ObjectStore
+from training.agent.order_job import job_of
+from training.agent.storing import keep_storing
 from training.health.heartbeat import Heartbeat, Phase
 from training.health.program_output import LineReader, StepsShown
-from training.job import Job
 from training.journal import attempt_log
 from training.journal.attempt_log import AttemptLog
 from training.journal.events import StepRecord
@@ -115,8 +115,8 @@ class ShownSteps:
             folder: of the attempt.
             paths: of its output, stdout first.
         """
-        job = Job.model_validate_json(order.job) if order.is_command else None
-        if job is None or job.worker.progress is None:
+        job = job_of(order)
+        if job.worker.progress is None:
             return None
         reader = LineReader(job.worker.progress)
         devices = order.num_nodes * order.slots_per_node
@@ -130,8 +130,10 @@ class ShownSteps:
     def start(self, open_store: Callable[[], ObjectStore]) -> None:
         """Follow it from now on, until `finish`."""
         threading.Thread(target=self._follow, daemon=True).start()
-        # Its own thread: a store that is away must not keep steps from being seen.
-        threading.Thread(target=self._keep_up, args=(open_store,), daemon=True).start()
+        keep_storing(
+            self.keep, open_store,
+            what="step records are", every_s=KEEP_S, is_over=self._is_over,
+        )  # fmt: skip
 
     def finish(self) -> None:
         """Read what was printed last, once; nothing is printed any more."""
@@ -197,10 +199,3 @@ class ShownSteps:
     def _follow(self) -> None:
         while not self._is_over.wait(LOOK_S):
             self.look()
-
-    def _keep_up(self, open_store: Callable[[], ObjectStore]) -> None:
-        while not self._is_over.wait(KEEP_S):
-            try:
-                self.keep(open_store())
-            except StorageError as error:
-                _log.warning(f"step records are put into the store later: {error}")

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from storage.local import LocalStore
 from tests.jobs import job_document
 from tests.unit.agent.conftest import start_order
 from tests.values import not_none
 from training.agent.saved_checkpoints import SavedWatch
+from training.agent.saved_store import stored_steps
 
 
 def watch(folder: Path, **spec: Any) -> SavedWatch:
@@ -90,3 +93,17 @@ def test_without_a_number_nothing_is_deleted(tmp_path):
         save(tmp_path, step)
     assert told(watched) == [50, 60, 70, 80, 90]
     assert len(list(tmp_path.iterdir())) == 9
+
+
+def test_an_upload_waits_for_a_look_that_adds_to_what_it_reads(tmp_path):
+    store = LocalStore(tmp_path / "store")
+    watched = watch(tmp_path, upload=True)
+    save(tmp_path, 10)
+    assert told(watched) == [10]
+    uploading = threading.Thread(target=watched.upload, args=(store,))
+    with watched._looking:
+        uploading.start()
+        uploading.join(0.2)
+        assert stored_steps(store, watched.run_id) == {}
+    uploading.join(60)
+    assert stored_steps(store, watched.run_id) == {10: [0]}
