@@ -237,7 +237,7 @@ class NothingToHeal:
 
 
 class CudaHealing:
-    """CUDA. NCCL's groups have been aborted when this is asked."""
+    """CUDA; not run on hardware. NCCL's groups have been aborted when this is asked."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

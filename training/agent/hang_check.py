@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import psutil
 
@@ -60,25 +60,17 @@ class HangCheck:
     def __post_init__(self) -> None:
         """Have detectors that know nothing yet."""
         config = self.config
-        self._detector = HangDetector(
-            SilenceLimits(
-                start_s=config.start_timeout_s,
-                step_s=config.hang_timeout_s,
-                save_s=config.save_timeout_s,
-                restore_s=config.restore_timeout_s,
-                evaluate_s=config.evaluate_timeout_s,
-            )
+        limits = SilenceLimits(
+            start_s=config.start_timeout_s,
+            step_s=config.hang_timeout_s,
+            save_s=config.save_timeout_s,
+            restore_s=config.restore_timeout_s,
+            evaluate_s=config.evaluate_timeout_s,
         )
-        self._of_output = HangDetector(
-            SilenceLimits(
-                start_s=config.start_timeout_s,
-                step_s=config.hang_timeout_s,
-                save_s=config.save_timeout_s,
-                evaluate_s=config.evaluate_timeout_s,
-                # Output does not show the phase: a save may be what takes so long.
-                floor_s=max(config.start_timeout_s, config.save_timeout_s or 0.0),
-            )
-        )
+        self._detector = HangDetector(limits)
+        # Output does not show the phase: a save may be what takes so long.
+        floor_s = max(config.start_timeout_s, config.save_timeout_s or 0.0)
+        self._of_output = HangDetector(replace(limits, floor_s=floor_s))
         self._activity = ActivityDetector(config.command_quiet_s)
 
     @property
