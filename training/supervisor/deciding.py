@@ -21,6 +21,7 @@ from training.recovery.ladder import decide
 from training.recovery.replicas import lack_among_living, lack_of_replicas
 from training.recovery.rungs import Capacity, Decision, Recovery, Rung
 from training.supervisor.ledger_writer import LedgerWriter
+from training.supervisor.program_checkpoints import saves_are_known
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +130,7 @@ def num_healthy(job: Job, nodes: Sequence[str] | None, isolated: Collection[str]
 def recoveries_of(job: Job, history: RunHistory) -> list[Recovery]:
     """Every past recovery of the run, oldest first, as the ladder takes them."""
     # A command whose checkpoints are not known has progressed when it has lasted.
-    is_known = not job.worker.is_command or job.worker.checkpoints is not None
-    lasts_s = None if is_known else job.restart.progress_after_s
+    lasts_s = None if saves_are_known(job) else job.restart.progress_after_s
     return history.recoveries(progress_after_s=lasts_s)
 
 
