@@ -37,6 +37,7 @@ pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(2700)]
 ALL_S = 2400.0
 STEPS = 40
 PACE_S = 0.3
+NEEDS_FOUR_NODES = "two-nodes-lost"  # and two spares; the cluster has three nodes
 
 
 @pytest.fixture
@@ -81,7 +82,8 @@ def test_every_drill_ends_on_a_cluster_as_it_does_on_this_machine(job, tmp_path)
     outcomes = json.loads(done.stdout or "[]")
     problems = {one["name"]: one["problems"] for one in outcomes if not one["as_expected"]}
     assert (problems, done.returncode) == ({}, 0), (tmp_path / "drills.err").read_text()
-    assert [one["name"] for one in outcomes] == [drill.name for drill in DRILLS]
+    here = [drill.name for drill in DRILLS if drill.name != NEEDS_FOUR_NODES]
+    assert [one["name"] for one in outcomes] == here
     assert all(one["curve_equal"] or one["differs_from"] is not None for one in outcomes)
 
 
