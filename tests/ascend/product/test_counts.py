@@ -20,8 +20,8 @@ SLOTS = 4  # of each node
 FEW, MANY = 8, 16  # steps; a step is worth half of the difference
 BY_THE_CLOCK = "HcclGetCommAsyncError"  # the watchdog's
 SIZES = [4, pytest.param(8, marks=pytest.mark.long), pytest.param(16, marks=pytest.mark.long)]
-# One communicator is made and the former one let go of; rank 0 alone names the root.
-A_GENERATION = {"HcclCommInitRootInfoConfig": 1, "HcclCommDestroy": 1}
+# Questions to the library that no other rank takes part in.
+LOCAL = ("HcclSetConfig", "HcclGetCommConfigCapability")
 
 
 def per_rank(folder: Path) -> list[Counter[str]]:
@@ -102,10 +102,10 @@ def test_a_recovery_costs_each_rank_the_same_calls_however_many_there_are(
     whole = calls_of_job(home, monkeypatch, num_ranks, steps=12)
     fault = runs.DeviceFault("link")
     broken = calls_of_job(home, monkeypatch, num_ranks, steps=12, fault=fault)
-    further = [more - less for less, more in zip(whole, broken, strict=True)]
-    print(f"{num_ranks} ranks, calls of each rank in a recovery: {[dict(one) for one in further]}")
-    assert [one.pop("HcclGetRootInfo", 0) for one in further] == [1] + [0] * (num_ranks - 1)
-    for one in further:
-        operations = one.pop("HcclAllReduce", 0)
-        assert one == A_GENERATION
-        assert 1 <= operations <= 4, "the group's first operation, and those of a step done again"
+    first, *others = (more - less for less, more in zip(whole, broken, strict=True))
+    print(f"{num_ranks} ranks, calls of a rank in a recovery: {dict(first)}")
+    assert first.pop("HcclGetRootInfo") == 1, "the first rank alone names the root"
+    assert others == [first] * len(others)
+    # One communicator is made and the former one let go of; its first operation, and those of the
+    # step that is executed again.
+    assert {name: n for name, n in first.items() if name not in LOCAL} == RECOVERY
