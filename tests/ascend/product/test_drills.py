@@ -14,8 +14,7 @@ from training.drill.table import DRILLS
 
 DRILL_S = 240.0  # at most, for one
 OF_DEVICES = [drill.name for drill in DRILLS if not drill.is_of_gloo]
-# What an NPU takes part in otherwise than a CPU: a retry, a new process, a hang, a node.
-SHORT = ("step-retry-hcce", "replace-rank", "hang", "node-lost")
+SHORT = ("replace-rank", "node-lost")
 
 
 def drilled(name: str, home: Path, *options: str) -> list[dict[str, object]]:

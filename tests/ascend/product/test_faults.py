@@ -62,7 +62,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+SHORT = ("uce-in-a-parameter", "hccs-link", "aicore")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in CASES],
+)
 def test_a_fault_of_a_device_is_recovered_with_the_curve_unchanged(home, undisturbed, name):
     case = CASES[name]
     outcome = runs.run(home, name, fault=runs.DeviceFault(case.command))
@@ -76,6 +82,7 @@ def test_a_fault_of_a_device_is_recovered_with_the_curve_unchanged(home, undistu
     assert outcome.left_over == ()
 
 
+@pytest.mark.long
 def test_an_operation_that_hccl_repeats_by_itself_costs_nothing(home, undisturbed):
     changes = {"comm": {"chip": "a3", "op_retry": {"enabled": True, "hold_time_ms": 100}}}
     outcome = runs.run(home, "op-retry", fault=runs.DeviceFault("retry"), changes=changes)
@@ -85,6 +92,7 @@ def test_an_operation_that_hccl_repeats_by_itself_costs_nothing(home, undisturbe
     assert differences(outcome.curve, undisturbed.curve) == [], told
 
 
+@pytest.mark.long
 def test_a_stream_that_never_ends_is_a_hang(home, undisturbed):
     changes = {"restart": {"hang_timeout_s": 15.0}}
     outcome = runs.run(home, "hang", fault=runs.DeviceFault("hang"), changes=changes)
