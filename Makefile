@@ -151,9 +151,11 @@ NPU_VENV := .venv-npu
 NPU_PACKAGES := g++
 NPU_LAB := $(NPU_VENV)/bin/python -m tests.ascend.lab
 
-$(NPU_VENV)/.installed: pyproject.toml
-	@command -v $(PYTHON) >/dev/null 2>&1 || { echo "make: $(PYTHON) not found; use make PYTHON=..." >&2; exit 2; }
+# What both environments have is in .venv, where this one finds it.
+$(NPU_VENV)/.installed: $(VENV)/.installed
 	test -x $(NPU_VENV)/bin/python || $(PYTHON) -m venv $(NPU_VENV)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		>$$($(NPU_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/of-venv.pth
 	$(NPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,npu]'
 	@if ! command -v g++ >/dev/null && test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
 		echo "make: installing $(NPU_PACKAGES) with apt-get"; \

@@ -60,7 +60,7 @@ found["check"] = torch.npu.check_uce_in_memory(0)
 ascend_emulator.fault("clear")
 torch.npu.restart_device(0)
 found["after"] = raised(lambda: (torch.ones(3, device="npu:0") * 2).sum().item())
-found["tensor"] = raised(lambda: x.sum().item())
+found["tensor"] = raised(lambda: x.cpu().sum().item())
 print(json.dumps(found), flush=True)
 os._exit(0)
 """

@@ -13,14 +13,14 @@ WATCHDOG = {"TORCH_HCCL_ASYNC_ERROR_HANDLING": "1"}
 
 
 @pytest.mark.parametrize(
-    ("fault", "text", "code"),
+    ("fault", "text"),
     [
-        ("link", "HCCS LINK ERROR", "507056"),
-        ("suspect-remote", "SUSPECT REMOTE ERROR", "507057"),
-        ("retry-failed", "HCCL OP RETRY FAILED", "507904"),
+        ("link", "HCCS LINK ERROR"),
+        ("suspect-remote", "SUSPECT REMOTE ERROR"),
+        ("retry-failed", "HCCL OP RETRY FAILED"),
     ],
 )
-def test_torch_npu_makes_the_exception_of_a_failed_collective(tmp_path, fault, text, code):
+def test_torch_npu_makes_the_exception_of_a_failed_collective(tmp_path, fault, text):
     ended = hccl_ranks.run(
         "groups",
         "struck",
@@ -31,8 +31,7 @@ def test_torch_npu_makes_the_exception_of_a_failed_collective(tmp_path, fault, t
     )
     results = hccl_ranks.results(ended)
     assert results[1]["before"] == [2.0] * 3
-    assert text in results[1]["text"]
-    assert code in results[1]["text"]
+    assert text in results[1]["text"]  # with a code only where a call sees it, not the queue
     if fault == "retry-failed":
         assert text in results[0]["text"]
 

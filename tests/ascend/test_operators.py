@@ -52,7 +52,7 @@ CASES = {
     "top": lambda x: torch.cat([one.float() for one in x.topk(2)]),
     "cumulative": lambda x: x.cumsum(0) + x.logcumsumexp(1),
     "views": lambda x: x.view(2, 12)[:, 3:9].transpose(0, 1).contiguous().flatten(),
-    "of other strides": lambda x: x.T.contiguous(memory_format=torch.preserve_format) + x.T,
+    "of other strides": lambda x: x.T.clone(memory_format=torch.preserve_format) + x.T,
     "gather and scatter": lambda x: x.gather(1, x.argsort(1)).scatter(1, x.argsort(1), x),
     "index": lambda x: x[x > 0],
     "nonzero": lambda x: (x > 0).nonzero().float(),
@@ -122,3 +122,12 @@ def test_tensors_go_from_device_to_device():
     there = x.T.to("npu:1")
     assert there.device == torch.device("npu:1")
     assert torch.equal(there.cpu(), x.T.cpu())
+
+
+def test_a_list_that_is_copied_to_the_host_is_there_when_the_call_returns():
+    host = [torch.zeros(300, 300, pin_memory=pinned) for pinned in (True, False)]
+    x = torch.ones(300, 300, device="npu:0")
+    for _ in range(20):
+        x = x @ x / 300
+    torch._foreach_copy_(host, [x, x * 2])
+    assert [one.sum().item() for one in host] == [300.0**2, 2 * 300.0**2]

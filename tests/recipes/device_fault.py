@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from training.job import Job
@@ -16,6 +17,8 @@ from training.runtime.session import Session
 from training.trainer import pretrain
 
 RANK, STEP, COMMAND, MARK = (f"DEVICE_FAULT_{name}" for name in ("RANK", "STEP", "COMMAND", "MARK"))
+OUT_OF_MEMORY = "oom"
+MORE_BYTES = 1 << 30  # than the allocator has cached
 IN_A_PARAMETER = "in-a-parameter"  # of a command, for the address of one
 DAMAGED_BYTES = 64
 
@@ -37,7 +40,10 @@ def fail_once(environment: os._Environ[str]) -> None:
         return
     import ascend_emulator
 
-    ascend_emulator.fault(_with_address(environment[COMMAND]))
+    index = torch.accelerator.current_device_index()
+    ascend_emulator.fault(f"{_with_address(environment[COMMAND])} device={index}")
+    if environment[COMMAND] == OUT_OF_MEMORY:
+        torch.empty(MORE_BYTES, dtype=torch.uint8, device=f"npu:{index}")
 
 
 def _with_address(command: str) -> str:

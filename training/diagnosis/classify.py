@@ -306,6 +306,9 @@ def _explained(end: WorkerEnd, log: LogSource) -> Finding | None:
     raised = _recorded(end, log)
     if raised is None or best is None:
         return raised or best
+    # torch_npu raises "The Inner error is reported as above": what it was is in the output.
+    if raised.role > Role.SYMPTOM and best.role < raised.role:
+        return best
     # The output explains an exception that no table knows, if anything does.
     return raised if not is_unnamed(raised) or best.role > Role.SYMPTOM else best
 

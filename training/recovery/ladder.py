@@ -183,6 +183,7 @@ def ladder_markdown() -> str:
 
 CLASS_OF: Mapping[WorkerFaultKind, FaultClass] = {
     WorkerFaultKind.CONNECTION: FaultClass.LINK_DOWN,
+    WorkerFaultKind.LINK: FaultClass.LINK_DOWN,
     WorkerFaultKind.COLLECTIVE: FaultClass.COLLECTIVE_TIMEOUT,
     WorkerFaultKind.MEMORY: FaultClass.DEVICE_MEMORY_ERROR,
     WorkerFaultKind.NUMERIC: FaultClass.NUMERIC_ANOMALY,

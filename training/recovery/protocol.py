@@ -27,6 +27,7 @@ class WorkerFaultKind(StrEnum):
     """What a worker noticed, as far as it knows."""
 
     CONNECTION = "connection"  # a connection to another rank broke
+    LINK = "link"  # a link between devices failed, as the device says; the state is whole (HCCE)
     COLLECTIVE = "collective"  # a collective failed or timed out; the state is whole (HCCE)
     MEMORY = "memory"  # this rank's device memory is not to be trusted (UCE)
     NUMERIC = "numeric"  # loss or gradient norm is abnormal (TRE)

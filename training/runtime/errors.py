@@ -78,9 +78,9 @@ ERROR_PATTERNS: tuple[tuple[re.Pattern[str], WorkerFaultKind, str | None], ...] 
         (r"UCE ERROR", WorkerFaultKind.MEMORY, "507053"),
         (r"HBM MULTI BIT ECC ERROR", WorkerFaultKind.MEMORY, "507054"),
         (r"SUSPECT MEM ERROR", WorkerFaultKind.MEMORY, "507055"),
-        (r"(HCCS|UB) LINK ERROR", WorkerFaultKind.COLLECTIVE, "507056"),
-        (r"SUSPECT REMOTE ERROR", WorkerFaultKind.COLLECTIVE, "507057"),
-        (r"HCCL OP RETRY FAILED", WorkerFaultKind.COLLECTIVE, "507904"),
+        (r"(HCCS|UB) LINK ERROR", WorkerFaultKind.LINK, "507056"),
+        (r"SUSPECT REMOTE ERROR", WorkerFaultKind.LINK, "507057"),
+        (r"HCCL OP RETRY FAILED", WorkerFaultKind.LINK, "507904"),
         # HCCL_CHECK_ERROR of torch_npu, with those codes of hccl_types.h that come from a peer or
         # the network: unavailable, time-out, TCP, RoCE, network, again, remote, suspended
         (

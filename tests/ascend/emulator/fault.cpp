@@ -29,8 +29,8 @@ constexpr Error kTakenByName = -2;
 
 // Codes of ACL_ERROR_RT_*. Those taken by name are for HCCL and for the allocator.
 constexpr Kind kKinds[] = {
-    {"aicore", ACL_ERROR_RT_AICORE_EXCEPTION, Scope::kStream, Site::kWork},
-    {"aicore-timeout", ACL_ERROR_RT_AICORE_TIMEOUT, Scope::kStream, Site::kWork},
+    {"aicore", ACL_ERROR_RT_AICORE_EXCEPTION, Scope::kStream, Site::kOperator},
+    {"aicore-timeout", ACL_ERROR_RT_AICORE_TIMEOUT, Scope::kStream, Site::kOperator},
     {"hang", kNeverEnds, Scope::kStream, Site::kWork},
     {"uce", ACL_ERROR_RT_DEVICE_MEM_ERROR, Scope::kDevice, Site::kWork},
     {"ecc", ACL_ERROR_RT_HBM_MULTI_BIT_ECC_ERROR, Scope::kDevice, Site::kWork},

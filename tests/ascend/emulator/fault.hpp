@@ -7,8 +7,8 @@
 
 namespace ascend {
 
-// What a fault strikes: whatever runs next, or communication alone.
-enum class Site { kWork, kCommunication };
+// What a fault strikes: whatever runs next, operators alone, or communication alone.
+enum class Site { kWork, kOperator, kCommunication };
 
 // The armed fault of the device that is due at this place: its code, with its text set by
 // `set_error_message`; 0 where there is none. One that never ends returns when it is interrupted.

@@ -49,7 +49,7 @@ def struck() -> Any:
     if RANK == SIZE - 1:
         import ascend_emulator  # only there in the lab
 
-        ascend_emulator.fault(sys.argv[2])
+        ascend_emulator.fault(f"{sys.argv[2]} device={DEVICE.index}")
     return {"before": before, "text": text_of(reduced)}
 
 
@@ -57,15 +57,15 @@ def late() -> Any:
     """The last rank does not enter a collective."""
     reduced()
     text = text_of(reduced) if RANK != SIZE - 1 else ""
-    wait_for_all()
+    wait_for_all("end")
     return {"text": text}
 
 
-def wait_for_all() -> None:
-    """Meet over gloo, which no device is part of."""
+def wait_for_all(where: str) -> None:
+    """Meet in the store, which no device is part of."""
     store = dist.distributed_c10d._get_default_store()
-    store.add("arrived", 1)
-    while int(store.add("arrived", 0)) < SIZE:
+    store.add(where, 1)
+    while int(store.add(where, 0)) < SIZE:
         time.sleep(0.05)
 
 
@@ -90,10 +90,12 @@ def stopped() -> Any:
         text = text_of(reduced)
     else:
         torch_npu.npu.stop_device(DEVICE.index)
-    wait_for_all()
+    wait_for_all("stopped")
     torch_npu.npu.restart_device(DEVICE.index)
     rebuild = sys.argv[2] == "rebuild"
     torch_npu.distributed.reinit_process_group(None, rebuild_link=rebuild)
+    # Each rank deletes the group's keys in the store: also those of a rank that has gone ahead.
+    wait_for_all("reinitialized")
     return {"before": before, "text": text, "after": reduced()}
 
 

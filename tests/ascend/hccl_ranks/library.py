@@ -115,8 +115,8 @@ class Libraries:
         return info.raw
 
     def arm(self, fault: str) -> None:
-        """Have a fault strike this process; `clear` forgets those that are armed."""
-        wrong = self.acl.ascend_command_fault(fault.encode())
+        """Have a fault strike the device of this process."""
+        wrong = self.acl.ascend_command_fault(f"{fault} device={self.device}".encode())
         assert not wrong, wrong
 
     def abort_device(self) -> None:

@@ -17,6 +17,7 @@ def test_four_ranks_on_two_nodes_have_the_loss_curve_of_the_cpu(home, undisturbe
     assert undisturbed.left_over == ()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [ParallelKind.HSDP, ParallelKind.FSDP2])
 def test_sharded_models_have_the_loss_curve_of_the_cpu(home, kind):
     sharded = runs.run(home, f"npu-{kind}", kind=kind)

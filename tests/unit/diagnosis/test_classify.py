@@ -412,3 +412,22 @@ def test_words_that_no_code_was_reported_for_have_none():
     line = "[ERROR] TS(1,tsfw): HBM multi-bit ECC error is detected, addr=0x12c0c0013000"
     found = not_none(recognise(line, "        Error Code : 80E01801\n"))
     assert (found.fault_class, found.code) == (FaultClass.DEVICE_MEMORY_ERROR, None)
+
+
+def test_an_exception_that_points_at_the_output_gives_way_to_what_it_points_at():
+    raised = (
+        "RuntimeError: The Inner error is reported as above. The process exits for this inner "
+        "error, and the current working event is 0x7f8414016260."
+    )
+    log = (
+        'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n'
+        f"{raised}\n"
+        "EE9999: Inner Error!\n"
+        "EZ9999: The error from device(chipId:1, dieId:0), serial number is 1, there is an "
+        "exception of aicore error, core id is 0, error code = 0x800000\n"
+    )
+    end = WorkerEnd(1, "node-0", 1, 1, 5.0, log=log, error=raised)
+    fault = diagnose(Evidence(at_s=5.0, step=6, workers=(end,))).fault
+    assert fault.fault_class is FaultClass.OPERATOR_ERROR
+    assert fault.code == "EZ9999"
+    assert "aicore error" in fault.evidence

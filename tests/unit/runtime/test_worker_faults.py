@@ -35,10 +35,10 @@ KNOWN: dict[str, tuple[WorkerFaultKind, str | None]] = {
         "507054",
     ),
     "SUSPECT MEM ERROR reason=[suspect device mem error]": (WorkerFaultKind.MEMORY, "507055"),
-    "HCCS LINK ERROR reason=[link error]": (WorkerFaultKind.COLLECTIVE, "507056"),
-    "UB LINK ERROR reason=[link error]": (WorkerFaultKind.COLLECTIVE, "507056"),
-    "SUSPECT REMOTE ERROR reason=[suspect remote error]": (WorkerFaultKind.COLLECTIVE, "507057"),
-    "HCCL OP RETRY FAILED reason=[hccl op retry failed]": (WorkerFaultKind.COLLECTIVE, "507904"),
+    "HCCS LINK ERROR reason=[link error]": (WorkerFaultKind.LINK, "507056"),
+    "UB LINK ERROR reason=[link error]": (WorkerFaultKind.LINK, "507056"),
+    "SUSPECT REMOTE ERROR reason=[suspect remote error]": (WorkerFaultKind.LINK, "507057"),
+    "HCCL OP RETRY FAILED reason=[hccl op retry failed]": (WorkerFaultKind.LINK, "507904"),
     "CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be asynchronously "
     "reported at some other API call": (WorkerFaultKind.MEMORY, None),
     "CUDA error: uncorrectable NVLink error detected during the execution": (

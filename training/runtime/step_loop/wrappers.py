@@ -76,8 +76,10 @@ def settle_buckets(model: nn.Module) -> None:
     reducer = model.reducer
     reducer.prepare_for_forward()
     reducer.prepare_for_backward([])
-    # Gradients arrive in reverse of this order, which is how DDP guesses the model's own.
-    total = torch.zeros((), requires_grad=True)
+    # Gradients arrive in reverse of this order, which is how DDP guesses the model's own. All of it
+    # is on the parameters' device: autograd has a thread for each, and between two of them the
+    # order would be that of a race, another one on each rank.
+    total = torch.zeros((), device=parameters[0].device, requires_grad=True)
     for parameter in parameters:
         total = _Without.apply(total, parameter)  # type: ignore[no-untyped-call]
     total.backward()  # type: ignore[no-untyped-call]

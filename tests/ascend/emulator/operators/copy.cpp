@@ -32,8 +32,8 @@ void Copy::operator()(const c10::OperatorHandle&, c10::DispatchKeySet, c10::Stac
   const bool is_non_blocking = torch::jit::pop(*stack).toBool();
   const at::Tensor from = torch::jit::pop(*stack).toTensor();
   const at::Tensor to = torch::jit::pop(*stack).toTensor();
-  if (is_on_npu(to) && is_on_npu(from)) {
-    to.device() == from.device() ? within_device(to, from) : bytes(to, from, is_non_blocking);
+  if (to.device() == from.device()) {
+    within_device(to, from);
   } else if (is_on_npu(to)) {
     to_device(to, from, is_non_blocking);
   } else {

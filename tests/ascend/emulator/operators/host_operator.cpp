@@ -51,6 +51,7 @@ HostOperator::HostOperator(const c10::OperatorHandle& op)
   for (size_t i = 0; i < num_arguments_; ++i) {
     const auto& argument = schema.arguments()[i];
     const bool is_written = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+    if (is_written) written_.push_back(i);
     if (is_written && argument.kwarg_only()) outputs_.push_back(i);
     if (argument.type()->str() == "Generator?") generator_ = i;
   }
@@ -73,12 +74,15 @@ void HostOperator::operator()(const c10::OperatorHandle&, c10::DispatchKeySet,
     });
   const c10::OptionalDeviceGuard guard(
       call.device.has_index() ? std::optional(call.device) : std::nullopt);
-  const auto known = has_only_tensors_ && has_shapes_ ? shapes(call) : std::nullopt;
+  const bool is_for_host = writes_to_host(call);
+  const auto known =
+      has_only_tensors_ && has_shapes_ && !is_for_host ? shapes(call) : std::nullopt;
   if (known) resize_outputs(call, *known);
   for (const auto& value : call.given)
-    call.host.push_back(changed(value, [](const at::Tensor& tensor) {
+    call.host.push_back(changed(value, [&](const at::Tensor& tensor) {
+      if (is_on_npu(tensor)) return host_view(tensor);
       // The caller may change what is its own on the host before the work runs.
-      return is_on_npu(tensor) ? host_view(tensor) : own_copy(tensor);
+      return is_for_host ? tensor : own_copy(tensor);
     }));
   if (generator_) {
     const auto given = call.given[*generator_].toOptional<at::Generator>();
@@ -86,13 +90,21 @@ void HostOperator::operator()(const c10::OperatorHandle&, c10::DispatchKeySet,
   }
   c10::Stack results;
   const bool is_in_place = has_only_tensors_ && !has_new_results_ && outputs_.empty();
-  if (known || is_in_place) {
+  if ((known || is_in_place) && !is_for_host) {
     run_later(call, known, results);
   } else {
     run_now(call, results);
   }
   torch::jit::drop(*stack, num_arguments_);
   for (auto& result : results) stack->push_back(std::move(result));
+}
+
+// As a copy of a list of tensors to the host does: the caller reads it as soon as this returns.
+bool HostOperator::writes_to_host(const Call& call) const {
+  bool found = false;
+  for (const size_t i : written_)
+    each_tensor(call.given[i], [&](const at::Tensor& tensor) { found |= !is_on_npu(tensor); });
+  return found;
 }
 
 // None where the operator's shapes depend on the data, or its kernel for "meta" does not take this.

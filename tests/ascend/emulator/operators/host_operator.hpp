@@ -20,7 +20,7 @@ class HostOperator : public c10::OperatorKernel {
  private:
   struct Call;
 
-  c10::DispatchKeySet cpu_keys() const;
+  bool writes_to_host(const Call& call) const;
   std::optional<c10::Stack> shapes(const Call& call) const;
   void run_later(Call& call, const std::optional<c10::Stack>& shapes, c10::Stack& results) const;
   void run_now(Call& call, c10::Stack& results) const;
@@ -30,6 +30,7 @@ class HostOperator : public c10::OperatorKernel {
   size_t num_arguments_;
   // For each result the argument that it is, or none where it is new.
   std::vector<std::optional<size_t>> argument_of_result_;
+  std::vector<size_t> written_;
   std::vector<size_t> outputs_;  // arguments after "*" that are written: they may be resized
   std::optional<size_t> generator_;
   bool has_new_results_ = false;

@@ -5,6 +5,7 @@
 #include <ATen/autocast_mode.h>
 
 #include "errors.hpp"
+#include "fault.hpp"
 #include "stream.hpp"
 #include "torch_npu/csrc/core/npu/NPUStream.h"
 
@@ -42,10 +43,15 @@ Error run(const std::function<void()>& work, const std::string& name, int num_th
 }  // namespace
 
 void enqueue(const std::string& operator_name, std::function<void()> work) {
-  const StreamHandle stream = c10_npu::getCurrentNPUStream().stream(false);
+  const c10_npu::NPUStream current = c10_npu::getCurrentNPUStream();
+  const StreamHandle stream = current.stream(false);
   const int num_threads = at::get_num_threads();
-  const auto launch = [stream, num_threads, operator_name, work = std::move(work)] {
-    return submit(stream, [=](const Interrupt&) { return run(work, operator_name, num_threads); });
+  const int32_t device = current.device_index();
+  const auto launch = [stream, device, num_threads, operator_name, work = std::move(work)] {
+    return submit(stream, [=](const Interrupt& interrupt) {
+      const Error struck = strike(device, Site::kOperator, interrupt);
+      return struck == kSuccess ? run(work, operator_name, num_threads) : struck;
+    });
   };
   at_npu::native::OpCommand::RunOpApiV2(operator_name, launch, false);
 }
