@@ -73,12 +73,12 @@ def test_a_function_that_is_not_there_fails_by_its_name():
     done = run(
         """
         import torch, torch_npu
-        torch_npu.npu_fast_gelu(torch.ones(4, device="npu:0"))
+        torch_npu.npu_swiglu(torch.ones(4, 8, device="npu:0"))
         torch.npu.synchronize()
         """
     )
     assert done.returncode == 1
-    assert "aclnnFastGelu" in done.stderr
+    assert "aclnnSwiGlu" in done.stderr
 
 
 def test_a_function_that_is_linked_and_not_there_fails_by_its_name():
