@@ -58,9 +58,12 @@ if kind != "oom":
     found["stop"] = torch.npu.stop_device(0)
 found["check"] = torch.npu.check_uce_in_memory(0)
 ascend_emulator.fault("clear")
-torch.npu.restart_device(0)
-found["after"] = raised(lambda: (torch.ones(3, device="npu:0") * 2).sum().item())
-found["tensor"] = raised(lambda: x.cpu().sum().item())
+if found.get("stop"):  # torch_npu's queue of a device that is lost may wait for ever
+    found["after"] = ["not tried", ""]
+else:
+    torch.npu.restart_device(0)
+    found["after"] = raised(lambda: (torch.ones(3, device="npu:0") * 2).sum().item())
+    found["tensor"] = raised(lambda: x.cpu().sum().item())
 print(json.dumps(found), flush=True)
 os._exit(0)
 """

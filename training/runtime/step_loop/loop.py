@@ -103,7 +103,6 @@ class StepLoop:
     _comparison: Comparison = field(init=False)
     _clock: SaveClock = field(init=False)
     _is_first: bool = True
-    _started_s: float = 0.0
 
     def __post_init__(self) -> None:
         """Prepare what all steps have in common."""
@@ -230,7 +229,7 @@ class StepLoop:
             return
         if self.recovery is not None:
             self.recovery.groups.end_step()
-        step_s = time.perf_counter() - self._started_s
+        step_s = time.perf_counter() - self.state.started_s
         self.records.add(self.state.step, vote, self.training, step_s=step_s)
 
     def _finish_step(self) -> None:
@@ -371,7 +370,7 @@ class StepLoop:
     def _new_step(self) -> Step:
         state = self.state
         number = state.step + 1
-        self._started_s = time.perf_counter()  # waiting for data is part of a step
+        self.state.started_s = time.perf_counter()  # waiting for data is part of a step
         self.heartbeat.beat(phase=Phase.DATA)
         if state.batch is not None:
             batch, state.batch = state.batch, None

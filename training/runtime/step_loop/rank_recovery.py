@@ -75,6 +75,7 @@ class RankState:
         span: global samples handed out before the newest batch and after it.
         skipped: batches passed over since `step`, oldest first.
         pending: what is to be done before the next step, by name.
+        started_s: when the newest step was asked for, on the clock of time.perf_counter().
         is_fresh: there is no state yet: this process takes the place of another.
         is_dirty: the tensors are not to be trusted.
         is_damaged: the device has reported that its memory is damaged, and was not cleaned since.
@@ -88,6 +89,7 @@ class RankState:
     span: tuple[int, int] = (0, 0)
     skipped: tuple[SkippedBatch, ...] = ()
     pending: tuple[str, ...] = ()
+    started_s: float = 0.0
     is_fresh: bool = False
     is_dirty: bool = False
     is_damaged: bool = False
@@ -358,6 +360,10 @@ class RankRecovery:
         problem = None
         if self.context.rank in plan.savers:
             self.heartbeat.beat(phase=Phase.SAVE)
+            if state.vote is not None and state.vote.step == state.step:
+                # The first rank need not have come to the end of a step that is applied here.
+                step_s = time.perf_counter() - state.started_s
+                self.records.add(state.step, state.vote, self.training, step_s=step_s)
             try:
                 self.checkpointer.last_save(
                     state.step,
