@@ -73,7 +73,8 @@ class Replaced:
         noticed_s: from the kill to the supervisor's notice.
         protocol_s: from the notice to the coordinator's decision.
         recovery_s: from the decision to the record that all ranks train.
-        resume_s: from the kill to the next completed step.
+        resume_s: from the kill to the first step that is completed after the notice; before it a
+            step that all ranks had voted for may come to its end.
         steps_lost: that were done again.
         cpu_s: CPU time from the decision to the end, by part.
     """
@@ -173,12 +174,13 @@ def measure(shape: Shape, *, warm_spares: int = 0, pace_s: float = 0.05) -> Repl
     began, ended = recoveries[0].began, recoveries[0].ended
     if ended is None:
         raise RuntimeError("the recovery has no end")
+    resumed_at_s = min(one.at_s for one in steps if one.at_s > began.fault.at_s)
     return Replaced(
         shape,
         noticed_s=began.fault.at_s - killed_at_s,
         protocol_s=began.at_s - began.fault.at_s,
         recovery_s=ended.at_s - began.at_s,
-        resume_s=min(one.at_s for one in steps if one.at_s > killed_at_s) - killed_at_s,
+        resume_s=resumed_at_s - killed_at_s,
         steps_lost=ended.steps_lost,
         cpu_s=loss.used_s,
     )

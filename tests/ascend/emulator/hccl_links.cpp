@@ -20,6 +20,18 @@ const std::string kWelcome = "welcome";
 
 enum class Kind : uint64_t { data, goodbye };
 
+enum class Answer { none, welcome, gone };
+
+// What a peer that was dialled says within a slice. It sends one welcome, in one piece: nothing is
+// read before it is there, so that none is taken for a hang-up that comes a moment too late.
+Answer answer_on(int fd) {
+  pollfd readable{fd, POLLIN, 0};
+  if (poll(&readable, 1, static_cast<int>(kSliceMs)) <= 0) return Answer::none;
+  std::string text;
+  const bool is_read = read_message(fd, text, now_ms() + kSliceMs);
+  return is_read && text == kWelcome ? Answer::welcome : Answer::gone;
+}
+
 struct Header {
   Kind kind;
   Tag tag;
@@ -242,18 +254,14 @@ bool Links::connect(const std::vector<size_t>& peers, int64_t until_ms, size_t& 
         continue;
       }
       guard.unlock();
-      std::string welcome;
       if (!dialled) dialled = dial_link(state.members[peer].address, state.id, state.secret, state.rank);
-      const bool is_welcome =
-          dialled && read_message(dialled.get(), welcome, now_ms() + kSliceMs) && welcome == kWelcome;
-      pollfd hang_up{dialled.get(), POLLIN, 0};
-      const bool is_gone = !dialled || (!is_welcome && poll(&hang_up, 1, 0) > 0);
-      if (is_gone) {
+      const Answer answer = dialled ? answer_on(dialled.get()) : Answer::gone;
+      if (answer == Answer::gone) {
         dialled = Descriptor();
         std::this_thread::sleep_for(std::chrono::milliseconds(kSliceMs));
       }
       guard.lock();
-      if (is_welcome) state.bring_up(link, std::move(dialled));
+      if (answer == Answer::welcome) state.bring_up(link, std::move(dialled));
     }
   }
   if (!state.has_thread && !state.is_closed) {

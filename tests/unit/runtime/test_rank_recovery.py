@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from training.diagnosis.exits import EXIT_RESTART_ME
-from training.recovery.repair import Move, RepairMode, RepairPlan, SkippedBatch
+from training.recovery.repair import Move, RepairMode, RepairPlan, SkippedBatch, Vote
 from training.runtime.errors import GivenUp, Interrupted
 from training.runtime.step_loop.rank_recovery import RankRecovery, RankState
 
@@ -116,3 +116,32 @@ def test_a_rank_that_is_given_a_state_takes_no_snapshot_of_its_own(target, goes_
     plan = RepairPlan(mode=RepairMode.ROLL_BACK, step=72, rolls_back=True, moves=moves)
     own._roll_back(RankState(74, {}), plan)
     assert taken == ["snapshot"] * goes_back
+
+
+@pytest.mark.parametrize(
+    ("savers", "vote", "done"),
+    [
+        ((3, 2), Vote(step=6, loss=1.5, grad_norm=2.0), ["record 6: 1.5", "save 6"]),
+        ((2,), Vote(step=6, loss=1.5, grad_norm=2.0), []),
+        ((3, 2), None, ["save 6"]),
+    ],
+)
+def test_a_last_save_takes_the_record_of_a_step_that_was_applied_in_the_recovery(
+    savers, vote, done
+):
+    calls: list[str] = []
+    own: Any = recovery(announced=2)
+    own.groups.client.close = lambda: None
+    own.context.job = SimpleNamespace(engine=SimpleNamespace(grace_s=30.0))
+    own.records = SimpleNamespace(
+        add=lambda step, vote, _training, *, step_s: calls.append(f"record {step}: {vote.loss}"),
+        surviving=dict,
+    )
+    own.checkpointer = SimpleNamespace(
+        last_save=lambda step, _savers, **_: calls.append(f"save {step}")
+    )
+    plan = RepairPlan(mode=RepairMode.LAST_SAVE, step=6, savers=savers)
+    with pytest.raises(SystemExit) as ended:
+        own._save_and_end(RankState(6, {}, vote=vote), plan)
+    assert ended.value.code == EXIT_RESTART_ME
+    assert calls == done

@@ -229,8 +229,7 @@ class StepLoop:
             return
         if self.recovery is not None:
             self.recovery.groups.end_step()
-        step_s = time.perf_counter() - self.state.started_s
-        self.records.add(self.state.step, vote, self.training, step_s=step_s)
+        self.records.add(self.state.step, vote, self.training, step_s=self.state.step_s)
 
     def _finish_step(self) -> None:
         """Take in how the step that was handed out has ended."""

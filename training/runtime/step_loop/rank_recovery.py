@@ -99,6 +99,11 @@ class RankState:
         """Of `step`, None where the vote of it was not taken here."""
         return self.vote.loss if self.vote is not None and self.vote.step == self.step else None
 
+    @property
+    def step_s(self) -> float:
+        """How long ago the newest step was asked for."""
+        return time.perf_counter() - self.started_s
+
     def report(self, rank: int, snapshot_step: int | None) -> RankReport:
         """For the coordinator."""
         step = self.in_flight
@@ -362,8 +367,7 @@ class RankRecovery:
             self.heartbeat.beat(phase=Phase.SAVE)
             if state.vote is not None and state.vote.step == state.step:
                 # The first rank need not have come to the end of a step that is applied here.
-                step_s = time.perf_counter() - state.started_s
-                self.records.add(state.step, state.vote, self.training, step_s=step_s)
+                self.records.add(state.step, state.vote, self.training, step_s=state.step_s)
             try:
                 self.checkpointer.last_save(
                     state.step,
