@@ -168,7 +168,7 @@ $(NPU_VENV)/.installed: $(VENV)/.installed
 TEST_NPU := $(NPU_LAB) python -m pytest tests/ascend --durations 20
 
 test-npu: $(NPU_VENV)/.installed
-	$(TEST_NPU) -m "not long"
+	$(TEST_NPU) -m "not long" --numprocesses 2 --dist loadfile
 
 test-npu-long: $(NPU_VENV)/.installed
 	$(TEST_NPU) -m long

@@ -9,7 +9,14 @@ from tests.ascend import hccl_ranks
 
 @pytest.mark.parametrize(
     ("parallelism", "size"),
-    [("ddp", 2), ("ddp", 4), ("fsdp2", 2), ("fsdp2", 4), ("hsdp", 4), ("hsdp", 8)],
+    [
+        ("fsdp2", 2),
+        ("hsdp", 4),
+        pytest.param("ddp", 2, marks=pytest.mark.long),
+        pytest.param("ddp", 4, marks=pytest.mark.long),
+        pytest.param("fsdp2", 4, marks=pytest.mark.long),
+        pytest.param("hsdp", 8, marks=pytest.mark.long),
+    ],
 )
 def test_losses_and_parameters_are_those_of_the_cpu(tmp_path, parallelism, size):
     trained = {

@@ -14,7 +14,7 @@ from training.drill.table import DRILLS
 
 DRILL_S = 240.0  # at most, for one
 OF_DEVICES = [drill.name for drill in DRILLS if not drill.is_of_gloo]
-SHORT = ("replace-rank", "node-lost")
+SHORT = ("node-lost",)
 
 
 def drilled(name: str, home: Path, *options: str) -> list[dict[str, object]]:
