@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -133,11 +133,20 @@ class Campaign(FrozenModel):
         return self.model_copy(update={"faults": faults, "kills": kills})
 
 
-def draw(seed: int, *, num_faults: int, kind: ParallelKind) -> Campaign:
-    """A campaign out of a seed: the same seed, the same campaign."""
+def draw(seed: int, *, num_faults: int, kind: ParallelKind, is_of_gloo: bool = True) -> Campaign:
+    """A campaign out of a seed: the same seed, the same campaign.
+
+    Args:
+        seed: of the random numbers.
+        num_faults: of the campaign, its kills included.
+        kind: of parallelism.
+        is_of_gloo: whether collectives run over gloo, whose connections break and whose beginning
+            is a point of a step; those of devices are their library's.
+    """
     rng = Random(seed)  # noqa: S311 nothing here is secret
     steps = FIRST_STEP + num_faults * STEPS_PER_FAULT + SAVE_EVERY_STEPS
-    weights = {what: _weight(what, kind) for what in _WEIGHTS}
+    possible = [one for one in _WEIGHTS if is_of_gloo or one is not DrillKind.LINK]
+    weights = {what: _weight(what, kind) for what in possible}
     faults: list[DrillFault] = []
     kills: list[Kill] = []
     drawn: Counter[DrillKind | Victim] = Counter()
@@ -154,14 +163,15 @@ def draw(seed: int, *, num_faults: int, kind: ParallelKind) -> Campaign:
             if kill not in kills:  # the second one would find nothing
                 kills.append(kill)
         else:
-            faults.append(_draw_fault(rng, what, step))
+            points = [one for one in POINTS[what] if is_of_gloo or one is not DrillPoint.REDUCING]
+            faults.append(_draw_fault(rng, what, step, points))
     return Campaign(
         seed=seed,
         parallelism=kind,
         steps=steps,
         overrides={
             **{section: dict(fields) for section, fields in _OVERRIDES.items()},
-            "comm": {"link_retry": seed % LINK_RETRY_EVERY == 0},
+            "comm": {"link_retry": is_of_gloo and seed % LINK_RETRY_EVERY == 0},
         },
         faults=tuple(sorted(faults, key=lambda one: one.step)),
         kills=tuple(sorted(kills, key=lambda one: one.step)),
@@ -173,8 +183,10 @@ def _weight(what: DrillKind | Victim, kind: ParallelKind) -> int:
     return 1 if is_rare else _WEIGHTS[what]
 
 
-def _draw_fault(rng: Random, kind: DrillKind, step: int) -> DrillFault:
-    point = rng.choice(POINTS[kind])
+def _draw_fault(
+    rng: Random, kind: DrillKind, step: int, points: Sequence[DrillPoint]
+) -> DrillFault:
+    point = rng.choice(points)
     if point is DrillPoint.SAVE:
         step -= step % SAVE_EVERY_STEPS  # no other step is saved
     # An abnormal step that is abnormal again is accepted, and changes the curve.

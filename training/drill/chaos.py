@@ -23,6 +23,7 @@ from pathlib import Path
 
 from storage.errors import StorageError
 from training.drill.campaign import Campaign, draw, read_campaign, unfired, write_campaign
+from training.drill.device_report import count_devices
 from training.drill.driver import RunDriver, RunOutcome, kill_hook
 from training.drill.evaluation import recovered, run_problems
 from training.drill.job import drill_job, write_corpus
@@ -198,19 +199,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the campaigns of the command line. Returns the exit code."""
     given = _parser().parse_args(arguments)
     try:
-        kind = parallel_kind(given.parallelism)
-        campaigns = (
-            [read_campaign(given.campaign)]
-            if given.campaign is not None
-            else [draw(seed, num_faults=given.faults, kind=kind) for seed in given.seed]
-        )
-        return _run(campaigns, out=given.out, shrinks=given.shrink)
+        return _run(_campaigns(given), out=given.out, shrinks=given.shrink)
     except InputError as error:
         print(f"chaos: {error}", file=sys.stderr)
         return 2
     except (PerdureError, StorageError) as error:
         print(f"chaos: {error}", file=sys.stderr)
         return 1
+
+
+def _campaigns(given: argparse.Namespace) -> list[Campaign]:
+    if given.campaign is not None:
+        return [read_campaign(given.campaign)]
+    kind, is_of_gloo = parallel_kind(given.parallelism), count_devices() == 0
+    return [
+        draw(seed, num_faults=given.faults, kind=kind, is_of_gloo=is_of_gloo) for seed in given.seed
+    ]
 
 
 def _parser() -> argparse.ArgumentParser:

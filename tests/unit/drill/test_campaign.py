@@ -62,6 +62,17 @@ def test_twenty_seeds_break_everything_that_can_be_broken():
     assert {kill.victim for campaign in drawn for kill in campaign.kills} == set(Victim)
 
 
+def test_on_devices_nothing_is_drawn_that_only_gloo_has():
+    drawn = [
+        draw(seed, num_faults=50, kind=ParallelKind.DDP, is_of_gloo=False) for seed in range(20)
+    ]
+    faults = [fault for campaign in drawn for fault in campaign.faults]
+    assert {fault.kind for fault in faults} == set(DrillKind) - {DrillKind.LINK}
+    never = {DrillPoint.RESTORE, DrillPoint.REDUCING}
+    assert {fault.point for fault in faults} == set(DrillPoint) - never
+    assert not any(campaign.overrides["comm"]["link_retry"] for campaign in drawn)
+
+
 def test_every_other_seed_has_operator_retry_on():
     drawn = [draw(seed, num_faults=3, kind=ParallelKind.HSDP) for seed in (1, 2, 3, 4)]
     assert [one.overrides["comm"]["link_retry"] for one in drawn] == [False, True, False, True]
