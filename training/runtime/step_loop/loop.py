@@ -371,15 +371,14 @@ class StepLoop:
         number = state.step + 1
         self.state.started_s = time.perf_counter()  # waiting for data is part of a step
         self.heartbeat.beat(phase=Phase.DATA)
-        if state.batch is not None:
-            batch, state.batch = state.batch, None
-        else:
-            batch = self._next_batch()
+        # Kept until the step is in flight: a device that is stopped meanwhile takes no seed.
+        state.batch = self._next_batch() if state.batch is None else state.batch
         self.heartbeat.beat(phase=Phase.STEP)
         stream = self.context.layout.stream(self.context.rank)
         seed_step(self.context.job.seed, rank=stream, step=number)
-        state.in_flight = Step(number, batch, self._steps)
-        return state.in_flight
+        step = Step(number, state.batch, self._steps)
+        state.batch, state.in_flight = None, step
+        return step
 
     def _next_batch(self) -> Sequence[MicroBatch]:
         """The next batch that is to be trained on."""
