@@ -19,8 +19,11 @@ from typing import Any
 import torch
 import transformers
 from accelerate.data_loader import DataLoaderDispatcher
+from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 
+from perdure.integrations.accelerate_data import num_tokens, set_epoch
+from perdure.integrations.sharding import shard_on_cpu
 from perdure.integrations.trainer_data import EpochEnded, TrainerData
 from perdure.integrations.trainer_settings import check_settings, check_training
 from training.diagnosis.exits import EXIT_RESTART_ME
@@ -65,6 +68,7 @@ class TrainerLoop:
 
     def __init__(self, session: Session, trainer: Any) -> None:
         check_settings(session, trainer)
+        _shard(trainer)
         if trainer.args.max_steps < 0:
             trainer.args.max_steps = session.job.steps
         self._session = session
@@ -152,7 +156,7 @@ class TrainerLoop:
         if epoch < data.epoch:
             return
         data.begin_epoch(epoch)
-        _set_epoch(given["train_dataloader"], epoch)
+        set_epoch(given["train_dataloader"], epoch)
         # What is drawn at the start of an epoch, such as its order, is the same on all ranks, and
         # when a part of it is trained by another process.
         seed_step(self._session.job.seed, rank=0, step=-1 - epoch)
@@ -258,9 +262,8 @@ class TrainerLoop:
         if self._is_measured:
             return
         self._is_measured = True
-        found = [one.get("input_ids") for one in self.step.data if hasattr(one, "get")]
-        tokens = sum(one.numel() for one in found if isinstance(one, Tensor))
-        self._session.measure(tokens_per_step=tokens * self._session.world_size)
+        tokens = num_tokens(self.step.data) * self._session.world_size
+        self._session.measure(tokens_per_step=tokens)
 
     def clip_grad_norm(self, _model: nn.Module) -> float | None:
         """The norm before clipping; the gradients are clipped already."""
@@ -295,6 +298,15 @@ class TrainerLoop:
             return self._own[name](*given, **named)
 
 
+def _shard(trainer: Any) -> None:
+    """Have the Trainer wrap its model as its arguments say, also on the CPU."""
+    if trainer.args.fsdp_plugin_args is None:
+        return
+    plugin = FullyShardedDataParallelPlugin(**trainer.args.fsdp_plugin_args)
+    shard_on_cpu(trainer.accelerator, plugin)
+    trainer.is_fsdp_enabled = True
+
+
 def _as_they_are(tensors: Tensor, *_: Any) -> Tensor:
     return tensors
 
@@ -321,13 +333,3 @@ def _length(dataloader: Any) -> int:
         return len(dataloader)
     except TypeError:  # of an IterableDataset
         return 0
-
-
-def _set_epoch(dataloader: Any, epoch: int) -> None:
-    """Have the sampler at the core take the order of an epoch; batch samplers may wrap it twice."""
-    sampler: Any = getattr(dataloader, "batch_sampler", None)
-    while hasattr(sampler, "batch_sampler"):
-        sampler = sampler.batch_sampler
-    own: Any = getattr(sampler, "sampler", None)
-    if hasattr(own, "set_epoch"):
-        own.set_epoch(epoch)

@@ -47,20 +47,39 @@ def check_settings(session: Session, trainer: Any) -> None:
 
 
 def _check_wrapping(job: Job, trainer: Any) -> None:
-    """Only DDP leaves every rank with the whole state, which is what replaces a lost one."""
+    """The wrapping says which ranks hold what, which is what saves and recovery go by."""
     args, kind = trainer.args, job.parallelism.kind
-    if kind is not ParallelKind.DDP:
-        raise InputError("parallelism.kind", f"{kind}: a Trainer's model is wrapped in ddp")
     if args.n_gpu > 1:
         raise InputError("engine.slots_per_node", f"{args.n_gpu} devices for one rank: give it one")
     others = {
-        "fsdp": trainer.is_fsdp_enabled,
         "deepspeed": trainer.is_deepspeed_enabled,
         "auto_find_batch_size": args.auto_find_batch_size,
+        "distributed_config": trainer.is_distributed_loading_by_transformers,
     }
     for name, is_on in others.items():
         if is_on:
             raise InputError(name, "is not possible under Perdure, leave it out")
+    if kind not in (ParallelKind.DDP, ParallelKind.FSDP2):
+        text = f"{kind}: a Trainer's model is wrapped in ddp, or in fsdp2"
+        raise InputError("parallelism.kind", text)
+    if args.fsdp:
+        _check_sharding(args, kind)
+    elif kind is ParallelKind.FSDP2:
+        text = f"{kind}, but the Trainer wraps its model in ddp: TrainingArguments(fsdp=True)"
+        raise InputError("parallelism.kind", text)
+
+
+def _check_sharding(args: Any, kind: ParallelKind) -> None:
+    if kind is not ParallelKind.FSDP2:
+        raise InputError("fsdp", f"is on, but parallelism.kind is {kind}: give the job fsdp2")
+    config = args.fsdp_config
+    if args.fsdp_plugin_args is None or args.fsdp_plugin_args["fsdp_version"] != 2:
+        named = "xla" if args.fsdp_plugin_args is None else "version"
+        text = f"{config[named]}: fully_shard of torch alone, which is version 2"
+        raise InputError(f"fsdp_config.{named}", text)
+    if args.fsdp_plugin_args.get("cpu_offload"):
+        text = "true: parameters that wait on the host are not restored in place, leave it out"
+        raise InputError("fsdp_config.cpu_offload", text)
 
 
 def check_training(

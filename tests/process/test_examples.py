@@ -126,6 +126,22 @@ def test_the_trainer_of_transformers_loses_a_rank_and_no_step(bench, tmp_path):
     assert running.rungs() == ["process_replace"]
 
 
+def test_a_loop_over_accelerate_loses_a_rank_and_no_step(bench, tmp_path):
+    def job(run_id: str, **changes: Any) -> dict[str, Any]:
+        changes = {"steps": ITERATIONS, **changes}
+        return example(bench, "accelerate.yaml", tmp_path, run_id=run_id, **changes)
+
+    plain = bench.start(job("plain-accelerate"))
+    assert plain.finish() == 0, plain.out
+    curve = plain.curve()
+    assert list(curve) == list(range(1, ITERATIONS + 1))
+
+    killed = {"faults": [{"kind": "kill", "rank": 1, "step": 15}]}
+    running = bench.start(job("killed-accelerate", drill=killed))
+    running.complete(curve)
+    assert running.rungs() == ["process_replace"]
+
+
 def test_a_loop_that_kept_its_own_division_is_named(bench, tmp_path):
     text = (EXAMPLES / "session_train.py").read_text()
     divided = text.replace("model(inputs, targets))", "model(inputs, targets) / 2)")

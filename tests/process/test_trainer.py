@@ -182,3 +182,61 @@ def test_a_trainer_pauses_at_a_step_and_goes_on(bench, undisturbed):
     assert running.step() == paused_at
     bench.perdure("resume", running.job.run_id)
     running.complete(undisturbed)
+
+
+SHARDED = ("--fsdp=full_shard", '--fsdp_config={"version": 2}')
+
+
+def sharded_job(bench: Workbench, run_id: str, **changes: Any) -> dict[str, Any]:
+    """The same with a model that FSDP2 shards."""
+    return trainer_job(bench, run_id, *SHARDED, parallelism={"kind": "fsdp2"}, **changes)
+
+
+@pytest.fixture(scope="module")
+def undisturbed_shards(bench) -> dict[int, float]:
+    """Loss of every step of a sharded run without a fault."""
+    running = bench.start(sharded_job(bench, "trainer-shards"))
+    running.complete()
+    assert len(running.worker_lines("trains a FSDPLlamaForCausalLM")) == 2
+    curve = running.curve()
+    assert list(curve) == list(range(1, STEPS + 1))
+    assert curve[STEPS] < curve[1]
+    return curve
+
+
+@pytest.mark.long
+def test_a_sharded_trainer_goes_on_from_its_last_checkpoint_when_a_rank_is_killed(
+    bench, undisturbed_shards
+):
+    killed = {"faults": [fault("kill", 1, 13)]}
+    running = bench.start(sharded_job(bench, "trainer-shards-killed", drill=killed))
+    running.complete(undisturbed_shards)
+    assert running.rungs() == ["in_place_restart"]  # no other rank has its shard
+    assert [one.from_step for one in running.history.attempts] == [0, 10]
+    assert running.status()["checkpoints"]["store"] == {"newest": STEPS, "count": 3}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("point", ["start", "backward", "prepared", "voted"])
+def test_a_sharded_trainer_does_one_step_again_when_connections_break(
+    point, bench, undisturbed_shards
+):
+    broken = {"faults": [fault("link", 1, 12, point)]}
+    running = bench.start(sharded_job(bench, f"trainer-shards-{point}", drill=broken))
+    running.complete(undisturbed_shards)
+    assert running.rungs() == ["step_retry"]
+    (attempt,) = running.history.attempts
+    assert [one.ended.steps_lost for one in attempt.recoveries] == [0]
+
+
+@pytest.mark.long
+def test_a_sharded_trainer_outlives_a_node_by_the_copies_of_its_partner(bench, undisturbed_shards):
+    engine = {"nodes": 2, "slots_per_node": 1, "spares": 1, "grace_s": 10}
+    lost = {"faults": [fault("kill_node", 1, 13)]}
+    saves = {"every_steps": 5, "partner_copies": 1}
+    running = bench.start(
+        sharded_job(bench, "trainer-shards-node", drill=lost, checkpoint=saves, engine=engine)
+    )
+    running.complete(undisturbed_shards)
+    assert running.rungs() == ["pod_reschedule"]
+    assert running.history.attempts[-1].from_step == 10

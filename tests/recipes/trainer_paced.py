@@ -20,6 +20,9 @@ from perdure.integrations.transformers import PerdureCallback
 
 
 class Pace(TrainerCallback):  # type: ignore[misc]
+    def on_train_begin(self, args, state, control, model, **kwargs):
+        print(f"trains a {type(model).__name__}", flush=True)
+
     def on_step_begin(self, args, state, control, **kwargs):
         pace = Path(os.environ.get("PACE_FILE", "/not/there"))
         time.sleep(float(pace.read_text() if pace.exists() else os.environ.get("PACE_S", "0")))

@@ -65,7 +65,8 @@ def main() -> None:
         if job.worker.script is not None:
             name = job.worker.script[0]
             raise RecipeEndedEarly(
-                f"{name} {at}: a callback of perdure.integrations takes its loop to that step"
+                f"{name} {at}: a callback of perdure.integrations, or its training_steps, takes "
+                "the loop to that step"
             )
         raise RecipeEndedEarly(
             f"the recipe {at}: it loops over session.steps(until=job.steps) to its end, which "

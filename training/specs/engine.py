@@ -286,7 +286,8 @@ class WorkerSpec(FrozenModel):
     script: tuple[str, ...] | None = Field(
         None, min_length=1,
         description="callback depth: a Python file and its arguments, run in each rank as python "
-        "does; it hands its loop over with a callback of perdure.integrations",
+        "does; a callback of perdure.integrations takes its loop over, or training_steps gives the "
+        "loop its steps",
     )  # fmt: skip
     preload: tuple[str, ...] = Field(
         (),

@@ -93,12 +93,45 @@ def test_a_trainer_that_takes_its_batches_in_its_own_way_is_refused(trainer):
         check_settings(session(), trainer)
 
 
-def test_another_wrapper_than_ddp_is_refused(trainer):
-    with refused("parallelism.kind: fsdp2: a Trainer's model is wrapped in ddp"):
-        check_settings(session(parallelism={"kind": "fsdp2"}), trainer)
-    trainer.is_fsdp_enabled = True
-    with refused("fsdp: is not possible under Perdure"):
+FSDP2 = {"kind": "fsdp2"}
+
+
+def sharded(trainer: Any, **config: Any) -> Any:
+    """The Trainer with the arguments of FSDP, as its constructor reads them."""
+    args = trainer.args
+    args.fsdp, args.fsdp_config = True, config
+    args.fsdp_plugin_args = args._process_fsdp_args()
+    return trainer
+
+
+def test_a_trainer_that_shards_its_model_passes_where_the_job_says_so(trainer):
+    check_settings(session(parallelism=FSDP2), sharded(trainer))
+    with refused("fsdp: is on, but parallelism.kind is ddp: give the job fsdp2"):
         check_settings(session(), trainer)
+
+
+def test_a_trainer_that_shards_nothing_is_refused_where_the_job_says_it_does(trainer):
+    with refused("parallelism.kind: fsdp2, but the Trainer wraps its model in ddp"):
+        check_settings(session(parallelism=FSDP2), trainer)
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"version": 1}, "fsdp_config.version: 1: fully_shard of torch alone"),
+        ({"xla": True}, "fsdp_config.xla: True: fully_shard of torch alone"),
+        ({"cpu_offload": True}, "fsdp_config.cpu_offload: true"),
+    ],
+)
+def test_another_way_to_shard_is_refused(config, text, trainer):
+    with refused(text):
+        check_settings(session(parallelism=FSDP2), sharded(trainer, **config))
+
+
+def test_another_wrapper_is_refused(trainer):
+    hsdp = {"kind": "hsdp", "replicas": 2}
+    with refused("parallelism.kind: hsdp: a Trainer's model is wrapped in ddp, or in fsdp2"):
+        check_settings(session(parallelism=hsdp), trainer)
 
 
 @pytest.mark.parametrize(
