@@ -84,7 +84,9 @@ def test_a_command_of_which_a_rank_gets_sigterm_goes_on_from_its_checkpoint(home
     assert outcome.ended == "completed"
     (ended, again) = outcome.history.attempts
     fault = not_none(not_none(ended.ended).fault)
-    assert (fault.fault_class, fault.rank) == (FaultClass.PREEMPTED, rank)
+    assert (fault.fault_class, fault.device) == (FaultClass.PREEMPTED, rank)
+    # torchrun sends the same signal to the others, and its times are whole seconds.
+    assert fault.rank in (None, rank)
     assert f"(exitcode: -15) local_rank: {rank}" in fault.evidence
     assert not_none(again.first_step).step - 1 >= 10
     assert not_none(again.first_step).step % 10 == 1
