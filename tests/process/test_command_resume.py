@@ -23,6 +23,7 @@ from tests.process.program_jobs import (
     output_of,
     printed,
     send,
+    status_of,
 )
 from tests.values import not_none
 from training.agent.saved_store import stored_steps
@@ -36,14 +37,19 @@ STEPS = 40
 ARGUMENTS = (f"--max_iters={STEPS}", "--eval_interval=10")
 
 
-def test_a_program_that_must_be_told_to_resume_goes_on_from_its_checkpoint(home):
+@pytest.fixture(scope="module")
+def alone(home) -> dict[int, str]:
+    """What the program prints without Perdure."""
     out = home / "by-hand"
     data = EXAMPLES.parent / "README.md"
-    alone = printed(
+    found = printed(
         by_hand("nanogpt_train.py", f"--out_dir={out}", f"--dataset={data}", *ARGUMENTS)
     )
-    assert list(alone) == list(range(STEPS))
+    assert list(found) == list(range(STEPS))
+    return found
 
+
+def test_a_program_that_must_be_told_to_resume_goes_on_from_its_checkpoint(home, alone):
     job = example_job(home, "nanogpt.yaml", "killed", *ARGUMENTS, "--pause_s=0.2", steps=STEPS)
     kill = AtStep(home, 14, after_saves(job, 1, send(1, signal.SIGKILL)))
     outcome = RunDriver(home).run(job, hook=kill)
@@ -65,6 +71,42 @@ def test_a_program_that_must_be_told_to_resume_goes_on_from_its_checkpoint(home)
     assert len(lines_with(lines, "Initializing a new model from scratch")) == 1
     assert len(lines_with(lines, "Resuming training from")) == 1
     assert printed(lines) == alone, "every digit"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_command_of_which_a_rank_gets_sigterm_goes_on_from_its_checkpoint(home, alone, rank):
+    pace = (*ARGUMENTS, "--pause_s=0.2")
+    job = example_job(home, "nanogpt.yaml", f"terminated-{rank}", *pace, steps=STEPS)
+    terminate = AtStep(home, 14, after_saves(job, 1, send(rank, signal.SIGTERM)))
+    outcome = RunDriver(home).run(job, hook=terminate)
+    assert terminate.done, "the rank got the signal"
+    assert outcome.ended == "completed"
+    (ended, again) = outcome.history.attempts
+    fault = not_none(not_none(ended.ended).fault)
+    assert (fault.fault_class, fault.device) == (FaultClass.PREEMPTED, rank)
+    # torchrun sends the same signal to the others, and its times are whole seconds.
+    assert fault.rank in (None, rank)
+    assert f"(exitcode: -15) local_rank: {rank}" in fault.evidence
+    assert not_none(again.first_step).step - 1 >= 10
+    assert not_none(again.first_step).step % 10 == 1
+    lines = output_of(home, job)
+    assert len(lines_with(lines, "Resuming training from")) == 1
+    assert printed(lines) == alone, "every digit"
+    assert LocalRun(home, job.run_id).processes() == []
+
+
+@pytest.mark.long
+def test_a_wrong_argument_of_a_command_is_named_and_stops_the_run(home):
+    job = example_job(home, "nanogpt.yaml", "wrong-argument", "--learning_rte=1", steps=STEPS)
+    outcome = RunDriver(home).run(job)
+    (attempt,) = outcome.history.attempts
+    fault = not_none(not_none(attempt.ended).fault)
+    assert fault.user_fault
+    assert "Unknown config key: learning_rte" in fault.evidence
+    assert outcome.ended.endswith("is for the user to fix")
+    assert status_of(home, job)["step"] is None
+    assert LocalRun(home, job.run_id).processes() == []
 
 
 class HeldPort:
