@@ -7,6 +7,7 @@ emulator's command come from the environment.
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import torch
@@ -16,7 +17,9 @@ from training.job import Job
 from training.runtime.session import Session
 from training.trainer import pretrain
 
-RANK, STEP, COMMAND, MARK = (f"DEVICE_FAULT_{name}" for name in ("RANK", "STEP", "COMMAND", "MARK"))
+RANK, STEP, COMMAND, MARK, WAIT_S = (
+    f"DEVICE_FAULT_{name}" for name in ("RANK", "STEP", "COMMAND", "MARK", "WAIT_S")
+)
 OUT_OF_MEMORY = "oom"
 MORE_BYTES = 1 << 30  # than the allocator has cached
 IN_A_PARAMETER = "in-a-parameter"  # of a command, for the address of one
@@ -41,6 +44,9 @@ def fail_once(environment: os._Environ[str]) -> None:
     import ascend_emulator
 
     index = torch.accelerator.current_device_index()
+    if WAIT_S in environment:  # meanwhile the others come to this step, and wait for this rank
+        torch.accelerator.synchronize(index)
+        time.sleep(float(environment[WAIT_S]))
     ascend_emulator.fault(f"{_with_address(environment[COMMAND])} device={index}")
     if environment[COMMAND] == OUT_OF_MEMORY:
         torch.empty(MORE_BYTES, dtype=torch.uint8, device=f"npu:{index}")

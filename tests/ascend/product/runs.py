@@ -27,11 +27,19 @@ ON_THE_CPU = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
 @dataclass(frozen=True)
 class DeviceFault:
-    """A fault of an emulated device: who has it, and the emulator's command."""
+    """A fault of an emulated device.
+
+    Attributes:
+        command: of the emulator.
+        rank: that has it.
+        step: in work when it comes.
+        wait_s: before it, with nothing left on the device, so that all ranks are in that step.
+    """
 
     command: str
     rank: int = 1
     step: int = FAULT_STEP
+    wait_s: float | None = None
 
 
 def job_of(
@@ -53,6 +61,8 @@ def job_of(
             device_fault.COMMAND: fault.command,
             device_fault.MARK: str(home / f"{name}.fired"),
         }
+        if fault.wait_s is not None:
+            variables[device_fault.WAIT_S] = str(fault.wait_s)
     changes = dict(changes or {})
     engine = {"spares": 1, **changes.pop("engine", {})}
     return drill_job(
