@@ -1,0 +1,53 @@
+"""The Trainer of Lightning, under Perdure. Written against lightning 2.6.
+
+    from perdure.integrations.lightning import PerdureCallback
+
+    trainer = Trainer(callbacks=[PerdureCallback()], ...)
+
+In a process that `perdure run` has not started it does nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from lightning.pytorch.trainer.connectors import data_connector
+
+from perdure.integrations.lightning_loop import LightningLoop
+from training.errors import InputError
+from training.runtime.session import Session
+
+
+class PerdureCallback(Callback):  # type: ignore[misc]  # follow_imports = "skip"
+    """Has a Trainer restored, saved and watched, and recovered within its steps."""
+
+    def __init__(self) -> None:
+        self._loop: LightningLoop | None = None
+        if Session.current is not None:
+            # Its own one sets up a process group, which a rank that is replaced cannot do alone.
+            data_connector._InfiniteBarrier = _Together  # noqa: SLF001 there is no public way
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """The Trainer is about to fit.
+
+        Raises:
+            InputError: a setting of the Trainer does not go together with the session.
+        """
+        if Session.current is None or stage != "fit":
+            return
+        if self._loop is not None:
+            raise InputError("trainer.fit", "a second one: the steps of a run are those of one fit")
+        self._loop = LightningLoop(Session.current, trainer, pl_module)
+        self._loop.attach()
+
+
+class _Together:
+    """Ends for all ranks together."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        dist.barrier()
