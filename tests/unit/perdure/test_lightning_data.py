@@ -17,13 +17,14 @@ from training.errors import InputError
 
 
 class Numbers(Dataset[int]):
-    """Ten samples, which remembers those that were read."""
+    """Samples, which remembers those that were read."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 10) -> None:
+        self.size = size
         self.read: list[int] = []
 
     def __len__(self) -> int:
-        return 10
+        return self.size
 
     def __getitem__(self, index: int) -> int:
         self.read.append(index)
@@ -92,7 +93,7 @@ def test_an_order_that_cannot_be_had_again_is_refused():
         place_loader(DataLoader(numbers, sampler=sampler), lambda: 0)
 
 
-@pytest.mark.parametrize("loader", [DataLoader(range(5)), DataLoader(Stream())])
+@pytest.mark.parametrize("loader", [DataLoader(Numbers(5)), DataLoader(Stream())])
 def test_batches_are_drawn_for_a_step_and_handed_out_one_by_one(loader):
     fetcher = _PrefetchDataFetcher()
     fetcher.setup(CombinedLoader(loader, "max_size_cycle"))
