@@ -6,7 +6,7 @@ Counts are batches of one rank in the epoch; positions are samples of all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -25,7 +25,6 @@ class TrainerData:
     """Hands out the batches that the Trainer's own iterator draws, and counts them.
 
     Attributes:
-        setting: of the Trainer that has the size of a batch, by name.
         samples_per_batch: of all ranks together, in one forward pass of each.
         batches_in_epoch: of each rank.
         alone: around drawing. Accelerate has all ranks take the state of the first one's
@@ -36,11 +35,10 @@ class TrainerData:
         restored: what `kept` was where the state came from.
     """
 
-    setting: str
     samples_per_batch: int
     batches_in_epoch: int
-    alone: Callable[[], AbstractContextManager[None]] = nullcontext
-    kept: Callable[[], dict[str, Any]] = dict
+    alone: Callable[[], AbstractContextManager[None]]
+    kept: Callable[[], dict[str, Any]]
     epoch: int = 0
     batches: int = 0
     restored: dict[str, Any] = field(default_factory=dict)
@@ -96,7 +94,7 @@ class TrainerData:
         batches, rest = divmod(state["samples"], self.samples_per_batch)
         if rest:
             raise InputError(
-                self.setting,
+                "per_device_train_batch_size",
                 f"{self.samples_per_batch} samples of all ranks in a batch do not divide the "
                 f"{state['samples']} that the checkpoint has of its epoch",
             )

@@ -111,19 +111,17 @@ def test_the_same_loop_as_a_session_loses_a_rank_and_no_step(bench, tmp_path):
     assert len(running.history.attempts) == 1
 
 
-@pytest.mark.parametrize("name", ["trainer", "lightning"])
-def test_a_trainer_with_a_callback_loses_a_rank_and_no_step(bench, tmp_path, name):
+def test_the_trainer_of_transformers_loses_a_rank_and_no_step(bench, tmp_path):
     def job(run_id: str, **changes: Any) -> dict[str, Any]:
-        text = f"{name}.yaml"
-        return example(bench, text, tmp_path, run_id=run_id, steps=ITERATIONS, **changes)
+        return example(bench, "trainer.yaml", tmp_path, run_id=run_id, steps=ITERATIONS, **changes)
 
-    plain = bench.start(job(f"plain-{name}"))
+    plain = bench.start(job("plain-trainer"))
     assert plain.finish() == 0, plain.out
     curve = plain.curve()
     assert list(curve) == list(range(1, ITERATIONS + 1))
 
     killed = {"faults": [{"kind": "kill", "rank": 1, "step": 15}]}
-    running = bench.start(job(f"killed-{name}", drill=killed))
+    running = bench.start(job("killed-trainer", drill=killed))
     running.complete(curve)
     assert running.rungs() == ["process_replace"]
 
