@@ -92,7 +92,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--accumulate", type=int, default=1, help="batches in a step")
     parser.add_argument("--num-samples", type=int, default=512)
     parser.add_argument("--block-size", type=int, default=32)
-    parser.add_argument("--val-every", type=int, default=0, help="batches; 0: none")
+    parser.add_argument("--val-every", type=int, default=100, help="batches")
     return parser.parse_args()
 
 
@@ -104,10 +104,11 @@ def make_trainer(args: argparse.Namespace, callbacks: list[Callback]) -> Trainer
         devices=devices,
         num_nodes=int(os.environ.get("WORLD_SIZE", "1")) // devices,
         max_steps=args.max_steps,
+        max_epochs=-1,
         accumulate_grad_batches=args.accumulate,
         gradient_clip_val=1.0,
-        limit_val_batches=4 if args.val_every else 0,
-        val_check_interval=args.val_every or 1,
+        limit_val_batches=4,
+        val_check_interval=args.val_every,
         check_val_every_n_epoch=None,
         callbacks=callbacks,
         enable_checkpointing=False,  # checkpoints are Perdure's

@@ -227,6 +227,11 @@ class Session:
         with self._groups.generations.alone() if self._groups is not None else nullcontext():
             yield
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether collectives return at once, with what this rank has brought."""
+        return self._groups is not None and self._groups.generations.is_alone
+
     def steps(self, *, until: int) -> Iterator[Step]:
         """The steps from the newest checkpoint up to `until`.
 
