@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -108,6 +107,7 @@ def training_steps(
                 number, data.next_step(), accelerator, model, optimizers, schedulers, max_grad_norm
             )
         return
+    limit = math.inf if max_grad_norm is None else max_grad_norm
     check_loop(session, accelerator, until)
     check_loader(loader)
     data.seed, data.alone = session.job.seed, session.alone
@@ -117,7 +117,7 @@ def training_steps(
         data=data,
         scheduler=schedulers,
         scaler=accelerator.scaler,
-        clip=partial(_clip, model, math.inf if max_grad_norm is None else max_grad_norm),
+        clip=lambda: nn.utils.clip_grad_norm_(model.parameters(), limit),
     )
     yield from _session_steps(session)
 
@@ -210,10 +210,6 @@ class PlainStep:
         for one in self._optimizers:
             one.zero_grad()
         self._is_applied = True
-
-
-def _clip(model: nn.Module, limit: float) -> Tensor:
-    return nn.utils.clip_grad_norm_(model.parameters(), limit)
 
 
 def _listed(given: Any) -> list[Any]:

@@ -118,13 +118,7 @@ class PreparedData:
         Raises:
             InputError: it lies within a batch, as batches are now.
         """
-        batches, rest = divmod(state["samples"], self.samples_per_batch)
-        if rest:
-            raise InputError(
-                "batch_size",
-                f"{self.samples_per_batch} samples of all ranks in a batch do not divide the "
-                f"{state['samples']} that the checkpoint has of its epoch",
-            )
+        batches = whole_batches(state["samples"], self.samples_per_batch, field="batch_size")
         if state["order"] is not None and self._sampler is not None:
             self._sampler.initial_seed = state["order"]
         self._drop()
@@ -133,6 +127,22 @@ class PreparedData:
     def close(self) -> None:
         """End the loader's worker processes."""
         self._drop()
+
+
+def whole_batches(samples: int, samples_per_batch: int, *, field: str) -> int:
+    """How many batches the samples are that a checkpoint has of its epoch.
+
+    Raises:
+        InputError: they end within a batch; `field` says how large that is.
+    """
+    batches, rest = divmod(samples, samples_per_batch)
+    if rest:
+        raise InputError(
+            field,
+            f"{samples_per_batch} samples of all ranks in a batch do not divide the {samples} that "
+            "the checkpoint has of its epoch",
+        )
+    return batches
 
 
 def set_epoch(dataloader: Any, epoch: int) -> None:

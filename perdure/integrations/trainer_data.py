@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+from perdure.integrations.accelerate_data import whole_batches
 from training.diagnosis.exits import EXIT_RESTART_ME
-from training.errors import InputError
 from training.runtime.program import MicroBatch
 
 
@@ -91,13 +91,9 @@ class TrainerData:
             InputError: it lies within a batch, as batches are now.
             SystemExit: code 75: the Trainer's loop, which has begun, is somewhere else.
         """
-        batches, rest = divmod(state["samples"], self.samples_per_batch)
-        if rest:
-            raise InputError(
-                "per_device_train_batch_size",
-                f"{self.samples_per_batch} samples of all ranks in a batch do not divide the "
-                f"{state['samples']} that the checkpoint has of its epoch",
-            )
+        batches = whole_batches(
+            state["samples"], self.samples_per_batch, field="per_device_train_batch_size"
+        )
         place = (state["epoch"], batches)
         if self._iterator is not None and place != (self.epoch, self.batches):
             if place != self._drawn_at:

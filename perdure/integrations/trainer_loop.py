@@ -120,6 +120,7 @@ class TrainerLoop:
         prepared = self._own["_prepare_for_training"](max_steps, train_dataloader, resume)
         model, _ = prepared
         args = trainer.args
+        limit = args.max_grad_norm or math.inf
         own_length = max_steps * args.gradient_accumulation_steps
         self._data = TrainerData(
             samples_per_batch=args.train_batch_size * args.world_size,
@@ -133,7 +134,7 @@ class TrainerLoop:
             data=self._data,
             scheduler=trainer.lr_scheduler,
             scaler=trainer.accelerator.scaler,
-            clip=partial(_clip, model, args.max_grad_norm or math.inf),
+            clip=lambda: nn.utils.clip_grad_norm_(model.parameters(), limit),
         )
         self._loop = session.open_loop(until=max_steps)
         self._loop.stays = True
@@ -322,10 +323,6 @@ class _Applied:
 
     def step(self) -> None:
         """Nothing."""
-
-
-def _clip(model: nn.Module, limit: float) -> Tensor:
-    return nn.utils.clip_grad_norm_(model.parameters(), limit)
 
 
 def _length(dataloader: Any) -> int:

@@ -111,33 +111,19 @@ def test_the_same_loop_as_a_session_loses_a_rank_and_no_step(bench, tmp_path):
     assert len(running.history.attempts) == 1
 
 
-def test_the_trainer_of_transformers_loses_a_rank_and_no_step(bench, tmp_path):
+@pytest.mark.parametrize("framework", ["trainer", "accelerate"])
+def test_a_framework_loses_a_rank_and_no_step(bench, tmp_path, framework):
     def job(run_id: str, **changes: Any) -> dict[str, Any]:
-        return example(bench, "trainer.yaml", tmp_path, run_id=run_id, steps=ITERATIONS, **changes)
+        name = f"{framework}.yaml"
+        return example(bench, name, tmp_path, run_id=run_id, steps=ITERATIONS, **changes)
 
-    plain = bench.start(job("plain-trainer"))
+    plain = bench.start(job(f"plain-{framework}"))
     assert plain.finish() == 0, plain.out
     curve = plain.curve()
     assert list(curve) == list(range(1, ITERATIONS + 1))
 
     killed = {"faults": [{"kind": "kill", "rank": 1, "step": 15}]}
-    running = bench.start(job("killed-trainer", drill=killed))
-    running.complete(curve)
-    assert running.rungs() == ["process_replace"]
-
-
-def test_a_loop_over_accelerate_loses_a_rank_and_no_step(bench, tmp_path):
-    def job(run_id: str, **changes: Any) -> dict[str, Any]:
-        changes = {"steps": ITERATIONS, **changes}
-        return example(bench, "accelerate.yaml", tmp_path, run_id=run_id, **changes)
-
-    plain = bench.start(job("plain-accelerate"))
-    assert plain.finish() == 0, plain.out
-    curve = plain.curve()
-    assert list(curve) == list(range(1, ITERATIONS + 1))
-
-    killed = {"faults": [{"kind": "kill", "rank": 1, "step": 15}]}
-    running = bench.start(job("killed-accelerate", drill=killed))
+    running = bench.start(job(f"killed-{framework}", drill=killed))
     running.complete(curve)
     assert running.rungs() == ["process_replace"]
 

@@ -371,8 +371,10 @@ class StepLoop:
         number = state.step + 1
         self.state.started_s = time.perf_counter()  # waiting for data is part of a step
         self.heartbeat.beat(phase=Phase.DATA)
-        # Kept until the step is in flight: a device that is stopped meanwhile takes no seed.
-        state.batch = self._next_batch() if state.batch is None else state.batch
+        if (
+            state.batch is None
+        ):  # and kept until the step is in flight: a stopped device has no seed
+            state.batch = self._next_batch()
         self.heartbeat.beat(phase=Phase.STEP)
         stream = self.context.layout.stream(self.context.rank)
         seed_step(self.context.job.seed, rank=stream, step=number)
